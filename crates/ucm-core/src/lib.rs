@@ -1,0 +1,1 @@
+//! The words of ucm: identifiers, sizes, identity, errors, reasons, hashing and checksums.

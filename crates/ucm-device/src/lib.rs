@@ -1,0 +1,1 @@
+//! Where KV lives: devices, streams, the host arena and its slots.

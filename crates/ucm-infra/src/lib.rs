@@ -1,0 +1,1 @@
+//! The moving parts of ucm: worker pool with watchdog, rings, sets, completions, clock.

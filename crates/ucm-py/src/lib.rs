@@ -1,0 +1,1 @@
+//! ucm._core: conversions between Python and the Rust core, no logic.

@@ -1,0 +1,1 @@
+//! What the product is: records, backends, the engine, space and health.
