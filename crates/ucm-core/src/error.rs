@@ -1,0 +1,243 @@
+//! One error for the whole core: what kind, what was wrong and where, and what caused it.
+//!
+//! `Display` is one line fit for a log; `Debug` adds the chain of causes. The numeric code is the one that
+//! users of the original UCM know from the text of its exceptions.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::sync::Arc;
+
+/// Result of the core.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What kind of thing went wrong; decides what a caller can do about it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// An argument is wrong: shape, length, range, type. Not retryable.
+    InvalidInput,
+    /// The configuration is wrong. Not retryable.
+    Config,
+    /// What was asked for is not there (a miss, for a block).
+    NotFound,
+    /// A bounded queue or pool is full right now. Retryable at once or later; nothing was changed.
+    Busy,
+    /// A deadline passed. Retryable.
+    Timeout,
+    /// The operating system refused. Retryable or not, the source says.
+    Io,
+    /// The medium or the configured limit is full. Retryable once space was made.
+    NoSpace,
+    /// Stored bytes failed verification: a miss, never data.
+    Corrupt,
+    /// A stored record belongs to another identity, part, id or a newer format: a miss.
+    Foreign,
+    /// The backend is switched off for now by its breaker. Retryable after the cool-down.
+    Unhealthy,
+    /// The object was closed.
+    Closed,
+    /// The object was made in another process, before a fork.
+    Forked,
+    /// The operation is not supported by this backend, device or build.
+    Unsupported,
+    /// A promise of our own code was broken. Please report.
+    Internal,
+}
+
+impl ErrorKind {
+    /// The numeric code shown to users; the original's where one exists.
+    pub fn code(self) -> i32 {
+        match self {
+            Self::InvalidInput | Self::Config => -50000,
+            Self::Io => -50002,
+            Self::Busy => -50004,
+            Self::NotFound => -50005,
+            Self::Unsupported => -50008,
+            Self::NoSpace => -50009,
+            Self::Timeout => -50010,
+            Self::Corrupt => -50011,
+            Self::Foreign => -50012,
+            Self::Unhealthy => -50013,
+            Self::Closed => -50014,
+            Self::Forked => -50015,
+            Self::Internal => -1,
+        }
+    }
+
+    /// The kind's name as it appears in messages, metrics and the Python exception tree.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::InvalidInput => "invalid_input",
+            Self::Config => "config",
+            Self::NotFound => "not_found",
+            Self::Busy => "busy",
+            Self::Timeout => "timeout",
+            Self::Io => "io",
+            Self::NoSpace => "no_space",
+            Self::Corrupt => "corrupt",
+            Self::Foreign => "foreign",
+            Self::Unhealthy => "unhealthy",
+            Self::Closed => "closed",
+            Self::Forked => "forked",
+            Self::Unsupported => "unsupported",
+            Self::Internal => "internal",
+        }
+    }
+
+    /// Whether the same call may succeed later without a change of its arguments.
+    pub fn retryable(self) -> bool {
+        matches!(
+            self,
+            Self::Busy | Self::Timeout | Self::Io | Self::NoSpace | Self::Unhealthy
+        )
+    }
+}
+
+/// An error: kind, message, context pairs (where), and the cause. Cheap to clone, so that one failure can be
+/// reported for many blocks.
+#[derive(Clone)]
+pub struct Error(Arc<Inner>);
+
+#[derive(Clone)]
+struct Inner {
+    kind: ErrorKind,
+    message: Cow<'static, str>,
+    context: Vec<(&'static str, String)>,
+    source: Option<Arc<dyn std::error::Error + Send + Sync>>,
+}
+
+impl Error {
+    /// A new error; the message says what is wrong and what to do.
+    pub fn new(kind: ErrorKind, message: impl Into<Cow<'static, str>>) -> Self {
+        Self(Arc::new(Inner {
+            kind,
+            message: message.into(),
+            context: Vec::new(),
+            source: None,
+        }))
+    }
+
+    /// Shorthand for a wrong argument.
+    pub fn invalid(message: impl Into<Cow<'static, str>>) -> Self {
+        Self::new(ErrorKind::InvalidInput, message)
+    }
+
+    /// Shorthand for a broken promise of our own.
+    pub fn internal(message: impl Into<Cow<'static, str>>) -> Self {
+        Self::new(ErrorKind::Internal, message)
+    }
+
+    /// Adds where or with what it happened.
+    pub fn with(mut self, key: &'static str, value: impl fmt::Display) -> Self {
+        Arc::make_mut(&mut self.0).context.push((key, value.to_string()));
+        self
+    }
+
+    /// Adds the cause.
+    pub fn caused_by(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Arc::make_mut(&mut self.0).source = Some(Arc::new(source));
+        self
+    }
+
+    /// An operating-system failure, its kind chosen by the error number (ENOENT and ESTALE are `NotFound`,
+    /// ENOSPC and EDQUOT `NoSpace`, ETIMEDOUT `Timeout`, anything else `Io`).
+    pub fn from_io(error: std::io::Error, what: impl Into<Cow<'static, str>>) -> Self {
+        use std::io::ErrorKind as K;
+        let kind = match error.kind() {
+            K::NotFound | K::StaleNetworkFileHandle => ErrorKind::NotFound,
+            K::StorageFull | K::QuotaExceeded => ErrorKind::NoSpace,
+            K::TimedOut => ErrorKind::Timeout,
+            K::Unsupported => ErrorKind::Unsupported,
+            _ => ErrorKind::Io,
+        };
+        Self::new(kind, what).caused_by(error)
+    }
+
+    /// What kind of failure.
+    pub fn kind(&self) -> ErrorKind {
+        self.0.kind
+    }
+
+    /// The message without context.
+    pub fn message(&self) -> &str {
+        &self.0.message
+    }
+
+    /// The context pairs in the order they were added.
+    pub fn context(&self) -> &[(&'static str, String)] {
+        &self.0.context
+    }
+
+    /// Whether a later attempt may succeed.
+    pub fn retryable(&self) -> bool {
+        self.0.kind.retryable()
+    }
+
+    /// The error number of the operating system, if the cause is one.
+    pub fn os_code(&self) -> Option<i32> {
+        let source = self.0.source.as_deref()?;
+        source.downcast_ref::<std::io::Error>()?.raw_os_error()
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.message)?;
+        for (i, (key, value)) in self.0.context.iter().enumerate() {
+            write!(f, "{}{key}={value}", if i == 0 { " [" } else { ", " })?;
+        }
+        if !self.0.context.is_empty() {
+            f.write_str("]")?;
+        }
+        if let Some(source) = &self.0.source {
+            write!(f, ": {source}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}({}): {self}", self.0.kind.name(), self.0.kind.code())?;
+        let mut source = self.0.source.as_deref().and_then(std::error::Error::source);
+        while let Some(error) = source {
+            write!(f, "\n  caused by: {error}")?;
+            source = error.source();
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.0.source.as_deref().map(|e| e as _)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_line_says_what_where_and_why() {
+        let error = Error::from_io(std::io::Error::from_raw_os_error(28), "cannot write the block")
+            .with("path", "/x/y.bin");
+        assert_eq!(error.kind(), ErrorKind::NoSpace);
+        assert_eq!(error.os_code(), Some(28));
+        assert!(error.retryable());
+        let text = error.to_string();
+        assert!(
+            text.starts_with("cannot write the block [path=/x/y.bin]: "),
+            "{text}"
+        );
+        assert!(!text.contains('\n'));
+    }
+
+    #[test]
+    fn stale_and_absent_files_are_not_found() {
+        for code in [2, 116] {
+            let error = Error::from_io(std::io::Error::from_raw_os_error(code), "x");
+            assert_eq!(error.kind(), ErrorKind::NotFound);
+        }
+    }
+}

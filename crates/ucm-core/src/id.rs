@@ -1,0 +1,151 @@
+//! Names of blocks: the 16-byte id that every store sees, and how a part's record id is made from a block key.
+
+use std::fmt;
+use std::str::FromStr;
+
+use sha2::{Digest, Sha256};
+
+use crate::error::{Error, Result};
+
+/// Sixteen bytes that name a block: a *block key* (the hash chain over tokens) or a *record id* (the key of one
+/// part of it). Stores see record ids only.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub struct BlockId(pub [u8; 16]);
+
+impl BlockId {
+    /// Length in bytes.
+    pub const LEN: usize = 16;
+
+    /// From exactly 16 bytes; any other length is an error that names it.
+    pub fn from_slice(bytes: &[u8]) -> Result<Self> {
+        match <[u8; 16]>::try_from(bytes) {
+            Ok(id) => Ok(Self(id)),
+            Err(_) => Err(Error::invalid(format!(
+                "a block id has 16 bytes, this one has {}",
+                bytes.len()
+            ))),
+        }
+    }
+
+    /// The 32 hex digits of the id, as in file names.
+    pub fn to_hex(self) -> String {
+        self.to_string()
+    }
+
+    /// XOR with a part's mask: block key to record id and back.
+    #[must_use]
+    pub fn xor(self, mask: PartMask) -> Self {
+        Self((u128::from_ne_bytes(self.0) ^ u128::from_ne_bytes(mask.0)).to_ne_bytes())
+    }
+}
+
+impl fmt::Display for BlockId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for BlockId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}
+
+impl FromStr for BlockId {
+    type Err = Error;
+
+    /// From 32 lower-case hex digits (the exact pattern of our file names).
+    fn from_str(text: &str) -> Result<Self> {
+        let bad = || Error::invalid("a block id in text is 32 lower-case hex digits").with("text", text);
+        let digit = |c: u8| match c {
+            b'0'..=b'9' => Ok(c - b'0'),
+            b'a'..=b'f' => Ok(c - b'a' + 10),
+            _ => Err(bad()),
+        };
+        let text = text.as_bytes();
+        if text.len() != 32 {
+            return Err(bad());
+        }
+        let mut id = [0; 16];
+        for (byte, pair) in id.iter_mut().zip(text.chunks_exact(2)) {
+            *byte = digit(pair[0])? << 4 | digit(pair[1])?;
+        }
+        Ok(Self(id))
+    }
+}
+
+/// Which part of a block a record holds: KV group, pipeline rank, tensor rank.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Debug)]
+pub struct Part {
+    /// KV cache group.
+    pub group: u32,
+    /// Pipeline-parallel rank.
+    pub pipeline_rank: u32,
+    /// Tensor-parallel rank (0 where KV is replicated).
+    pub tensor_rank: u32,
+}
+
+/// First 16 bytes of SHA-256("UCMPART" ‖ group ‖ pipeline rank ‖ tensor rank), numbers as u32 LE.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PartMask(pub [u8; 16]);
+
+impl Part {
+    /// The mask of this part: one hash per part, none per block.
+    pub fn mask(self) -> PartMask {
+        let mut hash = Sha256::new();
+        hash.update(b"UCMPART");
+        for number in [self.group, self.pipeline_rank, self.tensor_rank] {
+            hash.update(number.to_le_bytes());
+        }
+        let mut mask = [0; 16];
+        mask.copy_from_slice(&hash.finalize()[..16]);
+        PartMask(mask)
+    }
+
+    /// The three numbers as 12 bytes, little endian, as in the record header.
+    pub fn to_bytes(self) -> [u8; 12] {
+        let mut bytes = [0; 12];
+        bytes[..4].copy_from_slice(&self.group.to_le_bytes());
+        bytes[4..8].copy_from_slice(&self.pipeline_rank.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.tensor_rank.to_le_bytes());
+        bytes
+    }
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "g{}p{}t{}", self.group, self.pipeline_rank, self.tensor_rank)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hex_round_trip_and_exact_pattern() {
+        let id = BlockId([0xab; 16]);
+        assert_eq!(id.to_hex().parse::<BlockId>().unwrap(), id);
+        for bad in ["", "ab", &"AB".repeat(16), &"zz".repeat(16), &"a".repeat(33)] {
+            assert!(bad.parse::<BlockId>().is_err(), "{bad}");
+        }
+        assert!(BlockId::from_slice(&[0; 15]).is_err());
+    }
+
+    #[test]
+    fn parts_mask_invertibly_and_apart() {
+        let key = BlockId([7; 16]);
+        let a = Part {
+            group: 0,
+            pipeline_rank: 0,
+            tensor_rank: 0,
+        };
+        let b = Part {
+            group: 0,
+            pipeline_rank: 0,
+            tensor_rank: 1,
+        };
+        assert_ne!(key.xor(a.mask()), key.xor(b.mask()));
+        assert_eq!(key.xor(b.mask()).xor(b.mask()), key);
+    }
+}

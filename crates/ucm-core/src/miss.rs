@@ -1,0 +1,154 @@
+//! Why a block was not served from the cache: one enum for the whole product.
+
+/// The reason of a miss. The order is frozen: new reasons are appended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum MissReason {
+    /// Not stored.
+    Absent,
+    /// Stored with a length that no manifest lists.
+    WrongLength,
+    /// Shorter on the medium than its header says.
+    Truncated,
+    /// Not a record (wrong magic).
+    NotARecord,
+    /// The header fails its own checksum.
+    BadHeader,
+    /// A payload checksum failed.
+    BadChecksum,
+    /// A record of a newer format version; left alone.
+    NewerVersion,
+    /// A block file of the seed's own form.
+    SeedForm,
+    /// The record names another id than its file.
+    ForeignId,
+    /// The record names another identity.
+    ForeignIdentity,
+    /// The record names another part.
+    ForeignPart,
+    /// The record's shapes are not ours.
+    ForeignShape,
+    /// This process refused this record before and it was not replaced yet.
+    Refused,
+    /// A deadline passed.
+    Timeout,
+    /// No slot or worker was free in time.
+    Busy,
+    /// The operating system reported an error.
+    IoError,
+    /// The breaker is open.
+    Unhealthy,
+    /// Another rank does not have it.
+    OtherRank,
+    /// The identity (weights) is not known yet.
+    IdentityPending,
+    /// The identity cannot be known; the cache is off.
+    IdentityUnknown,
+    /// The hit is shorter than `min_hit_tokens`.
+    TooShort,
+    /// The lookup did not answer in time.
+    LookupLate,
+    /// A load failed earlier in this request; nothing at or past that block is claimed again.
+    LoadFailed,
+    /// The cache is switched off.
+    Disabled,
+}
+
+impl MissReason {
+    /// Every reason, in order.
+    pub const ALL: [Self; 24] = [
+        Self::Absent,
+        Self::WrongLength,
+        Self::Truncated,
+        Self::NotARecord,
+        Self::BadHeader,
+        Self::BadChecksum,
+        Self::NewerVersion,
+        Self::SeedForm,
+        Self::ForeignId,
+        Self::ForeignIdentity,
+        Self::ForeignPart,
+        Self::ForeignShape,
+        Self::Refused,
+        Self::Timeout,
+        Self::Busy,
+        Self::IoError,
+        Self::Unhealthy,
+        Self::OtherRank,
+        Self::IdentityPending,
+        Self::IdentityUnknown,
+        Self::TooShort,
+        Self::LookupLate,
+        Self::LoadFailed,
+        Self::Disabled,
+    ];
+
+    /// Name in metrics, logs and Python.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Absent => "absent",
+            Self::WrongLength => "wrong_length",
+            Self::Truncated => "truncated",
+            Self::NotARecord => "not_a_record",
+            Self::BadHeader => "bad_header",
+            Self::BadChecksum => "bad_checksum",
+            Self::NewerVersion => "newer_version",
+            Self::SeedForm => "seed_form",
+            Self::ForeignId => "foreign_id",
+            Self::ForeignIdentity => "foreign_identity",
+            Self::ForeignPart => "foreign_part",
+            Self::ForeignShape => "foreign_shape",
+            Self::Refused => "refused",
+            Self::Timeout => "timeout",
+            Self::Busy => "busy",
+            Self::IoError => "io_error",
+            Self::Unhealthy => "unhealthy",
+            Self::OtherRank => "other_rank",
+            Self::IdentityPending => "identity_pending",
+            Self::IdentityUnknown => "identity_unknown",
+            Self::TooShort => "too_short",
+            Self::LookupLate => "lookup_late",
+            Self::LoadFailed => "load_failed",
+            Self::Disabled => "disabled",
+        }
+    }
+
+    /// Index in [`MissReason::ALL`], for counters.
+    pub fn index(self) -> usize {
+        self as usize
+    }
+
+    /// Whether the reason speaks about the stored bytes: such a record is refused (no hit in this process) until
+    /// the next dump replaces it. A newer version is left alone.
+    pub fn refuses(self) -> bool {
+        matches!(
+            self,
+            Self::WrongLength
+                | Self::Truncated
+                | Self::NotARecord
+                | Self::BadHeader
+                | Self::BadChecksum
+                | Self::SeedForm
+                | Self::ForeignId
+                | Self::ForeignIdentity
+                | Self::ForeignPart
+                | Self::ForeignShape
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_list_is_whole_and_in_order() {
+        for (i, reason) in MissReason::ALL.into_iter().enumerate() {
+            assert_eq!(reason.index(), i);
+        }
+        let mut names: Vec<_> = MissReason::ALL.iter().map(|r| r.name()).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), MissReason::ALL.len());
+    }
+}
