@@ -1,0 +1,242 @@
+"""The public store interface, V1: what a store must do, and what it gets for free.
+
+A block is named by 16 raw bytes and moved in *rows*: (block id, shard index, device addresses). A store written in
+Python defines :meth:`~UcmKVStoreBaseV1.lookup`, :meth:`~UcmKVStoreBaseV1.load_data`,
+:meth:`~UcmKVStoreBaseV1.dump_data` and :meth:`~UcmKVStoreBaseV1.wait`; the base class gives the rest.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ucm.errors import BusyError, ClosedError, InvalidInputError, UcmError
+
+#: ``"published"``: visible to others and survives this process. ``"staged"``: device memory may be reused.
+Until = Literal["staged", "published"]
+
+
+class Task:
+    """A load or dump under way. Stores may subclass it or hand out any object of their own."""
+
+    def __init__(self, handle: Any = None) -> None:
+        self.handle = handle
+        self.error: UcmError | None = None
+        self.completed = False
+
+
+class UcmKVStoreBaseV1(ABC):
+    """Base of every store. ``config`` is a plain dictionary; its keys are those of ``docs/configuration.md``."""
+
+    #: A store that distinguishes the two levels of a dump sets this and overrides :meth:`check` and :meth:`wait`.
+    has_staged_level: bool = False
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = dict(config)
+        self._closed = False
+        self._waiter: _Waiter | None = None
+
+    # What a store must define -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def lookup(self, block_ids: Sequence[bytes]) -> Sequence[bool]:
+        """Whether each block is stored whole; exact per id, in order."""
+
+    @abstractmethod
+    def load_data(
+        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]
+    ) -> Task:
+        """Start reading: row *i* fills the device pieces ``addrs[i]`` of shard ``shard_index[i]``.
+
+        ``addrs`` has shape (rows, pieces per row); the sizes are those the store was configured with.
+        """
+
+    @abstractmethod
+    def dump_data(
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        addrs: npt.NDArray[np.uint64],
+        prerequisite_handle: int = 0,
+    ) -> Task:
+        """Start writing. ``prerequisite_handle`` is a device event to wait for before reading, 0 for none.
+
+        Raises :class:`~ucm.errors.BusyError` at once when no slot is free; the source is then untouched.
+        """
+
+    @abstractmethod
+    def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
+        """Wait for one task or a list of them, in seconds at most ``timeout`` (None: the store's own deadline).
+
+        Repeatable. Raises :class:`~ucm.errors.TaskError` (with the failures by row) or another
+        :class:`~ucm.errors.UcmError`. A store that does not take ``timeout`` and ``until`` may leave them out.
+        """
+
+    # What the base class gives ------------------------------------------------------------------------------
+
+    def check(self, task: Any, until: Until = "published") -> bool:
+        """Whether the task is finished (also when it failed), without waiting and without consuming it.
+
+        Here: by waiting on one bounded thread of the store's own.
+        """
+        del until  # a store without two levels has one answer
+        if self._waiter is None:
+            self._waiter = _Waiter(self)
+        return self._waiter.finished(task)
+
+    def lookup_on_prefix(self, block_ids: Sequence[bytes]) -> int:
+        """Index of the last block of the present prefix, -1 when the first is absent; every counted id checked."""
+        done, window = 0, 16
+        while done < len(block_ids):
+            answer = self.lookup(block_ids[done : done + window])
+            for present in answer:
+                if not present:
+                    return done - 1
+                done += 1
+            window = min(window * 2, 4096)
+        return done - 1
+
+    def prefetch(self, block_ids: Sequence[bytes]) -> None:
+        """A hint that these blocks will be asked for; may be ignored."""
+
+    def describe(
+        self,
+        block_ids: Sequence[bytes],
+        *,
+        parents: Sequence[bytes] | None = None,
+        ordinals: Sequence[int] | None = None,
+        tokens: Sequence[int] | None = None,
+    ) -> None:
+        """What ids do not say, for the record's header: parent id, ordinal in the chain, number of tokens."""
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        """These blocks, in chain order, were used by a request, even if found elsewhere; keeps them from removal."""
+
+    def load(self, block_ids: Sequence[bytes], shard_index: Sequence[int], tensors: Sequence[Sequence[Any]]) -> Task:
+        """:meth:`load_data` into tensors: ``tensors[i][j]`` is piece *j* of row *i*."""
+        return self.load_data(block_ids, shard_index, _addresses(tensors))
+
+    def dump(
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        tensors: Sequence[Sequence[Any]],
+        prerequisite_handle: int = 0,
+    ) -> Task:
+        """:meth:`dump_data` from tensors: ``tensors[i][j]`` is piece *j* of row *i*."""
+        return self.dump_data(block_ids, shard_index, _addresses(tensors), prerequisite_handle)
+
+    def cc_store(self) -> int:
+        """Address of the C table of this store, 0 where there is none."""
+        return 0
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and histograms, readable at any time."""
+        return {}
+
+    def free_dump_slots(self) -> int | None:
+        """How many more blocks a dump could take now, None when unbounded or unknown."""
+        return None
+
+    def close(self) -> None:
+        """Finish or fail what is under way, within the shutdown deadline. Idempotent."""
+        self._closed = True
+        if self._waiter is not None:
+            self._waiter.close()
+            self._waiter = None
+
+    def __enter__(self) -> UcmKVStoreBaseV1:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _addresses(tensors: Sequence[Sequence[Any]]) -> npt.NDArray[np.uint64]:
+    """Addresses of a matrix of tensors (anything with ``data_ptr()``, or NumPy arrays)."""
+    widths = {len(row) for row in tensors}
+    if len(widths) > 1:
+        raise InvalidInputError("every row names the same number of tensors", context={"widths": sorted(widths)})
+    matrix = np.empty((len(tensors), widths.pop() if widths else 0), dtype=np.uint64)
+    for i, row in enumerate(tensors):
+        for j, tensor in enumerate(row):
+            if hasattr(tensor, "data_ptr"):
+                contiguous, address = tensor.is_contiguous(), tensor.data_ptr()
+            elif isinstance(tensor, np.ndarray):
+                contiguous, address = tensor.flags.c_contiguous, tensor.ctypes.data
+            else:
+                raise InvalidInputError(
+                    "a tensor is a torch tensor or a NumPy array", context={"row": i, "column": j, "type": type(tensor)}
+                )
+            if not contiguous:
+                raise InvalidInputError("a tensor must be contiguous", context={"row": i, "column": j})
+            matrix[i, j] = address
+    return matrix
+
+
+class _Waiter:
+    """Answers ``check`` for stores that can only wait: one daemon thread, a bounded queue."""
+
+    LIMIT = 4096
+
+    def __init__(self, store: UcmKVStoreBaseV1) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._states: dict[int, tuple[Any, bool]] = {}
+        self._queue: queue.Queue[Any] = queue.Queue(self.LIMIT)
+        self._thread = threading.Thread(target=self._run, name="ucm-waiter", daemon=True)
+        self._thread.start()
+
+    def finished(self, task: Any) -> bool:
+        with self._lock:
+            state = self._states.get(id(task))
+            if state is not None and state[0] is task:
+                if state[1]:
+                    del self._states[id(task)]
+                    _mark(task)
+                return state[1]
+            if getattr(task, "completed", False):
+                return True
+            try:
+                self._queue.put_nowait(task)
+            except queue.Full:
+                raise BusyError("too many tasks are being waited for", context={"limit": self.LIMIT}) from None
+            self._states[id(task)] = (task, False)
+            return False
+
+    def close(self) -> None:
+        with self._lock:
+            self._states.clear()
+        try:
+            self._queue.put_nowait(_STOP)
+        except queue.Full:
+            pass
+
+    def _run(self) -> None:
+        while (task := self._queue.get()) is not _STOP:
+            try:
+                self._store.wait(task)
+            except Exception:  # noqa: S110 - told again to whoever calls wait()
+                pass
+            with self._lock:
+                if id(task) in self._states:
+                    self._states[id(task)] = (task, True)
+
+
+_STOP = object()
+
+
+def _mark(task: Any) -> None:
+    try:
+        task.completed = True
+    except AttributeError:
+        pass
+
+
+__all__ = ["BusyError", "ClosedError", "Task", "UcmKVStoreBaseV1", "Until"]
