@@ -26,11 +26,13 @@ class UcmError(RuntimeError):
         return f"({self.code}) {self.message}" + (f" [{where}]" if where else "")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, self.context, self.__dict__.copy())
+        return _rebuild, (type(self), self.message, self.__dict__.copy())
 
 
-def _rebuild(cls: type[UcmError], message: str, context: dict[str, Any], state: dict[str, Any]) -> UcmError:
-    error = cls(message, context=context)
+def _rebuild(cls: type[UcmError], message: str, state: dict[str, Any]) -> UcmError:
+    # Not through the constructor: those of subclasses want more than the message.
+    error = cls.__new__(cls, message)
+    error.args = (message,)
     error.__dict__.update(state)
     return error
 

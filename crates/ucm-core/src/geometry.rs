@@ -93,7 +93,7 @@ impl Geometry {
         };
         let layers_per_shard = divides(("the sum of the tensor sizes", layer), ("shard_size", shard_size))?;
         let shards = divides(("shard_size", shard_size), ("block_size", block_size))?;
-        let layers = layers_per_shard.checked_mul(shards).unwrap_or(u32::MAX);
+        let layers = layers_per_shard.saturating_mul(shards);
         Self::new(tensors, layers, layers_per_shard)
     }
 

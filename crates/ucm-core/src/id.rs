@@ -148,4 +148,20 @@ mod tests {
         assert_ne!(key.xor(a.mask()), key.xor(b.mask()));
         assert_eq!(key.xor(b.mask()).xor(b.mask()), key);
     }
+
+    #[test]
+    fn masks_are_those_of_hashlib() {
+        for ((group, pipeline_rank, tensor_rank), mask) in [
+            ((0, 0, 0), "d1735336227e3c2f267c9eba12d4504b"),
+            ((0, 0, 1), "31e4d3fa5060ad12d7811d7a592de7a9"),
+            ((1, 2, 3), "270550f27eb00da7464412fd597e2b1e"),
+        ] {
+            let part = Part {
+                group,
+                pipeline_rank,
+                tensor_rank,
+            };
+            assert_eq!(BlockId(part.mask().0).to_hex(), mask);
+        }
+    }
 }

@@ -3,13 +3,21 @@
 //! No I/O, no threads, no `unsafe`. Every other crate speaks in these terms.
 #![forbid(unsafe_code)]
 
+mod crc;
+mod dtype;
 mod error;
 mod geometry;
+mod hasher;
 mod id;
+mod identity;
 pub mod limits;
 mod miss;
 
+pub use crc::{CRC_PIECE, Crc32c, crc32c, crc32c_combine};
+pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
 pub use geometry::{Geometry, LAYER_ALIGN, PAGE, round_up};
+pub use hasher::{BlockHasher, ExtraKey, HashMethod};
 pub use id::{BlockId, Part, PartMask};
+pub use identity::{IDENTITY_KEYS, Identity, namespace_of};
 pub use miss::MissReason;

@@ -16,3 +16,9 @@ pub const MAX_EXTRA_KEY_BYTES: usize = 1 << 16;
 pub const MAX_IDENTITY_BYTES: usize = 1 << 20;
 /// Most bytes of a root marker or manifest that we read.
 pub const MAX_DOCUMENT_BYTES: usize = 4 << 20;
+/// Most tokens in a block.
+pub const MAX_BLOCK_TOKENS: usize = 1 << 16;
+/// Most extra keys in one call of the hasher.
+pub const MAX_EXTRA_KEYS: usize = 1 << 20;
+/// Deepest nesting of an identity's JSON.
+pub const MAX_IDENTITY_DEPTH: usize = 64;

@@ -1,1 +1,17 @@
 //! Where KV lives: devices, streams, the host arena and its slots.
+//!
+//! `Device` hands out streams and arenas; a `Stream` moves bytes between device pieces ([`DeviceSpan`]) and slots of
+//! host memory. [`HostDevice`] is the platform of vLLM on a CPU, a real one and not a mock.
+
+mod arena;
+mod copy;
+mod device;
+mod host;
+mod slots;
+mod span;
+
+pub use arena::{ArenaOptions, HostArena, HugePages, Paging};
+pub use device::{CopyDone, Device, Event, HostDone, Stream};
+pub use host::{HostDevice, HostDeviceOptions};
+pub use slots::{HostBuf, Slot, SlotPool};
+pub use span::{DeviceSpan, Piece, end_to_end};

@@ -1,1 +1,41 @@
-//! The moving parts of ucm: worker pool with watchdog, rings, sets, completions, clock.
+//! The moving parts of ucm: everything that hands work or news from one thread to another.
+//!
+//! * [`Clock`] ([`SystemClock`], [`ManualClock`]): every wait in ucm sleeps on one, so that tests move time themselves;
+//! * [`Bell`]: the one way a thread sleeps until there is news; [`Clock::sleep`] adds the deadline;
+//! * [`WorkerPool`]: named threads with lanes, bounded queues, deadlines and a monitor that writes stuck threads off;
+//! * [`Completion`]: one result, waited for by many;
+//! * [`SpscRing`]: a bounded ring between two threads, whose ends spin, yield, then park;
+//! * [`IdSet`]: a concurrent set;
+//! * [`LoadGate`]: the states of the blocks of one load, so that no byte arrives late and the end is told once.
+//!
+//! # Concurrency models
+//!
+//! What is written by hand here is checked by loom, which runs every interleaving of a small model. The locks and
+//! atomics of [`Bell`], [`ManualClock`], [`Completion`], [`LoadGate`] and the ends of the ring come from one shim
+//! module, which `--cfg loom` switches to loom's. The worker pool (locks only) is not part of that build.
+//!
+//! ```text
+//! RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test -p ucm-infra --release --test loom
+//! ```
+#![forbid(unsafe_code)]
+
+mod bell;
+mod clock;
+mod completion;
+mod gate;
+mod ids;
+#[cfg(not(loom))]
+mod pool;
+mod ring;
+mod sync;
+
+pub use bell::Bell;
+pub use clock::{Clock, ManualClock, Mono, SystemClock};
+pub use completion::Completion;
+pub use gate::{BlockState, Killed, LoadGate};
+pub use ids::IdSet;
+#[cfg(not(loom))]
+pub use pool::{
+    Lane, LaneStats, MAX_LANES, MAX_QUEUE, MAX_WORKERS, PoolStats, Refused, WorkerPool, WorkerPoolBuilder,
+};
+pub use ring::{PopError, PushError, RingConsumer, RingProducer, SpscRing};

@@ -1,1 +1,21 @@
 //! How bytes reach files: the I/O engine seam, its thread-pool engine and its fault-injecting twin.
+//!
+//! [`IoEngine`] is what a backend sees: operations that own their buffer, each answered exactly once. [`PsyncEngine`]
+//! runs them as plain system calls on a pool of threads; [`FaultyEngine`] stands before any engine in tests and makes
+//! it fail, stall, tear and lie by script.
+
+mod engine;
+mod fault;
+mod file;
+mod meta;
+mod op;
+mod probe;
+mod psync;
+mod sys;
+mod window;
+
+pub use engine::{Done, IoEngine};
+pub use fault::{Fault, FaultyEngine, Gate, Rule, RuleId, Seen, Tail, errno};
+pub use op::{FileMeta, IoBuf, IoDone, IoOp, MAX_LIST, OpKind, ReadMode, SpaceInfo};
+pub use probe::{DirectAlign, FsType, Probe};
+pub use psync::{PsyncEngine, PsyncOptions};

@@ -1,1 +1,26 @@
-//! ucm._core: conversions between Python and the Rust core, no logic.
+//! `ucm._core`: conversions between Python and the Rust core, no logic.
+//!
+//! Every call that can wait releases the GIL; no thread of the core ever takes it. Ids are 16 `bytes`, addresses NumPy
+//! `uint64` arrays, errors the tree of `ucm.errors`.
+
+mod convert;
+mod hasher;
+mod store;
+
+use pyo3::prelude::*;
+
+/// The compiled core of ucm.
+#[pymodule(gil_used = true)]
+mod _core {
+    #[pymodule_export]
+    use super::hasher::{BlockHasher, part_mask, record_ids};
+    #[pymodule_export]
+    use super::store::{PosixStore, Task};
+
+    use super::{Bound, PyModule, PyModuleMethods, PyResult};
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}

@@ -1,1 +1,27 @@
-//! What the product is: records, backends, the engine, space and health.
+//! What the product is: records, backends and the one engine over them, space and health.
+//!
+//! A block's way: device → (gather, checksum) → slot → [`backend`] → published record; and back: record → slot →
+//! verified → (scatter) → device. See `docs/format.md` for the bytes and `ARCHITECTURE.md` for the house.
+#![forbid(unsafe_code)]
+
+pub mod backend;
+pub mod engine;
+pub mod events;
+pub mod health;
+pub mod layout;
+pub mod posix;
+pub mod record;
+pub mod space;
+pub mod stats;
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+
+/// Sixty-four random bits, from the operating system by way of the standard library's hasher keys.
+pub fn random_u64() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
+/// 128 random bits as 32 hex digits.
+pub(crate) fn random_hex() -> String {
+    format!("{:016x}{:016x}", random_u64(), random_u64())
+}

@@ -1,0 +1,156 @@
+# Everything a developer runs; `make help` lists it. Environments and builds are made on first use and kept, so a
+# target with nothing new to do starts at once. Needs Rust, Python 3.11 and the package registries.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+.SUFFIXES:
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(firstword $(shell command -v python3.11 python3))
+# A wheel to test or to demonstrate instead of the source tree: make demo WHEEL=dist/<file>
+WHEEL ?=
+
+UV := .tools/bin/uv
+VENV := .venv
+BIN := $(VENV)/bin
+STAGE := tools/stage
+INSTALL := $(UV) pip install --quiet --constraint requirements/lock.txt --overrides requirements/overrides.txt
+NEXTEST := $(shell command -v cargo-nextest)
+RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock
+PYTHON_SOURCES := $(shell find python -name '*.py' -o -name '*.pyi' -o -name py.typed)
+BUILT_WHEEL = $(firstword $(wildcard dist/*.whl))
+
+export STAGE_RUN := $(shell date +%s.%N)
+# Take the machine's own certificates, as pip does where it is told so.
+export UV_NATIVE_TLS ?= true
+
+# Where Python tests and the demo run: the environment of the source tree, or one of the wheel's own.
+ifeq ($(WHEEL),)
+RUN_ENV := $(VENV)/.stamp-vllm $(VENV)/.stamp-core
+RUN_BIN := $(BIN)
+else
+RUN_ENV := wheel-env
+RUN_BIN := .venv-wheel/bin
+endif
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo "  demo and test-py take WHEEL=<file> and then run from that wheel instead of the source tree"
+
+.PHONY: demo
+demo: $(RUN_ENV) ## one prompt, three engines: cold, warm, and with a damaged block; ends with a table
+	@$(RUN_BIN)/python demo/run.py
+
+# --- tests ---------------------------------------------------------------------------------------------------------
+
+.PHONY: test
+test: test-rust loom test-wheel test-py ## everything this machine can test
+
+# ucm-py is tested from Python: a Rust test binary of it would need the interpreter as a shared library.
+.PHONY: test-rust
+test-rust: ## unit, property and documentation tests of the crates
+ifneq ($(NEXTEST),)
+	@$(STAGE) "cargo nextest" cargo nextest run --locked --workspace --exclude ucm-py
+else
+	@$(STAGE) "cargo test" cargo test --locked --quiet --workspace --exclude ucm-py --lib --bins --tests
+endif
+	@$(STAGE) "doc tests" cargo test --locked --quiet --workspace --exclude ucm-py --doc
+
+.PHONY: loom
+loom: ## every interleaving of what was written here with atomics
+	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom \
+		$(STAGE) "loom" cargo test --locked --quiet --release -p ucm-infra --test loom
+
+.PHONY: test-py
+test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines last
+	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests --ignore tests/vllm --ignore tests/wheel
+	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 10 tests/vllm
+
+.PHONY: test-wheel
+test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## the wheel in a clean environment, without Rust, vLLM or torch
+	@UCM_TEST_WHEEL=$(abspath $(BUILT_WHEEL)) UCM_TEST_UV=$(abspath $(UV)) \
+		$(STAGE) "pytest wheel" $(BIN)/python -m pytest --quiet tests/wheel
+
+# --- checks --------------------------------------------------------------------------------------------------------
+
+.PHONY: lint
+lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## formatting, lints and types of Rust and Python
+	@$(STAGE) "cargo fmt" cargo fmt --all --check
+	@$(STAGE) "clippy" cargo clippy --locked --quiet --workspace --all-targets -- -D warnings
+	@$(STAGE) "ruff" bash -c '$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .'
+	@$(STAGE) "mypy" $(BIN)/mypy
+	@$(STAGE) "mypy demo" $(BIN)/mypy demo/run.py demo/engine.py
+	@$(STAGE) "stubtest" env MYPYPATH=python $(BIN)/python -m mypy.stubtest --concise ucm._core
+
+.PHONY: format
+format: $(VENV)/.stamp-dev ## bring Rust and Python into shape
+	@cargo fmt --all
+	@$(BIN)/ruff check --quiet --fix . || true
+	@$(BIN)/ruff format --quiet .
+
+.PHONY: deny
+deny: ## licences, bans and sources of the crates (needs cargo-deny)
+	@command -v cargo-deny >/dev/null || { echo "cargo-deny is not installed: nothing checked"; exit 1; }
+	@$(STAGE) "cargo deny" cargo deny --locked check licenses bans sources
+
+.PHONY: bench
+bench: ## figures as ratios against a yardstick of the same run
+	@cargo bench --locked -p ucm-benches
+
+# --- builds --------------------------------------------------------------------------------------------------------
+
+.PHONY: wheel
+wheel: $(VENV)/.stamp-wheel ## build the wheel into dist/
+	@echo "$(BUILT_WHEEL)"
+
+$(VENV)/.stamp-wheel: $(VENV)/.stamp-core $(PYTHON_SOURCES) README.md
+	@rm -f dist/*.whl
+	@$(STAGE) "build the wheel" $(BIN)/maturin build --quiet --release --locked --out dist
+	@touch $@
+
+# The extension is built once, optimised as in the wheel. It lies in the source tree and the package is an editable
+# install: tests see edited Python files at once, and vLLM finds the entry point.
+$(VENV)/.stamp-core: $(VENV)/.stamp-dev $(RUST_SOURCES) pyproject.toml
+	@VIRTUAL_ENV=$(abspath $(VENV)) PATH="$(abspath .tools/bin):$$PATH" \
+		$(STAGE) "build ucm._core" $(BIN)/maturin develop --quiet --uv --release --locked
+	@touch $@
+
+# --- environments --------------------------------------------------------------------------------------------------
+
+.tools/.stamp-uv: requirements/uv.txt
+	@$(STAGE) "set up uv" bash -c '$(PYTHON) -m venv .tools && .tools/bin/python -m pip install --quiet -r $<'
+	@touch $@
+
+$(VENV)/.stamp-dev: .tools/.stamp-uv requirements/dev.txt requirements/lock.txt requirements/overrides.txt
+	@test -x $(BIN)/python || $(UV) venv --quiet --python $(PYTHON) $(VENV)
+	@VIRTUAL_ENV=$(VENV) $(STAGE) "install tools" $(INSTALL) -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/.stamp-vllm: $(VENV)/.stamp-dev requirements/vllm.txt
+	@VIRTUAL_ENV=$(VENV) $(STAGE) "install vLLM" $(INSTALL) -r requirements/vllm.txt
+	@touch $@
+
+.PHONY: wheel-env
+wheel-env: .tools/.stamp-uv
+	@test -f "$(WHEEL)" || { echo "WHEEL=$(WHEEL): no such file; make wheel builds one"; exit 1; }
+	@test -x .venv-wheel/bin/python || $(UV) venv --quiet --python $(PYTHON) .venv-wheel
+	@VIRTUAL_ENV=.venv-wheel $(STAGE) "install the wheel" $(INSTALL) --reinstall-package ucm-kv \
+		-r requirements/dev.txt -r requirements/vllm.txt "$(WHEEL)"
+	@.venv-wheel/bin/python -c 'import sys, ucm; assert ucm.__file__.startswith(sys.prefix), ucm.__file__'
+
+.PHONY: lock
+lock: $(VENV)/.stamp-vllm ## write down the versions of the environment, after changing requirements/
+	@{ echo "# Every package of the development environment at the version the tests were last run with."; \
+	   echo "# Made by \`make lock\`; used as constraints for dev.txt and vllm.txt."; \
+	   VIRTUAL_ENV=$(VENV) $(UV) pip freeze | grep -E '^[A-Za-z0-9_.-]+=='; } > build/lock.txt
+	@mv build/lock.txt requirements/lock.txt
+
+.PHONY: clean
+clean: ## remove everything that was built or installed here
+	@rm -rf .tools .venv .venv-wheel target build dist demo-out
+	@find python tests demo tools -name __pycache__ -prune -exec rm -rf {} +
+	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis python/ucm/*.so

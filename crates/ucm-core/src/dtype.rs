@@ -1,0 +1,102 @@
+//! Element types of KV data, with the codes that record headers carry.
+
+use std::fmt;
+
+/// Element type of the KV bytes of a block. The codes are frozen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[repr(u32)]
+pub enum DType {
+    /// None of the below.
+    Other = 0,
+    /// IEEE half precision.
+    F16 = 1,
+    /// bfloat16.
+    Bf16 = 2,
+    /// IEEE single precision.
+    F32 = 3,
+    /// 8-bit float, 4 exponent bits.
+    Fp8E4m3 = 4,
+    /// 8-bit float, 5 exponent bits.
+    Fp8E5m2 = 5,
+    /// 8-bit integer.
+    Int8 = 6,
+    /// Bytes whose meaning the caller keeps to itself.
+    #[default]
+    Opaque = 7,
+}
+
+impl DType {
+    /// Every type, in the order of its code.
+    pub const ALL: [Self; 8] = [
+        Self::Other,
+        Self::F16,
+        Self::Bf16,
+        Self::F32,
+        Self::Fp8E4m3,
+        Self::Fp8E5m2,
+        Self::Int8,
+        Self::Opaque,
+    ];
+
+    /// The code in record headers.
+    pub fn code(self) -> u32 {
+        self as u32
+    }
+
+    /// The type of a code, `None` for one that this version does not know.
+    pub fn from_code(code: u32) -> Option<Self> {
+        Self::ALL.get(usize::try_from(code).ok()?).copied()
+    }
+
+    /// Name in manifests and messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Other => "other",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+            Self::F32 => "f32",
+            Self::Fp8E4m3 => "fp8_e4m3",
+            Self::Fp8E5m2 => "fp8_e5m2",
+            Self::Int8 => "int8",
+            Self::Opaque => "opaque",
+        }
+    }
+
+    /// From a name as frameworks write it (`torch.bfloat16`, `float16`, `fp8_e4m3`, `half`); a name of a type that
+    /// has no code of its own is `Other`.
+    pub fn from_name(name: &str) -> Self {
+        match name.strip_prefix("torch.").unwrap_or(name) {
+            "f16" | "float16" | "half" => Self::F16,
+            "bf16" | "bfloat16" => Self::Bf16,
+            "f32" | "float32" | "float" => Self::F32,
+            "fp8" | "fp8_e4m3" | "float8_e4m3fn" => Self::Fp8E4m3,
+            "fp8_e5m2" | "float8_e5m2" => Self::Fp8E5m2,
+            "int8" => Self::Int8,
+            "opaque" => Self::Opaque,
+            _ => Self::Other,
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_and_names_round_trip() {
+        for (code, dtype) in DType::ALL.into_iter().enumerate() {
+            assert_eq!(dtype.code(), code as u32);
+            assert_eq!(DType::from_code(code as u32), Some(dtype));
+            assert_eq!(DType::from_name(dtype.name()), dtype);
+        }
+        assert_eq!(DType::from_code(8), None);
+        assert_eq!(DType::from_name("torch.bfloat16"), DType::Bf16);
+        assert_eq!(DType::from_name("float64"), DType::Other);
+    }
+}

@@ -1,0 +1,414 @@
+//! Block keys: a hash chain over the full blocks of a token list.
+//!
+//! `key(i) = first 16 bytes of H(key(i - 1) | tokens of block i as u32 LE | frames of block i)`, and the key before
+//! the first block is the *seed*, `first 16 bytes of H("UCMHASHSEED" | identity)`. A frame carries what shapes KV
+//! bytes beside the tokens (adapter, salt, media): `u8 tag | u32 LE length | bytes`.
+//!
+//! The message of a block without frames has the same length for every block, so its padding is laid out once and
+//! the compression function runs straight over one buffer: the cost is that of the raw compressions.
+
+use std::fmt;
+use std::str::FromStr;
+
+use md5::Md5;
+use sha2::{Digest, Sha256};
+
+use crate::error::{Error, Result};
+use crate::id::BlockId;
+use crate::limits;
+
+/// What the seed's message begins with.
+const SEED_PREFIX: &[u8] = b"UCMHASHSEED";
+/// Bytes of tag and length before a frame's bytes.
+const FRAME_HEAD: usize = 5;
+
+/// Hash function of the chain. All three give 16-byte keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum HashMethod {
+    /// SHA-256, cut to 16 bytes: in hardware nearly everywhere, no constructed collisions.
+    #[default]
+    Sha256,
+    /// BLAKE3, cut to 16 bytes: for machines without SHA instructions.
+    Blake3,
+    /// MD5: the seed's chain, byte for byte. Collisions can be constructed; not for mutually distrusting tenants.
+    Md5,
+}
+
+impl HashMethod {
+    /// Every method.
+    pub const ALL: [Self; 3] = [Self::Sha256, Self::Blake3, Self::Md5];
+
+    /// Name as in the key `hash_method`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Sha256 => "sha256",
+            Self::Blake3 => "blake3",
+            Self::Md5 => "md5",
+        }
+    }
+
+    /// First 16 bytes of the hash of `message`.
+    fn digest(self, message: &[u8]) -> BlockId {
+        let mut id = [0; BlockId::LEN];
+        match self {
+            Self::Sha256 => id.copy_from_slice(&Sha256::digest(message)[..BlockId::LEN]),
+            Self::Blake3 => id.copy_from_slice(&blake3::hash(message).as_bytes()[..BlockId::LEN]),
+            Self::Md5 => id.copy_from_slice(&Md5::digest(message)[..BlockId::LEN]),
+        }
+        BlockId(id)
+    }
+}
+
+impl fmt::Display for HashMethod {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for HashMethod {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|m| m.name() == text).ok_or_else(|| {
+            Error::invalid("hash_method is one of sha256, blake3, md5").with("hash_method", text)
+        })
+    }
+}
+
+/// Something beside the tokens that shapes the KV bytes of one block, framed into that block's message.
+///
+/// Frames of a block are ordered by tag, then by bytes, whatever order they are given in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ExtraKey<'a> {
+    /// Index of the block in the whole token list.
+    pub block: usize,
+    /// What the bytes are; see the `TAG_` constants.
+    pub tag: u8,
+    /// The bytes, at most [`limits::MAX_EXTRA_KEY_BYTES`].
+    pub bytes: &'a [u8],
+}
+
+impl ExtraKey<'_> {
+    /// Digest of the content of a LoRA adapter.
+    pub const TAG_LORA: u8 = 1;
+    /// Digest of a multimodal item and its offset.
+    pub const TAG_MULTIMODAL: u8 = 2;
+    /// The caller's cache salt.
+    pub const TAG_SALT: u8 = 3;
+    /// Digest of prompt embeddings.
+    pub const TAG_EMBEDDINGS: u8 = 4;
+}
+
+/// Computes block keys for one identity, block size and method. Cheap to share; holds no buffer.
+#[derive(Debug, Clone)]
+pub struct BlockHasher {
+    seed: BlockId,
+    block_size: usize,
+    method: HashMethod,
+}
+
+impl BlockHasher {
+    /// A hasher for blocks of `block_size` tokens, its chain seeded with the bytes of an identity.
+    /// Fails when the block size is not between 1 and [`limits::MAX_BLOCK_TOKENS`] or the identity is longer than
+    /// [`limits::MAX_IDENTITY_BYTES`].
+    pub fn new(identity: &[u8], block_size: usize, method: HashMethod) -> Result<Self> {
+        if block_size == 0 || block_size > limits::MAX_BLOCK_TOKENS {
+            return Err(
+                Error::invalid("block_size is between 1 and 65536 tokens").with("block_size", block_size)
+            );
+        }
+        if identity.len() > limits::MAX_IDENTITY_BYTES {
+            return Err(Error::invalid("an identity has at most 1 MiB").with("bytes", identity.len()));
+        }
+        let seed = method.digest(&[SEED_PREFIX, identity].concat());
+        Ok(Self {
+            seed,
+            block_size,
+            method,
+        })
+    }
+
+    /// The key before the first block.
+    pub fn seed(&self) -> BlockId {
+        self.seed
+    }
+
+    /// Tokens of a block.
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    /// The hash function.
+    pub fn method(&self) -> HashMethod {
+        self.method
+    }
+
+    /// Keys of the full blocks of `tokens` (the whole list) from block `start` on. `parent` is the key of block
+    /// `start - 1` and must be given exactly when `start > 0`. Extra keys of blocks before `start` or of the partial
+    /// tail are ignored, so a caller can pass those of the whole request each time.
+    /// Fails on a parent that is missing or too many, a start behind the last full block, or a limit exceeded.
+    pub fn hash_blocks(
+        &self,
+        tokens: &[u32],
+        parent: Option<BlockId>,
+        start: usize,
+        extra: &[ExtraKey<'_>],
+    ) -> Result<Vec<BlockId>> {
+        let tail = start.checked_mul(self.block_size).and_then(|at| tokens.get(at..));
+        let tail = tail.ok_or_else(|| {
+            Error::invalid("start lies behind the last full block of the tokens")
+                .with("start", start)
+                .with("tokens", tokens.len())
+                .with("block_size", self.block_size)
+        })?;
+        self.hash_tail(tail, parent, start, extra)
+    }
+
+    /// As [`BlockHasher::hash_blocks`], but `tail` begins at block `start`: for a caller that converts only what is
+    /// new. Block indices of `extra` still count from the start of the whole list.
+    pub fn hash_tail(
+        &self,
+        tail: &[u32],
+        parent: Option<BlockId>,
+        start: usize,
+        extra: &[ExtraKey<'_>],
+    ) -> Result<Vec<BlockId>> {
+        let parent = match (start, parent) {
+            (0, None) => self.seed,
+            (1.., Some(parent)) => parent,
+            (0, Some(_)) => {
+                return Err(Error::invalid(
+                    "block 0 has no parent: leave it out or pass start",
+                ));
+            }
+            (1.., None) => {
+                return Err(Error::invalid("the key of block start - 1 is missing").with("start", start));
+            }
+        };
+        if tail.len() > limits::MAX_TOKENS_PER_CALL {
+            return Err(Error::invalid("too many tokens in one call").with("tokens", tail.len()));
+        }
+        let blocks = tail.len() / self.block_size;
+        let extra = self.frames(extra, start, start.saturating_add(blocks))?;
+        let mut keys = Vec::with_capacity(blocks);
+        match self.method {
+            HashMethod::Sha256 => self.chain(
+                Padded::<Sha256Core>::new(self.block_size),
+                parent,
+                tail,
+                start,
+                &extra,
+                &mut keys,
+            ),
+            HashMethod::Blake3 => self.chain(
+                Blake3::new(self.block_size),
+                parent,
+                tail,
+                start,
+                &extra,
+                &mut keys,
+            ),
+            HashMethod::Md5 => self.chain(
+                Padded::<Md5Core>::new(self.block_size),
+                parent,
+                tail,
+                start,
+                &extra,
+                &mut keys,
+            ),
+        }
+        Ok(keys)
+    }
+
+    /// The frames of the blocks in `first..end`, checked and in the order they are hashed.
+    fn frames<'a>(&self, extra: &[ExtraKey<'a>], first: usize, end: usize) -> Result<Vec<ExtraKey<'a>>> {
+        if extra.len() > limits::MAX_EXTRA_KEYS {
+            return Err(Error::invalid("too many extra keys in one call").with("extra", extra.len()));
+        }
+        let long = |key: &&ExtraKey<'_>| key.bytes.len() > limits::MAX_EXTRA_KEY_BYTES;
+        if let Some(key) = extra.iter().find(long) {
+            return Err(
+                Error::invalid("an extra key has at most 64 KiB: pass a digest of it")
+                    .with("block", key.block)
+                    .with("bytes", key.bytes.len()),
+            );
+        }
+        let mut frames: Vec<_> = extra
+            .iter()
+            .filter(|key| (first..end).contains(&key.block))
+            .copied()
+            .collect();
+        frames.sort_unstable();
+        Ok(frames)
+    }
+
+    /// Runs the chain over the full blocks of `tail`; `frames` are sorted by block.
+    fn chain(
+        &self,
+        mut plain: impl PlainBlock,
+        mut parent: BlockId,
+        tail: &[u32],
+        start: usize,
+        mut frames: &[ExtraKey<'_>],
+        keys: &mut Vec<BlockId>,
+    ) {
+        let mut framed = Vec::new();
+        for (i, tokens) in tail.chunks_exact(self.block_size).enumerate() {
+            let mine = frames.iter().take_while(|frame| frame.block == start + i).count();
+            parent = if mine == 0 {
+                plain.key(parent, tokens)
+            } else {
+                let (now, later) = frames.split_at(mine);
+                frames = later;
+                framed.clear();
+                message(&mut framed, parent, tokens, now);
+                self.method.digest(&framed)
+            };
+            keys.push(parent);
+        }
+    }
+}
+
+/// Writes a block's message with its frames.
+fn message(out: &mut Vec<u8>, parent: BlockId, tokens: &[u32], frames: &[ExtraKey<'_>]) {
+    let framed: usize = frames.iter().map(|frame| FRAME_HEAD + frame.bytes.len()).sum();
+    out.reserve(BlockId::LEN + 4 * tokens.len() + framed);
+    out.extend_from_slice(&parent.0);
+    out.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
+    for frame in frames {
+        out.push(frame.tag);
+        // The length fits: it is at most MAX_EXTRA_KEY_BYTES.
+        out.extend_from_slice(&(frame.bytes.len() as u32).to_le_bytes());
+        out.extend_from_slice(frame.bytes);
+    }
+}
+
+/// Writes parent and tokens at the start of a block's buffer.
+#[inline(always)]
+fn fill(buffer: &mut [u8], parent: BlockId, tokens: &[u32]) {
+    let (head, body) = buffer.split_at_mut(BlockId::LEN);
+    head.copy_from_slice(&parent.0);
+    let (words, _) = body.as_chunks_mut::<4>();
+    for (word, token) in words.iter_mut().zip(tokens) {
+        *word = token.to_le_bytes();
+    }
+}
+
+/// Hashes messages without frames, all of one length.
+trait PlainBlock {
+    fn key(&mut self, parent: BlockId, tokens: &[u32]) -> BlockId;
+}
+
+/// BLAKE3 over one contiguous buffer; it pads itself.
+struct Blake3(Vec<u8>);
+
+impl Blake3 {
+    fn new(block_size: usize) -> Self {
+        Self(vec![0; BlockId::LEN + 4 * block_size])
+    }
+}
+
+impl PlainBlock for Blake3 {
+    fn key(&mut self, parent: BlockId, tokens: &[u32]) -> BlockId {
+        fill(&mut self.0, parent, tokens);
+        HashMethod::Blake3.digest(&self.0)
+    }
+}
+
+/// A compression function over 64-byte pieces, padded with 0x80, zeros and the length in bits.
+trait Core {
+    type State;
+    const INIT: Self::State;
+    fn length(bits: u64) -> [u8; 8];
+    fn compress(state: &mut Self::State, pieces: &[[u8; 64]]);
+    fn key(state: &Self::State) -> BlockId;
+}
+
+/// A message buffer whose padding never changes.
+struct Padded<C> {
+    pieces: Vec<[u8; 64]>,
+    core: std::marker::PhantomData<C>,
+}
+
+impl<C: Core> Padded<C> {
+    fn new(block_size: usize) -> Self {
+        let len = BlockId::LEN + 4 * block_size;
+        let mut pieces = vec![[0; 64]; (len + 9).div_ceil(64)];
+        let bytes = pieces.as_flattened_mut();
+        bytes[len] = 0x80;
+        let end = bytes.len();
+        bytes[end - 8..].copy_from_slice(&C::length(len as u64 * 8));
+        Self {
+            pieces,
+            core: std::marker::PhantomData,
+        }
+    }
+}
+
+impl<C: Core> PlainBlock for Padded<C> {
+    #[inline(always)]
+    fn key(&mut self, parent: BlockId, tokens: &[u32]) -> BlockId {
+        fill(self.pieces.as_flattened_mut(), parent, tokens);
+        let mut state = C::INIT;
+        C::compress(&mut state, &self.pieces);
+        C::key(&state)
+    }
+}
+
+struct Sha256Core;
+
+impl Core for Sha256Core {
+    type State = [u32; 8];
+    const INIT: [u32; 8] = [
+        0x6a09_e667,
+        0xbb67_ae85,
+        0x3c6e_f372,
+        0xa54f_f53a,
+        0x510e_527f,
+        0x9b05_688c,
+        0x1f83_d9ab,
+        0x5be0_cd19,
+    ];
+
+    fn length(bits: u64) -> [u8; 8] {
+        bits.to_be_bytes()
+    }
+
+    fn compress(state: &mut [u32; 8], pieces: &[[u8; 64]]) {
+        sha2::block_api::compress256(state, pieces);
+    }
+
+    fn key(state: &[u32; 8]) -> BlockId {
+        let mut id = [0; BlockId::LEN];
+        for (bytes, word) in id.as_chunks_mut().0.iter_mut().zip(state) {
+            *bytes = word.to_be_bytes();
+        }
+        BlockId(id)
+    }
+}
+
+struct Md5Core;
+
+impl Core for Md5Core {
+    type State = [u32; 4];
+    const INIT: [u32; 4] = [0x6745_2301, 0xefcd_ab89, 0x98ba_dcfe, 0x1032_5476];
+
+    fn length(bits: u64) -> [u8; 8] {
+        bits.to_le_bytes()
+    }
+
+    fn compress(state: &mut [u32; 4], pieces: &[[u8; 64]]) {
+        md5::block_api::compress(state, pieces);
+    }
+
+    fn key(state: &[u32; 4]) -> BlockId {
+        let mut id = [0; BlockId::LEN];
+        for (bytes, word) in id.as_chunks_mut().0.iter_mut().zip(state) {
+            *bytes = word.to_le_bytes();
+        }
+        BlockId(id)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,304 @@
+//! One mapping of host memory that all staging slots are cut from: page aligned (direct I/O needs it), on huge pages
+//! where they can be had (fewer TLB misses in copies and checksums), kept out of core dumps and of forked children.
+//!
+//! Children must not share it: a fork while direct I/O is in flight into a private mapping may deliver the bytes to
+//! the wrong side (open(2), O_DIRECT), so the mapping is marked MADV_DONTFORK.
+#![allow(
+    unsafe_code,
+    reason = "maps, advises and unmaps memory; hands out disjoint ranges of it"
+)]
+
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use ucm_core::{Error, PAGE, Result, round_up};
+
+/// Size and alignment of a huge page we ask for.
+const HUGE: usize = 2 << 20;
+
+/// Which huge pages to ask for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum HugePages {
+    /// Reserved huge pages, then transparent ones, then ordinary pages.
+    #[default]
+    Try,
+    /// Transparent huge pages at most.
+    Transparent,
+    /// Ordinary pages only.
+    Off,
+}
+
+/// Which pages the arena got.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Paging {
+    /// Reserved huge pages (MAP_HUGETLB).
+    Reserved,
+    /// Ordinary pages that the kernel may join (madvise accepted).
+    Transparent,
+    /// Ordinary pages.
+    Ordinary,
+}
+
+impl Paging {
+    /// Name in logs and `doctor`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Reserved => "reserved huge pages",
+            Self::Transparent => "transparent huge pages",
+            Self::Ordinary => "ordinary pages",
+        }
+    }
+}
+
+/// How to make an arena.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct ArenaOptions {
+    /// Huge pages.
+    pub huge: HugePages,
+    /// Touch every page now, so that the first load does not pay for it and a shortage shows as an error here.
+    pub prefault: bool,
+}
+
+/// An anonymous private mapping, unmapped when dropped.
+#[derive(Debug)]
+struct Mapping {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+impl Mapping {
+    fn new(len: usize, flags: MapFlags) -> std::io::Result<Self> {
+        // SAFETY: an anonymous mapping at an address the kernel chooses touches no memory in use.
+        let start = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | flags,
+            )
+        }?;
+        let start = NonNull::new(start.cast()).ok_or(std::io::ErrorKind::OutOfMemory)?;
+        Ok(Self { start, len })
+    }
+
+    /// Advises the range from `offset` to the end.
+    fn advise(&self, offset: usize, len: usize, advice: Advice) -> std::io::Result<()> {
+        debug_assert!(offset + len <= self.len);
+        // SAFETY: the range is inside our mapping, and none of the advices used here (populate, huge page, no dump,
+        // no fork) changes a byte that was written.
+        unsafe { madvise(self.start.as_ptr().add(offset).cast(), len, advice) }?;
+        Ok(())
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and whoever holds a range of it holds the arena, so no one is left.
+        // An error is not possible for an existing mapping, and there would be nobody to tell.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+/// One anonymous private mapping of host memory, cut into slots by slot pools.
+#[derive(Debug)]
+pub struct HostArena {
+    mapping: Mapping,
+    /// Where the usable bytes start in the mapping; page aligned, and huge-page aligned where they are huge.
+    offset: usize,
+    /// Usable bytes, a multiple of 4096.
+    len: usize,
+    paging: Paging,
+    /// Bytes already given to slot pools; it only grows, so no byte ever has two owners.
+    claimed: Mutex<usize>,
+}
+
+// SAFETY: the arena owns its mapping; its bytes are reached only through ranges that `claim` hands out once, whose
+// owners (slots) keep Rust's rules for them.
+unsafe impl Send for HostArena {}
+// SAFETY: as above; `claimed` is behind a lock and everything else is immutable.
+unsafe impl Sync for HostArena {}
+
+impl HostArena {
+    /// At least `bytes` of zeroed memory (rounded up to 4096), on huge pages where allowed, not touched yet.
+    /// `InvalidInput` for an impossible size, `Io` when the system refuses the memory.
+    pub fn new(bytes: usize) -> Result<Arc<Self>> {
+        Self::with(bytes, ArenaOptions::default())
+    }
+
+    /// As [`HostArena::new`], with options.
+    pub fn with(bytes: usize, options: ArenaOptions) -> Result<Arc<Self>> {
+        if bytes == 0 || bytes > isize::MAX as usize - 2 * HUGE {
+            return Err(
+                Error::invalid("a host arena has between 1 byte and the address space").with("bytes", bytes),
+            );
+        }
+        let len = round_up(bytes as u64, PAGE) as usize;
+        let refused = |e: std::io::Error| {
+            Error::from_io(e, "the system refuses memory for the host arena; give it less").with("bytes", len)
+        };
+        let arena = match Self::reserved(len, options.huge) {
+            Some(arena) => arena,
+            None => Self::ordinary(len, options.huge).map_err(refused)?,
+        };
+        // Advice only: an old kernel that knows neither still gives a working arena.
+        let _ = arena.mapping.advise(0, arena.mapping.len, Advice::LinuxDontFork);
+        let _ = arena.mapping.advise(0, arena.mapping.len, Advice::LinuxDontDump);
+        if options.prefault {
+            arena.prefault().map_err(refused)?;
+        }
+        Ok(Arc::new(arena))
+    }
+
+    /// On reserved huge pages; `None` where there are none to have.
+    fn reserved(len: usize, huge: HugePages) -> Option<Self> {
+        if huge != HugePages::Try {
+            return None;
+        }
+        let mapped = round_up(len as u64, HUGE as u64) as usize;
+        let mapping = Mapping::new(mapped, MapFlags::HUGETLB | MapFlags::HUGE_2MB).ok()?;
+        // A cgroup may refuse reserved pages at the first touch, with SIGBUS; touched here it is an error instead.
+        mapping.advise(0, mapped, Advice::LinuxPopulateWrite).ok()?;
+        Some(Self {
+            mapping,
+            offset: 0,
+            len,
+            paging: Paging::Reserved,
+            claimed: Mutex::new(0),
+        })
+    }
+
+    /// On ordinary pages, joined by the kernel if it accepts the advice.
+    fn ordinary(len: usize, huge: HugePages) -> std::io::Result<Self> {
+        let try_huge = huge != HugePages::Off && len >= HUGE;
+        // One huge page more, so that the usable part can start on the border of one.
+        let mapping = Mapping::new(if try_huge { len + HUGE } else { len }, MapFlags::empty())?;
+        let mut arena = Self {
+            offset: 0,
+            len,
+            paging: Paging::Ordinary,
+            claimed: Mutex::new(0),
+            mapping,
+        };
+        if try_huge {
+            arena.offset = arena.mapping.start.as_ptr().align_offset(HUGE);
+            if arena
+                .mapping
+                .advise(arena.offset, len, Advice::LinuxHugepage)
+                .is_ok()
+            {
+                arena.paging = Paging::Transparent;
+            }
+        }
+        Ok(arena)
+    }
+
+    /// Touches every page; an old kernel without the advice leaves that to the first use.
+    fn prefault(&self) -> std::io::Result<()> {
+        match self
+            .mapping
+            .advise(self.offset, self.len, Advice::LinuxPopulateWrite)
+        {
+            Err(e) if e.kind() == std::io::ErrorKind::InvalidInput => Ok(()),
+            other => other,
+        }
+    }
+
+    /// Usable bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Never true; an arena has at least one page.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Which pages it got.
+    pub fn paging(&self) -> Paging {
+        self.paging
+    }
+
+    /// Bytes no slot pool owns yet.
+    pub fn unclaimed(&self) -> usize {
+        self.len - *self.claimed.lock()
+    }
+
+    /// Gives `bytes` (a multiple of 4096) to the caller for the life of the arena; `None` when that much is not left.
+    pub(crate) fn claim(&self, bytes: usize) -> Option<Range<usize>> {
+        debug_assert!((bytes as u64).is_multiple_of(PAGE));
+        let mut claimed = self.claimed.lock();
+        let end = claimed.checked_add(bytes).filter(|&end| end <= self.len)?;
+        Some(std::mem::replace(&mut *claimed, end)..end)
+    }
+
+    /// Address of the byte at `offset` of the usable part. Reading or writing there is allowed only to the owner of a
+    /// claimed range around it.
+    pub(crate) fn at(&self, offset: usize) -> *mut u8 {
+        debug_assert!(offset <= self.len);
+        // SAFETY: `offset` is inside the usable part (or one past it), which lies inside the mapping.
+        unsafe { self.mapping.start.as_ptr().add(self.offset + offset) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_of_page_gives_aligned_memory() {
+        for huge in [HugePages::Try, HugePages::Transparent, HugePages::Off] {
+            for prefault in [false, true] {
+                let arena = HostArena::with((4 << 20) + 1, ArenaOptions { huge, prefault }).unwrap();
+                assert_eq!(arena.len(), (4 << 20) + 4096);
+                assert!((arena.at(0) as usize).is_multiple_of(4096));
+                if huge == HugePages::Off {
+                    assert_eq!(arena.paging(), Paging::Ordinary);
+                } else if arena.paging() != Paging::Ordinary {
+                    assert!((arena.at(0) as usize).is_multiple_of(HUGE));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_byte_is_claimed_twice() {
+        let arena = HostArena::new(3 * 4096).unwrap();
+        assert_eq!(arena.claim(8192), Some(0..8192));
+        assert_eq!(arena.claim(8192), None);
+        assert_eq!(arena.unclaimed(), 4096);
+        assert_eq!(arena.claim(4096), Some(8192..12288));
+        assert_eq!(arena.claim(4096), None);
+        assert_eq!(arena.claim(0), Some(12288..12288));
+    }
+
+    #[test]
+    fn impossible_sizes_are_errors() {
+        assert!(HostArena::new(0).is_err());
+        assert!(HostArena::new(usize::MAX).is_err());
+        // A size the address space has but no machine gives.
+        let error = HostArena::new(1 << 60).unwrap_err();
+        assert!(error.to_string().contains("give it less"), "{error}");
+    }
+
+    #[test]
+    fn the_mapping_is_kept_from_forked_children_and_core_dumps() {
+        let arena = HostArena::new(1 << 20).unwrap();
+        let address = arena.at(0) as usize;
+        let holds = |line: &str| {
+            let (from, to) = line.split_whitespace().next()?.split_once('-')?;
+            let parse = |hex| usize::from_str_radix(hex, 16).ok();
+            Some((parse(from)?..parse(to)?).contains(&address))
+        };
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let flags = smaps
+            .lines()
+            .skip_while(|line| holds(line) != Some(true))
+            .find(|line| line.starts_with("VmFlags:"))
+            .unwrap();
+        // "don't copy on fork" and "don't dump".
+        assert!(flags.contains(" dc") && flags.contains(" dd"), "{flags}");
+    }
+}

@@ -1,0 +1,96 @@
+//! The byte moves of the host platform: everything is checked first, then moved.
+#![allow(
+    unsafe_code,
+    reason = "reads and writes the memory that device spans name; their maker vouched for it"
+)]
+
+use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
+
+use ucm_core::{Error, Result};
+
+use crate::span::{DeviceSpan, Piece};
+
+/// Checks pairs of a batch copy: sound spans, equal lengths.
+pub(crate) fn check_pairs(pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()> {
+    for (i, (src, dst)) in pairs.iter().enumerate() {
+        src.check()
+            .and_then(|()| dst.check())
+            .map_err(|e| e.with("pair", i))?;
+        if src.len() != dst.len() {
+            return Err(Error::invalid("source and destination differ in length")
+                .with("pair", i)
+                .with("src", src.len())
+                .with("dst", dst.len()));
+        }
+    }
+    Ok(())
+}
+
+/// Checks the pieces of a gather or scatter: sound spans that lie inside the host buffer.
+pub(crate) fn check_pieces(pieces: &[Piece], host: usize) -> Result<()> {
+    for (i, piece) in pieces.iter().enumerate() {
+        piece.span.check().map_err(|e| e.with("piece", i))?;
+        let end = (piece.at as u64).checked_add(piece.span.len());
+        if end.is_none_or(|end| end > host as u64) {
+            return Err(Error::invalid("a piece lies outside of the host buffer")
+                .with("piece", i)
+                .with("at", piece.at)
+                .with("len", piece.span.len())
+                .with("host", host));
+        }
+    }
+    Ok(())
+}
+
+/// Copies checked pairs.
+pub(crate) fn batch(pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()> {
+    check_pairs(pairs)?;
+    for (src, dst) in pairs {
+        // SAFETY: the maker of each span promised that its memory can be read or written until this operation ends
+        // and that nobody interferes; the lengths are equal; `copy` allows overlap.
+        unsafe {
+            std::ptr::copy(
+                with_exposed_provenance::<u8>(src.addr() as usize),
+                with_exposed_provenance_mut::<u8>(dst.addr() as usize),
+                src.len() as usize,
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Device pieces into the host buffer.
+pub(crate) fn gather(src: &[Piece], dst: &mut [u8]) -> Result<()> {
+    check_pieces(src, dst.len())?;
+    for piece in src {
+        let to = &mut dst[piece.at..piece.at + piece.span.len() as usize];
+        // SAFETY: the maker of the span promised that it can be read until this operation ends; `to` is a slice of
+        // exactly that length; `copy` allows overlap, should the span name memory of the same arena.
+        unsafe {
+            std::ptr::copy(
+                with_exposed_provenance::<u8>(piece.span.addr() as usize),
+                to.as_mut_ptr(),
+                to.len(),
+            );
+        }
+    }
+    Ok(())
+}
+
+/// The host buffer into device pieces.
+pub(crate) fn scatter(src: &[u8], dst: &[Piece]) -> Result<()> {
+    check_pieces(dst, src.len())?;
+    for piece in dst {
+        let from = &src[piece.at..piece.at + piece.span.len() as usize];
+        // SAFETY: the maker of the span promised that it can be written until this operation ends and that no
+        // reference to it is in use; `from` has exactly its length.
+        unsafe {
+            std::ptr::copy(
+                from.as_ptr(),
+                with_exposed_provenance_mut::<u8>(piece.span.addr() as usize),
+                from.len(),
+            );
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,39 @@
+//! Events of the host: set by the stream's thread when it comes to them.
+
+use std::sync::Arc;
+
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::{Clock, Completion, Mono};
+
+use crate::device::Event;
+
+/// A point in a host stream.
+pub(super) struct HostEvent {
+    reached: Arc<Completion<()>>,
+    clock: Arc<dyn Clock>,
+}
+
+impl HostEvent {
+    pub(super) fn new(clock: Arc<dyn Clock>) -> Arc<Self> {
+        Arc::new(Self {
+            reached: Completion::new(),
+            clock,
+        })
+    }
+
+    pub(super) fn complete(&self) {
+        self.reached.complete(());
+    }
+}
+
+impl Event for HostEvent {
+    fn done(&self) -> bool {
+        self.reached.peek().is_some()
+    }
+
+    fn wait(&self, deadline: Option<Mono>) -> Result<()> {
+        self.reached
+            .wait(&*self.clock, deadline)
+            .ok_or_else(|| Error::new(ErrorKind::Timeout, "the stream did not get to its event in time"))
+    }
+}

@@ -1,0 +1,86 @@
+//! The thread of a host stream: runs what was submitted, in order, and calls back.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ucm_core::{Error, Result};
+use ucm_infra::{RingProducer, SpscRing, SystemClock};
+
+use super::event::HostEvent;
+use crate::copy;
+use crate::device::{CopyDone, Event, HostDone};
+use crate::slots::HostBuf;
+use crate::span::{DeviceSpan, Piece};
+
+/// One submitted operation with all it needs.
+pub(super) enum Task {
+    Batch {
+        pairs: Vec<(DeviceSpan, DeviceSpan)>,
+        done: CopyDone,
+    },
+    Gather {
+        src: Vec<Piece>,
+        dst: HostBuf,
+        done: HostDone,
+    },
+    Scatter {
+        src: HostBuf,
+        dst: Vec<Piece>,
+        done: HostDone,
+    },
+    Call(Box<dyn FnOnce() + Send>),
+    Record(Arc<HostEvent>),
+    Wait(Arc<dyn Event>),
+}
+
+impl Task {
+    /// Tells its owner that it was not started.
+    pub(super) fn refuse(self, error: Error) {
+        match self {
+            Self::Batch { done, .. } => done(Err(error)),
+            Self::Gather { dst: buf, done, .. } | Self::Scatter { src: buf, done, .. } => {
+                done(buf, Err(error))
+            }
+            Self::Call(_) | Self::Record(_) | Self::Wait(_) => {}
+        }
+    }
+
+    fn run(self) {
+        match self {
+            Self::Batch { pairs, done } => done(copy::batch(&pairs)),
+            Self::Gather { src, mut dst, done } => {
+                let result = copy::gather(&src, &mut dst);
+                done(dst, result);
+            }
+            Self::Scatter { src, dst, done } => {
+                let result = copy::scatter(&src, &dst);
+                done(src, result);
+            }
+            Self::Call(call) => call(),
+            Self::Record(event) => event.complete(),
+            // Without a deadline an event of ours only ends; waiting longer is what the caller asked for.
+            Self::Wait(event) => {
+                let _ = event.wait(None);
+            }
+        }
+    }
+}
+
+/// Starts a stream's thread; it ends when the ring is closed and empty.
+pub(super) fn start(queue: usize, ended: Arc<AtomicU64>) -> Result<RingProducer<Task>> {
+    let (feed, mut tasks) = SpscRing::bounded(queue)?;
+    let serve = move || {
+        // The real clock whatever the device has: this wait has no deadline, only news end it.
+        tasks.run(&SystemClock, |task: Task| {
+            // A panic of a callback is its owner's: the stream and whoever waits for it go on.
+            let _ = catch_unwind(AssertUnwindSafe(|| task.run()));
+            ended.fetch_add(1, Ordering::Release);
+        });
+    };
+    std::thread::Builder::new()
+        .name("ucm-stream".into())
+        .spawn(serve)
+        .map_err(|e| Error::from_io(e, "cannot start the thread of a stream"))?;
+    Ok(feed)
+}

@@ -1,0 +1,338 @@
+//! Fixed-size leases of arena memory. A slot goes back to its pool when it is dropped, whoever holds it: so a slot
+//! that lives inside a system call that never returns is quarantined by that alone, and comes back if the call does.
+#![allow(
+    unsafe_code,
+    reason = "turns a leased range of the arena into a slice; the lease is unique"
+)]
+
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
+use ucm_core::{Error, PAGE, Result, round_up};
+
+use crate::arena::HostArena;
+
+/// What a pool calls after a slot came back.
+type ReleaseHook = Box<dyn Fn() + Send + Sync>;
+
+/// A pool of equal slots cut from one range of an arena.
+pub struct SlotPool {
+    arena: Arc<HostArena>,
+    /// Offset of the first slot in the arena.
+    start: usize,
+    slot_len: usize,
+    capacity: usize,
+    /// Free slots, the last returned on top (its bytes are likeliest still in the processor's caches).
+    free: Mutex<Vec<u32>>,
+    on_release: OnceLock<ReleaseHook>,
+}
+
+impl SlotPool {
+    /// Cuts all that is left of `arena` into slots of `slot_len` bytes (rounded up to 4096, so that each is fit for
+    /// direct I/O). `InvalidInput` when not even one fits.
+    pub fn new(arena: Arc<HostArena>, slot_len: usize) -> Result<Arc<Self>> {
+        let stride = Self::stride(slot_len)?;
+        let slots = arena.unclaimed() / stride;
+        Self::with_slots(arena, slot_len, slots)
+    }
+
+    /// Cuts `slots` slots from what is left of `arena`. `InvalidInput` when they do not fit or there would be none.
+    pub fn with_slots(arena: Arc<HostArena>, slot_len: usize, slots: usize) -> Result<Arc<Self>> {
+        let stride = Self::stride(slot_len)?;
+        let no_room = || {
+            Error::invalid("the host arena has no room for these slots")
+                .with("slot_len", stride)
+                .with("slots", slots)
+                .with("unclaimed", arena.unclaimed())
+        };
+        let count = u32::try_from(slots).ok().filter(|&n| n > 0).ok_or_else(no_room)?;
+        let bytes = stride.checked_mul(slots).ok_or_else(no_room)?;
+        let range = arena.claim(bytes).ok_or_else(no_room)?;
+        Ok(Arc::new(Self {
+            start: range.start,
+            slot_len: stride,
+            capacity: slots,
+            // Descending, so that the first slots are handed out first.
+            free: Mutex::new((0..count).rev().collect()),
+            on_release: OnceLock::new(),
+            arena,
+        }))
+    }
+
+    fn stride(slot_len: usize) -> Result<usize> {
+        if slot_len == 0 || slot_len > isize::MAX as usize - PAGE as usize {
+            return Err(Error::invalid("a slot has at least one byte").with("slot_len", slot_len));
+        }
+        Ok(round_up(slot_len as u64, PAGE) as usize)
+    }
+
+    /// A free slot, or `None`. Its bytes are whatever its last holder left (zero at first).
+    pub fn try_acquire(self: &Arc<Self>) -> Option<Slot> {
+        self.try_acquire_above(0)
+    }
+
+    /// A free slot, but only if at least `reserved` stay free after it was taken: how the part of the slots that is
+    /// never given to dumps is kept.
+    pub fn try_acquire_above(self: &Arc<Self>, reserved: usize) -> Option<Slot> {
+        let index = {
+            let mut free = self.free.lock();
+            if free.len() <= reserved {
+                return None;
+            }
+            free.pop()?
+        };
+        Some(Slot {
+            pool: Arc::clone(self),
+            index,
+        })
+    }
+
+    /// Number of slots.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Number of free slots at this moment.
+    pub fn available(&self) -> usize {
+        self.free.lock().len()
+    }
+
+    /// Number of leased slots at this moment, those inside stuck operations included.
+    pub fn out(&self) -> usize {
+        self.capacity - self.available()
+    }
+
+    /// Bytes of one slot, a multiple of 4096.
+    pub fn slot_len(&self) -> usize {
+        self.slot_len
+    }
+
+    /// The arena the slots are cut from.
+    pub fn arena(&self) -> &Arc<HostArena> {
+        &self.arena
+    }
+
+    /// Sets, once, what is called after a slot came back, on the thread that dropped it and with no lock held; it must
+    /// not block. `false` when there is one already.
+    pub fn on_release(&self, hook: impl Fn() + Send + Sync + 'static) -> bool {
+        self.on_release.set(Box::new(hook)).is_ok()
+    }
+
+    fn address(&self, index: u32) -> *mut u8 {
+        self.arena.at(self.start + index as usize * self.slot_len)
+    }
+}
+
+impl fmt::Debug for SlotPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlotPool")
+            .field("slot_len", &self.slot_len)
+            .field("capacity", &self.capacity)
+            .field("available", &self.available())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The lease of one slot. It keeps its pool and the memory alive and gives the slot back when dropped.
+pub struct Slot {
+    pool: Arc<SlotPool>,
+    index: u32,
+}
+
+impl Slot {
+    /// Length in bytes, a multiple of 4096.
+    #[allow(clippy::len_without_is_empty, reason = "a slot is never empty")]
+    pub fn len(&self) -> usize {
+        self.pool.slot_len
+    }
+
+    /// The bytes, for reading.
+    pub fn as_slice(&self) -> &[u8] {
+        // SAFETY: the range belongs to this pool (claimed once) and to this lease (its index left the free list when
+        // it was made and returns only in drop); mapped zeroed, so always initialised; borrowed with `self`.
+        unsafe { std::slice::from_raw_parts(self.pool.address(self.index), self.pool.slot_len) }
+    }
+
+    /// The bytes, for writing.
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: as in `as_slice`, and `&mut self` makes this the only borrow of the lease.
+        unsafe { std::slice::from_raw_parts_mut(self.pool.address(self.index), self.pool.slot_len) }
+    }
+
+    /// The pool it belongs to.
+    pub fn pool(&self) -> &Arc<SlotPool> {
+        &self.pool
+    }
+
+    /// Its number in the pool, 0 to capacity - 1.
+    pub fn index(&self) -> usize {
+        self.index as usize
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.pool.free.lock().push(self.index);
+        if let Some(hook) = self.pool.on_release.get() {
+            hook();
+        }
+    }
+}
+
+impl fmt::Debug for Slot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Slot({} of {} bytes)", self.index, self.pool.slot_len)
+    }
+}
+
+/// Host memory owned by one operation until that operation has really ended: a slot of the arena, or ordinary memory
+/// for small things (documents, headers).
+#[derive(Debug)]
+pub enum HostBuf {
+    /// A slot, aligned to 4096 and so fit for direct I/O.
+    Slot(Slot),
+    /// Ordinary memory; its length is its capacity to hold bytes. Never used for direct I/O.
+    Heap(Vec<u8>),
+}
+
+impl Deref for HostBuf {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Slot(slot) => slot.as_slice(),
+            Self::Heap(bytes) => bytes,
+        }
+    }
+}
+
+impl DerefMut for HostBuf {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        match self {
+            Self::Slot(slot) => slot.as_mut_slice(),
+            Self::Heap(bytes) => bytes,
+        }
+    }
+}
+
+impl From<Slot> for HostBuf {
+    fn from(slot: Slot) -> Self {
+        Self::Slot(slot)
+    }
+}
+
+impl From<Vec<u8>> for HostBuf {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self::Heap(bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    fn pool(slots: usize) -> Arc<SlotPool> {
+        SlotPool::new(HostArena::new(slots * 4096).unwrap(), 4096).unwrap()
+    }
+
+    #[test]
+    fn slots_are_aligned_disjoint_and_writable() {
+        let pool = SlotPool::new(HostArena::new(64 << 10).unwrap(), 5000).unwrap();
+        assert_eq!((pool.slot_len(), pool.capacity()), (8192, 8));
+        let mut slots: Vec<_> = (0..8).map(|_| pool.try_acquire().unwrap()).collect();
+        assert!(pool.try_acquire().is_none());
+        for (i, slot) in slots.iter_mut().enumerate() {
+            assert!((slot.as_slice().as_ptr() as usize).is_multiple_of(4096));
+            slot.as_mut_slice().fill(i as u8);
+        }
+        for (i, slot) in slots.iter().enumerate() {
+            assert!(slot.as_slice().iter().all(|&byte| byte == i as u8));
+        }
+    }
+
+    #[test]
+    fn two_pools_on_one_arena_never_share_a_byte() {
+        let arena = HostArena::new(4 * 4096).unwrap();
+        let first = SlotPool::with_slots(Arc::clone(&arena), 4096, 2).unwrap();
+        let second = SlotPool::new(Arc::clone(&arena), 4096).unwrap();
+        assert_eq!(second.capacity(), 2);
+        assert!(SlotPool::new(arena, 4096).is_err());
+        let mut a = [first.try_acquire().unwrap(), first.try_acquire().unwrap()];
+        let b = [second.try_acquire().unwrap(), second.try_acquire().unwrap()];
+        a.iter_mut().for_each(|slot| slot.as_mut_slice().fill(1));
+        assert!(b.iter().all(|slot| slot.as_slice().iter().all(|&byte| byte == 0)));
+    }
+
+    #[test]
+    fn the_reserve_is_kept() {
+        let pool = pool(3);
+        let one = pool.try_acquire_above(2).unwrap();
+        assert!(pool.try_acquire_above(2).is_none());
+        let two = pool.try_acquire().unwrap();
+        assert_eq!((pool.available(), pool.out()), (1, 2));
+        drop((one, two));
+        assert_eq!(pool.available(), 3);
+        assert!(pool.try_acquire_above(3).is_none());
+        assert!(pool.try_acquire_above(usize::MAX).is_none());
+    }
+
+    #[test]
+    fn a_lease_outlives_the_handle_of_its_pool() {
+        let pool = pool(1);
+        let mut slot = pool.try_acquire().unwrap();
+        drop(pool);
+        slot.as_mut_slice()[0] = 7;
+        assert_eq!(slot.as_slice()[0], 7);
+    }
+
+    #[test]
+    fn returning_a_slot_calls_the_hook_after_it_is_free() {
+        let pool = pool(1);
+        let seen = Arc::new(AtomicUsize::new(0));
+        let (weak, count) = (Arc::downgrade(&pool), Arc::clone(&seen));
+        assert!(pool.on_release(move || {
+            count.store(
+                weak.upgrade().map_or(0, |pool| pool.available()),
+                Ordering::SeqCst,
+            );
+        }));
+        assert!(!pool.on_release(|| ()));
+        drop(pool.try_acquire());
+        assert_eq!(seen.load(Ordering::SeqCst), 1);
+    }
+
+    #[test]
+    fn many_threads_never_hold_the_same_slot() {
+        let pool = pool(4);
+        std::thread::scope(|scope| {
+            for thread in 1..=4u8 {
+                let pool = &pool;
+                scope.spawn(move || {
+                    for _ in 0..2000 {
+                        let Some(mut slot) = pool.try_acquire() else {
+                            continue;
+                        };
+                        slot.as_mut_slice()[..64].fill(thread);
+                        std::thread::yield_now();
+                        assert!(slot.as_slice()[..64].iter().all(|&byte| byte == thread));
+                    }
+                });
+            }
+        });
+        assert_eq!(pool.available(), 4);
+    }
+
+    #[test]
+    fn impossible_pools_are_errors() {
+        let arena = HostArena::new(4096).unwrap();
+        assert!(SlotPool::new(Arc::clone(&arena), 0).is_err());
+        assert!(SlotPool::new(Arc::clone(&arena), 8192).is_err());
+        assert!(SlotPool::new(Arc::clone(&arena), usize::MAX).is_err());
+        assert!(SlotPool::with_slots(Arc::clone(&arena), 4096, usize::MAX).is_err());
+        assert!(SlotPool::with_slots(arena, 4096, 1).is_ok());
+    }
+}

@@ -1,0 +1,110 @@
+//! How a thread sleeps until there is news, without ever missing any.
+//!
+//! A bell counts how often it was rung. A waiter reads the count, looks at whatever it waits for, and sleeps only
+//! if the count is still the same: news that came between looking and sleeping is in the count.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::sync::{Condvar, Mutex};
+
+/// A counter that threads sleep on. Clones are the same bell.
+///
+/// Use it in this order, or news can be missed: [`seen`](Self::seen), look at the condition, then sleep with the
+/// count that was seen, normally through [`Clock::sleep`](crate::Clock::sleep). Who changes the condition rings
+/// *after* the change.
+#[derive(Clone)]
+pub struct Bell(Arc<Inner>);
+
+struct Inner {
+    rung: Mutex<u64>,
+    news: Condvar,
+}
+
+impl Bell {
+    /// A bell that was never rung.
+    pub fn new() -> Self {
+        Self(Arc::new(Inner {
+            rung: Mutex::new(0),
+            news: Condvar::new(),
+        }))
+    }
+
+    /// How often it was rung so far.
+    pub fn seen(&self) -> u64 {
+        *self.0.rung.lock()
+    }
+
+    /// Wakes every sleeper, and lets those about to sleep return at once.
+    pub fn ring(&self) {
+        *self.0.rung.lock() += 1;
+        self.0.news.notify_all();
+    }
+
+    /// Sleeps until the bell was rung after the count `seen` was read; returns at once if it was already.
+    pub fn wait(&self, seen: u64) {
+        let mut rung = self.0.rung.lock();
+        while *rung == seen {
+            rung = self.0.news.wait(rung);
+        }
+    }
+
+    /// Like [`wait`](Self::wait), but no longer than until `deadline`.
+    pub fn wait_until(&self, seen: u64, deadline: Instant) {
+        let mut rung = self.0.rung.lock();
+        while *rung == seen && Instant::now() < deadline {
+            rung = self.0.news.wait_until(rung, deadline);
+        }
+    }
+
+    /// Whether both are the same bell.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Default for Bell {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for Bell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Bell").field(&self.seen()).finish()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn news_before_sleeping_is_not_lost() {
+        let bell = Bell::new();
+        let seen = bell.seen();
+        bell.ring();
+        bell.wait(seen);
+        assert_eq!(bell.seen(), seen + 1);
+    }
+
+    #[test]
+    fn a_deadline_in_the_past_returns_without_news() {
+        let bell = Bell::new();
+        bell.wait_until(bell.seen(), Instant::now());
+        assert_eq!(bell.seen(), 0);
+    }
+
+    #[test]
+    fn one_ring_wakes_every_sleeper() {
+        let bell = Bell::new();
+        let seen = bell.seen();
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| bell.wait(seen));
+            }
+            bell.ring();
+        });
+    }
+}

@@ -1,0 +1,232 @@
+//! The gate of one load: which of its blocks may touch device memory, and when the load is over.
+//!
+//! A load reads its blocks into slots and then scatters them to device memory. Once it was reported, nothing of it
+//! may touch that memory again, because its owner uses it for something else. So each block leaves *reading* by one
+//! compare-and-swap, to *scattering* or to *dead*; only the winner of scattering touches device memory; and a
+//! counter of the blocks that are reading or scattering tells exactly one caller that the load is over.
+
+use crate::sync::{AtomicU8, AtomicUsize, Ordering};
+
+/// Where a block of a load stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum BlockState {
+    /// It is read into its slot and verified there. Device memory is untouched.
+    Reading = 0,
+    /// It is being copied to device memory.
+    Scattering = 1,
+    /// It was put to death while reading; it will never touch device memory.
+    Dead = 2,
+    /// Its copy to device memory ended, well or not.
+    Done = 3,
+}
+
+/// What [`LoadGate::kill`] and [`LoadGate::kill_reading`] did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use = "who is told `last` must report the load"]
+pub struct Killed {
+    /// How many blocks this call took from reading to dead.
+    pub count: usize,
+    /// Whether this call ended the load: the caller must report it. True for one call on the gate at most.
+    pub last: bool,
+}
+
+/// The states of a load's blocks and the count of those reading or scattering.
+///
+/// Who is told that the load is over (`true` from [`finish`](Self::finish), [`Killed::last`] from the kills) sees
+/// every write that the scattering of any block made, and no block can begin to scatter any more.
+pub struct LoadGate {
+    states: Box<[AtomicU8]>,
+    /// Blocks that are reading or scattering.
+    open: AtomicUsize,
+}
+
+const READING: u8 = BlockState::Reading as u8;
+const SCATTERING: u8 = BlockState::Scattering as u8;
+const DEAD: u8 = BlockState::Dead as u8;
+const DONE: u8 = BlockState::Done as u8;
+
+impl LoadGate {
+    /// A gate for `blocks` blocks, all reading. One for no blocks is over from the start and tells nobody.
+    pub fn new(blocks: usize) -> Self {
+        Self {
+            states: (0..blocks).map(|_| AtomicU8::new(READING)).collect(),
+            open: AtomicUsize::new(blocks),
+        }
+    }
+
+    /// Takes a block from reading to scattering. `true` for one caller at most, who alone may now touch the
+    /// block's device memory and must call [`finish`](Self::finish) afterwards, whatever happens. `false` if it is
+    /// dead, already scattering or done, or not of this load: hands off.
+    #[must_use = "device memory may be touched only if this is true"]
+    pub fn begin_scatter(&self, block: usize) -> bool {
+        self.step(block, READING, SCATTERING)
+    }
+
+    /// Takes a block from scattering to done: its device memory is not touched any more. `true` if this ended the
+    /// load: the caller must report it. For a block that is not scattering nothing changes (`false`).
+    #[must_use = "who is told `true` must report the load"]
+    pub fn finish(&self, block: usize) -> bool {
+        self.step(block, SCATTERING, DONE) && self.close(1)
+    }
+
+    /// Puts one block to death if it is still reading.
+    pub fn kill(&self, block: usize) -> Killed {
+        let count = usize::from(self.step(block, READING, DEAD));
+        Killed {
+            count,
+            last: self.close(count),
+        }
+    }
+
+    /// Puts to death every block that is still reading: after a failure, an abort or a deadline. Those scattering
+    /// go on and end the load with their [`finish`](Self::finish).
+    pub fn kill_reading(&self) -> Killed {
+        let count = (0..self.states.len())
+            .filter(|&block| self.step(block, READING, DEAD))
+            .count();
+        // In one step at the end: while this call is on its way the count cannot reach zero without it.
+        Killed {
+            count,
+            last: self.close(count),
+        }
+    }
+
+    /// Where a block stands at this moment; `None` if it is not of this load.
+    pub fn state(&self, block: usize) -> Option<BlockState> {
+        let state = self.states.get(block)?.load(Ordering::Acquire);
+        Some(match state {
+            READING => BlockState::Reading,
+            SCATTERING => BlockState::Scattering,
+            DEAD => BlockState::Dead,
+            _ => BlockState::Done,
+        })
+    }
+
+    /// How many blocks are reading or scattering.
+    pub fn open(&self) -> usize {
+        self.open.load(Ordering::Acquire)
+    }
+
+    /// Whether none is reading or scattering any more.
+    pub fn is_over(&self) -> bool {
+        self.open() == 0
+    }
+
+    fn step(&self, block: usize, from: u8, to: u8) -> bool {
+        self.states.get(block).is_some_and(|state| {
+            state
+                .compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire)
+                .is_ok()
+        })
+    }
+
+    /// Takes `count` blocks from the open ones; `true` if they were the last. Each decrement releases what its
+    /// caller wrote and acquires what all before it wrote, so the last one sees every scatter.
+    fn close(&self, count: usize) -> bool {
+        count > 0 && self.open.fetch_sub(count, Ordering::AcqRel) == count
+    }
+}
+
+impl std::fmt::Debug for LoadGate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let states: Vec<_> = (0..self.states.len())
+            .filter_map(|block| self.state(block))
+            .collect();
+        f.debug_struct("LoadGate")
+            .field("open", &self.open())
+            .field("states", &states)
+            .finish()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_good_load_ends_with_its_last_block() {
+        let gate = LoadGate::new(2);
+        assert!(gate.begin_scatter(1));
+        assert!(!gate.begin_scatter(1));
+        assert!(gate.begin_scatter(0));
+        assert!(!gate.finish(1));
+        assert_eq!(gate.open(), 1);
+        assert!(gate.finish(0));
+        assert!(gate.is_over());
+        assert!(!gate.finish(0), "a second finish changes nothing");
+    }
+
+    #[test]
+    fn the_dead_never_scatter_and_the_scattering_end_the_load() {
+        let gate = LoadGate::new(3);
+        assert!(gate.begin_scatter(0));
+        assert_eq!(
+            gate.kill_reading(),
+            Killed {
+                count: 2,
+                last: false
+            }
+        );
+        assert!(!gate.begin_scatter(1));
+        assert_eq!(gate.state(1), Some(BlockState::Dead));
+        assert_eq!(
+            gate.kill_reading(),
+            Killed {
+                count: 0,
+                last: false
+            }
+        );
+        assert!(gate.finish(0));
+        assert_eq!(gate.state(0), Some(BlockState::Done));
+    }
+
+    #[test]
+    fn a_kill_of_the_last_readers_ends_the_load_once() {
+        let gate = LoadGate::new(2);
+        assert_eq!(
+            gate.kill(0),
+            Killed {
+                count: 1,
+                last: false
+            }
+        );
+        assert_eq!(
+            gate.kill(0),
+            Killed {
+                count: 0,
+                last: false
+            }
+        );
+        assert_eq!(gate.kill_reading(), Killed { count: 1, last: true });
+        assert_eq!(
+            gate.kill_reading(),
+            Killed {
+                count: 0,
+                last: false
+            }
+        );
+    }
+
+    #[test]
+    fn a_finish_without_a_begin_changes_nothing() {
+        let gate = LoadGate::new(1);
+        assert!(!gate.finish(0));
+        assert_eq!((gate.open(), gate.state(0)), (1, Some(BlockState::Reading)));
+    }
+
+    #[test]
+    fn blocks_of_another_load_are_refused() {
+        let gate = LoadGate::new(0);
+        assert!(gate.is_over());
+        assert!(!gate.begin_scatter(0) && !gate.finish(0));
+        assert_eq!(
+            gate.kill(0),
+            Killed {
+                count: 0,
+                last: false
+            }
+        );
+        assert_eq!(gate.state(0), None);
+    }
+}

@@ -1,0 +1,110 @@
+//! A concurrent set by our own name.
+//!
+//! Behind it is dashmap, a sharded table (MIT, two small dependencies). Its one trap is that a guard held across
+//! another call can deadlock; no guard ever leaves this module.
+
+use std::fmt;
+use std::hash::Hash;
+
+use dashmap::DashSet;
+
+/// A set that many threads use at once. Each call is atomic by itself; [`len`](Self::len), [`clear`](Self::clear)
+/// and [`extend`](Self::extend) look at one part of the set after the other.
+pub struct IdSet<K: Eq + Hash>(DashSet<K>);
+
+impl<K: Eq + Hash> IdSet<K> {
+    /// An empty set.
+    pub fn new() -> Self {
+        Self(DashSet::new())
+    }
+
+    /// Adds `key`; `false` if it was there already.
+    pub fn insert(&self, key: K) -> bool {
+        self.0.insert(key)
+    }
+
+    /// Removes `key`; `false` if it was not there. Of threads that remove the same key at once, one gets `true`.
+    pub fn remove(&self, key: &K) -> bool {
+        self.0.remove(key).is_some()
+    }
+
+    /// Whether `key` is there.
+    pub fn contains(&self, key: &K) -> bool {
+        self.0.contains(key)
+    }
+
+    /// How many keys are there; exact only while nobody changes the set.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether no key is there; exact only while nobody changes the set.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Removes every key. One that is added meanwhile may stay.
+    pub fn clear(&self) {
+        self.0.clear();
+    }
+
+    /// Adds every key.
+    pub fn extend(&self, keys: impl IntoIterator<Item = K>) {
+        for key in keys {
+            self.0.insert(key);
+        }
+    }
+}
+
+impl<K: Eq + Hash> Default for IdSet<K> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<K: Eq + Hash> FromIterator<K> for IdSet<K> {
+    fn from_iter<I: IntoIterator<Item = K>>(keys: I) -> Self {
+        Self(keys.into_iter().collect())
+    }
+}
+
+impl<K: Eq + Hash> fmt::Debug for IdSet<K> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("IdSet").field("len", &self.len()).finish()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use ucm_core::BlockId;
+
+    use super::*;
+
+    #[test]
+    fn a_set_is_a_set() {
+        let set = IdSet::new();
+        let id = BlockId([7; 16]);
+        assert!(set.is_empty());
+        assert!(set.insert(id));
+        assert!(!set.insert(id));
+        assert!(set.contains(&id));
+        assert!(set.remove(&id));
+        assert!(!set.remove(&id));
+        set.extend((0..100).map(|n| BlockId([n; 16])));
+        assert_eq!(set.len(), 100);
+        set.clear();
+        assert!(set.is_empty());
+    }
+
+    #[test]
+    fn one_thread_wins_each_key() {
+        let set: IdSet<u32> = (0..1000).collect();
+        let won: usize = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4)
+                .map(|_| scope.spawn(|| (0..1000).filter(|key| set.remove(key)).count()))
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+        });
+        assert_eq!(won, 1000);
+    }
+}

@@ -1,0 +1,115 @@
+//! The life of a worker thread.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ucm_core::{Error, ErrorKind, Result};
+
+use super::Shared;
+use super::job::{Job, Verdict, panic_text};
+use super::state::{Next, Overdue, Phase};
+
+/// How long the pool waits after a thread could not be started.
+const START_RETRY: Duration = Duration::from_secs(1);
+
+impl Shared {
+    /// Starts the thread of a claimed place; a failure is noted and frees the place.
+    pub(super) fn start_worker(self: &Arc<Self>, slot: usize) {
+        let shared = Arc::clone(self);
+        let body = move || shared.worker(slot);
+        let thread = std::thread::Builder::new().name(format!("{}-{slot}", self.name));
+        if let Err(error) = thread.spawn(body) {
+            self.start_failed(slot, Error::from_io(error, "cannot start a worker thread"));
+        }
+    }
+
+    fn start_failed(&self, slot: usize, error: Error) {
+        let retry = self.clock.now().after(START_RETRY);
+        let error = error.with("pool", &self.name).with("worker", slot);
+        self.state.lock().start_failed(slot, retry, error);
+        self.roll_call.ring();
+        // The monitor decides about another attempt.
+        self.alarm.ring();
+    }
+
+    fn worker(&self, slot: usize) {
+        if let Err(error) = self.run_start_hook(slot) {
+            self.start_failed(slot, error);
+            return;
+        }
+        let mut next = self.state.lock().ready(slot);
+        self.roll_call.ring();
+        while next != Next::Leave {
+            let Some(job) = self.next_job(slot) else {
+                break;
+            };
+            self.tell(|| job.run());
+            next = self.state.lock().ready(slot);
+            if next == Next::Rejoin {
+                self.roll_call.ring();
+            }
+        }
+        if let Some(hook) = &self.on_exit {
+            self.tell(|| hook(slot));
+        }
+        self.state.lock().left(slot);
+        self.roll_call.ring();
+        // A place is free again: perhaps for a replacement that the cap had forbidden. And other workers may have
+        // waited for this one's job before they leave.
+        self.alarm.ring();
+        self.work.notify_all();
+    }
+
+    fn run_start_hook(&self, slot: usize) -> Result<()> {
+        let Some(hook) = &self.on_start else {
+            return Ok(());
+        };
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| hook(slot))).unwrap_or_else(|payload| {
+            let text = panic_text(&*payload);
+            Err(Error::internal("on_start of a worker pool panicked").with("panic", text))
+        })
+    }
+
+    /// Waits for a job; `None` when the worker shall leave.
+    fn next_job(&self, slot: usize) -> Option<Arc<dyn Job>> {
+        let mut state = self.state.lock();
+        loop {
+            let mut late = Vec::new();
+            let job = state.take(slot, self.clock.now(), &mut late);
+            if job.is_some() || !late.is_empty() {
+                // One job was announced to one worker; if more may run, pass the news on.
+                let more = state.has_work();
+                drop(state);
+                if more {
+                    self.work.notify_one();
+                }
+                self.report_overdue(late);
+                if job.is_some() {
+                    return job;
+                }
+                state = self.state.lock();
+                continue;
+            }
+            let leave = match state.phase {
+                Phase::Open => false,
+                Phase::Draining => state.queued() == 0,
+                Phase::Stopped => true,
+            };
+            if leave {
+                return None;
+            }
+            self.work.wait(&mut state);
+        }
+    }
+
+    /// Reports jobs that passed their deadline.
+    pub(super) fn report_overdue(&self, overdue: Vec<Overdue>) {
+        for Overdue { job, lane, was } in overdue {
+            let error = Error::new(ErrorKind::Timeout, "the job did not end before its deadline")
+                .with("pool", &self.name)
+                .with("lane", lane)
+                .with("was", was);
+            self.tell(|| job.fail(Verdict::TimedOut, error));
+        }
+    }
+}

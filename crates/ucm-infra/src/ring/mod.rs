@@ -1,0 +1,295 @@
+//! A bounded ring between two threads: items go without a lock, and an end that has nothing to do spins briefly,
+//! yields, then parks until the other end wakes it.
+
+mod parking;
+mod queue;
+#[cfg(all(test, not(loom)))]
+mod tests;
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use ucm_core::{Error, ErrorKind, Result};
+
+use crate::clock::{Clock, Mono};
+use crate::sync::{AtomicBool, Ordering};
+use parking::Parking;
+use queue::{Head, Tail, queue};
+
+/// Looks without giving the processor away, while the other end is likely in the middle of its step.
+const SPINS: u32 = if cfg!(loom) { 0 } else { 64 };
+/// Looks that let another thread run in between, before parking.
+const YIELDS: u32 = if cfg!(loom) { 0 } else { 8 };
+/// Most items of a ring.
+const MAX_CAPACITY: usize = 1 << 24;
+
+/// Makes rings; see [`bounded`](Self::bounded).
+pub struct SpscRing<T>(PhantomData<T>);
+
+/// The end that gives items. Dropping it closes the ring.
+pub struct RingProducer<T> {
+    tail: Tail<T>,
+    shared: Arc<Shared>,
+}
+
+/// The end that takes items. Dropping it closes the ring and drops the items in it.
+pub struct RingConsumer<T> {
+    head: Head<T>,
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    closed: AtomicBool,
+    /// Where the consumer sleeps while the ring is empty.
+    consumer: Parking,
+    /// Where the producer sleeps while the ring is full.
+    producer: Parking,
+}
+
+impl Shared {
+    fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        self.consumer.wake();
+        self.producer.wake();
+    }
+
+    fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+}
+
+/// Why an item was not pushed; it is in here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PushError<T> {
+    /// The ring is full.
+    Full(T),
+    /// One of the ends closed the ring.
+    Closed(T),
+    /// The ring was still full at the deadline.
+    TimedOut(T),
+}
+
+/// Why there is no item.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PopError {
+    /// The ring is empty, for now.
+    Empty,
+    /// The ring is empty and one of the ends closed it: nothing will come any more.
+    Closed,
+    /// The ring was still empty at the deadline.
+    TimedOut,
+}
+
+impl<T> SpscRing<T> {
+    /// A ring that holds up to `capacity` items, as its two ends.
+    ///
+    /// # Errors
+    /// `Config` if `capacity` is zero or above 16777216.
+    pub fn bounded(capacity: usize) -> Result<(RingProducer<T>, RingConsumer<T>)> {
+        if capacity == 0 || capacity > MAX_CAPACITY {
+            return Err(
+                Error::new(ErrorKind::Config, "a ring holds between 1 and 16777216 items")
+                    .with("got", capacity),
+            );
+        }
+        let (tail, head) = queue(capacity);
+        let shared = Arc::new(Shared {
+            closed: AtomicBool::new(false),
+            consumer: Parking::new(),
+            producer: Parking::new(),
+        });
+        let producer = RingProducer {
+            tail,
+            shared: Arc::clone(&shared),
+        };
+        Ok((producer, RingConsumer { head, shared }))
+    }
+}
+
+impl<T> RingProducer<T> {
+    /// Puts `item` into the ring without waiting.
+    ///
+    /// # Errors
+    /// `Full` or `Closed`, with the item.
+    pub fn try_push(&mut self, item: T) -> Result<(), PushError<T>> {
+        if self.shared.is_closed() {
+            return Err(PushError::Closed(item));
+        }
+        self.tail.push(item).map_err(PushError::Full)?;
+        self.shared.consumer.wake();
+        Ok(())
+    }
+
+    /// Puts `item` into the ring, waiting for room until `deadline` on `clock` (`None`: for ever).
+    ///
+    /// # Errors
+    /// `Closed` or `TimedOut`, with the item.
+    pub fn push(&mut self, item: T, clock: &dyn Clock, deadline: Option<Mono>) -> Result<(), PushError<T>> {
+        let mut item = item;
+        loop {
+            match self.try_push(item) {
+                Err(PushError::Full(back)) => item = back,
+                other => return other,
+            }
+            let look = || (self.shared.is_closed() || !self.tail.is_full()).then_some(());
+            if wait(&self.shared.producer, clock, deadline, look).is_none() {
+                return Err(PushError::TimedOut(item));
+            }
+        }
+    }
+
+    /// Closes the ring: nothing can be pushed any more, the consumer takes what is in it and then sees the end.
+    pub fn close(&self) {
+        self.shared.close();
+    }
+
+    /// Whether one of the ends closed the ring.
+    pub fn is_closed(&self) -> bool {
+        self.shared.is_closed()
+    }
+}
+
+impl<T> Drop for RingProducer<T> {
+    fn drop(&mut self) {
+        self.shared.close();
+    }
+}
+
+impl<T> RingConsumer<T> {
+    /// Takes the oldest item without waiting.
+    ///
+    /// # Errors
+    /// `Empty`, or `Closed` once nothing will come any more.
+    pub fn try_pop(&mut self) -> Result<T, PopError> {
+        let closed = self.shared.is_closed();
+        match self.head.pop() {
+            Some(item) => {
+                self.shared.producer.wake();
+                Ok(item)
+            }
+            // The flag was read before the ring was found empty: what a producer pushed before closing was seen.
+            None if closed => Err(PopError::Closed),
+            None => Err(PopError::Empty),
+        }
+    }
+
+    /// Takes the oldest item, waiting for one until `deadline` on `clock` (`None`: for ever): spins, yields, parks.
+    ///
+    /// # Errors
+    /// `TimedOut`, or `Closed` once nothing will come any more.
+    pub fn recv(&mut self, clock: &dyn Clock, deadline: Option<Mono>) -> Result<T, PopError> {
+        let shared = Arc::clone(&self.shared);
+        let look = || match self.try_pop() {
+            Err(PopError::Empty) => None,
+            found => Some(found),
+        };
+        wait(&shared.consumer, clock, deadline, look).unwrap_or(Err(PopError::TimedOut))
+    }
+
+    /// The consumer loop: hands every item to `take`, in order, until the ring is closed and empty.
+    pub fn run(&mut self, clock: &dyn Clock, mut take: impl FnMut(T)) {
+        while let Ok(item) = self.recv(clock, None) {
+            take(item);
+        }
+    }
+
+    /// Closes the ring: the producer's next push fails. What is in the ring can still be taken; an item whose push
+    /// overlaps with this call may be accepted and then be dropped with the ring.
+    pub fn close(&self) {
+        self.shared.close();
+    }
+
+    /// Whether one of the ends closed the ring; there may still be items in it.
+    pub fn is_closed(&self) -> bool {
+        self.shared.is_closed()
+    }
+
+    /// How many items can be taken at this moment.
+    pub fn len(&self) -> usize {
+        self.head.len()
+    }
+
+    /// Whether there is no item at this moment.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl<T> Drop for RingConsumer<T> {
+    fn drop(&mut self) {
+        self.shared.close();
+        // What items hold must not wait for the producer to go as well.
+        while self.head.pop().is_some() {}
+    }
+}
+
+/// Looks until something is found: spinning, then yielding, then parked. `None` at the deadline.
+fn wait<R>(
+    parking: &Parking,
+    clock: &dyn Clock,
+    deadline: Option<Mono>,
+    mut look: impl FnMut() -> Option<R>,
+) -> Option<R> {
+    for round in 0..SPINS + YIELDS {
+        if let Some(found) = look() {
+            return Some(found);
+        }
+        if round < SPINS {
+            std::hint::spin_loop();
+        } else {
+            std::thread::yield_now();
+        }
+    }
+    parking.park(clock, deadline, look)
+}
+
+impl<T> PushError<T> {
+    /// The item that was not pushed.
+    pub fn into_inner(self) -> T {
+        match self {
+            Self::Full(item) | Self::Closed(item) | Self::TimedOut(item) => item,
+        }
+    }
+}
+
+impl<T> From<PushError<T>> for Error {
+    /// The same without the item: `Busy`, `Closed` or `Timeout`.
+    fn from(error: PushError<T>) -> Self {
+        match error {
+            PushError::Full(_) => Self::new(ErrorKind::Busy, "the ring is full"),
+            PushError::Closed(_) => Self::new(ErrorKind::Closed, "the ring is closed"),
+            PushError::TimedOut(_) => {
+                Self::new(ErrorKind::Timeout, "the ring stayed full until the deadline")
+            }
+        }
+    }
+}
+
+impl From<PopError> for Error {
+    /// `Busy`, `Closed` or `Timeout`.
+    fn from(error: PopError) -> Self {
+        match error {
+            PopError::Empty => Self::new(ErrorKind::Busy, "the ring is empty"),
+            PopError::Closed => Self::new(ErrorKind::Closed, "the ring is closed"),
+            PopError::TimedOut => Self::new(ErrorKind::Timeout, "the ring stayed empty until the deadline"),
+        }
+    }
+}
+
+impl<T> fmt::Debug for RingProducer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RingProducer")
+            .field("closed", &self.is_closed())
+            .finish()
+    }
+}
+
+impl<T> fmt::Debug for RingConsumer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RingConsumer")
+            .field("closed", &self.is_closed())
+            .field("len", &self.len())
+            .finish()
+    }
+}

@@ -1,0 +1,100 @@
+//! Locks and atomics by one name: parking_lot and std normally, loom's under `--cfg loom`.
+//!
+//! Only what loom has to model goes through here. Reference counts stay std's in both builds.
+
+#[cfg(loom)]
+pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering, fence};
+#[cfg(not(loom))]
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering, fence};
+
+#[cfg(not(loom))]
+pub(crate) use plain::{Condvar, Mutex};
+
+#[cfg(loom)]
+pub(crate) use modelled::{Condvar, Mutex};
+
+#[cfg(not(loom))]
+mod plain {
+    use std::time::Instant;
+
+    pub(crate) use parking_lot::Mutex;
+    use parking_lot::MutexGuard;
+
+    /// A condition variable that takes and gives back the guard, as loom's does.
+    #[derive(Default)]
+    pub(crate) struct Condvar(parking_lot::Condvar);
+
+    impl Condvar {
+        pub(crate) fn new() -> Self {
+            Self::default()
+        }
+
+        pub(crate) fn notify_all(&self) {
+            self.0.notify_all();
+        }
+
+        pub(crate) fn wait<'a, T>(&self, mut guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+            self.0.wait(&mut guard);
+            guard
+        }
+
+        pub(crate) fn wait_until<'a, T>(
+            &self,
+            mut guard: MutexGuard<'a, T>,
+            until: Instant,
+        ) -> MutexGuard<'a, T> {
+            self.0.wait_until(&mut guard, until);
+            guard
+        }
+    }
+}
+
+#[cfg(loom)]
+mod modelled {
+    use std::sync::{LockResult, PoisonError};
+    use std::time::Instant;
+
+    use loom::sync::MutexGuard;
+
+    fn unpoisoned<G>(result: LockResult<G>) -> G {
+        result.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// loom's mutex without poisoning.
+    pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
+
+    impl<T> Mutex<T> {
+        pub(crate) fn new(value: T) -> Self {
+            Self(loom::sync::Mutex::new(value))
+        }
+
+        pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+            unpoisoned(self.0.lock())
+        }
+    }
+
+    /// loom's condition variable without poisoning. loom knows no time: a timed wait ends by news only.
+    pub(crate) struct Condvar(loom::sync::Condvar);
+
+    impl Condvar {
+        pub(crate) fn new() -> Self {
+            Self(loom::sync::Condvar::new())
+        }
+
+        pub(crate) fn notify_all(&self) {
+            self.0.notify_all();
+        }
+
+        pub(crate) fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+            unpoisoned(self.0.wait(guard))
+        }
+
+        pub(crate) fn wait_until<'a, T>(
+            &self,
+            guard: MutexGuard<'a, T>,
+            _until: Instant,
+        ) -> MutexGuard<'a, T> {
+            self.wait(guard)
+        }
+    }
+}

@@ -1,0 +1,300 @@
+//! Every interleaving of small models of what ucm-infra writes by hand: the bell, the completion, the park protocol
+//! of the ring and the gate of a load. The command stands in the crate's documentation.
+#![cfg(loom)]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use loom::thread;
+use ucm_infra::{
+    Bell, BlockState, Clock, Completion, LoadGate, ManualClock, Mono, PopError, PushError, SpscRing,
+};
+
+/// A clock on which nothing ever times out. A sleep that is never rung is a deadlock, which loom reports.
+#[derive(Debug)]
+struct Still;
+
+impl Clock for Still {
+    fn now(&self) -> Mono {
+        Mono(0)
+    }
+
+    fn wall_ns(&self) -> u64 {
+        0
+    }
+
+    fn sleep(&self, bell: &Bell, seen: u64, _until: Option<Mono>) {
+        bell.wait(seen);
+    }
+}
+
+#[test]
+fn bell_news_between_looking_and_sleeping_is_not_lost() {
+    loom::model(|| {
+        let bell = Bell::new();
+        let news = Arc::new(AtomicBool::new(false));
+        let ringer = thread::spawn({
+            let (bell, news) = (bell.clone(), Arc::clone(&news));
+            move || {
+                news.store(true, Ordering::Release);
+                bell.ring();
+            }
+        });
+        loop {
+            let seen = bell.seen();
+            if news.load(Ordering::Acquire) {
+                break;
+            }
+            bell.wait(seen);
+        }
+        ringer.join().unwrap();
+    });
+}
+
+#[test]
+fn completion_first_wins_and_every_waiter_sees_it() {
+    loom::model(|| {
+        let done = Completion::new();
+        let rival = thread::spawn({
+            let done = Arc::clone(&done);
+            move || done.complete(1)
+        });
+        let waiter = thread::spawn({
+            let done = Arc::clone(&done);
+            move || done.wait(&Still, None)
+        });
+        let mine = done.complete(2);
+        let theirs = rival.join().unwrap();
+        assert!(mine != theirs, "exactly one wins");
+        let value = if mine { 2 } else { 1 };
+        assert_eq!(waiter.join().unwrap(), Some(value));
+        assert_eq!(done.peek(), Some(value));
+    });
+}
+
+#[test]
+fn completion_callbacks_run_exactly_once_whenever_they_come() {
+    loom::model(|| {
+        let done = Completion::new();
+        let calls = Arc::new(AtomicUsize::new(0));
+        let completer = thread::spawn({
+            let done = Arc::clone(&done);
+            move || done.complete(1)
+        });
+        let counted = Arc::clone(&calls);
+        done.on_complete(move |value| {
+            counted.fetch_add(*value, Ordering::Relaxed);
+        });
+        assert!(completer.join().unwrap());
+        assert_eq!(calls.load(Ordering::Relaxed), 1);
+    });
+}
+
+#[test]
+fn completion_wait_ends_at_the_deadline_or_with_the_value() {
+    loom::model(|| {
+        let clock = ManualClock::new();
+        let done = Completion::new();
+        let waiter = thread::spawn({
+            let (clock, done) = (Arc::clone(&clock), Arc::clone(&done));
+            move || done.wait(&*clock, Some(Mono(1)))
+        });
+        let completer = thread::spawn({
+            let done = Arc::clone(&done);
+            move || done.complete(7)
+        });
+        clock.advance(Duration::from_nanos(1));
+        assert!(matches!(waiter.join().unwrap(), None | Some(7)));
+        assert!(completer.join().unwrap());
+        assert_eq!(done.wait(&*clock, Some(Mono(0))), Some(7));
+    });
+}
+
+#[test]
+fn ring_both_ends_park_and_are_woken() {
+    loom::model(|| {
+        let (mut producer, mut consumer) = SpscRing::bounded(1).unwrap();
+        let pusher = thread::spawn(move || {
+            producer.push(1, &Still, None).unwrap();
+            producer.push(2, &Still, None).unwrap();
+        });
+        assert_eq!(consumer.recv(&Still, None), Ok(1));
+        assert_eq!(consumer.recv(&Still, None), Ok(2));
+        // The producer was dropped at the end of its thread.
+        assert_eq!(consumer.recv(&Still, None), Err(PopError::Closed));
+        pusher.join().unwrap();
+    });
+}
+
+#[test]
+fn ring_items_pushed_before_closing_arrive() {
+    loom::model(|| {
+        let (mut producer, mut consumer) = SpscRing::bounded(2).unwrap();
+        let pusher = thread::spawn(move || {
+            producer.try_push(1).unwrap();
+            producer.close();
+            assert_eq!(producer.try_push(2), Err(PushError::Closed(2)));
+        });
+        let mut taken = Vec::new();
+        consumer.run(&Still, |item| taken.push(item));
+        assert_eq!(taken, [1]);
+        pusher.join().unwrap();
+    });
+}
+
+#[test]
+fn ring_a_parked_producer_sees_the_consumer_go() {
+    loom::model(|| {
+        let (mut producer, consumer) = SpscRing::bounded(1).unwrap();
+        producer.try_push(1).unwrap();
+        let closer = thread::spawn(move || drop(consumer));
+        // Item 2 is refused, or its push overlaps with the closing and it goes down with the ring.
+        let pushed = producer.push(2, &Still, None);
+        assert!(matches!(pushed, Ok(()) | Err(PushError::Closed(2))), "{pushed:?}");
+        closer.join().unwrap();
+        assert_eq!(producer.try_push(3), Err(PushError::Closed(3)));
+    });
+}
+
+#[test]
+fn ring_a_deadline_and_an_item_do_not_lose_each_other() {
+    loom::model(|| {
+        let clock = ManualClock::new();
+        let (mut producer, mut consumer) = SpscRing::bounded(1).unwrap();
+        let pusher = thread::spawn({
+            let clock = Arc::clone(&clock);
+            move || {
+                clock.advance(Duration::from_nanos(1));
+                producer.try_push(1).unwrap();
+            }
+        });
+        let first = consumer.recv(&*clock, Some(Mono(1)));
+        assert!(matches!(first, Ok(1) | Err(PopError::TimedOut)), "{first:?}");
+        if first.is_err() {
+            assert_eq!(consumer.recv(&*clock, None), Ok(1));
+        }
+        pusher.join().unwrap();
+    });
+}
+
+/// Stands for the device memory of a load's blocks, and for its report.
+struct Model {
+    gate: LoadGate,
+    device: Vec<AtomicUsize>,
+    reports: AtomicUsize,
+}
+
+impl Model {
+    fn new(blocks: usize) -> Arc<Self> {
+        Arc::new(Self {
+            gate: LoadGate::new(blocks),
+            device: (0..blocks).map(|_| AtomicUsize::new(0)).collect(),
+            reports: AtomicUsize::new(0),
+        })
+    }
+
+    /// What a reader does when its block is verified.
+    fn scatter(&self, block: usize) {
+        if !self.gate.begin_scatter(block) {
+            return;
+        }
+        // Relaxed on purpose: only the gate may order these writes before the report.
+        self.device[block].store(1, Ordering::Relaxed);
+        assert_eq!(self.reports.load(Ordering::Relaxed), 0, "bytes after the report");
+        if self.gate.finish(block) {
+            self.report();
+        }
+    }
+
+    /// What whoever aborts does.
+    fn kill(&self) {
+        let killed = self.gate.kill_reading();
+        if killed.last {
+            self.report();
+        }
+    }
+
+    fn report(&self) {
+        assert!(self.gate.is_over());
+        for (block, bytes) in self.device.iter().enumerate() {
+            // The bytes of a done block are there, those of a dead one never come.
+            let expected = match self.gate.state(block) {
+                Some(BlockState::Done) => 1,
+                Some(BlockState::Dead) => 0,
+                other => panic!("block {block} is {other:?} at the report"),
+            };
+            assert_eq!(bytes.load(Ordering::Relaxed), expected);
+        }
+        assert_eq!(self.reports.fetch_add(1, Ordering::Relaxed), 0, "reported twice");
+    }
+
+    fn check(&self) {
+        assert_eq!(self.reports.load(Ordering::Relaxed), 1, "reported exactly once");
+    }
+}
+
+#[test]
+fn gate_reports_once_when_blocks_race_with_a_kill() {
+    loom::model(|| {
+        let model = Model::new(2);
+        let threads = [0, 1].map(|block| {
+            let model = Arc::clone(&model);
+            thread::spawn(move || model.scatter(block))
+        });
+        model.kill();
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        model.check();
+    });
+}
+
+#[test]
+fn gate_reports_once_when_kills_race() {
+    loom::model(|| {
+        let model = Model::new(2);
+        let killer = thread::spawn({
+            let model = Arc::clone(&model);
+            move || model.kill()
+        });
+        let reader = thread::spawn({
+            let model = Arc::clone(&model);
+            move || model.scatter(1)
+        });
+        model.kill();
+        killer.join().unwrap();
+        reader.join().unwrap();
+        model.check();
+    });
+}
+
+#[test]
+fn gate_reports_once_without_a_kill() {
+    loom::model(|| {
+        let model = Model::new(3);
+        let threads = [0, 1].map(|block| {
+            let model = Arc::clone(&model);
+            thread::spawn(move || model.scatter(block))
+        });
+        model.scatter(2);
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        model.check();
+    });
+}
+
+#[test]
+fn gate_gives_a_block_to_one_scatterer() {
+    loom::model(|| {
+        let gate = Arc::new(LoadGate::new(1));
+        let rival = thread::spawn({
+            let gate = Arc::clone(&gate);
+            move || gate.begin_scatter(0)
+        });
+        let mine = gate.begin_scatter(0);
+        assert!(mine != rival.join().unwrap());
+        assert!(gate.finish(0));
+    });
+}

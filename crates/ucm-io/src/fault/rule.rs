@@ -1,0 +1,282 @@
+//! What can go wrong, and when: the script of the fault-injecting engine.
+
+use std::path::Path;
+
+use crate::op::{IoOp, OpKind};
+
+use super::gate::Gate;
+
+/// Error numbers that scripts need most (Linux values).
+pub mod errno {
+    /// No such file.
+    pub const ENOENT: i32 = libc::ENOENT;
+    /// Input/output error.
+    pub const EIO: i32 = libc::EIO;
+    /// Permission denied.
+    pub const EACCES: i32 = libc::EACCES;
+    /// No space left on the medium.
+    pub const ENOSPC: i32 = libc::ENOSPC;
+    /// Quota exceeded.
+    pub const EDQUOT: i32 = libc::EDQUOT;
+    /// Read-only file system.
+    pub const EROFS: i32 = libc::EROFS;
+    /// Too many open files.
+    pub const EMFILE: i32 = libc::EMFILE;
+    /// Stale file handle.
+    pub const ESTALE: i32 = libc::ESTALE;
+    /// The server did not answer (a soft mount).
+    pub const ETIMEDOUT: i32 = libc::ETIMEDOUT;
+}
+
+/// What follows the part of a torn write that reached the medium.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Tail {
+    /// Zeros up to the full length: the length reached the medium, the data did not.
+    Zeros,
+    /// Nothing: the file is short.
+    Cut,
+}
+
+/// One way to go wrong. A fault that makes no sense for an operation (a short read of a publish) leaves it alone.
+#[derive(Clone, Debug)]
+pub enum Fault {
+    /// Not done; fails with this error number.
+    Errno(i32),
+    /// Done, but the answer is lost: fails with this error number.
+    LostReply(i32),
+    /// Refused with `Busy`, not done.
+    Busy,
+    /// Read: at most this many bytes arrive, though the file's length says there are more.
+    ShortRead(usize),
+    /// Publish: succeeds, but only the first `keep` bytes are in the file (a power cut without fsync).
+    Torn {
+        /// Bytes that reached the medium.
+        keep: usize,
+        /// What follows them.
+        tail: Tail,
+    },
+    /// Publish: the writer dies with `keep` bytes written; the private file stays, the target does not appear, and the
+    /// operation fails with EIO.
+    Killed {
+        /// Bytes in the private file.
+        keep: usize,
+    },
+    /// Read and publish: inverts the bytes at these positions of the operation's data (on the way in, or on the
+    /// medium); those past its end are skipped.
+    Flip(Vec<usize>),
+    /// As `Flip`, at this many positions chosen by the seed.
+    FlipRandom(usize),
+    /// Nothing starts until the gate is opened; past its deadline the operation is written off and never starts.
+    HangBefore(Gate),
+    /// Done, but does not return until the gate is opened.
+    HangAfter(Gate),
+    /// Publish: done, but for this many looks (read, stat, list) at the target it seems not to be there, or until
+    /// [`FaultyEngine::reveal`](super::FaultyEngine::reveal) (`u64::MAX`: only that).
+    LateVisible(u64),
+    /// Done twice, as by a client that repeats a call whose answer it did not get; the second answer counts.
+    Replay,
+}
+
+impl Fault {
+    /// The file handle is stale (another host removed or replaced the file).
+    pub fn stale() -> Self {
+        Self::Errno(errno::ESTALE)
+    }
+
+    /// Name in the log.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Errno(_) => "errno",
+            Self::LostReply(_) => "lost_reply",
+            Self::Busy => "busy",
+            Self::ShortRead(_) => "short_read",
+            Self::Torn { .. } => "torn",
+            Self::Killed { .. } => "killed",
+            Self::Flip(_) => "flip",
+            Self::FlipRandom(_) => "flip_random",
+            Self::HangBefore(_) => "hang_before",
+            Self::HangAfter(_) => "hang_after",
+            Self::LateVisible(_) => "late_visible",
+            Self::Replay => "replay",
+        }
+    }
+}
+
+/// Which operations a fault befalls. Starts as "every one of this kind" and is narrowed by the methods.
+#[derive(Clone, Debug)]
+pub struct Rule {
+    kind: Option<OpKind>,
+    path: Option<String>,
+    lane: Option<usize>,
+    skip: u64,
+    times: u64,
+    per_mille: u64,
+    fault: Fault,
+}
+
+impl Rule {
+    /// Every operation of this kind.
+    pub fn on(kind: OpKind, fault: Fault) -> Self {
+        Self {
+            kind: Some(kind),
+            ..Self::always(fault)
+        }
+    }
+
+    /// Every operation.
+    pub fn always(fault: Fault) -> Self {
+        Self {
+            kind: None,
+            path: None,
+            lane: None,
+            skip: 0,
+            times: u64::MAX,
+            per_mille: 1000,
+            fault,
+        }
+    }
+
+    /// Only those that name a path with this text in it.
+    #[must_use]
+    pub fn path(mut self, text: impl Into<String>) -> Self {
+        self.path = Some(text.into());
+        self
+    }
+
+    /// Only those of this lane.
+    #[must_use]
+    pub fn lane(mut self, lane: usize) -> Self {
+        self.lane = Some(lane);
+        self
+    }
+
+    /// Only the `n`th that matches otherwise, counted from 1.
+    #[must_use]
+    pub fn nth(mut self, n: u64) -> Self {
+        self.skip = n.saturating_sub(1);
+        self.times = 1;
+        self
+    }
+
+    /// Not the first `n` that match otherwise.
+    #[must_use]
+    pub fn skip(mut self, n: u64) -> Self {
+        self.skip = n;
+        self
+    }
+
+    /// At most `n` times.
+    #[must_use]
+    pub fn times(mut self, n: u64) -> Self {
+        self.times = n;
+        self
+    }
+
+    /// Only with this chance, in thousandths, decided by the seed and the number of the operation.
+    #[must_use]
+    pub fn chance(mut self, per_mille: u64) -> Self {
+        self.per_mille = per_mille;
+        self
+    }
+
+    /// Whether its fault makes operations hang.
+    pub(super) fn hangs(&self) -> bool {
+        matches!(self.fault, Fault::HangBefore(_) | Fault::HangAfter(_))
+    }
+
+    fn matches(&self, lane: usize, op: &IoOp) -> bool {
+        let named = |text: &String| {
+            let has = |path: &&Path| path.to_string_lossy().contains(text.as_str());
+            op.paths().iter().any(has)
+        };
+        self.kind.is_none_or(|kind| kind == op.kind())
+            && self.lane.is_none_or(|wanted| wanted == lane)
+            && self.path.as_ref().is_none_or(named)
+    }
+}
+
+/// A rule in force and what became of it.
+pub(super) struct Active {
+    rule: Rule,
+    seen: u64,
+    pub(super) hits: u64,
+}
+
+impl Active {
+    pub(super) fn new(rule: Rule) -> Self {
+        Self {
+            rule,
+            seen: 0,
+            hits: 0,
+        }
+    }
+
+    /// The fault for this operation, if the rule strikes. `draw` is a random number for this operation and rule.
+    pub(super) fn strike(&mut self, lane: usize, op: &IoOp, draw: u64) -> Option<Fault> {
+        if !self.rule.matches(lane, op) || draw % 1000 >= self.rule.per_mille {
+            return None;
+        }
+        self.seen += 1;
+        if self.seen <= self.rule.skip || self.hits >= self.rule.times {
+            return None;
+        }
+        self.hits += 1;
+        Some(self.rule.fault.clone())
+    }
+}
+
+/// A number that looks random and is the same for the same arguments (the finish of SplitMix64).
+pub(super) fn draw(seed: u64, op: u64, salt: u64) -> u64 {
+    let mut x = seed
+        .wrapping_add(op.wrapping_mul(0x9E37_79B9_7F4A_7C15))
+        .wrapping_add(salt.wrapping_mul(0xD1B5_4A32_D192_ED03));
+    x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    x ^ (x >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(path: &str) -> IoOp {
+        IoOp::List { dir: path.into() }
+    }
+
+    #[test]
+    fn the_nth_that_matches_is_struck_and_no_other() {
+        let mut rule = Active::new(Rule::on(OpKind::List, Fault::Busy).path("x").nth(2));
+        let struck: Vec<bool> = ["/x/1", "/y/1", "/x/2", "/x/3"]
+            .iter()
+            .map(|path| rule.strike(0, &read(path), 0).is_some())
+            .collect();
+        assert_eq!(struck, [false, false, true, false]);
+        assert_eq!(rule.hits, 1);
+    }
+
+    #[test]
+    fn kind_and_lane_narrow() {
+        let mut rule = Active::new(Rule::on(OpKind::Stat, Fault::Busy));
+        assert!(rule.strike(0, &read("/x"), 0).is_none());
+        let mut rule = Active::new(Rule::always(Fault::Busy).lane(2).skip(1).times(1));
+        let struck: Vec<bool> = [2, 0, 2, 2]
+            .iter()
+            .map(|&lane| rule.strike(lane, &read("/x"), 0).is_some())
+            .collect();
+        assert_eq!(struck, [false, false, true, false]);
+    }
+
+    #[test]
+    fn chance_is_decided_by_the_seed() {
+        let strikes = |seed| -> Vec<bool> {
+            let mut rule = Active::new(Rule::always(Fault::Busy).chance(300));
+            (0..1000)
+                .map(|op| rule.strike(0, &read("/x"), draw(seed, op, 0)).is_some())
+                .collect()
+        };
+        assert_eq!(strikes(1), strikes(1));
+        assert_ne!(strikes(1), strikes(2));
+        let count = strikes(3).iter().filter(|&&hit| hit).count();
+        assert!((200..400).contains(&count), "{count}");
+    }
+}

@@ -1,0 +1,293 @@
+//! What each fault does to an operation.
+
+use std::sync::Arc;
+
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::Mono;
+
+use super::rule::draw;
+use super::{Fault, Shared, Tail, errno};
+use crate::engine::Done;
+use crate::op::{IoBuf, IoDone, IoOp};
+
+impl Shared {
+    /// Lets a fault befall an operation; `random` is a number for this operation.
+    pub(super) fn strike(
+        self: &Arc<Self>,
+        fault: Fault,
+        random: u64,
+        lane: usize,
+        deadline: Mono,
+        op: IoOp,
+        done: Done,
+    ) {
+        match fault {
+            Fault::Errno(code) => {
+                drop(op);
+                done(Err(os_error(code)));
+            }
+            Fault::Busy => {
+                drop(op);
+                done(Err(Error::new(ErrorKind::Busy, "the lane is full (scripted)")));
+            }
+            Fault::LostReply(code) => {
+                let done = Box::new(move |result: Result<IoDone>| {
+                    done(result.and_then(|_| Err(os_error(code))));
+                });
+                self.pass(lane, deadline, op, done);
+            }
+            Fault::HangBefore(gate) => {
+                let shared = Arc::clone(self);
+                self.hang(gate, deadline, op, move |result| match result {
+                    Ok(op) => shared.pass(lane, deadline, op, done),
+                    Err(error) => done(Err(error)),
+                });
+            }
+            Fault::HangAfter(gate) => {
+                let shared = Arc::clone(self);
+                let done = Box::new(move |result: Result<IoDone>| {
+                    shared.hang(gate, deadline, result, move |held| done(held.and_then(|r| r)));
+                });
+                self.pass(lane, deadline, op, done);
+            }
+            Fault::Replay => self.replay(lane, deadline, op, done),
+            Fault::ShortRead(most) => {
+                let done = Box::new(move |result: Result<IoDone>| {
+                    done(result.map(|answer| match answer {
+                        IoDone::Read { buf, read, file_len } => IoDone::Read {
+                            buf,
+                            read: read.min(most),
+                            file_len,
+                        },
+                        other => other,
+                    }));
+                });
+                self.pass(lane, deadline, op, done);
+            }
+            Fault::Flip(at) => self.flip(lane, deadline, op, done, move |bytes| flip_at(bytes, &at)),
+            Fault::FlipRandom(count) => {
+                self.flip(lane, deadline, op, done, move |bytes| {
+                    flip_random(bytes, count, random)
+                });
+            }
+            Fault::Torn { keep, tail } => self.tear(lane, deadline, op, done, keep, tail),
+            Fault::Killed { keep } => self.kill(lane, deadline, op, done, keep),
+            Fault::LateVisible(looks) => {
+                let target = match &op {
+                    IoOp::Publish { target, .. } => Some(target.clone()),
+                    _ => None,
+                };
+                let shared = Arc::clone(self);
+                let done = Box::new(move |result: Result<IoDone>| {
+                    if let (Ok(_), Some(target)) = (&result, target) {
+                        shared.hidden.lock().hide(target, looks);
+                    }
+                    done(result);
+                });
+                self.pass(lane, deadline, op, done);
+            }
+        }
+    }
+
+    /// Does it twice; the second answer counts, with the buffer of the first.
+    fn replay(self: &Arc<Self>, lane: usize, deadline: Mono, op: IoOp, done: Done) {
+        let again = copy_of(&op);
+        let shared = Arc::clone(self);
+        let first = Box::new(move |result: Result<IoDone>| match result {
+            Err(error) => done(Err(error)),
+            Ok(IoDone::Read { .. }) if matches!(again, IoOp::Read { .. }) => done(result),
+            Ok(answer) => {
+                let done =
+                    Box::new(move |second: Result<IoDone>| done(second.map(|s| with_buf_of(s, answer))));
+                shared.pass(lane, deadline, again, done);
+            }
+        });
+        self.pass(lane, deadline, op, first);
+    }
+
+    /// Damages the bytes of a read after it, or of a publish before it (the caller's buffer stays as it is).
+    fn flip(
+        self: &Arc<Self>,
+        lane: usize,
+        deadline: Mono,
+        op: IoOp,
+        done: Done,
+        damage: impl FnOnce(&mut [u8]) + Send + 'static,
+    ) {
+        match op {
+            IoOp::Publish { ref buf, len, .. } => {
+                let mut bytes = buf[..len.min(buf.len())].to_vec();
+                damage(&mut bytes);
+                self.publish_other(lane, deadline, op, bytes, done);
+            }
+            op => {
+                let done = Box::new(move |result: Result<IoDone>| {
+                    done(result.map(|mut answer| {
+                        if let IoDone::Read { buf, read, .. } = &mut answer {
+                            damage(&mut buf[..*read]);
+                        }
+                        answer
+                    }));
+                });
+                self.pass(lane, deadline, op, done);
+            }
+        }
+    }
+
+    fn tear(self: &Arc<Self>, lane: usize, deadline: Mono, op: IoOp, done: Done, keep: usize, tail: Tail) {
+        let IoOp::Publish { ref buf, len, .. } = op else {
+            return self.pass(lane, deadline, op, done);
+        };
+        let mut bytes = buf[..len.min(buf.len())].to_vec();
+        let keep = keep.min(bytes.len());
+        match tail {
+            Tail::Zeros => bytes[keep..].fill(0),
+            Tail::Cut => bytes.truncate(keep),
+        }
+        self.publish_other(lane, deadline, op, bytes, done);
+    }
+
+    /// Publishes `bytes` in the place of an operation's own and reports as if they were those.
+    fn publish_other(self: &Arc<Self>, lane: usize, deadline: Mono, op: IoOp, bytes: Vec<u8>, done: Done) {
+        let IoOp::Publish {
+            private,
+            target,
+            buf: own,
+            len: own_len,
+            mode,
+            mtime_ns,
+        } = op
+        else {
+            return done(Err(Error::internal("not a publish")));
+        };
+        let done = Box::new(move |result: Result<IoDone>| {
+            done(result.map(|answer| match answer {
+                IoDone::Published { mut meta, .. } => {
+                    meta.len = own_len as u64;
+                    IoDone::Published { buf: own, meta }
+                }
+                other => other,
+            }));
+        });
+        let op = IoOp::Publish {
+            private,
+            target,
+            len: bytes.len(),
+            buf: IoBuf::Heap(bytes),
+            mode,
+            mtime_ns,
+        };
+        self.pass(lane, deadline, op, done);
+    }
+
+    /// Leaves a private file with the first `keep` bytes and no target.
+    fn kill(self: &Arc<Self>, lane: usize, deadline: Mono, op: IoOp, done: Done, keep: usize) {
+        let IoOp::Publish {
+            private,
+            buf,
+            len,
+            mode,
+            ..
+        } = op
+        else {
+            return self.pass(lane, deadline, op, done);
+        };
+        let mut name = private.clone().into_os_string();
+        name.push(".dying");
+        let op = IoOp::Publish {
+            private: name.into(),
+            target: private,
+            len: keep.min(len).min(buf.len()),
+            buf,
+            mode,
+            mtime_ns: None,
+        };
+        let done =
+            Box::new(move |result: Result<IoDone>| done(result.and_then(|_| Err(os_error(errno::EIO)))));
+        self.pass(lane, deadline, op, done);
+    }
+}
+
+/// A failure as the operating system reports it.
+pub(super) fn os_error(code: i32) -> Error {
+    Error::from_io(std::io::Error::from_raw_os_error(code), "scripted fault")
+}
+
+fn flip_at(bytes: &mut [u8], at: &[usize]) {
+    for &at in at {
+        if let Some(byte) = bytes.get_mut(at) {
+            *byte ^= 0xFF;
+        }
+    }
+}
+
+/// Changes exactly `count` bytes (all, if there are fewer), each for sure.
+fn flip_random(bytes: &mut [u8], count: usize, seed: u64) {
+    let mut places: Vec<usize> = (0..bytes.len()).collect();
+    for i in 0..count.min(places.len()) {
+        let with = i + draw(seed, i as u64, 7) as usize % (places.len() - i);
+        places.swap(i, with);
+        // Never zero, so that the byte really changes.
+        bytes[places[i]] ^= (draw(seed, i as u64, 8) % 255 + 1) as u8;
+    }
+}
+
+/// The same operation again, its buffer copied.
+fn copy_of(op: &IoOp) -> IoOp {
+    let copy = |buf: &IoBuf| IoBuf::Heap(buf.to_vec());
+    match op {
+        IoOp::Read {
+            path,
+            offset,
+            len,
+            mode,
+            ..
+        } => IoOp::Read {
+            path: path.clone(),
+            offset: *offset,
+            len: *len,
+            // A read is not repeated (see `replay`), so it needs no room.
+            buf: IoBuf::Heap(Vec::new()),
+            mode: *mode,
+        },
+        IoOp::Publish {
+            private,
+            target,
+            buf,
+            len,
+            mode,
+            mtime_ns,
+        } => IoOp::Publish {
+            private: private.clone(),
+            target: target.clone(),
+            buf: copy(buf),
+            len: *len,
+            mode: *mode,
+            mtime_ns: *mtime_ns,
+        },
+        IoOp::Stat {
+            paths,
+            stop_at_missing,
+        } => IoOp::Stat {
+            paths: paths.clone(),
+            stop_at_missing: *stop_at_missing,
+        },
+        IoOp::Touch { files } => IoOp::Touch { files: files.clone() },
+        IoOp::Remove { paths } => IoOp::Remove { paths: paths.clone() },
+        IoOp::List { dir } => IoOp::List { dir: dir.clone() },
+        IoOp::MakeDir { path, mode } => IoOp::MakeDir {
+            path: path.clone(),
+            mode: *mode,
+        },
+        IoOp::Space { path } => IoOp::Space { path: path.clone() },
+        IoOp::Probe { dir } => IoOp::Probe { dir: dir.clone() },
+    }
+}
+
+/// The second answer with the buffer that belongs to the caller.
+fn with_buf_of(second: IoDone, first: IoDone) -> IoDone {
+    match (second, first) {
+        (IoDone::Published { meta, .. }, IoDone::Published { buf, .. }) => IoDone::Published { buf, meta },
+        (second, _) => second,
+    }
+}

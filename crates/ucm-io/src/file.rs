@@ -1,0 +1,236 @@
+//! Reading and publishing files: open, the bytes, close with its error seen, rename.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use rustix::fs::{AtFlags, FileType, Mode, OFlags};
+use rustix::io::Errno;
+use ucm_core::{Error, ErrorKind, PAGE, Result};
+
+use crate::meta::{failed, is_absent, set_mtime, stat_one, to_meta};
+use crate::op::{FileMeta, IoBuf, IoDone, ReadMode};
+use crate::probe::{Stated, stated_align};
+use crate::sys::{File, SECTOR, read_full, retry, write_full};
+use crate::window::Window;
+
+/// Most devices remembered as refusing direct I/O.
+const MAX_REFUSING: usize = 64;
+
+/// What the file operations of one engine know and count.
+#[derive(Debug, Default)]
+pub(crate) struct Files {
+    /// Whether reads and writes of slots go past the page cache unless asked otherwise.
+    direct: bool,
+    /// Devices where that was found not to work, so that it is not tried again for every file.
+    refusing: Mutex<Vec<u64>>,
+    fallbacks: AtomicU64,
+}
+
+/// What a publish asks before it makes a file visible: whether anybody still waits for it.
+pub(crate) type StillWanted<'a> = &'a dyn Fn() -> bool;
+
+/// The arguments of [`Files::publish`], as in `IoOp::Publish`.
+pub(crate) struct Publish<'a> {
+    pub(crate) private: &'a Path,
+    pub(crate) target: &'a Path,
+    pub(crate) len: usize,
+    pub(crate) mode: u32,
+    pub(crate) mtime_ns: Option<i64>,
+}
+
+impl Files {
+    pub(crate) fn new(direct: bool) -> Self {
+        Self {
+            direct,
+            ..Self::default()
+        }
+    }
+
+    /// How often direct I/O was wanted and the page cache was used.
+    pub(crate) fn fallbacks(&self) -> u64 {
+        self.fallbacks.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn read(
+        &self,
+        path: &Path,
+        offset: u64,
+        len: usize,
+        mut buf: IoBuf,
+        mode: ReadMode,
+    ) -> Result<IoDone> {
+        let room = buf.len();
+        if len > room
+            || offset
+                .checked_add(len as u64)
+                .is_none_or(|end| end > i64::MAX as u64)
+        {
+            return Err(
+                Error::invalid("a read must fit its buffer and the range of file offsets")
+                    .with("path", path.display())
+                    .with("offset", offset)
+                    .with("len", len)
+                    .with("buffer", room),
+            );
+        }
+        let fresh = mode == ReadMode::FreshDirect;
+        let fits = matches!(buf, IoBuf::Slot(_)) && offset.is_multiple_of(PAGE);
+        let fail = |e| failed(e, "cannot read the file", path);
+        let mut file = open_for_read(path, fresh || (self.direct && fits)).map_err(fail)?;
+        let stat = retry(|| rustix::fs::fstat(file.fd())).map_err(fail)?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Err(Error::new(ErrorKind::Io, "not a regular file").with("path", path.display()));
+        }
+        let meta = to_meta(&stat);
+        if file.is_direct() && !self.usable(&file, meta.dev) {
+            file.set_direct(false);
+        }
+        let read = if file.is_direct() && !fits {
+            // Direct I/O into memory or from an offset that it does not take goes through a window of whole pages.
+            let mut window = Window::new(offset, len)?;
+            let bytes = window.read(&mut file).map_err(fail)?;
+            buf[..bytes.len()].copy_from_slice(bytes);
+            bytes.len()
+        } else {
+            // Whole sectors for direct I/O; a slot always has room for them.
+            let ask = if file.is_direct() {
+                len.next_multiple_of(SECTOR).min(room)
+            } else {
+                len
+            };
+            read_full(&mut file, &mut buf[..ask], offset, len).map_err(fail)?
+        };
+        self.note(&file, meta.dev, fresh || self.direct);
+        Ok(IoDone::Read {
+            buf,
+            read: read.min(len),
+            file_len: meta.len,
+        })
+    }
+
+    pub(crate) fn publish(&self, job: &Publish<'_>, buf: IoBuf, wanted: StillWanted<'_>) -> Result<IoDone> {
+        if job.len > buf.len() {
+            return Err(Error::invalid("a publish must not be longer than its buffer")
+                .with("path", job.target.display())
+                .with("len", job.len)
+                .with("buffer", buf.len()));
+        }
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        // If this fails, whatever has that name is not ours and stays.
+        let fd = retry(|| rustix::fs::open(job.private, flags, Mode::from_raw_mode(job.mode)))
+            .map_err(|e| failed(e, "cannot create the private file", job.private))?;
+        match self.fill_and_name(File::new(fd, false), job, &buf, wanted) {
+            Ok(meta) => Ok(IoDone::Published { buf, meta }),
+            Err(error) => {
+                // Best effort: a private file that stays is swept later by its age.
+                let _ = retry(|| rustix::fs::unlink(job.private));
+                Err(error)
+            }
+        }
+    }
+
+    fn fill_and_name(
+        &self,
+        mut file: File,
+        job: &Publish<'_>,
+        buf: &IoBuf,
+        wanted: StillWanted<'_>,
+    ) -> Result<FileMeta> {
+        let written = |e| failed(e, "cannot write the file", job.private);
+        if self.direct {
+            let dev = to_meta(&retry(|| rustix::fs::fstat(file.fd())).map_err(written)?).dev;
+            let fits = matches!(buf, IoBuf::Slot(_)) && job.len.is_multiple_of(SECTOR);
+            // Turned on after the open: an open with O_DIRECT may create the file and fail all the same.
+            if fits && self.usable(&file, dev) {
+                file.set_direct(true);
+            }
+            let result = write_full(&mut file, &buf[..job.len]);
+            self.note(&file, dev, true);
+            result
+        } else {
+            write_full(&mut file, &buf[..job.len])
+        }
+        .map_err(written)?;
+        file.close()
+            .map_err(|e| failed(e, "closing the written file failed", job.private))?;
+        if let Some(mtime_ns) = job.mtime_ns {
+            set_mtime(job.private, mtime_ns)
+                .map_err(|e| failed(e, "cannot set the file's time", job.private))?;
+        }
+        // After the close, for that is when a network file system has settled length and time.
+        let meta = stat_one(job.private, AtFlags::SYMLINK_NOFOLLOW)
+            .map_err(|e| failed(e, "cannot look at the written file", job.private))?;
+        if meta.len != job.len as u64 {
+            return Err(Error::new(
+                ErrorKind::Io,
+                "the file has another length than what was written to it",
+            )
+            .with("path", job.private.display())
+            .with("written", job.len)
+            .with("found", meta.len));
+        }
+        if !wanted() {
+            return Err(Error::new(
+                ErrorKind::Timeout,
+                "the file was written too late and is not published",
+            )
+            .with("path", job.target.display()));
+        }
+        match retry(|| rustix::fs::rename(job.private, job.target)) {
+            Ok(()) => Ok(meta),
+            // A network file system may repeat a rename whose answer was lost, and then finds the private name gone:
+            // it is published if the target is our file.
+            Err(e) if is_absent(e) && is_same_file(job.target, &meta) => Ok(meta),
+            Err(e) => Err(failed(e, "cannot give the file its name", job.target)),
+        }
+    }
+
+    /// Whether direct I/O may be tried on this open file.
+    fn usable(&self, file: &File, dev: u64) -> bool {
+        if self.refusing.lock().contains(&dev) {
+            return false;
+        }
+        match stated_align(file.fd()) {
+            Stated::Works(align) => align.suits_slots(),
+            Stated::Not => false,
+            Stated::Unsaid => true,
+        }
+    }
+
+    /// Counts where direct I/O was wanted and not used, and remembers a file system that refused it.
+    fn note(&self, file: &File, dev: u64, wanted: bool) {
+        if wanted && !file.is_direct() {
+            self.fallbacks.fetch_add(1, Ordering::Relaxed);
+        }
+        if file.refused() {
+            let mut refusing = self.refusing.lock();
+            if !refusing.contains(&dev) && refusing.len() < MAX_REFUSING {
+                refusing.push(dev);
+            }
+        }
+    }
+}
+
+/// Opens for reading, past the page cache if wanted and known to the file system. Never waits for the other end of a
+/// pipe that somebody put in the place of a file.
+fn open_for_read(path: &Path, direct: bool) -> rustix::io::Result<File> {
+    let base = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NOCTTY;
+    let mut direct = direct;
+    let mut wait = OFlags::NONBLOCK;
+    loop {
+        let how = if direct { base | OFlags::DIRECT } else { base };
+        match retry(|| rustix::fs::open(path, how | wait, Mode::empty())) {
+            Ok(fd) => return Ok(File::new(fd, direct)),
+            Err(Errno::INVAL) if direct => direct = false,
+            // A lease on the file is being taken back; that is worth the wait, until our deadline.
+            Err(Errno::AGAIN) if !wait.is_empty() => wait = OFlags::empty(),
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+fn is_same_file(path: &Path, meta: &FileMeta) -> bool {
+    stat_one(path, AtFlags::SYMLINK_NOFOLLOW)
+        .is_ok_and(|found| (found.dev, found.ino) == (meta.dev, meta.ino))
+}

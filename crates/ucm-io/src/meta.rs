@@ -1,0 +1,147 @@
+//! Operations on names: stat, touch, remove, list, make a directory, size of the file system.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Stat, Timespec, Timestamps};
+use rustix::io::Errno;
+use ucm_core::{Error, Result};
+
+use crate::op::{FileMeta, IoDone, MAX_LIST, SpaceInfo};
+use crate::sys::retry;
+
+/// An error of the operating system, with the name it is about.
+pub(crate) fn failed(errno: Errno, what: &'static str, path: &Path) -> Error {
+    Error::from_io(errno.into(), what).with("path", path.display())
+}
+
+/// Whether the error only says that the name does not exist (any more).
+pub(crate) fn is_absent(errno: Errno) -> bool {
+    matches!(errno, Errno::NOENT | Errno::NOTDIR | Errno::STALE)
+}
+
+/// What we keep of a stat.
+pub(crate) fn to_meta(stat: &Stat) -> FileMeta {
+    FileMeta {
+        len: u64::try_from(stat.st_size).unwrap_or(0),
+        // The types differ between architectures.
+        #[allow(clippy::unnecessary_cast, reason = "the types differ between architectures")]
+        mtime_ns: (stat.st_mtime as i64)
+            .saturating_mul(1_000_000_000)
+            .saturating_add(stat.st_mtime_nsec as i64),
+        #[allow(clippy::unnecessary_cast, reason = "the types differ between architectures")]
+        ino: stat.st_ino as u64,
+        #[allow(clippy::unnecessary_cast, reason = "the types differ between architectures")]
+        dev: stat.st_dev as u64,
+        is_dir: FileType::from_raw_mode(stat.st_mode) == FileType::Directory,
+    }
+}
+
+/// Metadata of one name, a link followed or not.
+pub(crate) fn stat_one(path: &Path, flags: AtFlags) -> rustix::io::Result<FileMeta> {
+    retry(|| rustix::fs::statat(CWD, path, flags)).map(|stat| to_meta(&stat))
+}
+
+pub(crate) fn stat(paths: &[PathBuf], stop_at_missing: bool) -> Result<IoDone> {
+    let mut found = Vec::with_capacity(paths.len());
+    for path in paths {
+        let meta = match stat_one(path, AtFlags::empty()) {
+            Ok(meta) => Some(meta),
+            Err(e) if is_absent(e) => None,
+            Err(e) => return Err(failed(e, "cannot look up the file", path)),
+        };
+        found.push(meta);
+        if meta.is_none() && stop_at_missing {
+            break;
+        }
+    }
+    Ok(IoDone::Stat(found))
+}
+
+/// Whether a name was there for an operation on it.
+fn was_there(done: rustix::io::Result<()>, what: &'static str, path: &Path) -> Result<bool> {
+    match done {
+        Ok(()) => Ok(true),
+        Err(e) if is_absent(e) => Ok(false),
+        Err(e) => Err(failed(e, what, path)),
+    }
+}
+
+pub(crate) fn touch(files: &[(PathBuf, i64)]) -> IoDone {
+    let one = |(path, mtime_ns): &(PathBuf, i64)| {
+        was_there(set_mtime(path, *mtime_ns), "cannot set the file's time", path)
+    };
+    IoDone::Touched(files.iter().map(one).collect())
+}
+
+/// Sets a file's modification time, in ns since 1970; the time of access stays.
+pub(crate) fn set_mtime(path: &Path, mtime_ns: i64) -> rustix::io::Result<()> {
+    let times = Timestamps {
+        last_access: Timespec {
+            tv_sec: 0,
+            tv_nsec: rustix::fs::UTIME_OMIT as _,
+        },
+        last_modification: Timespec {
+            tv_sec: mtime_ns.div_euclid(1_000_000_000),
+            tv_nsec: mtime_ns.rem_euclid(1_000_000_000) as _,
+        },
+    };
+    retry(|| rustix::fs::utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW))
+}
+
+pub(crate) fn remove(paths: &[PathBuf]) -> IoDone {
+    let one = |path: &PathBuf| was_there(retry(|| rustix::fs::unlink(path)), "cannot remove the file", path);
+    IoDone::Removed(paths.iter().map(one).collect())
+}
+
+pub(crate) fn list(dir: &Path) -> Result<IoDone> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let fail = |e| failed(e, "cannot list the directory", dir);
+    let fd = retry(|| rustix::fs::open(dir, flags, Mode::empty())).map_err(fail)?;
+    let mut found = Vec::new();
+    for entry in rustix::fs::Dir::read_from(&fd).map_err(fail)? {
+        let entry = entry.map_err(fail)?;
+        let name = OsStr::from_bytes(entry.file_name().to_bytes());
+        if name == "." || name == ".." {
+            continue;
+        }
+        match retry(|| rustix::fs::statat(&fd, name, AtFlags::SYMLINK_NOFOLLOW)) {
+            Ok(stat) => found.push((OsString::from(name), to_meta(&stat))),
+            // Removed since it was listed.
+            Err(e) if is_absent(e) => {}
+            Err(e) => return Err(fail(e).with("name", name.display())),
+        }
+        if found.len() == MAX_LIST {
+            break;
+        }
+    }
+    Ok(IoDone::List(found))
+}
+
+pub(crate) fn make_dir(path: &Path, mode: u32) -> Result<IoDone> {
+    match retry(|| rustix::fs::mkdir(path, Mode::from_raw_mode(mode))) {
+        Ok(()) => Ok(IoDone::MadeDir(true)),
+        Err(Errno::EXIST) => match stat_one(path, AtFlags::empty()) {
+            Ok(meta) if meta.is_dir => Ok(IoDone::MadeDir(false)),
+            Ok(_) => Err(failed(
+                Errno::NOTDIR,
+                "a file is where a directory should be",
+                path,
+            )),
+            Err(e) => Err(failed(e, "cannot look at the directory", path)),
+        },
+        Err(e) => Err(failed(e, "cannot make the directory", path)),
+    }
+}
+
+pub(crate) fn space(path: &Path) -> Result<IoDone> {
+    let fail = |e| failed(e, "cannot ask for the size of the file system", path);
+    let vfs = retry(|| rustix::fs::statvfs(path)).map_err(fail)?;
+    let meta = stat_one(path, AtFlags::empty()).map_err(fail)?;
+    Ok(IoDone::Space(SpaceInfo {
+        total: vfs.f_blocks.saturating_mul(vfs.f_frsize),
+        free: vfs.f_bavail.saturating_mul(vfs.f_frsize),
+        dev: meta.dev,
+    }))
+}

@@ -1,0 +1,241 @@
+//! The words of the seam: what can be asked of an engine and what it answers.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use ucm_core::Result;
+pub use ucm_device::HostBuf as IoBuf;
+
+use crate::probe::Probe;
+
+/// Most entries one `List` returns; the rest shows on a later call, after some were removed.
+pub const MAX_LIST: usize = 1 << 20;
+
+/// What the file system says about one name.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct FileMeta {
+    /// Length in bytes.
+    pub len: u64,
+    /// Time of the last change, nanoseconds since 1970 (the file server's clock, not ours).
+    pub mtime_ns: i64,
+    /// Inode number.
+    pub ino: u64,
+    /// Device number.
+    pub dev: u64,
+    /// Whether it is a directory.
+    pub is_dir: bool,
+}
+
+/// How a file is opened for reading.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum ReadMode {
+    /// As the engine is set up.
+    #[default]
+    Default,
+    /// Past the page cache (O_DIRECT on a fresh open), buffered only where the file system knows no such thing: a
+    /// second opinion on bytes that failed verification.
+    FreshDirect,
+}
+
+/// One operation. It owns its buffer until its last system call has really returned.
+#[derive(Debug)]
+pub enum IoOp {
+    /// Reads `len` bytes at `offset` into the start of `buf`; fewer only at the end of the file. `InvalidInput` when
+    /// `buf` is shorter than `len`, `NotFound` for ENOENT and ESTALE. Answer: [`IoDone::Read`].
+    Read {
+        /// The file; its last name must not be a symbolic link.
+        path: PathBuf,
+        /// Offset in the file, in bytes.
+        offset: u64,
+        /// Bytes wanted.
+        len: usize,
+        /// Where they go.
+        buf: IoBuf,
+        /// Through or past the page cache.
+        mode: ReadMode,
+    },
+    /// Makes `target` appear whole: creates `private` (which must not exist), writes the first `len` bytes of `buf`,
+    /// closes it with the error of the close seen, renames it. When anything fails `private` is removed and `target`
+    /// is as before. Answer: [`IoDone::Published`].
+    Publish {
+        /// A name on the same file system that only this writer uses.
+        private: PathBuf,
+        /// The name under which others find it; an existing file is replaced.
+        target: PathBuf,
+        /// The bytes.
+        buf: IoBuf,
+        /// How many of them.
+        len: usize,
+        /// Permission bits of the new file (0600), before the umask.
+        mode: u32,
+        /// Modification time it gets before it has its name (ns since 1970); `None` leaves the time of writing.
+        mtime_ns: Option<i64>,
+    },
+    /// Metadata of each path, links followed; a name that does not exist (ENOENT, ENOTDIR, ESTALE) is `None`.
+    /// Answer: [`IoDone::Stat`].
+    Stat {
+        /// The names, in order.
+        paths: Vec<PathBuf>,
+        /// Stop at the first missing one; the answer then ends with its `None`.
+        stop_at_missing: bool,
+    },
+    /// Sets modification times (ns since 1970). Answer: [`IoDone::Touched`].
+    Touch {
+        /// Files and their new times.
+        files: Vec<(PathBuf, i64)>,
+    },
+    /// Removes files, never directories. Answer: [`IoDone::Removed`].
+    Remove {
+        /// The files.
+        paths: Vec<PathBuf>,
+    },
+    /// Names and metadata in one directory, links not followed, in no order. Answer: [`IoDone::List`].
+    List {
+        /// The directory.
+        dir: PathBuf,
+    },
+    /// Makes one directory. Answer: [`IoDone::MadeDir`].
+    MakeDir {
+        /// The directory; its parent must exist.
+        path: PathBuf,
+        /// Permission bits (0700), before the umask.
+        mode: u32,
+    },
+    /// Size of the file system. Answer: [`IoDone::Space`].
+    Space {
+        /// Any name on it.
+        path: PathBuf,
+    },
+    /// What a file system is and what it can do; writes and removes one nameless page. Answer: [`IoDone::Probe`].
+    Probe {
+        /// A directory on it, writable.
+        dir: PathBuf,
+    },
+}
+
+/// What an operation answers.
+#[derive(Debug)]
+pub enum IoDone {
+    /// To [`IoOp::Read`].
+    Read {
+        /// The buffer, its first `read` bytes filled.
+        buf: IoBuf,
+        /// Bytes read; fewer than asked for only at the end of the file.
+        read: usize,
+        /// Length of the whole file when it was opened.
+        file_len: u64,
+    },
+    /// To [`IoOp::Publish`].
+    Published {
+        /// The buffer, its bytes unchanged.
+        buf: IoBuf,
+        /// The file as it was closed.
+        meta: FileMeta,
+    },
+    /// To [`IoOp::Stat`]: one entry for each path, fewer when stopped at a missing one.
+    Stat(Vec<Option<FileMeta>>),
+    /// To [`IoOp::Touch`]: for each file whether it was there; an error stops none of the others.
+    Touched(Vec<Result<bool>>),
+    /// To [`IoOp::Remove`]: for each file whether it was there; an error stops none of the others.
+    Removed(Vec<Result<bool>>),
+    /// To [`IoOp::List`]: at most [`MAX_LIST`] entries.
+    List(Vec<(OsString, FileMeta)>),
+    /// To [`IoOp::MakeDir`]: whether it is new; `false` when the directory was there already.
+    MadeDir(bool),
+    /// To [`IoOp::Space`].
+    Space(SpaceInfo),
+    /// To [`IoOp::Probe`].
+    Probe(Probe),
+}
+
+/// Size of a file system.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct SpaceInfo {
+    /// Bytes in all.
+    pub total: u64,
+    /// Bytes an unprivileged writer can still have.
+    pub free: u64,
+    /// Device number of the name asked for.
+    pub dev: u64,
+}
+
+/// Kind of an operation, for counters and fault scripts.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum OpKind {
+    /// [`IoOp::Read`].
+    Read,
+    /// [`IoOp::Publish`].
+    Publish,
+    /// [`IoOp::Stat`].
+    Stat,
+    /// [`IoOp::Touch`].
+    Touch,
+    /// [`IoOp::Remove`].
+    Remove,
+    /// [`IoOp::List`].
+    List,
+    /// [`IoOp::MakeDir`].
+    MakeDir,
+    /// [`IoOp::Space`].
+    Space,
+    /// [`IoOp::Probe`].
+    Probe,
+}
+
+impl OpKind {
+    /// Every kind, in order.
+    pub const ALL: [Self; 9] = [
+        Self::Read,
+        Self::Publish,
+        Self::Stat,
+        Self::Touch,
+        Self::Remove,
+        Self::List,
+        Self::MakeDir,
+        Self::Space,
+        Self::Probe,
+    ];
+
+    /// Name in logs and metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Publish => "publish",
+            Self::Stat => "stat",
+            Self::Touch => "touch",
+            Self::Remove => "remove",
+            Self::List => "list",
+            Self::MakeDir => "make_dir",
+            Self::Space => "space",
+            Self::Probe => "probe",
+        }
+    }
+}
+
+impl IoOp {
+    /// Its kind.
+    pub fn kind(&self) -> OpKind {
+        match self {
+            Self::Read { .. } => OpKind::Read,
+            Self::Publish { .. } => OpKind::Publish,
+            Self::Stat { .. } => OpKind::Stat,
+            Self::Touch { .. } => OpKind::Touch,
+            Self::Remove { .. } => OpKind::Remove,
+            Self::List { .. } => OpKind::List,
+            Self::MakeDir { .. } => OpKind::MakeDir,
+            Self::Space { .. } => OpKind::Space,
+            Self::Probe { .. } => OpKind::Probe,
+        }
+    }
+
+    /// The names it is about (of a publish: its target), in order.
+    pub fn paths(&self) -> Vec<&Path> {
+        match self {
+            Self::Read { path, .. } | Self::MakeDir { path, .. } | Self::Space { path } => vec![path],
+            Self::Publish { target, .. } => vec![target],
+            Self::Stat { paths, .. } | Self::Remove { paths } => paths.iter().map(PathBuf::as_path).collect(),
+            Self::Touch { files } => files.iter().map(|(path, _)| path.as_path()).collect(),
+            Self::List { dir } | Self::Probe { dir } => vec![dir],
+        }
+    }
+}

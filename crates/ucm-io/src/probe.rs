@@ -1,0 +1,164 @@
+//! What a file system is and what it can do, asked once per root: its type, and whether files can be read and written
+//! past the page cache and with which alignment.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
+use rustix::io::Errno;
+use ucm_core::{PAGE, Result};
+
+use crate::meta::{failed, to_meta};
+use crate::sys::{File, SECTOR, read_full, retry, write_full};
+use crate::window::page_slots;
+
+/// Type of a file system, by the number that statfs gives.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct FsType(pub u64);
+
+/// Numbers from linux/magic.h and the file systems' own headers, with the names that users know.
+const KNOWN: &[(u64, &str, bool)] = &[
+    (0xEF53, "ext4", false),
+    (0x5846_5342, "xfs", false),
+    (0x9123_683E, "btrfs", false),
+    (0x2FC1_2FC1, "zfs", false),
+    (0xF2F5_2010, "f2fs", false),
+    (0x0102_1994, "tmpfs", false),
+    (0x8584_58F6, "ramfs", false),
+    (0x794C_7630, "overlayfs", false),
+    (0x6969, "nfs", true),
+    (0xFF53_4D42, "cifs", true),
+    (0xFE53_4D42, "smb2", true),
+    (0x6573_5546, "fuse", true),
+    (0x0BD0_0BD0, "lustre", true),
+    (0x00C3_6400, "ceph", true),
+    (0x4750_4653, "gpfs", true),
+    (0x1983_0326, "beegfs", true),
+    (0x0102_1997, "9p", true),
+];
+
+impl FsType {
+    /// Its name, or "unknown".
+    pub fn name(self) -> &'static str {
+        self.known().map_or("unknown", |(_, name, _)| name)
+    }
+
+    /// Whether other hosts may see the same files (unknown types: assumed so, the careful side).
+    pub fn maybe_shared(self) -> bool {
+        self.known().is_none_or(|&(_, _, shared)| shared)
+    }
+
+    fn known(self) -> Option<&'static (u64, &'static str, bool)> {
+        KNOWN.iter().find(|(magic, ..)| *magic == self.0)
+    }
+}
+
+/// What direct I/O asks of buffers and offsets, in bytes (powers of two).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DirectAlign {
+    /// Of the buffer's address.
+    pub memory: u32,
+    /// Of the offset in the file and the length.
+    pub offset: u32,
+}
+
+impl DirectAlign {
+    /// What nearly every file system accepts, and what slots have.
+    pub const PAGE: Self = Self {
+        memory: PAGE as u32,
+        offset: PAGE as u32,
+    };
+
+    /// Whether buffers aligned to 4096 are enough.
+    pub(crate) fn suits_slots(self) -> bool {
+        self.memory <= PAGE as u32 && self.offset <= PAGE as u32
+    }
+}
+
+/// What a probe found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Probe {
+    /// Type of the file system.
+    pub fs: FsType,
+    /// Device number.
+    pub dev: u64,
+    /// Alignment of direct I/O; `None` where it does not work.
+    pub direct: Option<DirectAlign>,
+}
+
+/// What the kernel says about direct I/O on an open file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Stated {
+    /// It works with this alignment.
+    Works(DirectAlign),
+    /// It does not work on this file.
+    Not,
+    /// This kernel or file system does not say.
+    Unsaid,
+}
+
+/// Asks the kernel (6.1 and newer) about direct I/O on an open file.
+pub(crate) fn stated_align(fd: &OwnedFd) -> Stated {
+    let Ok(x) = retry(|| rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)) else {
+        return Stated::Unsaid;
+    };
+    if x.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
+        return Stated::Unsaid;
+    }
+    match (x.stx_dio_mem_align, x.stx_dio_offset_align) {
+        (0, _) | (_, 0) => Stated::Not,
+        (memory, offset) => Stated::Works(DirectAlign { memory, offset }),
+    }
+}
+
+/// Looks at the file system of `dir`: writes one page to a private file there, past the page cache where possible,
+/// reads it back and removes it. Errors say that the directory cannot be written.
+pub(crate) fn probe(dir: &Path) -> Result<Probe> {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let name = format!(
+        ".ucm-probe-{}-{}",
+        std::process::id(),
+        NEXT.fetch_add(1, Ordering::Relaxed)
+    );
+    let path = dir.join(name);
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let fd = retry(|| rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR))
+        .map_err(|e| failed(e, "cannot create a file in the directory", dir))?;
+    // Nameless from here on: a crash leaves nothing behind.
+    retry(|| rustix::fs::unlink(&path)).map_err(|e| failed(e, "cannot remove the probe's file", &path))?;
+    let fail = |e| failed(e, "the directory's file system cannot be used", dir);
+    let fs = retry(|| rustix::fs::fstatfs(&fd)).map_err(fail)?;
+    let stat = retry(|| rustix::fs::fstat(&fd)).map_err(fail)?;
+    let mut file = File::new(fd, false);
+    let direct = trial(&mut file)?.map_err(fail)?;
+    // Network file systems report a failed write only here.
+    file.close().map_err(fail)?;
+    Ok(Probe {
+        // The sign and width of the field differ between architectures; the number has 32 bits.
+        fs: FsType(fs.f_type as u64 & 0xFFFF_FFFF),
+        dev: to_meta(&stat).dev,
+        direct,
+    })
+}
+
+/// Writes and reads one page, direct if the file system takes it. The outer error is ours (memory), the inner one the
+/// file system's.
+fn trial(file: &mut File) -> Result<rustix::io::Result<Option<DirectAlign>>> {
+    let [mut page, mut back] = page_slots(SECTOR)?;
+    page.as_mut_slice().fill(0xA5);
+    let stated = stated_align(file.fd());
+    if stated != Stated::Not {
+        file.set_direct(true);
+    }
+    let io = write_full(file, page.as_slice()).and_then(|()| read_full(file, back.as_mut_slice(), 0, SECTOR));
+    Ok(io.and_then(|_| {
+        if back.as_slice() != page.as_slice() {
+            return Err(Errno::IO);
+        }
+        Ok(file.is_direct().then_some(match stated {
+            Stated::Works(align) => align,
+            _ => DirectAlign::PAGE,
+        }))
+    }))
+}

@@ -1,0 +1,295 @@
+//! System calls made whole: interrupted calls repeated, short reads and writes carried on, the error of a close seen.
+
+use std::os::fd::{IntoRawFd, OwnedFd};
+
+use rustix::fs::OFlags;
+use rustix::io::Errno;
+use ucm_core::PAGE;
+
+/// Unit of offsets and lengths of direct I/O; a file system that asks for more is read and written buffered.
+pub(crate) const SECTOR: usize = PAGE as usize;
+
+/// Repeats a call that a signal interrupted.
+pub(crate) fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> rustix::io::Result<T> {
+    loop {
+        match call() {
+            Err(Errno::INTR) => {}
+            other => return other,
+        }
+    }
+}
+
+/// Why direct I/O is given up in the middle of a file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum GiveUp {
+    /// The file system refused a call (EINVAL).
+    Refused,
+    /// What is left starts inside a sector.
+    InsideSector,
+}
+
+/// Raw positional I/O on one file, as the loops below need it.
+pub(crate) trait Port {
+    /// As pread(2).
+    fn read(&mut self, buf: &mut [u8], at: u64) -> rustix::io::Result<usize>;
+    /// As pwrite(2).
+    fn write(&mut self, buf: &[u8], at: u64) -> rustix::io::Result<usize>;
+    /// Goes on through the page cache; `false` when that was so already or is not possible.
+    fn give_up_direct(&mut self, why: GiveUp) -> bool;
+}
+
+/// Fills `buf` from `offset` until at least `need` bytes are there or the file ends; returns how many are. A read may
+/// go further than `need`, up to the end of `buf` (direct I/O reads whole sectors).
+pub(crate) fn read_full(
+    port: &mut impl Port,
+    buf: &mut [u8],
+    offset: u64,
+    need: usize,
+) -> rustix::io::Result<usize> {
+    let mut got = 0;
+    while got < need {
+        match port.read(&mut buf[got..], offset + got as u64) {
+            Ok(0) => break,
+            Ok(n) => {
+                got += n;
+                if got < need && !got.is_multiple_of(SECTOR) {
+                    port.give_up_direct(GiveUp::InsideSector);
+                }
+            }
+            Err(Errno::INTR) => {}
+            Err(Errno::INVAL) if port.give_up_direct(GiveUp::Refused) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(got)
+}
+
+/// Writes all of `buf` at offset 0. A call that writes nothing is an error (EIO), not a loop for ever.
+pub(crate) fn write_full(port: &mut impl Port, buf: &[u8]) -> rustix::io::Result<()> {
+    let mut put = 0;
+    while put < buf.len() {
+        match port.write(&buf[put..], put as u64) {
+            Ok(0) => return Err(Errno::IO),
+            Ok(n) => {
+                put += n;
+                if put < buf.len() && !put.is_multiple_of(SECTOR) {
+                    port.give_up_direct(GiveUp::InsideSector);
+                }
+            }
+            Err(Errno::INTR) => {}
+            Err(Errno::INVAL) if port.give_up_direct(GiveUp::Refused) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// An open file, read and written past the page cache where that was turned on and until it is refused.
+pub(crate) struct File {
+    fd: OwnedFd,
+    direct: bool,
+    refused: bool,
+}
+
+impl File {
+    /// `direct`: whether the descriptor was opened with O_DIRECT.
+    pub(crate) fn new(fd: OwnedFd, direct: bool) -> Self {
+        Self {
+            fd,
+            direct,
+            refused: false,
+        }
+    }
+
+    /// The descriptor.
+    pub(crate) fn fd(&self) -> &OwnedFd {
+        &self.fd
+    }
+
+    /// Whether reads and writes go past the page cache now.
+    pub(crate) fn is_direct(&self) -> bool {
+        self.direct
+    }
+
+    /// Whether the file system refused direct I/O.
+    pub(crate) fn refused(&self) -> bool {
+        self.refused
+    }
+
+    /// Turns O_DIRECT on or off for the descriptor; whether it worked.
+    pub(crate) fn set_direct(&mut self, on: bool) -> bool {
+        if on == self.direct {
+            return true;
+        }
+        let set = rustix::fs::fcntl_getfl(&self.fd).and_then(|flags| {
+            let flags = if on {
+                flags | OFlags::DIRECT
+            } else {
+                flags - OFlags::DIRECT
+            };
+            rustix::fs::fcntl_setfl(&self.fd, flags)
+        });
+        match set {
+            Ok(()) => self.direct = on,
+            Err(_) => self.refused |= on,
+        }
+        set.is_ok()
+    }
+
+    /// Closes and tells what close said: network file systems report failed writes there. An interrupted close has
+    /// released the descriptor all the same on Linux, but nobody knows what became of the data: that is an error too.
+    pub(crate) fn close(self) -> rustix::io::Result<()> {
+        close(self.fd)
+    }
+}
+
+impl Port for File {
+    fn read(&mut self, buf: &mut [u8], at: u64) -> rustix::io::Result<usize> {
+        rustix::io::pread(&self.fd, buf, at)
+    }
+
+    fn write(&mut self, buf: &[u8], at: u64) -> rustix::io::Result<usize> {
+        rustix::io::pwrite(&self.fd, buf, at)
+    }
+
+    fn give_up_direct(&mut self, why: GiveUp) -> bool {
+        if !self.direct {
+            return false;
+        }
+        self.refused |= why == GiveUp::Refused;
+        self.set_direct(false)
+    }
+}
+
+#[allow(unsafe_code, reason = "the only way to see the error of close")]
+fn close(fd: OwnedFd) -> rustix::io::Result<()> {
+    // SAFETY: `into_raw_fd` gave up ownership, so this is the one and only close of that descriptor.
+    if unsafe { libc::close(fd.into_raw_fd()) } == 0 {
+        return Ok(());
+    }
+    Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use super::*;
+
+    /// Answers calls from a script (then in full) and notes offset and length of each.
+    #[derive(Default)]
+    struct Script {
+        answers: VecDeque<rustix::io::Result<usize>>,
+        calls: Vec<(u64, usize)>,
+        direct: bool,
+        gave_up: Vec<GiveUp>,
+    }
+
+    impl Script {
+        fn new(direct: bool, answers: &[rustix::io::Result<usize>]) -> Self {
+            Self {
+                answers: answers.iter().copied().collect(),
+                direct,
+                ..Self::default()
+            }
+        }
+
+        fn call(&mut self, at: u64, len: usize) -> rustix::io::Result<usize> {
+            self.calls.push((at, len));
+            self.answers.pop_front().unwrap_or(Ok(len))
+        }
+    }
+
+    impl Port for Script {
+        fn read(&mut self, buf: &mut [u8], at: u64) -> rustix::io::Result<usize> {
+            self.call(at, buf.len())
+        }
+
+        fn write(&mut self, buf: &[u8], at: u64) -> rustix::io::Result<usize> {
+            self.call(at, buf.len())
+        }
+
+        fn give_up_direct(&mut self, why: GiveUp) -> bool {
+            let was = std::mem::take(&mut self.direct);
+            if was {
+                self.gave_up.push(why);
+            }
+            was
+        }
+    }
+
+    #[test]
+    fn interrupted_and_short_reads_are_carried_on() {
+        let mut port = Script::new(false, &[Err(Errno::INTR), Ok(3), Err(Errno::INTR), Ok(2)]);
+        assert_eq!(read_full(&mut port, &mut [0; 10], 100, 10), Ok(10));
+        assert_eq!(port.calls, [(100, 10), (100, 10), (103, 7), (103, 7), (105, 5)]);
+    }
+
+    #[test]
+    fn a_read_ends_at_the_end_of_the_file_or_at_an_error() {
+        let mut port = Script::new(false, &[Ok(3), Ok(0)]);
+        assert_eq!(read_full(&mut port, &mut [0; 10], 0, 10), Ok(3));
+        let mut port = Script::new(false, &[Ok(3), Err(Errno::IO)]);
+        assert_eq!(read_full(&mut port, &mut [0; 10], 0, 10), Err(Errno::IO));
+    }
+
+    #[test]
+    fn a_read_that_has_what_it_needs_asks_for_no_more() {
+        let mut port = Script::new(true, &[Ok(8)]);
+        assert_eq!(read_full(&mut port, &mut [0; 16], 0, 7), Ok(8));
+        assert_eq!((port.calls.len(), port.direct), (1, true));
+    }
+
+    #[test]
+    fn what_starts_inside_a_sector_goes_through_the_page_cache() {
+        let mut port = Script::new(true, &[Ok(4096), Ok(700)]);
+        assert_eq!(read_full(&mut port, &mut [0; 16384], 0, 16384), Ok(16384));
+        assert_eq!(port.gave_up, [GiveUp::InsideSector]);
+        assert_eq!(port.calls, [(0, 16384), (4096, 12288), (4796, 11588)]);
+        let mut port = Script::new(true, &[Ok(4096), Ok(700)]);
+        assert_eq!(write_full(&mut port, &[0; 16384]), Ok(()));
+        assert_eq!(port.gave_up, [GiveUp::InsideSector]);
+    }
+
+    #[test]
+    fn a_refused_direct_call_is_repeated_without() {
+        let mut port = Script::new(true, &[Err(Errno::INVAL)]);
+        assert_eq!(write_full(&mut port, &[0; 10]), Ok(()));
+        assert_eq!(
+            (port.calls, port.gave_up),
+            (vec![(0, 10), (0, 10)], vec![GiveUp::Refused])
+        );
+        let mut port = Script::new(false, &[Err(Errno::INVAL)]);
+        assert_eq!(write_full(&mut port, &[0; 10]), Err(Errno::INVAL));
+        let mut port = Script::new(true, &[Err(Errno::INVAL)]);
+        assert_eq!(read_full(&mut port, &mut [0; 10], 0, 10), Ok(10));
+    }
+
+    #[test]
+    fn interrupted_and_short_writes_are_carried_on() {
+        let mut port = Script::new(false, &[Ok(4), Err(Errno::INTR), Ok(1)]);
+        assert_eq!(write_full(&mut port, &[0; 10]), Ok(()));
+        assert_eq!(port.calls, [(0, 10), (4, 6), (4, 6), (5, 5)]);
+    }
+
+    #[test]
+    fn a_write_that_makes_no_progress_is_an_error() {
+        let mut port = Script::new(false, &[Ok(4), Ok(0)]);
+        assert_eq!(write_full(&mut port, &[0; 10]), Err(Errno::IO));
+    }
+
+    #[test]
+    fn interrupted_calls_are_repeated() {
+        let mut script = Script::new(false, &[Err(Errno::INTR), Err(Errno::INTR), Ok(1)]);
+        assert_eq!(retry(|| script.call(0, 0)), Ok(1));
+        assert_eq!(script.calls.len(), 3);
+    }
+
+    #[test]
+    fn a_full_medium_is_seen() {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let mut file = File::new(full.into(), false);
+        assert_eq!(write_full(&mut file, b"x"), Err(Errno::NOSPC));
+        assert_eq!(file.close(), Ok(()));
+    }
+}

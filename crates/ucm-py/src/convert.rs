@@ -1,0 +1,186 @@
+//! Python values to words of the core and back: errors, ids, tokens.
+#![allow(
+    unsafe_code,
+    reason = "reads the items of a Python list without a reference count each"
+)]
+
+use numpy::{PyReadonlyArray1, PyUntypedArrayMethods};
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
+use ucm_core::{BlockId, Error};
+
+/// The exception of `ucm.errors` for an error of the core.
+pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
+    match exception(py, error) {
+        Ok(value) => PyErr::from_value(value),
+        Err(failed) => {
+            let plain = PyRuntimeError::new_err(format!("({}) {error}", error.kind().code()));
+            plain.set_cause(py, Some(failed));
+            plain
+        }
+    }
+}
+
+/// The exception object itself, for errors that are handed over rather than raised.
+pub(crate) fn exception<'py>(py: Python<'py>, error: &Error) -> PyResult<Bound<'py, PyAny>> {
+    let classes = py.import("ucm.errors")?.getattr("BY_KIND")?;
+    let class = classes.get_item(error.kind().name())?;
+    let context = PyDict::new(py);
+    for (key, value) in error.context() {
+        context.set_item(key, value)?;
+    }
+    let mut message = error.message().to_owned();
+    if let Some(source) = std::error::Error::source(error) {
+        message = format!("{message}: {source}");
+    }
+    if let Some(code) = error.os_code() {
+        context.set_item("errno", code)?;
+    }
+    let arguments = PyDict::new(py);
+    arguments.set_item("context", context)?;
+    class.call((message,), Some(&arguments))
+}
+
+/// Turns a result of the core into one of Python.
+pub(crate) fn to_py<T>(py: Python<'_>, result: ucm_core::Result<T>) -> PyResult<T> {
+    result.map_err(|error| raise(py, &error))
+}
+
+/// One id: exactly 16 bytes.
+pub(crate) fn id(value: &Bound<'_, PyAny>) -> PyResult<BlockId> {
+    match value.cast::<PyBytes>() {
+        Ok(bytes) => to_py(value.py(), BlockId::from_slice(bytes.as_bytes())),
+        Err(_) => {
+            let kind = value
+                .get_type()
+                .name()
+                .map(|name| name.to_string())
+                .unwrap_or_default();
+            let error = Error::invalid("a block id is 16 raw bytes (type bytes)").with("type", kind);
+            Err(raise(value.py(), &error))
+        }
+    }
+}
+
+/// Ids of a list, a tuple or any other sequence.
+pub(crate) fn ids(values: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
+    if let Ok(list) = values.cast::<PyList>() {
+        return list.iter().map(|value| id(&value)).collect();
+    }
+    if let Ok(tuple) = values.cast::<PyTuple>() {
+        return tuple.iter().map(|value| id(&value)).collect();
+    }
+    if values.is_instance_of::<PyBytes>() {
+        let error = Error::invalid("block ids are a sequence of 16-byte ids, not one bytes object");
+        return Err(raise(values.py(), &error));
+    }
+    values.try_iter()?.map(|value| id(&value?)).collect()
+}
+
+/// Ids as a Python list of `bytes`.
+pub(crate) fn id_list<'py>(py: Python<'py>, ids: &[BlockId]) -> PyResult<Bound<'py, PyList>> {
+    PyList::new(py, ids.iter().map(|id| PyBytes::new(py, &id.0)))
+}
+
+/// Token ids from index `skip` on, of a list, a NumPy array of `uint32`, or any buffer or sequence of integers.
+pub(crate) enum Tokens<'py> {
+    /// Copied out of Python objects.
+    Owned(Vec<u32>),
+    /// A view of an array, which stays borrowed.
+    Array(PyReadonlyArray1<'py, u32>, usize),
+}
+
+impl<'py> Tokens<'py> {
+    /// Reads the tokens; an item that is no token id is an error that names its index.
+    pub(crate) fn read(values: &Bound<'py, PyAny>, skip: usize) -> PyResult<Self> {
+        if let Ok(list) = values.cast::<PyList>() {
+            return from_list(list, skip).map(Self::Owned);
+        }
+        if let Ok(array) = values.extract::<PyReadonlyArray1<'py, u32>>() {
+            if array.is_contiguous() {
+                return Ok(Self::Array(array, skip));
+            }
+        }
+        if let Ok(buffer) = PyBuffer::<u32>::get(values) {
+            return Ok(Self::Owned(tail(buffer.to_vec(values.py())?, skip)));
+        }
+        if let Ok(buffer) = PyBuffer::<i32>::get(values) {
+            return checked(
+                values.py(),
+                buffer.to_vec(values.py())?.into_iter().map(i64::from),
+                skip,
+            );
+        }
+        if let Ok(buffer) = PyBuffer::<i64>::get(values) {
+            return checked(values.py(), buffer.to_vec(values.py())?.into_iter(), skip);
+        }
+        let list = PyList::empty(values.py());
+        for value in values.try_iter()? {
+            list.append(value?)?;
+        }
+        from_list(&list, skip).map(Self::Owned)
+    }
+
+    /// The tokens from the index that was asked for on.
+    pub(crate) fn as_slice(&self) -> PyResult<&[u32]> {
+        match self {
+            Self::Owned(tokens) => Ok(tokens),
+            Self::Array(array, skip) => {
+                let all = array.as_slice()?;
+                Ok(all.get(*skip..).unwrap_or_default())
+            }
+        }
+    }
+}
+
+fn tail(mut tokens: Vec<u32>, skip: usize) -> Vec<u32> {
+    tokens.drain(..skip.min(tokens.len()));
+    tokens
+}
+
+fn not_a_token(py: Python<'_>, index: usize) -> PyErr {
+    raise(
+        py,
+        &Error::invalid("a token id is an integer from 0 to 4294967295").with("index", index),
+    )
+}
+
+fn checked<'py>(py: Python<'_>, values: impl Iterator<Item = i64>, skip: usize) -> PyResult<Tokens<'py>> {
+    let token = |(index, value)| u32::try_from(value).map_err(|_| not_a_token(py, index));
+    values
+        .enumerate()
+        .skip(skip)
+        .map(token)
+        .collect::<PyResult<_>>()
+        .map(Tokens::Owned)
+}
+
+fn from_list(list: &Bound<'_, PyList>, skip: usize) -> PyResult<Vec<u32>> {
+    let (py, len) = (list.py(), list.len());
+    let mut tokens = Vec::with_capacity(len.saturating_sub(skip));
+    for index in skip..len {
+        // SAFETY: the GIL is held and `index` is below the length; the borrowed item is only read before the next
+        // call into Python, and PyLong_AsLongLong runs no Python code for the exact int that is checked first.
+        let value = unsafe {
+            let item = ffi::PyList_GetItem(list.as_ptr(), index as ffi::Py_ssize_t);
+            if item.is_null() || ffi::PyLong_CheckExact(item) == 0 {
+                -1
+            } else {
+                ffi::PyLong_AsLongLong(item)
+            }
+        };
+        match u32::try_from(value) {
+            Ok(token) => tokens.push(token),
+            Err(_) => {
+                drop(PyErr::take(py)); // an int too large for 64 bits leaves an exception behind
+                // Anything else that behaves like an integer (a NumPy scalar, say) takes the slow way.
+                let slow = list.get_item(index)?.extract::<u32>();
+                tokens.push(slow.map_err(|_| not_a_token(py, index))?);
+            }
+        }
+    }
+    Ok(tokens)
+}

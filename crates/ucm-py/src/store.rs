@@ -1,0 +1,375 @@
+//! The POSIX store for Python: one engine over one root.
+#![allow(unsafe_code, reason = "device addresses come from Python as numbers")]
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU64;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use numpy::{PyReadonlyArray2, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use ucm_core::{BlockId, DType, Error, ErrorKind, Geometry, Identity, Part};
+use ucm_device::{DeviceSpan, HostDevice};
+use ucm_infra::{Clock, SystemClock};
+use ucm_io::{PsyncEngine, PsyncOptions};
+use ucm_store::engine::{Deadlines, Engine, EngineConfig, Hint, Row, Until};
+use ucm_store::events::Level;
+use ucm_store::health::BreakerConfig;
+use ucm_store::posix::{PosixBackend, PosixConfig};
+use ucm_store::record::RecordLayout;
+use ucm_store::space::Capacity;
+
+use crate::convert::{exception, ids, raise, to_py};
+
+/// An engine over a directory. All sizes in bytes, all times in seconds.
+#[pyclass(frozen, module = "ucm._core")]
+pub(crate) struct PosixStore(Engine);
+
+/// A load or dump under way.
+#[pyclass(frozen, module = "ucm._core")]
+pub(crate) struct Task {
+    task: ucm_store::engine::Task,
+    clock: Arc<dyn Clock>,
+}
+
+/// Reads the dictionary that `ucm.store.posix` fills; it is validated there, so a missing key is our own fault.
+struct Config<'a, 'py>(&'a Bound<'py, PyDict>);
+
+impl<'py> Config<'_, 'py> {
+    fn get<T: for<'a> FromPyObject<'a, 'py>>(&self, key: &str) -> PyResult<T> {
+        let missing = || {
+            raise(
+                self.0.py(),
+                &Error::internal("a key of the store's setup is missing").with("key", key),
+            )
+        };
+        let value = self.0.get_item(key)?.ok_or_else(missing)?;
+        value
+            .extract::<T>()
+            .map_err(Into::<PyErr>::into)
+            .map_err(|error| {
+                let wrong = Error::new(ErrorKind::Config, format!("{key}: {error}"));
+                raise(self.0.py(), &wrong)
+            })
+    }
+
+    fn seconds(&self, key: &str) -> PyResult<Duration> {
+        let seconds: f64 = self.get(key)?;
+        Duration::try_from_secs_f64(seconds).map_err(|error| {
+            raise(
+                self.0.py(),
+                &Error::new(ErrorKind::Config, format!("{key}: {error}")).with("value", seconds),
+            )
+        })
+    }
+}
+
+#[pymethods]
+impl PosixStore {
+    #[new]
+    fn new(py: Python<'_>, setup: &Bound<'_, PyDict>) -> PyResult<Self> {
+        let config = Config(setup);
+        let identity = to_py(py, Identity::parse(&config.get::<String>("identity")?))?;
+        let (group, pipeline_rank, tensor_rank): (u32, u32, u32) = config.get("part")?;
+        let part = Part {
+            group,
+            pipeline_rank,
+            tensor_rank,
+        };
+        let geometry = to_py(
+            py,
+            Geometry::from_sizes(
+                config.get("tensor_sizes")?,
+                config.get("shard_size")?,
+                config.get("block_size")?,
+            ),
+        )?;
+        let lookup_only: bool = config.get("lookup_only")?;
+        let block_tokens: u32 = config.get("block_tokens")?;
+        let dtype = DType::from_name(&config.get::<String>("dtype")?);
+        let staging_bytes = if lookup_only {
+            0
+        } else {
+            config.get("staging_bytes")?
+        };
+        let capacity = match (
+            config.get::<Option<u64>>("capacity_bytes")?,
+            config.get::<Option<f64>>("capacity_percent")?,
+        ) {
+            (Some(bytes), _) => NonZeroU64::new(bytes).map(Capacity::Bytes),
+            (None, percent) => percent.map(Capacity::Percent),
+        };
+        let deadlines = Deadlines {
+            lookup: config.seconds("lookup_s")?,
+            load: config.seconds("load_s")?,
+            dump: config.seconds("dump_s")?,
+            probe: config.seconds("probe_s")?,
+            shutdown: config.seconds("shutdown_s")?,
+        };
+        let writer = ucm_store::random_u64();
+        let posix = PosixConfig {
+            root: config.get::<PathBuf>("root")?,
+            identity: identity.clone(),
+            labels: config.get::<BTreeMap<String, String>>("labels")?,
+            part,
+            record_len: RecordLayout::new(&geometry).record_len() as u64,
+            geometry: geometry.clone(),
+            block_tokens,
+            lookup_only,
+            capacity,
+            writer,
+        };
+        let engine = EngineConfig {
+            geometry,
+            identity,
+            part,
+            block_tokens,
+            dtype,
+            staging_bytes,
+            copy_threads: config.get("copy_threads")?,
+            deadlines,
+            breaker: BreakerConfig::default(),
+            writer,
+        };
+        let threads: usize = config.get("io_threads")?;
+        let direct: bool = config.get("io_direct")?;
+        let opened = py.detach(|| {
+            let clock = SystemClock::shared();
+            let options = PsyncOptions {
+                direct,
+                clock: Arc::clone(&clock),
+                ..PsyncOptions::with_workers(threads)
+            };
+            let io = PsyncEngine::new(options)?;
+            let backend = Arc::new(PosixBackend::new(posix, io, Arc::clone(&clock))?);
+            Engine::open(engine, backend, Arc::new(HostDevice::new()), clock)
+        });
+        to_py(py, opened).map(Self)
+    }
+
+    /// Which ids are stored whole.
+    fn lookup(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
+        let ids = ids(block_ids)?;
+        let found = py.detach(|| self.0.lookup(&ids));
+        to_py(py, found)
+    }
+
+    /// How many ids from the first on are stored without a gap.
+    fn lookup_on_prefix(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let ids = ids(block_ids)?;
+        let run = py.detach(|| self.0.lookup_on_prefix(&ids));
+        to_py(py, run)
+    }
+
+    /// Starts a load; `timeout` in seconds, the configured deadline if `None`.
+    #[pyo3(signature = (block_ids, shard_index, addrs, timeout = None))]
+    fn load(
+        &self,
+        py: Python<'_>,
+        block_ids: &Bound<'_, PyAny>,
+        shard_index: Vec<i64>,
+        addrs: PyReadonlyArray2<'_, u64>,
+        timeout: Option<f64>,
+    ) -> PyResult<Task> {
+        let rows = self.rows(py, block_ids, &shard_index, &addrs)?;
+        let deadline = timeout.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+        let task = py.detach(|| self.0.load(rows, deadline));
+        to_py(py, task).map(|task| self.task(task))
+    }
+
+    /// Starts a dump, or refuses it at once.
+    fn dump(
+        &self,
+        py: Python<'_>,
+        block_ids: &Bound<'_, PyAny>,
+        shard_index: Vec<i64>,
+        addrs: PyReadonlyArray2<'_, u64>,
+    ) -> PyResult<Task> {
+        let rows = self.rows(py, block_ids, &shard_index, &addrs)?;
+        let task = py.detach(|| self.0.dump(rows));
+        to_py(py, task).map(|task| self.task(task))
+    }
+
+    /// Hints for the header: parallel lists of ids, parents, ordinals and token counts.
+    fn describe(
+        &self,
+        block_ids: &Bound<'_, PyAny>,
+        parents: Option<&Bound<'_, PyAny>>,
+        ordinals: Option<Vec<u32>>,
+        tokens: Option<Vec<u32>>,
+    ) -> PyResult<()> {
+        let (blocks, py) = (ids(block_ids)?, block_ids.py());
+        let parents = parents.map(ids).transpose()?;
+        for (name, len) in [
+            ("parents", parents.as_ref().map(Vec::len)),
+            ("ordinals", ordinals.as_ref().map(Vec::len)),
+            ("tokens", tokens.as_ref().map(Vec::len)),
+        ] {
+            if len.is_some_and(|len| len != blocks.len()) {
+                let error = Error::invalid(format!("{name} must have one entry per block id"));
+                return Err(raise(
+                    py,
+                    &error
+                        .with("given", len.unwrap_or(0))
+                        .with("expected", blocks.len()),
+                ));
+            }
+        }
+        let at = |list: &Option<Vec<u32>>, i: usize| list.as_ref().map_or(0, |list| list[i]);
+        self.0.describe(blocks.iter().enumerate().map(|(i, &block)| {
+            let parent = parents.as_ref().map_or(BlockId::default(), |parents| parents[i]);
+            (
+                block,
+                Hint {
+                    parent,
+                    ordinal: at(&ordinals, i),
+                    tokens: at(&tokens, i),
+                },
+            )
+        }));
+        Ok(())
+    }
+
+    /// These blocks, in chain order from ordinal `first` on, were used.
+    #[pyo3(signature = (block_ids, first = 0))]
+    fn touch(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>, first: u32) -> PyResult<()> {
+        let ids: Vec<(BlockId, u32)> = ids(block_ids)?.into_iter().zip(first..).collect();
+        let told = py.detach(|| self.0.touch(&ids));
+        to_py(py, told)
+    }
+
+    /// How many more blocks a dump could take now.
+    fn free_dump_slots(&self) -> usize {
+        self.0.free_dump_slots()
+    }
+
+    /// Bytes of one record on the medium.
+    #[getter]
+    fn record_len(&self) -> usize {
+        self.0.record_len()
+    }
+
+    /// Counters, gauges and histograms as JSON text.
+    fn stats(&self) -> String {
+        self.0.stats().to_string()
+    }
+
+    /// Messages for the log since the last call: (is a warning, text).
+    fn events(&self) -> Vec<(bool, String)> {
+        self.0
+            .events()
+            .into_iter()
+            .map(|event| (event.level == Level::Warning, event.text))
+            .collect()
+    }
+
+    /// Ends the store; repeatable.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.0.close());
+    }
+}
+
+impl PosixStore {
+    fn task(&self, task: ucm_store::engine::Task) -> Task {
+        Task {
+            task,
+            clock: SystemClock::shared(),
+        }
+    }
+
+    fn rows(
+        &self,
+        py: Python<'_>,
+        block_ids: &Bound<'_, PyAny>,
+        shard_index: &[i64],
+        addrs: &PyReadonlyArray2<'_, u64>,
+    ) -> PyResult<Vec<Row>> {
+        let ids = ids(block_ids)?;
+        let geometry = self.0.geometry();
+        let (rows, pieces) = (addrs.shape()[0], addrs.shape()[1]);
+        let invalid = |error: Error| Err(raise(py, &error));
+        if ids.len() != rows || shard_index.len() != rows {
+            let error = Error::invalid("block_ids, shard_index and the rows of addrs must be equally many");
+            let error = error
+                .with("block_ids", ids.len())
+                .with("shard_index", shard_index.len());
+            return invalid(error.with("addrs", rows));
+        }
+        if rows > 0 && pieces != geometry.tensors_per_shard() {
+            let error = Error::invalid("addrs must have one column per tensor of a shard");
+            return invalid(
+                error
+                    .with("columns", pieces)
+                    .with("expected", geometry.tensors_per_shard()),
+            );
+        }
+        let addrs = addrs.as_array();
+        ids.into_iter()
+            .zip(shard_index)
+            .zip(addrs.rows())
+            .enumerate()
+            .map(|(number, ((id, &shard), addrs))| {
+                let shard = u32::try_from(shard).map_err(|_| {
+                    raise(
+                        py,
+                        &Error::invalid("shard index out of range")
+                            .with("row", number)
+                            .with("shard", shard),
+                    )
+                })?;
+                if let Some(column) = addrs.iter().position(|&address| address == 0) {
+                    let error = Error::invalid("an address is null").with("row", number);
+                    return Err(raise(py, &error.with("column", column)));
+                }
+                let sizes = geometry.tensors().iter().cycle();
+                // SAFETY: the caller of the store vouches that each address names that many bytes of device memory,
+                // valid until the task ended; that is the contract of load_data and dump_data.
+                let span = |(&address, &size)| unsafe { DeviceSpan::new(address, size) };
+                let spans = addrs.iter().zip(sizes).map(span).collect();
+                Ok(Row { id, shard, spans })
+            })
+            .collect()
+    }
+}
+
+fn until(py: Python<'_>, name: &str) -> PyResult<Until> {
+    match name {
+        "staged" => Ok(Until::Staged),
+        "published" => Ok(Until::Published),
+        _ => Err(raise(
+            py,
+            &Error::invalid("until is \"staged\" or \"published\"").with("until", name),
+        )),
+    }
+}
+
+#[pymethods]
+impl Task {
+    /// Whether the level was reached or failed; never waits.
+    fn check(&self, py: Python<'_>, level: &str) -> PyResult<bool> {
+        let level = until(py, level)?;
+        Ok(py.detach(|| self.task.check(&*self.clock, level)))
+    }
+
+    /// Waits for the level, at most `timeout` seconds; false if that came first.
+    fn wait(&self, py: Python<'_>, level: &str, timeout: Option<f64>) -> PyResult<bool> {
+        let level = until(py, level)?;
+        let limit =
+            timeout.map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX));
+        Ok(py.detach(|| {
+            let limit = limit.map(|limit| self.clock.now().after(limit));
+            self.task.wait(&*self.clock, level, limit)
+        }))
+    }
+
+    /// The rows that failed, each with its exception.
+    fn failures<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let failures = PyDict::new(py);
+        for (row, error) in self.task.failures() {
+            failures.set_item(row, exception(py, &error)?)?;
+        }
+        Ok(failures)
+    }
+}

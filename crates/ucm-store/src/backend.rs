@@ -1,0 +1,105 @@
+//! The seam between the engine and a medium.
+//!
+//! A backend moves named records between slots and one medium. It is completion-based: a finished operation calls
+//! back and nothing blocks a caller. It owns a slot until the operation has really ended, never touches device
+//! memory, and knows nothing of tasks or vLLM. A new backend is one file that implements this trait.
+
+use std::time::Duration;
+
+use ucm_core::{BlockId, Result};
+use ucm_device::Slot;
+use ucm_infra::Mono;
+
+/// Called exactly once with the outcome, on a thread of the backend.
+pub type Done<T> = Box<dyn FnOnce(Result<T>) + Send>;
+
+/// What a read brought.
+pub struct ReadDone {
+    /// The slot, filled from its start.
+    pub slot: Slot,
+    /// Bytes read.
+    pub read: usize,
+    /// Length of the record on the medium.
+    pub stored_len: u64,
+}
+
+/// What became of a write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Written {
+    /// The record is published.
+    Published,
+    /// It was stored already and nothing was written.
+    Present,
+}
+
+/// What a medium holds, in bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Bytes of records and private files below the root, as last counted plus what was written since.
+    pub used: u64,
+    /// The limit.
+    pub capacity: u64,
+    /// Records as last counted.
+    pub records: u64,
+}
+
+/// How a record is written.
+#[derive(Debug, Clone, Copy)]
+pub struct WriteOptions {
+    /// Bytes of the slot that are the record.
+    pub len: usize,
+    /// Position in its chain; ancestors count as used later than descendants.
+    pub ordinal: u32,
+    /// Write even if a record of that name is present (it was refused).
+    pub replace: bool,
+}
+
+/// One record found by [`Backend::list`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Listed {
+    /// The record id.
+    pub id: BlockId,
+    /// Its length on the medium.
+    pub len: u64,
+    /// Time of its last use, ns of Unix time.
+    pub used_ns: i64,
+}
+
+/// A medium that keeps records.
+pub trait Backend: Send + Sync {
+    /// Name in logs and metrics.
+    fn name(&self) -> &'static str;
+
+    /// Makes the medium usable or says why it is not, by the deadline. Called again after a failure.
+    fn probe(&self, deadline: Mono) -> Result<()>;
+
+    /// Whether each record is present whole. With `stop_at_missing` the answer may end with the first `false`.
+    fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<bool>>);
+
+    /// Reads a record into a slot. `again`: past every cache (after a failed checksum).
+    fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>);
+
+    /// Writes a record privately and publishes it whole.
+    fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>);
+
+    /// These records were used by a request: ids with their ordinals. Fire and forget, throttled by the backend.
+    fn touch(&self, ids: &[(BlockId, u32)], deadline: Mono);
+
+    /// Removes records by name; the answer counts those removed.
+    fn delete(&self, ids: Vec<BlockId>, deadline: Mono, done: Done<usize>);
+
+    /// Every record of this namespace.
+    fn list(&self, deadline: Mono, done: Done<Vec<Listed>>);
+
+    /// Bytes used and allowed.
+    fn usage(&self) -> Usage;
+
+    /// Counters of the backend's own: (records removed, bytes removed, blocks touched).
+    fn removed(&self) -> (u64, u64, u64);
+
+    /// Operations stuck past their deadline.
+    fn stuck(&self) -> usize;
+
+    /// Ends: finishes or fails what is under way within `drain`.
+    fn shutdown(&self, drain: Duration);
+}

@@ -1,0 +1,128 @@
+//! A load or dump under way: how far each row is, what failed, and who waits for it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use ucm_core::Error;
+use ucm_infra::{Clock, Completion, Mono};
+
+/// Which of a dump's two levels a caller waits for. A load has one level.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Until {
+    /// Device memory may be reused.
+    Staged,
+    /// Visible to others, survives this process.
+    Published,
+}
+
+/// How long after a task's deadline its last callbacks may take.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// Shared state of one task. Counts rows down to each level; both levels are reached exactly once.
+pub(crate) struct TaskState {
+    pub(crate) started: Mono,
+    pub(crate) deadline: Mono,
+    unstaged: AtomicUsize,
+    unfinished: AtomicUsize,
+    staged: Arc<Completion<()>>,
+    finished: Arc<Completion<()>>,
+    failures: Mutex<Vec<(usize, Error)>>,
+}
+
+impl TaskState {
+    pub(crate) fn new(rows: usize, started: Mono, deadline: Mono) -> Arc<Self> {
+        let state = Self {
+            started,
+            deadline,
+            unstaged: AtomicUsize::new(rows),
+            unfinished: AtomicUsize::new(rows),
+            staged: Completion::new(),
+            finished: Completion::new(),
+            failures: Mutex::new(Vec::new()),
+        };
+        if rows == 0 {
+            state.staged.complete(());
+            state.finished.complete(());
+        }
+        Arc::new(state)
+    }
+
+    /// `n` rows' device memory is free again. True for the call that completed the level.
+    pub(crate) fn rows_staged(&self, n: usize) -> bool {
+        n > 0 && self.unstaged.fetch_sub(n, Ordering::AcqRel) == n && self.staged.complete(())
+    }
+
+    /// `n` rows are finished for good (well, or recorded as failed before). True for the call that completed it.
+    pub(crate) fn rows_finished(&self, n: usize) -> bool {
+        n > 0 && self.unfinished.fetch_sub(n, Ordering::AcqRel) == n && self.finished.complete(())
+    }
+
+    /// Records why a row failed; the row is still to be counted as finished.
+    pub(crate) fn fail_row(&self, row: usize, error: Error) {
+        self.failures.lock().push((row, error));
+    }
+
+    /// The rows recorded as failed so far.
+    pub(crate) fn failed_rows(&self) -> Vec<usize> {
+        self.failures.lock().iter().map(|(row, _)| *row).collect()
+    }
+
+    pub(crate) fn is_finished(&self) -> bool {
+        self.finished.peek().is_some()
+    }
+}
+
+/// Handle of a task; cheap to clone, and waiting for it can be repeated.
+#[derive(Clone)]
+pub struct Task {
+    pub(crate) state: Arc<TaskState>,
+    /// Ends the task at its deadline (a load puts to death what is still reading).
+    pub(crate) expire: Arc<dyn Fn() + Send + Sync>,
+}
+
+impl Task {
+    /// Whether the level was reached or failed. Never waits; a task past its deadline is ended here.
+    pub fn check(&self, clock: &dyn Clock, until: Until) -> bool {
+        if self.level(until).peek().is_some() {
+            return true;
+        }
+        if clock.now() >= self.state.deadline {
+            (self.expire)();
+        }
+        self.level(until).peek().is_some()
+    }
+
+    /// Waits until the level is reached, at most until `limit` and never past the task's own deadline. False if
+    /// the limit came first.
+    pub fn wait(&self, clock: &dyn Clock, until: Until, limit: Option<Mono>) -> bool {
+        let deadline = self.state.deadline;
+        let first = limit.map_or(deadline, |limit| limit.min(deadline));
+        if self.level(until).wait(clock, Some(first)).is_some() || self.check(clock, until) {
+            return true;
+        }
+        if clock.now() < deadline {
+            return false; // the caller's own limit
+        }
+        // Past the deadline the last callbacks arrive: copies end at memory speed, I/O is written off by its pool.
+        let grace = deadline.after(GRACE);
+        self.level(until)
+            .wait(clock, Some(limit.map_or(grace, |limit| limit.min(grace))))
+            .is_some()
+    }
+
+    /// The rows that failed, with why; final once the task is finished.
+    pub fn failures(&self) -> Vec<(usize, Error)> {
+        let mut failures = self.state.failures.lock().clone();
+        failures.sort_by_key(|(row, _)| *row);
+        failures
+    }
+
+    fn level(&self, until: Until) -> &Completion<()> {
+        match until {
+            Until::Staged => &self.state.staged,
+            Until::Published => &self.state.finished,
+        }
+    }
+}

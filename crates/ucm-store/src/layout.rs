@@ -1,0 +1,251 @@
+//! Where things lie below a root, and the two documents that explain it: the root marker and the manifest.
+//!
+//! ```text
+//! <root>/ucm-root.json                              this directory belongs to ucm: format, UUID, capacity
+//! <root>/<namespace>/manifest.json                  the identity in words, the parts and their record lengths
+//! <root>/<namespace>/blocks/<hh>/<32 hex>.bin       one record
+//! <root>/<namespace>/tmp/<16 hex>-<16 hex>.tmp      a record being written: writer, sequence
+//! ```
+//! Only names of exactly these patterns are ever removed.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result};
+
+/// Format number of the root and of the manifest.
+pub const FORMAT: u32 = 1;
+/// Name of the root marker.
+pub const MARKER: &str = "ucm-root.json";
+/// Name of a namespace's manifest.
+pub const MANIFEST: &str = "manifest.json";
+
+/// Paths of one namespace below one root.
+#[derive(Debug, Clone)]
+pub struct Layout {
+    root: PathBuf,
+    namespace: String,
+}
+
+impl Layout {
+    /// The layout of a namespace (32 hex digits) below a root.
+    pub fn new(root: &Path, identity: &Identity) -> Self {
+        Self {
+            root: root.to_owned(),
+            namespace: identity.namespace(),
+        }
+    }
+
+    /// The root directory.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The marker that makes a directory a root.
+    pub fn marker(&self) -> PathBuf {
+        self.root.join(MARKER)
+    }
+
+    /// The namespace's directory.
+    pub fn namespace(&self) -> PathBuf {
+        self.root.join(&self.namespace)
+    }
+
+    /// The namespace's manifest.
+    pub fn manifest(&self) -> PathBuf {
+        self.namespace().join(MANIFEST)
+    }
+
+    /// Where private files of this namespace lie.
+    pub fn tmp(&self) -> PathBuf {
+        self.namespace().join("tmp")
+    }
+
+    /// A private file's path, unique by writer and sequence.
+    pub fn private(&self, writer: u64, sequence: u64) -> PathBuf {
+        self.tmp().join(format!("{writer:016x}-{sequence:016x}.tmp"))
+    }
+
+    /// The directory that holds a record.
+    pub fn shard_dir(&self, id: BlockId) -> PathBuf {
+        self.namespace().join("blocks").join(format!("{:02x}", id.0[0]))
+    }
+
+    /// A record's path.
+    pub fn record(&self, id: BlockId) -> PathBuf {
+        self.shard_dir(id).join(format!("{id}.bin"))
+    }
+}
+
+fn is_hex(text: &str, len: usize) -> bool {
+    text.len() == len && text.bytes().all(|c| matches!(c, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+/// Whether a directory name is that of a namespace.
+pub fn is_namespace(name: &OsStr) -> bool {
+    name.to_str().is_some_and(|name| is_hex(name, 32))
+}
+
+/// The id in a record's file name, if it is one and lies in the directory its first byte says.
+pub fn record_name(shard: u8, name: &OsStr) -> Option<BlockId> {
+    let id: BlockId = name.to_str()?.strip_suffix(".bin")?.parse().ok()?;
+    (id.0[0] == shard).then_some(id)
+}
+
+/// Whether a file name is that of a private file.
+pub fn is_private(name: &OsStr) -> bool {
+    name.to_str()
+        .and_then(|name| name.strip_suffix(".tmp")?.split_once('-'))
+        .is_some_and(|(writer, sequence)| is_hex(writer, 16) && is_hex(sequence, 16))
+}
+
+/// The root marker's content.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
+pub struct Marker {
+    /// Format of the root.
+    pub format: u32,
+    /// Identity of this root, 32 hex digits.
+    pub uuid: String,
+    /// Unix time of its creation, seconds.
+    pub created: u64,
+    /// The limit on bytes below the root.
+    pub storage_capacity: u64,
+}
+
+impl Marker {
+    /// Reads a marker; a newer format or damage is an error that says what to do.
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        let marker: Self = serde_json::from_slice(bytes).map_err(|error| {
+            Error::new(
+                ErrorKind::Config,
+                "the root marker is damaged; restore it or empty the directory",
+            )
+            .caused_by(error)
+        })?;
+        if marker.format > FORMAT {
+            return Err(Error::new(
+                ErrorKind::Foreign,
+                "the root was made by a newer ucm; upgrade or use another directory",
+            )
+            .with("format", marker.format));
+        }
+        Ok(marker)
+    }
+
+    /// The marker as a document.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        document(self)
+    }
+}
+
+/// What the manifest says of one part.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
+pub struct PartEntry {
+    /// Bytes of the tensors of one layer, in order.
+    pub tensors: Vec<u64>,
+    /// Layers in a block.
+    pub layers: u32,
+    /// Tokens in a block, 0 when not told.
+    pub block_tokens: u32,
+    /// Lengths a record of this part may have.
+    pub record_lengths: Vec<u64>,
+}
+
+/// A namespace's manifest: what its digest stands for.
+#[derive(Serialize, Deserialize, Debug, Clone, PartialEq)]
+pub struct Manifest {
+    /// Format of the manifest.
+    pub format: u32,
+    /// The identity digest, 64 hex digits.
+    pub digest: String,
+    /// The identity, as hashed.
+    pub identity: serde_json::Value,
+    /// Words outside the digest, such as the model name the user typed.
+    #[serde(default)]
+    pub labels: BTreeMap<String, String>,
+    /// The parts seen so far, by name (`g0p0t0`).
+    pub parts: BTreeMap<String, PartEntry>,
+}
+
+impl Manifest {
+    /// A manifest without parts.
+    pub fn new(identity: &Identity, labels: BTreeMap<String, String>) -> Self {
+        let digest = identity
+            .digest()
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
+        let text = serde_json::from_str(identity.json()).unwrap_or(serde_json::Value::Null);
+        Self {
+            format: FORMAT,
+            digest,
+            identity: text,
+            labels,
+            parts: BTreeMap::new(),
+        }
+    }
+
+    /// Adds a part; whether that changed anything.
+    pub fn add(&mut self, part: Part, geometry: &Geometry, block_tokens: u32, record_len: u64) -> bool {
+        let entry = PartEntry {
+            tensors: geometry.tensors().to_vec(),
+            layers: geometry.layers(),
+            block_tokens,
+            record_lengths: vec![record_len],
+        };
+        self.parts.insert(part.to_string(), entry.clone()) != Some(entry)
+    }
+
+    /// The manifest as a document.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        document(self)
+    }
+}
+
+fn document(value: &impl Serialize) -> Vec<u8> {
+    let mut text = serde_json::to_vec_pretty(value).unwrap_or_default();
+    text.push(b'\n');
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_exact_patterns_are_ours() {
+        let id = BlockId([0xab; 16]);
+        let name = format!("{id}.bin");
+        assert_eq!(record_name(0xab, OsStr::new(&name)), Some(id));
+        assert_eq!(
+            record_name(0xac, OsStr::new(&name)),
+            None,
+            "in the directory of another byte"
+        );
+        for bad in ["x.bin", "README", &name[1..], &name.to_uppercase()] {
+            assert_eq!(record_name(0xab, OsStr::new(bad)), None, "{bad}");
+        }
+        assert!(is_private(OsStr::new("0123456789abcdef-0123456789abcdef.tmp")));
+        assert!(!is_private(OsStr::new("0123456789abcdef.tmp")) && !is_private(OsStr::new("a-b.tmp")));
+        assert!(is_namespace(OsStr::new(&"0a".repeat(16))) && !is_namespace(OsStr::new("lost+found")));
+    }
+
+    #[test]
+    fn a_newer_root_is_left_alone() {
+        let marker = Marker {
+            format: 1,
+            uuid: "u".into(),
+            created: 1,
+            storage_capacity: 2,
+        };
+        assert_eq!(Marker::parse(&marker.to_bytes()).unwrap(), marker);
+        let newer = Marker { format: 2, ..marker };
+        assert_eq!(
+            Marker::parse(&newer.to_bytes()).unwrap_err().kind(),
+            ErrorKind::Foreign
+        );
+        assert_eq!(Marker::parse(b"{").unwrap_err().kind(), ErrorKind::Config);
+    }
+}

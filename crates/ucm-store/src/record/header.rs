@@ -1,0 +1,333 @@
+//! The header: what it says, how it is written, and how it is read back without trusting a byte of it.
+
+use ucm_core::{BlockId, Error, MissReason, PAGE, Part, crc32c, limits, round_up};
+
+use super::layout::RecordLayout;
+use super::{MAGIC, MARK, MAX_SIDES, PREAMBLE_LEN, VERSION, at};
+
+/// What a writer says about one record; the rest of the header follows from the layout.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct RecordMeta {
+    /// The record id, also the file's name.
+    pub id: BlockId,
+    /// Digest of the identity.
+    pub namespace: [u8; 32],
+    /// Which part of the block.
+    pub part: Part,
+    /// Record id of the block before it in the chain, zero when not described or none.
+    pub parent: BlockId,
+    /// Index of the block in its chain, zero when not described.
+    pub ordinal: u32,
+    /// Tokens that the block covers, zero when not described.
+    pub tokens: u32,
+    /// Wall clock of the writer, ns since 1970.
+    pub time_ns: u64,
+    /// Random number of the writing process.
+    pub writer: u64,
+}
+
+/// One layer in the header's table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerEntry {
+    /// From the start of the record.
+    pub offset: u64,
+    /// Stored bytes, without the padding behind them.
+    pub len: u64,
+    /// CRC-32C from `offset` to the next layer, or to the end of the payload.
+    pub crc: u32,
+}
+
+/// One side shard in the header's table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SideEntry {
+    /// Its name.
+    pub name: String,
+    /// Version of its content.
+    pub version: u32,
+    /// CRC-32C from `offset` to the end of the last page it touches.
+    pub crc: u32,
+    /// From the start of the record, a whole page.
+    pub offset: u64,
+    /// Bytes, without the padding behind them.
+    pub len: u64,
+}
+
+/// A header whose own checksums are right and whose table lies inside the record.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RecordHeader {
+    /// What its writer said.
+    pub meta: RecordMeta,
+    /// Format version.
+    pub version: u32,
+    /// Number of layers.
+    pub layers: u32,
+    /// Tokens of a block, the seed's `block_size`.
+    pub block_tokens: u32,
+    /// Code of the element type, see [`ucm_core::DType`].
+    pub dtype: u32,
+    /// Bytes of the header.
+    pub header_len: u64,
+    /// Bytes of the whole record.
+    pub record_len: u64,
+    /// Bytes of KV, without alignment.
+    pub raw_len: u64,
+    /// Bytes of the payload as stored.
+    pub stored_len: u64,
+    /// Tensors of a layer.
+    pub tensors: u32,
+    /// Bytes of a layer.
+    pub layer_len: u64,
+    /// CRC-32C of the sizes of a layer's tensors, each as u64 LE.
+    pub shape: u32,
+    /// 32 bytes kept for a keyed tag.
+    pub tag: [u8; 32],
+    /// The layers, in order.
+    pub table: Vec<LayerEntry>,
+    /// The side shards, in order.
+    pub sides: Vec<SideEntry>,
+}
+
+/// Writes the header over the first bytes of `record`, the buffer of the whole record. `checksums` are those of
+/// [`RecordLayout::seal_layer`] for every layer, then of [`RecordLayout::seal_side`] for every side shard.
+/// Fails when the buffer is shorter than the record or the number of checksums is wrong.
+pub fn encode_header(
+    layout: &RecordLayout,
+    meta: &RecordMeta,
+    checksums: &[u32],
+    record: &mut [u8],
+) -> ucm_core::Result<()> {
+    if checksums.len() != layout.layers as usize + layout.sides.len() {
+        return Err(
+            Error::invalid("a record has one checksum per layer and side shard")
+                .with("checksums", checksums.len())
+                .with("layers", layout.layers)
+                .with("sides", layout.sides.len()),
+        );
+    }
+    if record.len() < layout.record_len() {
+        return Err(Error::invalid("the buffer is shorter than the record")
+            .with("len", record.len())
+            .with("record_len", layout.record_len()));
+    }
+    let out = &mut record[..layout.header_len()];
+    out.fill(0);
+    let mut put = |offset: usize, bytes: &[u8]| out[offset..offset + bytes.len()].copy_from_slice(bytes);
+    put(at::MAGIC, &MAGIC);
+    put(at::VERSION, &VERSION.to_le_bytes());
+    put(at::ID, &meta.id.0);
+    put(at::LAYERS, &layout.layers.to_le_bytes());
+    put(at::BLOCK_TOKENS, &layout.block_tokens.to_le_bytes());
+    put(at::DTYPE, &layout.dtype.code().to_le_bytes());
+    put(at::MARK, &MARK);
+    put(at::HEADER_LEN, &(layout.header_len() as u32).to_le_bytes());
+    put(at::RECORD_LEN, &(layout.record_len() as u64).to_le_bytes());
+    put(at::ORDINAL, &meta.ordinal.to_le_bytes());
+    put(at::PARENT, &meta.parent.0);
+    put(at::NAMESPACE, &meta.namespace);
+    put(at::PART, &meta.part.to_bytes());
+    put(at::TOKENS, &meta.tokens.to_le_bytes());
+    put(at::SHARDS, &layout.layers.to_le_bytes());
+    put(at::RAW_LEN, &layout.raw_len.to_le_bytes());
+    put(at::STORED_LEN, &layout.payload_len.to_le_bytes());
+    put(at::TIME, &meta.time_ns.to_le_bytes());
+    put(at::WRITER, &meta.writer.to_le_bytes());
+    put(at::SIDES, &(layout.sides.len() as u32).to_le_bytes());
+    put(at::TENSORS, &layout.tensors.to_le_bytes());
+    put(at::LAYER_LEN, &layout.layer_len.to_le_bytes());
+    put(at::SHAPE, &layout.shape.to_le_bytes());
+    let (of_layers, of_sides) = checksums.split_at(layout.layers as usize);
+    for (i, crc) in of_layers.iter().enumerate() {
+        let range = layout.layer_data(i as u32);
+        let entry = at::SHARD_TABLE + i * at::SHARD_ENTRY;
+        put(entry, &(range.start as u64).to_le_bytes());
+        put(entry + 8, &(range.len() as u64).to_le_bytes());
+        put(entry + 16, &crc.to_le_bytes());
+    }
+    for (i, (side, crc)) in layout.sides.iter().zip(of_sides).enumerate() {
+        let range = layout.side_data(i).unwrap_or_default();
+        let entry = at::SIDE_TABLE + i * at::SIDE_ENTRY;
+        put(entry, side.name.as_bytes());
+        put(entry + 16, &side.version.to_le_bytes());
+        put(entry + 20, &crc.to_le_bytes());
+        put(entry + 24, &(range.start as u64).to_le_bytes());
+        put(entry + 32, &(range.len() as u64).to_le_bytes());
+    }
+    let preamble = crc32c(&out[..at::PREAMBLE_CRC]);
+    out[at::PREAMBLE_CRC..PREAMBLE_LEN].copy_from_slice(&preamble.to_le_bytes());
+    let end = out.len() - at::CRC_LEN;
+    let whole = crc32c(&out[..end]);
+    out[end..].copy_from_slice(&whole.to_le_bytes());
+    Ok(())
+}
+
+fn array<const N: usize>(bytes: &[u8], offset: usize) -> [u8; N] {
+    let mut out = [0; N];
+    out.copy_from_slice(&bytes[offset..offset + N]);
+    out
+}
+
+fn u32_at(bytes: &[u8], offset: usize) -> u32 {
+    u32::from_le_bytes(array(bytes, offset))
+}
+
+fn u64_at(bytes: &[u8], offset: usize) -> u64 {
+    u64::from_le_bytes(array(bytes, offset))
+}
+
+/// Judges the preamble: magic, form, its checksum, version. Gives the header's length.
+fn check_preamble(bytes: &[u8]) -> Result<usize, MissReason> {
+    let seen = bytes.len().min(MAGIC.len());
+    if bytes[..seen] != MAGIC[..seen] {
+        return Err(MissReason::NotARecord);
+    }
+    if bytes.len() < PREAMBLE_LEN {
+        return Err(MissReason::Truncated);
+    }
+    // The seed reserved these bytes; in a record of ours the mark is there in every version.
+    if bytes[at::MARK..PREAMBLE_LEN].iter().all(|&byte| byte == 0) {
+        return Err(MissReason::SeedForm);
+    }
+    let right = bytes[at::MARK..][..MARK.len()] == MARK
+        && crc32c(&bytes[..at::PREAMBLE_CRC]) == u32_at(bytes, at::PREAMBLE_CRC);
+    // Before the version is believed: a flipped bit must not make a record one that is left alone.
+    if !right {
+        return Err(MissReason::BadHeader);
+    }
+    match u32_at(bytes, at::VERSION) {
+        0 => Err(MissReason::BadHeader),
+        VERSION => Ok(u32_at(bytes, at::HEADER_LEN) as usize),
+        _ => Err(MissReason::NewerVersion),
+    }
+}
+
+impl RecordHeader {
+    /// Reads the header at the start of `bytes`, which may be longer or, for a damaged file, shorter. The reason says
+    /// why there is none that can be believed. Payload and expectations are the business of [`super::verify`].
+    pub fn decode(bytes: &[u8]) -> Result<Self, MissReason> {
+        let header_len = check_preamble(bytes)?;
+        let most = at::SHARD_TABLE + at::SHARD_ENTRY * limits::MAX_LAYERS as usize + at::CRC_LEN;
+        if !(header_len as u64).is_multiple_of(PAGE)
+            || header_len == 0
+            || header_len as u64 > round_up(most as u64, PAGE)
+        {
+            return Err(MissReason::BadHeader);
+        }
+        let bytes = bytes.get(..header_len).ok_or(MissReason::Truncated)?;
+        let end = header_len - at::CRC_LEN;
+        if crc32c(&bytes[..end]) != u32_at(bytes, end) {
+            return Err(MissReason::BadHeader);
+        }
+        // Whoever wrote flags or a codec that this version does not have knew more than it does.
+        if u32_at(bytes, at::FLAGS) != 0 || u32_at(bytes, at::CODEC) != 0 {
+            return Err(MissReason::NewerVersion);
+        }
+        let (shards, sides) = (
+            u32_at(bytes, at::SHARDS) as usize,
+            u32_at(bytes, at::SIDES) as usize,
+        );
+        let room = (end - at::SHARD_TABLE) / at::SHARD_ENTRY;
+        if shards == 0 || shards > room || sides > MAX_SIDES {
+            return Err(MissReason::BadHeader);
+        }
+        let header = Self {
+            meta: RecordMeta {
+                id: BlockId(array(bytes, at::ID)),
+                namespace: array(bytes, at::NAMESPACE),
+                part: Part {
+                    group: u32_at(bytes, at::PART),
+                    pipeline_rank: u32_at(bytes, at::PART + 4),
+                    tensor_rank: u32_at(bytes, at::PART + 8),
+                },
+                parent: BlockId(array(bytes, at::PARENT)),
+                ordinal: u32_at(bytes, at::ORDINAL),
+                tokens: u32_at(bytes, at::TOKENS),
+                time_ns: u64_at(bytes, at::TIME),
+                writer: u64_at(bytes, at::WRITER),
+            },
+            version: VERSION,
+            layers: u32_at(bytes, at::LAYERS),
+            block_tokens: u32_at(bytes, at::BLOCK_TOKENS),
+            dtype: u32_at(bytes, at::DTYPE),
+            header_len: header_len as u64,
+            record_len: u64_at(bytes, at::RECORD_LEN),
+            raw_len: u64_at(bytes, at::RAW_LEN),
+            stored_len: u64_at(bytes, at::STORED_LEN),
+            tensors: u32_at(bytes, at::TENSORS),
+            layer_len: u64_at(bytes, at::LAYER_LEN),
+            shape: u32_at(bytes, at::SHAPE),
+            tag: array(bytes, at::TAG),
+            table: (0..shards).map(|i| layer_entry(bytes, i)).collect(),
+            sides: (0..sides)
+                .map(|i| side_entry(bytes, i))
+                .collect::<Option<_>>()
+                .ok_or(MissReason::BadHeader)?,
+        };
+        if header.is_whole() {
+            Ok(header)
+        } else {
+            Err(MissReason::BadHeader)
+        }
+    }
+
+    /// Bytes of header and payload.
+    pub fn kv_len(&self) -> u64 {
+        self.header_len.saturating_add(self.stored_len)
+    }
+
+    /// The side shard of that name.
+    pub fn side(&self, name: &str) -> Option<&SideEntry> {
+        self.sides.iter().find(|side| side.name == name)
+    }
+
+    /// Whether layers and side shards follow each other without a gap that no checksum covers, up to the record's end.
+    fn is_whole(&self) -> bool {
+        let Some(kv_end) = self.header_len.checked_add(self.stored_len) else {
+            return false;
+        };
+        let mut free = self.header_len;
+        for (i, entry) in self.table.iter().enumerate() {
+            let touches = if i == 0 {
+                entry.offset == free
+            } else {
+                entry.offset >= free
+            };
+            match entry.offset.checked_add(entry.len) {
+                Some(end) if touches && end <= kv_end => free = end,
+                _ => return false,
+            }
+        }
+        let mut page = kv_end;
+        for side in &self.sides {
+            if side.offset != page || side.len == 0 || side.len > limits::MAX_BLOCK_BYTES {
+                return false;
+            }
+            let Some(end) = page.checked_add(round_up(side.len, PAGE)) else {
+                return false;
+            };
+            page = end;
+        }
+        kv_end.is_multiple_of(PAGE) && page == self.record_len
+    }
+}
+
+fn layer_entry(bytes: &[u8], i: usize) -> LayerEntry {
+    let entry = at::SHARD_TABLE + i * at::SHARD_ENTRY;
+    LayerEntry {
+        offset: u64_at(bytes, entry),
+        len: u64_at(bytes, entry + 8),
+        crc: u32_at(bytes, entry + 16),
+    }
+}
+
+fn side_entry(bytes: &[u8], i: usize) -> Option<SideEntry> {
+    let entry = at::SIDE_TABLE + i * at::SIDE_ENTRY;
+    let name: [u8; 16] = array(bytes, entry);
+    let name = std::str::from_utf8(&name).ok()?.trim_end_matches('\0');
+    Some(SideEntry {
+        name: name.to_owned(),
+        version: u32_at(bytes, entry + 16),
+        crc: u32_at(bytes, entry + 20),
+        offset: u64_at(bytes, entry + 24),
+        len: u64_at(bytes, entry + 32),
+    })
+}

@@ -1,0 +1,191 @@
+//! Where things lie in the records of one part, derived from its geometry alone, and sealing a filled buffer.
+
+use std::ops::Range;
+
+use ucm_core::{DType, Error, Geometry, LAYER_ALIGN, PAGE, Result, crc32c, round_up};
+
+use super::header::{RecordMeta, encode_header};
+use super::{MAX_SIDE_NAME, MAX_SIDES, at};
+
+/// A side shard to make room for: something about the block that can be read without the KV.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SideSpec {
+    /// 1 to 16 bytes of lower-case letters, digits, `_`, `-`, `.`.
+    pub name: String,
+    /// Version of the content, the business of whoever reads it.
+    pub version: u32,
+    /// Length in bytes, above zero.
+    pub len: u64,
+}
+
+/// Offsets and lengths of the records of one part, all in bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RecordLayout {
+    pub(super) layers: u32,
+    pub(super) layer_len: u64,
+    pub(super) raw_len: u64,
+    pub(super) payload_len: u64,
+    pub(super) tensors: u32,
+    pub(super) shape: u32,
+    pub(super) block_tokens: u32,
+    pub(super) dtype: DType,
+    pub(super) sides: Vec<SideSpec>,
+}
+
+impl RecordLayout {
+    /// The layout of blocks of this geometry, without side shards. How many layers a caller names in one shard makes
+    /// no difference: direct and layerwise dumps write the same bytes.
+    pub fn new(geometry: &Geometry) -> Self {
+        let sizes: Vec<u8> = geometry
+            .tensors()
+            .iter()
+            .flat_map(|size| size.to_le_bytes())
+            .collect();
+        Self {
+            layers: geometry.layers(),
+            layer_len: geometry.layer_len(),
+            raw_len: geometry.raw_len(),
+            payload_len: geometry.payload_len(),
+            // At most MAX_TENSORS.
+            tensors: geometry.tensors().len() as u32,
+            shape: crc32c(&sizes),
+            block_tokens: 0,
+            dtype: DType::default(),
+            sides: Vec::new(),
+        }
+    }
+
+    /// Names the tokens of a block and the type of its elements, which go into the header's seed fields. Without it
+    /// they are 0 and opaque. Readers must say the same.
+    #[must_use]
+    pub fn describing(mut self, block_tokens: u32, dtype: DType) -> Self {
+        self.block_tokens = block_tokens;
+        self.dtype = dtype;
+        self
+    }
+
+    /// Adds side shards behind the payload. The KV lies where it lay without them.
+    /// Fails on a name that is malformed or given twice, a length of zero or too long, or more than [`MAX_SIDES`].
+    pub fn with_sides(mut self, sides: Vec<SideSpec>) -> Result<Self> {
+        if sides.len() > MAX_SIDES {
+            return Err(Error::invalid("a record has at most 8 side shards").with("sides", sides.len()));
+        }
+        let named = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit() || b"_-.".contains(&c);
+        for (i, side) in sides.iter().enumerate() {
+            let bad = |why: &'static str| Error::invalid(why).with("name", &side.name).with("len", side.len);
+            if side.name.is_empty() || side.name.len() > MAX_SIDE_NAME || !side.name.bytes().all(named) {
+                return Err(bad("a side shard's name is 1 to 16 of a-z, 0-9, _, -, ."));
+            }
+            if sides[..i].iter().any(|other| other.name == side.name) {
+                return Err(bad("two side shards have the same name"));
+            }
+            if side.len == 0 || side.len > ucm_core::limits::MAX_BLOCK_BYTES {
+                return Err(bad("a side shard has between 1 byte and 1 GiB"));
+            }
+        }
+        self.sides = sides;
+        Ok(self)
+    }
+
+    /// Number of layers.
+    pub fn layers(&self) -> u32 {
+        self.layers
+    }
+
+    /// Tokens of a block, 0 when nobody said.
+    pub fn block_tokens(&self) -> u32 {
+        self.block_tokens
+    }
+
+    /// Type of the elements.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Side shards, in order.
+    pub fn sides(&self) -> &[SideSpec] {
+        &self.sides
+    }
+
+    /// Length of the header: whole pages.
+    pub fn header_len(&self) -> usize {
+        let used = at::SHARD_TABLE + at::SHARD_ENTRY * self.layers as usize + at::CRC_LEN;
+        round_up(used as u64, PAGE) as usize
+    }
+
+    /// Length of the payload: whole pages.
+    pub fn payload_len(&self) -> usize {
+        self.payload_len as usize
+    }
+
+    /// Length of header and payload: what must be read to load the KV.
+    pub fn kv_len(&self) -> usize {
+        self.header_len() + self.payload_len()
+    }
+
+    /// Length of the whole record, side shards too.
+    pub fn record_len(&self) -> usize {
+        let sides: u64 = self.sides.iter().map(|side| round_up(side.len, PAGE)).sum();
+        self.kv_len() + sides as usize
+    }
+
+    /// Where the bytes of layer `layer` lie in the record. A layer that is not there lies behind the last one.
+    pub fn layer_data(&self, layer: u32) -> Range<usize> {
+        let start = self.header_len() + (round_up(self.layer_len, LAYER_ALIGN) * u64::from(layer)) as usize;
+        start..start + self.layer_len as usize
+    }
+
+    /// Where the bytes of the side shard at `index` lie in the record; `None` when there is no such side shard.
+    pub fn side_data(&self, index: usize) -> Option<Range<usize>> {
+        let side = self.sides.get(index)?;
+        let before: u64 = self.sides[..index]
+            .iter()
+            .map(|side| round_up(side.len, PAGE))
+            .sum();
+        let start = self.kv_len() + before as usize;
+        Some(start..start + side.len as usize)
+    }
+
+    /// Finishes one layer whose bytes are filled in, while they are still in cache: zeroes the padding behind it, so
+    /// that a record depends on its content alone and nothing left over in a reused buffer leaves the process, and
+    /// gives its CRC-32C, which covers that padding. `record` is the whole record's buffer; one that is shorter gives
+    /// 0 and fails in [`encode_header`].
+    pub fn seal_layer(&self, record: &mut [u8], layer: u32) -> u32 {
+        let data = self.layer_data(layer);
+        let last = layer + 1 == self.layers;
+        let end = if last {
+            self.kv_len()
+        } else {
+            self.layer_data(layer + 1).start
+        };
+        seal_stretch(record, data, end)
+    }
+
+    /// As [`RecordLayout::seal_layer`], for the side shard at `index`; 0 when there is no such side shard.
+    pub fn seal_side(&self, record: &mut [u8], index: usize) -> u32 {
+        let Some(data) = self.side_data(index) else {
+            return 0;
+        };
+        let end = round_up(data.end as u64, PAGE) as usize;
+        seal_stretch(record, data, end)
+    }
+
+    /// Makes a record of a buffer whose layers and side shards are all filled in. Fails when the buffer is shorter
+    /// than [`RecordLayout::record_len`].
+    pub fn seal(&self, meta: &RecordMeta, record: &mut [u8]) -> Result<()> {
+        let mut checksums: Vec<_> = (0..self.layers)
+            .map(|layer| self.seal_layer(record, layer))
+            .collect();
+        checksums.extend((0..self.sides.len()).map(|index| self.seal_side(record, index)));
+        encode_header(self, meta, &checksums, record)
+    }
+}
+
+/// Zeroes from the end of `data` to `end` and gives the checksum of all of it.
+fn seal_stretch(record: &mut [u8], data: Range<usize>, end: usize) -> u32 {
+    let Some(stretch) = record.get_mut(data.start..end) else {
+        return 0;
+    };
+    stretch[data.len()..].fill(0);
+    crc32c(stretch)
+}

@@ -1,0 +1,433 @@
+//! The record against its promises: what was sealed comes back, and nothing else does, each refusal with its reason.
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use ucm_core::{BlockId, DType, Geometry, MissReason, Part, crc32c};
+
+use super::*;
+
+const NAMESPACE: [u8; 32] = [0x5a; 32];
+const PART: Part = Part {
+    group: 1,
+    pipeline_rank: 2,
+    tensor_rank: 3,
+};
+
+fn meta() -> RecordMeta {
+    RecordMeta {
+        id: BlockId(*b"0123456789abcdef"),
+        namespace: NAMESPACE,
+        part: PART,
+        parent: BlockId([9; 16]),
+        ordinal: 41,
+        tokens: 16,
+        time_ns: 1_800_000_000_000_000_000,
+        writer: 0x0102_0304_0506_0708,
+    }
+}
+
+fn side(name: &str, len: u64) -> SideSpec {
+    SideSpec {
+        name: name.to_owned(),
+        version: 7,
+        len,
+    }
+}
+
+fn layout(tensors: &[u64], layers: u32, sides: Vec<SideSpec>) -> RecordLayout {
+    let geometry = Geometry::new(tensors.to_vec(), layers, 1).unwrap();
+    RecordLayout::new(&geometry)
+        .describing(16, DType::Bf16)
+        .with_sides(sides)
+        .unwrap()
+}
+
+/// A sealed record whose buffer held `stale` bytes before.
+fn record(layout: &RecordLayout, meta: &RecordMeta, stale: u8) -> Vec<u8> {
+    let mut record = vec![stale; layout.record_len()];
+    let data = (0..layout.layers()).map(|layer| layout.layer_data(layer));
+    for range in data.chain((0..layout.sides().len()).filter_map(|i| layout.side_data(i))) {
+        for at in range {
+            record[at] = (at as u32).wrapping_mul(2_654_435_761).to_be_bytes()[0];
+        }
+    }
+    layout.seal(meta, &mut record).unwrap();
+    record
+}
+
+fn expect(layout: &RecordLayout) -> Expect<'_> {
+    Expect {
+        id: meta().id,
+        namespace: NAMESPACE,
+        part: PART,
+        layout,
+    }
+}
+
+fn judge(bytes: &[u8], layout: &RecordLayout) -> Result<RecordHeader, MissReason> {
+    verify(bytes, &expect(layout))
+}
+
+/// Writes over a header and makes its checksums right again.
+fn forge(record: &mut [u8], offset: usize, bytes: &[u8]) {
+    record[offset..offset + bytes.len()].copy_from_slice(bytes);
+    let preamble = crc32c(&record[..at::PREAMBLE_CRC]);
+    record[at::PREAMBLE_CRC..PREAMBLE_LEN].copy_from_slice(&preamble.to_le_bytes());
+    let mut len = [0; 4];
+    len.copy_from_slice(&record[at::HEADER_LEN..][..4]);
+    let end = u32::from_le_bytes(len) as usize - at::CRC_LEN;
+    let whole = crc32c(&record[..end]);
+    record[end..end + at::CRC_LEN].copy_from_slice(&whole.to_le_bytes());
+}
+
+#[test]
+fn offsets_are_those_of_the_format() {
+    let plain = layout(&[100, 28], 3, vec![]);
+    assert_eq!(
+        (plain.header_len(), plain.payload_len(), plain.kv_len()),
+        (4096, 4096, 8192)
+    );
+    assert_eq!(plain.layer_data(2), 4096 + 256..4096 + 256 + 128);
+    assert_eq!(at::SHARD_TABLE, 576);
+    // 146 layers fit the first page, one more needs a second.
+    assert_eq!(layout(&[1], 146, vec![]).header_len(), 4096);
+    assert_eq!(layout(&[1], 147, vec![]).header_len(), 8192);
+    let more = layout(&[100, 28], 3, vec![side("mean-k", 5000), side("q", 1)]);
+    assert_eq!(more.layer_data(2), plain.layer_data(2));
+    assert_eq!(more.side_data(0), Some(8192..13192));
+    assert_eq!(more.side_data(1), Some(16384..16385));
+    assert_eq!(more.side_data(2), None);
+    assert_eq!(more.record_len(), 20480);
+}
+
+#[test]
+fn direct_and_layerwise_callers_write_the_same_bytes() {
+    let of =
+        |layers_per_shard| RecordLayout::new(&Geometry::new(vec![640, 640], 4, layers_per_shard).unwrap());
+    assert_eq!(of(1), of(4));
+}
+
+#[test]
+fn every_flipped_bit_is_refused_with_its_reason() {
+    let layout = layout(&[300], 2, vec![side("mean-k", 40)]);
+    let mut record = record(&layout, &meta(), 0xff);
+    for at in 0..record.len() {
+        let reason = match at {
+            0..4 => MissReason::NotARecord,
+            4..4096 => MissReason::BadHeader,
+            _ => MissReason::BadChecksum,
+        };
+        for bit in 0..8 {
+            record[at] ^= 1 << bit;
+            assert_eq!(judge(&record, &layout), Err(reason), "byte {at}, bit {bit}");
+            record[at] ^= 1 << bit;
+        }
+    }
+    assert!(judge(&record, &layout).is_ok());
+}
+
+#[test]
+fn every_truncation_is_refused_and_the_kv_alone_is_enough() {
+    let layout = layout(&[300], 2, vec![side("mean-k", 40)]);
+    let mut record = record(&layout, &meta(), 0);
+    for len in 0..record.len() {
+        let judged = judge(&record[..len], &layout);
+        if len == layout.kv_len() {
+            assert_eq!(judged.unwrap().side("mean-k").unwrap().version, 7);
+        } else {
+            assert_eq!(judged, Err(MissReason::Truncated), "{len} bytes");
+        }
+    }
+    record.push(0);
+    assert_eq!(judge(&record, &layout), Err(MissReason::WrongLength));
+}
+
+#[test]
+fn what_was_sealed_for_another_is_foreign() {
+    let layout = layout(&[300], 2, vec![]);
+    let of = |change: fn(&mut RecordMeta)| {
+        let mut meta = meta();
+        change(&mut meta);
+        judge(&record(&layout, &meta, 0), &layout)
+    };
+    assert_eq!(of(|m| m.id.0[15] ^= 1), Err(MissReason::ForeignId));
+    assert_eq!(of(|m| m.namespace[31] ^= 1), Err(MissReason::ForeignIdentity));
+    assert_eq!(of(|m| m.part.group += 1), Err(MissReason::ForeignPart));
+    assert_eq!(of(|m| m.part.pipeline_rank += 1), Err(MissReason::ForeignPart));
+    assert_eq!(of(|m| m.part.tensor_rank += 1), Err(MissReason::ForeignPart));
+    // Another rank's record of the same block: its id differs too, but the part is the better reason.
+    let other_rank = of(|m| {
+        let key = m.id.xor(m.part.mask());
+        m.part.tensor_rank = 0;
+        m.id = key.xor(m.part.mask());
+    });
+    assert_eq!(other_rank, Err(MissReason::ForeignPart));
+    assert!(of(|m| (m.ordinal, m.tokens, m.time_ns, m.writer, m.parent) = (0, 0, 0, 0, m.id)).is_ok());
+}
+
+#[test]
+fn another_shape_is_foreign_even_with_the_same_length() {
+    let ours = layout(&[300, 300], 2, vec![]);
+    let record = record(&ours, &meta(), 0);
+    for other in [
+        layout(&[300, 300], 3, vec![]),
+        layout(&[300, 301], 2, vec![]),
+        layout(&[299, 301], 2, vec![]),
+        layout(&[600], 2, vec![]),
+        layout(&[3000, 3000], 2, vec![]),
+        ours.clone().describing(32, DType::Bf16),
+        ours.clone().describing(16, DType::F16),
+    ] {
+        assert_eq!(judge(&record, &other), Err(MissReason::ForeignShape), "{other:?}");
+    }
+}
+
+#[test]
+fn side_shards_do_not_change_who_may_read_the_kv() {
+    let plain = layout(&[300], 2, vec![]);
+    let sided = layout(&[300], 2, vec![side("mean-k", 40), side("codes", 4096)]);
+    let header = judge(&record(&sided, &meta(), 0), &plain).unwrap();
+    assert!(
+        judge(&record(&plain, &meta(), 0), &sided)
+            .unwrap()
+            .sides
+            .is_empty()
+    );
+    let record = record(&sided, &meta(), 0);
+    for (i, name) in ["mean-k", "codes"].into_iter().enumerate() {
+        let entry = header.side(name).unwrap();
+        let range = sided.side_data(i).unwrap();
+        let pages = &record[range.start..][..4096];
+        assert_eq!(verify_side(entry, pages), Ok(&record[range]));
+        assert_eq!(verify_side(entry, &pages[..4095]), Err(MissReason::Truncated));
+        assert_eq!(
+            verify_side(entry, &[pages, &[0]].concat()),
+            Err(MissReason::WrongLength)
+        );
+        let mut flipped = pages.to_vec();
+        flipped[4095] ^= 1;
+        assert_eq!(verify_side(entry, &flipped), Err(MissReason::BadChecksum));
+    }
+    assert_eq!(header.side("other"), None);
+}
+
+#[test]
+fn side_shards_are_named_well_and_once() {
+    let geometry = Geometry::new(vec![300], 2, 1).unwrap();
+    let long = "x".repeat(MAX_SIDE_NAME + 1);
+    for sides in [
+        vec![side("", 1)],
+        vec![side(&long, 1)],
+        vec![side("A", 1)],
+        vec![side("a", 0)],
+        vec![side("a", u64::MAX)],
+        vec![side("a", 1), side("a", 2)],
+        (0..=MAX_SIDES).map(|i| side(&i.to_string(), 1)).collect(),
+    ] {
+        assert!(
+            RecordLayout::new(&geometry).with_sides(sides.clone()).is_err(),
+            "{sides:?}"
+        );
+    }
+}
+
+#[test]
+fn a_newer_record_is_left_alone_and_only_if_it_says_so_soundly() {
+    let layout = layout(&[300], 2, vec![]);
+    let good = record(&layout, &meta(), 0);
+    let forged = |offset: usize, bytes: &[u8]| {
+        let mut record = good.clone();
+        forge(&mut record, offset, bytes);
+        record
+    };
+    let mut newer = forged(at::VERSION, &2u32.to_le_bytes());
+    // Whatever a newer version does behind its preamble is its own business.
+    newer[PREAMBLE_LEN..].fill(0xee);
+    assert_eq!(judge(&newer, &layout), Err(MissReason::NewerVersion));
+    assert_eq!(
+        judge(&newer[..PREAMBLE_LEN], &layout),
+        Err(MissReason::NewerVersion)
+    );
+    assert_eq!(
+        judge(&forged(at::FLAGS, &1u32.to_le_bytes()), &layout),
+        Err(MissReason::NewerVersion)
+    );
+    assert_eq!(
+        judge(&forged(at::CODEC, &1u32.to_le_bytes()), &layout),
+        Err(MissReason::NewerVersion)
+    );
+    assert_eq!(
+        judge(&forged(at::VERSION, &[0; 4]), &layout),
+        Err(MissReason::BadHeader)
+    );
+    let mut flipped = good.clone();
+    flipped[at::VERSION] ^= 2;
+    assert_eq!(judge(&flipped, &layout), Err(MissReason::BadHeader));
+}
+
+#[test]
+fn the_seeds_own_form_is_named() {
+    let layout = layout(&[300], 2, vec![]);
+    let mut seed = vec![0u8; PREAMBLE_LEN + 600];
+    seed[..4].copy_from_slice(b"UCMB");
+    seed[4] = 1;
+    seed[8..24].copy_from_slice(&meta().id.0);
+    seed[24] = 2;
+    seed[28] = 16;
+    seed[32] = 2;
+    assert_eq!(judge(&seed, &layout), Err(MissReason::SeedForm));
+    assert_eq!(judge(&seed[..PREAMBLE_LEN], &layout), Err(MissReason::SeedForm));
+    assert_eq!(
+        judge(&seed[..PREAMBLE_LEN - 1], &layout),
+        Err(MissReason::Truncated)
+    );
+    assert_eq!(judge(&[0; 8192], &layout), Err(MissReason::NotARecord));
+}
+
+#[test]
+fn forged_tables_with_right_checksums_are_refused() {
+    let layout = layout(&[300], 2, vec![side("mean-k", 40)]);
+    let good = record(&layout, &meta(), 0);
+    let entry = at::SHARD_TABLE + at::SHARD_ENTRY;
+    let bad_header: &[(usize, u64)] = &[
+        (at::RECORD_LEN, 8192),
+        (at::RECORD_LEN, u64::MAX),
+        (at::STORED_LEN, u64::MAX),
+        (at::STORED_LEN, 5000),
+        (entry, u64::MAX),
+        (entry, 4096),
+        (entry + 8, u64::MAX),
+        (at::SHARD_TABLE, 4097),
+        (at::SIDE_TABLE + 24, 8193),
+        (at::SIDE_TABLE + 32, 0),
+        (at::SIDE_TABLE + 32, u64::MAX),
+        (at::SIDE_TABLE, u64::MAX),
+    ];
+    for &(offset, value) in bad_header {
+        let mut record = good.clone();
+        forge(&mut record, offset, &value.to_le_bytes());
+        assert_eq!(
+            judge(&record, &layout),
+            Err(MissReason::BadHeader),
+            "{value} at {offset}"
+        );
+    }
+    for (offset, value) in [
+        (at::SHARDS, 0u32),
+        (at::SHARDS, 147),
+        (at::SIDES, 9),
+        (at::SIDES, u32::MAX),
+    ] {
+        let mut record = good.clone();
+        forge(&mut record, offset, &value.to_le_bytes());
+        assert_eq!(
+            judge(&record, &layout),
+            Err(MissReason::BadHeader),
+            "{value} at {offset}"
+        );
+    }
+    for header_len in [0u32, 64, 4095, 1 << 20] {
+        let mut record = good.clone();
+        record[at::HEADER_LEN..][..4].copy_from_slice(&header_len.to_le_bytes());
+        let preamble = crc32c(&record[..at::PREAMBLE_CRC]);
+        record[at::PREAMBLE_CRC..PREAMBLE_LEN].copy_from_slice(&preamble.to_le_bytes());
+        assert_eq!(
+            judge(&record, &layout),
+            Err(MissReason::BadHeader),
+            "header of {header_len}"
+        );
+    }
+    let mut moved = good.clone();
+    forge(&mut moved, entry, &(4096u64 + 384).to_le_bytes());
+    assert_eq!(judge(&moved, &layout), Err(MissReason::ForeignShape));
+}
+
+#[test]
+fn a_buffer_that_does_not_fit_is_an_error() {
+    let layout = layout(&[300], 2, vec![]);
+    let mut short = vec![0; layout.record_len() - 1];
+    assert!(layout.seal(&meta(), &mut short).is_err());
+    let mut record = vec![0; layout.record_len()];
+    assert!(encode_header(&layout, &meta(), &[1], &mut record).is_err());
+    assert!(encode_header(&layout, &meta(), &[1, 2, 3], &mut record).is_err());
+}
+
+prop_compose! {
+    fn layouts()(
+        tensors in vec(1u64..3000, 1..4),
+        layers in 1u32..200,
+        sides in vec(1u64..9000, 0..3),
+    ) -> RecordLayout {
+        let sides = sides.into_iter().enumerate().map(|(i, len)| side(&format!("s{i}"), len)).collect();
+        layout(&tensors, layers, sides)
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn what_was_sealed_comes_back(layout in layouts(), stale: u8) {
+        let sealed = record(&layout, &meta(), stale);
+        let header = judge(&sealed, &layout).unwrap();
+        prop_assert_eq!(header.meta, meta());
+        prop_assert_eq!(header.record_len, sealed.len() as u64);
+        prop_assert_eq!(header.kv_len(), layout.kv_len() as u64);
+        for (layer, entry) in header.table.iter().enumerate() {
+            let range = layout.layer_data(layer as u32);
+            prop_assert!(range.start.is_multiple_of(64) && range.start >= layout.header_len());
+            prop_assert_eq!((entry.offset, entry.len), (range.start as u64, range.len() as u64));
+        }
+        // Nothing that lay in the buffer before is in the record.
+        prop_assert_eq!(sealed, record(&layout, &meta(), !stale));
+    }
+
+    #[test]
+    fn no_flip_no_cut_no_swap_passes(
+        layout in layouts(),
+        at in any::<proptest::sample::Index>(),
+        mask in 1u8..,
+        other in layouts(),
+    ) {
+        let good = record(&layout, &meta(), 0);
+        let at = at.index(good.len());
+        let mut flipped = good.clone();
+        flipped[at] ^= mask;
+        let reason = match at {
+            0..4 => MissReason::NotARecord,
+            _ if at < layout.header_len() => MissReason::BadHeader,
+            _ => MissReason::BadChecksum,
+        };
+        prop_assert_eq!(judge(&flipped, &layout), Err(reason));
+        if at != layout.kv_len() {
+            prop_assert_eq!(judge(&good[..at], &layout), Err(MissReason::Truncated));
+        }
+        if other.layer_data(1) != layout.layer_data(1) || other.layers() != layout.layers() {
+            prop_assert_eq!(judge(&good, &other), Err(MissReason::ForeignShape));
+        }
+    }
+
+    /// No header, however forged, makes the reader fail in another way than with a reason; one that passes says
+    /// exactly what was expected.
+    #[test]
+    fn forged_headers_never_escape(
+        layout in layouts(),
+        offset in PREAMBLE_LEN..1000usize,
+        bytes in vec(any::<u8>(), 1..24),
+    ) {
+        let mut forged = record(&layout, &meta(), 0);
+        forge(&mut forged, offset, &bytes);
+        if let Ok(header) = judge(&forged, &layout) {
+            prop_assert_eq!((header.meta.id, header.meta.namespace, header.meta.part), (meta().id, NAMESPACE, PART));
+            prop_assert_eq!(header.table.len(), layout.layers() as usize);
+        }
+    }
+
+    #[test]
+    fn noise_is_not_a_record(mut bytes in vec(any::<u8>(), 0..9000), magic: bool) {
+        if magic && bytes.len() >= 4 {
+            bytes[..4].copy_from_slice(&MAGIC);
+        }
+        prop_assert!(RecordHeader::decode(&bytes).is_err());
+    }
+}

@@ -1,0 +1,265 @@
+//! A store in a temporary directory with a pretended device, and the truth it is compared with.
+#![allow(unsafe_code, reason = "device addresses of the tests' own buffers")]
+#![allow(dead_code, reason = "each test file uses its part of this")]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tempfile::TempDir;
+use ucm_core::{BlockId, DType, Geometry, Identity, Part};
+use ucm_device::{DeviceSpan, HostDevice};
+use ucm_infra::{Clock, SystemClock};
+use ucm_io::{FaultyEngine, IoEngine, PsyncEngine, PsyncOptions};
+use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
+use ucm_store::health::BreakerConfig;
+use ucm_store::posix::{PosixBackend, PosixConfig};
+use ucm_store::record::RecordLayout;
+use ucm_store::space::Capacity;
+
+/// How a test wants its store.
+#[derive(Clone)]
+pub(crate) struct Setup {
+    pub(crate) tensors: Vec<u64>,
+    pub(crate) layers: u32,
+    pub(crate) layers_per_shard: u32,
+    pub(crate) slots: u64,
+    pub(crate) capacity: Option<u64>,
+    pub(crate) weights: &'static str,
+    pub(crate) part: Part,
+    pub(crate) deadlines: Deadlines,
+    pub(crate) breaker: BreakerConfig,
+    pub(crate) lookup_only: bool,
+    pub(crate) workers: usize,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self {
+            tensors: vec![96, 32],
+            layers: 3,
+            layers_per_shard: 3,
+            slots: 16,
+            capacity: Some(1 << 30),
+            weights: "w",
+            part: Part::default(),
+            deadlines: Deadlines {
+                lookup: Duration::from_secs(20),
+                ..Deadlines::default()
+            },
+            breaker: BreakerConfig {
+                threshold: u32::MAX,
+                cool_down: Duration::from_secs(1),
+            },
+            lookup_only: false,
+            workers: 4,
+        }
+    }
+}
+
+/// A store, the faults before it, and the directory below it.
+pub(crate) struct Store {
+    pub(crate) engine: Engine,
+    pub(crate) faults: Arc<FaultyEngine>,
+    pub(crate) setup: Setup,
+    pub(crate) root: PathBuf,
+}
+
+pub(crate) fn identity(weights: &str) -> Identity {
+    let text = format!(
+        "{{\"format_version\":1,\"architecture\":\"A\",\"world_size\":1,\"dtype\":\"f32\",\"weights\":\"{weights}\",\
+         \"model_config\":{{}},\"position\":{{}},\"kv_dtype\":\"f32\",\"attention_backend\":\"a\",\"kv_packing\":{{}},\
+         \"kv_layout\":\"l\",\"kv_groups\":[],\"block_tokens\":16,\"tensor_parallel\":1,\"pipeline_parallel\":1,\
+         \"decode_context_parallel\":1}}"
+    );
+    Identity::parse(&text).unwrap()
+}
+
+impl Store {
+    pub(crate) fn open(root: &Path, setup: Setup) -> Self {
+        Self::with_clock(root, setup, SystemClock::shared())
+    }
+
+    pub(crate) fn with_clock(root: &Path, setup: Setup, clock: Arc<dyn Clock>) -> Self {
+        let options = PsyncOptions {
+            clock: Arc::clone(&clock),
+            ..PsyncOptions::with_workers(setup.workers)
+        };
+        let io: Arc<dyn IoEngine> = PsyncEngine::new(options).unwrap();
+        let faults = FaultyEngine::new(io, Arc::clone(&clock), 1);
+        let geometry = Geometry::new(setup.tensors.clone(), setup.layers, setup.layers_per_shard).unwrap();
+        let record_len = RecordLayout::new(&geometry).record_len() as u64;
+        let identity = identity(setup.weights);
+        let posix = PosixConfig {
+            root: root.to_owned(),
+            identity: identity.clone(),
+            labels: BTreeMap::new(),
+            part: setup.part,
+            geometry: geometry.clone(),
+            block_tokens: 16,
+            record_len,
+            lookup_only: setup.lookup_only,
+            capacity: setup
+                .capacity
+                .and_then(std::num::NonZeroU64::new)
+                .map(Capacity::Bytes),
+            writer: ucm_store::random_u64(),
+        };
+        let backend = PosixBackend::new(
+            posix,
+            Arc::clone(&faults) as Arc<dyn IoEngine>,
+            Arc::clone(&clock),
+        )
+        .unwrap();
+        let config = EngineConfig {
+            geometry,
+            identity,
+            part: setup.part,
+            block_tokens: 16,
+            dtype: DType::F32,
+            staging_bytes: if setup.lookup_only {
+                0
+            } else {
+                setup.slots * record_len
+            },
+            copy_threads: 1,
+            deadlines: setup.deadlines,
+            breaker: setup.breaker,
+            writer: 7,
+        };
+        let engine = Engine::open(config, Arc::new(backend), Arc::new(HostDevice::new()), clock).unwrap();
+        Self {
+            engine,
+            faults,
+            setup,
+            root: root.to_owned(),
+        }
+    }
+
+    /// The file of a block.
+    pub(crate) fn file(&self, id: BlockId) -> PathBuf {
+        let namespace = self.root.join(identity(self.setup.weights).namespace());
+        namespace
+            .join("blocks")
+            .join(format!("{:02x}", id.0[0]))
+            .join(format!("{id}.bin"))
+    }
+
+    /// Dumps whole blocks and waits until they are published.
+    pub(crate) fn dump(&self, device: &Device, ids: &[BlockId]) -> Result<(), Vec<(usize, ucm_core::Error)>> {
+        let task = self
+            .engine
+            .dump(device.rows(ids))
+            .map_err(|error| vec![(usize::MAX, error)])?;
+        self.outcome(&task)
+    }
+
+    /// Loads whole blocks and waits for the outcome.
+    pub(crate) fn load(&self, device: &Device, ids: &[BlockId]) -> Result<(), Vec<(usize, ucm_core::Error)>> {
+        let task = self
+            .engine
+            .load(device.rows(ids), None)
+            .map_err(|error| vec![(usize::MAX, error)])?;
+        self.outcome(&task)
+    }
+
+    pub(crate) fn outcome(&self, task: &Task) -> Result<(), Vec<(usize, ucm_core::Error)>> {
+        assert!(
+            task.wait(self.engine.clock(), Until::Published, None),
+            "a task must end by its deadline"
+        );
+        let failures = task.failures();
+        if failures.is_empty() {
+            Ok(())
+        } else {
+            Err(failures)
+        }
+    }
+
+    pub(crate) fn stat(&self, name: &str) -> u64 {
+        self.engine.stats()[name].as_u64().unwrap()
+    }
+
+    pub(crate) fn missed(&self, reason: &str) -> u64 {
+        self.engine.stats()["misses"][reason].as_u64().unwrap_or(0)
+    }
+}
+
+pub(crate) fn id(n: u8) -> BlockId {
+    BlockId(std::array::from_fn(|i| {
+        n.wrapping_mul(31).wrapping_add(i as u8 * 7)
+    }))
+}
+
+/// Memory that plays the device: one buffer per block, all layers in a row.
+pub(crate) struct Device {
+    setup: Setup,
+    blocks: BTreeMap<BlockId, Vec<u8>>,
+}
+
+impl Device {
+    /// Blocks filled with what their id stands for.
+    pub(crate) fn filled(setup: &Setup, ids: &[BlockId]) -> Self {
+        let blocks = ids.iter().map(|&id| (id, content(setup, id))).collect();
+        Self {
+            setup: setup.clone(),
+            blocks,
+        }
+    }
+
+    /// Blocks filled with rubbish, to be loaded into.
+    pub(crate) fn blank(setup: &Setup, ids: &[BlockId]) -> Self {
+        let len = content(setup, id(0)).len();
+        let blocks = ids.iter().map(|&id| (id, vec![0xee; len])).collect();
+        Self {
+            setup: setup.clone(),
+            blocks,
+        }
+    }
+
+    /// One row per shard of each block.
+    pub(crate) fn rows(&self, ids: &[BlockId]) -> Vec<Row> {
+        let shards = self.setup.layers / self.setup.layers_per_shard;
+        ids.iter()
+            .flat_map(|&id| (0..shards).map(move |shard| (id, shard)))
+            .map(|(id, shard)| self.row(id, shard))
+            .collect()
+    }
+
+    pub(crate) fn row(&self, id: BlockId, shard: u32) -> Row {
+        let mut address = self.blocks[&id].as_ptr() as u64;
+        let layer: u64 = self.setup.tensors.iter().sum();
+        address += layer * u64::from(self.setup.layers_per_shard * shard);
+        let mut spans = Vec::new();
+        for _ in 0..self.setup.layers_per_shard {
+            for &size in &self.setup.tensors {
+                // SAFETY: within this device's own buffer, which the tests keep until their tasks ended.
+                spans.push(unsafe { DeviceSpan::new(address, size) });
+                address += size;
+            }
+        }
+        Row { id, shard, spans }
+    }
+
+    /// Whether the block holds what its id stands for.
+    pub(crate) fn is_right(&self, id: BlockId) -> bool {
+        self.blocks[&id] == content(&self.setup, id)
+    }
+
+    pub(crate) fn is_blank(&self, id: BlockId) -> bool {
+        self.blocks[&id].iter().all(|&byte| byte == 0xee)
+    }
+}
+
+/// The bytes an id stands for.
+pub(crate) fn content(setup: &Setup, id: BlockId) -> Vec<u8> {
+    let len = setup.tensors.iter().sum::<u64>() as usize * setup.layers as usize;
+    (0..len)
+        .map(|i| id.0[i % 16].wrapping_add((i / 16) as u8))
+        .collect()
+}
+
+pub(crate) fn directory() -> TempDir {
+    tempfile::Builder::new().prefix("ucm-store-").tempdir().unwrap()
+}

@@ -1,0 +1,215 @@
+//! The engine against a map: whatever is dumped, damaged, removed, refused or made to fail, a hit is exact.
+
+mod common;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use common::{Device, Setup, Store, directory, id};
+use proptest::prelude::*;
+use ucm_core::BlockId;
+use ucm_io::{Fault, OpKind, Rule};
+
+/// One thing a test does.
+#[derive(Debug, Clone)]
+enum Act {
+    Dump(Vec<u8>),
+    Load(Vec<u8>),
+    Lookup(Vec<u8>),
+    Flip(u8, usize),
+    Cut(u8, usize),
+    Grow(u8),
+    Remove(u8),
+    Swap(u8, u8),
+    Reopen,
+    Fault(u8),
+}
+
+fn act() -> impl Strategy<Value = Act> {
+    let one = 0..6u8;
+    let some = || prop::collection::vec(0..6u8, 1..5);
+    prop_oneof![
+        4 => some().prop_map(Act::Dump),
+        4 => some().prop_map(Act::Load),
+        2 => some().prop_map(Act::Lookup),
+        2 => (one.clone(), any::<usize>()).prop_map(|(n, at)| Act::Flip(n, at)),
+        1 => (one.clone(), any::<usize>()).prop_map(|(n, len)| Act::Cut(n, len)),
+        1 => one.clone().prop_map(Act::Grow),
+        1 => one.clone().prop_map(Act::Remove),
+        1 => (one.clone(), one).prop_map(|(a, b)| Act::Swap(a, b)),
+        1 => Just(Act::Reopen),
+        1 => (0..7u8).prop_map(Act::Fault),
+    ]
+}
+
+fn fault(n: u8) -> Rule {
+    match n {
+        0 => Rule::on(OpKind::Read, Fault::Errno(5)),
+        1 => Rule::on(OpKind::Read, Fault::FlipRandom(1)),
+        2 => Rule::on(OpKind::Read, Fault::ShortRead(4096)),
+        3 => Rule::on(OpKind::Publish, Fault::Errno(28)),
+        4 => Rule::on(OpKind::Publish, Fault::LostReply(5)),
+        5 => Rule::on(OpKind::Read, Fault::stale()),
+        _ => Rule::on(OpKind::Publish, Fault::Replay),
+    }
+}
+
+fn unique(ns: &[u8]) -> Vec<BlockId> {
+    ns.iter()
+        .copied()
+        .collect::<BTreeSet<_>>()
+        .into_iter()
+        .map(id)
+        .collect()
+}
+
+/// What may be true of a block's file.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Truth {
+    Absent,
+    Whole,
+    /// Touched by a test or by an injected fault: may be anything, but never a wrong hit.
+    Unsure,
+}
+
+fn run(layers_per_shard: u32, acts: &[Act]) {
+    let dir = directory();
+    let setup = Setup {
+        layers_per_shard,
+        ..Setup::default()
+    };
+    let mut store = Store::open(dir.path(), setup.clone());
+    let mut truth: BTreeMap<BlockId, Truth> = (0..6).map(|n| (id(n), Truth::Absent)).collect();
+    let mut faulty = false;
+    for act in acts {
+        match act {
+            Act::Dump(ns) => {
+                let ids = unique(ns);
+                let ended = store.dump(&Device::filled(&setup, &ids), &ids);
+                assert!(ended.is_ok() || faulty, "{ended:?}");
+                for id in ids {
+                    let known = truth[&id] == Truth::Unsure || ended.is_err();
+                    truth.insert(id, if known { Truth::Unsure } else { Truth::Whole });
+                }
+            }
+            Act::Load(ns) => {
+                let ids = unique(ns);
+                let device = Device::blank(&setup, &ids);
+                let ended = store.load(&device, &ids);
+                let failed: BTreeSet<usize> = ended
+                    .err()
+                    .unwrap_or_default()
+                    .into_iter()
+                    .map(|(row, _)| row)
+                    .collect();
+                let shards = (setup.layers / layers_per_shard) as usize;
+                for (i, &id) in ids.iter().enumerate() {
+                    let rows = failed.range(i * shards..(i + 1) * shards).count();
+                    assert!(rows == 0 || rows == shards, "a block fails whole");
+                    if rows == 0 {
+                        assert!(device.is_right(id), "a hit is exact");
+                        assert_ne!(truth[&id], Truth::Absent, "a hit on nothing");
+                    } else {
+                        assert!(
+                            device.is_blank(id) || device.is_right(id),
+                            "half a block on the device"
+                        );
+                    }
+                }
+                let sound = ids.iter().all(|id| truth[id] == Truth::Whole);
+                assert!(failed.is_empty() || !sound || faulty, "a sound load failed");
+            }
+            Act::Lookup(ns) => {
+                let ids = unique(ns);
+                let found = store.engine.lookup(&ids).unwrap();
+                let prefix = store.engine.lookup_on_prefix(&ids).unwrap();
+                assert_eq!(prefix, found.iter().take_while(|&&present| present).count());
+                for (id, present) in ids.iter().zip(found) {
+                    match truth[id] {
+                        Truth::Absent => assert!(!present, "nothing was stored under {id}"),
+                        Truth::Whole => assert!(present || faulty, "{id} was stored"),
+                        Truth::Unsure => {}
+                    }
+                }
+            }
+            Act::Flip(n, at) => damage(&store, &mut truth, *n, |bytes| {
+                let at = at % bytes.len();
+                bytes[at] ^= 1 << (at % 8);
+            }),
+            Act::Cut(n, len) => damage(&store, &mut truth, *n, |bytes| bytes.truncate(len % bytes.len())),
+            Act::Grow(n) => damage(&store, &mut truth, *n, |bytes| bytes.push(0)),
+            Act::Remove(n) => {
+                let _ = std::fs::remove_file(store.file(id(*n)));
+                // Whether this process refused it decides nothing about a file that is gone.
+                truth.insert(id(*n), Truth::Absent);
+            }
+            Act::Swap(a, b) => {
+                if let (Ok(one), Ok(other)) = (
+                    std::fs::read(store.file(id(*a))),
+                    std::fs::read(store.file(id(*b))),
+                ) {
+                    std::fs::write(store.file(id(*a)), other).unwrap();
+                    std::fs::write(store.file(id(*b)), one).unwrap();
+                    if a != b {
+                        truth.insert(id(*a), Truth::Unsure);
+                        truth.insert(id(*b), Truth::Unsure);
+                    }
+                }
+            }
+            Act::Reopen => {
+                drop(store);
+                store = Store::open(dir.path(), setup.clone());
+                faulty = false;
+            }
+            Act::Fault(n) => {
+                store.faults.add(fault(*n).times(2)).unwrap();
+                faulty = true;
+            }
+        }
+    }
+    // Healthy again without help: what is dumped now is there, whatever came before, at the latest after a refusal.
+    store.faults.clear();
+    let ids: Vec<BlockId> = (0..6).map(id).collect();
+    for _ in 0..2 {
+        let device = Device::blank(&setup, &ids);
+        for &id in &ids {
+            let _ = store.load(&device, &[id]);
+        }
+        store.dump(&Device::filled(&setup, &ids), &ids).unwrap();
+    }
+    let device = Device::blank(&setup, &ids);
+    assert_eq!(
+        store
+            .load(&device, &ids)
+            .map_err(|failures| format!("{failures:?}")),
+        Ok(())
+    );
+    assert!(ids.iter().all(|&id| device.is_right(id)));
+    assert_eq!(
+        store.stat("slots_free"),
+        store.stat("slots"),
+        "every slot came back"
+    );
+}
+
+fn damage(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, n: u8, change: impl FnOnce(&mut Vec<u8>)) {
+    let path = store.file(id(n));
+    if let Ok(mut bytes) = std::fs::read(&path).map(|bytes| if bytes.is_empty() { vec![0] } else { bytes }) {
+        change(&mut bytes);
+        std::fs::write(path, bytes).unwrap();
+        truth.insert(id(n), Truth::Unsure);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn direct_rows(acts in prop::collection::vec(act(), 1..30)) {
+        run(3, &acts);
+    }
+
+    #[test]
+    fn layerwise_rows(acts in prop::collection::vec(act(), 1..30)) {
+        run(1, &acts);
+    }
+}

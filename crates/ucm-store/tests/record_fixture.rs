@@ -1,0 +1,196 @@
+//! The frozen fixtures of record version 1: what is on disk today stays readable, or cleanly refused, for ever.
+//!
+//! The same files are read by `tests/unit/test_format.py`, which shares no code with this. They were written once by
+//! `cargo test -p ucm-store --test record_fixture -- --ignored`, which never replaces a file that is there.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test file: the helpers beside the tests fail like the tests"
+)]
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use ucm_core::{
+    BlockHasher, BlockId, DType, ExtraKey, Geometry, HashMethod, Identity, MissReason, Part, crc32c,
+};
+use ucm_store::record::{
+    Expect, MAGIC, MARK, PREAMBLE_LEN, RecordHeader, RecordLayout, RecordMeta, SideSpec, verify, verify_side,
+};
+
+const IDENTITY: &str = concat!(
+    r#"{"format_version":1,"architecture":"LlamaForCausalLM","world_size":2,"dtype":"bfloat16","#,
+    r#""weights":"sha256:00","model_config":{"head_dim":64,"name":"caf\u00e9","rope":{"base":1e-05,"type":"x y"}},"#,
+    r#""position":"rope","kv_dtype":"bfloat16","attention_backend":"CPU_ATTN","kv_packing":"avx2","#,
+    r#""kv_layout":"HND","kv_groups":[{"layers":2,"shape":[2,16,64]}],"block_tokens":16,"tensor_parallel":2,"#,
+    r#""pipeline_parallel":1,"decode_context_parallel":1}"#
+);
+const PART: Part = Part {
+    group: 0,
+    pipeline_rank: 0,
+    tensor_rank: 1,
+};
+const SIDE: &str = "mean-k";
+
+fn path(name: &str) -> PathBuf {
+    [env!("CARGO_MANIFEST_DIR"), "../../tests/fixtures/record-v1", name]
+        .iter()
+        .collect()
+}
+
+fn read(name: &str) -> Vec<u8> {
+    std::fs::read(path(name)).unwrap()
+}
+
+fn layout() -> RecordLayout {
+    let geometry = Geometry::new(vec![100, 60], 2, 2).unwrap();
+    RecordLayout::new(&geometry).describing(16, DType::Bf16)
+}
+
+fn sided_layout() -> RecordLayout {
+    let side = SideSpec {
+        name: SIDE.to_owned(),
+        version: 3,
+        len: 50,
+    };
+    layout().with_sides(vec![side]).unwrap()
+}
+
+/// The second of two blocks of a salted prompt, on tensor rank 1.
+fn meta() -> RecordMeta {
+    let identity = Identity::parse(IDENTITY).unwrap();
+    let hasher = BlockHasher::new(identity.digest(), 16, HashMethod::Sha256).unwrap();
+    let tokens: Vec<u32> = (0..40u32).map(|i| i.wrapping_mul(2_654_435_761)).collect();
+    let salt = ExtraKey {
+        block: 0,
+        tag: ExtraKey::TAG_SALT,
+        bytes: b"salt",
+    };
+    let keys = hasher.hash_blocks(&tokens, None, 0, &[salt]).unwrap();
+    RecordMeta {
+        id: keys[1].xor(PART.mask()),
+        namespace: *identity.digest(),
+        part: PART,
+        parent: keys[0].xor(PART.mask()),
+        ordinal: 1,
+        tokens: 16,
+        time_ns: 1_700_000_000_123_456_789,
+        writer: 0x1122_3344_5566_7788,
+    }
+}
+
+/// Byte `j` of layer (or side shard, counted on) `i`.
+fn content(i: usize, j: usize) -> u8 {
+    (i * 131 + j * 7 + 3) as u8
+}
+
+fn sealed(layout: &RecordLayout) -> Vec<u8> {
+    let mut record = vec![0; layout.record_len()];
+    let data = (0..layout.layers()).map(|layer| layout.layer_data(layer));
+    let sides = (0..layout.sides().len()).filter_map(|index| layout.side_data(index));
+    for (i, range) in data.chain(sides).enumerate() {
+        for (j, byte) in record[range].iter_mut().enumerate() {
+            *byte = content(i, j);
+        }
+    }
+    layout.seal(&meta(), &mut record).unwrap();
+    record
+}
+
+/// A record of version 2: only its preamble follows a form that is known.
+fn newer() -> Vec<u8> {
+    let mut record = vec![0xee; 4096];
+    record[..4].copy_from_slice(&MAGIC);
+    record[4..8].copy_from_slice(&2u32.to_le_bytes());
+    record[8..24].copy_from_slice(&meta().id.0);
+    record[36..40].copy_from_slice(&MARK);
+    let crc = crc32c(&record[..PREAMBLE_LEN - 4]);
+    record[PREAMBLE_LEN - 4..PREAMBLE_LEN].copy_from_slice(&crc.to_le_bytes());
+    record
+}
+
+/// A block file of the seed: its 64 bytes, K and V of two layers behind them.
+fn seed() -> Vec<u8> {
+    let mut file = vec![0; PREAMBLE_LEN];
+    file[..4].copy_from_slice(&MAGIC);
+    file[4..8].copy_from_slice(&1u32.to_le_bytes());
+    file[8..24].copy_from_slice(&meta().id.0);
+    for (offset, number) in [(24, 2u32), (28, 16), (32, 2)] {
+        file[offset..offset + 4].copy_from_slice(&number.to_le_bytes());
+    }
+    file.extend((0..320).map(|j| content(0, j)));
+    file
+}
+
+fn files() -> [(&'static str, Vec<u8>); 4] {
+    [
+        ("plain.bin", sealed(&layout())),
+        ("sided.bin", sealed(&sided_layout())),
+        ("newer.bin", newer()),
+        ("seed.bin", seed()),
+    ]
+}
+
+fn judge(bytes: &[u8]) -> Result<RecordHeader, MissReason> {
+    let meta = meta();
+    let layout = layout();
+    let expect = Expect {
+        id: meta.id,
+        namespace: meta.namespace,
+        part: meta.part,
+        layout: &layout,
+    };
+    verify(bytes, &expect)
+}
+
+#[test]
+fn plain_and_sided_are_hits_byte_for_byte() {
+    for name in ["plain.bin", "sided.bin"] {
+        let bytes = read(name);
+        let header = judge(&bytes).unwrap();
+        assert_eq!(header.meta, meta(), "{name}");
+        for layer in 0..2 {
+            let data = &bytes[layout().layer_data(layer)];
+            assert!(
+                data.iter()
+                    .enumerate()
+                    .all(|(j, &byte)| byte == content(layer as usize, j)),
+                "{name}"
+            );
+        }
+    }
+    let bytes = read("sided.bin");
+    let header = judge(&bytes).unwrap();
+    let side = header.side(SIDE).unwrap();
+    let data = verify_side(side, &bytes[side.offset as usize..]).unwrap();
+    assert_eq!((side.version, data.len()), (3, 50));
+    assert!(data.iter().enumerate().all(|(j, &byte)| byte == content(2, j)));
+}
+
+#[test]
+fn newer_and_seed_are_misses_that_say_so() {
+    assert_eq!(judge(&read("newer.bin")), Err(MissReason::NewerVersion));
+    assert_eq!(judge(&read("seed.bin")), Err(MissReason::SeedForm));
+}
+
+#[test]
+fn this_version_still_writes_the_frozen_bytes() {
+    for (name, bytes) in files() {
+        assert_eq!(read(name), bytes, "{name}");
+    }
+    assert_eq!(
+        meta().id,
+        "222e7f2cb188546f7bd0db51838996eb".parse::<BlockId>().unwrap()
+    );
+}
+
+#[test]
+#[ignore = "writes the fixtures that are missing; only for a new version of the record"]
+fn write_missing_fixtures() {
+    for (name, bytes) in files() {
+        match std::fs::File::create_new(path(name)) {
+            Ok(mut file) => file.write_all(&bytes).unwrap(),
+            Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::AlreadyExists, "{name}"),
+        }
+    }
+}

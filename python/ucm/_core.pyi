@@ -1,0 +1,108 @@
+"""The compiled core of ucm: conversions between Python and Rust, no logic."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+__version__: str
+
+@final
+class BlockHasher:
+    """Computes the chained keys of the full blocks of a token list."""
+
+    def __new__(cls, identity: bytes, block_size: int, hash_method: str = "sha256") -> BlockHasher: ...
+    def hash_blocks(
+        self,
+        tokens: Any,
+        *,
+        parent: bytes | None = None,
+        start: int = 0,
+        extra: Sequence[tuple[int, int, bytes]] | None = None,
+    ) -> list[bytes]:
+        """Keys of the full blocks from block ``start`` on; ``parent`` is the key of block ``start - 1``."""
+
+    @property
+    def seed(self) -> bytes:
+        """The key before the first block."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def hash_method(self) -> str:
+        """The hash function's name."""
+
+def part_mask(group: int, pipeline_rank: int, tensor_rank: int) -> bytes:
+    """The mask that turns a block key into the record id of one part, and back."""
+
+def record_ids(keys: Sequence[bytes], mask: bytes) -> list[bytes]:
+    """Record ids of block keys (or the other way round) under a part's mask."""
+
+@final
+class Task:
+    """A load or dump under way."""
+
+    def check(self, level: str) -> bool:
+        """Whether the level was reached or failed; never waits."""
+
+    def wait(self, level: str, timeout: float | None) -> bool:
+        """Waits for the level, at most ``timeout`` seconds; false if that came first."""
+
+    def failures(self) -> dict[int, Any]:
+        """The rows that failed, each with its exception."""
+
+@final
+class PosixStore:
+    """An engine over a directory. All sizes in bytes, all times in seconds."""
+
+    def __new__(cls, setup: dict[str, Any]) -> PosixStore: ...
+    def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
+        """Which ids are stored whole."""
+
+    def lookup_on_prefix(self, block_ids: Sequence[bytes]) -> int:
+        """How many ids from the first on are stored without a gap."""
+
+    def load(
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        addrs: npt.NDArray[np.uint64],
+        timeout: float | None = None,
+    ) -> Task:
+        """Starts a load; ``timeout`` in seconds, the configured deadline if None."""
+
+    def dump(
+        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]
+    ) -> Task:
+        """Starts a dump, or refuses it at once."""
+
+    def describe(
+        self,
+        block_ids: Sequence[bytes],
+        parents: Sequence[bytes] | None,
+        ordinals: Sequence[int] | None,
+        tokens: Sequence[int] | None,
+    ) -> None:
+        """Hints for the header: parallel lists of ids, parents, ordinals and token counts."""
+
+    def touch(self, block_ids: Sequence[bytes], first: int = 0) -> None:
+        """These blocks, in chain order from ordinal ``first`` on, were used."""
+
+    def free_dump_slots(self) -> int:
+        """How many more blocks a dump could take now."""
+
+    @property
+    def record_len(self) -> int:
+        """Bytes of one record on the medium."""
+
+    def stats(self) -> str:
+        """Counters, gauges and histograms as JSON text."""
+
+    def events(self) -> list[tuple[bool, str]]:
+        """Messages for the log since the last call: (is a warning, text)."""
+
+    def close(self) -> None:
+        """Ends the store; repeatable."""

@@ -1,0 +1,188 @@
+"""From layers to one checked configuration: the later layer wins, then the model is made and judged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from ucm.config.built import problems_of, unused_of
+from ucm.config.effective import show
+from ucm.config.layer import Entry, Layer
+from ucm.config.model import UcmConfig
+from ucm.config.stores import OPTION_OWNER, OPTIONS, option_keys
+from ucm.config.words import MEANINGLESS
+from ucm.errors import ConfigError
+
+Values = dict[str, Entry]
+
+
+def assemble(layers: list[Layer]) -> UcmConfig:
+    """One configuration of all layers, earliest first."""
+    values: Values = {}
+    ignored = Layer("all sources")
+    warnings: list[str] = []
+    for layer in layers:
+        _overlay(values, layer)
+        warnings += layer.warnings
+        for instead, keys in layer.meaningless.items():
+            for key in keys:
+                ignored.ignore(instead, key)
+    _resolve_sparse(values, warnings)
+    if (debug := values.get("debug")) is not None and debug.value in (True, 1, "true") and "log.level" not in values:
+        values["log.level"] = Entry("DEBUG", debug.origin, debug.written)
+    options = _options(values, ignored)
+    warnings += [_meaningless(keys, instead) for instead, keys in ignored.meaningless.items()]
+    config = _build(values, options)
+    return config.with_findings(
+        origins={key: entry.origin for key, entry in values.items()},
+        warnings=(*warnings, *unused_of(config, frozenset(values))),
+        problems=tuple(problems_of(config)),
+    )
+
+
+def _meaningless(keys: list[str], instead: str) -> str:
+    quoted = ", ".join(f'"{key}"' for key in keys)
+    if instead.startswith("nothing: "):
+        return f"{quoted}: without effect here, and nothing is needed instead: {instead.removeprefix('nothing: ')}"
+    return f"{quoted}: without effect here; use {instead}"
+
+
+def _overlay(values: Values, layer: Layer) -> None:
+    """Lay a layer over what is there. A later choice of a store replaces an earlier one whole."""
+    name, pipeline = layer.values.get("ucm_connector_name"), layer.values.get("store_pipeline")
+    before = values.get("ucm_connector_name")
+    if pipeline is not None or (name is not None and (before is None or before.value != name.value)):
+        chosen = {"ucm_connector_name", "ucm_connector_module_path", "ucm_connector_config", "store_pipeline"}
+        for key in [key for key in values if key in chosen or key.startswith("options.")]:
+            del values[key]
+    values.update(layer.values)
+
+
+def _resolve_sparse(values: Values, warnings: list[str]) -> None:
+    """Which algorithm is meant: the one named, else the first that has keys."""
+    first = values.pop("sparse.first", None)
+    keys = values.pop("sparse.keys", None)
+    if first is not None and "sparse.type" not in values:
+        values["sparse.type"] = Entry(first.value[0], first.origin, first.written)
+        if len(first.value) > 1:
+            warnings.append(
+                f'"{first.written}" holds {", ".join(first.value)}; {first.value[0]} is taken because it stands first; '
+                "write `sparse_type` to choose"
+            )
+    kind = values.get("sparse.type")
+    if kind is not None and "sparse.enabled" not in values:
+        values["sparse.enabled"] = Entry(True, kind.origin, kind.written)
+    if keys is not None and kind is not None:
+        values.setdefault(f"sparse.config.{kind.value}", keys)
+
+
+def _options(values: Values, ignored: Layer) -> dict[str, Any]:
+    """Check the keys that only some store has; those of another store have no meaning here."""
+    name = str(values["ucm_connector_name"].value) if "ucm_connector_name" in values else "UcmPosixStore"
+    pipeline = values.get("store_pipeline")
+    stages: list[dict[str, Any]] = pipeline.value if pipeline is not None else []
+    allowed = option_keys(name, tuple(stage["store"] for stage in stages))
+    given: dict[str, Any] = {}
+    for key in [key for key in values if key.startswith("options.")]:
+        option = key.partition(".")[2]
+        if option not in allowed:
+            _ignore_option(ignored, option, values.pop(key).written)
+        elif stages:
+            # Written beside the pipeline: it belongs to the stage that has it.
+            for stage in stages:
+                if option in option_keys(stage["store"]):
+                    stage["options"].setdefault(option, values[key].value)
+            del values[key]
+        else:
+            given[option] = values[key].value
+    for i, stage in enumerate(stages):
+        where = f"store_pipeline[{i}]"
+        mine = option_keys(stage["store"])
+        for option in [option for option in stage["options"] if option not in mine]:
+            del stage["options"][option]
+            _ignore_option(ignored, option, f"{where}.{option}")
+        stage["options"] = _checked_options(stage["store"], stage["options"], where, pipeline)
+    return _checked_options(name, given, name, None)
+
+
+def _ignore_option(ignored: Layer, option: str, written: str) -> None:
+    ignored.ignore(MEANINGLESS.get(option, f"nothing: it is a key of {OPTION_OWNER[option]}"), written)
+
+
+def _checked_options(store: str, given: dict[str, Any], where: str, entry: Entry | None) -> dict[str, Any]:
+    model = OPTIONS.get(store)
+    if model is None:
+        return {}
+    try:
+        return model(**given).model_dump()
+    except ValidationError as error:
+        known = {key: Entry(value, entry.origin if entry else where, f"{where}.{key}") for key, value in given.items()}
+        raise _config_error(error, known) from None
+
+
+def _build(values: Values, options: dict[str, Any]) -> UcmConfig:
+    _name_pipeline(values)
+    nested: dict[str, Any] = {"options": options} if options else {}
+    for key, entry in values.items():
+        if key.startswith("options."):
+            continue
+        head, _, rest = key.partition(".")
+        if head == "sparse" and rest.startswith("config."):
+            nested.setdefault("sparse", {}).setdefault("config", {})[rest.partition(".")[2]] = entry.value
+        elif rest:
+            nested.setdefault(head, {})[rest] = entry.value
+        else:
+            nested[key] = entry.value
+    try:
+        return UcmConfig(**nested)
+    except ValidationError as error:
+        raise _config_error(error, values) from None
+
+
+def _name_pipeline(values: Values) -> None:
+    name, pipeline = values.get("ucm_connector_name"), values.get("store_pipeline")
+    if pipeline is None:
+        if name is not None and name.value == "UcmPipelineStore":
+            raise ConfigError(
+                f'"{name.written}" ({name.origin}) is UcmPipelineStore, but `store_pipeline` is missing: write its '
+                'stages from top to bottom, e.g. "Cache|Posix"'
+            )
+        return
+    if name is None:
+        values["ucm_connector_name"] = Entry("UcmPipelineStore", pipeline.origin, pipeline.written)
+    elif name.value != "UcmPipelineStore":
+        raise ConfigError(
+            f'"{name.written}" ({name.origin}) names {name.value}, but "{pipeline.written}" '
+            f"({pipeline.origin}) names a pipeline; keep one of them"
+        )
+
+
+def _config_error(error: ValidationError, values: Values) -> ConfigError:
+    """What pydantic found, in the words of whoever wrote it."""
+    sentences: list[str] = []
+    keys: list[str] = []
+    for found in error.errors(include_url=False, include_input=False):
+        location = [str(part) for part in found["loc"]]
+        entry = _written_entry(location, values)
+        message = str(found["msg"])
+        ours = found["type"] == "value_error"
+        if ours:
+            message = message.removeprefix("Value error, ")
+        keys.append(".".join(location))
+        if entry is None:
+            sentences.append(f"{'.'.join(location) or 'the configuration'}: {message}")
+            continue
+        place = entry.origin if entry.origin.endswith(f" {entry.written}") else f'"{entry.written}" in {entry.origin}'
+        got = "" if ours else f", got {show(location[-1], entry.value)}"
+        sentences.append(f"{place}: {message[:1].lower() + message[1:] if not ours else message}{got}")
+    return ConfigError("; ".join(dict.fromkeys(sentences)), context={"keys": ", ".join(dict.fromkeys(keys))})
+
+
+def _written_entry(location: list[str], values: Values) -> Entry | None:
+    for length in range(len(location), 0, -1):
+        key = ".".join(location[:length])
+        if key in values:
+            return values[key]
+    below = [entry for key, entry in values.items() if location and key.startswith(f"{location[0]}.")]
+    return below[0] if below else None

@@ -1,0 +1,66 @@
+"""What this version has not got: a configuration that names it is understood, then refused with a sentence.
+
+Each part that is built removes its line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ucm.config.model import UcmConfig
+from ucm.config.stores import BUILT_STORES, INSTEAD
+
+
+def problems_of(config: UcmConfig) -> list[str]:
+    """Why the configuration cannot run, one sentence each."""
+    return [*_store_problems(config), *_connector_problems(config)]
+
+
+def _store_problems(config: UcmConfig) -> Iterator[str]:
+    if config.user_store:
+        return
+    name = config.ucm_connector_name
+    if name not in BUILT_STORES:
+        stages = "|".join(stage.store for stage in config.store_pipeline)
+        what = f"{name} ({stages})" if stages else name
+        instead = INSTEAD.get(name, "use UcmPosixStore (storage_backend: posix) on a directory")
+        yield f"{what} is not built yet; {instead}"
+    elif not config.storage_backends:
+        yield (
+            "no directory is given to keep blocks in; write storage_backends: /some/directory "
+            "(kv_connector_extra_config or file), or set UCM_STORAGE_PATH"
+        )
+    elif len(config.storage_backends) > 1:
+        yield (
+            f"several storage_backends ({', '.join(config.storage_backends)}) are not built yet; give one directory, "
+            "on a file system that joins them if need be"
+        )
+    if config.posix_io_engine != "psync":
+        yield f"posix_io_engine: {config.posix_io_engine} is not built yet; write psync or leave it out"
+    if config.verify != "on":
+        yield f"verify: {config.verify} is not built yet; write verify: on or leave it out"
+
+
+def _connector_problems(config: UcmConfig) -> Iterator[str]:
+    if config.use_layerwise:
+        yield "use_layerwise: true is not built yet; leave it out, blocks are then moved whole"
+    if config.kv_connector == "UCMBlendConnector":
+        yield "UCMBlendConnector is not built yet; use UCMConnector"
+    if config.sparse.enabled:
+        kind = config.sparse.type or "no algorithm named"
+        yield (
+            f"sparse attention ({kind}) is not built yet; leave out the sparse keys "
+            "(ucm_sparse_config, ucm_sparse_method, sparse_type, sparse) or set ENABLE_SPARSE=false"
+        )
+    if config.rerope.enabled:
+        yield "ReRoPE is not built yet; leave out rerope and VLLM_USE_REROPE"
+    if config.platform not in (None, "host"):
+        yield f"platform {config.platform} is not built yet; only vLLM on a CPU is: unset PLATFORM or write simu"
+
+
+def unused_of(config: UcmConfig, given: frozenset[str]) -> Iterator[str]:
+    """What is understood and harmless, but has no effect before it is built; one warning each."""
+    if config.metrics.enabled and any(key.startswith("metrics.") for key in given):
+        yield "metrics are counted but not exported yet; `store.stats()` shows them"
+    if config.profile.enabled:
+        yield "profiling is not built yet; nothing is recorded"

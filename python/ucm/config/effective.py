@@ -1,0 +1,97 @@
+"""Showing the effective configuration: one line per key with its origin, never a secret."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from ucm.config.sizes import Capacity, show_size
+
+#: Names of keys whose values are never shown.
+_SECRET_NAME = re.compile(
+    r"secret|passw|passphrase|credential|private_?key|access_?key|api_?key|(^|[_.-])(auth|token|key)$|auth_?token",
+    re.IGNORECASE,
+)
+#: User and password inside an address.
+_SECRET_TEXT = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+HIDDEN = "<hidden>"
+
+#: Keys whose numbers are bytes.
+SIZES: frozenset[str] = frozenset({"staging_capacity", "cache_size", "global_segment_size", "local_buffer_size"})
+
+#: What a default of "nothing given" means, for keys where that says more than `null`.
+DEFAULT_TEXT: dict[str, str] = {
+    "storage_backends": "none given",
+    "storage_capacity": "20% of the file system, at most 80% of what is free at the first start",
+    "block_size": "vLLM's",
+    "platform": "the one vLLM runs on",
+    "ucm_connector_module_path": "none",
+    "store_pipeline": "none",
+    "metrics.port": "none",
+    "metrics.config_path": "none",
+    "profile.output": "none",
+    "sparse.type": "none",
+    "log.file": "none",
+    "log.format": "built in",
+}
+
+
+def is_secret(name: str) -> bool:
+    """Whether a key of this name holds something that must not be printed."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def show(name: str, value: Any) -> str:
+    """A value as text, with what must not be printed replaced by ``<hidden>``."""
+    return json.dumps(_shown(name, value), ensure_ascii=False, default=str)
+
+
+def _shown(name: str, value: Any) -> Any:
+    if value is not None and is_secret(name):
+        return HIDDEN
+    if isinstance(value, Capacity):
+        return str(value)
+    if name in SIZES and isinstance(value, int):
+        return show_size(value)
+    if isinstance(value, BaseModel):
+        # Inside a list (stages): only what was written, the rest is default.
+        given = [key for key in type(value).model_fields if key in value.model_fields_set]
+        return {key: _shown(key, getattr(value, key)) for key in given}
+    if isinstance(value, Mapping):
+        return {str(key): _shown(str(key), item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(name, item) for item in value]
+    if isinstance(value, str):
+        return _SECRET_TEXT.sub(HIDDEN, value)
+    return value
+
+
+def flatten(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every leaf, in the order of the model."""
+    for key in type(model).model_fields:
+        value = getattr(model, key)
+        if isinstance(value, BaseModel):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def describe_lines(model: BaseModel, origins: Mapping[str, str]) -> list[str]:
+    """``key = value  (origin)`` for every leaf."""
+    lines = []
+    for key, value in flatten(model):
+        if key in {"options", "ucm_connector_config"} and isinstance(value, Mapping):
+            for name, item in value.items():
+                origin = origins.get(f"{key}.{name}", origins.get(key, "default"))
+                shown = name if key == "options" else f"{key}.{name}"
+                lines.append(f"{shown} = {show(name, item)}  ({origin})")
+            continue
+        unset = value is None or value == ()
+        text = DEFAULT_TEXT[key] if unset and key in DEFAULT_TEXT else show(key, value)
+        lines.append(f"{key} = {text}  ({origins.get(key, 'default')})")
+    return lines

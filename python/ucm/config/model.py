@@ -1,0 +1,257 @@
+"""The configuration itself: what every key is called, its type, its unit, its bounds and its default.
+
+A field's path here is the key a user writes (``deadlines.lookup_ms``). Values are checked when the object is made and
+never change afterwards. Each value knows where it came from (:meth:`UcmConfig.origin`).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+
+from ucm.config.effective import describe_lines
+from ucm.config.sizes import Capacity, parse_capacity, parse_flag, parse_paths, parse_size
+from ucm.config.stores import KNOWN_STORES
+from ucm.errors import ConfigError
+
+
+def _no_flag(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is expected, not true or false")
+    return value
+
+
+def _word(value: Any) -> Any:
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+def _verify_word(value: Any) -> Any:
+    # YAML 1.1 reads a bare `on` as true and a bare `off` as false.
+    if value is False or _word(value) in ("off", "false", "no", "0"):
+        raise ValueError("verification cannot be switched off: a record that is not verified is never served")
+    return "on" if value is True or _word(value) in ("true", "yes", "1") else _word(value)
+
+
+def _capacity_text(value: Any) -> Any:
+    return None if value is None else parse_capacity(value)
+
+
+def _log_format(value: str | None) -> str | None:
+    if value is not None:
+        try:
+            logging.Formatter(value)
+        except ValueError as error:
+            raise ValueError(f"it is no format of Python's logging: {error}") from None
+    return value
+
+
+Flag = Annotated[bool, BeforeValidator(parse_flag)]
+Size = Annotated[int, BeforeValidator(parse_size)]
+Paths = Annotated[tuple[str, ...], BeforeValidator(parse_paths)]
+Count = Annotated[int, BeforeValidator(_no_flag), Field(ge=1)]
+Number = Annotated[int, BeforeValidator(_no_flag), Field(ge=0)]
+Milliseconds = Annotated[int, BeforeValidator(_no_flag), Field(ge=1, le=3_600_000)]
+Seconds = Annotated[float, BeforeValidator(_no_flag), Field(gt=0, le=3600, allow_inf_nan=False)]
+Port = Annotated[int, BeforeValidator(_no_flag), Field(ge=1, le=65535)]
+
+
+class Section(BaseModel):
+    """Base of all parts of the configuration: no unknown keys, no changes, no values in error texts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True)
+
+
+class Deadlines(Section):
+    """How long anything may wait. The unit is the end of the name."""
+
+    lookup_ms: Milliseconds = 50
+    load_min_ms: Milliseconds = 200
+    load_max_s: Seconds = 30.0
+    load_unknown_s: Seconds = 5.0
+    dump_s: Seconds = 30.0
+    probe_s: Seconds = 5.0
+    shutdown_s: Seconds = 3.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Deadlines:
+        if self.load_min_ms > self.load_max_s * 1000:
+            raise ValueError(
+                f"load_min_ms ({self.load_min_ms} ms) is above load_max_s ({self.load_max_s:g} s); lower the first or "
+                "raise the second"
+            )
+        return self
+
+
+DEADLINE_KEYS: tuple[str, ...] = tuple(Deadlines.model_fields)
+
+
+class IdentityConfig(Section):
+    """What the identity of stored blocks is made from."""
+
+    weights: Annotated[str, Field(pattern=r"^(full|sampled|declared:.*\S.*)$", max_length=1024)] = "full"
+
+    @property
+    def declared(self) -> str | None:
+        """The text that stands for the weights, when the user declares them."""
+        return self.weights.partition(":")[2].strip() if self.weights.startswith("declared:") else None
+
+
+class LogConfig(Section):
+    """The logger ``ucm``."""
+
+    level: Annotated[
+        Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
+        BeforeValidator(lambda value: _word(value).upper() if isinstance(value, str) else value),
+    ] = "INFO"
+    file: str | None = None
+    format: Annotated[str | None, AfterValidator(_log_format)] = None
+
+
+class MetricsConfig(Section):
+    """Where metrics go."""
+
+    enabled: Flag = True
+    port: Port | None = None
+    config_path: str | None = None
+
+
+class ProfileConfig(Section):
+    """Profiling of ucm itself."""
+
+    enabled: Flag = False
+    output: str | None = None
+
+
+class SparseConfig(Section):
+    """Sparse attention: which algorithm, and the keys of each."""
+
+    enabled: Flag = False
+    type: str | None = None
+    config: dict[str, dict[str, Any]] = Field(default_factory=dict, repr=False)
+
+
+class ReropeConfig(Section):
+    """Positions beyond the trained length."""
+
+    enabled: Flag = False
+    window: Count = 32768
+    training_length: Count = 32768
+    log_scale: Flag = False
+
+
+class StoreSettings(Section):
+    """Keys that every store of ucm has."""
+
+    storage_backends: Paths = ()
+    storage_policy: Annotated[Literal["tiered", "round_robin", "random"], BeforeValidator(_word)] = "round_robin"
+    storage_capacity: Annotated[Capacity | None, BeforeValidator(_capacity_text)] = None
+    staging_capacity: Annotated[Size, Field(ge=1 << 20)] = 256 << 20
+    io_direct: Flag = False
+    verify: Annotated[Literal["on", "paranoid"], BeforeValidator(_verify_word)] = "on"
+    posix_io_engine: Annotated[Literal["psync", "aio", "io_uring"], BeforeValidator(_word)] = "psync"
+    posix_data_trans_concurrency: Annotated[Count, Field(le=1024)] = 16
+    posix_lookup_concurrency: Annotated[Count, Field(le=1024)] = 8
+
+
+class Stage(StoreSettings):
+    """One stage of a pipeline, topmost first."""
+
+    store: str
+    options: dict[str, Any] = Field(default_factory=dict, repr=False)
+
+
+class UcmConfig(StoreSettings):
+    """The whole configuration, checked. ``str()`` of it is :meth:`describe`."""
+
+    enabled: Flag = True
+    ucm_connector_name: str = "UcmPosixStore"
+    ucm_connector_module_path: str | None = None
+    ucm_connector_config: dict[str, Any] = Field(default_factory=dict, repr=False)
+    store_pipeline: tuple[Stage, ...] = ()
+    options: dict[str, Any] = Field(default_factory=dict, repr=False)
+    kv_connector: Literal["UCMConnector", "UCMDirectConnector", "UCMBlendConnector"] = "UCMConnector"
+    use_layerwise: Flag = False
+    block_size: Annotated[Size, Field(ge=1)] | None = None
+    hash_method: Annotated[Literal["sha256", "blake3", "md5"], BeforeValidator(_word)] = "sha256"
+    min_hit_tokens: Number = 0
+    dump: Annotated[Literal["all", "prompt"], BeforeValidator(_word)] = "all"
+    enable_prefix_cache: Flag = True
+    load_only_first_rank: Flag = False
+    platform: Literal["host", "cuda", "ascend", "musa", "maca", "hip"] | None = None
+    debug: Flag = False
+    deadlines: Deadlines = Deadlines()
+    identity: IdentityConfig = IdentityConfig()
+    log: LogConfig = LogConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    profile: ProfileConfig = ProfileConfig()
+    sparse: SparseConfig = SparseConfig()
+    rerope: ReropeConfig = ReropeConfig()
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _warnings: tuple[str, ...] = PrivateAttr(default=())
+    _problems: tuple[str, ...] = PrivateAttr(default=())
+
+    def with_findings(
+        self, *, origins: dict[str, str], warnings: tuple[str, ...] = (), problems: tuple[str, ...] = ()
+    ) -> UcmConfig:
+        """This configuration with what the loader found out about it."""
+        config = self.model_copy()
+        config._origins, config._warnings, config._problems = dict(origins), warnings, problems
+        return config
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What was read but does nothing, one sentence each, with what to write instead."""
+        return self._warnings
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why this configuration cannot run in this version, one sentence each; empty when it can."""
+        return self._problems
+
+    @property
+    def user_store(self) -> bool:
+        """Whether the store is a user's own class rather than one of ucm's."""
+        return self.ucm_connector_module_path is not None or self.ucm_connector_name not in KNOWN_STORES
+
+    def origin(self, key: str) -> str:
+        """Where the value of ``key`` (dotted) came from; ``default`` when nobody set it."""
+        return self._origins.get(key, "default")
+
+    def store_config(self) -> dict[str, Any]:
+        """What the store's constructor gets, before the connector adds sizes, identity and part.
+
+        One of ucm's stores gets every key it has. A user's own store gets its ``ucm_connector_config`` as written,
+        and those keys of ucm's stores that were set outside it.
+        """
+        common = {key: getattr(self, key) for key in StoreSettings.model_fields}
+        common["storage_backends"] = list(self.storage_backends)
+        common["storage_capacity"] = (
+            None
+            if self.storage_capacity is None
+            else self.storage_capacity.bytes
+            if self.storage_capacity.bytes is not None
+            else str(self.storage_capacity)
+        )
+        deadlines = self.deadlines.model_dump()
+        if not self.user_store:
+            return {**common, **self.options, "deadlines": deadlines}
+        config = dict(self.ucm_connector_config)
+        config.update({key: value for key, value in common.items() if self.origin(key) != "default"})
+        if any(self.origin(f"deadlines.{key}") != "default" for key in deadlines):
+            config["deadlines"] = deadlines
+        return config
+
+    def describe(self) -> list[str]:
+        """The effective configuration, one line per key, each with its origin; secrets are not shown."""
+        return describe_lines(self, self._origins)
+
+    def require_built(self) -> None:
+        """Raise :class:`~ucm.errors.ConfigError` when something is named that this version has not got."""
+        if self.enabled and self._problems:
+            raise ConfigError("; ".join(self._problems))
+
+    def __str__(self) -> str:
+        return "\n".join(self.describe())

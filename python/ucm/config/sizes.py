@@ -1,0 +1,142 @@
+"""Reading single values: sizes, shares of a file system, flags, lists of directories.
+
+Everything here raises :class:`ValueError` with a sentence that says what was read and what is accepted; the loader
+adds the key and where it stands.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{letter: 1024**power for power, letter in enumerate("kmgtp", start=1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", start=1)},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", start=1)},
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:%|percent)\s*")
+_NFS_ADDRESS = re.compile(r"(?P<server>[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:]+\]):(?P<directory>/[^:]*)")
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+#: The largest size that is believed, in bytes: what a signed 64-bit offset can name.
+MAX_SIZE = 2**63 - 1
+
+
+def parse_size(value: Any) -> int:
+    """Bytes of ``123``, ``"40GiB"``, ``"40 GB"`` (powers of 1000) or ``"40G"`` (powers of 1024, as ``GiB``)."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"{value!r} is not a size; write bytes as a number, or a text like 40GiB")
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        factor = _UNITS.get(match[2].lower()) if match else None
+        if match is None or factor is None:
+            raise ValueError(f"{value!r} is not a size; write bytes as a number, or a text like 40GiB, 512MiB, 1.5TB")
+        # Whole numbers stay exact; a fraction is rounded down to whole bytes.
+        size: int | float = int(match[1]) * factor if match[1].isdigit() else float(match[1]) * factor
+    else:
+        size = value
+    if isinstance(size, float):
+        if not math.isfinite(size):
+            raise ValueError(f"{value!r} is not a size; it must be finite")
+        size = int(size)
+    if not 0 <= size <= MAX_SIZE:
+        raise ValueError(f"{value!r} is not a size; it must be at least 0 and below 8EiB")
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """A limit of stored bytes: either a number of bytes or a share of the file system, in percent."""
+
+    bytes: int | None = None
+    percent: float | None = None
+
+    def of(self, total: int) -> int:
+        """The limit in bytes, on a file system of ``total`` bytes."""
+        return self.bytes if self.bytes is not None else int(total * (self.percent or 0.0) / 100)
+
+    def __str__(self) -> str:
+        return f"{self.percent:g}%" if self.percent is not None else show_size(self.bytes or 0)
+
+
+def parse_capacity(value: Any) -> Capacity:
+    """A size as :func:`parse_size` reads it, or ``"20%"`` (above 0, at most 100) of the file system."""
+    if isinstance(value, Capacity):
+        return value
+    if isinstance(value, str) and (match := _PERCENT.fullmatch(value)):
+        percent = float(match[1])
+        if not 0 < percent <= 100:
+            raise ValueError(f"{value!r} is not a share of a file system; write more than 0% and at most 100%")
+        return Capacity(percent=percent)
+    try:
+        size = parse_size(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or a share of the file system like 20%") from None
+    if size == 0:
+        raise ValueError("a capacity of 0 would keep nothing; write a size or a percentage, or leave it out")
+    return Capacity(bytes=size)
+
+
+def parse_flag(value: Any) -> bool:
+    """``True`` of true, 1, yes, on (in any case); ``False`` of false, 0, no, off."""
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower() if isinstance(value, int | str) else ""
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise ValueError(f"{value!r} is neither true (true, 1, yes, on) nor false (false, 0, no, off)")
+
+
+def parse_paths(value: Any) -> tuple[str, ...]:
+    """Directories of one path, of ``"a:b:c"``, or of a list; made absolute, ``~`` expanded, order kept."""
+    if isinstance(value, str | os.PathLike):
+        text = os.fspath(value)
+        check_local(text)
+        pieces: Sequence[Any] = [piece for piece in text.split(":") if piece]
+    elif isinstance(value, list | tuple):
+        pieces = value
+    else:
+        raise ValueError(f"{value!r} is not a directory; write a path, a:b:c, or a list of paths")
+    paths: list[str] = []
+    for piece in pieces:
+        if not isinstance(piece, str | os.PathLike) or not os.fspath(piece):
+            raise ValueError(f"{piece!r} is not a directory; write a path, a:b:c, or a list of paths")
+        check_local(os.fspath(piece))
+        path = os.path.abspath(os.path.expanduser(os.fspath(piece)))
+        if path not in paths:
+            paths.append(path)
+    if not paths:
+        raise ValueError("it names no directory; write a path, a:b:c, or a list of paths")
+    return tuple(paths)
+
+
+def check_local(path: str) -> None:
+    """Refuse what is no directory of this machine: ``server:/dir`` and ``scheme://...``."""
+    if match := _URL.match(path):
+        raise ValueError(
+            f"{match['scheme']}://... is not a directory, and object stores are not built yet; give a local directory"
+        )
+    if match := _NFS_ADDRESS.match(path):
+        raise ValueError(
+            f"{path!r} is an NFS address, not a directory; mount it (mount -t nfs {path} /mnt/kv) and give the mount "
+            "point (storage_backends: /mnt/kv)"
+        )
+
+
+def show_size(size: int) -> str:
+    """The shortest exact text of a size: ``256MiB``, else the bytes."""
+    for power, letter in reversed(tuple(enumerate("KMGTP", start=1))):
+        if size and size % 1024**power == 0:
+            return f"{size // 1024**power}{letter}iB"
+    return str(size)

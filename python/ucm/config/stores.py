@@ -1,0 +1,102 @@
+"""The stores and tiers ucm knows by name, which of them are built, and the keys that only one of them has.
+
+A store that is built moves its name to :data:`BUILT_STORES`; nothing else here changes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from ucm.config.sizes import parse_flag, parse_size
+
+#: Word of a backend or of a pipeline stage, in lower case -> class name of the store.
+BACKEND_WORDS: dict[str, str] = {
+    "posix": "UcmPosixStore",
+    "nfs": "UcmNfsStore",
+    "cache": "UcmCacheStore",
+    "ds3fs": "UcmDs3fsStore",
+    "mooncake": "UcmMooncakeStore",
+    "pc": "UcmPcStore",
+    "object": "UcmObjectStore",
+    "redis": "UcmRedisStore",
+    "pipeline": "UcmPipelineStore",
+}
+
+#: Stages of the original that ucm has no store for; they parse so that the answer names them.
+FOREIGN_STAGES: tuple[str, ...] = ("empty", "fake", "compress", "delegator", "dram", "yuanrong", "asu")
+
+KNOWN_STORES: frozenset[str] = frozenset(BACKEND_WORDS.values())
+
+BUILT_STORES: frozenset[str] = frozenset({"UcmPosixStore"})
+
+#: What to write today instead of a store that is not built yet.
+INSTEAD: dict[str, str] = {
+    "UcmNfsStore": "use UcmPosixStore (storage_backend: posix) on the mount point of the share",
+    "UcmPcStore": "use UcmPosixStore (storage_backend: posix) on the same directory",
+    "UcmCacheStore": "use UcmPosixStore (storage_backend: posix) on a directory",
+    "UcmPipelineStore": "use UcmPosixStore (storage_backend: posix) on the directory of its lowest stage",
+    "UcmDs3fsStore": "use UcmPosixStore (storage_backend: posix) on the mount point of 3FS",
+    "UcmMooncakeStore": "use UcmPosixStore (storage_backend: posix) on a directory",
+    "UcmObjectStore": "use UcmPosixStore (storage_backend: posix) on a directory",
+    "UcmRedisStore": "use UcmPosixStore (storage_backend: posix) on a directory",
+}
+
+_Bytes = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
+_Flag = Annotated[bool, BeforeValidator(parse_flag)]
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class CacheOptions(_Options):
+    """Keys of the host memory tier."""
+
+    cache_size: _Bytes = 1 << 30
+
+
+class PcOptions(_Options):
+    """Keys of the prefix cache store of the seeds."""
+
+    stream_number: Annotated[int, Field(ge=1)] = 8
+    buffer_number: Annotated[int, Field(ge=1)] = 4096
+    use_scatter_gather: _Flag = True
+    unique_id: str | None = None
+
+
+class Ds3fsOptions(_Options):
+    """Keys of the 3FS store."""
+
+    ior_entries: Annotated[int, Field(ge=1)] = 1024
+    ior_depth: Annotated[int, Field(ge=1)] = 32
+    numa_id: Annotated[int, Field(ge=-1)] = 0
+
+
+class MooncakeOptions(_Options):
+    """Keys of the Mooncake store."""
+
+    local_hostname: str | None = None
+    metadata_server: str | None = None
+    master_server_address: str | None = None
+    device_name: str = ""
+    protocol: str = "tcp"
+    global_segment_size: _Bytes = 25 * (1 << 27)  # 3.125 GiB
+    local_buffer_size: _Bytes = 1 << 30
+
+
+OPTIONS: dict[str, type[_Options]] = {
+    "UcmCacheStore": CacheOptions,
+    "UcmPcStore": PcOptions,
+    "UcmDs3fsStore": Ds3fsOptions,
+    "UcmMooncakeStore": MooncakeOptions,
+}
+
+#: Key that only some store has -> that store.
+OPTION_OWNER: dict[str, str] = {key: store for store, model in OPTIONS.items() for key in model.model_fields}
+
+
+def option_keys(store: str, stages: tuple[str, ...] = ()) -> frozenset[str]:
+    """Keys beside the common ones that ``store``, or one of its pipeline's ``stages``, takes."""
+    return frozenset(key for name in (store, *stages) if name in OPTIONS for key in OPTIONS[name].model_fields)

@@ -1,0 +1,179 @@
+"""The words a user may write: other spellings, environment names, and keys that mean nothing here.
+
+Three classes of keys: *meant* (fields of the model and their other spellings), *known but without meaning here* (one
+warning that names what to write instead), *unknown* (an error with the nearest known key).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+#: Other spelling -> key of the model. Conversions of units are in :data:`GIBIBYTES`.
+ALIASES: dict[str, str] = {
+    "storage_path": "storage_backends",
+    "path": "storage_backends",
+    "use_direct": "io_direct",
+    "posix_capacity_gb": "storage_capacity",
+    "size_gb": "options.cache_size",
+    "cache_buffer_capacity_gb": "options.cache_size",
+    "scatter_gather_enable": "options.use_scatter_gather",
+    "load_tokens_threshold": "min_hit_tokens",
+    "sparse_type": "sparse.type",
+    "ucm_sparse_method": "sparse.type",
+    "metrics_config_path": "metrics.config_path",
+    "log_level": "log.level",
+    "log_file": "log.file",
+    "log_format": "log.format",
+    "module_path": "ucm_connector_module_path",
+}
+
+#: Spellings whose number counts GiB.
+GIBIBYTES: frozenset[str] = frozenset({"posix_capacity_gb", "size_gb", "cache_buffer_capacity_gb"})
+
+_IDENTITY = "nothing: the identity of blocks is computed from the model itself"
+_LAYOUT = "nothing: sizes come from the KV layout that vLLM registers"
+_COUNTS = "nothing: streams and queues are sized by the engine; `staging_capacity` bounds their memory"
+_STAGING = "`staging_capacity`: the host memory for transfers, allocated once at start"
+_CAPACITY = "`storage_capacity`: the space of a root is always bounded and the oldest use goes first"
+_ALWAYS = "nothing: it is always on"
+_VLLM = "the option of vLLM of that name, on vLLM's own command line"
+
+#: Known key without meaning here -> what to write instead.
+MEANINGLESS: dict[str, str] = {
+    "enable_memory_pool": _STAGING,
+    "preallocate_kv_cache": _STAGING,
+    "buffer_number": _COUNTS,
+    "stream_number": _COUNTS,
+    "cache_stream_number": _COUNTS,
+    "waiting_queue_depth": _COUNTS,
+    "running_queue_depth": _COUNTS,
+    "io_size": _COUNTS,
+    "use_scatter_gather": "nothing: how device memory is gathered is measured and chosen at start",
+    "cpu_affinity_cores": "nothing: start vLLM under `taskset` or `numactl` to bind it to cores",
+    "device": "nothing: the device is the one vLLM gives the worker",
+    "device_id": "nothing: the device is the one vLLM gives the worker",
+    "role": "nothing: the role is the one vLLM gives the connector",
+    "local_rank_size": "nothing: ranks and their parts are taken from vLLM",
+    "share_buffer_enable": "nothing: it is decided by whether the KV is replicated",
+    "unique_id": _IDENTITY,
+    "model": _IDENTITY,
+    "model_name": _IDENTITY,
+    "tensor_size": _LAYOUT,
+    "tensor_size_list": _LAYOUT,
+    "shard_size": _LAYOUT,
+    "kv_block_size": _LAYOUT,
+    "head_dim": _LAYOUT,
+    "num_heads": _LAYOUT,
+    "num_kv_heads": _LAYOUT,
+    "num_layers": _LAYOUT,
+    "timeout_ms": "`deadlines.load_max_s` and `deadlines.dump_s`",
+    "store_health": "`deadlines`: a store that does not answer in time is switched off until it does",
+    "data_dir_shard_bytes": "nothing: the layout of a root is fixed by its format",
+    "shard_data_dir": "nothing: the layout of a root is fixed by its format",
+    "temp_dump_dir": "nothing: the layout of a root is fixed by its format",
+    "posix_open_concurrency": "`posix_data_trans_concurrency`",
+    "posix_commit_concurrency": "`posix_data_trans_concurrency`",
+    "posix_gc_enable": _CAPACITY,
+    "posix_gc_recycle_percent": _CAPACITY,
+    "posix_gc_concurrency": _CAPACITY,
+    "posix_gc_check_interval_sec": _CAPACITY,
+    "posix_gc_trigger_threshold_ratio": _CAPACITY,
+    "posix_gc_max_recycle_count_per_shard": _CAPACITY,
+    "posix_gc_shard_sample_ratio": _CAPACITY,
+    "recycle_enable": _CAPACITY,
+    "recycle_threshold_ratio": _CAPACITY,
+    "hotness_interval": _CAPACITY,
+    "enable_event_sync": _ALWAYS,
+    "use_request_async_load": _ALWAYS,
+    "use_consistency_manager": _ALWAYS,
+    "enable_distributed": "nothing: any number of engines and hosts may share one root",
+    "hit_ratio": "nothing: hits are never made up; `min_hit_tokens` declines short ones",
+    "persist_token_threshold": "`min_hit_tokens`: short hits are declined when loading",
+    "enable_record_traces": "`log.level: DEBUG`",
+    "use_lite": "`enabled: false`",
+    "use_inference_duration_monitor": "vLLM's own metrics",
+    "hybrid_linear_attention_layerwise": "`use_layerwise`",
+    "hybrid_layerwise_prefetch_rows": "`use_layerwise`",
+    "enable_prefix_caching": _VLLM,
+    "gpu_memory_utilization": _VLLM,
+    "kv_cache_dtype": _VLLM,
+    "tensor_parallel_size": _VLLM,
+    "pipeline_parallel_size": _VLLM,
+}
+
+#: Sparse algorithms, in the spelling of the model; the key is their name in lower case without punctuation.
+SPARSE_ALGORITHMS: dict[str, str] = {
+    "esa": "ESA",
+    "gsa": "GSA",
+    "gsaondevice": "GSAOnDevice",
+    "kvstarmultistep": "KVStarMultiStep",
+    "kvstar": "KVStarMultiStep",
+    "blend": "Blend",
+    "rerope": "ReRoPE",
+    "quest": "Quest",
+    "infllm": "InfLLM",
+}
+
+#: Environment name -> key of the model.
+ENVIRONMENT: dict[str, str] = {
+    "UCM_STORAGE_BACKEND": "storage_backend",
+    "UCM_STORAGE_PATH": "storage_backends",
+    "UCM_BLOCK_SIZE": "block_size",
+    "UCM_IO_DIRECT": "io_direct",
+    "UCM_SPARSE_TYPE": "sparse.type",
+    "ENABLE_SPARSE": "sparse.enabled",
+    "VLLM_USE_REROPE": "rerope.enabled",
+    "REROPE_WINDOW": "rerope.window",
+    "TRAINING_LENGTH": "rerope.training_length",
+    "PLATFORM": "platform",
+    "UCM_LOG_LEVEL": "log.level",
+    "UC_LOGGER_LEVEL": "log.level",
+    "UCM_LOG_FORMAT": "log.format",
+    "UCM_LOG_FILE": "log.file",
+    "UCM_METRICS_ENABLE": "metrics.enabled",
+    "UCM_ENABLE_METRICS": "metrics.enabled",
+    "UCM_METRICS_PORT": "metrics.port",
+    "UCM_DEBUG": "debug",
+    "UCM_PROFILE": "profile.enabled",
+    "UCM_PROFILE_OUTPUT": "profile.output",
+}
+
+#: Environment names that are read elsewhere: the file to read, and the switch for everything.
+CONFIG_FILE_VARIABLE = "UCM_CONFIG_FILE"
+DISABLE_VARIABLE = "UCM_DISABLE"
+
+#: Environment names of the original without meaning here -> what to write instead.
+MEANINGLESS_ENVIRONMENT: dict[str, str] = {
+    "UCM_LOG_PATH": "UCM_LOG_FILE, which names the file itself",
+    "UCM_LOG_MAX_FILES": "nothing: five files of 100 MiB are kept",
+    "UCM_LOG_MAX_SIZE": "nothing: five files of 100 MiB are kept",
+    "ENABLE_UCM_PATCH": "nothing: no patch is needed on this vLLM",
+}
+
+#: What PLATFORM may say -> platform of the model.
+PLATFORMS: dict[str, str] = {
+    "cuda": "cuda",
+    "ascend": "ascend",
+    "musa": "musa",
+    "maca": "maca",
+    "hip": "hip",
+    "simu": "host",
+    "host": "host",
+    "cpu": "host",
+}
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that looks most like ``word``, if any is near."""
+    by_folded: dict[str, str] = {}
+    for candidate in known:
+        by_folded.setdefault(candidate.lower(), candidate)
+    found = difflib.get_close_matches(word.lower(), by_folded, n=1, cutoff=0.6)
+    return by_folded[found[0]] if found else None
+
+
+def hint(word: str, known: Iterable[str]) -> str:
+    """``; did you mean "x"?`` or nothing."""
+    near = nearest(word, known)
+    return f'; did you mean "{near}"?' if near is not None else ""

@@ -1,0 +1,1 @@
+"""Bridges from ucm to inference engines."""

@@ -1,0 +1,1 @@
+"""ucm inside vLLM: the connector, its plug-in entry point."""

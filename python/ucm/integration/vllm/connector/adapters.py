@@ -1,0 +1,213 @@
+"""Content digests of LoRA adapters: the same path with other bytes is another adapter.
+
+vLLM knows an adapter by its name, number and path, and loads it once. ucm names blocks by what the adapter *is*: the
+SHA-256 over its files. An adapter that changed since the engine started, or whose number stands for two paths, has no
+name: which of its contents the engine holds cannot be known, so its requests are neither looked up nor stored.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ucm.errors import NotFoundError, UcmError, UnsupportedError
+from ucm.integration.vllm.connector.file_digest import (
+    DigestMemory,
+    FileChangedError,
+    FileStamp,
+    combined,
+    hash_file,
+    lower_priority,
+)
+from ucm.integration.vllm.connector.weights import CLOCK_SLACK_NS, engine_start_ns
+
+#: The files of an adapter that vLLM reads.
+ADAPTER_FILES = ("adapter_config.json", "adapter_model*", "new_embeddings*")
+
+#: How long the first question about an adapter may wait for its digest, in seconds. Later ones never wait.
+FIRST_WAIT_S = 0.5
+
+#: At most this often, in seconds, the files of an adapter in use are looked at again.
+RECHECK_S = 1.0
+
+_LABEL = b"UCMADAPTER"
+
+
+class UnkeyableError(UnsupportedError):
+    """A request whose blocks have no name: it is computed as usual, and nothing of it is looked up or stored.
+
+    ``pending`` says that asking again later may help.
+    """
+
+    def __init__(self, message: str, *, context: dict[str, Any] | None = None, pending: bool = False) -> None:
+        super().__init__(message, context=context)
+        self.pending = pending
+
+
+def adapter_digest(path: str, root: str | None = None, *, now_ns: Callable[[], int] = time.time_ns) -> bytes:
+    """SHA-256 over the files of the adapter at a local ``path``, 32 bytes; reads them, which may take long.
+
+    ``root`` is a directory in which digests are remembered. Raises :class:`~ucm.errors.NotFoundError` when there is no
+    adapter, :class:`OSError`, and :class:`~ucm.integration.vllm.connector.file_digest.FileChangedError`.
+    """
+    return _digest(path, DigestMemory(root, now_ns), now_ns)[0]
+
+
+def _digest(path: str, memory: DigestMemory, now_ns: Callable[[], int]) -> tuple[bytes, dict[str, FileStamp]]:
+    directory = os.path.expanduser(path)
+    names = sorted({name for pattern in ADAPTER_FILES for name in fnmatch.filter(_listed(directory), pattern)})
+    if not any(name.startswith("adapter_model") for name in names):
+        raise NotFoundError("no adapter_model file lies there", context={"path": path})
+    stamps, parts = {}, []
+    for name in names:
+        file = os.path.join(directory, name)
+        stamp, started_ns = FileStamp.of(os.stat(file)), now_ns()
+        content = memory.recall(file, stamp)
+        if content is None:
+            content, seen = hash_file(file)
+            if seen != stamp:
+                raise FileChangedError("an adapter file was replaced while it was being read", context={"path": file})
+            memory.learn(file, stamp, content, started_ns)
+        stamps[file] = stamp
+        parts.append((name, stamp.size, content))
+    try:
+        memory.save()
+    except OSError:
+        pass  # it is hashed again next time
+    return combined(_LABEL, parts), stamps
+
+
+def _listed(directory: str) -> list[str]:
+    try:
+        return [entry.name for entry in os.scandir(directory) if entry.is_file()]
+    except OSError as error:
+        raise NotFoundError(
+            "the adapter is not a local directory; load it from a local path to have its blocks kept",
+            context={"path": directory},
+        ) from error
+
+
+class _Adapter:
+    """What is known about one adapter number."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.ready = threading.Event()
+        self.digest = b""
+        self.stamps: dict[str, FileStamp] = {}
+        self.problem = ""  # why it has no name, for good
+        self.waited = False
+        self.checked = 0.0
+
+
+class AdapterDigests:
+    """Digests of the adapters of one engine, computed on one thread; questions are answered from memory.
+
+    Files must be older than ``since_ns`` (the engine's start unless given): the moment at which vLLM loads an adapter
+    is not told to connectors. ``trust_new_files`` lifts that for servers that add adapters while they run and never
+    write to a path again.
+    """
+
+    def __init__(
+        self,
+        root: str | None = None,
+        *,
+        since_ns: int | None = None,
+        trust_new_files: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._root, self._clock, self._now_ns = root, clock, now_ns
+        self._since_ns = engine_start_ns() if since_ns is None else since_ns
+        self._trust_new_files = trust_new_files
+        self._adapters: dict[int, _Adapter] = {}
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def payload(self, lora_request: Any) -> bytes:
+        """What stands in the key for this adapter. Raises :class:`UnkeyableError`.
+
+        The first question about an adapter waits :data:`FIRST_WAIT_S` at most, later ones not at all.
+        """
+        adapter = self._adapter(lora_request)
+        if not adapter.ready.is_set():
+            first, adapter.waited = not adapter.waited, True
+            if not first or not adapter.ready.wait(FIRST_WAIT_S):
+                raise UnkeyableError("the adapter is still being hashed", context={"path": adapter.path}, pending=True)
+        if adapter.problem:
+            raise UnkeyableError(adapter.problem, context={"path": adapter.path})
+        self._look_again(adapter)
+        # The same file means two things to vLLM depending on this flag of the request.
+        return adapter.digest + (b"\x01" if getattr(lora_request, "is_3d_lora_weight", False) else b"")
+
+    def current(self, lora_request: Any) -> bool:
+        """Whether the adapter still has the name that :meth:`payload` gave; ask before storing what it computed.
+
+        Never waits: a change is seen at most about :data:`RECHECK_S` after it happened.
+        """
+        adapter = self._adapter(lora_request)
+        if adapter.ready.is_set() and not adapter.problem:
+            self._look_again(adapter)
+        return adapter.ready.is_set() and not adapter.problem
+
+    def close(self) -> None:
+        """End the thread when its job is done; joins nothing. Idempotent."""
+        self._jobs.put(None)
+
+    def _adapter(self, lora_request: Any) -> _Adapter:
+        number, path = int(lora_request.lora_int_id), str(lora_request.lora_path)
+        with self._lock:
+            adapter = self._adapters.get(number)
+            if adapter is None:
+                adapter = self._adapters[number] = _Adapter(path)
+                self._submit(lambda: self._hash(adapter))
+            elif adapter.path != path and not adapter.problem:
+                adapter.problem = f"adapter number {number} stands for two paths, {adapter.path} and {path}"
+            return adapter
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ucm-adapters", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        lower_priority()
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _hash(self, adapter: _Adapter) -> None:
+        try:
+            digest, stamps = _digest(adapter.path, DigestMemory(self._root, self._now_ns), self._now_ns)
+            newest = max(stamp.ctime_ns for stamp in stamps.values())
+            if newest > self._since_ns - CLOCK_SLACK_NS and not self._trust_new_files:
+                adapter.problem = adapter.problem or "the adapter changed after the engine started"
+            adapter.digest, adapter.stamps = digest, stamps
+        except UcmError as error:
+            adapter.problem = error.message
+        except Exception as error:  # without a digest there is no name
+            adapter.problem = f"the adapter cannot be read: {error}"
+        adapter.checked = self._clock()
+        adapter.ready.set()
+
+    def _look_again(self, adapter: _Adapter) -> None:
+        now = self._clock()
+        if now - adapter.checked >= RECHECK_S:
+            adapter.checked = now
+            with self._lock:
+                self._submit(lambda: self._check(adapter))
+
+    def _check(self, adapter: _Adapter) -> None:
+        for path, stamp in adapter.stamps.items():
+            try:
+                changed = FileStamp.of(os.stat(path)) != stamp
+            except OSError:
+                changed = True
+            if changed:
+                adapter.problem = adapter.problem or f"the adapter changed while the engine runs: {path}"

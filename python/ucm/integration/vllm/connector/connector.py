@@ -1,0 +1,210 @@
+"""The class vLLM sees: it picks the half for its role and passes every call on.
+
+Nothing raises into vLLM once the engine runs: what fails becomes a miss and a log line. A wrong configuration is told
+by the constructor, before the engine starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from ucm.config import load
+from ucm.integration.vllm.connector.guard import harmless, logger
+from ucm.integration.vllm.connector.halves import scheduler_half, why_off, worker_half
+from ucm.integration.vllm.connector.metadata import StepPlan
+from ucm.integration.vllm.connector.scheduler import NOTHING, SchedulerHalf
+from ucm.integration.vllm.connector.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Prefix caching through a store, for one engine. See ``docs/configuration.md`` for its keys."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Reads the configuration; raises :class:`~ucm.errors.ConfigError` when it is wrong."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = load(self._kv_transfer_config.kv_connector_extra_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        off = why_off(config, vllm_config, kv_cache_config)
+        if role == KVConnectorRole.WORKER:
+            self._worker = None if off else worker_half(config, vllm_config, kv_cache_config)
+            return
+        self._recompute_failed_loads()
+        if off:
+            logger.warning("the cache is off: %s", off)
+            return
+        self._scheduler = scheduler_half(config, vllm_config, kv_cache_config)
+        for line in config.describe():
+            logger.debug("configuration: %s", line)
+
+    def _recompute_failed_loads(self) -> None:
+        """vLLM's default ends the request of a failed load with an error; it reads the setting after this."""
+        transfer = self._kv_transfer_config
+        if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
+            transfer.kv_load_failure_policy = "recompute"
+            logger.info('kv_load_failure_policy set to "recompute": a failed load is computed, never an error')
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache hands nothing over that anybody depends on."""
+        return False
+
+    # Scheduler half -----------------------------------------------------------------------------------------
+
+    @harmless(None)
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """vLLM's block tables and pool."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.bind_manager(kv_cache_manager)
+
+    @harmless(None)
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """vLLM's pool, in which sources of dumps are pinned."""
+        if self._scheduler is not None:
+            self._scheduler.bind_pool(gpu_block_pool)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Every worker's word about itself."""
+        if self._scheduler is not None:
+            self._scheduler.gate.shake(metadata)
+
+    @harmless(None)
+    def on_new_request(self, request: Request) -> None:
+        """A request arrived: its lookup begins."""
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
+
+    @harmless((0, False))
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded, or None while that is being looked up; loads are asynchronous."""
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Blocks were allocated. Not guarded: a load that vLLM expects must not get lost."""
+        if self._scheduler is not None:
+            self._scheduler.admitted(request, blocks, num_external_tokens)
+
+    @harmless(NOTHING)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """What the workers do in this step."""
+        return NOTHING if self._scheduler is None else self._scheduler.plan(scheduler_output)
+
+    @harmless(None)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """What the workers did."""
+        if self._scheduler is not None:
+            self._scheduler.worker_output(connector_output)
+
+    @harmless((False, None))
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The request ended; its blocks may be freed, ours are pinned."""
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same where vLLM has several KV groups, or could have."""
+        ended: tuple[bool, dict[str, Any] | None] = self.request_finished(request, block_ids[0] if block_ids else [])
+        return ended
+
+    @harmless(False)
+    def has_pending_push_work(self) -> bool:
+        """Whether an idle engine should go on stepping."""
+        return self._scheduler is not None and self._scheduler.wants_steps
+
+    @harmless(None)
+    def reset_cache(self) -> bool | None:
+        """vLLM's caches are being reset together with ours."""
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
+
+    # Worker half --------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Where the KV lies."""
+        if self._worker is not None:
+            self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """This rank's word about itself."""
+        return None if self._worker is None else self._worker.handshake()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The plan of the step that begins."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, StepPlan):
+            self._worker.bind(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Begin the step's loads; before or after the forward pass, vLLM decides."""
+        if self._worker is not None:
+            self._worker.start_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: requests run when all their layers are loaded."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Nothing to do by layer: whole blocks are dumped after the step."""
+
+    def wait_for_save(self) -> None:
+        """Begin the step's dumps; their sources are pinned, so there is nothing to wait for."""
+        if self._worker is not None:
+            self._worker.start_dumps()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose load ended."""
+        return None, None if self._worker is None else self._worker.take_ended_loads() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Device blocks a load did not fill."""
+        return set() if self._worker is None else self._worker.take_bad_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """News for the scheduler half."""
+        return None if self._worker is None else self._worker.report()
+
+    # Both ---------------------------------------------------------------------------------------------------
+
+    @harmless(None)
+    def shutdown(self) -> None:
+        """Let dumps end, within the shutdown deadline, and close the stores."""
+        if self._worker is not None:
+            self._worker.shutdown()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+
+class UCMDirectConnector(UCMConnector):
+    """The direct mode by its own name: a block of all layers is one row of a load or dump."""

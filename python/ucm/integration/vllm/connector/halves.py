@@ -1,0 +1,144 @@
+"""Puts the two halves together from vLLM's configuration and ours; says why when there is nothing to put together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ucm.config import UcmConfig
+from ucm.errors import UcmError
+from ucm.integration.vllm.connector.adapters import AdapterDigests
+from ucm.integration.vllm.connector.background import Background
+from ucm.integration.vllm.connector.extra_keys import ExtraKeys
+from ucm.integration.vllm.connector.gate import Gate
+from ucm.integration.vllm.connector.guard import logger
+from ucm.integration.vllm.connector.identity import (
+    block_tokens,
+    engine_identity,
+    identity_text,
+    identity_without_weights,
+    unidentifiable,
+    with_weights,
+)
+from ucm.integration.vllm.connector.keys import KeyMaker
+from ucm.integration.vllm.connector.lookup import Lookups
+from ucm.integration.vllm.connector.scheduler import SchedulerHalf
+from ucm.integration.vllm.connector.weight_files import weight_source
+from ucm.integration.vllm.connector.weights import WeightsDigest
+from ucm.integration.vllm.connector.worker import WorkerHalf
+from ucm.store.factory_v1 import UcmConnectorFactoryV1
+from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+#: KV specs whose blocks all hold lasting state, so that a prefix of blocks is all there is to a prefix.
+_WHOLE_PREFIX = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+
+
+def why_off(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Why this engine cannot be served, as a sentence; empty when it can."""
+    if not config.enabled:
+        return "UCM_DISABLE is set"
+    if not config.enable_prefix_cache:
+        return "enable_prefix_cache is false"
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"this model has {len(groups)} KV cache groups, and only one is supported yet: nothing is claimed or stored"
+    specs = getattr(groups[0].kv_cache_spec, "kv_cache_specs", None)
+    kinds = {type(spec).__name__ for spec in (specs.values() if isinstance(specs, dict) else [groups[0].kv_cache_spec])}
+    if not kinds <= _WHOLE_PREFIX:
+        return f"KV of kind {', '.join(sorted(kinds - _WHOLE_PREFIX))} is not supported yet: nothing is claimed or stored"
+    if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
+        return "prefill context parallelism is not supported yet: nothing is claimed or stored"
+    return unidentifiable(vllm_config, kv_cache_config)
+
+
+def _store_maker(config: UcmConfig) -> Any:
+    def make(store_config: dict[str, Any]) -> UcmKVStoreBaseV1:
+        return UcmConnectorFactoryV1.create_connector(
+            config.ucm_connector_name, store_config, config.ucm_connector_module_path
+        )
+
+    return make
+
+
+class UnknowableError(UcmError):
+    """The weights in memory cannot be named, so neither can their KV."""
+
+    kind = "unkeyable"
+
+
+class _Identity:
+    """The identity's JSON text, once the weights are known; watches that they stay what they were."""
+
+    def __init__(self, own: dict[str, Any], weights: WeightsDigest) -> None:
+        self._own, self._weights = own, weights
+
+    def text(self) -> str | None:
+        """None while pending; raises :class:`UnknowableError` when it never will be known."""
+        state = self._weights.state
+        if state.kind == "pending":
+            return None
+        if state.kind != "known":
+            raise UnknowableError(state.reason)
+        text = identity_text(with_weights(self._own, state.text))
+        logger.info("identity of this engine's KV: %s", text)
+        return text
+
+    def trouble(self) -> str:
+        """Why the identity no longer holds, empty while it does; looks at the files again without waiting."""
+        state = self._weights.recheck(0.0)
+        return "" if state.kind == "known" else state.reason
+
+
+def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerHalf:
+    """The scheduler half of a supported engine; waits a few seconds at most for the weights' digest."""
+    tokens = block_tokens(vllm_config, kv_cache_config)
+    own = engine_identity(vllm_config, kv_cache_config, "")
+    root = config.storage_backends[0] if config.storage_backends else None
+    weights = WeightsDigest(weight_source(vllm_config), config.identity.weights, root)
+    extra = ExtraKeys.for_engine(vllm_config, tokens, AdapterDigests(root))
+    background = Background("ucm-lookup")
+    identity = _Identity(own, weights)
+    gate = Gate(
+        own_identity=identity_without_weights(own),
+        identity=identity.text,
+        trouble=identity.trouble,
+        make_store=_store_maker(config),
+        store_config=config.store_config(),
+        world=vllm_config.parallel_config.world_size,
+        background=background,
+        open_allowance=config.deadlines.probe_s,
+    )
+    if (state := weights.wait()).kind == "pending":
+        logger.info("the weights are still being hashed; requests are computed as usual until that is done")
+    elif state.kind != "known":
+        gate.off(state.reason)
+    return SchedulerHalf(
+        gate,
+        make_keys=lambda text: KeyMaker(text, tokens, config.hash_method, extra),
+        make_lookups=lambda store, masks: Lookups(background, store, masks),
+        block_tokens=tokens,
+        min_hit_tokens=config.min_hit_tokens,
+        dump_output=config.dump == "all",
+        lookup_allowance=config.deadlines.lookup_ms / 1000,
+    )
+
+
+def worker_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerHalf:
+    """The worker half of this rank."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    pipeline, tensor = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+    replicas = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
+    return WorkerHalf(
+        rank=pipeline * vllm_config.parallel_config.tensor_parallel_size + tensor,
+        part=(0, pipeline, tensor // replicas),
+        writer=tensor % replicas == 0,
+        layers=kv_cache_config.kv_cache_groups[0].layer_names,
+        block_tokens=block_tokens(vllm_config, kv_cache_config),
+        identity=lambda: identity_without_weights(engine_identity(vllm_config, kv_cache_config, "")),
+        make_store=_store_maker(config),
+        shutdown_allowance=config.deadlines.shutdown_s,
+    )

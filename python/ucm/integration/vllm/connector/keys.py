@@ -1,0 +1,41 @@
+"""Block keys of a request: hashed once per prompt, then one call per few blocks as the output grows."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from ucm.integration.vllm.connector.extra_keys import ExtraKeys
+from ucm.store import BlockHasher
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class KeyMaker:
+    """Hashes token blocks under one identity."""
+
+    def __init__(self, identity: str, block_tokens: int, hash_method: str, extra: ExtraKeys) -> None:
+        self._hasher = BlockHasher(hashlib.sha256(identity.encode()).digest(), block_tokens, hash_method)
+        self._extra = extra
+        self.block_tokens = block_tokens
+
+    def first(self, request: Request) -> list[bytes]:
+        """Keys of all full blocks of the tokens known now. May read an adapter's files: for background threads."""
+        return self.more(request, [])
+
+    def current(self, request: Request) -> bool:
+        """Whether the keys still say what the request computes; asked before its blocks are stored. Never waits."""
+        return self._extra.current(request)
+
+    def more(self, request: Request, keys: list[bytes]) -> list[bytes]:
+        """Keys of the full blocks after those of ``keys``.
+
+        Raises :class:`~ucm.integration.vllm.connector.adapters.UnkeyableError` for a request that has no keys.
+        """
+        tokens = request._all_token_ids
+        start, end = len(keys), len(tokens) // self.block_tokens
+        if end <= start:
+            return []
+        extra = self._extra.of(request, start, end)
+        return self._hasher.hash_blocks(tokens, parent=keys[-1] if keys else None, start=start, extra=extra)

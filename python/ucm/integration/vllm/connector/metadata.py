@@ -1,0 +1,135 @@
+"""What the two halves of the connector tell each other: one small, versioned object in each direction per step.
+
+Scheduler half to workers: :class:`StepPlan`. A worker to the scheduler half: :class:`WorkerReport`, made of one
+:class:`RankReport` per rank. Once, before the first step: :class:`Handshake`. All three are pickled by vLLM, so keys
+travel as joined bytes and device block numbers as NumPy arrays, and a step with nothing to do sends a few bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+#: Changes with every change of meaning; the halves of one engine always agree, and a mismatch switches ucm off.
+VERSION = 1
+
+#: Length of a block key in bytes.
+KEY = 16
+
+
+def join_keys(keys: Sequence[bytes]) -> bytes:
+    """Block keys as one string of bytes."""
+    return b"".join(keys)
+
+
+def split_keys(joined: bytes) -> list[bytes]:
+    """The opposite of :func:`join_keys`."""
+    return [joined[at : at + KEY] for at in range(0, len(joined), KEY)]
+
+
+@dataclass(slots=True)
+class Load:
+    """Blocks to read for one request, on every rank, in chain order."""
+
+    request: str
+    first: int  # ordinal of the first block in the request's chain
+    keys: bytes
+    blocks: npt.NDArray[np.int64]  # device block numbers
+
+
+@dataclass(slots=True)
+class Dump:
+    """Blocks to write, on every rank, in chain order; the source stays pinned until every rank says *staged*."""
+
+    job: int
+    request: str
+    first: int
+    parent: bytes  # key of the block before the first, empty for the start of a chain
+    keys: bytes
+    blocks: npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class StoreSetup:
+    """Sent once, when the identity is known and every rank agreed: what a worker opens its store with."""
+
+    identity: str  # the identity's JSON text
+    config: dict[str, Any]
+
+
+@dataclass(slots=True)
+class StepPlan(KVConnectorMetadata):
+    """What the workers do in this step."""
+
+    version: int = VERSION
+    setup: StoreSetup | None = None
+    loads: list[Load] = field(default_factory=list)
+    dumps: list[Dump] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class DumpResult:
+    """The end of one dump on one rank: nothing of it is under way any more."""
+
+    job: int
+    failed: tuple[int, ...] = ()  # rows that were not published
+    busy: bool = False  # refused at once, nothing was read
+
+
+@dataclass(slots=True)
+class LoadFailure:
+    """A load that did not bring all its blocks: vLLM computes from the first missing one."""
+
+    request: str
+    first: int  # ordinal of the first block that is not there
+    refused: bytes  # keys whose records are bad, not merely late
+
+
+@dataclass(slots=True)
+class RankReport:
+    """What happened on one rank since its last report."""
+
+    rank: int
+    ready: bool = False  # its store is open
+    broken: str = ""  # why its store cannot be used, empty when it can
+    last_job: int = 0  # newest dump this rank has seen
+    free_slots: int | None = None  # blocks a dump could take after that, None when unbounded
+    staged: list[int] = field(default_factory=list)
+    done: list[DumpResult] = field(default_factory=list)
+    load_failures: list[LoadFailure] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class WorkerReport(KVConnectorWorkerMetadata):
+    """The reports of all ranks of a step, one after the other."""
+
+    version: int = VERSION
+    ranks: list[RankReport] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Both sets of reports; vLLM merges the workers' answers with this."""
+        if not isinstance(other, WorkerReport):
+            return self
+        return WorkerReport(self.version, self.ranks + other.ranks)
+
+
+@dataclass(slots=True)
+class Handshake(KVConnectorHandshakeMetadata):
+    """What a worker says about itself before the first step."""
+
+    version: int
+    part: tuple[int, int, int]  # KV group, pipeline rank, tensor rank (0 for replicated KV)
+    rank: int
+    writer: bool  # False where another rank holds the same bytes and writes them
+    identity: dict[str, Any]  # without the weights
+    shapes: dict[str, Any]  # the store's size keys, in bytes
+    problem: str = ""  # why this rank cannot take part, empty when it can

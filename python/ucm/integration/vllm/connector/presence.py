@@ -1,0 +1,78 @@
+"""What this engine knows about blocks in the store: there, being written, or refused by one of its ranks.
+
+A memory, not the truth: the store answers lookups. It saves offering a block that is there already, and it keeps a
+block from counting as a hit after a rank found its record bad or could not publish it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+#: Most keys remembered of each kind; the oldest are forgotten (a forgotten one costs an offer the store ignores).
+PRESENT_LIMIT = 1 << 17
+REFUSED_LIMIT = 1 << 16
+
+
+class Presence:
+    """Three bounded sets of block keys."""
+
+    def __init__(self, present_limit: int = PRESENT_LIMIT, refused_limit: int = REFUSED_LIMIT) -> None:
+        self._present: dict[bytes, None] = {}
+        self._refused: dict[bytes, None] = {}
+        self._writing: dict[bytes, int] = {}
+        self._present_limit = present_limit
+        self._refused_limit = refused_limit
+
+    def found(self, keys: Sequence[bytes], hits: int) -> None:
+        """A lookup answered: the first ``hits`` keys are there, what follows is unknown or absent."""
+        for key in keys[:hits]:
+            self._remember(self._present, key, self._present_limit)
+        for key in keys[hits:]:
+            self._present.pop(key, None)
+
+    def offerable(self, key: bytes) -> bool:
+        """Whether offering this block makes sense now."""
+        return key not in self._writing and (key not in self._present or key in self._refused)
+
+    def writing(self, keys: Iterable[bytes], job: int) -> None:
+        """These blocks are being written by ``job``."""
+        for key in keys:
+            self._writing[key] = job
+
+    def written(self, key: bytes) -> None:
+        """Every rank published its part: a hit from now on."""
+        self._writing.pop(key, None)
+        self._refused.pop(key, None)
+        self._remember(self._present, key, self._present_limit)
+
+    def not_written(self, key: bytes, refuse: bool) -> None:
+        """Some rank did not publish its part. ``refuse``: and none must trust an older record of that name."""
+        self._writing.pop(key, None)
+        if refuse:
+            self.refuse(key)
+        else:
+            self._present.pop(key, None)
+
+    def refuse(self, key: bytes) -> None:
+        """A rank found the record bad or gone: no hit until the block was written again."""
+        self._present.pop(key, None)
+        self._remember(self._refused, key, self._refused_limit)
+
+    def trusted(self, keys: Sequence[bytes], upto: int) -> int:
+        """How many of the first ``upto`` keys may be claimed: all before the first refused one."""
+        if self._refused:
+            for index in range(upto):
+                if keys[index] in self._refused:
+                    return index
+        return upto
+
+    def is_refused(self, key: bytes) -> bool:
+        """Whether this key was refused and not written since."""
+        return key in self._refused
+
+    @staticmethod
+    def _remember(kept: dict[bytes, None], key: bytes, limit: int) -> None:
+        kept.pop(key, None)
+        kept[key] = None
+        if len(kept) > limit:
+            del kept[next(iter(kept))]

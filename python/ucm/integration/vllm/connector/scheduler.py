@@ -1,0 +1,302 @@
+"""The scheduler half: which blocks a request may load, which of its blocks are offered to the store, and when.
+
+It owns hashing, lookups, admission and plans, and never touches a tensor. vLLM calls it from one thread; what may take
+long runs on :class:`~.background.Background`. Everything per step is proportional to what changed in the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ucm.integration.vllm.connector.dumps import DumpPlanner
+from ucm.integration.vllm.connector.gate import OFF, OPEN, PENDING, Gate
+from ucm.integration.vllm.connector.guard import logger, throttle
+from ucm.integration.vllm.connector.keys import KeyMaker
+from ucm.integration.vllm.connector.lookup import Lookups
+from ucm.integration.vllm.connector.metadata import VERSION, Dump, Load, StepPlan, WorkerReport, join_keys, split_keys
+from ucm.integration.vllm.connector.presence import Presence
+from ucm.integration.vllm.connector.tracked import Tracked
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+#: Sent in every step with nothing to do.
+NOTHING = StepPlan()
+
+_FAR = 1 << 62
+
+
+class SchedulerHalf:
+    """One engine's scheduler half."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        *,
+        make_keys: Callable[[str], KeyMaker],
+        make_lookups: Callable[[Any, list[bytes]], Lookups],
+        block_tokens: int,
+        min_hit_tokens: int,
+        dump_output: bool,
+        lookup_allowance: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``block_tokens``: tokens of one device block; ``lookup_allowance``: seconds from vLLM's first question."""
+        self.gate = gate
+        self._make_keys = make_keys
+        self._make_lookups = make_lookups
+        self._block_tokens = block_tokens
+        self._min_hit_tokens = min_hit_tokens
+        self._dump_output = dump_output
+        self._allowance = lookup_allowance
+        self._clock = clock
+        self._presence = Presence()
+        self.dumps = DumpPlanner(self._presence, clock)
+        self._manager: KVCacheManager | None = None
+        self._keys: KeyMaker | None = None
+        self._lookups: Lookups | None = None
+        self._live: dict[str, Tracked] = {}
+        self._due: dict[str, int] = {}  # request -> computed tokens at which its next block can be offered
+        self._loads: list[Load] = []
+        self._late_dumps: list[Dump] = []  # planned when their request ended, sent with the next step
+        self.misses: Counter[str] = Counter()
+        self.hit_tokens = 0
+
+    # What vLLM binds ----------------------------------------------------------------------------------------
+
+    def bind_manager(self, manager: KVCacheManager) -> None:
+        """The block tables of the requests, and the pool in which sources of dumps are pinned."""
+        self._manager = manager
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """The pool alone."""
+        self.dumps.bind(pool)
+
+    # Requests -----------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Begin to hash and look up at once; the answer is usually there when vLLM asks."""
+        self.gate.recheck()
+        if self.gate.phase == OFF or request.resumable:
+            return  # a streaming session rewrites its own tokens: not cached
+        tracked = self._live[request.request_id] = Tracked(request)
+        self._due[request.request_id] = self._block_tokens
+        if self._open():
+            self._start_lookup(tracked)
+
+    def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond the ``computed`` ones found on the device; asked again at every step."""
+        tracked = self._live.get(request.request_id)
+        if tracked is None:
+            return 0, False
+        if tracked.preemptions != request.num_preemptions:
+            tracked.restart()
+            self._due[request.request_id] = self._block_tokens
+        tracked.local = computed
+        if not self._open():
+            if self.gate.worth_waiting():
+                return None, False
+            tracked.reason = "identity_pending" if self.gate.phase == PENDING else "unhealthy"
+            return 0, False
+        if request.skip_reading_prefix_cache:
+            tracked.reason = "disabled"
+            return 0, False
+        if tracked.lookup is None:
+            self._start_lookup(tracked)
+        assert tracked.lookup is not None  # just started
+        if not tracked.lookup.settled(self._allowance):
+            return None, False
+        tracked.adopt(self._presence)
+        tokens = tracked.claimable(self._presence, self._block_tokens) * self._block_tokens - computed
+        tracked.reason = ""
+        if tokens >= max(self._min_hit_tokens, 1):
+            return tokens, True
+        if tokens > 0:
+            tracked.reason = "too_short"
+        elif not computed:
+            tracked.reason = tracked.lookup.reason
+        return 0, False
+
+    def admitted(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """Blocks were allocated; with ``external`` > 0 that many tokens are to be loaded into them."""
+        tracked = self._live.get(request.request_id)
+        if tracked is None:
+            return
+        if external > 0:
+            first = tracked.local // self._block_tokens
+            count = external // self._block_tokens
+            table = blocks.blocks[0]
+            keys = tracked.keys[first : first + count]
+            self._loads.append(
+                Load(
+                    request=request.request_id,
+                    first=first,
+                    keys=join_keys(keys),
+                    blocks=np.fromiter((b.block_id for b in table[first : first + count]), np.int64, count),
+                )
+            )
+            tracked.loading = True
+            self.hit_tokens += external
+        elif tracked.reason:
+            self.misses[tracked.reason] += 1
+            tracked.reason = ""
+        if not tracked.touched and self._lookups is not None:
+            tracked.touched = True
+            self._lookups.touch(tracked.keys[: (tracked.local + external) // self._block_tokens])
+
+    def finished(self, request: Request) -> None:
+        """The request ends; what it holds and was not offered yet is offered now, pinned, and sent with the next step.
+
+        A load of it that is under way goes on: vLLM keeps the blocks until every rank reported it, and what they
+        hold until then is nobody's business.
+        """
+        tracked = self._live.pop(request.request_id, None)
+        self._due.pop(request.request_id, None)
+        if tracked is not None and not tracked.loading and self._open():
+            self._late_dumps += self._offer(
+                tracked, request.num_computed_tokens - request.num_in_flight_tokens, self.dumps.room()
+            )
+
+    # Steps --------------------------------------------------------------------------------------------------
+
+    def plan(self, output: SchedulerOutput) -> StepPlan:
+        """What the workers do in this step. Whatever goes wrong with dumps, the loads vLLM waits for are sent."""
+        is_open = self._open()
+        setup = self.gate.take_setup()
+        dumps, self._late_dumps = self._late_dumps, []
+        if is_open:
+            self._plan_dumps(output, dumps)
+        loads = self._loads
+        if not (setup or dumps or loads):
+            return NOTHING
+        self._loads = []
+        return StepPlan(setup=setup, loads=loads, dumps=dumps)
+
+    def _plan_dumps(self, output: SchedulerOutput, dumps: list[Dump]) -> None:
+        room = self.dumps.room()
+        if room == 0:
+            return
+        scheduled, due, live = output.num_scheduled_tokens, self._due, self._live
+        cached = output.scheduled_cached_reqs
+        ready = [
+            (name, computed)
+            for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            if computed + scheduled[name] >= due.get(name, _FAR)
+        ]
+        ready += [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs if new.req_id in live]
+        for name, computed in ready:
+            try:
+                plans = self._offer(live[name], computed + scheduled[name], room)
+            except Exception as error:
+                throttle.warning("offer", "blocks of a request could not be offered: %r", error)
+                due[name] = _FAR
+                continue
+            room -= sum(len(plan.blocks) for plan in plans)
+            dumps += plans
+
+    def _offer(self, tracked: Tracked, computed: int, room: int) -> list[Dump]:
+        """Offer the full blocks of the first ``computed`` tokens, at most ``room``; only final tokens count."""
+        request, size = tracked.request, self._block_tokens
+        limit = request.num_tokens if self._dump_output else request.num_prompt_tokens
+        upto = min(computed, request.num_tokens, limit) // size
+        if self._manager is None or self._keys is None:
+            return []
+        plans: list[Dump] = []
+        if upto > tracked.cursor and room > 0:
+            if not tracked.keyable or not self._keys.current(request):
+                self._due.pop(request.request_id, None)
+                return []
+            upto = tracked.grow(upto, self._keys, self._presence)
+            blocks: Any = self._manager.get_blocks(request.request_id).blocks[0]
+            plans = self.dumps.plan(tracked, upto, blocks, room)
+        if request.request_id in self._due:
+            ended = not self._dump_output and tracked.cursor >= limit // size
+            self._due[request.request_id] = _FAR if ended else (tracked.cursor + 1) * size
+        return plans
+
+    def worker_output(self, output: KVConnectorOutput) -> None:
+        """What the ranks did: stores opened, dumps staged and ended, loads failed."""
+        for name in output.finished_recving or ():
+            if tracked := self._live.get(name):
+                tracked.loading = False
+        report = output.kv_connector_worker_meta
+        if report is None:
+            return
+        if not isinstance(report, WorkerReport) or report.version != VERSION:
+            self.gate.off("the workers run another version of ucm than the scheduler")
+            return
+        for rank in report.ranks:
+            self.gate.report(rank)
+            for failure in rank.load_failures:
+                for key in split_keys(failure.refused):
+                    self._presence.refuse(key)
+                if tracked := self._live.get(failure.request):
+                    tracked.failed_at(failure.first)
+                    self._rewound(tracked)
+                self.misses["load_failed"] += 1
+                throttle.warning("load failed", "request %s: a load failed, computing instead", failure.request)
+            self.dumps.report(rank, self._live.values())
+            if any(result.failed for result in rank.done):
+                for tracked in self._live.values():
+                    self._rewound(tracked)
+
+    def _rewound(self, tracked: Tracked) -> None:
+        """The cursor may have moved back: look at the request again in its next step."""
+        name = tracked.request.request_id
+        self._due[name] = min(self._due.get(name, _FAR), (tracked.cursor + 1) * self._block_tokens)
+
+    def reset(self) -> None:
+        """vLLM wants no connector to serve what was computed before, as after a change of the weights in memory.
+
+        What the files say is then no longer what computes, so there is no identity from here on.
+        """
+        self.gate.off("vLLM reset the connector's cache: the weights in memory may no longer be those of the files")
+
+    @property
+    def wants_steps(self) -> bool:
+        """Whether an idle engine should go on stepping: stores are being opened, or dumps are under way."""
+        return self.gate.worth_waiting() or bool(self._late_dumps) or self.dumps.in_flight
+
+    def stats(self) -> Mapping[str, Any]:
+        """Counters of this half."""
+        return {
+            "phase": self.gate.phase,
+            "hit_tokens": self.hit_tokens,
+            "misses": dict(self.misses),
+            "published_blocks": self.dumps.published_blocks,
+            "failed_blocks": self.dumps.failed_blocks,
+        }
+
+    def close(self) -> None:
+        """Close the scheduler's own store."""
+        if self.gate.store is not None:
+            self.gate.store.close()
+        logger.info("scheduler half: %s", self.stats())
+
+    # Inside -------------------------------------------------------------------------------------------------
+
+    def _open(self) -> bool:
+        if self._lookups is not None:
+            return self.gate.phase == OPEN
+        self.gate.poll()
+        if self.gate.phase != OPEN:
+            return False
+        self._keys = self._make_keys(self.gate.identity_text)
+        self._lookups = self._make_lookups(self.gate.store, self.gate.masks)
+        self.dumps.open(self.gate.ranks)
+        return True
+
+    def _start_lookup(self, tracked: Tracked) -> None:
+        assert self._lookups is not None and self._keys is not None  # the gate is open
+        maker, request = self._keys, tracked.request
+        tracked.lookup = self._lookups.start(lambda: maker.first(request), self._clock)

@@ -1,0 +1,95 @@
+"""What the scheduler half keeps of one live request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ucm.integration.vllm.connector.adapters import UnkeyableError
+from ucm.integration.vllm.connector.keys import KeyMaker
+from ucm.integration.vllm.connector.lookup import Lookup
+from ucm.integration.vllm.connector.presence import Presence
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_NEVER = 1 << 62
+
+
+class Tracked:
+    """A request: its block keys, its lookup, how far its blocks were offered, and what it may not claim again."""
+
+    __slots__ = (
+        "banned_from",
+        "cursor",
+        "keyable",
+        "keys",
+        "loading",
+        "local",
+        "lookup",
+        "preemptions",
+        "reason",
+        "request",
+        "touched",
+    )
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.keys: list[bytes] = []
+        self.keyable = True  # False: it has no keys and never will
+        self.lookup: Lookup | None = None
+        self.cursor = 0  # blocks before it were offered, or are in the store
+        self.banned_from = _NEVER  # ordinal of the first block that failed to load
+        self.local = 0  # tokens found on the device, as of vLLM's last question
+        self.loading = False  # between the admission of a load and the last rank's word about it
+        self.reason = ""  # why the last answer was no hit
+        self.preemptions = request.num_preemptions
+        self.touched = False
+
+    def restart(self) -> None:
+        """Preempted: its blocks are gone, it will be asked for again, perhaps with output tokens."""
+        self.preemptions = self.request.num_preemptions
+        self.lookup = None
+        self.cursor = 0
+        self.touched = False
+
+    def adopt(self, presence: Presence) -> None:
+        """Take over what the lookup has computed and found, once."""
+        lookup = self.lookup
+        if lookup is None or lookup.keys is None:
+            return
+        if len(lookup.keys) > len(self.keys):
+            self.keys = list(lookup.keys)
+        if lookup.done and not lookup.adopted:
+            lookup.adopted = True
+            if lookup.answered:
+                presence.found(lookup.keys, lookup.hits)
+
+    def grow(self, upto: int, maker: KeyMaker, presence: Presence) -> int:
+        """Make sure of keys for ``upto`` blocks; how many of those are known (fewer while a thread hashes them)."""
+        if len(self.keys) < upto:
+            self.adopt(presence)
+        if len(self.keys) < upto:
+            if self.lookup is not None and self.lookup.hashing:
+                return len(self.keys)
+            try:
+                self.keys.extend(maker.more(self.request, self.keys))
+            except UnkeyableError as error:
+                self.keyable = error.pending
+                return len(self.keys)
+        return min(upto, len(self.keys))
+
+    def claimable(self, presence: Presence, block_tokens: int) -> int:
+        """Blocks of the prefix that may be claimed from the store now.
+
+        Never all tokens: vLLM computes at least the last one, in a block of its own, as with its own prefix cache.
+        """
+        if self.lookup is None or self.lookup.keys is None:
+            return 0
+        limit = (self.request.num_tokens - 1) // block_tokens
+        hits = min(self.lookup.hits, limit, self.banned_from, len(self.lookup.keys))
+        return presence.trusted(self.lookup.keys, hits)
+
+    def failed_at(self, ordinal: int) -> None:
+        """A load did not bring the block at ``ordinal``: nothing at or past it is claimed again."""
+        self.banned_from = min(self.banned_from, ordinal)
+        self.cursor = min(self.cursor, ordinal)

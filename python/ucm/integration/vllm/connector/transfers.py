@@ -1,0 +1,221 @@
+"""Loads and dumps under way on one rank: started, polled once per step, reported exactly once. Never waits.
+
+The store decides about time: a load past its deadline is finished with a failure. This module only asks
+``store.check`` and, when that says finished, ``store.wait`` for the outcome. Whatever a store raises ends the transfer
+as failed, so that no request waits for something that will not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+
+from ucm.errors import BusyError, TaskError, UcmError
+from ucm.integration.vllm.connector.guard import throttle
+from ucm.integration.vllm.connector.layout import KVLayout
+from ucm.integration.vllm.connector.metadata import Dump, DumpResult, Load, LoadFailure, join_keys, split_keys
+from ucm.store import record_ids
+from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+
+#: Kinds of failure after which the record itself is not to be trusted on this engine.
+_BAD_RECORD = frozenset({"corrupt", "foreign", "not_found"})
+
+
+def finished(store: UcmKVStoreBaseV1, task: Any, staged: bool = False) -> bool:
+    """Whether a task ended (or, with ``staged``, whether device memory is free again). Never raises."""
+    try:
+        if staged and store.has_staged_level:
+            return bool(store.check(task, until="staged"))
+        return bool(store.check(task))
+    except UcmError as error:
+        # Asked too often, or too much at once: ask again. Anything else has ended, wait() says how.
+        return not error.retryable
+    except Exception as error:
+        throttle.warning("check", "the store's check() failed: %r", error)
+        return True
+
+
+def failed_rows(store: UcmKVStoreBaseV1, task: Any, rows: int) -> dict[int, BaseException]:
+    """What went wrong with a finished task, by row; empty when nothing did."""
+    try:
+        store.wait(task)
+    except TaskError as error:
+        return {row: why for row, why in error.failures.items() if 0 <= row < rows} or dict.fromkeys(range(rows), error)
+    except Exception as error:
+        return dict.fromkeys(range(rows), error)
+    return {}
+
+
+@dataclass(slots=True)
+class _Running:
+    work: Any
+    task: Any
+    keep: Any = None  # what must live as long as the device may read it
+    staged: bool = False
+
+
+class Loads:
+    """Loads of one rank."""
+
+    def __init__(self) -> None:
+        self._running: list[_Running] = []
+        self._ended: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._failures: list[LoadFailure] = []
+
+    def start(self, load: Load, store: UcmKVStoreBaseV1 | None, layout: KVLayout | None, mask: bytes) -> None:
+        """Begin; if that is impossible the load has failed already."""
+        keys = split_keys(load.keys)
+        if store is None or layout is None:
+            return self._fail(load, 0, [])
+        try:
+            shards = [0] * len(keys)
+            task = store.load_data(record_ids(keys, mask), shards, layout.addresses(load.blocks))
+        except Exception as error:
+            throttle.warning("load", "a load was refused: %s", error)
+            return self._fail(load, 0, [])
+        self._running.append(_Running(load, task))
+
+    def poll(self, store: UcmKVStoreBaseV1 | None) -> None:
+        """Notice which have ended."""
+        if store is None or not self._running:
+            return
+        still = []
+        for running in self._running:
+            if not finished(store, running.task):
+                still.append(running)
+                continue
+            load: Load = running.work
+            failures = failed_rows(store, running.task, len(load.blocks))
+            if failures:
+                first = min(failures)
+                throttle.warning("load failed", "request %s: block %d: %s", load.request, first, failures[first])
+                keys = split_keys(load.keys)
+                bad = [keys[row] for row, why in failures.items() if getattr(why, "kind", "") in _BAD_RECORD]
+                self._fail(load, first, bad)
+            else:
+                self._ended.add(load.request)
+        self._running = still
+
+    def _fail(self, load: Load, row: int, bad: Sequence[bytes]) -> None:
+        self._bad_blocks.update(load.blocks[row:].tolist())
+        self._failures.append(LoadFailure(load.request, load.first + row, join_keys(bad)))
+        self._ended.add(load.request)
+
+    def take_ended(self) -> set[str]:
+        """Requests whose load ended since the last call, each named once."""
+        ended, self._ended = self._ended, set()
+        return ended
+
+    def take_bad_blocks(self) -> set[int]:
+        """Device blocks that were to be filled and were not."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def take_failures(self) -> list[LoadFailure]:
+        """The same in the scheduler half's terms."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+
+class Dumps:
+    """Dumps of one rank."""
+
+    def __init__(self) -> None:
+        self._running: list[_Running] = []
+        self._staged: list[int] = []
+        self._done: list[DumpResult] = []
+        self.last_job = 0
+
+    def skip(self, dump: Dump) -> None:
+        """Nothing to do on this rank: another one holds the same bytes and writes them."""
+        self.last_job = max(self.last_job, dump.job)
+        self._done.append(DumpResult(dump.job))
+
+    def start(
+        self,
+        dumps: Sequence[Dump],
+        store: UcmKVStoreBaseV1 | None,
+        layout: KVLayout | None,
+        mask: bytes,
+        event: tuple[int, Any],
+        block_tokens: int,
+    ) -> None:
+        """Begin; a refused one ends the rest of its request's chain for this step. ``event``: handle and its owner."""
+        refused: set[str] = set()
+        for dump in dumps:
+            self.last_job = max(self.last_job, dump.job)
+            if store is None or layout is None or dump.request in refused:
+                self._refuse(dump, busy=True)
+                continue
+            keys = split_keys(dump.keys)
+            try:
+                ids = record_ids(keys, mask)
+                parent = record_ids([dump.parent], mask)[0] if dump.parent else bytes(16)
+                store.describe(
+                    ids,
+                    parents=[parent, *ids[:-1]],
+                    ordinals=list(range(dump.first, dump.first + len(ids))),
+                    tokens=[block_tokens] * len(ids),
+                )
+                task = store.dump_data(ids, [0] * len(ids), layout.addresses(dump.blocks), event[0])
+            except BusyError:
+                refused.add(dump.request)
+                self._refuse(dump, busy=True)
+            except Exception as error:
+                throttle.warning("dump", "a dump was refused: %s", error)
+                refused.add(dump.request)
+                self._refuse(dump, busy=False)
+            else:
+                self._running.append(_Running(dump, task, keep=event[1]))
+
+    def _refuse(self, dump: Dump, busy: bool) -> None:
+        self._done.append(DumpResult(dump.job, tuple(range(len(dump.blocks))), busy))
+
+    def poll(self, store: UcmKVStoreBaseV1 | None) -> None:
+        """Notice which are staged and which have ended."""
+        if store is None or not self._running:
+            return
+        still = []
+        for running in self._running:
+            dump: Dump = running.work
+            if not running.staged and finished(store, running.task, staged=True):
+                running.staged, running.keep = True, None
+                self._staged.append(dump.job)
+            if not running.staged or not finished(store, running.task):
+                still.append(running)
+                continue
+            failures = failed_rows(store, running.task, len(dump.blocks))
+            if failures:
+                throttle.warning("dump failed", "a dump failed: %s", failures[min(failures)])
+            busy = bool(failures) and all(isinstance(why, BusyError) for why in failures.values())
+            self._done.append(DumpResult(dump.job, tuple(sorted(failures)), busy))
+        self._running = still
+
+    def take(self) -> tuple[list[int], list[DumpResult]]:
+        """Jobs staged and jobs ended since the last call."""
+        staged, done = self._staged, self._done
+        self._staged, self._done = [], []
+        ended = {result.job for result in done}
+        return [job for job in staged if job not in ended], done
+
+    @property
+    def news(self) -> bool:
+        """Whether :meth:`take` has something."""
+        return bool(self._staged or self._done)
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+
+def no_event() -> tuple[int, Any]:
+    """For devices whose work is done when the call returns."""
+    return 0, None
+
+

@@ -1,0 +1,212 @@
+"""The worker half: the KV tensors of one rank, its store, and the transfers between the two. No request logic.
+
+vLLM calls it from the model's thread, every step: loads start, the model runs, dumps start, what ended is reported.
+Nothing here waits: the store is opened on a thread of its own, transfers are polled.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ucm.integration.vllm.connector.guard import logger
+from ucm.integration.vllm.connector.layout import KVLayout, LayoutError
+from ucm.integration.vllm.connector.metadata import VERSION, Handshake, RankReport, StepPlan, StoreSetup, WorkerReport
+from ucm.integration.vllm.connector.transfers import Dumps, Loads, no_event
+from ucm.store import part_mask
+from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+
+#: Below so many free slots the scheduler half is told about every change.
+_FEW_SLOTS = 256
+
+
+class WorkerHalf:
+    """One rank's worker half."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        part: tuple[int, int, int],
+        writer: bool,
+        layers: Sequence[str],
+        block_tokens: int,
+        identity: Callable[[], dict[str, Any]],
+        make_store: Callable[[dict[str, Any]], UcmKVStoreBaseV1],
+        shutdown_allowance: float = 3.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``identity`` gives this rank's identity without weights; ``shutdown_allowance`` is in seconds."""
+        self.rank = rank
+        self._part = part
+        self._mask = part_mask(*part)
+        self._writer = writer
+        self._layers = layers
+        self._block_tokens = block_tokens
+        self._identity = identity
+        self._make_store = make_store
+        self._shutdown_allowance = shutdown_allowance
+        self._clock = clock
+        self._layout: KVLayout | None = None
+        self._problem = "vLLM registered no KV cache"
+        self._store: UcmKVStoreBaseV1 | None = None
+        self._opened: UcmKVStoreBaseV1 | None = None
+        self._broken = ""
+        self._told_ready = False
+        self._told_slots: int | None = -1
+        self._plan: StepPlan | None = None
+        self._closed = False
+        self.loads = Loads()
+        self.dumps = Dumps()
+
+    # Start --------------------------------------------------------------------------------------------------
+
+    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
+        """Learn where the KV lies."""
+        try:
+            self._layout = KVLayout(caches, self._layers)
+            self._problem = ""
+        except LayoutError as error:
+            self._problem = f"this KV layout cannot be addressed: {error}"
+
+    def handshake(self) -> Handshake:
+        """What the scheduler half must know of this rank."""
+        shapes: dict[str, Any] = {}
+        identity: dict[str, Any] = {}
+        if self._layout is not None:
+            shapes = self._layout.sizes() | {
+                "block_tokens": self._block_tokens,
+                "dtype": str(self._layout.dtype).removeprefix("torch."),
+            }
+            identity = self._identity()
+        return Handshake(VERSION, self._part, self.rank, self._writer, identity, shapes, self._problem)
+
+    def _open(self, setup: StoreSetup) -> None:
+        layout = self._layout
+        if layout is None:
+            self._broken = self._problem
+            return
+        device = layout.device
+        config = setup.config | self.handshake().shapes | {"identity": setup.identity, "part": self._part}
+        config["device_id"] = device.index or 0
+
+        def work() -> None:
+            try:
+                store = self._make_store(config)
+            except BaseException as error:  # told to the scheduler half, which switches off
+                self._broken = f"the store cannot be opened: {error}"
+                return
+            self._opened = store
+            if self._closed:
+                store.close()
+
+        threading.Thread(target=work, name="ucm-open", daemon=True).start()
+
+    # Steps --------------------------------------------------------------------------------------------------
+
+    def bind(self, plan: StepPlan) -> None:
+        """The plan of the step that begins."""
+        self._plan = plan
+        if plan.setup is not None:
+            self._open(plan.setup)
+        if self._store is None and self._opened is not None:
+            self._store = self._opened
+
+    def start_loads(self) -> None:
+        """Begin this step's loads."""
+        if self._plan is not None and self._plan.loads:
+            loads, self._plan.loads = self._plan.loads, []
+            for load in loads:
+                self.loads.start(load, self._store, self._layout, self._mask)
+
+    def start_dumps(self) -> None:
+        """Begin this step's dumps; the model's work of the step has been given to the device."""
+        if self._plan is None or not self._plan.dumps:
+            return
+        dumps, self._plan.dumps = self._plan.dumps, []
+        if not self._writer:
+            for dump in dumps:
+                self.dumps.skip(dump)
+            return
+        event = no_event()
+        if self._layout is not None and self._layout.device.type == "cuda":
+            mark = torch.cuda.Event()
+            mark.record(torch.cuda.current_stream(self._layout.device))
+            event = (int(mark.cuda_event), mark)
+        self.dumps.start(dumps, self._store, self._layout, self._mask, event, self._block_tokens)
+
+    def take_ended_loads(self) -> set[str]:
+        """Requests whose load ended, each named once, failed ones too."""
+        self.loads.poll(self._store)
+        return self.loads.take_ended()
+
+    def take_bad_blocks(self) -> set[int]:
+        """Device blocks a load did not fill."""
+        return self.loads.take_bad_blocks()
+
+    def report(self) -> WorkerReport | None:
+        """News for the scheduler half, None when there are none."""
+        self.dumps.poll(self._store)
+        if self._store is None and self._opened is not None:
+            self._store = self._opened
+        failures = self.loads.take_failures()
+        ready = self._store is not None
+        slots_changed, slots = self._slots()
+        if not (failures or self.dumps.news or slots_changed or self._broken or ready != self._told_ready):
+            return None
+        staged, done = self.dumps.take()
+        self._told_ready, self._told_slots = ready, slots
+        broken, self._broken = self._broken, ""
+        return WorkerReport(
+            ranks=[
+                RankReport(
+                    rank=self.rank,
+                    ready=ready,
+                    broken=broken,
+                    last_job=self.dumps.last_job,
+                    free_slots=slots,
+                    staged=staged,
+                    done=done,
+                    load_failures=failures,
+                )
+            ]
+        )
+
+    def _slots(self) -> tuple[bool, int | None]:
+        store, told = self._store, self._told_slots
+        if store is None or not self._writer:
+            return False, None
+        if not self.dumps.news and told is not None and told >= _FEW_SLOTS:
+            return False, told
+        try:
+            free = store.free_dump_slots()
+        except Exception:
+            free = None
+        return free != told, free
+
+    # End ----------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Let dumps publish, then close the store; returns after the allowance, whatever hangs."""
+        self._closed = True
+        store = self._store or self._opened
+        if store is None:
+            return
+        deadline = self._clock() + self._shutdown_allowance
+
+        def drain() -> None:
+            while len(self.dumps) and self._clock() < deadline:
+                self.dumps.poll(store)
+                pause.wait(0.002)
+            store.close()
+
+        pause = threading.Event()
+        thread = threading.Thread(target=drain, name="ucm-drain", daemon=True)
+        thread.start()
+        thread.join(max(0.0, deadline - self._clock()))
+        if thread.is_alive():
+            logger.warning("%d dumps were not finished within %.1f s", len(self.dumps), self._shutdown_allowance)

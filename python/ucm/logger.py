@@ -1,0 +1,100 @@
+"""The logger of ucm: one console handler, an optional rotating file, never the same handler twice."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from logging.handlers import RotatingFileHandler
+from typing import TypeVar
+
+CONSOLE_FORMAT = "[%(asctime)s] [%(levelname)s] [%(name)s] %(message)s"
+FILE_FORMAT = "[%(asctime)s] [%(levelname)s] [%(name)s] [%(filename)s:%(lineno)d] %(message)s"
+
+#: A log file is turned over at this many bytes, and this many old ones are kept.
+MAX_FILE_BYTES = 100 * 1024 * 1024
+BACKUP_COUNT = 5
+
+H = TypeVar("H", bound=logging.Handler)
+
+
+class _Console(logging.Handler):
+    """Our console handler; a class of its own so that it is found again."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # Standard error is looked up each time: whoever replaces it (a test, a daemon) gets the next line.
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+
+class _File(RotatingFileHandler):
+    """Our file handler."""
+
+
+def init_logger(
+    name: str = "ucm", level: str = "INFO", log_file: str | None = None, *, log_format: str | None = None
+) -> logging.Logger:
+    """The logger ``name``, ready to use; calling it again changes what differs and adds nothing twice.
+
+    ``level`` is a name of :mod:`logging` in any case; at the default a logger below one that is set up follows that
+    one's level, and setting up the upper one lets all below it follow. ``log_file`` also writes to that file, turned
+    over at 100 MiB with five old files kept; a file that cannot be opened is said and does not stop anything.
+    ``log_format`` replaces both formats. Raises :class:`ValueError` for an unknown level or a broken format.
+    """
+    number = logging.getLevelNamesMapping().get(level.strip().upper())
+    if number is None:
+        raise ValueError(f"unknown log level {level!r}: write DEBUG, INFO, WARNING, ERROR or CRITICAL")
+    console_format = logging.Formatter(log_format or CONSOLE_FORMAT)
+    logger = logging.getLogger(name)
+    console = _reached(logger, _Console)
+    if console is None:
+        console = _Console()
+        logger.addHandler(console)
+    follows = console not in logger.handlers and number == logging.INFO
+    logger.setLevel(logging.NOTSET if follows else number)
+    if console in logger.handlers or log_format:
+        console.setFormatter(console_format)
+    _free_below(logger)
+    if log_file:
+        _add_file(logger, os.path.abspath(os.path.expanduser(log_file)), logging.Formatter(log_format or FILE_FORMAT))
+    return logger
+
+
+def _reached(logger: logging.Logger, kind: type[H], path: str | None = None) -> H | None:
+    """Our handler of that kind (and file) that records of this logger already reach."""
+    here: logging.Logger | None = logger
+    while here is not None:
+        for handler in here.handlers:
+            if isinstance(handler, kind) and (path is None or getattr(handler, "baseFilename", None) == path):
+                return handler
+        here = here.parent if here.propagate else None
+    return None
+
+
+def _free_below(logger: logging.Logger) -> None:
+    """Loggers below follow this one: no console handler and no level of their own."""
+    for name, other in list(logging.Logger.manager.loggerDict.items()):
+        if not isinstance(other, logging.Logger) or not name.startswith(f"{logger.name}.") or not other.propagate:
+            continue
+        ours = [handler for handler in other.handlers if isinstance(handler, _Console)]
+        for handler in ours:
+            other.removeHandler(handler)
+        if ours:
+            other.setLevel(logging.NOTSET)
+
+
+def _add_file(logger: logging.Logger, path: str, formatter: logging.Formatter) -> None:
+    if (present := _reached(logger, _File, path)) is not None:
+        present.setFormatter(formatter)
+        return
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        added = _File(path, maxBytes=MAX_FILE_BYTES, backupCount=BACKUP_COUNT, encoding="utf-8")
+    except OSError as error:
+        logger.warning("the log file %s cannot be opened (%s); logging goes on without it", path, error.strerror)
+        return
+    added.setFormatter(formatter)
+    logger.addHandler(added)

@@ -1,0 +1,115 @@
+"""Which class a store's name stands for. Nothing is imported before it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ucm.config.stores import BUILT_STORES, INSTEAD, KNOWN_STORES
+from ucm.config.words import hint
+from ucm.errors import ConfigError, UcmError, UnknownConnectorError
+from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+
+
+class UcmConnectorFactoryV1:
+    """Stores by name. Users register their own before the engine starts, or name their module in the configuration."""
+
+    _registry: ClassVar[dict[str, tuple[str, str]]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
+        """Let ``name`` stand for ``class_name`` of ``module_path``, which is imported when first used.
+
+        The same registration may be repeated. Raises :class:`~ucm.errors.ConfigError` when the name stands for
+        another class already, or is empty.
+        """
+        texts: tuple[tuple[str, object], ...] = (
+            ("name", name),
+            ("module path", module_path),
+            ("class name", class_name),
+        )
+        for what, text in texts:
+            if not isinstance(text, str) or not text.strip():
+                raise ConfigError(f"the {what} of a store is a text that is not empty, got {text!r}")
+        with cls._lock:
+            before = cls._registry.setdefault(name, (module_path, class_name))
+        if before != (module_path, class_name):
+            raise ConfigError(
+                f"the store {name} is registered already as {before[1]} of {before[0]}; choose another name"
+            )
+
+    @classmethod
+    def registered(cls) -> tuple[str, ...]:
+        """The names that can be created, sorted."""
+        with cls._lock:
+            return tuple(sorted(cls._registry))
+
+    @classmethod
+    def resolve(cls, name: str, module_path: str | None = None) -> type[UcmKVStoreBaseV1]:
+        """The class a name stands for, imported and checked but not constructed.
+
+        With ``module_path`` the class is ``name`` of that module. Raises
+        :class:`~ucm.errors.UnknownConnectorError` for an unknown name, module or class, and
+        :class:`~ucm.errors.ConfigError` for a class that is no store.
+        """
+        if module_path is not None:
+            module, class_name = module_path, name
+        else:
+            with cls._lock:
+                entry = cls._registry.get(name)
+            if entry is None:
+                raise UnknownConnectorError(cls._unknown(name))
+            module, class_name = entry
+        try:
+            imported = importlib.import_module(module)
+        except ImportError as error:
+            raise UnknownConnectorError(
+                f"the module {module} of the store {name} cannot be imported: {error}; it must be on the Python path "
+                "of every vLLM process"
+            ) from error
+        found = getattr(imported, class_name, None)
+        if found is None:
+            raise UnknownConnectorError(
+                f"the module {module} has no class {class_name}{hint(class_name, _classes(imported))}"
+            )
+        if not (isinstance(found, type) and issubclass(found, UcmKVStoreBaseV1)):
+            raise ConfigError(
+                f"{class_name} of {module} is no store: derive it from ucm.store.ucmstore_v1.UcmKVStoreBaseV1"
+            )
+        if missing := sorted(found.__abstractmethods__):
+            raise ConfigError(f"the store {class_name} of {module} does not define {', '.join(missing)}")
+        return found
+
+    @classmethod
+    def create_connector(cls, name: str, config: Mapping[str, Any], module_path: str | None = None) -> UcmKVStoreBaseV1:
+        """A store by name, or of the class ``name`` in ``module_path``. Raises as :meth:`resolve`.
+
+        What its constructor raises is passed on; anything but our own errors gets the store's name.
+        """
+        store_class = cls.resolve(name, module_path)
+        try:
+            return store_class(config)
+        except UcmError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"the store {name} could not be made: {type(error).__name__}: {error}") from error
+
+    @classmethod
+    def _unknown(cls, name: str) -> str:
+        if name in KNOWN_STORES - BUILT_STORES:
+            return f"{name} is not built yet; {INSTEAD[name]}"
+        names = cls.registered()
+        return (
+            f"no store is registered as {name!r}{hint(str(name), names)} (registered: {', '.join(names) or 'none'}; "
+            "your own: UcmConnectorFactoryV1.register_connector, or ucm_connector_module_path in the configuration)"
+        )
+
+
+def _classes(module: Any) -> list[str]:
+    return [name for name, value in vars(module).items() if isinstance(value, type)]
+
+
+UcmConnectorFactoryV1.register_connector("UcmPosixStore", "ucm.store.posix.connector", "UcmPosixStore")

@@ -1,0 +1,166 @@
+"""``UcmPosixStore``: the Rust engine over a directory on any file system that mounts."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ucm._core import PosixStore
+from ucm._core import Task as CoreTask
+from ucm.errors import ClosedError, DeadlineError, InvalidInputError, TaskError, UnsupportedError
+from ucm.store.posix.settings import read_settings
+from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1, Until
+
+logger = logging.getLogger("ucm.store.posix")
+
+
+class PosixTask(Task):
+    """A load or dump under way in the core."""
+
+    handle: CoreTask
+
+    def __init__(self, handle: CoreTask, kind: str) -> None:
+        super().__init__(handle)
+        self.kind = kind
+
+
+class UcmPosixStore(UcmKVStoreBaseV1):
+    """One record per file below a directory: host memory for staging, checksums on every read, bounded space.
+
+    The keys are those of :class:`~ucm.store.posix.settings.PosixStoreSettings`.
+    """
+
+    has_staged_level = True
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.settings = read_settings(config)
+        self._core = PosixStore(self.settings.setup())
+        self._drain_events()
+
+    def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
+        found = self._open().lookup(block_ids)
+        self._drain_events()
+        return found
+
+    def lookup_on_prefix(self, block_ids: Sequence[bytes]) -> int:
+        last = self._open().lookup_on_prefix(block_ids) - 1
+        self._drain_events()
+        return last
+
+    def load_data(
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        addrs: npt.NDArray[np.uint64],
+        timeout: float | None = None,
+    ) -> PosixTask:
+        """As in the base class; ``timeout`` in seconds, the configured deadline if None."""
+        return PosixTask(self._open().load(block_ids, shard_index, _matrix(addrs), timeout), "load")
+
+    def dump_data(
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        addrs: npt.NDArray[np.uint64],
+        prerequisite_handle: int = 0,
+    ) -> PosixTask:
+        if prerequisite_handle:
+            raise UnsupportedError(
+                "this device has no events: pass prerequisite_handle 0 once the source is written",
+                context={"device": "host"},
+            )
+        return PosixTask(self._open().dump(block_ids, shard_index, _matrix(addrs)), "dump")
+
+    def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
+        if isinstance(task, list | tuple):
+            for one in task:
+                self.wait(one, timeout, until)
+            return
+        handle = _handle(task)
+        finished = handle.wait(until, timeout)
+        self._drain_events()
+        if not finished:
+            raise DeadlineError(f"the {task.kind} is not {until} yet", context={"timeout": timeout})
+        task.completed = task.completed or until == "published" or task.kind == "load"
+        failures = handle.failures()
+        if failures:
+            first = min(failures)
+            task.error = TaskError(
+                f"{len(failures)} rows of the {task.kind} failed, the first: {failures[first]}",
+                failures=failures,
+                context={"row": first},
+            )
+            raise task.error
+
+    def check(self, task: Any, until: Until = "published") -> bool:
+        finished = _handle(task).check(until)
+        if finished and (until == "published" or task.kind == "load"):
+            task.completed = True
+        return finished
+
+    def describe(
+        self,
+        block_ids: Sequence[bytes],
+        *,
+        parents: Sequence[bytes] | None = None,
+        ordinals: Sequence[int] | None = None,
+        tokens: Sequence[int] | None = None,
+    ) -> None:
+        self._open().describe(block_ids, parents, ordinals, tokens)
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        self._open().touch(block_ids)
+
+    def stats(self) -> dict[str, Any]:
+        self._drain_events()
+        stats: dict[str, Any] = json.loads(self._core.stats())
+        return stats
+
+    def free_dump_slots(self) -> int | None:
+        return self._open().free_dump_slots()
+
+    @property
+    def record_len(self) -> int:
+        """Bytes of one record on the medium."""
+        return self._core.record_len
+
+    def close(self) -> None:
+        super().close()
+        self._core.close()
+        self._drain_events()
+
+    def _open(self) -> PosixStore:
+        if self._closed:
+            raise ClosedError("the store is closed")
+        return self._core
+
+    def _drain_events(self) -> None:
+        for warning, text in self._core.events():
+            logger.log(logging.WARNING if warning else logging.INFO, "%s: %s", self.settings.storage_backends[0], text)
+
+
+def _handle(task: Any) -> CoreTask:
+    if not isinstance(task, PosixTask):
+        raise InvalidInputError(
+            "this is no task of a UcmPosixStore", context={"type": type(task).__name__, "expected": "PosixTask"}
+        )
+    return task.handle
+
+
+def _matrix(addrs: Any) -> npt.NDArray[np.uint64]:
+    matrix = np.asarray(addrs)
+    if matrix.dtype != np.uint64:
+        if matrix.size and not np.issubdtype(matrix.dtype, np.integer):
+            raise InvalidInputError("addresses are integers", context={"dtype": str(matrix.dtype)})
+        matrix = matrix.astype(np.uint64)
+    if matrix.size == 0:
+        matrix = matrix.reshape(matrix.shape[0] if matrix.ndim else 0, -1) if matrix.ndim > 1 else matrix.reshape(0, 0)
+    if matrix.ndim != 2:
+        raise InvalidInputError("addrs has shape (rows, pieces per row)", context={"shape": matrix.shape})
+    return np.ascontiguousarray(matrix)

@@ -1,0 +1,352 @@
+"""Reads and judges one stored record in plain Python, by the offsets of ``docs/format.md`` alone.
+
+This is the second reader of the format: it shares no code with the core, so an error in one shows as a difference
+between the two. It needs nothing but the standard library and is meant for looking at single files, not for speed
+(about 10 MB/s).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+MAGIC = b"UCMB"
+MARK = b"UCMR"
+VERSION = 1
+PREAMBLE_LEN = 64
+PAGE = 4096
+LAYER_ALIGN = 64
+MAX_LAYERS = 4096
+MAX_SIDES = 8
+MAX_STRETCH = 1 << 30
+_SIDE_TABLE, _SIDE_ENTRY = 256, 40
+_SHARD_TABLE, _SHARD_ENTRY = 576, 24
+_CRC_LEN = 4
+
+#: Codes of the element types.
+DTYPES = ("other", "f16", "bf16", "f32", "fp8_e4m3", "fp8_e5m2", "int8", "opaque")
+
+_PATH = re.compile(r"([0-9a-f]{32})/blocks/([0-9a-f]{2})/([0-9a-f]{32})\.bin")
+
+
+class Reason(StrEnum):
+    """Why stored bytes are a miss; the names of the core's reasons that speak about a record."""
+
+    WRONG_LENGTH = "wrong_length"
+    TRUNCATED = "truncated"
+    NOT_A_RECORD = "not_a_record"
+    BAD_HEADER = "bad_header"
+    BAD_CHECKSUM = "bad_checksum"
+    NEWER_VERSION = "newer_version"
+    SEED_FORM = "seed_form"
+    FOREIGN_ID = "foreign_id"
+    FOREIGN_IDENTITY = "foreign_identity"
+    FOREIGN_PART = "foreign_part"
+    FOREIGN_SHAPE = "foreign_shape"
+
+
+class Refused(Exception):  # noqa: N818 - a verdict on bytes, not an error of the program
+    """These bytes are not the record that was asked for: the reason, and in words what was found."""
+
+    def __init__(self, reason: Reason, found: str) -> None:
+        super().__init__(f"{reason}: {found}")
+        self.reason = reason
+        self.found = found
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a block: KV group, pipeline rank, tensor rank."""
+
+    group: int
+    pipeline_rank: int
+    tensor_rank: int
+
+    def mask(self) -> bytes:
+        """What a block key is XORed with to give this part's record id."""
+        numbers = struct.pack("<III", self.group, self.pipeline_rank, self.tensor_rank)
+        return hashlib.sha256(b"UCMPART" + numbers).digest()[:16]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer in the header's table; the checksum covers ``offset`` up to the next layer or the payload's end."""
+
+    offset: int
+    length: int
+    crc: int
+
+
+@dataclass(frozen=True)
+class Side:
+    """A side shard in the header's table; the checksum covers ``offset`` up to the end of its last page."""
+
+    name: str
+    version: int
+    crc: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a record says of itself, lengths and offsets in bytes."""
+
+    version: int
+    record_id: bytes
+    layers: int
+    block_tokens: int
+    dtype: int
+    header_len: int
+    record_len: int
+    ordinal: int
+    parent: bytes
+    namespace: bytes
+    part: Part
+    tokens: int
+    raw_len: int
+    stored_len: int
+    time_ns: int
+    writer: int
+    tag: bytes
+    tensors: int
+    layer_len: int
+    shape: int
+    table: tuple[Layer, ...]
+    sides: tuple[Side, ...]
+
+    @property
+    def kv_len(self) -> int:
+        """Header and payload together."""
+        return self.header_len + self.stored_len
+
+    @property
+    def dtype_name(self) -> str:
+        """The element type in words."""
+        return DTYPES[self.dtype] if self.dtype < len(DTYPES) else f"unknown ({self.dtype})"
+
+    @property
+    def block_key(self) -> bytes:
+        """The key of the whole block, which its other parts share."""
+        return bytes(a ^ b for a, b in zip(self.record_id, self.part.mask(), strict=True))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a part's blocks, as its manifest lists them: bytes of a layer's tensors, layers, tokens, type's code."""
+
+    tensors: tuple[int, ...]
+    layers: int
+    block_tokens: int
+    dtype: int
+
+    @property
+    def header_len(self) -> int:
+        """Length of the header."""
+        return _round_up(_SHARD_TABLE + _SHARD_ENTRY * self.layers + _CRC_LEN, PAGE)
+
+    @property
+    def payload_len(self) -> int:
+        """Length of the payload."""
+        return _round_up(self.stride * self.layers, PAGE)
+
+    @property
+    def stride(self) -> int:
+        """From the start of one layer to that of the next."""
+        return _round_up(sum(self.tensors), LAYER_ALIGN)
+
+    def matches(self, header: Header) -> bool:
+        """Whether a record is made like this."""
+        length = sum(self.tensors)
+        table = [(self.header_len + i * self.stride, length) for i in range(self.layers)]
+        sizes = b"".join(size.to_bytes(8, "little") for size in self.tensors)
+        return (
+            (header.layers, header.block_tokens, header.dtype) == (self.layers, self.block_tokens, self.dtype)
+            and (header.tensors, header.layer_len, header.shape) == (len(self.tensors), length, crc32c(sizes))
+            and (header.header_len, header.stored_len) == (self.header_len, self.payload_len)
+            and header.raw_len == length * self.layers
+            and [(layer.offset, layer.length) for layer in header.table] == table
+        )
+
+
+@dataclass(frozen=True)
+class Expect:
+    """What a record must say; ``None`` asks nothing. ``namespace`` may be the digest or its first bytes."""
+
+    record_id: bytes | None = None
+    namespace: bytes | None = None
+    part: Part | None = None
+    shape: Shape | None = None
+
+
+def crc32c(data: bytes | memoryview) -> int:
+    """CRC-32C (Castagnoli) of ``data``."""
+    crc = 0xFFFFFFFF
+    table = _CRC_TABLE
+    for byte in data:
+        crc = (crc >> 8) ^ table[(crc ^ byte) & 0xFF]
+    return crc ^ 0xFFFFFFFF
+
+
+def parse_header(data: bytes) -> Header:
+    """The header at the start of ``data``; raises :class:`Refused` when there is none that can be believed."""
+    header_len = _check_preamble(data)
+    most = _round_up(_SHARD_TABLE + _SHARD_ENTRY * MAX_LAYERS + _CRC_LEN, PAGE)
+    if header_len == 0 or header_len % PAGE or header_len > most:
+        raise Refused(Reason.BAD_HEADER, f"a header of {header_len} bytes")
+    if len(data) < header_len:
+        raise Refused(Reason.TRUNCATED, f"{len(data)} bytes of a header of {header_len}")
+    end = header_len - _CRC_LEN
+    _check_crc(data, 0, end, _u32(data, end), Reason.BAD_HEADER, "header")
+    flags, codec = _u32(data, 64), _u32(data, 136)
+    if flags or codec:
+        raise Refused(Reason.NEWER_VERSION, f"flags {flags:#x} and codec {codec}, known are 0 and 0")
+    shards, sides = _u32(data, 140), _u32(data, 216)
+    if shards == 0 or shards > (end - _SHARD_TABLE) // _SHARD_ENTRY or sides > MAX_SIDES:
+        raise Refused(Reason.BAD_HEADER, f"{shards} shards and {sides} side shards in {header_len} bytes")
+    header = Header(
+        version=VERSION,
+        record_id=data[8:24],
+        layers=_u32(data, 24),
+        block_tokens=_u32(data, 28),
+        dtype=_u32(data, 32),
+        header_len=header_len,
+        record_len=_u64(data, 44),
+        ordinal=_u32(data, 68),
+        parent=data[72:88],
+        namespace=data[88:120],
+        part=Part(*struct.unpack_from("<III", data, 120)),
+        tokens=_u32(data, 132),
+        raw_len=_u64(data, 144),
+        stored_len=_u64(data, 152),
+        time_ns=_u64(data, 160),
+        writer=_u64(data, 168),
+        tag=data[184:216],
+        tensors=_u32(data, 220),
+        layer_len=_u64(data, 224),
+        shape=_u32(data, 232),
+        table=tuple(Layer(*struct.unpack_from("<QQI", data, _SHARD_TABLE + i * _SHARD_ENTRY)) for i in range(shards)),
+        sides=tuple(_side(data, _SIDE_TABLE + i * _SIDE_ENTRY) for i in range(sides)),
+    )
+    _check_table(header)
+    return header
+
+
+def verify(data: bytes, expect: Expect | None = None) -> Header:
+    """Judges a record read whole, or up to the end of its payload; raises :class:`Refused` with the reason."""
+    header, expect = parse_header(data), expect or Expect()
+    if expect.namespace is not None and header.namespace[: len(expect.namespace)] != expect.namespace:
+        raise Refused(Reason.FOREIGN_IDENTITY, f"identity {header.namespace.hex()}")
+    if expect.part is not None and header.part != expect.part:
+        raise Refused(Reason.FOREIGN_PART, f"{header.part}")
+    if expect.record_id is not None and header.record_id != expect.record_id:
+        raise Refused(Reason.FOREIGN_ID, f"id {header.record_id.hex()}")
+    if expect.shape is not None and not expect.shape.matches(header):
+        raise Refused(Reason.FOREIGN_SHAPE, f"{header.layers} layers of {header.layer_len} bytes, {header.dtype_name}")
+    if len(data) > header.record_len:
+        raise Refused(Reason.WRONG_LENGTH, f"{len(data)} bytes, the header says {header.record_len}")
+    if len(data) not in (header.record_len, header.kv_len):
+        raise Refused(Reason.TRUNCATED, f"{len(data)} bytes, the header says {header.record_len}")
+    for what, start, end, crc in _stretches(header):
+        if end <= len(data):
+            _check_crc(data, start, end, crc, Reason.BAD_CHECKSUM, what)
+    return header
+
+
+def verify_file(path: Path, shape: Shape | None = None) -> Header:
+    """Judges a block file; its path says which id and namespace it must name.
+
+    Raises :class:`Refused`, or :class:`OSError` when the file cannot be read.
+    """
+    named = _PATH.fullmatch("/".join(path.absolute().parts[-4:]))
+    expect = Expect(shape=shape)
+    if named is not None:
+        namespace, shard, record_id = named.groups()
+        if record_id[:2] != shard:
+            raise Refused(Reason.FOREIGN_ID, f"a file in directory {shard}")
+        expect = Expect(bytes.fromhex(record_id), bytes.fromhex(namespace), shape=shape)
+    return verify(path.read_bytes(), expect)
+
+
+def _stretches(header: Header) -> Iterator[tuple[str, int, int, int]]:
+    ends = [layer.offset for layer in header.table[1:]] + [header.kv_len]
+    for i, (layer, end) in enumerate(zip(header.table, ends, strict=True)):
+        yield f"layer {i}", layer.offset, end, layer.crc
+    for side in header.sides:
+        yield f"side shard {side.name}", side.offset, side.offset + _round_up(side.length, PAGE), side.crc
+
+
+def _check_preamble(data: bytes) -> int:
+    """Length of the header, if the first 64 bytes are those of a record of this version."""
+    if data[:4] != MAGIC[: len(data)]:
+        raise Refused(Reason.NOT_A_RECORD, f"magic {data[:4]!r}")
+    if len(data) < PREAMBLE_LEN:
+        raise Refused(Reason.TRUNCATED, f"{len(data)} bytes")
+    if not any(data[36:64]):
+        raise Refused(Reason.SEED_FORM, "a block file of the seed, which has no checksum and no identity")
+    if data[36:40] != MARK:
+        raise Refused(Reason.BAD_HEADER, f"mark {data[36:40]!r}")
+    _check_crc(data, 0, 60, _u32(data, 60), Reason.BAD_HEADER, "preamble")
+    version = _u32(data, 4)
+    if version == 0:
+        raise Refused(Reason.BAD_HEADER, "version 0")
+    if version > VERSION:
+        raise Refused(Reason.NEWER_VERSION, f"version {version}, known is {VERSION}")
+    return _u32(data, 40)
+
+
+def _check_table(header: Header) -> None:
+    """Layers and side shards follow each other without a gap that no checksum covers, up to the record's end."""
+    free, kv_len = header.header_len, header.kv_len
+    for i, layer in enumerate(header.table):
+        if layer.offset < free or (i == 0 and layer.offset != free) or layer.offset + layer.length > kv_len:
+            raise Refused(Reason.BAD_HEADER, f"layer {i} lies at {layer.offset}, {layer.length} bytes")
+        free = layer.offset + layer.length
+    page = kv_len
+    for side in header.sides:
+        if side.offset != page or not 0 < side.length <= MAX_STRETCH:
+            raise Refused(Reason.BAD_HEADER, f"side shard {side.name} lies at {side.offset}, {side.length} bytes")
+        page += _round_up(side.length, PAGE)
+    if kv_len % PAGE or page != header.record_len:
+        raise Refused(Reason.BAD_HEADER, f"a record of {header.record_len} bytes whose parts make {page}")
+
+
+def _side(data: bytes, at: int) -> Side:
+    name, version, crc, offset, length = struct.unpack_from("<16sIIQQ", data, at)
+    try:
+        return Side(name.rstrip(b"\0").decode(), version, crc, offset, length)
+    except UnicodeDecodeError:
+        raise Refused(Reason.BAD_HEADER, f"a side shard named {name!r}") from None
+
+
+def _check_crc(data: bytes, start: int, end: int, crc: int, reason: Reason, what: str) -> None:
+    found = crc32c(memoryview(data)[start:end])
+    if found != crc:
+        raise Refused(reason, f"{what}: CRC-32C {found:08x}, written was {crc:08x}")
+
+
+def _round_up(number: int, to: int) -> int:
+    return -(-number // to) * to
+
+
+def _u32(data: bytes, at: int) -> int:
+    return int.from_bytes(data[at : at + 4], "little")
+
+
+def _u64(data: bytes, at: int) -> int:
+    return int.from_bytes(data[at : at + 8], "little")
+
+
+def _crc_table() -> list[int]:
+    table = list(range(256))
+    for _ in range(8):
+        table = [(crc >> 1) ^ (0x82F63B78 if crc & 1 else 0) for crc in table]
+    return table
+
+
+_CRC_TABLE = _crc_table()

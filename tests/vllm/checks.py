@@ -1,0 +1,29 @@
+"""What several tests demand of an answer and of the disk."""
+
+from __future__ import annotations
+
+import math
+
+from cases import Case
+from harness import Result, wait_until
+from lives import Disk
+
+
+def assert_same(answer: Result, right: Result) -> None:
+    """Equal tokens, and log-probabilities as close as two schedules of the same arithmetic are."""
+    assert answer.tokens == right.tokens
+    assert answer.finish == right.finish == "length"
+    worst = max(abs(a - b) for a, b in zip(answer.logprobs, right.logprobs, strict=True))
+    assert worst < 1e-2, f"log-probabilities differ by {worst}"
+
+
+def assert_reused(answer: Result, case: Case) -> None:
+    """At least 95 % of the full blocks were not computed."""
+    need = math.ceil(0.95 * case.full_blocks)
+    assert answer.cached_blocks >= need, f"{answer.cached_blocks} of {case.full_blocks} full blocks reused"
+
+
+def assert_stored(disk: Disk, before: int, blocks: int) -> None:
+    """Exactly so many blocks more are published than before."""
+    wait_until(lambda: len(disk.files()) >= before + blocks, f"{blocks} more blocks than {before} on the disk", 60)
+    assert len(disk.files()) == before + blocks

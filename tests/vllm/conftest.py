@@ -1,0 +1,123 @@
+"""Fixtures for tests through a real vLLM: the models, the stores, the engines, and what the right tokens are.
+
+Engines are costly to start, so they are shared: per model runner one that computes and stores (``cold``), and one in a
+new process that finds it (``warm``). ``ENGINE_LIMIT`` bounds the starts of the whole directory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # the modules beside this one, here and in the engines' processes
+
+if importlib.util.find_spec("vllm") is None:  # the wheel does not need vLLM; these tests do
+    collect_ignore_glob = ["test_*.py"]
+else:
+    from cases import CROWD, FRESH, PRESSURE, SALTED, STORED, next_turn
+    from harness import Engine, EngineHost, EngineSpec, Result
+    from lives import LAYERS, Life, new_disk
+    from models import llama_config, write_model
+
+ENGINE_LIMIT = 14
+_hosts: list[EngineHost] = []
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share an engine stand together: by runner, then by what they do to it."""
+    here = Path(__file__).parent
+    places = [place for place, item in enumerate(items) if here in item.path.parents]
+    for place, item in zip(places, sorted((items[place] for place in places), key=_turn), strict=True):
+        item.add_marker("vllm")
+        item.add_marker(pytest.mark.timeout(900))
+        items[place] = item
+
+
+def _turn(item: pytest.Item) -> tuple[str, int]:
+    call = getattr(item, "callspec", None)
+    runner = str(call.params.get("runner", "")) if call is not None else ""
+    order = ["test_reuse", "test_faults", "test_shutdown", "test_ranks", "test_isolation"]
+    return runner, order.index(item.path.stem) if item.path.stem in order else len(order)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for host in _hosts:
+        terminalreporter.write_line(f"vLLM engines started: {len(host.started)} ({', '.join(host.started)})")
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for the whole run."""
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="session")
+def host(work: Path) -> Iterator[EngineHost]:
+    """Starts engines, one at a time."""
+    host = EngineHost(work)
+    _hosts.append(host)
+    yield host
+    host.stop()
+    assert len(host.started) <= ENGINE_LIMIT, f"too many engine starts: {host.started}"
+
+
+@pytest.fixture(scope="session")
+def model(work: Path) -> Path:
+    """A tiny Llama."""
+    return write_model(work / "model", llama_config(LAYERS))
+
+
+@pytest.fixture(scope="session")
+def reference(work: Path, host: EngineHost, model: Path) -> dict[str, Result]:
+    """The right answers: every case alone on an empty cache, in an engine that ``UCM_DISABLE=1`` keeps ucm out of.
+
+    ``"disabled"`` is one case asked a second time after vLLM's own cache was emptied.
+    """
+    disk = new_disk(work, "disabled")
+    spec = EngineSpec(model, store=disk.store(), env={"UCM_DISABLE": "1"}, label="disabled")
+    engine = host.get(spec)
+    answers = {}
+    for name, case in (STORED | CROWD | FRESH | PRESSURE | {"salted": SALTED}).items():
+        engine.reset()
+        answers[name] = engine.generate(case.ask())[0]
+    engine.reset()
+    answers["next_turn"] = engine.generate(next_turn(answers["turn"]).ask())[0]
+    engine.reset()
+    answers["disabled"] = engine.generate(STORED["long"].ask())[0]
+    assert not disk.files(), "an engine with UCM_DISABLE=1 stored blocks"
+    return answers
+
+
+@pytest.fixture(scope="session", params=["v1", "v2"])
+def runner(request: pytest.FixtureRequest) -> str:
+    """vLLM's model runner."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def cold(runner: str, work: Path, host: EngineHost, model: Path, reference: dict[str, Result]) -> Life:
+    """The first life: all of ``STORED`` and ``CROWD`` asked, then the engine ended at once."""
+    life = Life(runner, model, new_disk(work, f"blocks-{runner}"), {}, "", "")
+    engine = host.get(life.cold_spec)
+    policy, module = engine.scheduler()["kv_load_failure_policy"], engine.rpc("probe_runner")[0]
+    answers = dict(zip(CROWD, engine.generate(*(case.ask() for case in CROWD.values())), strict=True))
+    answers["salted"] = engine.generate(SALTED.ask(salt="red"))[0]
+    for name, case in STORED.items():
+        answers[name] = engine.generate(case.ask())[0]
+    host.stop()
+    return Life(runner, model, life.disk, answers, module, policy)
+
+
+@pytest.fixture
+def warm(cold: Life, host: EngineHost) -> Iterator[Engine]:
+    """The second life, with vLLM's own cache empty and no fault switched on."""
+    cold.disk.faults.clear()
+    engine = host.get(cold.warm_spec)
+    engine.reset()
+    yield engine
+    cold.disk.faults.clear()

@@ -1,0 +1,171 @@
+"""The process that holds one vLLM engine for :mod:`harness`: commands come and answers go through one connection.
+
+Run as ``engine_child.py <fd>``. The first message is ``{"args": ..., "kv_transfer": ... | None}``; the answer
+``("ready", {})`` says that the engine runs. Then every command is ``(number, name, arguments)`` and is answered by
+``(number, True, value)`` or ``(number, False, text)``. Commands may overlap: only ``collect`` waits for requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class Child:
+    """One AsyncLLM and the requests it was given."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.tasks: dict[str, asyncio.Task[dict[str, Any]]] = {}
+        self.produced: dict[str, int] = {}
+
+    async def submit(self, requests: list[dict[str, Any]]) -> list[str]:
+        """Starts every request; answers their ids at once."""
+        ids = []
+        for request in requests:
+            request_id = request["id"]
+            self.produced[request_id] = 0
+            self.tasks[request_id] = asyncio.create_task(self._run(request))
+            ids.append(request_id)
+        return ids
+
+    async def _run(self, request: dict[str, Any]) -> dict[str, Any]:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        prompt = TokensPrompt(prompt_token_ids=request["tokens"])
+        if request.get("salt") is not None:
+            prompt["cache_salt"] = request["salt"]
+        lora = None
+        if request.get("lora") is not None:
+            from vllm.lora.request import LoRARequest
+
+            name, number, path = request["lora"]
+            lora = LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=request["max_tokens"],
+            min_tokens=request["max_tokens"],
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            extra_args=request.get("extra_args"),
+        )
+        started, first, last = time.monotonic(), None, None
+        async for output in self.engine.generate(
+            prompt, params, request["id"], lora_request=lora, priority=request.get("priority", 0)
+        ):
+            last = output
+            self.produced[request["id"]] = len(output.outputs[0].token_ids)
+            if first is None and self.produced[request["id"]]:
+                first = time.monotonic() - started
+        if last is None:
+            return {"id": request["id"], "tokens": [], "logprobs": [], "cached": 0, "finish": "none", "first": None}
+        answer = last.outputs[0]
+        tokens = list(answer.token_ids)
+        logprobs = [step[token].logprob for token, step in zip(tokens, answer.logprobs or [], strict=False)]
+        return {
+            "id": request["id"],
+            "tokens": tokens,
+            "logprobs": logprobs,
+            "cached": last.num_cached_tokens or 0,
+            "finish": answer.finish_reason,
+            "first": first,
+        }
+
+    async def collect(self, ids: list[str]) -> list[dict[str, Any]]:
+        """Waits for the requests and answers what they produced, in order."""
+        return [await self.tasks.pop(request_id) for request_id in ids]
+
+    async def progress(self, ids: list[str]) -> list[tuple[int, bool]]:
+        """Tokens produced so far and whether the request ended, for each id; waits for nothing."""
+        return [(self.produced[i], i not in self.tasks or self.tasks[i].done()) for i in ids]
+
+    async def abort(self, ids: list[str]) -> None:
+        """Aborts the requests as a client that goes away would."""
+        await self.engine.abort(ids)
+
+    async def reset(self) -> bool:
+        """Empties vLLM's own prefix cache; False while a request or a transfer still holds blocks."""
+        return bool(await self.engine.reset_prefix_cache())
+
+    async def metrics(self) -> dict[str, float]:
+        """Sum of every counter and gauge of the Prometheus registry, over its labels."""
+        from prometheus_client import REGISTRY
+
+        sums: dict[str, float] = {}
+        for family in REGISTRY.collect():
+            for sample in family.samples:
+                if not sample.name.endswith(("_bucket", "_created")):
+                    sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+        return sums
+
+    async def utility(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Calls a method of the engine core, which holds the scheduler (see :mod:`probe`)."""
+        return await self.engine.engine_core.call_utility_async(method, *args)
+
+    async def rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        """Calls a method of every worker (see :mod:`probe`)."""
+        return list(await self.engine.collective_rpc(method, args=args))
+
+
+async def serve(connection: Connection) -> None:
+    """Starts the engine, answers commands until ``shutdown`` or until the other side goes away."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    first = connection.recv()
+    transfer = KVTransferConfig(**first["kv_transfer"]) if first["kv_transfer"] is not None else None
+    child = Child(AsyncLLM.from_engine_args(AsyncEngineArgs(**first["args"], kv_transfer_config=transfer)))
+    loop = asyncio.get_running_loop()
+    commands: asyncio.Queue[tuple[int, str, dict[str, Any]] | None] = asyncio.Queue()
+
+    def read() -> None:
+        while True:
+            try:
+                command = connection.recv()
+            except (EOFError, OSError):
+                command = None
+            loop.call_soon_threadsafe(commands.put_nowait, command)
+            if command is None or command[1] == "shutdown":
+                return
+
+    async def answer(number: int, name: str, arguments: dict[str, Any]) -> None:
+        try:
+            reply = (number, True, await getattr(child, name)(**arguments))
+        except Exception as error:
+            reply = (number, False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        connection.send(reply)
+
+    threading.Thread(target=read, name="commands", daemon=True).start()
+    connection.send(("ready", {}))
+    running: set[asyncio.Task[None]] = set()
+    try:
+        while (command := await commands.get()) is not None and command[1] != "shutdown":
+            task = asyncio.create_task(answer(*command))
+            running.add(task)
+            task.add_done_callback(running.discard)
+    finally:
+        child.engine.shutdown()
+        if command is not None:
+            connection.send((command[0], True, None))
+
+
+def main() -> None:
+    """Entry point; an exception before the engine runs is told to the other side."""
+    connection = Connection(int(sys.argv[1]))
+    try:
+        asyncio.run(serve(connection))
+    except Exception:
+        connection.send(("failed", traceback.format_exc()))
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,422 @@
+"""Real vLLM engines for tests: one at a time on a machine, each in a process group of its own, driven over a pipe.
+
+:class:`EngineSpec` says what an engine is; :class:`Engine` is one that runs (see ``engine_child.py`` for its inside);
+:class:`EngineHost` keeps at most one alive, shares it among tests that ask for the same, and counts the starts.
+Nothing here waits by sleeping for a guessed time: what is awaited is polled, up to a deadline that only a hang meets.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+from models import MAX_LEN, VOCAB
+
+HERE = Path(__file__).resolve().parent
+BLOCK = 32
+#: Seconds. They end hangs; no test passes or fails by them on a machine that is merely slow.
+START_DEADLINE = 300.0
+CALL_DEADLINE = 240.0
+STOP_DEADLINE = 60.0
+
+T = TypeVar("T")
+_numbers = itertools.count(1)
+
+
+class EngineError(AssertionError):
+    """The engine failed, refused or hung; the text ends with the last lines of its log."""
+
+
+@dataclass(frozen=True)
+class StoreSpec:
+    """One entry of ``ucm_connectors``: which store, where, and what it is told."""
+
+    root: Path
+    name: str
+    module_path: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def entry(self) -> dict[str, Any]:
+        """The entry as a user writes it."""
+        entry: dict[str, Any] = {
+            "ucm_connector_name": self.name,
+            "ucm_connector_config": {"storage_backends": str(self.root), **self.options},
+        }
+        if self.module_path is not None:
+            entry["ucm_connector_module_path"] = self.module_path
+        return entry
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is started with. ``store`` None is an engine without any connector."""
+
+    model: Path
+    runner: str = "v1"
+    store: StoreSpec | None = None
+    blocks: int = 160
+    prefix_caching: bool = True
+    budget: int = 256
+    tensor_parallel: int = 1
+    lora: bool = False
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    pythonpath: tuple[str, ...] = ()
+    label: str = ""
+
+    def but(self, **changes: Any) -> EngineSpec:
+        """The same with some fields changed."""
+        return replace(self, **changes)
+
+    def engine_args(self) -> dict[str, Any]:
+        """Arguments of vLLM's AsyncEngineArgs."""
+        args: dict[str, Any] = {
+            "model": str(self.model),
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "block_size": BLOCK,
+            "max_model_len": MAX_LEN,
+            "kv_cache_memory_bytes": 160 << 20,
+            "num_gpu_blocks_override": self.blocks + 1,  # vLLM keeps one null block to itself
+            "max_num_batched_tokens": self.budget,
+            "max_num_seqs": 16,
+            "enable_chunked_prefill": True,
+            "enable_prefix_caching": self.prefix_caching,
+            "enforce_eager": True,
+            "tensor_parallel_size": self.tensor_parallel,
+            "scheduler_cls": "probe.ProbedScheduler",
+            "worker_extension_cls": "probe.Probe",
+            "disable_log_stats": False,
+            "seed": 0,
+        }
+        if self.lora:
+            args |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+        return args | dict(self.args)
+
+    def kv_transfer(self) -> dict[str, Any] | None:
+        """Arguments of vLLM's KVTransferConfig."""
+        if self.store is None:
+            return None
+        return {
+            "kv_connector": "UCMConnector",
+            "kv_connector_module_path": "ucm.integration.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"ucm_connectors": [self.store.entry()], **self.extra_config},
+        }
+
+    def environment(self) -> dict[str, str]:
+        """The child's whole environment."""
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "UCM_", "TRITON_"))}
+        path = [*self.pythonpath, str(HERE), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+        env |= {
+            "VLLM_USE_V2_MODEL_RUNNER": "1" if self.runner == "v2" else "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(self.tensor_parallel))
+            if self.tensor_parallel > 1
+            else "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if self.runner == "v2":
+            env["TRITON_INTERPRET"] = "1"
+            path.insert(0, str(HERE / "triton_cpu"))
+        env["PYTHONPATH"] = os.pathsep.join(path)
+        return env | dict(self.env)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one request produced. ``cached`` counts tokens not computed; ``first`` is seconds to the first token."""
+
+    id: str
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int
+    finish: str
+    first: float | None
+
+    @property
+    def cached_blocks(self) -> int:
+        """Whole blocks that were not computed."""
+        return self.cached // BLOCK
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request. ``lora`` is (name, number, directory)."""
+
+    tokens: Sequence[int]
+    max_tokens: int = 8
+    salt: str | None = None
+    lora: tuple[str, int, str] | None = None
+    priority: int = 0
+    extra_args: Mapping[str, Any] | None = None
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Token ids that depend on the seed alone; the same seed gives the same beginning at any length."""
+    source = random.Random(seed)
+    return [source.randrange(3, VOCAB) for _ in range(length)]
+
+
+def wait_until(condition: Callable[[], T], what: str, deadline: float = CALL_DEADLINE) -> T:
+    """Polls until the condition is true; fails with ``what`` at the deadline (seconds)."""
+    end, pause = time.monotonic() + deadline, threading.Event()
+    while not (value := condition()):
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {deadline:.0f} s: {what}")
+        pause.wait(0.01)
+    return value
+
+
+@contextmanager
+def machine_lock() -> Iterator[None]:
+    """Held while an engine lives: at most one on a machine. ``UCM_TEST_ENGINE_LOCK=0`` leaves it to the caller."""
+    if os.environ.get("UCM_TEST_ENGINE_LOCK") == "0":
+        yield
+        return
+    with open(Path(tempfile.gettempdir()) / "vllm.lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+class Engine:
+    """A running engine. Use as a context manager, or through :class:`EngineHost`."""
+
+    def __init__(self, spec: EngineSpec, log: Path) -> None:
+        self.spec = spec
+        self.log = log
+        self._replies: dict[int, tuple[bool, Any]] = {}
+        self._lock = machine_lock()
+        self._lock.__enter__()
+        try:
+            self._start()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs, self.log.open("wb") as log:
+            self.process: subprocess.Popen[bytes] = subprocess.Popen(
+                [sys.executable, str(HERE / "engine_child.py"), str(theirs.fileno())],
+                env=self.spec.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self.connection = Connection(ours.detach())
+        self.connection.send({"args": self.spec.engine_args(), "kv_transfer": self.spec.kv_transfer()})
+        state, value = self._receive(START_DEADLINE, "start")
+        if state != "ready":
+            raise EngineError(f"the engine did not start:\n{value}\n{self.log_tail()}")
+
+    # Commands -----------------------------------------------------------------------------------------------
+
+    def submit(self, *asks: Ask) -> list[str]:
+        """Starts requests and returns their ids without waiting for anything."""
+        requests = [
+            {
+                "id": f"r{next(_numbers)}",
+                "tokens": list(ask.tokens),
+                "max_tokens": ask.max_tokens,
+                "salt": ask.salt,
+                "lora": ask.lora,
+                "priority": ask.priority,
+                "extra_args": dict(ask.extra_args) if ask.extra_args else None,
+            }
+            for ask in asks
+        ]
+        return list(self._call("submit", requests=requests))
+
+    def collect(self, ids: Sequence[str]) -> list[Result]:
+        """Waits for these requests; their results in the order of the ids."""
+        return [Result(**answer) for answer in self._call("collect", ids=list(ids))]
+
+    def generate(self, *asks: Ask) -> list[Result]:
+        """Runs requests at the same time."""
+        return self.collect(self.submit(*asks))
+
+    def ask(self, tokens: Sequence[int], max_tokens: int = 8, **options: Any) -> Result:
+        """Runs one request alone."""
+        return self.generate(Ask(tokens, max_tokens, **options))[0]
+
+    def progress(self, *ids: str) -> list[tuple[int, bool]]:
+        """For each request the tokens produced so far, and whether it ended."""
+        return [(int(produced), bool(ended)) for produced, ended in self._call("progress", ids=list(ids))]
+
+    def abort(self, *ids: str) -> None:
+        """Aborts requests; they end with what they have."""
+        self._call("abort", ids=list(ids))
+
+    def reset(self) -> None:
+        """Empties vLLM's own prefix cache, once nothing holds a block any more."""
+        wait_until(lambda: self._call("reset"), "the prefix cache can be reset (some block is still held)")
+
+    def metrics(self) -> dict[str, float]:
+        """Prometheus counters and gauges by name, summed over labels."""
+        return dict(self._call("metrics"))
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of every worker."""
+        return list(self._call("rpc", method=method, args=args))
+
+    def scheduler(self) -> dict[str, Any]:
+        """Free blocks, known requests, KV groups (see ``probe.py``)."""
+        return dict(self._call("utility", method="probe_scheduler", args=()))
+
+    def scheduler_eval(self, expression: str) -> str:
+        """``repr`` of an expression over ``scheduler`` and ``connector``, for debugging."""
+        return str(self._call("utility", method="probe_eval", args=(expression,)))
+
+    def wait_idle(self) -> None:
+        """Waits until no request is known and every block is free again (transfers have ended)."""
+
+        def idle() -> bool:
+            state = self.scheduler()
+            return bool(state["requests"] == 0 and state["free_blocks"] == state["total_blocks"])
+
+        wait_until(idle, "no request is left and all blocks are free")
+
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process.poll() is None
+
+    # The end ------------------------------------------------------------------------------------------------
+
+    def begin_shutdown(self) -> None:
+        """Asks the engine to end, without waiting for it: follow with :meth:`shutdown`."""
+        self.connection.send((next(_numbers), "shutdown", {}))
+        self._ending = True
+
+    def shutdown(self) -> None:
+        """Ends the engine as a server ends; fails if it hangs or leaves with an error."""
+        try:
+            if not getattr(self, "_ending", False) and self.alive():
+                self.begin_shutdown()
+            code = self.process.wait(STOP_DEADLINE)
+        except (subprocess.TimeoutExpired, OSError) as error:
+            raise EngineError(f"the engine did not end: {error}\n{self.log_tail()}") from error
+        else:
+            # The engine's workers may outlive it while they drain; what is left after that is killed.
+            try:
+                wait_until(lambda: not _group_members(self.process.pid), "every process ended", STOP_DEADLINE)
+            except AssertionError as error:
+                raise EngineError(f"{error}: {_group_members(self.process.pid)}\n{self.log_tail()}") from None
+        finally:
+            self.kill()
+        if code != 0:
+            raise EngineError(f"the engine ended with code {code}\n{self.log_tail()}")
+
+    def kill(self) -> None:
+        """Ends what is left of the process group at once and gives the machine's lock back. Idempotent."""
+        process = getattr(self, "process", None)
+        if process is not None:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+            self.connection.close()
+        lock, self._lock = self._lock, None  # type: ignore[assignment]
+        if lock is not None:
+            lock.__exit__(None, None, None)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self.shutdown()
+        else:
+            self.kill()
+
+    def log_text(self) -> str:
+        """All the engine has logged so far."""
+        return self.log.read_text(errors="replace")
+
+    def log_tail(self, lines: int = 60) -> str:
+        """The last lines of the log."""
+        return f"--- end of {self.log} ---\n" + "\n".join(self.log_text().splitlines()[-lines:])
+
+    def _call(self, name: str, **arguments: Any) -> Any:
+        number = next(_numbers)
+        try:
+            self.connection.send((number, name, arguments))
+        except OSError as error:
+            raise EngineError(f"{name}: the engine is gone\n{self.log_tail()}") from error
+        while number not in self._replies:
+            got, good, value = self._receive(CALL_DEADLINE, name)
+            self._replies[got] = (good, value)
+        good, value = self._replies.pop(number)
+        if not good:
+            raise EngineError(f"{name}: {value}\n{self.log_tail()}")
+        return value
+
+    def _receive(self, deadline: float, what: str) -> Any:
+        try:
+            if self.connection.poll(deadline):
+                return self.connection.recv()
+        except (EOFError, OSError) as error:
+            raise EngineError(f"{what}: the engine is gone\n{self.log_tail()}") from error
+        tail = self.log_tail()
+        self.kill()
+        raise EngineError(f"{what}: no answer within {deadline:.0f} s\n{tail}")
+
+
+def _group_members(group: int) -> list[int]:
+    """Ids of the living processes of a process group."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[2]) == group and fields[0] != "Z":
+                members.append(int(entry.name))
+    return members
+
+
+class EngineHost:
+    """At most one live engine; tests that ask for an equal spec one after the other share it."""
+
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
+        self.started: list[str] = []
+        self._live: Engine | None = None
+
+    def get(self, spec: EngineSpec) -> Engine:
+        """The live engine if it is of this spec and alive, else a new one after ending the live one."""
+        if self._live is not None and (self._live.spec != spec or not self._live.alive()):
+            self.stop()
+        if self._live is None:
+            self.started.append(spec.label or spec.runner)
+            self._live = Engine(spec, self.logs / f"engine-{len(self.started)}-{spec.label or spec.runner}.log")
+        return self._live
+
+    def stop(self) -> None:
+        """Ends the live engine, if any."""
+        live, self._live = self._live, None
+        if live is not None and live.alive():
+            live.shutdown()
+        elif live is not None:
+            live.kill()

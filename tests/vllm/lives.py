@@ -1,0 +1,79 @@
+"""Directories that outlive engines, and what is remembered of an engine that has ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import EngineSpec, Result, StoreSpec
+from stores import Faults
+
+#: Of the tiny Llama that all engines but one run.
+LAYERS = 3
+#: Data files of the stores: PlainStore's and the record files of the POSIX store.
+BLOCK_FILE = re.compile(r"[0-9a-f]{32}\.(\d+|bin)")
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A directory that stores keep blocks in, and how to name a store on it."""
+
+    root: Path
+
+    @property
+    def faults(self) -> Faults:
+        """The control files of the :class:`stores.FaultStore` on this directory."""
+        return Faults(self.root.parent / f"{self.root.name}-control")
+
+    def store(self) -> StoreSpec:
+        """The store under test: ``UCM_TEST_STORE`` is ``plain`` or ``posix``, else posix where it is built."""
+        if store_under_test() == "posix":
+            return StoreSpec(self.root, "UcmPosixStore")
+        return StoreSpec(self.root, "PlainStore", "stores")
+
+    def faulty(self) -> StoreSpec:
+        """The same store behind gates."""
+        options = {"control": str(self.faults.control), "inner": self.store().name}
+        return StoreSpec(self.root, "FaultStore", "stores", options)
+
+    def files(self) -> list[Path]:
+        """The files of published blocks."""
+        return sorted(path for path in self.root.rglob("*") if path.is_file() and BLOCK_FILE.fullmatch(path.name))
+
+
+def store_under_test() -> str:
+    """``plain`` or ``posix``."""
+    default = "posix" if importlib.util.find_spec("ucm._core") is not None else "plain"
+    return os.environ.get("UCM_TEST_STORE", default)
+
+
+def new_disk(work: Path, name: str) -> Disk:
+    """An empty directory for blocks."""
+    root = work / name
+    root.mkdir()
+    return Disk(root)
+
+
+@dataclass(frozen=True)
+class Life:
+    """What the cold engine answered before it ended, and the disk it left."""
+
+    runner: str
+    model: Path
+    disk: Disk
+    answers: dict[str, Result]
+    runner_module: str
+    policy: str
+
+    @property
+    def cold_spec(self) -> EngineSpec:
+        """The engine that stored everything."""
+        return EngineSpec(self.model, self.runner, self.disk.store(), label=f"cold-{self.runner}")
+
+    @property
+    def warm_spec(self) -> EngineSpec:
+        """An engine that finds it: a smaller pool and gates before the store, the same identity."""
+        return EngineSpec(self.model, self.runner, self.disk.faulty(), blocks=40, label=f"warm-{self.runner}")

@@ -1,0 +1,57 @@
+"""What a test may look at inside an engine: named to vLLM as ``scheduler_cls`` and ``worker_extension_cls``.
+
+On a CPU the scheduler and every worker are processes of their own. The worker's half answers ``collective_rpc``; the
+scheduler's half adds one method to the engine core of its process, which answers a utility call of that name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+
+class ProbedScheduler(Scheduler):  # type: ignore[misc]
+    """vLLM's scheduler; its making lets the engine core answer ``probe_scheduler`` and ``probe_eval``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        from vllm.v1.engine.core import EngineCore
+
+        EngineCore.probe_scheduler = _probe_scheduler
+        EngineCore.probe_eval = _probe_eval
+
+
+def _probe_scheduler(core: Any) -> dict[str, Any]:
+    """Free blocks of the pool, the number of requests known, and the policy for failed loads."""
+    scheduler = core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    return {
+        "free_blocks": pool.get_num_free_blocks(),
+        "total_blocks": pool.num_gpu_blocks - 1,  # without the null block
+        "running": len(scheduler.running),
+        "requests": len(scheduler.requests),
+        "groups": len(scheduler.kv_cache_config.kv_cache_groups),
+        "kv_load_failure_policy": getattr(scheduler.vllm_config.kv_transfer_config, "kv_load_failure_policy", None),
+    }
+
+
+def _probe_eval(core: Any, expression: str) -> str:
+    """``repr`` of an expression over ``scheduler`` and ``connector`` (its scheduler half), for debugging."""
+    names = {"scheduler": core.scheduler, "connector": core.scheduler.connector}
+    return repr(eval(expression, names))  # noqa: S307 - written by whoever debugs a test
+
+
+class Probe:
+    """Methods added to the worker; each answers through ``collective_rpc``."""
+
+    def probe_runner(self) -> str:
+        """Module of the model runner's base class: tells the V1 runner from the V2 runner."""
+        return type(self.model_runner).__mro__[1].__module__  # type: ignore[attr-defined]
+
+    def probe_worker_eval(self, expression: str) -> str:
+        """``repr`` of an expression over ``worker`` and ``connector`` (its worker half), for debugging."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+        return repr(eval(expression, {"worker": self, "connector": connector}))  # noqa: S307 - as above

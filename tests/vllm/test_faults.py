@@ -1,0 +1,239 @@
+"""When the store fails, hangs or refuses, requests get the right tokens and every block comes back."""
+
+from __future__ import annotations
+
+import pytest
+from cases import FRESH, STORED, Case, output_blocks
+from checks import assert_reused, assert_same, assert_stored
+from harness import BLOCK, Engine, Result, wait_until
+from lives import Disk, Life, store_under_test
+
+
+def loads_of(disk: Disk, since: int) -> int:
+    """Rows that were asked of the store since so many events of loading."""
+    return sum(len(event["ids"]) for event in disk.faults.events("load")[since:])
+
+
+def chain_of(engine: Engine, disk: Disk, case: Case) -> list[str]:
+    """Ids of the stored prefix of a prompt, as the store was asked for them."""
+    since = len(disk.faults.events("load"))
+    engine.generate(case.ask())
+    events = disk.faults.events("load")[since:]
+    ids = [block for event in events for block in event["ids"]]
+    engine.reset()
+    assert len(ids) >= case.full_blocks, "the prefix was not loaded"
+    return ids
+
+
+def assert_back_to_normal(engine: Engine, disk: Disk, name: str, right: Result) -> None:
+    """With the faults gone, all blocks are free and the prompt is reused again."""
+    disk.faults.clear()
+    engine.wait_idle()
+    engine.reset()
+    engine.generate(STORED[name].ask())
+    engine.wait_idle()
+    engine.reset()
+    answer = engine.generate(STORED[name].ask())[0]
+    assert_same(answer, right)
+    assert_reused(answer, STORED[name])
+
+
+def test_failed_load_is_recomputed(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+    """All blocks fail: the tokens are right and the same blocks are not claimed again and again."""
+    since = len(cold.disk.faults.events("load"))
+    cold.disk.faults.set("fail-load")
+    answer = warm.generate(STORED["middle"].ask())[0]
+    assert_same(answer, reference["middle"])
+    assert 0 < loads_of(cold.disk, since) <= 2 * STORED["middle"].full_blocks
+    assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])
+
+
+@pytest.mark.parametrize("at", [0, 5, -1], ids=["first", "middle", "last"])
+def test_one_failed_block(warm: Engine, cold: Life, reference: dict[str, Result], at: int) -> None:
+    """What lies before the failed block is used, what lies behind it is computed."""
+    ids = chain_of(warm, cold.disk, STORED["middle"])[: STORED["middle"].full_blocks]
+    cold.disk.faults.set("fail-load", ids[at])
+    answer = warm.generate(STORED["middle"].ask())[0]
+    assert cold.disk.faults.events("load-failed")[-1]["ids"] == [ids[at]]
+    assert_same(answer, reference["middle"])
+    assert answer.cached_blocks <= ids.index(ids[at])
+    assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])
+
+
+def test_failed_loads_of_concurrent_requests(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+    """Requests with a common prefix fail together, beside one that needs no load."""
+    cold.disk.faults.set("fail-load")
+    names = ["shared_a", "shared_b", "short"]
+    *answers, bystander = warm.generate(*(STORED[name].ask() for name in names), FRESH["bystander"].ask())
+    for name, answer in zip(names, answers, strict=True):
+        assert_same(answer, reference[name])
+    assert_same(bystander, reference["bystander"])
+    assert_back_to_normal(warm, cold.disk, "shared_a", reference["shared_a"])
+
+
+def test_load_past_its_deadline(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+    """The store gives the load up at its deadline; the request computes."""
+    since = len(cold.disk.faults.events("load"))
+    cold.disk.faults.set("hold-load", "0.3")
+    answer = warm.generate(STORED["middle"].ask())[0]
+    assert loads_of(cold.disk, since) > 0
+    assert_same(answer, reference["middle"])
+    assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])
+
+
+def test_others_go_on_while_a_load_is_slow(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+    """A load that does not end holds up its own request alone."""
+    since = len(cold.disk.faults.events("load"))
+    cold.disk.faults.set("hold-load")
+    slow = warm.submit(STORED["middle"].ask())
+    wait_until(lambda: len(cold.disk.faults.events("load")) > since, "the load began")
+    answer = warm.generate(FRESH["bystander"].ask())[0]
+    assert_same(answer, reference["bystander"])
+    assert warm.progress(*slow) == [(0, False)]
+    cold.disk.faults.clear()
+    loaded = warm.collect(slow)[0]
+    assert_same(loaded, reference["middle"])
+    assert_reused(loaded, STORED["middle"])
+
+
+def test_abort_while_loading(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+    """The blocks stay taken while something may still write to them, then they are free; later requests are right."""
+    since = len(cold.disk.faults.events("load"))
+    cold.disk.faults.set("hold-load")
+    aborted = warm.submit(STORED["long"].ask())
+    wait_until(lambda: len(cold.disk.faults.events("load")) > since, "the load began")
+    warm.abort(*aborted)
+    assert warm.collect(aborted)[0].finish in ("abort", "none")
+    held = warm.scheduler()
+    assert held["total_blocks"] - held["free_blocks"] >= STORED["long"].full_blocks, "blocks freed under a load"
+    # More than what is left of the pool: had the blocks been freed, this request would now be given them.
+    crowding = warm.submit(FRESH["crowding"].ask())
+    bystander = warm.generate(FRESH["bystander"].ask())[0]
+    assert_same(bystander, reference["bystander"])
+    cold.disk.faults.clear()
+    assert_same(warm.collect(crowding)[0], reference["crowding"])
+    warm.wait_idle()
+    assert_back_to_normal(warm, cold.disk, "long", reference["long"])
+
+
+def test_abort_of_a_load_that_fails(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+    since = len(cold.disk.faults.events("load"))
+    cold.disk.faults.set("hold-load")
+    cold.disk.faults.set("fail-load")
+    aborted = warm.submit(STORED["long"].ask(), STORED["middle"].ask())
+    wait_until(lambda: len(cold.disk.faults.events("load")) > since, "a load began")
+    warm.abort(*aborted)
+    warm.collect(aborted)
+    cold.disk.faults.clear("hold-load")
+    warm.wait_idle()
+    assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])
+
+
+def test_abort_while_decoding(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+    """Blocks that are being written to the store when the request goes away are not given to another one."""
+    since = len(cold.disk.faults.events("dump"))
+    cold.disk.faults.set("hold-dump")
+    aborted = warm.submit(FRESH["busy"].ask())
+    wait_until(lambda: warm.progress(*aborted)[0][0] > 10, "the request decodes")
+    wait_until(lambda: len(cold.disk.faults.events("dump")) > since, "a dump began")
+    warm.abort(*aborted)
+    warm.collect(aborted)
+    crowding = warm.submit(FRESH["crowding"].ask())
+    cold.disk.faults.clear()
+    assert_same(warm.collect(crowding)[0], reference["crowding"])
+    warm.wait_idle()
+    warm.reset()
+    assert_same(warm.generate(FRESH["busy"].ask())[0], reference["busy"])
+
+
+def test_failed_dump_is_harmless(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+    """Nothing is published, nothing is claimed; the next request with this prompt stores it."""
+    case, before = FRESH["refused"], len(cold.disk.files())
+    cold.disk.faults.set("fail-dump")
+    since = len(cold.disk.faults.events("dump-failed"))
+    assert_same(warm.generate(case.ask())[0], reference["refused"])
+    wait_until(lambda: len(cold.disk.faults.events("dump-failed")) > since, "a dump failed")
+    warm.wait_idle()
+    assert len(cold.disk.files()) == before
+    cold.disk.faults.clear()
+    warm.reset()
+    again = warm.generate(case.ask())[0]
+    assert_same(again, reference["refused"])
+    assert again.cached == 0
+    assert_stored(cold.disk, before, output_blocks(case))
+    warm.wait_idle()
+    warm.reset()
+    assert_reused(warm.generate(case.ask())[0], case)
+
+
+def test_refused_dump_is_offered_again(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+    """The store is full for a while; the request still runs when it is not any more, and its blocks get stored."""
+    case, before = FRESH["slow_dump"], len(cold.disk.files())
+    cold.disk.faults.set("busy-dump")
+    since = len(cold.disk.faults.events("busy"))
+    running = warm.submit(Case(case.tokens, 200).ask())
+    wait_until(lambda: len(cold.disk.faults.events("busy")) > since, "a dump was refused")
+    assert not warm.progress(*running)[0][1], "the request ended before the dump could be offered again"
+    cold.disk.faults.clear()
+    answer = warm.collect(running)[0]
+    assert answer.tokens[: case.max_tokens] == reference["slow_dump"].tokens
+    assert_stored(cold.disk, before, (len(case.tokens) + 199) // BLOCK)
+    warm.wait_idle()
+
+
+def test_slow_dumps_and_preemption(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+    """Memory that a dump still reads is not given to another request, however short memory is."""
+    since = len(cold.disk.faults.events("dump"))
+    cold.disk.faults.set("hold-dump")
+    first = warm.submit(FRESH["drained"].ask())
+    wait_until(lambda: len(cold.disk.faults.events("dump")) > since, "a dump began")
+    second = warm.submit(FRESH["crowding"].ask(), STORED["long"].ask())
+    assert_same(warm.collect(first)[0], reference["drained"])
+    cold.disk.faults.clear()
+    crowding, long = warm.collect(second)
+    assert_same(crowding, reference["crowding"])
+    assert_same(long, reference["long"])
+    warm.wait_idle()
+    warm.reset()
+    assert_same(warm.generate(FRESH["drained"].ask())[0], reference["drained"])
+
+
+@pytest.mark.parametrize("fault", ["hold-lookup", "fail-lookup"])
+def test_lookup_that_does_not_answer(warm: Engine, cold: Life, reference: dict[str, Result], fault: str) -> None:
+    """A lookup that fails or is late is a miss: the request computes, other requests do not notice."""
+    cold.disk.faults.set(fault)
+    answers = warm.generate(STORED["middle"].ask(), FRESH["blind"].ask())
+    assert_same(answers[0], reference["middle"])
+    assert_same(answers[1], reference["blind"])
+    assert answers[0].cached == 0
+    assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])
+
+
+def test_damaged_block(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+    """A block that is short (any store) or has a flipped byte (a store with checksums) is computed again."""
+    block = chain_of(warm, cold.disk, STORED["middle"])[4]
+    path = next(file for file in cold.disk.files() if file.name.startswith(block))
+    whole = path.read_bytes()
+    if store_under_test() == "plain":
+        path.write_bytes(whole[: len(whole) // 2])
+    else:
+        place = len(whole) // 2
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    answer = warm.generate(STORED["middle"].ask())[0]
+    assert_same(answer, reference["middle"])
+    assert answer.cached_blocks <= 4
+    if store_under_test() == "plain":
+        path.write_bytes(whole)  # this store believes in lengths of its own and in nothing else
+    assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])
+
+
+def test_removed_blocks(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
+    """Blocks removed behind the engine's back are misses and are stored again."""
+    ids = chain_of(warm, cold.disk, STORED["middle"])
+    for file in cold.disk.files():
+        if file.name.partition(".")[0] in ids[3:]:
+            file.unlink()
+    answer = warm.generate(STORED["middle"].ask())[0]
+    assert_same(answer, reference["middle"])
+    assert answer.cached_blocks <= 3
+    assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])

@@ -1,0 +1,98 @@
+"""Engines of their own: what must never be shared, and what must not need vLLM's own prefix cache."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from cases import STORED
+from checks import assert_reused, assert_same
+from harness import EngineHost, EngineSpec, Result, StoreSpec, prompt
+from lives import LAYERS, Life, new_disk
+from models import change_weights, gemma3_config, write_adapter, write_model
+
+
+@pytest.fixture(scope="module")
+def plugin(work: Path) -> Path:
+    """A distribution with a vLLM plugin that registers PlainStore by name, as a user's package would."""
+    root = work / "site"
+    info = root / "plain_store_plugin-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plain-store-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nplain_store = plain_store_plugin:register\n")
+    (root / "plain_store_plugin.py").write_text(
+        "from ucm.store.factory_v1 import UcmConnectorFactoryV1\n\n\n"
+        "def register() -> None:\n"
+        '    """Called by vLLM in every process, perhaps more than once."""\n'
+        '    UcmConnectorFactoryV1.register_connector("ByName", "stores", "PlainStore")\n'
+    )
+    return root
+
+
+def test_store_by_name_without_prefix_caching_and_with_adapters(
+    host: EngineHost, model: Path, work: Path, plugin: Path, reference: dict[str, Result]
+) -> None:
+    """A registered Python store; vLLM's own cache off; adapters are told apart by their content, not by their names."""
+    disk = new_disk(work, "by-name")
+    red = str(write_adapter(work / "red", LAYERS, 1))
+    blue = str(write_adapter(work / "blue", LAYERS, 2))
+    copy = str(shutil.copytree(red, work / "copy-of-red"))
+    spec = EngineSpec(
+        model,
+        store=StoreSpec(disk.root, "ByName"),
+        prefix_caching=False,
+        lora=True,
+        pythonpath=(str(plugin),),
+        label="no-prefix-caching",
+    )
+    engine = host.get(spec)
+    case = STORED["middle"]
+
+    def ask(lora: tuple[str, int, str] | None) -> Result:
+        answer = engine.generate(case.ask(lora=lora))[0]
+        engine.wait_idle()
+        return answer
+
+    plain, with_red, with_blue = ask(None), ask(("red", 1, red)), ask(("blue", 2, blue))
+    assert [answer.cached for answer in (plain, with_red, with_blue)] == [0, 0, 0]
+    assert_same(plain, reference["middle"])
+    assert len({tuple(answer.tokens) for answer in (plain, with_red, with_blue)}) == 3, "the adapters change nothing"
+    for lora, right in ((None, plain), (("red", 1, red), with_red), (("other name", 3, copy), with_red)):
+        again = ask(lora)
+        assert_same(again, right)
+        assert_reused(again, case)
+    assert len(disk.files()) == 3 * (case.full_blocks)
+
+
+def test_more_than_one_kv_group_is_left_alone(host: EngineHost, work: Path) -> None:
+    """Nothing claimed, nothing stored, said once; the model runs as without ucm."""
+    disk = new_disk(work, "hybrid")
+    spec = EngineSpec(write_model(work / "gemma", gemma3_config()), store=disk.store(), label="hybrid")
+    engine = host.get(spec)
+    assert engine.scheduler()["groups"] > 1, "this model has one KV group: the test proves nothing"
+    tokens = prompt(70, 300)
+    first = engine.ask(tokens)
+    engine.wait_idle()
+    engine.reset()
+    second = engine.ask(tokens)
+    assert second.tokens == first.tokens
+    assert (first.cached, second.cached) == (0, 0)
+    assert not disk.files()
+    said = [line for line in engine.log_text().splitlines() if "KV group" in line and "ucm" in line.lower()]
+    assert len(said) == 1, said
+
+
+@pytest.mark.parametrize("runner", ["v1"], indirect=True)
+def test_changed_weights_never_hit(host: EngineHost, model: Path, cold: Life, reference: dict[str, Result]) -> None:
+    """Same path, same names, same sizes, a few other numbers: nothing stored before is used."""
+    kept = (model / "model.safetensors").read_bytes()
+    change_weights(model)
+    try:
+        engine = host.get(cold.cold_spec.but(label="changed-weights"))
+        answers = engine.generate(STORED["middle"].ask(), STORED["short"].ask())
+    finally:
+        host.stop()
+        (model / "model.safetensors").write_bytes(kept)
+    assert [answer.cached for answer in answers] == [0, 0]
+    assert answers[0].tokens != reference["middle"].tokens, "the change of the weights changes nothing"

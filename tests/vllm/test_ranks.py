@@ -1,0 +1,85 @@
+"""Two tensor ranks: a hit needs both, a failure on one fails the block, and nothing is shared with one rank."""
+
+from __future__ import annotations
+
+import pytest
+from cases import STORED
+from checks import assert_reused, assert_same
+from harness import Engine, EngineHost, Result
+from lives import Disk, Life
+
+
+@pytest.fixture
+def ranks(cold: Life, host: EngineHost) -> Engine:
+    """An engine of two ranks on the disk that an engine of one rank has filled."""
+    cold.disk.faults.clear()
+    spec = cold.cold_spec.but(store=cold.disk.faulty(), tensor_parallel=2, label="two-ranks")
+    engine = host.get(spec)
+    engine.reset()
+    return engine
+
+
+def of_rank(disk: Disk, rank: int, since: int) -> list[str]:
+    """Ids loaded by a rank since so many loads."""
+    return [i for event in disk.faults.events("load")[since:] if event["rank"] == rank for i in event["ids"]]
+
+
+@pytest.mark.parametrize("runner", ["v1"], indirect=True)
+class TestTwoRanks:
+    """In this order: the first test fills the disk for the others."""
+
+    def test_one_rank_and_two_share_nothing(self, ranks: Engine, cold: Life, reference: dict[str, Result]) -> None:
+        before = len(cold.disk.files())
+        answer = ranks.generate(STORED["middle"].ask())[0]
+        assert_same(answer, reference["middle"])
+        assert answer.cached == 0
+        ranks.wait_idle()
+        assert len(cold.disk.files()) == before + 2 * STORED["middle"].full_blocks
+
+    def test_both_ranks_load(self, ranks: Engine, cold: Life, reference: dict[str, Result]) -> None:
+        since = len(cold.disk.faults.events("load"))
+        answer = ranks.generate(STORED["middle"].ask())[0]
+        assert_same(answer, reference["middle"])
+        assert_reused(answer, STORED["middle"])
+        first, second = of_rank(cold.disk, 0, since), of_rank(cold.disk, 1, since)
+        assert len(first) == len(second) == STORED["middle"].full_blocks
+        assert not set(first) & set(second), "two ranks read the same record"
+
+    def test_failure_on_one_rank(self, ranks: Engine, cold: Life, reference: dict[str, Result]) -> None:
+        cold.disk.faults.set("fail-load", "rank=1")
+        answer = ranks.generate(STORED["middle"].ask())[0]
+        assert {event["rank"] for event in cold.disk.faults.events("load-failed")} >= {1}
+        assert_same(answer, reference["middle"])
+        cold.disk.faults.clear()
+        ranks.wait_idle()
+
+    def test_block_missing_on_one_rank(self, ranks: Engine, cold: Life, reference: dict[str, Result]) -> None:
+        """The shortest prefix counts; the block is stored again."""
+        ranks.generate(STORED["middle"].ask())
+        ranks.wait_idle()
+        ranks.reset()
+        since = len(cold.disk.faults.events("load"))
+        ranks.generate(STORED["middle"].ask())
+        ids = of_rank(cold.disk, 1, since)
+        ranks.wait_idle()
+        ranks.reset()
+        next(path for path in cold.disk.files() if path.name.startswith(ids[6])).unlink()
+        answer = ranks.generate(STORED["middle"].ask())[0]
+        assert_same(answer, reference["middle"])
+        assert answer.cached_blocks == 6
+        ranks.wait_idle()
+        ranks.reset()
+        assert_reused(ranks.generate(STORED["middle"].ask())[0], STORED["middle"])
+
+    def test_failed_dump_on_one_rank_is_no_hit(self, ranks: Engine, cold: Life, reference: dict[str, Result]) -> None:
+        cold.disk.faults.set("fail-dump", "rank=1")
+        ranks.generate(STORED["long"].ask())
+        ranks.wait_idle()
+        cold.disk.faults.clear()
+        ranks.reset()
+        answer = ranks.generate(STORED["long"].ask())[0]
+        assert_same(answer, reference["long"])
+        assert answer.cached == 0
+        ranks.wait_idle()
+        ranks.reset()
+        assert_reused(ranks.generate(STORED["long"].ask())[0], STORED["long"])

@@ -1,0 +1,37 @@
+"""The end of an engine: what was full when it was told to end is on the disk when it has ended."""
+
+from __future__ import annotations
+
+from cases import FRESH, STORED, output_blocks
+from checks import assert_same
+from harness import Engine, EngineHost, Result, wait_until
+from lives import Life
+
+
+def test_shutdown_publishes_what_is_under_way(
+    warm: Engine, host: EngineHost, cold: Life, reference: dict[str, Result]
+) -> None:
+    """Dumps are held until the engine was told to end; every one of them is published all the same."""
+    case, before = FRESH["drained"], len(cold.disk.files())
+    salted = case.ask(salt="drained")
+    since = len(cold.disk.faults.events("dump"))
+    cold.disk.faults.set("hold-dump")
+    assert_same(warm.generate(salted)[0], reference["drained"])
+    wait_until(lambda: len(cold.disk.faults.events("dump")) > since, "a dump began")
+    warm.begin_shutdown()
+    cold.disk.faults.clear("hold-dump")
+    host.stop()
+    assert len(cold.disk.files()) == before + output_blocks(case)
+
+
+def test_shutdown_while_loading(host: EngineHost, cold: Life) -> None:
+    """An engine that is told to end in the middle of a load ends; the store is closed and nothing is left running."""
+    if cold.runner != "v1":
+        return  # one more start is enough: the end of a process does not depend on the runner
+    engine = host.get(cold.warm_spec)
+    cold.disk.faults.set("hold-load")
+    since = len(cold.disk.faults.events("load"))
+    engine.submit(STORED["long"].ask())
+    wait_until(lambda: len(cold.disk.faults.events("load")) > since, "a load began")
+    host.stop()
+    cold.disk.faults.clear()

@@ -1,0 +1,46 @@
+"""Fixtures of the tests that use vLLM's own objects without starting an engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM; install the extra ucm-kv[vllm]")
+
+
+def _load(name: str) -> ModuleType:
+    """A module that lies beside this file (pytest does not put this directory on the path)."""
+    spec = importlib.util.spec_from_file_location(f"ucm_tests_vllm_unit_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_engine_free = _load("engine_free")
+
+
+@pytest.fixture(scope="session")
+def engines() -> Any:
+    """The helpers of ``engine_free.py``."""
+    return _engine_free
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama that no test changes."""
+    return _engine_free.make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def far_future() -> Callable[[], int]:
+    """A clock by which every file of the test was last touched long ago."""
+    return lambda: 4_000_000_000_000_000_000

@@ -1,0 +1,287 @@
+"""The identity of an engine changes with everything that shapes KV bytes, and with nothing else."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ucm.integration.vllm.connector import packing
+from ucm.integration.vllm.connector.identity import (
+    FIELDS,
+    block_tokens,
+    difference,
+    engine_identity,
+    identity_digest,
+    identity_text,
+    identity_without_weights,
+    namespace,
+    unidentifiable,
+    with_weights,
+)
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "rope_theta": 10000.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 16,
+    "long_factor": [2.0] * 16,
+    "original_max_position_embeddings": 2048,
+}
+
+
+def paths(lines: list[str]) -> set[str]:
+    """The fields named by a difference."""
+    return {line.split(" ")[0].split(".")[0].split("[")[0] for line in lines}
+
+
+def test_fields_and_text(engines: Any, tiny: Path) -> None:
+    identity = engines.identity_of(tiny, "sha256:ab")
+    text = identity_text(identity)
+    assert tuple(json.loads(text)) == FIELDS
+    assert text.isascii()
+    assert ": " not in text
+    assert list(identity["model_config"]["hf"]) == sorted(identity["model_config"]["hf"])
+    assert identity["weights"] == "sha256:ab"
+    assert identity["architecture"] == "LlamaForCausalLM"
+    assert identity["attention_backend"] == [["CPU_ATTN"]]
+    assert identity["kv_layout"] == "LBHNC"
+    assert identity["block_tokens"] == 32
+    assert identity["kv_groups"][0]["layers"] == [f"model.layers.{i}.self_attn.attn" for i in range(2)]
+    assert identity["position"]["rope_parameters"] == {"rope_theta": 10000.0, "rope_type": "default"}
+    assert "isa" in identity["kv_packing"]["groups"][0]
+    assert len(identity_digest(identity)) == 32
+    assert namespace(identity) == identity_digest(identity).hex()[:32]
+
+
+@pytest.mark.parametrize(
+    ("args", "fields"),
+    [
+        pytest.param({"hf_overrides": {"rope_parameters": LINEAR}}, {"model_config", "position"}, id="rope scaling"),
+        pytest.param({"hf_overrides": {"rope_parameters": YARN}}, {"model_config", "position"}, id="yarn"),
+        pytest.param(
+            {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}},
+            {"model_config", "position"},
+            id="rope base",
+        ),
+        pytest.param({"hf_overrides": {"rms_norm_eps": 1e-6}}, {"model_config"}, id="norm"),
+        pytest.param({"dtype": "float32"}, {"dtype", "kv_dtype", "kv_packing", "kv_groups"}, id="dtype"),
+        pytest.param({"block_size": 64}, {"block_tokens", "kv_packing", "kv_groups"}, id="block size"),
+        pytest.param({"kv_cache_dtype": "fp8"}, {"kv_dtype", "kv_packing", "kv_groups"}, id="kv dtype"),
+        pytest.param(
+            {"tensor_parallel_size": 2},
+            {"world_size", "tensor_parallel", "kv_packing", "kv_groups"},
+            id="tensor parallel",
+        ),
+        pytest.param(
+            {"pipeline_parallel_size": 2}, {"world_size", "pipeline_parallel", "kv_groups"}, id="pipeline parallel"
+        ),
+        pytest.param({"additional_config": {"layout": "other"}}, {"model_config"}, id="platform settings"),
+    ],
+)
+def test_what_shapes_the_bytes_changes_the_digest(
+    engines: Any, tiny: Path, args: dict[str, Any], fields: set[str]
+) -> None:
+    base, other = engines.identity_of(tiny, "w"), engines.identity_of(tiny, "w", **args)
+    assert identity_digest(base) != identity_digest(other)
+    assert paths(difference(base, other)) == fields
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"max_model_len": 512},
+        {"max_num_batched_tokens": 2048, "enable_chunked_prefill": True},
+        {"max_num_seqs": 4},
+        {"enable_prefix_caching": False},
+        {"served_model_name": "another"},
+        {"seed": 7},
+        {"num_gpu_blocks_override": 64},
+    ],
+    ids=lambda args: next(iter(args)),
+)
+def test_what_does_not_shape_them_leaves_it(engines: Any, tiny: Path, args: dict[str, Any]) -> None:
+    assert identity_text(engines.identity_of(tiny, "w")) == identity_text(engines.identity_of(tiny, "w", **args))
+
+
+def test_the_number_of_blocks_does_not_matter(engines: Any, tiny: Path) -> None:
+    config = engines.engine_config(tiny)
+    texts = set()
+    for memory in (16 << 20, 64 << 20):
+        scheduler, _ = engines.kv_configs(config, memory=memory)
+        texts.add(identity_text(engine_identity(config, scheduler, "w")))
+    assert len(texts) == 1
+
+
+def test_the_context_limit_counts_where_the_rope_looks_at_it(engines: Any, tiny: Path) -> None:
+    identities = [
+        engines.identity_of(tiny, "w", max_model_len=limit, hf_overrides={"rope_parameters": LONG})
+        for limit in (1024, 4096)
+    ]
+    assert paths(difference(*identities)) == {"position"}
+    assert [identity["position"]["max_model_len"] for identity in identities] == [1024, 4096]
+
+
+def test_the_layout_changes_the_digest(engines: Any, tiny: Path) -> None:
+    config = engines.engine_config(tiny)
+    scheduler, _ = engines.kv_configs(config)
+    here = engine_identity(config, scheduler, "w")
+    scheduler.kv_cache_layout = "LBNHC"
+    assert paths(difference(here, engine_identity(config, scheduler, "w"))) == {"kv_layout"}
+
+
+def test_another_instruction_set_changes_the_digest(
+    engines: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.attention.backends import cpu_attn
+
+    here = engines.identity_of(tiny, "w")
+    there_isa = "amx" if here["kv_packing"]["groups"][0]["isa"] != "amx" else "vec"
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda dtype, block_size: there_isa)  # as older versions had it
+    there = engines.identity_of(tiny, "w")
+    assert [line.split(" is ")[0] for line in difference(here, there)] == ["kv_packing.groups[0].isa"]
+
+
+def test_another_minor_version_of_the_engine_changes_the_digest(
+    engines: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+
+    here = engines.identity_of(tiny, "w")
+    monkeypatch.setattr(vllm, "__version__", "0.99.7+cpu")
+    assert difference(here, engines.identity_of(tiny, "w")) == [
+        f'kv_packing.engine is "{here["kv_packing"]["engine"]}" here and "vllm 0.99" there'
+    ]
+
+
+def test_a_copy_elsewhere_has_the_same_identity(engines: Any, tiny: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(tiny, tmp_path / "elsewhere" / "copy")
+    assert identity_text(engines.identity_of(tiny, "w")) == identity_text(engines.identity_of(copied, "w"))
+
+
+def test_the_name_in_the_configuration_does_not_count(engines: Any, tmp_path: Path) -> None:
+    named = engines.make_model(tmp_path / "a", _name_or_path="org/model", transformers_version="4.0.0")
+    plain = engines.make_model(tmp_path / "b")
+    assert identity_text(engines.identity_of(named, "w")) == identity_text(engines.identity_of(plain, "w"))
+
+
+@pytest.mark.parametrize("seed", ["1", "4242"])
+def test_another_process_and_hash_seed_give_the_same_text(engines: Any, tiny: Path, seed: str) -> None:
+    env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, engines.__file__, str(tiny)],
+        env=env,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=110,
+    )
+    assert done.stdout.splitlines()[-1] == identity_text(engines.identity_of(tiny, "sha256:00"))
+
+
+def test_the_order_of_overrides_does_not_matter(engines: Any, tiny: Path) -> None:
+    overrides = {"rope_parameters": LINEAR, "attention_bias": True, "hidden_act": "gelu"}
+    backwards = dict(reversed(overrides.items())) | {"rope_parameters": dict(reversed(LINEAR.items()))}
+    assert list(overrides) != list(backwards)
+    texts = {identity_text(engines.identity_of(tiny, "w", hf_overrides=each)) for each in (overrides, backwards)}
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("args", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_both_halves_agree(engines: Any, tiny: Path, args: dict[str, Any]) -> None:
+    """Each worker has a copy of the configuration of its own, and with pipeline parallelism layers of its own."""
+    config = engines.engine_config(tiny, **args)
+    parts = config.parallel_config.pipeline_parallel_size
+    layers = [range(rank * 2 // parts, (rank + 1) * 2 // parts) for rank in range(parts)]
+    ranks = [rank // config.parallel_config.tensor_parallel_size for rank in range(config.parallel_config.world_size)]
+    scheduler, workers = engines.kv_configs(config, [engines.layer_specs(config, layers[rank]) for rank in ranks])
+    here = identity_without_weights(engine_identity(config, scheduler, "sha256:00"))
+    for worker in workers:
+        there = identity_without_weights(engine_identity(copy.deepcopy(config), worker, ""))
+        assert difference(here, there) == []
+
+
+def test_groups_that_keep_one_spec_per_layer_agree(engines: Any, tiny: Path) -> None:
+    """vLLM's scheduler sees only the first spec of such a group; the strides still tell the layers apart."""
+    from dataclasses import replace
+
+    config = engines.engine_config(tiny)
+    texts = []
+    for head_size in (64, 96):
+        specs = engines.layer_specs(config)
+        first, second = specs
+        specs[second] = replace(specs[second], head_size=head_size, head_size_v=head_size)
+        scheduler, (worker,) = engines.kv_configs(config, [specs])
+        assert hasattr(worker.kv_cache_groups[0].kv_cache_spec, "kv_cache_specs")
+        here, there = (engine_identity(config, each, "w") for each in (scheduler, worker))
+        assert difference(here, there) == []
+        texts.append(identity_text(here))
+    assert texts[0] != texts[1]
+
+
+def test_an_attention_backend_from_outside_counts(engines: Any, tiny: Path) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    class Packed(CPUAttentionBackend):
+        """Keeps the name, as a replacement must."""
+
+    class Layer:
+        def __init__(self, backend: type) -> None:
+            self.backend = backend
+
+        def get_attn_backend(self) -> type:
+            return self.backend
+
+    config = engines.engine_config(tiny)
+    scheduler, _ = engines.kv_configs(config)
+    groups = packing.transferable_groups(scheduler)
+    names = scheduler.kv_cache_groups[0].layer_names
+    context = config.compilation_config.static_forward_context
+    context.update({name: Layer(CPUAttentionBackend) for name in names})
+    assert packing.attention_backends(config, groups) == [["CPU_ATTN"]]
+    context[names[1]] = Layer(Packed)
+    ((first, second),) = packing.attention_backends(config, groups)
+    assert first == "CPU_ATTN"
+    assert second.startswith("CPU_ATTN (")
+    assert second.endswith("Packed)")
+
+
+def test_weights_are_filled_in_and_left_out(engines: Any, tiny: Path) -> None:
+    early, late = engines.identity_of(tiny, ""), engines.identity_of(tiny, "sha256:ab")
+    assert identity_text(with_weights(early, "sha256:ab")) == identity_text(late)
+    assert identity_without_weights(early) == identity_without_weights(late)
+    assert difference(early, late) == ['weights is "" here and "sha256:ab" there']
+
+
+def test_blocks_over_context_parallel_ranks_hold_more_tokens(engines: Any, tiny: Path) -> None:
+    config = engines.engine_config(tiny)
+    scheduler, _ = engines.kv_configs(config)
+    config.parallel_config.decode_context_parallel_size = 2
+    assert block_tokens(config, scheduler) == 64
+
+
+def test_models_that_look_ahead_have_no_identity(engines: Any, tiny: Path) -> None:
+    from dataclasses import replace
+
+    config = engines.engine_config(tiny)
+    scheduler, _ = engines.kv_configs(config)
+    assert unidentifiable(config, scheduler) == ""
+    group = scheduler.kv_cache_groups[0]
+    group.kv_cache_spec = replace(group.kv_cache_spec, non_causal=True)
+    assert "later tokens" in unidentifiable(config, scheduler)
+
+
+def test_adapter_settings_count_only_where_they_change_the_result(engines: Any, tiny: Path) -> None:
+    base = engines.identity_of(tiny, "w")
+    assert difference(base, engines.identity_of(tiny, "w", enable_lora=True, max_lora_rank=16)) == []
+    other = engines.identity_of(tiny, "w", enable_lora=True, lora_dtype="float16")
+    assert other["model_config"]["lora"] == {"dtype": "float16"}

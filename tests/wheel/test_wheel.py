@@ -1,0 +1,99 @@
+"""What a user gets who installs the wheel on a machine without Rust, vLLM or torch."""
+
+from __future__ import annotations
+
+import subprocess
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.namelist()
+
+
+def read(wheel: Path, ending: str) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(ending)]
+        return archive.read(name).decode()
+
+
+def run(python: Path, env: dict[str, str], program: str, tmp_path: Path) -> str:
+    """Output of a program in the clean environment; warnings are errors there, as in our own tests."""
+    command = [str(python), "-I", "-W", "error", "-c", program]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_one_wheel_serves_every_python_from_3_11_on(wheel: Path, names: list[str]) -> None:
+    assert "-cp311-abi3-" in wheel.name
+    assert [name for name in names if name.endswith(".so")] == ["ucm/_core.abi3.so"]
+
+
+def test_wheel_carries_types_licence_and_nothing_of_the_repository(names: list[str]) -> None:
+    assert {"ucm/py.typed", "ucm/_core.pyi"} <= set(names)
+    assert any(name.endswith("/LICENSE") for name in names)
+    tops = {name.split("/")[0] for name in names}
+    assert {top.rpartition(".")[2] if "-" in top else top for top in tops} <= {"ucm", "dist-info", "libs"}
+
+
+def test_only_small_things_are_required_and_vllm_is_an_extra(wheel: Path) -> None:
+    metadata = Parser().parsestr(read(wheel, ".dist-info/METADATA"))
+    required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert sorted(line.split(">")[0].strip() for line in required) == ["numpy", "pydantic", "pyyaml"]
+    assert metadata.get_all("Provides-Extra") == ["vllm"]
+
+
+def test_vllm_finds_the_connector_by_its_entry_point(wheel: Path) -> None:
+    lines = read(wheel, ".dist-info/entry_points.txt").splitlines()
+    assert "ucm=ucm.integration.vllm.plugin:register" in [line.replace(" ", "") for line in lines]
+
+
+def test_the_environment_is_clean(clean_python: Path, clean_env: dict[str, str], tmp_path: Path) -> None:
+    program = """
+import importlib.util, shutil
+found = [name for name in ("vllm", "torch") if importlib.util.find_spec(name)]
+print(found, shutil.which("cargo"), shutil.which("rustc"))
+"""
+    assert run(clean_python, clean_env, program, tmp_path) == "[] None None"
+
+
+def test_imports_without_vllm_and_torch(clean_python: Path, clean_env: dict[str, str], tmp_path: Path) -> None:
+    program = """
+import sys
+import ucm, ucm.config, ucm.errors, ucm.logger, ucm.store, ucm.integration.vllm.plugin
+assert ucm.__file__.startswith(sys.prefix), ucm.__file__
+assert not {"vllm", "torch"} & set(sys.modules)
+print(ucm.UcmError.__name__)
+"""
+    assert run(clean_python, clean_env, program, tmp_path) == "UcmError"
+
+
+def test_a_block_goes_to_disk_and_comes_back(clean_python: Path, clean_env: dict[str, str], tmp_path: Path) -> None:
+    program = """
+import numpy as np
+from ucm.store import BlockHasher
+from ucm.store.factory_v1 import UcmConnectorFactoryV1
+
+config = {
+    "storage_backends": "root", "device_id": 0, "identity": '{"model": "none"}', "part": (0, 0, 0),
+    "tensor_size_list": [65536, 65536], "shard_size": 131072, "block_size": 131072,
+    "block_tokens": 16, "dtype": "float32", "storage_capacity": "64MiB",
+}
+(key,) = BlockHasher(bytes(32), 16).hash_blocks(np.arange(16, dtype=np.uint32))
+source = np.random.default_rng(1).integers(0, 256, (2, 65536), dtype=np.uint8)
+target = np.zeros_like(source)
+with UcmConnectorFactoryV1.create_connector("UcmPosixStore", config) as store:
+    store.wait(store.dump([key], [0], [[source[0], source[1]]]))
+with UcmConnectorFactoryV1.create_connector("UcmPosixStore", config) as store:
+    assert list(store.lookup([key, bytes(16)])) == [True, False]
+    store.wait(store.load([key], [0], [[target[0], target[1]]]))
+assert np.array_equal(source, target)
+print("equal")
+"""
+    assert run(clean_python, clean_env, program, tmp_path) == "equal"
