@@ -152,7 +152,7 @@ async def serve(connection: Connection) -> None:
             running.add(task)
             task.add_done_callback(running.discard)
     finally:
-        child.engine.shutdown()
+        child.engine.shutdown(timeout=40)  # seconds; vLLM kills its core after 5, which a busy machine may need
         if command is not None:
             connection.send((command[0], True, None))
 

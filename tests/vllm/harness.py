@@ -32,7 +32,9 @@ BLOCK = 32
 #: Seconds. They end hangs; no test passes or fails by them on a machine that is merely slow.
 START_DEADLINE = 300.0
 CALL_DEADLINE = 240.0
-STOP_DEADLINE = 60.0
+STOP_DEADLINE = 90.0
+#: Long enough for a machine that is busy with other things: a late lookup would be a miss, as it should.
+PATIENT = {"lookup_ms": 5000, "load_unknown_s": 60.0, "dump_s": 120.0, "probe_s": 60.0, "shutdown_s": 15.0}
 
 T = TypeVar("T")
 _numbers = itertools.count(1)
@@ -117,7 +119,11 @@ class EngineSpec:
             "kv_connector": "UCMConnector",
             "kv_connector_module_path": "ucm.integration.vllm.connector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"ucm_connectors": [self.store.entry()], **self.extra_config},
+            "kv_connector_extra_config": {
+                "ucm_connectors": [self.store.entry()],
+                "deadlines": PATIENT,
+                **self.extra_config,
+            },
         }
 
     def environment(self) -> dict[str, str]:
@@ -130,6 +136,7 @@ class EngineSpec:
             if self.tensor_parallel > 1
             else "nobind",
             "OMP_NUM_THREADS": "1",
+            "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "20",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }

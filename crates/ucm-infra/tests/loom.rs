@@ -29,6 +29,13 @@ impl Clock for Still {
     }
 }
 
+/// A model too long for every interleaving: those with at most two involuntary switches between threads.
+fn few_preemptions(model: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(2);
+    builder.check(model);
+}
+
 #[test]
 fn bell_news_between_looking_and_sleeping_is_not_lost() {
     loom::model(|| {
@@ -112,34 +119,74 @@ fn completion_wait_ends_at_the_deadline_or_with_the_value() {
 }
 
 #[test]
-fn ring_both_ends_park_and_are_woken() {
+fn ring_a_parked_consumer_is_woken_by_an_item() {
     loom::model(|| {
+        let (mut producer, mut consumer) = SpscRing::bounded(1).unwrap();
+        let pusher = thread::spawn(move || {
+            producer.try_push(1).unwrap();
+            producer
+        });
+        assert_eq!(consumer.recv(&Still, None), Ok(1));
+        pusher.join().unwrap();
+    });
+}
+
+#[test]
+fn ring_a_parked_producer_is_woken_by_room() {
+    loom::model(|| {
+        let (mut producer, mut consumer) = SpscRing::bounded(1).unwrap();
+        producer.try_push(1).unwrap();
+        let popper = thread::spawn(move || {
+            assert_eq!(consumer.try_pop(), Ok(1));
+            consumer
+        });
+        assert_eq!(producer.push(2, &Still, None), Ok(()));
+        assert_eq!(popper.join().unwrap().try_pop(), Ok(2));
+    });
+}
+
+#[test]
+fn ring_a_parked_consumer_sees_the_producer_go() {
+    loom::model(|| {
+        let (producer, mut consumer) = SpscRing::<u32>::bounded(1).unwrap();
+        let closer = thread::spawn(move || {
+            producer.close();
+            producer
+        });
+        assert_eq!(consumer.recv(&Still, None), Err(PopError::Closed));
+        closer.join().unwrap();
+    });
+}
+
+#[test]
+fn ring_both_ends_park_more_than_once() {
+    few_preemptions(|| {
         let (mut producer, mut consumer) = SpscRing::bounded(1).unwrap();
         let pusher = thread::spawn(move || {
             producer.push(1, &Still, None).unwrap();
             producer.push(2, &Still, None).unwrap();
+            producer
         });
         assert_eq!(consumer.recv(&Still, None), Ok(1));
         assert_eq!(consumer.recv(&Still, None), Ok(2));
-        // The producer was dropped at the end of its thread.
-        assert_eq!(consumer.recv(&Still, None), Err(PopError::Closed));
         pusher.join().unwrap();
     });
 }
 
 #[test]
 fn ring_items_pushed_before_closing_arrive() {
-    loom::model(|| {
+    few_preemptions(|| {
         let (mut producer, mut consumer) = SpscRing::bounded(2).unwrap();
         let pusher = thread::spawn(move || {
             producer.try_push(1).unwrap();
             producer.close();
-            assert_eq!(producer.try_push(2), Err(PushError::Closed(2)));
+            producer
         });
         let mut taken = Vec::new();
         consumer.run(&Still, |item| taken.push(item));
         assert_eq!(taken, [1]);
-        pusher.join().unwrap();
+        let mut producer = pusher.join().unwrap();
+        assert_eq!(producer.try_push(2), Err(PushError::Closed(2)));
     });
 }
 

@@ -177,13 +177,12 @@ impl Files {
             )
             .with("path", job.target.display()));
         }
-        match retry(|| rustix::fs::rename(job.private, job.target)) {
-            Ok(()) => Ok(meta),
-            // A network file system may repeat a rename whose answer was lost, and then finds the private name gone:
-            // it is published if the target is our file.
-            Err(e) if is_absent(e) && is_same_file(job.target, &meta) => Ok(meta),
-            Err(e) => Err(failed(e, "cannot give the file its name", job.target)),
+        let renamed = retry(|| rustix::fs::rename(job.private, job.target));
+        if is_named(renamed, job.target, &meta) {
+            return Ok(meta);
         }
+        let errno = renamed.err().unwrap_or(Errno::IO);
+        Err(failed(errno, "cannot give the file its name", job.target))
     }
 
     /// Whether direct I/O may be tried on this open file.
@@ -230,7 +229,75 @@ fn open_for_read(path: &Path, direct: bool) -> rustix::io::Result<File> {
     }
 }
 
-fn is_same_file(path: &Path, meta: &FileMeta) -> bool {
-    stat_one(path, AtFlags::SYMLINK_NOFOLLOW)
-        .is_ok_and(|found| (found.dev, found.ino) == (meta.dev, meta.ino))
+/// Whether the file with this metadata has its name now. A network file system may repeat a rename whose answer was
+/// lost, and then finds the private name gone: it is done all the same if the target is our file.
+fn is_named(renamed: rustix::io::Result<()>, target: &Path, meta: &FileMeta) -> bool {
+    match renamed {
+        Ok(()) => true,
+        Err(errno) => {
+            is_absent(errno)
+                && stat_one(target, AtFlags::SYMLINK_NOFOLLOW)
+                    .is_ok_and(|found| (found.dev, found.ino) == (meta.dev, meta.ino))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn publish(dir: &Path, wanted: bool) -> Result<IoDone> {
+        let job = Publish {
+            private: &dir.join("private"),
+            target: &dir.join("target"),
+            len: 3,
+            mode: 0o600,
+            mtime_ns: None,
+        };
+        Files::new(false).publish(&job, vec![1, 2, 3].into(), &|| wanted)
+    }
+
+    #[test]
+    fn a_file_written_too_late_gets_no_name() {
+        let place = tempfile::tempdir().unwrap();
+        let error = publish(place.path(), false).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout);
+        assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 0);
+        publish(place.path(), true).unwrap();
+        assert_eq!(std::fs::read(place.path().join("target")).unwrap(), [1, 2, 3]);
+    }
+
+    #[test]
+    fn a_rename_whose_answer_was_lost_counts_if_the_file_is_there() {
+        let place = tempfile::tempdir().unwrap();
+        let target = place.path().join("target");
+        publish(place.path(), true).unwrap();
+        let ours = stat_one(&target, AtFlags::empty()).unwrap();
+        let other = FileMeta {
+            ino: ours.ino + 1,
+            ..ours
+        };
+        assert!(is_named(Err(Errno::NOENT), &target, &ours));
+        assert!(!is_named(Err(Errno::NOENT), &target, &other));
+        assert!(!is_named(Err(Errno::NOENT), &place.path().join("absent"), &ours));
+        assert!(!is_named(Err(Errno::ACCESS), &target, &ours));
+        assert!(is_named(Ok(()), &target, &ours));
+    }
+
+    #[test]
+    fn a_refusing_file_system_is_asked_once() {
+        let place = tempfile::tempdir().unwrap();
+        let path = place.path().join("file");
+        std::fs::write(&path, [0; 4096]).unwrap();
+        let files = Files::new(true);
+        let file = open_for_read(&path, false).unwrap();
+        let dev = stat_one(&path, AtFlags::empty()).unwrap().dev;
+        let said = stated_align(file.fd());
+        assert_eq!(files.usable(&file, dev), said != Stated::Not);
+        let mut refused = open_for_read(&path, false).unwrap();
+        refused.note_refusal();
+        files.note(&refused, dev, true);
+        assert!(!files.usable(&file, dev));
+        assert_eq!(files.fallbacks(), 1);
+    }
 }

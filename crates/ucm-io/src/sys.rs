@@ -116,6 +116,12 @@ impl File {
         self.refused
     }
 
+    /// As if the file system had refused direct I/O.
+    #[cfg(test)]
+    pub(crate) fn note_refusal(&mut self) {
+        self.refused = true;
+    }
+
     /// Turns O_DIRECT on or off for the descriptor; whether it worked.
     pub(crate) fn set_direct(&mut self, on: bool) -> bool {
         if on == self.direct {

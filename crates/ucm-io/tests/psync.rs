@@ -33,7 +33,10 @@ fn what_was_published_is_read_back() {
             assert_eq!(on_disk.permissions().mode() & 0o777, 0o600);
             assert_eq!((meta.len, meta.is_dir), (16384, false));
             assert_eq!((meta.ino, meta.dev), (on_disk.ino(), on_disk.dev()));
-            assert_eq!(meta.mtime_ns, on_disk.mtime() * 1_000_000_000 + on_disk.mtime_nsec());
+            assert_eq!(
+                meta.mtime_ns,
+                on_disk.mtime() * 1_000_000_000 + on_disk.mtime_nsec()
+            );
             for mode in [ReadMode::Default, ReadMode::FreshDirect] {
                 let op = IoOp::Read {
                     path: dir.join("block"),
@@ -42,7 +45,10 @@ fn what_was_published_is_read_back() {
                     buf: pool.try_acquire().unwrap().into(),
                     mode,
                 };
-                assert_eq!(bytes_of(call(&*engine, op).unwrap()).unwrap(), (expected.clone(), 16384));
+                assert_eq!(
+                    bytes_of(call(&*engine, op).unwrap()).unwrap(),
+                    (expected.clone(), 16384)
+                );
             }
             assert_eq!(pool.available(), 2);
         }
@@ -207,11 +213,38 @@ fn direct_io_that_does_not_fit_goes_through_the_page_cache_and_is_counted() {
     let engine = psync_direct();
     publish(&*engine, place.path(), "odd", vec![1; 100]);
     assert_eq!(engine.direct_fallbacks(), 1);
-    assert_eq!(read(&*engine, place.path().join("odd"), 0, 100).unwrap().0, vec![1; 100]);
+    assert_eq!(
+        read(&*engine, place.path().join("odd"), 0, 100).unwrap().0,
+        vec![1; 100]
+    );
     assert_eq!(engine.direct_fallbacks(), 2);
     let plain = psync();
     publish(&*plain, place.path(), "odd", vec![1; 100]);
     assert_eq!(plain.direct_fallbacks(), 0);
+}
+
+#[test]
+fn direct_io_is_used_where_the_file_system_takes_it() {
+    for place in places() {
+        let engine = psync_direct();
+        let op = IoOp::Probe {
+            dir: place.path().to_path_buf(),
+        };
+        let IoDone::Probe(found) = call(&*engine, op).unwrap() else {
+            unreachable!();
+        };
+        let pool = slots(1, 8192);
+        publish(&*engine, place.path(), "block", filled(&pool, 1));
+        let op = read_op(
+            place.path().join("block"),
+            4096,
+            4096,
+            pool.try_acquire().unwrap(),
+        );
+        bytes_of(call(&*engine, op).unwrap()).unwrap();
+        let expected = if found.direct.is_some() { 0 } else { 2 };
+        assert_eq!(engine.direct_fallbacks(), expected, "{found:?}");
+    }
 }
 
 #[test]
@@ -222,7 +255,9 @@ fn stat_tells_what_is_there_and_stops_where_asked() {
     std::fs::write(dir.join("a"), vec![0; 11]).unwrap();
     std::fs::create_dir(dir.join("d")).unwrap();
     std::os::unix::fs::symlink(dir.join("a"), dir.join("link")).unwrap();
-    let paths: Vec<PathBuf> = ["a", "absent", "a/below", "d", "link"].map(|name| dir.join(name)).into();
+    let paths: Vec<PathBuf> = ["a", "absent", "a/below", "d", "link"]
+        .map(|name| dir.join(name))
+        .into();
     let found = stat(&*engine, &paths, false);
     let seen: Vec<_> = found.iter().map(|meta| meta.map(|m| (m.len, m.is_dir))).collect();
     assert_eq!(seen[..3], [Some((11, false)), None, None]);
@@ -285,16 +320,33 @@ fn directories_are_made_and_listed() {
     std::fs::write(dir.join("f"), b"four").unwrap();
     assert_eq!(make("f").unwrap_err().kind(), ErrorKind::Io);
     std::os::unix::fs::symlink(dir.join("d"), dir.join("link")).unwrap();
-    let IoDone::List(mut found) = call(&*engine, IoOp::List { dir: dir.to_path_buf() }).unwrap() else {
+    let IoDone::List(mut found) = call(
+        &*engine,
+        IoOp::List {
+            dir: dir.to_path_buf(),
+        },
+    )
+    .unwrap() else {
         unreachable!();
     };
     found.sort_by(|a, b| a.0.cmp(&b.0));
-    let seen: Vec<_> = found.iter().map(|(name, meta)| (name.to_str().unwrap(), meta.is_dir)).collect();
+    let seen: Vec<_> = found
+        .iter()
+        .map(|(name, meta)| (name.to_str().unwrap(), meta.is_dir))
+        .collect();
     // Links are not followed here: a link to a directory is none.
     assert_eq!(seen, [("d", true), ("f", false), ("link", false)]);
     assert_eq!(found[1].1.len, 4);
     for (dir, kind) in [("absent", ErrorKind::NotFound), ("f", ErrorKind::Io)] {
-        assert_eq!(fails(&*engine, IoOp::List { dir: place.path().join(dir) }), kind);
+        assert_eq!(
+            fails(
+                &*engine,
+                IoOp::List {
+                    dir: place.path().join(dir)
+                }
+            ),
+            kind
+        );
     }
 }
 
@@ -319,8 +371,14 @@ fn space_and_probe_describe_the_file_system() {
             assert!(align.memory.is_power_of_two() && align.offset.is_power_of_two());
         }
         assert!(names(&dir).is_empty());
-        assert_eq!(fails(&*engine, IoOp::Probe { dir: dir.join("no") }), ErrorKind::NotFound);
-        assert_eq!(fails(&*engine, IoOp::Space { path: dir.join("no") }), ErrorKind::NotFound);
+        assert_eq!(
+            fails(&*engine, IoOp::Probe { dir: dir.join("no") }),
+            ErrorKind::NotFound
+        );
+        assert_eq!(
+            fails(&*engine, IoOp::Space { path: dir.join("no") }),
+            ErrorKind::NotFound
+        );
     }
 }
 
@@ -361,7 +419,10 @@ fn a_full_lane_is_busy_and_gives_the_buffer_free() {
     assert_eq!(refused.recv().unwrap().unwrap_err().kind(), ErrorKind::Busy);
     assert_eq!(pool.available(), 1);
     let wrong_lane = start(&*engine, 7, Mono::NEVER, stat_op(&[], false));
-    assert_eq!(wrong_lane.recv().unwrap().unwrap_err().kind(), ErrorKind::InvalidInput);
+    assert_eq!(
+        wrong_lane.recv().unwrap().unwrap_err().kind(),
+        ErrorKind::InvalidInput
+    );
     drop(release);
     waiting.recv().unwrap().unwrap();
     assert_eq!(names(place.path()), ["a"]);
@@ -391,7 +452,9 @@ fn many_at_once_all_arrive_whole() {
         let op = publish_op(place.path(), &format!("{round:02}"), filled(&pool, round));
         answers.push(start(&*engine, 2, Mono::NEVER, op));
         if answers.len() == 8 {
-            answers.drain(..).for_each(|answer| drop(answer.recv().unwrap().unwrap()));
+            answers
+                .drain(..)
+                .for_each(|answer| drop(answer.recv().unwrap().unwrap()));
         }
     }
     for round in 0..64u8 {

@@ -99,10 +99,9 @@ impl<'py> Tokens<'py> {
         if let Ok(list) = values.cast::<PyList>() {
             return from_list(list, skip).map(Self::Owned);
         }
-        if let Ok(array) = values.extract::<PyReadonlyArray1<'py, u32>>() {
-            if array.is_contiguous() {
-                return Ok(Self::Array(array, skip));
-            }
+        let array = values.extract::<PyReadonlyArray1<'py, u32>>().ok();
+        if let Some(array) = array.filter(|array| array.is_contiguous()) {
+            return Ok(Self::Array(array, skip));
         }
         if let Ok(buffer) = PyBuffer::<u32>::get(values) {
             return Ok(Self::Owned(tail(buffer.to_vec(values.py())?, skip)));

@@ -1,5 +1,7 @@
 //! The engine against a map: whatever is dumped, damaged, removed, refused or made to fail, a hit is exact.
 
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
 mod common;
 
 use std::collections::{BTreeMap, BTreeSet};

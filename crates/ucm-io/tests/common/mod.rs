@@ -34,7 +34,12 @@ pub fn psync_direct() -> Arc<PsyncEngine> {
 /// Submits and returns where the answer will come.
 pub fn start(engine: &dyn IoEngine, lane: usize, deadline: Mono, op: IoOp) -> mpsc::Receiver<Result<IoDone>> {
     let (send, answer) = mpsc::channel();
-    engine.submit(lane, deadline, op, Box::new(move |result| send.send(result).unwrap()));
+    engine.submit(
+        lane,
+        deadline,
+        op,
+        Box::new(move |result| send.send(result).unwrap()),
+    );
     answer
 }
 
@@ -105,7 +110,12 @@ pub fn publish(engine: &dyn IoEngine, dir: &Path, name: &str, buf: impl Into<IoB
 }
 
 /// Reads into ordinary memory and returns the bytes and the file's length.
-pub fn read(engine: &dyn IoEngine, path: impl Into<PathBuf>, offset: u64, len: usize) -> Result<(Vec<u8>, u64)> {
+pub fn read(
+    engine: &dyn IoEngine,
+    path: impl Into<PathBuf>,
+    offset: u64,
+    len: usize,
+) -> Result<(Vec<u8>, u64)> {
     bytes_of(call(engine, read_op(path, offset, len, vec![0; len]))?)
 }
 
@@ -128,7 +138,9 @@ pub fn stat(engine: &dyn IoEngine, paths: &[PathBuf], stop_at_missing: bool) -> 
 /// Names in a directory, sorted.
 pub fn names(dir: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(dir).unwrap();
-    let mut names: Vec<String> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<String> = entries
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
     names.sort();
     names
 }
@@ -200,7 +212,10 @@ fn run(command: &mut Command) -> Result<(), String> {
     if output.status.success() {
         return Ok(());
     }
-    Err(format!("{command:?}: {}", String::from_utf8_lossy(&output.stderr).trim()))
+    Err(format!(
+        "{command:?}: {}",
+        String::from_utf8_lossy(&output.stderr).trim()
+    ))
 }
 
 /// What needs a privilege, or `None` after saying why the test is skipped. With `UCM_REQUIRE_ROOT_TESTS` in the

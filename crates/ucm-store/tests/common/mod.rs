@@ -1,4 +1,5 @@
 //! A store in a temporary directory with a pretended device, and the truth it is compared with.
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 #![allow(unsafe_code, reason = "device addresses of the tests' own buffers")]
 #![allow(dead_code, reason = "each test file uses its part of this")]
 
