@@ -6,6 +6,7 @@ Every exception carries ``kind`` (the kind's name), ``code`` (the number that us
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 
@@ -26,13 +27,13 @@ class UcmError(RuntimeError):
         return f"({self.code}) {self.message}" + (f" [{where}]" if where else "")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, self.__dict__.copy())
+        return _rebuild, (type(self), self.message, self.context, self.__dict__.copy())
 
 
-def _rebuild(cls: type[UcmError], message: str, state: dict[str, Any]) -> UcmError:
-    # Not through the constructor: those of subclasses want more than the message.
-    error = cls.__new__(cls, message)
-    error.args = (message,)
+def _rebuild(
+    cls: type[UcmError], message: str, context: dict[str, Any], state: dict[str, Any], **more: Any
+) -> UcmError:
+    error = cls(message, context=context, **more)
     error.__dict__.update(state)
     return error
 
@@ -134,6 +135,10 @@ class TaskError(UcmError):
     def __init__(self, message: str, *, failures: dict[int, UcmError], context: dict[str, Any] | None = None):
         super().__init__(message, context=context)
         self.failures = failures
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, arguments = super().__reduce__()
+        return partial(rebuild, failures=self.failures), arguments
 
 
 #: Exception class of each kind of the core.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ucm.config import Capacity, UcmConfig, load, parse, parse_size
@@ -210,7 +210,10 @@ def test_warnings_are_logged_once_however_often_it_is_loaded(
         ({"deadlines": {"lookup_m": 1}}, "lookup_ms"),
         ({"identity.weight": "full"}, "weights"),
         ({"ucm_connectors": [{"ucm_connector_nam": "UcmPosixStore"}]}, "ucm_connector_name"),
-        ({"ucm_connectors": [{"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"iodirect": 1}}]}, "io_direct"),
+        (
+            {"ucm_connectors": [{"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"iodirect": 1}}]},
+            "io_direct",
+        ),
         ({"storage_backend": "possix"}, "posix"),
         ({"pipeline": "Cach|Posix"}, "cache"),
         ({"ucm_sparse_method": "GSAOnDevise"}, "GSAOnDevice"),
@@ -370,7 +373,11 @@ def test_a_capacity_of_zero_is_not_boundless(key: str) -> None:
 def test_paths_are_absolute_and_unique(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/someone")
-    assert parse({"path": "here:~/there:/a:/a"}, {}).storage_backends == (f"{tmp_path}/here", "/home/someone/there", "/a")
+    assert parse({"path": "here:~/there:/a:/a"}, {}).storage_backends == (
+        f"{tmp_path}/here",
+        "/home/someone/there",
+        "/a",
+    )
 
 
 def test_no_directory_says_where_to_write_one() -> None:
@@ -543,6 +550,8 @@ def test_secrets_are_never_shown() -> None:
     assert config.store_config() == own
 
 
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
 # Properties --------------------------------------------------------------------------------------------------
 
 _SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -576,7 +585,11 @@ _VALUES = st.recursive(
 )
 
 
-@given(st.dictionaries(_NAMES, _VALUES, max_size=5), st.dictionaries(st.sampled_from(sorted(ENVIRONMENT)), st.text(max_size=8)))
+@PATIENT
+@given(
+    st.dictionaries(_NAMES, _VALUES, max_size=5),
+    st.dictionaries(st.sampled_from(sorted(ENVIRONMENT)), st.text(max_size=8)),
+)
 def test_whatever_is_written_is_read_or_refused_in_our_words(extra: dict[str, Any], environ: dict[str, str]) -> None:
     try:
         config = parse(extra, environ)
@@ -587,11 +600,13 @@ def test_whatever_is_written_is_read_or_refused_in_our_words(extra: dict[str, An
         config.store_config()
 
 
+@PATIENT
 @given(st.integers(0, 2**63 - 1))
 def test_sizes_survive_being_shown(size: int) -> None:
     assert parse_size(show_size(size)) == parse_size(size) == parse_size(str(size)) == size
 
 
+@PATIENT
 @given(st.integers(1, 9999), st.sampled_from(["K", "M", "G", "T"]))
 def test_units(number: int, letter: str) -> None:
     power = "KMGT".index(letter) + 1

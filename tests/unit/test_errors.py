@@ -23,11 +23,17 @@ def make(cls: type[errors.UcmError]) -> errors.UcmError:
     return cls("told", context=context)
 
 
+def pickled(error: errors.UcmError, protocol: int) -> errors.UcmError:
+    again = pickle.loads(pickle.dumps(error, protocol))  # noqa: S301 - our own bytes
+    assert isinstance(again, errors.UcmError)
+    return again
+
+
 @pytest.mark.parametrize("cls", ALL)
 def test_every_error_survives_pickling_and_copying(cls: type[errors.UcmError]) -> None:
     error = make(cls)
     for again in (
-        *(pickle.loads(pickle.dumps(error, protocol)) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)),
+        *(pickled(error, protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)),
         copy.copy(error),
         copy.deepcopy(error),
     ):
@@ -38,7 +44,7 @@ def test_every_error_survives_pickling_and_copying(cls: type[errors.UcmError]) -
 
 
 def test_a_task_error_keeps_its_failures() -> None:
-    again = pickle.loads(pickle.dumps(make(errors.TaskError)))
+    again = pickled(make(errors.TaskError), pickle.DEFAULT_PROTOCOL)
     assert isinstance(again, errors.TaskError)
     assert str(again.failures[3]) == "(-50004) full [lane=2]"
 

@@ -8,6 +8,8 @@ Run as ``engine_child.py <fd>``. The first message is ``{"args": ..., "kv_transf
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import threading
 import time
@@ -115,26 +117,29 @@ class Child:
 
 
 async def serve(connection: Connection) -> None:
-    """Starts the engine, answers commands until ``shutdown`` or until the other side goes away."""
+    """Starts the engine and answers commands until ``shutdown``; if the other side goes away, everything ends."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    first = connection.recv()
-    transfer = KVTransferConfig(**first["kv_transfer"]) if first["kv_transfer"] is not None else None
-    child = Child(AsyncLLM.from_engine_args(AsyncEngineArgs(**first["args"], kv_transfer_config=transfer)))
     loop = asyncio.get_running_loop()
-    commands: asyncio.Queue[tuple[int, str, dict[str, Any]] | None] = asyncio.Queue()
+    commands: asyncio.Queue[tuple[int, str, dict[str, Any]]] = asyncio.Queue()
+    first = connection.recv()
 
     def read() -> None:
         while True:
             try:
                 command = connection.recv()
             except (EOFError, OSError):
-                command = None
-            loop.call_soon_threadsafe(commands.put_nowait, command)
-            if command is None or command[1] == "shutdown":
+                os.killpg(0, signal.SIGKILL)  # the test is gone, perhaps while the engine starts
                 return
+            loop.call_soon_threadsafe(commands.put_nowait, command)
+            if command[1] == "shutdown":
+                return
+
+    threading.Thread(target=read, name="commands", daemon=True).start()
+    transfer = KVTransferConfig(**first["kv_transfer"]) if first["kv_transfer"] is not None else None
+    child = Child(AsyncLLM.from_engine_args(AsyncEngineArgs(**first["args"], kv_transfer_config=transfer)))
 
     async def answer(number: int, name: str, arguments: dict[str, Any]) -> None:
         try:
@@ -143,18 +148,14 @@ async def serve(connection: Connection) -> None:
             reply = (number, False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         connection.send(reply)
 
-    threading.Thread(target=read, name="commands", daemon=True).start()
     connection.send(("ready", {}))
     running: set[asyncio.Task[None]] = set()
-    try:
-        while (command := await commands.get()) is not None and command[1] != "shutdown":
-            task = asyncio.create_task(answer(*command))
-            running.add(task)
-            task.add_done_callback(running.discard)
-    finally:
-        child.engine.shutdown(timeout=40)  # seconds; vLLM kills its core after 5, which a busy machine may need
-        if command is not None:
-            connection.send((command[0], True, None))
+    while (command := await commands.get())[1] != "shutdown":
+        task = asyncio.create_task(answer(*command))
+        running.add(task)
+        task.add_done_callback(running.discard)
+    child.engine.shutdown(timeout=40)  # seconds; vLLM kills its core after 5, which a busy machine may need
+    connection.send((command[0], True, None))
 
 
 def main() -> None:

@@ -76,6 +76,8 @@ class EngineSpec:
     budget: int = 256
     tensor_parallel: int = 1
     lora: bool = False
+    #: None: the connector's name alone, as its entry point registers it.
+    connector_module: str | None = "ucm.integration.vllm.connector"
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
@@ -115,9 +117,9 @@ class EngineSpec:
         """Arguments of vLLM's KVTransferConfig."""
         if self.store is None:
             return None
-        return {
+        module = {"kv_connector_module_path": self.connector_module} if self.connector_module else {}
+        return module | {
             "kv_connector": "UCMConnector",
-            "kv_connector_module_path": "ucm.integration.vllm.connector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
                 "ucm_connectors": [self.store.entry()],
@@ -379,9 +381,14 @@ class Engine:
         return value
 
     def _receive(self, deadline: float, what: str) -> Any:
+        end = time.monotonic() + deadline
         try:
-            if self.connection.poll(deadline):
-                return self.connection.recv()
+            while time.monotonic() < end:
+                gone = self.process.poll() is not None
+                if self.connection.poll(0 if gone else 1.0):
+                    return self.connection.recv()
+                if gone:
+                    raise EOFError
         except (EOFError, OSError) as error:
             raise EngineError(f"{what}: the engine is gone\n{self.log_tail()}") from error
         tail = self.log_tail()

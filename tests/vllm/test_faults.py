@@ -106,10 +106,10 @@ def test_abort_while_loading(warm: Engine, cold: Life, reference: dict[str, Resu
     assert warm.collect(aborted)[0].finish in ("abort", "none")
     held = warm.scheduler()
     assert held["total_blocks"] - held["free_blocks"] >= STORED["long"].full_blocks, "blocks freed under a load"
-    # More than what is left of the pool: had the blocks been freed, this request would now be given them.
-    crowding = warm.submit(FRESH["crowding"].ask())
     bystander = warm.generate(FRESH["bystander"].ask())[0]
     assert_same(bystander, reference["bystander"])
+    # More than what is left of the pool: had the blocks been freed, this request would now be given them.
+    crowding = warm.submit(FRESH["crowding"].ask())
     cold.disk.faults.clear()
     assert_same(warm.collect(crowding)[0], reference["crowding"])
     warm.wait_idle()

@@ -33,7 +33,7 @@ def plugin(work: Path) -> Path:
 def test_store_by_name_without_prefix_caching_and_with_adapters(
     host: EngineHost, model: Path, work: Path, plugin: Path, reference: dict[str, Result]
 ) -> None:
-    """A registered Python store; vLLM's own cache off; adapters are told apart by their content, not by their names."""
+    """Connector and Python store known by name alone; vLLM's own cache off; an adapter is its content, not its name."""
     disk = new_disk(work, "by-name")
     red = str(write_adapter(work / "red", LAYERS, 1))
     blue = str(write_adapter(work / "blue", LAYERS, 2))
@@ -43,6 +43,7 @@ def test_store_by_name_without_prefix_caching_and_with_adapters(
         store=StoreSpec(disk.root, "ByName"),
         prefix_caching=False,
         lora=True,
+        connector_module=None,
         pythonpath=(str(plugin),),
         label="no-prefix-caching",
     )

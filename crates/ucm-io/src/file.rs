@@ -27,7 +27,7 @@ pub(crate) struct Files {
     fallbacks: AtomicU64,
 }
 
-/// What a publish asks before it makes a file visible: whether anybody still waits for it.
+/// What an operation asks before it changes what others see: whether anybody still waits for it.
 pub(crate) type StillWanted<'a> = &'a dyn Fn() -> bool;
 
 /// The arguments of [`Files::publish`], as in `IoOp::Publish`.

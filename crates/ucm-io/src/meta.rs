@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Stat, Timespec, Timestamps};
 use rustix::io::Errno;
-use ucm_core::{Error, Result};
+use ucm_core::{Error, ErrorKind, Result};
 
+use crate::file::StillWanted;
 use crate::op::{FileMeta, IoDone, MAX_LIST, SpaceInfo};
 use crate::sys::retry;
 
@@ -43,9 +44,22 @@ pub(crate) fn stat_one(path: &Path, flags: AtFlags) -> rustix::io::Result<FileMe
     retry(|| rustix::fs::statat(CWD, path, flags)).map(|stat| to_meta(&stat))
 }
 
-pub(crate) fn stat(paths: &[PathBuf], stop_at_missing: bool) -> Result<IoDone> {
+/// Between two names of a long operation: whether anybody still waits. One whose deadline passed (a call in it hung)
+/// must not go on to change files behind the back of those who were told that it failed.
+fn go_on(wanted: StillWanted<'_>) -> Result<()> {
+    if wanted() {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Timeout,
+        "stopped between two files after the deadline",
+    ))
+}
+
+pub(crate) fn stat(paths: &[PathBuf], stop_at_missing: bool, wanted: StillWanted<'_>) -> Result<IoDone> {
     let mut found = Vec::with_capacity(paths.len());
     for path in paths {
+        go_on(wanted)?;
         let meta = match stat_one(path, AtFlags::empty()) {
             Ok(meta) => Some(meta),
             Err(e) if is_absent(e) => None,
@@ -68,8 +82,9 @@ fn was_there(done: rustix::io::Result<()>, what: &'static str, path: &Path) -> R
     }
 }
 
-pub(crate) fn touch(files: &[(PathBuf, i64)]) -> IoDone {
+pub(crate) fn touch(files: &[(PathBuf, i64)], wanted: StillWanted<'_>) -> IoDone {
     let one = |(path, mtime_ns): &(PathBuf, i64)| {
+        go_on(wanted)?;
         was_there(set_mtime(path, *mtime_ns), "cannot set the file's time", path)
     };
     IoDone::Touched(files.iter().map(one).collect())
@@ -90,17 +105,21 @@ pub(crate) fn set_mtime(path: &Path, mtime_ns: i64) -> rustix::io::Result<()> {
     retry(|| rustix::fs::utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW))
 }
 
-pub(crate) fn remove(paths: &[PathBuf]) -> IoDone {
-    let one = |path: &PathBuf| was_there(retry(|| rustix::fs::unlink(path)), "cannot remove the file", path);
+pub(crate) fn remove(paths: &[PathBuf], wanted: StillWanted<'_>) -> IoDone {
+    let one = |path: &PathBuf| {
+        go_on(wanted)?;
+        was_there(retry(|| rustix::fs::unlink(path)), "cannot remove the file", path)
+    };
     IoDone::Removed(paths.iter().map(one).collect())
 }
 
-pub(crate) fn list(dir: &Path) -> Result<IoDone> {
+pub(crate) fn list(dir: &Path, wanted: StillWanted<'_>) -> Result<IoDone> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let fail = |e| failed(e, "cannot list the directory", dir);
     let fd = retry(|| rustix::fs::open(dir, flags, Mode::empty())).map_err(fail)?;
     let mut found = Vec::new();
     for entry in rustix::fs::Dir::read_from(&fd).map_err(fail)? {
+        go_on(wanted)?;
         let entry = entry.map_err(fail)?;
         let name = OsStr::from_bytes(entry.file_name().to_bytes());
         if name == "." || name == ".." {
@@ -144,4 +163,39 @@ pub(crate) fn space(path: &Path) -> Result<IoDone> {
         free: vfs.f_bavail.saturating_mul(vfs.f_frsize),
         dev: meta.dev,
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    #[test]
+    fn nothing_more_is_changed_once_nobody_waits() {
+        let place = tempfile::tempdir().unwrap();
+        let paths: Vec<PathBuf> = ["a", "b", "c"].map(|name| place.path().join(name)).into();
+        for path in &paths {
+            std::fs::write(path, b"x").unwrap();
+        }
+        // The deadline passes while the first is removed.
+        let asked = Cell::new(0);
+        let wanted = || asked.replace(asked.get() + 1) == 0;
+        let IoDone::Removed(done) = remove(&paths, &wanted) else {
+            unreachable!();
+        };
+        assert!(*done[0].as_ref().unwrap());
+        for late in &done[1..] {
+            assert_eq!(late.as_ref().unwrap_err().kind(), ErrorKind::Timeout);
+        }
+        assert!(!paths[0].exists() && paths[1].exists() && paths[2].exists());
+        let before = stat_one(&paths[1], AtFlags::empty()).unwrap();
+        let IoDone::Touched(done) = touch(&[(paths[1].clone(), 5)], &|| false) else {
+            unreachable!();
+        };
+        assert!(done[0].is_err());
+        assert_eq!(stat_one(&paths[1], AtFlags::empty()), Ok(before));
+        assert!(stat(&paths, false, &|| false).is_err());
+        assert!(list(place.path(), &|| false).is_err());
+    }
 }

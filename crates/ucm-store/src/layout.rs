@@ -13,7 +13,10 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result};
+
+use crate::record::RecordLayout;
 
 /// Format number of the root and of the manifest.
 pub const FORMAT: u32 = 1;
@@ -149,19 +152,21 @@ pub struct PartEntry {
     pub layers: u32,
     /// Tokens in a block, 0 when not told.
     pub block_tokens: u32,
+    /// Element type.
+    pub dtype: String,
     /// Lengths a record of this part may have.
     pub record_lengths: Vec<u64>,
 }
 
 /// A namespace's manifest: what its digest stands for.
-#[derive(Serialize, Deserialize, Debug, Clone, PartialEq)]
+#[derive(Serialize, Deserialize, Debug, Clone)]
 pub struct Manifest {
     /// Format of the manifest.
     pub format: u32,
     /// The identity digest, 64 hex digits.
     pub digest: String,
-    /// The identity, as hashed.
-    pub identity: serde_json::Value,
+    /// The identity, letter by letter as it was hashed.
+    pub identity: Box<RawValue>,
     /// Words outside the digest, such as the model name the user typed.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
@@ -177,7 +182,7 @@ impl Manifest {
             .iter()
             .map(|byte| format!("{byte:02x}"))
             .collect();
-        let text = serde_json::from_str(identity.json()).unwrap_or(serde_json::Value::Null);
+        let text = RawValue::from_string(identity.json().to_owned()).unwrap_or_default();
         Self {
             format: FORMAT,
             digest,
@@ -188,12 +193,13 @@ impl Manifest {
     }
 
     /// Adds a part; whether that changed anything.
-    pub fn add(&mut self, part: Part, geometry: &Geometry, block_tokens: u32, record_len: u64) -> bool {
+    pub fn add(&mut self, part: Part, layout: &RecordLayout, geometry: &Geometry) -> bool {
         let entry = PartEntry {
             tensors: geometry.tensors().to_vec(),
             layers: geometry.layers(),
-            block_tokens,
-            record_lengths: vec![record_len],
+            block_tokens: layout.block_tokens(),
+            dtype: layout.dtype().to_string(),
+            record_lengths: vec![layout.record_len() as u64],
         };
         self.parts.insert(part.to_string(), entry.clone()) != Some(entry)
     }

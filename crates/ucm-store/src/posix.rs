@@ -18,6 +18,7 @@ use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, ReadMode};
 use crate::backend::{Backend, Done, Listed, ReadDone, Usage, WriteOptions, Written};
 use crate::engine::{LANE_DUMP, LANE_LOAD, LANE_LOOKUP, LANE_SPACE};
 use crate::layout::{Layout, Manifest, Marker};
+use crate::record::RecordLayout;
 use crate::space::{Capacity, Recency, Space};
 
 /// Bits of files and directories we make.
@@ -36,10 +37,8 @@ pub struct PosixConfig {
     pub part: Part,
     /// Sizes of that part.
     pub geometry: Geometry,
-    /// Tokens in a block, for the manifest.
-    pub block_tokens: u32,
-    /// Length of that part's records.
-    pub record_len: u64,
+    /// Where things lie in that part's records.
+    pub record: RecordLayout,
     /// Never writes: no directories, no marker, no collection.
     pub lookup_only: bool,
     /// The limit on bytes below the root; `None`: the marker's, or a share of the file system.
@@ -295,12 +294,7 @@ impl Shared {
             let mut manifest = stored
                 .and_then(|bytes| serde_json::from_slice::<Manifest>(&bytes).ok())
                 .unwrap_or_else(|| Manifest::new(&config.identity, config.labels.clone()));
-            if !manifest.add(
-                config.part,
-                &config.geometry,
-                config.block_tokens,
-                config.record_len,
-            ) {
+            if !manifest.add(config.part, &config.record, &config.geometry) {
                 return Ok(());
             }
             self.publish_document(
@@ -314,7 +308,7 @@ impl Shared {
     }
 
     fn is_record(&self, meta: Option<FileMeta>) -> bool {
-        meta.is_some_and(|meta| !meta.is_dir && meta.len == self.config.record_len)
+        meta.is_some_and(|meta| !meta.is_dir && meta.len == self.config.record.record_len() as u64)
     }
 
     /// The marker is there and on the device it was on: writing is safe.
@@ -354,7 +348,7 @@ impl Shared {
                 shared.publish(write);
             }
             Err(error) => {
-                shared.space.give_back(write.options.len as u64);
+                shared.space.ended(write.options.len as u64, Some(&error));
                 (write.done)(Err(error));
             }
         };
@@ -379,11 +373,10 @@ impl Shared {
         };
         let shared = Arc::clone(self);
         let published = move |result: Result<IoDone>| {
-            if let Err(error) = &result {
-                shared.space.failed(options.len as u64, error);
-                if error.kind() == ErrorKind::NotFound {
-                    shared.dirs.lock()[usize::from(id.0[0])] = false; // somebody removed the directory
-                }
+            let error = result.as_ref().err();
+            shared.space.ended(options.len as u64, error);
+            if error.is_some_and(|error| error.kind() == ErrorKind::NotFound) {
+                shared.dirs.lock()[usize::from(id.0[0])] = false; // somebody removed the directory
             }
             done(result.map(|_| Written::Published));
         };
@@ -436,7 +429,7 @@ impl Backend for PosixBackend {
         } else {
             ReadMode::Default
         };
-        let len = (self.shared.config.record_len as usize).min(slot.len());
+        let len = self.shared.config.record.record_len().min(slot.len());
         let op = IoOp::Read {
             path,
             offset: 0,
@@ -509,7 +502,10 @@ impl Backend for PosixBackend {
 
     fn delete(&self, ids: Vec<BlockId>, deadline: Mono, done: Done<usize>) {
         let paths = ids.iter().map(|&id| self.shared.layout.record(id)).collect();
-        let (space, len) = (Arc::clone(&self.shared.space), self.shared.config.record_len);
+        let (space, len) = (
+            Arc::clone(&self.shared.space),
+            self.shared.config.record.record_len() as u64,
+        );
         let answer = move |result: Result<IoDone>| {
             done(result.and_then(|answer| match answer {
                 IoDone::Removed(files) => {

@@ -64,6 +64,8 @@ pub struct Space {
     limit: AtomicU64,
     used: AtomicU64,
     records: AtomicU64,
+    /// Bytes admitted whose write has not ended.
+    pending: AtomicU64,
     /// Bytes admitted since the last count; bounds what is written on an old count.
     since_count: AtomicU64,
     counted: AtomicBool,
@@ -92,6 +94,7 @@ impl Space {
             limit: AtomicU64::new(0),
             used: AtomicU64::new(0),
             records: AtomicU64::new(0),
+            pending: AtomicU64::new(0),
             since_count: AtomicU64::new(0),
             counted: AtomicBool::new(false),
             collecting: AtomicBool::new(false),
@@ -109,6 +112,7 @@ impl Space {
     /// Takes `bytes` of the limit for a write, or refuses it (NoSpace) and makes room for the next one.
     pub fn admit(self: &Arc<Self>, bytes: u64) -> Result<()> {
         let limit = self.limit.load(Ordering::Acquire);
+        self.pending.fetch_add(bytes, Ordering::AcqRel);
         let used = self.used.fetch_add(bytes, Ordering::AcqRel) + bytes;
         let fresh = self.since_count.fetch_add(bytes, Ordering::AcqRel) + bytes;
         // Before the first count only a little may be written: what lies there is not known yet.
@@ -121,6 +125,8 @@ impl Space {
             self.collect();
         }
         if used > allowed {
+            self.pending.fetch_sub(bytes, Ordering::AcqRel);
+            less(&self.since_count, bytes);
             self.give_back(bytes);
             return Err(Error::new(
                 ErrorKind::NoSpace,
@@ -134,18 +140,17 @@ impl Space {
 
     /// Returns bytes that were not written or are gone.
     pub fn give_back(&self, bytes: u64) {
-        let _ = self
-            .used
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |used| {
-                Some(used.saturating_sub(bytes))
-            });
+        less(&self.used, bytes);
     }
 
-    /// A write failed: its bytes are free again, and a full medium starts the collector.
-    pub fn failed(self: &Arc<Self>, bytes: u64, error: &Error) {
-        self.give_back(bytes);
-        if error.kind() == ErrorKind::NoSpace {
-            self.collect();
+    /// An admitted write ended. If it failed its bytes are free again, and a full medium starts the collector.
+    pub fn ended(self: &Arc<Self>, bytes: u64, error: Option<&Error>) {
+        self.pending.fetch_sub(bytes, Ordering::AcqRel);
+        if let Some(error) = error {
+            self.give_back(bytes);
+            if error.kind() == ErrorKind::NoSpace {
+                self.collect();
+            }
         }
     }
 
@@ -251,10 +256,10 @@ impl Space {
     fn count_and_remove(&self) -> Result<()> {
         let limit = self.limit.load(Ordering::Acquire);
         self.since_count.store(0, Ordering::Release);
-        let before = self.used.load(Ordering::Acquire);
-        let (namespaces, mut records, mut total) = self.count()?;
-        // What was admitted while counting may be counted twice; the next count corrects that.
-        let meanwhile = self.used.load(Ordering::Acquire).saturating_sub(before);
+        let pending = self.pending.load(Ordering::Acquire);
+        let (namespaces, mut records, total) = self.count()?;
+        // What is being written may be counted or not: never too little. The next count corrects what is too much.
+        let meanwhile = pending + self.since_count.load(Ordering::Acquire);
         self.used.store(total + meanwhile, Ordering::Release);
         self.records.store(records.len() as u64, Ordering::Release);
         self.counted.store(true, Ordering::Release);
@@ -263,25 +268,41 @@ impl Space {
         }
         let low = (limit as f64 * LOW) as u64;
         records.sort_unstable_by_key(|record| (record.used_ns, record.id));
-        for batch in records.chunks(BATCH) {
-            if total + meanwhile <= low {
-                break;
-            }
-            let paths = batch.iter().map(|record| record.path(&namespaces)).collect();
-            let IoDone::Removed(answers) = self.call(IoOp::Remove { paths })? else {
-                return Err(Error::internal("a removal answered with something else"));
+        let (mut surplus, mut oldest) = ((total + meanwhile).saturating_sub(low), records.as_slice());
+        while surplus > 0 && !oldest.is_empty() {
+            let mut expected = 0;
+            let mut enough = |record: &Found| {
+                let wanted = expected < surplus;
+                expected += record.len;
+                wanted
             };
-            for (record, answer) in batch.iter().zip(answers) {
-                if answer.is_ok() {
-                    total = total.saturating_sub(record.len);
-                    self.give_back(record.len);
-                    self.removed_records.fetch_add(1, Ordering::Relaxed);
-                    self.removed_bytes.fetch_add(record.len, Ordering::Relaxed);
-                    self.records.fetch_sub(1, Ordering::Relaxed);
-                }
-            }
+            let count = oldest
+                .iter()
+                .take(BATCH)
+                .take_while(|record| enough(record))
+                .count();
+            let (batch, rest) = oldest.split_at(count);
+            surplus = surplus.saturating_sub(self.remove(batch, &namespaces)?);
+            oldest = rest;
         }
         Ok(())
+    }
+
+    /// Removes records; the answer is how many bytes that freed. What somebody else removed before counts too.
+    fn remove(&self, batch: &[Found], namespaces: &[PathBuf]) -> Result<u64> {
+        let paths = batch.iter().map(|record| record.path(namespaces)).collect();
+        let IoDone::Removed(answers) = self.call(IoOp::Remove { paths })? else {
+            return Err(Error::internal("a removal answered with something else"));
+        };
+        let mut freed = 0;
+        for (record, _) in batch.iter().zip(answers).filter(|(_, answer)| answer.is_ok()) {
+            freed += record.len;
+            self.records.fetch_sub(1, Ordering::Relaxed);
+            self.removed_records.fetch_add(1, Ordering::Relaxed);
+        }
+        self.give_back(freed);
+        self.removed_bytes.fetch_add(freed, Ordering::Relaxed);
+        Ok(freed)
     }
 
     /// Everything below the root that is ours: namespaces, records, and bytes with private files included. Private
@@ -331,7 +352,14 @@ impl Space {
     }
 }
 
+/// Takes `bytes` off a counter that a count may have set back meanwhile.
+fn less(counter: &AtomicU64, bytes: u64) {
+    let take = |value: u64| Some(value.saturating_sub(bytes));
+    let _ = counter.fetch_update(Ordering::AcqRel, Ordering::Acquire, take);
+}
+
 /// One record found by the count.
+#[derive(Clone, Copy)]
 struct Found {
     id: BlockId,
     len: u64,

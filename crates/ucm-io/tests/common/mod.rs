@@ -7,6 +7,9 @@
     reason = "shared by test files that each use a part; tests unwrap, and say why they skip"
 )]
 
+pub mod fuse;
+
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -16,6 +19,12 @@ use ucm_core::{ErrorKind, Result};
 use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::Mono;
 use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, PsyncEngine, PsyncOptions, ReadMode};
+
+/// Directories on the file systems at hand: whatever holds temporary files, and a tmpfs where there is one.
+pub fn places() -> Vec<tempfile::TempDir> {
+    let shm = tempfile::tempdir_in("/dev/shm").ok();
+    [tempfile::tempdir().unwrap()].into_iter().chain(shm).collect()
+}
 
 /// An engine with two workers on the real clock.
 pub fn psync() -> Arc<PsyncEngine> {
@@ -189,6 +198,15 @@ impl Mounted {
 
     /// Stops every change of the file system until thawed: calls that would change it hang in the kernel.
     pub fn freeze(&self) -> Result<(), String> {
+        // Never the machine's own file system, should the mount be gone.
+        let dev = |path: &Path| {
+            std::fs::metadata(path)
+                .map(|meta| meta.dev())
+                .map_err(|e| e.to_string())
+        };
+        if dev(&self.dir)? == dev(self.base.path())? {
+            return Err("nothing is mounted there".into());
+        }
         run(Command::new("fsfreeze").arg("-f").arg(&self.dir))
     }
 
@@ -200,9 +218,10 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
+        // A file system left frozen by a failed test would hold the machine's shutdown up.
+        let _ = self.thaw();
         // Lazily: a test that failed may have left a file open.
         let _ = run(Command::new("umount").arg("-l").arg(&self.dir));
-        let _ = self.base.path();
     }
 }
 

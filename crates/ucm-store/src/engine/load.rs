@@ -226,9 +226,16 @@ impl Core {
         task.gate.finish(index)
     }
 
+    /// A read failed: that is this block's own failure if it was still wanted, and the end of the load.
     fn fail_block(self: &Arc<Self>, task: &Arc<LoadTask>, index: usize, error: Error) {
+        let killed = task.gate.kill(index);
+        if killed.count == 0 {
+            return; // put to death before, or of a load that is over
+        }
         self.record_failure(task, index, &error);
-        self.end_load(task, error);
+        if self.kill(task, error) || killed.last {
+            self.report(task);
+        }
     }
 
     fn record_failure(&self, task: &LoadTask, index: usize, error: &Error) {
@@ -252,13 +259,12 @@ impl Core {
 
     /// Runs once per load: names the rows that were put to death, then lets the waiters go.
     fn report(&self, task: &LoadTask) {
-        let failed: Vec<usize> = task.state.failed_rows();
         let cause = task.cause.lock().clone();
         let mut lost = 0;
         for (index, block) in task.blocks.iter().enumerate() {
             if task.gate.state(index) == Some(BlockState::Dead) {
                 lost += 1;
-                for (row, _, _) in block.rows.iter().filter(|(row, _, _)| !failed.contains(row)) {
+                for (row, _, _) in &block.rows {
                     let cause = cause
                         .clone()
                         .unwrap_or_else(|| Error::internal("a load ended without a cause"));

@@ -1,5 +1,6 @@
 //! A load or dump under way: how far each row is, what failed, and who waits for it.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -28,7 +29,7 @@ pub(crate) struct TaskState {
     unfinished: AtomicUsize,
     staged: Arc<Completion<()>>,
     finished: Arc<Completion<()>>,
-    failures: Mutex<Vec<(usize, Error)>>,
+    failures: Mutex<BTreeMap<usize, Error>>,
 }
 
 impl TaskState {
@@ -40,7 +41,7 @@ impl TaskState {
             unfinished: AtomicUsize::new(rows),
             staged: Completion::new(),
             finished: Completion::new(),
-            failures: Mutex::new(Vec::new()),
+            failures: Mutex::default(),
         };
         if rows == 0 {
             state.staged.complete(());
@@ -59,14 +60,9 @@ impl TaskState {
         n > 0 && self.unfinished.fetch_sub(n, Ordering::AcqRel) == n && self.finished.complete(())
     }
 
-    /// Records why a row failed; the row is still to be counted as finished.
+    /// Records why a row failed, unless it failed before; the row is still to be counted as finished.
     pub(crate) fn fail_row(&self, row: usize, error: Error) {
-        self.failures.lock().push((row, error));
-    }
-
-    /// The rows recorded as failed so far.
-    pub(crate) fn failed_rows(&self) -> Vec<usize> {
-        self.failures.lock().iter().map(|(row, _)| *row).collect()
+        self.failures.lock().entry(row).or_insert(error);
     }
 
     pub(crate) fn is_finished(&self) -> bool {
@@ -114,9 +110,12 @@ impl Task {
 
     /// The rows that failed, with why; final once the task is finished.
     pub fn failures(&self) -> Vec<(usize, Error)> {
-        let mut failures = self.state.failures.lock().clone();
-        failures.sort_by_key(|(row, _)| *row);
-        failures
+        self.state
+            .failures
+            .lock()
+            .iter()
+            .map(|(&row, error)| (row, error.clone()))
+            .collect()
     }
 
     fn level(&self, until: Until) -> &Completion<()> {

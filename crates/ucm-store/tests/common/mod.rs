@@ -90,7 +90,8 @@ impl Store {
         let io: Arc<dyn IoEngine> = PsyncEngine::new(options).unwrap();
         let faults = FaultyEngine::new(io, Arc::clone(&clock), 1);
         let geometry = Geometry::new(setup.tensors.clone(), setup.layers, setup.layers_per_shard).unwrap();
-        let record_len = RecordLayout::new(&geometry).record_len() as u64;
+        let record = RecordLayout::new(&geometry).describing(16, DType::F32);
+        let record_len = record.record_len() as u64;
         let identity = identity(setup.weights);
         let posix = PosixConfig {
             root: root.to_owned(),
@@ -98,8 +99,7 @@ impl Store {
             labels: BTreeMap::new(),
             part: setup.part,
             geometry: geometry.clone(),
-            block_tokens: 16,
-            record_len,
+            record,
             lookup_only: setup.lookup_only,
             capacity: setup
                 .capacity
@@ -263,4 +263,16 @@ pub(crate) fn content(setup: &Setup, id: BlockId) -> Vec<u8> {
 
 pub(crate) fn directory() -> TempDir {
     tempfile::Builder::new().prefix("ucm-store-").tempdir().unwrap()
+}
+
+/// Looks until something is so; gives up after far longer than it can take.
+pub(crate) fn eventually(what: &str, mut so: impl FnMut() -> bool) {
+    let start = std::time::Instant::now();
+    while !so() {
+        assert!(
+            start.elapsed() < Duration::from_secs(30),
+            "never happened: {what}"
+        );
+        std::thread::yield_now();
+    }
 }

@@ -22,7 +22,6 @@ from ucm.integration.vllm.connector.file_digest import (
     FileStamp,
     combined,
     hash_file,
-    lower_priority,
 )
 from ucm.integration.vllm.connector.weights import CLOCK_SLACK_NS, engine_start_ns
 
@@ -31,6 +30,9 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model*", "new_embeddings*")
 
 #: How long the first question about an adapter may wait for its digest, in seconds. Later ones never wait.
 FIRST_WAIT_S = 0.5
+
+#: Adapters that are kept in mind; requests of further ones are left alone.
+LIMIT = 16384
 
 #: At most this often, in seconds, the files of an adapter in use are looked at again.
 RECHECK_S = 1.0
@@ -103,6 +105,7 @@ class _Adapter:
         self.problem = ""  # why it has no name, for good
         self.waited = False
         self.checked = 0.0
+        self.checking = False
 
 
 class AdapterDigests:
@@ -151,7 +154,10 @@ class AdapterDigests:
 
         Never waits: a change is seen at most about :data:`RECHECK_S` after it happened.
         """
-        adapter = self._adapter(lora_request)
+        try:
+            adapter = self._adapter(lora_request)
+        except UnkeyableError:
+            return False
         if adapter.ready.is_set() and not adapter.problem:
             self._look_again(adapter)
         return adapter.ready.is_set() and not adapter.problem
@@ -165,6 +171,8 @@ class AdapterDigests:
         with self._lock:
             adapter = self._adapters.get(number)
             if adapter is None:
+                if len(self._adapters) >= LIMIT:
+                    raise UnkeyableError("too many adapters to keep track of", context={"limit": LIMIT})
                 adapter = self._adapters[number] = _Adapter(path)
                 self._submit(lambda: self._hash(adapter))
             elif adapter.path != path and not adapter.problem:
@@ -178,7 +186,6 @@ class AdapterDigests:
         self._jobs.put(job)
 
     def _run(self) -> None:
-        lower_priority()
         while (job := self._jobs.get()) is not None:
             job()
 
@@ -198,8 +205,8 @@ class AdapterDigests:
 
     def _look_again(self, adapter: _Adapter) -> None:
         now = self._clock()
-        if now - adapter.checked >= RECHECK_S:
-            adapter.checked = now
+        if now - adapter.checked >= RECHECK_S and not adapter.checking:
+            adapter.checked, adapter.checking = now, True
             with self._lock:
                 self._submit(lambda: self._check(adapter))
 
@@ -211,3 +218,4 @@ class AdapterDigests:
                 changed = True
             if changed:
                 adapter.problem = adapter.problem or f"the adapter changed while the engine runs: {path}"
+        adapter.checking = False

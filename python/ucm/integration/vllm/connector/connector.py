@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     """Prefix caching through a store, for one engine. See ``docs/configuration.md`` for its keys."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -47,17 +47,16 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         config = load(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        off = why_off(config, vllm_config, kv_cache_config)
-        if role == KVConnectorRole.WORKER:
-            self._worker = None if off else worker_half(config, vllm_config, kv_cache_config)
-            return
-        self._recompute_failed_loads()
-        if off:
-            logger.warning("the cache is off: %s", off)
-            return
-        self._scheduler = scheduler_half(config, vllm_config, kv_cache_config)
-        for line in config.describe():
-            logger.debug("configuration: %s", line)
+        if off := why_off(config, vllm_config, kv_cache_config):
+            if role == KVConnectorRole.SCHEDULER:
+                logger.warning("the cache is off: %s", off)
+        elif role == KVConnectorRole.WORKER:
+            self._worker = worker_half(config, vllm_config, kv_cache_config)
+        else:
+            self._recompute_failed_loads()
+            self._scheduler = scheduler_half(config, vllm_config, kv_cache_config)
+            for line in config.describe():
+                logger.debug("configuration: %s", line)
 
     def _recompute_failed_loads(self) -> None:
         """vLLM's default ends the request of a failed load with an error; it reads the setting after this."""
@@ -90,8 +89,12 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Every worker's word about itself."""
-        if self._scheduler is not None:
+        if self._scheduler is None:
+            return
+        try:
             self._scheduler.gate.shake(metadata)
+        except Exception as error:
+            self._scheduler.gate.off(f"the handshake with the workers failed: {error!r}")
 
     @harmless(None)
     def on_new_request(self, request: Request) -> None:
@@ -159,12 +162,14 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """This rank's word about itself."""
         return None if self._worker is None else self._worker.handshake()
 
+    @harmless(None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The plan of the step that begins."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, StepPlan):
             self._worker.bind(connector_metadata)
 
+    @harmless(None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin the step's loads; before or after the forward pass, vLLM decides."""
         if self._worker is not None:
@@ -178,6 +183,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         """Nothing to do by layer: whole blocks are dumped after the step."""
 
+    @harmless(None)
     def wait_for_save(self) -> None:
         """Begin the step's dumps; their sources are pinned, so there is nothing to wait for."""
         if self._worker is not None:
@@ -191,6 +197,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Device blocks a load did not fill."""
         return set() if self._worker is None else self._worker.take_bad_blocks()
 
+    @harmless(None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """News for the scheduler half."""
         return None if self._worker is None else self._worker.report()

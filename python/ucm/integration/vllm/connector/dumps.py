@@ -80,7 +80,7 @@ class DumpPlanner:
         """Blocks that may be planned now."""
         if self._pool is None or not self._ranks or self._clock() < self._hold_until:
             return 0
-        room = min(FLIGHT_BLOCKS, max(1, self._pool.num_gpu_blocks // 2)) - self._pinned
+        room: int = min(FLIGHT_BLOCKS, max(1, self._pool.num_gpu_blocks // 2)) - self._pinned
         for rank in self._ranks:
             free = self._free.get(rank)
             if free is not None:

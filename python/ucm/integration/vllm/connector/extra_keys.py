@@ -80,7 +80,7 @@ class ExtraKeys:
 
     def _items(self, request: Any, start: int, end: int) -> Iterator[Frame]:
         size = self._block_tokens
-        for item in sorted(request.mm_features or (), key=lambda item: int(item.mm_position.offset)):
+        for item in sorted(request.mm_features or (), key=_place):
             offset, length = int(item.mm_position.offset), int(item.mm_position.length)
             first, last = offset // size, (offset + max(length, 1) - 1) // size
             touched = range(max(first, start), min(last + 1, end))
@@ -131,6 +131,10 @@ def _refuse_unkeyable(request: Any) -> None:
     extra = getattr(getattr(request, "pooling_params", None), "extra_kwargs", None)
     if extra and any("token_type" in name for name in extra):
         raise UnkeyableError("token types change what is computed and are not part of the keys")
+
+
+def _place(item: Any) -> tuple[int, int, str]:
+    return int(item.mm_position.offset), int(item.mm_position.length), str(item.identifier)
 
 
 def _is_hash(identifier: str) -> bool:

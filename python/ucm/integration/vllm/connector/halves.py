@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucm.config import UcmConfig
-from ucm.errors import UcmError
+from ucm.errors import ConfigError, UcmError
 from ucm.integration.vllm.connector.adapters import AdapterDigests
 from ucm.integration.vllm.connector.background import Background
 from ucm.integration.vllm.connector.extra_keys import ExtraKeys
@@ -21,6 +21,7 @@ from ucm.integration.vllm.connector.identity import (
 )
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookups
+from ucm.integration.vllm.connector.packing import layer_specs
 from ucm.integration.vllm.connector.scheduler import SchedulerHalf
 from ucm.integration.vllm.connector.weight_files import weight_source
 from ucm.integration.vllm.connector.weights import WeightsDigest
@@ -42,15 +43,19 @@ def why_off(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCache
         return "UCM_DISABLE is set"
     if not config.enable_prefix_cache:
         return "enable_prefix_cache is false"
+    nothing = "is not supported yet: nothing is claimed or stored"
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
-        return f"this model has {len(groups)} KV cache groups, and only one is supported yet: nothing is claimed or stored"
-    specs = getattr(groups[0].kv_cache_spec, "kv_cache_specs", None)
-    kinds = {type(spec).__name__ for spec in (specs.values() if isinstance(specs, dict) else [groups[0].kv_cache_spec])}
-    if not kinds <= _WHOLE_PREFIX:
-        return f"KV of kind {', '.join(sorted(kinds - _WHOLE_PREFIX))} is not supported yet: nothing is claimed or stored"
+        return f"a model with {len(groups)} KV cache groups {nothing}"
+    other = {type(spec).__name__ for spec in layer_specs(groups[0].kv_cache_spec)} - _WHOLE_PREFIX
+    if other:
+        return f"KV of kind {', '.join(sorted(other))} {nothing}"
     if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
-        return "prefill context parallelism is not supported yet: nothing is claimed or stored"
+        return f"prefill context parallelism {nothing}"
+    try:
+        engine_identity(vllm_config, kv_cache_config, "")
+    except Exception as error:
+        return f"this engine has no identity: {error}"
     return unidentifiable(vllm_config, kv_cache_config)
 
 
@@ -98,7 +103,8 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
     own = engine_identity(vllm_config, kv_cache_config, "")
     root = config.storage_backends[0] if config.storage_backends else None
     weights = WeightsDigest(weight_source(vllm_config), config.identity.weights, root)
-    extra = ExtraKeys.for_engine(vllm_config, tokens, AdapterDigests(root))
+    adapters = AdapterDigests(root)
+    extra = ExtraKeys.for_engine(vllm_config, tokens, adapters)
     background = Background("ucm-lookup")
     identity = _Identity(own, weights)
     gate = Gate(
@@ -123,21 +129,25 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
         min_hit_tokens=config.min_hit_tokens,
         dump_output=config.dump == "all",
         lookup_allowance=config.deadlines.lookup_ms / 1000,
+        closers=(weights.close, adapters.close, background.close),
     )
 
 
 def worker_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerHalf:
-    """The worker half of this rank."""
+    """The worker half of this rank. Raises :class:`~ucm.errors.ConfigError` for what this engine's KV rules out."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     pipeline, tensor = get_pp_group().rank_in_group, get_tp_group().rank_in_group
     replicas = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
+    if config.load_only_first_rank and replicas < vllm_config.parallel_config.tensor_parallel_size:
+        raise ConfigError("load_only_first_rank: the ranks of this model hold different KV, remove the key")
     return WorkerHalf(
         rank=pipeline * vllm_config.parallel_config.tensor_parallel_size + tensor,
         part=(0, pipeline, tensor // replicas),
         writer=tensor % replicas == 0,
         layers=kv_cache_config.kv_cache_groups[0].layer_names,
         block_tokens=block_tokens(vllm_config, kv_cache_config),
+        wanted_block_size=config.block_size,
         identity=lambda: identity_without_weights(engine_identity(vllm_config, kv_cache_config, "")),
         make_store=_store_maker(config),
         shutdown_allowance=config.deadlines.shutdown_s,

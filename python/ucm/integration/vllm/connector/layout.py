@@ -49,7 +49,8 @@ class LayerView:
 
 def _runs(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """Offsets and common length, in elements, of the contiguous runs of a strided box, in address order."""
-    run, outer = 1, []
+    run = 1
+    outer: list[list[int]] = []
     for extent, stride in sorted(zip(shape, strides, strict=True), key=lambda dim: dim[1]):
         if extent == 1:
             continue

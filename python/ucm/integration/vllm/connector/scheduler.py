@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +25,6 @@ from ucm.integration.vllm.connector.tracked import Tracked
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -49,6 +48,7 @@ class SchedulerHalf:
         min_hit_tokens: int,
         dump_output: bool,
         lookup_allowance: float,
+        closers: Sequence[Callable[[], None]] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``block_tokens``: tokens of one device block; ``lookup_allowance``: seconds from vLLM's first question."""
@@ -59,6 +59,7 @@ class SchedulerHalf:
         self._min_hit_tokens = min_hit_tokens
         self._dump_output = dump_output
         self._allowance = lookup_allowance
+        self._closers = closers
         self._clock = clock
         self._presence = Presence()
         self.dumps = DumpPlanner(self._presence, clock)
@@ -164,7 +165,9 @@ class SchedulerHalf:
         self._due.pop(request.request_id, None)
         if tracked is not None and not tracked.loading and self._open():
             self._late_dumps += self._offer(
-                tracked, request.num_computed_tokens - request.num_in_flight_tokens, self.dumps.room()
+                tracked,
+                request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0),
+                self.dumps.room(),
             )
 
     # Steps --------------------------------------------------------------------------------------------------
@@ -278,10 +281,12 @@ class SchedulerHalf:
         }
 
     def close(self) -> None:
-        """Close the scheduler's own store."""
+        """Close the scheduler's own store and end the background threads; joins none of them."""
+        logger.info("scheduler half: %s", self.stats())
         if self.gate.store is not None:
             self.gate.store.close()
-        logger.info("scheduler half: %s", self.stats())
+        for close in self._closers:
+            close()
 
     # Inside -------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-
-
 from ucm.errors import BusyError, TaskError, UcmError
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.layout import KVLayout
@@ -20,8 +18,8 @@ from ucm.integration.vllm.connector.metadata import Dump, DumpResult, Load, Load
 from ucm.store import record_ids
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
-#: Kinds of failure after which the record itself is not to be trusted on this engine.
-_BAD_RECORD = frozenset({"corrupt", "foreign", "not_found"})
+#: Kinds of failure that say nothing about the record. After any other it is not trusted until it was written again.
+_TRANSIENT = frozenset({"timeout", "busy", "unhealthy", "closed", "no_space"})
 
 
 def finished(store: UcmKVStoreBaseV1, task: Any, staged: bool = False) -> bool:
@@ -94,7 +92,7 @@ class Loads:
                 first = min(failures)
                 throttle.warning("load failed", "request %s: block %d: %s", load.request, first, failures[first])
                 keys = split_keys(load.keys)
-                bad = [keys[row] for row, why in failures.items() if getattr(why, "kind", "") in _BAD_RECORD]
+                bad = [keys[row] for row, why in failures.items() if getattr(why, "kind", "") not in _TRANSIENT]
                 self._fail(load, first, bad)
             else:
                 self._ended.add(load.request)
@@ -217,5 +215,3 @@ class Dumps:
 def no_event() -> tuple[int, Any]:
     """For devices whose work is done when the call returns."""
     return 0, None
-
-

@@ -51,21 +51,13 @@ CLOCK_SLACK_NS = 20_000_000
 _LABEL = b"UCMWEIGHTS"
 _DECLARED = "declared:"
 
-_mark_ns = 0
-
-
-def engine_starting() -> None:
-    """Note that an engine is about to load its weights in this process: only changes from now on are too late."""
-    global _mark_ns
-    _mark_ns = time.time_ns()
-
 
 def engine_start_ns() -> int:
-    """Unix time in ns before which a file must have been written to be what the engine loaded.
+    """Unix time in ns before which a file must have been written to be what the engine loaded: this process's start.
 
-    The start of this process, or the last :func:`engine_starting` when that is later.
+    A file server whose clock runs behind ours hides changes of its files by as much.
     """
-    return max(_process_start_ns(), _mark_ns)
+    return min(_process_start_ns(), _IMPORTED_NS)
 
 
 def _process_start_ns() -> int:
@@ -169,9 +161,10 @@ class WeightsDigest:
         with self._changed:
             if self._state.kind != "known" or not self._stamps or self._closed:
                 return self._state
-            self._asked += 1
+            if self._asked - self._answered < 2:  # one under way, which may have begun too early, and one after it
+                self._asked += 1
+                self._requests.put(True)
             ticket = self._asked
-            self._requests.put(True)
             self._changed.wait_for(lambda: self._answered >= ticket or self._closed, timeout)
             return self._state
 

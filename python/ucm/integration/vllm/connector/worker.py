@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.layout import KVLayout, LayoutError
 from ucm.integration.vllm.connector.metadata import VERSION, Handshake, RankReport, StepPlan, StoreSetup, WorkerReport
@@ -20,6 +21,8 @@ from ucm.integration.vllm.connector.transfers import Dumps, Loads, no_event
 from ucm.store import part_mask
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
+#: Of the shutdown allowance, the seconds kept for closing the store.
+CLOSE_S = 0.5
 #: Below so many free slots the scheduler half is told about every change.
 _FEW_SLOTS = 256
 
@@ -35,18 +38,21 @@ class WorkerHalf:
         writer: bool,
         layers: Sequence[str],
         block_tokens: int,
+        wanted_block_size: int | None,
         identity: Callable[[], dict[str, Any]],
         make_store: Callable[[dict[str, Any]], UcmKVStoreBaseV1],
         shutdown_allowance: float = 3.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``identity`` gives this rank's identity without weights; ``shutdown_allowance`` is in seconds."""
+        """``wanted_block_size``: what the user wrote, tokens or bytes; ``identity`` gives this rank's identity without
+        weights; ``shutdown_allowance`` is in seconds."""
         self.rank = rank
         self._part = part
         self._mask = part_mask(*part)
         self._writer = writer
         self._layers = layers
         self._block_tokens = block_tokens
+        self._wanted_block_size = wanted_block_size
         self._identity = identity
         self._make_store = make_store
         self._shutdown_allowance = shutdown_allowance
@@ -66,12 +72,19 @@ class WorkerHalf:
     # Start --------------------------------------------------------------------------------------------------
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Learn where the KV lies."""
+        """Learn where the KV lies. Raises :class:`~ucm.errors.ConfigError` when the user wrote another block size."""
         try:
             self._layout = KVLayout(caches, self._layers)
             self._problem = ""
         except LayoutError as error:
             self._problem = f"this KV layout cannot be addressed: {error}"
+            return
+        wanted, size = self._wanted_block_size, self._layout.block_bytes
+        if wanted not in (None, self._block_tokens, size):
+            raise ConfigError(
+                f"block_size is {wanted}, but a block of this engine has {self._block_tokens} tokens and {size} bytes "
+                "per rank; remove the key, or write one of the two"
+            )
 
     def handshake(self) -> Handshake:
         """What the scheduler half must know of this rank."""
@@ -111,6 +124,9 @@ class WorkerHalf:
     def bind(self, plan: StepPlan) -> None:
         """The plan of the step that begins."""
         self._plan = plan
+        if plan.version != VERSION:
+            self._broken = f"the scheduler speaks version {plan.version}, this rank {VERSION}"
+            return
         if plan.setup is not None:
             self._open(plan.setup)
         if self._store is None and self._opened is not None:
@@ -199,7 +215,7 @@ class WorkerHalf:
         deadline = self._clock() + self._shutdown_allowance
 
         def drain() -> None:
-            while len(self.dumps) and self._clock() < deadline:
+            while len(self.dumps) and self._clock() < deadline - CLOSE_S:
                 self.dumps.poll(store)
                 pause.wait(0.002)
             store.close()

@@ -1,0 +1,190 @@
+"""What one step of vLLM's scheduler pays for ucm when there is nothing to do, in microseconds.
+
+Drives the real scheduler half with vLLM's own ``SchedulerOutput`` and ``Request`` objects, as a step with many decoding
+requests makes them: every call vLLM makes per step, while no block becomes full. Prints the median and the tail, and
+beside them the same with one request in sixteen filling a block. Run: ``python benches/python/step_cost.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from ucm.integration.vllm.connector.background import Background
+from ucm.integration.vllm.connector.extra_keys import ExtraKeys
+from ucm.integration.vllm.connector.gate import Gate
+from ucm.integration.vllm.connector.keys import KeyMaker
+from ucm.integration.vllm.connector.lookup import Lookups
+from ucm.integration.vllm.connector.metadata import VERSION, DumpResult, Handshake, RankReport, WorkerReport
+from ucm.integration.vllm.connector.scheduler import SchedulerHalf
+from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1, Until
+
+BLOCK = 128
+
+
+class EmptyStore(UcmKVStoreBaseV1):
+    """A store in which nothing is found."""
+
+    def lookup(self, block_ids: Any) -> list[bool]:
+        return [False] * len(block_ids)
+
+    def load_data(self, block_ids: Any, shard_index: Any, addrs: Any) -> Task:
+        raise NotImplementedError("nothing is found, so nothing is loaded")
+
+    def dump_data(self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0) -> Task:
+        raise NotImplementedError("the scheduler half does not dump")
+
+    def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
+        """Nothing is ever under way."""
+
+
+class Tables:
+    """The block tables of the requests, over vLLM's own block pool."""
+
+    def __init__(self, requests: int, blocks_each: int) -> None:
+        self.block_pool = BlockPool(requests * blocks_each + 1, True, BLOCK)
+        self._tables: dict[str, KVCacheBlocks] = {}
+        self._each = blocks_each
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """As vLLM's cache manager answers."""
+        if request_id not in self._tables:
+            self._tables[request_id] = KVCacheBlocks((self.block_pool.get_new_blocks(self._each),))
+        return self._tables[request_id]
+
+
+def open_half(tables: Tables) -> SchedulerHalf:
+    """A scheduler half whose gate is open, with one rank."""
+    background = Background("bench")
+    gate = Gate(
+        own_identity={},
+        identity=lambda: "{}",
+        trouble=lambda: "",
+        make_store=EmptyStore,
+        store_config={},
+        world=1,
+        background=background,
+        open_allowance=5.0,
+    )
+    half = SchedulerHalf(
+        gate,
+        make_keys=lambda text: KeyMaker(text, BLOCK, "sha256", ExtraKeys(BLOCK)),
+        make_lookups=lambda store, masks: Lookups(background, store, masks),
+        block_tokens=BLOCK,
+        min_hit_tokens=0,
+        dump_output=True,
+        lookup_allowance=0.05,
+    )
+    half.bind_manager(tables)  # a step asks vLLM's manager for nothing but tables
+    half.bind_pool(tables.block_pool)
+    gate.shake({(0, 0): Handshake(VERSION, (0, 0, 0), 0, True, {}, {})})
+    gate.report(RankReport(rank=0, ready=True))
+    while gate.phase != "open":
+        gate.poll()
+    return half
+
+
+def step(requests: list[Request]) -> SchedulerOutput:
+    """One decode step of all requests."""
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = {request.request_id: 1 for request in requests}
+    output.total_num_scheduled_tokens = len(requests)
+    output.scheduled_cached_reqs = CachedRequestData(
+        req_ids=[request.request_id for request in requests],
+        resumed_req_ids=set(),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[None] * len(requests),
+        num_computed_tokens=[request.num_computed_tokens for request in requests],
+        num_output_tokens=[0] * len(requests),
+    )
+    return output
+
+
+def one_step(half: SchedulerHalf, output: SchedulerOutput, answer: KVConnectorOutput) -> Any:
+    """Every call vLLM makes in a step without arrivals and departures."""
+    plan = half.plan(output)
+    half.worker_output(answer)
+    half.wants_steps  # noqa: B018 - vLLM asks once per step
+    return plan
+
+
+def settle(half: SchedulerHalf, plan: Any) -> None:
+    """The rank answers that all dumps of the plan were published."""
+    done = [DumpResult(dump.job) for dump in plan.dumps]
+    last = max((dump.job for dump in plan.dumps), default=0)
+    report = WorkerReport(ranks=[RankReport(rank=0, ready=True, last_job=last, done=done)])
+    half.worker_output(KVConnectorOutput(kv_connector_worker_meta=report))
+
+
+def measure(run: Callable[[], Any], rounds: int) -> list[float]:
+    """Microseconds of each round, sorted."""
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e6)
+    return sorted(times)
+
+
+def show(name: str, times: list[float]) -> None:
+    """One line of the table."""
+    tail = times[int(len(times) * 0.99)]
+    print(f"{name:48} median {statistics.median(times):8.1f} us   p99 {tail:8.1f} us")
+
+
+def main() -> None:
+    """Prints the table."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--requests", type=int, default=256)
+    arguments.add_argument("--rounds", type=int, default=2000)
+    chosen = arguments.parse_args()
+    tables = Tables(chosen.requests, 16)
+    half = open_half(tables)
+    requests = []
+    for number in range(chosen.requests):
+        tokens = [(number * 7919 + position) % 30000 for position in range(8 * BLOCK + 10)]
+        request = Request(f"r{number}", tokens, SamplingParams(max_tokens=512), None)
+        half.on_new_request(request)
+        while half.matched(request, 0)[0] is None:
+            pass
+        half.admitted(request, tables.get_blocks(request.request_id), 0)
+        request.num_computed_tokens = request.num_tokens - 1
+        requests.append(request)
+    quiet = KVConnectorOutput()
+    plan = half.plan(step(requests))
+    while plan.dumps:  # what was computed before is offered first
+        settle(half, plan)
+        plan = half.plan(step(requests))
+
+    output = step(requests)
+    times = measure(lambda: one_step(half, output, quiet), chosen.rounds)
+    show(f"{chosen.requests} requests decode, nothing to do", times)
+
+    fillers = requests[::16]
+    times = []
+    for number in range(min(chosen.rounds, 7)):
+        for request in fillers:
+            request.append_output_token_ids([number] * (BLOCK - request.num_tokens % BLOCK))
+            request.num_computed_tokens = request.num_tokens - 1
+        output = step(requests)
+        start = time.perf_counter()
+        plan = one_step(half, output, quiet)
+        times.append((time.perf_counter() - start) * 1e6)
+        assert sum(len(dump.blocks) for dump in plan.dumps) == len(fillers)
+        settle(half, plan)
+    show(f"{len(fillers)} of them fill a block", sorted(times))
+
+
+if __name__ == "__main__":
+    main()

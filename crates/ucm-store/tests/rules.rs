@@ -1,0 +1,307 @@
+//! The rules of the engine, one by one: no late bytes, two levels of a dump, bounded queues, deadlines, refusal.
+
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{Device, Setup, Store, directory, eventually, id};
+use ucm_core::{BlockId, ErrorKind};
+use ucm_infra::{Clock, ManualClock};
+use ucm_io::{Fault, Gate, OpKind, Rule};
+use ucm_store::engine::{Deadlines, Until};
+
+fn ids(n: u8) -> Vec<BlockId> {
+    (0..n).map(id).collect()
+}
+
+fn kinds(ended: Result<(), Vec<(usize, ucm_core::Error)>>) -> Vec<(usize, ErrorKind)> {
+    ended
+        .unwrap_err()
+        .into_iter()
+        .map(|(row, error)| (row, error.kind()))
+        .collect()
+}
+
+#[test]
+fn staged_comes_before_published_and_only_published_is_a_hit() {
+    let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
+    let store = Store::open(dir.path(), setup.clone());
+    store
+        .faults
+        .add(Rule::on(OpKind::Publish, Fault::HangBefore(gate.clone())))
+        .unwrap();
+    let mut device = Device::filled(&setup, &ids(2));
+    let task = store.engine.dump(device.rows(&ids(2))).unwrap();
+    assert!(task.wait(store.engine.clock(), Until::Staged, None));
+    device = Device::blank(&setup, &ids(2)); // device memory is reused
+    assert!(!task.check(store.engine.clock(), Until::Published));
+    assert_eq!(store.engine.lookup(&ids(2)).unwrap(), [false, false]);
+    gate.open();
+    assert_eq!(
+        store.outcome(&task).is_ok(),
+        store.outcome(&task).is_ok(),
+        "waiting is repeatable"
+    );
+    assert_eq!(store.engine.lookup(&ids(2)).unwrap(), [true, true]);
+    store.load(&device, &ids(2)).unwrap();
+    assert!(ids(2).iter().all(|&id| device.is_right(id)));
+}
+
+#[test]
+fn a_dump_without_a_slot_is_refused_at_once_and_loads_keep_their_share() {
+    let (dir, gate) = (directory(), Gate::new());
+    let setup = Setup {
+        slots: 4,
+        ..Setup::default()
+    };
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(9));
+    store.dump(&device, &[id(8)]).unwrap();
+    assert_eq!(store.engine.free_dump_slots(), 3);
+    let refused = store.engine.dump(device.rows(&ids(4))).err().unwrap();
+    assert_eq!(refused.kind(), ErrorKind::Busy);
+    assert_eq!(
+        (store.stat("slots_free"), store.stat("blocks_in_flight")),
+        (4, 0),
+        "nothing was taken"
+    );
+    store
+        .faults
+        .add(Rule::on(OpKind::Publish, Fault::HangBefore(gate.clone())))
+        .unwrap();
+    let hung = store.engine.dump(device.rows(&ids(3))).unwrap();
+    assert_eq!(store.engine.free_dump_slots(), 0);
+    assert_eq!(
+        store.engine.dump(device.rows(&[id(5)])).err().unwrap().kind(),
+        ErrorKind::Busy
+    );
+    let target = Device::blank(&setup, &[id(8)]);
+    store.load(&target, &[id(8)]).unwrap();
+    assert!(target.is_right(id(8)));
+    gate.open();
+    store.outcome(&hung).unwrap();
+    store.dump(&device, &[id(5)]).unwrap();
+}
+
+#[test]
+fn a_load_larger_than_the_arena_streams_through_it() {
+    let dir = directory();
+    let setup = Setup {
+        slots: 4,
+        ..Setup::default()
+    };
+    let store = Store::open(dir.path(), setup.clone());
+    let all = ids(40);
+    let device = Device::filled(&setup, &all);
+    for ids in all.chunks(3) {
+        store.dump(&device, ids).unwrap();
+    }
+    let target = Device::blank(&setup, &all);
+    store.load(&target, &all).unwrap();
+    assert!(all.iter().all(|&id| target.is_right(id)));
+}
+
+#[test]
+fn loads_of_one_block_share_a_read() {
+    let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
+    let store = Store::open(dir.path(), setup.clone());
+    store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    store
+        .faults
+        .add(Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())))
+        .unwrap();
+    let before = store.faults.count(OpKind::Read);
+    let (one, other) = (Device::blank(&setup, &ids(1)), Device::blank(&setup, &ids(1)));
+    let tasks = [
+        store.engine.load(one.rows(&ids(1)), None),
+        store.engine.load(other.rows(&ids(1)), None),
+    ];
+    gate.open();
+    tasks
+        .into_iter()
+        .for_each(|task| store.outcome(&task.unwrap()).unwrap());
+    assert!(one.is_right(id(0)) && other.is_right(id(0)));
+    assert_eq!(
+        (
+            store.faults.count(OpKind::Read) - before,
+            store.stat("loads_joined")
+        ),
+        (1, 1)
+    );
+}
+
+#[test]
+fn nothing_reaches_the_device_after_the_deadline() {
+    let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
+    let clock = ManualClock::new();
+    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    store.dump(&Device::filled(&setup, &ids(3)), &ids(3)).unwrap();
+    store
+        .faults
+        .add(Rule::on(OpKind::Read, Fault::HangAfter(gate.clone())))
+        .unwrap();
+    let device = Device::blank(&setup, &ids(3));
+    let task = store
+        .engine
+        .load(device.rows(&ids(3)), Some(Duration::from_secs(2)))
+        .unwrap();
+    gate.await_waiting(1);
+    assert!(!task.check(store.engine.clock(), Until::Published));
+    clock.advance(Duration::from_secs(2));
+    assert!(
+        task.check(store.engine.clock(), Until::Published),
+        "over without waiting"
+    );
+    assert!(
+        task.failures()
+            .iter()
+            .all(|(_, error)| error.kind() == ErrorKind::Timeout)
+    );
+    assert_eq!(task.failures().len(), 3);
+    gate.open(); // the reads come back with sound bytes, too late
+    eventually("the slots come back", || {
+        store.stat("slots_free") == store.stat("slots")
+    });
+    assert!(ids(3).iter().all(|&id| device.is_blank(id)));
+    store.faults.clear();
+    store.load(&device, &ids(3)).unwrap();
+}
+
+#[test]
+fn the_first_failure_ends_a_load_that_still_reads() {
+    let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
+    let store = Store::open(dir.path(), setup.clone());
+    store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    let name = format!("{}.bin", id(0));
+    store
+        .faults
+        .add(Rule::on(OpKind::Read, Fault::HangAfter(gate.clone())).path(name))
+        .unwrap();
+    let device = Device::blank(&setup, &ids(2));
+    let ended = store.load(&device, &ids(2));
+    assert_eq!(
+        kinds(ended),
+        [(0, ErrorKind::NotFound), (1, ErrorKind::NotFound)],
+        "one absent, one given up"
+    );
+    gate.open();
+    eventually("the slot comes back", || {
+        store.stat("slots_free") == store.stat("slots")
+    });
+    assert!(device.is_blank(id(0)));
+}
+
+#[test]
+fn a_block_is_published_by_its_last_shard_whoever_brings_it() {
+    let dir = directory();
+    let setup = Setup {
+        layers_per_shard: 1,
+        ..Setup::default()
+    };
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(1));
+    for shard in [2, 0] {
+        let task = store.engine.dump(vec![device.row(id(0), shard)]).unwrap();
+        store.outcome(&task).unwrap();
+        assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false], "incomplete");
+    }
+    let last = store.engine.dump(vec![device.row(id(0), 1)]).unwrap();
+    store.outcome(&last).unwrap();
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true]);
+    let direct = Setup::default();
+    let whole = Store::open(dir.path(), direct.clone());
+    let target = Device::blank(&direct, &ids(1));
+    whole.load(&target, &ids(1)).unwrap();
+    assert!(
+        target.is_right(id(0)),
+        "how it was dumped is not part of the format"
+    );
+}
+
+#[test]
+fn an_incomplete_block_is_dropped_at_its_deadline() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let setup = Setup {
+        layers_per_shard: 1,
+        ..Setup::default()
+    };
+    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let device = Device::filled(&setup, &ids(1));
+    let task = store.engine.dump(vec![device.row(id(0), 0)]).unwrap();
+    store.outcome(&task).unwrap();
+    assert_eq!(store.stat("blocks_in_flight"), 1);
+    clock.advance(Deadlines::default().dump);
+    assert_eq!(
+        (store.stat("blocks_incomplete"), store.stat("blocks_in_flight")),
+        (1, 0)
+    );
+    assert_eq!(store.stat("slots_free"), store.stat("slots"));
+}
+
+#[test]
+fn dumps_of_one_block_join_and_all_learn_the_end() {
+    let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
+    let store = Store::open(dir.path(), setup.clone());
+    store
+        .faults
+        .add(Rule::on(OpKind::Publish, Fault::HangBefore(gate.clone())))
+        .unwrap();
+    let device = Device::filled(&setup, &ids(1));
+    let first = store.engine.dump(device.rows(&ids(1))).unwrap();
+    gate.await_waiting(1);
+    let second = store.engine.dump(device.rows(&ids(1))).unwrap();
+    assert!(second.wait(store.engine.clock(), Until::Staged, None));
+    assert!(!second.check(store.engine.clock(), Until::Published));
+    gate.open();
+    store.outcome(&first).unwrap();
+    store.outcome(&second).unwrap();
+    assert_eq!(store.stat("blocks_published"), 1);
+    store.dump(&device, &ids(1)).unwrap();
+    assert_eq!(
+        (store.stat("blocks_published"), store.stat("blocks_present")),
+        (1, 1),
+        "present is a no-op"
+    );
+}
+
+#[test]
+fn a_failed_publish_is_reported_and_is_no_hit() {
+    let (dir, setup) = (directory(), Setup::default());
+    let store = Store::open(dir.path(), setup.clone());
+    store
+        .faults
+        .add(Rule::on(OpKind::Publish, Fault::Errno(28)).times(1))
+        .unwrap();
+    let device = Device::filled(&setup, &ids(1));
+    assert_eq!(kinds(store.dump(&device, &ids(1))), [(0, ErrorKind::NoSpace)]);
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+    store.dump(&device, &ids(1)).unwrap();
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true]);
+}
+
+#[test]
+fn a_hung_dump_is_written_off_and_its_slot_stays_away_until_the_call_returns() {
+    let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
+    let clock = ManualClock::new();
+    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    store
+        .faults
+        .add(Rule::on(OpKind::Publish, Fault::HangBefore(gate.clone())))
+        .unwrap();
+    let task = store
+        .engine
+        .dump(Device::filled(&setup, &ids(1)).rows(&ids(1)))
+        .unwrap();
+    gate.await_waiting(1);
+    clock.advance(Deadlines::default().dump);
+    assert_eq!(kinds(store.outcome(&task)), [(0, ErrorKind::Timeout)]);
+    assert_eq!(store.stat("slots") - store.stat("slots_free"), 1, "quarantined");
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+    gate.open();
+    eventually("the slot comes back", || {
+        store.stat("slots_free") == store.stat("slots")
+    });
+}

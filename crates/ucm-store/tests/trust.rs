@@ -1,0 +1,391 @@
+//! What is stored is judged: refused records, foreign ones, newer ones, a root that goes away, a limit that holds.
+
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
+mod common;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{Device, Setup, Store, directory, eventually, id};
+use ucm_core::{BlockId, ErrorKind, Part, crc32c};
+use ucm_infra::{Clock, ManualClock};
+use ucm_io::{Fault, OpKind, Rule};
+use ucm_store::health::BreakerConfig;
+
+fn ids(n: u8) -> Vec<BlockId> {
+    (0..n).map(id).collect()
+}
+
+fn kind(ended: Result<(), Vec<(usize, ucm_core::Error)>>) -> ErrorKind {
+    ended.unwrap_err()[0].1.kind()
+}
+
+fn edit(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
+    let mut bytes = std::fs::read(path).unwrap();
+    change(&mut bytes);
+    std::fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn a_refused_record_is_no_hit_until_a_dump_replaced_it() {
+    let (dir, setup) = (directory(), Setup::default());
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(1));
+    store.dump(&device, &ids(1)).unwrap();
+    edit(&store.file(id(0)), |bytes| bytes[4200] ^= 1);
+    assert_eq!(
+        store.engine.lookup(&ids(1)).unwrap(),
+        [true],
+        "its length is right"
+    );
+    let target = Device::blank(&setup, &ids(1));
+    assert_eq!(kind(store.load(&target, &ids(1))), ErrorKind::Corrupt);
+    assert!(target.is_blank(id(0)));
+    assert_eq!((store.missed("bad_checksum"), store.stat("second_reads")), (1, 1));
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+    assert_eq!(
+        kind(store.load(&target, &ids(1))),
+        ErrorKind::Corrupt,
+        "not even read again"
+    );
+    store.dump(&device, &ids(1)).unwrap();
+    assert_eq!(
+        (store.stat("records_replaced"), store.stat("refused_now")),
+        (1, 0)
+    );
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true]);
+    store.load(&target, &ids(1)).unwrap();
+    assert!(target.is_right(id(0)));
+}
+
+#[test]
+fn damage_on_the_way_is_not_blamed_on_the_record() {
+    let (dir, setup) = (directory(), Setup::default());
+    let store = Store::open(dir.path(), setup.clone());
+    store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    store
+        .faults
+        .add(Rule::on(OpKind::Read, Fault::Flip(vec![5000])).times(1))
+        .unwrap();
+    let target = Device::blank(&setup, &ids(1));
+    store.load(&target, &ids(1)).unwrap();
+    assert!(target.is_right(id(0)));
+    assert_eq!(
+        (store.stat("second_reads"), store.stat("records_refused")),
+        (1, 0)
+    );
+}
+
+#[test]
+fn a_newer_version_is_a_miss_and_is_left_alone() {
+    let (dir, setup) = (directory(), Setup::default());
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(1));
+    store.dump(&device, &ids(1)).unwrap();
+    edit(&store.file(id(0)), |bytes| {
+        bytes[4..8].copy_from_slice(&2u32.to_le_bytes());
+        let crc = crc32c(&bytes[..60]);
+        bytes[60..64].copy_from_slice(&crc.to_le_bytes());
+    });
+    let newer = std::fs::read(store.file(id(0))).unwrap();
+    assert_eq!(
+        kind(store.load(&Device::blank(&setup, &ids(1)), &ids(1))),
+        ErrorKind::Foreign
+    );
+    assert_eq!(store.missed("newer_version"), 1);
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+    store.dump(&device, &ids(1)).unwrap();
+    assert_eq!(
+        std::fs::read(store.file(id(0))).unwrap(),
+        newer,
+        "never rewritten"
+    );
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+}
+
+#[test]
+fn records_of_another_identity_or_part_are_refused() {
+    let dir = directory();
+    let ours = Setup::default();
+    let store = Store::open(dir.path(), ours.clone());
+    for (setup, reason) in [
+        (
+            Setup {
+                weights: "others",
+                ..ours.clone()
+            },
+            "foreign_identity",
+        ),
+        (
+            Setup {
+                part: Part {
+                    group: 0,
+                    pipeline_rank: 0,
+                    tensor_rank: 1,
+                },
+                ..ours.clone()
+            },
+            "foreign_part",
+        ),
+        (
+            Setup {
+                tensors: vec![64, 64],
+                ..ours.clone()
+            },
+            "foreign_shape",
+        ),
+    ] {
+        let theirs = directory();
+        let foreign = Store::open(theirs.path(), setup.clone());
+        foreign.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+        std::fs::create_dir_all(store.file(id(0)).parent().unwrap()).unwrap();
+        std::fs::copy(foreign.file(id(0)), store.file(id(0))).unwrap();
+        let target = Device::blank(&ours, &ids(1));
+        assert_eq!(kind(store.load(&target, &ids(1))), ErrorKind::Foreign, "{reason}");
+        assert!(target.is_blank(id(0)));
+        assert_eq!(store.missed(reason), 1);
+        store.dump(&Device::filled(&ours, &ids(1)), &ids(1)).unwrap();
+        store.load(&target, &ids(1)).unwrap();
+    }
+}
+
+#[test]
+fn identities_and_parts_do_not_meet_in_one_root() {
+    let dir = directory();
+    let ours = Setup::default();
+    let store = Store::open(dir.path(), ours.clone());
+    store.dump(&Device::filled(&ours, &ids(2)), &ids(2)).unwrap();
+    let other = Store::open(
+        dir.path(),
+        Setup {
+            weights: "others",
+            ..ours.clone()
+        },
+    );
+    assert_eq!(other.engine.lookup(&ids(2)).unwrap(), [false, false]);
+    let again = Store::open(dir.path(), ours.clone());
+    let target = Device::blank(&ours, &ids(2));
+    again.load(&target, &ids(2)).unwrap();
+    assert!(
+        ids(2).iter().all(|&id| target.is_right(id)),
+        "and the next process finds them"
+    );
+    let lookups = Store::open(
+        dir.path(),
+        Setup {
+            lookup_only: true,
+            ..ours.clone()
+        },
+    );
+    assert_eq!(lookups.engine.lookup(&ids(3)).unwrap(), [true, true, false]);
+    assert_eq!(lookups.engine.lookup_on_prefix(&ids(3)).unwrap(), 2);
+    assert_eq!(
+        lookups.engine.dump(target.rows(&ids(1))).err().unwrap().kind(),
+        ErrorKind::Unsupported
+    );
+}
+
+#[test]
+fn a_sick_medium_is_left_alone_for_a_while_and_tried_again() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let breaker = BreakerConfig {
+        threshold: 2,
+        cool_down: Duration::from_secs(10),
+    };
+    let setup = Setup {
+        breaker,
+        ..Setup::default()
+    };
+    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let device = Device::filled(&setup, &ids(1));
+    store.dump(&device, &ids(1)).unwrap();
+    store.faults.add(Rule::on(OpKind::Stat, Fault::Errno(5))).unwrap();
+    for _ in 0..2 {
+        assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+    }
+    assert_eq!((store.stat("breaker_opened"), store.stat("healthy")), (1, 0));
+    let asked = store.faults.count(OpKind::Stat);
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+    assert_eq!(
+        store.engine.dump(device.rows(&ids(1))).err().unwrap().kind(),
+        ErrorKind::Unhealthy
+    );
+    assert_eq!(store.faults.count(OpKind::Stat), asked, "not even asked");
+    assert_eq!(store.missed("unhealthy"), 1);
+    store.faults.clear();
+    clock.advance(Duration::from_secs(10));
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true], "back without help");
+    assert_eq!(store.stat("healthy"), 1);
+    let said: Vec<String> = store
+        .engine
+        .events()
+        .into_iter()
+        .map(|event| event.text)
+        .collect();
+    assert!(
+        said.iter().any(|text| text.contains("switched off"))
+            && said.iter().any(|text| text.contains("again"))
+    );
+}
+
+#[test]
+fn a_root_that_is_not_there_at_the_start_is_taken_up_later() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let root = dir.path().join("share");
+    std::fs::write(&root, "in the way").unwrap();
+    let setup = Setup::default();
+    let store = Store::with_clock(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+    let device = Device::filled(&setup, &ids(1));
+    assert_eq!(
+        store.engine.dump(device.rows(&ids(1))).err().unwrap().kind(),
+        ErrorKind::Unhealthy
+    );
+    std::fs::remove_file(&root).unwrap();
+    eventually("the root is taken up", || {
+        clock.advance(Duration::from_secs(1));
+        let _ = store.engine.lookup(&ids(1));
+        store.stat("healthy") == 1
+    });
+    store.dump(&device, &ids(1)).unwrap();
+}
+
+#[test]
+fn writing_stops_when_the_marker_is_gone() {
+    let (dir, setup) = (directory(), Setup::default());
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(2));
+    store.dump(&device, &ids(1)).unwrap();
+    std::fs::remove_file(dir.path().join("ucm-root.json")).unwrap();
+    assert_eq!(kind(store.dump(&device, &[id(1)])), ErrorKind::Io);
+    assert!(!store.file(id(1)).exists());
+    store.load(&device, &ids(1)).unwrap();
+}
+
+fn bytes_below(dir: &Path) -> u64 {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    entries
+        .map(|entry| match entry.metadata() {
+            Ok(meta) if meta.is_dir() => bytes_below(&entry.path()),
+            Ok(meta) if entry.path().extension().is_some_and(|kind| kind == "bin") => meta.len(),
+            _ => 0,
+        })
+        .sum()
+}
+
+#[test]
+fn the_limit_holds_and_the_oldest_use_goes_first() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let record = 8192;
+    let setup = Setup {
+        capacity: Some(20 * record),
+        ..Setup::default()
+    };
+    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    assert_eq!(store.engine.record_len() as u64, record);
+    let all = ids(60);
+    let device = Device::filled(&setup, &all);
+    for (&block, minute) in all.iter().zip(1..) {
+        // Full: refused while room is made, never beyond the limit.
+        eventually("room is made", || match store.dump(&device, &[block]) {
+            Ok(()) => true,
+            Err(failures) => {
+                assert_eq!(failures[0].1.kind(), ErrorKind::NoSpace);
+                false
+            }
+        });
+        assert!(bytes_below(dir.path()) <= 20 * record);
+        clock.advance(Duration::from_secs(60));
+        store.engine.touch(&[(all[0], 0)]).unwrap();
+        eventually("the touch was done", || store.stat("blocks_touched") == minute);
+    }
+    assert!(
+        store.stat("storage_used_bytes") >= bytes_below(dir.path()),
+        "never too little"
+    );
+    let found = store.engine.lookup(&all).unwrap();
+    assert!(found[0], "used all the time");
+    assert!(found[59] && found[58], "the newest stay");
+    assert!(!found[1..30].contains(&true), "the oldest went");
+    assert!(store.stat("records_removed") >= 40 && store.stat("bytes_removed").is_multiple_of(record));
+    drop(store);
+    let again = Store::open(dir.path(), setup.clone());
+    eventually("usage survives a restart", || {
+        again.stat("storage_used_bytes") == bytes_below(dir.path())
+    });
+}
+
+#[test]
+fn removal_takes_the_deepest_of_a_chain_first() {
+    let dir = directory();
+    let record = 8192;
+    let setup = Setup {
+        capacity: Some(40 * record),
+        ..Setup::default()
+    };
+    let store = Store::open(dir.path(), setup.clone());
+    let chain = ids(30);
+    let device = Device::filled(&setup, &chain);
+    let hint = |(ordinal, &id): (usize, &BlockId)| {
+        let hint = ucm_store::engine::Hint {
+            parent: BlockId::default(),
+            ordinal: ordinal as u32,
+            tokens: 0,
+        };
+        (id, hint)
+    };
+    store.engine.describe(chain.iter().enumerate().map(hint));
+    for ids in chain.chunks(4) {
+        eventually("the root was counted", || store.dump(&device, ids).is_ok());
+    }
+    drop(store);
+    let small = Store::open(
+        dir.path(),
+        Setup {
+            capacity: Some(20 * record),
+            ..setup
+        },
+    );
+    eventually("room is made", || {
+        small.stat("records_removed") > 0 && small.stat("storage_used_bytes") <= 17 * record
+    });
+    let prefix = small.engine.lookup_on_prefix(&chain).unwrap();
+    let found = small.engine.lookup(&chain).unwrap();
+    assert_eq!(
+        prefix,
+        found.iter().filter(|&&present| present).count(),
+        "what is left is a prefix"
+    );
+    assert!(prefix >= 10);
+}
+
+#[test]
+fn use_after_close_and_wrong_rows_are_clear_errors() {
+    let (dir, setup) = (directory(), Setup::default());
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(1));
+    let mut wrong = device.rows(&ids(1));
+    wrong[0].shard = 1;
+    assert_eq!(
+        store.engine.load(wrong, None).err().unwrap().kind(),
+        ErrorKind::InvalidInput
+    );
+    let mut wrong = device.rows(&ids(1));
+    wrong[0].spans.pop();
+    assert_eq!(
+        store.engine.dump(wrong).err().unwrap().kind(),
+        ErrorKind::InvalidInput
+    );
+    store.engine.close();
+    store.engine.close();
+    assert_eq!(
+        store.engine.lookup(&ids(1)).err().unwrap().kind(),
+        ErrorKind::Closed
+    );
+    assert_eq!(
+        store.engine.dump(device.rows(&ids(1))).err().unwrap().kind(),
+        ErrorKind::Closed
+    );
+}

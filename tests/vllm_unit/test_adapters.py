@@ -1,0 +1,173 @@
+"""Adapters are what their files say, and a change that cannot be placed in time takes their name away."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from ucm.errors import NotFoundError
+from ucm.integration.vllm.connector import adapters
+from ucm.integration.vllm.connector.adapters import AdapterDigests, UnkeyableError, adapter_digest
+
+ALWAYS = 1 << 62
+
+
+class HandClock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_adapter(path: Path, content: bytes = b"adapter", config: str = '{"r": 8}') -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "adapter_model.safetensors").write_bytes(content)
+    (path / "adapter_config.json").write_text(config)
+    return path
+
+
+def lora(path: Path, number: int = 1, **args: Any) -> LoRARequest:
+    return LoRARequest(f"adapter-{number}", number, str(path), **args)
+
+
+def settle(digests: AdapterDigests) -> None:
+    """Until everything asked of the thread so far is done."""
+    done = threading.Event()
+    with digests._lock:
+        digests._submit(done.set)
+    assert done.wait(60)
+
+
+def test_content_counts_and_the_place_does_not(tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "a")
+    before = adapter_digest(str(path))
+    assert len(before) == 32
+    assert adapter_digest(str(shutil.copytree(path, tmp_path / "b"))) == before
+    (path / "README.md").write_text("hello")
+    (path / "optimizer.pt").write_bytes(b"state")
+    assert adapter_digest(str(path)) == before
+    make_adapter(path, content=b"retrain")  # same path, same size
+    retrained = adapter_digest(str(path))
+    assert retrained != before
+    make_adapter(path, content=b"retrain", config='{"r": 9}')
+    assert adapter_digest(str(path)) not in (before, retrained)
+
+
+def test_no_adapter_there(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        adapter_digest(str(tmp_path / "missing"))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(NotFoundError):
+        adapter_digest(str(tmp_path))
+
+
+def test_the_payload_is_the_digest_in_every_process(tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "a")
+    payloads = {
+        AdapterDigests(since_ns=ALWAYS).payload(lora(path, number)) for number in (1, 2)
+    }  # two processes that number adapters differently
+    assert payloads == {adapter_digest(str(path))}
+    flat, stacked = (AdapterDigests(since_ns=ALWAYS).payload(lora(path, is_3d_lora_weight=is3d)) for is3d in (0, 1))
+    assert flat != stacked
+
+
+def test_an_adapter_retrained_between_two_processes_is_another(tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "a")
+    before = AdapterDigests(since_ns=ALWAYS).payload(lora(path))
+    make_adapter(path, content=b"retrain")
+    assert AdapterDigests(since_ns=ALWAYS).payload(lora(path)) != before
+
+
+def test_an_adapter_written_after_the_engine_started_has_no_name(tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "a")
+    digests = AdapterDigests(since_ns=0)
+    with pytest.raises(UnkeyableError, match="after the engine started") as refused:
+        digests.payload(lora(path))
+    assert not refused.value.pending
+    assert not digests.current(lora(path))
+    trusting = AdapterDigests(since_ns=0, trust_new_files=True)
+    assert trusting.payload(lora(path)) == adapter_digest(str(path))
+
+
+def test_a_change_while_the_engine_runs_takes_the_name_away(tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "a")
+    clock = HandClock()
+    digests = AdapterDigests(since_ns=ALWAYS, clock=clock)
+    before = digests.payload(lora(path))
+    assert digests.current(lora(path))
+    make_adapter(path, content=b"retrain")
+    clock.now += adapters.RECHECK_S
+    assert digests.payload(lora(path)) == before  # asks for another look, and does not wait for it
+    settle(digests)
+    assert not digests.current(lora(path))
+    with pytest.raises(UnkeyableError, match="changed while the engine runs"):
+        digests.payload(lora(path))
+    shutil.rmtree(path)
+
+
+def test_a_vanished_adapter_counts_as_changed(tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "a")
+    clock = HandClock()
+    digests = AdapterDigests(since_ns=ALWAYS, clock=clock)
+    digests.payload(lora(path))
+    shutil.rmtree(path)
+    clock.now += adapters.RECHECK_S
+    digests.current(lora(path))
+    settle(digests)
+    assert not digests.current(lora(path))
+
+
+def test_one_number_for_two_paths_has_no_name(tmp_path: Path) -> None:
+    first, second = make_adapter(tmp_path / "a"), make_adapter(tmp_path / "b", b"other")
+    digests = AdapterDigests(since_ns=ALWAYS)
+    digests.payload(lora(first))
+    for path in (second, first):
+        with pytest.raises(UnkeyableError, match="two paths"):
+            digests.payload(lora(path))
+
+
+def test_a_hub_name_has_no_name(tmp_path: Path) -> None:
+    with pytest.raises(UnkeyableError, match="local path"):
+        AdapterDigests(since_ns=ALWAYS).payload(LoRARequest("x", 1, "org/adapter"))
+
+
+def test_only_the_first_question_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, real = threading.Event(), adapters._digest
+
+    def slow(*args: Any) -> Any:
+        assert go.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(adapters, "_digest", slow)
+    monkeypatch.setattr(adapters, "FIRST_WAIT_S", 0.0)
+    path = make_adapter(tmp_path / "a")
+    digests = AdapterDigests(since_ns=ALWAYS)
+    for _ in range(2):
+        with pytest.raises(UnkeyableError) as refused:
+            digests.payload(lora(path))
+        assert refused.value.pending
+        assert not digests.current(lora(path))
+    go.set()
+    settle(digests)
+    assert digests.payload(lora(path)) == adapter_digest(str(path))
+    digests.close()
+    digests.close()
+
+
+def test_the_number_of_adapters_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "LIMIT", 1)
+    path = make_adapter(tmp_path / "a")
+    digests = AdapterDigests(since_ns=ALWAYS)
+    digests.payload(lora(path, 1))
+    with pytest.raises(UnkeyableError, match="too many"):
+        digests.payload(lora(path, 2))
+    assert not digests.current(lora(path, 2))
+    assert digests.current(lora(path, 1))

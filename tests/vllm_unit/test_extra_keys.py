@@ -1,0 +1,263 @@
+"""Requests equal in tokens but different in what else shapes their KV never share a block."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm import PoolingParams, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.request import Request
+
+from ucm.integration.vllm.connector.adapters import AdapterDigests, UnkeyableError
+from ucm.integration.vllm.connector.extra_keys import (
+    EMBEDS,
+    LORA,
+    MULTIMODAL,
+    SALT,
+    ExtraKeys,
+    Frame,
+    items_are_hashed,
+)
+
+SIZE = 4
+TOKENS = list(range(100, 124))  # six blocks
+A, B = "a" * 64, "b" * 64
+
+
+def chain(tokens: Sequence[int], frames: Sequence[Frame], identity: bytes = bytes(32)) -> list[bytes]:
+    """The block keys as ``docs/format.md`` defines them, with Python's own hashlib."""
+    previous, keys = hashlib.sha256(b"UCMHASHSEED" + identity).digest()[:16], []
+    for block in range(len(tokens) // SIZE):
+        digest = hashlib.sha256(previous + struct.pack(f"<{SIZE}I", *tokens[block * SIZE : (block + 1) * SIZE]))
+        for index, tag, payload in frames:
+            if index == block:
+                digest.update(struct.pack("<BI", tag, len(payload)) + payload)
+        previous = digest.digest()[:16]
+        keys.append(previous)
+    return keys
+
+
+def item(identifier: str | None, offset: int, length: int, modality: str = "image") -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(
+        data=None,
+        modality=modality,
+        identifier=identifier,  # type: ignore[arg-type]
+        mm_position=PlaceholderRange(offset=offset, length=length),
+    )
+
+
+def request(tokens: list[int] | None = None, **args: Any) -> Request:
+    tokens = list(TOKENS) if tokens is None and "prompt_embeds" not in args else tokens
+    args.setdefault("sampling_params", SamplingParams(max_tokens=8))
+    return Request(request_id="r", prompt_token_ids=tokens, pooling_params=args.pop("pooling_params", None), **args)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"adapter")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.fixture
+def extra() -> ExtraKeys:
+    return ExtraKeys(SIZE, AdapterDigests(since_ns=1 << 62))
+
+
+def keys_of(extra: ExtraKeys, one: Request) -> list[bytes]:
+    return chain(list(one.all_token_ids), extra.of(one))
+
+
+def test_a_plain_request_has_no_frames(extra: ExtraKeys) -> None:
+    assert extra.of(request()) == []
+    assert extra.current(request())
+
+
+def test_where_the_frames_stand(extra: ExtraKeys, adapter: Path) -> None:
+    one = request(
+        lora_request=LoRARequest("x", 1, str(adapter)),
+        cache_salt="tenant",
+        mm_features=[item(f"x:{A}", 6, 6), item(f"x:{B}", 12, 4)],
+    )
+    frames = extra.of(one)
+    assert [frame[:2] for frame in frames] == [
+        (0, LORA),
+        (0, SALT),
+        (1, MULTIMODAL),
+        (2, MULTIMODAL),
+        (3, MULTIMODAL),
+    ]
+    assert frames[1][2] == b"tenant"
+    assert [struct.unpack_from("<qQ", frame[2]) for frame in frames[2:]] == [(2, 6), (-2, 6), (0, 4)]
+    assert [frame[2][16:] for frame in frames[2:]] == [f"image\0{name}".encode() for name in (A, A, B)]
+    # The chain carries block 0 on; the parts of a longer request are the same frames.
+    assert extra.of(one, 0, 2) + extra.of(one, 2, 6) == frames
+
+
+def different_requests(adapter: Path) -> list[Request]:
+    """Equal in tokens, each different in something else."""
+    other = adapter / "other"
+    other.mkdir()
+    (other / "adapter_model.safetensors").write_bytes(b"ADAPTER")
+    embeds = torch.arange(len(TOKENS) * 2, dtype=torch.float32).reshape(-1, 2)
+    changed = embeds.clone()
+    changed[0, 0] += 1
+    return [
+        request(),
+        request(lora_request=LoRARequest("x", 1, str(adapter))),
+        request(lora_request=LoRARequest("y", 2, str(other))),
+        request(cache_salt="tenant"),
+        request(cache_salt="tenants"),
+        request(mm_features=[item(A, 0, 8)]),
+        request(mm_features=[item(B, 0, 8)]),
+        request(mm_features=[item(A, 1, 8)]),
+        request(mm_features=[item(A, 0, 7)]),
+        request(mm_features=[item(A, 0, 8, "video")]),
+        request(mm_features=[item(A, 0, 4), item(B, 4, 4)]),
+        request(mm_features=[item(B, 0, 4), item(A, 4, 4)]),
+        request(cache_salt="tenant", mm_features=[item(A, 0, 8)]),
+        request(prompt_embeds=embeds),
+        request(prompt_embeds=changed),
+        request(prompt_embeds=embeds.double()),
+        request(tokens=list(TOKENS), prompt_embeds=embeds, prompt_is_token_ids=[True] * 3 + [False] * 21),
+        request(tokens=list(TOKENS), prompt_embeds=embeds, prompt_is_token_ids=[True] * 2 + [False] * 22),
+    ]
+
+
+def test_different_requests_never_share_a_block(extra: ExtraKeys, adapter: Path) -> None:
+    seen: dict[bytes, int] = {}
+    for number, one in enumerate(different_requests(adapter)):
+        for key in chain(TOKENS, extra.of(one)):
+            assert seen.setdefault(key, number) == number
+    assert len(seen) == 18 * 6
+
+
+def test_equal_requests_share_all_blocks(extra: ExtraKeys, adapter: Path) -> None:
+    again = ExtraKeys(SIZE, AdapterDigests(since_ns=1 << 62))  # another process
+    first = different_requests(adapter)
+    (adapter / "other" / "adapter_model.safetensors").unlink()
+    (adapter / "other").rmdir()
+    for one, other in zip(first, different_requests(adapter), strict=True):
+        if one.lora_request is None:
+            assert keys_of(extra, one) == keys_of(again, other)
+
+
+def test_blocks_before_an_item_are_shared(extra: ExtraKeys) -> None:
+    plain, pictured = keys_of(extra, request()), keys_of(extra, request(mm_features=[item(A, 9, 2)]))
+    assert plain[:2] == pictured[:2]
+    assert not set(plain[2:]) & set(pictured)
+
+
+def test_a_renamed_adapter_shares_and_a_retrained_one_does_not(adapter: Path) -> None:
+    def keys(name: str, number: int) -> list[bytes]:
+        process = ExtraKeys(SIZE, AdapterDigests(since_ns=1 << 62))
+        features = [item(f"{name}:{A}", 4, 4)]
+        return keys_of(process, request(lora_request=LoRARequest(name, number, str(adapter)), mm_features=features))
+
+    first = keys("x", 1)
+    assert keys("y", 2) == first
+    (adapter / "adapter_model.safetensors").write_bytes(b"retrain")
+    assert not set(keys("x", 1)) & set(first)
+
+
+def test_a_growing_request_keeps_its_keys(extra: ExtraKeys) -> None:
+    one = request(cache_salt="s", mm_features=[item(A, 20, 4)])
+    before = keys_of(extra, one)
+    one.append_output_token_ids([7] * 8)
+    assert keys_of(extra, one)[:6] == before
+    assert extra.of(one, 6, 8) == []
+
+
+def test_prompt_embeddings_stand_in_every_block_they_fill(extra: ExtraKeys) -> None:
+    one = request(prompt_embeds=torch.zeros(10, 3, dtype=torch.bfloat16))
+    one.append_output_token_ids([1] * 6)
+    frames = extra.of(one)
+    assert [frame[:2] for frame in frames] == [(0, EMBEDS), (1, EMBEDS), (2, EMBEDS)]
+    assert frames[0][2] == frames[1][2] != frames[2][2]  # equal rows at equal places; two rows in the last
+    expected = hashlib.sha256(b"torch.bfloat16 (3,) 4\0" + struct.pack("<4I", 0, 1, 2, 3) + bytes(24)).digest()
+    assert frames[0][2] == expected
+
+
+def test_rows_that_tokens_replace_do_not_count(extra: ExtraKeys) -> None:
+    embeds, mask = torch.zeros(24, 2), [row % 3 != 0 for row in range(24)]
+    other = embeds.clone()
+    other[torch.tensor(mask)] = 5.0
+    requests = [request(list(TOKENS), prompt_embeds=each, prompt_is_token_ids=mask) for each in (embeds, other)]
+    assert extra.of(requests[0]) == extra.of(requests[1])
+    assert extra.of(request(list(TOKENS), prompt_embeds=embeds, prompt_is_token_ids=[True] * 24)) == []
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.sampled_from([A, B])), max_size=4),
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.sampled_from([A, B])), max_size=4),
+)
+def test_items_are_told_apart_wherever_they_touch_a_full_block(
+    one: list[tuple[int, int, str]], other: list[tuple[int, int, str]]
+) -> None:
+    extra = ExtraKeys(SIZE)
+    first, second = (
+        extra.of(request(mm_features=[item(name, offset, length) for offset, length, name in items]))
+        for items in (one, other)
+    )
+    # What of each item lies in the full blocks: offset, whole length and content.
+    seen = [sorted(each for each in items if each[0] < len(TOKENS)) for items in (one, other)]
+    assert (chain(TOKENS, first)[-1] == chain(TOKENS, second)[-1]) == (seen[0] == seen[1])
+
+
+@pytest.mark.parametrize("name", ["renderer0-mm-1-image-0", "cat.png", "A" * 64, "a" * 63])
+def test_items_that_are_named_and_not_hashed_are_left_alone(extra: ExtraKeys, name: str) -> None:
+    with pytest.raises(UnkeyableError, match="named, not hashed"):
+        extra.of(request(mm_features=[item(name, 0, 8)]))
+    assert len(ExtraKeys(SIZE, trust_item_names=True).of(request(mm_features=[item(name, 0, 8)]))) == 2
+
+
+def test_what_cannot_be_described_is_left_alone(extra: ExtraKeys, adapter: Path) -> None:
+    with pytest.raises(UnkeyableError, match="no identifier"):
+        extra.of(request(mm_features=[item(None, 0, 8)]))
+    with pytest.raises(UnkeyableError, match="adapters"):
+        ExtraKeys(SIZE).of(request(lora_request=LoRARequest("x", 1, str(adapter))))
+    assert not ExtraKeys(SIZE).current(request(lora_request=LoRARequest("x", 1, str(adapter))))
+    pooling = PoolingParams(extra_kwargs={"compressed_token_type_ids": 3})
+    with pytest.raises(UnkeyableError, match="token types"):
+        extra.of(request(sampling_params=None, pooling_params=pooling))
+
+
+@pytest.mark.parametrize(
+    ("cache_gb", "prefix_caching", "hashed"),
+    [(0, False, False), (0, True, True), (4, False, True), (None, False, True)],
+)
+def test_when_vllm_numbers_items_instead_of_hashing_them(
+    engines: Any, tiny: Path, cache_gb: float | None, prefix_caching: bool, hashed: bool
+) -> None:
+    config = engines.engine_config(tiny, enable_prefix_caching=prefix_caching)
+    if cache_gb is not None:
+        config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=cache_gb)
+    assert items_are_hashed(config) is hashed
+    trusting = ExtraKeys.for_engine(config, SIZE, AdapterDigests(), trust_item_names=True)
+    named = request(mm_features=[item("cat.png", 0, 4)])
+    if hashed:
+        assert len(trusting.of(named)) == 1
+    else:
+        with pytest.raises(UnkeyableError):
+            trusting.of(named)
+
+
+def test_the_chain_is_the_hashers_own(extra: ExtraKeys, adapter: Path) -> None:
+    """The reference chain of this file and the one of the core agree on every kind of frame."""
+    store = pytest.importorskip("ucm.store", reason="the core is not built")
+    if not hasattr(store, "BlockHasher"):
+        pytest.skip("the core is not built")
+    hasher = store.BlockHasher(bytes(32), SIZE)
+    for one in different_requests(adapter):
+        frames = extra.of(one)
+        assert hasher.hash_blocks(TOKENS, extra=frames) == chain(TOKENS, frames)
