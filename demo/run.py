@@ -20,7 +20,7 @@ from typing import Any
 import model
 import report
 from process import DemoError, Progress, run_engine
-from store_files import StoreFiles, flip_byte
+from store_files import StoreFiles, flip_byte, verdict
 
 BLOCK_SIZE = 32
 PROMPT_TOKENS = 65 * BLOCK_SIZE + 5
@@ -78,10 +78,11 @@ def demo(out: pathlib.Path) -> tuple[list[report.Run], list[tuple[str, bool]]]:
     after_warm = StoreFiles(root)
     warm = _figures("warm", warm_answer, after_cold, after_warm)
 
-    victim = list(after_warm.digests)[len(after_warm) // 2]
+    ordinal = len(after_warm) * 3 // 4
+    victim = after_warm.chain()[ordinal]
     flip_byte(victim)
-    damaged = StoreFiles(root)
-    progress.line("damage", f"one byte flipped in {victim.relative_to(root)}")
+    damaged, refusal = StoreFiles(root), verdict(victim)
+    progress.line("damage", f"one byte flipped in block {ordinal}, {victim.name}; a second reader says: {refusal}")
     damaged_answer = run_engine("damaged", job, out, progress)
     after_damaged = StoreFiles(root)
     repaired = _figures("one byte flipped", damaged_answer, damaged, after_damaged)
@@ -102,8 +103,8 @@ def demo(out: pathlib.Path) -> tuple[list[report.Run], list[tuple[str, bool]]]:
         ("warm: nothing was written twice", warm.stored_bytes == 0),
         ("damaged: the block was refused and not served", repaired.reused_tokens < warm.reused_tokens),
         (
-            "damaged: the block was computed again and its file replaced",
-            after_damaged.digests.get(victim) not in (None, damaged.digests[victim]),
+            "damaged: the block was computed again and its file replaced by a good one",
+            refusal == "bad_checksum" and victim in after_damaged.digests and verdict(victim) == "good",
         ),
         ("all three outputs are identical", report.identical(runs)),
     ]

@@ -1,12 +1,11 @@
-"""What the demo may know of the store: its block files on disk, their sizes and their bytes."""
+"""What the demo knows of the store: its block files, their bytes, and the verdict of the reader in plain Python."""
 
 from __future__ import annotations
 
 import hashlib
 import pathlib
 
-#: A record's header takes the first page, the keys and values follow.
-HEADER_BYTES = 4096
+from ucm.store.record import Refused, parse_header, verify_file
 
 
 class StoreFiles:
@@ -24,6 +23,10 @@ class StoreFiles:
         """Size of one block file; all blocks of the demo have the same."""
         return max(self.sizes.values(), default=0)
 
+    def chain(self) -> list[pathlib.Path]:
+        """The files in the order of their blocks in the prompt, as their headers say it."""
+        return sorted(self.digests, key=lambda path: parse_header(path.read_bytes()).ordinal)
+
     def written_since(self, before: StoreFiles) -> int:
         """Bytes in files that are new or have other contents than ``before``."""
         return sum(size for path, size in self.sizes.items() if before.digests.get(path) != self.digests[path])
@@ -31,10 +34,21 @@ class StoreFiles:
 
 def flip_byte(path: pathlib.Path) -> None:
     """Change one byte in the middle of the keys and values of a block, as a failing disk would."""
-    contents = bytearray(path.read_bytes())
-    contents[(HEADER_BYTES + len(contents)) // 2] ^= 0x40
+    header_len = parse_header(path.read_bytes()).header_len
     with path.open("r+b") as file:  # in place: the same file, the same length
-        file.write(contents)
+        file.seek((header_len + path.stat().st_size) // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 0x40]))
+
+
+def verdict(path: pathlib.Path) -> str:
+    """``good``, or why the record in this file is refused."""
+    try:
+        verify_file(path)
+    except Refused as refused:
+        return str(refused.reason)
+    return "good"
 
 
 def _digest(path: pathlib.Path) -> str:

@@ -49,9 +49,7 @@ class UcmKVStoreBaseV1(ABC):
         """Whether each block is stored whole; exact per id, in order."""
 
     @abstractmethod
-    def load_data(
-        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]
-    ) -> Task:
+    def load_data(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]) -> Task:
         """Start reading: row *i* fills the device pieces ``addrs[i]`` of shard ``shard_index[i]``.
 
         ``addrs`` has shape (rows, pieces per row); the sizes are those the store was configured with.

@@ -1,0 +1,8 @@
+"""These tests need vLLM's classes, not an engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,204 @@
+"""What these tests put around a scheduler half: background work done when told, a store in memory, a manual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ucm.integration.vllm.connector.background import URGENT, Background
+from ucm.integration.vllm.connector.extra_keys import ExtraKeys
+from ucm.integration.vllm.connector.gate import Gate
+from ucm.integration.vllm.connector.keys import KeyMaker
+from ucm.integration.vllm.connector.lookup import Lookups
+from ucm.integration.vllm.connector.metadata import VERSION, DumpResult, Handshake, RankReport, StepPlan, WorkerReport
+from ucm.integration.vllm.connector.scheduler import SchedulerHalf
+from ucm.store import part_mask, record_ids
+from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+BLOCK = 4
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Later(Background):
+    """Background work that runs when a test says so."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Callable[[], None]] = []
+
+    def submit(self, job: Callable[[], None], priority: int = URGENT) -> bool:
+        self.jobs.append(job)
+        return True
+
+    def stalled(self) -> bool:
+        return False
+
+    def run(self) -> None:
+        """Do all that waits."""
+        jobs, self.jobs = self.jobs, []
+        for job in jobs:
+            job()
+
+
+class Memory(UcmKVStoreBaseV1):
+    """Ids that are there; used for lookups only."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config or {})
+        self.ids: set[bytes] = set()
+        self.touched: list[bytes] = []
+
+    def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
+        return [block in self.ids for block in block_ids]
+
+    def touch(self, block_ids: Sequence[bytes]) -> None:
+        self.touched += block_ids
+
+    def load_data(self, block_ids: Any, shard_index: Any, addrs: Any) -> Task:
+        raise NotImplementedError
+
+    def dump_data(self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0) -> Task:
+        raise NotImplementedError
+
+    def wait(self, task: Any, timeout: float | None = None, until: Any = "published") -> None:
+        raise NotImplementedError
+
+
+class Tables:
+    """vLLM's block pool and the tables of the requests."""
+
+    def __init__(self, blocks: int = 64) -> None:
+        self.block_pool = BlockPool(blocks + 1, True, BLOCK)
+        self.tables: dict[str, list[Any]] = {}
+
+    def allocate(self, request: Request, blocks: int) -> KVCacheBlocks:
+        """Give a request blocks."""
+        self.tables[request.request_id] = self.block_pool.get_new_blocks(blocks)
+        return self.get_blocks(request.request_id)
+
+    def free(self, request: Request) -> None:
+        """Take them back."""
+        self.block_pool.free_blocks(reversed(self.tables.pop(request.request_id)))
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """As vLLM's cache manager answers."""
+        return KVCacheBlocks((self.tables[request_id],))
+
+
+class Rig:
+    """A scheduler half with everything around it."""
+
+    def __init__(self, ranks: int = 1, opened: bool = True, **settings: Any) -> None:
+        self.clock, self.later, self.store, self.tables = Clock(), Later(), Memory(), Tables()
+        self.ranks = ranks
+        self.identity: str | None = '{"weights":"w"}'
+        self.gate = Gate(
+            own_identity={"dtype": "float32"},
+            identity=lambda: self.identity,
+            trouble=lambda: "",
+            make_store=lambda config: self.store,
+            store_config={"storage_backends": ["/nowhere"]},
+            world=ranks,
+            background=self.later,
+            open_allowance=5.0,
+            clock=self.clock,
+        )
+        self.half = SchedulerHalf(
+            self.gate,
+            make_keys=self.keys,
+            make_lookups=lambda store, masks: Lookups(self.later, store, masks),
+            block_tokens=BLOCK,
+            min_hit_tokens=settings.pop("min_hit_tokens", 0),
+            dump_output=settings.pop("dump_output", True),
+            lookup_allowance=0.05,
+            clock=self.clock,
+        )
+        self.half.bind_manager(self.tables)
+        self.half.bind_pool(self.tables.block_pool)
+        if opened:
+            self.open()
+
+    def keys(self, text: str) -> KeyMaker:
+        """The hasher of an identity."""
+        return KeyMaker(text, BLOCK, "sha256", ExtraKeys(BLOCK))
+
+    def shake(self, **changes: Any) -> None:
+        """All workers answer the handshake."""
+        fields = {"identity": {"dtype": "float32"}, "problem": ""} | changes
+        self.gate.shake(
+            {
+                (0, tp): Handshake(VERSION, (0, 0, tp), tp, True, fields["identity"], {}, fields["problem"])
+                for tp in range(self.ranks)
+            }
+        )
+
+    def open(self) -> None:
+        """Open the gate on every rank."""
+        self.shake()
+        self.later.run()
+        self.report(*(RankReport(rank, ready=True) for rank in range(self.ranks)))
+        self.step()
+
+    def report(self, *ranks: RankReport, recved: set[str] | None = None) -> None:
+        """Ranks report."""
+        self.half.worker_output(
+            KVConnectorOutput(finished_recving=recved, kv_connector_worker_meta=WorkerReport(ranks=list(ranks)))
+        )
+
+    def request(self, name: str, length: int, seed: int = 0) -> Request:
+        """A new request of so many tokens."""
+        tokens = [(seed * 131 + index) % 1000 for index in range(length)]
+        request = Request(name, tokens, SamplingParams(max_tokens=64), None)
+        self.half.on_new_request(request)
+        return request
+
+    def stored(self, request: Request, blocks: int, ranks: Sequence[int] | None = None) -> None:
+        """Put the first blocks of a request into the store."""
+        keys = self.keys(self.gate.identity_text).first(request)[:blocks]
+        for rank in range(self.ranks) if ranks is None else ranks:
+            self.store.ids.update(record_ids(keys, part_mask(0, 0, rank)))
+
+    def step(self, *requests: Request, new: bool = False) -> StepPlan:
+        """One step that computes all tokens of these requests that are not computed yet."""
+        output = SchedulerOutput.make_empty()
+        missing = {request.request_id: request.num_tokens - request.num_computed_tokens for request in requests}
+        output.num_scheduled_tokens = missing
+        output.total_num_scheduled_tokens = sum(missing.values())
+        output.scheduled_cached_reqs = CachedRequestData(
+            req_ids=[request.request_id for request in requests],
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[None for _ in requests],
+            num_computed_tokens=[request.num_computed_tokens for request in requests],
+            num_output_tokens=[request.num_output_tokens for request in requests],
+        )
+        plan = self.half.plan(output)
+        for request in requests:
+            request.num_computed_tokens = request.num_tokens
+        return plan
+
+    def admit(self, request: Request) -> None:
+        """vLLM's first steps with a request nobody has anything of."""
+        self.later.run()
+        assert self.half.matched(request, 0) == (0, False)
+        self.half.admitted(request, self.tables.allocate(request, -(-request.num_tokens // BLOCK) + 8), 0)
+
+    def ended(self, plan: StepPlan, rank: int = 0, failed: tuple[int, ...] = (), busy: bool = False) -> RankReport:
+        """A rank's report that all dumps of a plan ended."""
+        done = [DumpResult(dump.job, failed, busy) for dump in plan.dumps]
+        return RankReport(rank, ready=True, last_job=max((d.job for d in plan.dumps), default=0), done=done)

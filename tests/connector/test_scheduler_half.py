@@ -1,0 +1,338 @@
+"""The scheduler half without an engine: what it claims, what it offers, what it pins, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from parts import BLOCK, Rig  # noqa: E402
+
+from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport, join_keys, split_keys  # noqa: E402
+from ucm.store import part_mask, record_ids  # noqa: E402
+
+
+def blocks_of(plan: object) -> list[tuple[int, int]]:
+    """(first ordinal, number of blocks) of every dump of a plan."""
+    return [(dump.first, len(dump.blocks)) for dump in plan.dumps]  # type: ignore[attr-defined]
+
+
+# Claiming -----------------------------------------------------------------------------------------------------
+
+
+def test_the_stored_prefix_is_claimed_and_loaded_into_the_blocks_allocated() -> None:
+    rig = Rig()
+    request = rig.request("a", 5 * BLOCK + 2)
+    rig.stored(request, 3)
+    assert rig.half.matched(request, 0) == (None, False)  # nobody has looked yet, and nobody waits
+    rig.later.run()
+    assert rig.half.matched(request, 0) == (3 * BLOCK, True)
+    assert rig.half.matched(request, BLOCK) == (2 * BLOCK, True)  # one is on the device
+    table = rig.tables.allocate(request, 6)
+    rig.half.admitted(request, table, 2 * BLOCK)
+    (load,) = rig.step().loads
+    assert (load.first, load.blocks.tolist()) == (1, [b.block_id for b in table.blocks[0][1:3]])
+    assert split_keys(load.keys) == rig.keys(rig.gate.identity_text).first(request)[1:3]
+    rig.later.run()
+    assert len(rig.store.touched) == 3  # also the one found on the device
+
+
+def test_all_tokens_are_never_claimed() -> None:
+    rig = Rig()
+    request = rig.request("a", 3 * BLOCK)
+    rig.stored(request, 3)
+    rig.later.run()
+    assert rig.half.matched(request, 0) == (2 * BLOCK, True)
+    assert rig.half.matched(request, 2 * BLOCK) == (0, False)
+
+
+def test_a_late_lookup_is_a_miss_for_good() -> None:
+    rig = Rig()
+    request = rig.request("a", 3 * BLOCK)
+    rig.stored(request, 2)
+    assert rig.half.matched(request, 0) == (None, False)
+    rig.clock.now += 0.049
+    assert rig.half.matched(request, 0) == (None, False)
+    rig.clock.now += 0.002
+    assert rig.half.matched(request, 0) == (0, False)
+    rig.later.run()
+    assert rig.half.matched(request, 0) == (0, False)
+    rig.half.admitted(request, rig.tables.allocate(request, 3), 0)
+    assert rig.half.misses == {"lookup_late": 1}
+
+
+def test_a_failing_lookup_is_a_miss() -> None:
+    rig = Rig()
+    request = rig.request("a", 3 * BLOCK)
+    rig.store.lookup = lambda ids: 1 / 0  # type: ignore[assignment, method-assign]
+    rig.later.run()
+    assert rig.half.matched(request, 0) == (0, False)
+
+
+def test_a_hit_counts_only_if_every_rank_has_it() -> None:
+    rig = Rig(ranks=2)
+    request = rig.request("a", 5 * BLOCK)
+    rig.stored(request, 4, ranks=[0])
+    rig.stored(request, 2, ranks=[1])
+    rig.later.run()
+    assert rig.half.matched(request, 0) == (2 * BLOCK, True)
+
+
+def test_short_hits_are_declined() -> None:
+    rig = Rig(min_hit_tokens=2 * BLOCK + 1)
+    request = rig.request("a", 5 * BLOCK)
+    rig.stored(request, 2)
+    rig.later.run()
+    assert rig.half.matched(request, 0) == (0, False)
+    rig.half.admitted(request, rig.tables.allocate(request, 5), 0)
+    assert rig.half.misses == {"too_short": 1}
+
+
+def test_after_a_failed_load_nothing_at_or_past_the_block_is_claimed_and_it_is_written_again() -> None:
+    rig = Rig()
+    request = rig.request("a", 5 * BLOCK)
+    rig.stored(request, 4)
+    rig.later.run()
+    keys = rig.keys(rig.gate.identity_text).first(request)
+    assert rig.half.matched(request, 0) == (4 * BLOCK, True)
+    rig.half.admitted(request, rig.tables.allocate(request, 8), 4 * BLOCK)
+    rig.step()
+    rig.report(
+        RankReport(0, ready=True, load_failures=[LoadFailure("a", 1, join_keys(keys[1:2]))]), recved={"a"}
+    )
+    assert rig.half.matched(request, 0) == (BLOCK, True)
+    other = rig.request("b", 5 * BLOCK)  # the same tokens: the record is bad for everyone
+    rig.later.run()
+    assert rig.half.matched(other, 0) == (BLOCK, True)
+    request.num_computed_tokens = BLOCK
+    plan = rig.step(request)
+    assert (1, 1) in blocks_of(plan)
+    rig.report(rig.ended(plan))
+    third = rig.request("c", 5 * BLOCK)
+    rig.later.run()
+    assert rig.half.matched(third, 0) == (4 * BLOCK, True)
+
+
+def test_a_preempted_request_is_looked_up_again_with_its_output() -> None:
+    rig = Rig()
+    request = rig.request("a", 2 * BLOCK + 1)
+    rig.admit(request)
+    rig.step(request)
+    request.append_output_token_ids([7] * (2 * BLOCK))
+    rig.tables.free(request)
+    request.num_computed_tokens, request.num_preemptions = 0, 1
+    rig.stored(request, 4)
+    assert rig.half.matched(request, 0) == (None, False)
+    rig.later.run()
+    assert rig.half.matched(request, 0) == (4 * BLOCK, True)
+
+
+# Offering -----------------------------------------------------------------------------------------------------
+
+
+def test_every_full_block_is_offered_once_prompt_and_output() -> None:
+    rig = Rig()
+    request = rig.request("a", 2 * BLOCK + 1)
+    rig.admit(request)
+    plan = rig.step(request)
+    assert blocks_of(plan) == [(0, 2)]
+    assert plan.dumps[0].parent == b""
+    rig.report(rig.ended(plan))
+    request.append_output_token_ids([1] * (BLOCK - 1))
+    plan = rig.step(request)
+    assert blocks_of(plan) == [(2, 1)]
+    assert plan.dumps[0].parent == rig.keys(rig.gate.identity_text).first(request)[1]
+    assert blocks_of(rig.step(request)) == []
+
+
+def test_only_confirmed_tokens_are_offered() -> None:
+    rig = Rig()
+    request = rig.request("a", BLOCK + 1)
+    rig.admit(request)
+    rig.step(request)
+    request.num_computed_tokens = 2 * BLOCK  # asynchronous scheduling runs ahead of what is known
+    assert blocks_of(rig.step(request)) == []
+
+
+def test_prompt_only() -> None:
+    rig = Rig(dump_output=False)
+    request = rig.request("a", BLOCK)
+    rig.admit(request)
+    assert blocks_of(rig.step(request)) == [(0, 1)]
+    request.append_output_token_ids([1] * (2 * BLOCK))
+    assert blocks_of(rig.step(request)) == []
+
+
+def test_what_the_store_has_or_another_request_writes_is_not_offered() -> None:
+    rig = Rig()
+    first = rig.request("a", 4 * BLOCK)
+    rig.stored(first, 2)
+    rig.later.run()
+    rig.half.matched(first, 2 * BLOCK)
+    rig.half.admitted(first, rig.tables.allocate(first, 4), 0)
+    assert blocks_of(rig.step(first)) == [(2, 2)]
+    second = rig.request("b", 4 * BLOCK)
+    rig.later.run()
+    rig.half.matched(second, 3 * BLOCK)
+    rig.half.admitted(second, rig.tables.allocate(second, 4), 0)
+    assert blocks_of(rig.step(second)) == []
+
+
+def test_sources_are_pinned_until_every_rank_has_staged_them() -> None:
+    rig = Rig(ranks=2)
+    free = rig.tables.block_pool.get_num_free_blocks()
+    request = rig.request("a", 2 * BLOCK)
+    rig.admit(request)
+    plan = rig.step(request)
+    rig.half.finished(request)
+    rig.tables.free(request)
+    job = plan.dumps[0].job
+    assert rig.tables.block_pool.get_num_free_blocks() == free - 2
+    rig.report(RankReport(0, ready=True, staged=[job]))
+    assert rig.tables.block_pool.get_num_free_blocks() == free - 2
+    rig.report(RankReport(1, ready=True, staged=[job]))
+    assert rig.tables.block_pool.get_num_free_blocks() == free
+    assert rig.half.wants_steps  # published is still to come
+    rig.report(rig.ended(plan, 0), rig.ended(plan, 1))
+    assert not rig.half.wants_steps
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_refused_dump_is_offered_again_after_a_pause(busy: bool) -> None:
+    rig = Rig(ranks=2)
+    request = rig.request("a", 3 * BLOCK)
+    rig.admit(request)
+    plan = rig.step(request)
+    rig.report(rig.ended(plan, 0), rig.ended(plan, 1, failed=(1, 2), busy=busy))
+    assert blocks_of(rig.step(request)) == []
+    rig.clock.now += 1.0
+    assert blocks_of(rig.step(request)) == [(1, 2)]
+
+
+def test_a_block_one_rank_could_not_publish_is_no_hit() -> None:
+    rig = Rig(ranks=2)
+    request = rig.request("a", 3 * BLOCK)
+    rig.admit(request)
+    plan = rig.step(request)
+    rig.stored(request, 3)
+    rig.report(rig.ended(plan, 0), rig.ended(plan, 1, failed=(1,)))
+    other = rig.request("b", 3 * BLOCK + 1)
+    rig.later.run()
+    assert rig.half.matched(other, 0) == (BLOCK, True)
+
+
+def test_the_budget_is_the_least_any_rank_can_take() -> None:
+    rig = Rig(ranks=2)
+    rig.report(RankReport(0, ready=True, free_slots=5), RankReport(1, ready=True, free_slots=2))
+    request = rig.request("a", 4 * BLOCK)
+    rig.admit(request)
+    plan = rig.step(request)
+    assert blocks_of(plan) == [(0, 2)]
+    assert blocks_of(rig.step(request)) == []
+    report = rig.ended(plan, 1)
+    report.free_slots = 9
+    rig.report(report, rig.ended(plan, 0))
+    assert blocks_of(rig.step(request)) == [(2, 2)]
+
+
+def test_what_a_finished_request_holds_is_offered_with_the_next_step() -> None:
+    rig = Rig()
+    request = rig.request("a", BLOCK + 1)
+    rig.admit(request)
+    rig.report(rig.ended(rig.step(request)))
+    request.append_output_token_ids([3] * BLOCK)
+    request.num_computed_tokens = 2 * BLOCK
+    rig.half.finished(request)
+    rig.tables.free(request)
+    assert rig.half.wants_steps
+    assert blocks_of(rig.step()) == [(1, 1)]
+
+
+def test_a_request_that_ends_while_loading_offers_nothing() -> None:
+    rig = Rig()
+    request = rig.request("a", 4 * BLOCK)
+    rig.stored(request, 2)
+    rig.later.run()
+    rig.half.matched(request, 0)
+    rig.half.admitted(request, rig.tables.allocate(request, 4), 2 * BLOCK)
+    rig.step()
+    request.num_computed_tokens = 2 * BLOCK
+    rig.half.finished(request)
+    assert blocks_of(rig.step()) == []
+
+
+# Opening ------------------------------------------------------------------------------------------------------
+
+
+def test_until_the_weights_are_known_requests_miss_and_are_offered_afterwards() -> None:
+    rig = Rig(opened=False)
+    rig.identity = None
+    rig.shake()
+    request = rig.request("a", 2 * BLOCK + 1)
+    assert rig.half.matched(request, 0) == (0, False)
+    rig.half.admitted(request, rig.tables.allocate(request, 8), 0)
+    assert rig.half.misses == {"identity_pending": 1}
+    assert blocks_of(rig.step(request)) == []
+    assert not rig.half.wants_steps  # hashing takes as long as it takes
+    rig.identity = '{"weights":"now"}'
+    plan = rig.step(request)
+    assert plan.setup is not None
+    assert plan.setup.identity == rig.identity
+    rig.later.run()
+    rig.report(RankReport(0, ready=True))
+    request.append_output_token_ids([1])
+    assert blocks_of(rig.step(request)) == [(0, 2)]
+
+
+def test_requests_wait_for_the_opening_but_not_for_ever() -> None:
+    rig = Rig(opened=False)
+    rig.shake()
+    request = rig.request("a", 2 * BLOCK)
+    assert rig.half.wants_steps
+    assert rig.half.matched(request, 0) == (None, False)
+    rig.clock.now += 5.1
+    assert rig.half.matched(request, 0) == (0, False)
+    assert not rig.half.wants_steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"identity": {"dtype": "bfloat16"}}, "bfloat16"),
+        ({"problem": "no such layout"}, "no such layout"),
+    ],
+)
+def test_a_worker_that_differs_switches_everything_off(changes: dict[str, object], said: str) -> None:
+    rig = Rig(opened=False)
+    rig.shake(**changes)
+    assert rig.gate.phase == "off"
+    assert said in rig.gate.why_off
+    request = rig.request("a", 2 * BLOCK)
+    assert rig.half.matched(request, 0) == (0, False)
+    assert rig.step().setup is None
+
+
+def test_a_rank_whose_store_does_not_open_switches_everything_off() -> None:
+    rig = Rig()
+    request = rig.request("a", 2 * BLOCK)
+    rig.report(RankReport(0, broken="disk on fire"))
+    assert rig.half.matched(request, 0) == (0, False)
+    assert "disk on fire" in rig.gate.why_off
+
+
+def test_a_reset_of_the_connector_ends_its_service() -> None:
+    rig = Rig()
+    request = rig.request("a", 3 * BLOCK)
+    rig.stored(request, 2)
+    rig.later.run()
+    rig.half.reset()
+    assert rig.half.matched(request, 0) == (0, False)
+
+
+def test_salted_requests_share_nothing() -> None:
+    rig = Rig()
+    plain, salted = rig.request("a", 3 * BLOCK), rig.request("b", 3 * BLOCK)
+    salted.cache_salt = "tenant"
+    keys = rig.keys(rig.gate.identity_text)
+    assert not set(keys.first(plain)) & set(keys.first(salted))
+    assert record_ids(keys.first(plain), part_mask(0, 0, 0)) != record_ids(keys.first(plain), part_mask(0, 0, 1))

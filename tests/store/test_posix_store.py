@@ -1,0 +1,369 @@
+"""What every user of the store API may rely on, through the Rust store on a real file system."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ucm.errors import (
+    BusyError,
+    ClosedError,
+    ConfigError,
+    CorruptError,
+    DeadlineError,
+    ForkedError,
+    InvalidInputError,
+    NotFoundError,
+    TaskError,
+    UnsupportedError,
+)
+from ucm.store import BlockHasher, UcmConnectorFactoryV1
+from ucm.store.posix import UcmPosixStore
+from ucm.store.record import Part, verify_file
+
+Open = Callable[..., UcmPosixStore]
+
+PIECES = [4096, 2048]
+LAYERS = 3
+BLOCK = sum(PIECES) * LAYERS
+
+
+class Memory:
+    """One row of pieces per block, laid out as a device would hold them: every piece on its own."""
+
+    def __init__(self, blocks: int, fill: int | None = None) -> None:
+        random = np.random.default_rng(blocks)
+        self.pieces: list[list[npt.NDArray[np.uint8]]] = [
+            [
+                random.integers(0, 256, size, dtype=np.uint8) if fill is None else np.full(size, fill, np.uint8)
+                for _ in range(LAYERS)
+                for size in PIECES
+            ]
+            for _ in range(blocks)
+        ]
+
+    def rows(self, *blocks: int) -> npt.NDArray[np.uint64]:
+        return np.array([[piece.ctypes.data for piece in self.pieces[b]] for b in blocks], dtype=np.uint64)
+
+    def layer_rows(self, block: int) -> npt.NDArray[np.uint64]:
+        return self.rows(block).reshape(LAYERS, len(PIECES))
+
+    def equals(self, other: Memory, block: int) -> bool:
+        return all(np.array_equal(a, b) for a, b in zip(self.pieces[block], other.pieces[block], strict=True))
+
+
+def ids(count: int) -> list[bytes]:
+    return [bytes([n * 7 % 256]) * 8 + n.to_bytes(8, "little") for n in range(count)]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "storage_backends": str(tmp_path / "root"),
+        "tensor_size_list": PIECES,
+        "shard_size": BLOCK,
+        "block_size": BLOCK,
+        "identity": "tests",
+        "storage_capacity": "1GiB",
+        "staging_capacity": "4MiB",
+        "deadlines": {"lookup_ms": 20_000},
+    }
+
+
+@pytest.fixture
+def opened(config: dict[str, Any]) -> Iterator[Callable[..., UcmPosixStore]]:
+    """Opens stores over one root; closes what the test left open."""
+    stores: list[UcmPosixStore] = []
+
+    def make(**changes: Any) -> UcmPosixStore:
+        stores.append(UcmPosixStore(config | changes))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def store(opened: Callable[..., UcmPosixStore]) -> UcmPosixStore:
+    return opened()
+
+
+def record_files(root: Path) -> list[Path]:
+    return sorted(root.rglob("*.bin"))
+
+
+def bytes_stored(root: Path) -> int:
+    total = 0
+    for path in record_files(root):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:  # the collector was faster
+            continue
+    return total
+
+
+def test_what_was_dumped_is_loaded_byte_for_byte(store: UcmPosixStore) -> None:
+    names, source, target = ids(5), Memory(5), Memory(5, fill=0)
+    assert store.lookup(names) == [False] * 5
+    assert store.lookup_on_prefix(names) == -1
+    store.wait(store.dump_data(names, [0] * 5, source.rows(*range(5))))
+    assert store.lookup(names) == [True] * 5
+    assert store.lookup_on_prefix([*names, b"x" * 16, names[0]]) == 4
+    assert store.lookup([names[0], b"x" * 16, names[2]]) == [True, False, True], "exact per id"
+    store.wait(store.load_data(names, [0] * 5, target.rows(*range(5))))
+    assert all(source.equals(target, block) for block in range(5))
+
+
+def test_tensors_and_a_second_process_of_the_same_identity(opened: Open) -> None:
+    names, source, target = ids(2), Memory(2), Memory(2, fill=0)
+    with opened() as first:
+        task = first.dump(names, [0, 0], source.pieces)
+        first.wait(task, until="staged")
+        first.wait(task)
+    second = opened()
+    second.wait(second.load(names, [0, 0], target.pieces))
+    assert source.equals(target, 0)
+    assert source.equals(target, 1)
+    assert opened(identity="others").lookup(names) == [False, False]
+    assert opened(part=(0, 0, 1)).lookup(names) == [True, True], "ids tell parts apart, not the namespace"
+
+
+def test_layerwise_and_direct_write_the_same_record(opened: Open, tmp_path: Path) -> None:
+    name, source = ids(1), Memory(1)
+    layerwise = opened(shard_size=sum(PIECES), storage_backends=str(tmp_path / "layerwise"))
+    tasks = [layerwise.dump_data(name, [layer], source.layer_rows(0)[[layer]]) for layer in range(LAYERS)]
+    layerwise.wait(tasks)
+    direct = opened(storage_backends=str(tmp_path / "direct"))
+    direct.wait(direct.dump_data(name, [0], source.rows(0)))
+    one, other = (record_files(tmp_path / kind)[0].read_bytes() for kind in ("layerwise", "direct"))
+    assert one[4096:] == other[4096:]
+    target = Memory(1, fill=0)
+    layerwise.wait(layerwise.load_data(name * LAYERS, list(range(LAYERS)), target.layer_rows(0)))
+    assert source.equals(target, 0)
+
+
+def test_the_header_says_what_was_described_and_the_second_reader_agrees(opened: Open, tmp_path: Path) -> None:
+    store = opened(block_tokens=32, dtype="torch.bfloat16", part=(0, 1, 2))
+    name, source = ids(2), Memory(2)
+    store.describe([name[1]], parents=[name[0]], ordinals=[7], tokens=[32])
+    store.wait(store.dump_data([name[1]], [0], source.rows(1)))
+    path = record_files(tmp_path / "root")[0]
+    assert path.name == f"{name[1].hex()}.bin"
+    assert path.parent.name == f"{name[1][0]:02x}"
+    header, data = verify_file(path), path.read_bytes()
+    assert (header.record_id, header.parent) == (name[1], name[0])
+    assert (header.ordinal, header.tokens, header.block_tokens, header.dtype_name) == (7, 32, 32, "bf16")
+    assert header.part == Part(0, 1, 2)
+    layers = [np.concatenate(source.pieces[1][2 * n : 2 * n + 2]).tobytes() for n in range(LAYERS)]
+    assert [data[layer.offset : layer.offset + layer.length] for layer in header.table] == layers
+
+
+def test_a_missing_block_fails_its_row_and_says_why(store: UcmPosixStore) -> None:
+    names, memory = ids(2), Memory(2)
+    store.wait(store.dump_data(names[:1], [0], memory.rows(0)))
+    task = store.load_data(names, [0, 0], memory.rows(0, 1))
+    for _ in range(2):
+        with pytest.raises(TaskError) as caught:
+            store.wait(task)
+        assert isinstance(caught.value.failures[1], NotFoundError)
+    assert store.check(task)
+    assert task.completed
+
+
+def test_a_damaged_record_is_refused_and_the_next_dump_replaces_it(store: UcmPosixStore, tmp_path: Path) -> None:
+    names, source, target = ids(1), Memory(1), Memory(1, fill=3)
+    store.wait(store.dump_data(names, [0], source.rows(0)))
+    path = record_files(tmp_path / "root")[0]
+    damaged = bytearray(path.read_bytes())
+    damaged[5000] ^= 0x10
+    path.write_bytes(damaged)
+    with pytest.raises(TaskError) as caught:
+        store.wait(store.load_data(names, [0], target.rows(0)))
+    assert isinstance(caught.value.failures[0], CorruptError)
+    assert caught.value.failures[0].context["reason"] == "bad_checksum"
+    assert target.equals(Memory(1, fill=3), 0), "no byte of it reached the device"
+    assert store.lookup(names) == [False]
+    store.wait(store.dump_data(names, [0], source.rows(0)))
+    store.wait(store.load_data(names, [0], target.rows(0)))
+    assert source.equals(target, 0)
+    stats = store.stats()
+    assert stats["misses"]["bad_checksum"] == 1
+    assert stats["records_replaced"] == 1
+
+
+def test_a_dump_that_finds_no_slot_is_busy(opened: Open) -> None:
+    store = opened(staging_capacity=1 << 20)
+    slots = store.stats()["slots"]
+    free = store.free_dump_slots()
+    assert free is not None
+    assert 0 < free < slots, "a part of the slots is never given to dumps"
+    count = slots + 1
+    memory = Memory(1)
+    rows = np.repeat(memory.rows(0), count, axis=0)
+    with pytest.raises(BusyError) as caught:
+        store.dump_data(ids(count), [0] * count, rows)
+    assert caught.value.retryable
+    assert store.free_dump_slots() == free, "nothing was taken"
+
+
+def test_waiting_releases_the_gil_and_has_an_end(opened: Open) -> None:
+    store = opened()
+    memory = Memory(1)
+    task = store.dump_data(ids(1), [0], memory.rows(0))
+    seen: list[bool] = []
+    threads = [threading.Thread(target=lambda: seen.append(store.wait(task) is None)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert seen == [True] * 4
+    blocked = ids(2)[1:]
+    half = opened(shard_size=sum(PIECES), deadlines={"dump_s": 3600})
+    part = half.dump_data(blocked, [0], memory.layer_rows(0)[:1])
+    half.wait(part)  # a task that leaves its block incomplete is done when staged
+    assert store.lookup(blocked) == [False]
+    with pytest.raises(InvalidInputError):
+        half.wait("no task")
+
+
+def test_the_limit_of_a_wait_is_the_callers(opened: Open, tmp_path: Path) -> None:
+    store = opened()
+    task = store.dump_data(ids(1), [0], Memory(1).rows(0))
+    try:
+        store.wait(task, timeout=0)
+    except DeadlineError as error:
+        assert error.retryable
+    store.wait(task)
+    assert len(record_files(tmp_path / "root")) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"names": [b"short"]}, "16 bytes"),
+        ({"names": ["00" * 16]}, "raw bytes"),
+        ({"names": b"0123456789abcdef"}, "sequence"),
+        ({"shards": [0, 0]}, "equally many"),
+        ({"shards": [1]}, "shard index out of range"),
+        ({"shards": [-1]}, "shard index out of range"),
+        ({"addrs": np.ones((1, 5), np.uint64)}, "one column per tensor"),
+        ({"addrs": np.ones((2, 6), np.uint64)}, "equally many"),
+        ({"addrs": np.ones(6, np.uint64)}, "shape"),
+        ({"addrs": np.ones((1, 6), np.float64)}, "integers"),
+        ({"addrs": np.zeros((1, 6), np.uint64)}, "null"),
+    ],
+)
+def test_wrong_arguments_are_named(store: UcmPosixStore, change: dict[str, Any], words: str) -> None:
+    good = {"names": ids(1), "shards": [0], "addrs": Memory(1).rows(0)}
+    given = good | change
+    for call in (store.load_data, store.dump_data):
+        with pytest.raises(InvalidInputError, match=words):
+            call(given["names"], given["shards"], given["addrs"])
+    assert store.stats()["blocks_in_flight"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"shard_size": 100}, InvalidInputError, "shard_size"),
+        ({"block_size": BLOCK + 1}, InvalidInputError, "block_size"),
+        ({"block_size": "big"}, InvalidInputError, "block_size"),
+        ({"tensor_size": 8}, InvalidInputError, "either tensor_size or tensor_size_list"),
+        ({"storage_backends": ""}, ConfigError, "storage_backends"),
+        ({"storage_backends": "/a:/b"}, ConfigError, "exactly one"),
+        ({"staging_capacity": "1 KiB"}, ConfigError, "staging_capacity"),
+        ({"storage_capacity": "much"}, ConfigError, "storage_capacity"),
+        ({"blocksize": 1}, ConfigError, "did you mean 'block_size'"),
+        ({"identity": '{"format_version":1}'}, ConfigError, "identity"),
+    ],
+)
+def test_a_wrong_configuration_is_named(
+    config: dict[str, Any], change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises((error, ConfigError, InvalidInputError), match=words):
+        UcmPosixStore(config | change)
+
+
+def test_a_store_for_lookups_only_writes_nothing(opened: Open, tmp_path: Path) -> None:
+    lookups = opened(device_id=-1)
+    assert lookups.lookup(ids(2)) == [False, False]
+    assert not (tmp_path / "root").exists()
+    with pytest.raises(UnsupportedError, match="lookups only"):
+        lookups.dump_data(ids(1), [0], Memory(1).rows(0))
+    writer = opened()
+    writer.wait(writer.dump_data(ids(1), [0], Memory(1).rows(0)))
+    assert lookups.lookup(ids(2)) == [True, False]
+
+
+def test_use_after_close_and_closing_twice(store: UcmPosixStore) -> None:
+    memory = Memory(1)
+    task = store.dump_data(ids(1), [0], memory.rows(0))
+    store.close()
+    store.close()
+    store.wait(task)  # it was finished, or says how it failed
+    for call in (
+        lambda: store.lookup(ids(1)),
+        lambda: store.lookup_on_prefix(ids(1)),
+        lambda: store.load_data(ids(1), [0], memory.rows(0)),
+        lambda: store.dump_data(ids(1), [0], memory.rows(0)),
+        lambda: store.touch(ids(1)),
+    ):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def _in_child(store: UcmPosixStore, names: list[bytes], answer: Any) -> None:
+    try:
+        store.lookup(names)
+        answer.send("a lookup went through")
+    except ForkedError as error:
+        answer.send(str(error))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_after_a_fork_the_child_is_told(store: UcmPosixStore) -> None:
+    receive, send = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_in_child, args=(store, ids(1), send))
+    child.start()
+    assert receive.poll(60)
+    assert "fork" in receive.recv()
+    child.join(60)
+    assert child.exitcode == 0
+    assert store.lookup(ids(1)) == [False], "the parent goes on"
+
+
+def test_the_factory_makes_it_by_name(config: dict[str, Any]) -> None:
+    with UcmConnectorFactoryV1.create_connector("UcmPosixStore", config) as store:
+        assert store.lookup_on_prefix(ids(3)) == -1
+        store.prefetch(ids(3))
+        assert store.cc_store() == 0
+
+
+def test_capacity_is_kept_and_shown(opened: Open, tmp_path: Path) -> None:
+    store = opened(storage_capacity=10 * 32768)
+    memory = Memory(1)
+    for name in ids(40):
+        try:
+            store.wait(store.dump_data([name], [0], memory.rows(0)))
+        except TaskError as error:
+            assert error.failures[0].kind == "no_space"
+        assert bytes_stored(tmp_path / "root") <= 10 * 32768
+    assert store.stats()["storage_capacity_bytes"] == 10 * 32768
+
+
+def test_keys_name_tokens_and_all_before_them(store: UcmPosixStore) -> None:
+    hasher = BlockHasher(b"identity", 4)
+    one, other = hasher.hash_blocks([1, 2, 3, 4, 5, 6, 7, 8]), hasher.hash_blocks([9, 2, 3, 4, 5, 6, 7, 8])
+    assert not set(one) & set(other)
+    memory = Memory(2)
+    store.wait(store.dump_data(one, [0, 0], memory.rows(0, 1)))
+    assert store.lookup_on_prefix(one) == 1
+    assert store.lookup_on_prefix(other) == -1
