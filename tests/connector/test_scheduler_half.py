@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from parts import BLOCK, Rig  # noqa: E402
+from parts import BLOCK, Rig
 
-from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport, join_keys, split_keys  # noqa: E402
-from ucm.store import part_mask, record_ids  # noqa: E402
+from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport, join_keys, split_keys
+from ucm.store import part_mask, record_ids
 
 
 def blocks_of(plan: object) -> list[tuple[int, int]]:
@@ -97,9 +97,7 @@ def test_after_a_failed_load_nothing_at_or_past_the_block_is_claimed_and_it_is_w
     assert rig.half.matched(request, 0) == (4 * BLOCK, True)
     rig.half.admitted(request, rig.tables.allocate(request, 8), 4 * BLOCK)
     rig.step()
-    rig.report(
-        RankReport(0, ready=True, load_failures=[LoadFailure("a", 1, join_keys(keys[1:2]))]), recved={"a"}
-    )
+    rig.report(RankReport(0, ready=True, load_failures=[LoadFailure("a", 1, join_keys(keys[1:2]))]), recved={"a"})
     assert rig.half.matched(request, 0) == (BLOCK, True)
     other = rig.request("b", 5 * BLOCK)  # the same tokens: the record is bad for everyone
     rig.later.run()

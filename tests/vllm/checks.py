@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from cases import Case
-from harness import Result, wait_until
+from harness import Engine, Result, wait_until
 from lives import Disk
 
 
@@ -21,6 +21,22 @@ def assert_reused(answer: Result, case: Case) -> None:
     """At least 95 % of the full blocks were not computed."""
     need = math.ceil(0.95 * case.full_blocks)
     assert answer.cached_blocks >= need, f"{answer.cached_blocks} of {case.full_blocks} full blocks reused"
+
+
+def ask_until_reused(engine: Engine, case: Case, right: Result, **options: object) -> None:
+    """Asks until the prompt is reused; every answer on the way is right.
+
+    After a failure the connector may pause before it offers blocks again, and offers them only of a live request.
+    """
+
+    def reused() -> bool:
+        engine.wait_idle()
+        engine.reset()
+        answer = engine.generate(case.ask(**options))[0]
+        assert_same(answer, right)
+        return answer.cached_blocks >= math.ceil(0.95 * case.full_blocks)
+
+    wait_until(reused, "the prompt is stored and reused again")
 
 
 def assert_stored(disk: Disk, before: int, blocks: int) -> None:

@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = [place for place, item in enumerate(items) if here in item.path.parents]
     for place, item in zip(places, sorted((items[place] for place in places), key=_turn), strict=True):
         item.add_marker("vllm")
-        item.add_marker(pytest.mark.timeout(900))
+        item.add_marker(pytest.mark.timeout(1800))
         items[place] = item
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cases import FRESH, STORED, Case, output_blocks
-from checks import assert_reused, assert_same, assert_stored
+from checks import ask_until_reused, assert_reused, assert_same, assert_stored
 from harness import BLOCK, Engine, Result, wait_until
 from lives import Disk, Life, store_under_test
 
@@ -28,14 +28,7 @@ def chain_of(engine: Engine, disk: Disk, case: Case) -> list[str]:
 def assert_back_to_normal(engine: Engine, disk: Disk, name: str, right: Result) -> None:
     """With the faults gone, all blocks are free and the prompt is reused again."""
     disk.faults.clear()
-    engine.wait_idle()
-    engine.reset()
-    engine.generate(STORED[name].ask())
-    engine.wait_idle()
-    engine.reset()
-    answer = engine.generate(STORED[name].ask())[0]
-    assert_same(answer, right)
-    assert_reused(answer, STORED[name])
+    ask_until_reused(engine, STORED[name], right)
 
 
 def test_failed_load_is_recomputed(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
@@ -160,10 +153,8 @@ def test_failed_dump_is_harmless(warm: Engine, cold: Life, reference: dict[str, 
     again = warm.generate(case.ask())[0]
     assert_same(again, reference["refused"])
     assert again.cached == 0
+    ask_until_reused(warm, case, reference["refused"])
     assert_stored(cold.disk, before, output_blocks(case))
-    warm.wait_idle()
-    warm.reset()
-    assert_reused(warm.generate(case.ask())[0], case)
 
 
 def test_refused_dump_is_offered_again(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cases import STORED
-from checks import assert_reused, assert_same
+from checks import ask_until_reused, assert_reused, assert_same
 from harness import Engine, EngineHost, Result
 from lives import Disk, Life
 
@@ -51,13 +51,10 @@ class TestTwoRanks:
         assert {event["rank"] for event in cold.disk.faults.events("load-failed")} >= {1}
         assert_same(answer, reference["middle"])
         cold.disk.faults.clear()
-        ranks.wait_idle()
+        ask_until_reused(ranks, STORED["middle"], reference["middle"])
 
     def test_block_missing_on_one_rank(self, ranks: Engine, cold: Life, reference: dict[str, Result]) -> None:
         """The shortest prefix counts; the block is stored again."""
-        ranks.generate(STORED["middle"].ask())
-        ranks.wait_idle()
-        ranks.reset()
         since = len(cold.disk.faults.events("load"))
         ranks.generate(STORED["middle"].ask())
         ids = of_rank(cold.disk, 1, since)
@@ -67,9 +64,7 @@ class TestTwoRanks:
         answer = ranks.generate(STORED["middle"].ask())[0]
         assert_same(answer, reference["middle"])
         assert answer.cached_blocks == 6
-        ranks.wait_idle()
-        ranks.reset()
-        assert_reused(ranks.generate(STORED["middle"].ask())[0], STORED["middle"])
+        ask_until_reused(ranks, STORED["middle"], reference["middle"])
 
     def test_failed_dump_on_one_rank_is_no_hit(self, ranks: Engine, cold: Life, reference: dict[str, Result]) -> None:
         cold.disk.faults.set("fail-dump", "rank=1")
@@ -80,6 +75,4 @@ class TestTwoRanks:
         answer = ranks.generate(STORED["long"].ask())[0]
         assert_same(answer, reference["long"])
         assert answer.cached == 0
-        ranks.wait_idle()
-        ranks.reset()
-        assert_reused(ranks.generate(STORED["long"].ask())[0], STORED["long"])
+        ask_until_reused(ranks, STORED["long"], reference["long"])

@@ -14,6 +14,9 @@ from ucm.errors import NotFoundError
 from ucm.integration.vllm.connector import adapters
 from ucm.integration.vllm.connector.adapters import AdapterDigests, UnkeyableError, adapter_digest
 
+#: The first import of vLLM takes long on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 ALWAYS = 1 << 62
 
 

@@ -29,6 +29,9 @@ from ucm.integration.vllm.connector.extra_keys import (
     items_are_hashed,
 )
 
+#: The first import of vLLM takes long on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 SIZE = 4
 TOKENS = list(range(100, 124))  # six blocks
 A, B = "a" * 64, "b" * 64

@@ -27,6 +27,9 @@ from ucm.integration.vllm.connector.identity import (
     with_weights,
 )
 
+#: The first import of vLLM takes long on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "rope_theta": 10000.0}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 LONG = {
@@ -171,8 +174,8 @@ def test_the_name_in_the_configuration_does_not_count(engines: Any, tmp_path: Pa
     assert identity_text(engines.identity_of(named, "w")) == identity_text(engines.identity_of(plain, "w"))
 
 
-@pytest.mark.parametrize("seed", ["1", "4242"])
-def test_another_process_and_hash_seed_give_the_same_text(engines: Any, tiny: Path, seed: str) -> None:
+def test_another_process_and_hash_seed_give_the_same_text(engines: Any, tiny: Path) -> None:
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "4242"
     env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
         [sys.executable, engines.__file__, str(tiny)],
@@ -181,7 +184,7 @@ def test_another_process_and_hash_seed_give_the_same_text(engines: Any, tiny: Pa
         capture_output=True,
         text=True,
         check=True,
-        timeout=110,
+        timeout=280,
     )
     assert done.stdout.splitlines()[-1] == identity_text(engines.identity_of(tiny, "sha256:00"))
 

@@ -161,20 +161,16 @@ fn from_list(list: &Bound<'_, PyList>, skip: usize) -> PyResult<Vec<u32>> {
     let (py, len) = (list.py(), list.len());
     let mut tokens = Vec::with_capacity(len.saturating_sub(skip));
     for index in skip..len {
-        // SAFETY: the GIL is held and `index` is below the length; the borrowed item is only read before the next
-        // call into Python, and PyLong_AsLongLong runs no Python code for the exact int that is checked first.
+        // SAFETY: the GIL is held and `index` is below the length, so the item is a live object, borrowed from the
+        // list; PyLong_AsUnsignedLong takes any object, runs no Python code, and answers all ones for what it refuses.
         let value = unsafe {
             let item = ffi::PyList_GetItem(list.as_ptr(), index as ffi::Py_ssize_t);
-            if item.is_null() || ffi::PyLong_CheckExact(item) == 0 {
-                -1
-            } else {
-                ffi::PyLong_AsLongLong(item)
-            }
+            ffi::PyLong_AsUnsignedLong(item)
         };
         match u32::try_from(value) {
             Ok(token) => tokens.push(token),
             Err(_) => {
-                drop(PyErr::take(py)); // an int too large for 64 bits leaves an exception behind
+                drop(PyErr::take(py)); // what was refused left an exception behind
                 // Anything else that behaves like an integer (a NumPy scalar, say) takes the slow way.
                 let slow = list.get_item(index)?.extract::<u32>();
                 tokens.push(slow.map_err(|_| not_a_token(py, index))?);

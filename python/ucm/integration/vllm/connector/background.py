@@ -5,10 +5,9 @@ Nothing here is joined: a thread stuck in a system call of a dead mount costs it
 
 from __future__ import annotations
 
-import itertools
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from ucm.integration.vllm.connector.guard import throttle
@@ -20,24 +19,27 @@ URGENT, IDLE = 0, 1
 
 
 class Background:
-    """Runs functions without arguments, urgent ones first."""
+    """Runs functions without arguments, urgent ones first; one thread is kept for the urgent ones alone."""
 
     def __init__(
-        self, name: str, threads: int = 2, capacity: int = 1024, clock: Callable[[], float] = time.monotonic
+        self, name: str, threads: int = 3, capacity: int = 1024, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
-        self._queue: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue(capacity)
-        self._order = itertools.count()
+        self._capacity = capacity
+        self._jobs: tuple[deque[Callable[[], None]], deque[Callable[[], None]]] = (deque(), deque())
+        self._turn = threading.Condition()
+        self._closed = False
         self._busy_since: list[float | None] = [None] * threads
         for index in range(threads):
             threading.Thread(target=self._run, args=(index,), name=f"{name}-{index}", daemon=True).start()
 
     def submit(self, job: Callable[[], None], priority: int = URGENT) -> bool:
-        """Run ``job`` soon; False when the queue is full (the job is then forgotten)."""
-        try:
-            self._queue.put_nowait((priority, next(self._order), job))
-        except queue.Full:
-            return False
+        """Run ``job`` soon; False when too much of its kind waits already (the job is then forgotten)."""
+        with self._turn:
+            if self._closed or len(self._jobs[priority]) >= self._capacity:
+                return False
+            self._jobs[priority].append(job)
+            self._turn.notify_all()
         return True
 
     def stalled(self) -> bool:
@@ -46,17 +48,25 @@ class Background:
         return all(since is not None and now - since > STUCK_S for since in self._busy_since)
 
     def close(self) -> None:
-        """Forget what waits and let the threads end when their job does."""
-        try:
-            while True:
-                self._queue.get_nowait()
-        except queue.Empty:
-            pass
-        for _ in self._busy_since:
-            self._queue.put_nowait((IDLE, next(self._order), None))
+        """Forget what waits and let the threads end when their job does. Idempotent."""
+        with self._turn:
+            self._closed = True
+            for jobs in self._jobs:
+                jobs.clear()
+            self._turn.notify_all()
+
+    def _next(self, index: int) -> Callable[[], None] | None:
+        kinds = self._jobs[: 1 if index == 0 else 2]
+        with self._turn:
+            while not self._closed:
+                for jobs in kinds:
+                    if jobs:
+                        return jobs.popleft()
+                self._turn.wait()
+        return None
 
     def _run(self, index: int) -> None:
-        while (job := self._queue.get()[2]) is not None:
+        while (job := self._next(index)) is not None:
             self._busy_since[index] = self._clock()
             try:
                 job()

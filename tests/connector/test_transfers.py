@@ -1,0 +1,283 @@
+"""The worker half without an engine: every transfer is reported exactly once, whatever the store does."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from parts import BLOCK, Clock  # noqa: E402
+
+from ucm.errors import BusyError, ClosedError, ConfigError, CorruptError, DeadlineError, TaskError  # noqa: E402
+from ucm.integration.vllm.connector.metadata import (  # noqa: E402
+    Dump,
+    Load,
+    StepPlan,
+    StoreSetup,
+    WorkerReport,
+    join_keys,
+    split_keys,
+)
+from ucm.integration.vllm.connector.worker import WorkerHalf  # noqa: E402
+from ucm.store import part_mask, record_ids  # noqa: E402
+from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1  # noqa: E402
+
+KEYS = [bytes([number]) * 16 for number in range(4)]
+TOKENS, SIZE, BLOCKS = BLOCK, 8, 6
+
+
+class Scripted(UcmKVStoreBaseV1):
+    """Keeps blocks in memory; a test says when tasks end, how, and what is refused."""
+
+    has_staged_level = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.kept: dict[bytes, bytes] = {}
+        self.tasks: list[Task] = []
+        self.refusal: Exception | None = None
+        self.check_error: Exception | None = None
+        self.described: dict[bytes, tuple[bytes, int]] = {}
+        self.slots: int | None = None
+        self.sizes = config["tensor_size_list"] * (config["shard_size"] // sum(config["tensor_size_list"]))
+
+    def _task(self, failures: dict[int, Any] | None = None) -> Task:
+        task = Task({"staged": False, "published": False})
+        task.error = TaskError("scripted", failures=failures) if failures else None
+        self.tasks.append(task)
+        return task
+
+    def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
+        return [block in self.kept for block in block_ids]
+
+    def load_data(self, block_ids: Sequence[bytes], shard_index: Any, addrs: Any) -> Task:
+        if self.refusal:
+            raise self.refusal
+        failures: dict[int, Any] = {}
+        for row, (block, pieces) in enumerate(zip(block_ids, addrs, strict=True)):
+            data = self.kept.get(block)
+            if data is None:
+                failures[row] = CorruptError("not as it was")
+                continue
+            for address, size in zip(pieces, self.sizes, strict=True):
+                ctypes.memmove(int(address), data[:size], size)
+                data = data[size:]
+        return self._task(failures)
+
+    def dump_data(self, block_ids: Sequence[bytes], shard_index: Any, addrs: Any, prerequisite_handle: int = 0) -> Task:
+        if self.refusal:
+            raise self.refusal
+        for block, pieces in zip(block_ids, addrs, strict=True):
+            self.kept[block] = b"".join(ctypes.string_at(int(a), n) for a, n in zip(pieces, self.sizes, strict=True))
+        return self._task()
+
+    def check(self, task: Any, until: Any = "published") -> bool:
+        if self.check_error:
+            raise self.check_error
+        return bool(task.handle[until])
+
+    def wait(self, task: Any, timeout: float | None = None, until: Any = "published") -> None:
+        if task.error:
+            raise task.error
+
+    def describe(self, block_ids: Any, *, parents: Any = None, ordinals: Any = None, tokens: Any = None) -> None:
+        self.described.update(zip(block_ids, zip(parents, ordinals, strict=True), strict=True))
+
+    def free_dump_slots(self) -> int | None:
+        return self.slots
+
+    def end(self, *levels: str) -> None:
+        """All tasks reach these levels."""
+        for task in self.tasks:
+            task.handle.update(dict.fromkeys(levels, True))
+
+
+class Worker:
+    """A worker half with two layers of KV and a store that opens at once."""
+
+    def __init__(self, writer: bool = True, **settings: Any) -> None:
+        self.caches = {f"layers.{i}": torch.zeros(BLOCKS, 1, TOKENS, SIZE, dtype=torch.float32) for i in range(2)}
+        self.store: Scripted | None = None
+        self.half = WorkerHalf(
+            rank=0,
+            part=(0, 0, 0),
+            writer=writer,
+            layers=list(self.caches),
+            block_tokens=BLOCK,
+            wanted_block_size=settings.pop("wanted_block_size", None),
+            identity=lambda: {"dtype": "float32"},
+            make_store=self.make,
+            clock=Clock(),
+        )
+        self.half.register(self.caches)
+
+    def make(self, config: dict[str, Any]) -> Scripted:
+        """The store."""
+        self.store = Scripted(config)
+        return self.store
+
+    def open(self) -> Scripted:
+        """The setup arrives; the thread that opens the store is waited for by asking."""
+        report = self.step(setup=StoreSetup("{}", {"storage_backends": ["/nowhere"]}))[2]
+        while report is None or not report.ranks[0].ready:
+            report = self.step()[2]
+        assert self.store is not None
+        return self.store
+
+    def step(self, **plan: Any) -> tuple[set[str], set[int], WorkerReport | None]:
+        """One step as vLLM drives it: requests whose load ended, bad blocks, the report."""
+        self.half.bind(StepPlan(**plan))
+        self.half.start_loads()
+        self.half.start_dumps()
+        return self.half.take_ended_loads(), self.half.take_bad_blocks(), self.half.report()
+
+
+def load(name: str, blocks: Sequence[int], keys: Sequence[bytes] = KEYS, first: int = 0) -> Load:
+    return Load(name, first, join_keys(keys[: len(blocks)]), np.array(blocks, dtype=np.int64))
+
+
+def dump(job: int, blocks: Sequence[int], first: int = 0, name: str = "a") -> Dump:
+    parent = KEYS[first - 1] if first else b""
+    return Dump(job, name, first, parent, join_keys(KEYS[first : first + len(blocks)]), np.array(blocks))
+
+
+def test_a_block_goes_out_and_comes_back_bit_for_bit() -> None:
+    worker = Worker()
+    store = worker.open()
+    for cache in worker.caches.values():
+        cache[2] = torch.randn(1, TOKENS, SIZE)
+    worker.step(dumps=[dump(1, [2], first=1)])
+    ids = record_ids(KEYS, part_mask(0, 0, 0))
+    assert store.described == {ids[1]: (ids[0], 1)}
+    store.end("staged")
+    report = worker.step()[2]
+    assert report is not None
+    assert (report.ranks[0].staged, report.ranks[0].done) == ([1], [])
+    store.end("published")
+    report = worker.step()[2]
+    assert report is not None
+    assert [result.job for result in report.ranks[0].done] == [1]
+    worker.step(loads=[load("r", [5], KEYS[1:])])
+    assert worker.step()[0] == set()
+    store.end("staged", "published")
+    assert worker.step()[:2] == ({"r"}, set())
+    assert worker.step() == (set(), set(), None)  # once
+    assert all(torch.equal(cache[5], cache[2]) for cache in worker.caches.values())
+
+
+def test_failed_rows_and_all_behind_them_are_bad_and_reported_with_the_request() -> None:
+    worker = Worker()
+    store = worker.open()
+    worker.step(dumps=[dump(1, [1])])
+    store.end("staged", "published")
+    worker.step(loads=[load("r", [3, 4, 5], first=7)])
+    store.end("staged", "published")
+    ended, bad, report = worker.step()
+    assert (ended, bad) == ({"r"}, {4, 5})
+    assert report is not None
+    (failure,) = report.ranks[0].load_failures
+    assert (failure.request, failure.first, split_keys(failure.refused)) == ("r", 8, KEYS[1:3])
+    assert worker.step() == (set(), set(), None)
+
+
+@pytest.mark.parametrize("error", [ClosedError("closed"), ValueError("a store's own bug")])
+def test_a_store_that_raises_ends_the_load(error: Exception) -> None:
+    worker = Worker()
+    worker.open().refusal = error
+    ended, bad, _ = worker.step(loads=[load("r", [3, 4])])
+    assert (ended, bad) == ({"r"}, {3, 4})
+
+
+def test_check_that_fails_for_now_is_asked_again_and_for_good_ends() -> None:
+    worker = Worker()
+    store = worker.open()
+    worker.step(dumps=[dump(1, [1])])
+    worker.step(loads=[load("r", [3])])
+    store.check_error = BusyError("ask again")
+    assert worker.step()[0] == set()
+    store.check_error = ClosedError("closed")
+    assert worker.step()[0] == {"r"}
+
+
+def test_a_late_load_says_nothing_about_the_record() -> None:
+    worker = Worker()
+    store = worker.open()
+    worker.step(loads=[load("r", [3])])
+    store.tasks[-1].error = DeadlineError("late")
+    store.end("staged", "published")
+    report = worker.step()[2]
+    assert report is not None
+    assert report.ranks[0].load_failures[0].refused == b""
+
+
+def test_before_the_store_is_open_loads_fail_and_dumps_are_refused() -> None:
+    worker = Worker()
+    ended, bad, report = worker.step(loads=[load("r", [3])], dumps=[dump(1, [1, 2])])
+    assert (ended, bad) == ({"r"}, {3})
+    assert report is not None
+    (result,) = report.ranks[0].done
+    assert (result.job, result.failed, result.busy) == (1, (0, 1), True)
+
+
+def test_a_refusal_ends_the_chain_for_the_step() -> None:
+    worker = Worker()
+    store = worker.open()
+    store.refusal = BusyError("full")
+    report = worker.step(dumps=[dump(1, [1]), dump(2, [2], first=1)])[2]
+    assert report is not None
+    assert [(result.job, result.busy) for result in report.ranks[0].done] == [(1, True), (2, True)]
+    assert (report.ranks[0].last_job, store.tasks) == (2, [])
+
+
+def test_a_rank_with_replicated_kv_writes_nothing_and_agrees() -> None:
+    worker = Worker(writer=False)
+    store = worker.open()
+    report = worker.step(dumps=[dump(1, [1])])[2]
+    assert report is not None
+    assert [(result.job, result.failed) for result in report.ranks[0].done] == [(1, ())]
+    assert store.kept == {}
+
+
+def test_free_slots_are_told_while_few() -> None:
+    worker = Worker()
+    store = worker.open()
+    store.slots = 3
+    report = worker.step()[2]
+    assert report is not None
+    assert report.ranks[0].free_slots == 3
+    assert worker.step()[2] is None
+
+
+def test_a_store_that_does_not_open_is_told() -> None:
+    worker = Worker()
+    worker.half._make_store = lambda config: 1 / 0  # type: ignore[assignment, return-value]
+    report = worker.step(setup=StoreSetup("{}", {}))[2]
+    while report is None:
+        report = worker.step()[2]
+    assert "division by zero" in report.ranks[0].broken
+
+
+@pytest.mark.parametrize("wanted", [BLOCK, 2 * TOKENS * SIZE * 4])
+def test_block_size_may_be_said_in_tokens_or_bytes(wanted: int) -> None:
+    assert Worker(wanted_block_size=wanted).half.handshake().shapes["block_size"] == 2 * TOKENS * SIZE * 4
+
+
+def test_another_block_size_is_an_error_that_names_both() -> None:
+    with pytest.raises(ConfigError, match=f"{BLOCK} tokens and {2 * TOKENS * SIZE * 4} bytes"):
+        Worker(wanted_block_size=17)
+
+
+def test_shutdown_lets_dumps_end_and_closes_the_store() -> None:
+    worker = Worker()
+    store = worker.open()
+    worker.step(dumps=[dump(1, [1])])
+    store.end("staged", "published")
+    worker.half.shutdown()
+    assert store._closed
+    assert len(worker.half.dumps) == 0
