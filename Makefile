@@ -21,7 +21,6 @@ INSTALL := $(UV) pip install --quiet --constraint requirements/lock.txt --overri
 NEXTEST := $(shell command -v cargo-nextest)
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock
 PYTHON_SOURCES := $(shell find python -name '*.py' -o -name '*.pyi' -o -name py.typed)
-BUILT_WHEEL = $(firstword $(wildcard dist/*.whl))
 
 export STAGE_RUN := $(shell date +%s.%N)
 # Take the machine's own certificates, as pip does where it is told so.
@@ -72,7 +71,7 @@ test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines last
 
 .PHONY: test-wheel
 test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## the wheel in a clean environment, without Rust, vLLM or torch
-	@UCM_TEST_WHEEL=$(abspath $(BUILT_WHEEL)) UCM_TEST_UV=$(abspath $(UV)) \
+	@UCM_TEST_WHEEL=$$(ls $(CURDIR)/dist/*.whl) UCM_TEST_UV=$(abspath $(UV)) \
 		$(STAGE) "pytest wheel" $(BIN)/python -m pytest --quiet tests/wheel
 
 # --- checks --------------------------------------------------------------------------------------------------------
@@ -105,7 +104,7 @@ bench: ## figures as ratios against a yardstick of the same run
 
 .PHONY: wheel
 wheel: $(VENV)/.stamp-wheel ## build the wheel into dist/
-	@echo "$(BUILT_WHEEL)"
+	@ls dist/*.whl
 
 $(VENV)/.stamp-wheel: $(VENV)/.stamp-core $(PYTHON_SOURCES) README.md
 	@rm -f dist/*.whl

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,10 @@ LABELS = {
     "answered": "first token after {first_token_s:.2f} s, {reused} prompt tokens reused",
     "stopped": "engine stopped",
 }
+
+
+#: What vLLM logs when part of a load failed. Its own count of cached tokens still includes those computed after all.
+RECOVERED = re.compile(r"Recovered from KV load failure: .*\((\d+) tokens affected\)")
 
 
 class DemoError(Exception):
@@ -68,6 +73,8 @@ def run_engine(name: str, job: dict[str, Any], out: pathlib.Path, progress: Prog
             complete = events.read_text().rpartition("\n")[0].splitlines()
             for text in complete[seen:]:
                 event = json.loads(text)
+                if event["event"] in ("answered", "stopped"):
+                    event["reused"] = max(0, event["reused"] - _computed_after_all(log))
                 progress.line(name, LABELS[event["event"]].format(**event))
                 result = event if event["event"] == "stopped" else result
             seen = len(complete)
@@ -96,6 +103,11 @@ def _child(job_file: pathlib.Path, log_file: Any) -> Iterator[subprocess.Popen[b
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
+
+
+def _computed_after_all(log: pathlib.Path) -> int:
+    """Tokens whose load failed, so that they were computed."""
+    return sum(int(tokens) for tokens in RECOVERED.findall(log.read_text(errors="replace")))
 
 
 def _tail(log: pathlib.Path, lines: int = 25) -> str:

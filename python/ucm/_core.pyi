@@ -6,6 +6,8 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+__all__ = ["BlockHasher", "PosixStore", "Task", "__version__", "part_mask", "record_ids"]
+
 __version__: str
 
 @final
@@ -74,9 +76,7 @@ class PosixStore:
     ) -> Task:
         """Starts a load; ``timeout`` in seconds, the configured deadline if None."""
 
-    def dump(
-        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]
-    ) -> Task:
+    def dump(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]) -> Task:
         """Starts a dump, or refuses it at once."""
 
     def describe(

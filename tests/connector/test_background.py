@@ -15,8 +15,12 @@ from ucm.integration.vllm.connector.background import IDLE, STUCK_S, Background
 
 def test_idle_work_leaves_a_thread_for_urgent_work() -> None:
     background, gate, done = Background("test", threads=2), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        gate.wait(30)
+
     for _ in range(4):
-        assert background.submit(lambda: None if gate.wait(30) else None, IDLE)
+        assert background.submit(hold, IDLE)
     assert background.submit(done.set)
     assert done.wait(30)
     gate.set()
@@ -44,8 +48,13 @@ def test_a_full_queue_refuses_and_a_failing_job_harms_nobody() -> None:
 def test_stalled_when_every_thread_hangs() -> None:
     clock, gate, running = Clock(), threading.Event(), threading.Event()
     background = Background("test", threads=1, clock=clock)
+
+    def hang() -> None:
+        running.set()
+        gate.wait(30)
+
     assert not background.stalled()
-    background.submit(lambda: (running.set(), gate.wait(30)) and None)
+    background.submit(hang)
     assert running.wait(30)
     assert not background.stalled()
     clock.now += STUCK_S * 2

@@ -12,10 +12,14 @@
 //!
 //! What is written by hand here is checked by loom, which runs every interleaving of a small model. The locks and
 //! atomics of [`Bell`], [`ManualClock`], [`Completion`], [`LoadGate`] and the ends of the ring come from one shim
-//! module, which `--cfg loom` switches to loom's. The worker pool (locks only) is not part of that build.
+//! module, which `--cfg loom` switches to loom's; the ring's queue itself (rtrb) is a stand-in of the same memory
+//! order there. The worker pool, which has locks only, is not part of that build: a property test runs random
+//! histories of it under a [`ManualClock`].
+//!
+//! The models run for some 15 seconds. They want a target directory of their own, or every switch builds anew:
 //!
 //! ```text
-//! RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test -p ucm-infra --release --test loom
+//! RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test -p ucm-infra --test loom
 //! ```
 #![forbid(unsafe_code)]
 

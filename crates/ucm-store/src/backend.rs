@@ -70,6 +70,9 @@ pub trait Backend: Send + Sync {
     /// Name in logs and metrics.
     fn name(&self) -> &'static str;
 
+    /// What it uses and why, in words for the log line at the start; asked after a successful probe.
+    fn describe(&self) -> String;
+
     /// Makes the medium usable or says why it is not, by the deadline. Called again after a failure.
     fn probe(&self, deadline: Mono) -> Result<()>;
 

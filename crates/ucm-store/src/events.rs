@@ -1,10 +1,13 @@
-//! What an operator should hear: a bounded list of messages that the Python side drains into its log.
+//! What an operator should hear: a bounded list of messages that the Python side drains into its log, at a bounded
+//! rate, so that a medium full of damage does not fill the log too.
 //!
 //! No thread of the core ever takes the GIL, so nothing here calls Python; a full list counts what it drops.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use parking_lot::Mutex;
+use ucm_infra::Mono;
 
 /// How loud a message is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,13 +27,20 @@ pub struct Event {
     pub text: String,
 }
 
+/// Most messages in one window of time.
+const LIMIT: usize = 64;
+/// Length of that window.
+const WINDOW: Duration = Duration::from_secs(60);
 /// Most messages kept between two drains.
-const LIMIT: usize = 256;
+const KEPT: usize = 4 * LIMIT;
 
 #[derive(Default)]
 struct Inner {
     events: VecDeque<Event>,
     dropped: u64,
+    /// When the current window began, and how many messages it has brought.
+    window: Option<Mono>,
+    brought: usize,
 }
 
 /// The bounded list.
@@ -38,10 +48,15 @@ struct Inner {
 pub struct Events(Mutex<Inner>);
 
 impl Events {
-    /// Adds a message; when full it is dropped and counted.
-    pub fn push(&self, level: Level, text: impl Into<String>) {
+    /// Adds a message; when there are too many, in all or of late, it is dropped and counted.
+    pub fn push(&self, level: Level, text: impl Into<String>, now: Mono) {
         let mut inner = self.0.lock();
-        if inner.events.len() < LIMIT {
+        if inner.window.is_none_or(|began| now.since(began) >= WINDOW) {
+            inner.window = Some(now);
+            inner.brought = 0;
+        }
+        inner.brought += 1;
+        if inner.brought <= LIMIT && inner.events.len() < KEPT {
             inner.events.push_back(Event {
                 level,
                 text: text.into(),
@@ -73,12 +88,16 @@ mod tests {
     #[test]
     fn bounded_and_honest_about_it() {
         let events = Events::default();
-        for i in 0..LIMIT + 3 {
-            events.push(Level::Info, i.to_string());
-        }
+        let push = |n: usize, now| (0..n).for_each(|i| events.push(Level::Info, i.to_string(), now));
+        push(LIMIT + 3, Mono(0));
         let drained = events.drain();
         assert_eq!(drained.len(), LIMIT + 1);
         assert!(drained[LIMIT].text.starts_with("3 further"));
+        push(1, Mono(1));
+        assert_eq!(events.drain().len(), 1, "the same minute: only how many were dropped");
+        let minute = |n: u32| Mono(0).after(WINDOW * n);
+        (1..=9).for_each(|n| push(LIMIT, minute(n)));
+        assert_eq!(events.drain().len(), KEPT + 1);
         assert!(events.drain().is_empty());
     }
 }

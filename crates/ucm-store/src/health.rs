@@ -14,6 +14,8 @@ pub struct BreakerConfig {
     pub threshold: u32,
     /// Time it stays open before one operation is let through.
     pub cool_down: Duration,
+    /// Operations stuck past their deadline that open it at once.
+    pub max_stuck: usize,
 }
 
 impl Default for BreakerConfig {
@@ -21,6 +23,7 @@ impl Default for BreakerConfig {
         Self {
             threshold: 4,
             cool_down: Duration::from_secs(10),
+            max_stuck: 8,
         }
     }
 }
@@ -90,10 +93,18 @@ impl Breaker {
         (!matches!(was, State::Closed { .. })).then_some(Change::Recovered)
     }
 
-    /// An operation failed; counts only failures that speak of the medium.
+    /// An operation failed. A file that is absent, foreign or damaged, or a full medium, is an answer of the medium
+    /// all the same; a queue that is full says nothing.
     pub fn failure(&self, error: &Error, now: Mono) -> Option<Change> {
-        if !matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io) {
-            return None;
+        match error.kind() {
+            ErrorKind::Timeout | ErrorKind::Io => {}
+            ErrorKind::NotFound | ErrorKind::NoSpace | ErrorKind::Corrupt | ErrorKind::Foreign => {
+                return self.success();
+            }
+            _ => {
+                self.undecided(now);
+                return None;
+            }
         }
         let mut state = self.state.lock();
         let open = State::Open {
@@ -118,6 +129,19 @@ impl Breaker {
         }
     }
 
+    /// The operation that was let through never reached the medium: another may follow at once.
+    pub fn undecided(&self, now: Mono) {
+        let mut state = self.state.lock();
+        if matches!(*state, State::Probing { .. }) {
+            *state = State::Open { until: now };
+        }
+    }
+
+    /// Operations stuck past their deadline that shall open it.
+    pub fn max_stuck(&self) -> usize {
+        self.config.max_stuck
+    }
+
     /// Opens at once (too many stuck threads or slots).
     pub fn trip(&self, now: Mono) -> Option<Change> {
         let mut state = self.state.lock();
@@ -138,15 +162,12 @@ mod tests {
         let config = BreakerConfig {
             threshold: 2,
             cool_down: Duration::from_secs(1),
+            max_stuck: 1,
         };
         let breaker = Breaker::new(config);
-        let (timeout, absent) = (
-            Error::new(ErrorKind::Timeout, "t"),
-            Error::new(ErrorKind::NotFound, "n"),
-        );
+        let timeout = Error::new(ErrorKind::Timeout, "t");
         let at = |ms: u64| Mono(ms * 1_000_000);
         assert_eq!(breaker.failure(&timeout, at(0)), None);
-        assert_eq!(breaker.failure(&absent, at(0)), None);
         assert!(breaker.allows(at(0)));
         assert_eq!(breaker.failure(&timeout, at(0)), Some(Change::Opened));
         assert!(!breaker.allows(at(999)));
@@ -159,5 +180,47 @@ mod tests {
         assert_eq!(breaker.success(), Some(Change::Recovered));
         assert!(breaker.allows(at(3003)) && breaker.is_closed());
         assert_eq!(breaker.success(), None);
+    }
+
+    #[test]
+    fn what_the_medium_answers_is_no_failure_of_it() {
+        let breaker = Breaker::new(BreakerConfig {
+            threshold: 2,
+            cool_down: Duration::from_secs(1),
+            max_stuck: 1,
+        });
+        let fail = |kind, ms: u64| breaker.failure(&Error::new(kind, "x"), Mono(ms * 1_000_000));
+        for kind in [
+            ErrorKind::NotFound,
+            ErrorKind::NoSpace,
+            ErrorKind::Corrupt,
+            ErrorKind::Foreign,
+        ] {
+            assert_eq!(fail(ErrorKind::Io, 0), None);
+            assert_eq!(fail(kind, 0), None, "ends the run of failures");
+            assert_eq!(fail(ErrorKind::Io, 0), None);
+            assert_eq!(fail(ErrorKind::Io, 0), Some(Change::Opened));
+            assert!(breaker.allows(Mono(1_000_000_000)));
+            assert_eq!(fail(kind, 1000), Some(Change::Recovered), "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn a_probe_that_never_reached_the_medium_is_followed_by_another_at_once() {
+        let breaker = Breaker::new(BreakerConfig {
+            threshold: 1,
+            cool_down: Duration::from_secs(1),
+            max_stuck: 1,
+        });
+        let busy = Error::new(ErrorKind::Busy, "b");
+        assert_eq!(breaker.failure(&busy, Mono(0)), None);
+        assert!(breaker.is_closed());
+        assert_eq!(breaker.trip(Mono(0)), Some(Change::Opened));
+        assert_eq!(breaker.failure(&busy, Mono(1)), None);
+        assert!(!breaker.allows(Mono(1)), "open stays open");
+        let then = Mono(1_000_000_000);
+        assert!(breaker.allows(then) && !breaker.allows(then));
+        assert_eq!(breaker.failure(&busy, then), None);
+        assert!(breaker.allows(then));
     }
 }

@@ -155,12 +155,6 @@ counters! {
     records_refused,
     /// Refused records that a dump replaced.
     records_replaced,
-    /// Blocks touched on the medium.
-    blocks_touched,
-    /// Records removed to make room.
-    records_removed,
-    /// Bytes removed to make room.
-    bytes_removed,
     /// Times the breaker opened.
     breaker_opened,
 }

@@ -188,7 +188,8 @@ impl State {
 
     /// A worker ended its job, or `on_start` succeeded.
     pub(super) fn ready(&mut self, slot: usize) -> Next {
-        let wanted = self.phase != Phase::Stopped && self.live() < self.size;
+        // A replacement that is on its way counts: it was started for this very place.
+        let wanted = self.phase != Phase::Stopped && self.live() + self.starting() < self.size;
         let Some(place) = self.slots.get_mut(slot) else {
             return Next::Leave;
         };

@@ -7,6 +7,7 @@ mod queue;
 mod tests;
 
 use std::fmt;
+use std::iter::repeat_n;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -17,10 +18,11 @@ use crate::sync::{AtomicBool, Ordering};
 use parking::Parking;
 use queue::{Head, Tail, queue};
 
-/// Looks without giving the processor away, while the other end is likely in the middle of its step.
-const SPINS: u32 = if cfg!(loom) { 0 } else { 64 };
+/// Looks without giving the processor away, while the other end is likely in the middle of its step. (None under
+/// loom: it explores the parking, and looks before that would only multiply the interleavings.)
+const SPINS: usize = if cfg!(loom) { 0 } else { 64 };
 /// Looks that let another thread run in between, before parking.
-const YIELDS: u32 = if cfg!(loom) { 0 } else { 8 };
+const YIELDS: usize = if cfg!(loom) { 0 } else { 8 };
 /// Most items of a ring.
 const MAX_CAPACITY: usize = 1 << 24;
 
@@ -231,15 +233,13 @@ fn wait<R>(
     deadline: Option<Mono>,
     mut look: impl FnMut() -> Option<R>,
 ) -> Option<R> {
-    for round in 0..SPINS + YIELDS {
+    let spins = repeat_n(std::hint::spin_loop as fn(), SPINS);
+    let yields = repeat_n(std::thread::yield_now as fn(), YIELDS);
+    for pause in spins.chain(yields) {
         if let Some(found) = look() {
             return Some(found);
         }
-        if round < SPINS {
-            std::hint::spin_loop();
-        } else {
-            std::thread::yield_now();
-        }
+        pause();
     }
     parking.park(clock, deadline, look)
 }

@@ -7,9 +7,10 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, Result};
+use ucm_core::{BlockId, Error, ErrorKind, Geometry, Result};
 use ucm_device::Slot;
 use ucm_infra::Mono;
 
@@ -25,29 +26,41 @@ use crate::stats::Stats;
 pub(super) struct Assembly {
     id: BlockId,
     deadline: Mono,
+    /// Held while shards are copied from the device, perhaps for ever; never taken for anything else.
+    copying: Mutex<()>,
+    /// Held for moments only.
     inner: Mutex<Inner>,
 }
 
 struct Inner {
-    /// The record in the making; gone once it was handed to the backend or given up.
+    /// The record in the making; away while somebody copies into it, and once it was handed to the backend or given up.
     slot: Option<Slot>,
     /// Which shards were gathered.
     have: Vec<bool>,
     layer_crcs: Vec<u32>,
     /// Rows that end when the block is published.
     waiting: Vec<(Arc<TaskState>, Vec<usize>)>,
-    /// How the publishing ended, once it has.
-    ended: Option<Result<()>>,
+    stage: Stage,
 }
 
-/// What became of the rows of one block.
-enum Gathered {
-    /// Other shards are still to come.
-    Incomplete,
-    /// The record is whole: its slot and the checksums of its layers.
-    Complete(Slot, Vec<u32>),
-    /// The record is with the backend already: these rows bring nothing new and end with it.
-    Joined,
+/// How far a block is.
+enum Stage {
+    /// Shards are still to come.
+    Filling,
+    /// The record is whole and with the backend, which tells how that ended.
+    Publishing,
+    /// Published, or given up.
+    Ended(Result<()>),
+}
+
+/// What becomes of rows that were gathered.
+enum After {
+    /// They end here.
+    Ended(Result<()>),
+    /// They end with their block.
+    Wait,
+    /// They completed their block: its record and the checksums of its layers.
+    Publish(Slot, Vec<u32>),
 }
 
 /// Blocks being put together or published, by id.
@@ -56,104 +69,113 @@ pub(super) type Assemblies = Mutex<HashMap<BlockId, Arc<Assembly>>>;
 impl Core {
     pub(super) fn start_dump(self: &Arc<Self>, rows: Vec<Row>, deadline: Mono) -> Result<Task> {
         let now = self.clock.now();
+        let state = TaskState::new(rows.len(), now, deadline);
+        let task = Task {
+            state: Arc::clone(&state),
+            expire: Arc::new(|| {}), // the pools of copies and of the backend keep its deadline
+        };
+        if rows.is_empty() {
+            return Ok(task);
+        }
         self.admit(now)?;
         self.drop_incomplete(now);
-        let state = TaskState::new(rows.len(), now, deadline);
-        let work = self.take_slots(by_block(rows), deadline)?;
+        let work = self.take_slots(by_block(rows), deadline);
+        let work = work.inspect_err(|_| self.breaker.undecided(now))?;
         Stats::add(&self.stats.dump_tasks, 1);
         for (assembly, rows) in work {
             let numbers: Vec<usize> = rows.iter().map(|(row, _, _)| *row).collect();
             let (core, target) = (Arc::clone(self), Arc::clone(&assembly));
             let gather = move || core.gather(&target, &rows);
-            let (core, target, task, ended) = (
-                Arc::clone(self),
-                Arc::clone(&assembly),
-                Arc::clone(&state),
-                numbers.clone(),
-            );
-            let done = move |result: Result<Result<Gathered>>| {
-                core.gathered(&target, &task, ended, result.and_then(|inner| inner));
+            let (core, task) = (Arc::clone(self), Arc::clone(&state));
+            let done = move |result: Result<Result<()>>| {
+                core.gathered(&assembly, &task, numbers, result.and_then(|inner| inner));
             };
-            if let Err(error) = self.copies.submit(LANE_DUMP, deadline, gather, done) {
-                self.give_up(&assembly, &error);
-                self.fail_rows(&state, &numbers, &error);
+            if let Err(refused) = self.copies.offer(LANE_DUMP, deadline, gather, done) {
+                drop(refused.work);
+                (refused.done)(Err(refused.error)); // closed meanwhile
             }
         }
-        Ok(Task {
-            state,
-            expire: Arc::new(|| {}),
-        })
+        Ok(task)
     }
 
-    /// An assembly with a slot for every block, or Busy and nothing changed.
+    /// An assembly with a slot and a place in the queue of copies for every block, or Busy and nothing changed.
     fn take_slots(
         &self,
         blocks: Vec<(BlockId, BlockRowList)>,
         deadline: Mono,
     ) -> Result<Vec<(Arc<Assembly>, BlockRowList)>> {
+        let (mut work, mut fresh) = (Vec::with_capacity(blocks.len()), Vec::new());
         let mut assemblies = self.assemblies.lock();
-        let mut work = Vec::with_capacity(blocks.len());
-        let mut fresh = Vec::new();
+        let blocks_wanted = blocks.len();
+        let mut full = self.copying.load(Ordering::Acquire) + blocks_wanted > self.copy_limit;
         for (id, rows) in blocks {
             let assembly = match assemblies.get(&id) {
+                _ if full => break,
                 Some(assembly) => Arc::clone(assembly),
                 None => {
                     let Some(slot) = self.slots.try_acquire_above(self.reserved_slots) else {
-                        Stats::add(&self.stats.dumps_refused, 1);
-                        return Err(
-                            Error::new(ErrorKind::Busy, "no staging slot is free for this dump")
-                                .with("blocks", work.len() + 1)
-                                .with("slots", self.slots.capacity()),
-                        );
+                        full = true;
+                        break;
                     };
-                    let assembly = Arc::new(Assembly {
-                        id,
-                        deadline,
-                        inner: Mutex::new(Inner {
-                            slot: Some(slot),
-                            have: vec![false; self.geometry.shards() as usize],
-                            layer_crcs: vec![0; self.geometry.layers() as usize],
-                            waiting: Vec::new(),
-                            ended: None,
-                        }),
-                    });
+                    let assembly = Arc::new(Assembly::new(id, deadline, slot, &self.geometry));
                     fresh.push(Arc::clone(&assembly));
                     assembly
                 }
             };
             work.push((assembly, rows));
         }
+        if full {
+            drop(assemblies); // before the slots, whose return may start reads
+            Stats::add(&self.stats.dumps_refused, 1);
+            let busy = Error::new(ErrorKind::Busy, "no staging slot is free for this dump");
+            let busy = busy.with("blocks", blocks_wanted).with("slots", self.slots.capacity());
+            return Err(busy.with("free", self.slots.available().saturating_sub(self.reserved_slots)));
+        }
+        // Counted under the lock, so that two dumps cannot both take the last places.
+        self.copying.fetch_add(work.len(), Ordering::AcqRel);
         assemblies.extend(fresh.into_iter().map(|assembly| (assembly.id, assembly)));
         Ok(work)
     }
 
-    /// Copies rows from the device into the record and checksums them. Only memory is touched here: a copy that
-    /// returns late, after its pool has written it off, changes nothing but its slot's freedom.
-    fn gather(&self, assembly: &Assembly, rows: &BlockRowList) -> Result<Gathered> {
-        let mut guard = assembly.inner.lock();
-        let inner = &mut *guard;
-        let Some(slot) = &mut inner.slot else {
-            return Ok(Gathered::Joined);
-        };
-        for (_, shard, spans) in rows {
-            if inner.have[*shard as usize] {
-                continue;
+    /// Copies rows from the device into the record and checksums them. Nothing but memory is touched here: a copy
+    /// that returns late, after its block was given up, changes nothing but its slot's freedom.
+    fn gather(&self, assembly: &Assembly, rows: &BlockRowList) -> Result<()> {
+        let _alone = assembly.copying.lock();
+        let (mut slot, wanted) = {
+            let mut inner = assembly.inner.lock();
+            let missing = |row: &&(usize, u32, _)| !inner.have[row.1 as usize];
+            let wanted: Vec<_> = rows.iter().filter(missing).collect();
+            if wanted.is_empty() || !matches!(inner.stage, Stage::Filling) {
+                return Ok(());
             }
+            let lost = || Error::internal("the record in the making was lost");
+            (inner.slot.take().ok_or_else(lost)?, wanted)
+        };
+        let mut crcs = Vec::new();
+        for (_, shard, spans) in &wanted {
             self.with_stream(|stream| {
                 for (layer, pieces) in self.layers_of(*shard, spans) {
                     let data = self.layout.layer_data(layer);
                     stream.gather(pieces, &mut slot.as_mut_slice()[data])?;
-                    inner.layer_crcs[layer as usize] = self.layout.seal_layer(slot.as_mut_slice(), layer);
+                    crcs.push((layer, self.layout.seal_layer(slot.as_mut_slice(), layer)));
                 }
                 Ok(())
             })?;
-            inner.have[*shard as usize] = true;
             Stats::add(&self.stats.bytes_staged, self.shard_len());
         }
-        match inner.slot.take_if(|_| inner.have.iter().all(|&have| have)) {
-            Some(slot) => Ok(Gathered::Complete(slot, std::mem::take(&mut inner.layer_crcs))),
-            None => Ok(Gathered::Incomplete),
+        let mut inner = assembly.inner.lock();
+        if matches!(inner.stage, Stage::Filling) {
+            wanted
+                .iter()
+                .for_each(|(_, shard, _)| inner.have[*shard as usize] = true);
+            crcs.into_iter()
+                .for_each(|(layer, crc)| inner.layer_crcs[layer as usize] = crc);
+            inner.slot = Some(slot);
+        } else {
+            drop(inner); // before the slot, whose return may start reads
+            drop(slot);
         }
+        Ok(())
     }
 
     /// Runs once for the rows of one block: counts them, and sends a whole record on its way.
@@ -162,43 +184,27 @@ impl Core {
         assembly: &Arc<Assembly>,
         task: &Arc<TaskState>,
         rows: Vec<usize>,
-        result: Result<Gathered>,
+        result: Result<()>,
     ) {
-        let gathered = match result {
-            Ok(gathered) => gathered,
+        self.copying.fetch_sub(1, Ordering::AcqRel);
+        let count = rows.len();
+        let after = match result {
+            Ok(()) => assembly.after(task, &rows),
             Err(error) => {
                 self.give_up(assembly, &error);
-                return self.fail_rows(task, &rows, &error);
+                After::Ended(Err(error))
             }
         };
-        let count = rows.len();
-        let finished = match gathered {
-            Gathered::Incomplete => true,
-            Gathered::Complete(slot, crcs) => {
-                assembly.inner.lock().waiting.push((Arc::clone(task), rows));
-                self.publish(assembly, slot, &crcs);
-                false
-            }
-            Gathered::Joined => {
-                let mut inner = assembly.inner.lock();
-                match &inner.ended {
-                    None => {
-                        inner.waiting.push((Arc::clone(task), rows));
-                        false
-                    }
-                    Some(Ok(())) => true,
-                    Some(Err(error)) => {
-                        rows.iter().for_each(|&row| task.fail_row(row, error.clone()));
-                        true
-                    }
-                }
-            }
-        };
+        if let After::Ended(Err(error)) = &after {
+            rows.iter().for_each(|&row| task.fail_row(row, error.clone()));
+        }
         if task.rows_staged(count) {
             self.stats.stage_latency.observe(self.elapsed(task));
         }
-        if finished && task.rows_finished(count) {
-            self.stats.dump_latency.observe(self.elapsed(task));
+        match after {
+            After::Ended(_) => self.finish_rows(task, count),
+            After::Wait => {}
+            After::Publish(slot, crcs) => self.publish(assembly, slot, &crcs),
         }
     }
 
@@ -239,7 +245,7 @@ impl Core {
     }
 
     fn write_done(self: &Arc<Self>, assembly: &Arc<Assembly>, replaced: bool, result: Result<Written>) {
-        self.assemblies.lock().remove(&assembly.id);
+        self.forget(assembly);
         self.hints.lock().remove(&assembly.id);
         match &result {
             Ok(written) => {
@@ -252,10 +258,8 @@ impl Core {
                 }
                 if replaced && self.forgive(assembly.id) {
                     Stats::add(&self.stats.records_replaced, 1);
-                    self.events.push(
-                        Level::Info,
-                        format!("a refused record was replaced: {}", assembly.id),
-                    );
+                    let text = format!("a refused record was replaced: {}", assembly.id);
+                    self.say(Level::Info, text);
                 }
             }
             Err(error) => {
@@ -266,7 +270,7 @@ impl Core {
         let result = result.map(|_| ());
         let waiting = {
             let mut inner = assembly.inner.lock();
-            inner.ended = Some(result.clone());
+            inner.stage = Stage::Ended(result.clone());
             std::mem::take(&mut inner.waiting)
         };
         for (task, rows) in waiting {
@@ -274,29 +278,39 @@ impl Core {
                 rows.iter()
                     .for_each(|&row| task.fail_row(row, error.clone().with("block", assembly.id)));
             }
-            if task.rows_finished(rows.len()) {
-                self.stats.dump_latency.observe(self.elapsed(&task));
-            }
+            self.finish_rows(&task, rows.len());
         }
     }
 
-    /// Drops a block that cannot be completed; rows that waited for it fail.
-    fn give_up(&self, assembly: &Arc<Assembly>, error: &Error) {
-        self.assemblies.lock().remove(&assembly.id);
-        // A stuck copy may hold the lock (and with it the slot) until it returns: then it answers for itself.
-        if let Some(mut inner) = assembly.inner.try_lock() {
-            inner.slot = None;
-            inner.ended = Some(Err(error.clone()));
-            for (task, rows) in std::mem::take(&mut inner.waiting) {
-                self.fail_rows(&task, &rows, error);
+    /// Drops a block that cannot be completed; false if it is complete, or was dropped before. Nobody waits for it:
+    /// rows wait only for a block that is being published.
+    fn give_up(&self, assembly: &Arc<Assembly>, error: &Error) -> bool {
+        let slot = {
+            let mut inner = assembly.inner.lock();
+            if !matches!(inner.stage, Stage::Filling) {
+                return false;
             }
+            inner.stage = Stage::Ended(Err(error.clone()));
+            inner.slot.take() // or a copy that hangs has it, and drops it when it returns
+        };
+        self.forget(assembly);
+        drop(slot);
+        true
+    }
+
+    /// Takes an assembly off the list, unless another has its place already.
+    fn forget(&self, assembly: &Arc<Assembly>) {
+        let mut assemblies = self.assemblies.lock();
+        let ours = |listed: &Arc<Assembly>| Arc::ptr_eq(listed, assembly);
+        if assemblies.get(&assembly.id).is_some_and(ours) {
+            assemblies.remove(&assembly.id);
         }
     }
 
-    fn fail_rows(&self, task: &TaskState, rows: &[usize], error: &Error) {
-        rows.iter().for_each(|&row| task.fail_row(row, error.clone()));
-        task.rows_finished(rows.len());
-        task.rows_staged(rows.len());
+    fn finish_rows(&self, task: &TaskState, rows: usize) {
+        if task.rows_finished(rows) {
+            self.stats.dump_latency.observe(self.elapsed(task));
+        }
     }
 
     /// Drops blocks whose last shard did not come by their deadline.
@@ -309,22 +323,54 @@ impl Core {
             .cloned()
             .collect();
         for assembly in late {
-            let abandoned = assembly
-                .inner
-                .try_lock()
-                .is_some_and(|inner| inner.slot.is_some());
-            if abandoned {
-                Stats::add(&self.stats.blocks_incomplete, 1);
-                let error = Error::new(
-                    ErrorKind::Timeout,
-                    "the block's other shards did not come in time",
-                );
-                self.give_up(&assembly, &error.with("block", assembly.id));
+            // Without its slot there it is being copied or published: then its pool keeps the deadline.
+            if assembly.inner.lock().slot.is_some() {
+                let text = "the block's other shards did not come in time";
+                let error = Error::new(ErrorKind::Timeout, text).with("block", assembly.id);
+                let dropped = self.give_up(&assembly, &error);
+                Stats::add(&self.stats.blocks_incomplete, u64::from(dropped));
             }
         }
     }
 
     fn elapsed(&self, task: &TaskState) -> u64 {
         self.clock.now().since(task.started).as_nanos() as u64
+    }
+}
+
+impl Assembly {
+    fn new(id: BlockId, deadline: Mono, slot: Slot, geometry: &Geometry) -> Self {
+        Self {
+            id,
+            deadline,
+            copying: Mutex::new(()),
+            inner: Mutex::new(Inner {
+                slot: Some(slot),
+                have: vec![false; geometry.shards() as usize],
+                layer_crcs: vec![0; geometry.layers() as usize],
+                waiting: Vec::new(),
+                stage: Stage::Filling,
+            }),
+        }
+    }
+
+    /// What comes next for rows that were gathered into this block.
+    fn after(&self, task: &Arc<TaskState>, rows: &[usize]) -> After {
+        let mut inner = self.inner.lock();
+        let whole = inner.have.iter().all(|&have| have);
+        match &inner.stage {
+            Stage::Ended(ended) => return After::Ended(ended.clone()),
+            Stage::Publishing => {}
+            Stage::Filling if !whole => return After::Ended(Ok(())),
+            Stage::Filling => {}
+        }
+        inner.waiting.push((Arc::clone(task), rows.to_vec()));
+        match inner.slot.take() {
+            Some(slot) => {
+                inner.stage = Stage::Publishing;
+                After::Publish(slot, std::mem::take(&mut inner.layer_crcs))
+            }
+            None => After::Wait,
+        }
     }
 }

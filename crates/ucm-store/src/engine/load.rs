@@ -8,14 +8,20 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
 use ucm_device::{DeviceSpan, Slot};
-use ucm_infra::{BlockState, LoadGate, Mono};
+use ucm_infra::{BlockState, Killed, LoadGate, Mono};
 
+use super::guard::reason_of;
 use super::task::{Task, TaskState};
 use super::{Core, Row};
 use crate::backend::ReadDone;
 use crate::stats::Stats;
+
+/// Most reads handed to the backend at once; the others wait here, where no queue is full.
+const READS_AT_ONCE: usize = 1024;
+/// Most blocks waiting for a slot; a load that would make them more is refused.
+const MAX_PENDING: usize = limits::MAX_IDS_PER_CALL;
 
 /// The rows of one block in one load.
 struct BlockRows {
@@ -37,6 +43,8 @@ pub(super) struct Reads {
     waiters: HashMap<BlockId, Vec<(Arc<LoadTask>, usize)>>,
     /// Blocks waiting for a slot, oldest first.
     pending: VecDeque<BlockId>,
+    /// Reads with the backend now.
+    running: usize,
     /// A thread is starting reads.
     pumping: bool,
     /// Something may have changed since that thread looked.
@@ -80,40 +88,84 @@ impl Core {
             blocks,
             cause: Mutex::new(None),
         });
-        Stats::add(&self.stats.load_tasks, 1);
         let weak = (Arc::downgrade(self), Arc::downgrade(&task));
         let expire = Arc::new(move || {
             if let (Some(core), Some(task)) = (weak.0.upgrade(), weak.1.upgrade()) {
-                let late = Error::new(ErrorKind::Timeout, "the load did not finish by its deadline");
-                core.stats.misses.add(MissReason::Timeout, 1);
-                core.end_load(&task, late);
+                core.expire_load(&task);
             }
         });
-        if let Err(error) = self.admit(now) {
-            self.end_load(&task, error);
-        } else if let Some(refused) = task.blocks.iter().find(|block| self.is_refused(block.id)) {
-            self.stats.misses.add(MissReason::Refused, 1);
-            let error = Error::new(
-                ErrorKind::Corrupt,
-                "this record was refused before and not replaced yet",
-            );
-            self.end_load(&task, error.with("block", refused.id));
-        } else {
-            let mut reads = self.reads.lock();
-            for (index, block) in task.blocks.iter().enumerate() {
-                let waiter = (Arc::clone(&task), index);
-                if let Some(waiters) = reads.waiters.get_mut(&block.id) {
-                    waiters.push(waiter);
-                    Stats::add(&self.stats.loads_joined, 1);
-                } else {
-                    reads.waiters.insert(block.id, vec![waiter]);
-                    reads.pending.push_back(block.id);
-                }
-            }
-            drop(reads);
-            self.pump();
+        Stats::add(&self.stats.load_tasks, 1);
+        if !task.blocks.is_empty() {
+            self.begin_load(&task, now);
         }
         Ok(Task { state, expire })
+    }
+
+    /// Lets the blocks of a load wait for their reads, or ends it here.
+    fn begin_load(self: &Arc<Self>, task: &Arc<LoadTask>, now: Mono) {
+        if let Err(error) = self.admit(now) {
+            self.stats.misses.add(reason_of(&error), task.blocks.len() as u64);
+            return self.end_load(task, error);
+        }
+        if let Some(index) = task.blocks.iter().position(|block| self.is_refused(block.id)) {
+            self.stats.misses.add(MissReason::Refused, 1);
+            let known = "this record was refused before and not replaced yet";
+            return self.fail_block(task, index, Error::new(ErrorKind::Corrupt, known));
+        }
+        if !self.enqueue(task) {
+            let full = Error::new(ErrorKind::Busy, "too many blocks wait for a staging slot");
+            self.breaker.undecided(now);
+            return self.end_load(task, full.with("most", MAX_PENDING));
+        }
+        self.pump();
+        // Either whoever closes the engine has seen the blocks, or we see here that it is closed.
+        if let Err(closed) = self.usable() {
+            self.end_load(task, closed);
+        }
+    }
+
+    /// Joins reads under way or queues new ones; false if that would be too many.
+    fn enqueue(&self, task: &Arc<LoadTask>) -> bool {
+        let mut reads = self.reads.lock();
+        if reads.pending.len() + task.blocks.len() > MAX_PENDING {
+            return false;
+        }
+        for (index, block) in task.blocks.iter().enumerate() {
+            let waiter = (Arc::clone(task), index);
+            if let Some(waiters) = reads.waiters.get_mut(&block.id) {
+                waiters.push(waiter);
+                Stats::add(&self.stats.loads_joined, 1);
+            } else {
+                reads.waiters.insert(block.id, vec![waiter]);
+                reads.pending.push_back(block.id);
+            }
+        }
+        true
+    }
+
+    /// A task is past its deadline: what it still reads is put to death.
+    fn expire_load(self: &Arc<Self>, task: &Arc<LoadTask>) {
+        let late = Error::new(ErrorKind::Timeout, "the load did not finish by its deadline");
+        let killed = self.kill(task, late.clone());
+        if killed.count > 0 {
+            self.stats.misses.add(MissReason::Timeout, killed.count as u64);
+            self.observe(&late);
+        }
+        if killed.last {
+            self.report(task);
+        }
+    }
+
+    /// Ends every load that still reads, because the engine is closed.
+    pub(super) fn end_loads(self: &Arc<Self>) {
+        let waiters = {
+            let mut reads = self.reads.lock();
+            reads.pending.clear();
+            std::mem::take(&mut reads.waiters)
+        };
+        for (task, _) in waiters.into_values().flatten() {
+            self.end_load(&task, Error::new(ErrorKind::Closed, "the store is closed"));
+        }
     }
 
     /// Starts waiting reads while slots are free; drops those that nobody waits for any more. One thread pumps at a
@@ -148,8 +200,10 @@ impl Core {
                 reads.waiters.remove(&id);
                 continue;
             };
-            if let Some(slot) = self.slots.try_acquire() {
+            let room = reads.running < READS_AT_ONCE;
+            if let Some(slot) = room.then(|| self.slots.try_acquire()).flatten() {
                 reads.pending.pop_front();
+                reads.running += 1;
                 return Some((id, slot, deadline));
             }
             if !std::mem::take(&mut reads.again) {
@@ -161,11 +215,7 @@ impl Core {
 
     fn read_done(self: &Arc<Self>, id: BlockId, again: bool, deadline: Mono, result: Result<ReadDone>) {
         let outcome = match result {
-            Err(error) => {
-                self.observe(&error);
-                self.stats.misses.add(reason_of(&error), 1);
-                Err(error)
-            }
+            Err(error) => Err(error),
             Ok(read) => {
                 self.healthy();
                 match self.verify(id, &read) {
@@ -181,7 +231,9 @@ impl Core {
                 }
             }
         };
-        let waiters = self.reads.lock().waiters.remove(&id).unwrap_or_default();
+        let late = |error: &Error| error.kind() == ErrorKind::Timeout;
+        let waiters = self.end_read(id, outcome.as_ref().is_err_and(late).then_some(deadline));
+        let outcome = outcome.map_err(|error| self.judge_failure(id, &waiters, error));
         match outcome {
             Ok(slot) => {
                 let scattered =
@@ -196,6 +248,37 @@ impl Core {
                 }
             }
         }
+        self.pump(); // one read less is running
+    }
+
+    /// Takes a read off the list, with those who wait for it. If it was late by `deadline`, loads that have more time
+    /// get a read of their own.
+    fn end_read(&self, id: BlockId, deadline: Option<Mono>) -> Vec<(Arc<LoadTask>, usize)> {
+        let mut reads = self.reads.lock();
+        reads.running -= 1;
+        let waiters = reads.waiters.remove(&id).unwrap_or_default();
+        let has_time = |(task, _): &(Arc<LoadTask>, usize)| {
+            deadline.is_some_and(|late| task.state.deadline > late && !task.state.is_finished())
+        };
+        let (more, over): (Vec<_>, Vec<_>) = waiters.into_iter().partition(has_time);
+        if !more.is_empty() {
+            reads.waiters.insert(id, more);
+            reads.pending.push_back(id);
+        }
+        over
+    }
+
+    /// What a failed read says: of this record, of the medium, or nothing.
+    fn judge_failure(&self, id: BlockId, waiters: &[(Arc<LoadTask>, usize)], error: Error) -> Error {
+        match error.kind() {
+            ErrorKind::Corrupt | ErrorKind::Foreign => return error, // refused, and the medium did answer
+            // A load that is late is one failure, however many reads it had.
+            ErrorKind::Timeout if waiters.iter().all(|(task, _)| task.state.is_finished()) => {}
+            _ if is_forbidden(&error) => return self.refuse(id, MissReason::IoError).caused_by(error),
+            _ => self.observe(&error),
+        }
+        self.stats.misses.add(reason_of(&error), 1);
+        error
     }
 
     /// Copies one verified block to the device, if the task still wants it. True if that ended the load: the caller
@@ -220,7 +303,8 @@ impl Core {
             }
             Err(error) => {
                 self.record_failure(task, index, &error);
-                self.kill(task, error);
+                self.stats.misses.add(MissReason::IoError, 1);
+                let _ = self.kill(task, given_up(error)); // never the last: this block is still open
             }
         }
         task.gate.finish(index)
@@ -233,7 +317,7 @@ impl Core {
             return; // put to death before, or of a load that is over
         }
         self.record_failure(task, index, &error);
-        if self.kill(task, error) || killed.last {
+        if self.kill(task, given_up(error)).last || killed.last {
             self.report(task);
         }
     }
@@ -247,40 +331,33 @@ impl Core {
 
     /// Puts to death what is still reading; if nothing scatters, the task is over here.
     fn end_load(self: &Arc<Self>, task: &Arc<LoadTask>, error: Error) {
-        if self.kill(task, error) {
+        if self.kill(task, error).last {
             self.report(task);
         }
     }
 
-    fn kill(&self, task: &LoadTask, error: Error) -> bool {
+    fn kill(&self, task: &LoadTask, error: Error) -> Killed {
         task.cause.lock().get_or_insert(error);
-        task.gate.kill_reading().last
+        task.gate.kill_reading()
     }
 
     /// Runs once per load: names the rows that were put to death, then lets the waiters go.
     fn report(&self, task: &LoadTask) {
         let cause = task.cause.lock().clone();
+        let cause = cause.unwrap_or_else(|| Error::internal("a load ended without a cause"));
         let mut lost = 0;
         for (index, block) in task.blocks.iter().enumerate() {
             if task.gate.state(index) == Some(BlockState::Dead) {
                 lost += 1;
-                for (row, _, _) in &block.rows {
-                    let cause = cause
-                        .clone()
-                        .unwrap_or_else(|| Error::internal("a load ended without a cause"));
-                    let error = Error::new(
-                        cause.kind(),
-                        "given up, because another block of this load failed",
-                    );
-                    task.state
-                        .fail_row(*row, error.caused_by(cause).with("block", block.id));
-                }
+                self.record_failure(task, index, &cause);
+            } else if task.state.failed(block.rows.first().map_or(0, |row| row.0)) {
+                lost += 1; // its copy to the device failed
             }
         }
         Stats::add(&self.stats.blocks_failed, lost);
         let rows = task.blocks.iter().map(|block| block.rows.len()).sum();
+        task.state.rows_staged(rows);
         if task.state.rows_finished(rows) {
-            task.state.rows_staged(rows);
             self.stats
                 .load_latency
                 .observe(self.clock.now().since(task.state.started).as_nanos() as u64);
@@ -288,13 +365,13 @@ impl Core {
     }
 }
 
-/// The miss reason of a failed read that did not reach verification.
-fn reason_of(error: &Error) -> MissReason {
-    match error.kind() {
-        ErrorKind::NotFound => MissReason::Absent,
-        ErrorKind::Timeout => MissReason::Timeout,
-        ErrorKind::Busy => MissReason::Busy,
-        ErrorKind::Unhealthy => MissReason::Unhealthy,
-        _ => MissReason::IoError,
-    }
+/// Why the other blocks of a load are put to death when one has failed.
+fn given_up(error: Error) -> Error {
+    let text = "given up, because another block of this load failed";
+    Error::new(error.kind(), text).caused_by(error)
+}
+
+/// Whether the file is there for others but never for us (EPERM, EACCES, EISDIR, ELOOP): a fault of that record.
+fn is_forbidden(error: &Error) -> bool {
+    matches!(error.os_code(), Some(1 | 13 | 21 | 40))
 }

@@ -6,23 +6,25 @@
 //! from a medium. Deadlines of I/O are kept by the backend's pool, those of tasks by whoever looks at them.
 
 mod dump;
+mod guard;
 mod load;
+mod lookup;
 mod task;
 
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use hashlink::LruCache;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, DType, Error, ErrorKind, Geometry, Identity, MissReason, Part, Result, limits};
 use ucm_device::{Device, DeviceSpan, HostArena, SlotPool, Stream};
-use ucm_infra::{Clock, Completion, Lane, Mono, WorkerPool};
+use ucm_infra::{Clock, Lane, Mono, WorkerPool};
 
 use crate::backend::{Backend, ReadDone};
-use crate::events::{Event, Events, Level};
-use crate::health::{Breaker, BreakerConfig, Change};
+use crate::events::{Event, Events};
+use crate::health::{Breaker, BreakerConfig};
 use crate::record::{Expect, RecordLayout, verify};
 use crate::stats::Stats;
 
@@ -39,12 +41,12 @@ pub const LANE_SPACE: usize = 3;
 
 /// Most refused ids and header hints remembered.
 const REMEMBERED: usize = 1 << 16;
-/// Ids per operation when a lookup is spread over workers.
-const LOOKUP_CHUNK: usize = 64;
-/// Most ids per operation.
-const LOOKUP_CHUNK_MAX: usize = 1024;
-/// Operations one window of a prefix lookup is spread over.
-const LOOKUP_SPREAD: usize = 4;
+/// Longest deadline a load may be given: no wait is without one.
+const LONGEST_LOAD: Duration = Duration::from_secs(600);
+/// Times a copy worker that hangs is replaced; as many stuck copies open the breaker.
+const COPY_REPLACEMENTS: usize = 4;
+/// Most copies queued, however large the arena.
+const MAX_COPIES: usize = 1 << 20;
 
 /// The deadlines of an engine; every one is a key of the configuration.
 #[derive(Debug, Clone, Copy)]
@@ -138,9 +140,14 @@ pub struct Core {
     copies: Arc<WorkerPool>,
     reads: Mutex<load::Reads>,
     assemblies: dump::Assemblies,
+    /// Copies from the device that are queued or running, and how many there may be.
+    copying: AtomicUsize,
+    copy_limit: usize,
     refused: Mutex<LruCache<BlockId, MissReason>>,
     hints: Mutex<LruCache<BlockId, Hint>>,
     breaker: Breaker,
+    /// Which memory pages the staging slots lie on, for the log.
+    pages: &'static str,
     ready: AtomicBool,
     closed: AtomicBool,
     pid: u32,
@@ -177,7 +184,9 @@ impl Engine {
             .with("at_least", 4 * slot_len));
         }
         let arena = HostArena::new((slots.max(1) * slot_len) as usize)?;
+        let pages = arena.paging().name();
         let slots = SlotPool::new(arena, slot_len as usize)?;
+        let copy_limit = (slots.capacity() * 2 + 64).min(MAX_COPIES);
         let copies = WorkerPool::builder("ucm-copy")
             .size(config.copy_threads.max(1))
             .lanes(&[
@@ -193,11 +202,11 @@ impl Engine {
                 },
                 Lane {
                     name: "dump",
-                    capacity: slots.capacity() * 2 + 64,
+                    capacity: copy_limit,
                     max_running: config.copy_threads.max(1),
                 },
             ])
-            .max_replacements(4)
+            .max_replacements(COPY_REPLACEMENTS)
             .clock(Arc::clone(&clock))
             .build()?;
         let remembered = LruCache::new(REMEMBERED);
@@ -217,6 +226,9 @@ impl Engine {
             copies,
             reads: Mutex::default(),
             assemblies: Mutex::default(),
+            copying: AtomicUsize::new(0),
+            copy_limit,
+            pages,
             refused: Mutex::new(remembered),
             hints: Mutex::new(LruCache::new(REMEMBERED)),
             breaker: Breaker::new(config.breaker),
@@ -237,10 +249,11 @@ impl Engine {
     }
 
     /// Starts loading rows. A block that is absent, refused or late fails the task; see [`Task::failures`].
-    /// `deadline`: from now, the configured one if `None`.
+    /// `deadline`: from now, the configured one if `None`, ten minutes at most.
     pub fn load(&self, rows: Vec<Row>, deadline: Option<Duration>) -> Result<Task> {
         self.check_rows(&rows)?;
-        let deadline = self.clock.now().after(deadline.unwrap_or(self.deadlines.load));
+        let deadline = deadline.unwrap_or(self.deadlines.load).min(LONGEST_LOAD);
+        let deadline = self.clock.now().after(deadline);
         self.0.start_load(rows, deadline)
     }
 
@@ -251,131 +264,40 @@ impl Engine {
             .start_dump(rows, self.clock.now().after(self.deadlines.dump))
     }
 
-    /// Ends the engine: no new work, what is under way gets the shutdown deadline. Idempotent.
+    /// Ends the engine: no new work, what is under way gets the shutdown deadline, then every task has ended.
+    /// Idempotent; in a forked child it does nothing.
     pub fn close(&self) {
-        if self.closed.swap(true, Ordering::AcqRel) || self.pid != std::process::id() {
+        if self.check_process().is_err() || self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
         let until = self.clock.now().after(self.deadlines.shutdown);
         let left = || until.since(self.clock.now());
         self.copies.shutdown(left());
         self.backend.shutdown(left());
+        self.end_loads();
+        self.drop_incomplete(Mono::NEVER);
     }
 }
 
 impl Drop for Engine {
     fn drop(&mut self) {
+        if self.check_process().is_err() {
+            // A forked child has none of the threads, and their locks as they were: it must not even drop them.
+            Box::leak(Box::new(Arc::clone(&self.0)));
+        }
         self.close();
     }
 }
 
 impl Core {
-    /// Which of these blocks are stored whole, as far as the lookup deadline lets us know; exact per id.
-    pub fn lookup(self: &Arc<Self>, ids: &[BlockId]) -> Result<Vec<bool>> {
-        self.lookup_ids(ids, false)
-    }
-
-    /// How many ids from the first on are stored without a gap. Every id counted was checked.
-    pub fn lookup_on_prefix(self: &Arc<Self>, ids: &[BlockId]) -> Result<usize> {
-        let (mut known, mut window) = (0, LOOKUP_CHUNK);
-        while known < ids.len() {
-            let end = ids.len().min(known + window);
-            let found = self.lookup_ids(&ids[known..end], true)?;
-            let run = found.iter().take_while(|&&present| present).count();
-            known += run;
-            if run < found.len() || known < end {
-                break;
-            }
-            window = (window * 2).min(LOOKUP_CHUNK_MAX * LOOKUP_SPREAD);
-        }
-        Ok(known)
-    }
-
-    fn lookup_ids(self: &Arc<Self>, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<bool>> {
-        self.usable()?;
-        if ids.len() > limits::MAX_IDS_PER_CALL {
-            return Err(Error::invalid("too many ids in one call").with("ids", ids.len()));
-        }
-        let started = self.clock.now();
-        let deadline = started.after(self.deadlines.lookup);
-        Stats::add(&self.stats.lookups, 1);
-        Stats::add(&self.stats.lookup_ids, ids.len() as u64);
-        if self.admit(started).is_err() {
-            self.stats.misses.add(MissReason::Unhealthy, ids.len() as u64);
-            return Ok(vec![false; ids.len()]);
-        }
-        let chunk = ids
-            .len()
-            .div_ceil(LOOKUP_SPREAD)
-            .clamp(LOOKUP_CHUNK, LOOKUP_CHUNK_MAX);
-        let waits: Vec<_> = ids
-            .chunks(chunk)
-            .map(|ids| {
-                let completion = Completion::new();
-                let answer = Arc::clone(&completion);
-                let done = Box::new(move |result: Result<Vec<bool>>| {
-                    answer.complete(result);
-                });
-                self.backend.lookup(ids.to_vec(), stop_at_missing, deadline, done);
-                (ids.len(), completion)
-            })
-            .collect();
-        let mut found = Vec::with_capacity(ids.len());
-        for (len, completion) in waits {
-            let answer = completion.wait(&*self.clock, Some(deadline.after(Duration::from_millis(5))));
-            match answer.unwrap_or_else(|| {
-                Err(Error::new(
-                    ErrorKind::Timeout,
-                    "the lookup did not answer in time",
-                ))
-            }) {
-                Ok(mut present) => {
-                    self.healthy();
-                    present.resize(len, false);
-                    found.append(&mut present);
-                }
-                Err(error) => {
-                    self.observe(&error);
-                    let late = error.kind() == ErrorKind::Timeout;
-                    let reason = if late {
-                        MissReason::LookupLate
-                    } else {
-                        MissReason::IoError
-                    };
-                    self.stats.misses.add(reason, len as u64);
-                    found.resize(found.len() + len, false);
-                }
-            }
-        }
-        self.hide_refused(ids, &mut found);
-        Stats::add(
-            &self.stats.lookup_hits,
-            found.iter().filter(|&&present| present).count() as u64,
-        );
-        self.stats
-            .lookup_latency
-            .observe(self.clock.now().since(started).as_nanos() as u64);
-        Ok(found)
-    }
-
-    fn hide_refused(&self, ids: &[BlockId], found: &mut [bool]) {
-        let refused = self.refused.lock();
-        for (present, id) in found.iter_mut().zip(ids) {
-            if !refused.is_empty() && refused.contains_key(id) {
-                *present = false;
-                self.stats.misses.add(MissReason::Refused, 1);
-            } else if !*present {
-                self.stats.misses.add(MissReason::Absent, 1);
-            }
-        }
-    }
-
     /// Remembers what the ids of a coming dump do not say.
-    pub fn describe(&self, hints: impl IntoIterator<Item = (BlockId, Hint)>) {
+    pub fn describe(&self, hints: impl IntoIterator<Item = (BlockId, Hint)>) -> Result<()> {
+        self.usable()?;
         let mut known = self.hints.lock();
         for (id, hint) in hints {
             known.insert(id, hint);
         }
+        Ok(())
     }
 
     /// These blocks, with their ordinals, were used by a request.
@@ -428,9 +350,9 @@ impl Core {
         json
     }
 
-    /// Messages for the log since the last call.
+    /// Messages for the log since the last call; none in a forked child.
     pub fn events(&self) -> Vec<Event> {
-        self.events.drain()
+        self.check_process().map(|()| self.events.drain()).unwrap_or_default()
     }
 
     /// The engine's clock, for waiting on its tasks.
@@ -448,13 +370,19 @@ impl Core {
         self.layout.record_len()
     }
 
-    fn usable(&self) -> Result<()> {
-        if self.pid != std::process::id() {
-            return Err(Error::new(
-                ErrorKind::Forked,
-                "this store was opened before a fork; open another in the child",
-            ));
+    /// Fails with `Forked` in a child process: nothing else of the store may be called there.
+    pub fn check_process(&self) -> Result<()> {
+        if self.pid == std::process::id() {
+            return Ok(());
         }
+        Err(Error::new(
+            ErrorKind::Forked,
+            "this store was opened before a fork; open another in the child",
+        ))
+    }
+
+    fn usable(&self) -> Result<()> {
+        self.check_process()?;
         if self.closed.load(Ordering::Acquire) {
             return Err(Error::new(ErrorKind::Closed, "the store is closed"));
         }
@@ -526,109 +454,5 @@ impl Core {
             return Err(MissReason::WrongLength);
         }
         verify(&read.slot.as_slice()[..read.read], &expect).map(|_| ())
-    }
-
-    /// Whether work may go to the backend now. An open breaker past its cool-down lets one through; a backend that
-    /// was never ready is looked at again, in the background.
-    fn admit(self: &Arc<Self>, now: Mono) -> Result<()> {
-        self.usable()?;
-        let unhealthy = || {
-            Err(Error::new(
-                ErrorKind::Unhealthy,
-                "the storage does not answer; treated as empty for now",
-            ))
-        };
-        if !self.breaker.allows(now) {
-            return unhealthy();
-        }
-        if !self.ready.load(Ordering::Acquire) {
-            let core = Arc::clone(self);
-            let deadline = now.after(self.deadlines.probe.saturating_mul(2));
-            let probe = move || core.probe(core.clock.now().after(core.deadlines.probe));
-            self.copies.submit(LANE_LOOKUP, deadline, probe, |_| {})?;
-            return unhealthy();
-        }
-        Ok(())
-    }
-
-    fn probe(&self, deadline: Mono) {
-        match self.backend.probe(deadline) {
-            Ok(()) => {
-                self.ready.store(true, Ordering::Release);
-                self.healthy();
-            }
-            Err(error) => {
-                self.change(self.breaker.trip(self.clock.now()), Some(&error));
-            }
-        }
-    }
-
-    /// The backend answered.
-    fn healthy(&self) {
-        self.change(self.breaker.success(), None);
-    }
-
-    /// An operation failed; opens the breaker when the medium is to blame.
-    fn observe(&self, error: &Error) {
-        self.change(self.breaker.failure(error, self.clock.now()), Some(error));
-    }
-
-    fn change(&self, change: Option<Change>, error: Option<&Error>) {
-        match change {
-            Some(Change::Opened) => {
-                Stats::add(&self.stats.breaker_opened, 1);
-                let why = error.map(ToString::to_string).unwrap_or_default();
-                let name = self.backend.name();
-                self.events.push(
-                    Level::Warning,
-                    format!("{name} is switched off for now, every lookup misses: {why}"),
-                );
-            }
-            Some(Change::Recovered) => {
-                self.events
-                    .push(Level::Info, format!("{} answers again", self.backend.name()));
-            }
-            None => {}
-        }
-    }
-
-    fn refuse(&self, id: BlockId, reason: MissReason) -> Error {
-        self.stats.misses.add(reason, 1);
-        let kind = match reason {
-            MissReason::ForeignId
-            | MissReason::ForeignIdentity
-            | MissReason::ForeignPart
-            | MissReason::ForeignShape
-            | MissReason::NewerVersion => ErrorKind::Foreign,
-            _ => ErrorKind::Corrupt,
-        };
-        self.refused.lock().insert(id, reason);
-        Stats::add(&self.stats.records_refused, 1);
-        self.events.push(
-            Level::Warning,
-            format!(
-                "record {id} was refused ({}) and will be recomputed",
-                reason.name()
-            ),
-        );
-        Error::new(kind, "the stored record is not what it should be").with("reason", reason.name())
-    }
-
-    /// Whether a dump of this id replaces what is there: it was refused, and is not of a newer version.
-    fn replaces(&self, id: BlockId) -> bool {
-        self.refused
-            .lock()
-            .get(&id)
-            .is_some_and(|&reason| reason != MissReason::NewerVersion)
-    }
-
-    /// Whether this process refused the record and no dump replaced it yet.
-    fn is_refused(&self, id: BlockId) -> bool {
-        let refused = self.refused.lock();
-        !refused.is_empty() && refused.contains_key(&id)
-    }
-
-    fn forgive(&self, id: BlockId) -> bool {
-        self.refused.lock().remove(&id).is_some()
     }
 }

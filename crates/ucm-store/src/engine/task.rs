@@ -65,6 +65,10 @@ impl TaskState {
         self.failures.lock().entry(row).or_insert(error);
     }
 
+    pub(crate) fn failed(&self, row: usize) -> bool {
+        self.failures.lock().contains_key(&row)
+    }
+
     pub(crate) fn is_finished(&self) -> bool {
         self.finished.peek().is_some()
     }

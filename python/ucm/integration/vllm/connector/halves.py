@@ -14,6 +14,7 @@ from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.identity import (
     block_tokens,
     engine_identity,
+    identity_digest,
     identity_text,
     identity_without_weights,
     unidentifiable,
@@ -87,8 +88,10 @@ class _Identity:
             return None
         if state.kind != "known":
             raise UnknowableError(state.reason)
-        text = identity_text(with_weights(self._own, state.text))
-        logger.info("identity of this engine's KV: %s", text)
+        whole = with_weights(self._own, state.text)
+        text = identity_text(whole)
+        logger.info("identity of this engine's KV: %s, weights %s", identity_digest(whole).hex(), state.text)
+        logger.debug("identity spelled out: %s", text)
         return text
 
     def trouble(self) -> str:

@@ -212,7 +212,8 @@ class WorkerHalf:
         store = self._store or self._opened
         if store is None:
             return
-        deadline = self._clock() + self._shutdown_allowance
+        began = self._clock()
+        deadline = began + self._shutdown_allowance
 
         def drain() -> None:
             while len(self.dumps) and self._clock() < deadline - CLOSE_S:
@@ -226,3 +227,5 @@ class WorkerHalf:
         thread.join(max(0.0, deadline - self._clock()))
         if thread.is_alive():
             logger.warning("%d dumps were not finished within %.1f s", len(self.dumps), self._shutdown_allowance)
+        else:
+            logger.info("rank %d: the store is closed, after %.1f s", self.rank, self._clock() - began)

@@ -1,0 +1,143 @@
+//! Random histories of jobs, releases and passing time: everyone is told exactly once, and what is told is true.
+
+use std::collections::BTreeMap;
+use std::sync::mpsc::{Sender, channel};
+use std::time::Duration;
+
+use proptest::prelude::*;
+use ucm_core::ErrorKind;
+
+use super::{Rig, SECOND, lane};
+use crate::clock::{Clock, Mono};
+
+#[derive(Debug, Clone)]
+enum Step {
+    /// Submit a job to a lane, with a deadline so many seconds away.
+    Submit(usize, Option<u32>),
+    /// Let one of the jobs that are held go on.
+    Release(prop::sample::Index),
+    /// Let so many seconds pass.
+    Advance(u32),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        4 => (0..3_usize, prop::option::of(1..4_u32)).prop_map(|(lane, span)| Step::Submit(lane, span)),
+        2 => any::<prop::sample::Index>().prop_map(Step::Release),
+        1 => (1..3_u32).prop_map(Step::Advance),
+    ]
+}
+
+/// What the test knows of the jobs it submitted.
+struct Book {
+    rig: Rig,
+    deadlines: BTreeMap<u32, Mono>,
+    held: BTreeMap<u32, Sender<()>>,
+    told: BTreeMap<u32, Result<u32, ErrorKind>>,
+}
+
+impl Book {
+    fn submit(&mut self, id: u32, lane: usize, span: Option<u32>) {
+        let deadline = span.map_or(Mono::NEVER, |span| self.rig.deadline(SECOND * span));
+        let (release, held) = channel::<()>();
+        let work = move || {
+            held.recv().ok();
+            id
+        };
+        match self.rig.submit(lane, deadline, id, work) {
+            Ok(()) => {
+                self.deadlines.insert(id, deadline);
+                self.held.insert(id, release);
+            }
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::Busy);
+                let lane = self.rig.pool.stats().lanes[lane];
+                assert!(lane.refused > 0);
+            }
+        }
+    }
+
+    /// Hears one job and judges what it says.
+    fn hear(&mut self) {
+        let (id, result) = self.rig.next();
+        let due = self.deadlines[&id] <= self.rig.clock.now();
+        match result {
+            Ok(value) => assert!(
+                value == id && !self.held.contains_key(&id),
+                "{id} ended while held"
+            ),
+            Err(kind) => assert!(kind == ErrorKind::Timeout && due, "{id} told {kind:?}"),
+        }
+        assert!(self.told.insert(id, result).is_none(), "{id} told twice");
+    }
+
+    /// Time passes; whatever is held past its deadline must be told without any help.
+    fn advance(&mut self, span: Duration) {
+        self.rig.clock.advance(span);
+        let now = self.rig.clock.now();
+        let overdue: Vec<u32> = self
+            .held
+            .keys()
+            .copied()
+            .filter(|id| self.deadlines[id] <= now)
+            .collect();
+        while overdue.iter().any(|id| !self.told.contains_key(id)) {
+            self.hear();
+        }
+    }
+
+    fn check_bounds(&self) {
+        let stats = self.rig.pool.stats();
+        assert!(
+            stats.live <= stats.size && stats.live + stats.stuck <= stats.size + 2,
+            "{stats:?}"
+        );
+        let running: usize = stats.lanes.iter().map(|lane| lane.running).sum();
+        assert_eq!(running + stats.idle, stats.live, "{stats:?}");
+        for lane in &stats.lanes {
+            assert!(lane.queued <= lane.lane.capacity, "{stats:?}");
+            assert!(lane.running <= lane.lane.max_running, "{stats:?}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_accepted_job_is_told_exactly_once(steps in prop::collection::vec(step(), 1..60)) {
+        let lanes = [lane("load", 4, 3), lane("prefetch", 3, 2), lane("dump", 3, 1)];
+        let mut book = Book {
+            rig: Rig::new(|pool| pool.size(3).max_replacements(2).lanes(&lanes)),
+            deadlines: BTreeMap::new(),
+            held: BTreeMap::new(),
+            told: BTreeMap::new(),
+        };
+        for (id, step) in (0..).zip(steps) {
+            match step {
+                Step::Submit(lane, span) => book.submit(id, lane, span),
+                Step::Release(index) => {
+                    let ids: Vec<u32> = book.held.keys().copied().collect();
+                    if !ids.is_empty() {
+                        book.held.remove(index.get(&ids));
+                    }
+                }
+                Step::Advance(seconds) => book.advance(SECOND * seconds),
+            }
+            book.check_bounds();
+        }
+        // Everyone may go on, those written off come back, and time stands still: nothing is left to close.
+        book.held.clear();
+        prop_assert_eq!(book.rig.pool.shutdown(SECOND), 0);
+        while book.told.len() < book.deadlines.len() {
+            book.hear();
+        }
+        prop_assert!(book.rig.told.try_recv().is_err());
+        for (id, deadline) in &book.deadlines {
+            prop_assert!(*deadline != Mono::NEVER || book.told[id].is_ok());
+        }
+        let lanes = book.rig.pool.stats().lanes;
+        let counted: u64 = lanes.iter().map(|lane| lane.completed + lane.timed_out).sum();
+        prop_assert_eq!(counted, book.told.len() as u64);
+    }
+}

@@ -1,0 +1,163 @@
+//! Who may pass: the breaker, the first look at the backend and the later ones, records that were refused.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_infra::Mono;
+
+use super::{COPY_REPLACEMENTS, Core, LANE_LOOKUP};
+use crate::events::Level;
+use crate::health::Change;
+use crate::stats::Stats;
+
+impl Core {
+    /// Whether work may go to the backend now. An open breaker past its cool-down lets one through; a backend that
+    /// was never ready is looked at again, in the background; while too much is stuck nothing passes.
+    pub(super) fn admit(self: &Arc<Self>, now: Mono) -> Result<()> {
+        self.usable()?;
+        let unhealthy = || {
+            Err(Error::new(
+                ErrorKind::Unhealthy,
+                "the storage does not answer; treated as empty for now",
+            ))
+        };
+        if let Some(error) = self.overrun() {
+            self.change(self.breaker.trip(now), Some(&error));
+            return unhealthy();
+        }
+        if !self.breaker.allows(now) {
+            return unhealthy();
+        }
+        if !self.ready.load(Ordering::Acquire) {
+            let core = Arc::clone(self);
+            let deadline = now.after(self.deadlines.probe.saturating_mul(2));
+            let probe = move || core.probe(core.clock.now().after(core.deadlines.probe));
+            // A full lane means that a probe is on its way already.
+            let _ = self.copies.submit(LANE_LOOKUP, deadline, probe, |_| {});
+            return unhealthy();
+        }
+        Ok(())
+    }
+
+    /// The error that says that too many threads or slots are lost in calls that do not return.
+    fn overrun(&self) -> Option<Error> {
+        let slots = self.slots.capacity();
+        // Each stuck operation may hold a slot: half of them is too many. One slot: opened for lookups only.
+        let of_slots = if slots < 4 { usize::MAX } else { slots / 2 + 1 };
+        let (io, copies) = (self.backend.stuck(), self.copies.stuck());
+        (io >= self.breaker.max_stuck().min(of_slots) || copies >= COPY_REPLACEMENTS).then(|| {
+            Error::new(ErrorKind::Timeout, "too many operations never returned")
+                .with("stuck", io + copies)
+                .with("slots", slots)
+        })
+    }
+
+    /// Looks at the backend; when it is ready for the first time, tells the log what is used and why.
+    pub(super) fn probe(&self, deadline: Mono) {
+        match self.backend.probe(deadline) {
+            Ok(()) => {
+                if !self.ready.swap(true, Ordering::AcqRel) {
+                    self.say(Level::Info, self.opening());
+                }
+                self.healthy();
+            }
+            Err(error) => {
+                self.change(self.breaker.trip(self.clock.now()), Some(&error));
+            }
+        }
+    }
+
+    fn opening(&self) -> String {
+        let (slots, bytes) = (self.slots.capacity(), self.layout.record_len());
+        let staging = if slots < 4 {
+            "lookups only".to_owned()
+        } else {
+            let (reserved, pages) = (self.reserved_slots, self.pages);
+            format!("{slots} staging slots of {bytes} bytes on {pages}, {reserved} of them kept for loads")
+        };
+        format!("open: {}; {staging}", self.backend.describe())
+    }
+
+    /// The backend answered.
+    pub(super) fn healthy(&self) {
+        // While too much is stuck a single answer means little; asked only when the breaker is not closed.
+        if self.breaker.is_closed() || self.overrun().is_none() {
+            self.change(self.breaker.success(), None);
+        }
+    }
+
+    /// An operation failed; opens the breaker when the medium is to blame.
+    pub(super) fn observe(&self, error: &Error) {
+        self.change(self.breaker.failure(error, self.clock.now()), Some(error));
+    }
+
+    fn change(&self, change: Option<Change>, error: Option<&Error>) {
+        let name = self.backend.name();
+        match change {
+            Some(Change::Opened) => {
+                Stats::add(&self.stats.breaker_opened, 1);
+                let why = error.map(ToString::to_string).unwrap_or_default();
+                let text = format!("{name} is switched off for now, every lookup misses: {why}");
+                self.say(Level::Warning, text);
+            }
+            Some(Change::Recovered) => self.say(Level::Info, format!("{name} answers again")),
+            None => {}
+        }
+    }
+
+    pub(super) fn say(&self, level: Level, text: String) {
+        self.events.push(level, text, self.clock.now());
+    }
+
+    /// Remembers that a record is not what it should be; the answer is the error for those who wanted it.
+    pub(super) fn refuse(&self, id: BlockId, reason: MissReason) -> Error {
+        self.stats.misses.add(reason, 1);
+        let kind = match reason {
+            MissReason::ForeignId
+            | MissReason::ForeignIdentity
+            | MissReason::ForeignPart
+            | MissReason::ForeignShape
+            | MissReason::NewerVersion => ErrorKind::Foreign,
+            MissReason::IoError => ErrorKind::Io,
+            _ => ErrorKind::Corrupt,
+        };
+        self.refused.lock().insert(id, reason);
+        Stats::add(&self.stats.records_refused, 1);
+        let name = reason.name();
+        self.say(
+            Level::Warning,
+            format!("record {id} was refused ({name}) and will be recomputed"),
+        );
+        Error::new(kind, "the stored record is not what it should be").with("reason", name)
+    }
+
+    /// Whether a dump of this id replaces what is there: it was refused, and is not of a newer version.
+    pub(super) fn replaces(&self, id: BlockId) -> bool {
+        self.refused
+            .lock()
+            .get(&id)
+            .is_some_and(|&reason| reason != MissReason::NewerVersion)
+    }
+
+    /// Whether this process refused the record and no dump replaced it yet.
+    pub(super) fn is_refused(&self, id: BlockId) -> bool {
+        let refused = self.refused.lock();
+        !refused.is_empty() && refused.contains_key(&id)
+    }
+
+    pub(super) fn forgive(&self, id: BlockId) -> bool {
+        self.refused.lock().remove(&id).is_some()
+    }
+}
+
+/// The miss reason of an operation that failed before anything could be verified.
+pub(super) fn reason_of(error: &Error) -> MissReason {
+    match error.kind() {
+        ErrorKind::NotFound => MissReason::Absent,
+        ErrorKind::Timeout => MissReason::Timeout,
+        ErrorKind::Busy => MissReason::Busy,
+        ErrorKind::Unhealthy => MissReason::Unhealthy,
+        _ => MissReason::IoError,
+    }
+}

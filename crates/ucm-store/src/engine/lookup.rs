@@ -1,0 +1,134 @@
+//! Which blocks are stored: asked of the backend in pieces that its workers share, within one deadline per call.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
+use ucm_infra::{Completion, Mono};
+
+use super::Core;
+use super::guard::reason_of;
+use crate::stats::Stats;
+
+/// Ids per operation when a lookup is spread over workers.
+const CHUNK: usize = 64;
+/// Most ids per operation.
+const CHUNK_MAX: usize = 1024;
+/// Operations one window of a prefix lookup is spread over.
+const SPREAD: usize = 4;
+/// What the pool may take to tell that the deadline passed.
+const GRACE: Duration = Duration::from_millis(5);
+
+impl Core {
+    /// Which of these blocks are stored whole, as far as the lookup deadline lets us know; exact per id.
+    pub fn lookup(self: &Arc<Self>, ids: &[BlockId]) -> Result<Vec<bool>> {
+        let (now, asked) = self.begin(ids)?;
+        if !asked {
+            return Ok(vec![false; ids.len()]);
+        }
+        let found = self.ask(ids, false, now.after(self.deadlines.lookup));
+        self.end(now, found.iter().filter(|&&present| present).count());
+        Ok(found)
+    }
+
+    /// How many ids from the first on are stored without a gap. Every id counted was checked.
+    pub fn lookup_on_prefix(self: &Arc<Self>, ids: &[BlockId]) -> Result<usize> {
+        let (now, asked) = self.begin(ids)?;
+        let deadline = now.after(self.deadlines.lookup); // one for all windows
+        let (mut known, mut window) = (0, CHUNK);
+        while asked && known < ids.len() {
+            let end = ids.len().min(known + window);
+            let found = self.ask(&ids[known..end], true, deadline);
+            known += found.iter().take_while(|&&present| present).count();
+            if known < end {
+                break;
+            }
+            window = (window * 2).min(CHUNK_MAX * SPREAD);
+        }
+        if asked {
+            self.end(now, known);
+        }
+        Ok(known)
+    }
+
+    /// Checks and counts a call; false if there is nothing to ask or nobody to be asked.
+    fn begin(self: &Arc<Self>, ids: &[BlockId]) -> Result<(Mono, bool)> {
+        self.usable()?;
+        if ids.len() > limits::MAX_IDS_PER_CALL {
+            return Err(Error::invalid("too many ids in one call").with("ids", ids.len()));
+        }
+        let now = self.clock.now();
+        Stats::add(&self.stats.lookups, 1);
+        Stats::add(&self.stats.lookup_ids, ids.len() as u64);
+        if ids.is_empty() {
+            return Ok((now, false));
+        }
+        let asked = self.admit(now).is_ok();
+        if !asked {
+            self.stats.misses.add(MissReason::Unhealthy, ids.len() as u64);
+        }
+        Ok((now, asked))
+    }
+
+    fn end(&self, started: Mono, hits: usize) {
+        Stats::add(&self.stats.lookup_hits, hits as u64);
+        let took = self.clock.now().since(started);
+        self.stats.lookup_latency.observe(took.as_nanos() as u64);
+    }
+
+    /// Asks for ids, in order; what was not answered in time, or not asked after a missing one, is not there.
+    fn ask(&self, ids: &[BlockId], stop_at_missing: bool, deadline: Mono) -> Vec<bool> {
+        let chunk = ids.len().div_ceil(SPREAD).clamp(CHUNK, CHUNK_MAX);
+        let waits: Vec<_> = ids
+            .chunks(chunk)
+            .map(|ids| {
+                let completion = Completion::new();
+                let answer = Arc::clone(&completion);
+                let done = Box::new(move |result: Result<Vec<bool>>| {
+                    answer.complete(result);
+                });
+                self.backend.lookup(ids.to_vec(), stop_at_missing, deadline, done);
+                (ids, completion)
+            })
+            .collect();
+        let mut found = Vec::with_capacity(ids.len());
+        let (mut answered, mut failed) = (false, None);
+        for (ids, completion) in waits {
+            let late = || Err(Error::new(ErrorKind::Timeout, "the lookup did not answer in time"));
+            let answer = completion.wait(&*self.clock, Some(deadline.after(GRACE)));
+            match answer.unwrap_or_else(late) {
+                Ok(present) => {
+                    answered = true;
+                    found.extend(ids.iter().zip(&present).map(|(&id, &there)| self.judge(id, there)));
+                    found.resize(found.len() + ids.len().saturating_sub(present.len()), false);
+                }
+                Err(error) => {
+                    let reason = match reason_of(&error) {
+                        MissReason::Timeout => MissReason::LookupLate,
+                        reason => reason,
+                    };
+                    self.stats.misses.add(reason, ids.len() as u64);
+                    found.resize(found.len() + ids.len(), false);
+                    failed.get_or_insert(error);
+                }
+            }
+        }
+        // One word on the medium's health per call: the pieces of a slow one are not several failures.
+        match failed {
+            Some(error) if !answered => self.observe(&error),
+            _ => self.healthy(),
+        }
+        found
+    }
+
+    /// Whether an id that was looked at is a hit here.
+    fn judge(&self, id: BlockId, there: bool) -> bool {
+        let refused = there && self.is_refused(id);
+        if refused {
+            self.stats.misses.add(MissReason::Refused, 1);
+        } else if !there {
+            self.stats.misses.add(MissReason::Absent, 1);
+        }
+        there && !refused
+    }
+}
