@@ -62,7 +62,7 @@ endif
 .PHONY: loom
 loom: ## every interleaving of what was written here with atomics
 	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom \
-		$(STAGE) "loom" cargo test --locked --quiet --release -p ucm-infra --test loom
+		$(STAGE) "loom" cargo test --locked --quiet -p ucm-infra --test loom
 
 .PHONY: test-py
 test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines last

@@ -26,6 +26,7 @@ from ucm.integration.vllm.connector.gate import Gate
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookups
 from ucm.integration.vllm.connector.metadata import VERSION, DumpResult, Handshake, RankReport, WorkerReport
+from ucm.integration.vllm.connector.pace import Pace
 from ucm.integration.vllm.connector.scheduler import SchedulerHalf
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1, Until
 
@@ -84,6 +85,7 @@ def open_half(tables: Tables) -> SchedulerHalf:
         min_hit_tokens=0,
         dump_output=True,
         lookup_allowance=0.05,
+        pace=Pace(0.2, 30.0),
     )
     half.bind_manager(tables)  # a step asks vLLM's manager for nothing but tables
     half.bind_pool(tables.block_pool)

@@ -18,6 +18,7 @@ from ucm.integration.vllm.connector.gate import Gate
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookups
 from ucm.integration.vllm.connector.metadata import VERSION, DumpResult, Handshake, RankReport, StepPlan, WorkerReport
+from ucm.integration.vllm.connector.pace import Pace
 from ucm.integration.vllm.connector.scheduler import SchedulerHalf
 from ucm.store import part_mask, record_ids
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1
@@ -126,6 +127,7 @@ class Rig:
             min_hit_tokens=settings.pop("min_hit_tokens", 0),
             dump_output=settings.pop("dump_output", True),
             lookup_allowance=0.05,
+            pace=Pace(0.2, 30.0),
             clock=self.clock,
         )
         self.half.bind_manager(self.tables)

@@ -32,6 +32,8 @@ pub(crate) struct PosixStore(Engine);
 pub(crate) struct Task {
     task: ucm_store::engine::Task,
     clock: Arc<dyn Clock>,
+    /// Whose task it is: a forked child must not even look at it.
+    pid: u32,
 }
 
 /// Reads the dictionary that `ucm.store.posix` fills; it is validated there, so a missing key is our own fault.
@@ -109,12 +111,16 @@ impl PosixStore {
             shutdown: config.seconds("shutdown_s")?,
         };
         let writer = ucm_store::random_u64();
+        let record = RecordLayout::new(&geometry).describing(block_tokens, dtype);
+        let slots = usize::try_from(staging_bytes / record.record_len() as u64).unwrap_or(usize::MAX);
+        let direct: bool = config.get("io_direct")?;
         let posix = PosixConfig {
             root: config.get::<PathBuf>("root")?,
             identity: identity.clone(),
             labels: config.get::<BTreeMap<String, String>>("labels")?,
             part,
-            record: RecordLayout::new(&geometry).describing(block_tokens, dtype),
+            record,
+            direct,
             geometry: geometry.clone(),
             lookup_only,
             capacity,
@@ -129,18 +135,24 @@ impl PosixStore {
             staging_bytes,
             copy_threads: config.get("copy_threads")?,
             deadlines,
-            breaker: BreakerConfig::default(),
+            breaker: BreakerConfig {
+                max_stuck: threads.max(2), // as many as are replaced: from there on workers are missing
+                ..BreakerConfig::default()
+            },
             writer,
         };
         let threads: usize = config.get("io_threads")?;
-        let direct: bool = config.get("io_direct")?;
         let opened = py.detach(|| {
             let clock = SystemClock::shared();
-            let options = PsyncOptions {
+            let mut options = PsyncOptions {
                 direct,
                 clock: Arc::clone(&clock),
                 ..PsyncOptions::with_workers(threads)
             };
+            // A block that has a slot has a place in the queue too, so that an accepted dump is never refused later.
+            for lane in &mut options.lanes {
+                lane.capacity = lane.capacity.max(slots.min(ucm_infra::MAX_QUEUE));
+            }
             let io = PsyncEngine::new(options)?;
             let backend = Arc::new(PosixBackend::new(posix, io, Arc::clone(&clock))?);
             Engine::open(engine, backend, Arc::new(HostDevice::new()), clock)
@@ -172,8 +184,8 @@ impl PosixStore {
         addrs: PyReadonlyArray2<'_, u64>,
         timeout: Option<f64>,
     ) -> PyResult<Task> {
+        let deadline = limit(py, timeout)?;
         let rows = self.rows(py, block_ids, &shard_index, &addrs)?;
-        let deadline = timeout.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
         let task = py.detach(|| self.0.load(rows, deadline));
         to_py(py, task).map(|task| self.task(task))
     }
@@ -217,7 +229,7 @@ impl PosixStore {
             }
         }
         let at = |list: &Option<Vec<u32>>, i: usize| list.as_ref().map_or(0, |list| list[i]);
-        self.0.describe(blocks.iter().enumerate().map(|(i, &block)| {
+        let told = self.0.describe(blocks.iter().enumerate().map(|(i, &block)| {
             let parent = parents.as_ref().map_or(BlockId::default(), |parents| parents[i]);
             (
                 block,
@@ -228,7 +240,7 @@ impl PosixStore {
                 },
             )
         }));
-        Ok(())
+        to_py(py, told)
     }
 
     /// These blocks, in chain order from ordinal `first` on, were used.
@@ -240,8 +252,9 @@ impl PosixStore {
     }
 
     /// How many more blocks a dump could take now.
-    fn free_dump_slots(&self) -> usize {
-        self.0.free_dump_slots()
+    fn free_dump_slots(&self, py: Python<'_>) -> PyResult<usize> {
+        to_py(py, self.0.check_process())?;
+        Ok(py.detach(|| self.0.free_dump_slots()))
     }
 
     /// Bytes of one record on the medium.
@@ -251,11 +264,12 @@ impl PosixStore {
     }
 
     /// Counters, gauges and histograms as JSON text.
-    fn stats(&self) -> String {
-        self.0.stats().to_string()
+    fn stats(&self, py: Python<'_>) -> PyResult<String> {
+        to_py(py, self.0.check_process())?;
+        Ok(py.detach(|| self.0.stats().to_string()))
     }
 
-    /// Messages for the log since the last call: (is a warning, text).
+    /// Messages for the log since the last call: (is a warning, text); none in a forked child.
     fn events(&self) -> Vec<(bool, String)> {
         self.0
             .events()
@@ -264,9 +278,19 @@ impl PosixStore {
             .collect()
     }
 
-    /// Ends the store; repeatable.
+    /// Ends the store; repeatable, and without effect in a forked child.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.0.close());
+    }
+}
+
+impl Drop for PosixStore {
+    /// Closing waits for what is under way: not with the GIL held.
+    fn drop(&mut self) {
+        let close = || self.0.close();
+        if Python::try_attach(|py| py.detach(close)).is_none() {
+            close();
+        }
     }
 }
 
@@ -275,6 +299,7 @@ impl PosixStore {
         Task {
             task,
             clock: SystemClock::shared(),
+            pid: std::process::id(),
         }
     }
 
@@ -333,6 +358,19 @@ impl PosixStore {
     }
 }
 
+/// A limit of a caller in seconds: what is negative is over already, what is endless gets the longest there is.
+fn limit(py: Python<'_>, seconds: Option<f64>) -> PyResult<Option<Duration>> {
+    let Some(seconds) = seconds else {
+        return Ok(None);
+    };
+    if seconds.is_nan() {
+        return Err(raise(py, &Error::invalid("timeout is a number of seconds, not NaN")));
+    }
+    Ok(Some(
+        Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX),
+    ))
+}
+
 fn until(py: Python<'_>, name: &str) -> PyResult<Until> {
     match name {
         "staged" => Ok(Until::Staged),
@@ -349,14 +387,15 @@ impl Task {
     /// Whether the level was reached or failed; never waits.
     fn check(&self, py: Python<'_>, level: &str) -> PyResult<bool> {
         let level = until(py, level)?;
+        self.check_process(py)?;
         Ok(py.detach(|| self.task.check(&*self.clock, level)))
     }
 
     /// Waits for the level, at most `timeout` seconds; false if that came first.
     fn wait(&self, py: Python<'_>, level: &str, timeout: Option<f64>) -> PyResult<bool> {
         let level = until(py, level)?;
-        let limit =
-            timeout.map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX));
+        self.check_process(py)?;
+        let limit = limit(py, timeout)?;
         Ok(py.detach(|| {
             let limit = limit.map(|limit| self.clock.now().after(limit));
             self.task.wait(&*self.clock, level, limit)
@@ -365,10 +404,21 @@ impl Task {
 
     /// The rows that failed, each with its exception.
     fn failures<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.check_process(py)?;
         let failures = PyDict::new(py);
         for (row, error) in self.task.failures() {
             failures.set_item(row, exception(py, &error)?)?;
         }
         Ok(failures)
+    }
+}
+
+impl Task {
+    fn check_process(&self, py: Python<'_>) -> PyResult<()> {
+        if self.pid == std::process::id() {
+            return Ok(());
+        }
+        let text = "this task was started before a fork; only the parent can wait for it";
+        Err(raise(py, &Error::new(ErrorKind::Forked, text)))
     }
 }

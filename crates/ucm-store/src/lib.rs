@@ -10,7 +10,9 @@ pub mod events;
 pub mod health;
 pub mod layout;
 pub mod posix;
+pub mod recency;
 pub mod record;
+mod root;
 pub mod space;
 pub mod stats;
 

@@ -4,26 +4,30 @@
 //! Present means a length that this part's records can have. Every system call runs in the I/O engine's pool.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result};
 use ucm_device::Slot;
-use ucm_infra::{Clock, Completion, Mono};
-use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, ReadMode};
+use ucm_infra::{Clock, Mono};
+use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, Probe, ReadMode};
 
 use crate::backend::{Backend, Done, Listed, ReadDone, Usage, WriteOptions, Written};
 use crate::engine::{LANE_DUMP, LANE_LOAD, LANE_LOOKUP, LANE_SPACE};
-use crate::layout::{Layout, Manifest, Marker};
+use crate::layout::Layout;
+use crate::recency::Recency;
 use crate::record::RecordLayout;
-use crate::space::{Capacity, Recency, Space};
+use crate::space::{Capacity, Space};
 
 /// Bits of files and directories we make.
-const FILE_MODE: u32 = 0o600;
-const DIR_MODE: u32 = 0o700;
+pub(crate) const FILE_MODE: u32 = 0o600;
+pub(crate) const DIR_MODE: u32 = 0o700;
+
+/// How long making the namespace's directories again may take.
+const MAKE_DIRS: Duration = Duration::from_secs(5);
 
 /// What the POSIX backend needs to know.
 pub struct PosixConfig {
@@ -39,6 +43,8 @@ pub struct PosixConfig {
     pub geometry: Geometry,
     /// Where things lie in that part's records.
     pub record: RecordLayout,
+    /// Whether the I/O engine was asked to go past the page cache; for the log only.
+    pub direct: bool,
     /// Never writes: no directories, no marker, no collection.
     pub lookup_only: bool,
     /// The limit on bytes below the root; `None`: the marker's, or a share of the file system.
@@ -52,22 +58,24 @@ pub struct PosixBackend {
     shared: Arc<Shared>,
 }
 
-struct Shared {
-    config: PosixConfig,
-    layout: Layout,
-    io: Arc<dyn IoEngine>,
-    clock: Arc<dyn Clock>,
+pub(crate) struct Shared {
+    pub(crate) config: PosixConfig,
+    pub(crate) layout: Layout,
+    pub(crate) io: Arc<dyn IoEngine>,
+    pub(crate) clock: Arc<dyn Clock>,
     /// Device of the root when it was first seen; another one means that a share was unmounted.
-    device: Mutex<Option<u64>>,
+    pub(crate) device: Mutex<Option<u64>>,
+    /// What the file system can do.
+    pub(crate) probed: Mutex<Option<Probe>>,
     /// Which of the 256 record directories are known to exist.
     dirs: Mutex<[bool; 256]>,
-    sequence: AtomicU64,
-    space: Arc<Space>,
+    pub(crate) sequence: AtomicU64,
+    pub(crate) space: Arc<Space>,
     recency: Recency,
 }
 
 impl PosixBackend {
-    /// A backend over an I/O engine; nothing is touched before [`Backend::probe`].
+    /// A backend over an I/O engine; nothing is touched before [`Backend::probe`]. `Config` if the limit is too small.
     pub fn new(config: PosixConfig, io: Arc<dyn IoEngine>, clock: Arc<dyn Clock>) -> Result<Self> {
         let layout = Layout::new(&config.root, &config.identity);
         let space = Space::new(config.root.clone(), Arc::clone(&io), Arc::clone(&clock))?;
@@ -76,243 +84,29 @@ impl PosixBackend {
             io,
             clock,
             device: Mutex::new(None),
+            probed: Mutex::new(None),
             dirs: Mutex::new([false; 256]),
             sequence: AtomicU64::new(0),
             space,
             recency: Recency::default(),
             config,
         };
+        if let (Some(Capacity::Bytes(limit)), false) = (shared.config.capacity, shared.config.lookup_only) {
+            shared.check_limit(limit.get())?;
+        }
         Ok(Self {
             shared: Arc::new(shared),
         })
     }
 }
 
-/// Runs one operation and waits for it; for the control path only.
-pub(crate) fn call(
-    io: &dyn IoEngine,
-    clock: &dyn Clock,
-    lane: usize,
-    deadline: Mono,
-    op: IoOp,
-) -> Result<IoDone> {
-    let completion: Arc<Completion<Answer>> = Completion::new();
-    let answer = Arc::clone(&completion);
-    io.submit(
-        lane,
-        deadline,
-        op,
-        Box::new(move |result| {
-            answer.complete(Arc::new(Mutex::new(Some(result))));
-        }),
-    );
-    let late = || Error::new(ErrorKind::Timeout, "the file system did not answer in time");
-    let answer = completion
-        .wait(clock, Some(deadline.after(Duration::from_millis(100))))
-        .ok_or_else(late)?;
-    let answer = answer.lock().take();
-    answer.unwrap_or_else(|| Err(Error::internal("an answer was taken twice")))
-}
-
-/// An answer that is handed on once although completions are shared.
-type Answer = Arc<Mutex<Option<Result<IoDone>>>>;
-
 impl Shared {
-    fn call(&self, deadline: Mono, op: IoOp) -> Result<IoDone> {
-        call(&*self.io, &*self.clock, LANE_SPACE, deadline, op)
-    }
-
-    fn read_document(&self, path: PathBuf, deadline: Mono) -> Result<Option<Vec<u8>>> {
-        let len = 64 << 10;
-        let at = path.display().to_string();
-        let buf = IoBuf::Heap(vec![0; len]);
-        match self.call(
-            deadline,
-            IoOp::Read {
-                path,
-                offset: 0,
-                len,
-                buf,
-                mode: ReadMode::Default,
-            },
-        ) {
-            Ok(IoDone::Read {
-                buf: IoBuf::Heap(mut bytes),
-                read,
-                file_len,
-            }) if file_len <= len as u64 => {
-                bytes.truncate(read);
-                Ok(Some(bytes))
-            }
-            Ok(_) => {
-                Err(Error::new(ErrorKind::Config, "this document is too long to be ours").with("path", at))
-            }
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error),
-        }
-    }
-
-    fn publish_document(
-        &self,
-        private: PathBuf,
-        target: PathBuf,
-        bytes: Vec<u8>,
-        deadline: Mono,
-    ) -> Result<()> {
-        let len = bytes.len();
-        let op = IoOp::Publish {
-            private,
-            target,
-            buf: IoBuf::Heap(bytes),
-            len,
-            mode: FILE_MODE,
-            mtime_ns: None,
-        };
-        self.call(deadline, op).map(|_| ())
-    }
-
-    fn make_dir(&self, path: PathBuf, deadline: Mono) -> Result<()> {
-        self.call(deadline, IoOp::MakeDir { path, mode: DIR_MODE })
-            .map(|_| ())
-    }
-
-    fn next_private(&self) -> PathBuf {
-        self.layout
-            .private(self.config.writer, self.sequence.fetch_add(1, Ordering::Relaxed))
-    }
-
-    fn stat(&self, path: PathBuf, deadline: Mono) -> Result<Option<FileMeta>> {
-        match self.call(
-            deadline,
-            IoOp::Stat {
-                paths: vec![path],
-                stop_at_missing: false,
-            },
-        )? {
-            IoDone::Stat(metas) => Ok(metas.into_iter().next().flatten()),
-            _ => Err(Error::internal("a stat answered with something else")),
-        }
-    }
-
-    /// Marks the root (or checks its mark), makes the namespace, writes its manifest, starts the first count.
-    fn open_root(&self, deadline: Mono) -> Result<()> {
-        let root = self.layout.root().to_owned();
-        let known = *self.device.lock();
-        if known.is_none() && !self.config.lookup_only {
-            for dir in self.missing_ancestors(&root, deadline)? {
-                self.make_dir(dir, deadline)?;
-            }
-        }
-        let marker = self.read_document(self.layout.marker(), deadline)?;
-        let meta = self.stat(root.clone(), deadline)?;
-        if known.is_some_and(|device| marker.is_none() || meta.is_none_or(|meta| meta.dev != device)) {
-            let lost = Error::new(
-                ErrorKind::Io,
-                "the root lost its marker or changed its device; is it mounted?",
-            );
-            return Err(lost.with("root", root.display()));
-        }
-        if self.config.lookup_only {
-            return Ok(()); // nothing there yet means that nothing is stored yet
-        }
-        let meta =
-            meta.ok_or_else(|| Error::new(ErrorKind::Io, "the root is gone").with("root", root.display()))?;
-        let marker = match marker {
-            Some(bytes) => Marker::parse(&bytes).map_err(|error| error.with("root", root.display()))?,
-            None => self.mark(deadline)?,
-        };
-        for dir in [
-            self.layout.namespace(),
-            self.layout.tmp(),
-            self.layout.namespace().join("blocks"),
-        ] {
-            self.make_dir(dir, deadline)?;
-        }
-        self.describe_part(deadline)?;
-        let capacity = match self.config.capacity {
-            Some(capacity) => capacity.bytes(self.space_info(deadline)?.0),
-            None => marker.storage_capacity,
-        };
-        *self.device.lock() = Some(meta.dev);
-        self.space.open(capacity);
-        Ok(())
-    }
-
-    /// The directories to make before the root exists, outermost first.
-    fn missing_ancestors(&self, root: &Path, deadline: Mono) -> Result<Vec<PathBuf>> {
-        let mut paths: Vec<PathBuf> = root.ancestors().map(Path::to_owned).collect();
-        paths.retain(|path| !path.as_os_str().is_empty());
-        paths.reverse();
-        let op = IoOp::Stat {
-            paths: paths.clone(),
-            stop_at_missing: false,
-        };
-        match self.call(deadline, op)? {
-            IoDone::Stat(metas) => Ok(paths
-                .into_iter()
-                .zip(metas)
-                .filter(|(_, meta)| meta.is_none())
-                .map(|(path, _)| path)
-                .collect()),
-            _ => Err(Error::internal("a stat answered with something else")),
-        }
-    }
-
-    fn space_info(&self, deadline: Mono) -> Result<(u64, u64)> {
-        match self.call(
-            deadline,
-            IoOp::Space {
-                path: self.layout.root().to_owned(),
-            },
-        )? {
-            IoDone::Space(space) => Ok((space.total, space.free)),
-            _ => Err(Error::internal("a space query answered with something else")),
-        }
-    }
-
-    fn mark(&self, deadline: Mono) -> Result<Marker> {
-        let (total, free) = self.space_info(deadline)?;
-        let marker = Marker {
-            format: crate::layout::FORMAT,
-            uuid: crate::random_hex(),
-            created: self.clock.wall_ns() / 1_000_000_000,
-            storage_capacity: match self.config.capacity {
-                Some(capacity) => capacity.bytes(total),
-                None => Capacity::default_bytes(total, free),
-            },
-        };
-        let private = self.layout.root().join(format!(".{}.tmp", marker.uuid));
-        self.publish_document(private, self.layout.marker(), marker.to_bytes(), deadline)?;
-        Ok(marker)
-    }
-
-    /// Adds this part to the manifest. Ranks do so at the same time: whoever finds its part lost adds it again.
-    fn describe_part(&self, deadline: Mono) -> Result<()> {
-        let config = &self.config;
-        for _ in 0..8 {
-            let stored = self.read_document(self.layout.manifest(), deadline)?;
-            let mut manifest = stored
-                .and_then(|bytes| serde_json::from_slice::<Manifest>(&bytes).ok())
-                .unwrap_or_else(|| Manifest::new(&config.identity, config.labels.clone()));
-            if !manifest.add(config.part, &config.record, &config.geometry) {
-                return Ok(());
-            }
-            self.publish_document(
-                self.next_private(),
-                self.layout.manifest(),
-                manifest.to_bytes(),
-                deadline,
-            )?;
-        }
-        Ok(()) // explains only; records are checked by their own header
-    }
-
     fn is_record(&self, meta: Option<FileMeta>) -> bool {
         meta.is_some_and(|meta| !meta.is_dir && meta.len == self.config.record.record_len() as u64)
     }
 
     /// The marker is there and on the device it was on: writing is safe.
-    fn check_root(&self, marker: Option<FileMeta>) -> Result<()> {
+    pub(crate) fn check_root(&self, marker: Option<FileMeta>) -> Result<()> {
         let device = *self.device.lock();
         if marker.is_some_and(|meta| Some(meta.dev) == device) {
             return Ok(());
@@ -326,13 +120,13 @@ impl Shared {
 
     fn write_checked(self: &Arc<Self>, write: Write, marker: Option<FileMeta>, present: Option<FileMeta>) {
         if let Err(error) = self.check_root(marker) {
-            return (write.done)(Err(error));
+            return write.end(Err(error));
         }
         if !write.options.replace && self.is_record(present) {
-            return (write.done)(Ok(Written::Present));
+            return write.end(Ok(Written::Present));
         }
         if let Err(error) = self.space.admit(write.options.len as u64) {
-            return (write.done)(Err(error));
+            return write.end(Err(error));
         }
         if self.dirs.lock()[usize::from(write.id.0[0])] {
             return self.publish(write);
@@ -349,7 +143,8 @@ impl Shared {
             }
             Err(error) => {
                 shared.space.ended(write.options.len as u64, Some(&error));
-                (write.done)(Err(error));
+                shared.missed(&error);
+                write.end(Err(error));
             }
         };
         self.io.submit(LANE_DUMP, deadline, op, Box::new(made));
@@ -375,12 +170,22 @@ impl Shared {
         let published = move |result: Result<IoDone>| {
             let error = result.as_ref().err();
             shared.space.ended(options.len as u64, error);
-            if error.is_some_and(|error| error.kind() == ErrorKind::NotFound) {
-                shared.dirs.lock()[usize::from(id.0[0])] = false; // somebody removed the directory
-            }
+            error.inspect(|error| shared.missed(error));
             done(result.map(|_| Written::Published));
         };
         self.io.submit(LANE_DUMP, deadline, op, Box::new(published));
+    }
+
+    /// A write that finds no directory: somebody removed them, so they are made again for the next one.
+    fn missed(self: &Arc<Self>, error: &Error) {
+        if error.kind() != ErrorKind::NotFound {
+            return;
+        }
+        *self.dirs.lock() = [false; 256];
+        let deadline = self.clock.now().after(MAKE_DIRS);
+        let shared = Arc::clone(self);
+        let make = move || shared.make_dirs(deadline);
+        self.space.in_background(deadline, make, Box::new(|_| {}));
     }
 }
 
@@ -393,9 +198,21 @@ struct Write {
     done: Done<Written>,
 }
 
+impl Write {
+    /// Tells how it ended, the slot being free by then.
+    fn end(self, result: Result<Written>) {
+        drop(self.slot);
+        (self.done)(result);
+    }
+}
+
 impl Backend for PosixBackend {
     fn name(&self) -> &'static str {
         "posix"
+    }
+
+    fn describe(&self) -> String {
+        self.shared.words()
     }
 
     fn probe(&self, deadline: Mono) -> Result<()> {
@@ -469,8 +286,8 @@ impl Backend for PosixBackend {
                 let mut metas = metas.into_iter();
                 shared.write_checked(write, metas.next().flatten(), metas.next().flatten());
             }
-            Ok(_) => (write.done)(Err(Error::internal("a stat answered with something else"))),
-            Err(error) => (write.done)(Err(error)),
+            Ok(_) => write.end(Err(Error::internal("a stat answered with something else"))),
+            Err(error) => write.end(Err(error)),
         };
         let op = IoOp::Stat {
             paths,
@@ -506,11 +323,12 @@ impl Backend for PosixBackend {
             Arc::clone(&self.shared.space),
             self.shared.config.record.record_len() as u64,
         );
+        let before = space.counts();
         let answer = move |result: Result<IoDone>| {
             done(result.and_then(|answer| match answer {
                 IoDone::Removed(files) => {
                     let removed = files.iter().filter(|file| matches!(file, Ok(true))).count();
-                    space.give_back(removed as u64 * len);
+                    space.deleted(removed as u64 * len, before);
                     Ok(removed)
                 }
                 _ => Err(Error::internal("a removal answered with something else")),

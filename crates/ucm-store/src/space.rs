@@ -2,15 +2,14 @@
 //!
 //! Every write is admitted against the limit before it starts. Above the high watermark a background thread counts
 //! what lies below the root (all namespaces) and removes the oldest records until the low watermark. Time of use is
-//! the file's modification time: see [`Recency`].
+//! the file's modification time: see [`crate::recency`].
 
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use hashlink::LruCache;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_infra::{Clock, Lane, Mono, WorkerPool};
@@ -19,7 +18,7 @@ use ucm_io::{FileMeta, IoDone, IoEngine, IoOp};
 use crate::backend::{Done, Usage};
 use crate::engine::LANE_SPACE;
 use crate::layout::{is_namespace, is_private, record_name};
-use crate::posix::call;
+use crate::root::call;
 
 /// A limit as configured.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -55,23 +54,38 @@ const STEP: Duration = Duration::from_secs(30);
 /// Files removed per operation.
 const BATCH: usize = 64;
 
+/// What is known of the bytes below the root; all of it changes together, so that never too little is counted.
+#[derive(Default)]
+struct Ledger {
+    limit: u64,
+    /// Bytes as last counted plus what was admitted since.
+    used: u64,
+    /// Records as last counted.
+    records: u64,
+    /// Bytes admitted whose write has not ended.
+    pending: u64,
+    /// Bytes admitted since the last count began; bounds what is written on an old count.
+    since_count: u64,
+    /// Counts begun and ended so far; odd while one is under way. None was ended: what lies there is not known.
+    counts: u64,
+    removed_records: u64,
+    removed_bytes: u64,
+    /// Why the last count failed, if it did.
+    trouble: Option<Error>,
+}
+
+/// Looks after the root before every count and answers the limit.
+type Tend = Box<dyn Fn(Mono) -> Result<u64> + Send + Sync>;
+
 /// The space below one root.
 pub struct Space {
     root: PathBuf,
     io: Arc<dyn IoEngine>,
     clock: Arc<dyn Clock>,
     worker: Arc<WorkerPool>,
-    limit: AtomicU64,
-    used: AtomicU64,
-    records: AtomicU64,
-    /// Bytes admitted whose write has not ended.
-    pending: AtomicU64,
-    /// Bytes admitted since the last count; bounds what is written on an old count.
-    since_count: AtomicU64,
-    counted: AtomicBool,
+    ledger: Mutex<Ledger>,
     collecting: AtomicBool,
-    removed_records: AtomicU64,
-    removed_bytes: AtomicU64,
+    tend: OnceLock<Tend>,
 }
 
 impl Space {
@@ -91,84 +105,84 @@ impl Space {
             io,
             clock,
             worker,
-            limit: AtomicU64::new(0),
-            used: AtomicU64::new(0),
-            records: AtomicU64::new(0),
-            pending: AtomicU64::new(0),
-            since_count: AtomicU64::new(0),
-            counted: AtomicBool::new(false),
+            ledger: Mutex::default(),
             collecting: AtomicBool::new(false),
-            removed_records: AtomicU64::new(0),
-            removed_bytes: AtomicU64::new(0),
+            tend: OnceLock::new(),
         }))
     }
 
-    /// Sets the limit and starts the first count.
-    pub fn open(self: &Arc<Self>, limit: u64) {
-        self.limit.store(limit, Ordering::Release);
+    /// Sets the limit and starts the first count. `tend` is called before every count, with a deadline: it checks
+    /// that the root is still the one that was opened and answers the limit; if it fails nothing is removed.
+    pub fn open(self: &Arc<Self>, limit: u64, tend: impl Fn(Mono) -> Result<u64> + Send + Sync + 'static) {
+        self.ledger.lock().limit = limit;
+        let _ = self.tend.set(Box::new(tend)); // the same one, when a root is opened again
         self.collect();
     }
 
     /// Takes `bytes` of the limit for a write, or refuses it (NoSpace) and makes room for the next one.
     pub fn admit(self: &Arc<Self>, bytes: u64) -> Result<()> {
-        let limit = self.limit.load(Ordering::Acquire);
-        self.pending.fetch_add(bytes, Ordering::AcqRel);
-        let used = self.used.fetch_add(bytes, Ordering::AcqRel) + bytes;
-        let fresh = self.since_count.fetch_add(bytes, Ordering::AcqRel) + bytes;
+        let mut ledger = self.ledger.lock();
+        let counted = ledger.counts > 1;
         // Before the first count only a little may be written: what lies there is not known yet.
-        let allowed = if self.counted.load(Ordering::Acquire) {
-            limit
-        } else {
-            limit / 16
-        };
-        if used > (limit as f64 * HIGH) as u64 || fresh > limit / 16 {
+        let allowed = if counted { ledger.limit } else { ledger.limit / 16 };
+        let refused = ledger.used.saturating_add(bytes) > allowed;
+        let error = refused.then(|| ledger.full(counted));
+        if !refused {
+            ledger.used += bytes;
+            ledger.pending += bytes;
+            ledger.since_count += bytes;
+        }
+        let collect = refused || ledger.used > ledger.high() || ledger.since_count > ledger.limit / 16;
+        drop(ledger);
+        if collect {
             self.collect();
         }
-        if used > allowed {
-            self.pending.fetch_sub(bytes, Ordering::AcqRel);
-            less(&self.since_count, bytes);
-            self.give_back(bytes);
-            return Err(Error::new(
-                ErrorKind::NoSpace,
-                "the configured storage_capacity is used up; making room",
-            )
-            .with("limit", limit)
-            .with("used", used - bytes));
-        }
-        Ok(())
+        error.map_or(Ok(()), Err)
     }
 
-    /// Returns bytes that were not written or are gone.
-    pub fn give_back(&self, bytes: u64) {
-        less(&self.used, bytes);
-    }
-
-    /// An admitted write ended. If it failed its bytes are free again, and a full medium starts the collector.
+    /// An admitted write ended. If it wrote nothing its bytes are free again; when that is not sure they count until
+    /// the next count. A full medium starts the collector.
     pub fn ended(self: &Arc<Self>, bytes: u64, error: Option<&Error>) {
-        self.pending.fetch_sub(bytes, Ordering::AcqRel);
-        if let Some(error) = error {
-            self.give_back(bytes);
-            if error.kind() == ErrorKind::NoSpace {
-                self.collect();
-            }
+        let mut ledger = self.ledger.lock();
+        ledger.pending = ledger.pending.saturating_sub(bytes);
+        let Some(error) = error else { return };
+        if !matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed) {
+            ledger.used = ledger.used.saturating_sub(bytes);
+        }
+        drop(ledger);
+        if error.kind() == ErrorKind::NoSpace {
+            self.collect();
+        }
+    }
+
+    /// How many counts were begun or ended, for [`Space::deleted`].
+    pub fn counts(&self) -> u64 {
+        self.ledger.lock().counts
+    }
+
+    /// Bytes were deleted by name, in an operation begun when [`Space::counts`] was `before`. If a count was or came
+    /// in between it may have missed them already.
+    pub fn deleted(&self, bytes: u64, before: u64) {
+        let mut ledger = self.ledger.lock();
+        if before == ledger.counts && before.is_multiple_of(2) {
+            ledger.used = ledger.used.saturating_sub(bytes);
         }
     }
 
     /// Bytes used and allowed.
     pub fn usage(&self) -> Usage {
+        let ledger = self.ledger.lock();
         Usage {
-            used: self.used.load(Ordering::Acquire),
-            capacity: self.limit.load(Ordering::Acquire),
-            records: self.records.load(Ordering::Acquire),
+            used: ledger.used,
+            capacity: ledger.limit,
+            records: ledger.records,
         }
     }
 
     /// Records and bytes removed so far.
     pub fn removed(&self) -> (u64, u64) {
-        (
-            self.removed_records.load(Ordering::Relaxed),
-            self.removed_bytes.load(Ordering::Relaxed),
-        )
+        let ledger = self.ledger.lock();
+        (ledger.removed_records, ledger.removed_bytes)
     }
 
     /// Counts and, if need be, removes, in the background; one at a time.
@@ -177,7 +191,10 @@ impl Space {
             return;
         }
         let (space, done) = (Arc::clone(self), Arc::clone(self));
-        let work = move || space.count_and_remove();
+        let work = move || {
+            let ended = space.count_and_remove();
+            space.ledger.lock().trouble = ended.err();
+        };
         let ended = move |_| done.collecting.store(false, Ordering::Release);
         if self.worker.submit(0, Mono::NEVER, work, ended).is_err() {
             self.collecting.store(false, Ordering::Release);
@@ -254,21 +271,35 @@ impl Space {
     }
 
     fn count_and_remove(&self) -> Result<()> {
-        let limit = self.limit.load(Ordering::Acquire);
-        self.since_count.store(0, Ordering::Release);
-        let pending = self.pending.load(Ordering::Acquire);
-        let (namespaces, mut records, total) = self.count()?;
+        let Some(tend) = self.tend.get() else {
+            return Ok(());
+        };
+        let limit = tend(self.clock.now().after(STEP))?;
+        let pending = {
+            let mut ledger = self.ledger.lock();
+            ledger.limit = limit;
+            ledger.since_count = 0;
+            ledger.counts += 1;
+            ledger.pending
+        };
+        let counted = self.count();
+        let mut ledger = self.ledger.lock();
+        let Ok((namespaces, mut records, total)) = counted else {
+            // As if it had not begun, so that a first count that fails does not pass for one.
+            ledger.counts -= 1;
+            return counted.map(|_| ());
+        };
+        ledger.counts += 1;
         // What is being written may be counted or not: never too little. The next count corrects what is too much.
-        let meanwhile = pending + self.since_count.load(Ordering::Acquire);
-        self.used.store(total + meanwhile, Ordering::Release);
-        self.records.store(records.len() as u64, Ordering::Release);
-        self.counted.store(true, Ordering::Release);
-        if total + meanwhile <= (limit as f64 * HIGH) as u64 {
+        ledger.used = total + pending + ledger.since_count;
+        ledger.records = records.len() as u64;
+        let (used, high) = (ledger.used, ledger.high());
+        drop(ledger);
+        if used <= high {
             return Ok(());
         }
-        let low = (limit as f64 * LOW) as u64;
         records.sort_unstable_by_key(|record| (record.used_ns, record.id));
-        let (mut surplus, mut oldest) = ((total + meanwhile).saturating_sub(low), records.as_slice());
+        let (mut surplus, mut oldest) = (used.saturating_sub(share(limit, LOW)), records.as_slice());
         while surplus > 0 && !oldest.is_empty() {
             let mut expected = 0;
             let mut enough = |record: &Found| {
@@ -294,14 +325,13 @@ impl Space {
         let IoDone::Removed(answers) = self.call(IoOp::Remove { paths })? else {
             return Err(Error::internal("a removal answered with something else"));
         };
-        let mut freed = 0;
-        for (record, _) in batch.iter().zip(answers).filter(|(_, answer)| answer.is_ok()) {
-            freed += record.len;
-            self.records.fetch_sub(1, Ordering::Relaxed);
-            self.removed_records.fetch_add(1, Ordering::Relaxed);
-        }
-        self.give_back(freed);
-        self.removed_bytes.fetch_add(freed, Ordering::Relaxed);
+        let gone = batch.iter().zip(answers).filter(|(_, answer)| answer.is_ok());
+        let (count, freed) = gone.fold((0, 0), |(count, freed), (record, _)| (count + 1, freed + record.len));
+        let mut ledger = self.ledger.lock();
+        ledger.used = ledger.used.saturating_sub(freed);
+        ledger.records = ledger.records.saturating_sub(count);
+        ledger.removed_records += count;
+        ledger.removed_bytes += freed;
         Ok(freed)
     }
 
@@ -352,10 +382,30 @@ impl Space {
     }
 }
 
-/// Takes `bytes` off a counter that a count may have set back meanwhile.
-fn less(counter: &AtomicU64, bytes: u64) {
-    let take = |value: u64| Some(value.saturating_sub(bytes));
-    let _ = counter.fetch_update(Ordering::AcqRel, Ordering::Acquire, take);
+impl Ledger {
+    /// Use above which the collector starts.
+    fn high(&self) -> u64 {
+        share(self.limit, HIGH)
+    }
+
+    fn full(&self, counted: bool) -> Error {
+        let text = if counted {
+            "the configured storage_capacity is used up; making room"
+        } else {
+            "what lies below the root is still being counted"
+        };
+        let error = Error::new(ErrorKind::NoSpace, text)
+            .with("limit", self.limit)
+            .with("used", self.used);
+        match &self.trouble {
+            Some(trouble) => error.caused_by(trouble.clone()),
+            None => error,
+        }
+    }
+}
+
+fn share(limit: u64, part: f64) -> u64 {
+    (limit as f64 * part) as u64
 }
 
 /// One record found by the count.
@@ -377,81 +427,9 @@ impl Found {
     }
 }
 
-/// Time of use, told to the file system as a modification time.
-///
-/// The time is cut to a minute and the block's ordinal in its chain is taken off in microseconds: within a minute a
-/// descendant is always older than its ancestors, so that removing the oldest first is removing the deepest first,
-/// without reading a header. A request touches its whole prefix, at most once a minute and block.
-#[derive(Default)]
-pub struct Recency {
-    told: Mutex<Option<LruCache<BlockId, i64>>>,
-    touched: AtomicU64,
-}
-
-/// Length of the step to which times of use are cut.
-const STEP_NS: i64 = 60_000_000_000;
-/// Most blocks remembered as told.
-const TOLD: usize = 1 << 17;
-
-impl Recency {
-    fn time(ordinal: u32, wall_ns: u64) -> i64 {
-        let now = i64::try_from(wall_ns).unwrap_or(i64::MAX);
-        now - now % STEP_NS - i64::from(ordinal) * 1000
-    }
-
-    /// The time to give to a record being published.
-    pub fn published(&self, id: BlockId, ordinal: u32, wall_ns: u64) -> i64 {
-        let time = Self::time(ordinal, wall_ns);
-        self.told
-            .lock()
-            .get_or_insert_with(|| LruCache::new(TOLD))
-            .insert(id, time);
-        time
-    }
-
-    /// Which of these blocks need to be told to the file system, and what.
-    pub fn due(&self, ids: &[(BlockId, u32)], wall_ns: u64) -> Vec<(BlockId, i64)> {
-        let mut told = self.told.lock();
-        let told = told.get_or_insert_with(|| LruCache::new(TOLD));
-        let times = ids
-            .iter()
-            .map(|&(id, ordinal)| (id, Self::time(ordinal, wall_ns)));
-        times
-            .filter(|&(id, time)| told.insert(id, time).is_none_or(|last| last < time))
-            .collect()
-    }
-
-    /// Counts blocks touched.
-    pub fn count(&self, blocks: u64) {
-        self.touched.fetch_add(blocks, Ordering::Relaxed);
-    }
-
-    /// Blocks touched so far.
-    pub fn touched(&self) -> u64 {
-        self.touched.load(Ordering::Relaxed)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn ancestors_are_younger_than_descendants() {
-        let recency = Recency::default();
-        let minute = STEP_NS as u64;
-        let (a, b) = (BlockId([1; 16]), BlockId([2; 16]));
-        let first = recency.published(a, 0, 5 * minute + 7);
-        let second = recency.published(b, 1, 5 * minute + 900);
-        assert!(first > second, "written later, and still older");
-        assert!(
-            recency.due(&[(a, 0), (b, 1)], 5 * minute + 1000).is_empty(),
-            "told this minute"
-        );
-        let due = recency.due(&[(a, 0), (b, 1)], 6 * minute);
-        assert_eq!(due.len(), 2);
-        assert!(due[0].1 > due[1].1 && due[1].1 > first);
-    }
 
     #[test]
     fn limits_in_bytes_and_percent() {

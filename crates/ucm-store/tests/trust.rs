@@ -193,6 +193,7 @@ fn a_sick_medium_is_left_alone_for_a_while_and_tried_again() {
     let breaker = BreakerConfig {
         threshold: 2,
         cool_down: Duration::from_secs(10),
+        max_stuck: usize::MAX,
     };
     let setup = Setup {
         breaker,
@@ -336,7 +337,7 @@ fn removal_takes_the_deepest_of_a_chain_first() {
         };
         (id, hint)
     };
-    store.engine.describe(chain.iter().enumerate().map(hint));
+    store.engine.describe(chain.iter().enumerate().map(hint)).unwrap();
     for ids in chain.chunks(4) {
         eventually("the root was counted", || store.dump(&device, ids).is_ok());
     }

@@ -37,6 +37,9 @@ class UcmKVStoreBaseV1(ABC):
     #: A store that distinguishes the two levels of a dump sets this and overrides :meth:`check` and :meth:`wait`.
     has_staged_level: bool = False
 
+    #: A store whose :meth:`load_data` takes ``timeout`` (seconds, keyword) sets this.
+    takes_load_timeout: bool = False
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = dict(config)
         self._closed = False

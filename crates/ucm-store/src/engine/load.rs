@@ -273,7 +273,7 @@ impl Core {
         match error.kind() {
             ErrorKind::Corrupt | ErrorKind::Foreign => return error, // refused, and the medium did answer
             // A load that is late is one failure, however many reads it had.
-            ErrorKind::Timeout if waiters.iter().all(|(task, _)| task.state.is_finished()) => {}
+            ErrorKind::Timeout if waiters.iter().all(|(task, _)| task.state.is_finished()) => return error,
             _ if is_forbidden(&error) => return self.refuse(id, MissReason::IoError).caused_by(error),
             _ => self.observe(&error),
         }

@@ -52,6 +52,7 @@ impl Default for Setup {
             breaker: BreakerConfig {
                 threshold: u32::MAX,
                 cool_down: Duration::from_secs(1),
+                max_stuck: usize::MAX,
             },
             lookup_only: false,
             workers: 4,
@@ -100,6 +101,7 @@ impl Store {
             part: setup.part,
             geometry: geometry.clone(),
             record,
+            direct: false,
             lookup_only: setup.lookup_only,
             capacity: setup
                 .capacity

@@ -36,6 +36,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     """
 
     has_staged_level = True
+    takes_load_timeout = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)

@@ -25,6 +25,8 @@ from ucm.integration.vllm.connector.halves import scheduler_half, why_off, worke
 from ucm.integration.vllm.connector.metadata import StepPlan
 from ucm.integration.vllm.connector.scheduler import NOTHING, SchedulerHalf
 from ucm.integration.vllm.connector.worker import WorkerHalf
+from ucm.logger import init_logger
+from ucm.store.factory_v1 import UcmConnectorFactoryV1
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,6 +47,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         """Reads the configuration; raises :class:`~ucm.errors.ConfigError` when it is wrong."""
         super().__init__(vllm_config, role, kv_cache_config)
         config = load(self._kv_transfer_config.kv_connector_extra_config)
+        init_logger("ucm", config.log.level, config.log.file, log_format=config.log.format)
+        UcmConnectorFactoryV1.resolve(config.ucm_connector_name, config.ucm_connector_module_path)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if off := why_off(config, vllm_config, kv_cache_config):

@@ -22,6 +22,7 @@ from ucm.integration.vllm.connector.identity import (
 )
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookups
+from ucm.integration.vllm.connector.pace import Pace
 from ucm.integration.vllm.connector.packing import layer_specs
 from ucm.integration.vllm.connector.scheduler import SchedulerHalf
 from ucm.integration.vllm.connector.weight_files import weight_source
@@ -132,6 +133,7 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
         min_hit_tokens=config.min_hit_tokens,
         dump_output=config.dump == "all",
         lookup_allowance=config.deadlines.lookup_ms / 1000,
+        pace=Pace(config.deadlines.load_min_ms / 1000, config.deadlines.load_max_s),
         closers=(weights.close, adapters.close, background.close),
     )
 

@@ -44,6 +44,7 @@ class Load:
     first: int  # ordinal of the first block in the request's chain
     keys: bytes
     blocks: npt.NDArray[np.int64]  # device block numbers
+    timeout: float | None = None  # seconds it may take, None for the store's own deadline
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from ucm.integration.vllm.connector.guard import logger, throttle
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookups
 from ucm.integration.vllm.connector.metadata import VERSION, Dump, Load, StepPlan, WorkerReport, join_keys, split_keys
+from ucm.integration.vllm.connector.pace import Pace
 from ucm.integration.vllm.connector.presence import Presence
 from ucm.integration.vllm.connector.tracked import Tracked
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 NOTHING = StepPlan()
 
 _FAR = 1 << 62
+#: A live request tells the store that its blocks are in use at most so often, in seconds.
+TOUCH_S = 60.0
 
 
 class SchedulerHalf:
@@ -48,6 +51,7 @@ class SchedulerHalf:
         min_hit_tokens: int,
         dump_output: bool,
         lookup_allowance: float,
+        pace: Pace,
         closers: Sequence[Callable[[], None]] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -59,6 +63,7 @@ class SchedulerHalf:
         self._min_hit_tokens = min_hit_tokens
         self._dump_output = dump_output
         self._allowance = lookup_allowance
+        self._pace = pace
         self._closers = closers
         self._clock = clock
         self._presence = Presence()
@@ -144,6 +149,7 @@ class SchedulerHalf:
                     first=first,
                     keys=join_keys(keys),
                     blocks=np.fromiter((b.block_id for b in table[first : first + count]), np.int64, count),
+                    timeout=self._pace.allowance(external),
                 )
             )
             tracked.loading = True
@@ -151,9 +157,7 @@ class SchedulerHalf:
         elif tracked.reason:
             self.misses[tracked.reason] += 1
             tracked.reason = ""
-        if not tracked.touched and self._lookups is not None:
-            tracked.touched = True
-            self._lookups.touch(tracked.keys[: (tracked.local + external) // self._block_tokens])
+        self._touch(tracked, (tracked.local + external) // self._block_tokens)
 
     def finished(self, request: Request) -> None:
         """The request ends; what it holds and was not offered yet is offered now, pinned, and sent with the next step.
@@ -175,6 +179,7 @@ class SchedulerHalf:
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """What the workers do in this step. Whatever goes wrong with dumps, the loads vLLM waits for are sent."""
         is_open = self._open()
+        self._pace.step(output.total_num_scheduled_tokens, self._clock())
         setup = self.gate.take_setup()
         dumps, self._late_dumps = self._late_dumps, []
         if is_open:
@@ -222,10 +227,18 @@ class SchedulerHalf:
             upto = tracked.grow(upto, self._keys, self._presence)
             blocks: Any = self._manager.get_blocks(request.request_id).blocks[0]
             plans = self.dumps.plan(tracked, upto, blocks, room)
+            self._touch(tracked, tracked.cursor)
         if request.request_id in self._due:
             ended = not self._dump_output and tracked.cursor >= limit // size
             self._due[request.request_id] = _FAR if ended else (tracked.cursor + 1) * size
         return plans
+
+    def _touch(self, tracked: Tracked, blocks: int) -> None:
+        """Tell the store that a prefix is in use: ancestors of what is dumped count as used later than that."""
+        now = self._clock()
+        if blocks and self._lookups is not None and now - tracked.touched_at >= TOUCH_S:
+            tracked.touched_at = now
+            self._lookups.touch(tracked.keys[:blocks])
 
     def worker_output(self, output: KVConnectorOutput) -> None:
         """What the ranks did: stores opened, dumps staged and ended, loads failed."""

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 _NEVER = 1 << 62
 
+#: Before any time.
+NEVER = float("-inf")
+
 
 class Tracked:
     """A request: its block keys, its lookup, how far its blocks were offered, and what it may not claim again."""
@@ -29,7 +32,7 @@ class Tracked:
         "preemptions",
         "reason",
         "request",
-        "touched",
+        "touched_at",
     )
 
     def __init__(self, request: Request) -> None:
@@ -43,14 +46,14 @@ class Tracked:
         self.loading = False  # between the admission of a load and the last rank's word about it
         self.reason = ""  # why the last answer was no hit
         self.preemptions = request.num_preemptions
-        self.touched = False
+        self.touched_at = NEVER  # when the store was last told that its blocks are in use
 
     def restart(self) -> None:
         """Preempted: its blocks are gone, it will be asked for again, perhaps with output tokens."""
         self.preemptions = self.request.num_preemptions
         self.lookup = None
         self.cursor = 0
-        self.touched = False
+        self.touched_at = NEVER
 
     def adopt(self, presence: Presence) -> None:
         """Take over what the lookup has computed and found, once."""

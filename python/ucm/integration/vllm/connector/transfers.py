@@ -71,7 +71,11 @@ class Loads:
             return self._fail(load, 0, [])
         try:
             shards = [0] * len(keys)
-            task = store.load_data(record_ids(keys, mask), shards, layout.addresses(load.blocks))
+            ids, addresses = record_ids(keys, mask), layout.addresses(load.blocks)
+            if load.timeout is not None and store.takes_load_timeout:
+                task = store.load_data(ids, shards, addresses, timeout=load.timeout)  # type: ignore[call-arg]
+            else:
+                task = store.load_data(ids, shards, addresses)
         except Exception as error:
             throttle.warning("load", "a load was refused: %s", error)
             return self._fail(load, 0, [])

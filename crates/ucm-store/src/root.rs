@@ -1,0 +1,300 @@
+//! The root of a POSIX backend: its marker, the namespace's directories and manifest, what the file system is.
+//!
+//! Everything here waits, with a deadline, on a thread of the control path; records never go this way.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use ucm_core::{Error, ErrorKind, Result, limits};
+use ucm_infra::{Clock, Completion, Mono};
+use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, ReadMode};
+
+use crate::engine::LANE_SPACE;
+use crate::layout::{FORMAT, Manifest, Marker};
+use crate::posix::{DIR_MODE, FILE_MODE, Shared};
+use crate::space::Capacity;
+
+/// Runs one operation and waits for it; for the control path only.
+pub(crate) fn call(
+    io: &dyn IoEngine,
+    clock: &dyn Clock,
+    lane: usize,
+    deadline: Mono,
+    op: IoOp,
+) -> Result<IoDone> {
+    let completion: Arc<Completion<Answer>> = Completion::new();
+    let answer = Arc::clone(&completion);
+    io.submit(
+        lane,
+        deadline,
+        op,
+        Box::new(move |result| {
+            answer.complete(Arc::new(Mutex::new(Some(result))));
+        }),
+    );
+    let late = || Error::new(ErrorKind::Timeout, "the file system did not answer in time");
+    let answer = completion
+        .wait(clock, Some(deadline.after(Duration::from_millis(100))))
+        .ok_or_else(late)?;
+    let answer = answer.lock().take();
+    answer.unwrap_or_else(|| Err(Error::internal("an answer was taken twice")))
+}
+
+/// An answer that is handed on once although completions are shared.
+type Answer = Arc<Mutex<Option<Result<IoDone>>>>;
+
+impl Shared {
+    fn call(&self, deadline: Mono, op: IoOp) -> Result<IoDone> {
+        call(&*self.io, &*self.clock, LANE_SPACE, deadline, op)
+    }
+
+    fn read_document(&self, path: PathBuf, deadline: Mono) -> Result<Option<Vec<u8>>> {
+        let len = limits::MAX_DOCUMENT_BYTES;
+        let at = path.display().to_string();
+        let buf = IoBuf::Heap(vec![0; len]);
+        match self.call(
+            deadline,
+            IoOp::Read {
+                path,
+                offset: 0,
+                len,
+                buf,
+                mode: ReadMode::Default,
+            },
+        ) {
+            Ok(IoDone::Read {
+                buf: IoBuf::Heap(mut bytes),
+                read,
+                file_len,
+            }) if file_len <= len as u64 => {
+                bytes.truncate(read);
+                Ok(Some(bytes))
+            }
+            Ok(_) => {
+                Err(Error::new(ErrorKind::Config, "this document is too long to be ours").with("path", at))
+            }
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn publish_document(
+        &self,
+        private: PathBuf,
+        target: PathBuf,
+        bytes: Vec<u8>,
+        deadline: Mono,
+    ) -> Result<()> {
+        let len = bytes.len();
+        let op = IoOp::Publish {
+            private,
+            target,
+            buf: IoBuf::Heap(bytes),
+            len,
+            mode: FILE_MODE,
+            mtime_ns: None,
+        };
+        self.call(deadline, op).map(|_| ())
+    }
+
+    fn make_dir(&self, path: PathBuf, deadline: Mono) -> Result<()> {
+        self.call(deadline, IoOp::MakeDir { path, mode: DIR_MODE })
+            .map(|_| ())
+    }
+
+    pub(crate) fn next_private(&self) -> PathBuf {
+        self.layout
+            .private(self.config.writer, self.sequence.fetch_add(1, Ordering::Relaxed))
+    }
+
+    fn stat(&self, path: PathBuf, deadline: Mono) -> Result<Option<FileMeta>> {
+        match self.call(
+            deadline,
+            IoOp::Stat {
+                paths: vec![path],
+                stop_at_missing: false,
+            },
+        )? {
+            IoDone::Stat(metas) => Ok(metas.into_iter().next().flatten()),
+            _ => Err(Error::internal("a stat answered with something else")),
+        }
+    }
+
+    /// Marks the root (or checks its mark), makes the namespace, writes its manifest, starts the first count.
+    pub(crate) fn open_root(self: &Arc<Self>, deadline: Mono) -> Result<()> {
+        let root = self.layout.root().to_owned();
+        if self.config.lookup_only {
+            // Nothing there yet means that nothing is stored yet; but what is there must be ours to read.
+            return self.read_marker(deadline).map(|_| ());
+        }
+        for dir in self.missing_ancestors(&root, deadline)? {
+            self.make_dir(dir, deadline)?;
+        }
+        let marker = match self.read_marker(deadline)? {
+            Some(marker) => marker,
+            None => self.mark(deadline)?,
+        };
+        let meta = self.stat(root.clone(), deadline)?;
+        let gone = || Error::new(ErrorKind::Io, "the root is gone").with("root", root.display());
+        let meta = meta.ok_or_else(gone)?;
+        self.make_dirs(deadline)?;
+        self.describe_part(deadline)?;
+        let tmp = self.layout.tmp();
+        if let IoDone::Probe(probe) = self.call(deadline, IoOp::Probe { dir: tmp })? {
+            *self.probed.lock() = Some(probe);
+        }
+        let limit = self.limit(&marker, deadline)?;
+        *self.device.lock() = Some(meta.dev);
+        let weak = Arc::downgrade(self);
+        self.space.open(limit, move |deadline| match weak.upgrade() {
+            Some(shared) => shared.tend(deadline),
+            None => Err(Error::new(ErrorKind::Closed, "the backend is gone")),
+        });
+        Ok(())
+    }
+
+    /// Before every count: the root is still ours (nothing is removed from another), and what two processes that
+    /// started at the same time wrote over each other is put right. Answers the limit.
+    fn tend(&self, deadline: Mono) -> Result<u64> {
+        let marker = self.read_marker(deadline)?;
+        self.check_root(self.stat(self.layout.marker(), deadline)?)?;
+        let Some(marker) = marker else {
+            return Err(Error::new(ErrorKind::Io, "the root lost its marker"));
+        };
+        self.describe_part(deadline)?;
+        self.limit(&marker, deadline)
+    }
+
+    /// The limit on bytes below this root; an error if not even one record fits.
+    fn limit(&self, marker: &Marker, deadline: Mono) -> Result<u64> {
+        let limit = match self.config.capacity {
+            Some(Capacity::Bytes(bytes)) => bytes.get(),
+            Some(capacity) => capacity.bytes(self.space_info(deadline)?.0),
+            None => marker.storage_capacity,
+        };
+        self.check_limit(limit)?;
+        Ok(limit)
+    }
+
+    /// Whether at least one record fits.
+    pub(crate) fn check_limit(&self, limit: u64) -> Result<()> {
+        let record = self.config.record.record_len() as u64;
+        if limit >= record {
+            return Ok(());
+        }
+        let text = "storage_capacity does not hold even one block; raise it or make room";
+        Err(Error::new(ErrorKind::Config, text)
+            .with("storage_capacity", limit)
+            .with("record", record)
+            .with("root", self.layout.root().display()))
+    }
+
+    /// The directories of the namespace; also later, when somebody removed them.
+    pub(crate) fn make_dirs(&self, deadline: Mono) -> Result<()> {
+        let namespace = self.layout.namespace();
+        for dir in [namespace.clone(), self.layout.tmp(), namespace.join("blocks")] {
+            self.make_dir(dir, deadline)?;
+        }
+        Ok(())
+    }
+
+    /// The root, the engine and the file system in words.
+    pub(crate) fn words(&self) -> String {
+        let (root, io) = (self.layout.root().display(), self.io.name());
+        let Some(probe) = *self.probed.lock() else {
+            return format!("{root}, {io} engine");
+        };
+        let fs = probe.fs.name();
+        let direct = match (self.config.direct, probe.direct) {
+            (true, Some(_)) => "direct I/O",
+            (true, None) => "buffered I/O (direct was asked for, this file system has none)",
+            (false, Some(_)) => "buffered I/O (io_direct would be possible)",
+            (false, None) => "buffered I/O",
+        };
+        let limit = self.space.usage().capacity;
+        format!("{root} on {fs}, {io} engine, {direct}, at most {limit} bytes stored")
+    }
+
+    fn read_marker(&self, deadline: Mono) -> Result<Option<Marker>> {
+        let bytes = self.read_document(self.layout.marker(), deadline)?;
+        let marker = bytes.map(|bytes| Marker::parse(&bytes)).transpose();
+        marker.map_err(|error| error.with("root", self.layout.root().display()))
+    }
+
+    /// The directories to make before the root exists, outermost first.
+    fn missing_ancestors(&self, root: &Path, deadline: Mono) -> Result<Vec<PathBuf>> {
+        let mut paths: Vec<PathBuf> = root.ancestors().map(Path::to_owned).collect();
+        paths.retain(|path| !path.as_os_str().is_empty());
+        paths.reverse();
+        let op = IoOp::Stat {
+            paths: paths.clone(),
+            stop_at_missing: false,
+        };
+        match self.call(deadline, op)? {
+            IoDone::Stat(metas) => Ok(paths
+                .into_iter()
+                .zip(metas)
+                .filter(|(_, meta)| meta.is_none())
+                .map(|(path, _)| path)
+                .collect()),
+            _ => Err(Error::internal("a stat answered with something else")),
+        }
+    }
+
+    fn space_info(&self, deadline: Mono) -> Result<(u64, u64)> {
+        match self.call(
+            deadline,
+            IoOp::Space {
+                path: self.layout.root().to_owned(),
+            },
+        )? {
+            IoDone::Space(space) => Ok((space.total, space.free)),
+            _ => Err(Error::internal("a space query answered with something else")),
+        }
+    }
+
+    fn mark(&self, deadline: Mono) -> Result<Marker> {
+        let (total, free) = self.space_info(deadline)?;
+        let marker = Marker {
+            format: FORMAT,
+            uuid: crate::random_hex(),
+            created: self.clock.wall_ns() / 1_000_000_000,
+            storage_capacity: match self.config.capacity {
+                Some(capacity) => capacity.bytes(total),
+                None => Capacity::default_bytes(total, free),
+            },
+        };
+        let private = self.layout.root().join(format!(".{}.tmp", marker.uuid));
+        self.publish_document(private, self.layout.marker(), marker.to_bytes(), deadline)?;
+        // Another process may have done the same at the same time: what is there counts, now and at every count.
+        Ok(self.read_marker(deadline)?.unwrap_or(marker))
+    }
+
+    /// Adds this part to the manifest. Ranks do so at the same time: whoever finds its part lost adds it again, at the
+    /// latest with the next count.
+    fn describe_part(&self, deadline: Mono) -> Result<()> {
+        let config = &self.config;
+        for _ in 0..8 {
+            let stored = match self.read_document(self.layout.manifest(), deadline) {
+                Err(error) if error.kind() == ErrorKind::Config => None, // too long to be ours
+                stored => stored?,
+            };
+            let mut manifest = stored
+                .and_then(|bytes| serde_json::from_slice::<Manifest>(&bytes).ok())
+                .unwrap_or_else(|| Manifest::new(&config.identity, config.labels.clone()));
+            if !manifest.add(config.part, &config.record, &config.geometry) {
+                return Ok(());
+            }
+            self.publish_document(
+                self.next_private(),
+                self.layout.manifest(),
+                manifest.to_bytes(),
+                deadline,
+            )?;
+        }
+        Ok(()) // explains only; records are checked by their own header
+    }
+}
