@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from parts import BLOCK, Rig
+
 from ucm.integration.vllm.connector.pace import MAX_STEP_S, MIN_TOKENS, Pace
 
 

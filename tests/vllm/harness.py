@@ -34,7 +34,15 @@ START_DEADLINE = 300.0
 CALL_DEADLINE = 240.0
 STOP_DEADLINE = 90.0
 #: Long enough for a machine that is busy with other things: a late lookup would be a miss, as it should.
-PATIENT = {"lookup_ms": 5000, "load_unknown_s": 60.0, "dump_s": 120.0, "probe_s": 60.0, "shutdown_s": 15.0}
+PATIENT = {
+    "lookup_ms": 5000,
+    "load_min_ms": 60_000,
+    "load_max_s": 60.0,
+    "load_unknown_s": 60.0,
+    "dump_s": 120.0,
+    "probe_s": 60.0,
+    "shutdown_s": 15.0,
+}
 
 T = TypeVar("T")
 _numbers = itertools.count(1)
