@@ -23,7 +23,7 @@ from process import DemoError, Progress, run_engine
 from store_files import StoreFiles, flip_byte, verdict
 
 BLOCK_SIZE = 32
-PROMPT_TOKENS = 65 * BLOCK_SIZE + 5
+PROMPT_TOKENS = 125 * BLOCK_SIZE + 5
 #: Prompt and output together fill no further block: every block file belongs to the prompt.
 OUTPUT_TOKENS = 24
 FULL_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE

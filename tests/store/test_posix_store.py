@@ -292,6 +292,15 @@ def test_a_wrong_configuration_is_named(
         UcmPosixStore(config | change)
 
 
+def test_nothing_to_do_is_done_at_once(store: UcmPosixStore) -> None:
+    assert list(store.lookup([])) == []
+    assert store.lookup_on_prefix([]) == -1
+    for addrs in (np.empty((0, 6), np.uint64), np.empty((0, 0), np.uint64), []):
+        store.wait([store.load_data([], [], addrs), store.dump_data([], [], addrs)])  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="equally many"):
+        store.load_data(ids(1), [0], [])  # type: ignore[arg-type]
+
+
 def test_a_store_for_lookups_only_writes_nothing(opened: Open, tmp_path: Path) -> None:
     lookups = opened(device_id=-1)
     assert lookups.lookup(ids(2)) == [False, False]

@@ -200,9 +200,12 @@ class FaultStore(UcmKVStoreBaseV1):
         self._hold("hold-load")
         bad = self._failures("fail-load", block_ids)
         good = [row for row in range(len(block_ids)) if row not in bad]
-        task = self._inner.load_data([block_ids[r] for r in good], [shards[r] for r in good], addrs[good])
+        task = None
+        if good:
+            task = self._inner.load_data([block_ids[r] for r in good], [shards[r] for r in good], addrs[good])
         if bad:
-            self._inner.wait(task)
+            if task is not None:
+                self._inner.wait(task)
             self._faults.say("load-failed", [block_ids[r] for r in bad], self._rank)
             raise TaskError("the test made this load fail", failures=bad)
         return task

@@ -160,8 +160,8 @@ def _matrix(addrs: Any) -> npt.NDArray[np.uint64]:
         if matrix.size and not np.issubdtype(matrix.dtype, np.integer):
             raise InvalidInputError("addresses are integers", context={"dtype": str(matrix.dtype)})
         matrix = matrix.astype(np.uint64)
-    if matrix.size == 0:
-        matrix = matrix.reshape(matrix.shape[0] if matrix.ndim else 0, -1) if matrix.ndim > 1 else matrix.reshape(0, 0)
+    if matrix.size == 0 and matrix.ndim != 2:
+        matrix = matrix.reshape(0, 0)  # no rows, written as an empty list
     if matrix.ndim != 2:
         raise InvalidInputError("addrs has shape (rows, pieces per row)", context={"shape": matrix.shape})
     return np.ascontiguousarray(matrix)

@@ -1,0 +1,116 @@
+"""What the Rust store keeps a caller from: forked children, odd timeouts, a silent start."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ucm.errors import ConfigError, ForkedError, InvalidInputError, TaskError
+from ucm.store.posix import UcmPosixStore
+
+BLOCK = 4096
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "storage_backends": str(tmp_path / "root"),
+        "tensor_size": BLOCK,
+        "shard_size": BLOCK,
+        "block_size": BLOCK,
+        "identity": "guards",
+        "storage_capacity": "1GiB",
+        "staging_capacity": "1MiB",
+        "deadlines": {"lookup_ms": 20_000},
+    }
+
+
+@pytest.fixture
+def store(config: dict[str, Any]) -> Iterator[UcmPosixStore]:
+    opened = UcmPosixStore(config)
+    yield opened
+    opened.close()
+
+
+def rows(memory: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    return np.array([[memory.ctypes.data]], dtype=np.uint64)
+
+
+NAME = b"0123456789abcdef"
+
+
+def _child(calls: list[Callable[[], object]], store: list[UcmPosixStore], answer: Any) -> None:
+    told = []
+    for call in calls:
+        try:
+            call()
+            told.append("went through")
+        except ForkedError:
+            told.append("forked")
+    store.pop().close()
+    gc.collect()
+    answer.send(told)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_is_told_by_every_call_and_may_close(store: UcmPosixStore) -> None:
+    memory = np.zeros(BLOCK, np.uint8)
+    task = store.dump_data([NAME], [0], rows(memory))
+    calls: list[Callable[[], object]] = [
+        lambda: store.lookup([NAME]),
+        lambda: store.lookup_on_prefix([NAME]),
+        lambda: store.load_data([NAME], [0], rows(memory)),
+        lambda: store.dump_data([NAME], [0], rows(memory)),
+        lambda: store.describe([NAME], tokens=[1]),
+        lambda: store.touch([NAME]),
+        lambda: store.stats(),
+        lambda: store.free_dump_slots(),
+        lambda: store.wait(task),
+        lambda: store.check(task),
+    ]
+    receive, send = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_child, args=(calls, [store], send))
+    child.start()
+    assert receive.poll(60)
+    assert receive.recv() == ["forked"] * len(calls)
+    child.join(60)
+    assert child.exitcode == 0
+    store.wait(task)
+    assert store.lookup([NAME]) == [True]
+
+
+def test_timeouts_that_are_no_numbers_are_errors_and_those_that_are_over_end_at_once(store: UcmPosixStore) -> None:
+    memory = np.zeros(BLOCK, np.uint8)
+    task = store.dump_data([NAME], [0], rows(memory))
+    with pytest.raises(InvalidInputError, match="NaN"):
+        store.wait(task, timeout=math.nan)
+    store.wait(task, timeout=math.inf)
+    with pytest.raises(InvalidInputError, match="NaN"):
+        store.load_data([NAME], [0], rows(memory), timeout=math.nan)
+    for over in (-1.0, 0.0):
+        with pytest.raises(TaskError) as caught:
+            store.wait(store.load_data([NAME], [0], rows(memory), timeout=over))
+        assert caught.value.failures[0].kind == "timeout"
+    store.wait(store.load_data([NAME], [0], rows(memory), timeout=math.inf))
+
+
+def test_the_start_says_what_is_used(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="ucm.store.posix"):
+        UcmPosixStore(config).close()
+    first = caplog.messages[0]
+    for words in ("psync engine", "I/O", "staging slots of 8192 bytes", f"{1 << 30} bytes"):
+        assert words in first
+
+
+def test_a_limit_too_small_is_named(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="storage_capacity"):
+        UcmPosixStore(config | {"storage_capacity": 8192})
