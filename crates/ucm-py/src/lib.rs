@@ -6,6 +6,7 @@
 mod convert;
 mod hasher;
 mod store;
+mod task;
 
 use pyo3::prelude::*;
 
@@ -15,7 +16,9 @@ mod _core {
     #[pymodule_export]
     use super::hasher::{BlockHasher, part_mask, record_ids};
     #[pymodule_export]
-    use super::store::{PosixStore, Task};
+    use super::store::PosixStore;
+    #[pymodule_export]
+    use super::task::Task;
 
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 

@@ -12,29 +12,21 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use ucm_core::{BlockId, DType, Error, ErrorKind, Geometry, Identity, Part};
 use ucm_device::{DeviceSpan, HostDevice};
-use ucm_infra::{Clock, SystemClock};
+use ucm_infra::SystemClock;
 use ucm_io::{PsyncEngine, PsyncOptions};
-use ucm_store::engine::{Deadlines, Engine, EngineConfig, Hint, Row, Until};
+use ucm_store::engine::{Deadlines, Engine, EngineConfig, Hint, Row};
 use ucm_store::events::Level;
 use ucm_store::health::BreakerConfig;
 use ucm_store::posix::{PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
 use ucm_store::space::Capacity;
 
-use crate::convert::{exception, ids, raise, to_py};
+use crate::convert::{ids, raise, to_py};
+use crate::task::{Task, limit};
 
 /// An engine over a directory. All sizes in bytes, all times in seconds.
 #[pyclass(frozen, module = "ucm._core")]
 pub(crate) struct PosixStore(Engine);
-
-/// A load or dump under way.
-#[pyclass(frozen, module = "ucm._core")]
-pub(crate) struct Task {
-    task: ucm_store::engine::Task,
-    clock: Arc<dyn Clock>,
-    /// Whose task it is: a forked child must not even look at it.
-    pid: u32,
-}
 
 /// Reads the dictionary that `ucm.store.posix` fills; it is validated there, so a missing key is our own fault.
 struct Config<'a, 'py>(&'a Bound<'py, PyDict>);
@@ -110,6 +102,7 @@ impl PosixStore {
             probe: config.seconds("probe_s")?,
             shutdown: config.seconds("shutdown_s")?,
         };
+        let threads: usize = config.get("io_threads")?;
         let writer = ucm_store::random_u64();
         let record = RecordLayout::new(&geometry).describing(block_tokens, dtype);
         let slots = usize::try_from(staging_bytes / record.record_len() as u64).unwrap_or(usize::MAX);
@@ -141,7 +134,6 @@ impl PosixStore {
             },
             writer,
         };
-        let threads: usize = config.get("io_threads")?;
         let opened = py.detach(|| {
             let clock = SystemClock::shared();
             let mut options = PsyncOptions {
@@ -355,70 +347,5 @@ impl PosixStore {
                 Ok(Row { id, shard, spans })
             })
             .collect()
-    }
-}
-
-/// A limit of a caller in seconds: what is negative is over already, what is endless gets the longest there is.
-fn limit(py: Python<'_>, seconds: Option<f64>) -> PyResult<Option<Duration>> {
-    let Some(seconds) = seconds else {
-        return Ok(None);
-    };
-    if seconds.is_nan() {
-        return Err(raise(py, &Error::invalid("timeout is a number of seconds, not NaN")));
-    }
-    Ok(Some(
-        Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX),
-    ))
-}
-
-fn until(py: Python<'_>, name: &str) -> PyResult<Until> {
-    match name {
-        "staged" => Ok(Until::Staged),
-        "published" => Ok(Until::Published),
-        _ => Err(raise(
-            py,
-            &Error::invalid("until is \"staged\" or \"published\"").with("until", name),
-        )),
-    }
-}
-
-#[pymethods]
-impl Task {
-    /// Whether the level was reached or failed; never waits.
-    fn check(&self, py: Python<'_>, level: &str) -> PyResult<bool> {
-        let level = until(py, level)?;
-        self.check_process(py)?;
-        Ok(py.detach(|| self.task.check(&*self.clock, level)))
-    }
-
-    /// Waits for the level, at most `timeout` seconds; false if that came first.
-    fn wait(&self, py: Python<'_>, level: &str, timeout: Option<f64>) -> PyResult<bool> {
-        let level = until(py, level)?;
-        self.check_process(py)?;
-        let limit = limit(py, timeout)?;
-        Ok(py.detach(|| {
-            let limit = limit.map(|limit| self.clock.now().after(limit));
-            self.task.wait(&*self.clock, level, limit)
-        }))
-    }
-
-    /// The rows that failed, each with its exception.
-    fn failures<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        self.check_process(py)?;
-        let failures = PyDict::new(py);
-        for (row, error) in self.task.failures() {
-            failures.set_item(row, exception(py, &error)?)?;
-        }
-        Ok(failures)
-    }
-}
-
-impl Task {
-    fn check_process(&self, py: Python<'_>) -> PyResult<()> {
-        if self.pid == std::process::id() {
-            return Ok(());
-        }
-        let text = "this task was started before a fork; only the parent can wait for it";
-        Err(raise(py, &Error::new(ErrorKind::Forked, text)))
     }
 }

@@ -41,6 +41,8 @@ pub struct Usage {
     pub capacity: u64,
     /// Records as last counted.
     pub records: u64,
+    /// Whether what lay there before was counted yet.
+    pub counted: bool,
 }
 
 /// How a record is written.

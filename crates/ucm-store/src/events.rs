@@ -94,7 +94,11 @@ mod tests {
         assert_eq!(drained.len(), LIMIT + 1);
         assert!(drained[LIMIT].text.starts_with("3 further"));
         push(1, Mono(1));
-        assert_eq!(events.drain().len(), 1, "the same minute: only how many were dropped");
+        assert_eq!(
+            events.drain().len(),
+            1,
+            "the same minute: only how many were dropped"
+        );
         let minute = |n: u32| Mono(0).after(WINDOW * n);
         (1..=9).for_each(|n| push(LIMIT, minute(n)));
         assert_eq!(events.drain().len(), KEPT + 1);

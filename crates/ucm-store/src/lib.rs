@@ -9,6 +9,7 @@ pub mod engine;
 pub mod events;
 pub mod health;
 pub mod layout;
+mod ledger;
 pub mod posix;
 pub mod recency;
 pub mod record;

@@ -17,6 +17,9 @@ use crate::layout::{FORMAT, Manifest, Marker};
 use crate::posix::{DIR_MODE, FILE_MODE, Shared};
 use crate::space::Capacity;
 
+/// Records that must fit below the limit.
+const LEAST_RECORDS: u64 = 8;
+
 /// Runs one operation and waits for it; for the control path only.
 pub(crate) fn call(
     io: &dyn IoEngine,
@@ -168,7 +171,7 @@ impl Shared {
         self.limit(&marker, deadline)
     }
 
-    /// The limit on bytes below this root; an error if not even one record fits.
+    /// The limit on bytes below this root; an error if too few records fit.
     fn limit(&self, marker: &Marker, deadline: Mono) -> Result<u64> {
         let limit = match self.config.capacity {
             Some(Capacity::Bytes(bytes)) => bytes.get(),
@@ -179,16 +182,16 @@ impl Shared {
         Ok(limit)
     }
 
-    /// Whether at least one record fits.
+    /// Whether enough records fit that those just written are not removed for the next.
     pub(crate) fn check_limit(&self, limit: u64) -> Result<()> {
-        let record = self.config.record.record_len() as u64;
-        if limit >= record {
+        let least = self.config.record.record_len() as u64 * LEAST_RECORDS;
+        if limit >= least {
             return Ok(());
         }
-        let text = "storage_capacity does not hold even one block; raise it or make room";
+        let text = "storage_capacity must hold at least 8 blocks; raise it or make room";
         Err(Error::new(ErrorKind::Config, text)
             .with("storage_capacity", limit)
-            .with("record", record)
+            .with("at_least", least)
             .with("root", self.layout.root().display()))
     }
 

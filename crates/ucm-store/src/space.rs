@@ -4,7 +4,6 @@
 //! what lies below the root (all namespaces) and removes the oldest records until the low watermark. Time of use is
 //! the file's modification time: see [`crate::recency`].
 
-use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -18,61 +17,17 @@ use ucm_io::{FileMeta, IoDone, IoEngine, IoOp};
 use crate::backend::{Done, Usage};
 use crate::engine::LANE_SPACE;
 use crate::layout::{is_namespace, is_private, record_name};
+use crate::ledger::Ledger;
 use crate::root::call;
 
-/// A limit as configured.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Capacity {
-    /// So many bytes.
-    Bytes(NonZeroU64),
-    /// A share of the file system, in percent.
-    Percent(f64),
-}
+pub use crate::ledger::Capacity;
 
-impl Capacity {
-    /// The limit in bytes on a file system of `total` bytes.
-    pub fn bytes(self, total: u64) -> u64 {
-        match self {
-            Self::Bytes(bytes) => bytes.get(),
-            Self::Percent(percent) => (total as f64 * percent.clamp(0.0, 100.0) / 100.0) as u64,
-        }
-    }
-
-    /// The default: 20 % of the file system, at most 80 % of what is free at the first start.
-    pub fn default_bytes(total: u64, free: u64) -> u64 {
-        (total / 5).min(free / 5 * 4)
-    }
-}
-
-/// Share of the limit above which the collector starts, and down to which it removes.
-const HIGH: f64 = 0.95;
-const LOW: f64 = 0.85;
 /// Age at which somebody's private file is taken for dead.
 const STALE: Duration = Duration::from_secs(3600);
 /// How long one operation of the collector may take.
 const STEP: Duration = Duration::from_secs(30);
 /// Files removed per operation.
 const BATCH: usize = 64;
-
-/// What is known of the bytes below the root; all of it changes together, so that never too little is counted.
-#[derive(Default)]
-struct Ledger {
-    limit: u64,
-    /// Bytes as last counted plus what was admitted since.
-    used: u64,
-    /// Records as last counted.
-    records: u64,
-    /// Bytes admitted whose write has not ended.
-    pending: u64,
-    /// Bytes admitted since the last count began; bounds what is written on an old count.
-    since_count: u64,
-    /// Counts begun and ended so far; odd while one is under way. None was ended: what lies there is not known.
-    counts: u64,
-    removed_records: u64,
-    removed_bytes: u64,
-    /// Why the last count failed, if it did.
-    trouble: Option<Error>,
-}
 
 /// Looks after the root before every count and answers the limit.
 type Tend = Box<dyn Fn(Mono) -> Result<u64> + Send + Sync>;
@@ -122,7 +77,7 @@ impl Space {
     /// Takes `bytes` of the limit for a write, or refuses it (NoSpace) and makes room for the next one.
     pub fn admit(self: &Arc<Self>, bytes: u64) -> Result<()> {
         let mut ledger = self.ledger.lock();
-        let counted = ledger.counts > 1;
+        let counted = ledger.counted();
         // Before the first count only a little may be written: what lies there is not known yet.
         let allowed = if counted { ledger.limit } else { ledger.limit / 16 };
         let refused = ledger.used.saturating_add(bytes) > allowed;
@@ -146,7 +101,10 @@ impl Space {
         let mut ledger = self.ledger.lock();
         ledger.pending = ledger.pending.saturating_sub(bytes);
         let Some(error) = error else { return };
-        if !matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed) {
+        if !matches!(
+            error.kind(),
+            ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
+        ) {
             ledger.used = ledger.used.saturating_sub(bytes);
         }
         drop(ledger);
@@ -163,10 +121,7 @@ impl Space {
     /// Bytes were deleted by name, in an operation begun when [`Space::counts`] was `before`. If a count was or came
     /// in between it may have missed them already.
     pub fn deleted(&self, bytes: u64, before: u64) {
-        let mut ledger = self.ledger.lock();
-        if before == ledger.counts && before.is_multiple_of(2) {
-            ledger.used = ledger.used.saturating_sub(bytes);
-        }
+        self.ledger.lock().deleted(bytes, before);
     }
 
     /// Bytes used and allowed.
@@ -176,6 +131,7 @@ impl Space {
             used: ledger.used,
             capacity: ledger.limit,
             records: ledger.records,
+            counted: ledger.counted(),
         }
     }
 
@@ -293,13 +249,13 @@ impl Space {
         // What is being written may be counted or not: never too little. The next count corrects what is too much.
         ledger.used = total + pending + ledger.since_count;
         ledger.records = records.len() as u64;
-        let (used, high) = (ledger.used, ledger.high());
+        let (used, high, low) = (ledger.used, ledger.high(), ledger.low());
         drop(ledger);
         if used <= high {
             return Ok(());
         }
         records.sort_unstable_by_key(|record| (record.used_ns, record.id));
-        let (mut surplus, mut oldest) = (used.saturating_sub(share(limit, LOW)), records.as_slice());
+        let (mut surplus, mut oldest) = (used.saturating_sub(low), records.as_slice());
         while surplus > 0 && !oldest.is_empty() {
             let mut expected = 0;
             let mut enough = |record: &Found| {
@@ -326,7 +282,9 @@ impl Space {
             return Err(Error::internal("a removal answered with something else"));
         };
         let gone = batch.iter().zip(answers).filter(|(_, answer)| answer.is_ok());
-        let (count, freed) = gone.fold((0, 0), |(count, freed), (record, _)| (count + 1, freed + record.len));
+        let (count, freed) = gone.fold((0, 0), |(count, freed), (record, _)| {
+            (count + 1, freed + record.len)
+        });
         let mut ledger = self.ledger.lock();
         ledger.used = ledger.used.saturating_sub(freed);
         ledger.records = ledger.records.saturating_sub(count);
@@ -382,32 +340,6 @@ impl Space {
     }
 }
 
-impl Ledger {
-    /// Use above which the collector starts.
-    fn high(&self) -> u64 {
-        share(self.limit, HIGH)
-    }
-
-    fn full(&self, counted: bool) -> Error {
-        let text = if counted {
-            "the configured storage_capacity is used up; making room"
-        } else {
-            "what lies below the root is still being counted"
-        };
-        let error = Error::new(ErrorKind::NoSpace, text)
-            .with("limit", self.limit)
-            .with("used", self.used);
-        match &self.trouble {
-            Some(trouble) => error.caused_by(trouble.clone()),
-            None => error,
-        }
-    }
-}
-
-fn share(limit: u64, part: f64) -> u64 {
-    (limit as f64 * part) as u64
-}
-
 /// One record found by the count.
 #[derive(Clone, Copy)]
 struct Found {
@@ -424,17 +356,5 @@ impl Found {
             .join("blocks")
             .join(shard)
             .join(format!("{}.bin", self.id))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn limits_in_bytes_and_percent() {
-        assert_eq!(Capacity::Percent(50.0).bytes(1000), 500);
-        assert_eq!(Capacity::default_bytes(1000, 1000), 200);
-        assert_eq!(Capacity::default_bytes(1000, 100), 80);
     }
 }

@@ -200,8 +200,14 @@ fn damage(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, n: u8, change: im
     }
 }
 
+/// Cases of a property: few, as every one opens stores; `PROPTEST_CASES` asks for more.
+fn cases() -> u32 {
+    let asked = std::env::var("PROPTEST_CASES");
+    asked.ok().and_then(|cases| cases.parse().ok()).unwrap_or(48)
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn direct_rows(acts in prop::collection::vec(act(), 1..30)) {

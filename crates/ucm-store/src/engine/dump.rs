@@ -128,7 +128,9 @@ impl Core {
             drop(assemblies); // before the slots, whose return may start reads
             Stats::add(&self.stats.dumps_refused, 1);
             let busy = Error::new(ErrorKind::Busy, "no staging slot is free for this dump");
-            let busy = busy.with("blocks", blocks_wanted).with("slots", self.slots.capacity());
+            let busy = busy
+                .with("blocks", blocks_wanted)
+                .with("slots", self.slots.capacity());
             return Err(busy.with("free", self.slots.available().saturating_sub(self.reserved_slots)));
         }
         // Counted under the lock, so that two dumps cannot both take the last places.
@@ -245,7 +247,7 @@ impl Core {
     }
 
     fn write_done(self: &Arc<Self>, assembly: &Arc<Assembly>, replaced: bool, result: Result<Written>) {
-        self.forget(assembly);
+        self.assemblies.lock().remove(&assembly.id);
         self.hints.lock().remove(&assembly.id);
         match &result {
             Ok(written) => {
@@ -293,18 +295,10 @@ impl Core {
             inner.stage = Stage::Ended(Err(error.clone()));
             inner.slot.take() // or a copy that hangs has it, and drops it when it returns
         };
-        self.forget(assembly);
+        // Still this one: it leaves the list once, here or when its publishing ended, and no other takes its place before.
+        self.assemblies.lock().remove(&assembly.id);
         drop(slot);
         true
-    }
-
-    /// Takes an assembly off the list, unless another has its place already.
-    fn forget(&self, assembly: &Arc<Assembly>) {
-        let mut assemblies = self.assemblies.lock();
-        let ours = |listed: &Arc<Assembly>| Arc::ptr_eq(listed, assembly);
-        if assemblies.get(&assembly.id).is_some_and(ours) {
-            assemblies.remove(&assembly.id);
-        }
     }
 
     fn finish_rows(&self, task: &TaskState, rows: usize) {

@@ -47,8 +47,6 @@ pub(super) struct Reads {
     running: usize,
     /// A thread is starting reads.
     pumping: bool,
-    /// Something may have changed since that thread looked.
-    again: bool,
 }
 
 impl Reads {
@@ -145,12 +143,13 @@ impl Core {
 
     /// A task is past its deadline: what it still reads is put to death.
     fn expire_load(self: &Arc<Self>, task: &Arc<LoadTask>) {
-        let late = Error::new(ErrorKind::Timeout, "the load did not finish by its deadline");
-        let killed = self.kill(task, late.clone());
-        if killed.count > 0 {
-            self.stats.misses.add(MissReason::Timeout, killed.count as u64);
-            self.observe(&late);
+        let reading = |index| task.gate.state(index) == Some(BlockState::Reading);
+        if !(0..task.blocks.len()).any(reading) {
+            return; // over, or only copies to the device are under way
         }
+        let late = Error::new(ErrorKind::Timeout, "the load did not finish by its deadline");
+        let killed = self.kill(task, late);
+        self.stats.misses.add(MissReason::Timeout, killed.count as u64);
         if killed.last {
             self.report(task);
         }
@@ -169,14 +168,11 @@ impl Core {
     }
 
     /// Starts waiting reads while slots are free; drops those that nobody waits for any more. One thread pumps at a
-    /// time: a call from inside (an operation that failed at once) or beside only asks it for another round.
+    /// time: a call from inside (an operation that failed at once) or beside has nothing to do, because that thread
+    /// looks again, under the lock, before it stops.
     pub(super) fn pump(self: &Arc<Self>) {
-        {
-            let mut reads = self.reads.lock();
-            reads.again = reads.pumping;
-            if std::mem::replace(&mut reads.pumping, true) {
-                return;
-            }
+        if std::mem::replace(&mut self.reads.lock().pumping, true) {
+            return;
         }
         while let Some((id, slot, deadline)) = self.next_read() {
             let core = Arc::clone(self);
@@ -206,10 +202,8 @@ impl Core {
                 reads.running += 1;
                 return Some((id, slot, deadline));
             }
-            if !std::mem::take(&mut reads.again) {
-                reads.pumping = false;
-                return None;
-            }
+            reads.pumping = false;
+            return None;
         }
     }
 
@@ -268,12 +262,12 @@ impl Core {
         over
     }
 
-    /// What a failed read says: of this record, of the medium, or nothing.
+    /// What a failed read says: of this record, of the medium, or nothing. A late one is judged with its load.
     fn judge_failure(&self, id: BlockId, waiters: &[(Arc<LoadTask>, usize)], error: Error) -> Error {
         match error.kind() {
             ErrorKind::Corrupt | ErrorKind::Foreign => return error, // refused, and the medium did answer
-            // A load that is late is one failure, however many reads it had.
             ErrorKind::Timeout if waiters.iter().all(|(task, _)| task.state.is_finished()) => return error,
+            ErrorKind::Timeout => {}
             _ if is_forbidden(&error) => return self.refuse(id, MissReason::IoError).caused_by(error),
             _ => self.observe(&error),
         }
@@ -336,9 +330,17 @@ impl Core {
         }
     }
 
+    /// Puts to death what is still reading. A load that is late speaks against the medium, once for all its blocks.
     fn kill(&self, task: &LoadTask, error: Error) -> Killed {
-        task.cause.lock().get_or_insert(error);
-        task.gate.kill_reading()
+        let mut cause = task.cause.lock();
+        let first = cause.is_none();
+        cause.get_or_insert_with(|| error.clone());
+        drop(cause);
+        let killed = task.gate.kill_reading();
+        if first && error.kind() == ErrorKind::Timeout {
+            self.observe(&error);
+        }
+        killed
     }
 
     /// Runs once per load: names the rows that were put to death, then lets the waiters go.

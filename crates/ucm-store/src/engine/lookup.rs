@@ -94,12 +94,21 @@ impl Core {
         let mut found = Vec::with_capacity(ids.len());
         let (mut answered, mut failed) = (false, None);
         for (ids, completion) in waits {
-            let late = || Err(Error::new(ErrorKind::Timeout, "the lookup did not answer in time"));
+            let late = || {
+                Err(Error::new(
+                    ErrorKind::Timeout,
+                    "the lookup did not answer in time",
+                ))
+            };
             let answer = completion.wait(&*self.clock, Some(deadline.after(GRACE)));
             match answer.unwrap_or_else(late) {
                 Ok(present) => {
                     answered = true;
-                    found.extend(ids.iter().zip(&present).map(|(&id, &there)| self.judge(id, there)));
+                    found.extend(
+                        ids.iter()
+                            .zip(&present)
+                            .map(|(&id, &there)| self.judge(id, there)),
+                    );
                     found.resize(found.len() + ids.len().saturating_sub(present.len()), false);
                 }
                 Err(error) => {

@@ -5,6 +5,7 @@
 //! staged and published ([`dump`]); bounded queues; deadlines on every wait; verification of everything that comes
 //! from a medium. Deadlines of I/O are kept by the backend's pool, those of tasks by whoever looks at them.
 
+mod config;
 mod dump;
 mod guard;
 mod load;
@@ -18,16 +19,17 @@ use std::time::Duration;
 
 use hashlink::LruCache;
 use parking_lot::Mutex;
-use ucm_core::{BlockId, DType, Error, ErrorKind, Geometry, Identity, MissReason, Part, Result, limits};
+use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, MissReason, Part, Result, limits};
 use ucm_device::{Device, DeviceSpan, HostArena, SlotPool, Stream};
 use ucm_infra::{Clock, Lane, Mono, WorkerPool};
 
 use crate::backend::{Backend, ReadDone};
 use crate::events::{Event, Events};
-use crate::health::{Breaker, BreakerConfig};
+use crate::health::Breaker;
 use crate::record::{Expect, RecordLayout, verify};
 use crate::stats::Stats;
 
+pub use config::{Deadlines, EngineConfig, Hint, Row};
 pub use task::{Task, Until};
 
 /// Lane of loads, in every pool of the store.
@@ -47,78 +49,6 @@ const LONGEST_LOAD: Duration = Duration::from_secs(600);
 const COPY_REPLACEMENTS: usize = 4;
 /// Most copies queued, however large the arena.
 const MAX_COPIES: usize = 1 << 20;
-
-/// The deadlines of an engine; every one is a key of the configuration.
-#[derive(Debug, Clone, Copy)]
-pub struct Deadlines {
-    /// One lookup call.
-    pub lookup: Duration,
-    /// A load whose caller names no deadline.
-    pub load: Duration,
-    /// A dump, in the background.
-    pub dump: Duration,
-    /// The first look at a root.
-    pub probe: Duration,
-    /// Draining at shutdown.
-    pub shutdown: Duration,
-}
-
-impl Default for Deadlines {
-    fn default() -> Self {
-        Self {
-            lookup: Duration::from_millis(50),
-            load: Duration::from_secs(5),
-            dump: Duration::from_secs(30),
-            probe: Duration::from_secs(5),
-            shutdown: Duration::from_secs(3),
-        }
-    }
-}
-
-/// What an engine needs to know.
-pub struct EngineConfig {
-    /// Sizes of this part's blocks.
-    pub geometry: Geometry,
-    /// Whose KV it is.
-    pub identity: Identity,
-    /// Which part of a block this engine moves.
-    pub part: Part,
-    /// Tokens in a block, for the header.
-    pub block_tokens: u32,
-    /// Element type, for the header.
-    pub dtype: DType,
-    /// Bytes of host memory for staging; 0 opens the engine for lookups only.
-    pub staging_bytes: u64,
-    /// Threads that copy from the device.
-    pub copy_threads: usize,
-    /// Deadlines.
-    pub deadlines: Deadlines,
-    /// When the breaker opens.
-    pub breaker: BreakerConfig,
-    /// Tells this writer's records from others'.
-    pub writer: u64,
-}
-
-/// One row of a load or dump: block, shard, and the device pieces of that shard in order.
-pub struct Row {
-    /// The block's record id.
-    pub id: BlockId,
-    /// The shard's index.
-    pub shard: u32,
-    /// Pieces on the device; as many and as long as the geometry says.
-    pub spans: Vec<DeviceSpan>,
-}
-
-/// What ids do not say, for the record's header.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Hint {
-    /// The block before it in its chain (zero: none or unknown).
-    pub parent: BlockId,
-    /// Position in the chain.
-    pub ordinal: u32,
-    /// Tokens in the block, 0 for the configured number.
-    pub tokens: u32,
-}
 
 /// The engine; a handle over its shared core. Dropping it closes it.
 pub struct Engine(Arc<Core>);
@@ -329,6 +259,7 @@ impl Core {
             ("storage_used_bytes", usage.used),
             ("storage_capacity_bytes", usage.capacity),
             ("storage_records", usage.records),
+            ("storage_counted", u64::from(usage.counted)),
             ("slots", self.slots.capacity() as u64),
             ("slots_free", self.slots.available() as u64),
             ("slot_bytes", self.layout.record_len() as u64),
@@ -352,7 +283,9 @@ impl Core {
 
     /// Messages for the log since the last call; none in a forked child.
     pub fn events(&self) -> Vec<Event> {
-        self.check_process().map(|()| self.events.drain()).unwrap_or_default()
+        self.check_process()
+            .map(|()| self.events.drain())
+            .unwrap_or_default()
     }
 
     /// The engine's clock, for waiting on its tasks.

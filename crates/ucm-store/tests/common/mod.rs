@@ -8,11 +8,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::{Condvar, Mutex};
 use tempfile::TempDir;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::{Clock, SystemClock};
-use ucm_io::{FaultyEngine, IoEngine, PsyncEngine, PsyncOptions};
+use ucm_io::{FaultyEngine, IoEngine, PsyncEngine, PsyncOptions, Rule};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
 use ucm_store::health::BreakerConfig;
 use ucm_store::posix::{PosixBackend, PosixConfig};
@@ -33,6 +34,8 @@ pub(crate) struct Setup {
     pub(crate) breaker: BreakerConfig,
     pub(crate) lookup_only: bool,
     pub(crate) workers: usize,
+    pub(crate) copy_threads: usize,
+    pub(crate) device: Option<Arc<SlowDevice>>,
 }
 
 impl Default for Setup {
@@ -56,6 +59,8 @@ impl Default for Setup {
             },
             lookup_only: false,
             workers: 4,
+            copy_threads: 1,
+            device: None,
         }
     }
 }
@@ -84,12 +89,29 @@ impl Store {
     }
 
     pub(crate) fn with_clock(root: &Path, setup: Setup, clock: Arc<dyn Clock>) -> Self {
+        Self::build(root, setup, clock, Vec::new()).unwrap()
+    }
+
+    /// With faults from the first operation on.
+    pub(crate) fn open_faulty(root: &Path, setup: Setup, rules: Vec<Rule>) -> Self {
+        Self::build(root, setup, SystemClock::shared(), rules).unwrap()
+    }
+
+    pub(crate) fn try_open(root: &Path, setup: Setup) -> ucm_core::Result<Self> {
+        Self::build(root, setup, SystemClock::shared(), Vec::new())
+    }
+
+    fn build(root: &Path, setup: Setup, clock: Arc<dyn Clock>, rules: Vec<Rule>) -> ucm_core::Result<Self> {
         let options = PsyncOptions {
             clock: Arc::clone(&clock),
             ..PsyncOptions::with_workers(setup.workers)
         };
         let io: Arc<dyn IoEngine> = PsyncEngine::new(options).unwrap();
         let faults = FaultyEngine::new(io, Arc::clone(&clock), 1);
+        let faulty = !rules.is_empty();
+        for rule in rules {
+            faults.add(rule)?;
+        }
         let geometry = Geometry::new(setup.tensors.clone(), setup.layers, setup.layers_per_shard).unwrap();
         let record = RecordLayout::new(&geometry).describing(16, DType::F32);
         let record_len = record.record_len() as u64;
@@ -113,8 +135,7 @@ impl Store {
             posix,
             Arc::clone(&faults) as Arc<dyn IoEngine>,
             Arc::clone(&clock),
-        )
-        .unwrap();
+        )?;
         let config = EngineConfig {
             geometry,
             identity,
@@ -126,18 +147,27 @@ impl Store {
             } else {
                 setup.slots * record_len
             },
-            copy_threads: 1,
+            copy_threads: setup.copy_threads,
             deadlines: setup.deadlines,
             breaker: setup.breaker,
             writer: 7,
         };
-        let engine = Engine::open(config, Arc::new(backend), Arc::new(HostDevice::new()), clock).unwrap();
-        Self {
+        let device: Arc<dyn ucm_device::Device> = match &setup.device {
+            Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,
+            None => Arc::new(HostDevice::new()),
+        };
+        let engine = Engine::open(config, Arc::new(backend), device, clock)?;
+        let store = Self {
             engine,
             faults,
             setup,
             root: root.to_owned(),
+        };
+        // So that faults and counts of a test see its own operations only, not those of the first count.
+        if !faulty && !store.setup.lookup_only && store.stat("healthy") == 1 {
+            eventually("the root was counted", || store.stat("storage_counted") == 1);
         }
+        Ok(store)
     }
 
     /// The file of a block.
@@ -261,6 +291,67 @@ pub(crate) fn content(setup: &Setup, id: BlockId) -> Vec<u8> {
     (0..len)
         .map(|i| id.0[i % 16].wrapping_add((i / 16) as u8))
         .collect()
+}
+
+/// A device whose first copies hang until they are let go.
+pub(crate) struct SlowDevice {
+    inner: HostDevice,
+    state: Mutex<(usize, usize)>,
+    news: Condvar,
+}
+
+impl SlowDevice {
+    /// The first `copies` to start hang.
+    pub(crate) fn new(copies: usize) -> Arc<Self> {
+        Arc::new(Self {
+            inner: HostDevice::new(),
+            state: Mutex::new((copies, 0)),
+            news: Condvar::new(),
+        })
+    }
+
+    /// Waits until so many copies hang.
+    pub(crate) fn await_hanging(&self, copies: usize) {
+        let mut state = self.state.lock();
+        while state.1 < copies {
+            self.news.wait(&mut state);
+        }
+    }
+
+    /// Lets all go on.
+    pub(crate) fn go(&self) {
+        *self.state.lock() = (0, 0);
+        self.news.notify_all();
+    }
+}
+
+impl ucm_device::Device for SlowDevice {
+    fn name(&self) -> &str {
+        "slow"
+    }
+
+    /// A copy that finds no stream in the engine's pool makes one: here it hangs.
+    fn make_stream(&self) -> ucm_core::Result<Box<dyn ucm_device::Stream>> {
+        let mut state = self.state.lock();
+        if state.0 > 0 {
+            state.0 -= 1;
+            state.1 += 1;
+            self.news.notify_all();
+            while state.1 > 0 {
+                self.news.wait(&mut state);
+            }
+        }
+        drop(state);
+        self.inner.make_stream()
+    }
+
+    fn make_arena(
+        &self,
+        bytes: usize,
+        options: ucm_device::ArenaOptions,
+    ) -> ucm_core::Result<Arc<ucm_device::HostArena>> {
+        self.inner.make_arena(bytes, options)
+    }
 }
 
 pub(crate) fn directory() -> TempDir {

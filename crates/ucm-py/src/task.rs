@@ -1,0 +1,89 @@
+//! Tasks for Python: waiting with the GIL released, failures by row.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use ucm_core::{Error, ErrorKind};
+use ucm_infra::Clock;
+use ucm_store::engine::{self, Until};
+
+use crate::convert::{exception, raise};
+
+/// A load or dump under way.
+#[pyclass(frozen, module = "ucm._core")]
+pub(crate) struct Task {
+    pub(crate) task: engine::Task,
+    pub(crate) clock: Arc<dyn Clock>,
+    /// Whose task it is: a forked child must not even look at it.
+    pub(crate) pid: u32,
+}
+
+/// A limit of a caller in seconds: what is negative is over already, what is endless gets the longest there is.
+pub(crate) fn limit(py: Python<'_>, seconds: Option<f64>) -> PyResult<Option<Duration>> {
+    let Some(seconds) = seconds else {
+        return Ok(None);
+    };
+    if seconds.is_nan() {
+        return Err(raise(
+            py,
+            &Error::invalid("timeout is a number of seconds, not NaN"),
+        ));
+    }
+    Ok(Some(
+        Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX),
+    ))
+}
+
+fn until(py: Python<'_>, name: &str) -> PyResult<Until> {
+    match name {
+        "staged" => Ok(Until::Staged),
+        "published" => Ok(Until::Published),
+        _ => Err(raise(
+            py,
+            &Error::invalid("until is \"staged\" or \"published\"").with("until", name),
+        )),
+    }
+}
+
+#[pymethods]
+impl Task {
+    /// Whether the level was reached or failed; never waits.
+    fn check(&self, py: Python<'_>, level: &str) -> PyResult<bool> {
+        let level = until(py, level)?;
+        self.check_process(py)?;
+        Ok(py.detach(|| self.task.check(&*self.clock, level)))
+    }
+
+    /// Waits for the level, at most `timeout` seconds; false if that came first.
+    fn wait(&self, py: Python<'_>, level: &str, timeout: Option<f64>) -> PyResult<bool> {
+        let level = until(py, level)?;
+        self.check_process(py)?;
+        let limit = limit(py, timeout)?;
+        Ok(py.detach(|| {
+            let limit = limit.map(|limit| self.clock.now().after(limit));
+            self.task.wait(&*self.clock, level, limit)
+        }))
+    }
+
+    /// The rows that failed, each with its exception.
+    fn failures<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.check_process(py)?;
+        let failures = PyDict::new(py);
+        for (row, error) in self.task.failures() {
+            failures.set_item(row, exception(py, &error)?)?;
+        }
+        Ok(failures)
+    }
+}
+
+impl Task {
+    fn check_process(&self, py: Python<'_>) -> PyResult<()> {
+        if self.pid == std::process::id() {
+            return Ok(());
+        }
+        let text = "this task was started before a fork; only the parent can wait for it";
+        Err(raise(py, &Error::new(ErrorKind::Forked, text)))
+    }
+}

@@ -1,0 +1,80 @@
+//! What an engine is told, and the words its callers use: deadlines, rows, hints.
+
+use std::time::Duration;
+
+use ucm_core::{BlockId, DType, Geometry, Identity, Part};
+use ucm_device::DeviceSpan;
+
+use crate::health::BreakerConfig;
+
+/// The deadlines of an engine; every one is a key of the configuration.
+#[derive(Debug, Clone, Copy)]
+pub struct Deadlines {
+    /// One lookup call.
+    pub lookup: Duration,
+    /// A load whose caller names no deadline.
+    pub load: Duration,
+    /// A dump, in the background.
+    pub dump: Duration,
+    /// The first look at a root.
+    pub probe: Duration,
+    /// Draining at shutdown.
+    pub shutdown: Duration,
+}
+
+impl Default for Deadlines {
+    fn default() -> Self {
+        Self {
+            lookup: Duration::from_millis(50),
+            load: Duration::from_secs(5),
+            dump: Duration::from_secs(30),
+            probe: Duration::from_secs(5),
+            shutdown: Duration::from_secs(3),
+        }
+    }
+}
+
+/// What an engine needs to know.
+pub struct EngineConfig {
+    /// Sizes of this part's blocks.
+    pub geometry: Geometry,
+    /// Whose KV it is.
+    pub identity: Identity,
+    /// Which part of a block this engine moves.
+    pub part: Part,
+    /// Tokens in a block, for the header.
+    pub block_tokens: u32,
+    /// Element type, for the header.
+    pub dtype: DType,
+    /// Bytes of host memory for staging; 0 opens the engine for lookups only.
+    pub staging_bytes: u64,
+    /// Threads that copy from the device.
+    pub copy_threads: usize,
+    /// Deadlines.
+    pub deadlines: Deadlines,
+    /// When the breaker opens.
+    pub breaker: BreakerConfig,
+    /// Tells this writer's records from others'.
+    pub writer: u64,
+}
+
+/// One row of a load or dump: block, shard, and the device pieces of that shard in order.
+pub struct Row {
+    /// The block's record id.
+    pub id: BlockId,
+    /// The shard's index.
+    pub shard: u32,
+    /// Pieces on the device; as many and as long as the geometry says.
+    pub spans: Vec<DeviceSpan>,
+}
+
+/// What ids do not say, for the record's header.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Hint {
+    /// The block before it in its chain (zero: none or unknown).
+    pub parent: BlockId,
+    /// Position in the chain.
+    pub ordinal: u32,
+    /// Tokens in the block, 0 for the configured number.
+    pub tokens: u32,
+}

@@ -1,0 +1,315 @@
+//! Every task ends, exactly once and with the right word, whatever hangs: copies, reads, writes, or the end of the store.
+
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{Device, Setup, SlowDevice, Store, directory, eventually, id};
+use ucm_core::{BlockId, ErrorKind};
+use ucm_infra::{Clock, ManualClock};
+use ucm_io::{Fault, Gate, OpKind, Rule};
+use ucm_store::engine::{Deadlines, Task, Until};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn ids(n: u8) -> Vec<BlockId> {
+    (0..n).map(id).collect()
+}
+
+fn ended(store: &Store, task: &Task) -> bool {
+    task.check(store.engine.clock(), Until::Published)
+}
+
+fn failed_as(task: &Task, kind: ErrorKind) -> bool {
+    let failures = task.failures();
+    !failures.is_empty() && failures.iter().all(|(_, error)| error.kind() == kind)
+}
+
+/// A store on a clock moved by hand, whose end waits for nothing.
+fn manual(setup: &Setup) -> (tempfile::TempDir, Store, Arc<ManualClock>) {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    (dir, store, clock)
+}
+
+fn small() -> Setup {
+    Setup {
+        slots: 4,
+        deadlines: Deadlines {
+            shutdown: Duration::ZERO,
+            ..Setup::default().deadlines
+        },
+        ..Setup::default()
+    }
+}
+
+#[test]
+fn closing_ends_loads_that_never_got_a_slot() {
+    let (_dir, store, _clock) = manual(&small());
+    let gate = Gate::new();
+    store
+        .faults
+        .add(Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())))
+        .unwrap();
+    let device = Device::blank(&store.setup, &ids(30));
+    let tasks =
+        [ids(10), ids(30)[10..30].to_vec()].map(|ids| store.engine.load(device.rows(&ids), None).unwrap());
+    gate.await_waiting(4);
+    store.engine.close();
+    for task in &tasks {
+        assert!(ended(&store, task) && failed_as(task, ErrorKind::Closed));
+    }
+    assert_eq!(tasks[0].failures().len() + tasks[1].failures().len(), 30);
+    gate.open();
+    assert!(ids(30).iter().all(|&id| device.is_blank(id)));
+}
+
+#[test]
+fn closing_ends_dumps_that_hang_and_frees_incomplete_blocks() {
+    let setup = Setup {
+        layers_per_shard: 1,
+        ..small()
+    };
+    let (_dir, store, _clock) = manual(&setup);
+    let gate = Gate::new();
+    store
+        .faults
+        .add(Rule::on(OpKind::Publish, Fault::HangBefore(gate.clone())))
+        .unwrap();
+    let device = Device::filled(&setup, &ids(2));
+    let half = store.engine.dump(vec![device.row(id(1), 0)]).unwrap();
+    store.outcome(&half).unwrap();
+    let hung = store.engine.dump(device.rows(&ids(1))).unwrap();
+    gate.await_waiting(1);
+    store.engine.close();
+    assert!(ended(&store, &hung) && failed_as(&hung, ErrorKind::Closed));
+    assert_eq!(store.stat("blocks_in_flight"), 0);
+    gate.open();
+    eventually("the slots come back", || {
+        store.stat("slots_free") == store.stat("slots")
+    });
+}
+
+#[test]
+fn a_copy_that_hangs_costs_its_dump_and_no_other_of_the_same_block() {
+    let slow = SlowDevice::new(1);
+    let setup = Setup {
+        device: Some(Arc::clone(&slow)),
+        ..Setup::default()
+    };
+    let (_dir, store, clock) = manual(&setup);
+    let device = Device::filled(&setup, &ids(1));
+    let stuck = store.engine.dump(device.rows(&ids(1))).unwrap();
+    slow.await_hanging(1);
+    clock.advance(Deadlines::default().dump);
+    eventually("the dump is given up", || ended(&store, &stuck));
+    assert!(failed_as(&stuck, ErrorKind::Timeout));
+    assert!(stuck.check(store.engine.clock(), Until::Staged));
+    assert_eq!(store.stat("blocks_in_flight"), 0);
+    // Another dump of the block, now with the backend when the first copy comes back.
+    let gate = Gate::new();
+    store
+        .faults
+        .add(Rule::on(OpKind::Publish, Fault::HangBefore(gate.clone())))
+        .unwrap();
+    let second = store.engine.dump(device.rows(&ids(1))).unwrap();
+    gate.await_waiting(1);
+    assert_eq!(
+        store.stat("slots") - store.stat("slots_free"),
+        2,
+        "one is quarantined"
+    );
+    slow.go();
+    eventually("the first slot comes back", || {
+        store.stat("slots") - store.stat("slots_free") == 1
+    });
+    assert_eq!(
+        store.stat("blocks_in_flight"),
+        1,
+        "the second is still the block's own"
+    );
+    let third = store.engine.dump(device.rows(&ids(1))).unwrap();
+    gate.open();
+    store.outcome(&second).unwrap();
+    store.outcome(&third).unwrap();
+    assert_eq!(store.stat("blocks_published"), 1);
+    let target = Device::blank(&setup, &ids(1));
+    store.load(&target, &ids(1)).unwrap();
+    assert!(target.is_right(id(0)));
+}
+
+#[test]
+fn a_dump_behind_a_copy_that_hangs_ends_too() {
+    let slow = SlowDevice::new(1);
+    let setup = Setup {
+        layers_per_shard: 1,
+        copy_threads: 2,
+        device: Some(Arc::clone(&slow)),
+        ..Setup::default()
+    };
+    let (_dir, store, clock) = manual(&setup);
+    let device = Device::filled(&setup, &ids(1));
+    let first = store.engine.dump(vec![device.row(id(0), 0)]).unwrap();
+    slow.await_hanging(1);
+    clock.advance(SECOND);
+    let second = store
+        .engine
+        .dump(vec![device.row(id(0), 1), device.row(id(0), 2)])
+        .unwrap();
+    clock.advance(Deadlines::default().dump - SECOND);
+    eventually("the first is given up", || ended(&store, &first));
+    slow.go();
+    eventually("the second ends, although it has time left", || {
+        ended(&store, &second)
+    });
+    assert!(failed_as(&second, ErrorKind::Timeout));
+    eventually("the slots come back", || {
+        store.stat("slots_free") == store.stat("slots")
+    });
+    store.dump(&device, &ids(1)).unwrap();
+}
+
+#[test]
+fn a_dump_for_which_the_queue_of_copies_has_no_place_is_refused_and_changes_nothing() {
+    let slow = SlowDevice::new(1);
+    let setup = Setup {
+        slots: 4,
+        device: Some(Arc::clone(&slow)),
+        ..Setup::default()
+    };
+    let dir = directory();
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(2));
+    let dump = |ids: &[BlockId]| store.engine.dump(device.rows(ids));
+    let mut tasks = vec![dump(&ids(1)).unwrap()];
+    slow.await_hanging(1);
+    let refused = loop {
+        match dump(&ids(1)) {
+            Ok(task) => tasks.push(task),
+            Err(error) => break error,
+        }
+        assert!(tasks.len() < 1000, "the queue has no end");
+    };
+    assert_eq!(refused.kind(), ErrorKind::Busy);
+    assert_eq!(dump(&[id(1)]).err().unwrap().kind(), ErrorKind::Busy);
+    assert_eq!((store.stat("slots_free"), store.stat("blocks_in_flight")), (3, 1));
+    slow.go();
+    for task in &tasks {
+        store.outcome(task).unwrap();
+    }
+    assert_eq!(store.stat("blocks_published"), 1);
+    store.dump(&device, &[id(1)]).unwrap();
+}
+
+#[test]
+fn a_load_that_joined_a_late_read_has_its_own_time() {
+    let setup = Setup::default();
+    let (_dir, store, clock) = manual(&setup);
+    store.dump(&Device::filled(&setup, &ids(2)), &ids(2)).unwrap();
+    let gate = Gate::new();
+    store
+        .faults
+        .add(Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())).times(2))
+        .unwrap();
+    let (one, other) = (Device::blank(&setup, &ids(2)), Device::blank(&setup, &ids(1)));
+    let hasty = store.engine.load(one.rows(&ids(2)), Some(SECOND)).unwrap();
+    gate.await_waiting(2);
+    let patient = store.engine.load(other.rows(&ids(1)), Some(9 * SECOND)).unwrap();
+    clock.advance(SECOND);
+    eventually("the first is late", || ended(&store, &hasty));
+    assert!(ended(&store, &hasty), "looking twice counts once");
+    assert!(failed_as(&hasty, ErrorKind::Timeout));
+    assert!((1..=2).contains(&store.missed("timeout")));
+    store.outcome(&patient).unwrap();
+    assert!(other.is_right(id(0)));
+    gate.open();
+    eventually("the slots come back", || {
+        store.stat("slots_free") == store.stat("slots")
+    });
+    assert!(ids(2).iter().all(|&id| one.is_blank(id)));
+}
+
+#[test]
+fn a_load_whose_copy_to_the_device_hangs_is_not_reported_before_it_returns() {
+    let dir = directory();
+    let writer = Store::open(dir.path(), Setup::default());
+    writer
+        .dump(&Device::filled(&writer.setup, &ids(1)), &ids(1))
+        .unwrap();
+    let (clock, slow) = (ManualClock::new(), SlowDevice::new(1));
+    let setup = Setup {
+        device: Some(Arc::clone(&slow)),
+        ..Setup::default()
+    };
+    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let target = Device::blank(&setup, &ids(1));
+    let task = store.engine.load(target.rows(&ids(1)), Some(SECOND)).unwrap();
+    slow.await_hanging(1);
+    clock.advance(SECOND);
+    assert!(!ended(&store, &task), "device memory may still be written");
+    slow.go();
+    eventually("the load ends with its copy", || ended(&store, &task));
+    assert!(task.failures().is_empty() && target.is_right(id(0)));
+}
+
+#[test]
+fn nothing_to_move_is_done_at_once_and_one_bad_row_names_itself() {
+    let (_dir, store, _clock) = manual(&Setup::default());
+    for task in [store.engine.load(Vec::new(), None), store.engine.dump(Vec::new())] {
+        assert!(ended(&store, &task.unwrap()));
+    }
+    assert!(store.engine.lookup(&[]).unwrap().is_empty());
+    store
+        .dump(&Device::filled(&store.setup, &ids(1)), &ids(1))
+        .unwrap();
+    let target = Device::blank(&store.setup, &ids(2));
+    let failures = store.load(&target, &ids(2)).unwrap_err();
+    let text = |row: usize| failures.iter().find(|(at, _)| *at == row).unwrap().1.to_string();
+    assert!(text(1).contains("read the file"), "{}", text(1));
+    if failures.len() == 2 {
+        assert!(text(0).contains("another block"), "{}", text(0));
+    }
+}
+
+#[test]
+fn a_huge_load_never_fills_the_queues_of_the_backend() {
+    let slow = SlowDevice::new(4);
+    let setup = Setup {
+        slots: 1200,
+        device: Some(Arc::clone(&slow)),
+        ..Setup::default()
+    };
+    let dir = directory();
+    let writer = Store::open(dir.path(), Setup::default());
+    let many: Vec<BlockId> = (0..1100u64)
+        .map(|n| {
+            BlockId(std::array::from_fn(|i| {
+                (n.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (i % 8 * 8)) as u8
+            }))
+        })
+        .collect();
+    writer
+        .dump(&Device::filled(&setup, &many[..4]), &many[..4])
+        .unwrap();
+    let store = Store::open(dir.path(), setup.clone());
+    let target = Device::blank(&setup, &many);
+    store.faults.forget();
+    let task = store.engine.load(target.rows(&many), None).unwrap();
+    slow.await_hanging(4); // every worker copies to the device
+    let of_records = |seen: &ucm_io::Seen| seen.kind == OpKind::Read && seen.lane == 0;
+    let reads = store.faults.log().into_iter().filter(of_records).count();
+    assert!(
+        (1024..=1024 + 4).contains(&reads),
+        "those being copied are read: {reads}"
+    );
+    slow.go();
+    assert!(store.outcome(&task).is_err());
+    store.load(&target, &many[..4]).unwrap();
+    eventually("the slots come back", || {
+        store.stat("slots_free") == store.stat("slots")
+    });
+    assert_eq!(store.stat("loads_queued"), 0);
+}

@@ -1,0 +1,212 @@
+//! The breaker in the engine: what opens it, what closes it, and what it is not told.
+
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{Device, Setup, Store, directory, eventually, id};
+use ucm_core::{BlockId, ErrorKind};
+use ucm_infra::{Clock, ManualClock};
+use ucm_io::{Fault, Gate, OpKind, Rule};
+use ucm_store::engine::{Deadlines, Until};
+use ucm_store::health::BreakerConfig;
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn ids(n: u8) -> Vec<BlockId> {
+    (0..n).map(id).collect()
+}
+
+fn opened(threshold: u32, max_stuck: usize) -> (tempfile::TempDir, Store, Arc<ManualClock>) {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let setup = Setup {
+        breaker: BreakerConfig {
+            threshold,
+            max_stuck,
+            cool_down: 10 * SECOND,
+        },
+        ..Setup::default()
+    };
+    let store = Store::with_clock(dir.path(), setup, Arc::clone(&clock) as Arc<dyn Clock>);
+    (dir, store, clock)
+}
+
+#[test]
+fn one_lookup_of_many_pieces_is_one_failure() {
+    let (_dir, store, _clock) = opened(2, usize::MAX);
+    store.faults.add(Rule::on(OpKind::Stat, Fault::Errno(5))).unwrap();
+    assert_eq!(store.engine.lookup(&ids(250)).unwrap(), [false; 250]);
+    assert_eq!((store.stat("breaker_opened"), store.missed("io_error")), (0, 250));
+    assert_eq!(store.missed("absent"), 0, "nobody said that");
+    assert_eq!(store.engine.lookup_on_prefix(&ids(250)).unwrap(), 0);
+    assert_eq!(store.stat("breaker_opened"), 1);
+}
+
+#[test]
+fn one_late_load_is_one_failure_and_late_loads_open_it() {
+    let (_dir, store, clock) = opened(2, usize::MAX);
+    store
+        .dump(&Device::filled(&store.setup, &ids(8)), &ids(8))
+        .unwrap();
+    let gate = Gate::new();
+    store
+        .faults
+        .add(Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())))
+        .unwrap();
+    let device = Device::blank(&store.setup, &ids(8));
+    for opened in [0, 1] {
+        let task = store.engine.load(device.rows(&ids(8)), Some(SECOND)).unwrap();
+        clock.advance(SECOND);
+        eventually("the load is late", || {
+            task.check(store.engine.clock(), Until::Published)
+        });
+        eventually("every read was told", || store.stat("loads_queued") == 0);
+        assert_eq!(store.stat("breaker_opened"), opened);
+    }
+    gate.open();
+}
+
+#[test]
+fn a_block_that_is_absent_is_an_answer_of_a_medium_that_is_back() {
+    let (_dir, store, clock) = opened(1, usize::MAX);
+    store
+        .faults
+        .add(Rule::on(OpKind::Stat, Fault::Errno(5)).times(1))
+        .unwrap();
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+    assert_eq!(store.stat("healthy"), 0);
+    clock.advance(10 * SECOND);
+    let target = Device::blank(&store.setup, &ids(1));
+    assert_eq!(
+        store.load(&target, &ids(1)).unwrap_err()[0].1.kind(),
+        ErrorKind::NotFound
+    );
+    assert_eq!(store.stat("healthy"), 1);
+}
+
+#[test]
+fn what_never_reaches_the_medium_does_not_use_up_the_one_try() {
+    let (_dir, store, clock) = opened(1, usize::MAX);
+    store
+        .faults
+        .add(Rule::on(OpKind::Stat, Fault::Errno(5)).times(1))
+        .unwrap();
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+    clock.advance(10 * SECOND);
+    assert!(store.engine.lookup(&[]).unwrap().is_empty());
+    let device = Device::filled(&store.setup, &ids(40));
+    let refused = store.engine.dump(device.rows(&ids(40))).err().unwrap();
+    assert_eq!(refused.kind(), ErrorKind::Busy);
+    store.dump(&device, &ids(1)).unwrap();
+    assert_eq!(store.stat("healthy"), 1);
+}
+
+#[test]
+fn too_many_stuck_operations_open_it_until_they_return() {
+    let (_dir, store, clock) = opened(u32::MAX, 2);
+    let device = Device::filled(&store.setup, &ids(3));
+    store.dump(&device, &[id(2)]).unwrap();
+    let gate = Gate::new();
+    store
+        .faults
+        .add(Rule::on(OpKind::Publish, Fault::HangBefore(gate.clone())))
+        .unwrap();
+    let tasks = [0, 1].map(|n| store.engine.dump(device.rows(&[id(n)])).unwrap());
+    gate.await_waiting(2);
+    clock.advance(Deadlines::default().dump);
+    for task in &tasks {
+        eventually("it is written off", || {
+            task.check(store.engine.clock(), Until::Published)
+        });
+    }
+    eventually("both are stuck", || store.stat("workers_stuck") == 2);
+    let asked = store.faults.count(OpKind::Stat);
+    assert_eq!(store.engine.lookup(&[id(2)]).unwrap(), [false]);
+    assert_eq!((store.stat("healthy"), store.stat("breaker_opened")), (0, 1));
+    clock.advance(20 * SECOND);
+    assert_eq!(
+        store.engine.lookup(&[id(2)]).unwrap(),
+        [false],
+        "they are stuck still"
+    );
+    assert_eq!(store.faults.count(OpKind::Stat), asked, "not even asked");
+    store.faults.clear();
+    gate.open();
+    eventually("they return", || store.stat("workers_stuck") == 0);
+    clock.advance(10 * SECOND);
+    assert_eq!(store.engine.lookup(&[id(2)]).unwrap(), [true]);
+    assert_eq!((store.stat("healthy"), store.stat("breaker_opened")), (1, 1));
+}
+
+#[test]
+fn all_windows_of_a_prefix_lookup_share_one_deadline() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let setup = Setup {
+        slots: 100,
+        deadlines: Deadlines {
+            lookup: 10 * SECOND,
+            ..Deadlines::default()
+        },
+        ..Setup::default()
+    };
+    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    store.dump(&Device::filled(&setup, &ids(64)), &ids(64)).unwrap();
+    let gates = [Gate::new(), Gate::new()];
+    for gate in &gates {
+        let hang = Rule::on(OpKind::Stat, Fault::HangBefore(gate.clone()));
+        store.faults.add(hang.lane(1).times(1)).unwrap();
+    }
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| store.engine.lookup_on_prefix(&ids(100)).unwrap());
+        gates[0].await_waiting(1);
+        clock.advance(9 * SECOND);
+        gates[0].open();
+        gates[1].await_waiting(1);
+        clock.advance(2 * SECOND);
+        eventually("it is late", || asking.is_finished());
+        assert_eq!(asking.join().unwrap(), 64, "what was answered in time counts");
+    });
+    gates[1].open();
+    assert_eq!(store.missed("lookup_late"), 36);
+}
+
+#[test]
+fn a_file_that_we_may_not_read_is_refused_and_replaced() {
+    let (_dir, store, _clock) = opened(1, usize::MAX);
+    let device = Device::filled(&store.setup, &ids(1));
+    store.dump(&device, &ids(1)).unwrap();
+    store
+        .faults
+        .add(Rule::on(OpKind::Read, Fault::Errno(13)).times(1))
+        .unwrap();
+    let target = Device::blank(&store.setup, &ids(1));
+    assert_eq!(
+        store.load(&target, &ids(1)).unwrap_err()[0].1.kind(),
+        ErrorKind::Io
+    );
+    assert_eq!(store.stat("healthy"), 1, "one file, not the medium");
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+    store.dump(&device, &ids(1)).unwrap();
+    assert_eq!(store.stat("records_replaced"), 1);
+    store.load(&target, &ids(1)).unwrap();
+}
+
+#[test]
+fn the_log_says_at_the_start_what_is_used() {
+    let (dir, store, _clock) = opened(1, usize::MAX);
+    let events = store.engine.events();
+    assert_eq!(events.len(), 1);
+    let root = dir.path().display().to_string();
+    for word in [
+        &*root,
+        "faulty engine",
+        "buffered I/O",
+        "16 staging slots of 8192 bytes",
+        "1073741824 bytes",
+    ] {
+        assert!(events[0].text.contains(word), "{word}: {}", events[0].text);
+    }
+}

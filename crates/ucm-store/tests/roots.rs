@@ -1,0 +1,216 @@
+//! A root is shared, wiped, misconfigured and raced for: what then is stored, removed and said.
+
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
+mod common;
+
+use std::sync::Arc;
+
+use common::{Device, Setup, Store, directory, eventually, id, identity};
+use ucm_core::{BlockId, ErrorKind};
+use ucm_infra::{Clock, ManualClock};
+use ucm_io::{Fault, Gate, OpKind, Rule};
+use ucm_store::engine::{Deadlines, Until};
+
+fn ids(n: u8) -> Vec<BlockId> {
+    (0..n).map(id).collect()
+}
+
+fn marker(capacity: u64) -> String {
+    format!("{{\"format\":1,\"uuid\":\"other\",\"created\":1,\"storage_capacity\":{capacity}}}")
+}
+
+#[test]
+fn the_marker_that_stays_counts_when_two_mark_a_root() {
+    let dir = directory();
+    let setup = Setup {
+        capacity: None,
+        ..Setup::default()
+    };
+    let path = dir.path().join("ucm-root.json");
+    let gate = Gate::new();
+    let hang = Rule::on(OpKind::Publish, Fault::HangAfter(gate.clone())).path("ucm-root.json");
+    let store = std::thread::scope(|scope| {
+        let opening = scope.spawn(|| Store::open_faulty(dir.path(), setup, vec![hang]));
+        gate.await_waiting(1);
+        std::fs::write(&path, marker(7 << 20)).unwrap();
+        gate.open();
+        opening.join().unwrap()
+    });
+    assert_eq!(store.stat("storage_capacity_bytes"), 7 << 20);
+    assert!(
+        std::fs::read_to_string(&path).unwrap().contains("other"),
+        "not marked again"
+    );
+}
+
+#[test]
+fn a_marker_written_over_later_counts_with_the_next_count() {
+    let dir = directory();
+    let setup = Setup {
+        capacity: None,
+        ..Setup::default()
+    };
+    let path = dir.path().join("ucm-root.json");
+    std::fs::write(&path, marker(7 << 20)).unwrap();
+    let gate = Gate::new();
+    let hang = Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())).path("ucm-root.json");
+    let store = Store::open_faulty(dir.path(), setup, vec![hang.nth(2)]);
+    gate.await_waiting(1);
+    std::fs::write(&path, marker(9 << 20)).unwrap();
+    gate.open();
+    eventually("the count adopts it", || {
+        store.stat("storage_capacity_bytes") == 9 << 20
+    });
+}
+
+#[test]
+fn a_part_that_another_rank_wrote_over_is_added_again() {
+    let dir = directory();
+    let gate = Gate::new();
+    let manifest = dir.path().join(identity("w").namespace()).join("manifest.json");
+    // Reads of the manifest: none there, ours there, and the one before the first count.
+    let hang = Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())).path("manifest.json");
+    let _store = Store::open_faulty(dir.path(), Setup::default(), vec![hang.nth(3)]);
+    gate.await_waiting(1);
+    let ours = std::fs::read_to_string(&manifest).unwrap();
+    assert!(ours.contains("g0p0t0"));
+    std::fs::write(&manifest, ours.replace("g0p0t0", "g0p0t1")).unwrap();
+    gate.open();
+    eventually("both are there", || {
+        let text = std::fs::read_to_string(&manifest).unwrap();
+        text.contains("g0p0t0") && text.contains("g0p0t1")
+    });
+}
+
+#[test]
+fn a_long_identity_makes_a_long_manifest_and_no_trouble() {
+    let dir = directory();
+    let setup = Setup {
+        weights: Box::leak("w".repeat(200_000).into_boxed_str()),
+        ..Setup::default()
+    };
+    for _ in 0..2 {
+        let store = Store::open(dir.path(), setup.clone());
+        assert_eq!(store.stat("healthy"), 1);
+    }
+}
+
+#[test]
+fn a_namespace_that_somebody_removed_is_made_again() {
+    let (dir, setup) = (directory(), Setup::default());
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(1));
+    store.dump(&device, &ids(1)).unwrap();
+    std::fs::remove_dir_all(dir.path().join(identity("w").namespace())).unwrap();
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+    eventually("it is written again", || store.dump(&device, &ids(1)).is_ok());
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true]);
+}
+
+#[test]
+fn a_limit_too_small_for_anything_is_an_error_that_says_so() {
+    let dir = directory();
+    let setup = Setup {
+        capacity: Some(8 * 8192 - 1),
+        ..Setup::default()
+    };
+    let error = Store::try_open(dir.path(), setup.clone()).err().unwrap();
+    assert_eq!(error.kind(), ErrorKind::Config);
+    assert!(error.to_string().contains("storage_capacity"), "{error}");
+    // One in the marker is found later: the store says so and stays empty.
+    std::fs::write(dir.path().join("ucm-root.json"), marker(100)).unwrap();
+    let store = Store::open(
+        dir.path(),
+        Setup {
+            capacity: None,
+            ..setup
+        },
+    );
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+    assert!(store.engine.events()[0].text.contains("storage_capacity"));
+}
+
+#[test]
+fn the_smallest_limit_stores() {
+    let dir = directory();
+    let setup = Setup {
+        capacity: Some(8 * 8192),
+        ..Setup::default()
+    };
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(30));
+    for &block in &ids(30) {
+        eventually("room is made", || store.dump(&device, &[block]).is_ok());
+    }
+    let there = |found: Vec<bool>| found.into_iter().filter(|&there| there).count();
+    eventually("much of the limit is used", || {
+        there(store.engine.lookup(&ids(30)).unwrap()) >= 4
+    });
+}
+
+#[test]
+fn lookups_do_not_trust_a_root_of_a_newer_format() {
+    let dir = directory();
+    let newer = marker(1 << 30).replace("\"format\":1", "\"format\":2");
+    std::fs::write(dir.path().join("ucm-root.json"), newer).unwrap();
+    let setup = Setup {
+        lookup_only: true,
+        ..Setup::default()
+    };
+    let store = Store::open(dir.path(), setup);
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+    assert_eq!((store.stat("healthy"), store.missed("unhealthy")), (0, 1));
+    assert!(store.engine.events()[0].text.contains("newer"));
+}
+
+#[test]
+fn a_write_that_may_have_happened_counts() {
+    let (dir, clock, gate) = (directory(), ManualClock::new(), Gate::new());
+    let setup = Setup::default();
+    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    store
+        .faults
+        .add(Rule::on(OpKind::Publish, Fault::HangAfter(gate.clone())))
+        .unwrap();
+    let task = store
+        .engine
+        .dump(Device::filled(&setup, &ids(1)).rows(&ids(1)))
+        .unwrap();
+    gate.await_waiting(1);
+    clock.advance(Deadlines::default().dump);
+    assert!(task.wait(store.engine.clock(), Until::Published, None));
+    assert_eq!(task.failures()[0].1.kind(), ErrorKind::Timeout);
+    assert!(store.file(id(0)).exists(), "it came through all the same");
+    assert_eq!(store.stat("storage_used_bytes"), 8192);
+    gate.open();
+}
+
+#[test]
+fn a_count_that_fails_says_why_nothing_is_stored() {
+    let dir = directory();
+    let fail = Rule::on(OpKind::List, Fault::Errno(13));
+    let setup = Setup {
+        capacity: Some(8 * 8192),
+        ..Setup::default()
+    };
+    let store = Store::open_faulty(dir.path(), setup.clone(), vec![fail]);
+    let device = Device::filled(&setup, &ids(1));
+    eventually("the count failed", || {
+        let error = store.dump(&device, &ids(1)).unwrap_err().remove(0).1;
+        assert_eq!(error.kind(), ErrorKind::NoSpace);
+        error.to_string().contains("cannot") || error.to_string().contains("denied")
+    });
+    store.faults.clear();
+    eventually("it is counted", || store.dump(&device, &ids(1)).is_ok());
+}
+
+#[test]
+fn a_prefix_counts_only_what_was_looked_at() {
+    let (dir, setup) = (directory(), Setup::default());
+    let store = Store::open(dir.path(), setup.clone());
+    store.dump(&Device::filled(&setup, &ids(3)), &ids(3)).unwrap();
+    assert_eq!(store.engine.lookup_on_prefix(&ids(10)).unwrap(), 3);
+    assert_eq!((store.missed("absent"), store.stat("lookup_hits")), (1, 3));
+    assert_eq!(store.engine.lookup_on_prefix(&ids(3)).unwrap(), 3);
+}
