@@ -184,8 +184,8 @@ fn the_first_failure_ends_a_load_that_still_reads() {
     let ended = store.load(&device, &ids(2));
     assert_eq!(
         kinds(ended),
-        [(0, ErrorKind::NotFound), (1, ErrorKind::NotFound)],
-        "one absent, one given up"
+        [(0, ErrorKind::Busy), (1, ErrorKind::NotFound)],
+        "one given up, one absent"
     );
     gate.open();
     eventually("the slot comes back", || {

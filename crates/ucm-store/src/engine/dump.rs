@@ -234,7 +234,7 @@ impl Core {
         if let Err(error) = encode_header(&self.layout, &meta, layer_crcs, slot.as_mut_slice()) {
             return self.write_done(assembly, false, Err(error));
         }
-        let replace = self.replaces(assembly.id);
+        let replace = self.refused.replaces(assembly.id);
         let options = WriteOptions {
             len: self.layout.record_len(),
             ordinal,
@@ -258,7 +258,7 @@ impl Core {
                     Stats::add(&self.stats.blocks_published, 1);
                     Stats::add(&self.stats.bytes_published, self.layout.record_len() as u64);
                 }
-                if replaced && self.forgive(assembly.id) {
+                if replaced && self.refused.forgive(assembly.id) {
                     Stats::add(&self.stats.records_replaced, 1);
                     let text = format!("a refused record was replaced: {}", assembly.id);
                     self.say(Level::Info, text);

@@ -122,7 +122,7 @@ impl Core {
             MissReason::IoError => ErrorKind::Io,
             _ => ErrorKind::Corrupt,
         };
-        self.refused.lock().insert(id, reason);
+        self.refused.add(id, reason);
         Stats::add(&self.stats.records_refused, 1);
         let name = reason.name();
         self.say(
@@ -130,24 +130,6 @@ impl Core {
             format!("record {id} was refused ({name}) and will be recomputed"),
         );
         Error::new(kind, "the stored record is not what it should be").with("reason", name)
-    }
-
-    /// Whether a dump of this id replaces what is there: it was refused, and is not of a newer version.
-    pub(super) fn replaces(&self, id: BlockId) -> bool {
-        self.refused
-            .lock()
-            .get(&id)
-            .is_some_and(|&reason| reason != MissReason::NewerVersion)
-    }
-
-    /// Whether this process refused the record and no dump replaced it yet.
-    pub(super) fn is_refused(&self, id: BlockId) -> bool {
-        let refused = self.refused.lock();
-        !refused.is_empty() && refused.contains_key(&id)
-    }
-
-    pub(super) fn forgive(&self, id: BlockId) -> bool {
-        self.refused.lock().remove(&id).is_some()
     }
 }
 

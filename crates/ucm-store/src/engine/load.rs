@@ -105,7 +105,11 @@ impl Core {
             self.stats.misses.add(reason_of(&error), task.blocks.len() as u64);
             return self.end_load(task, error);
         }
-        if let Some(index) = task.blocks.iter().position(|block| self.is_refused(block.id)) {
+        if let Some(index) = task
+            .blocks
+            .iter()
+            .position(|block| self.refused.contains(block.id))
+        {
             self.stats.misses.add(MissReason::Refused, 1);
             let known = "this record was refused before and not replaced yet";
             return self.fail_block(task, index, Error::new(ErrorKind::Corrupt, known));
@@ -367,10 +371,14 @@ impl Core {
     }
 }
 
-/// Why the other blocks of a load are put to death when one has failed.
+/// What the other blocks of a load are told that are put to death when one has failed: what speaks of time or of the
+/// whole store holds for them too, but one record's fault says nothing about theirs.
 fn given_up(error: Error) -> Error {
-    let text = "given up, because another block of this load failed";
-    Error::new(error.kind(), text).caused_by(error)
+    let kind = match error.kind() {
+        kind @ (ErrorKind::Timeout | ErrorKind::Closed | ErrorKind::Unhealthy) => kind,
+        _ => ErrorKind::Busy,
+    };
+    Error::new(kind, "given up, because another block of this load failed").caused_by(error)
 }
 
 /// Whether the file is there for others but never for us (EPERM, EACCES, EISDIR, ELOOP): a fault of that record.

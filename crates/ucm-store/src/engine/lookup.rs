@@ -132,7 +132,7 @@ impl Core {
 
     /// Whether an id that was looked at is a hit here.
     fn judge(&self, id: BlockId, there: bool) -> bool {
-        let refused = there && self.is_refused(id);
+        let refused = there && self.refused.contains(id);
         if refused {
             self.stats.misses.add(MissReason::Refused, 1);
         } else if !there {

@@ -10,6 +10,7 @@ mod dump;
 mod guard;
 mod load;
 mod lookup;
+mod refused;
 mod task;
 
 use std::ops::Deref;
@@ -30,6 +31,7 @@ use crate::record::{Expect, RecordLayout, verify};
 use crate::stats::Stats;
 
 pub use config::{Deadlines, EngineConfig, Hint, Row};
+use refused::Refused;
 pub use task::{Task, Until};
 
 /// Lane of loads, in every pool of the store.
@@ -41,7 +43,7 @@ pub const LANE_DUMP: usize = 2;
 /// Lane of space and housekeeping.
 pub const LANE_SPACE: usize = 3;
 
-/// Most refused ids and header hints remembered.
+/// Most header hints remembered.
 const REMEMBERED: usize = 1 << 16;
 /// Longest deadline a load may be given: no wait is without one.
 const LONGEST_LOAD: Duration = Duration::from_secs(600);
@@ -73,7 +75,7 @@ pub struct Core {
     /// Copies from the device that are queued or running, and how many there may be.
     copying: AtomicUsize,
     copy_limit: usize,
-    refused: Mutex<LruCache<BlockId, MissReason>>,
+    refused: Refused,
     hints: Mutex<LruCache<BlockId, Hint>>,
     breaker: Breaker,
     /// Which memory pages the staging slots lie on, for the log.
@@ -139,7 +141,6 @@ impl Engine {
             .max_replacements(COPY_REPLACEMENTS)
             .clock(Arc::clone(&clock))
             .build()?;
-        let remembered = LruCache::new(REMEMBERED);
         let core = Arc::new(Core {
             reserved_slots: (slots.capacity() / 4).max(1),
             slots,
@@ -159,7 +160,7 @@ impl Engine {
             copying: AtomicUsize::new(0),
             copy_limit,
             pages,
-            refused: Mutex::new(remembered),
+            refused: Refused::default(),
             hints: Mutex::new(LruCache::new(REMEMBERED)),
             breaker: Breaker::new(config.breaker),
             ready: AtomicBool::new(false),
@@ -269,7 +270,7 @@ impl Core {
                 "workers_stuck",
                 (self.backend.stuck() + self.copies.stuck()) as u64,
             ),
-            ("refused_now", self.refused.lock().len() as u64),
+            ("refused_now", self.refused.len() as u64),
             (
                 "healthy",
                 u64::from(self.ready.load(Ordering::Acquire) && self.breaker.is_closed()),

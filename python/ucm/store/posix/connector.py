@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from ucm._core import PosixStore
 from ucm._core import Task as CoreTask
-from ucm.errors import ClosedError, DeadlineError, InvalidInputError, TaskError, UnsupportedError
+from ucm.errors import ClosedError, DeadlineError, InvalidInputError, TaskError, UcmError, UnsupportedError
 from ucm.store.posix.settings import read_settings
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1, Until
 
@@ -80,8 +81,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
         if isinstance(task, list | tuple):
-            for one in task:
-                self.wait(one, timeout, until)
+            self._wait_all(task, timeout, until)
             return
         handle = _handle(task)
         finished = handle.wait(until, timeout)
@@ -98,6 +98,18 @@ class UcmPosixStore(UcmKVStoreBaseV1):
                 context={"row": first},
             )
             raise task.error
+
+    def _wait_all(self, tasks: Sequence[Any], timeout: float | None, until: Until) -> None:
+        """Wait for all, within one ``timeout``; raises the first failure once every one has been waited for."""
+        end = None if timeout is None else time.monotonic() + timeout
+        failed: UcmError | None = None
+        for task in tasks:
+            try:
+                self.wait(task, None if end is None else max(0.0, end - time.monotonic()), until)
+            except UcmError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def check(self, task: Any, until: Until = "published") -> bool:
         finished = _handle(task).check(until)

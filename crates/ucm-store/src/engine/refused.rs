@@ -1,0 +1,73 @@
+//! Records this process refused: written by the threads that verify, asked by every lookup.
+
+use ucm_core::{BlockId, MissReason};
+use ucm_infra::IdSet;
+
+/// Most ids remembered. To forget is safe: a record is verified on every read anyway.
+const REMEMBERED: usize = 1 << 16;
+
+/// Ids that are no hits here until a dump replaced them.
+#[derive(Default)]
+pub(super) struct Refused {
+    /// What the next dump replaces.
+    bad: IdSet<BlockId>,
+    /// Records of a newer version: no hits, and left alone.
+    newer: IdSet<BlockId>,
+}
+
+impl Refused {
+    pub(super) fn add(&self, id: BlockId, reason: MissReason) {
+        let ids = if reason == MissReason::NewerVersion {
+            &self.newer
+        } else {
+            &self.bad
+        };
+        if ids.insert(id) && ids.len() > REMEMBERED {
+            ids.clear();
+        }
+    }
+
+    pub(super) fn contains(&self, id: BlockId) -> bool {
+        self.bad.contains(&id) || self.newer.contains(&id)
+    }
+
+    /// Whether a dump of this id replaces what is there.
+    pub(super) fn replaces(&self, id: BlockId) -> bool {
+        self.bad.contains(&id)
+    }
+
+    /// A dump replaced the record; whether it had been refused.
+    pub(super) fn forgive(&self, id: BlockId) -> bool {
+        self.bad.remove(&id)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.bad.len() + self.newer.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn newer_records_are_no_hits_and_never_replaced() {
+        let refused = Refused::default();
+        let (bad, newer) = (BlockId([1; 16]), BlockId([2; 16]));
+        refused.add(bad, MissReason::BadChecksum);
+        refused.add(newer, MissReason::NewerVersion);
+        assert!(refused.contains(bad) && refused.contains(newer));
+        assert!(refused.replaces(bad) && !refused.replaces(newer));
+        assert!(refused.forgive(bad) && !refused.forgive(newer));
+        assert!(!refused.contains(bad) && refused.contains(newer));
+    }
+
+    #[test]
+    fn bounded() {
+        let refused = Refused::default();
+        for n in 0..=REMEMBERED as u128 {
+            refused.add(BlockId(n.to_le_bytes()), MissReason::BadChecksum);
+            assert!(refused.len() <= REMEMBERED);
+        }
+    }
+}
