@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
@@ -164,6 +166,20 @@ def test_the_header_says_what_was_described_and_the_second_reader_agrees(opened:
     assert header.part == Part(0, 1, 2)
     layers = [np.concatenate(source.pieces[1][2 * n : 2 * n + 2]).tobytes() for n in range(LAYERS)]
     assert [data[layer.offset : layer.offset + layer.length] for layer in header.table] == layers
+
+
+def test_the_manifest_spells_out_what_its_digest_stands_for(opened: Open, tmp_path: Path) -> None:
+    for rank in range(2):
+        opened(part=(0, 0, rank), block_tokens=32, dtype="float16", labels={"model": "typed by the user"})
+    (path,) = (tmp_path / "root").glob("*/manifest.json")
+    manifest = json.loads(path.read_text())
+    text = json.dumps(manifest["identity"], separators=(",", ":"), ensure_ascii=True)
+    assert hashlib.sha256(text.encode()).hexdigest() == manifest["digest"]
+    assert manifest["digest"].startswith(path.parent.name)
+    assert manifest["identity"]["weights"] == "tests"
+    assert manifest["labels"] == {"model": "typed by the user"}
+    assert set(manifest["parts"]) == {"g0p0t0", "g0p0t1"}
+    assert manifest["parts"]["g0p0t1"]["dtype"] == "f16"
 
 
 def test_a_missing_block_fails_its_row_and_says_why(store: UcmPosixStore) -> None:
