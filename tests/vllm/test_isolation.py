@@ -34,7 +34,10 @@ def plugin(work: Path) -> Path:
 def test_store_by_name_without_prefix_caching_and_with_adapters(
     host: EngineHost, model: Path, work: Path, plugin: Path, reference: dict[str, Result]
 ) -> None:
-    """Connector and Python store known by name alone; vLLM's own cache off; an adapter is its content, not its name."""
+    """Connector and Python store known by name alone, then the store by its module in another process.
+
+    vLLM's own cache is off, and an adapter is its content, not its name.
+    """
     disk = new_disk(work, "by-name")
     red = str(write_adapter(work / "red", LAYERS, 1))
     blue = str(write_adapter(work / "blue", LAYERS, 2))
@@ -65,6 +68,13 @@ def test_store_by_name_without_prefix_caching_and_with_adapters(
         assert_same(again, right)
         assert_reused(again, case)
     assert len(disk.files()) == 3 * (case.full_blocks)
+    # The same store named by its module instead, in another process: what the first one stored is there.
+    by_module = StoreSpec(disk.root, "PlainStore", module_path="stores")
+    engine = host.get(spec.but(store=by_module, pythonpath=(), label="by-module"))
+    for lora, right in ((None, plain), (("blue again", 1, blue), with_blue)):
+        restarted = ask(lora)
+        assert_same(restarted, right)
+        assert_reused(restarted, case)
 
 
 def test_more_than_one_kv_group_is_left_alone(host: EngineHost, work: Path) -> None:
