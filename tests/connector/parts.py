@@ -128,6 +128,7 @@ class Rig:
             dump_output=settings.pop("dump_output", True),
             lookup_allowance=0.05,
             pace=Pace(0.2, 30.0),
+            may_load=settings.pop("may_load", True),
             clock=self.clock,
         )
         self.half.bind_manager(self.tables)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
 pytest.importorskip("vllm")
 
 from parts import BLOCK, Rig
+from vllm.config import KVTransferConfig
 
+from ucm.integration.vllm.connector.halves import _may_load
 from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport, join_keys, split_keys
 from ucm.store import part_mask, record_ids
 
@@ -257,6 +262,35 @@ def test_a_request_that_ends_while_loading_offers_nothing() -> None:
     request.num_computed_tokens = 2 * BLOCK
     rig.half.finished(request)
     assert blocks_of(rig.step()) == []
+
+
+def test_steps_without_sense_lose_neither_loads_nor_dumps_that_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    request, other = rig.request("a", BLOCK + 1), rig.request("b", 4 * BLOCK, seed=1)
+    rig.stored(other, 2)
+    rig.admit(request)
+    request.num_computed_tokens = BLOCK
+    rig.half.finished(request)
+    assert rig.half.matched(other, 0) == (2 * BLOCK, True)
+    rig.half.admitted(other, rig.tables.allocate(other, 4), 2 * BLOCK)
+    monkeypatch.setattr(rig.half, "_plan_dumps", lambda output, dumps: 1 / 0)
+    plan = rig.step()
+    assert [load.request for load in plan.loads] == ["b"]
+    assert blocks_of(plan) == [(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("role", "batches", "may"), [("kv_producer", 2, False), ("kv_producer", 1, True), ("kv_both", 2, True)]
+)
+def test_nothing_is_loaded_where_a_step_may_still_write_the_blocks(role: str, batches: int, may: bool) -> None:
+    transfer = KVTransferConfig(kv_connector="UCMConnector", kv_role=cast("Any", role))
+    config: Any = SimpleNamespace(kv_transfer_config=transfer, max_concurrent_batches=batches)
+    assert _may_load(config) is may
+    rig = Rig(may_load=may)
+    request = rig.request("a", 4 * BLOCK)
+    rig.stored(request, 2)
+    rig.later.run()
+    assert rig.half.matched(request, 0) == ((2 * BLOCK, True) if may else (0, False))
 
 
 # Opening ------------------------------------------------------------------------------------------------------

@@ -244,6 +244,21 @@ def test_a_rank_with_replicated_kv_writes_nothing_and_agrees() -> None:
     assert store.kept == {}
 
 
+def test_dumps_vllm_did_not_ask_for_in_their_step_begin_with_the_next_one() -> None:
+    worker = Worker()
+    store = worker.open()
+    worker.half.bind(StepPlan(dumps=[dump(1, [1])]))  # a pipeline rank before the last, with speculative decoding
+    worker.half.start_loads()
+    assert worker.half.report() is None
+    worker.half.bind(StepPlan(dumps=[dump(2, [2], first=1)]))
+    assert list(store.kept) == record_ids(KEYS[:1], part_mask(0, 0, 0))
+    worker.half.bind(StepPlan())
+    store.end("staged", "published")
+    report = worker.half.report()
+    assert report is not None
+    assert [(result.job, result.failed) for result in report.ranks[0].done] == [(1, ()), (2, ())]
+
+
 def test_free_slots_are_told_while_few() -> None:
     worker = Worker()
     store = worker.open()

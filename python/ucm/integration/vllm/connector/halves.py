@@ -101,6 +101,22 @@ class _Identity:
         return "" if state.kind == "known" else state.reason
 
 
+def _may_load(vllm_config: VllmConfig) -> bool:
+    """Whether blocks that vLLM allocates for a load are free of writes.
+
+    With steps that overlap (async scheduling, pipelines) the step under way may still write a freed request's blocks;
+    vLLM holds them back until that step has ended, but only for consumers.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if (transfer is not None and transfer.is_kv_consumer) or getattr(vllm_config, "max_concurrent_batches", 2) <= 1:
+        return True
+    logger.warning(
+        'kv_role "kv_producer" with overlapping steps: blocks are stored but none are loaded, because vLLM reuses '
+        'blocks that a step may still write; use "kv_both"'
+    )
+    return False
+
+
 def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerHalf:
     """The scheduler half of a supported engine; waits a few seconds at most for the weights' digest."""
     tokens = block_tokens(vllm_config, kv_cache_config)
@@ -134,6 +150,7 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
         dump_output=config.dump == "all",
         lookup_allowance=config.deadlines.lookup_ms / 1000,
         pace=Pace(config.deadlines.load_min_ms / 1000, config.deadlines.load_max_s),
+        may_load=_may_load(vllm_config),
         closers=(weights.close, adapters.close, background.close),
     )
 

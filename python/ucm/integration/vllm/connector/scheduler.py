@@ -52,10 +52,12 @@ class SchedulerHalf:
         dump_output: bool,
         lookup_allowance: float,
         pace: Pace,
+        may_load: bool = True,
         closers: Sequence[Callable[[], None]] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``block_tokens``: tokens of one device block; ``lookup_allowance``: seconds from vLLM's first question."""
+        """``block_tokens``: tokens of one device block; ``lookup_allowance``: seconds from vLLM's first question;
+        ``may_load``: whether vLLM hands out only blocks that no step under way still writes."""
         self.gate = gate
         self._make_keys = make_keys
         self._make_lookups = make_lookups
@@ -64,6 +66,7 @@ class SchedulerHalf:
         self._dump_output = dump_output
         self._allowance = lookup_allowance
         self._pace = pace
+        self._may_load = may_load
         self._closers = closers
         self._clock = clock
         self._presence = Presence()
@@ -114,7 +117,7 @@ class SchedulerHalf:
                 return None, False
             tracked.reason = "identity_pending" if self.gate.phase == PENDING else "unhealthy"
             return 0, False
-        if request.skip_reading_prefix_cache:
+        if request.skip_reading_prefix_cache or not self._may_load:
             tracked.reason = "disabled"
             return 0, False
         if tracked.lookup is None:
@@ -183,7 +186,10 @@ class SchedulerHalf:
         setup = self.gate.take_setup()
         dumps, self._late_dumps = self._late_dumps, []
         if is_open:
-            self._plan_dumps(output, dumps)
+            try:
+                self._plan_dumps(output, dumps)
+            except Exception as error:
+                throttle.warning("offers", "blocks of a step could not be offered: %r", error)
         loads = self._loads
         if not (setup or dumps or loads):
             return NOTHING

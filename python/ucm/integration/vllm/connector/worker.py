@@ -122,7 +122,10 @@ class WorkerHalf:
     # Steps --------------------------------------------------------------------------------------------------
 
     def bind(self, plan: StepPlan) -> None:
-        """The plan of the step that begins."""
+        """The plan of the step that begins. What is left of the one before, begins first: with speculative decoding
+        vLLM does not ask every pipeline rank to save, and a dump that no rank answers for stays pinned for ever."""
+        self.start_loads()
+        self.start_dumps()
         self._plan = plan
         if plan.version != VERSION:
             self._broken = f"the scheduler speaks version {plan.version}, this rank {VERSION}"
