@@ -158,24 +158,28 @@ fn checked<'py>(py: Python<'_>, values: impl Iterator<Item = i64>, skip: usize) 
 }
 
 fn from_list(list: &Bound<'_, PyList>, skip: usize) -> PyResult<Vec<u32>> {
-    let (py, len) = (list.py(), list.len());
-    let mut tokens = Vec::with_capacity(len.saturating_sub(skip));
-    for index in skip..len {
-        // SAFETY: the GIL is held and `index` is below the length, so the item is a live object, borrowed from the
-        // list; PyLong_AsUnsignedLong takes any object, runs no Python code, and answers all ones for what it refuses.
+    let object = list.as_ptr();
+    let mut tokens = vec![0; list.len().saturating_sub(skip)];
+    for (index, token) in (skip..).zip(&mut tokens) {
+        // SAFETY: the GIL is held. PyList_GetItem lends a live object, or answers null for an index that is out of
+        // range by now; PyLong_AsUnsignedLong runs no Python code and answers all ones for null and for any object
+        // that it refuses.
         let value = unsafe {
-            let item = ffi::PyList_GetItem(list.as_ptr(), index as ffi::Py_ssize_t);
+            let item = ffi::PyList_GetItem(object, index as ffi::Py_ssize_t);
             ffi::PyLong_AsUnsignedLong(item)
         };
-        match u32::try_from(value) {
-            Ok(token) => tokens.push(token),
-            Err(_) => {
-                drop(PyErr::take(py)); // what was refused left an exception behind
-                // Anything else that behaves like an integer (a NumPy scalar, say) takes the slow way.
-                let slow = list.get_item(index)?.extract::<u32>();
-                tokens.push(slow.map_err(|_| not_a_token(py, index))?);
-            }
-        }
+        *token = match u32::try_from(value) {
+            Ok(token) => token,
+            Err(_) => odd_item(list, index)?,
+        };
     }
     Ok(tokens)
+}
+
+/// An item that was refused as an integer but may behave like one (a NumPy scalar, say).
+#[cold]
+fn odd_item(list: &Bound<'_, PyList>, index: usize) -> PyResult<u32> {
+    drop(PyErr::take(list.py())); // what was refused left an exception behind
+    let token = list.get_item(index)?.extract::<u32>();
+    token.map_err(|_| not_a_token(list.py(), index))
 }
