@@ -333,7 +333,7 @@ def test_use_after_close_and_closing_twice(store: UcmPosixStore) -> None:
     task = store.dump_data(ids(1), [0], memory.rows(0))
     store.close()
     store.close()
-    store.wait(task)  # it was finished, or says how it failed
+    store.wait(task)  # closing finished it
     for call in (
         lambda: store.lookup(ids(1)),
         lambda: store.lookup_on_prefix(ids(1)),

@@ -47,6 +47,39 @@ fn small() -> Setup {
 }
 
 #[test]
+fn closing_waits_for_every_step_of_what_is_under_way() {
+    let (dir, setup) = (directory(), Setup::default());
+    let device = Device::filled(&setup, &ids(41));
+    Store::open(dir.path(), setup.clone())
+        .dump(&device, &[id(0)])
+        .unwrap();
+    // Again and again, because the end of the store and the next step of each task meet somewhere else each time.
+    for n in 1..=40 {
+        let store = Store::open(dir.path(), setup.clone());
+        let blank = Device::blank(&setup, &[id(0)]);
+        // The first of two operations each: the look before a publication, the read before a copy to the device.
+        let gate = Gate::new();
+        for kind in [OpKind::Stat, OpKind::Read] {
+            store
+                .faults
+                .add(Rule::on(kind, Fault::HangBefore(gate.clone())))
+                .unwrap();
+        }
+        let dump = store.engine.dump(device.rows(&[id(n)])).unwrap();
+        let load = store.engine.load(blank.rows(&[id(0)]), None).unwrap();
+        gate.await_waiting(2);
+        std::thread::scope(|scope| {
+            scope.spawn(|| store.engine.close());
+            eventually("it is being closed", || store.engine.lookup(&[]).is_err());
+            gate.open();
+        });
+        store.outcome(&dump).unwrap();
+        store.outcome(&load).unwrap();
+        assert!(blank.is_right(id(0)) && store.file(id(n)).is_file());
+    }
+}
+
+#[test]
 fn closing_ends_loads_that_never_got_a_slot() {
     let (_dir, store, _clock) = manual(&small());
     let gate = Gate::new();

@@ -81,6 +81,7 @@ impl Core {
         self.drop_incomplete(now);
         let work = self.take_slots(by_block(rows), deadline);
         let work = work.inspect_err(|_| self.breaker.undecided(now))?;
+        self.open_tasks.add(&state);
         Stats::add(&self.stats.dump_tasks, 1);
         for (assembly, rows) in work {
             let numbers: Vec<usize> = rows.iter().map(|(row, _, _)| *row).collect();

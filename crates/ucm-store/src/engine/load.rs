@@ -92,6 +92,7 @@ impl Core {
                 core.expire_load(&task);
             }
         });
+        self.open_tasks.add(&state);
         Stats::add(&self.stats.load_tasks, 1);
         if !task.blocks.is_empty() {
             self.begin_load(&task, now);

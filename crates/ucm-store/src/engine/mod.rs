@@ -32,6 +32,7 @@ use crate::stats::Stats;
 
 pub use config::{Deadlines, EngineConfig, Hint, Row};
 use refused::Refused;
+use task::OpenTasks;
 pub use task::{Task, Until};
 
 /// Lane of loads, in every pool of the store.
@@ -72,6 +73,7 @@ pub struct Core {
     copies: Arc<WorkerPool>,
     reads: Mutex<load::Reads>,
     assemblies: dump::Assemblies,
+    open_tasks: Arc<OpenTasks>,
     /// Copies from the device that are queued or running, and how many there may be.
     copying: AtomicUsize,
     copy_limit: usize,
@@ -157,6 +159,7 @@ impl Engine {
             copies,
             reads: Mutex::default(),
             assemblies: Mutex::default(),
+            open_tasks: Arc::default(),
             copying: AtomicUsize::new(0),
             copy_limit,
             pages,
@@ -203,6 +206,8 @@ impl Engine {
         }
         let until = self.clock.now().after(self.deadlines.shutdown);
         let left = || until.since(self.clock.now());
+        // First the tasks, then the pools: a task is many jobs, and a pool that ends takes no next one.
+        self.open_tasks.wait(&*self.clock, until);
         self.copies.shutdown(left());
         self.backend.shutdown(left());
         self.end_loads();

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::Error;
-use ucm_infra::{Clock, Completion, Mono};
+use ucm_infra::{Bell, Clock, Completion, Mono};
 
 /// Which of a dump's two levels a caller waits for. A load has one level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,6 +71,36 @@ impl TaskState {
 
     pub(crate) fn is_finished(&self) -> bool {
         self.finished.peek().is_some()
+    }
+}
+
+/// The tasks of an engine that have not ended yet.
+#[derive(Default)]
+pub(crate) struct OpenTasks {
+    count: AtomicUsize,
+    ended: Bell,
+}
+
+impl OpenTasks {
+    /// Counts a task until it is finished.
+    pub(crate) fn add(self: &Arc<Self>, task: &TaskState) {
+        self.count.fetch_add(1, Ordering::AcqRel);
+        let tasks = Arc::clone(self);
+        task.finished.on_complete(move |()| {
+            tasks.count.fetch_sub(1, Ordering::AcqRel);
+            tasks.ended.ring();
+        });
+    }
+
+    /// Waits until none is left, at most until `until`.
+    pub(crate) fn wait(&self, clock: &dyn Clock, until: Mono) {
+        loop {
+            let seen = self.ended.seen();
+            if self.count.load(Ordering::Acquire) == 0 || clock.now() >= until {
+                return;
+            }
+            clock.sleep(&self.ended, seen, Some(until));
+        }
     }
 }
 
