@@ -66,17 +66,8 @@ def ids(count: int) -> list[bytes]:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> dict[str, Any]:
-    return {
-        "storage_backends": str(tmp_path / "root"),
-        "tensor_size_list": PIECES,
-        "shard_size": BLOCK,
-        "block_size": BLOCK,
-        "identity": "tests",
-        "storage_capacity": "1GiB",
-        "staging_capacity": "4MiB",
-        "deadlines": {"lookup_ms": 20_000},
-    }
+def config(common: dict[str, Any]) -> dict[str, Any]:
+    return common | {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK}
 
 
 @pytest.fixture

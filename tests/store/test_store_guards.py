@@ -7,7 +7,6 @@ import logging
 import math
 import multiprocessing
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,17 +20,8 @@ BLOCK = 4096
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> dict[str, Any]:
-    return {
-        "storage_backends": str(tmp_path / "root"),
-        "tensor_size": BLOCK,
-        "shard_size": BLOCK,
-        "block_size": BLOCK,
-        "identity": "guards",
-        "storage_capacity": "1GiB",
-        "staging_capacity": "1MiB",
-        "deadlines": {"lookup_ms": 20_000},
-    }
+def config(common: dict[str, Any]) -> dict[str, Any]:
+    return common | {"tensor_size": BLOCK, "shard_size": BLOCK, "block_size": BLOCK}
 
 
 @pytest.fixture

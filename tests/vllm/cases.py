@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness import BLOCK, Ask, Result, prompt
+from specs import BLOCK, Ask, Result, prompt
 
 
 @dataclass(frozen=True)

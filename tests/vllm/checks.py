@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from cases import Case
-from harness import Engine, Result, wait_until
+from harness import Engine, wait_until
 from lives import Disk
+from specs import Result
 
 
 def assert_same(answer: Result, right: Result) -> None:

@@ -19,9 +19,10 @@ if importlib.util.find_spec("vllm") is None:  # the wheel does not need vLLM; th
     collect_ignore_glob = ["test_*.py"]
 else:
     from cases import CROWD, FRESH, PRESSURE, SALTED, STORED, next_turn
-    from harness import Engine, EngineHost, EngineSpec, Result
+    from harness import Engine, EngineHost
     from lives import LAYERS, Life, new_disk
     from models import llama_config, write_model
+    from specs import EngineSpec, Result
 
 ENGINE_LIMIT = 14
 _hosts: list[EngineHost] = []

@@ -1,6 +1,6 @@
 """Real vLLM engines for tests: one at a time on a machine, each in a process group of its own, driven over a pipe.
 
-:class:`EngineSpec` says what an engine is; :class:`Engine` is one that runs (see ``engine_child.py`` for its inside);
+:class:`Engine` is one that runs (``specs.py`` says what it is, ``engine_child.py`` is its inside);
 :class:`EngineHost` keeps at most one alive, shares it among tests that ask for the same, and counts the starts.
 Nothing here waits by sleeping for a guessed time: what is awaited is polled, up to a deadline that only a hang meets.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -18,31 +17,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from models import MAX_LEN, VOCAB
+from specs import HERE, Ask, EngineSpec, Result
 
-HERE = Path(__file__).resolve().parent
-BLOCK = 32
 #: Seconds. They end hangs; no test passes or fails by them on a machine that is merely slow.
 START_DEADLINE = 300.0
 CALL_DEADLINE = 240.0
 STOP_DEADLINE = 90.0
-#: Long enough for a machine that is busy with other things: a late lookup would be a miss, as it should.
-PATIENT = {
-    "lookup_ms": 5000,
-    "load_min_ms": 60_000,
-    "load_max_s": 60.0,
-    "load_unknown_s": 60.0,
-    "dump_s": 120.0,
-    "probe_s": 60.0,
-    "shutdown_s": 15.0,
-}
 
 T = TypeVar("T")
 _numbers = itertools.count(1)
@@ -50,146 +36,6 @@ _numbers = itertools.count(1)
 
 class EngineError(AssertionError):
     """The engine failed, refused or hung; the text ends with the last lines of its log."""
-
-
-@dataclass(frozen=True)
-class StoreSpec:
-    """One entry of ``ucm_connectors``: which store, where, and what it is told."""
-
-    root: Path
-    name: str
-    module_path: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def entry(self) -> dict[str, Any]:
-        """The entry as a user writes it."""
-        entry: dict[str, Any] = {
-            "ucm_connector_name": self.name,
-            "ucm_connector_config": {"storage_backends": str(self.root), **self.options},
-        }
-        if self.module_path is not None:
-            entry["ucm_connector_module_path"] = self.module_path
-        return entry
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What an engine is started with. ``store`` None is an engine without any connector."""
-
-    model: Path
-    runner: str = "v1"
-    store: StoreSpec | None = None
-    blocks: int = 160
-    prefix_caching: bool = True
-    budget: int = 256
-    tensor_parallel: int = 1
-    lora: bool = False
-    #: None: the connector's name alone, as its entry point registers it.
-    connector_module: str | None = "ucm.integration.vllm.connector"
-    extra_config: Mapping[str, Any] = field(default_factory=dict)
-    args: Mapping[str, Any] = field(default_factory=dict)
-    env: Mapping[str, str] = field(default_factory=dict)
-    pythonpath: tuple[str, ...] = ()
-    label: str = ""
-
-    def but(self, **changes: Any) -> EngineSpec:
-        """The same with some fields changed."""
-        return replace(self, **changes)
-
-    def engine_args(self) -> dict[str, Any]:
-        """Arguments of vLLM's AsyncEngineArgs."""
-        args: dict[str, Any] = {
-            "model": str(self.model),
-            "skip_tokenizer_init": True,
-            "dtype": "float32",
-            "block_size": BLOCK,
-            "max_model_len": MAX_LEN,
-            "kv_cache_memory_bytes": 160 << 20,
-            "num_gpu_blocks_override": self.blocks + 1,  # vLLM keeps one null block to itself
-            "max_num_batched_tokens": self.budget,
-            "max_num_seqs": 16,
-            "enable_chunked_prefill": True,
-            "enable_prefix_caching": self.prefix_caching,
-            "enforce_eager": True,
-            "tensor_parallel_size": self.tensor_parallel,
-            "scheduler_cls": "probe.ProbedScheduler",
-            "worker_extension_cls": "probe.Probe",
-            "disable_log_stats": False,
-            "seed": 0,
-        }
-        if self.lora:
-            args |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-        return args | dict(self.args)
-
-    def kv_transfer(self) -> dict[str, Any] | None:
-        """Arguments of vLLM's KVTransferConfig."""
-        if self.store is None:
-            return None
-        module = {"kv_connector_module_path": self.connector_module} if self.connector_module else {}
-        return module | {
-            "kv_connector": "UCMConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "ucm_connectors": [self.store.entry()],
-                "deadlines": PATIENT,
-                **self.extra_config,
-            },
-        }
-
-    def environment(self) -> dict[str, str]:
-        """The child's whole environment."""
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "UCM_", "TRITON_"))}
-        path = [*self.pythonpath, str(HERE), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
-        env |= {
-            "VLLM_USE_V2_MODEL_RUNNER": "1" if self.runner == "v2" else "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(self.tensor_parallel))
-            if self.tensor_parallel > 1
-            else "nobind",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "20",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-        if self.runner == "v2":
-            env["TRITON_INTERPRET"] = "1"
-            path.insert(0, str(HERE / "triton_cpu"))
-        env["PYTHONPATH"] = os.pathsep.join(path)
-        return env | dict(self.env)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one request produced. ``cached`` counts tokens not computed; ``first`` is seconds to the first token."""
-
-    id: str
-    tokens: list[int]
-    logprobs: list[float]
-    cached: int
-    finish: str
-    first: float | None
-
-    @property
-    def cached_blocks(self) -> int:
-        """Whole blocks that were not computed."""
-        return self.cached // BLOCK
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One request. ``lora`` is (name, number, directory)."""
-
-    tokens: Sequence[int]
-    max_tokens: int = 8
-    salt: str | None = None
-    lora: tuple[str, int, str] | None = None
-    priority: int = 0
-    extra_args: Mapping[str, Any] | None = None
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    """Token ids that depend on the seed alone; the same seed gives the same beginning at any length."""
-    source = random.Random(seed)
-    return [source.randrange(3, VOCAB) for _ in range(length)]
 
 
 def wait_until(condition: Callable[[], T], what: str, deadline: float = CALL_DEADLINE) -> T:

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import EngineSpec, Result, StoreSpec
+from specs import EngineSpec, Result, StoreSpec
 from stores import Faults
 
 #: Of the tiny Llama that all engines but one run.

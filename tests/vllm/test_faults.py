@@ -7,8 +7,9 @@ import itertools
 import pytest
 from cases import FRESH, STORED, Case, output_blocks
 from checks import ask_until_reused, assert_reused, assert_same, assert_stored
-from harness import BLOCK, Ask, Engine, Result, wait_until
+from harness import Engine, wait_until
 from lives import Disk, Life, store_under_test
+from specs import BLOCK, Ask, Result
 
 _salts = itertools.count()
 

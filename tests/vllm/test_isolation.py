@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from cases import STORED
 from checks import assert_reused, assert_same
-from harness import EngineHost, EngineSpec, Result, StoreSpec, prompt
+from harness import EngineHost
 from lives import LAYERS, Life, new_disk
 from models import change_weights, gemma3_config, write_adapter, write_model
+from specs import EngineSpec, Result, StoreSpec, prompt
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from cases import STORED
 from checks import ask_until_reused, assert_reused, assert_same
-from harness import Engine, EngineHost, Result
+from harness import Engine, EngineHost
 from lives import Disk, Life
+from specs import Result
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from cases import CROWD, FRESH, PRESSURE, SALTED, STORED, next_turn, output_blocks
 from checks import assert_reused, assert_same, assert_stored
-from harness import BLOCK, Ask, Engine, Result, prompt
+from harness import Engine
 from lives import Life
+from specs import BLOCK, Ask, Result, prompt
 
 
 def test_prompts_decide_the_answers(reference: dict[str, Result]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from cases import FRESH, STORED, output_blocks
 from checks import assert_same
-from harness import Engine, EngineHost, Result, wait_until
+from harness import Engine, EngineHost, wait_until
 from lives import Life
+from specs import Result
 
 
 def test_shutdown_publishes_what_is_under_way(

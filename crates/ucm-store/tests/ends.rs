@@ -7,17 +7,13 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Device, Setup, SlowDevice, Store, directory, eventually, id};
+use common::{Device, Setup, SlowDevice, Store, directory, eventually, id, ids};
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Deadlines, Task, Until};
 
 const SECOND: Duration = Duration::from_secs(1);
-
-fn ids(n: u8) -> Vec<BlockId> {
-    (0..n).map(id).collect()
-}
 
 fn ended(store: &Store, task: &Task) -> bool {
     task.check(store.engine.clock(), Until::Published)
@@ -60,10 +56,7 @@ fn closing_waits_for_every_step_of_what_is_under_way() {
         // The first of two operations each: the look before a publication, the read before a copy to the device.
         let gate = Gate::new();
         for kind in [OpKind::Stat, OpKind::Read] {
-            store
-                .faults
-                .add(Rule::on(kind, Fault::HangBefore(gate.clone())))
-                .unwrap();
+            store.fault(Rule::on(kind, Fault::HangBefore(gate.clone())));
         }
         let dump = store.engine.dump(device.rows(&[id(n)])).unwrap();
         let load = store.engine.load(blank.rows(&[id(0)]), None).unwrap();
@@ -82,11 +75,7 @@ fn closing_waits_for_every_step_of_what_is_under_way() {
 #[test]
 fn closing_ends_loads_that_never_got_a_slot() {
     let (_dir, store, _clock) = manual(&small());
-    let gate = Gate::new();
-    store
-        .faults
-        .add(Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())))
-        .unwrap();
+    let gate = store.hang(OpKind::Read);
     let device = Device::blank(&store.setup, &ids(30));
     let tasks =
         [ids(10), ids(30)[10..30].to_vec()].map(|ids| store.engine.load(device.rows(&ids), None).unwrap());
@@ -107,11 +96,7 @@ fn closing_ends_dumps_that_hang_and_frees_incomplete_blocks() {
         ..small()
     };
     let (_dir, store, _clock) = manual(&setup);
-    let gate = Gate::new();
-    store
-        .faults
-        .add(Rule::on(OpKind::Publish, Fault::HangBefore(gate.clone())))
-        .unwrap();
+    let gate = store.hang(OpKind::Publish);
     let device = Device::filled(&setup, &ids(2));
     let half = store.engine.dump(vec![device.row(id(1), 0)]).unwrap();
     store.outcome(&half).unwrap();
@@ -143,11 +128,7 @@ fn a_copy_that_hangs_costs_its_dump_and_no_other_of_the_same_block() {
     assert!(stuck.check(store.engine.clock(), Until::Staged));
     assert_eq!(store.stat("blocks_in_flight"), 0);
     // Another dump of the block, now with the backend when the first copy comes back.
-    let gate = Gate::new();
-    store
-        .faults
-        .add(Rule::on(OpKind::Publish, Fault::HangBefore(gate.clone())))
-        .unwrap();
+    let gate = store.hang(OpKind::Publish);
     let second = store.engine.dump(device.rows(&ids(1))).unwrap();
     gate.await_waiting(1);
     assert_eq!(
@@ -243,10 +224,7 @@ fn a_load_that_joined_a_late_read_has_its_own_time() {
     let (_dir, store, clock) = manual(&setup);
     store.dump(&Device::filled(&setup, &ids(2)), &ids(2)).unwrap();
     let gate = Gate::new();
-    store
-        .faults
-        .add(Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())).times(2))
-        .unwrap();
+    store.fault(Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())).times(2));
     let (one, other) = (Device::blank(&setup, &ids(2)), Device::blank(&setup, &ids(1)));
     let hasty = store.engine.load(one.rows(&ids(2)), Some(SECOND)).unwrap();
     gate.await_waiting(2);

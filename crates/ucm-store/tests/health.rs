@@ -7,18 +7,14 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Device, Setup, Store, directory, eventually, id};
-use ucm_core::{BlockId, ErrorKind};
+use common::{Device, Setup, Store, directory, eventually, id, ids};
+use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Deadlines, Until};
 use ucm_store::health::BreakerConfig;
 
 const SECOND: Duration = Duration::from_secs(1);
-
-fn ids(n: u8) -> Vec<BlockId> {
-    (0..n).map(id).collect()
-}
 
 fn opened(threshold: u32, max_stuck: usize) -> (tempfile::TempDir, Store, Arc<ManualClock>) {
     let (dir, clock) = (directory(), ManualClock::new());
@@ -37,7 +33,7 @@ fn opened(threshold: u32, max_stuck: usize) -> (tempfile::TempDir, Store, Arc<Ma
 #[test]
 fn one_lookup_of_many_pieces_is_one_failure() {
     let (_dir, store, _clock) = opened(2, usize::MAX);
-    store.faults.add(Rule::on(OpKind::Stat, Fault::Errno(5))).unwrap();
+    store.fault(Rule::on(OpKind::Stat, Fault::Errno(5)));
     assert_eq!(store.engine.lookup(&ids(250)).unwrap(), [false; 250]);
     assert_eq!((store.stat("breaker_opened"), store.missed("io_error")), (0, 250));
     assert_eq!(store.missed("absent"), 0, "nobody said that");
@@ -51,11 +47,7 @@ fn one_late_load_is_one_failure_and_late_loads_open_it() {
     store
         .dump(&Device::filled(&store.setup, &ids(8)), &ids(8))
         .unwrap();
-    let gate = Gate::new();
-    store
-        .faults
-        .add(Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())))
-        .unwrap();
+    let gate = store.hang(OpKind::Read);
     let device = Device::blank(&store.setup, &ids(8));
     for opened in [0, 1] {
         let task = store.engine.load(device.rows(&ids(8)), Some(SECOND)).unwrap();
@@ -72,10 +64,7 @@ fn one_late_load_is_one_failure_and_late_loads_open_it() {
 #[test]
 fn a_block_that_is_absent_is_an_answer_of_a_medium_that_is_back() {
     let (_dir, store, clock) = opened(1, usize::MAX);
-    store
-        .faults
-        .add(Rule::on(OpKind::Stat, Fault::Errno(5)).times(1))
-        .unwrap();
+    store.fault(Rule::on(OpKind::Stat, Fault::Errno(5)).times(1));
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     assert_eq!(store.stat("healthy"), 0);
     clock.advance(10 * SECOND);
@@ -90,10 +79,7 @@ fn a_block_that_is_absent_is_an_answer_of_a_medium_that_is_back() {
 #[test]
 fn what_never_reaches_the_medium_does_not_use_up_the_one_try() {
     let (_dir, store, clock) = opened(1, usize::MAX);
-    store
-        .faults
-        .add(Rule::on(OpKind::Stat, Fault::Errno(5)).times(1))
-        .unwrap();
+    store.fault(Rule::on(OpKind::Stat, Fault::Errno(5)).times(1));
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     clock.advance(10 * SECOND);
     assert!(store.engine.lookup(&[]).unwrap().is_empty());
@@ -109,11 +95,7 @@ fn too_many_stuck_operations_open_it_until_they_return() {
     let (_dir, store, clock) = opened(u32::MAX, 2);
     let device = Device::filled(&store.setup, &ids(3));
     store.dump(&device, &[id(2)]).unwrap();
-    let gate = Gate::new();
-    store
-        .faults
-        .add(Rule::on(OpKind::Publish, Fault::HangBefore(gate.clone())))
-        .unwrap();
+    let gate = store.hang(OpKind::Publish);
     let tasks = [0, 1].map(|n| store.engine.dump(device.rows(&[id(n)])).unwrap());
     gate.await_waiting(2);
     clock.advance(Deadlines::default().dump);
@@ -157,7 +139,7 @@ fn all_windows_of_a_prefix_lookup_share_one_deadline() {
     let gates = [Gate::new(), Gate::new()];
     for gate in &gates {
         let hang = Rule::on(OpKind::Stat, Fault::HangBefore(gate.clone()));
-        store.faults.add(hang.lane(1).times(1)).unwrap();
+        store.fault(hang.lane(1).times(1));
     }
     std::thread::scope(|scope| {
         let asking = scope.spawn(|| store.engine.lookup_on_prefix(&ids(100)).unwrap());
@@ -178,10 +160,7 @@ fn a_file_that_we_may_not_read_is_refused_and_replaced() {
     let (_dir, store, _clock) = opened(1, usize::MAX);
     let device = Device::filled(&store.setup, &ids(1));
     store.dump(&device, &ids(1)).unwrap();
-    store
-        .faults
-        .add(Rule::on(OpKind::Read, Fault::Errno(13)).times(1))
-        .unwrap();
+    store.fault(Rule::on(OpKind::Read, Fault::Errno(13)).times(1));
     let target = Device::blank(&store.setup, &ids(1));
     assert_eq!(
         store.load(&target, &ids(1)).unwrap_err()[0].1.kind(),

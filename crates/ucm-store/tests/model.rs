@@ -163,7 +163,7 @@ fn run(layers_per_shard: u32, acts: &[Act]) {
                 faulty = false;
             }
             Act::Fault(n) => {
-                store.faults.add(fault(*n).times(2)).unwrap();
+                store.fault(fault(*n).times(2));
                 faulty = true;
             }
         }

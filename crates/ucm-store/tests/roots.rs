@@ -6,15 +6,11 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{Device, Setup, Store, directory, eventually, id, identity};
-use ucm_core::{BlockId, ErrorKind};
+use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
+use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Deadlines, Until};
-
-fn ids(n: u8) -> Vec<BlockId> {
-    (0..n).map(id).collect()
-}
 
 fn marker(capacity: u64) -> String {
     format!("{{\"format\":1,\"uuid\":\"other\",\"created\":1,\"storage_capacity\":{capacity}}}")
@@ -169,10 +165,7 @@ fn a_write_that_may_have_happened_counts() {
     let (dir, clock, gate) = (directory(), ManualClock::new(), Gate::new());
     let setup = Setup::default();
     let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
-    store
-        .faults
-        .add(Rule::on(OpKind::Publish, Fault::HangAfter(gate.clone())))
-        .unwrap();
+    store.fault(Rule::on(OpKind::Publish, Fault::HangAfter(gate.clone())));
     let task = store
         .engine
         .dump(Device::filled(&setup, &ids(1)).rows(&ids(1)))

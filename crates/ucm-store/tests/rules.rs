@@ -7,15 +7,11 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Device, Setup, Store, directory, eventually, id};
-use ucm_core::{BlockId, ErrorKind};
+use common::{Device, Setup, Store, directory, eventually, id, ids};
+use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Deadlines, Until};
-
-fn ids(n: u8) -> Vec<BlockId> {
-    (0..n).map(id).collect()
-}
 
 fn kinds(ended: Result<(), Vec<(usize, ucm_core::Error)>>) -> Vec<(usize, ErrorKind)> {
     ended
@@ -27,12 +23,9 @@ fn kinds(ended: Result<(), Vec<(usize, ucm_core::Error)>>) -> Vec<(usize, ErrorK
 
 #[test]
 fn staged_comes_before_published_and_only_published_is_a_hit() {
-    let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
+    let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
-    store
-        .faults
-        .add(Rule::on(OpKind::Publish, Fault::HangBefore(gate.clone())))
-        .unwrap();
+    let gate = store.hang(OpKind::Publish);
     let mut device = Device::filled(&setup, &ids(2));
     let task = store.engine.dump(device.rows(&ids(2))).unwrap();
     assert!(task.wait(store.engine.clock(), Until::Staged, None));
@@ -40,11 +33,8 @@ fn staged_comes_before_published_and_only_published_is_a_hit() {
     assert!(!task.check(store.engine.clock(), Until::Published));
     assert_eq!(store.engine.lookup(&ids(2)).unwrap(), [false, false]);
     gate.open();
-    assert_eq!(
-        store.outcome(&task).is_ok(),
-        store.outcome(&task).is_ok(),
-        "waiting is repeatable"
-    );
+    store.outcome(&task).unwrap();
+    store.outcome(&task).unwrap(); // waiting is repeatable
     assert_eq!(store.engine.lookup(&ids(2)).unwrap(), [true, true]);
     store.load(&device, &ids(2)).unwrap();
     assert!(ids(2).iter().all(|&id| device.is_right(id)));
@@ -52,7 +42,7 @@ fn staged_comes_before_published_and_only_published_is_a_hit() {
 
 #[test]
 fn a_dump_without_a_slot_is_refused_at_once_and_loads_keep_their_share() {
-    let (dir, gate) = (directory(), Gate::new());
+    let dir = directory();
     let setup = Setup {
         slots: 4,
         ..Setup::default()
@@ -68,10 +58,7 @@ fn a_dump_without_a_slot_is_refused_at_once_and_loads_keep_their_share() {
         (4, 0),
         "nothing was taken"
     );
-    store
-        .faults
-        .add(Rule::on(OpKind::Publish, Fault::HangBefore(gate.clone())))
-        .unwrap();
+    let gate = store.hang(OpKind::Publish);
     let hung = store.engine.dump(device.rows(&ids(3))).unwrap();
     assert_eq!(store.engine.free_dump_slots(), 0);
     assert_eq!(
@@ -106,13 +93,10 @@ fn a_load_larger_than_the_arena_streams_through_it() {
 
 #[test]
 fn loads_of_one_block_share_a_read() {
-    let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
+    let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
     store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
-    store
-        .faults
-        .add(Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())))
-        .unwrap();
+    let gate = store.hang(OpKind::Read);
     let before = store.faults.count(OpKind::Read);
     let (one, other) = (Device::blank(&setup, &ids(1)), Device::blank(&setup, &ids(1)));
     let tasks = [
@@ -139,10 +123,7 @@ fn nothing_reaches_the_device_after_the_deadline() {
     let clock = ManualClock::new();
     let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     store.dump(&Device::filled(&setup, &ids(3)), &ids(3)).unwrap();
-    store
-        .faults
-        .add(Rule::on(OpKind::Read, Fault::HangAfter(gate.clone())))
-        .unwrap();
+    store.fault(Rule::on(OpKind::Read, Fault::HangAfter(gate.clone())));
     let device = Device::blank(&setup, &ids(3));
     let task = store
         .engine
@@ -176,10 +157,7 @@ fn the_first_failure_ends_a_load_that_still_reads() {
     let store = Store::open(dir.path(), setup.clone());
     store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
     let name = format!("{}.bin", id(0));
-    store
-        .faults
-        .add(Rule::on(OpKind::Read, Fault::HangAfter(gate.clone())).path(name))
-        .unwrap();
+    store.fault(Rule::on(OpKind::Read, Fault::HangAfter(gate.clone())).path(name));
     let device = Device::blank(&setup, &ids(2));
     let ended = store.load(&device, &ids(2));
     assert_eq!(
@@ -243,12 +221,9 @@ fn an_incomplete_block_is_dropped_at_its_deadline() {
 
 #[test]
 fn dumps_of_one_block_join_and_all_learn_the_end() {
-    let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
+    let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
-    store
-        .faults
-        .add(Rule::on(OpKind::Publish, Fault::HangBefore(gate.clone())))
-        .unwrap();
+    let gate = store.hang(OpKind::Publish);
     let device = Device::filled(&setup, &ids(1));
     let first = store.engine.dump(device.rows(&ids(1))).unwrap();
     gate.await_waiting(1);
@@ -271,10 +246,7 @@ fn dumps_of_one_block_join_and_all_learn_the_end() {
 fn a_failed_publish_is_reported_and_is_no_hit() {
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
-    store
-        .faults
-        .add(Rule::on(OpKind::Publish, Fault::Errno(28)).times(1))
-        .unwrap();
+    store.fault(Rule::on(OpKind::Publish, Fault::Errno(28)).times(1));
     let device = Device::filled(&setup, &ids(1));
     assert_eq!(kinds(store.dump(&device, &ids(1))), [(0, ErrorKind::NoSpace)]);
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
@@ -284,13 +256,10 @@ fn a_failed_publish_is_reported_and_is_no_hit() {
 
 #[test]
 fn a_hung_dump_is_written_off_and_its_slot_stays_away_until_the_call_returns() {
-    let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
+    let (dir, setup) = (directory(), Setup::default());
     let clock = ManualClock::new();
     let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
-    store
-        .faults
-        .add(Rule::on(OpKind::Publish, Fault::HangBefore(gate.clone())))
-        .unwrap();
+    let gate = store.hang(OpKind::Publish);
     let task = store
         .engine
         .dump(Device::filled(&setup, &ids(1)).rows(&ids(1)))

@@ -8,15 +8,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Device, Setup, Store, directory, eventually, id};
+use common::{Device, Setup, Store, directory, eventually, id, ids};
 use ucm_core::{BlockId, ErrorKind, Part, crc32c};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::health::BreakerConfig;
-
-fn ids(n: u8) -> Vec<BlockId> {
-    (0..n).map(id).collect()
-}
 
 fn kind(ended: Result<(), Vec<(usize, ucm_core::Error)>>) -> ErrorKind {
     ended.unwrap_err()[0].1.kind()
@@ -65,10 +61,7 @@ fn damage_on_the_way_is_not_blamed_on_the_record() {
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
     store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
-    store
-        .faults
-        .add(Rule::on(OpKind::Read, Fault::Flip(vec![5000])).times(1))
-        .unwrap();
+    store.fault(Rule::on(OpKind::Read, Fault::Flip(vec![5000])).times(1));
     let target = Device::blank(&setup, &ids(1));
     store.load(&target, &ids(1)).unwrap();
     assert!(target.is_right(id(0)));
@@ -202,7 +195,7 @@ fn a_sick_medium_is_left_alone_for_a_while_and_tried_again() {
     let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     let device = Device::filled(&setup, &ids(1));
     store.dump(&device, &ids(1)).unwrap();
-    store.faults.add(Rule::on(OpKind::Stat, Fault::Errno(5))).unwrap();
+    store.fault(Rule::on(OpKind::Stat, Fault::Errno(5)));
     for _ in 0..2 {
         assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     }

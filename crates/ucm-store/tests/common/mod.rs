@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::{Clock, SystemClock};
-use ucm_io::{FaultyEngine, IoEngine, PsyncEngine, PsyncOptions, Rule};
+use ucm_io::{Fault, FaultyEngine, Gate, IoEngine, OpKind, PsyncEngine, PsyncOptions, Rule};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
 use ucm_store::health::BreakerConfig;
 use ucm_store::posix::{PosixBackend, PosixConfig};
@@ -179,6 +179,18 @@ impl Store {
             .join(format!("{id}.bin"))
     }
 
+    /// From now on this happens to the operations it is for.
+    pub(crate) fn fault(&self, rule: Rule) {
+        self.faults.add(rule).unwrap();
+    }
+
+    /// From now on operations of this kind hang before they begin, until the gate is opened.
+    pub(crate) fn hang(&self, kind: OpKind) -> Gate {
+        let gate = Gate::new();
+        self.fault(Rule::on(kind, Fault::HangBefore(gate.clone())));
+        gate
+    }
+
     /// Dumps whole blocks and waits until they are published.
     pub(crate) fn dump(&self, device: &Device, ids: &[BlockId]) -> Result<(), Vec<(usize, ucm_core::Error)>> {
         let task = self
@@ -223,6 +235,11 @@ pub(crate) fn id(n: u8) -> BlockId {
     BlockId(std::array::from_fn(|i| {
         n.wrapping_mul(31).wrapping_add(i as u8 * 7)
     }))
+}
+
+/// The first `n` ids.
+pub(crate) fn ids(n: u8) -> Vec<BlockId> {
+    (0..n).map(id).collect()
 }
 
 /// Memory that plays the device: one buffer per block, all layers in a row.

@@ -1,0 +1,19 @@
+"""What every store of these tests is given beside its shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def common(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "storage_backends": str(tmp_path / "root"),
+        "identity": "tests",
+        "storage_capacity": "1GiB",
+        "staging_capacity": "4MiB",
+        "deadlines": {"lookup_ms": 20_000},
+    }

@@ -1,0 +1,249 @@
+"""Every key: with a meaning, without one, unknown, not built yet; its spellings, values and variables."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_cases import fails
+
+from ucm.config import Capacity, UcmConfig, load, parse
+from ucm.config.words import ENVIRONMENT, MEANINGLESS
+
+
+@pytest.mark.parametrize("key", sorted(set(MEANINGLESS) - {"use_scatter_gather"}))
+def test_a_key_without_meaning_gives_exactly_one_warning(key: str) -> None:
+    config = load({"storage_path": "/data", key: 1}, {})
+    found = [warning for warning in config.warnings if f'"{key}"' in warning]
+    assert len(found) == len(config.warnings) == 1
+    assert MEANINGLESS[key].removeprefix("nothing: ") in found[0]
+
+
+def test_warnings_are_logged_once_however_often_it_is_loaded(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ucm.config.loading._said", set())
+    with caplog.at_level(logging.WARNING, "ucm.config"):
+        for _ in range(3):
+            load({"storage_path": "/data", "stream_number": 8}, {})
+    assert sum("stream_number" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ({"storage_bakends": "/x"}, "storage_backends"),
+        ({"min_hit_token": 1}, "min_hit_tokens"),
+        ({"deadlines": {"lookup_m": 1}}, "lookup_ms"),
+        ({"identity.weight": "full"}, "weights"),
+        ({"ucm_connectors": [{"ucm_connector_nam": "UcmPosixStore"}]}, "ucm_connector_name"),
+        (
+            {"ucm_connectors": [{"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"iodirect": 1}}]},
+            "io_direct",
+        ),
+        ({"storage_backend": "possix"}, "posix"),
+        ({"pipeline": "Cach|Posix"}, "cache"),
+        ({"ucm_sparse_method": "GSAOnDevise"}, "GSAOnDevice"),
+        ({"pipeline": [{"type": "posix", "pth": "/x"}]}, "path"),
+    ],
+)
+def test_an_unknown_key_or_word_names_the_nearest(wrong: dict[str, Any], near: str) -> None:
+    assert f'did you mean "{near}"?' in fails(wrong)
+
+
+def test_an_unknown_variable_is_only_a_warning() -> None:
+    config = load({"storage_path": "/data"}, {"UCM_STORAGE_PAHT": "/x", "UCM_SOMETHING_ELSE_ENTIRELY": "1"})
+    first, second = sorted(config.warnings, key=lambda warning: "PAHT" not in warning)
+    assert 'did you mean "UCM_STORAGE_PATH"?' in first
+    assert "UCM_SOMETHING_ELSE_ENTIRELY" in second
+
+
+def test_keys_of_another_store_have_no_meaning() -> None:
+    config = load({"storage_path": "/data", "ior_depth": 4}, {})
+    assert config.warnings == (
+        '"ior_depth": without effect here, and nothing is needed instead: it is a key of UcmDs3fsStore',
+    )
+
+
+@pytest.mark.parametrize(
+    ("extra", "environ", "sentence"),
+    [
+        ({"use_layerwise": True}, {}, "use_layerwise"),
+        ({"vllm": {"kv_connector": "UCMBlendConnector"}}, {}, "UCMBlendConnector is not built yet"),
+        ({"verify": "paranoid"}, {}, "verify: paranoid is not built yet"),
+        ({"posix_io_engine": "aio"}, {}, "posix_io_engine: aio is not built yet"),
+        ({"rerope": {"window": 1024}}, {}, "ReRoPE is not built yet"),
+        ({}, {"VLLM_USE_REROPE": "1"}, "ReRoPE is not built yet"),
+        ({}, {"UCM_SPARSE_TYPE": "kvstar"}, "sparse attention (KVStarMultiStep) is not built yet"),
+        ({}, {"PLATFORM": "cuda"}, "platform cuda is not built yet"),
+        ({}, {"UCM_STORAGE_BACKEND": "mooncake"}, "UcmMooncakeStore is not built yet"),
+        ({"storage_backend": "ds3fs"}, {}, "UcmDs3fsStore is not built yet"),
+        ({"storage_backend": "pc"}, {}, "UcmPcStore is not built yet"),
+        ({"storage_backend": "object"}, {}, "UcmObjectStore is not built yet"),
+        ({"storage_path": "/a:/b"}, {}, "several storage_backends"),
+    ],
+)
+def test_what_is_not_built_parses_and_then_says_so(
+    extra: dict[str, Any], environ: dict[str, str], sentence: str
+) -> None:
+    full = {"storage_path": "/data", **extra}
+    assert isinstance(parse(full, environ), UcmConfig)
+    assert sentence in fails(full, environ)
+
+
+def test_seed_defaults_of_stores_to_come() -> None:
+    assert parse({"storage_backend": "ds3fs", "path": "/3fs"}, {}).options == {
+        "ior_entries": 1024,
+        "ior_depth": 32,
+        "numa_id": 0,
+    }
+    mooncake = parse({"storage_backend": "mooncake", "metadata_server": "http://m"}, {}).options
+    assert mooncake["global_segment_size"] == int(3.125 * (1 << 30))
+    assert (mooncake["local_buffer_size"], mooncake["protocol"]) == (1 << 30, "tcp")
+    pc = parse({"storage_backend": "pc", "path": "/pc", "unique_id": "x"}, {})
+    assert (pc.options["stream_number"], pc.options["buffer_number"], pc.options["unique_id"]) == (8, 4096, "x")
+    assert pc.warnings == ()
+
+
+# Other spellings, values, contradictions ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "key", "value"),
+    [
+        ({"posix_capacity_gb": 40}, "storage_capacity", Capacity(bytes=40 << 30)),
+        ({"posix_capacity_gb": "1.5"}, "storage_capacity", Capacity(bytes=3 << 29)),
+        ({"storage_capacity": "40GiB"}, "storage_capacity", Capacity(bytes=40 << 30)),
+        ({"storage_capacity": "20%"}, "storage_capacity", Capacity(percent=20)),
+        ({"storage_capacity": 123}, "storage_capacity", Capacity(bytes=123)),
+        ({"use_direct": "yes"}, "io_direct", True),
+        ({"load_tokens_threshold": 2048}, "min_hit_tokens", 2048),
+        ({"staging_capacity": "1GiB"}, "staging_capacity", 1 << 30),
+        ({"block_size": "2MiB"}, "block_size", 2 << 20),
+        ({"hash_method": "MD5"}, "hash_method", "md5"),
+        ({"dump": "prompt"}, "dump", "prompt"),
+        ({"verify": True}, "verify", "on"),  # what YAML makes of a bare `on`
+        ({"enable_prefix_cache": "no"}, "enable_prefix_cache", False),
+        ({"load_only_first_rank": True}, "load_only_first_rank", True),
+        ({"hash_method": None}, "hash_method", "sha256"),  # `hash_method:` with nothing behind it
+    ],
+)
+def test_values(extra: dict[str, Any], key: str, value: object) -> None:
+    config = load({"storage_path": "/data", **extra}, {})
+    assert getattr(config, key) == value
+    assert config.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        ({"storage_capacity": "40QiB"}, "is not a size"),
+        ({"storage_capacity": "120%"}, "at most 100%"),
+        ({"storage_capacity": -1}, "is not a size"),
+        ({"storage_capacity": True}, "is not a size"),
+        ({"staging_capacity": "1KiB"}, "greater than or equal to 1048576"),
+        ({"min_hit_tokens": -1}, "greater than or equal to 0"),
+        ({"min_hit_tokens": True}, "a number is expected"),
+        ({"io_direct": "maybe"}, "neither true"),
+        ({"verify": False}, "cannot be switched off"),
+        ({"hash_method": "sha1"}, "'sha256', 'blake3' or 'md5'"),
+        ({"dump": "output"}, "'all' or 'prompt'"),
+        ({"identity": {"weights": "declared:"}}, "pattern"),
+        ({"identity": {"weights": "declared:  "}}, "pattern"),
+        ({"deadlines": {"lookup_ms": 0}}, "greater than or equal to 1"),
+        ({"deadlines": {"dump_s": float("inf")}}, "dump_s"),
+        ({"deadlines": {"load_min_ms": 5000, "load_max_s": 1}}, "above load_max_s"),
+        ({"deadlines": 5}, "is a section"),
+        ({"log": {"level": "LOUD"}}, "'DEBUG'"),
+        ({"log": {"format": "%(nonsense"}}, "format"),
+        ({"metrics": {"port": 70000}}, "less than or equal to 65535"),
+        ({"storage_backends": []}, "names no directory"),
+        ({"storage_backends": 7}, "is not a directory"),
+        ({"storage_backends": "s3://bucket/prefix"}, "object stores are not built yet"),
+        ({"storage_backends": "server:/export"}, "mount it"),
+        ({"storage_backends": ["server:/export"]}, "mount it"),
+        ({"ucm_connectors": []}, "exactly one"),
+        ({"ucm_connectors": [{"ucm_connector_config": {}}]}, "no `ucm_connector_name`"),
+        ({"ucm_connector_name": "UcmPipelineStore"}, "`store_pipeline` is missing"),
+        ({"pipeline": "Cache|Posix", "storage_backend": "posix"}, "keep one of them"),
+        ({"pipeline": "Cache|Posix", "nfs": {"path": "/x"}}, "has no stage"),
+        ({"storage_path": "/a", "path": "/b"}, "mean the same and differ"),
+        ({1: 2}, "is not a text"),
+    ],
+)
+def test_wrong_values_say_what_and_where(extra: dict[Any, Any], sentence: str) -> None:
+    path = {} if {"storage_backends", "path"} & set(extra) else {"storage_backends": "/data"}
+    text = fails({**path, **extra})
+    assert sentence in text
+    assert "kv_connector_extra_config" in text
+
+
+def test_every_wrong_value_is_named_at_once() -> None:
+    text = fails({"storage_path": "/data", "dump": "x", "hash_method": "y"}, {"UCM_BLOCK_SIZE": "z"})
+    assert '"dump" in kv_connector_extra_config' in text
+    assert '"hash_method"' in text
+    assert "environment UCM_BLOCK_SIZE" in text
+
+
+def test_two_spellings_that_agree_are_fine() -> None:
+    assert load({"storage_path": "/a", "path": "/a"}, {}).storage_backends == ("/a",)
+
+
+@pytest.mark.parametrize("key", ["posix_capacity_gb", "storage_capacity"])
+def test_a_capacity_of_zero_is_not_boundless(key: str) -> None:
+    config = load({"storage_path": "/data", key: 0}, {})
+    assert config.storage_capacity is None
+    assert len(config.warnings) == 1
+    assert "always bounded" in config.warnings[0]
+
+
+def test_paths_are_absolute_and_unique(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert parse({"path": "here:~/there:/a:/a"}, {}).storage_backends == (
+        f"{tmp_path}/here",
+        "/home/someone/there",
+        "/a",
+    )
+
+
+def test_no_directory_says_where_to_write_one() -> None:
+    text = fails(None)
+    assert "storage_backends" in text
+    assert "UCM_STORAGE_PATH" in text
+
+
+def test_debug_means_the_level_unless_one_is_given() -> None:
+    assert load({"path": "/d"}, {"UCM_DEBUG": "1"}).log.level == "DEBUG"
+    assert load({"path": "/d", "log_level": "warning"}, {"UCM_DEBUG": "1"}).log.level == "WARNING"
+    assert load({"path": "/d"}, {"UCM_DEBUG": "0"}).log.level == "INFO"
+
+
+def test_platform_that_is_not_ours_is_ignored() -> None:
+    config = load({"path": "/d"}, {"PLATFORM": "linux/amd64"})
+    assert config.platform is None
+    assert len(config.warnings) == 1
+    assert load({"path": "/d"}, {"PLATFORM": "simu"}).platform == "host"
+
+
+def test_disabled_reads_nothing() -> None:
+    config = load({"no such key": 1, "ucm_config_path": "/no/such/file"}, {"UCM_DISABLE": "1"})
+    assert config.enabled is False
+    assert config.origin("enabled") == "environment UCM_DISABLE"
+    assert "neither true" in fails({}, {"UCM_DISABLE": "perhaps"})
+
+
+@pytest.mark.parametrize("name", sorted(ENVIRONMENT))
+def test_empty_variables_count_as_unset(name: str) -> None:
+    assert load({"path": "/d"}, {name: " "}).describe() == load({"path": "/d"}, {}).describe()
+
+
+@pytest.mark.parametrize("word", ["1", "true", "TRUE", "Yes", "on"])
+def test_flags_in_the_environment(word: str) -> None:
+    assert load({"path": "/d"}, {"UCM_IO_DIRECT": word}).io_direct is True
+
+
+def test_two_names_of_one_variable_must_agree() -> None:
+    assert "differ" in fails({"path": "/d"}, {"UCM_METRICS_ENABLE": "1", "UCM_ENABLE_METRICS": "0"})
