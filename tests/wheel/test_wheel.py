@@ -45,7 +45,7 @@ def test_wheel_carries_types_licence_and_nothing_of_the_repository(names: list[s
 def test_only_small_things_are_required_and_vllm_is_an_extra(wheel: Path) -> None:
     metadata = Parser().parsestr(read(wheel, ".dist-info/METADATA"))
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
-    assert sorted(line.split(">")[0].strip() for line in required) == ["numpy", "pydantic", "pyyaml"]
+    assert sorted(line.split(">")[0].strip() for line in required) == ["click", "numpy", "pydantic", "pyyaml", "tqdm"]
     assert metadata.get_all("Provides-Extra") == ["vllm"]
 
 

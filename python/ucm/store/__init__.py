@@ -1,10 +1,35 @@
 """Stores: where KV blocks are kept, and how they are named.
 
 ``UcmConnectorFactoryV1`` makes stores by name, ``BlockHasher`` computes block keys, ``record_ids`` the ids of one part.
+The names are imported when they are first used: :mod:`ucm.store.record`, and with it the command line, need neither
+the compiled core nor NumPy.
 """
 
-from ucm._core import BlockHasher, part_mask, record_ids
-from ucm.store.factory_v1 import UcmConnectorFactoryV1
-from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ucm._core import BlockHasher, part_mask, record_ids
+    from ucm.store.factory_v1 import UcmConnectorFactoryV1
+    from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1
 
 __all__ = ["BlockHasher", "Task", "UcmConnectorFactoryV1", "UcmKVStoreBaseV1", "part_mask", "record_ids"]
+
+_WHERE = {
+    "BlockHasher": "ucm._core",
+    "part_mask": "ucm._core",
+    "record_ids": "ucm._core",
+    "UcmConnectorFactoryV1": "ucm.store.factory_v1",
+    "Task": "ucm.store.ucmstore_v1",
+    "UcmKVStoreBaseV1": "ucm.store.ucmstore_v1",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = found  # the next use does not come here
+    return found

@@ -1,0 +1,53 @@
+"""The command line: ``ucm inspect``, ``ucm verify``, ``ucm gc`` on roots of the POSIX file layout, live ones too.
+
+It reads roots in plain Python, by ``docs/format.md`` alone, and needs neither the compiled core nor vLLM. What a user
+can mend (a wrong path, a root without marker, missing rights) is one sentence and exit status 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ucm import __version__
+from ucm.cli.gc import gc
+from ucm.cli.inspect import inspect
+from ucm.cli.verify import verify
+from ucm.errors import UcmError
+
+__all__ = ["main"]
+
+
+class _Failure(click.ClickException):
+    exit_code = 2
+
+
+class _Group(click.Group):
+    """Turns errors that are the user's to mend into a sentence."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command."""
+        try:
+            return super().invoke(ctx)
+        except UcmError as error:
+            raise _Failure(error.message) from None
+        except BrokenPipeError:
+            raise  # click's to handle: whoever read our output has gone
+        except OSError as error:
+            where = f"{error.filename}: " if isinstance(error.filename, str) else ""
+            raise _Failure(f"{where}{error.strerror or error}") from None
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, prog_name="ucm")
+def main() -> None:
+    """Look into, check and clean roots of ucm, the directories that storage_backends names.
+
+    Engines may go on using them meanwhile. docs/tools.md explains every command and its JSON.
+    """
+
+
+main.add_command(inspect)
+main.add_command(verify)
+main.add_command(gc)

@@ -1,0 +1,126 @@
+"""CRC-32C for whole roots: the compiled core's where it has one, else NumPy, else plain Python.
+
+A scrub reads every byte, and the standard library has no CRC-32C. What is used is told to the user, because it decides
+how long a scrub takes. None of this is imported before records are judged.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ucm.store.record import Crc, crc32c
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+#: Words of four bytes that are folded at a time: their tables and temporaries fit the cache of a core.
+ROW = 16384
+#: Below this many bytes NumPy's calls cost more than they save.
+_SHORT = 512
+_ONES = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """A way to compute CRC-32C, and what to call it."""
+
+    name: str
+    of: Crc
+
+
+def fastest() -> Checksum:
+    """The fastest way there is on this machine."""
+    try:
+        found: Any = getattr(importlib.import_module("ucm._core"), "crc32c", None)
+    except ImportError:
+        found = None
+    if found is not None:
+        return Checksum("compiled core", found)
+    try:
+        importlib.import_module("numpy")
+    except ImportError:
+        return Checksum("plain Python (slow)", crc32c)
+    return Checksum("NumPy", with_numpy)
+
+
+def with_numpy(data: bytes | memoryview) -> int:
+    """CRC-32C of ``data``, folded in rows of :data:`ROW` words.
+
+    The register after a message is a sum over its words, each multiplied by a power of x that tells how far from the
+    end it stands. A row is multiplied as a whole (all its words move on by the same distance) and the next one is
+    added; the last row is halved until one word is left.
+    """
+    import numpy as np
+
+    view = memoryview(data).cast("B")
+    if len(view) < _SHORT:
+        return crc32c(view)
+    words = np.frombuffer(view[: len(view) // 4 * 4], dtype="<u4")
+    # Zeros before the message change nothing, so that the first row may be short.
+    first = len(words) % ROW or ROW
+    row = np.zeros(ROW, dtype="<u4")
+    row[ROW - first :] = words[:first]
+    row[ROW - first] ^= _ONES
+    for start in range(first, len(words), ROW):
+        row = _shift(row, ROW * 4) ^ words[start : start + ROW]
+    while len(row) > 1:
+        half = len(row) // 2
+        row = _shift(row[:half], half * 4) ^ row[half:]
+    row = _shift(row, 4)
+    for byte in view[len(words) * 4 :]:
+        row = _shift(row ^ np.uint32(byte), 1)
+    return int(row[0]) ^ _ONES
+
+
+def _shift(words: npt.NDArray[np.uint32], count: int) -> npt.NDArray[np.uint32]:
+    """Every word as a register, after ``count`` zero bytes."""
+    import numpy as np
+
+    low, high = _tables(count)
+    halves = words.view("<u2").astype(np.intp)  # what take() wants: twice as fast as letting it convert
+    return low.take(halves[0::2]) ^ high.take(halves[1::2])
+
+
+@cache
+def _tables(count: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """What ``count`` zero bytes make of the lower and of the upper half of a register."""
+    import numpy as np
+
+    tables = []
+    columns = _power(count)
+    for half in (columns[:16], columns[16:]):
+        table = np.zeros(1 << 16, dtype=np.uint32)
+        for bit, column in enumerate(half):
+            table[1 << bit : 2 << bit] = table[: 1 << bit] ^ np.uint32(column)
+        tables.append(table)
+    return tables[0], tables[1]
+
+
+def _power(count: int) -> list[int]:
+    """What ``count`` zero bytes make of each single bit of a register."""
+    result = [1 << bit for bit in range(32)]
+    square = [_one_zero_byte(1 << bit) for bit in range(32)]
+    while count:
+        if count & 1:
+            result = [_apply(square, column) for column in result]
+        square = [_apply(square, column) for column in square]
+        count >>= 1
+    return result
+
+
+def _one_zero_byte(register: int) -> int:
+    for _ in range(8):
+        register = (register >> 1) ^ (0x82F63B78 if register & 1 else 0)
+    return register
+
+
+def _apply(columns: list[int], register: int) -> int:
+    result = 0
+    for bit, column in enumerate(columns):
+        if register >> bit & 1:
+            result ^= column
+    return result

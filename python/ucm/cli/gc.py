@@ -1,0 +1,267 @@
+"""``ucm gc``: removes what was used longest ago, what is old, a whole namespace, or what the dead left; dry run first.
+
+Only files of exactly our names below a marked root are removed, each after one more look: what was used or replaced
+since the root was read stays. What a live engine misses is a miss and is computed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+from ucm.cli import options, show
+from ucm.cli.options import Target
+from ucm.cli.roots import LOW, STALE_NS, Contents, Found, Kind, Root
+
+#: Files removed between two looks at the marker.
+_BATCH = 256
+
+
+@click.command()
+@click.argument("path", metavar="ROOT", type=click.Path(exists=True))
+@click.option(
+    "--to",
+    type=options.target,
+    metavar="SIZE|PERCENT",
+    help=f"Come down to this size, or percentage of the limit; default {LOW:.0%}.",
+)
+@click.option(
+    "--older-than", type=options.age, metavar="AGE", help="Remove what was not used for so long: 90s, 30m, 12h, 7d, 2w."
+)
+@click.option(
+    "--namespace", "wanted", multiple=True, help="Only this namespace (how its name begins); alone: all of it."
+)
+@click.option("--stale", is_flag=True, help="Remove private files of dead writers, untouched for an hour.")
+@click.option("--quarantine", is_flag=True, help="Remove quarantined records.")
+@click.option("--yes", is_flag=True, help="Do it; without this nothing is changed.")
+@click.option("--list", "listing", is_flag=True, help="Name every file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.pass_context
+def gc(
+    ctx: click.Context,
+    path: str,
+    to: Target | None,
+    older_than: float | None,
+    wanted: tuple[str, ...],
+    stale: bool,
+    quarantine: bool,
+    yes: bool,
+    listing: bool,
+    as_json: bool,
+) -> None:
+    """Remove records below ROOT, those used longest ago first. Without --yes: say what would be removed.
+
+    Exit status: 0 done, 1 something could not be removed, 2 it could not be done.
+    """
+    if to is not None and older_than is not None:
+        raise click.UsageError("--to and --older-than exclude each other; run gc twice")
+    with Root(path) as root:
+        names = options.pick(root.namespaces(), wanted, str(root.path))
+        wish = Wish(to, older_than, bool(wanted), stale, quarantine)
+        plan = make_plan(root, names, wish)
+        outcome = carry_out(root, plan) if yes else Outcome()
+    result = _document(root, plan, outcome, yes, listing)
+    if as_json:
+        show.document(result)
+    else:
+        _show(result)
+    ctx.exit(1 if outcome.failed else 0)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What was asked for. A namespace alone means all of it, nothing at all the low watermark."""
+
+    to: Target | None
+    older_than: float | None
+    chosen: bool
+    stale: bool
+    quarantine: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether namespaces go whole."""
+        return self.chosen and not (self.to or self.older_than is not None or self.stale or self.quarantine)
+
+    @property
+    def target(self) -> Target | None:
+        """What to come down to, if that is asked for."""
+        nothing = self.older_than is None and not (self.chosen or self.stale or self.quarantine)
+        return Target(percent=LOW * 100) if self.to is None and nothing else self.to
+
+
+@dataclass
+class Plan:
+    """What would be removed, in order, out of what."""
+
+    names: list[str]
+    used: int
+    target: int | None
+    whole: bool
+    removals: list[Found]
+    contents: dict[str, Contents]
+
+
+@dataclass
+class Outcome:
+    """What became of a plan."""
+
+    removed: list[Found] = field(default_factory=list)
+    skipped: int = 0
+    failed: int = 0
+    failure: str | None = None
+    namespaces: list[str] = field(default_factory=list)
+
+
+def make_plan(root: Root, names: list[str], wish: Wish) -> Plan:
+    """What is to be removed of these namespaces."""
+    now = show.wall_ns()
+    contents = {name: root.scan(name) for name in names}
+    if not wish.chosen:
+        contents[""] = root.beside()
+    private = [found for inside in contents.values() for found in inside.private]
+    dead = [found for found in private if found.mtime_ns < now - STALE_NS]
+    kept = [found for inside in contents.values() for found in (*inside.records, *inside.quarantined)]
+    used = sum(found.size for found in (*kept, *private))
+    removals = list(dead) if wish.stale or wish.whole else []
+    target = None
+    if wish.whole:
+        removals += kept
+    elif wish.older_than is not None:
+        before = now - int(wish.older_than * 1e9)
+        old = [found for found in kept if found.mtime_ns < before]
+        removals += [found for found in old if found.kind is Kind.QUARANTINED or not wish.quarantine]
+    elif wish.quarantine:
+        removals += [found for found in kept if found.kind is Kind.QUARANTINED]
+    if wish.target is not None:
+        target = wish.target.of(root.limit)
+        chosen = set(removals)
+        surplus = used - target - sum(found.size for found in removals)
+        removals += _oldest((found for found in kept if found not in chosen), surplus)
+    removals.sort(key=lambda found: (found.mtime_ns, found.path))
+    return Plan(names, used, target, wish.whole, removals, contents)
+
+
+def _oldest(kept: Iterable[Found], surplus: int) -> list[Found]:
+    """Those used longest ago, as many as bring down the use by ``surplus`` bytes."""
+    taken = []
+    for found in sorted(kept, key=lambda found: (found.mtime_ns, found.name)):
+        if surplus <= 0:
+            break
+        taken.append(found)
+        surplus -= found.size
+    return taken
+
+
+def carry_out(root: Root, plan: Plan) -> Outcome:
+    """Removes what is planned; raises :class:`~ucm.errors.StoreIOError` if the root is not there any more."""
+    from tqdm import tqdm
+
+    outcome = Outcome()
+    bar = tqdm(total=len(plan.removals), unit="file", desc="gc", file=sys.stderr, disable=None)
+    with bar:
+        for at, found in enumerate(plan.removals):
+            if at % _BATCH == 0:
+                root.check()
+            try:
+                if root.unlink(found):
+                    outcome.removed.append(found)
+                else:
+                    outcome.skipped += 1
+            except OSError as error:
+                outcome.failed += 1
+                outcome.failure = outcome.failure or f"{root.path / found.path}: {error.strerror or error}"
+            bar.update()
+    if plan.whole:
+        root.check()
+        outcome.namespaces = [name for name in plan.names if root.remove_namespace(name)]
+    return outcome
+
+
+def _document(root: Root, plan: Plan, outcome: Outcome, done: bool, listing: bool) -> dict[str, Any]:
+    planned = sum(found.size for found in plan.removals)
+    files = outcome.removed if done else plan.removals
+    document = {
+        "command": "gc",
+        "root": str(root.path),
+        "uuid": root.uuid,
+        "dry_run": not done,
+        "limit": root.limit,
+        "used_bytes": plan.used,
+        "target_bytes": plan.target,
+        "planned": len(plan.removals),
+        "planned_bytes": planned,
+        "namespaces": [_share(name, inside, plan.removals) for name, inside in plan.contents.items() if name],
+        "private_beside": sum(found.namespace == "" for found in plan.removals),
+        "removed": len(outcome.removed),
+        "removed_bytes": sum(found.size for found in outcome.removed),
+        "skipped": outcome.skipped,
+        "failed": outcome.failed,
+        "failure": outcome.failure,
+        "namespaces_removed": outcome.namespaces,
+    }
+    if listing:
+        document["files"] = [found.path for found in files]
+    return document
+
+
+def _share(name: str, inside: Contents, removals: list[Found]) -> dict[str, Any]:
+    mine = [found for found in removals if found.namespace == name]
+    used = [found.mtime_ns for found in mine if found.kind is Kind.RECORD]
+    kinds = {kind: sum(found.kind is kind for found in mine) for kind in Kind}
+    return {
+        "namespace": name,
+        "records": kinds[Kind.RECORD],
+        "private": kinds[Kind.PRIVATE],
+        "quarantined": kinds[Kind.QUARANTINED],
+        "bytes": sum(found.size for found in mine),
+        "oldest_use": show.seconds(min(used, default=None)),
+        "newest_use": show.seconds(max(used, default=None)),
+        "records_left": len(inside.records) - kinds[Kind.RECORD],
+    }
+
+
+def _show(result: dict[str, Any]) -> None:
+    now = show.wall_ns()
+    click.echo(f"root {result['root']}: {show.size(result['used_bytes'])} used, limit {show.size(result['limit'])}")
+    if result["target_bytes"] is not None:
+        click.echo(f"  to come down to {show.size(result['target_bytes'])}")
+    if not result["planned"] and not result["namespaces_removed"]:
+        click.echo("  nothing to remove")
+    show.table(
+        ("namespace", "records", "private", "quarantined", "bytes", "oldest use", "newest use", "records left"),
+        [
+            (
+                space["namespace"],
+                space["records"],
+                space["private"],
+                space["quarantined"],
+                show.size(space["bytes"]),
+                _when(space["oldest_use"], now),
+                _when(space["newest_use"], now),
+                space["records_left"],
+            )
+            for space in result["namespaces"]
+            if space["bytes"] or space["records"] or space["private"] or space["quarantined"]
+        ],
+    )
+    for name in result.get("files", ()):
+        click.echo(f"  {name}")
+    what = show.many(result["planned"], "file")
+    if result["dry_run"]:
+        if result["planned"]:
+            click.echo(f"dry run: {what}, {show.size(result['planned_bytes'])} would go; --yes removes them")
+        return
+    click.echo(f"removed {show.many(result['removed'], 'file')}, {show.size(result['removed_bytes'])}")
+    if result["skipped"]:
+        click.echo(f"  {result['skipped']} stay: used, replaced or removed by others meanwhile")
+    if result["failed"]:
+        click.echo(f"  {result['failed']} could not be removed; the first: {result['failure']}")
+
+
+def _when(seconds: int | None, now: int) -> str:
+    return show.ago(None if seconds is None else seconds * 10**9, now)

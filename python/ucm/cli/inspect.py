@@ -1,0 +1,236 @@
+"""``ucm inspect``: what lies below a root, whose it is and how identities differ; or what one record says of itself.
+
+It only reads. Of the records it reads some headers, evenly spread, to say which parts are there: to judge records is
+what ``ucm verify`` is for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from ucm.cli import manifest as manifests
+from ucm.cli import show
+from ucm.cli.foreign import Foreigners
+from ucm.cli.judging import Reader
+from ucm.cli.manifest import part_name
+from ucm.cli.record_file import inspect_file, show_file
+from ucm.cli.roots import LOW, Contents, Found, Root
+from ucm.store.record import PAGE, Refused, parse_header
+
+#: Headers read of each namespace.
+HEADERS = 64
+#: Bytes that hold every header.
+_HEADER_MOST = 26 * PAGE
+#: Foreign names shown to people.
+_SHOWN = 10
+
+
+@click.command()
+@click.argument("paths", metavar="ROOT...", nargs=-1, required=True, type=click.Path(exists=True))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def inspect(paths: Sequence[str], as_json: bool) -> None:
+    """Show what lies below each ROOT, or what a record says if ROOT is a file.
+
+    Namespaces with their identity in words, how identities differ, use against storage_capacity, private, quarantined,
+    foreign and seed-form files. Changes nothing.
+    """
+    roots, records = [], []
+    for path in paths:
+        if os.path.isdir(path):
+            with Root(path) as root:
+                roots.append(describe(root))
+        else:
+            records.append(inspect_file(path))
+    if as_json:
+        show.document({"command": "inspect", "roots": roots, "records": records})
+        return
+    for at, found in enumerate(roots):
+        if at:
+            click.echo()
+        _show_root(found)
+    for at, record in enumerate(records):
+        if at or roots:
+            click.echo()
+        show_file(record)
+
+
+def describe(root: Root) -> dict[str, Any]:
+    """Everything there is to say of a root, as it stands in the JSON document."""
+    foreigners = Foreigners(root)
+    beside = root.beside()
+    foreigners.add(beside.foreign)
+    namespaces, identities = [], {}
+    total: Counter[str] = Counter()
+    _count(total, beside)
+    for name in root.namespaces():
+        contents = root.scan(name)
+        manifest = manifests.read(root, name)
+        foreigners.add(contents.foreign)
+        _count(total, contents)
+        if manifest.identity:
+            identities[name] = manifest.identity
+        namespaces.append(_namespace(root, name, contents, manifest))
+    size, free = root.file_system()
+    used = total["bytes"]
+    return {
+        "root": str(root.path),
+        "uuid": root.uuid,
+        "format": root.marker["format"],
+        "created": root.marker.get("created"),
+        "storage_capacity": root.limit,
+        "low_watermark": int(root.limit * LOW),
+        "used_bytes": used,
+        "used_share": round(used / root.limit, 4) if root.limit else None,
+        "records": total["record"],
+        "record_bytes": total["record_bytes"],
+        "private": total["private"],
+        "private_bytes": total["private_bytes"],
+        "quarantined": total["quarantined"],
+        "quarantined_bytes": total["quarantined_bytes"],
+        "file_system_bytes": size,
+        "file_system_free_bytes": free,
+        "namespaces": namespaces,
+        "differences": manifests.differences(identities) if len(identities) > 1 else {},
+        **foreigners.document(),
+    }
+
+
+def _namespace(root: Root, name: str, contents: Contents, manifest: manifests.Manifest) -> dict[str, Any]:
+    used = [found.mtime_ns for found in contents.records]
+    sample = _spread(contents.records, HEADERS)
+    parts, reasons = _headers(root, sample)
+    return {
+        "namespace": name,
+        "manifest": manifest.state,
+        "digest": manifest.digest,
+        "labels": manifest.labels,
+        "words": dict(manifest.words()),
+        "identity": manifest.identity,
+        "parts_described": sorted(part_name(part) for part in manifest.shapes),
+        "parts_present": parts,
+        "headers_read": len(sample),
+        "headers_refused": reasons,
+        "records": len(contents.records),
+        "bytes": sum(found.size for found in contents.records),
+        "oldest_use": show.seconds(min(used, default=None)),
+        "newest_use": show.seconds(max(used, default=None)),
+        "private": len(contents.private),
+        "private_bytes": sum(found.size for found in contents.private),
+        "quarantined": len(contents.quarantined),
+        "quarantined_bytes": sum(found.size for found in contents.quarantined),
+        "quarantined_reasons": dict(sorted(Counter(f.name.split(".")[1] for f in contents.quarantined).items())),
+    }
+
+
+def _headers(root: Root, sample: list[Found]) -> tuple[dict[str, int], dict[str, int]]:
+    """How many of these records are of which part, and how many headers are refused for which reason."""
+    reader = Reader(root)
+    parts: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for found in sample:
+        try:
+            parts[part_name(parse_header(reader.read(found, _HEADER_MOST)[0]).part)] += 1
+        except Refused as refused:
+            reasons[str(refused.reason)] += 1
+        except FileNotFoundError:
+            continue
+        except OSError:
+            reasons["io_error"] += 1
+    return dict(sorted(parts.items())), dict(sorted(reasons.items()))
+
+
+def _spread(records: list[Found], most: int) -> list[Found]:
+    """At most so many, evenly spread."""
+    if len(records) <= most:
+        return records
+    return [records[at * len(records) // most] for at in range(most)]
+
+
+def _count(total: Counter[str], contents: Contents) -> None:
+    for found in contents.files:
+        total[found.kind] += 1
+        total[f"{found.kind}_bytes"] += found.size
+        total["bytes"] += found.size
+
+
+def _show_root(root: dict[str, Any]) -> None:
+    now = show.wall_ns()
+    click.echo(f"root {root['root']}")
+    created = root["created"]
+    used = f"{show.size(root['used_bytes'])} of {show.size(root['storage_capacity'])}"
+    share = "" if root["used_share"] is None else f" ({root['used_share']:.1%})"
+    rows: list[tuple[str, object]] = [
+        ("uuid", f"{root['uuid']}, format {root['format']}"),
+        ("made", show.ago(created * 10**9, now) if isinstance(created, int) else "-"),
+        ("used", f"{used}{share}, storage_capacity as it was at the first start"),
+        ("free", f"{show.size(root['file_system_free_bytes'])} of {show.size(root['file_system_bytes'])}"),
+        ("records", _amount(root["records"], root["record_bytes"])),
+        ("private", _amount(root["private"], root["private_bytes"])),
+        ("quarantined", _amount(root["quarantined"], root["quarantined_bytes"])),
+        ("foreign", _amount(root["foreign"], root["foreign_bytes"])),
+        ("seed form", _amount(root["seed_form"], root["seed_form_bytes"])),
+    ]
+    show.pairs(rows)
+    if not root["namespaces"]:
+        click.echo("\n  no namespaces")
+        return
+    click.echo("\nnamespaces")
+    show.table(
+        ("namespace", "records", "bytes", "oldest use", "newest use", "parts", "manifest"),
+        [
+            (
+                space["namespace"],
+                space["records"],
+                show.size(space["bytes"]),
+                _when(space["oldest_use"], now),
+                _when(space["newest_use"], now),
+                " ".join(space["parts_present"]) or "-",
+                space["manifest"],
+            )
+            for space in root["namespaces"]
+        ],
+    )
+    for space in root["namespaces"]:
+        click.echo(f"\nnamespace {space['namespace']}")
+        show.pairs(list(space["words"].items()) or [("identity", f"not known: the manifest is {space['manifest']}")])
+        for what in ("headers_refused", "quarantined_reasons"):
+            if space[what]:
+                reasons = ", ".join(f"{count} {reason}" for reason, count in space[what].items())
+                of = f" of {space['headers_read']} headers read" if what == "headers_refused" else ""
+                click.echo(f"  {what.replace('_', ' ')}: {reasons}{of}")
+    _show_differences(root)
+    if root["foreign_files"]:
+        click.echo("\nnot ours, left alone")
+        show.table(
+            ("path", "what", "bytes"),
+            [(f["path"], f["what"], show.size(f["bytes"])) for f in root["foreign_files"][:_SHOWN]],
+        )
+        if root["foreign"] > _SHOWN:
+            click.echo(f"  and {root['foreign'] - _SHOWN} more")
+
+
+def _show_differences(root: dict[str, Any]) -> None:
+    known = [space["namespace"] for space in root["namespaces"] if space["identity"]]
+    if len(known) < 2:
+        return
+    click.echo("\nidentities differ in")
+    if not root["differences"]:
+        click.echo("  nothing that the manifests say")
+        return
+    show.table(
+        ("key", *(name[:8] for name in known)),
+        [(key, *(values.get(name, "-") for name in known)) for key, values in root["differences"].items()],
+    )
+
+
+def _amount(count: int, size: int) -> str:
+    return f"{count}, {show.size(size)}" if count else "none"
+
+
+def _when(seconds: int | None, now: int) -> str:
+    return show.ago(None if seconds is None else seconds * 10**9, now)

@@ -1,0 +1,109 @@
+"""What a namespace stands for: its manifest read with suspicion, and how identities differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ucm.cli.roots import MANIFEST, Root
+from ucm.store.record import DTYPES, Part, Shape
+
+#: Keys of an identity that are told in words, where they are short.
+_WORDS = ("architecture", "dtype", "kv_dtype", "attention_backend", "kv_layout", "block_tokens", "world_size")
+
+
+@dataclass
+class Manifest:
+    """A manifest: its state (``ok``, ``missing``, ``damaged``, ``other digest``) and what it says."""
+
+    state: str
+    digest: str = ""
+    identity: dict[str, Any] = field(default_factory=dict)
+    labels: dict[str, Any] = field(default_factory=dict)
+    shapes: dict[Part, Shape] = field(default_factory=dict)
+
+    def words(self) -> list[tuple[str, str]]:
+        """The identity in words: labels first, then what tells models apart, and the shape of a block's parts."""
+        rows = [(str(name), str(value)) for name, value in self.labels.items()]
+        rows += [(key, str(self.identity[key])) for key in _WORDS if self.identity.get(key) not in (None, "")]
+        weights = self.identity.get("weights")
+        if isinstance(weights, str) and weights:
+            rows.append(("weights", weights if len(weights) <= 40 else f"{weights[:24]}..."))
+        for key in ("tensor_parallel", "pipeline_parallel", "decode_context_parallel"):
+            value = self.identity.get(key)
+            parallel = value.get("size") if isinstance(value, dict) else value
+            if isinstance(parallel, int) and parallel > 1:
+                rows.append((key, str(parallel)))
+        return rows
+
+
+def part_name(part: Part) -> str:
+    """A part as the manifest names it."""
+    return f"g{part.group}p{part.pipeline_rank}t{part.tensor_rank}"
+
+
+def read(root: Root, namespace: str) -> Manifest:
+    """The manifest of a namespace. Never fails: what is wrong with it is its state."""
+    try:
+        found = root.document(namespace, MANIFEST)
+    except (ValueError, OSError, RecursionError):
+        return Manifest("damaged")
+    if found is None:
+        return Manifest("missing")
+    if not isinstance(found, dict) or not isinstance(found.get("identity"), dict):
+        return Manifest("damaged")
+    identity: dict[str, Any] = found["identity"]
+    text = json.dumps(identity, separators=(",", ":"), ensure_ascii=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    state = "ok" if digest[:32] == namespace and found.get("digest") == digest else "other digest"
+    labels = found.get("labels")
+    return Manifest(
+        state,
+        str(found.get("digest", "")),
+        identity,
+        labels if isinstance(labels, dict) else {},
+        _shapes(found.get("parts")),
+    )
+
+
+def differences(identities: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By key (dots between levels) the values of each identity, only for keys in which any two differ.
+
+    A key that an identity does not have is absent there.
+    """
+    flat = {name: dict(_flatten(identity)) for name, identity in identities.items()}
+    keys = dict.fromkeys(key for values in flat.values() for key in values)
+    missing = object()
+    return {
+        key: {name: values[key] for name, values in flat.items() if key in values}
+        for key in keys
+        if any(values.get(key, missing) != next(iter(flat.values())).get(key, missing) for values in flat.values())
+    }
+
+
+def _flatten(value: Any, at: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        dot = f"{at}." if at else ""
+        return [pair for key, inner in value.items() for pair in _flatten(inner, f"{dot}{key}")]
+    if isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value):
+        return [pair for i, inner in enumerate(value) for pair in _flatten(inner, f"{at}[{i}]")]
+    return [(at, value)]
+
+
+def _shapes(parts: Any) -> dict[Part, Shape]:
+    """The shapes that can be understood; the others are left out, and their records judged without."""
+    shapes = {}
+    for name, entry in parts.items() if isinstance(parts, dict) else ():
+        try:
+            group, rest = str(name).removeprefix("g").split("p")
+            pipeline, tensor = rest.split("t")
+            tensors = tuple(int(size) for size in entry["tensors"])
+            dtype = DTYPES.index(entry["dtype"])
+            shape = Shape(tensors, int(entry["layers"]), int(entry["block_tokens"]), dtype)
+            shapes[Part(int(group), int(pipeline), int(tensor))] = shape
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return shapes

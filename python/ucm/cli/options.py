@@ -1,0 +1,94 @@
+"""Values on the command line: sizes and shares as the configuration reads them, ages, beginnings of names.
+
+Plain functions that click calls; what is wrong is a :class:`click.BadParameter`, to which click adds the option.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import click
+
+from ucm.errors import ConfigError
+
+_AGE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|m|h|d|w)\s*")
+_AGES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%?\s*")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Bytes per second; ``None`` is no bound."""
+
+    bytes: int | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """Bytes to come down to: a number, or a share of the root's limit in percent."""
+
+    bytes: int | None = None
+    percent: float | None = None
+
+    def of(self, limit: int) -> int:
+        """In bytes, for a root of this limit."""
+        return self.bytes if self.bytes is not None else int(limit * (self.percent or 0.0) / 100)
+
+
+def rate(text: str) -> Rate:
+    """A size per second, with or without ``/s``; or ``unlimited``."""
+    if text == "unlimited":
+        return Rate(None)
+    size = _size(text.removesuffix("/s"), "or unlimited")
+    if size == 0:
+        raise click.BadParameter("a rate of 0 would never end; write a size, or unlimited")
+    return Rate(size)
+
+
+def target(text: str) -> Target:
+    """A size, or a percentage of the root's limit."""
+    if text.rstrip().endswith("%"):
+        return Target(percent=percent(text))
+    return Target(bytes=_size(text, "or a share of the root's limit like 50%"))
+
+
+def percent(text: str) -> float:
+    """``5%`` or ``5``: a number from 0 to 100."""
+    match = _PERCENT.fullmatch(text)
+    if match is None or float(match[1]) > 100:
+        raise click.BadParameter(f"{text!r} is no percentage; write a number from 0 to 100, like 5%")
+    return float(match[1])
+
+
+def age(text: str) -> float:
+    """A length of time, ``90s``, ``30m``, ``12h``, ``7d`` or ``2w``, in seconds."""
+    match = _AGE.fullmatch(text)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no age; write 90s, 30m, 12h, 7d or 2w")
+    return float(match[1]) * _AGES[match[2]]
+
+
+def pick(names: list[str], wanted: tuple[str, ...], where: str) -> list[str]:
+    """The namespaces that the given beginnings of names stand for, all if none is given.
+
+    Raises :class:`~ucm.errors.ConfigError` for one that fits none or several.
+    """
+    picked = set()
+    for start in wanted:
+        fits = [name for name in names if name.startswith(start)] if start else []
+        if len(fits) != 1:
+            problem = f"{len(fits)} namespaces of {where} begin" if fits else f"no namespace of {where} begins"
+            known = ", ".join(name[:12] for name in names) or "none"
+            raise ConfigError(f"{problem} with {start!r}; there are: {known}")
+        picked.add(fits[0])
+    return sorted(picked) if wanted else names
+
+
+def _size(text: str, otherwise: str) -> int:
+    from ucm.config.sizes import parse_size  # with all of the configuration, which other commands do not need
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}, {otherwise}") from None

@@ -1,0 +1,375 @@
+"""A root as the command line sees it: opened once, walked without following links, never left.
+
+Everything goes through descriptors of directories that were checked when they were opened: not a link, on the same
+device as the root. So what is removed or renamed lies below the root that was marked, also when somebody exchanges
+directories meanwhile. Names are taken by the patterns of ``docs/format.md``; everything else is foreign and is only
+counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from ucm.errors import ConfigError, ForeignError, StoreIOError
+from ucm.store.record import Reason
+
+FORMAT = 1
+MARKER = "ucm-root.json"
+DIGESTS = "ucm-digests.json"
+MANIFEST = "manifest.json"
+QUARANTINE = "quarantine"
+#: Most quarantined records below a root, most bytes of them, and the part of the limit that they may take.
+QUARANTINE_MOST, QUARANTINE_BYTES, QUARANTINE_SHARE = 64, 256 << 20, 16
+#: Share of the limit down to which the collector removes.
+LOW = 0.85
+#: Nanoseconds after which a private file is taken for that of a dead writer.
+STALE_NS = 3600 * 10**9
+_LONGEST_DOCUMENT = 16 << 20
+
+NAMESPACE = re.compile(r"[0-9a-f]{32}")
+PRIVATE = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.tmp")
+ROOT_PRIVATE = re.compile(r"\.[0-9a-f]{32}\.tmp")
+QUARANTINED = re.compile(rf"[0-9a-f]{{32}}\.(?:{'|'.join(Reason)})\.[0-9]{{1,20}}\.bin")
+_SHARD = re.compile(r"[0-9a-f]{2}")
+
+
+class Kind(StrEnum):
+    """What a file of ours is."""
+
+    RECORD = "record"
+    PRIVATE = "private"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file of ours: where below the root, its bytes, its times (ns since 1970), its inode."""
+
+    kind: Kind
+    directory: tuple[str, ...]
+    name: str
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+    @property
+    def path(self) -> str:
+        """The path below the root."""
+        return "/".join((*self.directory, self.name))
+
+    @property
+    def namespace(self) -> str:
+        """The namespace it lies in, empty for a private file beside the marker."""
+        return self.directory[0] if self.directory else ""
+
+    def is_still(self, now: os.stat_result) -> bool:
+        """Whether this is the same file, not used since."""
+        return (now.st_ino, now.st_mtime_ns) == (self.inode, self.mtime_ns) and stat.S_ISREG(now.st_mode)
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """Something that is not ours: where below the root, what it is, its bytes if it is a file."""
+
+    path: str
+    what: str
+    size: int
+
+
+@dataclass
+class Contents:
+    """What lies in a namespace, or beside the namespaces."""
+
+    records: list[Found] = field(default_factory=list)
+    private: list[Found] = field(default_factory=list)
+    quarantined: list[Found] = field(default_factory=list)
+    foreign: list[Foreign] = field(default_factory=list)
+
+    @property
+    def files(self) -> list[Found]:
+        """Everything of ours."""
+        return [*self.records, *self.private, *self.quarantined]
+
+
+class Root:
+    """A marked directory, held open. A context manager.
+
+    Raises :class:`~ucm.errors.ConfigError` when the directory is none or has no marker that can be read, and
+    :class:`~ucm.errors.ForeignError` when a newer version made it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(os.path.abspath(path))
+        try:
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ConfigError(f"{self.path} is no directory; give the directory that storage_backends names") from None
+        try:
+            self._device = os.fstat(self._fd).st_dev
+            self.marker = self._read_marker()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> Root:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    @property
+    def uuid(self) -> str:
+        """The root's own number, 32 hex digits."""
+        return str(self.marker["uuid"])
+
+    @property
+    def limit(self) -> int:
+        """The limit that the marker keeps, in bytes."""
+        return int(self.marker["storage_capacity"])
+
+    def file_system(self) -> tuple[int, int]:
+        """Bytes of the file system, and those that are free to us."""
+        found = os.fstatvfs(self._fd)
+        return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+    def check(self) -> None:
+        """Raises :class:`~ucm.errors.StoreIOError` if the path does not lead to this marked root any more."""
+        try:
+            now, mine = os.stat(self.path), os.fstat(self._fd)
+            same = (now.st_dev, now.st_ino) == (mine.st_dev, mine.st_ino) and self._read_marker()["uuid"] == self.uuid
+        except (OSError, ConfigError, ForeignError):
+            same = False
+        if not same:
+            raise StoreIOError(
+                f"{self.path} is not the root any more that was opened (removed, unmounted, or another marker); stopped"
+            )
+
+    def namespaces(self) -> list[str]:
+        """Names of the namespaces, sorted."""
+        with self.directory() as here:
+            return sorted(
+                entry.name
+                for entry in _entries(here)
+                if NAMESPACE.fullmatch(entry.name) and self._kind(entry)[0] == "directory"
+            )
+
+    def beside(self) -> Contents:
+        """What lies in the root beside marker and namespaces."""
+        contents = Contents()
+        with self.directory() as here:
+            for entry in _entries(here):
+                what, about = self._kind(entry)
+                if what == "gone" or entry.name in (MARKER, DIGESTS):
+                    continue
+                if what == "file" and about and ROOT_PRIVATE.fullmatch(entry.name):
+                    contents.private.append(_found(Kind.PRIVATE, (), entry.name, about))
+                elif what != "directory" or not NAMESPACE.fullmatch(entry.name):
+                    contents.foreign.append(_foreign((), entry.name, what, about))
+        return contents
+
+    def scan(self, namespace: str) -> Contents:
+        """What lies in a namespace; what vanishes meanwhile is left out."""
+        contents = Contents()
+        places = {
+            "tmp": (Kind.PRIVATE, PRIVATE, contents.private),
+            QUARANTINE: (Kind.QUARANTINED, QUARANTINED, contents.quarantined),
+        }
+        with self.directory(namespace) as here:
+            for entry in _entries(here):
+                what, about = self._kind(entry)
+                if what == "directory" and entry.name == "blocks":
+                    self._scan_blocks(namespace, contents)
+                elif what == "directory" and entry.name in places:
+                    kind, pattern, into = places[entry.name]
+                    self._scan_files((namespace, entry.name), kind, pattern, into, contents.foreign)
+                elif what != "gone" and (what != "file" or entry.name != MANIFEST):
+                    contents.foreign.append(_foreign((namespace,), entry.name, what, about))
+        return contents
+
+    def _scan_blocks(self, namespace: str, contents: Contents) -> None:
+        with self.directory(namespace, "blocks") as here:
+            for entry in _entries(here):
+                what, about = self._kind(entry)
+                if what == "directory" and _SHARD.fullmatch(entry.name):
+                    pattern = re.compile(rf"{entry.name}[0-9a-f]{{30}}\.bin")
+                    where = (namespace, "blocks", entry.name)
+                    self._scan_files(where, Kind.RECORD, pattern, contents.records, contents.foreign)
+                elif what != "gone":
+                    contents.foreign.append(_foreign((namespace, "blocks"), entry.name, what, about))
+
+    def _scan_files(
+        self, where: tuple[str, ...], kind: Kind, pattern: re.Pattern[str], into: list[Found], foreign: list[Foreign]
+    ) -> None:
+        with self.directory(*where) as here:
+            for entry in _entries(here):
+                what, about = self._kind(entry)
+                if what == "file" and about and pattern.fullmatch(entry.name):
+                    into.append(_found(kind, where, entry.name, about))
+                elif what != "gone":
+                    foreign.append(_foreign(where, entry.name, what, about))
+
+    @contextmanager
+    def directory(self, *names: str) -> Iterator[int | None]:
+        """A descriptor of a directory below the root; ``None`` if there is none, or a link, or another device's."""
+        fd: int | None = os.dup(self._fd)
+        try:
+            for name in names:
+                assert fd is not None
+                upper, fd = fd, None
+                try:
+                    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=upper)
+                except (FileNotFoundError, NotADirectoryError):  # Linux says ENOTDIR of a link, too
+                    break
+                finally:
+                    os.close(upper)
+                if os.fstat(fd).st_dev != self._device:
+                    os.close(fd)
+                    fd = None
+                    break
+            yield fd
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def document(self, *path: str) -> Any:
+        """A JSON document below the root, ``None`` if it is absent; raises :class:`ValueError` if it is none."""
+        with self.directory(*path[:-1]) as here:
+            if here is None:
+                return None
+            try:
+                fd = os.open(path[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=here)
+            except FileNotFoundError:
+                return None
+            with os.fdopen(fd, "rb") as file:
+                text = file.read(_LONGEST_DOCUMENT + 1)
+        if len(text) > _LONGEST_DOCUMENT:
+            raise ValueError(f"more than {_LONGEST_DOCUMENT} bytes")
+        return json.loads(text)
+
+    def unlink(self, found: Found) -> bool:
+        """Removes a file found before; false if it is gone, or was used or replaced since."""
+        with self.directory(*found.directory) as here:
+            if here is None:
+                return False
+            try:
+                if not found.is_still(os.stat(found.name, dir_fd=here, follow_symlinks=False)):
+                    return False
+                os.unlink(found.name, dir_fd=here)
+            except FileNotFoundError:
+                return False
+        return True
+
+    def quarantine(self, found: Found, inode: int, name: str) -> bool:
+        """Moves a record into its namespace's quarantine under ``name``; false if it is gone or was replaced."""
+        with self.directory(found.namespace) as above:
+            if above is None:
+                return False
+            with suppress(FileExistsError):
+                os.mkdir(QUARANTINE, stat.S_IMODE(os.fstat(above).st_mode), dir_fd=above)
+        with self.directory(*found.directory) as here, self.directory(found.namespace, QUARANTINE) as there:
+            if here is None or there is None:
+                return False
+            try:
+                if os.stat(found.name, dir_fd=here, follow_symlinks=False).st_ino != inode:
+                    return False
+                os.rename(found.name, name, src_dir_fd=here, dst_dir_fd=there)
+            except FileNotFoundError:
+                return False
+            if os.stat(name, dir_fd=there, follow_symlinks=False).st_ino == inode:
+                return True
+            # Replaced between the two calls: what was moved is a newer record, and goes back where nothing lies yet.
+            with suppress(FileExistsError):
+                os.link(name, found.name, src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
+            os.unlink(name, dir_fd=there)
+            return False
+
+    def remove_namespace(self, namespace: str) -> bool:
+        """Removes what is left of a namespace without files: its directories, then its manifest, then itself.
+
+        False if something still lies there, which then stays, with the manifest that explains it.
+        """
+        with self.directory(namespace, "blocks") as blocks:
+            for entry in _entries(blocks):
+                if _SHARD.fullmatch(entry.name):
+                    _remove_empty(entry.name, blocks)
+        with self.directory(namespace) as here:
+            for name in ("blocks", "tmp", QUARANTINE):
+                _remove_empty(name, here)
+            left = [entry.name for entry in _entries(here)]
+            if here is None or left not in ([], [MANIFEST]):
+                return False
+            if left:
+                os.unlink(MANIFEST, dir_fd=here)
+        with self.directory() as here:
+            return _remove_empty(namespace, here)
+
+    def _read_marker(self) -> dict[str, Any]:
+        try:
+            marker = self.document(MARKER)
+        except ValueError:
+            raise ConfigError(f"{self.path / MARKER} is damaged; restore it, or use another directory") from None
+        if marker is None:
+            hint = ""
+            if NAMESPACE.fullmatch(self.path.name) and (self.path.parent / MARKER).exists():
+                hint = f"; it is a namespace of the root {self.path.parent}"
+            raise ConfigError(f"{self.path} is no root of ucm: it has no {MARKER}, so nothing in it is touched{hint}")
+        if not isinstance(marker, dict) or not isinstance(marker.get("format"), int):
+            raise ConfigError(f"{self.path / MARKER} is damaged; restore it, or use another directory")
+        if marker["format"] > FORMAT:
+            raise ForeignError(
+                f"{self.path} was made by a newer ucm (format {marker['format']}, known is {FORMAT}); upgrade ucm"
+            )
+        if not isinstance(marker.get("uuid"), str) or not isinstance(marker.get("storage_capacity"), int):
+            raise ConfigError(f"{self.path / MARKER} is damaged; restore it, or use another directory")
+        return marker
+
+    def _kind(self, entry: os.DirEntry[str]) -> tuple[str, os.stat_result | None]:
+        try:
+            about = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            return "gone", None
+        if stat.S_ISLNK(about.st_mode):
+            return "link", about
+        if about.st_dev != self._device:
+            return "other device", about
+        if stat.S_ISDIR(about.st_mode):
+            return "directory", about
+        return ("file" if stat.S_ISREG(about.st_mode) else "special file"), about
+
+
+def _entries(directory: int | None) -> list[os.DirEntry[str]]:
+    if directory is None:
+        return []
+    with os.scandir(directory) as entries:
+        return list(entries)
+
+
+def _found(kind: Kind, directory: tuple[str, ...], name: str, about: os.stat_result) -> Found:
+    return Found(kind, directory, name, about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino)
+
+
+def _foreign(directory: tuple[str, ...], name: str, what: str, about: os.stat_result | None) -> Foreign:
+    size = about.st_size if about is not None and what == "file" else 0
+    return Foreign("/".join((*directory, name)), what, size)
+
+
+def _remove_empty(name: str, directory: int | None) -> bool:
+    if directory is None:
+        return False
+    try:
+        os.rmdir(name, dir_fd=directory)
+    except FileNotFoundError:
+        return True
+    except OSError:  # something lies in it, or it is no directory
+        return False
+    return True

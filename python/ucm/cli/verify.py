@@ -1,0 +1,220 @@
+"""``ucm verify``: reads every record of a root and judges it whole, at a bounded rate, while engines go on.
+
+What is wrong is told; with ``--quarantine`` it is moved out of the way, within the bounds that the engine's own
+quarantine keeps. A newer version is never touched, nor a record that somebody may still be writing.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+from ucm.cli import manifest as manifests
+from ucm.cli import options, show
+from ucm.cli.checksum import fastest
+from ucm.cli.judging import Judge, Pace, Verdict
+from ucm.cli.options import Rate
+from ucm.cli.roots import QUARANTINE_BYTES, QUARANTINE_MOST, QUARANTINE_SHARE, Found, Root
+from ucm.store.record import Reason
+
+#: Nanoseconds below which another host may still be writing what looks damaged.
+YOUNG_NS = 60 * 10**9
+#: A record that the manifest's sizes do not fit is whole; it may be the manifest that is wrong.
+_WHOLE = frozenset({Reason.FOREIGN_SHAPE, Reason.NEWER_VERSION})
+#: Bad records shown to people.
+_SHOWN = 20
+_DEFAULT_RATE = "256MiB"
+
+
+@click.command()
+@click.argument("path", metavar="ROOT", type=click.Path(exists=True))
+@click.option(
+    "--rate",
+    type=options.rate,
+    metavar="SIZE",
+    default=_DEFAULT_RATE,
+    show_default=True,
+    help="Most bytes read per second, or unlimited.",
+)
+@click.option(
+    "--sample",
+    type=options.percent,
+    metavar="PERCENT",
+    default="100%",
+    help="Judge this share of the records, chosen at random.",
+)
+@click.option("--namespace", "wanted", multiple=True, help="Only this namespace (how its name begins); repeatable.")
+@click.option("--quarantine", is_flag=True, help="Move bad records to <namespace>/quarantine/.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.pass_context
+def verify(
+    ctx: click.Context,
+    path: str,
+    rate: Rate,
+    sample: float,
+    wanted: tuple[str, ...],
+    quarantine: bool,
+    as_json: bool,
+) -> None:
+    """Judge every record below ROOT by all its checksums.
+
+    Exit status: 0 all good, 1 bad records found, 2 it could not be done, 130 interrupted.
+    """
+    with Root(path) as root:
+        scrub = Scrub(root, rate.bytes, quarantine)
+        result = scrub.run(options.pick(root.namespaces(), wanted, str(root.path)), sample)
+    if as_json:
+        show.document(result)
+    else:
+        _show(result)
+    if result["interrupted"]:
+        ctx.exit(130)
+    ctx.exit(1 if result["bad"] or result["unreadable"] else 0)
+
+
+@dataclass
+class _Room:
+    """What the quarantine may still take."""
+
+    records: int
+    bytes: int
+
+    def take(self, size: int) -> bool:
+        fits = self.records > 0 and self.bytes >= size
+        if fits:
+            self.records -= 1
+            self.bytes -= size
+        return fits
+
+
+@dataclass
+class Scrub:
+    """One pass over a root."""
+
+    root: Root
+    rate: int | None
+    quarantine: bool
+    states: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    bad: list[dict[str, Any]] = field(default_factory=list)
+
+    def run(self, namespaces: list[str], percent: float) -> dict[str, Any]:
+        """Judges the records of these namespaces; the answer is the JSON document."""
+        from tqdm import tqdm
+
+        start = time.monotonic()
+        checksum = fastest()
+        judge = Judge(self.root, checksum, Pace(self.rate))
+        chosen = {name: _sample(self.root.scan(name).records, percent) for name in namespaces}
+        room = self._room() if self.quarantine else _Room(0, 0)
+        total = sum(found.size for records in chosen.values() for found in records)
+        interrupted = False
+        # Nothing is drawn where nobody looks: the bar is for terminals only.
+        bar = tqdm(
+            total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="verify", file=sys.stderr, disable=None
+        )
+        with bar:
+            try:
+                for name, records in chosen.items():
+                    manifest = manifests.read(self.root, name)
+                    for found in records:
+                        self._take(found, judge.judge(found, manifest), room)
+                        bar.update(found.size)
+            except KeyboardInterrupt:
+                interrupted = True
+        return {
+            "command": "verify",
+            "root": str(self.root.path),
+            "uuid": self.root.uuid,
+            "namespaces": namespaces,
+            "sample_percent": percent,
+            "reader": checksum.name,
+            "direct_io": judge.reader.direct,
+            "rate": self.rate,
+            "records": sum(map(len, chosen.values())),
+            "bytes": total,
+            "bytes_read": judge.reader.bytes,
+            "seconds": round(time.monotonic() - start, 3),
+            **{state: self.states[state] for state in ("good", "bad", "unreadable", "newer", "removed", "quarantined")},
+            "reasons": dict(sorted(self.reasons.items())),
+            "bad_records": self.bad,
+            "interrupted": interrupted,
+        }
+
+    def _take(self, found: Found, verdict: Verdict, room: _Room) -> None:
+        self.states[verdict.state] += 1
+        if verdict.state not in ("bad", "unreadable"):
+            return
+        self.reasons[verdict.reason] += 1
+        action = "left"
+        if self.quarantine and verdict.state == "bad":
+            action = self._quarantine(found, verdict, room)
+            self.states["quarantined"] += action == "quarantined"
+        self.bad.append(
+            {
+                "path": found.path,
+                "bytes": found.size,
+                "reason": verdict.reason,
+                "found": verdict.found,
+                "action": action,
+            }
+        )
+
+    def _quarantine(self, found: Found, verdict: Verdict, room: _Room) -> str:
+        """Moves a bad record, or says why not."""
+        now = show.wall_ns()
+        # The time of use is cut to a minute, the writer's own is exact.
+        written = verdict.header.time_ns if verdict.header else found.mtime_ns + YOUNG_NS
+        if verdict.reason in _WHOLE:
+            return "left: whole, the manifest may be wrong"
+        if now < written + YOUNG_NS:
+            return "left: younger than 60 s, it may still be written"
+        if not room.take(found.size):
+            return "left: the quarantine is full"
+        self.root.check()
+        moved = self.root.quarantine(
+            found, verdict.inode, f"{found.name.removesuffix('.bin')}.{verdict.reason}.{now // 10**9}.bin"
+        )
+        return "quarantined" if moved else "left: it was replaced or removed meanwhile"
+
+    def _room(self) -> _Room:
+        kept = [found for name in self.root.namespaces() for found in self.root.scan(name).quarantined]
+        most = min(QUARANTINE_BYTES, self.root.limit // QUARANTINE_SHARE)
+        return _Room(QUARANTINE_MOST - len(kept), most - sum(found.size for found in kept))
+
+
+def _sample(records: list[Found], percent: float) -> list[Found]:
+    """A share of the records, in the order in which they lie, at least one of any."""
+    if percent >= 100:
+        return records
+    count = min(len(records), max(1, round(len(records) * percent / 100))) if percent else 0
+    return [records[at] for at in sorted(random.sample(range(len(records)), count))]
+
+
+def _show(result: dict[str, Any]) -> None:
+    way = {True: "past the page cache", False: "through the page cache", None: "nothing to read"}[result["direct_io"]]
+    what = show.many(result["records"], "record")
+    sampled = "" if result["sample_percent"] >= 100 else f", a sample of {result['sample_percent']:g}%"
+    click.echo(f"root {result['root']}: {what}, {show.size(result['bytes'])}{sampled}")
+    rows: list[tuple[str, object]] = [("reader", f"second reader with CRC-32C by {result['reader']}, {way}")]
+    took = result["seconds"]
+    rate = f", {show.size(result['bytes_read'] / took)}/s" if took > 0 else ""
+    rows.append(("read", f"{show.size(result['bytes_read'])} in {show.span(took)}{rate}"))
+    rows += [(state, result[state]) for state in ("good", "bad", "unreadable", "newer", "removed", "quarantined")]
+    show.pairs(rows)
+    if result["bad_records"]:
+        click.echo("\nbad records")
+        show.table(
+            ("reason", "path", "found", "action"),
+            [(bad["reason"], bad["path"][8:], bad["found"], bad["action"]) for bad in result["bad_records"][:_SHOWN]],
+        )
+        if len(result["bad_records"]) > _SHOWN:
+            click.echo(f"  and {len(result['bad_records']) - _SHOWN} more; --json lists all")
+    if result["interrupted"]:
+        click.echo("\ninterrupted: this is what was seen until then")
