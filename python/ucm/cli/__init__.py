@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from ucm import __version__
-from ucm.cli.gc import gc
-from ucm.cli.inspect import inspect
-from ucm.cli.verify import verify
+from ucm.cli.gc import gc as _gc
+from ucm.cli.inspect import inspect as _inspect
+from ucm.cli.verify import verify as _verify
 from ucm.errors import UcmError
 
 __all__ = ["main"]
@@ -48,6 +48,5 @@ def main() -> None:
     """
 
 
-main.add_command(inspect)
-main.add_command(verify)
-main.add_command(gc)
+for _command in (_inspect, _verify, _gc):
+    main.add_command(_command)

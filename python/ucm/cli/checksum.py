@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-#: Words of four bytes that are folded at a time: their tables and temporaries fit the cache of a core.
-ROW = 16384
+#: Words of four bytes that are folded at a time, at most: tables and temporaries fit the cache of a core.
+ROW = 8192
 #: Below this many bytes NumPy's calls cost more than they save.
 _SHORT = 512
 _ONES = 0xFFFFFFFF
@@ -48,7 +48,7 @@ def fastest() -> Checksum:
 
 
 def with_numpy(data: bytes | memoryview) -> int:
-    """CRC-32C of ``data``, folded in rows of :data:`ROW` words.
+    """CRC-32C of ``data``, folded in rows of up to :data:`ROW` words.
 
     The register after a message is a sum over its words, each multiplied by a power of x that tells how far from the
     end it stands. A row is multiplied as a whole (all its words move on by the same distance) and the next one is
@@ -60,13 +60,15 @@ def with_numpy(data: bytes | memoryview) -> int:
     if len(view) < _SHORT:
         return crc32c(view)
     words = np.frombuffer(view[: len(view) // 4 * 4], dtype="<u4")
+    # A power of two, and not much of the message: the halving afterwards costs as much as two rows.
+    length = min(ROW, 1 << max(6, len(words).bit_length() - 4))
     # Zeros before the message change nothing, so that the first row may be short.
-    first = len(words) % ROW or ROW
-    row = np.zeros(ROW, dtype="<u4")
-    row[ROW - first :] = words[:first]
-    row[ROW - first] ^= _ONES
-    for start in range(first, len(words), ROW):
-        row = _shift(row, ROW * 4) ^ words[start : start + ROW]
+    first = len(words) % length or length
+    row = np.zeros(length, dtype="<u4")
+    row[length - first :] = words[:first]
+    row[length - first] ^= _ONES
+    for start in range(first, len(words), length):
+        row = _shift(row, length * 4) ^ words[start : start + length]
     while len(row) > 1:
         half = len(row) // 2
         row = _shift(row[:half], half * 4) ^ row[half:]

@@ -98,11 +98,11 @@ class Wish:
 class Plan:
     """What would be removed, in order, out of what."""
 
-    names: list[str]
     used: int
     target: int | None
-    whole: bool
     removals: list[Found]
+    #: Namespaces in which nobody wrote of late: their directories may go with what lies in them.
+    quiet: list[str]
     contents: dict[str, Contents]
 
 
@@ -143,7 +143,8 @@ def make_plan(root: Root, names: list[str], wish: Wish) -> Plan:
         surplus = used - target - sum(found.size for found in removals)
         removals += _oldest((found for found in kept if found not in chosen), surplus)
     removals.sort(key=lambda found: (found.mtime_ns, found.path))
-    return Plan(names, used, target, wish.whole, removals, contents)
+    quiet = [name for name in names if root.written_ns(name) < now - STALE_NS] if wish.whole else []
+    return Plan(used, target, removals, quiet, contents)
 
 
 def _oldest(kept: Iterable[Found], surplus: int) -> list[Found]:
@@ -176,9 +177,9 @@ def carry_out(root: Root, plan: Plan) -> Outcome:
                 outcome.failed += 1
                 outcome.failure = outcome.failure or f"{root.path / found.path}: {error.strerror or error}"
             bar.update()
-    if plan.whole:
+    if plan.quiet:
         root.check()
-        outcome.namespaces = [name for name in plan.names if root.remove_namespace(name)]
+        outcome.namespaces = [name for name in plan.quiet if root.remove_namespace(name)]
     return outcome
 
 

@@ -224,7 +224,7 @@ def _show_differences(root: dict[str, Any]) -> None:
         return
     show.table(
         ("key", *(name[:8] for name in known)),
-        [(key, *(values.get(name, "-") for name in known)) for key, values in root["differences"].items()],
+        [(key, *(show.short(values.get(name, "-")) for name in known)) for key, values in root["differences"].items()],
     )
 
 

@@ -293,6 +293,11 @@ class Root:
             os.unlink(name, dir_fd=there)
             return False
 
+    def written_ns(self, namespace: str) -> int:
+        """When somebody last began or ended to write a record of a namespace; 0 if nobody can."""
+        with self.directory(namespace, "tmp") as here:
+            return 0 if here is None else os.fstat(here).st_mtime_ns
+
     def remove_namespace(self, namespace: str) -> bool:
         """Removes what is left of a namespace without files: its directories, then its manifest, then itself.
 
@@ -351,7 +356,7 @@ def _entries(directory: int | None) -> list[os.DirEntry[str]]:
     if directory is None:
         return []
     with os.scandir(directory) as entries:
-        return list(entries)
+        return sorted(entries, key=lambda entry: entry.name)
 
 
 def _found(kind: Kind, directory: tuple[str, ...], name: str, about: os.stat_result) -> Found:

@@ -14,8 +14,6 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _SPANS = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))
 #: A number or a size, which stand on the right of their column.
 _NUMBER = re.compile(r"-|[0-9][0-9.]*(?: [KMGTPE]?i?B)?")
-#: Longest value shown in a table.
-_WIDEST = 60
 
 
 def wall_ns() -> int:
@@ -57,7 +55,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str =
     """Prints columns: numbers and sizes to the right, texts to the left."""
     if not rows:
         return
-    texts = [[_cell(value) for value in row] for row in rows]
+    texts = [[str(value) for value in row] for row in rows]
     widths = [max(len(line[at]) for line in [list(header), *texts]) for at in range(len(header))]
     right = [all(_NUMBER.fullmatch(text) for text in column) for column in zip(*texts, strict=True)]
     for line in [list(header), *texts]:
@@ -82,6 +80,7 @@ def seconds(then_ns: int | None) -> int | None:
     return None if then_ns is None else then_ns // 10**9
 
 
-def _cell(value: object) -> str:
+def short(value: object, most: int = 40) -> str:
+    """A text of at most so many characters."""
     text = str(value)
-    return text if len(text) <= _WIDEST else text[: _WIDEST - 3] + "..."
+    return text if len(text) <= most else text[: most - 3] + "..."

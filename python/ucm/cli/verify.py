@@ -211,8 +211,8 @@ def _show(result: dict[str, Any]) -> None:
     if result["bad_records"]:
         click.echo("\nbad records")
         show.table(
-            ("reason", "path", "found", "action"),
-            [(bad["reason"], bad["path"][8:], bad["found"], bad["action"]) for bad in result["bad_records"][:_SHOWN]],
+            ("reason", "action", "path", "found"),
+            [(bad["reason"], bad["action"], bad["path"], bad["found"]) for bad in result["bad_records"][:_SHOWN]],
         )
         if len(result["bad_records"]) > _SHOWN:
             click.echo(f"  and {len(result['bad_records']) - _SHOWN} more; --json lists all")

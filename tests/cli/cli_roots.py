@@ -1,0 +1,86 @@
+"""Roots written by the real store."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ucm.store.posix import UcmPosixStore
+
+PIECES = [4096, 2048]
+LAYERS = 3
+BLOCK = sum(PIECES) * LAYERS
+RECORD = 4096 + 20480
+HOUR = 3600
+
+
+@dataclass
+class Written:
+    """A root with what was written into it."""
+
+    path: Path
+    ids: list[bytes] = field(default_factory=list)
+
+    def open(self, identity: str = "one", **changes: Any) -> UcmPosixStore:
+        config = {
+            "storage_backends": str(self.path),
+            "identity": identity,
+            "storage_capacity": "64MiB",
+            "staging_capacity": "4MiB",
+            "deadlines": {"lookup_ms": 20_000},
+            "tensor_size_list": PIECES,
+            "shard_size": BLOCK,
+            "block_size": BLOCK,
+            "labels": {"model": f"/models/{identity}"},
+        }
+        return UcmPosixStore(config | changes)
+
+    def dump(self, store: UcmPosixStore, count: int) -> list[bytes]:
+        ids = [bytes([n * 37 % 256]) * 8 + n.to_bytes(8, "little") for n in range(count)]
+        data = np.random.default_rng(count).integers(0, 256, (count, BLOCK), dtype=np.uint8)
+        offsets = [layer * sum(PIECES) + at for layer in range(LAYERS) for at in (0, PIECES[0])]
+        rows = np.array([[data[n].ctypes.data + at for at in offsets] for n in range(count)], dtype=np.uint64)
+        store.wait(store.dump_data(ids, [0] * count, rows))
+        return ids
+
+    def fill(self, identity: str = "one", count: int = 6, **changes: Any) -> Written:
+        with self.open(identity, **changes) as store:
+            self.ids = self.dump(store, count)
+        self.age(2 * HOUR)
+        return self
+
+    def age(self, seconds: float) -> None:
+        """Lets every record be that old by its time of use; of two the one with the smaller path is older."""
+        now = time.time()
+        for at, path in enumerate(self.records()):
+            os.utime(path, (now - seconds + at, now - seconds + at))
+        for path in self.path.glob("*/tmp"):
+            os.utime(path, (now - seconds, now - seconds))
+
+    def limit(self, capacity: int) -> None:
+        """Writes another limit into the marker."""
+        path = self.path / "ucm-root.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"storage_capacity": capacity}))
+
+    def records(self, namespace: str = "*") -> list[Path]:
+        return sorted(self.path.glob(f"{namespace}/blocks/*/*.bin"))
+
+    def namespace(self, identity: str) -> str:
+        for path in self.path.glob("*/manifest.json"):
+            if json.loads(path.read_text())["labels"]["model"] == f"/models/{identity}":
+                return path.parent.name
+        raise AssertionError(identity)
+
+    def tree(self) -> dict[str, tuple[int, int, int]]:
+        """Everything that lies there: a change of any file or time shows."""
+        found = {}
+        for path in sorted(self.path.rglob("*")):
+            about = path.lstat()
+            found[str(path.relative_to(self.path))] = (about.st_ino, about.st_size, about.st_mtime_ns)
+        return found

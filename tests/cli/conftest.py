@@ -1,0 +1,48 @@
+"""Roots written by the real store, and the command line run on them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ucm.cli import main
+
+sys.path.insert(0, str(Path(__file__).parent))  # the modules beside these tests
+
+from cli_roots import Written
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Written:
+    return Written(tmp_path / "root")
+
+
+@pytest.fixture
+def ucm() -> Callable[..., Result]:
+    """Runs the command line; the text of a failure that is no exit status is never lost."""
+
+    def run(*arguments: object) -> Result:
+        result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return run
+
+
+@pytest.fixture
+def ucm_json(ucm: Callable[..., Result]) -> Callable[..., dict[str, Any]]:
+    """Runs the command line and reads its one document; the status stands in it as ``exit``."""
+
+    def run(*arguments: object) -> dict[str, Any]:
+        result = ucm(*arguments, "--json")
+        document: dict[str, Any] = json.loads(result.stdout)
+        return document | {"exit": result.exit_code}
+
+    return run

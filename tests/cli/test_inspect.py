@@ -1,0 +1,157 @@
+"""``ucm inspect``: what it says of roots and of single records, and that it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_damage import flip, seed_form
+from cli_roots import RECORD, Written
+from click.testing import Result
+
+Run = Callable[..., Result]
+Json = Callable[..., dict[str, Any]]
+
+
+def test_a_root_for_people(root: Written, ucm: Run) -> None:
+    root.fill("one").fill("two", 3)
+    before = root.tree()
+    done = ucm("inspect", root.path)
+    assert done.exit_code == 0
+    assert root.tree() == before
+    lines = done.stdout.splitlines()
+    marker = json.loads((root.path / "ucm-root.json").read_text())
+    assert any(marker["uuid"] in line for line in lines)
+    assert any("of 64.0 MiB" in line for line in lines)
+    assert any(root.namespace("two") in line and " 3 " in line and "g0p0t0" in line for line in lines)
+    assert "/models/one" in done.stdout
+    at = lines.index("identities differ in")
+    assert [line.split()[0] for line in lines[at + 1 :]] == ["key", "weights"], "only what differs"
+
+
+def test_a_root_for_programs(root: Written, ucm_json: Json) -> None:
+    root.fill("one").fill("two", 3)
+    document = ucm_json("inspect", root.path)
+    (found,) = document["roots"]
+    assert found["storage_capacity"] == 64 << 20
+    assert (found["records"], found["record_bytes"], found["used_bytes"]) == (9, 9 * RECORD, 9 * RECORD)
+    one, two = root.namespace("one"), root.namespace("two")
+    assert found["differences"] == {"weights": {one: "one", two: "two"}}
+    by_name = {space["namespace"]: space for space in found["namespaces"]}
+    assert by_name[one]["parts_present"] == {"g0p0t0": 6}
+    assert by_name[one]["manifest"] == "ok"
+    assert by_name[one]["labels"] == {"model": "/models/one"}
+    uses = [int(path.stat().st_mtime) for path in root.records(one)]
+    assert (by_name[one]["oldest_use"], by_name[one]["newest_use"]) == (min(uses), max(uses))
+    assert by_name[two]["records"] == 3
+
+
+def test_what_is_not_a_record(root: Written, ucm_json: Json, ucm: Run, tmp_path: Path) -> None:
+    root.fill("one")
+    space = root.path / root.namespace("one")
+    (space / "tmp" / f"{1:016x}-{2:016x}.tmp").write_bytes(b"x" * 100)
+    (root.path / f".{'ab' * 16}.tmp").write_bytes(b"marker")
+    (space / "quarantine").mkdir()
+    (space / "quarantine" / f"{'cd' * 16}.bad_checksum.1700000000.bin").write_bytes(b"y" * 50)
+    (space / "quarantine" / f"{'cd' * 16}.no_such_reason.1700000000.bin").write_bytes(b"not ours")
+    (root.path / "notes.txt").write_text("mine")
+    (space / "blocks" / "zz").mkdir()
+    (space / "blocks" / "00" / f"{'11' * 16}.bin").write_bytes(b"in the directory of another byte")
+    (root.path / "link").symlink_to(tmp_path)
+    old = root.path / "blocks" / "11" / f"{'11' * 16}.bin"
+    old.parent.mkdir(parents=True)
+    shutil.copy(root.records()[0], old)
+    seed_form(old)
+    (found,) = ucm_json("inspect", root.path)["roots"]
+    assert (found["private"], found["private_bytes"]) == (2, 106)
+    assert (found["quarantined"], found["quarantined_bytes"]) == (1, 50)
+    assert found["namespaces"][0]["quarantined_reasons"] == {"bad_checksum": 1}
+    assert (found["seed_form"], found["seed_form_bytes"]) == (1, RECORD)
+    listed = {one["path"].removeprefix(f"{space.name}/"): one["what"] for one in found["foreign_files"]}
+    assert listed == {
+        "blocks": "directory",
+        "link": "link",
+        "notes.txt": "file",
+        "blocks/zz": "directory",
+        f"blocks/00/{'11' * 16}.bin": "file",
+        f"quarantine/{'cd' * 16}.no_such_reason.1700000000.bin": "file",
+    }
+    assert found["foreign"] == 6
+    text = ucm("inspect", root.path).stdout
+    assert "notes.txt" in text
+    assert "seed form    1," in text
+
+
+@pytest.mark.parametrize(
+    ("content", "state"),
+    [(None, "missing"), ("{", "damaged"), ('{"identity": 3}', "damaged"), ('{"identity": {}}', "other digest")],
+)
+def test_a_manifest_is_read_with_suspicion(
+    root: Written, ucm_json: Json, ucm: Run, content: str | None, state: str
+) -> None:
+    root.fill("one")
+    manifest = root.path / root.namespace("one") / "manifest.json"
+    manifest.unlink() if content is None else manifest.write_text(content)
+    (found,) = ucm_json("inspect", root.path)["roots"]
+    assert found["namespaces"][0]["manifest"] == state
+    assert found["records"] == 6
+    assert state in ucm("inspect", root.path).stdout
+
+
+def test_a_changed_identity_in_the_manifest_shows(root: Written, ucm_json: Json) -> None:
+    root.fill("one")
+    manifest = root.path / root.namespace("one") / "manifest.json"
+    document = json.loads(manifest.read_text())
+    document["identity"]["weights"] = "others"
+    manifest.write_text(json.dumps(document))
+    (found,) = ucm_json("inspect", root.path)["roots"]
+    assert found["namespaces"][0]["manifest"] == "other digest"
+
+
+def test_several_roots_and_records_at_once(root: Written, tmp_path: Path, ucm_json: Json, ucm: Run) -> None:
+    root.fill("one")
+    other = Written(tmp_path / "other").fill("two", 2)
+    paths = (root.path, other.path, other.records()[0])
+    document = ucm_json("inspect", *paths)
+    assert [found["records"] for found in document["roots"]] == [6, 2]
+    assert [found["verdict"] for found in document["records"]] == ["good"]
+    assert ucm("inspect", *paths).stdout.count("\nroot ") == 1
+
+
+def test_one_record(root: Written, ucm_json: Json, ucm: Run) -> None:
+    root.fill("one")
+    path = root.records()[0]
+    (record,) = ucm_json("inspect", path)["records"]
+    assert record["verdict"] == "good"
+    assert record["name_checked"]
+    assert record["header"]["record_id"] == path.stem
+    assert record["header"]["record_bytes"] == record["bytes"] == RECORD
+    assert record["header"]["part"] == "g0p0t0"
+    assert (record["header"]["layers"], record["header"]["layer_bytes"]) == (3, 6144)
+    assert "every checksum is right" in ucm("inspect", path).stdout
+    flip(5000)(path)
+    (record,) = ucm_json("inspect", path)["records"]
+    assert (record["verdict"], record["reason"]) == ("refused", "bad_checksum")
+    assert record["header"]["record_id"] == path.stem, "the header is right still"
+    assert "refused, bad_checksum: layer 0" in ucm("inspect", path).stdout
+
+
+def test_a_record_somewhere_else_is_judged_without_its_name(root: Written, tmp_path: Path, ucm: Run) -> None:
+    root.fill("one")
+    shutil.copy(root.records()[0], tmp_path / "saved.bin")
+    done = ucm("inspect", tmp_path / "saved.bin")
+    assert "good" in done.stdout
+    assert "not compared" in done.stdout.replace("were not", "not")
+
+
+def test_headers_that_are_refused_are_counted(root: Written, ucm_json: Json, ucm: Run) -> None:
+    root.fill("one")
+    flip(0)(root.records()[0])
+    (found,) = ucm_json("inspect", root.path)["roots"]
+    assert found["namespaces"][0]["headers_refused"] == {"not_a_record": 1}
+    assert found["namespaces"][0]["parts_present"] == {"g0p0t0": 5}
+    assert "1 not_a_record of 6 headers read" in ucm("inspect", root.path).stdout

@@ -1,0 +1,336 @@
+"""``ucm verify``: every kind of damage is found, on a live root, and only damage is moved."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_damage import DAMAGES, flip, newer
+from cli_roots import RECORD, Written
+from click.testing import Result
+
+from ucm.cli import roots, show
+from ucm.cli.judging import Judge, Pace, Reader
+from ucm.cli.roots import Found
+
+Run = Callable[..., Result]
+Json = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line runs an hour from now: nothing is young any more."""
+    now = show.wall_ns
+    monkeypatch.setattr(show, "wall_ns", lambda: now() + 3600 * 10**9)
+
+
+def quarantined(root: Written) -> list[str]:
+    return sorted(path.name for path in root.path.glob("*/quarantine/*"))
+
+
+def test_a_good_root(root: Written, ucm: Run, ucm_json: Json) -> None:
+    root.fill("one").fill("two", 2)
+    before = root.tree()
+    document = ucm_json("verify", root.path, "--quarantine")
+    assert document["exit"] == 0
+    assert (document["records"], document["good"], document["bad"]) == (8, 8, 0)
+    assert document["bytes"] == document["bytes_read"] == 8 * RECORD
+    assert document["bad_records"] == []
+    done = ucm("verify", root.path)
+    assert done.exit_code == 0
+    assert document["reader"] in done.stdout
+    assert root.tree() == before
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_of_each_kind_is_found(name: str, root: Written, ucm: Run, ucm_json: Json) -> None:
+    root.fill("one", 3)
+    damage, reason = DAMAGES[name]
+    path = root.records()[1]
+    damage(path)
+    document = ucm_json("verify", root.path)
+    assert document["exit"] == 1
+    assert (document["good"], document["bad"]) == (2, 1)
+    assert document["reasons"] == {reason: 1}
+    (bad,) = document["bad_records"]
+    assert (bad["path"], bad["action"]) == (str(path.relative_to(root.path)), "left")
+    done = ucm("verify", root.path)
+    assert done.exit_code == 1
+    assert reason in done.stdout
+    assert path.name in done.stdout
+
+
+def test_what_is_whole_but_belongs_elsewhere_is_found(root: Written, ucm_json: Json) -> None:
+    root.fill("one", 3).fill("two", 1)
+    one, other = root.records(root.namespace("one")), root.records(root.namespace("two"))
+    shutil.copy(one[1], one[2])
+    shutil.copy(other[0], one[0])
+    document = ucm_json("verify", root.path)
+    assert document["exit"] == 1
+    assert document["reasons"] == {"foreign_id": 1, "foreign_identity": 1}
+
+
+def test_a_part_of_other_sizes_is_told_and_never_moved(root: Written, ucm_json: Json, later: None) -> None:
+    root.fill("one", 2)
+    manifest = root.path / root.namespace("one") / "manifest.json"
+    document = json.loads(manifest.read_text())
+    document["parts"]["g0p0t0"]["layers"] = 4
+    manifest.write_text(json.dumps(document))
+    found = ucm_json("verify", root.path, "--quarantine")
+    assert found["reasons"] == {"foreign_shape": 2}
+    assert found["quarantined"] == 0
+    assert len(root.records()) == 2
+
+
+def test_quarantine_moves_what_is_damaged_and_the_store_heals(root: Written, ucm_json: Json, later: None) -> None:
+    root.fill("one", 3)
+    path = root.records()[1]
+    flip(4100)(path)
+    damaged = path.read_bytes()
+    document = ucm_json("verify", root.path, "--quarantine")
+    assert (document["exit"], document["bad"], document["quarantined"]) == (1, 1, 1)
+    assert document["bad_records"][0]["action"] == "quarantined"
+    assert not path.exists()
+    (name,) = quarantined(root)
+    assert roots.QUARANTINED.fullmatch(name)
+    assert name.startswith(f"{path.stem}.bad_checksum.")
+    kept = root.path / root.namespace("one") / "quarantine"
+    assert (kept / name).read_bytes() == damaged
+    assert kept.stat().st_mode == kept.parent.stat().st_mode
+    assert ucm_json("verify", root.path)["exit"] == 0
+    assert ucm_json("inspect", root.path)["roots"][0]["quarantined"] == 1
+    with root.open() as store:
+        assert store.lookup(root.ids).count(False) == 1
+        root.dump(store, 3)
+        assert all(store.lookup(root.ids))
+    assert ucm_json("verify", root.path)["good"] == 3
+
+
+def test_what_may_still_be_written_is_not_moved(root: Written, ucm_json: Json) -> None:
+    root.fill("one", 2)
+    young, headless = root.records()
+    flip(4100)(young)  # its header says that it was written just now
+    flip(0)(headless)  # does not say; its file was used just now
+    os.utime(headless)
+    document = ucm_json("verify", root.path, "--quarantine")
+    assert (document["bad"], document["quarantined"]) == (2, 0)
+    assert all("younger than 60 s" in bad["action"] for bad in document["bad_records"])
+    assert len(root.records()) == 2
+
+
+def test_a_newer_version_is_good_news_and_left_alone(root: Written, ucm_json: Json, ucm: Run, later: None) -> None:
+    root.fill("one", 2)
+    newer(root.records()[0])
+    before = root.tree()
+    document = ucm_json("verify", root.path, "--quarantine")
+    assert (document["exit"], document["good"], document["newer"], document["bad"]) == (0, 1, 1, 0)
+    assert root.tree() == before
+
+
+def test_the_quarantine_is_bounded(root: Written, ucm_json: Json, later: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    root.fill("one", 4)
+    for path in root.records():
+        flip(4100)(path)
+    monkeypatch.setattr("ucm.cli.verify.QUARANTINE_MOST", 3)
+    document = ucm_json("verify", root.path, "--quarantine")
+    assert (document["bad"], document["quarantined"]) == (4, 3)
+    assert [bad["action"] for bad in document["bad_records"]].count("left: the quarantine is full") == 1
+    again = ucm_json("verify", root.path, "--quarantine")
+    assert (again["bad"], again["quarantined"]) == (1, 0), "what lies there already counts"
+
+
+def test_the_quarantine_is_bounded_in_bytes(root: Written, ucm_json: Json, later: None) -> None:
+    root.fill("one", 3)
+    root.limit(16 * (2 * RECORD + 1))
+    for path in root.records():
+        flip(4100)(path)
+    assert ucm_json("verify", root.path, "--quarantine")["quarantined"] == 2
+
+
+def test_records_removed_meanwhile_are_no_errors(
+    root: Written, ucm_json: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.fill("one", 5)
+    judge = Judge.judge
+    paths = root.records()
+
+    def removing(self: Judge, *arguments: Any) -> Any:
+        verdict = judge(self, *arguments)
+        for path in paths[1:3]:  # after the scan, before they are read
+            path.unlink(missing_ok=True)
+        shutil.rmtree(paths[3].parent, ignore_errors=True)
+        return verdict
+
+    monkeypatch.setattr(Judge, "judge", removing)
+    document = ucm_json("verify", root.path, "--quarantine")
+    assert (document["exit"], document["good"], document["removed"], document["bad"]) == (0, 2, 3, 0)
+
+
+def test_a_bad_read_is_read_again_before_it_is_believed(
+    root: Written, ucm_json: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.fill("one", 3)
+    read, seen = Reader.read, set()
+
+    def once_bad(self: Reader, found: Found, most: int | None = None) -> tuple[bytes, os.stat_result]:
+        data, about = read(self, found, most)
+        if found.name in seen:
+            return data, about
+        seen.add(found.name)
+        return data[:-1] + bytes([data[-1] ^ 1]), about
+
+    monkeypatch.setattr(Reader, "read", once_bad)
+    document = ucm_json("verify", root.path)
+    assert (document["exit"], document["good"]) == (0, 3)
+
+
+def test_a_record_replaced_at_the_last_moment_stays(
+    root: Written, ucm_json: Json, later: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.fill("one", 2)
+    path = root.records()[0]
+    good = path.read_bytes()
+    flip(4100)(path)
+    judge = Judge.judge
+
+    def replacing(self: Judge, *arguments: Any) -> Any:
+        verdict = judge(self, *arguments)
+        new = path.with_name("new")
+        new.write_bytes(good)
+        new.rename(path)
+        return verdict
+
+    monkeypatch.setattr(Judge, "judge", replacing)
+    document = ucm_json("verify", root.path, "--quarantine")
+    assert (document["bad"], document["quarantined"]) == (1, 0)
+    assert "meanwhile" in document["bad_records"][0]["action"]
+    assert path.read_bytes() == good
+    assert quarantined(root) == []
+
+
+def test_replaced_between_the_look_and_the_rename(root: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    root.fill("one", 2)
+    path = root.records()[0]
+    bad = path.stat().st_ino
+    rename = os.rename
+
+    def replaced(*arguments: Any, **more: Any) -> None:
+        new = path.with_name("new")
+        new.write_bytes(b"newer bytes")
+        rename(new, path)
+        rename(*arguments, **more)
+
+    with roots.Root(root.path) as opened:
+        (found, _) = opened.scan(root.namespace("one")).records
+        monkeypatch.setattr(os, "rename", replaced)
+        assert not opened.quarantine(found, bad, f"{path.stem}.bad_header.1.bin")
+    assert path.read_bytes() == b"newer bytes"
+    assert quarantined(root) == []
+
+
+def test_what_cannot_be_read_is_told_and_left(
+    root: Written, ucm_json: Json, ucm: Run, later: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.fill("one", 2)
+    name = root.records()[0].name
+    read = Reader.read
+
+    def failing(self: Reader, found: Found, most: int | None = None) -> tuple[bytes, os.stat_result]:
+        if found.name == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(self, found, most)
+
+    monkeypatch.setattr(Reader, "read", failing)
+    document = ucm_json("verify", root.path, "--quarantine")
+    assert (document["exit"], document["unreadable"], document["good"], document["quarantined"]) == (1, 1, 1, 0)
+    assert document["reasons"] == {"io_error": 1}
+    assert os.strerror(errno.EIO) in ucm("verify", root.path).stdout
+
+
+def test_a_file_system_without_direct_io(root: Written, ucm_json: Json, monkeypatch: pytest.MonkeyPatch) -> None:
+    root.fill("one", 2)
+    opened = os.open
+
+    def without(path: Any, flags: int, *more: Any, **also: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return opened(path, flags, *more, **also)
+
+    monkeypatch.setattr(os, "open", without)
+    document = ucm_json("verify", root.path)
+    assert (document["good"], document["direct_io"]) == (2, False)
+
+
+def test_a_sample_and_a_single_namespace(root: Written, ucm_json: Json) -> None:
+    root.fill("one", 8).fill("two", 4)
+    assert ucm_json("verify", root.path, "--sample", "50%")["good"] == 6
+    assert ucm_json("verify", root.path, "--sample", "1")["good"] == 2, "one of each namespace at least"
+    assert ucm_json("verify", root.path, "--sample", "0%")["good"] == 0
+    two = root.namespace("two")
+    document = ucm_json("verify", root.path, "--namespace", two[:6])
+    assert (document["namespaces"], document["good"]) == ([two], 4)
+
+
+def test_links_are_not_followed(root: Written, tmp_path: Path, ucm_json: Json) -> None:
+    root.fill("one", 2)
+    outside = tmp_path / "outside.bin"
+    outside.write_bytes(b"not a record")
+    first = root.records()[0]
+    first.with_name(first.name[:2] + "f" * 30 + ".bin").symlink_to(outside)
+    document = ucm_json("verify", root.path)
+    assert (document["exit"], document["records"]) == (0, 2)
+
+
+def test_interrupted_it_says_what_it_saw(
+    root: Written, ucm: Run, ucm_json: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.fill("one", 3)
+    judge = Judge.judge
+    flip(4100)(root.records()[0])
+    last = root.records()[2].name
+
+    def interrupting(self: Judge, found: Found, manifest: Any) -> Any:
+        if found.name == last:
+            raise KeyboardInterrupt
+        return judge(self, found, manifest)
+
+    monkeypatch.setattr(Judge, "judge", interrupting)
+    document = ucm_json("verify", root.path)
+    assert (document["exit"], document["interrupted"]) == (130, True)
+    assert document["good"] + document["bad"] == 2
+    assert "interrupted" in ucm("verify", root.path).stdout
+
+
+def test_the_rate_is_held() -> None:
+    now, slept = [100.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    pace = Pace(1000, lambda: now[0], sleep)
+    for _ in range(10):
+        pace.spend(500)
+    assert now[0] == pytest.approx(104.5), "the last 500 bytes are being read still"
+    now[0] += 60.0
+    before = len(slept)
+    for _ in range(3):
+        pace.spend(500)
+    assert len(slept) == before, "a second is made up for"
+    pace.spend(500)
+    assert len(slept) == before + 1, "and no more"
+    Pace(None, lambda: now[0], sleep).spend(10**12)
+    assert len(slept) == before + 1
+
+
+def test_a_rate_of_the_command_line_reaches_the_pace(root: Written, ucm_json: Json) -> None:
+    root.fill("one", 1)
+    assert ucm_json("verify", root.path)["rate"] == 256 << 20
+    assert ucm_json("verify", root.path, "--rate", "200MiB/s")["rate"] == 200 << 20
+    assert ucm_json("verify", root.path, "--rate", "unlimited")["rate"] is None
