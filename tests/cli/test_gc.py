@@ -145,14 +145,18 @@ def test_private_files_of_the_dead(root: Written, ucm_json: Json) -> None:
     tmp = root.path / root.namespace("one") / "tmp"
     dead, alive, foreign = (tmp / name for name in (f"{1:016x}-{1:016x}.tmp", f"{1:016x}-{2:016x}.tmp", "x.tmp"))
     beside = root.path / f".{'ab' * 16}.tmp"
-    for path in (dead, alive, foreign, beside):
+    agreed = root.path / "space"
+    agreed.mkdir(exist_ok=True)
+    writing, document = agreed / dead.name, agreed / f"writer-{7:016x}.json"
+    for path in (dead, alive, foreign, beside, writing, document):
         path.write_bytes(b"x")
     before = time.time() - 2 * HOUR
-    for path in (dead, foreign, beside):
+    for path in (dead, foreign, beside, writing, document):
         os.utime(path, (before, before))
     done = ucm_json("gc", root.path, "--stale", "--yes")
-    assert (done["removed"], done["private_beside"]) == (2, 1)
-    assert [path.exists() for path in (dead, alive, foreign, beside)] == [False, True, True, False]
+    assert (done["removed"], done["private_beside"]) == (3, 2)
+    assert not any(path.exists() for path in (dead, beside, writing))
+    assert all(path.exists() for path in (alive, foreign, document))
     assert len(root.records()) == 6, "records are not asked for"
 
 

@@ -58,6 +58,10 @@ def test_what_is_not_a_record(root: Written, ucm_json: Json, ucm: Run, tmp_path:
     (space / "quarantine").mkdir()
     (space / "quarantine" / f"{'cd' * 16}.bad_checksum.1700000000.bin").write_bytes(b"y" * 50)
     (space / "quarantine" / f"{'cd' * 16}.no_such_reason.1700000000.bin").write_bytes(b"not ours")
+    agreed = root.path / "space"
+    agreed.mkdir(exist_ok=True)
+    for name in (f"writer-{7:016x}.json", f"{1:016x}-{3:016x}.tmp", "writer-x.json"):
+        (agreed / name).write_bytes(b"{}")
     (root.path / "notes.txt").write_text("mine")
     (space / "blocks" / "zz").mkdir()
     (space / "blocks" / "00" / f"{'11' * 16}.bin").write_bytes(b"in the directory of another byte")
@@ -67,7 +71,7 @@ def test_what_is_not_a_record(root: Written, ucm_json: Json, ucm: Run, tmp_path:
     shutil.copy(root.records()[0], old)
     seed_form(old)
     (found,) = ucm_json("inspect", root.path)["roots"]
-    assert (found["private"], found["private_bytes"]) == (2, 106)
+    assert (found["private"], found["private_bytes"]) == (3, 108)
     assert (found["quarantined"], found["quarantined_bytes"]) == (1, 50)
     assert found["namespaces"][0]["quarantined_reasons"] == {"bad_checksum": 1}
     assert (found["seed_form"], found["seed_form_bytes"]) == (1, RECORD)
@@ -76,11 +80,13 @@ def test_what_is_not_a_record(root: Written, ucm_json: Json, ucm: Run, tmp_path:
         "blocks": "directory",
         "link": "link",
         "notes.txt": "file",
+        "space/writer-x.json": "file",
         "blocks/zz": "directory",
         f"blocks/00/{'11' * 16}.bin": "file",
         f"quarantine/{'cd' * 16}.no_such_reason.1700000000.bin": "file",
     }
-    assert found["foreign"] == 6
+    assert found["foreign"] == 7
+    assert found["space_documents"]["writer"] >= 1
     text = ucm("inspect", root.path).stdout
     assert "notes.txt" in text
     assert "seed form    1," in text

@@ -94,6 +94,7 @@ def describe(root: Root) -> dict[str, Any]:
         "quarantined_bytes": total["quarantined_bytes"],
         "file_system_bytes": size,
         "file_system_free_bytes": free,
+        "space_documents": dict(sorted(Counter(found.name.partition("-")[0] for found in beside.space).items())),
         "namespaces": namespaces,
         "differences": manifests.differences(identities) if len(identities) > 1 else {},
         **foreigners.document(),

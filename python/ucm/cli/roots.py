@@ -27,6 +27,8 @@ MARKER = "ucm-root.json"
 DIGESTS = "ucm-digests.json"
 MANIFEST = "manifest.json"
 QUARANTINE = "quarantine"
+#: Where the writers of a root agree who counts it and who may write how much; theirs alone.
+SPACE = "space"
 #: Most quarantined records below a root, most bytes of them, and the part of the limit that they may take.
 QUARANTINE_MOST, QUARANTINE_BYTES, QUARANTINE_SHARE = 64, 256 << 20, 16
 #: Share of the limit down to which the collector removes.
@@ -37,6 +39,7 @@ _LONGEST_DOCUMENT = 16 << 20
 
 NAMESPACE = re.compile(r"[0-9a-f]{32}")
 PRIVATE = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.tmp")
+SPACE_DOCUMENT = re.compile(r"(collector|grants|writer)-[0-9a-f]{16}\.json")
 ROOT_PRIVATE = re.compile(r"\.[0-9a-f]{32}\.tmp")
 QUARANTINED = re.compile(rf"[0-9a-f]{{32}}\.(?:{'|'.join(Reason)})\.[0-9]{{1,20}}\.bin")
 _SHARD = re.compile(r"[0-9a-f]{2}")
@@ -48,6 +51,7 @@ class Kind(StrEnum):
     RECORD = "record"
     PRIVATE = "private"
     QUARANTINED = "quarantined"
+    SPACE = "space"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,8 @@ class Found:
 
     @property
     def namespace(self) -> str:
-        """The namespace it lies in, empty for a private file beside the marker."""
-        return self.directory[0] if self.directory else ""
+        """The namespace it lies in, empty for what lies beside the namespaces."""
+        return self.directory[0] if self.directory and NAMESPACE.fullmatch(self.directory[0]) else ""
 
     def is_still(self, now: os.stat_result) -> bool:
         """Whether this is the same file, not used since."""
@@ -88,16 +92,17 @@ class Foreign:
 
 @dataclass
 class Contents:
-    """What lies in a namespace, or beside the namespaces."""
+    """What lies in a namespace, or beside the namespaces (private files and the documents of the writers)."""
 
     records: list[Found] = field(default_factory=list)
     private: list[Found] = field(default_factory=list)
     quarantined: list[Found] = field(default_factory=list)
+    space: list[Found] = field(default_factory=list)
     foreign: list[Foreign] = field(default_factory=list)
 
     @property
     def files(self) -> list[Found]:
-        """Everything of ours."""
+        """Everything that counts as use."""
         return [*self.records, *self.private, *self.quarantined]
 
 
@@ -173,6 +178,8 @@ class Root:
                     continue
                 if what == "file" and about and ROOT_PRIVATE.fullmatch(entry.name):
                     contents.private.append(_found(Kind.PRIVATE, (), entry.name, about))
+                elif what == "directory" and entry.name == SPACE:
+                    self._scan_space(contents)
                 elif what != "directory" or not NAMESPACE.fullmatch(entry.name):
                     contents.foreign.append(_foreign((), entry.name, what, about))
         return contents
@@ -195,6 +202,13 @@ class Root:
                 elif what != "gone" and (what != "file" or entry.name != MANIFEST):
                     contents.foreign.append(_foreign((namespace,), entry.name, what, about))
         return contents
+
+    def _scan_space(self, contents: Contents) -> None:
+        others: list[Foreign] = []
+        self._scan_files((SPACE,), Kind.SPACE, SPACE_DOCUMENT, contents.space, others)
+        private: list[Foreign] = []
+        self._scan_files((SPACE,), Kind.PRIVATE, PRIVATE, contents.private, private)
+        contents.foreign += [one for one in others if one in private]
 
     def _scan_blocks(self, namespace: str, contents: Contents) -> None:
         with self.directory(namespace, "blocks") as here:
