@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -94,7 +95,14 @@ def test_what_is_not_a_record(root: Written, ucm_json: Json, ucm: Run, tmp_path:
 
 @pytest.mark.parametrize(
     ("content", "state"),
-    [(None, "missing"), ("{", "damaged"), ('{"identity": 3}', "damaged"), ('{"identity": {}}', "other digest")],
+    [
+        (None, "missing"),
+        ("{", "damaged"),
+        ('{"format": 1, "identity": 3}', "damaged"),
+        ('{"identity": {}}', "damaged"),
+        ('{"format": 2, "identity": {}}', "newer"),
+        ('{"format": 1, "identity": {}}', "other digest"),
+    ],
 )
 def test_a_manifest_is_read_with_suspicion(
     root: Written, ucm_json: Json, ucm: Run, content: str | None, state: str
@@ -116,6 +124,16 @@ def test_a_changed_identity_in_the_manifest_shows(root: Written, ucm_json: Json)
     manifest.write_text(json.dumps(document))
     (found,) = ucm_json("inspect", root.path)["roots"]
     assert found["namespaces"][0]["manifest"] == "other digest"
+
+
+def test_strange_names_do_not_reach_the_terminal(root: Written, ucm: Run, ucm_json: Json) -> None:
+    root.fill("one", 1)
+    Path(os.fsdecode(os.fsencode(root.path) + b"/\xff\x1b[2J")).write_text("x")
+    done = ucm("inspect", root.path)
+    assert done.exit_code == 0
+    assert "\x1b" not in done.stdout
+    assert r"\udcff\x1b[2J" in done.stdout
+    assert ucm_json("inspect", root.path)["roots"][0]["foreign"] == 1
 
 
 def test_several_roots_and_records_at_once(root: Written, tmp_path: Path, ucm_json: Json, ucm: Run) -> None:

@@ -20,6 +20,7 @@ LIGHT = [
     "ucm.utils.validate_config",
     "ucm.utils.estimate_storage_requirements",
     "ucm.config.load",
+    "ucm.cli.main",
 ]
 
 #: Names that need the compiled core.

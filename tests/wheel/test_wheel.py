@@ -54,6 +54,13 @@ def test_vllm_finds_the_connector_by_its_entry_point(wheel: Path) -> None:
     assert "ucm=ucm.integration.vllm.plugin:register" in [line.replace(" ", "") for line in lines]
 
 
+def test_the_command_line_is_installed(clean_python: Path, clean_env: dict[str, str], tmp_path: Path) -> None:
+    command = [str(clean_python.parent / "ucm"), "inspect", str(tmp_path)]
+    done = subprocess.run(command, env=clean_env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "is no root of ucm" in done.stderr
+
+
 def test_the_environment_is_clean(clean_python: Path, clean_env: dict[str, str], tmp_path: Path) -> None:
     program = """
 import importlib.util, shutil

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ucm.cli.roots import MANIFEST, Root
+from ucm.cli.roots import FORMAT, MANIFEST, Root
 from ucm.store.record import DTYPES, Part, Shape
 
 #: Keys of an identity that are told in words, where they are short.
@@ -17,7 +17,7 @@ _WORDS = ("architecture", "dtype", "kv_dtype", "attention_backend", "kv_layout",
 
 @dataclass
 class Manifest:
-    """A manifest: its state (``ok``, ``missing``, ``damaged``, ``other digest``) and what it says."""
+    """A manifest: its state (``ok``, ``missing``, ``damaged``, ``newer``, ``other digest``) and what it says."""
 
     state: str
     digest: str = ""
@@ -55,6 +55,8 @@ def read(root: Root, namespace: str) -> Manifest:
         return Manifest("missing")
     if not isinstance(found, dict) or not isinstance(found.get("identity"), dict):
         return Manifest("damaged")
+    if not isinstance(found.get("format"), int) or found["format"] > FORMAT:
+        return Manifest("newer" if isinstance(found.get("format"), int) else "damaged")
     identity: dict[str, Any] = found["identity"]
     text = json.dumps(identity, separators=(",", ":"), ensure_ascii=True)
     digest = hashlib.sha256(text.encode()).hexdigest()

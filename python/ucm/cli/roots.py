@@ -12,7 +12,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -179,7 +179,8 @@ class Root:
                 if what == "file" and about and ROOT_PRIVATE.fullmatch(entry.name):
                     contents.private.append(_found(Kind.PRIVATE, (), entry.name, about))
                 elif what == "directory" and entry.name == SPACE:
-                    self._scan_space(contents)
+                    into = ((Kind.SPACE, SPACE_DOCUMENT, contents.space), (Kind.PRIVATE, PRIVATE, contents.private))
+                    self._scan_files((SPACE,), into, contents.foreign)
                 elif what != "directory" or not NAMESPACE.fullmatch(entry.name):
                     contents.foreign.append(_foreign((), entry.name, what, about))
         return contents
@@ -197,18 +198,10 @@ class Root:
                 if what == "directory" and entry.name == "blocks":
                     self._scan_blocks(namespace, contents)
                 elif what == "directory" and entry.name in places:
-                    kind, pattern, into = places[entry.name]
-                    self._scan_files((namespace, entry.name), kind, pattern, into, contents.foreign)
+                    self._scan_files((namespace, entry.name), (places[entry.name],), contents.foreign)
                 elif what != "gone" and (what != "file" or entry.name != MANIFEST):
                     contents.foreign.append(_foreign((namespace,), entry.name, what, about))
         return contents
-
-    def _scan_space(self, contents: Contents) -> None:
-        others: list[Foreign] = []
-        self._scan_files((SPACE,), Kind.SPACE, SPACE_DOCUMENT, contents.space, others)
-        private: list[Foreign] = []
-        self._scan_files((SPACE,), Kind.PRIVATE, PRIVATE, contents.private, private)
-        contents.foreign += [one for one in others if one in private]
 
     def _scan_blocks(self, namespace: str, contents: Contents) -> None:
         with self.directory(namespace, "blocks") as here:
@@ -217,17 +210,22 @@ class Root:
                 if what == "directory" and _SHARD.fullmatch(entry.name):
                     pattern = re.compile(rf"{entry.name}[0-9a-f]{{30}}\.bin")
                     where = (namespace, "blocks", entry.name)
-                    self._scan_files(where, Kind.RECORD, pattern, contents.records, contents.foreign)
+                    self._scan_files(where, ((Kind.RECORD, pattern, contents.records),), contents.foreign)
                 elif what != "gone":
                     contents.foreign.append(_foreign((namespace, "blocks"), entry.name, what, about))
 
     def _scan_files(
-        self, where: tuple[str, ...], kind: Kind, pattern: re.Pattern[str], into: list[Found], foreign: list[Foreign]
+        self,
+        where: tuple[str, ...],
+        ours: Iterable[tuple[Kind, re.Pattern[str], list[Found]]],
+        foreign: list[Foreign],
     ) -> None:
         with self.directory(*where) as here:
             for entry in _entries(here):
                 what, about = self._kind(entry)
-                if what == "file" and about and pattern.fullmatch(entry.name):
+                fits = [(kind, into) for kind, pattern, into in ours if pattern.fullmatch(entry.name)]
+                if fits and what == "file" and about:
+                    kind, into = fits[0]
                     into.append(_found(kind, where, entry.name, about))
                 elif what != "gone":
                     foreign.append(_foreign(where, entry.name, what, about))
@@ -244,6 +242,8 @@ class Root:
                     fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=upper)
                 except (FileNotFoundError, NotADirectoryError):  # Linux says ENOTDIR of a link, too
                     break
+                except OSError as error:
+                    raise OSError(error.errno, error.strerror, str(self.path.joinpath(*names))) from None
                 finally:
                     os.close(upper)
                 if os.fstat(fd).st_dev != self._device:

@@ -55,7 +55,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str =
     """Prints columns: numbers and sizes to the right, texts to the left."""
     if not rows:
         return
-    texts = [[str(value) for value in row] for row in rows]
+    texts = [[_plain(value) for value in row] for row in rows]
     widths = [max(len(line[at]) for line in [list(header), *texts]) for at in range(len(header))]
     right = [all(_NUMBER.fullmatch(text) for text in column) for column in zip(*texts, strict=True)]
     for line in [list(header), *texts]:
@@ -67,7 +67,7 @@ def pairs(rows: Sequence[tuple[str, object]], indent: str = "  ") -> None:
     """Prints names and values, one pair a line."""
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
-        click.echo(f"{indent}{name.ljust(width)}  {value}".rstrip())
+        click.echo(f"{indent}{_plain(name).ljust(width)}  {_plain(value)}".rstrip())
 
 
 def document(value: Any) -> None:
@@ -78,6 +78,11 @@ def document(value: Any) -> None:
 def seconds(then_ns: int | None) -> int | None:
     """Nanoseconds as the whole seconds of a JSON document."""
     return None if then_ns is None else then_ns // 10**9
+
+
+def _plain(value: object) -> str:
+    """A text without what a terminal would obey, or could not print: names of files may hold anything."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
 
 
 def short(value: object, most: int = 40) -> str:
