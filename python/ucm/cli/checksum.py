@@ -7,11 +7,13 @@ how long a scrub takes. None of this is imported before records are judged.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from ucm.store.record import Crc, crc32c
+from ucm.store.record import Crcs, crc32c_each
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,10 +28,10 @@ _ONES = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Checksum:
-    """A way to compute CRC-32C, and what to call it."""
+    """A way to compute the CRC-32C of each of several stretches, and what to call it."""
 
     name: str
-    of: Crc
+    of_each: Crcs
 
 
 def fastest() -> Checksum:
@@ -39,43 +41,48 @@ def fastest() -> Checksum:
     except ImportError:
         found = None
     if found is not None:
-        return Checksum("compiled core", found)
+        return Checksum("compiled core", lambda stretches: [found(stretch) for stretch in stretches])
     try:
         importlib.import_module("numpy")
     except ImportError:
-        return Checksum("plain Python (slow)", crc32c)
+        return Checksum("plain Python (slow)", crc32c_each)
     return Checksum("NumPy", with_numpy)
 
 
-def with_numpy(data: bytes | memoryview) -> int:
-    """CRC-32C of ``data``, folded in rows of up to :data:`ROW` words.
+def with_numpy(stretches: Sequence[memoryview]) -> list[int]:
+    """CRC-32C of each stretch; neighbours of one length, as the layers of a record are, go together."""
+    result: list[int] = []
+    for length, group in groupby(stretches, len):
+        alike = list(group)
+        # Every stretch of a record but its preamble is such that it can be folded.
+        result += _fold(alike) if length >= _SHORT and length % 4 == 0 else crc32c_each(alike)
+    return result
+
+
+def _fold(stretches: Sequence[memoryview]) -> list[int]:
+    """CRC-32C of stretches of one length, which is a multiple of four bytes.
 
     The register after a message is a sum over its words, each multiplied by a power of x that tells how far from the
-    end it stands. A row is multiplied as a whole (all its words move on by the same distance) and the next one is
-    added; the last row is halved until one word is left.
+    end it stands. A row of words is multiplied as a whole (all of them move on by the same distance) and the next one
+    is added; the last row is halved until one word is left.
     """
     import numpy as np
 
-    view = memoryview(data).cast("B")
-    if len(view) < _SHORT:
-        return crc32c(view)
-    words = np.frombuffer(view[: len(view) // 4 * 4], dtype="<u4")
-    # A power of two, and not much of the message: the halving afterwards costs as much as two rows.
-    length = min(ROW, 1 << max(6, len(words).bit_length() - 4))
+    words = np.stack([np.frombuffer(stretch, dtype="<u4") for stretch in stretches])
+    count = words.shape[1]
+    # A power of two, and not much of the stretch: the halving afterwards costs as much as two rows.
+    length = min(ROW, 1 << max(4, count.bit_length() - 4))
     # Zeros before the message change nothing, so that the first row may be short.
-    first = len(words) % length or length
-    row = np.zeros(length, dtype="<u4")
-    row[length - first :] = words[:first]
-    row[length - first] ^= _ONES
-    for start in range(first, len(words), length):
-        row = _shift(row, length * 4) ^ words[start : start + length]
-    while len(row) > 1:
-        half = len(row) // 2
-        row = _shift(row[:half], half * 4) ^ row[half:]
-    row = _shift(row, 4)
-    for byte in view[len(words) * 4 :]:
-        row = _shift(row ^ np.uint32(byte), 1)
-    return int(row[0]) ^ _ONES
+    first = count % length or length
+    row = np.zeros((len(stretches), length), dtype="<u4")
+    row[:, length - first :] = words[:, :first]
+    row[:, length - first] ^= _ONES
+    for start in range(first, count, length):
+        row = _shift(row, length * 4) ^ words[:, start : start + length]
+    while length > 1:
+        length //= 2
+        row = _shift(row[:, :length], length * 4) ^ row[:, length:]
+    return [int(register) ^ _ONES for register in _shift(row, 4)[:, 0]]
 
 
 def _shift(words: npt.NDArray[np.uint32], count: int) -> npt.NDArray[np.uint32]:
@@ -84,7 +91,7 @@ def _shift(words: npt.NDArray[np.uint32], count: int) -> npt.NDArray[np.uint32]:
 
     low, high = _tables(count)
     halves = words.view("<u2").astype(np.intp)  # what take() wants: twice as fast as letting it convert
-    return low.take(halves[0::2]) ^ high.take(halves[1::2])
+    return low.take(halves[:, 0::2]) ^ high.take(halves[:, 1::2])
 
 
 @cache
