@@ -41,8 +41,8 @@ class Written:
         }
         return UcmPosixStore(config | changes)
 
-    def dump(self, store: UcmPosixStore, count: int) -> list[bytes]:
-        ids = [bytes([n * 37 % 256]) * 8 + n.to_bytes(8, "little") for n in range(count)]
+    def dump(self, store: UcmPosixStore, count: int, first: int = 0) -> list[bytes]:
+        ids = [bytes([n * 37 % 256]) * 8 + n.to_bytes(8, "little") for n in range(first, first + count)]
         data = np.random.default_rng(count).integers(0, 256, (count, BLOCK), dtype=np.uint8)
         offsets = [layer * sum(PIECES) + at for layer in range(LAYERS) for at in (0, PIECES[0])]
         rows = np.array([[data[n].ctypes.data + at for at in offsets] for n in range(count)], dtype=np.uint64)

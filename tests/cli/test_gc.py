@@ -259,6 +259,23 @@ def test_a_root_that_is_gone_stops_it(root: Written, tmp_path: Path, how: str) -
     assert len(list(tmp_path.rglob("*.bin"))) == 3
 
 
+def test_interrupted_it_says_what_it_did(root: Written, ucm: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    root.fill("one", 3)
+    unlink, last = os.unlink, by_use(root.records())[2].name
+
+    def interrupting(path: Any, **more: Any) -> None:
+        if path == last:
+            raise KeyboardInterrupt
+        unlink(path, **more)
+
+    monkeypatch.setattr(os, "unlink", interrupting)
+    done = ucm("gc", root.path, "--to", "0", "--yes")
+    assert done.exit_code == 130
+    assert "removed 2 files" in done.stdout
+    assert "interrupted" in done.stdout
+    assert [path.name for path in root.records()] == [last]
+
+
 def test_what_cannot_be_removed_is_told(
     root: Written, ucm: Run, ucm_json: Json, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_roots import Written
@@ -73,6 +76,24 @@ def test_wrong_words_are_explained(arguments: tuple[str, ...], words: str, root:
     done = ucm(*(argument.replace("ROOT", str(root.path)) for argument in arguments))
     assert done.exit_code == 2
     assert words in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_missing_rights_are_told_with_the_path(
+    command: str, root: Written, ucm: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.fill("one", 1)
+    opened = os.open
+
+    def refused(path: Any, *arguments: Any, **more: Any) -> int:
+        if path == "blocks":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(path, *arguments, **more)
+
+    monkeypatch.setattr(os, "open", refused)
+    done = ucm(command, root.path)
+    assert done.exit_code == 2
+    assert f"{root.path / root.namespace('one') / 'blocks'}: Permission denied" in done.stderr
 
 
 def python(code: str, *arguments: str) -> str:

@@ -6,7 +6,9 @@ import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from click.testing import Result
 from ucm.cli import roots, show
 from ucm.cli.judging import Judge, Pace, Reader
 from ucm.cli.roots import Found
+from ucm.errors import UcmError
 
 Run = Callable[..., Result]
 Json = Callable[..., dict[str, Any]]
@@ -170,6 +173,25 @@ def test_records_removed_meanwhile_are_no_errors(
     monkeypatch.setattr(Judge, "judge", removing)
     document = ucm_json("verify", root.path, "--quarantine")
     assert (document["exit"], document["good"], document["removed"], document["bad"]) == (0, 2, 3, 0)
+
+
+def test_while_an_engine_writes_and_its_collector_removes(root: Written, ucm_json: Json) -> None:
+    root.fill("one", 16)
+    with root.open(storage_capacity=str(20 * RECORD)) as store:
+
+        def write() -> None:
+            for first in range(100, 200, 4):
+                with suppress(UcmError):  # full, or still being counted: the next ones may fit
+                    root.dump(store, 4, first)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        seen = [ucm_json("verify", root.path, "--quarantine") for _ in range(5)]
+        writer.join()
+    for document in (*seen, ucm_json("verify", root.path)):
+        assert (document["exit"], document["bad"], document["unreadable"]) == (0, 0, 0)
+        assert document["good"] + document["removed"] == document["records"]
+    assert quarantined(root) == []
 
 
 def test_a_bad_read_is_read_again_before_it_is_believed(

@@ -55,7 +55,7 @@ def gc(
 ) -> None:
     """Remove records below ROOT, those used longest ago first. Without --yes: say what would be removed.
 
-    Exit status: 0 done, 1 something could not be removed, 2 it could not be done.
+    Exit status: 0 done, 1 something could not be removed, 2 it could not be done, 130 interrupted.
     """
     if to is not None and older_than is not None:
         raise click.UsageError("--to and --older-than exclude each other; run gc twice")
@@ -69,6 +69,8 @@ def gc(
         show.document(result)
     else:
         _show(result)
+    if outcome.interrupted:
+        ctx.exit(130)
     ctx.exit(1 if outcome.failed else 0)
 
 
@@ -115,6 +117,7 @@ class Outcome:
     failed: int = 0
     failure: str | None = None
     namespaces: list[str] = field(default_factory=list)
+    interrupted: bool = False
 
 
 def make_plan(root: Root, names: list[str], wish: Wish) -> Plan:
@@ -165,22 +168,29 @@ def carry_out(root: Root, plan: Plan) -> Outcome:
     outcome = Outcome()
     bar = tqdm(total=len(plan.removals), unit="file", desc="gc", file=sys.stderr, disable=None)
     with bar:
-        for at, found in enumerate(plan.removals):
-            if at % _BATCH == 0:
+        try:
+            for at, found in enumerate(plan.removals):
+                if at % _BATCH == 0:
+                    root.check()
+                _remove(root, found, outcome)
+                bar.update()
+            if plan.quiet:
                 root.check()
-            try:
-                if root.unlink(found):
-                    outcome.removed.append(found)
-                else:
-                    outcome.skipped += 1
-            except OSError as error:
-                outcome.failed += 1
-                outcome.failure = outcome.failure or f"{root.path / found.path}: {error.strerror or error}"
-            bar.update()
-    if plan.quiet:
-        root.check()
-        outcome.namespaces = [name for name in plan.quiet if root.remove_namespace(name)]
+                outcome.namespaces = [name for name in plan.quiet if root.remove_namespace(name)]
+        except KeyboardInterrupt:
+            outcome.interrupted = True
     return outcome
+
+
+def _remove(root: Root, found: Found, outcome: Outcome) -> None:
+    try:
+        if root.unlink(found):
+            outcome.removed.append(found)
+        else:
+            outcome.skipped += 1
+    except OSError as error:
+        outcome.failed += 1
+        outcome.failure = outcome.failure or f"{root.path / found.path}: {error.strerror or error}"
 
 
 def _document(root: Root, plan: Plan, outcome: Outcome, done: bool, listing: bool) -> dict[str, Any]:
@@ -204,6 +214,7 @@ def _document(root: Root, plan: Plan, outcome: Outcome, done: bool, listing: boo
         "failed": outcome.failed,
         "failure": outcome.failure,
         "namespaces_removed": outcome.namespaces,
+        "interrupted": outcome.interrupted,
     }
     if listing:
         document["files"] = [found.path for found in files]
@@ -258,6 +269,8 @@ def _show(result: dict[str, Any]) -> None:
             click.echo(f"dry run: {what}, {show.size(result['planned_bytes'])} would go; --yes removes them")
         return
     click.echo(f"removed {show.many(result['removed'], 'file')}, {show.size(result['removed_bytes'])}")
+    if result["interrupted"]:
+        click.echo("  interrupted: the rest stays")
     if result["skipped"]:
         click.echo(f"  {result['skipped']} stay: used, replaced or removed by others meanwhile")
     if result["failed"]:
