@@ -14,6 +14,8 @@ from cli_damage import flip, seed_form
 from cli_roots import RECORD, Written
 from click.testing import Result
 
+from ucm.cli.manifest import Manifest, differences
+
 Run = Callable[..., Result]
 Json = Callable[..., dict[str, Any]]
 
@@ -124,6 +126,45 @@ def test_a_changed_identity_in_the_manifest_shows(root: Written, ucm_json: Json)
     manifest.write_text(json.dumps(document))
     (found,) = ucm_json("inspect", root.path)["roots"]
     assert found["namespaces"][0]["manifest"] == "other digest"
+
+
+def test_an_identity_of_an_engine_in_words() -> None:
+    identity = {
+        "architecture": "LlamaForCausalLM",
+        "kv_dtype": {"names": ["float32"], "skip_layers": []},
+        "attention_backend": [["CPU_ATTN"], ["CPU_ATTN"]],
+        "weights": "sha256:" + "a" * 64,
+        "position": {},
+        "kv_groups": [
+            {"kind": "FullAttentionSpec", "layers": ["a", "b"], "spec": {"num_kv_heads": 2, "head_size": 64}},
+            {"kind": "MambaSpec"},
+            "unknown",
+        ],
+        "tensor_parallel": {"size": 2, "kv_replicas": 1},
+        "pipeline_parallel": {"size": 1},
+    }
+    assert Manifest("ok", identity=identity, labels={"model": "/models/one"}).words() == [
+        ("model", "/models/one"),
+        ("architecture", "LlamaForCausalLM"),
+        ("kv_dtype", "names float32"),
+        ("attention_backend", "CPU_ATTN"),
+        ("weights", "sha256:" + "a" * 64),
+        ("kv group 0", "2 layers, heads 2, head size 64, FullAttentionSpec"),
+        ("kv group 1", "MambaSpec"),
+        ("tensor_parallel", "2"),
+    ]
+
+
+def test_differences_name_keys_of_any_depth() -> None:
+    one: dict[str, Any] = {"a": 1, "model": {"rope": {"base": 1.0}}, "groups": [{"x": 1}, {"x": 2}], "sizes": [1, 2]}
+    two: dict[str, Any] = {"a": 1, "model": {"rope": {"base": 2.0}}, "groups": [{"x": 1}], "sizes": [1, 3], "b": None}
+    assert differences({"one": one, "two": two}) == {
+        "model.rope.base": {"one": 1.0, "two": 2.0},
+        "groups[1].x": {"one": 2},
+        "sizes": {"one": [1, 2], "two": [1, 3]},
+        "b": {"two": None},
+    }
+    assert differences({"one": one, "same": dict(one)}) == {}
 
 
 def test_strange_names_do_not_reach_the_terminal(root: Written, ucm: Run, ucm_json: Json) -> None:

@@ -9,10 +9,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ucm.cli.roots import FORMAT, MANIFEST, Root
+from ucm.cli.show import short
 from ucm.store.record import DTYPES, Part, Shape
 
-#: Keys of an identity that are told in words, where they are short.
-_WORDS = ("architecture", "dtype", "kv_dtype", "attention_backend", "kv_layout", "block_tokens", "world_size")
+#: Keys of an identity that are told in words.
+_WORDS = (
+    "architecture",
+    "dtype",
+    "kv_dtype",
+    "attention_backend",
+    "kv_layout",
+    "position",
+    "block_tokens",
+    "world_size",
+    "weights",
+)
+#: Most characters of a value in words.
+_SHORT = 100
 
 
 @dataclass
@@ -28,16 +41,38 @@ class Manifest:
     def words(self) -> list[tuple[str, str]]:
         """The identity in words: labels first, then what tells models apart, and the shape of a block's parts."""
         rows = [(str(name), str(value)) for name, value in self.labels.items()]
-        rows += [(key, str(self.identity[key])) for key in _WORDS if self.identity.get(key) not in (None, "")]
-        weights = self.identity.get("weights")
-        if isinstance(weights, str) and weights:
-            rows.append(("weights", weights if len(weights) <= 40 else f"{weights[:24]}..."))
+        rows += [(key, say(self.identity.get(key))) for key in _WORDS]
+        groups = self.identity.get("kv_groups")
+        rows += [(f"kv group {at}", _group(one)) for at, one in enumerate(groups if isinstance(groups, list) else ())]
         for key in ("tensor_parallel", "pipeline_parallel", "decode_context_parallel"):
             value = self.identity.get(key)
             parallel = value.get("size") if isinstance(value, dict) else value
             if isinstance(parallel, int) and parallel > 1:
                 rows.append((key, str(parallel)))
-        return rows
+        return [(name, short(value, _SHORT)) for name, value in rows if value]
+
+
+def say(value: Any) -> str:
+    """A value of an identity in words; empty for what says nothing."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {text}" for key, inner in value.items() if (text := say(inner)))
+    if isinstance(value, list):
+        return ", ".join(dict.fromkeys(text for inner in value if (text := say(inner))))
+    return "" if value is None else str(value)
+
+
+def _group(group: Any) -> str:
+    """A KV cache group in words: layers, heads and their size, kind."""
+    if not isinstance(group, dict):
+        return ""
+    layers = group.get("layers")
+    found = group.get("spec")
+    spec: dict[str, Any] = found if isinstance(found, dict) else {}
+    words = [f"{len(layers)} layers" if isinstance(layers, list) else ""]
+    for key, text in (("num_kv_heads", "heads {}"), ("head_size", "head size {}"), ("dtype", "{}")):
+        words.append(text.format(spec[key]) if spec.get(key) is not None else "")
+    words.append(say(group.get("kind")))
+    return ", ".join(word for word in words if word)
 
 
 def part_name(part: Part) -> str:
