@@ -7,13 +7,17 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_roots import Written
 from click.testing import Result
+
+from ucm.cli import main
 
 Run = Callable[..., Result]
 COMMANDS = ("inspect", "verify", "gc")
@@ -120,6 +124,12 @@ def test_it_works_without_the_core_and_without_numpy(root: Written) -> None:
     assert document["reader"] == "plain Python (slow)"
     assert json.loads(python(code, "inspect", str(root.path), "--json"))["roots"][0]["records"] == 2
     assert json.loads(python(code, "gc", str(root.path), "--to", "0", "--json"))["planned"] == 2
+
+
+def test_the_installed_command_is_this_one() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"ucm": "ucm.cli:main"}
+    assert EntryPoint("ucm", project["scripts"]["ucm"], "console_scripts").load() is main
 
 
 def test_python_m_ucm_is_the_same() -> None:

@@ -136,6 +136,21 @@ def test_a_newer_version_is_good_news_and_left_alone(root: Written, ucm_json: Js
     assert root.tree() == before
 
 
+def test_a_root_that_may_only_be_read_is_judged_all_the_same(
+    root: Written, ucm_json: Json, later: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.fill("one", 2)
+    flip(4100)(root.records()[0])
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "mkdir", refused)
+    document = ucm_json("verify", root.path, "--quarantine")
+    assert (document["exit"], document["good"], document["bad"], document["quarantined"]) == (1, 1, 1, 0)
+    assert document["bad_records"][0]["action"] == f"left: {os.strerror(errno.EROFS)}"
+
+
 def test_the_quarantine_is_bounded(root: Written, ucm_json: Json, later: None, monkeypatch: pytest.MonkeyPatch) -> None:
     root.fill("one", 4)
     for path in root.records():

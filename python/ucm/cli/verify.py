@@ -25,8 +25,6 @@ from ucm.store.record import Reason
 
 #: Nanoseconds below which another host may still be writing what looks damaged.
 YOUNG_NS = 60 * 10**9
-#: A record that the manifest's sizes do not fit is whole; it may be the manifest that is wrong.
-_WHOLE = frozenset({Reason.FOREIGN_SHAPE, Reason.NEWER_VERSION})
 #: Bad records shown to people.
 _SHOWN = 20
 _DEFAULT_RATE = "256MiB"
@@ -171,16 +169,18 @@ class Scrub:
         now = show.wall_ns()
         # The time of use is cut to a minute, the writer's own is exact.
         written = verdict.header.time_ns if verdict.header else found.mtime_ns + YOUNG_NS
-        if verdict.reason in _WHOLE:
+        if verdict.reason == Reason.FOREIGN_SHAPE:
             return "left: whole, the manifest may be wrong"
         if now < written + YOUNG_NS:
             return "left: younger than 60 s, it may still be written"
         if not room.take(found.size):
             return "left: the quarantine is full"
         self.root.check()
-        moved = self.root.quarantine(
-            found, verdict.inode, f"{found.name.removesuffix('.bin')}.{verdict.reason}.{now // 10**9}.bin"
-        )
+        name = f"{found.name.removesuffix('.bin')}.{verdict.reason}.{now // 10**9}.bin"
+        try:
+            moved = self.root.quarantine(found, verdict.inode, name)
+        except OSError as error:  # a root that may only be read is judged all the same
+            return f"left: {error.strerror or error}"
         return "quarantined" if moved else "left: it was replaced or removed meanwhile"
 
     def _room(self) -> _Room:
