@@ -69,14 +69,16 @@ def test_damage_of_each_kind_is_found(name: str, root: Written, ucm: Run, ucm_js
     assert path.name in done.stdout
 
 
-def test_what_is_whole_but_belongs_elsewhere_is_found(root: Written, ucm_json: Json) -> None:
+def test_what_is_whole_but_belongs_elsewhere_is_found_and_left(root: Written, ucm_json: Json, later: None) -> None:
     root.fill("one", 3).fill("two", 1)
     one, other = root.records(root.namespace("one")), root.records(root.namespace("two"))
     shutil.copy(one[1], one[2])
     shutil.copy(other[0], one[0])
-    document = ucm_json("verify", root.path)
+    document = ucm_json("verify", root.path, "--quarantine")
     assert document["exit"] == 1
     assert document["reasons"] == {"foreign_id": 1, "foreign_identity": 1}
+    assert document["quarantined"] == 0
+    assert {bad["action"] for bad in document["bad_records"]} == {"left: it is not damaged, it belongs elsewhere"}
 
 
 def test_a_part_of_other_sizes_is_told_and_never_moved(root: Written, ucm_json: Json, later: None) -> None:

@@ -41,7 +41,9 @@ NAMESPACE = re.compile(r"[0-9a-f]{32}")
 PRIVATE = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.tmp")
 SPACE_DOCUMENT = re.compile(r"(collector|grants|writer)-[0-9a-f]{16}\.json")
 ROOT_PRIVATE = re.compile(r"\.[0-9a-f]{32}\.tmp")
-QUARANTINED = re.compile(rf"[0-9a-f]{{32}}\.(?:{'|'.join(Reason)})\.[0-9]{{1,20}}\.bin")
+#: Reasons that are damage, of which evidence is kept; what is whole but belongs elsewhere is not.
+DAMAGE = frozenset({Reason.WRONG_LENGTH, Reason.TRUNCATED, Reason.NOT_A_RECORD, Reason.BAD_HEADER, Reason.BAD_CHECKSUM})
+QUARANTINED = re.compile(rf"[0-9a-f]{{32}}\.(?:{'|'.join(sorted(DAMAGE))})\.[0-9]{{1,20}}\.bin")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 
 

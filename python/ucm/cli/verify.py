@@ -20,8 +20,7 @@ from ucm.cli import options, show
 from ucm.cli.checksum import fastest
 from ucm.cli.judging import Judge, Pace, Verdict
 from ucm.cli.options import Rate
-from ucm.cli.roots import QUARANTINE_BYTES, QUARANTINE_MOST, QUARANTINE_SHARE, Found, Root
-from ucm.store.record import Reason
+from ucm.cli.roots import DAMAGE, QUARANTINE_BYTES, QUARANTINE_MOST, QUARANTINE_SHARE, Found, Root
 
 #: Nanoseconds below which another host may still be writing what looks damaged.
 YOUNG_NS = 60 * 10**9
@@ -48,7 +47,7 @@ _DEFAULT_RATE = "256MiB"
     help="Judge this share of the records, chosen at random.",
 )
 @click.option("--namespace", "wanted", multiple=True, help="Only this namespace (how its name begins); repeatable.")
-@click.option("--quarantine", is_flag=True, help="Move bad records to <namespace>/quarantine/.")
+@click.option("--quarantine", is_flag=True, help="Move damaged records to <namespace>/quarantine/.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
 def verify(
@@ -169,8 +168,8 @@ class Scrub:
         now = show.wall_ns()
         # The time of use is cut to a minute, the writer's own is exact.
         written = verdict.header.time_ns if verdict.header else found.mtime_ns + YOUNG_NS
-        if verdict.reason == Reason.FOREIGN_SHAPE:
-            return "left: whole, the manifest may be wrong"
+        if verdict.reason not in DAMAGE:
+            return "left: it is not damaged, it belongs elsewhere"
         if now < written + YOUNG_NS:
             return "left: younger than 60 s, it may still be written"
         if not room.take(found.size):
