@@ -5,8 +5,9 @@ from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Buffer
 
-__all__ = ["BlockHasher", "PosixStore", "Task", "__version__", "part_mask", "record_ids"]
+__all__ = ["BlockHasher", "PosixStore", "Task", "__version__", "crc32c", "part_mask", "record_ids"]
 
 __version__: str
 
@@ -36,6 +37,9 @@ class BlockHasher:
     @property
     def hash_method(self) -> str:
         """The hash function's name."""
+
+def crc32c(data: Buffer) -> int:
+    """CRC-32C of ``bytes`` or a view of them that lies in one piece."""
 
 def part_mask(group: int, pipeline_rank: int, tensor_rank: int) -> bytes:
     """The mask that turns a block key into the record id of one part, and back."""

@@ -14,6 +14,8 @@ use pyo3::prelude::*;
 #[pymodule(gil_used = true)]
 mod _core {
     #[pymodule_export]
+    use super::convert::crc32c;
+    #[pymodule_export]
     use super::hasher::{BlockHasher, part_mask, record_ids};
     #[pymodule_export]
     use super::store::PosixStore;

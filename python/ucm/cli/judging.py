@@ -125,14 +125,14 @@ class Judge:
             data, about = self.reader.read(found, FIRST)
             inode = about.st_ino
             # A file that was swapped for a huge one is not read further than its header says.
-            header = parse_header(data, self._checksum.of_each)
+            header = parse_header(data, self._checksum.of)
             if about.st_size > len(data):
                 data, about = self.reader.read(found, header.record_len + PAGE)
                 inode = about.st_ino
             expect = Expect(
                 bytes.fromhex(found.name[:32]), bytes.fromhex(found.namespace), shape=manifest.shapes.get(header.part)
             )
-            return Verdict("good", header=verify(data, expect, self._checksum.of_each), inode=inode)
+            return Verdict("good", header=verify(data, expect, self._checksum.of), inode=inode)
         except (FileNotFoundError, NotADirectoryError):
             return Verdict("removed")
         except OSError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -28,8 +28,8 @@ _SIDE_TABLE, _SIDE_ENTRY = 256, 40
 _SHARD_TABLE, _SHARD_ENTRY = 576, 24
 _CRC_LEN = 4
 
-#: Computes the CRC-32C of each of several stretches.
-Crcs = Callable[[Sequence[memoryview]], list[int]]
+#: Computes the CRC-32C of bytes.
+Crc = Callable[[bytes | memoryview], int]
 
 #: Codes of the element types.
 DTYPES = ("other", "f16", "bf16", "f32", "fp8_e4m3", "fp8_e5m2", "int8", "opaque")
@@ -196,21 +196,16 @@ def crc32c(data: bytes | memoryview) -> int:
     return crc ^ 0xFFFFFFFF
 
 
-def crc32c_each(stretches: Sequence[memoryview]) -> list[int]:
-    """CRC-32C of each stretch."""
-    return [crc32c(stretch) for stretch in stretches]
-
-
-def parse_header(data: bytes, crcs: Crcs = crc32c_each) -> Header:
+def parse_header(data: bytes, crc: Crc = crc32c) -> Header:
     """The header at the start of ``data``; raises :class:`Refused` when there is none that can be believed."""
-    header_len = _check_preamble(data, crcs)
+    header_len = _check_preamble(data, crc)
     most = _round_up(_SHARD_TABLE + _SHARD_ENTRY * MAX_LAYERS + _CRC_LEN, PAGE)
     if header_len == 0 or header_len % PAGE or header_len > most:
         raise Refused(Reason.BAD_HEADER, f"a header of {header_len} bytes")
     if len(data) < header_len:
         raise Refused(Reason.TRUNCATED, f"{len(data)} bytes of a header of {header_len}")
     end = header_len - _CRC_LEN
-    _check(crcs, data, [("header", 0, end, _u32(data, end))], Reason.BAD_HEADER)
+    _check_crc(crc, data, 0, end, _u32(data, end), Reason.BAD_HEADER, "header")
     flags, codec = _u32(data, 64), _u32(data, 136)
     if flags or codec:
         raise Refused(Reason.NEWER_VERSION, f"flags {flags:#x} and codec {codec}, known are 0 and 0")
@@ -245,9 +240,9 @@ def parse_header(data: bytes, crcs: Crcs = crc32c_each) -> Header:
     return header
 
 
-def verify(data: bytes, expect: Expect | None = None, crcs: Crcs = crc32c_each) -> Header:
+def verify(data: bytes, expect: Expect | None = None, crc: Crc = crc32c) -> Header:
     """Judges a record read whole, or up to the end of its payload; raises :class:`Refused` with the reason."""
-    header, expect = parse_header(data, crcs), expect or Expect()
+    header, expect = parse_header(data, crc), expect or Expect()
     if expect.namespace is not None and header.namespace[: len(expect.namespace)] != expect.namespace:
         raise Refused(Reason.FOREIGN_IDENTITY, f"identity {header.namespace.hex()}")
     if expect.part is not None and header.part != expect.part:
@@ -260,8 +255,9 @@ def verify(data: bytes, expect: Expect | None = None, crcs: Crcs = crc32c_each) 
         raise Refused(Reason.WRONG_LENGTH, f"{len(data)} bytes, the header says {header.record_len}")
     if len(data) not in (header.record_len, header.kv_len):
         raise Refused(Reason.TRUNCATED, f"{len(data)} bytes, the header says {header.record_len}")
-    there = [stretch for stretch in _stretches(header) if stretch[2] <= len(data)]
-    _check(crcs, data, there, Reason.BAD_CHECKSUM)
+    for what, start, end, written in _stretches(header):
+        if end <= len(data):
+            _check_crc(crc, data, start, end, written, Reason.BAD_CHECKSUM, what)
     return header
 
 
@@ -288,7 +284,7 @@ def _stretches(header: Header) -> Iterator[tuple[str, int, int, int]]:
         yield f"side shard {side.name}", side.offset, side.offset + _round_up(side.length, PAGE), side.crc
 
 
-def _check_preamble(data: bytes, crcs: Crcs) -> int:
+def _check_preamble(data: bytes, crc: Crc) -> int:
     """Length of the header, if the first 64 bytes are those of a record of this version."""
     if data[:4] != MAGIC[: len(data)]:
         raise Refused(Reason.NOT_A_RECORD, f"magic {data[:4]!r}")
@@ -298,7 +294,7 @@ def _check_preamble(data: bytes, crcs: Crcs) -> int:
         raise Refused(Reason.SEED_FORM, "a block file of the seed, which has no checksum and no identity")
     if data[36:40] != MARK:
         raise Refused(Reason.BAD_HEADER, f"mark {data[36:40]!r}")
-    _check(crcs, data, [("preamble", 0, 60, _u32(data, 60))], Reason.BAD_HEADER)
+    _check_crc(crc, data, 0, 60, _u32(data, 60), Reason.BAD_HEADER, "preamble")
     version = _u32(data, 4)
     if version == 0:
         raise Refused(Reason.BAD_HEADER, "version 0")
@@ -331,13 +327,10 @@ def _side(data: bytes, at: int) -> Side:
         raise Refused(Reason.BAD_HEADER, f"a side shard named {name!r}") from None
 
 
-def _check(crcs: Crcs, data: bytes, stretches: Sequence[tuple[str, int, int, int]], reason: Reason) -> None:
-    """Refuses the first stretch (name, start, end, checksum written) whose bytes have another checksum."""
-    view = memoryview(data)
-    computed = crcs([view[start:end] for _, start, end, _ in stretches])
-    for (what, _, _, written), found in zip(stretches, computed, strict=True):
-        if found != written:
-            raise Refused(reason, f"{what}: CRC-32C {found:08x}, written was {written:08x}")
+def _check_crc(crc: Crc, data: bytes, start: int, end: int, written: int, reason: Reason, what: str) -> None:
+    found = crc(memoryview(data)[start:end])
+    if found != written:
+        raise Refused(reason, f"{what}: CRC-32C {found:08x}, written was {written:08x}")
 
 
 def _round_up(number: int, to: int) -> int:
