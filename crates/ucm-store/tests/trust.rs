@@ -174,6 +174,9 @@ fn identities_and_parts_do_not_meet_in_one_root() {
     );
     assert_eq!(lookups.engine.lookup(&ids(3)).unwrap(), [true, true, false]);
     assert_eq!(lookups.engine.lookup_on_prefix(&ids(3)).unwrap(), 2);
+    let absent = (2, Some(MissReason::Absent));
+    assert_eq!(lookups.engine.explain_on_prefix(&ids(3)).unwrap(), absent);
+    assert_eq!(lookups.engine.explain_on_prefix(&ids(2)).unwrap(), (2, None));
     assert_eq!(
         lookups.engine.dump(target.rows(&ids(1))).err().unwrap().kind(),
         ErrorKind::Unsupported
