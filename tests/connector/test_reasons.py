@@ -219,6 +219,9 @@ def test_a_hit_that_vllm_does_not_take() -> None:
     assert rig.half.matched(request, 0) == (4 * BLOCK, True)
     rig.half.admitted(request, rig.tables.allocate(request, 6), 0)
     assert balance(rig) == {"not_taken": 4, "absent": 1}
+    unasked = rig.request("b", 2 * BLOCK, seed=1)
+    rig.half.admitted(unasked, rig.tables.allocate(unasked, 2), 0)
+    assert balance(rig) == {"not_taken": 6, "absent": 1}
 
 
 def test_an_answer_that_fails_inside_is_counted() -> None:

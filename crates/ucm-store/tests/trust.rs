@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Device, Setup, Store, directory, eventually, id, ids};
-use ucm_core::{BlockId, ErrorKind, Part, crc32c};
+use ucm_core::{BlockId, ErrorKind, MissReason, Part, crc32c};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::health::BreakerConfig;

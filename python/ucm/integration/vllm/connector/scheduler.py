@@ -116,6 +116,7 @@ class SchedulerHalf:
         tracked.reason = MissReason.INTERNAL  # unless this gets to its end
         if not self._open():
             if self.gate.worth_waiting():
+                tracked.reason = MissReason.NOT_TAKEN
                 return None, False
             tracked.reason = self.gate.reason
             return 0, False
@@ -126,6 +127,7 @@ class SchedulerHalf:
             self._start_lookup(tracked)
         assert tracked.lookup is not None  # just started
         if not tracked.lookup.settled(self._allowance):
+            tracked.reason = MissReason.NOT_TAKEN
             return None, False
         tracked.adopt(self._presence)
         tokens = tracked.claimable(self._presence, self._block_tokens) * self._block_tokens - computed

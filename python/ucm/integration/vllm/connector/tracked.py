@@ -52,7 +52,9 @@ class Tracked:
         self.loading = range(0)  # ordinals of a load, between its admission and the last rank's word about it
         self.failures: dict[int, MissReason] = {}  # ordinal -> why this load did not bring the block
         self.asked = False  # its blocks were counted since it was new or preempted
-        self.reason: MissReason | None = None  # why it was not looked up, where that holds for all its blocks
+        #: Why all its blocks were missed, None where that is for its lookup to say. Admitted unasked: another connector
+        #: was first.
+        self.reason: MissReason | None = MissReason.NOT_TAKEN
         self.tally = Tally()
         self.preemptions = request.num_preemptions
         self.touched_at = NEVER  # when the store was last told that its blocks are in use
@@ -61,7 +63,7 @@ class Tracked:
         """Preempted: its blocks are gone, it will be asked for again, perhaps with output tokens."""
         self.preemptions = self.request.num_preemptions
         self.lookup = None
-        self.asked = False
+        self.asked, self.reason = False, MissReason.NOT_TAKEN
         self.cursor = 0
         self.touched_at = NEVER
 
