@@ -117,7 +117,7 @@ class Tracked:
         self.cursor = min(self.cursor, ordinal)
 
     def failed_because(self, first: int, reasons: Iterable[MissReason]) -> None:
-        """Why a rank's load did not bring the blocks from ``first`` on. A block's own fault counts before the load's."""
+        """Why a rank's load did not bring the blocks from ``first`` on. A block's own fault goes first."""
         self.failures.setdefault(first, MissReason.LOAD_FAILED)
         for ordinal, reason in enumerate(reasons, first):
             if self.failures.get(ordinal, MissReason.LOAD_FAILED) == MissReason.LOAD_FAILED:
