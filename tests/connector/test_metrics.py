@@ -13,6 +13,8 @@ pytest.importorskip("vllm")
 import msgspec
 from parts import BLOCK, Rig
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.v1.outputs import KVConnectorOutput
 
 from ucm.integration.vllm.connector import UCMConnector, UCMDirectConnector
@@ -85,6 +87,28 @@ def test_ranks_and_halves_add_up_on_vllms_own_way() -> None:
     assert line == "ucm asked=5, ucm loaded_bytes=30, ucm published_bytes=2, ucm missed timeout=1"
     rebuilt.reset()
     assert rebuilt.is_empty()
+
+
+def test_vllm_logs_and_exports_them() -> None:
+    """Through vLLM's own classes, which find the connector by its name."""
+    transfer = KVTransferConfig(
+        kv_connector="UCMDirectConnector",
+        kv_connector_module_path="ucm.integration.vllm.connector",
+        kv_role="kv_both",
+    )
+    said: list[str] = []
+    logging = KVConnectorLogging(transfer)
+    for data in ({"asked": 3, "missed.absent": 3}, {"asked": 1, "loaded": 1}):
+        logging.observe(data)
+    logging.log(lambda text, *args: said.append(text % args))
+    logging.log(lambda text, *args: said.append(text % args))  # nothing since
+    assert said == ["KV Transfer metrics: ucm asked=4, ucm loaded=1, ucm missed absent=3"]
+    config: Any = SimpleNamespace(kv_transfer_config=transfer)
+    exported = KVConnectorProm(config, ["model_name", "engine"], {0: ["small", "0"]})
+    labels = {"model_name": "small", "engine": "0"}
+    before = sample("ucm_loaded_blocks_total", **labels)
+    exported.observe({"asked": 1, "loaded": 1}, 0)
+    assert sample("ucm_loaded_blocks_total", **labels) == before + 1
 
 
 def test_prometheus_has_every_reason_from_the_start_and_counts_per_engine() -> None:
