@@ -118,6 +118,7 @@ def one_step(half: SchedulerHalf, output: SchedulerOutput, answer: KVConnectorOu
     plan = half.plan(output)
     half.worker_output(answer)
     half.wants_steps  # noqa: B018 - vLLM asks once per step
+    half.account.take()
     return plan
 
 

@@ -71,6 +71,9 @@ class PosixStore:
     def lookup_on_prefix(self, block_ids: Sequence[bytes]) -> int:
         """How many ids from the first on are stored without a gap."""
 
+    def explain_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[int, str | None]:
+        """The same, and the reason why the next id is no hit; None if every id is one."""
+
     def load(
         self,
         block_ids: Sequence[bytes],

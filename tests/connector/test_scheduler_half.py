@@ -63,7 +63,7 @@ def test_a_late_lookup_is_a_miss_for_good() -> None:
     rig.later.run()
     assert rig.half.matched(request, 0) == (0, False)
     rig.half.admitted(request, rig.tables.allocate(request, 3), 0)
-    assert rig.half.misses == {"lookup_late": 1}
+    assert rig.half.account.total.missed == {"lookup_late": 3}
 
 
 def test_a_failing_lookup_is_a_miss() -> None:
@@ -90,7 +90,7 @@ def test_short_hits_are_declined() -> None:
     rig.later.run()
     assert rig.half.matched(request, 0) == (0, False)
     rig.half.admitted(request, rig.tables.allocate(request, 5), 0)
-    assert rig.half.misses == {"too_short": 1}
+    assert rig.half.account.total.missed == {"too_short": 2, "absent": 3}
 
 
 def test_after_a_failed_load_nothing_at_or_past_the_block_is_claimed_and_it_is_written_again() -> None:
@@ -303,7 +303,7 @@ def test_until_the_weights_are_known_requests_miss_and_are_offered_afterwards() 
     request = rig.request("a", 2 * BLOCK + 1)
     assert rig.half.matched(request, 0) == (0, False)
     rig.half.admitted(request, rig.tables.allocate(request, 8), 0)
-    assert rig.half.misses == {"identity_pending": 1}
+    assert rig.half.account.total.missed == {"identity_pending": 2}
     assert blocks_of(rig.step(request)) == []
     assert not rig.half.wants_steps  # hashing takes as long as it takes
     rig.identity = '{"weights":"now"}'

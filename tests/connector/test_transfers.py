@@ -14,7 +14,18 @@ pytest.importorskip("vllm")
 
 from parts import BLOCK, Clock  # noqa: E402
 
-from ucm.errors import BusyError, ClosedError, ConfigError, CorruptError, DeadlineError, TaskError  # noqa: E402
+from ucm.errors import (  # noqa: E402
+    BusyError,
+    ClosedError,
+    ConfigError,
+    CorruptError,
+    DeadlineError,
+    ForeignError,
+    NotFoundError,
+    StoreIOError,
+    TaskError,
+    UcmError,
+)
 from ucm.integration.vllm.connector.metadata import (  # noqa: E402
     Dump,
     Load,
@@ -183,6 +194,7 @@ def test_failed_rows_and_all_behind_them_are_bad_and_reported_with_the_request()
     assert report is not None
     (failure,) = report.ranks[0].load_failures
     assert (failure.request, failure.first, split_keys(failure.refused)) == ("r", 8, KEYS[1:3])
+    assert failure.reasons == ("bad_checksum", "bad_checksum")
     assert worker.step() == (set(), set(), None)
 
 
@@ -214,6 +226,61 @@ def test_a_late_load_says_nothing_about_the_record() -> None:
     report = worker.step()[2]
     assert report is not None
     assert report.ranks[0].load_failures[0].refused == b""
+    assert report.ranks[0].load_failures[0].reasons == ("timeout",)
+
+
+def test_every_block_from_the_first_failed_one_on_has_a_reason() -> None:
+    worker = Worker()
+    store = worker.open()
+    worker.step(loads=[load("r", [2, 3, 4, 5])])
+    failures: dict[int, UcmError] = {
+        1: ForeignError("another's", context={"reason": "foreign_id"}),
+        2: BusyError("given up", context={"reason": "load_failed"}),
+    }
+    store.tasks[-1].error = TaskError("scripted", failures=failures)
+    store.end("staged", "published")
+    report = worker.step()[2]
+    assert report is not None
+    (failure,) = report.ranks[0].load_failures
+    assert (failure.first, failure.reasons) == (1, ("foreign_id", "load_failed", "load_failed"))
+    assert worker.half.loads.blocks == 2  # the first and the last of four
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (NotFoundError("gone"), "absent"),
+        (ClosedError("closed"), "unhealthy"),
+        (StoreIOError("broken"), "io_error"),
+        (OSError("broken"), "io_error"),
+        (ForeignError("another's"), "foreign_identity"),
+        (CorruptError("known", context={"reason": "refused"}), "refused"),
+        (ValueError("a bug of the store"), "internal"),
+    ],
+)
+def test_a_load_that_is_refused_at_once_says_why(error: Exception, reason: str) -> None:
+    worker = Worker()
+    worker.open().refusal = error
+    report = worker.step(loads=[load("r", [3, 4])])[2]
+    assert report is not None
+    assert report.ranks[0].load_failures[0].reasons == (reason, reason)
+
+
+def test_bytes_of_this_rank_are_told_once() -> None:
+    worker = Worker()
+    store = worker.open()
+    worker.step(dumps=[dump(1, [1, 2])])
+    assert worker.half.take_bytes() is None
+    store.end("staged", "published")
+    worker.step()
+    size = 2 * TOKENS * SIZE * 4
+    assert worker.half.take_bytes() == {"loaded_bytes": 0, "published_bytes": 2 * size}
+    worker.step(loads=[load("r", [5])])
+    store.end("staged", "published")
+    worker.step()
+    assert worker.half.take_bytes() == {"loaded_bytes": size, "published_bytes": 0}
+    assert worker.half.take_bytes() is None
+    assert worker.half.stats()["rank"] == 0
 
 
 def test_before_the_store_is_open_loads_fail_and_dumps_are_refused() -> None:
@@ -221,6 +288,7 @@ def test_before_the_store_is_open_loads_fail_and_dumps_are_refused() -> None:
     ended, bad, report = worker.step(loads=[load("r", [3])], dumps=[dump(1, [1, 2])])
     assert (ended, bad) == ({"r"}, {3})
     assert report is not None
+    assert report.ranks[0].load_failures[0].reasons == ("unhealthy",)
     (result,) = report.ranks[0].done
     assert (result.job, result.failed, result.busy) == (1, (0, 1), True)
 

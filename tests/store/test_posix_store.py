@@ -26,6 +26,7 @@ from ucm.errors import (
     TaskError,
     UnsupportedError,
 )
+from ucm.reasons import MissReason, reason_of
 from ucm.store import BlockHasher, UcmConnectorFactoryV1
 from ucm.store.posix import UcmPosixStore
 from ucm.store.record import Part, verify_file
@@ -110,6 +111,8 @@ def test_what_was_dumped_is_loaded_byte_for_byte(store: UcmPosixStore) -> None:
     store.wait(store.dump_data(names, [0] * 5, source.rows(*range(5))))
     assert store.lookup(names) == [True] * 5
     assert store.lookup_on_prefix([*names, b"x" * 16, names[0]]) == 4
+    assert store.explain_on_prefix([*names, b"x" * 16, names[0]]) == (4, "absent")
+    assert store.explain_on_prefix([]) == (-1, "absent")
     assert store.lookup([names[0], b"x" * 16, names[2]]) == [True, False, True], "exact per id"
     store.wait(store.load_data(names, [0] * 5, target.rows(*range(5))))
     assert all(source.equals(target, block) for block in range(5))
@@ -198,6 +201,11 @@ def test_a_damaged_record_is_refused_and_the_next_dump_replaces_it(store: UcmPos
     assert caught.value.failures[0].context["reason"] == "bad_checksum"
     assert target.equals(Memory(1, fill=3), 0), "no byte of it reached the device"
     assert store.lookup(names) == [False]
+    assert store.explain_on_prefix(names) == (-1, "refused")
+    with pytest.raises(TaskError) as caught:
+        store.wait(store.load_data([*ids(2)[1:], *names], [0, 0], Memory(2).rows(0, 1)))
+    reasons = {row: reason_of(error) for row, error in caught.value.failures.items()}
+    assert reasons == {0: MissReason.LOAD_FAILED, 1: MissReason.REFUSED}
     store.wait(store.dump_data(names, [0], source.rows(0)))
     store.wait(store.load_data(names, [0], target.rows(0)))
     assert source.equals(target, 0)

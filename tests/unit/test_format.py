@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ucm.reasons import MissReason
 from ucm.store import BlockHasher, part_mask, record, record_ids
 from ucm.store.record import Expect, Part, Reason, Refused, Shape
 
@@ -340,6 +341,7 @@ def test_docs_and_readers_know_the_same_reasons() -> None:
     docs = re.findall(r"^\| `(\w+)` \|", (REPOSITORY / "docs" / "format.md").read_text(), flags=re.MULTILINE)
     assert docs == core
     assert {str(reason) for reason in Reason} <= set(core)
+    assert [str(reason) for reason in MissReason] == core
 
 
 def test_docs_name_the_identity_keys_in_order() -> None:

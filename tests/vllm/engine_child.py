@@ -97,14 +97,18 @@ class Child:
         return bool(await self.engine.reset_prefix_cache())
 
     async def metrics(self) -> dict[str, float]:
-        """Sum of every counter and gauge of the Prometheus registry, over its labels."""
+        """Sum of every counter and gauge of the Prometheus registry, over its labels, and of each ``name:reason``."""
         from prometheus_client import REGISTRY
 
         sums: dict[str, float] = {}
         for family in REGISTRY.collect():
             for sample in family.samples:
                 if not sample.name.endswith(("_bucket", "_created")):
-                    sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+                    names = [sample.name]
+                    if "reason" in sample.labels:
+                        names.append(f"{sample.name}:{sample.labels['reason']}")
+                    for name in names:
+                        sums[name] = sums.get(name, 0.0) + sample.value
         return sums
 
     async def utility(self, method: str, args: tuple[Any, ...]) -> Any:

@@ -135,7 +135,7 @@ class Engine:
         wait_until(lambda: self._call("reset"), "the prefix cache can be reset (some block is still held)")
 
     def metrics(self) -> dict[str, float]:
-        """Prometheus counters and gauges by name, summed over labels."""
+        """Prometheus counters and gauges by name, summed over labels; ``name:reason`` for those that have reasons."""
         return dict(self._call("metrics"))
 
     def rpc(self, method: str, *args: Any) -> list[Any]:

@@ -219,6 +219,11 @@ def test_lookup_that_does_not_answer(warm: Engine, cold: Life, reference: dict[s
     assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])
 
 
+def missed(engine: Engine, reason: str) -> float:
+    """Blocks missed for a reason, as vLLM's Prometheus registry has it."""
+    return engine.metrics()[f"ucm_missed_blocks_total:{reason}"]
+
+
 def test_damaged_block(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
     """A block that is short (any store) or has a flipped byte (a store with checksums) is computed again."""
     block = chain_of(warm, cold.disk, STORED["middle"])[4]
@@ -230,9 +235,16 @@ def test_damaged_block(warm: Engine, cold: Life, reference: dict[str, Result]) -
         place = len(whole) // 2
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     since = len(cold.disk.faults.events("load"))
+    reason = "io_error" if store_under_test() == "plain" else "bad_checksum"
+    before, behind = missed(warm, reason), missed(warm, "load_failed")
     answer = warm.generate(STORED["middle"].ask())[0]
     assert_same(answer, reference["middle"])
     assert asked_for(cold.disk, block, since) == 1, "the damaged block was not claimed, or claimed again"
+    wait_until(lambda: missed(warm, "load_failed") > behind, "the misses are in vLLM's metrics")
+    assert missed(warm, reason) == before + 1, "the reason is counted once"
+    metrics = warm.metrics()
+    given = sum(metrics[f"ucm_{name}_blocks_total"] for name in ("loaded", "missed"))
+    assert metrics["ucm_asked_blocks_total"] == given, "every block asked for is accounted for"
     if store_under_test() == "plain":
         path.write_bytes(whole)  # this store believes in lengths of its own and in nothing else
     assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])

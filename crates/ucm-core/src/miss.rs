@@ -40,7 +40,7 @@ pub enum MissReason {
     Unhealthy,
     /// Another rank does not have it.
     OtherRank,
-    /// The identity (weights) is not known yet.
+    /// The identity (weights), or the content of the request's adapter, is not known yet.
     IdentityPending,
     /// The identity cannot be known; the cache is off.
     IdentityUnknown,
@@ -48,15 +48,28 @@ pub enum MissReason {
     TooShort,
     /// The lookup did not answer in time.
     LookupLate,
-    /// A load failed earlier in this request; nothing at or past that block is claimed again.
+    /// Another block of the same load failed, or a load failed earlier in this request: nothing at or past that block
+    /// is used or claimed again.
     LoadFailed,
     /// The cache is switched off.
     Disabled,
+    /// Stored, but it holds the last token of the request, which is always computed.
+    LastToken,
+    /// The request has no block keys: an adapter or an item of it has no known content.
+    Unkeyable,
+    /// This model, engine or request is of a kind that is left alone.
+    Unsupported,
+    /// Offered to the engine, which did not take it.
+    NotTaken,
+    /// The request ended before its blocks were asked for or had arrived.
+    Aborted,
+    /// Code of ucm or of a store broke a promise; the log has the details.
+    Internal,
 }
 
 impl MissReason {
     /// Every reason, in order.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 30] = [
         Self::Absent,
         Self::WrongLength,
         Self::Truncated,
@@ -81,6 +94,12 @@ impl MissReason {
         Self::LookupLate,
         Self::LoadFailed,
         Self::Disabled,
+        Self::LastToken,
+        Self::Unkeyable,
+        Self::Unsupported,
+        Self::NotTaken,
+        Self::Aborted,
+        Self::Internal,
     ];
 
     /// Name in metrics, logs and Python.
@@ -110,6 +129,12 @@ impl MissReason {
             Self::LookupLate => "lookup_late",
             Self::LoadFailed => "load_failed",
             Self::Disabled => "disabled",
+            Self::LastToken => "last_token",
+            Self::Unkeyable => "unkeyable",
+            Self::Unsupported => "unsupported",
+            Self::NotTaken => "not_taken",
+            Self::Aborted => "aborted",
+            Self::Internal => "internal",
         }
     }
 

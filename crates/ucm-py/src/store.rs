@@ -10,7 +10,7 @@ use std::time::Duration;
 use numpy::{PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use ucm_core::{BlockId, DType, Error, ErrorKind, Geometry, Identity, Part};
+use ucm_core::{BlockId, DType, Error, ErrorKind, Geometry, Identity, MissReason, Part};
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::SystemClock;
 use ucm_io::{PsyncEngine, PsyncOptions};
@@ -164,6 +164,17 @@ impl PosixStore {
         let ids = ids(block_ids)?;
         let run = py.detach(|| self.0.lookup_on_prefix(&ids));
         to_py(py, run)
+    }
+
+    /// The same, and the reason why the next id is no hit; `None` if every id is one.
+    fn explain_on_prefix(
+        &self,
+        py: Python<'_>,
+        block_ids: &Bound<'_, PyAny>,
+    ) -> PyResult<(usize, Option<&'static str>)> {
+        let ids = ids(block_ids)?;
+        let explained = py.detach(|| self.0.explain_on_prefix(&ids));
+        to_py(py, explained).map(|(run, reason)| (run, reason.map(MissReason::name)))
     }
 
     /// Starts a load; `timeout` in seconds, the configured deadline if `None`.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Device, Setup, Store, directory, eventually, id, ids};
-use ucm_core::ErrorKind;
+use ucm_core::{ErrorKind, MissReason};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Deadlines, Until};
@@ -37,8 +37,12 @@ fn one_lookup_of_many_pieces_is_one_failure() {
     assert_eq!(store.engine.lookup(&ids(250)).unwrap(), [false; 250]);
     assert_eq!((store.stat("breaker_opened"), store.missed("io_error")), (0, 250));
     assert_eq!(store.missed("absent"), 0, "nobody said that");
-    assert_eq!(store.engine.lookup_on_prefix(&ids(250)).unwrap(), 0);
+    let io_error = (0, Some(MissReason::IoError));
+    assert_eq!(store.engine.explain_on_prefix(&ids(250)).unwrap(), io_error);
     assert_eq!(store.stat("breaker_opened"), 1);
+    let unhealthy = (0, Some(MissReason::Unhealthy));
+    assert_eq!(store.engine.explain_on_prefix(&ids(250)).unwrap(), unhealthy);
+    assert_eq!(store.engine.explain_on_prefix(&[]).unwrap(), (0, None));
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Device, Setup, Store, directory, eventually, id, ids};
-use ucm_core::{BlockId, ErrorKind, Part, crc32c};
+use ucm_core::{BlockId, ErrorKind, MissReason, Part, crc32c};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::health::BreakerConfig;
@@ -174,6 +174,9 @@ fn identities_and_parts_do_not_meet_in_one_root() {
     );
     assert_eq!(lookups.engine.lookup(&ids(3)).unwrap(), [true, true, false]);
     assert_eq!(lookups.engine.lookup_on_prefix(&ids(3)).unwrap(), 2);
+    let absent = (2, Some(MissReason::Absent));
+    assert_eq!(lookups.engine.explain_on_prefix(&ids(3)).unwrap(), absent);
+    assert_eq!(lookups.engine.explain_on_prefix(&ids(2)).unwrap(), (2, None));
     assert_eq!(
         lookups.engine.dump(target.rows(&ids(1))).err().unwrap().kind(),
         ErrorKind::Unsupported

@@ -103,6 +103,13 @@ class UcmKVStoreBaseV1(ABC):
             window = min(window * 2, 4096)
         return done - 1
 
+    def explain_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[int, str]:
+        """The same, and why the next block is no hit: a name of :class:`ucm.reasons.MissReason`.
+
+        Overridden by stores that know more than that a block is absent.
+        """
+        return self.lookup_on_prefix(block_ids), "absent"
+
     def prefetch(self, block_ids: Sequence[bytes]) -> None:
         """A hint that these blocks will be asked for; may be ignored."""
 

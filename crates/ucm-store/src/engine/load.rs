@@ -113,7 +113,8 @@ impl Core {
         {
             self.stats.misses.add(MissReason::Refused, 1);
             let known = "this record was refused before and not replaced yet";
-            return self.fail_block(task, index, Error::new(ErrorKind::Corrupt, known));
+            let refused = Error::new(ErrorKind::Corrupt, known).with("reason", MissReason::Refused.name());
+            return self.fail_block(task, index, refused);
         }
         if !self.enqueue(task) {
             let full = Error::new(ErrorKind::Busy, "too many blocks wait for a staging slot");
@@ -379,7 +380,11 @@ fn given_up(error: Error) -> Error {
         kind @ (ErrorKind::Timeout | ErrorKind::Closed | ErrorKind::Unhealthy) => kind,
         _ => ErrorKind::Busy,
     };
-    Error::new(kind, "given up, because another block of this load failed").caused_by(error)
+    let given_up = Error::new(kind, "given up, because another block of this load failed").caused_by(error);
+    match kind {
+        ErrorKind::Busy => given_up.with("reason", MissReason::LoadFailed.name()),
+        _ => given_up, // the kind says it
+    }
 }
 
 /// Whether the file is there for others but never for us (EPERM, EACCES, EISDIR, ELOOP): a fault of that record.

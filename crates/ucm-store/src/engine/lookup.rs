@@ -19,6 +19,9 @@ const SPREAD: usize = 4;
 /// What the pool may take to tell that the deadline passed.
 const GRACE: Duration = Duration::from_millis(5);
 
+/// Whether a block is a hit, or why not.
+type Answer = std::result::Result<(), MissReason>;
+
 impl Core {
     /// Which of these blocks are stored whole, as far as the lookup deadline lets us know; exact per id.
     pub fn lookup(self: &Arc<Self>, ids: &[BlockId]) -> Result<Vec<bool>> {
@@ -27,28 +30,36 @@ impl Core {
             return Ok(vec![false; ids.len()]);
         }
         let found = self.ask(ids, false, now.after(self.deadlines.lookup));
+        let found: Vec<bool> = found.into_iter().map(|answer| answer.is_ok()).collect();
         self.end(now, found.iter().filter(|&&present| present).count());
         Ok(found)
     }
 
     /// How many ids from the first on are stored without a gap. Every id counted was checked.
     pub fn lookup_on_prefix(self: &Arc<Self>, ids: &[BlockId]) -> Result<usize> {
+        Ok(self.explain_on_prefix(ids)?.0)
+    }
+
+    /// The same, and why the next id is no hit; `None` if every id is one.
+    pub fn explain_on_prefix(self: &Arc<Self>, ids: &[BlockId]) -> Result<(usize, Option<MissReason>)> {
         let (now, asked) = self.begin(ids)?;
+        if !asked {
+            return Ok((0, (!ids.is_empty()).then_some(MissReason::Unhealthy)));
+        }
         let deadline = now.after(self.deadlines.lookup); // one for all windows
-        let (mut known, mut window) = (0, CHUNK);
-        while asked && known < ids.len() {
+        let (mut known, mut window, mut reason) = (0, CHUNK, None);
+        while known < ids.len() {
             let end = ids.len().min(known + window);
             let found = self.ask(&ids[known..end], true, deadline);
-            known += found.iter().take_while(|&&present| present).count();
-            if known < end {
+            known += found.iter().take_while(|answer| answer.is_ok()).count();
+            reason = found.into_iter().find_map(std::result::Result::err);
+            if reason.is_some() {
                 break;
             }
             window = (window * 2).min(CHUNK_MAX * SPREAD);
         }
-        if asked {
-            self.end(now, known);
-        }
-        Ok(known)
+        self.end(now, known);
+        Ok((known, reason))
     }
 
     /// Checks and counts a call; false if there is nothing to ask or nobody to be asked.
@@ -77,7 +88,7 @@ impl Core {
     }
 
     /// Asks for ids, in order; what was not answered in time, or not asked after a missing one, is not there.
-    fn ask(&self, ids: &[BlockId], stop_at_missing: bool, deadline: Mono) -> Vec<bool> {
+    fn ask(&self, ids: &[BlockId], stop_at_missing: bool, deadline: Mono) -> Vec<Answer> {
         let chunk = ids.len().div_ceil(SPREAD).clamp(CHUNK, CHUNK_MAX);
         let waits: Vec<_> = ids
             .chunks(chunk)
@@ -109,7 +120,8 @@ impl Core {
                             .zip(&present)
                             .map(|(&id, &there)| self.judge(id, there)),
                     );
-                    found.resize(found.len() + ids.len().saturating_sub(present.len()), false);
+                    let unasked = ids.len().saturating_sub(present.len());
+                    found.resize(found.len() + unasked, Err(MissReason::Absent));
                 }
                 Err(error) => {
                     let reason = match reason_of(&error) {
@@ -117,7 +129,7 @@ impl Core {
                         reason => reason,
                     };
                     self.stats.misses.add(reason, ids.len() as u64);
-                    found.resize(found.len() + ids.len(), false);
+                    found.resize(found.len() + ids.len(), Err(reason));
                     failed.get_or_insert(error);
                 }
             }
@@ -131,13 +143,15 @@ impl Core {
     }
 
     /// Whether an id that was looked at is a hit here.
-    fn judge(&self, id: BlockId, there: bool) -> bool {
-        let refused = there && self.refused.contains(id);
-        if refused {
-            self.stats.misses.add(MissReason::Refused, 1);
-        } else if !there {
-            self.stats.misses.add(MissReason::Absent, 1);
-        }
-        there && !refused
+    fn judge(&self, id: BlockId, there: bool) -> Answer {
+        let reason = if !there {
+            MissReason::Absent
+        } else if self.refused.contains(id) {
+            MissReason::Refused
+        } else {
+            return Ok(());
+        };
+        self.stats.misses.add(reason, 1);
+        Err(reason)
     }
 }

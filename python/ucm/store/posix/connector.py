@@ -55,6 +55,11 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         self._drain_events()
         return last
 
+    def explain_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[int, str]:
+        run, reason = self._open().explain_on_prefix(block_ids)
+        self._drain_events()
+        return run - 1, reason or "absent"
+
     def load_data(
         self,
         block_ids: Sequence[bytes],

@@ -6,6 +6,7 @@ by the constructor, before the engine starts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +21,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ucm.config import load
+from ucm.integration.vllm.connector.account import Account
 from ucm.integration.vllm.connector.guard import harmless, logger
 from ucm.integration.vllm.connector.halves import scheduler_half, why_off, worker_half
 from ucm.integration.vllm.connector.metadata import StepPlan
+from ucm.integration.vllm.connector.metrics import UcmPromMetrics, UcmStats
 from ucm.integration.vllm.connector.scheduler import NOTHING, SchedulerHalf
 from ucm.integration.vllm.connector.worker import WorkerHalf
 from ucm.logger import init_logger
+from ucm.reasons import MissReason
 from ucm.store.factory_v1 import UcmConnectorFactoryV1
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -51,14 +61,19 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         UcmConnectorFactoryV1.resolve(config.ucm_connector_name, config.ucm_connector_module_path)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._off: MissReason | None = None
+        self._account: Account | None = None
         if off := why_off(config, vllm_config, kv_cache_config):
             if role == KVConnectorRole.SCHEDULER:
-                logger.warning("the cache is off: %s", off)
+                self._off, why = off
+                self._account = Account(vllm_config.cache_config.block_size, time.monotonic())
+                logger.warning("the cache is off: %s", why)
         elif role == KVConnectorRole.WORKER:
             self._worker = worker_half(config, vllm_config, kv_cache_config)
         else:
             self._recompute_failed_loads()
             self._scheduler = scheduler_half(config, vllm_config, kv_cache_config)
+            self._account = self._scheduler.account
             for line in config.describe():
                 logger.debug("configuration: %s", line)
 
@@ -105,6 +120,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         """A request arrived: its lookup begins."""
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
+        elif self._account is not None and self._off is not None:
+            self._account.left_alone(request.num_tokens, self._off)
 
     @harmless((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -207,6 +224,40 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._worker is None else self._worker.report()
 
     # Both ---------------------------------------------------------------------------------------------------
+
+    @harmless(None)
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What this half counted since vLLM's last question, None when nothing."""
+        if self._account is not None:
+            news = self._account.take()
+        else:
+            news = None if self._worker is None else self._worker.take_bytes()
+        return UcmStats(data=news) if news else None
+
+    @classmethod
+    @harmless(None)
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """What was counted, in the process that logs."""
+        return UcmStats(data=dict(data or {}))
+
+    @classmethod
+    @harmless(None)
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """The counters in vLLM's Prometheus registry."""
+        return UcmPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @harmless(dict)
+    def stats(self) -> dict[str, Any]:
+        """Counters of this half since it began; those of the store with the worker's."""
+        if self._scheduler is not None:
+            return dict(self._scheduler.stats())
+        return {} if self._worker is None else self._worker.stats()
 
     @harmless(None)
     def shutdown(self) -> None:

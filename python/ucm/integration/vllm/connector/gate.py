@@ -15,6 +15,7 @@ from ucm.integration.vllm.connector.background import Background
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.identity import difference
 from ucm.integration.vllm.connector.metadata import VERSION, Handshake, RankReport, StoreSetup
+from ucm.reasons import MissReason
 from ucm.store import part_mask
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
@@ -61,19 +62,21 @@ class Gate:
         self._open_error: BaseException | None = None
         self.phase = PENDING
         self.why_off = ""
+        self.reason = MissReason.IDENTITY_PENDING  # of the misses, while it is not open
         self.identity_text = ""
         self.masks: list[bytes] = []
         self.ranks: list[int] = []
+        self.block_bytes = 0  # KV of one block, of all parts together
 
     @property
     def store(self) -> UcmKVStoreBaseV1 | None:
         """The scheduler half's store, for lookups only."""
         return self._opened
 
-    def off(self, why: str) -> None:
+    def off(self, why: str, reason: MissReason = MissReason.DISABLED) -> None:
         """Switch the cache off for the life of this engine."""
         if self.phase != OFF:
-            self.phase, self.why_off = OFF, why
+            self.phase, self.why_off, self.reason = OFF, why, reason
             logger.warning("the cache is off: %s", why)
 
     def shake(self, metadata: Mapping[tuple[int, int], Any]) -> None:
@@ -91,7 +94,9 @@ class Gate:
                 return self.off(f"{where} and the scheduler disagree on the identity: {'; '.join(differing)}")
         self._shakes = shakes
         self.ranks = [shake.rank for shake in shakes]
-        self.masks = [part_mask(*part) for part in dict.fromkeys(shake.part for shake in shakes)]
+        parts = {shake.part: shake for shake in shakes}
+        self.masks = [part_mask(*part) for part in parts]
+        self.block_bytes = sum(int(shake.shapes.get("block_size", 0)) for shake in parts.values())
         self.poll()
 
     def poll(self) -> None:
@@ -100,7 +105,7 @@ class Gate:
             try:
                 text = self._identity()
             except Exception as error:
-                return self.off(f"the identity cannot be known: {error}")
+                return self.off(f"the identity cannot be known: {error}", MissReason.IDENTITY_UNKNOWN)
             if text is not None:
                 self._open(text, self._shakes[0])
         if self.phase == OPENING:
@@ -117,10 +122,11 @@ class Gate:
         if self.phase in (OPENING, OPEN) and now - self._checked > RECHECK_S:
             self._checked = now
             if trouble := self._trouble():
-                self.off(trouble)
+                self.off(trouble, MissReason.IDENTITY_UNKNOWN)
 
     def _open(self, text: str, shake: Handshake) -> None:
         self.phase, self.identity_text, self._opening_since = OPENING, text, self._clock()
+        self.reason = MissReason.UNHEALTHY  # if it takes too long
         self._setup = StoreSetup(text, self._store_config)
         config = self._store_config | shake.shapes | {"identity": text, "part": shake.part, "device_id": -1}
 

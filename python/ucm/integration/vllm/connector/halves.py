@@ -28,6 +28,7 @@ from ucm.integration.vllm.connector.scheduler import SchedulerHalf
 from ucm.integration.vllm.connector.weight_files import weight_source
 from ucm.integration.vllm.connector.weights import WeightsDigest
 from ucm.integration.vllm.connector.worker import WorkerHalf
+from ucm.reasons import MissReason
 from ucm.store.factory_v1 import UcmConnectorFactoryV1
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
@@ -39,12 +40,25 @@ if TYPE_CHECKING:
 _WHOLE_PREFIX = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 
 
-def why_off(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Why this engine cannot be served, as a sentence; empty when it can."""
+def why_off(
+    config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> tuple[MissReason, str] | None:
+    """Why this engine cannot be served, as a reason and as a sentence; None when it can."""
     if not config.enabled:
-        return "UCM_DISABLE is set"
+        return MissReason.DISABLED, "UCM_DISABLE is set"
     if not config.enable_prefix_cache:
-        return "enable_prefix_cache is false"
+        return MissReason.DISABLED, "enable_prefix_cache is false"
+    if text := _unsupported(vllm_config, kv_cache_config):
+        return MissReason.UNSUPPORTED, text
+    try:
+        engine_identity(vllm_config, kv_cache_config, "")
+    except Exception as error:
+        return MissReason.IDENTITY_UNKNOWN, f"this engine has no identity: {error}"
+    text = unidentifiable(vllm_config, kv_cache_config)
+    return (MissReason.IDENTITY_UNKNOWN, text) if text else None
+
+
+def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     nothing = "is not supported yet: nothing is claimed or stored"
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
@@ -54,11 +68,7 @@ def why_off(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCache
         return f"KV of kind {', '.join(sorted(other))} {nothing}"
     if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
         return f"prefill context parallelism {nothing}"
-    try:
-        engine_identity(vllm_config, kv_cache_config, "")
-    except Exception as error:
-        return f"this engine has no identity: {error}"
-    return unidentifiable(vllm_config, kv_cache_config)
+    return ""
 
 
 def _store_maker(config: UcmConfig) -> Any:
@@ -140,7 +150,7 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
     if (state := weights.wait()).kind == "pending":
         logger.info("the weights are still being hashed; requests are computed as usual until that is done")
     elif state.kind != "known":
-        gate.off(state.reason)
+        gate.off(state.reason, MissReason.IDENTITY_UNKNOWN)
     return SchedulerHalf(
         gate,
         make_keys=lambda text: KeyMaker(text, tokens, config.hash_method, extra),

@@ -12,19 +12,14 @@ from collections.abc import Callable, Sequence
 from ucm.integration.vllm.connector.adapters import UnkeyableError
 from ucm.integration.vllm.connector.background import IDLE, Background
 from ucm.integration.vllm.connector.guard import say_once, throttle
+from ucm.reasons import MissReason, named, reason_of
 from ucm.store import record_ids
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
-#: Reasons of a miss, spelled as in ``ucm_core::MissReason``.
-ABSENT, LATE, BUSY, UNHEALTHY, IO_ERROR = "absent", "lookup_late", "busy", "unhealthy", "io_error"
-UNKEYABLE = "identity_unknown"
 
-#: Reason of a miss by the kind of the store's error; any other is an I/O error.
-_BY_KIND = {"timeout": LATE, "busy": BUSY, "unhealthy": UNHEALTHY}
-
-
-def _reason_of(error: Exception) -> str:
-    return _BY_KIND.get(getattr(error, "kind", ""), IO_ERROR)
+def _reason_of(error: Exception) -> MissReason:
+    reason = reason_of(error)
+    return MissReason.LOOKUP_LATE if reason == MissReason.TIMEOUT else reason
 
 
 class Lookup:
@@ -37,7 +32,7 @@ class Lookup:
         self._asked: float | None = None
         self._keys: list[bytes] | None = None
         self._hits = 0
-        self._reason = ABSENT
+        self._reason = MissReason.ABSENT
         self.hashing = True  # a thread computes the keys, or will
         self.done = False  # the answer is final
         self.answered = False  # and it is the store's
@@ -54,7 +49,7 @@ class Lookup:
         return self._hits
 
     @property
-    def reason(self) -> str:
+    def reason(self) -> MissReason:
         """Why there are no more hits than that."""
         return self._reason
 
@@ -67,15 +62,15 @@ class Lookup:
             self._asked = now
         if now - self._asked < allowance:
             return False
-        self.give_up(LATE)
+        self.give_up(MissReason.LOOKUP_LATE)
         return True
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: MissReason) -> None:
         """End it without hits; what is still being hashed may be used for dumps."""
         self._reason = reason
         self.done = True
 
-    def not_started(self, reason: str) -> None:
+    def not_started(self, reason: MissReason) -> None:
         """No thread will work on it."""
         self.hashing = False
         self.give_up(reason)
@@ -85,10 +80,10 @@ class Lookup:
         self._keys = keys
         self.hashing = False
 
-    def answer(self, hits: int) -> None:
-        """The store answered; too late is too late."""
+    def answer(self, hits: int, reason: MissReason = MissReason.ABSENT) -> None:
+        """The store answered, with the reason why it has no more; too late is too late."""
         if not self.done:
-            self._hits, self.answered = hits, True
+            self._hits, self._reason, self.answered = hits, reason, True
             self.done = True
 
 
@@ -104,9 +99,9 @@ class Lookups:
         """Begin; ``hash_tokens`` runs on the background thread."""
         lookup = Lookup(clock)
         if self._background.stalled():
-            lookup.not_started(UNHEALTHY)
+            lookup.not_started(MissReason.UNHEALTHY)
         elif not self._background.submit(lambda: self._run(lookup, hash_tokens)):
-            lookup.not_started(BUSY)
+            lookup.not_started(MissReason.BUSY)
         return lookup
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -120,32 +115,38 @@ class Lookups:
             keys = hash_tokens()
         except UnkeyableError as error:
             lookup.hashed(None)
-            lookup.give_up(UNKEYABLE)
+            lookup.give_up(MissReason.IDENTITY_PENDING if error.pending else MissReason.UNKEYABLE)
             say_once("some requests are not cached: %s", error.message)
             return
         except Exception as error:
             throttle.warning("hash", "a prompt could not be hashed: %r", error)
             lookup.hashed(None)
-            lookup.give_up(IO_ERROR)
+            lookup.give_up(MissReason.INTERNAL)
             return
         lookup.hashed(keys)
         if lookup.done:
             return  # nobody waits any more
         try:
-            lookup.answer(self._prefix(keys) if keys else 0)
+            lookup.answer(*(self._prefix(keys) if keys else (0, MissReason.ABSENT)))
         except Exception as error:
             throttle.warning("lookup", "a lookup failed, treated as a miss: %s", error)
             lookup.give_up(_reason_of(error))
 
-    def _prefix(self, keys: list[bytes]) -> int:
-        """Blocks of the prefix that every part has: one call, the parts of a block side by side."""
+    def _prefix(self, keys: list[bytes]) -> tuple[int, MissReason]:
+        """Blocks of the prefix that every part has, and why the next one is no hit: one call, the parts of a block
+        side by side."""
         parts = len(self._masks)
-        if parts == 1:
-            return self._store.lookup_on_prefix(record_ids(keys, self._masks[0])) + 1
-        ids = [b""] * (len(keys) * parts)
-        for index, mask in enumerate(self._masks):
-            ids[index::parts] = record_ids(keys, mask)
-        return (self._store.lookup_on_prefix(ids) + 1) // parts
+        ids = record_ids(keys, self._masks[0])
+        if parts > 1:
+            ids, first = [b""] * (len(keys) * parts), ids
+            ids[::parts] = first
+            for index, mask in enumerate(self._masks[1:], 1):
+                ids[index::parts] = record_ids(keys, mask)
+        last, name = self._store.explain_on_prefix(ids)
+        reason = named(name, MissReason.ABSENT)
+        hits, ahead = divmod(last + 1, parts)
+        # Some parts of the block were found before one that is not there.
+        return hits, MissReason.OTHER_RANK if ahead and reason == MissReason.ABSENT else reason
 
     def _touch(self, keys: list[bytes]) -> None:
         for mask in self._masks:

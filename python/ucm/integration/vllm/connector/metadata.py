@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 #: Changes with every change of meaning; the halves of one engine always agree, and a mismatch switches ucm off.
-VERSION = 1
+VERSION = 2
 
 #: Length of a block key in bytes.
 KEY = 16
@@ -93,6 +93,7 @@ class LoadFailure:
     request: str
     first: int  # ordinal of the first block that is not there
     refused: bytes  # keys whose records are bad, not merely late
+    reasons: tuple[str, ...] = ()  # names of MissReason, of every block from the first on
 
 
 @dataclass(slots=True)

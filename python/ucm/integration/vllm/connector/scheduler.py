@@ -7,21 +7,22 @@ long runs on :class:`~.background.Background`. Everything per step is proportion
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ucm.integration.vllm.connector.account import Account, misses
 from ucm.integration.vllm.connector.dumps import DumpPlanner
-from ucm.integration.vllm.connector.gate import OFF, OPEN, PENDING, Gate
-from ucm.integration.vllm.connector.guard import logger, throttle
+from ucm.integration.vllm.connector.gate import OFF, OPEN, Gate
+from ucm.integration.vllm.connector.guard import harmless, logger, throttle
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookups
 from ucm.integration.vllm.connector.metadata import VERSION, Dump, Load, StepPlan, WorkerReport, join_keys, split_keys
 from ucm.integration.vllm.connector.pace import Pace
 from ucm.integration.vllm.connector.presence import Presence
 from ucm.integration.vllm.connector.tracked import Tracked
+from ucm.reasons import MissReason, named
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -78,8 +79,7 @@ class SchedulerHalf:
         self._due: dict[str, int] = {}  # request -> computed tokens at which its next block can be offered
         self._loads: list[Load] = []
         self._late_dumps: list[Dump] = []  # planned when their request ended, sent with the next step
-        self.misses: Counter[str] = Counter()
-        self.hit_tokens = 0
+        self.account = Account(block_tokens, clock())
 
     # What vLLM binds ----------------------------------------------------------------------------------------
 
@@ -96,8 +96,9 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         """Begin to hash and look up at once; the answer is usually there when vLLM asks."""
         self.gate.recheck()
-        if self.gate.phase == OFF or request.resumable:
-            return  # a streaming session rewrites its own tokens: not cached
+        if self.gate.phase == OFF or request.resumable:  # a streaming session rewrites its own tokens: not cached
+            reason = self.gate.reason if self.gate.phase == OFF else MissReason.UNSUPPORTED
+            return self.account.left_alone(request.num_tokens, reason)
         tracked = self._live[request.request_id] = Tracked(request)
         self._due[request.request_id] = self._block_tokens
         if self._open():
@@ -112,38 +113,34 @@ class SchedulerHalf:
             tracked.restart()
             self._due[request.request_id] = self._block_tokens
         tracked.local = computed
+        tracked.reason = MissReason.INTERNAL  # unless this gets to its end
         if not self._open():
             if self.gate.worth_waiting():
+                tracked.reason = MissReason.NOT_TAKEN
                 return None, False
-            tracked.reason = "identity_pending" if self.gate.phase == PENDING else "unhealthy"
+            tracked.reason = self.gate.reason
             return 0, False
         if request.skip_reading_prefix_cache or not self._may_load:
-            tracked.reason = "disabled"
+            tracked.reason = MissReason.UNSUPPORTED
             return 0, False
         if tracked.lookup is None:
             self._start_lookup(tracked)
         assert tracked.lookup is not None  # just started
         if not tracked.lookup.settled(self._allowance):
+            tracked.reason = MissReason.NOT_TAKEN
             return None, False
         tracked.adopt(self._presence)
         tokens = tracked.claimable(self._presence, self._block_tokens) * self._block_tokens - computed
-        tracked.reason = ""
-        if tokens >= max(self._min_hit_tokens, 1):
-            return tokens, True
-        if tokens > 0:
-            tracked.reason = "too_short"
-        elif not computed:
-            tracked.reason = tracked.lookup.reason
-        return 0, False
+        tracked.reason = None
+        return (tokens, True) if tokens >= max(self._min_hit_tokens, 1) else (0, False)
 
     def admitted(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Blocks were allocated; with ``external`` > 0 that many tokens are to be loaded into them."""
         tracked = self._live.get(request.request_id)
         if tracked is None:
             return
+        first, count = tracked.local // self._block_tokens, external // self._block_tokens
         if external > 0:
-            first = tracked.local // self._block_tokens
-            count = external // self._block_tokens
             table = blocks.blocks[0]
             keys = tracked.keys[first : first + count]
             self._loads.append(
@@ -155,12 +152,19 @@ class SchedulerHalf:
                     timeout=self._pace.allowance(external),
                 )
             )
-            tracked.loading = True
-            self.hit_tokens += external
-        elif tracked.reason:
-            self.misses[tracked.reason] += 1
-            tracked.reason = ""
+            tracked.loading, tracked.failures = range(first, first + count), {}
+        self._count_asked(tracked, count)
         self._touch(tracked, (tracked.local + external) // self._block_tokens)
+
+    @harmless(None)
+    def _count_asked(self, tracked: Tracked, hit: int) -> None:
+        """A request is admitted: count its blocks, once. It may be again: when its load has ended, or has failed."""
+        missed: dict[MissReason, int] = {}
+        if not tracked.asked:
+            missed = misses(tracked, hit, self._presence, self._block_tokens, self._min_hit_tokens)
+        tracked.asked = True
+        if hit or missed:
+            self.account.asked(tracked.tally, hit, missed)
 
     def finished(self, request: Request) -> None:
         """The request ends; what it holds and was not offered yet is offered now, pinned, and sent with the next step.
@@ -170,11 +174,22 @@ class SchedulerHalf:
         """
         tracked = self._live.pop(request.request_id, None)
         self._due.pop(request.request_id, None)
-        if tracked is not None and not tracked.loading and self._open():
-            self._late_dumps += self._offer(
-                tracked,
-                request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0),
-                self.dumps.room(),
+        if tracked is None:
+            return
+        if not tracked.asked:
+            tracked.reason = MissReason.ABORTED
+            self._count_asked(tracked, 0)
+        self.account.missed(tracked.tally, MissReason.ABORTED, len(tracked.loading))
+        try:
+            if not tracked.loading and self._open():
+                self._late_dumps += self._offer(
+                    tracked,
+                    request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0),
+                    self.dumps.room(),
+                )
+        finally:
+            logger.debug(
+                "request %s: %d prompt tokens, %s", request.request_id, request.num_prompt_tokens, tracked.tally
             )
 
     # Steps --------------------------------------------------------------------------------------------------
@@ -182,7 +197,10 @@ class SchedulerHalf:
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """What the workers do in this step. Whatever goes wrong with dumps, the loads vLLM waits for are sent."""
         is_open = self._open()
-        self._pace.step(output.total_num_scheduled_tokens, self._clock())
+        now = self._clock()
+        self._pace.step(output.total_num_scheduled_tokens, now)
+        if now >= self.account.next_summary:
+            self.account.summary(now, self.gate.block_bytes)
         setup = self.gate.take_setup()
         dumps, self._late_dumps = self._late_dumps, []
         if is_open:
@@ -233,6 +251,7 @@ class SchedulerHalf:
             upto = tracked.grow(upto, self._keys, self._presence)
             blocks: Any = self._manager.get_blocks(request.request_id).blocks[0]
             plans = self.dumps.plan(tracked, upto, blocks, room)
+            self.account.offered(tracked.tally, sum(len(plan.blocks) for plan in plans))
             self._touch(tracked, tracked.cursor)
         if request.request_id in self._due:
             ended = not self._dump_output and tracked.cursor >= limit // size
@@ -248,15 +267,17 @@ class SchedulerHalf:
 
     def worker_output(self, output: KVConnectorOutput) -> None:
         """What the ranks did: stores opened, dumps staged and ended, loads failed."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport) and report.version == VERSION:
+            self._reported(report)
+        elif report is not None:
+            self.gate.off("the workers run another version of ucm than the scheduler")
         for name in output.finished_recving or ():
             if tracked := self._live.get(name):
-                tracked.loading = False
-        report = output.kv_connector_worker_meta
-        if report is None:
-            return
-        if not isinstance(report, WorkerReport) or report.version != VERSION:
-            self.gate.off("the workers run another version of ucm than the scheduler")
-            return
+                self._load_ended(tracked)
+
+    def _reported(self, report: WorkerReport) -> None:
+        published, failed = self.dumps.published_blocks, self.dumps.failed_blocks
         for rank in report.ranks:
             self.gate.report(rank)
             for failure in rank.load_failures:
@@ -264,13 +285,25 @@ class SchedulerHalf:
                     self._presence.refuse(key)
                 if tracked := self._live.get(failure.request):
                     tracked.failed_at(failure.first)
+                    reasons = (named(name, MissReason.INTERNAL) for name in failure.reasons)
+                    tracked.failed_because(failure.first, reasons)
                     self._rewound(tracked)
-                self.misses["load_failed"] += 1
                 throttle.warning("load failed", "request %s: a load failed, computing instead", failure.request)
             self.dumps.report(rank, self._live.values())
             if any(result.failed for result in rank.done):
                 for tracked in self._live.values():
                     self._rewound(tracked)
+        self.account.dumped(self.dumps.published_blocks - published, self.dumps.failed_blocks - failed)
+
+    @harmless(None)
+    def _load_ended(self, tracked: Tracked) -> None:
+        """Every rank reported the load: what lies before the first failed block arrived everywhere."""
+        load, failures, tally = tracked.loading, tracked.failures, tracked.tally
+        tracked.loading, tracked.failures = range(0), {}
+        end = max(min(failures, default=load.stop), load.start)
+        self.account.loaded(tally, max(min(end, load.stop) - load.start, 0))
+        for ordinal in range(end, load.stop):
+            self.account.missed(tally, failures.get(ordinal, MissReason.LOAD_FAILED), 1)
 
     def _rewound(self, tracked: Tracked) -> None:
         """The cursor may have moved back: look at the request again in its next step."""
@@ -282,7 +315,10 @@ class SchedulerHalf:
 
         What the files say is then no longer what computes, so there is no identity from here on.
         """
-        self.gate.off("vLLM reset the connector's cache: the weights in memory may no longer be those of the files")
+        self.gate.off(
+            "vLLM reset the connector's cache: the weights in memory may no longer be those of the files",
+            MissReason.IDENTITY_UNKNOWN,
+        )
 
     @property
     def wants_steps(self) -> bool:
@@ -291,10 +327,13 @@ class SchedulerHalf:
 
     def stats(self) -> Mapping[str, Any]:
         """Counters of this half."""
+        total = self.account.total
         return {
             "phase": self.gate.phase,
-            "hit_tokens": self.hit_tokens,
-            "misses": dict(self.misses),
+            "asked_blocks": total.asked,
+            "hit_blocks": total.hit,
+            "loaded_blocks": total.loaded,
+            "missed_blocks": dict(total.missed),
             "published_blocks": self.dumps.published_blocks,
             "failed_blocks": self.dumps.failed_blocks,
         }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ucm.integration.vllm.connector.account import Tally
 from ucm.integration.vllm.connector.adapters import UnkeyableError
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookup
 from ucm.integration.vllm.connector.presence import Presence
+from ucm.reasons import MissReason
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -22,8 +25,10 @@ class Tracked:
     """A request: its block keys, its lookup, how far its blocks were offered, and what it may not claim again."""
 
     __slots__ = (
+        "asked",
         "banned_from",
         "cursor",
+        "failures",
         "keyable",
         "keys",
         "loading",
@@ -32,6 +37,7 @@ class Tracked:
         "preemptions",
         "reason",
         "request",
+        "tally",
         "touched_at",
     )
 
@@ -43,8 +49,13 @@ class Tracked:
         self.cursor = 0  # blocks before it were offered, or are in the store
         self.banned_from = _NEVER  # ordinal of the first block that failed to load
         self.local = 0  # tokens found on the device, as of vLLM's last question
-        self.loading = False  # between the admission of a load and the last rank's word about it
-        self.reason = ""  # why the last answer was no hit
+        self.loading = range(0)  # ordinals of a load, between its admission and the last rank's word about it
+        self.failures: dict[int, MissReason] = {}  # ordinal -> why this load did not bring the block
+        self.asked = False  # its blocks were counted since it was new or preempted
+        #: Why all its blocks were missed, None where that is for its lookup to say. Admitted unasked: another connector
+        #: was first.
+        self.reason: MissReason | None = MissReason.NOT_TAKEN
+        self.tally = Tally()
         self.preemptions = request.num_preemptions
         self.touched_at = NEVER  # when the store was last told that its blocks are in use
 
@@ -52,6 +63,7 @@ class Tracked:
         """Preempted: its blocks are gone, it will be asked for again, perhaps with output tokens."""
         self.preemptions = self.request.num_preemptions
         self.lookup = None
+        self.asked, self.reason = False, MissReason.NOT_TAKEN
         self.cursor = 0
         self.touched_at = NEVER
 
@@ -86,13 +98,27 @@ class Tracked:
 
         Never all tokens: vLLM computes at least the last one, in a block of its own, as with its own prefix cache.
         """
+        return self.claimable_and_why(presence, block_tokens)[0]
+
+    def claimable_and_why(self, presence: Presence, block_tokens: int) -> tuple[int, MissReason]:
+        """The same, and why no more of what the store has."""
         if self.lookup is None or self.lookup.keys is None:
-            return 0
+            return 0, MissReason.INTERNAL
         limit = (self.request.num_tokens - 1) // block_tokens
-        hits = min(self.lookup.hits, limit, self.banned_from, len(self.lookup.keys))
-        return presence.trusted(self.lookup.keys, hits)
+        hits, why = min(self.lookup.hits, limit, len(self.lookup.keys)), MissReason.LAST_TOKEN
+        if self.banned_from < hits:
+            hits, why = self.banned_from, MissReason.LOAD_FAILED
+        trusted = presence.trusted(self.lookup.keys, hits)
+        return (trusted, MissReason.REFUSED) if trusted < hits else (hits, why)
 
     def failed_at(self, ordinal: int) -> None:
         """A load did not bring the block at ``ordinal``: nothing at or past it is claimed again."""
         self.banned_from = min(self.banned_from, ordinal)
         self.cursor = min(self.cursor, ordinal)
+
+    def failed_because(self, first: int, reasons: Iterable[MissReason]) -> None:
+        """Why a rank's load did not bring the blocks from ``first`` on. A block's own fault goes first."""
+        self.failures.setdefault(first, MissReason.LOAD_FAILED)
+        for ordinal, reason in enumerate(reasons, first):
+            if self.failures.get(ordinal, MissReason.LOAD_FAILED) == MissReason.LOAD_FAILED:
+                self.failures[ordinal] = reason

@@ -15,6 +15,7 @@ from ucm.errors import BusyError, TaskError, UcmError
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.layout import KVLayout
 from ucm.integration.vllm.connector.metadata import Dump, DumpResult, Load, LoadFailure, join_keys, split_keys
+from ucm.reasons import MissReason, reason_of
 from ucm.store import record_ids
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
@@ -63,12 +64,13 @@ class Loads:
         self._ended: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failures: list[LoadFailure] = []
+        self.blocks = 0  # brought so far
 
     def start(self, load: Load, store: UcmKVStoreBaseV1 | None, layout: KVLayout | None, mask: bytes) -> None:
         """Begin; if that is impossible the load has failed already."""
         keys = split_keys(load.keys)
         if store is None or layout is None:
-            return self._fail(load, 0, [])
+            return self._fail_all(load, MissReason.UNHEALTHY)
         try:
             shards = [0] * len(keys)
             ids, addresses = record_ids(keys, mask), layout.addresses(load.blocks)
@@ -78,7 +80,7 @@ class Loads:
                 task = store.load_data(ids, shards, addresses)
         except Exception as error:
             throttle.warning("load", "a load was refused: %s", error)
-            return self._fail(load, 0, [])
+            return self._fail_all(load, reason_of(error))
         self._running.append(_Running(load, task))
 
     def poll(self, store: UcmKVStoreBaseV1 | None) -> None:
@@ -92,19 +94,26 @@ class Loads:
                 continue
             load: Load = running.work
             failures = failed_rows(store, running.task, len(load.blocks))
+            self.blocks += len(load.blocks) - len(failures)
             if failures:
                 first = min(failures)
                 throttle.warning("load failed", "request %s: block %d: %s", load.request, first, failures[first])
                 keys = split_keys(load.keys)
                 bad = [keys[row] for row, why in failures.items() if getattr(why, "kind", "") not in _TRANSIENT]
-                self._fail(load, first, bad)
+                behind = range(first, len(load.blocks))
+                why = [reason_of(failures[row]) if row in failures else MissReason.LOAD_FAILED for row in behind]
+                self._fail(load, first, bad, why)
             else:
                 self._ended.add(load.request)
         self._running = still
 
-    def _fail(self, load: Load, row: int, bad: Sequence[bytes]) -> None:
+    def _fail_all(self, load: Load, reason: MissReason) -> None:
+        self._fail(load, 0, [], [reason] * len(load.blocks))
+
+    def _fail(self, load: Load, row: int, bad: Sequence[bytes], why: Sequence[MissReason]) -> None:
         self._bad_blocks.update(load.blocks[row:].tolist())
-        self._failures.append(LoadFailure(load.request, load.first + row, join_keys(bad)))
+        reasons = tuple(str(reason) for reason in why)
+        self._failures.append(LoadFailure(load.request, load.first + row, join_keys(bad), reasons))
         self._ended.add(load.request)
 
     def take_ended(self) -> set[str]:
@@ -134,6 +143,7 @@ class Dumps:
         self._staged: list[int] = []
         self._done: list[DumpResult] = []
         self.last_job = 0
+        self.blocks = 0  # published so far
 
     def skip(self, dump: Dump) -> None:
         """Nothing to do on this rank: another one holds the same bytes and writes them."""
@@ -196,6 +206,7 @@ class Dumps:
             failures = failed_rows(store, running.task, len(dump.blocks))
             if failures:
                 throttle.warning("dump failed", "a dump failed: %s", failures[min(failures)])
+            self.blocks += len(dump.blocks) - len(failures)
             busy = bool(failures) and all(isinstance(why, BusyError) for why in failures.values())
             self._done.append(DumpResult(dump.job, tuple(sorted(failures)), busy))
         self._running = still

@@ -17,6 +17,7 @@ from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.layout import KVLayout, LayoutError
 from ucm.integration.vllm.connector.metadata import VERSION, Handshake, RankReport, StepPlan, StoreSetup, WorkerReport
+from ucm.integration.vllm.connector.metrics import LOADED_BYTES, PUBLISHED_BYTES
 from ucm.integration.vllm.connector.transfers import Dumps, Loads, no_event
 from ucm.store import part_mask
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
@@ -64,6 +65,7 @@ class WorkerHalf:
         self._broken = ""
         self._told_ready = False
         self._told_slots: int | None = -1
+        self._told_blocks = (0, 0)
         self._plan: StepPlan | None = None
         self._closed = False
         self.loads = Loads()
@@ -194,6 +196,20 @@ class WorkerHalf:
                 )
             ]
         )
+
+    def take_bytes(self) -> dict[str, int] | None:
+        """Bytes of KV loaded and published on this rank since the last call, None when there were none."""
+        now = (self.loads.blocks, self.dumps.blocks)
+        if now == self._told_blocks or self._layout is None:
+            return None
+        (loaded, published), self._told_blocks = self._told_blocks, now
+        size = self._layout.block_bytes
+        return {LOADED_BYTES: (now[0] - loaded) * size, PUBLISHED_BYTES: (now[1] - published) * size}
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this rank's store."""
+        store = {} if self._store is None else self._store.stats()
+        return store | {"rank": self.rank}
 
     def _slots(self) -> tuple[bool, int | None]:
         store, told = self._store, self._told_slots

@@ -1,0 +1,169 @@
+"""What became of the blocks that requests asked for: counted once each, per request and per process.
+
+A request *asks* for the full blocks that vLLM's own cache does not hold, when it is admitted, and again after a
+preemption. Each is then either part of the *hit* that was claimed or *missed* for one reason; a block of the hit is
+later *loaded*, or missed for the reason of the failed load. So once no load is under way::
+
+    asked = loaded + missed        asked = hit + what was missed without a load
+
+Everything here is a few additions per request; a step without news pays for one comparison.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ucm.integration.vllm.connector.guard import logger
+from ucm.reasons import MissReason
+
+if TYPE_CHECKING:
+    from ucm.integration.vllm.connector.presence import Presence
+    from ucm.integration.vllm.connector.tracked import Tracked
+
+#: Between two summaries in the log, in seconds.
+SUMMARY_S = 60.0
+
+#: Names of the counters; that of a missed block ends with its reason.
+ASKED, HIT, LOADED, PUBLISHED, UNPUBLISHED = "asked", "hit", "loaded", "published", "unpublished"
+MISSED = "missed."
+
+
+class Tally:
+    """Blocks of one request, or of a whole process."""
+
+    __slots__ = ("asked", "hit", "loaded", "missed", "offered")
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.hit = 0  # claimed from the store
+        self.loaded = 0
+        self.offered = 0  # given to the store to keep
+        self.missed: Counter[str] = Counter()
+
+    def __str__(self) -> str:
+        missed = spelled(self.missed) if self.missed else "none"
+        return (
+            f"{self.asked} blocks asked, {self.hit} hit, {self.loaded} loaded, missed: {missed}; {self.offered} offered"
+        )
+
+
+def spelled(missed: Mapping[str, int]) -> str:
+    """Reasons with their counts, the most frequent first."""
+    ordered = sorted(missed.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count} {reason}" for reason, count in ordered)
+
+
+class Account:
+    """The counters of one scheduler half: for vLLM's metrics, for the log, and per request through its tally."""
+
+    def __init__(self, block_tokens: int, now: float) -> None:
+        """``now``: seconds on the clock that :meth:`summary` is called with."""
+        self.total = Tally()
+        self._block_tokens = block_tokens
+        self._news: Counter[str] = Counter()  # since the last take()
+        self._recent: Counter[str] = Counter()  # since the last summary
+        self.next_summary = now + SUMMARY_S
+
+    # What happened ------------------------------------------------------------------------------------------
+
+    def asked(self, tally: Tally, hit: int, missed: Mapping[MissReason, int]) -> None:
+        """A request was admitted, with ``hit`` blocks to be loaded."""
+        blocks = hit + sum(missed.values())
+        for each in (tally, self.total):
+            each.asked += blocks
+            each.hit += hit
+        self._count(ASKED, blocks)
+        self._count(HIT, hit)
+        for reason, count in missed.items():
+            self.missed(tally, reason, count)
+
+    def missed(self, tally: Tally, reason: MissReason, blocks: int) -> None:
+        """So many blocks that were asked for are not there, or did not arrive."""
+        name = str(reason)
+        if blocks > 0:
+            tally.missed[name] += blocks
+            self.total.missed[name] += blocks
+            self._count(MISSED + name, blocks)
+
+    def loaded(self, tally: Tally, blocks: int) -> None:
+        """So many blocks of a hit have arrived on every rank."""
+        tally.loaded += blocks
+        self.total.loaded += blocks
+        self._count(LOADED, blocks)
+
+    def left_alone(self, tokens: int, reason: MissReason) -> None:
+        """A request of so many tokens is neither looked up nor stored."""
+        blocks = tokens // self._block_tokens
+        self.asked(Tally(), 0, {reason: blocks} if blocks else {})
+
+    def offered(self, tally: Tally, blocks: int) -> None:
+        """So many blocks of a request are being dumped."""
+        tally.offered += blocks
+        self.total.offered += blocks
+
+    def dumped(self, published: int, failed: int) -> None:
+        """So many blocks were published by every rank, and so many could not be."""
+        self._count(PUBLISHED, published)
+        self._count(UNPUBLISHED, failed)
+
+    def _count(self, name: str, blocks: int) -> None:
+        if blocks > 0:
+            self._news[name] += blocks
+            self._recent[name] += blocks
+
+    # What is told -------------------------------------------------------------------------------------------
+
+    def take(self) -> dict[str, int] | None:
+        """Counters since the last call, None when nothing was counted."""
+        if not self._news:
+            return None
+        news, self._news = self._news, Counter()
+        return dict(news)
+
+    def summary(self, now: float, block_bytes: int) -> None:
+        """Log what was counted since the last summary; ``block_bytes`` is a block of all ranks."""
+        self.next_summary = now + SUMMARY_S
+        recent, self._recent = self._recent, Counter()
+        if not recent:
+            return
+        missed = {name.removeprefix(MISSED): n for name, n in recent.items() if name.startswith(MISSED)}
+        loaded, published = recent[LOADED], recent[PUBLISHED]
+        logger.info(
+            "%d blocks asked, %d hit, %d loaded (%.1f MiB); missed: %s; %d published (%.1f MiB), %d not",
+            recent[ASKED],
+            recent[HIT],
+            loaded,
+            loaded * block_bytes / (1 << 20),
+            spelled(missed) if missed else "none",
+            published,
+            published * block_bytes / (1 << 20),
+            recent[UNPUBLISHED],
+        )
+
+
+def misses(
+    tracked: Tracked, hit: int, presence: Presence, block_tokens: int, min_hit_tokens: int
+) -> dict[MissReason, int]:
+    """Why the full blocks of a request beyond those on the device and the ``hit`` ones are no hits.
+
+    Where the store's prefix ends, its reason holds for all that follows: those blocks are of no use without the one
+    before. What the store has and was not claimed has the reason of that.
+    """
+    full = tracked.request.num_tokens // block_tokens
+    local = tracked.local // block_tokens
+    at, found = local + hit, Counter[MissReason]()
+    if at >= full:
+        return {}
+    lookup = tracked.lookup
+    if tracked.reason or lookup is None:
+        return {tracked.reason or MissReason.INTERNAL: full - at}
+    stored = min(max(lookup.hits, at), full)
+    found[lookup.reason] = full - stored
+    claimable, why = tracked.claimable_and_why(presence, block_tokens)
+    claimable = min(max(claimable, at), stored)
+    short = not hit and (claimable - local) * block_tokens < min_hit_tokens
+    found[MissReason.TOO_SHORT if short else MissReason.NOT_TAKEN] += claimable - at
+    found[why] += stored - claimable
+    return {reason: count for reason, count in found.items() if count > 0}

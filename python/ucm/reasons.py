@@ -1,0 +1,74 @@
+"""Why a block was not a hit: the names of ``ucm_core::MissReason`` for Python, and the reason an error stands for.
+
+The core's enum is the one list; this one mirrors it, and a test compares the two. ``docs/format.md`` says what each
+means, ``docs/vllm.md`` what to do about it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from ucm.errors import UcmError
+
+
+class MissReason(StrEnum):
+    """The reasons, in the order of the core."""
+
+    ABSENT = "absent"
+    WRONG_LENGTH = "wrong_length"
+    TRUNCATED = "truncated"
+    NOT_A_RECORD = "not_a_record"
+    BAD_HEADER = "bad_header"
+    BAD_CHECKSUM = "bad_checksum"
+    NEWER_VERSION = "newer_version"
+    SEED_FORM = "seed_form"
+    FOREIGN_ID = "foreign_id"
+    FOREIGN_IDENTITY = "foreign_identity"
+    FOREIGN_PART = "foreign_part"
+    FOREIGN_SHAPE = "foreign_shape"
+    REFUSED = "refused"
+    TIMEOUT = "timeout"
+    BUSY = "busy"
+    IO_ERROR = "io_error"
+    UNHEALTHY = "unhealthy"
+    OTHER_RANK = "other_rank"
+    IDENTITY_PENDING = "identity_pending"
+    IDENTITY_UNKNOWN = "identity_unknown"
+    TOO_SHORT = "too_short"
+    LOOKUP_LATE = "lookup_late"
+    LOAD_FAILED = "load_failed"
+    DISABLED = "disabled"
+    LAST_TOKEN = "last_token"  # noqa: S105 - a token of a prompt
+    UNKEYABLE = "unkeyable"
+    UNSUPPORTED = "unsupported"
+    NOT_TAKEN = "not_taken"
+    ABORTED = "aborted"
+    INTERNAL = "internal"
+
+
+_NAMES = frozenset(MissReason)
+
+#: The reason of an error that names none itself, by its kind. Any other kind is a promise broken.
+_BY_KIND = {
+    "not_found": MissReason.ABSENT,
+    "timeout": MissReason.TIMEOUT,
+    "busy": MissReason.BUSY,
+    "unhealthy": MissReason.UNHEALTHY,
+    "closed": MissReason.UNHEALTHY,
+    "io": MissReason.IO_ERROR,
+    "no_space": MissReason.IO_ERROR,
+    "corrupt": MissReason.BAD_CHECKSUM,
+    "foreign": MissReason.FOREIGN_IDENTITY,
+}
+
+
+def named(name: object, otherwise: MissReason) -> MissReason:
+    """The reason of that name; stores of others may use a name that is none."""
+    return MissReason(name) if isinstance(name, str) and name in _NAMES else otherwise
+
+
+def reason_of(error: BaseException) -> MissReason:
+    """Why the block an error speaks of was not a hit: what the error's context names, else what its kind says."""
+    if isinstance(error, UcmError):
+        return named(error.context.get("reason"), _BY_KIND.get(error.kind, MissReason.INTERNAL))
+    return MissReason.IO_ERROR if isinstance(error, OSError) else MissReason.INTERNAL

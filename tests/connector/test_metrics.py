@@ -1,0 +1,139 @@
+"""What vLLM is told through its hooks for statistics, and what it makes of it."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import msgspec
+from parts import BLOCK, Rig
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.v1.outputs import KVConnectorOutput
+
+from ucm.integration.vllm.connector import UCMConnector, UCMDirectConnector
+from ucm.integration.vllm.connector.account import MISSED
+from ucm.integration.vllm.connector.metrics import COUNTERS, MISSED_BLOCKS, UcmStats
+from ucm.reasons import MissReason
+
+TYPES: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+
+
+def connector(**halves: Any) -> UCMConnector:
+    """A connector around halves, without the configuration of an engine."""
+    made = UCMConnector.__new__(UCMConnector)
+    made._scheduler, made._worker, made._account, made._off = None, None, None, None
+    for name, half in halves.items():
+        setattr(made, f"_{name}", half)
+    return made
+
+
+def sample(name: str, **labels: str) -> float:
+    """A sample of the process's registry."""
+    value = REGISTRY.get_sample_value(name, labels)
+    assert value is not None
+    return value
+
+
+def test_the_scheduler_tells_what_is_new_and_nothing_when_nothing_is() -> None:
+    rig = Rig()
+    half = connector(scheduler=rig.half, account=rig.half.account)
+    assert half.get_kv_connector_stats() is None
+    rig.admit(rig.request("a", 2 * BLOCK + 1))
+    stats = half.get_kv_connector_stats()
+    assert stats is not None
+    assert not stats.is_empty()
+    assert stats.data == {"asked": 2, "missed.absent": 2}
+    assert half.get_kv_connector_stats() is None
+
+
+def test_a_connector_that_is_off_counts_why() -> None:
+    rig = Rig()
+    half = connector(account=rig.half.account, off=MissReason.UNSUPPORTED)
+    half.on_new_request(SimpleNamespace(num_tokens=3 * BLOCK))  # type: ignore[arg-type]
+    stats = half.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data == {"asked": 3, "missed.unsupported": 3}
+
+
+def test_hooks_never_raise() -> None:
+    broken = connector(account=SimpleNamespace(take=lambda: 1 / 0), worker=SimpleNamespace(stats=lambda: 1 / 0))
+    assert broken.get_kv_connector_stats() is None
+    assert broken.stats() == {}
+    assert UCMConnector.build_prom_metrics(None, {}, [], {0: []}) is None  # type: ignore[arg-type]
+    assert UCMConnector.build_kv_connector_stats(None).is_empty()  # type: ignore[union-attr]
+    strange: Any = SimpleNamespace(data={"asked": "many"})
+    assert UcmStats(data={"asked": 1}).aggregate(strange).data == {"asked": 1}
+
+
+def test_ranks_and_halves_add_up_on_vllms_own_way() -> None:
+    """As in vLLM: pickled by the workers, aggregated over ranks and with the scheduler's, sent as msgpack, rebuilt."""
+    both = [UcmStats(data={"loaded_bytes": 10 * n, "published_bytes": 1}) for n in (1, 2)]
+    ranks = [pickle.loads(pickle.dumps(stats)) for stats in both]  # noqa: S301 - made here
+    output = KVConnectorOutput(kv_connector_stats=ranks[0].aggregate(ranks[1]))
+    assert output.kv_connector_stats is not None
+    merged = output.kv_connector_stats.aggregate(UcmStats(data={"asked": 3, "missed.timeout": 1}))
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(merged.to_dict()))
+    rebuilt = UCMDirectConnector.build_kv_connector_stats(sent)
+    assert rebuilt is not None
+    rebuilt = rebuilt.aggregate(UcmStats(data={"asked": 2}))
+    line = ", ".join(f"{name}={value}" for name, value in rebuilt.reduce().items())
+    assert line == "ucm asked=5, ucm loaded_bytes=30, ucm published_bytes=2, ucm missed timeout=1"
+    rebuilt.reset()
+    assert rebuilt.is_empty()
+
+
+def test_vllm_logs_and_exports_them() -> None:
+    """Through vLLM's own classes, which find the connector by its name."""
+    transfer = KVTransferConfig(
+        kv_connector="UCMDirectConnector",
+        kv_connector_module_path="ucm.integration.vllm.connector",
+        kv_role="kv_both",
+    )
+    said: list[str] = []
+    logging = KVConnectorLogging(transfer)
+    for data in ({"asked": 3, "missed.absent": 3}, {"asked": 1, "loaded": 1}):
+        logging.observe(data)
+    logging.log(lambda text, *args: said.append(text % args))
+    logging.log(lambda text, *args: said.append(text % args))  # nothing since
+    assert said == ["KV Transfer metrics: ucm asked=4, ucm loaded=1, ucm missed absent=3"]
+    config: Any = SimpleNamespace(kv_transfer_config=transfer)
+    exported = KVConnectorProm(config, ["model_name", "engine"], {0: ["small", "0"]})
+    labels = {"model_name": "small", "engine": "0"}
+    before = sample("ucm_loaded_blocks_total", **labels)
+    exported.observe({"asked": 1, "loaded": 1}, 0)
+    assert sample("ucm_loaded_blocks_total", **labels) == before + 1
+
+
+def test_prometheus_has_every_reason_from_the_start_and_counts_per_engine() -> None:
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    labels = {0: ["tiny", "0"], 1: ["tiny", "1"]}
+    metrics = UCMConnector.build_prom_metrics(config, TYPES, ["model_name", "engine"], labels)  # type: ignore[arg-type]
+    again = UCMConnector.build_prom_metrics(config, TYPES, ["model_name", "engine"], labels)  # type: ignore[arg-type]
+    assert metrics is not None
+    assert again is not None  # a second engine in one process
+    one = {"model_name": "tiny", "engine": "1"}
+    missed = f"{MISSED_BLOCKS[0]}_total"
+    before = {reason: sample(missed, **one, reason=reason) for reason in MissReason}
+    asked = sample("ucm_asked_blocks_total", **one)
+    metrics.observe({"asked": 4, MISSED + MissReason.TIMEOUT: 3, "a newer name": 1}, 1)
+    again.observe({"asked": 1}, 1)
+    metrics.observe({"asked": 9}, 7)  # an engine that nobody announced
+    assert sample("ucm_asked_blocks_total", **one) == asked + 5
+    after = {reason: sample(missed, **one, reason=reason) for reason in MissReason}
+    assert {reason: after[reason] - before[reason] for reason in MissReason if after[reason] != before[reason]} == {
+        MissReason.TIMEOUT: 3
+    }
+    metrics.observe({"asked": "many"}, 1)  # told to the log, not to vLLM
+
+
+@pytest.mark.parametrize("name", [name for name, _ in COUNTERS.values()] + [MISSED_BLOCKS[0]])
+def test_names_have_our_prefix_and_a_unit(name: str) -> None:
+    assert name.startswith("ucm_")
+    assert name.endswith(("_blocks", "_bytes"))
