@@ -1,0 +1,140 @@
+//! Dumps until published beside the loop of open, pwrite, close and rename: from the slot, and from the caller's memory.
+
+use std::cell::{Cell, RefCell};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use ucm_core::BlockId;
+
+use super::contest::{Turn, hold};
+use super::files::Place;
+use super::memory::Stock;
+use super::report::{Direction, Mode, Row, Side};
+use super::rig::{Rig, Shape};
+use super::{Options, Result, plain};
+
+/// Three rows of one mode: from the slot with and without checksums, from memory with them.
+pub(super) fn measure(
+    place: &Place,
+    shape: &Shape,
+    stock: &mut Stock,
+    workers: usize,
+    mode: Mode,
+    options: &Options,
+) -> Result<Vec<Row>> {
+    let direct = mode == Mode::Direct;
+    let root = place.make("dump")?;
+    // A part of the slots is never given to dumps, and dumps have half of the pool.
+    let slots = stock.count() * 4 / 3 + 4;
+    let rig = Rig::open(&root, Shape::of(shape.block)?, workers * 2, direct, slots)?;
+    let loop_files = Files::make(place)?;
+    let stock = RefCell::new(stock);
+    // The bytes of one turn are on disk at a time; removing them is nobody's time.
+    let timed = |work: &mut dyn FnMut(&[BlockId]) -> Result<Duration>, ours: bool| -> Result<Duration> {
+        let ids = stock.borrow_mut().fresh_ids();
+        if mode == Mode::Synced {
+            place.sync()?;
+        }
+        let mut took = work(&ids)?;
+        if mode == Mode::Synced {
+            let start = Instant::now();
+            place.sync()?;
+            took += start.elapsed();
+        }
+        if ours {
+            rig.delete(ids)?
+        } else {
+            loop_files.remove(&ids)?
+        }
+        Ok(took)
+    };
+    let timed = &timed;
+    let through_rig = |seal: bool| -> Turn<'_> {
+        let (rig, stock) = (&rig, &stock);
+        Box::new(move || timed(&mut |ids| rig.write(ids, stock.borrow().slots(), seal), true))
+    };
+    let contenders: [Turn<'_>; 5] = [
+        Box::new(|| {
+            let mut write = |ids: &[BlockId]| {
+                let (slots, count) = (stock.borrow().slots(), Cell::new(0));
+                plain::share(
+                    ids.iter().zip(&slots),
+                    std::iter::repeat_with(|| count.replace(count.get() + 1)),
+                    workers,
+                    |(&id, slot), thread| loop_files.write(id, *thread, direct, slot.as_slice()),
+                )
+            };
+            timed(&mut write, false)
+        }),
+        through_rig(true),
+        through_rig(false),
+        Box::new(|| {
+            let mut write = |ids: &[BlockId]| {
+                let mut stock = stock.borrow_mut();
+                let header = shape.layout.header_len();
+                let slots = stock.slots();
+                plain::share(
+                    ids.iter().zip(stock.caller()),
+                    slots.into_iter().enumerate(),
+                    workers,
+                    |(&id, memory), (thread, slot)| {
+                        slot.as_mut_slice()[header..].copy_from_slice(memory);
+                        loop_files.write(id, *thread, direct, slot.as_slice())
+                    },
+                )
+            };
+            timed(&mut write, false)
+        }),
+        Box::new(|| {
+            let mut dump = |ids: &[BlockId]| {
+                let rows = stock.borrow_mut().rows(ids);
+                rig.dump(rows)
+            };
+            timed(&mut dump, true)
+        }),
+    ];
+    let [slot, sealed, unsealed, memory, engine] = hold(options.rounds, contenders)?;
+    if direct {
+        rig.check_direct(stock.borrow().count())?;
+    }
+    let bytes = stock.borrow().bytes();
+    let row = |side, checksums| Row::new(Direction::Dump, side, shape.block, workers, mode, checksums);
+    Ok(vec![
+        row(Side::Slot, true).with(&sealed, &slot, bytes),
+        row(Side::Slot, false).with(&unsealed, &slot, bytes),
+        row(Side::Memory, true).with(&engine, &memory, bytes),
+    ])
+}
+
+/// The files of the loop: as many directories, and as deep, as those of the store.
+struct Files {
+    dir: PathBuf,
+}
+
+impl Files {
+    fn make(place: &Place) -> Result<Self> {
+        let dir = place.make("loop")?;
+        std::fs::create_dir_all(dir.join("tmp"))?;
+        for shard in 0..=u8::MAX {
+            std::fs::create_dir_all(dir.join("blocks").join(format!("{shard:02x}")))?;
+        }
+        Ok(Self { dir })
+    }
+
+    fn path(&self, id: BlockId) -> PathBuf {
+        self.dir
+            .join("blocks")
+            .join(format!("{:02x}", id.0[0]))
+            .join(format!("{id}.bin"))
+    }
+
+    fn write(&self, id: BlockId, thread: usize, direct: bool, bytes: &[u8]) -> Result<()> {
+        let private: &Path = &self.dir.join("tmp").join(format!("{thread}.tmp"));
+        plain::write(private, &self.path(id), direct, bytes)
+    }
+
+    fn remove(&self, ids: &[BlockId]) -> Result<()> {
+        ids.iter()
+            .try_for_each(|&id| Ok(std::fs::remove_file(self.path(id))?))
+    }
+}
