@@ -1,19 +1,59 @@
 //! Contenders that take turns, so that whatever disturbs the machine disturbs all of them.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
 
 use super::Result;
 
-/// One turn: does its work and tells how long the part took that counts.
-pub(super) type Turn<'a> = Box<dyn FnMut() -> Result<Duration> + 'a>;
+/// What a piece of work took.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Spent {
+    /// Time on the wall.
+    pub(super) wall: Duration,
+    /// Processor time of all threads of this process, the kernel's for them too.
+    pub(super) cpu: Duration,
+}
 
-/// The times of one contender, by round.
-pub(super) struct Times(Vec<Duration>);
+/// A running watch.
+pub(super) struct Watch(Instant, Duration);
+
+impl Watch {
+    /// Starts now.
+    pub(super) fn start() -> Self {
+        Self(Instant::now(), cpu())
+    }
+
+    /// What was spent since.
+    pub(super) fn stop(&self) -> Spent {
+        Spent {
+            wall: self.0.elapsed(),
+            cpu: cpu().saturating_sub(self.1),
+        }
+    }
+}
+
+/// Processor time of this process so far.
+pub(super) fn cpu() -> Duration {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// One turn: does its work and tells what the part took that counts.
+pub(super) type Turn<'a> = Box<dyn FnMut() -> Result<Spent> + 'a>;
+
+/// The turns of one contender, by round.
+pub(super) struct Times(Vec<Spent>);
 
 impl Times {
     /// The least disturbed turn.
     pub(super) fn fastest(&self) -> Duration {
-        self.0.iter().copied().min().unwrap_or(Duration::MAX)
+        self.0.iter().map(|turn| turn.wall).min().unwrap_or(Duration::MAX)
+    }
+
+    /// The least processor time of a turn.
+    pub(super) fn least_cpu(&self) -> Duration {
+        self.0.iter().map(|turn| turn.cpu).min().unwrap_or(Duration::MAX)
     }
 
     /// How much faster than another contender, the fastest turns compared.
@@ -27,7 +67,7 @@ impl Times {
             .0
             .iter()
             .zip(&yardstick.0)
-            .map(|(own, other)| other.as_secs_f64() / own.as_secs_f64())
+            .map(|(own, other)| other.wall.as_secs_f64() / own.wall.as_secs_f64())
             .collect();
         ratios.sort_unstable_by(f64::total_cmp);
         ratios.get(ratios.len() / 2).copied().unwrap_or(f64::NAN)
@@ -53,8 +93,15 @@ pub(super) fn hold<const N: usize>(rounds: usize, mut contenders: [Turn<'_>; N])
 mod tests {
     use super::*;
 
+    fn turn(ms: u64) -> Spent {
+        Spent {
+            wall: Duration::from_millis(ms),
+            cpu: Duration::ZERO,
+        }
+    }
+
     fn times(ms: &[u64]) -> Times {
-        Times(ms.iter().copied().map(Duration::from_millis).collect())
+        Times(ms.iter().copied().map(turn).collect())
     }
 
     #[test]
@@ -68,11 +115,11 @@ mod tests {
     fn everybody_has_as_many_turns_and_the_first_one_does_not_count() {
         let mut turns = [0, 0];
         let [first, second] = &mut turns;
-        let turn = |count: &mut u64| {
+        let next = |count: &mut u64| {
             *count += 1;
-            Ok(Duration::from_millis(*count))
+            Ok(turn(*count))
         };
-        let times = hold(3, [Box::new(|| turn(first)), Box::new(|| turn(second))]).unwrap();
+        let times = hold(3, [Box::new(|| next(first)), Box::new(|| next(second))]).unwrap();
         assert_eq!(times.map(|times| times.fastest().as_millis()), [2, 2]);
         assert_eq!(turns, [4, 4]);
     }

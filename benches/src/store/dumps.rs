@@ -2,11 +2,10 @@
 
 use std::cell::{Cell, RefCell};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
 use ucm_core::BlockId;
 
-use super::contest::{Turn, hold};
+use super::contest::{Spent, Turn, Watch, hold};
 use super::files::Place;
 use super::memory::Stock;
 use super::report::{Direction, Mode, Row, Side};
@@ -30,16 +29,18 @@ pub(super) fn measure(
     let loop_files = Files::make(place)?;
     let stock = RefCell::new(stock);
     // The bytes of one turn are on disk at a time; removing them is nobody's time.
-    let timed = |work: &mut dyn FnMut(&[BlockId]) -> Result<Duration>, ours: bool| -> Result<Duration> {
+    let timed = |work: &mut dyn FnMut(&[BlockId]) -> Result<Spent>, ours: bool| -> Result<Spent> {
         let ids = stock.borrow_mut().fresh_ids();
         if mode == Mode::Synced {
             place.sync()?;
         }
         let mut took = work(&ids)?;
         if mode == Mode::Synced {
-            let start = Instant::now();
+            let watch = Watch::start();
             place.sync()?;
-            took += start.elapsed();
+            let end = watch.stop();
+            took.wall += end.wall;
+            took.cpu += end.cpu;
         }
         if ours {
             rig.delete(ids)?

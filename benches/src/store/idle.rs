@@ -2,8 +2,7 @@
 
 use std::time::Duration;
 
-use rustix::time::{ClockId, clock_gettime};
-
+use super::contest::cpu;
 use super::files::Place;
 use super::lookup::IO_THREADS;
 use super::report::Idle;
@@ -33,12 +32,6 @@ pub(super) fn measure(place: &Place, options: &Options) -> Result<Idle> {
     };
     rig.engine.close();
     Ok(idle)
-}
-
-/// Processor time of this process so far.
-fn cpu() -> Duration {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 /// Number of entries of a directory below `/proc/self`.

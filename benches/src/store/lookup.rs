@@ -1,13 +1,13 @@
 //! What asking for the blocks of a prompt costs, and what memory a published block takes in the process.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::fs::{AtFlags, CWD};
 use ucm_core::BlockId;
 use ucm_store::engine::{Hint, Row};
 
-use super::contest::{Turn, hold};
+use super::contest::{Spent, Turn, Watch, hold};
 use super::files::Place;
 use super::idle::status_kib;
 use super::memory::{Stock, ids};
@@ -117,8 +117,8 @@ fn row(
     ))
 }
 
-fn timed(work: &dyn Fn() -> Result<()>) -> Result<Duration> {
-    let start = Instant::now();
+fn timed(work: &dyn Fn() -> Result<()>) -> Result<Spent> {
+    let watch = Watch::start();
     work()?;
-    Ok(start.elapsed())
+    Ok(watch.stop())
 }

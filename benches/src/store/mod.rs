@@ -54,6 +54,8 @@ pub struct Options {
     pub block_bytes: Vec<usize>,
     /// Numbers of threads.
     pub workers: Vec<usize>,
+    /// Ways of reading and writing.
+    pub modes: Vec<Mode>,
     /// Bytes moved in one turn.
     pub turn_bytes: usize,
     /// Turns of each contender.
@@ -75,7 +77,8 @@ impl Options {
             dir,
             block_bytes: vec![256 * KIB, MIB, 2 * MIB],
             workers: vec![1, 4],
-            turn_bytes: 128 * MIB,
+            modes: Mode::ALL.to_vec(),
+            turn_bytes: 64 * MIB,
             rounds: 9,
             prefix: 1024,
             cached: 16 * 1024,
@@ -135,7 +138,7 @@ pub fn run(options: &Options, say: &dyn Fn(&str)) -> Result<Figures> {
             if figures.machine.fio.is_some() {
                 figures.fio.extend(fio::measure(&place, block, workers, options)?);
             }
-            for mode in Mode::ALL {
+            for &mode in &options.modes {
                 if mode == Mode::Direct && !place.direct() {
                     continue;
                 }

@@ -2,13 +2,14 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Barrier;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags};
 use ucm_device::Slot;
 
 use super::Result;
+use super::contest::{Spent, Watch};
 use super::memory::Stock;
 
 /// Reads a whole file into the start of `into`.
@@ -48,12 +49,12 @@ pub(super) fn share<J: Send, S: Send>(
     states: impl Iterator<Item = S>,
     threads: usize,
     work: impl Fn(J, &mut S) -> Result<()> + Sync,
-) -> Result<Duration> {
+) -> Result<Spent> {
     let mut states: Vec<S> = states.take(threads).collect();
     let (jobs, start) = (Mutex::new(jobs), Barrier::new(states.len()));
-    let one = |mut state: S| -> Result<Instant> {
+    let one = |mut state: S| -> Result<Watch> {
         start.wait();
-        let began = Instant::now();
+        let began = Watch::start();
         loop {
             let Some(job) = jobs.lock().next() else {
                 return Ok(began);
@@ -67,11 +68,16 @@ pub(super) fn share<J: Send, S: Send>(
             .into_iter()
             .map(|state| scope.spawn(|| one(state)))
             .collect();
-        let mut began = one(own)?;
+        let mut began = vec![one(own)?];
         for other in others {
-            began = began.min(other.join().map_err(|_| "a thread of the yardstick panicked")??);
+            began.push(other.join().map_err(|_| "a thread of the yardstick panicked")??);
         }
-        Ok(began.elapsed())
+        // Since the first one began.
+        Ok(began
+            .iter()
+            .map(Watch::stop)
+            .max_by_key(|spent| spent.wall)
+            .unwrap_or_default())
     })
 }
 
@@ -81,7 +87,7 @@ pub(super) fn read_to_slots(
     slots: &mut [Slot],
     direct: bool,
     threads: usize,
-) -> Result<Duration> {
+) -> Result<Spent> {
     let jobs = paths.iter().zip(slots);
     share(jobs, std::iter::repeat(()), threads, |(path, slot), ()| {
         read(path, direct, slot.as_mut_slice())
@@ -95,7 +101,7 @@ pub(super) fn read_to_memory(
     stock: &mut Stock,
     direct: bool,
     threads: usize,
-) -> Result<Duration> {
+) -> Result<Spent> {
     let slots = stock.slots();
     let header = slots
         .first()
@@ -120,7 +126,7 @@ pub(super) fn memcpy(stock: &mut Stock, threads: usize, rounds: usize) -> f64 {
         })
     };
     let best = (0..=rounds)
-        .filter_map(|_| once().ok())
+        .filter_map(|_| Some(once().ok()?.wall))
         .min()
         .unwrap_or(Duration::MAX);
     bytes as f64 / best.as_secs_f64() / 1e9

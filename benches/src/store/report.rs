@@ -88,6 +88,10 @@ pub struct Row {
     pub ratio: f64,
     /// The median of the ratios of single rounds.
     pub median_ratio: f64,
+    /// Processor time of ours, ms for a GB of KV, the least of any turn: other load on the machine hardly shows in it.
+    pub cpu_ms_per_gb: f64,
+    /// The plain loop's.
+    pub yardstick_cpu_ms_per_gb: f64,
     /// Least ratio wanted, where there is a goal.
     pub goal: Option<f64>,
     /// What bounds both.
@@ -122,6 +126,8 @@ impl Row {
             yardstick_gbps: 0.0,
             ratio: 0.0,
             median_ratio: 0.0,
+            cpu_ms_per_gb: 0.0,
+            yardstick_cpu_ms_per_gb: 0.0,
             goal,
             limit: String::new(),
             limit_gbps: None,
@@ -134,6 +140,9 @@ impl Row {
         self.yardstick_gbps = gbps(yardstick);
         self.ratio = own.ratio(yardstick);
         self.median_ratio = own.median_ratio(yardstick);
+        let cpu = |times: &Times| times.least_cpu().as_secs_f64() * 1e12 / bytes as f64;
+        self.cpu_ms_per_gb = cpu(own);
+        self.yardstick_cpu_ms_per_gb = cpu(yardstick);
         self
     }
 
@@ -317,12 +326,12 @@ impl Figures {
             };
             writeln!(
                 text,
-                "{head}  KiB  workers  mode      crc   ucm GB/s  plain GB/s  ratio  median  goal         limit GB/s"
+                "{head}  KiB  workers  mode      crc   ucm GB/s  plain GB/s  ratio  median  goal         limit GB/s  CPU ms/GB, plain"
             )?;
             for row in self.rows.iter().filter(|row| row.direction == direction) {
                 writeln!(
                     text,
-                    "       {:<6}{:>5}  {:>7}  {:<8}  {:<3}  {:>9.2}  {:>10.2}  {:>5.2}  {:>6.2}  {:<11}  {:<6} {:>5}",
+                    "       {:<6}{:>5}  {:>7}  {:<8}  {:<3}  {:>9.2}  {:>10.2}  {:>5.2}  {:>6.2}  {:<11}  {:<6} {:>5}  {:>9.0}  {:>5.0}",
                     if row.side == Side::Slot { "slot" } else { "memory" },
                     row.block_bytes >> 10,
                     row.workers,
@@ -339,6 +348,8 @@ impl Figures {
                     row.limit,
                     row.limit_gbps
                         .map_or_else(|| "-".to_owned(), |gbps| format!("{gbps:.2}")),
+                    row.cpu_ms_per_gb,
+                    row.yardstick_cpu_ms_per_gb,
                 )?;
             }
         }

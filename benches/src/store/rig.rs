@@ -5,7 +5,7 @@ use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
@@ -21,6 +21,7 @@ use ucm_store::record::{Expect, RecordLayout, RecordMeta, verify};
 use ucm_store::space::Capacity;
 
 use super::Result;
+use super::contest::{Spent, Watch};
 
 /// Layers of a block, one tensor each, as in a model of 7 or 8 billion parameters.
 const LAYERS: usize = 32;
@@ -183,14 +184,9 @@ impl Rig {
     }
 
     /// Reads records into slots, judging each where it arrived, or not. Gives the slots back.
-    pub(super) fn read(
-        &self,
-        ids: &[BlockId],
-        slots: Vec<Slot>,
-        judge: bool,
-    ) -> Result<(Duration, Vec<Slot>)> {
+    pub(super) fn read(&self, ids: &[BlockId], slots: Vec<Slot>, judge: bool) -> Result<(Spent, Vec<Slot>)> {
         let batch = Batch::new(ids.len());
-        let (start, deadline) = (Instant::now(), self.deadline());
+        let (watch, deadline) = (Watch::start(), self.deadline());
         for (&id, slot) in ids.iter().zip(slots) {
             let (batch, shape) = (Arc::clone(&batch), Arc::clone(&self.shape));
             let done = move |result: ucm_core::Result<ReadDone>| {
@@ -207,18 +203,18 @@ impl Rig {
             self.backend.read(id, slot, false, deadline, Box::new(done));
         }
         let slots = batch.wait()?;
-        Ok((start.elapsed(), slots))
+        Ok((watch.stop(), slots))
     }
 
     /// Writes filled slots as records, sealing each first, or not.
-    pub(super) fn write(&self, ids: &[BlockId], slots: Vec<Slot>, seal: bool) -> Result<Duration> {
+    pub(super) fn write(&self, ids: &[BlockId], slots: Vec<Slot>, seal: bool) -> Result<Spent> {
         let batch = Batch::new(ids.len());
         let options = WriteOptions {
             len: self.shape.layout.record_len(),
             ordinal: 0,
             replace: false,
         };
-        let (start, deadline) = (Instant::now(), self.deadline());
+        let (watch, deadline) = (Watch::start(), self.deadline());
         for (&id, mut slot) in ids.iter().zip(slots) {
             if seal {
                 self.shape.seal(id, &mut slot)?;
@@ -228,26 +224,26 @@ impl Rig {
             self.backend.write(id, slot, options, deadline, Box::new(done));
         }
         batch.wait()?;
-        Ok(start.elapsed())
+        Ok(watch.stop())
     }
 
     /// Loads rows by the engine.
-    pub(super) fn load(&self, rows: Vec<Row>) -> Result<Duration> {
-        let start = Instant::now();
+    pub(super) fn load(&self, rows: Vec<Row>) -> Result<Spent> {
+        let watch = Watch::start();
         let task = self.engine.load(rows, Some(LONG))?;
         task.wait(self.engine.clock(), Until::Published, None);
-        let took = start.elapsed();
+        let took = watch.stop();
         task.failures()
             .pop()
             .map_or(Ok(took), |(_, error)| Err(error.into()))
     }
 
     /// Dumps rows by the engine, until published.
-    pub(super) fn dump(&self, rows: Vec<Row>) -> Result<Duration> {
-        let start = Instant::now();
+    pub(super) fn dump(&self, rows: Vec<Row>) -> Result<Spent> {
+        let watch = Watch::start();
         let task = self.engine.dump(rows)?;
         task.wait(self.engine.clock(), Until::Published, None);
-        let took = start.elapsed();
+        let took = watch.stop();
         task.failures()
             .pop()
             .map_or(Ok(took), |(_, error)| Err(error.into()))
