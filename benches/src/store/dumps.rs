@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use ucm_core::BlockId;
 
 use super::contest::{Spent, Turn, Watch, hold};
-use super::files::Place;
+use super::files::{Place, hollow};
 use super::memory::Stock;
 use super::report::{Direction, Mode, Row, Side};
 use super::rig::{Rig, Shape};
@@ -28,7 +28,7 @@ pub(super) fn measure(
     let rig = Rig::open(&root, Shape::of(shape.block)?, workers * 2, direct, slots)?;
     let loop_files = Files::make(place)?;
     let stock = RefCell::new(stock);
-    // The bytes of one turn are on disk at a time; removing them is nobody's time.
+    // The bytes of one turn are on disk at a time; giving them back is nobody's time.
     let timed = |work: &mut dyn FnMut(&[BlockId]) -> Result<Spent>, ours: bool| -> Result<Spent> {
         let ids = stock.borrow_mut().fresh_ids();
         if mode == Mode::Synced {
@@ -42,11 +42,8 @@ pub(super) fn measure(
             took.wall += end.wall;
             took.cpu += end.cpu;
         }
-        if ours {
-            rig.delete(ids)?
-        } else {
-            loop_files.remove(&ids)?
-        }
+        let path = |&id: &BlockId| if ours { rig.path(id) } else { loop_files.path(id) };
+        hollow(&ids.iter().map(path).collect::<Vec<_>>())?;
         Ok(took)
     };
     let timed = &timed;
@@ -98,6 +95,9 @@ pub(super) fn measure(
     if direct {
         rig.check_direct(stock.borrow().count())?;
     }
+    rig.engine.close();
+    std::fs::remove_dir_all(&root)?;
+    std::fs::remove_dir_all(&loop_files.dir)?;
     let bytes = stock.borrow().bytes();
     let row = |side, checksums| Row::new(Direction::Dump, side, shape.block, workers, mode, checksums);
     Ok(vec![
@@ -132,10 +132,5 @@ impl Files {
     fn write(&self, id: BlockId, thread: usize, direct: bool, bytes: &[u8]) -> Result<()> {
         let private: &Path = &self.dir.join("tmp").join(format!("{thread}.tmp"));
         plain::write(private, &self.path(id), direct, bytes)
-    }
-
-    fn remove(&self, ids: &[BlockId]) -> Result<()> {
-        ids.iter()
-            .try_for_each(|&id| Ok(std::fs::remove_file(self.path(id))?))
     }
 }

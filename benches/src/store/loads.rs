@@ -66,7 +66,8 @@ pub(super) fn measure(
     if direct {
         rig.check_direct(stock.borrow().count())?;
     }
-    rig.delete(ids.clone())?;
+    rig.engine.close();
+    std::fs::remove_dir_all(&root)?;
     let bytes = stock.borrow().bytes();
     let row = |side, checksums| Row::new(Direction::Load, side, shape.block, workers, mode, checksums);
     Ok(vec![

@@ -78,7 +78,7 @@ impl Options {
             block_bytes: vec![256 * KIB, MIB, 2 * MIB],
             workers: vec![1, 4],
             modes: Mode::ALL.to_vec(),
-            turn_bytes: 64 * MIB,
+            turn_bytes: 32 * MIB,
             rounds: 9,
             prefix: 1024,
             cached: 16 * 1024,
@@ -123,7 +123,7 @@ pub fn run(options: &Options, say: &dyn Fn(&str)) -> Result<Figures> {
         say("fio is not installed or not wanted: its figures are left out");
     }
     say("warming memory");
-    place.warm(options.turn_bytes * 2)?;
+    place.warm(options.turn_bytes * 4)?;
     figures.idle = idle::measure(&place, options)?;
     say("lookups");
     (figures.lookups, figures.bytes_per_block) = lookup::measure(&place, options)?;

@@ -249,21 +249,6 @@ impl Rig {
             .map_or(Ok(took), |(_, error)| Err(error.into()))
     }
 
-    /// Removes records, by the backend, so that it counts them as gone.
-    pub(super) fn delete(&self, ids: Vec<BlockId>) -> Result<()> {
-        let (completion, wanted) = (Completion::new(), ids.len());
-        let answer = Arc::clone(&completion);
-        let done = move |result| {
-            answer.complete(result);
-        };
-        self.backend.delete(ids, self.deadline(), Box::new(done));
-        match completion.wait(self.engine.clock(), None) {
-            Some(Ok(removed)) if removed == wanted => Ok(()),
-            Some(Err(error)) => Err(error.into()),
-            _ => Err("records that were published are not there".into()),
-        }
-    }
-
     fn deadline(&self) -> Mono {
         self.engine.clock().now().after(LONG)
     }
