@@ -81,7 +81,7 @@ impl Options {
             turn_bytes: 32 * MIB,
             rounds: 9,
             prefix: 1024,
-            cached: 16 * 1024,
+            cached: 4 * 1024,
             idle: Duration::from_secs(2),
             fio: true,
         }
