@@ -2,7 +2,8 @@
 
 One panel for each direction and way of reading or writing. In each, for every size of block and number of threads, two
 pairs of bars: a plain loop of system calls (grey) and ucm with checksums (blue), to or from the slot and to or from the
-caller's memory. A line over a group is what bounds it, where that was measured and fits the panel.
+caller's memory. A line over a group is what bounds it, where that was measured and fits the panel. With ``--table`` the
+same figures are printed as the tables of ``docs/performance.md``.
 """
 
 from __future__ import annotations
@@ -127,13 +128,68 @@ def draw(figures: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def tables(figures: dict[str, Any]) -> str:
+    """Every figure in Markdown, one table for each direction."""
+    head = {
+        "load": "| mode | block | threads | to the slot, GB/s: ucm, loop | ratio | ratio without checksums "
+        "| to memory, GB/s: ucm, loop | ratio | limit, GB/s |",
+        "dump": "| mode | block | threads | from the slot, GB/s: ucm, loop | ratio | ratio without checksums "
+        "| from memory, GB/s: ucm, loop | ratio | limit, GB/s |",
+    }
+    lines = []
+    for direction, first in head.items():
+        lines += [first, "|" + "---|" * 9]
+        rows = [row for row in figures["rows"] if row["direction"] == direction]
+        for mode in ("buffered", "synced", "direct"):
+            mine = [row for row in rows if row["mode"] == mode]
+            for case in groups(mine):
+                lines.append(_line(MODES[(direction, mode)], case, mine))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _line(mode: str, case: tuple[int, int], rows: list[Row]) -> str:
+    """One line of a table: the three rows of a case."""
+
+    def find(side: str, checksums: bool) -> Row:
+        return next(
+            row
+            for row in rows
+            if (row["block_bytes"], row["workers"], row["side"], row["checksums"]) == (*case, side, checksums)
+        )
+
+    slot, bare, memory = find("slot", True), find("slot", False), find("memory", True)
+    limit = "-" if slot["limit_gbps"] is None else f"{slot['limit']} {slot['limit_gbps']:.1f}"
+
+    def ratio(row: Row) -> str:
+        text = f"{row['ratio']:.2f}"
+        return f"**{text}**" if row["goal"] is not None and row["ratio"] >= row["goal"] else text
+
+    cells = (
+        mode,
+        f"{case[0] // 1024} KiB",
+        str(case[1]),
+        f"{slot['gbps']:.2f}, {slot['yardstick_gbps']:.2f}",
+        ratio(slot),
+        ratio(bare),
+        f"{memory['gbps']:.2f}, {memory['yardstick_gbps']:.2f}",
+        ratio(memory),
+        limit,
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
 def main() -> None:
     """Reads the figures, writes the picture."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("figures", type=pathlib.Path)
     arguments.add_argument("picture", type=pathlib.Path)
+    arguments.add_argument("--table", action="store_true", help="print the tables too")
     chosen = arguments.parse_args()
-    chosen.picture.write_text(draw(json.loads(chosen.figures.read_text())))
+    figures = json.loads(chosen.figures.read_text())
+    chosen.picture.write_text(draw(figures))
+    if chosen.table:
+        print(tables(figures))
 
 
 if __name__ == "__main__":
