@@ -1,7 +1,6 @@
 //! Dumps until published beside the loop of open, pwrite, close and rename: from the slot, and from the caller's memory.
 
 use std::cell::{Cell, RefCell};
-use std::path::{Path, PathBuf};
 
 use ucm_core::BlockId;
 
@@ -26,10 +25,14 @@ pub(super) fn measure(
     // A part of the slots is never given to dumps, and dumps have half of the pool.
     let slots = stock.count() * 4 / 3 + 4;
     let rig = Rig::open(&root, Shape::of(shape.block)?, workers * 2, direct, slots)?;
-    let loop_files = Files::make(place)?;
+    let loop_files = Files(&rig);
+    for shard in 0..=u8::MAX {
+        let file = rig.path(BlockId([shard; 16]));
+        std::fs::create_dir_all(file.parent().unwrap_or(&root))?;
+    }
     let stock = RefCell::new(stock);
     // The bytes of one turn are on disk at a time; giving them back is nobody's time.
-    let timed = |work: &mut dyn FnMut(&[BlockId]) -> Result<Spent>, ours: bool| -> Result<Spent> {
+    let timed = |work: &mut dyn FnMut(&[BlockId]) -> Result<Spent>| -> Result<Spent> {
         let ids = stock.borrow_mut().fresh_ids();
         if mode == Mode::Synced {
             place.sync()?;
@@ -42,14 +45,13 @@ pub(super) fn measure(
             took.wall += end.wall;
             took.cpu += end.cpu;
         }
-        let path = |&id: &BlockId| if ours { rig.path(id) } else { loop_files.path(id) };
-        hollow(&ids.iter().map(path).collect::<Vec<_>>())?;
+        hollow(&ids.iter().map(|&id| rig.path(id)).collect::<Vec<_>>())?;
         Ok(took)
     };
     let timed = &timed;
     let through_rig = |seal: bool| -> Turn<'_> {
         let (rig, stock) = (&rig, &stock);
-        Box::new(move || timed(&mut |ids| rig.write(ids, stock.borrow().slots(), seal), true))
+        Box::new(move || timed(&mut |ids| rig.write(ids, stock.borrow().slots(), seal)))
     };
     let contenders: [Turn<'_>; 5] = [
         Box::new(|| {
@@ -62,7 +64,7 @@ pub(super) fn measure(
                     |(&id, slot), thread| loop_files.write(id, *thread, direct, slot.as_slice()),
                 )
             };
-            timed(&mut write, false)
+            timed(&mut write)
         }),
         through_rig(true),
         through_rig(false),
@@ -81,14 +83,14 @@ pub(super) fn measure(
                     },
                 )
             };
-            timed(&mut write, false)
+            timed(&mut write)
         }),
         Box::new(|| {
             let mut dump = |ids: &[BlockId]| {
                 let rows = stock.borrow_mut().rows(ids);
                 rig.dump(rows)
             };
-            timed(&mut dump, true)
+            timed(&mut dump)
         }),
     ];
     let [slot, sealed, unsealed, memory, engine] = hold(options.rounds, contenders)?;
@@ -97,7 +99,6 @@ pub(super) fn measure(
     }
     rig.engine.close();
     std::fs::remove_dir_all(&root)?;
-    std::fs::remove_dir_all(&loop_files.dir)?;
     let bytes = stock.borrow().bytes();
     let row = |side, checksums| Row::new(Direction::Dump, side, shape.block, workers, mode, checksums);
     Ok(vec![
@@ -107,30 +108,12 @@ pub(super) fn measure(
     ])
 }
 
-/// The files of the loop: as many directories, and as deep, as those of the store.
-struct Files {
-    dir: PathBuf,
-}
+/// The files of the loop. They lie where the store's own do: what a new file costs depends on its directory.
+struct Files<'a>(&'a Rig);
 
-impl Files {
-    fn make(place: &Place) -> Result<Self> {
-        let dir = place.make("loop")?;
-        std::fs::create_dir_all(dir.join("tmp"))?;
-        for shard in 0..=u8::MAX {
-            std::fs::create_dir_all(dir.join("blocks").join(format!("{shard:02x}")))?;
-        }
-        Ok(Self { dir })
-    }
-
-    fn path(&self, id: BlockId) -> PathBuf {
-        self.dir
-            .join("blocks")
-            .join(format!("{:02x}", id.0[0]))
-            .join(format!("{id}.bin"))
-    }
-
+impl Files<'_> {
     fn write(&self, id: BlockId, thread: usize, direct: bool, bytes: &[u8]) -> Result<()> {
-        let private: &Path = &self.dir.join("tmp").join(format!("{thread}.tmp"));
-        plain::write(private, &self.path(id), direct, bytes)
+        let private = self.0.private().join(format!("loop-{thread}"));
+        plain::write(&private, &self.0.path(id), direct, bytes)
     }
 }

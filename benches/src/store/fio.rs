@@ -9,7 +9,9 @@ use super::report::{Direction, Fio};
 use super::{Options, Result};
 
 /// Runs of which the fastest counts.
-const RUNS: usize = 3;
+const RUNS: usize = 2;
+/// Times each run goes over the file: fio counts in milliseconds.
+const LOOPS: usize = 16;
 
 /// The version of the fio that is installed, if there is one.
 pub(super) fn version() -> Option<String> {
@@ -42,6 +44,7 @@ pub(super) fn measure(place: &Place, block: usize, workers: usize, options: &Opt
             .args(["--invalidate=0", "--fallocate=none", "--overwrite=1"])
             .arg(format!("--filename={}", path.display()))
             .arg(format!("--rw={kind}"))
+            .arg(format!("--loops={LOOPS}"))
             .arg(format!("--bs={block}"))
             .arg(format!("--direct={}", u8::from(direct)))
             .arg(format!("--numjobs={workers}"))

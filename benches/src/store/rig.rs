@@ -169,6 +169,11 @@ impl Rig {
         })
     }
 
+    /// The directory of private files.
+    pub(super) fn private(&self) -> PathBuf {
+        self.files.tmp()
+    }
+
     /// The file of a record.
     pub(super) fn path(&self, id: BlockId) -> PathBuf {
         self.files.record(id)
