@@ -1,5 +1,7 @@
 //! Shared pieces of the benches: taking a figure and its yardstick in turns, so that a busy machine hits both.
 
+pub mod store;
+
 use std::time::{Duration, Instant};
 
 /// Rounds of which the fastest counts.

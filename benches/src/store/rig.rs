@@ -1,0 +1,298 @@
+//! Our side: a backend and an engine over it, set up as in production but for the number of threads.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU64;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use ucm_core::{BlockId, DType, Geometry, Identity, Part};
+use ucm_device::{HostDevice, Slot};
+use ucm_infra::{Completion, Mono, SystemClock};
+use ucm_io::{PsyncEngine, PsyncOptions};
+use ucm_store::backend::{Backend, ReadDone, WriteOptions};
+use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Until};
+use ucm_store::health::BreakerConfig;
+use ucm_store::layout::Layout;
+use ucm_store::posix::{PosixBackend, PosixConfig};
+use ucm_store::record::{Expect, RecordLayout, RecordMeta, verify};
+use ucm_store::space::Capacity;
+
+use super::Result;
+use super::contest::{Spent, Watch};
+
+/// Layers of a block, one tensor each, as in a model of 7 or 8 billion parameters.
+const LAYERS: usize = 32;
+/// Tokens of a block; in the header only.
+const BLOCK_TOKENS: u32 = 128;
+/// The store's limit: never reached, so that nothing is collected.
+const CAPACITY: u64 = 64 << 30;
+/// No turn takes as long.
+const LONG: Duration = Duration::from_secs(120);
+
+/// Sizes of the blocks of a case.
+pub(super) struct Shape {
+    pub(super) block: usize,
+    pub(super) geometry: Geometry,
+    pub(super) layout: RecordLayout,
+    pub(super) identity: Identity,
+}
+
+impl Shape {
+    /// Of blocks of so many bytes of KV.
+    pub(super) fn of(block: usize) -> Result<Self> {
+        Self::with_layers(block, LAYERS)
+    }
+
+    /// The smallest blocks: what a lookup costs does not depend on their size.
+    pub(super) fn small() -> Result<Self> {
+        Self::with_layers(4096, 1)
+    }
+
+    fn with_layers(block: usize, layers: usize) -> Result<Self> {
+        let geometry = Geometry::new(vec![(block / layers) as u64], layers as u32, layers as u32)?;
+        let layout = RecordLayout::new(&geometry).describing(BLOCK_TOKENS, DType::F32);
+        let text = format!(
+            "{{\"format_version\":1,\"architecture\":\"bench\",\"world_size\":1,\"dtype\":\"f32\",\"weights\":\"{block}\",\
+             \"model_config\":{{}},\"position\":{{}},\"kv_dtype\":\"f32\",\"attention_backend\":\"none\",\
+             \"kv_packing\":{{}},\"kv_layout\":\"none\",\"kv_groups\":[],\"block_tokens\":{BLOCK_TOKENS},\
+             \"tensor_parallel\":1,\"pipeline_parallel\":1,\"decode_context_parallel\":1}}"
+        );
+        Ok(Self {
+            block,
+            geometry,
+            layout,
+            identity: Identity::parse(&text)?,
+        })
+    }
+
+    fn expect(&self, id: BlockId) -> Expect<'_> {
+        Expect {
+            id,
+            namespace: *self.identity.digest(),
+            part: Part::default(),
+            layout: &self.layout,
+        }
+    }
+
+    /// Makes a record of a filled slot: checksums of all layers, then the header.
+    fn seal(&self, id: BlockId, slot: &mut Slot) -> ucm_core::Result<()> {
+        let meta = RecordMeta {
+            id,
+            parent: BlockId::default(),
+            ordinal: 0,
+            namespace: *self.identity.digest(),
+            part: Part::default(),
+            tokens: BLOCK_TOKENS,
+            time_ns: 0,
+            writer: 1,
+        };
+        self.layout.seal(&meta, slot.as_mut_slice())
+    }
+}
+
+/// A backend with an engine over it.
+pub(super) struct Rig {
+    shape: Arc<Shape>,
+    files: Layout,
+    io: Arc<PsyncEngine>,
+    backend: Arc<PosixBackend>,
+    /// Documents that were read and written to open the root; they are never direct.
+    documents: u64,
+    pub(super) engine: Engine,
+}
+
+impl Rig {
+    /// Opens a store below `root`; the pool has `threads` threads: loads may use all, dumps half of them. The engine
+    /// stages `slots` blocks.
+    pub(super) fn open(
+        root: &Path,
+        shape: Shape,
+        threads: usize,
+        direct: bool,
+        slots: usize,
+    ) -> Result<Self> {
+        let clock = SystemClock::shared();
+        let io = PsyncEngine::new(PsyncOptions {
+            direct,
+            clock: Arc::clone(&clock),
+            ..PsyncOptions::with_workers(threads)
+        })?;
+        let posix = PosixConfig {
+            root: root.to_owned(),
+            identity: shape.identity.clone(),
+            labels: BTreeMap::new(),
+            part: Part::default(),
+            geometry: shape.geometry.clone(),
+            record: shape.layout.clone(),
+            direct,
+            lookup_only: false,
+            capacity: NonZeroU64::new(CAPACITY).map(Capacity::Bytes),
+            writer: ucm_store::random_u64(),
+        };
+        let config = EngineConfig {
+            geometry: shape.geometry.clone(),
+            identity: shape.identity.clone(),
+            part: Part::default(),
+            block_tokens: BLOCK_TOKENS,
+            dtype: DType::F32,
+            staging_bytes: (slots * shape.layout.record_len()) as u64,
+            copy_threads: 1,
+            deadlines: Deadlines {
+                lookup: LONG,
+                dump: LONG,
+                ..Deadlines::default()
+            },
+            breaker: BreakerConfig::default(),
+            writer: 1,
+        };
+        let backend = Arc::new(PosixBackend::new(
+            posix,
+            Arc::clone(&io) as _,
+            Arc::clone(&clock),
+        )?);
+        let engine = Engine::open(
+            config,
+            Arc::clone(&backend) as _,
+            Arc::new(HostDevice::new()),
+            clock,
+        )?;
+        Ok(Self {
+            files: Layout::new(root, &shape.identity),
+            documents: io.direct_fallbacks(),
+            shape: Arc::new(shape),
+            io,
+            backend,
+            engine,
+        })
+    }
+
+    /// The directory of private files.
+    pub(super) fn private(&self) -> PathBuf {
+        self.files.tmp()
+    }
+
+    /// The file of a record.
+    pub(super) fn path(&self, id: BlockId) -> PathBuf {
+        self.files.record(id)
+    }
+
+    /// An error if more records than a stray document of the collector went through the page cache although O_DIRECT
+    /// was wanted.
+    pub(super) fn check_direct(&self, records: usize) -> Result<()> {
+        if self.io.direct_fallbacks() - self.documents < records as u64 {
+            return Ok(());
+        }
+        Err("the store fell back to the page cache where the yardstick used O_DIRECT".into())
+    }
+
+    /// Reads records into slots, judging each where it arrived, or not. Gives the slots back.
+    pub(super) fn read(&self, ids: &[BlockId], slots: Vec<Slot>, judge: bool) -> Result<(Spent, Vec<Slot>)> {
+        let batch = Batch::new(ids.len());
+        let (watch, deadline) = (Watch::start(), self.deadline());
+        for (&id, slot) in ids.iter().zip(slots) {
+            let (batch, shape) = (Arc::clone(&batch), Arc::clone(&self.shape));
+            let done = move |result: ucm_core::Result<ReadDone>| {
+                let judged = result.and_then(|read| {
+                    let bytes = &read.slot.as_slice()[..read.read];
+                    match judge.then(|| verify(bytes, &shape.expect(id))) {
+                        Some(Err(reason)) => Err(ucm_core::Error::internal(reason.name())),
+                        _ if bytes.len() == shape.layout.record_len() => Ok(read.slot),
+                        _ => Err(ucm_core::Error::internal("a record is short")),
+                    }
+                });
+                batch.one(judged.map(Some));
+            };
+            self.backend.read(id, slot, false, deadline, Box::new(done));
+        }
+        let slots = batch.wait()?;
+        Ok((watch.stop(), slots))
+    }
+
+    /// Writes filled slots as records, sealing each first, or not.
+    pub(super) fn write(&self, ids: &[BlockId], slots: Vec<Slot>, seal: bool) -> Result<Spent> {
+        let batch = Batch::new(ids.len());
+        let options = WriteOptions {
+            len: self.shape.layout.record_len(),
+            ordinal: 0,
+            replace: false,
+        };
+        let (watch, deadline) = (Watch::start(), self.deadline());
+        for (&id, mut slot) in ids.iter().zip(slots) {
+            if seal {
+                self.shape.seal(id, &mut slot)?;
+            }
+            let batch = Arc::clone(&batch);
+            let done = move |result: ucm_core::Result<_>| batch.one(result.map(|_| None));
+            self.backend.write(id, slot, options, deadline, Box::new(done));
+        }
+        batch.wait()?;
+        Ok(watch.stop())
+    }
+
+    /// Loads rows by the engine.
+    pub(super) fn load(&self, rows: Vec<Row>) -> Result<Spent> {
+        let watch = Watch::start();
+        let task = self.engine.load(rows, Some(LONG))?;
+        task.wait(self.engine.clock(), Until::Published, None);
+        let took = watch.stop();
+        task.failures()
+            .pop()
+            .map_or(Ok(took), |(_, error)| Err(error.into()))
+    }
+
+    /// Dumps rows by the engine, until published.
+    pub(super) fn dump(&self, rows: Vec<Row>) -> Result<Spent> {
+        let watch = Watch::start();
+        let task = self.engine.dump(rows)?;
+        task.wait(self.engine.clock(), Until::Published, None);
+        let took = watch.stop();
+        task.failures()
+            .pop()
+            .map_or(Ok(took), |(_, error)| Err(error.into()))
+    }
+
+    fn deadline(&self) -> Mono {
+        self.engine.clock().now().after(LONG)
+    }
+}
+
+/// Operations of which the last one to end wakes who waits.
+struct Batch {
+    left: AtomicUsize,
+    ended: Mutex<(Vec<Slot>, Option<ucm_core::Error>)>,
+    over: Arc<Completion<()>>,
+}
+
+impl Batch {
+    fn new(count: usize) -> Arc<Self> {
+        Arc::new(Self {
+            left: AtomicUsize::new(count),
+            ended: Mutex::new((Vec::with_capacity(count), None)),
+            over: Completion::new(),
+        })
+    }
+
+    fn one(&self, result: ucm_core::Result<Option<Slot>>) {
+        let mut ended = self.ended.lock();
+        match result {
+            Ok(slot) => ended.0.extend(slot),
+            Err(error) => ended.1 = Some(error),
+        }
+        drop(ended);
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.over.complete(());
+        }
+    }
+
+    fn wait(&self) -> Result<Vec<Slot>> {
+        self.over.wait(&SystemClock, None);
+        let mut ended = self.ended.lock();
+        match ended.1.take() {
+            Some(error) => Err(error.into()),
+            None => Ok(std::mem::take(&mut ended.0)),
+        }
+    }
+}
