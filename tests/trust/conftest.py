@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Generator
@@ -10,12 +11,15 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "vllm"))  # the engines' harness
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))  # the engines' harness
+sys.path.insert(0, str(Path(__file__).parent))
 
 from table import Table
 
+if importlib.util.find_spec("vllm") is None:  # the store needs no vLLM; the engine's column does
+    collect_ignore = ["test_engine.py"]
+
+HERE = Path(__file__).parent
 _table = Table()
 
 
@@ -24,6 +28,14 @@ def kv_transfer_config(request: pytest.FixtureRequest) -> dict[str, Any] | None:
     """Another connector to put in our place, as vLLM's --kv-transfer-config takes it."""
     text = request.config.getoption("--kv-transfer-config")
     return None if text is None else dict(json.loads(text))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The engine's tests come last, one runner after the other, so that every engine is started once."""
+    ours = [item for item in items if item.path == HERE / "test_engine.py"]
+    items[:] = [item for item in items if item.path != HERE / "test_engine.py"]
+    items.extend(sorted(ours, key=lambda item: item.callspec.params["runner"]))  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -37,7 +49,7 @@ def pytest_runtest_makereport(
         known = hasattr(report, "wasxfail")
         outcome = {"passed": "ok", "failed": "FAILED", "skipped": "known fault" if known else "skipped"}[report.outcome]
         runner = item.callspec.params.get("runner")  # type: ignore[attr-defined]
-        _table.add(row.name, f"vLLM {runner}" if runner else item.module.COLUMN, outcome)  # type: ignore[attr-defined]
+        _table.add(row.line, f"vLLM {runner}" if runner else item.module.COLUMN, outcome)  # type: ignore[attr-defined]
     return report
 
 

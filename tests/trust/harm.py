@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ucm.store.record import Expect, Header, Part, Shape, crc32c, parse_header, verify
+from ucm.store.record import Expect, Header, Layer, Part, Refused, Shape, crc32c, parse_header, verify
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,42 @@ class Victim:
 
     def header(self) -> Header:
         """What the record says of itself."""
-        return parse_header(self.path.read_bytes())
+        return header_of(self.path.read_bytes())
 
 
 def judge(path: Path, shape: Shape | None = None) -> Header:
     """The second reader's word on a block file of the first part; raises its verdict when that is not a hit."""
     record_id, namespace = bytes.fromhex(path.stem), bytes.fromhex(path.parents[2].name)
     return verify(path.read_bytes(), Expect(record_id, namespace, Part(0, 0, 0), shape))
+
+
+def header_of(data: bytes) -> Header:
+    """The header of a record; for a file of another store one that makes a quarter of it a header, the rest shards."""
+    try:
+        return parse_header(data)
+    except Refused:
+        start, layer = len(data) // 4, len(data) // 4
+        table = tuple(Layer(start + layer * n, layer, 0) for n in range(3))
+        nothing = dict.fromkeys(
+            ("block_tokens", "dtype", "ordinal", "tokens", "time_ns", "writer", "tensors", "shape"), 0
+        )
+        return Header(
+            **nothing,
+            version=1,
+            record_id=bytes(16),
+            parent=bytes(16),
+            namespace=bytes(32),
+            part=Part(0, 0, 0),
+            tag=bytes(32),
+            layers=3,
+            header_len=start,
+            record_len=len(data),
+            raw_len=3 * layer,
+            stored_len=len(data) - start,
+            layer_len=layer,
+            table=table,
+            sides=(),
+        )
 
 
 Harm = Callable[[Victim], None]
@@ -47,7 +76,7 @@ def _at(place: Place, header: Header) -> int:
 
 def _edit(victim: Victim, change: Callable[[bytearray, Header], bytes | bytearray]) -> None:
     data = bytearray(victim.path.read_bytes())
-    victim.path.write_bytes(change(data, parse_header(data)))
+    victim.path.write_bytes(change(data, header_of(data)))
 
 
 def flip(place: Place) -> Harm:
@@ -55,7 +84,7 @@ def flip(place: Place) -> Harm:
 
     def harm(victim: Victim) -> None:
         def change(data: bytearray, header: Header) -> bytearray:
-            data[_at(place, header)] ^= 1 << victim.random.randrange(8)
+            data[_at(place, header) % len(data)] ^= 1 << victim.random.randrange(8)
             return data
 
         _edit(victim, change)

@@ -23,9 +23,14 @@ Kind = Literal["plain", "tmpfs", "bind"]
 RootHarm = Callable[[Path], Iterator[None]]
 
 
+def is_root() -> bool:
+    """Whether this process may mount and change its user."""
+    return os.geteuid() == 0 and _can_mount()
+
+
 def need_root() -> None:
     """Skips without root, saying why; with ``UCM_REQUIRE_ROOT_TESTS`` in the environment that is a failure."""
-    if os.geteuid() == 0 and _can_mount():
+    if is_root():
         return
     words = "mounting file systems and changing the user needs root"
     if os.environ.get("UCM_REQUIRE_ROOT_TESTS"):
@@ -94,6 +99,11 @@ def as_root() -> Iterator[None]:
         yield
     finally:
         os.seteuid(NOBODY)
+
+
+def remove(path: Path) -> None:
+    """Removes what lies under a block's name, whatever it is."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 # Harms -------------------------------------------------------------------------------------------------------

@@ -25,10 +25,10 @@ class Table:
         """The head, then every row that was run."""
         yield _HEAD
         rows: list[Row] = [*FILE_ROWS, *ROOT_ROWS, *PROCESS_ROWS]
-        for row in rows:
-            cells = [self.cells.get((row.name, column), "") for column in COLUMNS]
+        for name, row in {row.line: row for row in rows}.items():
+            cells = [self.cells.get((name, column), "") for column in COLUMNS]
             if any(cells):
-                yield (row.name, row.what, " or ".join(row.reasons), row.expected, *cells)
+                yield (name, row.what, " or ".join(row.reasons), row.expected, *cells)
 
     def text(self) -> list[str]:
         """Columns side by side."""

@@ -72,21 +72,12 @@ def test_file(row: FileRow, tmp_path: Path, stack: ExitStack) -> None:
         ground.dump(names)
         assert (victim.path.read_bytes() if victim.path.is_file() else None) == kept
         assert ground.store.lookup(names) == [True, False, True]
-        _remove(victim.path)
+        roots.remove(victim.path)
     assert not ground.dump(names)
     ground.assert_hits(names)
     for name in names:
         judge(ground.file(name), SHAPE)
     assert_no_wait(counted(before, ground.counts()))
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        for entry in path.iterdir():
-            entry.unlink()
-        path.rmdir()
-    else:
-        path.unlink()
 
 
 @pytest.mark.parametrize("row", each(ROOT_ROWS))
