@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ucm.errors import TaskError
 from ucm.store.posix import UcmPosixStore
+from ucm.store.posix.settings import PosixStoreSettings
 from ucm.store.record import Shape
 
 #: Bytes of one layer's tensors: a layer ends inside its alignment, the payload inside its last page.
@@ -46,7 +47,9 @@ def wait_until(condition: Callable[[], T], what: str, deadline: float = 60.0) ->
 
 def config(root: Path, **changes: Any) -> dict[str, Any]:
     """The configuration of the store under test; deadlines long enough for a busy machine, so that one hit is news."""
-    return {
+    # A breaker that tries again at once, where its patience can be set.
+    breaker = {"breaker": {"cool_down_s": 0.5}} if "breaker" in PosixStoreSettings.model_fields else {}
+    config: dict[str, Any] = {
         "storage_backends": str(root),
         "identity": "trust",
         "storage_capacity": "64MiB",
@@ -58,7 +61,8 @@ def config(root: Path, **changes: Any) -> dict[str, Any]:
         "block_size": BLOCK,
         "block_tokens": BLOCK_TOKENS,
         "dtype": "bfloat16",
-    } | changes
+    }
+    return config | breaker | changes
 
 
 def block_ids(count: int, salt: str = "") -> list[bytes]:

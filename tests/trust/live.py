@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import Engine, wait_until
-from specs import BLOCK, Ask, EngineSpec, Result, StoreSpec, prompt
+from specs import BLOCK, PATIENT, Ask, EngineSpec, Result, StoreSpec, prompt
 
 from ucm.config.model import UcmConfig
 from ucm.store import BlockHasher, part_mask, record_ids
@@ -19,8 +19,13 @@ from ucm.store import BlockHasher, part_mask, record_ids
 #: Full blocks of every prompt; its answer fills none.
 BLOCKS = 4
 LENGTH, ANSWER = BLOCKS * BLOCK + 10, 6
-#: A matrix of damage is more in a minute than a healthy disk has in years.
-MANY: Mapping[str, Any] = {"max_per_minute": 1_000_000}
+#: What the engine is told, of these as many as it knows: deadlines that a row may wait for, a breaker that tries again
+#: at once, and no limit to damage, for a matrix of it is more in a minute than a healthy disk has in years.
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "deadlines": PATIENT | {"load_min_ms": 6000, "load_max_s": 6.0, "load_unknown_s": 6.0},
+    "breaker": {"cool_down_s": 0.5},
+    "quarantine": {"max_per_minute": 1_000_000},
+}
 
 _OURS = "connector._worker._store.stats()"
 _LOOKUPS = "connector._scheduler.gate.store.stats()"
@@ -30,8 +35,7 @@ def spec_of(model: Path, runner: str, root: Path, transfer: Mapping[str, Any] | 
     """The engine of one runner: our store on this root, or another connector's arguments with ``{root}`` replaced."""
     if transfer is not None:
         transfer = _placed(transfer, str(root))
-    # Only where this store has a limit to raise.
-    extra = {"quarantine": MANY} if "quarantine" in UcmConfig.model_fields else {}
+    extra = {name: dict(keys) for name, keys in SETTINGS.items() if name in UcmConfig.model_fields}
     return EngineSpec(
         model,
         runner,

@@ -8,12 +8,13 @@ healthy cache afterwards; the table says what more.
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import harm
 import processes
@@ -90,6 +91,27 @@ class RootRow(Row):
     def expected(self) -> str:
         reads = "hits go on" if self.reads else "misses"
         return f"{reads}, {'dumps fail' if self.dumps_fail else 'dumps make it again'}; then healthy"
+
+
+@dataclass(frozen=True)
+class FuseRow(Row):
+    """The file system behaves like this for a while (``fuse.py``), while one kind of call is made."""
+
+    manners: Mapping[str, Any]
+    call: Literal["lookup", "load", "dump"]
+    #: The call waits until its deadline, once; the others do not wait at all.
+    waits: bool = False
+    #: A dump that is told to have worked; what it wrote is found out when it is read.
+    believed: bool = False
+    #: Seen through a live engine as well.
+    engine: bool = False
+
+    @property
+    def expected(self) -> str:
+        if self.believed:
+            return "found out by the next load, then healthy"
+        fails = "dumps fail" if self.call == "dump" else "misses"
+        return f"{fails}{', one deadline' if self.waits else ''}; then healthy"
 
 
 @dataclass(frozen=True)
@@ -269,6 +291,53 @@ ROOT_ROWS = [
         nobody=True,
         engine=False,
     ),
+]
+
+
+def _stall(what: str, call: Literal["lookup", "load", "dump"], *requests: str) -> FuseRow:
+    reason = {"lookup": "lookup_late", "load": "timeout", "dump": "publishes_failed"}[call]
+    return FuseRow(
+        f"stalled: {what}",
+        "no answer for a while",
+        (reason,),
+        {"stall": requests},
+        call,
+        waits=True,
+        engine=what in ("lookup", "read"),
+    )
+
+
+def _error(what: str, call: Literal["lookup", "load", "dump"], code: int, *requests: str) -> FuseRow:
+    reason = "publishes_failed" if call == "dump" else "io_error"
+    name = errno.errorcode[code]
+    return FuseRow(
+        f"{name}: {what}",
+        os.strerror(code),
+        (reason,),
+        {"error": dict.fromkeys(requests, code)},
+        call,
+        engine=what == "read",
+    )
+
+
+FUSE_ROWS = [
+    _stall("lookup", "lookup", "LOOKUP"),
+    _stall("open", "load", "OPEN"),
+    _stall("read", "load", "READ"),
+    _stall("create", "dump", "CREATE"),
+    _stall("write", "dump", "WRITE"),
+    _stall("close", "dump", "FLUSH"),
+    _stall("rename", "dump", "RENAME", "RENAME2"),
+    _error("lookup", "lookup", errno.EIO, "LOOKUP"),
+    _error("open", "load", errno.EIO, "OPEN"),
+    _error("read", "load", errno.EIO, "READ"),
+    _error("create", "dump", errno.EIO, "CREATE"),
+    _error("write", "dump", errno.EIO, "WRITE"),
+    _error("write", "dump", errno.EDQUOT, "WRITE"),
+    _error("close", "dump", errno.EIO, "FLUSH"),
+    _error("rename", "dump", errno.EIO, "RENAME", "RENAME2"),
+    FuseRow("lie: read", "other bytes than there are", ("not_a_record",), {"lie": ["READ"]}, "load", engine=True),
+    FuseRow("lie: write", "zeros are stored", ("not_a_record",), {"lie": ["WRITE"]}, "dump", believed=True),
 ]
 
 PROCESS_ROWS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rows import COLUMNS, FILE_ROWS, PROCESS_ROWS, ROOT_ROWS, Row
+from rows import COLUMNS, FILE_ROWS, FUSE_ROWS, PROCESS_ROWS, ROOT_ROWS, Row
 
 _HEAD = ("harm", "what", "counted", "expected", *COLUMNS)
 
@@ -24,7 +24,7 @@ class Table:
     def lines(self) -> Iterator[tuple[str, ...]]:
         """The head, then every row that was run."""
         yield _HEAD
-        rows: list[Row] = [*FILE_ROWS, *ROOT_ROWS, *PROCESS_ROWS]
+        rows: list[Row] = [*FILE_ROWS, *ROOT_ROWS, *FUSE_ROWS, *PROCESS_ROWS]
         for name, row in {row.line: row for row in rows}.items():
             cells = [self.cells.get((name, column), "") for column in COLUMNS]
             if any(cells):

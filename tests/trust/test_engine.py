@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import roots
+from fuse import Fuse
 from harm import Victim, judge
 from harness import EngineHost, wait_until
 from live import BLOCKS, Live, counted, spec_of
-from rows import FILE_ROWS, ROOT_ROWS, FileRow, RootRow
+from rows import FILE_ROWS, FUSE_ROWS, ROOT_ROWS, FileRow, FuseRow, RootRow
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -92,3 +93,28 @@ def test_root(row: RootRow, live: Live) -> None:
     if live.ours:
         for path in again.files[:BLOCKS]:
             judge(path)
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in FUSE_ROWS if row.engine])
+def test_file_system(row: FuseRow, live: Live) -> None:
+    """The file system is mounted over the root and shows what was there, with bad manners."""
+    roots.need_root()
+    old, fresh = live.store_prompt(), live.new_prompt()
+    right = live.ask(fresh, salt="another key, the same computation")
+
+    before = live.counts()
+    system = Fuse(live.root.with_name("export"), live.root)
+    try:
+        system.behave(**row.manners)
+        assert live.ask(old.tokens).tokens == old.right.tokens, "wrong tokens"
+        if live.ours:
+            news = counted(before, live.counts())
+            assert set(row.reasons) <= set(news), f"counted: {news}"
+            assert news.get("load_tasks", 0) <= 1, "a failed load was tried again by its request"
+            waits = {"timeout": BLOCKS, "lookup_late": BLOCKS}
+            assert all(news.get(name, 0) <= (most if row.waits else 0) for name, most in waits.items()), news
+        assert live.ask(fresh).tokens == right.tokens, "wrong tokens"
+    finally:
+        system.behave()
+        system.close()
+    wait_until(lambda: live.is_hit(old), "what was stored is a hit again, or was stored again")

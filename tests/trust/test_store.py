@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import roots
 from _pytest.mark import ParameterSet
-from ground import SHAPE, Ground, assert_no_wait, block_ids, counted, wait_until
+from fuse import Fuse
+from ground import SHAPE, Ground, Memory, assert_no_wait, block_ids, counted, wait_until
 from harm import Victim, judge
-from rows import FILE_ROWS, LONG, PROCESS_ROWS, ROOT_ROWS, STORE, FileRow, ProcessRow, RootRow, Row
+from rows import FILE_ROWS, FUSE_ROWS, LONG, PROCESS_ROWS, ROOT_ROWS, STORE, FileRow, FuseRow, ProcessRow, RootRow, Row
 
+from ucm.errors import TaskError
 from ucm.store.record import Refused
 
 COLUMN = STORE
@@ -118,6 +120,72 @@ def test_root(row: RootRow, tmp_path: Path, stack: ExitStack) -> None:
     for name in names:
         judge(ground.file(name), SHAPE)
     assert not list(root.glob("*/tmp/*")), "private files were left behind"
+
+
+#: Short for the one call that meets it, long for all others.
+SOON, LATE = 0.5, 60
+
+
+@pytest.fixture(scope="module")
+def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuse]:
+    """One file system for all its rows, each with a root of its own."""
+    roots.need_root()
+    base = tmp_path_factory.mktemp("fuse")
+    system = Fuse(base / "export", base / "mount")
+    yield system
+    system.close()
+
+
+@pytest.fixture
+def system(mounted: Fuse) -> Iterator[Fuse]:
+    """The file system, of good manners before and afterwards."""
+    yield mounted
+    mounted.behave()
+
+
+@pytest.mark.parametrize("row", each(FUSE_ROWS))
+def test_file_system(row: FuseRow, system: Fuse, stack: ExitStack) -> None:
+    soon = {call: SOON if row.waits and row.call == call else LATE for call in ("lookup", "load", "dump")}
+    deadlines = {"lookup_ms": int(soon["lookup"] * 1000), "load_unknown_s": soon["load"], "dump_s": soon["dump"]}
+    root = system.mount_point / str(FUSE_ROWS.index(row))  # no name with a colon: that separates directories
+    ground = Ground(root, deadlines=deadlines)
+    stack.callback(ground.close)
+    names = block_ids(6, row.name)
+    old, new = names[:3], names[3:]
+    # With a short deadline a busy machine may need another go.
+    wait_until(lambda: ground.is_healthy(old), "blocks are stored")
+
+    before = ground.counts()
+    system.behave(**row.manners)
+    target = Memory(old, filled=False)  # kept, to see that nothing comes late
+    if row.call == "lookup":
+        assert ground.store.lookup(old) == [False] * 3
+    elif row.call == "load":
+        with pytest.raises(TaskError) as caught:
+            ground.store.wait(ground.store.load_data(old, [0] * 3, target.addresses()))
+        assert set(caught.value.failures) == {0, 1, 2}
+    elif row.believed:
+        assert not ground.dump(new)
+        assert set(ground.load(new)[1]) == {0, 1, 2}
+    else:
+        assert set(ground.dump(new)) == {0, 1, 2}
+    news = counted(before, ground.counts())
+    assert set(row.reasons) <= set(news), f"counted: {news}"
+    tasks = {"lookup": "lookups", "load": "load_tasks", "dump": "dump_tasks"}[row.call]
+    assert news[tasks] == 1, "the deadline was met more than once"
+    if not row.waits:
+        assert not {"timeout", "lookup_late"} & set(news), f"counted: {news}"
+
+    system.behave()
+    wait_until(lambda: not ground.counts()["workers_stuck"], "what was held has returned")
+    for name in new:
+        if ground.store.lookup([name]) == [True]:
+            ground.assert_hits([name])  # a rename that was held may still give a whole record its name
+    wait_until(lambda: ground.is_healthy(new), "blocks are stored and found again")
+    wait_until(lambda: ground.is_healthy(old), "what was stored is found again")
+    assert target.states() == ["blank"] * 3, "bytes came after the load was over"
+    for name in names:
+        judge(ground.file(name), SHAPE)
 
 
 @pytest.mark.parametrize("row", each(PROCESS_ROWS))
