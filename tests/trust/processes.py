@@ -74,7 +74,7 @@ def killed_writers(base: Path, long: bool) -> None:
     names, source, root = block_ids(BLOCKS, "shared"), random.Random(_seed()), base / "root"
     published: set[int] = set()
     judged: set[tuple[str, int]] = set()
-    for _ in range(40 if long else 4):
+    for _ in range(40 if long else 3):
         # Others find what the one before left; the last of many rounds finds nearly all present.
         with _child("write", root, source.randrange(1 << 32)) as (process, lines):
             for _ in range(source.randrange(1, BLOCKS)):
