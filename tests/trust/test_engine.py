@@ -79,12 +79,14 @@ def test_root(row: RootRow, live: Live) -> None:
     before = live.counts()
     harmed = row.harm(live.root)
     next(harmed)
+    hit = live.is_hit(old)
+    assert hit or not row.reads, "a block that was stored is no hit any more"
     for _ in range(2):
-        assert live.ask(old.tokens).tokens == old.right.tokens, "wrong tokens"
         assert live.ask(fresh).tokens == right.tokens, "wrong tokens"
-    if live.ours:
+        assert live.ask(old.tokens).tokens == old.right.tokens, "wrong tokens"
+    if live.ours:  # dumps end behind the back of the request
+        wait_until(lambda: set(row.reasons) <= set(counted(before, live.counts())), f"{row.reasons} are counted", 60)
         news = counted(before, live.counts())
-        assert set(row.reasons) <= set(news), f"counted: {news}"
         assert not {"timeout", "lookup_late"} & set(news), f"counted: {news}"
     next(harmed, None)
 
