@@ -150,7 +150,7 @@ class Ground:
         """Misses by reason and the other counters, under one roof: their names do not overlap."""
         stats = self.store.stats()
         numbers = {name: value for name, value in stats.items() if isinstance(value, int)}
-        return numbers | stats["misses"]
+        return {**numbers, **stats["misses"]}
 
     def file(self, block: bytes) -> Path:
         """Where the record of a block lies."""

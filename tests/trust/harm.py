@@ -76,7 +76,7 @@ def _at(place: Place, header: Header) -> int:
 
 def _edit(victim: Victim, change: Callable[[bytearray, Header], bytes | bytearray]) -> None:
     data = bytearray(victim.path.read_bytes())
-    victim.path.write_bytes(change(data, header_of(data)))
+    victim.path.write_bytes(change(data, header_of(bytes(data))))
 
 
 def flip(place: Place) -> Harm:
@@ -131,6 +131,11 @@ def truncate(length: Place) -> Harm:
     return lambda victim: os.truncate(victim.path, _at(length, victim.header()))
 
 
+def truncate_share(share: float) -> Harm:
+    """The first bytes only, a share of all."""
+    return truncate(lambda header: int(header.record_len * share))
+
+
 def lengthen(more: int) -> Harm:
     """Bytes that do not belong there, behind the record."""
 
@@ -161,9 +166,9 @@ def forge(*fields: tuple[int, bytes]) -> Harm:
         def change(data: bytearray, header: Header) -> bytearray:
             for offset, value in fields:
                 data[offset : offset + len(value)] = value
-            struct.pack_into("<I", data, 60, crc32c(data[:60]))
+            struct.pack_into("<I", data, 60, crc32c(bytes(data[:60])))
             end = header.header_len - 4
-            struct.pack_into("<I", data, end, crc32c(data[:end]))
+            struct.pack_into("<I", data, end, crc32c(bytes(data[:end])))
             return data
 
         _edit(victim, change)

@@ -197,9 +197,7 @@ _LENGTHS = [
     _length("truncated: middle", "half of it", SHORT, harm.truncate(lambda h: h.record_len // 2)),
     _length("truncated: last byte", "all but one byte", SHORT, harm.truncate(lambda h: h.record_len - 1)),
     *(
-        _length(
-            f"truncated: anywhere #{n}", f"{n} of 97 parts", SHORT, harm.truncate(lambda h, n=n: h.record_len * n // 97)
-        )  # type: ignore[misc]
+        _length(f"truncated: anywhere #{n}", "a part of it is left", SHORT, harm.truncate_share(n / 97))
         for n in (range(1, 97) if LONG else ())
     ),
     _length("longer: a byte", "one byte behind the record", ("wrong_length",), harm.lengthen(1)),
