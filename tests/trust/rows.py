@@ -81,8 +81,8 @@ class RootRow(Row):
     reads: bool = False
     #: Blocks stored before are gone, or misses until they are dumped again.
     lost: bool = False
-    #: ``False``: heals without taking anything back, by the next dumps.
-    dumps_fail: bool = True
+    #: ``made``: they make again what is missing, at the latest the second time. ``untried``: none is tried meanwhile.
+    dumps: Literal["fail", "made", "untried"] = "fail"
     nobody: bool = False
     #: Seen through a live engine as well; its root is mounted.
     engine: bool = True
@@ -90,7 +90,8 @@ class RootRow(Row):
     @property
     def expected(self) -> str:
         reads = "hits go on" if self.reads else "misses"
-        return f"{reads}, {'dumps fail' if self.dumps_fail else 'dumps make it again'}; then healthy"
+        dumps = {"fail": ", dumps fail", "made": ", dumps make it again", "untried": ""}[self.dumps]
+        return f"{reads}{dumps}; then healthy"
 
 
 @dataclass(frozen=True)
@@ -260,10 +261,10 @@ FAILED = ("publishes_failed",)
 
 ROOT_ROWS = [
     RootRow("root read-only", "remounted", FAILED, roots.read_only, kind="tmpfs", reads=True),
-    RootRow("root moved away", "and back", ("absent",), roots.moved_away, engine=False),
+    RootRow("root moved away", "and back", ("absent",), roots.moved_away, dumps="untried", engine=False),
     RootRow("root emptied", "only the marker comes back", ("absent",), roots.emptied, lost=True),
-    RootRow("namespace removed", "with all in it", ("absent",), roots.no_namespace, lost=True, dumps_fail=False),
-    RootRow("no temporary directory", "removed", (), roots.no_temporary_directory, reads=True, dumps_fail=False),
+    RootRow("namespace removed", "with all in it", ("absent",), roots.no_namespace, lost=True, dumps="made"),
+    RootRow("no temporary directory", "removed", (), roots.no_temporary_directory, reads=True, dumps="made"),
     RootRow("marker removed", "and put back", FAILED, roots.no_marker, reads=True),
     RootRow("unmounted", "umount -l, later mounted again", ("absent",), roots.unmounted, kind="bind"),
     RootRow("covered", "another file system mounted over it", ("absent",), roots.covered, kind="bind"),
