@@ -163,6 +163,16 @@ class Ground:
         """All records."""
         return sorted(path for path in self.root.glob("*/blocks/??/*.bin") if RECORD.fullmatch(path.name))
 
+    def bytes_stored(self) -> int:
+        """Bytes of all records; the collector may be at work."""
+        total = 0
+        for path in self.files():
+            try:
+                total += path.stat().st_size
+            except FileNotFoundError:
+                continue
+        return total
+
     def close(self) -> None:
         """Ends the store."""
         self.store.close()
