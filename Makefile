@@ -66,8 +66,15 @@ loom: ## every interleaving of what was written here with atomics
 
 .PHONY: test-py
 test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines last
-	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests --ignore tests/vllm --ignore tests/wheel
-	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 10 tests/vllm
+	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
+		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py
+	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 10 tests/vllm tests/trust/test_engine.py
+
+.PHONY: test-long
+test-long: $(RUN_ENV) ## the trust matrix in its long and randomised form; the table goes to build/trust.md
+	@mkdir -p build
+	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
+		--trust-table build/trust.md
 
 .PHONY: test-wheel
 test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## the wheel in a clean environment, without Rust, vLLM or torch

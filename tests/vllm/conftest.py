@@ -1,7 +1,7 @@
 """Fixtures for tests through a real vLLM: the models, the stores, the engines, and what the right tokens are.
 
 Engines are costly to start, so they are shared: per model runner one that computes and stores (``cold``), and one in a
-new process that finds it (``warm``). ``ENGINE_LIMIT`` bounds the starts of the whole directory.
+new process that finds it (``warm``). What starts them is shared with other directories (``../conftest.py``).
 """
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ if importlib.util.find_spec("vllm") is None:  # the wheel does not need vLLM; th
 else:
     from cases import CROWD, FRESH, PRESSURE, SALTED, STORED, next_turn
     from harness import Engine, EngineHost
-    from lives import LAYERS, Life, new_disk
-    from models import llama_config, write_model
+    from lives import Life, new_disk
     from specs import EngineSpec, Result
-
-ENGINE_LIMIT = 14
-_hosts: list[EngineHost] = []
 
 
 @pytest.hookimpl(trylast=True)
@@ -44,33 +40,6 @@ def _turn(item: pytest.Item) -> tuple[str, int]:
     runner = str(call.params.get("runner", "")) if call is not None else ""
     order = ["test_reuse", "test_faults", "test_shutdown", "test_ranks", "test_isolation"]
     return runner, order.index(item.path.stem) if item.path.stem in order else len(order)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for host in _hosts:
-        terminalreporter.write_line(f"vLLM engines started: {len(host.started)} ({', '.join(host.started)})")
-
-
-@pytest.fixture(scope="session")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory for the whole run."""
-    return tmp_path_factory.mktemp("vllm")
-
-
-@pytest.fixture(scope="session")
-def host(work: Path) -> Iterator[EngineHost]:
-    """Starts engines, one at a time."""
-    host = EngineHost(work)
-    _hosts.append(host)
-    yield host
-    host.stop()
-    assert len(host.started) <= ENGINE_LIMIT, f"too many engine starts: {host.started}"
-
-
-@pytest.fixture(scope="session")
-def model(work: Path) -> Path:
-    """A tiny Llama."""
-    return write_model(work / "model", llama_config(LAYERS))
 
 
 @pytest.fixture(scope="session")
@@ -92,12 +61,6 @@ def reference(work: Path, host: EngineHost, model: Path) -> dict[str, Result]:
     answers["disabled"] = engine.generate(STORED["long"].ask())[0]
     assert not disk.files(), "an engine with UCM_DISABLE=1 stored blocks"
     return answers
-
-
-@pytest.fixture(scope="session", params=["v1", "v2"])
-def runner(request: pytest.FixtureRequest) -> str:
-    """vLLM's model runner."""
-    return str(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -67,6 +67,8 @@ class EngineSpec:
     args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     pythonpath: tuple[str, ...] = ()
+    #: Arguments of vLLM's KVTransferConfig for another connector, in place of ours.
+    transfer: Mapping[str, Any] | None = None
     label: str = ""
 
     def but(self, **changes: Any) -> EngineSpec:
@@ -100,6 +102,8 @@ class EngineSpec:
 
     def kv_transfer(self) -> dict[str, Any] | None:
         """Arguments of vLLM's KVTransferConfig."""
+        if self.transfer is not None:
+            return dict(self.transfer)
         if self.store is None:
             return None
         module = {"kv_connector_module_path": self.connector_module} if self.connector_module else {}

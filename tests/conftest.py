@@ -1,0 +1,71 @@
+"""What several directories of tests share: options of the run, and the one host that starts engines of vLLM.
+
+Options stand here because pytest reads them only from what it loads first. The fixtures of engines need the modules of
+``tests/vllm``, whose place the directories that use them put on the path; nothing of them is imported before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from harness import EngineHost
+
+#: Most starts of engines in one run.
+ENGINE_LIMIT = 14
+_hosts: list[EngineHost] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the trust matrix."""
+    group = parser.getgroup("trust", "trust matrix (tests/trust)")
+    group.addoption("--trust-table", metavar="FILE", help="write the table of the trust matrix as markdown")
+    group.addoption(
+        "--kv-transfer-config",
+        metavar="JSON",
+        help="run the engine's rows with another connector, with {root} for the directory that is harmed; "
+        "of what ours counts nothing is then asked",
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says how many engines were started."""
+    for host in _hosts:
+        terminalreporter.write_line(f"vLLM engines started: {len(host.started)} ({', '.join(host.started)})")
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for the whole run."""
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="session")
+def host(work: Path) -> Iterator[EngineHost]:
+    """Starts engines, one at a time."""
+    from harness import EngineHost
+
+    host = EngineHost(work)
+    _hosts.append(host)
+    yield host
+    host.stop()
+    assert len(host.started) <= ENGINE_LIMIT, f"too many engine starts: {host.started}"
+
+
+@pytest.fixture(scope="session")
+def model(work: Path) -> Path:
+    """A tiny Llama."""
+    from lives import LAYERS
+    from models import llama_config, write_model
+
+    return write_model(work / "model", llama_config(LAYERS))
+
+
+@pytest.fixture(scope="session", params=["v1", "v2"])
+def runner(request: pytest.FixtureRequest) -> str:
+    """vLLM's model runner."""
+    return str(request.param)

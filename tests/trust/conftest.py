@@ -1,0 +1,64 @@
+"""The trust matrix: its columns, and its table at the end of a run (``rows.py`` says what it is about)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))  # the engines' harness
+sys.path.insert(0, str(Path(__file__).parent))
+
+from table import Table
+
+if importlib.util.find_spec("vllm") is None:  # the store needs no vLLM; the engine's column does
+    collect_ignore = ["test_engine.py"]
+
+HERE = Path(__file__).parent
+_table = Table()
+
+
+@pytest.fixture(scope="session")
+def kv_transfer_config(request: pytest.FixtureRequest) -> dict[str, Any] | None:
+    """Another connector to put in our place, as vLLM's --kv-transfer-config takes it."""
+    text = request.config.getoption("--kv-transfer-config")
+    return None if text is None else dict(json.loads(text))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The engine's tests come last, one runner after the other, so that every engine is started once."""
+    ours = [item for item in items if item.path == HERE / "test_engine.py"]
+    items[:] = [item for item in items if item.path != HERE / "test_engine.py"]
+    items.extend(sorted(ours, key=lambda item: item.callspec.params["runner"]))  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Notes what became of a row."""
+    report = yield
+    row = getattr(getattr(item, "callspec", None), "params", {}).get("row")
+    if row is not None and HERE in item.path.parents and (report.when == "call" or report.outcome != "passed"):
+        known = hasattr(report, "wasxfail")
+        outcome = {"passed": "ok", "failed": "FAILED", "skipped": "known fault" if known else "skipped"}[report.outcome]
+        runner = item.callspec.params.get("runner")  # type: ignore[attr-defined]
+        _table.add(row.line, f"vLLM {runner}" if runner else item.module.COLUMN, outcome)  # type: ignore[attr-defined]
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Prints the table, and writes it where it was asked for."""
+    if not _table.cells:
+        return
+    terminalreporter.section("trust matrix")
+    for line in _table.text():
+        terminalreporter.write_line(line)
+    if (path := config.getoption("--trust-table")) is not None:
+        Path(path).write_text(_table.markdown())

@@ -1,0 +1,189 @@
+"""What the matrix stands on at the store level: blocks whose bytes follow from their ids, and a store over a root.
+
+Any process can make the bytes of a block again from its id alone, so whoever finds a block can judge it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ucm.errors import TaskError
+from ucm.store.posix import UcmPosixStore
+from ucm.store.posix.settings import PosixStoreSettings
+from ucm.store.record import Shape
+
+#: Bytes of one layer's tensors: a layer ends inside its alignment, the payload inside its last page.
+TENSORS = (4000, 2000)
+LAYERS = 3
+BLOCK_TOKENS = 16
+BLOCK = sum(TENSORS) * LAYERS
+SHAPE = Shape(tensors=TENSORS, layers=LAYERS, block_tokens=BLOCK_TOKENS, dtype=2)
+#: What a target holds before a load; no block is full of it.
+BLANK = 0x33
+RECORD = re.compile(r"[0-9a-f]{32}\.bin")
+
+T = TypeVar("T")
+
+
+def wait_until(condition: Callable[[], T], what: str, deadline: float = 60.0) -> T:
+    """Polls until the condition is true; fails with ``what`` at the deadline (seconds), which only a hang meets."""
+    end, pause = time.monotonic() + deadline, threading.Event()
+    while not (value := condition()):
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {deadline:.0f} s: {what}")
+        pause.wait(0.01)
+    return value
+
+
+def config(root: Path, **changes: Any) -> dict[str, Any]:
+    """The configuration of the store under test; deadlines long enough for a busy machine, so that one hit is news."""
+    # A breaker that tries again at once, where its patience can be set.
+    breaker = {"breaker": {"cool_down_s": 0.5}} if "breaker" in PosixStoreSettings.model_fields else {}
+    config: dict[str, Any] = {
+        "storage_backends": str(root),
+        "identity": "trust",
+        "storage_capacity": "64MiB",
+        "staging_capacity": "2MiB",
+        "deadlines": {"lookup_ms": 20_000, "load_unknown_s": 60, "dump_s": 60},
+        "posix_data_trans_concurrency": 4,
+        "tensor_size_list": list(TENSORS),
+        "shard_size": BLOCK,
+        "block_size": BLOCK,
+        "block_tokens": BLOCK_TOKENS,
+        "dtype": "bfloat16",
+    }
+    return config | breaker | changes
+
+
+def block_ids(count: int, salt: str = "") -> list[bytes]:
+    """Ids that look like hashes, of blocks in directories of their own as far as there are enough."""
+    return [hashlib.sha256(f"{salt} {n}".encode()).digest()[:16] for n in range(count)]
+
+
+def right_bytes(block: bytes) -> npt.NDArray[np.uint8]:
+    """The KV of a block, one piece after the other."""
+    return np.frombuffer(random.Random(block).randbytes(BLOCK), dtype=np.uint8).copy()
+
+
+class Memory:
+    """Blocks as a device holds them: one row of pieces each."""
+
+    def __init__(self, blocks: Sequence[bytes], filled: bool) -> None:
+        self.blocks = list(blocks)
+        self.rows = [right_bytes(b) if filled else np.full(BLOCK, BLANK, np.uint8) for b in self.blocks]
+
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        """One row of addresses per block."""
+        sizes = np.array([0, *(TENSORS * LAYERS)[:-1]], dtype=np.uint64).cumsum(dtype=np.uint64)
+        return np.array([np.uint64(row.ctypes.data) + sizes for row in self.rows], dtype=np.uint64)
+
+    def states(self) -> list[str]:
+        """Of each block: ``right``, ``blank`` (not a byte of it was written) or ``wrong``."""
+        return [self._state(block, row) for block, row in zip(self.blocks, self.rows, strict=True)]
+
+    @staticmethod
+    def _state(block: bytes, row: npt.NDArray[np.uint8]) -> str:
+        if np.array_equal(row, right_bytes(block)):
+            return "right"
+        return "blank" if bool((row == BLANK).all()) else "wrong"
+
+
+class Ground:
+    """A store over a root, and what a test does with it again and again."""
+
+    def __init__(self, root: Path, **changes: Any) -> None:
+        self.root = root
+        self.store = UcmPosixStore(config(root, **changes))
+        self._namespace: Path | None = None
+
+    def dump(self, blocks: Sequence[bytes]) -> dict[int, Exception]:
+        """Dumps the blocks and waits until they are published; the failures by row."""
+        memory = Memory(blocks, filled=True)
+        try:
+            self.store.wait(self.store.dump_data(list(blocks), [0] * len(blocks), memory.addresses()))
+        except TaskError as error:
+            return dict(error.failures)
+        return {}
+
+    def load(self, blocks: Sequence[bytes]) -> tuple[list[str], dict[int, Exception]]:
+        """Loads the blocks; the state of each, and the failures by row. A block that did not fail is right."""
+        memory = Memory(blocks, filled=False)
+        failures: dict[int, Exception] = {}
+        try:
+            self.store.wait(self.store.load_data(list(blocks), [0] * len(blocks), memory.addresses()))
+        except TaskError as error:
+            failures = dict(error.failures)
+        states = memory.states()
+        assert "wrong" not in states, "wrong bytes reached the device"
+        assert all(state == "right" for row, state in enumerate(states) if row not in failures)
+        return states, failures
+
+    def assert_hits(self, blocks: Sequence[bytes]) -> None:
+        """Every block is found and loaded, byte for byte."""
+        assert self.store.lookup(blocks) == [True] * len(blocks)
+        states, failures = self.load(blocks)
+        assert not failures
+        assert states == ["right"] * len(blocks)
+
+    def is_healthy(self, blocks: Sequence[bytes]) -> bool:
+        """Whether these blocks can be dumped and loaded again now; wrong bytes are an error at any time."""
+        try:
+            if self.dump(blocks) or not all(self.store.lookup(blocks)):
+                return False
+        except Exception as error:
+            if not getattr(error, "retryable", False) and getattr(error, "kind", "") != "unhealthy":
+                raise
+            return False
+        return not self.load(blocks)[1]
+
+    def counts(self) -> dict[str, int]:
+        """Misses by reason and the other counters, under one roof: their names do not overlap."""
+        stats = self.store.stats()
+        numbers = {name: value for name, value in stats.items() if isinstance(value, int)}
+        return {**numbers, **stats["misses"]}
+
+    def file(self, block: bytes) -> Path:
+        """Where the record of a block lies."""
+        if self._namespace is None:
+            (blocks,) = self.root.glob("*/blocks")
+            self._namespace = blocks.parent
+        return self._namespace / "blocks" / f"{block[0]:02x}" / f"{block.hex()}.bin"
+
+    def files(self) -> list[Path]:
+        """All records."""
+        return sorted(path for path in self.root.glob("*/blocks/??/*.bin") if RECORD.fullmatch(path.name))
+
+    def bytes_stored(self) -> int:
+        """Bytes of all records; the collector may be at work."""
+        total = 0
+        for path in self.files():
+            try:
+                total += path.stat().st_size
+            except FileNotFoundError:
+                continue
+        return total
+
+    def close(self) -> None:
+        """Ends the store."""
+        self.store.close()
+
+
+def counted(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """What was counted in between."""
+    return {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
+
+
+def assert_no_wait(news: dict[str, int]) -> None:
+    """No deadline was hit and the breaker stayed closed: the harm cost no waiting at all."""
+    waits = {"timeout", "lookup_late", "busy", "unhealthy", "breaker_opened"} & set(news)
+    assert not waits, f"counted: {news}"

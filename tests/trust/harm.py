@@ -1,0 +1,240 @@
+"""What is done to the file of one block: every function of here makes one kind of damage.
+
+The damage is done in place, as a disk, a program or an operator would do it. Records that are whole but not the right
+ones are *forged*: fields of the header are changed and its checksums made again, by the offsets of ``docs/format.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ucm.store.record import Expect, Header, Layer, Part, Refused, Shape, crc32c, parse_header, verify
+
+
+@dataclass(frozen=True)
+class Victim:
+    """The file that is damaged, another block's file beside it, and a source of numbers that a seed fixes."""
+
+    path: Path
+    other: Path
+    random: random.Random
+
+    def header(self) -> Header:
+        """What the record says of itself."""
+        return header_of(self.path.read_bytes())
+
+
+def judge(path: Path, shape: Shape | None = None) -> Header:
+    """The second reader's word on a block file of the first part; raises its verdict when that is not a hit."""
+    record_id, namespace = bytes.fromhex(path.stem), bytes.fromhex(path.parents[2].name)
+    return verify(path.read_bytes(), Expect(record_id, namespace, Part(0, 0, 0), shape))
+
+
+def header_of(data: bytes) -> Header:
+    """The header of a record; for a file of another store one that makes a quarter of it a header, the rest shards."""
+    try:
+        return parse_header(data)
+    except Refused:
+        start, layer = len(data) // 4, len(data) // 4
+        table = tuple(Layer(start + layer * n, layer, 0) for n in range(3))
+        nothing = dict.fromkeys(
+            ("block_tokens", "dtype", "ordinal", "tokens", "time_ns", "writer", "tensors", "shape"), 0
+        )
+        return Header(
+            **nothing,
+            version=1,
+            record_id=bytes(16),
+            parent=bytes(16),
+            namespace=bytes(32),
+            part=Part(0, 0, 0),
+            tag=bytes(32),
+            layers=3,
+            header_len=start,
+            record_len=len(data),
+            raw_len=3 * layer,
+            stored_len=len(data) - start,
+            layer_len=layer,
+            table=table,
+            sides=(),
+        )
+
+
+Harm = Callable[[Victim], None]
+#: A place in a record, which may depend on its sizes.
+Place = int | Callable[[Header], int]
+
+
+def _at(place: Place, header: Header) -> int:
+    return place if isinstance(place, int) else place(header)
+
+
+def _edit(victim: Victim, change: Callable[[bytearray, Header], bytes | bytearray]) -> None:
+    data = bytearray(victim.path.read_bytes())
+    victim.path.write_bytes(change(data, header_of(bytes(data))))
+
+
+def flip(place: Place) -> Harm:
+    """One bit of one byte."""
+
+    def harm(victim: Victim) -> None:
+        def change(data: bytearray, header: Header) -> bytearray:
+            data[_at(place, header) % len(data)] ^= 1 << victim.random.randrange(8)
+            return data
+
+        _edit(victim, change)
+
+    return harm
+
+
+def flip_anywhere(victim: Victim) -> None:
+    """One bit of one byte anywhere behind the magic."""
+    flip(lambda header: victim.random.randrange(4, header.record_len))(victim)
+
+
+def noise(start: Place, length: int) -> Harm:
+    """A burst of other bytes."""
+
+    def harm(victim: Victim) -> None:
+        def change(data: bytearray, header: Header) -> bytearray:
+            at = _at(start, header)
+            for place in range(at, min(at + length, len(data))):
+                data[place] ^= victim.random.randrange(1, 256)
+            return data
+
+        _edit(victim, change)
+
+    return harm
+
+
+def zero(start: Place, end: Place) -> Harm:
+    """Zeros, as a file system leaves them where it lost what was written."""
+
+    def harm(victim: Victim) -> None:
+        def change(data: bytearray, header: Header) -> bytearray:
+            first, last = _at(start, header), _at(end, header)
+            data[first:last] = bytes(last - first)
+            return data
+
+        _edit(victim, change)
+
+    return harm
+
+
+def truncate(length: Place) -> Harm:
+    """The first bytes only."""
+    return lambda victim: os.truncate(victim.path, _at(length, victim.header()))
+
+
+def truncate_share(share: float) -> Harm:
+    """The first bytes only, a share of all."""
+    return truncate(lambda header: int(header.record_len * share))
+
+
+def lengthen(more: int) -> Harm:
+    """Bytes that do not belong there, behind the record."""
+
+    def harm(victim: Victim) -> None:
+        with victim.path.open("ab") as file:
+            file.write(bytes(more))
+
+    return harm
+
+
+def swap(victim: Victim) -> None:
+    """The files of two blocks under each other's names."""
+    aside = victim.path.with_suffix(".aside")
+    victim.path.rename(aside)
+    victim.other.rename(victim.path)
+    aside.rename(victim.other)
+
+
+def copy_other(victim: Victim) -> None:
+    """Another block's record under this block's name."""
+    victim.path.write_bytes(victim.other.read_bytes())
+
+
+def forge(*fields: tuple[int, bytes]) -> Harm:
+    """Other values at these offsets of the header, under checksums that are right."""
+
+    def harm(victim: Victim) -> None:
+        def change(data: bytearray, header: Header) -> bytearray:
+            for offset, value in fields:
+                data[offset : offset + len(value)] = value
+            struct.pack_into("<I", data, 60, crc32c(bytes(data[:60])))
+            end = header.header_len - 4
+            struct.pack_into("<I", data, end, crc32c(bytes(data[:end])))
+            return data
+
+        _edit(victim, change)
+
+    return harm
+
+
+def forge_part(victim: Victim) -> None:
+    """The same block's record of another tensor rank: its id is masked by its part."""
+    header = victim.header()
+    other = type(header.part)(header.part.group, header.part.pipeline_rank, header.part.tensor_rank + 1)
+    record_id = bytes(a ^ b for a, b in zip(header.block_key, other.mask(), strict=True))
+    forge((8, record_id), (128, struct.pack("<I", other.tensor_rank)))(victim)
+
+
+def seed_form(victim: Victim) -> None:
+    """A block file of the original's own form: 64 bytes of header whose second half is empty, then bare KV."""
+
+    def change(data: bytearray, header: Header) -> bytes:
+        head = struct.pack("<4sI16sIII", b"UCMB", 1, header.record_id, header.layers, header.block_tokens, 0)
+        return head.ljust(64, b"\0") + victim.random.randbytes(len(data) - 64)
+
+    _edit(victim, change)
+
+
+def stranger(victim: Victim) -> None:
+    """A file of another program, of this length by chance, renamed to the block's name."""
+    about = json.dumps({"model.embed_tokens.weight": {"dtype": "F32", "shape": [512, 128]}}).encode()
+
+    def change(data: bytearray, _header: Header) -> bytes:
+        return (struct.pack("<Q", len(about)) + about).ljust(len(data), b"\x7f")
+
+    _edit(victim, change)
+
+
+def directory(victim: Victim) -> None:
+    """A directory under the block's name, with a file in it."""
+    victim.path.unlink()
+    victim.path.mkdir()
+    (victim.path / "note").write_text("not ours")
+
+
+def symlink_to_other(victim: Victim) -> None:
+    """A link to another block's record: the length is right."""
+    victim.path.unlink()
+    victim.path.symlink_to(victim.other)
+
+
+def symlink_to_nothing(victim: Victim) -> None:
+    """A link to a name that does not exist."""
+    victim.path.unlink()
+    victim.path.symlink_to(victim.path.with_name("nothing"))
+
+
+def fifo(victim: Victim) -> None:
+    """A pipe that nobody writes to: whoever opens it the plain way waits for ever."""
+    victim.path.unlink()
+    os.mkfifo(victim.path)
+
+
+def remove(victim: Victim) -> None:
+    """The file is gone."""
+    victim.path.unlink()
+
+
+def set_times(year: int) -> Harm:
+    """Times of the file in that year."""
+    seconds = (year - 1970) * 31_557_600
+    return lambda victim: os.utime(victim.path, (seconds, seconds))

@@ -1,0 +1,197 @@
+"""Rows with several processes, other users or other clocks: each function does it all over a directory, and asserts."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import harm
+import roots
+from child import BLOCKS
+from ground import SHAPE, Ground, assert_no_wait, block_ids, counted, wait_until
+
+from ucm.store.record import verify_file
+
+CHILD = Path(__file__).with_name("child.py")
+
+
+def _seed() -> int:
+    """A new seed, or that of a run that is looked into: ``UCM_TEST_SEED``. Printed where a test fails."""
+    seed = int(os.environ.get("UCM_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"UCM_TEST_SEED={seed}")
+    return seed
+
+
+@contextmanager
+def _child(work: str, root: Path, seed: int) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    process = subprocess.Popen(
+        [sys.executable, str(CHILD), work, str(root), str(seed)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _ended_well(process: subprocess.Popen[str]) -> list[str]:
+    """What a child said that was left to end by itself."""
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    lines = out.splitlines()
+    assert lines[-1] == "end"
+    return lines
+
+
+def _assert_all_exact(ground: Ground, judged: set[tuple[str, int]] | None = None) -> set[bytes]:
+    """Both readers agree that every record is right; the ids that are there.
+
+    A published file is never written again, so the slow reader need not look again at those it has ``judged``.
+    """
+    judged = set() if judged is None else judged
+    for path in ground.files():
+        if (file := (path.name, path.stat().st_ino)) not in judged:
+            verify_file(path, SHAPE)
+            judged.add(file)
+    found = {bytes.fromhex(path.stem) for path in ground.files()}
+    for first in range(0, len(found), 32):
+        ground.assert_hits(sorted(found)[first : first + 32])
+    return found
+
+
+def killed_writers(base: Path, long: bool) -> None:
+    """A writer is killed after a random number of blocks, again and again over one root."""
+    names, source, root = block_ids(BLOCKS, "shared"), random.Random(_seed()), base / "root"
+    published: set[int] = set()
+    judged: set[tuple[str, int]] = set()
+    for _ in range(40 if long else 3):
+        # Others find what the one before left; the last of many rounds finds nearly all present.
+        with _child("write", root, source.randrange(1 << 32)) as (process, lines):
+            for _ in range(source.randrange(1, BLOCKS)):
+                line = lines.readline().split()
+                assert line, "the writer ended early"
+                if line[0] == "published":
+                    published.add(int(line[1]))
+            process.kill()
+            process.wait()
+        ground = Ground(root)
+        found = _assert_all_exact(ground, judged)
+        assert found >= {names[number] for number in published}, "what was reported as published is lost"
+        # What the dead left unfinished is seen by nobody: neither as a block nor as one that is there to others.
+        absent = [name for name in names if name not in found]
+        assert not any(ground.store.lookup(absent))
+        private = list(root.glob("*/tmp/*"))
+        assert all(path.suffix == ".tmp" for path in private)
+        ground.close()
+    ground = Ground(root)
+    for first in range(0, BLOCKS, 40):
+        assert ground.is_healthy(names[first : first + 40])
+    ground.close()
+
+
+def two_writers(base: Path, long: bool) -> None:
+    """Two processes write the same ids in orders of their own; a reader and a remover are beside them."""
+    source, root = random.Random(_seed()), base / "root"
+    names = block_ids(BLOCKS, "shared")
+    ground = Ground(root)
+    before = ground.counts()
+    for _ in range(6 if long else 1):
+        seeds = [source.randrange(1 << 32) for _ in range(2)]
+        with _child("write", root, seeds[0]) as (one, _), _child("write", root, seeds[1]) as (other, _):
+            while one.poll() is None or other.poll() is None:
+                ground.load(source.sample(names, 8))  # each one right, or failed and blank
+                if source.random() < 0.3 and (files := ground.files()):
+                    source.choice(files).unlink(missing_ok=True)
+            _ended_well(one)
+            _ended_well(other)
+        _assert_all_exact(ground)
+        for path in ground.files():
+            path.unlink()
+    news = counted(before, ground.counts())
+    assert set(news) & {"absent"}
+    assert not set(news) & {"bad_checksum", "bad_header", "truncated", "wrong_length", "records_refused"}, news
+    assert ground.is_healthy(names[:3])
+    ground.close()
+
+
+def clock_jumps(base: Path, long: bool) -> None:
+    """Files from long ago and from far ahead are hits; space is made all the same, and new blocks are stored."""
+    del long
+    names = block_ids(120, "clocks")
+    ground = Ground(base / "root", storage_capacity="1MiB")
+    old, ahead, new = names[:3], names[3:6], names[6:]
+    wait_until(lambda: ground.is_healthy(old + ahead), "the root was counted and there is room")
+    before = ground.counts()
+    for year, blocks in ((1971, old), (2100, ahead)):
+        for block in blocks:
+            harm.set_times(year)(harm.Victim(ground.file(block), ground.file(block), random.Random(0)))
+    ground.assert_hits(old + ahead)
+    assert_no_wait(counted(before, ground.counts()))
+    for block in new:  # nearly three times the limit
+        wait_until(lambda block=block: not ground.dump([block]), "there is room again")  # type: ignore[misc]
+    assert ground.bytes_stored() <= 1 << 20
+    for first in range(0, len(new), 32):
+        ground.load(new[first : first + 32])  # each one right, or removed to make room
+    wait_until(lambda: ground.is_healthy(old), "there is room again")
+    ground.close()
+
+
+def no_descriptors(base: Path, long: bool) -> None:
+    """A process at its limit of open files: loads and dumps fail, nothing wrong is read, and it recovers."""
+    del long
+    with _child("starve", base / "root", 1) as (process, _):
+        lines = _ended_well(process)
+    said = next(line for line in lines if line.startswith("counted")).split()
+    assert "io_error" in said
+    assert not {"timeout", "lookup_late", "records_refused"} & set(said)
+
+
+def missing_root(base: Path, long: bool) -> None:
+    """A root that cannot be made when the store opens is taken up when it can."""
+    del long
+    obstacle = base / "parent"
+    obstacle.write_text("a file where a directory should be")
+    ground = Ground(obstacle / "root")
+    names = block_ids(3)
+    before = ground.counts()
+    assert ground.store.lookup(names) == [False] * 3
+    states, failures = ground.load(names)
+    assert states == ["blank"] * 3
+    assert set(failures) == {0, 1, 2}
+    assert counted(before, ground.counts())["unhealthy"] >= 3
+    obstacle.unlink()
+    wait_until(lambda: ground.is_healthy(names), "the root was taken up")
+    ground.assert_hits(names)
+    ground.close()
+
+
+def owned_by_another(base: Path, long: bool) -> None:
+    """One record that this user may not read: refused, and replaced by a file of this user's own."""
+    del long
+    with roots.new_root(base, "tmpfs") as root, roots.as_nobody(root):
+        ground = Ground(root)
+        names = block_ids(3)
+        assert not ground.dump(names)
+        with roots.as_root():
+            os.chown(ground.file(names[1]), 0, 0)
+        before = ground.counts()
+        states, failures = ground.load(names)
+        assert states[1] == "blank"
+        assert 1 in failures
+        news = counted(before, ground.counts())
+        assert "io_error" in news
+        assert_no_wait(news)
+        assert not ground.dump(names)
+        ground.assert_hits(names)
+        assert ground.file(names[1]).stat().st_uid == roots.NOBODY
+        ground.close()

@@ -1,0 +1,215 @@
+"""What is done to a root while a store is open on it: every function harms it, waits, and takes the harm back.
+
+Mounts are real ones and need root. Every place lies in the test's own directory and is unmounted when the test ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+#: Who is not root and owns nothing.
+NOBODY = 65534
+MARKER = "ucm-root.json"
+
+Kind = Literal["plain", "tmpfs", "bind"]
+RootHarm = Callable[[Path], Iterator[None]]
+
+
+def is_root() -> bool:
+    """Whether this process may mount and change its user."""
+    return os.geteuid() == 0 and _can_mount()
+
+
+def need_root() -> None:
+    """Skips without root, saying why; with ``UCM_REQUIRE_ROOT_TESTS`` in the environment that is a failure."""
+    if is_root():
+        return
+    words = "mounting file systems and changing the user needs root"
+    if os.environ.get("UCM_REQUIRE_ROOT_TESTS"):
+        pytest.fail(f"UCM_REQUIRE_ROOT_TESTS is set, but {words}")
+    pytest.skip(words)
+
+
+def _can_mount() -> bool:
+    capabilities = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff")
+    )
+    return bool(int(capabilities.split()[1], 16) & (1 << 21))  # CAP_SYS_ADMIN
+
+
+def mount(*words: str | Path) -> None:
+    """Runs mount; an error of it is the test's."""
+    subprocess.run(["mount", *map(str, words)], check=True, capture_output=True, text=True)
+
+
+def unmount(path: Path) -> None:
+    """Takes a mount away at once, whoever uses it."""
+    subprocess.run(["umount", "-l", str(path)], check=False, capture_output=True)
+
+
+@contextmanager
+def new_root(base: Path, kind: Kind, size: str = "8m", inodes: int = 400) -> Iterator[Path]:
+    """A root below ``base``: a directory, a small file system of its own, or a directory that is mounted there."""
+    root = base / "root"
+    with ExitStack() as stack:
+        if kind != "plain":
+            need_root()
+            root.mkdir()
+            stack.callback(unmount, root)
+            place = root if kind == "tmpfs" else base / "export"
+            place.mkdir(exist_ok=True)
+            mount("-t", "tmpfs", "-o", f"size={size},nr_inodes={inodes},mode=0700", "none", place)
+            if kind == "bind":
+                stack.callback(unmount, place)
+                mount("--bind", place, root)
+        yield root
+
+
+@contextmanager
+def as_nobody(root: Path) -> Iterator[None]:
+    """This process, all its threads, without the rights of root; it owns ``root`` and can reach it."""
+    need_root()
+    for path in [root, *root.rglob("*")]:
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    shut = [path for path in root.parents if path.stat().st_mode & 0o777 == 0o700]  # those that pytest made
+    for path in shut:
+        path.chmod(0o711)
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        for path in shut:
+            path.chmod(0o700)
+
+
+@contextmanager
+def as_root() -> Iterator[None]:
+    """Root's rights again, for as long as something is done behind the store's back."""
+    os.seteuid(0)
+    try:
+        yield
+    finally:
+        os.seteuid(NOBODY)
+
+
+def remove(path: Path) -> None:
+    """Removes what lies under a block's name, whatever it is."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+# Harms -------------------------------------------------------------------------------------------------------
+
+
+def read_only(root: Path) -> Iterator[None]:
+    """The file system is mounted again, read-only."""
+    mount("-o", "remount,ro", root)
+    yield
+    mount("-o", "remount,rw", root)
+
+
+def moved_away(root: Path) -> Iterator[None]:
+    """The whole directory gets another name, and its old one back."""
+    aside = root.with_name("aside")
+    root.rename(aside)
+    yield
+    assert not root.exists(), "a root that was removed was made again"
+    aside.rename(root)
+
+
+def emptied(root: Path) -> Iterator[None]:
+    """Everything below is removed, marker included; only the marker comes back."""
+    marker = (root / MARKER).read_bytes()
+    for path in root.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    yield
+    assert not list(root.rglob("*.bin")), "something was written to a directory that is no root"
+    (root / MARKER).write_bytes(marker)
+
+
+def no_namespace(root: Path) -> Iterator[None]:
+    """The namespace's directory is removed and does not come back."""
+    shutil.rmtree(next(root.glob("*/manifest.json")).parent)
+    yield
+
+
+def no_temporary_directory(root: Path) -> Iterator[None]:
+    """The directory of private files is removed and does not come back."""
+    shutil.rmtree(next(root.glob("*/tmp")))
+    yield
+
+
+def no_marker(root: Path) -> Iterator[None]:
+    """The marker is moved away, and back."""
+    marker, aside = root / MARKER, root / "aside"
+    marker.rename(aside)
+    yield
+    aside.rename(marker)
+
+
+def unmounted(root: Path) -> Iterator[None]:
+    """The share is unmounted under the running process; below it is an empty directory of another device."""
+    unmount(root)
+    yield
+    assert not list(root.iterdir()), "something was written below the mount point"
+    mount("--bind", root.with_name("export"), root)
+
+
+def covered(root: Path) -> Iterator[None]:
+    """Another, empty file system is mounted over the root."""
+    mount("-t", "tmpfs", "none", root)
+    yield
+    assert not list(root.iterdir()), "something was written to another file system"
+    unmount(root)
+
+
+def full(root: Path) -> Iterator[None]:
+    """Another program takes all the room of the file system."""
+    filler, chunk = root / "filler", bytes(4096)
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while file.write(chunk):
+                pass
+        except OSError:
+            pass
+    yield
+    filler.unlink()
+
+
+def no_inodes(root: Path) -> Iterator[None]:
+    """Another program takes all inodes of the file system."""
+    fillers = root / "fillers"
+    fillers.mkdir()
+    for number in range(100_000):
+        try:
+            (fillers / str(number)).touch()
+        except OSError:
+            break
+    yield
+    shutil.rmtree(fillers)
+
+
+def other_owner(root: Path) -> Iterator[None]:
+    """Root takes the directory and shuts it; the store runs as somebody else."""
+    with as_root():
+        os.chown(root, 0, 0)
+        root.chmod(0o700)
+    yield
+    with as_root():
+        os.chown(root, NOBODY, NOBODY)
+
+
+def no_permission(root: Path) -> Iterator[None]:
+    """The blocks' directory loses its mode bits; the store runs as somebody who minds them."""
+    (blocks,) = root.glob("*/blocks")
+    blocks.chmod(0)
+    yield
+    blocks.chmod(0o700)
