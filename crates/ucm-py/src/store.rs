@@ -18,6 +18,7 @@ use ucm_store::engine::{Deadlines, Engine, EngineConfig, Hint, Row};
 use ucm_store::events::Level;
 use ucm_store::health::BreakerConfig;
 use ucm_store::posix::{PosixBackend, PosixConfig};
+use ucm_store::quarantine::QuarantineConfig;
 use ucm_store::record::RecordLayout;
 use ucm_store::space::Capacity;
 
@@ -118,6 +119,7 @@ impl PosixStore {
             lookup_only,
             capacity,
             writer,
+            quarantine: QuarantineConfig::default(),
         };
         let engine = EngineConfig {
             geometry,

@@ -32,6 +32,17 @@ pub enum Written {
     Present,
 }
 
+/// What became of a record that was refused for damage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Quarantined {
+    /// It was moved aside, as evidence.
+    Kept,
+    /// It stays where it is, or is gone: nothing is kept here, it was replaced meanwhile, or it may yet be finished.
+    LeftAlone,
+    /// Too many are damaged of late: the medium is sick.
+    Stopped,
+}
+
 /// What a medium holds, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
@@ -95,6 +106,12 @@ pub trait Backend: Send + Sync {
 
     /// Every record of this namespace.
     fn list(&self, deadline: Mono, done: Done<Vec<Listed>>);
+
+    /// A record was refused for damage: keeps it as evidence, where the medium can, later and best effort. Never
+    /// blocks; nothing depends on it.
+    fn quarantine(&self, _id: BlockId, done: Done<Quarantined>) {
+        done(Ok(Quarantined::LeftAlone));
+    }
 
     /// Bytes used and allowed.
     fn usage(&self) -> Usage;

@@ -11,6 +11,7 @@ pub mod health;
 pub mod layout;
 mod ledger;
 pub mod posix;
+pub mod quarantine;
 pub mod recency;
 pub mod record;
 mod root;

@@ -15,9 +15,10 @@ use ucm_device::Slot;
 use ucm_infra::{Clock, Mono};
 use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, Probe, ReadMode};
 
-use crate::backend::{Backend, Done, Listed, ReadDone, Usage, WriteOptions, Written};
+use crate::backend::{Backend, Done, Listed, Quarantined, ReadDone, Usage, WriteOptions, Written};
 use crate::engine::{LANE_DUMP, LANE_LOAD, LANE_LOOKUP, LANE_SPACE};
 use crate::layout::Layout;
+use crate::quarantine::{QuarantineConfig, Waiting};
 use crate::recency::Recency;
 use crate::record::RecordLayout;
 use crate::space::{Capacity, Space};
@@ -49,8 +50,10 @@ pub struct PosixConfig {
     pub lookup_only: bool,
     /// The limit on bytes below the root; `None`: the marker's, or a share of the file system.
     pub capacity: Option<Capacity>,
-    /// Number that tells this writer's private files from others'.
+    /// Number that tells this writer's private files and records from others'.
     pub writer: u64,
+    /// What is kept of damaged records.
+    pub quarantine: QuarantineConfig,
 }
 
 /// One record per file.
@@ -72,6 +75,7 @@ pub(crate) struct Shared {
     pub(crate) sequence: AtomicU64,
     pub(crate) space: Arc<Space>,
     recency: Recency,
+    pub(crate) waiting: Waiting,
 }
 
 impl PosixBackend {
@@ -89,6 +93,7 @@ impl PosixBackend {
             sequence: AtomicU64::new(0),
             space,
             recency: Recency::default(),
+            waiting: Waiting::default(),
             config,
         };
         if let (Some(Capacity::Bytes(limit)), false) = (shared.config.capacity, shared.config.lookup_only) {
@@ -354,6 +359,10 @@ impl Backend for PosixBackend {
             Ok(records)
         };
         self.shared.space.in_background(deadline, list, done);
+    }
+
+    fn quarantine(&self, id: BlockId, done: Done<Quarantined>) {
+        self.shared.quarantine(id, done);
     }
 
     fn usage(&self) -> Usage {

@@ -50,7 +50,7 @@ pub(crate) fn call(
 type Answer = Arc<Mutex<Option<Result<IoDone>>>>;
 
 impl Shared {
-    fn call(&self, deadline: Mono, op: IoOp) -> Result<IoDone> {
+    pub(crate) fn call(&self, deadline: Mono, op: IoOp) -> Result<IoDone> {
         call(&*self.io, &*self.clock, LANE_SPACE, deadline, op)
     }
 
@@ -103,7 +103,7 @@ impl Shared {
         self.call(deadline, op).map(|_| ())
     }
 
-    fn make_dir(&self, path: PathBuf, deadline: Mono) -> Result<()> {
+    pub(crate) fn make_dir(&self, path: PathBuf, deadline: Mono) -> Result<()> {
         self.call(deadline, IoOp::MakeDir { path, mode: DIR_MODE })
             .map(|_| ())
     }
@@ -168,7 +168,9 @@ impl Shared {
             return Err(Error::new(ErrorKind::Io, "the root lost its marker"));
         };
         self.describe_part(deadline)?;
-        self.limit(&marker, deadline)
+        let limit = self.limit(&marker, deadline)?;
+        self.sweep_quarantine(limit, deadline)?;
+        Ok(limit)
     }
 
     /// The limit on bytes below this root; an error if too few records fit.

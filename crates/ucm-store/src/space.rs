@@ -18,6 +18,7 @@ use crate::backend::{Done, Usage};
 use crate::engine::LANE_SPACE;
 use crate::layout::{is_namespace, is_private, record_name};
 use crate::ledger::Ledger;
+use crate::quarantine::{self, evidence_bytes};
 use crate::root::call;
 
 pub use crate::ledger::Capacity;
@@ -216,7 +217,7 @@ impl Space {
         )
     }
 
-    fn entries(&self, dir: PathBuf, deadline: Mono) -> Result<Vec<(std::ffi::OsString, FileMeta)>> {
+    pub(crate) fn entries(&self, dir: PathBuf, deadline: Mono) -> Result<Vec<(std::ffi::OsString, FileMeta)>> {
         let step = deadline.min(self.clock.now().after(STEP));
         match call(&*self.io, &*self.clock, LANE_SPACE, step, IoOp::List { dir }) {
             Ok(IoDone::List(entries)) => Ok(entries),
@@ -313,6 +314,7 @@ impl Space {
                 });
             })?;
             total += self.sweep_private(dir.join("tmp"))?;
+            total += evidence_bytes(&self.entries(dir.join(quarantine::DIR), Mono::NEVER)?);
             namespaces.push(dir);
         }
         Ok((namespaces, records, total))

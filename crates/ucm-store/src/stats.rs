@@ -155,6 +155,10 @@ counters! {
     records_refused,
     /// Refused records that a dump replaced.
     records_replaced,
+    /// Damaged records moved aside as evidence.
+    records_quarantined,
+    /// Damaged records left in place because too many were of late.
+    quarantine_stopped,
     /// Times the breaker opened.
     breaker_opened,
 }

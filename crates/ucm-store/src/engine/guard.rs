@@ -7,8 +7,10 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::Mono;
 
 use super::{COPY_REPLACEMENTS, Core, LANE_LOOKUP};
+use crate::backend::Quarantined;
 use crate::events::Level;
 use crate::health::Change;
+use crate::quarantine::is_damage;
 use crate::stats::Stats;
 
 impl Core {
@@ -111,7 +113,7 @@ impl Core {
     }
 
     /// Remembers that a record is not what it should be; the answer is the error for those who wanted it.
-    pub(super) fn refuse(&self, id: BlockId, reason: MissReason) -> Error {
+    pub(super) fn refuse(self: &Arc<Self>, id: BlockId, reason: MissReason) -> Error {
         self.stats.misses.add(reason, 1);
         let kind = match reason {
             MissReason::ForeignId
@@ -129,7 +131,36 @@ impl Core {
             Level::Warning,
             format!("record {id} was refused ({name}) and will be recomputed"),
         );
+        if is_damage(reason) {
+            let core = Arc::downgrade(self);
+            let done = Box::new(move |ended| {
+                if let Some(core) = core.upgrade() {
+                    core.quarantined(id, name, ended);
+                }
+            });
+            self.backend.quarantine(id, done);
+        }
         Error::new(kind, "the stored record is not what it should be").with("reason", name)
+    }
+
+    /// Evidence of damage was kept or not. Too much of it speaks against the medium.
+    fn quarantined(&self, id: BlockId, reason: &str, ended: Result<Quarantined>) {
+        match ended {
+            Ok(Quarantined::LeftAlone) => {}
+            Ok(Quarantined::Kept) => {
+                Stats::add(&self.stats.records_quarantined, 1);
+                self.say(Level::Info, format!("record {id} was moved to quarantine ({reason})"));
+            }
+            Ok(Quarantined::Stopped) => {
+                Stats::add(&self.stats.quarantine_stopped, 1);
+                let sick = Error::new(ErrorKind::Corrupt, "too many damaged records in a minute");
+                self.change(self.breaker.trip(self.clock.now()), Some(&sick));
+            }
+            Err(error) => {
+                let text = format!("record {id} ({reason}) could not be moved to quarantine: {error}");
+                self.say(Level::Info, text);
+            }
+        }
     }
 }
 

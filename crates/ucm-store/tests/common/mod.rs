@@ -17,6 +17,7 @@ use ucm_io::{Fault, FaultyEngine, Gate, IoEngine, OpKind, PsyncEngine, PsyncOpti
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
 use ucm_store::health::BreakerConfig;
 use ucm_store::posix::{PosixBackend, PosixConfig};
+use ucm_store::quarantine::QuarantineConfig;
 use ucm_store::record::RecordLayout;
 use ucm_store::space::Capacity;
 
@@ -32,6 +33,7 @@ pub(crate) struct Setup {
     pub(crate) part: Part,
     pub(crate) deadlines: Deadlines,
     pub(crate) breaker: BreakerConfig,
+    pub(crate) quarantine: QuarantineConfig,
     pub(crate) lookup_only: bool,
     pub(crate) workers: usize,
     pub(crate) copy_threads: usize,
@@ -57,6 +59,7 @@ impl Default for Setup {
                 cool_down: Duration::from_secs(1),
                 max_stuck: usize::MAX,
             },
+            quarantine: QuarantineConfig::default(),
             lookup_only: false,
             workers: 4,
             copy_threads: 1,
@@ -116,6 +119,7 @@ impl Store {
         let record = RecordLayout::new(&geometry).describing(16, DType::F32);
         let record_len = record.record_len() as u64;
         let identity = identity(setup.weights);
+        let writer = ucm_store::random_u64();
         let posix = PosixConfig {
             root: root.to_owned(),
             identity: identity.clone(),
@@ -129,7 +133,8 @@ impl Store {
                 .capacity
                 .and_then(std::num::NonZeroU64::new)
                 .map(Capacity::Bytes),
-            writer: ucm_store::random_u64(),
+            writer,
+            quarantine: setup.quarantine,
         };
         let backend = PosixBackend::new(
             posix,
@@ -150,7 +155,7 @@ impl Store {
             copy_threads: setup.copy_threads,
             deadlines: setup.deadlines,
             breaker: setup.breaker,
-            writer: 7,
+            writer,
         };
         let device: Arc<dyn ucm_device::Device> = match &setup.device {
             Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,
