@@ -199,7 +199,10 @@ mod tests {
         std::fs::write(&from, b"x").unwrap();
         let ino = stat_one(&from, AtFlags::empty()).unwrap().ino;
         assert!(!renamed(ino + 1) && from.exists(), "another file");
-        assert!(rename(&from, &to, ino, &|| false).is_err() && from.exists(), "too late");
+        assert!(
+            rename(&from, &to, ino, &|| false).is_err() && from.exists(),
+            "too late"
+        );
         assert!(renamed(ino) && to.exists() && !from.exists());
         std::fs::create_dir(&from).unwrap();
         let ino = stat_one(&from, AtFlags::empty()).unwrap().ino;

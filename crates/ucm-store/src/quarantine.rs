@@ -299,7 +299,10 @@ impl Shared {
         let IoDone::Removed(answers) = self.call(deadline, IoOp::Remove { paths })? else {
             return Err(Error::internal("a removal answered with something else"));
         };
-        let gone = dead.iter().zip(answers).filter(|(_, answer)| matches!(answer, Ok(true)));
+        let gone = dead
+            .iter()
+            .zip(answers)
+            .filter(|(_, answer)| matches!(answer, Ok(true)));
         let freed = gone.map(|(one, _)| one.len).sum();
         self.space.deleted(freed, before);
         Ok(())
@@ -351,7 +354,13 @@ mod tests {
         let damage: Vec<_> = MissReason::ALL.into_iter().filter(|&r| is_damage(r)).collect();
         assert_eq!(
             damage.iter().map(|reason| reason.name()).collect::<Vec<_>>(),
-            ["wrong_length", "truncated", "not_a_record", "bad_header", "bad_checksum"]
+            [
+                "wrong_length",
+                "truncated",
+                "not_a_record",
+                "bad_header",
+                "bad_checksum"
+            ]
         );
     }
 
@@ -374,7 +383,11 @@ mod tests {
         };
         assert_eq!(dead(&[(10, 10), (51, 10), (50, 10)], 10_000), [51], "too old");
         assert_eq!(dead(&[(4, 1), (1, 1), (3, 1), (2, 1)], 10_000), [4], "too many");
-        assert_eq!(dead(&[(1, 60), (2, 60), (3, 1)], 10_000), [2, 3], "too many bytes");
+        assert_eq!(
+            dead(&[(1, 60), (2, 60), (3, 1)], 10_000),
+            [2, 3],
+            "too many bytes"
+        );
         assert_eq!(dead(&[(1, 60), (2, 20)], 16 * 70), [2], "too much of the limit");
         assert!(dead(&[], 0).is_empty());
     }

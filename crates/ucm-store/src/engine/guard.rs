@@ -149,7 +149,10 @@ impl Core {
             Ok(Quarantined::LeftAlone) => {}
             Ok(Quarantined::Kept) => {
                 Stats::add(&self.stats.records_quarantined, 1);
-                self.say(Level::Info, format!("record {id} was moved to quarantine ({reason})"));
+                self.say(
+                    Level::Info,
+                    format!("record {id} was moved to quarantine ({reason})"),
+                );
             }
             Ok(Quarantined::Stopped) => {
                 Stats::add(&self.stats.quarantine_stopped, 1);

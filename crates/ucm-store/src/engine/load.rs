@@ -269,7 +269,12 @@ impl Core {
     }
 
     /// What a failed read says: of this record, of the medium, or nothing. A late one is judged with its load.
-    fn judge_failure(self: &Arc<Self>, id: BlockId, waiters: &[(Arc<LoadTask>, usize)], error: Error) -> Error {
+    fn judge_failure(
+        self: &Arc<Self>,
+        id: BlockId,
+        waiters: &[(Arc<LoadTask>, usize)],
+        error: Error,
+    ) -> Error {
         match error.kind() {
             ErrorKind::Corrupt | ErrorKind::Foreign => return error, // refused, and the medium did answer
             ErrorKind::Timeout if waiters.iter().all(|(task, _)| task.state.is_finished()) => return error,
