@@ -186,6 +186,7 @@ fn a_sick_medium_is_left_alone_for_a_while_and_tried_again() {
     let breaker = BreakerConfig {
         threshold: 2,
         cool_down: Duration::from_secs(10),
+        window: Duration::from_secs(60),
         max_stuck: usize::MAX,
     };
     let setup = Setup {

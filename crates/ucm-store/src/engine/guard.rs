@@ -157,7 +157,7 @@ impl Core {
             Ok(Quarantined::Stopped) => {
                 Stats::add(&self.stats.quarantine_stopped, 1);
                 let sick = Error::new(ErrorKind::Corrupt, "too many damaged records in a minute");
-                self.change(self.breaker.trip(self.clock.now()), Some(&sick));
+                self.change(self.breaker.hold(self.clock.now()), Some(&sick));
             }
             Err(error) => {
                 let text = format!("record {id} ({reason}) could not be moved to quarantine: {error}");

@@ -57,6 +57,7 @@ impl Default for Setup {
             breaker: BreakerConfig {
                 threshold: u32::MAX,
                 cool_down: Duration::from_secs(1),
+                window: Duration::from_secs(60),
                 max_stuck: usize::MAX,
             },
             quarantine: QuarantineConfig::default(),
