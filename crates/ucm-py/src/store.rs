@@ -119,7 +119,13 @@ impl PosixStore {
             lookup_only,
             capacity,
             writer,
-            quarantine: QuarantineConfig::default(),
+            quarantine: QuarantineConfig {
+                enabled: config.get("quarantine_enabled")?,
+                max_per_minute: config.get("quarantine_max_per_minute")?,
+                max_records: config.get("quarantine_max_records")?,
+                max_bytes: config.get("quarantine_max_bytes")?,
+                keep: config.seconds("quarantine_keep_s")?,
+            },
         };
         let engine = EngineConfig {
             geometry,
@@ -131,10 +137,13 @@ impl PosixStore {
             copy_threads: config.get("copy_threads")?,
             deadlines,
             breaker: BreakerConfig {
+                threshold: config.get("breaker_threshold")?,
+                window: config.seconds("breaker_window_s")?,
+                cool_down: config.seconds("breaker_cool_down_s")?,
                 max_stuck: threads.max(2), // as many as are replaced: from there on workers are missing
-                ..BreakerConfig::default()
             },
             writer,
+            paranoid: config.get("paranoid")?,
         };
         let opened = py.detach(|| {
             let clock = SystemClock::shared();

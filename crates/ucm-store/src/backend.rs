@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use ucm_core::{BlockId, Result};
+use ucm_core::{BlockId, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::Mono;
 
@@ -30,6 +30,8 @@ pub enum Written {
     Published,
     /// It was stored already and nothing was written.
     Present,
+    /// It was written, and what was read back is not what was written.
+    Unsound(MissReason),
 }
 
 /// What became of a record that was refused for damage.
@@ -65,6 +67,8 @@ pub struct WriteOptions {
     pub ordinal: u32,
     /// Write even if a record of that name is present (it was refused).
     pub replace: bool,
+    /// Read what was published past every cache and judge it before the write counts.
+    pub read_back: bool,
 }
 
 /// One record found by [`Backend::list`].

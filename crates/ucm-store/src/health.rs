@@ -58,9 +58,7 @@ enum State {
         held: bool,
     },
     /// One operation is under way since; another may follow when it was lost.
-    Probing {
-        since: Mono,
-    },
+    Probing { since: Mono },
 }
 
 /// Closed: everything passes. Open: nothing does. Probing: one operation does.
@@ -122,7 +120,9 @@ impl Breaker {
     /// descriptors left, says nothing.
     pub fn failure(&self, error: &Error, now: Mono) -> Option<Change> {
         match error.kind() {
-            ErrorKind::Io if matches!(error.os_code(), Some(EPERM | EACCES | EROFS)) => return self.success(),
+            ErrorKind::Io if matches!(error.os_code(), Some(EPERM | EACCES | EROFS)) => {
+                return self.success();
+            }
             ErrorKind::Io if matches!(error.os_code(), Some(ENOMEM | ENFILE | EMFILE)) => {
                 self.undecided(now);
                 return None;

@@ -176,9 +176,44 @@ impl Shared {
             let error = result.as_ref().err();
             shared.space.ended(options.len as u64, error);
             error.inspect(|error| shared.missed(error));
-            done(result.map(|_| Written::Published));
+            match result {
+                Ok(IoDone::Published { buf, .. }) if options.read_back => {
+                    shared.read_back(id, buf, options.len, deadline, done);
+                }
+                result => done(result.map(|_| Written::Published)),
+            }
         };
         self.io.submit(LANE_DUMP, deadline, op, Box::new(published));
+    }
+
+    /// Reads a published record into the buffer it was written from and tells whether it is sound.
+    fn read_back(
+        self: &Arc<Self>,
+        id: BlockId,
+        mut buf: IoBuf,
+        len: usize,
+        deadline: Mono,
+        done: Done<Written>,
+    ) {
+        if let IoBuf::Slot(slot) = &mut buf {
+            slot.as_mut_slice()[..len].fill(0); // a read that brings nothing must not find the right bytes there
+        }
+        let op = IoOp::Read {
+            path: self.layout.record(id),
+            offset: 0,
+            len,
+            buf,
+            mode: ReadMode::FreshDirect,
+        };
+        let shared = Arc::clone(self);
+        let answer = move |result: Result<IoDone>| {
+            let judged = result.and_then(|answer| match answer {
+                IoDone::Read { buf, read, file_len } => Ok(shared.judge(id, &buf[..read], file_len)),
+                _ => Err(Error::internal("a read answered with something else")),
+            });
+            done(judged.map(|judged| judged.map_or_else(Written::Unsound, |()| Written::Published)));
+        };
+        self.io.submit(LANE_DUMP, deadline, op, Box::new(answer));
     }
 
     /// A write that finds no directory: somebody removed them, so they are made again for the next one.

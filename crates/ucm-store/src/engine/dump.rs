@@ -240,6 +240,7 @@ impl Core {
             len: self.layout.record_len(),
             ordinal,
             replace,
+            read_back: self.paranoid,
         };
         let (core, done_for) = (Arc::clone(self), Arc::clone(assembly));
         let done = Box::new(move |result| core.write_done(&done_for, replace, result));
@@ -250,6 +251,13 @@ impl Core {
     fn write_done(self: &Arc<Self>, assembly: &Arc<Assembly>, replaced: bool, result: Result<Written>) {
         self.assemblies.lock().remove(&assembly.id);
         self.hints.lock().remove(&assembly.id);
+        let result = match result {
+            Ok(Written::Unsound(reason)) => {
+                self.healthy();
+                Err(self.refuse(assembly.id, reason))
+            }
+            result => result,
+        };
         match &result {
             Ok(written) => {
                 self.healthy();

@@ -34,6 +34,7 @@ pub(crate) struct Setup {
     pub(crate) deadlines: Deadlines,
     pub(crate) breaker: BreakerConfig,
     pub(crate) quarantine: QuarantineConfig,
+    pub(crate) paranoid: bool,
     pub(crate) lookup_only: bool,
     pub(crate) workers: usize,
     pub(crate) copy_threads: usize,
@@ -61,6 +62,7 @@ impl Default for Setup {
                 max_stuck: usize::MAX,
             },
             quarantine: QuarantineConfig::default(),
+            paranoid: false,
             lookup_only: false,
             workers: 4,
             copy_threads: 1,
@@ -157,6 +159,7 @@ impl Store {
             deadlines: setup.deadlines,
             breaker: setup.breaker,
             writer,
+            paranoid: setup.paranoid,
         };
         let device: Arc<dyn ucm_device::Device> = match &setup.device {
             Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,
