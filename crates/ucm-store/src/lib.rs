@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+pub mod deviation;
 pub mod engine;
 pub mod events;
 pub mod health;

@@ -159,6 +159,10 @@ counters! {
     records_quarantined,
     /// Damaged records left in place because too many were of late.
     quarantine_stopped,
+    /// Blocks computed again and compared with the stored ones.
+    audits,
+    /// Of these, blocks that differed beyond the tolerance of their element type.
+    audit_deviations,
     /// Times the breaker opened.
     breaker_opened,
 }

@@ -5,6 +5,7 @@
 //! staged and published ([`dump`]); bounded queues; deadlines on every wait; verification of everything that comes
 //! from a medium. Deadlines of I/O are kept by the backend's pool, those of tasks by whoever looks at them.
 
+mod audit;
 mod config;
 mod dump;
 mod guard;
@@ -30,6 +31,7 @@ use crate::health::Breaker;
 use crate::record::{Expect, RecordLayout, verify};
 use crate::stats::Stats;
 
+pub use audit::Audit;
 pub use config::{Deadlines, EngineConfig, Hint, Row};
 use refused::Refused;
 use task::OpenTasks;

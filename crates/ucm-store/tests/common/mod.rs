@@ -277,6 +277,11 @@ impl Device {
         }
     }
 
+    /// Changes what a block holds.
+    pub(crate) fn change(&mut self, id: BlockId, change: impl FnOnce(&mut [u8])) {
+        change(self.blocks.get_mut(&id).unwrap());
+    }
+
     /// One row per shard of each block.
     pub(crate) fn rows(&self, ids: &[BlockId]) -> Vec<Row> {
         let shards = self.setup.layers / self.setup.layers_per_shard;
