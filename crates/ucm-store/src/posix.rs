@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -28,7 +28,7 @@ pub(crate) const FILE_MODE: u32 = 0o600;
 pub(crate) const DIR_MODE: u32 = 0o700;
 
 /// How long making the namespace's directories again may take.
-const MAKE_DIRS: Duration = Duration::from_secs(5);
+pub(crate) const MAKE_DIRS: Duration = Duration::from_secs(5);
 
 /// What the POSIX backend needs to know.
 pub struct PosixConfig {
@@ -68,10 +68,14 @@ pub(crate) struct Shared {
     pub(crate) clock: Arc<dyn Clock>,
     /// Device of the root when it was first seen; another one means that a share was unmounted.
     pub(crate) device: Mutex<Option<u64>>,
+    /// The mark of that root, by which it is known again on another device (a share mounted anew).
+    pub(crate) uuid: Mutex<Option<String>>,
+    /// Somebody is looking whether the root is back.
+    pub(crate) looking: AtomicBool,
     /// What the file system can do.
     pub(crate) probed: Mutex<Option<Probe>>,
     /// Which of the 256 record directories are known to exist.
-    dirs: Mutex<[bool; 256]>,
+    pub(crate) dirs: Mutex<[bool; 256]>,
     pub(crate) sequence: AtomicU64,
     pub(crate) space: Arc<Space>,
     recency: Recency,
@@ -88,6 +92,8 @@ impl PosixBackend {
             io,
             clock,
             device: Mutex::new(None),
+            uuid: Mutex::new(None),
+            looking: AtomicBool::new(false),
             probed: Mutex::new(None),
             dirs: Mutex::new([false; 256]),
             sequence: AtomicU64::new(0),
@@ -110,14 +116,15 @@ impl Shared {
         meta.is_some_and(|meta| !meta.is_dir && meta.len == self.config.record.record_len() as u64)
     }
 
-    /// The marker is there and on the device it was on: writing is safe.
+    /// The marker is there and on the device it was on: writing is safe. Else `Foreign`: the medium answers, but it is
+    /// not the root that was opened.
     pub(crate) fn check_root(&self, marker: Option<FileMeta>) -> Result<()> {
         let device = *self.device.lock();
         if marker.is_some_and(|meta| Some(meta.dev) == device) {
             return Ok(());
         }
         Err(Error::new(
-            ErrorKind::Io,
+            ErrorKind::Foreign,
             "the root lost its marker or changed its device; writing stops",
         )
         .with("root", self.layout.root().display()))
@@ -125,6 +132,7 @@ impl Shared {
 
     fn write_checked(self: &Arc<Self>, write: Write, marker: Option<FileMeta>, present: Option<FileMeta>) {
         if let Err(error) = self.check_root(marker) {
+            self.look_again();
             return write.end(Err(error));
         }
         if !write.options.replace && self.is_record(present) {

@@ -14,7 +14,7 @@ use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, ReadMode};
 
 use crate::engine::LANE_SPACE;
 use crate::layout::{FORMAT, Manifest, Marker};
-use crate::posix::{DIR_MODE, FILE_MODE, Shared};
+use crate::posix::{DIR_MODE, FILE_MODE, MAKE_DIRS, Shared};
 use crate::space::Capacity;
 
 /// Records that must fit below the limit.
@@ -150,6 +150,7 @@ impl Shared {
             *self.probed.lock() = Some(probe);
         }
         let limit = self.limit(&marker, deadline)?;
+        *self.uuid.lock() = Some(marker.uuid);
         *self.device.lock() = Some(meta.dev);
         let weak = Arc::downgrade(self);
         self.space.open(limit, move |deadline| match weak.upgrade() {
@@ -161,16 +162,71 @@ impl Shared {
 
     /// Before every count: the root is still ours (nothing is removed from another), and what two processes that
     /// started at the same time wrote over each other is put right. Answers the limit.
-    fn tend(&self, deadline: Mono) -> Result<u64> {
-        let marker = self.read_marker(deadline)?;
-        self.check_root(self.stat(self.layout.marker(), deadline)?)?;
-        let Some(marker) = marker else {
+    fn tend(self: &Arc<Self>, deadline: Mono) -> Result<u64> {
+        if self
+            .check_root(self.stat(self.layout.marker(), deadline)?)
+            .is_err()
+        {
+            self.readmit(deadline)?;
+        }
+        let marker = self.read_marker(deadline);
+        if let Err(ErrorKind::Foreign | ErrorKind::Config) = marker.as_ref().map_err(Error::kind) {
+            *self.device.lock() = None; // not ours any more: writing stops
+        }
+        let Some(marker) = marker? else {
             return Err(Error::new(ErrorKind::Io, "the root lost its marker"));
         };
+        *self.uuid.lock() = Some(marker.uuid.clone());
         self.describe_part(deadline)?;
         let limit = self.limit(&marker, deadline)?;
         self.sweep_quarantine(limit, deadline)?;
         Ok(limit)
+    }
+
+    /// Looks in the background whether a root that was lost is back; one look at a time.
+    pub(crate) fn look_again(self: &Arc<Self>) {
+        if self.looking.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let deadline = self.clock.now().after(MAKE_DIRS);
+        let (shared, done) = (Arc::clone(self), Arc::clone(self));
+        let look = move || shared.readmit(deadline);
+        let ended = Box::new(move |_| done.looking.store(false, Ordering::Release));
+        self.space.in_background(deadline, look, ended);
+    }
+
+    /// Takes a root up again that was lost: the one that was opened, wherever it is mounted now; or a new one in the
+    /// place of one that was removed, if nothing was unmounted there. Another root, or none, is an error.
+    fn readmit(self: &Arc<Self>, deadline: Mono) -> Result<()> {
+        if let Some(marker) = self.read_marker(deadline)? {
+            let known = self.uuid.lock().clone();
+            if known.is_none_or(|known| known != marker.uuid) {
+                let text = "another root was mounted or put in the place of the one that was opened";
+                return Err(Error::new(ErrorKind::Foreign, text).with("root", self.layout.root().display()));
+            }
+            let Some(meta) = self.stat(self.layout.marker(), deadline)? else {
+                return self.check_root(None);
+            };
+            *self.dirs.lock() = [false; 256];
+            self.make_dirs(deadline)?;
+            *self.device.lock() = Some(meta.dev);
+            return Ok(());
+        }
+        // Removed, not unmounted: it is not there at all, and what it lay in is on the same device. An unmounted share
+        // leaves a directory behind, or what it was mounted in, which is another device.
+        let (mut above, device) = (None, *self.device.lock());
+        for path in self.layout.root().ancestors() {
+            above = self.stat(path.to_owned(), deadline)?;
+            if above.is_some() {
+                break;
+            }
+        }
+        let root = self.stat(self.layout.root().to_owned(), deadline)?;
+        if root.is_some() || device.is_none() || above.map(|meta| meta.dev) != device {
+            return self.check_root(None);
+        }
+        *self.dirs.lock() = [false; 256];
+        self.open_root(deadline)
     }
 
     /// The limit on bytes below this root; an error if too few records fit.

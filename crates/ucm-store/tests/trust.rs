@@ -254,7 +254,7 @@ fn writing_stops_when_the_marker_is_gone() {
     let device = Device::filled(&setup, &ids(2));
     store.dump(&device, &ids(1)).unwrap();
     std::fs::remove_file(dir.path().join("ucm-root.json")).unwrap();
-    assert_eq!(kind(store.dump(&device, &[id(1)])), ErrorKind::Io);
+    assert_eq!(kind(store.dump(&device, &[id(1)])), ErrorKind::Foreign);
     assert!(!store.file(id(1)).exists());
     store.load(&device, &ids(1)).unwrap();
 }

@@ -261,6 +261,9 @@ impl Core {
         match &result {
             Ok(written) => {
                 self.healthy();
+                if *written == Written::Published && self.unwritable.swap(false, Ordering::AcqRel) {
+                    self.say(Level::Info, "blocks are stored again".to_owned());
+                }
                 if *written == Written::Present {
                     Stats::add(&self.stats.blocks_present, 1);
                 } else {
@@ -276,6 +279,11 @@ impl Core {
             Err(error) => {
                 Stats::add(&self.stats.publishes_failed, 1);
                 self.observe(error);
+                if matches!(error.kind(), ErrorKind::Io | ErrorKind::Foreign)
+                    && !self.unwritable.swap(true, Ordering::AcqRel)
+                {
+                    self.say(Level::Warning, format!("a block could not be stored: {error}"));
+                }
             }
         }
         let result = result.map(|_| ());

@@ -86,6 +86,8 @@ pub struct Core {
     /// Which memory pages the staging slots lie on, for the log.
     pages: &'static str,
     ready: AtomicBool,
+    /// Blocks cannot be stored for a reason that somebody must remove, and the log said so.
+    unwritable: AtomicBool,
     closed: AtomicBool,
     pid: u32,
     stats: Stats,
@@ -171,6 +173,7 @@ impl Engine {
             hints: Mutex::new(LruCache::new(REMEMBERED)),
             breaker: Breaker::new(config.breaker),
             ready: AtomicBool::new(false),
+            unwritable: AtomicBool::new(false),
             closed: AtomicBool::new(false),
             pid: std::process::id(),
             stats: Stats::default(),

@@ -3,6 +3,8 @@
 #![allow(unsafe_code, reason = "device addresses of the tests' own buffers")]
 #![allow(dead_code, reason = "each test file uses its part of this")]
 
+pub(crate) mod mount;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
