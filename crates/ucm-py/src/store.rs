@@ -16,9 +16,9 @@ use ucm_infra::SystemClock;
 use ucm_io::{PsyncEngine, PsyncOptions};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Hint, Row};
 use ucm_store::events::Level;
+use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 use ucm_store::posix::{PosixBackend, PosixConfig};
-use ucm_store::quarantine::QuarantineConfig;
 use ucm_store::record::RecordLayout;
 use ucm_store::space::Capacity;
 

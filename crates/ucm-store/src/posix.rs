@@ -17,8 +17,9 @@ use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, Probe, ReadMode};
 
 use crate::backend::{Backend, Done, Listed, Quarantined, ReadDone, Usage, WriteOptions, Written};
 use crate::engine::{LANE_DUMP, LANE_LOAD, LANE_LOOKUP, LANE_SPACE};
+use crate::evidence::QuarantineConfig;
 use crate::layout::Layout;
-use crate::quarantine::{QuarantineConfig, Waiting};
+use crate::quarantine::Waiting;
 use crate::recency::Recency;
 use crate::record::RecordLayout;
 use crate::space::{Capacity, Space};
@@ -192,36 +193,6 @@ impl Shared {
             }
         };
         self.io.submit(LANE_DUMP, deadline, op, Box::new(published));
-    }
-
-    /// Reads a published record into the buffer it was written from and tells whether it is sound.
-    fn read_back(
-        self: &Arc<Self>,
-        id: BlockId,
-        mut buf: IoBuf,
-        len: usize,
-        deadline: Mono,
-        done: Done<Written>,
-    ) {
-        if let IoBuf::Slot(slot) = &mut buf {
-            slot.as_mut_slice()[..len].fill(0); // a read that brings nothing must not find the right bytes there
-        }
-        let op = IoOp::Read {
-            path: self.layout.record(id),
-            offset: 0,
-            len,
-            buf,
-            mode: ReadMode::FreshDirect,
-        };
-        let shared = Arc::clone(self);
-        let answer = move |result: Result<IoDone>| {
-            let judged = result.and_then(|answer| match answer {
-                IoDone::Read { buf, read, file_len } => Ok(shared.judge(id, &buf[..read], file_len)),
-                _ => Err(Error::internal("a read answered with something else")),
-            });
-            done(judged.map(|judged| judged.map_or_else(Written::Unsound, |()| Written::Published)));
-        };
-        self.io.submit(LANE_DUMP, deadline, op, Box::new(answer));
     }
 
     /// A write that finds no directory: somebody removed them, so they are made again for the next one.

@@ -4,11 +4,11 @@
 //! here is best effort, on the lane of housekeeping, and must not eat a good store: a record is moved only after one
 //! more look at it past every cache, not while another host may still be writing it, and only a few a minute; when
 //! more are damaged the medium is sick, not the records, and the breaker opens. What was moved is bounded in number,
-//! in bytes and by age. Evidence lies below its namespace as `quarantine/<32 hex>.<reason>.<unix seconds>.bin`.
+//! in bytes and by age. What evidence is and how much of it is kept:
+//! [`crate::evidence`].
 
 use std::collections::VecDeque;
-use std::ffi::{OsStr, OsString};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,12 +18,11 @@ use ucm_infra::Mono;
 use ucm_io::{FileMeta, IoBuf, IoDone, IoOp, ReadMode};
 
 use crate::backend::{Done, Quarantined};
+use crate::evidence::{DIR, Evidence, evidence_name, evidence_time, is_damage, too_much};
 use crate::layout::is_namespace;
 use crate::posix::Shared;
-use crate::record::{Expect, RecordHeader, verify};
+use crate::record::RecordHeader;
 
-/// Name of the directory below a namespace.
-pub(crate) const DIR: &str = "quarantine";
 /// Most records waiting to be looked at; damage beyond that leaves no evidence.
 const MAX_WAITING: usize = 64;
 /// How long all of one record may take.
@@ -32,69 +31,6 @@ const STEP: Duration = Duration::from_secs(30);
 const MINUTE: Duration = Duration::from_secs(60);
 /// Age below which damage in another writer's record may be a write not seen whole yet.
 const YOUNG_NS: u64 = 60_000_000_000;
-/// Share of the root's limit that evidence may take at most.
-const SHARE: u64 = 16;
-
-/// What is kept of damaged records.
-#[derive(Debug, Clone, Copy)]
-pub struct QuarantineConfig {
-    /// Whether damaged records are kept at all. They are refused all the same.
-    pub enabled: bool,
-    /// Damaged records in a minute above which nothing is moved and the breaker opens.
-    pub max_per_minute: u32,
-    /// Most records kept below a root; the oldest go first.
-    pub max_records: u32,
-    /// Most bytes kept below a root, and never more than a sixteenth of its limit; the oldest go first.
-    pub max_bytes: u64,
-    /// How long a record is kept.
-    pub keep: Duration,
-}
-
-impl Default for QuarantineConfig {
-    fn default() -> Self {
-        Self {
-            enabled: true,
-            max_per_minute: 16,
-            max_records: 64,
-            max_bytes: 256 << 20,
-            keep: Duration::from_secs(7 * 24 * 3600),
-        }
-    }
-}
-
-/// Whether a refusal for this reason is damage, of which evidence is kept. What is whole but belongs elsewhere is
-/// not, and a newer version is never touched.
-pub(crate) fn is_damage(reason: MissReason) -> bool {
-    matches!(
-        reason,
-        MissReason::WrongLength
-            | MissReason::Truncated
-            | MissReason::NotARecord
-            | MissReason::BadHeader
-            | MissReason::BadChecksum
-    )
-}
-
-/// The file name of a piece of evidence.
-pub fn evidence_name(id: BlockId, reason: MissReason, unix_seconds: u64) -> String {
-    format!("{id}.{}.{unix_seconds}.bin", reason.name())
-}
-
-/// When a record was quarantined (Unix seconds), if this is the name of one.
-pub fn evidence_time(name: &OsStr) -> Option<u64> {
-    let (id, rest) = name.to_str()?.strip_suffix(".bin")?.split_once('.')?;
-    let (reason, seconds) = rest.split_once('.')?;
-    id.parse::<BlockId>().ok()?;
-    let known = MissReason::ALL.into_iter().any(|known| known.name() == reason);
-    let digits = !seconds.is_empty() && seconds.bytes().all(|c| c.is_ascii_digit());
-    seconds.parse().ok().filter(|_| known && digits)
-}
-
-/// Bytes of the evidence in one listed directory.
-pub(crate) fn evidence_bytes(entries: &[(OsString, FileMeta)]) -> u64 {
-    let ours = |(name, meta): &&(OsString, FileMeta)| !meta.is_dir && evidence_time(name).is_some();
-    entries.iter().filter(ours).map(|(_, meta)| meta.len).sum()
-}
 
 /// Records that wait to be looked at, and how many were damaged of late.
 #[derive(Default)]
@@ -122,13 +58,6 @@ impl Waiting {
         }
         room
     }
-}
-
-/// One piece of evidence found below the root.
-struct Evidence {
-    path: PathBuf,
-    seconds: u64,
-    len: u64,
 }
 
 impl Shared {
@@ -260,20 +189,6 @@ impl Shared {
         Ok(Some(reason).filter(|&reason| is_damage(reason) && (ours || !young)))
     }
 
-    /// Judges the bytes of a record that was read: what is wrong with them, if anything.
-    pub(crate) fn judge(&self, id: BlockId, bytes: &[u8], stored_len: u64) -> Result<(), MissReason> {
-        if stored_len > self.config.record.record_len() as u64 {
-            return Err(MissReason::WrongLength);
-        }
-        let expect = Expect {
-            id,
-            namespace: *self.config.identity.digest(),
-            part: self.config.part,
-            layout: &self.config.record,
-        };
-        verify(bytes, &expect).map(|_| ())
-    }
-
     /// Removes evidence below the root that is too old or too much.
     pub(crate) fn sweep_quarantine(&self, limit: u64, deadline: Mono) -> Result<()> {
         let mut found = Vec::new();
@@ -309,88 +224,9 @@ impl Shared {
     }
 }
 
-/// The evidence that has to go: what is too old, then the oldest of what is too much.
-fn too_much(mut found: Vec<Evidence>, bounds: &QuarantineConfig, limit: u64, now: u64) -> Vec<Evidence> {
-    let most = bounds.max_bytes.min(limit / SHARE);
-    let (mut records, mut bytes) = (0, 0u64);
-    // The newest first: the bounds are met from here on.
-    found.sort_unstable_by(|a, b| (b.seconds, &b.path).cmp(&(a.seconds, &a.path)));
-    let mut full = false;
-    found.retain(|one| {
-        records += 1;
-        bytes = bytes.saturating_add(one.len);
-        full |= records > bounds.max_records || bytes > most;
-        full || now.saturating_sub(one.seconds) > bounds.keep.as_secs()
-    });
-    found
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn only_exact_names_are_evidence() {
-        let id = BlockId([0xab; 16]);
-        let name = evidence_name(id, MissReason::BadChecksum, 1_700_000_000);
-        assert_eq!(name, format!("{}.bad_checksum.1700000000.bin", "ab".repeat(16)));
-        assert_eq!(evidence_time(OsStr::new(&name)), Some(1_700_000_000));
-        for bad in [
-            format!("{id}.bin"),
-            format!("{id}.1700000000.bin"),
-            format!("{id}.no_reason.1700000000.bin"),
-            format!("{id}.bad_header.+170.bin"),
-            format!("{id}.bad_header..bin"),
-            format!("{id}.bad_header.1.2.bin"),
-            "x.bad_header.1.bin".to_owned(),
-            name.replace(".bin", ".tmp"),
-        ] {
-            assert_eq!(evidence_time(OsStr::new(&bad)), None, "{bad}");
-        }
-    }
-
-    #[test]
-    fn damage_is_what_is_broken_not_what_is_misplaced() {
-        let damage: Vec<_> = MissReason::ALL.into_iter().filter(|&r| is_damage(r)).collect();
-        assert_eq!(
-            damage.iter().map(|reason| reason.name()).collect::<Vec<_>>(),
-            [
-                "wrong_length",
-                "truncated",
-                "not_a_record",
-                "bad_header",
-                "bad_checksum"
-            ]
-        );
-    }
-
-    #[test]
-    fn the_newest_stay_within_every_bound() {
-        let bounds = QuarantineConfig {
-            max_records: 3,
-            max_bytes: 100,
-            keep: Duration::from_secs(50),
-            ..QuarantineConfig::default()
-        };
-        let dead = |ages: &[(u64, u64)], limit| {
-            let found = ages.iter().map(|&(age, len)| Evidence {
-                path: PathBuf::from(age.to_string()),
-                seconds: 1000 - age,
-                len,
-            });
-            let dead = too_much(found.collect(), &bounds, limit, 1000);
-            dead.iter().map(|one| 1000 - one.seconds).collect::<Vec<_>>()
-        };
-        assert_eq!(dead(&[(10, 10), (51, 10), (50, 10)], 10_000), [51], "too old");
-        assert_eq!(dead(&[(4, 1), (1, 1), (3, 1), (2, 1)], 10_000), [4], "too many");
-        assert_eq!(
-            dead(&[(1, 60), (2, 60), (3, 1)], 10_000),
-            [2, 3],
-            "too many bytes"
-        );
-        assert_eq!(dead(&[(1, 60), (2, 20)], 16 * 70), [2], "too much of the limit");
-        assert!(dead(&[], 0).is_empty());
-    }
 
     #[test]
     fn a_minute_passes_before_more_is_kept() {

@@ -12,7 +12,7 @@ use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
 use ucm_core::{BlockId, crc32c};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
-use ucm_store::quarantine::{QuarantineConfig, evidence_time};
+use ucm_store::evidence::{QuarantineConfig, evidence_time};
 
 const RECORD: u64 = 8192;
 const DAY: Duration = Duration::from_secs(24 * 3600);

@@ -9,11 +9,12 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_device::Stream;
 use ucm_infra::{Completion, Mono};
 
 use super::guard::reason_of;
 use super::load::{BlockRowList, by_block};
-use super::{Engine, LONGEST_LOAD, Row};
+use super::{Core, Engine, LONGEST_LOAD, Row};
 use crate::backend::ReadDone;
 use crate::deviation::{deviation, tolerance};
 use crate::events::Level;
@@ -125,5 +126,24 @@ impl Engine {
              {tolerance} is usual): look at what writes and what computes before blaming the record"
         );
         self.say(Level::Warning, text);
+    }
+}
+
+impl Core {
+    /// Whether the device holds what was copied to it.
+    pub(super) fn compare(&self, stream: &mut dyn Stream, rows: &BlockRowList, record: &[u8]) -> Result<()> {
+        let mut arrived = Vec::new();
+        for (_, shard, spans) in rows {
+            for (layer, pieces) in self.layers_of(*shard, spans) {
+                let data = &record[self.layout.layer_data(layer)];
+                arrived.resize(data.len(), 0);
+                stream.gather(pieces, &mut arrived)?;
+                if arrived != data {
+                    let wrong = "the device does not hold what was copied to it";
+                    return Err(Error::new(ErrorKind::Io, wrong).with("layer", layer));
+                }
+            }
+        }
+        Ok(())
     }
 }

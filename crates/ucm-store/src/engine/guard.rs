@@ -7,10 +7,11 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::Mono;
 
 use super::{COPY_REPLACEMENTS, Core, LANE_LOOKUP};
-use crate::backend::Quarantined;
+use crate::backend::{Quarantined, ReadDone};
 use crate::events::Level;
+use crate::evidence::is_damage;
 use crate::health::Change;
-use crate::quarantine::is_damage;
+use crate::record::{Expect, verify};
 use crate::stats::Stats;
 
 impl Core {
@@ -110,6 +111,20 @@ impl Core {
 
     pub(super) fn say(&self, level: Level, text: String) {
         self.events.push(level, text, self.clock.now());
+    }
+
+    /// Judges what was read: why it is not the record asked for, if so.
+    pub(super) fn verify(&self, id: BlockId, read: &ReadDone) -> std::result::Result<(), MissReason> {
+        let expect = Expect {
+            id,
+            namespace: *self.identity.digest(),
+            part: self.part,
+            layout: &self.layout,
+        };
+        if read.stored_len > self.layout.record_len() as u64 {
+            return Err(MissReason::WrongLength);
+        }
+        verify(&read.slot.as_slice()[..read.read], &expect).map(|_| ())
     }
 
     /// Remembers that a record is not what it should be; the answer is the error for those who wanted it.

@@ -9,14 +9,14 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
-use ucm_device::{DeviceSpan, Slot, Stream};
+use ucm_device::{DeviceSpan, Slot};
 use ucm_infra::{BlockState, Killed, LoadGate, Mono};
 
 use super::guard::reason_of;
 use super::task::{Task, TaskState};
 use super::{Core, Row};
 use crate::backend::ReadDone;
-use crate::quarantine::is_damage;
+use crate::evidence::is_damage;
 use crate::stats::Stats;
 
 /// Most reads handed to the backend at once; the others wait here, where no queue is full.
@@ -316,23 +316,6 @@ impl Core {
             }
         }
         task.gate.finish(index)
-    }
-
-    /// Whether the device holds what was copied to it.
-    fn compare(&self, stream: &mut dyn Stream, rows: &BlockRowList, record: &[u8]) -> Result<()> {
-        let mut arrived = Vec::new();
-        for (_, shard, spans) in rows {
-            for (layer, pieces) in self.layers_of(*shard, spans) {
-                let data = &record[self.layout.layer_data(layer)];
-                arrived.resize(data.len(), 0);
-                stream.gather(pieces, &mut arrived)?;
-                if arrived != data {
-                    let wrong = "the device does not hold what was copied to it";
-                    return Err(Error::new(ErrorKind::Io, wrong).with("layer", layer));
-                }
-            }
-        }
-        Ok(())
     }
 
     /// A read failed: that is this block's own failure if it was still wanted, and the end of the load.

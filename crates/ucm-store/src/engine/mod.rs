@@ -21,14 +21,14 @@ use std::time::Duration;
 
 use hashlink::LruCache;
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, MissReason, Part, Result, limits};
+use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result, limits};
 use ucm_device::{Device, DeviceSpan, HostArena, SlotPool, Stream};
 use ucm_infra::{Clock, Lane, Mono, WorkerPool};
 
-use crate::backend::{Backend, ReadDone};
+use crate::backend::Backend;
 use crate::events::{Event, Events};
 use crate::health::Breaker;
-use crate::record::{Expect, RecordLayout, verify};
+use crate::record::RecordLayout;
 use crate::stats::Stats;
 
 pub use audit::Audit;
@@ -387,18 +387,5 @@ impl Core {
         let result = run(&mut *stream)?; // a stream that failed is not used again
         self.streams.lock().push(stream);
         Ok(result)
-    }
-
-    fn verify(&self, id: BlockId, read: &ReadDone) -> std::result::Result<(), MissReason> {
-        let expect = Expect {
-            id,
-            namespace: *self.identity.digest(),
-            part: self.part,
-            layout: &self.layout,
-        };
-        if read.stored_len > self.layout.record_len() as u64 {
-            return Err(MissReason::WrongLength);
-        }
-        verify(&read.slot.as_slice()[..read.read], &expect).map(|_| ())
     }
 }

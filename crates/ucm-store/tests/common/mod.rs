@@ -17,9 +17,9 @@ use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::{Clock, SystemClock};
 use ucm_io::{Fault, FaultyEngine, Gate, IoEngine, OpKind, PsyncEngine, PsyncOptions, Rule};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
+use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 use ucm_store::posix::{PosixBackend, PosixConfig};
-use ucm_store::quarantine::QuarantineConfig;
 use ucm_store::record::RecordLayout;
 use ucm_store::space::Capacity;
 

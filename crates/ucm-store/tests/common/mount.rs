@@ -1,4 +1,5 @@
 //! File systems that a test may mount, fill, change and take away again; they need root.
+#![allow(clippy::print_stderr, reason = "says why a test is skipped")]
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
