@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ucm.config import load
-from ucm.errors import TaskError
+from ucm.errors import InvalidInputError, TaskError
 from ucm.store.posix import UcmPosixStore
 
 BLOCK = 8192
@@ -96,6 +96,20 @@ def test_keys_of_quarantine_and_breaker_reach_the_core(opened: Open, tmp_path: P
     stats = store.stats()
     assert (stats["healthy"], stats["breaker_opened"], stats["records_quarantined"]) == (0, 1, 0)
     assert not list((tmp_path / "root").glob("*/quarantine"))
+
+
+def test_marked_blocks_are_compared_when_they_are_dumped(opened: Open) -> None:
+    store = opened()
+    dump(store)
+    store.audit(ID)
+    dump(store)
+    store.audit(ID)
+    other = np.zeros(BLOCK, dtype=np.uint8)
+    store.wait(store.dump_data(ID, [0], row(other)))
+    stats = store.stats()
+    assert (stats["audits"], stats["audit_deviations"], stats["blocks_present"]) == (2, 1, 2)
+    with pytest.raises(InvalidInputError):
+        store.audit([b"short"])
 
 
 def test_paranoid_stores_and_loads(opened: Open) -> None:

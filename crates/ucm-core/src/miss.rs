@@ -52,11 +52,13 @@ pub enum MissReason {
     LoadFailed,
     /// The cache is switched off.
     Disabled,
+    /// Declined by the self-audit, to be compared with what is computed.
+    Audit,
 }
 
 impl MissReason {
     /// Every reason, in order.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 25] = [
         Self::Absent,
         Self::WrongLength,
         Self::Truncated,
@@ -81,6 +83,7 @@ impl MissReason {
         Self::LookupLate,
         Self::LoadFailed,
         Self::Disabled,
+        Self::Audit,
     ];
 
     /// Name in metrics, logs and Python.
@@ -110,6 +113,7 @@ impl MissReason {
             Self::LookupLate => "lookup_late",
             Self::LoadFailed => "load_failed",
             Self::Disabled => "disabled",
+            Self::Audit => "audit",
         }
     }
 

@@ -246,6 +246,11 @@ impl PosixStore {
         to_py(py, told)
     }
 
+    /// The next dump of these blocks is compared with what is stored.
+    fn audit(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        to_py(block_ids.py(), self.0.audit(&ids(block_ids)?))
+    }
+
     /// These blocks, in chain order from ordinal `first` on, were used.
     #[pyo3(signature = (block_ids, first = 0))]
     fn touch(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>, first: u32) -> PyResult<()> {

@@ -1,12 +1,12 @@
-//! The self-audit: offered blocks are compared with the stored ones, counted and told, and nothing else happens.
+//! The self-audit: blocks that were marked are compared when they are dumped; the outcome is counted and told, and
+//! nothing else happens.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 mod common;
 
 use common::{Device, Setup, Store, directory, id, ids};
-use ucm_core::{ErrorKind, MissReason};
-use ucm_io::{Fault, Gate, OpKind, Rule};
+use ucm_io::{Fault, OpKind, Rule};
 
 /// Blocks of 32-bit floats, all the same in a block.
 fn floats(setup: &Setup, values: &[f32]) -> Device {
@@ -39,71 +39,84 @@ fn small_differences_are_usual_and_large_ones_are_told() {
         let at = bytes.len() - 4;
         bytes[at..].copy_from_slice(&1.5f32.to_le_bytes());
     });
-    let audits = store.engine.audit(again.rows(&ids(3)), None).unwrap();
-    assert_eq!(audits.iter().map(|audit| audit.id).collect::<Vec<_>>(), ids(3));
-    assert_eq!(audits[0].outcome, Ok(0.0));
-    let small = audits[1].outcome.unwrap();
-    assert!(small > 0.0 && small <= store.engine.audit_tolerance(), "{small}");
-    assert!((audits[2].outcome.unwrap() - 1.0 / 3.0).abs() < 1e-9);
+    store.engine.audit(&ids(3)).unwrap();
+    store.dump(&again, &ids(3)).unwrap();
     assert_eq!((store.stat("audits"), store.stat("audit_deviations")), (3, 1));
+    assert_eq!(
+        (store.stat("blocks_present"), store.stat("blocks_published")),
+        (3, 3)
+    );
     let told = store.engine.events();
     let told: Vec<_> = told
         .iter()
         .filter(|event| event.text.contains("differs"))
         .collect();
     assert_eq!(told.len(), 1);
-    assert!(told[0].text.contains(&id(2).to_string()));
-    // The record is not to blame for that alone.
+    assert!(
+        told[0]
+            .text
+            .contains(&format!("{}, computed again, differs", id(2)))
+    );
+    assert!(told[0].text.contains("0.333"), "{}", told[0].text);
+    // The record is not to blame for that alone: it stays, a hit.
     assert_eq!(
         (store.stat("refused_now"), store.stat("records_quarantined")),
         (0, 0)
     );
     assert_eq!(store.engine.lookup(&ids(3)).unwrap(), [true; 3]);
+    let target = Device::blank(&store.setup, &ids(3));
+    store.load(&target, &ids(3)).unwrap();
+    assert!(target.equals(&floats(&store.setup, &[1.0; 3])));
+    // Once per mark.
+    store.dump(&again, &ids(3)).unwrap();
+    assert_eq!(store.stat("audits"), 3);
 }
 
 #[test]
-fn what_cannot_be_compared_says_why_and_is_not_counted() {
+fn what_cannot_be_compared_is_dumped_as_usual() {
     let (_dir, store) = opened(&[1.0; 3]);
-    let device = floats(&store.setup, &[1.0; 5]);
+    let device = floats(&store.setup, &[2.0; 5]);
     let damaged = store.file(id(0));
     let mut bytes = std::fs::read(&damaged).unwrap();
     bytes[5000] ^= 1;
     std::fs::write(&damaged, bytes).unwrap();
-    store.fault(Rule::on(OpKind::Read, Fault::Errno(5)).path(id(1).to_string()));
-    let outcomes = |blocks: &[ucm_core::BlockId]| -> Vec<_> {
-        let audits = store.engine.audit(device.rows(blocks), None).unwrap();
-        audits.iter().map(|audit| audit.outcome).collect()
-    };
-    assert_eq!(
-        outcomes(&[id(0), id(1), id(2), id(4)]),
-        [
-            Err(MissReason::BadChecksum),
-            Err(MissReason::IoError),
-            Ok(0.0),
-            Err(MissReason::Absent)
-        ]
+    store.fault(
+        Rule::on(OpKind::Read, Fault::Errno(5))
+            .path(id(1).to_string())
+            .times(1),
     );
-    assert_eq!(store.stat("refused_now"), 0, "that is for a load to say");
+    let marked = [id(0), id(1), id(4)];
+    store.engine.audit(&marked).unwrap();
+    store.dump(&device, &marked).unwrap();
+    assert_eq!(
+        (store.stat("audits"), store.stat("refused_now")),
+        (0, 0),
+        "a load judges it"
+    );
+    assert_eq!(
+        (store.stat("blocks_present"), store.stat("blocks_published")),
+        (2, 4)
+    );
     store
         .load(&Device::blank(&store.setup, &ids(1)), &ids(1))
         .unwrap_err();
-    assert_eq!(outcomes(&ids(1)), [Err(MissReason::Refused)]);
-    assert_eq!((store.stat("audits"), store.stat("audit_deviations")), (1, 0));
-    assert!(store.engine.audit(Vec::new(), None).unwrap().is_empty());
-    let mut wrong = device.rows(&ids(1));
-    wrong[0].shard = 1;
-    let error = store.engine.audit(wrong, None).err().unwrap();
-    assert_eq!(error.kind(), ErrorKind::InvalidInput);
+    // A refused one is replaced, not compared.
+    store.engine.audit(&ids(1)).unwrap();
+    store.dump(&device, &ids(1)).unwrap();
+    assert_eq!((store.stat("audits"), store.stat("records_replaced")), (0, 1));
+    store.engine.close();
+    assert!(store.engine.audit(&ids(1)).is_err());
 }
 
 #[test]
-fn an_audit_ends_by_its_deadline() {
+fn without_a_slot_to_read_into_the_dump_goes_on() {
     let (_dir, store) = opened(&[1.0]);
-    let gate = Gate::new();
-    store.fault(Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())));
-    let device = floats(&store.setup, &[1.0]);
-    let limit = std::time::Duration::from_millis(20);
-    let audits = store.engine.audit(device.rows(&ids(1)), Some(limit)).unwrap();
-    assert_eq!(audits[0].outcome, Err(MissReason::Timeout));
-    gate.open();
+    let device = floats(&store.setup, &[1.0; 12]);
+    assert_eq!(store.engine.free_dump_slots(), 12);
+    store.engine.audit(&ids(12)).unwrap();
+    store.dump(&device, &ids(12)).unwrap();
+    let (audits, present) = (store.stat("audits"), store.stat("blocks_present"));
+    assert!(audits <= 1 && present == 1, "{audits} {present}");
+    assert_eq!(store.stat("blocks_published"), 12);
+    assert_eq!(store.stat("slots_free"), store.stat("slots"));
 }

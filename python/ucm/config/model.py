@@ -198,6 +198,7 @@ class UcmConfig(StoreSettings):
     block_size: Annotated[Size, Field(ge=1)] | None = None
     hash_method: Annotated[Literal["sha256", "blake3", "md5"], BeforeValidator(_word)] = "sha256"
     min_hit_tokens: Number = 0
+    audit_one_in: Number = 0
     dump: Annotated[Literal["all", "prompt"], BeforeValidator(_word)] = "all"
     enable_prefix_cache: Flag = True
     load_only_first_rank: Flag = False

@@ -242,13 +242,26 @@ impl Core {
             replace,
             read_back: self.paranoid,
         };
-        let (core, done_for) = (Arc::clone(self), Arc::clone(assembly));
+        if self.marked.remove(&assembly.id) && !replace {
+            self.write_audited(assembly, slot, options);
+        } else {
+            self.write(assembly, slot, options);
+        }
+    }
+
+    pub(super) fn write(self: &Arc<Self>, assembly: &Arc<Assembly>, slot: Slot, options: WriteOptions) {
+        let (core, done_for, replace) = (Arc::clone(self), Arc::clone(assembly), options.replace);
         let done = Box::new(move |result| core.write_done(&done_for, replace, result));
         self.backend
             .write(assembly.id, slot, options, assembly.deadline, done);
     }
 
-    fn write_done(self: &Arc<Self>, assembly: &Arc<Assembly>, replaced: bool, result: Result<Written>) {
+    pub(super) fn write_done(
+        self: &Arc<Self>,
+        assembly: &Arc<Assembly>,
+        replaced: bool,
+        result: Result<Written>,
+    ) {
         self.assemblies.lock().remove(&assembly.id);
         self.hints.lock().remove(&assembly.id);
         let result = match result {
@@ -363,6 +376,14 @@ impl Assembly {
                 stage: Stage::Filling,
             }),
         }
+    }
+
+    pub(super) fn id(&self) -> BlockId {
+        self.id
+    }
+
+    pub(super) fn deadline(&self) -> Mono {
+        self.deadline
     }
 
     /// What comes next for rows that were gathered into this block.

@@ -23,7 +23,7 @@ use hashlink::LruCache;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result, limits};
 use ucm_device::{Device, DeviceSpan, HostArena, SlotPool, Stream};
-use ucm_infra::{Clock, Lane, Mono, WorkerPool};
+use ucm_infra::{Clock, IdSet, Lane, Mono, WorkerPool};
 
 use crate::backend::Backend;
 use crate::events::{Event, Events};
@@ -31,7 +31,6 @@ use crate::health::Breaker;
 use crate::record::RecordLayout;
 use crate::stats::Stats;
 
-pub use audit::Audit;
 pub use config::{Deadlines, EngineConfig, Hint, Row};
 use refused::Refused;
 use task::OpenTasks;
@@ -82,6 +81,8 @@ pub struct Core {
     copy_limit: usize,
     refused: Refused,
     hints: Mutex<LruCache<BlockId, Hint>>,
+    /// Blocks whose next dump is compared with what is stored.
+    marked: IdSet<BlockId>,
     breaker: Breaker,
     /// Which memory pages the staging slots lie on, for the log.
     pages: &'static str,
@@ -171,6 +172,7 @@ impl Engine {
             pages,
             refused: Refused::default(),
             hints: Mutex::new(LruCache::new(REMEMBERED)),
+            marked: IdSet::default(),
             breaker: Breaker::new(config.breaker),
             ready: AtomicBool::new(false),
             unwritable: AtomicBool::new(false),

@@ -313,6 +313,11 @@ impl Device {
         self.blocks[&id] == content(&self.setup, id)
     }
 
+    /// Whether both hold the same blocks.
+    pub(crate) fn equals(&self, other: &Self) -> bool {
+        self.blocks == other.blocks
+    }
+
     pub(crate) fn is_blank(&self, id: BlockId) -> bool {
         self.blocks[&id].iter().all(|&byte| byte == 0xee)
     }

@@ -22,8 +22,10 @@ class Tracked:
     """A request: its block keys, its lookup, how far its blocks were offered, and what it may not claim again."""
 
     __slots__ = (
+        "audit",
         "banned_from",
         "cursor",
+        "judged",
         "keyable",
         "keys",
         "loading",
@@ -41,6 +43,8 @@ class Tracked:
         self.keyable = True  # False: it has no keys and never will
         self.lookup: Lookup | None = None
         self.cursor = 0  # blocks before it were offered, or are in the store
+        self.judged = False  # whether this hit is audited was decided
+        self.audit = range(0)  # ordinals of stored blocks that are computed to be compared
         self.banned_from = _NEVER  # ordinal of the first block that failed to load
         self.local = 0  # tokens found on the device, as of vLLM's last question
         self.loading = False  # between the admission of a load and the last rank's word about it
