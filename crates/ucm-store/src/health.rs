@@ -7,6 +7,8 @@ use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind};
 use ucm_infra::Mono;
 
+use crate::root::EROFS;
+
 /// Error numbers (the same on every Linux) that do not speak of a sick medium: it answers that we may not, or the
 /// process itself has too little of something.
 const EPERM: i32 = 1;
@@ -14,7 +16,6 @@ const ENOMEM: i32 = 12;
 const EACCES: i32 = 13;
 const ENFILE: i32 = 23;
 const EMFILE: i32 = 24;
-const EROFS: i32 = 30;
 
 /// When to open and for how long.
 #[derive(Debug, Clone, Copy)]

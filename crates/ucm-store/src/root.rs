@@ -17,6 +17,8 @@ use crate::layout::{FORMAT, Manifest, Marker};
 use crate::posix::{DIR_MODE, FILE_MODE, MAKE_DIRS, Shared};
 use crate::space::Capacity;
 
+/// The error number of a read-only file system, the same on every Linux.
+pub(crate) const EROFS: i32 = 30;
 /// Records that must fit below the limit.
 const LEAST_RECORDS: u64 = 8;
 
@@ -44,6 +46,14 @@ pub(crate) fn call(
         .ok_or_else(late)?;
     let answer = answer.lock().take();
     answer.unwrap_or_else(|| Err(Error::internal("an answer was taken twice")))
+}
+
+/// A marked root on a read-only file system can be read: what cannot be written there is left out.
+fn unless_read_only<T>(result: Result<T>) -> Result<Option<T>> {
+    match result {
+        Err(error) if error.os_code() == Some(EROFS) => Ok(None),
+        result => result.map(Some),
+    }
 }
 
 /// An answer that is handed on once although completions are shared.
@@ -143,11 +153,13 @@ impl Shared {
         let meta = self.stat(root.clone(), deadline)?;
         let gone = || Error::new(ErrorKind::Io, "the root is gone").with("root", root.display());
         let meta = meta.ok_or_else(gone)?;
-        self.make_dirs(deadline)?;
-        self.describe_part(deadline)?;
-        let tmp = self.layout.tmp();
-        if let IoDone::Probe(probe) = self.call(deadline, IoOp::Probe { dir: tmp })? {
-            *self.probed.lock() = Some(probe);
+        if self.furnish(deadline)? {
+            let probe = IoOp::Probe {
+                dir: self.layout.tmp(),
+            };
+            if let Some(IoDone::Probe(probe)) = unless_read_only(self.call(deadline, probe))? {
+                *self.probed.lock() = Some(probe);
+            }
         }
         let limit = self.limit(&marker, deadline)?;
         *self.uuid.lock() = Some(marker.uuid);
@@ -177,10 +189,19 @@ impl Shared {
             return Err(Error::new(ErrorKind::Io, "the root lost its marker"));
         };
         *self.uuid.lock() = Some(marker.uuid.clone());
-        self.describe_part(deadline)?;
+        self.furnish(deadline)?;
         let limit = self.limit(&marker, deadline)?;
         self.sweep_quarantine(limit, deadline)?;
         Ok(limit)
+    }
+
+    /// The namespace's directories and its manifest; false where none can be made, for the file system is read-only.
+    fn furnish(&self, deadline: Mono) -> Result<bool> {
+        let made = unless_read_only(self.make_dirs(deadline))?.is_some();
+        if made {
+            unless_read_only(self.describe_part(deadline))?;
+        }
+        Ok(made)
     }
 
     /// Looks in the background whether a root that was lost is back; one look at a time.

@@ -175,6 +175,45 @@ fn a_file_that_we_may_not_read_is_refused_and_replaced() {
 }
 
 #[test]
+fn opening_and_recovery_are_said_once_each() {
+    let (_dir, store, clock) = opened(2, usize::MAX);
+    store.engine.events();
+    store.fault(Rule::on(OpKind::Stat, Fault::Errno(5)));
+    for _ in 0..5 {
+        // Two failures open it; then each cool-down lets one through, which fails.
+        for _ in 0..4 {
+            assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+        }
+        clock.advance(10 * SECOND);
+    }
+    assert_eq!((store.missed("io_error"), store.missed("unhealthy")), (2 + 4, 14));
+    store.faults.clear();
+    for _ in 0..3 {
+        store.engine.lookup(&ids(1)).unwrap();
+    }
+    let said: Vec<String> = store
+        .engine
+        .events()
+        .into_iter()
+        .map(|event| event.text)
+        .collect();
+    assert_eq!(said.len(), 2, "{said:?}");
+    assert!(said[0].contains("switched off") && said[1].contains("answers again"));
+    assert_eq!((store.stat("breaker_opened"), store.stat("healthy")), (1, 1));
+}
+
+#[test]
+fn failures_far_apart_do_not_open_it() {
+    let (_dir, store, clock) = opened(2, usize::MAX);
+    store.fault(Rule::on(OpKind::Stat, Fault::Errno(5)));
+    for _ in 0..5 {
+        assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+        clock.advance(61 * SECOND);
+    }
+    assert_eq!((store.missed("io_error"), store.stat("breaker_opened")), (5, 0));
+}
+
+#[test]
 fn the_log_says_at_the_start_what_is_used() {
     let (dir, store, _clock) = opened(1, usize::MAX);
     let events = store.engine.events();

@@ -6,10 +6,12 @@
 mod common;
 
 use std::path::Path;
+use std::sync::Arc;
 
 use common::mount::{Place, copy_all};
 use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
 use ucm_core::{BlockId, Error, ErrorKind};
+use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::health::BreakerConfig;
 
@@ -85,6 +87,71 @@ fn a_read_only_root_is_read_and_said_once() {
     place.read_only("root", false);
     all_is_well(&store, &device, &ids(3));
     assert_eq!(said(&store, "stored again"), 1);
+}
+
+#[test]
+fn a_root_that_is_read_only_at_the_start_is_read_too() {
+    let Some(place) = Place::new(4096) else { return };
+    drop(opened(&place.path("root")));
+    place.read_only("root", true);
+    let device = Device::filled(&setup(), &ids(60));
+    let store = Store::open(&place.path("root"), setup());
+    let target = Device::blank(&store.setup, &ids(3));
+    store.load(&target, &ids(3)).unwrap();
+    assert!(target.is_right(id(0)));
+    assert_eq!(refused(&store, &device, id(3)).os_code(), Some(30));
+    assert_eq!(said(&store, "could not be stored"), 1);
+    // Another part's directories and manifest cannot be made, and need not be.
+    let others = Setup {
+        weights: "others",
+        ..setup()
+    };
+    let other = Store::open(&place.path("root"), others.clone());
+    assert_eq!(other.engine.lookup(&ids(3)).unwrap(), [false; 3]);
+    assert_eq!((other.stat("healthy"), other.missed("absent")), (1, 3));
+    place.read_only("root", false);
+    all_is_well(&store, &device, &ids(3));
+    all_is_well(&other, &Device::filled(&others, &ids(60)), &[]);
+}
+
+#[test]
+fn an_unmarked_root_that_is_read_only_is_taken_up_when_it_can_be_marked() {
+    let Some(place) = Place::new(4096) else { return };
+    place.read_only("root", true);
+    let clock = ManualClock::new();
+    let store = Store::with_clock(&place.path("root"), setup(), Arc::clone(&clock) as Arc<dyn Clock>);
+    assert_eq!(store.engine.lookup(&ids(2)).unwrap(), [false; 2]);
+    assert_eq!((store.missed("unhealthy"), store.stat("healthy")), (2, 0));
+    assert_eq!(said(&store, "switched off"), 1);
+    place.read_only("root", false);
+    taken_up(&store, &clock);
+    all_is_well(&store, &Device::filled(&setup(), &ids(60)), &[]);
+}
+
+#[test]
+fn a_damaged_marker_at_the_start_is_named_and_the_root_taken_up_when_it_is_put_right() {
+    let dir = directory();
+    drop(opened(dir.path()));
+    let marker = dir.path().join("ucm-root.json");
+    let ours = std::fs::read(&marker).unwrap();
+    std::fs::write(&marker, &ours[..ours.len() / 2]).unwrap();
+    let clock = ManualClock::new();
+    let store = Store::with_clock(dir.path(), setup(), Arc::clone(&clock) as Arc<dyn Clock>);
+    assert_eq!(store.engine.lookup(&ids(2)).unwrap(), [false; 2]);
+    assert_eq!(store.missed("unhealthy"), 2);
+    assert_eq!(said(&store, "marker is damaged"), 1);
+    std::fs::write(&marker, ours).unwrap();
+    taken_up(&store, &clock);
+    all_is_well(&store, &Device::filled(&setup(), &ids(60)), &ids(3));
+}
+
+/// The breaker's cool-down passes, and the first to come has the root looked at.
+fn taken_up(store: &Store, clock: &ManualClock) {
+    eventually("the root is taken up", || {
+        clock.advance(BreakerConfig::default().cool_down);
+        let _ = store.engine.lookup(&ids(1));
+        store.stat("healthy") == 1
+    });
 }
 
 #[test]
