@@ -8,7 +8,8 @@
 //! [`crate::evidence`].
 
 use std::collections::VecDeque;
-use std::path::Path;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -189,15 +190,25 @@ impl Shared {
         Ok(Some(reason).filter(|&reason| is_damage(reason) && (ours || !young)))
     }
 
+    /// What lies in a directory; nothing in one that is not there.
+    fn entries(&self, dir: PathBuf, deadline: Mono) -> Result<Vec<(OsString, FileMeta)>> {
+        match self.call(deadline, IoOp::List { dir }) {
+            Ok(IoDone::List(entries)) => Ok(entries),
+            Ok(_) => Err(Error::internal("a listing answered with something else")),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Removes evidence below the root that is too old or too much.
     pub(crate) fn sweep_quarantine(&self, limit: u64, deadline: Mono) -> Result<()> {
         let mut found = Vec::new();
-        for (name, meta) in self.space.entries(self.layout.root().to_owned(), deadline)? {
+        for (name, meta) in self.entries(self.layout.root().to_owned(), deadline)? {
             if !meta.is_dir || !is_namespace(&name) {
                 continue;
             }
             let dir = self.layout.root().join(&name).join(DIR);
-            for (name, meta) in self.space.entries(dir.clone(), deadline)? {
+            for (name, meta) in self.entries(dir.clone(), deadline)? {
                 if let Some(seconds) = evidence_time(&name).filter(|_| !meta.is_dir) {
                     let (path, len) = (dir.join(&name), meta.len);
                     found.push(Evidence { path, seconds, len });

@@ -217,11 +217,7 @@ impl Space {
         )
     }
 
-    pub(crate) fn entries(
-        &self,
-        dir: PathBuf,
-        deadline: Mono,
-    ) -> Result<Vec<(std::ffi::OsString, FileMeta)>> {
+    fn entries(&self, dir: PathBuf, deadline: Mono) -> Result<Vec<(std::ffi::OsString, FileMeta)>> {
         let step = deadline.min(self.clock.now().after(STEP));
         match call(&*self.io, &*self.clock, LANE_SPACE, step, IoOp::List { dir }) {
             Ok(IoDone::List(entries)) => Ok(entries),
