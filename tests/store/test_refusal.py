@@ -15,7 +15,7 @@ from ucm.errors import InvalidInputError, TaskError
 from ucm.store.posix import UcmPosixStore
 
 BLOCK = 8192
-ID = [b"0123456789abcdef"]
+ID, OTHER = [b"0123456789abcdef"], [b"fedcba9876543210"]
 Open = Callable[..., UcmPosixStore]
 
 
@@ -41,20 +41,20 @@ def row(memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.array([[memory.ctypes.data]], dtype=np.uint64)
 
 
-def dump(store: UcmPosixStore) -> None:
+def dump(store: UcmPosixStore, block: list[bytes] = ID) -> None:
     memory = np.arange(BLOCK, dtype=np.uint8)
-    store.wait(store.dump_data(ID, [0], row(memory)))
+    store.wait(store.dump_data(block, [0], row(memory)))
 
 
-def refuse(store: UcmPosixStore, root: Path) -> None:
+def refuse(store: UcmPosixStore, root: Path, block: list[bytes] = ID) -> None:
     """Damages the record and lets a load find out."""
-    (path,) = root.glob("*/blocks/*/*.bin")
+    (path,) = root.glob(f"*/blocks/*/{block[0].hex()}.bin")
     damaged = bytearray(path.read_bytes())
     damaged[5000] ^= 1
     path.write_bytes(damaged)
     target = np.zeros(BLOCK, dtype=np.uint8)
     with pytest.raises(TaskError):
-        store.wait(store.load_data(ID, [0], row(target)))
+        store.wait(store.load_data(block, [0], row(target)))
     assert not target.any()
 
 
@@ -88,10 +88,10 @@ def test_keys_of_quarantine_and_breaker_reach_the_core(opened: Open, tmp_path: P
         quarantine={"enabled": False, "max_per_minute": 1, "max_records": 2, "max_bytes": "1MiB", "keep_s": 60},
         breaker={"threshold": 3, "window_s": 5, "cool_down_s": 3000},
     )
-    dump(store)
-    refuse(store, tmp_path / "root")
-    dump(store)
-    refuse(store, tmp_path / "root")
+    for block in (ID, OTHER):
+        dump(store, block)
+    for block in (ID, OTHER):
+        refuse(store, tmp_path / "root", block)
     until(store, "quarantine_stopped")
     stats = store.stats()
     assert (stats["healthy"], stats["breaker_opened"], stats["records_quarantined"]) == (0, 1, 0)

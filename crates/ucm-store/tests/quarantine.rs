@@ -281,13 +281,16 @@ fn without_quarantine_damage_is_refused_healed_and_counted_all_the_same() {
         max_per_minute: 1,
         ..QuarantineConfig::default()
     });
-    bench.refuse_own(id(0));
-    bench.heals(id(0));
-    bench.refuse_own(id(1));
-    bench.refuse_own(id(2));
+    bench.dump(&ids(2));
+    for block in ids(2) {
+        bench.damage(block, |bytes| bytes[5000] ^= 1);
+    }
+    ids(2).into_iter().for_each(|block| bench.refuse(block));
     eventually("the breaker opened", || bench.store.stat("healthy") == 0);
     assert!(bench.evidence().is_empty());
-    assert!(bench.store.file(id(1)).exists());
+    assert!(ids(2).into_iter().all(|block| bench.store.file(block).exists()));
+    bench.clock.advance(Duration::from_secs(60));
+    ids(2).into_iter().for_each(|block| bench.heals(block));
 }
 
 #[test]
