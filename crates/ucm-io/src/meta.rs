@@ -113,8 +113,8 @@ pub(crate) fn remove(paths: &[PathBuf], wanted: StillWanted<'_>) -> IoDone {
     IoDone::Removed(paths.iter().map(one).collect())
 }
 
-/// Renames `from`, which must be the file with this inode. Between the look and the rename somebody may still put
-/// another file there: callers must be able to do without that one too.
+/// Renames `from`, which must be the file with this inode. Between the look and the rename another process may still
+/// put another file there: callers keep their own away, and must be able to do without that one too.
 pub(crate) fn rename(from: &Path, to: &Path, ino: u64, wanted: StillWanted<'_>) -> Result<IoDone> {
     match stat_one(from, AtFlags::SYMLINK_NOFOLLOW) {
         Ok(meta) if meta.ino == ino && !meta.is_dir => {}

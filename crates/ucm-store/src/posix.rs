@@ -165,6 +165,12 @@ impl Shared {
     }
 
     fn publish(self: &Arc<Self>, write: Write) {
+        let (shared, id) = (Arc::clone(self), write.id);
+        self.waiting
+            .write(id, Box::new(move || shared.publish_alone(write)));
+    }
+
+    fn publish_alone(self: &Arc<Self>, write: Write) {
         let Write {
             id,
             slot,
@@ -183,6 +189,7 @@ impl Shared {
         let shared = Arc::clone(self);
         let published = move |result: Result<IoDone>| {
             let error = result.as_ref().err();
+            shared.waiting.written(id);
             shared.space.ended(options.len as u64, error);
             error.inspect(|error| shared.missed(error));
             match result {

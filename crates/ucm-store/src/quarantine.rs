@@ -7,7 +7,7 @@
 //! in bytes and by age. What evidence is and how much of it is kept:
 //! [`crate::evidence`].
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -28,6 +28,8 @@ use crate::record::RecordHeader;
 const MAX_WAITING: usize = 64;
 /// How long all of one record may take.
 const STEP: Duration = Duration::from_secs(30);
+/// How long the move itself may take: a dump of the same record waits for it.
+const MOVE: Duration = Duration::from_secs(5);
 /// The span in which damaged records are counted.
 const MINUTE: Duration = Duration::from_secs(60);
 /// Age below which damage in another writer's record may be a write not seen whole yet.
@@ -42,11 +44,59 @@ struct Inner {
     queue: VecDeque<(BlockId, Done<Quarantined>)>,
     /// A job is taking them from the queue.
     running: bool,
+    /// Records this process is writing: they are not moved.
+    writing: HashSet<BlockId>,
+    /// The record that is being moved, and what shall be written under its name as soon as that is over.
+    moving: Option<BlockId>,
+    deferred: Vec<Write>,
     /// When damaged records were found within the last minute, oldest first.
     recent: VecDeque<Mono>,
 }
 
+/// The start of a write.
+type Write = Box<dyn FnOnce() + Send>;
+
 impl Waiting {
+    /// Starts a write of this record, once nobody moves what has its name.
+    pub(crate) fn write(&self, id: BlockId, start: Write) {
+        let mut inner = self.0.lock();
+        if inner.moving == Some(id) {
+            inner.deferred.push(start);
+            return;
+        }
+        inner.writing.insert(id);
+        drop(inner);
+        start();
+    }
+
+    /// The write of this record has ended.
+    pub(crate) fn written(&self, id: BlockId) {
+        self.0.lock().writing.remove(&id);
+    }
+
+    /// Moves a record, unless it is being written; `None` then.
+    fn moved<T>(&self, id: BlockId, run: impl FnOnce() -> T) -> Option<T> {
+        {
+            let mut inner = self.0.lock();
+            if inner.writing.contains(&id) {
+                return None;
+            }
+            inner.moving = Some(id);
+        }
+        let result = run();
+        let deferred = {
+            let mut inner = self.0.lock();
+            inner.moving = None;
+            let deferred = std::mem::take(&mut inner.deferred);
+            if !deferred.is_empty() {
+                inner.writing.insert(id);
+            }
+            deferred
+        };
+        deferred.into_iter().for_each(|start| start());
+        Some(result)
+    }
+
     /// Counts one damaged record; false if there are too many of late.
     fn count(&self, now: Mono, most: u32) -> bool {
         let recent = &mut self.0.lock().recent;
@@ -141,11 +191,12 @@ impl Shared {
         self.make_dir(dir.clone(), deadline)?;
         let to = dir.join(evidence_name(id, reason, self.clock.wall_ns() / 1_000_000_000));
         let (from, ino) = (path, meta.ino);
-        let IoDone::Renamed(moved) = self.call(deadline, IoOp::Rename { from, to, ino })? else {
-            return Err(Error::internal("a rename answered with something else"));
-        };
-        if !moved {
-            return Ok(Quarantined::LeftAlone); // replaced meanwhile
+        let deadline = self.clock.now().after(MOVE);
+        let op = IoOp::Rename { from, to, ino };
+        match self.waiting.moved(id, || self.call(deadline, op)).transpose()? {
+            Some(IoDone::Renamed(true)) => {}
+            Some(IoDone::Renamed(false)) | None => return Ok(Quarantined::LeftAlone), // replaced meanwhile
+            Some(_) => return Err(Error::internal("a rename answered with something else")),
         }
         self.sweep_quarantine(self.space.usage().capacity, deadline)?;
         Ok(Quarantined::Kept)

@@ -6,12 +6,11 @@
 mod common;
 
 use std::path::Path;
-use std::sync::Arc;
+use std::time::Duration;
 
 use common::mount::{Place, copy_all};
 use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
 use ucm_core::{BlockId, Error, ErrorKind};
-use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::health::BreakerConfig;
 
@@ -118,13 +117,12 @@ fn a_root_that_is_read_only_at_the_start_is_read_too() {
 fn an_unmarked_root_that_is_read_only_is_taken_up_when_it_can_be_marked() {
     let Some(place) = Place::new(4096) else { return };
     place.read_only("root", true);
-    let clock = ManualClock::new();
-    let store = Store::with_clock(&place.path("root"), setup(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::open(&place.path("root"), patient());
     assert_eq!(store.engine.lookup(&ids(2)).unwrap(), [false; 2]);
     assert_eq!((store.missed("unhealthy"), store.stat("healthy")), (2, 0));
     assert_eq!(said(&store, "switched off"), 1);
     place.read_only("root", false);
-    taken_up(&store, &clock);
+    taken_up(&store);
     all_is_well(&store, &Device::filled(&setup(), &ids(60)), &[]);
 }
 
@@ -135,20 +133,26 @@ fn a_damaged_marker_at_the_start_is_named_and_the_root_taken_up_when_it_is_put_r
     let marker = dir.path().join("ucm-root.json");
     let ours = std::fs::read(&marker).unwrap();
     std::fs::write(&marker, &ours[..ours.len() / 2]).unwrap();
-    let clock = ManualClock::new();
-    let store = Store::with_clock(dir.path(), setup(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let store = Store::open(dir.path(), patient());
     assert_eq!(store.engine.lookup(&ids(2)).unwrap(), [false; 2]);
     assert_eq!(store.missed("unhealthy"), 2);
     assert_eq!(said(&store, "marker is damaged"), 1);
     std::fs::write(&marker, ours).unwrap();
-    taken_up(&store, &clock);
+    taken_up(&store);
     all_is_well(&store, &Device::filled(&setup(), &ids(60)), &ids(3));
 }
 
-/// The breaker's cool-down passes, and the first to come has the root looked at.
-fn taken_up(store: &Store, clock: &ManualClock) {
+/// A breaker that is soon over: the first to come after its time has the root looked at.
+fn patient() -> Setup {
+    let breaker = BreakerConfig {
+        cool_down: Duration::from_millis(1),
+        ..BreakerConfig::default()
+    };
+    Setup { breaker, ..setup() }
+}
+
+fn taken_up(store: &Store) {
     eventually("the root is taken up", || {
-        clock.advance(BreakerConfig::default().cool_down);
         let _ = store.engine.lookup(&ids(1));
         store.stat("healthy") == 1
     });

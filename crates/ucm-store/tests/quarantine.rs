@@ -339,12 +339,14 @@ fn healing_does_not_depend_on_it() {
     bench.heals(id(0));
 }
 
+/// The lane on which refused records are looked at.
+const SPACE: usize = 3;
+
 #[test]
 fn a_record_replaced_in_time_is_not_moved() {
     let (bench, gate) = (Bench::new(QuarantineConfig::default()), Gate::new());
-    bench
-        .store
-        .fault(Rule::on(OpKind::Rename, Fault::HangBefore(gate.clone())).times(1));
+    let hang = Rule::on(OpKind::Read, Fault::HangAfter(gate.clone()));
+    bench.store.fault(hang.lane(SPACE).times(1));
     bench.refuse_own(id(0));
     gate.await_waiting(1);
     bench.heals(id(0));
@@ -356,6 +358,49 @@ fn a_record_replaced_in_time_is_not_moved() {
     );
     let target = Device::blank(&bench.store.setup, &ids(1));
     bench.store.load(&target, &ids(1)).unwrap();
+}
+
+#[test]
+fn a_dump_waits_while_what_it_replaces_is_moved() {
+    let (bench, gate) = (Bench::new(QuarantineConfig::default()), Gate::new());
+    let hang = Rule::on(OpKind::Rename, Fault::HangBefore(gate.clone()));
+    bench.store.fault(hang.times(1));
+    bench.refuse_own(id(0));
+    gate.await_waiting(1);
+    let task = bench.store.engine.dump(bench.device.rows(&ids(1))).unwrap();
+    // Another block's dump goes on, and comes behind this one in the queue.
+    bench.dump(&[id(1)]);
+    gate.open();
+    bench.store.outcome(&task).unwrap();
+    bench.kept(1);
+    let target = Device::blank(&bench.store.setup, &ids(2));
+    bench.store.load(&target, &ids(2)).unwrap();
+    assert!(target.is_right(id(0)));
+}
+
+#[test]
+fn what_is_being_written_is_not_moved() {
+    let bench = Bench::new(QuarantineConfig::default());
+    let (look, write) = (Gate::new(), Gate::new());
+    bench.dump(&ids(1));
+    bench.damage(id(0), |bytes| bytes[5000] ^= 1);
+    let hang = Rule::on(OpKind::Read, Fault::HangBefore(look.clone()));
+    bench.store.fault(hang.lane(SPACE).times(1));
+    bench.refuse(id(0));
+    look.await_waiting(1);
+    let hang = Rule::on(OpKind::Publish, Fault::HangBefore(write.clone()));
+    bench.store.fault(hang.times(1));
+    let task = bench.store.engine.dump(bench.device.rows(&ids(1))).unwrap();
+    write.await_waiting(1);
+    look.open();
+    bench.looked_at();
+    assert_eq!(
+        bench.evidence(),
+        [(id(39).to_string(), "bad_checksum".to_owned())]
+    );
+    write.open();
+    bench.store.outcome(&task).unwrap();
+    bench.heals(id(0));
 }
 
 #[test]
