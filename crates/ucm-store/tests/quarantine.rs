@@ -4,117 +4,17 @@
 
 mod common;
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
-use ucm_core::{BlockId, crc32c};
-use ucm_infra::{Clock, ManualClock};
+use common::bench::Bench;
+use common::{Device, eventually, id, ids};
+use ucm_core::crc32c;
 use ucm_io::{Fault, Gate, OpKind, Rule};
-use ucm_store::evidence::{QuarantineConfig, evidence_time};
+use ucm_store::evidence::QuarantineConfig;
 
 const RECORD: u64 = 8192;
 const DAY: Duration = Duration::from_secs(24 * 3600);
-
-struct Bench {
-    store: Store,
-    device: Device,
-    clock: Arc<ManualClock>,
-    dir: Arc<tempfile::TempDir>,
-}
-
-impl Bench {
-    fn new(bounds: QuarantineConfig) -> Self {
-        Self::on(Arc::new(directory()), ManualClock::new(), bounds)
-    }
-
-    fn on(dir: Arc<tempfile::TempDir>, clock: Arc<ManualClock>, bounds: QuarantineConfig) -> Self {
-        let setup = Setup {
-            quarantine: bounds,
-            ..Setup::default()
-        };
-        let device = Device::filled(&setup, &ids(40));
-        let store = Store::with_clock(dir.path(), setup, Arc::clone(&clock) as Arc<dyn Clock>);
-        Self {
-            store,
-            device,
-            clock,
-            dir,
-        }
-    }
-
-    fn dump(&self, blocks: &[BlockId]) {
-        self.store.dump(&self.device, blocks).unwrap();
-    }
-
-    /// Changes a stored record in place; its time of use stays.
-    fn damage(&self, block: BlockId, change: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {
-        let path = self.store.file(block);
-        let time = std::fs::metadata(&path).unwrap().modified().unwrap();
-        let mut bytes = std::fs::read(&path).unwrap();
-        change(&mut bytes);
-        std::fs::write(&path, &bytes).unwrap();
-        let file = std::fs::File::options().write(true).open(&path).unwrap();
-        file.set_modified(time).unwrap();
-        bytes
-    }
-
-    /// Stores a block of this writer, damages its payload and lets a load refuse it.
-    fn refuse_own(&self, block: BlockId) {
-        self.dump(&[block]);
-        self.damage(block, |bytes| bytes[5000] ^= 1);
-        self.refuse(block);
-    }
-
-    fn refuse(&self, block: BlockId) {
-        let target = Device::blank(&self.store.setup, &[block]);
-        self.store.load(&target, &[block]).unwrap_err();
-        assert!(target.is_blank(block));
-    }
-
-    fn kept(&self, records: u64) {
-        eventually("records are in quarantine", || {
-            self.store.stat("records_quarantined") == records
-        });
-    }
-
-    /// Waits until everything refused so far was looked at: they are, one after the other.
-    fn looked_at(&self) {
-        let before = self.store.stat("records_quarantined");
-        self.refuse_own(id(39));
-        self.kept(before + 1);
-    }
-
-    fn quarantine(&self) -> PathBuf {
-        self.dir.path().join(identity("w").namespace()).join("quarantine")
-    }
-
-    /// What is in quarantine: (id, reason), by name.
-    fn evidence(&self) -> Vec<(String, String)> {
-        let entries = std::fs::read_dir(self.quarantine())
-            .into_iter()
-            .flatten()
-            .flatten();
-        let mut names: Vec<String> = entries
-            .map(|entry| entry.file_name().into_string().unwrap())
-            .collect();
-        names.sort();
-        let parts = |name: &String| {
-            assert!(evidence_time(name.as_ref()).is_some(), "{name}");
-            let mut parts = name.split('.').map(str::to_owned);
-            (parts.next().unwrap(), parts.next().unwrap())
-        };
-        names.iter().map(parts).collect()
-    }
-
-    fn heals(&self, block: BlockId) {
-        self.dump(&[block]);
-        let target = Device::blank(&self.store.setup, &[block]);
-        self.store.load(&target, &[block]).unwrap();
-        assert!(target.is_right(block));
-    }
-}
 
 #[test]
 fn damage_of_every_kind_is_kept_as_it_was_found() {

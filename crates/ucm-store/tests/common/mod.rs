@@ -3,6 +3,7 @@
 #![allow(unsafe_code, reason = "device addresses of the tests' own buffers")]
 #![allow(dead_code, reason = "each test file uses its part of this")]
 
+pub(crate) mod bench;
 pub(crate) mod mount;
 
 use std::collections::BTreeMap;
