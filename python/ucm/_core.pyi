@@ -95,6 +95,9 @@ class PosixStore:
     ) -> None:
         """Hints for the header: parallel lists of ids, parents, ordinals and token counts."""
 
+    def audit(self, block_ids: Sequence[bytes]) -> None:
+        """The next dump of these blocks is compared with what is stored."""
+
     def touch(self, block_ids: Sequence[bytes], first: int = 0) -> None:
         """These blocks, in chain order from ordinal ``first`` on, were used."""
 

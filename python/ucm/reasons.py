@@ -44,6 +44,7 @@ class MissReason(StrEnum):
     NOT_TAKEN = "not_taken"
     ABORTED = "aborted"
     INTERNAL = "internal"
+    AUDIT = "audit"
 
 
 _NAMES = frozenset(MissReason)

@@ -129,6 +129,7 @@ class Rig:
             lookup_allowance=0.05,
             pace=Pace(0.2, 30.0),
             may_load=settings.pop("may_load", True),
+            audit_one_in=settings.pop("audit_one_in", 0),
             clock=self.clock,
         )
         self.half.bind_manager(self.tables)

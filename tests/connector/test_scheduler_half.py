@@ -130,6 +130,37 @@ def test_a_preempted_request_is_looked_up_again_with_its_output() -> None:
     assert rig.half.matched(request, 0) == (4 * BLOCK, True)
 
 
+def test_one_hit_in_n_is_computed_and_offered_to_be_compared() -> None:
+    rig = Rig(audit_one_in=2)
+    first = rig.request("a", 3 * BLOCK + 2)
+    rig.stored(first, 2)
+    rig.later.run()
+    for _ in range(2):  # asked again, decided once
+        assert rig.half.matched(first, 0) == (2 * BLOCK, True)
+    second = rig.request("b", 3 * BLOCK + 2)
+    rig.later.run()
+    for _ in range(2):
+        assert rig.half.matched(second, 0) == (0, False)
+    rig.half.admitted(second, rig.tables.allocate(second, 4), 0)
+    assert rig.half.account.total.missed == {"audit": 2, "absent": 1}
+    (dump,) = rig.step(second).dumps
+    assert (dump.first, len(dump.blocks), dump.audit) == (0, 3, True)
+    third = rig.request("c", 3 * BLOCK + 2)
+    rig.later.run()
+    assert rig.half.matched(third, 0) == (2 * BLOCK, True)
+
+
+def test_without_an_audit_nothing_stored_is_offered() -> None:
+    rig = Rig()
+    request = rig.request("a", 3 * BLOCK + 2)
+    rig.stored(request, 2)
+    rig.later.run()
+    assert rig.half.matched(request, 0) == (2 * BLOCK, True)
+    rig.half.admitted(request, rig.tables.allocate(request, 4), 0)  # vLLM had no room for the load
+    (dump,) = rig.step(request).dumps
+    assert (dump.first, len(dump.blocks), dump.audit) == (2, 1, False)
+
+
 # Offering -----------------------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,7 @@ class Scripted(UcmKVStoreBaseV1):
         self.refusal: Exception | None = None
         self.check_error: Exception | None = None
         self.described: dict[bytes, tuple[bytes, int]] = {}
+        self.audited: list[bytes] = []
         self.slots: int | None = None
         self.sizes = config["tensor_size_list"] * (config["shard_size"] // sum(config["tensor_size_list"]))
 
@@ -99,6 +100,9 @@ class Scripted(UcmKVStoreBaseV1):
 
     def describe(self, block_ids: Any, *, parents: Any = None, ordinals: Any = None, tokens: Any = None) -> None:
         self.described.update(zip(block_ids, zip(parents, ordinals, strict=True), strict=True))
+
+    def audit(self, block_ids: Sequence[bytes]) -> None:
+        self.audited += block_ids
 
     def free_dump_slots(self) -> int | None:
         return self.slots
@@ -180,6 +184,16 @@ def test_a_block_goes_out_and_comes_back_bit_for_bit() -> None:
     assert worker.step()[:2] == ({"r"}, set())
     assert worker.step() == (set(), set(), None)  # once
     assert all(torch.equal(cache[5], cache[2]) for cache in worker.caches.values())
+
+
+def test_blocks_to_be_compared_are_marked_before_their_dump() -> None:
+    worker = Worker()
+    store = worker.open()
+    marked = dump(2, [3], first=1)
+    marked.audit = True
+    worker.step(dumps=[dump(1, [2]), marked])
+    assert store.audited == record_ids(KEYS[1:2], part_mask(0, 0, 0))
+    assert len(store.tasks) == 2
 
 
 def test_failed_rows_and_all_behind_them_are_bad_and_reported_with_the_request() -> None:

@@ -72,7 +72,6 @@ def test_keys_of_another_store_have_no_meaning() -> None:
     [
         ({"use_layerwise": True}, {}, "use_layerwise"),
         ({"vllm": {"kv_connector": "UCMBlendConnector"}}, {}, "UCMBlendConnector is not built yet"),
-        ({"verify": "paranoid"}, {}, "verify: paranoid is not built yet"),
         ({"posix_io_engine": "aio"}, {}, "posix_io_engine: aio is not built yet"),
         ({"rerope": {"window": 1024}}, {}, "ReRoPE is not built yet"),
         ({}, {"VLLM_USE_REROPE": "1"}, "ReRoPE is not built yet"),

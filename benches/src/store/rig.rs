@@ -14,6 +14,7 @@ use ucm_infra::{Completion, Mono, SystemClock};
 use ucm_io::{PsyncEngine, PsyncOptions};
 use ucm_store::backend::{Backend, ReadDone, WriteOptions};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Until};
+use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 use ucm_store::layout::Layout;
 use ucm_store::posix::{PosixBackend, PosixConfig};
@@ -130,6 +131,7 @@ impl Rig {
             direct,
             lookup_only: false,
             capacity: NonZeroU64::new(CAPACITY).map(Capacity::Bytes),
+            quarantine: QuarantineConfig::default(),
             writer: ucm_store::random_u64(),
         };
         let config = EngineConfig {
@@ -140,6 +142,7 @@ impl Rig {
             dtype: DType::F32,
             staging_bytes: (slots * shape.layout.record_len()) as u64,
             copy_threads: 1,
+            paranoid: false,
             deadlines: Deadlines {
                 lookup: LONG,
                 dump: LONG,
@@ -218,6 +221,7 @@ impl Rig {
             len: self.shape.layout.record_len(),
             ordinal: 0,
             replace: false,
+            read_back: false,
         };
         let (watch, deadline) = (Watch::start(), self.deadline());
         for (&id, mut slot) in ids.iter().zip(slots) {

@@ -65,11 +65,13 @@ pub enum MissReason {
     Aborted,
     /// Code of ucm or of a store broke a promise; the log has the details.
     Internal,
+    /// Declined by the self-audit, to be compared with what is computed.
+    Audit,
 }
 
 impl MissReason {
     /// Every reason, in order.
-    pub const ALL: [Self; 30] = [
+    pub const ALL: [Self; 31] = [
         Self::Absent,
         Self::WrongLength,
         Self::Truncated,
@@ -100,6 +102,7 @@ impl MissReason {
         Self::NotTaken,
         Self::Aborted,
         Self::Internal,
+        Self::Audit,
     ];
 
     /// Name in metrics, logs and Python.
@@ -135,6 +138,7 @@ impl MissReason {
             Self::NotTaken => "not_taken",
             Self::Aborted => "aborted",
             Self::Internal => "internal",
+            Self::Audit => "audit",
         }
     }
 

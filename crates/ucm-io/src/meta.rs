@@ -113,6 +113,22 @@ pub(crate) fn remove(paths: &[PathBuf], wanted: StillWanted<'_>) -> IoDone {
     IoDone::Removed(paths.iter().map(one).collect())
 }
 
+/// Renames `from`, which must be the file with this inode. Between the look and the rename another process may still
+/// put another file there: callers keep their own away, and must be able to do without that one too.
+pub(crate) fn rename(from: &Path, to: &Path, ino: u64, wanted: StillWanted<'_>) -> Result<IoDone> {
+    match stat_one(from, AtFlags::SYMLINK_NOFOLLOW) {
+        Ok(meta) if meta.ino == ino && !meta.is_dir => {}
+        Ok(_) => return Ok(IoDone::Renamed(false)),
+        Err(e) if is_absent(e) => return Ok(IoDone::Renamed(false)),
+        Err(e) => return Err(failed(e, "cannot look at the file", from)),
+    }
+    go_on(wanted)?;
+    match retry(|| rustix::fs::rename(from, to)) {
+        Ok(()) => Ok(IoDone::Renamed(true)),
+        Err(e) => Err(failed(e, "cannot rename the file", from).with("to", to.display())),
+    }
+}
+
 pub(crate) fn list(dir: &Path, wanted: StillWanted<'_>) -> Result<IoDone> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let fail = |e| failed(e, "cannot list the directory", dir);
@@ -170,6 +186,28 @@ mod tests {
     use std::cell::Cell;
 
     use super::*;
+
+    #[test]
+    fn only_the_file_that_was_meant_is_renamed() {
+        let place = tempfile::tempdir().unwrap();
+        let [from, to] = ["a", "b"].map(|name| place.path().join(name));
+        let renamed = |ino| match rename(&from, &to, ino, &|| true) {
+            Ok(IoDone::Renamed(done)) => done,
+            other => panic!("{other:?}"),
+        };
+        assert!(!renamed(1), "not there");
+        std::fs::write(&from, b"x").unwrap();
+        let ino = stat_one(&from, AtFlags::empty()).unwrap().ino;
+        assert!(!renamed(ino + 1) && from.exists(), "another file");
+        assert!(
+            rename(&from, &to, ino, &|| false).is_err() && from.exists(),
+            "too late"
+        );
+        assert!(renamed(ino) && to.exists() && !from.exists());
+        std::fs::create_dir(&from).unwrap();
+        let ino = stat_one(&from, AtFlags::empty()).unwrap().ino;
+        assert!(!renamed(ino), "no file");
+    }
 
     #[test]
     fn nothing_more_is_changed_once_nobody_waits() {

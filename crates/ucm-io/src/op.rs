@@ -89,6 +89,16 @@ pub enum IoOp {
         /// The files.
         paths: Vec<PathBuf>,
     },
+    /// Gives a file another name on the same file system, unless another file has taken its name since. Answer:
+    /// [`IoDone::Renamed`].
+    Rename {
+        /// The file.
+        from: PathBuf,
+        /// Its new name; an existing file is replaced.
+        to: PathBuf,
+        /// The inode that `from` must have.
+        ino: u64,
+    },
     /// Names and metadata in one directory, links not followed, in no order. Answer: [`IoDone::List`].
     List {
         /// The directory.
@@ -138,6 +148,8 @@ pub enum IoDone {
     Touched(Vec<Result<bool>>),
     /// To [`IoOp::Remove`]: for each file whether it was there; an error stops none of the others.
     Removed(Vec<Result<bool>>),
+    /// To [`IoOp::Rename`]: whether it was done; `false` when the file is not there or is another one.
+    Renamed(bool),
     /// To [`IoOp::List`]: at most [`MAX_LIST`] entries.
     List(Vec<(OsString, FileMeta)>),
     /// To [`IoOp::MakeDir`]: whether it is new; `false` when the directory was there already.
@@ -172,6 +184,8 @@ pub enum OpKind {
     Touch,
     /// [`IoOp::Remove`].
     Remove,
+    /// [`IoOp::Rename`].
+    Rename,
     /// [`IoOp::List`].
     List,
     /// [`IoOp::MakeDir`].
@@ -184,12 +198,13 @@ pub enum OpKind {
 
 impl OpKind {
     /// Every kind, in order.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Read,
         Self::Publish,
         Self::Stat,
         Self::Touch,
         Self::Remove,
+        Self::Rename,
         Self::List,
         Self::MakeDir,
         Self::Space,
@@ -204,6 +219,7 @@ impl OpKind {
             Self::Stat => "stat",
             Self::Touch => "touch",
             Self::Remove => "remove",
+            Self::Rename => "rename",
             Self::List => "list",
             Self::MakeDir => "make_dir",
             Self::Space => "space",
@@ -221,6 +237,7 @@ impl IoOp {
             Self::Stat { .. } => OpKind::Stat,
             Self::Touch { .. } => OpKind::Touch,
             Self::Remove { .. } => OpKind::Remove,
+            Self::Rename { .. } => OpKind::Rename,
             Self::List { .. } => OpKind::List,
             Self::MakeDir { .. } => OpKind::MakeDir,
             Self::Space { .. } => OpKind::Space,
@@ -233,6 +250,7 @@ impl IoOp {
         match self {
             Self::Read { path, .. } | Self::MakeDir { path, .. } | Self::Space { path } => vec![path],
             Self::Publish { target, .. } => vec![target],
+            Self::Rename { from, to, .. } => vec![from, to],
             Self::Stat { paths, .. } | Self::Remove { paths } => paths.iter().map(PathBuf::as_path).collect(),
             Self::Touch { files } => files.iter().map(|(path, _)| path.as_path()).collect(),
             Self::List { dir } | Self::Probe { dir } => vec![dir],

@@ -125,6 +125,7 @@ fn run(files: &Files, op: IoOp, wanted: StillWanted<'_>) -> Result<IoDone> {
         } => meta::stat(&paths, stop_at_missing, wanted),
         IoOp::Touch { files } => Ok(meta::touch(&files, wanted)),
         IoOp::Remove { paths } => Ok(meta::remove(&paths, wanted)),
+        IoOp::Rename { from, to, ino } => meta::rename(&from, &to, ino, wanted),
         IoOp::List { dir } => meta::list(&dir, wanted),
         IoOp::MakeDir { path, mode } => meta::make_dir(&path, mode),
         IoOp::Space { path } => meta::space(&path),

@@ -16,6 +16,7 @@ use ucm_infra::SystemClock;
 use ucm_io::{PsyncEngine, PsyncOptions};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Hint, Row};
 use ucm_store::events::Level;
+use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 use ucm_store::posix::{PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
@@ -118,6 +119,13 @@ impl PosixStore {
             lookup_only,
             capacity,
             writer,
+            quarantine: QuarantineConfig {
+                enabled: config.get("quarantine_enabled")?,
+                max_per_minute: config.get("quarantine_max_per_minute")?,
+                max_records: config.get("quarantine_max_records")?,
+                max_bytes: config.get("quarantine_max_bytes")?,
+                keep: config.seconds("quarantine_keep_s")?,
+            },
         };
         let engine = EngineConfig {
             geometry,
@@ -129,10 +137,13 @@ impl PosixStore {
             copy_threads: config.get("copy_threads")?,
             deadlines,
             breaker: BreakerConfig {
+                threshold: config.get("breaker_threshold")?,
+                window: config.seconds("breaker_window_s")?,
+                cool_down: config.seconds("breaker_cool_down_s")?,
                 max_stuck: threads.max(2), // as many as are replaced: from there on workers are missing
-                ..BreakerConfig::default()
             },
             writer,
+            paranoid: config.get("paranoid")?,
         };
         let opened = py.detach(|| {
             let clock = SystemClock::shared();
@@ -244,6 +255,11 @@ impl PosixStore {
             )
         }));
         to_py(py, told)
+    }
+
+    /// The next dump of these blocks is compared with what is stored.
+    fn audit(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        to_py(block_ids.py(), self.0.audit(&ids(block_ids)?))
     }
 
     /// These blocks, in chain order from ordinal `first` on, were used.

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use ucm_core::{BlockId, Result};
+use ucm_core::{BlockId, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::Mono;
 
@@ -30,6 +30,19 @@ pub enum Written {
     Published,
     /// It was stored already and nothing was written.
     Present,
+    /// It was written, and what was read back is not what was written.
+    Unsound(MissReason),
+}
+
+/// What became of a record that was refused for damage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Quarantined {
+    /// It was moved aside, as evidence.
+    Kept,
+    /// It stays where it is, or is gone: nothing is kept here, it was replaced meanwhile, or it may yet be finished.
+    LeftAlone,
+    /// Too many are damaged of late: the medium is sick.
+    Stopped,
 }
 
 /// What a medium holds, in bytes.
@@ -54,6 +67,8 @@ pub struct WriteOptions {
     pub ordinal: u32,
     /// Write even if a record of that name is present (it was refused).
     pub replace: bool,
+    /// Read what was published past every cache and judge it before the write counts.
+    pub read_back: bool,
 }
 
 /// One record found by [`Backend::list`].
@@ -95,6 +110,12 @@ pub trait Backend: Send + Sync {
 
     /// Every record of this namespace.
     fn list(&self, deadline: Mono, done: Done<Vec<Listed>>);
+
+    /// A record was refused for damage: keeps it as evidence, where the medium can, later and best effort. Never
+    /// blocks; nothing depends on it.
+    fn quarantine(&self, _id: BlockId, done: Done<Quarantined>) {
+        done(Ok(Quarantined::LeftAlone));
+    }
 
     /// Bytes used and allowed.
     fn usage(&self) -> Usage;

@@ -7,11 +7,23 @@ use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind};
 use ucm_infra::Mono;
 
+use crate::root::EROFS;
+
+/// Error numbers (the same on every Linux) that do not speak of a sick medium: it answers that we may not, or the
+/// process itself has too little of something.
+const EPERM: i32 = 1;
+const ENOMEM: i32 = 12;
+const EACCES: i32 = 13;
+const ENFILE: i32 = 23;
+const EMFILE: i32 = 24;
+
 /// When to open and for how long.
 #[derive(Debug, Clone, Copy)]
 pub struct BreakerConfig {
     /// Failures in a row that open it.
     pub threshold: u32,
+    /// Failures further apart than this are not in a row.
+    pub window: Duration,
     /// Time it stays open before one operation is let through.
     pub cool_down: Duration,
     /// Operations stuck past their deadline that open it at once.
@@ -22,24 +34,32 @@ impl Default for BreakerConfig {
     fn default() -> Self {
         Self {
             threshold: 4,
+            window: Duration::from_secs(60),
             cool_down: Duration::from_secs(10),
             max_stuck: 8,
         }
     }
 }
 
+const CLOSED: State = State::Closed {
+    failures: 0,
+    last: Mono(0),
+};
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Closed {
         failures: u32,
+        /// When the latest of them was.
+        last: Mono,
     },
     Open {
         until: Mono,
+        /// Stays open until then, though the medium answers: it is its answers that are wrong.
+        held: bool,
     },
     /// One operation is under way since; another may follow when it was lost.
-    Probing {
-        since: Mono,
-    },
+    Probing { since: Mono },
 }
 
 /// Closed: everything passes. Open: nothing does. Probing: one operation does.
@@ -62,7 +82,7 @@ impl Breaker {
     pub fn new(config: BreakerConfig) -> Self {
         Self {
             config,
-            state: Mutex::new(State::Closed { failures: 0 }),
+            state: Mutex::new(CLOSED),
         }
     }
 
@@ -71,7 +91,7 @@ impl Breaker {
         let mut state = self.state.lock();
         match *state {
             State::Closed { .. } => true,
-            State::Open { until } | State::Probing { since: until } if now < until => false,
+            State::Open { until, .. } | State::Probing { since: until } if now < until => false,
             State::Open { .. } | State::Probing { .. } => {
                 *state = State::Probing {
                     since: now.after(self.config.cool_down),
@@ -89,14 +109,25 @@ impl Breaker {
     /// An operation ended well: the medium answers.
     pub fn success(&self) -> Option<Change> {
         let mut state = self.state.lock();
-        let was = std::mem::replace(&mut *state, State::Closed { failures: 0 });
+        if matches!(*state, State::Open { held: true, .. }) {
+            return None;
+        }
+        let was = std::mem::replace(&mut *state, CLOSED);
         (!matches!(was, State::Closed { .. })).then_some(Change::Recovered)
     }
 
-    /// An operation failed. A file that is absent, foreign or damaged, or a full medium, is an answer of the medium
-    /// all the same; a queue that is full says nothing.
+    /// An operation failed. A file that is absent, foreign or damaged, a full or read-only medium, or one that does
+    /// not let us in, is an answer of the medium all the same; a queue that is full, or a process that has no
+    /// descriptors left, says nothing.
     pub fn failure(&self, error: &Error, now: Mono) -> Option<Change> {
         match error.kind() {
+            ErrorKind::Io if matches!(error.os_code(), Some(EPERM | EACCES | EROFS)) => {
+                return self.success();
+            }
+            ErrorKind::Io if matches!(error.os_code(), Some(ENOMEM | ENFILE | EMFILE)) => {
+                self.undecided(now);
+                return None;
+            }
             ErrorKind::Timeout | ErrorKind::Io => {}
             ErrorKind::NotFound | ErrorKind::NoSpace | ErrorKind::Corrupt | ErrorKind::Foreign => {
                 return self.success();
@@ -109,17 +140,19 @@ impl Breaker {
         let mut state = self.state.lock();
         let open = State::Open {
             until: now.after(self.config.cool_down),
+            held: false,
         };
         match *state {
-            State::Closed { failures } if failures + 1 < self.config.threshold => {
-                *state = State::Closed {
-                    failures: failures + 1,
+            State::Closed { failures, last } => {
+                let in_a_row = now.since(last) <= self.config.window;
+                let failures = if in_a_row { failures + 1 } else { 1 };
+                let opens = failures >= self.config.threshold;
+                *state = if opens {
+                    open
+                } else {
+                    State::Closed { failures, last: now }
                 };
-                None
-            }
-            State::Closed { .. } => {
-                *state = open;
-                Some(Change::Opened)
+                opens.then_some(Change::Opened)
             }
             State::Open { .. } => None,
             State::Probing { .. } => {
@@ -133,7 +166,10 @@ impl Breaker {
     pub fn undecided(&self, now: Mono) {
         let mut state = self.state.lock();
         if matches!(*state, State::Probing { .. }) {
-            *state = State::Open { until: now };
+            *state = State::Open {
+                until: now,
+                held: false,
+            };
         }
     }
 
@@ -144,10 +180,21 @@ impl Breaker {
 
     /// Opens at once (too many stuck threads or slots).
     pub fn trip(&self, now: Mono) -> Option<Change> {
+        self.open(now, false)
+    }
+
+    /// Opens at once, for all of the cool-down whatever is answered meanwhile (answers that are wrong).
+    pub fn hold(&self, now: Mono) -> Option<Change> {
+        self.open(now, true)
+    }
+
+    fn open(&self, now: Mono, hold: bool) -> Option<Change> {
         let mut state = self.state.lock();
         let was_closed = matches!(*state, State::Closed { .. });
+        let held = hold || matches!(*state, State::Open { held: true, .. });
         *state = State::Open {
             until: now.after(self.config.cool_down),
+            held,
         };
         was_closed.then_some(Change::Opened)
     }
@@ -162,6 +209,7 @@ mod tests {
         let config = BreakerConfig {
             threshold: 2,
             cool_down: Duration::from_secs(1),
+            window: Duration::from_secs(60),
             max_stuck: 1,
         };
         let breaker = Breaker::new(config);
@@ -187,6 +235,7 @@ mod tests {
         let breaker = Breaker::new(BreakerConfig {
             threshold: 2,
             cool_down: Duration::from_secs(1),
+            window: Duration::from_secs(60),
             max_stuck: 1,
         });
         let fail = |kind, ms: u64| breaker.failure(&Error::new(kind, "x"), Mono(ms * 1_000_000));
@@ -210,6 +259,7 @@ mod tests {
         let breaker = Breaker::new(BreakerConfig {
             threshold: 1,
             cool_down: Duration::from_secs(1),
+            window: Duration::from_secs(60),
             max_stuck: 1,
         });
         let busy = Error::new(ErrorKind::Busy, "b");
@@ -222,5 +272,54 @@ mod tests {
         assert!(breaker.allows(then) && !breaker.allows(then));
         assert_eq!(breaker.failure(&busy, then), None);
         assert!(breaker.allows(then));
+    }
+    fn two_in_a_row() -> Breaker {
+        Breaker::new(BreakerConfig {
+            threshold: 2,
+            cool_down: Duration::from_secs(1),
+            window: Duration::from_secs(60),
+            max_stuck: 1,
+        })
+    }
+
+    fn at(seconds: u64) -> Mono {
+        Mono(seconds * 1_000_000_000)
+    }
+
+    #[test]
+    fn failures_far_apart_are_not_in_a_row() {
+        let breaker = two_in_a_row();
+        let failed = Error::new(ErrorKind::Io, "x");
+        assert_eq!(breaker.failure(&failed, at(100)), None);
+        assert_eq!(breaker.failure(&failed, at(161)), None);
+        assert_eq!(breaker.failure(&failed, at(221)), Some(Change::Opened));
+    }
+
+    #[test]
+    fn a_medium_whose_answers_are_wrong_stays_off_for_its_time() {
+        let breaker = two_in_a_row();
+        assert_eq!(breaker.hold(at(0)), Some(Change::Opened));
+        assert_eq!((breaker.success(), breaker.trip(at(0))), (None, None));
+        assert_eq!(breaker.success(), None);
+        assert!(!breaker.allows(at(0)) && breaker.allows(at(1)));
+        assert_eq!(breaker.success(), Some(Change::Recovered));
+    }
+
+    #[test]
+    fn what_the_process_lacks_or_may_not_is_no_failure_of_the_medium() {
+        let os = |code| Error::from_io(std::io::Error::from_raw_os_error(code), "x");
+        let breaker = two_in_a_row();
+        for code in [EPERM, EACCES, EROFS, ENOMEM, ENFILE, EMFILE] {
+            for _ in 0..3 {
+                assert_eq!(breaker.failure(&os(code), at(0)), None, "{code}");
+            }
+        }
+        assert!(breaker.is_closed());
+        // A probe that finds no descriptor is followed by another; one that may not has found the medium.
+        breaker.trip(at(0));
+        assert!(breaker.allows(at(1)));
+        assert_eq!(breaker.failure(&os(EMFILE), at(1)), None);
+        assert!(breaker.allows(at(1)));
+        assert_eq!(breaker.failure(&os(EROFS), at(1)), Some(Change::Recovered));
     }
 }

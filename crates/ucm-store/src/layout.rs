@@ -5,6 +5,7 @@
 //! <root>/<namespace>/manifest.json                  the identity in words, the parts and their record lengths
 //! <root>/<namespace>/blocks/<hh>/<32 hex>.bin       one record
 //! <root>/<namespace>/tmp/<16 hex>-<16 hex>.tmp      a record being written: writer, sequence
+//! <root>/<namespace>/quarantine/<32 hex>.<reason>.<unix seconds>.bin    evidence, see [`crate::evidence`]
 //! ```
 //! Only names of exactly these patterns are ever removed.
 

@@ -5,12 +5,16 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+pub mod deviation;
 pub mod engine;
 pub mod events;
+pub mod evidence;
 pub mod health;
 pub mod layout;
 mod ledger;
 pub mod posix;
+mod quarantine;
+mod read_back;
 pub mod recency;
 pub mod record;
 mod root;

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -15,9 +15,11 @@ use ucm_device::Slot;
 use ucm_infra::{Clock, Mono};
 use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, Probe, ReadMode};
 
-use crate::backend::{Backend, Done, Listed, ReadDone, Usage, WriteOptions, Written};
+use crate::backend::{Backend, Done, Listed, Quarantined, ReadDone, Usage, WriteOptions, Written};
 use crate::engine::{LANE_DUMP, LANE_LOAD, LANE_LOOKUP, LANE_SPACE};
+use crate::evidence::QuarantineConfig;
 use crate::layout::Layout;
+use crate::quarantine::Waiting;
 use crate::recency::Recency;
 use crate::record::RecordLayout;
 use crate::space::{Capacity, Space};
@@ -27,7 +29,7 @@ pub(crate) const FILE_MODE: u32 = 0o600;
 pub(crate) const DIR_MODE: u32 = 0o700;
 
 /// How long making the namespace's directories again may take.
-const MAKE_DIRS: Duration = Duration::from_secs(5);
+pub(crate) const MAKE_DIRS: Duration = Duration::from_secs(5);
 
 /// What the POSIX backend needs to know.
 pub struct PosixConfig {
@@ -49,8 +51,10 @@ pub struct PosixConfig {
     pub lookup_only: bool,
     /// The limit on bytes below the root; `None`: the marker's, or a share of the file system.
     pub capacity: Option<Capacity>,
-    /// Number that tells this writer's private files from others'.
+    /// Number that tells this writer's private files and records from others'.
     pub writer: u64,
+    /// What is kept of damaged records.
+    pub quarantine: QuarantineConfig,
 }
 
 /// One record per file.
@@ -65,13 +69,18 @@ pub(crate) struct Shared {
     pub(crate) clock: Arc<dyn Clock>,
     /// Device of the root when it was first seen; another one means that a share was unmounted.
     pub(crate) device: Mutex<Option<u64>>,
+    /// The mark of that root, by which it is known again on another device (a share mounted anew).
+    pub(crate) uuid: Mutex<Option<String>>,
+    /// Somebody is looking whether the root is back.
+    pub(crate) looking: AtomicBool,
     /// What the file system can do.
     pub(crate) probed: Mutex<Option<Probe>>,
     /// Which of the 256 record directories are known to exist.
-    dirs: Mutex<[bool; 256]>,
+    pub(crate) dirs: Mutex<[bool; 256]>,
     pub(crate) sequence: AtomicU64,
     pub(crate) space: Arc<Space>,
     recency: Recency,
+    pub(crate) waiting: Waiting,
 }
 
 impl PosixBackend {
@@ -84,11 +93,14 @@ impl PosixBackend {
             io,
             clock,
             device: Mutex::new(None),
+            uuid: Mutex::new(None),
+            looking: AtomicBool::new(false),
             probed: Mutex::new(None),
             dirs: Mutex::new([false; 256]),
             sequence: AtomicU64::new(0),
             space,
             recency: Recency::default(),
+            waiting: Waiting::default(),
             config,
         };
         if let (Some(Capacity::Bytes(limit)), false) = (shared.config.capacity, shared.config.lookup_only) {
@@ -105,14 +117,15 @@ impl Shared {
         meta.is_some_and(|meta| !meta.is_dir && meta.len == self.config.record.record_len() as u64)
     }
 
-    /// The marker is there and on the device it was on: writing is safe.
+    /// The marker is there and on the device it was on: writing is safe. Else `Foreign`: the medium answers, but it is
+    /// not the root that was opened.
     pub(crate) fn check_root(&self, marker: Option<FileMeta>) -> Result<()> {
         let device = *self.device.lock();
         if marker.is_some_and(|meta| Some(meta.dev) == device) {
             return Ok(());
         }
         Err(Error::new(
-            ErrorKind::Io,
+            ErrorKind::Foreign,
             "the root lost its marker or changed its device; writing stops",
         )
         .with("root", self.layout.root().display()))
@@ -120,6 +133,7 @@ impl Shared {
 
     fn write_checked(self: &Arc<Self>, write: Write, marker: Option<FileMeta>, present: Option<FileMeta>) {
         if let Err(error) = self.check_root(marker) {
+            self.look_again();
             return write.end(Err(error));
         }
         if !write.options.replace && self.is_record(present) {
@@ -151,6 +165,12 @@ impl Shared {
     }
 
     fn publish(self: &Arc<Self>, write: Write) {
+        let (shared, id) = (Arc::clone(self), write.id);
+        self.waiting
+            .write(id, Box::new(move || shared.publish_alone(write)));
+    }
+
+    fn publish_alone(self: &Arc<Self>, write: Write) {
         let Write {
             id,
             slot,
@@ -169,9 +189,15 @@ impl Shared {
         let shared = Arc::clone(self);
         let published = move |result: Result<IoDone>| {
             let error = result.as_ref().err();
+            shared.waiting.written(id);
             shared.space.ended(options.len as u64, error);
             error.inspect(|error| shared.missed(error));
-            done(result.map(|_| Written::Published));
+            match result {
+                Ok(IoDone::Published { buf, .. }) if options.read_back => {
+                    shared.read_back(id, buf, options.len, deadline, done);
+                }
+                result => done(result.map(|_| Written::Published)),
+            }
         };
         self.io.submit(LANE_DUMP, deadline, op, Box::new(published));
     }
@@ -354,6 +380,10 @@ impl Backend for PosixBackend {
             Ok(records)
         };
         self.shared.space.in_background(deadline, list, done);
+    }
+
+    fn quarantine(&self, id: BlockId, done: Done<Quarantined>) {
+        self.shared.quarantine(id, done);
     }
 
     fn usage(&self) -> Usage {

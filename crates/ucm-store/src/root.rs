@@ -14,9 +14,11 @@ use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, ReadMode};
 
 use crate::engine::LANE_SPACE;
 use crate::layout::{FORMAT, Manifest, Marker};
-use crate::posix::{DIR_MODE, FILE_MODE, Shared};
+use crate::posix::{DIR_MODE, FILE_MODE, MAKE_DIRS, Shared};
 use crate::space::Capacity;
 
+/// The error number of a read-only file system, the same on every Linux.
+pub(crate) const EROFS: i32 = 30;
 /// Records that must fit below the limit.
 const LEAST_RECORDS: u64 = 8;
 
@@ -46,11 +48,19 @@ pub(crate) fn call(
     answer.unwrap_or_else(|| Err(Error::internal("an answer was taken twice")))
 }
 
+/// A marked root on a read-only file system can be read: what cannot be written there is left out.
+fn unless_read_only<T>(result: Result<T>) -> Result<Option<T>> {
+    match result {
+        Err(error) if error.os_code() == Some(EROFS) => Ok(None),
+        result => result.map(Some),
+    }
+}
+
 /// An answer that is handed on once although completions are shared.
 type Answer = Arc<Mutex<Option<Result<IoDone>>>>;
 
 impl Shared {
-    fn call(&self, deadline: Mono, op: IoOp) -> Result<IoDone> {
+    pub(crate) fn call(&self, deadline: Mono, op: IoOp) -> Result<IoDone> {
         call(&*self.io, &*self.clock, LANE_SPACE, deadline, op)
     }
 
@@ -103,7 +113,7 @@ impl Shared {
         self.call(deadline, op).map(|_| ())
     }
 
-    fn make_dir(&self, path: PathBuf, deadline: Mono) -> Result<()> {
+    pub(crate) fn make_dir(&self, path: PathBuf, deadline: Mono) -> Result<()> {
         self.call(deadline, IoOp::MakeDir { path, mode: DIR_MODE })
             .map(|_| ())
     }
@@ -143,13 +153,16 @@ impl Shared {
         let meta = self.stat(root.clone(), deadline)?;
         let gone = || Error::new(ErrorKind::Io, "the root is gone").with("root", root.display());
         let meta = meta.ok_or_else(gone)?;
-        self.make_dirs(deadline)?;
-        self.describe_part(deadline)?;
-        let tmp = self.layout.tmp();
-        if let IoDone::Probe(probe) = self.call(deadline, IoOp::Probe { dir: tmp })? {
-            *self.probed.lock() = Some(probe);
+        if self.furnish(deadline)? {
+            let probe = IoOp::Probe {
+                dir: self.layout.tmp(),
+            };
+            if let Some(IoDone::Probe(probe)) = unless_read_only(self.call(deadline, probe))? {
+                *self.probed.lock() = Some(probe);
+            }
         }
         let limit = self.limit(&marker, deadline)?;
+        *self.uuid.lock() = Some(marker.uuid);
         *self.device.lock() = Some(meta.dev);
         let weak = Arc::downgrade(self);
         self.space.open(limit, move |deadline| match weak.upgrade() {
@@ -161,14 +174,80 @@ impl Shared {
 
     /// Before every count: the root is still ours (nothing is removed from another), and what two processes that
     /// started at the same time wrote over each other is put right. Answers the limit.
-    fn tend(&self, deadline: Mono) -> Result<u64> {
-        let marker = self.read_marker(deadline)?;
-        self.check_root(self.stat(self.layout.marker(), deadline)?)?;
-        let Some(marker) = marker else {
+    fn tend(self: &Arc<Self>, deadline: Mono) -> Result<u64> {
+        if self
+            .check_root(self.stat(self.layout.marker(), deadline)?)
+            .is_err()
+        {
+            self.readmit(deadline)?;
+        }
+        let marker = self.read_marker(deadline);
+        if let Err(ErrorKind::Foreign | ErrorKind::Config) = marker.as_ref().map_err(Error::kind) {
+            *self.device.lock() = None; // not ours any more: writing stops
+        }
+        let Some(marker) = marker? else {
             return Err(Error::new(ErrorKind::Io, "the root lost its marker"));
         };
-        self.describe_part(deadline)?;
-        self.limit(&marker, deadline)
+        *self.uuid.lock() = Some(marker.uuid.clone());
+        self.furnish(deadline)?;
+        let limit = self.limit(&marker, deadline)?;
+        self.sweep_quarantine(limit, deadline)?;
+        Ok(limit)
+    }
+
+    /// The namespace's directories and its manifest; false where none can be made, for the file system is read-only.
+    fn furnish(&self, deadline: Mono) -> Result<bool> {
+        let made = unless_read_only(self.make_dirs(deadline))?.is_some();
+        if made {
+            unless_read_only(self.describe_part(deadline))?;
+        }
+        Ok(made)
+    }
+
+    /// Looks in the background whether a root that was lost is back; one look at a time.
+    pub(crate) fn look_again(self: &Arc<Self>) {
+        if self.looking.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let deadline = self.clock.now().after(MAKE_DIRS);
+        let (shared, done) = (Arc::clone(self), Arc::clone(self));
+        let look = move || shared.readmit(deadline);
+        let ended = Box::new(move |_| done.looking.store(false, Ordering::Release));
+        self.space.in_background(deadline, look, ended);
+    }
+
+    /// Takes a root up again that was lost: the one that was opened, wherever it is mounted now; or a new one in the
+    /// place of one that was removed, if nothing was unmounted there. Another root, or none, is an error.
+    fn readmit(self: &Arc<Self>, deadline: Mono) -> Result<()> {
+        if let Some(marker) = self.read_marker(deadline)? {
+            let known = self.uuid.lock().clone();
+            if known.is_none_or(|known| known != marker.uuid) {
+                let text = "another root was mounted or put in the place of the one that was opened";
+                return Err(Error::new(ErrorKind::Foreign, text).with("root", self.layout.root().display()));
+            }
+            let Some(meta) = self.stat(self.layout.marker(), deadline)? else {
+                return self.check_root(None);
+            };
+            *self.dirs.lock() = [false; 256];
+            self.make_dirs(deadline)?;
+            *self.device.lock() = Some(meta.dev);
+            return Ok(());
+        }
+        // Removed, not unmounted: it is not there at all, and what it lay in is on the same device. An unmounted share
+        // leaves a directory behind, or what it was mounted in, which is another device.
+        let (mut above, device) = (None, *self.device.lock());
+        for path in self.layout.root().ancestors() {
+            above = self.stat(path.to_owned(), deadline)?;
+            if above.is_some() {
+                break;
+            }
+        }
+        let root = self.stat(self.layout.root().to_owned(), deadline)?;
+        if root.is_some() || device.is_none() || above.map(|meta| meta.dev) != device {
+            return self.check_root(None);
+        }
+        *self.dirs.lock() = [false; 256];
+        self.open_root(deadline)
     }
 
     /// The limit on bytes below this root; an error if too few records fit.

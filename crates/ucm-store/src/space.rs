@@ -16,6 +16,7 @@ use ucm_io::{FileMeta, IoDone, IoEngine, IoOp};
 
 use crate::backend::{Done, Usage};
 use crate::engine::LANE_SPACE;
+use crate::evidence::{self, evidence_bytes};
 use crate::layout::{is_namespace, is_private, record_name};
 use crate::ledger::Ledger;
 use crate::root::call;
@@ -313,6 +314,7 @@ impl Space {
                 });
             })?;
             total += self.sweep_private(dir.join("tmp"))?;
+            total += evidence_bytes(&self.entries(dir.join(evidence::DIR), Mono::NEVER)?);
             namespaces.push(dir);
         }
         Ok((namespaces, records, total))

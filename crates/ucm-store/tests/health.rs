@@ -23,6 +23,7 @@ fn opened(threshold: u32, max_stuck: usize) -> (tempfile::TempDir, Store, Arc<Ma
             threshold,
             max_stuck,
             cool_down: 10 * SECOND,
+            window: Duration::from_secs(60),
         },
         ..Setup::default()
     };
@@ -175,6 +176,45 @@ fn a_file_that_we_may_not_read_is_refused_and_replaced() {
     store.dump(&device, &ids(1)).unwrap();
     assert_eq!(store.stat("records_replaced"), 1);
     store.load(&target, &ids(1)).unwrap();
+}
+
+#[test]
+fn opening_and_recovery_are_said_once_each() {
+    let (_dir, store, clock) = opened(2, usize::MAX);
+    store.engine.events();
+    store.fault(Rule::on(OpKind::Stat, Fault::Errno(5)));
+    for _ in 0..5 {
+        // Two failures open it; then each cool-down lets one through, which fails.
+        for _ in 0..4 {
+            assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+        }
+        clock.advance(10 * SECOND);
+    }
+    assert_eq!((store.missed("io_error"), store.missed("unhealthy")), (2 + 4, 14));
+    store.faults.clear();
+    for _ in 0..3 {
+        store.engine.lookup(&ids(1)).unwrap();
+    }
+    let said: Vec<String> = store
+        .engine
+        .events()
+        .into_iter()
+        .map(|event| event.text)
+        .collect();
+    assert_eq!(said.len(), 2, "{said:?}");
+    assert!(said[0].contains("switched off") && said[1].contains("answers again"));
+    assert_eq!((store.stat("breaker_opened"), store.stat("healthy")), (1, 1));
+}
+
+#[test]
+fn failures_far_apart_do_not_open_it() {
+    let (_dir, store, clock) = opened(2, usize::MAX);
+    store.fault(Rule::on(OpKind::Stat, Fault::Errno(5)));
+    for _ in 0..5 {
+        assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
+        clock.advance(61 * SECOND);
+    }
+    assert_eq!((store.missed("io_error"), store.stat("breaker_opened")), (5, 0));
 }
 
 #[test]

@@ -189,6 +189,7 @@ fn a_sick_medium_is_left_alone_for_a_while_and_tried_again() {
     let breaker = BreakerConfig {
         threshold: 2,
         cool_down: Duration::from_secs(10),
+        window: Duration::from_secs(60),
         max_stuck: usize::MAX,
     };
     let setup = Setup {
@@ -256,7 +257,7 @@ fn writing_stops_when_the_marker_is_gone() {
     let device = Device::filled(&setup, &ids(2));
     store.dump(&device, &ids(1)).unwrap();
     std::fs::remove_file(dir.path().join("ucm-root.json")).unwrap();
-    assert_eq!(kind(store.dump(&device, &[id(1)])), ErrorKind::Io);
+    assert_eq!(kind(store.dump(&device, &[id(1)])), ErrorKind::Foreign);
     assert!(!store.file(id(1)).exists());
     store.load(&device, &ids(1)).unwrap();
 }

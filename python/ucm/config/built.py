@@ -37,8 +37,6 @@ def _store_problems(config: UcmConfig) -> Iterator[str]:
         )
     if config.posix_io_engine != "psync":
         yield f"posix_io_engine: {config.posix_io_engine} is not built yet; write psync or leave it out"
-    if config.verify != "on":
-        yield f"verify: {config.verify} is not built yet; write verify: on or leave it out"
 
 
 def _connector_problems(config: UcmConfig) -> Iterator[str]:

@@ -84,7 +84,29 @@ class Deadlines(Section):
         return self
 
 
+class BreakerConfig(Section):
+    """When a store that does not answer is switched off, and for how long."""
+
+    threshold: Annotated[Count, Field(le=1_000_000)] = 4
+    window_s: Seconds = 60.0
+    cool_down_s: Seconds = 10.0
+
+
+class QuarantineConfig(Section):
+    """What is kept of damaged records."""
+
+    enabled: Flag = True
+    max_per_minute: Annotated[Count, Field(le=1_000_000)] = 16
+    max_records: Annotated[Count, Field(le=1_000_000)] = 64
+    max_bytes: Annotated[Size, Field(ge=1)] = 256 << 20
+    keep_s: Annotated[float, BeforeValidator(_no_flag), Field(gt=0, le=366 * 86400, allow_inf_nan=False)] = 7 * 86400.0
+
+
 DEADLINE_KEYS: tuple[str, ...] = tuple(Deadlines.model_fields)
+
+
+#: Sections that every store of ucm has.
+STORE_SECTIONS: tuple[str, ...] = ("deadlines", "breaker", "quarantine")
 
 
 class IdentityConfig(Section):
@@ -176,12 +198,15 @@ class UcmConfig(StoreSettings):
     block_size: Annotated[Size, Field(ge=1)] | None = None
     hash_method: Annotated[Literal["sha256", "blake3", "md5"], BeforeValidator(_word)] = "sha256"
     min_hit_tokens: Number = 0
+    audit_one_in: Number = 0
     dump: Annotated[Literal["all", "prompt"], BeforeValidator(_word)] = "all"
     enable_prefix_cache: Flag = True
     load_only_first_rank: Flag = False
     platform: Literal["host", "cuda", "ascend", "musa", "maca", "hip"] | None = None
     debug: Flag = False
     deadlines: Deadlines = Deadlines()
+    breaker: BreakerConfig = BreakerConfig()
+    quarantine: QuarantineConfig = QuarantineConfig()
     identity: IdentityConfig = IdentityConfig()
     log: LogConfig = LogConfig()
     metrics: MetricsConfig = MetricsConfig()
@@ -235,13 +260,15 @@ class UcmConfig(StoreSettings):
             if self.storage_capacity.bytes is not None
             else str(self.storage_capacity)
         )
-        deadlines = self.deadlines.model_dump()
+        sections = {name: getattr(self, name).model_dump() for name in STORE_SECTIONS}
         if not self.user_store:
-            return {**common, **self.options, "deadlines": deadlines}
+            return {**common, **self.options, **sections}
         config = dict(self.ucm_connector_config)
         config.update({key: value for key, value in common.items() if self.origin(key) != "default"})
-        if any(self.origin(f"deadlines.{key}") != "default" for key in deadlines):
-            config["deadlines"] = deadlines
+        given = {
+            name for name, keys in sections.items() if any(self.origin(f"{name}.{key}") != "default" for key in keys)
+        }
+        config.update({name: sections[name] for name in given})
         return config
 
     def describe(self) -> list[str]:

@@ -123,6 +123,9 @@ class UcmKVStoreBaseV1(ABC):
     ) -> None:
         """What ids do not say, for the record's header: parent id, ordinal in the chain, number of tokens."""
 
+    def audit(self, block_ids: Sequence[bytes]) -> None:
+        """A hint before a dump: where it would find a block stored, compare the two and count those that differ."""
+
     def touch(self, block_ids: Sequence[bytes]) -> None:
         """These blocks, in chain order, were used by a request, even if found elsewhere; keeps them from removal."""
 

@@ -274,6 +274,11 @@ fn copy_of(op: &IoOp) -> IoOp {
         },
         IoOp::Touch { files } => IoOp::Touch { files: files.clone() },
         IoOp::Remove { paths } => IoOp::Remove { paths: paths.clone() },
+        IoOp::Rename { from, to, ino } => IoOp::Rename {
+            from: from.clone(),
+            to: to.clone(),
+            ino: *ino,
+        },
         IoOp::List { dir } => IoOp::List { dir: dir.clone() },
         IoOp::MakeDir { path, mode } => IoOp::MakeDir {
             path: path.clone(),

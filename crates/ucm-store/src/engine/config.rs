@@ -56,6 +56,8 @@ pub struct EngineConfig {
     pub breaker: BreakerConfig,
     /// Tells this writer's records from others'.
     pub writer: u64,
+    /// Reads back what was published before it counts, and what was loaded from the device before it is reported.
+    pub paranoid: bool,
 }
 
 /// One row of a load or dump: block, shard, and the device pieces of that shard in order.

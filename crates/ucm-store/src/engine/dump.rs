@@ -240,19 +240,43 @@ impl Core {
             len: self.layout.record_len(),
             ordinal,
             replace,
+            read_back: self.paranoid,
         };
-        let (core, done_for) = (Arc::clone(self), Arc::clone(assembly));
+        if self.marked.remove(&assembly.id) && !replace {
+            self.write_audited(assembly, slot, options);
+        } else {
+            self.write(assembly, slot, options);
+        }
+    }
+
+    pub(super) fn write(self: &Arc<Self>, assembly: &Arc<Assembly>, slot: Slot, options: WriteOptions) {
+        let (core, done_for, replace) = (Arc::clone(self), Arc::clone(assembly), options.replace);
         let done = Box::new(move |result| core.write_done(&done_for, replace, result));
         self.backend
             .write(assembly.id, slot, options, assembly.deadline, done);
     }
 
-    fn write_done(self: &Arc<Self>, assembly: &Arc<Assembly>, replaced: bool, result: Result<Written>) {
+    pub(super) fn write_done(
+        self: &Arc<Self>,
+        assembly: &Arc<Assembly>,
+        replaced: bool,
+        result: Result<Written>,
+    ) {
         self.assemblies.lock().remove(&assembly.id);
         self.hints.lock().remove(&assembly.id);
+        let result = match result {
+            Ok(Written::Unsound(reason)) => {
+                self.healthy();
+                Err(self.refuse(assembly.id, reason))
+            }
+            result => result,
+        };
         match &result {
             Ok(written) => {
                 self.healthy();
+                if *written == Written::Published && self.unwritable.swap(false, Ordering::AcqRel) {
+                    self.say(Level::Info, "blocks are stored again".to_owned());
+                }
                 if *written == Written::Present {
                     Stats::add(&self.stats.blocks_present, 1);
                 } else {
@@ -268,6 +292,11 @@ impl Core {
             Err(error) => {
                 Stats::add(&self.stats.publishes_failed, 1);
                 self.observe(error);
+                if matches!(error.kind(), ErrorKind::Io | ErrorKind::Foreign)
+                    && !self.unwritable.swap(true, Ordering::AcqRel)
+                {
+                    self.say(Level::Warning, format!("a block could not be stored: {error}"));
+                }
             }
         }
         let result = result.map(|_| ());
@@ -347,6 +376,14 @@ impl Assembly {
                 stage: Stage::Filling,
             }),
         }
+    }
+
+    pub(super) fn id(&self) -> BlockId {
+        self.id
+    }
+
+    pub(super) fn deadline(&self) -> Mono {
+        self.deadline
     }
 
     /// What comes next for rows that were gathered into this block.

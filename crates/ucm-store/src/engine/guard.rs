@@ -7,8 +7,11 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::Mono;
 
 use super::{COPY_REPLACEMENTS, Core, LANE_LOOKUP};
+use crate::backend::{Quarantined, ReadDone};
 use crate::events::Level;
+use crate::evidence::is_damage;
 use crate::health::Change;
+use crate::record::{Expect, verify};
 use crate::stats::Stats;
 
 impl Core {
@@ -110,8 +113,22 @@ impl Core {
         self.events.push(level, text, self.clock.now());
     }
 
+    /// Judges what was read: why it is not the record asked for, if so.
+    pub(super) fn verify(&self, id: BlockId, read: &ReadDone) -> std::result::Result<(), MissReason> {
+        let expect = Expect {
+            id,
+            namespace: *self.identity.digest(),
+            part: self.part,
+            layout: &self.layout,
+        };
+        if read.stored_len > self.layout.record_len() as u64 {
+            return Err(MissReason::WrongLength);
+        }
+        verify(&read.slot.as_slice()[..read.read], &expect).map(|_| ())
+    }
+
     /// Remembers that a record is not what it should be; the answer is the error for those who wanted it.
-    pub(super) fn refuse(&self, id: BlockId, reason: MissReason) -> Error {
+    pub(super) fn refuse(self: &Arc<Self>, id: BlockId, reason: MissReason) -> Error {
         self.stats.misses.add(reason, 1);
         let kind = match reason {
             MissReason::ForeignId
@@ -129,7 +146,39 @@ impl Core {
             Level::Warning,
             format!("record {id} was refused ({name}) and will be recomputed"),
         );
+        if is_damage(reason) {
+            let core = Arc::downgrade(self);
+            let done = Box::new(move |ended| {
+                if let Some(core) = core.upgrade() {
+                    core.quarantined(id, name, ended);
+                }
+            });
+            self.backend.quarantine(id, done);
+        }
         Error::new(kind, "the stored record is not what it should be").with("reason", name)
+    }
+
+    /// Evidence of damage was kept or not. Too much of it speaks against the medium.
+    fn quarantined(&self, id: BlockId, reason: &str, ended: Result<Quarantined>) {
+        match ended {
+            Ok(Quarantined::LeftAlone) => {}
+            Ok(Quarantined::Kept) => {
+                Stats::add(&self.stats.records_quarantined, 1);
+                self.say(
+                    Level::Info,
+                    format!("record {id} was moved to quarantine ({reason})"),
+                );
+            }
+            Ok(Quarantined::Stopped) => {
+                Stats::add(&self.stats.quarantine_stopped, 1);
+                let sick = Error::new(ErrorKind::Corrupt, "too many damaged records in a minute");
+                self.change(self.breaker.hold(self.clock.now()), Some(&sick));
+            }
+            Err(error) => {
+                let text = format!("record {id} ({reason}) could not be moved to quarantine: {error}");
+                self.say(Level::Info, text);
+            }
+        }
     }
 }
 

@@ -16,6 +16,7 @@ use super::guard::reason_of;
 use super::task::{Task, TaskState};
 use super::{Core, Row};
 use crate::backend::ReadDone;
+use crate::evidence::is_damage;
 use crate::stats::Stats;
 
 /// Most reads handed to the backend at once; the others wait here, where no queue is full.
@@ -220,7 +221,7 @@ impl Core {
                 self.healthy();
                 match self.verify(id, &read) {
                     Ok(()) => Ok(read.slot),
-                    Err(MissReason::BadChecksum | MissReason::BadHeader) if !again => {
+                    Err(reason) if is_damage(reason) && !again => {
                         // The medium or the way from it? A second read past every cache tells.
                         Stats::add(&self.stats.second_reads, 1);
                         let core = Arc::clone(self);
@@ -269,7 +270,12 @@ impl Core {
     }
 
     /// What a failed read says: of this record, of the medium, or nothing. A late one is judged with its load.
-    fn judge_failure(&self, id: BlockId, waiters: &[(Arc<LoadTask>, usize)], error: Error) -> Error {
+    fn judge_failure(
+        self: &Arc<Self>,
+        id: BlockId,
+        waiters: &[(Arc<LoadTask>, usize)],
+        error: Error,
+    ) -> Error {
         match error.kind() {
             ErrorKind::Corrupt | ErrorKind::Foreign => return error, // refused, and the medium did answer
             ErrorKind::Timeout if waiters.iter().all(|(task, _)| task.state.is_finished()) => return error,
@@ -292,6 +298,9 @@ impl Core {
                 for (layer, pieces) in self.layers_of(*shard, spans) {
                     stream.scatter(&record[self.layout.layer_data(layer)], pieces)?;
                 }
+            }
+            if self.paranoid {
+                self.compare(stream, &task.blocks[index].rows, record)?;
             }
             Ok(())
         });

@@ -5,6 +5,7 @@
 //! staged and published ([`dump`]); bounded queues; deadlines on every wait; verification of everything that comes
 //! from a medium. Deadlines of I/O are kept by the backend's pool, those of tasks by whoever looks at them.
 
+mod audit;
 mod config;
 mod dump;
 mod guard;
@@ -20,14 +21,14 @@ use std::time::Duration;
 
 use hashlink::LruCache;
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, MissReason, Part, Result, limits};
+use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result, limits};
 use ucm_device::{Device, DeviceSpan, HostArena, SlotPool, Stream};
-use ucm_infra::{Clock, Lane, Mono, WorkerPool};
+use ucm_infra::{Clock, IdSet, Lane, Mono, WorkerPool};
 
-use crate::backend::{Backend, ReadDone};
+use crate::backend::Backend;
 use crate::events::{Event, Events};
 use crate::health::Breaker;
-use crate::record::{Expect, RecordLayout, verify};
+use crate::record::RecordLayout;
 use crate::stats::Stats;
 
 pub use config::{Deadlines, EngineConfig, Hint, Row};
@@ -63,6 +64,7 @@ pub struct Core {
     identity: Identity,
     part: Part,
     writer: u64,
+    paranoid: bool,
     deadlines: Deadlines,
     clock: Arc<dyn Clock>,
     backend: Arc<dyn Backend>,
@@ -79,10 +81,14 @@ pub struct Core {
     copy_limit: usize,
     refused: Refused,
     hints: Mutex<LruCache<BlockId, Hint>>,
+    /// Blocks whose next dump is compared with what is stored.
+    marked: IdSet<BlockId>,
     breaker: Breaker,
     /// Which memory pages the staging slots lie on, for the log.
     pages: &'static str,
     ready: AtomicBool,
+    /// Blocks cannot be stored for a reason that somebody must remove, and the log said so.
+    unwritable: AtomicBool,
     closed: AtomicBool,
     pid: u32,
     stats: Stats,
@@ -151,6 +157,7 @@ impl Engine {
             identity: config.identity,
             part: config.part,
             writer: config.writer,
+            paranoid: config.paranoid,
             deadlines: config.deadlines,
             clock,
             backend,
@@ -165,8 +172,10 @@ impl Engine {
             pages,
             refused: Refused::default(),
             hints: Mutex::new(LruCache::new(REMEMBERED)),
+            marked: IdSet::default(),
             breaker: Breaker::new(config.breaker),
             ready: AtomicBool::new(false),
+            unwritable: AtomicBool::new(false),
             closed: AtomicBool::new(false),
             pid: std::process::id(),
             stats: Stats::default(),
@@ -380,18 +389,5 @@ impl Core {
         let result = run(&mut *stream)?; // a stream that failed is not used again
         self.streams.lock().push(stream);
         Ok(result)
-    }
-
-    fn verify(&self, id: BlockId, read: &ReadDone) -> std::result::Result<(), MissReason> {
-        let expect = Expect {
-            id,
-            namespace: *self.identity.digest(),
-            part: self.part,
-            layout: &self.layout,
-        };
-        if read.stored_len > self.layout.record_len() as u64 {
-            return Err(MissReason::WrongLength);
-        }
-        verify(&read.slot.as_slice()[..read.read], &expect).map(|_| ())
     }
 }

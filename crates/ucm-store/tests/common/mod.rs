@@ -3,6 +3,9 @@
 #![allow(unsafe_code, reason = "device addresses of the tests' own buffers")]
 #![allow(dead_code, reason = "each test file uses its part of this")]
 
+pub(crate) mod bench;
+pub(crate) mod mount;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,6 +18,7 @@ use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::{Clock, SystemClock};
 use ucm_io::{Fault, FaultyEngine, Gate, IoEngine, OpKind, PsyncEngine, PsyncOptions, Rule};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
+use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 use ucm_store::posix::{PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
@@ -32,6 +36,8 @@ pub(crate) struct Setup {
     pub(crate) part: Part,
     pub(crate) deadlines: Deadlines,
     pub(crate) breaker: BreakerConfig,
+    pub(crate) quarantine: QuarantineConfig,
+    pub(crate) paranoid: bool,
     pub(crate) lookup_only: bool,
     pub(crate) workers: usize,
     pub(crate) copy_threads: usize,
@@ -55,8 +61,11 @@ impl Default for Setup {
             breaker: BreakerConfig {
                 threshold: u32::MAX,
                 cool_down: Duration::from_secs(1),
+                window: Duration::from_secs(60),
                 max_stuck: usize::MAX,
             },
+            quarantine: QuarantineConfig::default(),
+            paranoid: false,
             lookup_only: false,
             workers: 4,
             copy_threads: 1,
@@ -116,6 +125,7 @@ impl Store {
         let record = RecordLayout::new(&geometry).describing(16, DType::F32);
         let record_len = record.record_len() as u64;
         let identity = identity(setup.weights);
+        let writer = ucm_store::random_u64();
         let posix = PosixConfig {
             root: root.to_owned(),
             identity: identity.clone(),
@@ -129,7 +139,8 @@ impl Store {
                 .capacity
                 .and_then(std::num::NonZeroU64::new)
                 .map(Capacity::Bytes),
-            writer: ucm_store::random_u64(),
+            writer,
+            quarantine: setup.quarantine,
         };
         let backend = PosixBackend::new(
             posix,
@@ -150,7 +161,8 @@ impl Store {
             copy_threads: setup.copy_threads,
             deadlines: setup.deadlines,
             breaker: setup.breaker,
-            writer: 7,
+            writer,
+            paranoid: setup.paranoid,
         };
         let device: Arc<dyn ucm_device::Device> = match &setup.device {
             Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,
@@ -268,6 +280,11 @@ impl Device {
         }
     }
 
+    /// Changes what a block holds.
+    pub(crate) fn change(&mut self, id: BlockId, change: impl FnOnce(&mut [u8])) {
+        change(self.blocks.get_mut(&id).unwrap());
+    }
+
     /// One row per shard of each block.
     pub(crate) fn rows(&self, ids: &[BlockId]) -> Vec<Row> {
         let shards = self.setup.layers / self.setup.layers_per_shard;
@@ -295,6 +312,11 @@ impl Device {
     /// Whether the block holds what its id stands for.
     pub(crate) fn is_right(&self, id: BlockId) -> bool {
         self.blocks[&id] == content(&self.setup, id)
+    }
+
+    /// Whether both hold the same blocks.
+    pub(crate) fn equals(&self, other: &Self) -> bool {
+        self.blocks == other.blocks
     }
 
     pub(crate) fn is_blank(&self, id: BlockId) -> bool {

@@ -132,6 +132,9 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     ) -> None:
         self._open().describe(block_ids, parents, ordinals, tokens)
 
+    def audit(self, block_ids: Sequence[bytes]) -> None:
+        self._open().audit(block_ids)
+
     def touch(self, block_ids: Sequence[bytes]) -> None:
         self._open().touch(block_ids)
 

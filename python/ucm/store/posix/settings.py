@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from ucm.config.model import Deadlines, StoreSettings
+from ucm.config.model import BreakerConfig, Deadlines, QuarantineConfig, StoreSettings
 from ucm.config.words import nearest
 from ucm.errors import ConfigError, InvalidInputError
 
@@ -59,6 +59,8 @@ class PosixStoreSettings(StoreSettings):
     #: Words for the manifest, outside the identity.
     labels: dict[str, str] = Field(default_factory=dict)
     deadlines: Deadlines = Deadlines()
+    breaker: BreakerConfig = BreakerConfig()
+    quarantine: QuarantineConfig = QuarantineConfig()
 
     @model_validator(mode="after")
     def _one_root(self) -> PosixStoreSettings:
@@ -107,6 +109,9 @@ class PosixStoreSettings(StoreSettings):
             "dump_s": self.deadlines.dump_s,
             "probe_s": self.deadlines.probe_s,
             "shutdown_s": self.deadlines.shutdown_s,
+            "paranoid": self.verify == "paranoid",
+            **{f"breaker_{key}": value for key, value in self.breaker.model_dump().items()},
+            **{f"quarantine_{key}": value for key, value in self.quarantine.model_dump().items()},
         }
 
 

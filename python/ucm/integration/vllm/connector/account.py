@@ -157,13 +157,15 @@ def misses(
     if at >= full:
         return {}
     lookup = tracked.lookup
-    if tracked.reason or lookup is None:
+    audited = tracked.reason == MissReason.AUDIT
+    if (tracked.reason and not audited) or lookup is None:
         return {tracked.reason or MissReason.INTERNAL: full - at}
     stored = min(max(lookup.hits, at), full)
     found[lookup.reason] = full - stored
     claimable, why = tracked.claimable_and_why(presence, block_tokens)
     claimable = min(max(claimable, at), stored)
     short = not hit and (claimable - local) * block_tokens < min_hit_tokens
-    found[MissReason.TOO_SHORT if short else MissReason.NOT_TAKEN] += claimable - at
+    declined = MissReason.AUDIT if audited else MissReason.TOO_SHORT if short else MissReason.NOT_TAKEN
+    found[declined] += claimable - at
     found[why] += stored - claimable
     return {reason: count for reason, count in found.items() if count > 0}

@@ -91,14 +91,14 @@ class DumpPlanner:
     def plan(self, tracked: Tracked, upto: int, blocks: Sequence[KVCacheBlock], room: int) -> list[Dump]:
         """Offer what ``tracked`` holds of its first ``upto`` blocks, at most ``room`` of them; advances its cursor."""
         plans: list[Dump] = []
-        at, keys = tracked.cursor, tracked.keys
+        at = tracked.cursor
         upto = min(upto, len(blocks))
         while at < upto:
-            if not self._presence.offerable(keys[at]):
+            if not self._offerable(tracked, at):
                 at += 1
                 continue
             end = at
-            while end < upto and end - at < min(JOB_BLOCKS, room) and self._presence.offerable(keys[end]):
+            while end < upto and end - at < min(JOB_BLOCKS, room) and self._offerable(tracked, end):
                 if blocks[end].is_null:
                     break
                 end += 1
@@ -109,6 +109,10 @@ class DumpPlanner:
             at = end
         tracked.cursor = at
         return plans
+
+    def _offerable(self, tracked: Tracked, at: int) -> bool:
+        key = tracked.keys[at]
+        return self._presence.offerable(key) or (at in tracked.audit and not self._presence.is_writing(key))
 
     def _job(self, tracked: Tracked, start: int, end: int, blocks: Sequence[KVCacheBlock]) -> Dump:
         assert self._pool is not None  # room() was above zero
@@ -126,6 +130,7 @@ class DumpPlanner:
             parent=tracked.keys[start - 1] if start else b"",
             keys=join_keys(keys),
             blocks=np.fromiter((block.block_id for block in pinned), dtype=np.int64, count=len(pinned)),
+            audit=start < tracked.audit.stop and end > tracked.audit.start,
         )
 
     def report(self, rank: RankReport, live: Iterable[Tracked]) -> None:

@@ -161,6 +161,7 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
         lookup_allowance=config.deadlines.lookup_ms / 1000,
         pace=Pace(config.deadlines.load_min_ms / 1000, config.deadlines.load_max_s),
         may_load=_may_load(vllm_config),
+        audit_one_in=config.audit_one_in,
         closers=(weights.close, adapters.close, background.close),
     )
 

@@ -57,6 +57,7 @@ class Dump:
     parent: bytes  # key of the block before the first, empty for the start of a chain
     keys: bytes
     blocks: npt.NDArray[np.int64]
+    audit: bool = False  # compare with what is stored
 
 
 @dataclass(slots=True)

@@ -34,6 +34,10 @@ class Presence:
         """Whether offering this block makes sense now."""
         return key not in self._writing and (key not in self._present or key in self._refused)
 
+    def is_writing(self, key: bytes) -> bool:
+        """Whether a job is writing this block."""
+        return key in self._writing
+
     def writing(self, keys: Iterable[bytes], job: int) -> None:
         """These blocks are being written by ``job``."""
         for key in keys:

@@ -54,11 +54,13 @@ class SchedulerHalf:
         lookup_allowance: float,
         pace: Pace,
         may_load: bool = True,
+        audit_one_in: int = 0,
         closers: Sequence[Callable[[], None]] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``block_tokens``: tokens of one device block; ``lookup_allowance``: seconds from vLLM's first question;
-        ``may_load``: whether vLLM hands out only blocks that no step under way still writes."""
+        ``may_load``: whether vLLM hands out only blocks that no step under way still writes; ``audit_one_in``: one hit
+        in so many is computed and compared, 0 for none."""
         self.gate = gate
         self._make_keys = make_keys
         self._make_lookups = make_lookups
@@ -68,6 +70,8 @@ class SchedulerHalf:
         self._allowance = lookup_allowance
         self._pace = pace
         self._may_load = may_load
+        self._audit_one_in = audit_one_in
+        self._hits = 0
         self._closers = closers
         self._clock = clock
         self._presence = Presence()
@@ -132,7 +136,12 @@ class SchedulerHalf:
         tracked.adopt(self._presence)
         tokens = tracked.claimable(self._presence, self._block_tokens) * self._block_tokens - computed
         tracked.reason = None
-        return (tokens, True) if tokens >= max(self._min_hit_tokens, 1) else (0, False)
+        if tokens < max(self._min_hit_tokens, 1):
+            return 0, False
+        if self._audits(tracked, computed // self._block_tokens, (computed + tokens) // self._block_tokens):
+            tracked.reason = MissReason.AUDIT
+            return 0, False
+        return tokens, True
 
     def admitted(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Blocks were allocated; with ``external`` > 0 that many tokens are to be loaded into them."""
@@ -358,6 +367,15 @@ class SchedulerHalf:
         self._lookups = self._make_lookups(self.gate.store, self.gate.masks)
         self.dumps.open(self.gate.ranks)
         return True
+
+    def _audits(self, tracked: Tracked, first: int, end: int) -> bool:
+        """Whether this hit is the one in N that is computed all the same; decided once per request."""
+        if self._audit_one_in and not tracked.judged:
+            tracked.judged = True
+            self._hits += 1
+            if self._hits % self._audit_one_in == 0:
+                tracked.audit = range(first, end)
+        return bool(tracked.audit)
 
     def _start_lookup(self, tracked: Tracked) -> None:
         assert self._lookups is not None and self._keys is not None  # the gate is open

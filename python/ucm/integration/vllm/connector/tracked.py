@@ -26,9 +26,11 @@ class Tracked:
 
     __slots__ = (
         "asked",
+        "audit",
         "banned_from",
         "cursor",
         "failures",
+        "judged",
         "keyable",
         "keys",
         "loading",
@@ -47,6 +49,8 @@ class Tracked:
         self.keyable = True  # False: it has no keys and never will
         self.lookup: Lookup | None = None
         self.cursor = 0  # blocks before it were offered, or are in the store
+        self.judged = False  # whether this hit is audited was decided
+        self.audit = range(0)  # ordinals of stored blocks that are computed to be compared
         self.banned_from = _NEVER  # ordinal of the first block that failed to load
         self.local = 0  # tokens found on the device, as of vLLM's last question
         self.loading = range(0)  # ordinals of a load, between its admission and the last rank's word about it

@@ -176,6 +176,8 @@ class Dumps:
                     ordinals=list(range(dump.first, dump.first + len(ids))),
                     tokens=[block_tokens] * len(ids),
                 )
+                if dump.audit:
+                    store.audit(ids)
                 task = store.dump_data(ids, [0] * len(ids), layout.addresses(dump.blocks), event[0])
             except BusyError:
                 refused.add(dump.request)

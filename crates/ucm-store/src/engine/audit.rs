@@ -1,0 +1,117 @@
+//! Comparing what should be the same: the self-audit, and the second look of `verify: paranoid`.
+//!
+//! Whoever computes declines one hit in N and marks the blocks; when they are dumped, what was computed is compared
+//! with what is stored. A difference beyond the tolerance is counted and told, and that is all: the record proved itself
+//! by its checksums, so the fault may as well lie with the identity, with the engine that wrote it, or with the one
+//! that computes now.
+
+use std::sync::Arc;
+
+use ucm_core::{BlockId, Error, ErrorKind, Result};
+use ucm_device::{Slot, Stream};
+
+use super::Core;
+use super::dump::Assembly;
+use super::load::BlockRowList;
+use crate::backend::{ReadDone, WriteOptions, Written};
+use crate::deviation::{deviation, tolerance};
+use crate::events::Level;
+use crate::stats::Stats;
+
+/// Most blocks marked at once. To forget one is to skip its audit.
+const MOST_MARKED: usize = 1 << 16;
+
+impl Core {
+    /// The next dump of each of these blocks is compared with what is stored, where it would only find it there. The
+    /// outcome is counted (`audits`, `audit_deviations`); nothing is refused or replaced by it.
+    pub fn audit(&self, ids: &[BlockId]) -> Result<()> {
+        self.usable()?;
+        for &id in ids {
+            if self.marked.insert(id) && self.marked.len() > MOST_MARKED {
+                self.marked.clear();
+            }
+        }
+        Ok(())
+    }
+
+    /// The deviation up to which two computations of a block count as the same.
+    pub fn audit_tolerance(&self) -> f64 {
+        tolerance(self.layout.dtype())
+    }
+
+    /// Reads the stored block and compares it with the whole record in `slot`; writes as usual if there is none to
+    /// compare with, or no slot to read it into.
+    pub(super) fn write_audited(
+        self: &Arc<Self>,
+        assembly: &Arc<Assembly>,
+        slot: Slot,
+        options: WriteOptions,
+    ) {
+        let (id, deadline) = (assembly.id(), assembly.deadline());
+        let Some(room) = self.slots.try_acquire_above(self.reserved_slots) else {
+            return self.write(assembly, slot, options);
+        };
+        let (core, assembly) = (Arc::clone(self), Arc::clone(assembly));
+        let done = Box::new(move |result: Result<ReadDone>| match result {
+            Ok(stored) if core.verify(id, &stored).is_ok() => {
+                core.audited(id, core.deviation(stored.slot.as_slice(), slot.as_slice()));
+                drop((stored, slot));
+                core.write_done(&assembly, false, Ok(Written::Present));
+            }
+            answer => {
+                drop(answer); // with the slot that was read into
+                core.write(&assembly, slot, options);
+            }
+        });
+        self.backend.read(id, room, false, deadline, done);
+    }
+
+    /// The largest deviation of any tensor of two records.
+    fn deviation(&self, stored: &[u8], computed: &[u8]) -> f64 {
+        let mut most = 0f64;
+        for layer in 0..self.geometry.layers() {
+            let mut at = self.layout.layer_data(layer).start;
+            for &size in self.geometry.tensors() {
+                let tensor = at..at + size as usize;
+                at = tensor.end;
+                most = most.max(deviation(
+                    self.layout.dtype(),
+                    &stored[tensor.clone()],
+                    &computed[tensor],
+                ));
+            }
+        }
+        most
+    }
+
+    fn audited(&self, id: BlockId, deviation: f64) {
+        Stats::add(&self.stats.audits, 1);
+        let tolerance = self.audit_tolerance();
+        if deviation <= tolerance {
+            return;
+        }
+        Stats::add(&self.stats.audit_deviations, 1);
+        let text = format!(
+            "block {id}, computed again, differs from the stored one by {deviation:.3} of its largest value (up to \
+             {tolerance} is usual): look at what writes and what computes before blaming the record"
+        );
+        self.say(Level::Warning, text);
+    }
+
+    /// Whether the device holds what was copied to it.
+    pub(super) fn compare(&self, stream: &mut dyn Stream, rows: &BlockRowList, record: &[u8]) -> Result<()> {
+        let mut arrived = Vec::new();
+        for (_, shard, spans) in rows {
+            for (layer, pieces) in self.layers_of(*shard, spans) {
+                let data = &record[self.layout.layer_data(layer)];
+                arrived.resize(data.len(), 0);
+                stream.gather(pieces, &mut arrived)?;
+                if arrived != data {
+                    let wrong = "the device does not hold what was copied to it";
+                    return Err(Error::new(ErrorKind::Io, wrong).with("layer", layer));
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,303 @@
+//! Evidence of damage: records that proved to be damaged are moved aside, so that somebody can look at them.
+//!
+//! Healing never needs this; the next dump replaces a refused record whatever became of the old one. So everything
+//! here is best effort, on the lane of housekeeping, and must not eat a good store: a record is moved only after one
+//! more look at it past every cache, not while another host may still be writing it, and only a few a minute; when
+//! more are damaged the medium is sick, not the records, and the breaker opens. What was moved is bounded in number,
+//! in bytes and by age. What evidence is and how much of it is kept:
+//! [`crate::evidence`].
+
+use std::collections::{HashSet, VecDeque};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_infra::Mono;
+use ucm_io::{FileMeta, IoBuf, IoDone, IoOp, ReadMode};
+
+use crate::backend::{Done, Quarantined};
+use crate::evidence::{DIR, Evidence, evidence_name, evidence_time, is_damage, too_much};
+use crate::layout::is_namespace;
+use crate::posix::Shared;
+use crate::record::RecordHeader;
+
+/// Most records waiting to be looked at; damage beyond that leaves no evidence.
+const MAX_WAITING: usize = 64;
+/// How long all of one record may take.
+const STEP: Duration = Duration::from_secs(30);
+/// How long the move itself may take: a dump of the same record waits for it.
+const MOVE: Duration = Duration::from_secs(5);
+/// The span in which damaged records are counted.
+const MINUTE: Duration = Duration::from_secs(60);
+/// Age below which damage in another writer's record may be a write not seen whole yet.
+const YOUNG_NS: u64 = 60_000_000_000;
+
+/// Records that wait to be looked at, and how many were damaged of late.
+#[derive(Default)]
+pub(crate) struct Waiting(Mutex<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    queue: VecDeque<(BlockId, Done<Quarantined>)>,
+    /// A job is taking them from the queue.
+    running: bool,
+    /// Records this process is writing: they are not moved.
+    writing: HashSet<BlockId>,
+    /// The record that is being moved, and what shall be written under its name as soon as that is over.
+    moving: Option<BlockId>,
+    deferred: Vec<Write>,
+    /// When damaged records were found within the last minute, oldest first.
+    recent: VecDeque<Mono>,
+}
+
+/// The start of a write.
+type Write = Box<dyn FnOnce() + Send>;
+
+impl Waiting {
+    /// Starts a write of this record, once nobody moves what has its name.
+    pub(crate) fn write(&self, id: BlockId, start: Write) {
+        let mut inner = self.0.lock();
+        if inner.moving == Some(id) {
+            inner.deferred.push(start);
+            return;
+        }
+        inner.writing.insert(id);
+        drop(inner);
+        start();
+    }
+
+    /// The write of this record has ended.
+    pub(crate) fn written(&self, id: BlockId) {
+        self.0.lock().writing.remove(&id);
+    }
+
+    /// Moves a record, unless it is being written; `None` then.
+    fn moved<T>(&self, id: BlockId, run: impl FnOnce() -> T) -> Option<T> {
+        {
+            let mut inner = self.0.lock();
+            if inner.writing.contains(&id) {
+                return None;
+            }
+            inner.moving = Some(id);
+        }
+        let result = run();
+        let deferred = {
+            let mut inner = self.0.lock();
+            inner.moving = None;
+            let deferred = std::mem::take(&mut inner.deferred);
+            if !deferred.is_empty() {
+                inner.writing.insert(id);
+            }
+            deferred
+        };
+        deferred.into_iter().for_each(|start| start());
+        Some(result)
+    }
+
+    /// Counts one damaged record; false if there are too many of late.
+    fn count(&self, now: Mono, most: u32) -> bool {
+        let recent = &mut self.0.lock().recent;
+        while recent.front().is_some_and(|&first| now.since(first) >= MINUTE) {
+            recent.pop_front();
+        }
+        let room = recent.len() < most as usize;
+        if room {
+            recent.push_back(now);
+        }
+        room
+    }
+}
+
+impl Shared {
+    /// Lets the background job look at a record that was refused for damage, and keep it.
+    pub(crate) fn quarantine(self: &Arc<Self>, id: BlockId, done: Done<Quarantined>) {
+        let start = {
+            let mut inner = self.waiting.0.lock();
+            if self.config.lookup_only || inner.queue.len() >= MAX_WAITING {
+                drop(inner);
+                return done(Ok(Quarantined::LeftAlone));
+            }
+            inner.queue.push_back((id, done));
+            !std::mem::replace(&mut inner.running, true)
+        };
+        if start {
+            let shared = Arc::clone(self);
+            let work = move || {
+                shared.drain();
+                Ok(())
+            };
+            let shared = Arc::clone(self);
+            let ended = move |result: Result<()>| {
+                if let Err(error) = result {
+                    shared.give_up(&error);
+                }
+            };
+            // The job is never late as a whole: every step in it has its own deadline.
+            self.space.in_background(Mono::NEVER, work, Box::new(ended));
+        }
+    }
+
+    fn drain(&self) {
+        loop {
+            let next = {
+                let mut inner = self.waiting.0.lock();
+                inner.running = !inner.queue.is_empty();
+                inner.queue.pop_front()
+            };
+            let Some((id, done)) = next else { return };
+            done(self.examine(id, self.clock.now().after(STEP)));
+        }
+    }
+
+    /// The job did not run: those who wait are told.
+    fn give_up(&self, error: &Error) {
+        let queue = {
+            let mut inner = self.waiting.0.lock();
+            inner.running = false;
+            std::mem::take(&mut inner.queue)
+        };
+        queue.into_iter().for_each(|(_, done)| done(Err(error.clone())));
+    }
+
+    /// Looks at one record once more and moves it aside if it is damaged, its own and old enough.
+    fn examine(&self, id: BlockId, deadline: Mono) -> Result<Quarantined> {
+        let path = self.layout.record(id);
+        let op = IoOp::Stat {
+            paths: vec![self.layout.marker(), path.clone()],
+            stop_at_missing: false,
+        };
+        let IoDone::Stat(metas) = self.call(deadline, op)? else {
+            return Err(Error::internal("a stat answered with something else"));
+        };
+        let (marker, meta) = (metas.first().copied().flatten(), metas.get(1).copied().flatten());
+        self.check_root(marker)?;
+        let Some(meta) = meta else {
+            return Ok(Quarantined::LeftAlone); // removed or not to be seen: nothing to keep
+        };
+        let Some(reason) = self.damage(id, &path, &meta, deadline)? else {
+            return Ok(Quarantined::LeftAlone);
+        };
+        let bounds = self.config.quarantine;
+        if !self.waiting.count(self.clock.now(), bounds.max_per_minute) {
+            return Ok(Quarantined::Stopped);
+        }
+        if !bounds.enabled {
+            return Ok(Quarantined::LeftAlone);
+        }
+        let dir = self.layout.namespace().join(DIR);
+        self.make_dir(dir.clone(), deadline)?;
+        let to = dir.join(evidence_name(id, reason, self.clock.wall_ns() / 1_000_000_000));
+        let (from, ino) = (path, meta.ino);
+        let deadline = self.clock.now().after(MOVE);
+        let op = IoOp::Rename { from, to, ino };
+        match self.waiting.moved(id, || self.call(deadline, op)).transpose()? {
+            Some(IoDone::Renamed(true)) => {}
+            Some(IoDone::Renamed(false)) | None => return Ok(Quarantined::LeftAlone), // replaced meanwhile
+            Some(_) => return Err(Error::internal("a rename answered with something else")),
+        }
+        self.sweep_quarantine(self.space.usage().capacity, deadline)?;
+        Ok(Quarantined::Kept)
+    }
+
+    /// What is wrong with a record by one more read past every cache; `None` if nothing is, if it is not damage, or
+    /// if another writer may be about to finish it.
+    fn damage(
+        &self,
+        id: BlockId,
+        path: &Path,
+        meta: &FileMeta,
+        deadline: Mono,
+    ) -> Result<Option<MissReason>> {
+        let len = self.config.record.record_len();
+        let op = IoOp::Read {
+            path: path.to_owned(),
+            offset: 0,
+            len,
+            buf: IoBuf::Heap(vec![0; len]),
+            mode: ReadMode::FreshDirect,
+        };
+        let (buf, read, file_len) = match self.call(deadline, op) {
+            Ok(IoDone::Read { buf, read, file_len }) => (buf, read, file_len),
+            Ok(_) => return Err(Error::internal("a read answered with something else")),
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let bytes = &buf[..read];
+        let Err(reason) = self.judge(id, bytes, file_len) else {
+            return Ok(None);
+        };
+        // The header says who wrote it and when; a damaged one does not, and the file's time is cut to the minute.
+        let (ours, written) = match RecordHeader::decode(bytes) {
+            Ok(header) => (header.meta.writer == self.config.writer, header.meta.time_ns),
+            Err(_) => {
+                let stamp = u64::try_from(meta.mtime_ns).unwrap_or(0);
+                (false, stamp.saturating_add(YOUNG_NS))
+            }
+        };
+        let young = self.clock.wall_ns() < written.saturating_add(YOUNG_NS);
+        Ok(Some(reason).filter(|&reason| is_damage(reason) && (ours || !young)))
+    }
+
+    /// What lies in a directory; nothing in one that is not there.
+    fn entries(&self, dir: PathBuf, deadline: Mono) -> Result<Vec<(OsString, FileMeta)>> {
+        match self.call(deadline, IoOp::List { dir }) {
+            Ok(IoDone::List(entries)) => Ok(entries),
+            Ok(_) => Err(Error::internal("a listing answered with something else")),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Removes evidence below the root that is too old or too much.
+    pub(crate) fn sweep_quarantine(&self, limit: u64, deadline: Mono) -> Result<()> {
+        let mut found = Vec::new();
+        for (name, meta) in self.entries(self.layout.root().to_owned(), deadline)? {
+            if !meta.is_dir || !is_namespace(&name) {
+                continue;
+            }
+            let dir = self.layout.root().join(&name).join(DIR);
+            for (name, meta) in self.entries(dir.clone(), deadline)? {
+                if let Some(seconds) = evidence_time(&name).filter(|_| !meta.is_dir) {
+                    let (path, len) = (dir.join(&name), meta.len);
+                    found.push(Evidence { path, seconds, len });
+                }
+            }
+        }
+        let now = self.clock.wall_ns() / 1_000_000_000;
+        let dead = too_much(found, &self.config.quarantine, limit, now);
+        if dead.is_empty() {
+            return Ok(());
+        }
+        let before = self.space.counts();
+        let paths = dead.iter().map(|one| one.path.clone()).collect();
+        let IoDone::Removed(answers) = self.call(deadline, IoOp::Remove { paths })? else {
+            return Err(Error::internal("a removal answered with something else"));
+        };
+        let gone = dead
+            .iter()
+            .zip(answers)
+            .filter(|(_, answer)| matches!(answer, Ok(true)));
+        let freed = gone.map(|(one, _)| one.len).sum();
+        self.space.deleted(freed, before);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_minute_passes_before_more_is_kept() {
+        let waiting = Waiting::default();
+        let at = |s: u64| Mono(s * 1_000_000_000);
+        assert!(waiting.count(at(0), 2) && waiting.count(at(30), 2));
+        assert!(!waiting.count(at(59), 2), "the third within a minute");
+        assert!(waiting.count(at(60), 2), "the first is a minute ago");
+        assert!(!waiting.count(at(61), 2));
+        assert!(!waiting.count(at(200), 0));
+    }
+}

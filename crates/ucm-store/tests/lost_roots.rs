@@ -1,0 +1,314 @@
+//! A root that goes away, changes or refuses while an engine runs: misses with the right reason, no byte written where
+//! it does not belong, and all as before when the cause is gone, without a restart.
+
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
+mod common;
+
+use std::path::Path;
+use std::time::Duration;
+
+use common::mount::{Place, copy_all};
+use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
+use ucm_core::{BlockId, Error, ErrorKind};
+use ucm_io::{Fault, OpKind, Rule};
+use ucm_store::health::BreakerConfig;
+
+/// As configured by default, so that a breaker that opens for the wrong reason shows.
+fn setup() -> Setup {
+    Setup {
+        breaker: BreakerConfig::default(),
+        capacity: Some(16 << 20),
+        ..Setup::default()
+    }
+}
+
+fn opened(root: &Path) -> (Store, Device) {
+    let setup = setup();
+    let device = Device::filled(&setup, &ids(60));
+    let store = Store::open(root, setup);
+    store.dump(&device, &ids(3)).unwrap();
+    (store, device)
+}
+
+fn refused(store: &Store, device: &Device, block: BlockId) -> Error {
+    store.dump(device, &[block]).unwrap_err().remove(0).1
+}
+
+/// Everything works: what was stored is found and read, more can be stored.
+fn all_is_well(store: &Store, device: &Device, stored: &[BlockId]) {
+    eventually("blocks are stored again", || {
+        store.dump(device, &[id(50)]).is_ok()
+    });
+    assert_eq!(store.stat("healthy"), 1);
+    let known: Vec<BlockId> = stored.iter().copied().chain([id(50)]).collect();
+    assert_eq!(store.engine.lookup(&known).unwrap(), vec![true; known.len()]);
+    let target = Device::blank(&store.setup, &known);
+    store.load(&target, &known).unwrap();
+    assert!(known.iter().all(|&block| target.is_right(block)));
+}
+
+fn said(store: &Store, text: &str) -> usize {
+    let events = store.engine.events();
+    events.iter().filter(|event| event.text.contains(text)).count()
+}
+
+/// Files below a directory.
+fn files(dir: &Path) -> usize {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    entries
+        .map(|entry| {
+            if entry.path().is_dir() {
+                files(&entry.path())
+            } else {
+                1
+            }
+        })
+        .sum()
+}
+
+#[test]
+fn a_read_only_root_is_read_and_said_once() {
+    let Some(place) = Place::new(4096) else { return };
+    let (store, device) = opened(&place.path("root"));
+    place.read_only("root", true);
+    let blocks = ids(12);
+    for &block in &blocks[3..] {
+        let error = refused(&store, &device, block);
+        assert_eq!((error.kind(), error.os_code()), (ErrorKind::Io, Some(30)));
+    }
+    assert_eq!(said(&store, "could not be stored"), 1);
+    assert_eq!((store.stat("healthy"), store.stat("breaker_opened")), (1, 0));
+    let target = Device::blank(&store.setup, &ids(3));
+    store.load(&target, &ids(3)).unwrap();
+    assert!(target.is_right(id(2)));
+    assert_eq!(store.engine.lookup(&ids(4)).unwrap(), [true, true, true, false]);
+    place.read_only("root", false);
+    all_is_well(&store, &device, &ids(3));
+    assert_eq!(said(&store, "stored again"), 1);
+}
+
+#[test]
+fn a_root_that_is_read_only_at_the_start_is_read_too() {
+    let Some(place) = Place::new(4096) else { return };
+    drop(opened(&place.path("root")));
+    place.read_only("root", true);
+    let device = Device::filled(&setup(), &ids(60));
+    let store = Store::open(&place.path("root"), setup());
+    let target = Device::blank(&store.setup, &ids(3));
+    store.load(&target, &ids(3)).unwrap();
+    assert!(target.is_right(id(0)));
+    assert_eq!(refused(&store, &device, id(3)).os_code(), Some(30));
+    assert_eq!(said(&store, "could not be stored"), 1);
+    // Another part's directories and manifest cannot be made, and need not be.
+    let others = Setup {
+        weights: "others",
+        ..setup()
+    };
+    let other = Store::open(&place.path("root"), others.clone());
+    assert_eq!(other.engine.lookup(&ids(3)).unwrap(), [false; 3]);
+    assert_eq!((other.stat("healthy"), other.missed("absent")), (1, 3));
+    place.read_only("root", false);
+    all_is_well(&store, &device, &ids(3));
+    all_is_well(&other, &Device::filled(&others, &ids(60)), &[]);
+}
+
+#[test]
+fn an_unmarked_root_that_is_read_only_is_taken_up_when_it_can_be_marked() {
+    let Some(place) = Place::new(4096) else { return };
+    place.read_only("root", true);
+    let store = Store::open(&place.path("root"), patient());
+    assert_eq!(store.engine.lookup(&ids(2)).unwrap(), [false; 2]);
+    assert_eq!((store.missed("unhealthy"), store.stat("healthy")), (2, 0));
+    assert_eq!(said(&store, "switched off"), 1);
+    place.read_only("root", false);
+    taken_up(&store);
+    all_is_well(&store, &Device::filled(&setup(), &ids(60)), &[]);
+}
+
+#[test]
+fn a_damaged_marker_at_the_start_is_named_and_the_root_taken_up_when_it_is_put_right() {
+    let dir = directory();
+    drop(opened(dir.path()));
+    let marker = dir.path().join("ucm-root.json");
+    let ours = std::fs::read(&marker).unwrap();
+    std::fs::write(&marker, &ours[..ours.len() / 2]).unwrap();
+    let store = Store::open(dir.path(), patient());
+    assert_eq!(store.engine.lookup(&ids(2)).unwrap(), [false; 2]);
+    assert_eq!(store.missed("unhealthy"), 2);
+    assert_eq!(said(&store, "marker is damaged"), 1);
+    std::fs::write(&marker, ours).unwrap();
+    taken_up(&store);
+    all_is_well(&store, &Device::filled(&setup(), &ids(60)), &ids(3));
+}
+
+/// A breaker that is soon over: the first to come after its time has the root looked at.
+fn patient() -> Setup {
+    let breaker = BreakerConfig {
+        cool_down: Duration::from_millis(1),
+        ..BreakerConfig::default()
+    };
+    Setup { breaker, ..setup() }
+}
+
+fn taken_up(store: &Store) {
+    eventually("the root is taken up", || {
+        let _ = store.engine.lookup(&ids(1));
+        store.stat("healthy") == 1
+    });
+}
+
+#[test]
+fn an_unmounted_share_is_never_written_beside() {
+    let Some(mut place) = Place::new(4096) else { return };
+    place.bind("root", "share");
+    let share = place.path("share");
+    let (store, device) = opened(&share);
+    place.unmount("share");
+    for block in ids(20) {
+        let error = refused(&store, &device, block);
+        assert_eq!(error.kind(), ErrorKind::Foreign);
+        assert!(error.to_string().contains("marker"), "{error}");
+    }
+    assert_eq!(files(&share), 0, "nothing was written where it was mounted");
+    assert_eq!(store.engine.lookup(&ids(3)).unwrap(), [false; 3]);
+    assert_eq!((store.missed("absent"), store.stat("healthy")), (3, 1));
+    assert_eq!(said(&store, "could not be stored"), 1, "once");
+    place.bind("root", "share");
+    all_is_well(&store, &device, &ids(3));
+}
+
+#[test]
+fn the_same_root_on_another_device_is_taken_up_and_another_root_is_not() {
+    let Some(mut place) = Place::new(4096) else { return };
+    place.bind("root", "share");
+    let share = place.path("share");
+    let (store, device) = opened(&share);
+    place.unmount("share");
+    // Somebody else's root, whole and marked.
+    place.tmpfs("share", 4096);
+    let theirs = Store::open(&share, setup());
+    theirs.dump(&device, &[id(9)]).unwrap();
+    drop(theirs);
+    let before = files(&share);
+    for _ in 0..3 {
+        assert_eq!(refused(&store, &device, id(0)).kind(), ErrorKind::Foreign);
+    }
+    assert_eq!(files(&share), before);
+    // What is there is read all the same: every record says whose it is.
+    assert_eq!(store.engine.lookup(&[id(9), id(0)]).unwrap(), [true, false]);
+    place.unmount("share");
+    // A share mounted anew gets another device number.
+    place.tmpfs("share", 4096);
+    copy_all(&place.path("root"), &share);
+    all_is_well(&store, &device, &ids(3));
+}
+
+#[test]
+fn a_root_that_was_removed_is_made_again() {
+    let dir = directory();
+    let root = dir.path().join("a").join("b");
+    let (store, device) = opened(&root);
+    std::fs::remove_dir_all(dir.path().join("a")).unwrap();
+    assert_eq!(store.engine.lookup(&ids(3)).unwrap(), [false; 3]);
+    let target = Device::blank(&store.setup, &ids(1));
+    let error = store.load(&target, &ids(1)).unwrap_err().remove(0).1;
+    assert_eq!(error.kind(), ErrorKind::NotFound);
+    assert_eq!((store.missed("absent"), store.stat("healthy")), (4, 1));
+    all_is_well(&store, &device, &[]);
+    assert!(root.join("ucm-root.json").exists());
+    let manifest = root.join(identity("w").namespace()).join("manifest.json");
+    eventually("the manifest is written", || manifest.exists());
+}
+
+#[test]
+fn a_removed_marker_stops_writing_until_it_is_back() {
+    let dir = directory();
+    let (store, device) = opened(dir.path());
+    let (marker, kept) = (dir.path().join("ucm-root.json"), dir.path().join("kept"));
+    std::fs::rename(&marker, &kept).unwrap();
+    for _ in 0..3 {
+        refused(&store, &device, id(7));
+    }
+    assert!(!marker.exists() && !store.file(id(7)).exists());
+    std::fs::rename(&kept, &marker).unwrap();
+    all_is_well(&store, &device, &ids(3));
+}
+
+#[test]
+fn a_marker_of_a_newer_format_stops_writing_with_the_next_count() {
+    let dir = directory();
+    let (store, device) = opened(dir.path());
+    let marker = dir.path().join("ucm-root.json");
+    let ours = std::fs::read_to_string(&marker).unwrap();
+    std::fs::write(&marker, ours.replace("\"format\": 1", "\"format\": 2")).unwrap();
+    // A full medium has the root counted.
+    store.fault(Rule::on(OpKind::Publish, Fault::Errno(28)).times(1));
+    assert_eq!(refused(&store, &device, id(3)).kind(), ErrorKind::NoSpace);
+    let mut next = (4..40).map(id);
+    eventually("the count found it", || {
+        let ended = store.dump(&device, &[next.next().unwrap_or(id(0))]);
+        ended.is_err_and(|failures| failures[0].1.to_string().contains("marker"))
+    });
+    std::fs::write(&marker, ours).unwrap();
+    all_is_well(&store, &device, &ids(3));
+}
+
+#[test]
+fn a_full_file_system_costs_dumps_only() {
+    let Some(place) = Place::new(256) else { return };
+    let (store, device) = opened(&place.path("root"));
+    let filler = place.path("root").join("others");
+    let free = vec![0u8; 1 << 20];
+    let _ = std::fs::write(&filler, free); // as far as it goes
+    for block in &ids(12)[3..] {
+        assert_eq!(refused(&store, &device, *block).kind(), ErrorKind::NoSpace);
+    }
+    assert_eq!((store.stat("healthy"), store.stat("breaker_opened")), (1, 0));
+    let target = Device::blank(&store.setup, &ids(3));
+    store.load(&target, &ids(3)).unwrap();
+    let private = place.path("root").join(identity("w").namespace()).join("tmp");
+    assert_eq!(files(&private), 0, "what was begun is gone");
+    std::fs::remove_file(&filler).unwrap();
+    all_is_well(&store, &device, &ids(3));
+}
+
+/// What the operating system may say to every operation, for how long it likes: (error number, kind of a dump's
+/// failure, kind of a load's).
+#[test]
+fn what_every_operation_is_refused_with_is_a_bounded_miss() {
+    for (code, dumped, loaded) in [
+        (13, ErrorKind::Io, ErrorKind::Io),            // wrong owner or mode
+        (1, ErrorKind::Io, ErrorKind::Io),             // likewise
+        (24, ErrorKind::Io, ErrorKind::Io),            // no descriptors left in this process
+        (23, ErrorKind::Io, ErrorKind::Io),            // nor on this machine
+        (12, ErrorKind::Io, ErrorKind::Io),            // no memory
+        (122, ErrorKind::NoSpace, ErrorKind::NoSpace), // over quota
+    ] {
+        let dir = directory();
+        let (store, device) = opened(dir.path());
+        store.fault(Rule::always(Fault::Errno(code)));
+        for _ in 0..6 {
+            assert_eq!(store.engine.lookup(&ids(3)).unwrap(), [false; 3], "{code}");
+            assert_eq!(store.engine.lookup_on_prefix(&ids(3)).unwrap(), 0);
+            assert_eq!(refused(&store, &device, id(40)).kind(), dumped, "{code}");
+        }
+        let target = Device::blank(&store.setup, &ids(1));
+        let error = store.load(&target, &ids(1)).unwrap_err().remove(0).1;
+        assert_eq!(error.kind(), loaded, "{code}");
+        assert_eq!(
+            (store.stat("healthy"), store.stat("breaker_opened")),
+            (1, 0),
+            "{code}"
+        );
+        assert_eq!(
+            (store.missed("absent"), store.missed("io_error")),
+            (0, 37),
+            "{code}"
+        );
+        store.faults.clear();
+        // A record that we were not let to read is stored anew by the next dump.
+        store.dump(&device, &ids(1)).unwrap();
+        all_is_well(&store, &device, &ids(3));
+    }
+}
