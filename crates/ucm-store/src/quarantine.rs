@@ -46,6 +46,10 @@ struct Inner {
     running: bool,
     /// Records this process is writing: they are not moved.
     writing: HashSet<BlockId>,
+    /// The record that is being looked at, and whether it was written meanwhile. Inodes are used again, so that one
+    /// written since could pass for the one that was read.
+    looking: Option<BlockId>,
+    overtaken: bool,
     /// The record that is being moved, and what shall be written under its name as soon as that is over.
     moving: Option<BlockId>,
     deferred: Vec<Write>,
@@ -64,6 +68,7 @@ impl Waiting {
             inner.deferred.push(start);
             return;
         }
+        inner.overtaken |= inner.looking == Some(id);
         inner.writing.insert(id);
         drop(inner);
         start();
@@ -78,7 +83,7 @@ impl Waiting {
     fn moved<T>(&self, id: BlockId, run: impl FnOnce() -> T) -> Option<T> {
         {
             let mut inner = self.0.lock();
-            if inner.writing.contains(&id) {
+            if inner.overtaken || inner.writing.contains(&id) {
                 return None;
             }
             inner.moving = Some(id);
@@ -145,7 +150,10 @@ impl Shared {
             let next = {
                 let mut inner = self.waiting.0.lock();
                 inner.running = !inner.queue.is_empty();
-                inner.queue.pop_front()
+                let next = inner.queue.pop_front();
+                inner.looking = next.as_ref().map(|(id, _)| *id);
+                inner.overtaken = false;
+                next
             };
             let Some((id, done)) = next else { return };
             done(self.examine(id, self.clock.now().after(STEP)));

@@ -182,8 +182,8 @@ impl Shared {
             self.readmit(deadline)?;
         }
         let marker = self.read_marker(deadline);
-        if let Err(ErrorKind::Foreign | ErrorKind::Config) = marker.as_ref().map_err(Error::kind) {
-            *self.device.lock() = None; // not ours any more: writing stops
+        if let Err(ErrorKind::Foreign) = marker.as_ref().map_err(Error::kind) {
+            *self.device.lock() = None; // a newer format: writing stops
         }
         let Some(marker) = marker? else {
             return Err(Error::new(ErrorKind::Io, "the root lost its marker"));

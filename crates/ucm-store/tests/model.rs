@@ -119,12 +119,19 @@ fn run(layers_per_shard: u32, acts: &[Act]) {
                 }
                 let sound = ids.iter().all(|id| truth[id] == Truth::Whole);
                 assert!(failed.is_empty() || !sound || faulty, "a sound load failed");
+                // A medium that lies three times in a row has a sound record moved aside.
+                for row in failed {
+                    truth.insert(ids[row / shards], Truth::Unsure);
+                }
             }
             Act::Lookup(ns) => {
                 let ids = unique(ns);
                 let found = store.engine.lookup(&ids).unwrap();
                 let prefix = store.engine.lookup_on_prefix(&ids).unwrap();
-                assert_eq!(prefix, found.iter().take_while(|&&present| present).count());
+                // Damaged records are moved in the background, between two lookups too.
+                if ids.iter().all(|id| truth[id] != Truth::Unsure) {
+                    assert_eq!(prefix, found.iter().take_while(|&&present| present).count());
+                }
                 for (id, present) in ids.iter().zip(found) {
                     match truth[id] {
                         Truth::Absent => assert!(!present, "nothing was stored under {id}"),
