@@ -110,7 +110,7 @@ def draw(figures: dict[str, Any]) -> str:
     for colour, name in (
         (PLAIN, "plain loop of system calls"),
         (OURS, "ucm (left pair: slot, right pair: caller's memory)"),
-        (LIMIT, "limit: memcpy, or fio with O_DIRECT"),
+        (LIMIT, "limit: memcpy, or the device"),
     ):
         parts += [
             f'<rect x="{x}" y="28" width="10" height="10" fill="{colour}"/>',

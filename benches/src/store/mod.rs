@@ -18,6 +18,7 @@ mod fio;
 mod idle;
 mod loads;
 mod lookup;
+mod machine;
 mod memory;
 mod plain;
 mod report;
@@ -26,7 +27,8 @@ mod rig;
 use std::path::PathBuf;
 use std::time::Duration;
 
-pub use report::{Figures, Machine, Mode, Row};
+pub use machine::Machine;
+pub use report::{Figures, Mode, Row};
 
 use files::Place;
 use memory::Stock;
