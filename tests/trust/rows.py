@@ -61,6 +61,8 @@ class FileRow(Row):
     judged: bool = True
     #: The file has another length, so a lookup declines it before anybody reads it, as absent.
     by_length: bool = False
+    #: Seen through a live engine as well.
+    engine: bool = True
     #: Harms any file of this kind; the others know how a record of ours is made.
     any_file: bool = True
 
@@ -131,7 +133,8 @@ def _u32(value: int) -> bytes:
     return struct.pack("<I", value)
 
 
-#: What is wrong with a newer record that was removed.
+#: What is wrong with newer records: those that should be left alone, and those that were removed.
+REPLACED = "a newer record of another length counts as one of ours of a wrong length, and is replaced"
 STAYS = "a newer record that was removed stays a miss in the process that saw it, even after a dump"
 
 HEADER = ("bad_header",)
@@ -227,6 +230,16 @@ _OTHERS = [
         heals="left",
         any_file=False,
         known=STAYS,
+    ),
+    FileRow(
+        "newer version, longer",
+        "version 2, a page more",
+        ("newer_version",),
+        harm.newer_and_longer,
+        heals="left",
+        any_file=False,
+        engine=False,
+        known=REPLACED,
     ),
     FileRow(
         "newer flag",
