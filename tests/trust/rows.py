@@ -81,7 +81,7 @@ class RootRow(Row):
     kind: roots.Kind = "plain"
     #: Whether blocks stored before are found and loaded meanwhile.
     reads: bool = False
-    #: Blocks stored before are gone, or misses until they are dumped again.
+    #: Blocks stored before are gone (also to make room), or misses until they are dumped again.
     lost: bool = False
     #: ``made``: they make again what is missing, at the latest the second time. ``untried``: none is tried meanwhile.
     dumps: Literal["fail", "made", "untried"] = "fail"
@@ -281,8 +281,8 @@ ROOT_ROWS = [
     RootRow("marker removed", "and put back", FAILED, roots.no_marker, reads=True),
     RootRow("unmounted", "umount -l, later mounted again", ("absent",), roots.unmounted, kind="bind"),
     RootRow("covered", "another file system mounted over it", ("absent",), roots.covered, kind="bind"),
-    RootRow("full", "no room on a file system of 8 MiB", FAILED, roots.full, kind="tmpfs", reads=True),
-    RootRow("no inodes", "on a file system with 400", FAILED, roots.no_inodes, kind="tmpfs", reads=True),
+    RootRow("full", "no room on a file system of 8 MiB", FAILED, roots.full, kind="tmpfs", reads=True, lost=True),
+    RootRow("no inodes", "on a file system with 400", FAILED, roots.no_inodes, kind="tmpfs", reads=True, lost=True),
     RootRow(
         "wrong owner",
         "of the root",
