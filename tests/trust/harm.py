@@ -184,6 +184,12 @@ def forge_part(victim: Victim) -> None:
     forge((8, record_id), (128, struct.pack("<I", other.tensor_rank)))(victim)
 
 
+def newer_and_longer(victim: Victim) -> None:
+    """A record of a later version, whose blocks are made otherwise and take more room."""
+    forge((4, struct.pack("<I", 2)))(victim)
+    lengthen(4096)(victim)
+
+
 def seed_form(victim: Victim) -> None:
     """A block file of the original's own form: 64 bytes of header whose second half is empty, then bare KV."""
 

@@ -61,6 +61,8 @@ class FileRow(Row):
     judged: bool = True
     #: The file has another length, so a lookup declines it before anybody reads it, as absent.
     by_length: bool = False
+    #: Seen through a live engine as well.
+    engine: bool = True
     #: Harms any file of this kind; the others know how a record of ours is made.
     any_file: bool = True
 
@@ -79,7 +81,7 @@ class RootRow(Row):
     kind: roots.Kind = "plain"
     #: Whether blocks stored before are found and loaded meanwhile.
     reads: bool = False
-    #: Blocks stored before are gone, or misses until they are dumped again.
+    #: Blocks stored before are gone (also to make room), or misses until they are dumped again.
     lost: bool = False
     #: ``made``: they make again what is missing, at the latest the second time. ``untried``: none is tried meanwhile.
     dumps: Literal["fail", "made", "untried"] = "fail"
@@ -131,7 +133,8 @@ def _u32(value: int) -> bytes:
     return struct.pack("<I", value)
 
 
-#: What is wrong with a newer record that was removed.
+#: What is wrong with newer records: those that should be left alone, and those that were removed.
+REPLACED = "a newer record of another length counts as one of ours of a wrong length, and is replaced"
 STAYS = "a newer record that was removed stays a miss in the process that saw it, even after a dump"
 
 HEADER = ("bad_header",)
@@ -229,6 +232,16 @@ _OTHERS = [
         known=STAYS,
     ),
     FileRow(
+        "newer version, longer",
+        "version 2, a page more",
+        ("newer_version",),
+        harm.newer_and_longer,
+        heals="left",
+        any_file=False,
+        engine=False,
+        known=REPLACED,
+    ),
+    FileRow(
         "newer flag",
         "a flag nobody knows",
         ("newer_version",),
@@ -268,8 +281,8 @@ ROOT_ROWS = [
     RootRow("marker removed", "and put back", FAILED, roots.no_marker, reads=True),
     RootRow("unmounted", "umount -l, later mounted again", ("absent",), roots.unmounted, kind="bind"),
     RootRow("covered", "another file system mounted over it", ("absent",), roots.covered, kind="bind"),
-    RootRow("full", "no room on a file system of 8 MiB", FAILED, roots.full, kind="tmpfs", reads=True),
-    RootRow("no inodes", "on a file system with 400", FAILED, roots.no_inodes, kind="tmpfs", reads=True),
+    RootRow("full", "no room on a file system of 8 MiB", FAILED, roots.full, kind="tmpfs", reads=True, lost=True),
+    RootRow("no inodes", "on a file system with 400", FAILED, roots.no_inodes, kind="tmpfs", reads=True, lost=True),
     RootRow(
         "wrong owner",
         "of the root",

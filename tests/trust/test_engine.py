@@ -36,7 +36,7 @@ def live(
         host.stop()
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in FILE_ROWS])
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in FILE_ROWS if row.engine])
 def test_file(row: FileRow, live: Live) -> None:
     if not (live.ours or row.any_file):
         pytest.skip("this row is about records of ours")
@@ -110,8 +110,10 @@ def test_file_system(row: FuseRow, live: Live) -> None:
         system.behave(**row.manners)
         assert live.ask(old.tokens).tokens == old.right.tokens, "wrong tokens"
         if live.ours:
+            wait_until(
+                lambda: set(row.reasons) <= set(counted(before, live.counts())), f"{row.reasons} are counted", 60
+            )
             news = counted(before, live.counts())
-            assert set(row.reasons) <= set(news), f"counted: {news}"
             assert news.get("load_tasks", 0) <= 1, "a failed load was tried again by its request"
             waits = {"timeout": BLOCKS, "lookup_late": BLOCKS}
             assert all(news.get(name, 0) <= (most if row.waits else 0) for name, most in waits.items()), news
