@@ -68,10 +68,10 @@ loom: ## every interleaving of what was written here with atomics
 test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines last
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py
-	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 10 tests/vllm tests/trust/test_engine.py
+	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 10 tests/vllm
 
 .PHONY: test-long
-test-long: $(RUN_ENV) ## the trust matrix in its long and randomised form; the table goes to build/trust.md
+test-long: $(RUN_ENV) ## the trust matrix, long and through engines too; the table goes to build/trust.md
 	@mkdir -p build
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
 		--trust-table build/trust.md

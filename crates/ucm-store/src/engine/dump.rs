@@ -281,6 +281,7 @@ impl Core {
                     Stats::add(&self.stats.blocks_present, 1);
                 } else {
                     Stats::add(&self.stats.blocks_published, 1);
+                    self.refused.published(assembly.id);
                     Stats::add(&self.stats.bytes_published, self.layout.record_len() as u64);
                 }
                 if replaced && self.refused.forgive(assembly.id) {

@@ -41,6 +41,11 @@ impl Refused {
         self.bad.remove(&id)
     }
 
+    /// A dump found nothing under this id and published: a newer record that was there is gone.
+    pub(super) fn published(&self, id: BlockId) {
+        self.newer.remove(&id);
+    }
+
     pub(super) fn len(&self) -> usize {
         self.bad.len() + self.newer.len()
     }
@@ -60,6 +65,8 @@ mod tests {
         assert!(refused.replaces(bad) && !refused.replaces(newer));
         assert!(refused.forgive(bad) && !refused.forgive(newer));
         assert!(!refused.contains(bad) && refused.contains(newer));
+        refused.published(newer);
+        assert!(!refused.contains(newer), "it is gone, and ours is there");
     }
 
     #[test]
