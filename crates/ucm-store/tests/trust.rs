@@ -242,8 +242,13 @@ fn a_root_that_is_not_there_at_the_start_is_taken_up_later() {
         ErrorKind::Unhealthy
     );
     std::fs::remove_file(&root).unwrap();
+    let mut looks = 0_u32;
     eventually("the root is taken up", || {
-        clock.advance(Duration::from_secs(1));
+        // Seldom enough that the look in the background, of many steps, is not late on this clock.
+        if looks.is_multiple_of(256) {
+            clock.advance(Duration::from_secs(1));
+        }
+        looks += 1;
         let _ = store.engine.lookup(&ids(1));
         store.stat("healthy") == 1
     });
