@@ -9,7 +9,6 @@ pub mod engine;
 pub mod events;
 pub mod health;
 pub mod layout;
-mod ledger;
 pub mod posix;
 pub mod recency;
 pub mod record;

@@ -13,12 +13,12 @@ use tempfile::TempDir;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::{Clock, SystemClock};
-use ucm_io::{Fault, FaultyEngine, Gate, IoEngine, OpKind, PsyncEngine, PsyncOptions, Rule};
+use ucm_io::{Fault, FaultyEngine, Gate, IoEngine, OpKind, Process, PsyncEngine, PsyncOptions, Rule};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
 use ucm_store::health::BreakerConfig;
 use ucm_store::posix::{PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
-use ucm_store::space::Capacity;
+use ucm_store::space::{Capacity, Rules};
 
 /// How a test wants its store.
 #[derive(Clone)]
@@ -28,6 +28,8 @@ pub(crate) struct Setup {
     pub(crate) layers_per_shard: u32,
     pub(crate) slots: u64,
     pub(crate) capacity: Option<u64>,
+    pub(crate) rules: Rules,
+    pub(crate) process: Process,
     pub(crate) weights: &'static str,
     pub(crate) part: Part,
     pub(crate) deadlines: Deadlines,
@@ -46,6 +48,11 @@ impl Default for Setup {
             layers_per_shard: 3,
             slots: 16,
             capacity: Some(1 << 30),
+            rules: Rules {
+                free_floor: Some(Capacity::Percent(0.0)), // whatever else lies on the disk of the tests
+                ..Rules::default()
+            },
+            process: Process::this(),
             weights: "w",
             part: Part::default(),
             deadlines: Deadlines {
@@ -129,6 +136,8 @@ impl Store {
                 .capacity
                 .and_then(std::num::NonZeroU64::new)
                 .map(Capacity::Bytes),
+            rules: setup.rules,
+            process: setup.process.clone(),
             writer: ucm_store::random_u64(),
         };
         let backend = PosixBackend::new(
