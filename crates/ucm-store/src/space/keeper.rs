@@ -44,8 +44,8 @@ const RESIGN: Duration = Duration::from_millis(500);
 const COUNT_AGAIN: Duration = Duration::from_secs(3600);
 /// The same where age or a quota decides.
 const COUNT_RULES: Duration = Duration::from_secs(300);
-/// Pause after a count that could not do what was wanted; it doubles up to the longest.
-const VAIN: Duration = Duration::from_millis(200);
+/// Pause after counts that could not do what was wanted; it doubles up to the longest.
+const VAIN: Duration = Duration::from_millis(50);
 const LONGEST_VAIN: Duration = Duration::from_secs(60);
 
 /// What the keeper remembers between two turns.
@@ -68,7 +68,8 @@ pub(super) struct Keeper {
     counted: bool,
     last_count: Mono,
     count_not_before: Mono,
-    vain: Duration,
+    /// Counts in a row that could not do what was wanted.
+    vain: u32,
     count_trouble: Option<Error>,
 }
 
@@ -160,16 +161,19 @@ impl Space {
                 outcome.in_vain && outcome.freed == 0
             }
             Err(error) => {
+                // One that came too late had its pause.
+                let at_once = error.kind() != ErrorKind::Timeout;
                 keeper.count_trouble = Some(error);
-                true
+                at_once
             }
         };
-        keeper.vain = if vain {
-            (keeper.vain * 2).clamp(VAIN, LONGEST_VAIN)
-        } else {
-            Duration::ZERO
+        keeper.vain = if vain { keeper.vain + 1 } else { 0 };
+        // The first one is tried again at once.
+        let pause = match keeper.vain {
+            0 | 1 => Duration::ZERO,
+            times => VAIN.saturating_mul(1 << times.min(16)).min(LONGEST_VAIN),
         };
-        keeper.count_not_before = now.after(keeper.vain);
+        keeper.count_not_before = now.after(pause);
     }
 
     /// What this writer would say of itself in a note.
@@ -393,14 +397,19 @@ impl Space {
             book.note(writer, &note);
             let grants = book.document();
             drop(book);
-            if now.since(keeper.beat_at) < LEASE
-                && self.write(Name::Grants(office), &grants, true, deadline).is_ok()
-            {
-                let _ = self.beat(&mut keeper, office, true, now, deadline);
+            if now.since(keeper.beat_at) < LEASE {
+                // What stays there when this fails grants more than was used: too careful for the next.
+                let _ = again(|| self.write(Name::Grants(office), &grants, true, deadline));
+                let _ = again(|| self.beat(&mut keeper, office, true, now, deadline));
             }
         } else if keeper.note_at != Mono::default() || keeper.note.sequence > 0 {
             note.sequence = keeper.note.sequence + 1;
-            let _ = self.write(Name::Writer(writer), &note, true, deadline);
+            let _ = again(|| self.write(Name::Writer(writer), &note, true, deadline));
         }
     }
+}
+
+/// The last words of a writer are worth a second and a third try.
+fn again<T>(mut say: impl FnMut() -> Result<T>) -> Result<T> {
+    say().or_else(|_| say()).or_else(|_| say())
 }
