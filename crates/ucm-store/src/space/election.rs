@@ -7,7 +7,6 @@
 //! a while after its last heartbeat; so whatever was granted by two collectors is in the book of the later one.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ucm_core::{ErrorKind, Result};
@@ -32,6 +31,8 @@ pub(super) struct Watched {
     /// When its sequence moved last, on this clock.
     moved: Mono,
     beat: Option<Beat>,
+    /// The writer of this process's last heartbeat.
+    said: String,
     /// A term this process owns and has not taken up yet.
     claimed: Option<u64>,
 }
@@ -54,7 +55,8 @@ impl Space {
                 return Ok(None);
             }
         }
-        let term = highest.unwrap_or(0) + 1;
+        // Beyond every term that was, even where somebody removed the files of it.
+        let term = (highest.unwrap_or(0) + 1).max(self.clock.wall_ns() / 1_000_000);
         keeper.beat_sequence = 0;
         let beat = self.heartbeat(keeper, false);
         match self.write(Name::Collector(term), &beat, false, deadline) {
@@ -135,13 +137,41 @@ impl Space {
 
     fn heartbeat(&self, keeper: &mut Keeper, resigned: bool) -> Beat {
         keeper.beat_sequence += 1;
+        let writer = hex(self.ledger.lock().writer);
+        keeper.watched.said.clone_from(&writer);
         Beat {
             format: FORMAT,
-            writer: hex(self.ledger.lock().writer),
+            writer,
             process: Who::of(&self.config.process),
             sequence: keeper.beat_sequence,
             resigned,
         }
+    }
+
+    /// The next heartbeat, never over another owner's file: somebody may have removed ours. Whether the term is ours
+    /// still.
+    pub(super) fn beat_on(
+        &self,
+        keeper: &mut Keeper,
+        term: u64,
+        look: &Look,
+        now: Mono,
+        deadline: Mono,
+    ) -> Result<bool> {
+        let name = Name::Collector(term);
+        let there = look.files.get(&name);
+        if let Some(meta) = there
+            && let Some(beat) = self.read::<Beat>(name, meta.len, deadline)?
+            && beat.writer != keeper.watched.said
+        {
+            return Ok(false);
+        }
+        let beat = self.heartbeat(keeper, false);
+        let ours = self.write(name, &beat, there.is_some(), deadline)?;
+        if ours {
+            keeper.beat_at = now;
+        }
+        Ok(ours)
     }
 
     /// Says that the collector is there, as of `now`.
@@ -160,10 +190,7 @@ impl Space {
     }
 
     /// Removes what earlier terms left, once this one's grants are there.
-    pub(super) fn drop_old_terms(&self, look: &Look, term: u64, published: bool, deadline: Mono) {
-        if !published || self.office.load(Ordering::Acquire) != term {
-            return;
-        }
+    pub(super) fn drop_old_terms(&self, look: &Look, term: u64, deadline: Mono) {
         let old = |name: &&Name| matches!(**name, Name::Collector(old) | Name::Grants(old) if old < term);
         let names: Vec<Name> = look.files.keys().filter(old).copied().collect();
         self.drop_documents(&names, deadline);

@@ -247,19 +247,29 @@ impl Space {
     /// A turn of the collector.
     fn lead(self: &Arc<Self>, keeper: &mut Keeper, term: u64, look: &Look, now: Mono) -> Result<bool> {
         let deadline = now.after(TURN);
-        let beat = now.since(keeper.beat_at) >= BEAT || !look.files.contains_key(&Name::Collector(term));
+        let lost = !look.files.contains_key(&Name::Collector(term));
+        let beat = lost || now.since(keeper.beat_at) >= BEAT;
         if beat {
-            if let Err(error) = self.beat(keeper, term, false, now, deadline) {
-                if error.kind() == ErrorKind::NoSpace {
-                    self.start_count(Why {
-                        term: Some(term),
-                        short: false,
-                        full: true,
-                    });
+            match self.beat_on(keeper, term, look, now, deadline) {
+                Ok(true) => {}
+                Ok(false) => {
+                    self.office.store(0, Ordering::Release);
+                    return Ok(true);
                 }
-                return Err(error);
+                Err(error) => {
+                    if error.kind() == ErrorKind::NoSpace {
+                        self.start_count(Why {
+                            term: Some(term),
+                            short: false,
+                            full: true,
+                        });
+                    }
+                    return Err(error);
+                }
             }
-            self.drop_old_terms(look, term, keeper.published.is_some(), deadline);
+            if keeper.published.is_some() {
+                self.drop_old_terms(look, term, deadline);
+            }
         }
         if now.since(keeper.beat_at) >= LEASE {
             return Err(Error::new(
@@ -272,12 +282,18 @@ impl Space {
         self.tell_of_myself(&mut book);
         let (_, short) = book.grant();
         let mut document = book.document();
-        let same = keeper.published.as_ref().is_some_and(|published| {
-            if !beat {
-                document.used = published.used; // for others to show only
-            }
-            *published == document
-        });
+        let first = keeper.published.is_none();
+        let there = look.files.contains_key(&Name::Grants(term));
+        let same = keeper
+            .published
+            .as_ref()
+            .filter(|_| there)
+            .is_some_and(|published| {
+                if !beat {
+                    document.used = published.used; // for others to show only
+                }
+                *published == document
+            });
         if !same {
             drop(book); // a count may want it while this is written
             let until = keeper.beat_at.after(LEASE).min(deadline);
@@ -291,6 +307,9 @@ impl Space {
                 return Ok(true); // nothing of it counts
             }
             keeper.published = Some(document.clone());
+            if first {
+                self.drop_old_terms(look, term, deadline);
+            }
             book = self.book.lock();
         }
         let mut ledger = self.ledger.lock();

@@ -96,26 +96,36 @@ impl Store {
     }
 
     pub(crate) fn with_clock(root: &Path, setup: Setup, clock: Arc<dyn Clock>) -> Self {
-        Self::build(root, setup, clock, Vec::new()).unwrap()
+        Self::build(root, setup, clock, Vec::new(), true).unwrap()
+    }
+
+    /// Without waiting for the first count.
+    pub(crate) fn with_clock_now(root: &Path, setup: Setup, clock: Arc<dyn Clock>) -> Self {
+        Self::build(root, setup, clock, Vec::new(), false).unwrap()
     }
 
     /// With faults from the first operation on.
     pub(crate) fn open_faulty(root: &Path, setup: Setup, rules: Vec<Rule>) -> Self {
-        Self::build(root, setup, SystemClock::shared(), rules).unwrap()
+        Self::build(root, setup, SystemClock::shared(), rules, false).unwrap()
     }
 
     pub(crate) fn try_open(root: &Path, setup: Setup) -> ucm_core::Result<Self> {
-        Self::build(root, setup, SystemClock::shared(), Vec::new())
+        Self::build(root, setup, SystemClock::shared(), Vec::new(), true)
     }
 
-    fn build(root: &Path, setup: Setup, clock: Arc<dyn Clock>, rules: Vec<Rule>) -> ucm_core::Result<Self> {
+    fn build(
+        root: &Path,
+        setup: Setup,
+        clock: Arc<dyn Clock>,
+        rules: Vec<Rule>,
+        counted: bool,
+    ) -> ucm_core::Result<Self> {
         let options = PsyncOptions {
             clock: Arc::clone(&clock),
             ..PsyncOptions::with_workers(setup.workers)
         };
         let io: Arc<dyn IoEngine> = PsyncEngine::new(options).unwrap();
         let faults = FaultyEngine::new(io, Arc::clone(&clock), 1);
-        let faulty = !rules.is_empty();
         for rule in rules {
             faults.add(rule)?;
         }
@@ -173,7 +183,7 @@ impl Store {
             root: root.to_owned(),
         };
         // So that faults and counts of a test see its own operations only, not those of the first count.
-        if !faulty && !store.setup.lookup_only && store.stat("healthy") == 1 {
+        if counted && !store.setup.lookup_only && store.stat("healthy") == 1 {
             eventually("the root was counted", || store.stat("storage_counted") == 1);
         }
         Ok(store)
