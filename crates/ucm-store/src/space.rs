@@ -246,6 +246,9 @@ impl Space {
     }
 
     fn entries(&self, dir: PathBuf, deadline: Mono) -> Result<Vec<(std::ffi::OsString, FileMeta)>> {
+        if self.closing.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::Closed, "the store is closed"));
+        }
         match self.call(deadline, IoOp::List { dir }) {
             Ok(IoDone::List(entries)) => Ok(entries),
             Ok(_) => Err(Error::internal("a listing answered with something else")),

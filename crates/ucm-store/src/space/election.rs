@@ -128,6 +128,7 @@ impl Space {
         *self.book.lock() = book;
         keeper.published = None;
         keeper.heard.clear();
+        keeper.full = false; // that was for the one before
         keeper.watched.claimed = None;
         if now.since(keeper.beat_at) > Duration::ZERO {
             self.beat(keeper, term, false, now, deadline)?;

@@ -62,7 +62,9 @@ pub(super) struct Keeper {
     note_at: Mono,
     free_looked: Option<Mono>,
     pub(super) published: Option<Grants>,
-    full: bool,
+    /// The medium was full for somebody.
+    pub(super) full: bool,
+    below_floor: bool,
     own_full: u64,
     /// A count ended since this process opened the root.
     counted: bool,
@@ -130,7 +132,7 @@ impl Space {
             (ledger.free_left, ledger.free_at) = (Some(free.saturating_sub(floor)), ledger.admitted);
             drop(ledger);
             keeper.free_looked = Some(now);
-            keeper.full |= free < floor;
+            keeper.below_floor = free < floor;
         }
         let full = self.ledger.lock().full;
         keeper.full |= std::mem::replace(&mut keeper.own_full, full) < full;
@@ -347,6 +349,7 @@ impl Space {
         !keeper.counted
             || short
             || keeper.full
+            || keeper.below_floor
             || book.bound().is_none_or(|bound| bound > high(book.limit))
             || book.since_count() > book.limit / 16
             || now.since(keeper.last_count) >= again
@@ -361,11 +364,10 @@ impl Space {
                 let Some(note) = self.read::<Note>(Name::Writer(id), meta.len, deadline)? else {
                     continue;
                 };
-                let before = known.map_or((0, 0), |seen| (seen.note.sequence, seen.note.full));
-                if note.sequence != before.0 {
+                if known.is_none_or(|seen| note.sequence != seen.note.sequence) {
                     keeper.heard.insert(id, now);
                 }
-                keeper.full |= note.full > before.1;
+                keeper.full |= known.is_some_and(|seen| note.full > seen.note.full);
                 self.book.lock().note(id, &note);
                 keeper.notes.insert(
                     id,
