@@ -107,6 +107,9 @@ impl Space {
     fn take_up(&self, keeper: &mut Keeper, term: u64, now: Mono, deadline: Mono) -> Result<Option<u64>> {
         let look = self.look(deadline)?;
         if look.highest() != Some(term) {
+            // Several started at once, and another one's term is higher.
+            keeper.watched.claimed = None;
+            self.drop_documents(&[Name::Collector(term)], deadline);
             return Ok(None);
         }
         let mut left = None;
