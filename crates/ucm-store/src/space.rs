@@ -6,16 +6,18 @@
 //! refuses. So the limit holds while the collector is dead, and with two of them. The parts:
 //!
 //! * [`ledger`]: one writer's side; [`book`]: the collector's; [`documents`]: what they write to each other;
-//! * [`keeper`]: the thread on which all of that happens; [`election`]: who is collector;
+//! * [`keeper`]: the thread on which all of that happens; [`notes`]: what writers say of themselves; [`election`]: who is collector;
 //! * [`count`]: counting and removing; [`remove`]: what goes first. Time of use is the file's modification time: see
 //!   [`crate::recency`].
 
 mod book;
+mod capacity;
 mod count;
 mod documents;
 mod election;
 mod keeper;
 mod ledger;
+mod notes;
 mod papers;
 mod remove;
 
@@ -38,7 +40,8 @@ use count::Counting;
 use keeper::Keeper;
 use ledger::{Answers, Ledger};
 
-pub use ledger::{Admitted, Capacity, Ticket};
+pub use capacity::Capacity;
+pub use ledger::{Admitted, Ticket};
 pub use remove::Rules;
 
 /// How long one operation may take.

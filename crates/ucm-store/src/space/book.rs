@@ -249,3 +249,115 @@ impl Book {
         (granted, short)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn note(admitted: u64, settled: u64, wanted: u64) -> Note {
+        Note {
+            admitted,
+            settled,
+            wanted,
+            ..Note::default()
+        }
+    }
+
+    fn counted(limit: u64, total: u64) -> Book {
+        let mut book = Book {
+            limit,
+            ..Book::default()
+        };
+        let before = book.begin_count();
+        book.end_count(&before, total, 1);
+        book
+    }
+
+    #[test]
+    fn nothing_is_granted_before_a_count_nor_beyond_the_limit() {
+        let mut book = Book {
+            limit: 1600,
+            ..Book::default()
+        };
+        book.note(1, &note(0, 0, 10));
+        assert_eq!(book.grant(), (false, true));
+        let mut book = counted(1600, 1000);
+        book.note(1, &note(0, 0, 10));
+        assert_eq!(book.grant(), (true, false));
+        assert_eq!(book.bound(), Some(1100), "a sixteenth ahead");
+        let mut book = counted(1600, 1595);
+        book.note(1, &note(0, 0, 10));
+        assert_eq!(book.grant(), (false, true), "too little to be of use");
+    }
+
+    #[test]
+    fn a_count_sees_what_was_settled_before_it_and_all_of_the_gone() {
+        let mut book = counted(1600, 0);
+        book.note(1, &note(0, 0, 10));
+        book.note(2, &note(0, 0, 10));
+        book.grant();
+        book.note(1, &note(60, 40, 0));
+        book.gone(2);
+        let before = book.begin_count();
+        book.note(1, &note(80, 80, 0));
+        let granted = book.document().writers[&hex(1)].granted;
+        assert_eq!(book.end_count(&before, 50, 5), [2]);
+        assert_eq!(book.bound(), Some(50 + granted - 40));
+        assert_eq!(book.writers(), [1]);
+    }
+
+    #[test]
+    fn the_next_collector_goes_on_from_the_document() {
+        let mut book = counted(1600, 300);
+        book.note(1, &note(0, 0, 10));
+        book.grant();
+        let next = Book::taken_over(Some(&book.document()));
+        assert_eq!((next.bound(), next.limit), (book.bound(), 1600));
+        // A document that was lost: the writer knows of its grant.
+        let mut lost = counted(1600, 300);
+        lost.note(
+            1,
+            &Note {
+                granted: 100,
+                ..note(70, 70, 0)
+            },
+        );
+        assert_eq!(lost.bound(), Some(400));
+    }
+
+    proptest! {
+        /// Writers use what they were granted, in any order and as late as may be: what lies there never exceeds the
+        /// limit, with counts and another collector at any time.
+        #[test]
+        fn the_limit_holds(acts in prop::collection::vec((0..4u64, 0..4u8, 1..200u64), 1..200)) {
+            let limit = 2000;
+            let mut book = counted(limit, 0);
+            let mut written: BTreeMap<u64, u64> = BTreeMap::new();
+            let mut known: BTreeMap<u64, u64> = BTreeMap::new();
+            for (writer, act, bytes) in acts {
+                let total = written.entry(writer).or_default();
+                match act {
+                    0 => {
+                        let granted = known.get(&writer).copied().unwrap_or(0);
+                        *total = (*total + bytes).min(granted.max(*total));
+                    }
+                    1 => {
+                        book.note(writer, &note(*total, *total, bytes));
+                        book.grant();
+                        let account = book.document().writers[&hex(writer)];
+                        known.insert(writer, account.granted);
+                    }
+                    2 => {
+                        let before = book.begin_count();
+                        book.end_count(&before, written.values().sum(), 1);
+                    }
+                    _ => book = Book::taken_over(Some(&book.document())),
+                }
+                prop_assert!(written.values().sum::<u64>() <= limit);
+                prop_assert!(book.bound().is_some_and(|bound| written.values().sum::<u64>() <= bound));
+            }
+        }
+    }
+}

@@ -10,8 +10,8 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::Mono;
 use ucm_io::{IoDone, IoOp};
 
+use super::capacity::Capacity;
 use super::documents::Name;
-use super::ledger::Capacity;
 use super::remove::{Found, Need, high, low, plan};
 use super::{LANE_WORK, Space};
 use crate::layout::{is_marker_private, is_namespace, is_private, is_quarantined};

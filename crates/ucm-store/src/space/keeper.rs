@@ -10,17 +10,16 @@ use std::time::Duration;
 
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::Mono;
-use ucm_io::FileMeta;
 
 use super::book::{Book, ahead};
 use super::count::Why;
-use super::documents::{Grants, Name, Note, Who, hex};
+use super::documents::{Grants, Name, Note, hex};
 use super::election::Watched;
 use super::ledger::{Answers, HOLDS};
+use super::notes::Seen;
 use super::papers::Look;
 use super::remove::high;
 use super::{LANE_KEEP, Space, answer};
-use crate::layout::FORMAT;
 
 /// Time between two turns when nothing happens, and while somebody waits for an answer.
 const IDLE: Duration = Duration::from_secs(1);
@@ -28,18 +27,12 @@ const ACTIVE: Duration = Duration::from_millis(100);
 /// Time between heartbeats, and between two looks at the free space.
 pub(super) const BEAT: Duration = Duration::from_secs(5);
 /// How long after its last heartbeat a collector may grant.
-const LEASE: Duration = Duration::from_secs(10);
+pub(super) const LEASE: Duration = Duration::from_secs(10);
 /// Time between two notes of a writer that wants nothing, and least time between two of one that does.
 const NOTE: Duration = Duration::from_secs(60);
 const NOTE_AGAIN: Duration = Duration::from_millis(50);
-/// A note is read again after this, changed or not: a network file system may hide the change.
-const READ_AGAIN: Duration = Duration::from_secs(30);
-/// Silence after which a writer has no grant any more, by the collector's clock; twice what the writer allows itself.
-const SILENCE: Duration = Duration::from_secs(600);
 /// How long the keeper's steps may take together.
 const TURN: Duration = Duration::from_secs(5);
-/// Time to resign in.
-const RESIGN: Duration = Duration::from_millis(500);
 /// Longest time between two counts.
 const COUNT_AGAIN: Duration = Duration::from_secs(3600);
 /// The same where age or a quota decides.
@@ -55,11 +48,12 @@ pub(super) struct Keeper {
     pub(super) beat_sequence: u64,
     pub(super) beat_at: Mono,
     /// Notes of others, as last read.
-    notes: BTreeMap<u64, Seen>,
+    pub(super) notes: BTreeMap<u64, Seen>,
     /// When each writer was last heard of.
     pub(super) heard: BTreeMap<u64, Mono>,
-    note: Note,
-    note_at: Mono,
+    /// This writer's last note, and when that was.
+    pub(super) note: Note,
+    pub(super) note_at: Mono,
     free_looked: Option<Mono>,
     pub(super) published: Option<Grants>,
     /// The medium was full for somebody.
@@ -73,12 +67,6 @@ pub(super) struct Keeper {
     /// Counts in a row that could not do what was wanted.
     vain: u32,
     count_trouble: Option<Error>,
-}
-
-struct Seen {
-    meta: FileMeta,
-    read_at: Mono,
-    note: Note,
 }
 
 impl Space {
@@ -176,33 +164,6 @@ impl Space {
             times => VAIN.saturating_mul(1 << times.min(16)).min(LONGEST_VAIN),
         };
         keeper.count_not_before = now.after(pause);
-    }
-
-    /// What this writer would say of itself in a note.
-    fn my_note(&self, now: Mono, ahead: u64) -> (u64, Note) {
-        let ledger = self.ledger.lock();
-        let note = Note {
-            format: FORMAT,
-            process: Who::of(&self.config.process),
-            sequence: 0,
-            admitted: ledger.admitted,
-            settled: ledger.settled(),
-            granted: ledger.granted,
-            wanted: if ledger.is_low(ahead, now) {
-                ledger.wanted()
-            } else {
-                0
-            },
-            full: ledger.full,
-            closed: false,
-        };
-        (ledger.writer, note)
-    }
-
-    /// Enters this writer into the collector's book.
-    pub(super) fn tell_of_myself(&self, book: &mut Book) {
-        let (writer, note) = self.my_note(self.clock.now(), book.ahead());
-        book.note(writer, &note);
     }
 
     /// A turn of a writer that is not collector.
@@ -354,83 +315,4 @@ impl Space {
             || book.since_count() > book.limit / 16
             || now.since(keeper.last_count) >= again
     }
-
-    /// Reads the notes that changed. Whether one of them was heard of lately.
-    fn read_notes(&self, keeper: &mut Keeper, look: &Look, now: Mono, deadline: Mono) -> Result<bool> {
-        let me = self.ledger.lock().writer;
-        for (id, meta) in look.writers().filter(|(id, _)| *id != me) {
-            let known = keeper.notes.get(&id);
-            if known.is_none_or(|seen| seen.meta != meta || now.since(seen.read_at) >= READ_AGAIN) {
-                let Some(note) = self.read::<Note>(Name::Writer(id), meta.len, deadline)? else {
-                    continue;
-                };
-                if known.is_none_or(|seen| note.sequence != seen.note.sequence) {
-                    keeper.heard.insert(id, now);
-                }
-                keeper.full |= known.is_some_and(|seen| note.full > seen.note.full);
-                self.book.lock().note(id, &note);
-                keeper.notes.insert(
-                    id,
-                    Seen {
-                        meta,
-                        read_at: now,
-                        note,
-                    },
-                );
-            }
-        }
-        keeper
-            .notes
-            .retain(|id, _| look.files.contains_key(&Name::Writer(*id)));
-        let mut book = self.book.lock();
-        for id in book.writers() {
-            if id == me || book.is_gone(id) {
-                continue;
-            }
-            let heard = *keeper.heard.entry(id).or_insert(now);
-            let dead = keeper
-                .notes
-                .get(&id)
-                .is_some_and(|seen| seen.note.process.is_gone());
-            if dead || now.since(heard) >= SILENCE {
-                book.gone(id);
-            }
-        }
-        keeper.heard.retain(|id, _| book.knows(*id));
-        Ok(keeper.heard.values().any(|at| now.since(*at) < BEAT))
-    }
-
-    /// Says that this writer is not there any more, so that nobody waits for it.
-    fn resign(&self) {
-        let now = self.clock.now();
-        let deadline = now.after(RESIGN);
-        let mut keeper = self.keeper.lock();
-        let (writer, note) = self.my_note(now, 0);
-        let mut note = Note {
-            closed: true,
-            wanted: 0,
-            ..note
-        };
-        let office = self.office.swap(0, Ordering::AcqRel);
-        // Best effort: who finds nothing waits for the silence.
-        if office > 0 {
-            let mut book = self.book.lock();
-            book.note(writer, &note);
-            let grants = book.document();
-            drop(book);
-            if now.since(keeper.beat_at) < LEASE {
-                // What stays there when this fails grants more than was used: too careful for the next.
-                let _ = again(|| self.write(Name::Grants(office), &grants, true, deadline));
-                let _ = again(|| self.beat(&mut keeper, office, true, now, deadline));
-            }
-        } else if keeper.note_at != Mono::default() || keeper.note.sequence > 0 {
-            note.sequence = keeper.note.sequence + 1;
-            let _ = again(|| self.write(Name::Writer(writer), &note, true, deadline));
-        }
-    }
-}
-
-/// The last words of a writer are worth a second and a third try.
-fn again<T>(mut say: impl FnMut() -> Result<T>) -> Result<T> {
-    say().or_else(|_| say()).or_else(|_| say())
 }

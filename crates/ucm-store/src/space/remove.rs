@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ucm_core::BlockId;
 
-use super::ledger::Capacity;
+use super::capacity::Capacity;
 
 /// Share of the limit above which records are removed, and down to which.
 const HIGH: f64 = 0.95;
