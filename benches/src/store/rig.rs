@@ -205,7 +205,7 @@ impl Rig {
             let done = move |result: ucm_core::Result<ReadDone>| {
                 let judged = result.and_then(|read| {
                     let bytes = &read.slot.as_slice()[..read.read];
-                    match judge.then(|| verify(bytes, &shape.expect(id))) {
+                    match judge.then(|| verify(bytes, read.stored_len, &shape.expect(id))) {
                         Some(Err(reason)) => Err(ucm_core::Error::internal(reason.name())),
                         _ if bytes.len() == shape.layout.record_len() => Ok(read.slot),
                         _ => Err(ucm_core::Error::internal("a record is short")),
