@@ -128,6 +128,7 @@ class Worker:
             wanted_block_size=settings.pop("wanted_block_size", None),
             identity=lambda: {"dtype": "float32"},
             make_store=self.make,
+            health=settings.pop("health", None),
             clock=Clock(),
         )
         self.half.register(self.caches)

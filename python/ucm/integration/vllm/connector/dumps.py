@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ucm.integration.vllm.connector.health import RanksHealth
 from ucm.integration.vllm.connector.metadata import Dump, DumpResult, RankReport, join_keys
 from ucm.integration.vllm.connector.presence import Presence
 from ucm.integration.vllm.connector.tracked import Tracked
@@ -47,8 +48,8 @@ class _Job:
 class DumpPlanner:
     """Plans dump jobs and follows them to their end on every rank."""
 
-    def __init__(self, presence: Presence, clock: Callable[[], float] = time.monotonic) -> None:
-        self._presence = presence
+    def __init__(self, presence: Presence, health: RanksHealth, clock: Callable[[], float] = time.monotonic) -> None:
+        self._presence, self._health = presence, health
         self._clock = clock
         self._numbers = itertools.count(1)
         self._pool: BlockPool | None = None
@@ -77,8 +78,8 @@ class DumpPlanner:
         return bool(self._jobs) and self._clock() - self._last_planned < DRAIN_S
 
     def room(self) -> int:
-        """Blocks that may be planned now."""
-        if self._pool is None or not self._ranks or self._clock() < self._hold_until:
+        """Blocks that may be planned now: none while some rank could not store its part."""
+        if self._pool is None or not self._ranks or self._clock() < self._hold_until or not self._health.all_healthy:
             return 0
         room: int = min(FLIGHT_BLOCKS, max(1, self._pool.num_gpu_blocks // 2)) - self._pinned
         for rank in self._ranks:

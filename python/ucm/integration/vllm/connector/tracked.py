@@ -41,6 +41,7 @@ class Tracked:
         "request",
         "tally",
         "touched_at",
+        "waits_since",
     )
 
     def __init__(self, request: Request) -> None:
@@ -62,11 +63,18 @@ class Tracked:
         self.tally = Tally()
         self.preemptions = request.num_preemptions
         self.touched_at = NEVER  # when the store was last told that its blocks are in use
+        self.waits_since: float | None = None  # when it was asked for while a rank's health was not known
+
+    def may_wait(self, now: float, allowance: float) -> bool:
+        """Whether less than ``allowance`` seconds have passed since this was first asked."""
+        if self.waits_since is None:
+            self.waits_since = now
+        return now - self.waits_since < allowance
 
     def restart(self) -> None:
         """Preempted: its blocks are gone, it will be asked for again, perhaps with output tokens."""
         self.preemptions = self.request.num_preemptions
-        self.lookup = None
+        self.lookup = self.waits_since = None
         self.asked, self.reason = False, MissReason.NOT_TAKEN
         self.cursor = 0
         self.touched_at = NEVER

@@ -225,6 +225,11 @@ class Dumps:
         """Whether :meth:`take` has something."""
         return bool(self._staged or self._done)
 
+    @property
+    def failed(self) -> bool:
+        """Whether some dump ended without being stored, and not for want of room, since the last :meth:`take`."""
+        return any(result.failed and not result.busy for result in self._done)
+
     def __len__(self) -> int:
         return len(self._running)
 
