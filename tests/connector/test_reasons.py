@@ -215,9 +215,7 @@ def test_a_hit_that_vllm_does_not_take() -> None:
     rig = Rig()
     request = rig.request("a", 5 * BLOCK + 1)
     rig.stored(request, 4)
-    rig.later.run()
-    assert rig.half.matched(request, 0) == (4 * BLOCK, True)
-    rig.half.admitted(request, rig.tables.allocate(request, 6), 0)
+    rig.no_room(request, 4)
     assert balance(rig) == {"not_taken": 4, "absent": 1}
     unasked = rig.request("b", 2 * BLOCK, seed=1)
     rig.half.admitted(unasked, rig.tables.allocate(unasked, 2), 0)

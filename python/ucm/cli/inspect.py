@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from ucm.cli import manifest as manifests
-from ucm.cli import show
+from ucm.cli import options, show
 from ucm.cli.foreign import Foreigners
 from ucm.cli.judging import Reader
 from ucm.cli.manifest import part_name
@@ -32,7 +32,7 @@ _SHOWN = 10
 
 @click.command()
 @click.argument("paths", metavar="ROOT...", nargs=-1, required=True, type=click.Path(exists=True))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@options.json_output
 def inspect(paths: Sequence[str], as_json: bool) -> None:
     """Show what lies below each ROOT, or what a record says if ROOT is a file.
 
