@@ -209,7 +209,7 @@ def _show_root(root: dict[str, Any]) -> None:
         click.echo("\nnot ours, left alone")
         show.table(
             ("path", "what", "bytes"),
-            [(f["path"], f["what"], show.size(f["bytes"])) for f in root["foreign_files"][:_SHOWN]],
+            [(f["path"], _foreign(f), show.size(f["bytes"])) for f in root["foreign_files"][:_SHOWN]],
         )
         if root["foreign"] > _SHOWN:
             click.echo(f"  and {root['foreign'] - _SHOWN} more")
@@ -227,6 +227,11 @@ def _show_differences(root: dict[str, Any]) -> None:
         ("key", *(name[:8] for name in known)),
         [(key, *(show.short(values.get(name, "-")) for name in known)) for key, values in root["differences"].items()],
     )
+
+
+def _foreign(found: dict[str, Any]) -> str:
+    many = show.many(found["seed_form"], "file") + " " if found["what"] == "directory" else ""
+    return f"{found['what']}, {many}of the seed's form" if found["seed_form"] else str(found["what"])
 
 
 def _amount(count: int, size: int) -> str:
