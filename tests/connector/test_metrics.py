@@ -56,7 +56,7 @@ def test_the_scheduler_tells_what_is_new_and_nothing_when_nothing_is() -> None:
 def test_a_connector_that_is_off_counts_why() -> None:
     rig = Rig()
     half = connector(account=rig.half.account, off=MissReason.UNSUPPORTED)
-    half.on_new_request(SimpleNamespace(num_tokens=3 * BLOCK))  # type: ignore[arg-type]
+    half.on_new_request(rig.request("a", 3 * BLOCK))
     stats = half.get_kv_connector_stats()
     assert stats is not None
     assert stats.data == {"asked": 3, "missed.unsupported": 3}

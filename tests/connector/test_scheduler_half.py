@@ -241,6 +241,24 @@ def test_a_refused_dump_is_offered_again_after_a_pause(busy: bool) -> None:
     assert blocks_of(rig.step(request)) == [(1, 2)]
 
 
+def test_dumps_that_fail_together_make_one_pause_and_a_failure_after_it_a_longer_one() -> None:
+    rig = Rig()
+    requests = [rig.request(name, 2 * BLOCK, seed) for seed, name in enumerate("abc")]
+    for request in requests:
+        rig.admit(request)
+    plan = rig.step(*requests)
+    assert len(plan.dumps) == 3
+    rig.report(rig.ended(plan, failed=(0, 1)))
+    rig.clock.now += 1.0
+    plan = rig.step(*requests)
+    assert len(plan.dumps) == 3
+    rig.report(rig.ended(plan, failed=(0, 1)))
+    rig.clock.now += 1.0
+    assert rig.step(*requests).dumps == []
+    rig.clock.now += 1.0
+    assert len(rig.step(*requests).dumps) == 3
+
+
 def test_a_block_one_rank_could_not_publish_is_no_hit() -> None:
     rig = Rig(ranks=2)
     request = rig.request("a", 3 * BLOCK)

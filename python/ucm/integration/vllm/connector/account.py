@@ -19,6 +19,8 @@ from ucm.integration.vllm.connector.guard import logger
 from ucm.reasons import MissReason
 
 if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
     from ucm.integration.vllm.connector.presence import Presence
     from ucm.integration.vllm.connector.tracked import Tracked
 
@@ -93,10 +95,16 @@ class Account:
         self.total.loaded += blocks
         self._count(LOADED, blocks)
 
-    def left_alone(self, tokens: int, reason: MissReason) -> None:
-        """A request of so many tokens is neither looked up nor stored."""
-        blocks = tokens // self._block_tokens
-        self.asked(Tally(), 0, {reason: blocks} if blocks else {})
+    def left_alone(self, request: Request, reason: MissReason) -> None:
+        """A request is neither looked up nor stored: nothing more will be said of it."""
+        tally, blocks = Tally(), request.num_tokens // self._block_tokens
+        self.asked(tally, 0, {reason: blocks} if blocks else {})
+        self.told(request, tally)
+
+    @staticmethod
+    def told(request: Request, tally: Tally) -> None:
+        """The line of one request in the log."""
+        logger.debug("request %s: %d prompt tokens, %s", request.request_id, request.num_prompt_tokens, tally)
 
     def offered(self, tally: Tally, blocks: int) -> None:
         """So many blocks of a request are being dumped."""

@@ -58,7 +58,7 @@ class DumpPlanner:
         self._seen: dict[int, int] = {}
         self._jobs: dict[int, _Job] = {}
         self._pinned = 0
-        self._hold_until = 0.0
+        self._hold_until = self._failing_until = 0.0
         self._fail_pause = FAIL_PAUSE_S
         self._last_planned = 0.0
         self.published_blocks = 0
@@ -173,10 +173,11 @@ class DumpPlanner:
         if not failed:
             self._fail_pause = FAIL_PAUSE_S
             return
-        pause = self._fail_pause if refused else BUSY_PAUSE_S if busy else 0.0
-        if refused:
+        now = self._clock()
+        if refused and now >= self._failing_until:  # jobs planned before the pause say nothing new
+            self._failing_until = now + self._fail_pause
             self._fail_pause = min(self._fail_pause * 2, FAIL_PAUSE_MAX_S)
-        self._hold_until = max(self._hold_until, self._clock() + pause)
+        self._hold_until = max(self._hold_until, self._failing_until, now + BUSY_PAUSE_S if busy else 0.0)
         at = job.first + min(failed)
         key = job.keys[min(failed)]
         for tracked in live:  # whoever holds the block offers it again

@@ -104,7 +104,7 @@ class SchedulerHalf:
         self.gate.recheck()
         if self.gate.phase == OFF or request.resumable:  # a streaming session rewrites its own tokens: not cached
             reason = self.gate.reason if self.gate.phase == OFF else MissReason.UNSUPPORTED
-            return self.account.left_alone(request.num_tokens, reason)
+            return self.account.left_alone(request, reason)
         tracked = self._live[request.request_id] = Tracked(request)
         self._due[request.request_id] = self._block_tokens
         if self._open():
@@ -205,9 +205,7 @@ class SchedulerHalf:
                     self.dumps.room(),
                 )
         finally:
-            logger.debug(
-                "request %s: %d prompt tokens, %s", request.request_id, request.num_prompt_tokens, tracked.tally
-            )
+            self.account.told(request, tracked.tally)
 
     # Steps --------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ as failed, so that no request waits for something that will not come.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,14 +38,24 @@ def finished(store: UcmKVStoreBaseV1, task: Any, staged: bool = False) -> bool:
 
 
 def failed_rows(store: UcmKVStoreBaseV1, task: Any, rows: int) -> dict[int, BaseException]:
-    """What went wrong with a finished task, by row; empty when nothing did."""
+    """What went wrong with a finished task, by row; empty when nothing did. Never raises."""
     try:
         store.wait(task)
     except TaskError as error:
-        return {row: why for row, why in error.failures.items() if 0 <= row < rows} or dict.fromkeys(range(rows), error)
+        return _named_rows(error, rows) or dict.fromkeys(range(rows), error)
     except Exception as error:
         return dict.fromkeys(range(rows), error)
     return {}
+
+
+def _named_rows(error: TaskError, rows: int) -> dict[int, BaseException]:
+    """The failures a task names; none if some of that is not as it should be, then all its rows failed."""
+    named: object = error.failures
+    if not isinstance(named, Mapping) or any(
+        row not in range(rows) or not isinstance(why, BaseException) for row, why in named.items()
+    ):
+        return {}
+    return {int(row): why for row, why in named.items()}
 
 
 @dataclass(slots=True)
