@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ucm.integration.vllm.connector.guard import logger
 from ucm.reasons import MissReason
@@ -27,9 +27,14 @@ if TYPE_CHECKING:
 #: Between two summaries in the log, in seconds.
 SUMMARY_S = 60.0
 
+#: Times kept between two questions of vLLM, of each kind; more are not measured.
+TIMES = 1024
+
 #: Names of the counters; that of a missed block ends with its reason.
 ASKED, HIT, LOADED, PUBLISHED, UNPUBLISHED = "asked", "hit", "loaded", "published", "unpublished"
 MISSED = "missed."
+#: Name of the times of lookups, in seconds.
+LOOKUP_SECONDS = "lookup_seconds"
 
 
 class Tally:
@@ -66,6 +71,7 @@ class Account:
         self._block_tokens = block_tokens
         self._news: Counter[str] = Counter()  # since the last take()
         self._recent: Counter[str] = Counter()  # since the last summary
+        self._lookups: list[float] = []  # since the last take()
         self.next_summary = now + SUMMARY_S
 
     # What happened ------------------------------------------------------------------------------------------
@@ -95,6 +101,11 @@ class Account:
         self.total.loaded += blocks
         self._count(LOADED, blocks)
 
+    def looked_up(self, seconds: float) -> None:
+        """The store answered a lookup, so long after it began."""
+        if len(self._lookups) < TIMES:
+            self._lookups.append(seconds)
+
     def left_alone(self, request: Request, reason: MissReason) -> None:
         """A request is neither looked up nor stored: nothing more will be said of it."""
         tally, blocks = Tally(), request.num_tokens // self._block_tokens
@@ -123,12 +134,15 @@ class Account:
 
     # What is told -------------------------------------------------------------------------------------------
 
-    def take(self) -> dict[str, int] | None:
-        """Counters since the last call, None when nothing was counted."""
-        if not self._news:
+    def take(self) -> dict[str, Any] | None:
+        """Counters and times since the last call, None when nothing was counted."""
+        if not (self._news or self._lookups):
             return None
-        news, self._news = self._news, Counter()
-        return dict(news)
+        news: dict[str, Any] = dict(self._news)
+        if self._lookups:
+            news[LOOKUP_SECONDS] = self._lookups
+        self._news, self._lookups = Counter(), []
+        return news
 
     def summary(self, now: float, block_bytes: int) -> None:
         """Log what was counted since the last summary; ``block_bytes`` is a block of all ranks."""

@@ -231,7 +231,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if self._account is not None:
             news = self._account.take()
         else:
-            news = None if self._worker is None else self._worker.take_bytes()
+            news = None if self._worker is None else (self._worker.take_bytes() or {}) | self._worker.take_seconds()
         return UcmStats(data=news) if news else None
 
     @classmethod

@@ -141,7 +141,8 @@ class SchedulerHalf:
         if not tracked.lookup.settled(self._allowance):
             tracked.reason = MissReason.NOT_TAKEN
             return None, False
-        tracked.adopt(self._presence)
+        if tracked.adopt(self._presence):
+            self.account.looked_up(tracked.lookup.seconds)
         tokens = tracked.claimable(self._presence, self._block_tokens) * self._block_tokens - computed
         tracked.reason = None
         if tokens < max(self._min_hit_tokens, 1):

@@ -79,17 +79,19 @@ class Tracked:
         self.cursor = 0
         self.touched_at = NEVER
 
-    def adopt(self, presence: Presence) -> None:
-        """Take over what the lookup has computed and found, once."""
+    def adopt(self, presence: Presence) -> bool:
+        """Take over what the lookup has computed and found; whether the store's answer was taken over now."""
         lookup = self.lookup
         if lookup is None or lookup.keys is None:
-            return
+            return False
         if len(lookup.keys) > len(self.keys):
             self.keys = list(lookup.keys)
         if lookup.done and not lookup.adopted:
             lookup.adopted = True
             if lookup.answered:
                 presence.found(lookup.keys, lookup.hits)
+                return True
+        return False
 
     def grow(self, upto: int, maker: KeyMaker, presence: Presence) -> int:
         """Make sure of keys for ``upto`` blocks; how many of those are known (fewer while a thread hashes them)."""

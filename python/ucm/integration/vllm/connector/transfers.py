@@ -7,11 +7,13 @@ as failed, so that no request waits for something that will not come.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ucm.errors import BusyError, TaskError, UcmError
+from ucm.integration.vllm.connector.account import TIMES
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.layout import KVLayout
 from ucm.integration.vllm.connector.metadata import Dump, DumpResult, Load, LoadFailure, join_keys, split_keys
@@ -64,12 +66,31 @@ class _Running:
     task: Any
     keep: Any = None  # what must live as long as the device may read it
     staged: bool = False
+    began: float = 0.0
+
+
+class _Times:
+    """How long transfers took, in seconds, kept until they are asked for."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._taken: list[float] = []
+
+    def ended(self, running: _Running) -> None:
+        if len(self._taken) < TIMES:
+            self._taken.append(self.clock() - running.began)
+
+    def take(self) -> list[float]:
+        """Those since the last call."""
+        taken, self._taken = self._taken, []
+        return taken
 
 
 class Loads:
     """Loads of one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.times = _Times(clock)
         self._running: list[_Running] = []
         self._ended: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -91,7 +112,7 @@ class Loads:
         except Exception as error:
             throttle.warning("load", "a load was refused: %s", error)
             return self._fail_all(load, reason_of(error))
-        self._running.append(_Running(load, task))
+        self._running.append(_Running(load, task, began=self.times.clock()))
 
     def poll(self, store: UcmKVStoreBaseV1 | None) -> None:
         """Notice which have ended."""
@@ -102,6 +123,7 @@ class Loads:
             if not finished(store, running.task):
                 still.append(running)
                 continue
+            self.times.ended(running)
             load: Load = running.work
             failures = failed_rows(store, running.task, len(load.blocks))
             self.blocks += len(load.blocks) - len(failures)
@@ -148,7 +170,8 @@ class Loads:
 class Dumps:
     """Dumps of one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.times = _Times(clock)
         self._running: list[_Running] = []
         self._staged: list[int] = []
         self._done: list[DumpResult] = []
@@ -197,7 +220,7 @@ class Dumps:
                 refused.add(dump.request)
                 self._refuse(dump, busy=False)
             else:
-                self._running.append(_Running(dump, task, keep=event[1]))
+                self._running.append(_Running(dump, task, keep=event[1], began=self.times.clock()))
 
     def _refuse(self, dump: Dump, busy: bool) -> None:
         self._done.append(DumpResult(dump.job, tuple(range(len(dump.blocks))), busy))
@@ -215,6 +238,7 @@ class Dumps:
             if not running.staged or not finished(store, running.task):
                 still.append(running)
                 continue
+            self.times.ended(running)
             failures = failed_rows(store, running.task, len(dump.blocks))
             if failures:
                 throttle.warning("dump failed", "a dump failed: %s", failures[min(failures)])

@@ -18,7 +18,7 @@ from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.health import StoreHealth
 from ucm.integration.vllm.connector.layout import KVLayout, LayoutError
 from ucm.integration.vllm.connector.metadata import VERSION, Handshake, RankReport, StepPlan, StoreSetup, WorkerReport
-from ucm.integration.vllm.connector.metrics import LOADED_BYTES, PUBLISHED_BYTES
+from ucm.integration.vllm.connector.metrics import DUMP_SECONDS, LOAD_SECONDS, LOADED_BYTES, PUBLISHED_BYTES
 from ucm.integration.vllm.connector.transfers import Dumps, Loads, no_event
 from ucm.store import part_mask
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
@@ -71,8 +71,8 @@ class WorkerHalf:
         self._told_blocks = (0, 0)
         self._plan: StepPlan | None = None
         self._closed = False
-        self.loads = Loads()
-        self.dumps = Dumps()
+        self.loads = Loads(clock)
+        self.dumps = Dumps(clock)
         self.health = health or StoreHealth()
 
     # Start --------------------------------------------------------------------------------------------------
@@ -217,6 +217,11 @@ class WorkerHalf:
         (loaded, published), self._told_blocks = self._told_blocks, now
         size = self._layout.block_bytes
         return {LOADED_BYTES: (now[0] - loaded) * size, PUBLISHED_BYTES: (now[1] - published) * size}
+
+    def take_seconds(self) -> dict[str, list[float]]:
+        """How long the loads and dumps took that ended on this rank since the last call; no names without any."""
+        taken = {LOAD_SECONDS: self.loads.times.take(), DUMP_SECONDS: self.dumps.times.take()}
+        return {name: seconds for name, seconds in taken.items() if seconds}
 
     def stats(self) -> dict[str, Any]:
         """Counters of this rank's store."""
