@@ -3,6 +3,9 @@
 use super::contest::Times;
 use super::report::{Direction, Mode, Row, Side};
 
+/// Turns of a round in which the store moves the blocks, and not the loop.
+pub(super) const TURNS_OF_OURS: usize = 3;
+
 /// One block size, mode and number of threads.
 pub(super) struct Case {
     pub(super) direction: Direction,

@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 
 use ucm_core::BlockId;
 
-use super::case::Case;
+use super::case::{Case, TURNS_OF_OURS};
 use super::contest::{Spent, Turn, Watch, hold};
 use super::files::{Place, hollow};
 use super::memory::Stock;
@@ -96,7 +96,10 @@ pub(super) fn measure(
     ];
     let times = hold(options.rounds, contenders)?;
     let (count, bytes) = (stock.borrow().count(), stock.borrow().bytes());
-    rig.retire(&root, direct.then_some(count))?;
+    rig.retire(
+        &root,
+        direct.then_some(count * TURNS_OF_OURS * (options.rounds + 1)),
+    )?;
     let case = Case {
         direction: Direction::Dump,
         block: shape.block,

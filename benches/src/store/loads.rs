@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::path::PathBuf;
 
-use super::case::Case;
+use super::case::{Case, TURNS_OF_OURS};
 use super::contest::{Turn, hold};
 use super::files::{Place, evict};
 use super::memory::Stock;
@@ -65,7 +65,10 @@ pub(super) fn measure(
     ];
     let times = hold(options.rounds, contenders)?;
     let (count, bytes) = (stock.borrow().count(), stock.borrow().bytes());
-    rig.retire(&root, direct.then_some(count))?;
+    rig.retire(
+        &root,
+        direct.then_some(count * TURNS_OF_OURS * (options.rounds + 1)),
+    )?;
     let case = Case {
         direction: Direction::Load,
         block: shape.block,

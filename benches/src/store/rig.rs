@@ -187,8 +187,8 @@ impl Rig {
         self.files.record(id)
     }
 
-    /// Ends the store and removes it. If the rig was `direct` and moved so many records at a time: an error if more of
-    /// them than a stray document of the collector went through the page cache.
+    /// Ends the store and removes it. If the rig was `direct`, with the number of records that it moved: an error if as
+    /// many went through the page cache. The documents of the collector always do, but are fewer.
     pub(super) fn retire(&self, root: &Path, direct: Option<usize>) -> Result<()> {
         let buffered = self.io.direct_fallbacks() - self.documents;
         if direct.is_some_and(|records| buffered >= records as u64) {
