@@ -13,14 +13,12 @@ from typing import Any
 from harness import Engine, wait_until
 from specs import BLOCK, PATIENT, Ask, EngineSpec, Result, StoreSpec, prompt
 
-from ucm.config.model import UcmConfig
 from ucm.store import BlockHasher, part_mask, record_ids
 
 #: Full blocks of every prompt; its answer fills none.
 BLOCKS = 4
 LENGTH, ANSWER = BLOCKS * BLOCK + 10, 6
-#: What the engine is told, of these as many as it knows: deadlines that a row may wait for, a breaker that tries again
-#: at once, and no limit to damage, for a matrix of it is more in a minute than a healthy disk has in years.
+#: What the engine is told: deadlines that a row may wait for, a breaker that tries again at once, and no limit to damage, for a matrix of it is more in a minute than a healthy disk has in years.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "deadlines": PATIENT | {"load_min_ms": 6000, "load_max_s": 6.0, "load_unknown_s": 6.0},
     "breaker": {"cool_down_s": 0.5},
@@ -35,14 +33,13 @@ def spec_of(model: Path, runner: str, root: Path, transfer: Mapping[str, Any] | 
     """The engine of one runner: our store on this root, or another connector's arguments with ``{root}`` replaced."""
     if transfer is not None:
         transfer = _placed(transfer, str(root))
-    extra = {name: dict(keys) for name, keys in SETTINGS.items() if name in UcmConfig.model_fields}
     return EngineSpec(
         model,
         runner,
         StoreSpec(root, "UcmPosixStore"),
         blocks=300,
         prefix_caching=False,
-        extra_config=extra,
+        extra_config={name: dict(keys) for name, keys in SETTINGS.items()},
         transfer=transfer,
         label=f"trust-{runner}",
     )

@@ -1,0 +1,137 @@
+"""Rows with two hosts on one root, and with processes that are killed at moments nobody chose.
+
+A host is a process with a mount namespace, a name and a clock of its own: it sees the root at a place that only it has,
+and its clock is an hour off. The clock is shifted by a small library of this file's, compiled here and put before the C
+library; times of files come from the file system, as they do on a share.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+
+from child import BLOCKS, SMALL
+from ground import Ground, block_ids, wait_until
+from harm import header_of
+from processes import assert_all_exact, child, ended_well, new_seed
+
+HOUR = 3600
+_CLOCK = r"""
+#define _GNU_SOURCE
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+static long shift(void) { const char *text = getenv("TRUST_CLOCK_SHIFT"); return text ? atol(text) : 0; }
+
+int clock_gettime(clockid_t clock, struct timespec *at) {
+    int result = syscall(SYS_clock_gettime, clock, at);
+    if (result == 0 && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) at->tv_sec += shift();
+    return result;
+}
+
+int gettimeofday(struct timeval *at, void *zone) {
+    struct timespec now;
+    (void)zone;
+    clock_gettime(CLOCK_REALTIME, &now);
+    at->tv_sec = now.tv_sec;
+    at->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+
+time_t time(time_t *at) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (at) *at = now.tv_sec;
+    return now.tv_sec;
+}
+"""
+#: Names the host, mounts the root where only it sees it, and becomes the program.
+_ENTER = 'hostname "$1" && mount --bind "$2" "$3" && shift 3 && exec "$@"'
+
+
+def clock_library(base: Path) -> Path:
+    """A library that shifts a process's clock by ``TRUST_CLOCK_SHIFT`` seconds."""
+    source, library = base / "clock.c", base / "clock.so"
+    source.write_text(_CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source)], check=True)
+    return library
+
+
+def two_hosts(base: Path, long: bool) -> None:
+    """Two hosts whose clocks are two hours apart write the same ids, then write, read and remove in a small room."""
+    source, library = random.Random(new_seed()), clock_library(base)
+    for number in range(6 if long else 1):
+        place = base / str(number)
+        root = place / "export" / "root"
+        root.parent.mkdir(parents=True)
+        _run_hosts("write_as_host", place, library, source)
+        ground = Ground(root)
+        assert assert_all_exact(ground) >= set(block_ids(BLOCKS, "shared"))
+        headers = [header_of(path.read_bytes()) for path in ground.files()]
+        times = sorted(header.time_ns for header in headers)
+        assert times[-1] - times[0] > HOUR * 1_000_000_000, "the hosts' clocks were the same"
+        assert len({header.writer for header in headers}) == 2, "one of the hosts stored nothing"
+        ground.close()
+        _run_hosts("mix", place, library, source)
+        ground = Ground(root, storage_capacity=SMALL)
+        assert_usage(ground)
+        assert_all_exact(ground)
+        names = block_ids(3, "after")
+        wait_until(lambda ground=ground, names=names: ground.is_healthy(names), "blocks are stored")  # type: ignore[misc]
+        ground.close()
+
+
+def _run_hosts(work: str, base: Path, library: Path, source: random.Random) -> None:
+    """Both hosts at this work, until they end."""
+    with ExitStack() as stack:
+        hosts = []
+        for name, shift in (("left", -HOUR), ("right", HOUR)):
+            place = base / f"seen-by-{name}"
+            place.mkdir(exist_ok=True)
+            enter = ["unshare", "--mount", "--uts", "sh", "-c", _ENTER, "sh", name, str(base / "export"), str(place)]
+            env = {"LD_PRELOAD": str(library), "TRUST_CLOCK_SHIFT": str(shift)}
+            host, _ = stack.enter_context(child(work, place / "root", source.randrange(1 << 32), enter, env))
+            hosts.append(host)
+        for host in hosts:
+            ended_well(host)
+    assert not list(base.glob("seen-by-*/*")), "a host's mount was everybody's"
+
+
+def random_kills(base: Path, long: bool) -> None:
+    """Processes that write, read and remove are killed at random and replaced; one ends well in every round."""
+    source, root = random.Random(new_seed()), base / "root"
+    for _ in range(40 if long else 3):
+        with ExitStack() as stack:
+            started = [
+                stack.enter_context(child("mix", root, source.randrange(1 << 32))) for _ in range(3)
+            ]
+            for process, lines in started[1:]:
+                for _ in range(source.randrange(1, 100)):
+                    assert lines.readline(), "a process ended early"
+                process.kill()
+                process.wait()
+            ended_well(started[0][0])
+    ground = Ground(root, storage_capacity=SMALL)
+    assert_usage(ground)
+    assert_all_exact(ground)
+    for first in range(0, BLOCKS, 32):
+        names = block_ids(BLOCKS, "shared")[first : first + 32]
+        wait_until(lambda names=names: ground.is_healthy(names), "blocks are stored and found again")  # type: ignore[misc]
+    assert_usage(ground)
+    ground.close()
+
+
+def assert_usage(ground: Ground) -> None:
+    """What the store says is used is what lies there, and no more than it may."""
+    wait_until(lambda: ground.store.stats()["storage_counted"], "the root was counted")
+    limit = ground.store.stats()["storage_capacity_bytes"]
+    assert ground.bytes_stored() <= limit, "more is stored than may be"
+    wait_until(
+        lambda: ground.store.stats()["storage_used_bytes"] == ground.bytes_stored(),
+        "the number of bytes used is that of the files",
+    )
