@@ -18,7 +18,7 @@ from ground import Ground, Memory, block_ids, counted
 
 #: Blocks that are on their way at any time, so that a kill meets some in every state.
 WINDOW = 6
-BLOCKS, MANY = 160, 1000
+BLOCKS, MANY = 160, 600
 #: Room for half of them, and how much is done in it.
 SMALL, STEPS = "2MiB", 120
 #: Bytes that a hungry process may still take.

@@ -1,7 +1,7 @@
 """Rows with two hosts on one root, and with processes that are killed at moments nobody chose.
 
 A host is a process with a mount namespace, a name and a clock of its own: it sees the root at a place that only it has,
-and its clock is an hour off. The clock is shifted by a small library of this file's, compiled here and put before the C
+and its clock is off. The clock is shifted by a small library of this file's, compiled here and put before the C
 library; times of files come from the file system, as they do on a share.
 """
 
@@ -17,7 +17,8 @@ from ground import Ground, block_ids, wait_until
 from harm import header_of
 from processes import assert_all_exact, child, ended_well, new_seed
 
-HOUR = 3600
+#: Seconds by which a host is before or behind the file system.
+APART = 2400
 _CLOCK = r"""
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -63,7 +64,7 @@ def clock_library(base: Path) -> Path:
 
 
 def two_hosts(base: Path, long: bool) -> None:
-    """Two hosts whose clocks are two hours apart write the same ids, then write, read and remove in a small room."""
+    """Two hosts whose clocks are apart write the same ids, then write, read and remove in a small room."""
     source, library = random.Random(new_seed()), clock_library(base)
     for number in range(6 if long else 1):
         place = base / str(number)
@@ -74,8 +75,8 @@ def two_hosts(base: Path, long: bool) -> None:
         assert assert_all_exact(ground) >= set(block_ids(BLOCKS, "shared"))
         headers = [header_of(path.read_bytes()) for path in ground.files()]
         times = sorted(header.time_ns for header in headers)
-        assert times[-1] - times[0] > HOUR * 1_000_000_000, "the hosts' clocks were the same"
-        assert len({header.writer for header in headers}) == 2, "one of the hosts stored nothing"
+        assert times[-1] - times[0] > APART * 1_000_000_000, "the hosts' clocks were the same"
+        assert len({header.writer for header in headers}) > 1, "one of the hosts stored nothing"
         ground.close()
         _run_hosts("mix", place, library, source)
         ground = Ground(root, storage_capacity=SMALL)
@@ -90,7 +91,7 @@ def _run_hosts(work: str, base: Path, library: Path, source: random.Random) -> N
     """Both hosts at this work, until they end."""
     with ExitStack() as stack:
         hosts = []
-        for name, shift in (("left", -HOUR), ("right", HOUR)):
+        for name, shift in (("left", -APART), ("right", APART)):
             place = base / f"seen-by-{name}"
             place.mkdir(exist_ok=True)
             enter = ["unshare", "--mount", "--uts", "sh", "-c", _ENTER, "sh", name, str(base / "export"), str(place)]
@@ -105,11 +106,9 @@ def _run_hosts(work: str, base: Path, library: Path, source: random.Random) -> N
 def random_kills(base: Path, long: bool) -> None:
     """Processes that write, read and remove are killed at random and replaced; one ends well in every round."""
     source, root = random.Random(new_seed()), base / "root"
-    for _ in range(40 if long else 3):
+    for _ in range(40 if long else 2):
         with ExitStack() as stack:
-            started = [
-                stack.enter_context(child("mix", root, source.randrange(1 << 32))) for _ in range(3)
-            ]
+            started = [stack.enter_context(child("mix", root, source.randrange(1 << 32))) for _ in range(3)]
             for process, lines in started[1:]:
                 for _ in range(source.randrange(1, 100)):
                     assert lines.readline(), "a process ended early"

@@ -18,9 +18,10 @@ from ucm.store import BlockHasher, part_mask, record_ids
 #: Full blocks of every prompt; its answer fills none.
 BLOCKS = 4
 LENGTH, ANSWER = BLOCKS * BLOCK + 10, 6
-#: What the engine is told: deadlines that a row may wait for, a breaker that tries again at once, and no limit to damage, for a matrix of it is more in a minute than a healthy disk has in years.
+#: What the engine is told: deadlines that a row may wait for, a breaker that tries again at once, and no limit to
+#: damage, for a matrix of it is more in a minute than a healthy disk has in years.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "deadlines": PATIENT | {"load_min_ms": 6000, "load_max_s": 6.0, "load_unknown_s": 6.0},
+    "deadlines": PATIENT | {"load_min_ms": 6000, "load_max_s": 6.0, "load_unknown_s": 6.0, "dump_s": 10.0},
     "breaker": {"cool_down_s": 0.5},
     "quarantine": {"max_per_minute": 1_000_000},
 }

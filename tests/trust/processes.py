@@ -14,6 +14,7 @@ from typing import IO
 import harm
 import roots
 from child import BLOCKS
+from fuse import Fuse
 from ground import SHAPE, Ground, assert_no_wait, block_ids, counted, wait_until
 
 from ucm.store.record import verify_file
@@ -103,6 +104,31 @@ def killed_writers(base: Path, long: bool) -> None:
     ground.close()
 
 
+def killed_in_calls(base: Path, long: bool) -> None:
+    """A writer is killed in the middle of each kind of call that makes a record, and the call ends without it."""
+    names, source, seen = block_ids(BLOCKS, "shared"), random.Random(new_seed()), base / "seen"
+    system = Fuse(base / "shown", seen)
+    try:
+        for number in range(24 if long else 4):
+            requests = (["CREATE"], ["WRITE"], ["FLUSH"], ["RENAME", "RENAME2"])[number % 4]
+            root = seen / str(number)
+            with child("write", root, source.randrange(1 << 32)) as (process, lines):
+                for _ in range(source.randrange(1, 20)):
+                    assert lines.readline().startswith("published"), "the writer ended early"
+                system.behave(stall=requests)
+                system.await_stalled()
+                process.kill()
+                system.behave()
+                process.wait()
+            ground = Ground(root)
+            assert_all_exact(ground)
+            assert ground.is_healthy(names[:20])
+            assert_all_exact(ground)
+            ground.close()
+    finally:
+        system.close()
+
+
 def two_writers(base: Path, long: bool) -> None:
     """Two processes write the same ids in orders of their own; a reader and a remover are beside them."""
     source, root = random.Random(new_seed()), base / "root"
@@ -158,6 +184,15 @@ def no_descriptors(base: Path, long: bool) -> None:
     said = next(line for line in lines if line.startswith("counted")).split()
     assert "io_error" in said
     assert not {"timeout", "lookup_late", "records_refused"} & set(said)
+
+
+def no_memory(base: Path, long: bool) -> None:
+    """A process at its limit of memory: what is open works on, what is opened fails, and nothing dies."""
+    del long
+    with child("hunger", base / "root", 1) as (process, _):
+        said = ended_well(process)
+    assert "hungry" in said, "there was memory left"
+    assert any(line.startswith("refused") for line in said), "a store took memory that is not there"
 
 
 def missing_root(base: Path, long: bool) -> None:

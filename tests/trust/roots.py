@@ -5,6 +5,7 @@ Mounts are real ones and need root. Every place lies in the test's own directory
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -123,6 +124,18 @@ def moved_away(root: Path) -> Iterator[None]:
     yield
     assert not root.exists(), "a root that was removed was made again"
     aside.rename(root)
+
+
+def removed(root: Path) -> Iterator[None]:
+    """The whole directory is removed, though the store may put something into it meanwhile, and does not come back."""
+    for _ in range(1000):
+        try:
+            shutil.rmtree(root)
+            break
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+    yield
 
 
 def emptied(root: Path) -> Iterator[None]:

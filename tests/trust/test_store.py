@@ -13,7 +13,8 @@ from _pytest.mark import ParameterSet
 from fuse import Fuse
 from ground import SHAPE, Ground, Memory, assert_no_wait, block_ids, counted, wait_until
 from harm import Victim, judge
-from rows import FILE_ROWS, FUSE_ROWS, LONG, PROCESS_ROWS, ROOT_ROWS, STORE, FileRow, FuseRow, ProcessRow, RootRow, Row
+from kinds import LONG, STORE, FileRow, FuseRow, ProcessRow, RootRow, Row
+from rows import FILE_ROWS, FUSE_ROWS, PROCESS_ROWS, ROOT_ROWS
 
 from ucm.errors import TaskError
 from ucm.store.record import Refused
