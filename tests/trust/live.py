@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Engine, wait_until
+from harness import EngineError, EngineHost, wait_until
 from specs import BLOCK, PATIENT, Ask, EngineSpec, Result, StoreSpec, prompt
 
 from ucm.store import BlockHasher, part_mask, record_ids
@@ -66,13 +66,24 @@ class Prompt:
 class Live:
     """An engine and its root."""
 
-    def __init__(self, engine: Engine, root: Path, ours: bool) -> None:
-        self.engine = engine
+    def __init__(self, host: EngineHost, spec: EngineSpec, root: Path) -> None:
+        self._host, self._spec = host, spec
+        self.engine = host.get(spec)
         self.root = root
         #: Whether it is our connector, so that reasons can be asked for.
-        self.ours = ours
+        self.ours = spec.transfer is None
+        #: Seconds in which a cache is healthy again; past the longest pause of ours.
+        self.patience = 240.0 if self.ours else 30.0
         self._source = random.Random(7)
         self._digest = b""
+
+    def revive(self) -> None:
+        """Starts another engine if a harm has ended this one, so that it costs one row and not all that follow."""
+        try:
+            self.engine.scheduler()
+        except EngineError:
+            self.engine.kill()
+            self.engine = self._host.get(self._spec)
 
     def ask(self, tokens: list[int], salt: str | None = None) -> Result:
         """One request alone. It does not fail."""
@@ -93,7 +104,7 @@ class Live:
         assert right.cached == 0, "a new prompt was found in a cache"
         stored = Prompt(tokens, right, self.files_of(tokens) if self.ours else [])
         # After a harm the connector may pause before it offers blocks again, and offers only those of a live request.
-        wait_until(lambda: self.is_hit(stored), "a new prompt is stored, and then a hit")
+        self.await_hit(stored, "a new prompt is stored, and then a hit")
         if not self.ours:
             stored.files = sorted(set(self.files()) - before, key=lambda path: path.stat().st_mtime_ns)
         return stored
@@ -123,6 +134,10 @@ class Live:
         news = counted(before, self.counts())
         # vLLM's own number of cached tokens is what was claimed, also when the load failed.
         return news.get("blocks_loaded", 0) >= BLOCKS and not news.get("blocks_failed")
+
+    def await_hit(self, stored: Prompt, what: str) -> None:
+        """Asks until all of it comes from the cache."""
+        wait_until(lambda: self.is_hit(stored), what, self.patience)
 
     def counts(self) -> dict[str, int]:
         """Misses by reason and counters of the worker's and the scheduler's store, added up; empty for others."""

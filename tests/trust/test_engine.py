@@ -32,9 +32,14 @@ def live(
     base = work / f"trust-{runner}"
     base.mkdir()
     with roots.new_root(base, "bind" if roots.is_root() else "plain", size="64m", inodes=4000) as root:
-        engine = host.get(spec_of(model, runner, root, kv_transfer_config))
-        yield Live(engine, root, kv_transfer_config is None)
+        yield Live(host, spec_of(model, runner, root, kv_transfer_config), root)
         host.stop()
+
+
+@pytest.fixture(autouse=True)
+def revived(live: Live) -> None:
+    """The engine runs when a row begins."""
+    live.revive()
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in FILE_ROWS if row.in_engine])
@@ -63,7 +68,7 @@ def test_file(row: FileRow, live: Live) -> None:
         if row.known:
             assert live.ask(stored.tokens).tokens == stored.right.tokens
             return
-    wait_until(lambda: live.is_hit(stored), "the prompt is stored and found again")
+    live.await_hit(stored, "the prompt is stored and found again")
     if live.ours:
         for path in stored.files[:BLOCKS]:
             judge(path)
@@ -80,18 +85,22 @@ def test_root(row: RootRow, live: Live) -> None:
     before = live.counts()
     harmed = row.harm(live.root)
     next(harmed)
-    hit = live.is_hit(old)
-    assert hit or not row.reads, "a block that was stored is no hit any more"
-    for _ in range(2):
-        assert live.ask(fresh).tokens == right.tokens, "wrong tokens"
-        assert live.ask(old.tokens).tokens == old.right.tokens, "wrong tokens"
-    if live.ours:  # dumps end behind the back of the request
-        wait_until(lambda: set(row.reasons) <= set(counted(before, live.counts())), f"{row.reasons} are counted", 60)
-        news = counted(before, live.counts())
-        assert not {"timeout", "lookup_late"} & set(news), f"counted: {news}"
-    next(harmed, None)
+    try:
+        hit = live.is_hit(old)
+        assert hit or not row.reads, "a block that was stored is no hit any more"
+        for _ in range(2):
+            assert live.ask(fresh).tokens == right.tokens, "wrong tokens"
+            assert live.ask(old.tokens).tokens == old.right.tokens, "wrong tokens"
+        if live.ours:  # dumps end behind the back of the request
+            wait_until(
+                lambda: set(row.reasons) <= set(counted(before, live.counts())), f"{row.reasons} are counted", 60
+            )
+            news = counted(before, live.counts())
+            assert not {"timeout", "lookup_late"} & set(news), f"counted: {news}"
+    finally:
+        next(harmed, None)
 
-    wait_until(lambda: live.is_hit(old), "what was stored is a hit again, or was stored again")
+    live.await_hit(old, "what was stored is a hit again, or was stored again")
     again = live.store_prompt()
     if live.ours:
         for path in again.files[:BLOCKS]:
@@ -126,4 +135,4 @@ def test_file_system(row: FuseRow, live: Live) -> None:
     finally:
         system.behave()
         system.close()
-    wait_until(lambda: live.is_hit(old), "what was stored is a hit again, or was stored again")
+    live.await_hit(old, "what was stored is a hit again, or was stored again")
