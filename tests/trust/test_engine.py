@@ -111,12 +111,11 @@ def test_root(row: RootRow, live: Live) -> None:
 def test_file_system(row: FuseRow, live: Live) -> None:
     """The file system is mounted over the root and shows what was there, with bad manners."""
     roots.need_root()
-    old, fresh = live.store_prompt(), live.new_prompt()
-    right = live.ask(fresh, salt="another key, the same computation")
-
-    before = live.counts()
     system = Fuse(live.root.with_name("export"), live.root)
     try:
+        old, fresh = live.store_prompt(), live.new_prompt()
+        right = live.ask(fresh, salt="another key, the same computation")
+        before = live.counts()
         system.behave(**row.manners)
         if row.believed:  # stored as zeros; read back when the disk is honest again
             assert live.ask(fresh).tokens == right.tokens, "wrong tokens"

@@ -94,6 +94,7 @@ def test_root(row: RootRow, tmp_path: Path, stack: ExitStack) -> None:
     old, new = names[:3], names[3:]
     assert not ground.dump(old)
     ground.assert_hits(old)
+    wait_until(lambda: ground.store.stats()["storage_counted"], "the root was counted, so that nobody is at work there")
 
     before = ground.counts()
     harmed = row.harm(root)
