@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostDevice, Slot};
 use ucm_infra::{Completion, Mono, SystemClock};
-use ucm_io::{PsyncEngine, PsyncOptions};
+use ucm_io::{Process, PsyncEngine, PsyncOptions};
 use ucm_store::backend::{Backend, ReadDone, WriteOptions};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Until};
 use ucm_store::evidence::QuarantineConfig;
@@ -19,7 +19,7 @@ use ucm_store::health::BreakerConfig;
 use ucm_store::layout::Layout;
 use ucm_store::posix::{PosixBackend, PosixConfig};
 use ucm_store::record::{Expect, RecordLayout, RecordMeta, verify};
-use ucm_store::space::Capacity;
+use ucm_store::space::{Capacity, Rules};
 
 use super::Result;
 use super::contest::{Spent, Watch};
@@ -131,6 +131,11 @@ impl Rig {
             direct,
             lookup_only: false,
             capacity: NonZeroU64::new(CAPACITY).map(Capacity::Bytes),
+            rules: Rules {
+                free_floor: Some(Capacity::Percent(0.0)),
+                ..Rules::default()
+            },
+            process: Process::this(),
             quarantine: QuarantineConfig::default(),
             writer: ucm_store::random_u64(),
         };

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
-use rustix::fs::{AtFlags, FileType, Mode, OFlags};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, PAGE, Result};
 
@@ -34,6 +34,7 @@ pub(crate) type StillWanted<'a> = &'a dyn Fn() -> bool;
 pub(crate) struct Publish<'a> {
     pub(crate) private: &'a Path,
     pub(crate) target: &'a Path,
+    pub(crate) replace: bool,
     pub(crate) len: usize,
     pub(crate) mode: u32,
     pub(crate) mtime_ns: Option<i64>,
@@ -120,14 +121,15 @@ impl Files {
         // If this fails, whatever has that name is not ours and stays.
         let fd = retry(|| rustix::fs::open(job.private, flags, Mode::from_raw_mode(job.mode)))
             .map_err(|e| failed(e, "cannot create the private file", job.private))?;
-        match self.fill_and_name(File::new(fd, false), job, &buf, wanted) {
-            Ok(meta) => Ok(IoDone::Published { buf, meta }),
-            Err(error) => {
-                // Best effort: a private file that stays is swept later by its age.
-                let _ = retry(|| rustix::fs::unlink(job.private));
-                Err(error)
-            }
+        let named = self.fill_and_name(File::new(fd, false), job, &buf, wanted);
+        if !matches!(named, Ok(Some(_))) {
+            // Best effort: a private file that stays is swept later by its age.
+            let _ = retry(|| rustix::fs::unlink(job.private));
         }
+        named.map(|named| match named {
+            Some(meta) => IoDone::Published { buf, meta },
+            None => IoDone::Taken { buf },
+        })
     }
 
     fn fill_and_name(
@@ -136,7 +138,7 @@ impl Files {
         job: &Publish<'_>,
         buf: &IoBuf,
         wanted: StillWanted<'_>,
-    ) -> Result<FileMeta> {
+    ) -> Result<Option<FileMeta>> {
         let written = |e| failed(e, "cannot write the file", job.private);
         if self.direct {
             let dev = to_meta(&retry(|| rustix::fs::fstat(file.fd())).map_err(written)?).dev;
@@ -177,11 +179,18 @@ impl Files {
             )
             .with("path", job.target.display()));
         }
-        let renamed = retry(|| rustix::fs::rename(job.private, job.target));
-        if is_named(renamed, job.target, &meta) {
-            return Ok(meta);
+        let named = if job.replace {
+            retry(|| rustix::fs::rename(job.private, job.target))
+        } else {
+            name_once(job.private, job.target)
+        };
+        if is_named(named, job.target, &meta) {
+            return Ok(Some(meta));
         }
-        let errno = renamed.err().unwrap_or(Errno::IO);
+        let errno = named.err().unwrap_or(Errno::IO);
+        if !job.replace && errno == Errno::EXIST {
+            return Ok(None);
+        }
         Err(failed(errno, "cannot give the file its name", job.target))
     }
 
@@ -229,13 +238,37 @@ fn open_for_read(path: &Path, direct: bool) -> rustix::io::Result<File> {
     }
 }
 
-/// Whether the file with this metadata has its name now. A network file system may repeat a rename whose answer was
-/// lost, and then finds the private name gone: it is done all the same if the target is our file.
+/// Gives a file a name that nobody has (EXIST otherwise). A local file system renames; others make a second name,
+/// which is as exclusive on a server, and drop the first.
+fn name_once(private: &Path, target: &Path) -> rustix::io::Result<()> {
+    match retry(|| rustix::fs::renameat_with(CWD, private, CWD, target, RenameFlags::NOREPLACE)) {
+        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {}
+        renamed => return renamed,
+    }
+    match retry(|| rustix::fs::link(private, target)) {
+        Ok(()) => {
+            // Best effort: the second name is private, and swept by its age.
+            let _ = retry(|| rustix::fs::unlink(private));
+            Ok(())
+        }
+        Err(Errno::PERM | Errno::NOSYS | Errno::OPNOTSUPP | Errno::MLINK) => {
+            match stat_one(target, AtFlags::SYMLINK_NOFOLLOW) {
+                Ok(_) => Err(Errno::EXIST),
+                Err(errno) if is_absent(errno) => retry(|| rustix::fs::rename(private, target)),
+                Err(errno) => Err(errno),
+            }
+        }
+        failed => failed,
+    }
+}
+
+/// Whether the file with this metadata has its name now. A network file system may repeat a call whose answer was
+/// lost, and then finds the private name gone or the target there: it is done all the same if the target is our file.
 fn is_named(renamed: rustix::io::Result<()>, target: &Path, meta: &FileMeta) -> bool {
     match renamed {
         Ok(()) => true,
         Err(errno) => {
-            is_absent(errno)
+            (is_absent(errno) || errno == Errno::EXIST)
                 && stat_one(target, AtFlags::SYMLINK_NOFOLLOW)
                     .is_ok_and(|found| (found.dev, found.ino) == (meta.dev, meta.ino))
         }
@@ -250,6 +283,7 @@ mod tests {
         let job = Publish {
             private: &dir.join("private"),
             target: &dir.join("target"),
+            replace: true,
             len: 3,
             mode: 0o600,
             mtime_ns: None,
@@ -278,6 +312,8 @@ mod tests {
             ..ours
         };
         assert!(is_named(Err(Errno::NOENT), &target, &ours));
+        assert!(is_named(Err(Errno::EXIST), &target, &ours), "a repeated link");
+        assert!(!is_named(Err(Errno::EXIST), &target, &other));
         assert!(!is_named(Err(Errno::NOENT), &target, &other));
         assert!(!is_named(Err(Errno::NOENT), &place.path().join("absent"), &ours));
         assert!(!is_named(Err(Errno::ACCESS), &target, &ours));

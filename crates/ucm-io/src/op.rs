@@ -56,12 +56,17 @@ pub enum IoOp {
     },
     /// Makes `target` appear whole: creates `private` (which must not exist), writes the first `len` bytes of `buf`,
     /// closes it with the error of the close seen, renames it. When anything fails `private` is removed and `target`
-    /// is as before. Answer: [`IoDone::Published`].
+    /// is as before. Answer: [`IoDone::Published`], or [`IoDone::Taken`] where there was such a file and `replace` is
+    /// false.
     Publish {
         /// A name on the same file system that only this writer uses.
         private: PathBuf,
-        /// The name under which others find it; an existing file is replaced.
+        /// The name under which others find it.
         target: PathBuf,
+        /// Whether a file of that name is replaced. If not, of several that publish one name at the same time exactly
+        /// one does, on network file systems too; only a file system that knows neither hard links nor a rename
+        /// without replacing leaves a gap between the look and the rename.
+        replace: bool,
         /// The bytes.
         buf: IoBuf,
         /// How many of them.
@@ -141,6 +146,11 @@ pub enum IoDone {
         buf: IoBuf,
         /// The file as it was closed.
         meta: FileMeta,
+    },
+    /// To [`IoOp::Publish`] without `replace`: there was a file of that name, which stays.
+    Taken {
+        /// The buffer, its bytes unchanged.
+        buf: IoBuf,
     },
     /// To [`IoOp::Stat`]: one entry for each path, fewer when stopped at a missing one.
     Stat(Vec<Option<FileMeta>>),

@@ -105,6 +105,7 @@ fn run(files: &Files, op: IoOp, wanted: StillWanted<'_>) -> Result<IoDone> {
         IoOp::Publish {
             private,
             target,
+            replace,
             buf,
             len,
             mode,
@@ -113,6 +114,7 @@ fn run(files: &Files, op: IoOp, wanted: StillWanted<'_>) -> Result<IoDone> {
             let job = Publish {
                 private: &private,
                 target: &target,
+                replace,
                 len,
                 mode,
                 mtime_ns,

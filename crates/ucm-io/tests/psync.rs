@@ -137,6 +137,7 @@ fn a_publish_gets_its_length_time_and_place() {
             let op = IoOp::Publish {
                 private: dir.join("p"),
                 target: dir.join("t"),
+                replace: true,
                 buf: slot.into(),
                 len,
                 mode: 0o640,
@@ -177,6 +178,7 @@ fn a_failed_publish_leaves_nothing_behind_and_touches_nothing() {
     let op = |private: &str, target: &str, len| IoOp::Publish {
         private: dir.join(private),
         target: dir.join(target),
+        replace: true,
         buf: vec![7; 100].into(),
         len,
         mode: 0o600,
@@ -323,4 +325,50 @@ fn many_at_once_all_arrive_whole() {
         assert_eq!(got, expected);
     }
     assert_eq!(pool.available(), 8);
+}
+
+#[test]
+fn a_name_that_is_taken_stays_and_one_of_many_gets_a_free_one() {
+    let place = tempfile::tempdir().unwrap();
+    let dir = place.path();
+    let engine = psync();
+    let op = |n: u8| IoOp::Publish {
+        private: dir.join(format!("p{n}")),
+        target: dir.join("t"),
+        replace: false,
+        buf: vec![n; 10].into(),
+        len: 10,
+        mode: 0o600,
+        mtime_ns: None,
+    };
+    let won: Vec<u8> = std::thread::scope(|scope| {
+        let all: Vec<_> = (0..8)
+            .map(|n| {
+                (
+                    n,
+                    scope.spawn({
+                        let (engine, op) = (&engine, op(n));
+                        move || call(&**engine, op).unwrap()
+                    }),
+                )
+            })
+            .collect();
+        let won = all
+            .into_iter()
+            .filter_map(|(n, answer)| match answer.join().unwrap() {
+                IoDone::Published { buf, .. } => {
+                    assert_eq!(buf[..], [n; 10]);
+                    Some(n)
+                }
+                IoDone::Taken { buf } => {
+                    assert_eq!(buf[..], [n; 10]);
+                    None
+                }
+                _ => unreachable!(),
+            });
+        won.collect()
+    });
+    assert_eq!(won.len(), 1, "exactly one");
+    assert_eq!(std::fs::read(dir.join("t")).unwrap(), [won[0]; 10]);
+    assert_eq!(names(dir), ["t"], "no private file is left");
 }

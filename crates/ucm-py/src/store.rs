@@ -13,14 +13,14 @@ use pyo3::types::PyDict;
 use ucm_core::{BlockId, DType, Error, ErrorKind, Geometry, Identity, MissReason, Part};
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::SystemClock;
-use ucm_io::{PsyncEngine, PsyncOptions};
+use ucm_io::{Process, PsyncEngine, PsyncOptions};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Hint, Row};
 use ucm_store::events::Level;
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 use ucm_store::posix::{PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
-use ucm_store::space::Capacity;
+use ucm_store::space::{Capacity, Rules};
 
 use crate::convert::{ids, raise, to_py};
 use crate::task::{Task, limit};
@@ -48,6 +48,16 @@ impl<'py> Config<'_, 'py> {
                 let wrong = Error::new(ErrorKind::Config, format!("{key}: {error}"));
                 raise(self.0.py(), &wrong)
             })
+    }
+
+    /// A limit given in bytes or in percent; none when it is neither, or 0 bytes.
+    fn capacity(&self, bytes: &str, percent: &str) -> PyResult<Option<Capacity>> {
+        Ok(
+            match (self.get::<Option<u64>>(bytes)?, self.get::<Option<f64>>(percent)?) {
+                (Some(bytes), _) => NonZeroU64::new(bytes).map(Capacity::Bytes),
+                (None, percent) => percent.map(Capacity::Percent),
+            },
+        )
     }
 
     fn seconds(&self, key: &str) -> PyResult<Duration> {
@@ -89,12 +99,15 @@ impl PosixStore {
         } else {
             config.get("staging_bytes")?
         };
-        let capacity = match (
-            config.get::<Option<u64>>("capacity_bytes")?,
-            config.get::<Option<f64>>("capacity_percent")?,
-        ) {
-            (Some(bytes), _) => NonZeroU64::new(bytes).map(Capacity::Bytes),
-            (None, percent) => percent.map(Capacity::Percent),
+        let capacity = config.capacity("capacity_bytes", "capacity_percent")?;
+        let expire_after: Option<u64> = config.get("expire_after_s")?;
+        let rules = Rules {
+            // No bytes: no floor, while nothing at all is the default.
+            free_floor: config
+                .capacity("floor_bytes", "floor_percent")?
+                .or(Some(Capacity::Percent(0.0))),
+            namespace_quota: config.capacity("quota_bytes", "quota_percent")?,
+            expire_after: expire_after.map(Duration::from_secs),
         };
         let deadlines = Deadlines {
             lookup: config.seconds("lookup_s")?,
@@ -118,6 +131,8 @@ impl PosixStore {
             geometry: geometry.clone(),
             lookup_only,
             capacity,
+            rules,
+            process: Process::this(),
             writer,
             quarantine: QuarantineConfig {
                 enabled: config.get("quarantine_enabled")?,

@@ -56,6 +56,10 @@ pub struct Usage {
     pub records: u64,
     /// Whether what lay there before was counted yet.
     pub counted: bool,
+    /// Whether this process counts and removes for all writers of the root.
+    pub collector: bool,
+    /// Whether nothing is written for now: the medium was full, or too little of it is free.
+    pub paused: bool,
 }
 
 /// How a record is written.

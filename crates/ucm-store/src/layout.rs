@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! <root>/ucm-root.json                              this directory belongs to ucm: format, UUID, capacity
+//! <root>/space/                                     who counts, and who may write how much: see `space/documents.rs`
 //! <root>/<namespace>/manifest.json                  the identity in words, the parts and their record lengths
 //! <root>/<namespace>/blocks/<hh>/<32 hex>.bin       one record
 //! <root>/<namespace>/tmp/<16 hex>-<16 hex>.tmp      a record being written: writer, sequence
@@ -103,6 +104,13 @@ pub fn is_private(name: &OsStr) -> bool {
     name.to_str()
         .and_then(|name| name.strip_suffix(".tmp")?.split_once('-'))
         .is_some_and(|(writer, sequence)| is_hex(writer, 16) && is_hex(sequence, 16))
+}
+
+/// Whether a file name in the root is that of a marker being written.
+pub(crate) fn is_marker_private(name: &OsStr) -> bool {
+    name.to_str()
+        .and_then(|name| name.strip_prefix('.')?.strip_suffix(".tmp"))
+        .is_some_and(|uuid| is_hex(uuid, 32))
 }
 
 /// The root marker's content.

@@ -11,7 +11,6 @@ pub mod events;
 pub mod evidence;
 pub mod health;
 pub mod layout;
-mod ledger;
 pub mod posix;
 mod quarantine;
 mod read_back;

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result};
 use ucm_device::Slot;
 use ucm_infra::{Clock, Mono};
-use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, Probe, ReadMode};
+use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, Probe, Process, ReadMode};
 
 use crate::backend::{Backend, Done, Listed, Quarantined, ReadDone, Usage, WriteOptions, Written};
 use crate::engine::{LANE_DUMP, LANE_LOAD, LANE_LOOKUP, LANE_SPACE};
@@ -22,7 +22,7 @@ use crate::layout::Layout;
 use crate::quarantine::Waiting;
 use crate::recency::Recency;
 use crate::record::RecordLayout;
-use crate::space::{Capacity, Space};
+use crate::space::{Capacity, Rules, Space, SpaceConfig, Ticket};
 
 /// Bits of files and directories we make.
 pub(crate) const FILE_MODE: u32 = 0o600;
@@ -51,6 +51,10 @@ pub struct PosixConfig {
     pub lookup_only: bool,
     /// The limit on bytes below the root; `None`: the marker's, or a share of the file system.
     pub capacity: Option<Capacity>,
+    /// What is removed beside the oldest above the limit, and how much of the medium stays free.
+    pub rules: Rules,
+    /// The process that writes, normally [`Process::this`]: others take over at once when it is gone.
+    pub process: Process,
     /// Number that tells this writer's private files and records from others'.
     pub writer: u64,
     /// What is kept of damaged records.
@@ -87,7 +91,13 @@ impl PosixBackend {
     /// A backend over an I/O engine; nothing is touched before [`Backend::probe`]. `Config` if the limit is too small.
     pub fn new(config: PosixConfig, io: Arc<dyn IoEngine>, clock: Arc<dyn Clock>) -> Result<Self> {
         let layout = Layout::new(&config.root, &config.identity);
-        let space = Space::new(config.root.clone(), Arc::clone(&io), Arc::clone(&clock))?;
+        let space = SpaceConfig {
+            root: config.root.clone(),
+            process: config.process.clone(),
+            rules: config.rules,
+            record_len: config.record.record_len() as u64,
+        };
+        let space = Space::new(space, Arc::clone(&io), Arc::clone(&clock))?;
         let shared = Shared {
             layout,
             io,
@@ -139,11 +149,17 @@ impl Shared {
         if !write.options.replace && self.is_record(present) {
             return write.end(Ok(Written::Present));
         }
-        if let Err(error) = self.space.admit(write.options.len as u64) {
-            return write.end(Err(error));
-        }
+        let (shared, bytes) = (Arc::clone(self), write.options.len as u64);
+        let admitted = move |ticket: Result<Ticket>| match ticket {
+            Ok(ticket) => shared.write_admitted(write, ticket),
+            Err(error) => write.end(Err(error)),
+        };
+        self.space.admit(bytes, Box::new(admitted));
+    }
+
+    fn write_admitted(self: &Arc<Self>, write: Write, ticket: Ticket) {
         if self.dirs.lock()[usize::from(write.id.0[0])] {
-            return self.publish(write);
+            return self.publish(write, ticket);
         }
         let op = IoOp::MakeDir {
             path: self.layout.shard_dir(write.id),
@@ -153,10 +169,10 @@ impl Shared {
         let made = move |result: Result<IoDone>| match result {
             Ok(_) => {
                 shared.dirs.lock()[usize::from(write.id.0[0])] = true;
-                shared.publish(write);
+                shared.publish(write, ticket);
             }
             Err(error) => {
-                shared.space.ended(write.options.len as u64, Some(&error));
+                shared.space.ended(ticket, Some(&error));
                 shared.missed(&error);
                 write.end(Err(error));
             }
@@ -164,13 +180,13 @@ impl Shared {
         self.io.submit(LANE_DUMP, deadline, op, Box::new(made));
     }
 
-    fn publish(self: &Arc<Self>, write: Write) {
+    fn publish(self: &Arc<Self>, write: Write, ticket: Ticket) {
         let (shared, id) = (Arc::clone(self), write.id);
         self.waiting
-            .write(id, Box::new(move || shared.publish_alone(write)));
+            .write(id, Box::new(move || shared.publish_alone(write, ticket)));
     }
 
-    fn publish_alone(self: &Arc<Self>, write: Write) {
+    fn publish_alone(self: &Arc<Self>, write: Write, ticket: Ticket) {
         let Write {
             id,
             slot,
@@ -181,6 +197,7 @@ impl Shared {
         let op = IoOp::Publish {
             private: self.next_private(),
             target: self.layout.record(id),
+            replace: true,
             buf: IoBuf::Slot(slot),
             len: options.len,
             mode: FILE_MODE,
@@ -190,7 +207,7 @@ impl Shared {
         let published = move |result: Result<IoDone>| {
             let error = result.as_ref().err();
             shared.waiting.written(id);
-            shared.space.ended(options.len as u64, error);
+            shared.space.ended(ticket, error);
             error.inspect(|error| shared.missed(error));
             match result {
                 Ok(IoDone::Published { buf, .. }) if options.read_back => {
@@ -401,7 +418,9 @@ impl Backend for PosixBackend {
 
     fn shutdown(&self, drain: Duration) {
         let until = self.shared.clock.now().after(drain);
-        self.shared.io.shutdown(drain);
-        self.shared.space.shutdown(until.since(self.shared.clock.now()));
+        let left = || until.since(self.shared.clock.now());
+        // First the space: it says to the others that it is not there any more.
+        self.shared.space.shutdown(left() / 2);
+        self.shared.io.shutdown(left());
     }
 }

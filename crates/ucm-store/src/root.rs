@@ -99,12 +99,14 @@ impl Shared {
         private: PathBuf,
         target: PathBuf,
         bytes: Vec<u8>,
+        replace: bool,
         deadline: Mono,
     ) -> Result<()> {
         let len = bytes.len();
         let op = IoOp::Publish {
             private,
             target,
+            replace,
             buf: IoBuf::Heap(bytes),
             len,
             mode: FILE_MODE,
@@ -172,8 +174,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Before every count: the root is still ours (nothing is removed from another), and what two processes that
-    /// started at the same time wrote over each other is put right. Answers the limit.
+    /// Before every count: the root is still ours (nothing is removed from another), and a part that another rank wrote
+    /// over is added again. Answers the limit.
     fn tend(self: &Arc<Self>, deadline: Mono) -> Result<u64> {
         if self
             .check_root(self.stat(self.layout.marker(), deadline)?)
@@ -350,8 +352,8 @@ impl Shared {
             },
         };
         let private = self.layout.root().join(format!(".{}.tmp", marker.uuid));
-        self.publish_document(private, self.layout.marker(), marker.to_bytes(), deadline)?;
-        // Another process may have done the same at the same time: what is there counts, now and at every count.
+        self.publish_document(private, self.layout.marker(), marker.to_bytes(), false, deadline)?;
+        // Another process may have done the same at the same time: of all markers one stays.
         Ok(self.read_marker(deadline)?.unwrap_or(marker))
     }
 
@@ -374,6 +376,7 @@ impl Shared {
                 self.next_private(),
                 self.layout.manifest(),
                 manifest.to_bytes(),
+                true,
                 deadline,
             )?;
         }

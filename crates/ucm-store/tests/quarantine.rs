@@ -76,16 +76,12 @@ fn what_is_whole_is_left_where_it_is() {
 #[test]
 fn a_young_record_of_another_writer_is_a_miss_and_no_more() {
     let theirs = Bench::new(QuarantineConfig::default());
-    let ours = || {
-        Bench::on(
-            Arc::clone(&theirs.dir),
-            Arc::clone(&theirs.clock),
-            QuarantineConfig::default(),
-        )
-    };
+    let (dir, clock) = (Arc::clone(&theirs.dir), Arc::clone(&theirs.clock));
+    let ours = || Bench::on(Arc::clone(&dir), Arc::clone(&clock), QuarantineConfig::default());
     theirs.dump(&ids(2));
     theirs.damage(id(0), |bytes| bytes[5000] ^= 1);
     theirs.damage(id(1), |bytes| bytes[..4096].fill(0));
+    drop(theirs); // so that the other one grants itself what it writes
     let bench = ours();
     bench.refuse(id(0));
     bench.refuse(id(1));
@@ -210,11 +206,16 @@ fn the_oldest_evidence_makes_room_and_what_is_kept_counts_as_used() {
     newest.sort();
     assert_eq!(names(bench.evidence()), newest);
     bench.dump(&ids(1));
-    let again = |bench: &Bench, bounds| Bench::on(Arc::clone(&bench.dir), Arc::clone(&bench.clock), bounds);
-    let bounds = bench.store.setup.quarantine;
-    assert_eq!(again(&bench, bounds).store.stat("storage_used_bytes"), 3 * RECORD);
-    bench.clock.advance(3 * DAY);
-    let later = again(&bench, bounds);
+    let (dir, clock, bounds) = (
+        Arc::clone(&bench.dir),
+        Arc::clone(&bench.clock),
+        bench.store.setup.quarantine,
+    );
+    drop(bench); // so that the next one counts
+    let again = || Bench::on(Arc::clone(&dir), Arc::clone(&clock), bounds);
+    assert_eq!(again().store.stat("storage_used_bytes"), 3 * RECORD);
+    clock.advance(3 * DAY);
+    let later = again();
     assert!(later.evidence().is_empty(), "too old");
     assert_eq!(later.store.stat("storage_used_bytes"), RECORD);
 }

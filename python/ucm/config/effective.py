@@ -28,6 +28,8 @@ SIZES: frozenset[str] = frozenset({"staging_capacity", "cache_size", "global_seg
 DEFAULT_TEXT: dict[str, str] = {
     "storage_backends": "none given",
     "storage_capacity": "20% of the file system, at most 80% of what is free at the first start",
+    "namespace_quota": "none",
+    "expire_after": "never",
     "block_size": "vLLM's",
     "platform": "the one vLLM runs on",
     "ucm_connector_module_path": "none",

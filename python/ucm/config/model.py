@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from ucm.config.effective import describe_lines
-from ucm.config.sizes import Capacity, parse_capacity, parse_flag, parse_paths, parse_size
+from ucm.config.sizes import Capacity, parse_age, parse_capacity, parse_flag, parse_floor, parse_paths, parse_size
 from ucm.config.stores import KNOWN_STORES
 from ucm.errors import ConfigError
 
@@ -36,6 +36,10 @@ def _verify_word(value: Any) -> Any:
 
 def _capacity_text(value: Any) -> Any:
     return None if value is None else parse_capacity(value)
+
+
+def _age_text(value: Any) -> Any:
+    return None if value is None else parse_age(value)
 
 
 def _log_format(value: str | None) -> str | None:
@@ -169,6 +173,9 @@ class StoreSettings(Section):
     storage_backends: Paths = ()
     storage_policy: Annotated[Literal["tiered", "round_robin", "random"], BeforeValidator(_word)] = "round_robin"
     storage_capacity: Annotated[Capacity | None, BeforeValidator(_capacity_text)] = None
+    free_space_floor: Annotated[Capacity, BeforeValidator(parse_floor)] = Capacity(percent=5.0)
+    namespace_quota: Annotated[Capacity | None, BeforeValidator(_capacity_text)] = None
+    expire_after: Annotated[int | None, BeforeValidator(_age_text)] = None
     staging_capacity: Annotated[Size, Field(ge=1 << 20)] = 256 << 20
     io_direct: Flag = False
     verify: Annotated[Literal["on", "paranoid"], BeforeValidator(_verify_word)] = "on"
@@ -253,13 +260,9 @@ class UcmConfig(StoreSettings):
         """
         common = {key: getattr(self, key) for key in StoreSettings.model_fields}
         common["storage_backends"] = list(self.storage_backends)
-        common["storage_capacity"] = (
-            None
-            if self.storage_capacity is None
-            else self.storage_capacity.bytes
-            if self.storage_capacity.bytes is not None
-            else str(self.storage_capacity)
-        )
+        for key, value in common.items():
+            if isinstance(value, Capacity):
+                common[key] = value.bytes if value.bytes is not None else str(value)
         sections = {name: getattr(self, name).model_dump() for name in STORE_SECTIONS}
         if not self.user_store:
             return {**common, **self.options, **sections}

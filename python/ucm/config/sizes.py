@@ -22,6 +22,8 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:%|percent)\s*")
+_AGE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d|w)\s*")
+_AGES = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _NFS_ADDRESS = re.compile(r"(?P<server>[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:]+\]):(?P<directory>/[^:]*)")
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -84,6 +86,25 @@ def parse_capacity(value: Any) -> Capacity:
     if size == 0:
         raise ValueError("a capacity of 0 would keep nothing; write a size or a percentage, or leave it out")
     return Capacity(bytes=size)
+
+
+def parse_floor(value: Any) -> Capacity:
+    """What :func:`parse_capacity` reads, or 0: no floor."""
+    if not isinstance(value, bool) and str(value).strip().rstrip("%").strip() in {"0", "0.0"}:
+        return Capacity(bytes=0)
+    return parse_capacity(value)
+
+
+def parse_age(value: Any) -> int:
+    """Whole seconds, at least 60, of a number of seconds or a text: ``90min``, ``12h``, ``30d``, ``2w``."""
+    seconds: float | None = None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value)
+    elif isinstance(value, str) and (match := _AGE.fullmatch(value.lower())):
+        seconds = float(match[1]) * _AGES[match[2]]
+    if seconds is None or not 60 <= seconds <= 100 * 365 * 86400:
+        raise ValueError(f"{value!r} is not an age; write seconds (at least 60), or a text like 12h, 30d, 2w")
+    return int(seconds)
 
 
 def parse_flag(value: Any) -> bool:

@@ -152,6 +152,7 @@ impl Shared {
         let IoOp::Publish {
             private,
             target,
+            replace,
             buf: own,
             len: own_len,
             mode,
@@ -166,12 +167,14 @@ impl Shared {
                     meta.len = own_len as u64;
                     IoDone::Published { buf: own, meta }
                 }
+                IoDone::Taken { .. } => IoDone::Taken { buf: own },
                 other => other,
             }));
         });
         let op = IoOp::Publish {
             private,
             target,
+            replace,
             len: bytes.len(),
             buf: IoBuf::Heap(bytes),
             mode,
@@ -197,6 +200,7 @@ impl Shared {
         let op = IoOp::Publish {
             private: name.into(),
             target: private,
+            replace: true,
             len: keep.min(len).min(buf.len()),
             buf,
             mode,
@@ -253,6 +257,7 @@ fn copy_of(op: &IoOp) -> IoOp {
         IoOp::Publish {
             private,
             target,
+            replace,
             buf,
             len,
             mode,
@@ -260,6 +265,7 @@ fn copy_of(op: &IoOp) -> IoOp {
         } => IoOp::Publish {
             private: private.clone(),
             target: target.clone(),
+            replace: *replace,
             buf: copy(buf),
             len: *len,
             mode: *mode,
@@ -293,6 +299,8 @@ fn copy_of(op: &IoOp) -> IoOp {
 fn with_buf_of(second: IoDone, first: IoDone) -> IoDone {
     match (second, first) {
         (IoDone::Published { meta, .. }, IoDone::Published { buf, .. }) => IoDone::Published { buf, meta },
+        // A server that ran a repeated request finds its own file.
+        (IoDone::Taken { .. }, first) => first,
         (second, _) => second,
     }
 }

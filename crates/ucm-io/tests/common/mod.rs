@@ -86,6 +86,7 @@ pub fn publish_op(dir: &Path, name: &str, buf: impl Into<IoBuf>) -> IoOp {
     IoOp::Publish {
         private: dir.join(format!(".{name}.private")),
         target: dir.join(name),
+        replace: true,
         len: buf.len(),
         buf,
         mode: 0o600,

@@ -275,6 +275,8 @@ impl Core {
             ("storage_capacity_bytes", usage.capacity),
             ("storage_records", usage.records),
             ("storage_counted", u64::from(usage.counted)),
+            ("storage_collector", u64::from(usage.collector)),
+            ("storage_paused", u64::from(usage.paused)),
             ("slots", self.slots.capacity() as u64),
             ("slots_free", self.slots.available() as u64),
             ("slot_bytes", self.layout.record_len() as u64),

@@ -16,13 +16,13 @@ use tempfile::TempDir;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::{Clock, SystemClock};
-use ucm_io::{Fault, FaultyEngine, Gate, IoEngine, OpKind, PsyncEngine, PsyncOptions, Rule};
+use ucm_io::{Fault, FaultyEngine, Gate, IoEngine, OpKind, Process, PsyncEngine, PsyncOptions, Rule};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 use ucm_store::posix::{PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
-use ucm_store::space::Capacity;
+use ucm_store::space::{Capacity, Rules};
 
 /// How a test wants its store.
 #[derive(Clone)]
@@ -32,6 +32,8 @@ pub(crate) struct Setup {
     pub(crate) layers_per_shard: u32,
     pub(crate) slots: u64,
     pub(crate) capacity: Option<u64>,
+    pub(crate) rules: Rules,
+    pub(crate) process: Process,
     pub(crate) weights: &'static str,
     pub(crate) part: Part,
     pub(crate) deadlines: Deadlines,
@@ -52,6 +54,11 @@ impl Default for Setup {
             layers_per_shard: 3,
             slots: 16,
             capacity: Some(1 << 30),
+            rules: Rules {
+                free_floor: Some(Capacity::Percent(0.0)), // whatever else lies on the disk of the tests
+                ..Rules::default()
+            },
+            process: Process::this(),
             weights: "w",
             part: Part::default(),
             deadlines: Deadlines {
@@ -98,26 +105,36 @@ impl Store {
     }
 
     pub(crate) fn with_clock(root: &Path, setup: Setup, clock: Arc<dyn Clock>) -> Self {
-        Self::build(root, setup, clock, Vec::new()).unwrap()
+        Self::build(root, setup, clock, Vec::new(), true).unwrap()
+    }
+
+    /// Without waiting for the first count.
+    pub(crate) fn with_clock_now(root: &Path, setup: Setup, clock: Arc<dyn Clock>) -> Self {
+        Self::build(root, setup, clock, Vec::new(), false).unwrap()
     }
 
     /// With faults from the first operation on.
     pub(crate) fn open_faulty(root: &Path, setup: Setup, rules: Vec<Rule>) -> Self {
-        Self::build(root, setup, SystemClock::shared(), rules).unwrap()
+        Self::build(root, setup, SystemClock::shared(), rules, false).unwrap()
     }
 
     pub(crate) fn try_open(root: &Path, setup: Setup) -> ucm_core::Result<Self> {
-        Self::build(root, setup, SystemClock::shared(), Vec::new())
+        Self::build(root, setup, SystemClock::shared(), Vec::new(), true)
     }
 
-    fn build(root: &Path, setup: Setup, clock: Arc<dyn Clock>, rules: Vec<Rule>) -> ucm_core::Result<Self> {
+    fn build(
+        root: &Path,
+        setup: Setup,
+        clock: Arc<dyn Clock>,
+        rules: Vec<Rule>,
+        counted: bool,
+    ) -> ucm_core::Result<Self> {
         let options = PsyncOptions {
             clock: Arc::clone(&clock),
             ..PsyncOptions::with_workers(setup.workers)
         };
         let io: Arc<dyn IoEngine> = PsyncEngine::new(options).unwrap();
         let faults = FaultyEngine::new(io, Arc::clone(&clock), 1);
-        let faulty = !rules.is_empty();
         for rule in rules {
             faults.add(rule)?;
         }
@@ -139,6 +156,8 @@ impl Store {
                 .capacity
                 .and_then(std::num::NonZeroU64::new)
                 .map(Capacity::Bytes),
+            rules: setup.rules,
+            process: setup.process.clone(),
             writer,
             quarantine: setup.quarantine,
         };
@@ -176,7 +195,7 @@ impl Store {
             root: root.to_owned(),
         };
         // So that faults and counts of a test see its own operations only, not those of the first count.
-        if !faulty && !store.setup.lookup_only && store.stat("healthy") == 1 {
+        if counted && !store.setup.lookup_only && store.stat("healthy") == 1 {
             eventually("the root was counted", || store.stat("storage_counted") == 1);
         }
         Ok(store)

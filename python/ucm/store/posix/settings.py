@@ -86,7 +86,7 @@ class PosixStoreSettings(StoreSettings):
 
     def setup(self) -> dict[str, Any]:
         """The dictionary that the core takes; times in seconds."""
-        capacity = self.storage_capacity
+        capacity, quota = self.storage_capacity, self.namespace_quota
         return {
             "root": self.storage_backends[0],
             "identity": self.identity_json,
@@ -102,6 +102,11 @@ class PosixStoreSettings(StoreSettings):
             "io_direct": self.io_direct,
             "capacity_bytes": None if capacity is None else capacity.bytes,
             "capacity_percent": None if capacity is None else capacity.percent,
+            "floor_bytes": self.free_space_floor.bytes,
+            "floor_percent": self.free_space_floor.percent,
+            "quota_bytes": None if quota is None else quota.bytes,
+            "quota_percent": None if quota is None else quota.percent,
+            "expire_after_s": self.expire_after,
             "io_threads": self.posix_lookup_concurrency if self.device_id < 0 else self.posix_data_trans_concurrency,
             "copy_threads": 1,
             "lookup_s": self.deadlines.lookup_ms / 1000,

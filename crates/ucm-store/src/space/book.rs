@@ -1,0 +1,363 @@
+//! The collector's book: what was counted, what each writer may have written beyond that, and what can be granted.
+//!
+//! The rule that everything rests on: what was counted, plus what every writer may still write beyond what the count
+//! has seen, never exceeds the limit. Totals of a writer only grow, so a book read late is too careful, never too bold.
+
+use std::collections::BTreeMap;
+
+use super::documents::{Granted, Grants, Note, hex};
+use crate::layout::FORMAT;
+
+/// Most bytes a grant is ahead of what its writer used.
+const MOST_AHEAD: u64 = 256 << 20;
+/// Part of the limit that one grant may be ahead, and that all may be together.
+const ONE_AHEAD: u64 = 16;
+const ALL_AHEAD: u64 = 8;
+
+/// How far ahead of its use a writer's grant may be, in bytes.
+pub(crate) fn ahead(limit: u64, writers: usize) -> u64 {
+    let fair = limit / ALL_AHEAD / (writers.max(1) as u64);
+    MOST_AHEAD.min(limit / ONE_AHEAD).min(fair)
+}
+
+/// One writer as the collector knows it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Account {
+    granted: u64,
+    /// The total that the count has seen.
+    seen: u64,
+    admitted: u64,
+    settled: u64,
+    wanted: u64,
+    /// It writes no more; a count that begins now sees all it ever wrote.
+    gone: bool,
+}
+
+impl Account {
+    fn unseen(&self) -> u64 {
+        self.granted.saturating_sub(self.seen)
+    }
+}
+
+/// What was known of the writers when a count began.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Snapshot(BTreeMap<u64, (u64, bool)>);
+
+/// See the module.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Book {
+    pub(crate) limit: u64,
+    counted: Option<u64>,
+    records: u64,
+    accounts: BTreeMap<u64, Account>,
+}
+
+impl Book {
+    /// The book a collector left, or an empty one.
+    pub(crate) fn taken_over(left: Option<&Grants>) -> Self {
+        let Some(left) = left else {
+            return Self::default();
+        };
+        let account = |(id, granted): (&String, &Granted)| {
+            let account = Account {
+                granted: granted.granted,
+                seen: granted.seen,
+                admitted: granted.seen,
+                settled: granted.seen,
+                ..Account::default()
+            };
+            Some((u64::from_str_radix(id, 16).ok()?, account))
+        };
+        Self {
+            limit: left.limit,
+            counted: left.counted,
+            records: left.records,
+            accounts: left.writers.iter().filter_map(account).collect(),
+        }
+    }
+
+    /// The book as a document.
+    pub(crate) fn document(&self) -> Grants {
+        let writer = |(id, account): (&u64, &Account)| {
+            let granted = Granted {
+                granted: account.granted,
+                seen: account.seen,
+            };
+            (hex(*id), granted)
+        };
+        Grants {
+            format: FORMAT,
+            limit: self.limit,
+            counted: self.counted,
+            used: self.used(),
+            records: self.records,
+            writers: self.accounts.iter().map(writer).collect(),
+        }
+    }
+
+    /// Records as last counted.
+    pub(crate) fn records(&self) -> u64 {
+        self.records
+    }
+
+    /// Ids of all writers.
+    pub(crate) fn writers(&self) -> Vec<u64> {
+        self.accounts.keys().copied().collect()
+    }
+
+    /// Whether there is such a writer.
+    pub(crate) fn knows(&self, writer: u64) -> bool {
+        self.accounts.contains_key(&writer)
+    }
+
+    /// How far ahead a grant may be now.
+    pub(crate) fn ahead(&self) -> u64 {
+        let living = self.accounts.values().filter(|account| !account.gone).count();
+        ahead(self.limit, living)
+    }
+
+    /// The most that can lie below the root, whatever the writers do with their grants; `None` before a count.
+    pub(crate) fn bound(&self) -> Option<u64> {
+        let unseen: u64 = self.accounts.values().map(Account::unseen).sum();
+        self.counted.map(|counted| counted.saturating_add(unseen))
+    }
+
+    /// What lies below the root as far as is known, without what `writer` wrote (who knows that better itself), and
+    /// the total of that writer that is in it already.
+    pub(crate) fn used_by_others(&self, writer: u64) -> (u64, u64) {
+        let others = self.accounts.iter().filter(|(id, _)| **id != writer);
+        let written: u64 = others
+            .map(|(_, account)| account.admitted.saturating_sub(account.seen))
+            .sum();
+        let seen = self.accounts.get(&writer).map_or(0, |account| account.seen);
+        (self.counted.unwrap_or(0).saturating_add(written), seen)
+    }
+
+    /// What lies below the root as far as is known.
+    pub(crate) fn used(&self) -> u64 {
+        let written = self.accounts.values();
+        let written: u64 = written
+            .map(|account| account.admitted.saturating_sub(account.seen))
+            .sum();
+        self.counted.unwrap_or(0).saturating_add(written)
+    }
+
+    /// Bytes written since the last count.
+    pub(crate) fn since_count(&self) -> u64 {
+        let written = self.accounts.values();
+        written
+            .map(|account| account.settled.saturating_sub(account.seen))
+            .sum()
+    }
+
+    /// What a writer says of itself.
+    pub(crate) fn note(&mut self, writer: u64, note: &Note) {
+        let account = self.accounts.entry(writer).or_default();
+        if account.gone {
+            return; // it took another id when it came back
+        }
+        account.admitted = account.admitted.max(note.admitted);
+        account.settled = account.settled.max(note.settled);
+        // It may know of a grant that we do not: the directory was emptied.
+        account.granted = account.granted.max(note.granted);
+        account.wanted = note.wanted;
+        if note.closed {
+            account.granted = account.granted.min(note.admitted).max(account.seen);
+            account.gone = true;
+        }
+    }
+
+    /// A writer that writes no more.
+    pub(crate) fn gone(&mut self, writer: u64) {
+        if let Some(account) = self.accounts.get_mut(&writer) {
+            account.gone = true;
+            account.wanted = 0;
+        }
+    }
+
+    /// Whether a writer is known not to write any more.
+    pub(crate) fn is_gone(&self, writer: u64) -> bool {
+        self.accounts.get(&writer).is_some_and(|account| account.gone)
+    }
+
+    /// Before a count: what it will see for sure.
+    pub(crate) fn begin_count(&self) -> Snapshot {
+        let seen = |account: &Account| {
+            if account.gone {
+                account.granted
+            } else {
+                account.settled
+            }
+        };
+        let all = self.accounts.iter();
+        Snapshot(
+            all.map(|(id, account)| (*id, (seen(account), account.gone)))
+                .collect(),
+        )
+    }
+
+    /// A count that began with `before` found this. The answer: writers that are in it whole and forgotten now.
+    pub(crate) fn end_count(&mut self, before: &Snapshot, total: u64, records: u64) -> Vec<u64> {
+        self.counted = Some(total);
+        self.records = records;
+        let mut forgotten = Vec::new();
+        // One that turned up since is charged with all it wrote, until the next count.
+        self.accounts.retain(|id, account| match before.0.get(id) {
+            Some((_, true)) => {
+                forgotten.push(*id);
+                false
+            }
+            Some((seen, false)) => {
+                account.seen = *seen;
+                true
+            }
+            None => true,
+        });
+        forgotten
+    }
+
+    /// Records were removed.
+    pub(crate) fn removed(&mut self, records: u64, bytes: u64) {
+        self.counted = self.counted.map(|counted| counted.saturating_sub(bytes));
+        self.records = self.records.saturating_sub(records);
+    }
+
+    /// Grants what those who want can have. The answer: whether anything was granted, and whether somebody got less
+    /// than it wants at once.
+    pub(crate) fn grant(&mut self) -> (bool, bool) {
+        let Some(bound) = self.bound() else {
+            return (false, true);
+        };
+        let (ahead, mut room) = (self.ahead(), self.limit.saturating_sub(bound));
+        let (mut granted, mut short) = (false, false);
+        for account in self
+            .accounts
+            .values_mut()
+            .filter(|account| account.wanted > 0 && !account.gone)
+        {
+            let target = account.admitted.saturating_add(ahead.max(account.wanted));
+            let needed = account.admitted.saturating_add(account.wanted);
+            let give = target.saturating_sub(account.granted).min(room);
+            if account.granted + give < needed {
+                short = true;
+                continue; // too little to be of use
+            }
+            account.granted += give;
+            room -= give;
+            granted |= give > 0;
+        }
+        (granted, short)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn note(admitted: u64, settled: u64, wanted: u64) -> Note {
+        Note {
+            admitted,
+            settled,
+            wanted,
+            ..Note::default()
+        }
+    }
+
+    fn counted(limit: u64, total: u64) -> Book {
+        let mut book = Book {
+            limit,
+            ..Book::default()
+        };
+        let before = book.begin_count();
+        book.end_count(&before, total, 1);
+        book
+    }
+
+    #[test]
+    fn nothing_is_granted_before_a_count_nor_beyond_the_limit() {
+        let mut book = Book {
+            limit: 1600,
+            ..Book::default()
+        };
+        book.note(1, &note(0, 0, 10));
+        assert_eq!(book.grant(), (false, true));
+        let mut book = counted(1600, 1000);
+        book.note(1, &note(0, 0, 10));
+        assert_eq!(book.grant(), (true, false));
+        assert_eq!(book.bound(), Some(1100), "a sixteenth ahead");
+        let mut book = counted(1600, 1595);
+        book.note(1, &note(0, 0, 10));
+        assert_eq!(book.grant(), (false, true), "too little to be of use");
+    }
+
+    #[test]
+    fn a_count_sees_what_was_settled_before_it_and_all_of_the_gone() {
+        let mut book = counted(1600, 0);
+        book.note(1, &note(0, 0, 10));
+        book.note(2, &note(0, 0, 10));
+        book.grant();
+        book.note(1, &note(60, 40, 0));
+        book.gone(2);
+        let before = book.begin_count();
+        book.note(1, &note(80, 80, 0));
+        let granted = book.document().writers[&hex(1)].granted;
+        assert_eq!(book.end_count(&before, 50, 5), [2]);
+        assert_eq!(book.bound(), Some(50 + granted - 40));
+        assert_eq!(book.writers(), [1]);
+    }
+
+    #[test]
+    fn the_next_collector_goes_on_from_the_document() {
+        let mut book = counted(1600, 300);
+        book.note(1, &note(0, 0, 10));
+        book.grant();
+        let next = Book::taken_over(Some(&book.document()));
+        assert_eq!((next.bound(), next.limit), (book.bound(), 1600));
+        // A document that was lost: the writer knows of its grant.
+        let mut lost = counted(1600, 300);
+        lost.note(
+            1,
+            &Note {
+                granted: 100,
+                ..note(70, 70, 0)
+            },
+        );
+        assert_eq!(lost.bound(), Some(400));
+    }
+
+    proptest! {
+        /// Writers use what they were granted, in any order and as late as may be: what lies there never exceeds the
+        /// limit, with counts and another collector at any time.
+        #[test]
+        fn the_limit_holds(acts in prop::collection::vec((0..4u64, 0..4u8, 1..200u64), 1..200)) {
+            let limit = 2000;
+            let mut book = counted(limit, 0);
+            let mut written: BTreeMap<u64, u64> = BTreeMap::new();
+            let mut known: BTreeMap<u64, u64> = BTreeMap::new();
+            for (writer, act, bytes) in acts {
+                let total = written.entry(writer).or_default();
+                match act {
+                    0 => {
+                        let granted = known.get(&writer).copied().unwrap_or(0);
+                        *total = (*total + bytes).min(granted.max(*total));
+                    }
+                    1 => {
+                        book.note(writer, &note(*total, *total, bytes));
+                        book.grant();
+                        let account = book.document().writers[&hex(writer)];
+                        known.insert(writer, account.granted);
+                    }
+                    2 => {
+                        let before = book.begin_count();
+                        book.end_count(&before, written.values().sum(), 1);
+                    }
+                    _ => book = Book::taken_over(Some(&book.document())),
+                }
+                prop_assert!(written.values().sum::<u64>() <= limit);
+                prop_assert!(book.bound().is_some_and(|bound| written.values().sum::<u64>() <= bound));
+            }
+        }
+    }
+}

@@ -1,0 +1,271 @@
+//! Counting what lies below a root, sweeping what is left over, and removing what goes first.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::Mono;
+use ucm_io::{IoDone, IoOp};
+
+use super::capacity::Capacity;
+use super::documents::Name;
+use super::remove::{Found, Need, high, low, plan};
+use super::{LANE_WORK, Space};
+use crate::evidence::{self, evidence_bytes};
+use crate::layout::{is_marker_private, is_namespace, is_private};
+
+/// Age at which somebody's private file is taken for dead.
+const STALE: Duration = Duration::from_secs(3600);
+/// Files removed per operation.
+const BATCH: usize = 64;
+/// What stays free on the file system when nobody said otherwise.
+const FLOOR: Capacity = Capacity::Percent(5.0);
+
+/// Why a count is made.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Why {
+    /// The collector's term; none: the medium is so full that nobody can become collector.
+    pub(super) term: Option<u64>,
+    /// Somebody cannot have what it wants.
+    pub(super) short: bool,
+    /// The medium was full for somebody.
+    pub(super) full: bool,
+}
+
+/// The count under way and what the last one came to.
+#[derive(Default)]
+pub(super) struct Counting {
+    running: AtomicBool,
+    /// Counts begun and ended; odd while one lists.
+    counts: AtomicU64,
+    outcome: Mutex<Option<Result<Outcome>>>,
+}
+
+/// What a count came to.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Outcome {
+    /// Bytes that were removed.
+    pub(super) freed: u64,
+    /// It was wanted to remove more than there was.
+    pub(super) in_vain: bool,
+}
+
+impl Counting {
+    pub(super) fn counts(&self) -> u64 {
+        self.counts.load(Ordering::Acquire)
+    }
+
+    pub(super) fn is_running(&self) -> bool {
+        self.running.load(Ordering::Acquire)
+    }
+
+    /// What the last count came to, told once.
+    pub(super) fn outcome(&self) -> Option<Result<Outcome>> {
+        self.outcome.lock().take()
+    }
+}
+
+/// What was found below a root.
+#[derive(Default)]
+struct Everything {
+    namespaces: Vec<PathBuf>,
+    records: Vec<Found>,
+    /// Bytes, with private files and quarantines.
+    total: u64,
+}
+
+impl Space {
+    /// Counts and, if need be, removes, in the background; one at a time. The keeper hears of the end.
+    pub(super) fn start_count(self: &Arc<Self>, why: Why) {
+        if self.counting.running.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let (space, done) = (Arc::downgrade(self), Arc::downgrade(self));
+        let work = move || match space.upgrade() {
+            Some(space) => space.count_and_remove(why),
+            None => Err(Error::new(ErrorKind::Closed, "the store is closed")),
+        };
+        let ended = move |result: Result<Result<Outcome>>| {
+            if let Some(space) = done.upgrade() {
+                *space.counting.outcome.lock() = Some(result.and_then(|inner| inner));
+                space.counting.running.store(false, Ordering::Release);
+                space.bell.ring();
+            }
+        };
+        if self.worker.submit(LANE_WORK, Mono::NEVER, work, ended).is_err() {
+            self.counting.running.store(false, Ordering::Release);
+        }
+    }
+
+    /// Whether a count for this reason still makes sense.
+    fn goes_on(&self, why: Why) -> bool {
+        let in_office = why
+            .term
+            .is_none_or(|term| self.office.load(Ordering::Acquire) == term);
+        in_office && !self.closing.load(Ordering::Acquire)
+    }
+
+    fn count_and_remove(&self, why: Why) -> Result<Outcome> {
+        let limit = self.tend(Mono::NEVER)?;
+        self.ledger.lock().limit = limit;
+        let before = {
+            let mut book = self.book.lock();
+            book.limit = limit;
+            self.tell_of_myself(&mut book);
+            self.counting.counts.fetch_add(1, Ordering::AcqRel);
+            book.begin_count()
+        };
+        let everything = self.count(why);
+        let mut book = self.book.lock();
+        self.counting.counts.fetch_add(1, Ordering::AcqRel);
+        let everything = everything?;
+        if !self.goes_on(why) {
+            return Err(Error::new(ErrorKind::Closed, "another collector took over"));
+        }
+        let records = everything.records.len() as u64;
+        let forgotten = match why.term {
+            Some(_) => book.end_count(&before, everything.total, records),
+            None => Vec::new(),
+        };
+        self.show(&book);
+        let (bound, used) = (book.bound().unwrap_or(everything.total), everything.total);
+        drop(book);
+        let notes: Vec<Name> = forgotten.into_iter().map(Name::Writer).collect();
+        self.drop_documents(&notes, Mono::NEVER);
+
+        let mut surplus = 0;
+        if bound > high(limit) || why.short {
+            surplus = bound.saturating_sub(low(limit));
+        }
+        if why.full {
+            surplus = surplus.max(used / 16 + self.config.record_len);
+        }
+        if let (free, floor) = self.free_and_floor()?
+            && free < floor
+        {
+            surplus = surplus.max(floor - free + self.config.record_len);
+        }
+        let rules = &self.config.rules;
+        let wall = i64::try_from(self.clock.wall_ns()).unwrap_or(i64::MAX);
+        let need = Need {
+            surplus,
+            quota: rules.namespace_quota.map(|quota| quota.bytes(limit)),
+            expired_before: rules
+                .expire_after
+                .map(|age| wall.saturating_sub(i64::try_from(age.as_nanos()).unwrap_or(i64::MAX))),
+        };
+        let going = plan(everything.records, everything.namespaces.len(), &need);
+        let mut freed = 0;
+        for batch in going.chunks(BATCH) {
+            if !self.goes_on(why) {
+                break;
+            }
+            freed += self.remove(batch, &everything.namespaces)?;
+        }
+        Ok(Outcome {
+            freed,
+            in_vain: freed < surplus,
+        })
+    }
+
+    /// Bytes free on the file system, and how many shall stay so.
+    pub(super) fn free_and_floor(&self) -> Result<(u64, u64)> {
+        let path = self.config.root.clone();
+        match self.call(Mono::NEVER, IoOp::Space { path })? {
+            IoDone::Space(space) => {
+                let floor = self.config.rules.free_floor.unwrap_or(FLOOR);
+                Ok((space.free, floor.bytes(space.total)))
+            }
+            _ => Err(Error::internal("a space query answered with something else")),
+        }
+    }
+
+    /// Removes records; the answer is how many bytes that freed. What somebody else removed before counts too.
+    fn remove(&self, batch: &[Found], namespaces: &[PathBuf]) -> Result<u64> {
+        let paths = batch.iter().map(|record| record.path(namespaces)).collect();
+        let IoDone::Removed(answers) = self.call(Mono::NEVER, IoOp::Remove { paths })? else {
+            return Err(Error::internal("a removal answered with something else"));
+        };
+        let gone = batch.iter().zip(answers).filter(|(_, answer)| answer.is_ok());
+        let (count, freed) = gone.fold((0, 0), |(count, freed), (record, _)| {
+            (count + 1, freed + record.len)
+        });
+        let mut book = self.book.lock();
+        book.removed(count, freed);
+        self.show(&book);
+        drop(book);
+        let mut ledger = self.ledger.lock();
+        ledger.removed_records += count;
+        ledger.removed_bytes += freed;
+        Ok(freed)
+    }
+
+    /// Everything below the root that is ours: namespaces, records, and bytes with private files and quarantines
+    /// included. What is left over of the dead is removed on the way.
+    fn count(&self, why: Why) -> Result<Everything> {
+        let mut found = Everything::default();
+        for (name, meta) in self.entries(self.config.root.clone(), Mono::NEVER)? {
+            if !self.goes_on(why) {
+                return Err(Error::new(ErrorKind::Closed, "the count was given up"));
+            }
+            if is_marker_private(&name) && !meta.is_dir {
+                self.sweep(vec![(self.config.root.join(&name), meta.mtime_ns)])?;
+            }
+            if !meta.is_dir || !is_namespace(&name) {
+                continue;
+            }
+            let (dir, namespace) = (self.config.root.join(&name), found.namespaces.len() as u32);
+            let (records, total) = (&mut found.records, &mut found.total);
+            self.list_namespace(&dir, Mono::NEVER, &mut |id, meta| {
+                *total += meta.len;
+                records.push(Found {
+                    id,
+                    len: meta.len,
+                    used_ns: meta.mtime_ns,
+                    namespace,
+                });
+            })?;
+            found.total += self.sweep_private(dir.join("tmp"))?;
+            found.total += evidence_bytes(&self.entries(dir.join(evidence::DIR), Mono::NEVER)?);
+            found.namespaces.push(dir);
+        }
+        self.sweep_private(self.directory())?;
+        Ok(found)
+    }
+
+    /// A time so long ago, ns of Unix time.
+    fn ago(&self, age: Duration) -> i64 {
+        let now = i64::try_from(self.clock.wall_ns()).unwrap_or(i64::MAX);
+        now.saturating_sub(i64::try_from(age.as_nanos()).unwrap_or(i64::MAX))
+    }
+
+    /// Removes those of these files (with their times) that are dead.
+    fn sweep(&self, files: Vec<(PathBuf, i64)>) -> Result<()> {
+        let oldest = self.ago(STALE);
+        let dead = files.into_iter().filter(|(_, time)| *time < oldest);
+        let paths: Vec<PathBuf> = dead.map(|(path, _)| path).collect();
+        if !paths.is_empty() {
+            self.call(Mono::NEVER, IoOp::Remove { paths })?;
+        }
+        Ok(())
+    }
+
+    /// Bytes of the private files in a directory, without those of the dead, which are removed.
+    fn sweep_private(&self, dir: PathBuf) -> Result<u64> {
+        let oldest = self.ago(STALE);
+        let (mut bytes, mut files) = (0, Vec::new());
+        for (name, meta) in self.entries(dir.clone(), Mono::NEVER)? {
+            if is_private(&name) && !meta.is_dir {
+                if meta.mtime_ns >= oldest {
+                    bytes += meta.len;
+                }
+                files.push((dir.join(&name), meta.mtime_ns));
+            }
+        }
+        self.sweep(files)?;
+        Ok(bytes)
+    }
+}

@@ -1,0 +1,149 @@
+//! What goes first: the rules by which a count decides which records are removed.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use ucm_core::BlockId;
+
+use super::capacity::Capacity;
+
+/// Share of the limit above which records are removed, and down to which.
+const HIGH: f64 = 0.95;
+const LOW: f64 = 0.85;
+
+/// What the removal of one root goes by, beside its limit.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Rules {
+    /// Least that stays free on the file system; `None`: 5 % of it.
+    pub free_floor: Option<Capacity>,
+    /// Most bytes of one namespace (percent: of the limit); `None`: the limit alone.
+    pub namespace_quota: Option<Capacity>,
+    /// Records not used for so long are removed; `None`: never for their age alone.
+    pub expire_after: Option<Duration>,
+}
+
+/// One record found by the count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Found {
+    pub(super) id: BlockId,
+    pub(super) len: u64,
+    /// Time of its last use, ns of Unix time.
+    pub(super) used_ns: i64,
+    /// Index of its namespace.
+    pub(super) namespace: u32,
+}
+
+impl Found {
+    pub(super) fn path(&self, namespaces: &[PathBuf]) -> PathBuf {
+        let shard = format!("{:02x}", self.id.0[0]);
+        namespaces[self.namespace as usize]
+            .join("blocks")
+            .join(shard)
+            .join(format!("{}.bin", self.id))
+    }
+}
+
+/// Use of the limit above which the collector starts.
+pub(super) fn high(limit: u64) -> u64 {
+    (limit as f64 * HIGH) as u64
+}
+
+/// Use down to which it removes.
+pub(super) fn low(limit: u64) -> u64 {
+    (limit as f64 * LOW) as u64
+}
+
+/// What a count asks of the removal.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Need {
+    /// Bytes to free, of the oldest use in the whole root.
+    pub(super) surplus: u64,
+    /// Most bytes of one namespace.
+    pub(super) quota: Option<u64>,
+    /// Records used before this time go, ns of Unix time.
+    pub(super) expired_before: Option<i64>,
+}
+
+/// The records to remove, oldest use first (so descendants before their ancestors), and no more than is needed.
+pub(super) fn plan(mut records: Vec<Found>, namespaces: usize, need: &Need) -> Vec<Found> {
+    if need.surplus == 0 && need.quota.is_none() && need.expired_before.is_none() {
+        return Vec::new();
+    }
+    let mut over = vec![0u64; namespaces];
+    for record in &records {
+        over[record.namespace as usize] += record.len;
+    }
+    for bytes in &mut over {
+        *bytes = need.quota.map_or(0, |quota| bytes.saturating_sub(quota));
+    }
+    records.sort_unstable_by_key(|record| (record.used_ns, record.id));
+    let mut surplus = need.surplus;
+    records.retain(|record| {
+        let over = &mut over[record.namespace as usize];
+        let expired = need.expired_before.is_some_and(|line| record.used_ns < line);
+        let goes = expired || surplus > 0 || *over > 0;
+        if goes {
+            *over = over.saturating_sub(record.len);
+            surplus = surplus.saturating_sub(record.len);
+        }
+        goes
+    });
+    records
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(n: u8, used_ns: i64, namespace: u32) -> Found {
+        Found {
+            id: BlockId([n; 16]),
+            len: 10,
+            used_ns,
+            namespace,
+        }
+    }
+
+    fn removed(need: Need) -> Vec<u8> {
+        let all = vec![
+            found(1, 50, 0),
+            found(2, 10, 1),
+            found(3, 30, 0),
+            found(4, 20, 0),
+            found(5, 40, 1),
+        ];
+        plan(all, 2, &need).iter().map(|record| record.id.0[0]).collect()
+    }
+
+    #[test]
+    fn the_oldest_go_and_no_more_than_needed() {
+        assert!(removed(Need::default()).is_empty());
+        let surplus = |surplus| Need {
+            surplus,
+            ..Need::default()
+        };
+        assert_eq!(removed(surplus(1)), [2]);
+        assert_eq!(removed(surplus(21)), [2, 4, 3]);
+        assert_eq!(removed(surplus(1000)).len(), 5);
+    }
+
+    #[test]
+    fn a_namespace_keeps_to_its_quota_and_the_old_expire() {
+        let quota = Need {
+            quota: Some(20),
+            ..Need::default()
+        };
+        assert_eq!(removed(quota), [4], "the oldest of the larger namespace");
+        let expired = Need {
+            expired_before: Some(30),
+            ..Need::default()
+        };
+        assert_eq!(removed(expired), [2, 4]);
+        let all = Need {
+            surplus: 10,
+            quota: Some(10),
+            expired_before: Some(20),
+        };
+        assert_eq!(removed(all), [2, 4, 3], "what one rule removes helps the others");
+    }
+}

@@ -1,0 +1,223 @@
+//! How room is made and kept: the floor of free space, a full medium, quotas, expiry, what is left over of the dead.
+
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
+mod common;
+
+use std::num::NonZeroU64;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
+use ucm_core::{ErrorKind, MissReason};
+use ucm_infra::{Clock, ManualClock, SystemClock};
+use ucm_io::{Fault, OpKind, Rule};
+use ucm_store::evidence::evidence_name;
+use ucm_store::space::{Capacity, Rules};
+
+const RECORD: u64 = 8192;
+
+fn bytes(bytes: u64) -> Option<Capacity> {
+    NonZeroU64::new(bytes).map(Capacity::Bytes)
+}
+
+fn with(rules: Rules) -> Setup {
+    let setup = Setup::default();
+    let free_floor = rules.free_floor.or(setup.rules.free_floor);
+    Setup {
+        rules: Rules { free_floor, ..rules },
+        ..setup
+    }
+}
+
+fn age(path: &Path, by: Duration) {
+    let file = std::fs::File::options().append(true).open(path).unwrap();
+    file.set_modified(SystemTime::now() - by).unwrap();
+}
+
+#[test]
+fn below_the_floor_nothing_is_stored_and_what_is_stored_goes() {
+    let dir = directory();
+    let setup = with(Rules::default());
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(3));
+    store.dump(&device, &ids(2)).unwrap();
+    drop(store);
+    // More than any file system has.
+    let floor = Rules {
+        free_floor: bytes(1 << 60),
+        ..Rules::default()
+    };
+    let store = Store::open(dir.path(), with(floor));
+    eventually("all is removed", || store.stat("records_removed") == 2);
+    let error = store.dump(&device, &[id(2)]).unwrap_err().remove(0).1;
+    assert_eq!(error.kind(), ErrorKind::NoSpace);
+    assert!(error.to_string().contains("free_space_floor"), "{error}");
+    assert_eq!(store.stat("storage_paused"), 1);
+    assert_eq!(store.stat("healthy"), 1, "the medium is well");
+}
+
+#[test]
+fn a_full_medium_pauses_dumps_makes_room_and_goes_on() {
+    for errno in [ucm_io::errno::ENOSPC, ucm_io::errno::EDQUOT] {
+        let (dir, setup, clock) = (directory(), Setup::default(), ManualClock::new());
+        let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+        let all = ids(20);
+        let device = Device::filled(&setup, &all);
+        for &block in &all[..18] {
+            store.dump(&device, &[block]).unwrap();
+        }
+        store.fault(
+            Rule::on(OpKind::Publish, Fault::Errno(errno))
+                .path("/blocks/")
+                .times(1),
+        );
+        let refused = |store: &Store| store.dump(&device, &[all[18]]).unwrap_err().remove(0).1;
+        assert_eq!(refused(&store).kind(), ErrorKind::NoSpace);
+        assert_eq!(store.stat("storage_paused"), 1);
+        let tried = store.faults.count(OpKind::Publish);
+        assert!(refused(&store).to_string().contains("pause"));
+        assert!(
+            store.faults.count(OpKind::Publish) <= tried + 2,
+            "the medium is not asked for the block"
+        );
+        eventually("room is made", || store.stat("records_removed") >= 1);
+        assert!(store.stat("records_removed") < 18, "some of it");
+        clock.advance(Duration::from_millis(250));
+        store.dump(&device, &[all[18]]).unwrap();
+        assert_eq!(store.stat("storage_paused"), 0);
+    }
+}
+
+#[test]
+fn a_namespace_keeps_to_its_quota() {
+    let dir = directory();
+    let quota = with(Rules {
+        namespace_quota: bytes(4 * RECORD),
+        ..Rules::default()
+    });
+    let other = Setup {
+        weights: "other",
+        ..Setup::default()
+    };
+    let store = Store::open(dir.path(), other.clone());
+    store.dump(&Device::filled(&other, &ids(3)), &ids(3)).unwrap();
+    drop(store);
+    let store = Store::open(dir.path(), Setup::default());
+    let device = Device::filled(&store.setup, &ids(10));
+    for &block in &ids(10) {
+        store.dump(&device, &[block]).unwrap();
+    }
+    drop(store);
+    for (n, &block) in (0..).zip(&ids(10)) {
+        let namespace = dir.path().join(identity("w").namespace());
+        let file = namespace.join(format!("blocks/{:02x}/{block}.bin", block.0[0]));
+        age(&file, Duration::from_secs(100 - n));
+    }
+    let store = Store::open(dir.path(), quota);
+    eventually("it keeps to its quota", || store.stat("records_removed") == 6);
+    let kept = store.engine.lookup(&ids(10)).unwrap();
+    assert_eq!(kept, [vec![false; 6], vec![true; 4]].concat(), "the newest");
+    drop(store);
+    let store = Store::open(dir.path(), other);
+    assert_eq!(
+        store.engine.lookup(&ids(3)).unwrap(),
+        [true; 3],
+        "the other model's stay"
+    );
+}
+
+#[test]
+fn what_was_not_used_for_too_long_expires() {
+    let dir = directory();
+    let store = Store::open(dir.path(), Setup::default());
+    let device = Device::filled(&store.setup, &ids(3));
+    store.dump(&device, &ids(3)).unwrap();
+    let day = Duration::from_secs(86400);
+    age(&store.file(id(0)), 2 * day);
+    age(&store.file(id(1)), day / 2);
+    drop(store);
+    let expiring = with(Rules {
+        expire_after: Some(day),
+        ..Rules::default()
+    });
+    let store = Store::open(dir.path(), expiring);
+    eventually("one expired", || store.stat("records_removed") == 1);
+    assert_eq!(store.engine.lookup(&ids(3)).unwrap(), [false, true, true]);
+}
+
+#[test]
+fn what_the_dead_left_is_swept_and_nothing_else() {
+    let dir = directory();
+    let store = Store::open(dir.path(), Setup::default());
+    drop(store);
+    let namespace = dir.path().join(identity("w").namespace());
+    std::fs::create_dir(namespace.join("quarantine")).unwrap();
+    let make = |path: std::path::PathBuf, days: u64| {
+        std::fs::write(&path, vec![1; 1000]).unwrap();
+        age(&path, Duration::from_secs(days * 86400 + 60));
+        path
+    };
+    let tmp = "0123456789abcdef-0123456789abcdef.tmp";
+    let evidence = |n: u8, days: u64| {
+        let moved = SystemClock.wall_ns() / 1_000_000_000 - days * 86400 - 60;
+        let name = evidence_name(id(n), MissReason::BadChecksum, moved);
+        namespace.join("quarantine").join(name)
+    };
+    let gone = [
+        make(namespace.join("tmp").join(tmp), 1),
+        make(dir.path().join("space").join(tmp), 1),
+        make(dir.path().join(format!(".{}.tmp", "0a".repeat(16))), 1),
+        make(evidence(1, 8), 0),
+    ];
+    let stay = [
+        make(namespace.join("tmp/of-a-user.txt"), 30),
+        make(namespace.join("quarantine/notes.txt"), 30),
+        make(dir.path().join("README"), 30),
+        make(evidence(2, 1), 0),
+    ];
+    let store = Store::open(dir.path(), Setup::default());
+    for path in gone {
+        assert!(!path.exists(), "{path:?}");
+    }
+    for path in stay {
+        assert!(path.exists(), "{path:?}");
+    }
+    assert_eq!(store.stat("storage_used_bytes"), 1000, "the evidence counts");
+}
+
+#[test]
+fn a_load_of_what_is_being_removed_is_exact_or_a_miss() {
+    let dir = directory();
+    let setup = Setup {
+        capacity: Some(16 * RECORD),
+        ..Setup::default()
+    };
+    let store = Store::open(dir.path(), setup.clone());
+    let all = ids(120);
+    let device = Device::filled(&setup, &all);
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| {
+            let (mut hits, mut rounds) = (0, 0);
+            while store.stat("records_removed") < 60 {
+                for &block in &all {
+                    let into = Device::blank(&setup, &[block]);
+                    if store.load(&into, &[block]).is_ok() {
+                        assert!(into.is_right(block), "a hit is exact");
+                        hits += 1;
+                    } else {
+                        assert!(into.is_blank(block), "a miss touches nothing");
+                    }
+                }
+                rounds += 1;
+            }
+            (hits, rounds)
+        });
+        for &block in &all {
+            eventually("room is made", || store.dump(&device, &[block]).is_ok());
+        }
+        let (hits, rounds) = reader.join().unwrap();
+        assert!(hits > 0 && rounds > 0);
+    });
+}

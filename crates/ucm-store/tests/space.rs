@@ -1,0 +1,366 @@
+//! Several writers on one root: the limit holds in sum, and somebody is always collector.
+
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
+mod common;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{Device, Setup, Store, directory, eventually, id, ids};
+use proptest::prelude::*;
+use ucm_core::{BlockId, Error, ErrorKind};
+use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_io::{Fault, OpKind, Process, Rule};
+use ucm_store::engine::Until;
+
+const RECORD: u64 = 8192;
+
+fn small(records: u64) -> Setup {
+    Setup {
+        capacity: Some(records * RECORD),
+        ..Setup::default()
+    }
+}
+
+/// Bytes of all records below a root.
+fn stored(dir: &Path) -> u64 {
+    let mut bytes = 0;
+    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            bytes += stored(&path);
+        } else if path.extension().is_some_and(|end| end == "bin") {
+            bytes += entry.metadata().map_or(0, |meta| meta.len()); // it may be removed meanwhile
+        }
+    }
+    bytes
+}
+
+/// The documents in the directory of a root, by how their names begin.
+fn documents(dir: &Path, kind: &str) -> Vec<serde_json::Value> {
+    let mut found: Vec<_> = std::fs::read_dir(dir.join("space"))
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with(kind))
+        .map(|entry| entry.path())
+        .collect();
+    found.sort();
+    let read = |path| serde_json::from_slice(&std::fs::read(path).ok()?).ok();
+    found.into_iter().filter_map(read).collect()
+}
+
+/// A process that has ended.
+fn dead() -> Process {
+    Process {
+        pid: i32::MAX as u32 - 1,
+        ..Process::this()
+    }
+}
+
+/// As long as a test likes to wait.
+const LONG: Duration = Duration::from_secs(3600);
+
+fn collectors(stores: &[&Store]) -> usize {
+    stores
+        .iter()
+        .filter(|store| store.stat("storage_collector") == 1)
+        .count()
+}
+
+fn on(clock: &Arc<ManualClock>, dir: &Path, setup: &Setup) -> Store {
+    Store::with_clock(dir, setup.clone(), Arc::clone(clock) as Arc<dyn Clock>)
+}
+
+/// Waits while the clock goes on, twenty times as fast as the real one and for `most` at the longest: so fast that
+/// nobody waits long, and slowly enough that no deadline of an operation passes.
+fn in_time(clock: &ManualClock, most: Duration, what: &str, mut so: impl FnMut() -> bool) {
+    let step = Duration::from_millis(20);
+    let (mut left, mut last) = (most, Instant::now());
+    eventually(what, || {
+        let over = so();
+        if !over && last.elapsed() >= Duration::from_millis(1) && left >= step {
+            (last, left) = (Instant::now(), left - step);
+            clock.advance(step);
+        }
+        std::thread::yield_now();
+        over
+    });
+}
+
+/// Dumps one block, for twenty seconds at the longest: a write waits no longer for a grant.
+fn attempt(store: &Store, clock: &ManualClock, device: &Device, block: BlockId) -> Result<(), Error> {
+    let task = store.engine.dump(device.rows(&[block]))?;
+    in_time(clock, Duration::from_secs(20), "it ends", || {
+        task.wait(store.engine.clock(), Until::Published, Some(Mono(0)))
+    });
+    task.failures().pop().map_or(Ok(()), |(_, error)| Err(error))
+}
+
+#[test]
+fn of_many_writers_one_is_collector_and_all_write() {
+    let (dir, setup) = (directory(), small(512));
+    let stores: Vec<Store> = std::thread::scope(|scope| {
+        let open = || Store::open(dir.path(), setup.clone());
+        let opening: Vec<_> = (0..4).map(|_| scope.spawn(open)).collect();
+        opening.into_iter().map(|store| store.join().unwrap()).collect()
+    });
+    let all: Vec<&Store> = stores.iter().collect();
+    eventually("one is collector", || collectors(&all) == 1);
+    for (n, store) in (0..).zip(&stores) {
+        let device = Device::filled(&setup, &[id(n)]);
+        eventually("it was granted something", || {
+            store.dump(&device, &[id(n)]).is_ok()
+        });
+        assert_eq!(store.engine.lookup(&[id(n)]).unwrap(), [true]);
+    }
+    assert_eq!(collectors(&all), 1);
+}
+
+#[test]
+fn a_collector_that_leaves_is_followed_at_once_and_its_grants_are_known() {
+    let (dir, setup) = (directory(), small(64));
+    let first = Store::open(dir.path(), setup.clone());
+    let second = Store::open(dir.path(), setup.clone());
+    assert_eq!(
+        (first.stat("storage_collector"), second.stat("storage_collector")),
+        (1, 0)
+    );
+    let device = Device::filled(&setup, &ids(4));
+    first.dump(&device, &ids(3)).unwrap();
+    drop(first);
+    eventually("the other one follows", || second.stat("storage_collector") == 1);
+    eventually("it writes", || second.dump(&device, &[id(3)]).is_ok());
+    // What is written during a count may count twice until the next, but never not at all.
+    eventually("all is counted", || {
+        (4..=5).contains(&(second.stat("storage_used_bytes") / RECORD))
+    });
+    drop(second);
+    let third = Store::open(dir.path(), setup);
+    assert_eq!(third.stat("storage_collector"), 1);
+    let beats = documents(dir.path(), "collector");
+    assert_eq!(beats.len(), 1, "earlier terms are gone: {beats:?}");
+}
+
+#[test]
+fn a_collector_whose_process_died_on_this_host_is_followed_at_once() {
+    let (dir, setup) = (directory(), small(64));
+    let clock = ManualClock::new();
+    let gone = on(
+        &clock,
+        dir.path(),
+        &Setup {
+            process: dead(),
+            ..setup.clone()
+        },
+    );
+    // Its last words are not heard: it dies.
+    gone.fault(Rule::on(OpKind::Publish, Fault::Errno(5)).path("/space/"));
+    drop(gone);
+    assert_eq!(documents(dir.path(), "collector")[0]["resigned"], false);
+    let next = on(&clock, dir.path(), &setup);
+    assert_eq!(next.stat("storage_collector"), 1, "no time has passed");
+    let device = Device::filled(&setup, &ids(1));
+    next.dump(&device, &ids(1)).unwrap();
+}
+
+#[test]
+fn a_collector_of_another_host_is_followed_when_it_does_not_move_and_the_limit_holds() {
+    let (dir, setup) = (directory(), small(64));
+    let clock = ManualClock::new();
+    let elsewhere = Process {
+        host: "elsewhere".into(),
+        ..Process::this()
+    };
+    let stalled = on(
+        &clock,
+        dir.path(),
+        &Setup {
+            process: elsewhere,
+            ..setup.clone()
+        },
+    );
+    let device = Device::filled(&setup, &ids(60));
+    stalled.dump(&device, &[id(0)]).unwrap();
+    let next = on(&clock, dir.path(), &setup);
+    assert_eq!(next.stat("storage_collector"), 0);
+    stalled.fault(Rule::on(OpKind::Publish, Fault::Errno(5)).path("/space/"));
+    in_time(&clock, LONG, "it takes over", || {
+        next.stat("storage_collector") == 1
+    });
+    // Both believe to be collector for a while: what the first granted itself is in the book of the second.
+    in_time(&clock, LONG, "it took over what was granted", || {
+        let grants = documents(dir.path(), "grants").pop().unwrap();
+        grants["writers"].as_object().unwrap().len() == 2
+    });
+    for &block in &ids(60) {
+        let _ = attempt(&stalled, &clock, &device, block);
+        let _ = attempt(&next, &clock, &device, block);
+        assert!(stored(dir.path()) <= 64 * RECORD);
+        clock.advance(Duration::from_millis(600));
+    }
+    stalled.faults.clear();
+    in_time(&clock, LONG, "the first one sees that it was followed", || {
+        stalled.stat("storage_collector") == 0
+    });
+    assert_eq!(next.stat("storage_collector"), 1);
+}
+
+#[test]
+fn a_writer_whose_grant_is_spent_refuses_and_does_not_hang() {
+    let (dir, setup) = (directory(), small(512));
+    let clock = ManualClock::new();
+    let collector = on(&clock, dir.path(), &setup);
+    let writer = on(&clock, dir.path(), &setup);
+    let all: Vec<_> = (0..=255).map(id).collect();
+    let device = Device::filled(&setup, &all);
+    eventually("it was granted something", || {
+        attempt(&writer, &clock, &device, all[0]).is_ok()
+    });
+    // The collector stands still: nobody grants, and nobody follows it yet.
+    collector.fault(Rule::on(OpKind::List, Fault::Errno(5)).path("/space"));
+    let refused = |&(_, &block): &(usize, &BlockId)| match attempt(&writer, &clock, &device, block) {
+        Ok(()) => false,
+        Err(error) => {
+            assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
+            true
+        }
+    };
+    let written = all.iter().enumerate().find(refused).unwrap().0;
+    assert!(
+        (1..=32).contains(&written),
+        "a sixteenth of the limit at most: {written}"
+    );
+    assert_eq!(writer.stat("storage_collector"), 0);
+}
+
+#[test]
+fn what_a_silent_writer_was_granted_is_free_again_and_it_comes_back_as_another() {
+    let (dir, setup) = (directory(), small(64));
+    let clock = ManualClock::new();
+    let collector = on(&clock, dir.path(), &setup);
+    let elsewhere = Process {
+        host: "elsewhere".into(),
+        ..Process::this()
+    };
+    let silent = on(
+        &clock,
+        dir.path(),
+        &Setup {
+            process: elsewhere,
+            ..setup.clone()
+        },
+    );
+    let device = Device::filled(&setup, &ids(3));
+    eventually("it was granted something", || {
+        clock.advance(Duration::from_millis(100));
+        attempt(&silent, &clock, &device, id(0)).is_ok()
+    });
+    let writers = || {
+        let grants = documents(dir.path(), "grants");
+        let last = grants.last().cloned().unwrap_or_default();
+        last["writers"].as_object().map_or(0, |writers| writers.len())
+    };
+    assert_eq!(writers(), 2);
+    silent.fault(Rule::on(OpKind::List, Fault::Errno(5)).path("/space"));
+    // The collector goes on, and forgets it after ten minutes and a count.
+    eventually("it is forgotten", || {
+        clock.advance(Duration::from_secs(10));
+        let _ = attempt(&collector, &clock, &device, id(1));
+        std::fs::remove_file(collector.file(id(1))).is_ok() && writers() == 1
+    });
+    let refused = attempt(&silent, &clock, &device, id(2));
+    assert!(refused.is_err(), "its own clock says that the grant is void");
+    silent.faults.clear();
+    eventually("it is another one now", || {
+        clock.advance(Duration::from_millis(200));
+        attempt(&silent, &clock, &device, id(2)).is_ok()
+    });
+    assert!(writers() >= 2);
+}
+
+#[test]
+fn a_directory_that_somebody_emptied_is_made_again() {
+    let (dir, setup) = (directory(), small(64));
+    let first = Store::open(dir.path(), setup.clone());
+    let second = Store::open(dir.path(), setup.clone());
+    std::fs::remove_dir_all(dir.path().join("space")).unwrap();
+    let all = [&first, &second];
+    eventually("one is collector", || {
+        collectors(&all) == 1 && documents(dir.path(), "grants").len() == 1
+    });
+    let device = Device::filled(&setup, &ids(2));
+    eventually("both write", || {
+        first.dump(&device, &[id(0)]).is_ok() && second.dump(&device, &[id(1)]).is_ok()
+    });
+}
+
+/// One thing that happens to a root with several writers.
+#[derive(Debug, Clone)]
+enum Act {
+    Dump(u8, Vec<u8>),
+    Close(u8),
+    Stall(u8),
+    Wake(u8),
+    Pass(u16),
+}
+
+fn act() -> impl Strategy<Value = Act> {
+    let who = 0..3u8;
+    prop_oneof![
+        8 => (who.clone(), prop::collection::vec(any::<u8>(), 1..8)).prop_map(|(w, ns)| Act::Dump(w, ns)),
+        1 => who.clone().prop_map(Act::Close),
+        1 => who.clone().prop_map(Act::Stall),
+        1 => who.prop_map(Act::Wake),
+        2 => (100..30_000u16).prop_map(Act::Pass),
+    ]
+}
+
+/// Cases of a property: few, as every one opens stores; `PROPTEST_CASES` asks for more.
+fn cases() -> u32 {
+    let asked = std::env::var("PROPTEST_CASES");
+    asked.ok().and_then(|cases| cases.parse().ok()).unwrap_or(12)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn whatever_happens_the_limit_holds(acts in prop::collection::vec(act(), 1..40)) {
+        let (dir, setup) = (directory(), small(24));
+        let clock = ManualClock::new();
+        let process = |n: u8| Process { host: format!("host {n}"), ..Process::this() };
+        let open = |n: u8| Store::with_clock_now(
+            dir.path(),
+            Setup { process: process(n), ..setup.clone() },
+            Arc::clone(&clock) as Arc<dyn Clock>,
+        );
+        let mut stores: Vec<Store> = (0..3).map(open).collect();
+        for act in &acts {
+            match act {
+                Act::Dump(who, ns) => {
+                    let store = &stores[usize::from(*who)];
+                    for &n in ns {
+                        let device = Device::filled(&setup, &[id(n)]);
+                        let _ = attempt(store, &clock, &device, id(n));
+                        let bytes = stored(dir.path());
+                        prop_assert!(bytes <= 24 * RECORD, "{bytes}");
+                    }
+                }
+                Act::Close(who) => {
+                    let last = stores.remove(usize::from(*who));
+                    drop(last);
+                    stores.insert(usize::from(*who), open(*who));
+                }
+                Act::Stall(who) => {
+                    stores[usize::from(*who)].fault(Rule::on(OpKind::Publish, Fault::Errno(5)).path("/space/"));
+                }
+                Act::Wake(who) => stores[usize::from(*who)].faults.clear(),
+                Act::Pass(ms) => clock.advance(Duration::from_millis(u64::from(*ms))),
+            }
+            prop_assert!(stored(dir.path()) <= 24 * RECORD);
+        }
+    }
+}
