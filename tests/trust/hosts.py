@@ -8,6 +8,7 @@ library; times of files come from the file system, as they do on a share.
 from __future__ import annotations
 
 import random
+import signal
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,8 @@ from processes import assert_all_exact, child, ended_well, new_seed
 
 #: Seconds by which a host is before or behind the file system.
 APART = 2400
+#: Bytes that one model may take, and all together.
+QUOTA, LIMIT = 1 << 20, 4 << 20
 _CLOCK = r"""
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -67,19 +70,18 @@ def two_hosts(base: Path, long: bool) -> None:
     """Two hosts whose clocks are apart write the same ids, then write, read and remove in a small room."""
     source, library = random.Random(new_seed()), clock_library(base)
     for number in range(6 if long else 1):
-        place = base / str(number)
-        root = place / "export" / "root"
-        root.parent.mkdir(parents=True)
+        place = base / f"{number}-wide"
         _run_hosts("write_as_host", place, library, source)
-        ground = Ground(root)
+        ground = Ground(place / "export" / "root")
         assert assert_all_exact(ground) >= set(block_ids(BLOCKS, "shared"))
         headers = [header_of(path.read_bytes()) for path in ground.files()]
         times = sorted(header.time_ns for header in headers)
         assert times[-1] - times[0] > APART * 1_000_000_000, "the hosts' clocks were the same"
         assert len({header.writer for header in headers}) > 1, "one of the hosts stored nothing"
         ground.close()
+        place = base / f"{number}-small"
         _run_hosts("mix", place, library, source)
-        ground = Ground(root, storage_capacity=SMALL)
+        ground = Ground(place / "export" / "root", storage_capacity=SMALL)
         assert_usage(ground)
         assert_all_exact(ground)
         names = block_ids(3, "after")
@@ -89,6 +91,7 @@ def two_hosts(base: Path, long: bool) -> None:
 
 def _run_hosts(work: str, base: Path, library: Path, source: random.Random) -> None:
     """Both hosts at this work, until they end."""
+    (base / "export").mkdir(parents=True)
     with ExitStack() as stack:
         hosts = []
         for name, shift in (("left", -APART), ("right", APART)):
@@ -118,11 +121,62 @@ def random_kills(base: Path, long: bool) -> None:
     ground = Ground(root, storage_capacity=SMALL)
     assert_usage(ground)
     assert_all_exact(ground)
-    for first in range(0, BLOCKS, 32):
-        names = block_ids(BLOCKS, "shared")[first : first + 32]
-        wait_until(lambda names=names: ground.is_healthy(names), "blocks are stored and found again")  # type: ignore[misc]
+    names = block_ids(16, "after")
+    wait_until(lambda: ground.is_healthy(names), "blocks are stored and found again")
     assert_usage(ground)
     ground.close()
+
+
+def two_collectors(base: Path, long: bool) -> None:
+    """The collector stops for so long that another follows it, and goes on as if nothing had been."""
+    source, root = random.Random(new_seed()), base / "root"
+    for _ in range(3 if long else 1):
+        with child("mix", root, source.randrange(1 << 32)) as (process, lines):
+            wait_until(lambda: list(root.glob("space/collector-*.json")), "it is the collector")
+            assert lines.readline(), "the process ended early"
+            process.send_signal(signal.SIGSTOP)
+            ground = Ground(root, storage_capacity=SMALL)
+            wait_until(lambda ground=ground: ground.store.stats()["storage_collector"] == 1, "another follows", 120)  # type: ignore[misc]
+            process.send_signal(signal.SIGCONT)
+            for step in range(30):
+                names = block_ids(8, f"beside {step}")
+                ground.dump(names)  # published, or refused for want of room
+                ground.load(names)
+            ended_well(process)
+            ground.close()
+            ground = Ground(root, storage_capacity=SMALL)  # counts anew: both may have written the same block
+            assert_usage(ground)
+            assert_all_exact(ground)
+            wait_until(lambda ground=ground: ground.is_healthy(block_ids(3, "after")), "blocks are stored")  # type: ignore[misc]
+            ground.close()
+
+
+def quota(base: Path, long: bool) -> None:
+    """One model writes three times its quota; the other's blocks stay, and its own newest ones are hits."""
+    del long
+    root = base / "root"
+    rules = {"namespace_quota": QUOTA, "storage_capacity": LIMIT}
+    other = Ground(root, identity="another", **rules)
+    kept = block_ids(10, "kept")
+    wait_until(lambda: other.is_healthy(kept), "blocks are stored")
+    (space,) = root.glob("*/blocks")
+    ground = Ground(root, **rules)
+    names = block_ids(130, "many")
+    for first in range(0, len(names), 10):
+        some = names[first : first + 10]
+        wait_until(lambda some=some: not ground.dump(some), "blocks are stored")  # type: ignore[misc]
+
+    def used() -> int:
+        return ground.bytes_stored() - sum(path.stat().st_size for path in space.rglob("*.bin"))
+
+    # It is kept to by every count, and there is one whenever a sixteenth of the limit was written.
+    wait_until(lambda: used() <= QUOTA + LIMIT // 16, "the quota is kept")
+    other.assert_hits(kept)
+    for first in range(0, len(names), 32):
+        ground.load(names[first : first + 32])  # each one right, or removed for the quota
+    wait_until(lambda: ground.is_healthy(names[:3]), "blocks are stored and found again")
+    ground.close()
+    other.close()
 
 
 def assert_usage(ground: Ground) -> None:

@@ -279,6 +279,8 @@ PROCESS_ROWS = [
     ProcessRow("kill -9 of all kinds", "writers, readers, removers", (), hosts.random_kills),
     ProcessRow("power cut", "images of ext4 copied under load", ("truncated",), power.power_cuts, needs_root=True),
     ProcessRow("two hosts", "mount namespaces, other clocks", (), hosts.two_hosts, needs_root=True),
+    ProcessRow("two collectors", "one stops and goes on", (), hosts.two_collectors),
+    ProcessRow("quota", "one model writes three times its own", (), hosts.quota),
     ProcessRow("two writers", "the same ids, files removed meanwhile", ("absent",), processes.two_writers),
     ProcessRow("clock jumps", "times of files in 1971 and 2100", (), processes.clock_jumps),
     ProcessRow("no descriptors", "RLIMIT_NOFILE reached", ("io_error",), processes.no_descriptors),
