@@ -69,7 +69,7 @@ def clock_library(base: Path) -> Path:
 def two_hosts(base: Path, long: bool) -> None:
     """Two hosts whose clocks are apart write the same ids, then write, read and remove in a small room."""
     source, library = random.Random(new_seed()), clock_library(base)
-    for number in range(6 if long else 1):
+    for number in range(4 if long else 1):
         place = base / f"{number}-wide"
         _run_hosts("write_as_host", place, library, source)
         ground = Ground(place / "export" / "root")
@@ -109,7 +109,7 @@ def _run_hosts(work: str, base: Path, library: Path, source: random.Random) -> N
 def random_kills(base: Path, long: bool) -> None:
     """Processes that write, read and remove are killed at random and replaced; one ends well in every round."""
     source, root = random.Random(new_seed()), base / "root"
-    for _ in range(40 if long else 2):
+    for _ in range(20 if long else 2):
         with ExitStack() as stack:
             started = [stack.enter_context(child("mix", root, source.randrange(1 << 32))) for _ in range(3)]
             for process, lines in started[1:]:
@@ -130,7 +130,7 @@ def random_kills(base: Path, long: bool) -> None:
 def two_collectors(base: Path, long: bool) -> None:
     """The collector stops for so long that another follows it, and goes on as if nothing had been."""
     source, root = random.Random(new_seed()), base / "root"
-    for _ in range(3 if long else 1):
+    for _ in range(2 if long else 1):
         with child("mix", root, source.randrange(1 << 32)) as (process, lines):
             wait_until(lambda: list(root.glob("space/collector-*.json")), "it is the collector")
             assert lines.readline(), "the process ended early"

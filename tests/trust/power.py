@@ -28,7 +28,7 @@ def power_cuts(base: Path, long: bool) -> None:
     """A writer works; now and then somebody syncs; the power goes. What was synced is a hit, nothing is wrong."""
     source, names = random.Random(new_seed()), block_ids(MANY, "many")
     hits = 0
-    for number in range(12 if long else 1):
+    for number in range(8 if long else 1):
         place = base / f"round-{number}"
         place.mkdir()
         with ExitStack() as stack:
@@ -39,7 +39,7 @@ def power_cuts(base: Path, long: bool) -> None:
             _mount(mounted / "image", place / "live", source.choice(MODES), stack)
             clones, published = [], 0
             with child("write_many", place / "live" / "root", source.randrange(1 << 32)) as (_, lines):
-                for cut in range(6 if long else 2):
+                for cut in range(4 if long else 2):
                     for _ in range(source.randrange(1, 160)):
                         assert lines.readline().startswith("published"), "the writer ended early"
                         published += 1
