@@ -93,6 +93,7 @@ def test_what_is_not_a_record(root: Written, ucm_json: Json, ucm: Run, tmp_path:
     text = ucm("inspect", root.path).stdout
     assert "notes.txt" in text
     assert "seed form    1," in text
+    assert "directory, 1 file of the seed's form" in text
 
 
 @pytest.mark.parametrize(

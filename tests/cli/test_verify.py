@@ -37,6 +37,23 @@ def quarantined(root: Written) -> list[str]:
     return sorted(path.name for path in root.path.glob("*/quarantine/*"))
 
 
+def around_judging(
+    monkeypatch: pytest.MonkeyPatch,
+    before: Callable[[Found], None] = lambda found: None,
+    after: Callable[[Found], None] = lambda found: None,
+) -> None:
+    """Something happens around the judging of every record."""
+    judge = Judge.judge
+
+    def judging(self: Judge, found: Found, manifest: Any) -> Any:
+        before(found)
+        verdict = judge(self, found, manifest)
+        after(found)
+        return verdict
+
+    monkeypatch.setattr(Judge, "judge", judging)
+
+
 def test_a_good_root(root: Written, ucm: Run, ucm_json: Json) -> None:
     root.fill("one").fill("two", 2)
     before = root.tree()
@@ -177,17 +194,14 @@ def test_records_removed_meanwhile_are_no_errors(
     root: Written, ucm_json: Json, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root.fill("one", 5)
-    judge = Judge.judge
     paths = root.records()
 
-    def removing(self: Judge, *arguments: Any) -> Any:
-        verdict = judge(self, *arguments)
+    def remove(found: Found) -> None:
         for path in paths[1:3]:  # after the scan, before they are read
             path.unlink(missing_ok=True)
         shutil.rmtree(paths[3].parent, ignore_errors=True)
-        return verdict
 
-    monkeypatch.setattr(Judge, "judge", removing)
+    around_judging(monkeypatch, after=remove)
     document = ucm_json("verify", root.path, "--quarantine")
     assert (document["exit"], document["good"], document["removed"], document["bad"]) == (0, 2, 3, 0)
 
@@ -236,16 +250,13 @@ def test_a_record_replaced_at_the_last_moment_stays(
     path = root.records()[0]
     good = path.read_bytes()
     flip(4100)(path)
-    judge = Judge.judge
 
-    def replacing(self: Judge, *arguments: Any) -> Any:
-        verdict = judge(self, *arguments)
+    def replace(found: Found) -> None:
         new = path.with_name("new")
         new.write_bytes(good)
         new.rename(path)
-        return verdict
 
-    monkeypatch.setattr(Judge, "judge", replacing)
+    around_judging(monkeypatch, after=replace)
     document = ucm_json("verify", root.path, "--quarantine")
     assert (document["bad"], document["quarantined"]) == (1, 0)
     assert "meanwhile" in document["bad_records"][0]["action"]
@@ -330,16 +341,14 @@ def test_interrupted_it_says_what_it_saw(
     root: Written, ucm: Run, ucm_json: Json, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root.fill("one", 3)
-    judge = Judge.judge
     flip(4100)(root.records()[0])
     last = root.records()[2].name
 
-    def interrupting(self: Judge, found: Found, manifest: Any) -> Any:
+    def interrupt(found: Found) -> None:
         if found.name == last:
             raise KeyboardInterrupt
-        return judge(self, found, manifest)
 
-    monkeypatch.setattr(Judge, "judge", interrupting)
+    around_judging(monkeypatch, before=interrupt)
     document = ucm_json("verify", root.path)
     assert (document["exit"], document["interrupted"]) == (130, True)
     assert document["good"] + document["bad"] == 2

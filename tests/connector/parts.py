@@ -203,6 +203,12 @@ class Rig:
         assert self.half.matched(request, 0) == (0, False)
         self.half.admitted(request, self.tables.allocate(request, -(-request.num_tokens // BLOCK) + 8), 0)
 
+    def no_room(self, request: Request, hit: int) -> None:
+        """vLLM's first steps with a request of which ``hit`` blocks could be loaded, had it room for that."""
+        self.later.run()
+        assert self.half.matched(request, 0) == (hit * BLOCK, True)
+        self.half.admitted(request, self.tables.allocate(request, 6), 0)
+
     def ended(self, plan: StepPlan, rank: int = 0, failed: tuple[int, ...] = (), busy: bool = False) -> RankReport:
         """A rank's report that all dumps of a plan ended."""
         done = [DumpResult(dump.job, failed, busy) for dump in plan.dumps]

@@ -13,13 +13,14 @@ pytest.importorskip("vllm")
 import msgspec
 from parts import BLOCK, Rig
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from test_transfers import Worker, dump, load
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.v1.outputs import KVConnectorOutput
 
 from ucm.integration.vllm.connector import UCMConnector, UCMDirectConnector
-from ucm.integration.vllm.connector.account import MISSED
-from ucm.integration.vllm.connector.metrics import COUNTERS, MISSED_BLOCKS, UcmStats
+from ucm.integration.vllm.connector.account import MISSED, TIMES, Account
+from ucm.integration.vllm.connector.metrics import COUNTERS, HISTOGRAMS, MISSED_BLOCKS, UcmStats
 from ucm.reasons import MissReason
 
 TYPES: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
@@ -49,14 +50,14 @@ def test_the_scheduler_tells_what_is_new_and_nothing_when_nothing_is() -> None:
     stats = half.get_kv_connector_stats()
     assert stats is not None
     assert not stats.is_empty()
-    assert stats.data == {"asked": 2, "missed.absent": 2}
+    assert stats.data == {"asked": 2, "missed.absent": 2, "lookup_seconds": [0.0]}
     assert half.get_kv_connector_stats() is None
 
 
 def test_a_connector_that_is_off_counts_why() -> None:
     rig = Rig()
     half = connector(account=rig.half.account, off=MissReason.UNSUPPORTED)
-    half.on_new_request(SimpleNamespace(num_tokens=3 * BLOCK))  # type: ignore[arg-type]
+    half.on_new_request(rig.request("a", 3 * BLOCK))
     stats = half.get_kv_connector_stats()
     assert stats is not None
     assert stats.data == {"asked": 3, "missed.unsupported": 3}
@@ -133,7 +134,70 @@ def test_prometheus_has_every_reason_from_the_start_and_counts_per_engine() -> N
     metrics.observe({"asked": "many"}, 1)  # told to the log, not to vLLM
 
 
-@pytest.mark.parametrize("name", [name for name, _ in COUNTERS.values()] + [MISSED_BLOCKS[0]])
+def test_times_are_put_together_logged_as_means_and_exported_as_histograms() -> None:
+    stats = UcmStats(data={"load_seconds": [0.5]})
+    stats.aggregate(UcmStats(data={"load_seconds": [0.25, 0.75], "dump_seconds": [2.0]}))
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
+    assert UcmStats(data=sent).reduce() == {"ucm mean load_seconds": 0.5, "ucm mean dump_seconds": 2.0}
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    metrics = UCMConnector.build_prom_metrics(config, TYPES, ["model_name", "engine"], {0: ["timed", "0"]})  # type: ignore[arg-type]
+    assert metrics is not None
+    metrics.observe(sent, 0)
+    metrics.observe({"lookup_seconds": [0.002]}, 0)
+    labels = {"model_name": "timed", "engine": "0"}
+    assert sample("ucm_load_seconds_count", **labels) == 3
+    assert sample("ucm_load_seconds_sum", **labels) == 1.5
+    assert sample("ucm_load_seconds_bucket", **labels, le="0.5") == 2
+    assert sample("ucm_lookup_seconds_bucket", **labels, le="0.0025") == 1
+
+
+def test_times_that_nobody_asks_for_are_bounded() -> None:
+    account = Account(BLOCK, 0.0)
+    for _ in range(TIMES + 1):
+        account.looked_up(0.5)
+    assert account.take() == {"lookup_seconds": [0.5] * TIMES}
+    assert account.take() is None
+    stats = UcmStats(data={})
+    for _ in range(8):
+        stats.aggregate(UcmStats(data={"load_seconds": [0.5] * TIMES}))
+    assert len(stats.data["load_seconds"]) == 4 * TIMES
+
+
+def test_the_time_of_a_lookup_is_told_once_and_only_of_one_that_was_answered() -> None:
+    rig = Rig()
+    request = rig.request("a", 2 * BLOCK + 1)
+    rig.clock.now += 0.25
+    rig.later.run()
+    for _ in range(2):
+        rig.half.matched(request, 0)
+    assert rig.half.account.take() == {"lookup_seconds": [0.25]}
+    unanswered = rig.request("c", 2 * BLOCK + 1, seed=2)
+    for _ in range(2):
+        rig.half.matched(unanswered, 0)
+        rig.clock.now += 0.1
+    rig.later.run()
+    assert rig.half.account.take() is None
+
+
+def test_the_worker_tells_how_long_transfers_took() -> None:
+    worker = Worker()
+    clock: Any = worker.half._clock
+    store = worker.open()
+    half = connector(worker=worker.half)
+    worker.step(dumps=[dump(1, [1])])
+    clock.now += 2.0
+    store.end("staged", "published")
+    worker.step(loads=[load("r", [2])])
+    clock.now += 0.5
+    store.end("staged", "published")
+    worker.step()
+    stats = half.get_kv_connector_stats()
+    assert stats is not None
+    assert (stats.data["dump_seconds"], stats.data["load_seconds"]) == ([2.0], [0.5])
+    assert half.get_kv_connector_stats() is None
+
+
+@pytest.mark.parametrize("name", [name for name, _ in (*COUNTERS.values(), *HISTOGRAMS.values())] + [MISSED_BLOCKS[0]])
 def test_names_have_our_prefix_and_a_unit(name: str) -> None:
     assert name.startswith("ucm_")
-    assert name.endswith(("_blocks", "_bytes"))
+    assert name.endswith(("_blocks", "_bytes", "_seconds"))

@@ -162,7 +162,8 @@ def test_requests_and_engines_that_are_left_alone() -> None:
     request = rig.request("a", 2 * BLOCK)
     request.skip_reading_prefix_cache = True
     assert admit(rig, request) == 0
-    rig.half.on_new_request(SimpleNamespace(resumable=True, num_tokens=3 * BLOCK))  # type: ignore[arg-type]
+    session = SimpleNamespace(request_id="s", resumable=True, num_tokens=3 * BLOCK, num_prompt_tokens=3 * BLOCK)
+    rig.half.on_new_request(session)  # type: ignore[arg-type]
     assert balance(rig) == {"unsupported": 5}
     rig = Rig(may_load=False)
     assert admit(rig, rig.request("a", 2 * BLOCK)) == 0
@@ -215,9 +216,7 @@ def test_a_hit_that_vllm_does_not_take() -> None:
     rig = Rig()
     request = rig.request("a", 5 * BLOCK + 1)
     rig.stored(request, 4)
-    rig.later.run()
-    assert rig.half.matched(request, 0) == (4 * BLOCK, True)
-    rig.half.admitted(request, rig.tables.allocate(request, 6), 0)
+    rig.no_room(request, 4)
     assert balance(rig) == {"not_taken": 4, "absent": 1}
     unasked = rig.request("b", 2 * BLOCK, seed=1)
     rig.half.admitted(unasked, rig.tables.allocate(unasked, 2), 0)
@@ -329,6 +328,15 @@ def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "ucm.vllm"):
         rig.half.finished(request)
     said = "request a: 20 prompt tokens, 5 blocks asked, 3 hit, 2 loaded, missed: 2 absent, 1 truncated; 2 offered"
+    assert [record.message for record in caplog.records if record.levelno == logging.DEBUG] == [said]
+
+
+def test_one_line_per_request_of_an_engine_that_is_off(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    rig.gate.off("the user's wish")
+    with caplog.at_level(logging.DEBUG, "ucm.vllm"):
+        rig.half.finished(rig.request("a", 5 * BLOCK))
+    said = "request a: 20 prompt tokens, 5 blocks asked, 0 hit, 0 loaded, missed: 5 disabled; 0 offered"
     assert [record.message for record in caplog.records if record.levelno == logging.DEBUG] == [said]
 
 

@@ -154,9 +154,7 @@ def test_without_an_audit_nothing_stored_is_offered() -> None:
     rig = Rig()
     request = rig.request("a", 3 * BLOCK + 2)
     rig.stored(request, 2)
-    rig.later.run()
-    assert rig.half.matched(request, 0) == (2 * BLOCK, True)
-    rig.half.admitted(request, rig.tables.allocate(request, 4), 0)  # vLLM had no room for the load
+    rig.no_room(request, 2)
     (dump,) = rig.step(request).dumps
     assert (dump.first, len(dump.blocks), dump.audit) == (2, 1, False)
 
@@ -241,6 +239,24 @@ def test_a_refused_dump_is_offered_again_after_a_pause(busy: bool) -> None:
     assert blocks_of(rig.step(request)) == []
     rig.clock.now += 1.0
     assert blocks_of(rig.step(request)) == [(1, 2)]
+
+
+def test_dumps_that_fail_together_make_one_pause_and_a_failure_after_it_a_longer_one() -> None:
+    rig = Rig()
+    requests = [rig.request(name, 2 * BLOCK, seed) for seed, name in enumerate("abc")]
+    for request in requests:
+        rig.admit(request)
+    plan = rig.step(*requests)
+    assert len(plan.dumps) == 3
+    rig.report(rig.ended(plan, failed=(0, 1)))
+    rig.clock.now += 1.0
+    plan = rig.step(*requests)
+    assert len(plan.dumps) == 3
+    rig.report(rig.ended(plan, failed=(0, 1)))
+    rig.clock.now += 1.0
+    assert rig.step(*requests).dumps == []
+    rig.clock.now += 1.0
+    assert len(rig.step(*requests).dumps) == 3
 
 
 def test_a_block_one_rank_could_not_publish_is_no_hit() -> None:

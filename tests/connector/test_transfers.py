@@ -128,6 +128,7 @@ class Worker:
             wanted_block_size=settings.pop("wanted_block_size", None),
             identity=lambda: {"dtype": "float32"},
             make_store=self.make,
+            health=settings.pop("health", None),
             clock=Clock(),
         )
         self.half.register(self.caches)
@@ -218,6 +219,30 @@ def test_a_store_that_raises_ends_the_load(error: Exception) -> None:
     worker.open().refusal = error
     ended, bad, _ = worker.step(loads=[load("r", [3, 4])])
     assert (ended, bad) == ({"r"}, {3, 4})
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [
+        {"row": DeadlineError("late")},
+        {7: DeadlineError("late")},
+        {-1: DeadlineError("late")},
+        {1: "late"},
+        [1],
+        None,
+    ],
+)
+def test_a_store_that_names_its_failures_wrongly_ends_the_load(failures: Any) -> None:
+    worker = Worker()
+    store = worker.open()
+    worker.step(loads=[load("r", [3, 4])])
+    store.tasks[-1].error = TaskError("scripted", failures=failures)
+    store.end("staged", "published")
+    ended, bad, report = worker.step()
+    assert (ended, bad) == ({"r"}, {3, 4})
+    assert report is not None
+    assert len(report.ranks[0].load_failures) == 1
+    assert worker.step() == (set(), set(), None)
 
 
 def test_check_that_fails_for_now_is_asked_again_and_for_good_ends() -> None:

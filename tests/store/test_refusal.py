@@ -98,6 +98,21 @@ def test_keys_of_quarantine_and_breaker_reach_the_core(opened: Open, tmp_path: P
     assert not list((tmp_path / "root").glob("*/quarantine"))
 
 
+def test_an_open_breaker_says_so_until_a_lookup_finds_the_medium_well(opened: Open, tmp_path: Path) -> None:
+    store = opened(quarantine={"max_per_minute": 1}, breaker={"cool_down_s": 0.05})
+    assert store.healthy()
+    for block in (ID, OTHER):
+        dump(store, block)
+    for block in (ID, OTHER):
+        refuse(store, tmp_path / "root", block)
+    until(store, "quarantine_stopped")
+    assert not store.healthy()  # and stays so: time alone closes no breaker
+    while not store.healthy():
+        store.lookup([bytes(16)])
+    dump(store)
+    assert store.lookup(ID) == [True]
+
+
 def test_marked_blocks_are_compared_when_they_are_dumped(opened: Open) -> None:
     store = opened()
     dump(store)

@@ -187,13 +187,15 @@ impl Rig {
         self.files.record(id)
     }
 
-    /// An error if more records than a stray document of the collector went through the page cache although O_DIRECT
-    /// was wanted.
-    pub(super) fn check_direct(&self, records: usize) -> Result<()> {
-        if self.io.direct_fallbacks() - self.documents < records as u64 {
-            return Ok(());
+    /// Ends the store and removes it. If the rig was `direct`, with the number of records that it moved: an error if as
+    /// many went through the page cache. The documents of the collector always do, but are fewer.
+    pub(super) fn retire(&self, root: &Path, direct: Option<usize>) -> Result<()> {
+        let buffered = self.io.direct_fallbacks() - self.documents;
+        if direct.is_some_and(|records| buffered >= records as u64) {
+            return Err("the store fell back to the page cache where the yardstick used O_DIRECT".into());
         }
-        Err("the store fell back to the page cache where the yardstick used O_DIRECT".into())
+        self.engine.close();
+        Ok(std::fs::remove_dir_all(root)?)
     }
 
     /// Reads records into slots, judging each where it arrived, or not. Gives the slots back.
@@ -205,7 +207,7 @@ impl Rig {
             let done = move |result: ucm_core::Result<ReadDone>| {
                 let judged = result.and_then(|read| {
                     let bytes = &read.slot.as_slice()[..read.read];
-                    match judge.then(|| verify(bytes, &shape.expect(id))) {
+                    match judge.then(|| verify(bytes, read.stored_len, &shape.expect(id))) {
                         Some(Err(reason)) => Err(ucm_core::Error::internal(reason.name())),
                         _ if bytes.len() == shape.layout.record_len() => Ok(read.slot),
                         _ => Err(ucm_core::Error::internal("a record is short")),

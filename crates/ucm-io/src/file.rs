@@ -4,10 +4,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
-use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RenameFlags};
+use rustix::fs::{Advice, AtFlags, CWD, FileType, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, PAGE, Result};
 
+use crate::dirty::Dirty;
 use crate::meta::{failed, is_absent, set_mtime, stat_one, to_meta};
 use crate::op::{FileMeta, IoBuf, IoDone, ReadMode};
 use crate::probe::{Stated, stated_align};
@@ -25,6 +26,7 @@ pub(crate) struct Files {
     /// Devices where that was found not to work, so that it is not tried again for every file.
     refusing: Mutex<Vec<u64>>,
     fallbacks: AtomicU64,
+    dirty: Dirty,
 }
 
 /// What an operation asks before it changes what others see: whether anybody still waits for it.
@@ -140,12 +142,14 @@ impl Files {
         wanted: StillWanted<'_>,
     ) -> Result<Option<FileMeta>> {
         let written = |e| failed(e, "cannot write the file", job.private);
+        let mut through_cache = true;
         if self.direct {
             let dev = to_meta(&retry(|| rustix::fs::fstat(file.fd())).map_err(written)?).dev;
             let fits = matches!(buf, IoBuf::Slot(_)) && job.len.is_multiple_of(SECTOR);
             // Turned on after the open: an open with O_DIRECT may create the file and fail all the same.
             if fits && self.usable(&file, dev) {
                 file.set_direct(true);
+                through_cache = false;
             }
             let result = write_full(&mut file, &buf[..job.len]);
             self.note(&file, dev, true);
@@ -154,6 +158,10 @@ impl Files {
             write_full(&mut file, &buf[..job.len])
         }
         .map_err(written)?;
+        if through_cache && self.dirty.write(job.len as u64) {
+            // Starts writing back what is dirty of this file; best effort, the kernel does it some time anyway.
+            let _ = rustix::fs::fadvise(file.fd(), 0, None, Advice::DontNeed);
+        }
         file.close()
             .map_err(|e| failed(e, "closing the written file failed", job.private))?;
         if let Some(mtime_ns) = job.mtime_ns {

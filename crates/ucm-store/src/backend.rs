@@ -13,6 +13,9 @@ use ucm_infra::Mono;
 /// Called exactly once with the outcome, on a thread of the backend.
 pub type Done<T> = Box<dyn FnOnce(Result<T>) + Send>;
 
+/// Whether a record is there whole, or why it is no hit.
+pub type Presence = std::result::Result<(), MissReason>;
+
 /// What a read brought.
 pub struct ReadDone {
     /// The slot, filled from its start.
@@ -97,13 +100,14 @@ pub trait Backend: Send + Sync {
     /// Makes the medium usable or says why it is not, by the deadline. Called again after a failure.
     fn probe(&self, deadline: Mono) -> Result<()>;
 
-    /// Whether each record is present whole. With `stop_at_missing` the answer may end with the first `false`.
-    fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<bool>>);
+    /// Whether each record is present whole. With `stop_at_missing` the answer may end with the first that is not.
+    fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Presence>>);
 
-    /// Reads a record into a slot. `again`: past every cache (after a failed checksum).
+    /// Reads a record into a slot. `again`: past every cache (after a failed checksum). The error is `Foreign` where
+    /// something has the record's name that can never be read as one, so that nothing is wrong with the medium.
     fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>);
 
-    /// Writes a record privately and publishes it whole.
+    /// Writes a record privately and publishes it whole. A record of a newer version stays, and counts as present.
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>);
 
     /// These records were used by a request: ids with their ordinals. Fire and forget, throttled by the backend.

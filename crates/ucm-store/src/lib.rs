@@ -13,12 +13,13 @@ pub mod health;
 pub mod layout;
 pub mod posix;
 mod quarantine;
-mod read_back;
+mod reading;
 pub mod recency;
 pub mod record;
 mod root;
 pub mod space;
 pub mod stats;
+mod writing;
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 

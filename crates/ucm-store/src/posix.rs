@@ -10,19 +10,20 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result};
+use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, MissReason, Part, Result};
 use ucm_device::Slot;
 use ucm_infra::{Clock, Mono};
-use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, Probe, Process, ReadMode};
+use ucm_io::{FileMeta, IoDone, IoEngine, IoOp, Probe, Process};
 
-use crate::backend::{Backend, Done, Listed, Quarantined, ReadDone, Usage, WriteOptions, Written};
-use crate::engine::{LANE_DUMP, LANE_LOAD, LANE_LOOKUP, LANE_SPACE};
+use crate::backend::{Backend, Done, Listed, Presence, Quarantined, ReadDone, Usage, WriteOptions, Written};
+use crate::engine::{LANE_LOOKUP, LANE_SPACE};
 use crate::evidence::QuarantineConfig;
 use crate::layout::Layout;
 use crate::quarantine::Waiting;
 use crate::recency::Recency;
 use crate::record::RecordLayout;
-use crate::space::{Capacity, Rules, Space, SpaceConfig, Ticket};
+use crate::space::{Capacity, Rules, Space, SpaceConfig};
+use crate::writing::Write;
 
 /// Bits of files and directories we make.
 pub(crate) const FILE_MODE: u32 = 0o600;
@@ -83,7 +84,7 @@ pub(crate) struct Shared {
     pub(crate) dirs: Mutex<[bool; 256]>,
     pub(crate) sequence: AtomicU64,
     pub(crate) space: Arc<Space>,
-    recency: Recency,
+    pub(crate) recency: Recency,
     pub(crate) waiting: Waiting,
 }
 
@@ -123,8 +124,14 @@ impl PosixBackend {
 }
 
 impl Shared {
-    fn is_record(&self, meta: Option<FileMeta>) -> bool {
-        meta.is_some_and(|meta| !meta.is_dir && meta.len == self.config.record.record_len() as u64)
+    /// What a look at a record's name says: it is there whole, or why it is no hit.
+    pub(crate) fn presence(&self, meta: Option<FileMeta>) -> Presence {
+        match meta {
+            Some(meta) if meta.is_dir => Err(MissReason::Absent),
+            Some(meta) if meta.len != self.config.record.record_len() as u64 => Err(MissReason::WrongLength),
+            Some(_) => Ok(()),
+            None => Err(MissReason::Absent),
+        }
     }
 
     /// The marker is there and on the device it was on: writing is safe. Else `Foreign`: the medium answers, but it is
@@ -139,113 +146,6 @@ impl Shared {
             "the root lost its marker or changed its device; writing stops",
         )
         .with("root", self.layout.root().display()))
-    }
-
-    fn write_checked(self: &Arc<Self>, write: Write, marker: Option<FileMeta>, present: Option<FileMeta>) {
-        if let Err(error) = self.check_root(marker) {
-            self.look_again();
-            return write.end(Err(error));
-        }
-        if !write.options.replace && self.is_record(present) {
-            return write.end(Ok(Written::Present));
-        }
-        let (shared, bytes) = (Arc::clone(self), write.options.len as u64);
-        let admitted = move |ticket: Result<Ticket>| match ticket {
-            Ok(ticket) => shared.write_admitted(write, ticket),
-            Err(error) => write.end(Err(error)),
-        };
-        self.space.admit(bytes, Box::new(admitted));
-    }
-
-    fn write_admitted(self: &Arc<Self>, write: Write, ticket: Ticket) {
-        if self.dirs.lock()[usize::from(write.id.0[0])] {
-            return self.publish(write, ticket);
-        }
-        let op = IoOp::MakeDir {
-            path: self.layout.shard_dir(write.id),
-            mode: DIR_MODE,
-        };
-        let (shared, deadline) = (Arc::clone(self), write.deadline);
-        let made = move |result: Result<IoDone>| match result {
-            Ok(_) => {
-                shared.dirs.lock()[usize::from(write.id.0[0])] = true;
-                shared.publish(write, ticket);
-            }
-            Err(error) => {
-                shared.space.ended(ticket, Some(&error));
-                shared.missed(&error);
-                write.end(Err(error));
-            }
-        };
-        self.io.submit(LANE_DUMP, deadline, op, Box::new(made));
-    }
-
-    fn publish(self: &Arc<Self>, write: Write, ticket: Ticket) {
-        let (shared, id) = (Arc::clone(self), write.id);
-        self.waiting
-            .write(id, Box::new(move || shared.publish_alone(write, ticket)));
-    }
-
-    fn publish_alone(self: &Arc<Self>, write: Write, ticket: Ticket) {
-        let Write {
-            id,
-            slot,
-            options,
-            deadline,
-            done,
-        } = write;
-        let op = IoOp::Publish {
-            private: self.next_private(),
-            target: self.layout.record(id),
-            replace: true,
-            buf: IoBuf::Slot(slot),
-            len: options.len,
-            mode: FILE_MODE,
-            mtime_ns: Some(self.recency.published(id, options.ordinal, self.clock.wall_ns())),
-        };
-        let shared = Arc::clone(self);
-        let published = move |result: Result<IoDone>| {
-            let error = result.as_ref().err();
-            shared.waiting.written(id);
-            shared.space.ended(ticket, error);
-            error.inspect(|error| shared.missed(error));
-            match result {
-                Ok(IoDone::Published { buf, .. }) if options.read_back => {
-                    shared.read_back(id, buf, options.len, deadline, done);
-                }
-                result => done(result.map(|_| Written::Published)),
-            }
-        };
-        self.io.submit(LANE_DUMP, deadline, op, Box::new(published));
-    }
-
-    /// A write that finds no directory: somebody removed them, so they are made again for the next one.
-    fn missed(self: &Arc<Self>, error: &Error) {
-        if error.kind() != ErrorKind::NotFound {
-            return;
-        }
-        *self.dirs.lock() = [false; 256];
-        let deadline = self.clock.now().after(MAKE_DIRS);
-        let shared = Arc::clone(self);
-        let make = move || shared.make_dirs(deadline);
-        self.space.in_background(deadline, make, Box::new(|_| {}));
-    }
-}
-
-/// A write on its way.
-struct Write {
-    id: BlockId,
-    slot: Slot,
-    options: WriteOptions,
-    deadline: Mono,
-    done: Done<Written>,
-}
-
-impl Write {
-    /// Tells how it ended, the slot being free by then.
-    fn end(self, result: Result<Written>) {
-        drop(self.slot);
-        (self.done)(result);
     }
 }
 
@@ -262,12 +162,12 @@ impl Backend for PosixBackend {
         self.shared.open_root(deadline)
     }
 
-    fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<bool>>) {
+    fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Presence>>) {
         let paths = ids.iter().map(|&id| self.shared.layout.record(id)).collect();
         let shared = Arc::clone(&self.shared);
         let answer = move |result: Result<IoDone>| {
             done(result.and_then(|answer| match answer {
-                IoDone::Stat(metas) => Ok(metas.into_iter().map(|meta| shared.is_record(meta)).collect()),
+                IoDone::Stat(metas) => Ok(metas.into_iter().map(|meta| shared.presence(meta)).collect()),
                 _ => Err(Error::internal("a stat answered with something else")),
             }));
         };
@@ -283,60 +183,17 @@ impl Backend for PosixBackend {
     }
 
     fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>) {
-        let path = self.shared.layout.record(id);
-        let mode = if again {
-            ReadMode::FreshDirect
-        } else {
-            ReadMode::Default
-        };
-        let len = self.shared.config.record.record_len().min(slot.len());
-        let op = IoOp::Read {
-            path,
-            offset: 0,
-            len,
-            buf: IoBuf::Slot(slot),
-            mode,
-        };
-        let answer = move |result: Result<IoDone>| {
-            done(result.and_then(|answer| match answer {
-                IoDone::Read {
-                    buf: IoBuf::Slot(slot),
-                    read,
-                    file_len,
-                } => Ok(ReadDone {
-                    slot,
-                    read,
-                    stored_len: file_len,
-                }),
-                _ => Err(Error::internal("a read answered with something else")),
-            }));
-        };
-        self.shared.io.submit(LANE_LOAD, deadline, op, Box::new(answer));
+        self.shared.read(id, slot, again, deadline, done);
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
-        let write = Write {
+        self.shared.write(Write {
             id,
             slot,
             options,
             deadline,
             done,
-        };
-        let paths = vec![self.shared.layout.marker(), self.shared.layout.record(id)];
-        let shared = Arc::clone(&self.shared);
-        let looked = move |result: Result<IoDone>| match result {
-            Ok(IoDone::Stat(metas)) => {
-                let mut metas = metas.into_iter();
-                shared.write_checked(write, metas.next().flatten(), metas.next().flatten());
-            }
-            Ok(_) => write.end(Err(Error::internal("a stat answered with something else"))),
-            Err(error) => write.end(Err(error)),
-        };
-        let op = IoOp::Stat {
-            paths,
-            stop_at_missing: false,
-        };
-        self.shared.io.submit(LANE_DUMP, deadline, op, Box::new(looked));
+        });
     }
 
     fn touch(&self, ids: &[(BlockId, u32)], deadline: Mono) {

@@ -198,7 +198,7 @@ impl Shared {
     }
 
     /// The namespace's directories and its manifest; false where none can be made, for the file system is read-only.
-    fn furnish(&self, deadline: Mono) -> Result<bool> {
+    pub(crate) fn furnish(&self, deadline: Mono) -> Result<bool> {
         let made = unless_read_only(self.make_dirs(deadline))?.is_some();
         if made {
             unless_read_only(self.describe_part(deadline))?;

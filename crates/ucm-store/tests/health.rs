@@ -169,13 +169,33 @@ fn a_file_that_we_may_not_read_is_refused_and_replaced() {
     let target = Device::blank(&store.setup, &ids(1));
     assert_eq!(
         store.load(&target, &ids(1)).unwrap_err()[0].1.kind(),
-        ErrorKind::Io
+        ErrorKind::Foreign
     );
     assert_eq!(store.stat("healthy"), 1, "one file, not the medium");
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     store.dump(&device, &ids(1)).unwrap();
     assert_eq!(store.stat("records_replaced"), 1);
     store.load(&target, &ids(1)).unwrap();
+}
+
+#[test]
+fn a_directory_that_we_may_not_search_blames_no_record() {
+    let (_dir, store, _clock) = opened(8, usize::MAX);
+    let device = Device::filled(&store.setup, &ids(1));
+    store.dump(&device, &ids(1)).unwrap();
+    for kind in [OpKind::Read, OpKind::Stat] {
+        store.fault(Rule::on(kind, Fault::Errno(13)));
+    }
+    let target = Device::blank(&store.setup, &ids(1));
+    assert_eq!(
+        store.load(&target, &ids(1)).unwrap_err()[0].1.kind(),
+        ErrorKind::Io
+    );
+    assert_eq!(store.stat("refused_now"), 0);
+    store.faults.clear();
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true]);
+    store.load(&target, &ids(1)).unwrap();
+    assert!(target.is_right(id(0)));
 }
 
 #[test]
@@ -195,12 +215,7 @@ fn opening_and_recovery_are_said_once_each() {
     for _ in 0..3 {
         store.engine.lookup(&ids(1)).unwrap();
     }
-    let said: Vec<String> = store
-        .engine
-        .events()
-        .into_iter()
-        .map(|event| event.text)
-        .collect();
+    let said = store.said();
     assert_eq!(said.len(), 2, "{said:?}");
     assert!(said[0].contains("switched off") && said[1].contains("answers again"));
     assert_eq!((store.stat("breaker_opened"), store.stat("healthy")), (1, 1));

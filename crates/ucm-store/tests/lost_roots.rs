@@ -316,7 +316,7 @@ fn what_every_operation_is_refused_with_is_a_bounded_miss() {
             "{code}"
         );
         store.faults.clear();
-        // A record that we were not let to read is stored anew by the next dump.
+        assert_eq!(store.stat("refused_now"), 0, "{code}: no record's fault");
         store.dump(&device, &ids(1)).unwrap();
         all_is_well(&store, &device, &ids(3));
     }

@@ -102,6 +102,8 @@ fn a_namespace_that_somebody_removed_is_made_again() {
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     eventually("it is written again", || store.dump(&device, &ids(1)).is_ok());
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true]);
+    let manifest = dir.path().join(identity("w").namespace()).join("manifest.json");
+    eventually("it is explained again", || manifest.exists());
 }
 
 #[test]

@@ -99,6 +99,48 @@ fn a_newer_version_is_a_miss_and_is_left_alone() {
 }
 
 #[test]
+fn a_newer_version_of_another_length_is_left_alone_too() {
+    let (dir, setup) = (directory(), Setup::default());
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(2));
+    store.dump(&device, &ids(2)).unwrap();
+    for (n, more) in [(0, 4096), (1, -4096)] {
+        let file = store.file(id(n));
+        edit(&file, |bytes| {
+            bytes[4..8].copy_from_slice(&2u32.to_le_bytes());
+            let crc = crc32c(&bytes[..60]);
+            bytes[60..64].copy_from_slice(&crc.to_le_bytes());
+            bytes.resize(bytes.len().saturating_add_signed(more), 7);
+        });
+        let newer = std::fs::read(&file).unwrap();
+        assert_eq!(store.engine.lookup(&[id(n)]).unwrap(), [false]);
+        store.dump(&device, &[id(n)]).unwrap();
+        assert_eq!(std::fs::read(&file).unwrap(), newer, "never replaced");
+        let target = Device::blank(&setup, &[id(n)]);
+        assert_eq!(kind(store.load(&target, &[id(n)])), ErrorKind::Foreign);
+        store.dump(&device, &[id(n)]).unwrap();
+        assert_eq!(
+            std::fs::read(&file).unwrap(),
+            newer,
+            "not once it is known either"
+        );
+    }
+    assert_eq!(
+        (store.missed("wrong_length"), store.missed("newer_version")),
+        (2, 2)
+    );
+    // One that is no record is replaced.
+    edit(&store.file(id(0)), |bytes| bytes[60] ^= 1);
+    let (again, target) = (
+        Store::open(dir.path(), setup.clone()),
+        Device::blank(&setup, &[id(0)]),
+    );
+    again.dump(&device, &[id(0)]).unwrap();
+    again.load(&target, &[id(0)]).unwrap();
+    assert!(target.is_right(id(0)));
+}
+
+#[test]
 fn records_of_another_identity_or_part_are_refused() {
     let dir = directory();
     let ours = Setup::default();
@@ -216,12 +258,7 @@ fn a_sick_medium_is_left_alone_for_a_while_and_tried_again() {
     clock.advance(Duration::from_secs(10));
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true], "back without help");
     assert_eq!(store.stat("healthy"), 1);
-    let said: Vec<String> = store
-        .engine
-        .events()
-        .into_iter()
-        .map(|event| event.text)
-        .collect();
+    let said = store.said();
     assert!(
         said.iter().any(|text| text.contains("switched off"))
             && said.iter().any(|text| text.contains("again"))

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ucm.cli.roots import Foreign, Root
-from ucm.store.record import PREAMBLE_LEN, Reason, Refused, parse_header
+from ucm.reasons import MissReason
+from ucm.store.record import PREAMBLE_LEN, Refused, parse_header
 
 #: Most entries visited in foreign directories.
 VISITED_MOST = 100_000
@@ -92,7 +93,7 @@ class Foreigners:
         try:
             parse_header(os.pread(fd, PREAMBLE_LEN, 0))
         except Refused as refused:
-            if refused.reason is Reason.SEED_FORM:
+            if refused.reason is MissReason.SEED_FORM:
                 self._seeds += 1
                 self._seed_bytes += size
         except OSError:

@@ -22,7 +22,7 @@ _BATCH = 256
 
 
 @click.command()
-@click.argument("path", metavar="ROOT", type=click.Path(exists=True))
+@options.one_root
 @click.option(
     "--to",
     type=options.target,
@@ -39,7 +39,7 @@ _BATCH = 256
 @click.option("--quarantine", is_flag=True, help="Remove quarantined records.")
 @click.option("--yes", is_flag=True, help="Do it; without this nothing is changed.")
 @click.option("--list", "listing", is_flag=True, help="Name every file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@options.json_output
 @click.pass_context
 def gc(
     ctx: click.Context,

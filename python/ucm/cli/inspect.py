@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from ucm.cli import manifest as manifests
-from ucm.cli import show
+from ucm.cli import options, show
 from ucm.cli.foreign import Foreigners
 from ucm.cli.judging import Reader
 from ucm.cli.manifest import part_name
@@ -32,7 +32,7 @@ _SHOWN = 10
 
 @click.command()
 @click.argument("paths", metavar="ROOT...", nargs=-1, required=True, type=click.Path(exists=True))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@options.json_output
 def inspect(paths: Sequence[str], as_json: bool) -> None:
     """Show what lies below each ROOT, or what a record says if ROOT is a file.
 
@@ -209,7 +209,7 @@ def _show_root(root: dict[str, Any]) -> None:
         click.echo("\nnot ours, left alone")
         show.table(
             ("path", "what", "bytes"),
-            [(f["path"], f["what"], show.size(f["bytes"])) for f in root["foreign_files"][:_SHOWN]],
+            [(f["path"], _foreign(f), show.size(f["bytes"])) for f in root["foreign_files"][:_SHOWN]],
         )
         if root["foreign"] > _SHOWN:
             click.echo(f"  and {root['foreign'] - _SHOWN} more")
@@ -227,6 +227,11 @@ def _show_differences(root: dict[str, Any]) -> None:
         ("key", *(name[:8] for name in known)),
         [(key, *(show.short(values.get(name, "-")) for name in known)) for key, values in root["differences"].items()],
     )
+
+
+def _foreign(found: dict[str, Any]) -> str:
+    many = show.many(found["seed_form"], "file") + " " if found["what"] == "directory" else ""
+    return f"{found['what']}, {many}of the seed's form" if found["seed_form"] else str(found["what"])
 
 
 def _amount(count: int, size: int) -> str:

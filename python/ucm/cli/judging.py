@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from ucm.cli.checksum import Checksum
 from ucm.cli.manifest import Manifest
 from ucm.cli.roots import Found, Root
-from ucm.store.record import PAGE, Expect, Header, Reason, Refused, parse_header, verify
+from ucm.reasons import MissReason
+from ucm.store.record import PAGE, Expect, Header, Refused, parse_header, verify
 
 #: Bytes of the first read: nearly every record whole, and longer than every header.
 FIRST = 8 << 20
@@ -138,5 +139,5 @@ class Judge:
         except OSError as error:
             return Verdict("unreadable", "io_error", error.strerror or str(error), inode=inode)
         except Refused as refused:
-            state = "newer" if refused.reason is Reason.NEWER_VERSION else "bad"
+            state = "newer" if refused.reason is MissReason.NEWER_VERSION else "bad"
             return Verdict(state, str(refused.reason), refused.found, header, inode)

@@ -1,6 +1,7 @@
-"""Values on the command line: sizes and shares as the configuration reads them, ages, beginnings of names.
+"""What the commands share on the command line: the root, the form of the output, and how values are read.
 
-Plain functions that click calls; what is wrong is a :class:`click.BadParameter`, to which click adds the option.
+Sizes and shares are read as the configuration reads them, ages and beginnings of names here, by plain functions that
+click calls; what is wrong is a :class:`click.BadParameter`, to which click adds the option.
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ from ucm.errors import ConfigError
 _AGE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|m|h|d|w)\s*")
 _AGES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%?\s*")
+
+
+#: The one root a command works on.
+one_root = click.argument("path", metavar="ROOT", type=click.Path(exists=True))
+#: For programs.
+json_output = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 @dataclass(frozen=True)

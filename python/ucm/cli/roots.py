@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ucm.errors import ConfigError, ForeignError, StoreIOError
-from ucm.store.record import Reason
+from ucm.reasons import MissReason
 
 FORMAT = 1
 MARKER = "ucm-root.json"
@@ -42,7 +42,15 @@ PRIVATE = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.tmp")
 SPACE_DOCUMENT = re.compile(r"(collector|grants|writer)-[0-9a-f]{16}\.json")
 ROOT_PRIVATE = re.compile(r"\.[0-9a-f]{32}\.tmp")
 #: Reasons that are damage, of which evidence is kept; what is whole but belongs elsewhere is not.
-DAMAGE = frozenset({Reason.WRONG_LENGTH, Reason.TRUNCATED, Reason.NOT_A_RECORD, Reason.BAD_HEADER, Reason.BAD_CHECKSUM})
+DAMAGE = frozenset(
+    {
+        MissReason.WRONG_LENGTH,
+        MissReason.TRUNCATED,
+        MissReason.NOT_A_RECORD,
+        MissReason.BAD_HEADER,
+        MissReason.BAD_CHECKSUM,
+    }
+)
 QUARANTINED = re.compile(rf"[0-9a-f]{{32}}\.(?:{'|'.join(sorted(DAMAGE))})\.[0-9]{{1,20}}\.bin")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 

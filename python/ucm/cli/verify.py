@@ -30,7 +30,7 @@ _DEFAULT_RATE = "256MiB"
 
 
 @click.command()
-@click.argument("path", metavar="ROOT", type=click.Path(exists=True))
+@options.one_root
 @click.option(
     "--rate",
     type=options.rate,
@@ -48,7 +48,7 @@ _DEFAULT_RATE = "256MiB"
 )
 @click.option("--namespace", "wanted", multiple=True, help="Only this namespace (how its name begins); repeatable.")
 @click.option("--quarantine", is_flag=True, help="Move damaged records to <namespace>/quarantine/.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@options.json_output
 @click.pass_context
 def verify(
     ctx: click.Context,

@@ -1,8 +1,8 @@
 """Reads and judges one stored record in plain Python, by the offsets of ``docs/format.md`` alone.
 
 This is the second reader of the format: it shares no code with the core, so an error in one shows as a difference
-between the two. It needs nothing but the standard library and is meant for looking at single files, not for speed
-(about 10 MB/s); whoever judges many gives it a faster CRC-32C.
+between the two. It needs nothing but the standard library and the names of the reasons, and is meant for looking at
+single files, not for speed (about 10 MB/s); whoever judges many gives it a faster CRC-32C.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
+
+from ucm.reasons import MissReason
 
 MAGIC = b"UCMB"
 MARK = b"UCMR"
@@ -37,26 +38,10 @@ DTYPES = ("other", "f16", "bf16", "f32", "fp8_e4m3", "fp8_e5m2", "int8", "opaque
 _PATH = re.compile(r"([0-9a-f]{32})/blocks/([0-9a-f]{2})/([0-9a-f]{32})\.bin")
 
 
-class Reason(StrEnum):
-    """Why stored bytes are a miss; the names of the core's reasons that speak about a record."""
-
-    WRONG_LENGTH = "wrong_length"
-    TRUNCATED = "truncated"
-    NOT_A_RECORD = "not_a_record"
-    BAD_HEADER = "bad_header"
-    BAD_CHECKSUM = "bad_checksum"
-    NEWER_VERSION = "newer_version"
-    SEED_FORM = "seed_form"
-    FOREIGN_ID = "foreign_id"
-    FOREIGN_IDENTITY = "foreign_identity"
-    FOREIGN_PART = "foreign_part"
-    FOREIGN_SHAPE = "foreign_shape"
-
-
 class Refused(Exception):  # noqa: N818 - a verdict on bytes, not an error of the program
     """These bytes are not the record that was asked for: the reason, and in words what was found."""
 
-    def __init__(self, reason: Reason, found: str) -> None:
+    def __init__(self, reason: MissReason, found: str) -> None:
         super().__init__(f"{reason}: {found}")
         self.reason = reason
         self.found = found
@@ -201,17 +186,17 @@ def parse_header(data: bytes, crc: Crc = crc32c) -> Header:
     header_len = _check_preamble(data, crc)
     most = _round_up(_SHARD_TABLE + _SHARD_ENTRY * MAX_LAYERS + _CRC_LEN, PAGE)
     if header_len == 0 or header_len % PAGE or header_len > most:
-        raise Refused(Reason.BAD_HEADER, f"a header of {header_len} bytes")
+        raise Refused(MissReason.BAD_HEADER, f"a header of {header_len} bytes")
     if len(data) < header_len:
-        raise Refused(Reason.TRUNCATED, f"{len(data)} bytes of a header of {header_len}")
+        raise Refused(MissReason.TRUNCATED, f"{len(data)} bytes of a header of {header_len}")
     end = header_len - _CRC_LEN
-    _check_crc(crc, data, 0, end, _u32(data, end), Reason.BAD_HEADER, "header")
+    _check_crc(crc, data, 0, end, _u32(data, end), MissReason.BAD_HEADER, "header")
     flags, codec = _u32(data, 64), _u32(data, 136)
     if flags or codec:
-        raise Refused(Reason.NEWER_VERSION, f"flags {flags:#x} and codec {codec}, known are 0 and 0")
+        raise Refused(MissReason.NEWER_VERSION, f"flags {flags:#x} and codec {codec}, known are 0 and 0")
     shards, sides = _u32(data, 140), _u32(data, 216)
     if shards == 0 or shards > (end - _SHARD_TABLE) // _SHARD_ENTRY or sides > MAX_SIDES:
-        raise Refused(Reason.BAD_HEADER, f"{shards} shards and {sides} side shards in {header_len} bytes")
+        raise Refused(MissReason.BAD_HEADER, f"{shards} shards and {sides} side shards in {header_len} bytes")
     header = Header(
         version=VERSION,
         record_id=data[8:24],
@@ -244,20 +229,22 @@ def verify(data: bytes, expect: Expect | None = None, crc: Crc = crc32c) -> Head
     """Judges a record read whole, or up to the end of its payload; raises :class:`Refused` with the reason."""
     header, expect = parse_header(data, crc), expect or Expect()
     if expect.namespace is not None and header.namespace[: len(expect.namespace)] != expect.namespace:
-        raise Refused(Reason.FOREIGN_IDENTITY, f"identity {header.namespace.hex()}")
+        raise Refused(MissReason.FOREIGN_IDENTITY, f"identity {header.namespace.hex()}")
     if expect.part is not None and header.part != expect.part:
-        raise Refused(Reason.FOREIGN_PART, f"{header.part}")
+        raise Refused(MissReason.FOREIGN_PART, f"{header.part}")
     if expect.record_id is not None and header.record_id != expect.record_id:
-        raise Refused(Reason.FOREIGN_ID, f"id {header.record_id.hex()}")
+        raise Refused(MissReason.FOREIGN_ID, f"id {header.record_id.hex()}")
     if expect.shape is not None and not expect.shape.matches(header):
-        raise Refused(Reason.FOREIGN_SHAPE, f"{header.layers} layers of {header.layer_len} bytes, {header.dtype_name}")
+        raise Refused(
+            MissReason.FOREIGN_SHAPE, f"{header.layers} layers of {header.layer_len} bytes, {header.dtype_name}"
+        )
     if len(data) > header.record_len:
-        raise Refused(Reason.WRONG_LENGTH, f"{len(data)} bytes, the header says {header.record_len}")
+        raise Refused(MissReason.WRONG_LENGTH, f"{len(data)} bytes, the header says {header.record_len}")
     if len(data) not in (header.record_len, header.kv_len):
-        raise Refused(Reason.TRUNCATED, f"{len(data)} bytes, the header says {header.record_len}")
+        raise Refused(MissReason.TRUNCATED, f"{len(data)} bytes, the header says {header.record_len}")
     for what, start, end, written in _stretches(header):
         if end <= len(data):
-            _check_crc(crc, data, start, end, written, Reason.BAD_CHECKSUM, what)
+            _check_crc(crc, data, start, end, written, MissReason.BAD_CHECKSUM, what)
     return header
 
 
@@ -271,7 +258,7 @@ def verify_file(path: Path, shape: Shape | None = None) -> Header:
     if named is not None:
         namespace, shard, record_id = named.groups()
         if record_id[:2] != shard:
-            raise Refused(Reason.FOREIGN_ID, f"a file in directory {shard}")
+            raise Refused(MissReason.FOREIGN_ID, f"a file in directory {shard}")
         expect = Expect(bytes.fromhex(record_id), bytes.fromhex(namespace), shape=shape)
     return verify(path.read_bytes(), expect)
 
@@ -287,19 +274,19 @@ def _stretches(header: Header) -> Iterator[tuple[str, int, int, int]]:
 def _check_preamble(data: bytes, crc: Crc) -> int:
     """Length of the header, if the first 64 bytes are those of a record of this version."""
     if data[:4] != MAGIC[: len(data)]:
-        raise Refused(Reason.NOT_A_RECORD, f"magic {data[:4]!r}")
+        raise Refused(MissReason.NOT_A_RECORD, f"magic {data[:4]!r}")
     if len(data) < PREAMBLE_LEN:
-        raise Refused(Reason.TRUNCATED, f"{len(data)} bytes")
+        raise Refused(MissReason.TRUNCATED, f"{len(data)} bytes")
     if not any(data[36:64]):
-        raise Refused(Reason.SEED_FORM, "a block file of the seed, which has no checksum and no identity")
+        raise Refused(MissReason.SEED_FORM, "a block file of the seed, which has no checksum and no identity")
     if data[36:40] != MARK:
-        raise Refused(Reason.BAD_HEADER, f"mark {data[36:40]!r}")
-    _check_crc(crc, data, 0, 60, _u32(data, 60), Reason.BAD_HEADER, "preamble")
+        raise Refused(MissReason.BAD_HEADER, f"mark {data[36:40]!r}")
+    _check_crc(crc, data, 0, 60, _u32(data, 60), MissReason.BAD_HEADER, "preamble")
     version = _u32(data, 4)
     if version == 0:
-        raise Refused(Reason.BAD_HEADER, "version 0")
+        raise Refused(MissReason.BAD_HEADER, "version 0")
     if version > VERSION:
-        raise Refused(Reason.NEWER_VERSION, f"version {version}, known is {VERSION}")
+        raise Refused(MissReason.NEWER_VERSION, f"version {version}, known is {VERSION}")
     return _u32(data, 40)
 
 
@@ -308,15 +295,15 @@ def _check_table(header: Header) -> None:
     free, kv_len = header.header_len, header.kv_len
     for i, layer in enumerate(header.table):
         if layer.offset < free or (i == 0 and layer.offset != free) or layer.offset + layer.length > kv_len:
-            raise Refused(Reason.BAD_HEADER, f"layer {i} lies at {layer.offset}, {layer.length} bytes")
+            raise Refused(MissReason.BAD_HEADER, f"layer {i} lies at {layer.offset}, {layer.length} bytes")
         free = layer.offset + layer.length
     page = kv_len
     for side in header.sides:
         if side.offset != page or not 0 < side.length <= MAX_STRETCH:
-            raise Refused(Reason.BAD_HEADER, f"side shard {side.name} lies at {side.offset}, {side.length} bytes")
+            raise Refused(MissReason.BAD_HEADER, f"side shard {side.name} lies at {side.offset}, {side.length} bytes")
         page += _round_up(side.length, PAGE)
     if kv_len % PAGE or page != header.record_len:
-        raise Refused(Reason.BAD_HEADER, f"a record of {header.record_len} bytes whose parts make {page}")
+        raise Refused(MissReason.BAD_HEADER, f"a record of {header.record_len} bytes whose parts make {page}")
 
 
 def _side(data: bytes, at: int) -> Side:
@@ -324,10 +311,10 @@ def _side(data: bytes, at: int) -> Side:
     try:
         return Side(name.rstrip(b"\0").decode(), version, crc, offset, length)
     except UnicodeDecodeError:
-        raise Refused(Reason.BAD_HEADER, f"a side shard named {name!r}") from None
+        raise Refused(MissReason.BAD_HEADER, f"a side shard named {name!r}") from None
 
 
-def _check_crc(crc: Crc, data: bytes, start: int, end: int, written: int, reason: Reason, what: str) -> None:
+def _check_crc(crc: Crc, data: bytes, start: int, end: int, written: int, reason: MissReason, what: str) -> None:
     found = crc(memoryview(data)[start:end])
     if found != written:
         raise Refused(reason, f"{what}: CRC-32C {found:08x}, written was {written:08x}")

@@ -151,6 +151,11 @@ class UcmKVStoreBaseV1(ABC):
         """Counters and histograms, readable at any time."""
         return {}
 
+    def healthy(self) -> bool:
+        """Whether loads and dumps have a chance now, without waiting. A store that says no must come to say yes again
+        when :meth:`lookup` found its medium well; it is asked to look now and then."""
+        return True
+
     def free_dump_slots(self) -> int | None:
         """How many more blocks a dump could take now, None when unbounded or unknown."""
         return None

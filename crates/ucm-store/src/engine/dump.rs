@@ -284,7 +284,7 @@ impl Core {
                     self.refused.published(assembly.id);
                     Stats::add(&self.stats.bytes_published, self.layout.record_len() as u64);
                 }
-                if replaced && self.refused.forgive(assembly.id) {
+                if replaced && *written == Written::Published && self.refused.forgive(assembly.id) {
                     Stats::add(&self.stats.records_replaced, 1);
                     let text = format!("a refused record was replaced: {}", assembly.id);
                     self.say(Level::Info, text);

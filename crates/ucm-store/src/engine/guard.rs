@@ -121,10 +121,7 @@ impl Core {
             part: self.part,
             layout: &self.layout,
         };
-        if read.stored_len > self.layout.record_len() as u64 {
-            return Err(MissReason::WrongLength);
-        }
-        verify(&read.slot.as_slice()[..read.read], &expect).map(|_| ())
+        verify(&read.slot.as_slice()[..read.read], read.stored_len, &expect).map(|_| ())
     }
 
     /// Remembers that a record is not what it should be; the answer is the error for those who wanted it.
@@ -135,8 +132,8 @@ impl Core {
             | MissReason::ForeignIdentity
             | MissReason::ForeignPart
             | MissReason::ForeignShape
-            | MissReason::NewerVersion => ErrorKind::Foreign,
-            MissReason::IoError => ErrorKind::Io,
+            | MissReason::NewerVersion
+            | MissReason::IoError => ErrorKind::Foreign,
             _ => ErrorKind::Corrupt,
         };
         self.refused.add(id, reason);

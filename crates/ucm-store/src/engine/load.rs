@@ -216,6 +216,10 @@ impl Core {
 
     fn read_done(self: &Arc<Self>, id: BlockId, again: bool, deadline: Mono, result: Result<ReadDone>) {
         let outcome = match result {
+            Err(error) if error.kind() == ErrorKind::Foreign => {
+                self.healthy();
+                Err(self.refuse(id, MissReason::IoError).caused_by(error))
+            }
             Err(error) => Err(error),
             Ok(read) => {
                 self.healthy();
@@ -234,7 +238,7 @@ impl Core {
         };
         let late = |error: &Error| error.kind() == ErrorKind::Timeout;
         let waiters = self.end_read(id, outcome.as_ref().is_err_and(late).then_some(deadline));
-        let outcome = outcome.map_err(|error| self.judge_failure(id, &waiters, error));
+        let outcome = outcome.map_err(|error| self.judge_failure(&waiters, error));
         match outcome {
             Ok(slot) => {
                 let scattered =
@@ -270,17 +274,11 @@ impl Core {
     }
 
     /// What a failed read says: of this record, of the medium, or nothing. A late one is judged with its load.
-    fn judge_failure(
-        self: &Arc<Self>,
-        id: BlockId,
-        waiters: &[(Arc<LoadTask>, usize)],
-        error: Error,
-    ) -> Error {
+    fn judge_failure(&self, waiters: &[(Arc<LoadTask>, usize)], error: Error) -> Error {
         match error.kind() {
             ErrorKind::Corrupt | ErrorKind::Foreign => return error, // refused, and the medium did answer
             ErrorKind::Timeout if waiters.iter().all(|(task, _)| task.state.is_finished()) => return error,
             ErrorKind::Timeout => {}
-            _ if is_forbidden(&error) => return self.refuse(id, MissReason::IoError).caused_by(error),
             _ => self.observe(&error),
         }
         self.stats.misses.add(reason_of(&error), 1);
@@ -394,9 +392,4 @@ fn given_up(error: Error) -> Error {
         ErrorKind::Busy => given_up.with("reason", MissReason::LoadFailed.name()),
         _ => given_up, // the kind says it
     }
-}
-
-/// Whether the file is there for others but never for us (EPERM, EACCES, EISDIR, ELOOP): a fault of that record.
-fn is_forbidden(error: &Error) -> bool {
-    matches!(error.os_code(), Some(1 | 13 | 21 | 40))
 }

@@ -8,6 +8,7 @@ use ucm_infra::{Completion, Mono};
 
 use super::Core;
 use super::guard::reason_of;
+use crate::backend::Presence;
 use crate::stats::Stats;
 
 /// Ids per operation when a lookup is spread over workers.
@@ -18,9 +19,6 @@ const CHUNK_MAX: usize = 1024;
 const SPREAD: usize = 4;
 /// What the pool may take to tell that the deadline passed.
 const GRACE: Duration = Duration::from_millis(5);
-
-/// Whether a block is a hit, or why not.
-type Answer = std::result::Result<(), MissReason>;
 
 impl Core {
     /// Which of these blocks are stored whole, as far as the lookup deadline lets us know; exact per id.
@@ -88,14 +86,14 @@ impl Core {
     }
 
     /// Asks for ids, in order; what was not answered in time, or not asked after a missing one, is not there.
-    fn ask(&self, ids: &[BlockId], stop_at_missing: bool, deadline: Mono) -> Vec<Answer> {
+    fn ask(&self, ids: &[BlockId], stop_at_missing: bool, deadline: Mono) -> Vec<Presence> {
         let chunk = ids.len().div_ceil(SPREAD).clamp(CHUNK, CHUNK_MAX);
         let waits: Vec<_> = ids
             .chunks(chunk)
             .map(|ids| {
                 let completion = Completion::new();
                 let answer = Arc::clone(&completion);
-                let done = Box::new(move |result: Result<Vec<bool>>| {
+                let done = Box::new(move |result: Result<Vec<Presence>>| {
                     answer.complete(result);
                 });
                 self.backend.lookup(ids.to_vec(), stop_at_missing, deadline, done);
@@ -143,15 +141,12 @@ impl Core {
     }
 
     /// Whether an id that was looked at is a hit here.
-    fn judge(&self, id: BlockId, there: bool) -> Answer {
-        let reason = if !there {
-            MissReason::Absent
-        } else if self.refused.contains(id) {
-            MissReason::Refused
-        } else {
-            return Ok(());
+    fn judge(&self, id: BlockId, there: Presence) -> Presence {
+        let refused = || match self.refused.contains(id) {
+            true => Err(MissReason::Refused),
+            false => Ok(()),
         };
-        self.stats.misses.add(reason, 1);
-        Err(reason)
+        let answer = there.and_then(|()| refused());
+        answer.inspect_err(|&reason| self.stats.misses.add(reason, 1))
     }
 }

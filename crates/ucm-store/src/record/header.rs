@@ -201,15 +201,22 @@ fn check_preamble(bytes: &[u8]) -> Result<usize, MissReason> {
 }
 
 impl RecordHeader {
+    /// Longest header of this version, bytes: so much of a file tells what it is.
+    pub const LONGEST: usize = round_up(
+        (at::SHARD_TABLE + at::SHARD_ENTRY * limits::MAX_LAYERS as usize + at::CRC_LEN) as u64,
+        PAGE,
+    ) as usize;
+
+    /// Whether these first bytes of a file are those of a record that a newer version wrote.
+    pub fn is_newer(bytes: &[u8]) -> bool {
+        matches!(Self::decode(bytes), Err(MissReason::NewerVersion))
+    }
+
     /// Reads the header at the start of `bytes`, which may be longer or, for a damaged file, shorter. The reason says
     /// why there is none that can be believed. Payload and expectations are the business of [`super::verify`].
     pub fn decode(bytes: &[u8]) -> Result<Self, MissReason> {
         let header_len = check_preamble(bytes)?;
-        let most = at::SHARD_TABLE + at::SHARD_ENTRY * limits::MAX_LAYERS as usize + at::CRC_LEN;
-        if !(header_len as u64).is_multiple_of(PAGE)
-            || header_len == 0
-            || header_len as u64 > round_up(most as u64, PAGE)
-        {
+        if !(header_len as u64).is_multiple_of(PAGE) || header_len == 0 || header_len > Self::LONGEST {
             return Err(MissReason::BadHeader);
         }
         let bytes = bytes.get(..header_len).ok_or(MissReason::Truncated)?;

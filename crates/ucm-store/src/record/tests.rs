@@ -65,7 +65,7 @@ fn expect(layout: &RecordLayout) -> Expect<'_> {
 }
 
 fn judge(bytes: &[u8], layout: &RecordLayout) -> Result<RecordHeader, MissReason> {
-    verify(bytes, &expect(layout))
+    verify(bytes, bytes.len() as u64, &expect(layout))
 }
 
 /// Writes over a header and makes its checksums right again.

@@ -18,11 +18,12 @@ pub struct Expect<'a> {
     pub layout: &'a RecordLayout,
 }
 
-/// Judges `bytes`, a record read whole or up to the end of its payload ([`RecordLayout::kv_len`]). Side shards are
-/// judged too where they are there. On success the KV lies at the layout's layer ranges.
+/// Judges `bytes`, what was read of a record that has `stored_len` bytes: all of it, or up to the end of its payload
+/// ([`RecordLayout::kv_len`]). Side shards are judged too where they are there. On success the KV lies at the layout's
+/// layer ranges.
 ///
 /// Identity and part are asked before the id, because a record of another part always has another id too.
-pub fn verify(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, MissReason> {
+pub fn verify(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Result<RecordHeader, MissReason> {
     let header = RecordHeader::decode(bytes)?;
     if header.meta.namespace != expected.namespace {
         return Err(MissReason::ForeignIdentity);
@@ -37,7 +38,7 @@ pub fn verify(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, MissR
         return Err(MissReason::ForeignShape);
     }
     let (len, kv_len) = (bytes.len() as u64, header.kv_len());
-    if len > header.record_len {
+    if len > header.record_len || stored_len > header.record_len {
         return Err(MissReason::WrongLength);
     }
     if len != header.record_len && len != kv_len {

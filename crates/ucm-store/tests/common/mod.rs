@@ -257,6 +257,12 @@ impl Store {
         self.engine.stats()[name].as_u64().unwrap()
     }
 
+    /// What was said since this was last asked, oldest first.
+    pub(crate) fn said(&self) -> Vec<String> {
+        let events = self.engine.events();
+        events.into_iter().map(|event| event.text).collect()
+    }
+
     pub(crate) fn missed(&self, reason: &str) -> u64 {
         self.engine.stats()["misses"][reason].as_u64().unwrap_or(0)
     }

@@ -143,6 +143,9 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         stats: dict[str, Any] = json.loads(self._core.stats())
         return stats
 
+    def healthy(self) -> bool:
+        return bool(json.loads(self._open().stats())["healthy"])
+
     def free_dump_slots(self) -> int | None:
         return self._open().free_dump_slots()
 

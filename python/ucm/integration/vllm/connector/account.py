@@ -13,21 +13,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ucm.integration.vllm.connector.guard import logger
 from ucm.reasons import MissReason
 
 if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
     from ucm.integration.vllm.connector.presence import Presence
     from ucm.integration.vllm.connector.tracked import Tracked
 
 #: Between two summaries in the log, in seconds.
 SUMMARY_S = 60.0
 
+#: Times kept between two questions of vLLM, of each kind; more are not measured.
+TIMES = 1024
+
 #: Names of the counters; that of a missed block ends with its reason.
 ASKED, HIT, LOADED, PUBLISHED, UNPUBLISHED = "asked", "hit", "loaded", "published", "unpublished"
 MISSED = "missed."
+#: Name of the times of lookups, in seconds.
+LOOKUP_SECONDS = "lookup_seconds"
 
 
 class Tally:
@@ -64,6 +71,7 @@ class Account:
         self._block_tokens = block_tokens
         self._news: Counter[str] = Counter()  # since the last take()
         self._recent: Counter[str] = Counter()  # since the last summary
+        self._lookups: list[float] = []  # since the last take()
         self.next_summary = now + SUMMARY_S
 
     # What happened ------------------------------------------------------------------------------------------
@@ -93,10 +101,21 @@ class Account:
         self.total.loaded += blocks
         self._count(LOADED, blocks)
 
-    def left_alone(self, tokens: int, reason: MissReason) -> None:
-        """A request of so many tokens is neither looked up nor stored."""
-        blocks = tokens // self._block_tokens
-        self.asked(Tally(), 0, {reason: blocks} if blocks else {})
+    def looked_up(self, seconds: float) -> None:
+        """The store answered a lookup, so long after it began."""
+        if len(self._lookups) < TIMES:
+            self._lookups.append(seconds)
+
+    def left_alone(self, request: Request, reason: MissReason) -> None:
+        """A request is neither looked up nor stored: nothing more will be said of it."""
+        tally, blocks = Tally(), request.num_tokens // self._block_tokens
+        self.asked(tally, 0, {reason: blocks} if blocks else {})
+        self.told(request, tally)
+
+    @staticmethod
+    def told(request: Request, tally: Tally) -> None:
+        """The line of one request in the log."""
+        logger.debug("request %s: %d prompt tokens, %s", request.request_id, request.num_prompt_tokens, tally)
 
     def offered(self, tally: Tally, blocks: int) -> None:
         """So many blocks of a request are being dumped."""
@@ -115,12 +134,15 @@ class Account:
 
     # What is told -------------------------------------------------------------------------------------------
 
-    def take(self) -> dict[str, int] | None:
-        """Counters since the last call, None when nothing was counted."""
-        if not self._news:
+    def take(self) -> dict[str, Any] | None:
+        """Counters and times since the last call, None when nothing was counted."""
+        if not (self._news or self._lookups):
             return None
-        news, self._news = self._news, Counter()
-        return dict(news)
+        news: dict[str, Any] = dict(self._news)
+        if self._lookups:
+            news[LOOKUP_SECONDS] = self._lookups
+        self._news, self._lookups = Counter(), []
+        return news
 
     def summary(self, now: float, block_bytes: int) -> None:
         """Log what was counted since the last summary; ``block_bytes`` is a block of all ranks."""

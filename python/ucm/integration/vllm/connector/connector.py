@@ -121,7 +121,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
         elif self._account is not None and self._off is not None:
-            self._account.left_alone(request.num_tokens, self._off)
+            self._account.left_alone(request, self._off)
 
     @harmless((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -231,7 +231,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if self._account is not None:
             news = self._account.take()
         else:
-            news = None if self._worker is None else self._worker.take_bytes()
+            news = None if self._worker is None else (self._worker.take_bytes() or {}) | self._worker.take_seconds()
         return UcmStats(data=news) if news else None
 
     @classmethod

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ucm.integration.vllm.connector.health import RanksHealth
 from ucm.integration.vllm.connector.metadata import Dump, DumpResult, RankReport, join_keys
 from ucm.integration.vllm.connector.presence import Presence
 from ucm.integration.vllm.connector.tracked import Tracked
@@ -47,8 +48,8 @@ class _Job:
 class DumpPlanner:
     """Plans dump jobs and follows them to their end on every rank."""
 
-    def __init__(self, presence: Presence, clock: Callable[[], float] = time.monotonic) -> None:
-        self._presence = presence
+    def __init__(self, presence: Presence, health: RanksHealth, clock: Callable[[], float] = time.monotonic) -> None:
+        self._presence, self._health = presence, health
         self._clock = clock
         self._numbers = itertools.count(1)
         self._pool: BlockPool | None = None
@@ -57,7 +58,7 @@ class DumpPlanner:
         self._seen: dict[int, int] = {}
         self._jobs: dict[int, _Job] = {}
         self._pinned = 0
-        self._hold_until = 0.0
+        self._hold_until = self._failing_until = 0.0
         self._fail_pause = FAIL_PAUSE_S
         self._last_planned = 0.0
         self.published_blocks = 0
@@ -77,8 +78,8 @@ class DumpPlanner:
         return bool(self._jobs) and self._clock() - self._last_planned < DRAIN_S
 
     def room(self) -> int:
-        """Blocks that may be planned now."""
-        if self._pool is None or not self._ranks or self._clock() < self._hold_until:
+        """Blocks that may be planned now: none while some rank could not store its part."""
+        if self._pool is None or not self._ranks or self._clock() < self._hold_until or not self._health.all_healthy:
             return 0
         room: int = min(FLIGHT_BLOCKS, max(1, self._pool.num_gpu_blocks // 2)) - self._pinned
         for rank in self._ranks:
@@ -172,10 +173,11 @@ class DumpPlanner:
         if not failed:
             self._fail_pause = FAIL_PAUSE_S
             return
-        pause = self._fail_pause if refused else BUSY_PAUSE_S if busy else 0.0
-        if refused:
+        now = self._clock()
+        if refused and now >= self._failing_until:  # jobs planned before the pause say nothing new
+            self._failing_until = now + self._fail_pause
             self._fail_pause = min(self._fail_pause * 2, FAIL_PAUSE_MAX_S)
-        self._hold_until = max(self._hold_until, self._clock() + pause)
+        self._hold_until = max(self._hold_until, self._failing_until, now + BUSY_PAUSE_S if busy else 0.0)
         at = job.first + min(failed)
         key = job.keys[min(failed)]
         for tracked in live:  # whoever holds the block offers it again

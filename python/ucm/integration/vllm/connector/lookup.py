@@ -25,7 +25,19 @@ def _reason_of(error: Exception) -> MissReason:
 class Lookup:
     """One question to the store and its answer; written by one background thread, read by the scheduler."""
 
-    __slots__ = ("_asked", "_clock", "_hits", "_keys", "_reason", "adopted", "answered", "done", "hashing")
+    __slots__ = (
+        "_asked",
+        "_clock",
+        "_hits",
+        "_keys",
+        "_reason",
+        "adopted",
+        "answered",
+        "began",
+        "done",
+        "hashing",
+        "seconds",
+    )
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -33,6 +45,7 @@ class Lookup:
         self._keys: list[bytes] | None = None
         self._hits = 0
         self._reason = MissReason.ABSENT
+        self.began, self.seconds = clock(), 0.0  # and how long it took until it was answered
         self.hashing = True  # a thread computes the keys, or will
         self.done = False  # the answer is final
         self.answered = False  # and it is the store's
@@ -84,6 +97,7 @@ class Lookup:
         """The store answered, with the reason why it has no more; too late is too late."""
         if not self.done:
             self._hits, self._reason, self.answered = hits, reason, True
+            self.seconds = self._clock() - self.began
             self.done = True
 
 

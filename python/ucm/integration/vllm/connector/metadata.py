@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 #: Changes with every change of meaning; the halves of one engine always agree, and a mismatch switches ucm off.
-VERSION = 2
+VERSION = 3
 
 #: Length of a block key in bytes.
 KEY = 16
@@ -104,6 +104,7 @@ class RankReport:
     rank: int
     ready: bool = False  # its store is open
     broken: str = ""  # why its store cannot be used, empty when it can
+    healthy: bool = True  # False: its store fails for now, and says when it is back
     last_job: int = 0  # newest dump this rank has seen
     free_slots: int | None = None  # blocks a dump could take after that, None when unbounded
     staged: list[int] = field(default_factory=list)

@@ -1,7 +1,8 @@
-"""The connector's counters in vLLM's own log line and Prometheus registry, through its hooks for statistics.
+"""The connector's counters and times in vLLM's own log line and Prometheus registry, through its hooks for statistics.
 
-Both halves hand vLLM what was counted since its last question, as one flat dictionary of whole numbers; vLLM adds them
-up over ranks and halves and brings them to the process that logs and exports. Nothing here raises into vLLM.
+Both halves hand vLLM what happened since its last question, as one flat dictionary of whole numbers and, for times, of
+short lists of seconds; vLLM puts those of ranks and halves together and brings them to the process that logs and
+exports. Nothing here raises into vLLM.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter as PrometheusCounter
+from prometheus_client import Histogram as PrometheusHistogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from ucm.integration.vllm.connector import account
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Counters of the worker halves, in bytes on their rank.
 LOADED_BYTES, PUBLISHED_BYTES = "loaded_bytes", "published_bytes"
+#: Times of the worker halves, in seconds.
+LOAD_SECONDS, DUMP_SECONDS = "load_seconds", "dump_seconds"
 
 #: Counter -> (name in Prometheus without ``_total``, what it counts).
 COUNTERS = {
@@ -35,18 +39,31 @@ COUNTERS = {
 }
 MISSED_BLOCKS = ("ucm_missed_blocks", "Blocks asked for that were computed after all, by reason.")
 
+#: Times -> (name in Prometheus, what is measured).
+HISTOGRAMS = {
+    account.LOOKUP_SECONDS: ("ucm_lookup_seconds", "From a request's arrival to the store's answer, hashing included."),
+    LOAD_SECONDS: ("ucm_load_seconds", "From the beginning of a load to the step that saw its end, on each rank."),
+    DUMP_SECONDS: ("ucm_dump_seconds", "From the beginning of a dump to the step that saw it stored, on each rank."),
+}
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+#: Times of each kind kept between two of vLLM's log lines.
+_LOGGED = 4 * account.TIMES
+
 
 class UcmStats(KVConnectorStats):
-    """Counts of one interval, by name."""
+    """Counts and times of one interval, by name."""
 
     def reset(self) -> None:
         """Forget them."""
         self.data: dict[str, Any] = {}
 
     @harmless(None)
-    def _add(self, other: Mapping[str, int]) -> None:
-        for name, count in other.items():
-            self.data[name] = self.data.get(name, 0) + count
+    def _add(self, other: Mapping[str, Any]) -> None:
+        for name, news in other.items():
+            if name in HISTOGRAMS:
+                self.data[name] = [*self.data.get(name, ()), *news][:_LOGGED]
+            else:
+                self.data[name] = self.data.get(name, 0) + news
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """These and those of another rank, half or interval."""
@@ -55,9 +72,13 @@ class UcmStats(KVConnectorStats):
 
     @harmless(dict)
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM logs: every count that is not zero, those of the misses by reason last."""
-        order = [*COUNTERS, *sorted(set(self.data) - set(COUNTERS))]
-        return {f"ucm {name.replace('.', ' ')}": self.data[name] for name in order if self.data.get(name)}
+        """What vLLM logs: every count that is not zero, those of the misses by reason last; means of the times."""
+        order = [*COUNTERS, *sorted(set(self.data) - set(COUNTERS) - set(HISTOGRAMS))]
+        told = {f"ucm {name.replace('.', ' ')}": self.data[name] for name in order if self.data.get(name)}
+        for name in HISTOGRAMS:
+            if times := self.data.get(name):
+                told[f"ucm mean {name}"] = round(sum(times) / len(times), 4)
+        return told
 
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
@@ -65,7 +86,7 @@ class UcmStats(KVConnectorStats):
 
 
 class UcmPromMetrics(KVConnectorPromMetrics):
-    """The counters in Prometheus, by vLLM's own labels; the misses by reason too."""
+    """The counters and histograms in Prometheus, by vLLM's own labels; the misses by reason too."""
 
     def __init__(
         self,
@@ -75,25 +96,33 @@ class UcmPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        make = functools.partial(_counter, metric_types[PrometheusCounter])
+        make = functools.partial(_metric, metric_types[PrometheusCounter])
+        measure = functools.partial(_metric, metric_types[PrometheusHistogram], buckets=BUCKETS)
         missed = make(*MISSED_BLOCKS, (*labelnames, "reason"))
         self._counters: dict[int, dict[str, Any]] = {}
+        self._histograms: dict[int, dict[str, Any]] = {}
         for engine, values in per_engine_labelvalues.items():
             counters = {key: make(*texts, tuple(labelnames)).labels(*values) for key, texts in COUNTERS.items()}
             for reason in MissReason:
                 counters[account.MISSED + reason] = missed.labels(*values, str(reason))
             self._counters[engine] = counters
+            self._histograms[engine] = {
+                key: measure(*texts, tuple(labelnames)).labels(*values) for key, texts in HISTOGRAMS.items()
+            }
 
     @harmless(None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what one engine counted."""
-        counters = self._counters.get(engine_idx, {})
-        for name, count in transfer_stats_data.items():
+        """Add what one engine counted and measured."""
+        counters, histograms = self._counters.get(engine_idx, {}), self._histograms.get(engine_idx, {})
+        for name, news in transfer_stats_data.items():
             if name in counters:
-                counters[name].inc(count)
+                counters[name].inc(news)
+            elif name in histograms:
+                for seconds in news:
+                    histograms[name].observe(seconds)
 
 
 @functools.cache
-def _counter(kind: Any, name: str, text: str, labels: tuple[str, ...]) -> Any:
-    """A counter, made once per process: a second engine in it adds to the same ones."""
-    return kind(name=name, documentation=text, labelnames=list(labels))
+def _metric(kind: Any, name: str, text: str, labels: tuple[str, ...], **more: Any) -> Any:
+    """A metric, made once per process: a second engine in it adds to the same ones."""
+    return kind(name=name, documentation=text, labelnames=list(labels), **more)

@@ -16,6 +16,7 @@ from ucm.integration.vllm.connector.account import Account, misses
 from ucm.integration.vllm.connector.dumps import DumpPlanner
 from ucm.integration.vllm.connector.gate import OFF, OPEN, Gate
 from ucm.integration.vllm.connector.guard import harmless, logger, throttle
+from ucm.integration.vllm.connector.health import RanksHealth
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookups
 from ucm.integration.vllm.connector.metadata import VERSION, Dump, Load, StepPlan, WorkerReport, join_keys, split_keys
@@ -75,7 +76,8 @@ class SchedulerHalf:
         self._closers = closers
         self._clock = clock
         self._presence = Presence()
-        self.dumps = DumpPlanner(self._presence, clock)
+        self.health = RanksHealth(clock)
+        self.dumps = DumpPlanner(self._presence, self.health, clock)
         self._manager: KVCacheManager | None = None
         self._keys: KeyMaker | None = None
         self._lookups: Lookups | None = None
@@ -102,7 +104,7 @@ class SchedulerHalf:
         self.gate.recheck()
         if self.gate.phase == OFF or request.resumable:  # a streaming session rewrites its own tokens: not cached
             reason = self.gate.reason if self.gate.phase == OFF else MissReason.UNSUPPORTED
-            return self.account.left_alone(request.num_tokens, reason)
+            return self.account.left_alone(request, reason)
         tracked = self._live[request.request_id] = Tracked(request)
         self._due[request.request_id] = self._block_tokens
         if self._open():
@@ -130,10 +132,17 @@ class SchedulerHalf:
         if tracked.lookup is None:
             self._start_lookup(tracked)
         assert tracked.lookup is not None  # just started
+        if not self.health.all_healthy:
+            if self.health.stale and tracked.may_wait(self._clock(), self._allowance):
+                tracked.reason = MissReason.NOT_TAKEN
+                return None, False
+            tracked.reason = MissReason.UNHEALTHY
+            return 0, False
         if not tracked.lookup.settled(self._allowance):
             tracked.reason = MissReason.NOT_TAKEN
             return None, False
-        tracked.adopt(self._presence)
+        if tracked.adopt(self._presence):
+            self.account.looked_up(tracked.lookup.seconds)
         tokens = tracked.claimable(self._presence, self._block_tokens) * self._block_tokens - computed
         tracked.reason = None
         if tokens < max(self._min_hit_tokens, 1):
@@ -197,9 +206,7 @@ class SchedulerHalf:
                     self.dumps.room(),
                 )
         finally:
-            logger.debug(
-                "request %s: %d prompt tokens, %s", request.request_id, request.num_prompt_tokens, tracked.tally
-            )
+            self.account.told(request, tracked.tally)
 
     # Steps --------------------------------------------------------------------------------------------------
 
@@ -289,6 +296,7 @@ class SchedulerHalf:
         published, failed = self.dumps.published_blocks, self.dumps.failed_blocks
         for rank in report.ranks:
             self.gate.report(rank)
+            self.health.report(rank.rank, rank.healthy)
             for failure in rank.load_failures:
                 for key in split_keys(failure.refused):
                     self._presence.refuse(key)

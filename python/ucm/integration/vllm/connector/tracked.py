@@ -41,6 +41,7 @@ class Tracked:
         "request",
         "tally",
         "touched_at",
+        "waits_since",
     )
 
     def __init__(self, request: Request) -> None:
@@ -62,26 +63,35 @@ class Tracked:
         self.tally = Tally()
         self.preemptions = request.num_preemptions
         self.touched_at = NEVER  # when the store was last told that its blocks are in use
+        self.waits_since: float | None = None  # when it was asked for while a rank's health was not known
+
+    def may_wait(self, now: float, allowance: float) -> bool:
+        """Whether less than ``allowance`` seconds have passed since this was first asked."""
+        if self.waits_since is None:
+            self.waits_since = now
+        return now - self.waits_since < allowance
 
     def restart(self) -> None:
         """Preempted: its blocks are gone, it will be asked for again, perhaps with output tokens."""
         self.preemptions = self.request.num_preemptions
-        self.lookup = None
+        self.lookup = self.waits_since = None
         self.asked, self.reason = False, MissReason.NOT_TAKEN
         self.cursor = 0
         self.touched_at = NEVER
 
-    def adopt(self, presence: Presence) -> None:
-        """Take over what the lookup has computed and found, once."""
+    def adopt(self, presence: Presence) -> bool:
+        """Take over what the lookup has computed and found; whether the store's answer was taken over now."""
         lookup = self.lookup
         if lookup is None or lookup.keys is None:
-            return
+            return False
         if len(lookup.keys) > len(self.keys):
             self.keys = list(lookup.keys)
         if lookup.done and not lookup.adopted:
             lookup.adopted = True
             if lookup.answered:
                 presence.found(lookup.keys, lookup.hits)
+                return True
+        return False
 
     def grow(self, upto: int, maker: KeyMaker, presence: Presence) -> int:
         """Make sure of keys for ``upto`` blocks; how many of those are known (fewer while a thread hashes them)."""

@@ -7,11 +7,13 @@ as failed, so that no request waits for something that will not come.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ucm.errors import BusyError, TaskError, UcmError
+from ucm.integration.vllm.connector.account import TIMES
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.layout import KVLayout
 from ucm.integration.vllm.connector.metadata import Dump, DumpResult, Load, LoadFailure, join_keys, split_keys
@@ -38,14 +40,24 @@ def finished(store: UcmKVStoreBaseV1, task: Any, staged: bool = False) -> bool:
 
 
 def failed_rows(store: UcmKVStoreBaseV1, task: Any, rows: int) -> dict[int, BaseException]:
-    """What went wrong with a finished task, by row; empty when nothing did."""
+    """What went wrong with a finished task, by row; empty when nothing did. Never raises."""
     try:
         store.wait(task)
     except TaskError as error:
-        return {row: why for row, why in error.failures.items() if 0 <= row < rows} or dict.fromkeys(range(rows), error)
+        return _named_rows(error, rows) or dict.fromkeys(range(rows), error)
     except Exception as error:
         return dict.fromkeys(range(rows), error)
     return {}
+
+
+def _named_rows(error: TaskError, rows: int) -> dict[int, BaseException]:
+    """The failures a task names; none if some of that is not as it should be, then all its rows failed."""
+    named: object = error.failures
+    if not isinstance(named, Mapping) or any(
+        row not in range(rows) or not isinstance(why, BaseException) for row, why in named.items()
+    ):
+        return {}
+    return {int(row): why for row, why in named.items()}
 
 
 @dataclass(slots=True)
@@ -54,12 +66,31 @@ class _Running:
     task: Any
     keep: Any = None  # what must live as long as the device may read it
     staged: bool = False
+    began: float = 0.0
+
+
+class _Times:
+    """How long transfers took, in seconds, kept until they are asked for."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._taken: list[float] = []
+
+    def ended(self, running: _Running) -> None:
+        if len(self._taken) < TIMES:
+            self._taken.append(self.clock() - running.began)
+
+    def take(self) -> list[float]:
+        """Those since the last call."""
+        taken, self._taken = self._taken, []
+        return taken
 
 
 class Loads:
     """Loads of one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.times = _Times(clock)
         self._running: list[_Running] = []
         self._ended: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -81,7 +112,7 @@ class Loads:
         except Exception as error:
             throttle.warning("load", "a load was refused: %s", error)
             return self._fail_all(load, reason_of(error))
-        self._running.append(_Running(load, task))
+        self._running.append(_Running(load, task, began=self.times.clock()))
 
     def poll(self, store: UcmKVStoreBaseV1 | None) -> None:
         """Notice which have ended."""
@@ -92,6 +123,7 @@ class Loads:
             if not finished(store, running.task):
                 still.append(running)
                 continue
+            self.times.ended(running)
             load: Load = running.work
             failures = failed_rows(store, running.task, len(load.blocks))
             self.blocks += len(load.blocks) - len(failures)
@@ -138,7 +170,8 @@ class Loads:
 class Dumps:
     """Dumps of one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.times = _Times(clock)
         self._running: list[_Running] = []
         self._staged: list[int] = []
         self._done: list[DumpResult] = []
@@ -187,7 +220,7 @@ class Dumps:
                 refused.add(dump.request)
                 self._refuse(dump, busy=False)
             else:
-                self._running.append(_Running(dump, task, keep=event[1]))
+                self._running.append(_Running(dump, task, keep=event[1], began=self.times.clock()))
 
     def _refuse(self, dump: Dump, busy: bool) -> None:
         self._done.append(DumpResult(dump.job, tuple(range(len(dump.blocks))), busy))
@@ -205,6 +238,7 @@ class Dumps:
             if not running.staged or not finished(store, running.task):
                 still.append(running)
                 continue
+            self.times.ended(running)
             failures = failed_rows(store, running.task, len(dump.blocks))
             if failures:
                 throttle.warning("dump failed", "a dump failed: %s", failures[min(failures)])
@@ -224,6 +258,11 @@ class Dumps:
     def news(self) -> bool:
         """Whether :meth:`take` has something."""
         return bool(self._staged or self._done)
+
+    @property
+    def failed(self) -> bool:
+        """Whether some dump ended without being stored, and not for want of room, since the last :meth:`take`."""
+        return any(result.failed and not result.busy for result in self._done)
 
     def __len__(self) -> int:
         return len(self._running)

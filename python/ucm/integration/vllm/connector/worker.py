@@ -15,9 +15,10 @@ import torch
 
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.guard import logger
+from ucm.integration.vllm.connector.health import StoreHealth
 from ucm.integration.vllm.connector.layout import KVLayout, LayoutError
 from ucm.integration.vllm.connector.metadata import VERSION, Handshake, RankReport, StepPlan, StoreSetup, WorkerReport
-from ucm.integration.vllm.connector.metrics import LOADED_BYTES, PUBLISHED_BYTES
+from ucm.integration.vllm.connector.metrics import DUMP_SECONDS, LOAD_SECONDS, LOADED_BYTES, PUBLISHED_BYTES
 from ucm.integration.vllm.connector.transfers import Dumps, Loads, no_event
 from ucm.store import part_mask
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
@@ -43,6 +44,7 @@ class WorkerHalf:
         identity: Callable[[], dict[str, Any]],
         make_store: Callable[[dict[str, Any]], UcmKVStoreBaseV1],
         shutdown_allowance: float = 3.0,
+        health: StoreHealth | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``wanted_block_size``: what the user wrote, tokens or bytes; ``identity`` gives this rank's identity without
@@ -64,12 +66,14 @@ class WorkerHalf:
         self._opened: UcmKVStoreBaseV1 | None = None
         self._broken = ""
         self._told_ready = False
+        self._told_healthy = True
         self._told_slots: int | None = -1
         self._told_blocks = (0, 0)
         self._plan: StepPlan | None = None
         self._closed = False
-        self.loads = Loads()
-        self.dumps = Dumps()
+        self.loads = Loads(clock)
+        self.dumps = Dumps(clock)
+        self.health = health or StoreHealth()
 
     # Start --------------------------------------------------------------------------------------------------
 
@@ -177,10 +181,17 @@ class WorkerHalf:
         failures = self.loads.take_failures()
         ready = self._store is not None
         slots_changed, slots = self._slots()
-        if not (failures or self.dumps.news or slots_changed or self._broken or ready != self._told_ready):
+        if self._store is not None and (
+            failures or self.dumps.failed or not self.health.healthy or ready != self._told_ready
+        ):
+            self.health.doubt(self._store)
+        healthy = self.health.healthy
+        # While it is not, every step says so: how old that word is tells the scheduler half what it is worth.
+        changed = slots_changed or ready != self._told_ready or not (healthy and self._told_healthy)
+        if not (failures or self.dumps.news or changed or self._broken):
             return None
         staged, done = self.dumps.take()
-        self._told_ready, self._told_slots = ready, slots
+        self._told_ready, self._told_slots, self._told_healthy = ready, slots, healthy
         broken, self._broken = self._broken, ""
         return WorkerReport(
             ranks=[
@@ -188,6 +199,7 @@ class WorkerHalf:
                     rank=self.rank,
                     ready=ready,
                     broken=broken,
+                    healthy=healthy,
                     last_job=self.dumps.last_job,
                     free_slots=slots,
                     staged=staged,
@@ -205,6 +217,11 @@ class WorkerHalf:
         (loaded, published), self._told_blocks = self._told_blocks, now
         size = self._layout.block_bytes
         return {LOADED_BYTES: (now[0] - loaded) * size, PUBLISHED_BYTES: (now[1] - published) * size}
+
+    def take_seconds(self) -> dict[str, list[float]]:
+        """How long the loads and dumps took that ended on this rank since the last call; no names without any."""
+        taken = {LOAD_SECONDS: self.loads.times.take(), DUMP_SECONDS: self.dumps.times.take()}
+        return {name: seconds for name, seconds in taken.items() if seconds}
 
     def stats(self) -> dict[str, Any]:
         """Counters of this rank's store."""
@@ -228,6 +245,7 @@ class WorkerHalf:
     def shutdown(self) -> None:
         """Let dumps publish, then close the store; returns after the allowance, whatever hangs."""
         self._closed = True
+        self.health.close()
         store = self._store or self._opened
         if store is None:
             return

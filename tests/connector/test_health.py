@@ -1,0 +1,248 @@
+"""While a rank's store is unhealthy no request is promised a hit, and hits come back without one having to fail."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from parts import BLOCK, Memory, Rig  # noqa: E402
+from test_transfers import Worker, dump, load  # noqa: E402
+
+from ucm.errors import BusyError, ClosedError, UnhealthyError  # noqa: E402
+from ucm.integration.vllm.connector.health import STALE_S, StoreHealth  # noqa: E402
+from ucm.integration.vllm.connector.metadata import RankReport, WorkerReport  # noqa: E402
+
+
+class Moody(Memory):
+    """A store that is as healthy as a test says, and gets well when it is asked for something ``asks`` times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.well, self.asks, self.asked = True, 0, 0
+
+    def lookup(self, block_ids: Any) -> list[bool]:
+        self.asked += 1
+        if not self.well:
+            self.asks -= 1
+            self.well = self.asks <= 0
+        return super().lookup(block_ids)
+
+    def healthy(self) -> bool:
+        return self.well
+
+
+# The scheduler half -------------------------------------------------------------------------------------------
+
+
+def missed(rig: Rig) -> dict[str, int]:
+    return dict(rig.half.account.total.missed)
+
+
+def test_no_hits_while_a_rank_is_unhealthy_and_hits_again_when_it_says_so() -> None:
+    rig = Rig(ranks=2)
+    request = rig.request("a", 5 * BLOCK + 1)
+    rig.stored(request, 4)
+    rig.later.run()
+    rig.report(RankReport(1, ready=True, healthy=False))
+    assert rig.half.matched(request, 0) == (0, False)
+    rig.half.admitted(request, rig.tables.allocate(request, 6), 0)
+    assert missed(rig) == {"unhealthy": 5}
+    rig.report(RankReport(0, ready=True))  # the other one says nothing about this one
+    second = rig.request("b", 5 * BLOCK + 1)
+    rig.later.run()
+    assert rig.half.matched(second, 0) == (0, False)
+    rig.report(RankReport(1, ready=True))
+    assert rig.half.matched(second, 0) == (4 * BLOCK, True)
+
+
+def test_nothing_is_offered_while_a_rank_is_unhealthy_and_all_of_it_afterwards() -> None:
+    rig = Rig()
+    request = rig.request("a", 3 * BLOCK)
+    rig.admit(request)
+    rig.report(RankReport(0, ready=True, healthy=False))
+    assert rig.step(request).dumps == []
+    rig.report(RankReport(0, ready=True))
+    assert [len(dump.blocks) for dump in rig.step(request).dumps] == [3]
+
+
+def test_after_an_idle_time_the_ranks_are_asked_once_more() -> None:
+    rig = Rig()
+    rig.report(RankReport(0, ready=True, healthy=False))
+    rig.clock.now += STALE_S + 1  # nobody asked for anything, so nobody stepped
+    request = rig.request("a", 3 * BLOCK + 1)
+    rig.stored(request, 3)
+    rig.later.run()
+    assert rig.half.matched(request, 0) == (None, False)  # a step follows, and with it the rank's word
+    rig.report(RankReport(0, ready=True))
+    assert rig.half.matched(request, 0) == (3 * BLOCK, True)
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_nobody_waits_for_a_rank_that_stays_unhealthy_or_says_nothing(answered: bool) -> None:
+    rig = Rig()
+    rig.report(RankReport(0, ready=True, healthy=False))
+    rig.clock.now += STALE_S + 1
+    request = rig.request("a", 3 * BLOCK + 1)
+    rig.stored(request, 3)
+    rig.later.run()
+    assert rig.half.matched(request, 0) == (None, False)
+    if answered:
+        rig.report(RankReport(0, ready=True, healthy=False))
+    else:
+        rig.clock.now += 0.051  # longer than a lookup may take
+    for _ in range(2):
+        assert rig.half.matched(request, 0) == (0, False)
+    rig.half.admitted(request, rig.tables.allocate(request, 4), 0)
+    assert missed(rig) == {"unhealthy": 3}
+
+
+def test_the_log_says_once_that_it_ends_and_that_it_begins_again(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    with caplog.at_level(logging.INFO, "ucm.vllm"):
+        for healthy in (False, False, True, True):
+            rig.report(RankReport(0, ready=True, healthy=healthy))
+    said = [record.message for record in caplog.records if "rank 0" in record.message]
+    assert ["unhealthy" in text for text in said] == [True, False]
+
+
+# A rank -------------------------------------------------------------------------------------------------------
+
+
+class Watches(list[Callable[[], None]]):
+    """Watching that begins when a test says so."""
+
+    def __call__(self, work: Callable[[], None]) -> None:
+        self.append(work)
+
+
+def worker_with(watches: Watches) -> tuple[Worker, Any]:
+    worker = Worker(health=StoreHealth(pause=0.0, spawn=watches))
+    return worker, worker.open()
+
+
+def word(report: WorkerReport | None) -> bool | None:
+    """What the rank says about its health, None if it says nothing."""
+    return None if report is None else report.ranks[0].healthy
+
+
+def refuse(store: Any, healthy: bool) -> None:
+    store.refusal = UnhealthyError("the breaker is open")
+    store.healthy = lambda: healthy
+
+
+@pytest.mark.parametrize("plan", [{"loads": [load("r", [1])]}, {"dumps": [dump(1, [1])]}])
+def test_a_rank_asks_its_store_when_something_failed_and_tells_until_it_is_well(plan: dict[str, Any]) -> None:
+    watches = Watches()
+    worker, store = worker_with(watches)
+    refuse(store, healthy=False)
+    assert word(worker.step()[2]) is None  # nothing failed, so nobody asked
+    assert word(worker.step(**plan)[2]) is False
+    assert [word(worker.step()[2]) for _ in range(3)] == [False] * 3  # so that its word is never old
+    assert len(watches) == 1
+    store.refusal, store.healthy = None, lambda: True
+    watches[0]()
+    assert [word(worker.step()[2]) for _ in range(2)] == [True, None]
+
+
+@pytest.mark.parametrize(
+    ("error", "healthy"), [(BusyError("full"), False), (UnhealthyError("of another"), True), (ValueError("bug"), True)]
+)
+def test_a_dump_that_failed_says_nothing_by_itself(error: Exception, healthy: bool) -> None:
+    watches = Watches()
+    worker, store = worker_with(watches)
+    store.refusal, store.healthy = error, lambda: healthy
+    assert word(worker.step(dumps=[dump(1, [1])])[2]) is True
+    assert watches == []
+
+
+def test_a_store_that_opens_unhealthy_is_told_so() -> None:
+    worker = Worker(health=StoreHealth(spawn=Watches()))
+    make = worker.make
+
+    def unhealthy(config: dict[str, Any]) -> Any:
+        store = make(config)
+        store.healthy = lambda: False  # type: ignore[method-assign]
+        return store
+
+    worker.half._make_store = unhealthy
+    assert worker.open() is worker.store
+    assert not worker.half.health.healthy
+
+
+def test_a_watch_asks_the_store_until_it_is_well() -> None:
+    watches, store = Watches(), Moody()
+    health = StoreHealth(pause=0.0, spawn=watches)
+    health.doubt(store)
+    assert (health.healthy, watches, store.asked) == (True, [], 0)
+    store.well, store.asks = False, 3
+    health.doubt(store)
+    assert (health.healthy, store.asked) == (False, 0)  # nobody waits here
+    watches.pop()()
+    assert (health.healthy, store.asked) == (True, 3)
+    store.well, store.asks = False, 1
+    health.doubt(store)  # and again
+    watches.pop()()
+    assert health.healthy
+
+
+def test_a_watch_ends_with_its_rank() -> None:
+    watches, store = Watches(), Moody()
+    store.well, store.asks = False, 1 << 30
+    health = StoreHealth(pause=3600.0, spawn=watches)
+    health.doubt(store)
+    health.close()
+    watches.pop()()
+    health.doubt(store)
+    assert (watches, store.asked) == ([], 0)
+
+
+def test_a_watch_that_cannot_begin_begins_later() -> None:
+    store, started = Moody(), Watches()
+    store.well, store.asks = False, 1
+
+    def spawn(work: Callable[[], None]) -> None:
+        if not started:
+            started.append(work)
+            raise RuntimeError("can't start new thread")
+        work()
+
+    health = StoreHealth(pause=0.0, spawn=spawn)
+    health.doubt(store)
+    assert not health.healthy
+    health.doubt(store)
+    assert health.healthy
+
+
+def test_a_store_that_cannot_be_asked_is_not_left_alone_for_ever() -> None:
+    watches, store = Watches(), Moody()
+    store.well = False
+    health = StoreHealth(pause=0.0, spawn=watches)
+    health.doubt(store)
+    store.lookup = store.healthy = lambda *ids: (_ for _ in ()).throw(ClosedError("closed"))  # type: ignore[method-assign, assignment]
+    watches.pop()()
+    assert health.healthy
+
+
+def test_a_thread_watches_by_itself() -> None:
+    worker = Worker(health=StoreHealth(pause=0.0))
+    store: Any = worker.open()
+    asked = Moody()
+    asked.well, asked.asks = False, 2
+    store.lookup, store.healthy = asked.lookup, asked.healthy
+    store.refusal = UnhealthyError("the breaker is open")
+    said = word(worker.step(loads=[load("r", [1])])[2])
+    while said is False:
+        said = word(worker.step()[2])
+    assert asked.asked == 2
+    assert worker.half.health.healthy
+    worker.half.shutdown()
+
+
+def test_a_store_written_in_python_is_healthy_unless_it_says_otherwise() -> None:
+    assert Memory().healthy()
