@@ -17,7 +17,7 @@ use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Until};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 use ucm_store::layout::Layout;
-use ucm_store::posix::{PosixBackend, PosixConfig};
+use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
 use ucm_store::record::{Expect, RecordLayout, RecordMeta, verify};
 use ucm_store::space::{Capacity, Rules};
 
@@ -136,6 +136,7 @@ impl Rig {
                 ..Rules::default()
             },
             process: Process::this(),
+            modes: Modes::default(),
             quarantine: QuarantineConfig::default(),
             writer: ucm_store::random_u64(),
         };
