@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ground import Ground, Memory, block_ids, counted
 
+from ucm.errors import UnhealthyError
+
 #: Blocks that are on their way at any time, so that a kill meets some in every state.
 WINDOW = 6
 BLOCKS, MANY = 160, 600
@@ -140,6 +142,23 @@ def hunger(root: Path, seed: int) -> None:
     say("end")
 
 
+def hang(root: Path, seed: int) -> None:
+    """Opens, uses and closes a store on a root that does not answer."""
+    deadlines = {"lookup_ms": 200, "load_unknown_s": 0.2, "dump_s": 0.5, "probe_s": 0.5, "shutdown_s": 0.5}
+    names = block_ids(3, f"never {seed}")
+    ground = Ground(root, deadlines=deadlines)
+    assert ground.store.lookup(names) == [False] * 3
+    assert ground.load(names)[0] == ["blank"] * 3
+    try:
+        assert set(ground.dump(names)) == {0, 1, 2}
+    except UnhealthyError:  # by now the breaker is open: refused at once
+        pass
+    say("used")
+    ground.close()
+    say("closed")
+    say("end")
+
+
 if __name__ == "__main__":
-    works = (write, write_many, write_as_host, starve, mix, hunger)
+    works = (write, write_many, write_as_host, starve, mix, hunger, hang)
     {work.__name__: work for work in works}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))

@@ -129,6 +129,50 @@ def killed_in_calls(base: Path, long: bool) -> None:
         system.close()
 
 
+def dead_root(base: Path, long: bool) -> None:
+    """A root that never answers while a process opens, uses and closes a store on it."""
+    del long
+    system = Fuse(base / "shown", base / "seen")
+    try:
+        root, names = base / "seen" / "root", block_ids(3)
+        ground = Ground(root)
+        assert ground.is_healthy(names)
+        ground.close()
+        system.behave(stall=["LOOKUP", "GETATTR", "OPEN", "READ", "CREATE", "WRITE", "OPENDIR", "READDIR", "STATFS"])
+        with child("hang", root, 1) as (process, lines):
+            assert [lines.readline() for _ in range(2)] == ["used\n", "closed\n"]
+            system.behave()  # a thread in the kernel keeps its process until the file system answers
+            ended_well(process)
+        ground = Ground(root)
+        assert ground.is_healthy(names)
+        ground.close()
+    finally:
+        system.close()
+
+
+def much_damage(base: Path, long: bool) -> None:
+    """More bad records than are kept as evidence: they stay misses, none is wrong, and all are made again."""
+    del long
+    names = block_ids(12, "much")
+    ground = Ground(base / "root", quarantine={"max_per_minute": 4})
+    assert not ground.dump(names)
+    ground.assert_hits(names)
+    before = ground.counts()
+    for name in names:
+        harm.flip(lambda header: header.header_len)(
+            harm.Victim(ground.file(name), ground.file(names[0]), random.Random(0))
+        )
+    for name in names:
+        assert ground.load([name])[0] == ["blank"]
+    news = counted(before, ground.counts())
+    assert news["records_quarantined"] == 4
+    assert news["quarantine_stopped"]
+    assert news["breaker_opened"]
+    wait_until(lambda: ground.is_healthy(names), "the breaker has closed and blocks are stored again")
+    ground.assert_hits(names)
+    ground.close()
+
+
 def two_writers(base: Path, long: bool) -> None:
     """Two processes write the same ids in orders of their own; a reader and a remover are beside them."""
     source, root = random.Random(new_seed()), base / "root"

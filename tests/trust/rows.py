@@ -287,6 +287,8 @@ PROCESS_ROWS = [
     ProcessRow("clock jumps", "times of files in 1971 and 2100", (), processes.clock_jumps),
     ProcessRow("no descriptors", "RLIMIT_NOFILE reached", ("io_error",), processes.no_descriptors),
     ProcessRow("no memory", "RLIMIT_AS reached", (), processes.no_memory),
+    ProcessRow("dead root", "no answer from start to end", (), processes.dead_root, needs_root=True),
+    ProcessRow("much damage", "more than is kept as evidence", ("bad_checksum",), processes.much_damage),
     ProcessRow("root missing", "a file where its parent should be", ("unhealthy",), processes.missing_root),
     ProcessRow("record of another owner", "mode 0600", ("io_error",), processes.owned_by_another, needs_root=True),
 ]
