@@ -136,7 +136,7 @@ def dead_root(base: Path, long: bool) -> None:
     try:
         root, names = base / "seen" / "root", block_ids(3)
         ground = Ground(root)
-        assert ground.is_healthy(names)
+        wait_until(lambda: ground.is_healthy(names), "blocks are stored and found again")
         ground.close()
         system.behave(stall=["LOOKUP", "GETATTR", "OPEN", "READ", "CREATE", "WRITE", "OPENDIR", "READDIR", "STATFS"])
         with child("hang", root, 1) as (process, lines):
@@ -144,7 +144,7 @@ def dead_root(base: Path, long: bool) -> None:
             system.behave()  # a thread in the kernel keeps its process until the file system answers
             ended_well(process)
         ground = Ground(root)
-        assert ground.is_healthy(names)
+        wait_until(lambda ground=ground: ground.is_healthy(names), "blocks are stored and found again")  # type: ignore[misc]
         ground.close()
     finally:
         system.close()

@@ -143,6 +143,7 @@ _OTHERS = [
         ("newer_version",),
         harm.newer_and_longer,
         heals="left",
+        by_length=True,
         any_file=False,
         engine="long",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -186,8 +186,9 @@ def test_file_system(row: FuseRow, system: Fuse, stack: ExitStack) -> None:
     wait_until(lambda: ground.is_healthy(new), "blocks are stored and found again")
     wait_until(lambda: ground.is_healthy(old), "what was stored is found again")
     assert target.states() == ["blank"] * 3, "bytes came after the load was over"
-    for path in ground.files():  # where a file system was full, some may have been removed
-        judge(path, SHAPE)
+    for path in ground.files():
+        with suppress(FileNotFoundError):  # where a file system was full, some are still being removed
+            judge(path, SHAPE)
 
 
 @pytest.mark.parametrize("row", each(PROCESS_ROWS))
