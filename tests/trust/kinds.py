@@ -62,8 +62,6 @@ class FileRow(Row):
     heals: Literal["dump", "left"] = "dump"
     #: Whether the second reader has a word on it (it knows records, not directories and pipes).
     judged: bool = True
-    #: The file has another length, so a lookup declines it before anybody reads it, as absent.
-    by_length: bool = False
     #: Whether a live engine meets it too: in the short form, in the long form, or not at all.
     engine: Through = "short"
     #: Harms any file of this kind; the others know how a record of ours is made.

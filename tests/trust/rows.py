@@ -92,7 +92,7 @@ _BURSTS = [
 
 
 def _length(name: str, what: str, reasons: tuple[str, ...], how: harm.Harm, engine: Through = "long") -> FileRow:
-    return FileRow(name, what, reasons, how, by_length=True, engine=engine)
+    return FileRow(name, what, reasons, how, engine=engine)
 
 
 _LENGTHS = [
@@ -140,10 +140,9 @@ _OTHERS = [
     FileRow(
         "newer version, longer",
         "version 2, a page more",
-        ("newer_version",),
+        ("newer_version", "wrong_length"),
         harm.newer_and_longer,
         heals="left",
-        by_length=True,
         any_file=False,
         engine="long",
     ),
@@ -185,7 +184,7 @@ _OTHERS = [
         judged=False,
         engine="long",
     ),
-    FileRow("pipe", "under the block's name", ("absent", "io_error"), harm.fifo, judged=False),
+    FileRow("pipe", "under the block's name", ("wrong_length", "io_error"), harm.fifo, judged=False),
 ]
 
 FILE_ROWS = [*_FLIPS, *_BURSTS, *_LENGTHS, *_OTHERS]
