@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,3 +156,11 @@ class Live:
 def counted(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     """What was counted in between."""
     return {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
+
+
+def poll(condition: Callable[[], bool], deadline: float) -> bool:
+    """Whether the condition becomes true within so many seconds."""
+    try:
+        return wait_until(condition, "", deadline)
+    except AssertionError:
+        return False

@@ -13,13 +13,15 @@ from fuse import Fuse
 from harm import Victim, judge
 from harness import EngineHost, wait_until
 from kinds import FileRow, FuseRow, RootRow
-from live import BLOCKS, Live, counted, spec_of
+from live import BLOCKS, Live, Prompt, counted, poll, spec_of
 from rows import FILE_ROWS, FUSE_ROWS, ROOT_ROWS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 #: The block that is harmed, and its neighbour.
 VICTIM, OTHER = 1, 2
+#: How often a file system may misbehave before a request meets it.
+GOES = 4
 #: What tells of waiting: nothing of it is counted while a file is bad.
 WAITS = {"timeout", "lookup_late", "busy", "unhealthy", "breaker_opened"}
 
@@ -112,25 +114,38 @@ def test_file_system(row: FuseRow, live: Live) -> None:
     roots.need_root()
     system = Fuse(live.root.with_name("export"), live.root)
     try:
-        old, fresh = live.store_prompt(), live.new_prompt()
-        right = live.ask(fresh, salt="another key, the same computation")
-        before = live.counts()
-        system.behave(**row.manners)
-        if row.believed:  # stored as zeros; read back when the disk is honest again
-            assert live.ask(fresh).tokens == right.tokens, "wrong tokens"
+        for _ in range(GOES):
+            old = live.store_prompt()
+            if _meets(row, live, system, old):
+                break
             system.behave()
-        tokens, expected = (fresh, right) if row.call == "dump" else (old.tokens, old.right)
-        assert live.ask(tokens).tokens == expected.tokens, "wrong tokens"
-        if live.ours:
-            wait_until(
-                lambda: set(row.reasons) <= set(counted(before, live.counts())), f"{row.reasons} are counted", 60
-            )
-            news = counted(before, live.counts())
-            assert news.get("load_tasks", 0) <= 1, "a failed load was tried again by its request"
-            waits = {"timeout": BLOCKS, "lookup_late": BLOCKS}
-            assert all(news.get(name, 0) <= (most if row.waits else 0) for name, most in waits.items()), news
-        assert live.ask(fresh).tokens == right.tokens, "wrong tokens"
+        else:
+            raise AssertionError(f"{row.reasons} are never counted")
     finally:
         system.behave()
         system.close()
     live.await_hit(old, "what was stored is a hit again, or was stored again")
+
+
+def _meets(row: FuseRow, live: Live, system: Fuse, old: Prompt) -> bool:
+    """Asks while the file system has bad manners, and judges; whether the request met them.
+
+    It does not where the store found out first, by itself: then it is unhealthy for a moment and nothing is promised.
+    """
+    fresh = live.new_prompt()
+    right = live.ask(fresh, salt="another key, the same computation")
+    before = live.counts()
+    system.behave(**row.manners)
+    if row.believed:  # stored as zeros; read back when the disk is honest again
+        assert live.ask(fresh).tokens == right.tokens, "wrong tokens"
+        system.behave()
+    tokens, expected = (fresh, right) if row.call == "dump" else (old.tokens, old.right)
+    assert live.ask(tokens).tokens == expected.tokens, "wrong tokens"
+    met = not live.ours or poll(lambda: set(row.reasons) <= set(counted(before, live.counts())), 15)
+    if live.ours:
+        news = counted(before, live.counts())
+        assert news.get("load_tasks", 0) <= 1, "a failed load was tried again by its request"
+        waits = {"timeout": BLOCKS, "lookup_late": BLOCKS}
+        assert all(news.get(name, 0) <= (most if row.waits else 0) for name, most in waits.items()), news
+    assert live.ask(fresh).tokens == right.tokens, "wrong tokens"
+    return met
