@@ -142,7 +142,8 @@ def dead_root(base: Path, long: bool) -> None:
         with child("hang", root, 1) as (process, lines):
             assert [lines.readline() for _ in range(2)] == ["used\n", "closed\n"]
             system.behave()  # a thread in the kernel keeps its process until the file system answers
-            ended_well(process)
+            assert lines.readline() == "end\n"
+            assert process.wait() == 0
         ground = Ground(root)
         wait_until(lambda ground=ground: ground.is_healthy(names), "blocks are stored and found again")  # type: ignore[misc]
         ground.close()
