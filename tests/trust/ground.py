@@ -34,7 +34,7 @@ RECORD = re.compile(r"[0-9a-f]{32}\.bin")
 T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], T], what: str, deadline: float = 60.0) -> T:
+def wait_until(condition: Callable[[], T], what: str, deadline: float = 120.0) -> T:
     """Polls until the condition is true; fails with ``what`` at the deadline (seconds), which only a hang meets."""
     end, pause = time.monotonic() + deadline, threading.Event()
     while not (value := condition()):

@@ -20,6 +20,8 @@ from ucm.errors import TaskError
 from ucm.store.record import Refused
 
 COLUMN = STORE
+#: Longer than what is awaited may take: a store that found no room asks again after up to a minute.
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(autouse=True)
