@@ -23,6 +23,8 @@ RUST_SOURCES := $(shell find crates -name '*.rs' -o -name Cargo.toml) Cargo.toml
 PYTHON_SOURCES := $(shell find python -name '*.py' -o -name '*.pyi' -o -name py.typed)
 
 export STAGE_RUN := $(shell date +%s.%N)
+# What Python compiled is kept, whatever the environment says: vLLM is imported some forty times below.
+unexport PYTHONDONTWRITEBYTECODE
 # Take the machine's own certificates, as pip does where it is told so.
 export UV_NATIVE_TLS ?= true
 
@@ -68,10 +70,10 @@ loom: ## every interleaving of what was written here with atomics
 test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines last
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py
-	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 10 tests/vllm
+	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py
 
 .PHONY: test-long
-test-long: $(RUN_ENV) ## the trust matrix, long and through engines too; the table goes to build/trust.md
+test-long: $(RUN_ENV) ## the trust matrix, long; the table goes to build/trust.md
 	@mkdir -p build
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
 		--trust-table build/trust.md

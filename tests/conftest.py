@@ -45,15 +45,16 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def host(work: Path) -> Iterator[EngineHost]:
-    """Starts engines, one at a time."""
+def host(work: Path, request: pytest.FixtureRequest) -> Iterator[EngineHost]:
+    """Starts engines, one at a time; another connector's may end at every row of the trust matrix."""
     from harness import EngineHost
 
     host = EngineHost(work)
     _hosts.append(host)
     yield host
     host.stop()
-    assert len(host.started) <= ENGINE_LIMIT, f"too many engine starts: {host.started}"
+    others = request.config.getoption("--kv-transfer-config") is not None
+    assert others or len(host.started) <= ENGINE_LIMIT, f"too many engine starts: {host.started}"
 
 
 @pytest.fixture(scope="session")

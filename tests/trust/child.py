@@ -16,9 +16,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ground import Ground, Memory, block_ids, counted
 
+from ucm.errors import UnhealthyError
+
 #: Blocks that are on their way at any time, so that a kill meets some in every state.
 WINDOW = 6
-BLOCKS = 160
+BLOCKS, MANY = 160, 600
+#: Room for half of them, and how much is done in it.
+SMALL, STEPS = "2MiB", 120
+#: Bytes that a hungry process may still take.
+SPARE = 16 << 20
 
 
 def say(*words: object) -> None:
@@ -26,12 +32,12 @@ def say(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
-def write(root: Path, seed: int) -> None:
+def write(root: Path, seed: int, count: int = BLOCKS, salt: str = "shared") -> None:
     """Dumps block after block in an order of its own and says which ones were published."""
     ground = Ground(root)
-    order = list(range(BLOCKS))
+    order = list(range(count))
     random.Random(seed).shuffle(order)
-    names = block_ids(BLOCKS, "shared")
+    names = block_ids(count, salt)
     under_way: deque[tuple[int, Memory, object]] = deque()
 
     def finish() -> None:
@@ -48,6 +54,19 @@ def write(root: Path, seed: int) -> None:
         finish()
     ground.close()
     say("end")
+
+
+def write_many(root: Path, seed: int) -> None:
+    """The same for so many blocks that it does not end before somebody ends it."""
+    write(root, seed, MANY, "many")
+
+
+def write_as_host(root: Path, seed: int) -> None:
+    """A few blocks that nobody else writes, then those that all do."""
+    ground = Ground(root)
+    assert not ground.dump(block_ids(3, f"of {seed}"))
+    ground.close()
+    write(root, seed)
 
 
 def starve(root: Path, seed: int) -> None:
@@ -75,5 +94,71 @@ def starve(root: Path, seed: int) -> None:
     say("end")
 
 
+def mix(root: Path, seed: int) -> None:
+    """Dumps, looks up and loads a few blocks at a time in a room too small for all, so that some are removed."""
+    source, ground = random.Random(seed), Ground(root, storage_capacity=SMALL)
+    names = block_ids(BLOCKS, "shared")
+    for step in range(STEPS):
+        some = source.sample(names, source.randrange(1, 9))
+        if source.random() < 0.6:
+            ground.dump(some)  # published, or refused for want of room
+        else:
+            ground.store.lookup(some)
+            ground.load(some)  # each one right, or failed and blank
+        say("step", step)
+    ground.close()
+    say("end")
+
+
+def hunger(root: Path, seed: int) -> None:
+    """Uses the store with no memory left that a buffer or a thread could have, and again when there is some."""
+    names = block_ids(6, f"hungry {seed}")
+    ground = Ground(root)
+    assert not ground.dump(names[:3])
+    memory = [Memory([name], filled=False) for name in names]
+    filled = [Memory([name], filled=True) for name in names]
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + SPARE, hard))
+    try:
+        bytearray(2 * SPARE)
+    except MemoryError:
+        say("hungry")
+    for name, into in zip(names[:3], memory, strict=False):
+        ground.store.wait(ground.store.load_data([name], [0], into.addresses()))
+    for name, source in zip(names[3:], filled[3:], strict=True):
+        ground.store.wait(ground.store.dump_data([name], [0], source.addresses()))
+    # A second store has no room for its buffers: an error that says so, and nothing else ends.
+    try:
+        Ground(root, staging_capacity="256MiB").close()
+        say("opened")
+    except Exception as error:
+        say("refused", type(error).__name__)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, hard))
+    assert [m.states() for m in memory[:3]] == [["right"]] * 3
+    ground.assert_hits(names)
+    assert not set(ground.counts()) & {"timeout", "bad_checksum"}
+    ground.close()
+    say("end")
+
+
+def hang(root: Path, seed: int) -> None:
+    """Opens, uses and closes a store on a root that does not answer."""
+    deadlines = {"lookup_ms": 200, "load_unknown_s": 0.2, "dump_s": 0.5, "probe_s": 0.5, "shutdown_s": 0.5}
+    names = block_ids(3, f"never {seed}")
+    ground = Ground(root, deadlines=deadlines)
+    assert ground.store.lookup(names) == [False] * 3
+    assert ground.load(names)[0] == ["blank"] * 3
+    try:
+        assert set(ground.dump(names)) == {0, 1, 2}
+    except UnhealthyError:  # by now the breaker is open: refused at once
+        pass
+    say("used")
+    ground.close()
+    say("closed")
+    say("end")
+
+
 if __name__ == "__main__":
-    {"write": write, "starve": starve}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
+    works = (write, write_many, write_as_host, starve, mix, hunger, hang)
+    {work.__name__: work for work in works}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))

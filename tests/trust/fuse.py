@@ -48,9 +48,9 @@ class Fuse:
             raise AssertionError("the FUSE server did not start")
 
     def behave(self, **manners: Any) -> None:
-        """Its manners from now on, nothing for none: ``stall`` (names of requests that get no answer for now),
-        ``error`` (number of the error by name of the request), ``lie`` (names: READ gives other bytes than there are,
-        WRITE stores zeros). What was stalled before is answered if it may be."""
+        """Its manners from now on, nothing for none: ``stall`` (names of requests that get no answer for now), ``slow``
+        (seconds by name of the request), ``error`` (number of the error by name), ``lie`` (names: READ gives other
+        bytes than there are, WRITE stores zeros). What was stalled before is answered if it may be."""
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(manners) + "\n")
         self._server.stdin.flush()
@@ -116,8 +116,11 @@ class Server:
             while name in self.manners.get("stall", ()):
                 say("stalled")
                 self.lock.wait()
-            if code := self.manners.get("error", {}).get(name):
-                raise OSError(code, name)
+            code, seconds = (self.manners.get(manner, {}).get(name) for manner in ("error", "slow"))
+        if seconds:
+            threading.Event().wait(seconds)
+        if code:
+            raise OSError(code, name)
 
     def _carry_out(self, name: str, node: int, data: bytes) -> bytes:
         work: Callable[[int, bytes], bytes] | None = getattr(self, f"do_{name.lower()}", None) if name else None

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from ucm.errors import TaskError
 from ucm.store.posix import UcmPosixStore
-from ucm.store.posix.settings import PosixStoreSettings
 from ucm.store.record import Shape
 
 #: Bytes of one layer's tensors: a layer ends inside its alignment, the payload inside its last page.
@@ -35,7 +34,7 @@ RECORD = re.compile(r"[0-9a-f]{32}\.bin")
 T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], T], what: str, deadline: float = 60.0) -> T:
+def wait_until(condition: Callable[[], T], what: str, deadline: float = 120.0) -> T:
     """Polls until the condition is true; fails with ``what`` at the deadline (seconds), which only a hang meets."""
     end, pause = time.monotonic() + deadline, threading.Event()
     while not (value := condition()):
@@ -47,14 +46,14 @@ def wait_until(condition: Callable[[], T], what: str, deadline: float = 60.0) ->
 
 def config(root: Path, **changes: Any) -> dict[str, Any]:
     """The configuration of the store under test; deadlines long enough for a busy machine, so that one hit is news."""
-    # A breaker that tries again at once, where its patience can be set.
-    breaker = {"breaker": {"cool_down_s": 0.5}} if "breaker" in PosixStoreSettings.model_fields else {}
     config: dict[str, Any] = {
         "storage_backends": str(root),
         "identity": "trust",
         "storage_capacity": "64MiB",
         "staging_capacity": "2MiB",
         "deadlines": {"lookup_ms": 20_000, "load_unknown_s": 60, "dump_s": 60},
+        # A breaker that tries again at once.
+        "breaker": {"cool_down_s": 0.5},
         "posix_data_trans_concurrency": 4,
         "tensor_size_list": list(TENSORS),
         "shard_size": BLOCK,
@@ -62,7 +61,7 @@ def config(root: Path, **changes: Any) -> dict[str, Any]:
         "block_tokens": BLOCK_TOKENS,
         "dtype": "bfloat16",
     }
-    return config | breaker | changes
+    return config | changes
 
 
 def block_ids(count: int, salt: str = "") -> list[bytes]:

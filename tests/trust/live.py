@@ -5,24 +5,23 @@ from __future__ import annotations
 import ast
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Engine, wait_until
+from harness import EngineError, EngineHost, wait_until
 from specs import BLOCK, PATIENT, Ask, EngineSpec, Result, StoreSpec, prompt
 
-from ucm.config.model import UcmConfig
 from ucm.store import BlockHasher, part_mask, record_ids
 
 #: Full blocks of every prompt; its answer fills none.
 BLOCKS = 4
 LENGTH, ANSWER = BLOCKS * BLOCK + 10, 6
-#: What the engine is told, of these as many as it knows: deadlines that a row may wait for, a breaker that tries again
-#: at once, and no limit to damage, for a matrix of it is more in a minute than a healthy disk has in years.
+#: What the engine is told: deadlines that a row may wait for, a breaker that tries again at once, and no limit to
+#: damage, for a matrix of it is more in a minute than a healthy disk has in years.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "deadlines": PATIENT | {"load_min_ms": 6000, "load_max_s": 6.0, "load_unknown_s": 6.0},
+    "deadlines": PATIENT | {"load_min_ms": 6000, "load_max_s": 6.0, "load_unknown_s": 6.0, "dump_s": 10.0},
     "breaker": {"cool_down_s": 0.5},
     "quarantine": {"max_per_minute": 1_000_000},
 }
@@ -35,14 +34,13 @@ def spec_of(model: Path, runner: str, root: Path, transfer: Mapping[str, Any] | 
     """The engine of one runner: our store on this root, or another connector's arguments with ``{root}`` replaced."""
     if transfer is not None:
         transfer = _placed(transfer, str(root))
-    extra = {name: dict(keys) for name, keys in SETTINGS.items() if name in UcmConfig.model_fields}
     return EngineSpec(
         model,
         runner,
         StoreSpec(root, "UcmPosixStore"),
         blocks=300,
         prefix_caching=False,
-        extra_config=extra,
+        extra_config={name: dict(keys) for name, keys in SETTINGS.items()},
         transfer=transfer,
         label=f"trust-{runner}",
     )
@@ -68,13 +66,24 @@ class Prompt:
 class Live:
     """An engine and its root."""
 
-    def __init__(self, engine: Engine, root: Path, ours: bool) -> None:
-        self.engine = engine
+    def __init__(self, host: EngineHost, spec: EngineSpec, root: Path) -> None:
+        self._host, self._spec = host, spec
+        self.engine = host.get(spec)
         self.root = root
         #: Whether it is our connector, so that reasons can be asked for.
-        self.ours = ours
+        self.ours = spec.transfer is None
+        #: Seconds in which a cache is healthy again; past the longest pause of ours.
+        self.patience = 240.0 if self.ours else 30.0
         self._source = random.Random(7)
         self._digest = b""
+
+    def revive(self) -> None:
+        """Starts another engine if a harm has ended this one, so that it costs one row and not all that follow."""
+        try:
+            self.engine.scheduler()
+        except EngineError:
+            self.engine.kill()
+            self.engine = self._host.get(self._spec)
 
     def ask(self, tokens: list[int], salt: str | None = None) -> Result:
         """One request alone. It does not fail."""
@@ -95,7 +104,7 @@ class Live:
         assert right.cached == 0, "a new prompt was found in a cache"
         stored = Prompt(tokens, right, self.files_of(tokens) if self.ours else [])
         # After a harm the connector may pause before it offers blocks again, and offers only those of a live request.
-        wait_until(lambda: self.is_hit(stored), "a new prompt is stored, and then a hit")
+        self.await_hit(stored, "a new prompt is stored, and then a hit")
         if not self.ours:
             stored.files = sorted(set(self.files()) - before, key=lambda path: path.stat().st_mtime_ns)
         return stored
@@ -126,6 +135,10 @@ class Live:
         # vLLM's own number of cached tokens is what was claimed, also when the load failed.
         return news.get("blocks_loaded", 0) >= BLOCKS and not news.get("blocks_failed")
 
+    def await_hit(self, stored: Prompt, what: str) -> None:
+        """Asks until all of it comes from the cache."""
+        wait_until(lambda: self.is_hit(stored), what, self.patience)
+
     def counts(self) -> dict[str, int]:
         """Misses by reason and counters of the worker's and the scheduler's store, added up; empty for others."""
         if not self.ours:
@@ -143,3 +156,11 @@ class Live:
 def counted(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     """What was counted in between."""
     return {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
+
+
+def poll(condition: Callable[[], bool], deadline: float) -> bool:
+    """Whether the condition becomes true within so many seconds."""
+    try:
+        return wait_until(condition, "", deadline)
+    except AssertionError:
+        return False

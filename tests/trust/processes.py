@@ -6,7 +6,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -14,6 +14,7 @@ from typing import IO
 import harm
 import roots
 from child import BLOCKS
+from fuse import Fuse
 from ground import SHAPE, Ground, assert_no_wait, block_ids, counted, wait_until
 
 from ucm.store.record import verify_file
@@ -21,7 +22,7 @@ from ucm.store.record import verify_file
 CHILD = Path(__file__).with_name("child.py")
 
 
-def _seed() -> int:
+def new_seed() -> int:
     """A new seed, or that of a run that is looked into: ``UCM_TEST_SEED``. Printed where a test fails."""
     seed = int(os.environ.get("UCM_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"UCM_TEST_SEED={seed}")
@@ -29,9 +30,13 @@ def _seed() -> int:
 
 
 @contextmanager
-def _child(work: str, root: Path, seed: int) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+def child(
+    work: str, root: Path, seed: int, before: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """``child.py`` at some work, ``before`` its command line words of another that ends by becoming it."""
     process = subprocess.Popen(
-        [sys.executable, str(CHILD), work, str(root), str(seed)],
+        [*before, sys.executable, str(CHILD), work, str(root), str(seed)],
+        env={**os.environ, **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -44,7 +49,7 @@ def _child(work: str, root: Path, seed: int) -> Iterator[tuple[subprocess.Popen[
         process.communicate()
 
 
-def _ended_well(process: subprocess.Popen[str]) -> list[str]:
+def ended_well(process: subprocess.Popen[str]) -> list[str]:
     """What a child said that was left to end by itself."""
     out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
@@ -53,7 +58,7 @@ def _ended_well(process: subprocess.Popen[str]) -> list[str]:
     return lines
 
 
-def _assert_all_exact(ground: Ground, judged: set[tuple[str, int]] | None = None) -> set[bytes]:
+def assert_all_exact(ground: Ground, judged: set[tuple[str, int]] | None = None) -> set[bytes]:
     """Both readers agree that every record is right; the ids that are there.
 
     A published file is never written again, so the slow reader need not look again at those it has ``judged``.
@@ -71,12 +76,12 @@ def _assert_all_exact(ground: Ground, judged: set[tuple[str, int]] | None = None
 
 def killed_writers(base: Path, long: bool) -> None:
     """A writer is killed after a random number of blocks, again and again over one root."""
-    names, source, root = block_ids(BLOCKS, "shared"), random.Random(_seed()), base / "root"
+    names, source, root = block_ids(BLOCKS, "shared"), random.Random(new_seed()), base / "root"
     published: set[int] = set()
     judged: set[tuple[str, int]] = set()
     for _ in range(40 if long else 3):
         # Others find what the one before left; the last of many rounds finds nearly all present.
-        with _child("write", root, source.randrange(1 << 32)) as (process, lines):
+        with child("write", root, source.randrange(1 << 32)) as (process, lines):
             for _ in range(source.randrange(1, BLOCKS)):
                 line = lines.readline().split()
                 assert line, "the writer ended early"
@@ -85,7 +90,7 @@ def killed_writers(base: Path, long: bool) -> None:
             process.kill()
             process.wait()
         ground = Ground(root)
-        found = _assert_all_exact(ground, judged)
+        found = assert_all_exact(ground, judged)
         assert found >= {names[number] for number in published}, "what was reported as published is lost"
         # What the dead left unfinished is seen by nobody: neither as a block nor as one that is there to others.
         absent = [name for name in names if name not in found]
@@ -99,22 +104,92 @@ def killed_writers(base: Path, long: bool) -> None:
     ground.close()
 
 
+def killed_in_calls(base: Path, long: bool) -> None:
+    """A writer is killed in the middle of each kind of call that makes a record, and the call ends without it."""
+    names, source, seen = block_ids(BLOCKS, "shared"), random.Random(new_seed()), base / "seen"
+    system = Fuse(base / "shown", seen)
+    try:
+        for number in range(24 if long else 4):
+            requests = (["CREATE"], ["WRITE"], ["FLUSH"], ["RENAME", "RENAME2"])[number % 4]
+            root = seen / str(number)
+            with child("write", root, source.randrange(1 << 32)) as (process, lines):
+                for _ in range(source.randrange(1, 20)):
+                    assert lines.readline().startswith("published"), "the writer ended early"
+                system.behave(stall=requests)
+                system.await_stalled()
+                process.kill()
+                system.behave()
+                process.wait()
+            ground = Ground(base / "shown" / root.name)  # the same, without the detour
+            assert_all_exact(ground)
+            assert ground.is_healthy(names[:20])
+            assert_all_exact(ground)
+            ground.close()
+    finally:
+        system.close()
+
+
+def dead_root(base: Path, long: bool) -> None:
+    """A root that never answers while a process opens, uses and closes a store on it."""
+    del long
+    system = Fuse(base / "shown", base / "seen")
+    try:
+        root, names = base / "seen" / "root", block_ids(3)
+        ground = Ground(root)
+        wait_until(lambda: ground.is_healthy(names), "blocks are stored and found again")
+        ground.close()
+        system.behave(stall=["LOOKUP", "GETATTR", "OPEN", "READ", "CREATE", "WRITE", "OPENDIR", "READDIR", "STATFS"])
+        with child("hang", root, 1) as (process, lines):
+            assert [lines.readline() for _ in range(2)] == ["used\n", "closed\n"]
+            system.behave()  # a thread in the kernel keeps its process until the file system answers
+            assert lines.readline() == "end\n"
+            assert process.wait() == 0
+        ground = Ground(root)
+        wait_until(lambda ground=ground: ground.is_healthy(names), "blocks are stored and found again")  # type: ignore[misc]
+        ground.close()
+    finally:
+        system.close()
+
+
+def much_damage(base: Path, long: bool) -> None:
+    """More bad records than are kept as evidence: they stay misses, none is wrong, and all are made again."""
+    del long
+    names = block_ids(12, "much")
+    ground = Ground(base / "root", quarantine={"max_per_minute": 4})
+    assert not ground.dump(names)
+    ground.assert_hits(names)
+    before = ground.counts()
+    for name in names:
+        harm.flip(lambda header: header.header_len)(
+            harm.Victim(ground.file(name), ground.file(names[0]), random.Random(0))
+        )
+    for name in names:
+        assert ground.load([name])[0] == ["blank"]
+    news = counted(before, ground.counts())
+    assert news["records_quarantined"] == 4
+    assert news["quarantine_stopped"]
+    assert news["breaker_opened"]
+    wait_until(lambda: ground.is_healthy(names), "the breaker has closed and blocks are stored again")
+    ground.assert_hits(names)
+    ground.close()
+
+
 def two_writers(base: Path, long: bool) -> None:
     """Two processes write the same ids in orders of their own; a reader and a remover are beside them."""
-    source, root = random.Random(_seed()), base / "root"
+    source, root = random.Random(new_seed()), base / "root"
     names = block_ids(BLOCKS, "shared")
     ground = Ground(root)
     before = ground.counts()
     for _ in range(6 if long else 1):
         seeds = [source.randrange(1 << 32) for _ in range(2)]
-        with _child("write", root, seeds[0]) as (one, _), _child("write", root, seeds[1]) as (other, _):
+        with child("write", root, seeds[0]) as (one, _), child("write", root, seeds[1]) as (other, _):
             while one.poll() is None or other.poll() is None:
                 ground.load(source.sample(names, 8))  # each one right, or failed and blank
                 if source.random() < 0.3 and (files := ground.files()):
                     source.choice(files).unlink(missing_ok=True)
-            _ended_well(one)
-            _ended_well(other)
-        _assert_all_exact(ground)
+            ended_well(one)
+            ended_well(other)
+        assert_all_exact(ground)
         for path in ground.files():
             path.unlink()
     news = counted(before, ground.counts())
@@ -149,11 +224,20 @@ def clock_jumps(base: Path, long: bool) -> None:
 def no_descriptors(base: Path, long: bool) -> None:
     """A process at its limit of open files: loads and dumps fail, nothing wrong is read, and it recovers."""
     del long
-    with _child("starve", base / "root", 1) as (process, _):
-        lines = _ended_well(process)
+    with child("starve", base / "root", 1) as (process, _):
+        lines = ended_well(process)
     said = next(line for line in lines if line.startswith("counted")).split()
     assert "io_error" in said
     assert not {"timeout", "lookup_late", "records_refused"} & set(said)
+
+
+def no_memory(base: Path, long: bool) -> None:
+    """A process at its limit of memory: what is open works on, what is opened fails, and nothing dies."""
+    del long
+    with child("hunger", base / "root", 1) as (process, _):
+        said = ended_well(process)
+    assert "hungry" in said, "there was memory left"
+    assert any(line.startswith("refused") for line in said), "a store took memory that is not there"
 
 
 def missing_root(base: Path, long: bool) -> None:

@@ -5,6 +5,7 @@ Mounts are real ones and need root. Every place lies in the test's own directory
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -121,29 +122,63 @@ def moved_away(root: Path) -> Iterator[None]:
     aside = root.with_name("aside")
     root.rename(aside)
     yield
-    assert not root.exists(), "a root that was removed was made again"
+    made = root.exists()
+    if made:
+        shutil.rmtree(root)
     aside.rename(root)
+    assert not made, "a root that was moved away was made again"
+
+
+def _empty(directory: Path) -> None:
+    """Removes everything below, though a store may put something into it meanwhile."""
+    for _ in range(1000):
+        try:
+            for path in directory.iterdir():
+                remove(path)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+                raise
+    raise AssertionError(f"{directory} is filled faster than it can be emptied")
+
+
+def _remove_tree(directory: Path) -> None:
+    """Removes a directory that a store may put something into meanwhile."""
+    for _ in range(1000):
+        _empty(directory)
+        try:
+            directory.rmdir()
+            return
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+    raise AssertionError(f"{directory} is filled faster than it can be removed")
+
+
+def removed(root: Path) -> Iterator[None]:
+    """The whole directory is removed and does not come back."""
+    _remove_tree(root)
+    yield
 
 
 def emptied(root: Path) -> Iterator[None]:
     """Everything below is removed, marker included; only the marker comes back."""
     marker = (root / MARKER).read_bytes()
-    for path in root.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _empty(root)
     yield
-    assert not list(root.rglob("*.bin")), "something was written to a directory that is no root"
     (root / MARKER).write_bytes(marker)
+    assert not list(root.rglob("*.bin")), "something was written to a directory that is no root"
 
 
 def no_namespace(root: Path) -> Iterator[None]:
     """The namespace's directory is removed and does not come back."""
-    shutil.rmtree(next(root.glob("*/manifest.json")).parent)
+    _remove_tree(next(root.glob("*/manifest.json")).parent)
     yield
 
 
 def no_temporary_directory(root: Path) -> Iterator[None]:
     """The directory of private files is removed and does not come back."""
-    shutil.rmtree(next(root.glob("*/tmp")))
+    _remove_tree(next(root.glob("*/tmp")))
     yield
 
 
@@ -159,16 +194,18 @@ def unmounted(root: Path) -> Iterator[None]:
     """The share is unmounted under the running process; below it is an empty directory of another device."""
     unmount(root)
     yield
-    assert not list(root.iterdir()), "something was written below the mount point"
+    written = list(root.iterdir())
     mount("--bind", root.with_name("export"), root)
+    assert not written, "something was written below the mount point"
 
 
 def covered(root: Path) -> Iterator[None]:
     """Another, empty file system is mounted over the root."""
     mount("-t", "tmpfs", "none", root)
     yield
-    assert not list(root.iterdir()), "something was written to another file system"
+    written = list(root.iterdir())
     unmount(root)
+    assert not written, "something was written to another file system"
 
 
 def full(root: Path) -> Iterator[None]:

@@ -1,9 +1,7 @@
 """The matrix: every kind of harm, what is done, which reason is counted for it, and what is expected.
 
-A :class:`FileRow` harms the file of one block; it is run at the store level and in a live engine of each runner. A
-:class:`RootRow` harms the root under an open store. A :class:`ProcessRow` has several processes or clocks in it. All of
-them expect in common: right bytes or none (through vLLM: right tokens), no request failed, no deadline hit, and a
-healthy cache afterwards; the table says what more.
+All rows (``kinds.py`` says what kinds there are) expect in common: right bytes or none (through vLLM: right tokens), no
+request failed, no deadline hit, and a healthy cache afterwards; the table says what more.
 """
 
 from __future__ import annotations
@@ -11,130 +9,19 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import harm
+import hosts
+import power
 import processes
 import roots
-
-#: The slow form: more seeds, more points, more lengths.
-LONG = os.environ.get("UCM_TEST_LONG", "") not in ("", "0")
-
-STORE, V1, V2 = "store", "vLLM v1", "vLLM v2"
-COLUMNS = (STORE, V1, V2)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table. ``reasons``: one of these is counted; none means that nothing is."""
-
-    name: str
-    what: str
-    reasons: tuple[str, ...]
-    #: Why this row is known to fail at the store level; such a row must fail.
-    known: str = field(default="", kw_only=True)
-
-    @property
-    def line(self) -> str:
-        """Where in the table it stands: rows that differ by a number share a line."""
-        return self.name.partition(" #")[0]
-
-    @property
-    def expected(self) -> str:
-        """In words."""
-        return "miss, the next dump replaces it"
-
-
-@dataclass(frozen=True)
-class FileRow(Row):
-    """``harm`` is done to one block's file, or to two."""
-
-    harm: harm.Harm
-    #: Both blocks' files are bad afterwards.
-    both: bool = False
-    #: ``dump``: the next dump replaces it. ``left``: it is not ours to replace; a miss until somebody removes it.
-    heals: Literal["dump", "left"] = "dump"
-    #: Whether the second reader has a word on it (it knows records, not directories and pipes).
-    judged: bool = True
-    #: The file has another length, so a lookup declines it before anybody reads it, as absent.
-    by_length: bool = False
-    #: Seen through a live engine as well.
-    engine: bool = True
-    #: Harms any file of this kind; the others know how a record of ours is made.
-    any_file: bool = True
-
-    @property
-    def expected(self) -> str:
-        if self.heals == "left":
-            return "miss, left alone until it is removed"
-        return super().expected
-
-
-@dataclass(frozen=True)
-class RootRow(Row):
-    """``harm`` is done to the root under an open store and taken back."""
-
-    harm: roots.RootHarm
-    kind: roots.Kind = "plain"
-    #: Whether blocks stored before are found and loaded meanwhile.
-    reads: bool = False
-    #: Blocks stored before are gone (also to make room), or misses until they are dumped again.
-    lost: bool = False
-    #: ``made``: they make again what is missing, at the latest the second time. ``untried``: none is tried meanwhile.
-    dumps: Literal["fail", "made", "untried"] = "fail"
-    nobody: bool = False
-    #: Seen through a live engine as well; its root is mounted.
-    engine: bool = True
-
-    @property
-    def expected(self) -> str:
-        reads = "hits go on" if self.reads else "misses"
-        dumps = {"fail": ", dumps fail", "made": ", dumps make it again", "untried": ""}[self.dumps]
-        return f"{reads}{dumps}; then healthy"
-
-
-@dataclass(frozen=True)
-class FuseRow(Row):
-    """The file system behaves like this for a while (``fuse.py``), while one kind of call is made."""
-
-    manners: Mapping[str, Any]
-    call: Literal["lookup", "load", "dump"]
-    #: The call waits until its deadline, once; the others do not wait at all.
-    waits: bool = False
-    #: A dump that is told to have worked; what it wrote is found out when it is read.
-    believed: bool = False
-    #: Seen through a live engine as well.
-    engine: bool = False
-
-    @property
-    def expected(self) -> str:
-        if self.believed:
-            return "found out by the next load, then healthy"
-        fails = "dumps fail" if self.call == "dump" else "misses"
-        return f"{fails}{', one deadline' if self.waits else ''}; then healthy"
-
-
-@dataclass(frozen=True)
-class ProcessRow(Row):
-    """``run`` does all of it over a directory, and asserts."""
-
-    run: Callable[[Path, bool], None]
-    needs_root: bool = False
-
-    @property
-    def expected(self) -> str:
-        return "every hit exact, then healthy"
+from kinds import LONG, FileRow, FuseRow, ProcessRow, RootRow, Through
 
 
 def _u32(value: int) -> bytes:
     return struct.pack("<I", value)
 
-
-#: What is wrong with newer records: those that should be left alone, and those that were removed.
-REPLACED = "a newer record of another length counts as one of ours of a wrong length, and is replaced"
 
 HEADER = ("bad_header",)
 CHECKSUM = ("bad_checksum",)
@@ -142,22 +29,23 @@ SHORT = ("truncated", "wrong_length")
 
 _FLIPS = [
     FileRow("flip: magic", "one bit of the first bytes", ("not_a_record",), harm.flip(0)),
-    FileRow("flip: version", "one bit of the version", HEADER, harm.flip(4)),
-    FileRow("flip: id", "one bit of the record id", HEADER, harm.flip(15)),
-    FileRow("flip: mark", "one bit of the mark", HEADER, harm.flip(36)),
-    FileRow("flip: record length", "one bit of the record's length", HEADER, harm.flip(45)),
-    FileRow("flip: preamble checksum", "one bit of the first checksum", HEADER, harm.flip(61)),
-    FileRow("flip: flags", "one bit of the flags", HEADER, harm.flip(64)),
+    FileRow("flip: version", "one bit of the version", HEADER, harm.flip(4), engine="long"),
+    FileRow("flip: id", "one bit of the record id", HEADER, harm.flip(15), engine="long"),
+    FileRow("flip: mark", "one bit of the mark", HEADER, harm.flip(36), engine="long"),
+    FileRow("flip: record length", "one bit of the record's length", HEADER, harm.flip(45), engine="long"),
+    FileRow("flip: preamble checksum", "one bit of the first checksum", HEADER, harm.flip(61), engine="long"),
+    FileRow("flip: flags", "one bit of the flags", HEADER, harm.flip(64), engine="long"),
     FileRow("flip: identity", "one bit of the identity's digest", HEADER, harm.flip(100)),
-    FileRow("flip: part", "one bit of the part", HEADER, harm.flip(128)),
-    FileRow("flip: table, first shard", "one bit of the first offset", HEADER, harm.flip(576)),
+    FileRow("flip: part", "one bit of the part", HEADER, harm.flip(128), engine="long"),
+    FileRow("flip: table, first shard", "one bit of the first offset", HEADER, harm.flip(576), engine="long"),
     FileRow(
         "flip: table, last shard",
         "one bit of the last checksum in the table",
         HEADER,
         harm.flip(lambda header: 576 + 24 * (len(header.table) - 1) + 16),
+        engine="long",
     ),
-    FileRow("flip: header padding", "one bit behind the table", HEADER, harm.flip(2048)),
+    FileRow("flip: header padding", "one bit behind the table", HEADER, harm.flip(2048), engine="long"),
     FileRow("flip: header checksum", "one bit of the header's checksum", HEADER, harm.flip(lambda h: h.header_len - 2)),
     FileRow("flip: first shard", "one bit of the first byte", CHECKSUM, harm.flip(lambda h: h.table[0].offset)),
     FileRow(
@@ -165,6 +53,7 @@ _FLIPS = [
         "one bit in the middle",
         CHECKSUM,
         harm.flip(lambda h: h.table[len(h.table) // 2].offset + h.layer_len // 2),
+        engine="long",
     ),
     FileRow(
         "flip: last shard",
@@ -174,36 +63,55 @@ _FLIPS = [
     ),
     FileRow("flip: padding", "one bit of the last byte of the file", CHECKSUM, harm.flip(lambda h: h.kv_len - 1)),
     *(
-        FileRow(f"flip: anywhere #{seed}", "one bit behind the magic", HEADER + CHECKSUM, harm.flip_anywhere)
+        FileRow(
+            f"flip: anywhere #{seed}",
+            "one bit behind the magic",
+            HEADER + CHECKSUM,
+            harm.flip_anywhere,
+            engine="short" if seed == 0 else "long" if seed % 4 == 0 else "no",
+        )
         for seed in range(100 if LONG else 3)
     ),
 ]
 
 _BURSTS = [
-    FileRow("noise: header", "512 bytes", HEADER, harm.noise(128, 512)),
+    FileRow("noise: header", "512 bytes", HEADER, harm.noise(128, 512), engine="long"),
     FileRow("noise: payload", "512 bytes", CHECKSUM, harm.noise(lambda h: h.header_len + 700, 512)),
     FileRow("noise: everything", "every byte", ("not_a_record",), harm.noise(0, 1 << 30)),
     FileRow("zeroed: everything", "every byte", ("not_a_record",), harm.zero(0, lambda h: h.record_len)),
-    FileRow("zeroed: header", "the first page", ("not_a_record",), harm.zero(0, 4096)),
+    FileRow("zeroed: header", "the first page", ("not_a_record",), harm.zero(0, 4096), engine="long"),
     FileRow("zeroed: page", "one page of the payload", CHECKSUM, harm.zero(8192, 12288)),
-    FileRow("zeroed: payload", "all of it", CHECKSUM, harm.zero(lambda h: h.header_len, lambda h: h.record_len)),
+    FileRow(
+        "zeroed: payload",
+        "all of it",
+        CHECKSUM,
+        harm.zero(lambda h: h.header_len, lambda h: h.record_len),
+        engine="long",
+    ),
 ]
 
 
-def _length(name: str, what: str, reasons: tuple[str, ...], how: harm.Harm) -> FileRow:
-    return FileRow(name, what, reasons, how, by_length=True)
+def _length(name: str, what: str, reasons: tuple[str, ...], how: harm.Harm, engine: Through = "long") -> FileRow:
+    return FileRow(name, what, reasons, how, engine=engine)
 
 
 _LENGTHS = [
-    *(_length(f"truncated: {n}", f"{n} bytes are left", SHORT, harm.truncate(n)) for n in (0, 1, 63, 64, 4095, 4096)),
+    _length("truncated: 0", "0 bytes are left", SHORT, harm.truncate(0), "short"),
+    *(_length(f"truncated: {n}", f"{n} bytes are left", SHORT, harm.truncate(n)) for n in (1, 63, 64, 4095, 4096)),
     _length("truncated: header only", "the payload is gone", SHORT, harm.truncate(lambda h: h.header_len)),
-    _length("truncated: middle", "half of it", SHORT, harm.truncate(lambda h: h.record_len // 2)),
-    _length("truncated: last byte", "all but one byte", SHORT, harm.truncate(lambda h: h.record_len - 1)),
+    _length("truncated: middle", "half of it", SHORT, harm.truncate(lambda h: h.record_len // 2), "short"),
+    _length("truncated: last byte", "all but one byte", SHORT, harm.truncate(lambda h: h.record_len - 1), "short"),
     *(
-        _length(f"truncated: anywhere #{n}", "a part of it is left", SHORT, harm.truncate_share(n / 97))
+        _length(
+            f"truncated: anywhere #{n}",
+            "a part of it is left",
+            SHORT,
+            harm.truncate_share(n / 97),
+            "no" if n % 4 else "long",
+        )
         for n in (range(1, 97) if LONG else ())
     ),
-    _length("longer: a byte", "one byte behind the record", ("wrong_length",), harm.lengthen(1)),
+    _length("longer: a byte", "one byte behind the record", ("wrong_length",), harm.lengthen(1), "short"),
     _length("longer: a page", "4096 bytes behind the record", ("wrong_length",), harm.lengthen(4096)),
 ]
 
@@ -232,12 +140,11 @@ _OTHERS = [
     FileRow(
         "newer version, longer",
         "version 2, a page more",
-        ("newer_version",),
+        ("newer_version", "wrong_length"),
         harm.newer_and_longer,
         heals="left",
         any_file=False,
-        engine=False,
-        known=REPLACED,
+        engine="long",
     ),
     FileRow(
         "newer flag",
@@ -245,6 +152,7 @@ _OTHERS = [
         ("newer_version",),
         harm.forge((64, _u32(8))),
         heals="left",
+        engine="long",
         any_file=False,
     ),
     FileRow(
@@ -253,15 +161,30 @@ _OTHERS = [
         ("newer_version",),
         harm.forge((136, _u32(3))),
         heals="left",
+        engine="long",
         any_file=False,
     ),
     FileRow("a stranger's file", "of this length, renamed", ("not_a_record",), harm.stranger),
     FileRow("seed form", "the original's own block file", ("seed_form",), harm.seed_form, any_file=False),
     FileRow("removed", "the file is gone", ("absent",), harm.remove, judged=False),
     FileRow("directory", "under the block's name", ("absent", "io_error"), harm.directory, heals="left", judged=False),
-    FileRow("link to another block", "under the block's name", ("io_error",), harm.symlink_to_other, judged=False),
-    FileRow("link to nothing", "under the block's name", ("absent", "io_error"), harm.symlink_to_nothing, judged=False),
-    FileRow("pipe", "under the block's name", ("absent", "io_error"), harm.fifo, judged=False),
+    FileRow(
+        "link to another block",
+        "under the block's name",
+        ("io_error",),
+        harm.symlink_to_other,
+        judged=False,
+        engine="long",
+    ),
+    FileRow(
+        "link to nothing",
+        "under the block's name",
+        ("absent", "io_error"),
+        harm.symlink_to_nothing,
+        judged=False,
+        engine="long",
+    ),
+    FileRow("pipe", "under the block's name", ("wrong_length", "io_error"), harm.fifo, judged=False),
 ]
 
 FILE_ROWS = [*_FLIPS, *_BURSTS, *_LENGTHS, *_OTHERS]
@@ -270,7 +193,8 @@ FAILED = ("publishes_failed",)
 
 ROOT_ROWS = [
     RootRow("root read-only", "remounted", FAILED, roots.read_only, kind="tmpfs", reads=True),
-    RootRow("root moved away", "and back", ("absent",), roots.moved_away, dumps="untried", engine=False),
+    RootRow("root moved away", "and back", ("absent",), roots.moved_away, dumps="untried", engine="no"),
+    RootRow("root removed", "with all in it", ("absent",), roots.removed, lost=True, dumps="made", engine="no"),
     RootRow("root emptied", "only the marker comes back", ("absent",), roots.emptied, lost=True),
     RootRow("namespace removed", "with all in it", ("absent",), roots.no_namespace, lost=True, dumps="made"),
     RootRow("no temporary directory", "removed", (), roots.no_temporary_directory, reads=True, dumps="made"),
@@ -285,9 +209,8 @@ ROOT_ROWS = [
         ("io_error",),
         roots.other_owner,
         kind="tmpfs",
-        lost=True,
         nobody=True,
-        engine=False,
+        engine="no",
     ),
     RootRow(
         "no permission",
@@ -295,9 +218,8 @@ ROOT_ROWS = [
         ("io_error",),
         roots.no_permission,
         kind="tmpfs",
-        lost=True,
         nobody=True,
-        engine=False,
+        engine="no",
     ),
 ]
 
@@ -311,7 +233,7 @@ def _stall(what: str, call: Literal["lookup", "load", "dump"], *requests: str) -
         {"stall": requests},
         call,
         waits=True,
-        engine=what in ("lookup", "read"),
+        engine="short" if what in ("lookup", "read") else "long",
     )
 
 
@@ -324,7 +246,7 @@ def _error(what: str, call: Literal["lookup", "load", "dump"], code: int, *reque
         (reason,),
         {"error": dict.fromkeys(requests, code)},
         call,
-        engine=what == "read",
+        engine="short" if what in ("read", "write") else "long",
     )
 
 
@@ -336,6 +258,7 @@ FUSE_ROWS = [
     _stall("write", "dump", "WRITE"),
     _stall("close", "dump", "FLUSH"),
     _stall("rename", "dump", "RENAME", "RENAME2"),
+    FuseRow("slow: read", "answers after the deadline", ("timeout",), {"slow": {"READ": 2.0}}, "load", waits=True),
     _error("lookup", "lookup", errno.EIO, "LOOKUP"),
     _error("open", "load", errno.EIO, "OPEN"),
     _error("read", "load", errno.EIO, "READ"),
@@ -344,15 +267,26 @@ FUSE_ROWS = [
     _error("write", "dump", errno.EDQUOT, "WRITE"),
     _error("close", "dump", errno.EIO, "FLUSH"),
     _error("rename", "dump", errno.EIO, "RENAME", "RENAME2"),
-    FuseRow("lie: read", "other bytes than there are", ("not_a_record",), {"lie": ["READ"]}, "load", engine=True),
-    FuseRow("lie: write", "zeros are stored", ("not_a_record",), {"lie": ["WRITE"]}, "dump", believed=True),
+    FuseRow("lie: read", "other bytes than there are", ("not_a_record",), {"lie": ["READ"]}, "load", engine="short"),
+    FuseRow(
+        "lie: write", "zeros are stored", ("not_a_record",), {"lie": ["WRITE"]}, "dump", believed=True, engine="long"
+    ),
 ]
 
 PROCESS_ROWS = [
     ProcessRow("kill -9 of a writer", "after random numbers of blocks", (), processes.killed_writers),
+    ProcessRow("kill -9 in a call", "create, write, close, rename", (), processes.killed_in_calls, needs_root=True),
+    ProcessRow("kill -9 of all kinds", "writers, readers, removers", (), hosts.random_kills),
+    ProcessRow("power cut", "images of ext4 copied under load", ("truncated",), power.power_cuts, needs_root=True),
+    ProcessRow("two hosts", "mount namespaces, other clocks", (), hosts.two_hosts, needs_root=True),
+    ProcessRow("two collectors", "one stops and goes on", (), hosts.two_collectors),
+    ProcessRow("quota", "one model writes three times its own", (), hosts.quota),
     ProcessRow("two writers", "the same ids, files removed meanwhile", ("absent",), processes.two_writers),
     ProcessRow("clock jumps", "times of files in 1971 and 2100", (), processes.clock_jumps),
     ProcessRow("no descriptors", "RLIMIT_NOFILE reached", ("io_error",), processes.no_descriptors),
+    ProcessRow("no memory", "RLIMIT_AS reached", (), processes.no_memory),
+    ProcessRow("dead root", "no answer from start to end", (), processes.dead_root, needs_root=True),
+    ProcessRow("much damage", "more than is kept as evidence", ("bad_checksum",), processes.much_damage),
     ProcessRow("root missing", "a file where its parent should be", ("unhealthy",), processes.missing_root),
     ProcessRow("record of another owner", "mode 0600", ("io_error",), processes.owned_by_another, needs_root=True),
 ]

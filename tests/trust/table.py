@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rows import COLUMNS, FILE_ROWS, FUSE_ROWS, PROCESS_ROWS, ROOT_ROWS, Row
+from kinds import COLUMNS, Row
+from rows import FILE_ROWS, FUSE_ROWS, PROCESS_ROWS, ROOT_ROWS
 
 _HEAD = ("harm", "what", "counted", "expected", *COLUMNS)
 

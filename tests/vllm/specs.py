@@ -120,6 +120,8 @@ class EngineSpec:
     def environment(self) -> dict[str, str]:
         """The child's whole environment."""
         env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "UCM_", "TRITON_"))}
+        # An engine is three processes; without this each of them compiles torch and vLLM anew.
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
         path = [*self.pythonpath, str(HERE), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
         env |= {
             "VLLM_USE_V2_MODEL_RUNNER": "1" if self.runner == "v2" else "0",

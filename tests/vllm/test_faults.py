@@ -248,15 +248,3 @@ def test_damaged_block(warm: Engine, cold: Life, reference: dict[str, Result]) -
     if store_under_test() == "plain":
         path.write_bytes(whole)  # this store believes in lengths of its own and in nothing else
     assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])
-
-
-def test_removed_blocks(warm: Engine, cold: Life, reference: dict[str, Result]) -> None:
-    """Blocks removed behind the engine's back are misses and are stored again."""
-    ids = chain_of(warm, cold.disk, STORED["middle"])
-    for file in cold.disk.files():
-        if file.name.partition(".")[0] in ids[3:]:
-            file.unlink()
-    answer = warm.generate(STORED["middle"].ask())[0]
-    assert_same(answer, reference["middle"])
-    assert answer.cached_blocks <= 3
-    assert_back_to_normal(warm, cold.disk, "middle", reference["middle"])

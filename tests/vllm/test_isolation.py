@@ -37,7 +37,7 @@ def test_store_by_name_without_prefix_caching_and_with_adapters(
 ) -> None:
     """Connector and Python store known by name alone, then the store by its module in another process.
 
-    vLLM's own cache is off, and an adapter is its content, not its name.
+    vLLM's own cache is off, and an adapter is its content, neither its name nor its path.
     """
     disk = new_disk(work, "by-name")
     red = str(write_adapter(work / "red", LAYERS, 1))
@@ -71,11 +71,15 @@ def test_store_by_name_without_prefix_caching_and_with_adapters(
     assert len(disk.files()) == 3 * (case.full_blocks)
     # The same store named by its module instead, in another process: what the first one stored is there.
     by_module = StoreSpec(disk.root, "PlainStore", module_path="stores")
+    write_adapter(Path(red), LAYERS, 3)  # retrained: the same path and sizes, other weights
     engine = host.get(spec.but(store=by_module, pythonpath=(), label="by-module"))
     for lora, right in ((None, plain), (("blue again", 1, blue), with_blue)):
         restarted = ask(lora)
         assert_same(restarted, right)
         assert_reused(restarted, case)
+    retrained = ask(("red", 2, red))
+    assert retrained.cached == 0, "an adapter that was retrained at its path got what the one before had stored"
+    assert retrained.tokens != with_red.tokens, "the retraining changes nothing"
 
 
 def test_more_than_one_kv_group_is_left_alone(host: EngineHost, work: Path) -> None:

@@ -1,11 +1,14 @@
-"""Two tensor ranks: a hit needs both, a failure on one fails the block, and nothing is shared with one rank."""
+"""Two tensor ranks: a hit needs both, a failure on one fails the block, and nothing is shared with one rank.
+
+The engine is ended in the middle of a load, for it is the last to use it; that needs no second rank.
+"""
 
 from __future__ import annotations
 
 import pytest
 from cases import STORED
 from checks import ask_until_reused, assert_reused, assert_same
-from harness import Engine, EngineHost
+from harness import Engine, EngineHost, wait_until
 from lives import Disk, Life
 from specs import Result
 
@@ -27,7 +30,7 @@ def of_rank(disk: Disk, rank: int, since: int) -> list[str]:
 
 @pytest.mark.parametrize("runner", ["v1"], indirect=True)
 class TestTwoRanks:
-    """In this order: the first test fills the disk for the others."""
+    """In this order: the first test fills the disk for the others, the last ends the engine."""
 
     def test_one_rank_and_two_share_nothing(self, ranks: Engine, cold: Life, reference: dict[str, Result]) -> None:
         before = len(cold.disk.files())
@@ -77,3 +80,12 @@ class TestTwoRanks:
         assert_same(answer, reference["long"])
         assert answer.cached == 0
         ask_until_reused(ranks, STORED["long"], reference["long"])
+
+    def test_shutdown_while_loading(self, ranks: Engine, host: EngineHost, cold: Life) -> None:
+        """An engine that is told to end in the middle of a load ends, and nothing of it is left running."""
+        cold.disk.faults.set("hold-load")
+        since = len(cold.disk.faults.events("load"))
+        ranks.submit(STORED["long"].ask())
+        wait_until(lambda: len(cold.disk.faults.events("load")) > since, "a load began")
+        host.stop()
+        cold.disk.faults.clear()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-from cases import FRESH, STORED, output_blocks
+from cases import FRESH, output_blocks
 from checks import assert_same
 from harness import Engine, EngineHost, wait_until
 from lives import Life
@@ -24,15 +23,3 @@ def test_shutdown_publishes_what_is_under_way(
     cold.disk.faults.clear("hold-dump")
     host.stop()
     assert len(cold.disk.files()) == before + output_blocks(case)
-
-
-@pytest.mark.parametrize("runner", ["v1"], indirect=True)  # the end of a process does not depend on the runner
-def test_shutdown_while_loading(host: EngineHost, cold: Life) -> None:
-    """An engine that is told to end in the middle of a load ends, and nothing of it is left running."""
-    engine = host.get(cold.warm_spec)
-    cold.disk.faults.set("hold-load")
-    since = len(cold.disk.faults.events("load"))
-    engine.submit(STORED["long"].ask())
-    wait_until(lambda: len(cold.disk.faults.events("load")) > since, "a load began")
-    host.stop()
-    cold.disk.faults.clear()

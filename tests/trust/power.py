@@ -1,0 +1,89 @@
+"""Power cuts: a file system in an image, the image copied at moments nobody chose, and every copy mounted.
+
+The image lies on the matrix's own file system (``fuse.py``). While that holds back writes nothing of the image changes,
+so a copy made then is what a disk holds whose power went at that moment: what the kernel had not written yet is lost.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+
+import roots
+from child import MANY
+from fuse import Fuse
+from ground import Ground, block_ids, wait_until
+from processes import child, new_seed
+
+#: How the file system orders what it writes: as usual; without any order between a file's bytes and its name; and
+#: without the care for renamed files that ext4 takes by default.
+MODES = ("data=ordered", "data=writeback", "data=writeback,noauto_da_alloc")
+SIZE = 96 << 20
+
+
+def power_cuts(base: Path, long: bool) -> None:
+    """A writer works; now and then somebody syncs; the power goes. What was synced is a hit, nothing is wrong."""
+    source, names = random.Random(new_seed()), block_ids(MANY, "many")
+    hits = 0
+    for number in range(8 if long else 1):
+        place = base / f"round-{number}"
+        place.mkdir()
+        with ExitStack() as stack:
+            disk, mounted = place / "disk", place / "mounted"
+            system = Fuse(disk, mounted)
+            stack.callback(system.close)
+            _make(disk / "image")
+            _mount(mounted / "image", place / "live", source.choice(MODES), stack)
+            clones, published = [], 0
+            with child("write_many", place / "live" / "root", source.randrange(1 << 32)) as (_, lines):
+                for cut in range(4 if long else 2):
+                    for _ in range(source.randrange(1, 160)):
+                        assert lines.readline().startswith("published"), "the writer ended early"
+                        published += 1
+                    safe = published if source.random() < 0.5 else 0
+                    syncing = subprocess.Popen(["sync", "-f", str(place / "live")])
+                    if safe:
+                        syncing.wait()  # otherwise the power goes in the middle of it
+                    clones.append((place / f"clone-{cut}", safe))
+                    system.behave(stall=["WRITE"])
+                    shutil.copyfile(disk / "image", clones[-1][0])
+                    system.behave()
+                    syncing.wait()
+        shutil.rmtree(place / "disk")
+        for clone, safe in clones:
+            with ExitStack() as stack:
+                _mount(clone, place / "seen", "", stack)
+                found = _assert_survived(place / "seen" / "root", names)
+                assert found >= safe, "what was published and synced is lost"
+                hits += found
+            clone.unlink()
+    print(f"hits found after power cuts: {hits}")
+
+
+def _make(image: Path) -> None:
+    with image.open("wb") as file:
+        file.truncate(SIZE)
+    words = ["mkfs.ext4", "-q", "-F", "-b", "4096", "-J", "size=4", "-E", "lazy_itable_init=1,nodiscard", str(image)]
+    subprocess.run(words, check=True, capture_output=True)
+
+
+def _mount(image: Path, place: Path, options: str, stack: ExitStack) -> None:
+    place.mkdir(exist_ok=True)
+    roots.mount("-o", ",".join(filter(None, ("loop", options))), image, place)
+    stack.callback(subprocess.run, ["umount", str(place)], check=True)
+
+
+def _assert_survived(root: Path, names: list[bytes]) -> int:
+    """Every hit is exact; what was lost can be stored again, also where a file's bytes are missing; the hits."""
+    ground = Ground(root)
+    hits = sum(not ground.load([name])[1] for name in names)  # one by one: what fails takes others of its load along
+    for first in range(0, len(names), 32):
+        some = names[first : first + 32]
+        wait_until(lambda some=some: ground.is_healthy(some), "blocks are stored and found again")  # type: ignore[misc]
+    for first in range(0, len(names), 32):
+        ground.assert_hits(names[first : first + 32])
+    ground.close()
+    return hits
