@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::mount::Place;
+use common::mount::{Place, copy_all};
 use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
 use ucm_core::{BlockId, MissReason};
 use ucm_infra::{Clock, ManualClock, Mono};
@@ -126,6 +126,31 @@ fn the_space_of_another_root_is_left_alone() {
         before.len(),
         "nor are its last words"
     );
+}
+
+#[test]
+fn a_root_that_comes_back_with_more_in_it_is_counted_before_anything_is_granted() {
+    let Some(mut place) = Place::new(4096) else { return };
+    let setup = small(24);
+    place.bind("root", "share");
+    let (share, clock) = (place.path("share"), ManualClock::new());
+    let store = on(&clock, &share, &setup);
+    let device = Device::filled(&setup, &ids(60));
+    attempt(&store, &clock, &device, id(0)).unwrap();
+    place.unmount("share");
+    place.tmpfs("share", 4096);
+    copy_all(&place.path("root"), &share);
+    for block in &ids(60)[40..] {
+        let file = store.file(*block);
+        std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+        std::fs::copy(store.file(id(0)), file).unwrap();
+    }
+    for block in &ids(40)[1..] {
+        let _ = attempt(&store, &clock, &device, *block);
+        assert!(stored(&share) <= 24 * RECORD, "{}", stored(&share) / RECORD);
+    }
+    let told = store.engine.lookup(&ids(40)).unwrap();
+    assert!(told.contains(&true), "it is written to again");
 }
 
 #[test]

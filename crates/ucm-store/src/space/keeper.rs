@@ -217,7 +217,8 @@ impl Space {
         let (writer, mut note) = self.my_note(now, ahead(limit, writers));
         let told = look.files.contains_key(&Name::Writer(writer));
         note.sequence = keeper.note.sequence;
-        let asks = note.wanted > 0 && (keeper.note.wanted == 0 || now.since(keeper.note_at) >= NOTE_AGAIN);
+        let wants = note.wanted > 0;
+        let asks = wants && (keeper.note.wanted == 0 || now.since(keeper.note_at) >= NOTE_AGAIN);
         let changed = note != keeper.note && (asks || note.full > keeper.note.full);
         if !told || changed || now.since(keeper.note_at) >= NOTE {
             note.sequence += 1;
@@ -225,7 +226,7 @@ impl Space {
             self.ledger.lock().holds_until = now.after(HOLDS);
             (keeper.note, keeper.note_at) = (note, now);
         }
-        let needy = keeper.note.wanted > 0 || self.ledger.lock().next_late().is_some();
+        let needy = wants || self.ledger.lock().next_late().is_some();
         if let Some(meta) = look.files.get(&Name::Grants(term))
             && (needy || keeper.grants_read.is_none_or(|read| read.is_old(term, meta, now)))
             && let Some(grants) = self.read::<Grants>(Name::Grants(term), meta.len, deadline)?
