@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use common::mount::{Place, copy_all};
 use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
-use ucm_core::{BlockId, MissReason};
+use ucm_core::{BlockId, MissReason, crc32c};
 use ucm_infra::{Clock, ManualClock, Mono};
 use ucm_io::{Fault, Gate, OpKind, Process, Rule};
 use ucm_store::engine::{Task, Until};
@@ -374,4 +374,78 @@ fn who_is_refused_does_not_make_the_keeper_run() {
     }
     let looks = writer.faults.count(OpKind::List) - before;
     assert!(looks < 40, "{looks}");
+}
+
+#[test]
+fn a_record_that_could_not_be_looked_at_is_not_written_over() {
+    let (dir, setup) = (directory(), Setup::default());
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(1));
+    store.dump(&device, &ids(1)).unwrap();
+    // A newer version, of another length.
+    let mut newer = std::fs::read(store.file(id(0))).unwrap();
+    newer[4..8].copy_from_slice(&2u32.to_le_bytes());
+    let crc = crc32c(&newer[..60]);
+    newer[60..64].copy_from_slice(&crc.to_le_bytes());
+    newer.push(0);
+    std::fs::write(store.file(id(0)), &newer).unwrap();
+    store.fault(Rule::on(OpKind::Read, Fault::Busy).path("/blocks/"));
+    let _ = store.dump(&device, &ids(1));
+    assert!(std::fs::read(store.file(id(0))).unwrap() == newer);
+}
+
+#[test]
+fn a_writer_that_was_forgotten_while_its_machine_slept_writes_nothing_before_it_is_known_again() {
+    let (dir, setup) = (directory(), small(64));
+    let (clock, asleep) = (ManualClock::new(), ManualClock::new());
+    let collector = on(&clock, dir.path(), &setup);
+    let sleeper = Store::with_clock_now(
+        dir.path(),
+        Setup {
+            process: elsewhere(),
+            ..setup.clone()
+        },
+        Arc::clone(&asleep) as Arc<dyn Clock>,
+    );
+    let device = Device::filled(&setup, &ids(120));
+    eventually("it was granted something", || {
+        clock.advance(Duration::from_millis(20));
+        asleep.advance(Duration::from_millis(20));
+        let task = sleeper.engine.dump(device.rows(&[id(119)])).unwrap();
+        eventually("it ends", || {
+            clock.advance(Duration::from_millis(5));
+            asleep.advance(Duration::from_millis(5));
+            ended(&sleeper, &task)
+        });
+        task.failures().is_empty()
+    });
+    let known = || {
+        let space = std::fs::read_dir(dir.path().join("space")).unwrap().flatten();
+        let grants = space.filter(|entry| entry.file_name().to_string_lossy().starts_with("grants-"));
+        let texts = grants.map(|entry| std::fs::read(entry.path()).unwrap_or_default());
+        let read = |text: Vec<u8>| serde_json::from_slice::<serde_json::Value>(&text).ok();
+        texts
+            .filter_map(read)
+            .filter_map(|grants| Some(grants["writers"].as_object()?.len()))
+            .max()
+    };
+    assert_eq!(known(), Some(2));
+    // Its clock stands still.
+    eventually("it is forgotten", || {
+        clock.advance(Duration::from_secs(10));
+        let _ = attempt(&collector, &clock, &device, id(118));
+        std::fs::remove_file(collector.file(id(118))).is_ok() && known() == Some(1)
+    });
+    // It wakes, and looks a few times before the collector does.
+    let begun = |store: &Store| store.faults.count(OpKind::Stat);
+    let before = begun(&sleeper);
+    in_time(&asleep, Duration::from_secs(15), "it looks", || {
+        begun(&sleeper) > before + 3
+    });
+    let task = sleeper.engine.dump(device.rows(&[id(117)])).unwrap();
+    eventually("it ends", || {
+        asleep.advance(Duration::from_millis(1));
+        ended(&sleeper, &task)
+    });
+    assert_eq!(task.failures().len(), 1, "nobody counts on it");
 }

@@ -234,8 +234,10 @@ impl Space {
             && self.look(deadline)?.highest() == Some(term)
         {
             let mut ledger = self.ledger.lock();
-            if let Some(mine) = grants.writers.get(&hex(writer)) {
-                ledger.adopt(mine.granted);
+            match grants.writers.get(&hex(writer)) {
+                Some(mine) => ledger.adopt(mine.granted),
+                // Not in the book, so not counted on: it was forgotten (this machine slept), or its document removed.
+                None => ledger.granted = ledger.granted.min(ledger.admitted),
             }
             ledger.limit = grants.limit;
             ledger.counted = grants.counted.is_some();
