@@ -18,7 +18,7 @@ use ucm_io::{Process, PsyncEngine, PsyncOptions};
 use ucm_store::backend::Backend;
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::layout::Layout;
-use ucm_store::posix::{PosixBackend, PosixConfig};
+use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
 use ucm_store::space::{Capacity, Rules};
 
@@ -132,6 +132,7 @@ fn count(root: &Path, blocks: u64) -> Result<Duration, Box<dyn std::error::Error
         },
         process: Process::this(),
         writer: 1,
+        modes: Modes::default(),
         quarantine: QuarantineConfig::default(),
     };
     let io = PsyncEngine::new(PsyncOptions::default())?;

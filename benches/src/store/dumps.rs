@@ -4,10 +4,11 @@ use std::cell::{Cell, RefCell};
 
 use ucm_core::BlockId;
 
+use super::case::{Case, TURNS_OF_OURS};
 use super::contest::{Spent, Turn, Watch, hold};
 use super::files::{Place, hollow};
 use super::memory::Stock;
-use super::report::{Direction, Mode, Row, Side};
+use super::report::{Direction, Mode, Row};
 use super::rig::{Rig, Shape};
 use super::{Options, Result, plain};
 
@@ -93,19 +94,19 @@ pub(super) fn measure(
             timed(&mut dump)
         }),
     ];
-    let [slot, sealed, unsealed, memory, engine] = hold(options.rounds, contenders)?;
-    if direct {
-        rig.check_direct(stock.borrow().count())?;
-    }
-    rig.engine.close();
-    std::fs::remove_dir_all(&root)?;
-    let bytes = stock.borrow().bytes();
-    let row = |side, checksums| Row::new(Direction::Dump, side, shape.block, workers, mode, checksums);
-    Ok(vec![
-        row(Side::Slot, true).with(&sealed, &slot, bytes),
-        row(Side::Slot, false).with(&unsealed, &slot, bytes),
-        row(Side::Memory, true).with(&engine, &memory, bytes),
-    ])
+    let times = hold(options.rounds, contenders)?;
+    let (count, bytes) = (stock.borrow().count(), stock.borrow().bytes());
+    rig.retire(
+        &root,
+        direct.then_some(count * TURNS_OF_OURS * (options.rounds + 1)),
+    )?;
+    let case = Case {
+        direction: Direction::Dump,
+        block: shape.block,
+        workers,
+        mode,
+    };
+    Ok(case.rows(&times, bytes))
 }
 
 /// The files of the loop. They lie where the store's own do: what a new file costs depends on its directory.

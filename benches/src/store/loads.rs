@@ -3,10 +3,11 @@
 use std::cell::RefCell;
 use std::path::PathBuf;
 
+use super::case::{Case, TURNS_OF_OURS};
 use super::contest::{Turn, hold};
 use super::files::{Place, evict};
 use super::memory::Stock;
-use super::report::{Direction, Mode, Row, Side};
+use super::report::{Direction, Mode, Row};
 use super::rig::{Rig, Shape};
 use super::{Options, Result, plain};
 
@@ -62,17 +63,17 @@ pub(super) fn measure(
             rig.load(rows)
         }),
     ];
-    let [slot, judged, unjudged, memory, engine] = hold(options.rounds, contenders)?;
-    if direct {
-        rig.check_direct(stock.borrow().count())?;
-    }
-    rig.engine.close();
-    std::fs::remove_dir_all(&root)?;
-    let bytes = stock.borrow().bytes();
-    let row = |side, checksums| Row::new(Direction::Load, side, shape.block, workers, mode, checksums);
-    Ok(vec![
-        row(Side::Slot, true).with(&judged, &slot, bytes),
-        row(Side::Slot, false).with(&unjudged, &slot, bytes),
-        row(Side::Memory, true).with(&engine, &memory, bytes),
-    ])
+    let times = hold(options.rounds, contenders)?;
+    let (count, bytes) = (stock.borrow().count(), stock.borrow().bytes());
+    rig.retire(
+        &root,
+        direct.then_some(count * TURNS_OF_OURS * (options.rounds + 1)),
+    )?;
+    let case = Case {
+        direction: Direction::Load,
+        block: shape.block,
+        workers,
+        mode,
+    };
+    Ok(case.rows(&times, bytes))
 }

@@ -11,6 +11,7 @@
 //! "Workers" is the number of threads that may work on the records of that row in both: the pool's lane, the loop's
 //! threads. The engine has one thread more that gathers from memory, as it has in production.
 
+mod case;
 mod contest;
 mod dumps;
 mod files;

@@ -17,7 +17,7 @@ use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Until};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 use ucm_store::layout::Layout;
-use ucm_store::posix::{PosixBackend, PosixConfig};
+use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
 use ucm_store::record::{Expect, RecordLayout, RecordMeta, verify};
 use ucm_store::space::{Capacity, Rules};
 
@@ -136,6 +136,7 @@ impl Rig {
                 ..Rules::default()
             },
             process: Process::this(),
+            modes: Modes::default(),
             quarantine: QuarantineConfig::default(),
             writer: ucm_store::random_u64(),
         };
@@ -187,13 +188,15 @@ impl Rig {
         self.files.record(id)
     }
 
-    /// An error if more records than a stray document of the collector went through the page cache although O_DIRECT
-    /// was wanted.
-    pub(super) fn check_direct(&self, records: usize) -> Result<()> {
-        if self.io.direct_fallbacks() - self.documents < records as u64 {
-            return Ok(());
+    /// Ends the store and removes it. If the rig was `direct`, with the number of records that it moved: an error if as
+    /// many went through the page cache. The documents of the collector always do, but are fewer.
+    pub(super) fn retire(&self, root: &Path, direct: Option<usize>) -> Result<()> {
+        let buffered = self.io.direct_fallbacks() - self.documents;
+        if direct.is_some_and(|records| buffered >= records as u64) {
+            return Err("the store fell back to the page cache where the yardstick used O_DIRECT".into());
         }
-        Err("the store fell back to the page cache where the yardstick used O_DIRECT".into())
+        self.engine.close();
+        Ok(std::fs::remove_dir_all(root)?)
     }
 
     /// Reads records into slots, judging each where it arrived, or not. Gives the slots back.

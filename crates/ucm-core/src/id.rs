@@ -39,9 +39,18 @@ impl BlockId {
     }
 }
 
+/// Digits of file names.
+const HEX: &[u8; 16] = b"0123456789abcdef";
+
 impl fmt::Display for BlockId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+        // By hand: file names are made of ids, one for each block of a lookup.
+        let mut text = [0; 2 * Self::LEN];
+        for (pair, byte) in text.chunks_exact_mut(2).zip(self.0) {
+            pair[0] = HEX[usize::from(byte >> 4)];
+            pair[1] = HEX[usize::from(byte & 0xf)];
+        }
+        f.write_str(std::str::from_utf8(&text).map_err(|_| fmt::Error)?)
     }
 }
 

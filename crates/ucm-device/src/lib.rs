@@ -5,12 +5,14 @@
 
 mod arena;
 mod copy;
+mod crc;
 mod device;
 mod host;
 mod slots;
 mod span;
 
 pub use arena::{ArenaOptions, HostArena, HugePages, Paging};
+pub use crc::crc32c;
 pub use device::{CopyDone, Device, Event, HostDone, Stream};
 pub use host::{HostDevice, HostDeviceOptions};
 pub use slots::{HostBuf, Slot, SlotPool};

@@ -1,6 +1,7 @@
 //! Operations on names: stat, touch, remove, list, make a directory, size of the file system.
 
 use std::ffi::{OsStr, OsString};
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -11,6 +12,11 @@ use ucm_core::{Error, ErrorKind, Result};
 use crate::file::StillWanted;
 use crate::op::{FileMeta, IoDone, MAX_LIST, SpaceInfo};
 use crate::sys::retry;
+
+/// Stats between two looks whether anybody still waits; they change nothing, and a look costs a twentieth of one.
+const STATS_BETWEEN_LOOKS: usize = 16;
+/// Fewest names for which a directory in common is opened: its opening costs as much as two of them.
+const FEWEST_IN_COMMON: usize = 8;
 
 /// An error of the operating system, with the name it is about.
 pub(crate) fn failed(errno: Errno, what: &'static str, path: &Path) -> Error {
@@ -56,11 +62,16 @@ fn go_on(wanted: StillWanted<'_>) -> Result<()> {
     ))
 }
 
+/// The names are looked up from the directory that they have in common, which the kernel then walks to once and not
+/// for every name.
 pub(crate) fn stat(paths: &[PathBuf], stop_at_missing: bool, wanted: StillWanted<'_>) -> Result<IoDone> {
     let mut found = Vec::with_capacity(paths.len());
-    for path in paths {
-        go_on(wanted)?;
-        let meta = match stat_one(path, AtFlags::empty()) {
+    let common = Common::open(paths);
+    for (number, path) in paths.iter().enumerate() {
+        if number.is_multiple_of(STATS_BETWEEN_LOOKS) {
+            go_on(wanted)?;
+        }
+        let meta = match common.stat(path) {
             Ok(meta) => Some(meta),
             Err(e) if is_absent(e) => None,
             Err(e) => return Err(failed(e, "cannot look up the file", path)),
@@ -71,6 +82,69 @@ pub(crate) fn stat(paths: &[PathBuf], stop_at_missing: bool, wanted: StillWanted
         }
     }
     Ok(IoDone::Stat(found))
+}
+
+/// A directory that all names of one operation lie below, open for as long as that operation lasts: a descriptor kept
+/// any longer would keep a share from being unmounted, and go on seeing it after it was.
+struct Common {
+    dir: Option<OwnedFd>,
+    /// Bytes of a path up to the rest that is looked up from `dir`.
+    len: usize,
+}
+
+impl Common {
+    /// No directory where it would not pay, or cannot be opened: then every name tells by itself what is wrong.
+    fn open(paths: &[PathBuf]) -> Self {
+        let len = if paths.len() < FEWEST_IN_COMMON {
+            0
+        } else {
+            common_dir(paths)
+        };
+        let prefix = paths
+            .first()
+            .and_then(|path| path.as_os_str().as_bytes().get(..len));
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let dir = prefix.filter(|prefix| !prefix.is_empty()).and_then(|prefix| {
+            retry(|| rustix::fs::open(OsStr::from_bytes(prefix), flags, Mode::empty())).ok()
+        });
+        Self { dir, len }
+    }
+
+    fn stat(&self, path: &Path) -> rustix::io::Result<FileMeta> {
+        let rest = path.as_os_str().as_bytes().get(self.len..).map(OsStr::from_bytes);
+        match (&self.dir, rest) {
+            (Some(dir), Some(rest)) => {
+                retry(|| rustix::fs::statat(dir, rest, AtFlags::empty())).map(|stat| to_meta(&stat))
+            }
+            _ => stat_one(path, AtFlags::empty()),
+        }
+    }
+}
+
+/// Length of what all paths begin with, up to and with its last slash.
+fn common_dir(paths: &[PathBuf]) -> usize {
+    let Some((first, others)) = paths.split_first() else {
+        return 0;
+    };
+    let first = first.as_os_str().as_bytes();
+    let shared = |len: usize, other: &PathBuf| {
+        let other = other.as_os_str().as_bytes();
+        if other.starts_with(&first[..len]) {
+            return len;
+        }
+        let both = first[..len].iter().zip(other);
+        both.take_while(|(one, other)| one == other).count()
+    };
+    let len = others.iter().fold(first.len(), shared);
+    let dir = first[..len]
+        .iter()
+        .rposition(|&byte| byte == b'/')
+        .map_or(0, |at| at + 1);
+    // A path that ends there has no name left to look up.
+    let named = paths
+        .iter()
+        .all(|path| path.as_os_str().len() > dir && path.as_os_str().as_bytes()[dir] != b'/');
+    if named { dir } else { 0 }
 }
 
 /// Whether a name was there for an operation on it.
@@ -207,6 +281,53 @@ mod tests {
         std::fs::create_dir(&from).unwrap();
         let ino = stat_one(&from, AtFlags::empty()).unwrap().ino;
         assert!(!renamed(ino), "no file");
+    }
+
+    #[test]
+    fn what_names_have_in_common_ends_with_a_slash() {
+        let common = |paths: &[&str]| common_dir(&paths.iter().map(PathBuf::from).collect::<Vec<_>>());
+        assert_eq!(common(&["/r/blocks/ab/1", "/r/blocks/ac/1"]), "/r/blocks/".len());
+        assert_eq!(
+            common(&["/r/blocks/ab/1", "/r/blocks/ab/12"]),
+            "/r/blocks/ab/".len()
+        );
+        assert_eq!(common(&["/r/one", "/r/one"]), "/r/".len());
+        assert_eq!(common(&["/r", "/s"]), 1);
+        assert_eq!(common(&["r/one", "r/two"]), 2);
+        assert_eq!(common(&["one", "two"]), 0);
+        for nameless in [&["/r/", "/r/one"][..], &["/r/one", "/r//one"], &["", "/r"], &[]] {
+            assert_eq!(common(nameless), 0, "{nameless:?}");
+        }
+    }
+
+    #[test]
+    fn names_below_one_directory_are_found_as_each_alone() {
+        let place = tempfile::tempdir().unwrap();
+        let paths: Vec<PathBuf> = (0..FEWEST_IN_COMMON * 4)
+            .map(|number| place.path().join(format!("d{}/f{number}", number % 3)))
+            .collect();
+        let look = |paths: &[PathBuf], stop| match stat(paths, stop, &|| true) {
+            Ok(IoDone::Stat(found)) => found,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(
+            look(&paths, false),
+            vec![None; paths.len()],
+            "not even their directories are there"
+        );
+        assert_eq!(look(&paths, true), [None]);
+        for (number, path) in paths.iter().enumerate().filter(|(number, _)| number % 5 != 4) {
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, vec![0; number]).unwrap();
+        }
+        let found = look(&paths, false);
+        let alone: Vec<_> = paths
+            .iter()
+            .map(|path| stat_one(path, AtFlags::empty()).ok())
+            .collect();
+        assert_eq!(found, alone);
+        assert_eq!(found[3].unwrap().len, 3);
+        assert_eq!(look(&paths, true), alone[..5]);
     }
 
     #[test]

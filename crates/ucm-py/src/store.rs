@@ -18,7 +18,7 @@ use ucm_store::engine::{Deadlines, Engine, EngineConfig, Hint, Row};
 use ucm_store::events::Level;
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
-use ucm_store::posix::{PosixBackend, PosixConfig};
+use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
 use ucm_store::space::{Capacity, Rules};
 
@@ -134,6 +134,10 @@ impl PosixStore {
             rules,
             process: Process::this(),
             writer,
+            modes: Modes {
+                file: config.get("file_mode")?,
+                dir: config.get("dir_mode")?,
+            },
             quarantine: QuarantineConfig {
                 enabled: config.get("quarantine_enabled")?,
                 max_per_minute: config.get("quarantine_max_per_minute")?,

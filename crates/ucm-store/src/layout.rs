@@ -27,6 +27,9 @@ pub const MARKER: &str = "ucm-root.json";
 /// Name of a namespace's manifest.
 pub const MANIFEST: &str = "manifest.json";
 
+/// Bytes that a record's path has besides those of the root and the namespace, or a few more.
+const RECORD_BELOW: usize = "//blocks/hh/.bin".len() + 2 * BlockId::LEN;
+
 /// Paths of one namespace below one root.
 #[derive(Debug, Clone)]
 pub struct Layout {
@@ -78,9 +81,16 @@ impl Layout {
         self.namespace().join("blocks").join(format!("{:02x}", id.0[0]))
     }
 
-    /// A record's path.
+    /// A record's path. Made for every block of a lookup, hence in one piece.
     pub fn record(&self, id: BlockId) -> PathBuf {
-        self.shard_dir(id).join(format!("{id}.bin"))
+        let (root, id) = (self.root.as_os_str(), id.to_hex());
+        let mut path = PathBuf::with_capacity(root.len() + self.namespace.len() + RECORD_BELOW);
+        path.push(root);
+        for name in [&self.namespace, "blocks", &id[..2], &id] {
+            path.push(name);
+        }
+        path.as_mut_os_string().push(".bin");
+        path
     }
 }
 
@@ -251,6 +261,20 @@ mod tests {
         assert!(is_private(OsStr::new("0123456789abcdef-0123456789abcdef.tmp")));
         assert!(!is_private(OsStr::new("0123456789abcdef.tmp")) && !is_private(OsStr::new("a-b.tmp")));
         assert!(is_namespace(OsStr::new(&"0a".repeat(16))) && !is_namespace(OsStr::new("lost+found")));
+    }
+
+    #[test]
+    fn records_lie_where_the_first_paragraph_says() {
+        let layout = Layout {
+            root: PathBuf::from("/r"),
+            namespace: "0a".repeat(16),
+        };
+        let id = BlockId([0x0b; 16]);
+        let at = format!("/r/{}/blocks/0b/{}.bin", "0a".repeat(16), "0b".repeat(16));
+        let path = layout.record(id);
+        assert_eq!(path, Path::new(&at));
+        assert_eq!(path.parent(), Some(&*layout.shard_dir(id)));
+        assert!(path.as_os_str().len() <= "/r".len() + layout.namespace.len() + RECORD_BELOW);
     }
 
     #[test]

@@ -25,9 +25,24 @@ use crate::record::RecordLayout;
 use crate::space::{Capacity, Rules, Space, SpaceConfig};
 use crate::writing::Write;
 
-/// Bits of files and directories we make.
-pub(crate) const FILE_MODE: u32 = 0o600;
-pub(crate) const DIR_MODE: u32 = 0o700;
+/// Permission bits of what we make; the process's umask takes away from them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Modes {
+    /// Of files.
+    pub file: u32,
+    /// Of directories.
+    pub dir: u32,
+}
+
+impl Default for Modes {
+    /// For the owner alone: the blocks of a prompt tell what was in it.
+    fn default() -> Self {
+        Self {
+            file: 0o600,
+            dir: 0o700,
+        }
+    }
+}
 
 /// How long making the namespace's directories again may take.
 pub(crate) const MAKE_DIRS: Duration = Duration::from_secs(5);
@@ -58,6 +73,8 @@ pub struct PosixConfig {
     pub process: Process,
     /// Number that tells this writer's private files and records from others'.
     pub writer: u64,
+    /// Permissions of what is made below the root.
+    pub modes: Modes,
     /// What is kept of damaged records.
     pub quarantine: QuarantineConfig,
 }
@@ -97,6 +114,7 @@ impl PosixBackend {
             process: config.process.clone(),
             rules: config.rules,
             record_len: config.record.record_len() as u64,
+            modes: config.modes,
         };
         let space = Space::new(space, Arc::clone(&io), Arc::clone(&clock))?;
         let shared = Shared {

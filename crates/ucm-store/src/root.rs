@@ -14,7 +14,7 @@ use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, ReadMode};
 
 use crate::engine::LANE_SPACE;
 use crate::layout::{FORMAT, Manifest, Marker};
-use crate::posix::{DIR_MODE, FILE_MODE, MAKE_DIRS, Shared};
+use crate::posix::{MAKE_DIRS, Shared};
 use crate::space::Capacity;
 
 /// The error number of a read-only file system, the same on every Linux.
@@ -109,15 +109,15 @@ impl Shared {
             replace,
             buf: IoBuf::Heap(bytes),
             len,
-            mode: FILE_MODE,
+            mode: self.config.modes.file,
             mtime_ns: None,
         };
         self.call(deadline, op).map(|_| ())
     }
 
     pub(crate) fn make_dir(&self, path: PathBuf, deadline: Mono) -> Result<()> {
-        self.call(deadline, IoOp::MakeDir { path, mode: DIR_MODE })
-            .map(|_| ())
+        let mode = self.config.modes.dir;
+        self.call(deadline, IoOp::MakeDir { path, mode }).map(|_| ())
     }
 
     pub(crate) fn next_private(&self) -> PathBuf {

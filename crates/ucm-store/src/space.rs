@@ -34,6 +34,7 @@ use ucm_io::{FileMeta, IoDone, IoEngine, IoOp, Process};
 use crate::backend::{Done, Usage};
 use crate::engine::LANE_SPACE;
 use crate::layout::{record_name, shard_name};
+use crate::posix::Modes;
 use crate::root::call;
 use book::Book;
 use count::Counting;
@@ -69,6 +70,8 @@ pub struct SpaceConfig {
     pub rules: Rules,
     /// Bytes of one record of this writer.
     pub record_len: u64,
+    /// Permissions of what is made.
+    pub modes: Modes,
 }
 
 /// The space below one root.

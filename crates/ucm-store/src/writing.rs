@@ -9,7 +9,7 @@ use ucm_io::{FileMeta, IoBuf, IoDone, IoOp, ReadMode};
 
 use crate::backend::{Done, WriteOptions, Written};
 use crate::engine::LANE_DUMP;
-use crate::posix::{DIR_MODE, FILE_MODE, MAKE_DIRS, Shared};
+use crate::posix::{MAKE_DIRS, Shared};
 use crate::record::RecordHeader;
 use crate::space::Ticket;
 
@@ -108,7 +108,7 @@ impl Shared {
         }
         let op = IoOp::MakeDir {
             path: self.layout.shard_dir(write.id),
-            mode: DIR_MODE,
+            mode: self.config.modes.dir,
         };
         let (shared, deadline) = (Arc::clone(self), write.deadline);
         let made = move |result: Result<IoDone>| match result {
@@ -145,7 +145,7 @@ impl Shared {
             replace: true,
             buf: IoBuf::Slot(slot),
             len: options.len,
-            mode: FILE_MODE,
+            mode: self.config.modes.file,
             mtime_ns: Some(self.recency.published(id, options.ordinal, self.clock.wall_ns())),
         };
         let shared = Arc::clone(self);

@@ -215,12 +215,7 @@ fn opening_and_recovery_are_said_once_each() {
     for _ in 0..3 {
         store.engine.lookup(&ids(1)).unwrap();
     }
-    let said: Vec<String> = store
-        .engine
-        .events()
-        .into_iter()
-        .map(|event| event.text)
-        .collect();
+    let said = store.said();
     assert_eq!(said.len(), 2, "{said:?}");
     assert!(said[0].contains("switched off") && said[1].contains("answers again"));
     assert_eq!((store.stat("breaker_opened"), store.stat("healthy")), (1, 1));

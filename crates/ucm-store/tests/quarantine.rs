@@ -145,13 +145,7 @@ fn too_much_damage_opens_the_breaker_and_moves_nothing_more() {
     assert!(bench.store.file(id(3)).exists());
     assert_eq!(bench.store.engine.lookup(&ids(5)).unwrap(), [false; 5]);
     assert_eq!(bench.store.missed("unhealthy"), 5);
-    let said: Vec<String> = bench
-        .store
-        .engine
-        .events()
-        .into_iter()
-        .map(|event| event.text)
-        .collect();
+    let said = bench.store.said();
     let opened = said
         .iter()
         .filter(|text| text.contains("too many damaged records"));

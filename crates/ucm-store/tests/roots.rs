@@ -4,6 +4,8 @@
 
 mod common;
 
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::sync::Arc;
 
 use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
@@ -11,6 +13,7 @@ use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Deadlines, Until};
+use ucm_store::posix::Modes;
 
 fn marker(capacity: u64) -> String {
     format!("{{\"format\":1,\"uuid\":\"other\",\"created\":1,\"storage_capacity\":{capacity}}}")
@@ -208,4 +211,44 @@ fn a_prefix_counts_only_what_was_looked_at() {
     assert_eq!(store.engine.lookup_on_prefix(&ids(10)).unwrap(), 3);
     assert_eq!((store.missed("absent"), store.stat("lookup_hits")), (1, 3));
     assert_eq!(store.engine.lookup_on_prefix(&ids(3)).unwrap(), 3);
+}
+
+#[test]
+fn what_is_made_has_the_configured_permissions() {
+    let (dir, modes) = (
+        directory(),
+        Modes {
+            file: 0o640,
+            dir: 0o750,
+        },
+    );
+    for (name, modes) in [("usual", Modes::default()), ("opened", modes)] {
+        let setup = Setup {
+            modes,
+            ..Setup::default()
+        };
+        let root = dir.path().join(name);
+        let store = Store::open(&root, setup.clone());
+        store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+        drop(store);
+        let (mut files, mut dirs) = (Vec::new(), vec![root]);
+        let mut looked = 0;
+        while let Some(dir) = dirs.pop() {
+            looked += 1;
+            assert_eq!(mode(&dir), modes.dir, "{dir:?}");
+            for entry in std::fs::read_dir(&dir).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() { &mut dirs } else { &mut files }.push(path);
+            }
+        }
+        for file in &files {
+            assert_eq!(mode(file), modes.file, "{file:?}");
+        }
+        assert!(looked >= 5 && files.len() >= 4, "{looked} {files:?}");
+    }
+}
+
+/// Permission bits.
+fn mode(path: &Path) -> u32 {
+    std::fs::metadata(path).unwrap().permissions().mode() & 0o777
 }

@@ -258,12 +258,7 @@ fn a_sick_medium_is_left_alone_for_a_while_and_tried_again() {
     clock.advance(Duration::from_secs(10));
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true], "back without help");
     assert_eq!(store.stat("healthy"), 1);
-    let said: Vec<String> = store
-        .engine
-        .events()
-        .into_iter()
-        .map(|event| event.text)
-        .collect();
+    let said = store.said();
     assert!(
         said.iter().any(|text| text.contains("switched off"))
             && said.iter().any(|text| text.contains("again"))

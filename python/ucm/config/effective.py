@@ -24,6 +24,9 @@ HIDDEN = "<hidden>"
 #: Keys whose numbers are bytes.
 SIZES: frozenset[str] = frozenset({"staging_capacity", "cache_size", "global_segment_size", "local_buffer_size"})
 
+#: Keys whose numbers are permission bits.
+MODES: frozenset[str] = frozenset({"file_mode", "dir_mode"})
+
 #: What a default of "nothing given" means, for keys where that says more than `null`.
 DEFAULT_TEXT: dict[str, str] = {
     "storage_backends": "none given",
@@ -60,6 +63,8 @@ def _shown(name: str, value: Any) -> Any:
         return str(value)
     if name in SIZES and isinstance(value, int):
         return show_size(value)
+    if name in MODES and isinstance(value, int):
+        return f"{value:04o}"
     if isinstance(value, BaseModel):
         # Inside a list (stages): only what was written, the rest is default.
         given = [key for key in type(value).model_fields if key in value.model_fields_set]

@@ -7,12 +7,22 @@ never change afterwards. Each value knows where it came from (:meth:`UcmConfig.o
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from ucm.config.effective import describe_lines
-from ucm.config.sizes import Capacity, parse_age, parse_capacity, parse_flag, parse_floor, parse_paths, parse_size
+from ucm.config.sizes import (
+    Capacity,
+    parse_age,
+    parse_capacity,
+    parse_flag,
+    parse_floor,
+    parse_mode,
+    parse_paths,
+    parse_size,
+)
 from ucm.config.stores import KNOWN_STORES
 from ucm.errors import ConfigError
 
@@ -176,6 +186,8 @@ class StoreSettings(Section):
     free_space_floor: Annotated[Capacity, BeforeValidator(parse_floor)] = Capacity(percent=5.0)
     namespace_quota: Annotated[Capacity | None, BeforeValidator(_capacity_text)] = None
     expire_after: Annotated[int | None, BeforeValidator(_age_text)] = None
+    file_mode: Annotated[int, BeforeValidator(partial(parse_mode, needs=0o600))] = 0o600
+    dir_mode: Annotated[int, BeforeValidator(partial(parse_mode, needs=0o700))] = 0o700
     staging_capacity: Annotated[Size, Field(ge=1 << 20)] = 256 << 20
     io_direct: Flag = False
     verify: Annotated[Literal["on", "paranoid"], BeforeValidator(_verify_word)] = "on"

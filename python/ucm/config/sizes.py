@@ -161,3 +161,21 @@ def show_size(size: int) -> str:
         if size and size % 1024**power == 0:
             return f"{size // 1024**power}{letter}iB"
     return str(size)
+
+
+def parse_mode(value: Any, needs: int) -> int:
+    """Permission bits of ``"0660"`` (octal, as for chmod), or of a number below 0o1000, which YAML makes of ``0660``.
+
+    The bits in ``needs`` must be among them: what a process makes it must be able to use.
+    """
+    if isinstance(value, str) and re.fullmatch(r"(0o)?[0-7]{3,4}", value.strip()):
+        mode = int(value.strip().removeprefix("0o"), 8)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        mode = value
+    else:
+        raise ValueError(f'{value!r} is not a mode; write it in octal and in quotes, like "0660"')
+    if not 0 <= mode <= 0o777:
+        raise ValueError(f'{value!r} is not a mode between 0 and 0777; write it in octal and in quotes, like "0660"')
+    if mode & needs != needs:
+        raise ValueError(f"mode {mode:04o} locks its owner out; it must have at least the bits of {needs:04o}")
+    return mode

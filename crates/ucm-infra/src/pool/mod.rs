@@ -119,8 +119,12 @@ impl WorkerPool {
         if wake_monitor {
             state.monitor_wakes = deadline;
         }
+        // A job whose lane is at its limit is taken by the worker that makes room: it looks again before it sleeps.
+        let runnable = state.has_work();
         drop(state);
-        shared.work.notify_one();
+        if runnable {
+            shared.work.notify_one();
+        }
         if wake_monitor {
             shared.alarm.ring();
         }

@@ -11,7 +11,7 @@ use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::{Slot, Stream};
 
 use super::Core;
-use super::dump::Assembly;
+use super::assembly::Assembly;
 use super::load::BlockRowList;
 use crate::backend::{ReadDone, WriteOptions, Written};
 use crate::deviation::{deviation, tolerance};
@@ -47,7 +47,7 @@ impl Core {
         slot: Slot,
         options: WriteOptions,
     ) {
-        let (id, deadline) = (assembly.id(), assembly.deadline());
+        let (id, deadline) = (assembly.id, assembly.deadline);
         let Some(room) = self.slots.try_acquire_above(self.reserved_slots) else {
             return self.write(assembly, slot, options);
         };

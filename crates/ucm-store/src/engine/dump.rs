@@ -5,15 +5,14 @@
 //! backend; the tasks that brought that shard are *published* with it. A block still incomplete at its deadline is
 //! dropped and counted.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, Geometry, Result};
+use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
 use ucm_infra::Mono;
 
+use super::assembly::{After, Assembly, Stage};
 use super::load::{BlockRowList, by_block};
 use super::task::{Task, TaskState};
 use super::{Core, Hint, LANE_DUMP, Row};
@@ -21,50 +20,6 @@ use crate::backend::{WriteOptions, Written};
 use crate::events::Level;
 use crate::record::{RecordMeta, encode_header};
 use crate::stats::Stats;
-
-/// One block being put together from its shards.
-pub(super) struct Assembly {
-    id: BlockId,
-    deadline: Mono,
-    /// Held while shards are copied from the device, perhaps for ever; never taken for anything else.
-    copying: Mutex<()>,
-    /// Held for moments only.
-    inner: Mutex<Inner>,
-}
-
-struct Inner {
-    /// The record in the making; away while somebody copies into it, and once it was handed to the backend or given up.
-    slot: Option<Slot>,
-    /// Which shards were gathered.
-    have: Vec<bool>,
-    layer_crcs: Vec<u32>,
-    /// Rows that end when the block is published.
-    waiting: Vec<(Arc<TaskState>, Vec<usize>)>,
-    stage: Stage,
-}
-
-/// How far a block is.
-enum Stage {
-    /// Shards are still to come.
-    Filling,
-    /// The record is whole and with the backend, which tells how that ended.
-    Publishing,
-    /// Published, or given up.
-    Ended(Result<()>),
-}
-
-/// What becomes of rows that were gathered.
-enum After {
-    /// They end here.
-    Ended(Result<()>),
-    /// They end with their block.
-    Wait,
-    /// They completed their block: its record and the checksums of its layers.
-    Publish(Slot, Vec<u32>),
-}
-
-/// Blocks being put together or published, by id.
-pub(super) type Assemblies = Mutex<HashMap<BlockId, Arc<Assembly>>>;
 
 impl Core {
     pub(super) fn start_dump(self: &Arc<Self>, rows: Vec<Row>, deadline: Mono) -> Result<Task> {
@@ -360,50 +315,5 @@ impl Core {
 
     fn elapsed(&self, task: &TaskState) -> u64 {
         self.clock.now().since(task.started).as_nanos() as u64
-    }
-}
-
-impl Assembly {
-    fn new(id: BlockId, deadline: Mono, slot: Slot, geometry: &Geometry) -> Self {
-        Self {
-            id,
-            deadline,
-            copying: Mutex::new(()),
-            inner: Mutex::new(Inner {
-                slot: Some(slot),
-                have: vec![false; geometry.shards() as usize],
-                layer_crcs: vec![0; geometry.layers() as usize],
-                waiting: Vec::new(),
-                stage: Stage::Filling,
-            }),
-        }
-    }
-
-    pub(super) fn id(&self) -> BlockId {
-        self.id
-    }
-
-    pub(super) fn deadline(&self) -> Mono {
-        self.deadline
-    }
-
-    /// What comes next for rows that were gathered into this block.
-    fn after(&self, task: &Arc<TaskState>, rows: &[usize]) -> After {
-        let mut inner = self.inner.lock();
-        let whole = inner.have.iter().all(|&have| have);
-        match &inner.stage {
-            Stage::Ended(ended) => return After::Ended(ended.clone()),
-            Stage::Publishing => {}
-            Stage::Filling if !whole => return After::Ended(Ok(())),
-            Stage::Filling => {}
-        }
-        inner.waiting.push((Arc::clone(task), rows.to_vec()));
-        match inner.slot.take() {
-            Some(slot) => {
-                inner.stage = Stage::Publishing;
-                After::Publish(slot, std::mem::take(&mut inner.layer_crcs))
-            }
-            None => After::Wait,
-        }
     }
 }

@@ -5,6 +5,7 @@
 //! staged and published ([`dump`]); bounded queues; deadlines on every wait; verification of everything that comes
 //! from a medium. Deadlines of I/O are kept by the backend's pool, those of tasks by whoever looks at them.
 
+mod assembly;
 mod audit;
 mod config;
 mod dump;
@@ -74,7 +75,7 @@ pub struct Core {
     reserved_slots: usize,
     copies: Arc<WorkerPool>,
     reads: Mutex<load::Reads>,
-    assemblies: dump::Assemblies,
+    assemblies: assembly::Assemblies,
     open_tasks: Arc<OpenTasks>,
     /// Copies from the device that are queued or running, and how many there may be.
     copying: AtomicUsize,

@@ -1,5 +1,7 @@
 //! Records this process refused: written by the threads that verify, asked by every lookup.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use ucm_core::{BlockId, MissReason};
 use ucm_infra::IdSet;
 
@@ -13,6 +15,8 @@ pub(super) struct Refused {
     bad: IdSet<BlockId>,
     /// Records of a newer version: no hits, and left alone.
     newer: IdSet<BlockId>,
+    /// Whether there was ever one: mostly there was none, and every id of a lookup asks.
+    any: AtomicBool,
 }
 
 impl Refused {
@@ -22,13 +26,14 @@ impl Refused {
         } else {
             &self.bad
         };
+        self.any.store(true, Ordering::Release);
         if ids.insert(id) && ids.len() > REMEMBERED {
             ids.clear();
         }
     }
 
     pub(super) fn contains(&self, id: BlockId) -> bool {
-        self.bad.contains(&id) || self.newer.contains(&id)
+        self.any.load(Ordering::Acquire) && (self.bad.contains(&id) || self.newer.contains(&id))
     }
 
     /// Whether a dump of this id replaces what is there.

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use ucm_core::{DType, Error, Geometry, LAYER_ALIGN, PAGE, Result, crc32c, round_up};
+use ucm_core::{DType, Error, Geometry, LAYER_ALIGN, PAGE, Result, round_up};
+use ucm_device::crc32c;
 
 use super::header::{RecordMeta, encode_header};
 use super::{MAX_SIDE_NAME, MAX_SIDES, at};

@@ -1,6 +1,7 @@
 //! Judging a record that was read: it is exactly what was asked for, byte for byte, or there is a reason why not.
 
-use ucm_core::{BlockId, MissReason, PAGE, Part, crc32c, round_up};
+use ucm_core::{BlockId, MissReason, PAGE, Part, round_up};
+use ucm_device::crc32c;
 
 use super::header::{RecordHeader, SideEntry};
 use super::layout::RecordLayout;

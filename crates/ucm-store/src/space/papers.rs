@@ -10,7 +10,6 @@ use ucm_io::{FileMeta, IoBuf, IoDone, IoOp, ReadMode};
 
 use super::documents::{self, Name};
 use super::{Root, Space};
-use crate::posix::{DIR_MODE, FILE_MODE};
 
 /// Room beyond the listed length when a document is read: it may have grown since.
 const GROWTH: u64 = 4096;
@@ -62,7 +61,7 @@ impl Space {
                     deadline,
                     IoOp::MakeDir {
                         path: dir,
-                        mode: DIR_MODE,
+                        mode: self.config.modes.dir,
                     },
                 )?;
                 Vec::new()
@@ -135,7 +134,7 @@ impl Space {
             replace,
             len: bytes.len(),
             buf: IoBuf::Heap(bytes),
-            mode: FILE_MODE,
+            mode: self.config.modes.file,
             mtime_ns: None,
         };
         match self.call(deadline, op) {

@@ -20,7 +20,7 @@ use ucm_io::{Fault, FaultyEngine, Gate, IoEngine, OpKind, Process, PsyncEngine, 
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
-use ucm_store::posix::{PosixBackend, PosixConfig};
+use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
 use ucm_store::space::{Capacity, Rules};
 
@@ -33,6 +33,7 @@ pub(crate) struct Setup {
     pub(crate) slots: u64,
     pub(crate) capacity: Option<u64>,
     pub(crate) rules: Rules,
+    pub(crate) modes: Modes,
     pub(crate) process: Process,
     pub(crate) weights: &'static str,
     pub(crate) part: Part,
@@ -58,6 +59,7 @@ impl Default for Setup {
                 free_floor: Some(Capacity::Percent(0.0)), // whatever else lies on the disk of the tests
                 ..Rules::default()
             },
+            modes: Modes::default(),
             process: Process::this(),
             weights: "w",
             part: Part::default(),
@@ -159,6 +161,7 @@ impl Store {
             rules: setup.rules,
             process: setup.process.clone(),
             writer,
+            modes: setup.modes,
             quarantine: setup.quarantine,
         };
         let backend = PosixBackend::new(
@@ -255,6 +258,12 @@ impl Store {
 
     pub(crate) fn stat(&self, name: &str) -> u64 {
         self.engine.stats()[name].as_u64().unwrap()
+    }
+
+    /// What was said since this was last asked, oldest first.
+    pub(crate) fn said(&self) -> Vec<String> {
+        let events = self.engine.events();
+        events.into_iter().map(|event| event.text).collect()
     }
 
     pub(crate) fn missed(&self, reason: &str) -> u64 {

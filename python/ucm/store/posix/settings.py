@@ -107,6 +107,8 @@ class PosixStoreSettings(StoreSettings):
             "quota_bytes": None if quota is None else quota.bytes,
             "quota_percent": None if quota is None else quota.percent,
             "expire_after_s": self.expire_after,
+            "file_mode": self.file_mode,
+            "dir_mode": self.dir_mode,
             "io_threads": self.posix_lookup_concurrency if self.device_id < 0 else self.posix_data_trans_concurrency,
             "copy_threads": 1,
             "lookup_s": self.deadlines.lookup_ms / 1000,

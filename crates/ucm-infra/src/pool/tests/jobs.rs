@@ -83,6 +83,19 @@ fn a_limited_lane_leaves_workers_to_the_others() {
 }
 
 #[test]
+fn jobs_beyond_a_lanes_limit_are_taken_by_the_worker_that_makes_room() {
+    let rig = Rig::new(|pool| pool.size(3).lanes(&[lane("limited", 64, 1)]));
+    let release = rig.hang(0, Mono::NEVER, 0);
+    for id in 1..=20 {
+        rig.submit(0, Mono::NEVER, id, move || id).unwrap(); // wakes nobody: it cannot run yet
+    }
+    drop(release);
+    for id in 0..=20 {
+        assert_eq!(rig.next(), (id, Ok(id)));
+    }
+}
+
+#[test]
 fn panics_are_told_and_kill_no_worker() {
     let rig = Rig::new(|pool| pool.size(1));
     rig.submit(0, Mono::NEVER, 1, || panic!("meant")).unwrap();

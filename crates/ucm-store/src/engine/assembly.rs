@@ -1,0 +1,93 @@
+//! One block of a dump on its way from shards to a record, and how far it is.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use ucm_core::{BlockId, Geometry, Result};
+use ucm_device::Slot;
+use ucm_infra::Mono;
+
+use super::task::TaskState;
+
+/// One block being put together from its shards.
+pub(super) struct Assembly {
+    pub(super) id: BlockId,
+    pub(super) deadline: Mono,
+    /// Held while shards are copied from the device, perhaps for ever; never taken for anything else.
+    pub(super) copying: Mutex<()>,
+    /// Held for moments only.
+    pub(super) inner: Mutex<Inner>,
+}
+
+pub(super) struct Inner {
+    /// The record in the making; away while somebody copies into it, and once it was handed to the backend or given up.
+    pub(super) slot: Option<Slot>,
+    /// Which shards were gathered.
+    pub(super) have: Vec<bool>,
+    pub(super) layer_crcs: Vec<u32>,
+    /// Rows that end when the block is published.
+    pub(super) waiting: Vec<(Arc<TaskState>, Vec<usize>)>,
+    pub(super) stage: Stage,
+}
+
+/// How far a block is.
+pub(super) enum Stage {
+    /// Shards are still to come.
+    Filling,
+    /// The record is whole and with the backend, which tells how that ended.
+    Publishing,
+    /// Published, or given up.
+    Ended(Result<()>),
+}
+
+/// What becomes of rows that were gathered.
+pub(super) enum After {
+    /// They end here.
+    Ended(Result<()>),
+    /// They end with their block.
+    Wait,
+    /// They completed their block: its record and the checksums of its layers.
+    Publish(Slot, Vec<u32>),
+}
+
+/// Blocks being put together or published, by id.
+pub(super) type Assemblies = Mutex<HashMap<BlockId, Arc<Assembly>>>;
+
+impl Assembly {
+    /// An empty one, with the slot its record is made in.
+    pub(super) fn new(id: BlockId, deadline: Mono, slot: Slot, geometry: &Geometry) -> Self {
+        Self {
+            id,
+            deadline,
+            copying: Mutex::new(()),
+            inner: Mutex::new(Inner {
+                slot: Some(slot),
+                have: vec![false; geometry.shards() as usize],
+                layer_crcs: vec![0; geometry.layers() as usize],
+                waiting: Vec::new(),
+                stage: Stage::Filling,
+            }),
+        }
+    }
+
+    /// What comes next for rows that were gathered into this block.
+    pub(super) fn after(&self, task: &Arc<TaskState>, rows: &[usize]) -> After {
+        let mut inner = self.inner.lock();
+        let whole = inner.have.iter().all(|&have| have);
+        match &inner.stage {
+            Stage::Ended(ended) => return After::Ended(ended.clone()),
+            Stage::Publishing => {}
+            Stage::Filling if !whole => return After::Ended(Ok(())),
+            Stage::Filling => {}
+        }
+        inner.waiting.push((Arc::clone(task), rows.to_vec()));
+        match inner.slot.take() {
+            Some(slot) => {
+                inner.stage = Stage::Publishing;
+                After::Publish(slot, std::mem::take(&mut inner.layer_crcs))
+            }
+            None => After::Wait,
+        }
+    }
+}
