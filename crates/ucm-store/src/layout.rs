@@ -103,6 +103,12 @@ pub fn is_namespace(name: &OsStr) -> bool {
     name.to_str().is_some_and(|name| is_hex(name, 32))
 }
 
+/// The first byte of the ids in a directory of records, if its name is exactly that of one.
+pub(crate) fn shard_name(name: &OsStr) -> Option<u8> {
+    let name = name.to_str().filter(|name| is_hex(name, 2))?;
+    u8::from_str_radix(name, 16).ok()
+}
+
 /// The id in a record's file name, if it is one and lies in the directory its first byte says.
 pub fn record_name(shard: u8, name: &OsStr) -> Option<BlockId> {
     let id: BlockId = name.to_str()?.strip_suffix(".bin")?.parse().ok()?;

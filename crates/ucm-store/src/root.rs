@@ -166,11 +166,15 @@ impl Shared {
         let limit = self.limit(&marker, deadline)?;
         *self.uuid.lock() = Some(marker.uuid);
         *self.device.lock() = Some(meta.dev);
+        let gone = || Error::new(ErrorKind::Closed, "the backend is gone");
         let weak = Arc::downgrade(self);
-        self.space.open(limit, move |deadline| match weak.upgrade() {
-            Some(shared) => shared.tend(deadline),
-            None => Err(Error::new(ErrorKind::Closed, "the backend is gone")),
-        });
+        let check = move |deadline| {
+            let shared = weak.upgrade().ok_or_else(gone)?;
+            shared.check_root(shared.stat(shared.layout.marker(), deadline)?)
+        };
+        let weak = Arc::downgrade(self);
+        let tend = move |deadline| weak.upgrade().ok_or_else(gone)?.tend(deadline);
+        self.space.open(limit, check, tend);
         Ok(())
     }
 
@@ -233,6 +237,7 @@ impl Shared {
             *self.dirs.lock() = [false; 256];
             self.make_dirs(deadline)?;
             *self.device.lock() = Some(meta.dev);
+            self.space.lost();
             return Ok(());
         }
         // Removed, not unmounted: it is not there at all, and what it lay in is on the same device. An unmounted share
@@ -249,7 +254,9 @@ impl Shared {
             return self.check_root(None);
         }
         *self.dirs.lock() = [false; 256];
-        self.open_root(deadline)
+        self.open_root(deadline)?;
+        self.space.lost();
+        Ok(())
     }
 
     /// The limit on bytes below this root; an error if too few records fit.

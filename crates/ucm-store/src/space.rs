@@ -33,7 +33,7 @@ use ucm_io::{FileMeta, IoDone, IoEngine, IoOp, Process};
 
 use crate::backend::{Done, Usage};
 use crate::engine::LANE_SPACE;
-use crate::layout::record_name;
+use crate::layout::{record_name, shard_name};
 use crate::posix::Modes;
 use crate::root::call;
 use book::Book;
@@ -51,8 +51,13 @@ const STEP: Duration = Duration::from_secs(30);
 const LANE_KEEP: usize = 0;
 const LANE_WORK: usize = 1;
 
-/// Looks after the root before every count and answers the limit.
-type Tend = Box<dyn Fn(Mono) -> Result<u64> + Send + Sync>;
+/// What the backend knows of its root.
+struct Root {
+    /// Whether it is still the one that was opened.
+    check: Box<dyn Fn(Mono) -> Result<()> + Send + Sync>,
+    /// Looks after it before every count and answers the limit.
+    tend: Box<dyn Fn(Mono) -> Result<u64> + Send + Sync>,
+}
 
 /// What the space below a root goes by.
 #[derive(Debug, Clone, Default)]
@@ -85,7 +90,7 @@ pub struct Space {
     bell: Bell,
     open: AtomicBool,
     closing: AtomicBool,
-    tend: OnceLock<Tend>,
+    below: OnceLock<Root>,
 }
 
 impl Space {
@@ -115,15 +120,22 @@ impl Space {
             bell: Bell::new(),
             open: AtomicBool::new(false),
             closing: AtomicBool::new(false),
-            tend: OnceLock::new(),
+            below: OnceLock::new(),
         }))
     }
 
-    /// Sets the limit and starts looking after the root. `tend` is called before every count, with a deadline: it
-    /// checks that the root is still the one that was opened and answers the limit; if it fails nothing is removed.
-    pub fn open(self: &Arc<Self>, limit: u64, tend: impl Fn(Mono) -> Result<u64> + Send + Sync + 'static) {
+    /// Sets the limit and starts looking after the root. `check` is called with a deadline before any document is
+    /// written: it fails if the root is not the one that was opened. `tend` is called before every count: it checks the
+    /// same, takes up a root that is back, and answers the limit; if it fails nothing is removed.
+    pub fn open(
+        self: &Arc<Self>,
+        limit: u64,
+        check: impl Fn(Mono) -> Result<()> + Send + Sync + 'static,
+        tend: impl Fn(Mono) -> Result<u64> + Send + Sync + 'static,
+    ) {
         self.ledger.lock().limit = limit;
-        let _ = self.tend.set(Box::new(tend)); // the same one, when a root is opened again
+        let (check, tend) = (Box::new(check), Box::new(tend));
+        let _ = self.below.set(Root { check, tend }); // the same ones, when a root is opened again
         if !self.open.swap(true, Ordering::AcqRel) {
             self.keep();
         }
@@ -168,6 +180,11 @@ impl Space {
         }
     }
 
+    /// The root was lost and is back, perhaps with something else in it: nothing is granted before the next count.
+    pub fn lost(&self) {
+        self.book.lock().forget_count();
+    }
+
     /// Bytes used and allowed.
     pub fn usage(&self) -> Usage {
         let ledger = self.ledger.lock();
@@ -208,11 +225,7 @@ impl Space {
         visit: &mut dyn FnMut(BlockId, FileMeta),
     ) -> Result<()> {
         for (name, meta) in self.entries(namespace.join("blocks"), deadline)? {
-            let shard = name
-                .to_str()
-                .filter(|name| name.len() == 2)
-                .and_then(|name| u8::from_str_radix(name, 16).ok());
-            let Some(shard) = shard.filter(|_| meta.is_dir) else {
+            let Some(shard) = shard_name(&name).filter(|_| meta.is_dir) else {
                 continue;
             };
             for (file, meta) in self.entries(namespace.join("blocks").join(&name), deadline)? {

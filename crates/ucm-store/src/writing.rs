@@ -79,7 +79,15 @@ impl Shared {
             Ok(IoDone::Read { buf, read, .. }) if RecordHeader::is_newer(&buf[..read]) => {
                 write.end(Ok(Written::Present));
             }
-            Err(error) if error.kind() == ErrorKind::Timeout => write.end(Err(error)),
+            // Nobody looked: it may be of a newer version.
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    ErrorKind::Timeout | ErrorKind::Busy | ErrorKind::Closed
+                ) =>
+            {
+                write.end(Err(error));
+            }
             _ => shared.write_into_room(write), // what cannot be read is no record
         };
         self.io.submit(LANE_DUMP, deadline, op, Box::new(looked));

@@ -216,6 +216,11 @@ impl Book {
         forgotten
     }
 
+    /// What was counted is not there any more, or not alone.
+    pub(crate) fn forget_count(&mut self) {
+        self.counted = None;
+    }
+
     /// Records were removed.
     pub(crate) fn removed(&mut self, records: u64, bytes: u64) {
         self.counted = self.counted.map(|counted| counted.saturating_sub(bytes));

@@ -33,6 +33,8 @@ pub(super) struct Why {
     pub(super) short: bool,
     /// The medium was full for somebody.
     pub(super) full: bool,
+    /// Too little of the medium is free.
+    pub(super) floor: bool,
 }
 
 /// The count under way and what the last one came to.
@@ -51,6 +53,8 @@ pub(super) struct Outcome {
     pub(super) freed: u64,
     /// It was wanted to remove more than there was.
     pub(super) in_vain: bool,
+    /// Some of it was removed because too little of the medium was free.
+    pub(super) floor: bool,
 }
 
 impl Counting {
@@ -143,9 +147,9 @@ impl Space {
         if why.full {
             surplus = surplus.max(used / 16 + self.config.record_len);
         }
-        if let (free, floor) = self.free_and_floor()?
-            && free < floor
-        {
+        let (free, floor) = self.free_and_floor(Mono::NEVER)?;
+        let below = why.floor && free < floor;
+        if below {
             surplus = surplus.max(floor - free + self.config.record_len);
         }
         let rules = &self.config.rules;
@@ -168,13 +172,14 @@ impl Space {
         Ok(Outcome {
             freed,
             in_vain: freed < surplus,
+            floor: below,
         })
     }
 
     /// Bytes free on the file system, and how many shall stay so.
-    pub(super) fn free_and_floor(&self) -> Result<(u64, u64)> {
+    pub(super) fn free_and_floor(&self, deadline: Mono) -> Result<(u64, u64)> {
         let path = self.config.root.clone();
-        match self.call(Mono::NEVER, IoOp::Space { path })? {
+        match self.call(deadline, IoOp::Space { path })? {
             IoDone::Space(space) => {
                 let floor = self.config.rules.free_floor.unwrap_or(FLOOR);
                 Ok((space.free, floor.bytes(space.total)))
@@ -183,16 +188,21 @@ impl Space {
         }
     }
 
-    /// Removes records; the answer is how many bytes that freed. What somebody else removed before counts too.
+    /// Removes records; the answer is how many bytes that freed. What somebody else removed before counts too, but not in
+    /// the book: it may have been moved to quarantine.
     fn remove(&self, batch: &[Found], namespaces: &[PathBuf]) -> Result<u64> {
         let paths = batch.iter().map(|record| record.path(namespaces)).collect();
         let IoDone::Removed(answers) = self.call(Mono::NEVER, IoOp::Remove { paths })? else {
             return Err(Error::internal("a removal answered with something else"));
         };
-        let gone = batch.iter().zip(answers).filter(|(_, answer)| answer.is_ok());
-        let (count, freed) = gone.fold((0, 0), |(count, freed), (record, _)| {
-            (count + 1, freed + record.len)
-        });
+        let (mut count, mut freed, mut gone) = (0, 0, 0);
+        for (record, answer) in batch.iter().zip(answers) {
+            match answer {
+                Ok(true) => (count, freed) = (count + 1, freed + record.len),
+                Ok(false) => gone += record.len,
+                Err(_) => {}
+            }
+        }
         let mut book = self.book.lock();
         book.removed(count, freed);
         self.show(&book);
@@ -200,7 +210,7 @@ impl Space {
         let mut ledger = self.ledger.lock();
         ledger.removed_records += count;
         ledger.removed_bytes += freed;
-        Ok(freed)
+        Ok(freed + gone)
     }
 
     /// Everything below the root that is ours: namespaces, records, and bytes with private files and quarantines

@@ -69,6 +69,7 @@ impl Space {
                         term: None,
                         short: false,
                         full: true,
+                        floor: false,
                     });
                 }
                 return Err(error);

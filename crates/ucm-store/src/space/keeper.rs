@@ -10,13 +10,14 @@ use std::time::Duration;
 
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::Mono;
+use ucm_io::FileMeta;
 
 use super::book::{Book, ahead};
 use super::count::Why;
 use super::documents::{Grants, Name, Note, hex};
 use super::election::Watched;
 use super::ledger::{Answers, HOLDS};
-use super::notes::Seen;
+use super::notes::{READ_AGAIN, Seen};
 use super::papers::Look;
 use super::remove::high;
 use super::{LANE_KEEP, Space, answer};
@@ -41,6 +42,9 @@ const COUNT_RULES: Duration = Duration::from_secs(300);
 const VAIN: Duration = Duration::from_millis(50);
 const LONGEST_VAIN: Duration = Duration::from_secs(60);
 
+/// How long a medium may take until what was removed is free: btrfs and ZFS give it back with their next commit.
+const SETTLES: Duration = Duration::from_secs(30);
+
 /// What the keeper remembers between two turns.
 #[derive(Default)]
 pub(super) struct Keeper {
@@ -56,9 +60,12 @@ pub(super) struct Keeper {
     pub(super) note_at: Mono,
     free_looked: Option<Mono>,
     pub(super) published: Option<Grants>,
+    grants_read: Option<GrantsRead>,
     /// The medium was full for somebody.
     pub(super) full: bool,
     below_floor: bool,
+    /// Until when what was removed for the floor may not show yet.
+    settles_until: Mono,
     own_full: u64,
     /// A count ended since this process opened the root.
     counted: bool,
@@ -67,6 +74,28 @@ pub(super) struct Keeper {
     /// Counts in a row that could not do what was wanted.
     vain: u32,
     count_trouble: Option<Error>,
+}
+
+/// The grants as a writer last read them.
+#[derive(Clone, Copy)]
+struct GrantsRead {
+    term: u64,
+    meta: FileMeta,
+    at: Mono,
+}
+
+impl GrantsRead {
+    /// Whether there may be others by now.
+    fn is_old(&self, term: u64, meta: &FileMeta, now: Mono) -> bool {
+        self.term != term || self.meta != *meta || now.since(self.at) >= READ_AGAIN
+    }
+}
+
+impl Keeper {
+    /// Whether records should go because too little of the medium is free.
+    fn is_below_floor(&self, now: Mono) -> bool {
+        self.below_floor && now >= self.settles_until
+    }
 }
 
 impl Space {
@@ -114,8 +143,11 @@ impl Space {
     fn look_around(self: &Arc<Self>, keeper: &mut Keeper, now: Mono) -> Result<bool> {
         self.take_outcome(keeper, now);
         let deadline = now.after(TURN);
+        if self.check_root(deadline).is_err() {
+            self.tend(deadline)?;
+        }
         if keeper.free_looked.is_none_or(|at| now.since(at) >= BEAT) || self.ledger.lock().is_half_free() {
-            let (free, floor) = self.free_and_floor()?;
+            let (free, floor) = self.free_and_floor(deadline)?;
             let mut ledger = self.ledger.lock();
             (ledger.free_left, ledger.free_at) = (Some(free.saturating_sub(floor)), ledger.admitted);
             drop(ledger);
@@ -148,6 +180,10 @@ impl Space {
                 keeper.count_trouble = None;
                 keeper.counted = true;
                 keeper.last_count = now;
+                if outcome.floor && outcome.freed > 0 {
+                    keeper.settles_until = now.after(SETTLES);
+                    keeper.free_looked = None; // most give it back at once
+                }
                 outcome.in_vain && outcome.freed == 0
             }
             Err(error) => {
@@ -168,6 +204,7 @@ impl Space {
 
     /// A turn of a writer that is not collector.
     fn follow(&self, keeper: &mut Keeper, look: &Look, now: Mono, deadline: Mono) -> Result<bool> {
+        keeper.count_trouble = None; // that is the collector's, and this is not it any more
         let Some(term) = look.highest() else {
             return Ok(true);
         };
@@ -180,7 +217,8 @@ impl Space {
         let (writer, mut note) = self.my_note(now, ahead(limit, writers));
         let told = look.files.contains_key(&Name::Writer(writer));
         note.sequence = keeper.note.sequence;
-        let asks = note.wanted > 0 && (keeper.note.wanted == 0 || now.since(keeper.note_at) >= NOTE_AGAIN);
+        let wants = note.wanted > 0;
+        let asks = wants && (keeper.note.wanted == 0 || now.since(keeper.note_at) >= NOTE_AGAIN);
         let changed = note != keeper.note && (asks || note.full > keeper.note.full);
         if !told || changed || now.since(keeper.note_at) >= NOTE {
             note.sequence += 1;
@@ -188,20 +226,29 @@ impl Space {
             self.ledger.lock().holds_until = now.after(HOLDS);
             (keeper.note, keeper.note_at) = (note, now);
         }
+        let needy = wants || self.ledger.lock().next_late().is_some();
         if let Some(meta) = look.files.get(&Name::Grants(term))
+            && (needy || keeper.grants_read.is_none_or(|read| read.is_old(term, meta, now)))
             && let Some(grants) = self.read::<Grants>(Name::Grants(term), meta.len, deadline)?
             // A grant counts only if its collector was still in office after it was read: the next one reads it later.
             && self.look(deadline)?.highest() == Some(term)
         {
             let mut ledger = self.ledger.lock();
-            if let Some(mine) = grants.writers.get(&hex(writer)) {
-                ledger.adopt(mine.granted);
+            match grants.writers.get(&hex(writer)) {
+                Some(mine) => ledger.adopt(mine.granted),
+                // Not in the book, so not counted on: it was forgotten (this machine slept), or its document removed.
+                None => ledger.granted = ledger.granted.min(ledger.admitted),
             }
             ledger.limit = grants.limit;
             ledger.counted = grants.counted.is_some();
             (ledger.others, ledger.seen, ledger.records) = (grants.used, ledger.admitted, grants.records);
             drop(ledger);
             keeper.published = Some(grants);
+            keeper.grants_read = Some(GrantsRead {
+                term,
+                meta: *meta,
+                at: now,
+            });
         }
         let waits = self.ledger.lock().next_late().is_some();
         Ok(waits || (keeper.note.wanted > 0 && now.since(keeper.note_at) < BEAT))
@@ -225,6 +272,7 @@ impl Space {
                             term: Some(term),
                             short: false,
                             full: true,
+                            floor: false,
                         });
                     }
                     return Err(error);
@@ -293,6 +341,7 @@ impl Space {
                 term: Some(term),
                 short,
                 full,
+                floor: keeper.is_below_floor(now),
             });
         }
         Ok(waited_for)
@@ -310,7 +359,7 @@ impl Space {
         !keeper.counted
             || short
             || keeper.full
-            || keeper.below_floor
+            || keeper.is_below_floor(now)
             || book.bound().is_none_or(|bound| bound > high(book.limit))
             || book.since_count() > book.limit / 16
             || now.since(keeper.last_count) >= again

@@ -13,6 +13,8 @@ use crate::root::EROFS;
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
 /// Most writes that wait.
 const MOST_WAITING: usize = 256;
+/// Least time between two times that the keeper is asked to look although nobody waits for it.
+const ASK_AGAIN: Duration = Duration::from_millis(50);
 /// First pause after the medium was full; it doubles up to the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
@@ -71,6 +73,8 @@ pub(super) struct Ledger {
     waiting: VecDeque<Waiting>,
     /// Waiting was in vain; until there is a grant nobody waits.
     pub(super) hopeless: bool,
+    /// When the keeper was last asked to look although nobody waits.
+    asked: Option<Mono>,
     closed: bool,
     /// Why the last look at the root failed, if it did.
     pub(super) trouble: Option<Error>,
@@ -171,16 +175,26 @@ impl Ledger {
         }
         if self.waiting.is_empty() && bytes <= self.left(now) {
             answers.push((then, Ok(self.take(bytes))));
-            return self.is_half_free() || self.left(now) < self.unit.max(self.ahead_hint() / 2);
+            let low = self.is_half_free() || self.left(now) < self.unit.max(self.ahead_hint() / 2);
+            return low && self.may_ask(now);
         }
         self.unit = self.unit.max(bytes);
         if self.hopeless || self.waiting.len() >= MOST_WAITING {
             answers.push((then, Err(self.refusal())));
-        } else {
-            let until = now.after(PATIENCE);
-            self.waiting.push_back(Waiting { bytes, until, then });
+            return self.may_ask(now);
         }
+        let until = now.after(PATIENCE);
+        self.waiting.push_back(Waiting { bytes, until, then });
         true
+    }
+
+    /// Whether the keeper may be asked to look; not with every write, for one look is several calls on the medium.
+    fn may_ask(&mut self, now: Mono) -> bool {
+        let may = self.asked.is_none_or(|asked| now.since(asked) >= ASK_AGAIN);
+        if may {
+            self.asked = Some(now);
+        }
+        may
     }
 
     fn ahead_hint(&self) -> u64 {

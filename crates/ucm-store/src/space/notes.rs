@@ -15,7 +15,7 @@ use super::papers::Look;
 use crate::layout::FORMAT;
 
 /// A note is read again after this, changed or not: a network file system may hide the change.
-const READ_AGAIN: Duration = Duration::from_secs(30);
+pub(super) const READ_AGAIN: Duration = Duration::from_secs(30);
 /// Silence after which a writer has no grant any more, by the collector's clock; twice what the writer allows itself.
 const SILENCE: Duration = Duration::from_secs(600);
 /// Time to resign in.
@@ -112,6 +112,10 @@ impl Space {
         let deadline = now.after(RESIGN);
         let mut keeper = self.keeper.lock();
         let (writer, note) = self.my_note(now, 0);
+        // Who still writes has not ended; and nothing is said in the place of another root.
+        if note.settled < note.admitted || self.check_root(deadline).is_err() {
+            return;
+        }
         let mut note = Note {
             closed: true,
             wanted: 0,

@@ -8,8 +8,8 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::Mono;
 use ucm_io::{FileMeta, IoBuf, IoDone, IoOp, ReadMode};
 
-use super::Space;
 use super::documents::{self, Name};
+use super::{Root, Space};
 
 /// Room beyond the listed length when a document is read: it may have grown since.
 const GROWTH: u64 = 4096;
@@ -76,13 +76,20 @@ impl Space {
         })
     }
 
+    fn below(&self) -> Result<&Root> {
+        self.below
+            .get()
+            .ok_or_else(|| Error::internal("the root was not opened"))
+    }
+
     /// Looks after the root and answers the limit.
     pub(super) fn tend(&self, deadline: Mono) -> Result<u64> {
-        let tend = self
-            .tend
-            .get()
-            .ok_or_else(|| Error::internal("the root was not opened"))?;
-        tend(deadline.min(self.clock.now().after(super::STEP)))
+        (self.below()?.tend)(deadline.min(self.clock.now().after(super::STEP)))
+    }
+
+    /// Whether the root is the one that was opened: the documents of another one are not ours to write.
+    pub(super) fn check_root(&self, deadline: Mono) -> Result<()> {
+        (self.below()?.check)(deadline.min(self.clock.now().after(super::STEP)))
     }
 
     /// Reads a document; `None` when it is gone, not whole, or of a newer format.

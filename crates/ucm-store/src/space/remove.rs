@@ -77,16 +77,32 @@ pub(super) fn plan(mut records: Vec<Found>, namespaces: usize, need: &Need) -> V
         *bytes = need.quota.map_or(0, |quota| bytes.saturating_sub(quota));
     }
     records.sort_unstable_by_key(|record| (record.used_ns, record.id));
+    // First what goes for its age or its namespace's quota: nobody else's has to go for room that this makes.
     let mut surplus = need.surplus;
-    records.retain(|record| {
+    let goes = |over: &mut [u64], record: &Found| {
         let over = &mut over[record.namespace as usize];
         let expired = need.expired_before.is_some_and(|line| record.used_ns < line);
-        let goes = expired || surplus > 0 || *over > 0;
+        let goes = expired || *over > 0;
         if goes {
             *over = over.saturating_sub(record.len);
-            surplus = surplus.saturating_sub(record.len);
         }
         goes
+    };
+    let mut before = over.clone();
+    for record in &records {
+        if goes(&mut before, record) {
+            surplus = surplus.saturating_sub(record.len);
+        }
+    }
+    records.retain(|record| {
+        if goes(&mut over, record) {
+            return true;
+        }
+        let oldest = surplus > 0;
+        if oldest {
+            surplus = surplus.saturating_sub(record.len);
+        }
+        oldest
     });
     records
 }
@@ -145,5 +161,11 @@ mod tests {
             expired_before: Some(20),
         };
         assert_eq!(removed(all), [2, 4, 3], "what one rule removes helps the others");
+        let over = Need {
+            surplus: 10,
+            quota: Some(20),
+            expired_before: None,
+        };
+        assert_eq!(removed(over), [4], "nobody goes for room that a quota makes");
     }
 }

@@ -1,0 +1,451 @@
+//! Space where things go wrong at the edges: another root in the place of ours, records that move while others are
+//! removed, a store that closes in the middle of its writes, a medium that gives room back late.
+
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
+mod common;
+
+use std::num::NonZeroU64;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::mount::{Place, copy_all};
+use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
+use ucm_core::{BlockId, MissReason, crc32c};
+use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_io::{Fault, Gate, OpKind, Process, Rule};
+use ucm_store::engine::{Task, Until};
+use ucm_store::evidence::evidence_name;
+use ucm_store::space::{Capacity, Rules};
+
+const RECORD: u64 = 8192;
+const LONG: Duration = Duration::from_secs(3600);
+
+fn small(records: u64) -> Setup {
+    Setup {
+        capacity: Some(records * RECORD),
+        ..Setup::default()
+    }
+}
+
+fn elsewhere() -> Process {
+    Process {
+        host: "elsewhere".into(),
+        ..Process::this()
+    }
+}
+
+fn on(clock: &Arc<ManualClock>, dir: &Path, setup: &Setup) -> Store {
+    Store::with_clock(dir, setup.clone(), Arc::clone(clock) as Arc<dyn Clock>)
+}
+
+/// All files below a directory.
+fn files(dir: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    entries
+        .flat_map(|entry| match entry.path() {
+            path if path.is_dir() => files(&path),
+            path => vec![path],
+        })
+        .collect()
+}
+
+/// Bytes of all records below a root, evidence too.
+fn stored(dir: &Path) -> u64 {
+    let records = files(dir)
+        .into_iter()
+        .filter(|path| path.extension().is_some_and(|end| end == "bin"));
+    records
+        .map(|path| path.metadata().map_or(0, |meta| meta.len()))
+        .sum()
+}
+
+/// Waits while the clock goes on, so slowly that no deadline of an operation passes.
+fn in_time(clock: &ManualClock, most: Duration, what: &str, mut so: impl FnMut() -> bool) {
+    let step = Duration::from_millis(20);
+    let (mut left, mut last) = (most, Instant::now());
+    eventually(what, || {
+        let over = so();
+        if !over && last.elapsed() >= Duration::from_millis(1) && left >= step {
+            (last, left) = (Instant::now(), left - step);
+            clock.advance(step);
+        }
+        std::thread::yield_now();
+        over
+    });
+}
+
+fn ended(store: &Store, task: &Task) -> bool {
+    task.wait(store.engine.clock(), Until::Published, Some(Mono(0)))
+}
+
+/// Dumps one block, for twenty seconds at the longest.
+fn attempt(
+    store: &Store,
+    clock: &ManualClock,
+    device: &Device,
+    block: BlockId,
+) -> Result<(), ucm_core::Error> {
+    let task = store.engine.dump(device.rows(&[block]))?;
+    in_time(clock, Duration::from_secs(20), "it ends", || ended(store, &task));
+    task.failures().pop().map_or(Ok(()), |(_, error)| Err(error))
+}
+
+/// Lets the keeper of a store make a few turns.
+fn turns(store: &Store, clock: &ManualClock) {
+    let begun = |store: &Store| store.faults.count(OpKind::Stat) + store.faults.count(OpKind::List);
+    let before = begun(store);
+    in_time(clock, LONG, "its keeper looks", || begun(store) > before + 20);
+}
+
+#[test]
+fn the_space_of_another_root_is_left_alone() {
+    let Some(mut place) = Place::new(4096) else { return };
+    let setup = small(64);
+    place.tmpfs("theirs", 4096);
+    let clock = ManualClock::new();
+    let theirs = on(&clock, &place.path("theirs"), &small(16));
+    clock.advance(Duration::from_secs(1));
+    place.bind("root", "share");
+    let ours = on(&clock, &place.path("share"), &setup);
+    place.unmount("share");
+    place.bind("theirs", "share");
+    let before = files(&place.path("theirs"));
+    turns(&ours, &clock);
+    assert_eq!(
+        files(&place.path("theirs")).len(),
+        before.len(),
+        "nothing of ours was written there"
+    );
+    assert_eq!(theirs.stat("storage_collector"), 1);
+    assert_eq!(theirs.stat("storage_capacity_bytes"), 16 * RECORD);
+    drop(ours);
+    assert_eq!(
+        files(&place.path("theirs")).len(),
+        before.len(),
+        "nor are its last words"
+    );
+}
+
+#[test]
+fn a_root_that_comes_back_with_more_in_it_is_counted_before_anything_is_granted() {
+    let Some(mut place) = Place::new(4096) else { return };
+    let setup = small(24);
+    place.bind("root", "share");
+    let (share, clock) = (place.path("share"), ManualClock::new());
+    let store = on(&clock, &share, &setup);
+    let device = Device::filled(&setup, &ids(60));
+    attempt(&store, &clock, &device, id(0)).unwrap();
+    place.unmount("share");
+    place.tmpfs("share", 4096);
+    copy_all(&place.path("root"), &share);
+    for block in &ids(60)[40..] {
+        let file = store.file(*block);
+        std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+        std::fs::copy(store.file(id(0)), file).unwrap();
+    }
+    for block in &ids(40)[1..] {
+        let _ = attempt(&store, &clock, &device, *block);
+        assert!(stored(&share) <= 24 * RECORD, "{}", stored(&share) / RECORD);
+    }
+    let told = store.engine.lookup(&ids(40)).unwrap();
+    assert!(told.contains(&true), "it is written to again");
+}
+
+#[test]
+fn what_became_evidence_while_room_was_made_still_counts() {
+    let (dir, setup, clock) = (directory(), small(64), ManualClock::new());
+    let store = on(&clock, dir.path(), &setup);
+    let device = Device::filled(&setup, &ids(20));
+    for block in ids(20) {
+        attempt(&store, &clock, &device, block).unwrap();
+    }
+    drop(store);
+    let store = on(&clock, dir.path(), &setup);
+    assert_eq!(store.stat("storage_used_bytes"), 20 * RECORD);
+    // A full medium has room made; meanwhile another process finds damage in all of it.
+    let gate = Gate::new();
+    store.fault(Rule::on(OpKind::Remove, Fault::HangBefore(gate.clone())).path("/blocks/"));
+    store.fault(
+        Rule::on(OpKind::Publish, Fault::Errno(28))
+            .path("/blocks/")
+            .times(1),
+    );
+    let more = Device::filled(&setup, &[id(40)]);
+    attempt(&store, &clock, &more, id(40)).unwrap_err();
+    in_time(&clock, Duration::from_secs(5), "room is made", || {
+        gate.waiting() > 0
+    });
+    let quarantine = dir.path().join(identity("w").namespace()).join("quarantine");
+    std::fs::create_dir(&quarantine).unwrap();
+    for block in ids(20) {
+        let name = evidence_name(block, MissReason::BadChecksum, 1_700_000_000);
+        std::fs::rename(store.file(block), quarantine.join(name)).unwrap();
+    }
+    let counts = store.faults.count(OpKind::Remove);
+    gate.open();
+    eventually("it was tried to remove them", || {
+        store.faults.count(OpKind::Remove) >= counts
+    });
+    turns(&store, &clock);
+    assert!(
+        store.stat("storage_used_bytes") >= stored(dir.path()),
+        "{} of {}",
+        store.stat("storage_used_bytes"),
+        stored(dir.path())
+    );
+}
+
+#[test]
+fn a_directory_that_only_looks_like_one_of_ours_has_no_say() {
+    let (dir, setup) = (directory(), Setup::default());
+    let store = Store::open(dir.path(), setup.clone());
+    store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    let file = store.file(id(0));
+    drop(store);
+    let odd = file.parent().unwrap().with_file_name("+0");
+    std::fs::create_dir(&odd).unwrap();
+    let copy = odd.join(file.file_name().unwrap());
+    std::fs::write(&copy, b"x").unwrap();
+    let old = std::time::SystemTime::now() - 10 * LONG;
+    std::fs::File::options()
+        .append(true)
+        .open(&copy)
+        .unwrap()
+        .set_modified(old)
+        .unwrap();
+    let rules = Rules {
+        expire_after: Some(LONG),
+        ..setup.rules
+    };
+    let store = Store::open(dir.path(), Setup { rules, ..setup });
+    assert_eq!(store.stat("storage_used_bytes"), RECORD);
+    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true]);
+}
+
+#[test]
+fn a_floor_is_not_chased_while_the_medium_keeps_what_was_removed() {
+    let Some(place) = Place::new(4096) else { return };
+    let (root, clock) = (place.path("root"), ManualClock::new());
+    let store = on(&clock, &root, &small(128));
+    let device = Device::filled(&store.setup, &ids(100));
+    for block in ids(100) {
+        attempt(&store, &clock, &device, block).unwrap();
+    }
+    // Somebody has all of them open, so that nothing gets free when they are removed.
+    let open: Vec<_> = ids(100)
+        .into_iter()
+        .map(|block| std::fs::File::open(store.file(block)).unwrap())
+        .collect();
+    drop(store);
+    let free = rustix_free(&root);
+    let floor = Rules {
+        free_floor: NonZeroU64::new(free + 3 * RECORD).map(Capacity::Bytes),
+        ..Rules::default()
+    };
+    let store = on(
+        &clock,
+        &root,
+        &Setup {
+            rules: floor,
+            ..small(128)
+        },
+    );
+    in_time(&clock, LONG, "room is made", || store.stat("records_removed") > 0);
+    for _ in 0..5 {
+        turns(&store, &clock);
+    }
+    assert!(
+        store.stat("records_removed") < 20,
+        "{}",
+        store.stat("records_removed")
+    );
+    drop(open);
+}
+
+/// Free bytes of a file system as `df` sees them.
+fn rustix_free(path: &Path) -> u64 {
+    let said = std::process::Command::new("stat")
+        .args(["-f", "-c", "%a %S"])
+        .arg(path)
+        .output()
+        .unwrap();
+    let said = String::from_utf8(said.stdout).unwrap();
+    said.split_whitespace()
+        .map(|number| number.parse::<u64>().unwrap())
+        .product()
+}
+
+#[test]
+fn a_write_is_answered_though_the_medium_does_not_say_how_much_is_free() {
+    let (dir, setup, clock) = (directory(), small(512), ManualClock::new());
+    let collector = on(
+        &clock,
+        dir.path(),
+        &Setup {
+            process: elsewhere(),
+            ..setup.clone()
+        },
+    );
+    let writer = Store::with_clock_now(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    assert_eq!(collector.stat("storage_collector"), 1);
+    collector.fault(Rule::on(OpKind::List, Fault::Errno(5)).path("/space"));
+    let gate = writer.hang(OpKind::Space);
+    in_time(&clock, LONG, "it hangs", || gate.waiting() > 0);
+    let device = Device::filled(&setup, &ids(200));
+    let began = clock.now();
+    let task = writer.engine.dump(device.rows(&[id(0)])).unwrap();
+    in_time(&clock, Duration::from_secs(60), "it ends", || {
+        ended(&writer, &task)
+    });
+    gate.open();
+    assert!(
+        clock.now().since(began) < Duration::from_secs(10),
+        "{:?}",
+        clock.now().since(began)
+    );
+}
+
+#[test]
+fn a_count_that_was_given_up_with_the_office_is_no_trouble_for_a_writer() {
+    let (dir, setup, clock) = (directory(), small(64), ManualClock::new());
+    let first = on(
+        &clock,
+        dir.path(),
+        &Setup {
+            process: elsewhere(),
+            ..setup.clone()
+        },
+    );
+    let device = Device::filled(&setup, &ids(64));
+    attempt(&first, &clock, &device, id(0)).unwrap();
+    let next = on(&clock, dir.path(), &setup);
+    // The first one counts when it is followed.
+    let gate = Gate::new();
+    first.fault(Rule::on(OpKind::List, Fault::HangAfter(gate.clone())).path("/blocks"));
+    first.fault(
+        Rule::on(OpKind::Publish, Fault::Errno(28))
+            .path("/blocks/")
+            .times(1),
+    );
+    attempt(&first, &clock, &device, id(1)).unwrap_err();
+    in_time(&clock, Duration::from_secs(5), "it counts", || gate.waiting() > 0);
+    first.fault(Rule::on(OpKind::Publish, Fault::Errno(5)).path("/space/"));
+    in_time(&clock, Duration::from_secs(28), "the other one follows", || {
+        next.stat("storage_collector") == 1
+    });
+    first.faults.clear();
+    in_time(&clock, LONG, "the first one sees it", || {
+        first.stat("storage_collector") == 0
+    });
+    gate.open();
+    turns(&first, &clock);
+    for &block in &ids(20)[2..] {
+        clock.advance(Duration::from_secs(1));
+        if let Err(error) = attempt(&first, &clock, &device, block) {
+            assert!(!error.to_string().contains("another collector"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn who_is_refused_does_not_make_the_keeper_run() {
+    let (dir, setup, clock) = (directory(), small(512), ManualClock::new());
+    let collector = on(
+        &clock,
+        dir.path(),
+        &Setup {
+            process: elsewhere(),
+            ..setup.clone()
+        },
+    );
+    let writer = on(&clock, dir.path(), &setup);
+    collector.fault(Rule::on(OpKind::List, Fault::Errno(5)).path("/space"));
+    let device = Device::filled(&setup, &ids(200));
+    let all: Vec<_> = ids(200);
+    let spent = all
+        .iter()
+        .position(|&block| attempt(&writer, &clock, &device, block).is_err())
+        .unwrap();
+    let before = writer.faults.count(OpKind::List);
+    for &block in &all[spent..] {
+        attempt(&writer, &clock, &device, block).unwrap_err();
+    }
+    let looks = writer.faults.count(OpKind::List) - before;
+    assert!(looks < 40, "{looks}");
+}
+
+#[test]
+fn a_record_that_could_not_be_looked_at_is_not_written_over() {
+    let (dir, setup) = (directory(), Setup::default());
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(1));
+    store.dump(&device, &ids(1)).unwrap();
+    // A newer version, of another length.
+    let mut newer = std::fs::read(store.file(id(0))).unwrap();
+    newer[4..8].copy_from_slice(&2u32.to_le_bytes());
+    let crc = crc32c(&newer[..60]);
+    newer[60..64].copy_from_slice(&crc.to_le_bytes());
+    newer.push(0);
+    std::fs::write(store.file(id(0)), &newer).unwrap();
+    store.fault(Rule::on(OpKind::Read, Fault::Busy).path("/blocks/"));
+    let _ = store.dump(&device, &ids(1));
+    assert!(std::fs::read(store.file(id(0))).unwrap() == newer);
+}
+
+#[test]
+fn a_writer_that_was_forgotten_while_its_machine_slept_writes_nothing_before_it_is_known_again() {
+    let (dir, setup) = (directory(), small(64));
+    let (clock, asleep) = (ManualClock::new(), ManualClock::new());
+    let collector = on(&clock, dir.path(), &setup);
+    let sleeper = Store::with_clock_now(
+        dir.path(),
+        Setup {
+            process: elsewhere(),
+            ..setup.clone()
+        },
+        Arc::clone(&asleep) as Arc<dyn Clock>,
+    );
+    let device = Device::filled(&setup, &ids(120));
+    eventually("it was granted something", || {
+        clock.advance(Duration::from_millis(20));
+        asleep.advance(Duration::from_millis(20));
+        let task = sleeper.engine.dump(device.rows(&[id(119)])).unwrap();
+        eventually("it ends", || {
+            clock.advance(Duration::from_millis(5));
+            asleep.advance(Duration::from_millis(5));
+            ended(&sleeper, &task)
+        });
+        task.failures().is_empty()
+    });
+    let known = || {
+        let space = std::fs::read_dir(dir.path().join("space")).unwrap().flatten();
+        let grants = space.filter(|entry| entry.file_name().to_string_lossy().starts_with("grants-"));
+        let texts = grants.map(|entry| std::fs::read(entry.path()).unwrap_or_default());
+        let read = |text: Vec<u8>| serde_json::from_slice::<serde_json::Value>(&text).ok();
+        texts
+            .filter_map(read)
+            .filter_map(|grants| Some(grants["writers"].as_object()?.len()))
+            .max()
+    };
+    assert_eq!(known(), Some(2));
+    // Its clock stands still.
+    eventually("it is forgotten", || {
+        clock.advance(Duration::from_secs(10));
+        let _ = attempt(&collector, &clock, &device, id(118));
+        std::fs::remove_file(collector.file(id(118))).is_ok() && known() == Some(1)
+    });
+    // It wakes, and looks a few times before the collector does.
+    let begun = |store: &Store| store.faults.count(OpKind::Stat);
+    let before = begun(&sleeper);
+    in_time(&asleep, Duration::from_secs(15), "it looks", || {
+        begun(&sleeper) > before + 3
+    });
+    let task = sleeper.engine.dump(device.rows(&[id(117)])).unwrap();
+    eventually("it ends", || {
+        asleep.advance(Duration::from_millis(1));
+        ended(&sleeper, &task)
+    });
+    assert_eq!(task.failures().len(), 1, "nobody counts on it");
+}
