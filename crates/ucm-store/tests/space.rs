@@ -4,53 +4,15 @@
 
 mod common;
 
-use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use common::shared::{LONG, RECORD, attempt, documents, in_time, on, small, stored};
 use common::{Device, Setup, Store, directory, eventually, id, ids};
 use proptest::prelude::*;
-use ucm_core::{BlockId, Error, ErrorKind};
-use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_core::{BlockId, ErrorKind};
+use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Process, Rule};
-use ucm_store::engine::Until;
-
-const RECORD: u64 = 8192;
-
-fn small(records: u64) -> Setup {
-    Setup {
-        capacity: Some(records * RECORD),
-        ..Setup::default()
-    }
-}
-
-/// Bytes of all records below a root.
-fn stored(dir: &Path) -> u64 {
-    let mut bytes = 0;
-    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
-        let path = entry.path();
-        if path.is_dir() {
-            bytes += stored(&path);
-        } else if path.extension().is_some_and(|end| end == "bin") {
-            bytes += entry.metadata().map_or(0, |meta| meta.len()); // it may be removed meanwhile
-        }
-    }
-    bytes
-}
-
-/// The documents in the directory of a root, by how their names begin.
-fn documents(dir: &Path, kind: &str) -> Vec<serde_json::Value> {
-    let mut found: Vec<_> = std::fs::read_dir(dir.join("space"))
-        .into_iter()
-        .flatten()
-        .flatten()
-        .filter(|entry| entry.file_name().to_string_lossy().starts_with(kind))
-        .map(|entry| entry.path())
-        .collect();
-    found.sort();
-    let read = |path| serde_json::from_slice(&std::fs::read(path).ok()?).ok();
-    found.into_iter().filter_map(read).collect()
-}
 
 /// A process that has ended.
 fn dead() -> Process {
@@ -60,43 +22,11 @@ fn dead() -> Process {
     }
 }
 
-/// As long as a test likes to wait.
-const LONG: Duration = Duration::from_secs(3600);
-
 fn collectors(stores: &[&Store]) -> usize {
     stores
         .iter()
         .filter(|store| store.stat("storage_collector") == 1)
         .count()
-}
-
-fn on(clock: &Arc<ManualClock>, dir: &Path, setup: &Setup) -> Store {
-    Store::with_clock(dir, setup.clone(), Arc::clone(clock) as Arc<dyn Clock>)
-}
-
-/// Waits while the clock goes on, twenty times as fast as the real one and for `most` at the longest: so fast that
-/// nobody waits long, and slowly enough that no deadline of an operation passes.
-fn in_time(clock: &ManualClock, most: Duration, what: &str, mut so: impl FnMut() -> bool) {
-    let step = Duration::from_millis(20);
-    let (mut left, mut last) = (most, Instant::now());
-    eventually(what, || {
-        let over = so();
-        if !over && last.elapsed() >= Duration::from_millis(1) && left >= step {
-            (last, left) = (Instant::now(), left - step);
-            clock.advance(step);
-        }
-        std::thread::yield_now();
-        over
-    });
-}
-
-/// Dumps one block, for twenty seconds at the longest: a write waits no longer for a grant.
-fn attempt(store: &Store, clock: &ManualClock, device: &Device, block: BlockId) -> Result<(), Error> {
-    let task = store.engine.dump(device.rows(&[block]))?;
-    in_time(clock, Duration::from_secs(20), "it ends", || {
-        task.wait(store.engine.clock(), Until::Published, Some(Mono(0)))
-    });
-    task.failures().pop().map_or(Ok(()), |(_, error)| Err(error))
 }
 
 #[test]

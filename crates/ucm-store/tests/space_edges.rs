@@ -8,36 +8,23 @@ mod common;
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::mount::{Place, copy_all};
+use common::shared::{LONG, RECORD, attempt, documents, in_time, on, small, stored};
 use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
-use ucm_core::{BlockId, MissReason, crc32c};
+use ucm_core::{MissReason, crc32c};
 use ucm_infra::{Clock, ManualClock, Mono};
 use ucm_io::{Fault, Gate, OpKind, Process, Rule};
 use ucm_store::engine::{Task, Until};
 use ucm_store::evidence::evidence_name;
 use ucm_store::space::{Capacity, Rules};
 
-const RECORD: u64 = 8192;
-const LONG: Duration = Duration::from_secs(3600);
-
-fn small(records: u64) -> Setup {
-    Setup {
-        capacity: Some(records * RECORD),
-        ..Setup::default()
-    }
-}
-
 fn elsewhere() -> Process {
     Process {
         host: "elsewhere".into(),
         ..Process::this()
     }
-}
-
-fn on(clock: &Arc<ManualClock>, dir: &Path, setup: &Setup) -> Store {
-    Store::with_clock(dir, setup.clone(), Arc::clone(clock) as Arc<dyn Clock>)
 }
 
 /// All files below a directory.
@@ -51,45 +38,8 @@ fn files(dir: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Bytes of all records below a root, evidence too.
-fn stored(dir: &Path) -> u64 {
-    let records = files(dir)
-        .into_iter()
-        .filter(|path| path.extension().is_some_and(|end| end == "bin"));
-    records
-        .map(|path| path.metadata().map_or(0, |meta| meta.len()))
-        .sum()
-}
-
-/// Waits while the clock goes on, so slowly that no deadline of an operation passes.
-fn in_time(clock: &ManualClock, most: Duration, what: &str, mut so: impl FnMut() -> bool) {
-    let step = Duration::from_millis(20);
-    let (mut left, mut last) = (most, Instant::now());
-    eventually(what, || {
-        let over = so();
-        if !over && last.elapsed() >= Duration::from_millis(1) && left >= step {
-            (last, left) = (Instant::now(), left - step);
-            clock.advance(step);
-        }
-        std::thread::yield_now();
-        over
-    });
-}
-
 fn ended(store: &Store, task: &Task) -> bool {
     task.wait(store.engine.clock(), Until::Published, Some(Mono(0)))
-}
-
-/// Dumps one block, for twenty seconds at the longest.
-fn attempt(
-    store: &Store,
-    clock: &ManualClock,
-    device: &Device,
-    block: BlockId,
-) -> Result<(), ucm_core::Error> {
-    let task = store.engine.dump(device.rows(&[block]))?;
-    in_time(clock, Duration::from_secs(20), "it ends", || ended(store, &task));
-    task.failures().pop().map_or(Ok(()), |(_, error)| Err(error))
 }
 
 /// Lets the keeper of a store make a few turns.
@@ -448,4 +398,40 @@ fn a_writer_that_was_forgotten_while_its_machine_slept_writes_nothing_before_it_
         ended(&sleeper, &task)
     });
     assert_eq!(task.failures().len(), 1, "nobody counts on it");
+}
+
+#[test]
+fn a_collector_that_left_is_forgotten_though_the_next_one_left_before_it_counted() {
+    let (dir, setup) = (directory(), small(64));
+    let first = Store::open(dir.path(), setup.clone());
+    first.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    drop(first);
+    let no_count = Rule::on(OpKind::List, Fault::Errno(5)).path("/blocks");
+    let second = Store::open_faulty(dir.path(), setup.clone(), vec![no_count]);
+    eventually("it follows and tells what it took over", || {
+        let grants = documents(dir.path(), "grants").pop().unwrap_or_default();
+        second.stat("storage_collector") == 1
+            && grants["writers"].as_object().is_some_and(|all| all.len() == 2)
+    });
+    drop(second);
+    let _third = Store::open(dir.path(), setup);
+    eventually("only the third is left in the book", || {
+        let grants = documents(dir.path(), "grants").pop().unwrap_or_default();
+        grants["writers"].as_object().is_some_and(|all| all.len() == 1)
+    });
+}
+
+#[test]
+fn what_another_host_writes_is_not_dead_because_its_clock_or_ours_is_wrong() {
+    let (dir, setup, clock) = (directory(), small(64), ManualClock::new());
+    let store = on(&clock, dir.path(), &setup);
+    let tmp = dir.path().join(identity("w").namespace()).join("tmp");
+    let theirs = tmp.join("0123456789abcdef-0123456789abcdef.tmp");
+    std::fs::write(&theirs, [1; 1000]).unwrap();
+    drop(store);
+    let ahead = ManualClock::new();
+    ahead.set_wall_ns(4_000_000_000_000_000_000); // a hundred years or so
+    let store = on(&ahead, dir.path(), &setup);
+    assert_eq!(store.stat("storage_used_bytes"), 1000);
+    assert!(theirs.exists());
 }

@@ -217,12 +217,13 @@ impl Space {
     /// included. What is left over of the dead is removed on the way.
     fn count(&self, why: Why) -> Result<Everything> {
         let mut found = Everything::default();
+        let oldest = self.dead_before(why)?;
         for (name, meta) in self.entries(self.config.root.clone(), Mono::NEVER)? {
             if !self.goes_on(why) {
                 return Err(Error::new(ErrorKind::Closed, "the count was given up"));
             }
             if is_marker_private(&name) && !meta.is_dir {
-                self.sweep(vec![(self.config.root.join(&name), meta.mtime_ns)])?;
+                self.sweep(vec![(self.config.root.join(&name), meta.mtime_ns)], oldest)?;
             }
             if !meta.is_dir || !is_namespace(&name) {
                 continue;
@@ -238,23 +239,35 @@ impl Space {
                     namespace,
                 });
             })?;
-            found.total += self.sweep_private(dir.join("tmp"))?;
+            found.total += self.sweep_private(dir.join("tmp"), oldest)?;
             found.total += evidence_bytes(&self.entries(dir.join(evidence::DIR), Mono::NEVER)?);
             found.namespaces.push(dir);
         }
-        self.sweep_private(self.directory())?;
+        self.sweep_private(self.directory(), oldest)?;
         Ok(found)
     }
 
-    /// A time so long ago, ns of Unix time.
-    fn ago(&self, age: Duration) -> i64 {
-        let now = i64::try_from(self.clock.wall_ns()).unwrap_or(i64::MAX);
-        now.saturating_sub(i64::try_from(age.as_nanos()).unwrap_or(i64::MAX))
+    /// The time, ns of Unix time, before which a private file is that of somebody dead. By the clock that gives files
+    /// their times, the server's where there is one: the heartbeat was written a moment ago, whatever this host's clock
+    /// says. Nobody in office has none, and goes by its own.
+    fn dead_before(&self, why: Why) -> Result<i64> {
+        let mut now = i64::try_from(self.clock.wall_ns()).unwrap_or(i64::MAX);
+        if let Some(term) = why.term {
+            let op = IoOp::Stat {
+                paths: vec![self.path(Name::Collector(term))],
+                stop_at_missing: false,
+            };
+            if let IoDone::Stat(metas) = self.call(Mono::NEVER, op)?
+                && let Some(Some(meta)) = metas.first()
+            {
+                now = meta.mtime_ns;
+            }
+        }
+        Ok(now.saturating_sub(i64::try_from(STALE.as_nanos()).unwrap_or(i64::MAX)))
     }
 
-    /// Removes those of these files (with their times) that are dead.
-    fn sweep(&self, files: Vec<(PathBuf, i64)>) -> Result<()> {
-        let oldest = self.ago(STALE);
+    /// Removes those of these files (with their times) that are older.
+    fn sweep(&self, files: Vec<(PathBuf, i64)>, oldest: i64) -> Result<()> {
         let dead = files.into_iter().filter(|(_, time)| *time < oldest);
         let paths: Vec<PathBuf> = dead.map(|(path, _)| path).collect();
         if !paths.is_empty() {
@@ -264,8 +277,7 @@ impl Space {
     }
 
     /// Bytes of the private files in a directory, without those of the dead, which are removed.
-    fn sweep_private(&self, dir: PathBuf) -> Result<u64> {
-        let oldest = self.ago(STALE);
+    fn sweep_private(&self, dir: PathBuf, oldest: i64) -> Result<u64> {
         let (mut bytes, mut files) = (0, Vec::new());
         for (name, meta) in self.entries(dir.clone(), Mono::NEVER)? {
             if is_private(&name) && !meta.is_dir {
@@ -275,7 +287,7 @@ impl Space {
                 files.push((dir.join(&name), meta.mtime_ns));
             }
         }
-        self.sweep(files)?;
+        self.sweep(files, oldest)?;
         Ok(bytes)
     }
 }

@@ -56,7 +56,10 @@ impl Space {
             }
         }
         // Beyond every term that was, even where somebody removed the files of it.
-        let term = (highest.unwrap_or(0) + 1).max(self.clock.wall_ns() / 1_000_000);
+        let term = highest
+            .unwrap_or(0)
+            .saturating_add(1)
+            .max(self.clock.wall_ns() / 1_000_000);
         keeper.beat_sequence = 0;
         let beat = self.heartbeat(keeper, false);
         match self.write(Name::Collector(term), &beat, false, deadline) {
@@ -137,6 +140,7 @@ impl Space {
         if now.since(keeper.beat_at) > Duration::ZERO {
             self.beat(keeper, term, false, now, deadline)?;
         }
+        self.introduce_myself(keeper, now, deadline);
         Ok(Some(term))
     }
 

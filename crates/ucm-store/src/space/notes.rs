@@ -55,6 +55,17 @@ impl Space {
         book.note(writer, &note);
     }
 
+    /// Leaves a note although this writer is the collector now: whoever comes after the next collector finds no heartbeat
+    /// of it any more, and learns from this that its process is gone.
+    pub(super) fn introduce_myself(&self, keeper: &mut Keeper, now: Mono, deadline: Mono) {
+        let (writer, mut note) = self.my_note(now, 0);
+        note.sequence = keeper.note.sequence + 1;
+        // Best effort, as on a full medium: without it the silence tells.
+        if self.write(Name::Writer(writer), &note, true, deadline).is_ok() {
+            (keeper.note, keeper.note_at) = (note, now);
+        }
+    }
+
     /// Reads the notes that changed. Whether one of them was heard of lately.
     pub(super) fn read_notes(
         &self,
@@ -133,7 +144,8 @@ impl Space {
                 let _ = again(|| self.write(Name::Grants(office), &grants, true, deadline));
                 let _ = again(|| self.beat(&mut keeper, office, true, now, deadline));
             }
-        } else if keeper.note_at != Mono::default() || keeper.note.sequence > 0 {
+        }
+        if keeper.note_at != Mono::default() || keeper.note.sequence > 0 {
             note.sequence = keeper.note.sequence + 1;
             let _ = again(|| self.write(Name::Writer(writer), &note, true, deadline));
         }

@@ -153,7 +153,7 @@ impl Space {
         }
     }
 
-    fn path(&self, name: Name) -> PathBuf {
+    pub(super) fn path(&self, name: Name) -> PathBuf {
         self.directory().join(name.text())
     }
 

@@ -5,6 +5,7 @@
 
 pub(crate) mod bench;
 pub(crate) mod mount;
+pub(crate) mod shared;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
