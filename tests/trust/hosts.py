@@ -19,7 +19,7 @@ from harm import header_of
 from processes import assert_all_exact, child, ended_well, new_seed
 
 #: Seconds by which a host is before or behind the file system.
-APART = 2400
+APART = 3600
 #: Bytes that one model may take, and all together.
 QUOTA, LIMIT = 1 << 20, 4 << 20
 _CLOCK = r"""
