@@ -7,7 +7,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::shared::{LONG, RECORD, attempt, documents, in_time, on, small, stored};
+use common::shared::{LONG, RECORD, attempt, documents, elsewhere, in_time, on, small, stored};
 use common::{Device, Setup, Store, directory, eventually, id, ids};
 use proptest::prelude::*;
 use ucm_core::{BlockId, ErrorKind};
@@ -100,18 +100,7 @@ fn a_collector_whose_process_died_on_this_host_is_followed_at_once() {
 fn a_collector_of_another_host_is_followed_when_it_does_not_move_and_the_limit_holds() {
     let (dir, setup) = (directory(), small(64));
     let clock = ManualClock::new();
-    let elsewhere = Process {
-        host: "elsewhere".into(),
-        ..Process::this()
-    };
-    let stalled = on(
-        &clock,
-        dir.path(),
-        &Setup {
-            process: elsewhere,
-            ..setup.clone()
-        },
-    );
+    let stalled = on(&clock, dir.path(), &elsewhere(&setup));
     let device = Device::filled(&setup, &ids(60));
     stalled.dump(&device, &[id(0)]).unwrap();
     let next = on(&clock, dir.path(), &setup);
@@ -171,18 +160,7 @@ fn what_a_silent_writer_was_granted_is_free_again_and_it_comes_back_as_another()
     let (dir, setup) = (directory(), small(64));
     let clock = ManualClock::new();
     let collector = on(&clock, dir.path(), &setup);
-    let elsewhere = Process {
-        host: "elsewhere".into(),
-        ..Process::this()
-    };
-    let silent = on(
-        &clock,
-        dir.path(),
-        &Setup {
-            process: elsewhere,
-            ..setup.clone()
-        },
-    );
+    let silent = on(&clock, dir.path(), &elsewhere(&setup));
     let device = Device::filled(&setup, &ids(3));
     eventually("it was granted something", || {
         clock.advance(Duration::from_millis(100));

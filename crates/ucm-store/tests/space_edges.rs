@@ -11,21 +11,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::mount::{Place, copy_all};
-use common::shared::{LONG, RECORD, attempt, documents, in_time, on, small, stored};
+use common::shared::{LONG, RECORD, attempt, documents, elsewhere, in_time, on, small, stored};
 use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
 use ucm_core::{MissReason, crc32c};
 use ucm_infra::{Clock, ManualClock, Mono};
-use ucm_io::{Fault, Gate, OpKind, Process, Rule};
+use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Task, Until};
 use ucm_store::evidence::evidence_name;
 use ucm_store::space::{Capacity, Rules};
-
-fn elsewhere() -> Process {
-    Process {
-        host: "elsewhere".into(),
-        ..Process::this()
-    }
-}
 
 /// All files below a directory.
 fn files(dir: &Path) -> Vec<PathBuf> {
@@ -230,14 +223,7 @@ fn rustix_free(path: &Path) -> u64 {
 #[test]
 fn a_write_is_answered_though_the_medium_does_not_say_how_much_is_free() {
     let (dir, setup, clock) = (directory(), small(512), ManualClock::new());
-    let collector = on(
-        &clock,
-        dir.path(),
-        &Setup {
-            process: elsewhere(),
-            ..setup.clone()
-        },
-    );
+    let collector = on(&clock, dir.path(), &elsewhere(&setup));
     let writer = Store::with_clock_now(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     assert_eq!(collector.stat("storage_collector"), 1);
     collector.fault(Rule::on(OpKind::List, Fault::Errno(5)).path("/space"));
@@ -260,14 +246,7 @@ fn a_write_is_answered_though_the_medium_does_not_say_how_much_is_free() {
 #[test]
 fn a_count_that_was_given_up_with_the_office_is_no_trouble_for_a_writer() {
     let (dir, setup, clock) = (directory(), small(64), ManualClock::new());
-    let first = on(
-        &clock,
-        dir.path(),
-        &Setup {
-            process: elsewhere(),
-            ..setup.clone()
-        },
-    );
+    let first = on(&clock, dir.path(), &elsewhere(&setup));
     let device = Device::filled(&setup, &ids(64));
     attempt(&first, &clock, &device, id(0)).unwrap();
     let next = on(&clock, dir.path(), &setup);
@@ -302,14 +281,7 @@ fn a_count_that_was_given_up_with_the_office_is_no_trouble_for_a_writer() {
 #[test]
 fn who_is_refused_does_not_make_the_keeper_run() {
     let (dir, setup, clock) = (directory(), small(512), ManualClock::new());
-    let collector = on(
-        &clock,
-        dir.path(),
-        &Setup {
-            process: elsewhere(),
-            ..setup.clone()
-        },
-    );
+    let collector = on(&clock, dir.path(), &elsewhere(&setup));
     let writer = on(&clock, dir.path(), &setup);
     collector.fault(Rule::on(OpKind::List, Fault::Errno(5)).path("/space"));
     let device = Device::filled(&setup, &ids(200));
@@ -352,7 +324,7 @@ fn a_writer_that_was_forgotten_while_its_machine_slept_writes_nothing_before_it_
     let sleeper = Store::with_clock_now(
         dir.path(),
         Setup {
-            process: elsewhere(),
+            process: elsewhere(&setup).process,
             ..setup.clone()
         },
         Arc::clone(&asleep) as Arc<dyn Clock>,

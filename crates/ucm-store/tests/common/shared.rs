@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use ucm_core::{BlockId, Error};
 use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_io::Process;
 use ucm_store::engine::Until;
 
 use super::{Device, Setup, Store, eventually};
@@ -18,6 +19,19 @@ pub(crate) fn small(records: u64) -> Setup {
     Setup {
         capacity: Some(records * RECORD),
         ..Setup::default()
+    }
+}
+
+/// The same on another host, of whose processes nobody here knows whether they live.
+pub(crate) fn elsewhere(setup: &Setup) -> Setup {
+    let host = "elsewhere".into();
+    let process = Process {
+        host,
+        ..Process::this()
+    };
+    Setup {
+        process,
+        ..setup.clone()
     }
 }
 
