@@ -180,6 +180,15 @@ impl Book {
         self.accounts.get(&writer).is_some_and(|account| account.gone)
     }
 
+    /// Whether somebody writes no more of whom the last count did not see everything for sure: only another one tells
+    /// what it wrote, and frees what it was granted.
+    pub(crate) fn has_gone_unseen(&self) -> bool {
+        let accounts = self.accounts.values();
+        accounts
+            .into_iter()
+            .any(|account| account.gone && account.unseen() > 0)
+    }
+
     /// Before a count: what it will see for sure.
     pub(crate) fn begin_count(&self) -> Snapshot {
         let seen = |account: &Account| {
@@ -364,5 +373,20 @@ mod tests {
                 prop_assert!(book.bound().is_some_and(|bound| written.values().sum::<u64>() <= bound));
             }
         }
+    }
+
+    #[test]
+    fn who_is_gone_with_something_unseen_asks_for_a_count() {
+        let mut book = counted(1000, 0);
+        book.note(1, &note(0, 0, 10));
+        book.grant();
+        let before = book.begin_count();
+        book.end_count(&before, 0, 0);
+        assert!(!book.has_gone_unseen(), "it may still write");
+        book.gone(1);
+        assert!(book.has_gone_unseen());
+        let before = book.begin_count();
+        assert_eq!(book.end_count(&before, 0, 0), [1]);
+        assert!(!book.has_gone_unseen(), "it is forgotten");
     }
 }
