@@ -110,7 +110,7 @@ fn too_many_stuck_operations_open_it_until_they_return() {
         });
     }
     eventually("both are stuck", || store.stat("workers_stuck") == 2);
-    let asked = store.faults.count(OpKind::Stat);
+    let asked = store.asked(OpKind::Stat, id(2));
     assert_eq!(store.engine.lookup(&[id(2)]).unwrap(), [false]);
     assert_eq!((store.stat("healthy"), store.stat("breaker_opened")), (0, 1));
     clock.advance(20 * SECOND);
@@ -119,7 +119,7 @@ fn too_many_stuck_operations_open_it_until_they_return() {
         [false],
         "they are stuck still"
     );
-    assert_eq!(store.faults.count(OpKind::Stat), asked, "not even asked");
+    assert_eq!(store.asked(OpKind::Stat, id(2)), asked, "not even asked");
     store.faults.clear();
     gate.open();
     eventually("they return", || store.stat("workers_stuck") == 0);

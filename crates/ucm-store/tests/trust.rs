@@ -246,13 +246,13 @@ fn a_sick_medium_is_left_alone_for_a_while_and_tried_again() {
         assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     }
     assert_eq!((store.stat("breaker_opened"), store.stat("healthy")), (1, 0));
-    let asked = store.faults.count(OpKind::Stat);
+    let asked = store.asked(OpKind::Stat, id(0));
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     assert_eq!(
         store.engine.dump(device.rows(&ids(1))).err().unwrap().kind(),
         ErrorKind::Unhealthy
     );
-    assert_eq!(store.faults.count(OpKind::Stat), asked, "not even asked");
+    assert_eq!(store.asked(OpKind::Stat, id(0)), asked, "not even asked");
     assert_eq!(store.missed("unhealthy"), 1);
     store.faults.clear();
     clock.advance(Duration::from_secs(10));
