@@ -89,6 +89,16 @@ pub struct Listed {
     pub used_ns: i64,
 }
 
+/// Records that this process can read and others cannot see yet (in its memory, in a segment it has not sealed), as
+/// changes since the last time they were asked for.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Early {
+    /// They can be read from now on.
+    pub gained: Vec<BlockId>,
+    /// They are published by now, or gone: in any case no longer early.
+    pub lost: Vec<BlockId>,
+}
+
 /// A medium that keeps records.
 pub trait Backend: Send + Sync {
     /// Name in logs and metrics.
@@ -118,6 +128,13 @@ pub trait Backend: Send + Sync {
 
     /// Every record of this namespace.
     fn list(&self, deadline: Mono, done: Done<Vec<Listed>>);
+
+    /// What became readable for this process before others can see it, and what no longer is, since the last call. Who
+    /// asks is the scheduler of the same engine, through its workers; nobody else may count on these. At most as many
+    /// ids as [`ucm_core::limits::MAX_IDS_PER_CALL`], the rest with the next call.
+    fn early(&self) -> Early {
+        Early::default()
+    }
 
     /// A record was refused for damage: keeps it as evidence, where the medium can, later and best effort. Never
     /// blocks; nothing depends on it.
