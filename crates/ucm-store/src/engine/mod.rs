@@ -26,7 +26,7 @@ use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result, limi
 use ucm_device::{Device, DeviceSpan, HostArena, SlotPool, Stream};
 use ucm_infra::{Clock, IdSet, Lane, Mono, WorkerPool};
 
-use crate::backend::Backend;
+use crate::backend::{Backend, Early};
 use crate::events::{Event, Events};
 use crate::health::Breaker;
 use crate::record::RecordLayout;
@@ -254,6 +254,12 @@ impl Core {
                 .touch(ids, self.clock.now().after(self.deadlines.dump));
         }
         Ok(())
+    }
+
+    /// What became readable for this process before others can see it, and what no longer is, since the last call.
+    pub fn early(&self) -> Result<Early> {
+        self.usable()?;
+        Ok(self.backend.early())
     }
 
     /// How many more blocks a dump could take now.
