@@ -14,6 +14,7 @@ mod probe;
 mod process;
 mod psync;
 mod sys;
+mod uring;
 mod window;
 
 pub use engine::{Done, IoEngine};
@@ -22,3 +23,4 @@ pub use op::{FileMeta, IoBuf, IoDone, IoOp, MAX_LIST, OpKind, ReadMode, SpaceInf
 pub use probe::{DirectAlign, FsType, Probe};
 pub use process::Process;
 pub use psync::{PsyncEngine, PsyncOptions};
+pub use uring::{UringEngine, UringOptions, UringStats};

@@ -1,0 +1,286 @@
+//! The io_uring engine: reads and publishes go through a ring, many at once from one thread; everything else, and the
+//! naming of what was published, is left to the thread-pool engine inside, which is also what the answers agree with.
+//!
+//! Three threads have a part beside the pool's: the callers queue and wake, *the ring's thread* submits in batches and
+//! hands answers on, *the watch* answers what is late. A late operation is answered at once and its call taken back; the
+//! operation, its buffer and its place stay with the kernel until the call has really returned. A file that is read is
+//! opened with an ordinary descriptor and not with one of the ring's own: those know no statx (a read tells the length
+//! of the very file it read), and closing them tells no error.
+
+mod buffers;
+mod hold;
+mod kernel;
+mod publish;
+mod read;
+mod ring;
+mod shared;
+mod state;
+mod work;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rustix::event::EventfdFlags;
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::{Bell, Lane, MAX_QUEUE, Mono};
+
+use crate::engine::{Done, IoEngine};
+use crate::op::IoOp;
+use crate::psync::{PsyncEngine, PsyncOptions};
+use ring::Ring;
+use shared::{Counters, Shared};
+use state::{Phase, State, Waiting};
+use work::Work;
+
+/// Operations on their way at once for each thread that the pool would have given them.
+const PER_WORKER: usize = 8;
+/// Most operations of a lane on their way at once.
+const MAX_RUNNING: usize = 256;
+/// The lane that is added to the pool's for what the ring leaves to it.
+const REST: &str = "rest";
+
+/// How a [`UringEngine`] is set up.
+#[derive(Clone, Debug)]
+pub struct UringOptions {
+    /// The thread-pool engine inside; its lanes are for what the ring does not run.
+    pub psync: PsyncOptions,
+    /// The lanes of the ring, in the same order: `capacity` operations wait, `max_running` are on their way.
+    pub lanes: Vec<Lane>,
+    /// Places for operations that were given up and have not ended.
+    pub spare: usize,
+    /// Whether asking about an open file, and closing one that was only read, never waits: true of local file systems.
+    /// The ring's thread then does so itself, which costs less than a call that the kernel hands to another thread.
+    pub local: bool,
+    /// For tests: as if the kernel had refused the ring with this error number.
+    pub refused: Option<i32>,
+}
+
+impl UringOptions {
+    /// Beside a thread pool of this kind, on a local file system.
+    pub fn beside(psync: PsyncOptions) -> Self {
+        let lane = |lane: &Lane| Lane {
+            max_running: lane.max_running.saturating_mul(PER_WORKER).min(MAX_RUNNING),
+            ..*lane
+        };
+        Self {
+            lanes: psync.lanes.iter().map(lane).collect(),
+            spare: psync.max_replacements.max(2) * PER_WORKER,
+            local: true,
+            refused: None,
+            psync,
+        }
+    }
+
+    fn places(&self) -> usize {
+        State::places(&self.lanes, self.spare)
+    }
+
+    /// The pool's options with the lane for what the ring leaves to it.
+    fn with_rest(&self) -> PsyncOptions {
+        let mut psync = self.psync.clone();
+        psync.lanes.push(Lane {
+            name: REST,
+            capacity: self.places().clamp(1, MAX_QUEUE),
+            max_running: psync.workers,
+        });
+        psync
+    }
+}
+
+/// What the ring looks like now and what it has counted.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct UringStats {
+    /// Operations that wait and that are on their way, by lane; without those that the pool runs whole.
+    pub lanes: Vec<(usize, usize)>,
+    /// Operations given up whose calls have not returned.
+    pub stuck: usize,
+    /// How often the ring's thread woke up.
+    pub wakeups: u64,
+    /// Calls given to the kernel.
+    pub calls: u64,
+    /// Bytes of slots registered with the kernel.
+    pub registered: u64,
+    /// Panics in `done`.
+    pub callback_panics: u64,
+}
+
+/// Reads and publishes through a ring.
+pub struct UringEngine {
+    shared: Arc<Shared>,
+    local: bool,
+}
+
+impl UringEngine {
+    /// Starts the ring and the pool. The error says that io_uring cannot be used here, or is the pool's.
+    pub fn new(options: &UringOptions) -> Result<Arc<Self>> {
+        let psync = PsyncEngine::new(options.with_rest())?;
+        Self::over(psync, options)
+    }
+
+    /// Starts the ring beside a pool made `with_rest`.
+    pub(crate) fn over(psync: Arc<PsyncEngine>, options: &UringOptions) -> Result<Arc<Self>> {
+        if let Some(code) = options.refused {
+            let error = std::io::Error::from_raw_os_error(code);
+            return Err(Error::from_io(error, "this system refuses io_uring"));
+        }
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)
+            .map_err(|errno| Error::from_io(errno.into(), "cannot make an eventfd for the ring"))?;
+        let shared = Arc::new(Shared {
+            state: Mutex::new(State::new(&options.lanes, options.spare)),
+            clock: Arc::clone(&options.psync.clock),
+            rest_lane: options.lanes.len(),
+            psync,
+            wake,
+            alarm: Bell::new(),
+            ends: Bell::new(),
+            counters: Counters::default(),
+        });
+        start_ring(&shared, options.places())?;
+        let engine = Arc::new(Self {
+            local: options.local,
+            shared,
+        });
+        // From here on an early return drops the engine, which shuts it down.
+        engine.shared.start_watch()?;
+        Ok(engine)
+    }
+
+    /// The engine inside.
+    pub fn psync(&self) -> &Arc<PsyncEngine> {
+        &self.shared.psync
+    }
+
+    /// How many operations wanted direct I/O and went through the page cache.
+    pub fn direct_fallbacks(&self) -> u64 {
+        self.shared.psync.direct_fallbacks()
+    }
+
+    /// What the ring looks like right now, and what it has counted.
+    pub fn stats(&self) -> UringStats {
+        let counters = &self.shared.counters;
+        let state = self.shared.state.lock();
+        UringStats {
+            lanes: state.lanes(),
+            stuck: state.lost(),
+            wakeups: counters.wakeups.load(Ordering::Relaxed),
+            calls: counters.calls.load(Ordering::Relaxed),
+            registered: counters.registered.load(Ordering::Relaxed),
+            callback_panics: state.callback_panics,
+        }
+    }
+}
+
+/// Starts the ring's thread and waits until it has its ring: only the thread that makes a ring may use it.
+fn start_ring(shared: &Arc<Shared>, places: usize) -> Result<()> {
+    let (told, tells) = mpsc::channel();
+    let of_thread = Arc::clone(shared);
+    let body = move || match kernel::make(places) {
+        Ok(ring) => {
+            let ring = Ring::new(ring, of_thread, places);
+            // If nobody listens, nobody will ever submit, and shutdown is what comes next.
+            let _ = told.send(Ok(()));
+            ring.run();
+        }
+        Err(error) => {
+            let _ = told.send(Err(error));
+        }
+    };
+    std::thread::Builder::new()
+        .name("ucm-ring".into())
+        .spawn(body)
+        .map_err(|error| Error::from_io(error, "cannot start the thread of the ring"))?;
+    tells
+        .recv()
+        .unwrap_or_else(|_| Err(Error::internal("the thread of the ring ended at once")))
+}
+
+impl IoEngine for UringEngine {
+    fn submit(&self, lane: usize, deadline: Mono, op: IoOp, done: Done) {
+        let shared = &self.shared;
+        let (refusal, broken) = {
+            let state = shared.state.lock();
+            (state.refusal(lane), state.broken)
+        };
+        if let Some(error) = refusal {
+            drop(op);
+            return done(Err(error));
+        }
+        if broken {
+            return shared.psync.submit(lane, deadline, op, done);
+        }
+        let work = match Work::new(op, shared.psync.files(), self.local) {
+            Err(op) => return shared.psync.submit(lane, deadline, op, done),
+            Ok(Err(error)) => return done(Err(error)),
+            Ok(Ok(work)) => Box::new(work),
+        };
+        let waiting = Waiting { work, deadline, done };
+        let pushed = shared.change(|state| {
+            state.push(lane, waiting)?;
+            // The watch sleeps until the earliest deadline it knew; only an earlier one has to wake it.
+            let earlier = deadline < state.watch_wakes;
+            if earlier {
+                state.watch_wakes = deadline;
+            }
+            Ok(earlier)
+        });
+        match pushed {
+            Ok(true) => shared.alarm.ring(),
+            Ok(false) => {}
+            Err((error, Waiting { work, done, .. })) => {
+                // The buffer is free again before its owner hears of it.
+                drop(work);
+                done(Err(error));
+            }
+        }
+    }
+
+    fn stuck(&self) -> usize {
+        self.shared.state.lock().lost() + self.shared.psync.stuck()
+    }
+
+    fn name(&self) -> &'static str {
+        "io_uring"
+    }
+
+    fn shutdown(&self, drain: Duration) {
+        let shared = &self.shared;
+        let until = shared.clock.now().after(drain);
+        let stopped = shared.change(|state| {
+            if state.phase == Phase::Open {
+                state.phase = Phase::Draining;
+            }
+            state.phase == Phase::Stopped
+        });
+        if !stopped {
+            loop {
+                let seen = shared.ends.seen();
+                if shared.state.lock().is_drained() || shared.clock.now() >= until {
+                    break;
+                }
+                shared.clock.sleep(&shared.ends, seen, Some(until));
+            }
+        }
+        // First the pool: what it still has of ours is answered by it, and what it drops comes back to be tidied up.
+        shared.psync.shutdown(until.since(shared.clock.now()));
+        let left = shared.change(|state| {
+            state.phase = Phase::Stopped;
+            state.abandon()
+        });
+        shared.alarm.ring();
+        shared.report(left, || {
+            Error::new(
+                ErrorKind::Closed,
+                "the engine was shut down before the operation ended",
+            )
+        });
+    }
+}
+
+impl Drop for UringEngine {
+    fn drop(&mut self) {
+        self.shutdown(Duration::ZERO);
+    }
+}
