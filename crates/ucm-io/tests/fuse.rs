@@ -15,13 +15,15 @@ use ucm_infra::{Clock, ManualClock};
 use ucm_io::PsyncOptions;
 
 over_each_engine!(
-    short_counts_of_the_kernel_are_carried_on,
     a_close_that_fails_fails_the_publish,
     a_call_that_hangs_anywhere_costs_its_deadline_and_no_more,
     a_read_that_hangs_gives_its_slot_back_when_it_returns,
 );
 
-fn short_counts_of_the_kernel_are_carried_on(kind: Kind) {
+/// By the thread pool alone: kernels (6.18 at least) carry on a short call of a ring by themselves if the file can be
+/// polled, as those of FUSE can, and start again at its first byte. One more reason why such mounts are the pool's.
+#[test]
+fn short_counts_of_the_kernel_are_carried_on() {
     let manners = Manners {
         short: 1000,
         ..Manners::default()
@@ -29,13 +31,13 @@ fn short_counts_of_the_kernel_are_carried_on(kind: Kind) {
     let Some(place) = or_skip("short_counts_of_the_kernel_are_carried_on", Fuse::mount(manners)) else {
         return;
     };
-    for engine in [kind.engine(), kind.direct()] {
+    for engine in [Kind::Psync.engine(), Kind::Psync.direct()] {
         let pool = slots(1, 8192);
         let slot = filled(&pool, 1);
         let expected = slot.as_slice().to_vec();
         let meta = publish(&*engine, place.dir(), "block", slot);
         assert_eq!(meta.len, 8192);
-        assert_eq!(place.files()["block"], expected);
+        assert!(place.files()["block"] == expected);
         let op = read_op(place.dir().join("block"), 0, 8192, pool.try_acquire().unwrap());
         let (got, file_len) = bytes_of(call(&*engine, op).unwrap()).unwrap();
         assert!(got == expected && file_len == 8192);

@@ -11,7 +11,6 @@ const MAX_ENTRIES: u32 = 32768;
 /// The calls that are made through the ring. A kernel that lacks one (before 5.11) is left to the thread pool.
 const NEEDED: &[(u8, &str)] = &[
     (opcode::OpenAt::CODE, "openat"),
-    (opcode::Statx::CODE, "statx"),
     (opcode::Read::CODE, "read"),
     (opcode::ReadFixed::CODE, "read_fixed"),
     (opcode::Write::CODE, "write"),

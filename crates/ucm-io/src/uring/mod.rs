@@ -3,9 +3,13 @@
 //!
 //! Three threads have a part beside the pool's: the callers queue and wake, *the ring's thread* submits in batches and
 //! hands answers on, *the watch* answers what is late. A late operation is answered at once and its call taken back; the
-//! operation, its buffer and its place stay with the kernel until the call has really returned. A file that is read is
-//! opened with an ordinary descriptor and not with one of the ring's own: those know no statx (a read tells the length
-//! of the very file it read), and closing them tells no error.
+//! operation, its buffer and its place stay with the kernel until the call has really returned.
+//!
+//! For local file systems. The ring's thread itself asks what an open file is (on such that never waits), and kernels
+//! take files of FUSE, and whatever else can be polled, for ones that never make it wait, and make wrong of short counts
+//! there (seen with 6.18). Nothing is lost on other mounts but speed and threads: deadlines hold, for the watch keeps
+//! them. A file that is read is opened with an ordinary descriptor and not with one of the ring's own: those know no
+//! statx, while a read tells the length of the very file it read, and closing them tells no error.
 
 mod buffers;
 mod hold;
@@ -51,9 +55,6 @@ pub struct UringOptions {
     pub lanes: Vec<Lane>,
     /// Places for operations that were given up and have not ended.
     pub spare: usize,
-    /// Whether asking about an open file, and closing one that was only read, never waits: true of local file systems.
-    /// The ring's thread then does so itself, which costs less than a call that the kernel hands to another thread.
-    pub local: bool,
     /// For tests: as if the kernel had refused the ring with this error number.
     pub refused: Option<i32>,
 }
@@ -68,7 +69,6 @@ impl UringOptions {
         Self {
             lanes: psync.lanes.iter().map(lane).collect(),
             spare: psync.max_replacements.max(2) * PER_WORKER,
-            local: true,
             refused: None,
             psync,
         }
@@ -110,7 +110,6 @@ pub struct UringStats {
 /// Reads and publishes through a ring.
 pub struct UringEngine {
     shared: Arc<Shared>,
-    local: bool,
 }
 
 impl UringEngine {
@@ -139,10 +138,7 @@ impl UringEngine {
             counters: Counters::default(),
         });
         start_ring(&shared, options.places())?;
-        let engine = Arc::new(Self {
-            local: options.local,
-            shared,
-        });
+        let engine = Arc::new(Self { shared });
         // From here on an early return drops the engine, which shuts it down.
         engine.shared.start_watch()?;
         Ok(engine)
@@ -211,7 +207,7 @@ impl IoEngine for UringEngine {
         if broken {
             return shared.psync.submit(lane, deadline, op, done);
         }
-        let work = match Work::new(op, shared.psync.files(), self.local) {
+        let work = match Work::new(op, shared.psync.files()) {
             Err(op) => return shared.psync.submit(lane, deadline, op, done),
             Ok(Err(error)) => return done(Err(error)),
             Ok(Ok(work)) => Box::new(work),

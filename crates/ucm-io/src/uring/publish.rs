@@ -39,11 +39,7 @@ pub(super) struct Publishing {
 
 impl Publishing {
     /// Takes a publish, or gives back what is none.
-    pub(super) fn take(
-        op: IoOp,
-        files: &Arc<Files>,
-        local: bool,
-    ) -> std::result::Result<Result<(Core, Self)>, IoOp> {
+    pub(super) fn take(op: IoOp, files: &Arc<Files>) -> std::result::Result<Result<(Core, Self)>, IoOp> {
         let IoOp::Publish {
             private,
             target,
@@ -72,7 +68,7 @@ impl Publishing {
         Ok(checked.and_then(|()| {
             let hold =
                 Hold::new(&script.private, buf).map_err(|errno| script.failed(errno, CANNOT_CREATE))?;
-            Ok((Core::new(Arc::clone(files), hold, local), script))
+            Ok((Core::new(Arc::clone(files), hold), script))
         }))
     }
 
@@ -108,10 +104,8 @@ impl Publishing {
                 if !core.files.direct() {
                     return self.go_on(core);
                 }
-                match core.look() {
-                    Ok(seen) => self.looked(core, seen),
-                    Err(next) => next,
-                }
+                let seen = core.hold.look();
+                self.looked(core, seen)
             }
             (Call::Open { .. }, Err(Errno::INTR)) if wanted => self.create(core),
             // Whatever has that name is not ours and stays.
@@ -119,11 +113,6 @@ impl Publishing {
             (Call::Close, answer) => self.closed(core, answer, wanted),
             (Call::Unlink, _) => Next::Done(Err(self.error.take().unwrap_or_else(gone))),
             (_, _) if !wanted => self.fail(core, gone()),
-            (Call::Look, Err(Errno::INTR)) => core.call(Call::Look),
-            (Call::Look, answer) => {
-                let seen = answer.map(|_| core.hold.seen());
-                self.looked(core, seen)
-            }
             // Best effort: the kernel does it some time anyway.
             (Call::Advise, _) => core.call(Call::Close),
             (Call::Read { .. } | Call::Write { .. }, answer) => self.moved(core, answer),

@@ -30,17 +30,11 @@ pub(super) struct Reading {
     got: usize,
     file_len: u64,
     dev: u64,
-    /// The answer, once there is nothing left but to close.
-    outcome: Option<Result<IoDone>>,
 }
 
 impl Reading {
     /// Takes a read, or gives it back if it is none for the ring.
-    pub(super) fn take(
-        op: IoOp,
-        files: &Arc<Files>,
-        local: bool,
-    ) -> std::result::Result<Result<(Core, Self)>, IoOp> {
+    pub(super) fn take(op: IoOp, files: &Arc<Files>) -> std::result::Result<Result<(Core, Self)>, IoOp> {
         let IoOp::Read {
             path,
             offset,
@@ -72,13 +66,12 @@ impl Reading {
             got: 0,
             file_len: 0,
             dev: 0,
-            outcome: None,
             path,
         };
         let checked = check_read(&script.path, offset, len, buf.len());
         Ok(checked.and_then(|()| {
             let hold = Hold::new(&script.path, buf).map_err(|errno| script.failed(errno))?;
-            Ok((Core::new(Arc::clone(files), hold, local), script))
+            Ok((Core::new(Arc::clone(files), hold), script))
         }))
     }
 
@@ -99,15 +92,12 @@ impl Reading {
             (Call::Open { .. }, Ok(fd)) => {
                 core.hold.opened(fd, self.direct);
                 if !wanted {
-                    return self.end(core, Err(gone()));
+                    return Self::end(core, Err(gone()));
                 }
-                match core.look() {
-                    Ok(seen) => self.looked(core, seen),
-                    Err(next) => next,
-                }
+                let seen = core.hold.look();
+                self.looked(core, seen)
             }
-            (Call::Close, _) => self.answer(),
-            (_, Err(_)) if !wanted => self.end(core, Err(gone())),
+            (_, Err(_)) if !wanted => Self::end(core, Err(gone())),
             (Call::Open { .. }, Err(errno)) => match errno {
                 Errno::INVAL if self.direct => {
                     self.direct = false;
@@ -119,14 +109,9 @@ impl Reading {
                     self.open(core)
                 }
                 Errno::INTR => self.open(core),
-                _ => self.end(core, Err(self.failed(errno))),
+                _ => Self::end(core, Err(self.failed(errno))),
             },
-            (_, _) if !wanted => self.end(core, Err(gone())),
-            (Call::Look, Err(Errno::INTR)) => core.call(Call::Look),
-            (Call::Look, answer) => {
-                let seen = answer.map(|_| core.hold.seen());
-                self.looked(core, seen)
-            }
+            (_, _) if !wanted => Self::end(core, Err(gone())),
             (_, answer) => self.moved(core, answer),
         }
     }
@@ -134,10 +119,10 @@ impl Reading {
     fn looked(&mut self, core: &mut Core, seen: rustix::io::Result<Statx>) -> Next {
         let seen = match seen {
             Ok(seen) => seen,
-            Err(errno) => return self.end(core, Err(self.failed(errno))),
+            Err(errno) => return Self::end(core, Err(self.failed(errno))),
         };
         if FileType::from_raw_mode(seen.stx_mode.into()) != FileType::RegularFile {
-            return self.end(core, Err(not_regular(&self.path)));
+            return Self::end(core, Err(not_regular(&self.path)));
         }
         self.file_len = seen.stx_size;
         self.dev = rustix::fs::makedev(seen.stx_dev_major, seen.stx_dev_minor);
@@ -179,7 +164,7 @@ impl Reading {
             }
             Err(Errno::INVAL) if give_up(core, GiveUp::Refused) => self.go_on(core),
             Err(errno) if core.repeats(errno) => self.go_on(core),
-            Err(errno) => self.end(core, Err(self.failed(errno))),
+            Err(errno) => Self::end(core, Err(self.failed(errno))),
         }
     }
 
@@ -192,23 +177,14 @@ impl Reading {
             read: self.got.min(self.len),
             file_len: self.file_len,
         };
-        self.end(core, Ok(read))
+        Self::end(core, Ok(read))
     }
 
-    /// Closes what is open, then answers.
-    fn end(&mut self, core: &mut Core, outcome: Result<IoDone>) -> Next {
-        self.outcome = Some(outcome);
-        if core.local {
-            core.hold.file = None;
-        }
-        if core.hold.file.is_some() {
-            return core.call(Call::Close);
-        }
-        self.answer()
-    }
-
-    fn answer(&mut self) -> Next {
-        Next::Done(self.outcome.take().unwrap_or_else(|| Err(gone())))
+    /// Closes what is open (nothing was written to it, so on a local file system that says nothing and does not wait)
+    /// and answers.
+    fn end(core: &mut Core, outcome: Result<IoDone>) -> Next {
+        core.hold.file = None;
+        Next::Done(outcome)
     }
 }
 

@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 
-use rustix::fs::Statx;
 use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, Result};
 
@@ -44,18 +43,15 @@ pub(super) struct Core {
     pub(super) hold: Hold,
     /// The call that is answered next.
     pub(super) call: Call,
-    /// Whether the file system is known not to make metadata calls wait, so that this thread may make them itself.
-    pub(super) local: bool,
     repeated: u32,
 }
 
 impl Core {
-    pub(super) fn new(files: Arc<Files>, hold: Hold, local: bool) -> Self {
+    pub(super) fn new(files: Arc<Files>, hold: Hold) -> Self {
         Self {
             files,
             hold,
-            call: Call::Look,
-            local,
+            call: Call::Unlink,
             repeated: 0,
         }
     }
@@ -63,14 +59,6 @@ impl Core {
     pub(super) fn call(&mut self, call: Call) -> Next {
         self.call = call;
         Next::Call(call)
-    }
-
-    /// What the open file is: an answer at once, or a call of which it will be the answer.
-    pub(super) fn look(&mut self) -> std::result::Result<rustix::io::Result<Statx>, Next> {
-        if self.local {
-            return Ok(self.hold.look_now());
-        }
-        Err(self.call(Call::Look))
     }
 
     /// Whether a call that moved no bytes for this reason is made again as it was.
@@ -96,13 +84,13 @@ impl Core {
 impl Work {
     /// Takes an operation that the ring can run, or gives it back: whatever is not listed here, and reads whose buffer
     /// or offset needs a detour.
-    pub(super) fn new(op: IoOp, files: &Arc<Files>, local: bool) -> std::result::Result<Result<Self>, IoOp> {
+    pub(super) fn new(op: IoOp, files: &Arc<Files>) -> std::result::Result<Result<Self>, IoOp> {
         let taken = match op {
-            IoOp::Read { .. } => Reading::take(op, files, local)?.map(|(core, script)| Self {
+            IoOp::Read { .. } => Reading::take(op, files)?.map(|(core, script)| Self {
                 core,
                 script: Script::Read(script),
             }),
-            IoOp::Publish { .. } => Publishing::take(op, files, local)?.map(|(core, script)| Self {
+            IoOp::Publish { .. } => Publishing::take(op, files)?.map(|(core, script)| Self {
                 core,
                 script: Script::Publish(script),
             }),

@@ -37,8 +37,8 @@ impl UnderTest for UringEngine {
 pub enum Kind {
     /// The thread pool.
     Psync,
-    /// The ring; `local`: its thread itself asks about open files.
-    Uring { local: bool },
+    /// The ring.
+    Uring,
 }
 
 impl Kind {
@@ -59,9 +59,8 @@ impl Kind {
     pub fn build(self, psync: PsyncOptions) -> Arc<dyn UnderTest> {
         match self {
             Self::Psync => PsyncEngine::new(psync).unwrap(),
-            Self::Uring { local } => UringEngine::new(&UringOptions {
+            Self::Uring => UringEngine::new(&UringOptions {
                 lanes: psync.lanes.clone(),
-                local,
                 ..UringOptions::beside(psync)
             })
             .unwrap(),
@@ -91,14 +90,7 @@ macro_rules! over_each_engine {
         mod uring {
             $(#[test] fn $test() {
                 if $crate::common::engines::ring_or_skip(stringify!($test)) {
-                    super::$test($crate::common::engines::Kind::Uring { local: true })
-                }
-            })*
-        }
-        mod uring_anywhere {
-            $(#[test] fn $test() {
-                if $crate::common::engines::ring_or_skip(stringify!($test)) {
-                    super::$test($crate::common::engines::Kind::Uring { local: false })
+                    super::$test($crate::common::engines::Kind::Uring)
                 }
             })*
         }
