@@ -79,7 +79,7 @@ impl UringOptions {
     }
 
     /// The pool's options with the lane for what the ring leaves to it.
-    fn with_rest(&self) -> PsyncOptions {
+    pub(crate) fn with_rest(&self) -> PsyncOptions {
         let mut psync = self.psync.clone();
         psync.lanes.push(Lane {
             name: REST,
