@@ -75,7 +75,7 @@ impl ChosenEngine {
         };
         Ok(Arc::new(Self(Arc::new(Chosen {
             choice,
-            psync: PsyncEngine::new(options.with_rest())?,
+            psync: PsyncEngine::new(options.with_left())?,
             options,
             ring: OnceLock::new(),
             on: AtomicBool::new(false),
@@ -148,11 +148,11 @@ impl IoEngine for ChosenEngine {
                 }
                 done(result);
             };
-            return self.0.psync.submit(lane, deadline, op, Box::new(look));
+            return UringEngine::submit_whole(&self.0.psync, lane, deadline, op, Box::new(look));
         }
         match self.ring() {
             Some(ring) => ring.submit(lane, deadline, op, done),
-            None => self.0.psync.submit(lane, deadline, op, done),
+            None => UringEngine::submit_whole(&self.0.psync, lane, deadline, op, done),
         }
     }
 

@@ -1,8 +1,8 @@
-//! The io_uring engine: reads and publishes go through a ring, many at once from one thread; everything else, and the
-//! naming of what was published, is left to the thread-pool engine inside, which is also what the answers agree with.
+//! The io_uring engine: reads and publishes go through a ring, many at once from one thread; everything else, the naming
+//! of what was published, and every callback is left to the thread-pool engine inside, with which the answers agree.
 //!
 //! Three threads have a part beside the pool's: the callers queue and wake, *the ring's thread* submits in batches and
-//! hands answers on, *the watch* answers what is late. A late operation is answered at once and its call taken back; the
+//! hands answers to the pool, *the watch* answers what is late. A late operation is answered at once and its call taken back; the
 //! operation, its buffer and its place stay with the kernel until the call has really returned.
 //!
 //! For local file systems. The ring's thread itself asks what an open file is (on such that never waits), and kernels
@@ -35,7 +35,7 @@ use crate::engine::{Done, IoEngine};
 use crate::op::IoOp;
 use crate::psync::{PsyncEngine, PsyncOptions};
 use ring::Ring;
-use shared::{Counters, Shared};
+use shared::{Counters, Shared, whole_lane};
 use state::{Phase, State, Waiting};
 use work::Work;
 
@@ -43,8 +43,6 @@ use work::Work;
 const PER_WORKER: usize = 8;
 /// Most operations of a lane on their way at once.
 const MAX_RUNNING: usize = 256;
-/// The lane that is added to the pool's for what the ring leaves to it.
-const REST: &str = "rest";
 
 /// How a [`UringEngine`] is set up.
 #[derive(Clone, Debug)]
@@ -78,14 +76,23 @@ impl UringOptions {
         State::places(&self.lanes, self.spare)
     }
 
-    /// The pool's options with the lane for what the ring leaves to it.
-    pub(crate) fn with_rest(&self) -> PsyncOptions {
+    /// The pool's options, each lane with another before it for what the ring leaves to the pool. Together a lane and
+    /// that one take no more than three quarters of the workers, unless the lane may have them all.
+    pub(crate) fn with_left(&self) -> PsyncOptions {
         let mut psync = self.psync.clone();
-        psync.lanes.push(Lane {
-            name: REST,
-            capacity: self.places().clamp(1, MAX_QUEUE),
-            max_running: psync.workers,
-        });
+        let workers = psync.workers;
+        let both = |lane: Lane| {
+            let left = Lane {
+                capacity: self.places().clamp(1, MAX_QUEUE),
+                max_running: match lane.max_running {
+                    all if all >= workers => all,
+                    some => (some / 2).max(1),
+                },
+                ..lane
+            };
+            [left, lane]
+        };
+        psync.lanes = psync.lanes.into_iter().flat_map(both).collect();
         psync
     }
 }
@@ -93,7 +100,7 @@ impl UringOptions {
 /// What the ring looks like now and what it has counted.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UringStats {
-    /// Operations that wait and that are on their way, by lane; without those that the pool runs whole.
+    /// Operations that wait and that are on their way, by lane, those among them that the pool runs whole.
     pub lanes: Vec<(usize, usize)>,
     /// Operations given up whose calls have not returned.
     pub stuck: usize,
@@ -115,11 +122,11 @@ pub struct UringEngine {
 impl UringEngine {
     /// Starts the ring and the pool. The error says that io_uring cannot be used here, or is the pool's.
     pub fn new(options: &UringOptions) -> Result<Arc<Self>> {
-        let psync = PsyncEngine::new(options.with_rest())?;
+        let psync = PsyncEngine::new(options.with_left())?;
         Self::over(psync, options)
     }
 
-    /// Starts the ring beside a pool made `with_rest`.
+    /// Starts the ring beside a pool made `with_left`.
     pub(crate) fn over(psync: Arc<PsyncEngine>, options: &UringOptions) -> Result<Arc<Self>> {
         if let Some(code) = options.refused {
             let error = std::io::Error::from_raw_os_error(code);
@@ -130,7 +137,6 @@ impl UringEngine {
         let shared = Arc::new(Shared {
             state: Mutex::new(State::new(&options.lanes, options.spare)),
             clock: Arc::clone(&options.psync.clock),
-            rest_lane: options.lanes.len(),
             psync,
             wake,
             alarm: Bell::new(),
@@ -144,9 +150,9 @@ impl UringEngine {
         Ok(engine)
     }
 
-    /// The engine inside.
-    pub fn psync(&self) -> &Arc<PsyncEngine> {
-        &self.shared.psync
+    /// Gives an operation to the pool whole.
+    pub(crate) fn submit_whole(psync: &PsyncEngine, lane: usize, deadline: Mono, op: IoOp, done: Done) {
+        psync.submit(whole_lane(lane), deadline, op, done);
     }
 
     /// How many operations wanted direct I/O and went through the page cache.
@@ -157,9 +163,15 @@ impl UringEngine {
     /// What the ring looks like right now, and what it has counted.
     pub fn stats(&self) -> UringStats {
         let counters = &self.shared.counters;
+        let pool = self.shared.psync.pool_stats().lanes;
         let state = self.shared.state.lock();
+        let with_pool = |(lane, (queued, running)): (usize, (usize, usize))| {
+            let whole = pool.get(whole_lane(lane));
+            let also = whole.map_or((0, 0), |lane| (lane.queued, lane.running));
+            (queued + also.0, running + also.1)
+        };
         UringStats {
-            lanes: state.lanes(),
+            lanes: state.lanes().into_iter().enumerate().map(with_pool).collect(),
             stuck: state.lost(),
             wakeups: counters.wakeups.load(Ordering::Relaxed),
             calls: counters.calls.load(Ordering::Relaxed),
@@ -205,10 +217,10 @@ impl IoEngine for UringEngine {
             return done(Err(error));
         }
         if broken {
-            return shared.psync.submit(lane, deadline, op, done);
+            return Self::submit_whole(&shared.psync, lane, deadline, op, done);
         }
         let work = match Work::new(op, shared.psync.files()) {
-            Err(op) => return shared.psync.submit(lane, deadline, op, done),
+            Err(op) => return Self::submit_whole(&shared.psync, lane, deadline, op, done),
             Ok(Err(error)) => return done(Err(error)),
             Ok(Ok(work)) => Box::new(work),
         };

@@ -1,4 +1,4 @@
-//! The thread of the ring: takes orders, gives calls to the kernel in batches, hands answers on. It sleeps in the kernel,
+//! The thread of the ring: takes orders, gives calls to the kernel in batches, hands answers to the pool. It sleeps in the kernel,
 //! where news from other threads reaches it as the answer to a read of an eventfd that is always under way.
 #![allow(
     unsafe_code,
@@ -12,14 +12,14 @@ use std::sync::Arc;
 use io_uring::squeue::Entry;
 use io_uring::{IoUring, opcode, types};
 use rustix::io::Errno;
-use ucm_core::{Error, ErrorKind, Result};
+use ucm_core::{Error, ErrorKind};
 
 use super::buffers::Buffers;
 use super::hold::Call;
-use super::shared::Shared;
+use super::shared::{Left, Shared};
 use super::state::Orders;
 use super::work::{Next, Work};
-use crate::op::{IoBuf, IoDone};
+use crate::op::IoBuf;
 
 /// Names of answers that are not an operation's.
 const WAKE: u64 = u64::MAX;
@@ -33,7 +33,8 @@ pub(super) struct Ring {
     works: Vec<Option<Box<Work>>>,
     /// Whether the kernel has a call of the place's work.
     flying: Vec<bool>,
-    ended: Vec<(usize, Result<IoDone>)>,
+    /// What is for the pool, once the kernel has got its next calls.
+    ended: Vec<(usize, Left)>,
     buffers: Buffers,
     /// Where the wake-ups are read to, and whether the kernel has a call for that.
     woken: Box<u64>,
@@ -89,9 +90,9 @@ impl Ring {
             self.submit(self.ended.is_empty())?;
             self.reap();
             if !self.ended.is_empty() {
-                // The kernel goes on with the next calls while the answers are given.
+                // The kernel goes on with the next calls meanwhile.
                 self.submit(false)?;
-                self.answer();
+                self.hand_over();
             }
         }
     }
@@ -125,16 +126,11 @@ impl Ring {
                 Shared::count(&self.shared.counters.calls, 1);
                 self.push(entry);
             }
-            Next::Pool => {
-                if let Some(mut work) = self.shared.hand_over(place, work) {
-                    let next = work.abandon();
-                    self.advance(place, work, next);
-                }
-            }
+            Next::Pool => self.ended.push((place, Left::Work(work))),
             Next::Done(result) => {
                 // The buffer is free again before its owner hears of it.
                 drop(work);
-                self.ended.push((place, result));
+                self.ended.push((place, Left::Answer(result)));
             }
         }
     }
@@ -242,16 +238,22 @@ impl Ring {
         self.advance(place, work, next);
     }
 
-    /// Tells whoever waits for what has ended.
-    fn answer(&mut self) {
-        for (place, result) in std::mem::take(&mut self.ended) {
-            match self.shared.change(|state| state.finish(place)) {
-                Some(done) => self.shared.tell(|| done(result)),
-                None => drop(result),
+    /// Hands what has ended to the pool, or drops it where nobody waits.
+    fn hand_over(&mut self) {
+        for (place, left) in std::mem::take(&mut self.ended) {
+            match self.shared.hand_over(place, left) {
+                None => {}
+                Some(Left::Answer(result)) => {
+                    // The bytes first, then the place.
+                    drop(result);
+                    self.shared.change(|state| state.ended(place));
+                }
+                Some(Left::Work(mut work)) => {
+                    let next = work.abandon();
+                    self.advance(place, work, next);
+                }
             }
-            self.shared.change(|state| state.ended(place));
         }
-        self.shared.ends.ring();
     }
 }
 

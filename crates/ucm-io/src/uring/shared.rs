@@ -12,6 +12,7 @@ use ucm_infra::{Bell, Clock, Mono};
 
 use super::state::{Orders, Overdue, Phase, State};
 use super::work::Work;
+use crate::op::IoDone;
 use crate::psync::PsyncEngine;
 
 /// What is counted.
@@ -29,8 +30,6 @@ pub(super) struct Shared {
     pub(super) state: Mutex<State>,
     pub(super) clock: Arc<dyn Clock>,
     pub(super) psync: Arc<PsyncEngine>,
-    /// The lane of the pool that takes the rest of operations.
-    pub(super) rest_lane: usize,
     /// Read by the ring; written to wake its thread.
     pub(super) wake: OwnedFd,
     /// Wakes the watch.
@@ -126,25 +125,26 @@ impl Shared {
         }
     }
 
-    /// Gives the rest of an operation to the pool, or gives it back if nobody waits for it any more. What the pool does
-    /// not take, or drops undone, comes back to the ring with its orders.
-    pub(super) fn hand_over(self: &Arc<Self>, place: usize, work: Box<Work>) -> Option<Box<Work>> {
+    /// Gives what is left of an operation to the pool: the ring's thread runs no callback, for they may take their time
+    /// (the bytes of a load are verified and copied to the device in them). Gives it back if nobody waits for it any
+    /// more. A work that the pool does not take, or drops undone, comes back to the ring with its orders.
+    pub(super) fn hand_over(self: &Arc<Self>, place: usize, left: Left) -> Option<Left> {
         let Some((done, deadline, lane)) = self.state.lock().hand_out(place) else {
-            return Some(work);
+            return Some(left);
         };
         let guard = Guard {
             shared: Arc::clone(self),
             place,
-            work: Some(work),
+            left: Some(left),
         };
         let clock = Arc::clone(&self.clock);
         let run = move || {
             let mut guard = guard;
-            let work = guard
-                .work
-                .take()
-                .ok_or_else(|| Error::internal("a rest was run twice"))?;
-            work.run(&|| clock.now() < deadline)
+            match guard.left.take() {
+                Some(Left::Answer(result)) => result,
+                Some(Left::Work(work)) => work.run(&|| clock.now() < deadline),
+                None => Err(Error::internal("an operation ended twice")),
+            }
         };
         let shared = Arc::clone(self);
         let tell = move |result: Result<Result<_>>| {
@@ -152,7 +152,7 @@ impl Shared {
             shared.change(|state| state.leave_lane(lane));
             shared.ends.ring();
         };
-        if let Err(refused) = self.psync.pool().offer(self.rest_lane, deadline, run, tell) {
+        if let Err(refused) = self.psync.pool().offer(left_lane(lane), deadline, run, tell) {
             drop(refused.work);
             (refused.done)(Err(refused.error));
         }
@@ -165,16 +165,38 @@ impl Shared {
     }
 }
 
-/// Holds an operation's place while its rest is in the pool.
+/// The lane of the pool for operations of a lane that it runs whole.
+pub(super) fn whole_lane(lane: usize) -> usize {
+    2 * lane + 1
+}
+
+/// The lane of the pool for what the ring has left of operations of a lane: before the others of the same lane.
+fn left_lane(lane: usize) -> usize {
+    2 * lane
+}
+
+/// What the ring has left of an operation.
+pub(super) enum Left {
+    /// To tell the answer.
+    Answer(Result<IoDone>),
+    /// To run the end.
+    Work(Box<Work>),
+}
+
+/// Holds an operation's place while something of it is in the pool.
 struct Guard {
     shared: Arc<Shared>,
     place: usize,
-    work: Option<Box<Work>>,
+    left: Option<Left>,
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        let work = self.work.take();
-        self.shared.change(|state| state.back(self.place, work));
+        let undone = match self.left.take() {
+            Some(Left::Work(work)) => Some(work),
+            // The bytes first, then the place.
+            Some(Left::Answer(_)) | None => None,
+        };
+        self.shared.change(|state| state.back(self.place, undone));
     }
 }

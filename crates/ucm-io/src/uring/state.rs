@@ -43,10 +43,6 @@ enum Place {
     },
     /// Answered without having ended; the kernel may still use its buffer.
     Lost,
-    /// Being answered.
-    Ending {
-        lane: usize,
-    },
     /// Its rest waits or runs in the thread pool, which answers for it.
     Pool,
 }
@@ -201,34 +197,16 @@ impl State {
         matches!(self.places.get(place), Some(Place::Ring { .. }))
     }
 
-    /// What was in this place has ended: whom to tell, if anybody waits. `ended` must follow in any case.
-    pub(super) fn finish(&mut self, place: usize) -> Option<Done> {
-        match std::mem::replace(&mut self.places[place], Place::Free) {
-            Place::Ring { lane, done, .. } => {
-                self.places[place] = Place::Ending { lane };
-                Some(done)
-            }
-            other => {
-                self.places[place] = other;
-                None
-            }
-        }
-    }
-
-    /// It was told, or its bytes are free again if nobody was to be told.
+    /// What was given up in this place has ended, and its bytes are free again.
     pub(super) fn ended(&mut self, place: usize) {
-        match std::mem::replace(&mut self.places[place], Place::Free) {
-            Place::Ending { lane } => self.leave_lane(lane),
-            Place::Lost => self.lost -= 1,
-            other => {
-                self.places[place] = other;
-                return;
-            }
+        if matches!(self.places[place], Place::Lost) {
+            self.lost -= 1;
+            self.places[place] = Place::Free;
+            self.free.push(place);
         }
-        self.free.push(place);
     }
 
-    /// The rest of it goes to the pool, which will tell. The lane is left by `leave_lane`, the place by `back`.
+    /// What is left of it goes to the pool, which will tell. The lane is left by `leave_lane`, the place by `back`.
     pub(super) fn hand_out(&mut self, place: usize) -> Option<(Done, Mono, usize)> {
         match std::mem::replace(&mut self.places[place], Place::Pool) {
             Place::Ring { lane, deadline, done } => Some((done, deadline, lane)),
