@@ -19,6 +19,8 @@ mod read;
 mod ring;
 mod shared;
 mod state;
+#[cfg(test)]
+mod tests;
 mod work;
 
 use std::sync::Arc;
