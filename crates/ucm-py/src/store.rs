@@ -13,7 +13,7 @@ use pyo3::types::{PyDict, PyList};
 use ucm_core::{BlockId, DType, Error, ErrorKind, Geometry, Identity, MissReason, Part};
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::SystemClock;
-use ucm_io::{Process, PsyncEngine, PsyncOptions};
+use ucm_io::{ChosenEngine, IoChoice, Process, PsyncOptions};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Hint, Row};
 use ucm_store::events::Level;
 use ucm_store::evidence::QuarantineConfig;
@@ -121,6 +121,7 @@ impl PosixStore {
         let record = RecordLayout::new(&geometry).describing(block_tokens, dtype);
         let slots = usize::try_from(staging_bytes / record.record_len() as u64).unwrap_or(usize::MAX);
         let direct: bool = config.get("io_direct")?;
+        let io_choice = to_py(py, IoChoice::from_name(&config.get::<String>("io_engine")?))?;
         let posix = PosixConfig {
             root: config.get::<PathBuf>("root")?,
             identity: identity.clone(),
@@ -175,7 +176,7 @@ impl PosixStore {
             for lane in &mut options.lanes {
                 lane.capacity = lane.capacity.max(slots.min(ucm_infra::MAX_QUEUE));
             }
-            let io = PsyncEngine::new(options)?;
+            let io = ChosenEngine::new(io_choice, options)?;
             let backend = Arc::new(PosixBackend::new(posix, io, Arc::clone(&clock))?);
             Engine::open(engine, backend, Arc::new(HostDevice::new()), clock)
         });

@@ -6,7 +6,7 @@ mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use common::{Device, Setup, Store, directory, eventually, id};
+use common::{Device, Io, Setup, Store, directory, eventually, id};
 use proptest::prelude::*;
 use ucm_core::BlockId;
 use ucm_io::{Fault, OpKind, Rule};
@@ -76,10 +76,11 @@ enum Truth {
     Unsure,
 }
 
-fn run(layers_per_shard: u32, acts: &[Act]) {
+fn run(layers_per_shard: u32, io: Io, acts: &[Act]) {
     let dir = directory();
     let setup = Setup {
         layers_per_shard,
+        io,
         ..Setup::default()
     };
     let mut store = Store::open(dir.path(), setup.clone());
@@ -219,11 +220,18 @@ proptest! {
 
     #[test]
     fn direct_rows(acts in prop::collection::vec(act(), 1..30)) {
-        run(3, &acts);
+        run(3, Io::usual(), &acts);
     }
 
     #[test]
     fn layerwise_rows(acts in prop::collection::vec(act(), 1..30)) {
-        run(1, &acts);
+        run(1, Io::usual(), &acts);
+    }
+
+    #[test]
+    fn rows_through_a_ring(acts in prop::collection::vec(act(), 1..30)) {
+        if Io::Uring.or_skip("rows_through_a_ring") {
+            run(3, Io::Uring, &acts);
+        }
     }
 }

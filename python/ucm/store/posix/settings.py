@@ -100,6 +100,7 @@ class PosixStoreSettings(StoreSettings):
             "labels": self.labels,
             "staging_bytes": self.staging_capacity,
             "io_direct": self.io_direct,
+            "io_engine": self.io_engine,
             "capacity_bytes": None if capacity is None else capacity.bytes,
             "capacity_percent": None if capacity is None else capacity.percent,
             "floor_bytes": self.free_space_floor.bytes,
