@@ -28,8 +28,11 @@ CORE = [
     "ucm.store.BlockHasher",
     "ucm.store.part_mask",
     "ucm.store.record_ids",
+    "ucm.store.ucmstore.Task",
+    "ucm.store.ucmstore.UcmKVStoreBase",
     "ucm.store.ucmstore_v1.UcmKVStoreBaseV1",
     "ucm.store.ucmstore_v1.Task",
+    "ucm.store.factory.UcmConnectorFactory",
     "ucm.store.factory_v1.UcmConnectorFactoryV1",
     "ucm.store.posix.connector.UcmPosixStore",
 ]

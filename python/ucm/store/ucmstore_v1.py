@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ucm.errors import BusyError, ClosedError, InvalidInputError, UcmError
+from ucm.store.tensors import address_of
 
 #: ``"published"``: visible to others and survives this process. ``"staged"``: device memory may be reused.
 Until = Literal["staged", "published"]
@@ -182,17 +183,7 @@ def _addresses(tensors: Sequence[Sequence[Any]]) -> npt.NDArray[np.uint64]:
     matrix = np.empty((len(tensors), widths.pop() if widths else 0), dtype=np.uint64)
     for i, row in enumerate(tensors):
         for j, tensor in enumerate(row):
-            if hasattr(tensor, "data_ptr"):
-                contiguous, address = tensor.is_contiguous(), tensor.data_ptr()
-            elif isinstance(tensor, np.ndarray):
-                contiguous, address = tensor.flags.c_contiguous, tensor.ctypes.data
-            else:
-                raise InvalidInputError(
-                    "a tensor is a torch tensor or a NumPy array", context={"row": i, "column": j, "type": type(tensor)}
-                )
-            if not contiguous:
-                raise InvalidInputError("a tensor must be contiguous", context={"row": i, "column": j})
-            matrix[i, j] = address
+            matrix[i, j] = address_of(tensor, row=i, column=j)
     return matrix
 
 
