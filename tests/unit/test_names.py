@@ -35,6 +35,8 @@ CORE = [
     "ucm.store.factory.UcmConnectorFactory",
     "ucm.store.factory_v1.UcmConnectorFactoryV1",
     "ucm.store.posix.connector.UcmPosixStore",
+    "ucm.store.empty.connector.UcmEmptyStore",
+    "ucm.store.fake.connector.UcmFakeStore",
 ]
 
 #: Names that need vLLM.

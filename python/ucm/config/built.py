@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ucm.config.model import UcmConfig
-from ucm.config.stores import BUILT_STORES, INSTEAD
+from ucm.config.stores import BUILT_STORES, INSTEAD, WITHOUT_ROOT
 
 
 def problems_of(config: UcmConfig) -> list[str]:
@@ -25,7 +25,12 @@ def _store_problems(config: UcmConfig) -> Iterator[str]:
         what = f"{name} ({stages})" if stages else name
         instead = INSTEAD.get(name, "use UcmPosixStore (storage_backend: posix) on a directory")
         yield f"{what} is not built yet; {instead}"
-    elif not config.storage_backends:
+    elif name == "UcmFakeStore" and not config.options.get("allow_wrong_tokens"):
+        yield (
+            "UcmFakeStore loads nothing, so the engine would answer with wrong tokens; it is for tests: "
+            "write allow_wrong_tokens: true there, and use UcmPosixStore everywhere else"
+        )
+    elif name not in WITHOUT_ROOT and not config.storage_backends:
         yield (
             "no directory is given to keep blocks in; write storage_backends: /some/directory "
             "(kv_connector_extra_config or file), or set UCM_STORAGE_PATH"

@@ -122,3 +122,5 @@ def _classes(module: Any) -> list[str]:
 
 
 UcmConnectorFactoryV1.register_connector("UcmPosixStore", "ucm.store.posix.connector", "UcmPosixStore")
+UcmConnectorFactoryV1.register_connector("UcmEmptyStore", "ucm.store.empty.connector", "UcmEmptyStore")
+UcmConnectorFactoryV1.register_connector("UcmFakeStore", "ucm.store.fake.connector", "UcmFakeStore")

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ucm.errors import InvalidInputError, UnsupportedError
+from ucm.errors import InvalidInputError
 from ucm.store.tensors import address_of, bytes_of
 from ucm.store.ucmstore_v1 import Task
 
@@ -81,24 +81,16 @@ class UcmKVStoreBase(ABC):
         return self.dump_data(block_ids, offset, *_spans(tensors))
 
     def fetch_data(
-        self,
-        block_ids: Sequence[str],
-        offset: Sequence[int],
-        addr: Sequence[int],
-        size: Sequence[int],  # noqa: ARG002
+        self, block_ids: Sequence[str], offset: Sequence[int], addr: Sequence[int], size: Sequence[int]
     ) -> Any:
         """:meth:`load` into raw memory: ``size[i]`` bytes to address ``addr[i]``."""
-        raise UnsupportedError("this store takes tensors, not addresses")
+        raise NotImplementedError("this store takes tensors, not addresses")
 
     def dump_data(
-        self,
-        block_ids: Sequence[str],
-        offset: Sequence[int],
-        addr: Sequence[int],
-        size: Sequence[int],  # noqa: ARG002
+        self, block_ids: Sequence[str], offset: Sequence[int], addr: Sequence[int], size: Sequence[int]
     ) -> Any:
         """:meth:`dump` from raw memory: ``size[i]`` bytes from address ``addr[i]``."""
-        raise UnsupportedError("this store takes tensors, not addresses")
+        raise NotImplementedError("this store takes tensors, not addresses")
 
     @abstractmethod
     def wait(self, task: Any) -> int:
