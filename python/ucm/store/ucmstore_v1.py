@@ -157,6 +157,10 @@ class UcmKVStoreBaseV1(ABC):
         when :meth:`lookup` found its medium well; it is asked to look now and then."""
         return True
 
+    def trouble(self) -> str:
+        """Why :meth:`healthy` says no, in words for a log; empty when that is not known."""
+        return ""
+
     def free_dump_slots(self) -> int | None:
         """How many more blocks a dump could take now, None when unbounded or unknown."""
         return None

@@ -42,6 +42,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.settings = read_settings(config)
+        self._last_warning = ""
         self._core = PosixStore(self.settings.setup())
         self._drain_events()
 
@@ -146,6 +147,10 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     def healthy(self) -> bool:
         return bool(json.loads(self._open().stats())["healthy"])
 
+    def trouble(self) -> str:
+        self._drain_events()
+        return self._last_warning
+
     def free_dump_slots(self) -> int | None:
         return self._open().free_dump_slots()
 
@@ -166,6 +171,8 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     def _drain_events(self) -> None:
         for warning, text in self._core.events():
+            if warning:
+                self._last_warning = text
             logger.log(logging.WARNING if warning else logging.INFO, "%s: %s", self.settings.storage_backends[0], text)
 
 
