@@ -104,6 +104,9 @@ class PosixStore:
     def free_dump_slots(self) -> int:
         """How many more blocks a dump could take now."""
 
+    def cc_store(self) -> int:
+        """Address of the store's C table (``ucm_store.h``): the same every time, refused to calls once it is closed."""
+
     @property
     def record_len(self) -> int:
         """Bytes of one record on the medium."""

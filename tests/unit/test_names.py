@@ -17,6 +17,7 @@ import ucm
 LIGHT = [
     "ucm.UcmError",
     "ucm.logger.init_logger",
+    "ucm.utils.include_dir",
     "ucm.utils.validate_config",
     "ucm.utils.estimate_storage_requirements",
     "ucm.config.load",

@@ -145,7 +145,7 @@ class UcmKVStoreBaseV1(ABC):
         return self.dump_data(block_ids, shard_index, _addresses(tensors), prerequisite_handle)
 
     def cc_store(self) -> int:
-        """Address of the C table of this store, 0 where there is none."""
+        """Address of the C table of this store (``ucm_store.h``, see ``docs/stores.md``), 0 where there is none."""
         return 0
 
     def stats(self) -> dict[str, Any]:

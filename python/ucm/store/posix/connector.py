@@ -139,6 +139,9 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     def touch(self, block_ids: Sequence[bytes]) -> None:
         self._open().touch(block_ids)
 
+    def cc_store(self) -> int:
+        return self._open().cc_store()
+
     def stats(self) -> dict[str, Any]:
         self._drain_events()
         stats: dict[str, Any] = json.loads(self._core.stats())
