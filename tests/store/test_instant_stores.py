@@ -124,6 +124,8 @@ def test_the_fake_store_must_be_asked_for_by_name_and_by_consequence(config: dic
         UcmFakeStore(config)
     with pytest.raises(ConfigError, match="wrong tokens"):
         ucm_config.load({"ucm_connector_name": "UcmFakeStore", **config}, {})
+    with pytest.raises(ConfigError, match="wrong tokens"):
+        ucm_config.load({"store_pipeline": "Cache|Fake", **config}, {})
     # Nor by the back door: a module path makes any class a user's own store, but the class asks all the same.
     with pytest.raises(ConfigError, match="wrong tokens"):
         UcmConnectorFactoryV1.create_connector("UcmFakeStore", config, "ucm.store.fake.connector")

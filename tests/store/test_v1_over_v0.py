@@ -33,8 +33,9 @@ PIECES = [96, 32]
 LAYERS = 3
 LAYER = sum(PIECES)
 BLOCK = LAYER * LAYERS
-DIRECT = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK}
-LAYERWISE = {"tensor_size_list": PIECES, "shard_size": LAYER, "block_size": BLOCK}
+PATIENT = {"deadlines": {"load_unknown_s": 60.0, "load_max_s": 60.0, "dump_s": 60.0}}
+DIRECT = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK, **PATIENT}
+LAYERWISE = {"tensor_size_list": PIECES, "shard_size": LAYER, "block_size": BLOCK, **PATIENT}
 
 Addresses = npt.NDArray[np.uint64]
 
@@ -189,21 +190,45 @@ def test_a_dump_that_hangs_ends_and_the_next_one_works(made: Callable[..., V1Ove
 
 
 def test_dumps_are_bounded_and_refused_at_once(made: Callable[..., V1OverV0]) -> None:
+    """The least there is to stage in is 1 MiB: two blocks here, and each task holds what it dumps until it has ended."""
+    size = 1 << 19
     v0 = UsersV0({})
-    store, source = made(v0, buffer_bytes=2 * BLOCK), Memory(3, 0)
+    store = made(
+        v0, PATIENT | {"tensor_size": size, "shard_size": size, "block_size": size, "staging_capacity": "1MiB"}
+    )
+    source = np.zeros(size, np.uint8)
+    rows = np.full((3, 1), source.ctypes.data, np.uint64)
     v0.go.clear()
     assert store.free_dump_slots() == 2
-    first = store.dump_data(ids(2), [0, 0], source.rows[:2])
+    first = store.dump_data(ids(2), [0, 0], rows[:2])
     assert store.free_dump_slots() == 0
     with pytest.raises(BusyError, match="no room"):
-        store.dump_data(ids(3)[2:], [0], source.rows[2:])
+        store.dump_data(ids(3)[2:], [0], rows[2:])
     v0.go.set()
     store.wait(first)
     assert store.lookup(ids(3)) == [True, True, False]
     assert store.stats()["dump_bytes_waiting"] == 0
     store.close()
     with pytest.raises(ClosedError):
-        store.dump_data(ids(1), [0], source.rows[:1])
+        store.dump_data(ids(1), [0], rows[:1])
+
+
+def test_keys_of_all_stores_mean_the_same_here(made: Callable[..., V1OverV0]) -> None:
+    now = [0.0]
+    v0 = UsersV0({})
+    store, there = (
+        made(v0, DIRECT | {"deadlines": {"load_unknown_s": 2, "dump_s": 3}}, clock=lambda: now[0]),
+        Memory(1, 0),
+    )
+    v0.go.clear()
+    load, dump = store.load_data(ids(1), [0], there.rows), store.dump_data(ids(1), [0], there.rows)
+    now[0] = 2.5
+    assert (store.check(load), store.check(dump)) == (True, False)
+    now[0] = 3.5
+    assert store.check(dump)
+    for wrong in ({"deadlines": {"dump_s": -1}}, {"staging_capacity": "little"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            V1OverV0(v0, DIRECT | wrong)
 
 
 def test_what_waits_when_the_store_is_closed_fails(made: Callable[..., V1OverV0]) -> None:

@@ -19,10 +19,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ValidationError
 
+from ucm.config.model import Deadlines, StoreSettings
 from ucm.errors import (
     BY_KIND,
     BusyError,
+    ConfigError,
     InvalidInputError,
     NotFoundError,
     StoreIOError,
@@ -35,10 +38,6 @@ from ucm.store.ucmstore import DUPLICATE_KEY, OK, UcmKVStoreBase
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1, Until
 from ucm.store.v0_tasks import Lane, V0Task
 
-#: Seconds a load or dump may take when nobody says otherwise.
-ALLOWANCE_S = 30.0
-#: Bytes of dumps on their way at one time, unless told otherwise; at least one block always fits.
-BUFFER_BYTES = 256 << 20
 #: Blocks whose shards are still to come, at one time.
 INCOMPLETE = 4096
 
@@ -55,6 +54,12 @@ def error_of(code: int, what: str) -> UcmError:
     return _BY_CODE.get(code, StoreIOError)(f"the V0 store failed to {what}", context={"code": code})
 
 
+class _Settings(StoreSettings):
+    """Those keys of all stores that mean something here."""
+
+    deadlines: Deadlines = Deadlines()
+
+
 def with_v0_words(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of a V1 store with the keys that V0 stores read beside it, unless they are there."""
     lookups_only = config.get("device_id", 0) == -1
@@ -68,7 +73,11 @@ def with_v0_words(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class V1OverV0(UcmKVStoreBaseV1):
-    """A V0 store where a V1 store is wanted; ``config`` names the sizes. Record ids become 32 hex digits."""
+    """A V0 store where a V1 store is wanted. Record ids become 32 hex digits.
+
+    ``config`` names the sizes, and may hold ``deadlines`` (``load_unknown_s``, ``dump_s``) and ``staging_capacity``:
+    the bytes of dumps on their way at one time, and of the memory loads pass through; one block always fits.
+    """
 
     has_staged_level = True
     takes_load_timeout = True
@@ -78,16 +87,22 @@ class V1OverV0(UcmKVStoreBaseV1):
         store: UcmKVStoreBase,
         config: Mapping[str, Any],
         *,
-        buffer_bytes: int = BUFFER_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``buffer_bytes`` bounds the dumps on their way, and the memory loads pass through."""
+        """Raises :class:`~ucm.errors.ConfigError` for a wrong value among them."""
         super().__init__(config)
         self.v0 = store
         self._shape = BlockShape.of(config)
+        common = {key: config[key] for key in ("deadlines", "staging_capacity") if key in config}
+        try:
+            settings = _Settings.model_validate(common)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        self._allowances = {"load": settings.deadlines.load_unknown_s, "dump": settings.deadlines.dump_s}
         self._clock = clock
         self._pieces = list(zip(np.cumsum([0, *self._shape.pieces]).tolist(), self._shape.pieces, strict=False))
-        self._room = max(buffer_bytes, self._shape.block)
+        self._room = max(settings.staging_capacity, self._shape.block)
         self._per_load = max(1, self._room // self._shape.shard)
         self._lock = threading.Lock()
         self._on_their_way = 0  # bytes of dumps
@@ -108,7 +123,7 @@ class V1OverV0(UcmKVStoreBaseV1):
     def load_data(
         self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Addresses, timeout: float | None = None
     ) -> V0Task:
-        """As in the base class; ``timeout`` in seconds, :data:`ALLOWANCE_S` if None."""
+        """As in the base class; ``timeout`` in seconds, the configured deadline if None."""
         names, offsets, matrix = self._rows(block_ids, shard_index, addrs)
         task = self._task("load", len(names), timeout)
 
@@ -298,7 +313,7 @@ class V1OverV0(UcmKVStoreBaseV1):
         return _names(block_ids), [int(shard) * self._shape.shard for shard in shard_index], matrix
 
     def _task(self, kind: str, rows: int, timeout: float | None) -> V0Task:
-        allowance = ALLOWANCE_S if timeout is None else max(0.0, timeout)
+        allowance = self._allowances[kind] if timeout is None else max(0.0, timeout)
         return V0Task(kind, rows, self._clock() + allowance, self._clock)
 
     def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:

@@ -135,10 +135,10 @@ class WorkerHalf:
             if setup.trial and (why := why_unavailable(store)):
                 self._unavailable = (attempt, why)
                 store.close()
-            elif self._closed or attempt != self._attempt:
+                return
+            self._opened = (attempt, store)
+            if self._closed or attempt != self._attempt:
                 store.close()
-            else:
-                self._opened = (attempt, store)
 
         threading.Thread(target=work, name="ucm-open", daemon=True).start()
 
