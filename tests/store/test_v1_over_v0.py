@@ -190,12 +190,11 @@ def test_a_dump_that_hangs_ends_and_the_next_one_works(made: Callable[..., V1Ove
 
 
 def test_dumps_are_bounded_and_refused_at_once(made: Callable[..., V1OverV0]) -> None:
-    """The least there is to stage in is 1 MiB: two blocks here, and each task holds what it dumps until it has ended."""
+    """The least there is to stage in is 1 MiB: two blocks here. A task holds what it dumps until it has ended."""
     size = 1 << 19
     v0 = UsersV0({})
-    store = made(
-        v0, PATIENT | {"tensor_size": size, "shard_size": size, "block_size": size, "staging_capacity": "1MiB"}
-    )
+    sizes = {"tensor_size": size, "shard_size": size, "block_size": size, "staging_capacity": "1MiB"}
+    store = made(v0, PATIENT | sizes)
     source = np.zeros(size, np.uint8)
     rows = np.full((3, 1), source.ctypes.data, np.uint64)
     v0.go.clear()
