@@ -43,11 +43,11 @@ def test_registering_and_importing_the_factory_imports_no_store() -> None:
         "import sys\n"
         "from ucm.store.factory_v1 import UcmConnectorFactoryV1 as F\n"
         "F.register_connector('Mine', 'no.such.module', 'Mine')\n"
-        "assert not [m for m in sys.modules if m.startswith(('ucm.store.posix', 'torch', 'vllm'))]\n"
+        "assert not [m for m in sys.modules if m.startswith(('ucm.store.posix', 'ucm.store.fake', 'torch', 'vllm'))]\n"
         "print(F.registered())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "('Mine', 'UcmPosixStore')\n"
+    assert done.stdout == "('Mine', 'UcmEmptyStore', 'UcmFakeStore', 'UcmPosixStore')\n"
 
 
 def test_an_unknown_name_shows_what_there_is_and_the_nearest() -> None:
@@ -55,7 +55,7 @@ def test_an_unknown_name_shows_what_there_is_and_the_nearest() -> None:
         Factory.create_connector("UcmPosixStor", {})
     text = str(caught.value)
     assert 'did you mean "UcmPosixStore"?' in text
-    assert "registered: UcmPosixStore" in text
+    assert "registered: UcmEmptyStore, UcmFakeStore, UcmPosixStore" in text
     assert isinstance(caught.value, ValueError)
 
 

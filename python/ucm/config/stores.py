@@ -22,14 +22,19 @@ BACKEND_WORDS: dict[str, str] = {
     "object": "UcmObjectStore",
     "redis": "UcmRedisStore",
     "pipeline": "UcmPipelineStore",
+    "empty": "UcmEmptyStore",
+    "fake": "UcmFakeStore",
 }
 
 #: Stages of the original that ucm has no store for; they parse so that the answer names them.
-FOREIGN_STAGES: tuple[str, ...] = ("empty", "fake", "compress", "delegator", "dram", "yuanrong", "asu")
+FOREIGN_STAGES: tuple[str, ...] = ("compress", "delegator", "dram", "yuanrong", "asu")
 
 KNOWN_STORES: frozenset[str] = frozenset(BACKEND_WORDS.values())
 
-BUILT_STORES: frozenset[str] = frozenset({"UcmPosixStore"})
+BUILT_STORES: frozenset[str] = frozenset({"UcmPosixStore", "UcmEmptyStore", "UcmFakeStore"})
+
+#: Stores that need no directory.
+WITHOUT_ROOT: frozenset[str] = frozenset({"UcmEmptyStore", "UcmFakeStore"})
 
 #: What to write today instead of a store that is not built yet.
 INSTEAD: dict[str, str] = {
@@ -55,6 +60,13 @@ class CacheOptions(_Options):
     """Keys of the host memory tier."""
 
     cache_size: _Bytes = 1 << 30
+
+
+class FakeOptions(_Options):
+    """Keys of the store of tests that has no bytes."""
+
+    buffer_number: Annotated[int, Field(ge=1, le=1 << 24)] = 1 << 20
+    allow_wrong_tokens: _Flag = False
 
 
 class PcOptions(_Options):
@@ -88,6 +100,7 @@ class MooncakeOptions(_Options):
 
 OPTIONS: dict[str, type[_Options]] = {
     "UcmCacheStore": CacheOptions,
+    "UcmFakeStore": FakeOptions,
     "UcmPcStore": PcOptions,
     "UcmDs3fsStore": Ds3fsOptions,
     "UcmMooncakeStore": MooncakeOptions,

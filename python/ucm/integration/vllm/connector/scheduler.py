@@ -343,7 +343,7 @@ class SchedulerHalf:
     @property
     def wants_steps(self) -> bool:
         """Whether an idle engine should go on stepping: stores are being opened, or dumps are under way."""
-        return self.gate.worth_waiting() or bool(self._late_dumps) or self.dumps.in_flight
+        return self.gate.busy() or bool(self._late_dumps) or self.dumps.in_flight
 
     def stats(self) -> Mapping[str, Any]:
         """Counters of this half."""
