@@ -123,7 +123,6 @@ def test_none_available_is_misses_and_another_round_later(caplog: pytest.LogCapt
     assert rig.gate.phase == OPENING
     assert "no store is available" in caplog.text
     assert "the share is gone; Store1 on /nowhere: it cannot be opened" in caplog.text
-    assert not rig.half.wants_steps or rig.gate.worth_waiting()
     rig.clock.now += 6.0
     request = rig.request("r", 12)
     assert rig.half.matched(request, 0) == (0, False), "nobody waits for it any more"

@@ -114,8 +114,9 @@ class V1OverV0(UcmKVStoreBaseV1):
         """Whether the V0 store has each block."""
         return [bool(found) for found in self.v0.lookup(_names(block_ids))]
 
-    def prefetch(self, block_ids: Sequence[bytes]) -> None:
-        """Passed on."""
+    def prefetch(self, block_ids: Sequence[bytes], priority: str = "normal") -> None:
+        """Passed on; V0 knows no priorities."""
+        del priority
         self.v0.prefetch(_names(block_ids))
 
     # Loads --------------------------------------------------------------------------------------------------
