@@ -171,12 +171,9 @@ fn what_hangs_is_given_up_and_its_place_comes_back_with_the_call() {
     // Others go on, on another file system.
     let place = tempfile::tempdir().unwrap();
     publish(&*engine, place.path(), "other", vec![1; 100]);
+    // Nothing waits for a stuck call. A worker that has just told an answer may count as stuck for a moment.
     engine.shutdown(Duration::ZERO);
-    assert_eq!(
-        (engine.stuck(), pool.out()),
-        (1, 1),
-        "nothing waits for a stuck call"
-    );
+    eventually(|| (engine.stuck(), pool.out()) == (1, 1));
     mount.release();
     eventually(|| engine.stuck() == 0 && pool.out() == 0);
     assert!(

@@ -151,6 +151,11 @@ fn run(layers_per_shard: u32, io: Io, acts: &[Act]) {
             Act::Cut(n, len) => damage(&store, &mut truth, *n, |bytes| bytes.truncate(len % bytes.len())),
             Act::Grow(n) => damage(&store, &mut truth, *n, |bytes| bytes.push(0)),
             Act::Remove(n) => {
+                // A load that failed at another block leaves its reads to end by themselves, and the next load of the
+                // same block joins them: it may have what was there when they began.
+                eventually("no read is under way", || {
+                    store.stat("slots_free") == store.stat("slots")
+                });
                 let _ = std::fs::remove_file(store.file(id(*n)));
                 // Whether this process refused it decides nothing about a file that is gone.
                 truth.insert(id(*n), Truth::Absent);

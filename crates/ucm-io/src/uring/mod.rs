@@ -68,7 +68,11 @@ impl UringOptions {
         };
         Self {
             lanes: psync.lanes.iter().map(lane).collect(),
-            spare: psync.max_replacements.max(2) * PER_WORKER,
+            spare: psync
+                .max_replacements
+                .max(2)
+                .saturating_mul(PER_WORKER)
+                .min(MAX_RUNNING),
             refused: None,
             psync,
         }
@@ -145,7 +149,12 @@ impl UringEngine {
             ends: Bell::new(),
             counters: Counters::default(),
         });
-        start_ring(&shared, options.places())?;
+        // As many as the pool may have: those that hang are not to be missed.
+        let threads = options
+            .psync
+            .workers
+            .saturating_add(options.psync.max_replacements);
+        start_ring(&shared, options.places(), threads)?;
         let engine = Arc::new(Self { shared });
         // From here on an early return drops the engine, which shuts it down.
         engine.shared.start_watch()?;
@@ -184,10 +193,10 @@ impl UringEngine {
 }
 
 /// Starts the ring's thread and waits until it has its ring: only the thread that makes a ring may use it.
-fn start_ring(shared: &Arc<Shared>, places: usize) -> Result<()> {
+fn start_ring(shared: &Arc<Shared>, places: usize, threads: usize) -> Result<()> {
     let (told, tells) = mpsc::channel();
     let of_thread = Arc::clone(shared);
-    let body = move || match kernel::make(places) {
+    let body = move || match kernel::make(places, threads) {
         Ok(ring) => {
             let ring = Ring::new(ring, of_thread, places);
             // If nobody listens, nobody will ever submit, and shutdown is what comes next.

@@ -188,6 +188,9 @@ impl Ring {
 
     /// Gives the kernel what is queued and, if wanted, sleeps until there is an answer.
     fn submit(&mut self, sleep: bool) -> std::io::Result<()> {
+        if !sleep && self.ring.submission().is_empty() {
+            return Ok(());
+        }
         loop {
             let done = self.ring.submit_and_wait(usize::from(sleep));
             if sleep {
