@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from ucm.integration.vllm.connector.admission import Admission
 from ucm.integration.vllm.connector.background import URGENT, Background
 from ucm.integration.vllm.connector.extra_keys import ExtraKeys
 from ucm.integration.vllm.connector.gate import Gate
@@ -105,7 +106,8 @@ class Rig:
     """A scheduler half with everything around it."""
 
     def __init__(self, ranks: int = 1, opened: bool = True, **settings: Any) -> None:
-        self.clock, self.later, self.store, self.tables = Clock(), Later(), Memory(), Tables()
+        self.clock, self.later, self.store = Clock(), Later(), Memory()
+        self.tables = Tables(settings.pop("blocks", 64))
         self.ranks = ranks
         self.identity: str | None = '{"weights":"w"}'
         self.gate = Gate(
@@ -119,6 +121,9 @@ class Rig:
             open_allowance=5.0,
             clock=self.clock,
         )
+        self.admission = Admission(
+            settings.pop("admission", "measured"), 0.8, Pace(0.2, 30.0, settings.pop("step_tokens", 0)), self.clock
+        )
         self.half = SchedulerHalf(
             self.gate,
             make_keys=self.keys,
@@ -127,7 +132,7 @@ class Rig:
             min_hit_tokens=settings.pop("min_hit_tokens", 0),
             dump_output=settings.pop("dump_output", True),
             lookup_allowance=0.05,
-            pace=Pace(0.2, 30.0),
+            admission=self.admission,
             may_load=settings.pop("may_load", True),
             audit_one_in=settings.pop("audit_one_in", 0),
             clock=self.clock,
