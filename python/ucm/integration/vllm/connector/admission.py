@@ -22,6 +22,8 @@ from ucm.integration.vllm.connector.pace import Pace
 
 #: Part of the time that computing the hits takes which may be spent on learning.
 LEARNING = 0.01
+#: What the ledger begins with, in seconds.
+FIRST_S = 0.5
 #: Hits of a tier without a load of it that ended, before one is loaded to learn.
 UNLEARNT = 8
 #: The ledger is kept within so many times what the load at hand may take.
@@ -73,7 +75,7 @@ class Admission:
         self._tiers: dict[str, _Tier] = {}
         self._newest: _Tier | None = None
         self._loads: dict[str, _Load] = {}
-        self._ledger = 0.0  # seconds
+        self._ledger = FIRST_S
         self._seen = float("-inf")  # when the workers' reports were last looked at
         self.learning_loads = 0
 
@@ -85,42 +87,41 @@ class Admission:
         if self._mode != "measured":
             return Verdict.LOAD if self._mode == "always" else Verdict.DECLINE
         now, compute, allowance = self._clock(), self.pace.seconds(tokens, rest), self.pace.allowance(tokens, rest)
-        if compute is None or allowance is None:
-            return Verdict.LOAD
         known = self._tier(tier)
+        behind = self._behind(known, now)
+        if compute is None or allowance is None:
+            return Verdict.LOAD if behind < self.pace.least_allowance else Verdict.DECLINE
         known.unlearnt += 1
-        self._book(LEARNING * compute, allowance)
-        load = self._load_seconds(known, size, now)
-        if load is None:
-            return Verdict.LOAD
+        self._book(LEARNING * (self.pace.seconds(tokens + rest, 0) or 0.0), allowance)
+        size += known.waiting
         step = self.pace.step_under_way(now)
+        load = max(known.rate.seconds(size) or 0.0, behind)
         load = max(load + step / 2, step)
         late = allowance + compute  # what a load given up costs, with computing after it
         if load + known.rate.given_up * max(late - load, 0.0) <= self._share * compute:
             return Verdict.LOAD
-        loss = max(load - compute, 0.0) if load <= allowance else allowance
-        if (
-            known.unlearnt < UNLEARNT
-            or loss > self._ledger
-            or any(under_way.learns for under_way in self._loads.values())
-        ):
+        if behind or self._ledger < 0 or any(load.learns for load in self._loads.values()):
             return Verdict.DECLINE
-        return Verdict.LEARN
+        if max(known.rate.at_best(size) + step / 2, step) <= self._share * compute:
+            return Verdict.LEARN
+        loss = max(load - compute, 0.0) if load <= allowance else allowance
+        return Verdict.DECLINE if known.unlearnt < UNLEARNT or loss > self._ledger else Verdict.LEARN
 
     def _tier(self, name: str) -> _Tier:
         if name not in self._tiers and len(self._tiers) >= TIERS:
             name = next(iter(self._tiers))
         return self._tiers.setdefault(name, _Tier())
 
-    def _load_seconds(self, tier: _Tier, size: int, now: float) -> float | None:
-        """What a load takes that begins now; at least what one under way has taken that is behind."""
-        expected = tier.rate.seconds(tier.waiting + size)
-        behind = [
-            now - load.first_step
-            for load in self._loads.values()
-            if load.steps > 1 and load.tier is tier and now - load.first_step > BEHIND * (load.expected or 0.0)
-        ]
-        return max(behind + ([] if expected is None else [expected]), default=None)
+    def _behind(self, tier: _Tier, now: float) -> float:
+        """How long the oldest load of a tier has taken that is behind what was expected of it; 0: none is."""
+        return max(
+            (
+                now - load.first_step
+                for load in self._loads.values()
+                if load.tier is tier and load.steps > 1 and now - load.first_step > BEHIND * (load.expected or 0.0)
+            ),
+            default=0.0,
+        )
 
     # Loads --------------------------------------------------------------------------------------------------
 

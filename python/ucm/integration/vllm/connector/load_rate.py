@@ -8,12 +8,16 @@ a tier that has changed, and what was known before is forgotten.
 
 from __future__ import annotations
 
-#: Weight of all older samples when a new one comes.
-KEPT = 0.9
+from collections import deque
+
+#: Loads remembered, and the weight of each relative to the next newer one.
+SAMPLES, KEPT = 16, 0.9
 #: A sample off by this factor, and by so many seconds, is a surprise.
 SURPRISE, SLACK_S = 2.0, 0.003
-#: Samples whose sizes vary less (variance relative to the square of the mean) do not tell the fixed part apart.
+#: Sizes that vary less (variance relative to the square of the mean) do not tell the fixed part from the rate.
 SPREAD = 0.02
+#: A load longer or shorter by this factor than all remembered is no surprise, only something new.
+REACH = 1.25
 #: Weight of the newest load in the share of those given up.
 FAIL_WEIGHT = 0.1
 
@@ -22,16 +26,12 @@ class LoadRate:
     """A running fit over the loads of one tier."""
 
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0  # weighted sums
-        self._surprise: tuple[float, float, bool] | None = None
+        self._samples: deque[tuple[int, float]] = deque(maxlen=SAMPLES)  # bytes, seconds
+        self._surprise: tuple[int, float, bool] | None = None  # the newest sample if it was one, and whether slower
+        self._least = self._most = 0  # bytes of the samples
         self.fixed = 0.0  # seconds
         self._per_byte = 0.0  # seconds
         self.given_up = 0.0  # share of loads that did not end in time
-
-    @property
-    def known(self) -> bool:
-        """Whether some load has ended."""
-        return self._weight > 0
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -40,7 +40,15 @@ class LoadRate:
 
     def seconds(self, size: int) -> float | None:
         """What a load takes that ends when ``size`` bytes were moved; None while nothing is known."""
-        return self.fixed + size * self._per_byte if self.known else None
+        return self.fixed + size * self._per_byte if self._samples else None
+
+    def at_best(self, size: int) -> float:
+        """The least it can take by what is known: a load longer than those seen may take no longer, and a shorter one
+        less in proportion."""
+        if not self._samples:
+            return 0.0
+        seen = min(max(size, self._least), self._most)
+        return (self.fixed + seen * self._per_byte) * min(size / max(seen, 1), 1.0)
 
     def learn(self, size: int, low: float, high: float, *, late: bool = False, sure: bool = False) -> None:
         """A load ended after between ``low`` and ``high`` seconds. ``late``: it was given up, so that ``high`` is
@@ -49,43 +57,38 @@ class LoadRate:
         guess = expected if expected is not None else low if late else (low + high) / 2
         took = min(max(guess, low), high)
         self.given_up += FAIL_WEIGHT * (late - self.given_up)
-        if expected is not None and self._surprises(took, expected):
-            slower, before = took > expected, self._surprise
+        before, self._surprise = self._surprise, None
+        seen = self._least / REACH <= size <= self._most * REACH
+        if expected is not None and seen and self._surprises(took, expected):
+            slower = took > expected
             self._surprise = (size, took, slower)
-            if sure or (before is not None and before[2] == slower):
-                self._forget()
-                if before is not None and before[2] == slower:
-                    self._add(before[0], before[1])
+            again = before is not None and before[2] == slower
+            if sure or again:
+                self._samples.clear()
+                self.fixed = self.given_up = 0.0
+                if before is not None and again:
+                    self._samples.append(before[:2])
             else:
                 took = expected * SURPRISE + SLACK_S if slower else expected / SURPRISE
-        else:
-            self._surprise = None
-        self._add(size, took)
+        self._samples.append((size, took))
         self._fit()
 
     @staticmethod
     def _surprises(took: float, expected: float) -> bool:
         return took > expected * SURPRISE + SLACK_S or took < expected / SURPRISE - SLACK_S
 
-    def _forget(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
-        self.given_up = 0.0
-        self.fixed = 0.0
-
-    def _add(self, size: float, took: float) -> None:
-        for name, value in (("_weight", 1.0), ("_x", size), ("_y", took), ("_xx", size * size), ("_xy", size * took)):
-            setattr(self, name, KEPT * getattr(self, name) + value)
-
     def _fit(self) -> None:
-        x, y = self._x / self._weight, self._y / self._weight
-        if x <= 0:
-            self.fixed, self._per_byte = y, 0.0
-            return
-        spread = self._xx / self._weight - x * x
+        weight = x = y = xx = xy = 0.0
+        for size, took in self._samples:
+            weight, x, y = KEPT * weight + 1, KEPT * x + size, KEPT * y + took
+            xx, xy = KEPT * xx + size * size, KEPT * xy + size * took
+        x, y = x / weight, y / weight
+        spread = xx / weight - x * x
+        self._least, self._most = min(size for size, _ in self._samples), max(size for size, _ in self._samples)
         if spread > SPREAD * x * x:
-            slope = (self._xy / self._weight - x * y) / spread
+            slope = (xy / weight - x * y) / spread
             self._per_byte = min(max(slope, 0.0), y / x)
             self.fixed = y - self._per_byte * x
         else:
             self.fixed = min(self.fixed, y)
-            self._per_byte = (y - self.fixed) / x
+            self._per_byte = (y - self.fixed) / x if x > 0 else 0.0

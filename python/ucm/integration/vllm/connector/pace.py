@@ -34,7 +34,8 @@ class Pace:
 
     def __init__(self, min_s: float, max_s: float, step_tokens: int = 0) -> None:
         """A load gets at least ``min_s`` and at most ``max_s`` seconds; ``step_tokens``: most tokens of one step."""
-        self._min_s, self._max_s, self._step_tokens = min_s, max_s, step_tokens
+        self.least_allowance = min_s
+        self._max_s, self._step_tokens = max_s, step_tokens
         self._flight: deque[tuple[float, int, int]] = deque(maxlen=_FLIGHT)  # planned at, prompts' tokens, all tokens
         self._small: deque[float] = deque(maxlen=SAMPLES)
         self._large: deque[tuple[float, int]] = deque(maxlen=SAMPLES)  # seconds, tokens
@@ -87,7 +88,7 @@ class Pace:
     def allowance(self, tokens: int, rest: int = 1) -> float | None:
         """Seconds a load of ``tokens`` may take; None while the speed is not known."""
         compute = self.seconds(tokens, rest)
-        return None if compute is None else min(max(FACTOR * compute, self._min_s), self._max_s)
+        return None if compute is None else min(max(FACTOR * compute, self.least_allowance), self._max_s)
 
     def step_under_way(self, now: float) -> float:
         """What the step takes that is planned now if others compute in it, in seconds: a load is not seen to end
