@@ -62,7 +62,7 @@ class Engine:
     cold_steps: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Arrival:
     """A request: when it comes, of how many blocks the store has how many, and how many tokens it produces."""
 
@@ -91,7 +91,6 @@ class Outcome:
     declined: int
     learning: int
     unknown: int  # loads that began without a deadline of their own
-    rig: Rig
 
     def mean(self, since: int = 0) -> float:
         """Mean time to the first token of the requests from ``since`` on, in seconds."""
@@ -152,7 +151,6 @@ class Simulation:
             account.missed["declined"],
             self.rig.admission.learning_loads,
             self.unknown,
-            self.rig,
         )
 
     def _arrive(self, arrival: Arrival, number: int) -> None:
@@ -256,8 +254,12 @@ class Simulation:
             self.rig.report(RankReport(0, ready=True, free_slots=0, load_failures=failures), recved=ended)
 
 
-def compare(engine: Engine, make_tier: Callable[[], Tier], arrivals: Sequence[Arrival], **more: Any) -> Any:
-    """The outcome with measured admission, and that of the same engine without a cache."""
-    measured = Simulation(engine, make_tier(), arrivals, "measured", **more).run()
-    without = Simulation(engine, make_tier(), arrivals, "never", **more).run()
-    return measured, without
+_without: dict[str, Outcome] = {}
+
+
+def compare(engine: Engine, make_tier: Callable[[], Tier], arrivals: Sequence[Arrival], seed: int = 0) -> Any:
+    """The outcome with measured admission, and that of the same engine without a cache, which is kept."""
+    key = f"{engine} {seed} {hash(tuple(arrivals))}"
+    if key not in _without:
+        _without[key] = Simulation(engine, steady(0.0, 1.0), arrivals, "never", seed).run()
+    return Simulation(engine, make_tier(), arrivals, "measured", seed).run(), _without[key]

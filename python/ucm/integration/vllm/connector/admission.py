@@ -95,12 +95,15 @@ class Admission:
         self._book(LEARNING * (self.pace.seconds(tokens + rest, 0) or 0.0), allowance)
         size += known.waiting
         step = self.pace.step_under_way(now)
-        load = max(known.rate.seconds(size) or 0.0, behind)
+        expected = known.rate.seconds(size)
+        if expected is None and not behind:
+            return Verdict.LOAD
+        load = max(expected or 0.0, behind)
         load = max(load + step / 2, step)
         late = allowance + compute  # what a load given up costs, with computing after it
         if load + known.rate.given_up * max(late - load, 0.0) <= self._share * compute:
             return Verdict.LOAD
-        if behind or self._ledger < 0 or any(load.learns for load in self._loads.values()):
+        if known.waiting or self._ledger < 0:
             return Verdict.DECLINE
         if max(known.rate.at_best(size) + step / 2, step) <= self._share * compute:
             return Verdict.LEARN

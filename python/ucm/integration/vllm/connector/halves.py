@@ -130,7 +130,8 @@ def _may_load(vllm_config: VllmConfig) -> bool:
 
 def _admission(config: UcmConfig, vllm_config: VllmConfig) -> Admission:
     step_tokens = getattr(vllm_config.scheduler_config, "max_num_batched_tokens", None) or 0
-    pace = Pace(config.deadlines.load_min_ms / 1000, config.deadlines.load_max_s, step_tokens)
+    overlap = max(1, getattr(vllm_config, "max_concurrent_batches", 2))
+    pace = Pace(config.deadlines.load_min_ms / 1000, config.deadlines.load_max_s, step_tokens, overlap)
     return Admission(config.admission, config.admission_share, pace)
 
 

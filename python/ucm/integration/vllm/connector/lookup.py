@@ -162,9 +162,16 @@ class Lookups:
         reason = named(name, MissReason.ABSENT)
         hits, ahead = divmod(last + 1, parts)
         if hits:
-            lookup.tier = self._store.slowest_tier(ids[: hits * parts])
+            lookup.tier = self._slowest_tier(ids[: hits * parts])
         # Some parts of the block were found before one that is not there.
         return hits, MissReason.OTHER_RANK if ahead and reason == MissReason.ABSENT else reason
+
+    def _slowest_tier(self, ids: list[bytes]) -> str:
+        try:
+            return str(self._store.slowest_tier(ids))
+        except Exception as error:  # the hit is there all the same
+            throttle.warning("tier", "the store's slowest_tier() failed: %r", error)
+            return ""
 
     def _touch(self, keys: list[bytes]) -> None:
         for mask in self._masks:

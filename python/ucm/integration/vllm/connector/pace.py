@@ -25,18 +25,17 @@ LEAST_PART = 0.05
 IDLE_S = 0.005
 #: A load may take so many times the time that computing its tokens would take.
 FACTOR = 2.0
-#: Steps planned and not ended that are remembered; vLLM overlaps a few.
-_FLIGHT = 64
 
 
 class Pace:
     """What the last steps took. Every method is cheap enough for each step or each request."""
 
-    def __init__(self, min_s: float, max_s: float, step_tokens: int = 0) -> None:
-        """A load gets at least ``min_s`` and at most ``max_s`` seconds; ``step_tokens``: most tokens of one step."""
+    def __init__(self, min_s: float, max_s: float, step_tokens: int = 0, overlap: int = 1) -> None:
+        """A load gets at least ``min_s`` and at most ``max_s`` seconds; ``step_tokens``: most tokens of one step;
+        ``overlap``: most steps that are planned and have not ended, the next one included."""
         self.least_allowance = min_s
         self._max_s, self._step_tokens = max_s, step_tokens
-        self._flight: deque[tuple[float, int, int]] = deque(maxlen=_FLIGHT)  # planned at, prompts' tokens, all tokens
+        self._flight: deque[tuple[float, int, int]] = deque(maxlen=overlap)  # planned at, prompts' tokens, all
         self._small: deque[float] = deque(maxlen=SAMPLES)
         self._large: deque[tuple[float, int]] = deque(maxlen=SAMPLES)  # seconds, tokens
         self._skip = SKIPPED
@@ -93,9 +92,9 @@ class Pace:
     def step_under_way(self, now: float) -> float:
         """What the step takes that is planned now if others compute in it, in seconds: a load is not seen to end
         before the step does. 0 on an engine that computes nothing else."""
-        if not self._last or now - self._ended_at > IDLE_S:
+        if not (self._last and self._small) or now - self._ended_at > IDLE_S:
             return 0.0
-        return min(self._last, _low(self._small)) if self._small else self._last
+        return min(self._last, _low(self._small))
 
     @property
     def tokens_per_second(self) -> float | None:
