@@ -252,8 +252,9 @@ def slow_tier(rig: Rig) -> None:
     for number in range(2):
         request = rig.request(f"computed {number}", 20 * BLOCK, seed=90 + number)
         admit(rig, request)
-        rig.step(request)
+        plan = rig.step(request)
         rig.clock.now += 0.08
+        rig.report(rig.ended(plan))
         rig.half.step_ended()
         rig.half.finished(request)
         rig.tables.free(request)
