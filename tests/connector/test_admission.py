@@ -12,7 +12,7 @@ from parts import BLOCK, Clock, Rig
 from vllm.v1.request import Request
 
 from ucm.errors import UcmError
-from ucm.integration.vllm.connector.admission import FIRST_S, LEARNING, TIERS, UNLEARNT, Admission, Verdict
+from ucm.integration.vllm.connector.admission import BEGUN, FIRST_S, LEARNING, TIERS, UNLEARNT, Admission, Verdict
 from ucm.integration.vllm.connector.load_rate import LoadRate
 from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport
 from ucm.integration.vllm.connector.pace import Pace
@@ -96,7 +96,8 @@ def test_a_load_that_is_behind_says_so_before_it_ends() -> None:
     engine.computes()
     engine.load(1000, 0.1)
     engine.admission.began("slow", 1000, 1, 1000)
-    engine.admission.step_ended()
+    for _ in range(BEGUN):
+        engine.admission.step_ended()
     engine.clock.now += 0.9
     engine.admission.step_ended()
     assert engine.judge(1000) == Verdict.DECLINE
@@ -105,7 +106,8 @@ def test_a_load_that_is_behind_says_so_before_it_ends() -> None:
 def test_before_anything_is_known_one_load_that_is_behind_is_enough() -> None:
     engine = Engine()
     engine.admission.began("slow", 1000, 1, 1000)
-    engine.admission.step_ended()
+    for _ in range(BEGUN):
+        engine.admission.step_ended()
     engine.clock.now += 0.1
     engine.admission.step_ended()
     assert engine.judge(1000) == Verdict.LOAD

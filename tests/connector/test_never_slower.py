@@ -44,7 +44,7 @@ SPEEDS = [(latency, bandwidth) for latency in (0.0, 0.05, 0.5) for bandwidth in 
 def test_at_every_speed_of_the_tier(gap: float, latency: float, bandwidth: float) -> None:
     """``bandwidth`` in MiB/s: computing a block takes 1.6 ms here, so about 600 MiB/s are as fast."""
     arrivals = traffic(600, gap)
-    measured, without = compare(Engine(noise=0.2), lambda: steady(latency, bandwidth * MIB), arrivals)
+    measured, without = compare(Engine(), lambda: steady(latency, bandwidth * MIB), arrivals)
     assert measured.mean(WARM_UP) <= PROMISE * without.mean(WARM_UP)
     assert statistics.median(measured.first) <= PROMISE * statistics.median(without.first)
     start = measured.unknown * UNKNOWN_S + FIRST_S
@@ -76,6 +76,14 @@ def test_long_hits_are_loaded_where_short_ones_are_not() -> None:
     assert measured.mean(WARM_UP) < 0.8 * without.mean(WARM_UP)
     assert measured.declined > 0
     assert measured.loaded > measured.declined
+
+
+@pytest.mark.parametrize("bandwidth", [300, 600, 3000])
+def test_beside_requests_that_decode(bandwidth: float) -> None:
+    """A load is not seen to end before a step does, in which others produce their tokens."""
+    arrivals = traffic(500, 0.5, output=60)
+    measured, without = compare(Engine(noise=0.2), lambda: steady(0.1, bandwidth * MIB), arrivals)
+    assert measured.mean(WARM_UP) <= PROMISE * without.mean(WARM_UP)
 
 
 def switching(period: float, fast: float, slow: float) -> Callable[[], Tier]:

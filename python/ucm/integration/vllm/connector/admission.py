@@ -28,8 +28,9 @@ FIRST_S = 0.5
 UNLEARNT = 8
 #: The ledger is kept within so many times what the load at hand may take.
 LEDGER = 4.0
-#: A load is behind when it has taken so many times what was expected, and that for more than a step.
-BEHIND = 2.0
+#: A load is behind when it has taken so many times what was expected, counted from the end of the step in which it began
+#: for certain: the first that ends may have been planned before it.
+BEHIND, BEGUN = 2.0, 2
 #: Tiers told apart; more are one.
 TIERS = 8
 
@@ -61,7 +62,7 @@ class _Load:
     began: float
     moved: int  # bytes of the tier's loads ended before it began
     steps: int = 0  # ended since then
-    first_step: float = 0.0  # when the first of them did
+    begun: float = 0.0  # when it had begun for certain
     failed: bool = False
     late: bool = False
 
@@ -119,9 +120,9 @@ class Admission:
         """How long the oldest load of a tier has taken that is behind what was expected of it; 0: none is."""
         return max(
             (
-                now - load.first_step
+                now - load.begun
                 for load in self._loads.values()
-                if load.tier is tier and load.steps > 1 and now - load.first_step > BEHIND * (load.expected or 0.0)
+                if load.tier is tier and load.steps > BEGUN and now - load.begun > BEHIND * (load.expected or 0.0)
             ),
             default=0.0,
         )
@@ -156,7 +157,7 @@ class Admission:
     def oldest_first(self, requests: Iterable[str]) -> list[str]:
         """Requests whose loads ended, in the order in which these began."""
         far = float("inf")
-        return sorted(requests, key=lambda name: self._loads[name].began if name in self._loads else far)
+        return sorted(requests, key=lambda name: (self._loads[name].began if name in self._loads else far, name))
 
     def failed(self, request: str, late: bool) -> None:
         """A rank reported that its part of a load failed; ``late``: given up for its time."""
@@ -190,8 +191,8 @@ class Admission:
         self.pace.ended(now)
         for load in self._loads.values():
             load.steps += 1
-            if load.steps == 1:
-                load.first_step = now
+            if load.steps == BEGUN:
+                load.begun = now
 
     def _book(self, seconds: float, allowance: float) -> None:
         self._ledger = min(max(self._ledger + seconds, -LEDGER * allowance), LEDGER * allowance)

@@ -362,6 +362,8 @@ class SchedulerHalf:
             "missed_blocks": dict(total.missed),
             "published_blocks": self.dumps.published_blocks,
             "failed_blocks": self.dumps.failed_blocks,
+            "learning_loads": self.admission.learning_loads,
+            **self.admission.rates(),
         }
 
     def close(self) -> None:
