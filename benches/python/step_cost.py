@@ -20,6 +20,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from ucm.integration.vllm.connector.admission import Admission
 from ucm.integration.vllm.connector.background import Background
 from ucm.integration.vllm.connector.extra_keys import ExtraKeys
 from ucm.integration.vllm.connector.gate import Gate
@@ -85,7 +86,7 @@ def open_half(tables: Tables) -> SchedulerHalf:
         min_hit_tokens=0,
         dump_output=True,
         lookup_allowance=0.05,
-        pace=Pace(0.2, 30.0),
+        admission=Admission("measured", 0.8, Pace(0.2, 30.0)),
     )
     half.bind_manager(tables)  # a step asks vLLM's manager for nothing but tables
     half.bind_pool(tables.block_pool)
@@ -118,6 +119,7 @@ def one_step(half: SchedulerHalf, output: SchedulerOutput, answer: KVConnectorOu
     plan = half.plan(output)
     half.worker_output(answer)
     half.wants_steps  # noqa: B018 - vLLM asks once per step
+    half.step_ended()
     half.account.take()
     return plan
 

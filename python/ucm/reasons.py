@@ -45,6 +45,7 @@ class MissReason(StrEnum):
     ABORTED = "aborted"
     INTERNAL = "internal"
     AUDIT = "audit"
+    DECLINED = "declined"
 
 
 _NAMES = frozenset(MissReason)

@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from ucm.integration.vllm.connector.admission import Admission
 from ucm.integration.vllm.connector.background import URGENT, Background
 from ucm.integration.vllm.connector.candidates import Candidate, Selection
 from ucm.integration.vllm.connector.extra_keys import ExtraKeys
@@ -114,7 +115,8 @@ class Rig:
         self, ranks: int = 1, opened: bool = True, candidates: Sequence[Candidate] = (), **settings: Any
     ) -> None:
         """``candidates``: the configured stores, one in memory when there are none."""
-        self.clock, self.later, self.store, self.tables = Clock(), Later(), Memory(), Tables()
+        self.clock, self.later, self.store = Clock(), Later(), Memory()
+        self.tables = Tables(settings.pop("blocks", 64))
         self.ranks = ranks
         candidates = candidates or [candidate("Memory", lambda config: self.store)]
         self.names = tuple(one.name for one in candidates)
@@ -128,6 +130,9 @@ class Rig:
             open_allowance=5.0,
             clock=self.clock,
         )
+        self.admission = Admission(
+            settings.pop("admission", "measured"), 0.8, Pace(0.2, 30.0, settings.pop("step_tokens", 0)), self.clock
+        )
         self.half = SchedulerHalf(
             self.gate,
             make_keys=self.keys,
@@ -136,7 +141,7 @@ class Rig:
             min_hit_tokens=settings.pop("min_hit_tokens", 0),
             dump_output=settings.pop("dump_output", True),
             lookup_allowance=0.05,
-            pace=Pace(0.2, 30.0),
+            admission=self.admission,
             may_load=settings.pop("may_load", True),
             audit_one_in=settings.pop("audit_one_in", 0),
             clock=self.clock,

@@ -20,7 +20,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from ucm.integration.vllm.connector import UCMConnector, UCMDirectConnector
 from ucm.integration.vllm.connector.account import MISSED, TIMES, Account
-from ucm.integration.vllm.connector.metrics import COUNTERS, HISTOGRAMS, MISSED_BLOCKS, UcmStats
+from ucm.integration.vllm.connector.metrics import COUNTERS, GAUGES, HISTOGRAMS, MISSED_BLOCKS, UcmStats
 from ucm.reasons import MissReason
 
 TYPES: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
@@ -151,6 +151,19 @@ def test_times_are_put_together_logged_as_means_and_exported_as_histograms() -> 
     assert sample("ucm_lookup_seconds_bucket", **labels, le="0.0025") == 1
 
 
+def test_speeds_are_the_newest_and_exported_as_gauges() -> None:
+    stats = UcmStats(data={"load_bytes_per_second": 5.0, "asked": 1})
+    stats.aggregate(UcmStats(data={"load_bytes_per_second": 1234567.0}))
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
+    assert UcmStats(data=sent).reduce() == {"ucm asked": 1, "ucm load_bytes_per_second": 1235000.0}
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    metrics = UCMConnector.build_prom_metrics(config, TYPES, ["model_name", "engine"], {0: ["gauged", "0"]})  # type: ignore[arg-type]
+    assert metrics is not None
+    metrics.observe(sent, 0)
+    metrics.observe({"load_bytes_per_second": 7.0}, 0)
+    assert sample("ucm_load_bytes_per_second", model_name="gauged", engine="0") == 7.0
+
+
 def test_times_that_nobody_asks_for_are_bounded() -> None:
     account = Account(BLOCK, 0.0)
     for _ in range(TIMES + 1):
@@ -197,7 +210,9 @@ def test_the_worker_tells_how_long_transfers_took() -> None:
     assert half.get_kv_connector_stats() is None
 
 
-@pytest.mark.parametrize("name", [name for name, _ in (*COUNTERS.values(), *HISTOGRAMS.values())] + [MISSED_BLOCKS[0]])
+@pytest.mark.parametrize(
+    "name", [name for name, _ in (*COUNTERS.values(), *HISTOGRAMS.values(), *GAUGES.values())] + [MISSED_BLOCKS[0]]
+)
 def test_names_have_our_prefix_and_a_unit(name: str) -> None:
     assert name.startswith("ucm_")
-    assert name.endswith(("_blocks", "_bytes", "_seconds"))
+    assert name.endswith(("_blocks", "_bytes", "_seconds", "_tokens", "_per_second"))

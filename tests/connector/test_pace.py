@@ -1,41 +1,127 @@
-"""How long a load may take: from the speed at which this engine computes, within bounds."""
+"""How fast the engine computes and so how long a load may take: what counts, what does not, within which bounds."""
 
 from __future__ import annotations
 
 import pytest
 from parts import BLOCK, Rig
 
-from ucm.integration.vllm.connector.pace import MAX_STEP_S, MIN_TOKENS, Pace
+from ucm.integration.vllm.connector.pace import MIN_TOKENS, SAMPLES, SKIPPED, Pace
+
+
+class Steps:
+    """Steps one after the other."""
+
+    def __init__(self, step_tokens: int = 0) -> None:
+        self.pace = Pace(0.2, 30.0, step_tokens)
+        self.now = 0.0
+
+    def run(self, seconds: float, *tokens: int) -> None:
+        """A step of requests with so many tokens each."""
+        self.pace.planned({f"r{i}": n for i, n in enumerate(tokens)}, sum(tokens), self.now)
+        self.now += seconds
+        self.pace.ended(self.now)
 
 
 def test_unknown_until_a_step_computed_a_prompt() -> None:
-    pace = Pace(0.2, 30.0)
-    assert pace.allowance(1000) is None
-    pace.step(MIN_TOKENS - 1, 0.0)  # decoding says nothing
-    pace.step(1000, 1.0)
-    assert pace.allowance(1000) is None
-    pace.step(1, 2.0)
-    assert pace.allowance(1000) == pytest.approx(2.0)  # twice the second it took
+    steps = Steps()
+    assert steps.pace.allowance(1000) is None
+    for _ in range(2 * SAMPLES):
+        steps.run(0.1, *[1] * 500)  # decoding says nothing
+        steps.run(0.1, MIN_TOKENS - 1)
+    assert steps.pace.allowance(1000) is None
+    assert steps.pace.tokens_per_second is None
 
 
-def test_within_its_bounds_and_an_idle_engine_says_nothing() -> None:
-    pace = Pace(0.2, 30.0)
-    pace.step(1000, 0.0)
-    pace.step(1000, 1.0)
-    assert pace.allowance(1) == pytest.approx(0.2)
-    assert pace.allowance(1_000_000) == pytest.approx(30.0)
-    pace.step(1, 2.0 + MAX_STEP_S)
-    assert pace.allowance(1000) == pytest.approx(2.0)
+def test_twice_what_it_took_within_bounds() -> None:
+    steps = Steps()
+    for _ in range(SKIPPED):
+        steps.run(9.0, 1000)  # compiled and cold
+    steps.run(1.0, 1000)
+    assert steps.pace.allowance(1000) == pytest.approx(2.0)
+    assert steps.pace.allowance(1) == pytest.approx(0.2)
+    assert steps.pace.allowance(1_000_000) == pytest.approx(30.0)
+    assert steps.pace.tokens_per_second == pytest.approx(1000)
+
+
+def test_idle_time_and_loads_alone_say_nothing() -> None:
+    steps = Steps()
+    for _ in range(SKIPPED + 1):
+        steps.run(1.0, 1000)
+        steps.now += 3600.0
+    for _ in range(100):
+        steps.run(0.5)
+    assert steps.pace.seconds(1000) == pytest.approx(1.0)
+    assert steps.pace.step_under_way(steps.now) == 0.0
+
+
+def test_the_overhead_of_a_step_is_no_ones_saving() -> None:
+    """What a hit saves is the part of its tokens, and a step only where it saves a whole one."""
+    steps = Steps(step_tokens=1000)
+    for _ in range(8):
+        steps.run(0.5, 1, 1, 1)
+        steps.run(1.5, 1000)
+    assert steps.pace.seconds(900, rest=100) == pytest.approx(0.9)
+    assert steps.pace.seconds(1000, rest=100) == pytest.approx(1.0 + 0.5)
+    assert steps.pace.seconds(2000, rest=1) == pytest.approx(2.0 + 2 * 0.5)
+    assert steps.pace.tokens_per_second == pytest.approx(1000 / 1.5)
+    assert steps.pace.step_under_way(steps.now) == pytest.approx(0.5)
+
+
+def test_chunks_beside_requests_that_decode() -> None:
+    steps = Steps()
+    for _ in range(8):
+        steps.run(0.5, *[1] * 40)
+        steps.run(1.5, 1000, *[1] * 40)
+        steps.run(0.9, 70, *[1] * 200)  # hardly a prompt
+    assert steps.pace.seconds(1000) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("slow", [1, SAMPLES // 2])
+def test_slow_steps_do_not_poison(slow: int) -> None:
+    steps = Steps()
+    for number in range(SAMPLES):
+        steps.run(60.0 if number < slow else 1.0, 1000)
+    assert steps.pace.seconds(1000) == pytest.approx(1.0)
+
+
+def test_another_speed_is_learnt() -> None:
+    steps = Steps()
+    for _ in range(SAMPLES):
+        steps.run(1.0, 1000)
+    for _ in range(SAMPLES):
+        steps.run(3.0, 1000)
+    assert steps.pace.seconds(1000) == pytest.approx(3.0)
+
+
+def test_steps_that_overlap_share_their_time() -> None:
+    """As with asynchronous scheduling: the next step is planned before the one under way has ended."""
+    pace = Pace(0.2, 30.0, overlap=2)
+    for number in range(4):
+        pace.planned({"r": 1000}, 1000, float(number))
+        if number:
+            pace.ended(number + 0.9)
+    assert pace.seconds(1000) == pytest.approx(1.0)
+
+
+def test_a_step_that_never_ended_does_not_shift_the_others() -> None:
+    steps = Steps()
+    steps.pace.planned({"lost": 500}, 500, 0.0)
+    for _ in range(SKIPPED + 1):
+        steps.run(1.0, 1000)
+        steps.run(0.1, 1)
+    assert steps.pace.seconds(1000) == pytest.approx(0.9)
 
 
 def test_a_load_is_sent_with_its_time() -> None:
     rig = Rig()
-    first = rig.request("a", 20 * BLOCK + 1)
-    rig.later.run()
-    rig.half.matched(first, 0)
-    rig.half.admitted(first, rig.tables.allocate(first, 21), 0)
-    rig.step(first)
-    rig.clock.now += 4.0
+    for name, seconds in (("cold", 9.0), ("a", 4.0)):
+        first = rig.request(name, 20 * BLOCK + 1, seed=ord(name[0]))
+        rig.later.run()
+        rig.half.matched(first, 0)
+        rig.half.admitted(first, rig.tables.allocate(first, 21), 0)
+        rig.step(first)
+        rig.clock.now += seconds
+        rig.half.step_ended()
     second = rig.request("b", 3 * BLOCK + 1)
     rig.stored(second, 3)
     rig.later.run()

@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _turn(item: pytest.Item) -> tuple[str, int]:
     call = getattr(item, "callspec", None)
     runner = str(call.params.get("runner", "")) if call is not None else ""
-    order = ["test_reuse", "test_faults", "test_shutdown", "test_ranks", "test_isolation"]
+    order = ["test_reuse", "test_faults", "test_shutdown", "test_ranks", "test_isolation", "test_admission"]
     return runner, order.index(item.path.stem) if item.path.stem in order else len(order)
 
 

@@ -113,6 +113,7 @@ class EngineSpec:
             "kv_connector_extra_config": {
                 "ucm_connectors": [self.store.entry()],
                 "deadlines": PATIENT,
+                "admission": "always",  # these models compute faster than anything loads
                 **self.extra_config,
             },
         }

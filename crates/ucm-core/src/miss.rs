@@ -67,11 +67,13 @@ pub enum MissReason {
     Internal,
     /// Declined by the self-audit, to be compared with what is computed.
     Audit,
+    /// Loading it would have been slower than computing it, or `admission: never`.
+    Declined,
 }
 
 impl MissReason {
     /// Every reason, in order.
-    pub const ALL: [Self; 31] = [
+    pub const ALL: [Self; 32] = [
         Self::Absent,
         Self::WrongLength,
         Self::Truncated,
@@ -103,6 +105,7 @@ impl MissReason {
         Self::Aborted,
         Self::Internal,
         Self::Audit,
+        Self::Declined,
     ];
 
     /// Name in metrics, logs and Python.
@@ -139,6 +142,7 @@ impl MissReason {
             Self::Aborted => "aborted",
             Self::Internal => "internal",
             Self::Audit => "audit",
+            Self::Declined => "declined",
         }
     }
 

@@ -222,6 +222,8 @@ class UcmConfig(StoreSettings):
     block_size: Annotated[Size, Field(ge=1)] | None = None
     hash_method: Annotated[Literal["sha256", "blake3", "md5"], BeforeValidator(_word)] = "sha256"
     min_hit_tokens: Number = 0
+    admission: Annotated[Literal["measured", "always", "never"], BeforeValidator(_word)] = "measured"
+    admission_share: Annotated[float, BeforeValidator(_no_flag), Field(gt=0, le=1)] = 0.8
     audit_one_in: Number = 0
     dump: Annotated[Literal["all", "prompt"], BeforeValidator(_word)] = "all"
     enable_prefix_cache: Flag = True

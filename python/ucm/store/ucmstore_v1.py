@@ -111,6 +111,11 @@ class UcmKVStoreBaseV1(ABC):
         """
         return self.lookup_on_prefix(block_ids), "absent"
 
+    def slowest_tier(self, block_ids: Sequence[bytes]) -> str:  # noqa: ARG002 - for stores that have several
+        """Name of the slowest tier that some of these stored blocks would be loaded from: how fast loads are is
+        measured for each. Empty where it makes no difference. Asked after a lookup; must be as quick."""
+        return ""
+
     def prefetch(self, block_ids: Sequence[bytes]) -> None:
         """A hint that these blocks will be asked for; may be ignored."""
 

@@ -12,7 +12,7 @@ Everything here is a few additions per request; a step without news pays for one
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ucm.integration.vllm.connector.guard import logger
@@ -33,6 +33,8 @@ TIMES = 1024
 #: Names of the counters; that of a missed block ends with its reason.
 ASKED, HIT, LOADED, PUBLISHED, UNPUBLISHED = "asked", "hit", "loaded", "published", "unpublished"
 MISSED = "missed."
+#: Counts tokens, not blocks.
+DECLINED_TOKENS = "declined_tokens"
 #: Name of the times of lookups, in seconds.
 LOOKUP_SECONDS = "lookup_seconds"
 
@@ -65,10 +67,11 @@ def spelled(missed: Mapping[str, int]) -> str:
 class Account:
     """The counters of one scheduler half: for vLLM's metrics, for the log, and per request through its tally."""
 
-    def __init__(self, block_tokens: int, now: float) -> None:
-        """``now``: seconds on the clock that :meth:`summary` is called with."""
+    def __init__(self, block_tokens: int, now: float, rates: Callable[[], Mapping[str, float]] = dict) -> None:
+        """``now``: seconds on the clock that :meth:`summary` is called with; ``rates``: speeds to tell, by name."""
         self.total = Tally()
         self._block_tokens = block_tokens
+        self._rates = rates
         self._news: Counter[str] = Counter()  # since the last take()
         self._recent: Counter[str] = Counter()  # since the last summary
         self._lookups: list[float] = []  # since the last take()
@@ -94,6 +97,11 @@ class Account:
             tally.missed[name] += blocks
             self.total.missed[name] += blocks
             self._count(MISSED + name, blocks)
+
+    def declined(self, blocks: int) -> None:
+        """So many of the blocks missed are those of hits that were declined."""
+        if blocks > 0:
+            self._news[DECLINED_TOKENS] += blocks * self._block_tokens
 
     def loaded(self, tally: Tally, blocks: int) -> None:
         """So many blocks of a hit have arrived on every rank."""
@@ -135,10 +143,10 @@ class Account:
     # What is told -------------------------------------------------------------------------------------------
 
     def take(self) -> dict[str, Any] | None:
-        """Counters and times since the last call, None when nothing was counted."""
+        """Counters and times since the last call, and the speeds; None when nothing was counted."""
         if not (self._news or self._lookups):
             return None
-        news: dict[str, Any] = dict(self._news)
+        news: dict[str, Any] = {**self._news, **self._rates()}
         if self._lookups:
             news[LOOKUP_SECONDS] = self._lookups
         self._news, self._lookups = Counter(), []
@@ -179,15 +187,14 @@ def misses(
     if at >= full:
         return {}
     lookup = tracked.lookup
-    audited = tracked.reason == MissReason.AUDIT
-    if (tracked.reason and not audited) or lookup is None:
+    chosen = tracked.reason if tracked.reason in (MissReason.AUDIT, MissReason.DECLINED) else None
+    if (tracked.reason and not chosen) or lookup is None:
         return {tracked.reason or MissReason.INTERNAL: full - at}
     stored = min(max(lookup.hits, at), full)
     found[lookup.reason] = full - stored
     claimable, why = tracked.claimable_and_why(presence, block_tokens)
     claimable = min(max(claimable, at), stored)
     short = not hit and (claimable - local) * block_tokens < min_hit_tokens
-    declined = MissReason.AUDIT if audited else MissReason.TOO_SHORT if short else MissReason.NOT_TAKEN
-    found[declined] += claimable - at
+    found[chosen or (MissReason.TOO_SHORT if short else MissReason.NOT_TAKEN)] += claimable - at
     found[why] += stored - claimable
     return {reason: count for reason, count in found.items() if count > 0}

@@ -229,6 +229,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless(None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What this half counted since vLLM's last question, None when nothing."""
+        if self._scheduler is not None:
+            self._scheduler.step_ended()  # this is asked at the end of every step
         if self._account is not None:
             news = self._account.take()
         else:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ucm.config import UcmConfig
 from ucm.errors import ConfigError, UcmError
 from ucm.integration.vllm.connector.adapters import AdapterDigests
+from ucm.integration.vllm.connector.admission import Admission
 from ucm.integration.vllm.connector.background import Background
 from ucm.integration.vllm.connector.candidates import Selection, candidates_of
 from ucm.integration.vllm.connector.extra_keys import ExtraKeys
@@ -117,6 +118,13 @@ def _may_load(vllm_config: VllmConfig) -> bool:
     return False
 
 
+def _admission(config: UcmConfig, vllm_config: VllmConfig) -> Admission:
+    step_tokens = getattr(vllm_config.scheduler_config, "max_num_batched_tokens", None) or 0
+    overlap = max(1, getattr(vllm_config, "max_concurrent_batches", 2))
+    pace = Pace(config.deadlines.load_min_ms / 1000, config.deadlines.load_max_s, step_tokens, overlap)
+    return Admission(config.admission, config.admission_share, pace)
+
+
 def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerHalf:
     """The scheduler half of a supported engine; waits a few seconds at most for the weights' digest."""
     tokens = block_tokens(vllm_config, kv_cache_config)
@@ -148,7 +156,7 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
         min_hit_tokens=config.min_hit_tokens,
         dump_output=config.dump == "all",
         lookup_allowance=config.deadlines.lookup_ms / 1000,
-        pace=Pace(config.deadlines.load_min_ms / 1000, config.deadlines.load_max_s),
+        admission=_admission(config, vllm_config),
         may_load=_may_load(vllm_config),
         audit_one_in=config.audit_one_in,
         closers=(weights.close, adapters.close, background.close),

@@ -41,6 +41,7 @@ class Lookup:
         "done",
         "hashing",
         "seconds",
+        "tier",
     )
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,6 +54,7 @@ class Lookup:
         self.hashing = True  # a thread computes the keys, or will
         self.done = False  # the answer is final
         self.answered = False  # and it is the store's
+        self.tier = ""  # the slowest one that the hits come from
         self.adopted = False  # and its findings were taken over
 
     @property
@@ -153,14 +155,14 @@ class Lookups:
         if lookup.done:
             return  # nobody waits any more
         try:
-            lookup.answer(*(self._prefix(keys) if keys else (0, MissReason.ABSENT)))
+            lookup.answer(*(self._prefix(keys, lookup) if keys else (0, MissReason.ABSENT)))
         except Exception as error:
             throttle.warning("lookup", "a lookup failed, treated as a miss: %s", error)
             lookup.give_up(_reason_of(error))
 
-    def _prefix(self, keys: list[bytes]) -> tuple[int, MissReason]:
+    def _prefix(self, keys: list[bytes], lookup: Lookup) -> tuple[int, MissReason]:
         """Blocks of the prefix that every part has, and why the next one is no hit: one call, the parts of a block
-        side by side."""
+        side by side. ``lookup`` learns which tier they come from."""
         parts = len(self._masks)
         ids = record_ids(keys, self._masks[0])
         if parts > 1:
@@ -178,8 +180,17 @@ class Lookups:
             if not run or known == len(ids):
                 break
         hits, ahead = divmod(known, parts)
+        if hits:
+            lookup.tier = self._slowest_tier(ids[: hits * parts])
         # Some parts of the block were found before one that is not there.
         return hits, MissReason.OTHER_RANK if ahead and reason == MissReason.ABSENT else reason
+
+    def _slowest_tier(self, ids: list[bytes]) -> str:
+        try:
+            return str(self._store.slowest_tier(ids))
+        except Exception as error:  # the hit is there all the same
+            throttle.warning("tier", "the store's slowest_tier() failed: %r", error)
+            return ""
 
     def _touch(self, keys: list[bytes]) -> None:
         for mask in self._masks:

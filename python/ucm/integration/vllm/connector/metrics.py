@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter as PrometheusCounter
+from prometheus_client import Gauge as PrometheusGauge
 from prometheus_client import Histogram as PrometheusHistogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
@@ -36,8 +37,16 @@ COUNTERS = {
     account.UNPUBLISHED: ("ucm_unpublished_blocks", "Blocks that some rank failed to store."),
     LOADED_BYTES: ("ucm_loaded_bytes", "Bytes of KV loaded from the store, of all ranks."),
     PUBLISHED_BYTES: ("ucm_published_bytes", "Bytes of KV stored, of all ranks."),
+    account.DECLINED_TOKENS: ("ucm_declined_tokens", "Tokens computed because loading them would have been slower."),
 }
 MISSED_BLOCKS = ("ucm_missed_blocks", "Blocks asked for that were computed after all, by reason.")
+
+#: Speeds as the scheduler half knows them -> (name in Prometheus, what is measured). The newest counts.
+GAUGES = {
+    "prefill_tokens_per_second": ("ucm_prefill_tokens_per_second", "Tokens of prompts that a second computes."),
+    "load_bytes_per_second": ("ucm_load_bytes_per_second", "Bytes that a second loads, of all ranks."),
+    "load_fixed_seconds": ("ucm_load_fixed_seconds", "What a load takes however short it is."),
+}
 
 #: Times -> (name in Prometheus, what is measured).
 HISTOGRAMS = {
@@ -51,7 +60,7 @@ _LOGGED = 4 * account.TIMES
 
 
 class UcmStats(KVConnectorStats):
-    """Counts and times of one interval, by name."""
+    """Counts and times of one interval and the speeds at its end, by name."""
 
     def reset(self) -> None:
         """Forget them."""
@@ -62,6 +71,8 @@ class UcmStats(KVConnectorStats):
         for name, news in other.items():
             if name in HISTOGRAMS:
                 self.data[name] = [*self.data.get(name, ()), *news][:_LOGGED]
+            elif name in GAUGES:
+                self.data[name] = news
             else:
                 self.data[name] = self.data.get(name, 0) + news
 
@@ -73,11 +84,14 @@ class UcmStats(KVConnectorStats):
     @harmless(dict)
     def reduce(self) -> dict[str, int | float]:
         """What vLLM logs: every count that is not zero, those of the misses by reason last; means of the times."""
-        order = [*COUNTERS, *sorted(set(self.data) - set(COUNTERS) - set(HISTOGRAMS))]
+        order = [*COUNTERS, *sorted(set(self.data) - set(COUNTERS) - set(HISTOGRAMS) - set(GAUGES))]
         told = {f"ucm {name.replace('.', ' ')}": self.data[name] for name in order if self.data.get(name)}
         for name in HISTOGRAMS:
             if times := self.data.get(name):
                 told[f"ucm mean {name}"] = round(sum(times) / len(times), 4)
+        for name in GAUGES:
+            if name in self.data:
+                told[f"ucm {name}"] = float(f"{self.data[name]:.4g}")
         return told
 
     def is_empty(self) -> bool:
@@ -97,15 +111,20 @@ class UcmPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         make = functools.partial(_metric, metric_types[PrometheusCounter])
+        show = functools.partial(_metric, metric_types[PrometheusGauge], multiprocess_mode="mostrecent")
         measure = functools.partial(_metric, metric_types[PrometheusHistogram], buckets=BUCKETS)
         missed = make(*MISSED_BLOCKS, (*labelnames, "reason"))
         self._counters: dict[int, dict[str, Any]] = {}
         self._histograms: dict[int, dict[str, Any]] = {}
+        self._gauges: dict[int, dict[str, Any]] = {}
         for engine, values in per_engine_labelvalues.items():
             counters = {key: make(*texts, tuple(labelnames)).labels(*values) for key, texts in COUNTERS.items()}
             for reason in MissReason:
                 counters[account.MISSED + reason] = missed.labels(*values, str(reason))
             self._counters[engine] = counters
+            self._gauges[engine] = {
+                key: show(*texts, tuple(labelnames)).labels(*values) for key, texts in GAUGES.items()
+            }
             self._histograms[engine] = {
                 key: measure(*texts, tuple(labelnames)).labels(*values) for key, texts in HISTOGRAMS.items()
             }
@@ -114,9 +133,12 @@ class UcmPromMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what one engine counted and measured."""
         counters, histograms = self._counters.get(engine_idx, {}), self._histograms.get(engine_idx, {})
+        gauges = self._gauges.get(engine_idx, {})
         for name, news in transfer_stats_data.items():
             if name in counters:
                 counters[name].inc(news)
+            elif name in gauges:
+                gauges[name].set(news)
             elif name in histograms:
                 for seconds in news:
                     histograms[name].observe(seconds)

@@ -1,41 +1,118 @@
-"""How fast this engine computes prompts, and so how long a load may take before computing would have been quicker."""
+"""How fast this engine computes prompts, and so what a hit saves and how long its load may take.
+
+A step's time is taken as ``overhead + tokens * cost``: the overhead is what steps with few tokens take, the cost is
+what the tokens of the others add to it. Adding a hit's tokens to a prompt that is computed anyway costs their part and
+the steps it adds, not a step of its own. Of the last samples a low quartile counts: compilation, a busy machine and
+long contexts make steps slower, nothing makes them faster, and a hit must not be taken because a step was unlucky.
+"""
 
 from __future__ import annotations
 
-#: A step with fewer scheduled tokens says nothing about the speed of computing prompts.
+from collections import deque
+from collections.abc import Mapping
+
+#: A step with fewer tokens of prompts says nothing about the speed of computing them, only about the overhead.
 MIN_TOKENS = 64
-#: A step that seems to have taken longer was an idle engine, in seconds.
-MAX_STEP_S = 60.0
-#: Weight of the newest step in the running average.
-WEIGHT = 0.2
+#: A request with fewer tokens in a step decodes, perhaps with guessed tokens.
+CHUNK_TOKENS = 16
+#: Steps of each kind that are remembered.
+SAMPLES = 16
+#: The first steps that compute a prompt are not believed: kernels are compiled and caches are cold.
+SKIPPED = 1
+#: At least so much of a step's time is its tokens', however large the overhead seems.
+LEAST_PART = 0.05
+#: A step that ended longer ago is followed by an idle time, in seconds.
+IDLE_S = 0.005
 #: A load may take so many times the time that computing its tokens would take.
 FACTOR = 2.0
 
 
 class Pace:
-    """A running average of tokens per second over the steps that compute prompts.
+    """What the last steps took. Every method is cheap enough for each step or each request."""
 
-    A step's time is what lies between its plan and the next one; an engine that idled in between looks slower than it
-    is, and its loads get more time, never less.
-    """
+    def __init__(self, min_s: float, max_s: float, step_tokens: int = 0, overlap: int = 1) -> None:
+        """A load gets at least ``min_s`` and at most ``max_s`` seconds; ``step_tokens``: most tokens of one step;
+        ``overlap``: most steps that are planned and have not ended, the next one included."""
+        self.least_allowance = min_s
+        self._max_s, self._step_tokens = max_s, step_tokens
+        self._flight: deque[tuple[float, int, int]] = deque(maxlen=overlap)  # planned at, prompts' tokens, all
+        self._small: deque[float] = deque(maxlen=SAMPLES)
+        self._large: deque[tuple[float, int]] = deque(maxlen=SAMPLES)  # seconds, tokens
+        self._skip = SKIPPED
+        self._ended_at = float("-inf")
+        self._last = 0.0  # seconds of the last step that computed something, 0 when it computed nothing
+        self._known: tuple[float, float] | None = None  # overhead, cost; None: to be worked out
 
-    def __init__(self, min_s: float, max_s: float) -> None:
-        """A load gets at least ``min_s`` and at most ``max_s`` seconds."""
-        self._min_s, self._max_s = min_s, max_s
-        self._rate: float | None = None
-        self._tokens = 0
-        self._since = 0.0
+    # What is seen -------------------------------------------------------------------------------------------
 
-    def step(self, tokens: int, now: float) -> None:
-        """A step that computes ``tokens`` was planned at ``now`` (seconds)."""
-        took = now - self._since
-        if self._tokens >= MIN_TOKENS and 0 < took < MAX_STEP_S:
-            sample = self._tokens / took
-            self._rate = sample if self._rate is None else (1 - WEIGHT) * self._rate + WEIGHT * sample
-        self._tokens, self._since = tokens, now
+    def planned(self, scheduled: Mapping[str, int], total: int, now: float) -> None:
+        """A step was planned at ``now`` (seconds) that computes so many tokens of each request, ``total`` of all."""
+        prompts = 0
+        if total >= len(scheduled) + MIN_TOKENS:
+            prompts = sum(tokens for tokens in scheduled.values() if tokens >= CHUNK_TOKENS)
+        self._flight.append((now, prompts, total))
 
-    def allowance(self, tokens: int) -> float | None:
-        """Seconds a load of ``tokens`` may take; None while the speed is not known."""
-        if self._rate is None:
+    def ended(self, now: float) -> None:
+        """The step planned longest ago has ended. Idle time between steps is nobody's, steps that overlap share it."""
+        if not self._flight:
+            return
+        planned, prompts, total = self._flight.popleft()
+        took = now - max(planned, self._ended_at)
+        self._ended_at = now
+        self._last = took if total else 0.0
+        if took <= 0 or total == 0:
+            return
+        if total < MIN_TOKENS:
+            self._small.append(took)
+            self._known = None
+        elif prompts >= max(MIN_TOKENS, total / 2):
+            if self._skip:
+                self._skip -= 1
+                return
+            self._large.append((took, prompts))
+            self._known = None
+
+    # What follows -------------------------------------------------------------------------------------------
+
+    def seconds(self, tokens: int, rest: int = 1) -> float | None:
+        """What computing ``tokens`` more of a prompt takes, of which ``rest`` are computed anyway; None: not known."""
+        if not self._large:
             return None
-        return min(max(FACTOR * tokens / self._rate, self._min_s), self._max_s)
+        overhead, cost = self._model()
+        steps = 0
+        if self._step_tokens > 0:
+            steps = -(-(tokens + rest) // self._step_tokens) + (-rest // self._step_tokens)
+        return tokens * cost + steps * overhead
+
+    def allowance(self, tokens: int, rest: int = 1) -> float | None:
+        """Seconds a load of ``tokens`` may take; None while the speed is not known."""
+        compute = self.seconds(tokens, rest)
+        return None if compute is None else min(max(FACTOR * compute, self.least_allowance), self._max_s)
+
+    def step_under_way(self, now: float) -> float:
+        """What the step takes that is planned now if others compute in it, in seconds: a load is not seen to end
+        before the step does. 0 on an engine that computes nothing else."""
+        if not (self._last and self._small) or now - self._ended_at > IDLE_S:
+            return 0.0
+        return min(self._last, _low(self._small))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of prompts computed in a second when steps are full; None: not known."""
+        tokens = self._step_tokens or max((tokens for _, tokens in self._large), default=0)
+        if not self._large or not tokens:
+            return None
+        overhead, cost = self._model()
+        return tokens / (overhead + tokens * cost)
+
+    def _model(self) -> tuple[float, float]:
+        if self._known is None:
+            overhead = _low(self._small) if self._small else 0.0
+            cost = _low([max(took - overhead, LEAST_PART * took) / tokens for took, tokens in self._large])
+            self._known = overhead, cost
+        return self._known
+
+
+def _low(values: deque[float] | list[float]) -> float:
+    """The lower quartile."""
+    return sorted(values)[(len(values) - 1) // 4]

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ucm.integration.vllm.connector.account import Account, misses
+from ucm.integration.vllm.connector.admission import Admission
 from ucm.integration.vllm.connector.dumps import DumpPlanner
 from ucm.integration.vllm.connector.early import EarlyHits
 from ucm.integration.vllm.connector.gate import OFF, OPEN, Gate
 from ucm.integration.vllm.connector.guard import harmless, logger, throttle
 from ucm.integration.vllm.connector.health import RanksHealth
+from ucm.integration.vllm.connector.hits import Hits
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookups
 from ucm.integration.vllm.connector.metadata import VERSION, Dump, Load, StepPlan, WorkerReport, join_keys, split_keys
-from ucm.integration.vllm.connector.pace import Pace
 from ucm.integration.vllm.connector.presence import Presence
 from ucm.integration.vllm.connector.tracked import Tracked
 from ucm.reasons import MissReason, named
@@ -54,7 +55,7 @@ class SchedulerHalf:
         min_hit_tokens: int,
         dump_output: bool,
         lookup_allowance: float,
-        pace: Pace,
+        admission: Admission,
         may_load: bool = True,
         audit_one_in: int = 0,
         closers: Sequence[Callable[[], None]] = (),
@@ -70,10 +71,9 @@ class SchedulerHalf:
         self._min_hit_tokens = min_hit_tokens
         self._dump_output = dump_output
         self._allowance = lookup_allowance
-        self._pace = pace
+        self.admission = admission
         self._may_load = may_load
-        self._audit_one_in = audit_one_in
-        self._hits = 0
+        self._hits = Hits(admission, audit_one_in, block_tokens, lambda: gate.block_bytes)
         self._closers = closers
         self._clock = clock
         self._presence = Presence()
@@ -87,7 +87,7 @@ class SchedulerHalf:
         self._due: dict[str, int] = {}  # request -> computed tokens at which its next block can be offered
         self._loads: list[Load] = []
         self._late_dumps: list[Dump] = []  # planned when their request ended, sent with the next step
-        self.account = Account(block_tokens, clock())
+        self.account = Account(block_tokens, clock(), admission.rates)
 
     # What vLLM binds ----------------------------------------------------------------------------------------
 
@@ -146,13 +146,12 @@ class SchedulerHalf:
         if tracked.adopt(self._presence):
             self.account.looked_up(tracked.lookup.seconds)
         tokens = tracked.claimable(self._presence, self._block_tokens) * self._block_tokens - computed
-        tracked.reason = None
         if tokens < max(self._min_hit_tokens, 1):
+            tracked.reason = None
             return 0, False
-        if self._audits(tracked, computed // self._block_tokens, (computed + tokens) // self._block_tokens):
-            tracked.reason = MissReason.AUDIT
-            return 0, False
-        return tokens, True
+        first, end = computed // self._block_tokens, (computed + tokens) // self._block_tokens
+        tracked.reason = self._hits.declined(tracked, first, end)
+        return (tokens, True) if tracked.reason is None else (0, False)
 
     def admitted(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Blocks were allocated; with ``external`` > 0 that many tokens are to be loaded into them."""
@@ -169,12 +168,15 @@ class SchedulerHalf:
                     first=first,
                     keys=join_keys(keys),
                     blocks=np.fromiter((b.block_id for b in table[first : first + count]), np.int64, count),
-                    timeout=self._pace.allowance(external),
+                    timeout=self._hits.begins(tracked, external),
                 )
             )
             tracked.loading, tracked.failures = range(first, first + count), {}
         self._count_asked(tracked, count)
-        self._touch(tracked, (tracked.local + external) // self._block_tokens)
+        used = (
+            tracked.judged_hit.stop if tracked.reason == MissReason.DECLINED else 0
+        )  # declined, and in use all the same
+        self._touch(tracked, max((tracked.local + external) // self._block_tokens, used))
 
     @harmless(None)
     def _count_asked(self, tracked: Tracked, hit: int) -> None:
@@ -185,6 +187,7 @@ class SchedulerHalf:
         tracked.asked = True
         if hit or missed:
             self.account.asked(tracked.tally, hit, missed)
+            self.account.declined(missed.get(MissReason.DECLINED, 0))
 
     def finished(self, request: Request) -> None:
         """The request ends; what it holds and was not offered yet is offered now, pinned, and sent with the next step.
@@ -216,7 +219,7 @@ class SchedulerHalf:
         """What the workers do in this step. Whatever goes wrong with dumps, the loads vLLM waits for are sent."""
         is_open = self._open()
         now = self._clock()
-        self._pace.step(output.total_num_scheduled_tokens, now)
+        self.admission.pace.planned(output.num_scheduled_tokens, output.total_num_scheduled_tokens, now)
         if now >= self.account.next_summary:
             self.account.summary(now, self.gate.block_bytes)
         setup = self.gate.take_setup()
@@ -290,9 +293,14 @@ class SchedulerHalf:
             self._reported(report)
         elif report is not None:
             self.gate.off("the workers run another version of ucm than the scheduler")
-        for name in output.finished_recving or ():
+        for name in self.admission.oldest_first(output.finished_recving or ()):
+            self.admission.ended(name)
             if tracked := self._live.get(name):
                 self._load_ended(tracked)
+
+    def step_ended(self) -> None:
+        """vLLM is done with a step: what its workers did was told before."""
+        self.admission.step_ended()
 
     def _reported(self, report: WorkerReport) -> None:
         published, failed = self.dumps.published_blocks, self.dumps.failed_blocks
@@ -301,6 +309,7 @@ class SchedulerHalf:
             self.health.report(rank.rank, rank.healthy)
             self._early.report(rank.rank, rank.gained, rank.lost)
             for failure in rank.load_failures:
+                self.admission.failed(failure.request, MissReason.TIMEOUT in failure.reasons)
                 for key in split_keys(failure.refused):
                     self._presence.refuse(key)
                 if tracked := self._live.get(failure.request):
@@ -356,6 +365,8 @@ class SchedulerHalf:
             "missed_blocks": dict(total.missed),
             "published_blocks": self.dumps.published_blocks,
             "failed_blocks": self.dumps.failed_blocks,
+            "learning_loads": self.admission.learning_loads,
+            **self.admission.rates(),
         }
 
     def close(self) -> None:
@@ -379,15 +390,6 @@ class SchedulerHalf:
         self._lookups = self._make_lookups(self.gate.store, self.gate.masks, self._early)
         self.dumps.open(self.gate.ranks)
         return True
-
-    def _audits(self, tracked: Tracked, first: int, end: int) -> bool:
-        """Whether this hit is the one in N that is computed all the same; decided once per request."""
-        if self._audit_one_in and not tracked.judged:
-            tracked.judged = True
-            self._hits += 1
-            if self._hits % self._audit_one_in == 0:
-                tracked.audit = range(first, end)
-        return bool(tracked.audit)
 
     def _start_lookup(self, tracked: Tracked) -> None:
         assert self._lookups is not None and self._keys is not None  # the gate is open

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ucm.integration.vllm.connector.account import Tally
 from ucm.integration.vllm.connector.adapters import UnkeyableError
+from ucm.integration.vllm.connector.admission import Verdict
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookup
 from ucm.integration.vllm.connector.presence import Presence
@@ -31,6 +32,7 @@ class Tracked:
         "cursor",
         "failures",
         "judged",
+        "judged_hit",
         "keyable",
         "keys",
         "loading",
@@ -41,6 +43,7 @@ class Tracked:
         "request",
         "tally",
         "touched_at",
+        "verdict",
         "waits_since",
     )
 
@@ -52,6 +55,8 @@ class Tracked:
         self.cursor = 0  # blocks before it were offered, or are in the store
         self.judged = False  # whether this hit is audited was decided
         self.audit = range(0)  # ordinals of stored blocks that are computed to be compared
+        self.judged_hit = range(0)  # ordinals of the hit that was judged last
+        self.verdict = Verdict.LOAD  # and what became of it
         self.banned_from = _NEVER  # ordinal of the first block that failed to load
         self.local = 0  # tokens found on the device, as of vLLM's last question
         self.loading = range(0)  # ordinals of a load, between its admission and the last rank's word about it
@@ -76,6 +81,7 @@ class Tracked:
         self.preemptions = self.request.num_preemptions
         self.lookup = self.waits_since = None
         self.asked, self.reason = False, MissReason.NOT_TAKEN
+        self.judged_hit = range(0)
         self.cursor = 0
         self.touched_at = NEVER
 

@@ -1,0 +1,94 @@
+"""How long loads from one tier take: ``fixed + bytes / rate``, fitted to the last ones.
+
+Bytes are those the tier had to move until the load was done, so the loads ahead of it count. When a load ended is known
+up to a step of vLLM only, so a sample is an interval, and one that agrees with what was expected changes nothing. One
+sample that is far off is an accident and counts up to twice or half the expected; a second one in the same direction is
+a tier that has changed, and what was known before is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+#: Loads remembered, and the weight of each relative to the next newer one.
+SAMPLES, KEPT = 16, 0.9
+#: A sample off by this factor, and by so many seconds, is a surprise.
+SURPRISE, SLACK_S = 2.0, 0.003
+#: Sizes that vary less (variance relative to the square of the mean) do not tell the fixed part from the rate.
+SPREAD = 0.02
+#: A load longer or shorter by this factor than all remembered is no surprise, only something new.
+REACH = 1.25
+#: Weight of the newest load in the share of those given up.
+FAIL_WEIGHT = 0.1
+
+
+class LoadRate:
+    """A running fit over the loads of one tier."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[int, float]] = deque(maxlen=SAMPLES)  # bytes, seconds
+        self._surprise: tuple[int, float, bool] | None = None  # the newest sample if it was one, and whether slower
+        self._least = self._most = 0  # bytes of the samples
+        self.fixed = 0.0  # seconds
+        self._per_byte = 0.0  # seconds
+        self.given_up = 0.0  # share of loads that did not end in time
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """None while unknown, or when the size makes no difference."""
+        return 1 / self._per_byte if self._per_byte > 0 else None
+
+    def seconds(self, size: int) -> float | None:
+        """What a load takes that ends when ``size`` bytes were moved; None while nothing is known."""
+        return self.fixed + size * self._per_byte if self._samples else None
+
+    def at_best(self, size: int) -> float:
+        """The least it can take by what is known: a load longer than those seen may take no longer, and a shorter one
+        less in proportion."""
+        if not self._samples:
+            return 0.0
+        seen = min(max(size, self._least), self._most)
+        return (self.fixed + seen * self._per_byte) * min(size / max(seen, 1), 1.0)
+
+    def learn(self, size: int, low: float, high: float, *, late: bool = False, sure: bool = False) -> None:
+        """A load ended after between ``low`` and ``high`` seconds. ``late``: it was given up, so that ``high`` is
+        infinity. ``sure``: a surprise is believed at once, as there are few samples."""
+        expected = self.seconds(size)
+        guess = expected if expected is not None else low if late else (low + high) / 2
+        took = min(max(guess, low), high)
+        self.given_up += FAIL_WEIGHT * (late - self.given_up)
+        before, self._surprise = self._surprise, None
+        seen = self._least / REACH <= size <= self._most * REACH
+        if expected is not None and seen and self._surprises(took, expected):
+            slower = took > expected
+            self._surprise = (size, took, slower)
+            again = before is not None and before[2] == slower
+            if sure or again:
+                self._samples.clear()
+                self.fixed = self.given_up = 0.0
+                if before is not None and again:
+                    self._samples.append(before[:2])
+            else:
+                took = expected * SURPRISE + SLACK_S if slower else expected / SURPRISE
+        self._samples.append((size, took))
+        self._fit()
+
+    @staticmethod
+    def _surprises(took: float, expected: float) -> bool:
+        return took > expected * SURPRISE + SLACK_S or took < expected / SURPRISE - SLACK_S
+
+    def _fit(self) -> None:
+        weight = x = y = xx = xy = 0.0
+        for size, took in self._samples:
+            weight, x, y = KEPT * weight + 1, KEPT * x + size, KEPT * y + took
+            xx, xy = KEPT * xx + size * size, KEPT * xy + size * took
+        x, y = x / weight, y / weight
+        spread = xx / weight - x * x
+        self._least, self._most = min(size for size, _ in self._samples), max(size for size, _ in self._samples)
+        if spread > SPREAD * x * x:
+            slope = (xy / weight - x * y) / spread
+            self._per_byte = min(max(slope, 0.0), y / x)
+            self.fixed = y - self._per_byte * x
+        else:
+            self.fixed = min(self.fixed, y)
+            self._per_byte = (y - self.fixed) / x if x > 0 else 0.0

@@ -1,0 +1,265 @@
+"""An engine and a tier that exist in virtual time only, around the real scheduler half.
+
+The engine is vLLM's: first come first served, chunked prefill within a budget of tokens, one token a step for whoever
+decodes, loads beside the steps and noticed at their end. A step takes ``overhead + tokens * cost``. The tier moves the
+bytes of its loads one after the other, after a latency, at a bandwidth that may change with time; a load past its
+deadline is given up. Nothing depends on the machine: two runs give the same figures.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from parts import BLOCK, Rig
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.request import Request
+
+from ucm.integration.vllm.connector.metadata import Load, LoadFailure, RankReport
+
+#: Bytes of one block in these tests, of all ranks.
+BLOCK_BYTES = 1 << 20
+#: A load without a deadline of its own is given up after so many seconds, as ``deadlines.load_unknown_s`` says.
+UNKNOWN_S = 5.0
+
+
+@dataclass
+class Tier:
+    """A medium: seconds before the first byte, and bytes a second, both as functions of the time."""
+
+    latency: Callable[[float], float]
+    bandwidth: Callable[[float], float]
+    free_at: float = 0.0
+
+    def begin(self, now: float, size: int) -> float:
+        """When a load of that size will have ended, if nobody gives it up; loads queue for the bandwidth."""
+        start = max(now + self.latency(now), self.free_at)
+        self.free_at = start + size / self.bandwidth(start)
+        return self.free_at
+
+    def given_up(self, now: float) -> None:
+        """What was still to be moved of the oldest load is not moved any more."""
+        self.free_at = min(self.free_at, now)
+
+
+def steady(latency: float, bandwidth: float) -> Tier:
+    """A tier that is always as fast."""
+    return Tier(lambda now: latency, lambda now: bandwidth)
+
+
+@dataclass
+class Engine:
+    """What computing takes: seconds of a step, seconds of a token, most tokens of a step."""
+
+    overhead: float = 0.010
+    cost: float = 0.0004
+    budget: int = 256
+    noise: float = 0.0
+    first_steps: float = 0.0  # seconds more that each of the first steps takes, as with kernels that are compiled
+    cold_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request: when it comes, of how many blocks the store has how many, and how many tokens it produces."""
+
+    at: float
+    blocks: int
+    stored: int
+    output: int = 1
+
+
+def traffic(count: int, gap: float, seed: int = 0, output: int = 4) -> list[Arrival]:
+    """Requests of several lengths, ``gap`` seconds apart on average, of which the store has more or less."""
+    source, at, made = random.Random(seed), 0.0, []
+    for _ in range(count):
+        at += source.expovariate(1 / gap)
+        blocks = source.choice([15, 30, 60, 120])
+        made.append(Arrival(at, blocks, int(blocks * source.choice([0.2, 0.5, 0.9])), source.randint(1, output)))
+    return made
+
+
+@dataclass
+class Outcome:
+    """Times to the first token in order of arrival, and what became of the hits."""
+
+    first: list[float]
+    loaded: int
+    declined: int
+    learning: int
+    unknown: int  # loads that began without a deadline of their own
+
+    def mean(self, since: int = 0) -> float:
+        """Mean time to the first token of the requests from ``since`` on, in seconds."""
+        return statistics.fmean(self.first[since:])
+
+
+@dataclass
+class _Live:
+    request: Request
+    arrival: Arrival
+    number: int
+    computed: int = 0
+    load: Load | None = None
+    ends: float = 0.0
+    deadline: float = 0.0
+    produced: int = 0
+    admitted: bool = False
+
+
+@dataclass
+class Simulation:
+    """One run. ``mode`` is the connector's ``admission``; never is the engine without a cache."""
+
+    engine: Engine
+    tier: Tier
+    arrivals: Sequence[Arrival]
+    mode: str = "measured"
+    seed: int = 0
+    steps: int = 0
+    unknown: int = 0
+    waiting: list[_Live] = field(default_factory=list)
+    loading: list[_Live] = field(default_factory=list)
+    running: list[_Live] = field(default_factory=list)
+
+    def run(self) -> Outcome:
+        """All requests, to their last token."""
+        self.random = random.Random(self.seed)
+        self.rig = Rig(admission=self.mode, step_tokens=self.engine.budget, blocks=1 << 15)
+        self.rig.gate.block_bytes = BLOCK_BYTES
+        self.rig.report(RankReport(0, ready=True, free_slots=0))  # nothing is dumped here
+        self.rig.half.step_ended()
+        start = self.rig.clock.now
+        coming = [Arrival(start + a.at, a.blocks, a.stored, a.output) for a in self.arrivals]
+        first: dict[int, float] = {}
+        arrived = 0
+        while arrived < len(coming) or self.waiting or self.loading or self.running:
+            now = self.rig.clock.now
+            if not (self.waiting or self.loading or self.running):
+                now = self.rig.clock.now = max(now, coming[arrived].at)
+            while arrived < len(coming) and coming[arrived].at <= now:
+                self._arrive(coming[arrived], arrived)
+                arrived += 1
+            self._step(first)
+        account = self.rig.half.account.total
+        return Outcome(
+            [first[n] for n in range(len(coming))],
+            account.loaded,
+            account.missed["declined"],
+            self.rig.admission.learning_loads,
+            self.unknown,
+        )
+
+    def _arrive(self, arrival: Arrival, number: int) -> None:
+        tokens = arrival.blocks * BLOCK + 1
+        request = self.rig.request(f"r{number}", tokens, seed=number + 1)
+        self.rig.stored(request, arrival.stored)
+        self.rig.later.run()
+        self.waiting.append(_Live(request, arrival, number))
+
+    def _schedule(self) -> dict[str, int]:
+        scheduled: dict[str, int] = {}
+        budget, half = self.engine.budget, self.rig.half
+        for live in self.running:
+            tokens = min(budget, live.request.num_tokens - live.computed)
+            if tokens > 0:
+                scheduled[live.request.request_id] = tokens
+                budget -= tokens
+        while self.waiting and budget > 0:
+            live = self.waiting[0]
+            if not live.admitted or live.computed == 0:
+                hit, _ = half.matched(live.request, 0)
+                assert hit is not None  # lookups are answered at once
+                blocks = (
+                    self.rig.tables.get_blocks(live.request.request_id)
+                    if live.admitted
+                    else self.rig.tables.allocate(live.request, live.arrival.blocks + 2)
+                )
+                half.admitted(live.request, blocks, hit)
+                live.admitted = True
+                if hit:
+                    self.waiting.pop(0)
+                    self.loading.append(live)
+                    continue
+            else:
+                half.admitted(live.request, self.rig.tables.get_blocks(live.request.request_id), 0)
+            self.waiting.pop(0)
+            self.running.append(live)
+            tokens = min(budget, live.request.num_tokens - live.computed)
+            scheduled[live.request.request_id] = tokens
+            budget -= tokens
+        return scheduled
+
+    def _step(self, first: dict[int, float]) -> None:
+        clock, half = self.rig.clock, self.rig.half
+        scheduled = self._schedule()
+        output = SchedulerOutput.make_empty()
+        output.num_scheduled_tokens = scheduled
+        output.total_num_scheduled_tokens = sum(scheduled.values())
+        output.scheduled_cached_reqs = CachedRequestData.make_empty()
+        plan = half.plan(output)
+        by_name = {live.request.request_id: live for live in self.loading}
+        for load in plan.loads:
+            live = by_name[load.request]
+            live.load = load
+            live.ends = self.tier.begin(clock.now, len(load.blocks) * BLOCK_BYTES)
+            self.unknown += load.timeout is None
+            live.deadline = clock.now + (UNKNOWN_S if load.timeout is None else load.timeout)
+        clock.now += self._seconds(output.total_num_scheduled_tokens)
+        self._loads_end()
+        half.step_ended()
+        for live in list(self.running):
+            tokens = scheduled.get(live.request.request_id, 0)
+            live.computed += tokens
+            if tokens and live.computed >= live.request.num_tokens:
+                first.setdefault(live.number, clock.now - live.arrival.at)
+                live.produced += 1
+                live.request.append_output_token_ids([7])
+            live.request.num_computed_tokens = live.computed
+            if live.produced >= live.arrival.output:
+                self.running.remove(live)
+                half.finished(live.request)
+                self.rig.tables.free(live.request)
+
+    def _seconds(self, tokens: int) -> float:
+        """A step's time. One that only looks for loads to end lasts until the next thing happens, at least 1 ms."""
+        if not tokens:
+            soonest = min((min(live.ends, live.deadline) for live in self.loading), default=0.0)
+            return min(max(soonest - self.rig.clock.now, 0.001), 0.010)
+        self.steps += 1
+        took = self.engine.overhead + tokens * self.engine.cost
+        took *= 1 + self.engine.noise * self.random.random()
+        return took + (self.engine.first_steps if self.steps <= self.engine.cold_steps else 0.0)
+
+    def _loads_end(self) -> None:
+        now, failures, ended = self.rig.clock.now, [], set()
+        for live in list(self.loading):
+            assert live.load is not None
+            if min(live.ends, live.deadline) > now:
+                continue
+            self.loading.remove(live)
+            ended.add(live.request.request_id)
+            if live.ends <= live.deadline:
+                live.computed = len(live.load.blocks) * BLOCK
+            else:
+                self.tier.given_up(now)
+                names = ("timeout",) * len(live.load.blocks)
+                failures.append(LoadFailure(live.request.request_id, live.load.first, b"", names))
+            live.request.num_computed_tokens = live.computed
+            self.waiting.insert(0, live)
+        if ended:
+            self.rig.report(RankReport(0, ready=True, free_slots=0, load_failures=failures), recved=ended)
+
+
+_without: dict[str, Outcome] = {}
+
+
+def compare(engine: Engine, make_tier: Callable[[], Tier], arrivals: Sequence[Arrival], seed: int = 0) -> Any:
+    """The outcome with measured admission, and that of the same engine without a cache, which is kept."""
+    key = f"{engine} {seed} {hash(tuple(arrivals))}"
+    if key not in _without:
+        _without[key] = Simulation(engine, steady(0.0, 1.0), arrivals, "never", seed).run()
+    return Simulation(engine, make_tier(), arrivals, "measured", seed).run(), _without[key]

@@ -1,0 +1,179 @@
+"""Never slower than recomputing: an engine with the cache beside the same engine without it, in virtual time.
+
+What is promised is the long run: the mean time to the first token with the cache is at most 1.02 of that without it, at
+every speed of the tier, and also while the speed changes. What comes before the long run is bounded too: loads that
+began while nothing was known cost their deadline each, and the ledger's first seconds may be lost once.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import statistics
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm")
+
+from simulation import UNKNOWN_S, Arrival, Engine, Simulation, Tier, compare, steady, traffic
+
+from ucm.integration.vllm.connector.admission import FIRST_S
+
+PROMISE = 1.02
+#: Requests before the long run.
+WARM_UP = 50
+MIB = float(1 << 20)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    """Thousands of loads are given up here."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+SPEEDS = [(latency, bandwidth) for latency in (0.0, 0.05, 0.5) for bandwidth in (10, 300, 1000, 100_000)]
+
+
+@pytest.mark.parametrize("gap", [0.5, 0.2], ids=["quiet", "busy"])
+@pytest.mark.parametrize(("latency", "bandwidth"), SPEEDS)
+def test_at_every_speed_of_the_tier(gap: float, latency: float, bandwidth: float) -> None:
+    """``bandwidth`` in MiB/s: computing a block takes 1.6 ms here, so about 600 MiB/s are as fast."""
+    arrivals = traffic(600, gap)
+    measured, without = compare(Engine(), lambda: steady(latency, bandwidth * MIB), arrivals)
+    assert measured.mean(WARM_UP) <= PROMISE * without.mean(WARM_UP)
+    assert statistics.median(measured.first) <= PROMISE * statistics.median(without.first)
+    start = measured.unknown * UNKNOWN_S + FIRST_S
+    assert sum(measured.first) <= PROMISE * sum(without.first) + start * (1 if gap == 0.5 else 3)  # others queue behind
+
+
+@pytest.mark.parametrize("gap", [0.5, 0.2], ids=["quiet", "busy"])
+def test_a_fast_tier_is_used(gap: float) -> None:
+    """The promise alone would be kept by declining everything."""
+    arrivals = traffic(400, gap)
+    measured, without = compare(Engine(noise=0.2), lambda: steady(0.001, 1e5 * MIB), arrivals)
+    always = Simulation(Engine(noise=0.2), steady(0.001, 1e5 * MIB), arrivals, "always").run()
+    assert measured.mean() < 0.6 * without.mean()
+    assert measured.mean() < 1.05 * always.mean()
+    assert measured.loaded > 0.95 * always.loaded
+
+
+def test_a_slow_tier_would_break_the_promise_if_hits_were_always_taken() -> None:
+    arrivals = traffic(200, 0.5)
+    without = Simulation(Engine(), steady(0.05, 100 * MIB), arrivals, "never").run()
+    always = Simulation(Engine(), steady(0.05, 100 * MIB), arrivals, "always").run()
+    assert always.mean(WARM_UP) > 1.5 * without.mean(WARM_UP)
+
+
+def test_long_hits_are_loaded_where_short_ones_are_not() -> None:
+    """A tier with a high latency and a high bandwidth: one rule declines the short hits."""
+    arrivals = traffic(600, 0.5)
+    measured, without = compare(Engine(), lambda: steady(0.05, 1e5 * MIB), arrivals)
+    assert measured.mean(WARM_UP) < 0.8 * without.mean(WARM_UP)
+    assert measured.declined > 0
+    assert measured.loaded > measured.declined
+
+
+@pytest.mark.parametrize("bandwidth", [300, 600, 3000])
+def test_beside_requests_that_decode(bandwidth: float) -> None:
+    """A load is not seen to end before a step does, in which others produce their tokens."""
+    arrivals = traffic(500, 0.5, output=60)
+    measured, without = compare(Engine(noise=0.2), lambda: steady(0.1, bandwidth * MIB), arrivals)
+    assert measured.mean(WARM_UP) <= PROMISE * without.mean(WARM_UP)
+
+
+def switching(period: float, fast: float, slow: float) -> Callable[[], Tier]:
+    """A tier that changes its bandwidth (MiB/s) every ``period`` seconds, fast at first."""
+    return lambda: Tier(lambda now: 0.001, lambda now: MIB * (slow if int(now / period) % 2 else fast))
+
+
+@pytest.mark.parametrize(("period", "slow"), [(50.0, 20.0), (50.0, 300.0), (200.0, 1.0), (10.0, 100.0)])
+def test_while_the_speed_changes(period: float, slow: float) -> None:
+    arrivals = traffic(1200, 0.5)
+    measured, without = compare(Engine(noise=0.2), switching(period, 10_000.0, slow), arrivals)
+    assert measured.mean(WARM_UP) <= PROMISE * without.mean(WARM_UP)
+    assert measured.loaded > 0
+
+
+def test_a_tier_that_becomes_fast_is_found() -> None:
+    arrivals = traffic(1500, 0.5)
+    fast_from = 200.0
+
+    def tier() -> Tier:
+        return Tier(lambda now: 0.001, lambda now: MIB * (10_000.0 if now > fast_from else 50.0))
+
+    measured, without = compare(Engine(), tier, arrivals)
+    assert measured.mean(WARM_UP) <= PROMISE * without.mean(WARM_UP)
+    assert measured.mean(1000) < 0.7 * without.mean(1000)
+
+
+@pytest.mark.parametrize("stalls", [0.02, 0.1, 0.3])
+def test_a_tier_that_stalls_now_and_then(stalls: float) -> None:
+    """Some loads take 20 times as long; whether that still pays is for the measured cost to say."""
+    arrivals = traffic(1000, 0.5)
+
+    def tier() -> Tier:
+        source = random.Random(5)
+        return Tier(lambda now: 1.0 if source.random() < stalls else 0.02, lambda now: 2000 * MIB)
+
+    measured, without = compare(Engine(noise=0.2), tier, arrivals)
+    assert measured.mean(WARM_UP) <= PROMISE * without.mean(WARM_UP)
+
+
+def test_a_tier_that_hangs() -> None:
+    """From a moment on nothing ends by itself: each load is given up, and soon none is begun."""
+    arrivals = traffic(1000, 0.5)
+
+    def tier() -> Tier:
+        return Tier(lambda now: 0.001 if now < 200 else 1e6, lambda now: 10_000 * MIB)
+
+    measured, without = compare(Engine(), tier, arrivals)
+    late = [a for a in arrivals if a.at > 110]
+    assert measured.mean(len(arrivals) - len(late)) <= PROMISE * without.mean(len(arrivals) - len(late))
+
+
+def test_slow_first_steps_do_not_open_the_door() -> None:
+    """Kernels are compiled in the first steps: afterwards the engine is believed to be as fast as it is."""
+    arrivals = traffic(800, 0.5)
+    engine = Engine(first_steps=3.0, cold_steps=4)
+    measured, without = compare(engine, lambda: steady(0.3, 300 * MIB), arrivals)
+    assert measured.mean(WARM_UP) <= PROMISE * without.mean(WARM_UP)
+
+
+def test_a_burst_at_the_start_costs_its_deadline_once() -> None:
+    arrivals = [Arrival(0.0, 60, 54) for _ in range(8)] + [Arrival(30 + a.at, *_rest(a)) for a in traffic(800, 0.5)]
+    measured, without = compare(Engine(), lambda: steady(0.0, 1.0 * MIB), arrivals)
+    assert max(measured.first[:8]) <= UNKNOWN_S + max(without.first[:8]) + 0.1
+    assert measured.mean(8 + WARM_UP) <= PROMISE * without.mean(8 + WARM_UP)
+
+
+def _rest(arrival: Arrival) -> tuple[int, int, int]:
+    return arrival.blocks, arrival.stored, arrival.output
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 1000),
+    gap=st.floats(0.25, 2.0),
+    latency=st.floats(0.0, 0.3),
+    bandwidths=st.lists(st.floats(1.0, 5.0), min_size=1, max_size=3),
+    cost=st.sampled_from([0.0001, 0.0004]),
+    budget=st.sampled_from([128, 256, 2048]),
+)
+def test_whatever_the_engine_the_tier_and_the_traffic(
+    seed: int, gap: float, latency: float, bandwidths: list[float], cost: float, budget: int
+) -> None:
+    """Bandwidths are powers of ten in MiB/s, one after the other in equal parts of the run."""
+    arrivals = traffic(600, gap, seed)
+    part = arrivals[-1].at / len(bandwidths) + 1
+
+    def tier() -> Tier:
+        return Tier(lambda now: latency, lambda now: MIB * 10 ** bandwidths[min(int(now / part), len(bandwidths) - 1)])
+
+    engine = Engine(cost=cost, budget=budget, noise=0.3)
+    measured, without = compare(engine, tier, arrivals, seed=seed)
+    assert measured.mean(2 * WARM_UP) <= PROMISE * without.mean(2 * WARM_UP)

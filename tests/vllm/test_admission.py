@@ -1,0 +1,100 @@
+"""Hits through a tier that is too slow are declined, the answers stay right, and a tier that mends is found again.
+
+Decisions and counts only: what the speeds are on this machine is for ``benches/python/admission.py`` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cases import STORED
+from checks import assert_same
+from harness import Engine, EngineHost, wait_until
+from lives import Disk, new_disk, store_under_test
+from specs import BLOCK, PATIENT, EngineSpec, Result, StoreSpec
+from throttled import Throttle
+
+from ucm.integration.vllm.connector.admission import UNLEARNT
+
+pytestmark = pytest.mark.skipif(store_under_test() != "posix", reason="the throttled tier is a POSIX store")
+
+#: A load may take 2 s here however quickly this machine computes: enough for one that is not held up.
+DEADLINES = PATIENT | {"load_min_ms": 2000, "load_max_s": 5.0, "load_unknown_s": 5.0}
+CASE = STORED["long"]
+
+
+@pytest.fixture
+def disk(runner: str, work: Path) -> Disk:
+    """An empty directory."""
+    return new_disk(work, f"admission-{runner}")
+
+
+@pytest.fixture
+def throttle(disk: Disk) -> Throttle:
+    """The speed of the tier."""
+    return Throttle(disk.faults.control)
+
+
+@pytest.fixture
+def engine(runner: str, disk: Disk, host: EngineHost, model: Path) -> Iterator[Engine]:
+    """An engine with measured admission over the throttled tier."""
+    options = {"control": str(disk.faults.control)}
+    store = StoreSpec(disk.root, "ThrottledStore", "throttled", options)
+    extra = {"admission": "measured", "deadlines": DEADLINES}
+    return host.get(EngineSpec(model, runner, store, extra_config=extra, label=f"throttled-{runner}"))
+
+
+def again(engine: Engine, right: Result) -> Result:
+    """The same prompt once more with vLLM's own cache empty; the answer is right."""
+    engine.wait_idle()
+    engine.reset()
+    answer = engine.generate(CASE.ask())[0]
+    assert_same(answer, right)
+    return answer
+
+
+def count(engine: Engine, name: str) -> int:
+    """A counter of the scheduler half."""
+    return int(engine.scheduler_eval(f"connector._scheduler.{name}"))
+
+
+def missed(engine: Engine, reason: str) -> int:
+    """Blocks missed for a reason."""
+    return count(engine, f"stats()['missed_blocks'].get('{reason}', 0)")
+
+
+def test_a_tier_that_is_too_slow_and_mends(engine: Engine, disk: Disk, throttle: Throttle) -> None:
+    right = engine.generate(CASE.ask())[0]
+    engine.wait_idle()
+    stored = disk.files()
+    assert len(stored) >= CASE.full_blocks
+
+    # Nothing is known of the tier: the hit is taken, given up at the deadline of the estimate, and computed.
+    throttle.set(1.0)
+    again(engine, right)
+    assert missed(engine, "timeout") == CASE.full_blocks
+    assert len(throttle.events.events("load")) == 1
+    assert missed(engine, "declined") == 0
+
+    # Now it is: hits are declined without asking the store for a byte, touched, and not written again.
+    for number in range(1, 4):
+        assert again(engine, right).cached == 0
+        assert missed(engine, "declined") == number * CASE.full_blocks
+    assert len(throttle.events.events("load")) == 1
+    touched = {block for event in throttle.events.events("touch") for block in event["ids"]}
+    assert touched >= set(throttle.events.events("load")[0]["ids"])
+    assert disk.files() == stored
+    tokens = 3 * CASE.full_blocks * BLOCK
+    wait_until(lambda: engine.metrics()["ucm_declined_tokens_total"] == tokens, "the declined tokens are exported")
+    wait_until(lambda: engine.metrics()["ucm_prefill_tokens_per_second"] > 0, "the speed of computing is exported")
+
+    # The tier mends. One declined hit in a while is loaded to learn, once the ledger can pay for it.
+    throttle.clear()
+    engine.scheduler_eval("setattr(connector._scheduler.admission, '_ledger', 100.0)")
+    answers = [again(engine, right) for _ in range(UNLEARNT)]
+    assert count(engine, "admission.learning_loads") == 1
+    assert max(answer.cached_blocks for answer in answers) == CASE.full_blocks
+    assert count(engine, "stats()['loaded_blocks']") >= CASE.full_blocks
+    assert disk.files() == stored
