@@ -7,7 +7,7 @@ other) and then the median: above 1 is faster, for lookups too, where the figure
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,10 +38,14 @@ class Row:
     low: float
     high: float
     rounds: list[float]
-    #: Times as fast as ucm's first arm, and as the best peer of this case.
+    #: Times as fast as ucm's first arm.
     to_ours: float | None
+    #: Times as fast as the best peer of this case, and which that is.
     to_best_peer: float | None
     best_peer: str | None
+    #: The same among those that are stores.
+    to_best_store: float | None
+    best_store: str | None
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Goal:
     text: str
     case: str
     value: float | None
+    #: The same beside stores alone, where the goal is a ratio.
+    beside_stores: float | None
     met: bool | None
 
 
@@ -71,8 +77,11 @@ def _ratio(mine: Sequence[float], other: Sequence[float], more_is_better: bool) 
     return statistics.median(a / b if more_is_better else b / a for a, b in pairs)
 
 
-def rows(rounds: Rounds, own: Sequence[str], names: Sequence[str]) -> list[Row]:
-    """Every arm in every case, in the order of ``names``; ``own`` are ucm's arms, the reference first."""
+def rows(rounds: Rounds, own: Sequence[str], names: Sequence[str], movers: Container[str] = ()) -> list[Row]:
+    """Every arm in every case, in the order of ``names``.
+
+    ``own`` are ucm's arms, the reference first; ``movers`` are peers that only move bytes and are no stores.
+    """
     result = []
     for case in sorted({case for case, _ in rounds}, key=lambda case: (case[1] != "buffered", case[0])):
         for operation, more in OPERATIONS.items():
@@ -83,7 +92,8 @@ def rows(rounds: Rounds, own: Sequence[str], names: Sequence[str]) -> list[Row]:
             }
             peers = [name for name in measured if name not in own]
             ranked = sorted(peers, key=lambda name: statistics.median(measured[name]), reverse=more)
-            best = ranked[0] if ranked else None
+            best = next(iter(ranked), None)
+            store = next((name for name in ranked if name not in movers), None)
             ours = next((name for name in own if name in measured), None)
             for name, figures in measured.items():
                 result.append(
@@ -100,6 +110,8 @@ def rows(rounds: Rounds, own: Sequence[str], names: Sequence[str]) -> list[Row]:
                         to_ours=None if ours is None else _ratio(figures, measured[ours], more),
                         to_best_peer=None if best is None else _ratio(figures, measured[best], more),
                         best_peer=best,
+                        to_best_store=None if store is None else _ratio(figures, measured[store], more),
+                        best_store=store,
                     )
                 )
     return result
@@ -114,7 +126,9 @@ def goals(measured: Sequence[Row], files: str, segments: str) -> list[Goal]:
     def judge(text: str, operation: str, case: Case, arm: str, limit: float) -> None:
         row = found.get((operation, *case, arm))
         value = None if row is None else row.to_best_peer
-        result.append(Goal(text, f"{size(case[0])} {case[1]}", value, None if value is None else value >= limit))
+        stores = None if row is None else row.to_best_store
+        met = None if value is None else value >= limit
+        result.append(Goal(text, f"{size(case[0])} {case[1]}", value, stores, met))
 
     for case in cases:
         if case[1] == "buffered" and case[0] in (256 << 10, 1 << 20):
@@ -129,7 +143,8 @@ def goals(measured: Sequence[Row], files: str, segments: str) -> list[Goal]:
             row = found.get((operation, *case, segments))
             text = f"{TITLES[operation].lower()}: at most 0.3 us per id (segments)"
             value = None if row is None else row.median
-            result.append(Goal(text, f"{size(case[0])} {case[1]}", value, None if value is None else value <= 0.3))
+            met = None if value is None else value <= 0.3
+            result.append(Goal(text, f"{size(case[0])} {case[1]}", value, None, met))
     return result
 
 
@@ -148,9 +163,11 @@ def _number(value: float | None, digits: int = 2) -> str:
 def table(measured: Sequence[Row], operation: str) -> list[str]:
     """One operation in Markdown; the best peer of a case in bold."""
     unit = "GB/s" if OPERATIONS[operation] else "us per id"
+    heads = ("mode", "block", "arm", f"{unit}, median (lowest to highest)")
+    ratios = ("times ucm, files", "times the best peer", "times the best store")
     lines = [
-        f"| mode | block | arm | {unit}, median (lowest to highest) | times ucm, files | times the best peer |",
-        "|---|---|---|---|---|---|",
+        f"| {' | '.join(heads + ratios)} |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in measured:
         if row.operation != operation:
@@ -159,7 +176,7 @@ def table(measured: Sequence[Row], operation: str) -> list[str]:
         lines.append(
             f"| {row.mode} | {size(row.block_bytes)} | {name} "
             f"| {_number(row.median)} ({_number(row.low)} to {_number(row.high)}) "
-            f"| {_number(row.to_ours)} | {_number(row.to_best_peer)} |"
+            f"| {_number(row.to_ours)} | {_number(row.to_best_peer)} | {_number(row.to_best_store)} |"
         )
     return lines
 
@@ -182,10 +199,11 @@ def markdown(figures: dict[str, Any]) -> str:
     for operation in OPERATIONS:
         lines += ["", f"{TITLES[operation]}:", "", *table(measured, operation)]
     if figures["goals"]:
-        lines += ["", "| goal | case | value | met |", "|---|---|---|---|"]
+        lines += ["", "| goal | case | value | beside stores alone | met |", "|---|---|---|---|---|"]
         for goal in figures["goals"]:
             met = {True: "yes", False: "no", None: "not measured"}[goal["met"]]
-            lines.append(f"| {goal['text']} | {goal['case']} | {_number(goal['value'])} | {met} |")
+            value, stores = _number(goal["value"]), _number(goal["beside_stores"])
+            lines.append(f"| {goal['text']} | {goal['case']} | {value} | {stores} | {met} |")
     if figures["notes"]:
         lines += ["", *(f"- {note}" for note in figures["notes"])]
     return "\n".join(lines) + "\n"

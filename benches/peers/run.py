@@ -42,6 +42,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--python312", default="", help="interpreter of the environment with UCM's wheel")
     parser.add_argument("--quick", action="store_true", help="2 MiB, one round: shows that everything runs")
     chosen = parser.parse_args()
+    if chosen.python312:  # not resolved: what lies behind the link is not the environment
+        chosen.python312 = os.path.abspath(chosen.python312)
     if chosen.quick:
         chosen.mib, chosen.rounds = 2, 1
     return chosen
@@ -159,7 +161,8 @@ def main() -> None:
         for arm in contest.arms
     ]
     head["notes"] = contest.notes()
-    measured = results.rows(contest.rounds, own, names)
+    movers = [arm.name for arm in ARMS if not arm.store]
+    measured = results.rows(contest.rounds, own, names, movers)
     judged = [] if chosen.quick else results.goals(measured, own[0], own[1])
     figures = results.document(head, measured, judged)
     chosen.json.parent.mkdir(parents=True, exist_ok=True)

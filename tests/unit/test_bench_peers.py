@@ -59,6 +59,12 @@ def test_ratios_are_taken_round_by_round(results: ModuleType, rounds: dict[Any, 
     assert slow.to_ours == pytest.approx(0.5 / 3)
 
 
+def test_what_only_moves_bytes_is_a_peer_but_no_store(results: ModuleType, rounds: dict[Any, Any]) -> None:
+    ours = find(results.rows(rounds, [OURS, SEGMENTS], NAMES, [FAST]), "dump", OURS)
+    assert (ours.best_peer, ours.best_store) == (FAST, SLOW)
+    assert (ours.to_best_peer, ours.to_best_store) == (3.0, 6.0)
+
+
 def test_a_lookup_that_takes_less_is_faster(results: ModuleType, rounds: dict[Any, Any]) -> None:
     rows = results.rows(rounds, [OURS, SEGMENTS], NAMES)
     ours = find(rows, "lookup_present", OURS)
@@ -86,7 +92,7 @@ def test_goals_say_what_could_not_be_measured(results: ModuleType, rounds: dict[
     judged = {(goal.text, goal.case): goal for goal in results.goals(rows, OURS, SEGMENTS)}
     case = "256 KiB buffered"
     files = judged[("dump not below the best peer (files)", case)]
-    assert (files.value, files.met) == (3.0, True)
+    assert (files.value, files.beside_stores, files.met) == (3.0, 3.0, True)
     segments = judged[("dump at least 4 times the best peer (segments)", case)]
     assert (segments.value, segments.met) == (None, None)
 
@@ -106,7 +112,7 @@ def test_the_whole_report(results: ModuleType, rounds: dict[Any, Any]) -> None:
     }
     figures = json.loads(json.dumps(results.document(head, rows, results.goals(rows, OURS, SEGMENTS))))
     text = results.markdown(figures)
-    assert "| buffered | 256 KiB | **a fast peer** | 1.00 (1.00 to 1.00) | 0.33 | 1.00 |" in text
+    assert "| buffered | 256 KiB | **a fast peer** | 1.00 (1.00 to 1.00) | 0.33 | 1.00 | 1.00 |" in text
     assert "not built: no key 'layout'" in text
     assert "its process ended (2 MiB direct)" in text
     assert "Lookup, none present:" in text
