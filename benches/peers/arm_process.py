@@ -27,12 +27,12 @@ class ArmProcess:
         self.version = ""
         self.threads = ""
         self.reason = ""
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         self._rest = b""
         self._process: subprocess.Popen[bytes] | None = None
         if not python or not os.access(python, os.X_OK):
             self.reason = "not installed: there is no CPython 3.12 for it (make bench-peers PYTHON312=<file>)"
             return
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         self._process = subprocess.Popen(
             [python, str(HERE / "child.py"), arm.module, arm.kind, json.dumps(dict(arm.options))],
             stdin=subprocess.PIPE,
@@ -76,6 +76,7 @@ class ArmProcess:
                     pass
         process.kill()
         process.wait()
+        self._log.close()
 
     def _answer(self, seconds: float) -> dict[str, Any]:
         """The next line of the process."""
@@ -95,8 +96,8 @@ class ArmProcess:
 
     def _gone(self, reason: str) -> dict[str, Any]:
         """The process is of no use any more: why, with the last line it printed."""
-        self.stop()
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
+        self.stop()
         self.reason = f"{reason}; its last words: {lines[-1].strip()}" if lines else reason
         return {"failed": self.reason}

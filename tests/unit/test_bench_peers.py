@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -122,6 +123,31 @@ def test_the_report_names_no_host_and_no_path(results: ModuleType) -> None:
     machine = imported("machine").describe(FOLDER)
     assert set(machine) == {"cores", "processor", "memory_gib", "kernel", "file_system", "load_before"}
     assert machine["cores"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "reason"),
+    [("peer_of_nobody", "Nobody", "not installed: No module named 'peer_of_nobody'"), ("peer", "Peer", "TypeError")],
+)
+def test_an_arm_that_cannot_run_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, kind: str, reason: str
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    process = imported("arm_process")
+    arm = process.ArmProcess(imported("arms").Arm("somebody", module, kind), sys.executable, dict(os.environ), tmp_path)
+    try:
+        arm.greet()
+        assert reason in arm.reason
+        assert arm.round({}, 60.0) == {"unavailable": arm.reason}
+    finally:
+        arm.stop()
+
+
+def test_an_arm_without_its_interpreter_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    arm = imported("arm_process").ArmProcess(imported("arms").ARMS[-1], str(tmp_path / "python"), {}, tmp_path)
+    arm.greet()
+    assert "CPython 3.12" in arm.reason
 
 
 def test_every_arm_has_a_module_and_one_of_ucms_own_comes_first() -> None:
