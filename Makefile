@@ -99,7 +99,8 @@ lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## formatting, lints and types of R
 	@$(STAGE) "ruff" bash -c '$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .'
 	@$(STAGE) "mypy" $(BIN)/mypy
 	@$(STAGE) "mypy demo" $(BIN)/mypy demo/run.py demo/engine.py
-	@$(STAGE) "mypy benches/peers" env MYPYPATH=python:benches/peers $(BIN)/mypy benches/peers/*.py
+	@$(STAGE) "mypy benches" env MYPYPATH=python:demo:tests/vllm:benches/peers:benches/python \
+		$(BIN)/mypy benches/peers/*.py benches/python/*.py
 	@$(STAGE) "stubtest" env MYPYPATH=python $(BIN)/python -m mypy.stubtest --concise ucm._core
 
 .PHONY: format
