@@ -13,8 +13,15 @@ PYTHON ?= $(firstword $(shell command -v python3.11 python3))
 # A wheel to test or to demonstrate instead of the source tree: make demo WHEEL=dist/<file>
 WHEEL ?=
 
+# For the one peer of bench-peers that has no wheel for another version.
+PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python3.12; do \
+	"$$python" -c "" 2>/dev/null && echo "$$python" && break; done)
+# Arguments of benches/peers/run.py: make bench-peers PEERS_ARGS=--quick
+PEERS_ARGS ?=
+
 UV := .tools/bin/uv
 VENV := .venv
+PEERS := .venv-peers
 BIN := $(VENV)/bin
 STAGE := tools/stage
 INSTALL := $(UV) pip install --quiet --constraint requirements/lock.txt --overrides requirements/overrides.txt
@@ -94,6 +101,8 @@ lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## formatting, lints and types of R
 	@$(STAGE) "ruff" bash -c '$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .'
 	@$(STAGE) "mypy" $(BIN)/mypy
 	@$(STAGE) "mypy demo" $(BIN)/mypy demo/run.py demo/engine.py
+	@$(STAGE) "mypy benches" env MYPYPATH=python:demo:tests/vllm:benches/peers:benches/python \
+		$(BIN)/mypy benches/peers/*.py benches/python/*.py
 	@$(STAGE) "stubtest" env MYPYPATH=python $(BIN)/python -m mypy.stubtest --concise ucm._core
 
 .PHONY: format
@@ -110,6 +119,10 @@ deny: ## licences, bans and sources of the crates (needs cargo-deny)
 .PHONY: bench
 bench: ## figures as ratios against a yardstick of the same run
 	@cargo bench --locked -p ucm-benches
+
+.PHONY: bench-peers
+bench-peers: $(PEERS)/.stamp $(PEERS)-cp312/.stamp $(VENV)/.stamp-core ## ucm beside other stores (PEERS_ARGS=--quick)
+	@$(PEERS)/bin/python benches/peers/run.py --python312 $(PEERS)-cp312/bin/python $(PEERS_ARGS)
 
 # --- builds --------------------------------------------------------------------------------------------------------
 
@@ -144,6 +157,21 @@ $(VENV)/.stamp-vllm: $(VENV)/.stamp-dev requirements/vllm.txt
 	@VIRTUAL_ENV=$(VENV) $(STAGE) "install vLLM" $(INSTALL) -r requirements/vllm.txt
 	@touch $@
 
+# Only for bench-peers: other projects, which are no part of what is built or tested here.
+$(PEERS)/.stamp: .tools/.stamp-uv benches/peers/requirements.txt benches/peers/lock.txt requirements/overrides.txt
+	@test -x $(PEERS)/bin/python || $(UV) venv --quiet --python $(PYTHON) $(PEERS)
+	@VIRTUAL_ENV=$(PEERS) $(STAGE) "install the peers" $(UV) pip install --quiet --constraint benches/peers/lock.txt \
+		--overrides requirements/overrides.txt -r benches/peers/requirements.txt
+	@touch $@
+
+# Without a CPython 3.12 the bench says that this peer is missing.
+$(PEERS)-cp312/.stamp: .tools/.stamp-uv benches/peers/requirements-cp312.txt
+	@python=$(PYTHON312); if [ -n "$$python" ]; then \
+		test -x $(PEERS)-cp312/bin/python || $(UV) venv --quiet --python "$$python" $(PEERS)-cp312; \
+		VIRTUAL_ENV=$(PEERS)-cp312 $(STAGE) "install UCM 0.8.1" \
+			$(UV) pip install --quiet --no-deps -r benches/peers/requirements-cp312.txt && touch $@; \
+	fi
+
 .PHONY: wheel-env
 wheel-env: .tools/.stamp-uv
 	@test -f "$(WHEEL)" || { echo "WHEEL=$(WHEEL): no such file; make wheel builds one"; exit 1; }
@@ -161,6 +189,6 @@ lock: $(VENV)/.stamp-vllm ## write down the versions of the environment, after c
 
 .PHONY: clean
 clean: ## remove everything that was built or installed here
-	@rm -rf .tools .venv .venv-wheel target build dist demo-out
+	@rm -rf .tools .venv .venv-wheel $(PEERS) $(PEERS)-cp312 target build dist demo-out
 	@find python tests demo tools -name __pycache__ -prune -exec rm -rf {} +
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis python/ucm/*.so

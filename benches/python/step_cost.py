@@ -81,7 +81,7 @@ def open_half(tables: Tables) -> SchedulerHalf:
     half = SchedulerHalf(
         gate,
         make_keys=lambda text: KeyMaker(text, BLOCK, "sha256", ExtraKeys(BLOCK)),
-        make_lookups=lambda store, masks: Lookups(background, store, masks),
+        make_lookups=lambda store, masks, early: Lookups(background, store, masks, early),
         block_tokens=BLOCK,
         min_hit_tokens=0,
         dump_output=True,

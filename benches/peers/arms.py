@@ -1,0 +1,37 @@
+"""The arms of the comparison: one line for each way of storing blocks that is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm: which class measures it, with which options, and in which environment."""
+
+    name: str
+    module: str
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    #: One of ucm's own.
+    own: bool = False
+    #: Names and publishes blocks and finds them again; without that it only moves bytes.
+    store: bool = True
+    #: Runs in the environment for CPython 3.12.
+    python312: bool = False
+
+
+#: Of ucm's own, the first is what others are set in relation to.
+ARMS = (
+    Arm("ucm, files", "peer_ucm", "Ucm", own=True),
+    Arm("ucm, segments", "peer_ucm", "Ucm", {"config": {"layout": "segment"}}, own=True),
+    Arm("vLLM fs tier", "peer_vllm", "VllmFs"),
+    Arm("LMCache fs", "peer_lmcache", "LMCacheL2", {"type": "fs"}),
+    Arm("LMCache fs_native", "peer_lmcache", "LMCacheL2", {"type": "fs_native"}),
+    Arm("NIXL POSIX, aio", "peer_nixl", "NixlPosix", {"queue": "use_aio"}, store=False),
+    Arm("NIXL POSIX, io_uring", "peer_nixl", "NixlPosix", {"queue": "use_uring"}, store=False),
+    Arm("UCM 0.8.1 psync", "peer_upstream", "Upstream", {"engine": "psync"}, python312=True),
+    Arm("UCM 0.8.1 aio", "peer_upstream", "Upstream", {"engine": "aio"}, python312=True),
+)

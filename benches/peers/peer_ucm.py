@@ -1,0 +1,75 @@
+"""ucm itself: ``UcmPosixStore`` as this source tree builds it, with its checksums on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from peer import THREADS, Blocks, Peer, UnavailableError
+
+import ucm
+from ucm.errors import ConfigError, UnsupportedError
+from ucm.store.posix import UcmPosixStore
+
+#: Longest wait for one batch, in seconds: a bound, not an expectation.
+PATIENCE = 60.0
+
+
+class Ucm(Peer):
+    """Options: ``config``, keys of the store beside those that every arm is given."""
+
+    threads = f"{THREADS} for I/O, 1 that gathers and scatters"
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        self._store: UcmPosixStore | None = None
+
+    def version(self) -> str:
+        return ucm.__version__
+
+    def prepare(self, directory: str, block_bytes: int, count: int, direct: bool) -> None:
+        size = block_bytes * count
+        config = {
+            "storage_backends": directory,
+            "identity": "bench",
+            "tensor_size": block_bytes,
+            "shard_size": block_bytes,
+            "block_size": block_bytes,
+            "io_direct": direct,
+            "storage_capacity": str(8 * size + (64 << 20)),
+            "free_space_floor": "1%",
+            # All blocks are staged at once; a quarter of the slots is kept for loads, and a slot holds a header too.
+            "staging_capacity": max(8, 4 * count // 3 + 2) * (block_bytes + (64 << 10)),
+            "posix_data_trans_concurrency": THREADS,
+            "posix_lookup_concurrency": THREADS,
+            "deadlines": {"lookup_ms": int(PATIENCE * 1000), "dump_s": PATIENCE},
+        }
+        special = self.options.get("config", {})
+        try:
+            self._store = UcmPosixStore(config | special)
+        except (ConfigError, UnsupportedError) as error:
+            if not special:
+                raise
+            raise UnavailableError(f"not built: {error}") from error
+
+    def wrap(self, blocks: Blocks) -> npt.NDArray[np.uint64]:
+        return np.array([[block.ctypes.data] for block in blocks], dtype=np.uint64)
+
+    def dump(self, names: Sequence[bytes], memory: npt.NDArray[np.uint64]) -> None:
+        assert self._store is not None
+        self._store.wait(self._store.dump_data(names, [0] * len(names), memory), PATIENCE, "published")
+
+    def load(self, names: Sequence[bytes], memory: npt.NDArray[np.uint64]) -> None:
+        assert self._store is not None
+        self._store.wait(self._store.load_data(names, [0] * len(names), memory, PATIENCE), PATIENCE)
+
+    def lookup(self, names: Sequence[bytes]) -> Sequence[bool]:
+        assert self._store is not None
+        return self._store.lookup(names)
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None

@@ -1,0 +1,133 @@
+"""Time to first token of a deep, tiny model, computed and loaded: ``python benches/python/ttft.py``.
+
+For each variant of ``variants.py`` an engine is started, asked prompts that nobody stored (*cold*), and, after vLLM's
+own prefix cache was emptied, the same ones again (*warm*). Before each prompt the engine is idle, with every dump
+staged. Variants take turns; their cold times beside those of no connector are what ucm costs where it finds nothing.
+Prints a table; ``--json`` keeps every time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from variants import BLOCK, VARIANTS, engine, why  # isort: split
+
+from harness import Engine, EngineError
+from specs import prompt
+
+import model as demo_model
+
+
+def one_engine(variant: str, model: Path, work: Path, number: int, chosen: argparse.Namespace) -> dict[str, Any]:
+    """One engine's times in seconds, or why there is none."""
+    root, log = work / f"blocks-{number}", work / f"{variant}-{number}.log"
+    root.mkdir()
+    blocks = 2 * (chosen.tokens // BLOCK + 2)
+    prompts = [prompt(1000 * number + index, chosen.tokens) for index in range(chosen.prompts)]
+    times: dict[str, Any] = {"cold": [], "warm": [], "cached": []}
+    try:
+        with Engine(engine(variant, model, root, blocks, chosen.tokens + BLOCK), log) as running:
+            running.ask(prompt(1, BLOCK // 2), 1)
+            for tokens in prompts:
+                times["cold"].append(running.ask(tokens, 1).first)
+                running.wait_idle()
+            running.reset()
+            for tokens in prompts:
+                answer = running.ask(tokens, 1)
+                times["warm"].append(answer.first)
+                times["cached"].append(answer.cached)
+                running.wait_idle()
+    except EngineError as error:
+        return {"failed": why(str(error) + log.read_text(errors="replace"))}
+    return times
+
+
+def summary(rounds: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row for each variant: medians, and ratios within a round."""
+    rows = []
+    for variant in rounds[0]:
+        mine = [entry[variant] for entry in rounds]
+        failed = next((entry["failed"] for entry in mine if "failed" in entry), None)
+        if failed:
+            rows.append({"variant": variant, "state": failed})
+            continue
+
+        def median(entries: list[dict[str, Any]], key: str) -> float:
+            return float(statistics.median(value for entry in entries for value in entry[key]))
+
+        bases = [entry.get("none", {}) for entry in rounds]
+        pairs = [(entry, base) for entry, base in zip(mine, bases, strict=True) if base.get("cold")]
+        added = [median([entry], "cold") / median([base], "cold") - 1 for entry, base in pairs]
+        rows.append(
+            {
+                "variant": variant,
+                "state": "measured",
+                "cold_s": median(mine, "cold"),
+                "warm_s": median(mine, "warm"),
+                "warm_to_cold": statistics.median(median([entry], "warm") / median([entry], "cold") for entry in mine),
+                "cached_tokens": median(mine, "cached"),
+                "added_on_misses": statistics.median(added) if added and variant != "none" else None,
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """In Markdown."""
+    lines = [
+        "| variant | cold, s | warm, s | warm, cold = 1 | tokens reused | added on misses |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["state"] != "measured":
+            lines.append(f"| {row['variant']} | {row['state']} | | | | |")
+            continue
+        added = "-" if row["added_on_misses"] is None else f"{row['added_on_misses']:+.1%}"
+        lines.append(
+            f"| {row['variant']} | {row['cold_s']:.3f} | {row['warm_s']:.3f} | {row['warm_to_cold']:.2f} "
+            f"| {row['cached_tokens']:.0f} | {added} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures and prints."""
+    arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    arguments.add_argument("--variant", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    arguments.add_argument("--tokens", type=int, default=4005, help="of a prompt")
+    arguments.add_argument("--prompts", type=int, default=8, help="for each engine")
+    arguments.add_argument("--rounds", type=int, default=3, help="engines for each variant")
+    arguments.add_argument("--json", type=Path)
+    chosen = arguments.parse_args()
+    rounds: list[dict[str, dict[str, Any]]] = []
+    missing: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="ttft-") as folder:
+        work = Path(folder)
+        demo_model.write(work / "model")
+        for number in range(chosen.rounds):
+            rounds.append({})
+            for place, variant in enumerate(chosen.variant):
+                print(f"round {number + 1}, {variant}", flush=True)
+                times = missing.get(variant) or one_engine(
+                    variant, work / "model", work, number * len(VARIANTS) + place, chosen
+                )
+                if "failed" in times:
+                    missing[variant] = times  # it will not start the next time either
+                rounds[-1][variant] = times
+    rows = summary(rounds)
+    if chosen.json:
+        date = dt.datetime.now(dt.UTC).strftime("%Y-%m-%d")
+        settings = {"tokens": chosen.tokens, "prompts": chosen.prompts, "rounds": chosen.rounds}
+        document = {"date": date, "settings": settings, "rows": rows, "rounds": rounds}
+        chosen.json.write_text(json.dumps(document, indent=1) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What is put under an engine in ``ttft.py`` and ``chat.py``: one line for each way of keeping KV, or none.
+
+Both run the deep, tiny model of the demo in engines of ``tests/vllm/harness.py``, one at a time on a machine. A variant
+that this version has not got is reported as such, with what the engine said.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specs import EngineSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+for folder in ("tests/vllm", "demo"):
+    sys.path.insert(0, str(ROOT / folder))
+
+#: Name -> the entry of ``ucm_connectors``, less the directory; None is an engine without ucm.
+VARIANTS: Mapping[str, Mapping[str, Any] | None] = {
+    "none": None,
+    "file": {"ucm_connector_name": "UcmPosixStore"},
+    "segment": {"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"layout": "segment"}},
+    "cache-pc": {"ucm_connector_name": "UcmPipelineStore", "ucm_connector_config": {"store_pipeline": "Cache|Pc"}},
+}
+
+#: Of the engines: blocks of so many tokens.
+BLOCK = 32
+
+
+def transfer(variant: str, root: Path) -> dict[str, Any] | None:
+    """Arguments of vLLM's KVTransferConfig, with blocks kept below ``root``."""
+    entry = VARIANTS[variant]
+    if entry is None:
+        return None
+    options = {"storage_backends": str(root), **entry.get("ucm_connector_config", {})}
+    return {
+        "kv_connector": "UCMConnector",
+        "kv_connector_module_path": "ucm.integration.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"ucm_connectors": [{**entry, "ucm_connector_config": options}]},
+    }
+
+
+def engine(variant: str, model: Path, root: Path, blocks: int, length: int) -> EngineSpec:
+    """An engine over the demo's model with room for ``blocks`` blocks and prompts of ``length`` tokens."""
+    from specs import EngineSpec
+
+    return EngineSpec(
+        model,
+        blocks=blocks,
+        budget=2048,
+        transfer=transfer(variant, root),
+        args={"max_model_len": length, "kv_cache_memory_bytes": (blocks + 2) << 20},
+        env={"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))},
+        label=variant,
+    )
+
+
+def why(log: str) -> str:
+    """Why an engine did not start: the most telling line of its log."""
+    said: list[str] = re.findall(r"(?:ucm\.errors\.)?\w*Error: .*", log)
+    ours = [line for line in said if "ConfigError" in line or "not built" in line]
+    return (ours or said or ["it says nothing"])[-1].strip()[:300]
