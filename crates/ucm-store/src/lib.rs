@@ -19,6 +19,7 @@ pub mod record;
 mod root;
 pub mod space;
 pub mod stats;
+pub mod tiers;
 mod writing;
 
 use std::hash::{BuildHasher, Hasher, RandomState};

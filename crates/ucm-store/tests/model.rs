@@ -6,10 +6,11 @@ mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use common::{Device, Setup, Store, directory, eventually, id};
+use common::{Above, Device, Setup, Store, directory, eventually, id};
 use proptest::prelude::*;
 use ucm_core::BlockId;
 use ucm_io::{Fault, OpKind, Rule};
+use ucm_store::tiers::WritePolicy;
 
 /// One thing a test does.
 #[derive(Debug, Clone)]
@@ -76,13 +77,16 @@ enum Truth {
     Unsure,
 }
 
-fn run(layers_per_shard: u32, acts: &[Act]) {
+fn run(layers_per_shard: u32, above: Above, acts: &[Act]) {
     let dir = directory();
+    let root = dir.path().join("root");
+    std::fs::create_dir(&root).unwrap();
     let setup = Setup {
         layers_per_shard,
+        above,
         ..Setup::default()
     };
-    let mut store = Store::open(dir.path(), setup.clone());
+    let mut store = Store::open(&root, setup.clone());
     let mut truth: BTreeMap<BlockId, Truth> = (0..6).map(|n| (id(n), Truth::Absent)).collect();
     let (mut faulty, mut full) = (false, false);
     for act in acts {
@@ -92,7 +96,9 @@ fn run(layers_per_shard: u32, acts: &[Act]) {
                 let ended = store.dump(&Device::filled(&setup, &ids), &ids);
                 assert!(ended.is_ok() || faulty, "{ended:?}");
                 for id in ids {
-                    let known = truth[&id] == Truth::Unsure || ended.is_err();
+                    // What goes down when it is given up is nowhere for a moment, and may find no room on its way.
+                    let back = matches!(above, Above::Map(_, WritePolicy::Back));
+                    let known = back || truth[&id] == Truth::Unsure || ended.is_err();
                     truth.insert(id, if known { Truth::Unsure } else { Truth::Whole });
                 }
             }
@@ -151,8 +157,9 @@ fn run(layers_per_shard: u32, acts: &[Act]) {
             Act::Grow(n) => damage(&store, &mut truth, *n, |bytes| bytes.push(0)),
             Act::Remove(n) => {
                 let _ = std::fs::remove_file(store.file(id(*n)));
-                // Whether this process refused it decides nothing about a file that is gone.
-                truth.insert(id(*n), Truth::Absent);
+                // Whether this process refused it decides nothing about a file that is gone; there may be a copy above.
+                let gone = above == Above::Nothing || truth[&id(*n)] == Truth::Absent;
+                truth.insert(id(*n), if gone { Truth::Absent } else { Truth::Unsure });
             }
             Act::Swap(a, b) => {
                 if let (Ok(one), Ok(other)) = (
@@ -169,7 +176,7 @@ fn run(layers_per_shard: u32, acts: &[Act]) {
             }
             Act::Reopen => {
                 drop(store);
-                store = Store::open(dir.path(), setup.clone());
+                store = Store::open(&root, setup.clone());
                 faulty = full;
             }
             Act::Fault(n) => {
@@ -219,11 +226,31 @@ proptest! {
 
     #[test]
     fn direct_rows(acts in prop::collection::vec(act(), 1..30)) {
-        run(3, &acts);
+        run(3, Above::Nothing, &acts);
     }
 
     #[test]
     fn layerwise_rows(acts in prop::collection::vec(act(), 1..30)) {
-        run(1, &acts);
+        run(1, Above::Nothing, &acts);
+    }
+
+    #[test]
+    fn below_memory_that_has_room(acts in prop::collection::vec(act(), 1..30)) {
+        run(3, Above::Map(100, WritePolicy::Through), &acts);
+    }
+
+    #[test]
+    fn below_memory_that_is_too_small(acts in prop::collection::vec(act(), 1..30)) {
+        run(1, Above::Map(2, WritePolicy::Through), &acts);
+    }
+
+    #[test]
+    fn written_back_from_memory(acts in prop::collection::vec(act(), 1..30)) {
+        run(3, Above::Map(2, WritePolicy::Back), &acts);
+    }
+
+    #[test]
+    fn below_another_root(acts in prop::collection::vec(act(), 1..30)) {
+        run(3, Above::File, &acts);
     }
 }

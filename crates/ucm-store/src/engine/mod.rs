@@ -17,7 +17,7 @@ mod task;
 
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use hashlink::LruCache;
@@ -26,7 +26,7 @@ use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result, limi
 use ucm_device::{Device, DeviceSpan, HostArena, SlotPool, Stream};
 use ucm_infra::{Clock, IdSet, Lane, Mono, WorkerPool};
 
-use crate::backend::Backend;
+use crate::backend::{Backend, Health, Priority, TierStats, Usage};
 use crate::events::{Event, Events};
 use crate::health::Breaker;
 use crate::record::RecordLayout;
@@ -256,6 +256,25 @@ impl Core {
         Ok(())
     }
 
+    /// These blocks will be asked for: brings them into the upper stages of a pipeline, when nothing more urgent is to
+    /// be done. The answer counts those taken on; without an upper stage that is none.
+    pub fn prefetch(&self, ids: &[BlockId], priority: Priority) -> Result<usize> {
+        self.usable()?;
+        if ids.len() > limits::MAX_IDS_PER_CALL {
+            return Err(Error::invalid("too many ids in one call").with("ids", ids.len()));
+        }
+        if !self.ready.load(Ordering::Acquire) {
+            return Ok(0);
+        }
+        Ok(self.backend.prefetch(ids, priority))
+    }
+
+    /// These blocks need not be prefetched any more; counts those that were still waiting.
+    pub fn cancel_prefetch(&self, ids: &[BlockId]) -> Result<usize> {
+        self.usable()?;
+        Ok(self.backend.cancel_prefetch(ids))
+    }
+
     /// How many more blocks a dump could take now.
     pub fn free_dump_slots(&self) -> usize {
         self.drop_incomplete(self.clock.now());
@@ -288,22 +307,52 @@ impl Core {
                 (self.backend.stuck() + self.copies.stuck()) as u64,
             ),
             ("refused_now", self.refused.len() as u64),
-            (
-                "healthy",
-                u64::from(self.ready.load(Ordering::Acquire) && self.breaker.is_closed()),
-            ),
+            ("healthy", u64::from(self.is_healthy())),
         ];
+        let tiers = serde_json::to_value(self.tiers(&usage)).unwrap_or_default();
         if let Some(map) = json.as_object_mut() {
             map.extend(gauges.map(|(name, value)| (name.to_owned(), value.into())));
+            map.insert("tiers".to_owned(), tiers);
         }
         json
     }
 
+    fn is_healthy(&self) -> bool {
+        let down = self.backend.health() == Some(Health::Down);
+        self.ready.load(Ordering::Acquire) && self.breaker.is_closed() && !down
+    }
+
+    /// The stages, top first; a medium alone is one, and what the engine counted is its.
+    fn tiers(&self, usage: &Usage) -> Vec<TierStats> {
+        let tiers = self.backend.tiers();
+        if !tiers.is_empty() {
+            return tiers;
+        }
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        vec![TierStats {
+            name: self.backend.name().to_owned(),
+            hits: get(&self.stats.lookup_hits),
+            blocks_read: get(&self.stats.blocks_loaded),
+            bytes_read: get(&self.stats.bytes_loaded),
+            blocks_written: get(&self.stats.blocks_published),
+            bytes_written: get(&self.stats.bytes_published),
+            failures: get(&self.stats.publishes_failed),
+            copies_refused: get(&self.stats.records_refused),
+            used_bytes: usage.used,
+            capacity_bytes: usage.capacity,
+            healthy: self.is_healthy(),
+            ..TierStats::default()
+        }]
+    }
+
     /// Messages for the log since the last call; none in a forked child.
     pub fn events(&self) -> Vec<Event> {
-        self.check_process()
-            .map(|()| self.events.drain())
-            .unwrap_or_default()
+        if self.check_process().is_err() {
+            return Vec::new();
+        }
+        let mut events = self.events.drain();
+        events.extend(self.backend.events());
+        events
     }
 
     /// The engine's clock, for waiting on its tasks.

@@ -4,6 +4,7 @@
 #![allow(dead_code, reason = "each test file uses its part of this")]
 
 pub(crate) mod bench;
+pub(crate) mod map;
 pub(crate) mod mount;
 pub(crate) mod shared;
 
@@ -18,16 +19,34 @@ use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::{Clock, SystemClock};
 use ucm_io::{Fault, FaultyEngine, Gate, IoEngine, OpKind, Process, PsyncEngine, PsyncOptions, Rule};
+use ucm_store::backend::Backend;
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
 use ucm_store::space::{Capacity, Rules};
+use ucm_store::tiers::{StageConfig, Tiers, TiersConfig, WritePolicy};
+
+use map::{MapBackend, MapStage};
+
+/// What stands above the root of a store.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Above {
+    Nothing,
+    /// A map of so many records; how the root below is written.
+    Map(usize, WritePolicy),
+    /// Another root beside it, on an engine of its own.
+    File,
+}
 
 /// How a test wants its store.
 #[derive(Clone)]
 pub(crate) struct Setup {
+    pub(crate) above: Above,
+    /// The breaker of each stage of a pipeline.
+    pub(crate) stage_breaker: BreakerConfig,
+
     pub(crate) tensors: Vec<u64>,
     pub(crate) layers: u32,
     pub(crate) layers_per_shard: u32,
@@ -50,7 +69,15 @@ pub(crate) struct Setup {
 
 impl Default for Setup {
     fn default() -> Self {
+        let never = BreakerConfig {
+            threshold: u32::MAX,
+            cool_down: Duration::from_secs(1),
+            window: Duration::from_secs(60),
+            max_stuck: usize::MAX,
+        };
         Self {
+            above: Above::Nothing,
+            stage_breaker: never,
             tensors: vec![96, 32],
             layers: 3,
             layers_per_shard: 3,
@@ -68,12 +95,7 @@ impl Default for Setup {
                 lookup: Duration::from_secs(20),
                 ..Deadlines::default()
             },
-            breaker: BreakerConfig {
-                threshold: u32::MAX,
-                cool_down: Duration::from_secs(1),
-                window: Duration::from_secs(60),
-                max_stuck: usize::MAX,
-            },
+            breaker: never,
             quarantine: QuarantineConfig::default(),
             paranoid: false,
             lookup_only: false,
@@ -90,6 +112,9 @@ pub(crate) struct Store {
     pub(crate) faults: Arc<FaultyEngine>,
     pub(crate) setup: Setup,
     pub(crate) root: PathBuf,
+    /// The map above the root, and the faults of the root above it.
+    pub(crate) map: Option<Arc<MapBackend>>,
+    pub(crate) upper: Option<Arc<FaultyEngine>>,
     /// Where operations hang.
     gates: Mutex<Vec<Gate>>,
 }
@@ -102,6 +127,20 @@ impl Drop for Store {
             self.gates.get_mut().drain(..).for_each(|gate| gate.open());
         }
     }
+}
+
+/// Where the root above another one lies: beside it, so a test that has one opens a directory below its own.
+pub(crate) fn above(root: &Path) -> PathBuf {
+    root.with_extension("above")
+}
+
+fn engine(setup: &Setup, clock: &Arc<dyn Clock>) -> Arc<FaultyEngine> {
+    let options = PsyncOptions {
+        clock: Arc::clone(clock),
+        ..PsyncOptions::with_workers(setup.workers)
+    };
+    let io: Arc<dyn IoEngine> = PsyncEngine::new(options).unwrap();
+    FaultyEngine::new(io, Arc::clone(clock), 1)
 }
 
 pub(crate) fn identity(weights: &str) -> Identity {
@@ -144,12 +183,7 @@ impl Store {
         rules: Vec<Rule>,
         counted: bool,
     ) -> ucm_core::Result<Self> {
-        let options = PsyncOptions {
-            clock: Arc::clone(&clock),
-            ..PsyncOptions::with_workers(setup.workers)
-        };
-        let io: Arc<dyn IoEngine> = PsyncEngine::new(options).unwrap();
-        let faults = FaultyEngine::new(io, Arc::clone(&clock), 1);
+        let faults = engine(&setup, &clock);
         for rule in rules {
             faults.add(rule)?;
         }
@@ -158,30 +192,65 @@ impl Store {
         let record_len = record.record_len() as u64;
         let identity = identity(setup.weights);
         let writer = ucm_store::random_u64();
-        let posix = PosixConfig {
-            root: root.to_owned(),
-            identity: identity.clone(),
-            labels: BTreeMap::new(),
-            part: setup.part,
-            geometry: geometry.clone(),
-            record,
-            direct: false,
-            lookup_only: setup.lookup_only,
-            capacity: setup
-                .capacity
-                .and_then(std::num::NonZeroU64::new)
-                .map(Capacity::Bytes),
-            rules: setup.rules,
-            process: setup.process.clone(),
-            writer,
-            modes: setup.modes,
-            quarantine: setup.quarantine,
+        let posix = |root: &Path, io: &Arc<FaultyEngine>| {
+            let config = PosixConfig {
+                root: root.to_owned(),
+                identity: identity.clone(),
+                labels: BTreeMap::new(),
+                part: setup.part,
+                geometry: geometry.clone(),
+                record: record.clone(),
+                direct: false,
+                lookup_only: setup.lookup_only,
+                capacity: setup
+                    .capacity
+                    .and_then(std::num::NonZeroU64::new)
+                    .map(Capacity::Bytes),
+                rules: setup.rules,
+                process: setup.process.clone(),
+                writer,
+                modes: setup.modes,
+                quarantine: setup.quarantine,
+            };
+            PosixBackend::new(config, Arc::clone(io) as Arc<dyn IoEngine>, Arc::clone(&clock))
         };
-        let backend = PosixBackend::new(
-            posix,
-            Arc::clone(&faults) as Arc<dyn IoEngine>,
-            Arc::clone(&clock),
-        )?;
+        let lower: Arc<dyn Backend> = Arc::new(posix(root, &faults)?);
+        let (mut map, mut upper) = (None, None);
+        let above: Option<(Arc<dyn Backend>, WritePolicy)> = match setup.above {
+            Above::Nothing => None,
+            Above::Map(records, policy) => {
+                let made = map.insert(MapBackend::new(records));
+                Some((Arc::new(MapStage(Arc::clone(made))), policy))
+            }
+            Above::File => {
+                let io = upper.insert(engine(&setup, &clock));
+                for dir in [root, &above(root)] {
+                    std::fs::create_dir_all(dir).unwrap();
+                }
+                Some((Arc::new(posix(&above(root), io)?), WritePolicy::Through))
+            }
+        };
+        let backend = match above {
+            None => lower,
+            Some((top, policy)) => {
+                let stage = |backend, policy| StageConfig {
+                    backend,
+                    policy,
+                    max_stuck: setup.stage_breaker.max_stuck,
+                };
+                let tiers = TiersConfig {
+                    stages: vec![stage(top, WritePolicy::Through), stage(lower, policy)],
+                    record: record.clone(),
+                    identity: identity.clone(),
+                    part: setup.part,
+                    breaker: setup.stage_breaker,
+                    probe: setup.deadlines.probe,
+                    copy: setup.deadlines.dump,
+                    spare_slots: 8,
+                };
+                Arc::new(Tiers::new(tiers, Arc::clone(&clock))?)
+            }
+        };
         let config = EngineConfig {
             geometry,
             identity,
@@ -203,12 +272,14 @@ impl Store {
             Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,
             None => Arc::new(HostDevice::new()),
         };
-        let engine = Engine::open(config, Arc::new(backend), device, clock)?;
+        let engine = Engine::open(config, backend, device, clock)?;
         let store = Self {
             engine,
             faults,
             setup,
             root: root.to_owned(),
+            map,
+            upper,
             gates: Mutex::default(),
         };
         // So that faults and counts of a test see its own operations only, not those of the first count.
@@ -218,9 +289,29 @@ impl Store {
         Ok(store)
     }
 
+    /// The map above the root.
+    pub(crate) fn map(&self) -> &MapBackend {
+        self.map.as_ref().unwrap()
+    }
+
+    /// What a stage of a pipeline counted.
+    pub(crate) fn tier(&self, stage: usize, name: &str) -> u64 {
+        let value = self.engine.stats()["tiers"][stage][name].clone();
+        value.as_u64().or(value.as_bool().map(u64::from)).unwrap()
+    }
+
+    /// The file of a block in the root above.
+    pub(crate) fn upper_file(&self, id: BlockId) -> PathBuf {
+        self.file_below(&above(&self.root), id)
+    }
+
     /// The file of a block.
     pub(crate) fn file(&self, id: BlockId) -> PathBuf {
-        let namespace = self.root.join(identity(self.setup.weights).namespace());
+        self.file_below(&self.root, id)
+    }
+
+    fn file_below(&self, root: &Path, id: BlockId) -> PathBuf {
+        let namespace = root.join(identity(self.setup.weights).namespace());
         namespace
             .join("blocks")
             .join(format!("{:02x}", id.0[0]))
