@@ -76,7 +76,9 @@ impl Default for Setup {
             max_stuck: usize::MAX,
         };
         Self {
-            above: Above::Nothing,
+            above: std::env::var("UCM_TEST_ABOVE").map_or(Above::Nothing, |records| {
+                Above::Map(records.parse().unwrap(), WritePolicy::Through)
+            }),
             stage_breaker: never,
             tensors: vec![96, 32],
             layers: 3,
@@ -124,9 +126,17 @@ impl Drop for Store {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.faults.clear();
+            self.upper.iter().for_each(|upper| upper.clear());
             self.gates.get_mut().drain(..).for_each(|gate| gate.open());
         }
     }
+}
+
+fn times(faults: &FaultyEngine, kind: OpKind, file: &PathBuf) -> usize {
+    let log = faults.log();
+    log.iter()
+        .filter(|seen| seen.kind == kind && seen.paths.contains(file))
+        .count()
 }
 
 /// Where the root above another one lies: beside it, so a test that has one opens a directory below its own.
@@ -325,19 +335,26 @@ impl Store {
 
     /// From now on operations of this kind hang before they begin, until the gate is opened.
     pub(crate) fn hang(&self, kind: OpKind) -> Gate {
+        let gate = self.gate();
+        self.fault(Rule::on(kind, Fault::HangBefore(gate.clone())));
+        gate
+    }
+
+    /// A gate that opens by itself when the test fails.
+    pub(crate) fn gate(&self) -> Gate {
         let gate = Gate::new();
         self.gates.lock().push(gate.clone());
-        self.fault(Rule::on(kind, Fault::HangBefore(gate.clone())));
         gate
     }
 
     /// How often the medium was asked for this of the file of a block (what the space keeper asks is not counted).
     pub(crate) fn asked(&self, kind: OpKind, id: BlockId) -> usize {
-        let file = self.file(id);
-        let log = self.faults.log();
-        log.iter()
-            .filter(|seen| seen.kind == kind && seen.paths.contains(&file))
-            .count()
+        times(&self.faults, kind, &self.file(id))
+    }
+
+    /// The same of the root above.
+    pub(crate) fn asked_above(&self, kind: OpKind, id: BlockId) -> usize {
+        times(self.upper.as_ref().unwrap(), kind, &self.upper_file(id))
     }
 
     /// Dumps whole blocks and waits until they are published.
