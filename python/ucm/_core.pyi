@@ -104,6 +104,9 @@ class PosixStore:
     def free_dump_slots(self) -> int:
         """How many more blocks a dump could take now."""
 
+    def early(self) -> tuple[list[bytes], list[bytes]]:
+        """Ids this process can read before others can, gained and lost since the last call."""
+
     @property
     def record_len(self) -> int:
         """Bytes of one record on the medium."""

@@ -122,7 +122,7 @@ class Rig:
         self.half = SchedulerHalf(
             self.gate,
             make_keys=self.keys,
-            make_lookups=lambda store, masks: Lookups(self.later, store, masks),
+            make_lookups=lambda store, masks, early: Lookups(self.later, store, masks, early),
             block_tokens=BLOCK,
             min_hit_tokens=settings.pop("min_hit_tokens", 0),
             dump_output=settings.pop("dump_output", True),

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use numpy::{PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyList};
 use ucm_core::{BlockId, DType, Error, ErrorKind, Geometry, Identity, MissReason, Part};
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::SystemClock;
@@ -22,7 +22,7 @@ use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
 use ucm_store::space::{Capacity, Rules};
 
-use crate::convert::{ids, raise, to_py};
+use crate::convert::{id_list, ids, raise, to_py};
 use crate::task::{Task, limit};
 
 /// An engine over a directory. All sizes in bytes, all times in seconds.
@@ -293,6 +293,12 @@ impl PosixStore {
     fn free_dump_slots(&self, py: Python<'_>) -> PyResult<usize> {
         to_py(py, self.0.check_process())?;
         Ok(py.detach(|| self.0.free_dump_slots()))
+    }
+
+    /// Ids this process can read before others can, gained and lost since the last call.
+    fn early<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyList>, Bound<'py, PyList>)> {
+        let early = to_py(py, py.detach(|| self.0.early()))?;
+        Ok((id_list(py, &early.gained)?, id_list(py, &early.lost)?))
     }
 
     /// Bytes of one record on the medium.

@@ -111,17 +111,17 @@ pub struct Keep {
     pub replace: bool,
 }
 
-/// A record that a memory gives up to make room.
-#[derive(Debug, Clone, Copy)]
-pub struct Victim<'a> {
+/// A record that a memory gives up to make room. It can be found and read there until this is dropped.
+pub trait Victim: Send {
     /// Its id.
-    pub id: BlockId,
-    /// The whole record, as long as the call lasts.
-    pub record: &'a [u8],
+    fn id(&self) -> BlockId;
+
+    /// The whole record.
+    fn record(&self) -> &[u8];
 }
 
-/// Called with every record that is given up, on the thread that needs the room: it copies what it wants and returns.
-pub type Evicted = Box<dyn Fn(Victim<'_>) + Send + Sync>;
+/// Called with every record that is given up, on the thread that needs the room; must not wait.
+pub type Evicted = Box<dyn Fn(Box<dyn Victim>) + Send + Sync>;
 
 /// How soon a prefetched block will be asked for; the first is served first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -276,7 +276,7 @@ pub trait Backend: Send + Sync {
         true
     }
 
-    /// Sets, once, who is handed what is given up to make room. False where nothing is handed over.
+    /// Sets, once, who is handed what is given up to make room. False where nothing is ever handed over.
     fn on_evicted(&self, _hook: Evicted) -> bool {
         false
     }

@@ -78,7 +78,7 @@ fn a_dump_goes_through_to_the_file_and_stays_in_memory() {
         (store.tier(0, "blocks_read"), store.tier(1, "blocks_read")),
         (3, 0)
     );
-    let early = store.engine.early();
+    let early = store.engine.early().unwrap();
     assert_eq!(early.gained.len(), 3);
 }
 

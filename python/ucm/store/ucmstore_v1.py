@@ -156,6 +156,11 @@ class UcmKVStoreBaseV1(ABC):
         when :meth:`lookup` found its medium well; it is asked to look now and then."""
         return True
 
+    def early(self) -> tuple[list[bytes], list[bytes]]:
+        """Block ids that this store can read before others can see them (held in its memory, in a file that is not
+        published yet): those gained and those lost since the last call. Lost means published by now, or gone."""
+        return [], []
+
     def free_dump_slots(self) -> int | None:
         """How many more blocks a dump could take now, None when unbounded or unknown."""
         return None

@@ -28,7 +28,7 @@ use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result, limi
 use ucm_device::{Device, DeviceSpan, HostArena, SlotPool, Stream};
 use ucm_infra::{Clock, IdSet, Lane, Mono, WorkerPool};
 
-use crate::backend::{Backend, Priority};
+use crate::backend::{Backend, Early, Priority};
 use crate::events::Events;
 use crate::health::Breaker;
 use crate::record::RecordLayout;
@@ -275,6 +275,12 @@ impl Core {
     pub fn cancel_prefetch(&self, ids: &[BlockId]) -> Result<usize> {
         self.usable()?;
         Ok(self.backend.cancel_prefetch(ids))
+    }
+
+    /// What became readable for this process before others can see it, and what no longer is, since the last call.
+    pub fn early(&self) -> Result<Early> {
+        self.usable()?;
+        Ok(self.backend.early())
     }
 
     /// How many more blocks a dump could take now.

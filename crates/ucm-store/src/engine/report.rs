@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::Core;
-use crate::backend::{Early, Health, TierStats, Usage};
+use crate::backend::{Health, TierStats, Usage};
 use crate::events::Event;
 
 impl Core {
@@ -79,10 +79,5 @@ impl Core {
         let mut events = self.events.drain();
         events.extend(self.backend.events());
         events
-    }
-
-    /// What became readable here before others can see it, and what no longer is, since the last call.
-    pub fn early(&self) -> Early {
-        self.backend.early()
     }
 }

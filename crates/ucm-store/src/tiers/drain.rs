@@ -43,10 +43,8 @@ impl Shared {
             under_way.fetch_add(1, Ordering::AcqRel);
             self.write_one_back(number, record.id, slot, until, &under_way);
         }
-        self.await_until(until, || {
-            under_way.load(Ordering::Acquire) == 0 && self.spare.out() == 0
-        });
-        let left = records.len() - begun;
+        self.await_until(until, || under_way.load(Ordering::Acquire) == 0);
+        let left = records.len() - begun + under_way.load(Ordering::Acquire);
         if left > 0 {
             let name = &self.stages[number].name;
             let text = format!(
@@ -68,11 +66,15 @@ impl Shared {
     ) {
         let (shared, under_way) = (Arc::clone(self), Arc::clone(under_way));
         let read = move |result: Result<ReadDone>| {
-            if let Ok(ReadDone { slot, read, .. }) = result {
-                shared.move_down(number, id, slot, read, until);
+            let ended = Arc::clone(&shared);
+            let over = move || {
+                under_way.fetch_sub(1, Ordering::AcqRel);
+                ended.freed.ring();
+            };
+            match result {
+                Ok(ReadDone { slot, read, .. }) => shared.move_down(number, id, slot, read, until, over),
+                Err(_) => over(), // it went meanwhile
             }
-            under_way.fetch_sub(1, Ordering::AcqRel);
-            shared.freed.ring();
         };
         self.stages[number - 1]
             .backend

@@ -187,7 +187,7 @@ impl Tiers {
                 continue;
             }
             let weak = Arc::downgrade(&shared);
-            let hook = Box::new(move |victim: Victim<'_>| {
+            let hook = Box::new(move |victim: Box<dyn Victim>| {
                 if let Some(shared) = weak.upgrade() {
                     shared.demote(number, victim);
                 }

@@ -26,6 +26,17 @@ pub(super) enum Copy {
     Demotion,
 }
 
+/// A copy on its way to a stage.
+#[derive(Clone)]
+struct Moving {
+    number: usize,
+    id: BlockId,
+    len: usize,
+    keep: Keep,
+    deadline: Mono,
+    why: Copy,
+}
+
 impl Shared {
     pub(super) fn write(
         self: &Arc<Self>,
@@ -107,13 +118,17 @@ impl Shared {
         why: Copy,
     ) {
         let stage = &self.stages[number];
-        let keep = Keep {
-            replace: keep.replace || stage.has_refused(id),
-            ..keep
+        let moving = Moving {
+            number,
+            id,
+            len: record.len(),
+            keep,
+            deadline,
+            why,
         };
         if !stage.memory {
             match self.spare_copy(number, record) {
-                Some(slot) => self.write_copy(number, id, slot, record.len(), keep, deadline, why),
+                Some(slot) => self.write_copy(moving, slot, || ()),
                 None => add(&stage.counts.copies_dropped, 1),
             }
             return;
@@ -121,8 +136,11 @@ impl Shared {
         if !self.admits(number, self.clock.now()) {
             return add(&stage.counts.copies_dropped, 1);
         }
-        let kept = stage.backend.keep(id, record, keep);
-        self.ended_copy(number, id, record.len(), deadline, why, &kept);
+        let keep = Keep {
+            replace: keep.replace || stage.has_refused(id),
+            ..keep
+        };
+        self.copied(&moving, &stage.backend.keep(id, record, keep));
     }
 
     /// A spare slot with these bytes in it, for a stage that is well.
@@ -135,49 +153,34 @@ impl Shared {
         Some(slot)
     }
 
-    #[allow(
-        clippy::too_many_arguments,
-        reason = "a write has this many things to know, and one caller"
-    )]
-    pub(super) fn write_copy(
-        self: &Arc<Self>,
-        number: usize,
-        id: BlockId,
-        slot: Slot,
-        len: usize,
-        keep: Keep,
-        deadline: Mono,
-        why: Copy,
-    ) {
-        let stage = &self.stages[number];
-        if !self.admits(number, self.clock.now()) {
-            return add(&stage.counts.copies_dropped, 1);
+    /// Writes what is in a spare slot; `over` is called when that has ended.
+    fn write_copy(self: &Arc<Self>, moving: Moving, slot: Slot, over: impl FnOnce() + Send + 'static) {
+        let stage = &self.stages[moving.number];
+        if !self.admits(moving.number, self.clock.now()) {
+            add(&stage.counts.copies_dropped, 1);
+            drop(slot);
+            return over();
         }
         let options = WriteOptions {
-            len,
-            ordinal: keep.ordinal,
-            replace: keep.replace || stage.has_refused(id),
+            len: moving.len,
+            ordinal: moving.keep.ordinal,
+            replace: moving.keep.replace || stage.has_refused(moving.id),
             read_back: false,
         };
-        let shared = Arc::clone(self);
-        let written = move |result| shared.ended_copy(number, id, len, deadline, why, &result);
+        let (shared, id, deadline) = (Arc::clone(self), moving.id, moving.deadline);
+        let written = move |result| {
+            shared.copied(&moving, &result);
+            over();
+        };
         stage
             .backend
             .write(id, slot, options, deadline, Box::new(written));
     }
 
-    fn ended_copy(
-        &self,
-        number: usize,
-        id: BlockId,
-        len: usize,
-        deadline: Mono,
-        why: Copy,
-        result: &Result<Written>,
-    ) {
-        self.written(number, id, len, deadline, result);
-        let counts = &self.stages[number].counts;
-        match (result, why) {
+    fn copied(&self, moving: &Moving, result: &Result<Written>) {
+        self.written(moving.number, moving.id, moving.len, moving.deadline, result);
+        let counts = &self.stages[moving.number].counts;
+        match (result, moving.why) {
             (Ok(Written::Published), Copy::Promotion) => add(&counts.promotions, 1),
             (Ok(Written::Published), Copy::Demotion) => add(&counts.demotions, 1),
             (Err(_), _) => add(&counts.copies_dropped, 1),
@@ -197,22 +200,27 @@ impl Shared {
         }
     }
 
-    /// The stage above `number`, which is written back to, gives a record up: judged again, it goes down.
-    pub(super) fn demote(self: &Arc<Self>, number: usize, victim: Victim<'_>) {
+    /// The stage above `number`, which is written back to, gives a record up: judged again, it goes down. It is let go
+    /// above when it is below.
+    pub(super) fn demote(self: &Arc<Self>, number: usize, victim: Box<dyn Victim>) {
         let counts = &self.stages[number].counts;
-        let Some(slot) = self.spare_copy(number, victim.record) else {
+        let well = self.stages[number].may(self.clock.now());
+        let Some(slot) = well.then(|| self.spare.try_acquire()).flatten() else {
             return add(&counts.copies_dropped, 1);
         };
-        let (id, len) = (victim.id, victim.record.len());
         let deadline = self.clock.now().after(self.copy_deadline);
         let shared = Arc::clone(self);
-        let work = move || shared.move_down(number, id, slot, len, deadline);
+        let work = move || {
+            let (mut slot, id, len) = (slot, victim.id(), victim.record().len());
+            slot.as_mut_slice()[..len].copy_from_slice(victim.record());
+            shared.move_down(number, id, slot, len, deadline, move || drop(victim));
+        };
         if self.pool.submit(LANE_MOVE, deadline, work, |_| {}).is_err() {
             add(&counts.copies_dropped, 1);
         }
     }
 
-    /// Judges a record that leaves memory, and writes it below.
+    /// Judges a record that leaves memory, and writes it below; `over` is called when that has ended.
     pub(super) fn move_down(
         self: &Arc<Self>,
         number: usize,
@@ -220,21 +228,28 @@ impl Shared {
         slot: Slot,
         len: usize,
         deadline: Mono,
+        over: impl FnOnce() + Send + 'static,
     ) {
-        match self.verify(id, &slot.as_slice()[..len], len as u64) {
-            Ok(ordinal) => {
-                let keep = Keep {
+        let copy = match self.verify(id, &slot.as_slice()[..len], len as u64) {
+            Ok(ordinal) => Moving {
+                number,
+                id,
+                len,
+                keep: Keep {
                     ordinal,
                     replace: false,
-                };
-                self.write_copy(number, id, slot, len, keep, deadline, Copy::Demotion);
-            }
+                },
+                deadline,
+                why: Copy::Demotion,
+            },
             Err(reason) => {
                 add(&self.stages[number].counts.copies_dropped, 1);
                 let why = reason.name();
                 let text = format!("record {id} was damaged in memory ({why}) and is not written back");
                 self.say(Level::Warning, text);
+                return over();
             }
-        }
+        };
+        self.write_copy(copy, slot, over);
     }
 }

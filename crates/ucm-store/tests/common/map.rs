@@ -17,6 +17,8 @@ pub(crate) struct MapBackend {
     limit: usize,
     inner: Mutex<Inner>,
     hook: Mutex<Option<Arc<Evicted>>>,
+    /// Given up, and still there for readers while somebody takes them down.
+    leaving: Mutex<Vec<(BlockId, Arc<Vec<u8>>)>>,
     /// It has no room for anything.
     busy: AtomicBool,
     kept: AtomicU64,
@@ -35,13 +37,20 @@ impl MapBackend {
             limit,
             inner: Mutex::default(),
             hook: Mutex::default(),
+            leaving: Mutex::default(),
             busy: AtomicBool::new(false),
             kept: AtomicU64::new(0),
         })
     }
 
     pub(crate) fn has(&self, id: BlockId) -> bool {
-        self.inner.lock().records.iter().any(|(kept, _)| *kept == id)
+        self.inner.lock().records.iter().any(|(kept, _)| *kept == id) || self.leaving(id).is_some()
+    }
+
+    fn leaving(&self, id: BlockId) -> Option<Arc<Vec<u8>>> {
+        let leaving = self.leaving.lock();
+        let found = leaving.iter().find(|(gone, _)| *gone == id);
+        found.map(|(_, record)| Arc::clone(record))
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -70,7 +79,7 @@ impl MapBackend {
         self.kept.load(Ordering::Acquire)
     }
 
-    fn insert(&self, id: BlockId, record: &[u8], replace: bool) -> Result<Written> {
+    fn insert(self: &Arc<Self>, id: BlockId, record: &[u8], replace: bool) -> Result<Written> {
         if self.busy.load(Ordering::Acquire) {
             return Err(Error::new(ErrorKind::Busy, "no room in memory now"));
         }
@@ -86,15 +95,48 @@ impl MapBackend {
             }
             inner.records.push((id, record.to_vec()));
             let full = inner.records.len() > self.limit;
-            full.then(|| inner.records.remove(0))
-                .inspect(|(id, _)| inner.early.lost.push(*id))
+            let victim = full.then(|| inner.records.remove(0));
+            victim.map(|(id, record)| {
+                inner.early.lost.push(id);
+                let record = Arc::new(record);
+                self.leaving.lock().push((id, Arc::clone(&record)));
+                Leaving {
+                    id,
+                    record,
+                    map: Arc::clone(self),
+                }
+            })
         };
         self.kept.fetch_add(1, Ordering::AcqRel);
         let hook = self.hook.lock().clone();
-        if let (Some((id, record)), Some(hook)) = (victim, hook) {
-            hook(Victim { id, record: &record });
+        if let (Some(victim), Some(hook)) = (victim, hook) {
+            hook(Box::new(victim));
         }
         Ok(Written::Published)
+    }
+}
+
+/// What was given up.
+struct Leaving {
+    id: BlockId,
+    record: Arc<Vec<u8>>,
+    map: Arc<MapBackend>,
+}
+
+impl Victim for Leaving {
+    fn id(&self) -> BlockId {
+        self.id
+    }
+
+    fn record(&self) -> &[u8] {
+        &self.record
+    }
+}
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        let mut leaving = self.map.leaving.lock();
+        leaving.retain(|(_, record)| !Arc::ptr_eq(record, &self.record));
     }
 }
 
@@ -133,16 +175,22 @@ impl Backend for MapStage {
 
     fn read(&self, id: BlockId, mut slot: Slot, _again: bool, _deadline: Mono, done: Done<ReadDone>) {
         let mut inner = self.0.inner.lock();
-        let Some(at) = inner.records.iter().position(|(kept, _)| *kept == id) else {
-            drop(inner);
+        let record = match inner.records.iter().position(|(kept, _)| *kept == id) {
+            Some(at) => {
+                let used = inner.records.remove(at);
+                let record = used.1.clone();
+                inner.records.push(used);
+                Some(record)
+            }
+            None => self.0.leaving(id).map(|record| record.to_vec()),
+        };
+        drop(inner);
+        let Some(record) = record else {
             drop(slot);
             return done(Err(Error::new(ErrorKind::NotFound, "not in the map")));
         };
-        let used = inner.records.remove(at);
-        let len = used.1.len();
-        slot.as_mut_slice()[..len].copy_from_slice(&used.1);
-        inner.records.push(used);
-        drop(inner);
+        let len = record.len();
+        slot.as_mut_slice()[..len].copy_from_slice(&record);
         done(Ok(ReadDone {
             slot,
             read: len,

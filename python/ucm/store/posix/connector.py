@@ -146,6 +146,9 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     def healthy(self) -> bool:
         return bool(json.loads(self._open().stats())["healthy"])
 
+    def early(self) -> tuple[list[bytes], list[bytes]]:
+        return self._open().early()
+
     def free_dump_slots(self) -> int | None:
         return self._open().free_dump_slots()
 

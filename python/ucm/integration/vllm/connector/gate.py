@@ -66,6 +66,7 @@ class Gate:
         self.identity_text = ""
         self.masks: list[bytes] = []
         self.ranks: list[int] = []
+        self.readers: list[list[int]] = []  # ranks that hold each part, in the order of masks
         self.block_bytes = 0  # KV of one block, of all parts together
 
     @property
@@ -96,6 +97,7 @@ class Gate:
         self.ranks = [shake.rank for shake in shakes]
         parts = {shake.part: shake for shake in shakes}
         self.masks = [part_mask(*part) for part in parts]
+        self.readers = [[shake.rank for shake in shakes if shake.part == part] for part in parts]
         self.block_bytes = sum(int(shake.shapes.get("block_size", 0)) for shake in parts.values())
         self.poll()
 

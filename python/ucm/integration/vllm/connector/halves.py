@@ -154,7 +154,7 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
     return SchedulerHalf(
         gate,
         make_keys=lambda text: KeyMaker(text, tokens, config.hash_method, extra),
-        make_lookups=lambda store, masks: Lookups(background, store, masks),
+        make_lookups=lambda store, masks, early: Lookups(background, store, masks, early),
         block_tokens=tokens,
         min_hit_tokens=config.min_hit_tokens,
         dump_output=config.dump == "all",

@@ -11,10 +11,14 @@ from collections.abc import Callable, Sequence
 
 from ucm.integration.vllm.connector.adapters import UnkeyableError
 from ucm.integration.vllm.connector.background import IDLE, Background
+from ucm.integration.vllm.connector.early import EarlyHits
 from ucm.integration.vllm.connector.guard import say_once, throttle
 from ucm.reasons import MissReason, named, reason_of
 from ucm.store import record_ids
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+
+#: Runs of published blocks and of early ones that one lookup follows in turn.
+ALTERNATIONS = 4
 
 
 def _reason_of(error: Exception) -> MissReason:
@@ -104,8 +108,16 @@ class Lookup:
 class Lookups:
     """Runs lookups and touches of one scheduler half on its background threads."""
 
-    def __init__(self, background: Background, store: UcmKVStoreBaseV1, masks: Sequence[bytes]) -> None:
+    def __init__(
+        self,
+        background: Background,
+        store: UcmKVStoreBaseV1,
+        masks: Sequence[bytes],
+        early: EarlyHits | None = None,
+    ) -> None:
+        """``masks``: of the parts a block has; ``early``: what the ranks can read before ``store`` sees it."""
         self._background = background
+        self._early = early or EarlyHits()
         self._store = store
         self._masks = list(masks)
 
@@ -156,9 +168,16 @@ class Lookups:
             ids[::parts] = first
             for index, mask in enumerate(self._masks[1:], 1):
                 ids[index::parts] = record_ids(keys, mask)
-        last, name = self._store.explain_on_prefix(ids)
-        reason = named(name, MissReason.ABSENT)
-        hits, ahead = divmod(last + 1, parts)
+        known = 0
+        for _ in range(ALTERNATIONS):
+            last, name = self._store.explain_on_prefix(ids[known:] if known else ids)
+            reason = named(name, MissReason.ABSENT)
+            known += last + 1
+            run = self._early.run(ids, known) if reason == MissReason.ABSENT else 0
+            known += run
+            if not run or known == len(ids):
+                break
+        hits, ahead = divmod(known, parts)
         # Some parts of the block were found before one that is not there.
         return hits, MissReason.OTHER_RANK if ahead and reason == MissReason.ABSENT else reason
 

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 #: Changes with every change of meaning; the halves of one engine always agree, and a mismatch switches ucm off.
-VERSION = 3
+VERSION = 4
 
 #: Length of a block key in bytes.
 KEY = 16
@@ -110,6 +110,8 @@ class RankReport:
     staged: list[int] = field(default_factory=list)
     done: list[DumpResult] = field(default_factory=list)
     load_failures: list[LoadFailure] = field(default_factory=list)
+    gained: bytes = b""  # record ids this rank can read before others see them, since its last report
+    lost: bytes = b""  # and those that are published by now, or gone
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ import numpy as np
 
 from ucm.integration.vllm.connector.account import Account, misses
 from ucm.integration.vllm.connector.dumps import DumpPlanner
+from ucm.integration.vllm.connector.early import EarlyHits
 from ucm.integration.vllm.connector.gate import OFF, OPEN, Gate
 from ucm.integration.vllm.connector.guard import harmless, logger, throttle
 from ucm.integration.vllm.connector.health import RanksHealth
@@ -48,7 +49,7 @@ class SchedulerHalf:
         gate: Gate,
         *,
         make_keys: Callable[[str], KeyMaker],
-        make_lookups: Callable[[Any, list[bytes]], Lookups],
+        make_lookups: Callable[[Any, list[bytes], EarlyHits], Lookups],
         block_tokens: int,
         min_hit_tokens: int,
         dump_output: bool,
@@ -77,6 +78,7 @@ class SchedulerHalf:
         self._clock = clock
         self._presence = Presence()
         self.health = RanksHealth(clock)
+        self._early = EarlyHits()
         self.dumps = DumpPlanner(self._presence, self.health, clock)
         self._manager: KVCacheManager | None = None
         self._keys: KeyMaker | None = None
@@ -297,6 +299,7 @@ class SchedulerHalf:
         for rank in report.ranks:
             self.gate.report(rank)
             self.health.report(rank.rank, rank.healthy)
+            self._early.report(rank.rank, rank.gained, rank.lost)
             for failure in rank.load_failures:
                 for key in split_keys(failure.refused):
                     self._presence.refuse(key)
@@ -372,7 +375,8 @@ class SchedulerHalf:
         if self.gate.phase != OPEN:
             return False
         self._keys = self._make_keys(self.gate.identity_text)
-        self._lookups = self._make_lookups(self.gate.store, self.gate.masks)
+        self._early.open(self.gate.readers)
+        self._lookups = self._make_lookups(self.gate.store, self.gate.masks, self._early)
         self.dumps.open(self.gate.ranks)
         return True
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ucm.errors import ConfigError
+from ucm.integration.vllm.connector.early import take_early
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.health import StoreHealth
 from ucm.integration.vllm.connector.layout import KVLayout, LayoutError
@@ -186,8 +187,9 @@ class WorkerHalf:
         ):
             self.health.doubt(self._store)
         healthy = self.health.healthy
+        gained, lost = (b"", b"") if self._store is None else take_early(self._store)
         # While it is not, every step says so: how old that word is tells the scheduler half what it is worth.
-        changed = slots_changed or ready != self._told_ready or not (healthy and self._told_healthy)
+        changed = gained or lost or slots_changed or ready != self._told_ready or not (healthy and self._told_healthy)
         if not (failures or self.dumps.news or changed or self._broken):
             return None
         staged, done = self.dumps.take()
@@ -205,6 +207,8 @@ class WorkerHalf:
                     staged=staged,
                     done=done,
                     load_failures=failures,
+                    gained=gained,
+                    lost=lost,
                 )
             ]
         )
