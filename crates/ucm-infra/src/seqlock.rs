@@ -83,12 +83,19 @@ mod tests {
         copy(&words, &mut out);
         assert!(unchanged(&generation, seen));
         assert_eq!(&out[..12], b"twelve bytes");
-        assert_eq!(out[12..], [0, 0, 0, 0, 255, 255, 255, 255], "padding, then what was there");
+        assert_eq!(
+            out[12..],
+            [0, 0, 0, 0, 255, 255, 255, 255],
+            "padding, then what was there"
+        );
         begin(&generation);
         assert!(!unchanged(&generation, seen), "a write began");
         begin(&generation);
         publish(&generation);
-        assert!(!unchanged(&generation, seen) && enter(&generation) == Some(4), "another one ended");
+        assert!(
+            !unchanged(&generation, seen) && enter(&generation) == Some(4),
+            "another one ended"
+        );
     }
 
     #[test]
