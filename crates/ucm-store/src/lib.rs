@@ -11,6 +11,7 @@ pub mod events;
 pub mod evidence;
 pub mod health;
 pub mod layout;
+pub mod memory;
 pub mod posix;
 mod quarantine;
 mod reading;

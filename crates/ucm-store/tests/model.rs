@@ -5,11 +5,15 @@
 mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
-use common::{Device, Setup, Store, directory, eventually, id};
+use common::{Device, Medium, Setup, Store, directory, eventually, id, pages};
 use proptest::prelude::*;
 use ucm_core::BlockId;
+use ucm_infra::{Completion, Mono};
 use ucm_io::{Fault, OpKind, Rule};
+use ucm_store::backend::Backend;
+use ucm_store::memory::Policy;
 
 /// One thing a test does.
 #[derive(Debug, Clone)]
@@ -76,15 +80,19 @@ enum Truth {
     Unsure,
 }
 
-fn run(layers_per_shard: u32, acts: &[Act]) {
+fn run(medium: Medium, layers_per_shard: u32, acts: &[Act]) {
     let dir = directory();
+    let files = medium == Medium::Posix;
     let setup = Setup {
+        medium,
         layers_per_shard,
         ..Setup::default()
     };
     let mut store = Store::open(dir.path(), setup.clone());
     let mut truth: BTreeMap<BlockId, Truth> = (0..6).map(|n| (id(n), Truth::Absent)).collect();
-    let (mut faulty, mut full) = (false, false);
+    // Whatever was stored may be gone again.
+    let scarce = matches!(medium, Medium::Memory(slots, _) if slots < 6);
+    let (mut faulty, mut full) = (scarce, scarce);
     for act in acts {
         match act {
             Act::Dump(ns) => {
@@ -143,13 +151,34 @@ fn run(layers_per_shard: u32, acts: &[Act]) {
                     }
                 }
             }
+            Act::Flip(n, at) if !files => {
+                let region = store.memory.as_ref().and_then(|memory| memory.region()).unwrap();
+                // A slot that is free may still hold what it held.
+                let there = store
+                    .memory
+                    .as_ref()
+                    .is_some_and(|memory| memory.contains(id(*n)));
+                if pages::flip(id(*n), region, at % 8192) && there {
+                    truth.insert(id(*n), Truth::Unsure);
+                }
+            }
             Act::Flip(n, at) => damage(&store, &mut truth, *n, |bytes| {
                 let at = at % bytes.len();
                 bytes[at] ^= 1 << (at % 8);
             }),
+            Act::Cut(..) | Act::Grow(_) | Act::Swap(..) | Act::Fault(_) if !files => {} // a file's troubles
             Act::Cut(n, len) => damage(&store, &mut truth, *n, |bytes| bytes.truncate(len % bytes.len())),
             Act::Grow(n) => damage(&store, &mut truth, *n, |bytes| bytes.push(0)),
             Act::Remove(n) => {
+                if let Some(memory) = &store.memory {
+                    let gone = Completion::new();
+                    let answer = Arc::clone(&gone);
+                    let done = Box::new(move |result| {
+                        answer.complete(result);
+                    });
+                    memory.delete(vec![id(*n)], Mono::NEVER, done);
+                    gone.wait(store.engine.clock(), None).unwrap().unwrap();
+                }
                 let _ = std::fs::remove_file(store.file(id(*n)));
                 // Whether this process refused it decides nothing about a file that is gone.
                 truth.insert(id(*n), Truth::Absent);
@@ -171,6 +200,9 @@ fn run(layers_per_shard: u32, acts: &[Act]) {
                 drop(store);
                 store = Store::open(dir.path(), setup.clone());
                 faulty = full;
+                if !files {
+                    truth.values_mut().for_each(|known| *known = Truth::Absent); // memory goes with its process
+                }
             }
             Act::Fault(n) => {
                 store.fault(fault(*n).times(2));
@@ -182,7 +214,7 @@ fn run(layers_per_shard: u32, acts: &[Act]) {
     // Healthy again without help: what is dumped now is there, whatever came before, at the latest after a refusal and
     // a pause.
     store.faults.clear();
-    let ids: Vec<BlockId> = (0..6).map(id).collect();
+    let ids: Vec<BlockId> = (0..if scarce { 3 } else { 6 }).map(id).collect();
     eventually("all is well again", || {
         let device = Device::blank(&setup, &ids);
         for &id in &ids {
@@ -208,6 +240,10 @@ fn damage(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, n: u8, change: im
     }
 }
 
+fn policy() -> impl Strategy<Value = Policy> {
+    prop::sample::select(Policy::ALL.to_vec())
+}
+
 /// Cases of a property: few, as every one opens stores; `PROPTEST_CASES` asks for more.
 fn cases() -> u32 {
     let asked = std::env::var("PROPTEST_CASES");
@@ -219,11 +255,27 @@ proptest! {
 
     #[test]
     fn direct_rows(acts in prop::collection::vec(act(), 1..30)) {
-        run(3, &acts);
+        run(Medium::Posix, 3, &acts);
     }
 
     #[test]
     fn layerwise_rows(acts in prop::collection::vec(act(), 1..30)) {
-        run(1, &acts);
+        run(Medium::Posix, 1, &acts);
+    }
+
+    #[test]
+    fn direct_rows_in_memory(policy in policy(), acts in prop::collection::vec(act(), 1..30)) {
+        run(Medium::Memory(16, policy), 3, &acts);
+    }
+
+    #[test]
+    fn layerwise_rows_in_memory(policy in policy(), acts in prop::collection::vec(act(), 1..30)) {
+        run(Medium::Memory(16, policy), 1, &acts);
+    }
+
+    /// Four slots for six blocks: what was dumped may be gone, and what is a hit is exact.
+    #[test]
+    fn rows_in_too_little_memory(policy in policy(), acts in prop::collection::vec(act(), 1..30)) {
+        run(Medium::Memory(4, policy), 3, &acts);
     }
 }

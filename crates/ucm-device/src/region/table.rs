@@ -85,10 +85,10 @@ impl<'a> Table<'a> {
             if word == 0 {
                 return None;
             }
-            if word >> 32 << 32 == tag {
-                if let Some(found) = self.look(word).filter(|found| found.id == id) {
-                    return Some(found);
-                }
+            if word >> 32 << 32 == tag
+                && let Some(found) = self.look(word).filter(|found| found.id == id)
+            {
+                return Some(found);
             }
         }
         None

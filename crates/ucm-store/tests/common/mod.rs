@@ -5,6 +5,7 @@
 
 pub(crate) mod bench;
 pub(crate) mod mount;
+pub(crate) mod pages;
 pub(crate) mod shared;
 
 use std::collections::BTreeMap;
@@ -18,16 +19,28 @@ use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::{Clock, SystemClock};
 use ucm_io::{Fault, FaultyEngine, Gate, IoEngine, OpKind, Process, PsyncEngine, PsyncOptions, Rule};
+use ucm_store::backend::Backend;
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
+use ucm_store::memory::{MemoryBackend, MemoryConfig, Policy};
 use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
 use ucm_store::space::{Capacity, Rules};
 
+/// What a test's store keeps its records on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Medium {
+    /// Files below the test's directory.
+    Posix,
+    /// Memory for so many records, announced below the test's directory.
+    Memory(u64, Policy),
+}
+
 /// How a test wants its store.
 #[derive(Clone)]
 pub(crate) struct Setup {
+    pub(crate) medium: Medium,
     pub(crate) tensors: Vec<u64>,
     pub(crate) layers: u32,
     pub(crate) layers_per_shard: u32,
@@ -51,6 +64,7 @@ pub(crate) struct Setup {
 impl Default for Setup {
     fn default() -> Self {
         Self {
+            medium: Medium::Posix,
             tensors: vec![96, 32],
             layers: 3,
             layers_per_shard: 3,
@@ -90,6 +104,8 @@ pub(crate) struct Store {
     pub(crate) faults: Arc<FaultyEngine>,
     pub(crate) setup: Setup,
     pub(crate) root: PathBuf,
+    /// The backend, if it is the memory tier.
+    pub(crate) memory: Option<Arc<MemoryBackend>>,
     /// Where operations hang.
     gates: Mutex<Vec<Gate>>,
 }
@@ -112,6 +128,52 @@ pub(crate) fn identity(weights: &str) -> Identity {
          \"decode_context_parallel\":1}}"
     );
     Identity::parse(&text).unwrap()
+}
+
+/// The sizes of the blocks of a test and of their records.
+pub(crate) fn shape(setup: &Setup) -> (Geometry, RecordLayout) {
+    let geometry = Geometry::new(setup.tensors.clone(), setup.layers, setup.layers_per_shard).unwrap();
+    let record = RecordLayout::new(&geometry).describing(16, DType::F32);
+    (geometry, record)
+}
+
+/// A memory tier for so many records of a test.
+pub(crate) fn memory_config(setup: &Setup, records: Option<u64>) -> MemoryConfig {
+    let record = shape(setup).1;
+    let bytes = |records| records * (record.record_len().next_multiple_of(4096) as u64 + 64) + 3 * 4096;
+    let capacity = records.map(bytes).and_then(std::num::NonZeroU64::new);
+    MemoryConfig::new(identity(setup.weights), setup.part, record, capacity)
+}
+
+fn posix(
+    root: &Path,
+    setup: &Setup,
+    identity: &Identity,
+    writer: u64,
+    faults: &Arc<FaultyEngine>,
+    clock: &Arc<dyn Clock>,
+) -> ucm_core::Result<PosixBackend> {
+    let (geometry, record) = shape(setup);
+    let posix = PosixConfig {
+        root: root.to_owned(),
+        identity: identity.clone(),
+        labels: BTreeMap::new(),
+        part: setup.part,
+        geometry,
+        record,
+        direct: false,
+        lookup_only: setup.lookup_only,
+        capacity: setup
+            .capacity
+            .and_then(std::num::NonZeroU64::new)
+            .map(Capacity::Bytes),
+        rules: setup.rules,
+        process: setup.process.clone(),
+        writer,
+        modes: setup.modes,
+        quarantine: setup.quarantine,
+    };
+    PosixBackend::new(posix, Arc::clone(faults) as Arc<dyn IoEngine>, Arc::clone(clock))
 }
 
 impl Store {
@@ -153,35 +215,27 @@ impl Store {
         for rule in rules {
             faults.add(rule)?;
         }
-        let geometry = Geometry::new(setup.tensors.clone(), setup.layers, setup.layers_per_shard).unwrap();
-        let record = RecordLayout::new(&geometry).describing(16, DType::F32);
+        let (geometry, record) = shape(&setup);
         let record_len = record.record_len() as u64;
         let identity = identity(setup.weights);
         let writer = ucm_store::random_u64();
-        let posix = PosixConfig {
-            root: root.to_owned(),
-            identity: identity.clone(),
-            labels: BTreeMap::new(),
-            part: setup.part,
-            geometry: geometry.clone(),
-            record,
-            direct: false,
-            lookup_only: setup.lookup_only,
-            capacity: setup
-                .capacity
-                .and_then(std::num::NonZeroU64::new)
-                .map(Capacity::Bytes),
-            rules: setup.rules,
-            process: setup.process.clone(),
-            writer,
-            modes: setup.modes,
-            quarantine: setup.quarantine,
+        let mut memory = None;
+        let backend: Arc<dyn Backend> = match setup.medium {
+            Medium::Posix => {
+                let backend = posix(root, &setup, &identity, writer, &faults, &clock)?;
+                Arc::new(backend)
+            }
+            Medium::Memory(records, policy) => {
+                let config = MemoryConfig {
+                    policy,
+                    registry: Some(root.join("regions")),
+                    ..memory_config(&setup, (!setup.lookup_only).then_some(records))
+                };
+                let backend = Arc::new(MemoryBackend::new(config, Arc::clone(&clock))?);
+                memory = Some(Arc::clone(&backend));
+                backend
+            }
         };
-        let backend = PosixBackend::new(
-            posix,
-            Arc::clone(&faults) as Arc<dyn IoEngine>,
-            Arc::clone(&clock),
-        )?;
         let config = EngineConfig {
             geometry,
             identity,
@@ -203,12 +257,13 @@ impl Store {
             Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,
             None => Arc::new(HostDevice::new()),
         };
-        let engine = Engine::open(config, Arc::new(backend), device, clock)?;
+        let engine = Engine::open(config, backend, device, clock)?;
         let store = Self {
             engine,
             faults,
             setup,
             root: root.to_owned(),
+            memory,
             gates: Mutex::default(),
         };
         // So that faults and counts of a test see its own operations only, not those of the first count.
