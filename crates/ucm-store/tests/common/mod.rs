@@ -6,6 +6,7 @@
 pub(crate) mod bench;
 pub(crate) mod map;
 pub(crate) mod mount;
+pub(crate) mod pages;
 pub(crate) mod shared;
 
 use std::collections::BTreeMap;
@@ -23,6 +24,7 @@ use ucm_store::backend::Backend;
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
+use ucm_store::memory::{MemoryBackend, MemoryConfig, Policy};
 use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
 use ucm_store::space::{Capacity, Rules};
@@ -36,8 +38,19 @@ pub(crate) enum Above {
     Nothing,
     /// A map of so many records; how the root below is written.
     Map(usize, WritePolicy),
+    /// Memory for so many records; how the root below is written.
+    Memory(u64, WritePolicy),
     /// Another root beside it, on an engine of its own.
     File,
+}
+
+/// What a test's store keeps its records on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Medium {
+    /// Files below the test's directory.
+    Posix,
+    /// Memory for so many records, announced below the test's directory.
+    Memory(u64, Policy),
 }
 
 /// How a test wants its store.
@@ -46,7 +59,7 @@ pub(crate) struct Setup {
     pub(crate) above: Above,
     /// The breaker of each stage of a pipeline.
     pub(crate) stage_breaker: BreakerConfig,
-
+    pub(crate) medium: Medium,
     pub(crate) tensors: Vec<u64>,
     pub(crate) layers: u32,
     pub(crate) layers_per_shard: u32,
@@ -80,6 +93,7 @@ impl Default for Setup {
                 Above::Map(records.parse().unwrap(), WritePolicy::Through)
             }),
             stage_breaker: never,
+            medium: Medium::Posix,
             tensors: vec![96, 32],
             layers: 3,
             layers_per_shard: 3,
@@ -117,6 +131,8 @@ pub(crate) struct Store {
     /// The map above the root, and the faults of the root above it.
     pub(crate) map: Option<Arc<MapBackend>>,
     pub(crate) upper: Option<Arc<FaultyEngine>>,
+    /// The memory tier, if that is the backend or stands above it.
+    pub(crate) memory: Option<Arc<MemoryBackend>>,
     /// Where operations hang.
     gates: Mutex<Vec<Gate>>,
 }
@@ -137,6 +153,21 @@ fn times(faults: &FaultyEngine, kind: OpKind, file: &PathBuf) -> usize {
     log.iter()
         .filter(|seen| seen.kind == kind && seen.paths.contains(file))
         .count()
+}
+
+fn in_memory(
+    root: &Path,
+    setup: &Setup,
+    records: u64,
+    policy: Policy,
+    clock: &Arc<dyn Clock>,
+) -> ucm_core::Result<Arc<MemoryBackend>> {
+    let config = MemoryConfig {
+        policy,
+        registry: Some(root.join("regions")),
+        ..memory_config(setup, (!setup.lookup_only).then_some(records))
+    };
+    Ok(Arc::new(MemoryBackend::new(config, Arc::clone(clock))?))
 }
 
 /// Where the root above another one lies: beside it, so a test that has one opens a directory below its own.
@@ -161,6 +192,52 @@ pub(crate) fn identity(weights: &str) -> Identity {
          \"decode_context_parallel\":1}}"
     );
     Identity::parse(&text).unwrap()
+}
+
+/// The sizes of the blocks of a test and of their records.
+pub(crate) fn shape(setup: &Setup) -> (Geometry, RecordLayout) {
+    let geometry = Geometry::new(setup.tensors.clone(), setup.layers, setup.layers_per_shard).unwrap();
+    let record = RecordLayout::new(&geometry).describing(16, DType::F32);
+    (geometry, record)
+}
+
+/// A memory tier for so many records of a test.
+pub(crate) fn memory_config(setup: &Setup, records: Option<u64>) -> MemoryConfig {
+    let record = shape(setup).1;
+    let bytes = |records| records * (record.record_len().next_multiple_of(4096) as u64 + 64) + 3 * 4096;
+    let capacity = records.map(bytes).and_then(std::num::NonZeroU64::new);
+    MemoryConfig::new(identity(setup.weights), setup.part, record, capacity)
+}
+
+fn posix(
+    root: &Path,
+    setup: &Setup,
+    identity: &Identity,
+    writer: u64,
+    faults: &Arc<FaultyEngine>,
+    clock: &Arc<dyn Clock>,
+) -> ucm_core::Result<PosixBackend> {
+    let (geometry, record) = shape(setup);
+    let posix = PosixConfig {
+        root: root.to_owned(),
+        identity: identity.clone(),
+        labels: BTreeMap::new(),
+        part: setup.part,
+        geometry,
+        record,
+        direct: false,
+        lookup_only: setup.lookup_only,
+        capacity: setup
+            .capacity
+            .and_then(std::num::NonZeroU64::new)
+            .map(Capacity::Bytes),
+        rules: setup.rules,
+        process: setup.process.clone(),
+        writer,
+        modes: setup.modes,
+        quarantine: setup.quarantine,
+    };
+    PosixBackend::new(posix, Arc::clone(faults) as Arc<dyn IoEngine>, Arc::clone(clock))
 }
 
 impl Store {
@@ -197,34 +274,18 @@ impl Store {
         for rule in rules {
             faults.add(rule)?;
         }
-        let geometry = Geometry::new(setup.tensors.clone(), setup.layers, setup.layers_per_shard).unwrap();
-        let record = RecordLayout::new(&geometry).describing(16, DType::F32);
+        let (geometry, record) = shape(&setup);
         let record_len = record.record_len() as u64;
         let identity = identity(setup.weights);
         let writer = ucm_store::random_u64();
-        let posix = |root: &Path, io: &Arc<FaultyEngine>| {
-            let config = PosixConfig {
-                root: root.to_owned(),
-                identity: identity.clone(),
-                labels: BTreeMap::new(),
-                part: setup.part,
-                geometry: geometry.clone(),
-                record: record.clone(),
-                direct: false,
-                lookup_only: setup.lookup_only,
-                capacity: setup
-                    .capacity
-                    .and_then(std::num::NonZeroU64::new)
-                    .map(Capacity::Bytes),
-                rules: setup.rules,
-                process: setup.process.clone(),
-                writer,
-                modes: setup.modes,
-                quarantine: setup.quarantine,
-            };
-            PosixBackend::new(config, Arc::clone(io) as Arc<dyn IoEngine>, Arc::clone(&clock))
+        let mut memory = None;
+        let lower: Arc<dyn Backend> = match setup.medium {
+            Medium::Posix => Arc::new(posix(root, &setup, &identity, writer, &faults, &clock)?),
+            Medium::Memory(records, policy) => {
+                let backend = in_memory(root, &setup, records, policy, &clock)?;
+                Arc::clone(memory.insert(backend)) as Arc<dyn Backend>
+            }
         };
-        let lower: Arc<dyn Backend> = Arc::new(posix(root, &faults)?);
         let (mut map, mut upper) = (None, None);
         let above: Option<(Arc<dyn Backend>, WritePolicy)> = match setup.above {
             Above::Nothing => None,
@@ -232,12 +293,19 @@ impl Store {
                 let made = map.insert(MapBackend::new(records));
                 Some((Arc::new(MapStage(Arc::clone(made))), policy))
             }
+            Above::Memory(records, policy) => {
+                let made = in_memory(root, &setup, records, Policy::default(), &clock)?;
+                Some((Arc::clone(memory.insert(made)) as Arc<dyn Backend>, policy))
+            }
             Above::File => {
                 let io = upper.insert(engine(&setup, &clock));
                 for dir in [root, &above(root)] {
                     std::fs::create_dir_all(dir).unwrap();
                 }
-                Some((Arc::new(posix(&above(root), io)?), WritePolicy::Through))
+                Some((
+                    Arc::new(posix(&above(root), &setup, &identity, writer, io, &clock)?),
+                    WritePolicy::Through,
+                ))
             }
         };
         let backend = match above {
@@ -290,6 +358,7 @@ impl Store {
             root: root.to_owned(),
             map,
             upper,
+            memory,
             gates: Mutex::default(),
         };
         // So that faults and counts of a test see its own operations only, not those of the first count.
