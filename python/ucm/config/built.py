@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ucm.config.model import UcmConfig
+from ucm.config.pipelines import pipeline_problems
 from ucm.config.stores import BUILT_STORES, INSTEAD
 
 
@@ -25,6 +26,10 @@ def _store_problems(config: UcmConfig) -> Iterator[str]:
         what = f"{name} ({stages})" if stages else name
         instead = INSTEAD.get(name, "use UcmPosixStore (storage_backend: posix) on a directory")
         yield f"{what} is not built yet; {instead}"
+    elif config.store_pipeline:
+        yield from pipeline_problems(config.store_pipeline, config)
+    elif name == "UcmCacheStore":
+        pass  # memory alone
     elif not config.storage_backends:
         yield (
             "no directory is given to keep blocks in; write storage_backends: /some/directory "

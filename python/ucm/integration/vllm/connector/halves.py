@@ -80,6 +80,14 @@ def _store_maker(config: UcmConfig) -> Any:
     return make
 
 
+def _store_config(config: UcmConfig, world: int) -> dict[str, Any]:
+    """What every store of this engine is told; one of memory divides the machine's among the ranks."""
+    own = config.store_config()
+    if not config.user_store and config.ucm_connector_name in ("UcmCacheStore", "UcmPipelineStore"):
+        own["processes"] = world
+    return own
+
+
 class UnknowableError(UcmError):
     """The weights in memory cannot be named, so neither can their KV."""
 
@@ -131,7 +139,7 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
     """The scheduler half of a supported engine; waits a few seconds at most for the weights' digest."""
     tokens = block_tokens(vllm_config, kv_cache_config)
     own = engine_identity(vllm_config, kv_cache_config, "")
-    root = config.storage_backends[0] if config.storage_backends else None
+    root = config.root
     weights = WeightsDigest(weight_source(vllm_config), config.identity.weights, root)
     adapters = AdapterDigests(root)
     extra = ExtraKeys.for_engine(vllm_config, tokens, adapters)
@@ -142,7 +150,7 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
         identity=identity.text,
         trouble=identity.trouble,
         make_store=_store_maker(config),
-        store_config=config.store_config(),
+        store_config=_store_config(config, vllm_config.parallel_config.world_size),
         world=vllm_config.parallel_config.world_size,
         background=background,
         open_allowance=config.deadlines.probe_s,
