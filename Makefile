@@ -56,8 +56,10 @@ test: test-rust loom test-wheel test-py ## everything this machine can test
 test-rust: ## unit, property and documentation tests of the crates
 ifneq ($(NEXTEST),)
 	@$(STAGE) "cargo nextest" cargo nextest run --locked --workspace --exclude ucm-py
+	@$(STAGE) "the store over io_uring" env UCM_TEST_IO_ENGINE=io_uring cargo nextest run --locked -p ucm-store
 else
 	@$(STAGE) "cargo test" cargo test --locked --quiet --workspace --exclude ucm-py --lib --bins --tests
+	@$(STAGE) "the store over io_uring" env UCM_TEST_IO_ENGINE=io_uring cargo test --locked --quiet -p ucm-store --tests
 endif
 	@$(STAGE) "doc tests" cargo test --locked --quiet --workspace --exclude ucm-py --doc
 

@@ -139,6 +139,11 @@ class Live:
         """Asks until all of it comes from the cache."""
         wait_until(lambda: self.is_hit(stored), what, self.patience)
 
+    def await_written(self) -> None:
+        """Waits until no block is on its way to the store: a request, and its device blocks, are free before."""
+        if self.ours:
+            wait_until(lambda: not self.counts()["blocks_in_flight"], "every block is written")
+
     def counts(self) -> dict[str, int]:
         """Misses by reason and counters of the worker's and the scheduler's store, added up; empty for others."""
         if not self.ours:

@@ -140,6 +140,7 @@ def _meets(row: FuseRow, live: Live, system: Fuse, old: Prompt) -> bool:
     system.behave(**row.manners)
     if row.believed:  # stored as zeros; read back when the disk is honest again
         assert live.ask(fresh).tokens == right.tokens, "wrong tokens"
+        live.await_written()
         system.behave()
     tokens, expected = (fresh, right) if row.call == "dump" else (old.tokens, old.right)
     assert live.ask(tokens).tokens == expected.tokens, "wrong tokens"

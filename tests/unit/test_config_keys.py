@@ -68,11 +68,27 @@ def test_keys_of_another_store_have_no_meaning() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({}, "auto"),
+        ({"io_engine": "psync"}, "psync"),
+        ({"posix_io_engine": "io_uring"}, "io_uring"),
+        ({"posix_io_engine": "AIO"}, "io_uring"),
+    ],
+)
+def test_the_io_engine_by_all_its_names(given: dict[str, str], meant: str) -> None:
+    assert load({"storage_path": "/data", **given}, {}).io_engine == meant
+
+
+def test_an_io_engine_that_there_is_not() -> None:
+    assert "io_engine" in fails({"storage_path": "/data", "io_engine": "mmap"})
+
+
+@pytest.mark.parametrize(
     ("extra", "environ", "sentence"),
     [
         ({"use_layerwise": True}, {}, "use_layerwise"),
         ({"vllm": {"kv_connector": "UCMBlendConnector"}}, {}, "UCMBlendConnector is not built yet"),
-        ({"posix_io_engine": "aio"}, {}, "posix_io_engine: aio is not built yet"),
         ({"rerope": {"window": 1024}}, {}, "ReRoPE is not built yet"),
         ({}, {"VLLM_USE_REROPE": "1"}, "ReRoPE is not built yet"),
         ({}, {"UCM_SPARSE_TYPE": "kvstar"}, "sparse attention (KVStarMultiStep) is not built yet"),

@@ -14,6 +14,7 @@
 mod case;
 mod contest;
 mod dumps;
+mod engines;
 mod files;
 mod fio;
 mod idle;
@@ -28,6 +29,7 @@ mod rig;
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub use engines::{EngineRow, engines, engines_table};
 pub use machine::Machine;
 pub use report::{Figures, Mode, Row};
 

@@ -272,14 +272,14 @@ impl Rig {
 }
 
 /// Operations of which the last one to end wakes who waits.
-struct Batch {
+pub(super) struct Batch {
     left: AtomicUsize,
     ended: Mutex<(Vec<Slot>, Option<ucm_core::Error>)>,
     over: Arc<Completion<()>>,
 }
 
 impl Batch {
-    fn new(count: usize) -> Arc<Self> {
+    pub(super) fn new(count: usize) -> Arc<Self> {
         Arc::new(Self {
             left: AtomicUsize::new(count),
             ended: Mutex::new((Vec::with_capacity(count), None)),
@@ -287,7 +287,7 @@ impl Batch {
         })
     }
 
-    fn one(&self, result: ucm_core::Result<Option<Slot>>) {
+    pub(super) fn one(&self, result: ucm_core::Result<Option<Slot>>) {
         let mut ended = self.ended.lock();
         match result {
             Ok(slot) => ended.0.extend(slot),
@@ -299,7 +299,7 @@ impl Batch {
         }
     }
 
-    fn wait(&self) -> Result<Vec<Slot>> {
+    pub(super) fn wait(&self) -> Result<Vec<Slot>> {
         self.over.wait(&SystemClock, None);
         let mut ended = self.ended.lock();
         match ended.1.take() {

@@ -25,6 +25,16 @@ pub trait IoEngine: Send + Sync {
     /// Name in logs and `doctor`.
     fn name(&self) -> &'static str;
 
+    /// What it is and why, in words for the log.
+    fn describe(&self) -> String {
+        format!("{} engine", self.name())
+    }
+
+    /// What the configuration asks for and could not be had, for a warning in the log; only once.
+    fn warning(&self) -> Option<String> {
+        None
+    }
+
     /// Finishes what is queued for at most `drain`, then fails the rest with `Closed`. Never waits for a stuck call.
     fn shutdown(&self, drain: Duration);
 }

@@ -15,6 +15,23 @@ use crate::probe::{Stated, stated_align};
 use crate::sys::{File, SECTOR, read_full, retry, write_full};
 use crate::window::Window;
 
+/// How a file is opened for reading, and how one is created.
+pub(crate) const READ_FLAGS: OFlags = OFlags::RDONLY
+    .union(OFlags::CLOEXEC)
+    .union(OFlags::NOFOLLOW)
+    .union(OFlags::NOCTTY);
+pub(crate) const CREATE_FLAGS: OFlags = OFlags::WRONLY
+    .union(OFlags::CREATE)
+    .union(OFlags::EXCL)
+    .union(OFlags::CLOEXEC)
+    .union(OFlags::NOFOLLOW);
+
+// What went wrong, the same words from every engine.
+pub(crate) const CANNOT_READ: &str = "cannot read the file";
+pub(crate) const CANNOT_CREATE: &str = "cannot create the private file";
+pub(crate) const CANNOT_WRITE: &str = "cannot write the file";
+pub(crate) const CANNOT_CLOSE: &str = "closing the written file failed";
+
 /// Most devices remembered as refusing direct I/O.
 const MAX_REFUSING: usize = 64;
 
@@ -64,29 +81,17 @@ impl Files {
         mode: ReadMode,
     ) -> Result<IoDone> {
         let room = buf.len();
-        if len > room
-            || offset
-                .checked_add(len as u64)
-                .is_none_or(|end| end > i64::MAX as u64)
-        {
-            return Err(
-                Error::invalid("a read must fit its buffer and the range of file offsets")
-                    .with("path", path.display())
-                    .with("offset", offset)
-                    .with("len", len)
-                    .with("buffer", room),
-            );
-        }
+        check_read(path, offset, len, room)?;
         let fresh = mode == ReadMode::FreshDirect;
-        let fits = matches!(buf, IoBuf::Slot(_)) && offset.is_multiple_of(PAGE);
-        let fail = |e| failed(e, "cannot read the file", path);
+        let fits = fits_direct_read(&buf, offset);
+        let fail = |e| failed(e, CANNOT_READ, path);
         let mut file = open_for_read(path, fresh || (self.direct && fits)).map_err(fail)?;
         let stat = retry(|| rustix::fs::fstat(file.fd())).map_err(fail)?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-            return Err(Error::new(ErrorKind::Io, "not a regular file").with("path", path.display()));
+            return Err(not_regular(path));
         }
         let meta = to_meta(&stat);
-        if file.is_direct() && !self.usable(&file, meta.dev) {
+        if file.is_direct() && !self.usable(meta.dev, || stated_align(file.fd())) {
             file.set_direct(false);
         }
         let read = if file.is_direct() && !fits {
@@ -113,17 +118,26 @@ impl Files {
     }
 
     pub(crate) fn publish(&self, job: &Publish<'_>, buf: IoBuf, wanted: StillWanted<'_>) -> Result<IoDone> {
-        if job.len > buf.len() {
-            return Err(Error::invalid("a publish must not be longer than its buffer")
-                .with("path", job.target.display())
-                .with("len", job.len)
-                .with("buffer", buf.len()));
-        }
-        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        check_publish(job, buf.len())?;
         // If this fails, whatever has that name is not ours and stays.
-        let fd = retry(|| rustix::fs::open(job.private, flags, Mode::from_raw_mode(job.mode)))
-            .map_err(|e| failed(e, "cannot create the private file", job.private))?;
-        let named = self.fill_and_name(File::new(fd, false), job, &buf, wanted);
+        let fd = retry(|| rustix::fs::open(job.private, CREATE_FLAGS, Mode::from_raw_mode(job.mode)))
+            .map_err(|e| failed(e, CANNOT_CREATE, job.private))?;
+        let filled = self.fill(File::new(fd, false), job, &buf);
+        self.named(job, buf, filled.and_then(|()| self.name(job, wanted)))
+    }
+
+    /// Gives a written and closed private file its name, or removes it. For what wrote it elsewhere.
+    pub(crate) fn publish_written(
+        &self,
+        job: &Publish<'_>,
+        buf: IoBuf,
+        wanted: StillWanted<'_>,
+    ) -> Result<IoDone> {
+        self.named(job, buf, self.name(job, wanted))
+    }
+
+    /// The answer; a file that has not got its name is removed.
+    fn named(&self, job: &Publish<'_>, buf: IoBuf, named: Result<Option<FileMeta>>) -> Result<IoDone> {
         if !matches!(named, Ok(Some(_))) {
             // Best effort: a private file that stays is swept later by its age.
             let _ = retry(|| rustix::fs::unlink(job.private));
@@ -134,20 +148,14 @@ impl Files {
         })
     }
 
-    fn fill_and_name(
-        &self,
-        mut file: File,
-        job: &Publish<'_>,
-        buf: &IoBuf,
-        wanted: StillWanted<'_>,
-    ) -> Result<Option<FileMeta>> {
-        let written = |e| failed(e, "cannot write the file", job.private);
+    /// Writes the private file and closes it.
+    fn fill(&self, mut file: File, job: &Publish<'_>, buf: &IoBuf) -> Result<()> {
+        let written = |e| failed(e, CANNOT_WRITE, job.private);
         let mut through_cache = true;
         if self.direct {
             let dev = to_meta(&retry(|| rustix::fs::fstat(file.fd())).map_err(written)?).dev;
-            let fits = matches!(buf, IoBuf::Slot(_)) && job.len.is_multiple_of(SECTOR);
             // Turned on after the open: an open with O_DIRECT may create the file and fail all the same.
-            if fits && self.usable(&file, dev) {
+            if fits_direct_write(buf, job.len) && self.usable(dev, || stated_align(file.fd())) {
                 file.set_direct(true);
                 through_cache = false;
             }
@@ -158,12 +166,20 @@ impl Files {
             write_full(&mut file, &buf[..job.len])
         }
         .map_err(written)?;
-        if through_cache && self.dirty.write(job.len as u64) {
+        if through_cache && self.presses(job.len) {
             // Starts writing back what is dirty of this file; best effort, the kernel does it some time anyway.
             let _ = rustix::fs::fadvise(file.fd(), 0, None, Advice::DontNeed);
         }
-        file.close()
-            .map_err(|e| failed(e, "closing the written file failed", job.private))?;
+        file.close().map_err(|e| failed(e, CANNOT_CLOSE, job.private))
+    }
+
+    /// Counts bytes written through the page cache; whether they should be sent to the disk at once.
+    pub(crate) fn presses(&self, len: usize) -> bool {
+        self.dirty.write(len as u64)
+    }
+
+    /// Gives the closed file its time and its name; none if the name is taken.
+    fn name(&self, job: &Publish<'_>, wanted: StillWanted<'_>) -> Result<Option<FileMeta>> {
         if let Some(mtime_ns) = job.mtime_ns {
             set_mtime(job.private, mtime_ns)
                 .map_err(|e| failed(e, "cannot set the file's time", job.private))?;
@@ -202,12 +218,17 @@ impl Files {
         Err(failed(errno, "cannot give the file its name", job.target))
     }
 
-    /// Whether direct I/O may be tried on this open file.
-    fn usable(&self, file: &File, dev: u64) -> bool {
+    /// Whether slots are read and written past the page cache unless asked otherwise.
+    pub(crate) fn direct(&self) -> bool {
+        self.direct
+    }
+
+    /// Whether direct I/O may be tried on an open file of this device, of which the kernel says this.
+    pub(crate) fn usable(&self, dev: u64, stated: impl FnOnce() -> Stated) -> bool {
         if self.refusing.lock().contains(&dev) {
             return false;
         }
-        match stated_align(file.fd()) {
+        match stated() {
             Stated::Works(align) => align.suits_slots(),
             Stated::Not => false,
             Stated::Unsaid => true,
@@ -215,7 +236,7 @@ impl Files {
     }
 
     /// Counts where direct I/O was wanted and not used, and remembers a file system that refused it.
-    fn note(&self, file: &File, dev: u64, wanted: bool) {
+    pub(crate) fn note(&self, file: &File, dev: u64, wanted: bool) {
         if wanted && !file.is_direct() {
             self.fallbacks.fetch_add(1, Ordering::Relaxed);
         }
@@ -228,10 +249,51 @@ impl Files {
     }
 }
 
+/// A read must fit its buffer and the offsets that files have.
+pub(crate) fn check_read(path: &Path, offset: u64, len: usize, room: usize) -> Result<()> {
+    let end = offset.checked_add(len as u64);
+    if len <= room && end.is_some_and(|end| end <= i64::MAX as u64) {
+        return Ok(());
+    }
+    Err(
+        Error::invalid("a read must fit its buffer and the range of file offsets")
+            .with("path", path.display())
+            .with("offset", offset)
+            .with("len", len)
+            .with("buffer", room),
+    )
+}
+
+/// A publish must fit its buffer.
+pub(crate) fn check_publish(job: &Publish<'_>, room: usize) -> Result<()> {
+    if job.len <= room {
+        return Ok(());
+    }
+    Err(Error::invalid("a publish must not be longer than its buffer")
+        .with("path", job.target.display())
+        .with("len", job.len)
+        .with("buffer", room))
+}
+
+/// Whether direct I/O takes this buffer and offset as they are.
+pub(crate) fn fits_direct_read(buf: &IoBuf, offset: u64) -> bool {
+    matches!(buf, IoBuf::Slot(_)) && offset.is_multiple_of(PAGE)
+}
+
+/// Whether direct I/O takes so much of this buffer as it is.
+pub(crate) fn fits_direct_write(buf: &IoBuf, len: usize) -> bool {
+    matches!(buf, IoBuf::Slot(_)) && len.is_multiple_of(SECTOR)
+}
+
+/// Something else than a file has the name.
+pub(crate) fn not_regular(path: &Path) -> Error {
+    Error::new(ErrorKind::Io, "not a regular file").with("path", path.display())
+}
+
 /// Opens for reading, past the page cache if wanted and known to the file system. Never waits for the other end of a
 /// pipe that somebody put in the place of a file.
 fn open_for_read(path: &Path, direct: bool) -> rustix::io::Result<File> {
-    let base = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NOCTTY;
+    let base = READ_FLAGS;
     let mut direct = direct;
     let mut wait = OFlags::NONBLOCK;
     loop {
@@ -337,11 +399,11 @@ mod tests {
         let file = open_for_read(&path, false).unwrap();
         let dev = stat_one(&path, AtFlags::empty()).unwrap().dev;
         let said = stated_align(file.fd());
-        assert_eq!(files.usable(&file, dev), said != Stated::Not);
+        assert_eq!(files.usable(dev, || stated_align(file.fd())), said != Stated::Not);
         let mut refused = open_for_read(&path, false).unwrap();
         refused.note_refusal();
         files.note(&refused, dev, true);
-        assert!(!files.usable(&file, dev));
+        assert!(!files.usable(dev, || unreachable!("it refused")));
         assert_eq!(files.fallbacks(), 1);
     }
 }

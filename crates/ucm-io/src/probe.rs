@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
+use rustix::fs::{AtFlags, Mode, OFlags, Statx, StatxFlags};
 use rustix::io::Errno;
 use ucm_core::{PAGE, Result};
 
@@ -100,9 +100,14 @@ pub(crate) enum Stated {
 
 /// Asks the kernel (6.1 and newer) about direct I/O on an open file.
 pub(crate) fn stated_align(fd: &OwnedFd) -> Stated {
-    let Ok(x) = retry(|| rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)) else {
-        return Stated::Unsaid;
-    };
+    match retry(|| rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)) {
+        Ok(said) => stated(&said),
+        Err(_) => Stated::Unsaid,
+    }
+}
+
+/// What an answer of statx, asked for it, says about direct I/O.
+pub(crate) fn stated(x: &Statx) -> Stated {
     if x.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
         return Stated::Unsaid;
     }

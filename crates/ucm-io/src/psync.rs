@@ -86,6 +86,16 @@ impl PsyncEngine {
         self.pool.stats()
     }
 
+    /// The workers, for an engine that leaves them a part of its operations.
+    pub(crate) fn pool(&self) -> &WorkerPool {
+        &self.pool
+    }
+
+    /// What is known of files, for an engine that shares it.
+    pub(crate) fn files(&self) -> &Arc<Files> {
+        &self.files
+    }
+
     /// How many operations wanted direct I/O and went through the page cache.
     pub fn direct_fallbacks(&self) -> u64 {
         self.files.fallbacks()

@@ -7,28 +7,46 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use common::engines::{Kind, UnderTest};
 use common::*;
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock, Mono};
-use ucm_io::{
-    Fault, FaultyEngine, Gate, IoDone, IoEngine, IoOp, OpKind, PsyncEngine, PsyncOptions, Rule, Tail, errno,
-};
+use ucm_io::{Fault, FaultyEngine, Gate, IoDone, IoEngine, IoOp, OpKind, PsyncOptions, Rule, Tail, errno};
+
+over_each_engine!(
+    without_rules_it_only_looks_on,
+    every_kind_is_counted_as_itself,
+    error_numbers_arrive_as_their_kinds_and_nothing_is_done,
+    stale_handles_and_busy_lanes,
+    a_lost_reply_reports_failure_of_what_was_done,
+    a_short_read_contradicts_the_length,
+    torn_writes_succeed_and_are_not_whole,
+    a_killed_writer_leaves_its_private_file,
+    flips_change_exactly_what_they_name,
+    the_same_seed_gives_the_same_faults,
+    a_late_file_is_not_seen_until_it_is,
+    a_replayed_call_answers_as_the_second_one,
+    a_hung_operation_is_written_off_and_its_slot_comes_back_with_the_call,
+    a_gate_opened_in_time_only_delays,
+    a_call_that_hangs_after_its_work_reports_a_failure_of_what_is_there,
+    shutdown_leaves_what_hangs_behind,
+    rules_can_be_taken_back,
+);
 
 struct Bench {
     place: tempfile::TempDir,
     clock: Arc<ManualClock>,
-    inner: Arc<PsyncEngine>,
+    inner: Arc<dyn UnderTest>,
     engine: Arc<FaultyEngine>,
 }
 
 impl Bench {
-    fn seeded(seed: u64) -> Self {
+    fn seeded(kind: Kind, seed: u64) -> Self {
         let clock = ManualClock::new();
-        let inner = PsyncEngine::new(PsyncOptions {
+        let inner = kind.build(PsyncOptions {
             clock: Arc::clone(&clock) as Arc<dyn Clock>,
             ..PsyncOptions::with_workers(2)
-        })
-        .unwrap();
+        });
         let engine = FaultyEngine::new(
             Arc::clone(&inner) as Arc<dyn IoEngine>,
             Arc::clone(&clock) as Arc<dyn Clock>,
@@ -42,8 +60,8 @@ impl Bench {
         }
     }
 
-    fn new() -> Self {
-        Self::seeded(1)
+    fn new(kind: Kind) -> Self {
+        Self::seeded(kind, 1)
     }
 
     fn dir(&self) -> &Path {
@@ -71,9 +89,8 @@ impl Bench {
     }
 }
 
-#[test]
-fn without_rules_it_only_looks_on() {
-    let bench = Bench::new();
+fn without_rules_it_only_looks_on(kind: Kind) {
+    let bench = Bench::new(kind);
     let (bytes, result) = bench.publish();
     result.unwrap();
     assert_eq!(bench.read().unwrap(), (bytes, 100));
@@ -95,12 +112,11 @@ fn without_rules_it_only_looks_on() {
     assert_eq!((bench.engine.name(), bench.engine.stuck()), ("faulty", 0));
 }
 
-#[test]
-fn every_kind_is_counted_as_itself() {
+fn every_kind_is_counted_as_itself(kind: Kind) {
     for (i, kind) in OpKind::ALL.into_iter().enumerate() {
         assert_eq!(kind as usize, i);
     }
-    let bench = Bench::new();
+    let bench = Bench::new(kind);
     call(&*bench.engine, stat_op(&[], false)).unwrap();
     for kind in OpKind::ALL {
         assert_eq!(
@@ -112,18 +128,17 @@ fn every_kind_is_counted_as_itself() {
     }
 }
 
-#[test]
-fn error_numbers_arrive_as_their_kinds_and_nothing_is_done() {
-    for (code, kind) in [
+fn error_numbers_arrive_as_their_kinds_and_nothing_is_done(kind: Kind) {
+    for (code, expected) in [
         (errno::ENOSPC, ErrorKind::NoSpace),
         (errno::EDQUOT, ErrorKind::NoSpace),
         (errno::EIO, ErrorKind::Io),
         (errno::ETIMEDOUT, ErrorKind::Timeout),
     ] {
-        let bench = Bench::new();
+        let bench = Bench::new(kind);
         let rule = bench.rule(OpKind::Publish, Fault::Errno(code));
         let error = bench.publish().1.unwrap_err();
-        assert_eq!((error.kind(), error.os_code()), (kind, Some(code)));
+        assert_eq!((error.kind(), error.os_code()), (expected, Some(code)));
         assert_eq!(bench.engine.hits(rule), 1);
         assert!(names(bench.dir()).is_empty());
         // Only once, as the rule says.
@@ -131,9 +146,8 @@ fn error_numbers_arrive_as_their_kinds_and_nothing_is_done() {
     }
 }
 
-#[test]
-fn stale_handles_and_busy_lanes() {
-    let bench = Bench::new();
+fn stale_handles_and_busy_lanes(kind: Kind) {
+    let bench = Bench::new(kind);
     bench.publish().1.unwrap();
     bench.rule(OpKind::Read, Fault::stale());
     assert_eq!(bench.read().unwrap_err().kind(), ErrorKind::NotFound);
@@ -143,27 +157,24 @@ fn stale_handles_and_busy_lanes() {
     bench.read().unwrap();
 }
 
-#[test]
-fn a_lost_reply_reports_failure_of_what_was_done() {
-    let bench = Bench::new();
+fn a_lost_reply_reports_failure_of_what_was_done(kind: Kind) {
+    let bench = Bench::new(kind);
     bench.rule(OpKind::Publish, Fault::LostReply(errno::EIO));
     let (bytes, result) = bench.publish();
     assert_eq!(result.unwrap_err().kind(), ErrorKind::Io);
     assert_eq!(bench.read().unwrap().0, bytes);
 }
 
-#[test]
-fn a_short_read_contradicts_the_length() {
-    let bench = Bench::new();
+fn a_short_read_contradicts_the_length(kind: Kind) {
+    let bench = Bench::new(kind);
     let (bytes, _) = bench.publish();
     bench.rule(OpKind::Read, Fault::ShortRead(30));
     assert_eq!(bench.read().unwrap(), (bytes[..30].to_vec(), 100));
 }
 
-#[test]
-fn torn_writes_succeed_and_are_not_whole() {
+fn torn_writes_succeed_and_are_not_whole(kind: Kind) {
     for (tail, len) in [(Tail::Zeros, 100), (Tail::Cut, 60)] {
-        let bench = Bench::new();
+        let bench = Bench::new(kind);
         bench.rule(OpKind::Publish, Fault::Torn { keep: 60, tail });
         let (bytes, result) = bench.publish();
         let IoDone::Published { buf, meta } = result.unwrap() else {
@@ -178,9 +189,8 @@ fn torn_writes_succeed_and_are_not_whole() {
     }
 }
 
-#[test]
-fn a_killed_writer_leaves_its_private_file() {
-    let bench = Bench::new();
+fn a_killed_writer_leaves_its_private_file(kind: Kind) {
+    let bench = Bench::new(kind);
     bench.rule(OpKind::Publish, Fault::Killed { keep: 10 });
     let (bytes, result) = bench.publish();
     assert_eq!(result.unwrap_err().kind(), ErrorKind::Io);
@@ -191,10 +201,9 @@ fn a_killed_writer_leaves_its_private_file() {
     );
 }
 
-#[test]
-fn flips_change_exactly_what_they_name() {
+fn flips_change_exactly_what_they_name(kind: Kind) {
     let differences = |a: &[u8], b: &[u8]| -> Vec<usize> { (0..a.len()).filter(|&i| a[i] != b[i]).collect() };
-    let bench = Bench::new();
+    let bench = Bench::new(kind);
     // On the way in.
     let (bytes, _) = bench.publish();
     bench.rule(OpKind::Read, Fault::Flip(vec![0, 99, 100, 5000]));
@@ -216,10 +225,9 @@ fn flips_change_exactly_what_they_name() {
     assert_eq!(differences(&bench.read().unwrap().0, &bytes).len(), 100);
 }
 
-#[test]
-fn the_same_seed_gives_the_same_faults() {
+fn the_same_seed_gives_the_same_faults(kind: Kind) {
     let story = |seed| {
-        let bench = Bench::seeded(seed);
+        let bench = Bench::seeded(kind, seed);
         bench
             .engine
             .add(Rule::on(OpKind::Publish, Fault::Errno(errno::EIO)).chance(300))
@@ -245,9 +253,8 @@ fn the_same_seed_gives_the_same_faults() {
     }
 }
 
-#[test]
-fn a_late_file_is_not_seen_until_it_is() {
-    let bench = Bench::new();
+fn a_late_file_is_not_seen_until_it_is(kind: Kind) {
+    let bench = Bench::new(kind);
     bench.rule(OpKind::Publish, Fault::LateVisible(4));
     bench.publish().1.unwrap();
     call(&*bench.engine, publish_op(bench.dir(), "other", vec![1])).unwrap();
@@ -283,9 +290,8 @@ fn a_late_file_is_not_seen_until_it_is() {
     assert!(bench.exists("block"));
 }
 
-#[test]
-fn a_replayed_call_answers_as_the_second_one() {
-    let bench = Bench::new();
+fn a_replayed_call_answers_as_the_second_one(kind: Kind) {
+    let bench = Bench::new(kind);
     let (path, dir) = (bench.dir().join("block"), bench.dir().join("d"));
     bench.engine.add(Rule::always(Fault::Replay)).unwrap();
     let (bytes, result) = bench.publish();
@@ -311,9 +317,8 @@ fn a_replayed_call_answers_as_the_second_one() {
     assert!(matches!(made, IoDone::MadeDir(false)));
 }
 
-#[test]
-fn a_hung_operation_is_written_off_and_its_slot_comes_back_with_the_call() {
-    let bench = Bench::new();
+fn a_hung_operation_is_written_off_and_its_slot_comes_back_with_the_call(kind: Kind) {
+    let bench = Bench::new(kind);
     let gate = Gate::new();
     bench.rule(OpKind::Publish, Fault::HangBefore(gate.clone()));
     let pool = slots(2, 4096);
@@ -340,9 +345,8 @@ fn a_hung_operation_is_written_off_and_its_slot_comes_back_with_the_call() {
     assert!(hung.recv().is_err(), "told once only");
 }
 
-#[test]
-fn a_gate_opened_in_time_only_delays() {
-    let bench = Bench::new();
+fn a_gate_opened_in_time_only_delays(kind: Kind) {
+    let bench = Bench::new(kind);
     for fault in [Fault::HangBefore as fn(Gate) -> Fault, Fault::HangAfter] {
         let gate = Gate::new();
         bench.rule(OpKind::Publish, fault(gate.clone()));
@@ -361,9 +365,8 @@ fn a_gate_opened_in_time_only_delays() {
     assert_eq!(bench.engine.stuck(), 0);
 }
 
-#[test]
-fn a_call_that_hangs_after_its_work_reports_a_failure_of_what_is_there() {
-    let bench = Bench::new();
+fn a_call_that_hangs_after_its_work_reports_a_failure_of_what_is_there(kind: Kind) {
+    let bench = Bench::new(kind);
     let gate = Gate::new();
     bench.rule(OpKind::Publish, Fault::HangAfter(gate.clone()));
     let pool = slots(1, 4096);
@@ -382,9 +385,8 @@ fn a_call_that_hangs_after_its_work_reports_a_failure_of_what_is_there() {
     eventually(|| pool.out() == 0);
 }
 
-#[test]
-fn shutdown_leaves_what_hangs_behind() {
-    let bench = Bench::new();
+fn shutdown_leaves_what_hangs_behind(kind: Kind) {
+    let bench = Bench::new(kind);
     let gate = Gate::new();
     bench.rule(OpKind::Read, Fault::HangBefore(gate.clone()));
     let pool = slots(1, 4096);
@@ -400,9 +402,8 @@ fn shutdown_leaves_what_hangs_behind() {
     eventually(|| pool.out() == 0);
 }
 
-#[test]
-fn rules_can_be_taken_back() {
-    let bench = Bench::new();
+fn rules_can_be_taken_back(kind: Kind) {
+    let bench = Bench::new(kind);
     bench.engine.add(Rule::always(Fault::Busy)).unwrap();
     assert_eq!(bench.read().unwrap_err().kind(), ErrorKind::Busy);
     bench.engine.clear();

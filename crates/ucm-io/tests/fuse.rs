@@ -1,4 +1,4 @@
-//! The thread-pool engine on a file system that gives short counts, fails closes and stalls: what network mounts do,
+//! The engines on a file system that gives short counts, fails closes and stalls: what network mounts do,
 //! by real system calls. Needs root and /dev/fuse.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -7,12 +7,21 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
+use common::engines::Kind;
 use common::fuse::{Fuse, Manners, op};
 use common::*;
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
-use ucm_io::{IoEngine, PsyncEngine, PsyncOptions};
+use ucm_io::PsyncOptions;
 
+over_each_engine!(
+    a_close_that_fails_fails_the_publish,
+    a_call_that_hangs_anywhere_costs_its_deadline_and_no_more,
+    a_read_that_hangs_gives_its_slot_back_when_it_returns,
+);
+
+/// By the thread pool alone: kernels (6.18 at least) carry on a short call of a ring by themselves if the file can be
+/// polled, as those of FUSE can, and start again at its first byte. One more reason why such mounts are the pool's.
 #[test]
 fn short_counts_of_the_kernel_are_carried_on() {
     let manners = Manners {
@@ -22,13 +31,13 @@ fn short_counts_of_the_kernel_are_carried_on() {
     let Some(place) = or_skip("short_counts_of_the_kernel_are_carried_on", Fuse::mount(manners)) else {
         return;
     };
-    for engine in [psync(), psync_direct()] {
+    for engine in [Kind::Psync.engine(), Kind::Psync.direct()] {
         let pool = slots(1, 8192);
         let slot = filled(&pool, 1);
         let expected = slot.as_slice().to_vec();
         let meta = publish(&*engine, place.dir(), "block", slot);
         assert_eq!(meta.len, 8192);
-        assert_eq!(place.files()["block"], expected);
+        assert!(place.files()["block"] == expected);
         let op = read_op(place.dir().join("block"), 0, 8192, pool.try_acquire().unwrap());
         let (got, file_len) = bytes_of(call(&*engine, op).unwrap()).unwrap();
         assert!(got == expected && file_len == 8192);
@@ -37,8 +46,7 @@ fn short_counts_of_the_kernel_are_carried_on() {
     assert!(place.requests(op::WRITE) >= 18 && place.requests(op::READ) >= 18);
 }
 
-#[test]
-fn a_close_that_fails_fails_the_publish() {
+fn a_close_that_fails_fails_the_publish(kind: Kind) {
     let manners = Manners {
         flush_error: libc::EDQUOT,
         ..Manners::default()
@@ -46,7 +54,7 @@ fn a_close_that_fails_fails_the_publish() {
     let Some(place) = or_skip("a_close_that_fails_fails_the_publish", Fuse::mount(manners)) else {
         return;
     };
-    let engine = psync();
+    let engine = kind.engine();
     let error = call(&*engine, publish_op(place.dir(), "block", vec![1; 100])).unwrap_err();
     assert_eq!(
         (error.kind(), error.os_code()),
@@ -57,8 +65,7 @@ fn a_close_that_fails_fails_the_publish() {
     assert!(place.files().is_empty());
 }
 
-#[test]
-fn a_call_that_hangs_anywhere_costs_its_deadline_and_no_more() {
+fn a_call_that_hangs_anywhere_costs_its_deadline_and_no_more(kind: Kind) {
     for stall in [op::CREATE, op::WRITE, op::FLUSH, op::RENAME] {
         let manners = Manners {
             stall,
@@ -69,12 +76,11 @@ fn a_call_that_hangs_anywhere_costs_its_deadline_and_no_more() {
             return;
         };
         let clock = ManualClock::new();
-        let engine = PsyncEngine::new(PsyncOptions {
+        let engine = kind.build(PsyncOptions {
             clock: Arc::clone(&clock) as Arc<dyn Clock>,
             max_replacements: 1,
             ..PsyncOptions::with_workers(1)
-        })
-        .unwrap();
+        });
         let pool = slots(2, 4096);
         let deadline = clock.now().after(Duration::from_secs(30));
         let hung = start(
@@ -102,8 +108,7 @@ fn a_call_that_hangs_anywhere_costs_its_deadline_and_no_more() {
     }
 }
 
-#[test]
-fn a_read_that_hangs_gives_its_slot_back_when_it_returns() {
+fn a_read_that_hangs_gives_its_slot_back_when_it_returns(kind: Kind) {
     let Some(place) = or_skip(
         "a_read_that_hangs_gives_its_slot_back_when_it_returns",
         Fuse::mount(Manners {
@@ -114,11 +119,10 @@ fn a_read_that_hangs_gives_its_slot_back_when_it_returns() {
         return;
     };
     let clock = ManualClock::new();
-    let engine = PsyncEngine::new(PsyncOptions {
+    let engine = kind.build(PsyncOptions {
         clock: Arc::clone(&clock) as Arc<dyn Clock>,
         ..PsyncOptions::with_workers(1)
-    })
-    .unwrap();
+    });
     publish(&*engine, place.dir(), "block", vec![7; 4096]);
     let pool = slots(1, 4096);
     let op = read_op(place.dir().join("block"), 0, 4096, pool.try_acquire().unwrap());

@@ -1,4 +1,4 @@
-//! The thread-pool engine's operations on names: stat, touch, remove, list, directories, space, probe.
+//! The engines' operations on names: stat, touch, remove, list, directories, space, probe.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
@@ -6,15 +6,22 @@ mod common;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::PathBuf;
 
+use common::engines::Kind;
 use common::*;
 use ucm_core::ErrorKind;
 use ucm_io::{IoDone, IoOp};
 
-#[test]
-fn stat_tells_what_is_there_and_stops_where_asked() {
+over_each_engine!(
+    stat_tells_what_is_there_and_stops_where_asked,
+    touch_and_remove_answer_for_each_name,
+    directories_are_made_and_listed,
+    space_and_probe_describe_the_file_system,
+);
+
+fn stat_tells_what_is_there_and_stops_where_asked(kind: Kind) {
     let place = tempfile::tempdir().unwrap();
     let dir = place.path();
-    let engine = psync();
+    let engine = kind.engine();
     std::fs::write(dir.join("a"), vec![0; 11]).unwrap();
     std::fs::create_dir(dir.join("d")).unwrap();
     std::os::unix::fs::symlink(dir.join("a"), dir.join("link")).unwrap();
@@ -32,11 +39,10 @@ fn stat_tells_what_is_there_and_stops_where_asked() {
     assert_eq!(fails(&*engine, stat_op(&[long], false)), ErrorKind::Io);
 }
 
-#[test]
-fn touch_and_remove_answer_for_each_name() {
+fn touch_and_remove_answer_for_each_name(kind: Kind) {
     let place = tempfile::tempdir().unwrap();
     let dir = place.path();
-    let engine = psync();
+    let engine = kind.engine();
     std::fs::write(dir.join("a"), b"x").unwrap();
     std::fs::create_dir(dir.join("d")).unwrap();
     let accessed = std::fs::metadata(dir.join("a")).unwrap().atime_nsec();
@@ -61,11 +67,10 @@ fn touch_and_remove_answer_for_each_name() {
     assert_eq!(names(dir), ["d"]);
 }
 
-#[test]
-fn directories_are_made_and_listed() {
+fn directories_are_made_and_listed(kind: Kind) {
     let place = tempfile::tempdir().unwrap();
     let dir = place.path();
-    let engine = psync();
+    let engine = kind.engine();
     let make = |name: &str| {
         call(
             &*engine,
@@ -113,11 +118,10 @@ fn directories_are_made_and_listed() {
     }
 }
 
-#[test]
-fn space_and_probe_describe_the_file_system() {
+fn space_and_probe_describe_the_file_system(kind: Kind) {
     for place in places() {
         let dir = place.path().to_path_buf();
-        let engine = psync();
+        let engine = kind.engine();
         let IoDone::Space(space) = call(&*engine, IoOp::Space { path: dir.clone() }).unwrap() else {
             unreachable!();
         };

@@ -1,4 +1,4 @@
-//! The thread-pool engine on small file systems of its own: full ones, and one that hangs in the kernel. Needs root.
+//! The engines on small file systems of its own: full ones, and one that hangs in the kernel. Needs root.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
@@ -7,10 +7,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use common::engines::Kind;
 use common::*;
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
-use ucm_io::{IoDone, IoEngine, IoOp, PsyncEngine, PsyncOptions};
+use ucm_io::{IoDone, IoEngine, IoOp, PsyncOptions};
+
+over_each_engine!(a_full_tmpfs, a_full_ext4, a_publish_that_hangs_in_the_kernel,);
 
 fn space(engine: &dyn IoEngine, dir: &Path) -> ucm_io::SpaceInfo {
     match call(
@@ -68,17 +71,15 @@ fn fill_up(engine: &dyn IoEngine, dir: &Path) {
     }
 }
 
-#[test]
-fn a_full_tmpfs() {
+fn a_full_tmpfs(kind: Kind) {
     let Some(place) = or_skip("a_full_tmpfs", Mounted::tmpfs(3 << 20)) else {
         return;
     };
-    fill_up(&*psync(), &place.dir);
+    fill_up(&*kind.engine(), &place.dir);
 }
 
-#[test]
-fn a_full_ext4() {
-    for engine in [psync(), psync_direct()] {
+fn a_full_ext4(kind: Kind) {
+    for engine in [kind.engine(), kind.direct()] {
         let Some(place) = or_skip("a_full_ext4", Mounted::ext4(16 << 20)) else {
             return;
         };
@@ -96,18 +97,16 @@ fn a_full_ext4() {
     }
 }
 
-#[test]
-fn a_publish_that_hangs_in_the_kernel() {
+fn a_publish_that_hangs_in_the_kernel(kind: Kind) {
     let Some(place) = or_skip("a_publish_that_hangs_in_the_kernel", Mounted::ext4(16 << 20)) else {
         return;
     };
     let clock = ManualClock::new();
-    let engine = PsyncEngine::new(PsyncOptions {
+    let engine = kind.build(PsyncOptions {
         clock: Arc::clone(&clock) as Arc<dyn Clock>,
         max_replacements: 1,
         ..PsyncOptions::with_workers(1)
-    })
-    .unwrap();
+    });
     publish(&*engine, &place.dir, "before", vec![1; 100]);
     let pool = slots(1, 8192);
     let Some(()) = or_skip("a_publish_that_hangs_in_the_kernel", place.freeze()) else {
@@ -120,7 +119,7 @@ fn a_publish_that_hangs_in_the_kernel() {
         deadline,
         publish_op(&place.dir, "block", filled(&pool, 1)),
     );
-    eventually(|| engine.pool_stats().lanes[2].running == 1);
+    eventually(|| engine.running(2) == 1);
     clock.advance(Duration::from_secs(30));
     let verdict = hung.recv().unwrap();
     // Reading does not change the file system, and there is a worker for it again.

@@ -206,6 +206,12 @@ pub trait Backend: Send + Sync {
     /// What it uses and why, in words for the log line at the start; asked after a successful probe.
     fn describe(&self) -> String;
 
+    /// What was configured and could not be had, for warnings in the log; asked after a successful probe, each is told
+    /// once.
+    fn warnings(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     /// Makes the medium usable or says why it is not, by the deadline. Called again after a failure.
     fn probe(&self, deadline: Mono) -> Result<()>;
 

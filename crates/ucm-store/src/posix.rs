@@ -176,6 +176,10 @@ impl Backend for PosixBackend {
         self.shared.words()
     }
 
+    fn warnings(&self) -> Vec<String> {
+        self.shared.io.warning().into_iter().collect()
+    }
+
     fn probe(&self, deadline: Mono) -> Result<()> {
         self.shared.open_root(deadline)
     }

@@ -294,9 +294,9 @@ impl Shared {
 
     /// The root, the engine and the file system in words.
     pub(crate) fn words(&self) -> String {
-        let (root, io) = (self.layout.root().display(), self.io.name());
+        let (root, io) = (self.layout.root().display(), self.io.describe());
         let Some(probe) = *self.probed.lock() else {
-            return format!("{root}, {io} engine");
+            return format!("{root}, {io}");
         };
         let fs = probe.fs.name();
         let direct = match (self.config.direct, probe.direct) {
@@ -306,7 +306,7 @@ impl Shared {
             (false, None) => "buffered I/O",
         };
         let limit = self.space.usage().capacity;
-        format!("{root} on {fs}, {io} engine, {direct}, at most {limit} bytes stored")
+        format!("{root} on {fs}, {io}, {direct}, at most {limit} bytes stored")
     }
 
     fn read_marker(&self, deadline: Mono) -> Result<Option<Marker>> {

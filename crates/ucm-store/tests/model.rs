@@ -7,7 +7,7 @@ mod common;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use common::{Above, Device, Medium, Setup, Store, directory, eventually, id, pages};
+use common::{Above, Device, Io, Medium, Setup, Store, directory, eventually, id, pages};
 use proptest::prelude::*;
 use ucm_core::BlockId;
 use ucm_infra::{Completion, Mono};
@@ -81,17 +81,12 @@ enum Truth {
     Unsure,
 }
 
-fn run(medium: Medium, layers_per_shard: u32, above: Above, acts: &[Act]) {
+fn run(setup: Setup, acts: &[Act]) {
+    let (medium, above, layers_per_shard) = (setup.medium, setup.above, setup.layers_per_shard);
     let dir = directory();
     let root = dir.path().join("root");
     std::fs::create_dir(&root).unwrap();
     let files = medium == Medium::Posix;
-    let setup = Setup {
-        medium,
-        layers_per_shard,
-        above,
-        ..Setup::default()
-    };
     let mut store = Store::open(&root, setup.clone());
     let mut truth: BTreeMap<BlockId, Truth> = (0..6).map(|n| (id(n), Truth::Absent)).collect();
     // Whatever was stored may be gone again.
@@ -260,62 +255,79 @@ fn cases() -> u32 {
     asked.ok().and_then(|cases| cases.parse().ok()).unwrap_or(48)
 }
 
+/// A setup of these rows, this medium, and what stands above it.
+fn made(layers_per_shard: u32, medium: Medium, above: Above) -> Setup {
+    Setup {
+        layers_per_shard,
+        medium,
+        above,
+        ..Setup::default()
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn direct_rows(acts in prop::collection::vec(act(), 1..30)) {
-        run(Medium::Posix, 3, Above::Nothing, &acts);
+        run(made(3, Medium::Posix, Above::Nothing), &acts);
     }
 
     #[test]
     fn layerwise_rows(acts in prop::collection::vec(act(), 1..30)) {
-        run(Medium::Posix, 1, Above::Nothing, &acts);
+        run(made(1, Medium::Posix, Above::Nothing), &acts);
     }
 
     #[test]
     fn below_memory_that_has_room(acts in prop::collection::vec(act(), 1..30)) {
-        run(Medium::Posix, 3, Above::Map(100, WritePolicy::Through), &acts);
+        run(made(3, Medium::Posix, Above::Map(100, WritePolicy::Through)), &acts);
     }
 
     #[test]
     fn below_memory_that_is_too_small(acts in prop::collection::vec(act(), 1..30)) {
-        run(Medium::Posix, 1, Above::Map(2, WritePolicy::Through), &acts);
+        run(made(1, Medium::Posix, Above::Map(2, WritePolicy::Through)), &acts);
     }
 
     #[test]
     fn written_back_from_memory(acts in prop::collection::vec(act(), 1..30)) {
-        run(Medium::Posix, 3, Above::Map(2, WritePolicy::Back), &acts);
+        run(made(3, Medium::Posix, Above::Map(2, WritePolicy::Back)), &acts);
     }
 
     #[test]
     fn below_another_root(acts in prop::collection::vec(act(), 1..30)) {
-        run(Medium::Posix, 3, Above::File, &acts);
+        run(made(3, Medium::Posix, Above::File), &acts);
     }
 
     #[test]
     fn below_the_memory_tier(acts in prop::collection::vec(act(), 1..30)) {
-        run(Medium::Posix, 3, Above::Memory(4, WritePolicy::Through), &acts);
+        run(made(3, Medium::Posix, Above::Memory(4, WritePolicy::Through)), &acts);
     }
 
     #[test]
     fn written_back_from_the_memory_tier(acts in prop::collection::vec(act(), 1..30)) {
-        run(Medium::Posix, 1, Above::Memory(4, WritePolicy::Back), &acts);
+        run(made(1, Medium::Posix, Above::Memory(4, WritePolicy::Back)), &acts);
     }
 
     #[test]
     fn direct_rows_in_memory(policy in policy(), acts in prop::collection::vec(act(), 1..30)) {
-        run(Medium::Memory(16, policy), 3, Above::Nothing, &acts);
+        run(made(3, Medium::Memory(16, policy), Above::Nothing), &acts);
     }
 
     #[test]
     fn layerwise_rows_in_memory(policy in policy(), acts in prop::collection::vec(act(), 1..30)) {
-        run(Medium::Memory(16, policy), 1, Above::Nothing, &acts);
+        run(made(1, Medium::Memory(16, policy), Above::Nothing), &acts);
     }
 
     /// Four slots for six blocks: what was dumped may be gone, and what is a hit is exact.
     #[test]
     fn rows_in_too_little_memory(policy in policy(), acts in prop::collection::vec(act(), 1..30)) {
-        run(Medium::Memory(4, policy), 3, Above::Nothing, &acts);
+        run(made(3, Medium::Memory(4, policy), Above::Nothing), &acts);
+    }
+
+    #[test]
+    fn rows_through_a_ring(acts in prop::collection::vec(act(), 1..30)) {
+        if Io::Uring.or_skip("rows_through_a_ring") {
+            run(Setup { io: Io::Uring, ..Setup::default() }, &acts);
+        }
     }
 }

@@ -40,8 +40,6 @@ def _store_problems(config: UcmConfig) -> Iterator[str]:
             f"several storage_backends ({', '.join(config.storage_backends)}) are not built yet; give one directory, "
             "on a file system that joins them if need be"
         )
-    if config.posix_io_engine != "psync":
-        yield f"posix_io_engine: {config.posix_io_engine} is not built yet; write psync or leave it out"
 
 
 def _connector_problems(config: UcmConfig) -> Iterator[str]:

@@ -44,6 +44,11 @@ def _verify_word(value: Any) -> Any:
     return "on" if value is True or _word(value) in ("true", "yes", "1") else _word(value)
 
 
+def _engine_word(value: Any) -> Any:
+    # The original's name of its asynchronous engine.
+    return "io_uring" if _word(value) == "aio" else _word(value)
+
+
 def _capacity_text(value: Any) -> Any:
     return None if value is None else parse_capacity(value)
 
@@ -198,7 +203,7 @@ class StoreSettings(Section):
     staging_capacity: Annotated[Size, Field(ge=1 << 20)] = 256 << 20
     io_direct: Flag = False
     verify: Annotated[Literal["on", "paranoid"], BeforeValidator(_verify_word)] = "on"
-    posix_io_engine: Annotated[Literal["psync", "aio", "io_uring"], BeforeValidator(_word)] = "psync"
+    io_engine: Annotated[Literal["auto", "psync", "io_uring"], BeforeValidator(_engine_word)] = "auto"
     posix_data_trans_concurrency: Annotated[Count, Field(le=1024)] = 16
     posix_lookup_concurrency: Annotated[Count, Field(le=1024)] = 8
 

@@ -15,6 +15,7 @@ ALIASES: dict[str, str] = {
     "path": "storage_backends",
     "use_direct": "io_direct",
     "posix_capacity_gb": "storage_capacity",
+    "posix_io_engine": "io_engine",
     "size_gb": "options.cache_size",
     "cache_buffer_capacity_gb": "options.cache_size",
     "scatter_gather_enable": "options.use_scatter_gather",

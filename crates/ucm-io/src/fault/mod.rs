@@ -229,6 +229,10 @@ impl IoEngine for FaultyEngine {
         "faulty"
     }
 
+    fn warning(&self) -> Option<String> {
+        self.shared.inner.warning()
+    }
+
     fn shutdown(&self, drain: Duration) {
         let until = self.shared.clock.now().after(drain);
         let hang = self.shared.state.lock().hang.clone();

@@ -27,6 +27,7 @@ pub mod op {
     pub const OPEN: u32 = 14;
     pub const READ: u32 = 15;
     pub const WRITE: u32 = 16;
+    pub const STATFS: u32 = 17;
     pub const RELEASE: u32 = 18;
     pub const FLUSH: u32 = 25;
     pub const INIT: u32 = 26;
@@ -331,6 +332,8 @@ fn reply(state: &mut State, kind: u32, node: u64, body: &[u8]) -> Result<Out, i3
         }
         op::FLUSH if state.manners.flush_error != 0 => Err(state.manners.flush_error),
         op::FLUSH | op::RELEASE => Ok(Out::default()),
+        // fuse_kstatfs: an empty file system; its type is the kernel's to say.
+        op::STATFS => Ok(Out::default().zeros(80)),
         op::UNLINK => state
             .files
             .remove(&name(body).0)

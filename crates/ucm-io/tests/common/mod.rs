@@ -7,6 +7,8 @@
     reason = "shared by test files that each use a part; tests unwrap, and say why they skip"
 )]
 
+#[macro_use]
+pub mod engines;
 pub mod fuse;
 
 use std::os::unix::fs::MetadataExt;
@@ -18,26 +20,12 @@ use std::sync::mpsc;
 use ucm_core::{ErrorKind, Result};
 use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::Mono;
-use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, PsyncEngine, PsyncOptions, ReadMode};
+use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, ReadMode};
 
 /// Directories on the file systems at hand: whatever holds temporary files, and a tmpfs where there is one.
 pub fn places() -> Vec<tempfile::TempDir> {
     let shm = tempfile::tempdir_in("/dev/shm").ok();
     [tempfile::tempdir().unwrap()].into_iter().chain(shm).collect()
-}
-
-/// An engine with two workers on the real clock.
-pub fn psync() -> Arc<PsyncEngine> {
-    PsyncEngine::new(PsyncOptions::with_workers(2)).unwrap()
-}
-
-/// The same past the page cache.
-pub fn psync_direct() -> Arc<PsyncEngine> {
-    PsyncEngine::new(PsyncOptions {
-        direct: true,
-        ..PsyncOptions::with_workers(2)
-    })
-    .unwrap()
 }
 
 /// Submits and returns where the answer will come.

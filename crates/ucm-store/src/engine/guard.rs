@@ -67,6 +67,9 @@ impl Core {
             Ok(()) => {
                 if !self.ready.swap(true, Ordering::AcqRel) {
                     self.say(Level::Info, self.opening());
+                    for text in self.backend.warnings() {
+                        self.say(Level::Warning, text);
+                    }
                 }
                 self.healthy();
             }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use ucm_core::Result;
-use ucm_io::{Process, PsyncEngine, PsyncOptions};
+use ucm_io::{ChosenEngine, IoChoice, Process, PsyncOptions};
 
 use super::{Common, Made, capacity, keys};
 use crate::assemble::seconds;
@@ -23,6 +23,8 @@ struct Keys {
     root: PathBuf,
     labels: BTreeMap<String, String>,
     io_direct: bool,
+    /// Name of the I/O engine, or `auto`.
+    io_engine: String,
     io_threads: usize,
     capacity_bytes: Option<u64>,
     capacity_percent: Option<f64>,
@@ -82,7 +84,7 @@ pub(super) fn make(common: &Common<'_>, given: Map<String, Value>) -> Result<Mad
     for lane in &mut options.lanes {
         lane.capacity = lane.capacity.max(common.slots.min(ucm_infra::MAX_QUEUE));
     }
-    let io = PsyncEngine::new(options)?;
+    let io = ChosenEngine::new(IoChoice::from_name(&given.io_engine)?, options)?;
     Ok(Made {
         backend: Arc::new(PosixBackend::new(posix, io, Arc::clone(&common.clock))?),
         max_stuck: given.io_threads.max(2), // as many as are replaced: from there on workers are missing

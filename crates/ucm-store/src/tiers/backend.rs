@@ -35,6 +35,12 @@ impl Backend for Tiers {
         words.collect::<Vec<_>>().join("; below it ")
     }
 
+    fn warnings(&self) -> Vec<String> {
+        let stages = self.shared.stages.iter();
+        let ready = stages.filter(|stage| stage.ready.load(Ordering::Acquire));
+        ready.flat_map(|stage| stage.warnings()).collect()
+    }
+
     /// Looks at every stage at once; one that is usable is enough.
     fn probe(&self, deadline: Mono) -> Result<()> {
         let looks: Vec<_> = (0..self.shared.stages.len())

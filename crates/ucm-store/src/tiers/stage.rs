@@ -138,6 +138,12 @@ impl Stage {
         }
     }
 
+    /// What was configured and could not be had, with the stage's name.
+    pub(super) fn warnings(&self) -> Vec<String> {
+        let texts = self.backend.warnings().into_iter();
+        texts.map(|text| format!("tier {}: {text}", self.name)).collect()
+    }
+
     /// Another copy took the place of one that may have been refused.
     pub(super) fn forgive(&self, id: BlockId) {
         if !self.refused.is_empty() {

@@ -19,7 +19,10 @@ use tempfile::TempDir;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::{Clock, SystemClock};
-use ucm_io::{Fault, FaultyEngine, Gate, IoEngine, OpKind, Process, PsyncEngine, PsyncOptions, Rule};
+use ucm_io::{
+    Fault, FaultyEngine, Gate, IoEngine, OpKind, Process, PsyncEngine, PsyncOptions, Rule, UringEngine,
+    UringOptions,
+};
 use ucm_store::backend::Backend;
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
 use ucm_store::evidence::QuarantineConfig;
@@ -78,6 +81,49 @@ pub(crate) struct Setup {
     pub(crate) workers: usize,
     pub(crate) copy_threads: usize,
     pub(crate) device: Option<Arc<SlowDevice>>,
+    pub(crate) io: Io,
+}
+
+/// Which I/O engine is below the faults.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Io {
+    Psync,
+    Uring,
+}
+
+impl Io {
+    /// What tests use that do not say: the thread pool, or what `UCM_TEST_IO_ENGINE` names.
+    pub(crate) fn usual() -> Self {
+        match std::env::var("UCM_TEST_IO_ENGINE").as_deref() {
+            Err(_) | Ok("psync") => Self::Psync,
+            Ok("io_uring") => Self::Uring,
+            Ok(other) => unreachable!("UCM_TEST_IO_ENGINE is psync or io_uring, not {other}"),
+        }
+    }
+
+    fn engine(self, options: PsyncOptions) -> Arc<dyn IoEngine> {
+        match self {
+            Self::Psync => PsyncEngine::new(options).unwrap(),
+            Self::Uring => UringEngine::new(&UringOptions::beside(options)).unwrap(),
+        }
+    }
+
+    /// Whether it can be had here; with `UCM_REQUIRE_ROOT_TESTS` in the environment it must.
+    #[allow(clippy::print_stderr, reason = "a test says why it is skipped")]
+    pub(crate) fn or_skip(self, test: &str) -> bool {
+        let options = UringOptions::beside(PsyncOptions::with_workers(1));
+        match (self == Self::Uring).then(|| UringEngine::new(&options)) {
+            Some(Err(error)) => {
+                assert!(
+                    std::env::var_os("UCM_REQUIRE_ROOT_TESTS").is_none(),
+                    "{test} may not be skipped here: {error}"
+                );
+                eprintln!("{test} is skipped: {error}");
+                false
+            }
+            _ => true,
+        }
+    }
 }
 
 impl Default for Setup {
@@ -118,6 +164,7 @@ impl Default for Setup {
             workers: 4,
             copy_threads: 1,
             device: None,
+            io: Io::usual(),
         }
     }
 }
@@ -180,8 +227,7 @@ fn engine(setup: &Setup, clock: &Arc<dyn Clock>) -> Arc<FaultyEngine> {
         clock: Arc::clone(clock),
         ..PsyncOptions::with_workers(setup.workers)
     };
-    let io: Arc<dyn IoEngine> = PsyncEngine::new(options).unwrap();
-    FaultyEngine::new(io, Arc::clone(clock), 1)
+    FaultyEngine::new(setup.io.engine(options), Arc::clone(clock), 1)
 }
 
 pub(crate) fn identity(weights: &str) -> Identity {

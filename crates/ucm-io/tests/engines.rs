@@ -1,4 +1,4 @@
-//! The thread-pool engine on real files.
+//! The engines on real files.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
@@ -8,14 +8,29 @@ use std::path::PathBuf;
 use std::sync::mpsc;
 use std::time::Duration;
 
+use common::engines::Kind;
 use common::*;
 use ucm_core::ErrorKind;
 use ucm_infra::{Lane, Mono};
-use ucm_io::{IoBuf, IoDone, IoEngine, IoOp, PsyncEngine, PsyncOptions, ReadMode};
+use ucm_io::{IoBuf, IoDone, IoOp, PsyncOptions, ReadMode};
 
-#[test]
-fn what_was_published_is_read_back() {
-    for engine in [psync(), psync_direct()] {
+over_each_engine!(
+    what_was_published_is_read_back,
+    reads_are_short_only_at_the_end_of_the_file,
+    what_cannot_be_read_says_why,
+    a_publish_gets_its_length_time_and_place,
+    publishing_over_a_file_replaces_it_whole_and_leaves_open_readers_the_old_one,
+    a_failed_publish_leaves_nothing_behind_and_touches_nothing,
+    direct_io_that_does_not_fit_goes_through_the_page_cache_and_is_counted,
+    direct_io_is_used_where_the_file_system_takes_it,
+    a_full_lane_is_busy_and_gives_the_buffer_free,
+    after_shutdown_everything_is_closed,
+    many_at_once_all_arrive_whole,
+    a_name_that_is_taken_stays_and_one_of_many_gets_a_free_one,
+);
+
+fn what_was_published_is_read_back(kind: Kind) {
+    for engine in [kind.engine(), kind.direct()] {
         for place in places() {
             let dir = place.path();
             let pool = slots(2, 16384);
@@ -49,11 +64,10 @@ fn what_was_published_is_read_back() {
     }
 }
 
-#[test]
-fn reads_are_short_only_at_the_end_of_the_file() {
+fn reads_are_short_only_at_the_end_of_the_file(kind: Kind) {
     let mut bytes = vec![0; 10_000];
     pattern(&mut bytes, 9);
-    for engine in [psync(), psync_direct()] {
+    for engine in [kind.engine(), kind.direct()] {
         for place in places() {
             let path = place.path().join("odd");
             std::fs::write(&path, &bytes).unwrap();
@@ -94,11 +108,10 @@ fn reads_are_short_only_at_the_end_of_the_file() {
     }
 }
 
-#[test]
-fn what_cannot_be_read_says_why() {
+fn what_cannot_be_read_says_why(kind: Kind) {
     let place = tempfile::tempdir().unwrap();
     let dir = place.path();
-    let engine = psync();
+    let engine = kind.engine();
     let read = |path: PathBuf| call(&*engine, read_op(path, 0, 1, vec![0; 1])).unwrap_err();
     assert_eq!(read(dir.join("absent")).kind(), ErrorKind::NotFound);
     std::fs::write(dir.join("file"), b"x").unwrap();
@@ -125,11 +138,10 @@ fn what_cannot_be_read_says_why() {
     assert_eq!(engine.stuck(), 0);
 }
 
-#[test]
-fn a_publish_gets_its_length_time_and_place() {
+fn a_publish_gets_its_length_time_and_place(kind: Kind) {
     let place = tempfile::tempdir().unwrap();
     let dir = place.path();
-    for engine in [psync(), psync_direct()] {
+    for engine in [kind.engine(), kind.direct()] {
         for (len, mtime_ns) in [(0, 0), (5000, 1_234_567_890_123_456_789), (8192, -5)] {
             let pool = slots(1, 8192);
             let slot = filled(&pool, 3);
@@ -156,11 +168,10 @@ fn a_publish_gets_its_length_time_and_place() {
     }
 }
 
-#[test]
-fn publishing_over_a_file_replaces_it_whole_and_leaves_open_readers_the_old_one() {
+fn publishing_over_a_file_replaces_it_whole_and_leaves_open_readers_the_old_one(kind: Kind) {
     use std::io::Read;
     let place = tempfile::tempdir().unwrap();
-    let engine = psync();
+    let engine = kind.engine();
     publish(&*engine, place.path(), "block", vec![1; 3000]);
     let mut reader = std::fs::File::open(place.path().join("block")).unwrap();
     publish(&*engine, place.path(), "block", vec![2; 2000]);
@@ -170,11 +181,10 @@ fn publishing_over_a_file_replaces_it_whole_and_leaves_open_readers_the_old_one(
     assert_eq!(old, vec![1; 3000]);
 }
 
-#[test]
-fn a_failed_publish_leaves_nothing_behind_and_touches_nothing() {
+fn a_failed_publish_leaves_nothing_behind_and_touches_nothing(kind: Kind) {
     let place = tempfile::tempdir().unwrap();
     let dir = place.path();
-    let engine = psync();
+    let engine = kind.engine();
     let op = |private: &str, target: &str, len| IoOp::Publish {
         private: dir.join(private),
         target: dir.join(target),
@@ -203,10 +213,9 @@ fn a_failed_publish_leaves_nothing_behind_and_touches_nothing() {
     assert_eq!(names(dir), ["p", "q", "t"]);
 }
 
-#[test]
-fn direct_io_that_does_not_fit_goes_through_the_page_cache_and_is_counted() {
+fn direct_io_that_does_not_fit_goes_through_the_page_cache_and_is_counted(kind: Kind) {
     let place = tempfile::tempdir().unwrap();
-    let engine = psync_direct();
+    let engine = kind.direct();
     publish(&*engine, place.path(), "odd", vec![1; 100]);
     assert_eq!(engine.direct_fallbacks(), 1);
     assert_eq!(
@@ -214,15 +223,14 @@ fn direct_io_that_does_not_fit_goes_through_the_page_cache_and_is_counted() {
         vec![1; 100]
     );
     assert_eq!(engine.direct_fallbacks(), 2);
-    let plain = psync();
+    let plain = kind.engine();
     publish(&*plain, place.path(), "odd", vec![1; 100]);
     assert_eq!(plain.direct_fallbacks(), 0);
 }
 
-#[test]
-fn direct_io_is_used_where_the_file_system_takes_it() {
+fn direct_io_is_used_where_the_file_system_takes_it(kind: Kind) {
     for place in places() {
-        let engine = psync_direct();
+        let engine = kind.direct();
         let op = IoOp::Probe {
             dir: place.path().to_path_buf(),
         };
@@ -243,26 +251,25 @@ fn direct_io_is_used_where_the_file_system_takes_it() {
     }
 }
 
-#[test]
-fn a_full_lane_is_busy_and_gives_the_buffer_free() {
+fn a_full_lane_is_busy_and_gives_the_buffer_free(kind: Kind) {
     let place = tempfile::tempdir().unwrap();
     let lane = Lane {
         name: "only",
         capacity: 1,
         max_running: 1,
     };
-    let engine = PsyncEngine::new(PsyncOptions {
+    let engine = kind.build(PsyncOptions {
         lanes: vec![lane],
         ..PsyncOptions::with_workers(1)
-    })
-    .unwrap();
-    // The only worker stands in the callback of the first operation.
+    });
+    std::fs::write(place.path().join("first"), b"x").unwrap();
+    // The only thread that ends operations stands in the callback of the first one.
     let (release, held) = mpsc::channel::<()>();
     let (standing, stands) = mpsc::channel();
     engine.submit(
         0,
         Mono::NEVER,
-        stat_op(&[], false),
+        read_op(place.path().join("first"), 0, 1, vec![0; 1]),
         Box::new(move |_| {
             standing.send(()).unwrap();
             let _ = held.recv();
@@ -286,12 +293,11 @@ fn a_full_lane_is_busy_and_gives_the_buffer_free() {
     );
     drop(release);
     waiting.recv().unwrap().unwrap();
-    assert_eq!(names(place.path()), ["a"]);
+    assert_eq!(names(place.path()), ["a", "first"]);
 }
 
-#[test]
-fn after_shutdown_everything_is_closed() {
-    let engine = psync();
+fn after_shutdown_everything_is_closed(kind: Kind) {
+    let engine = kind.engine();
     let place = tempfile::tempdir().unwrap();
     publish(&*engine, place.path(), "a", vec![1]);
     engine.shutdown(Duration::from_secs(60));
@@ -302,10 +308,9 @@ fn after_shutdown_everything_is_closed() {
     engine.shutdown(Duration::ZERO);
 }
 
-#[test]
-fn many_at_once_all_arrive_whole() {
+fn many_at_once_all_arrive_whole(kind: Kind) {
     let place = tempfile::tempdir().unwrap();
-    let engine = psync();
+    let engine = kind.engine();
     let pool = slots(8, 8192);
     let mut answers = Vec::new();
     for round in 0..64u8 {
@@ -327,11 +332,10 @@ fn many_at_once_all_arrive_whole() {
     assert_eq!(pool.available(), 8);
 }
 
-#[test]
-fn a_name_that_is_taken_stays_and_one_of_many_gets_a_free_one() {
+fn a_name_that_is_taken_stays_and_one_of_many_gets_a_free_one(kind: Kind) {
     let place = tempfile::tempdir().unwrap();
     let dir = place.path();
-    let engine = psync();
+    let engine = kind.engine();
     let op = |n: u8| IoOp::Publish {
         private: dir.join(format!("p{n}")),
         target: dir.join("t"),
