@@ -315,7 +315,7 @@ fn victims_are_handed_out_whole_and_can_be_found_until_they_are_let_go() {
 #[test]
 fn a_victim_that_was_damaged_goes_without_being_handed() {
     let dir = directory();
-    let tier = tier(dir.path(), 8, |config| config.policy = Policy::Sieve);
+    let tier = tier(dir.path(), 8, |_| ());
     let taken: Arc<Mutex<Vec<BlockId>>> = Arc::default();
     let hands = Arc::clone(&taken);
     tier.evicted(move |victim| hands.lock().push(victim.id()));

@@ -13,8 +13,8 @@
 //!   with the last process that maps it.
 //!
 //! What a cached block costs beside its record, rounded up to pages: 48 to 64 bytes in the region, and in its writer 8 to
-//! 12 for slots and times, with LRU 8 and some 20 for its order, with SIEVE 10, with S3-FIFO 24 and up to 40 for a name
-//! that left.
+//! 12 for slots and times, with LRU 8 and some 20 for its order, with S3-FIFO 32, some 20 and up to 40 for a name that
+//! left.
 //!
 //! `touch` reaches the region of this process alone: no process writes what another one reads. So a read counts as a
 //! use too, and a scheduler that knows of uses on the device tells its workers.
