@@ -14,6 +14,7 @@ mod sieve;
 
 use std::collections::{HashMap, HashSet};
 
+use ucm_benches::asked_for;
 use ucm_core::BlockId;
 use ucm_store::memory::Policy;
 use ucm_store::memory::eviction::Eviction;
@@ -170,6 +171,9 @@ fn endless(trace: &[Request]) -> f64 {
 }
 
 fn main() {
+    if !asked_for("eviction") {
+        return;
+    }
     // `cargo test` and CI ask for the short form.
     let quick = std::env::args().any(|arg| arg == "--quick" || arg == "--test");
     let (mut dice, requests) = (Dice(5), if quick { 200 } else { 6000 });
