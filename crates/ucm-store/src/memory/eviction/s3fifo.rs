@@ -35,7 +35,7 @@ pub struct S3Fifo {
     slots: Vec<Entry>,
 }
 
-/// 32 bytes a slot, and some 20 for its place in a queue.
+/// 24 bytes a slot, and some 20 for its place in a queue.
 #[derive(Clone, Copy)]
 struct Entry {
     place: Place,
