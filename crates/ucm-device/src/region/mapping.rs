@@ -25,7 +25,6 @@ pub(crate) struct Mapping {
     start: NonNull<AtomicU64>,
     words: usize,
     origin: Origin,
-    writable: bool,
 }
 
 // SAFETY: the words are atomics, and the mapping lives as long as this value.
@@ -98,7 +97,6 @@ impl Mapping {
             start: NonNull::new(start.cast()).ok_or(Errno::NOMEM)?,
             words: len / WORD,
             origin,
-            writable,
         };
         // Without it a child would keep the memory alive, and a writer there would not know that it is none.
         mapping.advise(0..mapping.words, Advice::LinuxDontFork)?;
@@ -140,11 +138,6 @@ impl Mapping {
     /// Whether this is the process that mapped it.
     pub(crate) fn here(&self) -> bool {
         self.origin.here()
-    }
-
-    /// Whether it may be written.
-    pub(crate) fn is_writable(&self) -> bool {
-        self.writable
     }
 
     /// Some words as plain bytes; none in a forked child, or where there are no such words.

@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, Result};
+use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_infra::seqlock;
 
 use super::fork::OwnFd;
@@ -85,6 +85,12 @@ impl SharedRegion {
     /// Lets the other processes of this host and user find it; again if its file was removed meanwhile. Touches the
     /// file system.
     pub fn announce(&self, registry: &Registry) -> Result<()> {
+        if !self.mapping.here() {
+            return Err(Error::new(
+                ErrorKind::Forked,
+                "this region belongs to the parent of this process",
+            ));
+        }
         let mut announced = self.announced.lock();
         if !announced
             .as_ref()

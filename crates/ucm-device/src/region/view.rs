@@ -54,7 +54,6 @@ impl RegionView {
             Error::new(ErrorKind::Foreign, "a region is not what its registry file says")
                 .with("pid", notice.pid)
         })?;
-        debug_assert!(!mapping.is_writable());
         Ok(Self {
             mapping,
             shape,

@@ -12,9 +12,8 @@
 //! * A process that dies leaves a file whose lock is free, which the next look of another one removes; its memory goes
 //!   with the last process that maps it.
 //!
-//! What a cached block costs beside its record, rounded up to pages: 48 to 64 bytes in the region, and in its writer 8 to
-//! 12 for slots and times, with LRU 8 and some 20 for its order, with SIEVE 10, with S3-FIFO 24 and up to 40 for a name
-//! that left.
+//! What a cached block costs beside its record, rounded up to pages: 48 to 64 bytes in the region, and in its writer 12
+//! for slots and times and what its policy needs (some 30 with LRU, 90 with S3-FIFO).
 //!
 //! `touch` reaches the region of this process alone: no process writes what another one reads. So a read counts as a
 //! use too, and a scheduler that knows of uses on the device tells its workers.
@@ -36,7 +35,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, Identity, MissReason, Part, Result};
-use ucm_device::{MachineMemory, Pinned, Registry, Slot};
+use ucm_device::{MachineMemory, Pinned, Slot};
 use ucm_infra::{Clock, Lane, Mono, WorkerPool};
 
 use crate::backend::{
@@ -64,7 +63,7 @@ pub struct MemoryConfig {
     pub capacity: Option<NonZeroU64>,
     /// What goes first.
     pub policy: Policy,
-    /// Where regions are announced; `None`: the user's own directory ([`Registry::default_dir`]).
+    /// Where regions are announced; `None`: the user's own directory ([`Registry::default_dir`](ucm_device::Registry)).
     pub registry: Option<PathBuf>,
     /// Whether the region is announced and others are read; if not, the tier is this process's alone.
     pub shared: bool,
@@ -150,8 +149,6 @@ impl MemoryBackend {
     /// Makes the region (untouched memory) and starts the threads. `Config` when `capacity` holds less than 4 records,
     /// `Io` when the system refuses memory or threads.
     pub fn new(config: MemoryConfig, clock: Arc<dyn Clock>) -> Result<Self> {
-        let registry = config.registry.clone().unwrap_or_else(Registry::default_dir);
-        let registry = config.shared.then(|| Registry::new(registry));
         let threads = config.threads.max(1);
         let tier = Tier::new(config, Arc::clone(&clock))?;
         let lane = |name, most| Lane {
@@ -170,7 +167,7 @@ impl MemoryBackend {
             .max_replacements(threads)
             .clock(Arc::clone(&clock))
             .build()?;
-        let neighbours = Neighbours::start(registry, &tier, Arc::clone(&clock))?;
+        let neighbours = Neighbours::start(&tier, Arc::clone(&clock))?;
         Ok(Self {
             tier,
             neighbours,

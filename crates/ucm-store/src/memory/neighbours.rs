@@ -5,6 +5,7 @@
 //! stays mapped and nobody waits.
 
 use std::collections::HashSet;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -22,7 +23,8 @@ const EVERY: Duration = Duration::from_secs(1);
 
 /// Regions of others, mapped.
 pub(super) struct Neighbours {
-    registry: Option<Registry>,
+    /// Where the last look was.
+    dir: Mutex<PathBuf>,
     views: RwLock<Arc<Vec<Arc<RegionView>>>>,
     /// Why the last look brought less than it should.
     trouble: Mutex<Option<Error>>,
@@ -33,12 +35,8 @@ pub(super) struct Neighbours {
 }
 
 impl Neighbours {
-    /// Starts the thread, if there is a registry to look at.
-    pub(super) fn start(
-        registry: Option<Registry>,
-        tier: &Arc<Tier>,
-        clock: Arc<dyn Clock>,
-    ) -> Result<Arc<Self>> {
+    /// Starts the thread, if anything is shared.
+    pub(super) fn start(tier: &Arc<Tier>, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
         let neighbours = Arc::new(Self {
             views: RwLock::default(),
             trouble: Mutex::default(),
@@ -46,9 +44,9 @@ impl Neighbours {
             over: AtomicBool::new(false),
             first: Completion::new(),
             ended: Completion::new(),
-            registry,
+            dir: Mutex::default(),
         });
-        if neighbours.registry.is_none() {
+        if !tier.config().shared {
             neighbours.first.complete(());
             neighbours.ended.complete(());
             return Ok(neighbours);
@@ -82,9 +80,14 @@ impl Neighbours {
     }
 
     fn look_once(&self, tier: &Tier) -> Result<()> {
-        let Some(registry) = &self.registry else {
-            return Ok(());
-        };
+        // Anew each time: the directory of a user's session goes with the session.
+        let dir = tier
+            .config()
+            .registry
+            .clone()
+            .unwrap_or_else(Registry::default_dir);
+        let registry = &Registry::new(dir.clone());
+        *self.dir.lock() = dir;
         let announced = tier.region().map_or(Ok(()), |region| region.announce(registry));
         tier.set_visible(announced.is_ok());
         let wanted = Wanted {
@@ -161,14 +164,15 @@ impl Neighbours {
 
     /// For the log.
     pub(super) fn words(&self) -> String {
-        let Some(registry) = &self.registry else {
+        let dir = self.dir.lock();
+        if dir.as_os_str().is_empty() {
             return "shared with nobody".to_owned();
-        };
+        }
         match &*self.trouble.lock() {
             Some(error) => format!("sharing is limited: {error}"),
             None => format!(
                 "announced in {}, {} regions of others",
-                registry.dir().display(),
+                dir.display(),
                 self.count()
             ),
         }

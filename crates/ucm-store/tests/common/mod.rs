@@ -56,6 +56,17 @@ pub(crate) enum Medium {
     Memory(u64, Policy),
 }
 
+/// What tests that need no faults of files run over.
+pub(crate) const MEDIA: [Medium; 2] = [Medium::Posix, Medium::Memory(64, Policy::Lru)];
+
+/// A store on this.
+pub(crate) fn on(medium: Medium) -> Setup {
+    Setup {
+        medium,
+        ..Setup::default()
+    }
+}
+
 /// How a test wants its store.
 #[derive(Clone)]
 pub(crate) struct Setup {

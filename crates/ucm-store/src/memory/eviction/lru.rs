@@ -1,18 +1,15 @@
 //! What was used longest ago goes first, and of what was used at about the same time the end of a chain before its
 //! beginning.
 //!
-//! Time is counted in steps of a sixteenth of the slots filled: a chain that is stored or read from its beginning on
-//! would otherwise have the oldest use at its beginning, and lose that first. A record used again within a step costs
-//! one comparison.
+//! A record used again within a step ([`super::steps`]) costs one comparison.
 
 use std::collections::BTreeSet;
 
 use ucm_core::BlockId;
 
 use super::Eviction;
+use super::steps::Steps;
 
-/// Steps in which as many records come as there are slots.
-const STEPS: usize = 16;
 /// A slot that holds nothing.
 const EMPTY: u64 = u64::MAX;
 
@@ -22,8 +19,7 @@ pub struct Lru {
     keys: Vec<u64>,
     /// The same in order; some 20 bytes a record.
     order: BTreeSet<(u64, u32)>,
-    inserted: usize,
-    step: u32,
+    steps: Steps,
 }
 
 impl Lru {
@@ -32,13 +28,12 @@ impl Lru {
         Self {
             keys: vec![EMPTY; slots],
             order: BTreeSet::new(),
-            inserted: 0,
-            step: 0,
+            steps: Steps::new(slots),
         }
     }
 
     fn place(&mut self, slot: u32, ordinal: u32) {
-        let key = u64::from(self.step) << 32 | u64::from(u32::MAX - ordinal.max(1));
+        let key = self.steps.key(ordinal);
         let Some(old) = self.keys.get_mut(slot as usize) else {
             return;
         };
@@ -56,11 +51,7 @@ impl Eviction for Lru {
     }
 
     fn inserted(&mut self, slot: u32, _id: BlockId, ordinal: u32) {
-        self.inserted += 1;
-        if self.inserted * STEPS >= self.keys.len() {
-            self.inserted = 0;
-            self.step = self.step.saturating_add(1);
-        }
+        self.steps.inserted();
         self.place(slot, ordinal);
     }
 

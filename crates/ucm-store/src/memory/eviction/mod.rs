@@ -1,20 +1,18 @@
-//! Which record goes when a new one needs its slot: one trait, three policies.
+//! Which record goes when a new one needs its slot: one trait, two policies.
 //!
 //! Policies know slots by number and records by id and ordinal (position in the chain of their prompt). A prefix is
 //! worth nothing without its beginning, so a policy that can should let descendants go before their ancestors. Every
 //! call is short and made under the lock of the tier; none allocates more than its share of a bound that the number of
 //! slots sets. [`Policy`] names them; docs/performance.md has their hit rates.
 
-mod list;
 mod lru;
 mod s3fifo;
-mod sieve;
+mod steps;
 
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 
 pub use lru::Lru;
 pub use s3fifo::S3Fifo;
-pub use sieve::Sieve;
 
 /// A policy.
 pub trait Eviction: Send {
@@ -41,21 +39,18 @@ pub enum Policy {
     /// What was used longest ago, descendants before ancestors.
     #[default]
     Lru,
-    /// One queue and a hand that spares what was used since it last came by.
-    Sieve,
     /// Three queues: what is not used again soon after it came goes first.
     S3Fifo,
 }
 
 impl Policy {
     /// All of them.
-    pub const ALL: [Self; 3] = [Self::Lru, Self::Sieve, Self::S3Fifo];
+    pub const ALL: [Self; 2] = [Self::Lru, Self::S3Fifo];
 
     /// Its name in the configuration.
     pub fn name(self) -> &'static str {
         match self {
             Self::Lru => "lru",
-            Self::Sieve => "sieve",
             Self::S3Fifo => "s3fifo",
         }
     }
@@ -64,7 +59,6 @@ impl Policy {
     pub fn build(self, slots: usize) -> Box<dyn Eviction> {
         match self {
             Self::Lru => Box::new(Lru::new(slots)),
-            Self::Sieve => Box::new(Sieve::new(slots)),
             Self::S3Fifo => Box::new(S3Fifo::new(slots)),
         }
     }
@@ -105,7 +99,32 @@ mod tests {
             assert_eq!(policy.build(1).name(), policy.name());
         }
         let error = "fifo".parse::<Policy>().unwrap_err();
-        assert!(error.to_string().contains("known=lru, sieve, s3fifo"), "{error}");
+        assert!(error.to_string().contains("known=lru, s3fifo"), "{error}");
+    }
+
+    /// Ten records that are asked for again and again, and chains that are read once; how many of the ten stay.
+    fn survivors(policy: Policy) -> usize {
+        let (mut eviction, mut held) = (policy.build(40), [None::<u32>; 40]);
+        let mut free: Vec<u32> = (0..40).collect();
+        let mut ask = |n: u32, ordinal: u32, held: &mut [Option<u32>; 40]| {
+            if let Some(slot) = held.iter().position(|there| *there == Some(n)) {
+                return eviction.used(slot as u32, ordinal);
+            }
+            let slot = free.pop().or_else(|| eviction.victim(&|_| false)).unwrap();
+            eviction.removed(slot);
+            held[slot as usize] = Some(n);
+            eviction.inserted(slot, id(n), ordinal);
+        };
+        for round in 0..20 {
+            (0..10).chain(0..10).for_each(|n| ask(n, n, &mut held));
+            (0..100).for_each(|n| ask(1000 + round * 100 + n, n, &mut held));
+        }
+        held.iter().flatten().filter(|&&n| n < 10).count()
+    }
+
+    #[test]
+    fn only_one_of_them_keeps_what_is_used_again_and_again_from_what_is_read_once() {
+        assert_eq!((survivors(Policy::Lru), survivors(Policy::S3Fifo)), (0, 10));
     }
 
     proptest! {
