@@ -82,9 +82,13 @@ def test_an_empty_stage_at_the_end_is_nothing() -> None:
 )
 def test_sizes_of_memory(written: Extra, size: int | Capacity) -> None:
     config = load({"store_pipeline": "Cache|Posix", "path": "/d"} | written, {})
-    assert config.store_pipeline[0].options == {"cache_size": size}
+    assert config.store_pipeline[0].options == {"cache_size": size, "cache_policy": "lru"}
     told = config.store_config()["store_pipeline"][0]
-    assert told == {"type": "UcmCacheStore", "cache_size": size if isinstance(size, int) else "25%"}
+    assert told == {
+        "type": "UcmCacheStore",
+        "cache_size": size if isinstance(size, int) else "25%",
+        "cache_policy": "lru",
+    }
     assert any("cache_size" in line for line in config.describe())
 
 

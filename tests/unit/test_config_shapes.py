@@ -36,7 +36,7 @@ def test_shape_b_sizes_mean_nothing_and_are_said_once() -> None:
     config = parse({"UCM_CONFIG_FILE": str(FIXTURES / "b_pipeline_store.yaml")}, {})
     assert config.ucm_connector_name == "UcmPipelineStore"
     assert [stage.store for stage in config.store_pipeline] == ["UcmCacheStore", "UcmPosixStore"]
-    assert config.store_pipeline[0].options == {"cache_size": 1 << 30}
+    assert config.store_pipeline[0].options == {"cache_size": 1 << 30, "cache_policy": "lru"}
     assert config.storage_backends == ("/data/ucm_cache",)
     assert config.block_size == 16
     assert config.sparse.type == "GSA"
@@ -86,7 +86,7 @@ def test_shape_f_stages() -> None:
     config = load(content, {})
     cache, posix, nfs = config.store_pipeline
     assert (cache.store, posix.store, nfs.store) == ("UcmCacheStore", "UcmPosixStore", "UcmNfsStore")
-    assert cache.options == {"cache_size": 50 << 30}
+    assert cache.options["cache_size"] == 50 << 30
     assert (posix.storage_backends, nfs.storage_backends) == (("/nvme/kv_cache",), ("/mnt/kv_cache",))
     assert (config.io_direct, config.block_size) == (True, 32)
 
@@ -102,7 +102,7 @@ def test_a_pipeline_of_one_stage_is_that_store() -> None:
 def test_shape_g_sections_of_stages() -> None:
     config = load(shape("g_pipeline_sections.yaml"), {})
     cache, posix = config.store_pipeline
-    assert cache.options == {"cache_size": 1 << 30}
+    assert cache.options["cache_size"] == 1 << 30
     assert (posix.storage_backends, posix.io_direct) == (("/data/ucm_cache",), True)
     assert sum('"cache.device"' in warning for warning in config.warnings) == 1
 
@@ -110,7 +110,7 @@ def test_shape_g_sections_of_stages() -> None:
 def test_shape_g_cache_above_a_backend() -> None:
     config = load(shape("g_cache_store.yaml"), {})
     cache, posix = config.store_pipeline
-    assert (cache.store, cache.options) == ("UcmCacheStore", {"cache_size": 2 << 30})
+    assert (cache.store, cache.options["cache_size"]) == ("UcmCacheStore", 2 << 30)
     assert (posix.store, posix.storage_backends) == ("UcmPosixStore", ("/data/ucm_cache",))
 
 

@@ -5,7 +5,7 @@ A store that is built moves its name to :data:`BUILT_STORES`; nothing else here 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -49,6 +49,10 @@ def _cache_size(value: Any) -> int | Capacity:
     return size if size.bytes is None else size.bytes
 
 
+def _lower(value: Any) -> Any:
+    return value.strip().lower().replace("-", "") if isinstance(value, str) else value
+
+
 _Bytes = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 _CacheSize = Annotated[int | Capacity, BeforeValidator(_cache_size)]
 _Flag = Annotated[bool, BeforeValidator(parse_flag)]
@@ -63,6 +67,8 @@ class CacheOptions(_Options):
 
     #: Bytes of each process, or a share of the machine's memory for all processes of the engine together.
     cache_size: _CacheSize = 1 << 30
+    #: What goes first when it is full.
+    cache_policy: Annotated[Literal["lru", "s3fifo"], BeforeValidator(_lower)] = "lru"
 
 
 class PcOptions(_Options):

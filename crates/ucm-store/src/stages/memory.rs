@@ -8,7 +8,7 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_device::MachineMemory;
 
 use super::{Common, Made, capacity, keys};
-use crate::memory::{MemoryBackend, MemoryConfig, cache_bytes};
+use crate::memory::{MemoryBackend, MemoryConfig, Policy, cache_bytes};
 
 /// Threads that copy.
 const THREADS: usize = 2;
@@ -19,6 +19,8 @@ const THREADS: usize = 2;
 struct Keys {
     capacity_bytes: Option<u64>,
     capacity_percent: Option<f64>,
+    /// Name of the eviction policy.
+    policy: String,
     /// Processes of this host that will each have such a stage.
     processes: u32,
 }
@@ -33,6 +35,7 @@ pub(super) fn make(common: &Common<'_>, given: Map<String, Value>) -> Result<Mad
         Some(cache_bytes(asked, given.processes, &MachineMemory::now()?)?)
     };
     let config = MemoryConfig {
+        policy: given.policy.parse::<Policy>()?,
         threads: THREADS,
         ..MemoryConfig::new(common.identity.clone(), common.part, common.record.clone(), bytes)
     };

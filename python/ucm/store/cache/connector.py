@@ -19,7 +19,7 @@ class CacheStoreSettings(EngineSettings, CacheOptions):
 
     def stages(self) -> list[dict[str, Any]]:
         """What the core is told of each stage, top first."""
-        return [cache_stage(self.cache_size, self.processes)]
+        return [cache_stage(self.cache_size, self.cache_policy, self.processes)]
 
     @property
     def label(self) -> str:

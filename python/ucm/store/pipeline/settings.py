@@ -28,7 +28,7 @@ class PipelineSettings(EngineSettings):
         told = []
         for stage in with_roots(self.store_pipeline, self.storage_backends):
             if kind_of(stage) == CACHE:
-                setup = cache_stage(stage.options["cache_size"], self.processes)
+                setup = cache_stage(stage.options["cache_size"], stage.options["cache_policy"], self.processes)
             else:
                 setup = self.posix_stage(self._of_stage(stage))
             told.append({**setup, "write_policy": stage.write_policy})
