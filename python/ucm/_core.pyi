@@ -115,6 +115,9 @@ class Store:
     def early(self) -> tuple[list[bytes], list[bytes]]:
         """Ids this process can read before others can, gained and lost since the last call."""
 
+    def cc_store(self) -> int:
+        """Address of the store's C table (``ucm_store.h``): the same every time, refused to calls once it is closed."""
+
     @property
     def record_len(self) -> int:
         """Bytes of one record on the medium."""

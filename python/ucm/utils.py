@@ -1,4 +1,4 @@
-"""Two helpers for operators: the effective configuration, and how much room KV blocks need."""
+"""Helpers for operators: the effective configuration, how much room KV blocks need, where the C header lies."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ _TYPICAL: tuple[tuple[float, int, int, int], ...] = (
     (123.0, 88, 8, 128),
     (405.0, 126, 8, 128),
 )
+
+
+def include_dir() -> str:
+    """The directory of ``ucm_store.h``, for a C compiler's ``-I``."""
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), "include")
 
 
 def validate_config(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> UcmConfig:

@@ -13,6 +13,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from ucm.integration.vllm.connector.background import URGENT, Background
+from ucm.integration.vllm.connector.candidates import Candidate, Selection
 from ucm.integration.vllm.connector.extra_keys import ExtraKeys
 from ucm.integration.vllm.connector.gate import Gate
 from ucm.integration.vllm.connector.keys import KeyMaker
@@ -80,6 +81,11 @@ class Memory(UcmKVStoreBaseV1):
         raise NotImplementedError
 
 
+def candidate(name: str, make: Callable[[dict[str, Any]], Any]) -> Candidate:
+    """A configured store."""
+    return Candidate(name, f"{name} on /nowhere", {"storage_backends": ["/nowhere"]}, make)
+
+
 class Tables:
     """vLLM's block pool and the tables of the requests."""
 
@@ -104,18 +110,21 @@ class Tables:
 class Rig:
     """A scheduler half with everything around it."""
 
-    def __init__(self, ranks: int = 1, opened: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, ranks: int = 1, opened: bool = True, candidates: Sequence[Candidate] = (), **settings: Any
+    ) -> None:
+        """``candidates``: the configured stores, one in memory when there are none."""
         self.clock, self.later, self.store, self.tables = Clock(), Later(), Memory(), Tables()
         self.ranks = ranks
+        candidates = candidates or [candidate("Memory", lambda config: self.store)]
+        self.names = tuple(one.name for one in candidates)
         self.identity: str | None = '{"weights":"w"}'
         self.gate = Gate(
             own_identity={"dtype": "float32"},
             identity=lambda: self.identity,
             trouble=lambda: "",
-            make_store=lambda config: self.store,
-            store_config={"storage_backends": ["/nowhere"]},
+            selection=Selection(candidates, ranks, self.later, 5.0, self.clock),
             world=ranks,
-            background=self.later,
             open_allowance=5.0,
             clock=self.clock,
         )
@@ -143,10 +152,12 @@ class Rig:
 
     def shake(self, **changes: Any) -> None:
         """All workers answer the handshake."""
-        fields = {"identity": {"dtype": "float32"}, "problem": ""} | changes
+        fields = {"identity": {"dtype": "float32"}, "problem": "", "stores": self.names} | changes
         self.gate.shake(
             {
-                (0, tp): Handshake(VERSION, (0, 0, tp), tp, True, fields["identity"], {}, fields["problem"])
+                (0, tp): Handshake(
+                    VERSION, (0, 0, tp), tp, True, fields["identity"], {}, fields["problem"], fields["stores"]
+                )
                 for tp in range(self.ranks)
             }
         )

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from parts import BLOCK, Memory, Rig  # noqa: E402
+from parts import BLOCK, Memory, Rig, candidate  # noqa: E402
 from test_transfers import Worker, dump, load  # noqa: E402
 
 from ucm.errors import BusyError, ClosedError, UnhealthyError  # noqa: E402
@@ -162,15 +162,12 @@ def test_a_dump_that_failed_says_nothing_by_itself(error: Exception, healthy: bo
 
 
 def test_a_store_that_opens_unhealthy_is_told_so() -> None:
-    worker = Worker(health=StoreHealth(spawn=Watches()))
-    make = worker.make
-
     def unhealthy(config: dict[str, Any]) -> Any:
-        store = make(config)
+        store = worker.make(config)
         store.healthy = lambda: False  # type: ignore[method-assign]
         return store
 
-    worker.half._make_store = unhealthy
+    worker = Worker(health=StoreHealth(spawn=Watches()), candidates=[candidate("Unhealthy", unhealthy)])
     assert worker.open() is worker.store
     assert not worker.half.health.healthy
 

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from parts import BLOCK, Clock  # noqa: E402
+from parts import BLOCK, Clock, candidate  # noqa: E402
 
 from ucm.errors import (  # noqa: E402
     BusyError,
@@ -127,7 +127,7 @@ class Worker:
             block_tokens=BLOCK,
             wanted_block_size=settings.pop("wanted_block_size", None),
             identity=lambda: {"dtype": "float32"},
-            make_store=self.make,
+            candidates=settings.pop("candidates", None) or [candidate("Scripted", self.make)],
             health=settings.pop("health", None),
             clock=Clock(),
         )
@@ -377,8 +377,7 @@ def test_free_slots_are_told_while_few() -> None:
 
 
 def test_a_store_that_does_not_open_is_told() -> None:
-    worker = Worker()
-    worker.half._make_store = lambda config: 1 / 0  # type: ignore[assignment, return-value]
+    worker = Worker(candidates=[candidate("Broken", lambda config: 1 / 0)])
     report = worker.step(setup=StoreSetup("{}", {}))[2]
     while report is None:
         report = worker.step()[2]

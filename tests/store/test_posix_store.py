@@ -339,7 +339,7 @@ def test_the_factory_makes_it_by_name(config: dict[str, Any]) -> None:
     with UcmConnectorFactoryV1.create_connector("UcmPosixStore", config) as store:
         assert store.lookup_on_prefix(ids(3)) == -1
         store.prefetch(ids(3))
-        assert store.cc_store() == 0
+        assert store.cc_store() != 0
 
 
 def test_capacity_is_kept_and_shown(opened: Open, tmp_path: Path) -> None:

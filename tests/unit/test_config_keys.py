@@ -198,7 +198,7 @@ def test_values(extra: dict[str, Any], key: str, value: object) -> None:
         ({"storage_backends": "s3://bucket/prefix"}, "object stores are not built yet"),
         ({"storage_backends": "server:/export"}, "mount it"),
         ({"storage_backends": ["server:/export"]}, "mount it"),
-        ({"ucm_connectors": []}, "exactly one"),
+        ({"ucm_connectors": []}, "a list of one to 8"),
         ({"ucm_connectors": [{"ucm_connector_config": {}}]}, "no `ucm_connector_name`"),
         ({"ucm_connector_name": "UcmPipelineStore"}, "`store_pipeline` is missing"),
         ({"pipeline": "Cache|Posix", "storage_backend": "posix"}, "keep one of them"),

@@ -45,11 +45,12 @@ def test_registering_and_importing_the_factory_imports_no_store() -> None:
         "import sys\n"
         "from ucm.store.factory_v1 import UcmConnectorFactoryV1 as F\n"
         "F.register_connector('Mine', 'no.such.module', 'Mine')\n"
-        "assert not [m for m in sys.modules if m.startswith(('ucm.store.posix', 'torch', 'vllm'))]\n"
+        "assert not [m for m in sys.modules if m.startswith(('ucm.store.posix', 'ucm.store.fake', 'torch', 'vllm'))]\n"
         "print(F.registered())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "('Mine', 'UcmCacheStore', 'UcmNfsStore', 'UcmPipelineStore', 'UcmPosixStore')\n"
+    ours = ("UcmCacheStore", "UcmEmptyStore", "UcmFakeStore", "UcmNfsStore", "UcmPipelineStore", "UcmPosixStore")
+    assert done.stdout == f"{('Mine', *ours)}\n"
 
 
 def test_an_unknown_name_shows_what_there_is_and_the_nearest() -> None:

@@ -17,6 +17,7 @@ import ucm
 LIGHT = [
     "ucm.UcmError",
     "ucm.logger.init_logger",
+    "ucm.utils.include_dir",
     "ucm.utils.validate_config",
     "ucm.utils.estimate_storage_requirements",
     "ucm.config.load",
@@ -28,10 +29,15 @@ CORE = [
     "ucm.store.BlockHasher",
     "ucm.store.part_mask",
     "ucm.store.record_ids",
+    "ucm.store.ucmstore.Task",
+    "ucm.store.ucmstore.UcmKVStoreBase",
     "ucm.store.ucmstore_v1.UcmKVStoreBaseV1",
     "ucm.store.ucmstore_v1.Task",
+    "ucm.store.factory.UcmConnectorFactory",
     "ucm.store.factory_v1.UcmConnectorFactoryV1",
     "ucm.store.posix.connector.UcmPosixStore",
+    "ucm.store.empty.connector.UcmEmptyStore",
+    "ucm.store.fake.connector.UcmFakeStore",
 ]
 
 #: Names that need vLLM.

@@ -4,6 +4,7 @@
 //! `uint64` arrays, errors the tree of `ucm.errors`.
 
 mod convert;
+mod ffi;
 mod hasher;
 mod store;
 mod task;

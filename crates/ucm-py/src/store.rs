@@ -1,12 +1,12 @@
 //! The store for Python: one engine over one medium or a pipeline of several.
 #![allow(unsafe_code, reason = "device addresses come from Python as numbers")]
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use numpy::{PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyList;
-use ucm_core::{BlockId, Error, MissReason};
+use ucm_core::{BlockId, Error, Geometry, MissReason};
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::SystemClock;
 use ucm_store::assemble::Setup;
@@ -15,11 +15,12 @@ use ucm_store::engine::{Engine, Hint, Row};
 use ucm_store::events::Level;
 
 use crate::convert::{id_list, ids, raise, to_py};
+use crate::ffi::Published;
 use crate::task::{Task, limit};
 
 /// An engine over its stages. All sizes in bytes, all times in seconds.
 #[pyclass(frozen, module = "ucm._core")]
-pub(crate) struct Store(Engine);
+pub(crate) struct Store(Arc<Engine>, OnceLock<Published>);
 
 #[pymethods]
 impl Store {
@@ -28,7 +29,7 @@ impl Store {
     fn new(py: Python<'_>, setup: &str) -> PyResult<Self> {
         let opened =
             py.detach(|| Setup::parse(setup)?.open(Arc::new(HostDevice::new()), SystemClock::shared()));
-        to_py(py, opened).map(Self)
+        to_py(py, opened).map(|engine| Self(Arc::new(engine), OnceLock::new()))
     }
 
     /// Which ids are stored whole.
@@ -190,23 +191,60 @@ impl Store {
             .collect()
     }
 
+    /// Address of the store's C table (`ucm_store.h`): the same every time, refused to further calls once it is closed.
+    fn cc_store(&self, py: Python<'_>) -> PyResult<usize> {
+        if let Some(table) = self.1.get() {
+            return Ok(table.address());
+        }
+        let table = to_py(py, Published::new(&self.0))?;
+        Ok(self.1.get_or_init(|| table).address())
+    }
+
     /// Ends the store; repeatable, and without effect in a forked child.
     fn close(&self, py: Python<'_>) {
-        py.detach(|| self.0.close());
+        py.detach(|| self.end());
     }
 }
 
 impl Drop for Store {
     /// Closing waits for what is under way: not with the GIL held.
     fn drop(&mut self) {
-        let close = || self.0.close();
+        let close = || self.end();
         if Python::try_attach(|py| py.detach(close)).is_none() {
             close();
         }
     }
 }
 
+/// The pieces of one row on the device.
+///
+/// # Safety
+/// Each address is that of memory of its piece's size, valid until the task it is used for has ended.
+pub(crate) unsafe fn spans(
+    geometry: &Geometry,
+    row: usize,
+    addrs: impl Iterator<Item = u64>,
+) -> ucm_core::Result<Vec<DeviceSpan>> {
+    let sizes = geometry.tensors().iter().cycle();
+    let span = |(column, (address, &size))| {
+        if address == 0 {
+            let error = Error::invalid("an address is null").with("row", row);
+            return Err(error.with("column", column));
+        }
+        // SAFETY: as the caller of this function vouches.
+        Ok(unsafe { DeviceSpan::new(address, size) })
+    };
+    addrs.zip(sizes).enumerate().map(span).collect()
+}
+
 impl Store {
+    fn end(&self) {
+        if let Some(table) = self.1.get() {
+            table.close();
+        }
+        self.0.close();
+    }
+
     fn task(&self, task: ucm_store::engine::Task) -> Task {
         Task {
             task,
@@ -255,15 +293,9 @@ impl Store {
                             .with("shard", shard),
                     )
                 })?;
-                if let Some(column) = addrs.iter().position(|&address| address == 0) {
-                    let error = Error::invalid("an address is null").with("row", number);
-                    return Err(raise(py, &error.with("column", column)));
-                }
-                let sizes = geometry.tensors().iter().cycle();
                 // SAFETY: the caller of the store vouches that each address names that many bytes of device memory,
                 // valid until the task ended; that is the contract of load_data and dump_data.
-                let span = |(&address, &size)| unsafe { DeviceSpan::new(address, size) };
-                let spans = addrs.iter().zip(sizes).map(span).collect();
+                let spans = to_py(py, unsafe { spans(geometry, number, addrs.iter().copied()) })?;
                 Ok(Row { id, shard, spans })
             })
             .collect()

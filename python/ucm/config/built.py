@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from ucm.config.model import UcmConfig
 from ucm.config.pipelines import pipeline_problems
-from ucm.config.stores import BUILT_STORES, INSTEAD
+from ucm.config.stores import BUILT_STORES, INSTEAD, WITHOUT_ROOT
 
 
 def problems_of(config: UcmConfig) -> list[str]:
@@ -21,6 +21,12 @@ def _store_problems(config: UcmConfig) -> Iterator[str]:
     if config.user_store:
         return
     name = config.ucm_connector_name
+    used = [(name, config.options), *((stage.store, stage.options) for stage in config.store_pipeline)]
+    if any(store == "UcmFakeStore" and not options.get("allow_wrong_tokens") for store, options in used):
+        yield (
+            "UcmFakeStore loads nothing, so the engine would answer with wrong tokens; it is for tests: "
+            "write allow_wrong_tokens: true there, and use UcmPosixStore everywhere else"
+        )
     if name not in BUILT_STORES:
         stages = "|".join(stage.store for stage in config.store_pipeline)
         what = f"{name} ({stages})" if stages else name
@@ -28,8 +34,8 @@ def _store_problems(config: UcmConfig) -> Iterator[str]:
         yield f"{what} is not built yet; {instead}"
     elif config.store_pipeline:
         yield from pipeline_problems(config.store_pipeline, config)
-    elif name == "UcmCacheStore":
-        pass  # memory alone
+    elif name in WITHOUT_ROOT:
+        pass
     elif not config.storage_backends:
         yield (
             "no directory is given to keep blocks in; write storage_backends: /some/directory "

@@ -24,6 +24,8 @@ class Layer:
     """What one source says."""
 
     source: str
+    choice: int = 0  # which entry of `ucm_connectors` is read
+    entries: int = 0  # how many there are
     values: dict[str, Entry] = field(default_factory=dict)
     meaningless: dict[str, list[str]] = field(default_factory=dict)  # what to write instead -> keys as written
     warnings: list[str] = field(default_factory=list)

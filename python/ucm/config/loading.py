@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ucm.config.alternatives import with_alternatives
 from ucm.config.assemble import assemble
 from ucm.config.model import UcmConfig
 from ucm.config.sources import INLINE, disabled, file_named, read_environment, read_file, read_inline
@@ -43,10 +44,17 @@ def parse(extra_config: Mapping[str, Any] | None = None, environ: Mapping[str, s
         raise ConfigError(f"{INLINE} is a dictionary, got {type(inline).__name__}")
     if disabled(env):
         return UcmConfig(enabled=False).with_findings(origins={"enabled": "environment UCM_DISABLE"})
-    layers = []
-    if (named := file_named(inline, env)) is not None:
-        layers.append(read_file(*named))
-    return assemble([*layers, read_inline(inline), read_environment(env)])
+    first, entries = _one(inline, env, 0)
+    others = [_one(inline, env, choice)[0] for choice in range(1, entries)]
+    return with_alternatives(first, others) if others else first
+
+
+def _one(inline: Mapping[str, Any], env: Mapping[str, str], choice: int) -> tuple[UcmConfig, int]:
+    """The configuration with this entry of ``ucm_connectors``, and how many entries there are."""
+    named = file_named(inline, env)
+    layers = [read_file(*named, choice)] if named is not None else []
+    layers += [read_inline(inline, choice), read_environment(env)]
+    return assemble(layers), max(layer.entries for layer in layers)
 
 
 def warn_once(message: str) -> None:

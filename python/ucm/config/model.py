@@ -254,14 +254,34 @@ class UcmConfig(StoreSettings):
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _warnings: tuple[str, ...] = PrivateAttr(default=())
     _problems: tuple[str, ...] = PrivateAttr(default=())
+    _alternatives: tuple[UcmConfig, ...] = PrivateAttr(default=())
 
     def with_findings(
-        self, *, origins: dict[str, str], warnings: tuple[str, ...] = (), problems: tuple[str, ...] = ()
+        self,
+        *,
+        origins: dict[str, str],
+        warnings: tuple[str, ...] = (),
+        problems: tuple[str, ...] = (),
+        alternatives: tuple[UcmConfig, ...] = (),
     ) -> UcmConfig:
         """This configuration with what the loader found out about it."""
         config = self.model_copy()
         config._origins, config._warnings, config._problems = dict(origins), warnings, problems
+        config._alternatives = alternatives
         return config
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Where each value that somebody set came from."""
+        return dict(self._origins)
+
+    @property
+    def alternatives(self) -> tuple[UcmConfig, ...]:
+        """The further entries of ``ucm_connectors``, in order: used when those before are not available.
+
+        Only what concerns the store is taken from them.
+        """
+        return self._alternatives
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -310,8 +330,15 @@ class UcmConfig(StoreSettings):
         return config
 
     def describe(self) -> list[str]:
-        """The effective configuration, one line per key, each with its origin; secrets are not shown."""
-        return describe_lines(self, self._origins)
+        """The effective configuration, one line per key, each with its origin; secrets are not shown.
+
+        Of the alternatives, what differs.
+        """
+        lines = describe_lines(self, self._origins)
+        for number, other in enumerate(self._alternatives, 2):
+            differing = [line for line in describe_lines(other, other._origins) if line not in lines]
+            lines += [f"alternative {number}: {line}" for line in differing]
+        return lines
 
     def require_built(self) -> None:
         """Raise :class:`~ucm.errors.ConfigError` when something is named that this version has not got."""

@@ -28,6 +28,8 @@ def _sections() -> dict[str, tuple[str, ...]]:
     return found
 
 
+#: Most entries of `ucm_connectors`.
+MAX_CONNECTORS = 8
 #: Section of the model -> its keys.
 SECTIONS: dict[str, tuple[str, ...]] = _sections()
 #: Words of the stage that keeps nothing.
@@ -38,9 +40,9 @@ PLAIN_KEYS: frozenset[str] = frozenset(
 )
 
 
-def normalise(mapping: Mapping[str, Any], source: str) -> Layer:
-    """Read one mapping of any of the accepted shapes."""
-    layer = Layer(source)
+def normalise(mapping: Mapping[str, Any], source: str, choice: int = 0) -> Layer:
+    """Read one mapping of any of the accepted shapes; of several ``ucm_connectors`` the one at ``choice``."""
+    layer = Layer(source, choice)
     _read(layer, mapping, "")
     _attach_sections(layer)
     _collapse(layer)
@@ -153,19 +155,26 @@ def _read_section(layer: Layer, section: str, value: Any, written: str) -> None:
 def _read_connectors(layer: Layer, value: Any, written: str) -> None:
     if isinstance(value, Mapping):
         value = [value]
-    if not isinstance(value, list | tuple) or len(value) != 1 or not isinstance(value[0], Mapping):
+    if (
+        not isinstance(value, list | tuple)
+        or not 1 <= len(value) <= MAX_CONNECTORS
+        or not all(isinstance(entry, Mapping) for entry in value)
+    ):
         raise ConfigError(
-            f'"{written}" in {layer.source} is a list with exactly one {{ucm_connector_name, ucm_connector_config}}; '
+            f'"{written}" in {layer.source} is a list of one to {MAX_CONNECTORS} '
+            "{ucm_connector_name, ucm_connector_config}, of which the first that is available is used; "
             "stages of one store go into `store_pipeline`"
         )
-    entry = value[0]
+    layer.entries = len(value)
+    place = layer.choice if layer.choice < len(value) else 0
+    entry, above = value[place], f"{written}[{place}]"
     allowed = ("ucm_connector_name", "ucm_connector_module_path", "ucm_connector_config")
     for key in entry:
         if key not in allowed:
-            raise ConfigError(f'unknown key "{written}[0].{key}" in {layer.source}{hint(str(key), allowed)}')
+            raise ConfigError(f'unknown key "{above}.{key}" in {layer.source}{hint(str(key), allowed)}')
     if not entry.get("ucm_connector_name"):
-        raise ConfigError(f'"{written}[0]" in {layer.source} has no `ucm_connector_name`')
-    _read_connector(layer, entry, f"{written}[0].")
+        raise ConfigError(f'"{above}" in {layer.source} has no `ucm_connector_name`')
+    _read_connector(layer, entry, f"{above}.")
 
 
 def _read_connector(layer: Layer, entry: Mapping[str, Any], above: str) -> None:

@@ -73,8 +73,8 @@ def file_named(inline: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[s
     return None
 
 
-def read_file(path: str, named_by: str) -> Layer:
-    """The layer of one YAML file."""
+def read_file(path: str, named_by: str, choice: int = 0) -> Layer:
+    """The layer of one YAML file, with one of its ``ucm_connectors``."""
     full = os.path.abspath(os.path.expanduser(path))
     try:
         with open(full, "rb") as file:
@@ -98,7 +98,7 @@ def read_file(path: str, named_by: str) -> Layer:
     for key in FILE_KEYS:
         if key in content:
             raise ConfigError(f'"{key}" in file {full} names another file; put the keys into this one')
-    return normalise(content, f"file {full}")
+    return normalise(content, f"file {full}", choice)
 
 
 def _place(error: yaml.YAMLError) -> str:
@@ -108,9 +108,9 @@ def _place(error: yaml.YAMLError) -> str:
     return f"{problem} (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else str(problem)
 
 
-def read_inline(inline: Mapping[str, Any]) -> Layer:
-    """The layer of the inline dictionary."""
-    return normalise({key: value for key, value in inline.items() if key not in FILE_KEYS}, INLINE)
+def read_inline(inline: Mapping[str, Any], choice: int = 0) -> Layer:
+    """The layer of the inline dictionary, with one of its ``ucm_connectors``."""
+    return normalise({key: value for key, value in inline.items() if key not in FILE_KEYS}, INLINE, choice)
 
 
 def read_environment(environ: Mapping[str, str]) -> Layer:

@@ -22,17 +22,24 @@ BACKEND_WORDS: dict[str, str] = {
     "object": "UcmObjectStore",
     "redis": "UcmRedisStore",
     "pipeline": "UcmPipelineStore",
+    "empty": "UcmEmptyStore",
+    "fake": "UcmFakeStore",
 }
 
 #: Stages of the original that ucm has no store for; they parse so that the answer names them.
-FOREIGN_STAGES: tuple[str, ...] = ("empty", "fake", "compress", "delegator", "dram", "yuanrong", "asu")
+FOREIGN_STAGES: tuple[str, ...] = ("compress", "delegator", "dram", "yuanrong", "asu")
 
 KNOWN_STORES: frozenset[str] = frozenset(BACKEND_WORDS.values())
 
-BUILT_STORES: frozenset[str] = frozenset({"UcmPosixStore", "UcmNfsStore", "UcmCacheStore", "UcmPipelineStore"})
+BUILT_STORES: frozenset[str] = frozenset(
+    {"UcmPosixStore", "UcmNfsStore", "UcmCacheStore", "UcmPipelineStore", "UcmEmptyStore", "UcmFakeStore"}
+)
 
 #: Store that can be a stage of a pipeline -> what the core calls the kind.
 STAGE_KINDS: dict[str, str] = {"UcmCacheStore": "cache", "UcmPosixStore": "posix", "UcmNfsStore": "posix"}
+
+#: Stores that need no directory.
+WITHOUT_ROOT: frozenset[str] = frozenset({"UcmCacheStore", "UcmEmptyStore", "UcmFakeStore"})
 
 #: What to write today instead of a store that is not built yet.
 INSTEAD: dict[str, str] = {
@@ -71,6 +78,13 @@ class CacheOptions(_Options):
     cache_policy: Annotated[Literal["lru", "s3fifo"], BeforeValidator(_lower)] = "lru"
 
 
+class FakeOptions(_Options):
+    """Keys of the store of tests that has no bytes."""
+
+    buffer_number: Annotated[int, Field(ge=1, le=1 << 24)] = 1 << 20
+    allow_wrong_tokens: _Flag = False
+
+
 class PcOptions(_Options):
     """Keys of the prefix cache store of the seeds."""
 
@@ -102,6 +116,7 @@ class MooncakeOptions(_Options):
 
 OPTIONS: dict[str, type[_Options]] = {
     "UcmCacheStore": CacheOptions,
+    "UcmFakeStore": FakeOptions,
     "UcmPcStore": PcOptions,
     "UcmDs3fsStore": Ds3fsOptions,
     "UcmMooncakeStore": MooncakeOptions,

@@ -12,16 +12,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ucm._core import BlockHasher, part_mask, record_ids
+    from ucm.store.factory import UcmConnectorFactory
     from ucm.store.factory_v1 import UcmConnectorFactoryV1
+    from ucm.store.ucmstore import UcmKVStoreBase
     from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1
 
-__all__ = ["BlockHasher", "Task", "UcmConnectorFactoryV1", "UcmKVStoreBaseV1", "part_mask", "record_ids"]
+__all__ = [
+    "BlockHasher",
+    "Task",
+    "UcmConnectorFactory",
+    "UcmConnectorFactoryV1",
+    "UcmKVStoreBase",
+    "UcmKVStoreBaseV1",
+    "part_mask",
+    "record_ids",
+]
 
 _WHERE = {
     "BlockHasher": "ucm._core",
     "part_mask": "ucm._core",
     "record_ids": "ucm._core",
+    "UcmConnectorFactory": "ucm.store.factory",
     "UcmConnectorFactoryV1": "ucm.store.factory_v1",
+    "UcmKVStoreBase": "ucm.store.ucmstore",
     "Task": "ucm.store.ucmstore_v1",
     "UcmKVStoreBaseV1": "ucm.store.ucmstore_v1",
 }

@@ -10,7 +10,11 @@ from typing import Any, ClassVar
 from ucm.config.stores import BUILT_STORES, INSTEAD, KNOWN_STORES
 from ucm.config.words import hint
 from ucm.errors import ConfigError, UcmError, UnknownConnectorError
+from ucm.store.ucmstore import UcmKVStoreBase
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+
+#: A store of either interface; :meth:`UcmConnectorFactoryV1.create_connector` puts V1 in front of V0.
+StoreClass = type[UcmKVStoreBaseV1] | type[UcmKVStoreBase]
 
 
 class UcmConnectorFactoryV1:
@@ -48,7 +52,7 @@ class UcmConnectorFactoryV1:
             return tuple(sorted(cls._registry))
 
     @classmethod
-    def resolve(cls, name: str, module_path: str | None = None) -> type[UcmKVStoreBaseV1]:
+    def resolve(cls, name: str, module_path: str | None = None) -> StoreClass:
         """The class a name stands for, imported and checked but not constructed.
 
         With ``module_path`` the class is ``name`` of that module. Raises
@@ -75,7 +79,7 @@ class UcmConnectorFactoryV1:
             raise UnknownConnectorError(
                 f"the module {module} has no class {class_name}{hint(class_name, _classes(imported))}"
             )
-        if not (isinstance(found, type) and issubclass(found, UcmKVStoreBaseV1)):
+        if not (isinstance(found, type) and issubclass(found, UcmKVStoreBaseV1 | UcmKVStoreBase)):
             raise ConfigError(
                 f"{class_name} of {module} is no store: derive it from ucm.store.ucmstore_v1.UcmKVStoreBaseV1"
             )
@@ -87,11 +91,16 @@ class UcmConnectorFactoryV1:
     def create_connector(cls, name: str, config: Mapping[str, Any], module_path: str | None = None) -> UcmKVStoreBaseV1:
         """A store by name, or of the class ``name`` in ``module_path``. Raises as :meth:`resolve`.
 
-        What its constructor raises is passed on; anything but our own errors gets the store's name.
+        What its constructor raises is passed on; anything but our own errors gets the store's name. A store of the V0
+        interface is put behind :class:`~ucm.store.v1_over_v0.V1OverV0`; it finds its sizes under its own words too.
         """
         store_class = cls.resolve(name, module_path)
         try:
-            return store_class(config)
+            if issubclass(store_class, UcmKVStoreBaseV1):
+                return store_class(config)
+            from ucm.store.v1_over_v0 import V1OverV0, with_v0_words
+
+            return V1OverV0(store_class(with_v0_words(config)), config)
         except UcmError:
             raise
         except Exception as error:
@@ -116,3 +125,5 @@ UcmConnectorFactoryV1.register_connector("UcmPosixStore", "ucm.store.posix.conne
 UcmConnectorFactoryV1.register_connector("UcmNfsStore", "ucm.store.nfs.connector", "UcmNfsStore")
 UcmConnectorFactoryV1.register_connector("UcmCacheStore", "ucm.store.cache.connector", "UcmCacheStore")
 UcmConnectorFactoryV1.register_connector("UcmPipelineStore", "ucm.store.pipeline.connector", "UcmPipelineStore")
+UcmConnectorFactoryV1.register_connector("UcmEmptyStore", "ucm.store.empty.connector", "UcmEmptyStore")
+UcmConnectorFactoryV1.register_connector("UcmFakeStore", "ucm.store.fake.connector", "UcmFakeStore")

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ucm.errors import BusyError, ClosedError, InvalidInputError, UcmError
+from ucm.store.tensors import address_of
 
 #: ``"published"``: visible to others and survives this process. ``"staged"``: device memory may be reused.
 Until = Literal["staged", "published"]
@@ -159,7 +160,7 @@ class UcmKVStoreBaseV1(ABC):
         return self.dump_data(block_ids, shard_index, _addresses(tensors), prerequisite_handle)
 
     def cc_store(self) -> int:
-        """Address of the C table of this store, 0 where there is none."""
+        """Address of the C table of this store (``ucm_store.h``, see ``docs/stores.md``), 0 where there is none."""
         return 0
 
     def stats(self) -> dict[str, Any]:
@@ -175,6 +176,10 @@ class UcmKVStoreBaseV1(ABC):
         """Block ids that this store can read before others can see them (held in its memory, in a file that is not
         published yet): those gained and those lost since the last call. Lost means published by now, or gone."""
         return [], []
+
+    def trouble(self) -> str:
+        """Why :meth:`healthy` says no, in words for a log; empty when that is not known."""
+        return ""
 
     def free_dump_slots(self) -> int | None:
         """How many more blocks a dump could take now, None when unbounded or unknown."""
@@ -202,17 +207,7 @@ def _addresses(tensors: Sequence[Sequence[Any]]) -> npt.NDArray[np.uint64]:
     matrix = np.empty((len(tensors), widths.pop() if widths else 0), dtype=np.uint64)
     for i, row in enumerate(tensors):
         for j, tensor in enumerate(row):
-            if hasattr(tensor, "data_ptr"):
-                contiguous, address = tensor.is_contiguous(), tensor.data_ptr()
-            elif isinstance(tensor, np.ndarray):
-                contiguous, address = tensor.flags.c_contiguous, tensor.ctypes.data
-            else:
-                raise InvalidInputError(
-                    "a tensor is a torch tensor or a NumPy array", context={"row": i, "column": j, "type": type(tensor)}
-                )
-            if not contiguous:
-                raise InvalidInputError("a tensor must be contiguous", context={"row": i, "column": j})
-            matrix[i, j] = address
+            matrix[i, j] = address_of(tensor, row=i, column=j)
     return matrix
 
 

@@ -42,6 +42,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.settings = self._read(config)
+        self._last_warning = ""
         self._core = Store(self.settings.setup())
         self._drain_events()
 
@@ -149,6 +150,9 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     def cancel_prefetch(self, block_ids: Sequence[bytes]) -> int:
         return self._open().cancel_prefetch(block_ids)
 
+    def cc_store(self) -> int:
+        return self._open().cc_store()
+
     def stats(self) -> dict[str, Any]:
         self._drain_events()
         stats: dict[str, Any] = json.loads(self._core.stats())
@@ -159,6 +163,10 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     def early(self) -> tuple[list[bytes], list[bytes]]:
         return self._open().early()
+
+    def trouble(self) -> str:
+        self._drain_events()
+        return self._last_warning
 
     def free_dump_slots(self) -> int | None:
         return self._open().free_dump_slots()
@@ -180,6 +188,8 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     def _drain_events(self) -> None:
         for warning, text in self._core.events():
+            if warning:
+                self._last_warning = text
             logger.log(logging.WARNING if warning else logging.INFO, "%s: %s", self.settings.label, text)
 
 

@@ -58,7 +58,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         config = load(self._kv_transfer_config.kv_connector_extra_config)
         init_logger("ucm", config.log.level, config.log.file, log_format=config.log.format)
-        UcmConnectorFactoryV1.resolve(config.ucm_connector_name, config.ucm_connector_module_path)
+        for store in (config, *config.alternatives):
+            UcmConnectorFactoryV1.resolve(store.ucm_connector_name, store.ucm_connector_module_path)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._off: MissReason | None = None

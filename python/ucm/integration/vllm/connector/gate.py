@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ucm.integration.vllm.connector.background import Background
+from ucm.integration.vllm.connector.candidates import Selection
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.identity import difference
 from ucm.integration.vllm.connector.metadata import VERSION, Handshake, RankReport, StoreSetup
@@ -34,10 +34,8 @@ class Gate:
         own_identity: Mapping[str, Any],
         identity: Callable[[], str | None],
         trouble: Callable[[], str],
-        make_store: Callable[[dict[str, Any]], UcmKVStoreBaseV1],
-        store_config: Mapping[str, Any],
+        selection: Selection,
         world: int,
-        background: Background,
         open_allowance: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -48,18 +46,12 @@ class Gate:
         self._identity = identity
         self._trouble = trouble
         self._checked = clock()
-        self._make_store = make_store
-        self._store_config = dict(store_config)
+        self._selection = selection
         self._world = world
-        self._background = background
         self._allowance = open_allowance
         self._clock = clock
         self._opening_since = 0.0
-        self._setup: StoreSetup | None = None
-        self._ready: set[int] = set()
         self._shakes: list[Handshake] | None = None
-        self._opened: UcmKVStoreBaseV1 | None = None
-        self._open_error: BaseException | None = None
         self.phase = PENDING
         self.why_off = ""
         self.reason = MissReason.IDENTITY_PENDING  # of the misses, while it is not open
@@ -72,7 +64,7 @@ class Gate:
     @property
     def store(self) -> UcmKVStoreBaseV1 | None:
         """The scheduler half's store, for lookups only."""
-        return self._opened
+        return self._selection.store
 
     def off(self, why: str, reason: MissReason = MissReason.DISABLED) -> None:
         """Switch the cache off for the life of this engine."""
@@ -91,6 +83,9 @@ class Gate:
             where = f"rank pp{rank[0]} tp{rank[1]}"
             if shake.problem:
                 return self.off(f"{where}: {shake.problem}")
+            if tuple(shake.stores) != self._selection.names:
+                theirs, ours = ", ".join(shake.stores), ", ".join(self._selection.names)
+                return self.off(f"{where} is configured for other stores ({theirs}) than the scheduler ({ours})")
             if differing := difference(self._own_identity, shake.identity):
                 return self.off(f"{where} and the scheduler disagree on the identity: {'; '.join(differing)}")
         self._shakes = shakes
@@ -111,9 +106,10 @@ class Gate:
             if text is not None:
                 self._open(text, self._shakes[0])
         if self.phase == OPENING:
-            if self._open_error is not None:
-                self.off(f"the store cannot be opened: {self._open_error}")
-            elif self._opened is not None and len(self._ready) == self._world:
+            self._selection.poll()
+            if self._selection.failed:
+                self.off(f"the store: {self._selection.failed}")
+            elif self._selection.chosen:
                 self.phase = OPEN
                 took = self._clock() - self._opening_since
                 logger.info("the cache is open on %d rank(s), after %.0f ms", self._world, took * 1e3)
@@ -129,30 +125,24 @@ class Gate:
     def _open(self, text: str, shake: Handshake) -> None:
         self.phase, self.identity_text, self._opening_since = OPENING, text, self._clock()
         self.reason = MissReason.UNHEALTHY  # if it takes too long
-        self._setup = StoreSetup(text, self._store_config)
-        config = self._store_config | shake.shapes | {"identity": text, "part": shake.part, "device_id": -1}
-
-        def work() -> None:
-            try:
-                self._opened = self._make_store(config)
-            except BaseException as error:  # told by the next poll
-                self._open_error = error
-
-        if not self._background.submit(work):
-            self.off("no background thread is free to open the store")
+        self._selection.begin(text, shake.shapes | {"identity": text, "part": shake.part, "device_id": -1})
 
     def take_setup(self) -> StoreSetup | None:
-        """What the workers open their stores with: once, in the first plan after it is known."""
-        setup, self._setup = self._setup, None
-        return setup
+        """What the workers open their stores with: once, in the first plan after it is known, and again for every
+        further store that is tried."""
+        return self._selection.take_setup() if self.phase == OPENING else None
 
     def report(self, rank: RankReport) -> None:
         """A rank's news about its store."""
         if rank.broken:
             self.off(f"rank {rank.rank}: {rank.broken}")
-        elif rank.ready:
-            self._ready.add(rank.rank)
+        elif self.phase == OPENING:
+            self._selection.report(rank)
 
     def worth_waiting(self) -> bool:
         """Whether the stores are being opened and have not taken too long: requests wait for that, once."""
         return self.phase == OPENING and self._clock() - self._opening_since < self._allowance
+
+    def busy(self) -> bool:
+        """Whether an idle engine should go on stepping, because the stores are being opened."""
+        return self.worth_waiting() or (self.phase == OPENING and self._selection.trying)

@@ -8,6 +8,7 @@ from ucm.config import UcmConfig
 from ucm.errors import ConfigError, UcmError
 from ucm.integration.vllm.connector.adapters import AdapterDigests
 from ucm.integration.vllm.connector.background import Background
+from ucm.integration.vllm.connector.candidates import Selection, candidates_of
 from ucm.integration.vllm.connector.extra_keys import ExtraKeys
 from ucm.integration.vllm.connector.gate import Gate
 from ucm.integration.vllm.connector.guard import logger
@@ -29,8 +30,6 @@ from ucm.integration.vllm.connector.weight_files import weight_source
 from ucm.integration.vllm.connector.weights import WeightsDigest
 from ucm.integration.vllm.connector.worker import WorkerHalf
 from ucm.reasons import MissReason
-from ucm.store.factory_v1 import UcmConnectorFactoryV1
-from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,23 +68,6 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
     if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
         return f"prefill context parallelism {nothing}"
     return ""
-
-
-def _store_maker(config: UcmConfig) -> Any:
-    def make(store_config: dict[str, Any]) -> UcmKVStoreBaseV1:
-        return UcmConnectorFactoryV1.create_connector(
-            config.ucm_connector_name, store_config, config.ucm_connector_module_path
-        )
-
-    return make
-
-
-def _store_config(config: UcmConfig, world: int) -> dict[str, Any]:
-    """What every store of this engine is told; one of memory divides the machine's among the ranks."""
-    own = config.store_config()
-    if not config.user_store and config.ucm_connector_name in ("UcmCacheStore", "UcmPipelineStore"):
-        own["processes"] = world
-    return own
 
 
 class UnknowableError(UcmError):
@@ -145,14 +127,13 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
     extra = ExtraKeys.for_engine(vllm_config, tokens, adapters)
     background = Background("ucm-lookup")
     identity = _Identity(own, weights)
+    world = vllm_config.parallel_config.world_size
     gate = Gate(
         own_identity=identity_without_weights(own),
         identity=identity.text,
         trouble=identity.trouble,
-        make_store=_store_maker(config),
-        store_config=_store_config(config, vllm_config.parallel_config.world_size),
-        world=vllm_config.parallel_config.world_size,
-        background=background,
+        selection=Selection(candidates_of(config, world), world, background, config.deadlines.probe_s),
+        world=world,
         open_allowance=config.deadlines.probe_s,
     )
     if (state := weights.wait()).kind == "pending":
@@ -190,6 +171,6 @@ def worker_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVC
         block_tokens=block_tokens(vllm_config, kv_cache_config),
         wanted_block_size=config.block_size,
         identity=lambda: identity_without_weights(engine_identity(vllm_config, kv_cache_config, "")),
-        make_store=_store_maker(config),
+        candidates=candidates_of(config, vllm_config.parallel_config.world_size),
         shutdown_allowance=config.deadlines.shutdown_s,
     )

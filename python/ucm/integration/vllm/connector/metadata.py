@@ -62,10 +62,16 @@ class Dump:
 
 @dataclass(slots=True)
 class StoreSetup:
-    """Sent once, when the identity is known and every rank agreed: what a worker opens its store with."""
+    """Sent when the identity is known and every rank agreed: what a worker opens its store with.
+
+    Once; where several stores are configured, once for each that is tried.
+    """
 
     identity: str  # the identity's JSON text
     config: dict[str, Any]
+    choice: int = 0  # which of the configured stores
+    attempt: int = 0  # counts the setups
+    trial: bool = False  # there are others: one that cannot be opened or does not answer is reported, not kept
 
 
 @dataclass(slots=True)
@@ -104,6 +110,8 @@ class RankReport:
     rank: int
     ready: bool = False  # its store is open
     broken: str = ""  # why its store cannot be used, empty when it can
+    attempt: int = 0  # which setup its news are about
+    unavailable: str = ""  # why the store of that setup is of no use here
     healthy: bool = True  # False: its store fails for now, and says when it is back
     last_job: int = 0  # newest dump this rank has seen
     free_slots: int | None = None  # blocks a dump could take after that, None when unbounded
@@ -139,3 +147,4 @@ class Handshake(KVConnectorHandshakeMetadata):
     identity: dict[str, Any]  # without the weights
     shapes: dict[str, Any]  # the store's size keys, in bytes
     problem: str = ""  # why this rank cannot take part, empty when it can
+    stores: tuple[str, ...] = ()  # the configured stores, in order

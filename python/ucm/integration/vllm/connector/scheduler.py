@@ -345,7 +345,7 @@ class SchedulerHalf:
     @property
     def wants_steps(self) -> bool:
         """Whether an idle engine should go on stepping: stores are being opened, or dumps are under way."""
-        return self.gate.worth_waiting() or bool(self._late_dumps) or self.dumps.in_flight
+        return self.gate.busy() or bool(self._late_dumps) or self.dumps.in_flight
 
     def take_tiers(self) -> dict[str, Any]:
         """What the tiers of this half's store did since they were last told of, about once a second."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ucm.errors import ConfigError
+from ucm.integration.vllm.connector.candidates import Candidate, why_unavailable
 from ucm.integration.vllm.connector.early import take_early
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.health import StoreHealth
@@ -44,7 +45,7 @@ class WorkerHalf:
         block_tokens: int,
         wanted_block_size: int | None,
         identity: Callable[[], dict[str, Any]],
-        make_store: Callable[[dict[str, Any]], UcmKVStoreBaseV1],
+        candidates: Sequence[Candidate],
         shutdown_allowance: float = 3.0,
         health: StoreHealth | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -59,13 +60,15 @@ class WorkerHalf:
         self._block_tokens = block_tokens
         self._wanted_block_size = wanted_block_size
         self._identity = identity
-        self._make_store = make_store
+        self._candidates = list(candidates)
         self._shutdown_allowance = shutdown_allowance
         self._clock = clock
         self._layout: KVLayout | None = None
         self._problem = "vLLM registered no KV cache"
         self._store: UcmKVStoreBaseV1 | None = None
-        self._opened: UcmKVStoreBaseV1 | None = None
+        self._opened: tuple[int, UcmKVStoreBaseV1] | None = None  # by the attempt it was opened for
+        self._unavailable: tuple[int, str] = (0, "")
+        self._attempt = 0
         self._broken = ""
         self._told_ready = False
         self._told_healthy = True
@@ -105,7 +108,8 @@ class WorkerHalf:
                 "dtype": str(self._layout.dtype).removeprefix("torch."),
             }
             identity = self._identity()
-        return Handshake(VERSION, self._part, self.rank, self._writer, identity, shapes, self._problem)
+        stores = tuple(candidate.name for candidate in self._candidates)
+        return Handshake(VERSION, self._part, self.rank, self._writer, identity, shapes, self._problem, stores)
 
     def _open(self, setup: StoreSetup) -> None:
         layout = self._layout
@@ -115,18 +119,37 @@ class WorkerHalf:
         device = layout.device
         config = setup.config | self.handshake().shapes | {"identity": setup.identity, "part": self._part}
         config["device_id"] = device.index or 0
+        attempt, make = setup.attempt, self._candidates[setup.choice].make
+        # Another store was tried before this one: no transfer was begun on it, the gate is not open yet.
+        before, self._store, self._attempt = self._store, None, attempt
+        self._told_ready = False
 
         def work() -> None:
+            if before is not None:
+                before.close()
             try:
-                store = self._make_store(config)
-            except BaseException as error:  # told to the scheduler half, which switches off
-                self._broken = f"the store cannot be opened: {error}"
+                store = make(config)
+            except BaseException as error:  # told to the scheduler half, which switches off or takes the next
+                if setup.trial:
+                    self._unavailable = (attempt, f"it cannot be opened: {error}")
+                else:
+                    self._broken = f"the store cannot be opened: {error}"
                 return
-            self._opened = store
-            if self._closed:
+            if setup.trial and (why := why_unavailable(store)):
+                self._unavailable = (attempt, why)
+                store.close()
+                return
+            self._opened = (attempt, store)
+            if self._closed or attempt != self._attempt:
                 store.close()
 
         threading.Thread(target=work, name="ucm-open", daemon=True).start()
+
+    def _take_opened(self) -> None:
+        """Use the store that was opened, if it is the one that was asked for last."""
+        opened = self._opened
+        if self._store is None and opened is not None and opened[0] == self._attempt:
+            self._store = opened[1]
 
     # Steps --------------------------------------------------------------------------------------------------
 
@@ -141,8 +164,7 @@ class WorkerHalf:
             return
         if plan.setup is not None:
             self._open(plan.setup)
-        if self._store is None and self._opened is not None:
-            self._store = self._opened
+        self._take_opened()
 
     def start_loads(self) -> None:
         """Begin this step's loads."""
@@ -179,8 +201,8 @@ class WorkerHalf:
     def report(self) -> WorkerReport | None:
         """News for the scheduler half, None when there are none."""
         self.dumps.poll(self._store)
-        if self._store is None and self._opened is not None:
-            self._store = self._opened
+        self._take_opened()
+        unavailable = self._unavailable[1] if self._unavailable[0] == self._attempt else ""
         failures = self.loads.take_failures()
         ready = self._store is not None
         slots_changed, slots = self._slots()
@@ -192,17 +214,21 @@ class WorkerHalf:
         gained, lost = (b"", b"") if self._store is None else take_early(self._store)
         # While it is not, every step says so: how old that word is tells the scheduler half what it is worth.
         changed = gained or lost or slots_changed or ready != self._told_ready or not (healthy and self._told_healthy)
-        if not (failures or self.dumps.news or changed or self._broken):
+        if not (failures or self.dumps.news or changed or self._broken or unavailable):
             return None
         staged, done = self.dumps.take()
         self._told_ready, self._told_slots, self._told_healthy = ready, slots, healthy
         broken, self._broken = self._broken, ""
+        if unavailable:
+            self._unavailable = (0, "")
         return WorkerReport(
             ranks=[
                 RankReport(
                     rank=self.rank,
                     ready=ready,
                     broken=broken,
+                    attempt=self._attempt,
+                    unavailable=unavailable,
                     healthy=healthy,
                     last_job=self.dumps.last_job,
                     free_slots=slots,
@@ -256,7 +282,8 @@ class WorkerHalf:
         """Let dumps publish, then close the store; returns after the allowance, whatever hangs."""
         self._closed = True
         self.health.close()
-        store = self._store or self._opened
+        self._take_opened()
+        store = self._store
         if store is None:
             return
         began = self._clock()

@@ -1,0 +1,222 @@
+//! The C table of a store: what `cc_store()` hands to native callers. `python/ucm/include/ucm_store.h` is its text.
+//!
+//! A table lies in memory that is never freed, because nobody can take back an address that was handed out: a call
+//! through the table of a closed store is an error code. The number of tables of a process is bounded for that reason.
+//! No panic leaves a function, and none of them touches Python.
+#![allow(
+    unsafe_code,
+    reason = "functions that C calls take raw pointers, and device addresses are numbers"
+)]
+
+mod calls;
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ffi::{c_char, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_store::engine::{Engine, Task};
+
+/// `UCM_STORE_VERSION`: changes when something of the table changes its meaning or place; a longer table does not.
+const VERSION: u32 = 1;
+/// `UCM_OK` and `UCM_PENDING`: what a call returns that did not fail.
+const OK: i32 = 0;
+const PENDING: i32 = 1;
+/// `UCM_OWN_DEADLINE`: as long as the store is configured to wait.
+const OWN_DEADLINE: u64 = u64::MAX;
+/// Tables of one process, ever.
+const MAX_TABLES: usize = 65_536;
+/// Tasks of one store that were not released.
+const MAX_TASKS: usize = 65_536;
+/// Tells a slot from anything else a caller may pass.
+const MAGIC: u64 = u64::from_le_bytes(*b"UCMSTORE");
+
+type Lookup = unsafe extern "C" fn(*mut c_void, *const u8, usize, *mut u8) -> i32;
+type LookupOnPrefix = unsafe extern "C" fn(*mut c_void, *const u8, usize, *mut usize) -> i32;
+type Load =
+    unsafe extern "C" fn(*mut c_void, *const u8, *const u32, *const u64, usize, usize, u64, *mut u64) -> i32;
+type Dump =
+    unsafe extern "C" fn(*mut c_void, *const u8, *const u32, *const u64, usize, usize, *mut u64) -> i32;
+type Check = unsafe extern "C" fn(*mut c_void, u64, u32, *mut u8) -> i32;
+type Wait = unsafe extern "C" fn(*mut c_void, u64, u32, u64) -> i32;
+type Failures = unsafe extern "C" fn(*mut c_void, u64, *mut usize, *mut i32, usize, *mut usize) -> i32;
+type Release = unsafe extern "C" fn(*mut c_void, u64) -> i32;
+type Stats = unsafe extern "C" fn(*mut c_void, *mut c_char, usize, *mut usize) -> i32;
+type LastError = unsafe extern "C" fn(*mut c_char, usize) -> usize;
+
+/// `struct ucm_store` of the header, field by field.
+#[repr(C)]
+pub(crate) struct Table {
+    version: u32,
+    size: u32,
+    store: *mut c_void,
+    block_size: u64,
+    shard_size: u64,
+    shards_per_block: u32,
+    pieces_per_shard: u32,
+    piece_sizes: *const u64,
+    lookup: Lookup,
+    lookup_on_prefix: LookupOnPrefix,
+    load: Load,
+    dump: Dump,
+    check: Check,
+    wait: Wait,
+    failures: Failures,
+    release: Release,
+    stats: Stats,
+    last_error: LastError,
+}
+
+/// What the field `store` points to.
+pub(crate) struct Slot {
+    magic: u64,
+    pid: u32,
+    open: RwLock<Option<Arc<Open>>>,
+}
+
+/// A store that is open.
+struct Open {
+    engine: Arc<Engine>,
+    tasks: Mutex<HashMap<u64, Task>>,
+    next: AtomicU64,
+}
+
+impl Open {
+    /// Starts a task and gives it a number. Refused before anything was started when too many are kept.
+    fn begin(&self, start: impl FnOnce() -> Result<Task>) -> Result<u64> {
+        if self.tasks.lock().len() >= MAX_TASKS {
+            let error = Error::new(ErrorKind::Busy, "too many tasks were not released");
+            return Err(error.with("limit", MAX_TASKS));
+        }
+        let task = start()?; // not under the lock: it may take a while
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        self.tasks.lock().insert(number, task);
+        Ok(number)
+    }
+
+    fn task(&self, number: u64) -> Result<Task> {
+        let unknown = || Error::invalid("no such task: it was released, or belongs to another store");
+        let found = self.tasks.lock().get(&number).cloned();
+        found.ok_or_else(|| unknown().with("task", number))
+    }
+}
+
+/// The table of one store: its address for C, and the way to end it.
+pub(crate) struct Published {
+    address: usize,
+    slot: &'static Slot,
+}
+
+impl Published {
+    /// Makes the table of a store.
+    pub(crate) fn new(engine: &Arc<Engine>) -> Result<Self> {
+        static TABLES: AtomicUsize = AtomicUsize::new(0);
+        engine.check_process()?;
+        if TABLES.fetch_add(1, Ordering::Relaxed) >= MAX_TABLES {
+            let error = Error::new(
+                ErrorKind::Unsupported,
+                "this process has made too many C tables of stores",
+            );
+            return Err(error.with("limit", MAX_TABLES));
+        }
+        let geometry = engine.geometry();
+        let slot: &'static Slot = Box::leak(Box::new(Slot {
+            magic: MAGIC,
+            pid: std::process::id(),
+            open: RwLock::new(Some(Arc::new(Open {
+                engine: Arc::clone(engine),
+                tasks: Mutex::default(),
+                next: AtomicU64::new(1),
+            }))),
+        }));
+        let sizes = geometry.tensors().iter().cycle();
+        let pieces: Box<[u64]> = sizes.take(geometry.tensors_per_shard()).copied().collect();
+        let block_size = geometry.layer_len() * u64::from(geometry.layers());
+        let table: &'static Table = Box::leak(Box::new(Table {
+            version: VERSION,
+            size: u32::try_from(size_of::<Table>()).unwrap_or(0),
+            store: std::ptr::from_ref(slot).cast_mut().cast(),
+            block_size,
+            shard_size: pieces.iter().sum(),
+            shards_per_block: geometry.shards(),
+            pieces_per_shard: u32::try_from(pieces.len()).unwrap_or(u32::MAX),
+            piece_sizes: Box::leak(pieces).as_ptr(),
+            lookup: calls::lookup,
+            lookup_on_prefix: calls::lookup_on_prefix,
+            load: calls::load,
+            dump: calls::dump,
+            check: calls::check,
+            wait: calls::wait,
+            failures: calls::failures,
+            release: calls::release,
+            stats: calls::stats,
+            last_error: calls::last_error,
+        }));
+        Ok(Self {
+            address: std::ptr::from_ref(table).expose_provenance(),
+            slot,
+        })
+    }
+
+    /// What `cc_store()` returns.
+    pub(crate) fn address(&self) -> usize {
+        self.address
+    }
+
+    /// Every further call is refused; those under way end by themselves. Without effect in a forked child.
+    pub(crate) fn close(&self) {
+        if self.slot.pid == std::process::id() {
+            let open = self.slot.open.write().take();
+            drop(open); // not under the lock: it may be the last owner of an engine
+        }
+    }
+}
+
+thread_local! {
+    static LAST_ERROR: RefCell<String> = const { RefCell::new(String::new()) };
+}
+
+fn remember_error(text: String) {
+    // A thread that is ending has no place for it any more.
+    let _ = LAST_ERROR.try_with(|last| *last.borrow_mut() = text);
+}
+
+/// The store behind the field `store` of a table.
+fn open(store: *mut c_void) -> Result<Arc<Open>> {
+    let slot = store.cast::<Slot>();
+    if slot.is_null() || !slot.is_aligned() {
+        return Err(Error::invalid("`store` is not the one of a table"));
+    }
+    // SAFETY: the caller passes the `store` of a table, as the header asks. Slots are never freed, so that of a store
+    // which was closed is still one.
+    let slot = unsafe { &*slot };
+    if slot.magic != MAGIC {
+        return Err(Error::invalid("`store` is not the one of a table"));
+    }
+    if slot.pid != std::process::id() {
+        let text = "this store was opened before a fork; open another in the child";
+        return Err(Error::new(ErrorKind::Forked, text));
+    }
+    let open = slot.open.read().clone();
+    open.ok_or_else(|| Error::new(ErrorKind::Closed, "the store is closed"))
+}
+
+/// Runs one call: whatever goes wrong becomes its code, and its text the thread's last error.
+fn run(store: *mut c_void, work: impl FnOnce(&Open) -> Result<i32>) -> i32 {
+    let outcome = catch_unwind(AssertUnwindSafe(|| open(store).and_then(|open| work(&open))));
+    match outcome {
+        Ok(Ok(code)) => code,
+        Ok(Err(error)) => {
+            remember_error(error.to_string());
+            error.kind().code()
+        }
+        Err(_) => {
+            remember_error("a promise of our own code was broken; please report it".to_owned());
+            ErrorKind::Internal.code()
+        }
+    }
+}

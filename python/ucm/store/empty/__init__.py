@@ -1,0 +1,5 @@
+"""The store that keeps nothing."""
+
+from ucm.store.empty.connector import UcmEmptyStore
+
+__all__ = ["UcmEmptyStore"]
