@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
-__all__ = ["BlockHasher", "PosixStore", "Task", "__version__", "crc32c", "part_mask", "record_ids"]
+__all__ = ["BlockHasher", "Store", "Task", "__version__", "crc32c", "part_mask", "record_ids"]
 
 __version__: str
 
@@ -61,10 +61,12 @@ class Task:
         """The rows that failed, each with its exception."""
 
 @final
-class PosixStore:
-    """An engine over a directory. All sizes in bytes, all times in seconds."""
+class Store:
+    """An engine over its stages. All sizes in bytes, all times in seconds."""
 
-    def __new__(cls, setup: dict[str, Any]) -> PosixStore: ...
+    def __new__(cls, setup: str) -> Store:
+        """``setup``: the description as JSON text."""
+
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         """Which ids are stored whole."""
 
@@ -100,6 +102,12 @@ class PosixStore:
 
     def touch(self, block_ids: Sequence[bytes], first: int = 0) -> None:
         """These blocks, in chain order from ordinal ``first`` on, were used."""
+
+    def prefetch(self, block_ids: Sequence[bytes], priority: str) -> int:
+        """Brings blocks into the upper stages; counts those taken on."""
+
+    def cancel_prefetch(self, block_ids: Sequence[bytes]) -> int:
+        """These blocks need not be brought up any more; counts those that were still waiting."""
 
     def free_dump_slots(self) -> int:
         """How many more blocks a dump could take now."""

@@ -257,7 +257,7 @@ def test_a_directory_that_cannot_be_made_is_not_available(tmp_path: Path) -> Non
         for path in ("file/below", "good")
     ]
     config = load({"ucm_connectors": entries, "storage_capacity": "1GiB", "staging_capacity": "4MiB"}, {})
-    first, second = candidates_of(config)
+    first, second = candidates_of(config, 1)
     assert (first.name, second.where) == ("UcmPosixStore", f"UcmPosixStore on {tmp_path / 'good'}")
     shapes = {"tensor_size": 4096, "shard_size": 4096, "block_size": 4096, "identity": "x", "part": (0, 0, 0)}
     for device in (-1, 0):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from blocks import BLOCK, LAYERS, PIECES, Memory, ids, record_files
 
 from ucm.errors import (
     BusyError,
@@ -28,42 +28,11 @@ from ucm.errors import (
 )
 from ucm.reasons import MissReason, reason_of
 from ucm.store import BlockHasher, UcmConnectorFactoryV1
+from ucm.store.pipeline import UcmPipelineStore
 from ucm.store.posix import UcmPosixStore
 from ucm.store.record import Part, verify_file
 
 Open = Callable[..., UcmPosixStore]
-
-PIECES = [4096, 2048]
-LAYERS = 3
-BLOCK = sum(PIECES) * LAYERS
-
-
-class Memory:
-    """One row of pieces per block, laid out as a device would hold them: every piece on its own."""
-
-    def __init__(self, blocks: int, fill: int | None = None) -> None:
-        random = np.random.default_rng(blocks)
-        self.pieces: list[list[npt.NDArray[np.uint8]]] = [
-            [
-                random.integers(0, 256, size, dtype=np.uint8) if fill is None else np.full(size, fill, np.uint8)
-                for _ in range(LAYERS)
-                for size in PIECES
-            ]
-            for _ in range(blocks)
-        ]
-
-    def rows(self, *blocks: int) -> npt.NDArray[np.uint64]:
-        return np.array([[piece.ctypes.data for piece in self.pieces[b]] for b in blocks], dtype=np.uint64)
-
-    def layer_rows(self, block: int) -> npt.NDArray[np.uint64]:
-        return self.rows(block).reshape(LAYERS, len(PIECES))
-
-    def equals(self, other: Memory, block: int) -> bool:
-        return all(np.array_equal(a, b) for a, b in zip(self.pieces[block], other.pieces[block], strict=True))
-
-
-def ids(count: int) -> list[bytes]:
-    return [bytes([n * 7 % 256]) * 8 + n.to_bytes(8, "little") for n in range(count)]
 
 
 @pytest.fixture
@@ -71,13 +40,17 @@ def config(common: dict[str, Any]) -> dict[str, Any]:
     return common | {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK}
 
 
-@pytest.fixture
-def opened(config: dict[str, Any]) -> Iterator[Callable[..., UcmPosixStore]]:
-    """Opens stores over one root; closes what the test left open."""
+@pytest.fixture(params=["Posix", "Cache|Posix"])
+def opened(config: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[Callable[..., UcmPosixStore]]:
+    """Opens stores over one root, alone and below memory; closes what the test left open."""
     stores: list[UcmPosixStore] = []
 
     def make(**changes: Any) -> UcmPosixStore:
-        stores.append(UcmPosixStore(config | changes))
+        if request.param == "Posix":
+            stores.append(UcmPosixStore(config | changes))
+        else:
+            above = {"store_pipeline": request.param, "cache_size": "1MiB"}
+            stores.append(UcmPipelineStore(config | above | changes))
         return stores[-1]
 
     yield make
@@ -88,10 +61,6 @@ def opened(config: dict[str, Any]) -> Iterator[Callable[..., UcmPosixStore]]:
 @pytest.fixture
 def store(opened: Callable[..., UcmPosixStore]) -> UcmPosixStore:
     return opened()
-
-
-def record_files(root: Path) -> list[Path]:
-    return sorted(root.rglob("*.bin"))
 
 
 def bytes_stored(root: Path) -> int:
@@ -188,6 +157,7 @@ def test_a_missing_block_fails_its_row_and_says_why(store: UcmPosixStore) -> Non
     assert task.completed
 
 
+@pytest.mark.parametrize("opened", ["Posix"], indirect=True)
 def test_a_damaged_record_is_refused_and_the_next_dump_replaces_it(opened: Open, tmp_path: Path) -> None:
     store = opened(quarantine={"enabled": False})  # else the record may be moved away between two questions
     names, source, target = ids(1), Memory(1), Memory(1, fill=3)

@@ -1,13 +1,15 @@
 //! Where KV lives: devices, streams, the host arena and its slots.
 //!
 //! `Device` hands out streams and arenas; a `Stream` moves bytes between device pieces ([`DeviceSpan`]) and slots of
-//! host memory. [`HostDevice`] is the platform of vLLM on a CPU, a real one and not a mock.
+//! host memory. A [`SharedRegion`] is memory that other processes read. [`HostDevice`] is the platform of vLLM on a CPU, a real one and not a mock.
 
 mod arena;
 mod copy;
 mod crc;
 mod device;
 mod host;
+mod machine;
+mod region;
 mod slots;
 mod span;
 
@@ -15,5 +17,7 @@ pub use arena::{ArenaOptions, HostArena, HugePages, Paging};
 pub use crc::crc32c;
 pub use device::{CopyDone, Device, Event, HostDone, Stream};
 pub use host::{HostDevice, HostDeviceOptions};
+pub use machine::MachineMemory;
+pub use region::{Blank, Pinned, RegionOptions, RegionView, Registry, Scan, SharedRegion, Wanted};
 pub use slots::{HostBuf, Slot, SlotPool};
 pub use span::{DeviceSpan, Piece, end_to_end};

@@ -6,12 +6,13 @@
 //! * [`Completion`]: one result, waited for by many;
 //! * [`SpscRing`]: a bounded ring between two threads, whose ends spin, yield, then park;
 //! * [`IdSet`]: a concurrent set;
+//! * [`seqlock`]: bytes that one process writes while others read them, without a lock;
 //! * [`LoadGate`]: the states of the blocks of one load, so that no byte arrives late and the end is told once.
 //!
 //! # Concurrency models
 //!
 //! What is written by hand here is checked by loom, which runs every interleaving of a small model. The locks and
-//! atomics of [`Bell`], [`ManualClock`], [`Completion`], [`LoadGate`] and the ends of the ring come from one shim
+//! atomics of [`Bell`], [`ManualClock`], [`Completion`], [`LoadGate`], [`seqlock`] and the ends of the ring come from one shim
 //! module, which `--cfg loom` switches to loom's; the ring's queue itself (rtrb) is a stand-in of the same memory
 //! order there. The worker pool, which has locks only, is not part of that build: a property test runs random
 //! histories of it under a [`ManualClock`].
@@ -31,6 +32,7 @@ mod ids;
 #[cfg(not(loom))]
 mod pool;
 mod ring;
+pub mod seqlock;
 mod sync;
 
 pub use bell::Bell;

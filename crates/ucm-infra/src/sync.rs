@@ -3,7 +3,11 @@
 //! Only what loom has to model goes through here. Reference counts stay std's in both builds.
 
 #[cfg(loom)]
+pub use loom::sync::atomic::AtomicU64;
+#[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering, fence};
+#[cfg(not(loom))]
+pub use std::sync::atomic::AtomicU64;
 #[cfg(not(loom))]
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering, fence};
 

@@ -1,5 +1,5 @@
 //! Every interleaving of small models of what ucm-infra writes by hand: the bell, the completion, the park protocol
-//! of the ring and the gate of a load. The command stands in the crate's documentation.
+//! of the ring, the gate of a load and the generations of shared bytes. The command stands in the crate's documentation.
 #![cfg(loom)]
 
 use std::sync::Arc;
@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use loom::thread;
+use ucm_infra::seqlock::{self, AtomicU64};
 use ucm_infra::{
     Bell, BlockState, Clock, Completion, LoadGate, ManualClock, Mono, PopError, PushError, SpscRing,
 };
@@ -356,5 +357,92 @@ fn gate_gives_a_block_to_one_scatterer() {
         let mine = gate.begin_scatter(0);
         assert!(mine != rival.join().unwrap());
         assert!(gate.finish(0));
+    });
+}
+
+/// Two words that a writer fills again and again, always with the same byte.
+struct Shared {
+    generation: AtomicU64,
+    words: [AtomicU64; 2],
+}
+
+impl Shared {
+    fn new() -> Arc<Self> {
+        Arc::new(Self {
+            generation: AtomicU64::new(0),
+            words: [AtomicU64::new(0), AtomicU64::new(0)],
+        })
+    }
+
+    fn write(&self, byte: u8) {
+        seqlock::begin(&self.generation);
+        seqlock::fill(&self.words, &[byte; 16]);
+        seqlock::publish(&self.generation);
+    }
+
+    /// What a reader may believe.
+    fn read(&self) -> Option<[u8; 16]> {
+        let seen = seqlock::enter(&self.generation)?;
+        let mut out = [0; 16];
+        seqlock::copy(&self.words, &mut out);
+        seqlock::unchanged(&self.generation, seen).then_some(out)
+    }
+}
+
+#[test]
+fn seqlock_a_copy_that_is_believed_is_whole() {
+    loom::model(|| {
+        let shared = Shared::new();
+        shared.write(1);
+        let writer = thread::spawn({
+            let shared = Arc::clone(&shared);
+            move || shared.write(2)
+        });
+        if let Some(out) = shared.read() {
+            assert!(out == [1; 16] || out == [2; 16], "{out:?}");
+        }
+        writer.join().unwrap();
+        assert_eq!(shared.read(), Some([2; 16]));
+    });
+}
+
+#[test]
+fn seqlock_a_writer_that_dies_leaves_a_miss() {
+    loom::model(|| {
+        let shared = Shared::new();
+        shared.write(1);
+        let writer = thread::spawn({
+            let shared = Arc::clone(&shared);
+            move || {
+                seqlock::begin(&shared.generation);
+                seqlock::fill(&shared.words[..1], &[2; 8]); // half of it
+            }
+        });
+        if let Some(out) = shared.read() {
+            assert_eq!(out, [1; 16]);
+        }
+        writer.join().unwrap();
+        assert_eq!(shared.read(), None);
+        shared.write(3); // as the next writer of the slot would
+        assert_eq!(shared.read(), Some([3; 16]));
+    });
+}
+
+#[test]
+fn seqlock_whoever_finds_the_name_sees_the_bytes() {
+    loom::model(|| {
+        // A name in an index, stored after the bytes: release and acquire.
+        let (shared, name) = (Shared::new(), Arc::new(AtomicU64::new(0)));
+        let writer = thread::spawn({
+            let (shared, name) = (Arc::clone(&shared), Arc::clone(&name));
+            move || {
+                shared.write(1);
+                name.store(1, Ordering::Release);
+            }
+        });
+        if name.load(Ordering::Acquire) == 1 {
+            assert_eq!(shared.read(), Some([1; 16]));
+        }
+        writer.join().unwrap();
     });
 }

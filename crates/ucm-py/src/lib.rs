@@ -19,7 +19,7 @@ mod _core {
     #[pymodule_export]
     use super::hasher::{BlockHasher, part_mask, record_ids};
     #[pymodule_export]
-    use super::store::PosixStore;
+    use super::store::Store;
     #[pymodule_export]
     use super::task::Task;
 

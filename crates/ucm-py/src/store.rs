@@ -1,186 +1,34 @@
-//! The POSIX store for Python: one engine over one root.
+//! The store for Python: one engine over one medium or a pipeline of several.
 #![allow(unsafe_code, reason = "device addresses come from Python as numbers")]
 
-use std::collections::BTreeMap;
-use std::num::NonZeroU64;
-use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 use numpy::{PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
-use ucm_core::{BlockId, DType, Error, ErrorKind, Geometry, Identity, MissReason, Part};
+use pyo3::types::PyList;
+use ucm_core::{BlockId, Error, Geometry, MissReason};
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::SystemClock;
-use ucm_io::{ChosenEngine, IoChoice, Process, PsyncOptions};
-use ucm_store::engine::{Deadlines, Engine, EngineConfig, Hint, Row};
+use ucm_store::assemble::Setup;
+use ucm_store::backend::Priority;
+use ucm_store::engine::{Engine, Hint, Row};
 use ucm_store::events::Level;
-use ucm_store::evidence::QuarantineConfig;
-use ucm_store::health::BreakerConfig;
-use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
-use ucm_store::record::RecordLayout;
-use ucm_store::space::{Capacity, Rules};
 
 use crate::convert::{id_list, ids, raise, to_py};
 use crate::ffi::Published;
 use crate::task::{Task, limit};
 
-/// An engine over a directory. All sizes in bytes, all times in seconds.
+/// An engine over its stages. All sizes in bytes, all times in seconds.
 #[pyclass(frozen, module = "ucm._core")]
-pub(crate) struct PosixStore(Arc<Engine>, OnceLock<Published>);
-
-/// Reads the dictionary that `ucm.store.posix` fills; it is validated there, so a missing key is our own fault.
-struct Config<'a, 'py>(&'a Bound<'py, PyDict>);
-
-impl<'py> Config<'_, 'py> {
-    fn get<T: for<'a> FromPyObject<'a, 'py>>(&self, key: &str) -> PyResult<T> {
-        let missing = || {
-            raise(
-                self.0.py(),
-                &Error::internal("a key of the store's setup is missing").with("key", key),
-            )
-        };
-        let value = self.0.get_item(key)?.ok_or_else(missing)?;
-        value
-            .extract::<T>()
-            .map_err(Into::<PyErr>::into)
-            .map_err(|error| {
-                let wrong = Error::new(ErrorKind::Config, format!("{key}: {error}"));
-                raise(self.0.py(), &wrong)
-            })
-    }
-
-    /// A limit given in bytes or in percent; none when it is neither, or 0 bytes.
-    fn capacity(&self, bytes: &str, percent: &str) -> PyResult<Option<Capacity>> {
-        Ok(
-            match (self.get::<Option<u64>>(bytes)?, self.get::<Option<f64>>(percent)?) {
-                (Some(bytes), _) => NonZeroU64::new(bytes).map(Capacity::Bytes),
-                (None, percent) => percent.map(Capacity::Percent),
-            },
-        )
-    }
-
-    fn seconds(&self, key: &str) -> PyResult<Duration> {
-        let seconds: f64 = self.get(key)?;
-        Duration::try_from_secs_f64(seconds).map_err(|error| {
-            raise(
-                self.0.py(),
-                &Error::new(ErrorKind::Config, format!("{key}: {error}")).with("value", seconds),
-            )
-        })
-    }
-}
+pub(crate) struct Store(Arc<Engine>, OnceLock<Published>);
 
 #[pymethods]
-impl PosixStore {
+impl Store {
+    /// `setup`: the description as JSON text, see [`Setup`].
     #[new]
-    fn new(py: Python<'_>, setup: &Bound<'_, PyDict>) -> PyResult<Self> {
-        let config = Config(setup);
-        let identity = to_py(py, Identity::parse(&config.get::<String>("identity")?))?;
-        let (group, pipeline_rank, tensor_rank): (u32, u32, u32) = config.get("part")?;
-        let part = Part {
-            group,
-            pipeline_rank,
-            tensor_rank,
-        };
-        let geometry = to_py(
-            py,
-            Geometry::from_sizes(
-                config.get("tensor_sizes")?,
-                config.get("shard_size")?,
-                config.get("block_size")?,
-            ),
-        )?;
-        let lookup_only: bool = config.get("lookup_only")?;
-        let block_tokens: u32 = config.get("block_tokens")?;
-        let dtype = DType::from_name(&config.get::<String>("dtype")?);
-        let staging_bytes = if lookup_only {
-            0
-        } else {
-            config.get("staging_bytes")?
-        };
-        let capacity = config.capacity("capacity_bytes", "capacity_percent")?;
-        let expire_after: Option<u64> = config.get("expire_after_s")?;
-        let rules = Rules {
-            // No bytes: no floor, while nothing at all is the default.
-            free_floor: config
-                .capacity("floor_bytes", "floor_percent")?
-                .or(Some(Capacity::Percent(0.0))),
-            namespace_quota: config.capacity("quota_bytes", "quota_percent")?,
-            expire_after: expire_after.map(Duration::from_secs),
-        };
-        let deadlines = Deadlines {
-            lookup: config.seconds("lookup_s")?,
-            load: config.seconds("load_s")?,
-            dump: config.seconds("dump_s")?,
-            probe: config.seconds("probe_s")?,
-            shutdown: config.seconds("shutdown_s")?,
-        };
-        let threads: usize = config.get("io_threads")?;
-        let writer = ucm_store::random_u64();
-        let record = RecordLayout::new(&geometry).describing(block_tokens, dtype);
-        let slots = usize::try_from(staging_bytes / record.record_len() as u64).unwrap_or(usize::MAX);
-        let direct: bool = config.get("io_direct")?;
-        let io_choice = to_py(py, IoChoice::from_name(&config.get::<String>("io_engine")?))?;
-        let posix = PosixConfig {
-            root: config.get::<PathBuf>("root")?,
-            identity: identity.clone(),
-            labels: config.get::<BTreeMap<String, String>>("labels")?,
-            part,
-            record,
-            direct,
-            geometry: geometry.clone(),
-            lookup_only,
-            capacity,
-            rules,
-            process: Process::this(),
-            writer,
-            modes: Modes {
-                file: config.get("file_mode")?,
-                dir: config.get("dir_mode")?,
-            },
-            quarantine: QuarantineConfig {
-                enabled: config.get("quarantine_enabled")?,
-                max_per_minute: config.get("quarantine_max_per_minute")?,
-                max_records: config.get("quarantine_max_records")?,
-                max_bytes: config.get("quarantine_max_bytes")?,
-                keep: config.seconds("quarantine_keep_s")?,
-            },
-        };
-        let engine = EngineConfig {
-            geometry,
-            identity,
-            part,
-            block_tokens,
-            dtype,
-            staging_bytes,
-            copy_threads: config.get("copy_threads")?,
-            deadlines,
-            breaker: BreakerConfig {
-                threshold: config.get("breaker_threshold")?,
-                window: config.seconds("breaker_window_s")?,
-                cool_down: config.seconds("breaker_cool_down_s")?,
-                max_stuck: threads.max(2), // as many as are replaced: from there on workers are missing
-            },
-            writer,
-            paranoid: config.get("paranoid")?,
-        };
-        let opened = py.detach(|| {
-            let clock = SystemClock::shared();
-            let mut options = PsyncOptions {
-                direct,
-                clock: Arc::clone(&clock),
-                ..PsyncOptions::with_workers(threads)
-            };
-            // A block that has a slot has a place in the queue too, so that an accepted dump is never refused later.
-            for lane in &mut options.lanes {
-                lane.capacity = lane.capacity.max(slots.min(ucm_infra::MAX_QUEUE));
-            }
-            let io = ChosenEngine::new(io_choice, options)?;
-            let backend = Arc::new(PosixBackend::new(posix, io, Arc::clone(&clock))?);
-            Engine::open(engine, backend, Arc::new(HostDevice::new()), clock)
-        });
+    fn new(py: Python<'_>, setup: &str) -> PyResult<Self> {
+        let opened =
+            py.detach(|| Setup::parse(setup)?.open(Arc::new(HostDevice::new()), SystemClock::shared()));
         to_py(py, opened).map(|engine| Self(Arc::new(engine), OnceLock::new()))
     }
 
@@ -291,6 +139,25 @@ impl PosixStore {
         to_py(py, told)
     }
 
+    /// Brings blocks into the upper stages; counts those taken on.
+    fn prefetch(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>, priority: &str) -> PyResult<usize> {
+        let ids = ids(block_ids)?;
+        let Some(priority) = Priority::ALL.into_iter().find(|known| known.name() == priority) else {
+            let known = Priority::ALL.map(Priority::name).join(", ");
+            let error = Error::invalid("there is no such priority").with("priority", priority);
+            return Err(raise(py, &error.with("known", known)));
+        };
+        let taken = py.detach(|| self.0.prefetch(&ids, priority));
+        to_py(py, taken)
+    }
+
+    /// These blocks need not be brought up any more; counts those that were still waiting.
+    fn cancel_prefetch(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let ids = ids(block_ids)?;
+        let cancelled = py.detach(|| self.0.cancel_prefetch(&ids));
+        to_py(py, cancelled)
+    }
+
     /// How many more blocks a dump could take now.
     fn free_dump_slots(&self, py: Python<'_>) -> PyResult<usize> {
         to_py(py, self.0.check_process())?;
@@ -339,7 +206,7 @@ impl PosixStore {
     }
 }
 
-impl Drop for PosixStore {
+impl Drop for Store {
     /// Closing waits for what is under way: not with the GIL held.
     fn drop(&mut self) {
         let close = || self.end();
@@ -370,7 +237,7 @@ pub(crate) unsafe fn spans(
     addrs.zip(sizes).enumerate().map(span).collect()
 }
 
-impl PosixStore {
+impl Store {
     fn end(&self) {
         if let Some(table) = self.1.get() {
             table.close();

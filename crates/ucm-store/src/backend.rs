@@ -6,9 +6,12 @@
 
 use std::time::Duration;
 
-use ucm_core::{BlockId, MissReason, Result};
+use serde::Serialize;
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::Mono;
+
+use crate::events::Event;
 
 /// Called exactly once with the outcome, on a thread of the backend.
 pub type Done<T> = Box<dyn FnOnce(Result<T>) + Send>;
@@ -99,7 +102,103 @@ pub struct Early {
     pub lost: Vec<BlockId>,
 }
 
+/// How a record is kept in memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Keep {
+    /// Position in its chain.
+    pub ordinal: u32,
+    /// In place of what is kept under that name (it was refused).
+    pub replace: bool,
+}
+
+/// A record that a memory gives up to make room. It can be found and read there until this is dropped.
+pub trait Victim: Send {
+    /// Its id.
+    fn id(&self) -> BlockId;
+
+    /// The whole record.
+    fn record(&self) -> &[u8];
+}
+
+/// Called with every record that is given up, on the thread that needs the room; must not wait.
+pub type Evicted = Box<dyn Fn(Box<dyn Victim>) + Send + Sync>;
+
+/// How soon a prefetched block will be asked for; the first is served first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Priority {
+    /// A request waits for it; read beside loads.
+    Urgent,
+    /// The next batch will want it.
+    NextBatch,
+    /// It will be wanted.
+    Normal,
+    /// It may be wanted.
+    Speculative,
+}
+
+impl Priority {
+    /// Every priority, the most urgent first.
+    pub const ALL: [Self; 4] = [Self::Urgent, Self::NextBatch, Self::Normal, Self::Speculative];
+
+    /// Name in the Python interface.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Urgent => "urgent",
+            Self::NextBatch => "next_batch",
+            Self::Normal => "normal",
+            Self::Speculative => "speculative",
+        }
+    }
+}
+
+/// How much of a composition can be used now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Health {
+    /// Every stage.
+    Well,
+    /// Some stages.
+    Partly,
+    /// None.
+    Down,
+}
+
+/// What one stage did and holds; counters since the start, sizes in bytes.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct TierStats {
+    /// Its name, unlike those of the others.
+    pub name: String,
+    /// Ids found here by lookups.
+    pub hits: u64,
+    /// Blocks read here for loads.
+    pub blocks_read: u64,
+    /// Bytes read here for loads.
+    pub bytes_read: u64,
+    /// Blocks written here, promoted ones included.
+    pub blocks_written: u64,
+    /// Bytes written here.
+    pub bytes_written: u64,
+    /// Operations that failed for the medium's sake: errors and deadlines that passed.
+    pub failures: u64,
+    /// Copies read here that were refused.
+    pub copies_refused: u64,
+    /// Blocks brought here from below after a load or by a prefetch.
+    pub promotions: u64,
+    /// Blocks brought here because the stage above gave them up.
+    pub demotions: u64,
+    /// Copies for this stage that were not made: it was busy or not well, or the copy was no longer sound.
+    pub copies_dropped: u64,
+    /// Bytes used.
+    pub used_bytes: u64,
+    /// The limit.
+    pub capacity_bytes: u64,
+    /// Whether it is used now.
+    pub healthy: bool,
+}
+
 /// A medium that keeps records.
+///
+/// A medium of one kind implements the methods without a body. Those of memories, and those of compositions
+/// ([`crate::tiers`]), say with their default bodies what holds for everything else.
 pub trait Backend: Send + Sync {
     /// Name in logs and metrics.
     fn name(&self) -> &'static str;
@@ -159,4 +258,92 @@ pub trait Backend: Send + Sync {
 
     /// Ends: finishes or fails what is under way within `drain`.
     fn shutdown(&self, drain: Duration);
+
+    // Memories -----------------------------------------------------------------------------------------------
+
+    /// Whether it is memory of this host: it answers at once, takes copies with [`Backend::keep`], and what it holds
+    /// ends with the processes that use it.
+    fn is_memory(&self) -> bool {
+        false
+    }
+
+    /// Copies a record at once, making room if need be. `Busy` when there is none now; `Unsupported` where this is no
+    /// memory.
+    fn keep(&self, _id: BlockId, _record: &[u8], _keep: Keep) -> Result<Written> {
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            "this medium takes no copies at once",
+        ))
+    }
+
+    /// Whether a read has a chance, without asking the medium: false only where it is known that the record is not
+    /// here.
+    fn may_have(&self, _id: BlockId) -> bool {
+        true
+    }
+
+    /// Sets, once, who is handed what is given up to make room. False where nothing is ever handed over.
+    fn on_evicted(&self, _hook: Evicted) -> bool {
+        false
+    }
+
+    // Compositions -------------------------------------------------------------------------------------------
+
+    /// The first stage from number `from` on that a record may be read from now; stages count from the top. Never
+    /// waits. A medium is one stage, number 0.
+    fn place(&self, _id: BlockId, from: usize) -> Option<usize> {
+        (from == 0).then_some(0)
+    }
+
+    /// [`Backend::read`] from one stage. What fails there may be asked of a lower one.
+    fn read_from(
+        &self,
+        _stage: usize,
+        id: BlockId,
+        slot: Slot,
+        again: bool,
+        deadline: Mono,
+        done: Done<ReadDone>,
+    ) {
+        self.read(id, slot, again, deadline, done);
+    }
+
+    /// A record was read from this stage and verified: the stages above may keep it. Copies at most, never waits.
+    fn promote(&self, _stage: usize, _id: BlockId, _record: &[u8], _ordinal: u32) {}
+
+    /// The copy in this stage was refused, for damage or because it is another record: it is no hit any more, and
+    /// with `damaged` treated as [`Backend::quarantine`] says.
+    fn discard(&self, _stage: usize, id: BlockId, damaged: bool, done: Done<Quarantined>) {
+        if damaged {
+            self.quarantine(id, done);
+        } else {
+            done(Ok(Quarantined::LeftAlone));
+        }
+    }
+
+    /// These blocks will be asked for: brings them into the upper stages, if there are any, when nothing more urgent
+    /// is to be done. The answer counts those taken on, those included that wait already.
+    fn prefetch(&self, _ids: &[BlockId], _priority: Priority) -> usize {
+        0
+    }
+
+    /// These blocks need not be prefetched any more. The answer counts those that were still waiting.
+    fn cancel_prefetch(&self, _ids: &[BlockId]) -> usize {
+        0
+    }
+
+    /// How it is, where it judges that itself, stage by stage; `None` where the engine does.
+    fn health(&self) -> Option<Health> {
+        None
+    }
+
+    /// Its stages, top first; none where it is no composition.
+    fn tiers(&self) -> Vec<TierStats> {
+        Vec::new()
+    }
+
+    /// What its log should say since the last call.
+    fn events(&self) -> Vec<Event> {
+        Vec::new()
+    }
 }

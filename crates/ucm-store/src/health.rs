@@ -101,6 +101,14 @@ impl Breaker {
         }
     }
 
+    /// Whether [`Breaker::allows`] would say yes now, without letting anything through.
+    pub fn would_allow(&self, now: Mono) -> bool {
+        match *self.state.lock() {
+            State::Closed { .. } => true,
+            State::Open { until, .. } | State::Probing { since: until } => now >= until,
+        }
+    }
+
     /// Whether everything passes (without letting anything through).
     pub fn is_closed(&self) -> bool {
         matches!(*self.state.lock(), State::Closed { .. })

@@ -4,6 +4,7 @@
 //! verified → (scatter) → device. See `docs/format.md` for the bytes and `ARCHITECTURE.md` for the house.
 #![forbid(unsafe_code)]
 
+pub mod assemble;
 pub mod backend;
 pub mod deviation;
 pub mod engine;
@@ -11,6 +12,7 @@ pub mod events;
 pub mod evidence;
 pub mod health;
 pub mod layout;
+pub mod memory;
 pub mod posix;
 mod quarantine;
 mod reading;
@@ -18,7 +20,9 @@ pub mod recency;
 pub mod record;
 mod root;
 pub mod space;
+pub mod stages;
 pub mod stats;
+pub mod tiers;
 mod writing;
 
 use std::hash::{BuildHasher, Hasher, RandomState};

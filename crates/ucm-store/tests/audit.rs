@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Device, Setup, Store, directory, id, ids};
+use common::{Device, MEDIA, Medium, Setup, Store, directory, id, ids, on};
 use ucm_io::{Fault, OpKind, Rule};
 
 /// Blocks of 32-bit floats, all the same in a block.
@@ -21,8 +21,8 @@ fn floats(setup: &Setup, values: &[f32]) -> Device {
     device
 }
 
-fn opened(values: &[f32]) -> (tempfile::TempDir, Store) {
-    let (dir, setup) = (directory(), Setup::default());
+fn opened(medium: Medium, values: &[f32]) -> (tempfile::TempDir, Store) {
+    let (dir, setup) = (directory(), on(medium));
     let store = Store::open(dir.path(), setup.clone());
     store
         .dump(&floats(&setup, values), &ids(values.len() as u8))
@@ -32,49 +32,51 @@ fn opened(values: &[f32]) -> (tempfile::TempDir, Store) {
 
 #[test]
 fn small_differences_are_usual_and_large_ones_are_told() {
-    let (_dir, store) = opened(&[1.0, 1.0, 1.0]);
-    let mut again = floats(&store.setup, &[1.0, 1.0005, 1.0]);
-    // One element of the last tensor of the last layer.
-    again.change(id(2), |bytes| {
-        let at = bytes.len() - 4;
-        bytes[at..].copy_from_slice(&1.5f32.to_le_bytes());
-    });
-    store.engine.audit(&ids(3)).unwrap();
-    store.dump(&again, &ids(3)).unwrap();
-    assert_eq!((store.stat("audits"), store.stat("audit_deviations")), (3, 1));
-    assert_eq!(
-        (store.stat("blocks_present"), store.stat("blocks_published")),
-        (3, 3)
-    );
-    let told = store.engine.events();
-    let told: Vec<_> = told
-        .iter()
-        .filter(|event| event.text.contains("differs"))
-        .collect();
-    assert_eq!(told.len(), 1);
-    assert!(
-        told[0]
-            .text
-            .contains(&format!("{}, computed again, differs", id(2)))
-    );
-    assert!(told[0].text.contains("0.333"), "{}", told[0].text);
-    // The record is not to blame for that alone: it stays, a hit.
-    assert_eq!(
-        (store.stat("refused_now"), store.stat("records_quarantined")),
-        (0, 0)
-    );
-    assert_eq!(store.engine.lookup(&ids(3)).unwrap(), [true; 3]);
-    let target = Device::blank(&store.setup, &ids(3));
-    store.load(&target, &ids(3)).unwrap();
-    assert!(target.equals(&floats(&store.setup, &[1.0; 3])));
-    // Once per mark.
-    store.dump(&again, &ids(3)).unwrap();
-    assert_eq!(store.stat("audits"), 3);
+    for medium in MEDIA {
+        let (_dir, store) = opened(medium, &[1.0, 1.0, 1.0]);
+        let mut again = floats(&store.setup, &[1.0, 1.0005, 1.0]);
+        // One element of the last tensor of the last layer.
+        again.change(id(2), |bytes| {
+            let at = bytes.len() - 4;
+            bytes[at..].copy_from_slice(&1.5f32.to_le_bytes());
+        });
+        store.engine.audit(&ids(3)).unwrap();
+        store.dump(&again, &ids(3)).unwrap();
+        assert_eq!((store.stat("audits"), store.stat("audit_deviations")), (3, 1));
+        assert_eq!(
+            (store.stat("blocks_present"), store.stat("blocks_published")),
+            (3, 3)
+        );
+        let told = store.engine.events();
+        let told: Vec<_> = told
+            .iter()
+            .filter(|event| event.text.contains("differs"))
+            .collect();
+        assert_eq!(told.len(), 1);
+        assert!(
+            told[0]
+                .text
+                .contains(&format!("{}, computed again, differs", id(2)))
+        );
+        assert!(told[0].text.contains("0.333"), "{}", told[0].text);
+        // The record is not to blame for that alone: it stays, a hit.
+        assert_eq!(
+            (store.stat("refused_now"), store.stat("records_quarantined")),
+            (0, 0)
+        );
+        assert_eq!(store.engine.lookup(&ids(3)).unwrap(), [true; 3]);
+        let target = Device::blank(&store.setup, &ids(3));
+        store.load(&target, &ids(3)).unwrap();
+        assert!(target.equals(&floats(&store.setup, &[1.0; 3])));
+        // Once per mark.
+        store.dump(&again, &ids(3)).unwrap();
+        assert_eq!(store.stat("audits"), 3);
+    }
 }
 
 #[test]
 fn what_cannot_be_compared_is_dumped_as_usual() {
-    let (_dir, store) = opened(&[1.0; 3]);
+    let (_dir, store) = opened(Medium::Posix, &[1.0; 3]);
     let device = floats(&store.setup, &[2.0; 5]);
     let damaged = store.file(id(0));
     let mut bytes = std::fs::read(&damaged).unwrap();
@@ -110,13 +112,15 @@ fn what_cannot_be_compared_is_dumped_as_usual() {
 
 #[test]
 fn without_a_slot_to_read_into_the_dump_goes_on() {
-    let (_dir, store) = opened(&[1.0]);
-    let device = floats(&store.setup, &[1.0; 12]);
-    assert_eq!(store.engine.free_dump_slots(), 12);
-    store.engine.audit(&ids(12)).unwrap();
-    store.dump(&device, &ids(12)).unwrap();
-    let (audits, present) = (store.stat("audits"), store.stat("blocks_present"));
-    assert!(audits <= 1 && present == 1, "{audits} {present}");
-    assert_eq!(store.stat("blocks_published"), 12);
-    assert_eq!(store.stat("slots_free"), store.stat("slots"));
+    for medium in MEDIA {
+        let (_dir, store) = opened(medium, &[1.0]);
+        let device = floats(&store.setup, &[1.0; 12]);
+        assert_eq!(store.engine.free_dump_slots(), 12);
+        store.engine.audit(&ids(12)).unwrap();
+        store.dump(&device, &ids(12)).unwrap();
+        let (audits, present) = (store.stat("audits"), store.stat("blocks_present"));
+        assert!(audits <= 1 && present == 1, "{audits} {present}");
+        assert_eq!(store.stat("blocks_published"), 12);
+        assert_eq!(store.stat("slots_free"), store.stat("slots"));
+    }
 }

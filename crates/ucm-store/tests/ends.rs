@@ -7,7 +7,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Device, Setup, SlowDevice, Store, directory, eventually, id, ids};
+use common::{Device, MEDIA, Setup, SlowDevice, Store, directory, eventually, id, ids, on};
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
@@ -157,65 +157,71 @@ fn a_copy_that_hangs_costs_its_dump_and_no_other_of_the_same_block() {
 
 #[test]
 fn a_dump_behind_a_copy_that_hangs_ends_too() {
-    let slow = SlowDevice::new(1);
-    let setup = Setup {
-        layers_per_shard: 1,
-        copy_threads: 2,
-        device: Some(Arc::clone(&slow)),
-        ..Setup::default()
-    };
-    let (_dir, store, clock) = manual(&setup);
-    let device = Device::filled(&setup, &ids(1));
-    let first = store.engine.dump(vec![device.row(id(0), 0)]).unwrap();
-    slow.await_hanging(1);
-    clock.advance(SECOND);
-    let second = store
-        .engine
-        .dump(vec![device.row(id(0), 1), device.row(id(0), 2)])
-        .unwrap();
-    clock.advance(Deadlines::default().dump - SECOND);
-    eventually("the first is given up", || ended(&store, &first));
-    slow.go();
-    eventually("the second ends, although it has time left", || {
-        ended(&store, &second)
-    });
-    assert!(failed_as(&second, ErrorKind::Timeout));
-    eventually("the slots come back", || {
-        store.stat("slots_free") == store.stat("slots")
-    });
-    store.dump(&device, &ids(1)).unwrap();
+    for medium in MEDIA {
+        let slow = SlowDevice::new(1);
+        let setup = Setup {
+            medium,
+            layers_per_shard: 1,
+            copy_threads: 2,
+            device: Some(Arc::clone(&slow)),
+            ..Setup::default()
+        };
+        let (_dir, store, clock) = manual(&setup);
+        let device = Device::filled(&setup, &ids(1));
+        let first = store.engine.dump(vec![device.row(id(0), 0)]).unwrap();
+        slow.await_hanging(1);
+        clock.advance(SECOND);
+        let second = store
+            .engine
+            .dump(vec![device.row(id(0), 1), device.row(id(0), 2)])
+            .unwrap();
+        clock.advance(Deadlines::default().dump - SECOND);
+        eventually("the first is given up", || ended(&store, &first));
+        slow.go();
+        eventually("the second ends, although it has time left", || {
+            ended(&store, &second)
+        });
+        assert!(failed_as(&second, ErrorKind::Timeout));
+        eventually("the slots come back", || {
+            store.stat("slots_free") == store.stat("slots")
+        });
+        store.dump(&device, &ids(1)).unwrap();
+    }
 }
 
 #[test]
 fn a_dump_for_which_the_queue_of_copies_has_no_place_is_refused_and_changes_nothing() {
-    let slow = SlowDevice::new(1);
-    let setup = Setup {
-        slots: 4,
-        device: Some(Arc::clone(&slow)),
-        ..Setup::default()
-    };
-    let dir = directory();
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(2));
-    let dump = |ids: &[BlockId]| store.engine.dump(device.rows(ids));
-    let mut tasks = vec![dump(&ids(1)).unwrap()];
-    slow.await_hanging(1);
-    let refused = loop {
-        match dump(&ids(1)) {
-            Ok(task) => tasks.push(task),
-            Err(error) => break error,
+    for medium in MEDIA {
+        let slow = SlowDevice::new(1);
+        let setup = Setup {
+            medium,
+            slots: 4,
+            device: Some(Arc::clone(&slow)),
+            ..Setup::default()
+        };
+        let dir = directory();
+        let store = Store::open(dir.path(), setup.clone());
+        let device = Device::filled(&setup, &ids(2));
+        let dump = |ids: &[BlockId]| store.engine.dump(device.rows(ids));
+        let mut tasks = vec![dump(&ids(1)).unwrap()];
+        slow.await_hanging(1);
+        let refused = loop {
+            match dump(&ids(1)) {
+                Ok(task) => tasks.push(task),
+                Err(error) => break error,
+            }
+            assert!(tasks.len() < 1000, "the queue has no end");
+        };
+        assert_eq!(refused.kind(), ErrorKind::Busy);
+        assert_eq!(dump(&[id(1)]).err().unwrap().kind(), ErrorKind::Busy);
+        assert_eq!((store.stat("slots_free"), store.stat("blocks_in_flight")), (3, 1));
+        slow.go();
+        for task in &tasks {
+            store.outcome(task).unwrap();
         }
-        assert!(tasks.len() < 1000, "the queue has no end");
-    };
-    assert_eq!(refused.kind(), ErrorKind::Busy);
-    assert_eq!(dump(&[id(1)]).err().unwrap().kind(), ErrorKind::Busy);
-    assert_eq!((store.stat("slots_free"), store.stat("blocks_in_flight")), (3, 1));
-    slow.go();
-    for task in &tasks {
-        store.outcome(task).unwrap();
+        assert_eq!(store.stat("blocks_published"), 1);
+        store.dump(&device, &[id(1)]).unwrap();
     }
-    assert_eq!(store.stat("blocks_published"), 1);
-    store.dump(&device, &[id(1)]).unwrap();
 }
 
 #[test]
@@ -245,25 +251,28 @@ fn a_load_that_joined_a_late_read_has_its_own_time() {
 
 #[test]
 fn a_load_whose_copy_to_the_device_hangs_is_not_reported_before_it_returns() {
-    let dir = directory();
-    let writer = Store::open(dir.path(), Setup::default());
-    writer
-        .dump(&Device::filled(&writer.setup, &ids(1)), &ids(1))
-        .unwrap();
-    let (clock, slow) = (ManualClock::new(), SlowDevice::new(1));
-    let setup = Setup {
-        device: Some(Arc::clone(&slow)),
-        ..Setup::default()
-    };
-    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
-    let target = Device::blank(&setup, &ids(1));
-    let task = store.engine.load(target.rows(&ids(1)), Some(SECOND)).unwrap();
-    slow.await_hanging(1);
-    clock.advance(SECOND);
-    assert!(!ended(&store, &task), "device memory may still be written");
-    slow.go();
-    eventually("the load ends with its copy", || ended(&store, &task));
-    assert!(task.failures().is_empty() && target.is_right(id(0)));
+    for medium in MEDIA {
+        let dir = directory();
+        let writer = Store::open(dir.path(), on(medium));
+        writer
+            .dump(&Device::filled(&writer.setup, &ids(1)), &ids(1))
+            .unwrap();
+        let (clock, slow) = (ManualClock::new(), SlowDevice::new(1));
+        let setup = Setup {
+            medium,
+            device: Some(Arc::clone(&slow)),
+            ..Setup::default()
+        };
+        let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+        let target = Device::blank(&setup, &ids(1));
+        let task = store.engine.load(target.rows(&ids(1)), Some(SECOND)).unwrap();
+        slow.await_hanging(1);
+        clock.advance(SECOND);
+        assert!(!ended(&store, &task), "device memory may still be written");
+        slow.go();
+        eventually("the load ends with its copy", || ended(&store, &task));
+        assert!(task.failures().is_empty() && target.is_right(id(0)));
+    }
 }
 
 #[test]

@@ -5,11 +5,16 @@
 mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
-use common::{Device, Io, Setup, Store, directory, eventually, id};
+use common::{Above, Device, Io, Medium, Setup, Store, directory, eventually, id, pages};
 use proptest::prelude::*;
 use ucm_core::BlockId;
+use ucm_infra::{Completion, Mono};
 use ucm_io::{Fault, OpKind, Rule};
+use ucm_store::backend::Backend;
+use ucm_store::memory::Policy;
+use ucm_store::tiers::WritePolicy;
 
 /// One thing a test does.
 #[derive(Debug, Clone)]
@@ -76,16 +81,17 @@ enum Truth {
     Unsure,
 }
 
-fn run(layers_per_shard: u32, io: Io, acts: &[Act]) {
+fn run(setup: Setup, acts: &[Act]) {
+    let (medium, above, layers_per_shard) = (setup.medium, setup.above, setup.layers_per_shard);
     let dir = directory();
-    let setup = Setup {
-        layers_per_shard,
-        io,
-        ..Setup::default()
-    };
-    let mut store = Store::open(dir.path(), setup.clone());
+    let root = dir.path().join("root");
+    std::fs::create_dir(&root).unwrap();
+    let files = medium == Medium::Posix;
+    let mut store = Store::open(&root, setup.clone());
     let mut truth: BTreeMap<BlockId, Truth> = (0..6).map(|n| (id(n), Truth::Absent)).collect();
-    let (mut faulty, mut full) = (false, false);
+    // Whatever was stored may be gone again.
+    let scarce = matches!(medium, Medium::Memory(slots, _) if slots < 6);
+    let (mut faulty, mut full) = (scarce, scarce);
     for act in acts {
         match act {
             Act::Dump(ns) => {
@@ -93,7 +99,12 @@ fn run(layers_per_shard: u32, io: Io, acts: &[Act]) {
                 let ended = store.dump(&Device::filled(&setup, &ids), &ids);
                 assert!(ended.is_ok() || faulty, "{ended:?}");
                 for id in ids {
-                    let known = truth[&id] == Truth::Unsure || ended.is_err();
+                    // What goes down when it is given up is nowhere for a moment, and may find no room on its way.
+                    let back = matches!(
+                        above,
+                        Above::Map(_, WritePolicy::Back) | Above::Memory(_, WritePolicy::Back)
+                    );
+                    let known = back || truth[&id] == Truth::Unsure || ended.is_err();
                     truth.insert(id, if known { Truth::Unsure } else { Truth::Whole });
                 }
             }
@@ -144,10 +155,22 @@ fn run(layers_per_shard: u32, io: Io, acts: &[Act]) {
                     }
                 }
             }
+            Act::Flip(n, at) if !files => {
+                let region = store.memory.as_ref().and_then(|memory| memory.region()).unwrap();
+                // A slot that is free may still hold what it held.
+                let there = store
+                    .memory
+                    .as_ref()
+                    .is_some_and(|memory| memory.contains(id(*n)));
+                if pages::flip(id(*n), region, at % 8192) && there {
+                    truth.insert(id(*n), Truth::Unsure);
+                }
+            }
             Act::Flip(n, at) => damage(&store, &mut truth, *n, |bytes| {
                 let at = at % bytes.len();
                 bytes[at] ^= 1 << (at % 8);
             }),
+            Act::Cut(..) | Act::Grow(_) | Act::Swap(..) | Act::Fault(_) if !files => {} // a file's troubles
             Act::Cut(n, len) => damage(&store, &mut truth, *n, |bytes| bytes.truncate(len % bytes.len())),
             Act::Grow(n) => damage(&store, &mut truth, *n, |bytes| bytes.push(0)),
             Act::Remove(n) => {
@@ -156,9 +179,19 @@ fn run(layers_per_shard: u32, io: Io, acts: &[Act]) {
                 eventually("no read is under way", || {
                     store.stat("slots_free") == store.stat("slots")
                 });
+                if let Some(memory) = &store.memory {
+                    let gone = Completion::new();
+                    let answer = Arc::clone(&gone);
+                    let done = Box::new(move |result| {
+                        answer.complete(result);
+                    });
+                    memory.delete(vec![id(*n)], Mono::NEVER, done);
+                    gone.wait(store.engine.clock(), None).unwrap().unwrap();
+                }
                 let _ = std::fs::remove_file(store.file(id(*n)));
-                // Whether this process refused it decides nothing about a file that is gone.
-                truth.insert(id(*n), Truth::Absent);
+                // Whether this process refused it decides nothing about a file that is gone; there may be a copy above.
+                let gone = above == Above::Nothing || truth[&id(*n)] == Truth::Absent;
+                truth.insert(id(*n), if gone { Truth::Absent } else { Truth::Unsure });
             }
             Act::Swap(a, b) => {
                 if let (Ok(one), Ok(other)) = (
@@ -175,8 +208,11 @@ fn run(layers_per_shard: u32, io: Io, acts: &[Act]) {
             }
             Act::Reopen => {
                 drop(store);
-                store = Store::open(dir.path(), setup.clone());
+                store = Store::open(&root, setup.clone());
                 faulty = full;
+                if !files {
+                    truth.values_mut().for_each(|known| *known = Truth::Absent); // memory goes with its process
+                }
             }
             Act::Fault(n) => {
                 store.fault(fault(*n).times(2));
@@ -188,7 +224,7 @@ fn run(layers_per_shard: u32, io: Io, acts: &[Act]) {
     // Healthy again without help: what is dumped now is there, whatever came before, at the latest after a refusal and
     // a pause.
     store.faults.clear();
-    let ids: Vec<BlockId> = (0..6).map(id).collect();
+    let ids: Vec<BlockId> = (0..if scarce { 3 } else { 6 }).map(id).collect();
     eventually("all is well again", || {
         let device = Device::blank(&setup, &ids);
         for &id in &ids {
@@ -214,10 +250,24 @@ fn damage(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, n: u8, change: im
     }
 }
 
+fn policy() -> impl Strategy<Value = Policy> {
+    prop::sample::select(Policy::ALL.to_vec())
+}
+
 /// Cases of a property: few, as every one opens stores; `PROPTEST_CASES` asks for more.
 fn cases() -> u32 {
     let asked = std::env::var("PROPTEST_CASES");
     asked.ok().and_then(|cases| cases.parse().ok()).unwrap_or(48)
+}
+
+/// A setup of these rows, this medium, and what stands above it.
+fn made(layers_per_shard: u32, medium: Medium, above: Above) -> Setup {
+    Setup {
+        layers_per_shard,
+        medium,
+        above,
+        ..Setup::default()
+    }
 }
 
 proptest! {
@@ -225,18 +275,64 @@ proptest! {
 
     #[test]
     fn direct_rows(acts in prop::collection::vec(act(), 1..30)) {
-        run(3, Io::usual(), &acts);
+        run(made(3, Medium::Posix, Above::Nothing), &acts);
     }
 
     #[test]
     fn layerwise_rows(acts in prop::collection::vec(act(), 1..30)) {
-        run(1, Io::usual(), &acts);
+        run(made(1, Medium::Posix, Above::Nothing), &acts);
+    }
+
+    #[test]
+    fn below_memory_that_has_room(acts in prop::collection::vec(act(), 1..30)) {
+        run(made(3, Medium::Posix, Above::Map(100, WritePolicy::Through)), &acts);
+    }
+
+    #[test]
+    fn below_memory_that_is_too_small(acts in prop::collection::vec(act(), 1..30)) {
+        run(made(1, Medium::Posix, Above::Map(2, WritePolicy::Through)), &acts);
+    }
+
+    #[test]
+    fn written_back_from_memory(acts in prop::collection::vec(act(), 1..30)) {
+        run(made(3, Medium::Posix, Above::Map(2, WritePolicy::Back)), &acts);
+    }
+
+    #[test]
+    fn below_another_root(acts in prop::collection::vec(act(), 1..30)) {
+        run(made(3, Medium::Posix, Above::File), &acts);
+    }
+
+    #[test]
+    fn below_the_memory_tier(acts in prop::collection::vec(act(), 1..30)) {
+        run(made(3, Medium::Posix, Above::Memory(4, WritePolicy::Through)), &acts);
+    }
+
+    #[test]
+    fn written_back_from_the_memory_tier(acts in prop::collection::vec(act(), 1..30)) {
+        run(made(1, Medium::Posix, Above::Memory(4, WritePolicy::Back)), &acts);
+    }
+
+    #[test]
+    fn direct_rows_in_memory(policy in policy(), acts in prop::collection::vec(act(), 1..30)) {
+        run(made(3, Medium::Memory(16, policy), Above::Nothing), &acts);
+    }
+
+    #[test]
+    fn layerwise_rows_in_memory(policy in policy(), acts in prop::collection::vec(act(), 1..30)) {
+        run(made(1, Medium::Memory(16, policy), Above::Nothing), &acts);
+    }
+
+    /// Four slots for six blocks: what was dumped may be gone, and what is a hit is exact.
+    #[test]
+    fn rows_in_too_little_memory(policy in policy(), acts in prop::collection::vec(act(), 1..30)) {
+        run(made(3, Medium::Memory(4, policy), Above::Nothing), &acts);
     }
 
     #[test]
     fn rows_through_a_ring(acts in prop::collection::vec(act(), 1..30)) {
         if Io::Uring.or_skip("rows_through_a_ring") {
-            run(3, Io::Uring, &acts);
+            run(Setup { io: Io::Uring, ..Setup::default() }, &acts);
         }
     }
 }

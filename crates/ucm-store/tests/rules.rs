@@ -7,7 +7,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Device, Setup, Store, directory, eventually, id, ids};
+use common::{Device, MEDIA, Setup, Store, directory, eventually, id, ids, on};
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
@@ -75,20 +75,23 @@ fn a_dump_without_a_slot_is_refused_at_once_and_loads_keep_their_share() {
 
 #[test]
 fn a_load_larger_than_the_arena_streams_through_it() {
-    let dir = directory();
-    let setup = Setup {
-        slots: 4,
-        ..Setup::default()
-    };
-    let store = Store::open(dir.path(), setup.clone());
-    let all = ids(40);
-    let device = Device::filled(&setup, &all);
-    for ids in all.chunks(3) {
-        store.dump(&device, ids).unwrap();
+    for medium in MEDIA {
+        let dir = directory();
+        let setup = Setup {
+            medium,
+            slots: 4,
+            ..Setup::default()
+        };
+        let store = Store::open(dir.path(), setup.clone());
+        let all = ids(40);
+        let device = Device::filled(&setup, &all);
+        for ids in all.chunks(3) {
+            store.dump(&device, ids).unwrap();
+        }
+        let target = Device::blank(&setup, &all);
+        store.load(&target, &all).unwrap();
+        assert!(all.iter().all(|&id| target.is_right(id)));
     }
-    let target = Device::blank(&setup, &all);
-    store.load(&target, &all).unwrap();
-    assert!(all.iter().all(|&id| target.is_right(id)));
 }
 
 #[test]
@@ -170,49 +173,55 @@ fn the_first_failure_ends_a_load_that_still_reads() {
 
 #[test]
 fn a_block_is_published_by_its_last_shard_whoever_brings_it() {
-    let dir = directory();
-    let setup = Setup {
-        layers_per_shard: 1,
-        ..Setup::default()
-    };
-    let store = Store::open(dir.path(), setup.clone());
-    let device = Device::filled(&setup, &ids(1));
-    for shard in [2, 0] {
-        let task = store.engine.dump(vec![device.row(id(0), shard)]).unwrap();
-        store.outcome(&task).unwrap();
-        assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false], "incomplete");
+    for medium in MEDIA {
+        let dir = directory();
+        let setup = Setup {
+            medium,
+            layers_per_shard: 1,
+            ..Setup::default()
+        };
+        let store = Store::open(dir.path(), setup.clone());
+        let device = Device::filled(&setup, &ids(1));
+        for shard in [2, 0] {
+            let task = store.engine.dump(vec![device.row(id(0), shard)]).unwrap();
+            store.outcome(&task).unwrap();
+            assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false], "incomplete");
+        }
+        let last = store.engine.dump(vec![device.row(id(0), 1)]).unwrap();
+        store.outcome(&last).unwrap();
+        assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true]);
+        let direct = on(medium);
+        let whole = Store::open(dir.path(), direct.clone());
+        let target = Device::blank(&direct, &ids(1));
+        whole.load(&target, &ids(1)).unwrap();
+        assert!(
+            target.is_right(id(0)),
+            "how it was dumped is not part of the format"
+        );
     }
-    let last = store.engine.dump(vec![device.row(id(0), 1)]).unwrap();
-    store.outcome(&last).unwrap();
-    assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true]);
-    let direct = Setup::default();
-    let whole = Store::open(dir.path(), direct.clone());
-    let target = Device::blank(&direct, &ids(1));
-    whole.load(&target, &ids(1)).unwrap();
-    assert!(
-        target.is_right(id(0)),
-        "how it was dumped is not part of the format"
-    );
 }
 
 #[test]
 fn an_incomplete_block_is_dropped_at_its_deadline() {
-    let (dir, clock) = (directory(), ManualClock::new());
-    let setup = Setup {
-        layers_per_shard: 1,
-        ..Setup::default()
-    };
-    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
-    let device = Device::filled(&setup, &ids(1));
-    let task = store.engine.dump(vec![device.row(id(0), 0)]).unwrap();
-    store.outcome(&task).unwrap();
-    assert_eq!(store.stat("blocks_in_flight"), 1);
-    clock.advance(Deadlines::default().dump);
-    assert_eq!(
-        (store.stat("blocks_incomplete"), store.stat("blocks_in_flight")),
-        (1, 0)
-    );
-    assert_eq!(store.stat("slots_free"), store.stat("slots"));
+    for medium in MEDIA {
+        let (dir, clock) = (directory(), ManualClock::new());
+        let setup = Setup {
+            medium,
+            layers_per_shard: 1,
+            ..Setup::default()
+        };
+        let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+        let device = Device::filled(&setup, &ids(1));
+        let task = store.engine.dump(vec![device.row(id(0), 0)]).unwrap();
+        store.outcome(&task).unwrap();
+        assert_eq!(store.stat("blocks_in_flight"), 1);
+        clock.advance(Deadlines::default().dump);
+        assert_eq!(
+            (store.stat("blocks_incomplete"), store.stat("blocks_in_flight")),
+            (1, 0)
+        );
+        assert_eq!(store.stat("slots_free"), store.stat("slots"));
+    }
 }
 
 #[test]

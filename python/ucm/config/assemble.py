@@ -115,7 +115,8 @@ def _checked_options(store: str, given: dict[str, Any], where: str, entry: Entry
     if model is None:
         return {}
     try:
-        return model(**given).model_dump()
+        made = model(**given)
+        return {key: getattr(made, key) for key in model.model_fields}
     except ValidationError as error:
         known = {key: Entry(value, entry.origin if entry else where, f"{where}.{key}") for key, value in given.items()}
         raise _config_error(error, known) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ucm.config.model import UcmConfig
+from ucm.config.pipelines import pipeline_problems
 from ucm.config.stores import BUILT_STORES, INSTEAD, WITHOUT_ROOT
 
 
@@ -31,7 +32,11 @@ def _store_problems(config: UcmConfig) -> Iterator[str]:
         what = f"{name} ({stages})" if stages else name
         instead = INSTEAD.get(name, "use UcmPosixStore (storage_backend: posix) on a directory")
         yield f"{what} is not built yet; {instead}"
-    elif name not in WITHOUT_ROOT and not config.storage_backends:
+    elif config.store_pipeline:
+        yield from pipeline_problems(config.store_pipeline, config)
+    elif name in WITHOUT_ROOT:
+        pass
+    elif not config.storage_backends:
         yield (
             "no directory is given to keep blocks in; write storage_backends: /some/directory "
             "(kv_connector_extra_config or file), or set UCM_STORAGE_PATH"

@@ -182,6 +182,13 @@ class ReropeConfig(Section):
     log_scale: Flag = False
 
 
+def _plain(value: Any) -> Any:
+    """A value as it can be written: no object of ours in it."""
+    if isinstance(value, Capacity):
+        return value.bytes if value.bytes is not None else str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
 class StoreSettings(Section):
     """Keys that every store of ucm has."""
 
@@ -205,7 +212,13 @@ class Stage(StoreSettings):
     """One stage of a pipeline, topmost first."""
 
     store: str
+    write_policy: Annotated[Literal["through", "back", "never"], BeforeValidator(_word)] = "through"
     options: dict[str, Any] = Field(default_factory=dict, repr=False)
+
+    def written(self) -> dict[str, Any]:
+        """The stage as it can be written in a configuration: what was given, and the keys only its store has."""
+        given = {key: _plain(getattr(self, key)) for key in self.model_fields_set - {"store", "options"}}
+        return {"type": self.store, **given, **{key: _plain(value) for key, value in self.options.items()}}
 
 
 class UcmConfig(StoreSettings):
@@ -287,6 +300,12 @@ class UcmConfig(StoreSettings):
         """Whether the store is a user's own class rather than one of ucm's."""
         return self.ucm_connector_module_path is not None or self.ucm_connector_name not in KNOWN_STORES
 
+    @property
+    def root(self) -> str | None:
+        """A directory of ours that blocks are kept in; None where there is none, or only the user's store knows it."""
+        of_stages = [root for stage in self.store_pipeline for root in stage.storage_backends]
+        return next(iter([*of_stages, *self.storage_backends]), None)
+
     def origin(self, key: str) -> str:
         """Where the value of ``key`` (dotted) came from; ``default`` when nobody set it."""
         return self._origins.get(key, "default")
@@ -297,14 +316,13 @@ class UcmConfig(StoreSettings):
         One of ucm's stores gets every key it has. A user's own store gets its ``ucm_connector_config`` as written,
         and those keys of ucm's stores that were set outside it.
         """
-        common = {key: getattr(self, key) for key in StoreSettings.model_fields}
-        common["storage_backends"] = list(self.storage_backends)
-        for key, value in common.items():
-            if isinstance(value, Capacity):
-                common[key] = value.bytes if value.bytes is not None else str(value)
+        common = {key: _plain(getattr(self, key)) for key in StoreSettings.model_fields}
         sections = {name: getattr(self, name).model_dump() for name in STORE_SECTIONS}
         if not self.user_store:
-            return {**common, **self.options, **sections}
+            stages = (
+                {"store_pipeline": [stage.written() for stage in self.store_pipeline]} if self.store_pipeline else {}
+            )
+            return {**common, **{key: _plain(value) for key, value in self.options.items()}, **stages, **sections}
         config = dict(self.ucm_connector_config)
         config.update({key: value for key, value in common.items() if self.origin(key) != "default"})
         given = {

@@ -32,6 +32,8 @@ def _sections() -> dict[str, tuple[str, ...]]:
 MAX_CONNECTORS = 8
 #: Section of the model -> its keys.
 SECTIONS: dict[str, tuple[str, ...]] = _sections()
+#: Words of the stage that keeps nothing.
+_NOTHING = frozenset({"empty", "ucmemptystore"})
 #: Keys of the model that are plain values.
 PLAIN_KEYS: frozenset[str] = frozenset(
     set(UcmConfig.model_fields) - set(SECTIONS) - {"ucm_connector_config", "options", "store_pipeline"}
@@ -234,15 +236,31 @@ def _read_pipeline(layer: Layer, value: Any, written: str) -> None:
             f'"{written}" in {layer.source} names stages from top to bottom: write "Cache|Posix", or a list of '
             "{type: ..., path: ...}"
         )
+    words = [str(item["type"]).strip().lower() for item in items]
+    if words == ["cache"]:
+        raise ConfigError(
+            f'"{written}" in {layer.source} is Cache alone, which forgets everything with its processes; write '
+            '"Cache|Posix" with a directory, or "Cache|Empty" if that is meant'
+        )
+    if len(words) > 1 and words[-1] in _NOTHING:
+        items = items[:-1]  # nothing lies below the stage above it
+    if any(word in _NOTHING for word in words[:-1]):
+        raise ConfigError(
+            f'"{written}" in {layer.source} has a stage below Empty, which keeps nothing and passes nothing on; write '
+            "Empty last or leave it out"
+        )
     layer.put("store_pipeline", [_stage(layer, item, f"{written}[{i}]") for i, item in enumerate(items)], written)
 
 
 def _stage(layer: Layer, item: Mapping[str, Any], written: str) -> dict[str, Any]:
     """Keys of one stage as the model wants them."""
     inner = Layer(layer.source)
-    _read(inner, {key: value for key, value in item.items() if key != "type"}, f"{written}.")
+    own = ("type", "write_policy")
+    _read(inner, {key: value for key, value in item.items() if key not in own}, f"{written}.")
     _attach_sections(inner)
     stage: dict[str, Any] = {"store": store_of_word(item["type"], f"{written}.type"), "options": {}}
+    if item.get("write_policy") is not None:
+        stage["write_policy"] = item["write_policy"]
     for key, entry in inner.values.items():
         if key.startswith("options."):
             stage["options"][key.partition(".")[2]] = entry.value

@@ -5,11 +5,11 @@ A store that is built moves its name to :data:`BUILT_STORES`; nothing else here 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ucm.config.sizes import parse_flag, parse_size
+from ucm.config.sizes import Capacity, parse_capacity, parse_flag, parse_size
 
 #: Word of a backend or of a pipeline stage, in lower case -> class name of the store.
 BACKEND_WORDS: dict[str, str] = {
@@ -31,35 +31,51 @@ FOREIGN_STAGES: tuple[str, ...] = ("compress", "delegator", "dram", "yuanrong", 
 
 KNOWN_STORES: frozenset[str] = frozenset(BACKEND_WORDS.values())
 
-BUILT_STORES: frozenset[str] = frozenset({"UcmPosixStore", "UcmEmptyStore", "UcmFakeStore"})
+BUILT_STORES: frozenset[str] = frozenset(
+    {"UcmPosixStore", "UcmNfsStore", "UcmCacheStore", "UcmPipelineStore", "UcmEmptyStore", "UcmFakeStore"}
+)
+
+#: Store that can be a stage of a pipeline -> what the core calls the kind.
+STAGE_KINDS: dict[str, str] = {"UcmCacheStore": "cache", "UcmPosixStore": "posix", "UcmNfsStore": "posix"}
 
 #: Stores that need no directory.
-WITHOUT_ROOT: frozenset[str] = frozenset({"UcmEmptyStore", "UcmFakeStore"})
+WITHOUT_ROOT: frozenset[str] = frozenset({"UcmCacheStore", "UcmEmptyStore", "UcmFakeStore"})
 
 #: What to write today instead of a store that is not built yet.
 INSTEAD: dict[str, str] = {
-    "UcmNfsStore": "use UcmPosixStore (storage_backend: posix) on the mount point of the share",
     "UcmPcStore": "use UcmPosixStore (storage_backend: posix) on the same directory",
-    "UcmCacheStore": "use UcmPosixStore (storage_backend: posix) on a directory",
-    "UcmPipelineStore": "use UcmPosixStore (storage_backend: posix) on the directory of its lowest stage",
     "UcmDs3fsStore": "use UcmPosixStore (storage_backend: posix) on the mount point of 3FS",
     "UcmMooncakeStore": "use UcmPosixStore (storage_backend: posix) on a directory",
     "UcmObjectStore": "use UcmPosixStore (storage_backend: posix) on a directory",
     "UcmRedisStore": "use UcmPosixStore (storage_backend: posix) on a directory",
 }
 
+
+def _cache_size(value: Any) -> int | Capacity:
+    size = parse_capacity(value)
+    return size if size.bytes is None else size.bytes
+
+
+def _lower(value: Any) -> Any:
+    return value.strip().lower().replace("-", "") if isinstance(value, str) else value
+
+
 _Bytes = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
+_CacheSize = Annotated[int | Capacity, BeforeValidator(_cache_size)]
 _Flag = Annotated[bool, BeforeValidator(parse_flag)]
 
 
 class _Options(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True)
 
 
 class CacheOptions(_Options):
     """Keys of the host memory tier."""
 
-    cache_size: _Bytes = 1 << 30
+    #: Bytes of each process, or a share of the machine's memory for all processes of the engine together.
+    cache_size: _CacheSize = 1 << 30
+    #: What goes first when it is full.
+    cache_policy: Annotated[Literal["lru", "s3fifo"], BeforeValidator(_lower)] = "lru"
 
 
 class FakeOptions(_Options):

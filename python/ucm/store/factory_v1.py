@@ -122,5 +122,8 @@ def _classes(module: Any) -> list[str]:
 
 
 UcmConnectorFactoryV1.register_connector("UcmPosixStore", "ucm.store.posix.connector", "UcmPosixStore")
+UcmConnectorFactoryV1.register_connector("UcmNfsStore", "ucm.store.nfs.connector", "UcmNfsStore")
+UcmConnectorFactoryV1.register_connector("UcmCacheStore", "ucm.store.cache.connector", "UcmCacheStore")
+UcmConnectorFactoryV1.register_connector("UcmPipelineStore", "ucm.store.pipeline.connector", "UcmPipelineStore")
 UcmConnectorFactoryV1.register_connector("UcmEmptyStore", "ucm.store.empty.connector", "UcmEmptyStore")
 UcmConnectorFactoryV1.register_connector("UcmFakeStore", "ucm.store.fake.connector", "UcmFakeStore")

@@ -22,6 +22,9 @@ from ucm.store.tensors import address_of
 #: ``"published"``: visible to others and survives this process. ``"staged"``: device memory may be reused.
 Until = Literal["staged", "published"]
 
+#: How soon a prefetched block will be asked for, the soonest first.
+Priority = Literal["urgent", "next_batch", "normal", "speculative"]
+
 
 class Task:
     """A load or dump under way. Stores may subclass it or hand out any object of their own."""
@@ -116,8 +119,20 @@ class UcmKVStoreBaseV1(ABC):
         measured for each. Empty where it makes no difference. Asked after a lookup; must be as quick."""
         return ""
 
-    def prefetch(self, block_ids: Sequence[bytes]) -> None:
-        """A hint that these blocks will be asked for; may be ignored."""
+    def prefetch(self, block_ids: Sequence[bytes], priority: Priority = "normal") -> int | None:
+        """A hint that these blocks will be asked for; may be ignored.
+
+        A store with stages brings them into its upper ones, the most urgent first and after all loads, unless they are
+        ``"urgent"``. It answers how many it has taken on, those included that were waiting already; what finds no place
+        in the queue is dropped. Without an upper stage nothing is done and the answer is 0, here None.
+        """
+        del block_ids, priority
+        return None
+
+    def cancel_prefetch(self, block_ids: Sequence[bytes]) -> int:
+        """These blocks need not be brought up any more; counts those that were still waiting."""
+        del block_ids
+        return 0
 
     def describe(
         self,
@@ -260,4 +275,4 @@ def _mark(task: Any) -> None:
         pass
 
 
-__all__ = ["BusyError", "ClosedError", "Task", "UcmKVStoreBaseV1", "Until"]
+__all__ = ["BusyError", "ClosedError", "Priority", "Task", "UcmKVStoreBaseV1", "Until"]

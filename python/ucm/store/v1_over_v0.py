@@ -35,7 +35,7 @@ from ucm.errors import (
 )
 from ucm.store.shape import BlockShape
 from ucm.store.ucmstore import DUPLICATE_KEY, OK, UcmKVStoreBase
-from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1, Until
+from ucm.store.ucmstore_v1 import Priority, UcmKVStoreBaseV1, Until
 from ucm.store.v0_tasks import Lane, V0Task
 
 #: Blocks whose shards are still to come, at one time.
@@ -114,7 +114,7 @@ class V1OverV0(UcmKVStoreBaseV1):
         """Whether the V0 store has each block."""
         return [bool(found) for found in self.v0.lookup(_names(block_ids))]
 
-    def prefetch(self, block_ids: Sequence[bytes], priority: str = "normal") -> None:
+    def prefetch(self, block_ids: Sequence[bytes], priority: Priority = "normal") -> None:
         """Passed on; V0 knows no priorities."""
         del priority
         self.v0.prefetch(_names(block_ids))

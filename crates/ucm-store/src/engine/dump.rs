@@ -222,7 +222,7 @@ impl Core {
         let result = match result {
             Ok(Written::Unsound(reason)) => {
                 self.healthy();
-                Err(self.refuse(assembly.id, reason))
+                Err(self.refuse(assembly.id, None, reason))
             }
             result => result,
         };

@@ -11,7 +11,7 @@ use crate::backend::{Quarantined, ReadDone};
 use crate::events::Level;
 use crate::evidence::is_damage;
 use crate::health::Change;
-use crate::record::{Expect, verify};
+use crate::record::{Expect, RecordHeader, verify};
 use crate::stats::Stats;
 
 impl Core {
@@ -49,7 +49,12 @@ impl Core {
         // Each stuck operation may hold a slot: half of them is too many. One slot: opened for lookups only.
         let of_slots = if slots < 4 { usize::MAX } else { slots / 2 + 1 };
         let (io, copies) = (self.backend.stuck(), self.copies.stuck());
-        (io >= self.breaker.max_stuck().min(of_slots) || copies >= COPY_REPLACEMENTS).then(|| {
+        // A composition switches its stages off one by one; what is left to judge here is how many slots are lost.
+        let of_threads = match self.backend.health() {
+            Some(_) => usize::MAX,
+            None => self.breaker.max_stuck(),
+        };
+        (io >= of_threads.min(of_slots) || copies >= COPY_REPLACEMENTS).then(|| {
             Error::new(ErrorKind::Timeout, "too many operations never returned")
                 .with("stuck", io + copies)
                 .with("slots", slots)
@@ -93,8 +98,11 @@ impl Core {
         }
     }
 
-    /// An operation failed; opens the breaker when the medium is to blame.
+    /// An operation failed; opens the breaker when the medium is to blame. A composition judged it already.
     pub(super) fn observe(&self, error: &Error) {
+        if self.backend.health().is_some() {
+            return self.breaker.undecided(self.clock.now());
+        }
         self.change(self.breaker.failure(error, self.clock.now()), Some(error));
     }
 
@@ -117,18 +125,32 @@ impl Core {
     }
 
     /// Judges what was read: why it is not the record asked for, if so.
-    pub(super) fn verify(&self, id: BlockId, read: &ReadDone) -> std::result::Result<(), MissReason> {
+    pub(super) fn verify(&self, id: BlockId, read: &ReadDone) -> Result<RecordHeader, MissReason> {
         let expect = Expect {
             id,
             namespace: *self.identity.digest(),
             part: self.part,
             layout: &self.layout,
         };
-        verify(&read.slot.as_slice()[..read.read], read.stored_len, &expect).map(|_| ())
+        verify(&read.slot.as_slice()[..read.read], read.stored_len, &expect)
     }
 
-    /// Remembers that a record is not what it should be; the answer is the error for those who wanted it.
-    pub(super) fn refuse(self: &Arc<Self>, id: BlockId, reason: MissReason) -> Error {
+    /// Remembers that a record is not what it should be, in the last stage that had it (`None`: where it was just
+    /// written); the answer is the error for those who wanted it.
+    pub(super) fn refuse(self: &Arc<Self>, id: BlockId, stage: Option<usize>, reason: MissReason) -> Error {
+        let error = self.refuse_id(id, reason);
+        Stats::add(&self.stats.records_refused, 1);
+        let name = reason.name();
+        self.say(
+            Level::Warning,
+            format!("record {id} was refused ({name}) and will be recomputed"),
+        );
+        self.set_aside(id, stage, reason);
+        error
+    }
+
+    /// The same where the copy itself was told of and set aside before.
+    pub(super) fn refuse_id(&self, id: BlockId, reason: MissReason) -> Error {
         self.stats.misses.add(reason, 1);
         let kind = match reason {
             MissReason::ForeignId
@@ -140,22 +162,32 @@ impl Core {
             _ => ErrorKind::Corrupt,
         };
         self.refused.add(id, reason);
+        Error::new(kind, "the stored record is not what it should be").with("reason", reason.name())
+    }
+
+    /// The copy of one stage is not what it should be; a lower stage is asked instead.
+    pub(super) fn discard(self: &Arc<Self>, id: BlockId, stage: usize, reason: MissReason) {
         Stats::add(&self.stats.records_refused, 1);
         let name = reason.name();
         self.say(
             Level::Warning,
-            format!("record {id} was refused ({name}) and will be recomputed"),
+            format!("a copy of record {id} was refused ({name}); another tier is asked for it"),
         );
-        if is_damage(reason) {
-            let core = Arc::downgrade(self);
-            let done = Box::new(move |ended| {
-                if let Some(core) = core.upgrade() {
-                    core.quarantined(id, name, ended);
-                }
-            });
-            self.backend.quarantine(id, done);
+        self.set_aside(id, Some(stage), reason);
+    }
+
+    fn set_aside(self: &Arc<Self>, id: BlockId, stage: Option<usize>, reason: MissReason) {
+        let (core, name) = (Arc::downgrade(self), reason.name());
+        let done = Box::new(move |ended| {
+            if let Some(core) = core.upgrade() {
+                core.quarantined(id, name, ended);
+            }
+        });
+        match stage {
+            Some(stage) => self.backend.discard(stage, id, is_damage(reason), done),
+            None if is_damage(reason) => self.backend.quarantine(id, done),
+            None => {}
         }
-        Error::new(kind, "the stored record is not what it should be").with("reason", name)
     }
 
     /// Evidence of damage was kept or not. Too much of it speaks against the medium.
@@ -171,6 +203,9 @@ impl Core {
             }
             Ok(Quarantined::Stopped) => {
                 Stats::add(&self.stats.quarantine_stopped, 1);
+                if self.backend.health().is_some() {
+                    return; // the stage it came from is off, and the others are not
+                }
                 let sick = Error::new(ErrorKind::Corrupt, "too many damaged records in a minute");
                 self.change(self.breaker.hold(self.clock.now()), Some(&sick));
             }

@@ -4,56 +4,32 @@
 //! slot, then *scattering*, then done. At the first failure all blocks still reading are put to death, so that no
 //! byte reaches the device after the load was reported (rule 1). Loads of one block by several tasks join one read.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
-use ucm_device::{DeviceSpan, Slot};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_device::DeviceSpan;
 use ucm_infra::{BlockState, Killed, LoadGate, Mono};
 
 use super::guard::reason_of;
+use super::reads::MAX_PENDING;
 use super::task::{Task, TaskState};
 use super::{Core, Row};
-use crate::backend::ReadDone;
-use crate::evidence::is_damage;
 use crate::stats::Stats;
 
-/// Most reads handed to the backend at once; the others wait here, where no queue is full.
-const READS_AT_ONCE: usize = 1024;
-/// Most blocks waiting for a slot; a load that would make them more is refused.
-const MAX_PENDING: usize = limits::MAX_IDS_PER_CALL;
-
 /// The rows of one block in one load.
-struct BlockRows {
-    id: BlockId,
+pub(super) struct BlockRows {
+    pub(super) id: BlockId,
     rows: BlockRowList,
 }
 
 pub(super) struct LoadTask {
-    state: Arc<TaskState>,
-    blocks: Vec<BlockRows>,
+    pub(super) state: Arc<TaskState>,
+    pub(super) blocks: Vec<BlockRows>,
     gate: LoadGate,
     /// Why the blocks were put to death, for those that did not fail themselves.
     cause: Mutex<Option<Error>>,
-}
-
-/// Reads under way or waiting for a slot, with the (task, block index) pairs that joined them.
-#[derive(Default)]
-pub(super) struct Reads {
-    waiters: HashMap<BlockId, Vec<(Arc<LoadTask>, usize)>>,
-    /// Blocks waiting for a slot, oldest first.
-    pending: VecDeque<BlockId>,
-    /// Reads with the backend now.
-    running: usize,
-    /// A thread is starting reads.
-    pumping: bool,
-}
-
-impl Reads {
-    pub(super) fn queued(&self) -> usize {
-        self.pending.len()
-    }
 }
 
 /// The rows of one block: (row number, shard, device pieces).
@@ -129,25 +105,6 @@ impl Core {
         }
     }
 
-    /// Joins reads under way or queues new ones; false if that would be too many.
-    fn enqueue(&self, task: &Arc<LoadTask>) -> bool {
-        let mut reads = self.reads.lock();
-        if reads.pending.len() + task.blocks.len() > MAX_PENDING {
-            return false;
-        }
-        for (index, block) in task.blocks.iter().enumerate() {
-            let waiter = (Arc::clone(task), index);
-            if let Some(waiters) = reads.waiters.get_mut(&block.id) {
-                waiters.push(waiter);
-                Stats::add(&self.stats.loads_joined, 1);
-            } else {
-                reads.waiters.insert(block.id, vec![waiter]);
-                reads.pending.push_back(block.id);
-            }
-        }
-        true
-    }
-
     /// A task is past its deadline: what it still reads is put to death.
     fn expire_load(self: &Arc<Self>, task: &Arc<LoadTask>) {
         let reading = |index| task.gate.state(index) == Some(BlockState::Reading);
@@ -164,130 +121,15 @@ impl Core {
 
     /// Ends every load that still reads, because the engine is closed.
     pub(super) fn end_loads(self: &Arc<Self>) {
-        let waiters = {
-            let mut reads = self.reads.lock();
-            reads.pending.clear();
-            std::mem::take(&mut reads.waiters)
-        };
-        for (task, _) in waiters.into_values().flatten() {
+        let waiters = self.reads.lock().take_waiters();
+        for (task, _) in waiters {
             self.end_load(&task, Error::new(ErrorKind::Closed, "the store is closed"));
         }
     }
 
-    /// Starts waiting reads while slots are free; drops those that nobody waits for any more. One thread pumps at a
-    /// time: a call from inside (an operation that failed at once) or beside has nothing to do, because that thread
-    /// looks again, under the lock, before it stops.
-    pub(super) fn pump(self: &Arc<Self>) {
-        if std::mem::replace(&mut self.reads.lock().pumping, true) {
-            return;
-        }
-        while let Some((id, slot, deadline)) = self.next_read() {
-            let core = Arc::clone(self);
-            let done = Box::new(move |result| core.read_done(id, false, deadline, result));
-            self.backend.read(id, slot, false, deadline, done);
-        }
-    }
-
-    /// The next read that can start; `None` ends the pumping.
-    fn next_read(&self) -> Option<(BlockId, Slot, Mono)> {
-        let mut reads = self.reads.lock();
-        loop {
-            let Some(&id) = reads.pending.front() else {
-                reads.pumping = false;
-                return None;
-            };
-            let waiters = reads.waiters.entry(id).or_default();
-            waiters.retain(|(task, _)| !task.state.is_finished());
-            let Some(deadline) = waiters.iter().map(|(task, _)| task.state.deadline).max() else {
-                reads.pending.pop_front();
-                reads.waiters.remove(&id);
-                continue;
-            };
-            let room = reads.running < READS_AT_ONCE;
-            if let Some(slot) = room.then(|| self.slots.try_acquire()).flatten() {
-                reads.pending.pop_front();
-                reads.running += 1;
-                return Some((id, slot, deadline));
-            }
-            reads.pumping = false;
-            return None;
-        }
-    }
-
-    fn read_done(self: &Arc<Self>, id: BlockId, again: bool, deadline: Mono, result: Result<ReadDone>) {
-        let outcome = match result {
-            Err(error) if error.kind() == ErrorKind::Foreign => {
-                self.healthy();
-                Err(self.refuse(id, MissReason::IoError).caused_by(error))
-            }
-            Err(error) => Err(error),
-            Ok(read) => {
-                self.healthy();
-                match self.verify(id, &read) {
-                    Ok(()) => Ok(read.slot),
-                    Err(reason) if is_damage(reason) && !again => {
-                        // The medium or the way from it? A second read past every cache tells.
-                        Stats::add(&self.stats.second_reads, 1);
-                        let core = Arc::clone(self);
-                        let done = Box::new(move |result| core.read_done(id, true, deadline, result));
-                        return self.backend.read(id, read.slot, true, deadline, done);
-                    }
-                    Err(reason) => Err(self.refuse(id, reason)),
-                }
-            }
-        };
-        let late = |error: &Error| error.kind() == ErrorKind::Timeout;
-        let waiters = self.end_read(id, outcome.as_ref().is_err_and(late).then_some(deadline));
-        let outcome = outcome.map_err(|error| self.judge_failure(&waiters, error));
-        match outcome {
-            Ok(slot) => {
-                let scattered =
-                    |(task, index): &(Arc<LoadTask>, usize)| self.scatter(task, *index, slot.as_slice());
-                let over: Vec<_> = waiters.into_iter().filter(scattered).collect();
-                drop(slot); // whoever learns that its load is over finds the slot free
-                over.iter().for_each(|(task, _)| self.report(task));
-            }
-            Err(error) => {
-                for (task, index) in waiters {
-                    self.fail_block(&task, index, error.clone());
-                }
-            }
-        }
-        self.pump(); // one read less is running
-    }
-
-    /// Takes a read off the list, with those who wait for it. If it was late by `deadline`, loads that have more time
-    /// get a read of their own.
-    fn end_read(&self, id: BlockId, deadline: Option<Mono>) -> Vec<(Arc<LoadTask>, usize)> {
-        let mut reads = self.reads.lock();
-        reads.running -= 1;
-        let waiters = reads.waiters.remove(&id).unwrap_or_default();
-        let has_time = |(task, _): &(Arc<LoadTask>, usize)| {
-            deadline.is_some_and(|late| task.state.deadline > late && !task.state.is_finished())
-        };
-        let (more, over): (Vec<_>, Vec<_>) = waiters.into_iter().partition(has_time);
-        if !more.is_empty() {
-            reads.waiters.insert(id, more);
-            reads.pending.push_back(id);
-        }
-        over
-    }
-
-    /// What a failed read says: of this record, of the medium, or nothing. A late one is judged with its load.
-    fn judge_failure(&self, waiters: &[(Arc<LoadTask>, usize)], error: Error) -> Error {
-        match error.kind() {
-            ErrorKind::Corrupt | ErrorKind::Foreign => return error, // refused, and the medium did answer
-            ErrorKind::Timeout if waiters.iter().all(|(task, _)| task.state.is_finished()) => return error,
-            ErrorKind::Timeout => {}
-            _ => self.observe(&error),
-        }
-        self.stats.misses.add(reason_of(&error), 1);
-        error
-    }
-
     /// Copies one verified block to the device, if the task still wants it. True if that ended the load: the caller
     /// reports it.
-    fn scatter(&self, task: &LoadTask, index: usize, record: &[u8]) -> bool {
+    pub(super) fn scatter(&self, task: &LoadTask, index: usize, record: &[u8]) -> bool {
         if !task.gate.begin_scatter(index) {
             return false;
         }
@@ -318,7 +160,7 @@ impl Core {
     }
 
     /// A read failed: that is this block's own failure if it was still wanted, and the end of the load.
-    fn fail_block(self: &Arc<Self>, task: &Arc<LoadTask>, index: usize, error: Error) {
+    pub(super) fn fail_block(self: &Arc<Self>, task: &Arc<LoadTask>, index: usize, error: Error) {
         let killed = task.gate.kill(index);
         if killed.count == 0 {
             return; // put to death before, or of a load that is over
@@ -357,7 +199,7 @@ impl Core {
     }
 
     /// Runs once per load: names the rows that were put to death, then lets the waiters go.
-    fn report(&self, task: &LoadTask) {
+    pub(super) fn report(&self, task: &LoadTask) {
         let cause = task.cause.lock().clone();
         let cause = cause.unwrap_or_else(|| Error::internal("a load ended without a cause"));
         let mut lost = 0;

@@ -12,7 +12,9 @@ mod dump;
 mod guard;
 mod load;
 mod lookup;
+mod reads;
 mod refused;
+mod report;
 mod task;
 
 use std::ops::Deref;
@@ -26,8 +28,8 @@ use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result, limi
 use ucm_device::{Device, DeviceSpan, HostArena, SlotPool, Stream};
 use ucm_infra::{Clock, IdSet, Lane, Mono, WorkerPool};
 
-use crate::backend::{Backend, Early};
-use crate::events::{Event, Events};
+use crate::backend::{Backend, Early, Priority};
+use crate::events::Events;
 use crate::health::Breaker;
 use crate::record::RecordLayout;
 use crate::stats::Stats;
@@ -74,7 +76,7 @@ pub struct Core {
     slots: Arc<SlotPool>,
     reserved_slots: usize,
     copies: Arc<WorkerPool>,
-    reads: Mutex<load::Reads>,
+    reads: Mutex<reads::Reads>,
     assemblies: assembly::Assemblies,
     open_tasks: Arc<OpenTasks>,
     /// Copies from the device that are queued or running, and how many there may be.
@@ -256,6 +258,25 @@ impl Core {
         Ok(())
     }
 
+    /// These blocks will be asked for: brings them into the upper stages of a pipeline, when nothing more urgent is to
+    /// be done. The answer counts those taken on; without an upper stage that is none.
+    pub fn prefetch(&self, ids: &[BlockId], priority: Priority) -> Result<usize> {
+        self.usable()?;
+        if ids.len() > limits::MAX_IDS_PER_CALL {
+            return Err(Error::invalid("too many ids in one call").with("ids", ids.len()));
+        }
+        if !self.ready.load(Ordering::Acquire) {
+            return Ok(0);
+        }
+        Ok(self.backend.prefetch(ids, priority))
+    }
+
+    /// These blocks need not be prefetched any more; counts those that were still waiting.
+    pub fn cancel_prefetch(&self, ids: &[BlockId]) -> Result<usize> {
+        self.usable()?;
+        Ok(self.backend.cancel_prefetch(ids))
+    }
+
     /// What became readable for this process before others can see it, and what no longer is, since the last call.
     pub fn early(&self) -> Result<Early> {
         self.usable()?;
@@ -266,50 +287,6 @@ impl Core {
     pub fn free_dump_slots(&self) -> usize {
         self.drop_incomplete(self.clock.now());
         self.slots.available().saturating_sub(self.reserved_slots)
-    }
-
-    /// Counters, histograms and gauges as one JSON object.
-    pub fn stats(&self) -> serde_json::Value {
-        self.drop_incomplete(self.clock.now());
-        let mut json = self.stats.to_json();
-        let usage = self.backend.usage();
-        let (records_removed, bytes_removed, blocks_touched) = self.backend.removed();
-        let gauges = [
-            ("records_removed", records_removed),
-            ("bytes_removed", bytes_removed),
-            ("blocks_touched", blocks_touched),
-            ("storage_used_bytes", usage.used),
-            ("storage_capacity_bytes", usage.capacity),
-            ("storage_records", usage.records),
-            ("storage_counted", u64::from(usage.counted)),
-            ("storage_collector", u64::from(usage.collector)),
-            ("storage_paused", u64::from(usage.paused)),
-            ("slots", self.slots.capacity() as u64),
-            ("slots_free", self.slots.available() as u64),
-            ("slot_bytes", self.layout.record_len() as u64),
-            ("loads_queued", self.reads.lock().queued() as u64),
-            ("blocks_in_flight", self.assemblies.lock().len() as u64),
-            (
-                "workers_stuck",
-                (self.backend.stuck() + self.copies.stuck()) as u64,
-            ),
-            ("refused_now", self.refused.len() as u64),
-            (
-                "healthy",
-                u64::from(self.ready.load(Ordering::Acquire) && self.breaker.is_closed()),
-            ),
-        ];
-        if let Some(map) = json.as_object_mut() {
-            map.extend(gauges.map(|(name, value)| (name.to_owned(), value.into())));
-        }
-        json
-    }
-
-    /// Messages for the log since the last call; none in a forked child.
-    pub fn events(&self) -> Vec<Event> {
-        self.check_process()
-            .map(|()| self.events.drain())
-            .unwrap_or_default()
     }
 
     /// The engine's clock, for waiting on its tasks.

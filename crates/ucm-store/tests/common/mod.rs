@@ -4,7 +4,9 @@
 #![allow(dead_code, reason = "each test file uses its part of this")]
 
 pub(crate) mod bench;
+pub(crate) mod map;
 pub(crate) mod mount;
+pub(crate) mod pages;
 pub(crate) mod shared;
 
 use std::collections::BTreeMap;
@@ -21,16 +23,57 @@ use ucm_io::{
     Fault, FaultyEngine, Gate, IoEngine, OpKind, Process, PsyncEngine, PsyncOptions, Rule, UringEngine,
     UringOptions,
 };
+use ucm_store::backend::Backend;
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
+use ucm_store::memory::{MemoryBackend, MemoryConfig, Policy};
 use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
 use ucm_store::space::{Capacity, Rules};
+use ucm_store::tiers::{StageConfig, Tiers, TiersConfig, WritePolicy};
+
+use map::{MapBackend, MapStage};
+
+/// What stands above the root of a store.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Above {
+    Nothing,
+    /// A map of so many records; how the root below is written.
+    Map(usize, WritePolicy),
+    /// Memory for so many records; how the root below is written.
+    Memory(u64, WritePolicy),
+    /// Another root beside it, on an engine of its own.
+    File,
+}
+
+/// What a test's store keeps its records on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Medium {
+    /// Files below the test's directory.
+    Posix,
+    /// Memory for so many records, announced below the test's directory.
+    Memory(u64, Policy),
+}
+
+/// What tests that need no faults of files run over.
+pub(crate) const MEDIA: [Medium; 2] = [Medium::Posix, Medium::Memory(64, Policy::Lru)];
+
+/// A store on this.
+pub(crate) fn on(medium: Medium) -> Setup {
+    Setup {
+        medium,
+        ..Setup::default()
+    }
+}
 
 /// How a test wants its store.
 #[derive(Clone)]
 pub(crate) struct Setup {
+    pub(crate) above: Above,
+    /// The breaker of each stage of a pipeline.
+    pub(crate) stage_breaker: BreakerConfig,
+    pub(crate) medium: Medium,
     pub(crate) tensors: Vec<u64>,
     pub(crate) layers: u32,
     pub(crate) layers_per_shard: u32,
@@ -96,7 +139,18 @@ impl Io {
 
 impl Default for Setup {
     fn default() -> Self {
+        let never = BreakerConfig {
+            threshold: u32::MAX,
+            cool_down: Duration::from_secs(1),
+            window: Duration::from_secs(60),
+            max_stuck: usize::MAX,
+        };
         Self {
+            above: std::env::var("UCM_TEST_ABOVE").map_or(Above::Nothing, |records| {
+                Above::Map(records.parse().unwrap(), WritePolicy::Through)
+            }),
+            stage_breaker: never,
+            medium: Medium::Posix,
             tensors: vec![96, 32],
             layers: 3,
             layers_per_shard: 3,
@@ -114,12 +168,7 @@ impl Default for Setup {
                 lookup: Duration::from_secs(20),
                 ..Deadlines::default()
             },
-            breaker: BreakerConfig {
-                threshold: u32::MAX,
-                cool_down: Duration::from_secs(1),
-                window: Duration::from_secs(60),
-                max_stuck: usize::MAX,
-            },
+            breaker: never,
             quarantine: QuarantineConfig::default(),
             paranoid: false,
             lookup_only: false,
@@ -137,6 +186,11 @@ pub(crate) struct Store {
     pub(crate) faults: Arc<FaultyEngine>,
     pub(crate) setup: Setup,
     pub(crate) root: PathBuf,
+    /// The map above the root, and the faults of the root above it.
+    pub(crate) map: Option<Arc<MapBackend>>,
+    pub(crate) upper: Option<Arc<FaultyEngine>>,
+    /// The memory tier, if that is the backend or stands above it.
+    pub(crate) memory: Option<Arc<MemoryBackend>>,
     /// Where operations hang.
     gates: Mutex<Vec<Gate>>,
 }
@@ -146,9 +200,45 @@ impl Drop for Store {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.faults.clear();
+            self.upper.iter().for_each(|upper| upper.clear());
             self.gates.get_mut().drain(..).for_each(|gate| gate.open());
         }
     }
+}
+
+fn times(faults: &FaultyEngine, kind: OpKind, file: &PathBuf) -> usize {
+    let log = faults.log();
+    log.iter()
+        .filter(|seen| seen.kind == kind && seen.paths.contains(file))
+        .count()
+}
+
+fn in_memory(
+    root: &Path,
+    setup: &Setup,
+    records: u64,
+    policy: Policy,
+    clock: &Arc<dyn Clock>,
+) -> ucm_core::Result<Arc<MemoryBackend>> {
+    let config = MemoryConfig {
+        policy,
+        registry: Some(root.join("regions")),
+        ..memory_config(setup, (!setup.lookup_only).then_some(records))
+    };
+    Ok(Arc::new(MemoryBackend::new(config, Arc::clone(clock))?))
+}
+
+/// Where the root above another one lies: beside it, so a test that has one opens a directory below its own.
+pub(crate) fn above(root: &Path) -> PathBuf {
+    root.with_extension("above")
+}
+
+fn engine(setup: &Setup, clock: &Arc<dyn Clock>) -> Arc<FaultyEngine> {
+    let options = PsyncOptions {
+        clock: Arc::clone(clock),
+        ..PsyncOptions::with_workers(setup.workers)
+    };
+    FaultyEngine::new(setup.io.engine(options), Arc::clone(clock), 1)
 }
 
 pub(crate) fn identity(weights: &str) -> Identity {
@@ -159,6 +249,52 @@ pub(crate) fn identity(weights: &str) -> Identity {
          \"decode_context_parallel\":1}}"
     );
     Identity::parse(&text).unwrap()
+}
+
+/// The sizes of the blocks of a test and of their records.
+pub(crate) fn shape(setup: &Setup) -> (Geometry, RecordLayout) {
+    let geometry = Geometry::new(setup.tensors.clone(), setup.layers, setup.layers_per_shard).unwrap();
+    let record = RecordLayout::new(&geometry).describing(16, DType::F32);
+    (geometry, record)
+}
+
+/// A memory tier for so many records of a test.
+pub(crate) fn memory_config(setup: &Setup, records: Option<u64>) -> MemoryConfig {
+    let record = shape(setup).1;
+    let bytes = |records| records * (record.record_len().next_multiple_of(4096) as u64 + 64) + 3 * 4096;
+    let capacity = records.map(bytes).and_then(std::num::NonZeroU64::new);
+    MemoryConfig::new(identity(setup.weights), setup.part, record, capacity)
+}
+
+fn posix(
+    root: &Path,
+    setup: &Setup,
+    identity: &Identity,
+    writer: u64,
+    faults: &Arc<FaultyEngine>,
+    clock: &Arc<dyn Clock>,
+) -> ucm_core::Result<PosixBackend> {
+    let (geometry, record) = shape(setup);
+    let posix = PosixConfig {
+        root: root.to_owned(),
+        identity: identity.clone(),
+        labels: BTreeMap::new(),
+        part: setup.part,
+        geometry,
+        record,
+        direct: false,
+        lookup_only: setup.lookup_only,
+        capacity: setup
+            .capacity
+            .and_then(std::num::NonZeroU64::new)
+            .map(Capacity::Bytes),
+        rules: setup.rules,
+        process: setup.process.clone(),
+        writer,
+        modes: setup.modes,
+        quarantine: setup.quarantine,
+    };
+    PosixBackend::new(posix, Arc::clone(faults) as Arc<dyn IoEngine>, Arc::clone(clock))
 }
 
 impl Store {
@@ -191,44 +327,65 @@ impl Store {
         rules: Vec<Rule>,
         counted: bool,
     ) -> ucm_core::Result<Self> {
-        let options = PsyncOptions {
-            clock: Arc::clone(&clock),
-            ..PsyncOptions::with_workers(setup.workers)
-        };
-        let io = setup.io.engine(options);
-        let faults = FaultyEngine::new(io, Arc::clone(&clock), 1);
+        let faults = engine(&setup, &clock);
         for rule in rules {
             faults.add(rule)?;
         }
-        let geometry = Geometry::new(setup.tensors.clone(), setup.layers, setup.layers_per_shard).unwrap();
-        let record = RecordLayout::new(&geometry).describing(16, DType::F32);
+        let (geometry, record) = shape(&setup);
         let record_len = record.record_len() as u64;
         let identity = identity(setup.weights);
         let writer = ucm_store::random_u64();
-        let posix = PosixConfig {
-            root: root.to_owned(),
-            identity: identity.clone(),
-            labels: BTreeMap::new(),
-            part: setup.part,
-            geometry: geometry.clone(),
-            record,
-            direct: false,
-            lookup_only: setup.lookup_only,
-            capacity: setup
-                .capacity
-                .and_then(std::num::NonZeroU64::new)
-                .map(Capacity::Bytes),
-            rules: setup.rules,
-            process: setup.process.clone(),
-            writer,
-            modes: setup.modes,
-            quarantine: setup.quarantine,
+        let mut memory = None;
+        let lower: Arc<dyn Backend> = match setup.medium {
+            Medium::Posix => Arc::new(posix(root, &setup, &identity, writer, &faults, &clock)?),
+            Medium::Memory(records, policy) => {
+                let backend = in_memory(root, &setup, records, policy, &clock)?;
+                Arc::clone(memory.insert(backend)) as Arc<dyn Backend>
+            }
         };
-        let backend = PosixBackend::new(
-            posix,
-            Arc::clone(&faults) as Arc<dyn IoEngine>,
-            Arc::clone(&clock),
-        )?;
+        let (mut map, mut upper) = (None, None);
+        let above: Option<(Arc<dyn Backend>, WritePolicy)> = match setup.above {
+            Above::Nothing => None,
+            Above::Map(records, policy) => {
+                let made = map.insert(MapBackend::new(records));
+                Some((Arc::new(MapStage(Arc::clone(made))), policy))
+            }
+            Above::Memory(records, policy) => {
+                let made = in_memory(root, &setup, records, Policy::default(), &clock)?;
+                Some((Arc::clone(memory.insert(made)) as Arc<dyn Backend>, policy))
+            }
+            Above::File => {
+                let io = upper.insert(engine(&setup, &clock));
+                for dir in [root, &above(root)] {
+                    std::fs::create_dir_all(dir).unwrap();
+                }
+                Some((
+                    Arc::new(posix(&above(root), &setup, &identity, writer, io, &clock)?),
+                    WritePolicy::Through,
+                ))
+            }
+        };
+        let backend = match above {
+            None => lower,
+            Some((top, policy)) => {
+                let stage = |backend, policy| StageConfig {
+                    backend,
+                    policy,
+                    max_stuck: setup.stage_breaker.max_stuck,
+                };
+                let tiers = TiersConfig {
+                    stages: vec![stage(top, WritePolicy::Through), stage(lower, policy)],
+                    record: record.clone(),
+                    identity: identity.clone(),
+                    part: setup.part,
+                    breaker: setup.stage_breaker,
+                    probe: setup.deadlines.probe,
+                    copy: setup.deadlines.dump,
+                    spare_slots: 8,
+                };
+                Arc::new(Tiers::new(tiers, Arc::clone(&clock))?)
+            }
+        };
         let config = EngineConfig {
             geometry,
             identity,
@@ -250,12 +407,15 @@ impl Store {
             Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,
             None => Arc::new(HostDevice::new()),
         };
-        let engine = Engine::open(config, Arc::new(backend), device, clock)?;
+        let engine = Engine::open(config, backend, device, clock)?;
         let store = Self {
             engine,
             faults,
             setup,
             root: root.to_owned(),
+            map,
+            upper,
+            memory,
             gates: Mutex::default(),
         };
         // So that faults and counts of a test see its own operations only, not those of the first count.
@@ -265,9 +425,29 @@ impl Store {
         Ok(store)
     }
 
+    /// The map above the root.
+    pub(crate) fn map(&self) -> &MapBackend {
+        self.map.as_ref().unwrap()
+    }
+
+    /// What a stage of a pipeline counted.
+    pub(crate) fn tier(&self, stage: usize, name: &str) -> u64 {
+        let value = self.engine.stats()["tiers"][stage][name].clone();
+        value.as_u64().or(value.as_bool().map(u64::from)).unwrap()
+    }
+
+    /// The file of a block in the root above.
+    pub(crate) fn upper_file(&self, id: BlockId) -> PathBuf {
+        self.file_below(&above(&self.root), id)
+    }
+
     /// The file of a block.
     pub(crate) fn file(&self, id: BlockId) -> PathBuf {
-        let namespace = self.root.join(identity(self.setup.weights).namespace());
+        self.file_below(&self.root, id)
+    }
+
+    fn file_below(&self, root: &Path, id: BlockId) -> PathBuf {
+        let namespace = root.join(identity(self.setup.weights).namespace());
         namespace
             .join("blocks")
             .join(format!("{:02x}", id.0[0]))
@@ -281,19 +461,26 @@ impl Store {
 
     /// From now on operations of this kind hang before they begin, until the gate is opened.
     pub(crate) fn hang(&self, kind: OpKind) -> Gate {
+        let gate = self.gate();
+        self.fault(Rule::on(kind, Fault::HangBefore(gate.clone())));
+        gate
+    }
+
+    /// A gate that opens by itself when the test fails.
+    pub(crate) fn gate(&self) -> Gate {
         let gate = Gate::new();
         self.gates.lock().push(gate.clone());
-        self.fault(Rule::on(kind, Fault::HangBefore(gate.clone())));
         gate
     }
 
     /// How often the medium was asked for this of the file of a block (what the space keeper asks is not counted).
     pub(crate) fn asked(&self, kind: OpKind, id: BlockId) -> usize {
-        let file = self.file(id);
-        let log = self.faults.log();
-        log.iter()
-            .filter(|seen| seen.kind == kind && seen.paths.contains(&file))
-            .count()
+        times(&self.faults, kind, &self.file(id))
+    }
+
+    /// The same of the root above.
+    pub(crate) fn asked_above(&self, kind: OpKind, id: BlockId) -> usize {
+        times(self.upper.as_ref().unwrap(), kind, &self.upper_file(id))
     }
 
     /// Dumps whole blocks and waits until they are published.

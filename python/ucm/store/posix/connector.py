@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ucm._core import PosixStore
+from ucm._core import Store
 from ucm._core import Task as CoreTask
 from ucm.errors import ClosedError, DeadlineError, InvalidInputError, TaskError, UcmError, UnsupportedError
-from ucm.store.posix.settings import read_settings
-from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1, Until
+from ucm.store.posix.settings import EngineSettings, PosixStoreSettings, read_settings
+from ucm.store.ucmstore_v1 import Priority, Task, UcmKVStoreBaseV1, Until
 
 logger = logging.getLogger("ucm.store.posix")
 
@@ -41,10 +41,15 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        self.settings = read_settings(config)
+        self.settings = self._read(config)
         self._last_warning = ""
-        self._core = PosixStore(self.settings.setup())
+        self._core = Store(self.settings.setup())
         self._drain_events()
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> EngineSettings:
+        """The checked keys; what a store of the core over other stages overrides."""
+        return read_settings(config, PosixStoreSettings, cls.__name__)
 
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         found = self._open().lookup(block_ids)
@@ -139,6 +144,12 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     def touch(self, block_ids: Sequence[bytes]) -> None:
         self._open().touch(block_ids)
 
+    def prefetch(self, block_ids: Sequence[bytes], priority: Priority = "normal") -> int:
+        return self._open().prefetch(block_ids, priority)
+
+    def cancel_prefetch(self, block_ids: Sequence[bytes]) -> int:
+        return self._open().cancel_prefetch(block_ids)
+
     def cc_store(self) -> int:
         return self._open().cc_store()
 
@@ -170,7 +181,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         self._core.close()
         self._drain_events()
 
-    def _open(self) -> PosixStore:
+    def _open(self) -> Store:
         if self._closed:
             raise ClosedError("the store is closed")
         return self._core
@@ -179,7 +190,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         for warning, text in self._core.events():
             if warning:
                 self._last_warning = text
-            logger.log(logging.WARNING if warning else logging.INFO, "%s: %s", self.settings.storage_backends[0], text)
+            logger.log(logging.WARNING if warning else logging.INFO, "%s: %s", self.settings.label, text)
 
 
 def _handle(task: Any) -> CoreTask:

@@ -1,10 +1,10 @@
-"""What a POSIX store is told: the common store keys, the sizes of its blocks, and whose they are."""
+"""What a store of the core is told: the common store keys, the sizes of its blocks, and whose they are."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -34,9 +34,11 @@ _ANONYMOUS: dict[str, Any] = {
 
 _Bytes = Annotated[int, Field(ge=1)]
 
+T = TypeVar("T", bound="EngineSettings")
 
-class PosixStoreSettings(StoreSettings):
-    """Keys of :class:`~ucm.store.posix.connector.UcmPosixStore`; sizes in bytes."""
+
+class EngineSettings(StoreSettings):
+    """Keys of every store of the core; sizes in bytes."""
 
     #: Bytes of one contiguous piece on the device.
     tensor_size: _Bytes | None = None
@@ -63,11 +65,7 @@ class PosixStoreSettings(StoreSettings):
     quarantine: QuarantineConfig = QuarantineConfig()
 
     @model_validator(mode="after")
-    def _one_root(self) -> PosixStoreSettings:
-        if len(self.storage_backends) != 1:
-            raise ValueError(
-                f"storage_backends names {len(self.storage_backends)} directories; this version uses exactly one"
-            )
+    def _one_spelling(self) -> Self:
         if (self.tensor_size is None) == (not self.tensor_size_list):
             raise ValueError("give either tensor_size or tensor_size_list")
         return self
@@ -84,59 +82,90 @@ class PosixStoreSettings(StoreSettings):
             return self.identity
         return json.dumps(_ANONYMOUS | {"weights": self.identity}, separators=(",", ":"), ensure_ascii=True)
 
-    def setup(self) -> dict[str, Any]:
-        """The dictionary that the core takes; times in seconds."""
-        capacity, quota = self.storage_capacity, self.namespace_quota
+    @property
+    def label(self) -> str:
+        """What stands before its messages in the log."""
+        return self.storage_backends[0] if self.storage_backends else "memory"
+
+    def stages(self) -> list[dict[str, Any]]:
+        """What the core is told of each stage, top first."""
+        return [self.posix_stage(self)]
+
+    def posix_stage(self, own: StoreSettings) -> dict[str, Any]:
+        """A stage of one record per file below the directory of ``own``; times in seconds."""
+        capacity, quota = own.storage_capacity, own.namespace_quota
         return {
-            "root": self.storage_backends[0],
-            "identity": self.identity_json,
-            "part": self.part,
-            "tensor_sizes": self.tensors,
-            "shard_size": self.shard_size,
-            "block_size": self.block_size,
-            "block_tokens": self.block_tokens,
-            "dtype": self.dtype,
-            "lookup_only": self.device_id < 0,
+            "kind": "posix",
+            "root": own.storage_backends[0],
             "labels": self.labels,
-            "staging_bytes": self.staging_capacity,
-            "io_direct": self.io_direct,
-            "io_engine": self.io_engine,
+            "io_direct": own.io_direct,
+            "io_engine": own.io_engine,
+            "io_threads": own.posix_lookup_concurrency if self.device_id < 0 else own.posix_data_trans_concurrency,
             "capacity_bytes": None if capacity is None else capacity.bytes,
             "capacity_percent": None if capacity is None else capacity.percent,
-            "floor_bytes": self.free_space_floor.bytes,
-            "floor_percent": self.free_space_floor.percent,
+            "floor_bytes": own.free_space_floor.bytes,
+            "floor_percent": own.free_space_floor.percent,
             "quota_bytes": None if quota is None else quota.bytes,
             "quota_percent": None if quota is None else quota.percent,
-            "expire_after_s": self.expire_after,
-            "file_mode": self.file_mode,
-            "dir_mode": self.dir_mode,
-            "io_threads": self.posix_lookup_concurrency if self.device_id < 0 else self.posix_data_trans_concurrency,
-            "copy_threads": 1,
-            "lookup_s": self.deadlines.lookup_ms / 1000,
-            "load_s": self.deadlines.load_unknown_s,
-            "dump_s": self.deadlines.dump_s,
-            "probe_s": self.deadlines.probe_s,
-            "shutdown_s": self.deadlines.shutdown_s,
-            "paranoid": self.verify == "paranoid",
-            **{f"breaker_{key}": value for key, value in self.breaker.model_dump().items()},
+            "expire_after_s": own.expire_after,
+            "file_mode": own.file_mode,
+            "dir_mode": own.dir_mode,
             **{f"quarantine_{key}": value for key, value in self.quarantine.model_dump().items()},
         }
 
+    def setup(self) -> str:
+        """The description that the core takes, as JSON; times in seconds."""
+        return json.dumps(
+            {
+                "stages": self.stages(),
+                "identity": self.identity_json,
+                "part": self.part,
+                "tensor_sizes": self.tensors,
+                "shard_size": self.shard_size,
+                "block_size": self.block_size,
+                "block_tokens": self.block_tokens,
+                "dtype": self.dtype,
+                "lookup_only": self.device_id < 0,
+                "staging_bytes": self.staging_capacity,
+                "copy_threads": 1,
+                "lookup_s": self.deadlines.lookup_ms / 1000,
+                "load_s": self.deadlines.load_unknown_s,
+                "dump_s": self.deadlines.dump_s,
+                "probe_s": self.deadlines.probe_s,
+                "shutdown_s": self.deadlines.shutdown_s,
+                "paranoid": self.verify == "paranoid",
+                **{f"breaker_{key}": value for key, value in self.breaker.model_dump().items()},
+            },
+            ensure_ascii=False,
+        )
 
-def read_settings(config: Mapping[str, Any]) -> PosixStoreSettings:
+
+class PosixStoreSettings(EngineSettings):
+    """Keys of :class:`~ucm.store.posix.connector.UcmPosixStore`."""
+
+    @model_validator(mode="after")
+    def _one_root(self) -> Self:
+        if len(self.storage_backends) != 1:
+            raise ValueError(
+                f"storage_backends names {len(self.storage_backends)} directories; this version uses exactly one"
+            )
+        return self
+
+
+def read_settings(config: Mapping[str, Any], kind: type[T], store: str) -> T:
     """Checked settings; a key that is not one, or a value that is wrong, is a :class:`~ucm.errors.ConfigError`."""
-    known = PosixStoreSettings.model_fields
+    known = kind.model_fields
     for key in config:
         if key not in known:
             near = nearest(key, known)
             raise ConfigError(
-                f"UcmPosixStore has no key {key!r}" + (f"; did you mean {near!r}?" if near else ""),
-                context={"key": key},
+                f"{store} has no key {key!r}" + (f"; did you mean {near!r}?" if near else ""), context={"key": key}
             )
     try:
-        return PosixStoreSettings.model_validate(dict(config))
+        given = {key: value for key, value in config.items() if key != "storage_backends" or value}
+        return kind.model_validate(given)  # no directory is as good as none given
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         cause = ConfigError if where.partition(".")[0] in StoreSettings.model_fields else InvalidInputError
-        raise cause(f"{where + ': ' if where else ''}{first['msg']}", context={"store": "UcmPosixStore"}) from None
+        raise cause(f"{where + ': ' if where else ''}{first['msg']}", context={"store": store}) from None

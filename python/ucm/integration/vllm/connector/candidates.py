@@ -34,19 +34,25 @@ class Candidate:
     make: Callable[[dict[str, Any]], UcmKVStoreBaseV1]
 
 
-def candidates_of(config: UcmConfig) -> list[Candidate]:
-    """The stores a configuration names, in order."""
-    return [_candidate(one) for one in (config, *config.alternatives)]
+#: Stores that may divide the machine's memory among the ranks.
+_IN_MEMORY = frozenset({"UcmCacheStore", "UcmPipelineStore"})
 
 
-def _candidate(config: UcmConfig) -> Candidate:
+def candidates_of(config: UcmConfig, world: int) -> list[Candidate]:
+    """The stores a configuration names, in order, for an engine of so many ranks."""
+    return [_candidate(one, world) for one in (config, *config.alternatives)]
+
+
+def _candidate(config: UcmConfig, world: int) -> Candidate:
     name, module = config.ucm_connector_name, config.ucm_connector_module_path
 
     def make(store_config: dict[str, Any]) -> UcmKVStoreBaseV1:
         return UcmConnectorFactoryV1.create_connector(name, store_config, module)
 
     told = config.store_config()
-    roots = told.get("storage_backends") or ()
+    if not config.user_store and name in _IN_MEMORY:
+        told["processes"] = world
+    roots = told.get("storage_backends") or config.root or ()
     where = roots if isinstance(roots, str) else ", ".join(map(str, roots))
     full = f"{module}.{name}" if module else name
     return Candidate(full, f"{full} on {where}" if where else full, told, make)

@@ -229,12 +229,15 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless(None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What this half counted since vLLM's last question, None when nothing."""
+        news: dict[str, Any] = {}
         if self._scheduler is not None:
             self._scheduler.step_ended()  # this is asked at the end of every step
         if self._account is not None:
-            news = self._account.take()
-        else:
-            news = None if self._worker is None else (self._worker.take_bytes() or {}) | self._worker.take_seconds()
+            news |= self._account.take() or {}
+        elif self._worker is not None:
+            news |= (self._worker.take_bytes() or {}) | self._worker.take_seconds() | self._worker.take_tiers()
+        if self._scheduler is not None:
+            news |= self._scheduler.take_tiers()
         return UcmStats(data=news) if news else None
 
     @classmethod

@@ -129,7 +129,7 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
     """The scheduler half of a supported engine; waits a few seconds at most for the weights' digest."""
     tokens = block_tokens(vllm_config, kv_cache_config)
     own = engine_identity(vllm_config, kv_cache_config, "")
-    root = config.storage_backends[0] if config.storage_backends else None
+    root = config.root
     weights = WeightsDigest(weight_source(vllm_config), config.identity.weights, root)
     adapters = AdapterDigests(root)
     extra = ExtraKeys.for_engine(vllm_config, tokens, adapters)
@@ -140,7 +140,7 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
         own_identity=identity_without_weights(own),
         identity=identity.text,
         trouble=identity.trouble,
-        selection=Selection(candidates_of(config), world, background, config.deadlines.probe_s),
+        selection=Selection(candidates_of(config, world), world, background, config.deadlines.probe_s),
         world=world,
         open_allowance=config.deadlines.probe_s,
     )
@@ -179,6 +179,6 @@ def worker_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVC
         block_tokens=block_tokens(vllm_config, kv_cache_config),
         wanted_block_size=config.block_size,
         identity=lambda: identity_without_weights(engine_identity(vllm_config, kv_cache_config, "")),
-        candidates=candidates_of(config),
+        candidates=candidates_of(config, vllm_config.parallel_config.world_size),
         shutdown_allowance=config.deadlines.shutdown_s,
     )

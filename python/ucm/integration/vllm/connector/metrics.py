@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from ucm.integration.vllm.connector import account
 from ucm.integration.vllm.connector.guard import harmless
+from ucm.integration.vllm.connector.tier_counts import COUNTER, GAUGE, TIER_COUNTERS, TIER_GAUGES
 from ucm.reasons import MissReason
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class UcmStats(KVConnectorStats):
         for name, news in other.items():
             if name in HISTOGRAMS:
                 self.data[name] = [*self.data.get(name, ()), *news][:_LOGGED]
-            elif name in GAUGES:
+            elif name in GAUGES or name.startswith(GAUGE):
                 self.data[name] = news
             else:
                 self.data[name] = self.data.get(name, 0) + news
@@ -85,6 +86,7 @@ class UcmStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """What vLLM logs: every count that is not zero, those of the misses by reason last; means of the times."""
         order = [*COUNTERS, *sorted(set(self.data) - set(COUNTERS) - set(HISTOGRAMS) - set(GAUGES))]
+        order = [name for name in order if not name.startswith(GAUGE)]
         told = {f"ucm {name.replace('.', ' ')}": self.data[name] for name in order if self.data.get(name)}
         for name in HISTOGRAMS:
             if times := self.data.get(name):
@@ -96,7 +98,7 @@ class UcmStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
-        return not any(self.data.values())
+        return not any(value or name.startswith(GAUGE) for name, value in self.data.items())
 
 
 class UcmPromMetrics(KVConnectorPromMetrics):
@@ -114,6 +116,9 @@ class UcmPromMetrics(KVConnectorPromMetrics):
         show = functools.partial(_metric, metric_types[PrometheusGauge], multiprocess_mode="mostrecent")
         measure = functools.partial(_metric, metric_types[PrometheusHistogram], buckets=BUCKETS)
         missed = make(*MISSED_BLOCKS, (*labelnames, "reason"))
+        self._tier_counters = {key: make(*texts, (*labelnames, "tier")) for key, texts in TIER_COUNTERS.items()}
+        self._tier_gauges = {key: show(*texts, (*labelnames, "tier", "half")) for key, texts in TIER_GAUGES.items()}
+        self._values = per_engine_labelvalues
         self._counters: dict[int, dict[str, Any]] = {}
         self._histograms: dict[int, dict[str, Any]] = {}
         self._gauges: dict[int, dict[str, Any]] = {}
@@ -142,6 +147,19 @@ class UcmPromMetrics(KVConnectorPromMetrics):
             elif name in histograms:
                 for seconds in news:
                     histograms[name].observe(seconds)
+            elif engine_idx in self._values:
+                self._observe_tier(name, news, self._values[engine_idx])
+
+    def _observe_tier(self, name: str, news: Any, values: list[object]) -> None:
+        if name.startswith(COUNTER):
+            key, _, tier = name.removeprefix(COUNTER).partition(".")
+            if key in self._tier_counters:
+                self._tier_counters[key].labels(*values, tier).inc(news)
+        elif name.startswith(GAUGE):
+            key, _, rest = name.removeprefix(GAUGE).partition(".")
+            tier, _, half = rest.rpartition(".")
+            if key in self._tier_gauges:
+                self._tier_gauges[key].labels(*values, tier, half).set(news)
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookups
 from ucm.integration.vllm.connector.metadata import VERSION, Dump, Load, StepPlan, WorkerReport, join_keys, split_keys
 from ucm.integration.vllm.connector.presence import Presence
+from ucm.integration.vllm.connector.tier_counts import TierCounts
 from ucm.integration.vllm.connector.tracked import Tracked
 from ucm.reasons import MissReason, named
 
@@ -88,6 +89,7 @@ class SchedulerHalf:
         self._loads: list[Load] = []
         self._late_dumps: list[Dump] = []  # planned when their request ended, sent with the next step
         self.account = Account(block_tokens, clock(), admission.rates)
+        self._tiers = TierCounts(clock, "scheduler")
 
     # What vLLM binds ----------------------------------------------------------------------------------------
 
@@ -353,6 +355,10 @@ class SchedulerHalf:
     def wants_steps(self) -> bool:
         """Whether an idle engine should go on stepping: stores are being opened, or dumps are under way."""
         return self.gate.busy() or bool(self._late_dumps) or self.dumps.in_flight
+
+    def take_tiers(self) -> dict[str, Any]:
+        """What the tiers of this half's store did since they were last told of, about once a second."""
+        return self._tiers.take(self.gate.store)
 
     def stats(self) -> Mapping[str, Any]:
         """Counters of this half."""

@@ -21,6 +21,7 @@ from ucm.integration.vllm.connector.health import StoreHealth
 from ucm.integration.vllm.connector.layout import KVLayout, LayoutError
 from ucm.integration.vllm.connector.metadata import VERSION, Handshake, RankReport, StepPlan, StoreSetup, WorkerReport
 from ucm.integration.vllm.connector.metrics import DUMP_SECONDS, LOAD_SECONDS, LOADED_BYTES, PUBLISHED_BYTES
+from ucm.integration.vllm.connector.tier_counts import TierCounts
 from ucm.integration.vllm.connector.transfers import Dumps, Loads, no_event
 from ucm.store import part_mask
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
@@ -78,6 +79,7 @@ class WorkerHalf:
         self.loads = Loads(clock)
         self.dumps = Dumps(clock)
         self.health = health or StoreHealth()
+        self._tiers = TierCounts(clock, str(rank))
 
     # Start --------------------------------------------------------------------------------------------------
 
@@ -252,6 +254,10 @@ class WorkerHalf:
         """How long the loads and dumps took that ended on this rank since the last call; no names without any."""
         taken = {LOAD_SECONDS: self.loads.times.take(), DUMP_SECONDS: self.dumps.times.take()}
         return {name: seconds for name, seconds in taken.items() if seconds}
+
+    def take_tiers(self) -> dict[str, Any]:
+        """What the tiers of this rank's store did since they were last told of, about once a second."""
+        return self._tiers.take(self._store)
 
     def stats(self) -> dict[str, Any]:
         """Counters of this rank's store."""

@@ -1,0 +1,166 @@
+//! The memory of a region: a memfd that can neither grow nor shrink nor be written by others, mapped as atomic words.
+//!
+//! All that is unsafe about shared memory is here. Sealed against shrinking, no access to the mapping can fault.
+#![allow(unsafe_code, reason = "maps shared memory and hands it out as atomic words")]
+
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::seqlock::AtomicU64;
+
+use super::fork::Origin;
+use super::shape::WORD;
+
+/// What makes it impossible that an access faults.
+const SIZE_IS_FIXED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
+
+/// Shared memory as atomic words. In a forked child there are none.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    start: NonNull<AtomicU64>,
+    words: usize,
+    origin: Origin,
+}
+
+// SAFETY: the words are atomics, and the mapping lives as long as this value.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// A new memfd of `len` bytes (a multiple of 4096), zeroed and touched only where it is used; `Io` when the system
+    /// refuses it.
+    pub(crate) fn create(name: &str, len: usize) -> Result<(OwnedFd, Self)> {
+        let refused = |errno: Errno| {
+            Error::from_io(
+                errno.into(),
+                "the system refuses shared memory; give cache_size less",
+            )
+            .with("bytes", len)
+        };
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        // A kernel before 6.3 does not know that a memfd need not be executable.
+        let fd = memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL).or_else(|_| memfd_create(name, flags));
+        let fd = fd.map_err(refused)?;
+        ftruncate(&fd, len as u64).map_err(refused)?;
+        fcntl_add_seals(&fd, SIZE_IS_FIXED).map_err(refused)?;
+        let mapping = Self::map(&fd, len, true).map_err(refused)?;
+        // Our mapping stays writable, nobody gets another one; a kernel before 5.1 leaves that to good manners.
+        let _ = fcntl_add_seals(&fd, SealFlags::FUTURE_WRITE | SealFlags::SEAL);
+        Ok((fd, mapping))
+    }
+
+    /// Maps what another process made, read-only. `Foreign` unless it is a file of `len` bytes sealed as ours are.
+    pub(crate) fn attach(fd: &OwnedFd, len: usize) -> Result<Self> {
+        let other = || {
+            Error::new(
+                ErrorKind::Foreign,
+                "the descriptor is not the region that was announced",
+            )
+        };
+        let sealed = fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(SIZE_IS_FIXED));
+        let size = fstat(fd)
+            .map_err(|errno| other().caused_by(std::io::Error::from(errno)))?
+            .st_size;
+        if !sealed || size != len as i64 || len == 0 || !len.is_multiple_of(WORD) {
+            return Err(other());
+        }
+        Self::map(fd, len, false)
+            .map_err(|errno| Error::from_io(errno.into(), "a region of another process cannot be mapped"))
+    }
+
+    fn map(fd: &OwnedFd, len: usize, writable: bool) -> rustix::io::Result<Self> {
+        let origin = Origin::this().map_err(|_| Errno::NOMEM)?;
+        let write = if writable {
+            ProtFlags::WRITE
+        } else {
+            ProtFlags::empty()
+        };
+        // SAFETY: a new mapping at an address the kernel chooses touches no memory in use. The file cannot shrink
+        // (sealed), so every byte of it stays accessible.
+        let start = unsafe {
+            mmap(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | write,
+                MapFlags::SHARED,
+                fd.as_fd(),
+                0,
+            )
+        }?;
+        let mapping = Self {
+            start: NonNull::new(start.cast()).ok_or(Errno::NOMEM)?,
+            words: len / WORD,
+            origin,
+        };
+        // Without it a child would keep the memory alive, and a writer there would not know that it is none.
+        mapping.advise(0..mapping.words, Advice::LinuxDontFork)?;
+        let _ = mapping.advise(0..mapping.words, Advice::LinuxDontDump);
+        Ok(mapping)
+    }
+
+    /// Lets the kernel join these pages to huge ones, where it may do that with shared memory; a hint.
+    pub(crate) fn join_pages(&self, words: Range<usize>) -> bool {
+        self.advise(words, Advice::LinuxHugepage).is_ok()
+    }
+
+    fn advise(&self, words: Range<usize>, advice: Advice) -> rustix::io::Result<()> {
+        if words.start > words.end || words.end > self.words {
+            return Err(Errno::INVAL);
+        }
+        // SAFETY: the range lies in our mapping, and none of the advices used here changes a byte.
+        unsafe {
+            madvise(
+                self.start.as_ptr().add(words.start).cast(),
+                words.len() * WORD,
+                advice,
+            )
+        }
+    }
+
+    /// The words; none in a forked child.
+    pub(crate) fn words(&self) -> &[AtomicU64] {
+        if !self.origin.here() {
+            return &[];
+        }
+        // SAFETY: the mapping is page aligned, `words` long, readable, initialised (zeroes at first) and lives as long
+        // as `self`. It may be read-only, where only loads of at most 8 bytes are done through it: `AtomicU64` allows
+        // those (std::sync::atomic, "Atomic accesses to read-only memory"), and stores are only ever done by the type
+        // that holds a writable one.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.words) }
+    }
+
+    /// Whether this is the process that mapped it.
+    pub(crate) fn here(&self) -> bool {
+        self.origin.here()
+    }
+
+    /// Some words as plain bytes; none in a forked child, or where there are no such words.
+    ///
+    /// # Safety
+    /// As long as the bytes are borrowed nobody stores into these words, in this process; that no other process does
+    /// is what the seals and the one writable mapping are for.
+    pub(crate) unsafe fn bytes(&self, words: Range<usize>) -> &[u8] {
+        let Some(words) = self.words().get(words) else {
+            return &[];
+        };
+        // SAFETY: initialised memory of that length inside the mapping, borrowed with `self`; the caller promises that
+        // nobody writes.
+        unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), size_of_val(words)) }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        if self.origin.here() {
+            // SAFETY: the mapping is ours and whoever borrows of it borrows of `self`. In a forked child it is not
+            // mapped, and something else may be there.
+            let _ = unsafe { munmap(self.start.as_ptr().cast(), self.words * WORD) };
+        }
+    }
+}

@@ -1,0 +1,420 @@
+//! The region this process writes: slots handed out blank, filled, published under an id, pinned while in use.
+//!
+//! A slot is written only between [`SharedRegion::reserve`] and [`Blank::publish`], and is handed out again only when
+//! it has no name and nobody in this process pins it. So the bytes behind a [`Pinned`] stand still.
+#![allow(unsafe_code, reason = "lends the bytes of pinned slots, which nobody writes")]
+
+use std::fmt;
+use std::ops::Deref;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use ucm_core::{BlockId, Error, ErrorKind, Result};
+use ucm_infra::seqlock;
+
+use super::fork::OwnFd;
+use super::mapping::Mapping;
+use super::registry::{Announcement, Registry};
+use super::shape::Shape;
+use super::table::{Field, Table, describe};
+
+/// How to make a region.
+#[derive(Clone, Copy, Debug)]
+pub struct RegionOptions {
+    /// Bytes it may take, all included.
+    pub capacity: u64,
+    /// Bytes of the longest record.
+    pub record_len: usize,
+    /// Digest of the identity whose records it holds.
+    pub namespace: [u8; 32],
+    /// Ask for huge pages, where the system has them for shared memory.
+    pub huge_pages: bool,
+}
+
+/// Memory that this process writes and others of this host can read. Drop it, and its memory goes with the last
+/// process that maps it.
+pub struct SharedRegion {
+    mapping: Mapping,
+    shape: Shape,
+    slots: Mutex<Slots>,
+    announced: Mutex<Option<Announcement>>,
+    fd: OwnFd,
+}
+
+/// What the writer knows of its slots: 4 bytes each, and 4 more while a slot is free.
+struct Slots {
+    /// The last given back on top: its pages are likeliest in a cache, and untouched ones stay untouched.
+    free: Vec<u32>,
+    /// Users of each slot, with [`NAMED`].
+    state: Vec<u32>,
+    named: usize,
+}
+
+/// The slot has a name: it holds a record that can be found.
+const NAMED: u32 = 1 << 31;
+
+impl SharedRegion {
+    /// A new region, empty and untouched, that nobody knows of yet. `Config` when not even four records fit, `Io` when
+    /// the system refuses the memory.
+    pub fn create(options: RegionOptions) -> Result<Arc<Self>> {
+        let nonce = random();
+        let shape = Shape::fitting(options.capacity, options.record_len, options.namespace, nonce)?;
+        let (fd, mapping) = Mapping::create(&memfd_name(nonce), shape.len())?;
+        let fd = OwnFd::new(fd)?;
+        if options.huge_pages {
+            mapping.join_pages(shape.records()..shape.len() / 8);
+        }
+        // The last word is the generation of the index.
+        for (word, value) in mapping.words().iter().zip(shape.header().into_iter().chain([2])) {
+            word.store(value, std::sync::atomic::Ordering::Relaxed);
+        }
+        Ok(Arc::new(Self {
+            slots: Mutex::new(Slots {
+                free: (0..shape.slots as u32).rev().collect(),
+                state: vec![0; shape.slots],
+                named: 0,
+            }),
+            announced: Mutex::new(None),
+            shape,
+            mapping,
+            fd,
+        }))
+    }
+
+    /// Lets the other processes of this host and user find it; again if its file was removed meanwhile. Touches the
+    /// file system.
+    pub fn announce(&self, registry: &Registry) -> Result<()> {
+        if !self.mapping.here() {
+            return Err(Error::new(
+                ErrorKind::Forked,
+                "this region belongs to the parent of this process",
+            ));
+        }
+        let mut announced = self.announced.lock();
+        if !announced
+            .as_ref()
+            .is_some_and(|announcement| announcement.is_in(registry))
+        {
+            *announced = None;
+            *announced = Some(registry.announce(&self.shape, self.fd.as_fd().as_raw_fd())?);
+        }
+        Ok(())
+    }
+
+    /// Takes it out of the registry; those who map it already ignore it from their next look on.
+    pub fn withdraw(&self) {
+        if self.mapping.here() {
+            self.announced.lock().take();
+        }
+    }
+
+    /// A slot to be filled, or `None` when none is free (or in a forked child).
+    pub fn reserve(self: &Arc<Self>) -> Option<Blank> {
+        if !self.mapping.here() {
+            return None;
+        }
+        let slot = {
+            let mut slots = self.slots.lock();
+            let slot = slots.free.pop()?;
+            *slots.state.get_mut(slot as usize)? = 1;
+            slot as usize
+        };
+        seqlock::begin(&self.table().entry(slot)?[Field::Generation as usize]);
+        Some(Blank {
+            region: Arc::clone(self),
+            slot,
+            filled: 0,
+        })
+    }
+
+    /// Whether a record is there; takes no lock.
+    pub fn contains(&self, id: BlockId) -> bool {
+        self.table().find(id).is_some()
+    }
+
+    /// The slot of a record and its ordinal; takes no lock.
+    pub fn find(&self, id: BlockId) -> Option<(u32, u32)> {
+        let found = self.table().find(id)?;
+        Some((found.slot as u32, found.ordinal))
+    }
+
+    /// Holds a record where it is, whatever becomes of its name.
+    pub fn pin(self: &Arc<Self>, id: BlockId) -> Option<Pinned> {
+        if !self.mapping.here() {
+            return None;
+        }
+        let mut slots = self.slots.lock();
+        let found = self.table().find(id)?; // under the lock: named, so not handed out
+        *slots.state.get_mut(found.slot)? += 1;
+        drop(slots);
+        Some(self.pinned(found.slot, id, found.len, found.ordinal))
+    }
+
+    /// Whether the slot is pinned, or being filled.
+    pub fn is_pinned(&self, slot: u32) -> bool {
+        self.mapping.here()
+            && self
+                .slots
+                .lock()
+                .state
+                .get(slot as usize)
+                .is_some_and(|state| state & !NAMED > 0)
+    }
+
+    /// Takes away the name of a record; it is held until the answer is dropped, then its slot is free. `only` in that
+    /// slot, if given.
+    pub fn remove(self: &Arc<Self>, id: BlockId, only: Option<u32>) -> Option<Pinned> {
+        if !self.mapping.here() {
+            return None;
+        }
+        let mut slots = self.slots.lock();
+        let found = self.table().find(id)?;
+        if only.is_some_and(|only| only as usize != found.slot) {
+            return None;
+        }
+        self.table().unname(id, found.slot);
+        let state = slots.state.get_mut(found.slot)?;
+        *state = (*state & !NAMED) + 1;
+        slots.named -= 1;
+        drop(slots);
+        Some(self.pinned(found.slot, id, found.len, found.ordinal))
+    }
+
+    /// The id in a slot that has a name.
+    pub fn id_of(&self, slot: u32) -> Option<BlockId> {
+        let named = self.mapping.here() && self.slots.lock().state.get(slot as usize)? & NAMED != 0;
+        let entry = self.table().entry(slot as usize).filter(|_| named)?;
+        let field = |field: Field| entry[field as usize].load(std::sync::atomic::Ordering::Relaxed);
+        Some(super::shape::whole([field(Field::Low), field(Field::High)]))
+    }
+
+    /// Ids of all records, in no order, with their lengths and slots.
+    pub fn records(&self) -> Vec<(BlockId, usize, u32)> {
+        let _still = self.mapping.here().then(|| self.slots.lock()); // nothing is named or removed meanwhile
+        let records = self.table().iter();
+        records
+            .map(|found| (found.id, found.len, found.slot as u32))
+            .collect()
+    }
+
+    /// Number of record slots.
+    pub fn capacity(&self) -> usize {
+        self.shape.slots
+    }
+
+    /// Number of free slots.
+    pub fn free(&self) -> usize {
+        if self.mapping.here() {
+            self.slots.lock().free.len()
+        } else {
+            0
+        }
+    }
+
+    /// Number of records that can be found.
+    pub fn len(&self) -> usize {
+        if self.mapping.here() {
+            self.slots.lock().named
+        } else {
+            0
+        }
+    }
+
+    /// Whether no record is there.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Bytes of address space; memory is used for what was written.
+    pub fn bytes(&self) -> usize {
+        self.shape.len()
+    }
+
+    /// Bytes from one record to the next, a multiple of 4096.
+    pub fn stride(&self) -> usize {
+        self.shape.stride()
+    }
+
+    /// The number that tells this region from every other.
+    pub fn nonce(&self) -> u64 {
+        self.shape.nonce
+    }
+
+    #[cfg(test)]
+    pub(super) fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    #[cfg(test)]
+    pub(super) fn words(&self) -> &[seqlock::AtomicU64] {
+        self.mapping.words()
+    }
+
+    #[cfg(test)]
+    pub(super) fn descriptor(&self) -> i32 {
+        self.fd.as_fd().as_raw_fd()
+    }
+
+    fn table(&self) -> Table<'_> {
+        Table {
+            words: self.mapping.words(),
+            shape: &self.shape,
+        }
+    }
+
+    fn pinned(self: &Arc<Self>, slot: usize, id: BlockId, len: usize, ordinal: u32) -> Pinned {
+        Pinned {
+            region: Arc::clone(self),
+            slot,
+            id,
+            len,
+            ordinal,
+        }
+    }
+
+    /// One user of a slot less; without name and users it is free.
+    fn release(&self, slot: usize) {
+        if !self.mapping.here() {
+            return;
+        }
+        let mut slots = self.slots.lock();
+        let Some(state) = slots.state.get_mut(slot) else {
+            return;
+        };
+        *state -= 1;
+        if *state == 0 {
+            slots.free.push(slot as u32);
+        }
+    }
+}
+
+impl fmt::Debug for SharedRegion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SharedRegion")
+            .field("nonce", &format_args!("{:016x}", self.shape.nonce))
+            .field("slots", &self.shape.slots)
+            .field("records", &self.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A slot that is being filled. Dropped without [`Blank::publish`] it is free again.
+pub struct Blank {
+    region: Arc<SharedRegion>,
+    slot: usize,
+    filled: usize,
+}
+
+impl Blank {
+    /// Writes the record. `InvalidInput` when it is longer than the region's records.
+    pub fn fill(&mut self, record: &[u8]) -> Result<()> {
+        if record.is_empty() || record.len() > self.region.shape.record_len {
+            return Err(Error::invalid("the record does not fit the slots of this region")
+                .with("len", record.len())
+                .with("record_len", self.region.shape.record_len));
+        }
+        if let Some(words) = self.region.table().record(self.slot) {
+            seqlock::fill(words, record);
+        }
+        self.filled = record.len();
+        Ok(())
+    }
+
+    /// Gives it a name: from here on every process finds it. In place of a record of the same name, whose slot is the
+    /// second answer. The first is its own.
+    pub fn publish(self, id: BlockId, ordinal: u32) -> (u32, Option<u32>) {
+        let (region, slot) = (&self.region, self.slot);
+        let (table, number) = (region.table(), slot as u32);
+        let Some(entry) = table.entry(slot) else {
+            return (number, None);
+        };
+        let mut slots = region.slots.lock();
+        let before = table.find(id).map(|found| found.slot);
+        describe(entry, id, self.filled, ordinal);
+        seqlock::publish(&entry[Field::Generation as usize]);
+        table.name(id, slot, before);
+        if let Some(state) = slots.state.get_mut(slot) {
+            *state |= NAMED; // the use as a blank ends when this is dropped
+        }
+        match before {
+            None => slots.named += 1,
+            Some(before) => {
+                if let Some(state) = slots.state.get_mut(before) {
+                    *state &= !NAMED;
+                    if *state == 0 {
+                        slots.free.push(before as u32);
+                    }
+                }
+            }
+        }
+        drop(slots);
+        (number, before.map(|before| before as u32))
+    }
+}
+
+impl Drop for Blank {
+    fn drop(&mut self) {
+        self.region.release(self.slot);
+    }
+}
+
+/// A record of this process's own region that stays where it is until this is dropped.
+pub struct Pinned {
+    region: Arc<SharedRegion>,
+    slot: usize,
+    id: BlockId,
+    len: usize,
+    ordinal: u32,
+}
+
+impl Pinned {
+    /// The record's id.
+    pub fn id(&self) -> BlockId {
+        self.id
+    }
+
+    /// Its position in its chain, as it was stored.
+    pub fn ordinal(&self) -> u32 {
+        self.ordinal
+    }
+
+    /// Its slot.
+    pub fn slot(&self) -> u32 {
+        self.slot as u32
+    }
+}
+
+impl Deref for Pinned {
+    type Target = [u8];
+
+    /// The record; nothing in a forked child.
+    fn deref(&self) -> &[u8] {
+        // SAFETY: only a `Blank` stores into the words of a slot, and no slot is handed out as one while it is pinned.
+        let bytes = unsafe { self.region.mapping.bytes(self.region.shape.record(self.slot)) };
+        bytes.get(..self.len).unwrap_or_default()
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        self.region.release(self.slot);
+    }
+}
+
+impl fmt::Debug for Pinned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pinned({} of {} bytes)", self.id, self.len)
+    }
+}
+
+/// The name of a region's memfd, by which readers know it again.
+pub(crate) fn memfd_name(nonce: u64) -> String {
+    format!("ucm-region-{nonce:016x}")
+}
+
+/// Random bits, from the operating system by way of the standard library's hasher keys.
+pub(crate) fn random() -> u64 {
+    use std::hash::{BuildHasher, Hasher, RandomState};
+    RandomState::new().build_hasher().finish()
+}

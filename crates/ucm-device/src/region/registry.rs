@@ -1,0 +1,337 @@
+//! How processes of one host and user find each other's regions: one small file for each, in a directory of ours.
+//!
+//! A file `<nonce>.region` names process, start time, descriptor, namespace and sizes. Its writer holds its `flock`
+//! from before it has that name until the process ends, however it ends; so a lock that can be had means a writer that
+//! is dead, and the file goes. Files are written under a private name and renamed, so they are read whole.
+
+use std::fmt::Write as _;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::{
+    AtFlags, FileType, FlockOperation, Mode, OFlags, flock, fstat, open, openat, renameat, unlinkat,
+};
+use rustix::io::Errno;
+use ucm_core::{Error, ErrorKind, Result};
+
+use super::fork::{Origin, OwnFd};
+use super::own::random;
+use super::shape::Shape;
+use super::view::RegionView;
+
+/// First line of a registry file.
+const FIRST: &str = "ucm region 1";
+/// Longest registry file that is read.
+const LONGEST: usize = 1024;
+/// Most names of the directory that one look reads.
+const MOST_NAMES: usize = 4096;
+/// Most regions of others that are mapped at once.
+const MOST_VIEWS: usize = 64;
+/// Times a file is made anew when another process took it for a dead one's in the moment before it was locked.
+const ATTEMPTS: usize = 8;
+const ENDING: &str = ".region";
+const PRIVATE: &str = ".new";
+
+/// A directory of registry files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Registry {
+    dir: PathBuf,
+}
+
+/// What a registry file says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Notice {
+    pub(crate) pid: u32,
+    /// When that process was started, in clock ticks since the boot; 0 unknown.
+    pub(crate) started: u64,
+    pub(crate) fd: i32,
+    pub(crate) nonce: u64,
+    pub(crate) namespace: [u8; 32],
+    pub(crate) record_len: usize,
+    pub(crate) bytes: usize,
+}
+
+/// What a look at the registry brought.
+#[derive(Debug, Default)]
+pub struct Scan {
+    /// The regions of live writers that hold what was asked for, those known before among them.
+    pub views: Vec<Arc<RegionView>>,
+    /// Files of dead writers that were removed.
+    pub swept: usize,
+    /// Why a region that would be of use is not: not let in, another container.
+    pub refused: Option<Error>,
+}
+
+/// Whose regions a reader wants.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted {
+    /// Digest of the identity.
+    pub namespace: [u8; 32],
+    /// Bytes of its records.
+    pub record_len: usize,
+    /// The reader's own region, if it has one.
+    pub own: Option<u64>,
+}
+
+impl Registry {
+    /// The directory of this user: below `/run/user/<uid>` where that is, else `/tmp/ucm-<uid>`.
+    pub fn default_dir() -> PathBuf {
+        let uid = rustix::process::geteuid().as_raw();
+        let run = PathBuf::from(format!("/run/user/{uid}"));
+        if run.is_dir() {
+            run.join("ucm")
+        } else {
+            PathBuf::from(format!("/tmp/ucm-{uid}"))
+        }
+    }
+
+    /// A registry in `dir`; nothing is touched yet.
+    pub fn new(dir: impl Into<PathBuf>) -> Self {
+        Self { dir: dir.into() }
+    }
+
+    /// Where it is.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Opens the directory, made if it is not there; an error unless it is ours and nobody else can change it.
+    fn open(&self) -> Result<OwnedFd> {
+        use std::os::unix::fs::DirBuilderExt as _;
+        let refused = |error: std::io::Error| {
+            Error::from_io(
+                error,
+                "the directory in which memory regions are announced cannot be used",
+            )
+            .with("dir", self.dir.display())
+        };
+        match std::fs::DirBuilder::new()
+            .mode(0o700)
+            .recursive(true)
+            .create(&self.dir)
+        {
+            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(refused(error)),
+            _ => {}
+        }
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let dir = open(&self.dir, flags, Mode::empty()).map_err(|errno| refused(errno.into()))?;
+        let meta = fstat(&dir).map_err(|errno| refused(errno.into()))?;
+        if meta.st_uid != rustix::process::geteuid().as_raw() || meta.st_mode & 0o022 != 0 {
+            let text = "the directory in which memory regions are announced belongs to somebody else or can be written \
+                        by others; remove it or name another";
+            return Err(Error::new(ErrorKind::Foreign, text).with("dir", self.dir.display()));
+        }
+        Ok(dir)
+    }
+
+    /// Makes the file of a region; it goes when the answer is dropped.
+    pub(crate) fn announce(&self, shape: &Shape, fd: i32) -> Result<Announcement> {
+        let dir = self.open()?;
+        let (pid, name) = (std::process::id(), format!("{:016x}{ENDING}", shape.nonce));
+        let notice = Notice {
+            pid,
+            started: started(pid),
+            fd,
+            nonce: shape.nonce,
+            namespace: shape.namespace,
+            record_len: shape.record_len,
+            bytes: shape.len(),
+        };
+        let mut refused = Errno::AGAIN;
+        for _ in 0..ATTEMPTS {
+            match make(&dir, &name, &notice)? {
+                Ok(file) => {
+                    return Ok(Announcement {
+                        registry: self.clone(),
+                        dir,
+                        name,
+                        file,
+                        origin: Origin::this()?,
+                    });
+                }
+                Err(errno) => refused = errno,
+            }
+        }
+        Err(
+            Error::from_io(refused.into(), "a memory region cannot be announced")
+                .with("dir", self.dir.display()),
+        )
+    }
+
+    /// Looks once: which regions there are for `wanted`, of which `known` stay mapped. Files of dead writers are
+    /// removed. Touches the file system; `Io` when the directory cannot be read.
+    pub fn scan(&self, wanted: &Wanted, known: &[Arc<RegionView>]) -> Result<Scan> {
+        let dir = self.open()?;
+        let unreadable = |errno: Errno| {
+            Error::from_io(errno.into(), "the registry of memory regions cannot be read")
+                .with("dir", self.dir.display())
+        };
+        let mut scan = Scan::default();
+        for entry in rustix::fs::Dir::read_from(&dir)
+            .map_err(unreadable)?
+            .take(MOST_NAMES)
+        {
+            let entry = entry.map_err(unreadable)?;
+            let Some(nonce) = entry.file_name().to_str().ok().and_then(nonce_of) else {
+                continue;
+            };
+            let Ok(file) = open_file(&dir, entry.file_name()) else {
+                continue; // went meanwhile, or none of ours
+            };
+            if flock(&file, FlockOperation::NonBlockingLockShared).is_ok() {
+                // Names are random and never used twice, so this removes the file that was looked at.
+                scan.swept += usize::from(unlinkat(&dir, entry.file_name(), AtFlags::empty()).is_ok());
+                continue;
+            }
+            if wanted.own == Some(nonce) || scan.views.len() >= MOST_VIEWS {
+                continue;
+            }
+            if let Some(view) = known.iter().find(|view| view.nonce() == nonce) {
+                scan.views.push(Arc::clone(view));
+                continue;
+            }
+            let Some(notice) = read(&file).filter(|notice| {
+                notice.nonce == nonce
+                    && notice.namespace == wanted.namespace
+                    && notice.record_len == wanted.record_len
+                    && (notice.started == 0 || notice.started == started(notice.pid))
+            }) else {
+                continue;
+            };
+            match RegionView::attach(&notice) {
+                Ok(view) => scan.views.push(Arc::new(view)),
+                Err(error) => scan.refused = Some(error),
+            }
+        }
+        Ok(scan)
+    }
+}
+
+/// A file that says where a region is. Dropped, it is gone.
+#[derive(Debug)]
+pub(crate) struct Announcement {
+    registry: Registry,
+    dir: OwnedFd,
+    name: String,
+    file: OwnFd,
+    origin: Origin,
+}
+
+impl Announcement {
+    /// Whether it is in this registry, and its file is still there (a cleaner of temporary files may have taken it).
+    pub(crate) fn is_in(&self, registry: &Registry) -> bool {
+        self.registry == *registry && fstat(&self.file).is_ok_and(|meta| meta.st_nlink > 0)
+    }
+}
+
+impl Drop for Announcement {
+    fn drop(&mut self) {
+        if self.origin.here() {
+            let _ = unlinkat(&self.dir, self.name.as_str(), AtFlags::empty());
+        }
+    }
+}
+
+/// Makes a file under a private name, locks it, and gives it its name. The inner error: another process took it away.
+fn make(dir: &OwnedFd, name: &str, notice: &Notice) -> Result<Result<OwnFd, Errno>> {
+    let private = format!("{:016x}{PRIVATE}", random());
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let made = openat(dir, private.as_str(), flags, Mode::RUSR | Mode::WUSR);
+    let file = made.map_err(|errno| Error::from_io(errno.into(), "a memory region cannot be announced"))?;
+    // First out of children's hands, then locked: no child ever has the lock.
+    let file = OwnFd::new(file)?;
+    let text = notice.to_string();
+    let done = flock(&file, FlockOperation::NonBlockingLockExclusive)
+        .and_then(|()| match rustix::io::write(&file, text.as_bytes())? {
+            written if written == text.len() => Ok(()),
+            _ => Err(Errno::NOSPC),
+        })
+        .and_then(|()| renameat(dir, private.as_str(), dir, name));
+    if let Err(errno) = done {
+        let _ = unlinkat(dir, private.as_str(), AtFlags::empty());
+        return Ok(Err(errno));
+    }
+    Ok(Ok(file))
+}
+
+fn open_file(dir: &OwnedFd, name: &std::ffi::CStr) -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = openat(dir, name, flags, Mode::empty())?;
+    match FileType::from_raw_mode(fstat(&file)?.st_mode) {
+        FileType::RegularFile => Ok(file),
+        _ => Err(Errno::INVAL),
+    }
+}
+
+fn read(file: &OwnedFd) -> Option<Notice> {
+    let mut text = [0; LONGEST];
+    let len = rustix::io::pread(file, &mut text, 0).ok()?;
+    Notice::parse(std::str::from_utf8(text.get(..len)?).ok()?)
+}
+
+/// The number in the name of a registry file, named or still private; `None` for what is none of ours.
+fn nonce_of(name: &str) -> Option<u64> {
+    let digits = name.strip_suffix(ENDING).or_else(|| name.strip_suffix(PRIVATE))?;
+    let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    (digits.len() == 16 && digits.bytes().all(hex))
+        .then(|| u64::from_str_radix(digits, 16).ok())
+        .flatten()
+}
+
+/// When a process was started, in clock ticks since the boot; 0 when that cannot be read.
+fn started(pid: u32) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name may hold anything; what follows its closing bracket does not.
+    let fields = text.rfind(')').and_then(|end| text.get(end + 1..));
+    let field = fields.and_then(|fields| fields.split_ascii_whitespace().nth(19)?.parse().ok());
+    field.unwrap_or(0)
+}
+
+impl std::fmt::Display for Notice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(f, "{FIRST}")?;
+        writeln!(f, "pid {}\nstarted {}\nfd {}", self.pid, self.started, self.fd)?;
+        writeln!(f, "nonce {:016x}", self.nonce)?;
+        let mut namespace = String::new();
+        self.namespace
+            .iter()
+            .try_for_each(|byte| write!(namespace, "{byte:02x}"))?;
+        writeln!(f, "namespace {namespace}")?;
+        writeln!(f, "record_len {}\nbytes {}", self.record_len, self.bytes)
+    }
+}
+
+impl Notice {
+    fn parse(text: &str) -> Option<Self> {
+        let mut lines = text.lines();
+        if lines.next() != Some(FIRST) {
+            return None;
+        }
+        let mut field = |name: &str| lines.next()?.strip_prefix(name)?.strip_prefix(' ');
+        Some(Self {
+            pid: field("pid")?.parse().ok()?,
+            started: field("started")?.parse().ok()?,
+            fd: field("fd")?.parse().ok().filter(|&fd| fd >= 0)?,
+            nonce: u64::from_str_radix(field("nonce")?, 16).ok()?,
+            namespace: digest(field("namespace")?)?,
+            record_len: field("record_len")?.parse().ok()?,
+            bytes: field("bytes")?
+                .parse()
+                .ok()
+                .filter(|&bytes| bytes <= isize::MAX as usize)?,
+        })
+    }
+}
+
+/// 64 hex digits as 32 bytes.
+fn digest(hex: &str) -> Option<[u8; 32]> {
+    let mut bytes = [0; 32];
+    if hex.len() != 64 || !hex.is_ascii() {
+        return None;
+    }
+    for (at, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(hex.get(2 * at..2 * at + 2)?, 16).ok()?;
+    }
+    Some(bytes)
+}

@@ -1,0 +1,101 @@
+//! A region that another process writes, mapped read-only.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+
+use rustix::fs::{Mode, OFlags, open, readlink};
+use ucm_core::{BlockId, Error, ErrorKind, Result};
+
+use super::mapping::Mapping;
+use super::own::memfd_name;
+use super::registry::Notice;
+use super::shape::{HEADER_WORDS, Shape};
+use super::table::Table;
+
+/// A region of another process (or of another store of this one), for reading. Its memory stays mapped when its writer
+/// dies; [`super::Registry::scan`] says when it counts no more.
+#[derive(Debug)]
+pub struct RegionView {
+    mapping: Mapping,
+    shape: Shape,
+    pid: u32,
+}
+
+impl RegionView {
+    /// Maps what a registry file names. `Foreign` when it is not (or no longer) there as announced, `Io` when the
+    /// system does not let us in.
+    pub(crate) fn attach(notice: &Notice) -> Result<Self> {
+        let path = format!("/proc/{}/fd/{}", notice.pid, notice.fd);
+        let refused = |errno: rustix::io::Errno, what: &'static str| {
+            Error::from_io(errno.into(), what).with("pid", notice.pid)
+        };
+        let wanted = format!("/memfd:{} (deleted)", memfd_name(notice.nonce));
+        let link = readlink(path.as_str(), Vec::new());
+        let link = link.map_err(|errno| refused(errno, "a region's descriptor cannot be looked at"))?;
+        if link.to_bytes() != wanted.as_bytes() {
+            let text = "the process number of a region is another process's by now, or of another container";
+            return Err(Error::new(ErrorKind::Foreign, text).with("pid", notice.pid));
+        }
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+        let fd: OwnedFd = open(path.as_str(), flags, Mode::empty())
+            .map_err(|errno| refused(errno, "a region's descriptor cannot be opened"))?;
+        let mapping = Mapping::attach(&fd, notice.bytes)?;
+        let mut header = [0; HEADER_WORDS];
+        for (value, word) in header.iter_mut().zip(mapping.words()) {
+            *value = word.load(Ordering::Relaxed);
+        }
+        let shape = Shape::parse(&header).filter(|shape| {
+            shape.nonce == notice.nonce
+                && shape.len() == notice.bytes
+                && shape.namespace == notice.namespace
+                && shape.record_len == notice.record_len
+        });
+        let shape = shape.ok_or_else(|| {
+            Error::new(ErrorKind::Foreign, "a region is not what its registry file says")
+                .with("pid", notice.pid)
+        })?;
+        Ok(Self {
+            mapping,
+            shape,
+            pid: notice.pid,
+        })
+    }
+
+    /// Whether a record is there.
+    pub fn contains(&self, id: BlockId) -> bool {
+        self.table().find(id).is_some()
+    }
+
+    /// Copies a record to the start of `out` and tells its length; `None` if it is not there, went meanwhile, or is
+    /// longer than `out`. A hint: whether the bytes are right their checksums say.
+    pub fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
+        self.table().copy_out(id, out)
+    }
+
+    /// Ids of all records, in no order, with their lengths.
+    pub fn records(&self) -> Vec<(BlockId, usize)> {
+        self.table().iter().map(|found| (found.id, found.len)).collect()
+    }
+
+    /// The number that tells this region from every other.
+    pub fn nonce(&self) -> u64 {
+        self.shape.nonce
+    }
+
+    /// The process that writes it.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Bytes of its address space.
+    pub fn bytes(&self) -> usize {
+        self.shape.len()
+    }
+
+    fn table(&self) -> Table<'_> {
+        Table {
+            words: self.mapping.words(),
+            shape: &self.shape,
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! From a description to an open engine: its stages by name, one medium or several as one.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::Deserialize;
+use ucm_core::{DType, Error, ErrorKind, Geometry, Identity, Part, Result};
+use ucm_device::Device;
+use ucm_infra::Clock;
+
+use crate::engine::{Deadlines, Engine, EngineConfig};
+use crate::health::BreakerConfig;
+use crate::record::RecordLayout;
+use crate::stages::{Common, StageSetup};
+use crate::tiers::{StageConfig, Tiers, TiersConfig};
+
+/// Most memory of records on their way between stages, and most of them.
+const SPARE_BYTES: usize = 64 << 20;
+const SPARE_SLOTS: usize = 32;
+
+/// What a store is made from; sizes in bytes, times in seconds.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Setup {
+    /// The stages, top first.
+    pub stages: Vec<StageSetup>,
+    /// The identity's JSON text.
+    pub identity: String,
+    /// KV group, pipeline rank, tensor rank.
+    pub part: (u32, u32, u32),
+    /// Bytes of each piece of one layer.
+    pub tensor_sizes: Vec<u64>,
+    /// Bytes of one row of a load or dump.
+    pub shard_size: u64,
+    /// Bytes of KV in one block.
+    pub block_size: u64,
+    /// Tokens in a block, for the header.
+    pub block_tokens: u32,
+    /// Name of the element type, for the header.
+    pub dtype: String,
+    /// Opens the store for lookups only.
+    pub lookup_only: bool,
+    /// Host memory for staging.
+    pub staging_bytes: u64,
+    /// Threads that copy from the device.
+    pub copy_threads: usize,
+    /// Deadline of a lookup.
+    pub lookup_s: f64,
+    /// Deadline of a load whose caller names none.
+    pub load_s: f64,
+    /// Deadline of a dump.
+    pub dump_s: f64,
+    /// Deadline of the first look at the stages.
+    pub probe_s: f64,
+    /// Deadline of draining.
+    pub shutdown_s: f64,
+    /// Reads back what was published.
+    pub paranoid: bool,
+    /// Failures in a row that open the breaker.
+    pub breaker_threshold: u32,
+    /// Failures further apart than this are not in a row.
+    pub breaker_window_s: f64,
+    /// How long it stays open.
+    pub breaker_cool_down_s: f64,
+}
+
+impl Setup {
+    /// Reads a description. `Config` where a key is missing, unknown or wrong.
+    pub fn parse(json: &str) -> Result<Self> {
+        let wrong = |error| {
+            let wrong = Error::new(
+                ErrorKind::Config,
+                "the description of a store is not what it should be",
+            );
+            wrong.caused_by(error)
+        };
+        serde_json::from_str(json).map_err(|error: serde_json::Error| wrong(error))
+    }
+
+    /// Opens the engine over its stages.
+    pub fn open(self, device: Arc<dyn Device>, clock: Arc<dyn Clock>) -> Result<Engine> {
+        let identity = Identity::parse(&self.identity)?;
+        let (group, pipeline_rank, tensor_rank) = self.part;
+        let part = Part {
+            group,
+            pipeline_rank,
+            tensor_rank,
+        };
+        let geometry = Geometry::from_sizes(self.tensor_sizes, self.shard_size, self.block_size)?;
+        let dtype = DType::from_name(&self.dtype);
+        let record = RecordLayout::new(&geometry).describing(self.block_tokens, dtype);
+        let staging_bytes = if self.lookup_only { 0 } else { self.staging_bytes };
+        let deadlines = Deadlines {
+            lookup: seconds("lookup_s", self.lookup_s)?,
+            load: seconds("load_s", self.load_s)?,
+            dump: seconds("dump_s", self.dump_s)?,
+            probe: seconds("probe_s", self.probe_s)?,
+            shutdown: seconds("shutdown_s", self.shutdown_s)?,
+        };
+        let mut breaker = BreakerConfig {
+            threshold: self.breaker_threshold,
+            window: seconds("breaker_window_s", self.breaker_window_s)?,
+            cool_down: seconds("breaker_cool_down_s", self.breaker_cool_down_s)?,
+            ..BreakerConfig::default()
+        };
+        let writer = crate::random_u64();
+        let common = Common {
+            identity: &identity,
+            part,
+            geometry: &geometry,
+            record: &record,
+            lookup_only: self.lookup_only,
+            writer,
+            slots: usize::try_from(staging_bytes / record.record_len() as u64).unwrap_or(usize::MAX),
+            clock: Arc::clone(&clock),
+        };
+        let mut stages = Vec::with_capacity(self.stages.len());
+        for stage in self.stages {
+            let policy = stage.policy()?;
+            let made = stage.make(&common)?;
+            stages.push(StageConfig {
+                backend: made.backend,
+                policy,
+                max_stuck: made.max_stuck,
+            });
+        }
+        let backend = if stages.len() == 1 {
+            let only = stages.remove(0);
+            breaker.max_stuck = only.max_stuck;
+            only.backend
+        } else {
+            let tiers = TiersConfig {
+                stages,
+                identity: identity.clone(),
+                part,
+                breaker,
+                probe: deadlines.probe,
+                copy: deadlines.dump,
+                spare_slots: (SPARE_BYTES / record.record_len()).clamp(2, SPARE_SLOTS),
+                record: record.clone(),
+            };
+            Arc::new(Tiers::new(tiers, Arc::clone(&clock))?)
+        };
+        let config = EngineConfig {
+            geometry,
+            identity,
+            part,
+            block_tokens: self.block_tokens,
+            dtype,
+            staging_bytes,
+            copy_threads: self.copy_threads,
+            deadlines,
+            breaker,
+            writer,
+            paranoid: self.paranoid,
+        };
+        Engine::open(config, backend, device, clock)
+    }
+}
+
+/// A time as it is described.
+pub(crate) fn seconds(key: &'static str, value: f64) -> Result<Duration> {
+    Duration::try_from_secs_f64(value)
+        .map_err(|error| Error::new(ErrorKind::Config, format!("{key}: {error}")).with("value", value))
+}

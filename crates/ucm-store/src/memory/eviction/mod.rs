@@ -1,0 +1,166 @@
+//! Which record goes when a new one needs its slot: one trait, two policies.
+//!
+//! Policies know slots by number and records by id and ordinal (position in the chain of their prompt). A prefix is
+//! worth nothing without its beginning, so a policy that can should let descendants go before their ancestors. Every
+//! call is short and made under the lock of the tier; none allocates more than its share of a bound that the number of
+//! slots sets. [`Policy`] names them; docs/performance.md has their hit rates.
+
+mod lru;
+mod s3fifo;
+mod steps;
+
+use ucm_core::{BlockId, Error, ErrorKind, Result};
+
+pub use lru::Lru;
+pub use s3fifo::S3Fifo;
+
+/// A policy.
+pub trait Eviction: Send {
+    /// Its name in the configuration and in logs.
+    fn name(&self) -> &'static str;
+
+    /// A record came into a slot that was free.
+    fn inserted(&mut self, slot: u32, id: BlockId, ordinal: u32);
+
+    /// The record in a slot was used, or is part of a prefix that was.
+    fn used(&mut self, slot: u32, ordinal: u32);
+
+    /// The record in a slot is gone, because it was chosen or for another reason. A slot that holds none is left alone.
+    fn removed(&mut self, slot: u32);
+
+    /// The slot whose record should go next, never one that is `held`; `None` when all are. It stays until
+    /// [`Eviction::removed`].
+    fn victim(&mut self, held: &dyn Fn(u32) -> bool) -> Option<u32>;
+}
+
+/// The policies by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Policy {
+    /// What was used longest ago, descendants before ancestors.
+    #[default]
+    Lru,
+    /// Three queues: what is not used again soon after it came goes first.
+    S3Fifo,
+}
+
+impl Policy {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Lru, Self::S3Fifo];
+
+    /// Its name in the configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Lru => "lru",
+            Self::S3Fifo => "s3fifo",
+        }
+    }
+
+    /// A policy for so many slots, empty.
+    pub fn build(self, slots: usize) -> Box<dyn Eviction> {
+        match self {
+            Self::Lru => Box::new(Lru::new(slots)),
+            Self::S3Fifo => Box::new(S3Fifo::new(slots)),
+        }
+    }
+}
+
+impl std::str::FromStr for Policy {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::ALL
+            .into_iter()
+            .find(|policy| policy.name() == text)
+            .ok_or_else(|| {
+                let names = Self::ALL.map(Self::name).join(", ");
+                Error::new(ErrorKind::Config, "there is no such eviction policy")
+                    .with("given", text)
+                    .with("known", names)
+            })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn id(n: u32) -> BlockId {
+        BlockId((u128::from(n) << 64 | u128::from(n)).to_le_bytes())
+    }
+
+    #[test]
+    fn policies_have_names() {
+        for policy in Policy::ALL {
+            assert_eq!(policy.name().parse::<Policy>().unwrap(), policy);
+            assert_eq!(policy.build(1).name(), policy.name());
+        }
+        let error = "fifo".parse::<Policy>().unwrap_err();
+        assert!(error.to_string().contains("known=lru, s3fifo"), "{error}");
+    }
+
+    /// Ten records that are asked for again and again, and chains that are read once; how many of the ten stay.
+    fn survivors(policy: Policy) -> usize {
+        let (mut eviction, mut held) = (policy.build(40), [None::<u32>; 40]);
+        let mut free: Vec<u32> = (0..40).collect();
+        let mut ask = |n: u32, ordinal: u32, held: &mut [Option<u32>; 40]| {
+            if let Some(slot) = held.iter().position(|there| *there == Some(n)) {
+                return eviction.used(slot as u32, ordinal);
+            }
+            let slot = free.pop().or_else(|| eviction.victim(&|_| false)).unwrap();
+            eviction.removed(slot);
+            held[slot as usize] = Some(n);
+            eviction.inserted(slot, id(n), ordinal);
+        };
+        for round in 0..20 {
+            (0..10).chain(0..10).for_each(|n| ask(n, n, &mut held));
+            (0..100).for_each(|n| ask(1000 + round * 100 + n, n, &mut held));
+        }
+        held.iter().flatten().filter(|&&n| n < 10).count()
+    }
+
+    #[test]
+    fn only_one_of_them_keeps_what_is_used_again_and_again_from_what_is_read_once() {
+        assert_eq!((survivors(Policy::Lru), survivors(Policy::S3Fifo)), (0, 10));
+    }
+
+    proptest! {
+        /// Whatever happens, a victim is a record that is there and not held, and there is one if there can be.
+        #[test]
+        fn victims_are_there_and_not_held(
+            policy in prop::sample::select(Policy::ALL.to_vec()),
+            acts in prop::collection::vec((0..5u8, 0..8u32, 0..4u32), 1..200),
+        ) {
+            let mut eviction = policy.build(8);
+            let (mut there, mut held) = (BTreeSet::new(), BTreeSet::new());
+            for (act, slot, ordinal) in acts {
+                match act {
+                    0 | 1 if there.insert(slot) => eviction.inserted(slot, id(slot * 4 + ordinal), ordinal),
+                    0 | 1 => eviction.used(slot, ordinal),
+                    2 => {
+                        there.remove(&slot);
+                        eviction.removed(slot);
+                    }
+                    3 => {
+                        if !held.remove(&slot) {
+                            held.insert(slot);
+                        }
+                    }
+                    _ => {
+                        let victim = eviction.victim(&|slot| held.contains(&slot));
+                        match victim {
+                            Some(victim) => {
+                                prop_assert!(there.remove(&victim) && !held.contains(&victim));
+                                eviction.removed(victim);
+                            }
+                            None => prop_assert!(there.is_subset(&held)),
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! The regions of the other processes of this host, and the thread that looks for them.
+//!
+//! The thread announces the own region, and again should its file be cleaned away, then lists the registry; about once
+//! a second, on the clock it was given. It is the only one here that touches a file system: if that hangs, what is mapped
+//! stays mapped and nobody waits.
+
+use std::collections::HashSet;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use parking_lot::{Mutex, RwLock};
+use ucm_core::{BlockId, Error, Result};
+use ucm_device::{RegionView, Registry, Wanted};
+use ucm_infra::{Bell, Clock, Completion, Mono};
+
+use super::tier::Tier;
+use crate::backend::Listed;
+
+/// Time between two looks.
+const EVERY: Duration = Duration::from_secs(1);
+
+/// Regions of others, mapped.
+pub(super) struct Neighbours {
+    /// Where the last look was.
+    dir: Mutex<PathBuf>,
+    views: RwLock<Arc<Vec<Arc<RegionView>>>>,
+    /// Why the last look brought less than it should.
+    trouble: Mutex<Option<Error>>,
+    bell: Bell,
+    over: AtomicBool,
+    first: Arc<Completion<()>>,
+    ended: Arc<Completion<()>>,
+}
+
+impl Neighbours {
+    /// Starts the thread, if anything is shared.
+    pub(super) fn start(tier: &Arc<Tier>, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
+        let neighbours = Arc::new(Self {
+            views: RwLock::default(),
+            trouble: Mutex::default(),
+            bell: Bell::new(),
+            over: AtomicBool::new(false),
+            first: Completion::new(),
+            ended: Completion::new(),
+            dir: Mutex::default(),
+        });
+        if !tier.config().shared {
+            neighbours.first.complete(());
+            neighbours.ended.complete(());
+            return Ok(neighbours);
+        }
+        let (this, tier) = (Arc::clone(&neighbours), Arc::downgrade(tier));
+        let thread = std::thread::Builder::new().name("ucm-regions".to_owned());
+        thread.spawn(move || this.run(&tier, &*clock)).map_err(|error| {
+            Error::from_io(error, "cannot start the thread that looks for memory regions")
+        })?;
+        Ok(neighbours)
+    }
+
+    fn run(&self, tier: &Weak<Tier>, clock: &dyn Clock) {
+        loop {
+            let seen = self.bell.seen();
+            let Some(alive) = tier.upgrade().filter(|_| !self.over.load(Ordering::Acquire)) else {
+                break;
+            };
+            let ended = self.look_once(&alive);
+            *self.trouble.lock() = ended.err();
+            drop(alive);
+            self.first.complete(());
+            clock.sleep(&self.bell, seen, Some(clock.now().after(EVERY)));
+        }
+        if let Some(region) = tier.upgrade().as_ref().and_then(|tier| tier.region()) {
+            region.withdraw();
+        }
+        *self.views.write() = Arc::default();
+        self.first.complete(());
+        self.ended.complete(());
+    }
+
+    fn look_once(&self, tier: &Tier) -> Result<()> {
+        // Anew each time: the directory of a user's session goes with the session.
+        let dir = tier
+            .config()
+            .registry
+            .clone()
+            .unwrap_or_else(Registry::default_dir);
+        let registry = &Registry::new(dir.clone());
+        *self.dir.lock() = dir;
+        let announced = tier.region().map_or(Ok(()), |region| region.announce(registry));
+        tier.set_visible(announced.is_ok());
+        let wanted = Wanted {
+            namespace: *tier.config().identity.digest(),
+            record_len: tier.config().record.record_len(),
+            own: tier.region().map(|region| region.nonce()),
+        };
+        let known = self.views();
+        let scan = registry.scan(&wanted, &known)?;
+        let same = scan.views.len() == known.len()
+            && scan
+                .views
+                .iter()
+                .zip(known.iter())
+                .all(|(new, old)| Arc::ptr_eq(new, old));
+        if !same {
+            *self.views.write() = Arc::new(scan.views);
+        }
+        announced?;
+        scan.refused.map_or(Ok(()), Err)
+    }
+
+    /// What is mapped now.
+    pub(super) fn views(&self) -> Arc<Vec<Arc<RegionView>>> {
+        Arc::clone(&self.views.read())
+    }
+
+    pub(super) fn contains(&self, id: BlockId) -> bool {
+        self.views().iter().any(|view| view.contains(id))
+    }
+
+    pub(super) fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
+        self.views().iter().find_map(|view| view.copy_out(id, out))
+    }
+
+    /// Adds the records that are not among `records` yet.
+    pub(super) fn list(&self, records: &mut Vec<Listed>) {
+        let mut known: HashSet<BlockId> = records.iter().map(|record| record.id).collect();
+        for (id, len) in self.views().iter().flat_map(|view| view.records()) {
+            if known.insert(id) {
+                records.push(Listed {
+                    id,
+                    len: len as u64,
+                    used_ns: 0,
+                });
+            }
+        }
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.views().len()
+    }
+
+    /// Has the thread look now.
+    pub(super) fn look(&self) {
+        self.bell.ring();
+    }
+
+    /// Waits until it looked once.
+    pub(super) fn await_first(&self, clock: &dyn Clock, deadline: Mono) {
+        self.first.wait(clock, Some(deadline));
+    }
+
+    /// Has the thread end; the region is taken out of the registry and the others are let go.
+    pub(super) fn stop(&self) {
+        self.over.store(true, Ordering::Release);
+        self.bell.ring();
+    }
+
+    /// Waits until it did.
+    pub(super) fn await_end(&self, clock: &dyn Clock, deadline: Mono) {
+        self.ended.wait(clock, Some(deadline));
+    }
+
+    /// For the log.
+    pub(super) fn words(&self) -> String {
+        let dir = self.dir.lock();
+        if dir.as_os_str().is_empty() {
+            return "shared with nobody".to_owned();
+        }
+        match &*self.trouble.lock() {
+            Some(error) => format!("sharing is limited: {error}"),
+            None => format!(
+                "announced in {}, {} regions of others",
+                dir.display(),
+                self.count()
+            ),
+        }
+    }
+}

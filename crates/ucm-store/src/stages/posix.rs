@@ -1,0 +1,92 @@
+//! A stage of kind `posix`: one record per file below a directory, on anything that mounts.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use ucm_core::Result;
+use ucm_io::{ChosenEngine, IoChoice, Process, PsyncOptions};
+
+use super::{Common, Made, capacity, keys};
+use crate::assemble::seconds;
+use crate::evidence::QuarantineConfig;
+use crate::posix::{Modes, PosixBackend, PosixConfig};
+use crate::space::{Capacity, Rules};
+
+/// The keys; sizes in bytes, times in seconds.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Keys {
+    root: PathBuf,
+    labels: BTreeMap<String, String>,
+    io_direct: bool,
+    /// Name of the I/O engine, or `auto`.
+    io_engine: String,
+    io_threads: usize,
+    capacity_bytes: Option<u64>,
+    capacity_percent: Option<f64>,
+    floor_bytes: Option<u64>,
+    floor_percent: Option<f64>,
+    quota_bytes: Option<u64>,
+    quota_percent: Option<f64>,
+    expire_after_s: Option<u64>,
+    file_mode: u32,
+    dir_mode: u32,
+    quarantine_enabled: bool,
+    quarantine_max_per_minute: u32,
+    quarantine_max_records: u32,
+    quarantine_max_bytes: u64,
+    quarantine_keep_s: f64,
+}
+
+pub(super) fn make(common: &Common<'_>, given: Map<String, Value>) -> Result<Made> {
+    let given: Keys = keys("posix", given)?;
+    let rules = Rules {
+        // No bytes: no floor, while nothing at all is the default.
+        free_floor: capacity(given.floor_bytes, given.floor_percent).or(Some(Capacity::Percent(0.0))),
+        namespace_quota: capacity(given.quota_bytes, given.quota_percent),
+        expire_after: given.expire_after_s.map(Duration::from_secs),
+    };
+    let posix = PosixConfig {
+        root: given.root,
+        identity: common.identity.clone(),
+        labels: given.labels,
+        part: common.part,
+        record: common.record.clone(),
+        direct: given.io_direct,
+        geometry: common.geometry.clone(),
+        lookup_only: common.lookup_only,
+        capacity: capacity(given.capacity_bytes, given.capacity_percent),
+        rules,
+        process: Process::this(),
+        writer: common.writer,
+        modes: Modes {
+            file: given.file_mode,
+            dir: given.dir_mode,
+        },
+        quarantine: QuarantineConfig {
+            enabled: given.quarantine_enabled,
+            max_per_minute: given.quarantine_max_per_minute,
+            max_records: given.quarantine_max_records,
+            max_bytes: given.quarantine_max_bytes,
+            keep: seconds("quarantine_keep_s", given.quarantine_keep_s)?,
+        },
+    };
+    let mut options = PsyncOptions {
+        direct: given.io_direct,
+        clock: Arc::clone(&common.clock),
+        ..PsyncOptions::with_workers(given.io_threads)
+    };
+    // A block that has a slot has a place in the queue too, so that an accepted dump is never refused later.
+    for lane in &mut options.lanes {
+        lane.capacity = lane.capacity.max(common.slots.min(ucm_infra::MAX_QUEUE));
+    }
+    let io = ChosenEngine::new(IoChoice::from_name(&given.io_engine)?, options)?;
+    Ok(Made {
+        backend: Arc::new(PosixBackend::new(posix, io, Arc::clone(&common.clock))?),
+        max_stuck: given.io_threads.max(2), // as many as are replaced: from there on workers are missing
+    })
+}

@@ -1,0 +1,230 @@
+//! A composition seen from above: what the engine asks of it, and which stages that goes to.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use ucm_core::{BlockId, Error, ErrorKind, Result};
+use ucm_device::Slot;
+use ucm_infra::{Completion, Mono};
+
+use super::gather::{Question, union};
+use super::stage::{Stage, add};
+use super::{LANE_PROBE, Tiers};
+use crate::backend::{
+    Backend, Done, Early, Health, Listed, Presence, Priority, Quarantined, ReadDone, TierStats, Usage,
+    WriteOptions, Written,
+};
+use crate::events::Event;
+
+impl Backend for Tiers {
+    fn name(&self) -> &'static str {
+        "tiers"
+    }
+
+    fn describe(&self) -> String {
+        self.shared.described.store(true, Ordering::Release);
+        let words = self.shared.stages.iter().map(|stage| {
+            let (name, policy) = (&stage.name, stage.policy.name());
+            if stage.ready.load(Ordering::Acquire) {
+                format!("{name} (written {policy}): {}", stage.backend.describe())
+            } else {
+                format!("{name} (written {policy}): not usable yet")
+            }
+        });
+        words.collect::<Vec<_>>().join("; below it ")
+    }
+
+    fn warnings(&self) -> Vec<String> {
+        let stages = self.shared.stages.iter();
+        let ready = stages.filter(|stage| stage.ready.load(Ordering::Acquire));
+        ready.flat_map(|stage| stage.warnings()).collect()
+    }
+
+    /// Looks at every stage at once; one that is usable is enough.
+    fn probe(&self, deadline: Mono) -> Result<()> {
+        let looks: Vec<_> = (0..self.shared.stages.len())
+            .filter(|&number| !self.shared.stages[number].ready.load(Ordering::Acquire))
+            .map(|number| {
+                let looked = Completion::new();
+                let (shared, answer) = (Arc::clone(&self.shared), Arc::clone(&looked));
+                let look = move || shared.probe_stage(number, deadline);
+                let done = move |result: Result<Result<()>>| {
+                    answer.complete(result.and_then(|looked| looked));
+                };
+                if let Err(refused) = self.shared.pool.submit(LANE_PROBE, deadline, look, done) {
+                    looked.complete(Err(refused));
+                }
+                looked
+            })
+            .collect();
+        let mut failed = None;
+        for look in looks {
+            let late = || Err(Error::new(ErrorKind::Timeout, "a tier did not answer in time"));
+            if let Err(error) = look
+                .wait(&*self.shared.clock, Some(deadline))
+                .unwrap_or_else(late)
+            {
+                failed.get_or_insert(error);
+            }
+        }
+        let usable = self
+            .shared
+            .stages
+            .iter()
+            .any(|stage| stage.ready.load(Ordering::Acquire));
+        match failed {
+            Some(error) if !usable => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Presence>>) {
+        self.shared.lookup(ids, stop_at_missing, deadline, done);
+    }
+
+    fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>) {
+        match self.shared.place(id, 0) {
+            Some(number) => self.shared.read(number, id, slot, again, deadline, done),
+            None => {
+                drop(slot);
+                done(Err(Error::new(ErrorKind::NotFound, "no tier has this record")));
+            }
+        }
+    }
+
+    fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
+        self.shared.write(id, slot, options, deadline, done);
+    }
+
+    fn touch(&self, ids: &[(BlockId, u32)], deadline: Mono) {
+        for stage in self.shared.stages.iter().filter(|stage| stage.is_well()) {
+            stage.backend.touch(ids, deadline);
+        }
+    }
+
+    /// Removes them from every stage that can be reached; counts those of the stage that had most.
+    fn delete(&self, ids: Vec<BlockId>, deadline: Mono, done: Done<usize>) {
+        let ask = move |stage: &Stage, done: Done<usize>| stage.backend.delete(ids.clone(), deadline, done);
+        let question = Question {
+            ask: Box::new(ask),
+            join: usize::max,
+            deadline,
+        };
+        self.shared.gather(question, done);
+    }
+
+    fn list(&self, deadline: Mono, done: Done<Vec<Listed>>) {
+        let ask = move |stage: &Stage, done: Done<Vec<Listed>>| stage.backend.list(deadline, done);
+        let question = Question {
+            ask: Box::new(ask),
+            join: union,
+            deadline,
+        };
+        self.shared.gather(question, done);
+    }
+
+    fn early(&self) -> Early {
+        let stages = self.shared.stages.iter();
+        self.shared.early.merge(stages.map(|stage| stage.backend.early()))
+    }
+
+    fn usage(&self) -> Usage {
+        self.shared.base().backend.usage()
+    }
+
+    fn removed(&self) -> (u64, u64, u64) {
+        self.shared.base().backend.removed()
+    }
+
+    fn stuck(&self) -> usize {
+        let stages = self.shared.stages.iter();
+        stages.map(|stage| stage.backend.stuck()).sum::<usize>() + self.shared.pool.stuck()
+    }
+
+    fn shutdown(&self, drain: Duration) {
+        let shared = &self.shared;
+        let until = shared.clock.now().after(drain);
+        let left = || until.since(shared.clock.now());
+        shared.end_prefetch();
+        shared.write_back(shared.clock.now().after(drain / 2));
+        shared.pool.shutdown(left() / 4);
+        for (number, stage) in shared.stages.iter().enumerate() {
+            let share = left() / u32::try_from(shared.stages.len() - number).unwrap_or(1);
+            stage.backend.shutdown(share);
+        }
+    }
+
+    fn place(&self, id: BlockId, from: usize) -> Option<usize> {
+        self.shared.place(id, from)
+    }
+
+    fn read_from(
+        &self,
+        stage: usize,
+        id: BlockId,
+        slot: Slot,
+        again: bool,
+        deadline: Mono,
+        done: Done<ReadDone>,
+    ) {
+        self.shared.read(stage, id, slot, again, deadline, done);
+    }
+
+    fn promote(&self, stage: usize, id: BlockId, record: &[u8], ordinal: u32) {
+        self.shared.promote(stage, id, record, ordinal);
+    }
+
+    fn discard(&self, stage: usize, id: BlockId, damaged: bool, done: Done<Quarantined>) {
+        let refused = &self.shared.stages[stage];
+        refused.refuse(id);
+        add(&refused.counts.copies_refused, 1);
+        if !damaged {
+            return done(Ok(Quarantined::LeftAlone));
+        }
+        let shared = Arc::clone(&self.shared);
+        let ended = move |ended: Result<Quarantined>| {
+            if let Ok(Quarantined::Stopped) = ended {
+                let sick = Error::new(ErrorKind::Corrupt, "too many damaged records in a minute");
+                let held = shared.stages[stage].breaker.hold(shared.clock.now());
+                shared.changed(stage, held, Some(&sick));
+            }
+            done(ended);
+        };
+        refused.backend.quarantine(id, Box::new(ended));
+    }
+
+    /// What was read back and is not sound: that copy was refused when it was written.
+    fn quarantine(&self, id: BlockId, done: Done<Quarantined>) {
+        let stages = self.shared.stages.iter();
+        match stages.rev().find(|stage| stage.has_refused(id)) {
+            Some(stage) => stage.backend.quarantine(id, done),
+            None => done(Ok(Quarantined::LeftAlone)),
+        }
+    }
+
+    fn prefetch(&self, ids: &[BlockId], priority: Priority) -> usize {
+        self.shared.prefetch(ids, priority)
+    }
+
+    fn cancel_prefetch(&self, ids: &[BlockId]) -> usize {
+        self.shared.cancel_prefetch(ids)
+    }
+
+    fn health(&self) -> Option<Health> {
+        let well = self.shared.stages.iter().filter(|stage| stage.is_well()).count();
+        Some(match well {
+            0 => Health::Down,
+            n if n == self.shared.stages.len() => Health::Well,
+            _ => Health::Partly,
+        })
+    }
+
+    fn tiers(&self) -> Vec<TierStats> {
+        self.shared.stages.iter().map(Stage::stats).collect()
+    }
+
+    fn events(&self) -> Vec<Event> {
+        self.shared.events.drain()
+    }
+}

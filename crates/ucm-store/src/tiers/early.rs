@@ -1,0 +1,87 @@
+//! What can be read here before others can see it, put together from the stages: an id counts while any of them says so.
+
+use std::collections::HashMap;
+
+use parking_lot::Mutex;
+use ucm_core::{BlockId, limits};
+
+use crate::backend::Early;
+
+/// Which stages (a bit each) say that an id is early, and the changes not told yet.
+#[derive(Default)]
+pub(super) struct Merged(Mutex<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    by_stage: HashMap<BlockId, u8>,
+    /// Gained (true) or lost since the last answer; the latest word on an id.
+    untold: HashMap<BlockId, bool>,
+}
+
+impl Merged {
+    /// Takes what the stages say and tells what that changes, at most as many ids as fit in one call.
+    pub(super) fn merge(&self, stages: impl Iterator<Item = Early>) -> Early {
+        let mut guard = self.0.lock();
+        let inner = &mut *guard;
+        for (number, early) in stages.enumerate() {
+            let bit = 1 << number;
+            for id in early.gained {
+                let bits = inner.by_stage.entry(id).or_default();
+                if std::mem::replace(bits, *bits | bit) == 0 {
+                    inner.untold.insert(id, true);
+                }
+            }
+            for id in early.lost {
+                if let Some(bits) = inner.by_stage.get_mut(&id) {
+                    *bits &= !bit;
+                    if *bits == 0 {
+                        inner.by_stage.remove(&id);
+                        inner.untold.insert(id, false);
+                    }
+                }
+            }
+        }
+        let mut told = Early::default();
+        let now: Vec<BlockId> = inner
+            .untold
+            .keys()
+            .copied()
+            .take(limits::MAX_IDS_PER_CALL)
+            .collect();
+        for id in now {
+            match inner.untold.remove(&id) {
+                Some(true) => told.gained.push(id),
+                _ => told.lost.push(id),
+            }
+        }
+        told
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn early(gained: &[u8], lost: &[u8]) -> Early {
+        let ids = |ns: &[u8]| ns.iter().map(|&n| BlockId([n; 16])).collect();
+        Early {
+            gained: ids(gained),
+            lost: ids(lost),
+        }
+    }
+
+    #[test]
+    fn an_id_is_early_while_any_stage_says_so() {
+        let merged = Merged::default();
+        let said = |stages: [Early; 2]| merged.merge(stages.into_iter());
+        assert_eq!(said([early(&[1], &[]), early(&[], &[])]), early(&[1], &[]));
+        assert_eq!(said([early(&[], &[]), early(&[1], &[])]), early(&[], &[]));
+        assert_eq!(said([early(&[], &[1]), early(&[], &[])]), early(&[], &[]));
+        assert_eq!(said([early(&[], &[]), early(&[], &[1])]), early(&[], &[1]));
+        assert_eq!(
+            said([early(&[], &[7]), early(&[], &[])]),
+            early(&[], &[]),
+            "never was"
+        );
+    }
+}

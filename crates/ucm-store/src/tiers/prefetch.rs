@@ -1,0 +1,320 @@
+//! Bringing blocks up before they are asked for.
+//!
+//! A bounded queue of ids, the most urgent first. Loads go before: while one reads, only urgent ids are begun. A few
+//! are read at a time, each into a spare slot, judged as a load judges, and kept by the stages above.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use ucm_core::{BlockId, Result};
+use ucm_device::Slot;
+
+use super::stage::add;
+use super::{Shared, WritePolicy};
+use crate::backend::{Presence, Priority, ReadDone};
+
+/// Most ids that wait.
+pub const MAX_WAITING: usize = 4096;
+/// Most reads at once.
+const AT_ONCE: usize = 4;
+
+/// Ids that wait, and those being read.
+#[derive(Default)]
+pub(super) struct Queue {
+    waiting: [VecDeque<BlockId>; Priority::ALL.len()],
+    /// What each id waits as; what a queue says otherwise is out of date.
+    known: HashMap<BlockId, Priority>,
+    reading: Vec<BlockId>,
+    /// A thread starts reads.
+    pumping: bool,
+    closed: bool,
+}
+
+impl Queue {
+    /// Takes an id on, or lets it wait more urgently; false if there is no room for it.
+    fn add(&mut self, id: BlockId, priority: Priority) -> bool {
+        if self.reading.contains(&id) {
+            return true;
+        }
+        match self.known.get(&id).copied() {
+            Some(before) if before <= priority => return true,
+            Some(_) => {}
+            None if self.known.len() >= MAX_WAITING && !self.drop_below(priority) => return false,
+            None => {}
+        }
+        self.known.insert(id, priority);
+        self.waiting[priority as usize].push_back(id);
+        self.tidy();
+        true
+    }
+
+    /// Makes room by dropping the latest of the least urgent, if that is less urgent than this.
+    fn drop_below(&mut self, priority: Priority) -> bool {
+        for lower in Priority::ALL.into_iter().rev().filter(|&lower| lower > priority) {
+            while let Some(id) = self.waiting[lower as usize].pop_back() {
+                if self.known.get(&id) == Some(&lower) {
+                    self.known.remove(&id);
+                    return true;
+                }
+            }
+        }
+        false
+    }
+
+    /// Entries that are out of date must not pile up.
+    fn tidy(&mut self) {
+        if self.waiting.iter().map(VecDeque::len).sum::<usize>() <= 2 * MAX_WAITING {
+            return;
+        }
+        let (known, mut seen) = (&self.known, HashSet::new());
+        for (queue, priority) in self.waiting.iter_mut().zip(Priority::ALL) {
+            queue.retain(|id| known.get(id) == Some(&priority) && seen.insert(*id));
+        }
+    }
+
+    /// The next id that may be read, and how urgently.
+    fn next(&mut self, loading: bool) -> Option<(BlockId, Priority)> {
+        if self.closed || self.reading.len() >= AT_ONCE {
+            return None;
+        }
+        let may = if loading {
+            &Priority::ALL[..1]
+        } else {
+            &Priority::ALL[..]
+        };
+        for &priority in may {
+            while let Some(id) = self.waiting[priority as usize].pop_front() {
+                if self.known.get(&id) == Some(&priority) {
+                    self.known.remove(&id);
+                    self.reading.push(id);
+                    return Some((id, priority));
+                }
+            }
+        }
+        None
+    }
+
+    /// It was not begun after all.
+    fn put_back(&mut self, id: BlockId, priority: Priority) {
+        self.reading.retain(|&reading| reading != id);
+        self.known.insert(id, priority);
+        self.waiting[priority as usize].push_front(id);
+    }
+
+    fn cancel(&mut self, ids: &[BlockId]) -> usize {
+        let before = self.known.len();
+        ids.iter().for_each(|id| {
+            self.known.remove(id);
+        });
+        before - self.known.len()
+    }
+}
+
+impl Shared {
+    pub(super) fn prefetch(self: &Arc<Self>, ids: &[BlockId], priority: Priority) -> usize {
+        if !self.has_upper() {
+            return 0;
+        }
+        let taken = {
+            let mut queue = self.prefetch.lock();
+            ids.iter().filter(|&&id| queue.add(id, priority)).count()
+        };
+        self.pump_prefetch();
+        taken
+    }
+
+    pub(super) fn cancel_prefetch(&self, ids: &[BlockId]) -> usize {
+        self.prefetch.lock().cancel(ids)
+    }
+
+    /// No more is begun.
+    pub(super) fn end_prefetch(&self) {
+        let mut queue = self.prefetch.lock();
+        *queue = Queue {
+            closed: true,
+            reading: std::mem::take(&mut queue.reading),
+            ..Queue::default()
+        };
+    }
+
+    /// Whether there is a stage to bring blocks up to.
+    fn has_upper(&self) -> bool {
+        let above = &self.stages[..self.stages.len() - 1];
+        above.iter().any(|stage| stage.policy != WritePolicy::Never)
+    }
+
+    /// Starts what may be started. One thread at a time: a call from inside has nothing to do, because that thread
+    /// looks again before it stops.
+    pub(super) fn pump_prefetch(self: &Arc<Self>) {
+        {
+            let mut queue = self.prefetch.lock();
+            if queue.pumping || (queue.known.is_empty()) {
+                return;
+            }
+            queue.pumping = true;
+        }
+        while let Some((id, slot)) = self.next_prefetch() {
+            self.fetch(id, slot, 0);
+        }
+    }
+
+    /// The next id with a slot to read it into; `None` ends the pumping. No slot is let go here, which would pump.
+    fn next_prefetch(&self) -> Option<(BlockId, Slot)> {
+        let mut queue = self.prefetch.lock();
+        let loading = self.loading.load(Ordering::Acquire) > 0;
+        if let Some((id, priority)) = queue.next(loading) {
+            match self.spare.try_acquire() {
+                Some(slot) => return Some((id, slot)),
+                None => queue.put_back(id, priority),
+            }
+        }
+        queue.pumping = false;
+        None
+    }
+
+    /// Finds the stage that has a block, from number `from` on, and reads it there unless that is the top one.
+    fn fetch(self: &Arc<Self>, id: BlockId, slot: Slot, from: usize) {
+        let now = self.clock.now();
+        let found = self.place(id, from).filter(|&number| self.admits(number, now));
+        let Some(number) = found else {
+            drop(slot); // it is nowhere, as far as can be known now
+            return self.fetched(id);
+        };
+        let stage = &self.stages[number];
+        if stage.memory || number + 1 == self.stages.len() {
+            return self.fetch_here(id, slot, number);
+        }
+        // A read that finds nothing would cost the slot.
+        let deadline = now.after(self.copy_deadline);
+        let shared = Arc::clone(self);
+        let looked = move |result: Result<Vec<Presence>>| {
+            shared.note(number, deadline, result.as_ref().err());
+            match result {
+                Ok(found) if found.first() == Some(&Ok(())) => shared.fetch_here(id, slot, number),
+                _ => shared.fetch(id, slot, number + 1),
+            }
+        };
+        stage.backend.lookup(vec![id], false, deadline, Box::new(looked));
+    }
+
+    fn fetch_here(self: &Arc<Self>, id: BlockId, slot: Slot, number: usize) {
+        if number == 0 {
+            drop(slot); // it is at the top already
+            return self.fetched(id);
+        }
+        let deadline = self.clock.now().after(self.copy_deadline);
+        let shared = Arc::clone(self);
+        let read = move |result: Result<ReadDone>| {
+            shared.note(number, deadline, result.as_ref().err());
+            if let Ok(read) = result {
+                let record = &read.slot.as_slice()[..read.read];
+                // What is not sound is left to the next load, which looks twice and says so.
+                if let Ok(ordinal) = shared.verify(id, record, read.stored_len) {
+                    add(&shared.stages[number].counts.blocks_read, 1);
+                    add(&shared.stages[number].counts.bytes_read, record.len() as u64);
+                    shared.promote(number, id, record, ordinal);
+                }
+            }
+            shared.fetched(id);
+        };
+        self.stages[number]
+            .backend
+            .read(id, slot, false, deadline, Box::new(read));
+    }
+
+    fn fetched(self: &Arc<Self>, id: BlockId) {
+        self.prefetch.lock().reading.retain(|&reading| reading != id);
+        self.pump_prefetch();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(n: usize) -> BlockId {
+        BlockId((n as u128).to_le_bytes())
+    }
+
+    fn order(queue: &mut Queue) -> Vec<BlockId> {
+        let mut order = Vec::new();
+        while let Some((id, _)) = queue.next(false) {
+            queue.reading.clear();
+            order.push(id);
+        }
+        order
+    }
+
+    #[test]
+    fn the_most_urgent_first_and_each_once() {
+        let mut queue = Queue::default();
+        queue.add(id(1), Priority::Speculative);
+        queue.add(id(2), Priority::Normal);
+        queue.add(id(3), Priority::Urgent);
+        queue.add(id(4), Priority::NextBatch);
+        assert!(queue.add(id(1), Priority::NextBatch), "it may become more urgent");
+        assert!(queue.add(id(3), Priority::Speculative), "but never less");
+        assert_eq!(order(&mut queue), [id(3), id(4), id(1), id(2)]);
+    }
+
+    #[test]
+    fn while_a_load_reads_only_the_urgent() {
+        let mut queue = Queue::default();
+        queue.add(id(1), Priority::NextBatch);
+        assert_eq!(queue.next(true), None);
+        queue.add(id(2), Priority::Urgent);
+        assert_eq!(queue.next(true), Some((id(2), Priority::Urgent)));
+        assert_eq!(queue.next(false), Some((id(1), Priority::NextBatch)));
+    }
+
+    #[test]
+    fn only_a_few_are_read_at_once() {
+        let mut queue = Queue::default();
+        (0..2 * AT_ONCE).for_each(|n| assert!(queue.add(id(n), Priority::Normal)));
+        assert_eq!(
+            (0..2 * AT_ONCE).filter_map(|_| queue.next(false)).count(),
+            AT_ONCE
+        );
+        assert!(
+            queue.add(id(0), Priority::Urgent),
+            "what is being read is taken on already"
+        );
+        assert_eq!(queue.known.len(), AT_ONCE);
+    }
+
+    #[test]
+    fn bounded_and_the_urgent_push_the_others_out() {
+        let mut queue = Queue::default();
+        for n in 0..MAX_WAITING {
+            assert!(queue.add(id(n), Priority::Normal));
+        }
+        assert!(!queue.add(id(MAX_WAITING), Priority::Normal));
+        assert!(!queue.add(id(MAX_WAITING), Priority::Speculative));
+        assert!(queue.add(id(MAX_WAITING), Priority::Urgent));
+        assert_eq!(queue.known.len(), MAX_WAITING);
+        assert!(
+            queue.known.contains_key(&id(0)) && !queue.known.contains_key(&id(MAX_WAITING - 1)),
+            "the latest goes"
+        );
+    }
+
+    #[test]
+    fn out_of_date_entries_do_not_pile_up() {
+        let mut queue = Queue::default();
+        for _ in 0..4 * MAX_WAITING {
+            queue.add(id(1), Priority::Normal);
+            queue.cancel(&[id(1)]);
+            assert!(queue.waiting.iter().map(VecDeque::len).sum::<usize>() <= 2 * MAX_WAITING);
+        }
+    }
+
+    #[test]
+    fn cancelled_is_never_read() {
+        let mut queue = Queue::default();
+        queue.add(id(1), Priority::Normal);
+        queue.add(id(2), Priority::Normal);
+        assert_eq!(queue.cancel(&[id(1), id(9)]), 1);
+        assert_eq!(order(&mut queue), [id(2)]);
+    }
+}

@@ -1,0 +1,267 @@
+//! Memory of the tests: a map with a limit, the least recently used goes first.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_device::Slot;
+use ucm_infra::Mono;
+use ucm_store::backend::{
+    Backend, Done, Early, Evicted, Keep, Listed, Presence, ReadDone, Usage, Victim, WriteOptions, Written,
+};
+
+/// Keeps records until there are too many.
+pub(crate) struct MapBackend {
+    limit: usize,
+    inner: Mutex<Inner>,
+    hook: Mutex<Option<Arc<Evicted>>>,
+    /// Given up, and still there for readers while somebody takes them down.
+    leaving: Mutex<Vec<(BlockId, Arc<Vec<u8>>)>>,
+    /// It has no room for anything.
+    busy: AtomicBool,
+    kept: AtomicU64,
+}
+
+#[derive(Default)]
+struct Inner {
+    /// The least recently used first.
+    records: Vec<(BlockId, Vec<u8>)>,
+    early: Early,
+}
+
+impl MapBackend {
+    pub(crate) fn new(limit: usize) -> Arc<Self> {
+        Arc::new(Self {
+            limit,
+            inner: Mutex::default(),
+            hook: Mutex::default(),
+            leaving: Mutex::default(),
+            busy: AtomicBool::new(false),
+            kept: AtomicU64::new(0),
+        })
+    }
+
+    pub(crate) fn has(&self, id: BlockId) -> bool {
+        self.inner.lock().records.iter().any(|(kept, _)| *kept == id) || self.leaving(id).is_some()
+    }
+
+    fn leaving(&self, id: BlockId) -> Option<Arc<Vec<u8>>> {
+        let leaving = self.leaving.lock();
+        let found = leaving.iter().find(|(gone, _)| *gone == id);
+        found.map(|(_, record)| Arc::clone(record))
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.inner.lock().records.len()
+    }
+
+    /// Forgets everything, handing nothing over.
+    pub(crate) fn forget(&self) {
+        self.inner.lock().records.clear();
+    }
+
+    /// Changes what is kept of a record.
+    pub(crate) fn change(&self, id: BlockId, change: impl FnOnce(&mut [u8])) {
+        let mut inner = self.inner.lock();
+        let found = inner.records.iter_mut().find(|(kept, _)| *kept == id);
+        change(&mut found.unwrap().1);
+    }
+
+    /// From now on it has no room, or has room again.
+    pub(crate) fn busy(&self, busy: bool) {
+        self.busy.store(busy, Ordering::Release);
+    }
+
+    /// How often a record was kept.
+    pub(crate) fn kept(&self) -> u64 {
+        self.kept.load(Ordering::Acquire)
+    }
+
+    fn insert(self: &Arc<Self>, id: BlockId, record: &[u8], replace: bool) -> Result<Written> {
+        if self.busy.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::Busy, "no room in memory now"));
+        }
+        let victim = {
+            let mut inner = self.inner.lock();
+            let at = inner.records.iter().position(|(kept, _)| *kept == id);
+            if at.is_some() && !replace {
+                return Ok(Written::Present);
+            }
+            match at {
+                Some(at) => drop(inner.records.remove(at)),
+                None => inner.early.gained.push(id),
+            }
+            inner.records.push((id, record.to_vec()));
+            let full = inner.records.len() > self.limit;
+            let victim = full.then(|| inner.records.remove(0));
+            victim.map(|(id, record)| {
+                inner.early.lost.push(id);
+                let record = Arc::new(record);
+                self.leaving.lock().push((id, Arc::clone(&record)));
+                Leaving {
+                    id,
+                    record,
+                    map: Arc::clone(self),
+                }
+            })
+        };
+        self.kept.fetch_add(1, Ordering::AcqRel);
+        let hook = self.hook.lock().clone();
+        if let (Some(victim), Some(hook)) = (victim, hook) {
+            hook(Box::new(victim));
+        }
+        Ok(Written::Published)
+    }
+}
+
+/// What was given up.
+struct Leaving {
+    id: BlockId,
+    record: Arc<Vec<u8>>,
+    map: Arc<MapBackend>,
+}
+
+impl Victim for Leaving {
+    fn id(&self) -> BlockId {
+        self.id
+    }
+
+    fn record(&self) -> &[u8] {
+        &self.record
+    }
+}
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        let mut leaving = self.map.leaving.lock();
+        leaving.retain(|(_, record)| !Arc::ptr_eq(record, &self.record));
+    }
+}
+
+/// The map as a stage, while the test holds on to it too.
+pub(crate) struct MapStage(pub(crate) Arc<MapBackend>);
+
+impl Backend for MapStage {
+    fn name(&self) -> &'static str {
+        "map"
+    }
+
+    fn describe(&self) -> String {
+        format!("a map of {} records", self.0.limit)
+    }
+
+    fn probe(&self, _deadline: Mono) -> Result<()> {
+        Ok(())
+    }
+
+    fn lookup(&self, ids: Vec<BlockId>, stop: bool, _deadline: Mono, done: Done<Vec<Presence>>) {
+        let mut found: Vec<Presence> = ids
+            .iter()
+            .map(|&id| {
+                if self.0.has(id) {
+                    Ok(())
+                } else {
+                    Err(MissReason::Absent)
+                }
+            })
+            .collect();
+        if let (true, Some(first)) = (stop, found.iter().position(std::result::Result::is_err)) {
+            found.truncate(first + 1);
+        }
+        done(Ok(found));
+    }
+
+    fn read(&self, id: BlockId, mut slot: Slot, _again: bool, _deadline: Mono, done: Done<ReadDone>) {
+        let mut inner = self.0.inner.lock();
+        let record = match inner.records.iter().position(|(kept, _)| *kept == id) {
+            Some(at) => {
+                let used = inner.records.remove(at);
+                let record = used.1.clone();
+                inner.records.push(used);
+                Some(record)
+            }
+            None => self.0.leaving(id).map(|record| record.to_vec()),
+        };
+        drop(inner);
+        let Some(record) = record else {
+            drop(slot);
+            return done(Err(Error::new(ErrorKind::NotFound, "not in the map")));
+        };
+        let len = record.len();
+        slot.as_mut_slice()[..len].copy_from_slice(&record);
+        done(Ok(ReadDone {
+            slot,
+            read: len,
+            stored_len: len as u64,
+        }));
+    }
+
+    fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, _deadline: Mono, done: Done<Written>) {
+        let written = self
+            .0
+            .insert(id, &slot.as_slice()[..options.len], options.replace);
+        drop(slot);
+        done(written);
+    }
+
+    fn touch(&self, _ids: &[(BlockId, u32)], _deadline: Mono) {}
+
+    fn delete(&self, ids: Vec<BlockId>, _deadline: Mono, done: Done<usize>) {
+        let mut inner = self.0.inner.lock();
+        let before = inner.records.len();
+        inner.records.retain(|(kept, _)| !ids.contains(kept));
+        let removed = before - inner.records.len();
+        drop(inner);
+        done(Ok(removed));
+    }
+
+    fn list(&self, _deadline: Mono, done: Done<Vec<Listed>>) {
+        let records = self.0.inner.lock().records.clone();
+        let listed = (0..).zip(records).map(|(used_ns, (id, record))| Listed {
+            id,
+            len: record.len() as u64,
+            used_ns,
+        });
+        done(Ok(listed.collect()));
+    }
+
+    fn early(&self) -> Early {
+        std::mem::take(&mut self.0.inner.lock().early)
+    }
+
+    fn usage(&self) -> Usage {
+        Usage {
+            records: self.0.len() as u64,
+            ..Usage::default()
+        }
+    }
+
+    fn removed(&self) -> (u64, u64, u64) {
+        (0, 0, 0)
+    }
+
+    fn stuck(&self) -> usize {
+        0
+    }
+
+    fn shutdown(&self, _drain: Duration) {}
+
+    fn is_memory(&self) -> bool {
+        true
+    }
+
+    fn keep(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written> {
+        self.0.insert(id, record, keep.replace)
+    }
+
+    fn may_have(&self, id: BlockId) -> bool {
+        self.0.has(id)
+    }
+
+    fn on_evicted(&self, hook: Evicted) -> bool {
+        let mut before = self.0.hook.lock();
+        before.is_none() && before.replace(Arc::new(hook)).is_none()
+    }
+}

@@ -1,0 +1,113 @@
+"""Which stages a pipeline can be made of, and in which order: everything else is refused with a reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ucm.config.stores import BACKEND_WORDS, INSTEAD, KNOWN_STORES, STAGE_KINDS
+from ucm.config.words import hint
+
+if TYPE_CHECKING:
+    from ucm.config.model import Stage, StoreSettings
+
+#: Most stages of one pipeline.
+MAX_STAGES = 4
+#: Kind of the stage that is memory.
+CACHE = "cache"
+
+
+def kind_of(stage: Stage) -> str | None:
+    """What the core calls a stage of this store; None where it has none."""
+    return STAGE_KINDS.get(stage.store)
+
+
+def word_of(store: str) -> str:
+    """The word of a stage as it stands in ``store_pipeline``."""
+    words = [word for word, name in BACKEND_WORDS.items() if name == store]
+    return words[0].capitalize() if words else store
+
+
+def with_roots(stages: Sequence[Stage], common: Sequence[str]) -> tuple[Stage, ...]:
+    """The stages with the directories written beside the pipeline: one for each file stage without its own."""
+    without = [stage for stage in stages if kind_of(stage) not in (None, CACHE) and not stage.storage_backends]
+    if len(without) != len(common):
+        return tuple(stages)
+    given = iter(common)
+    return tuple(
+        stage.model_copy(update={"storage_backends": (next(given),)}) if stage in without else stage for stage in stages
+    )
+
+
+def pipeline_problems(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
+    """Why these stages make no pipeline, one sentence each. ``settings``: what is written beside them."""
+    unknown = [stage for stage in stages if kind_of(stage) is None]
+    for stage in unknown:
+        if stage.store in KNOWN_STORES:
+            yield f"{stage.store} as a stage of a pipeline is not built yet; {INSTEAD.get(stage.store, 'leave it out')}"
+        else:
+            known = [word_of(store) for store in STAGE_KINDS]
+            yield (
+                f'"{stage.store}" is no stage that ucm has{hint(stage.store, known)} '
+                f"(stages: {', '.join(known)}, and Empty at the end)"
+            )
+    if unknown:
+        return
+    yield from _order(stages)
+    yield from _policies(stages)
+    yield from _roots(stages, settings)
+
+
+def _order(stages: Sequence[Stage]) -> Iterator[str]:
+    if len(stages) > MAX_STAGES:
+        yield f"a pipeline of {len(stages)} stages is too long; {MAX_STAGES} are the most"
+    caches = [number for number, stage in enumerate(stages) if kind_of(stage) == CACHE]
+    if len(caches) > 1:
+        yield "a pipeline with two Cache stages keeps blocks in memory twice; write one Cache of their sizes together"
+    elif caches and caches[0] > 0:
+        above = word_of(stages[caches[0] - 1].store)
+        yield f"Cache stands below {above}; memory is faster than any file, so write it first: Cache|{above}"
+
+
+def _policies(stages: Sequence[Stage]) -> Iterator[str]:
+    names = [word_of(stage.store) for stage in stages]
+    for number, stage in enumerate(stages):
+        if stage.write_policy != "back":
+            continue
+        if number == 0:
+            yield f"write_policy: back of {names[0]}, the top stage: there is none above it that could give blocks up"
+        elif kind_of(stages[number - 1]) != CACHE:
+            yield (
+                f"write_policy: back of {names[number]}: only Cache gives blocks up to the stage below it, and "
+                f"{names[number - 1]} stands there; write through"
+            )
+    if all(stage.write_policy != "through" for stage in stages):
+        yield "no stage of the pipeline has write_policy: through, so no block would ever be stored"
+
+
+def _roots(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
+    seen: dict[str, str] = {}
+    files = [stage for stage in with_roots(stages, settings.storage_backends) if kind_of(stage) != CACHE]
+    missing = [word_of(stage.store) for stage in files if not stage.storage_backends]
+    own = all(stage.storage_backends for stage in stages if kind_of(stage) != CACHE)
+    if own and settings.storage_backends:
+        yield (
+            f"storage_backends names {', '.join(settings.storage_backends)} beside a pipeline whose stages all have a "
+            "directory of their own; leave one of the two out"
+        )
+    if missing:
+        given = len(settings.storage_backends)
+        yield (
+            f"the pipeline has {len(missing)} stages without a directory ({', '.join(missing)}) and storage_backends "
+            f"names {given or 'none'}; give each its own (path: /some/directory in the stage), or name in "
+            "storage_backends as many as there are such stages, top first"
+        )
+    for stage in files:
+        if len(stage.storage_backends) > 1:
+            yield f"{word_of(stage.store)} has several directories ({', '.join(stage.storage_backends)}); give it one"
+        for root in stage.storage_backends[:1]:
+            real = os.path.realpath(root)
+            if real in seen:
+                yield f"two stages of the pipeline have the same directory {root}; give each its own"
+            seen[real] = root

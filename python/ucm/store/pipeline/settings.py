@@ -1,0 +1,66 @@
+"""What a pipeline is told: the keys of every store of the core, and its stages with those of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from ucm.config import parse
+from ucm.config.model import Stage, StoreSettings
+from ucm.config.pipelines import CACHE, kind_of, with_roots, word_of
+from ucm.errors import ConfigError
+from ucm.store.cache.settings import cache_stage
+from ucm.store.posix.settings import EngineSettings, read_settings
+
+
+class PipelineSettings(EngineSettings):
+    """Keys of :class:`~ucm.store.pipeline.connector.UcmPipelineStore` beside those of its stages."""
+
+    #: Processes of this host that each open such a store.
+    processes: int = Field(default=1, ge=1)
+    #: The stages, top first.
+    store_pipeline: tuple[Stage, ...] = ()
+
+    def stages(self) -> list[dict[str, Any]]:
+        """What the core is told of each stage, top first."""
+        told = []
+        for stage in with_roots(self.store_pipeline, self.storage_backends):
+            if kind_of(stage) == CACHE:
+                setup = cache_stage(stage.options["cache_size"], stage.options["cache_policy"], self.processes)
+            else:
+                setup = self.posix_stage(self._of_stage(stage))
+            told.append({**setup, "write_policy": stage.write_policy})
+        return told
+
+    def _of_stage(self, stage: Stage) -> StoreSettings:
+        """The common keys of one stage: its own, else those written beside the pipeline."""
+        own = stage.model_fields_set
+        keys = {key: getattr(stage if key in own else self, key) for key in StoreSettings.model_fields}
+        return StoreSettings.model_validate(keys | {"storage_backends": stage.storage_backends})
+
+    @property
+    def label(self) -> str:
+        """What stands before its messages in the log."""
+        return "|".join(word_of(stage.store) for stage in self.store_pipeline)
+
+
+#: Keys of this store that are none of a configuration file, or mean something else there.
+_OF_ENGINE = frozenset(PipelineSettings.model_fields) - frozenset(StoreSettings.model_fields) - {"store_pipeline"}
+
+
+def read_pipeline_settings(config: Mapping[str, Any]) -> PipelineSettings:
+    """Checked settings. Stages are read as in a configuration file, with the same spellings and refusals."""
+    written = {key: value for key, value in config.items() if key not in _OF_ENGINE}
+    if not written.get("storage_backends"):
+        written.pop("storage_backends", None)  # each stage has its own
+    if not written.get("store_pipeline"):
+        raise ConfigError('UcmPipelineStore needs store_pipeline, its stages from top to bottom, e.g. "Cache|Posix"')
+    read = parse(written | {"ucm_connector_name": "UcmPipelineStore"}, {})
+    read.require_built()
+    own = {key: config[key] for key in config if key in _OF_ENGINE}
+    common = {key: getattr(read, key) for key in StoreSettings.model_fields}
+    settings = read_settings(own | common, PipelineSettings, "UcmPipelineStore")
+    one = Stage(store=read.ucm_connector_name, options=read.options)  # a pipeline of one stage is that store
+    return settings.model_copy(update={"store_pipeline": read.store_pipeline or (one,)})

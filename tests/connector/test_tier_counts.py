@@ -1,0 +1,91 @@
+"""What vLLM is told of the tiers of a store."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+from ucm.integration.vllm.connector import UCMConnector
+from ucm.integration.vllm.connector.metrics import UcmStats
+from ucm.integration.vllm.connector.tier_counts import EVERY, TIER_COUNTERS, TIER_GAUGES, TierCounts
+
+TYPES: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+
+
+class Store:
+    """Counts how often it is asked, and says what the test wants."""
+
+    def __init__(self, *tiers: dict[str, Any]) -> None:
+        self.tiers, self.asked = tiers, 0
+
+    def stats(self) -> dict[str, Any]:
+        """As a store of the core."""
+        self.asked += 1
+        return {"tiers": list(self.tiers)} if self.tiers else {"hits": 3}
+
+
+def tier(name: str, **told: Any) -> dict[str, Any]:
+    """A tier's part of a store's stats."""
+    return dict.fromkeys((*TIER_COUNTERS, *TIER_GAUGES), 0) | {"name": name, "healthy": True} | told
+
+
+def test_what_is_new_is_told_once_and_seldom_asked_for() -> None:
+    now = 0.0
+    counts = TierCounts(lambda: now, "3")
+    memory, posix = tier("memory", hits=2), tier("posix", used_bytes=10)
+    store: Any = Store(memory, posix)
+    assert counts.take(None) == {}
+    told = counts.take(store)
+    assert {name: value for name, value in told.items() if value} == {
+        "tier.hits.memory": 2,
+        "tier_now.healthy.memory.3": 1,
+        "tier_now.healthy.posix.3": 1,
+        "tier_now.used_bytes.posix.3": 10,
+    }
+    memory["hits"], posix["healthy"] = 5, False
+    assert counts.take(store) == {}
+    assert store.asked == 1, "not in every step"
+    now += EVERY
+    assert counts.take(store) == {"tier.hits.memory": 3, "tier_now.healthy.posix.3": 0}
+    now += EVERY
+    assert counts.take(store) == {}
+
+
+def test_a_store_without_tiers_is_asked_once() -> None:
+    now = 0.0
+    counts, store = TierCounts(lambda: now, "0"), Store()
+    for _ in range(3):
+        assert counts.take(store) == {}  # type: ignore[arg-type]
+        now += EVERY
+    assert store.asked == 1
+
+
+def test_they_reach_prometheus_with_their_tier() -> None:
+    ranks = [UcmStats(data={"tier.hits.memory": n, f"tier_now.used_bytes.memory.{n}": 7 * n}) for n in (1, 2)]
+    stats = ranks[0].aggregate(ranks[1]).aggregate(UcmStats(data={"tier_now.used_bytes.memory.2": 9}))
+    assert not stats.is_empty()
+    assert stats.data == {  # type: ignore[attr-defined]
+        "tier.hits.memory": 3,
+        "tier_now.used_bytes.memory.1": 7,
+        "tier_now.used_bytes.memory.2": 9,
+    }
+    assert stats.reduce() == {"ucm tier hits memory": 3}
+    config: Any = SimpleNamespace(kv_transfer_config=None)
+    metrics = UCMConnector.build_prom_metrics(config, TYPES, ["model_name", "engine"], {0: ["tiered", "0"]})  # type: ignore[arg-type]
+    assert metrics is not None
+    metrics.observe(stats.data | {"tier.newer.memory": 1, "tier_now.newer.memory.1": 1}, 0)  # type: ignore[attr-defined]
+    labels = {"model_name": "tiered", "engine": "0", "tier": "memory"}
+    assert REGISTRY.get_sample_value("ucm_tier_hit_blocks_total", labels) == 3
+    assert REGISTRY.get_sample_value("ucm_tier_used_bytes", labels | {"half": "2"}) == 9
+
+
+@pytest.mark.parametrize("name", [name for name, _ in (*TIER_COUNTERS.values(), *TIER_GAUGES.values())])
+def test_names_have_our_prefix_and_a_unit(name: str) -> None:
+    assert name.startswith("ucm_tier_")
+    assert name.endswith(("_blocks", "_bytes", "_operations", "_healthy"))

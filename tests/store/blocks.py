@@ -1,0 +1,44 @@
+"""Blocks of the tests: memory that plays the device, ids, and where the records of a directory are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+PIECES = [4096, 2048]
+LAYERS = 3
+BLOCK = sum(PIECES) * LAYERS
+
+
+class Memory:
+    """One row of pieces per block, laid out as a device would hold them: every piece on its own."""
+
+    def __init__(self, blocks: int, fill: int | None = None) -> None:
+        random = np.random.default_rng(blocks)
+        self.pieces: list[list[npt.NDArray[np.uint8]]] = [
+            [
+                random.integers(0, 256, size, dtype=np.uint8) if fill is None else np.full(size, fill, np.uint8)
+                for _ in range(LAYERS)
+                for size in PIECES
+            ]
+            for _ in range(blocks)
+        ]
+
+    def rows(self, *blocks: int) -> npt.NDArray[np.uint64]:
+        return np.array([[piece.ctypes.data for piece in self.pieces[b]] for b in blocks], dtype=np.uint64)
+
+    def layer_rows(self, block: int) -> npt.NDArray[np.uint64]:
+        return self.rows(block).reshape(LAYERS, len(PIECES))
+
+    def equals(self, other: Memory, block: int) -> bool:
+        return all(np.array_equal(a, b) for a, b in zip(self.pieces[block], other.pieces[block], strict=True))
+
+
+def ids(count: int) -> list[bytes]:
+    return [bytes([n * 7 % 256]) * 8 + n.to_bytes(8, "little") for n in range(count)]
+
+
+def record_files(root: Path) -> list[Path]:
+    return sorted(root.rglob("*.bin"))

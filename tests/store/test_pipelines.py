@@ -1,0 +1,170 @@
+"""Stores of several stages, and the other names of the one engine, through the public interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blocks import BLOCK, PIECES, Memory, ids, record_files
+
+from ucm.config import load
+from ucm.errors import ConfigError, InvalidInputError, TaskError
+from ucm.store import UcmConnectorFactoryV1
+from ucm.store.posix import UcmPosixStore
+
+Open = Callable[..., UcmPosixStore]
+
+
+@pytest.fixture
+def opened(common: dict[str, Any], tmp_path: Path) -> Iterator[Open]:
+    """Opens stores by name; closes what the test left open."""
+    stores: list[UcmPosixStore] = []
+    shape = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK}
+
+    def make(name: str, **keys: Any) -> UcmPosixStore:
+        config = {**common, **shape, "identity": str(tmp_path), **keys}
+        if name == "UcmCacheStore" or any(isinstance(stage, dict) for stage in keys.get("store_pipeline", ())):
+            del config["storage_backends"]
+        store = UcmConnectorFactoryV1.create_connector(name, config)
+        assert isinstance(store, UcmPosixStore)
+        stores.append(store)
+        return store
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def dump(store: UcmPosixStore, count: int) -> Memory:
+    source = Memory(count)
+    store.wait(store.dump_data(ids(count), [0] * count, source.rows(*range(count))))
+    return source
+
+
+def check_load(store: UcmPosixStore, source: Memory, count: int) -> None:
+    target = Memory(count, fill=0)
+    store.wait(store.load_data(ids(count), [0] * count, target.rows(*range(count))))
+    assert all(source.equals(target, block) for block in range(count))
+
+
+def tiers(store: UcmPosixStore) -> dict[str, dict[str, Any]]:
+    found = {tier["name"]: tier for tier in store.stats()["tiers"]}
+    assert len(found) == len(store.stats()["tiers"]), "every tier has a name of its own"
+    return found
+
+
+def test_cache_above_a_directory(opened: Open, tmp_path: Path) -> None:
+    store = opened("UcmPipelineStore", store_pipeline="Cache|Posix", cache_size="1MiB")
+    source = dump(store, 5)
+    assert store.lookup([*ids(5), b"x" * 16]) == [True] * 5 + [False]
+    check_load(store, source, 5)
+    of = tiers(store)
+    assert (of["memory"]["blocks_read"], of["posix"]["blocks_read"]) == (5, 0)
+    assert of["posix"]["blocks_written"] == len(record_files(tmp_path / "root")) == 5
+    assert of["memory"]["capacity_bytes"] > 0
+    assert of["posix"]["capacity_bytes"] == 1 << 30
+    store.close()
+    # What lies in the directory is what a store without memory reads, and the other way round.
+    check_load(opened("UcmPosixStore"), source, 5)
+    second = opened("UcmPipelineStore", store_pipeline="Cache|Posix", cache_size="1MiB")
+    check_load(second, source, 5)
+    assert tiers(second)["memory"]["promotions"] == 5
+
+
+def test_two_directories_and_memory(opened: Open, tmp_path: Path) -> None:
+    stages = ["cache", {"type": "posix", "path": str(tmp_path / "a")}, {"type": "posix", "path": str(tmp_path / "b")}]
+    store = opened("UcmPipelineStore", store_pipeline=stages)
+    source = dump(store, 3)
+    assert set(tiers(store)) == {"memory", "posix", "posix2"}
+    check_load(store, source, 3)
+    store.close()
+    assert len(record_files(tmp_path / "b")) == 3, "published is what the lowest has"
+
+
+def test_prefetch_through_the_interface(opened: Open) -> None:
+    keys: dict[str, Any] = {"store_pipeline": "Cache|Posix", "cache_size": "1MiB"}
+    first = opened("UcmPipelineStore", **keys)
+    source = dump(first, 4)
+    first.close()
+    store = opened("UcmPipelineStore", **keys)
+    assert store.prefetch(ids(4), "next_batch") == 4
+    check_load(store, source, 4)
+    assert store.cancel_prefetch(ids(4)) == 0
+    with pytest.raises(InvalidInputError, match="no such priority"):
+        store.prefetch(ids(1), "soon")  # type: ignore[arg-type]
+    assert opened("UcmPosixStore").prefetch(ids(4)) == 0, "nothing to bring them up to"
+
+
+@pytest.mark.parametrize("name", ["UcmCacheStore", "UcmPipelineStore"])
+def test_memory_alone(opened: Open, name: str) -> None:
+    if name == "UcmPipelineStore":
+        store = opened("UcmPipelineStore", store_pipeline=[{"type": "cache", "cache_size": "1MiB"}, "empty"])
+    else:
+        store = opened(name, cache_size="1MiB")
+    source = dump(store, 3)
+    check_load(store, source, 3)
+    assert set(tiers(store)) == {"memory"}
+    scheduler = opened(name, cache_size="1MiB", device_id=-1) if name == "UcmCacheStore" else store
+    assert scheduler.lookup_on_prefix(ids(4)) == 2, "a store that only looks up sees the memory of the others"
+
+
+def test_what_is_written_back_goes_down_at_the_end(opened: Open, tmp_path: Path) -> None:
+    root = tmp_path / "back"
+    stages = ["cache", {"type": "posix", "path": str(root), "write_policy": "back"}]
+    deadlines = {"lookup_ms": 20_000, "shutdown_s": 60}
+    store = opened("UcmPipelineStore", store_pipeline=stages, deadlines=deadlines)
+    source = dump(store, 4)
+    assert record_files(root) == []
+    store.close()
+    assert len(record_files(root)) == 4
+    check_load(opened("UcmPosixStore", storage_backends=str(root)), source, 4)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"store_pipeline": "Cache|Posix", "cache_size": "2MiB"},
+        {"store_pipeline": "Cache|Empty", "size_gb": 0.01},
+        {"ucm_connector_name": "UcmNfsStore"},
+        {"pipeline": "Cache|Posix", "posix": {"write_policy": "back", "file_mode": "0660"}, "expire_after": "2d"},
+    ],
+)
+def test_what_a_configuration_says_opens(common: dict[str, Any], tmp_path: Path, written: dict[str, Any]) -> None:
+    """The way of the connector: a checked configuration, then the sizes of the engine."""
+    root = {} if "Empty" in written.get("store_pipeline", "") else {"path": common["storage_backends"]}
+    config = load(written | root | {"storage_capacity": "1GiB", "namespace_quota": "50%"}, {})
+    shape = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK, "identity": str(tmp_path)}
+    deadlines = {"deadlines": common["deadlines"]}
+    with UcmConnectorFactoryV1.create_connector(
+        config.ucm_connector_name, config.store_config() | shape | deadlines, config.ucm_connector_module_path
+    ) as store:
+        assert isinstance(store, UcmPosixStore)
+        check_load(store, dump(store, 3), 3)
+
+
+def test_nfs_is_another_name(opened: Open) -> None:
+    source = dump(opened("UcmNfsStore"), 2)
+    check_load(opened("UcmPosixStore"), source, 2)
+
+
+def test_a_missing_block_fails_a_load_as_ever(opened: Open) -> None:
+    store = opened("UcmPipelineStore", store_pipeline="Cache|Posix", cache_size="1MiB")
+    with pytest.raises(TaskError, match="rows of the load failed"):
+        store.wait(store.load_data(ids(1), [0], Memory(1, fill=0).rows(0)))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({}, "needs store_pipeline"),
+        ({"store_pipeline": "Posix|Cache"}, "write it first"),
+        ({"store_pipeline": "Cache|Posix", "cache_sise": 1}, 'did you mean "cache_size"'),
+        ({"store_pipeline": "Cache|Posix", "cache_size": "64EiB"}, "cache_size"),
+        ({"store_pipeline": "Cache|Posix", "cache_size": "1000TiB"}, "cache_size"),
+    ],
+)
+def test_refusals(opened: Open, keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        opened("UcmPipelineStore", **keys)

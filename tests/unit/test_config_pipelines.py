@@ -1,0 +1,156 @@
+"""Every form of a pipeline means what it says, and what makes no sense is refused with a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_cases import fails
+
+from ucm.config import load
+from ucm.config.sizes import Capacity
+
+Extra = dict[str, Any]
+
+
+def stages(extra: Extra) -> list[tuple[str, tuple[str, ...], str]]:
+    config = load(extra, {})
+    return [(stage.store, stage.storage_backends, stage.write_policy) for stage in config.store_pipeline]
+
+
+CACHE = ("UcmCacheStore", (), "through")
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({"store_pipeline": "Cache|Posix", "path": "/d"}, [CACHE, ("UcmPosixStore", (), "through")]),
+        ({"pipeline": "cache | nfs", "storage_path": "/d"}, [CACHE, ("UcmNfsStore", (), "through")]),
+        (
+            {"store_pipeline": ["Cache", {"type": "Posix", "path": "/d", "write_policy": "back"}]},
+            [CACHE, ("UcmPosixStore", ("/d",), "back")],
+        ),
+        (
+            {"store_pipeline": [{"type": "posix", "path": "/a"}, {"type": "posix", "path": "/b"}]},
+            [("UcmPosixStore", ("/a",), "through"), ("UcmPosixStore", ("/b",), "through")],
+        ),
+        (
+            {"store_pipeline": "Cache|Posix", "posix": {"path": "/d", "write_policy": "never"}, "cache": {}},
+            None,
+        ),
+    ],
+)
+def test_forms(extra: Extra, expected: list[tuple[str, tuple[str, ...], str]] | None) -> None:
+    if expected is None:
+        assert stages(extra)[1] == ("UcmPosixStore", ("/d",), "never")
+    else:
+        assert stages(extra) == expected
+
+
+def test_directories_beside_a_pipeline_go_to_its_files_in_order() -> None:
+    from ucm.config.pipelines import with_roots
+
+    config = load({"store_pipeline": "Cache|Posix|Posix", "storage_backends": "/fast:/far"}, {})
+    resolved = with_roots(config.store_pipeline, config.storage_backends)
+    assert [stage.storage_backends for stage in resolved] == [(), ("/fast",), ("/far",)]
+    assert config.root == "/fast"
+
+
+def test_cache_and_empty_is_memory_alone() -> None:
+    for pipeline in ("Cache|Empty", ["cache", "empty"], [{"type": "cache", "size_gb": 2}, "Empty"]):
+        config = load({"store_pipeline": pipeline}, {})
+        assert (config.ucm_connector_name, config.store_pipeline, config.root) == ("UcmCacheStore", (), None)
+    assert config.store_config()["cache_size"] == 2 << 30
+
+
+def test_an_empty_stage_at_the_end_is_nothing() -> None:
+    config = load({"store_pipeline": "Cache|Posix|Empty", "path": "/d"}, {})
+    assert [stage.store for stage in config.store_pipeline] == ["UcmCacheStore", "UcmPosixStore"]
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ({"cache_size": "40GiB"}, 40 << 30),
+        ({"cache_size": 1 << 20}, 1 << 20),
+        ({"cache_size": "25%"}, Capacity(percent=25.0)),
+        ({"cache_buffer_capacity_gb": 3}, 3 << 30),
+        ({"size_gb": 0.5}, 1 << 29),
+        ({}, 1 << 30),
+    ],
+)
+def test_sizes_of_memory(written: Extra, size: int | Capacity) -> None:
+    config = load({"store_pipeline": "Cache|Posix", "path": "/d"} | written, {})
+    assert config.store_pipeline[0].options == {"cache_size": size, "cache_policy": "lru"}
+    told = config.store_config()["store_pipeline"][0]
+    assert told == {
+        "type": "UcmCacheStore",
+        "cache_size": size if isinstance(size, int) else "25%",
+        "cache_policy": "lru",
+    }
+    assert any("cache_size" in line for line in config.describe())
+
+
+def test_keys_of_a_stage_are_its_own_and_the_others_hold_for_all() -> None:
+    pipeline = [{"type": "posix", "path": "/a", "storage_capacity": "1GiB"}, {"type": "posix", "path": "/b"}]
+    told = load({"store_pipeline": pipeline, "storage_capacity": "5GiB"}, {}).store_config()
+    assert told["storage_capacity"] == 5 << 30
+    first, second = told["store_pipeline"]
+    assert first == {"type": "UcmPosixStore", "storage_backends": ["/a"], "storage_capacity": 1 << 30}
+    assert second == {"type": "UcmPosixStore", "storage_backends": ["/b"]}
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"store_pipeline": "Cache|Posx", "path": "/d"}, 'did you mean "posix"'),
+        ({"store_pipeline": "Cache|Compress|Posix", "path": "/d"}, "Compress"),
+        ({"store_pipeline": "Cache|Pc", "path": "/d"}, "UcmPcStore as a stage of a pipeline is not built yet"),
+        ({"store_pipeline": "Posix|Cache", "path": "/d"}, "write it first: Cache|Posix"),
+        ({"store_pipeline": "Cache|Cache|Posix", "path": "/d"}, "two Cache stages"),
+        ({"store_pipeline": "Cache"}, "Cache|Empty"),
+        ({"store_pipeline": "Empty|Posix", "path": "/d"}, "below Empty"),
+        ({"store_pipeline": "Cache|Posix"}, "stages without a directory (Posix)"),
+        ({"store_pipeline": "Cache|Posix|Posix", "path": "/d"}, "2 stages without a directory"),
+        ({"store_pipeline": "Cache|Posix", "storage_backends": "/a:/b"}, "1 stages without a directory"),
+        ({"store_pipeline": "Posix|Nfs", "posix": {"path": "/d"}, "nfs": {"path": "/d/"}}, "same directory"),
+        ({"store_pipeline": ["cache", {"type": "posix", "path": "/d"}], "path": "/e"}, "leave one of the two out"),
+        ({"store_pipeline": ["cache", {"type": "posix", "path": ["/d", "/e"]}]}, "several directories"),
+        (
+            {
+                "store_pipeline": [{"type": "posix", "write_policy": "back"}, {"type": "nfs", "path": "/e"}],
+                "path": "/d",
+            },
+            "the top stage",
+        ),
+        (
+            {"store_pipeline": ["posix", {"type": "nfs", "write_policy": "back"}], "storage_backends": "/d:/e"},
+            "only Cache gives blocks up",
+        ),
+        (
+            {
+                "store_pipeline": [
+                    {"type": "cache", "write_policy": "never"},
+                    {"type": "posix", "path": "/d", "write_policy": "never"},
+                ]
+            },
+            "no stage of the pipeline has write_policy: through",
+        ),
+        ({"store_pipeline": ["cache", {"type": "posix", "path": "/d", "write_policy": "later"}]}, "write_policy"),
+        ({"store_pipeline": "Posix|Posix|Posix|Posix|Posix", "path": "/a:/b:/c:/d:/e"}, "4 are the most"),
+        ({"store_pipeline": "Cache|Posix", "path": "/d", "cache_size": "101%"}, "cache_size"),
+        ({"store_pipeline": "Cache|Posix", "path": "/d", "cache_size": 0}, "cache_size"),
+        ({"store_pipeline": []}, "from top to bottom"),
+        ({"store_pipeline": "Cache|Posix|Redis", "path": "/d"}, "UcmRedisStore"),
+    ],
+)
+def test_nonsense_is_refused_with_a_reason(extra: Extra, words: str) -> None:
+    assert words in fails(extra)
+
+
+def test_the_same_directory_by_two_names(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "other").symlink_to(tmp_path / "one")
+    both = f"{tmp_path / 'one'}:{tmp_path / 'other'}"
+    assert "same directory" in fails({"store_pipeline": "Posix|Posix", "storage_backends": both})
