@@ -22,11 +22,11 @@ const MAX_REFUSING: usize = 64;
 #[derive(Debug, Default)]
 pub(crate) struct Files {
     /// Whether reads and writes of slots go past the page cache unless asked otherwise.
-    direct: bool,
+    pub(crate) direct: bool,
     /// Devices where that was found not to work, so that it is not tried again for every file.
     refusing: Mutex<Vec<u64>>,
     fallbacks: AtomicU64,
-    dirty: Dirty,
+    pub(crate) dirty: Dirty,
 }
 
 /// What an operation asks before it changes what others see: whether anybody still waits for it.
@@ -151,11 +151,11 @@ impl Files {
                 file.set_direct(true);
                 through_cache = false;
             }
-            let result = write_full(&mut file, &buf[..job.len]);
+            let result = write_full(&mut file, &buf[..job.len], 0);
             self.note(&file, dev, true);
             result
         } else {
-            write_full(&mut file, &buf[..job.len])
+            write_full(&mut file, &buf[..job.len], 0)
         }
         .map_err(written)?;
         if through_cache && self.dirty.write(job.len as u64) {
@@ -203,7 +203,7 @@ impl Files {
     }
 
     /// Whether direct I/O may be tried on this open file.
-    fn usable(&self, file: &File, dev: u64) -> bool {
+    pub(crate) fn usable(&self, file: &File, dev: u64) -> bool {
         if self.refusing.lock().contains(&dev) {
             return false;
         }
@@ -215,7 +215,7 @@ impl Files {
     }
 
     /// Counts where direct I/O was wanted and not used, and remembers a file system that refused it.
-    fn note(&self, file: &File, dev: u64, wanted: bool) {
+    pub(crate) fn note(&self, file: &File, dev: u64, wanted: bool) {
         if wanted && !file.is_direct() {
             self.fallbacks.fetch_add(1, Ordering::Relaxed);
         }
@@ -248,7 +248,7 @@ fn open_for_read(path: &Path, direct: bool) -> rustix::io::Result<File> {
 
 /// Gives a file a name that nobody has (EXIST otherwise). A local file system renames; others make a second name,
 /// which is as exclusive on a server, and drop the first.
-fn name_once(private: &Path, target: &Path) -> rustix::io::Result<()> {
+pub(crate) fn name_once(private: &Path, target: &Path) -> rustix::io::Result<()> {
     match retry(|| rustix::fs::renameat_with(CWD, private, CWD, target, RenameFlags::NOREPLACE)) {
         Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {}
         renamed => return renamed,
@@ -272,7 +272,7 @@ fn name_once(private: &Path, target: &Path) -> rustix::io::Result<()> {
 
 /// Whether the file with this metadata has its name now. A network file system may repeat a call whose answer was
 /// lost, and then finds the private name gone or the target there: it is done all the same if the target is our file.
-fn is_named(renamed: rustix::io::Result<()>, target: &Path, meta: &FileMeta) -> bool {
+pub(crate) fn is_named(renamed: rustix::io::Result<()>, target: &Path, meta: &FileMeta) -> bool {
     match renamed {
         Ok(()) => true,
         Err(errno) => {

@@ -4,6 +4,7 @@
 //! runs them as plain system calls on a pool of threads; [`FaultyEngine`] stands before any engine in tests and makes
 //! it fail, stall, tear and lie by script.
 
+mod append;
 mod dirty;
 mod engine;
 mod fault;

@@ -17,6 +17,7 @@ mod reading;
 pub mod recency;
 pub mod record;
 mod root;
+pub mod segment;
 pub mod space;
 pub mod stats;
 mod writing;

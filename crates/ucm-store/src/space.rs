@@ -165,6 +165,15 @@ impl Space {
         }
     }
 
+    /// Room that was admitted at once for several records is not all needed: `kept` bytes of it were written, or may have
+    /// been. What `error` says of the medium counts as with [`Space::ended`].
+    pub fn settled(&self, ticket: Ticket, kept: u64, error: Option<&Error>) {
+        let full = self.ledger.lock().settle(ticket, kept, error, self.clock.now());
+        if full {
+            self.bell.ring();
+        }
+    }
+
     /// How many counts were begun or ended, for [`Space::deleted`].
     pub fn counts(&self) -> u64 {
         self.counting.counts()

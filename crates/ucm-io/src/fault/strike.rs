@@ -1,5 +1,6 @@
 //! What each fault does to an operation.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
@@ -74,7 +75,7 @@ impl Shared {
             Fault::Killed { keep } => self.kill(lane, deadline, op, done, keep),
             Fault::LateVisible(looks) => {
                 let target = match &op {
-                    IoOp::Publish { target, .. } => Some(target.clone()),
+                    IoOp::Publish { target, .. } | IoOp::Finish { target, .. } => Some(target.clone()),
                     _ => None,
                 };
                 let shared = Arc::clone(self);
@@ -120,6 +121,33 @@ impl Shared {
                 damage(&mut bytes);
                 self.publish_other(lane, deadline, op, bytes, done);
             }
+            IoOp::WriteAt {
+                path,
+                offset,
+                buf,
+                len,
+            } => {
+                let mut bytes = buf[..len.min(buf.len())].to_vec();
+                damage(&mut bytes);
+                self.write_other(lane, deadline, (path, offset, bytes), buf, done);
+            }
+            IoOp::Finish {
+                private,
+                target,
+                mut foot,
+                offset,
+                mtime_ns,
+            } => {
+                damage(&mut foot);
+                let op = IoOp::Finish {
+                    private,
+                    target,
+                    foot,
+                    offset,
+                    mtime_ns,
+                };
+                self.pass(lane, deadline, op, done);
+            }
             op => {
                 let done = Box::new(move |result: Result<IoDone>| {
                     done(result.map(|mut answer| {
@@ -135,16 +163,67 @@ impl Shared {
     }
 
     fn tear(self: &Arc<Self>, lane: usize, deadline: Mono, op: IoOp, done: Done, keep: usize, tail: Tail) {
-        let IoOp::Publish { ref buf, len, .. } = op else {
-            return self.pass(lane, deadline, op, done);
+        let torn = |bytes: &[u8]| {
+            let mut bytes = bytes.to_vec();
+            let keep = keep.min(bytes.len());
+            match tail {
+                Tail::Zeros => bytes[keep..].fill(0),
+                Tail::Cut => bytes.truncate(keep),
+            }
+            bytes
         };
-        let mut bytes = buf[..len.min(buf.len())].to_vec();
-        let keep = keep.min(bytes.len());
-        match tail {
-            Tail::Zeros => bytes[keep..].fill(0),
-            Tail::Cut => bytes.truncate(keep),
+        match op {
+            IoOp::Publish { ref buf, len, .. } => {
+                let bytes = torn(&buf[..len.min(buf.len())]);
+                self.publish_other(lane, deadline, op, bytes, done);
+            }
+            IoOp::WriteAt {
+                path,
+                offset,
+                buf,
+                len,
+            } => {
+                let bytes = torn(&buf[..len.min(buf.len())]);
+                self.write_other(lane, deadline, (path, offset, bytes), buf, done);
+            }
+            IoOp::Finish {
+                private,
+                target,
+                foot,
+                offset,
+                mtime_ns,
+            } => {
+                let op = IoOp::Finish {
+                    private,
+                    target,
+                    foot: torn(&foot),
+                    offset,
+                    mtime_ns,
+                };
+                self.pass(lane, deadline, op, done);
+            }
+            op => self.pass(lane, deadline, op, done),
         }
-        self.publish_other(lane, deadline, op, bytes, done);
+    }
+
+    /// Writes `bytes` in the place of an operation's own and hands its own buffer back.
+    fn write_other(
+        self: &Arc<Self>,
+        lane: usize,
+        deadline: Mono,
+        (path, offset, bytes): (PathBuf, u64, Vec<u8>),
+        own: IoBuf,
+        done: Done,
+    ) {
+        let op = IoOp::WriteAt {
+            path,
+            offset,
+            len: bytes.len(),
+            buf: IoBuf::Heap(bytes),
+        };
+        let done =
+            Box::new(move |result: Result<IoDone>| done(result.map(|_| IoDone::Wrote { buf: own })));
+        self.pass(lane, deadline, op, done);
     }
 
     /// Publishes `bytes` in the place of an operation's own and reports as if they were those.
@@ -183,8 +262,29 @@ impl Shared {
         self.pass(lane, deadline, op, done);
     }
 
-    /// Leaves a private file with the first `keep` bytes and no target.
+    /// Leaves a private file with the first `keep` bytes (of what is written to it now) and no target.
     fn kill(self: &Arc<Self>, lane: usize, deadline: Mono, op: IoOp, done: Done, keep: usize) {
+        let dead = |done: Done| -> Done {
+            Box::new(move |result: Result<IoDone>| done(result.and_then(|_| Err(os_error(errno::EIO)))))
+        };
+        let piece = match &op {
+            IoOp::WriteAt {
+                path,
+                offset,
+                buf,
+                len,
+            } => Some((path.clone(), *offset, buf[..keep.min(*len).min(buf.len())].to_vec())),
+            IoOp::Finish {
+                private,
+                foot,
+                offset,
+                ..
+            } => Some((private.clone(), *offset, foot[..keep.min(foot.len())].to_vec())),
+            _ => None,
+        };
+        if let Some(piece) = piece {
+            return self.write_other(lane, deadline, piece, IoBuf::Heap(Vec::new()), dead(done));
+        }
         let IoOp::Publish {
             private,
             buf,
@@ -206,9 +306,7 @@ impl Shared {
             mode,
             mtime_ns: None,
         };
-        let done =
-            Box::new(move |result: Result<IoDone>| done(result.and_then(|_| Err(os_error(errno::EIO)))));
-        self.pass(lane, deadline, op, done);
+        self.pass(lane, deadline, op, dead(done));
     }
 }
 
@@ -292,6 +390,41 @@ fn copy_of(op: &IoOp) -> IoOp {
         },
         IoOp::Space { path } => IoOp::Space { path: path.clone() },
         IoOp::Probe { dir } => IoOp::Probe { dir: dir.clone() },
+        IoOp::Create {
+            path,
+            head,
+            room,
+            mode,
+        } => IoOp::Create {
+            path: path.clone(),
+            head: head.clone(),
+            room: *room,
+            mode: *mode,
+        },
+        IoOp::WriteAt {
+            path,
+            offset,
+            buf,
+            len,
+        } => IoOp::WriteAt {
+            path: path.clone(),
+            offset: *offset,
+            buf: copy(buf),
+            len: *len,
+        },
+        IoOp::Finish {
+            private,
+            target,
+            foot,
+            offset,
+            mtime_ns,
+        } => IoOp::Finish {
+            private: private.clone(),
+            target: target.clone(),
+            foot: foot.clone(),
+            offset: *offset,
+            mtime_ns: *mtime_ns,
+        },
     }
 }
 
@@ -299,6 +432,7 @@ fn copy_of(op: &IoOp) -> IoOp {
 fn with_buf_of(second: IoDone, first: IoDone) -> IoDone {
     match (second, first) {
         (IoDone::Published { meta, .. }, IoDone::Published { buf, .. }) => IoDone::Published { buf, meta },
+        (IoDone::Wrote { .. }, IoDone::Wrote { buf }) => IoDone::Wrote { buf },
         // A server that ran a repeated request finds its own file.
         (IoDone::Taken { .. }, first) => first,
         (second, _) => second,

@@ -247,19 +247,38 @@ impl Ledger {
         if ticket.writer == self.writer {
             self.pending = self.pending.saturating_sub(ticket.bytes);
         }
+        let unsure = error.is_none_or(|error| {
+            matches!(
+                error.kind(),
+                ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
+            )
+        });
+        if !unsure && ticket.writer == self.writer {
+            self.admitted = self.admitted.saturating_sub(ticket.bytes);
+        }
+        self.judge_medium(error, now)
+    }
+
+    /// An admitted write of which `kept` bytes are on the medium has ended: the others are free again. Returns whether
+    /// the medium was full.
+    pub(super) fn settle(&mut self, ticket: Ticket, kept: u64, error: Option<&Error>, now: Mono) -> bool {
+        if ticket.writer == self.writer {
+            self.pending = self.pending.saturating_sub(ticket.bytes);
+            self.admitted = self
+                .admitted
+                .saturating_sub(ticket.bytes.saturating_sub(kept));
+        }
+        self.judge_medium(error, now)
+    }
+
+    /// What the end of a write says of the medium; whether it was full.
+    fn judge_medium(&mut self, error: Option<&Error>, now: Mono) -> bool {
         let Some(error) = error else {
             if now >= self.paused_until {
                 self.pause = Duration::ZERO;
             }
             return false;
         };
-        let unsure = matches!(
-            error.kind(),
-            ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
-        );
-        if !unsure && ticket.writer == self.writer {
-            self.admitted = self.admitted.saturating_sub(ticket.bytes);
-        }
         if error.kind() != ErrorKind::NoSpace {
             return false;
         }
