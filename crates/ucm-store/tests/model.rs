@@ -6,7 +6,7 @@ mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use common::{Device, Setup, Store, directory, eventually, id};
+use common::{Device, Layout, Setup, Store, directory, eventually, id};
 use proptest::prelude::*;
 use ucm_core::BlockId;
 use ucm_io::{Fault, OpKind, Rule};
@@ -39,19 +39,32 @@ fn act() -> impl Strategy<Value = Act> {
         1 => one.clone().prop_map(Act::Remove),
         1 => (one.clone(), one).prop_map(|(a, b)| Act::Swap(a, b)),
         1 => Just(Act::Reopen),
-        1 => (0..7u8).prop_map(Act::Fault),
+        1 => (0..10u8).prop_map(Act::Fault),
     ]
 }
 
 /// The fault that says that the medium is full.
 const FULL: u8 = 3;
 
-fn fault(n: u8) -> Rule {
+fn fault(n: u8, layout: Layout) -> Rule {
+    if layout != Layout::File {
+        match n {
+            FULL => return Rule::on(OpKind::WriteAt, Fault::Errno(28)),
+            4 => return Rule::on(OpKind::Finish, Fault::LostReply(5)),
+            5 => return Rule::on(OpKind::Create, Fault::Errno(5)),
+            6 => return Rule::on(OpKind::Finish, Fault::Replay),
+            7 => return Rule::on(OpKind::Finish, Fault::FlipRandom(1)),
+            8 => return Rule::on(OpKind::WriteAt, Fault::FlipRandom(1)),
+            9 => return Rule::on(OpKind::Finish, Fault::Killed { keep: 100 }),
+            _ => {}
+        }
+    }
     match n {
         0 => Rule::on(OpKind::Read, Fault::Errno(5)),
         1 => Rule::on(OpKind::Read, Fault::FlipRandom(1)),
         2 => Rule::on(OpKind::Read, Fault::ShortRead(4096)),
         FULL => Rule::on(OpKind::Publish, Fault::Errno(28)),
+        7 => Rule::on(OpKind::Publish, Fault::FlipRandom(1)),
         4 => Rule::on(OpKind::Publish, Fault::LostReply(5)),
         5 => Rule::on(OpKind::Read, Fault::stale()),
         _ => Rule::on(OpKind::Publish, Fault::Replay),
@@ -76,9 +89,10 @@ enum Truth {
     Unsure,
 }
 
-fn run(layers_per_shard: u32, acts: &[Act]) {
+fn run(layout: Layout, layers_per_shard: u32, acts: &[Act]) {
     let dir = directory();
     let setup = Setup {
+        layout,
         layers_per_shard,
         ..Setup::default()
     };
@@ -149,11 +163,18 @@ fn run(layers_per_shard: u32, acts: &[Act]) {
             }),
             Act::Cut(n, len) => damage(&store, &mut truth, *n, |bytes| bytes.truncate(len % bytes.len())),
             Act::Grow(n) => damage(&store, &mut truth, *n, |bytes| bytes.push(0)),
+            Act::Remove(n) if layout != Layout::File => {
+                // Its process may not have noticed yet; whatever it says, no load brings wrong bytes.
+                for file in damage_segments(&store, &mut truth, *n) {
+                    let _ = std::fs::remove_file(file);
+                }
+            }
             Act::Remove(n) => {
                 let _ = std::fs::remove_file(store.file(id(*n)));
                 // Whether this process refused it decides nothing about a file that is gone.
                 truth.insert(id(*n), Truth::Absent);
             }
+            Act::Swap(a, b) if layout != Layout::File => swap_places(&store, &mut truth, *a, *b),
             Act::Swap(a, b) => {
                 if let (Ok(one), Ok(other)) = (
                     std::fs::read(store.file(id(*a))),
@@ -173,7 +194,7 @@ fn run(layers_per_shard: u32, acts: &[Act]) {
                 faulty = full;
             }
             Act::Fault(n) => {
-                store.fault(fault(*n).times(2));
+                store.fault(fault(*n, layout).times(2));
                 faulty = true;
                 full |= *n == FULL; // the collector makes room, of anything
             }
@@ -199,7 +220,44 @@ fn run(layers_per_shard: u32, acts: &[Act]) {
     });
 }
 
+/// Segments with a record of this block, of which nothing is sure any more.
+fn damage_segments(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, n: u8) -> BTreeSet<std::path::PathBuf> {
+    let places = store.places();
+    let files: BTreeSet<_> = places
+        .iter()
+        .filter(|place| place.id == id(n))
+        .map(|place| place.file.clone())
+        .collect();
+    for place in places.iter().filter(|place| files.contains(&place.file)) {
+        truth.insert(place.id, Truth::Unsure);
+    }
+    files
+}
+
+/// Writes the records of two blocks into each other's places.
+fn swap_places(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, a: u8, b: u8) {
+    let places = store.places();
+    let find = |n| places.iter().find(|place| place.id == id(n));
+    if let (Some(one), Some(other)) = (find(a), find(b))
+        && a != b
+    {
+        let bytes = |place: &common::segments::Place| {
+            std::fs::read(&place.file).unwrap()[place.offset..place.offset + place.len].to_vec()
+        };
+        for (place, bytes) in [(one, bytes(other)), (other, bytes(one))] {
+            common::segments::change(&place.file, |file| file[place.offset..place.offset + place.len].copy_from_slice(&bytes));
+            truth.insert(place.id, Truth::Unsure);
+        }
+    }
+}
+
 fn damage(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, n: u8, change: impl FnOnce(&mut Vec<u8>)) {
+    if store.setup.layout != Layout::File {
+        if let Some(file) = damage_segments(store, truth, n).pop_first() {
+            common::segments::change(&file, change);
+        }
+        return;
+    }
     let path = store.file(id(n));
     if let Ok(mut bytes) = std::fs::read(&path).map(|bytes| if bytes.is_empty() { vec![0] } else { bytes }) {
         change(&mut bytes);
@@ -219,11 +277,21 @@ proptest! {
 
     #[test]
     fn direct_rows(acts in prop::collection::vec(act(), 1..30)) {
-        run(3, &acts);
+        run(Layout::File, 3, &acts);
     }
 
     #[test]
     fn layerwise_rows(acts in prop::collection::vec(act(), 1..30)) {
-        run(1, &acts);
+        run(Layout::File, 1, &acts);
+    }
+
+    #[test]
+    fn direct_rows_in_segments(acts in prop::collection::vec(act(), 1..30)) {
+        run(Layout::segments(), 3, &acts);
+    }
+
+    #[test]
+    fn layerwise_rows_in_segments(acts in prop::collection::vec(act(), 1..30)) {
+        run(Layout::segments(), 1, &acts);
     }
 }

@@ -5,6 +5,7 @@
 
 pub(crate) mod bench;
 pub(crate) mod mount;
+pub(crate) mod segments;
 pub(crate) mod shared;
 
 use std::collections::BTreeMap;
@@ -18,11 +19,13 @@ use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::{Clock, SystemClock};
 use ucm_io::{Fault, FaultyEngine, Gate, IoEngine, OpKind, Process, PsyncEngine, PsyncOptions, Rule};
+use ucm_store::backend::Backend;
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
+use ucm_store::segment::{SegmentBackend, SegmentConfig};
 use ucm_store::space::{Capacity, Rules};
 
 /// How a test wants its store.
@@ -46,6 +49,25 @@ pub(crate) struct Setup {
     pub(crate) workers: usize,
     pub(crate) copy_threads: usize,
     pub(crate) device: Option<Arc<SlowDevice>>,
+    /// How records lie below the root.
+    pub(crate) layout: Layout,
+}
+
+/// How records lie below the root.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) enum Layout {
+    File,
+    Segment(SegmentConfig),
+}
+
+impl Layout {
+    /// Segments that are sealed as soon as nothing is being written.
+    pub(crate) fn segments() -> Self {
+        Self::Segment(SegmentConfig {
+            age: Duration::ZERO,
+            ..SegmentConfig::default()
+        })
+    }
 }
 
 impl Default for Setup {
@@ -80,6 +102,7 @@ impl Default for Setup {
             workers: 4,
             copy_threads: 1,
             device: None,
+            layout: Layout::File,
         }
     }
 }
@@ -87,6 +110,7 @@ impl Default for Setup {
 /// A store, the faults before it, and the directory below it.
 pub(crate) struct Store {
     pub(crate) engine: Engine,
+    pub(crate) backend: Arc<dyn Backend>,
     pub(crate) faults: Arc<FaultyEngine>,
     pub(crate) setup: Setup,
     pub(crate) root: PathBuf,
@@ -177,11 +201,11 @@ impl Store {
             modes: setup.modes,
             quarantine: setup.quarantine,
         };
-        let backend = PosixBackend::new(
-            posix,
-            Arc::clone(&faults) as Arc<dyn IoEngine>,
-            Arc::clone(&clock),
-        )?;
+        let io = Arc::clone(&faults) as Arc<dyn IoEngine>;
+        let backend: Arc<dyn Backend> = match setup.layout {
+            Layout::File => Arc::new(PosixBackend::new(posix, io, Arc::clone(&clock))?),
+            Layout::Segment(config) => Arc::new(SegmentBackend::new(posix, config, io, Arc::clone(&clock))?),
+        };
         let config = EngineConfig {
             geometry,
             identity,
@@ -203,9 +227,10 @@ impl Store {
             Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,
             None => Arc::new(HostDevice::new()),
         };
-        let engine = Engine::open(config, Arc::new(backend), device, clock)?;
+        let engine = Engine::open(config, Arc::clone(&backend), device, clock)?;
         let store = Self {
             engine,
+            backend,
             faults,
             setup,
             root: root.to_owned(),
