@@ -37,7 +37,10 @@ impl Files {
         }
         let filled = write_full(&mut file, head, 0)
             .map_err(|e| failed(e, "cannot write the private file", path))
-            .and_then(|()| file.close().map_err(|e| failed(e, "closing the private file failed", path)));
+            .and_then(|()| {
+                file.close()
+                    .map_err(|e| failed(e, "closing the private file failed", path))
+            });
         if filled.is_err() {
             let _ = retry(|| rustix::fs::unlink(path)); // best effort: swept by its age
         }
@@ -46,7 +49,9 @@ impl Files {
 
     /// Writes into a file that is there.
     pub(crate) fn write_at(&self, path: &Path, offset: u64, buf: IoBuf, len: usize) -> Result<IoDone> {
-        let end = offset.checked_add(len as u64).filter(|&end| end <= i64::MAX as u64);
+        let end = offset
+            .checked_add(len as u64)
+            .filter(|&end| end <= i64::MAX as u64);
         if len > buf.len() || end.is_none() {
             return Err(
                 Error::invalid("a write must fit its buffer and the range of file offsets")
@@ -74,7 +79,12 @@ impl Files {
         written.map_err(fail)?;
         if through_cache && self.dirty.write(len as u64) {
             // Starts writing back what is dirty there; best effort, the kernel does it some time anyway.
-            let _ = rustix::fs::fadvise(file.fd(), offset, std::num::NonZeroU64::new(len as u64), Advice::DontNeed);
+            let _ = rustix::fs::fadvise(
+                file.fd(),
+                offset,
+                std::num::NonZeroU64::new(len as u64),
+                Advice::DontNeed,
+            );
         }
         file.close()
             .map_err(|e| failed(e, "closing the written file failed", path))?;
@@ -132,7 +142,12 @@ fn is_finished(job: &Finish<'_>) -> bool {
         return false;
     };
     let mut tail = vec![0; job.foot.len() + 1];
-    let read = read_full(&mut File::new(fd, false), &mut tail, job.offset, job.foot.len() + 1);
+    let read = read_full(
+        &mut File::new(fd, false),
+        &mut tail,
+        job.offset,
+        job.foot.len() + 1,
+    );
     read == Ok(job.foot.len()) && tail[..job.foot.len()] == *job.foot
 }
 
@@ -161,7 +176,10 @@ mod tests {
                 dir: tempfile::tempdir().unwrap(),
                 files: Files::new(false),
             };
-            place.files.create(&place.private(), b"head", 1 << 16, 0o600).unwrap();
+            place
+                .files
+                .create(&place.private(), b"head", 1 << 16, 0o600)
+                .unwrap();
             place
         }
 
@@ -189,13 +207,19 @@ mod tests {
     #[test]
     fn a_file_is_filled_cut_off_and_named() {
         let place = Place::new();
-        place.files.write_at(&place.private(), 4096, b"data".to_vec().into(), 4).unwrap();
+        place
+            .files
+            .write_at(&place.private(), 4096, b"data".to_vec().into(), 4)
+            .unwrap();
         let Ok(IoDone::Finished(meta)) = place.finish(true) else {
             unreachable!();
         };
         assert_eq!((meta.len, meta.mtime_ns), (8196, 5_000_000_000));
         let bytes = std::fs::read(place.target()).unwrap();
-        assert_eq!((&bytes[..4], &bytes[4096..4100], &bytes[8192..]), (&b"head"[..], &b"data"[..], &b"foot"[..]));
+        assert_eq!(
+            (&bytes[..4], &bytes[4096..4100], &bytes[8192..]),
+            (&b"head"[..], &b"data"[..], &b"foot"[..])
+        );
         assert!(!place.private().exists());
         assert!(matches!(place.finish(true), Ok(IoDone::Finished(_))), "again");
         std::fs::write(place.target(), b"other").unwrap();
@@ -220,8 +244,14 @@ mod tests {
         assert_eq!(error.os_code(), Some(17));
         let write = |path: &Path, len| place.files.write_at(path, 0, b"data".to_vec().into(), len);
         assert_eq!(write(&place.target(), 4).unwrap_err().kind(), ErrorKind::NotFound);
-        assert_eq!(write(&place.private(), 5).unwrap_err().kind(), ErrorKind::InvalidInput);
-        let error = place.files.create(&place.target().join("x"), b"", 0, 0o600).unwrap_err();
+        assert_eq!(
+            write(&place.private(), 5).unwrap_err().kind(),
+            ErrorKind::InvalidInput
+        );
+        let error = place
+            .files
+            .create(&place.target().join("x"), b"", 0, 0o600)
+            .unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound);
     }
 }

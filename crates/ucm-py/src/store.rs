@@ -14,12 +14,14 @@ use ucm_core::{BlockId, DType, Error, ErrorKind, Geometry, Identity, MissReason,
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::SystemClock;
 use ucm_io::{Process, PsyncEngine, PsyncOptions};
+use ucm_store::backend::Backend;
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Hint, Row};
 use ucm_store::events::Level;
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
+use ucm_store::segment::{SegmentBackend, SegmentConfig};
 use ucm_store::space::{Capacity, Rules};
 
 use crate::convert::{ids, raise, to_py};
@@ -146,6 +148,14 @@ impl PosixStore {
                 keep: config.seconds("quarantine_keep_s")?,
             },
         };
+        let segments = match config.get::<String>("layout")?.as_str() {
+            "segment" => Some(SegmentConfig {
+                size: config.get("segment_size")?,
+                age: config.seconds("segment_age_s")?,
+                ..SegmentConfig::default()
+            }),
+            _ => None,
+        };
         let engine = EngineConfig {
             geometry,
             identity,
@@ -176,7 +186,10 @@ impl PosixStore {
                 lane.capacity = lane.capacity.max(slots.min(ucm_infra::MAX_QUEUE));
             }
             let io = PsyncEngine::new(options)?;
-            let backend = Arc::new(PosixBackend::new(posix, io, Arc::clone(&clock))?);
+            let backend: Arc<dyn Backend> = match segments {
+                Some(segments) => Arc::new(SegmentBackend::new(posix, segments, io, Arc::clone(&clock))?),
+                None => Arc::new(PosixBackend::new(posix, io, Arc::clone(&clock))?),
+            };
             Engine::open(engine, backend, Arc::new(HostDevice::new()), clock)
         });
         to_py(py, opened).map(Self)

@@ -166,6 +166,19 @@ impl SegmentName {
         format!("{:016x}-{:016x}.seg", self.writer, self.sequence)
     }
 
+    /// The name that [`SegmentName::as_id`] made an id of.
+    pub(crate) fn from_id(id: BlockId) -> Self {
+        let number = |at: usize| {
+            id.0[at..at + 8]
+                .iter()
+                .fold(0, |sum, &byte| sum << 8 | u64::from(byte))
+        };
+        Self {
+            writer: number(0),
+            sequence: number(8),
+        }
+    }
+
     /// The name as an id, under which its time of use is kept.
     pub(crate) fn as_id(self) -> BlockId {
         let mut id = [0; BlockId::LEN];
@@ -324,8 +337,16 @@ mod tests {
             sequence: 7,
         };
         assert_eq!(segment.file_name(), "0123456789abcdef-0000000000000007.seg");
-        assert_eq!(SegmentName::parse(OsStr::new(&segment.file_name())), Some(segment));
-        for bad in ["0123456789abcdef-7.seg", "0123456789abcdef-0000000000000007.tmp", "x.seg"] {
+        assert_eq!(
+            SegmentName::parse(OsStr::new(&segment.file_name())),
+            Some(segment)
+        );
+        assert_eq!(SegmentName::from_id(segment.as_id()), segment);
+        for bad in [
+            "0123456789abcdef-7.seg",
+            "0123456789abcdef-0000000000000007.tmp",
+            "x.seg",
+        ] {
             assert_eq!(SegmentName::parse(OsStr::new(bad)), None, "{bad}");
         }
         assert!(!is_private(OsStr::new("0123456789abcdef.tmp")) && !is_private(OsStr::new("a-b.tmp")));

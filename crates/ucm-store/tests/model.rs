@@ -98,7 +98,7 @@ fn run(layout: Layout, layers_per_shard: u32, acts: &[Act]) {
     };
     let mut store = Store::open(dir.path(), setup.clone());
     let mut truth: BTreeMap<BlockId, Truth> = (0..6).map(|n| (id(n), Truth::Absent)).collect();
-    let (mut faulty, mut full) = (false, false);
+    let (mut faulty, mut lasting) = (false, false);
     for act in acts {
         match act {
             Act::Dump(ns) => {
@@ -191,12 +191,13 @@ fn run(layout: Layout, layers_per_shard: u32, acts: &[Act]) {
             Act::Reopen => {
                 drop(store);
                 store = Store::open(dir.path(), setup.clone());
-                faulty = full;
+                faulty = lasting;
             }
             Act::Fault(n) => {
                 store.fault(fault(*n, layout).times(2));
                 faulty = true;
-                full |= *n == FULL; // the collector makes room, of anything
+                lasting |= *n == FULL; // the collector makes room, of anything
+                lasting |= matches!(n, 7 | 8); // what is damaged on the medium stays so
             }
         }
     }
@@ -221,7 +222,11 @@ fn run(layout: Layout, layers_per_shard: u32, acts: &[Act]) {
 }
 
 /// Segments with a record of this block, of which nothing is sure any more.
-fn damage_segments(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, n: u8) -> BTreeSet<std::path::PathBuf> {
+fn damage_segments(
+    store: &Store,
+    truth: &mut BTreeMap<BlockId, Truth>,
+    n: u8,
+) -> BTreeSet<std::path::PathBuf> {
     let places = store.places();
     let files: BTreeSet<_> = places
         .iter()
@@ -245,7 +250,9 @@ fn swap_places(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, a: u8, b: u8
             std::fs::read(&place.file).unwrap()[place.offset..place.offset + place.len].to_vec()
         };
         for (place, bytes) in [(one, bytes(other)), (other, bytes(one))] {
-            common::segments::change(&place.file, |file| file[place.offset..place.offset + place.len].copy_from_slice(&bytes));
+            common::segments::change(&place.file, |file| {
+                file[place.offset..place.offset + place.len].copy_from_slice(&bytes)
+            });
             truth.insert(place.id, Truth::Unsure);
         }
     }

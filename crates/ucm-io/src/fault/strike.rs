@@ -221,8 +221,7 @@ impl Shared {
             len: bytes.len(),
             buf: IoBuf::Heap(bytes),
         };
-        let done =
-            Box::new(move |result: Result<IoDone>| done(result.map(|_| IoDone::Wrote { buf: own })));
+        let done = Box::new(move |result: Result<IoDone>| done(result.map(|_| IoDone::Wrote { buf: own })));
         self.pass(lane, deadline, op, done);
     }
 
@@ -273,7 +272,11 @@ impl Shared {
                 offset,
                 buf,
                 len,
-            } => Some((path.clone(), *offset, buf[..keep.min(*len).min(buf.len())].to_vec())),
+            } => Some((
+                path.clone(),
+                *offset,
+                buf[..keep.min(*len).min(buf.len())].to_vec(),
+            )),
             IoOp::Finish {
                 private,
                 foot,

@@ -153,7 +153,8 @@ impl Segments {
                 })
                 .collect();
             for (name, meta, read) in reads.into_iter().rev() {
-                let found = read(self).and_then(|(tail, file_len)| self.foot(name, &tail, file_len, deadline));
+                let found =
+                    read(self).and_then(|(tail, file_len)| self.foot(name, &tail, file_len, deadline));
                 match found {
                     Ok(Ok((sealed_ns, entries))) => {
                         if let Some(number) = self.index.begin(name, false, sealed_ns, meta.mtime_ns) {
@@ -175,7 +176,10 @@ impl Segments {
     }
 
     /// The entries of a segment, of whose end `tail` was read, and when it was sealed.
-    #[allow(clippy::type_complexity, reason = "two kinds of failure: of the medium, and of what it holds")]
+    #[allow(
+        clippy::type_complexity,
+        reason = "two kinds of failure: of the medium, and of what it holds"
+    )]
     fn foot(
         &self,
         name: SegmentName,
@@ -234,7 +238,9 @@ impl Segments {
         move |segments: &Self| {
             let late = || Error::new(ErrorKind::Timeout, "the file system did not answer in time");
             let until = deadline.after(Duration::from_millis(100));
-            let answer = completion.wait(&*segments.shared.clock, Some(until)).ok_or_else(late)?;
+            let answer = completion
+                .wait(&*segments.shared.clock, Some(until))
+                .ok_or_else(late)?;
             let answer = answer.lock().take();
             answer.unwrap_or_else(|| Err(Error::internal("an answer was taken twice")))
         }

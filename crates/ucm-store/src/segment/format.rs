@@ -367,7 +367,11 @@ mod tests {
         let trailer = foot.len() - TRAILER_LEN;
         put(&mut foot[trailer..], at::VERSION, &2u32.to_le_bytes());
         let len = start + foot.len() as u64;
-        assert_eq!(Trailer::decode(&foot, len), Err(MissReason::BadHeader), "its checksum is wrong");
+        assert_eq!(
+            Trailer::decode(&foot, len),
+            Err(MissReason::BadHeader),
+            "its checksum is wrong"
+        );
         let crc = crc32c(&foot[trailer..trailer + at::CRC]);
         put(&mut foot[trailer..], at::CRC, &crc.to_le_bytes());
         assert_eq!(Trailer::decode(&foot, len), Err(MissReason::NewerVersion));
@@ -394,5 +398,73 @@ mod tests {
         };
         let (_, nameless) = decode_head(&encode_head(&owner(), &long)).unwrap();
         assert!(nameless.host.is_empty() && !nameless.is_gone());
+    }
+
+    fn fixture(name: &str) -> std::path::PathBuf {
+        [env!("CARGO_MANIFEST_DIR"), "../../tests/fixtures", name]
+            .iter()
+            .collect()
+    }
+
+    /// A segment of the frozen records; also read by `tests/unit/test_segment_format.py`, which shares no code with this.
+    fn segment() -> Vec<u8> {
+        let records =
+            ["record-v1/plain.bin", "record-v1/sided.bin"].map(|name| std::fs::read(fixture(name)).unwrap());
+        let mut bytes = encode_head(
+            &owner(),
+            &Process {
+                host: "boot pid:[1]".into(),
+                pid: 5,
+                started: 6,
+            },
+        );
+        let mut entries = Vec::new();
+        for record in &records {
+            entries.push(Entry {
+                id: BlockId(array(record, 8)),
+                offset: bytes.len() as u64,
+                len: record.len() as u64,
+            });
+            bytes.extend_from_slice(record);
+            bytes.resize(bytes.len() + PAGE as usize, 0xee); // a hole
+        }
+        let foot = encode_foot(&owner(), bytes.len() as u64, &entries);
+        bytes.extend_from_slice(&foot);
+        bytes
+    }
+
+    fn newer() -> Vec<u8> {
+        let mut bytes = segment();
+        let trailer = bytes.len() - TRAILER_LEN;
+        put(&mut bytes[trailer..], at::VERSION, &2u32.to_le_bytes());
+        let crc = crc32c(&bytes[trailer..trailer + at::CRC]);
+        put(&mut bytes[trailer..], at::CRC, &crc.to_le_bytes());
+        bytes
+    }
+
+    #[test]
+    fn the_frozen_segment_is_read_and_would_be_written_again() {
+        let bytes = std::fs::read(fixture("segment-v1/whole.seg")).unwrap();
+        let len = bytes.len() as u64;
+        assert_eq!(bytes, segment());
+        assert_eq!(decode_head(&bytes).unwrap().0, owner());
+        let trailer = Trailer::decode(&bytes, len).unwrap();
+        let entries = trailer.entries(&bytes[trailer.foot.start as usize..]).unwrap();
+        assert_eq!(entries.len(), 2);
+        assert_eq!(trailer.owner, owner());
+        let newer = std::fs::read(fixture("segment-v1/newer.seg")).unwrap();
+        assert_eq!(Trailer::decode(&newer, len), Err(MissReason::NewerVersion));
+    }
+
+    #[test]
+    #[ignore = "writes the frozen files once: cargo test -p ucm-store --lib frozen -- --ignored"]
+    fn write_the_frozen_files() {
+        for (name, bytes) in [("whole.seg", segment()), ("newer.seg", newer())] {
+            let path = fixture("segment-v1").join(name);
+            std::fs::create_dir_all(fixture("segment-v1")).unwrap();
+            if !path.exists() {
+                std::fs::write(path, bytes).unwrap();
+            }
+        }
     }
 }

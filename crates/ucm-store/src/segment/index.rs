@@ -47,6 +47,8 @@ pub(crate) struct Hit {
     /// From the start of the file.
     pub(crate) offset: u64,
     pub(crate) len: u64,
+    /// When its segment was sealed, by its writer's clock, ns of Unix time; the end of time while it is not.
+    pub(crate) sealed_ns: u64,
 }
 
 /// What is known of a segment.
@@ -152,7 +154,12 @@ impl Index {
 
     fn insert(&self, id: BlockId, place: Place) {
         let segments = self.segments.read();
-        let sealed = |place: &Place| segments.known.get(&place.segment).map(|segment| segment.sealed_ns);
+        let sealed = |place: &Place| {
+            segments
+                .known
+                .get(&place.segment)
+                .map(|segment| segment.sealed_ns)
+        };
         let mut shard = self.shard(id).write();
         let Some(known) = shard.get_mut(&id) else {
             if self.blocks.load(Ordering::Relaxed) >= self.most {
@@ -182,7 +189,9 @@ impl Index {
 
     /// The place in four bytes; `None` where it does not fit.
     fn pack(&self, entry: &Entry) -> Option<u32> {
-        let page = u32::try_from(entry.offset / PAGE).ok().filter(|page| page >> PAGE_BITS == 0)?;
+        let page = u32::try_from(entry.offset / PAGE)
+            .ok()
+            .filter(|page| page >> PAGE_BITS == 0)?;
         let known = self.lengths.read().iter().position(|&len| len == entry.len);
         let number = known.or_else(|| {
             let mut lengths = self.lengths.write();
@@ -195,7 +204,9 @@ impl Index {
             lengths.push(entry.len);
             Some(lengths.len() - 1)
         })?;
-        let number = u32::try_from(number).ok().filter(|number| number >> (u32::BITS - PAGE_BITS) == 0)?;
+        let number = u32::try_from(number)
+            .ok()
+            .filter(|number| number >> (u32::BITS - PAGE_BITS) == 0)?;
         Some(number << PAGE_BITS | page)
     }
 
@@ -218,6 +229,7 @@ impl Index {
             segment: place.segment,
             name: segment.name,
             private: segment.private,
+            sealed_ns: segment.sealed_ns,
             offset: u64::from(place.packed & ((1 << PAGE_BITS) - 1)) * PAGE,
             len: *lengths.get((place.packed >> PAGE_BITS) as usize)?,
         })
@@ -296,7 +308,11 @@ impl Index {
                 let segments = self.segments.read();
                 let shard = shard.read();
                 let gone = |(_, place): &(&BlockId, &Place)| !segments.known.contains_key(&place.segment);
-                shard.iter().filter(gone).map(|(id, place)| (*id, *place)).collect()
+                shard
+                    .iter()
+                    .filter(gone)
+                    .map(|(id, place)| (*id, *place))
+                    .collect()
             };
             gone.into_iter().for_each(|(id, place)| self.forget(id, place));
         }
@@ -329,7 +345,10 @@ impl Index {
             for (id, place) in places {
                 if let Some(hit) = self.hit(place) {
                     let segments = self.segments.read();
-                    let used = segments.known.get(&hit.segment).map_or(0, |segment| segment.used_ns);
+                    let used = segments
+                        .known
+                        .get(&hit.segment)
+                        .map_or(0, |segment| segment.used_ns);
                     all.push((id, hit.len, used));
                 }
             }
@@ -417,7 +436,12 @@ mod tests {
     #[test]
     fn what_does_not_fit_is_left_out_and_counted() {
         let index = Index::new(1);
-        with(&index, 1, 10, &[entry(1, 1), entry(2, 3), entry(1, 1 << PAGE_BITS)]);
+        with(
+            &index,
+            1,
+            10,
+            &[entry(1, 1), entry(2, 3), entry(1, 1 << PAGE_BITS)],
+        );
         assert_eq!((index.blocks(), index.left_out()), (1, 2));
         assert!(index.find(BlockId([2; 16])).is_none());
     }

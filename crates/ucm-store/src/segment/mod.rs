@@ -7,11 +7,13 @@
 //!
 //! * [`format`]: the bytes; [`index`]: where every record lies; [`early`]: what only this process can read yet;
 //! * [`open`]: one segment being written; [`writer`]: which one, and sealing it; [`timer`]: when;
-//! * [`finder`]: the segments of others; [`reader`]: reading records; [`rescue`]: what dead writers left.
+//! * [`finder`]: the segments of others; [`reader`]: reading records; [`rescue`]: what dead writers left;
+//!   [`evidence`]: what is damaged.
 //!
 //! Root, space and everything else that is not about records are those of the file layout.
 
 mod early;
+mod evidence;
 mod finder;
 mod format;
 mod index;
@@ -101,8 +103,11 @@ impl SegmentBackend {
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
         if segments.size > LONGEST {
-            return Err(Error::new(ErrorKind::Config, "a segment is at most 1 GiB long; lower segment_size")
-                .with("segment_size", segments.size));
+            return Err(Error::new(
+                ErrorKind::Config,
+                "a segment is at most 1 GiB long; lower segment_size",
+            )
+            .with("segment_size", segments.size));
         }
         let lane = |name| Lane {
             name,
@@ -218,7 +223,8 @@ impl Backend for SegmentBackend {
             done,
         };
         let there = self.segments.index.find(id);
-        if !options.replace && there.is_some_and(|hit| !hit.private) && self.segments.presence(there).is_ok() {
+        if !options.replace && there.is_some_and(|hit| !hit.private) && self.segments.presence(there).is_ok()
+        {
             return write.end(Ok(Written::Present));
         }
         self.segments.append(write);
@@ -258,10 +264,7 @@ impl Backend for SegmentBackend {
     }
 
     fn quarantine(&self, id: BlockId, done: Done<Quarantined>) {
-        if let Some(hit) = self.segments.index.find(id) {
-            self.segments.index.drop_copy(id, &hit);
-        }
-        done(Ok(Quarantined::LeftAlone));
+        self.segments.keep_evidence(id, done);
     }
 
     fn usage(&self) -> Usage {
@@ -285,6 +288,7 @@ impl Backend for SegmentBackend {
         segments.closing.store(true, Ordering::Release);
         segments.flush(true);
         segments.await_sealed(clock.now().after(left() / 2));
+        segments.seal_bell.ring();
         segments.find_bell.ring();
         // Then the space: it says to the others that it is not there any more.
         segments.shared.space.shutdown(left() / 2);
@@ -302,12 +306,18 @@ impl Segments {
             let Some(hit) = self.index.find(id).filter(|hit| !hit.private) else {
                 continue;
             };
-            match first.iter_mut().find(|(known, _, _)| known.segment == hit.segment) {
+            match first
+                .iter_mut()
+                .find(|(known, _, _)| known.segment == hit.segment)
+            {
                 Some((_, least, blocks)) => (*least, *blocks) = ((*least).min(ordinal), *blocks + 1),
                 None => first.push((hit, ordinal, 1)),
             }
         }
-        let asked: Vec<_> = first.iter().map(|(hit, ordinal, _)| (hit.name.as_id(), *ordinal)).collect();
+        let asked: Vec<_> = first
+            .iter()
+            .map(|(hit, ordinal, _)| (hit.name.as_id(), *ordinal))
+            .collect();
         let due = self.shared.recency.due(&asked, self.shared.clock.wall_ns());
         let (mut files, mut blocks) = (Vec::new(), Vec::new());
         for (id, time) in due {
@@ -323,8 +333,14 @@ impl Segments {
         let segments = Arc::clone(self);
         let counted = move |result| {
             if let Ok(IoDone::Touched(files)) = result {
-                let there = files.iter().zip(blocks).filter(|(file, _)| matches!(file, Ok(true)));
-                segments.shared.recency.count(there.map(|(_, blocks)| blocks).sum());
+                let there = files
+                    .iter()
+                    .zip(blocks)
+                    .filter(|(file, _)| matches!(file, Ok(true)));
+                segments
+                    .shared
+                    .recency
+                    .count(there.map(|(_, blocks)| blocks).sum());
             }
         };
         let op = IoOp::Touch { files };

@@ -92,7 +92,13 @@ impl OpenSegment {
     }
 
     /// A place for a record of `len` bytes (whole pages): its number and its offset; `None` when there is no room.
-    pub(crate) fn reserve(&self, id: BlockId, len: u64, ordinal: u32, deadline: Mono) -> Option<(usize, Entry)> {
+    pub(crate) fn reserve(
+        &self,
+        id: BlockId,
+        len: u64,
+        ordinal: u32,
+        deadline: Mono,
+    ) -> Option<(usize, Entry)> {
         let mut inner = self.inner.lock();
         let (offset, end) = (inner.end, inner.end + len);
         if inner.closed || end + foot_len(inner.members.len() + 1) > self.room {
@@ -179,7 +185,11 @@ impl OpenSegment {
     /// Everybody who waits for it, to be told.
     pub(crate) fn waiting(&self) -> Vec<Done<Written>> {
         let mut inner = self.inner.lock();
-        inner.members.iter_mut().filter_map(|member| member.done.take()).collect()
+        inner
+            .members
+            .iter_mut()
+            .filter_map(|member| member.done.take())
+            .collect()
     }
 }
 

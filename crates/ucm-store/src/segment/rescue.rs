@@ -85,7 +85,9 @@ impl Segments {
             Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
             Err(error) => return Err(error),
         };
-        let segments = entries.into_iter().filter(|(_, meta)| !meta.is_dir && meta.len > HEAD_LEN);
+        let segments = entries
+            .into_iter()
+            .filter(|(_, meta)| !meta.is_dir && meta.len > HEAD_LEN);
         Ok(segments
             .filter_map(|(name, meta)| Some((SegmentName::parse_private(&name)?, meta)))
             .collect())
@@ -110,7 +112,12 @@ impl Segments {
         match looked? {
             IoDone::Stat(metas) => {
                 let gone = || Error::new(ErrorKind::NotFound, "a private file of our own is gone");
-                metas.into_iter().next().flatten().ok_or_else(gone).map(|meta| meta.mtime_ns)
+                metas
+                    .into_iter()
+                    .next()
+                    .flatten()
+                    .ok_or_else(gone)
+                    .map(|meta| meta.mtime_ns)
             }
             _ => Err(Error::internal("a stat answered with something else")),
         }
@@ -178,7 +185,11 @@ impl Segments {
         let ticket = self.shared.space.admitted(room)?;
         let copied = self.copy_admitted(name, from, found);
         let error = copied.as_ref().err();
-        let kept = if error.is_none_or(super::writer::unsure) { room } else { 0 };
+        let kept = if error.is_none_or(super::writer::unsure) {
+            room
+        } else {
+            0
+        };
         self.shared.space.settled(ticket, kept, error);
         let (entries, sealed_ns, used_ns) = match copied {
             Ok(copied) => copied,
@@ -230,7 +241,10 @@ impl Segments {
             first = first.min(meta.ordinal);
             end += entry.len;
         }
-        let used = self.shared.recency.published(name.as_id(), first, self.shared.clock.wall_ns());
+        let used = self
+            .shared
+            .recency
+            .published(name.as_id(), first, self.shared.clock.wall_ns());
         let op = IoOp::Finish {
             private: path,
             target: self.shared.layout.segment(name),

@@ -356,7 +356,10 @@ impl Segments {
             ..self.owner(open.name)
         };
         let ordinal = contents.first_ordinal;
-        let used = self.shared.recency.published(open.name.as_id(), ordinal, owner.time_ns);
+        let used = self
+            .shared
+            .recency
+            .published(open.name.as_id(), ordinal, owner.time_ns);
         let op = IoOp::Finish {
             private,
             target: self.shared.layout.segment(open.name),
@@ -406,7 +409,10 @@ impl Segments {
         if error.is_some() || contents.entries.is_empty() {
             self.index.vanished(open.number);
         }
-        contents.entries.iter().for_each(|entry| self.early.lost(entry.id));
+        contents
+            .entries
+            .iter()
+            .for_each(|entry| self.early.lost(entry.id));
         let trouble = error.as_ref().or(contents.trouble.as_ref());
         self.shared.space.settled(open.ticket, kept, trouble);
         for done in open.waiting() {
@@ -415,7 +421,11 @@ impl Segments {
                 Some(error) => Err(error.clone()),
             });
         }
-        self.writer.0.lock().living.retain(|living| !Arc::ptr_eq(living, open));
+        self.writer
+            .0
+            .lock()
+            .living
+            .retain(|living| !Arc::ptr_eq(living, open));
         self.seal_bell.ring();
     }
 

@@ -264,9 +264,7 @@ impl Ledger {
     pub(super) fn settle(&mut self, ticket: Ticket, kept: u64, error: Option<&Error>, now: Mono) -> bool {
         if ticket.writer == self.writer {
             self.pending = self.pending.saturating_sub(ticket.bytes);
-            self.admitted = self
-                .admitted
-                .saturating_sub(ticket.bytes.saturating_sub(kept));
+            self.admitted = self.admitted.saturating_sub(ticket.bytes.saturating_sub(kept));
         }
         self.judge_medium(error, now)
     }

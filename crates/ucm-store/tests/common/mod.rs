@@ -61,6 +61,14 @@ pub(crate) enum Layout {
 }
 
 impl Layout {
+    /// What most tests run over: files, unless `UCM_TEST_LAYOUT=segment` says otherwise.
+    pub(crate) fn of_this_run() -> Self {
+        match std::env::var("UCM_TEST_LAYOUT").as_deref() {
+            Ok("segment") => Self::segments(),
+            _ => Self::File,
+        }
+    }
+
     /// Segments that are sealed as soon as nothing is being written.
     pub(crate) fn segments() -> Self {
         Self::Segment(SegmentConfig {
@@ -102,7 +110,7 @@ impl Default for Setup {
             workers: 4,
             copy_threads: 1,
             device: None,
-            layout: Layout::File,
+            layout: Layout::of_this_run(),
         }
     }
 }

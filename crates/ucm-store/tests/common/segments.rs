@@ -52,7 +52,11 @@ pub(crate) fn places(file: &Path) -> Vec<Place> {
         out[..len].copy_from_slice(&bytes[at..at + len]);
         u64::from_le_bytes(out) as usize
     };
-    let Some(trailer) = bytes.len().checked_sub(128).filter(|&at| bytes[at..at + 4] == *b"UCMF") else {
+    let Some(trailer) = bytes
+        .len()
+        .checked_sub(128)
+        .filter(|&at| bytes[at..at + 4] == *b"UCMF")
+    else {
         return Vec::new();
     };
     let (start, count) = (number(trailer + 8, 8), number(trailer + 24, 4));
