@@ -69,6 +69,14 @@ impl Layout {
         }
     }
 
+    /// The operation by which the bytes of a record reach the medium.
+    pub(crate) fn writing(self) -> OpKind {
+        match self {
+            Self::File => OpKind::Publish,
+            Self::Segment(_) => OpKind::WriteAt,
+        }
+    }
+
     /// Segments that are sealed as soon as nothing is being written.
     pub(crate) fn segments() -> Self {
         Self::Segment(SegmentConfig {
