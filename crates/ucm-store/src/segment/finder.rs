@@ -40,6 +40,8 @@ pub(super) type Retry = Box<dyn FnOnce() + Send>;
 pub(crate) struct Finder {
     state: Mutex<State>,
     waiting: Mutex<Vec<Retry>>,
+    /// When the segments of dead writers were last looked for.
+    pub(super) rescued: Mutex<Option<Mono>>,
 }
 
 #[derive(Default)]
@@ -52,8 +54,6 @@ struct State {
     queue: VecDeque<(SegmentName, FileMeta)>,
     /// Segments that cannot be used, as they were seen, and how often.
     odd: HashMap<SegmentName, (FileMeta, u8)>,
-    /// When the segments of dead writers were last looked for.
-    rescued: Option<Mono>,
 }
 
 impl Segments {
@@ -82,13 +82,6 @@ impl Segments {
         let _ = self.list_if_changed(&mut state, !waiting.is_empty(), deadline);
         self.read_feet(&mut state, deadline);
         let more = !state.queue.is_empty();
-        if !self.shared.config.lookup_only && !more {
-            let now = self.shared.clock.now();
-            if self.rescue_is_due(state.rescued, now) {
-                state.rescued = Some(now);
-                self.rescue(deadline);
-            }
-        }
         drop(state);
         waiting.into_iter().for_each(|retry| retry());
         self.index.sweep_if_due();

@@ -48,6 +48,8 @@ use writer::Writer;
 /// Lanes of the background threads: when to seal, and what others wrote.
 const LANE_TIMER: usize = 0;
 const LANE_FINDER: usize = 1;
+/// Bytes of dead writers' segments that whoever opens a root waits for.
+const AT_OPENING: u64 = 32 << 20;
 /// Longest a segment may be told to be, bytes.
 const LONGEST: u64 = 1 << 30;
 
@@ -194,6 +196,7 @@ impl Backend for SegmentBackend {
     fn probe(&self, deadline: Mono) -> Result<()> {
         self.segments.shared.open_root(deadline)?;
         self.segments.find_all(deadline);
+        self.segments.rescue(AT_OPENING, deadline);
         self.segments.start();
         Ok(())
     }

@@ -30,19 +30,29 @@ const PER_TURN: usize = 4;
 const STEP: Duration = Duration::from_secs(30);
 
 impl Segments {
-    pub(super) fn rescue_is_due(&self, last: Option<Mono>, now: Mono) -> bool {
-        last.is_none_or(|last| now.since(last) >= LOOK_AGAIN)
-    }
-
-    /// Takes up what dead writers left, best effort: what fails is tried again with a later turn.
-    pub(super) fn rescue(self: &Arc<Self>, deadline: Mono) {
-        let Ok(dead) = self.dead_segments(deadline) else {
-            return;
-        };
-        for (name, meta) in dead.into_iter().take(PER_TURN) {
-            if self.closing.load(Ordering::Acquire) {
+    /// Takes up what dead writers left, if it is time to look, as far as `most` bytes and the deadline allow; best effort:
+    /// what fails is tried again with a later turn. Whoever opens a root waits for little of it only, the finder's thread
+    /// does the rest.
+    pub(super) fn rescue(self: &Arc<Self>, most: u64, deadline: Mono) {
+        let now = self.shared.clock.now();
+        {
+            let mut last = self.finder.rescued.lock();
+            if self.shared.config.lookup_only || last.is_some_and(|last| now.since(last) < LOOK_AGAIN) {
                 return;
             }
+            *last = Some(now);
+        }
+        let Ok(dead) = self.dead_segments(now.after(STEP).min(deadline)) else {
+            return;
+        };
+        let mut left = most;
+        for (number, (name, meta)) in dead.into_iter().enumerate() {
+            let over = self.shared.clock.now() >= deadline || number >= PER_TURN || meta.len > left;
+            if over || self.closing.load(Ordering::Acquire) {
+                *self.finder.rescued.lock() = None; // the next turn goes on
+                return;
+            }
+            left -= meta.len;
             let _ = self.rescue_one(name, &meta);
         }
     }

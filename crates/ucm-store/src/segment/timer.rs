@@ -42,6 +42,9 @@ impl Segments {
             }
             let now = segments.shared.clock.now();
             let more = segments.find(now.after(TURN));
+            if !more {
+                segments.rescue(u64::MAX, Mono::NEVER); // every step of it has a deadline
+            }
             drop(segments);
             if !more {
                 clock.sleep(&bell, seen, Some(now.after(LOOK)));
