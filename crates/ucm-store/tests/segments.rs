@@ -154,7 +154,7 @@ fn a_segment_that_is_full_is_sealed_at_once() {
     };
     let store = Store::open(dir.path(), setup.clone());
     let device = Device::filled(&setup, &ids(6));
-    let task = store.engine.dump(device.rows(&ids(6))).unwrap();
+    let task = begin(&store, &device, &ids(6));
     eventually("two segments are sealed", || store.segments().len() == 2);
     assert!(!is_over(&store, &task), "the last two wait for more");
     store.backend.flush(false);
@@ -470,4 +470,60 @@ fn use_of_a_record_is_use_of_its_segment_once_a_minute() {
     let touches = store.faults.count(OpKind::Touch);
     store.engine.touch(&[(id(0), 3)]).unwrap();
     assert_eq!(store.faults.count(OpKind::Touch), touches, "told this minute");
+}
+
+#[test]
+fn what_was_found_is_read_while_its_segment_gets_its_name() {
+    let dir = directory();
+    let store = Store::open(dir.path(), quick());
+    let blocks: Vec<BlockId> = (0..200u8).map(|n| BlockId([n; 16])).collect();
+    let device = Device::filled(&store.setup, &blocks);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for block in &blocks {
+                store.dump(&device, &[*block]).unwrap();
+            }
+        });
+        for block in &blocks {
+            eventually("it is found", || finds(&store, &[*block]) == [true]);
+            // Before, during and after the renaming: the place may change under the read, the bytes never.
+            assert!(loads(&store, &[*block]), "{block}");
+        }
+    });
+    assert_eq!((store.stat("records_refused"), store.privates().len()), (0, 0));
+}
+
+#[test]
+fn stores_that_write_read_and_lose_segments_at_once_never_give_wrong_bytes() {
+    let dir = directory();
+    let stores: Vec<Store> = (0..2).map(|_| Store::open(dir.path(), quick())).collect();
+    let blocks = ids(30);
+    let device = Device::filled(&stores[0].setup, &blocks);
+    std::thread::scope(|scope| {
+        for (number, store) in stores.iter().enumerate() {
+            let (blocks, device) = (&blocks, &device);
+            scope.spawn(move || {
+                for turn in 0..60usize {
+                    let some: Vec<BlockId> = (0..3)
+                        .map(|n| blocks[(turn * 7 + number * 11 + n * 5) % 30])
+                        .collect();
+                    let _ = store.dump(device, &some); // an error is no harm: its segment may be taken away below
+                    loads(store, &some);
+                    if turn % 9 == 8 {
+                        let files = store.segments();
+                        let _ = files.get(turn % files.len().max(1)).map(std::fs::remove_file);
+                    }
+                }
+            });
+        }
+    });
+    for store in &stores {
+        eventually("all is well again", || {
+            let stored = blocks.iter().all(|block| store.dump(&device, &[*block]).is_ok());
+            stored && loads(store, &blocks)
+        });
+        eventually("every slot comes back", || {
+            store.stat("slots_free") == store.stat("slots")
+        });
+    }
 }
