@@ -51,10 +51,10 @@ impl Segments {
         {
             return Ok(Quarantined::Stopped);
         }
-        self.index.drop_copy(id, &hit);
         if !bounds.enabled {
-            return Ok(Quarantined::LeftAlone);
+            return Ok(Quarantined::LeftAlone); // it stays where it is, as a file would: refused until it is replaced
         }
+        self.index.drop_copy(id, &hit);
         self.copy_aside(id, reason, bytes, deadline)?;
         self.shared
             .sweep_quarantine(self.shared.space.usage().capacity, deadline)?;
