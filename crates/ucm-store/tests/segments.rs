@@ -527,3 +527,29 @@ fn stores_that_write_read_and_lose_segments_at_once_never_give_wrong_bytes() {
         });
     }
 }
+
+#[test]
+fn a_damaged_record_of_a_segment_is_kept_as_evidence_and_its_neighbours_stay() {
+    let dir = directory();
+    let store = Store::open(dir.path(), patient());
+    let device = Device::filled(&patient(), &ids(3));
+    let task = begin(&store, &device, &ids(3));
+    store.backend.flush(false);
+    store.outcome(&task).unwrap();
+    let places = store.places();
+    let bad = places.iter().find(|place| place.id == id(1)).unwrap();
+    change(&bad.file, |bytes| bytes[bad.offset + 4096 + 5] ^= 1);
+    let damaged = std::fs::read(&bad.file).unwrap()[bad.offset..bad.offset + bad.len].to_vec();
+    assert!(!loads(&store, &[id(1)]));
+    eventually("it is kept", || store.stat("records_quarantined") == 1);
+    let kept: Vec<_> = std::fs::read_dir(store.namespace().join("quarantine"))
+        .unwrap()
+        .flatten()
+        .collect();
+    assert_eq!(kept.len(), 1);
+    let name = kept[0].file_name().into_string().unwrap();
+    assert!(name.starts_with(&format!("{}.bad_checksum.", id(1))), "{name}");
+    assert_eq!(std::fs::read(kept[0].path()).unwrap(), damaged);
+    assert!(bad.file.exists() && loads(&store, &[id(0)]) && loads(&store, &[id(2)]));
+    assert_eq!(finds(&store, &ids(3)), [true, false, true]);
+}

@@ -6,7 +6,7 @@
 //! from memory. The parts:
 //!
 //! * [`format`]: the bytes; [`index`]: where every record lies; [`early`]: what only this process can read yet;
-//! * [`open`]: one segment being written; [`writer`]: which one, and sealing it; [`timer`]: when;
+//! * [`open`]: one segment being written; [`writer`]: which one; [`sealing`]: how it ends; [`timer`]: when;
 //! * [`finder`]: the segments of others; [`reader`]: reading records; [`rescue`]: what dead writers left;
 //!   [`evidence`]: what is damaged.
 //!
@@ -20,6 +20,7 @@ mod index;
 mod open;
 mod reader;
 mod rescue;
+mod sealing;
 mod timer;
 mod writer;
 

@@ -195,7 +195,7 @@ impl Segments {
         let ticket = self.shared.space.admitted(room)?;
         let copied = self.copy_admitted(name, from, found);
         let error = copied.as_ref().err();
-        let kept = if error.is_none_or(super::writer::unsure) {
+        let kept = if error.is_none_or(super::sealing::unsure) {
             room
         } else {
             0

@@ -12,11 +12,12 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, PAGE, Result, round_up};
 use ucm_infra::Mono;
-use ucm_io::{FileMeta, IoBuf, IoDone, IoOp, ReadMode};
+use ucm_io::{IoBuf, IoDone, IoOp, ReadMode};
 
 use super::Segments;
-use super::format::{Entry, HEAD_LEN, Owner, encode_foot, encode_head, foot_len};
-use super::open::{Contents, Next, OpenSegment};
+use super::format::{Entry, HEAD_LEN, Owner, encode_head, foot_len};
+use super::open::{Next, OpenSegment};
+use super::sealing::unsure;
 use crate::backend::{Done, Written};
 use crate::engine::LANE_DUMP;
 use crate::layout::SegmentName;
@@ -26,7 +27,7 @@ use crate::writing::Write;
 /// Part of the root's limit that a segment may be.
 const SHARE: u64 = 64;
 /// Time that opening or sealing a segment has at least, whatever is left of its records' time.
-const LEAST_TIME: Duration = Duration::from_secs(5);
+pub(super) const LEAST_TIME: Duration = Duration::from_secs(5);
 
 /// Which segment takes records.
 #[derive(Default)]
@@ -337,117 +338,15 @@ impl Segments {
         }
     }
 
-    /// Writes the foot of a segment and gives it its name. Called once for each.
-    fn seal(self: &Arc<Self>, open: &Arc<OpenSegment>) {
-        let contents = open.contents();
-        let private = self.private(open.name);
-        let deadline = contents.deadline.max(self.shared.clock.now().after(LEAST_TIME));
-        let (segments, sealed) = (Arc::clone(self), Arc::clone(open));
-        if contents.entries.is_empty() {
-            let removed = move |result: Result<IoDone>| {
-                let gone = matches!(&result, Ok(IoDone::Removed(files)) if files.iter().all(Result::is_ok));
-                segments.ended(&sealed, &contents, if gone { 0 } else { sealed.room }, None);
-            };
-            let op = IoOp::Remove { paths: vec![private] };
-            return self.shared.io.submit(LANE_DUMP, deadline, op, Box::new(removed));
-        }
-        let owner = Owner {
-            time_ns: self.shared.clock.wall_ns(),
-            ..self.owner(open.name)
-        };
-        let ordinal = contents.first_ordinal;
-        let used = self
-            .shared
-            .recency
-            .published(open.name.as_id(), ordinal, owner.time_ns);
-        let op = IoOp::Finish {
-            private,
-            target: self.shared.layout.segment(open.name),
-            foot: encode_foot(&owner, contents.end, &contents.entries),
-            offset: contents.end,
-            mtime_ns: used,
-        };
-        let finished = move |result: Result<IoDone>| {
-            let result = result.and_then(|answer| match answer {
-                IoDone::Finished(meta) => Ok(meta),
-                _ => Err(Error::internal("a finish answered with something else")),
-            });
-            segments.sealed(&sealed, &contents, owner.time_ns, used, result);
-        };
-        self.shared.io.submit(LANE_DUMP, deadline, op, Box::new(finished));
+    /// The segments that were opened and have not ended.
+    pub(super) fn open_segments(&self) -> Vec<Arc<OpenSegment>> {
+        self.writer.0.lock().living.clone()
     }
 
-    fn sealed(
-        self: &Arc<Self>,
-        open: &Arc<OpenSegment>,
-        contents: &Contents,
-        sealed_ns: u64,
-        used_ns: i64,
-        result: Result<FileMeta>,
-    ) {
-        match result {
-            Ok(meta) => {
-                self.index.named(open.number, sealed_ns, used_ns);
-                self.ended(open, contents, meta.len, None);
-            }
-            Err(error) => {
-                self.shared.missed(&error);
-                let kept = if unsure(&error) { open.room } else { 0 };
-                self.ended(open, contents, kept, Some(error));
-            }
-        }
-    }
-
-    /// A segment has its name, or never will: everybody is told.
-    fn ended(
-        self: &Arc<Self>,
-        open: &Arc<OpenSegment>,
-        contents: &Contents,
-        kept: u64,
-        error: Option<Error>,
-    ) {
-        if error.is_some() || contents.entries.is_empty() {
-            self.index.vanished(open.number);
-        }
-        contents
-            .entries
-            .iter()
-            .for_each(|entry| self.early.lost(entry.id));
-        let trouble = error.as_ref().or(contents.trouble.as_ref());
-        self.shared.space.settled(open.ticket, kept, trouble);
-        for done in open.waiting() {
-            done(match &error {
-                None => Ok(Written::Published),
-                Some(error) => Err(error.clone()),
-            });
-        }
-        self.writer
-            .0
-            .lock()
-            .living
-            .retain(|living| !Arc::ptr_eq(living, open));
-        self.seal_bell.ring();
-    }
-
-    /// Seals what is old enough and tells those whose time is over; when to look again.
-    pub(super) fn seal_due(self: &Arc<Self>, now: Mono) -> Option<Mono> {
-        let living = self.writer.0.lock().living.clone();
-        let mut next: Option<Mono> = None;
-        let mut sooner = |time: Mono| next = Some(next.map_or(time, |next| next.min(time)));
-        for open in living {
-            match open.oldest().map(|oldest| oldest.after(self.config.age)) {
-                Some(due) if due <= now => self.close(&open),
-                Some(due) => sooner(due),
-                None => {}
-            }
-            let (late, next_late) = open.late(now);
-            for done in late {
-                let text = "the segment of this record was not sealed in time";
-                done(Err(Error::new(ErrorKind::Timeout, text)));
-            }
-            next_late.into_iter().for_each(&mut sooner);
-        }
-        next
+    /// A segment has ended.
+    pub(super) fn forget(&self, open: &Arc<OpenSegment>) {
+        let mut state = self.writer.0.lock();
+        state.living.retain(|living| !Arc::ptr_eq(living, open));
     }
 
     /// Whether a segment has not ended yet.
@@ -473,12 +372,4 @@ impl Segments {
             time_ns: self.shared.clock.wall_ns(),
         }
     }
-}
-
-/// After such an error nobody knows whether the bytes are on the medium.
-pub(super) fn unsure(error: &Error) -> bool {
-    matches!(
-        error.kind(),
-        ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
-    )
 }
