@@ -387,6 +387,22 @@ mod tests {
     }
 
     #[test]
+    fn room_that_was_not_needed_is_given_back() {
+        let mut ledger = granted(100);
+        let ticket = ask(&mut ledger, 80, at(0)).unwrap().unwrap();
+        assert!(!ledger.settle(ticket, 30, None, at(0)));
+        assert_eq!((ledger.admitted, ledger.settled()), (30, 30));
+        let ticket = ask(&mut ledger, 70, at(0)).unwrap().unwrap();
+        let full = Error::new(ErrorKind::NoSpace, "x");
+        assert!(
+            ledger.settle(ticket, 20, Some(&full), at(0)),
+            "the medium was full"
+        );
+        assert_eq!((ledger.admitted, ledger.settled()), (50, 50));
+        assert!(ask(&mut ledger, 10, at(1)).unwrap().is_err(), "a pause");
+    }
+
+    #[test]
     fn a_silent_writer_writes_no_more_and_comes_back_as_another() {
         let mut ledger = granted(100);
         let old = ask(&mut ledger, 40, at(0)).unwrap().unwrap();
