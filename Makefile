@@ -60,10 +60,18 @@ test: test-rust loom test-wheel test-py ## everything this machine can test
 
 # ucm-py is tested from Python: a Rust test binary of it would need the interpreter as a shared library.
 .PHONY: test-rust
+# Suites of the engine that hold over both layouts, without the tests that damage or count block files or go by how often
+# the medium is asked.
+FILES_ONLY := share_a_read|still_reads|every_step_of_what|a_huge_load|one_bad_row|never_got_a_slot|cannot_be_read_back
+FILES_ONLY := $(FILES_ONLY)|lies_about_a_write|cannot_be_compared
+OVER_SEGMENTS := binary(/^(rules|ends|audit|paranoid)$$/) - test(/$(FILES_ONLY)/)
+
 test-rust: ## unit, property and documentation tests of the crates
 ifneq ($(NEXTEST),)
 	@$(STAGE) "cargo nextest" cargo nextest run --locked --workspace --exclude ucm-py
 	@$(STAGE) "the store over io_uring" env UCM_TEST_IO_ENGINE=io_uring cargo nextest run --locked -p ucm-store
+	@$(STAGE) "rules over segments" env UCM_TEST_LAYOUT=segment \
+	    cargo nextest run --locked -p ucm-store -E '$(OVER_SEGMENTS)'
 else
 	@$(STAGE) "cargo test" cargo test --locked --quiet --workspace --exclude ucm-py --lib --bins --tests
 	@$(STAGE) "the store over io_uring" env UCM_TEST_IO_ENGINE=io_uring cargo test --locked --quiet -p ucm-store --tests

@@ -6,13 +6,15 @@ import hashlib
 import json
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from blocks import BLOCK, LAYERS, PIECES, Memory, ids, record_files
+from blocks import BLOCK, LAYERS, PIECES, Memory, ids
 
 from ucm.errors import (
     BusyError,
@@ -30,14 +32,16 @@ from ucm.reasons import MissReason, reason_of
 from ucm.store import BlockHasher, UcmConnectorFactoryV1
 from ucm.store.pipeline import UcmPipelineStore
 from ucm.store.posix import UcmPosixStore
-from ucm.store.record import Part, verify_file
+from ucm.store.record import Expect, Part, verify, verify_file
+from ucm.store.segment import parse_foot
 
 Open = Callable[..., UcmPosixStore]
 
 
-@pytest.fixture
-def config(common: dict[str, Any]) -> dict[str, Any]:
-    return common | {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK}
+@pytest.fixture(params=["file", "segment"])
+def config(common: dict[str, Any], request: pytest.FixtureRequest) -> dict[str, Any]:
+    shape = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK}
+    return common | shape | {"layout": request.param, "segment_age": 0}
 
 
 @pytest.fixture(params=["Posix", "Cache|Posix"])
@@ -63,9 +67,35 @@ def store(opened: Callable[..., UcmPosixStore]) -> UcmPosixStore:
     return opened()
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A record on disk: a file of its own, or a stretch of a segment."""
+
+    path: Path
+    offset: int
+    length: int
+
+    def read(self) -> bytes:
+        return self.path.read_bytes()[self.offset : self.offset + self.length]
+
+    def flip(self, at: int) -> None:
+        data = bytearray(self.path.read_bytes())
+        data[self.offset + at] ^= 0x10
+        self.path.write_bytes(data)
+
+
+def records(root: Path) -> list[Stored]:
+    """Every record below a root, whatever its layout."""
+    found = [Stored(path, 0, path.stat().st_size) for path in root.rglob("*.bin")]
+    for path in root.rglob("*.seg"):
+        foot = parse_foot(path.read_bytes(), path.stat().st_size)
+        found += [Stored(path, entry.offset, entry.length) for entry in foot.entries]
+    return sorted(found, key=lambda stored: (stored.path, stored.offset))
+
+
 def bytes_stored(root: Path) -> int:
     total = 0
-    for path in record_files(root):
+    for path in [*root.rglob("*.bin"), *root.rglob("*.seg")]:
         try:
             total += path.stat().st_size
         except FileNotFoundError:  # the collector was faster
@@ -108,7 +138,7 @@ def test_layerwise_and_direct_write_the_same_record(opened: Open, tmp_path: Path
     layerwise.wait(tasks)
     direct = opened(storage_backends=str(tmp_path / "direct"))
     direct.wait(direct.dump_data(name, [0], source.rows(0)))
-    one, other = (record_files(tmp_path / kind)[0].read_bytes() for kind in ("layerwise", "direct"))
+    one, other = (records(tmp_path / kind)[0].read() for kind in ("layerwise", "direct"))
     assert one[4096:] == other[4096:]
     target = Memory(1, fill=0)
     layerwise.wait(layerwise.load_data(name * LAYERS, list(range(LAYERS)), target.layer_rows(0)))
@@ -120,10 +150,13 @@ def test_the_header_says_what_was_described_and_the_second_reader_agrees(opened:
     name, source = ids(2), Memory(2)
     store.describe([name[1]], parents=[name[0]], ordinals=[7], tokens=[32])
     store.wait(store.dump_data([name[1]], [0], source.rows(1)))
-    path = record_files(tmp_path / "root")[0]
-    assert path.name == f"{name[1].hex()}.bin"
-    assert path.parent.name == f"{name[1][0]:02x}"
-    header, data = verify_file(path), path.read_bytes()
+    (stored,) = records(tmp_path / "root")
+    data = stored.read()
+    header = verify(data, Expect(record_id=name[1]))
+    if stored.path.suffix == ".bin":
+        assert stored.path.name == f"{name[1].hex()}.bin"
+        assert stored.path.parent.name == f"{name[1][0]:02x}"
+        assert verify_file(stored.path) == header
     assert (header.record_id, header.parent) == (name[1], name[0])
     assert (header.ordinal, header.tokens, header.block_tokens, header.dtype_name) == (7, 32, 32, "bf16")
     assert header.part == Part(0, 1, 2)
@@ -162,10 +195,7 @@ def test_a_damaged_record_is_refused_and_the_next_dump_replaces_it(opened: Open,
     store = opened(quarantine={"enabled": False})  # else the record may be moved away between two questions
     names, source, target = ids(1), Memory(1), Memory(1, fill=3)
     store.wait(store.dump_data(names, [0], source.rows(0)))
-    path = record_files(tmp_path / "root")[0]
-    damaged = bytearray(path.read_bytes())
-    damaged[5000] ^= 0x10
-    path.write_bytes(damaged)
+    records(tmp_path / "root")[0].flip(5000)
     with pytest.raises(TaskError) as caught:
         store.wait(store.load_data(names, [0], target.rows(0)))
     assert isinstance(caught.value.failures[0], CorruptError)
@@ -228,7 +258,7 @@ def test_the_limit_of_a_wait_is_the_callers(opened: Open, tmp_path: Path) -> Non
     except DeadlineError as error:
         assert error.retryable
     store.wait(task)
-    assert len(record_files(tmp_path / "root")) == 1
+    assert len(records(tmp_path / "root")) == 1
 
 
 @pytest.mark.parametrize(
@@ -295,6 +325,9 @@ def test_a_store_for_lookups_only_writes_nothing(opened: Open, tmp_path: Path) -
         lookups.dump_data(ids(1), [0], Memory(1).rows(0))
     writer = opened()
     writer.wait(writer.dump_data(ids(1), [0], Memory(1).rows(0)))
+    until = time.monotonic() + 30
+    while lookups.lookup(ids(1)) == [False]:  # segments of others are looked for once a second
+        assert time.monotonic() < until
     assert lookups.lookup(ids(2)) == [True, False]
 
 

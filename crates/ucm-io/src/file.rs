@@ -39,11 +39,11 @@ const MAX_REFUSING: usize = 64;
 #[derive(Debug, Default)]
 pub(crate) struct Files {
     /// Whether reads and writes of slots go past the page cache unless asked otherwise.
-    direct: bool,
+    pub(crate) direct: bool,
     /// Devices where that was found not to work, so that it is not tried again for every file.
     refusing: Mutex<Vec<u64>>,
     fallbacks: AtomicU64,
-    dirty: Dirty,
+    pub(crate) dirty: Dirty,
 }
 
 /// What an operation asks before it changes what others see: whether anybody still waits for it.
@@ -159,11 +159,11 @@ impl Files {
                 file.set_direct(true);
                 through_cache = false;
             }
-            let result = write_full(&mut file, &buf[..job.len]);
+            let result = write_full(&mut file, &buf[..job.len], 0);
             self.note(&file, dev, true);
             result
         } else {
-            write_full(&mut file, &buf[..job.len])
+            write_full(&mut file, &buf[..job.len], 0)
         }
         .map_err(written)?;
         if through_cache && self.presses(job.len) {
@@ -310,7 +310,7 @@ fn open_for_read(path: &Path, direct: bool) -> rustix::io::Result<File> {
 
 /// Gives a file a name that nobody has (EXIST otherwise). A local file system renames; others make a second name,
 /// which is as exclusive on a server, and drop the first.
-fn name_once(private: &Path, target: &Path) -> rustix::io::Result<()> {
+pub(crate) fn name_once(private: &Path, target: &Path) -> rustix::io::Result<()> {
     match retry(|| rustix::fs::renameat_with(CWD, private, CWD, target, RenameFlags::NOREPLACE)) {
         Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {}
         renamed => return renamed,
@@ -334,7 +334,7 @@ fn name_once(private: &Path, target: &Path) -> rustix::io::Result<()> {
 
 /// Whether the file with this metadata has its name now. A network file system may repeat a call whose answer was
 /// lost, and then finds the private name gone or the target there: it is done all the same if the target is our file.
-fn is_named(renamed: rustix::io::Result<()>, target: &Path, meta: &FileMeta) -> bool {
+pub(crate) fn is_named(renamed: rustix::io::Result<()>, target: &Path, meta: &FileMeta) -> bool {
     match renamed {
         Ok(()) => true,
         Err(errno) => {

@@ -5,6 +5,7 @@
 //! to the kernel many at once; [`ChosenEngine`] is the one or the other, by what a root lies on; [`FaultyEngine`] stands
 //! before any engine in tests and makes it fail, stall, tear and lie by script.
 
+mod append;
 mod choice;
 mod dirty;
 mod engine;

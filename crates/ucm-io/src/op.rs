@@ -76,6 +76,45 @@ pub enum IoOp {
         /// Modification time it gets before it has its name (ns since 1970); `None` leaves the time of writing.
         mtime_ns: Option<i64>,
     },
+    /// Creates a private file that is to be filled by [`IoOp::WriteAt`] and named by [`IoOp::Finish`]. Answer:
+    /// [`IoDone::Created`]. When it fails there is no such file, or it is that of somebody else.
+    Create {
+        /// The file, which must not exist.
+        path: PathBuf,
+        /// Its first bytes.
+        head: Vec<u8>,
+        /// Length up to which the file system is asked to set room aside, bytes; best effort.
+        room: u64,
+        /// Permission bits (0600), before the umask.
+        mode: u32,
+    },
+    /// Writes the first `len` bytes of `buf` at `offset` of a file that is there, and closes it with the error of the
+    /// close seen. Answer: [`IoDone::Wrote`].
+    WriteAt {
+        /// The file; its last name must not be a symbolic link.
+        path: PathBuf,
+        /// Offset in the file, bytes.
+        offset: u64,
+        /// The bytes.
+        buf: IoBuf,
+        /// How many of them.
+        len: usize,
+    },
+    /// Makes `target` of a filled private file: writes `foot` at `offset`, cuts the file off behind it, closes it with
+    /// the error of the close seen, and renames it, never over another file. When anything fails the private file is
+    /// removed. Done already (a repeated call) is done. Answer: [`IoDone::Finished`].
+    Finish {
+        /// The private file.
+        private: PathBuf,
+        /// The name under which others find it.
+        target: PathBuf,
+        /// The last bytes of the file.
+        foot: Vec<u8>,
+        /// Where they go, bytes from the start.
+        offset: u64,
+        /// Modification time it gets before it has its name (ns since 1970).
+        mtime_ns: i64,
+    },
     /// Metadata of each path, links followed; a name that does not exist (ENOENT, ENOTDIR, ESTALE) is `None`.
     /// Answer: [`IoDone::Stat`].
     Stat {
@@ -152,6 +191,15 @@ pub enum IoDone {
         /// The buffer, its bytes unchanged.
         buf: IoBuf,
     },
+    /// To [`IoOp::Create`].
+    Created,
+    /// To [`IoOp::WriteAt`].
+    Wrote {
+        /// The buffer, its bytes unchanged.
+        buf: IoBuf,
+    },
+    /// To [`IoOp::Finish`]: the file as it was closed.
+    Finished(FileMeta),
     /// To [`IoOp::Stat`]: one entry for each path, fewer when stopped at a missing one.
     Stat(Vec<Option<FileMeta>>),
     /// To [`IoOp::Touch`]: for each file whether it was there; an error stops none of the others.
@@ -204,11 +252,17 @@ pub enum OpKind {
     Space,
     /// [`IoOp::Probe`].
     Probe,
+    /// [`IoOp::Create`].
+    Create,
+    /// [`IoOp::WriteAt`].
+    WriteAt,
+    /// [`IoOp::Finish`].
+    Finish,
 }
 
 impl OpKind {
     /// Every kind, in order.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 13] = [
         Self::Read,
         Self::Publish,
         Self::Stat,
@@ -219,6 +273,9 @@ impl OpKind {
         Self::MakeDir,
         Self::Space,
         Self::Probe,
+        Self::Create,
+        Self::WriteAt,
+        Self::Finish,
     ];
 
     /// Name in logs and metrics.
@@ -234,6 +291,9 @@ impl OpKind {
             Self::MakeDir => "make_dir",
             Self::Space => "space",
             Self::Probe => "probe",
+            Self::Create => "create",
+            Self::WriteAt => "write_at",
+            Self::Finish => "finish",
         }
     }
 }
@@ -252,14 +312,21 @@ impl IoOp {
             Self::MakeDir { .. } => OpKind::MakeDir,
             Self::Space { .. } => OpKind::Space,
             Self::Probe { .. } => OpKind::Probe,
+            Self::Create { .. } => OpKind::Create,
+            Self::WriteAt { .. } => OpKind::WriteAt,
+            Self::Finish { .. } => OpKind::Finish,
         }
     }
 
-    /// The names it is about (of a publish: its target), in order.
+    /// The names it is about (of a publish and of a finish: the target), in order.
     pub fn paths(&self) -> Vec<&Path> {
         match self {
-            Self::Read { path, .. } | Self::MakeDir { path, .. } | Self::Space { path } => vec![path],
-            Self::Publish { target, .. } => vec![target],
+            Self::Read { path, .. }
+            | Self::MakeDir { path, .. }
+            | Self::Space { path }
+            | Self::Create { path, .. }
+            | Self::WriteAt { path, .. } => vec![path],
+            Self::Publish { target, .. } | Self::Finish { target, .. } => vec![target],
             Self::Rename { from, to, .. } => vec![from, to],
             Self::Stat { paths, .. } | Self::Remove { paths } => paths.iter().map(PathBuf::as_path).collect(),
             Self::Touch { files } => files.iter().map(|(path, _)| path.as_path()).collect(),

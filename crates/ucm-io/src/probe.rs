@@ -156,7 +156,8 @@ fn trial(file: &mut File) -> Result<rustix::io::Result<Option<DirectAlign>>> {
     if stated != Stated::Not {
         file.set_direct(true);
     }
-    let io = write_full(file, page.as_slice()).and_then(|()| read_full(file, back.as_mut_slice(), 0, SECTOR));
+    let io =
+        write_full(file, page.as_slice(), 0).and_then(|()| read_full(file, back.as_mut_slice(), 0, SECTOR));
     Ok(io.and_then(|_| {
         if back.as_slice() != page.as_slice() {
             return Err(Errno::IO);

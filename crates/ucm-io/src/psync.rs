@@ -8,6 +8,7 @@ use std::time::Duration;
 use ucm_core::Result;
 use ucm_infra::{Clock, Lane, Mono, PoolStats, SystemClock, WorkerPool};
 
+use crate::append::Finish;
 use crate::engine::{Done, IoEngine};
 use crate::file::{Files, Publish, StillWanted};
 use crate::meta;
@@ -142,6 +143,34 @@ fn run(files: &Files, op: IoOp, wanted: StillWanted<'_>) -> Result<IoDone> {
         IoOp::MakeDir { path, mode } => meta::make_dir(&path, mode),
         IoOp::Space { path } => meta::space(&path),
         IoOp::Probe { dir } => probe(&dir).map(IoDone::Probe),
+        IoOp::Create {
+            path,
+            head,
+            room,
+            mode,
+        } => files.create(&path, &head, room, mode),
+        IoOp::WriteAt {
+            path,
+            offset,
+            buf,
+            len,
+        } => files.write_at(&path, offset, buf, len),
+        IoOp::Finish {
+            private,
+            target,
+            foot,
+            offset,
+            mtime_ns,
+        } => {
+            let job = Finish {
+                private: &private,
+                target: &target,
+                foot: &foot,
+                offset,
+                mtime_ns,
+            };
+            files.finish(&job, wanted)
+        }
     }
 }
 

@@ -64,11 +64,11 @@ pub(crate) fn read_full(
     Ok(got)
 }
 
-/// Writes all of `buf` at offset 0. A call that writes nothing is an error (EIO), not a loop for ever.
-pub(crate) fn write_full(port: &mut impl Port, buf: &[u8]) -> rustix::io::Result<()> {
+/// Writes all of `buf` at `offset`. A call that writes nothing is an error (EIO), not a loop for ever.
+pub(crate) fn write_full(port: &mut impl Port, buf: &[u8], offset: u64) -> rustix::io::Result<()> {
     let mut put = 0;
     while put < buf.len() {
-        match port.write(&buf[put..], put as u64) {
+        match port.write(&buf[put..], offset + put as u64) {
             Ok(0) => return Err(Errno::IO),
             Ok(n) => {
                 put += n;
@@ -266,20 +266,20 @@ mod tests {
         assert_eq!(port.gave_up, [GiveUp::InsideSector]);
         assert_eq!(port.calls, [(0, 16384), (4096, 12288), (4796, 11588)]);
         let mut port = Script::new(true, &[Ok(4096), Ok(700)]);
-        assert_eq!(write_full(&mut port, &[0; 16384]), Ok(()));
+        assert_eq!(write_full(&mut port, &[0; 16384], 0), Ok(()));
         assert_eq!(port.gave_up, [GiveUp::InsideSector]);
     }
 
     #[test]
     fn a_refused_direct_call_is_repeated_without() {
         let mut port = Script::new(true, &[Err(Errno::INVAL)]);
-        assert_eq!(write_full(&mut port, &[0; 10]), Ok(()));
+        assert_eq!(write_full(&mut port, &[0; 10], 0), Ok(()));
         assert_eq!(
             (port.calls, port.gave_up),
             (vec![(0, 10), (0, 10)], vec![GiveUp::Refused])
         );
         let mut port = Script::new(false, &[Err(Errno::INVAL)]);
-        assert_eq!(write_full(&mut port, &[0; 10]), Err(Errno::INVAL));
+        assert_eq!(write_full(&mut port, &[0; 10], 0), Err(Errno::INVAL));
         let mut port = Script::new(true, &[Err(Errno::INVAL)]);
         assert_eq!(read_full(&mut port, &mut [0; 10], 0, 10), Ok(10));
     }
@@ -287,14 +287,17 @@ mod tests {
     #[test]
     fn interrupted_and_short_writes_are_carried_on() {
         let mut port = Script::new(false, &[Ok(4), Err(Errno::INTR), Ok(1)]);
-        assert_eq!(write_full(&mut port, &[0; 10]), Ok(()));
+        assert_eq!(write_full(&mut port, &[0; 10], 0), Ok(()));
         assert_eq!(port.calls, [(0, 10), (4, 6), (4, 6), (5, 5)]);
+        let mut port = Script::new(false, &[Ok(4)]);
+        assert_eq!(write_full(&mut port, &[0; 10], 100), Ok(()));
+        assert_eq!(port.calls, [(100, 10), (104, 6)]);
     }
 
     #[test]
     fn a_write_that_makes_no_progress_is_an_error() {
         let mut port = Script::new(false, &[Ok(4), Ok(0)]);
-        assert_eq!(write_full(&mut port, &[0; 10]), Err(Errno::IO));
+        assert_eq!(write_full(&mut port, &[0; 10], 0), Err(Errno::IO));
     }
 
     #[test]
@@ -308,7 +311,7 @@ mod tests {
     fn a_full_medium_is_seen() {
         let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
         let mut file = File::new(full.into(), false);
-        assert_eq!(write_full(&mut file, b"x"), Err(Errno::NOSPC));
+        assert_eq!(write_full(&mut file, b"x", 0), Err(Errno::NOSPC));
         assert_eq!(file.close(), Ok(()));
     }
 }

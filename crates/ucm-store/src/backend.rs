@@ -241,6 +241,10 @@ pub trait Backend: Send + Sync {
         Early::default()
     }
 
+    /// Publishes soon what is written and waits for others to be published with it; with `last`, from now on nothing
+    /// waits any more, for the store is about to close. Never blocks.
+    fn flush(&self, _last: bool) {}
+
     /// A record was refused for damage: keeps it as evidence, where the medium can, later and best effort. Never
     /// blocks; nothing depends on it.
     fn quarantine(&self, _id: BlockId, done: Done<Quarantined>) {

@@ -5,7 +5,8 @@
 //! <root>/space/                                     who counts, and who may write how much: see `space/documents.rs`
 //! <root>/<namespace>/manifest.json                  the identity in words, the parts and their record lengths
 //! <root>/<namespace>/blocks/<hh>/<32 hex>.bin       one record
-//! <root>/<namespace>/tmp/<16 hex>-<16 hex>.tmp      a record being written: writer, sequence
+//! <root>/<namespace>/segments/<16 hex>-<16 hex>.seg  many records: writer, sequence; see [`crate::segment`]
+//! <root>/<namespace>/tmp/<16 hex>-<16 hex>.tmp      a record or a segment being written
 //! <root>/<namespace>/quarantine/<32 hex>.<reason>.<unix seconds>.bin    evidence, see [`crate::evidence`]
 //! ```
 //! Only names of exactly these patterns are ever removed.
@@ -76,6 +77,16 @@ impl Layout {
         self.tmp().join(format!("{writer:016x}-{sequence:016x}.tmp"))
     }
 
+    /// Where the segments of this namespace lie.
+    pub fn segments(&self) -> PathBuf {
+        self.namespace().join(SEGMENTS)
+    }
+
+    /// A segment's path.
+    pub fn segment(&self, name: SegmentName) -> PathBuf {
+        self.segments().join(name.file_name())
+    }
+
     /// The directory that holds a record.
     pub fn shard_dir(&self, id: BlockId) -> PathBuf {
         self.namespace().join("blocks").join(format!("{:02x}", id.0[0]))
@@ -113,6 +124,68 @@ pub(crate) fn shard_name(name: &OsStr) -> Option<u8> {
 pub fn record_name(shard: u8, name: &OsStr) -> Option<BlockId> {
     let id: BlockId = name.to_str()?.strip_suffix(".bin")?.parse().ok()?;
     (id.0[0] == shard).then_some(id)
+}
+
+/// Directory of the segments below a namespace.
+pub(crate) const SEGMENTS: &str = "segments";
+
+/// Which segment of a namespace: the number of its writer and that writer's number for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SegmentName {
+    /// Random number of the writing process.
+    pub writer: u64,
+    /// Its own number for the segment.
+    pub sequence: u64,
+}
+
+impl SegmentName {
+    /// The name in a file name, if it is exactly that of a segment.
+    pub fn parse(name: &OsStr) -> Option<Self> {
+        Self::split(name.to_str()?.strip_suffix(".seg")?)
+    }
+
+    /// The name of the segment that a private file may become, if it is exactly that of a private file.
+    pub(crate) fn parse_private(name: &OsStr) -> Option<Self> {
+        Self::split(name.to_str()?.strip_suffix(".tmp")?)
+    }
+
+    fn split(text: &str) -> Option<Self> {
+        let (writer, sequence) = text.split_once('-')?;
+        let number = |text: &str| {
+            let hex = is_hex(text, 16).then_some(text)?;
+            u64::from_str_radix(hex, 16).ok()
+        };
+        Some(Self {
+            writer: number(writer)?,
+            sequence: number(sequence)?,
+        })
+    }
+
+    /// Its file name.
+    pub fn file_name(self) -> String {
+        format!("{:016x}-{:016x}.seg", self.writer, self.sequence)
+    }
+
+    /// The name that [`SegmentName::as_id`] made an id of.
+    pub(crate) fn from_id(id: BlockId) -> Self {
+        let number = |at: usize| {
+            id.0[at..at + 8]
+                .iter()
+                .fold(0, |sum, &byte| sum << 8 | u64::from(byte))
+        };
+        Self {
+            writer: number(0),
+            sequence: number(8),
+        }
+    }
+
+    /// The name as an id, under which its time of use is kept.
+    pub(crate) fn as_id(self) -> BlockId {
+        let mut id = [0; BlockId::LEN];
+        id[..8].copy_from_slice(&self.writer.to_be_bytes());
+        id[8..].copy_from_slice(&self.sequence.to_be_bytes());
+        BlockId(id)
+    }
 }
 
 /// Whether a file name is that of a private file.
@@ -259,6 +332,23 @@ mod tests {
             assert_eq!(record_name(0xab, OsStr::new(bad)), None, "{bad}");
         }
         assert!(is_private(OsStr::new("0123456789abcdef-0123456789abcdef.tmp")));
+        let segment = SegmentName {
+            writer: 0x0123_4567_89ab_cdef,
+            sequence: 7,
+        };
+        assert_eq!(segment.file_name(), "0123456789abcdef-0000000000000007.seg");
+        assert_eq!(
+            SegmentName::parse(OsStr::new(&segment.file_name())),
+            Some(segment)
+        );
+        assert_eq!(SegmentName::from_id(segment.as_id()), segment);
+        for bad in [
+            "0123456789abcdef-7.seg",
+            "0123456789abcdef-0000000000000007.tmp",
+            "x.seg",
+        ] {
+            assert_eq!(SegmentName::parse(OsStr::new(bad)), None, "{bad}");
+        }
         assert!(!is_private(OsStr::new("0123456789abcdef.tmp")) && !is_private(OsStr::new("a-b.tmp")));
         assert!(is_namespace(OsStr::new(&"0a".repeat(16))) && !is_namespace(OsStr::new("lost+found")));
     }

@@ -19,6 +19,7 @@ mod reading;
 pub mod recency;
 pub mod record;
 mod root;
+pub mod segment;
 pub mod space;
 pub mod stages;
 pub mod stats;

@@ -84,9 +84,12 @@ pub struct PosixBackend {
     shared: Arc<Shared>,
 }
 
+/// One root as a backend over it knows it, whatever the layout of its records.
 pub(crate) struct Shared {
     pub(crate) config: PosixConfig,
     pub(crate) layout: Layout,
+    /// Directory of the records below the namespace.
+    pub(crate) below: &'static str,
     pub(crate) io: Arc<dyn IoEngine>,
     pub(crate) clock: Arc<dyn Clock>,
     /// Device of the root when it was first seen; another one means that a share was unmounted.
@@ -108,6 +111,20 @@ pub(crate) struct Shared {
 impl PosixBackend {
     /// A backend over an I/O engine; nothing is touched before [`Backend::probe`]. `Config` if the limit is too small.
     pub fn new(config: PosixConfig, io: Arc<dyn IoEngine>, clock: Arc<dyn Clock>) -> Result<Self> {
+        Ok(Self {
+            shared: Arc::new(Shared::new(config, "blocks", io, clock)?),
+        })
+    }
+}
+
+impl Shared {
+    /// What both layouts go by; nothing is touched yet. `Config` if the limit is too small.
+    pub(crate) fn new(
+        config: PosixConfig,
+        below: &'static str,
+        io: Arc<dyn IoEngine>,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self> {
         let layout = Layout::new(&config.root, &config.identity);
         let space = SpaceConfig {
             root: config.root.clone(),
@@ -117,8 +134,9 @@ impl PosixBackend {
             modes: config.modes,
         };
         let space = Space::new(space, Arc::clone(&io), Arc::clone(&clock))?;
-        let shared = Shared {
+        let shared = Self {
             layout,
+            below,
             io,
             clock,
             device: Mutex::new(None),
@@ -135,13 +153,9 @@ impl PosixBackend {
         if let (Some(Capacity::Bytes(limit)), false) = (shared.config.capacity, shared.config.lookup_only) {
             shared.check_limit(limit.get())?;
         }
-        Ok(Self {
-            shared: Arc::new(shared),
-        })
+        Ok(shared)
     }
-}
 
-impl Shared {
     /// What a look at a record's name says: it is there whole, or why it is no hit.
     pub(crate) fn presence(&self, meta: Option<FileMeta>) -> Presence {
         match meta {

@@ -33,7 +33,7 @@ const MOVE: Duration = Duration::from_secs(5);
 /// The span in which damaged records are counted.
 const MINUTE: Duration = Duration::from_secs(60);
 /// Age below which damage in another writer's record may be a write not seen whole yet.
-const YOUNG_NS: u64 = 60_000_000_000;
+pub(crate) const YOUNG_NS: u64 = 60_000_000_000;
 
 /// Records that wait to be looked at, and how many were damaged of late.
 #[derive(Default)]
@@ -103,7 +103,7 @@ impl Waiting {
     }
 
     /// Counts one damaged record; false if there are too many of late.
-    fn count(&self, now: Mono, most: u32) -> bool {
+    pub(crate) fn count(&self, now: Mono, most: u32) -> bool {
         let recent = &mut self.0.lock().recent;
         while recent.front().is_some_and(|&first| now.since(first) >= MINUTE) {
             recent.pop_front();

@@ -1,6 +1,7 @@
 //! Reading records, for a load and for a judgement on the medium's side: one just published is read back before it
 //! counts (`verify: paranoid`), a refused one is looked at once more before it is moved ([`crate::quarantine`]).
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
@@ -41,7 +42,7 @@ impl Shared {
             buf: IoBuf::Slot(slot),
             mode,
         };
-        let shared = Arc::clone(self);
+        let (shared, path) = (Arc::clone(self), self.layout.record(id));
         let answer = move |result: Result<IoDone>| match result {
             Ok(IoDone::Read {
                 buf: IoBuf::Slot(slot),
@@ -53,19 +54,24 @@ impl Shared {
                 stored_len: file_len,
             })),
             Ok(_) => done(Err(Error::internal("a read answered with something else"))),
-            Err(error) => match error.os_code() {
-                Some(code) if NO_FILE.contains(&code) => done(Err(own_fault(error))),
-                Some(code) if FORBIDDEN.contains(&code) => shared.blame(id, error, deadline, done),
-                _ => done(Err(error)),
-            },
+            Err(error) => shared.explain(path, error, deadline, done),
         };
         self.io.submit(LANE_LOAD, deadline, op, Box::new(answer));
     }
 
+    /// Tells why a file could not be read: the record's own fault, or the medium's.
+    pub(crate) fn explain(&self, path: PathBuf, error: Error, deadline: Mono, done: Done<ReadDone>) {
+        match error.os_code() {
+            Some(code) if NO_FILE.contains(&code) => done(Err(own_fault(error))),
+            Some(code) if FORBIDDEN.contains(&code) => self.blame(path, error, deadline, done),
+            _ => done(Err(error)),
+        }
+    }
+
     /// No permission: that is the record's own fault if its directories can be searched, and else the medium's.
-    fn blame(self: &Arc<Self>, id: BlockId, error: Error, deadline: Mono, done: Done<ReadDone>) {
+    fn blame(&self, path: PathBuf, error: Error, deadline: Mono, done: Done<ReadDone>) {
         let op = IoOp::Stat {
-            paths: vec![self.layout.record(id)],
+            paths: vec![path],
             stop_at_missing: false,
         };
         let answer = move |looked: Result<IoDone>| {

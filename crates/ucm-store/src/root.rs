@@ -286,7 +286,7 @@ impl Shared {
     /// The directories of the namespace; also later, when somebody removed them.
     pub(crate) fn make_dirs(&self, deadline: Mono) -> Result<()> {
         let namespace = self.layout.namespace();
-        for dir in [namespace.clone(), self.layout.tmp(), namespace.join("blocks")] {
+        for dir in [namespace.clone(), self.layout.tmp(), namespace.join(self.below)] {
             self.make_dir(dir, deadline)?;
         }
         Ok(())

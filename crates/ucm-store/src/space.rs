@@ -28,7 +28,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
-use ucm_infra::{Bell, Clock, Lane, Mono, WorkerPool};
+use ucm_infra::{Bell, Clock, Completion, Lane, Mono, WorkerPool};
 use ucm_io::{FileMeta, IoDone, IoEngine, IoOp, Process};
 
 use crate::backend::{Done, Usage};
@@ -163,6 +163,30 @@ impl Space {
         if full {
             self.bell.ring();
         }
+    }
+
+    /// Room that was admitted at once for several records is not all needed: `kept` bytes of it were written, or may have
+    /// been. What `error` says of the medium counts as with [`Space::ended`].
+    pub fn settled(&self, ticket: Ticket, kept: u64, error: Option<&Error>) {
+        let full = self.ledger.lock().settle(ticket, kept, error, self.clock.now());
+        if full {
+            self.bell.ring();
+        }
+    }
+
+    /// Asks to write `bytes` and waits for the answer, for the control path.
+    pub fn admitted(&self, bytes: u64) -> Result<Ticket> {
+        let completion = Completion::new();
+        let answer = Arc::clone(&completion);
+        self.admit(
+            bytes,
+            Box::new(move |ticket| {
+                answer.complete(ticket);
+            }),
+        );
+        let until = self.clock.now().after(STEP);
+        let late = || Error::new(ErrorKind::Timeout, "nobody said whether there is room");
+        completion.wait(&*self.clock, Some(until)).ok_or_else(late)?
     }
 
     /// How many counts were begun or ended, for [`Space::deleted`].

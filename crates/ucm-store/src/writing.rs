@@ -24,7 +24,7 @@ pub(crate) struct Write {
 
 impl Write {
     /// Tells how it ended, the slot being free by then.
-    fn end(self, result: Result<Written>) {
+    pub(crate) fn end(self, result: Result<Written>) {
         drop(self.slot);
         (self.done)(result);
     }
@@ -166,7 +166,7 @@ impl Shared {
 
     /// A write that finds no directory: somebody removed them, so they are made again for the next one, with the
     /// manifest.
-    fn missed(self: &Arc<Self>, error: &Error) {
+    pub(crate) fn missed(self: &Arc<Self>, error: &Error) {
         if error.kind() != ErrorKind::NotFound {
             return;
         }

@@ -7,7 +7,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Device, MEDIA, Setup, SlowDevice, Store, directory, eventually, id, ids, on};
+use common::{Device, Layout, MEDIA, Setup, SlowDevice, Store, directory, eventually, id, ids, on};
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
@@ -96,7 +96,7 @@ fn closing_ends_dumps_that_hang_and_frees_incomplete_blocks() {
         ..small()
     };
     let (_dir, store, _clock) = manual(&setup);
-    let gate = store.hang(OpKind::Publish);
+    let gate = store.hang(Layout::of_this_run().writing());
     let device = Device::filled(&setup, &ids(2));
     let half = store.engine.dump(vec![device.row(id(1), 0)]).unwrap();
     store.outcome(&half).unwrap();
@@ -128,7 +128,7 @@ fn a_copy_that_hangs_costs_its_dump_and_no_other_of_the_same_block() {
     assert!(stuck.check(store.engine.clock(), Until::Staged));
     assert_eq!(store.stat("blocks_in_flight"), 0);
     // Another dump of the block, now with the backend when the first copy comes back.
-    let gate = store.hang(OpKind::Publish);
+    let gate = store.hang(Layout::of_this_run().writing());
     let second = store.engine.dump(device.rows(&ids(1))).unwrap();
     gate.await_waiting(1);
     assert_eq!(

@@ -7,7 +7,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Device, Setup, Store, directory, eventually, id, ids};
+use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 use ucm_core::{ErrorKind, MissReason};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
@@ -100,7 +100,7 @@ fn too_many_stuck_operations_open_it_until_they_return() {
     let (_dir, store, clock) = opened(u32::MAX, 2);
     let device = Device::filled(&store.setup, &ids(3));
     store.dump(&device, &[id(2)]).unwrap();
-    let gate = store.hang(OpKind::Publish);
+    let gate = store.hang(Layout::of_this_run().writing());
     let tasks = [0, 1].map(|n| store.engine.dump(device.rows(&[id(n)])).unwrap());
     gate.await_waiting(2);
     clock.advance(Deadlines::default().dump);

@@ -7,7 +7,7 @@ mod common;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use common::{Above, Device, Io, Medium, Setup, Store, directory, eventually, id, pages};
+use common::{Above, Device, Io, Layout, Medium, Setup, Store, directory, eventually, id, pages};
 use proptest::prelude::*;
 use ucm_core::BlockId;
 use ucm_infra::{Completion, Mono};
@@ -44,19 +44,32 @@ fn act() -> impl Strategy<Value = Act> {
         1 => one.clone().prop_map(Act::Remove),
         1 => (one.clone(), one).prop_map(|(a, b)| Act::Swap(a, b)),
         1 => Just(Act::Reopen),
-        1 => (0..7u8).prop_map(Act::Fault),
+        1 => (0..10u8).prop_map(Act::Fault),
     ]
 }
 
 /// The fault that says that the medium is full.
 const FULL: u8 = 3;
 
-fn fault(n: u8) -> Rule {
+fn fault(n: u8, layout: Layout) -> Rule {
+    if layout != Layout::File {
+        match n {
+            FULL => return Rule::on(OpKind::WriteAt, Fault::Errno(28)),
+            4 => return Rule::on(OpKind::Finish, Fault::LostReply(5)),
+            5 => return Rule::on(OpKind::Create, Fault::Errno(5)),
+            6 => return Rule::on(OpKind::Finish, Fault::Replay),
+            7 => return Rule::on(OpKind::Finish, Fault::FlipRandom(1)),
+            8 => return Rule::on(OpKind::WriteAt, Fault::FlipRandom(1)),
+            9 => return Rule::on(OpKind::Finish, Fault::Killed { keep: 100 }),
+            _ => {}
+        }
+    }
     match n {
         0 => Rule::on(OpKind::Read, Fault::Errno(5)),
         1 => Rule::on(OpKind::Read, Fault::FlipRandom(1)),
         2 => Rule::on(OpKind::Read, Fault::ShortRead(4096)),
         FULL => Rule::on(OpKind::Publish, Fault::Errno(28)),
+        7 => Rule::on(OpKind::Publish, Fault::FlipRandom(1)),
         4 => Rule::on(OpKind::Publish, Fault::LostReply(5)),
         5 => Rule::on(OpKind::Read, Fault::stale()),
         _ => Rule::on(OpKind::Publish, Fault::Replay),
@@ -83,6 +96,7 @@ enum Truth {
 
 fn run(setup: Setup, acts: &[Act]) {
     let (medium, above, layers_per_shard) = (setup.medium, setup.above, setup.layers_per_shard);
+    let layout = setup.layout;
     let dir = directory();
     let root = dir.path().join("root");
     std::fs::create_dir(&root).unwrap();
@@ -91,7 +105,7 @@ fn run(setup: Setup, acts: &[Act]) {
     let mut truth: BTreeMap<BlockId, Truth> = (0..6).map(|n| (id(n), Truth::Absent)).collect();
     // Whatever was stored may be gone again.
     let scarce = matches!(medium, Medium::Memory(slots, _) if slots < 6);
-    let (mut faulty, mut full) = (scarce, scarce);
+    let (mut faulty, mut lasting) = (scarce, scarce);
     for act in acts {
         match act {
             Act::Dump(ns) => {
@@ -173,6 +187,12 @@ fn run(setup: Setup, acts: &[Act]) {
             Act::Cut(..) | Act::Grow(_) | Act::Swap(..) | Act::Fault(_) if !files => {} // a file's troubles
             Act::Cut(n, len) => damage(&store, &mut truth, *n, |bytes| bytes.truncate(len % bytes.len())),
             Act::Grow(n) => damage(&store, &mut truth, *n, |bytes| bytes.push(0)),
+            Act::Remove(n) if layout != Layout::File => {
+                // Its process may not have noticed yet; whatever it says, no load brings wrong bytes.
+                for file in damage_segments(&store, &mut truth, *n) {
+                    let _ = std::fs::remove_file(file);
+                }
+            }
             Act::Remove(n) => {
                 // A load that failed at another block leaves its reads to end by themselves, and the next load of the
                 // same block joins them: it may have what was there when they began.
@@ -193,6 +213,7 @@ fn run(setup: Setup, acts: &[Act]) {
                 let gone = above == Above::Nothing || truth[&id(*n)] == Truth::Absent;
                 truth.insert(id(*n), if gone { Truth::Absent } else { Truth::Unsure });
             }
+            Act::Swap(a, b) if layout != Layout::File => swap_places(&store, &mut truth, *a, *b),
             Act::Swap(a, b) => {
                 if let (Ok(one), Ok(other)) = (
                     std::fs::read(store.file(id(*a))),
@@ -209,15 +230,16 @@ fn run(setup: Setup, acts: &[Act]) {
             Act::Reopen => {
                 drop(store);
                 store = Store::open(&root, setup.clone());
-                faulty = full;
+                faulty = lasting;
                 if !files {
                     truth.values_mut().for_each(|known| *known = Truth::Absent); // memory goes with its process
                 }
             }
             Act::Fault(n) => {
-                store.fault(fault(*n).times(2));
+                store.fault(fault(*n, layout).times(2));
                 faulty = true;
-                full |= *n == FULL; // the collector makes room, of anything
+                lasting |= *n == FULL; // the collector makes room, of anything
+                lasting |= matches!(n, 7 | 8); // what is damaged on the medium stays so
             }
         }
     }
@@ -241,7 +263,50 @@ fn run(setup: Setup, acts: &[Act]) {
     });
 }
 
+/// Segments with a record of this block, of which nothing is sure any more.
+fn damage_segments(
+    store: &Store,
+    truth: &mut BTreeMap<BlockId, Truth>,
+    n: u8,
+) -> BTreeSet<std::path::PathBuf> {
+    let places = store.places();
+    let files: BTreeSet<_> = places
+        .iter()
+        .filter(|place| place.id == id(n))
+        .map(|place| place.file.clone())
+        .collect();
+    for place in places.iter().filter(|place| files.contains(&place.file)) {
+        truth.insert(place.id, Truth::Unsure);
+    }
+    files
+}
+
+/// Writes the records of two blocks into each other's places.
+fn swap_places(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, a: u8, b: u8) {
+    let places = store.places();
+    let find = |n| places.iter().find(|place| place.id == id(n));
+    if let (Some(one), Some(other)) = (find(a), find(b))
+        && a != b
+    {
+        let bytes = |place: &common::segments::Place| {
+            std::fs::read(&place.file).unwrap()[place.offset..place.offset + place.len].to_vec()
+        };
+        for (place, bytes) in [(one, bytes(other)), (other, bytes(one))] {
+            common::segments::change(&place.file, |file| {
+                file[place.offset..place.offset + place.len].copy_from_slice(&bytes)
+            });
+            truth.insert(place.id, Truth::Unsure);
+        }
+    }
+}
+
 fn damage(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, n: u8, change: impl FnOnce(&mut Vec<u8>)) {
+    if store.setup.layout != Layout::File {
+        if let Some(file) = damage_segments(store, truth, n).pop_first() {
+            common::segments::change(&file, change);
+        }
+        return;
+    }
     let path = store.file(id(n));
     if let Ok(mut bytes) = std::fs::read(&path).map(|bytes| if bytes.is_empty() { vec![0] } else { bytes }) {
         change(&mut bytes);
@@ -267,6 +332,14 @@ fn made(layers_per_shard: u32, medium: Medium, above: Above) -> Setup {
         medium,
         above,
         ..Setup::default()
+    }
+}
+
+/// Segments that are sealed at once, alone or below something.
+fn in_segments(layers_per_shard: u32, above: Above) -> Setup {
+    Setup {
+        layout: Layout::segments(),
+        ..made(layers_per_shard, Medium::Posix, above)
     }
 }
 
@@ -334,5 +407,20 @@ proptest! {
         if Io::Uring.or_skip("rows_through_a_ring") {
             run(Setup { io: Io::Uring, ..Setup::default() }, &acts);
         }
+    }
+
+    #[test]
+    fn direct_rows_in_segments(acts in prop::collection::vec(act(), 1..30)) {
+        run(in_segments(3, Above::Nothing), &acts);
+    }
+
+    #[test]
+    fn layerwise_rows_in_segments(acts in prop::collection::vec(act(), 1..30)) {
+        run(in_segments(1, Above::Nothing), &acts);
+    }
+
+    #[test]
+    fn segments_below_memory(acts in prop::collection::vec(act(), 1..30)) {
+        run(in_segments(3, Above::Map(2, WritePolicy::Through)), &acts);
     }
 }

@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Device, Setup, Store, directory, eventually, id, ids};
+use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 use ucm_core::ErrorKind;
 use ucm_device::DeviceSpan;
 use ucm_io::{Fault, OpKind, Rule, Tail};
@@ -43,7 +43,7 @@ fn a_medium_that_lies_about_a_write_is_found_out_before_it_counts() {
     ];
     for (reason, lie) in lies {
         let (_dir, store, device) = opened(true);
-        store.fault(Rule::on(OpKind::Publish, lie).times(1));
+        store.fault(Rule::on(Layout::of_this_run().writing(), lie).times(1));
         let failures = store.dump(&device, &ids(1)).unwrap_err();
         assert_eq!(failures[0].1.kind(), ErrorKind::Corrupt, "{reason}");
         assert_eq!(
@@ -68,7 +68,7 @@ fn a_medium_that_lies_about_a_write_is_found_out_before_it_counts() {
 fn without_it_the_lie_is_found_by_the_first_reader() {
     let (_dir, store, device) = opened(false);
     store.faults.forget();
-    store.fault(Rule::on(OpKind::Publish, Fault::Flip(vec![5000])).times(1));
+    store.fault(Rule::on(Layout::of_this_run().writing(), Fault::Flip(vec![5000])).times(1));
     store.dump(&device, &ids(1)).unwrap();
     assert_eq!(store.asked(OpKind::Read, id(0)), 0, "a dump reads nothing");
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true]);

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
+use common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids};
 use ucm_core::{ErrorKind, MissReason};
 use ucm_infra::{Clock, ManualClock, SystemClock};
 use ucm_io::{Fault, OpKind, Rule};
@@ -69,7 +69,7 @@ fn a_full_medium_pauses_dumps_makes_room_and_goes_on() {
             store.dump(&device, &[block]).unwrap();
         }
         store.fault(
-            Rule::on(OpKind::Publish, Fault::Errno(errno))
+            Rule::on(Layout::of_this_run().writing(), Fault::Errno(errno))
                 .path("/blocks/")
                 .times(1),
         );

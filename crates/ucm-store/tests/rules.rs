@@ -7,7 +7,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Device, MEDIA, Setup, Store, directory, eventually, id, ids, on};
+use common::{Device, Layout, MEDIA, Setup, Store, directory, eventually, id, ids, on};
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
@@ -25,7 +25,7 @@ fn kinds(ended: Result<(), Vec<(usize, ucm_core::Error)>>) -> Vec<(usize, ErrorK
 fn staged_comes_before_published_and_only_published_is_a_hit() {
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
-    let gate = store.hang(OpKind::Publish);
+    let gate = store.hang(Layout::of_this_run().writing());
     let mut device = Device::filled(&setup, &ids(2));
     let task = store.engine.dump(device.rows(&ids(2))).unwrap();
     assert!(task.wait(store.engine.clock(), Until::Staged, None));
@@ -58,7 +58,7 @@ fn a_dump_without_a_slot_is_refused_at_once_and_loads_keep_their_share() {
         (4, 0),
         "nothing was taken"
     );
-    let gate = store.hang(OpKind::Publish);
+    let gate = store.hang(Layout::of_this_run().writing());
     let hung = store.engine.dump(device.rows(&ids(3))).unwrap();
     assert_eq!(store.engine.free_dump_slots(), 0);
     assert_eq!(
@@ -228,7 +228,7 @@ fn an_incomplete_block_is_dropped_at_its_deadline() {
 fn dumps_of_one_block_join_and_all_learn_the_end() {
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
-    let gate = store.hang(OpKind::Publish);
+    let gate = store.hang(Layout::of_this_run().writing());
     let device = Device::filled(&setup, &ids(1));
     let first = store.engine.dump(device.rows(&ids(1))).unwrap();
     gate.await_waiting(1);
@@ -251,7 +251,7 @@ fn dumps_of_one_block_join_and_all_learn_the_end() {
 fn a_failed_publish_is_reported_and_is_no_hit() {
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
-    store.fault(Rule::on(OpKind::Publish, Fault::Errno(28)).times(1));
+    store.fault(Rule::on(Layout::of_this_run().writing(), Fault::Errno(28)).times(1));
     let device = Device::filled(&setup, &ids(1));
     assert_eq!(kinds(store.dump(&device, &ids(1))), [(0, ErrorKind::NoSpace)]);
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
@@ -266,7 +266,7 @@ fn a_hung_dump_is_written_off_and_its_slot_stays_away_until_the_call_returns() {
     let (dir, setup) = (directory(), Setup::default());
     let clock = ManualClock::new();
     let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
-    let gate = store.hang(OpKind::Publish);
+    let gate = store.hang(Layout::of_this_run().writing());
     let task = store
         .engine
         .dump(Device::filled(&setup, &ids(1)).rows(&ids(1)))

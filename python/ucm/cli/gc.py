@@ -128,7 +128,7 @@ def make_plan(root: Root, names: list[str], wish: Wish) -> Plan:
         contents[""] = root.beside()
     private = [found for inside in contents.values() for found in inside.private]
     dead = [found for found in private if found.mtime_ns < now - STALE_NS]
-    kept = [found for inside in contents.values() for found in (*inside.records, *inside.quarantined)]
+    kept = [found for inside in contents.values() for found in (*inside.records, *inside.segments, *inside.quarantined)]
     used = sum(found.size for found in (*kept, *private))
     removals = list(dead) if wish.stale or wish.whole else []
     target = None
@@ -223,17 +223,19 @@ def _document(root: Root, plan: Plan, outcome: Outcome, done: bool, listing: boo
 
 def _share(name: str, inside: Contents, removals: list[Found]) -> dict[str, Any]:
     mine = [found for found in removals if found.namespace == name]
-    used = [found.mtime_ns for found in mine if found.kind is Kind.RECORD]
+    used = [found.mtime_ns for found in mine if found.kind in (Kind.RECORD, Kind.SEGMENT)]
     kinds = {kind: sum(found.kind is kind for found in mine) for kind in Kind}
     return {
         "namespace": name,
         "records": kinds[Kind.RECORD],
+        "segments": kinds[Kind.SEGMENT],
         "private": kinds[Kind.PRIVATE],
         "quarantined": kinds[Kind.QUARANTINED],
         "bytes": sum(found.size for found in mine),
         "oldest_use": show.seconds(min(used, default=None)),
         "newest_use": show.seconds(max(used, default=None)),
         "records_left": len(inside.records) - kinds[Kind.RECORD],
+        "segments_left": len(inside.segments) - kinds[Kind.SEGMENT],
     }
 
 
@@ -245,11 +247,22 @@ def _show(result: dict[str, Any]) -> None:
     if not result["planned"] and not result["namespaces_removed"]:
         click.echo("  nothing to remove")
     show.table(
-        ("namespace", "records", "private", "quarantined", "bytes", "oldest use", "newest use", "records left"),
+        (
+            "namespace",
+            "records",
+            "segments",
+            "private",
+            "quarantined",
+            "bytes",
+            "oldest use",
+            "newest use",
+            "records left",
+        ),
         [
             (
                 space["namespace"],
                 space["records"],
+                space["segments"],
                 space["private"],
                 space["quarantined"],
                 show.size(space["bytes"]),
@@ -258,7 +271,7 @@ def _show(result: dict[str, Any]) -> None:
                 space["records_left"],
             )
             for space in result["namespaces"]
-            if space["bytes"] or space["records"] or space["private"] or space["quarantined"]
+            if any(space[kind] for kind in ("bytes", "records", "segments", "private", "quarantined"))
         ],
     )
     for name in result.get("files", ()):

@@ -15,8 +15,9 @@ import click
 
 from ucm.cli import manifest as manifests
 from ucm.cli import options, show
+from ucm.cli.checksum import fastest
 from ucm.cli.foreign import Foreigners
-from ucm.cli.judging import Reader
+from ucm.cli.judging import Reader, read_foot
 from ucm.cli.manifest import part_name
 from ucm.cli.record_file import inspect_file, show_file
 from ucm.cli.roots import LOW, Contents, Found, Root
@@ -88,6 +89,9 @@ def describe(root: Root) -> dict[str, Any]:
         "used_share": round(used / root.limit, 4) if root.limit else None,
         "records": total["record"],
         "record_bytes": total["record_bytes"],
+        "segments": total["segment"],
+        "segment_bytes": total["segment_bytes"],
+        "segment_records": sum(space["segment_records"] for space in namespaces),
         "private": total["private"],
         "private_bytes": total["private_bytes"],
         "quarantined": total["quarantined"],
@@ -102,9 +106,10 @@ def describe(root: Root) -> dict[str, Any]:
 
 
 def _namespace(root: Root, name: str, contents: Contents, manifest: manifests.Manifest) -> dict[str, Any]:
-    used = [found.mtime_ns for found in contents.records]
+    used = [found.mtime_ns for found in (*contents.records, *contents.segments)]
     sample = _spread(contents.records, HEADERS)
     parts, reasons = _headers(root, sample)
+    in_segments, feet_refused = _feet(root, contents.segments)
     return {
         "namespace": name,
         "manifest": manifest.state,
@@ -118,6 +123,10 @@ def _namespace(root: Root, name: str, contents: Contents, manifest: manifests.Ma
         "headers_refused": reasons,
         "records": len(contents.records),
         "bytes": sum(found.size for found in contents.records),
+        "segments": len(contents.segments),
+        "segment_bytes": sum(found.size for found in contents.segments),
+        "segment_records": in_segments,
+        "feet_refused": feet_refused,
         "oldest_use": show.seconds(min(used, default=None)),
         "newest_use": show.seconds(max(used, default=None)),
         "private": len(contents.private),
@@ -145,6 +154,23 @@ def _headers(root: Root, sample: list[Found]) -> tuple[dict[str, int], dict[str,
     return dict(sorted(parts.items())), dict(sorted(reasons.items()))
 
 
+def _feet(root: Root, segments: list[Found]) -> tuple[int, dict[str, int]]:
+    """How many records the feet of these segments name, and how many feet are refused for which reason."""
+    reader, crc = Reader(root), fastest().of
+    records = 0
+    reasons: Counter[str] = Counter()
+    for found in segments:
+        try:
+            records += len(read_foot(reader, found, crc).entries)
+        except Refused as refused:
+            reasons[str(refused.reason)] += 1
+        except FileNotFoundError:
+            continue
+        except OSError:
+            reasons["io_error"] += 1
+    return records, dict(sorted(reasons.items()))
+
+
 def _spread(records: list[Found], most: int) -> list[Found]:
     """At most so many, evenly spread."""
     if len(records) <= most:
@@ -159,6 +185,10 @@ def _count(total: Counter[str], contents: Contents) -> None:
         total["bytes"] += found.size
 
 
+def _inside(records: int) -> str:
+    return f", {show.many(records, 'record')} in them" if records else ""
+
+
 def _show_root(root: dict[str, Any]) -> None:
     now = show.wall_ns()
     click.echo(f"root {root['root']}")
@@ -171,6 +201,7 @@ def _show_root(root: dict[str, Any]) -> None:
         ("used", f"{used}{share}, storage_capacity as it was at the first start"),
         ("free", f"{show.size(root['file_system_free_bytes'])} of {show.size(root['file_system_bytes'])}"),
         ("records", _amount(root["records"], root["record_bytes"])),
+        ("segments", _amount(root["segments"], root["segment_bytes"]) + _inside(root["segment_records"])),
         ("private", _amount(root["private"], root["private_bytes"])),
         ("quarantined", _amount(root["quarantined"], root["quarantined_bytes"])),
         ("foreign", _amount(root["foreign"], root["foreign_bytes"])),

@@ -17,7 +17,8 @@ from ucm.cli.checksum import Checksum
 from ucm.cli.manifest import Manifest
 from ucm.cli.roots import Found, Root
 from ucm.reasons import MissReason
-from ucm.store.record import PAGE, Expect, Header, Refused, parse_header, verify
+from ucm.store.record import PAGE, Crc, Expect, Header, Refused, parse_header, verify
+from ucm.store.segment import Entry, Foot, foot_length, parse_foot
 
 #: Bytes of the first read: nearly every record whole, and longer than every header.
 FIRST = 8 << 20
@@ -70,33 +71,34 @@ class Reader:
         #: Bytes read so far.
         self.bytes = 0
 
-    def read(self, found: Found, most: int | None = None) -> tuple[bytes, os.stat_result]:
-        """The file's first ``most`` bytes, or all, and what it is; raises :class:`OSError`."""
+    def read(self, found: Found, most: int | None = None, start: int = 0) -> tuple[bytes, os.stat_result]:
+        """At most ``most`` bytes from ``start`` (a page) on, and what the file is; raises :class:`OSError`."""
         try:
-            answer = self._read(found, most, os.O_DIRECT)
+            answer = self._read(found, most, start, os.O_DIRECT)
             self.direct = self.direct is not False
         except OSError as error:
             if error.errno not in _NOT_DIRECT:
                 raise
             self.direct = False
-            return self._read(found, most, 0)
+            return self._read(found, most, start, 0)
         return answer
 
-    def _read(self, found: Found, most: int | None, how: int) -> tuple[bytes, os.stat_result]:
+    def _read(self, found: Found, most: int | None, start: int, how: int) -> tuple[bytes, os.stat_result]:
         with self._root.directory(*found.directory) as here:
             if here is None:
                 raise FileNotFoundError(errno.ENOENT, "its directory is gone", found.path)
             fd = os.open(found.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how, dir_fd=here)
         try:
             about = os.fstat(fd)
-            want = about.st_size if most is None else min(most, about.st_size)
+            there = max(0, about.st_size - start)
+            want = there if most is None else min(most, there)
             room = -(-want // PAGE) * PAGE
             if room > len(self._buffer):
                 self._buffer = mmap.mmap(-1, room)
             at = 0
             with memoryview(self._buffer) as view:
                 while at < want:
-                    count = os.preadv(fd, [view[at:room]], at)
+                    count = os.preadv(fd, [view[at:room]], start + at)
                     at += count
                     if count == 0 or (how and at % PAGE):  # the end of the file; direct reads begin at pages only
                         break
@@ -141,3 +143,48 @@ class Judge:
         except Refused as refused:
             state = "newer" if refused.reason is MissReason.NEWER_VERSION else "bad"
             return Verdict(state, str(refused.reason), refused.found, header, inode)
+
+    def foot(self, found: Found) -> Foot:
+        """The foot of a segment, after a second look if the first was bad.
+
+        Raises :class:`~ucm.store.record.Refused` or :class:`OSError`.
+        """
+        try:
+            return read_foot(self.reader, found, self._checksum.of)
+        except Refused:
+            return read_foot(self.reader, found, self._checksum.of)
+
+    def judge_entry(self, found: Found, entry: Entry, manifest: Manifest) -> Verdict:
+        """The verdict on a record of a segment, after a second look if the first was bad."""
+        verdict = self._entry_once(found, entry, manifest)
+        return self._entry_once(found, entry, manifest) if verdict.state in ("bad", "unreadable") else verdict
+
+    def _entry_once(self, found: Found, entry: Entry, manifest: Manifest) -> Verdict:
+        self._pace.spend(entry.length)
+        header = None
+        try:
+            data, _ = self.reader.read(found, entry.length, entry.offset)
+            header = parse_header(data, self._checksum.of)
+            namespace = bytes.fromhex(found.namespace)
+            expect = Expect(entry.record_id, namespace, shape=manifest.shapes.get(header.part))
+            return Verdict("good", header=verify(data, expect, self._checksum.of))
+        except (FileNotFoundError, NotADirectoryError):
+            return Verdict("removed")
+        except OSError as error:
+            return Verdict("unreadable", "io_error", error.strerror or str(error))
+        except Refused as refused:
+            state = "newer" if refused.reason is MissReason.NEWER_VERSION else "bad"
+            return Verdict(state, str(refused.reason), refused.found, header)
+
+
+def read_foot(reader: Reader, found: Found, crc: Crc) -> Foot:
+    """The foot of a segment; raises :class:`~ucm.store.record.Refused` or :class:`OSError`."""
+    tail, about = reader.read(found, PAGE, max(0, found.size - 1) // PAGE * PAGE)
+    length = foot_length(tail, about.st_size, crc)
+    foot, about = reader.read(found, length, about.st_size - length)
+    parsed = parse_foot(foot, about.st_size, crc)
+    if parsed.namespace[:16].hex() != found.namespace:
+        raise Refused(MissReason.FOREIGN_IDENTITY, f"identity {parsed.namespace.hex()}")
+    if parsed.name != found.name:
+        raise Refused(MissReason.FOREIGN_ID, f"segment {parsed.name}")
+    return parsed

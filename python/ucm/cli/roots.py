@@ -21,6 +21,7 @@ from typing import Any
 
 from ucm.errors import ConfigError, ForeignError, StoreIOError
 from ucm.reasons import MissReason
+from ucm.store import segment
 
 FORMAT = 1
 MARKER = "ucm-root.json"
@@ -51,6 +52,8 @@ DAMAGE = frozenset(
         MissReason.BAD_CHECKSUM,
     }
 )
+#: Directory of a namespace's segments.
+SEGMENTS = "segments"
 QUARANTINED = re.compile(rf"[0-9a-f]{{32}}\.(?:{'|'.join(sorted(DAMAGE))})\.[0-9]{{1,20}}\.bin")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 
@@ -59,6 +62,7 @@ class Kind(StrEnum):
     """What a file of ours is."""
 
     RECORD = "record"
+    SEGMENT = "segment"
     PRIVATE = "private"
     QUARANTINED = "quarantined"
     SPACE = "space"
@@ -105,6 +109,7 @@ class Contents:
     """What lies in a namespace, or beside the namespaces (private files and the documents of the writers)."""
 
     records: list[Found] = field(default_factory=list)
+    segments: list[Found] = field(default_factory=list)
     private: list[Found] = field(default_factory=list)
     quarantined: list[Found] = field(default_factory=list)
     space: list[Found] = field(default_factory=list)
@@ -113,7 +118,7 @@ class Contents:
     @property
     def files(self) -> list[Found]:
         """Everything that counts as use."""
-        return [*self.records, *self.private, *self.quarantined]
+        return [*self.records, *self.segments, *self.private, *self.quarantined]
 
 
 class Root:
@@ -199,6 +204,7 @@ class Root:
         """What lies in a namespace; what vanishes meanwhile is left out."""
         contents = Contents()
         places = {
+            SEGMENTS: (Kind.SEGMENT, segment.NAME, contents.segments),
             "tmp": (Kind.PRIVATE, PRIVATE, contents.private),
             QUARANTINE: (Kind.QUARANTINED, QUARANTINED, contents.quarantined),
         }
@@ -332,7 +338,7 @@ class Root:
                 if _SHARD.fullmatch(entry.name):
                     _remove_empty(entry.name, blocks)
         with self.directory(namespace) as here:
-            for name in ("blocks", "tmp", QUARANTINE):
+            for name in ("blocks", SEGMENTS, "tmp", QUARANTINE):
                 _remove_empty(name, here)
             left = [entry.name for entry in _entries(here)]
             if here is None or left not in ([], [MANIFEST]):

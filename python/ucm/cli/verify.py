@@ -20,7 +20,9 @@ from ucm.cli import options, show
 from ucm.cli.checksum import fastest
 from ucm.cli.judging import Judge, Pace, Verdict
 from ucm.cli.options import Rate
-from ucm.cli.roots import DAMAGE, QUARANTINE_BYTES, QUARANTINE_MOST, QUARANTINE_SHARE, Found, Root
+from ucm.cli.roots import DAMAGE, QUARANTINE_BYTES, QUARANTINE_MOST, QUARANTINE_SHARE, Found, Kind, Root
+from ucm.reasons import MissReason
+from ucm.store.record import Refused
 
 #: Nanoseconds below which another host may still be writing what looks damaged.
 YOUNG_NS = 60 * 10**9
@@ -100,6 +102,7 @@ class Scrub:
     states: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     bad: list[dict[str, Any]] = field(default_factory=list)
+    records: int = 0
 
     def run(self, namespaces: list[str], percent: float) -> dict[str, Any]:
         """Judges the records of these namespaces; the answer is the JSON document."""
@@ -108,7 +111,8 @@ class Scrub:
         start = time.monotonic()
         checksum = fastest()
         judge = Judge(self.root, checksum, Pace(self.rate))
-        chosen = {name: _sample(self.root.scan(name).records, percent) for name in namespaces}
+        scanned = {name: self.root.scan(name) for name in namespaces}
+        chosen = {name: _sample([*inside.records, *inside.segments], percent) for name, inside in scanned.items()}
         room = self._room() if self.quarantine else _Room(0, 0)
         total = sum(found.size for records in chosen.values() for found in records)
         interrupted = False
@@ -121,7 +125,11 @@ class Scrub:
                 for name, records in chosen.items():
                     manifest = manifests.read(self.root, name)
                     for found in records:
-                        self._take(found, judge.judge(found, manifest), room)
+                        if found.kind is Kind.SEGMENT:
+                            self._take_segment(found, judge, manifest)
+                        else:
+                            self._take(found, judge.judge(found, manifest), room)
+                            self.records += 1
                         bar.update(found.size)
             except KeyboardInterrupt:
                 interrupted = True
@@ -134,7 +142,8 @@ class Scrub:
             "reader": checksum.name,
             "direct_io": judge.reader.direct,
             "rate": self.rate,
-            "records": sum(map(len, chosen.values())),
+            "records": self.records,
+            "segments": sum(found.kind is Kind.SEGMENT for records in chosen.values() for found in records),
             "bytes": total,
             "bytes_read": judge.reader.bytes,
             "seconds": round(time.monotonic() - start, 3),
@@ -162,6 +171,32 @@ class Scrub:
                 "action": action,
             }
         )
+
+    def _take_segment(self, found: Found, judge: Judge, manifest: manifests.Manifest) -> None:
+        """Judges a segment's foot and every record it names. Nothing of it is moved: it goes or stays whole."""
+        refused: Verdict | None = None
+        try:
+            foot = judge.foot(found)
+        except (FileNotFoundError, NotADirectoryError):
+            refused = Verdict("removed")
+        except OSError as error:
+            refused = Verdict("unreadable", "io_error", error.strerror or str(error))
+        except Refused as why:
+            state = "newer" if why.reason is MissReason.NEWER_VERSION else "bad"
+            refused = Verdict(state, str(why.reason), why.found)
+        if refused is not None:
+            self._blame(found, "", refused)
+            return
+        for entry in foot.entries:
+            self.records += 1
+            self._blame(found, f"@{entry.offset}", judge.judge_entry(found, entry, manifest))
+
+    def _blame(self, found: Found, where: str, verdict: Verdict) -> None:
+        self.states[verdict.state] += 1
+        if verdict.state in ("bad", "unreadable"):
+            self.reasons[verdict.reason] += 1
+            bad = {"path": found.path + where, "bytes": found.size, "reason": verdict.reason, "found": verdict.found}
+            self.bad.append({**bad, "action": "left"})
 
     def _quarantine(self, found: Found, verdict: Verdict, room: _Room) -> str:
         """Moves a bad record, or says why not."""
@@ -199,6 +234,8 @@ def _sample(records: list[Found], percent: float) -> list[Found]:
 def _show(result: dict[str, Any]) -> None:
     way = {True: "past the page cache", False: "through the page cache", None: "nothing to read"}[result["direct_io"]]
     what = show.many(result["records"], "record")
+    if result["segments"]:
+        what += f", some of them in {show.many(result['segments'], 'segment')}"
     sampled = "" if result["sample_percent"] >= 100 else f", a sample of {result['sample_percent']:g}%"
     click.echo(f"root {result['root']}: {what}, {show.size(result['bytes'])}{sampled}")
     rows: list[tuple[str, object]] = [("reader", f"second reader with CRC-32C by {result['reader']}, {way}")]

@@ -2,6 +2,7 @@
 //! answers, tears and flips bytes, hangs, hides files. The same seed and the same order of submissions give the same
 //! faults. For tests, ours and those of backends written elsewhere.
 
+mod copy;
 mod gate;
 mod hidden;
 mod rule;

@@ -48,20 +48,20 @@ pub enum Fault {
     Busy,
     /// Read: at most this many bytes arrive, though the file's length says there are more.
     ShortRead(usize),
-    /// Publish: succeeds, but only the first `keep` bytes are in the file (a power cut without fsync).
+    /// Publish, write and finish: succeeds, but only the first `keep` bytes are in the file (a power cut without fsync).
     Torn {
         /// Bytes that reached the medium.
         keep: usize,
         /// What follows them.
         tail: Tail,
     },
-    /// Publish: the writer dies with `keep` bytes written; the private file stays, the target does not appear, and the
+    /// Publish, write and finish: the writer dies with `keep` bytes written; the private file stays, the target does not appear, and the
     /// operation fails with EIO.
     Killed {
         /// Bytes in the private file.
         keep: usize,
     },
-    /// Read and publish: inverts the bytes at these positions of the operation's data (on the way in, or on the
+    /// Read, publish, write and finish: inverts the bytes at these positions of the operation's data (on the way in, or on the
     /// medium); those past its end are skipped.
     Flip(Vec<usize>),
     /// As `Flip`, at this many positions chosen by the seed.
@@ -70,7 +70,7 @@ pub enum Fault {
     HangBefore(Gate),
     /// Done, but does not return until the gate is opened.
     HangAfter(Gate),
-    /// Publish: done, but for this many looks (read, stat, list) at the target it seems not to be there, or until
+    /// Publish and finish: done, but for this many looks (read, stat, list) at the target it seems not to be there, or until
     /// [`FaultyEngine::reveal`](super::FaultyEngine::reveal) (`u64::MAX`: only that).
     LateVisible(u64),
     /// Done twice, as by a client that repeats a call whose answer it did not get; the second answer counts.

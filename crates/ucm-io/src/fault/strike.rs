@@ -1,10 +1,12 @@
 //! What each fault does to an operation.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::Mono;
 
+use super::copy::{copy_of, with_buf_of};
 use super::rule::draw;
 use super::{Fault, Shared, Tail, errno};
 use crate::engine::Done;
@@ -74,7 +76,7 @@ impl Shared {
             Fault::Killed { keep } => self.kill(lane, deadline, op, done, keep),
             Fault::LateVisible(looks) => {
                 let target = match &op {
-                    IoOp::Publish { target, .. } => Some(target.clone()),
+                    IoOp::Publish { target, .. } | IoOp::Finish { target, .. } => Some(target.clone()),
                     _ => None,
                 };
                 let shared = Arc::clone(self);
@@ -120,6 +122,33 @@ impl Shared {
                 damage(&mut bytes);
                 self.publish_other(lane, deadline, op, bytes, done);
             }
+            IoOp::WriteAt {
+                path,
+                offset,
+                buf,
+                len,
+            } => {
+                let mut bytes = buf[..len.min(buf.len())].to_vec();
+                damage(&mut bytes);
+                self.write_other(lane, deadline, (path, offset, bytes), buf, done);
+            }
+            IoOp::Finish {
+                private,
+                target,
+                mut foot,
+                offset,
+                mtime_ns,
+            } => {
+                damage(&mut foot);
+                let op = IoOp::Finish {
+                    private,
+                    target,
+                    foot,
+                    offset,
+                    mtime_ns,
+                };
+                self.pass(lane, deadline, op, done);
+            }
             op => {
                 let done = Box::new(move |result: Result<IoDone>| {
                     done(result.map(|mut answer| {
@@ -135,16 +164,66 @@ impl Shared {
     }
 
     fn tear(self: &Arc<Self>, lane: usize, deadline: Mono, op: IoOp, done: Done, keep: usize, tail: Tail) {
-        let IoOp::Publish { ref buf, len, .. } = op else {
-            return self.pass(lane, deadline, op, done);
+        let torn = |bytes: &[u8]| {
+            let mut bytes = bytes.to_vec();
+            let keep = keep.min(bytes.len());
+            match tail {
+                Tail::Zeros => bytes[keep..].fill(0),
+                Tail::Cut => bytes.truncate(keep),
+            }
+            bytes
         };
-        let mut bytes = buf[..len.min(buf.len())].to_vec();
-        let keep = keep.min(bytes.len());
-        match tail {
-            Tail::Zeros => bytes[keep..].fill(0),
-            Tail::Cut => bytes.truncate(keep),
+        match op {
+            IoOp::Publish { ref buf, len, .. } => {
+                let bytes = torn(&buf[..len.min(buf.len())]);
+                self.publish_other(lane, deadline, op, bytes, done);
+            }
+            IoOp::WriteAt {
+                path,
+                offset,
+                buf,
+                len,
+            } => {
+                let bytes = torn(&buf[..len.min(buf.len())]);
+                self.write_other(lane, deadline, (path, offset, bytes), buf, done);
+            }
+            IoOp::Finish {
+                private,
+                target,
+                foot,
+                offset,
+                mtime_ns,
+            } => {
+                let op = IoOp::Finish {
+                    private,
+                    target,
+                    foot: torn(&foot),
+                    offset,
+                    mtime_ns,
+                };
+                self.pass(lane, deadline, op, done);
+            }
+            op => self.pass(lane, deadline, op, done),
         }
-        self.publish_other(lane, deadline, op, bytes, done);
+    }
+
+    /// Writes `bytes` in the place of an operation's own and hands its own buffer back.
+    fn write_other(
+        self: &Arc<Self>,
+        lane: usize,
+        deadline: Mono,
+        (path, offset, bytes): (PathBuf, u64, Vec<u8>),
+        own: IoBuf,
+        done: Done,
+    ) {
+        let op = IoOp::WriteAt {
+            path,
+            offset,
+            len: bytes.len(),
+            buf: IoBuf::Heap(bytes),
+        };
+        let done = Box::new(move |result: Result<IoDone>| done(result.map(|_| IoDone::Wrote { buf: own })));
+        self.pass(lane, deadline, op, done);
     }
 
     /// Publishes `bytes` in the place of an operation's own and reports as if they were those.
@@ -183,8 +262,33 @@ impl Shared {
         self.pass(lane, deadline, op, done);
     }
 
-    /// Leaves a private file with the first `keep` bytes and no target.
+    /// Leaves a private file with the first `keep` bytes (of what is written to it now) and no target.
     fn kill(self: &Arc<Self>, lane: usize, deadline: Mono, op: IoOp, done: Done, keep: usize) {
+        let dead = |done: Done| -> Done {
+            Box::new(move |result: Result<IoDone>| done(result.and_then(|_| Err(os_error(errno::EIO)))))
+        };
+        let piece = match &op {
+            IoOp::WriteAt {
+                path,
+                offset,
+                buf,
+                len,
+            } => Some((
+                path.clone(),
+                *offset,
+                buf[..keep.min(*len).min(buf.len())].to_vec(),
+            )),
+            IoOp::Finish {
+                private,
+                foot,
+                offset,
+                ..
+            } => Some((private.clone(), *offset, foot[..keep.min(foot.len())].to_vec())),
+            _ => None,
+        };
+        if let Some(piece) = piece {
+            return self.write_other(lane, deadline, piece, IoBuf::Heap(Vec::new()), dead(done));
+        }
         let IoOp::Publish {
             private,
             buf,
@@ -206,9 +310,7 @@ impl Shared {
             mode,
             mtime_ns: None,
         };
-        let done =
-            Box::new(move |result: Result<IoDone>| done(result.and_then(|_| Err(os_error(errno::EIO)))));
-        self.pass(lane, deadline, op, done);
+        self.pass(lane, deadline, op, dead(done));
     }
 }
 
@@ -233,74 +335,5 @@ fn flip_random(bytes: &mut [u8], count: usize, seed: u64) {
         places.swap(i, with);
         // Never zero, so that the byte really changes.
         bytes[places[i]] ^= (draw(seed, i as u64, 8) % 255 + 1) as u8;
-    }
-}
-
-/// The same operation again, its buffer copied.
-fn copy_of(op: &IoOp) -> IoOp {
-    let copy = |buf: &IoBuf| IoBuf::Heap(buf.to_vec());
-    match op {
-        IoOp::Read {
-            path,
-            offset,
-            len,
-            mode,
-            ..
-        } => IoOp::Read {
-            path: path.clone(),
-            offset: *offset,
-            len: *len,
-            // A read is not repeated (see `replay`), so it needs no room.
-            buf: IoBuf::Heap(Vec::new()),
-            mode: *mode,
-        },
-        IoOp::Publish {
-            private,
-            target,
-            replace,
-            buf,
-            len,
-            mode,
-            mtime_ns,
-        } => IoOp::Publish {
-            private: private.clone(),
-            target: target.clone(),
-            replace: *replace,
-            buf: copy(buf),
-            len: *len,
-            mode: *mode,
-            mtime_ns: *mtime_ns,
-        },
-        IoOp::Stat {
-            paths,
-            stop_at_missing,
-        } => IoOp::Stat {
-            paths: paths.clone(),
-            stop_at_missing: *stop_at_missing,
-        },
-        IoOp::Touch { files } => IoOp::Touch { files: files.clone() },
-        IoOp::Remove { paths } => IoOp::Remove { paths: paths.clone() },
-        IoOp::Rename { from, to, ino } => IoOp::Rename {
-            from: from.clone(),
-            to: to.clone(),
-            ino: *ino,
-        },
-        IoOp::List { dir } => IoOp::List { dir: dir.clone() },
-        IoOp::MakeDir { path, mode } => IoOp::MakeDir {
-            path: path.clone(),
-            mode: *mode,
-        },
-        IoOp::Space { path } => IoOp::Space { path: path.clone() },
-        IoOp::Probe { dir } => IoOp::Probe { dir: dir.clone() },
-    }
-}
-
-/// The second answer with the buffer that belongs to the caller.
-fn with_buf_of(second: IoDone, first: IoDone) -> IoDone {
-    match (second, first) {
-        (IoDone::Published { meta, .. }, IoDone::Published { buf, .. }) => IoDone::Published { buf, meta },
-        // A server that ran a repeated request finds its own file.
-        (IoDone::Taken { .. }, first) => first,
-        (second, _) => second,
     }
 }

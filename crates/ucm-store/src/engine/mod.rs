@@ -218,6 +218,7 @@ impl Engine {
         }
         let until = self.clock.now().after(self.deadlines.shutdown);
         let left = || until.since(self.clock.now());
+        self.backend.flush(true);
         // First the tasks, then the pools: a task is many jobs, and a pool that ends takes no next one.
         self.open_tasks.wait(&*self.clock, until);
         self.copies.shutdown(left());

@@ -12,10 +12,10 @@ use ucm_io::{IoDone, IoOp};
 
 use super::capacity::Capacity;
 use super::documents::Name;
-use super::remove::{Found, Need, high, low, plan};
+use super::remove::{Found, Kind, Need, high, low, plan};
 use super::{LANE_WORK, Space};
 use crate::evidence::{self, evidence_bytes};
-use crate::layout::{is_marker_private, is_namespace, is_private};
+use crate::layout::{SEGMENTS, SegmentName, is_marker_private, is_namespace, is_private};
 
 /// Age at which somebody's private file is taken for dead.
 const STALE: Duration = Duration::from_secs(3600);
@@ -76,7 +76,8 @@ impl Counting {
 #[derive(Default)]
 struct Everything {
     namespaces: Vec<PathBuf>,
-    records: Vec<Found>,
+    /// Records and segments.
+    files: Vec<Found>,
     /// Bytes, with private files and quarantines.
     total: u64,
 }
@@ -129,7 +130,7 @@ impl Space {
         if !self.goes_on(why) {
             return Err(Error::new(ErrorKind::Closed, "another collector took over"));
         }
-        let records = everything.records.len() as u64;
+        let records = everything.files.iter().map(Found::records).sum();
         let forgotten = match why.term {
             Some(_) => book.end_count(&before, everything.total, records),
             None => Vec::new(),
@@ -161,7 +162,7 @@ impl Space {
                 .expire_after
                 .map(|age| wall.saturating_sub(i64::try_from(age.as_nanos()).unwrap_or(i64::MAX))),
         };
-        let going = plan(everything.records, everything.namespaces.len(), &need);
+        let going = plan(everything.files, everything.namespaces.len(), &need);
         let mut freed = 0;
         for batch in going.chunks(BATCH) {
             if !self.goes_on(why) {
@@ -198,7 +199,7 @@ impl Space {
         let (mut count, mut freed, mut gone) = (0, 0, 0);
         for (record, answer) in batch.iter().zip(answers) {
             match answer {
-                Ok(true) => (count, freed) = (count + 1, freed + record.len),
+                Ok(true) => (count, freed) = (count + record.records(), freed + record.len),
                 Ok(false) => gone += record.len,
                 Err(_) => {}
             }
@@ -229,16 +230,31 @@ impl Space {
                 continue;
             }
             let (dir, namespace) = (self.config.root.join(&name), found.namespaces.len() as u32);
-            let (records, total) = (&mut found.records, &mut found.total);
+            let (records, total) = (&mut found.files, &mut found.total);
             self.list_namespace(&dir, Mono::NEVER, &mut |id, meta| {
                 *total += meta.len;
                 records.push(Found {
+                    kind: Kind::Record,
                     id,
                     len: meta.len,
                     used_ns: meta.mtime_ns,
                     namespace,
                 });
             })?;
+            for (name, meta) in self.entries(dir.join(SEGMENTS), Mono::NEVER)? {
+                let Some(name) = SegmentName::parse(&name).filter(|_| !meta.is_dir) else {
+                    continue;
+                };
+                let about = meta.len / self.config.record_len.max(1);
+                found.total += meta.len;
+                found.files.push(Found {
+                    kind: Kind::Segment(u32::try_from(about).unwrap_or(u32::MAX).max(1)),
+                    id: name.as_id(),
+                    len: meta.len,
+                    used_ns: meta.mtime_ns,
+                    namespace,
+                });
+            }
             found.total += self.sweep_private(dir.join("tmp"), oldest)?;
             found.total += evidence_bytes(&self.entries(dir.join(evidence::DIR), Mono::NEVER)?);
             found.namespaces.push(dir);

@@ -247,19 +247,36 @@ impl Ledger {
         if ticket.writer == self.writer {
             self.pending = self.pending.saturating_sub(ticket.bytes);
         }
+        let unsure = error.is_none_or(|error| {
+            matches!(
+                error.kind(),
+                ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
+            )
+        });
+        if !unsure && ticket.writer == self.writer {
+            self.admitted = self.admitted.saturating_sub(ticket.bytes);
+        }
+        self.judge_medium(error, now)
+    }
+
+    /// An admitted write of which `kept` bytes are on the medium has ended: the others are free again. Returns whether
+    /// the medium was full.
+    pub(super) fn settle(&mut self, ticket: Ticket, kept: u64, error: Option<&Error>, now: Mono) -> bool {
+        if ticket.writer == self.writer {
+            self.pending = self.pending.saturating_sub(ticket.bytes);
+            self.admitted = self.admitted.saturating_sub(ticket.bytes.saturating_sub(kept));
+        }
+        self.judge_medium(error, now)
+    }
+
+    /// What the end of a write says of the medium; whether it was full.
+    fn judge_medium(&mut self, error: Option<&Error>, now: Mono) -> bool {
         let Some(error) = error else {
             if now >= self.paused_until {
                 self.pause = Duration::ZERO;
             }
             return false;
         };
-        let unsure = matches!(
-            error.kind(),
-            ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
-        );
-        if !unsure && ticket.writer == self.writer {
-            self.admitted = self.admitted.saturating_sub(ticket.bytes);
-        }
         if error.kind() != ErrorKind::NoSpace {
             return false;
         }
@@ -367,6 +384,22 @@ mod tests {
             (40, 40),
             "it may have been written"
         );
+    }
+
+    #[test]
+    fn room_that_was_not_needed_is_given_back() {
+        let mut ledger = granted(100);
+        let ticket = ask(&mut ledger, 80, at(0)).unwrap().unwrap();
+        assert!(!ledger.settle(ticket, 30, None, at(0)));
+        assert_eq!((ledger.admitted, ledger.settled()), (30, 30));
+        let ticket = ask(&mut ledger, 70, at(0)).unwrap().unwrap();
+        let full = Error::new(ErrorKind::NoSpace, "x");
+        assert!(
+            ledger.settle(ticket, 20, Some(&full), at(0)),
+            "the medium was full"
+        );
+        assert_eq!((ledger.admitted, ledger.settled()), (50, 50));
+        assert!(ask(&mut ledger, 10, at(1)).unwrap().is_err(), "a pause");
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::time::Duration;
 use ucm_core::BlockId;
 
 use super::capacity::Capacity;
+use crate::layout::{SEGMENTS, SegmentName};
 
 /// Share of the limit above which records are removed, and down to which.
 const HIGH: f64 = 0.95;
@@ -22,9 +23,19 @@ pub struct Rules {
     pub expire_after: Option<Duration>,
 }
 
-/// One record found by the count.
+/// What a count found: a file that goes or stays whole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// One record, named after its id.
+    Record,
+    /// A segment, with about so many records; its name stands as an id.
+    Segment(u32),
+}
+
+/// One file found by the count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Found {
+    pub(super) kind: Kind,
     pub(super) id: BlockId,
     pub(super) len: u64,
     /// Time of its last use, ns of Unix time.
@@ -34,7 +45,20 @@ pub(super) struct Found {
 }
 
 impl Found {
+    /// Records in it; of a segment nobody has read its length tells.
+    pub(super) fn records(&self) -> u64 {
+        match self.kind {
+            Kind::Record => 1,
+            Kind::Segment(records) => u64::from(records),
+        }
+    }
+
     pub(super) fn path(&self, namespaces: &[PathBuf]) -> PathBuf {
+        if let Kind::Segment(_) = self.kind {
+            return namespaces[self.namespace as usize]
+                .join(SEGMENTS)
+                .join(SegmentName::from_id(self.id).file_name());
+        }
         let shard = format!("{:02x}", self.id.0[0]);
         namespaces[self.namespace as usize]
             .join("blocks")
@@ -64,7 +88,7 @@ pub(super) struct Need {
     pub(super) expired_before: Option<i64>,
 }
 
-/// The records to remove, oldest use first (so descendants before their ancestors), and no more than is needed.
+/// The files to remove, oldest use first (so descendants before their ancestors), and no more than is needed.
 pub(super) fn plan(mut records: Vec<Found>, namespaces: usize, need: &Need) -> Vec<Found> {
     if need.surplus == 0 && need.quota.is_none() && need.expired_before.is_none() {
         return Vec::new();
@@ -113,6 +137,7 @@ mod tests {
 
     fn found(n: u8, used_ns: i64, namespace: u32) -> Found {
         Found {
+            kind: Kind::Record,
             id: BlockId([n; 16]),
             len: 10,
             used_ns,

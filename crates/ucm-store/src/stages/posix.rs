@@ -1,4 +1,4 @@
-//! A stage of kind `posix`: one record per file below a directory, on anything that mounts.
+//! A stage of kind `posix`: records below a directory, one per file or many per segment, on anything that mounts.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -12,8 +12,10 @@ use ucm_io::{ChosenEngine, IoChoice, Process, PsyncOptions};
 
 use super::{Common, Made, capacity, keys};
 use crate::assemble::seconds;
+use crate::backend::Backend;
 use crate::evidence::QuarantineConfig;
 use crate::posix::{Modes, PosixBackend, PosixConfig};
+use crate::segment::{SegmentBackend, SegmentConfig};
 use crate::space::{Capacity, Rules};
 
 /// The keys; sizes in bytes, times in seconds.
@@ -26,6 +28,9 @@ struct Keys {
     /// Name of the I/O engine, or `auto`.
     io_engine: String,
     io_threads: usize,
+    layout: Layout,
+    segment_size: u64,
+    segment_age_s: f64,
     capacity_bytes: Option<u64>,
     capacity_percent: Option<f64>,
     floor_bytes: Option<u64>,
@@ -40,6 +45,14 @@ struct Keys {
     quarantine_max_records: u32,
     quarantine_max_bytes: u64,
     quarantine_keep_s: f64,
+}
+
+/// How records lie below the root.
+#[derive(Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Layout {
+    File,
+    Segment,
 }
 
 pub(super) fn make(common: &Common<'_>, given: Map<String, Value>) -> Result<Made> {
@@ -85,8 +98,20 @@ pub(super) fn make(common: &Common<'_>, given: Map<String, Value>) -> Result<Mad
         lane.capacity = lane.capacity.max(common.slots.min(ucm_infra::MAX_QUEUE));
     }
     let io = ChosenEngine::new(IoChoice::from_name(&given.io_engine)?, options)?;
+    let clock = Arc::clone(&common.clock);
+    let backend: Arc<dyn Backend> = match given.layout {
+        Layout::File => Arc::new(PosixBackend::new(posix, io, clock)?),
+        Layout::Segment => {
+            let segments = SegmentConfig {
+                size: given.segment_size,
+                age: seconds("segment_age_s", given.segment_age_s)?,
+                ..SegmentConfig::default()
+            };
+            Arc::new(SegmentBackend::new(posix, segments, io, clock)?)
+        }
+    };
     Ok(Made {
-        backend: Arc::new(PosixBackend::new(posix, io, Arc::clone(&common.clock))?),
+        backend,
         max_stuck: given.io_threads.max(2), // as many as are replaced: from there on workers are missing
     })
 }

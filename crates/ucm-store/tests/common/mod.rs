@@ -7,6 +7,7 @@ pub(crate) mod bench;
 pub(crate) mod map;
 pub(crate) mod mount;
 pub(crate) mod pages;
+pub(crate) mod segments;
 pub(crate) mod shared;
 
 use std::collections::BTreeMap;
@@ -30,6 +31,7 @@ use ucm_store::health::BreakerConfig;
 use ucm_store::memory::{MemoryBackend, MemoryConfig, Policy};
 use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
+use ucm_store::segment::{SegmentBackend, SegmentConfig};
 use ucm_store::space::{Capacity, Rules};
 use ucm_store::tiers::{StageConfig, Tiers, TiersConfig, WritePolicy};
 
@@ -93,6 +95,8 @@ pub(crate) struct Setup {
     pub(crate) copy_threads: usize,
     pub(crate) device: Option<Arc<SlowDevice>>,
     pub(crate) io: Io,
+    /// How records lie below the root.
+    pub(crate) layout: Layout,
 }
 
 /// Which I/O engine is below the faults.
@@ -137,6 +141,39 @@ impl Io {
     }
 }
 
+/// How records lie below the root.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) enum Layout {
+    File,
+    Segment(SegmentConfig),
+}
+
+impl Layout {
+    /// What most tests run over: files, unless `UCM_TEST_LAYOUT=segment` says otherwise.
+    pub(crate) fn of_this_run() -> Self {
+        match std::env::var("UCM_TEST_LAYOUT").as_deref() {
+            Ok("segment") => Self::segments(),
+            _ => Self::File,
+        }
+    }
+
+    /// The operation by which the bytes of a record reach the medium.
+    pub(crate) fn writing(self) -> OpKind {
+        match self {
+            Self::File => OpKind::Publish,
+            Self::Segment(_) => OpKind::WriteAt,
+        }
+    }
+
+    /// Segments that are sealed as soon as nothing is being written.
+    pub(crate) fn segments() -> Self {
+        Self::Segment(SegmentConfig {
+            age: Duration::ZERO,
+            ..SegmentConfig::default()
+        })
+    }
+}
+
 impl Default for Setup {
     fn default() -> Self {
         let never = BreakerConfig {
@@ -176,6 +213,7 @@ impl Default for Setup {
             copy_threads: 1,
             device: None,
             io: Io::usual(),
+            layout: Layout::of_this_run(),
         }
     }
 }
@@ -183,6 +221,7 @@ impl Default for Setup {
 /// A store, the faults before it, and the directory below it.
 pub(crate) struct Store {
     pub(crate) engine: Engine,
+    pub(crate) backend: Arc<dyn Backend>,
     pub(crate) faults: Arc<FaultyEngine>,
     pub(crate) setup: Setup,
     pub(crate) root: PathBuf,
@@ -273,7 +312,7 @@ fn posix(
     writer: u64,
     faults: &Arc<FaultyEngine>,
     clock: &Arc<dyn Clock>,
-) -> ucm_core::Result<PosixBackend> {
+) -> ucm_core::Result<Arc<dyn Backend>> {
     let (geometry, record) = shape(setup);
     let posix = PosixConfig {
         root: root.to_owned(),
@@ -294,7 +333,11 @@ fn posix(
         modes: setup.modes,
         quarantine: setup.quarantine,
     };
-    PosixBackend::new(posix, Arc::clone(faults) as Arc<dyn IoEngine>, Arc::clone(clock))
+    let (io, clock) = (Arc::clone(faults) as Arc<dyn IoEngine>, Arc::clone(clock));
+    Ok(match setup.layout {
+        Layout::File => Arc::new(PosixBackend::new(posix, io, clock)?),
+        Layout::Segment(config) => Arc::new(SegmentBackend::new(posix, config, io, clock)?),
+    })
 }
 
 impl Store {
@@ -337,7 +380,7 @@ impl Store {
         let writer = ucm_store::random_u64();
         let mut memory = None;
         let lower: Arc<dyn Backend> = match setup.medium {
-            Medium::Posix => Arc::new(posix(root, &setup, &identity, writer, &faults, &clock)?),
+            Medium::Posix => posix(root, &setup, &identity, writer, &faults, &clock)?,
             Medium::Memory(records, policy) => {
                 let backend = in_memory(root, &setup, records, policy, &clock)?;
                 Arc::clone(memory.insert(backend)) as Arc<dyn Backend>
@@ -360,7 +403,7 @@ impl Store {
                     std::fs::create_dir_all(dir).unwrap();
                 }
                 Some((
-                    Arc::new(posix(&above(root), &setup, &identity, writer, io, &clock)?),
+                    posix(&above(root), &setup, &identity, writer, io, &clock)?,
                     WritePolicy::Through,
                 ))
             }
@@ -407,9 +450,10 @@ impl Store {
             Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,
             None => Arc::new(HostDevice::new()),
         };
-        let engine = Engine::open(config, backend, device, clock)?;
+        let engine = Engine::open(config, Arc::clone(&backend), device, clock)?;
         let store = Self {
             engine,
+            backend,
             faults,
             setup,
             root: root.to_owned(),

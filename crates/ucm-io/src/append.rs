@@ -1,0 +1,258 @@
+//! Files that are written in pieces: created under a private name, filled at offsets, finished and named.
+//!
+//! Every operation opens the file by its name and closes it again with the error of the close seen: that is where a
+//! network file system tells of writes that failed, and a private file that somebody took away is noticed at once.
+
+use std::path::Path;
+
+use rustix::fs::{Advice, AtFlags, FallocateFlags, Mode, OFlags};
+use rustix::io::Errno;
+use ucm_core::{Error, ErrorKind, PAGE, Result};
+
+use crate::file::{Files, StillWanted, is_named, name_once};
+use crate::meta::{failed, is_absent, set_mtime, stat_one, to_meta};
+use crate::op::{IoBuf, IoDone};
+use crate::probe::stated_align;
+use crate::sys::{File, SECTOR, read_full, retry, write_full};
+
+/// The arguments of [`Files::finish`], as in `IoOp::Finish`.
+pub(crate) struct Finish<'a> {
+    pub(crate) private: &'a Path,
+    pub(crate) target: &'a Path,
+    pub(crate) foot: &'a [u8],
+    pub(crate) offset: u64,
+    pub(crate) mtime_ns: i64,
+}
+
+impl Files {
+    /// Creates a private file, sets room aside for it, and writes its first bytes.
+    pub(crate) fn create(&self, path: &Path, head: &[u8], room: u64, mode: u32) -> Result<IoDone> {
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        // If this fails, whatever has that name is not ours and stays.
+        let fd = retry(|| rustix::fs::open(path, flags, Mode::from_raw_mode(mode)))
+            .map_err(|e| failed(e, "cannot create the private file", path))?;
+        let mut file = File::new(fd, false);
+        // Without it the file grows as it is written. What was set aside before the medium was full is given back.
+        if room > 0 && retry(|| rustix::fs::fallocate(file.fd(), FallocateFlags::empty(), 0, room)).is_err() {
+            let _ = retry(|| rustix::fs::ftruncate(file.fd(), 0));
+        }
+        let filled = write_full(&mut file, head, 0)
+            .map_err(|e| failed(e, "cannot write the private file", path))
+            .and_then(|()| {
+                file.close()
+                    .map_err(|e| failed(e, "closing the private file failed", path))
+            });
+        if filled.is_err() {
+            let _ = retry(|| rustix::fs::unlink(path)); // best effort: swept by its age
+        }
+        filled.map(|()| IoDone::Created)
+    }
+
+    /// Writes into a file that is there.
+    pub(crate) fn write_at(&self, path: &Path, offset: u64, buf: IoBuf, len: usize) -> Result<IoDone> {
+        let end = offset
+            .checked_add(len as u64)
+            .filter(|&end| end <= i64::MAX as u64);
+        if len > buf.len() || end.is_none() {
+            return Err(
+                Error::invalid("a write must fit its buffer and the range of file offsets")
+                    .with("path", path.display())
+                    .with("offset", offset)
+                    .with("len", len)
+                    .with("buffer", buf.len()),
+            );
+        }
+        let fail = |e| failed(e, "cannot write the file", path);
+        let mut file = open_for_write(path).map_err(fail)?;
+        let fits = matches!(buf, IoBuf::Slot(_)) && offset.is_multiple_of(PAGE) && len.is_multiple_of(SECTOR);
+        let mut through_cache = true;
+        let written = if self.direct {
+            let dev = to_meta(&retry(|| rustix::fs::fstat(file.fd())).map_err(fail)?).dev;
+            if fits && self.usable(dev, || stated_align(file.fd())) {
+                through_cache = !file.set_direct(true);
+            }
+            let written = write_full(&mut file, &buf[..len], offset);
+            self.note(&file, dev, true);
+            written
+        } else {
+            write_full(&mut file, &buf[..len], offset)
+        };
+        written.map_err(fail)?;
+        if through_cache && self.dirty.write(len as u64) {
+            // Starts writing back what is dirty there; best effort, the kernel does it some time anyway.
+            let _ = rustix::fs::fadvise(
+                file.fd(),
+                offset,
+                std::num::NonZeroU64::new(len as u64),
+                Advice::DontNeed,
+            );
+        }
+        file.close()
+            .map_err(|e| failed(e, "closing the written file failed", path))?;
+        Ok(IoDone::Wrote { buf })
+    }
+
+    /// Writes the end of a private file and gives it its name.
+    pub(crate) fn finish(&self, job: &Finish<'_>, wanted: StillWanted<'_>) -> Result<IoDone> {
+        let file = match open_for_write(job.private) {
+            Ok(file) => file,
+            Err(e) if is_absent(e) && is_finished(job) => return look(job.target).map(IoDone::Finished),
+            Err(e) => return Err(failed(e, "cannot open the private file", job.private)),
+        };
+        let named = end_and_name(file, job, wanted);
+        if named.is_err() {
+            let _ = retry(|| rustix::fs::unlink(job.private)); // best effort: swept by its age
+        }
+        named
+    }
+}
+
+fn end_and_name(mut file: File, job: &Finish<'_>, wanted: StillWanted<'_>) -> Result<IoDone> {
+    let fail = |e| failed(e, "cannot write the end of the file", job.private);
+    let len = job.offset + job.foot.len() as u64;
+    write_full(&mut file, job.foot, job.offset).map_err(fail)?;
+    retry(|| rustix::fs::ftruncate(file.fd(), len)).map_err(fail)?;
+    file.close()
+        .map_err(|e| failed(e, "closing the written file failed", job.private))?;
+    set_mtime(job.private, job.mtime_ns).map_err(|e| failed(e, "cannot set the file's time", job.private))?;
+    // After the close, for that is when a network file system has settled length and time.
+    let meta = look(job.private)?;
+    if meta.len != len {
+        let text = "the file has another length than what was written to it";
+        return Err(Error::new(ErrorKind::Io, text)
+            .with("path", job.private.display())
+            .with("written", len)
+            .with("found", meta.len));
+    }
+    if !wanted() {
+        let text = "the file was finished too late and gets no name";
+        return Err(Error::new(ErrorKind::Timeout, text).with("path", job.target.display()));
+    }
+    let named = name_once(job.private, job.target);
+    if is_named(named, job.target, &meta) {
+        return Ok(IoDone::Finished(meta));
+    }
+    let errno = named.err().unwrap_or(Errno::IO);
+    Err(failed(errno, "cannot give the file its name", job.target))
+}
+
+/// Whether an earlier call did all of it: the file has its name, its length and its last bytes.
+fn is_finished(job: &Finish<'_>) -> bool {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let Ok(fd) = retry(|| rustix::fs::open(job.target, flags, Mode::empty())) else {
+        return false;
+    };
+    let mut tail = vec![0; job.foot.len() + 1];
+    let read = read_full(
+        &mut File::new(fd, false),
+        &mut tail,
+        job.offset,
+        job.foot.len() + 1,
+    );
+    read == Ok(job.foot.len()) && tail[..job.foot.len()] == *job.foot
+}
+
+fn look(path: &Path) -> Result<crate::op::FileMeta> {
+    stat_one(path, AtFlags::SYMLINK_NOFOLLOW).map_err(|e| failed(e, "cannot look at the written file", path))
+}
+
+/// Never creates one, and never waits for the other end of a pipe that somebody put in the place of a file.
+fn open_for_write(path: &Path) -> rustix::io::Result<File> {
+    let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NOCTTY | OFlags::NONBLOCK;
+    retry(|| rustix::fs::open(path, flags, Mode::empty())).map(|fd| File::new(fd, false))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Place {
+        dir: tempfile::TempDir,
+        files: Files,
+    }
+
+    impl Place {
+        fn new() -> Self {
+            let place = Self {
+                dir: tempfile::tempdir().unwrap(),
+                files: Files::new(false),
+            };
+            place
+                .files
+                .create(&place.private(), b"head", 1 << 16, 0o600)
+                .unwrap();
+            place
+        }
+
+        fn private(&self) -> std::path::PathBuf {
+            self.dir.path().join("private")
+        }
+
+        fn target(&self) -> std::path::PathBuf {
+            self.dir.path().join("target")
+        }
+
+        fn finish(&self, wanted: bool) -> Result<IoDone> {
+            let (private, target) = (self.private(), self.target());
+            let job = Finish {
+                private: &private,
+                target: &target,
+                foot: b"foot",
+                offset: 8192,
+                mtime_ns: 5_000_000_000,
+            };
+            self.files.finish(&job, &|| wanted)
+        }
+    }
+
+    #[test]
+    fn a_file_is_filled_cut_off_and_named() {
+        let place = Place::new();
+        place
+            .files
+            .write_at(&place.private(), 4096, b"data".to_vec().into(), 4)
+            .unwrap();
+        let Ok(IoDone::Finished(meta)) = place.finish(true) else {
+            unreachable!();
+        };
+        assert_eq!((meta.len, meta.mtime_ns), (8196, 5_000_000_000));
+        let bytes = std::fs::read(place.target()).unwrap();
+        assert_eq!(
+            (&bytes[..4], &bytes[4096..4100], &bytes[8192..]),
+            (&b"head"[..], &b"data"[..], &b"foot"[..])
+        );
+        assert!(!place.private().exists());
+        assert!(matches!(place.finish(true), Ok(IoDone::Finished(_))), "again");
+        std::fs::write(place.target(), b"other").unwrap();
+        assert_eq!(place.finish(true).unwrap_err().kind(), ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn what_is_too_late_or_taken_gets_no_name() {
+        let place = Place::new();
+        assert_eq!(place.finish(false).unwrap_err().kind(), ErrorKind::Timeout);
+        assert!(!place.private().exists() && !place.target().exists());
+        let place = Place::new();
+        std::fs::write(place.target(), b"other").unwrap();
+        assert!(place.finish(true).is_err() && !place.private().exists());
+        assert_eq!(std::fs::read(place.target()).unwrap(), b"other");
+    }
+
+    #[test]
+    fn only_what_was_created_is_written() {
+        let place = Place::new();
+        let error = place.files.create(&place.private(), b"", 0, 0o600).unwrap_err();
+        assert_eq!(error.os_code(), Some(17));
+        let write = |path: &Path, len| place.files.write_at(path, 0, b"data".to_vec().into(), len);
+        assert_eq!(write(&place.target(), 4).unwrap_err().kind(), ErrorKind::NotFound);
+        assert_eq!(
+            write(&place.private(), 5).unwrap_err().kind(),
+            ErrorKind::InvalidInput
+        );
+        let error = place
+            .files
+            .create(&place.target().join("x"), b"", 0, 0o600)
+            .unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound);
+    }
+}

@@ -1,0 +1,111 @@
+//! Evidence of damage in a segment: the damaged record is copied aside, for its segment goes or stays whole.
+//!
+//! The same rules as for block files ([`crate::quarantine`]): one more look past every cache, nothing while another host
+//! may still be writing, few a minute, bounded. A copy that was found damaged twice is no hit here any more; an older one
+//! takes its place.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_infra::Mono;
+use ucm_io::{IoBuf, IoDone, IoOp, ReadMode};
+
+use super::Segments;
+use super::index::Hit;
+use crate::backend::{Done, Quarantined};
+use crate::evidence::{DIR, evidence_name, is_damage};
+use crate::quarantine::YOUNG_NS;
+
+/// How long all of one record may take.
+const STEP: Duration = Duration::from_secs(30);
+
+impl Segments {
+    /// Looks at a record that was refused for damage, in the background, and keeps a copy of it.
+    pub(super) fn keep_evidence(self: &Arc<Self>, id: BlockId, done: Done<Quarantined>) {
+        if self.shared.config.lookup_only {
+            return done(Ok(Quarantined::LeftAlone));
+        }
+        let segments = Arc::clone(self);
+        let work = move || segments.examine(id, segments.shared.clock.now().after(STEP));
+        let told = move |result: Result<Quarantined>| match result {
+            // Too many wait already: they leave no evidence.
+            Err(error) if error.kind() == ErrorKind::Busy => done(Ok(Quarantined::LeftAlone)),
+            result => done(result),
+        };
+        self.shared.space.in_background(Mono::NEVER, work, Box::new(told));
+    }
+
+    fn examine(&self, id: BlockId, deadline: Mono) -> Result<Quarantined> {
+        let Some(hit) = self.index.find(id) else {
+            return Ok(Quarantined::LeftAlone); // removed or replaced
+        };
+        let Some((reason, bytes)) = self.damage(id, &hit, deadline)? else {
+            return Ok(Quarantined::LeftAlone);
+        };
+        let bounds = self.shared.config.quarantine;
+        if !self
+            .shared
+            .waiting
+            .count(self.shared.clock.now(), bounds.max_per_minute)
+        {
+            return Ok(Quarantined::Stopped);
+        }
+        if !bounds.enabled {
+            return Ok(Quarantined::LeftAlone); // it stays where it is, as a file would: refused until it is replaced
+        }
+        self.index.drop_copy(id, &hit);
+        self.copy_aside(id, reason, bytes, deadline)?;
+        self.shared
+            .sweep_quarantine(self.shared.space.usage().capacity, deadline)?;
+        Ok(Quarantined::Kept)
+    }
+
+    /// What is wrong with a record by one more read past every cache, and its bytes; `None` if nothing is, if it is not
+    /// damage, or if another writer may be about to finish it.
+    fn damage(&self, id: BlockId, hit: &Hit, deadline: Mono) -> Result<Option<(MissReason, Vec<u8>)>> {
+        let len = usize::try_from(hit.len).unwrap_or(usize::MAX);
+        let op = IoOp::Read {
+            path: if hit.private {
+                self.private(hit.name)
+            } else {
+                self.shared.layout.segment(hit.name)
+            },
+            offset: hit.offset,
+            len,
+            buf: IoBuf::Heap(vec![0; len]),
+            mode: ReadMode::FreshDirect,
+        };
+        let bytes = match self.shared.call(deadline, op) {
+            Ok(IoDone::Read { buf, read, .. }) => buf[..read].to_vec(),
+            Ok(_) => return Err(Error::internal("a read answered with something else")),
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let Err(reason) = self.shared.judge(id, &bytes, hit.len) else {
+            return Ok(None);
+        };
+        let ours = hit.name.writer == self.shared.config.writer;
+        let young = self.shared.clock.wall_ns() < hit.sealed_ns.saturating_add(YOUNG_NS);
+        Ok(Some((reason, bytes)).filter(|(reason, _)| is_damage(*reason) && (ours || !young)))
+    }
+
+    fn copy_aside(&self, id: BlockId, reason: MissReason, bytes: Vec<u8>, deadline: Mono) -> Result<()> {
+        let dir = self.shared.layout.namespace().join(DIR);
+        self.shared.make_dir(dir.clone(), deadline)?;
+        let seconds = self.shared.clock.wall_ns() / 1_000_000_000;
+        let ticket = self.shared.space.admitted(bytes.len() as u64)?;
+        let op = IoOp::Publish {
+            private: self.shared.next_private(),
+            target: dir.join(evidence_name(id, reason, seconds)),
+            replace: true,
+            len: bytes.len(),
+            buf: IoBuf::Heap(bytes),
+            mode: self.shared.config.modes.file,
+            mtime_ns: None,
+        };
+        let copied = self.shared.call(deadline, op);
+        self.shared.space.ended(ticket, copied.as_ref().err());
+        copied.map(|_| ())
+    }
+}

@@ -1,0 +1,132 @@
+//! How a segment ends: its foot, its name, and telling everybody who waits for it.
+
+use std::sync::Arc;
+
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::Mono;
+use ucm_io::{FileMeta, IoDone, IoOp};
+
+use super::Segments;
+use super::format::{Owner, encode_foot};
+use super::open::{Contents, OpenSegment};
+use super::writer::LEAST_TIME;
+use crate::backend::Written;
+use crate::engine::LANE_DUMP;
+
+impl Segments {
+    /// Writes the foot of a segment and gives it its name. Called once for each.
+    pub(super) fn seal(self: &Arc<Self>, open: &Arc<OpenSegment>) {
+        let contents = open.contents();
+        let private = self.private(open.name);
+        let deadline = contents.deadline.max(self.shared.clock.now().after(LEAST_TIME));
+        let (segments, sealed) = (Arc::clone(self), Arc::clone(open));
+        if contents.entries.is_empty() {
+            let removed = move |result: Result<IoDone>| {
+                let gone = matches!(&result, Ok(IoDone::Removed(files)) if files.iter().all(Result::is_ok));
+                segments.ended(&sealed, &contents, if gone { 0 } else { sealed.room }, None);
+            };
+            let op = IoOp::Remove { paths: vec![private] };
+            return self.shared.io.submit(LANE_DUMP, deadline, op, Box::new(removed));
+        }
+        let owner = Owner {
+            time_ns: self.shared.clock.wall_ns(),
+            ..self.owner(open.name)
+        };
+        let ordinal = contents.first_ordinal;
+        let used = self
+            .shared
+            .recency
+            .published(open.name.as_id(), ordinal, owner.time_ns);
+        let op = IoOp::Finish {
+            private,
+            target: self.shared.layout.segment(open.name),
+            foot: encode_foot(&owner, contents.end, &contents.entries),
+            offset: contents.end,
+            mtime_ns: used,
+        };
+        let finished = move |result: Result<IoDone>| {
+            let result = result.and_then(|answer| match answer {
+                IoDone::Finished(meta) => Ok(meta),
+                _ => Err(Error::internal("a finish answered with something else")),
+            });
+            segments.sealed(&sealed, &contents, owner.time_ns, used, result);
+        };
+        self.shared.io.submit(LANE_DUMP, deadline, op, Box::new(finished));
+    }
+
+    fn sealed(
+        self: &Arc<Self>,
+        open: &Arc<OpenSegment>,
+        contents: &Contents,
+        sealed_ns: u64,
+        used_ns: i64,
+        result: Result<FileMeta>,
+    ) {
+        match result {
+            Ok(meta) => {
+                self.index.named(open.number, sealed_ns, used_ns);
+                self.ended(open, contents, meta.len, None);
+            }
+            Err(error) => {
+                self.shared.missed(&error);
+                let kept = if unsure(&error) { open.room } else { 0 };
+                self.ended(open, contents, kept, Some(error));
+            }
+        }
+    }
+
+    /// A segment has its name, or never will: everybody is told.
+    fn ended(
+        self: &Arc<Self>,
+        open: &Arc<OpenSegment>,
+        contents: &Contents,
+        kept: u64,
+        error: Option<Error>,
+    ) {
+        if error.is_some() || contents.entries.is_empty() {
+            self.index.vanished(open.number);
+        }
+        contents
+            .entries
+            .iter()
+            .for_each(|entry| self.early.lost(entry.id));
+        let trouble = error.as_ref().or(contents.trouble.as_ref());
+        self.shared.space.settled(open.ticket, kept, trouble);
+        for done in open.waiting() {
+            done(match &error {
+                None => Ok(Written::Published),
+                Some(error) => Err(error.clone()),
+            });
+        }
+        self.forget(open);
+        self.seal_bell.ring();
+    }
+
+    /// Seals what is old enough and tells those whose time is over; when to look again.
+    pub(super) fn seal_due(self: &Arc<Self>, now: Mono) -> Option<Mono> {
+        let mut next: Option<Mono> = None;
+        let mut sooner = |time: Mono| next = Some(next.map_or(time, |next| next.min(time)));
+        for open in self.open_segments() {
+            match open.oldest().map(|oldest| oldest.after(self.config.age)) {
+                Some(due) if due <= now => self.close(&open),
+                Some(due) => sooner(due),
+                None => {}
+            }
+            let (late, next_late) = open.late(now);
+            for done in late {
+                let text = "the segment of this record was not sealed in time";
+                done(Err(Error::new(ErrorKind::Timeout, text)));
+            }
+            next_late.into_iter().for_each(&mut sooner);
+        }
+        next
+    }
+}
+
+/// After such an error nobody knows whether the bytes are on the medium.
+pub(super) fn unsure(error: &Error) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
+    )
+}

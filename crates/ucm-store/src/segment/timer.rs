@@ -1,0 +1,68 @@
+//! The two background threads of a backend: one seals segments when they are old enough, one looks for those of others.
+//! Neither does anything on a quiet root but look at the clock, and once a second at the time of one directory.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use ucm_infra::Mono;
+
+use super::{LANE_FINDER, LANE_TIMER, Segments};
+
+/// Time between two looks for the segments of others.
+const LOOK: Duration = Duration::from_secs(1);
+/// How long one look may take; a hanging root costs no more.
+const TURN: Duration = Duration::from_secs(5);
+
+impl Segments {
+    /// Starts the threads, once.
+    pub(super) fn start(self: &Arc<Self>) {
+        if self.started.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let clock = Arc::clone(&self.shared.clock);
+        let (weak, bell) = (Arc::downgrade(self), self.seal_bell.clone());
+        let seal = move || loop {
+            let seen = bell.seen();
+            let Some(segments) = weak.upgrade() else { return };
+            let next = segments.seal_due(segments.shared.clock.now());
+            if segments.closing.load(Ordering::Acquire) && !segments.is_writing() {
+                return;
+            }
+            drop(segments);
+            clock.sleep(&bell, seen, next);
+        };
+        let clock = Arc::clone(&self.shared.clock);
+        let (weak, bell) = (Arc::downgrade(self), self.find_bell.clone());
+        let find = move || loop {
+            let seen = bell.seen();
+            let Some(segments) = weak.upgrade() else { return };
+            if segments.closing.load(Ordering::Acquire) {
+                return;
+            }
+            let now = segments.shared.clock.now();
+            let more = segments.find(now.after(TURN));
+            if !more {
+                segments.rescue(u64::MAX, Mono::NEVER); // every step of it has a deadline
+            }
+            drop(segments);
+            if !more {
+                clock.sleep(&bell, seen, Some(now.after(LOOK)));
+            }
+        };
+        // A pool that is shut down seals and finds nothing any more.
+        let _ = self.pool.submit(LANE_TIMER, Mono::NEVER, seal, |_| {});
+        let _ = self.pool.submit(LANE_FINDER, Mono::NEVER, find, |_| {});
+    }
+
+    /// Waits until every segment has ended, by `until` at the latest.
+    pub(super) fn await_sealed(&self, until: Mono) {
+        loop {
+            let seen = self.seal_bell.seen();
+            if !self.is_writing() || self.shared.clock.now() >= until {
+                return;
+            }
+            self.shared.clock.sleep(&self.seal_bell, seen, Some(until));
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! What lies in the segments of a store, read by `docs/format.md` and not by the code under test.
+
+use std::path::{Path, PathBuf};
+
+use ucm_core::BlockId;
+
+use super::{Store, identity};
+
+/// Where a record lies.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Place {
+    pub(crate) file: PathBuf,
+    pub(crate) id: BlockId,
+    pub(crate) offset: usize,
+    pub(crate) len: usize,
+}
+
+impl Store {
+    /// The directory of a namespace.
+    pub(crate) fn namespace(&self) -> PathBuf {
+        self.root.join(identity(self.setup.weights).namespace())
+    }
+
+    /// The segments that have a name, by name.
+    pub(crate) fn segments(&self) -> Vec<PathBuf> {
+        files(&self.namespace().join("segments"))
+    }
+
+    /// The private files.
+    pub(crate) fn privates(&self) -> Vec<PathBuf> {
+        files(&self.namespace().join("tmp"))
+    }
+
+    /// Every record of a segment that can be read by its foot.
+    pub(crate) fn places(&self) -> Vec<Place> {
+        self.segments().iter().flat_map(|file| places(file)).collect()
+    }
+}
+
+fn files(dir: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut files: Vec<_> = entries.map(|entry| entry.path()).collect();
+    files.sort();
+    files
+}
+
+/// The records that the foot of a segment names; none where there is no foot.
+pub(crate) fn places(file: &Path) -> Vec<Place> {
+    let bytes = std::fs::read(file).unwrap_or_default();
+    let number = |at: usize, len: usize| {
+        let mut out = [0; 8];
+        out[..len].copy_from_slice(&bytes[at..at + len]);
+        u64::from_le_bytes(out) as usize
+    };
+    let Some(trailer) = bytes
+        .len()
+        .checked_sub(128)
+        .filter(|&at| bytes[at..at + 4] == *b"UCMF")
+    else {
+        return Vec::new();
+    };
+    let (start, count) = (number(trailer + 8, 8), number(trailer + 24, 4));
+    let entry = |n: usize| {
+        let at = start + n * 32;
+        Some(Place {
+            file: file.to_owned(),
+            id: BlockId(bytes.get(at..at + 16)?.try_into().ok()?),
+            offset: number(at + 16, 8),
+            len: number(at + 24, 8),
+        })
+    };
+    (0..count.min(bytes.len() / 32)).filter_map(entry).collect()
+}
+
+/// Changes a file in place; its time of use stays.
+pub(crate) fn change(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
+    let time = std::fs::metadata(path).unwrap().modified().unwrap();
+    let mut bytes = std::fs::read(path).unwrap();
+    change(&mut bytes);
+    std::fs::write(path, &bytes).unwrap();
+    let file = std::fs::File::options().write(true).open(path).unwrap();
+    file.set_modified(time).unwrap();
+}

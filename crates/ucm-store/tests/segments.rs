@@ -1,0 +1,555 @@
+//! The segment layout: sealing and everything that goes wrong at it, what its own writer reads before others, other
+//! writers, segments that vanish or are damaged.
+
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::segments::{change, places};
+use common::shared::{LONG, attempt, on};
+use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
+use ucm_core::BlockId;
+use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_io::{Fault, OpKind, Rule, Tail};
+use ucm_store::engine::{Task, Until};
+use ucm_store::segment::SegmentConfig;
+
+/// Sealed as soon as nothing is being written.
+fn quick() -> Setup {
+    Setup {
+        layout: Layout::segments(),
+        ..Setup::default()
+    }
+}
+
+/// Sealed after an hour, or when somebody asks.
+fn patient() -> Setup {
+    Setup {
+        layout: Layout::Segment(SegmentConfig {
+            age: LONG,
+            ..SegmentConfig::default()
+        }),
+        ..Setup::default()
+    }
+}
+
+fn loads(store: &Store, blocks: &[BlockId]) -> bool {
+    let device = Device::blank(&store.setup, blocks);
+    let loaded = store.load(&device, blocks).is_ok();
+    let right = |block: &BlockId| device.is_right(*block);
+    assert!(
+        blocks.iter().all(|block| right(block) || device.is_blank(*block)),
+        "wrong bytes on the device"
+    );
+    assert!(!loaded || blocks.iter().all(right));
+    loaded
+}
+
+fn finds(store: &Store, blocks: &[BlockId]) -> Vec<bool> {
+    store.engine.lookup(blocks).unwrap()
+}
+
+fn is_over(store: &Store, task: &Task) -> bool {
+    task.wait(store.engine.clock(), Until::Published, Some(Mono(0)))
+}
+
+/// Starts a dump and waits until its records can be read by their own writer.
+fn begin(store: &Store, device: &Device, blocks: &[BlockId]) -> Task {
+    let task = store.engine.dump(device.rows(blocks)).unwrap();
+    eventually("the records are written", || {
+        finds(store, blocks).iter().all(|&found| found)
+    });
+    task
+}
+
+#[test]
+fn what_is_dumped_is_found_by_whoever_opens_the_root_and_by_who_had_it_open() {
+    let dir = directory();
+    let watcher = Store::open(dir.path(), quick());
+    let store = Store::open(dir.path(), quick());
+    let blocks = ids(8);
+    store.dump(&Device::filled(&quick(), &blocks), &blocks).unwrap();
+    assert!(loads(&store, &blocks));
+    let later = Store::open(dir.path(), quick());
+    assert_eq!(finds(&later, &blocks), [true; 8]);
+    assert!(loads(&later, &blocks));
+    eventually("the other store finds them", || {
+        finds(&watcher, &blocks) == [true; 8]
+    });
+    assert!(loads(&watcher, &blocks));
+    assert!(store.privates().is_empty());
+    let known: Vec<_> = store.places().into_iter().map(|place| place.id).collect();
+    assert_eq!(known.len(), 8, "each once");
+}
+
+#[test]
+fn a_record_nobody_has_seen_yet_is_looked_for_before_it_is_a_miss() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let store = Store::open(dir.path(), quick());
+    let reader = on(&clock, dir.path(), &quick());
+    store.dump(&Device::filled(&quick(), &ids(1)), &ids(1)).unwrap();
+    assert!(loads(&reader, &ids(1)));
+    assert_eq!(finds(&reader, &ids(1)), [true]);
+}
+
+#[test]
+fn the_open_segment_is_read_by_its_writer_and_by_nobody_else() {
+    let dir = directory();
+    let store = Store::open(dir.path(), patient());
+    let blocks = ids(3);
+    let task = begin(&store, &Device::filled(&patient(), &blocks), &blocks);
+    assert!(!is_over(&store, &task));
+    assert!(store.segments().is_empty());
+    let mut early = store.backend.early();
+    early.gained.sort();
+    let mut sorted = blocks.clone();
+    sorted.sort();
+    assert_eq!((early.gained, early.lost.len()), (sorted.clone(), 0));
+    assert!(loads(&store, &blocks));
+    let other = Store::open(dir.path(), patient());
+    assert_eq!(finds(&other, &blocks), [false; 3]);
+    store.backend.flush(false);
+    store.outcome(&task).unwrap();
+    let mut early = store.backend.early();
+    early.lost.sort();
+    assert_eq!((early.lost, early.gained.len()), (sorted, 0));
+    assert_eq!(store.places().len(), 3, "in one segment");
+    assert_eq!(store.segments().len(), 1);
+    eventually("others find it", || finds(&other, &blocks) == [true; 3]);
+}
+
+#[test]
+fn a_segment_is_sealed_when_its_oldest_record_is_old_enough() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let setup = Setup {
+        layout: Layout::Segment(SegmentConfig::default()),
+        ..Setup::default()
+    };
+    let store = on(&clock, dir.path(), &setup);
+    let device = Device::filled(&setup, &ids(2));
+    let first = begin(&store, &device, &ids(1));
+    clock.advance(Duration::from_millis(600));
+    let second = begin(&store, &device, &ids(2)[1..]);
+    assert!(!is_over(&store, &first));
+    clock.advance(Duration::from_millis(400));
+    eventually("both are published", || {
+        is_over(&store, &first) && is_over(&store, &second)
+    });
+    assert_eq!((store.segments().len(), store.places().len()), (1, 2));
+}
+
+#[test]
+fn a_segment_that_is_full_is_sealed_at_once() {
+    let dir = directory();
+    let setup = Setup {
+        layout: Layout::Segment(SegmentConfig {
+            size: 4096 * 6, // head, two records of two pages, foot
+            age: LONG,
+            ..SegmentConfig::default()
+        }),
+        ..Setup::default()
+    };
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(6));
+    let task = begin(&store, &device, &ids(6));
+    eventually("two segments are sealed", || store.segments().len() == 2);
+    assert!(!is_over(&store, &task), "the last two wait for more");
+    store.backend.flush(false);
+    store.outcome(&task).unwrap();
+    for file in store.segments() {
+        assert_eq!(std::fs::metadata(&file).unwrap().len(), 4096 * 6);
+    }
+}
+
+#[test]
+fn closing_publishes_what_waits_and_leaves_nothing_private() {
+    let dir = directory();
+    let store = Store::open(dir.path(), patient());
+    let device = Device::filled(&patient(), &ids(4));
+    let task = store.engine.dump(device.rows(&ids(4))).unwrap();
+    store.engine.close();
+    assert!(is_over(&store, &task) && task.failures().is_empty());
+    assert!(store.privates().is_empty());
+    let later = Store::open(dir.path(), patient());
+    assert!(loads(&later, &ids(4)));
+}
+
+#[test]
+fn whatever_fails_at_a_seal_no_dump_is_told_to_be_stored_that_is_not() {
+    let faults: &[(OpKind, Fault)] = &[
+        (OpKind::Create, Fault::Errno(5)),
+        (OpKind::Create, Fault::Errno(28)),
+        (OpKind::WriteAt, Fault::Errno(5)),
+        (OpKind::WriteAt, Fault::Killed { keep: 5000 }),
+        (OpKind::WriteAt, Fault::Busy),
+        (OpKind::Finish, Fault::Errno(5)),
+        (OpKind::Finish, Fault::Errno(28)),
+        (OpKind::Finish, Fault::Killed { keep: 0 }),
+        (OpKind::Finish, Fault::Killed { keep: 4000 }),
+        (OpKind::Finish, Fault::LostReply(5)),
+    ];
+    for (kind, fault) in faults {
+        let dir = directory();
+        let store = Store::open(dir.path(), quick());
+        let device = Device::filled(&quick(), &ids(1));
+        store.fault(Rule::on(*kind, fault.clone()).times(1));
+        let told = store.dump(&device, &ids(1));
+        assert!(told.is_err(), "{kind:?} {fault:?}");
+        assert_eq!(finds(&store, &ids(1)), [false], "{kind:?} {fault:?}");
+        assert!(store.backend.early().gained.is_empty());
+        let later = Store::open(dir.path(), quick());
+        let there = matches!(fault, Fault::LostReply(_));
+        assert_eq!(finds(&later, &ids(1)), [there], "{kind:?} {fault:?}");
+        eventually("it is stored again", || store.dump(&device, &ids(1)).is_ok());
+        assert!(loads(&store, &ids(1)));
+        drop(store);
+        assert!(
+            loads(&Store::open(dir.path(), quick()), &ids(1)),
+            "{kind:?} {fault:?}"
+        );
+    }
+}
+
+#[test]
+fn a_foot_that_did_not_reach_the_medium_is_a_miss_for_who_comes_later() {
+    for fault in [
+        Fault::Torn {
+            keep: 0,
+            tail: Tail::Cut,
+        },
+        Fault::Torn {
+            keep: 4000,
+            tail: Tail::Zeros,
+        },
+        Fault::Torn {
+            keep: 4095,
+            tail: Tail::Cut,
+        },
+        Fault::FlipRandom(1),
+    ] {
+        let dir = directory();
+        let store = Store::open(dir.path(), quick());
+        let device = Device::filled(&quick(), &ids(1));
+        store.fault(Rule::on(OpKind::Finish, fault).times(1));
+        let _ = store.dump(&device, &ids(1));
+        let later = Store::open(dir.path(), quick());
+        assert_eq!(finds(&later, &ids(1)), [false]);
+        assert_eq!(later.segments().len(), 1, "nobody removes it before its time");
+        later.dump(&device, &ids(1)).unwrap();
+        drop(store);
+        assert!(loads(&Store::open(dir.path(), quick()), &ids(1)));
+    }
+}
+
+#[test]
+fn a_write_that_failed_is_a_hole_and_the_others_are_published() {
+    let dir = directory();
+    let store = Store::open(dir.path(), patient());
+    let device = Device::filled(&patient(), &ids(5));
+    let first = begin(&store, &device, &ids(2));
+    store.fault(Rule::on(OpKind::WriteAt, Fault::Errno(5)).times(1));
+    let failed = store.dump(&device, &ids(3)[2..]);
+    assert_eq!(failed.unwrap_err().len(), 1);
+    store.outcome(&first).unwrap(); // nothing is added behind a failure
+    assert_eq!(finds(&store, &ids(3)), [true, true, false]);
+    assert_eq!(store.places().len(), 2);
+    let later = Store::open(dir.path(), patient());
+    assert_eq!(finds(&later, &ids(3)), [true, true, false]);
+    assert!(loads(&later, &ids(2)));
+}
+
+#[test]
+fn a_private_file_that_was_taken_away_fails_its_dumps() {
+    let dir = directory();
+    let store = Store::open(dir.path(), patient());
+    let device = Device::filled(&patient(), &ids(2));
+    let task = begin(&store, &device, &ids(2));
+    for file in store.privates() {
+        std::fs::remove_file(file).unwrap();
+    }
+    store.backend.flush(false);
+    assert_eq!(store.outcome(&task).unwrap_err().len(), 2);
+    assert_eq!(finds(&store, &ids(2)), [false; 2]);
+    let task = store.engine.dump(device.rows(&ids(2))).unwrap();
+    eventually("written", || finds(&store, &ids(2)) == [true; 2]);
+    store.backend.flush(false);
+    store.outcome(&task).unwrap();
+}
+
+#[test]
+fn a_seal_that_hangs_costs_its_dumps_their_deadline_and_no_more() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let store = on(&clock, dir.path(), &quick());
+    let gate = store.hang(OpKind::Finish);
+    let device = Device::filled(&quick(), &ids(1));
+    let task = store.engine.dump(device.rows(&ids(1))).unwrap();
+    eventually("the seal was begun", || store.faults.count(OpKind::Finish) == 1);
+    clock.advance(store.setup.deadlines.dump + Duration::from_secs(1));
+    eventually("the dump ends", || is_over(&store, &task));
+    assert!(!task.failures().is_empty());
+    eventually("it is not found any more", || finds(&store, &ids(1)) == [false]);
+    gate.open();
+    store.faults.clear();
+    eventually("it is stored again", || store.dump(&device, &ids(1)).is_ok());
+}
+
+#[test]
+fn two_writers_of_one_block_keep_two_copies_and_either_will_do() {
+    let dir = directory();
+    let stores = [Store::open(dir.path(), quick()), Store::open(dir.path(), quick())];
+    let device = Device::filled(&quick(), &ids(1));
+    for store in &stores {
+        store.dump(&device, &ids(1)).unwrap();
+    }
+    if stores[0].places().len() == 1 {
+        return; // the second writer had seen it already
+    }
+    let reader = Store::open(dir.path(), quick());
+    for file in stores[0].segments() {
+        assert!(loads(&reader, &ids(1)));
+        std::fs::remove_file(file).unwrap();
+    }
+    assert!(!loads(&reader, &ids(1)));
+    assert_eq!(finds(&reader, &ids(1)), [false]);
+}
+
+#[test]
+fn a_segment_that_vanished_under_a_reader_is_a_miss_and_nothing_is_refused() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let store = on(&clock, dir.path(), &quick());
+    let device = Device::filled(&quick(), &ids(2));
+    store.dump(&device, &ids(2)).unwrap();
+    let reader = on(&clock, dir.path(), &quick());
+    assert!(loads(&reader, &ids(2)));
+    for file in store.segments() {
+        std::fs::remove_file(file).unwrap();
+    }
+    assert!(!loads(&reader, &ids(2)));
+    assert_eq!(
+        (finds(&reader, &ids(2)), reader.stat("records_refused")),
+        (vec![false; 2], 0)
+    );
+    eventually("its slots come back", || {
+        reader.stat("slots_free") == reader.stat("slots")
+    });
+    for block in ids(2) {
+        attempt(&reader, &clock, &device, block).unwrap();
+    }
+    assert!(loads(&reader, &ids(2)));
+}
+
+#[test]
+fn a_damaged_segment_gives_exact_hits_or_misses() {
+    let dir = directory();
+    let blocks = ids(3);
+    let device = Device::filled(&patient(), &blocks);
+    let store = Store::open(dir.path(), patient());
+    let task = begin(&store, &device, &blocks);
+    store.backend.flush(false);
+    store.outcome(&task).unwrap();
+    drop(store);
+    let reader = Store::open(dir.path(), quick());
+    let (file, len) = (reader.segments().remove(0), 4096 * 8);
+    assert_eq!(std::fs::metadata(&file).unwrap().len(), len);
+    drop(reader);
+    // Every field of the trailer and of the entries, and somewhere in head, records and padding.
+    let ends = (len - 128..len).chain((len - 4096..len - 4096 + 96).step_by(3));
+    let places: Vec<usize> = (0..len)
+        .step_by(1499)
+        .chain(ends.step_by(5))
+        .map(|at| at as usize)
+        .collect();
+    for at in places {
+        change(&file, |bytes| bytes[at] ^= 0x10);
+        let setup = Setup {
+            lookup_only: false,
+            ..quick()
+        };
+        let reader = Store::open(dir.path(), setup);
+        for &block in &blocks {
+            let found = finds(&reader, &[block])[0];
+            let loaded = loads(&reader, &[block]);
+            assert!(found || !loaded, "byte {at}");
+        }
+        drop(reader);
+        change(&file, |bytes| bytes[at] ^= 0x10);
+    }
+    assert!(loads(&Store::open(dir.path(), quick()), &blocks));
+}
+
+#[test]
+fn a_newer_segment_is_a_miss_and_stays() {
+    let dir = directory();
+    let device = Device::filled(&quick(), &ids(1));
+    let store = Store::open(dir.path(), quick());
+    store.dump(&device, &ids(1)).unwrap();
+    drop(store);
+    let reader = Store::open(dir.path(), quick());
+    let file = reader.segments().remove(0);
+    drop(reader);
+    change(&file, |bytes| {
+        let trailer = bytes.len() - 128;
+        bytes[trailer + 4] = 2;
+        let crc = ucm_core::crc32c(&bytes[trailer..trailer + 124]);
+        bytes[trailer + 124..].copy_from_slice(&crc.to_le_bytes());
+    });
+    let newer = std::fs::read(&file).unwrap();
+    let reader = Store::open(dir.path(), quick());
+    assert_eq!(finds(&reader, &ids(1)), [false]);
+    reader.dump(&device, &ids(1)).unwrap();
+    assert!(loads(&reader, &ids(1)));
+    assert_eq!(std::fs::read(&file).unwrap(), newer);
+    assert_eq!(places(&file).len(), 1);
+}
+
+#[test]
+fn a_record_that_was_refused_is_written_again_and_the_new_copy_counts() {
+    let dir = directory();
+    let store = Store::open(dir.path(), quick());
+    let device = Device::filled(&quick(), &ids(1));
+    store.dump(&device, &ids(1)).unwrap();
+    let place = store.places().remove(0);
+    change(&place.file, |bytes| bytes[place.offset + 5000] ^= 1);
+    assert!(!loads(&store, &ids(1)));
+    assert_eq!(finds(&store, &ids(1)), [false]);
+    store.dump(&device, &ids(1)).unwrap();
+    assert!(loads(&store, &ids(1)));
+    drop(store);
+    assert!(
+        loads(&Store::open(dir.path(), quick()), &ids(1)),
+        "the newest copy counts"
+    );
+}
+
+#[test]
+fn a_store_for_lookups_finds_segments_and_writes_nothing() {
+    let dir = directory();
+    let store = Store::open(dir.path(), quick());
+    store.dump(&Device::filled(&quick(), &ids(2)), &ids(2)).unwrap();
+    let setup = Setup {
+        lookup_only: true,
+        ..quick()
+    };
+    let reader = Store::open(dir.path(), setup);
+    assert_eq!(finds(&reader, &ids(3)), [true, true, false]);
+    assert_eq!(reader.engine.lookup_on_prefix(&ids(3)).unwrap(), 2);
+    store.dump(&Device::filled(&quick(), &ids(3)), &ids(3)).unwrap();
+    eventually("it finds new ones", || finds(&reader, &ids(3)) == [true; 3]);
+}
+
+#[test]
+fn a_lookup_asks_the_medium_nothing() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let store = on(&clock, dir.path(), &quick());
+    store.dump(&Device::filled(&quick(), &ids(4)), &ids(4)).unwrap();
+    let asked = |store: &Store| store.faults.log().iter().filter(|seen| seen.lane == 1).count();
+    let before = asked(&store);
+    for _ in 0..100 {
+        finds(&store, &ids(9));
+        store.engine.lookup_on_prefix(&ids(9)).unwrap();
+    }
+    assert_eq!(asked(&store), before);
+}
+
+#[test]
+fn use_of_a_record_is_use_of_its_segment_once_a_minute() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let store = Store::with_clock(dir.path(), quick(), Arc::clone(&clock) as Arc<dyn Clock>);
+    store.dump(&Device::filled(&quick(), &ids(1)), &ids(1)).unwrap();
+    let file = store.segments().remove(0);
+    let time = || std::fs::metadata(&file).unwrap().modified().unwrap();
+    let before = time();
+    store.engine.touch(&[(id(0), 0), (id(5), 1)]).unwrap();
+    clock.advance(Duration::from_secs(61));
+    store.engine.touch(&[(id(0), 3), (id(5), 1)]).unwrap();
+    eventually("it counts as used", || store.stat("blocks_touched") == 1);
+    assert!(time() > before);
+    let touches = store.faults.count(OpKind::Touch);
+    store.engine.touch(&[(id(0), 3)]).unwrap();
+    assert_eq!(store.faults.count(OpKind::Touch), touches, "told this minute");
+}
+
+#[test]
+fn what_was_found_is_read_while_its_segment_gets_its_name() {
+    let dir = directory();
+    let store = Store::open(dir.path(), quick());
+    let blocks: Vec<BlockId> = (0..200u8).map(|n| BlockId([n; 16])).collect();
+    let device = Device::filled(&store.setup, &blocks);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for block in &blocks {
+                store.dump(&device, &[*block]).unwrap();
+            }
+        });
+        for block in &blocks {
+            eventually("it is found", || finds(&store, &[*block]) == [true]);
+            // Before, during and after the renaming: the place may change under the read, the bytes never.
+            assert!(loads(&store, &[*block]), "{block}");
+        }
+    });
+    assert_eq!((store.stat("records_refused"), store.privates().len()), (0, 0));
+}
+
+#[test]
+fn stores_that_write_read_and_lose_segments_at_once_never_give_wrong_bytes() {
+    let dir = directory();
+    let stores: Vec<Store> = (0..2).map(|_| Store::open(dir.path(), quick())).collect();
+    let blocks = ids(30);
+    let device = Device::filled(&stores[0].setup, &blocks);
+    std::thread::scope(|scope| {
+        for (number, store) in stores.iter().enumerate() {
+            let (blocks, device) = (&blocks, &device);
+            scope.spawn(move || {
+                for turn in 0..60usize {
+                    let some: Vec<BlockId> = (0..3)
+                        .map(|n| blocks[(turn * 7 + number * 11 + n * 5) % 30])
+                        .collect();
+                    let _ = store.dump(device, &some); // an error is no harm: its segment may be taken away below
+                    loads(store, &some);
+                    if turn % 9 == 8 {
+                        let files = store.segments();
+                        let _ = files.get(turn % files.len().max(1)).map(std::fs::remove_file);
+                    }
+                }
+            });
+        }
+    });
+    for store in &stores {
+        eventually("all is well again", || {
+            let stored = blocks.iter().all(|block| store.dump(&device, &[*block]).is_ok());
+            stored && loads(store, &blocks)
+        });
+        eventually("every slot comes back", || {
+            store.stat("slots_free") == store.stat("slots")
+        });
+    }
+}
+
+#[test]
+fn a_damaged_record_of_a_segment_is_kept_as_evidence_and_its_neighbours_stay() {
+    let dir = directory();
+    let store = Store::open(dir.path(), patient());
+    let device = Device::filled(&patient(), &ids(3));
+    let task = begin(&store, &device, &ids(3));
+    store.backend.flush(false);
+    store.outcome(&task).unwrap();
+    let places = store.places();
+    let bad = places.iter().find(|place| place.id == id(1)).unwrap();
+    change(&bad.file, |bytes| bytes[bad.offset + 4096 + 5] ^= 1);
+    let damaged = std::fs::read(&bad.file).unwrap()[bad.offset..bad.offset + bad.len].to_vec();
+    assert!(!loads(&store, &[id(1)]));
+    eventually("it is kept", || store.stat("records_quarantined") == 1);
+    let kept: Vec<_> = std::fs::read_dir(store.namespace().join("quarantine"))
+        .unwrap()
+        .flatten()
+        .collect();
+    assert_eq!(kept.len(), 1);
+    let name = kept[0].file_name().into_string().unwrap();
+    assert!(name.starts_with(&format!("{}.bad_checksum.", id(1))), "{name}");
+    assert_eq!(std::fs::read(kept[0].path()).unwrap(), damaged);
+    assert!(bad.file.exists() && loads(&store, &[id(0)]) && loads(&store, &[id(2)]));
+    assert_eq!(finds(&store, &ids(3)), [true, false, true]);
+}

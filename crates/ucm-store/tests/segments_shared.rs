@@ -1,0 +1,252 @@
+//! Segments of several writers below one limit, and those that dead writers left.
+
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
+mod common;
+
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use common::segments::change;
+use common::shared::elsewhere;
+use common::{Device, Layout, Setup, Store, directory, eventually, ids};
+use ucm_core::BlockId;
+use ucm_io::{Fault, OpKind, Process, Rule};
+
+fn quick() -> Setup {
+    Setup {
+        layout: Layout::segments(),
+        ..Setup::default()
+    }
+}
+
+/// A process that was here and is gone.
+fn gone() -> Process {
+    let mut child = std::process::Command::new("true").spawn().unwrap();
+    let pid = child.id();
+    child.wait().unwrap();
+    Process {
+        pid,
+        started: 1, // no process is that old, should the number be used again
+        ..Process::this()
+    }
+}
+
+fn loads(store: &Store, blocks: &[BlockId]) -> bool {
+    let device = Device::blank(&store.setup, blocks);
+    let loaded = store.load(&device, blocks).is_ok();
+    assert!(
+        blocks
+            .iter()
+            .all(|&block| device.is_right(block) || device.is_blank(block))
+    );
+    loaded
+}
+
+fn finds(store: &Store, blocks: &[BlockId]) -> Vec<bool> {
+    store.engine.lookup(blocks).unwrap()
+}
+
+/// Leaves the private segment of a writer that died at its seal, with these blocks in it.
+fn die(root: &Path, setup: &Setup, blocks: &[BlockId]) -> std::path::PathBuf {
+    let setup = Setup {
+        layout: Layout::Segment(ucm_store::segment::SegmentConfig {
+            age: Duration::from_secs(3600),
+            ..ucm_store::segment::SegmentConfig::default()
+        }),
+        ..setup.clone()
+    };
+    let store = Store::open(root, setup.clone());
+    let device = Device::filled(&setup, blocks);
+    let task = store.engine.dump(device.rows(blocks)).unwrap();
+    eventually("written", || finds(&store, blocks).iter().all(|&found| found));
+    store.fault(Rule::on(OpKind::Finish, Fault::Killed { keep: 50 }));
+    store.backend.flush(false);
+    assert_eq!(store.outcome(&task).unwrap_err().len(), blocks.len());
+    let privates = store.privates();
+    assert_eq!((privates.len(), store.segments().len()), (1, 0));
+    privates.into_iter().next().unwrap()
+}
+
+#[test]
+fn whole_records_of_a_dead_writer_are_taken_over() {
+    let dir = directory();
+    let dead = Setup {
+        process: gone(),
+        ..quick()
+    };
+    let left = die(dir.path(), &dead, &ids(4));
+    // One of them did not reach the medium whole.
+    change(&left, |bytes| bytes[4096 + 8192 + 4096 + 10] ^= 1);
+    let store = Store::open(dir.path(), quick());
+    assert_eq!(finds(&store, &ids(4)).iter().filter(|&&found| found).count(), 3);
+    let whole: Vec<_> = ids(4)
+        .into_iter()
+        .filter(|&block| finds(&store, &[block])[0])
+        .collect();
+    assert!(loads(&store, &whole));
+    assert!(store.privates().is_empty() && store.segments().len() == 1);
+    assert!(loads(&Store::open(dir.path(), quick()), &whole));
+}
+
+#[test]
+fn the_private_segment_of_a_living_writer_is_left_alone() {
+    let dir = directory();
+    let left = die(dir.path(), &quick(), &ids(2));
+    let before = std::fs::read(&left).unwrap();
+    let other_host = elsewhere(&quick());
+    let left_there = die(dir.path().join("there").as_path(), &other_host, &ids(2));
+    for root in [dir.path().to_owned(), dir.path().join("there")] {
+        let store = Store::open(&root, quick());
+        assert_eq!(finds(&store, &ids(2)), [false; 2]);
+        assert_eq!(store.privates().len(), 1);
+    }
+    assert_eq!(std::fs::read(&left).unwrap(), before);
+    // Silent for ten minutes: nobody writes there any more. Only of a process of another host that is believed.
+    for (path, taken) in [(&left, false), (&left_there, true)] {
+        let file = std::fs::File::options().write(true).open(path).unwrap();
+        file.set_modified(SystemTime::now() - Duration::from_secs(601))
+            .unwrap();
+        let root = path.ancestors().nth(3).unwrap();
+        let store = Store::open(root, quick());
+        assert_eq!(finds(&store, &ids(2)), [taken; 2]);
+        assert_eq!(path.exists(), !taken);
+    }
+}
+
+#[test]
+fn what_is_not_a_segment_of_ours_is_never_taken_up() {
+    let dir = directory();
+    let dead = Setup {
+        process: gone(),
+        ..quick()
+    };
+    let left = die(dir.path(), &dead, &ids(2));
+    let whole = std::fs::read(&left).unwrap();
+    for (what, bytes) in [
+        ("a torn head", whole[..2000].to_vec()),
+        ("another namespace", {
+            let mut bytes = whole.clone();
+            bytes[24] ^= 1;
+            let crc = ucm_core::crc32c(&bytes[..4092]);
+            bytes[4092..4096].copy_from_slice(&crc.to_le_bytes());
+            bytes
+        }),
+        ("a head with a flipped bit", {
+            let mut bytes = whole.clone();
+            bytes[81] ^= 1;
+            bytes
+        }),
+        ("a block file", whole[4096..].to_vec()),
+    ] {
+        std::fs::write(&left, &bytes).unwrap();
+        let store = Store::open(dir.path(), quick());
+        assert_eq!(finds(&store, &ids(2)), [false; 2], "{what}");
+        assert_eq!(std::fs::read(&left).unwrap(), bytes, "{what}");
+    }
+    std::fs::write(&left, &whole).unwrap();
+    assert!(loads(&Store::open(dir.path(), quick()), &ids(2)));
+}
+
+#[test]
+fn a_rescue_that_fails_is_tried_again_by_the_next() {
+    for (kind, nth) in [(OpKind::Rename, 1), (OpKind::WriteAt, 2), (OpKind::Finish, 1)] {
+        let dir = directory();
+        let dead = Setup {
+            process: gone(),
+            ..quick()
+        };
+        die(dir.path(), &dead, &ids(3));
+        let rule = Rule::on(kind, Fault::Errno(5)).nth(nth);
+        let store = Store::open_faulty(dir.path(), quick(), vec![rule]);
+        assert_eq!(finds(&store, &ids(3)), [false; 3], "{kind:?}");
+        drop(store);
+        let store = Store::open(dir.path(), quick());
+        assert!(loads(&store, &ids(3)), "{kind:?}");
+        assert!(store.privates().is_empty(), "{kind:?}");
+    }
+}
+
+/// Bytes of everything below a root that counts, segments and private files too.
+fn stored(dir: &Path) -> u64 {
+    let mut bytes = 0;
+    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            bytes += stored(&path);
+        } else if path
+            .extension()
+            .is_some_and(|end| end == "bin" || end == "seg" || end == "tmp")
+        {
+            bytes += entry.metadata().map_or(0, |meta| meta.len()); // it may be removed meanwhile
+        }
+    }
+    bytes
+}
+
+#[test]
+fn the_limit_holds_over_segments_and_files_of_one_root() {
+    let dir = directory();
+    let limit = 40 * 8192;
+    let setup = |layout| Setup {
+        layout,
+        capacity: Some(limit),
+        ..Setup::default()
+    };
+    let stores = [
+        Store::open(dir.path(), setup(Layout::File)),
+        Store::open(dir.path(), setup(Layout::segments())),
+        Store::open(dir.path(), setup(Layout::segments())),
+    ];
+    let all: Vec<BlockId> = (0..90u8).map(|n| BlockId([n; 16])).collect();
+    let device = Device::filled(&stores[0].setup, &all);
+    let mut published = 0;
+    for (number, block) in all.iter().enumerate() {
+        let store = &stores[number % 3];
+        // What finds no room is refused, and room is made meanwhile.
+        published += usize::from(store.dump(&device, &[*block]).is_ok());
+        let bytes = stored(dir.path());
+        assert!(bytes <= limit, "{bytes} of {limit} after {number}");
+    }
+    assert!(published > 40, "more than fit at once: {published}");
+    let removed: u64 = stores.iter().map(|store| store.stat("records_removed")).sum();
+    assert!(removed > 0);
+    let reader = Store::open(dir.path(), setup(Layout::segments()));
+    let found: Vec<_> = all
+        .iter()
+        .copied()
+        .filter(|&block| finds(&reader, &[block])[0])
+        .collect();
+    assert!(
+        !found.is_empty() && loads(&reader, &found),
+        "what is found is there: nobody removes now"
+    );
+}
+
+#[test]
+fn old_segments_expire_whole() {
+    let dir = directory();
+    let setup = Setup {
+        rules: ucm_store::space::Rules {
+            expire_after: Some(Duration::from_secs(3600)),
+            ..quick().rules
+        },
+        ..quick()
+    };
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(2));
+    store.dump(&device, &ids(1)).unwrap();
+    store.dump(&device, &ids(2)[1..]).unwrap();
+    let old = store
+        .places()
+        .into_iter()
+        .find(|place| place.id == ids(1)[0])
+        .unwrap();
+    let file = std::fs::File::options().write(true).open(&old.file).unwrap();
+    file.set_modified(SystemTime::now() - Duration::from_secs(7200))
+        .unwrap();
+    drop(store);
+    let store = Store::open(dir.path(), setup);
+    eventually("the old segment is gone", || !old.file.exists());
+    eventually("and known to be", || finds(&store, &ids(2)) == [false, true]);
+}

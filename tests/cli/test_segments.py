@@ -1,0 +1,79 @@
+"""Roots whose records lie in segments: counted, judged one by one, removed whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_damage import flip
+from cli_roots import RECORD, Written
+from click.testing import Result
+
+from ucm.store import segment
+
+Run = Callable[..., Result]
+Json = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def segments(root: Written) -> Written:
+    return root.fill("one", 4, layout="segment", segment_age=0.2).fill("two", 2)
+
+
+def file_of(root: Written) -> Path:
+    (file,) = root.path.glob("*/segments/*.seg")
+    return file
+
+
+def test_records_in_segments_are_counted_and_good(segments: Written, ucm: Run, ucm_json: Json) -> None:
+    document = ucm_json("inspect", segments.path)["roots"][0]
+    assert (document["segments"], document["segment_records"], document["records"]) == (1, 4, 2)
+    assert document["segment_bytes"] == file_of(segments).stat().st_size == 4096 + 4 * RECORD + 4096
+    assert document["used_bytes"] == document["segment_bytes"] + 2 * RECORD
+    assert (document["foreign"], document["private"]) == (0, 0)
+    assert "4 records in them" in ucm("inspect", segments.path).stdout
+    document = ucm_json("verify", segments.path)
+    assert (document["exit"], document["good"], document["records"], document["segments"]) == (0, 6, 6, 1)
+
+
+def test_damage_in_a_segment_is_named_and_nothing_of_it_is_moved(segments: Written, ucm_json: Json) -> None:
+    file = file_of(segments)
+    foot = segment.parse_foot(file.read_bytes(), file.stat().st_size)
+    flip(foot.entries[2].offset + 5000)(file)
+    before = file.read_bytes()
+    document = ucm_json("verify", segments.path, "--quarantine")
+    assert (document["exit"], document["good"], document["bad"], document["quarantined"]) == (1, 5, 1, 0)
+    (bad,) = document["bad_records"]
+    assert bad["path"] == f"{file.relative_to(segments.path)}@{foot.entries[2].offset}"
+    assert (bad["reason"], bad["action"], file.read_bytes() == before) == ("bad_checksum", "left", True)
+
+
+def test_a_damaged_foot_is_one_finding(segments: Written, ucm_json: Json) -> None:
+    file = file_of(segments)
+    flip(file.stat().st_size - 10)(file)
+    document = ucm_json("verify", segments.path)
+    assert (document["exit"], document["good"], document["bad"]) == (1, 2, 1)
+    assert document["reasons"] == {"bad_header": 1}
+    (space,) = (space for space in ucm_json("inspect", segments.path)["roots"][0]["namespaces"] if space["segments"])
+    assert (space["segment_records"], space["feet_refused"]) == (0, {"bad_header": 1})
+
+
+def test_segments_go_whole(segments: Written, ucm_json: Json) -> None:
+    name = segments.namespace("one")
+    document = ucm_json("gc", segments.path, "--namespace", name)
+    (space,) = document["namespaces"]
+    assert (space["segments"], space["records"], space["segments_left"]) == (1, 0, 0)
+    assert file_of(segments).exists()
+    ucm_json("gc", segments.path, "--namespace", name, "--yes")
+    assert not (segments.path / name).exists()
+    assert len(segments.records()) == 2
+
+
+def test_what_the_store_reads_back(segments: Written) -> None:
+    with segments.open("one", layout="segment") as store:
+        ids = [bytes([n * 37 % 256]) * 8 + n.to_bytes(8, "little") for n in range(5)]
+        assert store.lookup(ids) == [True] * 4 + [False]
+    with segments.open("one") as store:
+        assert store.lookup(ids) == [False] * 5, "a store reads its own layout only"

@@ -1,0 +1,135 @@
+"""What is true of segments only: when blocks are published, and what a killed process leaves to the next."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ucm.errors import ConfigError
+from ucm.store.posix import UcmPosixStore
+
+BLOCK = 8192
+IDS = [bytes([n * 7 % 256]) * 8 + n.to_bytes(8, "little") for n in range(40)]
+
+#: Writes blocks for ever, and names those that are published.
+WRITER = """
+import sys
+from test_segments import IDS, Memory, opened
+store, memory = opened(sys.argv[1], segment_age=float(sys.argv[2])), Memory()
+print("open", flush=True)
+for n, block in enumerate(IDS):
+    task = store.dump_data([block], [0], memory.rows(n))
+    if sys.argv[3] == "wait":
+        store.wait(task)
+        print(n, flush=True)
+while not all(store.lookup(IDS)):
+    pass
+print("written", flush=True)
+sys.stdin.read()
+"""
+
+
+class Memory:
+    """What the blocks hold: one piece each."""
+
+    def __init__(self) -> None:
+        self.data = np.arange(len(IDS) * BLOCK, dtype=np.uint32).astype(np.uint8).reshape(len(IDS), BLOCK)
+        self.data[:, 0] = range(len(IDS))
+
+    def rows(self, *blocks: int) -> Any:
+        return np.array([[self.data[n].ctypes.data] for n in blocks], dtype=np.uint64)
+
+
+def opened(root: str | Path, **changes: Any) -> UcmPosixStore:
+    config = {
+        "storage_backends": str(root),
+        "identity": "tests",
+        "storage_capacity": "1GiB",
+        "staging_capacity": "4MiB",
+        "deadlines": {"lookup_ms": 20_000},
+        "tensor_size": BLOCK,
+        "shard_size": BLOCK,
+        "block_size": BLOCK,
+        "layout": "segment",
+    }
+    return UcmPosixStore(config | changes)
+
+
+def right(store: UcmPosixStore, blocks: list[int]) -> bool:
+    """Loads blocks and tells whether every byte is right."""
+    target, truth = Memory(), Memory()
+    target.data[:] = 0xEE
+    store.wait(store.load_data([IDS[n] for n in blocks], [0] * len(blocks), target.rows(*blocks)))
+    return all(np.array_equal(target.data[n], truth.data[n]) for n in blocks)
+
+
+def child(root: Path, age: float, how: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WRITER, str(root), str(age), how]
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path}
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.parametrize("after", [1, 7, 20])
+def test_what_was_published_survives_a_kill(tmp_path: Path, after: int) -> None:
+    process = child(tmp_path / "root", 0, "wait")
+    assert process.stdout is not None
+    published: list[int] = []
+    for line in process.stdout:
+        published += [int(line)] if line.strip().isdigit() else []
+        if len(published) == after:
+            break
+    kill(process)
+    with opened(tmp_path / "root") as store:
+        assert all(store.lookup([IDS[n] for n in published]))
+        assert right(store, published)
+
+
+def test_what_a_killed_process_had_not_published_is_taken_over(tmp_path: Path) -> None:
+    process = child(tmp_path / "root", 60, "go on")
+    assert process.stdout is not None
+    assert any(line == "written\n" for line in process.stdout)
+    assert not list(tmp_path.glob("root/*/segments/*"))
+    kill(process)
+    with opened(tmp_path / "root") as store:
+        assert all(store.lookup(IDS))
+        assert right(store, list(range(len(IDS))))
+        assert not list(tmp_path.glob("root/*/tmp/*"))
+        assert len(list(tmp_path.glob("root/*/segments/*.seg"))) == 1
+
+
+def test_closing_does_not_wait_for_more(tmp_path: Path) -> None:
+    memory = Memory()
+    with opened(tmp_path / "root", segment_age=60) as store:
+        store.dump_data(IDS[:2], [0, 0], memory.rows(0, 1))
+    with opened(tmp_path / "root") as store:
+        assert store.lookup(IDS[:3]) == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("layout", "segments"),
+        ("segment_size", "2GiB"),
+        ("segment_size", 4096),
+        ("segment_age", -1),
+        ("segment_age", True),
+    ],
+)
+def test_values_that_make_no_sense_are_named(tmp_path: Path, key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=key):
+        opened(tmp_path / "root", **{key: value})
