@@ -67,7 +67,11 @@ fn main() {
         assert!(reader.contains(id(0)), "the reader sees it");
         // As the engine's slots lie: memcpy likes no other offset in a page on some processors.
         let slots = SlotPool::with_slots(HostArena::new(BYTES + 2 * len).unwrap(), len, count + 1).unwrap();
-        let sources: Vec<Slot> = std::iter::from_fn(|| slots.try_acquire_above(1)).collect();
+        let mut sources: Vec<Slot> = std::iter::from_fn(|| slots.try_acquire_above(1)).collect();
+        // Written, or all of them would be one page of zeroes that is always in a cache.
+        sources
+            .iter_mut()
+            .for_each(|source| source.as_mut_slice().fill(2));
         let mut slot = slots.try_acquire().unwrap();
         let out = &mut slot.as_mut_slice()[..len];
         out.fill(1);

@@ -7,53 +7,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use common::memory::{keep, record, setup, tier};
 use common::{Device, Medium, Setup, Store, directory, eventually, id, ids, memory_config, pages, shape};
-use parking_lot::Mutex;
-use ucm_core::{BlockId, ErrorKind, Part};
+use ucm_core::ErrorKind;
 use ucm_infra::{Clock, Completion, ManualClock, Mono, SystemClock};
 use ucm_store::backend::{Backend, Early, Listed};
-use ucm_store::memory::{Inserted, MemoryBackend, MemoryConfig, Policy, Victim, cache_bytes};
-use ucm_store::record::RecordMeta;
+use ucm_store::memory::{Inserted, MemoryBackend, Policy, cache_bytes};
 use ucm_store::space::Capacity;
-
-fn setup(records: u64) -> Setup {
-    Setup {
-        medium: Medium::Memory(records, Policy::Lru),
-        ..Setup::default()
-    }
-}
-
-fn tier(dir: &Path, records: u64, change: impl FnOnce(&mut MemoryConfig)) -> MemoryBackend {
-    let mut config = memory_config(&Setup::default(), (records > 0).then_some(records));
-    config.registry = Some(dir.join("regions"));
-    change(&mut config);
-    let tier = MemoryBackend::new(config, SystemClock::shared()).unwrap();
-    tier.probe(Mono::NEVER).unwrap();
-    tier
-}
-
-/// A sealed record of the default setup.
-fn record(id: BlockId) -> Vec<u8> {
-    let layout = shape(&Setup::default()).1;
-    let mut record = vec![id.0[0]; layout.record_len()];
-    let meta = RecordMeta {
-        id,
-        parent: BlockId::default(),
-        ordinal: 0,
-        namespace: *common::identity("w").digest(),
-        part: Part::default(),
-        tokens: 16,
-        time_ns: 1,
-        writer: 1,
-    };
-    layout.seal(&meta, &mut record).unwrap();
-    record
-}
-
-fn keep(tier: &MemoryBackend, ids: impl IntoIterator<Item = BlockId>) {
-    ids.into_iter()
-        .for_each(|id| assert_eq!(tier.insert(id, &record(id), 0).unwrap(), Inserted::Kept));
-}
 
 fn ask<T: Clone + Send + 'static>(call: impl FnOnce(ucm_store::backend::Done<T>)) -> T {
     let answer = Completion::new();
@@ -280,75 +240,6 @@ fn records_of_a_wrong_length_and_writers_without_memory_are_refused() {
         error.kind() == ErrorKind::Config && error.to_string().contains("at_least"),
         "{error}"
     );
-}
-
-#[test]
-fn victims_are_handed_out_whole_and_can_be_found_until_they_are_let_go() {
-    let dir = directory();
-    let tier = tier(dir.path(), 16, |_| ());
-    let taken: Arc<Mutex<Vec<Victim>>> = Arc::default();
-    let hands = Arc::clone(&taken);
-    assert!(tier.evicted(move |victim| hands.lock().push(victim)));
-    assert!(!tier.evicted(|_| ()), "there is one already");
-    keep(&tier, ids(16));
-    let first = taken.lock().remove(0);
-    assert_eq!(*first, record(first.id()), "byte for byte");
-    assert!(tier.contains(first.id()) && tier.pin(first.id()).is_some());
-    let gone = first.id();
-    drop(first);
-    assert!(!tier.contains(gone));
-    // More is stored than is taken away: at most two of sixteen are out, the others go all the same.
-    for n in 16..60 {
-        keep(&tier, [id(n)]);
-        assert!(taken.lock().len() <= 2);
-        assert!(tier.contains(id(n)));
-    }
-    let counts = tier.counts();
-    assert!(
-        counts.handed >= 2 && counts.handed <= counts.evicted && counts.damaged == 0,
-        "{counts:?}"
-    );
-    taken.lock().clear();
-    assert!(tier.usage().records <= 16);
-}
-
-#[test]
-fn a_victim_that_was_damaged_goes_without_being_handed() {
-    let dir = directory();
-    let tier = tier(dir.path(), 8, |_| ());
-    let taken: Arc<Mutex<Vec<BlockId>>> = Arc::default();
-    let hands = Arc::clone(&taken);
-    tier.evicted(move |victim| hands.lock().push(victim.id()));
-    keep(&tier, ids(7));
-    assert!(pages::flip(id(0), tier.region().unwrap(), 5000));
-    keep(&tier, (7..20).map(id));
-    assert!(!taken.lock().contains(&id(0)) && taken.lock().contains(&id(1)));
-    assert_eq!(tier.counts().damaged, 1);
-    assert!(!tier.contains(id(0)));
-}
-
-#[test]
-fn a_victim_stored_anew_meanwhile_stays() {
-    let dir = directory();
-    let store = Store::open(dir.path(), setup(8));
-    let tier = Arc::clone(store.memory.as_ref().unwrap());
-    let taken: Arc<Mutex<Vec<Victim>>> = Arc::default();
-    let hands = Arc::clone(&taken);
-    tier.evicted(move |victim| hands.lock().push(victim));
-    let device = Device::filled(&store.setup, &ids(20));
-    store.dump(&device, &ids(8)).unwrap();
-    let victim = taken.lock().remove(0);
-    let block = victim.id();
-    // Refused by a reader, it is replaced by the next dump.
-    assert!(pages::flip(block, tier.region().unwrap(), 5000));
-    store
-        .load(&Device::blank(&store.setup, &[block]), &[block])
-        .unwrap_err();
-    store.dump(&device, &[block]).unwrap();
-    drop(victim);
-    let target = Device::blank(&store.setup, &[block]);
-    store.load(&target, &[block]).unwrap();
-    assert!(target.is_right(block));
 }
 
 #[test]

@@ -13,6 +13,7 @@
 //! kept open.
 
 mod fork;
+mod lease;
 mod mapping;
 mod own;
 mod registry;
@@ -22,6 +23,7 @@ mod table;
 mod tests;
 mod view;
 
-pub use own::{Blank, Pinned, RegionOptions, SharedRegion};
+pub use lease::{Blank, Pinned};
+pub use own::{RegionOptions, SharedRegion};
 pub use registry::{Registry, Scan, Wanted};
 pub use view::RegionView;

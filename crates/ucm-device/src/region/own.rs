@@ -1,11 +1,9 @@
 //! The region this process writes: slots handed out blank, filled, published under an id, pinned while in use.
 //!
 //! A slot is written only between [`SharedRegion::reserve`] and [`Blank::publish`], and is handed out again only when
-//! it has no name and nobody in this process pins it. So the bytes behind a [`Pinned`] stand still.
-#![allow(unsafe_code, reason = "lends the bytes of pinned slots, which nobody writes")]
+//! it has no name and nobody in this process pins it (`lease.rs`).
 
 use std::fmt;
-use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 
@@ -14,10 +12,11 @@ use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_infra::seqlock;
 
 use super::fork::OwnFd;
+use super::lease::{Blank, Pinned};
 use super::mapping::Mapping;
 use super::registry::{Announcement, Registry};
 use super::shape::Shape;
-use super::table::{Field, Table, describe};
+use super::table::{Field, Table};
 
 /// How to make a region.
 #[derive(Clone, Copy, Debug)]
@@ -35,8 +34,8 @@ pub struct RegionOptions {
 /// Memory that this process writes and others of this host can read. Drop it, and its memory goes with the last
 /// process that maps it.
 pub struct SharedRegion {
-    mapping: Mapping,
-    shape: Shape,
+    pub(super) mapping: Mapping,
+    pub(super) shape: Shape,
     slots: Mutex<Slots>,
     announced: Mutex<Option<Announcement>>,
     fd: OwnFd,
@@ -256,7 +255,7 @@ impl SharedRegion {
         self.fd.as_fd().as_raw_fd()
     }
 
-    fn table(&self) -> Table<'_> {
+    pub(super) fn table(&self) -> Table<'_> {
         Table {
             words: self.mapping.words(),
             shape: &self.shape,
@@ -273,8 +272,29 @@ impl SharedRegion {
         }
     }
 
+    /// Gives a filled slot its name, in place of another one, which is the answer.
+    pub(super) fn name(&self, id: BlockId, slot: usize) -> Option<usize> {
+        let mut slots = self.slots.lock();
+        let before = self.table().find(id).map(|found| found.slot);
+        self.table().name(id, slot, before);
+        if let Some(state) = slots.state.get_mut(slot) {
+            *state |= NAMED; // the use as a blank ends when that is dropped
+        }
+        let Some(before) = before else {
+            slots.named += 1;
+            return None;
+        };
+        if let Some(state) = slots.state.get_mut(before) {
+            *state &= !NAMED;
+            if *state == 0 {
+                slots.free.push(before as u32);
+            }
+        }
+        Some(before)
+    }
+
     /// One user of a slot less; without name and users it is free.
-    fn release(&self, slot: usize) {
+    pub(super) fn release(&self, slot: usize) {
         if !self.mapping.here() {
             return;
         }
@@ -296,115 +316,6 @@ impl fmt::Debug for SharedRegion {
             .field("slots", &self.shape.slots)
             .field("records", &self.len())
             .finish_non_exhaustive()
-    }
-}
-
-/// A slot that is being filled. Dropped without [`Blank::publish`] it is free again.
-pub struct Blank {
-    region: Arc<SharedRegion>,
-    slot: usize,
-    filled: usize,
-}
-
-impl Blank {
-    /// Writes the record. `InvalidInput` when it is longer than the region's records.
-    pub fn fill(&mut self, record: &[u8]) -> Result<()> {
-        if record.is_empty() || record.len() > self.region.shape.record_len {
-            return Err(Error::invalid("the record does not fit the slots of this region")
-                .with("len", record.len())
-                .with("record_len", self.region.shape.record_len));
-        }
-        if let Some(words) = self.region.table().record(self.slot) {
-            seqlock::fill(words, record);
-        }
-        self.filled = record.len();
-        Ok(())
-    }
-
-    /// Gives it a name: from here on every process finds it. In place of a record of the same name, whose slot is the
-    /// second answer. The first is its own.
-    pub fn publish(self, id: BlockId, ordinal: u32) -> (u32, Option<u32>) {
-        let (region, slot) = (&self.region, self.slot);
-        let (table, number) = (region.table(), slot as u32);
-        let Some(entry) = table.entry(slot) else {
-            return (number, None);
-        };
-        let mut slots = region.slots.lock();
-        let before = table.find(id).map(|found| found.slot);
-        describe(entry, id, self.filled, ordinal);
-        seqlock::publish(&entry[Field::Generation as usize]);
-        table.name(id, slot, before);
-        if let Some(state) = slots.state.get_mut(slot) {
-            *state |= NAMED; // the use as a blank ends when this is dropped
-        }
-        match before {
-            None => slots.named += 1,
-            Some(before) => {
-                if let Some(state) = slots.state.get_mut(before) {
-                    *state &= !NAMED;
-                    if *state == 0 {
-                        slots.free.push(before as u32);
-                    }
-                }
-            }
-        }
-        drop(slots);
-        (number, before.map(|before| before as u32))
-    }
-}
-
-impl Drop for Blank {
-    fn drop(&mut self) {
-        self.region.release(self.slot);
-    }
-}
-
-/// A record of this process's own region that stays where it is until this is dropped.
-pub struct Pinned {
-    region: Arc<SharedRegion>,
-    slot: usize,
-    id: BlockId,
-    len: usize,
-    ordinal: u32,
-}
-
-impl Pinned {
-    /// The record's id.
-    pub fn id(&self) -> BlockId {
-        self.id
-    }
-
-    /// Its position in its chain, as it was stored.
-    pub fn ordinal(&self) -> u32 {
-        self.ordinal
-    }
-
-    /// Its slot.
-    pub fn slot(&self) -> u32 {
-        self.slot as u32
-    }
-}
-
-impl Deref for Pinned {
-    type Target = [u8];
-
-    /// The record; nothing in a forked child.
-    fn deref(&self) -> &[u8] {
-        // SAFETY: only a `Blank` stores into the words of a slot, and no slot is handed out as one while it is pinned.
-        let bytes = unsafe { self.region.mapping.bytes(self.region.shape.record(self.slot)) };
-        bytes.get(..self.len).unwrap_or_default()
-    }
-}
-
-impl Drop for Pinned {
-    fn drop(&mut self) {
-        self.region.release(self.slot);
-    }
-}
-
-impl fmt::Debug for Pinned {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Pinned({} of {} bytes)", self.id, self.len)
     }
 }
 

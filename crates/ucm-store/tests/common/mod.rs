@@ -5,6 +5,8 @@
 
 pub(crate) mod bench;
 pub(crate) mod map;
+pub(crate) mod media;
+pub(crate) mod memory;
 pub(crate) mod mount;
 pub(crate) mod pages;
 pub(crate) mod segments;
@@ -17,7 +19,7 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use tempfile::TempDir;
-use ucm_core::{BlockId, DType, Geometry, Identity, Part};
+use ucm_core::{BlockId, DType, Identity, Part};
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::{Clock, SystemClock};
 use ucm_io::{
@@ -29,9 +31,8 @@ use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 use ucm_store::memory::{MemoryBackend, MemoryConfig, Policy};
-use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
-use ucm_store::record::RecordLayout;
-use ucm_store::segment::{SegmentBackend, SegmentConfig};
+use ucm_store::posix::Modes;
+use ucm_store::segment::SegmentConfig;
 use ucm_store::space::{Capacity, Rules};
 use ucm_store::tiers::{StageConfig, Tiers, TiersConfig, WritePolicy};
 
@@ -49,25 +50,8 @@ pub(crate) enum Above {
     File,
 }
 
-/// What a test's store keeps its records on.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Medium {
-    /// Files below the test's directory.
-    Posix,
-    /// Memory for so many records, announced below the test's directory.
-    Memory(u64, Policy),
-}
-
-/// What tests that need no faults of files run over.
-pub(crate) const MEDIA: [Medium; 2] = [Medium::Posix, Medium::Memory(64, Policy::Lru)];
-
-/// A store on this.
-pub(crate) fn on(medium: Medium) -> Setup {
-    Setup {
-        medium,
-        ..Setup::default()
-    }
-}
+#[allow(unused_imports, reason = "each test file uses its part of this")]
+pub(crate) use media::{MEDIA, Medium, memory_config, on, shape};
 
 /// How a test wants its store.
 #[derive(Clone)]
@@ -290,56 +274,6 @@ pub(crate) fn identity(weights: &str) -> Identity {
     Identity::parse(&text).unwrap()
 }
 
-/// The sizes of the blocks of a test and of their records.
-pub(crate) fn shape(setup: &Setup) -> (Geometry, RecordLayout) {
-    let geometry = Geometry::new(setup.tensors.clone(), setup.layers, setup.layers_per_shard).unwrap();
-    let record = RecordLayout::new(&geometry).describing(16, DType::F32);
-    (geometry, record)
-}
-
-/// A memory tier for so many records of a test.
-pub(crate) fn memory_config(setup: &Setup, records: Option<u64>) -> MemoryConfig {
-    let record = shape(setup).1;
-    let bytes = |records| records * (record.record_len().next_multiple_of(4096) as u64 + 64) + 3 * 4096;
-    let capacity = records.map(bytes).and_then(std::num::NonZeroU64::new);
-    MemoryConfig::new(identity(setup.weights), setup.part, record, capacity)
-}
-
-fn posix(
-    root: &Path,
-    setup: &Setup,
-    identity: &Identity,
-    writer: u64,
-    faults: &Arc<FaultyEngine>,
-    clock: &Arc<dyn Clock>,
-) -> ucm_core::Result<Arc<dyn Backend>> {
-    let (geometry, record) = shape(setup);
-    let posix = PosixConfig {
-        root: root.to_owned(),
-        identity: identity.clone(),
-        labels: BTreeMap::new(),
-        part: setup.part,
-        geometry,
-        record,
-        direct: false,
-        lookup_only: setup.lookup_only,
-        capacity: setup
-            .capacity
-            .and_then(std::num::NonZeroU64::new)
-            .map(Capacity::Bytes),
-        rules: setup.rules,
-        process: setup.process.clone(),
-        writer,
-        modes: setup.modes,
-        quarantine: setup.quarantine,
-    };
-    let (io, clock) = (Arc::clone(faults) as Arc<dyn IoEngine>, Arc::clone(clock));
-    Ok(match setup.layout {
-        Layout::File => Arc::new(PosixBackend::new(posix, io, clock)?),
-        Layout::Segment(config) => Arc::new(SegmentBackend::new(posix, config, io, clock)?),
-    })
-}
-
 impl Store {
     pub(crate) fn open(root: &Path, setup: Setup) -> Self {
         Self::with_clock(root, setup, SystemClock::shared())
@@ -380,7 +314,7 @@ impl Store {
         let writer = ucm_store::random_u64();
         let mut memory = None;
         let lower: Arc<dyn Backend> = match setup.medium {
-            Medium::Posix => posix(root, &setup, &identity, writer, &faults, &clock)?,
+            Medium::Posix => media::posix(root, &setup, &identity, writer, &faults, &clock)?,
             Medium::Memory(records, policy) => {
                 let backend = in_memory(root, &setup, records, policy, &clock)?;
                 Arc::clone(memory.insert(backend)) as Arc<dyn Backend>
@@ -403,7 +337,7 @@ impl Store {
                     std::fs::create_dir_all(dir).unwrap();
                 }
                 Some((
-                    posix(&above(root), &setup, &identity, writer, io, &clock)?,
+                    media::posix(&above(root), &setup, &identity, writer, io, &clock)?,
                     WritePolicy::Through,
                 ))
             }

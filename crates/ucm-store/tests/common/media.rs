@@ -1,0 +1,88 @@
+//! What a test's store keeps its records on.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use ucm_core::{DType, Geometry, Identity};
+use ucm_infra::Clock;
+use ucm_io::{FaultyEngine, IoEngine};
+use ucm_store::backend::Backend;
+use ucm_store::memory::{MemoryConfig, Policy};
+use ucm_store::posix::{PosixBackend, PosixConfig};
+use ucm_store::record::RecordLayout;
+use ucm_store::segment::SegmentBackend;
+use ucm_store::space::Capacity;
+
+use super::{Layout, Setup, identity};
+
+/// What a test's store keeps its records on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Medium {
+    /// Files below the test's directory.
+    Posix,
+    /// Memory for so many records, announced below the test's directory.
+    Memory(u64, Policy),
+}
+
+/// What tests that need no faults of files run over.
+pub(crate) const MEDIA: [Medium; 2] = [Medium::Posix, Medium::Memory(64, Policy::Lru)];
+
+/// A store on this.
+pub(crate) fn on(medium: Medium) -> Setup {
+    Setup {
+        medium,
+        ..Setup::default()
+    }
+}
+
+/// The sizes of the blocks of a test and of their records.
+pub(crate) fn shape(setup: &Setup) -> (Geometry, RecordLayout) {
+    let geometry = Geometry::new(setup.tensors.clone(), setup.layers, setup.layers_per_shard).unwrap();
+    let record = RecordLayout::new(&geometry).describing(16, DType::F32);
+    (geometry, record)
+}
+
+/// A memory tier for so many records of a test.
+pub(crate) fn memory_config(setup: &Setup, records: Option<u64>) -> MemoryConfig {
+    let record = shape(setup).1;
+    let bytes = |records| records * (record.record_len().next_multiple_of(4096) as u64 + 64) + 3 * 4096;
+    let capacity = records.map(bytes).and_then(std::num::NonZeroU64::new);
+    MemoryConfig::new(identity(setup.weights), setup.part, record, capacity)
+}
+
+/// A backend over files.
+pub(super) fn posix(
+    root: &Path,
+    setup: &Setup,
+    identity: &Identity,
+    writer: u64,
+    faults: &Arc<FaultyEngine>,
+    clock: &Arc<dyn Clock>,
+) -> ucm_core::Result<Arc<dyn Backend>> {
+    let (geometry, record) = shape(setup);
+    let posix = PosixConfig {
+        root: root.to_owned(),
+        identity: identity.clone(),
+        labels: BTreeMap::new(),
+        part: setup.part,
+        geometry,
+        record,
+        direct: false,
+        lookup_only: setup.lookup_only,
+        capacity: setup
+            .capacity
+            .and_then(std::num::NonZeroU64::new)
+            .map(Capacity::Bytes),
+        rules: setup.rules,
+        process: setup.process.clone(),
+        writer,
+        modes: setup.modes,
+        quarantine: setup.quarantine,
+    };
+    let (io, clock) = (Arc::clone(faults) as Arc<dyn IoEngine>, Arc::clone(clock));
+    Ok(match setup.layout {
+        Layout::File => Arc::new(PosixBackend::new(posix, io, clock)?),
+        Layout::Segment(config) => Arc::new(SegmentBackend::new(posix, config, io, clock)?),
+    })
+}

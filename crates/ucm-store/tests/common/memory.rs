@@ -1,0 +1,50 @@
+//! The memory tier on its own, with records made by hand.
+
+use std::path::Path;
+
+use ucm_core::{BlockId, Part};
+use ucm_infra::{Mono, SystemClock};
+use ucm_store::backend::Backend;
+use ucm_store::memory::{Inserted, MemoryBackend, MemoryConfig, Policy};
+use ucm_store::record::RecordMeta;
+
+use super::{Medium, Setup, identity, memory_config, shape};
+
+pub(crate) fn setup(records: u64) -> Setup {
+    Setup {
+        medium: Medium::Memory(records, Policy::Lru),
+        ..Setup::default()
+    }
+}
+
+pub(crate) fn tier(dir: &Path, records: u64, change: impl FnOnce(&mut MemoryConfig)) -> MemoryBackend {
+    let mut config = memory_config(&Setup::default(), (records > 0).then_some(records));
+    config.registry = Some(dir.join("regions"));
+    change(&mut config);
+    let tier = MemoryBackend::new(config, SystemClock::shared()).unwrap();
+    tier.probe(Mono::NEVER).unwrap();
+    tier
+}
+
+/// A sealed record of the default setup.
+pub(crate) fn record(id: BlockId) -> Vec<u8> {
+    let layout = shape(&Setup::default()).1;
+    let mut record = vec![id.0[0]; layout.record_len()];
+    let meta = RecordMeta {
+        id,
+        parent: BlockId::default(),
+        ordinal: 0,
+        namespace: *identity("w").digest(),
+        part: Part::default(),
+        tokens: 16,
+        time_ns: 1,
+        writer: 1,
+    };
+    layout.seal(&meta, &mut record).unwrap();
+    record
+}
+
+pub(crate) fn keep(tier: &MemoryBackend, ids: impl IntoIterator<Item = BlockId>) {
+    ids.into_iter()
+        .for_each(|id| assert_eq!(tier.insert(id, &record(id), 0).unwrap(), Inserted::Kept));
+}

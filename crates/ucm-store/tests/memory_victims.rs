@@ -1,0 +1,82 @@
+//! What the memory tier sends away: handed out whole, readable until it is let go, and never damaged.
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
+mod common;
+
+use std::sync::Arc;
+
+use common::memory::{keep, record, setup, tier};
+use common::{Device, Store, directory, id, ids, pages};
+use parking_lot::Mutex;
+use ucm_core::BlockId;
+use ucm_store::backend::Backend;
+use ucm_store::memory::Victim;
+
+#[test]
+fn victims_are_handed_out_whole_and_can_be_found_until_they_are_let_go() {
+    let dir = directory();
+    let tier = tier(dir.path(), 16, |_| ());
+    let taken: Arc<Mutex<Vec<Victim>>> = Arc::default();
+    let hands = Arc::clone(&taken);
+    assert!(tier.evicted(move |victim| hands.lock().push(victim)));
+    assert!(!tier.evicted(|_| ()), "there is one already");
+    keep(&tier, ids(16));
+    let first = taken.lock().remove(0);
+    assert_eq!(*first, record(first.id()), "byte for byte");
+    assert!(tier.contains(first.id()) && tier.pin(first.id()).is_some());
+    let gone = first.id();
+    drop(first);
+    assert!(!tier.contains(gone));
+    // More is stored than is taken away: at most two of sixteen are out, the others go all the same.
+    for n in 16..60 {
+        keep(&tier, [id(n)]);
+        assert!(taken.lock().len() <= 2);
+        assert!(tier.contains(id(n)));
+    }
+    let counts = tier.counts();
+    assert!(
+        counts.handed >= 2 && counts.handed <= counts.evicted && counts.damaged == 0,
+        "{counts:?}"
+    );
+    taken.lock().clear();
+    assert!(tier.usage().records <= 16);
+}
+
+#[test]
+fn a_victim_that_was_damaged_goes_without_being_handed() {
+    let dir = directory();
+    let tier = tier(dir.path(), 8, |_| ());
+    let taken: Arc<Mutex<Vec<BlockId>>> = Arc::default();
+    let hands = Arc::clone(&taken);
+    tier.evicted(move |victim| hands.lock().push(victim.id()));
+    keep(&tier, ids(7));
+    assert!(pages::flip(id(0), tier.region().unwrap(), 5000));
+    keep(&tier, (7..20).map(id));
+    assert!(!taken.lock().contains(&id(0)) && taken.lock().contains(&id(1)));
+    assert_eq!(tier.counts().damaged, 1);
+    assert!(!tier.contains(id(0)));
+}
+
+#[test]
+fn a_victim_stored_anew_meanwhile_stays() {
+    let dir = directory();
+    let store = Store::open(dir.path(), setup(8));
+    let tier = Arc::clone(store.memory.as_ref().unwrap());
+    let taken: Arc<Mutex<Vec<Victim>>> = Arc::default();
+    let hands = Arc::clone(&taken);
+    tier.evicted(move |victim| hands.lock().push(victim));
+    let device = Device::filled(&store.setup, &ids(20));
+    store.dump(&device, &ids(8)).unwrap();
+    let victim = taken.lock().remove(0);
+    let block = victim.id();
+    // Refused by a reader, it is replaced by the next dump.
+    assert!(pages::flip(block, tier.region().unwrap(), 5000));
+    store
+        .load(&Device::blank(&store.setup, &[block]), &[block])
+        .unwrap_err();
+    store.dump(&device, &[block]).unwrap();
+    drop(victim);
+    let target = Device::blank(&store.setup, &[block]);
+    store.load(&target, &[block]).unwrap();
+    assert!(target.is_right(block));
+}
