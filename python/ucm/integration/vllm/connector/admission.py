@@ -28,8 +28,8 @@ FIRST_S = 0.5
 UNLEARNT = 8
 #: The ledger is kept within so many times what the load at hand may take.
 LEDGER = 4.0
-#: A load is behind when it has taken so many times what was expected, counted from the end of the step in which it began
-#: for certain: the first that ends may have been planned before it.
+#: A load is behind when it has taken so many times what was expected, counted from the end of the step by which it had
+#: begun for certain: the first that ends may have been planned before it.
 BEHIND, BEGUN = 2.0, 2
 #: Tiers told apart; more are one.
 TIERS = 8
