@@ -34,10 +34,11 @@ const ATTEMPTS: &[Flags] = &[
     |_| {},
 ];
 
-/// A ring in which `calls` calls and as many cancellations fit, and for which the kernel starts at most `threads` threads
-/// for calls that would make the submitter wait (where it can be told, 5.15 and newer). To be called by the thread that will submit. The error
-/// says that io_uring cannot be used here: refused (EPERM, ENOSYS: seccomp, a sysctl, an old kernel) or incomplete.
-pub(super) fn make(calls: usize, threads: usize) -> Result<IoUring> {
+/// A ring in which `calls` calls and as many cancellations fit. To be called by the thread that will submit. For calls
+/// that would make the submitter wait the kernel has threads of its own, four for each core; fewer are not asked for,
+/// because one that hangs is not replaced. The error says that io_uring cannot be used here: refused (EPERM, ENOSYS:
+/// seccomp, a sysctl, an old kernel) or incomplete.
+pub(super) fn make(calls: usize) -> Result<IoUring> {
     let refused = |error: io::Error| Error::from_io(error, "this system refuses io_uring");
     let entries = u32::try_from(2 * calls + 1)
         .ok()
@@ -46,11 +47,6 @@ pub(super) fn make(calls: usize, threads: usize) -> Result<IoUring> {
     let ring = build(entries).map_err(refused)?;
     let mut probe = Probe::new();
     ring.submitter().register_probe(&mut probe).map_err(refused)?;
-    let threads = u32::try_from(threads).unwrap_or(u32::MAX);
-    // For files, and for what might wait for ever; best effort.
-    let _ = ring
-        .submitter()
-        .register_iowq_max_workers(&mut [threads, threads]);
     match NEEDED.iter().find(|(code, _)| !probe.is_supported(*code)) {
         None => Ok(ring),
         Some((_, name)) => {

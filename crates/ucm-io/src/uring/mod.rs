@@ -149,12 +149,7 @@ impl UringEngine {
             ends: Bell::new(),
             counters: Counters::default(),
         });
-        // As many as the pool may have: those that hang are not to be missed.
-        let threads = options
-            .psync
-            .workers
-            .saturating_add(options.psync.max_replacements);
-        start_ring(&shared, options.places(), threads)?;
+        start_ring(&shared, options.places())?;
         let engine = Arc::new(Self { shared });
         // From here on an early return drops the engine, which shuts it down.
         engine.shared.start_watch()?;
@@ -193,10 +188,10 @@ impl UringEngine {
 }
 
 /// Starts the ring's thread and waits until it has its ring: only the thread that makes a ring may use it.
-fn start_ring(shared: &Arc<Shared>, places: usize, threads: usize) -> Result<()> {
+fn start_ring(shared: &Arc<Shared>, places: usize) -> Result<()> {
     let (told, tells) = mpsc::channel();
     let of_thread = Arc::clone(shared);
-    let body = move || match kernel::make(places, threads) {
+    let body = move || match kernel::make(places) {
         Ok(ring) => {
             let ring = Ring::new(ring, of_thread, places);
             // If nobody listens, nobody will ever submit, and shutdown is what comes next.
