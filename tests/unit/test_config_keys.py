@@ -95,7 +95,6 @@ def test_an_io_engine_that_there_is_not() -> None:
         ({}, {"PLATFORM": "cuda"}, "platform cuda is not built yet"),
         ({}, {"UCM_STORAGE_BACKEND": "mooncake"}, "UcmMooncakeStore is not built yet"),
         ({"storage_backend": "ds3fs"}, {}, "UcmDs3fsStore is not built yet"),
-        ({"storage_backend": "pc"}, {}, "UcmPcStore is not built yet"),
         ({"storage_backend": "object"}, {}, "UcmObjectStore is not built yet"),
         ({"storage_path": "/a:/b"}, {}, "several storage_backends"),
     ],

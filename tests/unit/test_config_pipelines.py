@@ -106,7 +106,7 @@ def test_keys_of_a_stage_are_its_own_and_the_others_hold_for_all() -> None:
     [
         ({"store_pipeline": "Cache|Posx", "path": "/d"}, 'did you mean "posix"'),
         ({"store_pipeline": "Cache|Compress|Posix", "path": "/d"}, "Compress"),
-        ({"store_pipeline": "Cache|Pc", "path": "/d"}, "UcmPcStore as a stage of a pipeline is not built yet"),
+        ({"store_pipeline": "Cache|Redis", "path": "/d"}, "UcmRedisStore as a stage of a pipeline is not built yet"),
         ({"store_pipeline": "Posix|Cache", "path": "/d"}, "write it first: Cache|Posix"),
         ({"store_pipeline": "Cache|Cache|Posix", "path": "/d"}, "two Cache stages"),
         ({"store_pipeline": "Cache"}, "Cache|Empty"),

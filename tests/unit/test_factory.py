@@ -49,8 +49,8 @@ def test_registering_and_importing_the_factory_imports_no_store() -> None:
         "print(F.registered())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    ours = ("UcmCacheStore", "UcmEmptyStore", "UcmFakeStore", "UcmNfsStore", "UcmPipelineStore", "UcmPosixStore")
-    assert done.stdout == f"{('Mine', *ours)}\n"
+    words = ("Cache", "Empty", "Fake", "Nfs", "Pc", "Pipeline", "Posix")
+    assert done.stdout == f"{('Mine', *(f'Ucm{word}Store' for word in words))}\n"
 
 
 def test_an_unknown_name_shows_what_there_is_and_the_nearest() -> None:

@@ -32,18 +32,33 @@ FOREIGN_STAGES: tuple[str, ...] = ("compress", "delegator", "dram", "yuanrong", 
 KNOWN_STORES: frozenset[str] = frozenset(BACKEND_WORDS.values())
 
 BUILT_STORES: frozenset[str] = frozenset(
-    {"UcmPosixStore", "UcmNfsStore", "UcmCacheStore", "UcmPipelineStore", "UcmEmptyStore", "UcmFakeStore"}
+    {
+        "UcmPosixStore",
+        "UcmNfsStore",
+        "UcmPcStore",
+        "UcmCacheStore",
+        "UcmPipelineStore",
+        "UcmEmptyStore",
+        "UcmFakeStore",
+    }
 )
 
 #: Store that can be a stage of a pipeline -> what the core calls the kind.
-STAGE_KINDS: dict[str, str] = {"UcmCacheStore": "cache", "UcmPosixStore": "posix", "UcmNfsStore": "posix"}
+STAGE_KINDS: dict[str, str] = {
+    "UcmCacheStore": "cache",
+    "UcmPosixStore": "posix",
+    "UcmNfsStore": "posix",
+    "UcmPcStore": "posix",
+}
+
+#: Stores that keep their blocks in segments, whatever ``layout`` says.
+IN_SEGMENTS: frozenset[str] = frozenset({"UcmPcStore"})
 
 #: Stores that need no directory.
 WITHOUT_ROOT: frozenset[str] = frozenset({"UcmCacheStore", "UcmEmptyStore", "UcmFakeStore"})
 
 #: What to write today instead of a store that is not built yet.
 INSTEAD: dict[str, str] = {
-    "UcmPcStore": "use UcmPosixStore (storage_backend: posix) on the same directory",
     "UcmDs3fsStore": "use UcmPosixStore (storage_backend: posix) on the mount point of 3FS",
     "UcmMooncakeStore": "use UcmPosixStore (storage_backend: posix) on a directory",
     "UcmObjectStore": "use UcmPosixStore (storage_backend: posix) on a directory",
@@ -86,7 +101,7 @@ class FakeOptions(_Options):
 
 
 class PcOptions(_Options):
-    """Keys of the prefix cache store of the seeds."""
+    """Keys of the prefix cache store of the seeds; how many threads and slots there are is said by the common ones."""
 
     stream_number: Annotated[int, Field(ge=1)] = 8
     buffer_number: Annotated[int, Field(ge=1)] = 4096

@@ -20,9 +20,6 @@ from ucm.store.v0_over_v1 import V0OverV1
 
 logger = logging.getLogger("ucm.store")
 
-#: Names of the original that stand for the store of files while they have no class of their own.
-PRESETS: dict[str, str] = {"UcmNfsStore": "UcmPosixStore", "UcmPcStore": "UcmPosixStore"}
-
 #: Keys of the original's V0 stores -> ours.
 _WORDS = {
     "kv_block_size": "block_size",
@@ -46,7 +43,7 @@ class UcmConnectorFactory:
     @classmethod
     def registered(cls) -> tuple[str, ...]:
         """The names that can be created, sorted."""
-        return tuple(sorted({*UcmConnectorFactoryV1.registered(), *PRESETS}))
+        return UcmConnectorFactoryV1.registered()
 
     @classmethod
     def create_connector(
@@ -57,18 +54,19 @@ class UcmConnectorFactory:
         ``config`` may be written in the original's words: ``kv_block_size`` and ``io_size`` (bytes), ``role`` scheduler
         or worker, ``device``. Raises as the V1 factory's :meth:`create_connector`.
         """
-        name = connector_name
-        if module_path is None and name in PRESETS and name not in UcmConnectorFactoryV1.registered():
-            name = PRESETS[name]
-        found = UcmConnectorFactoryV1.resolve(name, module_path)
+        found = UcmConnectorFactoryV1.resolve(connector_name, module_path)
         if not issubclass(found, UcmKVStoreBaseV1):
             try:
                 return found(config)
             except UcmError:
                 raise
             except Exception as error:
-                raise ConfigError(f"the store {name} could not be made: {type(error).__name__}: {error}") from error
-        return V0OverV1(UcmConnectorFactoryV1.create_connector(name, _in_our_words(name, config), module_path))
+                raise ConfigError(
+                    f"the store {connector_name} could not be made: {type(error).__name__}: {error}"
+                ) from error
+        return V0OverV1(
+            UcmConnectorFactoryV1.create_connector(connector_name, _in_our_words(connector_name, config), module_path)
+        )
 
 
 def _in_our_words(name: str, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -123,6 +123,7 @@ def _classes(module: Any) -> list[str]:
 
 UcmConnectorFactoryV1.register_connector("UcmPosixStore", "ucm.store.posix.connector", "UcmPosixStore")
 UcmConnectorFactoryV1.register_connector("UcmNfsStore", "ucm.store.nfs.connector", "UcmNfsStore")
+UcmConnectorFactoryV1.register_connector("UcmPcStore", "ucm.store.pc.connector", "UcmPcStore")
 UcmConnectorFactoryV1.register_connector("UcmCacheStore", "ucm.store.cache.connector", "UcmCacheStore")
 UcmConnectorFactoryV1.register_connector("UcmPipelineStore", "ucm.store.pipeline.connector", "UcmPipelineStore")
 UcmConnectorFactoryV1.register_connector("UcmEmptyStore", "ucm.store.empty.connector", "UcmEmptyStore")

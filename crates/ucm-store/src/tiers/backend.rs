@@ -129,6 +129,10 @@ impl Backend for Tiers {
         self.shared.early.merge(stages.map(|stage| stage.backend.early()))
     }
 
+    fn flush(&self, last: bool) {
+        self.shared.stages.iter().for_each(|stage| stage.backend.flush(last));
+    }
+
     fn usage(&self) -> Usage {
         self.shared.base().backend.usage()
     }

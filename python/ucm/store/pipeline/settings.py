@@ -10,6 +10,7 @@ from pydantic import Field
 from ucm.config import parse
 from ucm.config.model import Stage, StoreSettings
 from ucm.config.pipelines import CACHE, kind_of, with_roots, word_of
+from ucm.config.stores import IN_SEGMENTS
 from ucm.errors import ConfigError
 from ucm.store.cache.settings import cache_stage
 from ucm.store.posix.settings import EngineSettings, read_settings
@@ -38,6 +39,8 @@ class PipelineSettings(EngineSettings):
         """The common keys of one stage: its own, else those written beside the pipeline."""
         own = stage.model_fields_set
         keys = {key: getattr(stage if key in own else self, key) for key in StoreSettings.model_fields}
+        if stage.store in IN_SEGMENTS:
+            keys["layout"] = "segment"
         return StoreSettings.model_validate(keys | {"storage_backends": stage.storage_backends})
 
     @property

@@ -92,7 +92,7 @@ class EngineSettings(StoreSettings):
         return [self.posix_stage(self)]
 
     def posix_stage(self, own: StoreSettings) -> dict[str, Any]:
-        """A stage of one record per file below the directory of ``own``; times in seconds."""
+        """A stage of records below the directory of ``own``, in files or in segments; times in seconds."""
         capacity, quota = own.storage_capacity, own.namespace_quota
         return {
             "kind": "posix",
