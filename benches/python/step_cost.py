@@ -22,6 +22,7 @@ from vllm.v1.request import Request
 
 from ucm.integration.vllm.connector.admission import Admission
 from ucm.integration.vllm.connector.background import Background
+from ucm.integration.vllm.connector.candidates import Candidate, Selection
 from ucm.integration.vllm.connector.extra_keys import ExtraKeys
 from ucm.integration.vllm.connector.gate import Gate
 from ucm.integration.vllm.connector.keys import KeyMaker
@@ -72,10 +73,8 @@ def open_half(tables: Tables) -> SchedulerHalf:
         own_identity={},
         identity=lambda: "{}",
         trouble=lambda: "",
-        make_store=EmptyStore,
-        store_config={},
+        selection=Selection([Candidate("Empty", "nowhere", {}, EmptyStore)], 1, background, 5.0),
         world=1,
-        background=background,
         open_allowance=5.0,
     )
     half = SchedulerHalf(
@@ -90,9 +89,9 @@ def open_half(tables: Tables) -> SchedulerHalf:
     )
     half.bind_manager(tables)  # a step asks vLLM's manager for nothing but tables
     half.bind_pool(tables.block_pool)
-    gate.shake({(0, 0): Handshake(VERSION, (0, 0, 0), 0, True, {}, {})})
-    gate.report(RankReport(rank=0, ready=True))
+    gate.shake({(0, 0): Handshake(VERSION, (0, 0, 0), 0, True, {}, {}, stores=("Empty",))})
     while gate.phase != "open":
+        gate.report(RankReport(rank=0, ready=True))
         gate.poll()
     return half
 
