@@ -130,7 +130,10 @@ impl Backend for Tiers {
     }
 
     fn flush(&self, last: bool) {
-        self.shared.stages.iter().for_each(|stage| stage.backend.flush(last));
+        self.shared
+            .stages
+            .iter()
+            .for_each(|stage| stage.backend.flush(last));
     }
 
     fn usage(&self) -> Usage {
