@@ -22,7 +22,7 @@ mod papers;
 mod remove;
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -88,8 +88,12 @@ pub struct Space {
     /// Term in which this is the collector; 0: it is not.
     office: AtomicU64,
     bell: Bell,
+    /// Jobs of [`Space::in_background`] that have not ended, and what is rung when one has.
+    background: Arc<(AtomicUsize, Bell)>,
     open: AtomicBool,
     closing: AtomicBool,
+    /// Nothing is written any more: the keeper resigns and ends.
+    leaving: AtomicBool,
     below: OnceLock<Root>,
 }
 
@@ -118,8 +122,10 @@ impl Space {
             counting: Counting::default(),
             office: AtomicU64::new(0),
             bell: Bell::new(),
+            background: Arc::default(),
             open: AtomicBool::new(false),
             closing: AtomicBool::new(false),
+            leaving: AtomicBool::new(false),
             below: OnceLock::new(),
         }))
     }
@@ -235,7 +241,13 @@ impl Space {
         work: impl FnOnce() -> Result<T> + Send + 'static,
         done: Done<T>,
     ) {
-        let tell = move |result: Result<Result<T>>| done(result.and_then(|inner| inner));
+        self.background.0.fetch_add(1, Ordering::AcqRel);
+        let background = Arc::clone(&self.background);
+        let tell = move |result: Result<Result<T>>| {
+            done(result.and_then(|inner| inner));
+            background.0.fetch_sub(1, Ordering::AcqRel);
+            background.1.ring();
+        };
         if let Err(refused) = self.worker.offer(LANE_WORK, deadline, work, tell) {
             (refused.done)(Err(refused.error));
         }
@@ -263,12 +275,24 @@ impl Space {
 
     /// Resigns, refuses what waits, and ends the background threads.
     pub fn shutdown(&self, drain: Duration) {
-        self.closing.store(true, Ordering::Release);
+        self.closing.store(true, Ordering::Release); // a count ends here
         let mut answers = Answers::new();
         self.ledger.lock().close(&mut answers);
         answer(answers);
+        // Whoever still writes cannot resign, and the next collector would have to wait for this one's silence.
+        let now = self.clock.now();
+        let (until, half) = (now.after(drain), now.after(drain / 2));
+        loop {
+            let (running, ends) = &*self.background;
+            let seen = ends.seen();
+            if running.load(Ordering::Acquire) == 0 || self.clock.now() >= half {
+                break;
+            }
+            self.clock.sleep(ends, seen, Some(half));
+        }
+        self.leaving.store(true, Ordering::Release);
         self.bell.ring();
-        self.worker.shutdown(drain);
+        self.worker.shutdown(until.since(self.clock.now()));
     }
 
     /// Where the space documents lie.

@@ -5,6 +5,7 @@
 //! takes its place.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
@@ -37,6 +38,9 @@ impl Segments {
     }
 
     fn examine(&self, id: BlockId, deadline: Mono) -> Result<Quarantined> {
+        if self.closing.load(Ordering::Acquire) {
+            return Ok(Quarantined::LeftAlone);
+        }
         let Some(hit) = self.index.find(id) else {
             return Ok(Quarantined::LeftAlone); // removed or replaced
         };

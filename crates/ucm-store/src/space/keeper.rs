@@ -105,7 +105,7 @@ impl Space {
         let work = move || loop {
             let seen = bell.seen();
             let Some(space) = weak.upgrade() else { return };
-            if space.closing.load(Ordering::Acquire) {
+            if space.leaving.load(Ordering::Acquire) {
                 return space.resign();
             }
             let next = space.turn();
