@@ -36,7 +36,8 @@ impl Shared {
         let under_way = Arc::new(AtomicUsize::new(0));
         let mut begun = 0;
         for record in records {
-            let Some(slot) = self.await_spare(until) else {
+            let slot = self.await_spare(until);
+            let Some(slot) = slot.filter(|_| self.clock.now() < until) else {
                 break;
             };
             begun += 1;
@@ -68,7 +69,10 @@ impl Shared {
         let read = move |result: Result<ReadDone>| {
             let ended = Arc::clone(&shared);
             let over = move || {
-                under_way.fetch_sub(1, Ordering::AcqRel);
+                // What has ended by its deadline only stays among those under way: it is not below.
+                if ended.clock.now() < until {
+                    under_way.fetch_sub(1, Ordering::AcqRel);
+                }
                 ended.freed.ring();
             };
             match result {
