@@ -305,9 +305,14 @@ fn swap_places(store: &Store, truth: &mut BTreeMap<BlockId, Truth>, a: u8, b: u8
         && a != b
     {
         let bytes = |place: &common::segments::Place| {
-            std::fs::read(&place.file).unwrap()[place.offset..place.offset + place.len].to_vec()
+            let file = std::fs::read(&place.file).ok()?;
+            file.get(place.offset..place.offset + place.len)
+                .map(<[u8]>::to_vec)
         };
-        for (place, bytes) in [(one, bytes(other)), (other, bytes(one))] {
+        let (Some(of_one), Some(of_other)) = (bytes(one), bytes(other)) else {
+            return; // gone: a collector is at work
+        };
+        for (place, bytes) in [(one, of_other), (other, of_one)] {
             common::segments::change(&place.file, |file| {
                 file[place.offset..place.offset + place.len].copy_from_slice(&bytes)
             });

@@ -1,5 +1,6 @@
 //! What lies in the segments of a store, read by `docs/format.md` and not by the code under test.
 
+use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
 use ucm_core::BlockId;
@@ -72,12 +73,17 @@ pub(crate) fn places(file: &Path) -> Vec<Place> {
     (0..count.min(bytes.len() / 32)).filter_map(entry).collect()
 }
 
-/// Changes a file in place; its time of use stays.
+/// Changes a file in place; its time of use stays. One that is gone (a collector may be at work) stays so.
 pub(crate) fn change(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
-    let time = std::fs::metadata(path).unwrap().modified().unwrap();
-    let mut bytes = std::fs::read(path).unwrap();
+    let Ok(mut file) = std::fs::File::options().read(true).write(true).open(path) else {
+        return;
+    };
+    let time = file.metadata().unwrap().modified().unwrap();
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes).unwrap();
     change(&mut bytes);
-    std::fs::write(path, &bytes).unwrap();
-    let file = std::fs::File::options().write(true).open(path).unwrap();
+    file.set_len(bytes.len() as u64).unwrap();
+    file.rewind().unwrap();
+    file.write_all(&bytes).unwrap();
     file.set_modified(time).unwrap();
 }
