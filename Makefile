@@ -65,11 +65,14 @@ test: test-rust loom test-wheel test-py ## everything this machine can test
 FILES_ONLY := share_a_read|still_reads|every_step_of_what|a_huge_load|one_bad_row|never_got_a_slot|cannot_be_read_back
 FILES_ONLY := $(FILES_ONLY)|lies_about_a_write|cannot_be_compared
 OVER_SEGMENTS := binary(/^(rules|ends|audit|paranoid)$$/) - test(/$(FILES_ONLY)/)
+# Suites of the store that go through reads and publishes most; what is about space or about one layer runs once.
+OVER_IO_URING := binary(/^(rules|ends|audit|paranoid|trust|quarantine|health|lost_roots|segments)$$/)
 
 test-rust: ## unit, property and documentation tests of the crates
 ifneq ($(NEXTEST),)
 	@$(STAGE) "cargo nextest" cargo nextest run --locked --workspace --exclude ucm-py
-	@$(STAGE) "the store over io_uring" env UCM_TEST_IO_ENGINE=io_uring cargo nextest run --locked -p ucm-store
+	@$(STAGE) "the store over io_uring" env UCM_TEST_IO_ENGINE=io_uring \
+	    cargo nextest run --locked -p ucm-store -E '$(OVER_IO_URING)'
 	@$(STAGE) "rules over segments" env UCM_TEST_LAYOUT=segment \
 	    cargo nextest run --locked -p ucm-store -E '$(OVER_SEGMENTS)'
 else
