@@ -1,55 +1,30 @@
 //! The I/O engines beside one plain loop of system calls: see [`ucm_benches::store::engines`].
 //!
-//! `cargo bench -p ucm-benches -- engines [--quick] [--dir DIR] [--mib N] [--rounds N]`
+//! `cargo bench -p ucm-benches -- engines`, with the options of [`Arguments`].
 #![allow(clippy::print_stdout, reason = "a bench prints its table")]
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use ucm_benches::asked_for;
+use ucm_benches::cli::{Arguments, program, say};
 use ucm_benches::store::{Options, Result, engines, engines_table};
 
+const NAME: &str = "engines";
+/// Most MiB of a turn.
+const MOST_MIB: usize = 512;
+
 fn main() -> ExitCode {
-    if !asked_for("engines") {
-        return ExitCode::SUCCESS;
-    }
-    match bench() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            say(&format!("failed: {error}"));
-            ExitCode::FAILURE
-        }
-    }
+    program(NAME, bench)
 }
 
 fn bench() -> Result<()> {
-    let mut options = Options::full(PathBuf::from(env!("CARGO_TARGET_TMPDIR")));
-    let mut arguments = std::env::args().skip(1);
-    while let Some(argument) = arguments.next() {
-        let mut value = || {
-            arguments
-                .next()
-                .ok_or_else(|| format!("{argument} needs a value"))
-        };
-        match argument.as_str() {
-            "--quick" => {
-                options = Options {
-                    dir: options.dir,
-                    ..Options::quick(PathBuf::new())
-                }
-            }
-            "--dir" => options.dir = PathBuf::from(value()?),
-            "--mib" => options.turn_bytes = value()?.parse::<usize>()?.clamp(4, 512) << 20,
-            "--rounds" => options.rounds = value()?.parse::<usize>()?.max(1),
-            _ => {} // cargo's, and the names of benches
-        }
+    let dir = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+    let (full, quick) = (Options::full(dir.clone()), Options::quick(dir));
+    let asked = Arguments::parse(std::env::args().skip(1), full, quick, MOST_MIB)?;
+    let rows = engines(&asked.options, &|text| say(NAME, text))?;
+    println!("{}", engines_table(&rows));
+    if let Some(path) = asked.json {
+        std::fs::write(path, serde_json::to_vec_pretty(&rows)?)?;
     }
-    println!("{}", engines_table(&engines(&options, &say)?));
     Ok(())
-}
-
-fn say(text: &str) {
-    // Nobody to tell if standard error is closed.
-    let _ = writeln!(std::io::stderr(), "engines bench: {text}");
 }

@@ -11,7 +11,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ucm_benches::asked_for;
+use ucm_benches::cli::program;
+use ucm_benches::store::Result;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_infra::{Mono, SystemClock};
 use ucm_io::{Process, PsyncEngine, PsyncOptions};
@@ -28,19 +29,10 @@ const ROUNDS: usize = 3;
 const BLOCK: u64 = 4096;
 
 fn main() -> ExitCode {
-    if !asked_for("space") {
-        return ExitCode::SUCCESS;
-    }
-    match run() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            println!("space: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    program("space", run)
 }
 
-fn run() -> Result<(), Box<dyn std::error::Error>> {
+fn run() -> Result<()> {
     println!("one count of a root, fastest of {ROUNDS}");
     println!("  blocks  walk ms  count ms  ratio  us/block");
     let full = std::env::var_os("UCM_BENCH_FULL").is_some();
@@ -83,7 +75,7 @@ fn geometry() -> ucm_core::Result<Geometry> {
 }
 
 /// Makes the files of blocks, evenly spread.
-fn fill(root: &Path, blocks: u64) -> Result<(), Box<dyn std::error::Error>> {
+fn fill(root: &Path, blocks: u64) -> Result<()> {
     let layout = Layout::new(root, &identity()?);
     let len = RecordLayout::new(&geometry()?).record_len() as u64;
     for shard in 0..=255 {
@@ -113,7 +105,7 @@ fn walk(dir: &Path) -> io::Result<u64> {
 }
 
 /// Time from a store's first look at its root to its first count.
-fn count(root: &Path, blocks: u64) -> Result<Duration, Box<dyn std::error::Error>> {
+fn count(root: &Path, blocks: u64) -> Result<Duration> {
     let clock = SystemClock::shared();
     let geometry = geometry()?;
     let config = PosixConfig {

@@ -71,18 +71,20 @@ def one_round(peer: Peer, directory: str, block_bytes: int, count: int, direct: 
         dump_s, _ = timed(peer.dump, names, from_memory)
         os.sync()
         load_s, _ = timed(peer.load, names, to_memory)
+        peer.fetch(names, to_memory)
         if not np.array_equal(source, target):
             raise RuntimeError("what was loaded differs from what was dumped")
         present_us = lookup_us(peer, names, True, count)
         absent_us = lookup_us(peer, names_absent, False, count)
     finally:
         peer.close()
-    return {
+    figures = {
         "dump": source.nbytes / dump_s / 1e9,
         "load": source.nbytes / load_s / 1e9,
         "lookup_present": present_us,
         "lookup_absent": absent_us,
     }
+    return {name: figure if name in peer.figures else None for name, figure in figures.items()}
 
 
 def answer(out: TextIO, message: dict[str, Any]) -> None:

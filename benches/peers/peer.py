@@ -35,6 +35,9 @@ class Peer(abc.ABC):
     #: Where the threads of this arm come from, for the report.
     threads = f"{THREADS}"
 
+    #: The figures of a round that are this arm's own; the others are left out.
+    figures: Sequence[str] = ("dump", "load", "lookup_present", "lookup_absent")
+
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Take the arm's options of ``arms.py``; raises :class:`UnavailableError` where it is not installed."""
         self.options = dict(options)
@@ -65,6 +68,9 @@ class Peer(abc.ABC):
     @abc.abstractmethod
     def load(self, names: Any, memory: Any) -> None:
         """Bring every block into ``memory``; raises when one could not be read."""
+
+    def fetch(self, names: Any, memory: Any) -> None:
+        """Bring into ``memory`` what ``load`` left elsewhere, not timed: it is compared with what was dumped."""
 
     def lookup(self, names: Any) -> Sequence[bool]:
         """Which of the blocks are there, one answer for each."""

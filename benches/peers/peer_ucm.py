@@ -30,7 +30,6 @@ class Ucm(Peer):
         return ucm.__version__
 
     def prepare(self, directory: str, block_bytes: int, count: int, direct: bool) -> None:
-        size = block_bytes * count
         config = {
             "storage_backends": directory,
             "identity": "bench",
@@ -38,7 +37,8 @@ class Ucm(Peer):
             "shard_size": block_bytes,
             "block_size": block_bytes,
             "io_direct": direct,
-            "storage_capacity": str(8 * size + (64 << 20)),
+            # As much as a user gives it: a segment is never longer than a 64th of the limit.
+            "storage_capacity": "64GiB",
             "free_space_floor": "1%",
             # All blocks are staged at once; a quarter of the slots is kept for loads, and a slot holds a header too.
             "staging_capacity": max(8, 4 * count // 3 + 2) * (block_bytes + (64 << 10)),
@@ -73,3 +73,19 @@ class Ucm(Peer):
         if self._store is not None:
             self._store.close()
             self._store = None
+
+
+class UcmToSlot(Ucm):
+    """The same store, loads alone, up to where those of the peers end: in host memory, which here is the store's own.
+
+    Every block is read and verified as for any load, in the slot from which it would be copied to an accelerator.
+    """
+
+    figures = ("load",)
+
+    def load(self, names: Sequence[bytes], memory: npt.NDArray[np.uint64]) -> None:
+        assert self._store is not None
+        self._store.wait(self._store.verify(names, PATIENCE), PATIENCE)
+
+    def fetch(self, names: Sequence[bytes], memory: npt.NDArray[np.uint64]) -> None:
+        super().load(names, memory)

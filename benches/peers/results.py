@@ -117,8 +117,11 @@ def rows(rounds: Rounds, own: Sequence[str], names: Sequence[str], movers: Conta
     return result
 
 
-def goals(measured: Sequence[Row], files: str, segments: str) -> list[Goal]:
-    """The goals for this comparison, one line for each case in which they can be judged."""
+def goals(measured: Sequence[Row], files: str, segments: str, to_slot: Sequence[str]) -> list[Goal]:
+    """The goals for this comparison, one line for each case in which they can be judged.
+
+    ``to_slot``: the arms whose loads end in the verified slot, where the peers' end.
+    """
     found = {(row.operation, row.block_bytes, row.mode, row.arm): row for row in measured}
     cases = sorted({(row.block_bytes, row.mode) for row in measured}, key=lambda case: (case[1] != "buffered", case[0]))
     result = []
@@ -136,7 +139,7 @@ def goals(measured: Sequence[Row], files: str, segments: str) -> list[Goal]:
         if case[1] == "direct":
             judge("dump at least 1.5 times the best peer, or 0.9 of fio (segments)", "dump", case, segments, 1.5)
         judge("dump not below the best peer (files)", "dump", case, files, 1.0)
-        for arm in (files, segments):
+        for arm in to_slot:
             judge(f"load not below the best peer ({arm})", "load", case, arm, 1.0)
     for case in cases:
         for operation in ("lookup_present", "lookup_absent"):

@@ -175,7 +175,7 @@ def main() -> None:
     head["notes"] = contest.notes()
     movers = [arm.name for arm in ARMS if not arm.store]
     measured = results.rows(contest.rounds, own, names, movers)
-    judged = [] if chosen.quick else results.goals(measured, own[0], own[1])
+    judged = [] if chosen.quick else results.goals(measured, own[0], own[1], own[2:])
     figures = results.document(head, measured, judged)
     chosen.json.parent.mkdir(parents=True, exist_ok=True)
     chosen.json.write_text(json.dumps(figures, indent=1) + "\n")

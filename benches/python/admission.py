@@ -45,9 +45,8 @@ class Bench:
         self.engine.scheduler_eval(f"setattr({ADMISSION}, '_mode', {mode!r})")
 
     def forget(self) -> None:
-        """Nothing is known of the tier, and the ledger is as at the start."""
-        first = "__import__('ucm.integration.vllm.connector.admission', fromlist=['x']).FIRST_S"
-        self.engine.scheduler_eval(f"({ADMISSION}._tiers.clear(), setattr({ADMISSION}, '_ledger', {first}))")
+        """Nothing is known of the tier, and its ledger is as at the start."""
+        self.engine.scheduler_eval(f"{ADMISSION}._tiers.clear()")
 
     def ask(self, tokens: list[int]) -> float:
         """Seconds to the first token, from nothing on the device."""

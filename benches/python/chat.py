@@ -113,10 +113,11 @@ def main() -> None:
     arguments.add_argument("--svg", type=Path)
     chosen = arguments.parse_args()
     history = chosen.turns * (chosen.words + chosen.answer)
-    length = (history // BLOCK + 2) * BLOCK
+    # A word is up to six characters with its space; vLLM refuses text of more than five for each token it could read.
+    length = (history * 6 // 5 // BLOCK + 2) * BLOCK
     if length > demo_model.MAX_TOKENS:
-        arguments.error(f"the model reads {demo_model.MAX_TOKENS} tokens, these chats have {length}")
-    blocks = max(2, chosen.clients // 2) * length // BLOCK  # half of the chats, at the end
+        arguments.error(f"the model reads {demo_model.MAX_TOKENS} tokens, these chats need {length}")
+    blocks = max(2, chosen.clients // 2) * (history // BLOCK + 2)  # half of the chats, at the end
     runs = []
     with tempfile.TemporaryDirectory(prefix="chat-") as folder:
         work = Path(folder)

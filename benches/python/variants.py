@@ -23,7 +23,7 @@ for folder in ("tests/vllm", "demo"):
 #: Name -> the entry of ``ucm_connectors``, less the directory; None is an engine without ucm.
 VARIANTS: Mapping[str, Mapping[str, Any] | None] = {
     "none": None,
-    "file": {"ucm_connector_name": "UcmPosixStore"},
+    "file": {"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"layout": "file"}},
     "segment": {"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"layout": "segment"}},
     "cache-pc": {"ucm_connector_name": "UcmPipelineStore", "ucm_connector_config": {"store_pipeline": "Cache|Pc"}},
 }

@@ -1,5 +1,6 @@
 //! Shared pieces of the benches: taking a figure and its yardstick in turns, so that a busy machine hits both.
 
+pub mod cli;
 pub mod store;
 
 use std::time::{Duration, Instant};
@@ -29,9 +30,5 @@ pub fn in_turns<const N: usize>(mut work: [&mut dyn FnMut(); N]) -> [Duration; N
 
 /// Whether the argument filter of `cargo bench -- <words>` lets this bench run: no words, or one of them is its name.
 pub fn asked_for(name: &str) -> bool {
-    let mut words = std::env::args()
-        .skip(1)
-        .filter(|word| !word.starts_with('-'))
-        .peekable();
-    words.peek().is_none() || words.any(|word| name.contains(&word))
+    cli::is_named(name, std::env::args().skip(1))
 }

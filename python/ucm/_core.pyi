@@ -57,6 +57,9 @@ class Task:
     def wait(self, level: str, timeout: float | None) -> bool:
         """Waits for the level, at most ``timeout`` seconds; false if that came first."""
 
+    def served(self) -> list[int]:
+        """Blocks of a load that arrived, by the stage they came from; final once it is finished."""
+
     def failures(self) -> dict[int, Any]:
         """The rows that failed, each with its exception."""
 
@@ -76,6 +79,9 @@ class Store:
     def explain_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[int, str | None]:
         """The same, and the reason why the next id is no hit; None if every id is one."""
 
+    def locate_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[bytes, str | None]:
+        """The stage that each id from the first on would be read from, a byte each, and why the next is no hit."""
+
     def load(
         self,
         block_ids: Sequence[bytes],
@@ -84,6 +90,9 @@ class Store:
         timeout: float | None = None,
     ) -> Task:
         """Starts a load; ``timeout`` in seconds, the configured deadline if None."""
+
+    def verify(self, block_ids: Sequence[bytes], timeout: float | None = None) -> Task:
+        """Starts reading and verifying whole blocks as a load does, without a place to copy them to."""
 
     def dump(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]) -> Task:
         """Starts a dump, or refuses it at once."""
@@ -100,14 +109,29 @@ class Store:
     def audit(self, block_ids: Sequence[bytes]) -> None:
         """The next dump of these blocks is compared with what is stored."""
 
+    def distrust(self, block_ids: Sequence[bytes]) -> None:
+        """Another rank could not use these records: no hits until the next dump has replaced them."""
+
+    def trust(self, block_ids: Sequence[bytes]) -> None:
+        """Another rank replaces these records: what was refused of them is forgotten."""
+
     def touch(self, block_ids: Sequence[bytes], first: int = 0) -> None:
         """These blocks, in chain order from ordinal ``first`` on, were used."""
+
+    def touch_own(self, block_ids: Sequence[bytes], first: int = 0) -> None:
+        """The same for what this process alone can touch."""
+
+    def wants_touch_own(self) -> bool:
+        """Whether ``touch_own`` does anything."""
 
     def prefetch(self, block_ids: Sequence[bytes], priority: str) -> int:
         """Brings blocks into the upper stages; counts those taken on."""
 
     def cancel_prefetch(self, block_ids: Sequence[bytes]) -> int:
         """These blocks need not be brought up any more; counts those that were still waiting."""
+
+    def flush(self) -> None:
+        """Publishes soon what was dumped and waits for more to be published with it."""
 
     def free_dump_slots(self) -> int:
         """How many more blocks a dump could take now."""

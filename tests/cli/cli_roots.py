@@ -31,6 +31,7 @@ class Written:
         config = {
             "storage_backends": str(self.path),
             "identity": identity,
+            "layout": "file",
             "storage_capacity": "64MiB",
             "staging_capacity": "4MiB",
             "deadlines": {"lookup_ms": 20_000},

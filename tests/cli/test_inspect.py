@@ -36,6 +36,22 @@ def test_a_root_for_people(root: Written, ucm: Run) -> None:
     assert [line.split()[0] for line in lines[at + 1 :]] == ["key", "weights"], "only what differs"
 
 
+def test_the_layout_that_was_decided(root: Written, ucm: Run, ucm_json: Json) -> None:
+    root.fill("one", 1)
+    assert "layout       not decided" in ucm("inspect", root.path).stdout
+    path = root.path / "ucm-root.json"
+    marker = json.loads(path.read_text())
+    figures = {"record_bytes": RECORD, "file_bytes_per_s": 100 << 20, "segment_bytes_per_s": 3 << 30}
+    marker["layout"] = {"kind": "segment", "why": "measured", "decided": 1, **figures}
+    path.write_text(json.dumps(marker))
+    told = "segment (measured, 3.0 GiB/s into one file, 100 MiB/s into a file each)"
+    assert told in ucm("inspect", root.path).stdout
+    assert ucm_json("inspect", root.path)["roots"][0]["layout"] == marker["layout"]
+    marker["layout"] = {"kind": "file", "why": "records", "decided": 1}
+    path.write_text(json.dumps(marker))
+    assert "layout       file (records)" in ucm("inspect", root.path).stdout
+
+
 def test_a_root_for_programs(root: Written, ucm_json: Json) -> None:
     root.fill("one").fill("two", 3)
     document = ucm_json("inspect", root.path)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -65,6 +69,11 @@ class Memory(UcmKVStoreBaseV1):
         super().__init__(config or {})
         self.ids: set[bytes] = set()
         self.touched: list[bytes] = []
+        self.lower: set[bytes] = set()  # of these, those that only a lower tier has
+
+    def locate_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[bytes, str]:
+        tiers, reason = super().locate_on_prefix(block_ids)
+        return bytes(block in self.lower for block in block_ids[: len(tiers)]), reason
 
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         return [block in self.ids for block in block_ids]
@@ -85,6 +94,35 @@ class Memory(UcmKVStoreBaseV1):
 def candidate(name: str, make: Callable[[dict[str, Any]], Any]) -> Candidate:
     """A configured store."""
     return Candidate(name, f"{name} on /nowhere", {"storage_backends": ["/nowhere"]}, make)
+
+
+def small_store(path: Path) -> dict[str, Any]:
+    """Keys of one of our stores, of blocks of 4096 bytes below this directory."""
+    return {
+        "storage_backends": str(path / "root"),
+        "storage_capacity": "1GiB",
+        "staging_capacity": "1MiB",
+        "identity": "tests",
+        "tensor_size": 4096,
+        "shard_size": 4096,
+        "block_size": 4096,
+        "deadlines": {"lookup_ms": 20_000},
+    }
+
+
+def dump(store: UcmKVStoreBaseV1, ids: list[bytes]) -> None:
+    """Store blocks of zeros in one such store."""
+    memory = np.zeros((len(ids), 4096), dtype=np.uint8)
+    rows = np.array([[row.ctypes.data] for row in memory], dtype=np.uint64)
+    store.wait(store.dump_data(ids, [0] * len(ids), rows))
+
+
+def eventually(what: str, so: Callable[[], bool]) -> None:
+    """Returns when it is so, which others are at."""
+    end, pause = time.monotonic() + 120, threading.Event()
+    while not so():
+        assert time.monotonic() < end, f"never: {what}"
+        pause.wait(0.002)
 
 
 class Tables:
@@ -187,9 +225,13 @@ class Rig:
         self.half.on_new_request(request)
         return request
 
+    def keys_of(self, request: Request) -> list[bytes]:
+        """The keys of a request's full blocks."""
+        return self.keys(self.gate.identity_text).first(request)
+
     def stored(self, request: Request, blocks: int, ranks: Sequence[int] | None = None) -> None:
         """Put the first blocks of a request into the store."""
-        keys = self.keys(self.gate.identity_text).first(request)[:blocks]
+        keys = self.keys_of(request)[:blocks]
         for rank in range(self.ranks) if ranks is None else ranks:
             self.store.ids.update(record_ids(keys, part_mask(0, 0, rank)))
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parts import BLOCK, Rig
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
-from ucm.integration.vllm.connector.metadata import Load, LoadFailure, RankReport
+from ucm.integration.vllm.connector.metadata import Load, LoadFailure, LoadServed, RankReport
+from ucm.store import part_mask, record_ids
 
 #: Bytes of one block in these tests, of all ranks.
 BLOCK_BYTES = 1 << 20
@@ -70,6 +71,7 @@ class Arrival:
     blocks: int
     stored: int
     output: int = 1
+    below: int = 0  # of the stored blocks, the last ones that only the lower tier has
 
 
 def traffic(count: int, gap: float, seed: int = 0, output: int = 4) -> list[Arrival]:
@@ -80,6 +82,12 @@ def traffic(count: int, gap: float, seed: int = 0, output: int = 4) -> list[Arri
         blocks = source.choice([15, 30, 60, 120])
         made.append(Arrival(at, blocks, int(blocks * source.choice([0.2, 0.5, 0.9])), source.randint(1, output)))
     return made
+
+
+def spread(arrivals: Sequence[Arrival], seed: int = 0) -> list[Arrival]:
+    """The same requests, with all, some or none of what is stored in the lower tier alone."""
+    source = random.Random(seed)
+    return [replace(each, below=int(each.stored * source.choice([0, 0, 0.3, 0.7, 1]))) for each in arrivals]
 
 
 @dataclass
@@ -108,17 +116,21 @@ class _Live:
     deadline: float = 0.0
     produced: int = 0
     admitted: bool = False
+    above: int = 0  # blocks of its load that the upper tier has
+    below: int = 0  # and those that only the lower one has
 
 
 @dataclass
 class Simulation:
-    """One run. ``mode`` is the connector's ``admission``; never is the engine without a cache."""
+    """One run. ``mode`` is the connector's ``admission``; never is the engine without a cache. ``lower``: a second tier
+    below the first; a load reads from both at once."""
 
     engine: Engine
     tier: Tier
     arrivals: Sequence[Arrival]
     mode: str = "measured"
     seed: int = 0
+    lower: Tier | None = None
     steps: int = 0
     unknown: int = 0
     waiting: list[_Live] = field(default_factory=list)
@@ -132,8 +144,10 @@ class Simulation:
         self.rig.gate.block_bytes = BLOCK_BYTES
         self.rig.report(RankReport(0, ready=True, free_slots=0))  # nothing is dumped here
         self.rig.half.step_ended()
+        if self.lower is not None:
+            self.rig.store.tier_names = ("memory", "disk")
         start = self.rig.clock.now
-        coming = [Arrival(start + a.at, a.blocks, a.stored, a.output) for a in self.arrivals]
+        coming = [replace(arrival, at=start + arrival.at) for arrival in self.arrivals]
         first: dict[int, float] = {}
         arrived = 0
         while arrived < len(coming) or self.waiting or self.loading or self.running:
@@ -157,6 +171,9 @@ class Simulation:
         tokens = arrival.blocks * BLOCK + 1
         request = self.rig.request(f"r{number}", tokens, seed=number + 1)
         self.rig.stored(request, arrival.stored)
+        if arrival.below:
+            keys = self.rig.keys_of(request)[arrival.stored - arrival.below : arrival.stored]
+            self.rig.store.lower.update(record_ids(keys, part_mask(0, 0, 0)))
         self.rig.later.run()
         self.waiting.append(_Live(request, arrival, number))
 
@@ -205,7 +222,9 @@ class Simulation:
         for load in plan.loads:
             live = by_name[load.request]
             live.load = load
-            live.ends = self.tier.begin(clock.now, len(load.blocks) * BLOCK_BYTES)
+            live.above = min(len(load.blocks), live.arrival.stored - live.arrival.below)
+            live.below = len(load.blocks) - live.above
+            live.ends = max(tier.begin(clock.now, blocks * BLOCK_BYTES) for tier, blocks in self._parts(live))
             self.unknown += load.timeout is None
             live.deadline = clock.now + (UNKNOWN_S if load.timeout is None else load.timeout)
         clock.now += self._seconds(output.total_num_scheduled_tokens)
@@ -224,6 +243,11 @@ class Simulation:
                 half.finished(live.request)
                 self.rig.tables.free(live.request)
 
+    def _parts(self, live: _Live) -> list[tuple[Tier, int]]:
+        """What a load reads from each tier."""
+        parts = [(self.tier, live.above)] if live.above else []
+        return parts + ([(self.lower, live.below)] if live.below and self.lower is not None else [])
+
     def _seconds(self, tokens: int) -> float:
         """A step's time. One that only looks for loads to end lasts until the next thing happens, at least 1 ms."""
         if not tokens:
@@ -235,7 +259,7 @@ class Simulation:
         return took + (self.engine.first_steps if self.steps <= self.engine.cold_steps else 0.0)
 
     def _loads_end(self) -> None:
-        now, failures, ended = self.rig.clock.now, [], set()
+        now, failures, ended, served = self.rig.clock.now, [], set(), []
         for live in list(self.loading):
             assert live.load is not None
             if min(live.ends, live.deadline) > now:
@@ -244,22 +268,33 @@ class Simulation:
             ended.add(live.request.request_id)
             if live.ends <= live.deadline:
                 live.computed = len(live.load.blocks) * BLOCK
+                if self.lower is not None:
+                    served.append(LoadServed(live.request.request_id, (live.above, live.below)))
             else:
-                self.tier.given_up(now)
+                for tier, _ in self._parts(live):
+                    tier.given_up(now)
                 names = ("timeout",) * len(live.load.blocks)
                 failures.append(LoadFailure(live.request.request_id, live.load.first, b"", names))
             live.request.num_computed_tokens = live.computed
             self.waiting.insert(0, live)
         if ended:
-            self.rig.report(RankReport(0, ready=True, free_slots=0, load_failures=failures), recved=ended)
+            report = RankReport(0, ready=True, free_slots=0, load_failures=failures, served=served)
+            self.rig.report(report, recved=ended)
 
 
 _without: dict[str, Outcome] = {}
 
 
-def compare(engine: Engine, make_tier: Callable[[], Tier], arrivals: Sequence[Arrival], seed: int = 0) -> Any:
+def compare(
+    engine: Engine,
+    make_tier: Callable[[], Tier],
+    arrivals: Sequence[Arrival],
+    seed: int = 0,
+    make_lower: Callable[[], Tier] | None = None,
+) -> Any:
     """The outcome with measured admission, and that of the same engine without a cache, which is kept."""
     key = f"{engine} {seed} {hash(tuple(arrivals))}"
+    lower = None if make_lower is None else make_lower()
     if key not in _without:
         _without[key] = Simulation(engine, steady(0.0, 1.0), arrivals, "never", seed).run()
-    return Simulation(engine, make_tier(), arrivals, "measured", seed).run(), _without[key]
+    return Simulation(engine, make_tier(), arrivals, "measured", seed, lower).run(), _without[key]

@@ -9,13 +9,14 @@ import pytest
 pytest.importorskip("vllm")
 
 from parts import BLOCK, Clock, Rig
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from ucm.errors import UcmError
-from ucm.integration.vllm.connector.admission import BEGUN, FIRST_S, LEARNING, TIERS, UNLEARNT, Admission, Verdict
+from ucm.integration.vllm.connector.admission import BEGUN, FIRST_S, LEARNING, TIERS, UNLEARNT, Admission, Cut, Verdict
 from ucm.integration.vllm.connector.load_rate import LoadRate
-from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport
+from ucm.integration.vllm.connector.metadata import LoadFailure, LoadServed, RankReport
 from ucm.integration.vllm.connector.pace import Pace
+from ucm.store import part_mask, record_ids
 
 
 class Engine:
@@ -33,18 +34,37 @@ class Engine:
             self.admission.step_ended()
         self.clock.now += 10.0  # idle
 
-    def load(self, size: int, seconds: float, name: str = "r", tier: str = "", late: bool = False) -> None:
+    def load(self, size: int, seconds: float, name: str = "r", tier: int = 0, late: bool = False) -> None:
         """A load of so many bytes that takes so long."""
-        self.admission.began(name, size, 1, size, tier)
+        self.loads(whole(size, tier), seconds, name, late=late)
+
+    def loads(
+        self, cut: Cut, seconds: float, name: str = "r", served: tuple[int, ...] = (), late: bool = False
+    ) -> None:
+        """A load that may come from several tiers; ``served``: what the rank says of that."""
+        self.admission.began(name, cut, 1)
         self.clock.now += seconds
         self.admission.step_ended()  # what is seen next ended since
         if late:
             self.admission.failed(name, True)
+        self.admission.served(name, served)
         self.admission.ended(name)
 
-    def judge(self, tokens: int, tier: str = "") -> Verdict:
+    def judge(self, tokens: int, tier: int = 0) -> Verdict:
         """A hit of which each token is a byte."""
-        return self.admission.judge(tokens, 1, tokens, tier)
+        return self.admission.judge([whole(tokens, tier)], 1)[1]
+
+    def cut(self, above: int, below: int) -> tuple[int, Verdict]:
+        """A hit of which so many bytes are in the upper tier and those behind them in the lower one: how many of its
+        tokens are loaded."""
+        both = Cut(above + below, {0: above, 1: below})
+        taken, verdict = self.admission.judge([whole(above), both] if above else [whole(below, 1)], 1)
+        return 0 if taken is None else taken.tokens, verdict
+
+
+def whole(tokens: int, tier: int = 0) -> Cut:
+    """A hit in one tier of which each token is a byte."""
+    return Cut(tokens, {tier: tokens})
 
 
 def test_what_is_not_known_accepts() -> None:
@@ -82,9 +102,9 @@ def test_loads_that_wait_count() -> None:
     engine.computes()
     engine.load(1000, 0.3)
     assert engine.judge(1000) == Verdict.LOAD
-    engine.admission.began("a", 1000, 1, 1000)
+    engine.admission.began("a", whole(1000), 1)
     assert engine.judge(1000) == Verdict.LOAD
-    engine.admission.began("b", 1000, 1, 1000)
+    engine.admission.began("b", whole(1000), 1)
     assert engine.judge(1000) == Verdict.DECLINE  # 0.9 s with the two ahead of it
     engine.admission.failed("a", False)
     engine.admission.ended("a")
@@ -95,7 +115,7 @@ def test_a_load_that_is_behind_says_so_before_it_ends() -> None:
     engine = Engine()
     engine.computes()
     engine.load(1000, 0.1)
-    engine.admission.began("slow", 1000, 1, 1000)
+    engine.admission.began("slow", whole(1000), 1)
     for _ in range(BEGUN):
         engine.admission.step_ended()
     engine.clock.now += 0.9
@@ -105,7 +125,7 @@ def test_a_load_that_is_behind_says_so_before_it_ends() -> None:
 
 def test_before_anything_is_known_one_load_that_is_behind_is_enough() -> None:
     engine = Engine()
-    engine.admission.began("slow", 1000, 1, 1000)
+    engine.admission.began("slow", whole(1000), 1)
     for _ in range(BEGUN):
         engine.admission.step_ended()
     engine.clock.now += 0.1
@@ -119,12 +139,12 @@ def test_before_anything_is_known_one_load_that_is_behind_is_enough() -> None:
 def test_tiers_have_rates_of_their_own_and_are_bounded() -> None:
     engine = Engine()
     engine.computes()
-    engine.load(1000, 10.0, tier="disk")
-    engine.load(1000, 0.01, tier="memory")
-    assert engine.judge(1000, "disk") == Verdict.DECLINE
-    assert engine.judge(1000, "memory") == Verdict.LOAD
+    engine.load(1000, 10.0, tier=1)
+    engine.load(1000, 0.01, tier=0)
+    assert engine.judge(1000, 1) == Verdict.DECLINE
+    assert engine.judge(1000, 0) == Verdict.LOAD
     for number in range(3 * TIERS):
-        engine.judge(1000, f"tier {number}")
+        engine.judge(1000, number)
     assert len(engine.admission._tiers) == TIERS
 
 
@@ -149,7 +169,7 @@ def test_nothing_is_learnt_beside_loads_that_wait() -> None:
     engine = Engine()
     engine.computes()
     engine.load(400, 0.6)
-    engine.admission.began("r", 400, 1, 400, learns=True)
+    engine.admission.began("r", whole(400), 1, learns=True)
     assert {engine.judge(400) for _ in range(3 * UNLEARNT)} == {Verdict.DECLINE}
 
 
@@ -158,7 +178,7 @@ def test_a_learning_load_that_was_quick_is_believed() -> None:
     engine.computes()
     engine.load(1000, 5.0)
     assert engine.judge(1000) == Verdict.DECLINE
-    engine.admission.began("r", 1000, 1, 1000, learns=True)
+    engine.admission.began("r", whole(1000), 1, learns=True)
     engine.clock.now += 0.1
     engine.admission.step_ended()
     engine.admission.ended("r")
@@ -172,7 +192,7 @@ def test_a_longer_hit_than_all_seen_is_worth_a_try() -> None:
     engine.load(100, 0.2)
     assert engine.judge(100) == Verdict.DECLINE
     assert engine.judge(1000) == Verdict.LEARN
-    engine.admission.began("r", 1000, 1, 1000, learns=True)
+    engine.admission.began("r", whole(1000), 1, learns=True)
     engine.clock.now += 0.2
     engine.admission.step_ended()
     engine.admission.ended("r")
@@ -312,7 +332,7 @@ def test_a_load_given_up_is_a_slow_one_and_one_that_failed_otherwise_says_nothin
         rig.step()
         rig.clock.now += 2.0
         rig.report(RankReport(0, ready=True, load_failures=[LoadFailure(name, 0, b"", (reason,) * 6)]), recved={name})
-        known = rig.admission._tier("").rate.seconds(6)
+        known = rig.admission._tier(0).rate.seconds(6)
         assert known == (None if name == "a" else pytest.approx(2.0))
 
 
@@ -324,35 +344,187 @@ def test_a_load_of_a_request_that_is_gone_counts() -> None:
     rig.half.finished(request)
     rig.clock.now += 2.0
     rig.report(RankReport(0, ready=True), recved={"a"})
-    assert rig.admission._tier("").waiting == 0
-    assert rig.admission._tier("").rate.seconds(6) is not None
+    assert rig.admission._tier(0).waiting == 0
+    assert rig.admission._tier(0).rate.seconds(6) is not None
 
 
-def test_the_store_says_which_tier_a_hit_comes_from() -> None:
+def two_tiers(rig: Rig, lower: set[bytes]) -> None:
+    """The rig's store has two tiers; the lower one alone has these keys."""
+    rig.store.tier_names = ("memory", "disk")
+    rig.store.lower = lower
+
+
+def test_the_lookup_says_which_tier_each_block_comes_from() -> None:
     rig = Rig()
-    asked: list[int] = []
+    request = rig.request("a", 6 * BLOCK + 1)
+    rig.stored(request, 5)
+    two_tiers(rig, set(record_ids(rig.keys_of(request)[3:], part_mask(0, 0, 0))))
+    assert admit(rig, request) == 5 * BLOCK
+    assert {number: tier.waiting for number, tier in rig.admission._tiers.items()} == {0: 3, 1: 2}
+    rig.clock.now += 2.0
+    rig.half.step_ended()
+    served = LoadServed("a", (4, 1))  # one had come up meanwhile
+    rig.report(RankReport(0, ready=True, served=[served]), recved={"a"})
+    assert {number: (tier.waiting, tier.moved) for number, tier in rig.admission._tiers.items()} == {
+        0: (0, 4),
+        1: (0, 1),
+    }
 
-    def slowest(ids: object) -> str:
-        asked.append(len(ids))  # type: ignore[arg-type]
-        return "disk"
 
-    rig.store.slowest_tier = slowest  # type: ignore[method-assign]
+def test_of_the_parts_of_a_block_the_lowest_counts() -> None:
+    rig = Rig(ranks=2)
     request = rig.request("a", 6 * BLOCK + 1)
     rig.stored(request, 4)
-    assert admit(rig, request) == 4 * BLOCK
-    assert asked == [4]
-    assert rig.admission._tiers["disk"].waiting == 4
-    admit(rig, rig.request("nothing stored", 6 * BLOCK + 1, seed=3))
-    assert asked == [4]
+    keys = rig.keys_of(request)
+    two_tiers(rig, set(record_ids(keys[2:], part_mask(0, 0, 1))))
+    rig.later.run()
+    tracked = rig.half._live["a"]
+    assert tracked.lookup is not None
+    assert tracked.lookup.tiers == bytes([0, 0, 1, 1])
+
+
+def test_a_hit_is_cut_where_the_slow_tier_begins() -> None:
+    rig = Rig()
+    slow_tier(rig)
+    rig.admission._tiers[1], rig.admission._tiers[0] = rig.admission._tiers[0], rig.admission._tier(7)
+    rig.admission._tiers[0].rate.learn(BLOCK, 1e-6, 1e-6)
+    request = rig.request("a", 6 * BLOCK + 1)
+    rig.stored(request, 5)
+    two_tiers(rig, set(record_ids(rig.keys_of(request)[3:], part_mask(0, 0, 0))))
+    missed = rig.half.account.total.missed
+    before = dict(missed)
+    rig.later.run()
+    assert rig.half.matched(request, 0) == (3 * BLOCK, True)
+    rig.half.admitted(request, rig.tables.allocate(request, 10), 3 * BLOCK)
+    assert missed["declined"] - before.get("declined", 0) == 2
+    assert missed["absent"] - before.get("absent", 0) == 1
+    load = rig.half.plan(SchedulerOutput.make_empty()).loads[0]
+    assert len(load.blocks) == 3
+    assert rig.admission._tiers[1].waiting == 0
+    rig.report(RankReport(0, ready=True), recved={"a"})
+    request.num_computed_tokens = 3 * BLOCK
+    plan = rig.step(request)
+    assert [(dump.first, len(dump.blocks)) for dump in plan.dumps if dump.request == "a"] == [(5, 1)]
+
+
+def test_what_came_up_while_a_request_waits_is_judged_anew() -> None:
+    rig = Rig()
+    slow_tier(rig)
+    rig.admission._tiers[1], rig.admission._tiers[0] = rig.admission._tiers[0], rig.admission._tier(7)
+    request = rig.request("a", 6 * BLOCK + 1)
+    rig.stored(request, 5)
+    two_tiers(rig, set(record_ids(rig.keys_of(request), part_mask(0, 0, 0))))
+    rig.later.run()
+    assert rig.half.matched(request, 0) == (0, False)
+    unlearnt = rig.admission._tiers[1].unlearnt
+    rig.store.lower = set()
+    tracked = rig.half._live["a"]
+    assert tracked.lookup is not None
+    rig.half._relocate(tracked.lookup)
+    rig.later.run()
+    assert rig.half.matched(request, 0) == (5 * BLOCK, True)
+    assert rig.admission._tiers[1].unlearnt == unlearnt  # the same hit, not another one
 
 
 def test_a_store_that_does_not_know_its_tiers_has_one() -> None:
     rig = Rig()
-
-    def fails(ids: object) -> str:
-        raise UcmError("a bug of the store")
-
-    rig.store.slowest_tier = fails  # type: ignore[method-assign]
     request = rig.request("a", 6 * BLOCK + 1)
     rig.stored(request, 4)
     assert admit(rig, request) == 4 * BLOCK
+    assert rig.admission._tiers[0].waiting == 4
+
+
+# Tiers --------------------------------------------------------------------------------------------------------
+
+
+def test_what_pays_is_the_sum_over_the_tiers() -> None:
+    engine = Engine()
+    engine.computes()
+    engine.load(1000, 0.1, tier=0)
+    engine.load(1000, 0.7, tier=1)
+    assert engine.cut(500, 500) == (1000, Verdict.LOAD)  # 0.05 + 0.35 s instead of 1 s
+    engine.load(1000, 2.0, tier=1)
+    engine.load(1000, 2.0, tier=1)
+    assert engine.cut(500, 500) == (500, Verdict.LOAD)
+    assert engine.cut(0, 500) == (0, Verdict.DECLINE)
+
+
+def test_a_beginning_too_short_to_pay_is_loaded_with_the_rest() -> None:
+    engine = Engine()
+    engine.computes()
+    for size in (10, 1000):
+        engine.load(size, 0.05, tier=0)  # whatever the size
+    engine.load(1000, 0.3, tier=1)
+    assert engine.cut(20, 0)[0] == 0
+    assert engine.cut(20, 1000) == (1020, Verdict.LOAD)
+
+
+def test_an_unknown_tier_below_a_known_one_is_accepted_and_learnt() -> None:
+    engine = Engine()
+    engine.computes()
+    engine.load(1000, 0.1, tier=0)
+    assert engine.cut(500, 500) == (1000, Verdict.LOAD)
+    engine.loads(Cut(1000, {0: 500, 1: 500}), 1.05)
+    assert engine.admission._tiers[1].rate.seconds(500) == pytest.approx(1.0)
+    assert engine.admission._tiers[0].rate.seconds(500) == pytest.approx(0.05)  # not its fault
+    assert engine.cut(500, 500) == (500, Verdict.LOAD)
+
+
+def test_a_load_from_both_that_takes_as_long_as_expected_changes_neither() -> None:
+    engine = Engine()
+    engine.computes()
+    engine.load(1000, 0.1, tier=0)
+    engine.load(1000, 1.0, tier=1)
+    engine.loads(Cut(1000, {0: 500, 1: 500}), 0.55)
+    assert engine.admission._tiers[0].rate.seconds(1000) == pytest.approx(0.1)
+    assert engine.admission._tiers[1].rate.seconds(1000) == pytest.approx(1.0)
+
+
+def test_the_tier_that_served_a_load_is_judged_by_it_not_the_one_it_was_in() -> None:
+    """Blocks are pushed out, and brought up, between the lookup and the load."""
+    engine = Engine()
+    engine.computes()
+    engine.load(1000, 0.1, tier=0)
+    engine.load(1000, 1.0, tier=1)
+    for _ in range(4):
+        engine.loads(whole(1000, 0), 1.0, served=(0, 10))
+        engine.loads(whole(1000, 1), 0.1, served=(10, 0))
+    assert engine.admission._tiers[0].rate.seconds(1000) == pytest.approx(0.1)
+    assert engine.admission._tiers[1].rate.seconds(1000) == pytest.approx(1.0)
+    assert all(tier.waiting == 0 for tier in engine.admission._tiers.values())
+    assert {number: tier.moved for number, tier in engine.admission._tiers.items()} == {0: 5000, 1: 5000}
+
+
+def test_of_several_ranks_the_one_that_had_most_from_below_counts() -> None:
+    engine = Engine()
+    engine.computes()
+    engine.admission.began("r", whole(100), 1)
+    for served in ((10, 0), (8, 2), (9, 1), ()):
+        engine.admission.served("r", served)
+    engine.admission.ended("r")
+    assert {number: tier.moved for number, tier in engine.admission._tiers.items()} == {0: 80, 1: 20}
+
+
+def test_a_load_behind_holds_up_its_own_tier_alone() -> None:
+    engine = Engine()
+    engine.computes()
+    engine.load(1000, 0.1, tier=0)
+    engine.load(1000, 0.3, tier=1)
+    engine.admission.began("slow", whole(10, 1), 1)
+    for _ in range(BEGUN):
+        engine.admission.step_ended()
+    engine.clock.now += 5.0
+    engine.admission.step_ended()
+    assert engine.cut(500, 500) == (500, Verdict.LOAD)
+
+
+def test_what_one_tier_saves_pays_for_nothing_of_another() -> None:
+    engine = Engine()
+    engine.computes()
+    engine.load(1000, 10.0, tier=1)
+    for _ in range(20):
+        engine.load(1000, 0.01, tier=0)
+    assert engine.admission._tiers[0].ledger > 5.0
+    assert engine.admission._tiers[1].ledger < 0
+    taken = [engine.cut(500, 500) for _ in range(3 * UNLEARNT)]
+    assert set(taken) == {(500, Verdict.LOAD)}

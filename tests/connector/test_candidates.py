@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,13 @@ from test_transfers import Worker  # noqa: E402
 
 from ucm.config import load  # noqa: E402
 from ucm.integration.vllm.connector import candidates as module  # noqa: E402
-from ucm.integration.vllm.connector.candidates import RETRY_S, Candidate, candidates_of, why_unavailable  # noqa: E402
+from ucm.integration.vllm.connector.candidates import (  # noqa: E402
+    RETRY_S,
+    Candidate,
+    candidates_of,
+    engine_candidates,
+    why_unavailable,
+)
 from ucm.integration.vllm.connector.gate import OFF, OPEN, OPENING  # noqa: E402
 from ucm.integration.vllm.connector.metadata import RankReport, StoreSetup  # noqa: E402
 from ucm.store.posix import UcmPosixStore  # noqa: E402
@@ -244,6 +251,25 @@ def test_a_worker_that_was_ready_changes_with_the_others() -> None:
     assert (said.attempt, said.ready) == (2, True)
     assert worker.half._store is worker.store
     assert first._closed
+
+
+@pytest.mark.parametrize(
+    ("parallel", "processes", "several_hosts"),
+    [
+        ({"world_size": 4}, 4, False),  # vLLM says nothing of hosts
+        ({"world_size": 8, "local_world_size": 8, "data_parallel_size_local": 1}, 8, False),
+        ({"world_size": 16, "local_world_size": 8, "data_parallel_size_local": 1}, 8, True),
+        ({"world_size": 2, "local_world_size": 2, "data_parallel_size_local": 4}, 8, False),
+        ({"world_size": 1, "local_world_size": 1, "data_parallel_size_local": 0}, 1, False),
+    ],
+)
+def test_memory_is_divided_among_the_ranks_of_one_host(
+    parallel: dict[str, int], processes: int, several_hosts: bool
+) -> None:
+    for keys in ({"store_pipeline": "Cache|Empty"}, {"ucm_connector_name": "UcmCacheStore"}):
+        config = load(keys | {"cache_size": "1MiB"}, {})
+        (one,) = engine_candidates(config, SimpleNamespace(**parallel))
+        assert (one.config["processes"], one.config["scheduler_elsewhere"]) == (processes, several_hosts)
 
 
 # Real stores ------------------------------------------------------------------------------------------------

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from parts import BLOCK, Memory, Rig
+from parts import BLOCK, Memory, Rig, candidate, dump, small_store
 
 from ucm.integration.vllm.connector.early import EarlyHits, take_early
 from ucm.integration.vllm.connector.metadata import RankReport, join_keys
@@ -57,6 +58,22 @@ def test_ranks_that_share_a_part_must_all_have_it() -> None:
     assert hits.run(ids, 0) == 0
     hits.report(1, join_keys(ids[:2]), b"")
     assert (hits.run(ids, 0), hits.run(ids, 1), hits.run(ids, 2), hits.run(ids, 3)) == (2, 1, 0, 0)
+
+
+def test_what_was_just_published_is_a_hit_whether_the_scheduler_half_has_found_it_or_not(tmp_path: Path) -> None:
+    pytest.importorskip("ucm._core", reason="the core is not compiled here")
+    from ucm.store.pc import UcmPcStore
+
+    config = small_store(tmp_path)
+    with UcmPcStore(config) as rank, UcmPcStore(config | {"device_id": -1}) as scheduler:
+        rig = Rig(candidates=[candidate("Pc", lambda config: scheduler)])
+        request = rig.request("a", 4 * BLOCK + 1)
+        assert take_early(rank) == (b"", b"")
+        dump(rank, record_ids(rig.keys_of(request), part_mask(0, 0, 0)))
+        assert list((tmp_path / "root").rglob("*.seg")), "it has its name"
+        gained, lost = take_early(rank)
+        rig.report(RankReport(0, ready=True, gained=gained, lost=lost))
+        assert matched(rig, "b", 4 * BLOCK + 1) == 4
 
 
 def test_what_is_remembered_is_bounded() -> None:

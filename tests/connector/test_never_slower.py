@@ -11,6 +11,7 @@ import logging
 import random
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +19,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from simulation import UNKNOWN_S, Arrival, Engine, Simulation, Tier, compare, steady, traffic
+from parts import BLOCK
+from simulation import BLOCK_BYTES, UNKNOWN_S, Arrival, Engine, Simulation, Tier, compare, spread, steady, traffic
 
 from ucm.integration.vllm.connector.admission import FIRST_S
 
@@ -87,6 +89,52 @@ def test_beside_requests_that_decode(bandwidth: float) -> None:
     assert measured.mean(WARM_UP) <= PROMISE * without.mean(WARM_UP)
 
 
+def _even(engine: Engine) -> float:
+    """Bytes a second at which loading a block takes as long as computing it in full steps."""
+    return BLOCK_BYTES / (BLOCK * (engine.cost + engine.overhead / engine.budget) * (1 + engine.noise / 2))
+
+
+def uneven(speed: float, sigma: float) -> Callable[[], Tier]:
+    """A tier whose loads each have a speed of their own, with ``speed`` in the middle."""
+
+    def tier() -> Tier:
+        source = random.Random(7)
+        return Tier(lambda now: 0.001, lambda now: speed * source.lognormvariate(0.0, sigma))
+
+    return tier
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.8, 1.0, 1.25, 2.0, 4.0])
+@pytest.mark.parametrize("swings", ["steady", "uneven", "wild", "by turns"])
+def test_around_the_speed_at_which_both_take_as_long(swings: str, factor: float) -> None:
+    """Where it is hardest to tell, with rates that differ from load to load or from minute to minute."""
+    engine = Engine(noise=0.3)
+    speed = factor * _even(engine)
+    tiers = {
+        "steady": lambda: steady(0.001, speed),
+        "uneven": uneven(speed, 0.3),
+        "wild": uneven(speed, 0.8),
+        "by turns": switching(40.0, 2 * speed / MIB, speed / 2 / MIB),
+    }
+    measured, without = compare(engine, tiers[swings], traffic(600, 0.5))
+    assert measured.mean(WARM_UP) <= PROMISE * without.mean(WARM_UP)
+    if factor == 4.0:
+        assert measured.mean(WARM_UP) < 0.9 * without.mean(WARM_UP)
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.5, 1.0, 4.0])
+def test_an_engine_whose_prompts_are_all_stored(factor: float) -> None:
+    """It would never compute one, and never learn that loading is slower than that."""
+    engine = Engine()
+    arrivals = [Arrival(3.0 * number, (12, 31, 62)[number % 3], (12, 31, 62)[number % 3], 4) for number in range(400)]
+    measured, without = compare(engine, lambda: steady(0.001, factor * _even(engine)), arrivals)
+    # So short are these prompts that the ledger's first seconds last beyond the warm-up.
+    assert sum(measured.first[WARM_UP:]) <= PROMISE * sum(without.first[WARM_UP:]) + FIRST_S
+    if factor == 4.0:
+        assert measured.mean() < 0.6 * without.mean()
+        assert measured.declined < 200  # blocks, of 14,000: few are computed to learn the speed
+
+
 def switching(period: float, fast: float, slow: float) -> Callable[[], Tier]:
     """A tier that changes its bandwidth (MiB/s) every ``period`` seconds, fast at first."""
     return lambda: Tier(lambda now: 0.001, lambda now: MIB * (slow if int(now / period) % 2 else fast))
@@ -150,6 +198,53 @@ def test_a_burst_at_the_start_costs_its_deadline_once() -> None:
     measured, without = compare(Engine(), lambda: steady(0.0, 1.0 * MIB), arrivals)
     assert max(measured.first[:8]) <= UNKNOWN_S + max(without.first[:8]) + 0.1
     assert measured.mean(8 + WARM_UP) <= PROMISE * without.mean(8 + WARM_UP)
+
+
+# Memory above something slower ------------------------------------------------------------------------------
+
+
+def memory() -> Tier:
+    """Loads that take next to nothing."""
+    return steady(0.001, 1e5 * MIB)
+
+
+@pytest.mark.parametrize("gap", [0.5, 0.2], ids=["quiet", "busy"])
+@pytest.mark.parametrize(("latency", "bandwidth"), SPEEDS)
+def test_memory_above_a_tier_of_every_speed(gap: float, latency: float, bandwidth: float) -> None:
+    arrivals = spread(traffic(600, gap))
+    measured, without = compare(Engine(), memory, arrivals, make_lower=lambda: steady(latency, bandwidth * MIB))
+    assert measured.mean(WARM_UP) <= PROMISE * without.mean(WARM_UP)
+    start = measured.unknown * UNKNOWN_S + 2 * FIRST_S
+    assert sum(measured.first) <= PROMISE * sum(without.first) + start * (1 if gap == 0.5 else 3)
+
+
+@pytest.mark.parametrize("bandwidth", [10, 100, 300])
+def test_hits_in_memory_are_taken_and_those_on_a_slow_disk_declined(bandwidth: float) -> None:
+    """As if the store had nothing but what is in memory."""
+    arrivals = spread(traffic(600, 0.5))
+    measured, without = compare(Engine(), memory, arrivals, make_lower=lambda: steady(0.01, bandwidth * MIB))
+    above = [replace(arrival, stored=arrival.stored - arrival.below, below=0) for arrival in arrivals]
+    alone = Simulation(Engine(), memory(), above).run()
+    assert measured.mean(WARM_UP) <= 1.03 * alone.mean(WARM_UP) < 0.8 * without.mean(WARM_UP)
+    in_memory, on_disk = alone.loaded, sum(arrival.below for arrival in arrivals)
+    assert in_memory <= measured.loaded <= in_memory + 0.1 * on_disk
+    assert measured.declined >= 0.9 * on_disk
+
+
+def test_a_disk_that_is_quick_enough_is_used_beside_memory() -> None:
+    arrivals = spread(traffic(400, 0.5))
+    measured, _ = compare(Engine(), memory, arrivals, make_lower=lambda: steady(0.005, 5000 * MIB))
+    always = Simulation(Engine(), memory(), arrivals, "always", lower=steady(0.005, 5000 * MIB)).run()
+    assert measured.mean() < 1.05 * always.mean()
+    assert measured.loaded > 0.9 * always.loaded
+
+
+def test_a_disk_below_memory_that_turns_slow_and_mends() -> None:
+    arrivals = spread(traffic(1500, 0.4))
+    measured, without = compare(Engine(), memory, arrivals, make_lower=switching(150.0, 5000, 50))
+    assert measured.mean(WARM_UP) <= PROMISE * without.mean(WARM_UP)
+    disk = sum(arrival.below for arrival in arrivals)
+    assert measured.loaded - sum(a.stored - a.below for a in arrivals) > 0.15 * disk
 
 
 def _rest(arrival: Arrival) -> tuple[int, int, int]:

@@ -116,6 +116,72 @@ def test_after_a_failed_load_nothing_at_or_past_the_block_is_claimed_and_it_is_w
     assert rig.half.matched(third, 0) == (4 * BLOCK, True)
 
 
+def failed_load(rig: Rig, **failure: bytes) -> list[bytes]:
+    """A request whose load of four stored blocks fails at the second; its keys."""
+    request = rig.request("a", 5 * BLOCK)
+    rig.stored(request, 4)
+    rig.later.run()
+    keys = rig.keys(rig.gate.identity_text).first(request)
+    assert rig.half.matched(request, 0) == (4 * BLOCK, True)
+    rig.half.admitted(request, rig.tables.allocate(request, 8), 4 * BLOCK)
+    rig.step()
+    told = {"refused": b""} | dict.fromkeys(failure, keys[1])
+    rig.report(RankReport(0, ready=True, load_failures=[LoadFailure("a", 1, **told)]), recved={"a"})
+    assert rig.half.matched(request, 0) == (BLOCK, True)
+    request.num_computed_tokens = BLOCK
+    plan = rig.step(request)
+    assert [(dump.first, dump.refused) for dump in plan.dumps] == (
+        [(1, (0,)), (4, ())] if "refused" in failure else [(4, ())]
+    )
+    rig.report(rig.ended(plan))
+    return keys
+
+
+def test_what_a_rank_refused_is_to_be_replaced_by_every_rank() -> None:
+    rig = Rig()
+    failed_load(rig, refused=b"")
+    other = rig.request("b", 5 * BLOCK)
+    rig.later.run()
+    assert rig.half.matched(other, 0) == (4 * BLOCK, True)
+
+
+def test_a_record_of_a_newer_version_is_no_hit_and_not_offered_while_it_is_there() -> None:
+    rig = Rig()
+    keys = failed_load(rig, newer=b"")
+    other = rig.request("b", 5 * BLOCK)
+    rig.later.run()
+    assert rig.half.matched(other, 0) == (BLOCK, True), "no dump has replaced it"
+    rig.store.ids -= set(record_ids(keys[1:2], part_mask(0, 0, 0)))  # by its age
+    third = rig.request("c", 5 * BLOCK)
+    rig.later.run()
+    assert rig.half.matched(third, 0) == (BLOCK, True)
+    rig.half.admitted(third, rig.tables.allocate(third, 8), 0)
+    plan = rig.step(third, new=True)
+    assert 1 in [dump.first for dump in plan.dumps]
+    rig.report(rig.ended(plan))
+    rig.store.ids |= set(record_ids(keys[:4], part_mask(0, 0, 0)))
+    fourth = rig.request("d", 5 * BLOCK)
+    rig.later.run()
+    assert rig.half.matched(fourth, 0) == (4 * BLOCK, True)
+
+
+def test_a_load_that_vllm_waits_for_is_sent_whatever_fails_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    request = rig.request("a", 5 * BLOCK)
+    rig.stored(request, 4)
+    rig.later.run()
+    assert rig.half.matched(request, 0) == (4 * BLOCK, True)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise ArithmeticError("a bug of ours")
+
+    monkeypatch.setattr(rig.admission, "began", fails)
+    monkeypatch.setattr(rig.half._lookups, "touch", fails)
+    rig.half.admitted(request, rig.tables.allocate(request, 8), 4 * BLOCK)
+    (load,) = rig.step().loads
+    assert (load.request, len(load.blocks), load.timeout) == ("a", 4, None)
+
+
 def test_a_preempted_request_is_looked_up_again_with_its_output() -> None:
     rig = Rig()
     request = rig.request("a", 2 * BLOCK + 1)
@@ -269,6 +335,32 @@ def test_a_block_one_rank_could_not_publish_is_no_hit() -> None:
     other = rig.request("b", 3 * BLOCK + 1)
     rig.later.run()
     assert rig.half.matched(other, 0) == (BLOCK, True)
+
+
+@pytest.mark.parametrize(("busy", "hit"), [(True, 3), (False, 1)])
+def test_what_was_not_published_is_offered_again_though_a_memory_has_it(busy: bool, hit: int) -> None:
+    rig = Rig()
+    first = rig.request("a", 3 * BLOCK)
+    rig.admit(first)
+    plan = rig.step(first)
+    rig.stored(first, 3)  # in memory: the medium below it failed
+    rig.report(rig.ended(plan, failed=(1, 2), busy=busy))
+    rig.half.finished(first)
+    rig.clock.now += 1.0
+    again = rig.request("b", 3 * BLOCK + 1)
+    rig.later.run()
+    assert rig.half.matched(again, 0) == (hit * BLOCK, True)
+    rig.half.admitted(again, rig.tables.allocate(again, 6), hit * BLOCK)
+    again.num_computed_tokens = hit * BLOCK
+    plan = rig.step(again)
+    assert blocks_of(plan) == [(1, 2)]
+    rig.report(rig.ended(plan))
+    third = rig.request("c", 3 * BLOCK + 1)
+    rig.later.run()
+    assert rig.half.matched(third, 0) == (3 * BLOCK, True)
+    rig.half.admitted(third, rig.tables.allocate(third, 6), 3 * BLOCK)
+    third.num_computed_tokens = 3 * BLOCK
+    assert blocks_of(rig.step(third)) == []
 
 
 def test_the_budget_is_the_least_any_rank_can_take() -> None:

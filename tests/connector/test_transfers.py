@@ -56,6 +56,8 @@ class Scripted(UcmKVStoreBaseV1):
         self.check_error: Exception | None = None
         self.described: dict[bytes, tuple[bytes, int]] = {}
         self.audited: list[bytes] = []
+        self.distrusted: list[bytes] = []
+        self.trusted: list[bytes] = []
         self.slots: int | None = None
         self.sizes = config["tensor_size_list"] * (config["shard_size"] // sum(config["tensor_size_list"]))
 
@@ -104,6 +106,12 @@ class Scripted(UcmKVStoreBaseV1):
     def audit(self, block_ids: Sequence[bytes]) -> None:
         self.audited += block_ids
 
+    def distrust(self, block_ids: Sequence[bytes]) -> None:
+        self.distrusted += block_ids
+
+    def trust(self, block_ids: Sequence[bytes]) -> None:
+        self.trusted += block_ids
+
     def free_dump_slots(self) -> int | None:
         return self.slots
 
@@ -135,7 +143,11 @@ class Worker:
 
     def make(self, config: dict[str, Any]) -> Scripted:
         """The store."""
-        self.store = Scripted(config)
+        return self.make_kind(Scripted, config)
+
+    def make_kind(self, kind: type[Scripted], config: dict[str, Any]) -> Scripted:
+        """The store, of this class."""
+        self.store = kind(config)
         return self.store
 
     def open(self) -> Scripted:
@@ -187,6 +199,54 @@ def test_a_block_goes_out_and_comes_back_bit_for_bit() -> None:
     assert all(torch.equal(cache[5], cache[2]) for cache in worker.caches.values())
 
 
+@pytest.mark.parametrize("answer", [(1, 2), None])
+def test_where_the_blocks_of_a_load_came_from_is_told_with_its_end(answer: tuple[int, ...] | None) -> None:
+    worker = Worker()
+    store = worker.open()
+
+    def served(task: Any) -> tuple[int, ...]:
+        assert task is store.tasks[-1]
+        if answer is None:
+            raise RuntimeError("a bug of the store")
+        return answer
+
+    worker.step(dumps=[dump(1, [1, 2, 3])])
+    store.end("staged", "published")
+    worker.step(loads=[load("one tier", [3, 4, 5])])
+    store.end("staged", "published")
+    ended, _, report = worker.step()
+    assert ended == {"one tier"}
+    assert report is None or not report.ranks[0].served
+    store.tier_names, store.served = ("memory", "disk"), served  # type: ignore[method-assign]
+    worker.step(loads=[load("r", [3, 4, 5])])
+    store.end("staged", "published")
+    ended, _, report = worker.step()
+    assert ended == {"r"}
+    told = [] if report is None else report.ranks[0].served
+    assert [(each.request, each.tiers) for each in told] == ([("r", answer)] if answer else [])
+    assert worker.step()[2] is None
+
+
+def test_a_rank_says_whether_it_goes_by_touches_and_passes_hints_on() -> None:
+    class Told(Scripted):
+        has_own_memory = True
+
+        def prefetch_room(self) -> int:
+            return 7
+
+        def touch_own(self, block_ids: Sequence[bytes], first: int = 0) -> None:
+            self.described[b"touched"] = (block_ids[0], first)
+
+    worker = Worker(candidates=[candidate("Told", lambda config: worker.make_kind(Told, config))])
+    report = worker.step(setup=StoreSetup("{}", {"storage_backends": ["/nowhere"]}))[2]
+    while report is None or not report.ranks[0].ready:
+        report = worker.step()[2]
+    assert (report.ranks[0].wants_touches, report.ranks[0].prefetch_room) == (True, 7)
+    worker.step(touched=[(3, KEYS[0])])
+    assert worker.store is not None
+    assert worker.store.described[b"touched"] == (record_ids(KEYS[:1], part_mask(0, 0, 0))[0], 3)
+
+
 def test_blocks_to_be_compared_are_marked_before_their_dump() -> None:
     worker = Worker()
     store = worker.open()
@@ -195,6 +255,57 @@ def test_blocks_to_be_compared_are_marked_before_their_dump() -> None:
     worker.step(dumps=[dump(1, [2]), marked])
     assert store.audited == record_ids(KEYS[1:2], part_mask(0, 0, 0))
     assert len(store.tasks) == 2
+
+
+@pytest.mark.parametrize("writer", [True, False])
+def test_what_a_rank_refused_is_replaced_where_it_is_written_and_trusted_again_elsewhere(writer: bool) -> None:
+    worker = Worker(writer=writer)
+    store = worker.open()
+    again = dump(1, [2, 3])
+    again.refused = (1,)
+    worker.step(dumps=[again, dump(2, [4], first=3)])
+    (refused,) = record_ids(KEYS[1:2], part_mask(0, 0, 0))
+    assert (store.distrusted, store.trusted) == (([refused], []) if writer else ([], [refused]))
+    assert len(store.tasks) == (2 if writer else 0)
+
+
+def test_a_record_of_a_newer_version_is_told_apart() -> None:
+    worker = Worker()
+    store = worker.open()
+    worker.step(loads=[load("r", [2, 3, 4])])
+    failures = {
+        0: ForeignError("newer", context={"reason": "newer_version"}),
+        1: CorruptError("bad", context={"reason": "bad_checksum"}),
+    }
+    store.tasks[-1].error = TaskError("scripted", failures=failures)
+    store.end("staged", "published")
+    report = worker.step()[2]
+    assert report is not None
+    (failure,) = report.ranks[0].load_failures
+    assert (split_keys(failure.newer), split_keys(failure.refused)) == (KEYS[:1], KEYS[1:2])
+
+
+def test_a_store_that_was_opened_and_not_yet_used_is_closed_when_another_is_tried() -> None:
+    made: list[Scripted] = []
+
+    def make(config: dict[str, Any]) -> Scripted:
+        made.append(Scripted(config))
+        return made[-1]
+
+    worker = Worker(candidates=[candidate("A", make), candidate("B", make)])
+
+    def trial(number: int) -> StoreSetup:
+        return StoreSetup("{}", {"storage_backends": ["/nowhere"]}, number, number + 1, trial=True)
+
+    worker.half.bind(StepPlan(setup=trial(0)))
+    while worker.half._opened is None:
+        pass
+    worker.half.bind(StepPlan(setup=trial(1)))
+    while not made[0]._closed:
+        pass
+    while worker.half.report() is None:
+        pass
+    assert worker.half._store is made[1] and not made[1]._closed
 
 
 def test_failed_rows_and_all_behind_them_are_bad_and_reported_with_the_request() -> None:

@@ -18,5 +18,6 @@ def common(tmp_path: Path) -> dict[str, Any]:
         "identity": "tests",
         "storage_capacity": "1GiB",
         "staging_capacity": "4MiB",
+        "layout": "file",
         "deadlines": {"lookup_ms": 20_000},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,16 @@ def check_load(store: UcmPosixStore, source: Memory, count: int) -> None:
     target = Memory(count, fill=0)
     store.wait(store.load_data(ids(count), [0] * count, target.rows(*range(count))))
     assert all(source.equals(target, block) for block in range(count))
+
+
+def comes_up(store: UcmPosixStore, count: int) -> None:
+    """Returns when so many blocks are in the top tier: nobody waits for the copies that a load leaves there."""
+    pause = threading.Event()
+    for _ in range(12_000):
+        if not any(store.locate_on_prefix(ids(count))[0]):
+            return
+        pause.wait(0.01)
+    raise AssertionError(f"they never came up: {store.stats()}")
 
 
 def tiers(store: UcmPosixStore) -> dict[str, dict[str, Any]]:
@@ -97,6 +108,49 @@ def test_prefetch_through_the_interface(opened: Open) -> None:
     assert opened("UcmPosixStore").prefetch(ids(4)) == 0, "nothing to bring them up to"
 
 
+def test_a_lookup_tells_where_blocks_are_and_a_load_where_they_came_from(opened: Open) -> None:
+    keys: dict[str, Any] = {"store_pipeline": "Cache|Posix", "cache_size": "1MiB"}
+    first = opened("UcmPipelineStore", **keys)
+    assert (first.tier_names, first.has_own_memory) == (("memory", "posix"), True)
+    source = dump(first, 4)
+    assert first.locate_on_prefix([*ids(4), b"x" * 16]) == (bytes(4), "absent")
+    first.close()
+    store = opened("UcmPipelineStore", **keys)
+    check_load(store, source, 2)
+    comes_up(store, 2)
+    assert store.locate_on_prefix(ids(4)) == (bytes([0, 0, 1, 1]), "absent")
+    # So says the store of a scheduler, which has no memory of its own.
+    scheduler = opened("UcmPipelineStore", **keys, device_id=-1)
+    assert scheduler.locate_on_prefix(ids(4)) == (bytes([0, 0, 1, 1]), "absent")
+    target = Memory(4, fill=0)
+    task = store.load_data(ids(4), [0] * 4, target.rows(*range(4)))
+    store.wait(task)
+    assert list(store.served(task)) == [2, 2]
+    comes_up(store, 4)
+    assert 0 < store.prefetch_room() <= (1 << 20) // BLOCK // 8
+    alone = opened("UcmPosixStore")
+    assert (alone.tier_names, alone.has_own_memory, alone.prefetch_room()) == ((), False, 0)
+    assert alone.locate_on_prefix(ids(4)) == (bytes(4), "absent")
+    alone.touch_own(ids(4))
+
+
+def test_blocks_told_to_be_in_use_stay_in_memory(opened: Open) -> None:
+    store = opened("UcmPipelineStore", store_pipeline="Cache|Posix", cache_size="1MiB")
+    memory, _ = store.stats()["tiers"]
+    room = memory["capacity_bytes"] // store.record_len
+    source = Memory(room + 4)
+    for block in range(room):
+        store.wait(store.dump_data([ids(room)[block]], [0], source.rows(block)))
+    used = ids(room)[:4]
+    store.touch_own(used)
+    for block in range(room, room + 4):
+        store.wait(store.dump_data([ids(room + 4)[block]], [0], source.rows(block)))
+    tiers = [store.locate_on_prefix([block])[0] for block in ids(room + 4)]
+    assert tiers[:4] == [b"\0"] * 4, "in use"
+    assert tiers[4:8] == [b"\1"] * 4, "the oldest of the others went"
+    assert tiers[8:] == [b"\0"] * (room - 4)
+
+
 @pytest.mark.parametrize("name", ["UcmCacheStore", "UcmPipelineStore"])
 def test_memory_alone(opened: Open, name: str) -> None:
     if name == "UcmPipelineStore":
@@ -128,6 +182,7 @@ def test_what_is_written_back_goes_down_at_the_end(opened: Open, tmp_path: Path)
         {"store_pipeline": "Cache|Posix", "cache_size": "2MiB"},
         {"store_pipeline": "Cache|Empty", "size_gb": 0.01},
         {"store_pipeline": "Cache|Pc", "segment_age": 0},
+        {"store_pipeline": "Cache|Compress|Pc", "segment_age": 0, "compress_threads": 1},
         {"storage_backend": "pc", "segment_age": 0},
         {"ucm_connector_name": "UcmNfsStore"},
         {"pipeline": "Cache|Posix", "posix": {"write_policy": "back", "file_mode": "0660"}, "expire_after": "2d"},

@@ -190,6 +190,22 @@ def test_a_missing_block_fails_its_row_and_says_why(store: UcmPosixStore) -> Non
     assert task.completed
 
 
+def test_a_load_may_end_in_the_verified_slot(store: UcmPosixStore) -> None:
+    names, source = ids(5), Memory(5)
+    store.wait(store.dump_data(names, [0] * 5, source.rows(*range(5))))
+    task = store.verify(names, timeout=30.0)
+    store.wait(task)
+    assert store.check(task)
+    assert task.completed
+    stats = store.stats()
+    assert (stats["blocks_verified"], stats["blocks_loaded"]) == (5, 0)
+    with pytest.raises(TaskError) as caught:
+        store.wait(store.verify([b"x" * 16]))
+    assert isinstance(caught.value.failures[0], NotFoundError)
+    with pytest.raises(InvalidInputError):
+        store.verify([b"too short"])
+
+
 @pytest.mark.parametrize("opened", ["Posix"], indirect=True)
 def test_a_damaged_record_is_refused_and_the_next_dump_replaces_it(opened: Open, tmp_path: Path) -> None:
     store = opened(quarantine={"enabled": False})  # else the record may be moved away between two questions

@@ -26,6 +26,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 
     def make(**keys: Any) -> UcmPosixStore:
         written = {"storage_backends": str(tmp_path / "root"), "storage_capacity": "1GiB", "staging_capacity": "4MiB"}
+        written["layout"] = "file"
         config = load(written | {"deadlines": {"lookup_ms": 20_000}} | keys, {})
         assert config.problems == ()
         sizes = {"tensor_size": BLOCK, "shard_size": BLOCK, "block_size": BLOCK, "identity": "tests"}

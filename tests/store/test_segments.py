@@ -120,6 +120,23 @@ def test_closing_does_not_wait_for_more(tmp_path: Path) -> None:
         assert store.lookup(IDS[:3]) == [True, True, False]
 
 
+@pytest.mark.parametrize("ask", ["wait", "flush"])
+def test_who_asks_for_it_is_not_kept_waiting_for_more_to_publish(tmp_path: Path, ask: str) -> None:
+    memory = Memory()
+    with opened(tmp_path / "root", segment_age=60) as store, opened(tmp_path / "root") as other:
+        task = store.dump_data(IDS[:4], [0] * 4, memory.rows(0, 1, 2, 3))
+        if ask == "flush":
+            store.wait(task, until="staged")
+            store.flush()
+            while not store.check(task):
+                pass
+        else:
+            store.wait(task)
+        while not all(other.lookup(IDS[:4])):  # segments of others are looked for once a second
+            pass
+        assert len(list(tmp_path.glob("root/*/segments/*.seg"))) <= 2
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -128,6 +145,8 @@ def test_closing_does_not_wait_for_more(tmp_path: Path) -> None:
         ("segment_size", 4096),
         ("segment_age", -1),
         ("segment_age", True),
+        ("segment_merge_rate", -1),
+        ("segment_merge_rate", "1TiB"),
     ],
 )
 def test_values_that_make_no_sense_are_named(tmp_path: Path, key: str, value: object) -> None:

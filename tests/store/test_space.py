@@ -23,6 +23,7 @@ def _config(root: Path) -> dict[str, Any]:
     return {
         "storage_backends": str(root),
         "identity": "tests",
+        "layout": "file",
         "storage_capacity": 64 * _BLOCK,
         "free_space_floor": 0,
         "staging_capacity": "1MiB",

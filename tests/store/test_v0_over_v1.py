@@ -274,6 +274,27 @@ def test_memory_that_may_still_be_read_counts(failing: FailingV1, monkeypatch: p
     assert store.create(ids[1:]) == [0]
 
 
+def test_an_interrupted_commit_keeps_what_it_did_not_publish(
+    failing: FailingV1, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while it waits: the V1 store may still read what was kept, and the block may be committed again."""
+    store, ids = V0OverV1(failing, buffer_bytes=2 * BLOCK), names(2)
+    store.create(ids[:1])
+    store.dump(*rows(ids[:1]), memory(1))
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(failing, "wait", interrupted)
+        patched.setattr(failing, "check", lambda task, until="published": False)
+        with pytest.raises(KeyboardInterrupt):
+            store.commit(ids[:1])
+        assert store.create(ids) == [DUPLICATE_KEY, -50004]
+    store.commit(ids[:1])
+    assert store.lookup(ids[:1]) == [True]
+
+
 def test_a_commit_is_cut_to_the_slots_there_are(failing: FailingV1) -> None:
     store, ids = V0OverV1(failing), names(5)
     failing.slots = 2

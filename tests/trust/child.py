@@ -83,7 +83,10 @@ def starve(root: Path, seed: int) -> None:
     except OSError:
         pass
     states, failures = ground.load(names[:1])
-    assert failures and states == ["blank"], "a load without a descriptor worked"
+    if ground.column.memory:
+        assert states == ["right"], "what is in memory needs no descriptor"
+    else:
+        assert failures and states == ["blank"], "a load without a descriptor worked"
     assert ground.dump(names[3:4]), "a dump without a descriptor worked"
     for descriptor in taken:
         os.close(descriptor)
@@ -121,7 +124,7 @@ def hunger(root: Path, seed: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (size + SPARE, hard))
     try:
-        bytearray(2 * SPARE)
+        bytearray(16 * SPARE)  # more than an allocator may have put by
     except MemoryError:
         say("hungry")
     for name, into in zip(names[:3], memory, strict=False):

@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))  # the engines' harness
 sys.path.insert(0, str(Path(__file__).parent))
 
+from apart import ENGINES
 from table import Table
 
 if importlib.util.find_spec("vllm") is None:  # the store needs no vLLM; the engine's column does
@@ -32,10 +33,10 @@ def kv_transfer_config(request: pytest.FixtureRequest) -> dict[str, Any] | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The engine's tests come last, one runner after the other, so that every engine is started once."""
+    """The engine's tests come last, one engine after the other, so that every one is started once."""
     ours = [item for item in items if item.path == HERE / "test_engine.py"]
     items[:] = [item for item in items if item.path != HERE / "test_engine.py"]
-    items.extend(sorted(ours, key=lambda item: item.callspec.params["runner"]))  # type: ignore[attr-defined]
+    items.extend(sorted(ours, key=lambda item: ENGINES.index(item.callspec.params["engine"])))  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,8 +49,8 @@ def pytest_runtest_makereport(
     if row is not None and HERE in item.path.parents and (report.when == "call" or report.outcome != "passed"):
         known = hasattr(report, "wasxfail")
         outcome = {"passed": "ok", "failed": "FAILED", "skipped": "known fault" if known else "skipped"}[report.outcome]
-        runner = item.callspec.params.get("runner")  # type: ignore[attr-defined]
-        _table.add(row.line, f"vLLM {runner}" if runner else item.module.COLUMN, outcome)  # type: ignore[attr-defined]
+        params = item.callspec.params  # type: ignore[attr-defined]
+        _table.add(row.line, params["column"].name if "column" in params else params["engine"], outcome)
     return report
 
 

@@ -1,24 +1,27 @@
 """What the matrix stands on at the store level: blocks whose bytes follow from their ids, and a store over a root.
 
-Any process can make the bytes of a block again from its id alone, so whoever finds a block can judge it.
+Any process can make the bytes of a block again from its id alone, so whoever finds a block can judge it. What kind of
+store it is says the column under test (``columns.py``).
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import columns
 import numpy as np
 import numpy.typing as npt
+import places
+from harm import Victim
+from places import Place
 
 from ucm.errors import TaskError
-from ucm.store.posix import UcmPosixStore
 from ucm.store.record import Shape
 
 #: Bytes of one layer's tensors: a layer ends inside its alignment, the payload inside its last page.
@@ -29,7 +32,6 @@ BLOCK = sum(TENSORS) * LAYERS
 SHAPE = Shape(tensors=TENSORS, layers=LAYERS, block_tokens=BLOCK_TOKENS, dtype=2)
 #: What a target holds before a load; no block is full of it.
 BLANK = 0x33
-RECORD = re.compile(r"[0-9a-f]{32}\.bin")
 
 T = TypeVar("T")
 
@@ -44,11 +46,10 @@ def wait_until(condition: Callable[[], T], what: str, deadline: float = 120.0) -
     return value
 
 
-def config(root: Path, **changes: Any) -> dict[str, Any]:
-    """The configuration of the store under test; deadlines long enough for a busy machine, so that one hit is news."""
+def config(**changes: Any) -> dict[str, Any]:
+    """What every store under test is told; deadlines long enough for a busy machine, so that one hit is news."""
     config: dict[str, Any] = {
-        "storage_backends": str(root),
-        "identity": "trust",
+        "identity": f"trust {columns.RUN}",
         "storage_capacity": "64MiB",
         "staging_capacity": "2MiB",
         "deadlines": {"lookup_ms": 20_000, "load_unknown_s": 60, "dump_s": 60},
@@ -70,8 +71,10 @@ def block_ids(count: int, salt: str = "") -> list[bytes]:
 
 
 def right_bytes(block: bytes) -> npt.NDArray[np.uint8]:
-    """The KV of a block, one piece after the other."""
-    return np.frombuffer(random.Random(block).randbytes(BLOCK), dtype=np.uint8).copy()
+    """The KV of a block, one piece after the other: bfloat16 whose exponents are alike, as they are in a model's."""
+    numbers = np.frombuffer(random.Random(block).randbytes(BLOCK), dtype=np.uint8).copy()
+    numbers[1::2] = numbers[1::2] & 0x81 | 0x3C
+    return numbers
 
 
 class Memory:
@@ -102,8 +105,26 @@ class Ground:
 
     def __init__(self, root: Path, **changes: Any) -> None:
         self.root = root
-        self.store = UcmPosixStore(config(root, **changes))
-        self._namespace: Path | None = None
+        self.column = columns.current()
+        #: All its directories, the one that decides what is published last.
+        self.roots = self.column.roots(root)
+        self._changes = changes
+        self.store = self.column.open(root, config(**changes))
+
+    def reopen(self, **changes: Any) -> None:
+        """Another store of the same kind in its place, as another process opens one: it has nothing in memory."""
+        self.close()
+        self._changes |= changes
+        self.store = self.column.open(self.root, config(**self._changes))
+
+    def settle(self, blocks: Sequence[bytes]) -> None:
+        """Waits until every directory has these blocks: nobody waits for copies between tiers but who asks for them."""
+        wait_until(lambda: all(set(blocks) <= set(places.newest(root)) for root in self.roots), "copies are everywhere")
+
+    def forget(self) -> None:
+        """Leaves nothing in memory, where there is a memory."""
+        if self.column.memory:
+            self.reopen()
 
     def dump(self, blocks: Sequence[bytes]) -> dict[int, Exception]:
         """Dumps the blocks and waits until they are published; the failures by row."""
@@ -146,24 +167,48 @@ class Ground:
         return not self.load(blocks)[1]
 
     def counts(self) -> dict[str, int]:
-        """Misses by reason and the other counters, under one roof: their names do not overlap."""
+        """Misses by reason and the other counters, under one roof: their names do not overlap. Those of tiers are
+        ``<tier>.<name>``."""
         stats = self.store.stats()
         numbers = {name: value for name, value in stats.items() if isinstance(value, int)}
+        for tier in stats.get("tiers", ()):
+            numbers |= {f"{tier['name']}.{name}": n for name, n in tier.items() if isinstance(n, int)}
         return {**numbers, **stats["misses"]}
 
-    def file(self, block: bytes) -> Path:
-        """Where the record of a block lies."""
-        if self._namespace is None:
-            (blocks,) = self.root.glob("*/blocks")
-            self._namespace = blocks.parent
-        return self._namespace / "blocks" / f"{block[0]:02x}" / f"{block.hex()}.bin"
+    def victims(self, block: bytes, other: bytes, seed: str) -> list[Victim]:
+        """Every copy of a block below the directories, with one of another block beside it."""
+        self.settle([block, other])
+        found = [places.newest(root) for root in self.roots]
+        return [Victim(copies[block], copies[other], random.Random(seed)) for copies in found]
+
+    def place(self, block: bytes) -> Place:
+        """Where the record of a block lies by which it counts as published."""
+        return places.newest(self.root)[block]
+
+    def newest(self, block: bytes, directory: int = -1) -> Place | None:
+        """The same, or in another of the directories, if it is there and right."""
+        place = places.newest(self.roots[directory]).get(block)
+        return place if place is not None and place.is_right(SHAPE) else None
+
+    def places(self) -> list[Place]:
+        """Every copy of every record."""
+        return [place for root in self.roots for place in places.places(root)]
+
+    def await_all_right(self) -> None:
+        """Waits until the second reader agrees that every record is right: copies of a tier come a little later, and
+        where a file system was full some are still being removed."""
+
+        def is_wrong(place: Place) -> bool:
+            return place.path.exists() and not place.is_right(SHAPE)
+
+        wait_until(lambda: not any(map(is_wrong, self.places())), "every record is right", 30)
 
     def files(self) -> list[Path]:
-        """All records."""
-        return sorted(path for path in self.root.glob("*/blocks/??/*.bin") if RECORD.fullmatch(path.name))
+        """Every file of records, in the directory that decides."""
+        return places.files(self.root)
 
     def bytes_stored(self) -> int:
-        """Bytes of all records; the collector may be at work."""
+        """Bytes of all of these; the collector may be at work."""
         total = 0
         for path in self.files():
             try:

@@ -1,7 +1,8 @@
-"""What is done to the file of one block: every function of here makes one kind of damage.
+"""What is done to one block's record, or to the file it lies in: every function of here makes one kind of damage.
 
 The damage is done in place, as a disk, a program or an operator would do it. Records that are whole but not the right
 ones are *forged*: fields of the header are changed and its checksums made again, by the offsets of ``docs/format.md``.
+What is done to a file is done to all records in it.
 """
 
 from __future__ import annotations
@@ -14,26 +15,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ucm.store.record import Expect, Header, Layer, Part, Refused, Shape, crc32c, parse_header, verify
+from places import Place as Copy
+
+from ucm.store.record import Header, Layer, Part, Refused, crc32c, parse_header
 
 
 @dataclass(frozen=True)
 class Victim:
-    """The file that is damaged, another block's file beside it, and a source of numbers that a seed fixes."""
+    """The copy that is damaged, another block's copy beside it, and a source of numbers that a seed fixes."""
 
-    path: Path
-    other: Path
+    copy: Copy
+    other: Copy
     random: random.Random
+
+    @property
+    def path(self) -> Path:
+        """The file it lies in."""
+        return self.copy.path
 
     def header(self) -> Header:
         """What the record says of itself."""
-        return header_of(self.path.read_bytes())
-
-
-def judge(path: Path, shape: Shape | None = None) -> Header:
-    """The second reader's word on a block file of the first part; raises its verdict when that is not a hit."""
-    record_id, namespace = bytes.fromhex(path.stem), bytes.fromhex(path.parents[2].name)
-    return verify(path.read_bytes(), Expect(record_id, namespace, Part(0, 0, 0), shape))
+        return header_of(self.copy.read())
 
 
 def header_of(data: bytes) -> Header:
@@ -75,8 +77,8 @@ def _at(place: Place, header: Header) -> int:
 
 
 def _edit(victim: Victim, change: Callable[[bytearray, Header], bytes | bytearray]) -> None:
-    data = bytearray(victim.path.read_bytes())
-    victim.path.write_bytes(change(data, header_of(bytes(data))))
+    data = bytearray(victim.copy.read())
+    victim.copy.write(change(data, header_of(bytes(data))))
 
 
 def flip(place: Place) -> Harm:
@@ -128,7 +130,7 @@ def zero(start: Place, end: Place) -> Harm:
 
 def truncate(length: Place) -> Harm:
     """The first bytes only."""
-    return lambda victim: os.truncate(victim.path, _at(length, victim.header()))
+    return lambda victim: os.truncate(victim.path, victim.copy.offset + _at(length, victim.header()))
 
 
 def truncate_share(share: float) -> Harm:
@@ -147,16 +149,21 @@ def lengthen(more: int) -> Harm:
 
 
 def swap(victim: Victim) -> None:
-    """The files of two blocks under each other's names."""
+    """The files of two blocks under each other's names, or their records in each other's places."""
+    if victim.copy.in_segment:
+        one, other = victim.copy.read(), victim.other.read()
+        victim.copy.write(other)
+        victim.other.write(one)
+        return
     aside = victim.path.with_suffix(".aside")
     victim.path.rename(aside)
-    victim.other.rename(victim.path)
-    aside.rename(victim.other)
+    victim.other.path.rename(victim.path)
+    aside.rename(victim.other.path)
 
 
 def copy_other(victim: Victim) -> None:
     """Another block's record under this block's name."""
-    victim.path.write_bytes(victim.other.read_bytes())
+    victim.copy.write(victim.other.read())
 
 
 def forge(*fields: tuple[int, bytes]) -> Harm:
@@ -166,14 +173,31 @@ def forge(*fields: tuple[int, bytes]) -> Harm:
         def change(data: bytearray, header: Header) -> bytearray:
             for offset, value in fields:
                 data[offset : offset + len(value)] = value
-            struct.pack_into("<I", data, 60, crc32c(bytes(data[:60])))
-            end = header.header_len - 4
-            struct.pack_into("<I", data, end, crc32c(bytes(data[:end])))
-            return data
+            return _sealed(data, header)
 
         _edit(victim, change)
 
     return harm
+
+
+def _sealed(data: bytearray, header: Header) -> bytearray:
+    struct.pack_into("<I", data, 60, crc32c(bytes(data[:60])))
+    end = header.header_len - 4
+    struct.pack_into("<I", data, end, crc32c(bytes(data[:end])))
+    return data
+
+
+def forge_frame(victim: Victim) -> None:
+    """The last frame of the first compressed layer with noise in it, under checksums that are right."""
+
+    def change(data: bytearray, header: Header) -> bytearray:
+        first, second = header.table[:2]
+        for place in range(first.offset + first.length - 64, first.offset + first.length):
+            data[place] ^= victim.random.randrange(1, 256)
+        struct.pack_into("<I", data, 576 + 16, crc32c(bytes(data[first.offset : second.offset])))
+        return _sealed(data, header)
+
+    _edit(victim, change)
 
 
 def forge_part(victim: Victim) -> None:
@@ -218,9 +242,14 @@ def directory(victim: Victim) -> None:
 
 
 def symlink_to_other(victim: Victim) -> None:
-    """A link to another block's record: the length is right."""
+    """A link to another block's record, or to the segment itself under another name: the length is right."""
+    if victim.copy.in_segment:
+        aside = victim.path.with_suffix(".aside")
+        victim.path.rename(aside)
+        victim.path.symlink_to(aside)
+        return
     victim.path.unlink()
-    victim.path.symlink_to(victim.other)
+    victim.path.symlink_to(victim.other.path)
 
 
 def symlink_to_nothing(victim: Victim) -> None:

@@ -13,6 +13,7 @@ import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
+import columns
 from child import BLOCKS, SMALL
 from ground import Ground, block_ids, wait_until
 from harm import header_of
@@ -74,7 +75,7 @@ def two_hosts(base: Path, long: bool) -> None:
         _run_hosts("write_as_host", place, library, source)
         ground = Ground(place / "export" / "root")
         assert assert_all_exact(ground) >= set(block_ids(BLOCKS, "shared"))
-        headers = [header_of(path.read_bytes()) for path in ground.files()]
+        headers = [header_of(place.read()) for place in ground.places()]
         times = sorted(header.time_ns for header in headers)
         assert times[-1] - times[0] > APART * 1_000_000_000, "the hosts' clocks were the same"
         assert len({header.writer for header in headers}) > 1, "one of the hosts stored nothing"
@@ -156,10 +157,10 @@ def quota(base: Path, long: bool) -> None:
     del long
     root = base / "root"
     rules = {"namespace_quota": QUOTA, "storage_capacity": LIMIT}
-    other = Ground(root, identity="another", **rules)
+    other = Ground(root, identity=f"another {columns.RUN}", **rules)
     kept = block_ids(10, "kept")
     wait_until(lambda: other.is_healthy(kept), "blocks are stored")
-    (space,) = root.glob("*/blocks")
+    theirs = other.files()
     ground = Ground(root, **rules)
     names = block_ids(130, "many")
     for first in range(0, len(names), 10):
@@ -167,7 +168,7 @@ def quota(base: Path, long: bool) -> None:
         wait_until(lambda some=some: not ground.dump(some), "blocks are stored")  # type: ignore[misc]
 
     def used() -> int:
-        return ground.bytes_stored() - sum(path.stat().st_size for path in space.rglob("*.bin"))
+        return ground.bytes_stored() - sum(path.stat().st_size for path in theirs)
 
     # It is kept to by every count, and there is one whenever a sixteenth of the limit was written.
     wait_until(lambda: used() <= QUOTA + LIMIT // 16, "the quota is kept")

@@ -1,15 +1,15 @@
 """The kinds of rows of the matrix (``rows.py`` has the rows): what each says of a harm, and its words in the table.
 
-A :class:`FileRow` harms the file of one block; it is run at the store level and in a live engine of each runner. A
-:class:`RootRow` harms the root under an open store, a :class:`FuseRow` the file system below it. A :class:`ProcessRow`
-has several processes or clocks in it.
+A :class:`FileRow` harms the record of one block, or the file it lies in; it is run at the store level and in live
+engines. A :class:`RootRow` harms the root under an open store, a :class:`FuseRow` the file system below it, or the disk
+below that. A :class:`ProcessRow` has several processes or clocks in it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +19,6 @@ import roots
 #: The slow form: more seeds, more points, more lengths.
 LONG = os.environ.get("UCM_TEST_LONG", "") not in ("", "0")
 
-STORE, V1, V2 = "store", "vLLM v1", "vLLM v2"
-COLUMNS = (STORE, V1, V2)
 Through = Literal["short", "long", "no"]
 
 
@@ -31,14 +29,12 @@ class Row:
     name: str
     what: str
     reasons: tuple[str, ...]
-    #: Why this row is known to fail at the store level; such a row must fail.
-    known: str = field(default="", kw_only=True)
 
     @property
-    def in_engine(self) -> bool:
-        """Whether a live engine meets it in this run."""
-        through = getattr(self, "engine", "no")
-        return through == "short" or (LONG and through == "long")
+    def through(self) -> Through:
+        """Whether a live engine over block files meets it: in the short form, in the long form, or not at all."""
+        engine: Through = getattr(self, "engine", "no")
+        return engine
 
     @property
     def line(self) -> str:
@@ -66,9 +62,21 @@ class FileRow(Row):
     engine: Through = "short"
     #: Harms any file of this kind; the others know how a record of ours is made.
     any_file: bool = True
+    #: It is done behind the record: what is there is right, and who knows where it lies may read it.
+    behind: bool = False
+    #: The segment is whole under another name: who keeps it open reads on, exactly.
+    moved: bool = False
+    #: It is about how segments are made: their foot, their head, their name.
+    of_segments: bool = False
+    #: It is about the form in which compressed records are stored.
+    of_codecs: bool = False
+    #: Nothing is lost by it, and nobody may mind.
+    harmless: bool = False
 
     @property
     def expected(self) -> str:
+        if self.harmless:
+            return "hits go on"
         if self.heals == "left":
             return "miss, left alone until it is removed"
         return super().expected
@@ -86,6 +94,8 @@ class RootRow(Row):
     lost: bool = False
     #: ``made``: they make again what is missing, at the latest the second time. ``untried``: none is tried meanwhile.
     dumps: Literal["fail", "made", "untried"] = "fail"
+    #: The files are whole where nobody gets at them any more: who keeps a segment open reads on, exactly.
+    whole: bool = False
     nobody: bool = False
     #: As above; the root of an engine is mounted.
     engine: Through = "short"
@@ -99,7 +109,10 @@ class RootRow(Row):
 
 @dataclass(frozen=True)
 class FuseRow(Row):
-    """The file system behaves like this for a while (``fuse.py``), while one kind of call is made."""
+    """The file system behaves like this for a while (``fuse.py``), while one kind of call is made.
+
+    With ``disk`` it is the disk of a local file system that behaves so (``disk.py``).
+    """
 
     manners: Mapping[str, Any]
     call: Literal["lookup", "load", "dump"]
@@ -107,6 +120,7 @@ class FuseRow(Row):
     waits: bool = False
     #: A dump that is told to have worked; what it wrote is found out when it is read.
     believed: bool = False
+    disk: bool = False
     #: As above.
     engine: Through = "no"
 
@@ -116,6 +130,17 @@ class FuseRow(Row):
             return "found out by the next load, then healthy"
         fails = "dumps fail" if self.call == "dump" else "misses"
         return f"{fails}{', one deadline' if self.waits else ''}; then healthy"
+
+
+@dataclass(frozen=True)
+class EngineRow(Row):
+    """Done to the processes of a live engine; each costs a start."""
+
+    engine: Through = "long"
+
+    @property
+    def expected(self) -> str:
+        return "every hit exact, then healthy"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import places
 from harness import EngineError, EngineHost, wait_until
+from places import Place
 from specs import BLOCK, PATIENT, Ask, EngineSpec, Result, StoreSpec, prompt
 
 from ucm.store import BlockHasher, part_mask, record_ids
@@ -26,24 +28,42 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "quarantine": {"max_per_minute": 1_000_000},
 }
 
-_OURS = "connector._worker._store.stats()"
-_LOOKUPS = "connector._scheduler.gate.store.stats()"
+#: Bytes of memory above a root: so little that the blocks of a few prompts are all there is room for.
+MEMORY = 512 << 10
+
+#: An engine that has just started has no store yet.
+_OURS, _LOOKUPS = (
+    f"{store}.stats() if {store} else {{'misses': {{}}}}"
+    for store in ("connector._worker._store", "connector._scheduler.gate.store")
+)
 
 
-def spec_of(model: Path, runner: str, root: Path, transfer: Mapping[str, Any] | None) -> EngineSpec:
-    """The engine of one runner: our store on this root, or another connector's arguments with ``{root}`` replaced."""
-    if transfer is not None:
-        transfer = _placed(transfer, str(root))
-    return EngineSpec(
-        model,
-        runner,
-        StoreSpec(root, "UcmPosixStore"),
-        blocks=300,
-        prefix_caching=False,
-        extra_config={name: dict(keys) for name, keys in SETTINGS.items()},
-        transfer=transfer,
-        label=f"trust-{runner}",
-    )
+@dataclass(frozen=True)
+class Kind:
+    """A live engine of the matrix: the model runner, and what the store is."""
+
+    runner: str
+    #: Memory above a directory of segments, in place of block files.
+    over_pc: bool = False
+
+    def spec(self, model: Path, root: Path, transfer: Mapping[str, Any] | None) -> EngineSpec:
+        """Our store on this root, or another connector's arguments with ``{root}`` replaced."""
+        if transfer is not None:
+            transfer = _placed(transfer, str(root))
+        store = StoreSpec(root, "UcmPosixStore", options={"layout": "file"})
+        if self.over_pc:
+            options = {"store_pipeline": "Cache|Pc", "cache_size": MEMORY, "segment_age": 0}
+            store = StoreSpec(root, "UcmPipelineStore", options=options)
+        return EngineSpec(
+            model,
+            self.runner,
+            store,
+            blocks=300,
+            prefix_caching=False,
+            extra_config={name: dict(keys) for name, keys in SETTINGS.items()},
+            transfer=transfer,
+            label=f"trust-{self.runner}{'-pc' if self.over_pc else ''}",
+        )
 
 
 def _placed(value: Any, root: str) -> Any:
@@ -56,18 +76,19 @@ def _placed(value: Any, root: str) -> Any:
 
 @dataclass
 class Prompt:
-    """A prompt, the right answer to it, and the files that its blocks are stored in, in order."""
+    """A prompt, the right answer to it, and where its blocks are stored, in order."""
 
     tokens: list[int]
     right: Result
-    files: list[Path]
+    copies: list[Place]
 
 
 class Live:
     """An engine and its root."""
 
-    def __init__(self, host: EngineHost, spec: EngineSpec, root: Path) -> None:
+    def __init__(self, host: EngineHost, spec: EngineSpec, root: Path, has_memory: bool = False) -> None:
         self._host, self._spec = host, spec
+        self.has_memory = has_memory
         self.engine = host.get(spec)
         self.root = root
         #: Whether it is our connector, so that reasons can be asked for.
@@ -82,8 +103,12 @@ class Live:
         try:
             self.engine.scheduler()
         except EngineError:
-            self.engine.kill()
-            self.engine = self._host.get(self._spec)
+            self.restart()
+
+    def restart(self) -> None:
+        """Ends the engine's processes at once, and starts another on the same root."""
+        self.engine.kill()
+        self.engine = self._host.get(self._spec)
 
     def ask(self, tokens: list[int], salt: str | None = None) -> Result:
         """One request alone. It does not fail."""
@@ -99,30 +124,47 @@ class Live:
 
     def store_prompt(self) -> Prompt:
         """Asks a new prompt, computed without any cache, until it is stored; asked again it is a hit."""
+        for _ in range(24):
+            stored = self._store_prompt()
+            # What memory has is a hit, and not offered again, whether it went down or not.
+            if stored.copies or not self.has_memory:
+                return stored
+        raise AssertionError("nothing of what is in memory is ever in the directory")
+
+    def _store_prompt(self) -> Prompt:
         tokens, before = self.new_prompt(), set(self.files())
         right = self.ask(tokens)
         assert right.cached == 0, "a new prompt was found in a cache"
-        stored = Prompt(tokens, right, self.files_of(tokens) if self.ours else [])
+        stored = Prompt(tokens, right, [])
         # After a harm the connector may pause before it offers blocks again, and offers only those of a live request.
         self.await_hit(stored, "a new prompt is stored, and then a hit")
-        if not self.ours:
-            stored.files = sorted(set(self.files()) - before, key=lambda path: path.stat().st_mtime_ns)
+        if self.ours:
+            poll(lambda: bool(self.copies_of(tokens)), 10)
+            stored.copies = self.copies_of(tokens)
+        else:
+            files = sorted(set(self.files()) - before, key=lambda path: path.stat().st_mtime_ns)
+            stored.copies = [Place(path) for path in files]
         return stored
 
-    def files(self) -> list[Path]:
-        """Every file below the root that holds blocks."""
-        files = [path for path in self.root.rglob("*") if path.is_file()]
-        return [path for path in files if path.suffix == ".bin"] if self.ours else files
+    def forget(self) -> None:
+        """Leaves nothing of the prompts so far in memory: others take their place."""
+        for _ in range(3 if self.has_memory else 0):
+            self.store_prompt()
 
-    def files_of(self, tokens: list[int]) -> list[Path]:
-        """Where our store keeps the blocks of a prompt: their keys follow from the identity in the manifest."""
+    def files(self) -> list[Path]:
+        """Every file below the root."""
+        return [path for path in self.root.rglob("*") if path.is_file()]
+
+    def copies_of(self, tokens: list[int]) -> list[Place]:
+        """Where our store keeps the blocks of a prompt, all of them or nothing: their keys follow from the identity in
+        the manifest."""
         if not self._digest:
             (manifest,) = wait_until(lambda: list(self.root.glob("*/manifest.json")), "the manifest is there")
             self._digest = bytes.fromhex(json.loads(manifest.read_text())["digest"])
         keys = BlockHasher(self._digest, BLOCK).hash_blocks(tokens)
-        blocks = self.root / self._digest.hex()[:32] / "blocks"
+        found = places.newest(self.root)
         ids = record_ids(keys, part_mask(0, 0, 0))
-        return [blocks / f"{record[0]:02x}" / f"{record.hex()}.bin" for record in ids]
+        return [found[record] for record in ids] if all(record in found for record in ids) else []
 
     def is_hit(self, stored: Prompt) -> bool:
         """Asks again; the answer is right whatever happens. Whether all of it came from the cache."""
@@ -138,6 +180,23 @@ class Live:
     def await_hit(self, stored: Prompt, what: str) -> None:
         """Asks until all of it comes from the cache."""
         wait_until(lambda: self.is_hit(stored), what, self.patience)
+
+    def await_stored(self, stored: Prompt) -> None:
+        """Asks until all of it is in the directory, and not in memory alone.
+
+        What is in memory is a hit while it is on its way down, and also where it never went: whoever knows a segment
+        by heart writes none of its blocks again before it has read the foot anew. So memory forgets it, and it is
+        asked again.
+        """
+
+        def found() -> bool:
+            if poll(lambda: bool(self.copies_of(stored.tokens)), 2):
+                return True
+            self.forget()
+            self.await_hit(stored, "the prompt is a hit again")
+            return False
+
+        wait_until(found, "every block of the prompt is in the directory", self.patience)
 
     def await_written(self) -> None:
         """Waits until no block is on its way to the store: a request, and its device blocks, are free before."""

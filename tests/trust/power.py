@@ -14,6 +14,7 @@ from pathlib import Path
 
 import roots
 from child import MANY
+from disk import make
 from fuse import Fuse
 from ground import Ground, block_ids, wait_until
 from processes import child, new_seed
@@ -35,7 +36,7 @@ def power_cuts(base: Path, long: bool) -> None:
             disk, mounted = place / "disk", place / "mounted"
             system = Fuse(disk, mounted)
             stack.callback(system.close)
-            _make(disk / "image")
+            make(disk / "image", SIZE)
             _mount(mounted / "image", place / "live", source.choice(MODES), stack)
             clones, published = [], 0
             with child("write_many", place / "live" / "root", source.randrange(1 << 32)) as (_, lines):
@@ -61,13 +62,6 @@ def power_cuts(base: Path, long: bool) -> None:
                 hits += found
             clone.unlink()
     print(f"hits found after power cuts: {hits}")
-
-
-def _make(image: Path) -> None:
-    with image.open("wb") as file:
-        file.truncate(SIZE)
-    words = ["mkfs.ext4", "-q", "-F", "-b", "4096", "-J", "size=4", "-E", "lazy_itable_init=1,nodiscard", str(image)]
-    subprocess.run(words, check=True, capture_output=True)
 
 
 def _mount(image: Path, place: Path, options: str, stack: ExitStack) -> None:

@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+import columns
 import harm
 import roots
 from child import BLOCKS
 from fuse import Fuse
 from ground import SHAPE, Ground, assert_no_wait, block_ids, counted, wait_until
-
-from ucm.store.record import verify_file
 
 CHILD = Path(__file__).with_name("child.py")
 
@@ -58,17 +57,18 @@ def ended_well(process: subprocess.Popen[str]) -> list[str]:
     return lines
 
 
-def assert_all_exact(ground: Ground, judged: set[tuple[str, int]] | None = None) -> set[bytes]:
+def assert_all_exact(ground: Ground, judged: set[tuple[str, int, int]] | None = None) -> set[bytes]:
     """Both readers agree that every record is right; the ids that are there.
 
     A published file is never written again, so the slow reader need not look again at those it has ``judged``.
     """
     judged = set() if judged is None else judged
-    for path in ground.files():
-        if (file := (path.name, path.stat().st_ino)) not in judged:
-            verify_file(path, SHAPE)
-            judged.add(file)
-    found = {bytes.fromhex(path.stem) for path in ground.files()}
+    found = set()
+    for place in ground.places():
+        found.add(place.record_id)
+        if (seen := (place.path.name, place.path.stat().st_ino, place.offset)) not in judged:
+            place.judge(SHAPE)
+            judged.add(seen)
     for first in range(0, len(found), 32):
         ground.assert_hits(sorted(found)[first : first + 32])
     return found
@@ -78,7 +78,7 @@ def killed_writers(base: Path, long: bool) -> None:
     """A writer is killed after a random number of blocks, again and again over one root."""
     names, source, root = block_ids(BLOCKS, "shared"), random.Random(new_seed()), base / "root"
     published: set[int] = set()
-    judged: set[tuple[str, int]] = set()
+    judged: set[tuple[str, int, int]] = set()
     for _ in range(40 if long else 3):
         # Others find what the one before left; the last of many rounds finds nearly all present.
         with child("write", root, source.randrange(1 << 32)) as (process, lines):
@@ -158,17 +158,18 @@ def much_damage(base: Path, long: bool) -> None:
     ground = Ground(base / "root", quarantine={"max_per_minute": 4})
     assert not ground.dump(names)
     ground.assert_hits(names)
+    for name in names:
+        for victim in ground.victims(name, names[0], "much"):
+            harm.flip(lambda header: header.header_len)(victim)
+    ground.forget()
     before = ground.counts()
     for name in names:
-        harm.flip(lambda header: header.header_len)(
-            harm.Victim(ground.file(name), ground.file(names[0]), random.Random(0))
-        )
-    for name in names:
         assert ground.load([name])[0] == ["blank"]
-    news = counted(before, ground.counts())
-    assert news["records_quarantined"] == 4
-    assert news["quarantine_stopped"]
-    assert news["breaker_opened"]
+    if not ground.column.memory:  # else another process wrote them a moment ago, and may have been about to end them
+        what = "as much is kept as evidence as may be, and then the breaker opens"
+        kept = {"records_quarantined": 4, "breaker_opened": 1}
+        wait_until(lambda: kept.items() <= counted(before, ground.counts()).items(), what)
+        assert counted(before, ground.counts())["quarantine_stopped"]
     wait_until(lambda: ground.is_healthy(names), "the breaker has closed and blocks are stored again")
     ground.assert_hits(names)
     ground.close()
@@ -193,9 +194,10 @@ def two_writers(base: Path, long: bool) -> None:
         for path in ground.files():
             path.unlink()
     news = counted(before, ground.counts())
-    assert set(news) & {"absent"}
+    assert set(news) & {"absent"} or ground.column.memory, "what was removed is missed, where no memory has it"
     assert not set(news) & {"bad_checksum", "bad_header", "truncated", "wrong_length", "records_refused"}, news
-    assert ground.is_healthy(names[:3])
+    # Who knows where records lie finds out about once a second that they were removed.
+    wait_until(lambda: ground.is_healthy(names[:3]), "blocks are stored and found again")
     ground.close()
 
 
@@ -206,10 +208,12 @@ def clock_jumps(base: Path, long: bool) -> None:
     ground = Ground(base / "root", storage_capacity="1MiB")
     old, ahead, new = names[:3], names[3:6], names[6:]
     wait_until(lambda: ground.is_healthy(old + ahead), "the root was counted and there is room")
-    before = ground.counts()
     for year, blocks in ((1971, old), (2100, ahead)):
         for block in blocks:
-            harm.set_times(year)(harm.Victim(ground.file(block), ground.file(block), random.Random(0)))
+            for victim in ground.victims(block, block, "clocks"):
+                harm.set_times(year)(victim)
+    ground.forget()
+    before = ground.counts()
     ground.assert_hits(old + ahead)
     assert_no_wait(counted(before, ground.counts()))
     for block in new:  # nearly three times the limit
@@ -227,7 +231,7 @@ def no_descriptors(base: Path, long: bool) -> None:
     with child("starve", base / "root", 1) as (process, _):
         lines = ended_well(process)
     said = next(line for line in lines if line.startswith("counted")).split()
-    assert "io_error" in said
+    assert ("publishes_failed" if columns.current().memory else "io_error") in said
     assert not {"timeout", "lookup_late", "records_refused"} & set(said)
 
 
@@ -267,7 +271,9 @@ def owned_by_another(base: Path, long: bool) -> None:
         names = block_ids(3)
         assert not ground.dump(names)
         with roots.as_root():
-            os.chown(ground.file(names[1]), 0, 0)
+            for victim in ground.victims(names[1], names[0], "owned"):
+                os.chown(victim.path, 0, 0)
+        ground.forget()
         before = ground.counts()
         states, failures = ground.load(names)
         assert states[1] == "blank"
@@ -277,5 +283,5 @@ def owned_by_another(base: Path, long: bool) -> None:
         assert_no_wait(news)
         assert not ground.dump(names)
         ground.assert_hits(names)
-        assert ground.file(names[1]).stat().st_uid == roots.NOBODY
+        assert ground.place(names[1]).path.stat().st_uid == roots.NOBODY
         ground.close()

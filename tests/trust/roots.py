@@ -167,7 +167,7 @@ def emptied(root: Path) -> Iterator[None]:
     _empty(root)
     yield
     (root / MARKER).write_bytes(marker)
-    assert not list(root.rglob("*.bin")), "something was written to a directory that is no root"
+    assert not [*root.rglob("*.bin"), *root.rglob("*.seg")], "something was written to a directory that is no root"
 
 
 def no_namespace(root: Path) -> Iterator[None]:
@@ -246,7 +246,7 @@ def other_owner(root: Path) -> Iterator[None]:
 
 def no_permission(root: Path) -> Iterator[None]:
     """The blocks' directory loses its mode bits; the store runs as somebody who minds them."""
-    (blocks,) = root.glob("*/blocks")
+    (blocks,) = [*root.glob("*/blocks"), *root.glob("*/segments")]
     blocks.chmod(0)
     yield
     blocks.chmod(0o700)

@@ -1,7 +1,8 @@
 """The matrix: every kind of harm, what is done, which reason is counted for it, and what is expected.
 
-All rows (``kinds.py`` says what kinds there are) expect in common: right bytes or none (through vLLM: right tokens), no
-request failed, no deadline hit, and a healthy cache afterwards; the table says what more.
+All rows (``kinds.py`` says what kinds there are, ``apart.py`` which mean nothing where) expect in common: right bytes
+or none (through vLLM: right tokens), no request failed, no deadline hit, and a healthy cache afterwards; the table says
+what more.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import struct
 from typing import Literal
 
 import harm
+import harm_segments as segments
 import hosts
 import power
 import processes
 import roots
-from kinds import LONG, FileRow, FuseRow, ProcessRow, RootRow, Through
+from kinds import LONG, EngineRow, FileRow, FuseRow, ProcessRow, RootRow, Through
 
 
 def _u32(value: int) -> bytes:
@@ -52,14 +54,14 @@ _FLIPS = [
         "flip: middle shard",
         "one bit in the middle",
         CHECKSUM,
-        harm.flip(lambda h: h.table[len(h.table) // 2].offset + h.layer_len // 2),
+        harm.flip(lambda h: h.table[len(h.table) // 2].offset + h.table[0].length // 2),
         engine="long",
     ),
     FileRow(
         "flip: last shard",
         "one bit of the last byte",
         CHECKSUM,
-        harm.flip(lambda h: h.table[-1].offset + h.layer_len - 1),
+        harm.flip(lambda h: h.table[-1].offset + h.table[-1].length - 1),
     ),
     FileRow("flip: padding", "one bit of the last byte of the file", CHECKSUM, harm.flip(lambda h: h.kv_len - 1)),
     *(
@@ -92,7 +94,7 @@ _BURSTS = [
 
 
 def _length(name: str, what: str, reasons: tuple[str, ...], how: harm.Harm, engine: Through = "long") -> FileRow:
-    return FileRow(name, what, reasons, how, engine=engine)
+    return FileRow(name, what, reasons, how, engine=engine, behind=name.startswith("longer"))
 
 
 _LENGTHS = [
@@ -175,6 +177,7 @@ _OTHERS = [
         harm.symlink_to_other,
         judged=False,
         engine="long",
+        moved=True,
     ),
     FileRow(
         "link to nothing",
@@ -187,20 +190,74 @@ _OTHERS = [
     FileRow("pipe", "under the block's name", ("wrong_length", "io_error"), harm.fifo, judged=False),
 ]
 
-FILE_ROWS = [*_FLIPS, *_BURSTS, *_LENGTHS, *_OTHERS]
+
+def _segment(
+    name: str, what: str, how: harm.Harm, *reasons: str, harmless: bool = False, moved: bool = False
+) -> FileRow:
+    reasons = reasons or ("absent",)
+    return FileRow(
+        name,
+        what,
+        () if harmless else reasons,
+        how,
+        judged=False,
+        engine="no",
+        any_file=False,
+        of_segments=True,
+        harmless=harmless,
+        moved=moved,
+    )
+
+
+_SEGMENTS = [
+    _segment("foot: trailer", "one bit of the segment's trailer", segments.edit(segments.flip_trailer)),
+    _segment("foot: entry", "one bit of an entry", segments.edit(segments.flip_entry)),
+    _segment("foot: zeroed", "zeros", segments.edit(segments.zeroed_foot)),
+    _segment("foot: cut off", "the records are left", segments.edit(segments.no_foot)),
+    _segment("foot: newer version", "version 2", segments.forge(segments.newer_version)),
+    _segment("foot: another identity", "another model's", segments.forge(segments.another_identity)),
+    _segment("foot: another id", "an entry names another block", segments.forge(segments.another_id)),
+    _segment(
+        "foot: another place",
+        "an entry that is a page off",
+        segments.forge(segments.other_place),
+        "wrong_length",
+        "not_a_record",
+    ),
+    _segment(
+        "foot: shorter", "an entry that is a page short", segments.forge(segments.shorter), "wrong_length", "truncated"
+    ),
+    _segment("segment renamed", "to another writer's name", segments.renamed, moved=True),
+    _segment("segment twice", "under another writer's name too", segments.doubled, harmless=True),
+    _segment("head: flip", "one bit of the segment's head", segments.edit(segments.flip_head), harmless=True),
+]
+
+
+def _codec(name: str, what: str, how: harm.Harm, *reasons: str) -> FileRow:
+    return FileRow(f"codec: {name}", what, reasons, how, engine="no", any_file=False, of_codecs=True)
+
+
+_CODECS = [
+    _codec("none", "compressed, and says that it is not", harm.forge((136, _u32(0))), "foreign_shape"),
+    _codec("another width", "elements of one byte", harm.forge((136, _u32(0x101))), *CHECKSUM),
+    _codec("raw checksum", "right as stored, not as used", harm.forge((576 + 20, _u32(7))), *CHECKSUM),
+    _codec("frame", "noise under a checksum that is right", harm.forge_frame, *CHECKSUM),
+]
+
+FILE_ROWS = [*_FLIPS, *_BURSTS, *_LENGTHS, *_OTHERS, *_SEGMENTS, *_CODECS]
 
 FAILED = ("publishes_failed",)
 
 ROOT_ROWS = [
     RootRow("root read-only", "remounted", FAILED, roots.read_only, kind="tmpfs", reads=True),
-    RootRow("root moved away", "and back", ("absent",), roots.moved_away, dumps="untried", engine="no"),
+    RootRow("root moved away", "and back", ("absent",), roots.moved_away, dumps="untried", engine="no", whole=True),
     RootRow("root removed", "with all in it", ("absent",), roots.removed, lost=True, dumps="made", engine="no"),
     RootRow("root emptied", "only the marker comes back", ("absent",), roots.emptied, lost=True),
     RootRow("namespace removed", "with all in it", ("absent",), roots.no_namespace, lost=True, dumps="made"),
     RootRow("no temporary directory", "removed", (), roots.no_temporary_directory, reads=True, dumps="made"),
     RootRow("marker removed", "and put back", FAILED, roots.no_marker, reads=True),
-    RootRow("unmounted", "umount -l, later mounted again", ("absent",), roots.unmounted, kind="bind"),
-    RootRow("covered", "another file system mounted over it", ("absent",), roots.covered, kind="bind"),
+    RootRow("unmounted", "umount -l, later mounted again", ("absent",), roots.unmounted, kind="bind", whole=True),
+    RootRow("covered", "another file system mounted over it", ("absent",), roots.covered, kind="bind", whole=True),
     RootRow("full", "no room on a file system of 8 MiB", FAILED, roots.full, kind="tmpfs", reads=True, lost=True),
     RootRow("no inodes", "on a file system with 400", FAILED, roots.no_inodes, kind="tmpfs", reads=True, lost=True),
     RootRow(
@@ -209,6 +266,7 @@ ROOT_ROWS = [
         ("io_error",),
         roots.other_owner,
         kind="tmpfs",
+        whole=True,
         nobody=True,
         engine="no",
     ),
@@ -218,6 +276,7 @@ ROOT_ROWS = [
         ("io_error",),
         roots.no_permission,
         kind="tmpfs",
+        whole=True,
         nobody=True,
         engine="no",
     ),
@@ -271,6 +330,19 @@ FUSE_ROWS = [
     FuseRow(
         "lie: write", "zeros are stored", ("not_a_record",), {"lie": ["WRITE"]}, "dump", believed=True, engine="long"
     ),
+    FuseRow(
+        "disk stalled: read", "no answer for a while", ("timeout",), {"stall": ["READ"]}, "load", waits=True, disk=True
+    ),
+    FuseRow(
+        "disk stalled: write",
+        "no answer for a while",
+        ("publishes_failed",),
+        {"stall": ["WRITE"]},
+        "dump",
+        waits=True,
+        disk=True,
+    ),
+    FuseRow("disk EIO: read", os.strerror(errno.EIO), ("io_error",), {"error": {"READ": errno.EIO}}, "load", disk=True),
 ]
 
 PROCESS_ROWS = [
@@ -290,3 +362,5 @@ PROCESS_ROWS = [
     ProcessRow("root missing", "a file where its parent should be", ("unhealthy",), processes.missing_root),
     ProcessRow("record of another owner", "mode 0600", ("io_error",), processes.owned_by_another, needs_root=True),
 ]
+
+ENGINE_ROWS = [EngineRow("kill -9 of an engine", "all its processes, while blocks are on their way", ())]

@@ -14,7 +14,8 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benches" / "peers"
 OURS, SEGMENTS, FAST, SLOW = "ucm, files", "ucm, segments", "a fast peer", "a slow peer"
-NAMES = [OURS, SEGMENTS, FAST, SLOW]
+SLOT = "ucm, files, to the slot"
+NAMES = [OURS, SEGMENTS, SLOT, FAST, SLOW]
 QUARTER = 256 << 10
 
 
@@ -90,12 +91,26 @@ def test_ratios_without_a_peer_or_without_ucm(results: ModuleType) -> None:
 
 def test_goals_say_what_could_not_be_measured(results: ModuleType, rounds: dict[Any, Any]) -> None:
     rows = results.rows(rounds, [OURS, SEGMENTS], NAMES)
-    judged = {(goal.text, goal.case): goal for goal in results.goals(rows, OURS, SEGMENTS)}
+    judged = {(goal.text, goal.case): goal for goal in results.goals(rows, OURS, SEGMENTS, [SLOT])}
     case = "256 KiB buffered"
     files = judged[("dump not below the best peer (files)", case)]
     assert (files.value, files.beside_stores, files.met) == (3.0, 3.0, True)
     segments = judged[("dump at least 4 times the best peer (segments)", case)]
     assert (segments.value, segments.met) == (None, None)
+
+
+def test_loads_are_judged_where_those_of_the_peers_end(results: ModuleType, rounds: dict[Any, Any]) -> None:
+    case = (QUARTER, "buffered")
+    rounds[(case, SLOT)] = [
+        {"dump": None, "load": load, "lookup_present": None, "lookup_absent": None} for load in (2.0, 5.0)
+    ]
+    rows = results.rows(rounds, [OURS, SEGMENTS, SLOT], NAMES)
+    assert {row.operation for row in rows if row.arm == SLOT} == {"load"}
+    assert find(rows, "load", SLOT).to_ours == 3.5, "to the slot beside to memory"
+    loads = [goal for goal in results.goals(rows, OURS, SEGMENTS, [SLOT]) if goal.text.startswith("load")]
+    assert [(goal.text, goal.value, goal.met) for goal in loads] == [
+        (f"load not below the best peer ({SLOT})", 3.5, True)
+    ]
 
 
 def test_the_whole_report(results: ModuleType, rounds: dict[Any, Any]) -> None:
@@ -111,7 +126,7 @@ def test_the_whole_report(results: ModuleType, rounds: dict[Any, Any]) -> None:
         ],
         "notes": ["a slow peer: its process ended (2 MiB direct)"],
     }
-    figures = json.loads(json.dumps(results.document(head, rows, results.goals(rows, OURS, SEGMENTS))))
+    figures = json.loads(json.dumps(results.document(head, rows, results.goals(rows, OURS, SEGMENTS, [SLOT]))))
     text = results.markdown(figures)
     assert "| buffered | 256 KiB | **a fast peer** | 1.00 (1.00 to 1.00) | 0.33 | 1.00 | 1.00 |" in text
     assert "not built: no key 'layout'" in text
@@ -152,7 +167,8 @@ def test_an_arm_without_its_interpreter_says_why(monkeypatch: pytest.MonkeyPatch
 
 def test_every_arm_has_a_module_and_one_of_ucms_own_comes_first() -> None:
     arms = imported("arms").ARMS
+    assert [arm.kind for arm in arms if arm.own] == ["Ucm", "Ucm", "UcmToSlot", "UcmToSlot"]
     assert arms[0].own
     for arm in arms:
-        assert f"class {arm.kind}(Peer)" in (FOLDER / f"{arm.module}.py").read_text()
+        assert f"class {arm.kind}(" in (FOLDER / f"{arm.module}.py").read_text()
     assert len({arm.name for arm in arms}) == len(arms)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from config_cases import fails
 
-from ucm.config import load
+from ucm.config import load, pipelines
 from ucm.config.sizes import Capacity
 
 Extra = dict[str, Any]
@@ -105,7 +106,20 @@ def test_keys_of_a_stage_are_its_own_and_the_others_hold_for_all() -> None:
     ("extra", "words"),
     [
         ({"store_pipeline": "Cache|Posx", "path": "/d"}, 'did you mean "posix"'),
-        ({"store_pipeline": "Cache|Compress|Posix", "path": "/d"}, "Compress"),
+        ({"store_pipeline": "Cache|Compress|Posix", "path": "/d"}, "layout: auto"),
+        ({"store_pipeline": "Cache|Delegator|Posix", "path": "/d"}, "no stage that ucm has"),
+        ({"store_pipeline": "Compress|Cache|Pc", "path": "/d"}, "write it below: Cache|Compress|Pc"),
+        ({"store_pipeline": "Pc|Compress", "path": "/d"}, "Compress is the last stage"),
+        ({"store_pipeline": "Compress|Compress|Pc", "path": "/d"}, "twice before one stage"),
+        ({"store_pipeline": "Compress|Empty"}, "Compress keeps nothing itself"),
+        ({"storage_backend": "compress", "path": "/d"}, "Compress keeps nothing itself"),
+        ({"store_pipeline": "Compress|Fake", "fake": {"allow_wrong_tokens": True}}, "UcmFakeStore as a stage"),
+        (
+            {"store_pipeline": [{"type": "compress", "write_policy": "never"}, "pc"], "path": "/d"},
+            "write_policy of Compress",
+        ),
+        ({"store_pipeline": "Compress|Pc", "path": "/d", "compress_mode": "sometimes"}, "compress_mode"),
+        ({"store_pipeline": "Compress|Pc", "path": "/d", "compress_threads": 0}, "compress_threads"),
         ({"store_pipeline": "Cache|Redis", "path": "/d"}, "UcmRedisStore as a stage of a pipeline is not built yet"),
         ({"store_pipeline": "Posix|Cache", "path": "/d"}, "write it first: Cache|Posix"),
         ({"store_pipeline": "Cache|Cache|Posix", "path": "/d"}, "two Cache stages"),
@@ -149,8 +163,55 @@ def test_nonsense_is_refused_with_a_reason(extra: Extra, words: str) -> None:
     assert words in fails(extra)
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"store_pipeline": "Compress|Pc", "path": "/d"},
+        {"store_pipeline": "Cache|Compress|Pc", "path": "/d"},
+        {"store_pipeline": "Cache|Compress|Posix", "path": "/d", "layout": "segment"},
+        {"store_pipeline": ["compress", {"type": "nfs", "path": "/d", "layout": "segment"}]},
+        {"store_pipeline": ["cache", "compress", {"type": "pc", "path": "/d", "write_policy": "back"}]},
+        {"store_pipeline": "Cache|Compress|Pc|Compress|Pc|Posix", "storage_backends": "/a:/b:/c"},
+    ],
+)
+def test_compress_stands_before_segments(extra: Extra) -> None:
+    config = load(extra, {})
+    assert config.problems == ()
+    assert config.warnings == ()
+    compress = next(stage for stage in config.store_pipeline if stage.store == "UcmCompressStage")
+    assert compress.options == {"compress_mode": "measured", "compress_threads": 2}
+
+
+def test_keys_of_compress_and_those_of_the_original() -> None:
+    keys: Extra = {"compress_mode": "Always", "compress": {"compress_threads": 4}}
+    told = load({"store_pipeline": "Compress|Pc", "path": "/d", **keys}, {}).store_config()["store_pipeline"]
+    assert told[0] == {"type": "UcmCompressStage", "compress_mode": "always", "compress_threads": 4}
+    old = {"compress_ratio": 22, "data_type": 1, "decompress_thread_num": 8}
+    config = load({"store_pipeline": "Compress|Pc", "path": "/d", **old}, {})
+    assert len(config.warnings) == 3
+    assert "use `compress_threads`" in " ".join(config.warnings)
+
+
 def test_the_same_directory_by_two_names(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "other").symlink_to(tmp_path / "one")
     both = f"{tmp_path / 'one'}:{tmp_path / 'other'}"
     assert "same directory" in fails({"store_pipeline": "Posix|Posix", "storage_backends": both})
+
+
+def test_directories_of_a_file_system_that_does_not_answer_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+
+    def hang(path: str) -> str:
+        assert answers.wait(100)
+        return path
+
+    monkeypatch.setattr(pipelines, "ANSWER_S", 0.01)
+    monkeypatch.setattr("os.path.realpath", hang)
+    try:
+        load({"store_pipeline": "Compress|Pc", "path": "/d"}, {})
+        load({"store_pipeline": "Cache|Posix|Posix", "storage_backends": "/a:/b"}, {})
+        twice: Extra = {"store_pipeline": "Posix|Nfs", "posix": {"path": "/d"}, "nfs": {"path": "/d/"}}
+        assert "same directory" in fails(twice)
+    finally:
+        answers.set()

@@ -66,6 +66,7 @@ class Engine:
         self.spec = spec
         self.log = log
         self._replies: dict[int, tuple[bool, Any]] = {}
+        self._killed = False
         self._lock = machine_lock()
         self._lock.__enter__()
         try:
@@ -192,7 +193,8 @@ class Engine:
     def kill(self) -> None:
         """Ends what is left of the process group at once and gives the machine's lock back. Idempotent."""
         process = getattr(self, "process", None)
-        if process is not None:
+        if process is not None and not self._killed:
+            self._killed = True  # once: its number may be another group's later
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:

@@ -31,12 +31,13 @@ class Disk:
     def store(self) -> StoreSpec:
         """The store under test: ``UCM_TEST_STORE`` is ``plain`` or ``posix``, else posix where it is built."""
         if store_under_test() == "posix":
-            return StoreSpec(self.root, "UcmPosixStore")
+            return StoreSpec(self.root, "UcmPosixStore", options={"layout": "file"})
         return StoreSpec(self.root, "PlainStore", "stores")
 
     def faulty(self) -> StoreSpec:
         """The same store behind gates."""
-        options = {"control": str(self.faults.control), "inner": self.store().name}
+        inner = self.store()
+        options = {"control": str(self.faults.control), "inner": inner.name, **inner.options}
         return StoreSpec(self.root, "FaultStore", "stores", options)
 
     def files(self) -> list[Path]:

@@ -40,7 +40,7 @@ def throttle(disk: Disk) -> Throttle:
 @pytest.fixture
 def engine(runner: str, disk: Disk, host: EngineHost, model: Path) -> Iterator[Engine]:
     """An engine with measured admission over the throttled tier."""
-    options = {"control": str(disk.faults.control)}
+    options = {"control": str(disk.faults.control), "layout": "file"}
     store = StoreSpec(disk.root, "ThrottledStore", "throttled", options)
     extra = {"admission": "measured", "deadlines": DEADLINES}
     return host.get(EngineSpec(model, runner, store, extra_config=extra, label=f"throttled-{runner}"))
@@ -92,7 +92,7 @@ def test_a_tier_that_is_too_slow_and_mends(engine: Engine, disk: Disk, throttle:
 
     # The tier mends. One declined hit in a while is loaded to learn, once the ledger can pay for it.
     throttle.clear()
-    engine.scheduler_eval("setattr(connector._scheduler.admission, '_ledger', 100.0)")
+    engine.scheduler_eval("setattr(connector._scheduler.admission._tier(0), 'ledger', 100.0)")
     answers = [again(engine, right) for _ in range(UNLEARNT)]
     assert count(engine, "admission.learning_loads") == 1
     assert max(answer.cached_blocks for answer in answers) == CASE.full_blocks

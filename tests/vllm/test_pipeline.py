@@ -1,4 +1,7 @@
-"""Memory above a directory, chosen in the connector's configuration, does what the directory alone does."""
+"""Memory above a directory, chosen in the connector's configuration, does what the directory alone does.
+
+With the first model runner that is a directory of block files, with the second one of compressed segments.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,41 @@ from pathlib import Path
 import pytest
 from cases import STORED
 from checks import assert_reused, assert_same
-from harness import EngineHost, wait_until
+from harness import Engine, EngineHost, wait_until
 from lives import Disk, new_disk
 from specs import EngineSpec, StoreSpec
+
+from ucm.store.record import parse_header
+from ucm.store.segment import parse_foot
 
 ASKED = ("short", "middle", "shared_a")
 
 
 def spec(model: Path, runner: str, disk: Disk) -> EngineSpec:
     """An engine whose store is a pipeline; its metrics tell what each tier did."""
-    store = StoreSpec(disk.root, "UcmPipelineStore", options={"store_pipeline": "Cache|Posix", "cache_size": "64MiB"})
+    options = {"store_pipeline": "Cache|Posix", "cache_size": "64MiB", "layout": "file"}
+    if runner == "v2":
+        options = {"store_pipeline": "Cache|Compress|Pc", "cache_size": "64MiB", "compress_mode": "always"}
+    store = StoreSpec(disk.root, "UcmPipelineStore", options=options)
     return EngineSpec(model, runner, store, label=f"pipeline-{runner}")
+
+
+def stored_in(disk: Disk, runner: str) -> list[str]:
+    """The blocks in the directory; those in segments are compressed."""
+    if runner == "v1":
+        return [path.name for path in disk.files()]
+    blocks = []
+    for path in disk.root.glob("*/segments/*.seg"):
+        data = path.read_bytes()
+        for entry in parse_foot(data, len(data)).entries:
+            assert parse_header(data[entry.offset : entry.offset + entry.length]).compressed
+            blocks.append(entry.record_id.hex())
+    return sorted(blocks)
+
+
+def moved(engine: Engine, tier: int) -> int:
+    """Bytes of KV that were loaded from a tier, as the scheduler half has it from the ranks."""
+    return int(engine.scheduler_eval(f"connector._scheduler.admission._tier({tier}).moved"))
 
 
 @pytest.mark.skipif("os.environ.get('UCM_TEST_STORE', 'posix') != 'posix'", reason="a pipeline is of our own stores")
@@ -36,15 +63,21 @@ def test_hits_from_memory_and_after_a_restart_from_the_directory(
         answer = engine.generate(STORED[name].ask())[0]
         assert_same(answer, computed[name])
         assert_reused(answer, STORED[name])
+    engine.wait_idle()
+    assert moved(engine, 0) > 0, "loads from memory are known as such"
+    assert moved(engine, 1) == 0
+    assert int(engine.scheduler_eval("min(connector._scheduler._memory.prefetches._rooms.values())")) > 0
     host.stop()
-    stored = disk.files()
+    stored = stored_in(disk, runner)
     assert stored, "what is in memory is on the disk too"
     engine = host.get(spec(model, runner, disk))
     for name in ASKED:
         answer = engine.generate(STORED[name].ask())[0]
         assert_same(answer, computed[name])
         assert_reused(answer, STORED[name])
-    assert disk.files() == stored
+    engine.wait_idle()
+    assert moved(engine, 1) > 0, "and those from the directory"
+    assert stored_in(disk, runner) == stored
 
     def promoted() -> bool:
         # Tiers are told of about once a second, with a step: a prompt of one block makes some.

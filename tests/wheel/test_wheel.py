@@ -38,6 +38,7 @@ def test_one_wheel_serves_every_python_from_3_11_on(wheel: Path, names: list[str
 def test_wheel_carries_types_licence_and_nothing_of_the_repository(names: list[str]) -> None:
     assert {"ucm/py.typed", "ucm/_core.pyi", "ucm/include/ucm_store.h"} <= set(names)
     assert any(name.endswith("/LICENSE") for name in names)
+    assert any(name.endswith("/THIRD-PARTY-LICENSES.txt") for name in names)
     tops = {name.split("/")[0] for name in names}
     assert {top.rpartition(".")[2] if "-" in top else top for top in tops} <= {"ucm", "dist-info", "libs"}
 

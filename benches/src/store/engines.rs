@@ -8,6 +8,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use serde::Serialize;
 use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::Mono;
 use ucm_io::{IoBuf, IoDone, IoEngine, IoOp, PsyncEngine, PsyncOptions, ReadMode, UringEngine, UringOptions};
@@ -25,7 +26,7 @@ const WORKERS: usize = 4;
 const MAX_FILES: usize = 512;
 
 /// One size, one direction, one way.
-#[derive(Debug, Clone)]
+#[derive(Serialize, Debug, Clone)]
 pub struct EngineRow {
     /// Whether files are published, not read.
     pub publishes: bool,
@@ -88,9 +89,11 @@ impl Case<'_> {
         let second = ring.clone().map_or_else(|| Arc::clone(&pool), |ring| ring as _);
         let arena = HostArena::new(self.files * self.bytes)?;
         let slots = SlotPool::new(arena, self.bytes)?;
-        for mut slot in std::iter::from_fn(|| slots.try_acquire()).collect::<Vec<_>>() {
+        let mut all: Vec<_> = std::iter::from_fn(|| slots.try_acquire()).collect();
+        for slot in &mut all {
             slot.as_mut_slice().fill(0x5A); // so that no turn pays for the first touch
         }
+        drop(all);
         let [plain, psync, uring] = if publishes {
             self.publishes(rounds, &slots, &*pool, &*second)?
         } else {

@@ -5,7 +5,7 @@ use std::fs;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Advice, IFlags, OFlags};
+use rustix::fs::{Advice, FallocateFlags, IFlags, OFlags};
 use tempfile::TempDir;
 
 use super::{Options, Result};
@@ -24,20 +24,23 @@ pub(super) struct Place {
 impl Place {
     /// Makes the directory; an error if the file system has too little room.
     pub(super) fn new(options: &Options) -> Result<Self> {
-        fs::create_dir_all(&options.dir)?;
-        let vfs = rustix::fs::statvfs(&options.dir)?;
-        let (free, need) = (vfs.f_bavail * vfs.f_frsize, options.disk_bytes() + LEFT_FREE);
+        Self::for_bytes(&options.dir, options.disk_bytes())
+    }
+
+    /// The same where so many bytes will lie at once.
+    pub(super) fn for_bytes(dir: &Path, bytes: u64) -> Result<Self> {
+        fs::create_dir_all(dir)?;
+        let vfs = rustix::fs::statvfs(dir)?;
+        let (free, need) = (vfs.f_bavail * vfs.f_frsize, bytes + LEFT_FREE);
         if free < need {
             let (free, need) = (free >> 20, need >> 20);
-            let at = options.dir.display();
+            let at = dir.display();
             return Err(format!(
                 "{at} has {free} MiB free and {need} are needed: choose another --dir or a smaller --mib"
             )
             .into());
         }
-        let dir = tempfile::Builder::new()
-            .prefix("ucm-bench-")
-            .tempdir_in(&options.dir)?;
+        let dir = tempfile::Builder::new().prefix("ucm-bench-").tempdir_in(dir)?;
         let file = fs::File::open(dir.path())?;
         let probe = dir.path().join("probe");
         let flags = OFlags::DIRECT.bits() as i32;
@@ -97,6 +100,12 @@ impl Place {
         }
         Ok(())
     }
+}
+
+/// Makes a file with room for so many bytes, as a segment is made: allocated, and never written.
+pub(super) fn preallocate(path: &Path, bytes: u64) -> Result<()> {
+    let file = fs::File::create(path)?;
+    Ok(rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes)?)
 }
 
 /// Gives back the blocks of files and the memory they take in the page cache, but not their inodes: see

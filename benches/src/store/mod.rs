@@ -22,6 +22,7 @@ mod loads;
 mod lookup;
 mod machine;
 mod memory;
+mod one_file;
 mod plain;
 mod report;
 mod rig;
@@ -31,7 +32,8 @@ use std::time::Duration;
 
 pub use engines::{EngineRow, engines, engines_table};
 pub use machine::Machine;
-pub use report::{Figures, Mode, Row};
+pub use one_file::{IoName, OneFileRow, one_file, one_file_table};
+pub use report::{Direction, Figures, Mode, Row};
 
 use files::Place;
 use memory::Stock;

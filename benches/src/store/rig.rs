@@ -10,15 +10,16 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostDevice, Slot};
-use ucm_infra::{Completion, Mono, SystemClock};
-use ucm_io::{Process, PsyncEngine, PsyncOptions};
-use ucm_store::backend::{Backend, ReadDone, WriteOptions};
+use ucm_infra::{Clock, Completion, Mono, SystemClock};
+use ucm_io::{IoEngine, Process, PsyncEngine, PsyncOptions, UringEngine};
+use ucm_store::backend::{Backend, BlockRead, ReadDone, WriteOptions};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Until};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 use ucm_store::layout::Layout;
 use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
 use ucm_store::record::{Expect, RecordLayout, RecordMeta, verify};
+use ucm_store::segment::{SegmentBackend, SegmentConfig};
 use ucm_store::space::{Capacity, Rules};
 
 use super::Result;
@@ -28,6 +29,8 @@ use super::contest::{Spent, Watch};
 const LAYERS: usize = 32;
 /// Tokens of a block; in the header only.
 const BLOCK_TOKENS: u32 = 128;
+/// Most reads that the engine hands over together.
+const TOGETHER: usize = 256;
 /// The store's limit: never reached, so that nothing is collected.
 const CAPACITY: u64 = 64 << 30;
 /// No turn takes as long.
@@ -94,12 +97,40 @@ impl Shape {
     }
 }
 
+/// The I/O engine of a rig.
+#[derive(Clone)]
+pub(super) enum Io {
+    /// System calls on a pool of threads.
+    Psync(Arc<PsyncEngine>),
+    /// A ring, and a pool for what the ring leaves to it.
+    Uring(Arc<UringEngine>),
+}
+
+impl Io {
+    fn engine(&self) -> Arc<dyn IoEngine> {
+        match self {
+            Self::Psync(pool) => Arc::clone(pool) as _,
+            Self::Uring(ring) => Arc::clone(ring) as _,
+        }
+    }
+
+    fn direct_fallbacks(&self) -> u64 {
+        match self {
+            Self::Psync(pool) => pool.direct_fallbacks(),
+            Self::Uring(ring) => ring.direct_fallbacks(),
+        }
+    }
+}
+
+/// Makes the backend of a rig.
+type Make = fn(PosixConfig, &Io, Arc<dyn Clock>) -> ucm_core::Result<Arc<dyn Backend>>;
+
 /// A backend with an engine over it.
 pub(super) struct Rig {
     shape: Arc<Shape>,
     files: Layout,
-    io: Arc<PsyncEngine>,
-    backend: Arc<PosixBackend>,
+    io: Io,
+    backend: Arc<dyn Backend>,
     /// Documents that were read and written to open the root; they are never direct.
     documents: u64,
     pub(super) engine: Engine,
@@ -115,12 +146,30 @@ impl Rig {
         direct: bool,
         slots: usize,
     ) -> Result<Self> {
-        let clock = SystemClock::shared();
         let io = PsyncEngine::new(PsyncOptions {
             direct,
-            clock: Arc::clone(&clock),
             ..PsyncOptions::with_workers(threads)
         })?;
+        Self::over(root, shape, Io::Psync(io), direct, slots, |config, io, clock| {
+            Ok(Arc::new(PosixBackend::new(config, io.engine(), clock)?))
+        })
+    }
+
+    /// The same with segments, over an I/O engine.
+    pub(super) fn segments(root: &Path, shape: Shape, io: Io, direct: bool, slots: usize) -> Result<Self> {
+        Self::over(root, shape, io, direct, slots, |config, io, clock| {
+            let segments = SegmentConfig::default();
+            Ok(Arc::new(SegmentBackend::new(
+                config,
+                segments,
+                io.engine(),
+                clock,
+            )?))
+        })
+    }
+
+    fn over(root: &Path, shape: Shape, io: Io, direct: bool, slots: usize, make: Make) -> Result<Self> {
+        let clock = SystemClock::shared();
         let posix = PosixConfig {
             root: root.to_owned(),
             identity: shape.identity.clone(),
@@ -157,17 +206,8 @@ impl Rig {
             breaker: BreakerConfig::default(),
             writer: 1,
         };
-        let backend = Arc::new(PosixBackend::new(
-            posix,
-            Arc::clone(&io) as _,
-            Arc::clone(&clock),
-        )?);
-        let engine = Engine::open(
-            config,
-            Arc::clone(&backend) as _,
-            Arc::new(HostDevice::new()),
-            clock,
-        )?;
+        let backend = make(posix, &io, Arc::clone(&clock))?;
+        let engine = Engine::open(config, Arc::clone(&backend), Arc::new(HostDevice::new()), clock)?;
         Ok(Self {
             files: Layout::new(root, &shape.identity),
             documents: io.direct_fallbacks(),
@@ -203,6 +243,7 @@ impl Rig {
     pub(super) fn read(&self, ids: &[BlockId], slots: Vec<Slot>, judge: bool) -> Result<(Spent, Vec<Slot>)> {
         let batch = Batch::new(ids.len());
         let (watch, deadline) = (Watch::start(), self.deadline());
+        let mut reads = Vec::with_capacity(ids.len());
         for (&id, slot) in ids.iter().zip(slots) {
             let (batch, shape) = (Arc::clone(&batch), Arc::clone(&self.shape));
             let done = move |result: ucm_core::Result<ReadDone>| {
@@ -216,7 +257,23 @@ impl Rig {
                 });
                 batch.one(judged.map(Some));
             };
-            self.backend.read(id, slot, false, deadline, Box::new(done));
+            reads.push(BlockRead {
+                id,
+                slot,
+                deadline,
+                done: Box::new(done),
+            });
+        }
+        // As the engine hands them over.
+        if self.backend.reads_together(0) {
+            while !reads.is_empty() {
+                let next = reads.split_off(reads.len().min(TOGETHER));
+                self.backend.read_many(0, std::mem::replace(&mut reads, next));
+            }
+        }
+        for read in reads {
+            self.backend
+                .read(read.id, read.slot, false, read.deadline, read.done);
         }
         let slots = batch.wait()?;
         Ok((watch.stop(), slots))
@@ -240,6 +297,7 @@ impl Rig {
             let done = move |result: ucm_core::Result<_>| batch.one(result.map(|_| None));
             self.backend.write(id, slot, options, deadline, Box::new(done));
         }
+        self.backend.hurry(); // as for a dump that is waited for
         batch.wait()?;
         Ok(watch.stop())
     }
@@ -248,6 +306,17 @@ impl Rig {
     pub(super) fn load(&self, rows: Vec<Row>) -> Result<Spent> {
         let watch = Watch::start();
         let task = self.engine.load(rows, Some(LONG))?;
+        task.wait(self.engine.clock(), Until::Published, None);
+        let took = watch.stop();
+        task.failures()
+            .pop()
+            .map_or(Ok(took), |(_, error)| Err(error.into()))
+    }
+
+    /// Loads blocks by the engine to their verified slots.
+    pub(super) fn verify(&self, ids: &[BlockId]) -> Result<Spent> {
+        let watch = Watch::start();
+        let task = self.engine.verify(ids, Some(LONG))?;
         task.wait(self.engine.clock(), Until::Published, None);
         let took = watch.stop();
         task.failures()

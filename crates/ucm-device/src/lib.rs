@@ -18,6 +18,6 @@ pub use crc::crc32c;
 pub use device::{CopyDone, Device, Event, HostDone, Stream};
 pub use host::{HostDevice, HostDeviceOptions};
 pub use machine::MachineMemory;
-pub use region::{Blank, Pinned, RegionOptions, RegionView, Registry, Scan, SharedRegion, Wanted};
+pub use region::{Blank, OwnFd, Pinned, RegionOptions, RegionView, Registry, Scan, SharedRegion, Wanted};
 pub use slots::{HostBuf, Slot, SlotPool};
 pub use span::{DeviceSpan, Piece, end_to_end};

@@ -1,5 +1,9 @@
 //! Fixed-size leases of arena memory. A slot goes back to its pool when it is dropped, whoever holds it: so a slot
 //! that lives inside a system call that never returns is quarantined by that alone, and comes back if the call does.
+//!
+//! A lease is a promise at first: which memory it has is decided when its bytes are first asked for, and then it is the
+//! memory that came back last. So a batch that leases all its slots at once and fills one after the other goes through
+//! the few that a processor's caches hold, and not once through all there are.
 #![allow(
     unsafe_code,
     reason = "turns a leased range of the arena into a slice; the lease is unique"
@@ -24,9 +28,22 @@ pub struct SlotPool {
     start: usize,
     slot_len: usize,
     capacity: usize,
-    /// Free slots, the last returned on top (its bytes are likeliest still in the processor's caches).
-    free: Mutex<Vec<u32>>,
+    free: Mutex<Free>,
     on_release: OnceLock<ReleaseHook>,
+}
+
+/// What nobody uses yet.
+struct Free {
+    /// The last returned on top: its bytes are likeliest still in the processor's caches.
+    places: Vec<u32>,
+    /// How many of them are leased already; never more than there are.
+    promised: usize,
+}
+
+impl Free {
+    fn unpromised(&self) -> usize {
+        self.places.len() - self.promised
+    }
 }
 
 impl SlotPool {
@@ -55,7 +72,10 @@ impl SlotPool {
             slot_len: stride,
             capacity: slots,
             // Descending, so that the first slots are handed out first.
-            free: Mutex::new((0..count).rev().collect()),
+            free: Mutex::new(Free {
+                places: (0..count).rev().collect(),
+                promised: 0,
+            }),
             on_release: OnceLock::new(),
             arena,
         }))
@@ -76,16 +96,14 @@ impl SlotPool {
     /// A free slot, but only if at least `reserved` stay free after it was taken: how the part of the slots that is
     /// never given to dumps is kept.
     pub fn try_acquire_above(self: &Arc<Self>, reserved: usize) -> Option<Slot> {
-        let index = {
-            let mut free = self.free.lock();
-            if free.len() <= reserved {
-                return None;
-            }
-            free.pop()?
-        };
+        let mut free = self.free.lock();
+        if free.unpromised() <= reserved {
+            return None;
+        }
+        free.promised += 1;
         Some(Slot {
             pool: Arc::clone(self),
-            index,
+            place: OnceLock::new(),
         })
     }
 
@@ -96,7 +114,7 @@ impl SlotPool {
 
     /// Number of free slots at this moment.
     pub fn available(&self) -> usize {
-        self.free.lock().len()
+        self.free.lock().unpromised()
     }
 
     /// Number of leased slots at this moment, those inside stuck operations included.
@@ -120,6 +138,14 @@ impl SlotPool {
         self.on_release.set(Box::new(hook)).is_ok()
     }
 
+    /// Keeps a promise.
+    fn place(&self) -> u32 {
+        let mut free = self.free.lock();
+        free.promised -= 1;
+        let last = free.places.len() - 1;
+        free.places.swap_remove(last)
+    }
+
     fn address(&self, index: u32) -> *mut u8 {
         self.arena.at(self.start + index as usize * self.slot_len)
     }
@@ -138,7 +164,8 @@ impl fmt::Debug for SlotPool {
 /// The lease of one slot. It keeps its pool and the memory alive and gives the slot back when dropped.
 pub struct Slot {
     pool: Arc<SlotPool>,
-    index: u32,
+    /// Its number in the pool, once its bytes were asked for.
+    place: OnceLock<u32>,
 }
 
 impl Slot {
@@ -150,15 +177,15 @@ impl Slot {
 
     /// The bytes, for reading.
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: the range belongs to this pool (claimed once) and to this lease (its index left the free list when
-        // it was made and returns only in drop); mapped zeroed, so always initialised; borrowed with `self`.
-        unsafe { std::slice::from_raw_parts(self.pool.address(self.index), self.pool.slot_len) }
+        // SAFETY: the range belongs to this pool (claimed once) and to this lease (its place left the free list for it
+        // alone and returns only in drop); mapped zeroed, so always initialised; borrowed with `self`.
+        unsafe { std::slice::from_raw_parts(self.pool.address(self.place()), self.pool.slot_len) }
     }
 
     /// The bytes, for writing.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: as in `as_slice`, and `&mut self` makes this the only borrow of the lease.
-        unsafe { std::slice::from_raw_parts_mut(self.pool.address(self.index), self.pool.slot_len) }
+        unsafe { std::slice::from_raw_parts_mut(self.pool.address(self.place()), self.pool.slot_len) }
     }
 
     /// The pool it belongs to.
@@ -166,15 +193,25 @@ impl Slot {
         &self.pool
     }
 
-    /// Its number in the pool, 0 to capacity - 1.
+    /// Its number in the pool, 0 to capacity - 1; from now on it has that memory.
     pub fn index(&self) -> usize {
-        self.index as usize
+        self.place() as usize
+    }
+
+    fn place(&self) -> u32 {
+        *self.place.get_or_init(|| self.pool.place())
     }
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.pool.free.lock().push(self.index);
+        {
+            let mut free = self.pool.free.lock();
+            match self.place.take() {
+                Some(place) => free.places.push(place),
+                None => free.promised -= 1,
+            }
+        }
         if let Some(hook) = self.pool.on_release.get() {
             hook();
         }
@@ -183,7 +220,7 @@ impl Drop for Slot {
 
 impl fmt::Debug for Slot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Slot({} of {} bytes)", self.index, self.pool.slot_len)
+        write!(f, "Slot({:?} of {} bytes)", self.place.get(), self.pool.slot_len)
     }
 }
 
@@ -195,6 +232,17 @@ pub enum HostBuf {
     Slot(Slot),
     /// Ordinary memory; its length is its capacity to hold bytes. Never used for direct I/O.
     Heap(Vec<u8>),
+}
+
+impl HostBuf {
+    /// Its length in bytes. Of a slot nothing else is asked, so it may still have no memory.
+    #[allow(clippy::len_without_is_empty, reason = "nothing asks whether it is empty")]
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Slot(slot) => slot.len(),
+            Self::Heap(bytes) => bytes.len(),
+        }
+    }
 }
 
 impl Deref for HostBuf {
@@ -278,6 +326,29 @@ mod tests {
         assert_eq!(pool.available(), 3);
         assert!(pool.try_acquire_above(3).is_none());
         assert!(pool.try_acquire_above(usize::MAX).is_none());
+    }
+
+    #[test]
+    fn a_batch_of_leases_goes_through_the_memory_that_came_back_last() {
+        let pool = pool(4);
+        let batch: Vec<_> = (0..4).map(|_| pool.try_acquire().unwrap()).collect();
+        assert!(pool.try_acquire().is_none(), "what is promised is taken");
+        let used: Vec<_> = batch
+            .into_iter()
+            .map(|mut slot| {
+                slot.as_mut_slice()[0] = 1;
+                slot.index()
+            })
+            .collect();
+        assert_eq!(used, [0; 4]);
+        let (one, two) = (pool.try_acquire().unwrap(), pool.try_acquire().unwrap());
+        assert_ne!(one.index(), two.index());
+        drop((one, two, pool.try_acquire()));
+        assert_eq!(
+            pool.available(),
+            4,
+            "also that of which nobody asked for the bytes"
+        );
     }
 
     #[test]

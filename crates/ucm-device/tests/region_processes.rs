@@ -8,6 +8,7 @@ use std::io::{BufRead, BufReader, Lines, Read, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use ucm_core::BlockId;
@@ -226,4 +227,67 @@ fn a_child_that_outlives_the_writer_keeps_neither_lock_nor_memory() {
     assert!(alive, "the child was to outlive its parent");
     assert_eq!(kept, (0, false));
     assert_eq!((scan.views.len(), scan.swept), (0, 1));
+}
+
+#[test]
+#[allow(unsafe_code, reason = "fork")]
+fn a_child_forked_at_any_moment_has_nothing_of_a_region() {
+    let (made, read) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let create = || {
+        let options = RegionOptions {
+            capacity: 8 * (LEN as u64 + 8192),
+            record_len: LEN,
+            namespace: NAMESPACE,
+            huge_pages: false,
+        };
+        SharedRegion::create(options).unwrap()
+    };
+    let steady = create();
+    steady.announce(&Registry::new(read.path())).unwrap();
+    let over = AtomicBool::new(false);
+    let kept = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                // Eight forks in a row may come in between: then it is not announced.
+                let _ = create().announce(&Registry::new(made.path()));
+            }
+        });
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                assert_eq!(look(read.path(), &[]).views.len(), 1);
+            }
+        });
+        let kept = (0..400).find_map(|_| {
+            let (mut reader, mut writer) = std::io::pipe().unwrap();
+            // SAFETY: the child does nothing but write a byte and wait for a signal.
+            let child = unsafe { libc::fork() };
+            if child == 0 {
+                let _ = writer.write(&[1]); // its fork handlers have run
+                loop {
+                    // SAFETY: waits for a signal.
+                    unsafe { libc::pause() };
+                }
+            }
+            reader.read_exact(&mut [0]).unwrap();
+            let maps = std::fs::read_to_string(format!("/proc/{child}/maps")).unwrap();
+            let mut has: Vec<String> = maps.lines().map(str::to_owned).collect();
+            for entry in std::fs::read_dir(format!("/proc/{child}/fd")).unwrap() {
+                let entry = entry.unwrap().file_name().into_string().unwrap();
+                let link = std::fs::read_link(format!("/proc/{child}/fd/{entry}")).unwrap();
+                has.push(link.to_string_lossy().into_owned());
+                // A file may be there that was given up for that; what counts is whether it is locked.
+                let info = std::fs::read_to_string(format!("/proc/{child}/fdinfo/{entry}")).unwrap();
+                let locked = info.lines().find(|line| line.starts_with("lock:"));
+                has.extend(locked.map(|line| format!("{line} of {}", link.display())));
+            }
+            kill_process(Pid::from_raw(child).unwrap(), Signal::KILL).unwrap();
+            // SAFETY: our own child, which ends.
+            unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+            has.into_iter()
+                .find(|text| text.contains("memfd:ucm-region") || text.starts_with("lock:"))
+        });
+        over.store(true, Ordering::Relaxed);
+        kept
+    });
+    assert_eq!(kept, None);
 }

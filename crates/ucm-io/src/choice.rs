@@ -4,6 +4,7 @@
 //! the type of the file system is known, and reads and publishes go through a ring from then on where that was asked for
 //! (or is worth it), the file system is local, and the kernel lets us. What was chosen and why is in the log.
 
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -75,7 +76,7 @@ impl ChosenEngine {
         };
         Ok(Arc::new(Self(Arc::new(Chosen {
             choice,
-            psync: PsyncEngine::new(options.with_left())?,
+            psync: PsyncEngine::paired(options.with_left())?,
             options,
             ring: OnceLock::new(),
             on: AtomicBool::new(false),
@@ -156,10 +157,28 @@ impl IoEngine for ChosenEngine {
         }
     }
 
+    fn width(&self, lane: usize) -> usize {
+        UringEngine::width_whole(&self.0.psync, lane)
+    }
+
+    fn close_kept(&self, gone: &[PathBuf], unused: bool) {
+        UringEngine::close_kept_whole(&self.0.psync, gone, unused);
+    }
+
+    fn kept(&self) -> usize {
+        self.0.psync.kept()
+    }
+
     fn stuck(&self) -> usize {
         self.0
             .made()
             .map_or_else(|| self.0.psync.stuck(), |ring| ring.stuck())
+    }
+
+    fn lost_workers(&self) -> usize {
+        self.0
+            .made()
+            .map_or_else(|| self.0.psync.stuck(), |ring| ring.lost_workers())
     }
 
     fn name(&self) -> &'static str {

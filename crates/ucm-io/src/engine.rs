@@ -1,5 +1,6 @@
 //! The seam between backends and the way bytes reach files.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use ucm_core::Result;
@@ -19,8 +20,28 @@ pub trait IoEngine: Send + Sync {
     /// returns.
     fn submit(&self, lane: usize, deadline: Mono, op: IoOp, done: Done);
 
+    /// How many operations of a lane run at once, as far as is known: by this callers divide what they ask for.
+    fn width(&self, _lane: usize) -> usize {
+        1
+    }
+
+    /// Closes the descriptors that are kept ([`IoOp::ReadInto`]) of these files, which are gone, and with `unused` also
+    /// those that were not used since this was last asked. Never blocks: the engine's threads close them.
+    fn close_kept(&self, _gone: &[PathBuf], _unused: bool) {}
+
+    /// Descriptors kept open now.
+    fn kept(&self) -> usize {
+        0
+    }
+
     /// Operations reported as timed out whose system call has not returned yet; each still owns its buffer.
     fn stuck(&self) -> usize;
+
+    /// How many workers that is, by which a breaker judges: an engine that has several places for operations where a
+    /// pool has one thread counts as many stuck places as one.
+    fn lost_workers(&self) -> usize {
+        self.stuck()
+    }
 
     /// Name in logs and `doctor`.
     fn name(&self) -> &'static str;

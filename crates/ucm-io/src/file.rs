@@ -9,6 +9,7 @@ use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, PAGE, Result};
 
 use crate::dirty::Dirty;
+use crate::kept::Kept;
 use crate::meta::{failed, is_absent, set_mtime, stat_one, to_meta};
 use crate::op::{FileMeta, IoBuf, IoDone, ReadMode};
 use crate::probe::{Stated, stated_align};
@@ -44,6 +45,7 @@ pub(crate) struct Files {
     refusing: Mutex<Vec<u64>>,
     fallbacks: AtomicU64,
     pub(crate) dirty: Dirty,
+    pub(crate) kept: Kept,
 }
 
 /// What an operation asks before it changes what others see: whether anybody still waits for it.
@@ -235,11 +237,16 @@ impl Files {
         }
     }
 
-    /// Counts where direct I/O was wanted and not used, and remembers a file system that refused it.
-    pub(crate) fn note(&self, file: &File, dev: u64, wanted: bool) {
-        if wanted && !file.is_direct() {
+    /// Counts an operation that wanted direct I/O and went without, if it did.
+    pub(crate) fn count_fallback(&self, fell: bool) {
+        if fell {
             self.fallbacks.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// Counts where direct I/O was wanted and not used, and remembers a file system that refused it.
+    pub(crate) fn note(&self, file: &File, dev: u64, wanted: bool) {
+        self.count_fallback(wanted && !file.is_direct());
         if file.refused() {
             let mut refusing = self.refusing.lock();
             if !refusing.contains(&dev) && refusing.len() < MAX_REFUSING {
@@ -285,14 +292,14 @@ pub(crate) fn fits_direct_write(buf: &IoBuf, len: usize) -> bool {
     matches!(buf, IoBuf::Slot(_)) && len.is_multiple_of(SECTOR)
 }
 
-/// Something else than a file has the name.
+/// Something else than a file has the name. That says nothing of the medium.
 pub(crate) fn not_regular(path: &Path) -> Error {
-    Error::new(ErrorKind::Io, "not a regular file").with("path", path.display())
+    Error::new(ErrorKind::Foreign, "not a regular file").with("path", path.display())
 }
 
 /// Opens for reading, past the page cache if wanted and known to the file system. Never waits for the other end of a
 /// pipe that somebody put in the place of a file.
-fn open_for_read(path: &Path, direct: bool) -> rustix::io::Result<File> {
+pub(crate) fn open_for_read(path: &Path, direct: bool) -> rustix::io::Result<File> {
     let base = READ_FLAGS;
     let mut direct = direct;
     let mut wait = OFlags::NONBLOCK;

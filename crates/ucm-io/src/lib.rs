@@ -11,6 +11,8 @@ mod dirty;
 mod engine;
 mod fault;
 mod file;
+mod into;
+mod kept;
 mod meta;
 mod op;
 mod probe;

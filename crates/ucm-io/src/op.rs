@@ -1,9 +1,10 @@
 //! The words of the seam: what can be asked of an engine and what it answers.
 
 use std::ffi::OsString;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use ucm_core::Result;
+use ucm_core::{Error, Result};
 pub use ucm_device::HostBuf as IoBuf;
 
 use crate::probe::Probe;
@@ -53,6 +54,35 @@ pub enum IoOp {
         buf: IoBuf,
         /// Through or past the page cache.
         mode: ReadMode,
+    },
+    /// Reads one stretch of a file into several buffers: bytes for the first from `offset` on, for the next what follows
+    /// it, and so on, each into the start of its buffer. A file that cannot be read brings the buffers back, so that
+    /// each stretch can be read by itself. Answer: [`IoDone::ReadInto`].
+    ReadInto {
+        /// The file; its last name must not be a symbolic link.
+        path: PathBuf,
+        /// Offset in the file, in bytes.
+        offset: u64,
+        /// The buffers, and how many bytes each of them gets.
+        into: Vec<(IoBuf, usize)>,
+        /// What has this name never changes: its descriptor may be kept open for the next such read. A file that has
+        /// lost its name since is `NotFound` all the same.
+        keep: bool,
+    },
+    /// Reads parts of one stretch of a file to where they lie in it: byte `n` of `buf` is byte `offset + n` of the file,
+    /// and what lies between the parts stays as it is. In everything else, its answer too, as [`IoOp::ReadInto`] into
+    /// one buffer; parts behind the end of the file end it.
+    ReadParts {
+        /// The file; its last name must not be a symbolic link.
+        path: PathBuf,
+        /// Where in the file the buffer's first byte lies.
+        offset: u64,
+        /// The parts, in order.
+        parts: Vec<Range<usize>>,
+        /// Where they go.
+        buf: IoBuf,
+        /// As of [`IoOp::ReadInto`].
+        keep: bool,
     },
     /// Makes `target` appear whole: creates `private` (which must not exist), writes the first `len` bytes of `buf`,
     /// closes it with the error of the close seen, renames it. When anything fails `private` is removed and `target`
@@ -179,6 +209,14 @@ pub enum IoDone {
         /// Length of the whole file when it was opened.
         file_len: u64,
     },
+    /// To [`IoOp::ReadInto`] and [`IoOp::ReadParts`].
+    ReadInto {
+        /// The buffers, in order, filled as far as was read.
+        bufs: Vec<IoBuf>,
+        /// Bytes read in all, fewer than asked for only at the end of the file; or why none count: `InvalidInput` when
+        /// a buffer is too short, `NotFound` for ENOENT and ESTALE.
+        read: Result<usize>,
+    },
     /// To [`IoOp::Publish`].
     Published {
         /// The buffer, its bytes unchanged.
@@ -232,7 +270,7 @@ pub struct SpaceInfo {
 /// Kind of an operation, for counters and fault scripts.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum OpKind {
-    /// [`IoOp::Read`].
+    /// [`IoOp::Read`], [`IoOp::ReadInto`] and [`IoOp::ReadParts`].
     Read,
     /// [`IoOp::Publish`].
     Publish,
@@ -302,7 +340,7 @@ impl IoOp {
     /// Its kind.
     pub fn kind(&self) -> OpKind {
         match self {
-            Self::Read { .. } => OpKind::Read,
+            Self::Read { .. } | Self::ReadInto { .. } | Self::ReadParts { .. } => OpKind::Read,
             Self::Publish { .. } => OpKind::Publish,
             Self::Stat { .. } => OpKind::Stat,
             Self::Touch { .. } => OpKind::Touch,
@@ -322,6 +360,8 @@ impl IoOp {
     pub fn paths(&self) -> Vec<&Path> {
         match self {
             Self::Read { path, .. }
+            | Self::ReadInto { path, .. }
+            | Self::ReadParts { path, .. }
             | Self::MakeDir { path, .. }
             | Self::Space { path }
             | Self::Create { path, .. }
@@ -331,6 +371,34 @@ impl IoOp {
             Self::Stat { paths, .. } | Self::Remove { paths } => paths.iter().map(PathBuf::as_path).collect(),
             Self::Touch { files } => files.iter().map(|(path, _)| path.as_path()).collect(),
             Self::List { dir } | Self::Probe { dir } => vec![dir],
+        }
+    }
+
+    /// The answer of an operation that failed before it began: with the buffers, where those come back.
+    pub(crate) fn failed(self, error: Error) -> Result<IoDone> {
+        match self {
+            Self::ReadInto { into, .. } => Ok(IoDone::ReadInto {
+                bufs: into.into_iter().map(|(buf, _)| buf).collect(),
+                read: Err(error),
+            }),
+            Self::ReadParts { buf, .. } => Ok(IoDone::ReadInto {
+                bufs: vec![buf],
+                read: Err(error),
+            }),
+            _ => Err(error),
+        }
+    }
+}
+
+impl IoDone {
+    /// The answer in whose place an error is told.
+    pub(crate) fn failed(self, error: Error) -> Result<Self> {
+        match self {
+            Self::ReadInto { bufs, .. } => Ok(Self::ReadInto {
+                bufs,
+                read: Err(error),
+            }),
+            _ => Err(error),
         }
     }
 }

@@ -2,6 +2,7 @@
 //! mounts. Every call on a file system, open and close and rename too, is made by a worker, which the pool writes off
 //! when the call does not return by its deadline; the operation's buffer stays with that call until it does.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,9 +12,15 @@ use ucm_infra::{Clock, Lane, Mono, PoolStats, SystemClock, WorkerPool};
 use crate::append::Finish;
 use crate::engine::{Done, IoEngine};
 use crate::file::{Files, Publish, StillWanted};
+use crate::kept::KeptFile;
 use crate::meta;
 use crate::op::{IoDone, IoOp};
 use crate::probe::probe;
+
+/// The lane of housekeeping.
+pub(crate) const HOUSEKEEPING: usize = 3;
+/// How long closing files that nobody writes may take.
+const CLOSE: Duration = Duration::from_secs(5);
 
 /// How a [`PsyncEngine`] is set up.
 #[derive(Clone, Debug)]
@@ -62,6 +69,8 @@ impl Default for PsyncOptions {
 /// System calls on a worker pool.
 pub struct PsyncEngine {
     pool: Arc<WorkerPool>,
+    /// Operations of each lane that run at once.
+    widths: Vec<usize>,
     files: Arc<Files>,
     clock: Arc<dyn Clock>,
 }
@@ -69,14 +78,31 @@ pub struct PsyncEngine {
 impl PsyncEngine {
     /// Starts the workers. Errors as of `WorkerPool`: wrong numbers, no threads to be had.
     pub fn new(options: PsyncOptions) -> Result<Arc<Self>> {
-        let pool = WorkerPool::builder("ucm-io")
+        Self::with(options, false)
+    }
+
+    /// The same with two lanes for each kind of operation, which share a limit.
+    pub(crate) fn paired(options: PsyncOptions) -> Result<Arc<Self>> {
+        Self::with(options, true)
+    }
+
+    fn with(options: PsyncOptions, paired: bool) -> Result<Arc<Self>> {
+        let builder = WorkerPool::builder("ucm-io");
+        let builder = if paired { builder.paired() } else { builder };
+        let pool = builder
+            .on_demand()
             .size(options.workers)
             .lanes(&options.lanes)
             .max_replacements(options.max_replacements)
             .clock(Arc::clone(&options.clock))
             .build()?;
+        let widths = options
+            .lanes
+            .iter()
+            .map(|lane| lane.max_running.min(options.workers));
         Ok(Arc::new(Self {
             pool,
+            widths: widths.collect(),
             files: Arc::new(Files::new(options.direct)),
             clock: options.clock,
         }))
@@ -101,6 +127,19 @@ impl PsyncEngine {
     pub fn direct_fallbacks(&self) -> u64 {
         self.files.fallbacks()
     }
+
+    /// [`IoEngine::close_kept`] by a worker of that lane.
+    pub(crate) fn close_kept_in(&self, lane: usize, gone: &[PathBuf], unused: bool) {
+        self.close(lane, self.files.kept.take(gone, unused));
+    }
+
+    fn close(&self, lane: usize, closed: Vec<Arc<KeptFile>>) {
+        if !closed.is_empty() {
+            let deadline = self.clock.now().after(CLOSE);
+            // A pool that is full or ends gives them back, to be closed here.
+            let _ = self.pool.submit(lane, deadline, move || drop(closed), |_| {});
+        }
+    }
 }
 
 /// Runs one operation to its end, on this thread.
@@ -113,6 +152,19 @@ fn run(files: &Files, op: IoOp, wanted: StillWanted<'_>) -> Result<IoDone> {
             buf,
             mode,
         } => files.read(&path, offset, len, buf, mode),
+        IoOp::ReadInto {
+            path,
+            offset,
+            into,
+            keep,
+        } => Ok(files.read_into(&path, offset, into, keep)),
+        IoOp::ReadParts {
+            path,
+            offset,
+            parts,
+            buf,
+            keep,
+        } => Ok(files.read_parts(&path, offset, &parts, buf, keep)),
         IoOp::Publish {
             private,
             target,
@@ -137,7 +189,11 @@ fn run(files: &Files, op: IoOp, wanted: StillWanted<'_>) -> Result<IoDone> {
             stop_at_missing,
         } => meta::stat(&paths, stop_at_missing, wanted),
         IoOp::Touch { files } => Ok(meta::touch(&files, wanted)),
-        IoOp::Remove { paths } => Ok(meta::remove(&paths, wanted)),
+        IoOp::Remove { paths } => {
+            let removed = meta::remove(&paths, wanted);
+            drop(files.kept.take(&paths, false));
+            Ok(removed)
+        }
         IoOp::Rename { from, to, ino } => meta::rename(&from, &to, ino, wanted),
         IoOp::List { dir } => meta::list(&dir, wanted),
         IoOp::MakeDir { path, mode } => meta::make_dir(&path, mode),
@@ -187,6 +243,18 @@ impl IoEngine for PsyncEngine {
         }
     }
 
+    fn width(&self, lane: usize) -> usize {
+        self.widths.get(lane).copied().unwrap_or(1)
+    }
+
+    fn close_kept(&self, gone: &[PathBuf], unused: bool) {
+        self.close_kept_in(HOUSEKEEPING, gone, unused);
+    }
+
+    fn kept(&self) -> usize {
+        self.files.kept.count()
+    }
+
     fn stuck(&self) -> usize {
         self.pool.stuck()
     }
@@ -196,6 +264,7 @@ impl IoEngine for PsyncEngine {
     }
 
     fn shutdown(&self, drain: Duration) {
+        self.close(0, self.files.kept.take_all());
         self.pool.shutdown(drain);
     }
 }

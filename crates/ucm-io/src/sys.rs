@@ -1,5 +1,6 @@
 //! System calls made whole: interrupted calls repeated, short reads and writes carried on, the error of a close seen.
 
+use std::io::IoSliceMut;
 use std::os::fd::{IntoRawFd, OwnedFd};
 
 use rustix::fs::OFlags;
@@ -36,6 +37,51 @@ pub(crate) trait Port {
     fn write(&mut self, buf: &[u8], at: u64) -> rustix::io::Result<usize>;
     /// Goes on through the page cache; `false` when that was so already or is not possible.
     fn give_up_direct(&mut self, why: GiveUp) -> bool;
+}
+
+/// Raw positional reads into several buffers at once, as [`read_into_full`] needs them.
+pub(crate) trait PortInto {
+    /// As preadv(2).
+    fn read_into(&mut self, bufs: &mut [IoSliceMut<'_>], at: u64) -> rustix::io::Result<usize>;
+    /// As [`Port::give_up_direct`].
+    fn give_up_direct(&mut self, why: GiveUp) -> bool;
+}
+
+/// Most buffers of one call; the least that any system takes.
+pub(crate) const MOST_BUFFERS: usize = 1024;
+
+/// As [`read_full`] into several buffers, one after another.
+pub(crate) fn read_into_full(
+    port: &mut impl PortInto,
+    bufs: &mut [&mut [u8]],
+    offset: u64,
+    need: usize,
+) -> rustix::io::Result<usize> {
+    let mut got = 0;
+    while got < need {
+        let mut skip = got;
+        let mut left: Vec<IoSliceMut<'_>> = Vec::with_capacity(bufs.len().min(MOST_BUFFERS));
+        for buf in bufs.iter_mut() {
+            let from = skip.min(buf.len());
+            skip -= from;
+            if from < buf.len() && left.len() < MOST_BUFFERS {
+                left.push(IoSliceMut::new(&mut buf[from..]));
+            }
+        }
+        match port.read_into(&mut left, offset + got as u64) {
+            Ok(0) => break,
+            Ok(n) => {
+                got += n;
+                if got < need && !got.is_multiple_of(SECTOR) {
+                    port.give_up_direct(GiveUp::InsideSector);
+                }
+            }
+            Err(Errno::INTR) => {}
+            Err(Errno::INVAL) if port.give_up_direct(GiveUp::Refused) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(got)
 }
 
 /// Fills `buf` from `offset` until at least `need` bytes are there or the file ends; returns how many are. A read may
@@ -180,6 +226,16 @@ impl Port for File {
     }
 }
 
+impl PortInto for File {
+    fn read_into(&mut self, bufs: &mut [IoSliceMut<'_>], at: u64) -> rustix::io::Result<usize> {
+        rustix::io::preadv(&self.fd, bufs, at)
+    }
+
+    fn give_up_direct(&mut self, why: GiveUp) -> bool {
+        Port::give_up_direct(self, why)
+    }
+}
+
 #[allow(unsafe_code, reason = "the only way to see the error of close")]
 fn close(fd: OwnedFd) -> rustix::io::Result<()> {
     // SAFETY: `into_raw_fd` gave up ownership, so this is the one and only close of that descriptor.
@@ -200,6 +256,8 @@ mod tests {
     struct Script {
         answers: VecDeque<rustix::io::Result<usize>>,
         calls: Vec<(u64, usize)>,
+        /// Lengths of the buffers of each read into several.
+        pieces: Vec<Vec<usize>>,
         direct: bool,
         gave_up: Vec<GiveUp>,
     }
@@ -242,6 +300,53 @@ mod tests {
         let mut port = Script::new(false, &[Err(Errno::INTR), Ok(3), Err(Errno::INTR), Ok(2)]);
         assert_eq!(read_full(&mut port, &mut [0; 10], 100, 10), Ok(10));
         assert_eq!(port.calls, [(100, 10), (100, 10), (103, 7), (103, 7), (105, 5)]);
+    }
+
+    impl PortInto for Script {
+        fn read_into(&mut self, bufs: &mut [IoSliceMut<'_>], at: u64) -> rustix::io::Result<usize> {
+            self.pieces.push(bufs.iter().map(|buf| buf.len()).collect());
+            self.call(at, bufs.iter().map(|buf| buf.len()).sum())
+        }
+
+        fn give_up_direct(&mut self, why: GiveUp) -> bool {
+            Port::give_up_direct(self, why)
+        }
+    }
+
+    fn into(port: &mut Script, lens: &[usize], need: usize) -> rustix::io::Result<usize> {
+        let mut bufs: Vec<Vec<u8>> = lens.iter().map(|&len| vec![0; len]).collect();
+        let mut bufs: Vec<&mut [u8]> = bufs.iter_mut().map(Vec::as_mut_slice).collect();
+        read_into_full(port, &mut bufs, 100, need)
+    }
+
+    #[test]
+    fn a_short_read_into_several_goes_on_where_it_stopped() {
+        let answers = [Ok(3), Err(Errno::INTR), Ok(1), Ok(6)];
+        let mut port = Script::new(false, &answers);
+        assert_eq!(into(&mut port, &[4, 0, 4, 4], 12), Ok(12));
+        assert_eq!(
+            port.pieces,
+            [vec![4, 4, 4], vec![1, 4, 4], vec![1, 4, 4], vec![4, 4], vec![2]]
+        );
+        assert_eq!(port.calls, [(100, 12), (103, 9), (103, 9), (104, 8), (110, 2)]);
+        let mut port = Script::new(false, &[Ok(5), Ok(0)]);
+        assert_eq!(into(&mut port, &[4, 4], 8), Ok(5), "the file ends");
+        let mut port = Script::new(false, &[Ok(5), Err(Errno::IO)]);
+        assert_eq!(into(&mut port, &[4, 4], 8), Err(Errno::IO));
+        let mut port = Script::new(true, &[Err(Errno::INVAL), Ok(700)]);
+        assert_eq!(into(&mut port, &[4096, 4096], 8192), Ok(8192));
+        assert_eq!(port.gave_up, [GiveUp::Refused]);
+        let mut port = Script::new(true, &[Ok(700)]);
+        assert_eq!(into(&mut port, &[4096, 4096], 8192), Ok(8192));
+        assert_eq!(port.gave_up, [GiveUp::InsideSector]);
+    }
+
+    #[test]
+    fn more_buffers_than_a_call_takes_are_read_in_several() {
+        let mut port = Script::default();
+        assert_eq!(into(&mut port, &[1; 2500], 2500), Ok(2500));
+        let pieces: Vec<usize> = port.pieces.iter().map(Vec::len).collect();
+        assert_eq!(pieces, [1024, 1024, 452]);
     }
 
     #[test]

@@ -116,7 +116,7 @@ fn what_cannot_be_read_says_why(kind: Kind) {
     assert_eq!(read(dir.join("absent")).kind(), ErrorKind::NotFound);
     std::fs::write(dir.join("file"), b"x").unwrap();
     assert_eq!(read(dir.join("file/below")).kind(), ErrorKind::Io);
-    assert_eq!(read(dir.to_path_buf()).kind(), ErrorKind::Io);
+    assert_eq!(read(dir.to_path_buf()).kind(), ErrorKind::Foreign);
     std::os::unix::fs::symlink(dir.join("file"), dir.join("link")).unwrap();
     assert_eq!(read(dir.join("link")).kind(), ErrorKind::Io);
     // A pipe in the place of a file hangs nobody.
@@ -131,6 +131,7 @@ fn what_cannot_be_read_says_why(kind: Kind) {
     .unwrap();
     let error = read(pipe);
     assert!(error.to_string().contains("not a regular file"), "{error}");
+    assert_eq!(error.kind(), ErrorKind::Foreign, "no word on the medium");
     for (offset, len) in [(0, 2), (u64::MAX, 1), (i64::MAX as u64, 1)] {
         let op = read_op(dir.join("file"), offset, len, vec![0; 1]);
         assert_eq!(fails(&*engine, op), ErrorKind::InvalidInput);

@@ -5,13 +5,14 @@ mod common;
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use common::engines::ring_or_skip;
 use common::fuse::{Fuse, Manners, op};
 use common::*;
+use parking_lot::Mutex;
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, Lane, ManualClock, Mono};
 use ucm_io::{ChosenEngine, IoChoice, IoDone, IoEngine, IoOp, PsyncOptions, UringEngine, UringOptions};
@@ -248,6 +249,44 @@ fn a_panic_in_a_callback_stops_nobody() {
     eventually(|| engine.stats().callback_panics == 1);
     assert_eq!(read(&*engine, place.path().join("a"), 0, 1).unwrap().0, b"x");
     eventually(|| engine.stats().lanes[0] == (0, 0));
+}
+
+#[test]
+fn loads_find_a_worker_whatever_dumps_and_space_hold_up() {
+    if !ring_or_skip("loads_find_a_worker_whatever_dumps_and_space_hold_up") {
+        return;
+    }
+    let place = tempfile::tempdir().unwrap();
+    std::fs::write(place.path().join("a"), b"x").unwrap();
+    // Of four workers dumps may have two and space one.
+    let options = UringOptions::beside(PsyncOptions::with_workers(4));
+    let engine = UringEngine::new(&options).unwrap();
+    let (busy, held) = (Arc::new(AtomicU64::new(0)), Arc::new(Mutex::new(())));
+    let hold = held.lock();
+    for lane in [2, 3] {
+        for number in 0..8 {
+            // One that the ring runs, whose end is the pool's, and one that the pool runs whole.
+            let ours = publish_op(place.path(), &format!("{lane}-{number}"), vec![1]);
+            let whole = IoOp::List {
+                dir: place.path().to_owned(),
+            };
+            for op in [ours, whole] {
+                let (busy, held) = (Arc::clone(&busy), Arc::clone(&held));
+                let done = move |_: ucm_core::Result<IoDone>| {
+                    busy.fetch_add(1, Ordering::Relaxed);
+                    drop(held.lock());
+                };
+                engine.submit(lane, Mono::NEVER, op, Box::new(done));
+            }
+        }
+    }
+    eventually(|| busy.load(Ordering::Relaxed) == 3);
+    for _ in 0..50 {
+        assert_eq!(read(&*engine, place.path().join("a"), 0, 1).unwrap().0, b"x");
+    }
+    assert_eq!(busy.load(Ordering::Relaxed), 3);
+    drop(hold);
+    eventually(|| busy.load(Ordering::Relaxed) == 32);
 }
 
 fn chosen(choice: IoChoice, direct: bool, refused: Option<i32>) -> Arc<ChosenEngine> {

@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use numpy::{PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::PyList;
+use pyo3::types::{PyBytes, PyList};
 use ucm_core::{BlockId, Error, Geometry, MissReason};
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_infra::SystemClock;
@@ -57,6 +57,17 @@ impl Store {
         to_py(py, explained).map(|(run, reason)| (run, reason.map(MissReason::name)))
     }
 
+    /// The stage that each id from the first on would be read from, a byte each, and the reason why the next is no hit.
+    fn locate_on_prefix<'py>(
+        &self,
+        py: Python<'py>,
+        block_ids: &Bound<'_, PyAny>,
+    ) -> PyResult<(Bound<'py, PyBytes>, Option<&'static str>)> {
+        let ids = ids(block_ids)?;
+        let (stages, reason) = to_py(py, py.detach(|| self.0.locate_on_prefix(&ids)))?;
+        Ok((PyBytes::new(py, &stages), reason.map(MissReason::name)))
+    }
+
     /// Starts a load; `timeout` in seconds, the configured deadline if `None`.
     #[pyo3(signature = (block_ids, shard_index, addrs, timeout = None))]
     fn load(
@@ -70,6 +81,15 @@ impl Store {
         let deadline = limit(py, timeout)?;
         let rows = self.rows(py, block_ids, &shard_index, &addrs)?;
         let task = py.detach(|| self.0.load(rows, deadline));
+        to_py(py, task).map(|task| self.task(task))
+    }
+
+    /// Starts reading and verifying whole blocks as a load does, without a place to copy them to.
+    #[pyo3(signature = (block_ids, timeout = None))]
+    fn verify(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<Task> {
+        let deadline = limit(py, timeout)?;
+        let ids = ids(block_ids)?;
+        let task = py.detach(|| self.0.verify(&ids, deadline));
         to_py(py, task).map(|task| self.task(task))
     }
 
@@ -131,12 +151,35 @@ impl Store {
         to_py(block_ids.py(), self.0.audit(&ids(block_ids)?))
     }
 
+    /// Another rank could not use these records: no hits until the next dump has replaced them.
+    fn distrust(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        to_py(block_ids.py(), self.0.distrust(&ids(block_ids)?))
+    }
+
+    /// Another rank replaces these records: what was refused of them is forgotten.
+    fn trust(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        to_py(block_ids.py(), self.0.trust(&ids(block_ids)?))
+    }
+
     /// These blocks, in chain order from ordinal `first` on, were used.
     #[pyo3(signature = (block_ids, first = 0))]
     fn touch(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>, first: u32) -> PyResult<()> {
         let ids: Vec<(BlockId, u32)> = ids(block_ids)?.into_iter().zip(first..).collect();
         let told = py.detach(|| self.0.touch(&ids));
         to_py(py, told)
+    }
+
+    /// The same for what this process alone can touch.
+    #[pyo3(signature = (block_ids, first = 0))]
+    fn touch_own(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>, first: u32) -> PyResult<()> {
+        let ids: Vec<(BlockId, u32)> = ids(block_ids)?.into_iter().zip(first..).collect();
+        to_py(py, py.detach(|| self.0.touch_own(&ids)))
+    }
+
+    /// Whether `touch_own` does anything.
+    fn wants_touch_own(&self, py: Python<'_>) -> PyResult<bool> {
+        to_py(py, self.0.check_process())?;
+        Ok(self.0.wants_touch_own())
     }
 
     /// Brings blocks into the upper stages; counts those taken on.
@@ -156,6 +199,12 @@ impl Store {
         let ids = ids(block_ids)?;
         let cancelled = py.detach(|| self.0.cancel_prefetch(&ids));
         to_py(py, cancelled)
+    }
+
+    /// Publishes soon what was dumped and waits for more to be published with it.
+    fn flush(&self, py: Python<'_>) -> PyResult<()> {
+        let flushed = py.detach(|| self.0.flush());
+        to_py(py, flushed)
     }
 
     /// How many more blocks a dump could take now.

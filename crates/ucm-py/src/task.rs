@@ -67,6 +67,12 @@ impl Task {
         }))
     }
 
+    /// Blocks of a load that arrived, by the stage they came from; final once it is finished.
+    fn served(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        self.check_process(py)?;
+        Ok(self.task.served().to_vec())
+    }
+
     /// The rows that failed, each with its exception.
     fn failures<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.check_process(py)?;

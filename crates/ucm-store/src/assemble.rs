@@ -11,12 +11,12 @@ use ucm_infra::Clock;
 use crate::engine::{Deadlines, Engine, EngineConfig};
 use crate::health::BreakerConfig;
 use crate::record::RecordLayout;
-use crate::stages::{Common, StageSetup};
+use crate::stages::{Common, StageSetup, make_all};
 use crate::tiers::{StageConfig, Tiers, TiersConfig};
 
 /// Most memory of records on their way between stages, and most of them.
 const SPARE_BYTES: usize = 64 << 20;
-const SPARE_SLOTS: usize = 32;
+pub(crate) const SPARE_SLOTS: usize = 32;
 
 /// What a store is made from; sizes in bytes, times in seconds.
 #[derive(Debug, Clone, Deserialize)]
@@ -113,17 +113,16 @@ impl Setup {
             writer,
             slots: usize::try_from(staging_bytes / record.record_len() as u64).unwrap_or(usize::MAX),
             clock: Arc::clone(&clock),
+            compressed: false,
         };
-        let mut stages = Vec::with_capacity(self.stages.len());
-        for stage in self.stages {
-            let policy = stage.policy()?;
-            let made = stage.make(&common)?;
-            stages.push(StageConfig {
+        let made = make_all(self.stages, &common)?.into_iter();
+        let mut stages: Vec<StageConfig> = made
+            .map(|(made, policy)| StageConfig {
                 backend: made.backend,
                 policy,
                 max_stuck: made.max_stuck,
-            });
-        }
+            })
+            .collect();
         let backend = if stages.len() == 1 {
             let only = stages.remove(0);
             breaker.max_stuck = only.max_stuck;

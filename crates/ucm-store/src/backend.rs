@@ -4,6 +4,7 @@
 //! back and nothing blocks a caller. It owns a slot until the operation has really ended, never touches device
 //! memory, and knows nothing of tasks or vLLM. A new backend is one file that implements this trait.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -12,12 +13,16 @@ use ucm_device::Slot;
 use ucm_infra::Mono;
 
 use crate::events::Event;
+use crate::evidence::is_damage;
 
 /// Called exactly once with the outcome, on a thread of the backend.
 pub type Done<T> = Box<dyn FnOnce(Result<T>) + Send>;
 
 /// Whether a record is there whole, or why it is no hit.
 pub type Presence = std::result::Result<(), MissReason>;
+
+/// The stage that has a record whole, counted from the top, or why it is no hit.
+pub type Place = std::result::Result<u8, MissReason>;
 
 /// What a read brought.
 pub struct ReadDone {
@@ -27,6 +32,18 @@ pub struct ReadDone {
     pub read: usize,
     /// Length of the record on the medium.
     pub stored_len: u64,
+}
+
+/// A record that is to be read among others ([`Backend::read_many`]).
+pub struct BlockRead {
+    /// The record id.
+    pub id: BlockId,
+    /// Where it goes.
+    pub slot: Slot,
+    /// When nobody waits for it any more.
+    pub deadline: Mono,
+    /// Called with the outcome.
+    pub done: Done<ReadDone>,
 }
 
 /// What became of a write.
@@ -98,7 +115,7 @@ pub struct Listed {
 pub struct Early {
     /// They can be read from now on.
     pub gained: Vec<BlockId>,
-    /// They are published by now, or gone: in any case no longer early.
+    /// No longer early: published long enough ago for others to have found them, or gone.
     pub lost: Vec<BlockId>,
 }
 
@@ -111,7 +128,8 @@ pub struct Keep {
     pub replace: bool,
 }
 
-/// A record that a memory gives up to make room. It can be found and read there until this is dropped.
+/// A record that a memory gives up to make room. It can be found and read there until this is dropped, and stays if it
+/// was used meanwhile.
 pub trait Victim: Send {
     /// Its id.
     fn id(&self) -> BlockId;
@@ -162,6 +180,35 @@ pub enum Health {
     Down,
 }
 
+/// What a stage that compresses did and measured; counters since the start, lengths of records with their headers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Compression {
+    /// Whether records are compressed now.
+    pub active: bool,
+    /// Records written compressed.
+    pub records_compressed: u64,
+    /// Records written as they are: compressing them does not pay, or does not make them shorter.
+    pub records_as_is: u64,
+    /// Records read that were compressed.
+    pub records_decompressed: u64,
+    /// Records that were whole as stored and could not be decompressed.
+    pub records_undecodable: u64,
+    /// Bytes of the records that were written compressed.
+    pub bytes_compressed: u64,
+    /// Bytes that these take on the medium.
+    pub bytes_stored: u64,
+    /// Bytes of a thousand stored ones, of late; 0: not known yet, as for the rates below.
+    pub ratio_permille: u64,
+    /// Bytes of records encoded in a second by all threads that may.
+    pub encode_bytes_per_s: u64,
+    /// Bytes of records decoded in a second by all threads.
+    pub decode_bytes_per_s: u64,
+    /// Bytes the medium writes in a second.
+    pub medium_write_bytes_per_s: u64,
+    /// Bytes the medium reads in a second.
+    pub medium_read_bytes_per_s: u64,
+}
+
 /// What one stage did and holds; counters since the start, sizes in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct TierStats {
@@ -187,12 +234,17 @@ pub struct TierStats {
     pub demotions: u64,
     /// Copies for this stage that were not made: it was busy or not well, or the copy was no longer sound.
     pub copies_dropped: u64,
+    /// Whether it is memory, which each process has of its own.
+    pub memory: bool,
     /// Bytes used.
     pub used_bytes: u64,
     /// The limit.
     pub capacity_bytes: u64,
     /// Whether it is used now.
     pub healthy: bool,
+    /// Of a stage that compresses.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub compression: Option<Compression>,
 }
 
 /// A medium that keeps records.
@@ -231,8 +283,18 @@ pub trait Backend: Send + Sync {
     /// Removes records by name; the answer counts those removed.
     fn delete(&self, ids: Vec<BlockId>, deadline: Mono, done: Done<usize>);
 
-    /// Every record of this namespace.
+    /// Every record of this namespace that [`Backend::delete`] would find.
     fn list(&self, deadline: Mono, done: Done<Vec<Listed>>);
+
+    /// Whether a write would only find this record there, as far as that is known without asking the medium.
+    fn is_published(&self, _id: BlockId) -> bool {
+        false
+    }
+
+    /// What it does to store less than it is given, where it does.
+    fn compression(&self) -> Option<Compression> {
+        None
+    }
 
     /// What became readable for this process before others can see it, and what no longer is, since the last call. Who
     /// asks is the scheduler of the same engine, through its workers; nobody else may count on these. At most as many
@@ -244,6 +306,10 @@ pub trait Backend: Send + Sync {
     /// Publishes soon what is written and waits for others to be published with it; with `last`, from now on nothing
     /// waits any more, for the store is about to close. Never blocks.
     fn flush(&self, _last: bool) {}
+
+    /// Somebody waits for what was handed over to be published: like [`Backend::flush`], but only so often that who
+    /// waits after every block gets no file of its own for each. Never blocks.
+    fn hurry(&self) {}
 
     /// A record was refused for damage: keeps it as evidence, where the medium can, later and best effort. Never
     /// blocks; nothing depends on it.
@@ -257,8 +323,18 @@ pub trait Backend: Send + Sync {
     /// Counters of the backend's own: (records removed, bytes removed, blocks touched).
     fn removed(&self) -> (u64, u64, u64);
 
-    /// Operations stuck past their deadline.
+    /// Further counters and gauges of its own, by name.
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        Vec::new()
+    }
+
+    /// Operations stuck past their deadline, each of which may hold a slot.
     fn stuck(&self) -> usize;
+
+    /// How many workers that is ([`ucm_io::IoEngine::lost_workers`]): so many open the breaker.
+    fn lost_workers(&self) -> usize {
+        self.stuck()
+    }
 
     /// Ends: finishes or fails what is under way within `drain`.
     fn shutdown(&self, drain: Duration);
@@ -286,6 +362,15 @@ pub trait Backend: Send + Sync {
         true
     }
 
+    /// [`Backend::touch`] for what this process alone can touch, told by one whose touch does not reach it: memory of its
+    /// own, and what it knows of the segments that it merges. Never waits.
+    fn touch_own(&self, _ids: &[(BlockId, u32)], _deadline: Mono) {}
+
+    /// Whether [`Backend::touch_own`] does anything. May change until the first probe has succeeded.
+    fn wants_touch_own(&self) -> bool {
+        false
+    }
+
     /// Sets, once, who is handed what is given up to make room. False where nothing is ever handed over.
     fn on_evicted(&self, _hook: Evicted) -> bool {
         false
@@ -297,6 +382,13 @@ pub trait Backend: Send + Sync {
     /// waits. A medium is one stage, number 0.
     fn place(&self, _id: BlockId, from: usize) -> Option<usize> {
         (from == 0).then_some(0)
+    }
+
+    /// [`Backend::lookup`], and the stage that each record that is present would be read from.
+    fn locate(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Place>>) {
+        let here = |found: Vec<Presence>| found.into_iter().map(|there| there.map(|()| 0)).collect();
+        let answered = move |result: Result<Vec<Presence>>| done(result.map(here));
+        self.lookup(ids, stop_at_missing, deadline, Box::new(answered));
     }
 
     /// [`Backend::read`] from one stage. What fails there may be asked of a lower one.
@@ -312,18 +404,60 @@ pub trait Backend: Send + Sync {
         self.read(id, slot, again, deadline, done);
     }
 
+    /// Whether reads of one stage that begin together cost less than one by one.
+    fn reads_together(&self, _stage: usize) -> bool {
+        false
+    }
+
+    /// [`Backend::read_from`] of several records, in the order in which they are wanted. Each has an outcome of its own,
+    /// whatever becomes of the others.
+    fn read_many(&self, stage: usize, reads: Vec<BlockRead>) {
+        for BlockRead {
+            id,
+            slot,
+            deadline,
+            done,
+        } in reads
+        {
+            self.read_from(stage, id, slot, false, deadline, done);
+        }
+    }
+
+    /// Whether parts of a record can be read by themselves from this stage, and that is of use: not where the stages
+    /// above it would keep the whole.
+    fn reads_parts(&self, _stage: usize) -> bool {
+        false
+    }
+
+    /// Reads parts of a record into a slot, each to where it lies in the whole, or all of it where that is simpler. The
+    /// answer counts the bytes that were read.
+    fn read_parts(
+        &self,
+        stage: usize,
+        id: BlockId,
+        slot: Slot,
+        _parts: Vec<Range<usize>>,
+        deadline: Mono,
+        done: Done<ReadDone>,
+    ) {
+        self.read_from(stage, id, slot, false, deadline, done);
+    }
+
     /// A record was read from this stage and verified: the stages above may keep it. Copies at most, never waits.
     fn promote(&self, _stage: usize, _id: BlockId, _record: &[u8], _ordinal: u32) {}
 
-    /// The copy in this stage was refused, for damage or because it is another record: it is no hit any more, and
-    /// with `damaged` treated as [`Backend::quarantine`] says.
-    fn discard(&self, _stage: usize, id: BlockId, damaged: bool, done: Done<Quarantined>) {
-        if damaged {
+    /// The copy in this stage was refused for this reason: it is no hit any more, and if it is damaged it is treated
+    /// as [`Backend::quarantine`] says. One of a newer version is never replaced.
+    fn discard(&self, _stage: usize, id: BlockId, reason: MissReason, done: Done<Quarantined>) {
+        if is_damage(reason) {
             self.quarantine(id, done);
         } else {
             done(Ok(Quarantined::LeftAlone));
         }
     }
+
+    /// Another process replaces these records: copies that were refused in some stage are read again.
+    fn forgive(&self, _ids: &[BlockId]) {}
 
     /// These blocks will be asked for: brings them into the upper stages, if there are any, when nothing more urgent
     /// is to be done. The answer counts those taken on, those included that wait already.

@@ -26,7 +26,7 @@ pub struct BreakerConfig {
     pub window: Duration,
     /// Time it stays open before one operation is let through.
     pub cool_down: Duration,
-    /// Operations stuck past their deadline that open it at once.
+    /// Workers lost in operations stuck past their deadline that open it at once.
     pub max_stuck: usize,
 }
 
@@ -181,7 +181,7 @@ impl Breaker {
         }
     }
 
-    /// Operations stuck past their deadline that shall open it.
+    /// Workers lost in operations stuck past their deadline that shall open it.
     pub fn max_stuck(&self) -> usize {
         self.config.max_stuck
     }

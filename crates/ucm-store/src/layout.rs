@@ -89,7 +89,7 @@ impl Layout {
 
     /// The directory that holds a record.
     pub fn shard_dir(&self, id: BlockId) -> PathBuf {
-        self.namespace().join("blocks").join(format!("{:02x}", id.0[0]))
+        self.namespace().join(BLOCKS).join(format!("{:02x}", id.0[0]))
     }
 
     /// A record's path. Made for every block of a lookup, hence in one piece.
@@ -97,7 +97,7 @@ impl Layout {
         let (root, id) = (self.root.as_os_str(), id.to_hex());
         let mut path = PathBuf::with_capacity(root.len() + self.namespace.len() + RECORD_BELOW);
         path.push(root);
-        for name in [&self.namespace, "blocks", &id[..2], &id] {
+        for name in [&self.namespace, BLOCKS, &id[..2], &id] {
             path.push(name);
         }
         path.as_mut_os_string().push(".bin");
@@ -126,6 +126,8 @@ pub fn record_name(shard: u8, name: &OsStr) -> Option<BlockId> {
     (id.0[0] == shard).then_some(id)
 }
 
+/// Directory of the records in files below a namespace.
+pub(crate) const BLOCKS: &str = "blocks";
 /// Directory of the segments below a namespace.
 pub(crate) const SEGMENTS: &str = "segments";
 
@@ -213,6 +215,9 @@ pub struct Marker {
     pub created: u64,
     /// The limit on bytes below the root.
     pub storage_capacity: u64,
+    /// Which layout was found to be the quicker one here; see [`crate::auto`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layout: Option<serde_json::Value>,
 }
 
 impl Marker {
@@ -374,6 +379,7 @@ mod tests {
             uuid: "u".into(),
             created: 1,
             storage_capacity: 2,
+            layout: None,
         };
         assert_eq!(Marker::parse(&marker.to_bytes()).unwrap(), marker);
         let newer = Marker { format: 2, ..marker };

@@ -5,7 +5,11 @@
 #![forbid(unsafe_code)]
 
 pub mod assemble;
+pub mod auto;
 pub mod backend;
+mod bytes;
+#[cfg(feature = "compress")]
+pub mod compress;
 pub mod deviation;
 pub mod engine;
 pub mod events;

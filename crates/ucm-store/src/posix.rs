@@ -15,10 +15,11 @@ use ucm_device::Slot;
 use ucm_infra::{Clock, Mono};
 use ucm_io::{FileMeta, IoDone, IoEngine, IoOp, Probe, Process};
 
+use crate::auto::Kept;
 use crate::backend::{Backend, Done, Listed, Presence, Quarantined, ReadDone, Usage, WriteOptions, Written};
 use crate::engine::{LANE_LOOKUP, LANE_SPACE};
 use crate::evidence::QuarantineConfig;
-use crate::layout::Layout;
+use crate::layout::{BLOCKS, Layout};
 use crate::quarantine::Waiting;
 use crate::recency::Recency;
 use crate::record::RecordLayout;
@@ -61,7 +62,7 @@ pub struct PosixConfig {
     pub geometry: Geometry,
     /// Where things lie in that part's records.
     pub record: RecordLayout,
-    /// Whether the I/O engine was asked to go past the page cache; for the log only.
+    /// Whether the I/O engine was asked to go past the page cache.
     pub direct: bool,
     /// Never writes: no directories, no marker, no collection.
     pub lookup_only: bool,
@@ -88,8 +89,10 @@ pub struct PosixBackend {
 pub(crate) struct Shared {
     pub(crate) config: PosixConfig,
     pub(crate) layout: Layout,
-    /// Directory of the records below the namespace.
-    pub(crate) below: &'static str,
+    /// Directory of the records below the namespace, once it is known.
+    pub(crate) below: Mutex<Option<&'static str>>,
+    /// The layout that was decided for this root, if it was not named.
+    pub(crate) decided: Mutex<Option<Kept>>,
     pub(crate) io: Arc<dyn IoEngine>,
     pub(crate) clock: Arc<dyn Clock>,
     /// Device of the root when it was first seen; another one means that a share was unmounted.
@@ -112,8 +115,13 @@ impl PosixBackend {
     /// A backend over an I/O engine; nothing is touched before [`Backend::probe`]. `Config` if the limit is too small.
     pub fn new(config: PosixConfig, io: Arc<dyn IoEngine>, clock: Arc<dyn Clock>) -> Result<Self> {
         Ok(Self {
-            shared: Arc::new(Shared::new(config, "blocks", io, clock)?),
+            shared: Arc::new(Shared::new(config, Some(BLOCKS), io, clock)?),
         })
+    }
+
+    /// The same over a root that is known already.
+    pub(crate) fn over(shared: Arc<Shared>) -> Self {
+        Self { shared }
     }
 }
 
@@ -121,7 +129,7 @@ impl Shared {
     /// What both layouts go by; nothing is touched yet. `Config` if the limit is too small.
     pub(crate) fn new(
         config: PosixConfig,
-        below: &'static str,
+        below: Option<&'static str>,
         io: Arc<dyn IoEngine>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
@@ -136,7 +144,8 @@ impl Shared {
         let space = Space::new(space, Arc::clone(&io), Arc::clone(&clock))?;
         let shared = Self {
             layout,
-            below,
+            below: Mutex::new(below),
+            decided: Mutex::new(None),
             io,
             clock,
             device: Mutex::new(None),
@@ -307,6 +316,10 @@ impl Backend for PosixBackend {
 
     fn stuck(&self) -> usize {
         self.shared.io.stuck()
+    }
+
+    fn lost_workers(&self) -> usize {
+        self.shared.io.lost_workers()
     }
 
     fn shutdown(&self, drain: Duration) {

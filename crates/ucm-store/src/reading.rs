@@ -12,7 +12,7 @@ use ucm_io::{IoBuf, IoDone, IoOp, ReadMode};
 use crate::backend::{Done, ReadDone, Written};
 use crate::engine::{LANE_DUMP, LANE_LOAD};
 use crate::posix::Shared;
-use crate::record::{Expect, verify};
+use crate::record::{Expect, verify_stored};
 
 /// Error numbers of what is there for others but never for us as a record: no permission (of the file, or of a
 /// directory above it), a directory, a link.
@@ -111,7 +111,7 @@ impl Shared {
         self.io.submit(LANE_DUMP, deadline, op, Box::new(answer));
     }
 
-    /// Judges the bytes of a record that was read: what is wrong with them, if anything.
+    /// Judges the bytes of a record that was read, in whatever form it is stored: what is wrong with them, if anything.
     pub(crate) fn judge(&self, id: BlockId, bytes: &[u8], stored_len: u64) -> Result<(), MissReason> {
         let expect = Expect {
             id,
@@ -119,7 +119,7 @@ impl Shared {
             part: self.config.part,
             layout: &self.config.record,
         };
-        verify(bytes, stored_len, &expect).map(|_| ())
+        verify_stored(bytes, stored_len, &expect).map(|_| ())
     }
 }
 

@@ -3,17 +3,24 @@
 //! A header of whole pages, the payload (layers in model order, 64-byte aligned, padded to a page), then optional side
 //! shards. The header names everything the bytes depend on; checksums cover every byte, padding too, so a record
 //! proves itself without any other file. [`RecordLayout`] knows where things lie, [`RecordLayout::seal_layer`] and
-//! [`encode_header`] finish a filled buffer, [`verify`] judges what was read.
+//! [`encode_header`] finish a filled buffer, [`verify`] judges what was read. A record may be stored in another form
+//! than it is used in ([`Codec`]): [`encoded`] makes the header of the one from that of the other.
 
+mod codec;
+#[cfg(feature = "compress")]
+pub(crate) mod encoded;
 mod header;
 mod layout;
 #[cfg(test)]
 mod tests;
 mod verify;
 
+pub use codec::Codec;
 pub use header::{LayerEntry, RecordHeader, RecordMeta, SideEntry, encode_header};
 pub use layout::{RecordLayout, SideSpec};
-pub use verify::{Expect, verify, verify_side};
+#[cfg(feature = "compress")]
+pub(crate) use verify::has_layout;
+pub use verify::{Expect, verify, verify_layers, verify_side, verify_stored};
 
 /// First four bytes of a record.
 pub const MAGIC: [u8; 4] = *b"UCMB";

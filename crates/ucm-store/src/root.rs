@@ -12,6 +12,7 @@ use ucm_core::{Error, ErrorKind, Result, limits};
 use ucm_infra::{Clock, Completion, Mono};
 use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, ReadMode};
 
+use crate::auto::Kept;
 use crate::engine::LANE_SPACE;
 use crate::layout::{FORMAT, Manifest, Marker};
 use crate::posix::{MAKE_DIRS, Shared};
@@ -49,7 +50,7 @@ pub(crate) fn call(
 }
 
 /// A marked root on a read-only file system can be read: what cannot be written there is left out.
-fn unless_read_only<T>(result: Result<T>) -> Result<Option<T>> {
+pub(crate) fn unless_read_only<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Err(error) if error.os_code() == Some(EROFS) => Ok(None),
         result => result.map(Some),
@@ -138,6 +139,11 @@ impl Shared {
         }
     }
 
+    /// Whether the root still has our marker: nothing is written or removed below another one.
+    pub(crate) fn check_marker(&self, deadline: Mono) -> Result<()> {
+        self.check_root(self.stat(self.layout.marker(), deadline)?)
+    }
+
     /// Marks the root (or checks its mark), makes the namespace, writes its manifest, starts the first count.
     pub(crate) fn open_root(self: &Arc<Self>, deadline: Mono) -> Result<()> {
         let root = self.layout.root().to_owned();
@@ -145,9 +151,7 @@ impl Shared {
             // Nothing there yet means that nothing is stored yet; but what is there must be ours to read.
             return self.read_marker(deadline).map(|_| ());
         }
-        for dir in self.missing_ancestors(&root, deadline)? {
-            self.make_dir(dir, deadline)?;
-        }
+        self.make_root(deadline)?;
         let marker = match self.read_marker(deadline)? {
             Some(marker) => marker,
             None => self.mark(deadline)?,
@@ -156,12 +160,7 @@ impl Shared {
         let gone = || Error::new(ErrorKind::Io, "the root is gone").with("root", root.display());
         let meta = meta.ok_or_else(gone)?;
         if self.furnish(deadline)? {
-            let probe = IoOp::Probe {
-                dir: self.layout.tmp(),
-            };
-            if let Some(IoDone::Probe(probe)) = unless_read_only(self.call(deadline, probe))? {
-                *self.probed.lock() = Some(probe);
-            }
+            self.probe_io(deadline)?;
         }
         let limit = self.limit(&marker, deadline)?;
         *self.uuid.lock() = Some(marker.uuid);
@@ -170,11 +169,30 @@ impl Shared {
         let weak = Arc::downgrade(self);
         let check = move |deadline| {
             let shared = weak.upgrade().ok_or_else(gone)?;
-            shared.check_root(shared.stat(shared.layout.marker(), deadline)?)
+            shared.check_marker(deadline)
         };
         let weak = Arc::downgrade(self);
         let tend = move |deadline| weak.upgrade().ok_or_else(gone)?.tend(deadline);
         self.space.open(limit, check, tend);
+        Ok(())
+    }
+
+    /// The root's directory and what it lies in.
+    pub(crate) fn make_root(&self, deadline: Mono) -> Result<()> {
+        for dir in self.missing_ancestors(self.layout.root(), deadline)? {
+            self.make_dir(dir, deadline)?;
+        }
+        Ok(())
+    }
+
+    /// Looks what the file system is and can do; the I/O engine learns of it too.
+    pub(crate) fn probe_io(&self, deadline: Mono) -> Result<()> {
+        let probe = IoOp::Probe {
+            dir: self.layout.tmp(),
+        };
+        if let Some(IoDone::Probe(probe)) = unless_read_only(self.call(deadline, probe))? {
+            *self.probed.lock() = Some(probe);
+        }
         Ok(())
     }
 
@@ -286,7 +304,8 @@ impl Shared {
     /// The directories of the namespace; also later, when somebody removed them.
     pub(crate) fn make_dirs(&self, deadline: Mono) -> Result<()> {
         let namespace = self.layout.namespace();
-        for dir in [namespace.clone(), self.layout.tmp(), namespace.join(self.below)] {
+        let records = self.below.lock().map(|below| namespace.join(below));
+        for dir in [namespace, self.layout.tmp()].into_iter().chain(records) {
             self.make_dir(dir, deadline)?;
         }
         Ok(())
@@ -309,7 +328,7 @@ impl Shared {
         format!("{root} on {fs}, {io}, {direct}, at most {limit} bytes stored")
     }
 
-    fn read_marker(&self, deadline: Mono) -> Result<Option<Marker>> {
+    pub(crate) fn read_marker(&self, deadline: Mono) -> Result<Option<Marker>> {
         let bytes = self.read_document(self.layout.marker(), deadline)?;
         let marker = bytes.map(|bytes| Marker::parse(&bytes)).transpose();
         marker.map_err(|error| error.with("root", self.layout.root().display()))
@@ -335,7 +354,7 @@ impl Shared {
         }
     }
 
-    fn space_info(&self, deadline: Mono) -> Result<(u64, u64)> {
+    pub(crate) fn space_info(&self, deadline: Mono) -> Result<(u64, u64)> {
         match self.call(
             deadline,
             IoOp::Space {
@@ -347,7 +366,8 @@ impl Shared {
         }
     }
 
-    fn mark(&self, deadline: Mono) -> Result<Marker> {
+    /// Marks the root, with the layout that was decided if one was; the answer is the marker that counts.
+    pub(crate) fn mark(&self, deadline: Mono) -> Result<Marker> {
         let (total, free) = self.space_info(deadline)?;
         let marker = Marker {
             format: FORMAT,
@@ -357,11 +377,23 @@ impl Shared {
                 Some(capacity) => capacity.bytes(total),
                 None => Capacity::default_bytes(total, free),
             },
+            layout: self.decided.lock().and_then(Kept::to_value),
         };
-        let private = self.layout.root().join(format!(".{}.tmp", marker.uuid));
-        self.publish_document(private, self.layout.marker(), marker.to_bytes(), false, deadline)?;
+        self.publish_marker(&marker, false, deadline)?;
         // Another process may have done the same at the same time: of all markers one stays.
         Ok(self.read_marker(deadline)?.unwrap_or(marker))
+    }
+
+    /// Writes the marker; one that is there stays unless it is to be replaced.
+    pub(crate) fn publish_marker(&self, marker: &Marker, replace: bool, deadline: Mono) -> Result<()> {
+        let private = self.layout.root().join(format!(".{}.tmp", crate::random_hex()));
+        self.publish_document(
+            private,
+            self.layout.marker(),
+            marker.to_bytes(),
+            replace,
+            deadline,
+        )
     }
 
     /// Adds this part to the manifest. Ranks do so at the same time: whoever finds its part lost adds it again, at the

@@ -106,6 +106,7 @@ impl Space {
             max_running: 1,
         };
         let worker = WorkerPool::builder("ucm-space")
+            .on_demand()
             .size(2)
             .lanes(&[lane("keep", 1), lane("work", 16)])
             .clock(Arc::clone(&clock))
@@ -195,6 +196,14 @@ impl Space {
         completion.wait(&*self.clock, Some(until)).ok_or_else(late)?
     }
 
+    /// Asks to write `bytes` that nothing depends on: only of what is granted already, and without waiting. `Busy` when that
+    /// is too little.
+    pub fn spared(&self, bytes: u64) -> Result<Ticket> {
+        let spare = self.ledger.lock().spare(bytes, self.clock.now());
+        let none = || Error::new(ErrorKind::Busy, "there is no room to spare now");
+        spare.ok_or_else(|| none().with("bytes", bytes))
+    }
+
     /// How many counts were begun or ended, for [`Space::deleted`].
     pub fn counts(&self) -> u64 {
         self.counting.counts()
@@ -203,10 +212,24 @@ impl Space {
     /// Bytes were deleted by name, in an operation begun when [`Space::counts`] was `before`. If a count was or came
     /// in between it may have missed them already. Only the collector's own deletions are known before the next count.
     pub fn deleted(&self, bytes: u64, before: u64) {
+        self.subtract(bytes, before, false);
+    }
+
+    /// The same for what is removed so seldom that it is worth another count where it is not known what the last one saw.
+    pub fn cleared(&self, bytes: u64, before: u64) {
+        self.subtract(bytes, before, true);
+    }
+
+    fn subtract(&self, bytes: u64, before: u64, count_again: bool) {
         let mut book = self.book.lock();
-        if self.office.load(Ordering::Acquire) > 0 && before == self.counts() && before.is_multiple_of(2) {
+        if self.office.load(Ordering::Acquire) == 0 {
+            return;
+        }
+        if before == self.counts() && before.is_multiple_of(2) {
             book.removed(0, bytes);
             self.show(&book);
+        } else if count_again {
+            book.doubt();
         }
     }
 

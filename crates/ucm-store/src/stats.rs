@@ -127,7 +127,9 @@ counters! {
     load_tasks,
     /// Blocks delivered to the device, verified.
     blocks_loaded,
-    /// Blocks of load tasks that were not delivered.
+    /// Blocks read and verified for tasks that wanted no more than that.
+    blocks_verified,
+    /// Blocks of load tasks that were not delivered, or not verified.
     blocks_failed,
     /// Bytes of KV delivered to the device.
     bytes_loaded,

@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Device, MEDIA, Medium, Setup, Store, directory, id, ids, on};
+use common::{Device, MEDIA, Medium, Setup, Store, directory, id, ids, on, only_over};
 use ucm_io::{Fault, OpKind, Rule};
 
 /// Blocks of 32-bit floats, all the same in a block.
@@ -76,6 +76,10 @@ fn small_differences_are_usual_and_large_ones_are_told() {
 
 #[test]
 fn what_cannot_be_compared_is_dumped_as_usual() {
+    only_over!(
+        FilesUnkept,
+        "it damages one block file and lets the read of another fail"
+    );
     let (_dir, store) = opened(Medium::Posix, &[1.0; 3]);
     let device = floats(&store.setup, &[2.0; 5]);
     let damaged = store.file(id(0));

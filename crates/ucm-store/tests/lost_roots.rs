@@ -9,10 +9,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use common::mount::{Place, copy_all};
-use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
+use common::only_over;
+use common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids};
 use ucm_core::{BlockId, Error, ErrorKind};
 use ucm_infra::SystemClock;
-use ucm_io::{Fault, OpKind, Rule};
+use ucm_io::{Fault, Rule};
 use ucm_store::health::BreakerConfig;
 
 /// As configured by default, so that a breaker that opens for the wrong reason shows.
@@ -43,10 +44,19 @@ fn all_is_well(store: &Store, device: &Device, stored: &[BlockId]) {
     });
     assert_eq!(store.stat("healthy"), 1);
     let known: Vec<BlockId> = stored.iter().copied().chain([id(50)]).collect();
-    assert_eq!(store.engine.lookup(&known).unwrap(), vec![true; known.len()]);
+    finds(store, &known, &vec![true; known.len()]);
     let target = Device::blank(&store.setup, &known);
     store.load(&target, &known).unwrap();
     assert!(known.iter().all(|&block| target.is_right(block)));
+}
+
+/// Lookups answer this: at once over files; who knows segments finds out by looking what came and went.
+fn finds(store: &Store, blocks: &[BlockId], expected: &[bool]) {
+    let found = || store.engine.lookup(blocks).unwrap();
+    match store.setup.layout {
+        Layout::File => assert_eq!(found(), expected),
+        Layout::Segment(_) => eventually("lookups tell what is there", || found() == expected),
+    }
 }
 
 fn said(store: &Store, text: &str) -> usize {
@@ -70,6 +80,7 @@ fn files(dir: &Path) -> usize {
 
 #[test]
 fn a_read_only_root_is_read_and_said_once() {
+    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
     let Some(place) = Place::new(4096) else { return };
     let (store, device) = opened(&place.path("root"));
     place.read_only("root", true);
@@ -118,6 +129,10 @@ fn a_root_that_is_read_only_at_the_start_is_read_too() {
 
 #[test]
 fn an_unmarked_root_that_is_read_only_is_taken_up_when_it_can_be_marked() {
+    only_over!(
+        OneMedium,
+        "a memory is there whatever the root is, so the engine is well: tiers.rs"
+    );
     let Some(place) = Place::new(4096) else { return };
     place.read_only("root", true);
     let store = Store::open(&place.path("root"), patient());
@@ -131,6 +146,10 @@ fn an_unmarked_root_that_is_read_only_is_taken_up_when_it_can_be_marked() {
 
 #[test]
 fn a_damaged_marker_at_the_start_is_named_and_the_root_taken_up_when_it_is_put_right() {
+    only_over!(
+        OneMedium,
+        "a memory is there whatever the root is, so the engine is well: tiers.rs"
+    );
     let dir = directory();
     drop(opened(dir.path()));
     let marker = dir.path().join("ucm-root.json");
@@ -163,19 +182,20 @@ fn taken_up(store: &Store) {
 
 #[test]
 fn an_unmounted_share_is_never_written_beside() {
+    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
     let Some(mut place) = Place::new(4096) else { return };
     place.bind("root", "share");
     let share = place.path("share");
     let (store, device) = opened(&share);
     place.unmount("share");
+    finds(&store, &ids(3), &[false; 3]);
     for block in ids(20) {
         let error = refused(&store, &device, block);
         assert_eq!(error.kind(), ErrorKind::Foreign);
         assert!(error.to_string().contains("marker"), "{error}");
     }
     assert_eq!(files(&share), 0, "nothing was written where it was mounted");
-    assert_eq!(store.engine.lookup(&ids(3)).unwrap(), [false; 3]);
-    assert_eq!((store.missed("absent"), store.stat("healthy")), (3, 1));
+    assert!(store.missed("absent") >= 3 && store.stat("healthy") == 1);
     assert_eq!(said(&store, "could not be stored"), 1, "once");
     place.bind("root", "share");
     all_is_well(&store, &device, &ids(3));
@@ -183,6 +203,7 @@ fn an_unmounted_share_is_never_written_beside() {
 
 #[test]
 fn the_same_root_on_another_device_is_taken_up_and_another_root_is_not() {
+    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
     let Some(mut place) = Place::new(4096) else { return };
     place.bind("root", "share");
     let share = place.path("share");
@@ -194,12 +215,13 @@ fn the_same_root_on_another_device_is_taken_up_and_another_root_is_not() {
     theirs.dump(&device, &[id(9)]).unwrap();
     drop(theirs);
     let before = files(&share);
+    finds(&store, &[id(0)], &[false]);
     for _ in 0..3 {
         assert_eq!(refused(&store, &device, id(0)).kind(), ErrorKind::Foreign);
     }
     assert_eq!(files(&share), before);
     // What is there is read all the same: every record says whose it is.
-    assert_eq!(store.engine.lookup(&[id(9), id(0)]).unwrap(), [true, false]);
+    finds(&store, &[id(9), id(0)], &[true, false]);
     place.unmount("share");
     // A share mounted anew gets another device number.
     place.tmpfs("share", 4096);
@@ -209,15 +231,16 @@ fn the_same_root_on_another_device_is_taken_up_and_another_root_is_not() {
 
 #[test]
 fn a_root_that_was_removed_is_made_again() {
+    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
     let dir = directory();
     let root = dir.path().join("a").join("b");
     let (store, device) = opened(&root);
     std::fs::remove_dir_all(dir.path().join("a")).unwrap();
-    assert_eq!(store.engine.lookup(&ids(3)).unwrap(), [false; 3]);
+    finds(&store, &ids(3), &[false; 3]);
     let target = Device::blank(&store.setup, &ids(1));
     let error = store.load(&target, &ids(1)).unwrap_err().remove(0).1;
     assert_eq!(error.kind(), ErrorKind::NotFound);
-    assert_eq!((store.missed("absent"), store.stat("healthy")), (4, 1));
+    assert!(store.missed("absent") >= 4 && store.stat("healthy") == 1);
     all_is_well(&store, &device, &[]);
     assert!(root.join("ucm-root.json").exists());
     let manifest = root.join(identity("w").namespace()).join("manifest.json");
@@ -246,11 +269,16 @@ fn a_marker_of_a_newer_format_stops_writing_with_the_next_count() {
     let ours = std::fs::read_to_string(&marker).unwrap();
     std::fs::write(&marker, ours.replace("\"format\": 1", "\"format\": 2")).unwrap();
     // A full medium has the root counted.
-    store.fault(Rule::on(OpKind::Publish, Fault::Errno(28)).times(1));
+    store.fault(Rule::on(Layout::of_this_run().writing(), Fault::Errno(28)).times(1));
     assert_eq!(refused(&store, &device, id(3)).kind(), ErrorKind::NoSpace);
-    let mut next = (4..40).map(id);
+    let (many, mut looks) = (Device::filled(&setup(), &ids(u8::MAX)), 0_u32);
     eventually("the count found it", || {
-        let ended = store.dump(&device, &[next.next().unwrap_or(id(0))]);
+        looks += 1;
+        // Seldom, so that there are new blocks for as long as it takes.
+        if looks % 64 != 0 {
+            return false;
+        }
+        let ended = store.dump(&many, &[id((3 + looks / 64).min(254) as u8)]);
         ended.is_err_and(|failures| failures[0].1.to_string().contains("marker"))
     });
     std::fs::write(&marker, ours).unwrap();
@@ -259,6 +287,10 @@ fn a_marker_of_a_newer_format_stops_writing_with_the_next_count() {
 
 #[test]
 fn a_full_file_system_costs_dumps_only() {
+    only_over!(
+        Files,
+        "its file system has room for block files and for no segment"
+    );
     let Some(place) = Place::new(256) else { return };
     let (store, device) = opened(&place.path("root"));
     let filler = place.path("root").join("others");
@@ -286,6 +318,10 @@ fn a_full_file_system_costs_dumps_only() {
 /// failure, kind of a load's).
 #[test]
 fn what_every_operation_is_refused_with_is_a_bounded_miss() {
+    only_over!(
+        FilesAlone,
+        "a lookup of segments asks no file system, and one through tiers ends a prefix at the first block that is missing"
+    );
     for (code, dumped, loaded) in [
         (13, ErrorKind::Io, ErrorKind::Io),            // wrong owner or mode
         (1, ErrorKind::Io, ErrorKind::Io),             // likewise

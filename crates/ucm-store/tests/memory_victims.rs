@@ -9,8 +9,9 @@ use common::memory::{keep, record, setup, tier};
 use common::{Device, Store, directory, id, ids, pages};
 use parking_lot::Mutex;
 use ucm_core::BlockId;
+use ucm_infra::Mono;
 use ucm_store::backend::Backend;
-use ucm_store::memory::Victim;
+use ucm_store::memory::{Inserted, MemoryBackend, Policy, Victim};
 
 #[test]
 fn victims_are_handed_out_whole_and_can_be_found_until_they_are_let_go() {
@@ -79,4 +80,52 @@ fn a_victim_stored_anew_meanwhile_stays() {
     let target = Device::blank(&store.setup, &[block]);
     store.load(&target, &[block]).unwrap();
     assert!(target.is_right(block));
+}
+
+#[test]
+fn a_victim_that_is_used_meanwhile_stays_and_can_be_chosen_again() {
+    let dir = directory();
+    for policy in Policy::ALL {
+        let tier = tier(dir.path(), 8, |config| config.policy = policy);
+        let taken: Arc<Mutex<Vec<Victim>>> = Arc::default();
+        let hands = Arc::clone(&taken);
+        tier.evicted(move |victim| hands.lock().push(victim));
+        let uses: [fn(&MemoryBackend, BlockId); 3] = [
+            |tier, block| assert_eq!(tier.insert(block, &record(block), 0).unwrap(), Inserted::Present),
+            |tier, block| assert!(tier.copy_out(block, &mut vec![0; 1 << 16]).is_some()),
+            |tier, block| tier.touch_own(&[(block, 0)], Mono::NEVER),
+        ];
+        let mut next = 0;
+        let mut more = |tier: &MemoryBackend| {
+            keep(tier, [id(next)]);
+            next += 1;
+        };
+        for (returned, use_it) in (1..).zip(uses) {
+            while taken.lock().is_empty() {
+                more(&tier);
+            }
+            let victim = taken.lock().remove(0);
+            let block = victim.id();
+            use_it(&tier, block);
+            drop(victim);
+            assert!(tier.contains(block), "{policy:?}");
+            assert_eq!(tier.counts().returned, returned);
+        }
+        // They hold up nobody, and there is no more than fits.
+        for _ in 0..64 {
+            more(&tier);
+            taken.lock().clear();
+        }
+        let records = tier.usage().records;
+        assert!((6..=8).contains(&records), "{records}");
+        let kept = (0..next - 32).filter(|&n| tier.contains(id(n))).count();
+        let most = match policy {
+            Policy::Lru => 0,
+            Policy::S3Fifo => 3, // what is only stored once pushes nothing out that was used again
+        };
+        assert!(kept <= most, "{policy:?}: {kept}");
+        let counts = tier.counts();
+        assert_eq!(counts.returned, 3);
+        assert_eq!(tier.removed().0, u64::from(next) - records, "{counts:?}");
+    }
 }

@@ -9,6 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use common::only_over;
 use common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids};
 use ucm_core::{ErrorKind, MissReason};
 use ucm_infra::{Clock, ManualClock, SystemClock};
@@ -38,6 +39,7 @@ fn age(path: &Path, by: Duration) {
 
 #[test]
 fn below_the_floor_nothing_is_stored_and_what_is_stored_goes() {
+    only_over!(Files, "its limit is a number of block files");
     let dir = directory();
     let setup = with(Rules::default());
     let store = Store::open(dir.path(), setup.clone());
@@ -60,6 +62,7 @@ fn below_the_floor_nothing_is_stored_and_what_is_stored_goes() {
 
 #[test]
 fn a_full_medium_pauses_dumps_makes_room_and_goes_on() {
+    only_over!(Files, "its limit is a number of block files");
     for errno in [ucm_io::errno::ENOSPC, ucm_io::errno::EDQUOT] {
         let (dir, setup, clock) = (directory(), Setup::default(), ManualClock::new());
         let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
@@ -92,6 +95,7 @@ fn a_full_medium_pauses_dumps_makes_room_and_goes_on() {
 
 #[test]
 fn a_namespace_keeps_to_its_quota() {
+    only_over!(Files, "its limit is a number of block files");
     let dir = directory();
     let quota = with(Rules {
         namespace_quota: bytes(4 * RECORD),
@@ -130,6 +134,7 @@ fn a_namespace_keeps_to_its_quota() {
 
 #[test]
 fn what_was_not_used_for_too_long_expires() {
+    only_over!(Files, "its limit is a number of block files");
     let dir = directory();
     let store = Store::open(dir.path(), Setup::default());
     let device = Device::filled(&store.setup, &ids(3));
@@ -199,8 +204,8 @@ fn a_load_of_what_is_being_removed_is_exact_or_a_miss() {
     let device = Device::filled(&setup, &all);
     std::thread::scope(|scope| {
         let reader = scope.spawn(|| {
-            let (mut hits, mut rounds) = (0, 0);
-            while store.stat("records_removed") < 60 {
+            let mut hits = 0;
+            while store.stat("records_removed") < 60 || hits == 0 {
                 for &block in &all {
                     let into = Device::blank(&setup, &[block]);
                     if store.load(&into, &[block]).is_ok() {
@@ -210,14 +215,11 @@ fn a_load_of_what_is_being_removed_is_exact_or_a_miss() {
                         assert!(into.is_blank(block), "a miss touches nothing");
                     }
                 }
-                rounds += 1;
             }
-            (hits, rounds)
         });
         for &block in &all {
             eventually("room is made", || store.dump(&device, &[block]).is_ok());
         }
-        let (hits, rounds) = reader.join().unwrap();
-        assert!(hits > 0 && rounds > 0);
+        reader.join().unwrap();
     });
 }

@@ -7,7 +7,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Device, Layout, MEDIA, Setup, Store, directory, eventually, id, ids, on};
+use common::{Device, Layout, MEDIA, Setup, Store, directory, eventually, id, ids, on, only_over};
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
@@ -23,6 +23,7 @@ fn kinds(ended: Result<(), Vec<(usize, ucm_core::Error)>>) -> Vec<(usize, ErrorK
 
 #[test]
 fn staged_comes_before_published_and_only_published_is_a_hit() {
+    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
     let gate = store.hang(Layout::of_this_run().writing());
@@ -96,6 +97,7 @@ fn a_load_larger_than_the_arena_streams_through_it() {
 
 #[test]
 fn loads_of_one_block_share_a_read() {
+    only_over!(FilesUnkept, "it counts the reads of a block file");
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
     store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
@@ -118,6 +120,7 @@ fn loads_of_one_block_share_a_read() {
 
 #[test]
 fn nothing_reaches_the_device_after_the_deadline() {
+    only_over!(NothingKept, "a memory has what it loads");
     let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
     let clock = ManualClock::new();
     let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
@@ -152,6 +155,7 @@ fn nothing_reaches_the_device_after_the_deadline() {
 
 #[test]
 fn the_first_failure_ends_a_load_that_still_reads() {
+    only_over!(FilesUnkept, "it lets the read of one block file hang");
     let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
     let store = Store::open(dir.path(), setup.clone());
     store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
@@ -249,6 +253,7 @@ fn dumps_of_one_block_join_and_all_learn_the_end() {
 
 #[test]
 fn a_failed_publish_is_reported_and_is_no_hit() {
+    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
     store.fault(Rule::on(Layout::of_this_run().writing(), Fault::Errno(28)).times(1));
@@ -263,6 +268,7 @@ fn a_failed_publish_is_reported_and_is_no_hit() {
 
 #[test]
 fn a_hung_dump_is_written_off_and_its_slot_stays_away_until_the_call_returns() {
+    only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
     let (dir, setup) = (directory(), Setup::default());
     let clock = ManualClock::new();
     let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);

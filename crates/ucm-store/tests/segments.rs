@@ -5,17 +5,19 @@
 
 mod common;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use common::segments::{change, places};
-use common::shared::{LONG, attempt, on};
+use common::shared::{LONG, attempt, in_time, on};
 use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
-use ucm_core::BlockId;
-use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_core::{BlockId, ErrorKind};
+use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule, Tail};
+use ucm_store::backend::Early;
 use ucm_store::engine::{Task, Until};
-use ucm_store::segment::SegmentConfig;
+use ucm_store::segment::{Merging, SegmentConfig};
 
 /// Sealed as soon as nothing is being written.
 fn quick() -> Setup {
@@ -53,7 +55,7 @@ fn finds(store: &Store, blocks: &[BlockId]) -> Vec<bool> {
 }
 
 fn is_over(store: &Store, task: &Task) -> bool {
-    task.wait(store.engine.clock(), Until::Published, Some(Mono(0)))
+    task.check(store.engine.clock(), Until::Published)
 }
 
 /// Starts a dump and waits until its records can be read by their own writer.
@@ -103,22 +105,44 @@ fn the_open_segment_is_read_by_its_writer_and_by_nobody_else() {
     let task = begin(&store, &Device::filled(&patient(), &blocks), &blocks);
     assert!(!is_over(&store, &task));
     assert!(store.segments().is_empty());
-    let mut early = store.backend.early();
-    early.gained.sort();
     let mut sorted = blocks.clone();
     sorted.sort();
-    assert_eq!((early.gained, early.lost.len()), (sorted.clone(), 0));
+    let mut gained = Vec::new();
+    eventually("they are told", || {
+        let early = store.backend.early();
+        assert!(early.lost.is_empty());
+        gained.extend(early.gained);
+        gained.len() == 3
+    });
+    gained.sort();
+    assert_eq!(gained, sorted);
     assert!(loads(&store, &blocks));
     let other = Store::open(dir.path(), patient());
     assert_eq!(finds(&other, &blocks), [false; 3]);
     store.backend.flush(false);
     store.outcome(&task).unwrap();
-    let mut early = store.backend.early();
-    early.lost.sort();
-    assert_eq!((early.lost, early.gained.len()), (sorted, 0));
     assert_eq!(store.places().len(), 3, "in one segment");
     assert_eq!(store.segments().len(), 1);
     eventually("others find it", || finds(&other, &blocks) == [true; 3]);
+}
+
+#[test]
+fn who_waits_for_a_dump_does_not_wait_for_the_age_of_its_segment() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let store = on(&clock, dir.path(), &patient());
+    let (first, second) = (ids(6), vec![id(90), id(91)]);
+    store.dump(&Device::filled(&patient(), &first), &first).unwrap();
+    assert_eq!(store.segments().len(), 1, "all of one dump in one segment");
+    // A moment later the next one that waits gets its own segment no sooner than a little later.
+    let task = begin(&store, &Device::filled(&patient(), &second), &second);
+    let waits = || task.wait(store.engine.clock(), Until::Published, Some(clock.now()));
+    assert!(!waits());
+    assert_eq!(store.segments().len(), 1);
+    clock.advance(Duration::from_millis(50));
+    eventually("the second is sealed", || is_over(&store, &task));
+    store.outcome(&task).unwrap();
+    assert_eq!(store.segments().len(), 2);
+    assert_eq!(store.places().len(), 8);
 }
 
 #[test]
@@ -133,7 +157,12 @@ fn a_segment_is_sealed_when_its_oldest_record_is_old_enough() {
     let first = begin(&store, &device, &ids(1));
     clock.advance(Duration::from_millis(600));
     let second = begin(&store, &device, &ids(2)[1..]);
-    assert!(!is_over(&store, &first));
+    assert!(
+        !is_over(&store, &first),
+        "{:?} {:?}",
+        first.failures(),
+        store.segments()
+    );
     clock.advance(Duration::from_millis(400));
     eventually("both are published", || {
         is_over(&store, &first) && is_over(&store, &second)
@@ -297,6 +326,112 @@ fn a_seal_that_hangs_costs_its_dumps_their_deadline_and_no_more() {
 }
 
 #[test]
+fn a_segment_that_cannot_be_opened_costs_its_dumps_their_deadline_and_no_more() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let mut setup = quick();
+    setup.deadlines.dump = Duration::from_secs(1); // less than the opening itself has
+    let store = on(&clock, dir.path(), &setup);
+    let gate = store.hang(OpKind::Create);
+    let device = Device::filled(&setup, &ids(2));
+    let task = store.engine.dump(device.rows(&ids(2))).unwrap();
+    eventually("the opening was begun", || {
+        store.faults.count(OpKind::Create) == 1
+    });
+    clock.advance(setup.deadlines.dump);
+    eventually("the dump ends", || is_over(&store, &task));
+    assert_eq!(task.failures().len(), 2);
+    eventually("its slots come back", || {
+        store.stat("slots_free") == store.stat("slots")
+    });
+    gate.open();
+    store.faults.clear();
+    eventually("it is stored again", || store.dump(&device, &ids(2)).is_ok());
+    assert!(loads(&store, &ids(2)));
+}
+
+/// Harms the feet of a living writer's segments and expects it to store their blocks again.
+fn harms_the_feet_beside_their_writer(harm: fn(&mut Vec<u8>)) {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let store = on(&clock, dir.path(), &quick());
+    let device = Device::filled(&quick(), &ids(2));
+    store.dump(&device, &ids(2)).unwrap();
+    for file in store.segments() {
+        change(&file, harm); // its foot is none now, its records are right
+    }
+    assert_eq!(finds(&on(&clock, dir.path(), &quick()), &ids(2)), [false; 2]);
+    in_time(&clock, LONG, "its writer knows", || {
+        finds(&store, &ids(2)) == [false; 2]
+    });
+    for block in ids(2) {
+        attempt(&store, &clock, &device, block).unwrap();
+    }
+    assert!(loads(&on(&clock, dir.path(), &quick()), &ids(2)));
+}
+
+#[test]
+fn a_segment_of_another_length_is_stored_again_by_who_wrote_it() {
+    harms_the_feet_beside_their_writer(|bytes| bytes.truncate(bytes.len() - 1));
+}
+
+#[test]
+fn a_segment_with_a_damaged_foot_is_stored_again_by_who_wrote_it() {
+    harms_the_feet_beside_their_writer(|bytes| {
+        let trailer = bytes.len() - 128;
+        bytes[trailer + 9] ^= 1;
+    });
+}
+
+#[test]
+fn feet_that_are_read_again_and_are_right_change_nothing() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let setup = Setup {
+        layout: Layout::merging(Merging {
+            look: LONG, // merging reads them too
+            ..Merging::default()
+        }),
+        ..quick()
+    };
+    let store = on(&clock, dir.path(), &setup);
+    let device = Device::filled(&setup, &ids(20));
+    for block in ids(20) {
+        store.dump(&device, &[block]).unwrap();
+    }
+    let segments = store.segments().len();
+    assert!(segments > 16, "more than are read at a time: {segments}");
+    store.faults.forget();
+    in_time(&clock, LONG, "all feet were read", || {
+        let files = store.segments();
+        let log = store.faults.log();
+        let read = |file: &PathBuf| {
+            log.iter()
+                .any(|seen| seen.kind == OpKind::Read && seen.paths.contains(file))
+        };
+        files.iter().all(read)
+    });
+    assert_eq!(finds(&store, &ids(20)), [true; 20]);
+    assert!(loads(&store, &ids(20)[..16]));
+}
+
+#[test]
+fn what_is_no_file_under_the_name_of_a_segment_is_no_hit_and_blames_no_medium() {
+    let dir = directory();
+    let store = Store::open(dir.path(), quick());
+    let device = Device::filled(&quick(), &ids(2));
+    store.dump(&device, &ids(2)).unwrap();
+    for file in store.segments() {
+        std::fs::remove_file(&file).unwrap();
+        std::fs::create_dir(&file).unwrap();
+    }
+    for block in ids(2) {
+        assert!(!loads(&store, &[block]));
+        assert_eq!(finds(&store, &[block]), [false], "not promised a second time");
+    }
+    assert_eq!(store.stat("healthy"), 1);
+    store.dump(&device, &ids(2)).unwrap();
+    assert!(loads(&store, &ids(2)) && loads(&Store::open(dir.path(), quick()), &ids(2)));
+}
+
+#[test]
 fn two_writers_of_one_block_keep_two_copies_and_either_will_do() {
     let dir = directory();
     let stores = [Store::open(dir.path(), quick()), Store::open(dir.path(), quick())];
@@ -425,6 +560,44 @@ fn a_record_that_was_refused_is_written_again_and_the_new_copy_counts() {
 }
 
 #[test]
+fn what_is_published_is_early_until_others_must_have_found_it() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let store = on(&clock, dir.path(), &quick());
+    let lookups = Setup {
+        lookup_only: true,
+        ..quick()
+    };
+    // Of a scheduler whose look around is still to come: its clock stands.
+    let scheduler = on(&ManualClock::new(), dir.path(), &lookups);
+    assert_eq!(store.backend.early(), Early::default());
+    let device = Device::filled(&quick(), &ids(4));
+    store.dump(&device, &ids(2)).unwrap();
+    assert_eq!(finds(&scheduler, &ids(2)), [false; 2]);
+    let mut early = store.backend.early();
+    early.gained.sort();
+    let mut sorted = ids(2);
+    sorted.sort();
+    assert_eq!((early.gained, early.lost.len()), (sorted.clone(), 0));
+    clock.advance(Duration::from_secs(30));
+    assert_eq!(store.backend.early(), Early::default());
+    clock.advance(Duration::from_secs(6));
+    let mut early = store.backend.early();
+    early.lost.sort();
+    assert_eq!((early.lost, early.gained.len()), (sorted, 0));
+    // What gets no name, or is not there any more, ends at once.
+    store.dump(&device, &[id(2)]).unwrap();
+    assert_eq!(store.backend.early().gained, [id(2)]);
+    let all = store.places();
+    let place = all.iter().find(|place| place.id == id(2)).unwrap();
+    std::fs::remove_file(&place.file).unwrap();
+    assert!(!loads(&store, &[id(2)]));
+    assert_eq!(store.backend.early().lost, [id(2)]);
+    store.fault(Rule::on(OpKind::Finish, Fault::Errno(5)).times(1));
+    assert!(store.dump(&device, &[id(3)]).is_err());
+    assert_eq!(store.backend.early(), Early::default());
+}
+
+#[test]
 fn a_store_for_lookups_finds_segments_and_writes_nothing() {
     let dir = directory();
     let store = Store::open(dir.path(), quick());
@@ -491,6 +664,83 @@ fn what_was_found_is_read_while_its_segment_gets_its_name() {
         }
     });
     assert_eq!((store.stat("records_refused"), store.privates().len()), (0, 0));
+}
+
+#[test]
+fn a_segment_whose_foot_could_not_be_read_for_a_while_is_found_when_it_can() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let store = Store::open(dir.path(), quick());
+    let reader = on(&clock, dir.path(), &quick());
+    reader.fault(Rule::on(OpKind::Read, Fault::Errno(5)).path(".seg"));
+    store.dump(&Device::filled(&quick(), &ids(2)), &ids(2)).unwrap();
+    for _ in 0..5 {
+        assert!(!loads(&reader, &ids(2)), "each looks around");
+    }
+    // A read that is under way would be joined, whatever it has seen.
+    eventually("no read is under way", || {
+        reader.stat("slots_free") == reader.stat("slots")
+    });
+    reader.faults.clear();
+    assert!(loads(&reader, &ids(2)));
+}
+
+#[test]
+fn closing_ends_reads_that_wait_for_a_look_around() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let store = on(&clock, dir.path(), &quick());
+    let gate = store.hang(OpKind::List);
+    store.faults.forget();
+    let device = Device::blank(&store.setup, &ids(2));
+    let first = store.engine.load(device.rows(&ids(1)), None).unwrap();
+    eventually("it is looked for", || store.faults.count(OpKind::List) > 0);
+    let second = store.engine.load(device.rows(&[id(1)]), None).unwrap();
+    std::thread::scope(|scope| {
+        let closing = scope.spawn(|| store.engine.close());
+        eventually("it is closed", || {
+            clock.advance(Duration::from_millis(100));
+            closing.is_finished()
+        });
+    });
+    assert!(is_over(&store, &first) && is_over(&store, &second));
+    gate.open();
+    eventually("every slot comes back", || {
+        store.stat("slots_free") == store.stat("slots")
+    });
+}
+
+#[test]
+fn a_block_that_the_index_has_no_room_for_is_not_said_to_be_stored() {
+    let dir = directory();
+    let setup = Setup {
+        layout: Layout::Segment(SegmentConfig {
+            age: Duration::ZERO,
+            most_blocks: 2,
+            ..SegmentConfig::default()
+        }),
+        ..Setup::default()
+    };
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(3));
+    store.dump(&device, &ids(2)).unwrap();
+    let refused = store.dump(&device, &[id(2)]).unwrap_err();
+    assert_eq!(refused[0].1.kind(), ErrorKind::NoSpace);
+    assert!(!store.backend.early().gained.contains(&id(2)));
+    assert_eq!(
+        (finds(&store, &ids(3)), store.places().len()),
+        (vec![true, true, false], 2)
+    );
+    store.dump(&device, &ids(2)).unwrap();
+}
+
+#[test]
+fn no_age_keeps_a_segment_open_until_its_dumps_are_too_late() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let store = on(&clock, dir.path(), &patient());
+    let task = begin(&store, &Device::filled(&patient(), &ids(2)), &ids(2));
+    in_time(&clock, store.setup.deadlines.dump, "it is sealed", || {
+        is_over(&store, &task)
+    });
+    store.outcome(&task).unwrap();
 }
 
 #[test]

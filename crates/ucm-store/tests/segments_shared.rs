@@ -8,10 +8,12 @@ use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use common::segments::change;
-use common::shared::elsewhere;
+use common::shared::{elsewhere, on};
 use common::{Device, Layout, Setup, Store, directory, eventually, ids};
 use ucm_core::BlockId;
+use ucm_infra::{ManualClock, Mono};
 use ucm_io::{Fault, OpKind, Process, Rule};
+use ucm_store::engine::Until;
 
 fn quick() -> Setup {
     Setup {
@@ -86,6 +88,9 @@ fn whole_records_of_a_dead_writer_are_taken_over() {
         .collect();
     assert!(loads(&store, &whole));
     assert!(store.privates().is_empty() && store.segments().len() == 1);
+    eventually("what was cleared away does not count", || {
+        store.stat("storage_used_bytes") == stored(dir.path())
+    });
     assert!(loads(&Store::open(dir.path(), quick()), &whole));
 }
 
@@ -167,6 +172,51 @@ fn a_rescue_that_fails_is_tried_again_by_the_next() {
     }
 }
 
+#[test]
+fn a_read_waits_for_a_look_around_and_not_for_a_rescue() {
+    let wanted = [ids(9)[8]];
+    let device = Device::blank(&quick(), &wanted);
+    let (dir, clock) = (directory(), ManualClock::new());
+    let writer = on(&ManualClock::new(), dir.path(), &quick()); // whose time stands still: it rescues nothing
+    let reader = on(&clock, dir.path(), &quick());
+    let dead = Setup {
+        process: gone(),
+        ..quick()
+    };
+    let left = die(&dir.path().join("there"), &dead, &ids(4));
+    let tmp = reader.namespace().join("tmp");
+    std::fs::create_dir_all(&tmp).unwrap();
+    std::fs::rename(&left, tmp.join(left.file_name().unwrap())).unwrap();
+    // The head is read, then one record after the other.
+    let (second, third) = (reader.gate(), reader.gate());
+    for gate in [&second, &third] {
+        let hang = Fault::HangBefore(gate.clone());
+        reader.fault(Rule::on(OpKind::Read, hang).path(".tmp").nth(3));
+    }
+    reader.faults.forget();
+    eventually("the second record is asked for", || {
+        clock.advance(Duration::from_millis(500));
+        reader
+            .faults
+            .log()
+            .iter()
+            .filter(|seen| seen.fault.is_some())
+            .count()
+            == 1
+    });
+    writer.dump(&Device::filled(&quick(), &wanted), &wanted).unwrap();
+    let task = reader.engine.load(device.rows(&wanted), None).unwrap();
+    second.open();
+    eventually("it is read while the rescue goes on", || {
+        task.wait(reader.engine.clock(), Until::Published, Some(Mono(0)))
+    });
+    assert!(reader.outcome(&task).is_ok() && device.is_right(wanted[0]));
+    third.open();
+    eventually("the others are taken over", || {
+        finds(&reader, &ids(4)) == [true; 4]
+    });
+}
+
 /// Bytes of everything below a root that counts, segments and private files too.
 fn stored(dir: &Path) -> u64 {
     let mut bytes = 0;
@@ -212,15 +262,11 @@ fn the_limit_holds_over_segments_and_files_of_one_root() {
     let removed: u64 = stores.iter().map(|store| store.stat("records_removed")).sum();
     assert!(removed > 0);
     let reader = Store::open(dir.path(), setup(Layout::segments()));
-    let found: Vec<_> = all
-        .iter()
-        .copied()
-        .filter(|&block| finds(&reader, &[block])[0])
-        .collect();
-    assert!(
-        !found.is_empty() && loads(&reader, &found),
-        "what is found is there: nobody removes now"
-    );
+    eventually("what is found is there, once nobody removes", || {
+        let found = all.iter().copied().filter(|&block| finds(&reader, &[block])[0]);
+        let found: Vec<_> = found.collect();
+        !found.is_empty() && loads(&reader, &found)
+    });
 }
 
 #[test]

@@ -7,12 +7,14 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Above, Device, Setup, Store, directory, eventually, id, ids};
-use ucm_core::{BlockId, ErrorKind};
+use common::segments::change;
+use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
+use ucm_core::{BlockId, ErrorKind, MissReason, Part, crc32c};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::backend::Priority;
 use ucm_store::health::BreakerConfig;
+use ucm_store::segment::SegmentConfig;
 use ucm_store::tiers::WritePolicy;
 
 /// Memory with room above a root.
@@ -127,6 +129,59 @@ fn a_prefix_goes_through_both_stages() {
 }
 
 #[test]
+fn a_lookup_tells_which_stage_has_what_and_a_load_which_one_brought_it() {
+    let (_dir, store) = dumped(&with_memory(), 5);
+    store.map().forget();
+    load(&store, &[id(0), id(2)]);
+    eventually("both are above", || store.tier(0, "promotions") == 2);
+    std::fs::remove_file(store.file(id(4))).unwrap();
+    let located = store.engine.locate_on_prefix(&ids(5)).unwrap();
+    assert_eq!(located, (vec![0, 1, 0, 1], Some(MissReason::Absent)));
+    assert_eq!(
+        store.engine.explain_on_prefix(&ids(3)).unwrap(),
+        (3, None),
+        "nothing else differs"
+    );
+    let device = Device::blank(&store.setup, &ids(4));
+    let task = store.engine.load(device.rows(&ids(4)), None).unwrap();
+    store.outcome(&task).unwrap();
+    assert_eq!(task.served(), [2, 2, 0, 0]);
+    eventually("what was loaded is above", || {
+        store.engine.locate_on_prefix(&ids(4)).unwrap().0 == [0; 4]
+    });
+    // What a lookup said is a hint: a load says what was so.
+    store.map().forget();
+    let task = store.engine.load(device.rows(&[id(1)]), None).unwrap();
+    store.outcome(&task).unwrap();
+    assert_eq!(task.served(), [0, 1, 0, 0]);
+}
+
+#[test]
+fn a_copy_refused_above_is_found_and_served_below() {
+    let (_dir, store) = dumped(&with_memory(), 1);
+    store.map().change(id(0), |record| record[4200] ^= 1);
+    store.map().busy(true); // so that the sound one does not take its place
+    let device = Device::blank(&store.setup, &ids(1));
+    let task = store.engine.load(device.rows(&ids(1)), None).unwrap();
+    store.outcome(&task).unwrap();
+    assert_eq!(task.served(), [0, 1, 0, 0]);
+    assert_eq!(store.engine.locate_on_prefix(&ids(1)).unwrap(), (vec![1], None));
+}
+
+#[test]
+fn a_medium_alone_is_stage_nought() {
+    let (_dir, store) = dumped(&Setup::default(), 2);
+    assert_eq!(
+        store.engine.locate_on_prefix(&ids(2)).unwrap(),
+        (vec![0, 0], None)
+    );
+    let device = Device::blank(&store.setup, &ids(2));
+    let task = store.engine.load(device.rows(&ids(2)), None).unwrap();
+    store.outcome(&task).unwrap();
+    assert_eq!(task.served(), [2, 0, 0, 0]);
+}
+
+#[test]
 fn a_damaged_copy_above_is_made_good_from_below() {
     for setup in [with_memory(), with_file()] {
         let (_dir, store) = dumped(&setup, 1);
@@ -172,6 +227,37 @@ fn damage_in_every_stage_is_a_refusal_and_the_next_dump_heals_all() {
     load(&store, &ids(1));
     store.map().forget();
     load(&store, &ids(1));
+}
+
+#[test]
+fn a_newer_version_below_memory_is_no_hit_and_is_left_alone() {
+    for layout in [Layout::File, Layout::segments()] {
+        let (_dir, store) = dumped(
+            &Setup {
+                layout,
+                ..with_memory()
+            },
+            1,
+        );
+        let place = store.places().pop();
+        let (file, at) = place.map_or((store.file(id(0)), 0), |place| (place.file, place.offset));
+        change(&file, |bytes| {
+            bytes[at + 4..at + 8].copy_from_slice(&2u32.to_le_bytes());
+            let crc = crc32c(&bytes[at..at + 60]);
+            bytes[at + 60..at + 64].copy_from_slice(&crc.to_le_bytes());
+        });
+        let newer = std::fs::read(&file).unwrap();
+        store.map().forget();
+        let target = Device::blank(&store.setup, &ids(1));
+        let failed = store.load(&target, &ids(1)).unwrap_err();
+        assert_eq!(failed[0].1.kind(), ErrorKind::Foreign);
+        store
+            .dump(&Device::filled(&store.setup, &ids(1)), &ids(1))
+            .unwrap();
+        assert_eq!(lookup(&store, &ids(1)), [false], "{layout:?}");
+        assert_eq!(std::fs::read(&file).unwrap(), newer);
+        assert!(store.places().len() <= 1, "nothing was put over it");
+    }
 }
 
 #[test]
@@ -361,6 +447,35 @@ fn a_full_lower_stage_is_reported_and_memory_serves() {
 }
 
 #[test]
+fn a_block_that_only_memory_has_goes_below_with_its_next_dump() {
+    let memories = [with_memory().above, Above::Memory(100, WritePolicy::Through)];
+    for (above, layout) in memories.into_iter().zip([Layout::File, Layout::segments()]) {
+        let setup = Setup {
+            above,
+            layout,
+            ..Setup::default()
+        };
+        let (_dir, store) = open(&setup);
+        let device = Device::filled(&setup, &ids(2));
+        store.fault(Rule::on(layout.writing(), Fault::Errno(5)));
+        let failed = store.dump(&device, &ids(2)).unwrap_err();
+        assert_eq!((failed.len(), failed[0].1.kind()), (2, ErrorKind::Io));
+        assert_eq!(store.engine.locate_on_prefix(&ids(2)).unwrap().0, [0, 0]);
+        load(&store, &ids(2)); // found, whole, and in memory only
+        store.faults.clear();
+        store.dump(&device, &ids(2)).unwrap();
+        // What another store finds that has no such memory.
+        let below = Setup {
+            above: Above::Nothing,
+            lookup_only: true,
+            ..setup
+        };
+        let other = Store::open(&store.root, below);
+        eventually("they are below", || lookup(&other, &ids(2)) == [true, true]);
+    }
+}
+
+#[test]
 fn what_is_written_back_goes_down_when_it_is_given_up() {
     let setup = Setup {
         above: Above::Map(2, WritePolicy::Back),
@@ -379,6 +494,32 @@ fn what_is_written_back_goes_down_when_it_is_given_up() {
         ids(5).iter().all(|&id| store.file(id).exists())
     });
     load(&store, &ids(5));
+}
+
+#[test]
+fn a_block_dumped_again_on_its_way_down_stays_in_memory_though_the_move_fails() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let setup = Setup {
+        above: Above::Memory(16, WritePolicy::Back),
+        ..Setup::default()
+    };
+    let root = dir.path().join("root");
+    let store = Store::with_clock(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let gate = store.gate();
+    store.fault(Rule::on(setup.layout.writing(), Fault::HangBefore(gate.clone())));
+    let device = Device::filled(&setup, &ids(16));
+    for block in &ids(16) {
+        store.dump(&device, &[*block]).unwrap();
+    }
+    gate.await_waiting(1);
+    store.dump(&device, &ids(1)).unwrap(); // the oldest was the first to go
+    clock.advance(setup.deadlines.dump);
+    eventually("no move ended in time", || {
+        store.tier(1, "copies_dropped") >= 1 && store.memory.as_ref().unwrap().counts().returned == 1
+    });
+    assert_eq!(store.tier(1, "blocks_written"), 0);
+    load(&store, &ids(1));
+    gate.open();
 }
 
 #[test]
@@ -411,6 +552,39 @@ fn shutdown_writes_back_what_only_memory_has() {
     let store = Store::open(&root, setup);
     let sound: Vec<BlockId> = blocks.into_iter().filter(|&block| block != id(3)).collect();
     load(&store, &sound);
+}
+
+#[test]
+fn shutdown_writes_back_what_is_its_own_and_leaves_the_other_ranks_blocks_to_them() {
+    let dir = directory();
+    let root = dir.path().join("root");
+    let rank = |tensor_rank, policy| Setup {
+        above: Above::Memory(100, policy),
+        part: Part {
+            tensor_rank,
+            ..Part::default()
+        },
+        ..Setup::default()
+    };
+    let first = Store::with_clock(&root, rank(0, WritePolicy::Back), ManualClock::new());
+    let second = Store::open(&root, rank(1, WritePolicy::Never));
+    let (ours, theirs) = (ids(5), (5..12).map(id).collect::<Vec<_>>());
+    for (store, blocks) in [(&first, &ours), (&second, &theirs)] {
+        let device = Device::filled(&store.setup, blocks);
+        store.dump(&device, blocks).unwrap();
+    }
+    let memory = first.memory.as_ref().unwrap();
+    eventually("the first sees the second's memory", || {
+        memory.look_around();
+        theirs.iter().all(|&block| memory.contains(block))
+    });
+    first.engine.close();
+    assert!(ours.iter().all(|&block| first.file(block).exists()));
+    assert!(!theirs.iter().any(|&block| first.file(block).exists()));
+    assert_eq!(first.tier(1, "copies_dropped"), 0);
+    let said = first.said();
+    let of_records = |line: &&String| line.contains("damaged") || line.contains("written back to");
+    assert_eq!(said.iter().find(of_records), None);
 }
 
 #[test]
@@ -515,6 +689,30 @@ fn without_an_upper_stage_prefetch_does_nothing() {
 }
 
 #[test]
+fn a_store_for_lookups_prefetches_nothing() {
+    let memory = Setup {
+        above: Above::Memory(100, WritePolicy::Through),
+        ..Setup::default()
+    };
+    for setup in [memory, with_file()] {
+        let (_dir, store) = dumped(&setup, 2);
+        drop(store.engine.lookup(&ids(2)).unwrap());
+        let asks = Setup {
+            lookup_only: true,
+            ..setup
+        };
+        let asking = Store::open(&store.root, asks);
+        assert_eq!(lookup(&asking, &ids(2)), [true, true]);
+        asking.faults.forget();
+        for priority in Priority::ALL {
+            assert_eq!(asking.engine.prefetch(&ids(2), priority).unwrap(), 0);
+        }
+        assert_eq!(asking.engine.cancel_prefetch(&ids(2)).unwrap(), 0);
+        assert_eq!(asking.faults.count(OpKind::Read), 0);
+    }
+}
+
+#[test]
 fn prefetch_keeps_nothing_that_is_damaged() {
     let (_dir, store) = dumped(&with_memory(), 2);
     store.map().forget();
@@ -552,4 +750,24 @@ fn a_lower_stage_that_is_not_there_at_first_is_used_when_it_is() {
     });
     store.dump(&device, &ids(1)).unwrap();
     assert!(store.file(id(0)).exists());
+}
+
+#[test]
+fn segments_written_back_to_do_not_wait_for_their_age_while_memory_makes_room() {
+    let setup = Setup {
+        above: Above::Map(2, WritePolicy::Back),
+        layout: Layout::Segment(SegmentConfig {
+            age: Duration::from_secs(3600),
+            ..SegmentConfig::default()
+        }),
+        ..Setup::default()
+    };
+    let dir = directory();
+    // Time stands still, so nothing is ever old enough.
+    let store = Store::with_clock(&dir.path().join("root"), setup.clone(), ManualClock::new());
+    let device = Device::filled(&setup, &ids(100));
+    for block in ids(100) {
+        store.dump(&device, &[block]).unwrap(); // some may find no spare slot
+    }
+    eventually("they are published", || store.places().len() >= 16);
 }

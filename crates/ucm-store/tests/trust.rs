@@ -8,10 +8,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Device, Setup, Store, directory, eventually, id, ids};
+use common::{Device, Setup, Store, directory, eventually, id, ids, only_over};
 use ucm_core::{BlockId, ErrorKind, MissReason, Part, crc32c};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
+use ucm_store::engine::LANE_LOAD;
+use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 
 fn kind(ended: Result<(), Vec<(usize, ucm_core::Error)>>) -> ErrorKind {
@@ -30,7 +32,7 @@ fn a_refused_record_is_no_hit_until_a_dump_replaced_it() {
     let store = Store::open(dir.path(), setup.clone());
     let device = Device::filled(&setup, &ids(1));
     store.dump(&device, &ids(1)).unwrap();
-    edit(&store.file(id(0)), |bytes| bytes[4200] ^= 1);
+    store.edit(id(0), |bytes| bytes[4200] ^= 1);
     assert_eq!(
         store.engine.lookup(&ids(1)).unwrap(),
         [true],
@@ -58,6 +60,7 @@ fn a_refused_record_is_no_hit_until_a_dump_replaced_it() {
 
 #[test]
 fn damage_on_the_way_is_not_blamed_on_the_record() {
+    only_over!(NothingKept, "a memory has what it loads");
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
     store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
@@ -72,17 +75,77 @@ fn damage_on_the_way_is_not_blamed_on_the_record() {
 }
 
 #[test]
+fn a_record_that_cannot_be_read_is_written_anew_by_the_next_dump() {
+    only_over!(NothingKept, "memory has a sound copy");
+    let (dir, setup) = (directory(), Setup::default());
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(2));
+    store.dump(&device, &ids(2)).unwrap();
+    store.fault(Rule::on(OpKind::Read, Fault::Errno(5)).times(1));
+    let target = Device::blank(&setup, &ids(2));
+    assert_eq!(kind(store.load(&target, &ids(1))), ErrorKind::Io);
+    store.dump(&device, &ids(2)).unwrap();
+    assert_eq!(
+        (store.stat("blocks_published"), store.stat("blocks_present")),
+        (3, 1),
+        "only what could not be read"
+    );
+    store.dump(&device, &ids(2)).unwrap();
+    assert_eq!(store.stat("blocks_published"), 3, "once");
+    store.load(&target, &ids(2)).unwrap();
+    assert!(ids(2).iter().all(|&block| target.is_right(block)));
+}
+
+#[test]
+fn what_one_rank_refused_another_replaces_and_then_both_read_it() {
+    only_over!(NothingKept, "memory has a sound copy");
+    let (dir, setup) = (
+        directory(),
+        Setup {
+            quarantine: QuarantineConfig {
+                enabled: false,
+                ..QuarantineConfig::default()
+            },
+            ..Setup::default()
+        },
+    );
+    let (writer, other) = (
+        Store::open(dir.path(), setup.clone()),
+        Store::open(dir.path(), setup.clone()),
+    );
+    let device = Device::filled(&setup, &ids(1));
+    writer.dump(&device, &ids(1)).unwrap();
+    other.fault(
+        Rule::on(OpKind::Read, Fault::Flip(vec![5000]))
+            .lane(LANE_LOAD)
+            .times(2),
+    );
+    let target = Device::blank(&setup, &ids(1));
+    assert_eq!(kind(other.load(&target, &ids(1))), ErrorKind::Corrupt);
+    writer.dump(&device, &ids(1)).unwrap();
+    assert_eq!(writer.stat("blocks_present"), 1, "it knows of nothing");
+    writer.engine.distrust(&ids(1)).unwrap();
+    assert_eq!(writer.engine.lookup(&ids(1)).unwrap(), [false]);
+    writer.dump(&device, &ids(1)).unwrap();
+    assert_eq!(writer.stat("records_replaced"), 1);
+    assert_eq!(writer.engine.lookup(&ids(1)).unwrap(), [true]);
+    assert_eq!(kind(other.load(&target, &ids(1))), ErrorKind::Corrupt);
+    other.engine.trust(&ids(1)).unwrap();
+    other.load(&target, &ids(1)).unwrap();
+    assert!(target.is_right(id(0)));
+}
+
+#[test]
 fn a_newer_version_is_a_miss_and_is_left_alone() {
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
     let device = Device::filled(&setup, &ids(1));
     store.dump(&device, &ids(1)).unwrap();
-    edit(&store.file(id(0)), |bytes| {
+    let newer = store.edit(id(0), |bytes| {
         bytes[4..8].copy_from_slice(&2u32.to_le_bytes());
         let crc = crc32c(&bytes[..60]);
         bytes[60..64].copy_from_slice(&crc.to_le_bytes());
     });
-    let newer = std::fs::read(store.file(id(0))).unwrap();
     assert_eq!(
         kind(store.load(&Device::blank(&setup, &ids(1)), &ids(1))),
         ErrorKind::Foreign
@@ -90,16 +153,13 @@ fn a_newer_version_is_a_miss_and_is_left_alone() {
     assert_eq!(store.missed("newer_version"), 1);
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     store.dump(&device, &ids(1)).unwrap();
-    assert_eq!(
-        std::fs::read(store.file(id(0))).unwrap(),
-        newer,
-        "never rewritten"
-    );
+    assert_eq!(store.record(id(0)), newer, "never rewritten");
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
 }
 
 #[test]
 fn a_newer_version_of_another_length_is_left_alone_too() {
+    only_over!(FilesUnkept, "a record in a segment cannot change its length");
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
     let device = Device::filled(&setup, &ids(2));
@@ -142,6 +202,7 @@ fn a_newer_version_of_another_length_is_left_alone_too() {
 
 #[test]
 fn records_of_another_identity_or_part_are_refused() {
+    only_over!(Files, "it puts block files of others in the place of ours");
     let dir = directory();
     let ours = Setup::default();
     let store = Store::open(dir.path(), ours.clone());
@@ -172,6 +233,7 @@ fn records_of_another_identity_or_part_are_refused() {
             "foreign_shape",
         ),
     ] {
+        store.forget(id(0));
         let theirs = directory();
         let foreign = Store::open(theirs.path(), setup.clone());
         foreign.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
@@ -227,6 +289,10 @@ fn identities_and_parts_do_not_meet_in_one_root() {
 
 #[test]
 fn a_sick_medium_is_left_alone_for_a_while_and_tried_again() {
+    only_over!(
+        FilesAlone,
+        "its medium fails lookups, and so the breaker of the engine opens"
+    );
     let (dir, clock) = (directory(), ManualClock::new());
     let breaker = BreakerConfig {
         threshold: 2,
@@ -267,6 +333,7 @@ fn a_sick_medium_is_left_alone_for_a_while_and_tried_again() {
 
 #[test]
 fn a_root_that_is_not_there_at_the_start_is_taken_up_later() {
+    only_over!(OneMedium, "a memory is there from the start: tiers.rs");
     let (dir, clock) = (directory(), ManualClock::new());
     let root = dir.path().join("share");
     std::fs::write(&root, "in the way").unwrap();
@@ -317,6 +384,7 @@ fn bytes_below(dir: &Path) -> u64 {
 
 #[test]
 fn the_limit_holds_and_the_oldest_use_goes_first() {
+    only_over!(FilesUnkept, "its limit is a number of block files");
     let (dir, clock) = (directory(), ManualClock::new());
     let record = 8192;
     let setup = Setup {
@@ -359,6 +427,7 @@ fn the_limit_holds_and_the_oldest_use_goes_first() {
 
 #[test]
 fn removal_takes_the_deepest_of_a_chain_first() {
+    only_over!(Files, "its limit is a number of block files");
     let dir = directory();
     let record = 8192;
     let setup = Setup {

@@ -84,6 +84,7 @@ def describe(root: Root) -> dict[str, Any]:
         "format": root.marker["format"],
         "created": root.marker.get("created"),
         "storage_capacity": root.limit,
+        "layout": root.layout,
         "low_watermark": int(root.limit * LOW),
         "used_bytes": used,
         "used_share": round(used / root.limit, 4) if root.limit else None,
@@ -189,6 +190,16 @@ def _inside(records: int) -> str:
     return f", {show.many(records, 'record')} in them" if records else ""
 
 
+def _layout(kept: dict[str, Any] | None) -> str:
+    if kept is None:
+        return "not decided: as the configuration says"
+    filed, appended = kept.get("file_bytes_per_s"), kept.get("segment_bytes_per_s")
+    measured = ""
+    if isinstance(filed, int) and isinstance(appended, int):
+        measured = f", {show.size(appended)}/s into one file, {show.size(filed)}/s into a file each"
+    return f"{kept.get('kind')} ({kept.get('why')}{measured})"
+
+
 def _show_root(root: dict[str, Any]) -> None:
     now = show.wall_ns()
     click.echo(f"root {root['root']}")
@@ -198,6 +209,7 @@ def _show_root(root: dict[str, Any]) -> None:
     rows: list[tuple[str, object]] = [
         ("uuid", f"{root['uuid']}, format {root['format']}"),
         ("made", show.ago(created * 10**9, now) if isinstance(created, int) else "-"),
+        ("layout", _layout(root["layout"])),
         ("used", f"{used}{share}, storage_capacity as it was at the first start"),
         ("free", f"{show.size(root['file_system_free_bytes'])} of {show.size(root['file_system_bytes'])}"),
         ("records", _amount(root["records"], root["record_bytes"])),

@@ -17,6 +17,7 @@ from ucm.cli.checksum import Checksum
 from ucm.cli.manifest import Manifest
 from ucm.cli.roots import Found, Root
 from ucm.reasons import MissReason
+from ucm.store.planes import Zstd, find_zstd
 from ucm.store.record import PAGE, Crc, Expect, Header, Refused, parse_header, verify
 from ucm.store.segment import Entry, Foot, foot_length, parse_foot
 
@@ -115,6 +116,8 @@ class Judge:
         self.reader = Reader(root)
         self._checksum = checksum
         self._pace = pace
+        #: Decodes compressed records; None: they are judged by the checksums of what is stored.
+        self.zstd: Zstd | None = find_zstd()
 
     def judge(self, found: Found, manifest: Manifest) -> Verdict:
         """The verdict on a record, after a second look if the first was bad."""
@@ -135,7 +138,7 @@ class Judge:
             expect = Expect(
                 bytes.fromhex(found.name[:32]), bytes.fromhex(found.namespace), shape=manifest.shapes.get(header.part)
             )
-            return Verdict("good", header=verify(data, expect, self._checksum.of), inode=inode)
+            return Verdict("good", header=verify(data, expect, self._checksum.of, self.zstd), inode=inode)
         except (FileNotFoundError, NotADirectoryError):
             return Verdict("removed")
         except OSError as error:
@@ -167,7 +170,7 @@ class Judge:
             header = parse_header(data, self._checksum.of)
             namespace = bytes.fromhex(found.namespace)
             expect = Expect(entry.record_id, namespace, shape=manifest.shapes.get(header.part))
-            return Verdict("good", header=verify(data, expect, self._checksum.of))
+            return Verdict("good", header=verify(data, expect, self._checksum.of, self.zstd))
         except (FileNotFoundError, NotADirectoryError):
             return Verdict("removed")
         except OSError as error:

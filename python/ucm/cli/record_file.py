@@ -15,6 +15,7 @@ from ucm.cli.checksum import fastest
 from ucm.cli.manifest import part_name
 from ucm.cli.roots import MARKER, Root
 from ucm.errors import UcmError
+from ucm.store.planes import find_zstd
 from ucm.store.record import Expect, Header, Part, Refused, Shape, parse_header, verify
 
 #: Longer than every header.
@@ -35,7 +36,7 @@ def inspect_file(path: str) -> dict[str, Any]:
             shape = _shapes(Path(path).absolute().parents[3], named[1]).get(header.part)
             expect = Expect(bytes.fromhex(named[3]), bytes.fromhex(named[1]), shape=shape)
         # Not further than the header says, whatever lies there.
-        verify(_read(path, header.record_len + 1), expect, checksum.of)
+        verify(_read(path, header.record_len + 1), expect, checksum.of, find_zstd())
         document |= {"verdict": "good", "reason": None, "found": None}
     except Refused as refused:
         document.setdefault("header", None)
@@ -83,6 +84,7 @@ def _fields(header: Header) -> dict[str, Any]:
         "parent": header.parent.hex(),
         "header_bytes": header.header_len,
         "kv_bytes": header.raw_len,
+        "codec": f"{header.codec:#x}" if header.compressed else "as is",
         "stored_bytes": header.stored_len,
         "record_bytes": header.record_len,
         "time": header.time_ns // 10**9,

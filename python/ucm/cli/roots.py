@@ -157,6 +157,12 @@ class Root:
         """The limit that the marker keeps, in bytes."""
         return int(self.marker["storage_capacity"])
 
+    @property
+    def layout(self) -> dict[str, Any] | None:
+        """What the marker says of the layout that was found to be the quicker one; None: nothing was decided."""
+        kept = self.marker.get("layout")
+        return kept if isinstance(kept, dict) else None
+
     def file_system(self) -> tuple[int, int]:
         """Bytes of the file system, and those that are free to us."""
         found = os.fstatvfs(self._fd)

@@ -103,6 +103,7 @@ class Scrub:
     reasons: Counter[str] = field(default_factory=Counter)
     bad: list[dict[str, Any]] = field(default_factory=list)
     records: int = 0
+    compressed: int = 0
 
     def run(self, namespaces: list[str], percent: float) -> dict[str, Any]:
         """Judges the records of these namespaces; the answer is the JSON document."""
@@ -140,6 +141,8 @@ class Scrub:
             "namespaces": namespaces,
             "sample_percent": percent,
             "reader": checksum.name,
+            "compressed": self.compressed,
+            "decoder": judge.zstd.name if judge.zstd is not None else None,
             "direct_io": judge.reader.direct,
             "rate": self.rate,
             "records": self.records,
@@ -189,7 +192,9 @@ class Scrub:
             return
         for entry in foot.entries:
             self.records += 1
-            self._blame(found, f"@{entry.offset}", judge.judge_entry(found, entry, manifest))
+            verdict = judge.judge_entry(found, entry, manifest)
+            self.compressed += verdict.state == "good" and verdict.header is not None and verdict.header.compressed
+            self._blame(found, f"@{entry.offset}", verdict)
 
     def _blame(self, found: Found, where: str, verdict: Verdict) -> None:
         self.states[verdict.state] += 1
@@ -239,6 +244,11 @@ def _show(result: dict[str, Any]) -> None:
     sampled = "" if result["sample_percent"] >= 100 else f", a sample of {result['sample_percent']:g}%"
     click.echo(f"root {result['root']}: {what}, {show.size(result['bytes'])}{sampled}")
     rows: list[tuple[str, object]] = [("reader", f"second reader with CRC-32C by {result['reader']}, {way}")]
+    if result["compressed"]:
+        how = f"decoded by {result['decoder']} and judged by the checksums of what came out"
+        if result["decoder"] is None:
+            how = "judged by the checksums of what is stored alone: there is no zstd here (pip install zstandard)"
+        rows.append(("compressed", f"{show.many(result['compressed'], 'record')}, {how}"))
     took = result["seconds"]
     rate = f", {show.size(result['bytes_read'] / took)}/s" if took > 0 else ""
     rows.append(("read", f"{show.size(result['bytes_read'])} in {show.span(took)}{rate}"))

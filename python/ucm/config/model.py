@@ -202,9 +202,10 @@ class StoreSettings(Section):
     dir_mode: Annotated[int, BeforeValidator(partial(parse_mode, needs=0o700))] = 0o700
     staging_capacity: Annotated[Size, Field(ge=1 << 20)] = 256 << 20
     io_direct: Flag = False
-    layout: Annotated[Literal["file", "segment"], BeforeValidator(_word)] = "file"
+    layout: Annotated[Literal["auto", "file", "segment"], BeforeValidator(_word)] = "auto"
     segment_size: Annotated[Size, Field(ge=1 << 20, le=1 << 30)] = 128 << 20
     segment_age: Annotated[float, BeforeValidator(_no_flag), Field(ge=0, le=60, allow_inf_nan=False)] = 1.0
+    segment_merge_rate: Annotated[Size, Field(ge=0, le=1 << 34)] = 32 << 20
     verify: Annotated[Literal["on", "paranoid"], BeforeValidator(_verify_word)] = "on"
     io_engine: Annotated[Literal["auto", "psync", "io_uring"], BeforeValidator(_engine_word)] = "auto"
     posix_data_trans_concurrency: Annotated[Count, Field(le=1024)] = 16

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ucm.config.stores import BACKEND_WORDS, INSTEAD, KNOWN_STORES, STAGE_KINDS
+from ucm.config.stores import BACKEND_WORDS, IN_SEGMENTS, INSTEAD, KNOWN_STORES, STAGE_KINDS
 from ucm.config.words import hint
 
 if TYPE_CHECKING:
     from ucm.config.model import Stage, StoreSettings
 
-#: Most stages of one pipeline.
+#: Most stages of one pipeline; those that only stand before another do not count.
 MAX_STAGES = 4
 #: Kind of the stage that is memory.
 CACHE = "cache"
+#: Kind of the stage that compresses for the one below it.
+COMPRESS = "compress"
+#: Seconds in which a file system says where a directory really is.
+ANSWER_S = 2.0
 
 
 def kind_of(stage: Stage) -> str | None:
@@ -29,9 +34,18 @@ def word_of(store: str) -> str:
     return words[0].capitalize() if words else store
 
 
+def media(stages: Sequence[Stage]) -> list[Stage]:
+    """The stages that keep blocks."""
+    return [stage for stage in stages if kind_of(stage) != COMPRESS]
+
+
+def _is_file(stage: Stage) -> bool:
+    return kind_of(stage) not in (None, CACHE, COMPRESS)
+
+
 def with_roots(stages: Sequence[Stage], common: Sequence[str]) -> tuple[Stage, ...]:
     """The stages with the directories written beside the pipeline: one for each file stage without its own."""
-    without = [stage for stage in stages if kind_of(stage) not in (None, CACHE) and not stage.storage_backends]
+    without = [stage for stage in stages if _is_file(stage) and not stage.storage_backends]
     if len(without) != len(common):
         return tuple(stages)
     given = iter(common)
@@ -55,19 +69,44 @@ def pipeline_problems(stages: Sequence[Stage], settings: StoreSettings) -> Itera
     if unknown:
         return
     yield from _order(stages)
-    yield from _policies(stages)
+    yield from _compressed(stages, settings)
+    yield from _policies(media(stages))
     yield from _roots(stages, settings)
 
 
 def _order(stages: Sequence[Stage]) -> Iterator[str]:
-    if len(stages) > MAX_STAGES:
-        yield f"a pipeline of {len(stages)} stages is too long; {MAX_STAGES} are the most"
-    caches = [number for number, stage in enumerate(stages) if kind_of(stage) == CACHE]
+    kept = media(stages)
+    if len(kept) > MAX_STAGES:
+        yield f"a pipeline of {len(kept)} stages is too long; {MAX_STAGES} are the most"
+    caches = [number for number, stage in enumerate(kept) if kind_of(stage) == CACHE]
     if len(caches) > 1:
         yield "a pipeline with two Cache stages keeps blocks in memory twice; write one Cache of their sizes together"
     elif caches and caches[0] > 0:
-        above = word_of(stages[caches[0] - 1].store)
+        above = word_of(kept[caches[0] - 1].store)
         yield f"Cache stands below {above}; memory is faster than any file, so write it first: Cache|{above}"
+
+
+def _compressed(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
+    for number, stage in enumerate(stages):
+        if kind_of(stage) != COMPRESS:
+            continue
+        if "write_policy" in stage.model_fields_set:
+            yield "write_policy of Compress: it keeps nothing; write it in the stage below"
+        below = stages[number + 1] if number + 1 < len(stages) else None
+        kind = None if below is None else kind_of(below)
+        if below is None:
+            yield "Compress is the last stage; write below it the stage it compresses for: Compress|Pc"
+        elif kind == COMPRESS:
+            yield "Compress stands twice before one stage; once is enough"
+        elif kind == CACHE:
+            yield "Compress stands before Cache; memory is faster than any codec, so write it below: Cache|Compress|Pc"
+        elif below.store not in IN_SEGMENTS:
+            layout = below.layout if "layout" in below.model_fields_set else settings.layout
+            if layout != "segment":
+                yield (
+                    f"Compress stands before {word_of(below.store)} with layout: {layout}; compressed blocks live in "
+                    "segments only, as the lengths of block files are fixed: write layout: segment, or Pc"
+                )
 
 
 def _policies(stages: Sequence[Stage]) -> Iterator[str]:
@@ -88,9 +127,9 @@ def _policies(stages: Sequence[Stage]) -> Iterator[str]:
 
 def _roots(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
     seen: dict[str, str] = {}
-    files = [stage for stage in with_roots(stages, settings.storage_backends) if kind_of(stage) != CACHE]
+    files = [stage for stage in with_roots(stages, settings.storage_backends) if _is_file(stage)]
     missing = [word_of(stage.store) for stage in files if not stage.storage_backends]
-    own = all(stage.storage_backends for stage in stages if kind_of(stage) != CACHE)
+    own = all(stage.storage_backends for stage in stages if _is_file(stage))
     if own and settings.storage_backends:
         yield (
             f"storage_backends names {', '.join(settings.storage_backends)} beside a pipeline whose stages all have a "
@@ -103,11 +142,21 @@ def _roots(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
             f"names {given or 'none'}; give each its own (path: /some/directory in the stage), or name in "
             "storage_backends as many as there are such stages, top first"
         )
+    several = sum(len(stage.storage_backends[:1]) for stage in files) > 1
     for stage in files:
         if len(stage.storage_backends) > 1:
             yield f"{word_of(stage.store)} has several directories ({', '.join(stage.storage_backends)}); give it one"
         for root in stage.storage_backends[:1]:
-            real = os.path.realpath(root)
+            real = _real(root) if several else root
             if real in seen:
                 yield f"two stages of the pipeline have the same directory {root}; give each its own"
             seen[real] = root
+
+
+def _real(path: str) -> str:
+    """The path without links, or as it is written where the file system does not say so in time."""
+    found: list[str] = []
+    asking = threading.Thread(target=lambda: found.append(os.path.realpath(path)), name="ucm-realpath", daemon=True)
+    asking.start()
+    asking.join(ANSWER_S)
+    return found[0] if found else path

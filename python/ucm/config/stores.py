@@ -24,10 +24,11 @@ BACKEND_WORDS: dict[str, str] = {
     "pipeline": "UcmPipelineStore",
     "empty": "UcmEmptyStore",
     "fake": "UcmFakeStore",
+    "compress": "UcmCompressStage",
 }
 
 #: Stages of the original that ucm has no store for; they parse so that the answer names them.
-FOREIGN_STAGES: tuple[str, ...] = ("compress", "delegator", "dram", "yuanrong", "asu")
+FOREIGN_STAGES: tuple[str, ...] = ("delegator", "dram", "yuanrong", "asu")
 
 KNOWN_STORES: frozenset[str] = frozenset(BACKEND_WORDS.values())
 
@@ -49,13 +50,20 @@ STAGE_KINDS: dict[str, str] = {
     "UcmPosixStore": "posix",
     "UcmNfsStore": "posix",
     "UcmPcStore": "posix",
+    "UcmCompressStage": "compress",
+}
+
+#: What is no store but only a stage before one, and what to write instead of it alone.
+ONLY_STAGES: dict[str, str] = {
+    "UcmCompressStage": "Compress keeps nothing itself; write it before the stage it compresses for: "
+    '"Compress|Pc", or "Cache|Compress|Pc"',
 }
 
 #: Stores that keep their blocks in segments, whatever ``layout`` says.
 IN_SEGMENTS: frozenset[str] = frozenset({"UcmPcStore"})
 
 #: Stores that need no directory.
-WITHOUT_ROOT: frozenset[str] = frozenset({"UcmCacheStore", "UcmEmptyStore", "UcmFakeStore"})
+WITHOUT_ROOT: frozenset[str] = frozenset({"UcmCacheStore", "UcmEmptyStore", "UcmFakeStore", *ONLY_STAGES})
 
 #: What to write today instead of a store that is not built yet.
 INSTEAD: dict[str, str] = {
@@ -91,6 +99,15 @@ class CacheOptions(_Options):
     cache_size: _CacheSize = 1 << 30
     #: What goes first when it is full.
     cache_policy: Annotated[Literal["lru", "s3fifo"], BeforeValidator(_lower)] = "lru"
+
+
+class CompressOptions(_Options):
+    """Keys of the stage that compresses for the one below it."""
+
+    #: While it pays by what is measured, or always (for the room).
+    compress_mode: Annotated[Literal["measured", "always"], BeforeValidator(_lower)] = "measured"
+    #: Threads that compress and decompress.
+    compress_threads: Annotated[int, Field(ge=1, le=64)] = 2
 
 
 class FakeOptions(_Options):
@@ -131,6 +148,7 @@ class MooncakeOptions(_Options):
 
 OPTIONS: dict[str, type[_Options]] = {
     "UcmCacheStore": CacheOptions,
+    "UcmCompressStage": CompressOptions,
     "UcmFakeStore": FakeOptions,
     "UcmPcStore": PcOptions,
     "UcmDs3fsStore": Ds3fsOptions,

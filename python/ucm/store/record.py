@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ucm.reasons import MissReason
+from ucm.store.planes import WIDTHS, Zstd, decode_layer
 
 MAGIC = b"UCMB"
 MARK = b"UCMR"
@@ -63,11 +64,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer in the header's table; the checksum covers ``offset`` up to the next layer or the payload's end."""
+    """A layer in the header's table; the checksum covers ``offset`` up to the next layer or the payload's end.
+
+    ``raw_crc``: the same of the layer as it was before it was compressed, else 0.
+    """
 
     offset: int
     length: int
     crc: int
+    raw_crc: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ class Header:
     """What a record says of itself, lengths and offsets in bytes."""
 
     version: int
+    codec: int
     record_id: bytes
     layers: int
     block_tokens: int
@@ -112,6 +118,11 @@ class Header:
     def kv_len(self) -> int:
         """Header and payload together."""
         return self.header_len + self.stored_len
+
+    @property
+    def compressed(self) -> bool:
+        """Whether the layers are stored in another form than they are used in."""
+        return self.codec != 0
 
     @property
     def dtype_name(self) -> str:
@@ -156,9 +167,15 @@ class Shape:
         return (
             (header.layers, header.block_tokens, header.dtype) == (self.layers, self.block_tokens, self.dtype)
             and (header.tensors, header.layer_len, header.shape) == (len(self.tensors), length, crc32c(sizes))
-            and (header.header_len, header.stored_len) == (self.header_len, self.payload_len)
-            and header.raw_len == length * self.layers
-            and [(layer.offset, layer.length) for layer in header.table] == table
+            and (header.header_len, header.raw_len) == (self.header_len, length * self.layers)
+            and (
+                len(header.table) == self.layers
+                and header.stored_len <= self.payload_len
+                and length % WIDTHS[header.codec] == 0
+                if header.compressed
+                else header.stored_len == self.payload_len
+                and [(layer.offset, layer.length) for layer in header.table] == table
+            )
         )
 
 
@@ -192,13 +209,17 @@ def parse_header(data: bytes, crc: Crc = crc32c) -> Header:
     end = header_len - _CRC_LEN
     _check_crc(crc, data, 0, end, _u32(data, end), MissReason.BAD_HEADER, "header")
     flags, codec = _u32(data, 64), _u32(data, 136)
-    if flags or codec:
-        raise Refused(MissReason.NEWER_VERSION, f"flags {flags:#x} and codec {codec}, known are 0 and 0")
     shards, sides = _u32(data, 140), _u32(data, 216)
+    if flags or (codec and codec not in WIDTHS):
+        known = ", ".join(f"{number:#x}" for number in (0, *WIDTHS))
+        raise Refused(MissReason.NEWER_VERSION, f"flags {flags:#x} and codec {codec:#x}, known are 0 and {known}")
+    if codec and sides:
+        raise Refused(MissReason.NEWER_VERSION, f"codec {codec:#x} with side shards")
     if shards == 0 or shards > (end - _SHARD_TABLE) // _SHARD_ENTRY or sides > MAX_SIDES:
         raise Refused(MissReason.BAD_HEADER, f"{shards} shards and {sides} side shards in {header_len} bytes")
     header = Header(
         version=VERSION,
+        codec=codec,
         record_id=data[8:24],
         layers=_u32(data, 24),
         block_tokens=_u32(data, 28),
@@ -218,15 +239,18 @@ def parse_header(data: bytes, crc: Crc = crc32c) -> Header:
         tensors=_u32(data, 220),
         layer_len=_u64(data, 224),
         shape=_u32(data, 232),
-        table=tuple(Layer(*struct.unpack_from("<QQI", data, _SHARD_TABLE + i * _SHARD_ENTRY)) for i in range(shards)),
+        table=tuple(_layer(data, _SHARD_TABLE + i * _SHARD_ENTRY, codec) for i in range(shards)),
         sides=tuple(_side(data, _SIDE_TABLE + i * _SIDE_ENTRY) for i in range(sides)),
     )
     _check_table(header)
     return header
 
 
-def verify(data: bytes, expect: Expect | None = None, crc: Crc = crc32c) -> Header:
-    """Judges a record read whole, or up to the end of its payload; raises :class:`Refused` with the reason."""
+def verify(data: bytes, expect: Expect | None = None, crc: Crc = crc32c, zstd: Zstd | None = None) -> Header:
+    """Judges a record read whole, or up to the end of its payload; raises :class:`Refused` with the reason.
+
+    One that is compressed is judged as it is stored, and where there is ``zstd`` by what comes out of it too.
+    """
     header, expect = parse_header(data, crc), expect or Expect()
     if expect.namespace is not None and header.namespace[: len(expect.namespace)] != expect.namespace:
         raise Refused(MissReason.FOREIGN_IDENTITY, f"identity {header.namespace.hex()}")
@@ -245,7 +269,27 @@ def verify(data: bytes, expect: Expect | None = None, crc: Crc = crc32c) -> Head
     for what, start, end, written in _stretches(header):
         if end <= len(data):
             _check_crc(crc, data, start, end, written, MissReason.BAD_CHECKSUM, what)
+    if header.compressed and zstd is not None:
+        for i, raw in enumerate(decoded_layers(data, header, zstd)):
+            _check_crc(crc, raw, 0, len(raw), header.table[i].raw_crc, MissReason.BAD_CHECKSUM, f"decoded layer {i}")
     return header
+
+
+def decoded_layers(data: bytes, header: Header, zstd: Zstd) -> Iterator[bytes]:
+    """The layers of a compressed record as they are used, with the zeros behind them.
+
+    Raises :class:`Refused` where there is none.
+    """
+    stride = _round_up(header.layer_len, LAYER_ALIGN)
+    for i, layer in enumerate(header.table):
+        stored = data[layer.offset : layer.offset + layer.length]
+        try:
+            raw = decode_layer(stored, WIDTHS[header.codec], header.layer_len, zstd)
+        except ValueError as error:
+            raise Refused(MissReason.BAD_CHECKSUM, f"layer {i} cannot be decoded: {error}") from None
+        last = i + 1 == len(header.table)
+        end = _round_up(stride * len(header.table), PAGE) - stride * i if last else stride
+        yield raw + bytes(end - len(raw))
 
 
 def verify_file(path: Path, shape: Shape | None = None) -> Header:
@@ -304,6 +348,11 @@ def _check_table(header: Header) -> None:
         page += _round_up(side.length, PAGE)
     if kv_len % PAGE or page != header.record_len:
         raise Refused(MissReason.BAD_HEADER, f"a record of {header.record_len} bytes whose parts make {page}")
+
+
+def _layer(data: bytes, at: int, codec: int) -> Layer:
+    offset, length, crc, raw_crc = struct.unpack_from("<QQII", data, at)
+    return Layer(offset, length, crc, raw_crc if codec else 0)
 
 
 def _side(data: bytes, at: int) -> Side:

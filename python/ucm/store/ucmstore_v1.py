@@ -44,6 +44,12 @@ class UcmKVStoreBaseV1(ABC):
     #: A store whose :meth:`load_data` takes ``timeout`` (seconds, keyword) sets this.
     takes_load_timeout: bool = False
 
+    #: Names of the tiers, the top one first, of a store that has several.
+    tier_names: tuple[str, ...] = ()
+
+    #: A store sets this whose processes each keep memory of their own, which :meth:`touch` of another does not reach.
+    has_own_memory: bool = False
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = dict(config)
         self._closed = False
@@ -114,10 +120,16 @@ class UcmKVStoreBaseV1(ABC):
         """
         return self.lookup_on_prefix(block_ids), "absent"
 
-    def slowest_tier(self, block_ids: Sequence[bytes]) -> str:  # noqa: ARG002 - for stores that have several
-        """Name of the slowest tier that some of these stored blocks would be loaded from: how fast loads are is
-        measured for each. Empty where it makes no difference. Asked after a lookup; must be as quick."""
-        return ""
+    def locate_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[bytes, str]:
+        """The tier that each block of the present prefix would be loaded from, a byte each (0 is the top one), and the
+        reason of :meth:`explain_on_prefix`. How fast loads are is measured for each tier."""
+        last, reason = self.explain_on_prefix(block_ids)
+        return bytes(last + 1), reason
+
+    def served(self, task: Any) -> Sequence[int]:  # noqa: ARG002 - for stores that have several tiers
+        """Blocks that a finished load brought from each tier, the top one first; none where that is not known. Another
+        process may have changed what :meth:`locate_on_prefix` said."""
+        return ()
 
     def prefetch(self, block_ids: Sequence[bytes], priority: Priority = "normal") -> int | None:
         """A hint that these blocks will be asked for; may be ignored.
@@ -129,10 +141,18 @@ class UcmKVStoreBaseV1(ABC):
         del block_ids, priority
         return None
 
+    def prefetch_room(self) -> int:
+        """How many blocks it makes sense to prefetch ahead of need; 0 where prefetching does nothing."""
+        return 0
+
     def cancel_prefetch(self, block_ids: Sequence[bytes]) -> int:
         """These blocks need not be brought up any more; counts those that were still waiting."""
         del block_ids
         return 0
+
+    def flush(self) -> None:
+        """Publishes soon what was dumped and waits for more to be published with it (a segment that is open). Who waits
+        for a dump with :meth:`wait` need not call it."""
 
     def describe(
         self,
@@ -147,8 +167,26 @@ class UcmKVStoreBaseV1(ABC):
     def audit(self, block_ids: Sequence[bytes]) -> None:
         """A hint before a dump: where it would find a block stored, compare the two and count those that differ."""
 
+    def distrust(self, block_ids: Sequence[bytes]) -> None:
+        """A rank of this engine could not use these records. The next dump replaces them, even where this store finds
+        them stored and sound; until then they are no hits. Without it, such a dump would change nothing."""
+
+    def trust(self, block_ids: Sequence[bytes]) -> None:
+        """Another rank, which writes for this one too, replaces these records: a store that refused them may read them
+        again."""
+
     def touch(self, block_ids: Sequence[bytes]) -> None:
         """These blocks, in chain order, were used by a request, even if found elsewhere; keeps them from removal."""
+
+    def touch_own(self, block_ids: Sequence[bytes], first: int = 0) -> None:
+        """The same for what this process alone can touch, its memory and the segments it merges, told by one whose
+        :meth:`touch` does not reach them; ``first``: position of the first of these blocks in its chain. Must be quick.
+        """
+
+    @property
+    def wants_touch_own(self) -> bool:
+        """Whether :meth:`touch_own` does anything; may change until the store has answered once."""
+        return self.has_own_memory
 
     def load(self, block_ids: Sequence[bytes], shard_index: Sequence[int], tensors: Sequence[Sequence[Any]]) -> Task:
         """:meth:`load_data` into tensors: ``tensors[i][j]`` is piece *j* of row *i*."""
@@ -179,7 +217,8 @@ class UcmKVStoreBaseV1(ABC):
 
     def early(self) -> tuple[list[bytes], list[bytes]]:
         """Block ids that this store can read before others can see them (held in its memory, in a file that is not
-        published yet): those gained and those lost since the last call. Lost means published by now, or gone."""
+        published yet): those gained and those lost since the last call. Lost means gone, or published so long ago that
+        others have found them."""
         return [], []
 
     def trouble(self) -> str:

@@ -270,13 +270,15 @@ class V0OverV1(UcmKVStoreBase):
             for index, stored in zip(unknown, self.v1.lookup([ids[i] for i in unknown]), strict=True):
                 if not stored:
                     failures[index] = NotFoundError("this block is neither created nor stored")
+        ended = False
         try:
             self._publish(todo, failures)
+            ended = True
         finally:
             with self._lock:
                 for index, block, created in todo:
                     created.committing = False
-                    if index not in failures and self._created.get(block) is created:
+                    if ended and index not in failures and self._created.get(block) is created:
                         del self._created[block]
         if failures:
             first = min(failures)
@@ -321,10 +323,12 @@ class V0OverV1(UcmKVStoreBase):
             if error.failures:
                 return {row // shards: why for row, why in sorted(error.failures.items(), reverse=True)}
             return dict.fromkeys(range(len(batch)), error)
-        except Exception as error:
+        except BaseException as error:
             if task is not None:  # not over yet, as far as is known: it may go on reading
                 with self._lock:
                     self._read.append((task, [created for _, _, created in batch]))
+            if not isinstance(error, Exception):
+                raise  # the user's: who waits is interrupted
             why = error if isinstance(error, UcmError) else InternalError(f"the store failed: {error!r}")
             return dict.fromkeys(range(len(batch)), why)
         return {}

@@ -2,32 +2,107 @@
 //!
 //! A child would inherit the descriptor that holds the lock of a registry file, and keep the lock after its parent was
 //! killed. So a fork handler closes, in the child, the descriptors registered here, and raises a number by which every
-//! region sees that it belongs to another process (its memory is not even mapped there).
+//! region sees that it belongs to another process (its memory is not even mapped there). Files that are kept open are
+//! closed in the same way: a child that lives on would hold their space when they are removed.
+//!
+//! Between the making of a descriptor or a mapping and the moment at which the handler knows of it, or the kernel that no
+//! child is to have it, a fork would slip through. So forks of this process wait while something is made or closed
+//! ([`hold_forks`]); where that takes calls on a file system, which may hang, it is asked afterwards whether there was a
+//! fork ([`forks`]), and made anew. Files that are kept open hold up no fork: their closing may hang, and what slips
+//! through costs a child one descriptor.
 #![allow(
     unsafe_code,
     reason = "a fork handler, which may only call what is safe after a fork"
 )]
 
+use std::cell::Cell;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 
 use ucm_core::{Error, ErrorKind, Result};
 
-/// Most descriptors of regions in one process.
-const MOST: usize = 256;
+/// Most such descriptors in one process: 256 for regions, the rest for files kept open.
+const MOST: usize = 1024;
 const FREE: i32 = -1;
 
 /// Descriptors that a child must not keep.
 static CLOSED_IN_CHILDREN: [AtomicI32; MOST] = [const { AtomicI32::new(FREE) }; MOST];
 /// How many forks lie between this process and the first that used regions.
 static FORKS: AtomicU64 = AtomicU64::new(0);
-/// Whether the handler is installed, or the error number that says why not.
+/// Whether the handlers are installed, or the error number that says why not.
 static HANDLER: OnceLock<i32> = OnceLock::new();
+/// A fork is under way, or somebody holds them up.
+static GATE: AtomicBool = AtomicBool::new(false);
+/// Forks that this process began.
+static BEGUN: AtomicU64 = AtomicU64::new(0);
+/// Looks at the gate, and the time between two of them: a second in all, after which the rare leak is preferred.
+const LOOKS: u32 = 10_000;
+const BETWEEN: libc::timespec = libc::timespec {
+    tv_sec: 0,
+    tv_nsec: 100_000,
+};
+
+thread_local! {
+    /// Whether the fork that this thread makes has the gate.
+    static HAS_GATE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Closes the gate; false when it stayed closed by another for too long. Safe in a fork handler.
+fn close_gate() -> bool {
+    for _ in 0..LOOKS {
+        if !GATE.swap(true, Ordering::Acquire) {
+            return true;
+        }
+        // SAFETY: reads a constant; the time that was left is not asked for.
+        unsafe { libc::nanosleep(&BETWEEN, std::ptr::null_mut()) };
+    }
+    false
+}
+
+/// Forks of this process wait until it is dropped.
+pub(crate) struct NoForks(bool);
+
+/// Holds forks up: for a few short system calls on memory, never on a file system, and never twice on one thread. Gives
+/// up after a second: then a fork may come in between.
+pub(crate) fn hold_forks() -> Result<NoForks> {
+    Origin::this()?;
+    Ok(NoForks(close_gate()))
+}
+
+impl Drop for NoForks {
+    fn drop(&mut self) {
+        if self.0 {
+            GATE.store(false, Ordering::Release);
+        }
+    }
+}
+
+/// How many forks this process began, none of them being under way. Two equal answers: none came in between.
+pub(crate) fn forks() -> Result<u64> {
+    let _still = hold_forks()?;
+    Ok(BEGUN.load(Ordering::Relaxed))
+}
+
+/// Runs before a fork, in the thread that makes it.
+extern "C" fn before() {
+    let has = close_gate();
+    HAS_GATE.with(|gate| gate.set(has));
+    BEGUN.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Runs in the parent after a fork.
+extern "C" fn in_parent() {
+    if HAS_GATE.with(|gate| gate.replace(false)) {
+        GATE.store(false, Ordering::Release);
+    }
+}
 
 /// Runs in the child between fork and its return: atomics and close(2) only.
 extern "C" fn in_child() {
+    HAS_GATE.with(|gate| gate.set(false));
+    GATE.store(false, Ordering::Release); // whoever else had it is not here
     FORKS.fetch_add(1, Ordering::Relaxed);
     for entry in &CLOSED_IN_CHILDREN {
         let fd = entry.swap(FREE, Ordering::Relaxed);
@@ -44,12 +119,13 @@ extern "C" fn in_child() {
 pub(crate) struct Origin(u64);
 
 impl Origin {
-    /// This process. Installs the fork handler. `Io` when the system refuses it.
+    /// This process. Installs the fork handlers. `Io` when the system refuses them.
     pub(crate) fn this() -> Result<Self> {
         let install = || {
-            // SAFETY: the handler only touches atomics and closes descriptors, and is never unloaded: this code is
-            // part of the program or of an extension module, which Python does not unload.
-            unsafe { libc::pthread_atfork(None, None, Some(in_child)) }
+            // SAFETY: the handlers only touch atomics and a thread-local byte, sleep, and close descriptors; and they
+            // are never unloaded: this code is part of the program or of an extension module, which Python does not
+            // unload.
+            unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) }
         };
         match *HANDLER.get_or_init(install) {
             0 => Ok(Self(FORKS.load(Ordering::Relaxed))),
@@ -66,30 +142,48 @@ impl Origin {
     }
 }
 
-/// A descriptor that children do not have.
+/// A descriptor that children of this process do not have.
 #[derive(Debug)]
-pub(crate) struct OwnFd {
+pub struct OwnFd {
     fd: ManuallyDrop<OwnedFd>,
     /// Its place on the list.
     at: usize,
     origin: Origin,
+    /// Whether forks wait while it is closed.
+    gated: bool,
 }
 
 impl OwnFd {
-    /// Puts an open descriptor on the list. `Busy` when the process has too many regions.
+    /// Puts the descriptor of a file that is kept open on the list. `Busy` when the process has too many on it, `Io` when
+    /// the system refuses the handlers; it is closed then.
+    pub fn of_file(fd: OwnedFd) -> Result<Self> {
+        Self::listed(fd, false)
+    }
+
+    /// Puts an open descriptor on the list; forks are to be held up since it was opened. Errors as of
+    /// [`OwnFd::of_file`].
     pub(crate) fn new(fd: OwnedFd) -> Result<Self> {
+        Self::listed(fd, true)
+    }
+
+    fn listed(fd: OwnedFd, gated: bool) -> Result<Self> {
         let origin = Origin::this()?;
         let free = |entry: &AtomicI32| {
             let (now, raw) = (Ordering::Relaxed, fd.as_raw_fd());
             entry.compare_exchange(FREE, raw, now, now).is_ok()
         };
         let at = CLOSED_IN_CHILDREN.iter().position(free).ok_or_else(|| {
-            Error::new(ErrorKind::Busy, "too many memory regions in one process").with("most", MOST / 2)
+            Error::new(
+                ErrorKind::Busy,
+                "too many memory regions and kept files in one process",
+            )
+            .with("most", MOST)
         })?;
         Ok(Self {
             fd: ManuallyDrop::new(fd),
             at,
             origin,
+            gated,
         })
     }
 }
@@ -104,6 +198,7 @@ impl Drop for OwnFd {
     fn drop(&mut self) {
         // In a child it was closed and taken off, and number and place may be another's.
         if self.origin.here() {
+            let _together = self.gated.then(|| NoForks(close_gate()));
             CLOSED_IN_CHILDREN[self.at].store(FREE, Ordering::Relaxed);
             // SAFETY: dropped here, once, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.fd) };

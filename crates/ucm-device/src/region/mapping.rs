@@ -1,13 +1,17 @@
 //! The memory of a region: a memfd that can neither grow nor shrink nor be written by others, mapped as atomic words.
 //!
-//! All that is unsafe about shared memory is here. Sealed against shrinking, no access to the mapping can fault.
+//! All that is unsafe about shared memory is here. Sealed against shrinking, no access to the mapping can fault for want
+//! of a file; for want of memory it could only where the system commits strictly, and there every page is taken at once.
 #![allow(unsafe_code, reason = "maps shared memory and hands it out as atomic words")]
 
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate,
+    memfd_create,
+};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use ucm_core::{Error, ErrorKind, Result};
@@ -98,7 +102,7 @@ impl Mapping {
             words: len / WORD,
             origin,
         };
-        // Without it a child would keep the memory alive, and a writer there would not know that it is none.
+        // Without it a child would keep the memory alive. Until here the caller holds forks up.
         mapping.advise(0..mapping.words, Advice::LinuxDontFork)?;
         let _ = mapping.advise(0..mapping.words, Advice::LinuxDontDump);
         Ok(mapping)
@@ -153,6 +157,15 @@ impl Mapping {
         // nobody writes.
         unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), size_of_val(words)) }
     }
+}
+
+/// Has every page of a memfd accounted for and zeroed now; `Io` when the system refuses them.
+pub(crate) fn take_pages(fd: impl AsFd, len: usize) -> Result<()> {
+    fallocate(fd, FallocateFlags::empty(), 0, len as u64).map_err(|errno| {
+        let text =
+            "the system commits no more memory than it has, and has not as much as cache_size; give it less";
+        Error::from_io(errno.into(), text).with("bytes", len)
+    })
 }
 
 impl Drop for Mapping {

@@ -23,6 +23,7 @@ mod table;
 mod tests;
 mod view;
 
+pub use fork::OwnFd;
 pub use lease::{Blank, Pinned};
 pub use own::{RegionOptions, SharedRegion};
 pub use registry::{Registry, Scan, Wanted};

@@ -11,9 +11,9 @@ use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_infra::seqlock;
 
-use super::fork::OwnFd;
+use super::fork::{OwnFd, hold_forks};
 use super::lease::{Blank, Pinned};
-use super::mapping::Mapping;
+use super::mapping::{Mapping, take_pages};
 use super::registry::{Announcement, Registry};
 use super::shape::Shape;
 use super::table::{Field, Table};
@@ -55,12 +55,25 @@ const NAMED: u32 = 1 << 31;
 
 impl SharedRegion {
     /// A new region, empty and untouched, that nobody knows of yet. `Config` when not even four records fit, `Io` when
-    /// the system refuses the memory.
+    /// the system refuses the memory. Where the system commits no more memory than it has (vm.overcommit_memory=2) all
+    /// of it is taken now: later a page that is refused would be a signal (SIGBUS) instead of an error.
     pub fn create(options: RegionOptions) -> Result<Arc<Self>> {
+        let setting = std::fs::read_to_string("/proc/sys/vm/overcommit_memory");
+        Self::make(options, setting.is_ok_and(|setting| setting.trim() == "2"))
+    }
+
+    /// `whole`: with every page of it taken.
+    pub(super) fn make(options: RegionOptions, whole: bool) -> Result<Arc<Self>> {
         let nonce = random();
         let shape = Shape::fitting(options.capacity, options.record_len, options.namespace, nonce)?;
-        let (fd, mapping) = Mapping::create(&memfd_name(nonce), shape.len())?;
+        let name = memfd_name(nonce);
+        let together = hold_forks()?;
+        let (fd, mapping) = Mapping::create(&name, shape.len())?;
         let fd = OwnFd::new(fd)?;
+        drop(together);
+        if whole {
+            take_pages(&fd, shape.len())?;
+        }
         if options.huge_pages {
             mapping.join_pages(shape.records()..shape.len() / 8);
         }

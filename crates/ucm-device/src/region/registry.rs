@@ -15,7 +15,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, Result};
 
-use super::fork::{Origin, OwnFd};
+use super::fork::{Origin, OwnFd, forks};
 use super::own::random;
 use super::shape::Shape;
 use super::view::RegionView;
@@ -28,7 +28,8 @@ const LONGEST: usize = 1024;
 const MOST_NAMES: usize = 4096;
 /// Most regions of others that are mapped at once.
 const MOST_VIEWS: usize = 64;
-/// Times a file is made anew when another process took it for a dead one's in the moment before it was locked.
+/// Times a file is made anew when another process took it for a dead one's in the moment before it was locked, or this
+/// one forked in that moment.
 const ATTEMPTS: usize = 8;
 const ENDING: &str = ".region";
 const PRIVATE: &str = ".new";
@@ -195,11 +196,13 @@ impl Registry {
                 notice.nonce == nonce
                     && notice.namespace == wanted.namespace
                     && notice.record_len == wanted.record_len
-                    && (notice.started == 0 || notice.started == started(notice.pid))
             }) else {
                 continue;
             };
-            match RegionView::attach(&notice) {
+            match notice
+                .is_of_its_process()
+                .and_then(|()| RegionView::attach(&notice))
+            {
                 Ok(view) => scan.views.push(Arc::new(view)),
                 Err(error) => scan.refused = Some(error),
             }
@@ -236,11 +239,16 @@ impl Drop for Announcement {
 /// Makes a file under a private name, locks it, and gives it its name. The inner error: another process took it away.
 fn make(dir: &OwnedFd, name: &str, notice: &Notice) -> Result<Result<OwnFd, Errno>> {
     let private = format!("{:016x}{PRIVATE}", random());
+    let before = forks()?;
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let made = openat(dir, private.as_str(), flags, Mode::RUSR | Mode::WUSR);
     let file = made.map_err(|errno| Error::from_io(errno.into(), "a memory region cannot be announced"))?;
     // First out of children's hands, then locked: no child ever has the lock.
     let file = OwnFd::new(file)?;
+    if forks()? != before {
+        let _ = unlinkat(dir, private.as_str(), AtFlags::empty());
+        return Ok(Err(Errno::AGAIN)); // a child may have it since before it was on the list
+    }
     let text = notice.to_string();
     let done = flock(&file, FlockOperation::NonBlockingLockExclusive)
         .and_then(|()| match rustix::io::write(&file, text.as_bytes())? {
@@ -303,6 +311,16 @@ impl std::fmt::Display for Notice {
 }
 
 impl Notice {
+    /// `Foreign` when the process of that number here is none, or another than the writer.
+    fn is_of_its_process(&self) -> Result<()> {
+        if self.started == 0 || self.started == started(self.pid) {
+            return Ok(());
+        }
+        let text = "the writer of a memory region cannot be seen from here; processes of different containers share \
+                    memory only if these share their process numbers (pid namespace)";
+        Err(Error::new(ErrorKind::Foreign, text).with("pid", self.pid))
+    }
+
     fn parse(text: &str) -> Option<Self> {
         let mut lines = text.lines();
         if lines.next() != Some(FIRST) {

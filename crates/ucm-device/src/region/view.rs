@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use rustix::fs::{Mode, OFlags, open, readlink};
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 
+use super::fork::hold_forks;
 use super::mapping::Mapping;
 use super::own::memfd_name;
 use super::registry::Notice;
@@ -37,9 +38,12 @@ impl RegionView {
             return Err(Error::new(ErrorKind::Foreign, text).with("pid", notice.pid));
         }
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+        let together = hold_forks()?;
         let fd: OwnedFd = open(path.as_str(), flags, Mode::empty())
             .map_err(|errno| refused(errno, "a region's descriptor cannot be opened"))?;
         let mapping = Mapping::attach(&fd, notice.bytes)?;
+        drop(fd);
+        drop(together);
         let mut header = [0; HEADER_WORDS];
         for (value, word) in header.iter_mut().zip(mapping.words()) {
             *value = word.load(Ordering::Relaxed);

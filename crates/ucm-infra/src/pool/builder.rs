@@ -27,6 +27,8 @@ pub struct WorkerPoolBuilder {
     max_replacements: usize,
     clock: Option<Arc<dyn Clock>>,
     start_within: Duration,
+    on_demand: bool,
+    paired: bool,
     on_start: Option<StartHook>,
     on_exit: Option<ExitHook>,
 }
@@ -40,6 +42,8 @@ impl WorkerPoolBuilder {
             max_replacements: 0,
             clock: None,
             start_within: Duration::from_secs(10),
+            on_demand: false,
+            paired: false,
             on_start: None,
             on_exit: None,
         }
@@ -56,6 +60,14 @@ impl WorkerPoolBuilder {
     #[must_use]
     pub fn lanes(mut self, lanes: &[Lane]) -> Self {
         self.lanes = lanes.to_vec();
+        self
+    }
+
+    /// Lanes 0 and 1, 2 and 3 and so on are two queues of one kind of work: together a pair runs no more jobs at once than
+    /// the less limited of the two may.
+    #[must_use]
+    pub fn paired(mut self) -> Self {
+        self.paired = true;
         self
     }
 
@@ -77,6 +89,15 @@ impl WorkerPoolBuilder {
     #[must_use]
     pub fn start_within(mut self, span: Duration) -> Self {
         self.start_within = span;
+        self
+    }
+
+    /// Starts no thread before a job wants it, and no more workers than jobs were there to be done at once. What
+    /// [`build`](Self::build) says of threads that cannot be had is then said by the first job (monitor), or shows as a
+    /// job that waits for another attempt (workers).
+    #[must_use]
+    pub fn on_demand(mut self) -> Self {
+        self.on_demand = true;
         self
     }
 
@@ -112,7 +133,9 @@ impl WorkerPoolBuilder {
         }
         self.check().map_err(|error| error.with("pool", &self.name))?;
         let clock = self.clock.take().unwrap_or_else(SystemClock::shared);
-        let state = State::new(self.size, self.max_replacements, &self.lanes);
+        let state = State::new(self.size, self.max_replacements, &self.lanes)
+            .on_demand(self.on_demand)
+            .paired(self.paired);
         let start_by = clock.now().after(self.start_within);
         let pool = Arc::new(WorkerPool {
             shared: Arc::new(Shared {
@@ -146,7 +169,9 @@ impl WorkerPoolBuilder {
                     .with("pool", &shared.name),
             );
         }
-        shared.start_monitor()?;
+        if !self.on_demand {
+            shared.start_monitor(&mut shared.state.lock())?;
+        }
         Ok(pool)
     }
 

@@ -70,6 +70,7 @@ impl WorkerPool {
     ///
     /// # Errors
     /// `Busy` if the lane's queue is full, `Closed` after shutdown began, `InvalidInput` if there is no such lane.
+    /// A pool [on demand](WorkerPoolBuilder::on_demand) that gets no monitor thread refuses with `Io`.
     /// Neither closure is called then; to have them back use [`offer`](Self::offer).
     pub fn submit<T, W, D>(&self, lane: usize, deadline: Mono, work: W, done: D) -> Result<()>
     where
@@ -89,7 +90,7 @@ impl WorkerPool {
         W: FnOnce() -> T + Send + 'static,
         D: FnOnce(Result<T>) + Send + 'static,
     {
-        let shared = &*self.shared;
+        let shared = &self.shared;
         let mut state = shared.state.lock();
         let refusal = match state.lanes.get(lane) {
             None => Some(Error::invalid("the pool has no such lane").with("lane", lane)),
@@ -100,6 +101,7 @@ impl WorkerPool {
                 full.counters.refused();
                 Some(Error::new(ErrorKind::Busy, "the lane's queue is full").with("lane", full.spec.name))
             }
+            Some(_) if !state.monitored => shared.start_monitor(&mut state).err(),
             Some(_) => None,
         };
         if let Some(error) = refusal {
@@ -121,7 +123,19 @@ impl WorkerPool {
         }
         // A job whose lane is at its limit is taken by the worker that makes room: it looks again before it sleeps.
         let runnable = state.has_work();
+        let claimed = if state.grow() {
+            let now = shared.clock.now();
+            let start_by = now.after(shared.start_within);
+            state.monitor_wakes = state.monitor_wakes.min(start_by);
+            state.claim_missing(now, start_by, false)
+        } else {
+            Vec::new()
+        };
+        let wake_monitor = wake_monitor || !claimed.is_empty();
         drop(state);
+        for slot in claimed {
+            shared.start_worker(slot);
+        }
         if runnable {
             shared.work.notify_one();
         }

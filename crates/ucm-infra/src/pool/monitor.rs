@@ -5,22 +5,21 @@ use std::sync::Arc;
 use ucm_core::{Error, Result};
 
 use super::Shared;
-use super::state::Phase;
+use super::state::{Phase, State};
 use crate::clock::Mono;
 
 impl Shared {
-    /// Starts the monitor thread.
-    pub(super) fn start_monitor(self: &Arc<Self>) -> Result<()> {
+    /// Starts the monitor thread. The caller's lock lets nobody else see a pool that has none.
+    pub(super) fn start_monitor(self: &Arc<Self>, state: &mut State) -> Result<()> {
         let shared = Arc::clone(self);
-        self.state.lock().monitored = true;
         let thread = std::thread::Builder::new().name(format!("{}-watch", self.name));
         let started = thread.spawn(move || {
             shared.monitor();
             shared.state.lock().monitored = false;
             shared.roll_call.ring();
         });
+        state.monitored = started.is_ok();
         started.map(drop).map_err(|error| {
-            self.state.lock().monitored = false;
             Error::from_io(error, "cannot start the monitor thread").with("pool", &self.name)
         })
     }

@@ -72,6 +72,10 @@ pub(super) struct State {
     pub(super) lanes: Vec<LaneState>,
     slots: Vec<Slot>,
     size: usize,
+    /// Whether every two lanes share a limit.
+    paired: bool,
+    /// Workers there should be by now: all, or as many as were ever needed at once.
+    wanted: usize,
     /// When the monitor looks again by itself.
     pub(super) monitor_wakes: Mono,
     /// Whether the monitor thread exists.
@@ -98,6 +102,8 @@ impl State {
             lanes: lanes.iter().map(lane).collect(),
             slots: (0..size + max_replacements).map(|_| Slot::Free).collect(),
             size,
+            paired: false,
+            wanted: size,
             monitor_wakes: Mono::NEVER,
             monitored: false,
             start_not_before: Mono::default(),
@@ -106,6 +112,18 @@ impl State {
             failed_starts: 0,
             callback_panics: 0,
         }
+    }
+
+    /// Starts no worker before it is wanted.
+    pub(super) fn on_demand(mut self, on_demand: bool) -> Self {
+        self.wanted = if on_demand { 0 } else { self.size };
+        self
+    }
+
+    /// Has every two lanes share a limit.
+    pub(super) fn paired(mut self, paired: bool) -> Self {
+        self.paired = paired;
+        self
     }
 
     fn count(&self, which: impl Fn(&Slot) -> bool) -> usize {
@@ -151,15 +169,37 @@ impl State {
 
     /// The lane whose job comes next, if any may run.
     fn next_lane(&self) -> Option<usize> {
-        let live = self.live();
-        let ready =
-            |lane: &LaneState| !lane.queue.is_empty() && lane.running < self.allowed(&lane.spec, live);
-        self.lanes.iter().position(ready)
+        // Those that were not needed yet, or are on their way, count as there.
+        let live = self.live() + self.starting() + (self.size - self.wanted);
+        let ready = |&number: &usize| {
+            self.lanes.get(number).is_some_and(|lane| {
+                let allowed = self.allowed(&lane.spec, live);
+                !lane.queue.is_empty() && lane.running < allowed && self.pair_has_room(number, live)
+            })
+        };
+        (0..self.lanes.len()).find(ready)
+    }
+
+    /// Whether a lane and the one it is paired with run fewer jobs than the less limited of them may.
+    fn pair_has_room(&self, number: usize, live: usize) -> bool {
+        let Some(pair) = self.lanes.chunks(2).nth(number / 2).filter(|_| self.paired) else {
+            return true;
+        };
+        let most = pair.iter().map(|lane| self.allowed(&lane.spec, live)).max();
+        pair.iter().map(|lane| lane.running).sum::<usize>() < most.unwrap_or(0)
     }
 
     /// Whether some job could run now if a worker were free.
     pub(super) fn has_work(&self) -> bool {
         self.next_lane().is_some()
+    }
+
+    /// Wants another worker where jobs may run that no worker waits for; whether it does.
+    pub(super) fn grow(&mut self) -> bool {
+        let coming = self.count(|slot| matches!(slot, Slot::Idle | Slot::Starting { .. }));
+        let grows = self.wanted < self.size && coming < self.queued() && self.has_work();
+        self.wanted += usize::from(grows);
+        grows
     }
 
     /// Gives the next job to an idle worker. A job that is past its deadline goes to `late` instead.
@@ -189,7 +229,7 @@ impl State {
     /// A worker ended its job, or `on_start` succeeded.
     pub(super) fn ready(&mut self, slot: usize) -> Next {
         // A replacement that is on its way counts: it was started for this very place.
-        let wanted = self.phase != Phase::Stopped && self.live() + self.starting() < self.size;
+        let wanted = self.phase != Phase::Stopped && self.live() + self.starting() < self.wanted;
         let Some(place) = self.slots.get_mut(slot) else {
             return Next::Leave;
         };
@@ -271,7 +311,7 @@ impl State {
         if !wanted || now < self.start_not_before {
             return Vec::new();
         }
-        let missing = self.size.saturating_sub(self.live() + self.starting());
+        let missing = self.wanted.saturating_sub(self.live() + self.starting());
         let mut claimed = Vec::new();
         for (index, slot) in self.slots.iter_mut().enumerate() {
             if claimed.len() == missing {

@@ -20,6 +20,33 @@ pub(super) fn copy_of(op: &IoOp) -> IoOp {
             buf: IoBuf::Heap(Vec::new()),
             mode: *mode,
         },
+        IoOp::ReadInto {
+            path,
+            offset,
+            into,
+            keep,
+        } => IoOp::ReadInto {
+            path: path.clone(),
+            offset: *offset,
+            into: into
+                .iter()
+                .map(|(_, len)| (IoBuf::Heap(Vec::new()), *len))
+                .collect(),
+            keep: *keep,
+        },
+        IoOp::ReadParts {
+            path,
+            offset,
+            parts,
+            keep,
+            ..
+        } => IoOp::ReadParts {
+            path: path.clone(),
+            offset: *offset,
+            parts: parts.clone(),
+            buf: IoBuf::Heap(Vec::new()),
+            keep: *keep,
+        },
         IoOp::Publish {
             private,
             target,

@@ -39,7 +39,9 @@ impl Hidden {
             return look;
         }
         match op {
-            IoOp::Read { path, .. } => look.read = self.misses(path),
+            IoOp::Read { path, .. } | IoOp::ReadInto { path, .. } | IoOp::ReadParts { path, .. } => {
+                look.read = self.misses(path);
+            }
             IoOp::Stat { paths, .. } => {
                 look.stats = (0..paths.len()).filter(|&i| self.misses(&paths[i])).collect();
             }

@@ -68,6 +68,8 @@ struct State {
     log: VecDeque<Seen>,
     /// Where operations hang, so that their deadlines hold; made with the first rule that needs it.
     hang: Option<Arc<WorkerPool>>,
+    /// Hanging operations that count as one lost worker; 0 is 1.
+    places: usize,
 }
 
 impl FaultyEngine {
@@ -113,6 +115,11 @@ impl FaultyEngine {
             .rules
             .get(rule.0)
             .map_or(0, |rule| rule.hits)
+    }
+
+    /// So many operations that hang count as one lost worker, as in a ring; 1 if nothing is said.
+    pub fn places_of_a_worker(&self, places: usize) {
+        self.shared.state.lock().places = places;
     }
 
     /// Takes all rules out of force; their numbers mean nothing any more.
@@ -171,8 +178,7 @@ impl Shared {
     fn pass(self: &Arc<Self>, lane: usize, deadline: Mono, op: IoOp, done: Done) {
         let look = self.hidden.lock().look(&op);
         if look.hides_read() {
-            drop(op);
-            return done(Err(strike::os_error(errno::ENOENT)));
+            return done(op.failed(strike::os_error(errno::ENOENT)));
         }
         if look.is_clear() {
             return self.inner.submit(lane, deadline, op, done);
@@ -221,9 +227,29 @@ impl IoEngine for FaultyEngine {
         }
     }
 
+    fn width(&self, lane: usize) -> usize {
+        self.shared.inner.width(lane)
+    }
+
+    fn close_kept(&self, gone: &[PathBuf], unused: bool) {
+        self.shared.inner.close_kept(gone, unused);
+    }
+
+    fn kept(&self) -> usize {
+        self.shared.inner.kept()
+    }
+
     fn stuck(&self) -> usize {
         let hang = self.shared.state.lock().hang.clone();
         self.shared.inner.stuck() + hang.map_or(0, |pool| pool.stuck())
+    }
+
+    fn lost_workers(&self) -> usize {
+        let (hang, places) = {
+            let state = self.shared.state.lock();
+            (state.hang.clone(), state.places.max(1))
+        };
+        self.shared.inner.lost_workers() + hang.map_or(0, |pool| pool.stuck()) / places
     }
 
     fn name(&self) -> &'static str {

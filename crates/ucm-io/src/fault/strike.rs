@@ -24,17 +24,14 @@ impl Shared {
         done: Done,
     ) {
         match fault {
-            Fault::Errno(code) => {
-                drop(op);
-                done(Err(os_error(code)));
-            }
+            Fault::Errno(code) => done(op.failed(os_error(code))),
             Fault::Busy => {
                 drop(op);
                 done(Err(Error::new(ErrorKind::Busy, "the lane is full (scripted)")));
             }
             Fault::LostReply(code) => {
                 let done = Box::new(move |result: Result<IoDone>| {
-                    done(result.and_then(|_| Err(os_error(code))));
+                    done(result.and_then(|answer| answer.failed(os_error(code))));
                 });
                 self.pass(lane, deadline, op, done);
             }
@@ -60,6 +57,10 @@ impl Shared {
                             buf,
                             read: read.min(most),
                             file_len,
+                        },
+                        IoDone::ReadInto { bufs, read } => IoDone::ReadInto {
+                            bufs,
+                            read: read.map(|read| read.min(most)),
                         },
                         other => other,
                     }));
@@ -97,7 +98,7 @@ impl Shared {
         let shared = Arc::clone(self);
         let first = Box::new(move |result: Result<IoDone>| match result {
             Err(error) => done(Err(error)),
-            Ok(IoDone::Read { .. }) if matches!(again, IoOp::Read { .. }) => done(result),
+            Ok(IoDone::Read { .. } | IoDone::ReadInto { .. }) => done(result),
             Ok(answer) => {
                 let done =
                     Box::new(move |second: Result<IoDone>| done(second.map(|s| with_buf_of(s, answer))));
@@ -147,6 +148,32 @@ impl Shared {
                     offset,
                     mtime_ns,
                 };
+                self.pass(lane, deadline, op, done);
+            }
+            IoOp::ReadInto { ref into, .. } => {
+                let lens: Vec<usize> = into.iter().map(|(_, len)| *len).collect();
+                let done = Box::new(move |result: Result<IoDone>| {
+                    done(result.map(|mut answer| {
+                        if let IoDone::ReadInto { bufs, read: Ok(read) } = &mut answer {
+                            damage_all(bufs, &lens, *read, damage);
+                        }
+                        answer
+                    }));
+                });
+                self.pass(lane, deadline, op, done);
+            }
+            IoOp::ReadParts { ref parts, .. } => {
+                let end = parts.last().map_or(0, |part| part.end);
+                let done = Box::new(move |result: Result<IoDone>| {
+                    done(result.map(|mut answer| {
+                        if let IoDone::ReadInto { bufs, read: Ok(_) } = &mut answer
+                            && let Some(buf) = bufs.first_mut()
+                        {
+                            damage(&mut buf[..end]);
+                        }
+                        answer
+                    }));
+                });
                 self.pass(lane, deadline, op, done);
             }
             op => {
@@ -317,6 +344,19 @@ impl Shared {
 /// A failure as the operating system reports it.
 pub(super) fn os_error(code: i32) -> Error {
     Error::from_io(std::io::Error::from_raw_os_error(code), "scripted fault")
+}
+
+/// Damages what was read into several buffers as if they were one.
+fn damage_all(bufs: &mut [IoBuf], lens: &[usize], read: usize, damage: impl FnOnce(&mut [u8])) {
+    let pieces = bufs.iter().zip(lens).flat_map(|(buf, &len)| &buf[..len]);
+    let mut bytes: Vec<u8> = pieces.copied().collect();
+    damage(&mut bytes[..read]);
+    let mut rest = bytes.as_slice();
+    for (buf, &len) in bufs.iter_mut().zip(lens) {
+        let (piece, others) = rest.split_at(len);
+        buf[..len].copy_from_slice(piece);
+        rest = others;
+    }
 }
 
 fn flip_at(bytes: &mut [u8], at: &[usize]) {

@@ -21,8 +21,11 @@ mod shared;
 mod state;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_news;
 mod work;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc;
@@ -35,7 +38,7 @@ use ucm_infra::{Bell, Lane, MAX_QUEUE, Mono};
 
 use crate::engine::{Done, IoEngine};
 use crate::op::IoOp;
-use crate::psync::{PsyncEngine, PsyncOptions};
+use crate::psync::{HOUSEKEEPING, PsyncEngine, PsyncOptions};
 use ring::Ring;
 use shared::{Counters, Shared, whole_lane};
 use state::{Phase, State, Waiting};
@@ -82,8 +85,8 @@ impl UringOptions {
         State::places(&self.lanes, self.spare)
     }
 
-    /// The pool's options, each lane with another before it for what the ring leaves to the pool. Together a lane and
-    /// that one take no more than three quarters of the workers, unless the lane may have them all.
+    /// The pool's options, each lane with another before it for what the ring leaves to the pool. The two share the lane's
+    /// limit, so that as many workers are kept for loads as without a ring; what is left never takes all of a larger one.
     pub(crate) fn with_left(&self) -> PsyncOptions {
         let mut psync = self.psync.clone();
         let workers = psync.workers;
@@ -92,7 +95,7 @@ impl UringOptions {
                 capacity: self.places().clamp(1, MAX_QUEUE),
                 max_running: match lane.max_running {
                     all if all >= workers => all,
-                    some => (some / 2).max(1),
+                    some => (some - 1).max(1),
                 },
                 ..lane
             };
@@ -128,7 +131,7 @@ pub struct UringEngine {
 impl UringEngine {
     /// Starts the ring and the pool. The error says that io_uring cannot be used here, or is the pool's.
     pub fn new(options: &UringOptions) -> Result<Arc<Self>> {
-        let psync = PsyncEngine::new(options.with_left())?;
+        let psync = PsyncEngine::paired(options.with_left())?;
         Self::over(psync, options)
     }
 
@@ -142,12 +145,15 @@ impl UringEngine {
             .map_err(|errno| Error::from_io(errno.into(), "cannot make an eventfd for the ring"))?;
         let shared = Arc::new(Shared {
             state: Mutex::new(State::new(&options.lanes, options.spare)),
+            replaced: options.psync.max_replacements,
             clock: Arc::clone(&options.psync.clock),
             psync,
             wake,
             alarm: Bell::new(),
             ends: Bell::new(),
             counters: Counters::default(),
+            #[cfg(test)]
+            faults: Mutex::default(),
         });
         start_ring(&shared, options.places())?;
         let engine = Arc::new(Self { shared });
@@ -159,6 +165,16 @@ impl UringEngine {
     /// Gives an operation to the pool whole.
     pub(crate) fn submit_whole(psync: &PsyncEngine, lane: usize, deadline: Mono, op: IoOp, done: Done) {
         psync.submit(whole_lane(lane), deadline, op, done);
+    }
+
+    /// How many operations of a lane the pool runs at once whole.
+    pub(crate) fn width_whole(psync: &PsyncEngine, lane: usize) -> usize {
+        psync.width(whole_lane(lane))
+    }
+
+    /// Lets the pool close what is kept.
+    pub(crate) fn close_kept_whole(psync: &PsyncEngine, gone: &[PathBuf], unused: bool) {
+        psync.close_kept_in(whole_lane(HOUSEKEEPING), gone, unused);
     }
 
     /// How many operations wanted direct I/O and went through the page cache.
@@ -251,8 +267,25 @@ impl IoEngine for UringEngine {
         }
     }
 
+    fn width(&self, lane: usize) -> usize {
+        Self::width_whole(&self.shared.psync, lane)
+    }
+
+    fn close_kept(&self, gone: &[PathBuf], unused: bool) {
+        Self::close_kept_whole(&self.shared.psync, gone, unused);
+    }
+
+    fn kept(&self) -> usize {
+        self.shared.psync.kept()
+    }
+
     fn stuck(&self) -> usize {
         self.shared.state.lock().lost() + self.shared.psync.stuck()
+    }
+
+    fn lost_workers(&self) -> usize {
+        let shared = &self.shared;
+        shared.state.lock().lost_workers(shared.replaced) + shared.psync.stuck()
     }
 
     fn name(&self) -> &'static str {

@@ -75,7 +75,6 @@ impl Ring {
             self.shared.report(left, || {
                 Error::new(ErrorKind::Io, "the ring is out of order").with("why", &why)
             });
-            self.shared.ends.ring();
         }
     }
 
@@ -140,8 +139,8 @@ impl Ring {
     fn registered(&mut self, call: Call, work: &Work) -> Option<u16> {
         let hold = &work.core.hold;
         let moves = matches!(call, Call::Read { .. } | Call::Write { .. });
-        match (&hold.buf, &hold.file) {
-            (IoBuf::Slot(slot), Some(file)) if moves && file.is_direct() => {
+        match &hold.buf {
+            IoBuf::Slot(slot) if moves && hold.is_direct() && !hold.is_several() => {
                 let (number, bytes) = self.buffers.number(&self.ring, slot);
                 Shared::count(&self.shared.counters.registered, bytes);
                 number
@@ -186,31 +185,39 @@ impl Ring {
         }
     }
 
-    /// Gives the kernel what is queued and, if wanted, sleeps until there is an answer.
+    /// Gives the kernel what is queued and, if wanted, sleeps until there is an answer. It may come back without having
+    /// done either: the next round tries again.
     fn submit(&mut self, sleep: bool) -> std::io::Result<()> {
         if !sleep && self.ring.submission().is_empty() {
             return Ok(());
         }
-        loop {
-            let done = self.ring.submit_and_wait(usize::from(sleep));
-            if sleep {
-                self.shared.state.lock().asleep = false;
-                Shared::count(&self.shared.counters.wakeups, 1);
-            }
-            let Err(error) = done else { return Ok(()) };
-            match error.raw_os_error() {
-                // A signal, or answers to be taken first: there may be news in any case.
-                Some(libc::EINTR | libc::EBUSY) => return Ok(()),
-                // No memory for a call at the moment. Without answers to wait for, that passes with time.
-                Some(libc::EAGAIN | libc::ENOMEM) => {
-                    if !self.ring.completion().is_empty() {
-                        return Ok(());
-                    }
+        let done = self.enter(sleep);
+        if sleep {
+            // From here on nobody wakes us, so there is no second sleep before the orders were looked at.
+            self.shared.state.lock().asleep = false;
+            Shared::count(&self.shared.counters.wakeups, 1);
+        }
+        let Err(error) = done else { return Ok(()) };
+        match error.raw_os_error() {
+            // A signal, or answers to be taken first: there may be news in any case.
+            Some(libc::EINTR | libc::EBUSY) => Ok(()),
+            // No memory for a call at the moment. Without answers to wait for, that passes with time.
+            Some(libc::EAGAIN | libc::ENOMEM) => {
+                if self.ring.completion().is_empty() {
                     std::thread::park_timeout(std::time::Duration::from_millis(1));
                 }
-                _ => return Err(error),
+                Ok(())
             }
+            _ => Err(error),
         }
+    }
+
+    fn enter(&self, sleep: bool) -> std::io::Result<usize> {
+        #[cfg(test)]
+        if let Some(code) = self.shared.fault(sleep && !self.flying.contains(&true)) {
+            return Err(std::io::Error::from_raw_os_error(code));
+        }
+        self.ring.submit_and_wait(usize::from(sleep))
     }
 
     /// Takes every answer that is there, and does what comes next.

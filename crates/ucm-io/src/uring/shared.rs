@@ -26,8 +26,14 @@ pub(super) struct Counters {
     pub(super) registered: AtomicU64,
 }
 
+/// What a test has the kernel answer, as an error number; nothing: what it does.
+#[cfg(test)]
+type Fault = Box<dyn FnMut(bool) -> Option<i32> + Send>;
+
 pub(super) struct Shared {
     pub(super) state: Mutex<State>,
+    /// Threads of the pool that are replaced when they hang.
+    pub(super) replaced: usize,
     pub(super) clock: Arc<dyn Clock>,
     pub(super) psync: Arc<PsyncEngine>,
     /// Read by the ring; written to wake its thread.
@@ -37,9 +43,17 @@ pub(super) struct Shared {
     /// Rung whenever an operation has ended.
     pub(super) ends: Bell,
     pub(super) counters: Counters,
+    /// Asked before each call of the kernel, with whether it is to sleep without an operation: an error in its place.
+    #[cfg(test)]
+    pub(super) faults: Mutex<Option<Fault>>,
 }
 
 impl Shared {
+    #[cfg(test)]
+    pub(super) fn fault(&self, idle: bool) -> Option<i32> {
+        self.faults.lock().as_mut().and_then(|fault| fault(idle))
+    }
+
     /// Changes the state, then wakes the ring's thread if it sleeps and has something to do now.
     pub(super) fn change<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
         let mut state = self.state.lock();
@@ -69,8 +83,11 @@ impl Shared {
         }
     }
 
-    /// Answers operations that were given up.
+    /// Answers operations that were given up. Who waits for the last one hears of it, whoever found it.
     pub(super) fn report(&self, given_up: Vec<Overdue>, error: impl Fn() -> Error) {
+        if given_up.is_empty() {
+            return;
+        }
         for Overdue { done, work, lane } in given_up {
             let was = if work.is_some() { "queued" } else { "running" };
             let error = error().with("lane", lane).with("was", was);
@@ -80,6 +97,7 @@ impl Shared {
                 done(Err(error));
             });
         }
+        self.ends.ring();
     }
 
     /// Answers what is past its deadline.
@@ -116,10 +134,7 @@ impl Shared {
                 Some((late, state.watch_wakes))
             });
             let Some((late, wakes)) = decided else { return };
-            if !late.is_empty() {
-                self.report_late(late);
-                self.ends.ring();
-            }
+            self.report_late(late);
             self.clock
                 .sleep(&self.alarm, seen, (wakes != Mono::NEVER).then_some(wakes));
         }

@@ -78,6 +78,8 @@ pub(super) struct State {
     cancels: Vec<usize>,
     returned: Vec<(usize, Box<Work>)>,
     lost: usize,
+    /// Places for what was given up and has not ended: with more than that lost, lanes lack places.
+    spare: usize,
     /// The ring's thread sleeps, or is about to: whoever brings news wakes it.
     pub(super) asleep: bool,
     /// When the watch looks again by itself.
@@ -104,6 +106,7 @@ impl State {
             cancels: Vec::new(),
             returned: Vec::new(),
             lost: 0,
+            spare,
             asleep: false,
             watch_wakes: Mono::NEVER,
             broken: false,
@@ -327,6 +330,11 @@ impl State {
     /// Given up and not ended.
     pub(super) fn lost(&self) -> usize {
         self.lost
+    }
+
+    /// The same in threads of a pool that replaces so many: with as many lost either has none to spare.
+    pub(super) fn lost_workers(&self, replaced: usize) -> usize {
+        self.lost.saturating_mul(replaced) / self.spare.max(1)
     }
 
     /// Whether the ring's thread has to hear of something.

@@ -6,8 +6,10 @@ use std::sync::Arc;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 use ucm_core::{ErrorKind, Result};
+use ucm_infra::{Lane, Mono};
 
 use super::hold::Call;
+use super::state::{State, Waiting};
 use super::work::{Next, Work};
 use crate::file::Files;
 use crate::op::{IoBuf, IoDone, IoOp, ReadMode};
@@ -299,4 +301,121 @@ fn what_the_ring_does_not_run_is_given_back() {
     }
     let [slot] = page_slots(1).unwrap();
     assert!(Work::new(fresh(slot.into(), 4096), &files).is_ok());
+}
+
+/// A read of two pieces of a page each, from the second page on.
+fn read_into(files: &Arc<Files>, path: &Path) -> Work {
+    let slots: [_; 2] = page_slots(4096).unwrap();
+    let op = IoOp::ReadInto {
+        path: path.to_owned(),
+        offset: 4096,
+        into: slots.into_iter().map(|slot| (IoBuf::Slot(slot), 4096)).collect(),
+        keep: true,
+    };
+    Work::new(op, files).unwrap().unwrap()
+}
+
+fn filled(next: Next) -> Result<usize> {
+    let Ok(IoDone::ReadInto { bufs, read }) = done(next) else {
+        unreachable!();
+    };
+    assert_eq!(bufs.len(), 2, "always");
+    read
+}
+
+const fn piece(from: usize, len: usize) -> Call {
+    Call::Read {
+        from,
+        len,
+        at: 4096 + from as u64,
+    }
+}
+
+#[test]
+fn several_buffers_are_filled_and_the_file_is_kept_open() {
+    let (_dir, path) = place(3 * 4096);
+    let files = Arc::new(Files::new(false));
+    let mut work = read_into(&files, &path);
+    assert!(matches!(call(work.begin()), Call::Open { .. }));
+    assert_eq!(call(work.step(open(&path), true)), piece(0, 8192));
+    assert_eq!(call(work.step(Ok(5000), true)), piece(5000, 3192));
+    assert_eq!(filled(work.step(Ok(3192), true)).unwrap(), 8192);
+    assert_eq!(files.kept.count(), 1);
+    // The next needs no open; the end of the file ends it.
+    let mut work = read_into(&files, &path);
+    assert_eq!(call(work.begin()), piece(0, 8192));
+    assert_eq!(call(work.step(Ok(4096), true)), piece(4096, 4096));
+    assert_eq!(filled(work.step(Ok(0), true)).unwrap(), 4096);
+    assert_eq!(files.kept.count(), 1);
+}
+
+#[test]
+fn a_kept_file_that_fails_is_opened_anew_and_one_without_a_name_is_gone() {
+    let (_dir, path) = place(3 * 4096);
+    let files = Arc::new(Files::new(false));
+    let keep = || {
+        let mut work = read_into(&files, &path);
+        work.begin();
+        work.step(open(&path), true);
+        filled(work.step(Ok(8192), true)).unwrap();
+    };
+    keep();
+    let mut work = read_into(&files, &path);
+    assert_eq!(call(work.begin()), piece(0, 8192));
+    assert_eq!(call(work.step(Ok(4096), true)), piece(4096, 4096));
+    assert!(matches!(call(work.step(Err(Errno::IO), true)), Call::Open { .. }));
+    assert_eq!(files.kept.count(), 0);
+    assert_eq!(
+        call(work.step(open(&path), true)),
+        piece(0, 8192),
+        "from the start"
+    );
+    let error = filled(work.step(Err(Errno::IO), true)).unwrap_err();
+    assert_eq!(error.os_code(), Some(libc::EIO));
+    assert_eq!(files.kept.count(), 0);
+    keep();
+    let mut work = read_into(&files, &path);
+    work.begin();
+    assert!(done(work.step(Ok(4096), false)).is_ok(), "nobody waits");
+    assert_eq!(files.kept.count(), 1);
+    let mut work = read_into(&files, &path);
+    work.begin();
+    let error = filled(work.step(Err(Errno::STALE), true)).unwrap_err();
+    assert_eq!((error.kind(), files.kept.count()), (ErrorKind::NotFound, 0));
+    keep();
+    std::fs::remove_file(&path).unwrap();
+    let error = filled(read_into(&files, &path).begin()).unwrap_err();
+    assert_eq!((error.kind(), files.kept.count()), (ErrorKind::NotFound, 0));
+}
+
+#[test]
+fn places_are_lost_by_the_worker() {
+    let (_dir, path) = place(10);
+    let lane = Lane {
+        name: "load",
+        capacity: 64,
+        max_running: 32,
+    };
+    // As beside four workers of which two are replaced: eight places for each.
+    let mut state = State::new(&[lane], 16);
+    for _ in 0..17 {
+        let waiting = Waiting {
+            work: Box::new(read(&path, 10, false)),
+            deadline: Mono(1),
+            done: Box::new(|_| ()),
+        };
+        assert!(state.push(0, waiting).is_ok());
+    }
+    assert_eq!(state.orders(Mono(0)).starts.len(), 17);
+    assert_eq!(state.overdue(Mono(1)).len(), 17);
+    let mut left = Vec::new();
+    for place in 0..17 {
+        left.push((state.lost(), state.lost_workers(2)));
+        state.ended(place);
+    }
+    assert_eq!(left.first(), Some(&(17, 2)));
+    assert_eq!(
+        (left[1], left[2], left[9], left[10]),
+        ((16, 2), (15, 1), (8, 1), (7, 0))
+    );
 }

@@ -86,10 +86,12 @@ impl Work {
     /// or offset needs a detour.
     pub(super) fn new(op: IoOp, files: &Arc<Files>) -> std::result::Result<Result<Self>, IoOp> {
         let taken = match op {
-            IoOp::Read { .. } => Reading::take(op, files)?.map(|(core, script)| Self {
-                core,
-                script: Script::Read(script),
-            }),
+            IoOp::Read { .. } | IoOp::ReadInto { .. } => {
+                Reading::take(op, files)?.map(|(core, script)| Self {
+                    core,
+                    script: Script::Read(script),
+                })
+            }
             IoOp::Publish { .. } => Publishing::take(op, files)?.map(|(core, script)| Self {
                 core,
                 script: Script::Publish(script),
@@ -102,7 +104,7 @@ impl Work {
     /// The first call.
     pub(super) fn begin(&mut self) -> Next {
         match &mut self.script {
-            Script::Read(script) => script.open(&mut self.core),
+            Script::Read(script) => script.begin(&mut self.core),
             Script::Publish(script) => script.create(&mut self.core),
         }
     }

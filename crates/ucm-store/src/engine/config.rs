@@ -66,7 +66,8 @@ pub struct Row {
     pub id: BlockId,
     /// The shard's index.
     pub shard: u32,
-    /// Pieces on the device; as many and as long as the geometry says.
+    /// Pieces on the device; as many and as long as the geometry says. Inside the engine none at all means that the whole
+    /// block is wanted in its slot and nowhere else.
     pub spans: Vec<DeviceSpan>,
 }
 

@@ -25,9 +25,16 @@ impl Core {
     pub(super) fn start_dump(self: &Arc<Self>, rows: Vec<Row>, deadline: Mono) -> Result<Task> {
         let now = self.clock.now();
         let state = TaskState::new(rows.len(), now, deadline);
+        let (backend, hurried) = (Arc::clone(&self.backend), Arc::clone(&state));
         let task = Task {
             state: Arc::clone(&state),
             expire: Arc::new(|| {}), // the pools of copies and of the backend keep its deadline
+            hurry: Arc::new(move || {
+                hurried.hurry();
+                if hurried.only_waits() {
+                    backend.hurry();
+                }
+            }),
         };
         if rows.is_empty() {
             return Ok(task);
@@ -163,6 +170,10 @@ impl Core {
             After::Ended(_) => self.finish_rows(task, count),
             After::Wait => {}
             After::Publish(slot, crcs) => self.publish(assembly, slot, &crcs),
+        }
+        let flushed = task.started.0 < self.flushed.load(Ordering::Acquire);
+        if task.only_waits() || flushed && task.is_handed_over() {
+            self.backend.hurry();
         }
     }
 

@@ -1,5 +1,6 @@
 //! Who may pass: the breaker, the first look at the backend and the later ones, records that were refused.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -11,7 +12,7 @@ use crate::backend::{Quarantined, ReadDone};
 use crate::events::Level;
 use crate::evidence::is_damage;
 use crate::health::Change;
-use crate::record::{Expect, RecordHeader, verify};
+use crate::record::{Expect, RecordHeader, verify, verify_layers};
 use crate::stats::Stats;
 
 impl Core {
@@ -47,14 +48,19 @@ impl Core {
     fn overrun(&self) -> Option<Error> {
         let slots = self.slots.capacity();
         // Each stuck operation may hold a slot: half of them is too many. One slot: opened for lookups only.
-        let of_slots = if slots < 4 { usize::MAX } else { slots / 2 + 1 };
+        let of_slots = if self.looks_up_only() {
+            usize::MAX
+        } else {
+            slots / 2 + 1
+        };
         let (io, copies) = (self.backend.stuck(), self.copies.stuck());
         // A composition switches its stages off one by one; what is left to judge here is how many slots are lost.
         let of_threads = match self.backend.health() {
             Some(_) => usize::MAX,
             None => self.breaker.max_stuck(),
         };
-        (io >= of_threads.min(of_slots) || copies >= COPY_REPLACEMENTS).then(|| {
+        let threads_lost = self.backend.lost_workers() >= of_threads;
+        (threads_lost || io >= of_slots || copies >= COPY_REPLACEMENTS).then(|| {
             Error::new(ErrorKind::Timeout, "too many operations never returned")
                 .with("stuck", io + copies)
                 .with("slots", slots)
@@ -81,7 +87,7 @@ impl Core {
 
     fn opening(&self) -> String {
         let (slots, bytes) = (self.slots.capacity(), self.layout.record_len());
-        let staging = if slots < 4 {
+        let staging = if self.looks_up_only() {
             "lookups only".to_owned()
         } else {
             let (reserved, pages) = (self.reserved_slots, self.pages);
@@ -135,6 +141,32 @@ impl Core {
         verify(&read.slot.as_slice()[..read.read], read.stored_len, &expect)
     }
 
+    /// The same of a read of some layers.
+    pub(super) fn verify_layers(
+        &self,
+        id: BlockId,
+        read: &ReadDone,
+        layers: Range<u32>,
+    ) -> Result<RecordHeader, MissReason> {
+        if read.read
+            < self
+                .layout
+                .parts(layers.clone())
+                .iter()
+                .map(Range::len)
+                .sum::<usize>()
+        {
+            return Err(MissReason::Truncated);
+        }
+        let expect = Expect {
+            id,
+            namespace: *self.identity.digest(),
+            part: self.part,
+            layout: &self.layout,
+        };
+        verify_layers(read.slot.as_slice(), read.stored_len, &expect, layers)
+    }
+
     /// Remembers that a record is not what it should be, in the last stage that had it (`None`: where it was just
     /// written); the answer is the error for those who wanted it.
     pub(super) fn refuse(self: &Arc<Self>, id: BlockId, stage: Option<usize>, reason: MissReason) -> Error {
@@ -184,7 +216,7 @@ impl Core {
             }
         });
         match stage {
-            Some(stage) => self.backend.discard(stage, id, is_damage(reason), done),
+            Some(stage) => self.backend.discard(stage, id, reason, done),
             None if is_damage(reason) => self.backend.quarantine(id, done),
             None => {}
         }

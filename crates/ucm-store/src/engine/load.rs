@@ -5,10 +5,11 @@
 //! byte reaches the device after the load was reported (rule 1). Loads of one block by several tasks join one read.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_core::{BlockId, Error, ErrorKind, Geometry, MissReason, Result};
 use ucm_device::DeviceSpan;
 use ucm_infra::{BlockState, Killed, LoadGate, Mono};
 
@@ -22,6 +23,20 @@ use crate::stats::Stats;
 pub(super) struct BlockRows {
     pub(super) id: BlockId,
     rows: BlockRowList,
+}
+
+impl BlockRows {
+    /// The layers from the first that is wanted to the last.
+    pub(super) fn layers(&self, geometry: &Geometry) -> Range<u32> {
+        if self.rows.iter().any(|(_, _, spans)| spans.is_empty()) {
+            return 0..geometry.layers();
+        }
+        let per_shard = geometry.layers_per_shard();
+        let shards = self.rows.iter().map(|(_, shard, _)| *shard);
+        let first = shards.clone().min().unwrap_or(0);
+        let end = shards.max().map_or(0, |last| last + 1);
+        first * per_shard..end * per_shard
+    }
 }
 
 pub(super) struct LoadTask {
@@ -74,7 +89,11 @@ impl Core {
         if !task.blocks.is_empty() {
             self.begin_load(&task, now);
         }
-        Ok(Task { state, expire })
+        Ok(Task {
+            state,
+            expire,
+            hurry: Arc::new(|| {}),
+        })
     }
 
     /// Lets the blocks of a load wait for their reads, or ends it here.
@@ -88,10 +107,11 @@ impl Core {
             .iter()
             .position(|block| self.refused.contains(block.id))
         {
-            self.stats.misses.add(MissReason::Refused, 1);
+            let (kind, reason) = self.refused.again(task.blocks[index].id);
+            self.stats.misses.add(reason, 1);
             let known = "this record was refused before and not replaced yet";
-            let refused = Error::new(ErrorKind::Corrupt, known).with("reason", MissReason::Refused.name());
-            return self.fail_block(task, index, refused);
+            let refused = Error::new(kind, known).with("reason", reason.name());
+            return self.fail_block(task, index, refused, &mut None);
         }
         if !self.enqueue(task) {
             let full = Error::new(ErrorKind::Busy, "too many blocks wait for a staging slot");
@@ -127,9 +147,9 @@ impl Core {
         }
     }
 
-    /// Copies one verified block to the device, if the task still wants it. True if that ended the load: the caller
+    /// Copies one verified block, read from `stage`, to the device, if the task still wants it there. True if that ended the load: the caller
     /// reports it.
-    pub(super) fn scatter(&self, task: &LoadTask, index: usize, record: &[u8]) -> bool {
+    pub(super) fn scatter(&self, task: &LoadTask, index: usize, record: &[u8], stage: usize) -> bool {
         if !task.gate.begin_scatter(index) {
             return false;
         }
@@ -146,9 +166,15 @@ impl Core {
         });
         match copied {
             Ok(()) => {
-                Stats::add(&self.stats.blocks_loaded, 1);
-                let shards = task.blocks[index].rows.len() as u64;
-                Stats::add(&self.stats.bytes_loaded, shards * self.shard_len());
+                task.state.serve(stage);
+                let rows = &task.blocks[index].rows;
+                let shards = rows.iter().filter(|(_, _, spans)| !spans.is_empty()).count();
+                if shards == 0 {
+                    Stats::add(&self.stats.blocks_verified, 1);
+                } else {
+                    Stats::add(&self.stats.blocks_loaded, 1);
+                    Stats::add(&self.stats.bytes_loaded, shards as u64 * self.shard_len());
+                }
             }
             Err(error) => {
                 self.record_failure(task, index, &error);
@@ -160,10 +186,20 @@ impl Core {
     }
 
     /// A read failed: that is this block's own failure if it was still wanted, and the end of the load.
-    pub(super) fn fail_block(self: &Arc<Self>, task: &Arc<LoadTask>, index: usize, error: Error) {
+    /// `miss` is counted and taken if so.
+    pub(super) fn fail_block(
+        self: &Arc<Self>,
+        task: &Arc<LoadTask>,
+        index: usize,
+        error: Error,
+        miss: &mut Option<MissReason>,
+    ) {
         let killed = task.gate.kill(index);
         if killed.count == 0 {
             return; // put to death before, or of a load that is over
+        }
+        if let Some(reason) = miss.take() {
+            self.stats.misses.add(reason, 1);
         }
         self.record_failure(task, index, &error);
         if self.kill(task, given_up(error)).last || killed.last {

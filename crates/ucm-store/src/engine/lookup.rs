@@ -8,7 +8,7 @@ use ucm_infra::{Completion, Mono};
 
 use super::Core;
 use super::guard::reason_of;
-use crate::backend::Presence;
+use crate::backend::Place;
 use crate::stats::Stats;
 
 /// Ids per operation when a lookup is spread over workers.
@@ -40,24 +40,32 @@ impl Core {
 
     /// The same, and why the next id is no hit; `None` if every id is one.
     pub fn explain_on_prefix(self: &Arc<Self>, ids: &[BlockId]) -> Result<(usize, Option<MissReason>)> {
+        let (stages, reason) = self.locate_on_prefix(ids)?;
+        Ok((stages.len(), reason))
+    }
+
+    /// The stage, counted from the top, that each id from the first on would be read from without a gap, and why the
+    /// next one is no hit. Where a record is may change until it is read.
+    pub fn locate_on_prefix(self: &Arc<Self>, ids: &[BlockId]) -> Result<(Vec<u8>, Option<MissReason>)> {
         let (now, asked) = self.begin(ids)?;
         if !asked {
-            return Ok((0, (!ids.is_empty()).then_some(MissReason::Unhealthy)));
+            return Ok((Vec::new(), (!ids.is_empty()).then_some(MissReason::Unhealthy)));
         }
         let deadline = now.after(self.deadlines.lookup); // one for all windows
-        let (mut known, mut window, mut reason) = (0, CHUNK, None);
-        while known < ids.len() {
+        let (mut stages, mut window, mut reason) = (Vec::new(), CHUNK, None);
+        while stages.len() < ids.len() {
+            let known = stages.len();
             let end = ids.len().min(known + window);
             let found = self.ask(&ids[known..end], true, deadline);
-            known += found.iter().take_while(|answer| answer.is_ok()).count();
+            stages.extend(found.iter().map_while(|answer| answer.ok()));
             reason = found.into_iter().find_map(std::result::Result::err);
             if reason.is_some() {
                 break;
             }
             window = (window * 2).min(CHUNK_MAX * SPREAD);
         }
-        self.end(now, known);
-        Ok((known, reason))
+        self.end(now, stages.len());
+        Ok((stages, reason))
     }
 
     /// Checks and counts a call; false if there is nothing to ask or nobody to be asked.
@@ -86,17 +94,17 @@ impl Core {
     }
 
     /// Asks for ids, in order; what was not answered in time, or not asked after a missing one, is not there.
-    fn ask(&self, ids: &[BlockId], stop_at_missing: bool, deadline: Mono) -> Vec<Presence> {
+    fn ask(&self, ids: &[BlockId], stop_at_missing: bool, deadline: Mono) -> Vec<Place> {
         let chunk = ids.len().div_ceil(SPREAD).clamp(CHUNK, CHUNK_MAX);
         let waits: Vec<_> = ids
             .chunks(chunk)
             .map(|ids| {
                 let completion = Completion::new();
                 let answer = Arc::clone(&completion);
-                let done = Box::new(move |result: Result<Vec<Presence>>| {
+                let done = Box::new(move |result: Result<Vec<Place>>| {
                     answer.complete(result);
                 });
-                self.backend.lookup(ids.to_vec(), stop_at_missing, deadline, done);
+                self.backend.locate(ids.to_vec(), stop_at_missing, deadline, done);
                 (ids, completion)
             })
             .collect();
@@ -141,12 +149,12 @@ impl Core {
     }
 
     /// Whether an id that was looked at is a hit here.
-    fn judge(&self, id: BlockId, there: Presence) -> Presence {
-        let refused = || match self.refused.contains(id) {
+    fn judge(&self, id: BlockId, there: Place) -> Place {
+        let refused = |stage| match self.refused.contains(id) {
             true => Err(MissReason::Refused),
-            false => Ok(()),
+            false => Ok(stage),
         };
-        let answer = there.and_then(|()| refused());
+        let answer = there.and_then(refused);
         answer.inspect_err(|&reason| self.stats.misses.add(reason, 1))
     }
 }

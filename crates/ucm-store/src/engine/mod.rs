@@ -19,7 +19,7 @@ mod task;
 
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use hashlink::LruCache;
@@ -93,6 +93,8 @@ pub struct Core {
     /// Blocks cannot be stored for a reason that somebody must remove, and the log said so.
     unwritable: AtomicBool,
     closed: AtomicBool,
+    /// Just after [`Core::flush`] was last called: dumps begun before are published soon.
+    flushed: AtomicU64,
     pid: u32,
     stats: Stats,
     events: Events,
@@ -131,6 +133,7 @@ impl Engine {
         let slots = SlotPool::new(arena, slot_len as usize)?;
         let copy_limit = (slots.capacity() * 2 + 64).min(MAX_COPIES);
         let copies = WorkerPool::builder("ucm-copy")
+            .on_demand()
             .size(config.copy_threads.max(1))
             .lanes(&[
                 Lane {
@@ -180,6 +183,7 @@ impl Engine {
             ready: AtomicBool::new(false),
             unwritable: AtomicBool::new(false),
             closed: AtomicBool::new(false),
+            flushed: AtomicU64::new(0),
             pid: std::process::id(),
             stats: Stats::default(),
             events: Events::default(),
@@ -198,9 +202,21 @@ impl Engine {
     /// `deadline`: from now, the configured one if `None`, ten minutes at most.
     pub fn load(&self, rows: Vec<Row>, deadline: Option<Duration>) -> Result<Task> {
         self.check_rows(&rows)?;
-        let deadline = deadline.unwrap_or(self.deadlines.load).min(LONGEST_LOAD);
-        let deadline = self.clock.now().after(deadline);
-        self.0.start_load(rows, deadline)
+        self.0.start_load(rows, self.load_deadline(deadline))
+    }
+
+    /// Loads whole blocks into staging slots and no further: they are read and verified as for a load, which fails where
+    /// that one would and leaves behind what that one would (a refused record is no hit any more), and no device memory
+    /// is touched. `deadline` as of [`Engine::load`].
+    pub fn verify(&self, ids: &[BlockId], deadline: Option<Duration>) -> Result<Task> {
+        self.check_count(ids.len())?;
+        let row = |&id| Row {
+            id,
+            shard: 0,
+            spans: Vec::new(),
+        };
+        let rows = ids.iter().map(row).collect();
+        self.0.start_load(rows, self.load_deadline(deadline))
     }
 
     /// Starts dumping rows, or refuses at once (Busy: no slot; Unhealthy: the breaker is open).
@@ -252,21 +268,42 @@ impl Core {
     /// These blocks, with their ordinals, were used by a request.
     pub fn touch(&self, ids: &[(BlockId, u32)]) -> Result<()> {
         self.usable()?;
-        if self.ready.load(Ordering::Acquire) && self.breaker.is_closed() {
-            self.backend
-                .touch(ids, self.clock.now().after(self.deadlines.dump));
+        if let Some(deadline) = self.may_touch() {
+            self.backend.touch(ids, deadline);
         }
         Ok(())
     }
 
+    /// The same for what this process alone can touch: its memory, and what it knows of the segments that it merges.
+    pub fn touch_own(&self, ids: &[(BlockId, u32)]) -> Result<()> {
+        self.usable()?;
+        if let Some(deadline) = self.may_touch() {
+            self.backend.touch_own(ids, deadline);
+        }
+        Ok(())
+    }
+
+    /// Whether [`Core::touch_own`] does anything: whether this process is to be told what another one's touch does not
+    /// reach. May change until the store was ready once.
+    pub fn wants_touch_own(&self) -> bool {
+        self.backend.wants_touch_own()
+    }
+
+    /// Until when the medium may take to note uses down; `None` while it is not well.
+    fn may_touch(&self) -> Option<Mono> {
+        let well = self.ready.load(Ordering::Acquire) && self.breaker.is_closed();
+        well.then(|| self.clock.now().after(self.deadlines.dump))
+    }
+
     /// These blocks will be asked for: brings them into the upper stages of a pipeline, when nothing more urgent is to
-    /// be done. The answer counts those taken on; without an upper stage that is none.
+    /// be done. The answer counts those taken on; without an upper stage that is none, nor in a store for lookups only, which
+    /// keeps nothing.
     pub fn prefetch(&self, ids: &[BlockId], priority: Priority) -> Result<usize> {
         self.usable()?;
         if ids.len() > limits::MAX_IDS_PER_CALL {
             return Err(Error::invalid("too many ids in one call").with("ids", ids.len()));
         }
-        if !self.ready.load(Ordering::Acquire) {
+        if self.looks_up_only() || !self.ready.load(Ordering::Acquire) {
             return Ok(0);
         }
         Ok(self.backend.prefetch(ids, priority))
@@ -278,10 +315,37 @@ impl Core {
         Ok(self.backend.cancel_prefetch(ids))
     }
 
+    /// Publishes soon what was dumped and waits for more to be published with it (a segment). Never waits.
+    pub fn flush(&self) -> Result<()> {
+        self.usable()?;
+        self.flushed.fetch_max(self.clock.now().0 + 1, Ordering::AcqRel);
+        self.backend.flush(false);
+        Ok(())
+    }
+
     /// What became readable for this process before others can see it, and what no longer is, since the last call.
     pub fn early(&self) -> Result<Early> {
         self.usable()?;
         Ok(self.backend.early())
+    }
+
+    /// Another process of the same engine refused these records, or could not read them: they are no hits here until the
+    /// next dump has replaced them, unless they are of a newer version.
+    pub fn distrust(&self, ids: &[BlockId]) -> Result<()> {
+        self.usable()?;
+        ids.iter().for_each(|&id| self.refused.distrust(id));
+        Ok(())
+    }
+
+    /// Another process of the same engine replaces these records: what was refused of them here is forgotten. Nothing
+    /// is believed by this: a record that is still bad is refused again by the next load.
+    pub fn trust(&self, ids: &[BlockId]) -> Result<()> {
+        self.usable()?;
+        self.backend.forgive(ids);
+        for &id in ids {
+            self.refused.forgive(id);
+        }
+        Ok(())
     }
 
     /// How many more blocks a dump could take now.
@@ -324,17 +388,28 @@ impl Core {
         Ok(())
     }
 
-    fn check_rows(&self, rows: &[Row]) -> Result<()> {
+    /// When a load that begins now is over.
+    fn load_deadline(&self, given: Option<Duration>) -> Mono {
+        let deadline = given.unwrap_or(self.deadlines.load).min(LONGEST_LOAD);
+        self.clock.now().after(deadline)
+    }
+
+    fn check_count(&self, rows: usize) -> Result<()> {
         self.usable()?;
-        if rows.len() > limits::MAX_IDS_PER_CALL {
-            return Err(Error::invalid("too many rows in one call").with("rows", rows.len()));
+        if rows > limits::MAX_IDS_PER_CALL {
+            return Err(Error::invalid("too many rows in one call").with("rows", rows));
         }
-        if self.slots.capacity() < 4 {
+        if self.looks_up_only() {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 "this store was opened for lookups only (device_id -1)",
             ));
         }
+        Ok(())
+    }
+
+    fn check_rows(&self, rows: &[Row]) -> Result<()> {
+        self.check_count(rows.len())?;
         let (shards, pieces) = (self.geometry.shards(), self.geometry.tensors_per_shard());
         for (number, row) in rows.iter().enumerate() {
             if row.shard >= shards {
@@ -351,6 +426,11 @@ impl Core {
             }
         }
         Ok(())
+    }
+
+    /// Whether it was opened for lookups only, with one slot for what a lookup may need.
+    fn looks_up_only(&self) -> bool {
+        self.slots.capacity() < 4
     }
 
     /// The layers of a shard with the device pieces of each.

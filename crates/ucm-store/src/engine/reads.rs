@@ -1,10 +1,12 @@
 //! Reads of blocks, each into a slot of its own: begun while slots are free, asked stage by stage of what lies below, and
 //! judged before anybody hears of them.
 //!
-//! A copy that is absent, refused or late in one stage is asked of the next. A record is refused when no stage has a
+//! A load that wants few of a block's layers has only those read where that can be; loads that join it and want others wait
+//! for the next read. A copy that is absent, refused or late in one stage is asked of the next. A record is refused when no stage has a
 //! sound one.
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
@@ -14,12 +16,16 @@ use ucm_infra::Mono;
 use super::Core;
 use super::guard::reason_of;
 use super::load::LoadTask;
-use crate::backend::{Health, ReadDone};
+use crate::backend::{BlockRead, Health, ReadDone};
 use crate::evidence::is_damage;
 use crate::stats::Stats;
 
 /// Most reads handed to the backend at once; the others wait here, where no queue is full.
 const READS_AT_ONCE: usize = 1024;
+/// Most reads of one stage that are handed to the backend together.
+const TOGETHER: usize = 256;
+/// Bytes that reading a part of a record must save: less is read sooner than asked for by itself. And at least half.
+const WORTH: usize = 256 << 10;
 /// Most blocks waiting for a slot; a load that would make them more is refused.
 pub(super) const MAX_PENDING: usize = limits::MAX_IDS_PER_CALL;
 
@@ -48,7 +54,9 @@ struct Wanted {
 struct Reading {
     id: BlockId,
     stage: usize,
-    /// The second read of the same copy.
+    /// The layers that are read, if not all.
+    layers: Option<Range<u32>>,
+    /// The second read of the same copy, of all of it.
     again: bool,
     deadline: Mono,
     so_far: Option<Failed>,
@@ -63,6 +71,8 @@ struct Sound {
     len: usize,
     /// Its position in its chain.
     ordinal: u32,
+    /// The layers that are in the slot, if not all.
+    layers: Option<Range<u32>>,
 }
 
 /// Why a copy could not be had.
@@ -71,6 +81,21 @@ enum Failed {
     Refused(MissReason, Option<Error>),
     /// It is not there, or could not be read.
     Unread(Error),
+}
+
+/// What the thread that starts reads does next.
+enum Step {
+    /// Starts this one, of these layers if not of all.
+    Start(Wanted, Slot, Mono, Option<Range<u32>>),
+    /// Hands over what it has collected: nothing more can start.
+    HandOver,
+}
+
+/// Reads of one stage that are handed over together.
+#[derive(Default)]
+struct Batch {
+    stage: usize,
+    reads: Vec<BlockRead>,
 }
 
 impl Wanted {
@@ -122,19 +147,21 @@ impl Core {
         if std::mem::replace(&mut self.reads.lock().pumping, true) {
             return;
         }
-        while let Some((wanted, slot, deadline)) = self.next_read() {
-            self.read(wanted, slot, deadline);
+        let mut batch = Batch::default();
+        while let Some(step) = self.next_step(batch.reads.is_empty()) {
+            match step {
+                Step::Start(wanted, slot, deadline, layers) => {
+                    self.start(wanted, slot, deadline, layers, &mut batch);
+                }
+                Step::HandOver => self.hand_over(&mut batch),
+            }
         }
     }
 
-    /// The next read that can start; `None` ends the pumping.
-    fn next_read(&self) -> Option<(Wanted, Slot, Mono)> {
+    /// What comes next; `None` ends the pumping, which is only where nothing collected waits to be handed over.
+    fn next_step(&self, none_collected: bool) -> Option<Step> {
         let mut reads = self.reads.lock();
-        loop {
-            let Some(id) = reads.pending.front().map(|wanted| wanted.id) else {
-                reads.pumping = false;
-                return None;
-            };
+        while let Some(id) = reads.pending.front().map(|wanted| wanted.id) {
             let waiters = reads.waiters.entry(id).or_default();
             waiters.retain(|(task, _)| !task.state.is_finished());
             let Some(deadline) = waiters.iter().map(|(task, _)| task.state.deadline).max() else {
@@ -147,10 +174,88 @@ impl Core {
                 && let Some(wanted) = reads.pending.pop_front()
             {
                 reads.running += 1;
-                return Some((wanted, slot, deadline));
+                let layers = reads
+                    .waiters
+                    .get(&id)
+                    .and_then(|waiters| self.few_layers(waiters));
+                return Some(Step::Start(wanted, slot, deadline, layers));
             }
+            break;
+        }
+        if none_collected {
             reads.pumping = false;
             return None;
+        }
+        Some(Step::HandOver)
+    }
+
+    /// The layers that all who wait for a block want together, if they are few enough to be read by themselves.
+    fn few_layers(&self, waiters: &[(Arc<LoadTask>, usize)]) -> Option<Range<u32>> {
+        if self.geometry.shards() == 1 {
+            return None;
+        }
+        let wanted = waiters
+            .iter()
+            .map(|(task, index)| task.blocks[*index].layers(&self.geometry));
+        let all = wanted.reduce(|one, other| one.start.min(other.start)..one.end.max(other.end))?;
+        let bytes: usize = self.layout.parts(all.clone()).iter().map(Range::len).sum();
+        let whole = self.layout.record_len();
+        (bytes + WORTH.max(whole / 2) <= whole).then_some(all)
+    }
+
+    /// Starts a read, or collects it where others of the same stage may go with it.
+    fn start(
+        self: &Arc<Self>,
+        wanted: Wanted,
+        slot: Slot,
+        deadline: Mono,
+        layers: Option<Range<u32>>,
+        batch: &mut Batch,
+    ) {
+        let stage = self.backend.place(wanted.id, wanted.from);
+        if let (Some(stage), Some(_)) = (stage, &layers)
+            && self.backend.reads_parts(stage)
+        {
+            let reading = Reading {
+                id: wanted.id,
+                stage,
+                layers,
+                again: false,
+                deadline,
+                so_far: wanted.so_far,
+            };
+            return self.read_stage(reading, slot);
+        }
+        let Some(stage) = stage.filter(|&stage| self.backend.reads_together(stage)) else {
+            return self.read(wanted, slot, deadline);
+        };
+        if batch.stage != stage || batch.reads.len() >= TOGETHER {
+            self.hand_over(batch);
+        }
+        batch.stage = stage;
+        let id = wanted.id;
+        let reading = Reading {
+            id,
+            stage,
+            layers: None,
+            again: false,
+            deadline,
+            so_far: wanted.so_far,
+        };
+        let core = Arc::clone(self);
+        let done = Box::new(move |result| core.read_done(reading, result));
+        batch.reads.push(BlockRead {
+            id,
+            slot,
+            deadline,
+            done,
+        });
+    }
+
+    fn hand_over(&self, batch: &mut Batch) {
+        if !batch.reads.is_empty() {
+            self.backend
+                .read_many(batch.stage, std::mem::take(&mut batch.reads));
         }
     }
 
@@ -164,6 +269,7 @@ impl Core {
         let reading = Reading {
             id,
             stage,
+            layers: None,
             again: false,
             deadline,
             so_far,
@@ -179,9 +285,13 @@ impl Core {
             deadline,
             ..
         } = reading;
+        let parts = reading.layers.clone().map(|layers| self.layout.parts(layers));
         let core = Arc::clone(self);
         let done = Box::new(move |result| core.read_done(reading, result));
-        self.backend.read_from(stage, id, slot, again, deadline, done);
+        match parts {
+            Some(parts) => self.backend.read_parts(stage, id, slot, parts, deadline, done),
+            None => self.backend.read_from(stage, id, slot, again, deadline, done),
+        }
     }
 
     fn read_done(self: &Arc<Self>, reading: Reading, result: Result<ReadDone>) {
@@ -194,13 +304,18 @@ impl Core {
             Err(error) => (None, Failed::Unread(error)),
             Ok(read) => {
                 self.healthy();
-                match self.verify(id, &read) {
+                let judged = match &reading.layers {
+                    Some(layers) => self.verify_layers(id, &read, layers.clone()),
+                    None => self.verify(id, &read),
+                };
+                match judged {
                     Ok(header) => {
                         let sound = Sound {
                             slot: read.slot,
                             stage,
                             len: read.read,
                             ordinal: header.meta.ordinal,
+                            layers: reading.layers,
                         };
                         return self.read_ended(id, deadline, Ok(sound));
                     }
@@ -208,6 +323,7 @@ impl Core {
                         // The medium or the way from it? A second read past every cache tells.
                         Stats::add(&self.stats.second_reads, 1);
                         let again = Reading {
+                            layers: None,
                             again: true,
                             ..reading
                         };
@@ -291,22 +407,28 @@ impl Core {
     /// A block was read and is sound, or it could not be had.
     fn read_ended(self: &Arc<Self>, id: BlockId, deadline: Mono, outcome: Result<Sound>) {
         let late = |error: &Error| error.kind() == ErrorKind::Timeout;
-        let waiters = self.end_read(id, outcome.as_ref().is_err_and(late).then_some(deadline));
-        let outcome = outcome.map_err(|error| self.judge_failure(&waiters, error));
+        let layers = outcome.as_ref().ok().and_then(|sound| sound.layers.clone());
+        let waiters = self.end_read(id, outcome.as_ref().is_err_and(late).then_some(deadline), layers);
+        let outcome = outcome.map_err(|error| self.judge_failure(id, error));
         match outcome {
             Ok(sound) => {
                 let slot = sound.slot;
-                let scattered =
-                    |(task, index): &(Arc<LoadTask>, usize)| self.scatter(task, *index, slot.as_slice());
+                let scattered = |(task, index): &(Arc<LoadTask>, usize)| {
+                    self.scatter(task, *index, slot.as_slice(), sound.stage)
+                };
                 let over: Vec<_> = waiters.into_iter().filter(scattered).collect();
-                let record = &slot.as_slice()[..sound.len];
-                self.backend.promote(sound.stage, id, record, sound.ordinal);
+                if sound.layers.is_none() {
+                    let record = &slot.as_slice()[..sound.len];
+                    self.backend.promote(sound.stage, id, record, sound.ordinal);
+                }
                 drop(slot); // whoever learns that its load is over finds the slot free
                 over.iter().for_each(|(task, _)| self.report(task));
             }
             Err(error) => {
+                // Of a late one whoever notices it first counts it: this, or the load itself.
+                let mut late_miss = late(&error).then(|| reason_of(&error));
                 for (task, index) in waiters {
-                    self.fail_block(&task, index, error.clone());
+                    self.fail_block(&task, index, error.clone(), &mut late_miss);
                 }
             }
         }
@@ -314,15 +436,25 @@ impl Core {
     }
 
     /// Takes a read off the list, with those who wait for it. If it was late by `deadline`, loads that have more time
-    /// get a read of their own.
-    fn end_read(&self, id: BlockId, deadline: Option<Mono>) -> Vec<(Arc<LoadTask>, usize)> {
+    /// get a read of their own; if it brought these `layers` only, loads that want others.
+    fn end_read(
+        &self,
+        id: BlockId,
+        deadline: Option<Mono>,
+        layers: Option<Range<u32>>,
+    ) -> Vec<(Arc<LoadTask>, usize)> {
         let mut reads = self.reads.lock();
         reads.running -= 1;
         let waiters = reads.waiters.remove(&id).unwrap_or_default();
-        let has_time = |(task, _): &(Arc<LoadTask>, usize)| {
-            deadline.is_some_and(|late| task.state.deadline > late && !task.state.is_finished())
+        let goes_on = |(task, index): &(Arc<LoadTask>, usize)| {
+            let has_time = deadline.is_some_and(|late| task.state.deadline > late);
+            let wants_more = layers.as_ref().is_some_and(|layers| {
+                let wanted = task.blocks[*index].layers(&self.geometry);
+                wanted.start < layers.start || wanted.end > layers.end
+            });
+            (has_time || wants_more) && !task.state.is_finished()
         };
-        let (more, over): (Vec<_>, Vec<_>) = waiters.into_iter().partition(has_time);
+        let (more, over): (Vec<_>, Vec<_>) = waiters.into_iter().partition(goes_on);
         if !more.is_empty() {
             reads.waiters.insert(id, more);
             reads.pending.push_back(Wanted::new(id));
@@ -331,12 +463,16 @@ impl Core {
     }
 
     /// What a failed read says: of this record, of the medium, or nothing. A late one is judged with its load.
-    fn judge_failure(&self, waiters: &[(Arc<LoadTask>, usize)], error: Error) -> Error {
+    fn judge_failure(&self, id: BlockId, error: Error) -> Error {
         match error.kind() {
             ErrorKind::Corrupt | ErrorKind::Foreign => return error, // refused, and the medium did answer
-            ErrorKind::Timeout if waiters.iter().all(|(task, _)| task.state.is_finished()) => return error,
-            ErrorKind::Timeout => {}
-            _ => self.observe(&error),
+            ErrorKind::Timeout => return error,
+            kind => {
+                if kind == ErrorKind::Io {
+                    self.refused.unread(id);
+                }
+                self.observe(&error);
+            }
         }
         self.stats.misses.add(reason_of(&error), 1);
         error

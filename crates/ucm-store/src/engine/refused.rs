@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ucm_core::{BlockId, MissReason};
+use ucm_core::{BlockId, ErrorKind, MissReason};
 use ucm_infra::IdSet;
 
 /// Most ids remembered. To forget is safe: a record is verified on every read anyway.
@@ -15,6 +15,9 @@ pub(super) struct Refused {
     bad: IdSet<BlockId>,
     /// Records of a newer version: no hits, and left alone.
     newer: IdSet<BlockId>,
+    /// Records that the medium could not read. They may be hits again, and the next dump replaces them all the same:
+    /// that they are there says little.
+    unread: IdSet<BlockId>,
     /// Whether there was ever one: mostly there was none, and every id of a lookup asks.
     any: AtomicBool,
 }
@@ -32,17 +35,41 @@ impl Refused {
         }
     }
 
+    /// Another process refused this record; a newer version stays what it is.
+    pub(super) fn distrust(&self, id: BlockId) {
+        if !self.newer.contains(&id) {
+            self.add(id, MissReason::Refused);
+        }
+    }
+
+    /// The medium failed to read this record.
+    pub(super) fn unread(&self, id: BlockId) {
+        if self.unread.insert(id) && self.unread.len() > REMEMBERED {
+            self.unread.clear();
+        }
+    }
+
     pub(super) fn contains(&self, id: BlockId) -> bool {
         self.any.load(Ordering::Acquire) && (self.bad.contains(&id) || self.newer.contains(&id))
     }
 
+    /// What whoever asks for a refused record is told: one of a newer version no dump replaces.
+    pub(super) fn again(&self, id: BlockId) -> (ErrorKind, MissReason) {
+        if self.newer.contains(&id) {
+            (ErrorKind::Foreign, MissReason::NewerVersion)
+        } else {
+            (ErrorKind::Corrupt, MissReason::Refused)
+        }
+    }
+
     /// Whether a dump of this id replaces what is there.
     pub(super) fn replaces(&self, id: BlockId) -> bool {
-        self.bad.contains(&id)
+        self.bad.contains(&id) || self.unread.contains(&id)
     }
 
     /// A dump replaced the record; whether it had been refused.
     pub(super) fn forgive(&self, id: BlockId) -> bool {
+        self.unread.remove(&id);
         self.bad.remove(&id)
     }
 
@@ -75,11 +102,34 @@ mod tests {
     }
 
     #[test]
+    fn what_others_refused_is_replaced_unless_it_is_newer() {
+        let refused = Refused::default();
+        let (theirs, newer) = (BlockId([1; 16]), BlockId([2; 16]));
+        refused.add(newer, MissReason::NewerVersion);
+        refused.distrust(theirs);
+        refused.distrust(newer);
+        assert!(refused.contains(theirs) && refused.replaces(theirs));
+        assert!(!refused.replaces(newer));
+        assert_eq!(refused.again(newer).1, MissReason::NewerVersion);
+        assert_eq!(refused.again(theirs).1, MissReason::Refused);
+    }
+
+    #[test]
+    fn what_could_not_be_read_is_replaced_and_may_be_a_hit() {
+        let (refused, id) = (Refused::default(), BlockId([1; 16]));
+        refused.unread(id);
+        assert!(refused.replaces(id) && !refused.contains(id));
+        assert!(!refused.forgive(id), "it was not refused");
+        assert!(!refused.replaces(id));
+    }
+
+    #[test]
     fn bounded() {
         let refused = Refused::default();
         for n in 0..=REMEMBERED as u128 {
             refused.add(BlockId(n.to_le_bytes()), MissReason::BadChecksum);
-            assert!(refused.len() <= REMEMBERED);
+            refused.unread(BlockId(n.to_le_bytes()));
+            assert!(refused.len() <= REMEMBERED && refused.unread.len() <= REMEMBERED);
         }
     }
 }

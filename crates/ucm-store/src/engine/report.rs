@@ -38,6 +38,8 @@ impl Core {
         let tiers = serde_json::to_value(self.tiers(&usage)).unwrap_or_default();
         if let Some(map) = json.as_object_mut() {
             map.extend(gauges.map(|(name, value)| (name.to_owned(), value.into())));
+            let own = self.backend.counters().into_iter();
+            map.extend(own.map(|(name, value)| (name.to_owned(), value.into())));
             map.insert("tiers".to_owned(), tiers);
         }
         json
@@ -64,9 +66,11 @@ impl Core {
             bytes_written: get(&self.stats.bytes_published),
             failures: get(&self.stats.publishes_failed),
             copies_refused: get(&self.stats.records_refused),
+            memory: self.backend.is_memory(),
             used_bytes: usage.used,
             capacity_bytes: usage.capacity,
             healthy: self.is_healthy(),
+            compression: self.backend.compression(),
             ..TierStats::default()
         }]
     }

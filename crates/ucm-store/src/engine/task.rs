@@ -2,12 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::Error;
 use ucm_infra::{Bell, Clock, Completion, Mono};
+
+use crate::tiers::MAX_STAGES;
 
 /// Which of a dump's two levels a caller waits for. A load has one level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,6 +32,10 @@ pub(crate) struct TaskState {
     staged: Arc<Completion<()>>,
     finished: Arc<Completion<()>>,
     failures: Mutex<BTreeMap<usize, Error>>,
+    /// Somebody waits for it to be published.
+    hurried: AtomicBool,
+    /// Blocks that arrived, by the stage they were read from.
+    served: [AtomicU64; MAX_STAGES],
 }
 
 impl TaskState {
@@ -42,6 +48,8 @@ impl TaskState {
             staged: Completion::new(),
             finished: Completion::new(),
             failures: Mutex::default(),
+            hurried: AtomicBool::new(false),
+            served: Default::default(),
         };
         if rows == 0 {
             state.staged.complete(());
@@ -67,6 +75,28 @@ impl TaskState {
 
     pub(crate) fn failed(&self, row: usize) -> bool {
         self.failures.lock().contains_key(&row)
+    }
+
+    /// Somebody waits for it to be published.
+    pub(crate) fn hurry(&self) {
+        self.hurried.store(true, Ordering::Release);
+    }
+
+    /// Whether somebody waits, and everything of it was handed to the backend that ever will be.
+    pub(crate) fn only_waits(&self) -> bool {
+        self.hurried.load(Ordering::Acquire) && self.is_handed_over()
+    }
+
+    /// Whether everything of it was handed to the backend that ever will be, and is not published yet.
+    pub(crate) fn is_handed_over(&self) -> bool {
+        self.staged.peek().is_some() && !self.is_finished()
+    }
+
+    /// A block arrived that was read from this stage.
+    pub(crate) fn serve(&self, stage: usize) {
+        if let Some(blocks) = self.served.get(stage) {
+            blocks.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     pub(crate) fn is_finished(&self) -> bool {
@@ -110,6 +140,8 @@ pub struct Task {
     pub(crate) state: Arc<TaskState>,
     /// Ends the task at its deadline (a load puts to death what is still reading).
     pub(crate) expire: Arc<dyn Fn() + Send + Sync>,
+    /// Somebody waits for it to be published.
+    pub(crate) hurry: Arc<dyn Fn() + Send + Sync>,
 }
 
 impl Task {
@@ -125,8 +157,11 @@ impl Task {
     }
 
     /// Waits until the level is reached, at most until `limit` and never past the task's own deadline. False if
-    /// the limit came first.
+    /// the limit came first. A backend that publishes many records at once is told that somebody waits.
     pub fn wait(&self, clock: &dyn Clock, until: Until, limit: Option<Mono>) -> bool {
+        if until == Until::Published && !self.state.is_finished() {
+            (self.hurry)();
+        }
         let deadline = self.state.deadline;
         let first = limit.map_or(deadline, |limit| limit.min(deadline));
         if self.level(until).wait(clock, Some(first)).is_some() || self.check(clock, until) {
@@ -150,6 +185,15 @@ impl Task {
             .iter()
             .map(|(&row, error)| (row, error.clone()))
             .collect()
+    }
+
+    /// Blocks of a load that arrived, by the stage they were read from, counted from the top; final once the task is
+    /// finished. A medium alone is stage 0.
+    pub fn served(&self) -> [u64; MAX_STAGES] {
+        self.state
+            .served
+            .each_ref()
+            .map(|blocks| blocks.load(Ordering::Relaxed))
     }
 
     fn level(&self, until: Until) -> &Completion<()> {

@@ -123,12 +123,14 @@ pub enum Inserted {
 /// Counters of the tier since it was opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryCounts {
-    /// Records that went because another one needed the slot.
+    /// Records that were to go because another one needed the slot.
     pub evicted: u64,
     /// Of these, those that were handed to whoever asked for them.
     pub handed: u64,
     /// Of these that were to be handed, those whose checksums were wrong by then.
     pub damaged: u64,
+    /// Of those that were handed, those that were used before they were let go, and stayed.
+    pub returned: u64,
     /// Records that were removed by name.
     pub deleted: u64,
     /// Uses told by [`Backend::touch`].
@@ -157,6 +159,7 @@ impl MemoryBackend {
             max_running: most,
         };
         let pool = WorkerPool::builder("ucm-memory")
+            .on_demand()
             .size(threads)
             .lanes(&[
                 lane("load", threads),
@@ -207,7 +210,7 @@ impl MemoryBackend {
     }
 
     /// Sets, once, who is given the records that the policy chose to go, verified and still to be found until the
-    /// [`Victim`] is dropped. Called on the thread that stores; it must not block. At most an eighth of the slots and
+    /// [`Victim`] is dropped; who is used meanwhile stays. Called on the thread that stores; it must not block. At most an eighth of the slots and
     /// 64 are out at once; beyond that records go without being handed. `false` when there is one already.
     pub fn evicted(&self, take: impl Fn(Victim) + Send + Sync + 'static) -> bool {
         self.tier.set_hook(Box::new(take))
@@ -326,13 +329,9 @@ impl Backend for MemoryBackend {
         self.submit(LANE_SPACE, deadline, delete, done);
     }
 
-    /// Records of the own region with their last use, then those that only others hold, whose use is not known (0).
+    /// Records of the own region alone: those of others can be read, but only their writers can remove them.
     fn list(&self, deadline: Mono, done: Done<Vec<Listed>>) {
-        let list = |tier: &Arc<Tier>, neighbours: &Neighbours| {
-            let mut records = tier.list();
-            neighbours.list(&mut records);
-            Ok(records)
-        };
+        let list = |tier: &Arc<Tier>, _: &Neighbours| Ok(tier.list());
         self.submit(LANE_SPACE, deadline, list, done);
     }
 
@@ -346,7 +345,7 @@ impl Backend for MemoryBackend {
 
     fn removed(&self) -> (u64, u64, u64) {
         let counts = self.tier.counts();
-        let records = counts.evicted + counts.deleted;
+        let records = counts.evicted.saturating_sub(counts.returned) + counts.deleted;
         (records, records * self.tier.stride() as u64, counts.touched)
     }
 
@@ -374,6 +373,14 @@ impl Backend for MemoryBackend {
             Inserted::Kept => Written::Published,
             Inserted::Present => Written::Present,
         })
+    }
+
+    fn touch_own(&self, ids: &[(BlockId, u32)], _deadline: Mono) {
+        self.tier.touch(ids);
+    }
+
+    fn wants_touch_own(&self) -> bool {
+        true
     }
 
     fn may_have(&self, id: BlockId) -> bool {

@@ -4,7 +4,6 @@
 //! a second, on the clock it was given. It is the only one here that touches a file system: if that hangs, what is mapped
 //! stays mapped and nobody waits.
 
-use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -16,7 +15,6 @@ use ucm_device::{RegionView, Registry, Wanted};
 use ucm_infra::{Bell, Clock, Completion, Mono};
 
 use super::tier::Tier;
-use crate::backend::Listed;
 
 /// Time between two looks.
 const EVERY: Duration = Duration::from_secs(1);
@@ -121,20 +119,6 @@ impl Neighbours {
 
     pub(super) fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
         self.views().iter().find_map(|view| view.copy_out(id, out))
-    }
-
-    /// Adds the records that are not among `records` yet.
-    pub(super) fn list(&self, records: &mut Vec<Listed>) {
-        let mut known: HashSet<BlockId> = records.iter().map(|record| record.id).collect();
-        for (id, len) in self.views().iter().flat_map(|view| view.records()) {
-            if known.insert(id) {
-                records.push(Listed {
-                    id,
-                    len: len as u64,
-                    used_ns: 0,
-                });
-            }
-        }
     }
 
     pub(super) fn count(&self) -> usize {

@@ -4,6 +4,7 @@
 //! and never over a system call. The region's own short lock is taken inside of it. Names come and go under this lock,
 //! so policy and region always agree about which slots hold records.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -40,6 +41,7 @@ pub(super) struct Tier {
     evicted: AtomicU64,
     handed: AtomicU64,
     damaged: AtomicU64,
+    returned: AtomicU64,
     deleted: AtomicU64,
     touched: AtomicU64,
 }
@@ -51,8 +53,8 @@ struct State {
     changes: Changes,
     /// Whether own records are told as early ones.
     telling: bool,
-    /// Victims that somebody holds.
-    out: usize,
+    /// Slots of the victims that somebody holds, and whether each was used since.
+    out: HashMap<u32, bool>,
 }
 
 impl Tier {
@@ -73,7 +75,7 @@ impl Tier {
                 used: vec![0; slots],
                 changes: Changes::default(),
                 telling: true, // until the region is announced
-                out: 0,
+                out: HashMap::new(),
             }),
             config,
             clock,
@@ -82,6 +84,7 @@ impl Tier {
             evicted: AtomicU64::new(0),
             handed: AtomicU64::new(0),
             damaged: AtomicU64::new(0),
+            returned: AtomicU64::new(0),
             deleted: AtomicU64::new(0),
             touched: AtomicU64::new(0),
         }))
@@ -171,7 +174,7 @@ impl Tier {
     fn hand_ahead(self: &Arc<Self>, region: &Arc<SharedRegion>) {
         let ahead = AHEAD.min(region.capacity() / SHARE_OUT);
         for _ in 0..ahead {
-            if self.hook.get().is_none() || region.free() + self.state.lock().out >= ahead {
+            if self.hook.get().is_none() || region.free() + self.state.lock().out.len() >= ahead {
                 return;
             }
             self.send_away(region);
@@ -188,7 +191,10 @@ impl Tier {
         let Some(id) = region.id_of(slot) else {
             return true; // cannot be; the policy knows no better now
         };
-        let hook = self.hook.get().filter(|_| state.out < Self::most_out(region));
+        let hook = self
+            .hook
+            .get()
+            .filter(|_| state.out.len() < Self::most_out(region));
         let gone = match hook {
             Some(_) => region.pin(id),
             None => region.remove(id, Some(slot)),
@@ -204,7 +210,7 @@ impl Tier {
                 }
             }
             Some(hook) => {
-                state.out += 1;
+                state.out.insert(record.slot(), false);
                 drop(state);
                 let sound = self.verify(id, &record).is_ok();
                 let victim = Victim::new(Arc::clone(self), record);
@@ -223,11 +229,18 @@ impl Tier {
         (region.capacity() / SHARE_OUT).clamp(1, MOST_OUT)
     }
 
-    /// Nobody holds this victim any more: it is gone, unless it was stored anew.
-    pub(super) fn left(&self, id: BlockId, slot: u32) {
+    /// Nobody holds this victim any more: it is gone, unless it was stored anew. One that was used meanwhile stays,
+    /// whatever became of it elsewhere: a dump that found it here was told that it is stored.
+    pub(super) fn left(&self, record: &Pinned) {
         let Some(region) = &self.region else { return };
+        let (id, slot) = (record.id(), record.slot());
         let mut state = self.state.lock();
-        state.out -= 1;
+        let used = state.out.remove(&slot).unwrap_or(false);
+        if used && region.find(id).is_some_and(|(there, _)| there == slot) {
+            state.policy.inserted(slot, id, record.ordinal());
+            self.returned.fetch_add(1, Ordering::Relaxed);
+            return;
+        }
         let gone = region.remove(id, Some(slot));
         if gone.is_some() && state.telling {
             state.changes.lost(id);
@@ -359,6 +372,7 @@ impl Tier {
             evicted: get(&self.evicted),
             handed: get(&self.handed),
             damaged: get(&self.damaged),
+            returned: get(&self.returned),
             deleted: get(&self.deleted),
             touched: get(&self.touched),
             neighbours: 0,
@@ -387,6 +401,9 @@ impl Tier {
 impl State {
     fn uses(&mut self, slot: u32, ordinal: u32, now: u32) {
         self.policy.used(slot, ordinal);
+        if let Some(used) = self.out.get_mut(&slot) {
+            *used = true;
+        }
         if let Some(used) = self.used.get_mut(slot as usize) {
             *used = now;
         }

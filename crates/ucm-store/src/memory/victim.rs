@@ -10,7 +10,8 @@ use ucm_device::Pinned;
 use super::tier::Tier;
 use crate::backend;
 
-/// The record of a victim, verified. It can be found and read until this is dropped; then it is gone.
+/// The record of a victim, verified. It can be found and read until this is dropped; then it is gone, unless it was used
+/// meanwhile.
 pub struct Victim {
     tier: Arc<Tier>,
     record: Pinned,
@@ -53,7 +54,7 @@ impl Deref for Victim {
 
 impl Drop for Victim {
     fn drop(&mut self) {
-        self.tier.left(self.record.id(), self.record.slot());
+        self.tier.left(&self.record);
     }
 }
 

@@ -2,8 +2,10 @@
 
 use ucm_core::{BlockId, Error, MissReason, PAGE, Part, crc32c, limits, round_up};
 
+use super::codec::Codec;
 use super::layout::RecordLayout;
 use super::{MAGIC, MARK, MAX_SIDES, PREAMBLE_LEN, VERSION, at};
+use crate::bytes::{array, part_at, u32_at, u64_at};
 
 /// What a writer says about one record; the rest of the header follows from the layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -35,6 +37,8 @@ pub struct LayerEntry {
     pub len: u64,
     /// CRC-32C from `offset` to the next layer, or to the end of the payload.
     pub crc: u32,
+    /// The same of the layer as it is used; 0 where it is stored as it is used.
+    pub raw_crc: u32,
 }
 
 /// One side shard in the header's table.
@@ -59,6 +63,8 @@ pub struct RecordHeader {
     pub meta: RecordMeta,
     /// Format version.
     pub version: u32,
+    /// How the layers are stored.
+    pub codec: Codec,
     /// Number of layers.
     pub layers: u32,
     /// Tokens of a block, the seed's `block_size`.
@@ -152,26 +158,17 @@ pub fn encode_header(
         put(entry + 24, &(range.start as u64).to_le_bytes());
         put(entry + 32, &(range.len() as u64).to_le_bytes());
     }
+    seal_header(out);
+    Ok(())
+}
+
+/// Makes the checksums of a header right; `out` is all of it.
+pub(super) fn seal_header(out: &mut [u8]) {
     let preamble = crc32c(&out[..at::PREAMBLE_CRC]);
     out[at::PREAMBLE_CRC..PREAMBLE_LEN].copy_from_slice(&preamble.to_le_bytes());
     let end = out.len() - at::CRC_LEN;
     let whole = crc32c(&out[..end]);
     out[end..].copy_from_slice(&whole.to_le_bytes());
-    Ok(())
-}
-
-fn array<const N: usize>(bytes: &[u8], offset: usize) -> [u8; N] {
-    let mut out = [0; N];
-    out.copy_from_slice(&bytes[offset..offset + N]);
-    out
-}
-
-fn u32_at(bytes: &[u8], offset: usize) -> u32 {
-    u32::from_le_bytes(array(bytes, offset))
-}
-
-fn u64_at(bytes: &[u8], offset: usize) -> u64 {
-    u64::from_le_bytes(array(bytes, offset))
 }
 
 /// Judges the preamble: magic, form, its checksum, version. Gives the header's length.
@@ -207,9 +204,13 @@ impl RecordHeader {
         PAGE,
     ) as usize;
 
-    /// Whether these first bytes of a file are those of a record that a newer version wrote.
+    /// Whether these first bytes of a block file are those of a record that a newer version wrote. Files hold records
+    /// as they are used, so one in another form is newer too.
     pub fn is_newer(bytes: &[u8]) -> bool {
-        matches!(Self::decode(bytes), Err(MissReason::NewerVersion))
+        match Self::decode(bytes) {
+            Ok(header) => !header.codec.is_as_is(),
+            Err(reason) => reason == MissReason::NewerVersion,
+        }
     }
 
     /// Reads the header at the start of `bytes`, which may be longer or, for a damaged file, shorter. The reason says
@@ -225,13 +226,15 @@ impl RecordHeader {
             return Err(MissReason::BadHeader);
         }
         // Whoever wrote flags or a codec that this version does not have knew more than it does.
-        if u32_at(bytes, at::FLAGS) != 0 || u32_at(bytes, at::CODEC) != 0 {
-            return Err(MissReason::NewerVersion);
-        }
         let (shards, sides) = (
             u32_at(bytes, at::SHARDS) as usize,
             u32_at(bytes, at::SIDES) as usize,
         );
+        let codec = Codec::from_code(u32_at(bytes, at::CODEC)).ok_or(MissReason::NewerVersion)?;
+        // A codec of this version goes without side shards.
+        if u32_at(bytes, at::FLAGS) != 0 || (!codec.is_as_is() && sides != 0) {
+            return Err(MissReason::NewerVersion);
+        }
         let room = (end - at::SHARD_TABLE) / at::SHARD_ENTRY;
         if shards == 0 || shards > room || sides > MAX_SIDES {
             return Err(MissReason::BadHeader);
@@ -240,11 +243,7 @@ impl RecordHeader {
             meta: RecordMeta {
                 id: BlockId(array(bytes, at::ID)),
                 namespace: array(bytes, at::NAMESPACE),
-                part: Part {
-                    group: u32_at(bytes, at::PART),
-                    pipeline_rank: u32_at(bytes, at::PART + 4),
-                    tensor_rank: u32_at(bytes, at::PART + 8),
-                },
+                part: part_at(bytes, at::PART),
                 parent: BlockId(array(bytes, at::PARENT)),
                 ordinal: u32_at(bytes, at::ORDINAL),
                 tokens: u32_at(bytes, at::TOKENS),
@@ -252,6 +251,7 @@ impl RecordHeader {
                 writer: u64_at(bytes, at::WRITER),
             },
             version: VERSION,
+            codec,
             layers: u32_at(bytes, at::LAYERS),
             block_tokens: u32_at(bytes, at::BLOCK_TOKENS),
             dtype: u32_at(bytes, at::DTYPE),
@@ -263,7 +263,7 @@ impl RecordHeader {
             layer_len: u64_at(bytes, at::LAYER_LEN),
             shape: u32_at(bytes, at::SHAPE),
             tag: array(bytes, at::TAG),
-            table: (0..shards).map(|i| layer_entry(bytes, i)).collect(),
+            table: (0..shards).map(|i| layer_entry(bytes, codec, i)).collect(),
             sides: (0..sides)
                 .map(|i| side_entry(bytes, i))
                 .collect::<Option<_>>()
@@ -317,12 +317,17 @@ impl RecordHeader {
     }
 }
 
-fn layer_entry(bytes: &[u8], i: usize) -> LayerEntry {
+fn layer_entry(bytes: &[u8], codec: Codec, i: usize) -> LayerEntry {
     let entry = at::SHARD_TABLE + i * at::SHARD_ENTRY;
     LayerEntry {
         offset: u64_at(bytes, entry),
         len: u64_at(bytes, entry + 8),
         crc: u32_at(bytes, entry + 16),
+        raw_crc: if codec.is_as_is() {
+            0
+        } else {
+            u32_at(bytes, entry + 20)
+        },
     }
 }
 

@@ -136,6 +136,23 @@ impl RecordLayout {
         start..start + self.layer_len as usize
     }
 
+    /// What must be read of a record to have these layers and judge them, in whole pages and in order: the header, and the
+    /// layers with the padding behind them.
+    pub fn parts(&self, layers: Range<u32>) -> Vec<Range<usize>> {
+        let page = PAGE as usize;
+        let start = self.layer_data(layers.start).start / page * page;
+        let end = if layers.end >= self.layers {
+            self.kv_len()
+        } else {
+            self.layer_data(layers.end).start.next_multiple_of(page)
+        };
+        let header = 0..self.header_len();
+        if start <= header.end {
+            return std::iter::once(0..end).collect();
+        }
+        vec![header, start..end]
+    }
+
     /// Where the bytes of the side shard at `index` lie in the record; `None` when there is no such side shard.
     pub fn side_data(&self, index: usize) -> Option<Range<usize>> {
         let side = self.sides.get(index)?;

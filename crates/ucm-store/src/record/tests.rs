@@ -143,6 +143,44 @@ fn every_truncation_is_refused_and_the_kv_alone_is_enough() {
 }
 
 #[test]
+fn some_layers_are_judged_by_themselves_from_their_parts_alone() {
+    for layout in [
+        layout(&[5000, 64], 5, vec![]),
+        layout(&[100], 7, vec![side("s", 10)]),
+    ] {
+        let whole = record(&layout, &meta(), 0);
+        let len = whole.len() as u64;
+        for (first, end) in [(0, 1), (1, 3), (2, layout.layers()), (0, layout.layers())] {
+            let mut bytes = vec![0xee; whole.len()];
+            let parts = layout.parts(first..end);
+            for part in &parts {
+                assert!(part.start.is_multiple_of(4096) && part.end.is_multiple_of(4096));
+                bytes[part.clone()].copy_from_slice(&whole[part.clone()]);
+            }
+            let judge = |bytes: &[u8], stored| verify_layers(bytes, stored, &expect(&layout), first..end);
+            assert_eq!(judge(&bytes, len).unwrap().meta.ordinal, 41);
+            for layer in first..end {
+                let range = layout.layer_data(layer);
+                assert_eq!(bytes[range.clone()], whole[range.clone()]);
+                bytes[range.start] ^= 1;
+                assert_eq!(judge(&bytes, len).unwrap_err(), MissReason::BadChecksum);
+                bytes[range.start] ^= 1;
+            }
+            for at in (0..layout.header_len()).step_by(97) {
+                bytes[at] ^= 1;
+                assert!(judge(&bytes, len).is_err(), "byte {at} of the header");
+                bytes[at] ^= 1;
+            }
+            assert_eq!(judge(&bytes, len + 1).unwrap_err(), MissReason::WrongLength);
+            let short = layout.kv_len() as u64 - 1;
+            assert_eq!(judge(&bytes, short).unwrap_err(), MissReason::Truncated);
+            let cut = parts.last().map_or(0, |part| part.end) - 4096;
+            assert!(judge(&bytes[..cut], len).is_err());
+        }
+    }
+}
+
+#[test]
 fn what_was_sealed_for_another_is_foreign() {
     let layout = layout(&[300], 2, vec![]);
     let of = |change: fn(&mut RecordMeta)| {

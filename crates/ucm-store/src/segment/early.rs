@@ -1,14 +1,24 @@
-//! Which records only this process can read yet, told to whoever asks as changes since the last time.
+//! Which records this process can read and others may not have found yet, told to whoever asks as changes since the last
+//! time.
 //!
-//! What is gained and lost between two questions is never told, so nothing grows while nobody asks: at any time there
-//! are no more ids here than records in segments that have no name yet, and those that were told of and lost since.
+//! A record is early from when it was written until others must have found its segment, a while after that got its name: who
+//! asks looks for it in a directory listing now and then, and between the two it must not be a miss. What is dropped, or
+//! never gets a name, is early no longer at once.
+//!
+//! What is gained and lost between two questions is never told, and nothing stays early for a while before somebody asked
+//! once, so nothing grows while nobody asks: at any time there are no more ids here than records in segments that have no
+//! name yet, those that were told of and lost since, and a bounded number published lately.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, limits};
+use ucm_infra::Mono;
 
 use crate::backend::Early;
+
+/// Most records that stay early for a while; where more are published in that time, the first of them end sooner.
+const MOST_LEAVING: usize = 1 << 15;
 
 /// See the module.
 #[derive(Default)]
@@ -16,15 +26,22 @@ pub(crate) struct EarlyNews(Mutex<Inner>);
 
 #[derive(Default)]
 struct Inner {
+    /// Whether anybody wants to know.
+    asked: bool,
     fresh: HashSet<BlockId>,
     told: HashSet<BlockId>,
     lost: HashSet<BlockId>,
+    /// Published ones in the order in which they end, and when each of them does: what was written again since, or dropped,
+    /// is in the first only.
+    leaving: VecDeque<(Mono, BlockId)>,
+    ends: HashMap<BlockId, Mono>,
 }
 
 impl EarlyNews {
     /// This record can be read here now.
     pub(crate) fn gained(&self, id: BlockId) {
         let mut inner = self.0.lock();
+        inner.ends.remove(&id);
         if inner.lost.remove(&id) {
             inner.told.insert(id); // lost and found again: nothing to tell
         } else if !inner.told.contains(&id) {
@@ -32,17 +49,35 @@ impl EarlyNews {
         }
     }
 
-    /// It is published by now, or gone.
-    pub(crate) fn lost(&self, id: BlockId) {
+    /// Others can see it too, and will have found it by `found`.
+    pub(crate) fn published(&self, id: BlockId, found: Mono) {
         let mut inner = self.0.lock();
-        if !inner.fresh.remove(&id) && inner.told.remove(&id) {
-            inner.lost.insert(id);
+        if !inner.asked {
+            return inner.end(id);
+        }
+        if inner.fresh.contains(&id) || inner.told.contains(&id) {
+            inner.ends.insert(id, found);
+            inner.leaving.push_back((found, id));
+            if inner.leaving.len() > MOST_LEAVING {
+                inner.end_first();
+            }
         }
     }
 
-    /// The changes since the last time.
-    pub(crate) fn take(&self) -> Early {
+    /// It cannot be read here any more.
+    pub(crate) fn lost(&self, id: BlockId) {
         let mut inner = self.0.lock();
+        inner.ends.remove(&id);
+        inner.end(id);
+    }
+
+    /// The changes since the last time.
+    pub(crate) fn take(&self, now: Mono) -> Early {
+        let mut inner = self.0.lock();
+        inner.asked = true;
+        while inner.leaving.front().is_some_and(|(found, _)| *found <= now) {
+            inner.end_first();
+        }
         let some = |ids: &HashSet<BlockId>| -> Vec<BlockId> {
             ids.iter().copied().take(limits::MAX_IDS_PER_CALL / 2).collect()
         };
@@ -61,21 +96,45 @@ impl EarlyNews {
     }
 }
 
+impl Inner {
+    fn end(&mut self, id: BlockId) {
+        if !self.fresh.remove(&id) && self.told.remove(&id) {
+            self.lost.insert(id);
+        }
+    }
+
+    /// The first of those that are published is early no longer.
+    fn end_first(&mut self) {
+        if let Some((found, id)) = self.leaving.pop_front()
+            && self.ends.get(&id) == Some(&found)
+        {
+            self.ends.remove(&id);
+            self.end(id);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     const A: BlockId = BlockId([1; 16]);
+    const NOW: Mono = Mono(100);
+    const LATER: Mono = Mono(200);
+
+    fn nothing() -> Early {
+        Early::default()
+    }
 
     #[test]
     fn only_changes_are_told_and_only_once() {
         let news = EarlyNews::default();
         news.gained(A);
-        assert_eq!(news.take().gained, [A]);
-        assert_eq!(news.take(), Early::default());
+        assert_eq!(news.take(NOW).gained, [A]);
+        assert_eq!(news.take(NOW), nothing());
         news.lost(A);
-        assert_eq!(news.take().lost, [A]);
-        assert_eq!(news.take(), Early::default());
+        assert_eq!(news.take(NOW).lost, [A]);
+        assert_eq!(news.take(NOW), nothing());
     }
 
     #[test]
@@ -83,13 +142,67 @@ mod tests {
         let news = EarlyNews::default();
         news.gained(A);
         news.lost(A);
-        assert_eq!(news.take(), Early::default());
+        assert_eq!(news.take(NOW), nothing());
         news.gained(A);
-        news.take();
+        news.take(NOW);
         news.lost(A);
         news.gained(A);
-        assert_eq!(news.take(), Early::default());
+        assert_eq!(news.take(NOW), nothing());
         news.lost(A);
-        assert_eq!(news.take().lost, [A]);
+        assert_eq!(news.take(NOW).lost, [A]);
+    }
+
+    #[test]
+    fn what_is_published_stays_early_until_others_must_have_found_it() {
+        let news = EarlyNews::default();
+        news.take(NOW);
+        news.gained(A);
+        news.published(A, LATER);
+        assert_eq!(news.take(NOW).gained, [A], "though it was not told before");
+        assert_eq!(news.take(Mono(199)), nothing());
+        assert_eq!(news.take(LATER).lost, [A]);
+        assert_eq!(news.take(Mono::NEVER), nothing());
+    }
+
+    #[test]
+    fn what_is_dropped_meanwhile_is_lost_at_once() {
+        let news = EarlyNews::default();
+        news.gained(A);
+        news.take(NOW);
+        news.published(A, LATER);
+        news.lost(A);
+        assert_eq!(news.take(NOW).lost, [A]);
+        assert_eq!(news.take(LATER), nothing(), "once");
+    }
+
+    #[test]
+    fn what_is_written_again_meanwhile_stays_until_that_is_found() {
+        let news = EarlyNews::default();
+        news.gained(A);
+        news.take(NOW);
+        news.published(A, LATER);
+        news.gained(A);
+        assert_eq!(news.take(LATER), nothing());
+        news.published(A, Mono(300));
+        assert_eq!(news.take(Mono(299)), nothing());
+        assert_eq!(news.take(Mono(300)).lost, [A]);
+    }
+
+    #[test]
+    fn nothing_stays_while_nobody_asks_and_never_more_than_a_bounded_number() {
+        let id = |n: usize| BlockId(std::array::from_fn(|at| n.to_le_bytes()[at % 8]));
+        let news = EarlyNews::default();
+        news.gained(A);
+        news.published(A, LATER);
+        assert_eq!(news.take(NOW), nothing(), "nobody had asked");
+        for n in 0..MOST_LEAVING + 3 {
+            news.gained(id(n));
+            news.published(id(n), LATER);
+        }
+        let inner = news.0.lock();
+        assert_eq!(
+            (inner.leaving.len(), inner.ends.len(), inner.fresh.len()),
+            (MOST_LEAVING, MOST_LEAVING, MOST_LEAVING)
+        );
     }
 }

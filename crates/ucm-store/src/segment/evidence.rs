@@ -58,6 +58,7 @@ impl Segments {
         if !bounds.enabled {
             return Ok(Quarantined::LeftAlone); // it stays where it is, as a file would: refused until it is replaced
         }
+        self.shared.check_marker(deadline)?;
         self.index.drop_copy(id, &hit);
         self.copy_aside(id, reason, bytes, deadline)?;
         self.shared

@@ -1,36 +1,57 @@
 //! The segments of others: which there are is seen by listing their directory, what is in them by reading their feet.
 //!
-//! A segment never changes under its name, so its foot is read once. The directory is listed when its time has changed,
+//! A segment never changes under its name, so its foot is read once (and now and then again, see [`super::recheck`]: a
+//! medium forgets). The directory is listed when its time has changed,
 //! once more when it has changed no further (two changes may share one time), when somebody misses what should be
 //! there, and every half minute whatever its time says (a network file system may show an old one).
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use ucm_core::{Error, ErrorKind, MissReason, Result};
+use ucm_core::{Error, ErrorKind, MissReason, Part, Result};
 use ucm_infra::{Completion, Mono};
 use ucm_io::{FileMeta, IoBuf, IoDone, IoOp, MAX_LIST, ReadMode};
 
 use super::Segments;
 use super::format::{Entry, TRAILER_LEN, Trailer};
+use super::index::Known;
+use super::recheck::Rechecked;
+use super::timer::TURN;
 use crate::engine::LANE_LOOKUP;
+use crate::events::Level;
 use crate::layout::SegmentName;
 
 /// Longest time between two listings.
 const LIST_AGAIN: Duration = Duration::from_secs(30);
+/// How long after a segment got its name everybody who looks for those of others has found it: the longest time between
+/// two listings, and a few looks more.
+pub(super) const FOUND_BY: Duration = LIST_AGAIN.saturating_add(Duration::from_secs(5));
+/// A segment that was not read for this long, and at most twice as long, is closed.
+const CLOSE_UNUSED: Duration = Duration::from_secs(10);
 /// Feet read in one turn, and how many of them at once.
 const PER_TURN: usize = 256;
 const AT_ONCE: usize = 16;
 /// Bytes read of a segment's end at first: the foot of a thousand records.
-const TAIL: u64 = 32 << 10;
+pub(super) const TAIL: u64 = 32 << 10;
 /// Longest foot that is read, bytes.
 const LONGEST_FOOT: u64 = 64 << 20;
 /// How often a segment whose foot cannot be used is looked at: it may not be seen whole yet.
 const TRIES: u8 = 3;
+/// Time between two messages that the index is full.
+const TELL_AGAIN: Duration = Duration::from_secs(600);
 /// Most reads that wait for a listing; further ones are misses at once.
 const MAX_WAITING: usize = 1 << 16;
+
+/// What a segment's foot says.
+pub(super) struct Foot {
+    /// When it was sealed, by its writer's clock, ns of Unix time.
+    pub(super) sealed_ns: u64,
+    pub(super) part: Part,
+    pub(super) entries: Vec<Entry>,
+}
 
 /// What is called after the next listing.
 pub(super) type Retry = Box<dyn FnOnce() + Send>;
@@ -40,6 +61,12 @@ pub(super) type Retry = Box<dyn FnOnce() + Send>;
 pub(crate) struct Finder {
     state: Mutex<State>,
     waiting: Mutex<Vec<Retry>>,
+    /// When the log was last told that the index is full, and how many records had found no room by then.
+    told_full: Mutex<Option<(Mono, u64)>>,
+    /// When segments that nobody reads were last closed.
+    closed: Mutex<Option<Mono>>,
+    /// Which feet were last read again.
+    pub(super) rechecked: Mutex<Rechecked>,
     /// When the segments of dead writers were last looked for.
     pub(super) rescued: Mutex<Option<Mono>>,
 }
@@ -58,14 +85,15 @@ struct State {
 
 impl Segments {
     /// Looks until every segment that is there is known, or the deadline has passed.
-    pub(super) fn find_all(self: &Arc<Self>, deadline: Mono) {
+    pub(super) fn find_all(&self, deadline: Mono) {
         while self.find(deadline) && self.shared.clock.now() < deadline {}
     }
 
     /// Calls `retry` after the next look; at once if too many wait for it.
     pub(super) fn after_look(&self, retry: Retry) {
         let mut waiting = self.finder.waiting.lock();
-        if waiting.len() >= MAX_WAITING {
+        // Once it is closing nobody may look any more, see [`Segments::end_waiting`].
+        if waiting.len() >= MAX_WAITING || self.closing.load(Ordering::Acquire) {
             drop(waiting);
             return retry();
         }
@@ -74,8 +102,22 @@ impl Segments {
         self.find_bell.ring();
     }
 
+    /// Whoever waits for a look goes on without it, after `closing` was set: none would come.
+    pub(super) fn end_waiting(&self) {
+        let waiting = std::mem::take(&mut *self.finder.waiting.lock());
+        waiting.into_iter().for_each(|retry| retry());
+    }
+
+    /// Looks around for those who wait for that: between two steps of something that keeps the finder's thread.
+    pub(super) fn look_if_asked(&self) {
+        let asked = !self.finder.waiting.lock().is_empty();
+        if asked {
+            self.find(self.shared.clock.now().after(TURN));
+        }
+    }
+
     /// One look around; whether there is more to read at once.
-    pub(super) fn find(self: &Arc<Self>, deadline: Mono) -> bool {
+    pub(super) fn find(&self, deadline: Mono) -> bool {
         let waiting = std::mem::take(&mut *self.finder.waiting.lock());
         let mut state = self.finder.state.lock();
         // What fails is looked at again with the next turn; until then everything is as it was.
@@ -84,8 +126,42 @@ impl Segments {
         let more = !state.queue.is_empty();
         drop(state);
         waiting.into_iter().for_each(|retry| retry());
+        self.close_unused();
+        self.recheck_feet(deadline);
         self.index.sweep_if_due();
+        self.tell_if_full();
         more
+    }
+
+    /// Says in the log, once in a while, that the index is full.
+    fn tell_if_full(&self) {
+        let (no_room, most) = self.index.no_room();
+        let now = self.shared.clock.now();
+        let mut told = self.finder.told_full.lock();
+        let again = told.is_none_or(|(at, count)| no_room > count && now.since(at) >= TELL_AGAIN);
+        if no_room == 0 || !again {
+            return;
+        }
+        *told = Some((now, no_room));
+        let root = self.shared.layout.root().display();
+        let text = format!(
+            "the index of {root} is full: it has room for {most} blocks, {no_room} more that are stored there are misses for \
+             this process; lower storage_capacity, or store larger blocks"
+        );
+        self.events.push(Level::Warning, text, now);
+    }
+
+    /// Closes segments that nobody has read for a while: one that was removed elsewhere must not hold its space, and a
+    /// share can be unmounted then.
+    fn close_unused(&self) {
+        let now = self.shared.clock.now();
+        let mut closed = self.finder.closed.lock();
+        let due = closed.is_none_or(|at| now.since(at) >= CLOSE_UNUSED);
+        if due {
+            *closed = Some(now);
+            drop(closed);
+            self.shared.io.close_kept(&[], true);
+        }
     }
 
     fn list_if_changed(&self, state: &mut State, asked: bool, deadline: Mono) -> Result<()> {
@@ -118,10 +194,22 @@ impl Segments {
             .filter_map(|(name, meta)| Some((SegmentName::parse(&name)?, meta)))
             .collect();
         if whole {
-            let gone = before.into_iter().filter(|(name, _)| !there.contains_key(name));
-            gone.for_each(|(_, number)| self.index.vanished(number));
             state.odd.retain(|name, _| there.contains_key(name));
         }
+        let mut gone = Vec::new();
+        for (name, number) in before {
+            match there.get(&name) {
+                // A segment never changes. One that has another length than it had is not that segment any more: others,
+                // who read its foot, have none of its records, and so must we, or nobody would store them again.
+                Some(meta) if self.index.file_len(number) != Some(meta.len) => self.index.vanished(number),
+                None if whole => {
+                    self.index.vanished(number);
+                    gone.push(self.shared.layout.segment(name));
+                }
+                _ => {}
+            }
+        }
+        self.shared.io.close_kept(&gone, false);
         let mut fresh: Vec<_> = there
             .into_iter()
             .filter(|(name, meta)| !self.index.knows(*name) && !state.is_hopeless(*name, meta))
@@ -142,24 +230,38 @@ impl Segments {
                 .into_iter()
                 .map(|(name, meta)| {
                     let len = meta.len.min(TAIL);
-                    (name, meta, self.begin_read(name, meta.len - len, len, deadline))
+                    let mode = ReadMode::Default;
+                    (
+                        name,
+                        meta,
+                        self.begin_read(name, meta.len - len, len, mode, deadline),
+                    )
                 })
                 .collect();
             for (name, meta, read) in reads.into_iter().rev() {
                 let found =
                     read(self).and_then(|(tail, file_len)| self.foot(name, &tail, file_len, deadline));
                 match found {
-                    Ok(Ok((sealed_ns, entries))) => {
-                        if let Some(number) = self.index.begin(name, false, sealed_ns, meta.mtime_ns) {
-                            self.index.add(number, &entries);
+                    Ok(Ok(foot)) => {
+                        let known = Known {
+                            name,
+                            part: foot.part,
+                            private: false,
+                            sealed_ns: foot.sealed_ns,
+                            used_ns: meta.mtime_ns,
+                            len: meta.len,
+                        };
+                        if let Some(number) = self.index.begin(known) {
+                            self.index.add(number, &foot.entries);
                         }
                     }
-                    // It was removed meanwhile, or belongs to another listing.
-                    Err(error) if error.kind() == ErrorKind::NotFound => {}
+                    // It was removed meanwhile, belongs to another listing, or the medium does not answer now, which says
+                    // nothing of the segment: it is looked at again after the next listing.
+                    Err(_) => {}
                     Ok(Err(MissReason::NewerVersion)) => {
                         state.odd.insert(name, (meta, TRIES));
                     }
-                    Ok(Err(_)) | Err(_) => {
+                    Ok(Err(_)) => {
                         let tries = state.odd.get(&name).map_or(0, |(_, tries)| *tries);
                         state.odd.insert(name, (meta, tries + 1));
                     }
@@ -168,18 +270,14 @@ impl Segments {
         }
     }
 
-    /// The entries of a segment, of whose end `tail` was read, and when it was sealed.
-    #[allow(
-        clippy::type_complexity,
-        reason = "two kinds of failure: of the medium, and of what it holds"
-    )]
-    fn foot(
+    /// The foot of a segment, of whose end `tail` was read. Two kinds of failure: of the medium, and of what it holds.
+    pub(super) fn foot(
         &self,
         name: SegmentName,
         tail: &[u8],
         file_len: u64,
         deadline: Mono,
-    ) -> Result<Result<(u64, Vec<Entry>), MissReason>> {
+    ) -> Result<Result<Foot, MissReason>> {
         let trailer = match Trailer::decode(tail, file_len) {
             Ok(trailer) => trailer,
             Err(reason) => return Ok(Err(reason)),
@@ -194,20 +292,25 @@ impl Segments {
         let entries = if len <= tail.len() as u64 {
             trailer.entries(&tail[tail.len() - len as usize..])
         } else if len <= LONGEST_FOOT {
-            let read = self.begin_read(name, trailer.foot.start, len, deadline);
+            let read = self.begin_read(name, trailer.foot.start, len, ReadMode::Default, deadline);
             trailer.entries(&read(self)?.0)
         } else {
             Err(MissReason::BadHeader)
         };
-        Ok(entries.map(|entries| (trailer.owner.time_ns, entries)))
+        Ok(entries.map(|entries| Foot {
+            sealed_ns: trailer.owner.time_ns,
+            part: trailer.owner.part,
+            entries,
+        }))
     }
 
     /// Starts reading a piece of a segment; the answer waits for it and gives the bytes and the file's length.
-    fn begin_read(
+    pub(super) fn begin_read(
         &self,
         name: SegmentName,
         offset: u64,
         len: u64,
+        mode: ReadMode,
         deadline: Mono,
     ) -> impl FnOnce(&Self) -> Result<(Vec<u8>, u64)> + use<> {
         let len = (len as usize).max(TRAILER_LEN);
@@ -216,7 +319,7 @@ impl Segments {
             offset,
             len,
             buf: IoBuf::Heap(vec![0; len]),
-            mode: ReadMode::Default,
+            mode,
         };
         let completion: Arc<Completion<Answer>> = Completion::new();
         let answer = Arc::clone(&completion);

@@ -9,6 +9,7 @@ use std::ops::Range;
 use ucm_core::{BlockId, MissReason, PAGE, Part, crc32c, limits, round_up};
 use ucm_io::Process;
 
+use crate::bytes::{array, part_at, u32_at, u64_at};
 use crate::layout::SegmentName;
 
 #[cfg(test)]
@@ -83,28 +84,6 @@ pub(crate) struct Entry {
 
 fn put(out: &mut [u8], offset: usize, bytes: &[u8]) {
     out[offset..offset + bytes.len()].copy_from_slice(bytes);
-}
-
-fn array<const N: usize>(bytes: &[u8], offset: usize) -> [u8; N] {
-    let mut out = [0; N];
-    out.copy_from_slice(&bytes[offset..offset + N]);
-    out
-}
-
-fn u32_at(bytes: &[u8], offset: usize) -> u32 {
-    u32::from_le_bytes(array(bytes, offset))
-}
-
-fn u64_at(bytes: &[u8], offset: usize) -> u64 {
-    u64::from_le_bytes(array(bytes, offset))
-}
-
-fn part_at(bytes: &[u8], offset: usize) -> Part {
-    Part {
-        group: u32_at(bytes, offset),
-        pipeline_rank: u32_at(bytes, offset + 4),
-        tensor_rank: u32_at(bytes, offset + 8),
-    }
 }
 
 /// Which version these bytes are of, if they begin with `magic` and end with their checksum at `crc`.

@@ -5,17 +5,20 @@
 //! everything else that grows with blocks. Tables are split by id, so that growing one copies a 64th.
 //!
 //! A segment that is gone leaves at once, its blocks later: whoever meets one of a segment that is not there takes it
-//! out, and a sweep takes the rest. Of several copies the newest counts, by the time its segment was sealed.
+//! out, and a sweep takes the rest. Of several copies the newest counts, by the time its segment was sealed and then by
+//! that segment's name, so that all who know the same segments take the same copy. [`census`]: what a segment is still
+//! good for.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, RwLock};
-use ucm_core::{BlockId, PAGE};
+use ucm_core::{BlockId, PAGE, Part};
 
 use super::format::Entry;
 use crate::layout::SegmentName;
 
+pub(crate) mod census;
 #[cfg(test)]
 mod tests;
 
@@ -54,16 +57,40 @@ pub(crate) struct Hit {
     pub(crate) sealed_ns: u64,
 }
 
-/// What is known of a segment.
+/// What is told of a segment when it is taken up.
 #[derive(Debug, Clone, Copy)]
-struct Segment {
-    name: SegmentName,
-    private: bool,
-    /// By which the newer of two copies is told: the time it was sealed.
-    sealed_ns: u64,
+pub(crate) struct Known {
+    pub(crate) name: SegmentName,
+    /// The part that its writer brought.
+    pub(crate) part: Part,
+    /// Whether only its writer knows it yet.
+    pub(crate) private: bool,
+    /// By which the newer of two copies is told: the time it was sealed, by its writer's clock, ns of Unix time.
+    pub(crate) sealed_ns: u64,
     /// Time of the last use of any of its records, ns of Unix time, as far as is known here.
-    used_ns: i64,
+    pub(crate) used_ns: i64,
+    /// Length of the file, bytes; 0 while it is private.
+    pub(crate) len: u64,
+}
+
+/// What is known of a segment.
+#[derive(Debug)]
+struct Segment {
+    known: Known,
     blocks: u64,
+    /// Blocks of it that are not taken from here: another copy counts, or this one was dropped.
+    passed_over: AtomicU64,
+}
+
+impl Segment {
+    /// What tells the newer of two copies.
+    fn order(&self) -> (u64, SegmentName) {
+        (self.known.sealed_ns, self.known.name)
+    }
+
+    fn pass_over(&self) {
+        self.passed_over.fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 #[derive(Default)]
@@ -87,6 +114,8 @@ pub(crate) struct Index {
     most: usize,
     /// Records not taken up because there were too many, or because they do not fit a place.
     left_out: AtomicU64,
+    /// Of these, those for which there was no room.
+    no_room: AtomicU64,
 }
 
 impl Index {
@@ -101,6 +130,7 @@ impl Index {
             dead: AtomicU64::new(0),
             most,
             left_out: AtomicU64::new(0),
+            no_room: AtomicU64::new(0),
         }
     }
 
@@ -110,29 +140,26 @@ impl Index {
     }
 
     /// Takes up a segment: its number. One of that name that is known stays, and `None` is the answer.
-    pub(crate) fn begin(
-        &self,
-        name: SegmentName,
-        private: bool,
-        sealed_ns: u64,
-        used_ns: i64,
-    ) -> Option<SegmentNumber> {
+    pub(crate) fn begin(&self, known: Known) -> Option<SegmentNumber> {
         let mut segments = self.segments.write();
-        if segments.by_name.contains_key(&name) {
+        if segments.by_name.contains_key(&known.name) {
             return None;
         }
         segments.last += 1;
         let number = segments.last;
-        segments.by_name.insert(name, number);
+        segments.by_name.insert(known.name, number);
         let segment = Segment {
-            name,
-            private,
-            sealed_ns,
-            used_ns,
+            known,
             blocks: 0,
+            passed_over: AtomicU64::new(0),
         };
         segments.known.insert(number, segment);
         Some(number)
+    }
+
+    /// Whether there is a place for this block.
+    pub(crate) fn has_room(&self, id: BlockId) -> bool {
+        self.blocks.load(Ordering::Relaxed) < self.most || self.shard(id).read().contains_key(&id)
     }
 
     /// Adds records to a segment that was taken up.
@@ -157,34 +184,31 @@ impl Index {
 
     fn insert(&self, id: BlockId, place: Place) {
         let segments = self.segments.read();
-        let sealed = |place: &Place| {
-            segments
-                .known
-                .get(&place.segment)
-                .map(|segment| segment.sealed_ns)
-        };
+        let order = |place: &Place| segments.known.get(&place.segment).map(Segment::order);
         let mut shard = self.shard(id).write();
         let Some(known) = shard.get_mut(&id) else {
             if self.blocks.load(Ordering::Relaxed) >= self.most {
                 self.left_out.fetch_add(1, Ordering::Relaxed);
+                self.no_room.fetch_add(1, Ordering::Relaxed);
                 return;
             }
             self.blocks.fetch_add(1, Ordering::Relaxed);
             shard.insert(id, place);
             return;
         };
-        let older = if sealed(known) <= sealed(&place) {
+        let older = if order(known) <= order(&place) {
             std::mem::replace(known, place)
         } else {
             place
         };
-        if sealed(&older).is_none() {
-            return; // its segment is gone
-        }
+        let Some(segment) = segments.known.get(&older.segment) else {
+            return; // it is gone
+        };
+        segment.pass_over();
         let mut copies = self.copies.lock();
         let others = copies.entry(id).or_default();
         others.push(older);
-        others.sort_by_key(|place| sealed(place));
+        others.sort_by_key(|place| order(place));
         if others.len() > MAX_COPIES {
             others.remove(0);
         }
@@ -230,9 +254,9 @@ impl Index {
         let lengths = self.lengths.read();
         Some(Hit {
             segment: place.segment,
-            name: segment.name,
-            private: segment.private,
-            sealed_ns: segment.sealed_ns,
+            name: segment.known.name,
+            private: segment.known.private,
+            sealed_ns: segment.known.sealed_ns,
             offset: u64::from(place.packed & ((1 << PAGE_BITS) - 1)) * PAGE,
             len: *lengths.get((place.packed >> PAGE_BITS) as usize)?,
         })
@@ -245,14 +269,19 @@ impl Index {
         if shard.get(&id) != Some(&place) {
             return;
         }
+        if let Some(segment) = segments.known.get(&place.segment) {
+            segment.pass_over();
+        }
         let mut copies = self.copies.lock();
         while let Some(others) = copies.get_mut(&id) {
             match others.pop() {
-                Some(next) if segments.known.contains_key(&next.segment) => {
-                    shard.insert(id, next);
-                    return;
+                Some(next) => {
+                    if let Some(segment) = segments.known.get(&next.segment) {
+                        segment.passed_over.fetch_sub(1, Ordering::Relaxed);
+                        shard.insert(id, next);
+                        return;
+                    }
                 }
-                Some(_) => {}
                 None => {
                     copies.remove(&id);
                 }
@@ -278,11 +307,12 @@ impl Index {
         }
     }
 
-    /// A private segment has its name now.
-    pub(crate) fn named(&self, number: SegmentNumber, sealed_ns: u64, used_ns: i64) {
+    /// A private segment has its name now: when it was sealed, when it was used, how long its file is.
+    pub(crate) fn named(&self, number: SegmentNumber, sealed_ns: u64, used_ns: i64, len: u64) {
         if let Some(segment) = self.segments.write().known.get_mut(&number) {
-            (segment.private, segment.sealed_ns) = (false, sealed_ns);
-            segment.used_ns = segment.used_ns.max(used_ns);
+            let known = &mut segment.known;
+            (known.private, known.sealed_ns, known.len) = (false, sealed_ns, len);
+            known.used_ns = known.used_ns.max(used_ns);
         }
     }
 
@@ -290,7 +320,7 @@ impl Index {
     pub(crate) fn vanished(&self, number: SegmentNumber) {
         let mut segments = self.segments.write();
         if let Some(segment) = segments.known.remove(&number) {
-            segments.by_name.remove(&segment.name);
+            segments.by_name.remove(&segment.known.name);
             self.dead.fetch_add(segment.blocks, Ordering::Relaxed);
         }
     }
@@ -329,14 +359,23 @@ impl Index {
     /// Names and numbers of the segments that others can see too.
     pub(crate) fn public(&self) -> Vec<(SegmentName, SegmentNumber)> {
         let segments = self.segments.read();
-        let public = segments.known.iter().filter(|(_, segment)| !segment.private);
-        public.map(|(number, segment)| (segment.name, *number)).collect()
+        let all = segments.known.iter();
+        let public = all.filter(|(_, segment)| !segment.known.private);
+        public
+            .map(|(number, segment)| (segment.known.name, *number))
+            .collect()
+    }
+
+    /// Length of a segment's file; `None` for one that is not known any more.
+    pub(crate) fn file_len(&self, number: SegmentNumber) -> Option<u64> {
+        let segments = self.segments.read();
+        segments.known.get(&number).map(|segment| segment.known.len)
     }
 
     /// A segment was used at this time (ns of Unix time).
     pub(crate) fn used(&self, number: SegmentNumber, used_ns: i64) {
         if let Some(segment) = self.segments.write().known.get_mut(&number) {
-            segment.used_ns = segment.used_ns.max(used_ns);
+            segment.known.used_ns = segment.known.used_ns.max(used_ns);
         }
     }
 
@@ -351,7 +390,7 @@ impl Index {
                     let used = segments
                         .known
                         .get(&hit.segment)
-                        .map_or(0, |segment| segment.used_ns);
+                        .map_or(0, |segment| segment.known.used_ns);
                     all.push((id, hit.len, used));
                 }
             }
@@ -367,10 +406,5 @@ impl Index {
     /// Segments that are known.
     pub(crate) fn segments(&self) -> usize {
         self.segments.read().known.len()
-    }
-
-    /// Records that were not taken up.
-    pub(crate) fn left_out(&self) -> u64 {
-        self.left_out.load(Ordering::Relaxed)
     }
 }

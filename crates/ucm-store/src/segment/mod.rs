@@ -6,24 +6,35 @@
 //! from memory. The parts:
 //!
 //! * [`format`]: the bytes; [`index`]: where every record lies; [`early`]: what only this process can read yet;
-//! * [`open`]: one segment being written; [`writer`]: which one; [`sealing`]: how it ends; [`timer`]: when;
-//! * [`finder`]: the segments of others; [`reader`]: reading records; [`rescue`]: what dead writers left;
-//!   [`evidence`]: what is damaged.
+//! * [`open`]: one segment being written; [`writer`]: which one; [`append`]: one record into it; [`sealing`]: how it ends;
+//!   [`timer`]: when;
+//! * [`finder`]: the segments of others; [`recheck`]: whether their feet, and ours, are still there for the next one;
+//!   [`reader`]: reading records; [`rescue`]: what dead writers left;
+//!   [`evidence`]: what is damaged;
+//! * [`merge`]: small and sparse segments become one, records in use outlive their segment; [`copy`]: how; [`touch`] and
+//!   [`heat`]: which are in use.
 //!
 //! Root, space and everything else that is not about records are those of the file layout.
 
+mod append;
+mod copy;
 mod early;
 mod evidence;
 mod finder;
 mod format;
+mod heat;
 mod index;
+mod merge;
 mod open;
 mod reader;
+mod recheck;
 mod rescue;
 mod sealing;
 mod timer;
+mod touch;
 mod writer;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -31,24 +42,29 @@ use std::time::Duration;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::{Bell, Clock, Lane, Mono, WorkerPool};
-use ucm_io::{IoDone, IoEngine, IoOp};
+use ucm_io::IoEngine;
 
 use crate::backend::{
-    Backend, Done, Early, Listed, Presence, Quarantined, ReadDone, Usage, WriteOptions, Written,
+    Backend, BlockRead, Done, Early, Listed, Presence, Quarantined, ReadDone, Usage, WriteOptions, Written,
 };
-use crate::engine::LANE_SPACE;
+use crate::events::{Event, Events};
 use crate::layout::SEGMENTS;
 use crate::posix::{PosixConfig, Shared};
 use crate::space::Capacity;
 use crate::writing::Write;
 use early::EarlyNews;
 use finder::Finder;
+use heat::Heat;
 use index::{Hit, Index};
+use merge::Merger;
 use writer::Writer;
 
-/// Lanes of the background threads: when to seal, and what others wrote.
+pub use merge::Merging;
+
+/// Lanes of the background threads: when to seal, what others wrote, what can be merged.
 const LANE_TIMER: usize = 0;
 const LANE_FINDER: usize = 1;
+const LANE_MERGER: usize = 2;
 /// Bytes of dead writers' segments that whoever opens a root waits for.
 const AT_OPENING: u64 = 32 << 20;
 /// Longest a segment may be told to be, bytes.
@@ -64,6 +80,10 @@ pub struct SegmentConfig {
     pub age: Duration,
     /// Most records in the index in memory; further ones are misses.
     pub most_blocks: usize,
+    /// How small and sparse segments are merged.
+    pub merging: Merging,
+    /// Whether records that are stored in another, shorter form are hits: there is a stage above that decodes them.
+    pub compressed: bool,
 }
 
 impl Default for SegmentConfig {
@@ -72,6 +92,8 @@ impl Default for SegmentConfig {
             size: 128 << 20,
             age: Duration::from_secs(1),
             most_blocks: 1 << 24,
+            merging: Merging::default(),
+            compressed: false,
         }
     }
 }
@@ -89,10 +111,14 @@ pub(crate) struct Segments {
     early: EarlyNews,
     writer: Writer,
     finder: Finder,
+    merger: Merger,
+    heat: Heat,
+    events: Events,
     pool: Arc<WorkerPool>,
-    /// Rung when a segment may have to be sealed, and when others' segments should be looked for.
+    /// Rung when a segment may have to be sealed, when others' segments should be looked for, and when merging ends.
     seal_bell: Bell,
     find_bell: Bell,
+    merge_bell: Bell,
     started: AtomicBool,
     closing: AtomicBool,
 }
@@ -105,6 +131,14 @@ impl SegmentBackend {
         io: Arc<dyn IoEngine>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
+        Self::over(
+            Arc::new(Shared::new(config, Some(SEGMENTS), io, clock)?),
+            segments,
+        )
+    }
+
+    /// The same over a root that is known already.
+    pub(crate) fn over(shared: Arc<Shared>, segments: SegmentConfig) -> Result<Self> {
         if segments.size > LONGEST {
             return Err(Error::new(
                 ErrorKind::Config,
@@ -118,15 +152,15 @@ impl SegmentBackend {
             max_running: 1,
         };
         let pool = WorkerPool::builder("ucm-segment")
-            .size(2)
-            .lanes(&[lane("timer"), lane("finder")])
-            .clock(Arc::clone(&clock))
+            .on_demand()
+            .size(3)
+            .lanes(&[lane("timer"), lane("finder"), lane("merger")])
+            .clock(Arc::clone(&shared.clock))
             .build()?;
-        let limit = match config.capacity {
-            Some(Capacity::Bytes(bytes)) if !config.lookup_only => Some(bytes.get()),
+        let limit = match shared.config.capacity {
+            Some(Capacity::Bytes(bytes)) if !shared.config.lookup_only => Some(bytes.get()),
             _ => None,
         };
-        let shared = Arc::new(Shared::new(config, SEGMENTS, io, clock)?);
         let segments = Arc::new(Segments {
             shared,
             config: segments,
@@ -134,9 +168,13 @@ impl SegmentBackend {
             early: EarlyNews::default(),
             writer: Writer::default(),
             finder: Finder::default(),
+            merger: Merger::default(),
+            heat: Heat::default(),
+            events: Events::default(),
             pool,
             seal_bell: Bell::new(),
             find_bell: Bell::new(),
+            merge_bell: Bell::new(),
             started: AtomicBool::new(false),
             closing: AtomicBool::new(false),
         });
@@ -161,13 +199,19 @@ impl Segments {
             .with("root", self.shared.layout.root().display()))
     }
 
-    /// Whether a record of this place is one of ours whole, by its length.
+    /// Whether a record of this place is one of ours whole, by its length. A compressed one is shorter.
     fn presence(&self, hit: Option<Hit>) -> Presence {
         match hit {
-            Some(hit) if hit.len == self.shared.config.record.record_len() as u64 => Ok(()),
+            Some(hit) if self.is_ours(hit.len) => Ok(()),
             Some(_) => Err(MissReason::WrongLength),
             None => Err(MissReason::Absent),
         }
+    }
+
+    /// Whether a record of so many bytes can be one of ours whole.
+    fn is_ours(&self, len: u64) -> bool {
+        let whole = self.shared.config.record.record_len() as u64;
+        len == whole || (len < whole && self.config.compressed)
     }
 
     fn now_ns(&self) -> i64 {
@@ -218,6 +262,36 @@ impl Backend for SegmentBackend {
         self.segments.read(id, slot, again, deadline, done);
     }
 
+    fn reads_together(&self, _stage: usize) -> bool {
+        true
+    }
+
+    fn reads_parts(&self, _stage: usize) -> bool {
+        true
+    }
+
+    fn read_parts(
+        &self,
+        _stage: usize,
+        id: BlockId,
+        slot: Slot,
+        parts: Vec<Range<usize>>,
+        deadline: Mono,
+        done: Done<ReadDone>,
+    ) {
+        let read = BlockRead {
+            id,
+            slot,
+            deadline,
+            done,
+        };
+        self.segments.read_parts(read, parts);
+    }
+
+    fn read_many(&self, _stage: usize, reads: Vec<BlockRead>) {
+        self.segments.read_many(reads);
+    }
+
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
         let write = Write {
             id,
@@ -226,16 +300,34 @@ impl Backend for SegmentBackend {
             deadline,
             done,
         };
-        let there = self.segments.index.find(id);
-        if !options.replace && there.is_some_and(|hit| !hit.private) && self.segments.presence(there).is_ok()
-        {
+        if !options.replace && self.is_published(id) {
             return write.end(Ok(Written::Present));
+        }
+        if !self.segments.index.has_room(id) {
+            let full = "the index of segments is full: this block could be written and never be found";
+            return write.end(Err(Error::new(ErrorKind::NoSpace, full)));
         }
         self.segments.append(write);
     }
 
+    fn is_published(&self, id: BlockId) -> bool {
+        let there = self.segments.index.find(id);
+        there.is_some_and(|hit| !hit.private) && self.segments.presence(there).is_ok()
+    }
+
+    /// Who only looks up tells nothing: whether a use is one of the whole segment is known where segments are merged.
     fn touch(&self, ids: &[(BlockId, u32)], deadline: Mono) {
-        self.segments.touch(ids, deadline);
+        if !self.segments.shared.config.lookup_only {
+            self.segments.touch(ids, deadline);
+        }
+    }
+
+    fn touch_own(&self, ids: &[(BlockId, u32)], deadline: Mono) {
+        self.touch(ids, deadline);
+    }
+
+    fn wants_touch_own(&self) -> bool {
+        true
     }
 
     /// Forgets records in this process. Their bytes stay until their segment goes: others may be using the rest of it.
@@ -247,6 +339,7 @@ impl Backend for SegmentBackend {
                 self.segments.index.drop_copy(id, &hit);
                 any = true;
             }
+            self.segments.early.lost(id);
             removed += usize::from(any);
         }
         done(Ok(removed));
@@ -260,11 +353,15 @@ impl Backend for SegmentBackend {
     }
 
     fn early(&self) -> Early {
-        self.segments.early.take()
+        self.segments.early.take(self.segments.shared.clock.now())
     }
 
     fn flush(&self, last: bool) {
         self.segments.flush(last);
+    }
+
+    fn hurry(&self) {
+        self.segments.hurry();
     }
 
     fn quarantine(&self, id: BlockId, done: Done<Quarantined>) {
@@ -280,8 +377,26 @@ impl Backend for SegmentBackend {
         (records, bytes, self.segments.shared.recency.touched())
     }
 
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        let (segments, carried) = self.segments.merged();
+        vec![
+            ("segments_merged", segments),
+            ("records_carried", carried),
+            ("records_not_indexed", self.segments.index.left_out()),
+            ("storage_short", u64::from(self.segments.is_room_short())),
+        ]
+    }
+
+    fn events(&self) -> Vec<Event> {
+        self.segments.events.drain()
+    }
+
     fn stuck(&self) -> usize {
         self.segments.shared.io.stuck()
+    }
+
+    fn lost_workers(&self) -> usize {
+        self.segments.shared.io.lost_workers()
     }
 
     fn shutdown(&self, drain: Duration) {
@@ -290,72 +405,26 @@ impl Backend for SegmentBackend {
         let until = clock.now().after(drain);
         let left = || until.since(clock.now());
         segments.closing.store(true, Ordering::Release);
+        segments.merge_bell.ring();
+        segments.end_waiting();
         segments.flush(true);
         segments.await_sealed(clock.now().after(left() / 2));
         segments.seal_bell.ring();
         segments.find_bell.ring();
-        // Then the space: it says to the others that it is not there any more.
-        segments.shared.space.shutdown(left() / 2);
+        // A merging that is not over holds room, and who holds room cannot say to the others that it is not there any
+        // more: they would wait for its silence.
         segments.pool.shutdown(left() / 2);
+        segments.shared.space.shutdown(left() / 2);
         segments.shared.io.shutdown(left());
-    }
-}
-
-impl Segments {
-    /// Tells the file system, of every segment of which these records are and that was not told this minute, that it was
-    /// used.
-    fn touch(self: &Arc<Self>, ids: &[(BlockId, u32)], deadline: Mono) {
-        let mut first: Vec<(Hit, u32, u64)> = Vec::new();
-        for &(id, ordinal) in ids {
-            let Some(hit) = self.index.find(id).filter(|hit| !hit.private) else {
-                continue;
-            };
-            match first
-                .iter_mut()
-                .find(|(known, _, _)| known.segment == hit.segment)
-            {
-                Some((_, least, blocks)) => (*least, *blocks) = ((*least).min(ordinal), *blocks + 1),
-                None => first.push((hit, ordinal, 1)),
-            }
-        }
-        let asked: Vec<_> = first
-            .iter()
-            .map(|(hit, ordinal, _)| (hit.name.as_id(), *ordinal))
-            .collect();
-        let due = self.shared.recency.due(&asked, self.shared.clock.wall_ns());
-        let (mut files, mut blocks) = (Vec::new(), Vec::new());
-        for (id, time) in due {
-            if let Some((hit, _, count)) = first.iter().find(|(hit, _, _)| hit.name.as_id() == id) {
-                self.index.used(hit.segment, time);
-                files.push((self.shared.layout.segment(hit.name), time));
-                blocks.push(*count);
-            }
-        }
-        if files.is_empty() {
-            return;
-        }
-        let segments = Arc::clone(self);
-        let counted = move |result| {
-            if let Ok(IoDone::Touched(files)) = result {
-                let there = files
-                    .iter()
-                    .zip(blocks)
-                    .filter(|(file, _)| matches!(file, Ok(true)));
-                segments
-                    .shared
-                    .recency
-                    .count(there.map(|(_, blocks)| blocks).sum());
-            }
-        };
-        let op = IoOp::Touch { files };
-        self.shared.io.submit(LANE_SPACE, deadline, op, Box::new(counted));
     }
 }
 
 impl Drop for SegmentBackend {
     fn drop(&mut self) {
         self.segments.closing.store(true, Ordering::Release);
+        self.segments.end_waiting();
         self.segments.seal_bell.ring();
         self.segments.find_bell.ring();
+        self.segments.merge_bell.ring();
     }
 }

@@ -6,26 +6,29 @@
 //! and fails, harmlessly. It is copied and not sealed as it is, for a sleeper may still hold it open, and a segment
 //! that has a name is never written. A record counts only if its header and every checksum are right.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ucm_core::{Error, ErrorKind, PAGE, Result, round_up};
 use ucm_infra::Mono;
-use ucm_io::{FileMeta, IoBuf, IoDone, IoOp, ReadMode};
+use ucm_io::{FileMeta, IoDone, IoOp, ReadMode};
 
 use super::Segments;
-use super::format::{Entry, HEAD_LEN, MAX_ENTRIES, decode_head, encode_foot, encode_head, foot_len};
+use super::copy::{Carried, Manner, Piece};
+use super::format::{Entry, HEAD_LEN, MAX_ENTRIES, decode_head};
 use crate::layout::SegmentName;
-use crate::record::{RecordHeader, RecordMeta};
+use crate::record::{MAGIC, RecordHeader};
 
 /// Time between two looks for private segments.
 const LOOK_AGAIN: Duration = Duration::from_secs(60);
 /// Silence after which the writer of a private segment is taken for dead.
-const SILENCE_NS: i64 = 600_000_000_000;
+pub(super) const SILENCE_NS: i64 = 600_000_000_000;
 /// Most private segments taken up in one turn.
 const PER_TURN: usize = 4;
+/// Bytes looked through at once for the beginnings of records.
+const LOOK_AT: u64 = 1 << 20;
 /// How long one step may take.
 const STEP: Duration = Duration::from_secs(30);
 
@@ -42,18 +45,20 @@ impl Segments {
             }
             *last = Some(now);
         }
+        let again = || *self.finder.rescued.lock() = None;
         let Ok(dead) = self.dead_segments(now.after(STEP).min(deadline)) else {
-            return;
+            return again();
         };
         let mut left = most;
         for (number, (name, meta)) in dead.into_iter().enumerate() {
             let over = self.shared.clock.now() >= deadline || number >= PER_TURN || meta.len > left;
             if over || self.closing.load(Ordering::Acquire) {
-                *self.finder.rescued.lock() = None; // the next turn goes on
-                return;
+                return again(); // the next turn goes on
             }
             left -= meta.len;
-            let _ = self.rescue_one(name, &meta);
+            if self.rescue_one(name, &meta).is_err() {
+                again();
+            }
         }
     }
 
@@ -64,7 +69,8 @@ impl Segments {
         let mut unsure = Vec::new();
         let mut dead = Vec::new();
         for (name, meta) in listed.into_iter().filter(|(name, _)| !own.contains(name)) {
-            let Some(head) = self.read_piece(self.private(name), 0, HEAD_LEN as usize)? else {
+            let Some(head) = self.read_piece(self.private(name), 0, HEAD_LEN as usize, ReadMode::Default)?
+            else {
                 continue; // sealed or removed meanwhile
             };
             let Ok((owner, process)) = decode_head(&head) else {
@@ -104,7 +110,7 @@ impl Segments {
     }
 
     /// The time of the file server: that of a file made just now.
-    fn server_time(&self, deadline: Mono) -> Result<i64> {
+    pub(super) fn server_time(&self, deadline: Mono) -> Result<i64> {
         let path = self.private(self.next_name());
         let op = IoOp::Create {
             path: path.clone(),
@@ -135,6 +141,7 @@ impl Segments {
 
     fn rescue_one(self: &Arc<Self>, dead: SegmentName, meta: &FileMeta) -> Result<()> {
         let claimed = self.private(self.next_name());
+        let before = self.shared.space.counts(); // one that runs meanwhile may see both copies
         let op = IoOp::Rename {
             from: self.private(dead),
             to: claimed.clone(),
@@ -145,159 +152,105 @@ impl Segments {
         };
         let found = self.whole_records(&claimed, meta.len)?;
         if !found.is_empty() {
-            self.copy(&claimed, &found)?;
+            self.take_over(&claimed, found)?;
         }
         let paths = vec![claimed];
-        self.shared.call(self.step(), IoOp::Remove { paths }).map(|_| ())
+        self.shared.call(self.step(), IoOp::Remove { paths })?;
+        self.shared.space.cleared(meta.len, before);
+        Ok(())
     }
 
-    /// Records in a private segment that are whole and not stored elsewhere; where they lie there.
-    fn whole_records(&self, path: &std::path::Path, file_len: u64) -> Result<Vec<Entry>> {
-        let stride = round_up(self.shared.config.record.record_len() as u64, PAGE);
+    /// Records in a private segment that are whole and not stored elsewhere; where they lie there. They need not be equally
+    /// long, and there may be holes between them: a record begins at a page.
+    fn whole_records(&self, path: &Path, file_len: u64) -> Result<Vec<Entry>> {
         let mut found = Vec::new();
         let mut offset = HEAD_LEN;
-        while offset + stride <= file_len && found.len() < MAX_ENTRIES {
-            if self.closing.load(Ordering::Acquire) {
-                return Err(Error::new(ErrorKind::Closed, "the store is closed"));
-            }
-            if let Some(meta) = self.whole_record(path, offset)?.map(|(meta, _)| meta)
-                && self.index.find(meta.id).is_none()
-            {
-                found.push(Entry {
-                    id: meta.id,
-                    offset,
-                    len: stride,
-                });
-            }
-            offset += stride;
+        while let Some(page) = self.next_record(path, offset, file_len)?
+            && found.len() < MAX_ENTRIES
+        {
+            let whole = self.whole_record(path, page)?;
+            offset = page + whole.map_or(PAGE, |entry| entry.len);
+            found.extend(whole.filter(|entry| self.index.find(entry.id).is_none()));
         }
         Ok(found)
     }
 
-    /// The record at a place, if it is whole.
-    fn whole_record(&self, path: &std::path::Path, offset: u64) -> Result<Option<(RecordMeta, Vec<u8>)>> {
+    /// The next page, from `offset` on, that begins as a record does.
+    fn next_record(&self, path: &Path, mut offset: u64, file_len: u64) -> Result<Option<u64>> {
+        let mut look = PAGE; // mostly the next one begins where the one before ended
+        while offset < file_len {
+            self.unless_closing()?;
+            self.look_if_asked();
+            let len = look.min(file_len - offset);
+            let piece = self.read_piece(path.to_owned(), offset, len as usize, ReadMode::Default)?;
+            let piece =
+                piece.ok_or_else(|| Error::new(ErrorKind::NotFound, "the private segment is gone"))?;
+            let page = piece
+                .chunks(PAGE as usize)
+                .position(|page| page.starts_with(&MAGIC));
+            if let Some(page) = page {
+                return Ok(Some(offset + page as u64 * PAGE));
+            }
+            offset += len;
+            look = (look * 4).min(LOOK_AT);
+        }
+        Ok(None)
+    }
+
+    /// Where the record at a place lies, if it is whole.
+    fn whole_record(&self, path: &Path, offset: u64) -> Result<Option<Entry>> {
         let len = self.shared.config.record.record_len();
-        let Some(bytes) = self.read_piece(path.to_owned(), offset, len)? else {
+        let Some(mut bytes) = self.read_piece(path.to_owned(), offset, len, ReadMode::Default)? else {
             return Err(Error::new(ErrorKind::NotFound, "the private segment is gone"));
         };
         let Ok(header) = RecordHeader::decode(&bytes) else {
             return Ok(None);
         };
+        bytes.truncate(usize::try_from(header.record_len).unwrap_or(usize::MAX));
         let judged = self.shared.judge(header.meta.id, &bytes, header.record_len);
-        Ok((judged.is_ok() && bytes.len() as u64 == header.record_len).then_some((header.meta, bytes)))
+        let entry = Entry {
+            id: header.meta.id,
+            offset,
+            len: round_up(header.record_len, PAGE),
+        };
+        Ok((judged.is_ok() && bytes.len() as u64 == header.record_len).then_some(entry))
     }
 
     /// Copies records into a segment of our own and seals it.
-    fn copy(&self, from: &std::path::Path, found: &[Entry]) -> Result<()> {
-        let name = self.next_name();
-        let records: u64 = found.iter().map(|entry| entry.len).sum();
-        let room = HEAD_LEN + records + foot_len(found.len());
-        let ticket = self.shared.space.admitted(room)?;
-        let copied = self.copy_admitted(name, from, found);
-        let error = copied.as_ref().err();
-        let kept = if error.is_none_or(super::sealing::unsure) {
-            room
-        } else {
-            0
+    fn take_over(&self, from: &Path, found: Vec<Entry>) -> Result<()> {
+        let piece = |entry| Piece {
+            from: from.to_owned(),
+            entry,
         };
-        self.shared.space.settled(ticket, kept, error);
-        let (entries, sealed_ns, used_ns) = match copied {
-            Ok(copied) => copied,
-            Err(error) => {
-                let paths = vec![self.private(name)];
-                let _ = self.shared.call(self.step(), IoOp::Remove { paths }); // else swept by its age
-                return Err(error);
-            }
+        let pieces: Vec<Piece> = found.into_iter().map(piece).collect();
+        let used = |name: SegmentName, ordinal| {
+            let (recency, wall) = (&self.shared.recency, self.shared.clock.wall_ns());
+            Ok(recency.published(name.as_id(), ordinal, wall))
         };
-        if let Some(number) = self.index.begin(name, false, sealed_ns, used_ns) {
-            self.index.add(number, &entries);
+        let manner = Manner {
+            sealed_ns: None,
+            used: &used,
+            pace: &|_| {
+                self.look_if_asked();
+                self.unless_closing()
+            },
+            needed: true,
+        };
+        let copied = self.copy(&pieces, &manner)?;
+        if let Some(known) = copied.known
+            && let Some(number) = self.index.begin(known)
+        {
+            let there: Vec<Entry> = copied.carried.iter().filter_map(Carried::entry).collect();
+            self.index.add(number, &there);
         }
         Ok(())
     }
 
-    fn copy_admitted(
-        &self,
-        name: SegmentName,
-        from: &std::path::Path,
-        found: &[Entry],
-    ) -> Result<(Vec<Entry>, u64, i64)> {
-        let (config, path) = (&self.shared.config, self.private(name));
-        let owner = self.owner(name);
-        let op = IoOp::Create {
-            path: path.clone(),
-            head: encode_head(&owner, &config.process),
-            room: 0,
-            mode: config.modes.file,
-        };
-        self.shared.call(self.step(), op)?;
-        let (mut end, mut entries, mut first) = (HEAD_LEN, Vec::with_capacity(found.len()), u32::MAX);
-        for entry in found {
-            // Read and judged again: what is copied is what was judged.
-            let Some((meta, bytes)) = self.whole_record(from, entry.offset)? else {
-                continue;
-            };
-            let op = IoOp::WriteAt {
-                path: path.clone(),
-                offset: end,
-                len: bytes.len(),
-                buf: IoBuf::Heap(bytes),
-            };
-            self.shared.call(self.step(), op)?;
-            entries.push(Entry {
-                id: meta.id,
-                offset: end,
-                len: entry.len,
-            });
-            first = first.min(meta.ordinal);
-            end += entry.len;
+    /// An error once the store closes.
+    pub(super) fn unless_closing(&self) -> Result<()> {
+        if self.closing.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::Closed, "the store is closed"));
         }
-        let used = self
-            .shared
-            .recency
-            .published(name.as_id(), first, self.shared.clock.wall_ns());
-        let op = IoOp::Finish {
-            private: path,
-            target: self.shared.layout.segment(name),
-            foot: encode_foot(&owner, end, &entries),
-            offset: end,
-            mtime_ns: used,
-        };
-        self.shared.call(self.step(), op)?;
-        Ok((entries, owner.time_ns, used))
-    }
-
-    /// Reads a piece of a file; `None` when the file is gone.
-    fn read_piece(&self, path: PathBuf, offset: u64, len: usize) -> Result<Option<Vec<u8>>> {
-        let op = IoOp::Read {
-            path,
-            offset,
-            len,
-            buf: IoBuf::Heap(vec![0; len]),
-            mode: ReadMode::Default,
-        };
-        match self.shared.call(self.step(), op) {
-            Ok(IoDone::Read {
-                buf: IoBuf::Heap(mut bytes),
-                read,
-                ..
-            }) => {
-                bytes.truncate(read);
-                Ok(Some(bytes))
-            }
-            Ok(_) => Err(Error::internal("a read answered with something else")),
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error),
-        }
-    }
-
-    fn next_name(&self) -> SegmentName {
-        SegmentName {
-            writer: self.shared.config.writer,
-            sequence: self.shared.sequence.fetch_add(1, Ordering::Relaxed),
-        }
-    }
-
-    fn step(&self) -> Mono {
-        self.shared.clock.now().after(STEP)
+        Ok(())
     }
 }

@@ -7,6 +7,7 @@ use ucm_infra::Mono;
 use ucm_io::{FileMeta, IoDone, IoOp};
 
 use super::Segments;
+use super::finder::FOUND_BY;
 use super::format::{Owner, encode_foot};
 use super::open::{Contents, OpenSegment};
 use super::writer::LEAST_TIME;
@@ -64,7 +65,7 @@ impl Segments {
     ) {
         match result {
             Ok(meta) => {
-                self.index.named(open.number, sealed_ns, used_ns);
+                self.index.named(open.number, sealed_ns, used_ns, meta.len);
                 self.ended(open, contents, meta.len, None);
             }
             Err(error) => {
@@ -86,10 +87,13 @@ impl Segments {
         if error.is_some() || contents.entries.is_empty() {
             self.index.vanished(open.number);
         }
-        contents
-            .entries
-            .iter()
-            .for_each(|entry| self.early.lost(entry.id));
+        let found = self.shared.clock.now().after(FOUND_BY);
+        for entry in &contents.entries {
+            match error {
+                None => self.early.published(entry.id, found),
+                Some(_) => self.early.lost(entry.id),
+            }
+        }
         let trouble = error.as_ref().or(contents.trouble.as_ref());
         self.shared.space.settled(open.ticket, kept, trouble);
         for done in open.waiting() {
@@ -106,9 +110,15 @@ impl Segments {
     pub(super) fn seal_due(self: &Arc<Self>, now: Mono) -> Option<Mono> {
         let mut next: Option<Mono> = None;
         let mut sooner = |time: Mono| next = Some(next.map_or(time, |next| next.min(time)));
+        let (late, next_late) = self.late_waiting(now);
+        for write in late {
+            let text = "the segment for this record was not opened in time";
+            write.end(Err(Error::new(ErrorKind::Timeout, text)));
+        }
+        next_late.into_iter().for_each(&mut sooner);
         for open in self.open_segments() {
-            match open.oldest().map(|oldest| oldest.after(self.config.age)) {
-                Some(due) if due <= now => self.close(&open),
+            match open.due(self.config.age) {
+                Some(due) if due <= now => self.close_due(&open, now),
                 Some(due) => sooner(due),
                 None => {}
             }
@@ -118,6 +128,9 @@ impl Segments {
                 done(Err(Error::new(ErrorKind::Timeout, text)));
             }
             next_late.into_iter().for_each(&mut sooner);
+            self.end_late_appends(&open, now)
+                .into_iter()
+                .for_each(&mut sooner);
         }
         next
     }

@@ -1,5 +1,6 @@
-//! The two background threads of a backend: one seals segments when they are old enough, one looks for those of others.
-//! Neither does anything on a quiet root but look at the clock, and once a second at the time of one directory.
+//! The three background threads of a backend: one seals segments when they are old enough, one looks for those of others,
+//! one merges small ones. None does anything on a quiet root but look at the clock, once a second at the time of one
+//! directory, and twice a minute at a few feet.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -7,12 +8,12 @@ use std::time::Duration;
 
 use ucm_infra::Mono;
 
-use super::{LANE_FINDER, LANE_TIMER, Segments};
+use super::{LANE_FINDER, LANE_MERGER, LANE_TIMER, Segments};
 
 /// Time between two looks for the segments of others.
 const LOOK: Duration = Duration::from_secs(1);
 /// How long one look may take; a hanging root costs no more.
-const TURN: Duration = Duration::from_secs(5);
+pub(super) const TURN: Duration = Duration::from_secs(5);
 
 impl Segments {
     /// Starts the threads, once.
@@ -50,9 +51,22 @@ impl Segments {
                 clock.sleep(&bell, seen, Some(now.after(LOOK)));
             }
         };
-        // A pool that is shut down seals and finds nothing any more.
+        let clock = Arc::clone(&self.shared.clock);
+        let (weak, bell) = (Arc::downgrade(self), self.merge_bell.clone());
+        let merge = move || loop {
+            let seen = bell.seen();
+            let Some(segments) = weak.upgrade() else { return };
+            if segments.closing.load(Ordering::Acquire) {
+                return;
+            }
+            let next = segments.merge_turn(segments.shared.clock.now());
+            drop(segments);
+            clock.sleep(&bell, seen, Some(next));
+        };
+        // A pool that is shut down seals, finds and merges nothing any more.
         let _ = self.pool.submit(LANE_TIMER, Mono::NEVER, seal, |_| {});
         let _ = self.pool.submit(LANE_FINDER, Mono::NEVER, find, |_| {});
+        let _ = self.pool.submit(LANE_MERGER, Mono::NEVER, merge, |_| {});
     }
 
     /// Waits until every segment has ended, by `until` at the latest.

@@ -1,7 +1,9 @@
-//! The way of a record into a segment: which one is open, appending to it, sealing it, and telling those who wait.
+//! Which segments are open, and which of them takes the next record.
 //!
-//! At most one segment takes records; those before it are being sealed. Room for all of a segment is admitted when it is
-//! opened, and what it did not need is given back when it ended, so an append asks nobody.
+//! One segment takes records; those before it are being sealed. Where one file alone cannot keep up (the page cache is
+//! filled by one thread at a time for each file), some are open side by side and take [`RUN`] bytes each in turn, so that
+//! neighbours of a chain still lie together. Room for all of a segment is admitted when it is opened, and what it did not
+//! need is given back when it ended, so an append asks nobody.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -12,13 +14,13 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, PAGE, Result, round_up};
 use ucm_infra::Mono;
-use ucm_io::{IoBuf, IoDone, IoOp, ReadMode};
+use ucm_io::{IoDone, IoOp};
 
 use super::Segments;
-use super::format::{Entry, HEAD_LEN, Owner, encode_head, foot_len};
-use super::open::{Next, OpenSegment};
+use super::format::{HEAD_LEN, Owner, encode_head, foot_len};
+use super::index::Known;
+use super::open::{Append, OpenSegment};
 use super::sealing::unsure;
-use crate::backend::{Done, Written};
 use crate::engine::LANE_DUMP;
 use crate::layout::SegmentName;
 use crate::space::Ticket;
@@ -29,36 +31,92 @@ const SHARE: u64 = 64;
 /// Time that opening or sealing a segment has at least, whatever is left of its records' time.
 pub(super) const LEAST_TIME: Duration = Duration::from_secs(5);
 
+/// Bytes that one segment takes before another one may be in turn.
+const RUN: u64 = 4 << 20;
+/// Most segments that take records side by side.
+const ABREAST: usize = 4;
+/// Least time between two times that what is open is sealed because somebody waits.
+const SPACING: Duration = Duration::from_millis(50);
+
 /// Which segment takes records.
 #[derive(Default)]
 pub(crate) struct Writer(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    current: Current,
-    /// Segments that were opened and have not ended, the current one too.
+    /// Those that take records, the one in turn last.
+    open: Vec<Arc<OpenSegment>>,
+    /// One is being opened; these wait for it, none if others are open. Each of them holds a slot, so they are not many.
+    opening: Option<Vec<Write>>,
+    /// Bytes that the one in turn took.
+    taken: u64,
+    /// Segments that were opened and have not ended, those that take records too.
     living: Vec<Arc<OpenSegment>>,
     /// What is being opened now is to be closed as soon as it holds what waits for it.
     hurry: bool,
     /// Nothing waits for more any more.
     last: bool,
+    /// When a segment was last closed for its age or because somebody waited.
+    closed: Option<Mono>,
 }
 
-#[derive(Default)]
-enum Current {
-    #[default]
-    None,
-    /// One is being opened; these wait for it. Each of them holds a slot, so they are not many.
-    Opening(Vec<Write>),
-    Open(Arc<OpenSegment>),
+/// What an append has to do once the lock is free.
+struct Way {
+    /// Where the write goes; `None`: it waits for a segment to be opened.
+    into: Option<(Arc<OpenSegment>, Append)>,
+    /// These have no more room.
+    full: Vec<Arc<OpenSegment>>,
+    /// Another one is to be opened.
+    another: bool,
 }
 
-/// Where a write goes.
-enum Way {
-    Into(Arc<OpenSegment>, (usize, Entry), Write),
-    /// A new segment is needed; the one before it, if any, is full.
-    Open(Option<Arc<OpenSegment>>),
-    Waits,
+impl State {
+    fn way(&mut self, mut write: Write, len: u64, abreast: usize) -> Way {
+        let mut another = false;
+        if self.taken >= RUN {
+            self.taken = 0;
+            let idlest = (0..self.open.len()).min_by_key(|&at| self.open[at].backlog());
+            if let Some(at) = idlest {
+                let next = self.open.remove(at);
+                another = next.backlog() > 1 && self.open.len() + 1 < abreast && self.opening.is_none();
+                self.open.push(next);
+            }
+        }
+        let mut full = Vec::new();
+        while let Some(current) = self.open.last() {
+            match current.reserve(write, len) {
+                Ok(append) => {
+                    self.taken += len;
+                    let into = Some((Arc::clone(current), append));
+                    if another {
+                        self.opening = Some(Vec::new());
+                    }
+                    return Way { into, full, another };
+                }
+                Err(again) => {
+                    write = again;
+                    full.extend(self.open.pop());
+                    self.taken = 0;
+                }
+            }
+        }
+        let another = self.opening.is_none();
+        self.opening.get_or_insert_default().push(write);
+        Way {
+            into: None,
+            full,
+            another,
+        }
+    }
+
+    /// Opens none after all, unless something waits for it by now.
+    fn gives_up_opening(&mut self) -> bool {
+        let unwanted = self.opening.as_ref().is_none_or(Vec::is_empty);
+        if unwanted {
+            self.opening = None;
+        }
+        unwanted
+    }
 }
 
 impl Segments {
@@ -78,42 +136,38 @@ impl Segments {
     pub(super) fn append(self: &Arc<Self>, write: Write) {
         let deadline = write.deadline;
         let len = round_up(write.options.len as u64, PAGE);
-        let way = {
-            let mut state = self.writer.0.lock();
-            let place = match &state.current {
-                Current::Open(open) => open
-                    .reserve(write.id, len, write.options.ordinal, write.deadline)
-                    .map(|place| (Arc::clone(open), place)),
-                _ => None,
-            };
-            match (place, &mut state.current) {
-                (Some((open, place)), _) => Way::Into(open, place, write),
-                (None, Current::Opening(waiting)) => {
-                    waiting.push(write);
-                    Way::Waits
-                }
-                (None, current) => match std::mem::replace(current, Current::Opening(vec![write])) {
-                    Current::Open(full) => Way::Open(Some(full)),
-                    _ => Way::Open(None),
-                },
-            }
-        };
-        match way {
-            Way::Into(open, place, write) => self.write_into(open, place, write),
-            Way::Waits => {}
-            Way::Open(full) => {
-                if let Some(full) = full
-                    && full.close()
-                {
-                    self.seal(&full);
-                }
-                self.open(self.room().max(self.least_room(len)), deadline);
-            }
+        let room = self.room().max(self.least_room(len));
+        let abreast = self.abreast(room);
+        let way = self.writer.0.lock().way(write, len, abreast);
+        way.full
+            .iter()
+            .filter(|full| full.close())
+            .for_each(|full| self.seal(full));
+        if way.into.is_none() || way.another {
+            self.seal_bell.ring(); // the timer keeps the deadline of what waits
+        }
+        if way.another {
+            self.open(room, deadline, way.into.is_none());
+        }
+        if let Some((open, append)) = way.into {
+            self.enqueue(&open, append);
         }
     }
 
-    /// Opens a segment for those that wait: is the root still ours, is there room, and then the file.
-    fn open(self: &Arc<Self>, room: u64, deadline: Mono) {
+    /// How many segments of that room may take records side by side: no more than are a 64th of the root's limit together,
+    /// and one where they are sealed at once anyway.
+    fn abreast(&self, room: u64) -> usize {
+        if self.seals_at_once() {
+            return 1;
+        }
+        let share = self.shared.space.usage().capacity / SHARE / room.max(1);
+        let most = usize::try_from(share).unwrap_or(ABREAST);
+        self.shared.io.width(LANE_DUMP).min(ABREAST).min(most)
+    }
+
+    /// Opens a segment: is the root still ours, is there room, and then the file. With `needed` nothing else takes what is
+    /// to be written; without, only room that is granted already is taken.
+    fn open(self: &Arc<Self>, room: u64, deadline: Mono, needed: bool) {
         let deadline = deadline.max(self.shared.clock.now().after(LEAST_TIME));
         let op = IoOp::Stat {
             paths: vec![self.shared.layout.marker()],
@@ -126,7 +180,7 @@ impl Segments {
                 _ => Err(Error::internal("a stat answered with something else")),
             });
             match checked {
-                Ok(()) => segments.open_in_root(room, deadline),
+                Ok(()) => segments.open_in_root(room, deadline, needed),
                 Err(error) => {
                     if error.kind() == ErrorKind::Foreign {
                         segments.shared.look_again();
@@ -138,7 +192,13 @@ impl Segments {
         self.shared.io.submit(LANE_DUMP, deadline, op, Box::new(looked));
     }
 
-    fn open_in_root(self: &Arc<Self>, room: u64, deadline: Mono) {
+    fn open_in_root(self: &Arc<Self>, room: u64, deadline: Mono, needed: bool) {
+        if !needed && let Ok(ticket) = self.shared.space.spared(room) {
+            return self.create(room, ticket, deadline);
+        }
+        if !needed && self.writer.0.lock().gives_up_opening() {
+            return self.seal_bell.ring(); // whoever waits until nothing is written any more
+        }
         let segments = Arc::clone(self);
         let admitted = move |ticket: Result<Ticket>| match ticket {
             Ok(ticket) => segments.create(room, ticket, deadline),
@@ -162,7 +222,14 @@ impl Segments {
         let segments = Arc::clone(self);
         let created = move |result: Result<IoDone>| {
             let begun = result.and_then(|_| {
-                let number = segments.index.begin(name, true, u64::MAX, segments.now_ns());
+                let number = segments.index.begin(Known {
+                    name,
+                    part: segments.shared.config.part,
+                    private: true,
+                    sealed_ns: u64::MAX,
+                    used_ns: segments.now_ns(),
+                    len: 0,
+                });
                 number.ok_or_else(|| Error::internal("two segments have one name"))
             });
             match begun {
@@ -181,129 +248,49 @@ impl Segments {
     /// A segment was opened, or not: those that wait for it go on.
     fn opened(self: &Arc<Self>, result: Result<OpenSegment>) {
         let open = result.map(Arc::new);
+        let now = self.shared.clock.now();
         let (waiting, hurry) = {
             let mut state = self.writer.0.lock();
-            let next = match &open {
-                Ok(open) => {
-                    state.living.push(Arc::clone(open));
-                    Current::Open(Arc::clone(open))
-                }
-                Err(_) => Current::None,
-            };
-            let waiting = match std::mem::replace(&mut state.current, next) {
-                Current::Opening(waiting) => waiting,
-                _ => Vec::new(),
-            };
-            (waiting, std::mem::take(&mut state.hurry))
+            let waiting = state.opening.take().unwrap_or_default();
+            if let Ok(open) = &open {
+                state.living.push(Arc::clone(open));
+                state.open.push(Arc::clone(open));
+                state.taken = 0;
+            }
+            let hurry = std::mem::take(&mut state.hurry) || state.last && waiting.is_empty();
+            if hurry {
+                state.closed = Some(now);
+            }
+            (waiting, hurry)
         };
         match open {
             Ok(open) => {
+                if waiting.is_empty() {
+                    open.opened_for_nobody(now);
+                    self.seal_bell.ring();
+                }
                 waiting.into_iter().for_each(|write| self.append(write));
                 if hurry {
                     self.close(&open);
                 }
             }
-            Err(error) => waiting
-                .into_iter()
-                .for_each(|write| write.end(Err(error.clone()))),
-        }
-    }
-
-    fn write_into(self: &Arc<Self>, open: Arc<OpenSegment>, (number, entry): (usize, Entry), write: Write) {
-        let Write {
-            slot,
-            options,
-            deadline,
-            done,
-            ..
-        } = write;
-        let path = self.private(open.name);
-        let op = IoOp::WriteAt {
-            path: path.clone(),
-            offset: entry.offset,
-            buf: IoBuf::Slot(slot),
-            len: options.len,
-        };
-        let segments = Arc::clone(self);
-        let written = move |result: Result<IoDone>| match result {
-            Ok(IoDone::Wrote { buf }) if options.read_back => {
-                segments.read_back(path, open, (number, entry), buf, deadline, done);
-            }
-            result => segments.written(&open, (number, entry), done, result.map(|_| Written::Published)),
-        };
-        self.shared.io.submit(LANE_DUMP, deadline, op, Box::new(written));
-    }
-
-    /// Reads a record that was just written past every cache, and judges it.
-    fn read_back(
-        self: &Arc<Self>,
-        path: PathBuf,
-        open: Arc<OpenSegment>,
-        place: (usize, Entry),
-        mut buf: IoBuf,
-        deadline: Mono,
-        done: Done<Written>,
-    ) {
-        let entry = place.1;
-        let len = entry.len as usize;
-        if let IoBuf::Slot(slot) = &mut buf {
-            slot.as_mut_slice()[..len].fill(0); // a read that brings nothing must not find the right bytes there
-        }
-        let op = IoOp::Read {
-            path,
-            offset: entry.offset,
-            len,
-            buf,
-            mode: ReadMode::FreshDirect,
-        };
-        let segments = Arc::clone(self);
-        let read = move |result: Result<IoDone>| {
-            let judged = result.and_then(|answer| match answer {
-                IoDone::Read { buf, read, .. } => {
-                    Ok(segments.shared.judge(entry.id, &buf[..read], entry.len))
-                }
-                _ => Err(Error::internal("a read answered with something else")),
-            });
-            let judged = judged.map(|judged| judged.map_or_else(Written::Unsound, |()| Written::Published));
-            segments.written(&open, place, done, judged);
-        };
-        self.shared.io.submit(LANE_DUMP, deadline, op, Box::new(read));
-    }
-
-    /// A write ended. Its slot is free by now.
-    fn written(
-        self: &Arc<Self>,
-        open: &Arc<OpenSegment>,
-        (number, entry): (usize, Entry),
-        done: Done<Written>,
-        result: Result<Written>,
-    ) {
-        let at_once = self.config.age.is_zero() || self.writer.0.lock().last;
-        let next = match result {
-            Ok(Written::Published) => {
-                self.index.add(open.number, &[entry]);
-                self.early.gained(entry.id);
-                open.written(number, done, self.shared.clock.now(), at_once)
-            }
-            Ok(other) => {
-                done(Ok(other));
-                open.failed(&Error::internal("not published"), true, at_once)
-            }
             Err(error) => {
-                self.shared.missed(&error);
-                let next = open.failed(&error, error.kind() == ErrorKind::Busy, at_once);
-                done(Err(error));
-                next
-            }
-        };
-        match next {
-            Next::Wait => {}
-            Next::Begin => self.seal_bell.ring(),
-            Next::Seal => {
-                self.leave(open);
-                self.seal(open);
+                waiting
+                    .into_iter()
+                    .for_each(|write| write.end(Err(error.clone())));
+                self.seal_bell.ring();
             }
         }
+    }
+
+    /// Those that wait for a segment to be opened and whose time is over, and when that of the next one is.
+    pub(super) fn late_waiting(&self, now: Mono) -> (Vec<Write>, Option<Mono>) {
+        let mut state = self.writer.0.lock();
+        let Some(waiting) = &mut state.opening else {
+            return (Vec::new(), None);
+        };
+        let late: Vec<_> = waiting.extract_if(.., |write| write.deadline <= now).collect();
+        (late, waiting.iter().map(|write| write.deadline).min())
     }
 
     /// Takes no more records into this segment.
@@ -315,27 +302,63 @@ impl Segments {
     }
 
     /// The next record goes into another one.
-    fn leave(&self, open: &Arc<OpenSegment>) {
+    pub(super) fn leave(&self, open: &Arc<OpenSegment>) {
         let mut state = self.writer.0.lock();
-        if matches!(&state.current, Current::Open(current) if Arc::ptr_eq(current, open)) {
-            state.current = Current::None;
+        if state
+            .open
+            .last()
+            .is_some_and(|current| Arc::ptr_eq(current, open))
+        {
+            state.taken = 0;
         }
+        state.open.retain(|other| !Arc::ptr_eq(other, open));
+    }
+
+    /// Whether nothing waits for more any more, so that a segment is sealed as soon as nothing is written to it.
+    pub(super) fn seals_at_once(&self) -> bool {
+        self.config.age.is_zero() || self.writer.0.lock().last
     }
 
     /// Closes what is open; with `last`, from now on nothing waits for more.
     pub(super) fn flush(self: &Arc<Self>, last: bool) {
-        let current = {
+        let open = {
             let mut state = self.writer.0.lock();
             state.last |= last;
-            state.hurry = matches!(state.current, Current::Opening(_));
-            match &state.current {
-                Current::Open(open) => Some(Arc::clone(open)),
-                _ => None,
-            }
+            state.hurry |= state
+                .opening
+                .as_ref()
+                .is_some_and(|waiting| last || !waiting.is_empty());
+            state.open.clone()
         };
-        if let Some(open) = current {
-            self.close(&open);
+        open.iter().for_each(|open| self.close(open));
+    }
+
+    /// Closes a segment that is due.
+    pub(super) fn close_due(self: &Arc<Self>, open: &Arc<OpenSegment>, now: Mono) {
+        self.writer.0.lock().closed = Some(now);
+        self.close(open);
+    }
+
+    /// Closes what is open now, or soon if that was done a moment ago: somebody waits for it.
+    pub(super) fn hurry(self: &Arc<Self>) {
+        let now = self.shared.clock.now();
+        let (open, due) = {
+            let mut state = self.writer.0.lock();
+            state.hurry |= state.opening.as_ref().is_some_and(|waiting| !waiting.is_empty());
+            if state.open.is_empty() {
+                return;
+            }
+            let due = state.closed.map_or(now, |last| last.after(SPACING).max(now));
+            if due <= now {
+                state.closed = Some(now);
+            }
+            (state.open.clone(), due)
+        };
+        if due <= now {
+            return open.iter().for_each(|open| self.close(open));
         }
+        open.iter().for_each(|open| open.seal_by(due));
+        self.seal_bell.ring();
     }
 
     /// The segments that were opened and have not ended.
@@ -352,7 +375,7 @@ impl Segments {
     /// Whether a segment has not ended yet.
     pub(super) fn is_writing(&self) -> bool {
         let state = self.writer.0.lock();
-        !state.living.is_empty() || matches!(state.current, Current::Opening(_))
+        !state.living.is_empty() || state.opening.is_some()
     }
 
     /// Names of the segments that were opened and have not ended.

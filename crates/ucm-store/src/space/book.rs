@@ -50,6 +50,8 @@ pub(crate) struct Book {
     counted: Option<u64>,
     records: u64,
     accounts: BTreeMap<u64, Account>,
+    /// Something was removed that no count has missed yet for sure.
+    stale: bool,
 }
 
 impl Book {
@@ -73,6 +75,7 @@ impl Book {
             counted: left.counted,
             records: left.records,
             accounts: left.writers.iter().filter_map(account).collect(),
+            stale: false,
         }
     }
 
@@ -189,8 +192,19 @@ impl Book {
             .any(|account| account.gone && account.unseen() > 0)
     }
 
+    /// Something was removed, and it is not known whether the last count had seen it.
+    pub(crate) fn doubt(&mut self) {
+        self.stale = true;
+    }
+
+    /// Whether there was something like that since the last count began.
+    pub(crate) fn is_in_doubt(&self) -> bool {
+        self.stale
+    }
+
     /// Before a count: what it will see for sure.
-    pub(crate) fn begin_count(&self) -> Snapshot {
+    pub(crate) fn begin_count(&mut self) -> Snapshot {
+        self.stale = false;
         let seen = |account: &Account| {
             if account.gone {
                 account.granted

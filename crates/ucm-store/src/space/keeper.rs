@@ -362,6 +362,7 @@ impl Space {
             || keeper.is_below_floor(now)
             || book.bound().is_none_or(|bound| bound > high(book.limit))
             || book.has_gone_unseen()
+            || book.is_in_doubt()
             || book.since_count() > book.limit / 16
             || now.since(keeper.last_count) >= again
     }

@@ -188,6 +188,12 @@ impl Ledger {
         true
     }
 
+    /// What can be had of the grant at once; nobody is asked for more.
+    pub(super) fn spare(&mut self, bytes: u64, now: Mono) -> Option<Ticket> {
+        let free = self.waiting.is_empty() && bytes <= self.left(now) && self.barred(bytes, now).is_none();
+        free.then(|| self.take(bytes))
+    }
+
     /// Whether the keeper may be asked to look; not with every write, for one look is several calls on the medium.
     fn may_ask(&mut self, now: Mono) -> bool {
         let may = self.asked.is_none_or(|asked| now.since(asked) >= ASK_AGAIN);
@@ -412,6 +418,18 @@ mod tests {
         ledger.ended(old, None, at(300_001));
         assert_eq!(ledger.settled(), 0, "that was the other one's");
         assert!(!ledger.renew(at(300_002), || 3), "new until it has a grant");
+    }
+
+    #[test]
+    fn what_is_spare_is_had_at_once_or_not_at_all() {
+        let mut ledger = granted(100);
+        assert!(ledger.spare(60, at(0)).is_some());
+        assert!(ledger.spare(60, at(0)).is_none());
+        assert!(
+            !ledger.hopeless && ledger.next_late().is_none(),
+            "nobody waits for it"
+        );
+        assert!(ask(&mut ledger, 40, at(0)).unwrap().is_ok());
     }
 
     #[test]

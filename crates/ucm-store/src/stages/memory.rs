@@ -23,10 +23,17 @@ struct Keys {
     policy: String,
     /// Processes of this host that will each have such a stage.
     processes: u32,
+    /// Whether the scheduler half may run on another host.
+    #[serde(default)]
+    scheduler_elsewhere: bool,
 }
 
 pub(super) fn make(common: &Common<'_>, given: Map<String, Value>) -> Result<Made> {
     let given: Keys = keys("cache", given)?;
+    if common.compressed {
+        let wrong = "memory is faster than any codec; write the stage that compresses below Cache";
+        return Err(Error::new(ErrorKind::Config, wrong));
+    }
     let asked = capacity(given.capacity_bytes, given.capacity_percent)
         .ok_or_else(|| Error::new(ErrorKind::Config, "cache_size is nothing; give it a size"))?;
     let bytes = if common.lookup_only {
@@ -37,10 +44,9 @@ pub(super) fn make(common: &Common<'_>, given: Map<String, Value>) -> Result<Mad
     let config = MemoryConfig {
         policy: given.policy.parse::<Policy>()?,
         threads: THREADS,
+        scheduler_elsewhere: given.scheduler_elsewhere,
         ..MemoryConfig::new(common.identity.clone(), common.part, common.record.clone(), bytes)
     };
-    Ok(Made {
-        backend: Arc::new(MemoryBackend::new(config, Arc::clone(&common.clock))?),
-        max_stuck: THREADS,
-    })
+    let backend = Arc::new(MemoryBackend::new(config, Arc::clone(&common.clock))?);
+    Ok(Made::plain(backend, THREADS))
 }

@@ -7,15 +7,16 @@ use std::time::Duration;
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
-use ucm_core::Result;
-use ucm_io::{ChosenEngine, IoChoice, Process, PsyncOptions};
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_io::{ChosenEngine, IoChoice, IoEngine, Process, PsyncOptions};
 
 use super::{Common, Made, capacity, keys};
 use crate::assemble::seconds;
+use crate::auto::AutoBackend;
 use crate::backend::Backend;
 use crate::evidence::QuarantineConfig;
 use crate::posix::{Modes, PosixBackend, PosixConfig};
-use crate::segment::{SegmentBackend, SegmentConfig};
+use crate::segment::{Merging, SegmentBackend, SegmentConfig};
 use crate::space::{Capacity, Rules};
 
 /// The keys; sizes in bytes, times in seconds.
@@ -31,6 +32,8 @@ struct Keys {
     layout: Layout,
     segment_size: u64,
     segment_age_s: f64,
+    /// Bytes in a second.
+    segment_merge_rate: u64,
     capacity_bytes: Option<u64>,
     capacity_percent: Option<f64>,
     floor_bytes: Option<u64>,
@@ -51,12 +54,19 @@ struct Keys {
 #[derive(Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Layout {
+    /// The quicker one, by measurement.
+    Auto,
     File,
     Segment,
 }
 
 pub(super) fn make(common: &Common<'_>, given: Map<String, Value>) -> Result<Made> {
     let given: Keys = keys("posix", given)?;
+    if common.compressed && matches!(given.layout, Layout::File) {
+        let wrong = "compressed records live in segments only, as the lengths of block files are fixed; give the stage \
+                     below layout: segment, or leave the one that compresses out";
+        return Err(Error::new(ErrorKind::Config, wrong).with("root", given.root.display()));
+    }
     let rules = Rules {
         // No bytes: no floor, while nothing at all is the default.
         free_floor: capacity(given.floor_bytes, given.floor_percent).or(Some(Capacity::Percent(0.0))),
@@ -97,21 +107,31 @@ pub(super) fn make(common: &Common<'_>, given: Map<String, Value>) -> Result<Mad
     for lane in &mut options.lanes {
         lane.capacity = lane.capacity.max(common.slots.min(ucm_infra::MAX_QUEUE));
     }
-    let io = ChosenEngine::new(IoChoice::from_name(&given.io_engine)?, options)?;
+    let io: Arc<dyn IoEngine> = ChosenEngine::new(IoChoice::from_name(&given.io_engine)?, options)?;
+    #[cfg(feature = "compress")]
+    let (io, meter) = super::compress::measured(common, io);
     let clock = Arc::clone(&common.clock);
+    let segments = SegmentConfig {
+        size: given.segment_size,
+        age: seconds("segment_age_s", given.segment_age_s)?,
+        merging: Merging {
+            rate: given.segment_merge_rate,
+            ..Merging::default()
+        },
+        compressed: common.compressed,
+        ..SegmentConfig::default()
+    };
     let backend: Arc<dyn Backend> = match given.layout {
+        // Compressed records live in segments only.
+        Layout::Auto if common.compressed => Arc::new(SegmentBackend::new(posix, segments, io, clock)?),
+        Layout::Auto => Arc::new(AutoBackend::new(posix, segments, io, clock)?),
         Layout::File => Arc::new(PosixBackend::new(posix, io, clock)?),
-        Layout::Segment => {
-            let segments = SegmentConfig {
-                size: given.segment_size,
-                age: seconds("segment_age_s", given.segment_age_s)?,
-                ..SegmentConfig::default()
-            };
-            Arc::new(SegmentBackend::new(posix, segments, io, clock)?)
-        }
+        Layout::Segment => Arc::new(SegmentBackend::new(posix, segments, io, clock)?),
     };
     Ok(Made {
-        backend,
-        max_stuck: given.io_threads.max(2), // as many as are replaced: from there on workers are missing
+        #[cfg(feature = "compress")]
+        meter,
+        // As many as are replaced: from there on workers are missing.
+        ..Made::plain(backend, given.io_threads.max(2))
     })
 }

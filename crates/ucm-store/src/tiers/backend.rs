@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ucm_core::{BlockId, Error, ErrorKind, Result};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::{Completion, Mono};
 
@@ -12,10 +12,11 @@ use super::gather::{Question, union};
 use super::stage::{Stage, add};
 use super::{LANE_PROBE, Tiers};
 use crate::backend::{
-    Backend, Done, Early, Health, Listed, Presence, Priority, Quarantined, ReadDone, TierStats, Usage,
-    WriteOptions, Written,
+    Backend, BlockRead, Done, Early, Health, Listed, Place, Presence, Priority, Quarantined, ReadDone,
+    TierStats, Usage, WriteOptions, Written,
 };
 use crate::events::Event;
+use crate::evidence::is_damage;
 
 impl Backend for Tiers {
     fn name(&self) -> &'static str {
@@ -80,12 +81,15 @@ impl Backend for Tiers {
     }
 
     fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Presence>>) {
-        self.shared.lookup(ids, stop_at_missing, deadline, done);
+        let there = |found: Vec<Place>| found.into_iter().map(|place| place.map(|_| ())).collect();
+        let answered = move |result: Result<Vec<Place>>| done(result.map(there));
+        self.shared
+            .locate(ids, stop_at_missing, deadline, Box::new(answered));
     }
 
     fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>) {
         match self.shared.place(id, 0) {
-            Some(number) => self.shared.read(number, id, slot, again, deadline, done),
+            Some(number) => self.read_from(number, id, slot, again, deadline, done),
             None => {
                 drop(slot);
                 done(Err(Error::new(ErrorKind::NotFound, "no tier has this record")));
@@ -136,6 +140,10 @@ impl Backend for Tiers {
             .for_each(|stage| stage.backend.flush(last));
     }
 
+    fn hurry(&self) {
+        self.shared.stages.iter().for_each(|stage| stage.backend.hurry());
+    }
+
     fn usage(&self) -> Usage {
         self.shared.base().backend.usage()
     }
@@ -144,9 +152,18 @@ impl Backend for Tiers {
         self.shared.base().backend.removed()
     }
 
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        self.shared.base().backend.counters()
+    }
+
     fn stuck(&self) -> usize {
         let stages = self.shared.stages.iter();
         stages.map(|stage| stage.backend.stuck()).sum::<usize>() + self.shared.pool.stuck()
+    }
+
+    fn lost_workers(&self) -> usize {
+        let stages = self.shared.stages.iter();
+        stages.map(|stage| stage.backend.lost_workers()).sum::<usize>() + self.shared.pool.stuck()
     }
 
     fn shutdown(&self, drain: Duration) {
@@ -162,6 +179,21 @@ impl Backend for Tiers {
         }
     }
 
+    fn touch_own(&self, ids: &[(BlockId, u32)], deadline: Mono) {
+        for stage in self.shared.stages.iter().filter(|stage| stage.is_well()) {
+            stage.backend.touch_own(ids, deadline);
+        }
+    }
+
+    fn wants_touch_own(&self) -> bool {
+        let mut stages = self.shared.stages.iter();
+        stages.any(|stage| stage.backend.wants_touch_own())
+    }
+
+    fn locate(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Place>>) {
+        self.shared.locate(ids, stop_at_missing, deadline, done);
+    }
+
     fn place(&self, id: BlockId, from: usize) -> Option<usize> {
         self.shared.place(id, from)
     }
@@ -175,18 +207,48 @@ impl Backend for Tiers {
         deadline: Mono,
         done: Done<ReadDone>,
     ) {
-        self.shared.read(stage, id, slot, again, deadline, done);
+        let read = BlockRead {
+            id,
+            slot,
+            deadline,
+            done,
+        };
+        if let Some(BlockRead {
+            id,
+            slot,
+            deadline,
+            done,
+        }) = self.shared.admit_read(stage, read, self.shared.clock.now())
+        {
+            let backend = &self.shared.stages[stage].backend;
+            backend.read(id, slot, again, deadline, done);
+        }
+    }
+
+    fn reads_together(&self, stage: usize) -> bool {
+        self.shared.stages[stage].backend.reads_together(0)
+    }
+
+    fn read_many(&self, stage: usize, reads: Vec<BlockRead>) {
+        let now = self.shared.clock.now(); // one time for all: who is to be read together has one deadline
+        let reads = reads.into_iter();
+        let admitted: Vec<_> = reads
+            .filter_map(|read| self.shared.admit_read(stage, read, now))
+            .collect();
+        if !admitted.is_empty() {
+            self.shared.stages[stage].backend.read_many(0, admitted);
+        }
     }
 
     fn promote(&self, stage: usize, id: BlockId, record: &[u8], ordinal: u32) {
         self.shared.promote(stage, id, record, ordinal);
     }
 
-    fn discard(&self, stage: usize, id: BlockId, damaged: bool, done: Done<Quarantined>) {
+    fn discard(&self, stage: usize, id: BlockId, reason: MissReason, done: Done<Quarantined>) {
         let refused = &self.shared.stages[stage];
-        refused.refuse(id);
+        refused.refuse(id, reason);
         add(&refused.counts.copies_refused, 1);
-        if !damaged {
+        if !is_damage(reason) {
             return done(Ok(Quarantined::LeftAlone));
         }
         let shared = Arc::clone(&self.shared);
@@ -207,6 +269,12 @@ impl Backend for Tiers {
         match stages.rev().find(|stage| stage.has_refused(id)) {
             Some(stage) => stage.backend.quarantine(id, done),
             None => done(Ok(Quarantined::LeftAlone)),
+        }
+    }
+
+    fn forgive(&self, ids: &[BlockId]) {
+        for stage in &self.shared.stages {
+            ids.iter().for_each(|&id| stage.forgive(id));
         }
     }
 
@@ -232,6 +300,14 @@ impl Backend for Tiers {
     }
 
     fn events(&self) -> Vec<Event> {
-        self.shared.events.drain()
+        let mut events = self.shared.events.drain();
+        for stage in &self.shared.stages {
+            let told = stage.backend.events().into_iter();
+            events.extend(told.map(|event| Event {
+                text: format!("tier {}: {}", stage.name, event.text),
+                ..event
+            }));
+        }
+        events
     }
 }

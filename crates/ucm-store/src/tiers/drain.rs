@@ -12,7 +12,8 @@ use crate::backend::{Listed, ReadDone};
 use crate::events::Level;
 
 impl Shared {
-    /// Writes back what the memories above stages written back to still hold, the latest used first, until `until`.
+    /// Writes back what this process's memories above stages written back to still hold, the latest used first, until
+    /// `until`.
     pub(super) fn write_back(self: &Arc<Self>, until: Mono) {
         for number in 1..self.stages.len() {
             if self.stages[number].policy != WritePolicy::Back {
@@ -23,7 +24,8 @@ impl Shared {
             let done = move |result: Result<Vec<Listed>>| {
                 answer.complete(result);
             };
-            self.stages[number - 1].backend.list(until, Box::new(done));
+            let above = &self.stages[number - 1].backend;
+            above.list(until, Box::new(done));
             let Some(Ok(mut records)) = listed.wait(&*self.clock, Some(until)) else {
                 continue;
             };

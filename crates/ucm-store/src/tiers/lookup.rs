@@ -1,4 +1,4 @@
-//! Which records are there: the upper stage first, the lower ones only for what is missing above.
+//! Which records are there and where: the upper stage first, the lower ones only for what is missing above.
 //!
 //! The stages share one deadline: each of those that must be waited for gets half of what is left while another comes
 //! below it, and the last a little less than all, so that what the upper ones said still arrives in time.
@@ -11,7 +11,7 @@ use ucm_infra::Mono;
 
 use super::Shared;
 use super::stage::add;
-use crate::backend::{Done, Presence};
+use crate::backend::{Done, Place, Presence};
 
 /// What the last stage leaves of the time it has: this part of it.
 const SPARED: u32 = 8;
@@ -19,23 +19,24 @@ const SPARED: u32 = 8;
 /// A lookup on its way down.
 struct Asking {
     ids: Vec<BlockId>,
-    found: Vec<Presence>,
+    found: Vec<Place>,
     stop_at_missing: bool,
     deadline: Mono,
     /// A stage answered.
     answered: bool,
     /// The first stage that did not, and why.
     failed: Option<Error>,
-    done: Done<Vec<Presence>>,
+    done: Done<Vec<Place>>,
 }
 
 impl Shared {
-    pub(super) fn lookup(
+    /// Where each record is, or why it is nowhere.
+    pub(super) fn locate(
         self: &Arc<Self>,
         ids: Vec<BlockId>,
         stop_at_missing: bool,
         deadline: Mono,
-        done: Done<Vec<Presence>>,
+        done: Done<Vec<Place>>,
     ) {
         let asking = Asking {
             found: vec![Err(MissReason::Absent); ids.len()],
@@ -108,7 +109,7 @@ impl Asking {
                 Ok(()) if stage.has_refused(self.ids[i]) => self.miss(i, MissReason::Refused),
                 Ok(()) => {
                     hits += 1;
-                    self.found[i] = Ok(());
+                    self.found[i] = Ok(number as u8);
                 }
                 Err(reason) => self.miss(i, reason),
             }

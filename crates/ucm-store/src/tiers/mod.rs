@@ -24,10 +24,10 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Identity, MissReason, Part, Result};
-use ucm_device::{HostArena, Slot, SlotPool};
+use ucm_device::{HostArena, SlotPool};
 use ucm_infra::{Bell, Clock, Lane, Mono, WorkerPool};
 
-use crate::backend::{Backend, Done, ReadDone, Victim};
+use crate::backend::{Backend, BlockRead, ReadDone, Victim};
 use crate::events::{Events, Level};
 use crate::health::{BreakerConfig, Change};
 use crate::record::{Expect, RecordLayout, verify};
@@ -35,6 +35,8 @@ use early::Merged;
 use stage::{Admission, Stage, add};
 
 pub use prefetch::MAX_WAITING as MAX_PREFETCH;
+#[cfg(test)]
+pub(crate) use tests_support::Nothing;
 
 /// Most stages of a composition.
 pub const MAX_STAGES: usize = 4;
@@ -76,7 +78,7 @@ pub struct StageConfig {
     pub backend: Arc<dyn Backend>,
     /// When it is written to.
     pub policy: WritePolicy,
-    /// Operations stuck past their deadline that switch it off at once.
+    /// Workers lost in operations stuck past their deadline that switch it off at once.
     pub max_stuck: usize,
 }
 
@@ -134,6 +136,7 @@ impl Tiers {
         let arena = HostArena::new(config.spare_slots.max(1) * slot_len.next_multiple_of(4096))?;
         let count = config.stages.len();
         let pool = WorkerPool::builder("ucm-tier")
+            .on_demand()
             .size(count + 1)
             .lanes(&[
                 Lane {
@@ -334,21 +337,21 @@ impl Shared {
         })
     }
 
-    fn read(
-        self: &Arc<Self>,
-        number: usize,
-        id: BlockId,
-        slot: Slot,
-        again: bool,
-        deadline: Mono,
-        done: Done<ReadDone>,
-    ) {
-        let now = self.clock.now();
+    /// Lets a read go to a stage, with the deadline that it has there and what it brings noted; or answers that the stage
+    /// is not used now.
+    fn admit_read(self: &Arc<Self>, number: usize, read: BlockRead, now: Mono) -> Option<BlockRead> {
+        let BlockRead {
+            id,
+            slot,
+            deadline,
+            done,
+        } = read;
         let stage = &self.stages[number];
         if !self.admits(number, now) {
             drop(slot);
             let off = Error::new(ErrorKind::Unhealthy, "this tier is switched off for now");
-            return done(Err(off.with("tier", &stage.name)));
+            done(Err(off.with("tier", &stage.name)));
+            return None;
         }
         // One that may yet be asked below must leave time for that.
         let below = !stage.memory && self.place(id, number + 1).is_some();
@@ -371,7 +374,12 @@ impl Shared {
                 shared.pump_prefetch();
             }
         };
-        stage.backend.read(id, slot, again, until, Box::new(read));
+        Some(BlockRead {
+            id,
+            slot,
+            deadline: until,
+            done: Box::new(read),
+        })
     }
 
     /// The stage whose space is that of the whole: the lowest that outlives this process.

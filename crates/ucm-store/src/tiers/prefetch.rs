@@ -207,16 +207,20 @@ impl Shared {
         let shared = Arc::clone(self);
         let read = move |result: Result<ReadDone>| {
             shared.note(number, deadline, result.as_ref().err());
-            if let Ok(read) = result {
-                let record = &read.slot.as_slice()[..read.read];
-                // What is not sound is left to the next load, which looks twice and says so.
-                if let Ok(ordinal) = shared.verify(id, record, read.stored_len) {
-                    add(&shared.stages[number].counts.blocks_read, 1);
-                    add(&shared.stages[number].counts.bytes_read, record.len() as u64);
-                    shared.promote(number, id, record, ordinal);
-                }
-            }
-            shared.fetched(id);
+            let Ok(read) = result else {
+                return shared.fetched(id);
+            };
+            let record = &read.slot.as_slice()[..read.read];
+            // What is not sound is left to the next load, which looks twice and says so.
+            let Ok(ordinal) = shared.verify(id, record, read.stored_len) else {
+                drop(read);
+                return shared.fetched(id);
+            };
+            let counts = &shared.stages[number].counts;
+            add(&counts.blocks_read, 1);
+            add(&counts.bytes_read, record.len() as u64);
+            let fetched = Arc::clone(&shared);
+            shared.raise(number, id, read, ordinal, move || fetched.fetched(id));
         };
         self.stages[number]
             .backend

@@ -1,10 +1,11 @@
 //! One stage of a composition: its medium, how well that is, which of its copies were refused, and what it did.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason};
 use ucm_infra::{IdSet, Mono};
 
 use super::WritePolicy;
@@ -13,6 +14,11 @@ use crate::health::{Breaker, BreakerConfig, Change};
 
 /// Most refused copies remembered of a stage. To forget one is safe: every copy is verified when it is read.
 const REMEMBERED: usize = 1 << 16;
+
+/// Requests that failed last that are told apart.
+const REQUESTS: usize = 16;
+/// Records from above that are published together at the latest.
+const TOGETHER: usize = 16;
 
 /// One stage.
 pub(super) struct Stage {
@@ -26,9 +32,13 @@ pub(super) struct Stage {
     pub(super) ready: AtomicBool,
     /// Somebody looks at it for the first time, or again.
     pub(super) probing: AtomicBool,
-    /// Deadline of the operations that were late last. Those of one request share theirs, and are one failure.
-    late: Mutex<Option<Mono>>,
+    /// Deadlines of the requests that failed last: the operations of one share theirs, and are one failure.
+    failed_requests: Mutex<VecDeque<Mono>>,
     refused: IdSet<BlockId>,
+    /// Records that the stage above gives up and that are not published here yet.
+    demoting: AtomicUsize,
+    /// Refused because they are of a newer version: no hits, and never replaced.
+    newer: IdSet<BlockId>,
     pub(super) counts: Counts,
 }
 
@@ -76,10 +86,24 @@ impl Stage {
             breaker: Breaker::new(breaker),
             ready: AtomicBool::new(false),
             probing: AtomicBool::new(false),
-            late: Mutex::new(None),
+            failed_requests: Mutex::default(),
             refused: IdSet::default(),
+            demoting: AtomicUsize::new(0),
+            newer: IdSet::default(),
             counts: Counts::default(),
         }
+    }
+
+    /// A record comes down from the stage above, which keeps its place until it is published here; that few are on their
+    /// way at once is the bound there. True where a medium that publishes many together should wait for no more.
+    pub(super) fn demotion_begins(&self) -> bool {
+        let before = self.demoting.fetch_add(1, Ordering::AcqRel);
+        before % TOGETHER == TOGETHER - 1
+    }
+
+    /// It is published, or was dropped.
+    pub(super) fn demotion_ended(&self) {
+        self.demoting.fetch_sub(1, Ordering::AcqRel);
     }
 
     /// Lets one operation pass, or not; what it brings is told by [`Stage::answered`] or [`Stage::failed`].
@@ -107,7 +131,7 @@ impl Stage {
     }
 
     fn overrun(&self) -> bool {
-        self.backend.stuck() >= self.breaker.max_stuck()
+        self.backend.lost_workers() >= self.breaker.max_stuck()
     }
 
     /// The medium answered.
@@ -118,23 +142,30 @@ impl Stage {
         None
     }
 
-    /// An operation that had time until `deadline` failed. `true` in front if that speaks of the medium.
+    /// An operation of the request that had time until `deadline` failed. `true` in front if that speaks of the medium.
     pub(super) fn failed(&self, error: &Error, deadline: Mono, now: Mono) -> (bool, Option<Change>) {
         let of_medium = matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io);
-        if error.kind() == ErrorKind::Timeout {
-            let mut late = self.late.lock();
-            if late.is_some_and(|late| deadline <= late) {
-                return (of_medium, None); // of a request that was counted
+        if of_medium {
+            let mut requests = self.failed_requests.lock();
+            if requests.contains(&deadline) {
+                return (of_medium, None); // the pieces of one request are one failure
             }
-            *late = Some(deadline);
+            if requests.len() == REQUESTS {
+                requests.pop_front();
+            }
+            requests.push_back(deadline);
         }
         (of_medium, self.breaker.failure(error, now))
     }
 
     /// This copy is no hit until another takes its place.
-    pub(super) fn refuse(&self, id: BlockId) {
-        if self.refused.insert(id) && self.refused.len() > REMEMBERED {
-            self.refused.clear();
+    pub(super) fn refuse(&self, id: BlockId, reason: MissReason) {
+        let ids = match reason {
+            MissReason::NewerVersion => &self.newer,
+            _ => &self.refused,
+        };
+        if ids.insert(id) && ids.len() > REMEMBERED {
+            ids.clear();
         }
     }
 
@@ -146,12 +177,19 @@ impl Stage {
 
     /// Another copy took the place of one that may have been refused.
     pub(super) fn forgive(&self, id: BlockId) {
-        if !self.refused.is_empty() {
-            self.refused.remove(&id);
+        for ids in [&self.refused, &self.newer] {
+            if !ids.is_empty() {
+                ids.remove(&id);
+            }
         }
     }
 
     pub(super) fn has_refused(&self, id: BlockId) -> bool {
+        self.replaces(id) || (!self.newer.is_empty() && self.newer.contains(&id))
+    }
+
+    /// Whether the next copy takes the place of the one that is there.
+    pub(super) fn replaces(&self, id: BlockId) -> bool {
         !self.refused.is_empty() && self.refused.contains(&id)
     }
 
@@ -170,9 +208,11 @@ impl Stage {
             promotions: get(&self.counts.promotions),
             demotions: get(&self.counts.demotions),
             copies_dropped: get(&self.counts.copies_dropped),
+            memory: self.memory,
             used_bytes: usage.used,
             capacity_bytes: usage.capacity,
             healthy: self.is_well(),
+            compression: self.backend.compression(),
         }
     }
 }
@@ -197,18 +237,31 @@ mod tests {
     }
 
     #[test]
-    fn operations_of_one_request_that_are_late_are_one_failure() {
-        let stage = stage(2);
-        let late = Error::new(ErrorKind::Timeout, "late");
-        for _ in 0..8 {
-            assert_eq!(stage.failed(&late, Mono(100), Mono(100)), (true, None));
+    fn what_fails_of_one_request_is_one_failure() {
+        for kind in [ErrorKind::Timeout, ErrorKind::Io] {
+            let (stage, error) = (stage(2), Error::new(kind, "late, or unreadable"));
+            for _ in 0..8 {
+                assert_eq!(stage.failed(&error, Mono(100), Mono(100)), (true, None));
+            }
+            assert!(stage.is_well());
+            assert_eq!(
+                stage.failed(&error, Mono(200), Mono(200)),
+                (true, Some(Change::Opened))
+            );
+            assert!(!stage.may(Mono(200)) && stage.may(Mono(2_000_000_000)));
         }
-        assert!(stage.is_well());
+    }
+
+    #[test]
+    fn a_late_operation_that_had_much_time_hides_no_later_failure() {
+        let stage = stage(2);
+        let late = Error::new(ErrorKind::Timeout, "the server did not answer");
+        assert_eq!(stage.failed(&late, Mono(30_000), Mono(100)), (true, None));
         assert_eq!(
-            stage.failed(&late, Mono(200), Mono(200)),
-            (true, Some(Change::Opened))
+            stage.failed(&late, Mono(250), Mono(250)),
+            (true, Some(Change::Opened)),
+            "another request, though its time was over sooner"
         );
-        assert!(!stage.may(Mono(200)) && stage.may(Mono(2_000_000_000)));
     }
 
     #[test]
@@ -230,15 +283,27 @@ mod tests {
     }
 
     #[test]
+    fn a_copy_of_a_newer_version_is_no_hit_and_is_not_replaced() {
+        let (stage, id) = (stage(1), BlockId([4; 16]));
+        stage.refuse(id, MissReason::NewerVersion);
+        assert!(stage.has_refused(id) && !stage.replaces(id));
+        stage.forgive(id);
+        assert!(
+            !stage.has_refused(id),
+            "it was gone, or another could not have been published"
+        );
+    }
+
+    #[test]
     fn a_refused_copy_is_forgiven_with_the_next() {
         let stage = stage(1);
         let id = BlockId([3; 16]);
-        stage.refuse(id);
-        assert!(stage.has_refused(id));
+        stage.refuse(id, MissReason::BadChecksum);
+        assert!(stage.has_refused(id) && stage.replaces(id));
         stage.forgive(id);
         assert!(!stage.has_refused(id));
         for n in 0..=REMEMBERED as u128 {
-            stage.refuse(BlockId(n.to_le_bytes()));
+            stage.refuse(BlockId(n.to_le_bytes()), MissReason::BadChecksum);
             assert!(stage.refused.len() <= REMEMBERED);
         }
     }

@@ -9,7 +9,7 @@ use ucm_infra::Mono;
 use crate::backend::{Backend, Done, Listed, Presence, ReadDone, Usage, WriteOptions, Written};
 
 /// Has nothing and keeps nothing.
-pub(super) struct Nothing;
+pub(crate) struct Nothing;
 
 impl Backend for Nothing {
     fn name(&self) -> &'static str {

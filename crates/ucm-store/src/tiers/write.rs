@@ -12,7 +12,7 @@ use ucm_infra::Mono;
 
 use super::stage::{Stage, add};
 use super::{LANE_MOVE, Shared, WritePolicy};
-use crate::backend::{Done, Keep, Victim, WriteOptions, Written};
+use crate::backend::{Done, Keep, ReadDone, Victim, WriteOptions, Written};
 use crate::events::Level;
 
 /// Why a copy is made.
@@ -63,14 +63,15 @@ impl Shared {
             replace: options.replace,
         };
         for number in (0..self.stages.len()).filter(|&n| Some(n) != decides && through(&self.stages[n])) {
-            self.copy(
+            let moving = Moving {
                 number,
                 id,
-                &slot.as_slice()[..options.len],
+                len: options.len,
                 keep,
                 deadline,
-                Copy::Dump,
-            );
+                why: Copy::Dump,
+            };
+            self.copy(moving, &slot.as_slice()[..options.len]);
         }
         let Some(number) = decides else {
             drop(slot);
@@ -79,7 +80,7 @@ impl Shared {
         };
         let stage = &self.stages[number];
         let options = WriteOptions {
-            replace: options.replace || stage.has_refused(id),
+            replace: options.replace || stage.replaces(id),
             ..options
         };
         let shared = Arc::clone(self);
@@ -102,45 +103,29 @@ impl Shared {
                 add(&stage.counts.blocks_written, 1);
                 add(&stage.counts.bytes_written, len as u64);
             }
-            Ok(Written::Unsound(_)) => stage.refuse(id),
+            Ok(Written::Unsound(reason)) => stage.refuse(id, *reason),
             Ok(Written::Present) | Err(_) => {}
         }
     }
 
     /// Gives a stage a copy of its own, if that can be had without waiting.
-    pub(super) fn copy(
-        self: &Arc<Self>,
-        number: usize,
-        id: BlockId,
-        record: &[u8],
-        keep: Keep,
-        deadline: Mono,
-        why: Copy,
-    ) {
-        let stage = &self.stages[number];
-        let moving = Moving {
-            number,
-            id,
-            len: record.len(),
-            keep,
-            deadline,
-            why,
-        };
+    fn copy(self: &Arc<Self>, moving: Moving, record: &[u8]) {
+        let stage = &self.stages[moving.number];
         if !stage.memory {
-            match self.spare_copy(number, record) {
+            match self.spare_copy(moving.number, record) {
                 Some(slot) => self.write_copy(moving, slot, || ()),
                 None => add(&stage.counts.copies_dropped, 1),
             }
             return;
         }
-        if !self.admits(number, self.clock.now()) {
+        if !self.admits(moving.number, self.clock.now()) {
             return add(&stage.counts.copies_dropped, 1);
         }
         let keep = Keep {
-            replace: keep.replace || stage.has_refused(id),
-            ..keep
+            replace: moving.keep.replace || stage.replaces(moving.id),
+            ..moving.keep
         };
-        self.copied(&moving, &stage.backend.keep(id, record, keep));
+        self.copied(&moving, &stage.backend.keep(moving.id, record, keep));
     }
 
     /// A spare slot with these bytes in it, for a stage that is well.
@@ -164,7 +149,7 @@ impl Shared {
         let options = WriteOptions {
             len: moving.len,
             ordinal: moving.keep.ordinal,
-            replace: moving.keep.replace || stage.has_refused(moving.id),
+            replace: moving.keep.replace || stage.replaces(moving.id),
             read_back: false,
         };
         let (shared, id, deadline) = (Arc::clone(self), moving.id, moving.deadline);
@@ -190,13 +175,52 @@ impl Shared {
 
     /// A verified record of stage `from` goes to the stages above that take what is written.
     pub(super) fn promote(self: &Arc<Self>, from: usize, id: BlockId, record: &[u8], ordinal: u32) {
-        let deadline = self.clock.now().after(self.copy_deadline);
-        let keep = Keep {
-            ordinal,
-            replace: false,
-        };
-        for number in (0..from).filter(|&n| self.stages[n].policy != WritePolicy::Never) {
-            self.copy(number, id, record, keep, deadline, Copy::Promotion);
+        for number in self.takers(from) {
+            self.copy(self.promotion(number, id, record.len(), ordinal), record);
+        }
+    }
+
+    /// The same with a record that has a spare slot already: the lowest file above is written from that slot, so that
+    /// what was read is not dropped for want of another. `over` is called when that has ended.
+    pub(super) fn raise(
+        self: &Arc<Self>,
+        from: usize,
+        id: BlockId,
+        read: ReadDone,
+        ordinal: u32,
+        over: impl FnOnce() + Send + 'static,
+    ) {
+        let file = self.takers(from).rfind(|&number| !self.stages[number].memory);
+        for number in self.takers(from).filter(|&number| Some(number) != file) {
+            let record = &read.slot.as_slice()[..read.read];
+            self.copy(self.promotion(number, id, read.read, ordinal), record);
+        }
+        match file {
+            Some(number) => self.write_copy(self.promotion(number, id, read.read, ordinal), read.slot, over),
+            None => {
+                drop(read);
+                over();
+            }
+        }
+    }
+
+    /// The stages above `from` that take what is written.
+    fn takers(&self, from: usize) -> impl DoubleEndedIterator<Item = usize> {
+        (0..from).filter(|&number| self.stages[number].policy != WritePolicy::Never)
+    }
+
+    /// A record that is brought up to a stage.
+    fn promotion(&self, number: usize, id: BlockId, len: usize, ordinal: u32) -> Moving {
+        Moving {
+            number,
+            id,
+            len,
+            keep: Keep {
+                ordinal,
+                replace: false,
+            },
+            deadline: self.clock.now().after(self.copy_deadline),
+            why: Copy::Promotion,
         }
     }
 
@@ -213,7 +237,16 @@ impl Shared {
         let work = move || {
             let (mut slot, id, len) = (slot, victim.id(), victim.record().len());
             slot.as_mut_slice()[..len].copy_from_slice(victim.record());
-            shared.move_down(number, id, slot, len, deadline, move || drop(victim));
+            let ended = Arc::clone(&shared);
+            let over = move || {
+                drop(victim);
+                ended.stages[number].demotion_ended();
+            };
+            let enough = shared.stages[number].demotion_begins();
+            shared.move_down(number, id, slot, len, deadline, over);
+            if enough {
+                shared.stages[number].backend.flush(false);
+            }
         };
         if self.pool.submit(LANE_MOVE, deadline, work, |_| {}).is_err() {
             add(&counts.copies_dropped, 1);

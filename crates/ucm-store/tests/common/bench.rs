@@ -7,7 +7,7 @@ use ucm_core::BlockId;
 use ucm_infra::{Clock, ManualClock};
 use ucm_store::evidence::{QuarantineConfig, evidence_time};
 
-use super::{Device, Setup, Store, directory, eventually, id, identity, ids};
+use super::{Above, Device, Layout, Setup, Store, directory, eventually, id, identity, ids};
 
 /// A store on a manual clock, with a device that holds what its blocks stand for.
 pub(crate) struct Bench {
@@ -43,14 +43,7 @@ impl Bench {
 
     /// Changes a stored record in place; its time of use stays.
     pub(crate) fn damage(&self, block: BlockId, change: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {
-        let path = self.store.file(block);
-        let time = std::fs::metadata(&path).unwrap().modified().unwrap();
-        let mut bytes = std::fs::read(&path).unwrap();
-        change(&mut bytes);
-        std::fs::write(&path, &bytes).unwrap();
-        let file = std::fs::File::options().write(true).open(&path).unwrap();
-        file.set_modified(time).unwrap();
-        bytes
+        self.store.edit(block, change)
     }
 
     /// Stores a block of this writer, damages its payload and lets a load refuse it.
@@ -77,6 +70,18 @@ impl Bench {
         let before = self.store.stat("records_quarantined");
         self.refuse_own(id(39));
         self.kept(before + 1);
+    }
+
+    /// A record was taken away, or it was not: its file, or its place in the index of segments. In a pipeline nobody
+    /// can ask for that place alone.
+    pub(crate) fn assert_gone(&self, block: BlockId, gone: bool) {
+        match self.store.setup.layout {
+            Layout::File => assert_ne!(self.store.file(block).exists(), gone),
+            Layout::Segment(_) if self.store.setup.above == Above::Nothing => {
+                assert_ne!(self.store.backend.is_published(block), gone);
+            }
+            Layout::Segment(_) => {}
+        }
     }
 
     pub(crate) fn quarantine(&self) -> PathBuf {

@@ -219,7 +219,7 @@ impl Backend for MapStage {
 
     fn list(&self, _deadline: Mono, done: Done<Vec<Listed>>) {
         let records = self.0.inner.lock().records.clone();
-        let listed = (0..).zip(records).map(|(used_ns, (id, record))| Listed {
+        let listed = (1..).zip(records).map(|(used_ns, (id, record))| Listed {
             id,
             len: record.len() as u64,
             used_ns,

@@ -7,11 +7,14 @@ use std::sync::Arc;
 use ucm_core::{DType, Geometry, Identity};
 use ucm_infra::Clock;
 use ucm_io::{FaultyEngine, IoEngine};
+use ucm_store::auto::AutoBackend;
 use ucm_store::backend::Backend;
+use ucm_store::compress::meter::{Meter, MeteredEngine};
+use ucm_store::compress::{CompressBackend, CompressConfig};
 use ucm_store::memory::{MemoryConfig, Policy};
 use ucm_store::posix::{PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
-use ucm_store::segment::SegmentBackend;
+use ucm_store::segment::{SegmentBackend, SegmentConfig};
 use ucm_store::space::Capacity;
 
 use super::{Layout, Setup, identity};
@@ -80,9 +83,70 @@ pub(super) fn posix(
         modes: setup.modes,
         quarantine: setup.quarantine,
     };
-    let (io, clock) = (Arc::clone(faults) as Arc<dyn IoEngine>, Arc::clone(clock));
-    Ok(match setup.layout {
-        Layout::File => Arc::new(PosixBackend::new(posix, io, clock)?),
-        Layout::Segment(config) => Arc::new(SegmentBackend::new(posix, config, io, clock)?),
-    })
+    if setup.auto {
+        return auto(
+            posix,
+            setup,
+            Arc::clone(faults) as Arc<dyn IoEngine>,
+            Arc::clone(clock),
+        );
+    }
+    let (mut io, clock) = (Arc::clone(faults) as Arc<dyn IoEngine>, Arc::clone(clock));
+    let meter = Arc::new(Meter::default());
+    if setup.compress.is_some() {
+        io = MeteredEngine::new(io, Arc::clone(&meter), Arc::clone(&clock));
+    }
+    let record = posix.record.clone();
+    let backend: Arc<dyn Backend> = match setup.layout {
+        Layout::File => Arc::new(PosixBackend::new(posix, io, Arc::clone(&clock))?),
+        Layout::Segment(config) => {
+            let config = SegmentConfig {
+                compressed: setup.compress.is_some(),
+                ..config
+            };
+            Arc::new(SegmentBackend::new(posix, config, io, Arc::clone(&clock))?)
+        }
+    };
+    match (setup.compress, setup.layout) {
+        (Some(when), Layout::Segment(_)) => {
+            let config = CompressConfig {
+                record,
+                identity: identity.clone(),
+                part: setup.part,
+                when,
+                threads: 2,
+                queue: 64,
+                meter,
+            };
+            Ok(Arc::new(CompressBackend::new(config, backend, clock)?))
+        }
+        _ => Ok(backend),
+    }
+}
+
+/// A backend that finds out the layout by itself: by what lies in a namespace that no test uses, if nobody marked the
+/// root yet.
+fn auto(
+    posix: PosixConfig,
+    setup: &Setup,
+    io: Arc<dyn IoEngine>,
+    clock: Arc<dyn Clock>,
+) -> ucm_core::Result<Arc<dyn Backend>> {
+    let other = posix.root.join("0".repeat(32));
+    let segments = match setup.layout {
+        Layout::File => SegmentConfig::default(),
+        Layout::Segment(config) => config,
+    };
+    if !posix.lookup_only && !posix.root.join("ucm-root.json").exists() {
+        // Where nothing can be written yet nothing is found either.
+        match setup.layout {
+            Layout::File => drop(std::fs::create_dir_all(other.join("blocks/00"))),
+            Layout::Segment(_) => {
+                let name = format!("{:016x}-{:016x}.seg", 0, 0);
+                drop(std::fs::create_dir_all(other.join("segments")));
+                drop(std::fs::write(other.join("segments").join(name), b""));
+            }
+        }
+    }
+    Ok(Arc::new(AutoBackend::new(posix, segments, io, clock)?))
 }

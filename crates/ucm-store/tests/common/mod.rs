@@ -4,10 +4,13 @@
 #![allow(dead_code, reason = "each test file uses its part of this")]
 
 pub(crate) mod bench;
+pub(crate) mod harm;
 pub(crate) mod map;
 pub(crate) mod media;
 pub(crate) mod memory;
+pub(crate) mod merging;
 pub(crate) mod mount;
+pub(crate) mod over;
 pub(crate) mod pages;
 pub(crate) mod segments;
 pub(crate) mod shared;
@@ -27,12 +30,13 @@ use ucm_io::{
     UringOptions,
 };
 use ucm_store::backend::Backend;
+use ucm_store::compress::worth::When;
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 use ucm_store::memory::{MemoryBackend, MemoryConfig, Policy};
 use ucm_store::posix::Modes;
-use ucm_store::segment::SegmentConfig;
+use ucm_store::segment::{Merging, SegmentConfig};
 use ucm_store::space::{Capacity, Rules};
 use ucm_store::tiers::{StageConfig, Tiers, TiersConfig, WritePolicy};
 
@@ -49,6 +53,25 @@ pub(crate) enum Above {
     /// Another root beside it, on an engine of its own.
     File,
 }
+
+/// Records in the memory above a root, where `UCM_TEST_TIERS` asks for one: more than most tests have.
+const MEMORY: u64 = 256;
+
+impl Above {
+    /// What stands above the root in most tests: nothing, unless `UCM_TEST_TIERS` says otherwise. `memory`: a memory
+    /// tier, as in `Cache|Posix`. `map`: a memory that keeps nothing, so that all of it goes through a pipeline to the root.
+    pub(crate) fn of_this_run() -> Self {
+        match std::env::var("UCM_TEST_TIERS").as_deref() {
+            Err(_) | Ok("none") => Self::Nothing,
+            Ok("memory") => Self::Memory(MEMORY, WritePolicy::Through),
+            Ok("map") => Self::Map(0, WritePolicy::Through),
+            Ok(other) => unreachable!("UCM_TEST_TIERS is none, memory or map, not {other}"),
+        }
+    }
+}
+
+#[allow(unused_imports, reason = "each test file uses its part of this")]
+pub(crate) use over::only_over;
 
 #[allow(unused_imports, reason = "each test file uses its part of this")]
 pub(crate) use media::{MEDIA, Medium, memory_config, on, shape};
@@ -81,6 +104,10 @@ pub(crate) struct Setup {
     pub(crate) io: Io,
     /// How records lie below the root.
     pub(crate) layout: Layout,
+    /// Nobody names the layout: the root has records in it already.
+    pub(crate) auto: bool,
+    /// When they are compressed, which needs segments and records of more than a page; [`Setup::compressed`].
+    pub(crate) compress: Option<When>,
 }
 
 /// Which I/O engine is below the faults.
@@ -133,11 +160,14 @@ pub(crate) enum Layout {
 }
 
 impl Layout {
-    /// What most tests run over: files, unless `UCM_TEST_LAYOUT=segment` says otherwise.
+    /// What most tests run over: files, unless `UCM_TEST_LAYOUT` is `segment`. With `auto-file` or `auto-segment` that
+    /// is what the backend finds.
     pub(crate) fn of_this_run() -> Self {
         match std::env::var("UCM_TEST_LAYOUT").as_deref() {
-            Ok("segment") => Self::segments(),
-            _ => Self::File,
+            _ if compressing().is_some() => Self::segments(),
+            Err(_) | Ok("file" | "auto-file") => Self::File,
+            Ok("segment" | "auto-segment") => Self::segments(),
+            Ok(other) => unreachable!("UCM_TEST_LAYOUT is no layout: {other}"),
         }
     }
 
@@ -151,10 +181,41 @@ impl Layout {
 
     /// Segments that are sealed as soon as nothing is being written.
     pub(crate) fn segments() -> Self {
+        Self::merging(Merging::default())
+    }
+
+    /// The same, merged like this.
+    pub(crate) fn merging(merging: Merging) -> Self {
         Self::Segment(SegmentConfig {
             age: Duration::ZERO,
+            merging,
             ..SegmentConfig::default()
         })
+    }
+}
+
+/// When most tests compress: never, unless `UCM_TEST_COMPRESS` is set.
+fn compressing() -> Option<When> {
+    std::env::var_os("UCM_TEST_COMPRESS").map(|_| When::Always)
+}
+
+/// Pieces of one layer.
+const TENSORS: [u64; 2] = [96, 32];
+/// The same of records that can become shorter.
+const LARGE_TENSORS: [u64; 2] = [6144, 2048];
+
+impl Setup {
+    /// Larger records, compressed, in segments.
+    pub(crate) fn compressed(self) -> Self {
+        Self {
+            compress: Some(When::Always),
+            tensors: LARGE_TENSORS.to_vec(),
+            layout: match self.layout {
+                Layout::File => Layout::segments(),
+                layout => layout,
+            },
+            ..self
+        }
     }
 }
 
@@ -167,14 +228,15 @@ impl Default for Setup {
             max_stuck: usize::MAX,
         };
         Self {
-            // Any test of a root alone, below a map of so many records: with 0 it all goes through the pipeline to the
-            // root. Those that expect the breaker of the engine fail then: a pipeline has one for each stage.
-            above: std::env::var("UCM_TEST_ABOVE").map_or(Above::Nothing, |records| {
-                Above::Map(records.parse().unwrap(), WritePolicy::Through)
-            }),
+            above: Above::of_this_run(),
             stage_breaker: never,
             medium: Medium::Posix,
-            tensors: vec![96, 32],
+            tensors: if compressing().is_some() {
+                LARGE_TENSORS
+            } else {
+                TENSORS
+            }
+            .to_vec(),
             layers: 3,
             layers_per_shard: 3,
             slots: 16,
@@ -200,6 +262,8 @@ impl Default for Setup {
             device: None,
             io: Io::usual(),
             layout: Layout::of_this_run(),
+            auto: std::env::var("UCM_TEST_LAYOUT").is_ok_and(|layout| layout.starts_with("auto")),
+            compress: compressing(),
         }
     }
 }
@@ -595,7 +659,10 @@ impl Device {
 pub(crate) fn content(setup: &Setup, id: BlockId) -> Vec<u8> {
     let len = setup.tensors.iter().sum::<u64>() as usize * setup.layers as usize;
     (0..len)
-        .map(|i| id.0[i % 16].wrapping_add((i / 16) as u8))
+        .map(|i| match setup.compress {
+            Some(_) if i % 4 > 1 => id.0[i % 2], // half of it compresses well
+            _ => id.0[i % 16].wrapping_add((i / 16) as u8),
+        })
         .collect()
 }
 
@@ -669,9 +736,10 @@ pub(crate) fn eventually(what: &str, mut so: impl FnMut() -> bool) {
     let start = std::time::Instant::now();
     while !so() {
         assert!(
-            start.elapsed() < Duration::from_secs(30),
+            start.elapsed() < Duration::from_secs(100),
             "never happened: {what}"
         );
-        std::thread::yield_now();
+        // A little sleep, for others of this process and machine have to get on.
+        std::thread::sleep(Duration::from_micros(200));
     }
 }

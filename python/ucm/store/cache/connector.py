@@ -16,10 +16,12 @@ class CacheStoreSettings(EngineSettings, CacheOptions):
 
     #: Processes of this host that each open such a store.
     processes: int = 1
+    #: Whether the scheduler half may run on another host.
+    scheduler_elsewhere: bool = False
 
     def stages(self) -> list[dict[str, Any]]:
         """What the core is told of each stage, top first."""
-        return [cache_stage(self.cache_size, self.cache_policy, self.processes)]
+        return [cache_stage(self.cache_size, self.cache_policy, self.processes, self.scheduler_elsewhere)]
 
     @property
     def label(self) -> str:

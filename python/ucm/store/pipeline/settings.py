@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ucm.config import parse
 from ucm.config.model import Stage, StoreSettings
-from ucm.config.pipelines import CACHE, kind_of, with_roots, word_of
+from ucm.config.pipelines import CACHE, COMPRESS, kind_of, with_roots, word_of
 from ucm.config.stores import IN_SEGMENTS
 from ucm.errors import ConfigError
 from ucm.store.cache.settings import cache_stage
@@ -21,6 +21,8 @@ class PipelineSettings(EngineSettings):
 
     #: Processes of this host that each open such a store.
     processes: int = Field(default=1, ge=1)
+    #: Whether the scheduler half may run on another host.
+    scheduler_elsewhere: bool = False
     #: The stages, top first.
     store_pipeline: tuple[Stage, ...] = ()
 
@@ -28,8 +30,15 @@ class PipelineSettings(EngineSettings):
         """What the core is told of each stage, top first."""
         told = []
         for stage in with_roots(self.store_pipeline, self.storage_backends):
+            if kind_of(stage) == COMPRESS:
+                options = stage.options
+                told.append(
+                    {"kind": COMPRESS, "mode": options["compress_mode"], "threads": options["compress_threads"]}
+                )
+                continue
             if kind_of(stage) == CACHE:
-                setup = cache_stage(stage.options["cache_size"], stage.options["cache_policy"], self.processes)
+                size, policy = stage.options["cache_size"], stage.options["cache_policy"]
+                setup = cache_stage(size, policy, self.processes, self.scheduler_elsewhere)
             else:
                 setup = self.posix_stage(self._of_stage(stage))
             told.append({**setup, "write_policy": stage.write_policy})

@@ -19,6 +19,9 @@ from ucm.store.ucmstore_v1 import Priority, Task, UcmKVStoreBaseV1, Until
 
 logger = logging.getLogger("ucm.store.posix")
 
+#: Part of the top tier that prefetches may fill ahead of need (one in so many), and most blocks of them.
+PREFETCH_SHARE, MAX_PREFETCH = 8, 1024
+
 
 class PosixTask(Task):
     """A load or dump under way in the core."""
@@ -44,6 +47,10 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         self.settings = self._read(config)
         self._last_warning = ""
         self._core = Store(self.settings.setup())
+        self._tiers = self._told_tiers()
+        if len(self._tiers) > 1:
+            self.tier_names = tuple(tier["name"] for tier in self._tiers)
+        self.has_own_memory = any(tier["memory"] for tier in self._tiers)
         self._drain_events()
 
     @classmethod
@@ -66,6 +73,11 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         self._drain_events()
         return run - 1, reason or "absent"
 
+    def locate_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[bytes, str]:
+        tiers, reason = self._open().locate_on_prefix(block_ids)
+        self._drain_events()
+        return tiers, reason or "absent"
+
     def load_data(
         self,
         block_ids: Sequence[bytes],
@@ -75,6 +87,14 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     ) -> PosixTask:
         """As in the base class; ``timeout`` in seconds, the configured deadline if None."""
         return PosixTask(self._open().load(block_ids, shard_index, _matrix(addrs), timeout), "load")
+
+    def verify(self, block_ids: Sequence[bytes], timeout: float | None = None) -> PosixTask:
+        """Starts a load of whole blocks that ends in the store's own memory: read and verified, and copied nowhere.
+
+        It fails where a load would, with the same consequences: a refused record is no hit any more. ``timeout`` as in
+        :meth:`load_data`.
+        """
+        return PosixTask(self._open().verify(block_ids, timeout), "load")
 
     def dump_data(
         self,
@@ -141,14 +161,41 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     def audit(self, block_ids: Sequence[bytes]) -> None:
         self._open().audit(block_ids)
 
+    def distrust(self, block_ids: Sequence[bytes]) -> None:
+        self._open().distrust(block_ids)
+
+    def trust(self, block_ids: Sequence[bytes]) -> None:
+        self._open().trust(block_ids)
+
     def touch(self, block_ids: Sequence[bytes]) -> None:
         self._open().touch(block_ids)
+
+    def touch_own(self, block_ids: Sequence[bytes], first: int = 0) -> None:
+        self._open().touch_own(block_ids, first)
+
+    @property
+    def wants_touch_own(self) -> bool:
+        return self._open().wants_touch_own()
+
+    def served(self, task: Any) -> Sequence[int]:
+        """As in the base class; also while the load goes on."""
+        return _handle(task).served()[: len(self._tiers)]
+
+    def prefetch_room(self) -> int:
+        """A part of the top tier, so that what is brought up does not push out what is in use there."""
+        if len(self._tiers) < 2:
+            return 0
+        top = int(self._told_tiers()[0]["capacity_bytes"]) // self.record_len
+        return min(top // PREFETCH_SHARE, MAX_PREFETCH)
 
     def prefetch(self, block_ids: Sequence[bytes], priority: Priority = "normal") -> int:
         return self._open().prefetch(block_ids, priority)
 
     def cancel_prefetch(self, block_ids: Sequence[bytes]) -> int:
         return self._open().cancel_prefetch(block_ids)
+
+    def flush(self) -> None:
+        self._open().flush()
 
     def cc_store(self) -> int:
         return self._open().cc_store()
@@ -180,6 +227,10 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         super().close()
         self._core.close()
         self._drain_events()
+
+    def _told_tiers(self) -> list[dict[str, Any]]:
+        tiers: list[dict[str, Any]] = json.loads(self._core.stats())["tiers"]
+        return tiers
 
     def _open(self) -> Store:
         if self._closed:

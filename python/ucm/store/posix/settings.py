@@ -104,6 +104,7 @@ class EngineSettings(StoreSettings):
             "layout": own.layout,
             "segment_size": own.segment_size,
             "segment_age_s": own.segment_age,
+            "segment_merge_rate": own.segment_merge_rate,
             "capacity_bytes": None if capacity is None else capacity.bytes,
             "capacity_percent": None if capacity is None else capacity.percent,
             "floor_bytes": own.free_space_floor.bytes,

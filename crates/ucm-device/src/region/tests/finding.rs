@@ -104,6 +104,30 @@ fn a_lying_file_maps_nothing() {
 }
 
 #[test]
+fn a_writer_in_another_container_is_said_to_be_out_of_reach() {
+    // The lock is held, so somebody lives; but the process number means nobody, or somebody else, here.
+    let (mut place, region) = (Place::new(), region(4));
+    region.announce(&place.registry).unwrap();
+    let name = place.registry.dir().join(&place.files()[0]);
+    let truth = std::fs::read_to_string(&name).unwrap();
+    let pid = format!("pid {}\n", std::process::id());
+    for (pid_there, started) in [(pid.as_str(), "started 1\n"), ("pid 4194305\n", "started 7\n")] {
+        let lines = truth.lines().map(|line| match line {
+            line if line.starts_with("pid ") => pid_there.to_owned(),
+            line if line.starts_with("started ") => started.to_owned(),
+            line => format!("{line}\n"),
+        });
+        std::fs::write(&name, lines.collect::<String>()).unwrap();
+        let scan = place.look();
+        assert_eq!((scan.views.len(), scan.swept), (0, 0));
+        let refused = scan.refused.unwrap().to_string();
+        assert!(refused.contains("pid namespace"), "{refused}");
+    }
+    // One of another model says nothing.
+    assert!(place.look_for([6; 32], LEN).refused.is_none());
+}
+
+#[test]
 fn a_directory_that_others_can_write_is_refused() {
     use std::os::unix::fs::PermissionsExt as _;
     let (place, region) = (Place::new(), region(4));

@@ -315,6 +315,16 @@ fn memory_is_touched_only_where_it_is_used() {
 }
 
 #[test]
+fn where_memory_is_committed_strictly_every_page_is_taken_at_the_start() {
+    let region = SharedRegion::make(options(64), true).unwrap();
+    let path = format!("/proc/self/fd/{}", region.descriptor());
+    let blocks = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(path).unwrap());
+    assert_eq!(blocks * 512, region.bytes() as u64, "no access can fault");
+    put(&region, 1, 0);
+    assert!(region.contains(id(1)));
+}
+
+#[test]
 fn a_record_that_stays_is_found_at_every_moment_while_others_come_and_go() {
     let (mut place, region) = (Place::new(), region(64));
     let view = place.view(&region);

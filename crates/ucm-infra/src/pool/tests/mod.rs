@@ -1,5 +1,6 @@
 //! The pool under a clock that stands still: nothing here waits for time to pass.
 
+mod demand;
 mod jobs;
 mod life;
 mod model;

@@ -17,6 +17,9 @@ use super::steps::Steps;
 const SMALL: usize = 10;
 /// Uses that are counted at the most.
 const MOST_USES: u8 = 3;
+/// Records looked at for one victim: the tier is locked meanwhile. Where all of so many were used, the next goes all the
+/// same; by then each of them has lost a use.
+const LOOKS: usize = 1024;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Place {
@@ -153,7 +156,7 @@ impl Eviction for S3Fifo {
         let first =
             |queue: &BTreeSet<(u64, u32)>| queue.iter().map(|&(_, slot)| slot).find(|&slot| !held(slot));
         // Each look moves a record on or takes a use away, of which there are few.
-        for _ in 0..(usize::from(MOST_USES) + 2) * self.slots.len() {
+        for _ in 0..LOOKS.min((usize::from(MOST_USES) + 2) * self.slots.len()) {
             let small_is_full = self.small.len() * SMALL > self.slots.len();
             let small = small_is_full.then(|| first(&self.small)).flatten();
             let slot = small
@@ -163,6 +166,31 @@ impl Eviction for S3Fifo {
                 return Some(slot);
             }
         }
-        first(&self.small).or_else(|| first(&self.main))
+        first(&self.main).or_else(|| first(&self.small))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_victim_among_many_records_that_were_all_used_is_found_after_a_bounded_search() {
+        let slots = 20_000;
+        let mut policy = S3Fifo::new(slots as usize);
+        for slot in 0..slots {
+            policy.inserted(slot, BlockId(u128::from(slot).to_le_bytes()), slot % 100);
+            (0..MOST_USES).for_each(|_| policy.used(slot, slot % 100));
+        }
+        for _ in 0..40 {
+            let looks = std::cell::Cell::new(0);
+            let held = |_: u32| {
+                looks.set(looks.get() + 1);
+                false
+            };
+            let victim = policy.victim(&held).unwrap();
+            assert!(looks.get() <= LOOKS + 2, "{}", looks.get());
+            policy.removed(victim);
+        }
     }
 }

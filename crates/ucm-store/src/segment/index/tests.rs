@@ -14,8 +14,19 @@ fn entry(n: u8, page: u64) -> Entry {
     }
 }
 
+fn known(sequence: u64, sealed_ns: u64) -> Known {
+    Known {
+        name: name(sequence),
+        part: Part::default(),
+        private: false,
+        sealed_ns,
+        used_ns: 0,
+        len: 0,
+    }
+}
+
 fn with(index: &Index, sequence: u64, sealed: u64, entries: &[Entry]) -> SegmentNumber {
-    let number = index.begin(name(sequence), false, sealed, 0).unwrap();
+    let number = index.begin(known(sequence, sealed)).unwrap();
     index.add(number, entries);
     number
 }
@@ -25,7 +36,7 @@ fn a_block_costs_no_more_than_was_said() {
     // Numbers at which tables have just doubled are among these, whatever the spread over the tables.
     for blocks in [20_000u32, 29_000, 40_000, 57_500] {
         let index = Index::new(1 << 20);
-        let number = index.begin(name(1), false, 0, 0).unwrap();
+        let number = index.begin(known(1, 0)).unwrap();
         let entry = |n: u32| {
             let mut id = BlockId([0; 16]);
             id.0[..4].copy_from_slice(&n.to_be_bytes());
@@ -82,7 +93,7 @@ fn a_sweep_takes_out_what_nobody_met() {
     index.sweep();
     assert_eq!((index.blocks(), index.segments()), (2, 1));
     assert!(index.find(BlockId([2; 16])).is_some(), "its other copy");
-    assert!(index.begin(name(2), false, 0, 0).is_none(), "known already");
+    assert!(index.begin(known(2, 0)).is_none(), "known already");
 }
 
 #[test]
@@ -95,17 +106,72 @@ fn what_does_not_fit_is_left_out_and_counted() {
         &[entry(1, 1), entry(2, 3), entry(1, 1 << PAGE_BITS)],
     );
     assert_eq!((index.blocks(), index.left_out()), (1, 2));
+    assert_eq!(index.no_room(), (1, 1), "the other does not fit a place");
     assert!(index.find(BlockId([2; 16])).is_none());
 }
 
 #[test]
 fn a_private_segment_is_told_apart_until_it_is_named() {
     let index = Index::new(10);
-    let number = index.begin(name(1), true, u64::MAX, 0).unwrap();
+    let private = Known {
+        private: true,
+        ..known(1, u64::MAX)
+    };
+    let number = index.begin(private).unwrap();
     index.add(number, &[entry(1, 1)]);
     assert!(index.find(BlockId([1; 16])).unwrap().private && index.public().is_empty());
-    index.named(number, 7, 70);
+    index.named(number, 7, 70, 5 * PAGE);
     assert!(!index.find(BlockId([1; 16])).unwrap().private);
     assert_eq!(index.public(), [(name(1), number)]);
     assert_eq!(index.list(), [(BlockId([1; 16]), 2 * PAGE, 70)]);
+}
+
+#[test]
+fn what_is_taken_from_elsewhere_is_counted_and_told() {
+    use super::census::Standing;
+
+    let index = Index::new(100);
+    let old = with(&index, 1, 10, &[entry(1, 1), entry(2, 3), entry(3, 5)]);
+    let new = with(&index, 2, 20, &[entry(1, 1), entry(2, 3)]);
+    let passed = |number| {
+        let all = index.census();
+        let found = all.into_iter().find(|segment| segment.number == number);
+        found.map(|segment| (segment.passed_over, segment.blocks, segment.is_sparse()))
+    };
+    assert_eq!(passed(old), Some((2, 3, true)));
+    assert_eq!(passed(new), Some((0, 2, false)));
+    let standing = |n: u8, number, page: u64| index.standing(BlockId([n; 16]), number, page * PAGE);
+    assert_eq!(standing(1, old, 1), Standing::Superseded(new));
+    assert_eq!(standing(1, new, 1), Standing::Taken);
+    assert_eq!(standing(3, old, 5), Standing::Taken);
+    assert_eq!(standing(9, old, 1), Standing::Unknown);
+    // The newer copy turns out to be none: the older one is taken again.
+    let hit = index.find(BlockId([1; 16])).unwrap();
+    index.drop_copy(BlockId([1; 16]), &hit);
+    assert_eq!(
+        (passed(old), passed(new)),
+        (Some((1, 3, false)), Some((1, 2, false)))
+    );
+    assert_eq!(standing(1, old, 1), Standing::Taken);
+    assert_eq!(standing(1, new, 1), Standing::Aside);
+    index.vanished(new);
+    assert_eq!(standing(2, old, 3), Standing::Taken);
+    assert_eq!(passed(old), Some((0, 3, false)));
+}
+
+#[test]
+fn whoever_knows_the_same_segments_takes_the_same_copy() {
+    let orders: [&[u64]; 3] = [&[1, 2, 3], &[3, 2, 1], &[2, 3, 1]];
+    for sequences in orders {
+        let index = Index::new(100);
+        for &sequence in sequences {
+            with(&index, sequence, 10, &[entry(1, sequence)]);
+        }
+        let hit = index.find(BlockId([1; 16])).unwrap();
+        assert_eq!(
+            hit.name,
+            name(3),
+            "of one time, in whatever order they were found"
+        );
+    }
 }

@@ -38,12 +38,23 @@ class Candidate:
 _IN_MEMORY = frozenset({"UcmCacheStore", "UcmPipelineStore"})
 
 
-def candidates_of(config: UcmConfig, world: int) -> list[Candidate]:
-    """The stores a configuration names, in order, for an engine of so many ranks."""
-    return [_candidate(one, world) for one in (config, *config.alternatives)]
+def engine_candidates(config: UcmConfig, parallel: Any) -> list[Candidate]:
+    """The stores for an engine with this ``ParallelConfig`` of vLLM.
+
+    Memory is divided among the ranks of one host; where vLLM says nothing of hosts all ranks are on this one.
+    """
+    world = parallel.world_size
+    here = getattr(parallel, "local_world_size", world)
+    replicas = max(1, getattr(parallel, "data_parallel_size_local", 1))
+    return candidates_of(config, here * replicas, several_hosts=here < world)
 
 
-def _candidate(config: UcmConfig, world: int) -> Candidate:
+def candidates_of(config: UcmConfig, processes: int, *, several_hosts: bool = False) -> list[Candidate]:
+    """The stores a configuration names, in order, where so many processes of this host each open one."""
+    return [_candidate(one, processes, several_hosts) for one in (config, *config.alternatives)]
+
+
+def _candidate(config: UcmConfig, processes: int, several_hosts: bool) -> Candidate:
     name, module = config.ucm_connector_name, config.ucm_connector_module_path
 
     def make(store_config: dict[str, Any]) -> UcmKVStoreBaseV1:
@@ -51,7 +62,8 @@ def _candidate(config: UcmConfig, world: int) -> Candidate:
 
     told = config.store_config()
     if not config.user_store and name in _IN_MEMORY:
-        told["processes"] = world
+        told["processes"] = processes
+        told["scheduler_elsewhere"] = several_hosts
     roots = told.get("storage_backends") or config.root or ()
     where = roots if isinstance(roots, str) else ", ".join(map(str, roots))
     full = f"{module}.{name}" if module else name

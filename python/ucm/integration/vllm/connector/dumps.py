@@ -132,6 +132,7 @@ class DumpPlanner:
             keys=join_keys(keys),
             blocks=np.fromiter((block.block_id for block in pinned), dtype=np.int64, count=len(pinned)),
             audit=start < tracked.audit.stop and end > tracked.audit.start,
+            refused=tuple(row for row, key in enumerate(keys) if self._presence.is_refused(key)),
         )
 
     def report(self, rank: RankReport, live: Iterable[Tracked]) -> None:

@@ -2,7 +2,8 @@
 
 A rank names them with its report, as record ids. The scheduler half looks up in a store of its own, which sees what is
 published; where that stops, blocks named here go on. They count for this engine alone, and only if every rank that
-would read the record has named it.
+would read the record has named it. A rank goes on naming what it published until the scheduler half's store, which
+lists a directory now and then, must have found it.
 """
 
 from __future__ import annotations

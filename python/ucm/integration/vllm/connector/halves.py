@@ -9,7 +9,7 @@ from ucm.errors import ConfigError, UcmError
 from ucm.integration.vllm.connector.adapters import AdapterDigests
 from ucm.integration.vllm.connector.admission import Admission
 from ucm.integration.vllm.connector.background import Background
-from ucm.integration.vllm.connector.candidates import Selection, candidates_of
+from ucm.integration.vllm.connector.candidates import Selection, engine_candidates
 from ucm.integration.vllm.connector.extra_keys import ExtraKeys
 from ucm.integration.vllm.connector.gate import Gate
 from ucm.integration.vllm.connector.guard import logger
@@ -135,12 +135,13 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
     extra = ExtraKeys.for_engine(vllm_config, tokens, adapters)
     background = Background("ucm-lookup")
     identity = _Identity(own, weights)
-    world = vllm_config.parallel_config.world_size
+    parallel = vllm_config.parallel_config
+    world = parallel.world_size
     gate = Gate(
         own_identity=identity_without_weights(own),
         identity=identity.text,
         trouble=identity.trouble,
-        selection=Selection(candidates_of(config, world), world, background, config.deadlines.probe_s),
+        selection=Selection(engine_candidates(config, parallel), world, background, config.deadlines.probe_s),
         world=world,
         open_allowance=config.deadlines.probe_s,
     )
@@ -179,6 +180,6 @@ def worker_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVC
         block_tokens=block_tokens(vllm_config, kv_cache_config),
         wanted_block_size=config.block_size,
         identity=lambda: identity_without_weights(engine_identity(vllm_config, kv_cache_config, "")),
-        candidates=candidates_of(config, vllm_config.parallel_config.world_size),
+        candidates=engine_candidates(config, vllm_config.parallel_config),
         shutdown_allowance=config.deadlines.shutdown_s,
     )

@@ -40,8 +40,9 @@ class Lookup:
         "began",
         "done",
         "hashing",
+        "located_at",
         "seconds",
-        "tier",
+        "tiers",
     )
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,7 +55,8 @@ class Lookup:
         self.hashing = True  # a thread computes the keys, or will
         self.done = False  # the answer is final
         self.answered = False  # and it is the store's
-        self.tier = ""  # the slowest one that the hits come from
+        self.tiers = b""  # that each of the hits would be loaded from, a byte each
+        self.located_at = clock()  # when they were last asked for
         self.adopted = False  # and its findings were taken over
 
     @property
@@ -99,12 +101,25 @@ class Lookup:
         self._keys = keys
         self.hashing = False
 
+    def relocated(self, tiers: bytes) -> None:
+        """Where the first of the hits are now."""
+        now = tiers + self.tiers[len(tiers) :]
+        if now != self.tiers:
+            self.tiers = now
+
     def answer(self, hits: int, reason: MissReason = MissReason.ABSENT) -> None:
         """The store answered, with the reason why it has no more; too late is too late."""
         if not self.done:
             self._hits, self._reason, self.answered = hits, reason, True
             self.seconds = self._clock() - self.began
             self.done = True
+
+
+def _of_blocks(tiers: bytes | bytearray, blocks: int, parts: int) -> bytes:
+    """The tier that each block comes from: the lowest of its parts', which lie side by side."""
+    if parts == 1:
+        return bytes(tiers[:blocks])
+    return bytes(map(max, *(tiers[part : blocks * parts : parts] for part in range(parts))))
 
 
 class Lookups:
@@ -122,6 +137,8 @@ class Lookups:
         self._early = early or EarlyHits()
         self._store = store
         self._masks = list(masks)
+        # What is early is in an open file, or in memory that is not announced: taken for the slower of both.
+        self._early_tier = max(len(store.tier_names) - 1, 0)
 
     def start(self, hash_tokens: Callable[[], list[bytes]], clock: Callable[[], float] = time.monotonic) -> Lookup:
         """Begin; ``hash_tokens`` runs on the background thread."""
@@ -131,6 +148,11 @@ class Lookups:
         elif not self._background.submit(lambda: self._run(lookup, hash_tokens)):
             lookup.not_started(MissReason.BUSY)
         return lookup
+
+    def relocate(self, lookup: Lookup) -> None:
+        """Ask again which tier each hit of an answered lookup is in; what is no hit any more stays as it was."""
+        if lookup.answered and not self._background.stalled():
+            self._background.submit(lambda: self._relocate(lookup), IDLE)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Tell the store that these blocks were used; dropped when there is more urgent work than fits."""
@@ -164,33 +186,36 @@ class Lookups:
         """Blocks of the prefix that every part has, and why the next one is no hit: one call, the parts of a block
         side by side. ``lookup`` learns which tier they come from."""
         parts = len(self._masks)
-        ids = record_ids(keys, self._masks[0])
+        ids = self._records(keys)
+        tiers = bytearray()
+        for _ in range(ALTERNATIONS):
+            found, name = self._store.locate_on_prefix(ids[len(tiers) :] if tiers else ids)
+            reason = named(name, MissReason.ABSENT)
+            tiers += found
+            run = self._early.run(ids, len(tiers)) if reason == MissReason.ABSENT else 0
+            tiers += bytes((self._early_tier,)) * run
+            if not run or len(tiers) == len(ids):
+                break
+        hits, ahead = divmod(len(tiers), parts)
+        lookup.tiers = _of_blocks(tiers, hits, parts)
+        # Some parts of the block were found before one that is not there.
+        return hits, MissReason.OTHER_RANK if ahead and reason == MissReason.ABSENT else reason
+
+    def _records(self, keys: Sequence[bytes]) -> list[bytes]:
+        """The record ids of blocks, the parts of a block side by side."""
+        parts, ids = len(self._masks), record_ids(keys, self._masks[0])
         if parts > 1:
             ids, first = [b""] * (len(keys) * parts), ids
             ids[::parts] = first
             for index, mask in enumerate(self._masks[1:], 1):
                 ids[index::parts] = record_ids(keys, mask)
-        known = 0
-        for _ in range(ALTERNATIONS):
-            last, name = self._store.explain_on_prefix(ids[known:] if known else ids)
-            reason = named(name, MissReason.ABSENT)
-            known += last + 1
-            run = self._early.run(ids, known) if reason == MissReason.ABSENT else 0
-            known += run
-            if not run or known == len(ids):
-                break
-        hits, ahead = divmod(known, parts)
-        if hits:
-            lookup.tier = self._slowest_tier(ids[: hits * parts])
-        # Some parts of the block were found before one that is not there.
-        return hits, MissReason.OTHER_RANK if ahead and reason == MissReason.ABSENT else reason
+        return ids
 
-    def _slowest_tier(self, ids: list[bytes]) -> str:
-        try:
-            return str(self._store.slowest_tier(ids))
-        except Exception as error:  # the hit is there all the same
-            throttle.warning("tier", "the store's slowest_tier() failed: %r", error)
-            return ""
+    def _relocate(self, lookup: Lookup) -> None:
+        parts, hits = len(self._masks), lookup.hits
+        tiers, _ = self._store.locate_on_prefix(self._records((lookup.keys or [])[:hits]))
+        found = _of_blocks(tiers, min(len(tiers) // parts, hits), parts)
+        lookup.relocated(found)
 
     def _touch(self, keys: list[bytes]) -> None:
         for mask in self._masks:

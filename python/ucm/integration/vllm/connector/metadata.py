@@ -19,8 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from ucm.store.ucmstore_v1 import Priority
+
 #: Changes with every change of meaning; the halves of one engine always agree, and a mismatch switches ucm off.
-VERSION = 4
+VERSION = 6
 
 #: Length of a block key in bytes.
 KEY = 16
@@ -58,6 +60,7 @@ class Dump:
     keys: bytes
     blocks: npt.NDArray[np.int64]
     audit: bool = False  # compare with what is stored
+    refused: tuple[int, ...] = ()  # rows whose stored record some rank could not use: to be replaced
 
 
 @dataclass(slots=True)
@@ -75,6 +78,14 @@ class StoreSetup:
 
 
 @dataclass(slots=True)
+class Prefetch:
+    """Blocks of requests that wait, to be brought up in every rank's own memory: a hint."""
+
+    cancelled: bytes = b""  # keys that nobody waits for any more
+    wanted: list[tuple[Priority, bytes]] = field(default_factory=list)  # keys by how soon they are wanted
+
+
+@dataclass(slots=True)
 class StepPlan(KVConnectorMetadata):
     """What the workers do in this step."""
 
@@ -82,6 +93,8 @@ class StepPlan(KVConnectorMetadata):
     setup: StoreSetup | None = None
     loads: list[Load] = field(default_factory=list)
     dumps: list[Dump] = field(default_factory=list)
+    touched: list[tuple[int, bytes]] = field(default_factory=list)  # in use: pieces of chains, from an ordinal on
+    prefetch: Prefetch | None = None
 
 
 @dataclass(slots=True)
@@ -101,6 +114,15 @@ class LoadFailure:
     first: int  # ordinal of the first block that is not there
     refused: bytes  # keys whose records are bad, not merely late
     reasons: tuple[str, ...] = ()  # names of MissReason, of every block from the first on
+    newer: bytes = b""  # keys whose records are of a newer version: no hits, and left alone
+
+
+@dataclass(slots=True)
+class LoadServed:
+    """Where the blocks of a load came from, as far as its rank's store tells."""
+
+    request: str
+    tiers: tuple[int, ...]  # blocks by tier, the top one first
 
 
 @dataclass(slots=True)
@@ -119,7 +141,10 @@ class RankReport:
     done: list[DumpResult] = field(default_factory=list)
     load_failures: list[LoadFailure] = field(default_factory=list)
     gained: bytes = b""  # record ids this rank can read before others see them, since its last report
-    lost: bytes = b""  # and those that are published by now, or gone
+    lost: bytes = b""  # and those that others have found by now, or that are gone
+    wants_touches: bool = False  # its store is to be told of what is in use: no touch of another process reaches it
+    prefetch_room: int = 0  # blocks that may be brought up there ahead of need
+    served: list[LoadServed] = field(default_factory=list)
 
 
 @dataclass(slots=True)

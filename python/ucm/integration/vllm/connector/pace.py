@@ -25,6 +25,8 @@ LEAST_PART = 0.05
 IDLE_S = 0.005
 #: A load may take so many times the time that computing its tokens would take.
 FACTOR = 2.0
+#: While the speed is not known, one hit in so many is computed.
+UNKNOWN = 4
 
 
 class Pace:
@@ -42,6 +44,7 @@ class Pace:
         self._ended_at = float("-inf")
         self._last = 0.0  # seconds of the last step that computed something, 0 when it computed nothing
         self._known: tuple[float, float] | None = None  # overhead, cost; None: to be worked out
+        self._unknown = 0  # hits while the speed was not known
 
     # What is seen -------------------------------------------------------------------------------------------
 
@@ -71,6 +74,15 @@ class Pace:
                 return
             self._large.append((took, prompts))
             self._known = None
+
+    def wants(self, tokens: int) -> bool:
+        """Whether a hit of ``tokens`` is to be computed although the store has it, so that the speed becomes known: an
+        engine whose prompts are all stored would never compute one, and never learn that loading is slower. Once per
+        hit; costs nothing but what the hit would have saved."""
+        if self._large or tokens < MIN_TOKENS:
+            return False
+        self._unknown += 1
+        return self._unknown % UNKNOWN == 0
 
     # What follows -------------------------------------------------------------------------------------------
 

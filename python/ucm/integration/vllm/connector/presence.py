@@ -14,11 +14,13 @@ REFUSED_LIMIT = 1 << 16
 
 
 class Presence:
-    """Three bounded sets of block keys."""
+    """Bounded sets of block keys."""
 
     def __init__(self, present_limit: int = PRESENT_LIMIT, refused_limit: int = REFUSED_LIMIT) -> None:
         self._present: dict[bytes, None] = {}
         self._refused: dict[bytes, None] = {}
+        self._newer: dict[bytes, None] = {}
+        self._owed: dict[bytes, None] = {}
         self._writing: dict[bytes, int] = {}
         self._present_limit = present_limit
         self._refused_limit = refused_limit
@@ -32,7 +34,7 @@ class Presence:
 
     def offerable(self, key: bytes) -> bool:
         """Whether offering this block makes sense now."""
-        return key not in self._writing and (key not in self._present or key in self._refused)
+        return key not in self._writing and (key not in self._present or key in self._refused or key in self._owed)
 
     def is_writing(self, key: bytes) -> bool:
         """Whether a job is writing this block."""
@@ -47,32 +49,46 @@ class Presence:
         """Every rank published its part: a hit from now on."""
         self._writing.pop(key, None)
         self._refused.pop(key, None)
+        self._owed.pop(key, None)
+        self._newer.pop(key, None)  # it was offered, so nothing of that name was there
         self._remember(self._present, key, self._present_limit)
 
     def not_written(self, key: bytes, refuse: bool) -> None:
-        """Some rank did not publish its part. ``refuse``: and none must trust an older record of that name."""
+        """Some rank did not publish its part. ``refuse``: and none must trust an older record of that name.
+
+        It is offered again although a lookup may find it by then: memory can have a copy that the medium below lacks.
+        """
         self._writing.pop(key, None)
         if refuse:
             self.refuse(key)
         else:
             self._present.pop(key, None)
+            self._remember(self._owed, key, self._refused_limit)
 
     def refuse(self, key: bytes) -> None:
         """A rank found the record bad or gone: no hit until the block was written again."""
         self._present.pop(key, None)
         self._remember(self._refused, key, self._refused_limit)
 
+    def leave(self, key: bytes) -> None:
+        """A rank found a record of a newer version: no hit, and not offered while it is there, for no dump replaces
+        it."""
+        self._refused.pop(key, None)
+        self._owed.pop(key, None)
+        self._remember(self._newer, key, self._refused_limit)
+        self._remember(self._present, key, self._present_limit)
+
     def trusted(self, keys: Sequence[bytes], upto: int) -> int:
         """How many of the first ``upto`` keys may be claimed: all before the first refused one."""
-        if self._refused:
+        if self._refused or self._newer:
             for index in range(upto):
-                if keys[index] in self._refused:
+                if self.is_refused(keys[index]):
                     return index
         return upto
 
     def is_refused(self, key: bytes) -> bool:
         """Whether this key was refused and not written since."""
-        return key in self._refused
+        return key in self._refused or key in self._newer
 
     @staticmethod
     def _remember(kept: dict[bytes, None], key: bytes, limit: int) -> None:

@@ -21,9 +21,10 @@ from ucm.integration.vllm.connector.guard import harmless, logger, throttle
 from ucm.integration.vllm.connector.health import RanksHealth
 from ucm.integration.vllm.connector.hits import Hits
 from ucm.integration.vllm.connector.keys import KeyMaker
-from ucm.integration.vllm.connector.lookup import Lookups
+from ucm.integration.vllm.connector.lookup import Lookup, Lookups
 from ucm.integration.vllm.connector.metadata import VERSION, Dump, Load, StepPlan, WorkerReport, join_keys, split_keys
 from ucm.integration.vllm.connector.presence import Presence
+from ucm.integration.vllm.connector.rank_memory import RankMemory
 from ucm.integration.vllm.connector.tier_counts import TierCounts
 from ucm.integration.vllm.connector.tracked import Tracked
 from ucm.reasons import MissReason, named
@@ -74,7 +75,7 @@ class SchedulerHalf:
         self._allowance = lookup_allowance
         self.admission = admission
         self._may_load = may_load
-        self._hits = Hits(admission, audit_one_in, block_tokens, lambda: gate.block_bytes)
+        self._hits = Hits(admission, audit_one_in, block_tokens, lambda: gate.block_bytes, min_hit_tokens)
         self._closers = closers
         self._clock = clock
         self._presence = Presence()
@@ -90,6 +91,7 @@ class SchedulerHalf:
         self._late_dumps: list[Dump] = []  # planned when their request ended, sent with the next step
         self.account = Account(block_tokens, clock(), admission.rates)
         self._tiers = TierCounts(clock, "scheduler")
+        self._memory = RankMemory(self._relocate, block_tokens, clock)
 
     # What vLLM binds ----------------------------------------------------------------------------------------
 
@@ -111,6 +113,7 @@ class SchedulerHalf:
             return self.account.left_alone(request, reason)
         tracked = self._live[request.request_id] = Tracked(request)
         self._due[request.request_id] = self._block_tokens
+        self._memory.waits(tracked)
         if self._open():
             self._start_lookup(tracked)
 
@@ -152,14 +155,15 @@ class SchedulerHalf:
             tracked.reason = None
             return 0, False
         first, end = computed // self._block_tokens, (computed + tokens) // self._block_tokens
-        tracked.reason = self._hits.declined(tracked, first, end)
-        return (tokens, True) if tracked.reason is None else (0, False)
+        end, tracked.reason = self._hits.taken(tracked, first, end)
+        return ((end - first) * self._block_tokens, end > first)
 
     def admitted(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Blocks were allocated; with ``external`` > 0 that many tokens are to be loaded into them."""
         tracked = self._live.get(request.request_id)
         if tracked is None:
             return
+        self._memory.gone(request.request_id)
         first, count = tracked.local // self._block_tokens, external // self._block_tokens
         if external > 0:
             table = blocks.blocks[0]
@@ -170,7 +174,7 @@ class SchedulerHalf:
                     first=first,
                     keys=join_keys(keys),
                     blocks=np.fromiter((b.block_id for b in table[first : first + count]), np.int64, count),
-                    timeout=self._hits.begins(tracked, external),
+                    timeout=self._may_take(tracked, external),
                 )
             )
             tracked.loading, tracked.failures = range(first, first + count), {}
@@ -179,6 +183,11 @@ class SchedulerHalf:
             tracked.judged_hit.stop if tracked.reason == MissReason.DECLINED else 0
         )  # declined, and in use all the same
         self._touch(tracked, max((tracked.local + external) // self._block_tokens, used))
+
+    @harmless(None)
+    def _may_take(self, tracked: Tracked, tokens: int) -> float | None:
+        """Seconds a load may take. vLLM waits for it by now: whatever goes wrong here, it is sent."""
+        return self._hits.begins(tracked, tokens)
 
     @harmless(None)
     def _count_asked(self, tracked: Tracked, hit: int) -> None:
@@ -198,6 +207,7 @@ class SchedulerHalf:
         hold until then is nobody's business.
         """
         tracked = self._live.pop(request.request_id, None)
+        self._memory.gone(request.request_id)
         self._due.pop(request.request_id, None)
         if tracked is None:
             return
@@ -232,10 +242,15 @@ class SchedulerHalf:
             except Exception as error:
                 throttle.warning("offers", "blocks of a step could not be offered: %r", error)
         loads = self._loads
-        if not (setup or dumps or loads):
+        touched, prefetch = self._memory.take() if is_open else ([], None)
+        if not (setup or dumps or loads or touched or prefetch):
             return NOTHING
         self._loads = []
-        return StepPlan(setup=setup, loads=loads, dumps=dumps)
+        return StepPlan(setup=setup, loads=loads, dumps=dumps, touched=touched, prefetch=prefetch)
+
+    def _relocate(self, lookup: Lookup) -> None:
+        if self._lookups is not None:
+            self._lookups.relocate(lookup)
 
     def _plan_dumps(self, output: SchedulerOutput, dumps: list[Dump]) -> None:
         room = self.dumps.room()
@@ -281,12 +296,14 @@ class SchedulerHalf:
             self._due[request.request_id] = _FAR if ended else (tracked.cursor + 1) * size
         return plans
 
+    @harmless(None)
     def _touch(self, tracked: Tracked, blocks: int) -> None:
         """Tell the store that a prefix is in use: ancestors of what is dumped count as used later than that."""
         now = self._clock()
         if blocks and self._lookups is not None and now - tracked.touched_at >= TOUCH_S:
             tracked.touched_at = now
             self._lookups.touch(tracked.keys[:blocks])
+            self._memory.used(tracked.keys[:blocks])
 
     def worker_output(self, output: KVConnectorOutput) -> None:
         """What the ranks did: stores opened, dumps staged and ended, loads failed."""
@@ -310,10 +327,15 @@ class SchedulerHalf:
             self.gate.report(rank)
             self.health.report(rank.rank, rank.healthy)
             self._early.report(rank.rank, rank.gained, rank.lost)
+            self._memory.report(rank)
+            for served in rank.served:
+                self.admission.served(served.request, served.tiers)
             for failure in rank.load_failures:
                 self.admission.failed(failure.request, MissReason.TIMEOUT in failure.reasons)
                 for key in split_keys(failure.refused):
                     self._presence.refuse(key)
+                for key in split_keys(failure.newer):
+                    self._presence.leave(key)
                 if tracked := self._live.get(failure.request):
                     tracked.failed_at(failure.first)
                     reasons = (named(name, MissReason.INTERNAL) for name in failure.reasons)

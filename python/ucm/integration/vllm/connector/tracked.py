@@ -32,7 +32,9 @@ class Tracked:
         "cursor",
         "failures",
         "judged",
+        "judged_end",
         "judged_hit",
+        "judged_tiers",
         "keyable",
         "keys",
         "loading",
@@ -56,6 +58,8 @@ class Tracked:
         self.judged = False  # whether this hit is audited was decided
         self.audit = range(0)  # ordinals of stored blocks that are computed to be compared
         self.judged_hit = range(0)  # ordinals of the hit that was judged last
+        self.judged_tiers = b""  # where its blocks were
+        self.judged_end = 0  # ordinal of the first that is not to be loaded
         self.verdict = Verdict.LOAD  # and what became of it
         self.banned_from = _NEVER  # ordinal of the first block that failed to load
         self.local = 0  # tokens found on the device, as of vLLM's last question

@@ -16,7 +16,15 @@ from ucm.errors import BusyError, TaskError, UcmError
 from ucm.integration.vllm.connector.account import TIMES
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.layout import KVLayout
-from ucm.integration.vllm.connector.metadata import Dump, DumpResult, Load, LoadFailure, join_keys, split_keys
+from ucm.integration.vllm.connector.metadata import (
+    Dump,
+    DumpResult,
+    Load,
+    LoadFailure,
+    LoadServed,
+    join_keys,
+    split_keys,
+)
 from ucm.reasons import MissReason, reason_of
 from ucm.store import record_ids
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
@@ -60,6 +68,17 @@ def _named_rows(error: TaskError, rows: int) -> dict[int, BaseException]:
     return {int(row): why for row, why in named.items()}
 
 
+def served_tiers(store: UcmKVStoreBaseV1, task: Any) -> tuple[int, ...]:
+    """Blocks of a load by the tier they came from; none where a store has one tier or does not know. Never raises."""
+    if len(store.tier_names) < 2:
+        return ()
+    try:
+        return tuple(int(blocks) for blocks in store.served(task))
+    except Exception as error:  # the load is as good as any
+        throttle.warning("served", "the store's served() failed: %r", error)
+        return ()
+
+
 @dataclass(slots=True)
 class _Running:
     work: Any
@@ -95,6 +114,7 @@ class Loads:
         self._ended: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failures: list[LoadFailure] = []
+        self._served: list[LoadServed] = []
         self.blocks = 0  # brought so far
 
     def start(self, load: Load, store: UcmKVStoreBaseV1 | None, layout: KVLayout | None, mask: bytes) -> None:
@@ -131,21 +151,36 @@ class Loads:
                 first = min(failures)
                 throttle.warning("load failed", "request %s: block %d: %s", load.request, first, failures[first])
                 keys = split_keys(load.keys)
-                bad = [keys[row] for row, why in failures.items() if getattr(why, "kind", "") not in _TRANSIENT]
+                newer = [row for row, why in failures.items() if reason_of(why) == MissReason.NEWER_VERSION]
+                bad = [
+                    keys[row]
+                    for row, why in failures.items()
+                    if getattr(why, "kind", "") not in _TRANSIENT and row not in newer
+                ]
                 behind = range(first, len(load.blocks))
                 why = [reason_of(failures[row]) if row in failures else MissReason.LOAD_FAILED for row in behind]
-                self._fail(load, first, bad, why)
+                self._fail(load, first, bad, why, [keys[row] for row in newer])
             else:
                 self._ended.add(load.request)
+                if tiers := served_tiers(store, running.task):
+                    self._served.append(LoadServed(load.request, tiers))
         self._running = still
 
     def _fail_all(self, load: Load, reason: MissReason) -> None:
         self._fail(load, 0, [], [reason] * len(load.blocks))
 
-    def _fail(self, load: Load, row: int, bad: Sequence[bytes], why: Sequence[MissReason]) -> None:
+    def _fail(
+        self,
+        load: Load,
+        row: int,
+        bad: Sequence[bytes],
+        why: Sequence[MissReason],
+        newer: Sequence[bytes] = (),
+    ) -> None:
         self._bad_blocks.update(load.blocks[row:].tolist())
         reasons = tuple(str(reason) for reason in why)
-        self._failures.append(LoadFailure(load.request, load.first + row, join_keys(bad), reasons))
+        failure = LoadFailure(load.request, load.first + row, join_keys(bad), reasons, join_keys(newer))
+        self._failures.append(failure)
         self._ended.add(load.request)
 
     def take_ended(self) -> set[str]:
@@ -163,6 +198,11 @@ class Loads:
         failures, self._failures = self._failures, []
         return failures
 
+    def take_served(self) -> list[LoadServed]:
+        """Where the blocks of loads came from that ended well since the last call."""
+        served, self._served = self._served, []
+        return served
+
     def __len__(self) -> int:
         return len(self._running)
 
@@ -178,9 +218,15 @@ class Dumps:
         self.last_job = 0
         self.blocks = 0  # published so far
 
-    def skip(self, dump: Dump) -> None:
-        """Nothing to do on this rank: another one holds the same bytes and writes them."""
+    def skip(self, dump: Dump, store: UcmKVStoreBaseV1 | None, mask: bytes) -> None:
+        """Nothing to do on this rank: another one holds the same bytes and writes them. What it replaces, this one may
+        have refused."""
         self.last_job = max(self.last_job, dump.job)
+        if dump.refused and store is not None:
+            try:
+                store.trust(record_ids(_rows(dump), mask))
+            except Exception as error:  # they are refused for longer than need be
+                throttle.warning("trust", "the store's trust() failed: %r", error)
         self._done.append(DumpResult(dump.job))
 
     def start(
@@ -211,6 +257,8 @@ class Dumps:
                 )
                 if dump.audit:
                     store.audit(ids)
+                if dump.refused:
+                    store.distrust([ids[row] for row in dump.refused])
                 task = store.dump_data(ids, [0] * len(ids), layout.addresses(dump.blocks), event[0])
             except BusyError:
                 refused.add(dump.request)
@@ -266,6 +314,12 @@ class Dumps:
 
     def __len__(self) -> int:
         return len(self._running)
+
+
+def _rows(dump: Dump) -> list[bytes]:
+    """Keys of a dump whose stored records some rank could not use."""
+    keys = split_keys(dump.keys)
+    return [keys[row] for row in dump.refused]
 
 
 def no_event() -> tuple[int, Any]:

@@ -18,6 +18,7 @@ from ucm.integration.vllm.connector.candidates import Candidate, why_unavailable
 from ucm.integration.vllm.connector.early import take_early
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.health import StoreHealth
+from ucm.integration.vllm.connector.hints import pass_hints, prefetch_room, wants_touches
 from ucm.integration.vllm.connector.layout import KVLayout, LayoutError
 from ucm.integration.vllm.connector.metadata import VERSION, Handshake, RankReport, StepPlan, StoreSetup, WorkerReport
 from ucm.integration.vllm.connector.metrics import DUMP_SECONDS, LOAD_SECONDS, LOADED_BYTES, PUBLISHED_BYTES
@@ -74,6 +75,7 @@ class WorkerHalf:
         self._told_healthy = True
         self._told_slots: int | None = -1
         self._told_blocks = (0, 0)
+        self._prefetch_room = 0
         self._plan: StepPlan | None = None
         self._closed = False
         self.loads = Loads(clock)
@@ -120,7 +122,9 @@ class WorkerHalf:
         config = setup.config | self.handshake().shapes | {"identity": setup.identity, "part": self._part}
         config["device_id"] = device.index or 0
         attempt, make = setup.attempt, self._candidates[setup.choice].make
-        # Another store was tried before this one: no transfer was begun on it, the gate is not open yet.
+        # Another store was tried before this one, perhaps opened since the last step: no transfer was begun on it, the
+        # gate is not open yet.
+        self._take_opened()
         before, self._store, self._attempt = self._store, None, attempt
         self._told_ready = False
 
@@ -150,6 +154,7 @@ class WorkerHalf:
         opened = self._opened
         if self._store is None and opened is not None and opened[0] == self._attempt:
             self._store = opened[1]
+            self._prefetch_room = prefetch_room(opened[1])
 
     # Steps --------------------------------------------------------------------------------------------------
 
@@ -165,6 +170,8 @@ class WorkerHalf:
         if plan.setup is not None:
             self._open(plan.setup)
         self._take_opened()
+        if self._store is not None:
+            pass_hints(plan, self._store, self._mask, self._writer)
 
     def start_loads(self) -> None:
         """Begin this step's loads."""
@@ -180,7 +187,7 @@ class WorkerHalf:
         dumps, self._plan.dumps = self._plan.dumps, []
         if not self._writer:
             for dump in dumps:
-                self.dumps.skip(dump)
+                self.dumps.skip(dump, self._store, self._mask)
             return
         event = no_event()
         if self._layout is not None and self._layout.device.type == "cuda":
@@ -203,7 +210,7 @@ class WorkerHalf:
         self.dumps.poll(self._store)
         self._take_opened()
         unavailable = self._unavailable[1] if self._unavailable[0] == self._attempt else ""
-        failures = self.loads.take_failures()
+        failures, served = self.loads.take_failures(), self.loads.take_served()
         ready = self._store is not None
         slots_changed, slots = self._slots()
         if self._store is not None and (
@@ -214,7 +221,7 @@ class WorkerHalf:
         gained, lost = (b"", b"") if self._store is None else take_early(self._store)
         # While it is not, every step says so: how old that word is tells the scheduler half what it is worth.
         changed = gained or lost or slots_changed or ready != self._told_ready or not (healthy and self._told_healthy)
-        if not (failures or self.dumps.news or changed or self._broken or unavailable):
+        if not (failures or served or self.dumps.news or changed or self._broken or unavailable):
             return None
         staged, done = self.dumps.take()
         self._told_ready, self._told_slots, self._told_healthy = ready, slots, healthy
@@ -237,6 +244,9 @@ class WorkerHalf:
                     load_failures=failures,
                     gained=gained,
                     lost=lost,
+                    wants_touches=self._store is not None and wants_touches(self._store),
+                    prefetch_room=self._prefetch_room,
+                    served=served,
                 )
             ]
         )

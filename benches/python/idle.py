@@ -1,0 +1,183 @@
+"""What an open store costs that has nothing to do: CPU, wake-ups, threads, descriptors, memory.
+
+For each preset a process of its own opens a store, moves a few blocks so that every thread that will ever be there is,
+and then leaves it alone. CPU time is that of the whole process, its threads are told apart by their names, Python's
+own among them. Prints a table; ``--json FILE`` keeps the figures, ``--threads`` shows each group of threads.
+Run: ``PYTHONPATH=python python benches/python/idle.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+#: Bytes of a block, and how many are moved before.
+BLOCK, MOVED = 1 << 20, 32
+#: Preset -> the store and its keys beside directory and sizes.
+PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "Posix, files": ("UcmPosixStore", {"layout": "file"}),
+    "Posix, files, lookups only": ("UcmPosixStore", {"layout": "file", "device_id": -1}),
+    "Posix, segments": ("UcmPosixStore", {"layout": "segment"}),
+    "Posix, segments, lookups only": ("UcmPosixStore", {"layout": "segment", "device_id": -1}),
+    "Posix, files, io_uring": ("UcmPosixStore", {"layout": "file", "io_engine": "io_uring"}),
+    "Cache|Posix": ("UcmPipelineStore", {"store_pipeline": "Cache|Posix", "layout": "file", "cache_size": "256MiB"}),
+    "Cache|Pc": ("UcmPipelineStore", {"store_pipeline": "Cache|Pc", "cache_size": "256MiB"}),
+    "Cache|Empty": ("UcmPipelineStore", {"store_pipeline": "Cache|Empty", "cache_size": "256MiB"}),
+}
+#: Time before it is looked at: the first count of the root is over, segments are sealed.
+SETTLE_S = 2.5
+
+
+def status(path: str) -> dict[str, str]:
+    """The lines of a ``status`` file of ``/proc``."""
+    with open(path) as file:
+        return {name: rest.strip() for name, _, rest in (line.partition(":") for line in file)}
+
+
+def kib(text: str) -> int:
+    """``1234 kB`` in bytes."""
+    return int(text.split()[0]) * 1024
+
+
+def threads() -> dict[str, tuple[str, float, int]]:
+    """Each thread: its name without a number at the end, CPU seconds, times it went to sleep."""
+    found = {}
+    for number in os.listdir("/proc/self/task"):
+        try:
+            about = status(f"/proc/self/task/{number}/status")
+            with open(f"/proc/self/task/{number}/schedstat") as file:
+                seconds = int(file.read().split()[0]) / 1e9
+        except FileNotFoundError:
+            continue  # it has ended
+        name = re.sub(r"[-:_ ]?\d+$", "", about["Name"])
+        found[number] = (name, seconds, int(about["voluntary_ctxt_switches"]))
+    return found
+
+
+def cpu() -> float:
+    """CPU seconds of this process, by ``/proc/self/stat``."""
+    with open("/proc/self/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def footprint() -> dict[str, int]:
+    """Descriptors, and bytes of memory: its own, and shared such as the regions of the memory tier."""
+    about = status("/proc/self/status")
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "anonymous_bytes": kib(about["RssAnon"]),
+        "shared_bytes": kib(about["RssShmem"]),
+    }
+
+
+def measure(preset: str, root: str, seconds: float) -> dict[str, Any]:
+    """One row: what a process with this store open uses beyond what it used before."""
+    import numpy as np
+
+    from ucm.store import UcmConnectorFactoryV1
+
+    name, keys = PRESETS[preset]
+    sizes = {"tensor_size": BLOCK, "shard_size": BLOCK, "block_size": BLOCK, "identity": "idle"}
+    memory = np.full((MOVED, BLOCK), 7, np.uint8)  # there before it is looked at
+    addresses = np.array([[row.ctypes.data] for row in memory], np.uint64)
+    ids = [bytes([number]) * 16 for number in range(MOVED)]
+    before, threads_before = footprint(), set(threads())
+    config = {"storage_backends": root, "storage_capacity": "1GiB", **sizes, **keys}
+    if "Empty" in str(keys):
+        config.pop("storage_backends")
+    with UcmConnectorFactoryV1.create_connector(name, config) as store:
+        if keys.get("device_id") != -1:
+            store.wait(store.dump_data(ids, [0] * MOVED, addresses))
+            store.wait(store.load_data(ids, [0] * MOVED, addresses))
+        store.lookup(ids)
+        time.sleep(SETTLE_S)
+        begun, at_first, started = cpu(), threads(), time.monotonic()
+        time.sleep(seconds)
+        took, used, at_last = time.monotonic() - started, cpu() - begun, threads()
+        after = footprint()
+    groups: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0])
+    own = 0.0
+    for number, (thread, spent, slept) in at_last.items():
+        _, spent_before, slept_before = at_first.get(number, (thread, 0.0, 0))
+        group = groups["(before)" if number in threads_before else thread]
+        group[0] += 1
+        group[1] += spent - spent_before
+        group[2] += slept - slept_before
+        own += spent - spent_before
+    return {
+        "preset": preset,
+        "seconds": took,
+        "cpu_percent": 100 * own / took,
+        "cpu_percent_of_stat": 100 * used / took,
+        "wake_ups_per_second": sum(group[2] for group in groups.values()) / took,
+        "threads": len(at_last) - len(threads_before & set(at_last)),
+        "descriptors": after["descriptors"] - before["descriptors"],
+        "anonymous_bytes": after["anonymous_bytes"] - before["anonymous_bytes"],
+        "shared_bytes": after["shared_bytes"] - before["shared_bytes"],
+        "groups": {
+            thread: {"threads": count, "cpu_percent": 100 * spent / took, "wake_ups_per_second": slept / took}
+            for thread, (count, spent, slept) in sorted(groups.items())
+        },
+    }
+
+
+def show(row: Mapping[str, Any], with_threads: bool) -> str:
+    """A line of the table, and the groups of threads below it."""
+    cells = [row["preset"].replace("|", "\\|"), f"{row['cpu_percent']:.2f} %", f"{row['wake_ups_per_second']:.1f}"]
+    cells += [str(row["threads"]), str(row["descriptors"])]
+    cells += [f"{row[name] / (1 << 20):.0f} MiB" for name in ("anonymous_bytes", "shared_bytes")]
+    lines = ["| " + " | ".join(cells) + " |"]
+    if with_threads:
+        for name, group in row["groups"].items():
+            percent, wakes = group["cpu_percent"], group["wake_ups_per_second"]
+            lines.append(f"|   {group['threads']:.0f} x {name} | {percent:.2f} % | {wakes:.1f} | | | | |")
+    return "\n".join(lines)
+
+
+def in_child(preset: str, root: str, seconds: float) -> dict[str, Any]:
+    """The same in a process of its own."""
+    command = [sys.executable, __file__, "--child", preset, "--root", root, "--seconds", str(seconds)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{preset}: {done.stderr.strip()[-2000:]}")
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def main() -> None:
+    """Prints the table."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--seconds", type=float, default=20.0, help="how long each store is left alone")
+    arguments.add_argument("--presets", nargs="*", choices=list(PRESETS), default=list(PRESETS))
+    arguments.add_argument("--threads", action="store_true", help="show the threads by name")
+    arguments.add_argument("--json", type=Path)
+    arguments.add_argument("--child", choices=list(PRESETS), help=argparse.SUPPRESS)
+    arguments.add_argument("--root", help=argparse.SUPPRESS)
+    chosen = arguments.parse_args()
+    if chosen.child:
+        print(json.dumps(measure(chosen.child, chosen.root, chosen.seconds)))
+        return
+    rows = []
+    print("| store | CPU of a core | wake-ups a second | threads | descriptors | memory | shared memory |")
+    print("|---|---|---|---|---|---|---|")
+    for preset in chosen.presets:
+        with tempfile.TemporaryDirectory() as place:
+            rows.append(in_child(preset, str(Path(place) / "root"), chosen.seconds))
+        print(show(rows[-1], chosen.threads), flush=True)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+//! Pools whose threads come with the jobs.
+
+use super::{GUARD, Rig, SECOND, lane};
+use crate::clock::Mono;
+use ucm_core::ErrorKind;
+
+#[test]
+fn nothing_is_started_before_the_first_job() {
+    let rig = Rig::new(|pool| pool.size(3).on_demand());
+    assert_eq!(rig.pool.stats().live, 0);
+    assert!(!rig.pool.shared.state.lock().monitored);
+    rig.submit(0, Mono::NEVER, 1, || 1).unwrap();
+    assert_eq!(rig.next(), (1, Ok(1)));
+    let stats = rig.pool.stats();
+    assert_eq!((stats.live, stats.size, stats.replaced), (1, 3, 0));
+    assert!(rig.pool.shared.state.lock().monitored);
+}
+
+#[test]
+fn one_that_was_never_used_ends_at_once() {
+    let rig = Rig::new(|pool| pool.size(3).on_demand());
+    assert_eq!(rig.pool.shutdown(SECOND), 0, "and waits for nobody");
+    let error = rig.submit(0, Mono::NEVER, 1, || 1).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Closed);
+}
+
+#[test]
+fn as_many_workers_as_jobs_that_run_at_once() {
+    let rig = Rig::new(|pool| pool.size(3).on_demand());
+    let mut held = Vec::new();
+    for id in 0..3 {
+        held.push(rig.hang(0, Mono::NEVER, id));
+        assert_eq!(rig.pool.stats().live, id as usize + 1);
+    }
+    for id in 3..6 {
+        rig.submit(0, Mono::NEVER, id, move || id).unwrap();
+    }
+    assert_eq!(rig.pool.stats().live, 3, "never more than the size");
+    drop(held);
+    let mut told: Vec<u32> = (0..6).map(|_| rig.next().0).collect();
+    told.sort_unstable();
+    assert_eq!(told, [0, 1, 2, 3, 4, 5]);
+    // Who is free is asked before another one is started.
+    while rig.pool.stats().idle < 3 {
+        std::thread::yield_now(); // who ends a job says so before it is idle
+    }
+    rig.submit(0, Mono::NEVER, 6, || 6).unwrap();
+    assert_eq!(rig.next(), (6, Ok(6)));
+}
+
+#[test]
+fn jobs_that_come_together_run_together_in_lanes_of_one() {
+    let rig = Rig::new(|pool| {
+        pool.size(2)
+            .lanes(&[lane("keep", 1, 1), lane("find", 1, 1)])
+            .on_demand()
+    });
+    let meet = std::sync::Arc::new(std::sync::Barrier::new(2));
+    for id in 0..2 {
+        let meet = std::sync::Arc::clone(&meet);
+        let work = move || {
+            meet.wait(); // for ever, unless both run
+            id
+        };
+        rig.submit(id as usize, Mono::NEVER, id, work).unwrap();
+    }
+    let mut told = [rig.next().0, rig.next().0];
+    told.sort_unstable();
+    assert_eq!(told, [0, 1]);
+}
+
+#[test]
+fn a_lane_at_its_limit_starts_nobody() {
+    let rig = Rig::new(|pool| {
+        pool.size(4)
+            .lanes(&[lane("load", 8, 4), lane("dump", 8, 1)])
+            .on_demand()
+    });
+    let held = rig.hang(1, Mono::NEVER, 0);
+    for id in 1..4 {
+        rig.submit(1, Mono::NEVER, id, move || id).unwrap();
+    }
+    assert_eq!(rig.pool.stats().live, 1);
+    rig.submit(0, Mono::NEVER, 9, || 9).unwrap();
+    assert_eq!(rig.next(), (9, Ok(9)), "another lane gets a worker of its own");
+    drop(held);
+    for id in 0..4 {
+        assert_eq!(rig.next(), (id, Ok(id)));
+    }
+    assert_eq!(rig.pool.stats().live, 2);
+}
+
+#[test]
+fn one_that_hangs_is_written_off_and_replaced_as_ever() {
+    let rig = Rig::new(|pool| pool.size(2).max_replacements(1).on_demand());
+    let held = rig.hang(0, rig.deadline(SECOND), 1);
+    rig.clock.advance(SECOND);
+    assert_eq!(rig.next(), (1, Err(ErrorKind::Timeout)));
+    let stats = rig.until(|stats| stats.live == 1);
+    assert_eq!((stats.stuck, stats.replaced), (1, 1));
+    rig.submit(0, Mono::NEVER, 2, || 2).unwrap();
+    assert_eq!(rig.next(), (2, Ok(2)));
+    drop(held);
+    rig.until(|stats| stats.stuck == 0);
+}
+
+#[test]
+fn a_start_that_fails_is_tried_again() {
+    let (failed, fails) = std::sync::mpsc::channel();
+    let first = std::sync::atomic::AtomicBool::new(true);
+    let rig = Rig::new(|pool| {
+        pool.on_demand().on_start(move |_| {
+            if first.swap(false, std::sync::atomic::Ordering::Relaxed) {
+                failed.send(()).unwrap();
+                return Err(ucm_core::Error::internal("meant"));
+            }
+            Ok(())
+        })
+    });
+    rig.submit(0, Mono::NEVER, 1, || 1).unwrap();
+    fails.recv_timeout(GUARD).unwrap();
+    rig.until(|stats| stats.failed_starts == 1);
+    rig.clock.await_sleepers(1); // the monitor waits for the time of the next attempt
+    rig.clock.advance(SECOND);
+    assert_eq!(rig.next(), (1, Ok(1)));
+}

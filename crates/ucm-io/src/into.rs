@@ -1,0 +1,441 @@
+//! Reading one stretch of a file into several buffers, or parts of it into one, over a kept descriptor where the file
+//! never changes.
+
+use std::io::IoSliceMut;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use rustix::fs::FileType;
+use rustix::io::Errno;
+use ucm_core::{Error, Result};
+
+use crate::file::{CANNOT_READ, Files, check_read, fits_direct_read, not_regular, open_for_read};
+use crate::kept::KeptFile;
+use crate::meta::{failed, to_meta};
+use crate::op::{IoBuf, IoDone};
+use crate::probe::stated_align;
+use crate::sys::{File, GiveUp, PortInto, SECTOR, read_into_full, retry};
+
+/// One such read, checked.
+struct Stretch<'a> {
+    path: &'a Path,
+    offset: u64,
+    goes: Goes<'a>,
+    /// Bytes wanted.
+    need: usize,
+    /// Direct I/O takes it as it is.
+    fits: bool,
+}
+
+/// Where the bytes go.
+enum Goes<'a> {
+    /// One after another into these, so many into each.
+    Row(&'a mut [IoBuf], &'a [usize]),
+    /// These parts to their places in one.
+    Parts(&'a mut IoBuf, &'a [Range<usize>]),
+}
+
+/// What a kept descriptor brought.
+enum Brought {
+    /// So many bytes.
+    Read(usize),
+    /// Its file has no name any more.
+    Gone,
+    /// It cannot be used any more, and another open tells why.
+    Useless,
+}
+
+impl Files {
+    /// As `IoOp::ReadInto`.
+    pub(crate) fn read_into(
+        &self,
+        path: &Path,
+        offset: u64,
+        into: Vec<(IoBuf, usize)>,
+        keep: bool,
+    ) -> IoDone {
+        let (mut bufs, lens): (Vec<_>, Vec<_>) = into.into_iter().unzip();
+        let checked = check_into(path, offset, bufs.iter().zip(lens.iter().copied()));
+        let read = checked.and_then(|(need, fits)| {
+            let mut stretch = Stretch {
+                path,
+                offset,
+                goes: Goes::Row(&mut bufs, &lens),
+                need,
+                fits,
+            };
+            self.read_stretch(&mut stretch, keep)
+        });
+        IoDone::ReadInto { bufs, read }
+    }
+
+    /// As `IoOp::ReadParts`.
+    pub(crate) fn read_parts(
+        &self,
+        path: &Path,
+        offset: u64,
+        parts: &[Range<usize>],
+        mut buf: IoBuf,
+        keep: bool,
+    ) -> IoDone {
+        let read = check_parts(path, offset, parts, &buf).and_then(|(need, fits)| {
+            let mut stretch = Stretch {
+                path,
+                offset,
+                goes: Goes::Parts(&mut buf, parts),
+                need,
+                fits,
+            };
+            self.read_stretch(&mut stretch, keep)
+        });
+        IoDone::ReadInto {
+            bufs: vec![buf],
+            read,
+        }
+    }
+
+    fn read_stretch(&self, stretch: &mut Stretch<'_>, keep: bool) -> Result<usize> {
+        // One that was opened for direct I/O is of no use to others, and the other way round.
+        let keep = keep && (stretch.fits || !self.direct);
+        if keep && let Some(file) = self.kept.get(stretch.path) {
+            match stretch.read_kept(&file) {
+                Brought::Read(read) => {
+                    self.count_fallback(self.direct && !file.direct);
+                    return Ok(read);
+                }
+                Brought::Gone => {
+                    self.kept.drop_file(stretch.path, &file);
+                    return Err(stretch.failed(Errno::NOENT));
+                }
+                Brought::Useless => self.kept.drop_file(stretch.path, &file),
+            }
+        }
+        self.read_anew(stretch, keep)
+    }
+
+    fn read_anew(&self, stretch: &mut Stretch<'_>, keep: bool) -> Result<usize> {
+        let mut file = self.open_stretch(stretch)?;
+        let stat = retry(|| rustix::fs::fstat(file.fd())).map_err(|e| stretch.failed(e))?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Err(not_regular(stretch.path));
+        }
+        let dev = to_meta(&stat).dev;
+        if file.is_direct() && !self.usable(dev, || stated_align(file.fd())) {
+            file.set_direct(false);
+        }
+        let direct = file.is_direct();
+        let read = stretch.read(&mut file, direct).map_err(|e| stretch.failed(e))?;
+        self.note(&file, dev, self.direct);
+        // One that tells of no names would look like one that is gone.
+        if keep && stat.st_nlink > 0 {
+            self.keep(stretch.path, file);
+        }
+        Ok(read)
+    }
+
+    /// Keeps a file open that has been read.
+    pub(crate) fn keep(&self, path: &Path, file: File) {
+        let direct = file.is_direct();
+        // Opened so that it waits for nobody else; a ring would be told to come back later.
+        file.wait();
+        if let Some(file) = KeptFile::new(file.into_fd(), direct) {
+            self.kept.put(path, file);
+        }
+    }
+
+    fn open_stretch(&self, stretch: &Stretch<'_>) -> Result<File> {
+        let direct = self.direct && stretch.fits;
+        let opened = match open_for_read(stretch.path, direct) {
+            Err(Errno::MFILE | Errno::NFILE) if self.kept.give_up() => open_for_read(stretch.path, direct),
+            opened => opened,
+        };
+        opened.map_err(|e| stretch.failed(e))
+    }
+}
+
+/// Such a read must fit its buffers: bytes wanted in all, and whether direct I/O takes it as it is.
+pub(crate) fn check_into<'b>(
+    path: &Path,
+    offset: u64,
+    into: impl Iterator<Item = (&'b IoBuf, usize)>,
+) -> Result<(usize, bool)> {
+    let long = || Error::invalid("a read is too long").with("path", path.display());
+    let (mut need, mut fits): (usize, bool) = (0, true);
+    for (buf, len) in into {
+        let at = offset.checked_add(need as u64).ok_or_else(long)?;
+        check_read(path, at, len, buf.len())?;
+        fits &= fits_direct_read(buf, at); // whole sectors before it, then
+        need = need.checked_add(len).ok_or_else(long)?;
+    }
+    Ok((need, fits))
+}
+
+/// The same of parts of one buffer.
+fn check_parts(path: &Path, offset: u64, parts: &[Range<usize>], buf: &IoBuf) -> Result<(usize, bool)> {
+    let (mut need, mut fits, mut end) = (0, fits_direct_read(buf, offset), 0);
+    for part in parts {
+        if part.start < end || part.end < part.start {
+            return Err(Error::invalid("parts of a read come in order").with("path", path.display()));
+        }
+        check_read(path, offset, part.end, buf.len())?;
+        fits &= part.start.is_multiple_of(SECTOR) && part.end.is_multiple_of(SECTOR);
+        need += part.len();
+        end = part.end;
+    }
+    Ok((need, fits))
+}
+
+impl Stretch<'_> {
+    fn failed(&self, errno: Errno) -> Error {
+        failed(errno, CANNOT_READ, self.path)
+    }
+
+    /// Reads through an open file; fewer bytes than wanted only at its end.
+    fn read(&mut self, port: &mut impl PortInto, direct: bool) -> rustix::io::Result<usize> {
+        let (bufs, lens) = match &mut self.goes {
+            Goes::Parts(buf, parts) => return read_each(port, buf, parts, self.offset),
+            Goes::Row(bufs, lens) => (bufs, lens),
+        };
+        let last = lens.len().saturating_sub(1);
+        let mut pieces: Vec<&mut [u8]> = Vec::with_capacity(lens.len());
+        for (number, (buf, &len)) in bufs.iter_mut().zip(lens.iter()).enumerate() {
+            // Whole sectors for direct I/O; a slot always has room for them.
+            let ask = if direct && number == last {
+                len.next_multiple_of(SECTOR).min(buf.len())
+            } else {
+                len
+            };
+            pieces.push(&mut buf[..ask]);
+        }
+        read_into_full(port, &mut pieces, self.offset, self.need).map(|read| read.min(self.need))
+    }
+
+    fn read_kept(&mut self, file: &Arc<KeptFile>) -> Brought {
+        match retry(|| rustix::fs::fstat(file.fd())) {
+            Ok(stat) if stat.st_nlink == 0 => return Brought::Gone,
+            Ok(_) => {}
+            Err(Errno::STALE) => return Brought::Gone,
+            Err(_) => return Brought::Useless,
+        }
+        let direct = file.direct;
+        match self.read(&mut &**file, direct) {
+            Ok(read) => Brought::Read(read),
+            Err(Errno::STALE) => Brought::Gone,
+            Err(_) => Brought::Useless,
+        }
+    }
+}
+
+/// Reads parts to their places; how many bytes that are.
+fn read_each(
+    port: &mut impl PortInto,
+    buf: &mut IoBuf,
+    parts: &[Range<usize>],
+    offset: u64,
+) -> rustix::io::Result<usize> {
+    let mut read = 0;
+    for part in parts {
+        let piece = &mut buf[part.clone()];
+        let got = read_into_full(port, &mut [piece], offset + part.start as u64, part.len())?;
+        read += got;
+        if got < part.len() {
+            break;
+        }
+    }
+    Ok(read)
+}
+
+impl PortInto for &KeptFile {
+    fn read_into(&mut self, bufs: &mut [IoSliceMut<'_>], at: u64) -> rustix::io::Result<usize> {
+        rustix::io::preadv(self.fd(), bufs, at)
+    }
+
+    /// Others read it at the same time: an open file of its own is for what it does not take.
+    fn give_up_direct(&mut self, _why: GiveUp) -> bool {
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use ucm_core::ErrorKind;
+
+    use super::*;
+    use crate::window::page_slots;
+
+    const PIECE: usize = 8192;
+
+    struct Place {
+        _dir: tempfile::TempDir,
+        path: PathBuf,
+        bytes: Vec<u8>,
+        files: Files,
+    }
+
+    impl Place {
+        fn new(direct: bool) -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("file");
+            let bytes: Vec<u8> = (0..4 * PIECE + 100).map(|i| (i ^ (i >> 8)) as u8).collect();
+            std::fs::write(&path, &bytes).unwrap();
+            Self {
+                _dir: dir,
+                path,
+                bytes,
+                files: Files::new(direct),
+            }
+        }
+
+        /// Reads three pieces from the second on, and compares what came.
+        fn read(&self, keep: bool) -> Result<usize> {
+            let slots: [_; 3] = page_slots(PIECE).unwrap();
+            let into = slots.into_iter().map(|slot| (IoBuf::Slot(slot), PIECE)).collect();
+            let IoDone::ReadInto { bufs, read } = self.files.read_into(&self.path, 8192, into, keep) else {
+                unreachable!();
+            };
+            let got: Vec<u8> = bufs.iter().flat_map(|buf| buf[..PIECE].to_vec()).collect();
+            if let Ok(read) = read {
+                assert_eq!(got[..read], self.bytes[PIECE..PIECE + read]);
+            }
+            read
+        }
+    }
+
+    /// Descriptors of this process that are open on a file.
+    fn open_on(path: &Path) -> usize {
+        let fds = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+        fds.filter(|fd| {
+            std::fs::read_link(fd.path())
+                .is_ok_and(|to| to.to_string_lossy().starts_with(&*path.to_string_lossy()))
+        })
+        .count()
+    }
+
+    #[test]
+    fn one_descriptor_is_kept_and_only_if_wanted() {
+        for direct in [false, true] {
+            let place = Place::new(direct);
+            assert_eq!(place.read(false).unwrap(), 3 * PIECE);
+            assert_eq!((open_on(&place.path), place.files.kept.count()), (0, 0));
+            for _ in 0..3 {
+                assert_eq!(place.read(true).unwrap(), 3 * PIECE);
+                assert_eq!((open_on(&place.path), place.files.kept.count()), (1, 1));
+            }
+            drop(place.files.kept.take(&[], true));
+            assert_eq!(place.files.kept.count(), 1, "it was used");
+            drop(place.files.kept.take(&[], true));
+            assert_eq!(open_on(&place.path), 0);
+        }
+    }
+
+    #[test]
+    fn a_removed_file_is_not_found_and_not_held() {
+        let place = Place::new(false);
+        place.read(true).unwrap();
+        std::fs::remove_file(&place.path).unwrap();
+        assert_eq!(open_on(&place.path), 1);
+        assert_eq!(place.read(true).unwrap_err().kind(), ErrorKind::NotFound);
+        assert_eq!((open_on(&place.path), place.files.kept.count()), (0, 0));
+        std::fs::write(&place.path, &place.bytes).unwrap();
+        assert_eq!(place.read(true).unwrap(), 3 * PIECE, "another one of that name");
+    }
+
+    #[test]
+    fn a_short_file_fills_what_it_can() {
+        for (direct, keep) in [(false, false), (false, true), (true, false), (true, true)] {
+            let place = Place::new(direct);
+            for len in [3 * PIECE + 100, 2 * PIECE, PIECE] {
+                let file = std::fs::File::options().write(true).open(&place.path).unwrap();
+                file.set_len(len as u64).unwrap();
+                assert_eq!(place.read(keep).unwrap(), len - PIECE, "{direct} {keep} {len}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_direct_io_does_not_take_is_read_all_the_same() {
+        let place = Place::new(true);
+        let read = |offset, lens: [usize; 2]| {
+            let slots: [_; 2] = page_slots(PIECE).unwrap();
+            let into = slots.into_iter().map(IoBuf::Slot).zip(lens).collect();
+            match place.files.read_into(&place.path, offset, into, true) {
+                IoDone::ReadInto { bufs, read } => (bufs, read.unwrap()),
+                _ => unreachable!(),
+            }
+        };
+        place.read(true).unwrap();
+        for (offset, lens) in [(0, [100, 200]), (5, [4096, 4096]), (4096, [4096, 77])] {
+            let (bufs, got) = read(offset, lens);
+            let at = offset as usize;
+            assert_eq!(got, lens[0] + lens[1]);
+            assert_eq!(bufs[0][..lens[0]], place.bytes[at..at + lens[0]]);
+            assert_eq!(bufs[1][..lens[1]], place.bytes[at + lens[0]..at + got]);
+        }
+    }
+
+    #[test]
+    fn parts_go_to_their_places_and_nothing_else_is_touched() {
+        for (direct, keep) in [(false, true), (true, true), (true, false)] {
+            let place = Place::new(direct);
+            for parts in [vec![0..4096, 8192..12288], vec![100..200, 300..4000], vec![]] {
+                let [mut slot] = page_slots(2 * PIECE).unwrap();
+                slot.as_mut_slice().fill(0xee);
+                let done = place
+                    .files
+                    .read_parts(&place.path, 4096, &parts, IoBuf::Slot(slot), keep);
+                let IoDone::ReadInto { bufs, read } = done else {
+                    unreachable!();
+                };
+                assert_eq!(read.unwrap(), parts.iter().map(Range::len).sum::<usize>());
+                let mut expected = vec![0xee; 2 * PIECE];
+                for part in &parts {
+                    let from = &place.bytes[4096 + part.start..4096 + part.end];
+                    expected[part.clone()].copy_from_slice(from);
+                }
+                assert!(bufs[0][..] == expected, "{direct} {keep} {parts:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn parts_behind_the_end_are_not_there_and_wrong_ones_are_refused() {
+        let place = Place::new(false);
+        let read = |parts: &[Range<usize>]| {
+            let buf = IoBuf::Heap(vec![0; 4 * PIECE]);
+            match place
+                .files
+                .read_parts(&place.path, PIECE as u64, parts, buf, true)
+            {
+                IoDone::ReadInto { bufs, read } => (bufs.len(), read.map_err(|error| error.kind())),
+                _ => unreachable!(),
+            }
+        };
+        assert_eq!(read(&[0..10, 3 * PIECE..3 * PIECE + 200]), (1, Ok(110)));
+        for wrong in [[5..10, 0..5], [0..5, 9..4 * PIECE + 1]] {
+            assert_eq!(read(&wrong), (1, Err(ErrorKind::InvalidInput)));
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_or_cannot_be_read_brings_the_buffers_back() {
+        let place = Place::new(false);
+        let read = |path: &Path, offset, len| {
+            let into = vec![(IoBuf::Heap(vec![0; 10]), 10), (IoBuf::Heap(vec![0; 10]), len)];
+            match place.files.read_into(path, offset, into, true) {
+                IoDone::ReadInto { bufs, read } => (bufs.len(), read.map_err(|error| error.kind())),
+                _ => unreachable!(),
+            }
+        };
+        assert_eq!(read(&place.path, 0, 10), (2, Ok(20)));
+        assert_eq!(read(&place.path, 0, 11), (2, Err(ErrorKind::InvalidInput)));
+        assert_eq!(read(&place.path, u64::MAX, 1), (2, Err(ErrorKind::InvalidInput)));
+        let absent = place.path.with_file_name("absent");
+        assert_eq!(read(&absent, 0, 10), (2, Err(ErrorKind::NotFound)));
+        let dir = place.path.parent().unwrap();
+        assert_eq!(read(dir, 0, 10), (2, Err(ErrorKind::Foreign)));
+        assert_eq!(place.files.kept.count(), 1);
+    }
+}

@@ -1,0 +1,191 @@
+//! Descriptors of files that never change under their names, kept open between reads: the most recently used ones.
+//!
+//! Opening a file by its path costs more than reading a small record from it. A kept descriptor must not outlive its
+//! file, whose space it would hold: every read looks whether the file still has a name, whoever removes it here or
+//! finds it gone says so, and what nobody uses for a while is closed. No lock is held over a system call, children of a
+//! fork have none of them, and a process that runs out of descriptors gives them up.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use hashlink::LruCache;
+use parking_lot::Mutex;
+use ucm_device::OwnFd;
+
+/// Most descriptors that one engine keeps.
+pub(crate) const MOST: usize = 128;
+/// Most that all engines of a process keep together.
+const MOST_IN_ALL: usize = 512;
+
+/// How many are open in this process.
+static IN_ALL: AtomicUsize = AtomicUsize::new(0);
+
+/// An open file that is only read, shared by the threads that read it; closed when the last lets it go.
+#[derive(Debug)]
+pub(crate) struct KeptFile {
+    fd: OwnFd,
+    /// Whether it is read past the page cache; never changed, for others may be reading.
+    pub(crate) direct: bool,
+}
+
+impl KeptFile {
+    /// Keeps an open file; `None` where there are too many already, and it is closed.
+    pub(crate) fn new(fd: OwnedFd, direct: bool) -> Option<Arc<Self>> {
+        if IN_ALL.fetch_add(1, Ordering::Relaxed) >= MOST_IN_ALL {
+            IN_ALL.fetch_sub(1, Ordering::Relaxed);
+            return None;
+        }
+        match OwnFd::of_file(fd) {
+            Ok(fd) => Some(Arc::new(Self { fd, direct })),
+            Err(_) => {
+                IN_ALL.fetch_sub(1, Ordering::Relaxed);
+                None
+            }
+        }
+    }
+
+    /// The descriptor.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl Drop for KeptFile {
+    fn drop(&mut self) {
+        IN_ALL.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Kept {
+    files: Mutex<LruCache<PathBuf, Entry>>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    file: Arc<KeptFile>,
+    /// Since [`Kept::take`] last looked.
+    used: bool,
+}
+
+impl Default for Kept {
+    fn default() -> Self {
+        Self {
+            files: Mutex::new(LruCache::new(MOST)),
+        }
+    }
+}
+
+impl Kept {
+    /// The open file of that name.
+    pub(crate) fn get(&self, path: &Path) -> Option<Arc<KeptFile>> {
+        let mut files = self.files.lock();
+        let entry = files.get_mut(path)?;
+        entry.used = true;
+        Some(Arc::clone(&entry.file))
+    }
+
+    /// Keeps an open file under its name; the one used longest ago makes room.
+    pub(crate) fn put(&self, path: &Path, file: Arc<KeptFile>) {
+        let mut files = self.files.lock();
+        let oldest = if files.len() >= MOST && !files.contains_key(path) {
+            files.remove_lru()
+        } else {
+            None
+        };
+        let before = files.insert(path.to_owned(), Entry { file, used: true });
+        drop(files);
+        drop((oldest, before)); // closed with no lock held
+    }
+
+    /// Takes the files of these names out, and with `unused` those that were not used since the last such call. They
+    /// are closed when the answer is dropped.
+    pub(crate) fn take(&self, gone: &[PathBuf], unused: bool) -> Vec<Arc<KeptFile>> {
+        let mut files = self.files.lock();
+        if files.is_empty() {
+            return Vec::new();
+        }
+        let mut taken: Vec<_> = gone.iter().filter_map(|path| files.remove(path)).collect();
+        if unused {
+            let idle = |(path, entry): (&PathBuf, &mut Entry)| {
+                (!std::mem::take(&mut entry.used)).then(|| path.clone())
+            };
+            let idle: Vec<PathBuf> = files.iter_mut().filter_map(idle).collect();
+            taken.extend(idle.iter().filter_map(|path| files.remove(path)));
+        }
+        drop(files);
+        taken.into_iter().map(|entry| entry.file).collect()
+    }
+
+    /// Closes one file, if it is still this one that is kept.
+    pub(crate) fn drop_file(&self, path: &Path, file: &Arc<KeptFile>) {
+        let mut files = self.files.lock();
+        let same = files
+            .peek(path)
+            .is_some_and(|entry| Arc::ptr_eq(&entry.file, file));
+        let taken = if same { files.remove(path) } else { None };
+        drop(files);
+        drop(taken);
+    }
+
+    /// Takes all out.
+    pub(crate) fn take_all(&self) -> Vec<Arc<KeptFile>> {
+        let all = std::mem::replace(&mut *self.files.lock(), LruCache::new(MOST));
+        all.into_iter().map(|(_, entry)| entry.file).collect()
+    }
+
+    /// Closes all, for the process has no descriptors left; whether there were any.
+    pub(crate) fn give_up(&self) -> bool {
+        !self.take_all().is_empty()
+    }
+
+    /// How many there are.
+    pub(crate) fn count(&self) -> usize {
+        self.files.lock().len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn open() -> Arc<KeptFile> {
+        KeptFile::new(std::fs::File::open("/dev/null").unwrap().into(), false).unwrap()
+    }
+
+    fn name(n: usize) -> PathBuf {
+        format!("/x/{n}").into()
+    }
+
+    #[test]
+    fn the_one_used_longest_ago_makes_room() {
+        let kept = Kept::default();
+        for n in 0..MOST {
+            kept.put(&name(n), open());
+        }
+        assert!(kept.get(&name(0)).is_some());
+        kept.put(&name(MOST), open());
+        assert_eq!(kept.count(), MOST);
+        assert!(kept.get(&name(0)).is_some() && kept.get(&name(1)).is_none());
+        kept.put(&name(0), open());
+        assert_eq!(kept.count(), MOST, "two threads opened the same");
+    }
+
+    #[test]
+    fn what_is_gone_or_unused_is_taken_out() {
+        let kept = Kept::default();
+        (0..4).for_each(|n| kept.put(&name(n), open()));
+        assert_eq!(kept.take(&[name(2), name(9)], false).len(), 1);
+        assert_eq!(kept.take(&[], true).len(), 0, "all are new");
+        kept.get(&name(1));
+        assert_eq!(kept.take(&[], true).len(), 2);
+        assert!(kept.get(&name(1)).is_some() && kept.count() == 1);
+        let other = open();
+        kept.drop_file(&name(1), &other);
+        assert_eq!(kept.count(), 1, "another thread's file stays");
+        assert!(kept.give_up() && !kept.give_up());
+    }
+}

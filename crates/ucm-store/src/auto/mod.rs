@@ -1,0 +1,376 @@
+//! A root whose layout nobody named: which of the two it gets is measured once, kept in the root's marker, and the same
+//! for every process and host from then on.
+//!
+//! The look at the root that every backend begins with decides ([`decide`]): what the marker says counts; where it says
+//! nothing, the records that are there; where there are none, a short measurement ([`measure`]). Whoever cannot decide
+//! (the measurement failed) uses files until its next start. Who only looks records up never measures: it takes the
+//! root for one of files, which may not even exist yet, and reads the marker again while it is asked for records.
+//!
+//! From then on everything is handed to the backend of that layout.
+
+mod decide;
+mod kept;
+pub mod measure;
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use ucm_core::{BlockId, MissReason, Result};
+use ucm_device::Slot;
+use ucm_infra::{Clock, Mono};
+use ucm_io::IoEngine;
+
+use crate::backend::{
+    Backend, BlockRead, Compression, Done, Early, Evicted, Health, Keep, Listed, Place, Presence, Priority,
+    Quarantined, ReadDone, TierStats, Usage, WriteOptions, Written,
+};
+use crate::events::Event;
+use crate::layout::{BLOCKS, SEGMENTS};
+use crate::posix::{PosixBackend, PosixConfig, Shared};
+use crate::segment::{SegmentBackend, SegmentConfig};
+
+pub(crate) use kept::Kept;
+pub use kept::LayoutKind;
+pub use measure::Figures;
+
+/// How soon a process that only looks up reads the marker again; the time between two looks doubles, up to the other.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
+const LOOK_SELDOM: Duration = Duration::from_secs(60);
+/// How long such a look may take.
+const LOOK: Duration = Duration::from_secs(5);
+
+/// Records below a root in the layout that is the quicker one there.
+pub struct AutoBackend {
+    auto: Arc<Auto>,
+}
+
+struct Auto {
+    shared: Arc<Shared>,
+    segments: SegmentConfig,
+    /// What is used while nothing is decided.
+    files: PosixBackend,
+    chosen: OnceLock<Chosen>,
+    /// When the marker is read again, and how long after that once more; ns.
+    next_look: AtomicU64,
+    next_gap: AtomicU64,
+}
+
+struct Chosen {
+    backend: Box<dyn Backend>,
+    /// Which layout and why, for the log.
+    words: String,
+}
+
+/// What came of deciding.
+enum Decision {
+    /// As it stands in the marker.
+    Kept(Kept),
+    /// Files, until the next start: why.
+    Files(String),
+    /// Nobody who writes decided yet; this process does not.
+    Open,
+}
+
+impl AutoBackend {
+    /// A backend over an I/O engine; nothing is touched before [`Backend::probe`]. `Config` if the limit is too small.
+    pub fn new(
+        config: PosixConfig,
+        segments: SegmentConfig,
+        io: Arc<dyn IoEngine>,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self> {
+        let shared = Arc::new(Shared::new(config, None, io, clock)?);
+        Ok(Self {
+            auto: Arc::new(Auto {
+                files: PosixBackend::over(Arc::clone(&shared)),
+                shared,
+                segments,
+                chosen: OnceLock::new(),
+                next_look: AtomicU64::new(0),
+                next_gap: AtomicU64::new(0),
+            }),
+        })
+    }
+
+    fn now(&self) -> &dyn Backend {
+        self.auto.now()
+    }
+}
+
+impl Auto {
+    /// The backend in use.
+    fn now(&self) -> &dyn Backend {
+        match self.chosen.get() {
+            Some(chosen) => &*chosen.backend,
+            None => &self.files,
+        }
+    }
+
+    /// Decides, if that is possible now, and makes the root usable in the layout that was chosen.
+    fn look(&self, deadline: Mono) -> Result<()> {
+        let (kind, words) = match self.decide(deadline)? {
+            Decision::Kept(kept) => (kept.kind, kept.words()),
+            Decision::Files(why) => (LayoutKind::File, format!("layout file for now (auto: {why})")),
+            Decision::Open => return self.files.probe(deadline),
+        };
+        let below = match kind {
+            LayoutKind::File => BLOCKS,
+            LayoutKind::Segment => SEGMENTS,
+        };
+        let backend: Box<dyn Backend> = match kind {
+            LayoutKind::File => Box::new(PosixBackend::over(Arc::clone(&self.shared))),
+            LayoutKind::Segment => Box::new(SegmentBackend::over(Arc::clone(&self.shared), self.segments)?),
+        };
+        *self.shared.below.lock() = Some(below);
+        backend.probe(deadline)?;
+        let _ = self.chosen.set(Chosen { backend, words });
+        Ok(())
+    }
+
+    /// Whether the marker says more by now; looked up in the background, seldom and while records are asked for.
+    fn follow(self: &Arc<Self>) {
+        if self.chosen.get().is_some() || !self.shared.config.lookup_only {
+            return;
+        }
+        let (now, due) = (self.shared.clock.now(), self.next_look.load(Ordering::Acquire));
+        if now.0 < due {
+            return;
+        }
+        let gap = Duration::from_nanos(self.next_gap.load(Ordering::Acquire))
+            .max(LOOK_AGAIN)
+            .min(LOOK_SELDOM);
+        let swap =
+            self.next_look
+                .compare_exchange(due, now.after(gap).0, Ordering::AcqRel, Ordering::Acquire);
+        if swap.is_err() {
+            return; // somebody else looks
+        }
+        let doubled = u64::try_from((gap * 2).as_nanos()).unwrap_or(u64::MAX);
+        self.next_gap.store(doubled, Ordering::Release);
+        let (auto, deadline) = (Arc::clone(self), now.after(LOOK));
+        let look = move || match auto.chosen.get() {
+            Some(_) => Ok(()),
+            None => auto.look(deadline),
+        };
+        self.shared.space.in_background(deadline, look, Box::new(|_| {}));
+    }
+}
+
+impl Backend for AutoBackend {
+    fn name(&self) -> &'static str {
+        self.now().name()
+    }
+
+    fn describe(&self) -> String {
+        let described = self.now().describe();
+        match self.auto.chosen.get() {
+            Some(chosen) => format!("{described}; {}", chosen.words),
+            None => format!("{described}; layout not decided yet (auto: by the first that writes here)"),
+        }
+    }
+
+    fn warnings(&self) -> Vec<String> {
+        self.now().warnings()
+    }
+
+    fn probe(&self, deadline: Mono) -> Result<()> {
+        match self.auto.chosen.get() {
+            Some(chosen) => chosen.backend.probe(deadline),
+            None => self.auto.look(deadline),
+        }
+    }
+
+    fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Presence>>) {
+        self.auto.follow();
+        self.now().lookup(ids, stop_at_missing, deadline, done);
+    }
+
+    fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>) {
+        self.now().read(id, slot, again, deadline, done);
+    }
+
+    fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
+        self.now().write(id, slot, options, deadline, done);
+    }
+
+    fn touch(&self, ids: &[(BlockId, u32)], deadline: Mono) {
+        self.now().touch(ids, deadline);
+    }
+
+    fn delete(&self, ids: Vec<BlockId>, deadline: Mono, done: Done<usize>) {
+        self.now().delete(ids, deadline, done);
+    }
+
+    fn list(&self, deadline: Mono, done: Done<Vec<Listed>>) {
+        self.now().list(deadline, done);
+    }
+
+    fn is_published(&self, id: BlockId) -> bool {
+        self.now().is_published(id)
+    }
+
+    fn compression(&self) -> Option<Compression> {
+        self.now().compression()
+    }
+
+    fn early(&self) -> Early {
+        self.now().early()
+    }
+
+    fn flush(&self, last: bool) {
+        self.now().flush(last);
+    }
+
+    fn hurry(&self) {
+        self.now().hurry();
+    }
+
+    fn quarantine(&self, id: BlockId, done: Done<Quarantined>) {
+        self.now().quarantine(id, done);
+    }
+
+    fn usage(&self) -> Usage {
+        self.now().usage()
+    }
+
+    fn removed(&self) -> (u64, u64, u64) {
+        self.now().removed()
+    }
+
+    fn counters(&self) -> Vec<(&'static str, u64)> {
+        self.now().counters()
+    }
+
+    fn stuck(&self) -> usize {
+        self.now().stuck()
+    }
+
+    fn lost_workers(&self) -> usize {
+        self.now().lost_workers()
+    }
+
+    fn shutdown(&self, drain: Duration) {
+        self.now().shutdown(drain);
+    }
+
+    fn is_memory(&self) -> bool {
+        self.now().is_memory()
+    }
+
+    fn keep(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written> {
+        self.now().keep(id, record, keep)
+    }
+
+    fn may_have(&self, id: BlockId) -> bool {
+        self.now().may_have(id)
+    }
+
+    fn touch_own(&self, ids: &[(BlockId, u32)], deadline: Mono) {
+        self.now().touch_own(ids, deadline);
+    }
+
+    fn wants_touch_own(&self) -> bool {
+        self.now().wants_touch_own()
+    }
+
+    fn on_evicted(&self, hook: Evicted) -> bool {
+        self.now().on_evicted(hook)
+    }
+
+    fn place(&self, id: BlockId, from: usize) -> Option<usize> {
+        self.now().place(id, from)
+    }
+
+    fn locate(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Place>>) {
+        self.auto.follow();
+        self.now().locate(ids, stop_at_missing, deadline, done);
+    }
+
+    fn read_from(
+        &self,
+        stage: usize,
+        id: BlockId,
+        slot: Slot,
+        again: bool,
+        deadline: Mono,
+        done: Done<ReadDone>,
+    ) {
+        self.now().read_from(stage, id, slot, again, deadline, done);
+    }
+
+    fn reads_together(&self, stage: usize) -> bool {
+        self.now().reads_together(stage)
+    }
+
+    fn read_many(&self, stage: usize, reads: Vec<BlockRead>) {
+        self.now().read_many(stage, reads);
+    }
+
+    fn reads_parts(&self, stage: usize) -> bool {
+        self.now().reads_parts(stage)
+    }
+
+    fn read_parts(
+        &self,
+        stage: usize,
+        id: BlockId,
+        slot: Slot,
+        parts: Vec<Range<usize>>,
+        deadline: Mono,
+        done: Done<ReadDone>,
+    ) {
+        self.now().read_parts(stage, id, slot, parts, deadline, done);
+    }
+
+    fn promote(&self, stage: usize, id: BlockId, record: &[u8], ordinal: u32) {
+        self.now().promote(stage, id, record, ordinal);
+    }
+
+    fn discard(&self, stage: usize, id: BlockId, reason: MissReason, done: Done<Quarantined>) {
+        self.now().discard(stage, id, reason, done);
+    }
+
+    fn forgive(&self, ids: &[BlockId]) {
+        self.now().forgive(ids);
+    }
+
+    fn prefetch(&self, ids: &[BlockId], priority: Priority) -> usize {
+        self.now().prefetch(ids, priority)
+    }
+
+    fn cancel_prefetch(&self, ids: &[BlockId]) -> usize {
+        self.now().cancel_prefetch(ids)
+    }
+
+    fn health(&self) -> Option<Health> {
+        self.now().health()
+    }
+
+    fn tiers(&self) -> Vec<TierStats> {
+        self.now().tiers()
+    }
+
+    fn events(&self) -> Vec<Event> {
+        self.now().events()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    /// Most methods of the trait have a body: one that is not handed on would be another backend's default.
+    #[test]
+    fn every_method_of_a_backend_is_handed_on() {
+        let methods = |source: &'static str, from: &str| -> Vec<&'static str> {
+            let body = source.split_once(from).unwrap().1;
+            let body = body.split_once("\n}\n").unwrap().0;
+            let lines = body.lines().filter_map(|line| line.strip_prefix("    fn "));
+            lines.filter_map(|line| line.split(['(', '<']).next()).collect()
+        };
+        let of_trait = methods(include_str!("../backend.rs"), "pub trait Backend: Send + Sync {");
+        let handed_on = methods(include_str!("mod.rs"), "impl Backend for AutoBackend {");
+        assert!(of_trait.len() > 20, "{of_trait:?}");
+        assert_eq!(handed_on, of_trait);
+    }
+}

@@ -1,0 +1,270 @@
+//! One layer to its stored form and back: byte planes, each a zstd frame or, where that gains nothing, as it is.
+//!
+//! The stored layer begins with four bytes for each plane, the lowest first: its stored length, and in the highest bit
+//! whether it is stored as it is. The planes follow one behind the other. Nothing here believes a length that it reads:
+//! whatever the bytes say, no more is written than the layer has.
+
+use ucm_core::{Error, Result};
+use zstd_safe::{CCtx, CParameter, DCtx, ParamSwitch, Strategy};
+
+use super::planes::{join, split};
+
+/// Most bytes of an element.
+const MAX_WIDTH: usize = 4;
+/// In a plane's length: it is stored as it is.
+const AS_IS: u32 = 1 << 31;
+/// How far apart repetitions are looked for.
+const STRIDE: u32 = 64;
+/// A plane must lose at least this share to be worth decoding.
+const LEAST_GAIN: usize = 32;
+/// After so many planes of one place in a row that did not shrink ...
+const HOPELESS: u32 = 4;
+/// ... so many are not tried.
+const SKIPPED: u32 = 60;
+
+/// What one thread works with, on one layer at a time.
+pub(super) struct Coder {
+    planes: Vec<u8>,
+    compressor: CCtx<'static>,
+    decompressor: DCtx<'static>,
+    hopes: [Hope; MAX_WIDTH],
+}
+
+/// Whether planes of one place shrank of late.
+#[derive(Clone, Copy, Default)]
+struct Hope {
+    failed: u32,
+    skip: u32,
+}
+
+impl Hope {
+    fn worth_trying(&mut self) -> bool {
+        if self.skip == 0 {
+            return true;
+        }
+        self.skip -= 1;
+        false
+    }
+
+    fn tried(&mut self, shrank: bool) {
+        self.failed = if shrank { 0 } else { self.failed + 1 };
+        if self.failed >= HOPELESS {
+            self.skip = SKIPPED;
+        }
+    }
+}
+
+impl Coder {
+    /// Memory for layers of this length, bytes. `Internal` when there is none.
+    pub(super) fn new(layer_len: usize) -> Result<Self> {
+        let none = || Error::internal("there is no memory to compress with");
+        let mut compressor = CCtx::try_create().ok_or_else(none)?;
+        // Exponents hardly repeat, so looking for repetitions is nearly skipped; the entropy coder does the work. Three times
+        // as fast as level 1 on them, and shorter.
+        for parameter in [
+            CParameter::CompressionLevel(1),
+            CParameter::Strategy(Strategy::ZSTD_fast),
+            CParameter::TargetLength(STRIDE),
+            CParameter::LiteralCompressionMode(ParamSwitch::Enable),
+        ] {
+            compressor.set_parameter(parameter).map_err(|_| none())?;
+        }
+        Ok(Self {
+            planes: vec![0; layer_len],
+            compressor,
+            decompressor: DCtx::try_create().ok_or_else(none)?,
+            hopes: [Hope::default(); MAX_WIDTH],
+        })
+    }
+
+    /// Writes the stored form of a layer at the start of `out`: its length, or `None` where it does not fit.
+    pub(super) fn encode(&mut self, width: usize, layer: &[u8], out: &mut [u8]) -> Option<usize> {
+        split(width, layer, self.planes.get_mut(..layer.len())?);
+        let count = layer.len() / width;
+        let mut end = 4 * width;
+        for (place, plane) in self.planes[..layer.len()].chunks_exact(count.max(1)).enumerate() {
+            let hope = &mut self.hopes[place];
+            let room = out.get_mut(end..)?;
+            let most = room.len().min(count - count / LEAST_GAIN);
+            let packed = if hope.worth_trying() {
+                let packed = self.compressor.compress2(&mut room[..most], plane).ok();
+                hope.tried(packed.is_some());
+                packed
+            } else {
+                None
+            };
+            let (len, mark) = match packed {
+                Some(len) => (len, 0),
+                None => {
+                    room.get_mut(..count)?.copy_from_slice(plane);
+                    (count, AS_IS)
+                }
+            };
+            let word = u32::try_from(len).ok()? | mark;
+            out[4 * place..4 * place + 4].copy_from_slice(&word.to_le_bytes());
+            end += len;
+        }
+        Some(end)
+    }
+
+    /// Writes a layer from its stored form; false, with anything in `layer`, where that is none.
+    pub(super) fn decode(&mut self, width: usize, stored: &[u8], layer: &mut [u8]) -> bool {
+        let count = layer.len() / width;
+        let (Some(planes), Some((heads, mut rest))) = (
+            self.planes.get_mut(..layer.len()),
+            stored.split_at_checked(4 * width),
+        ) else {
+            return false;
+        };
+        for (head, plane) in heads.chunks_exact(4).zip(planes.chunks_exact_mut(count.max(1))) {
+            let word = u32::from_le_bytes([head[0], head[1], head[2], head[3]]);
+            let Some((packed, more)) = rest.split_at_checked((word & !AS_IS) as usize) else {
+                return false;
+            };
+            rest = more;
+            let whole = if word & AS_IS == 0 {
+                self.decompressor.decompress(plane, packed) == Ok(count)
+            } else {
+                packed.len() == count && {
+                    plane.copy_from_slice(packed);
+                    true
+                }
+            };
+            if !whole {
+                return false;
+            }
+        }
+        join(width, planes, layer);
+        rest.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Numbers like those of a model: bytes of bfloat16, little exponents, mantissas of anything.
+    fn numbers(count: usize) -> Vec<u8> {
+        let mut state = 0x9e37_79b9_7f4a_7c15u64;
+        let mut next = || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state
+        };
+        let bytes = (0..count).flat_map(|_| {
+            let random = next();
+            let exponent = 127 - (random >> 32).trailing_ones() as u16;
+            ((random as u16 & 0x807f) | exponent << 7).to_le_bytes()
+        });
+        bytes.collect()
+    }
+
+    fn coder(len: usize) -> Coder {
+        Coder::new(len).unwrap()
+    }
+
+    #[test]
+    fn the_numbers_of_a_model_shrink_and_come_back() {
+        let layer = numbers(8192);
+        let mut coder = coder(layer.len());
+        let mut out = vec![0; layer.len()];
+        let len = coder.encode(2, &layer, &mut out).unwrap();
+        assert!(len * 5 < layer.len() * 4, "{len} of {}", layer.len());
+        let mut back = vec![0; layer.len()];
+        assert!(coder.decode(2, &out[..len], &mut back));
+        assert_eq!(back, layer);
+    }
+
+    #[test]
+    fn what_does_not_shrink_is_stored_as_it_is_and_not_tried_for_ever() {
+        let noise: Vec<u8> = (0..4096u64)
+            .flat_map(|i| {
+                i.wrapping_mul(0x9e37_79b9_7f4a_7c15)
+                    .wrapping_mul(i | 1)
+                    .to_be_bytes()[..2]
+                    .to_vec()
+            })
+            .collect();
+        let mut coder = coder(noise.len());
+        let mut out = vec![0; noise.len() + 16];
+        for _ in 0..2 * SKIPPED {
+            let len = coder.encode(1, &noise, &mut out).unwrap();
+            assert_eq!(len, noise.len() + 4);
+            let mut back = vec![0; noise.len()];
+            assert!(coder.decode(1, &out[..len], &mut back));
+            assert_eq!(back, noise);
+        }
+        let zeros = vec![0; noise.len()];
+        let shrank = |coder: &mut Coder, out: &mut Vec<u8>| coder.encode(1, &zeros, out).unwrap() < 100;
+        assert!(
+            (0..=SKIPPED).any(|_| shrank(&mut coder, &mut out)),
+            "it is tried again"
+        );
+        assert!(shrank(&mut coder, &mut out));
+    }
+
+    #[test]
+    fn without_room_there_is_no_stored_form() {
+        let layer = numbers(2048);
+        let mut coder = coder(layer.len());
+        let mut out = vec![0; layer.len()];
+        let len = coder.encode(2, &layer, &mut out).unwrap();
+        for room in [0, 3, 8, len / 2, len - 1] {
+            assert_eq!(coder.encode(2, &layer, &mut out[..room]), None, "{room}");
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn any_layer_comes_back(quads in vec(any::<[u8; 4]>(), 1..2000), width in 0usize..3) {
+            let layer = quads.concat();
+            let width = [1, 2, 4][width];
+            let mut coder = coder(layer.len());
+            let mut out = vec![0; layer.len() + 16];
+            let len = coder.encode(width, &layer, &mut out).unwrap();
+            let mut back = vec![0xee; layer.len()];
+            prop_assert!(coder.decode(width, &out[..len], &mut back));
+            prop_assert_eq!(back, layer);
+        }
+
+        /// Bytes that were changed anywhere give something, or nothing: never more than the layer, never a panic.
+        #[test]
+        fn changed_bytes_are_no_danger(
+            changes in vec((any::<prop::sample::Index>(), any::<u8>()), 1..40),
+            cut in any::<prop::sample::Index>(),
+            cuts in any::<bool>(),
+            width in 0usize..3,
+        ) {
+            let (layer, width) = (numbers(1024), [1, 2, 4][width]);
+            let mut coder = coder(layer.len());
+            let mut out = vec![0; layer.len() + 16];
+            let len = coder.encode(width, &layer, &mut out).unwrap();
+            out.truncate(len);
+            for (at, byte) in changes {
+                out[at.index(len)] = byte;
+            }
+            if cuts {
+                out.truncate(cut.index(len));
+            }
+            let mut back = vec![0; layer.len()];
+            coder.decode(width, &out, &mut back);
+            // The coder is as good as new.
+            let mut again = vec![0; layer.len() + 16];
+            let len = coder.encode(width, &layer, &mut again).unwrap();
+            prop_assert!(coder.decode(width, &again[..len], &mut back));
+            prop_assert_eq!(back, layer);
+        }
+
+        #[test]
+        fn anything_at_all_is_no_danger(stored in vec(any::<u8>(), 0..300), width in 0usize..3) {
+            let mut back = vec![0; 1024];
+            coder(1024).decode([1, 2, 4][width], &stored, &mut back);
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! What merging asks of the file system before it does anything: is the root ours, when were segments used, what is in one.
+
+use ucm_core::{Error, PAGE, Result, round_up};
+use ucm_io::{FileMeta, IoDone, IoOp, ReadMode};
+
+use crate::segment::Segments;
+use crate::segment::finder::{Foot, TAIL};
+use crate::segment::index::census::Census;
+
+impl Segments {
+    /// The same with the times that the file system has: others use them too.
+    pub(super) fn with_times(&self, mut segments: Vec<Census>) -> Result<Vec<Census>> {
+        let metas = self.look_at(&segments)?;
+        let mut metas = metas.into_iter();
+        segments.retain_mut(|segment| {
+            let Some(meta) = metas.next().flatten() else {
+                return false; // gone
+            };
+            segment.used_ns = meta.mtime_ns;
+            self.index.used(segment.number, meta.mtime_ns);
+            true
+        });
+        Ok(segments)
+    }
+
+    pub(super) fn look_at(&self, segments: &[Census]) -> Result<Vec<Option<FileMeta>>> {
+        let path = |segment: &Census| self.shared.layout.segment(segment.name);
+        let op = IoOp::Stat {
+            paths: segments.iter().map(path).collect(),
+            stop_at_missing: false,
+        };
+        match self.shared.call(self.step(), op)? {
+            IoDone::Stat(metas) => Ok(metas),
+            _ => Err(Error::internal("a stat answered with something else")),
+        }
+    }
+
+    /// Bytes of a record of this writer in a segment.
+    pub(super) fn record_pages(&self) -> u64 {
+        round_up(self.shared.config.record.record_len() as u64, PAGE)
+    }
+
+    /// The foot of a segment; `None` when it is gone or cannot be used.
+    pub(super) fn foot_of(&self, census: &Census) -> Result<Option<Foot>> {
+        let path = self.shared.layout.segment(census.name);
+        let len = census.len.min(TAIL);
+        let Some(tail) = self.read_piece(path, census.len - len, len as usize, ReadMode::Default)? else {
+            return Ok(None);
+        };
+        Ok(self.foot(census.name, &tail, census.len, self.step())?.ok())
+    }
+}

@@ -1,0 +1,122 @@
+//! Stores that merge their segments, and what they are filled with.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use ucm_core::BlockId;
+use ucm_io::Process;
+use ucm_store::segment::{Merging, SegmentConfig};
+
+use super::shared::LONG;
+use super::{Device, Layout, Setup, Store, eventually};
+
+/// Looks for segments to merge all the time, and removes them after `grace`.
+pub(crate) fn eager(grace: Duration) -> Setup {
+    Setup {
+        layout: Layout::merging(Merging {
+            rate: u64::MAX,
+            look: Duration::from_millis(12),
+            grace,
+        }),
+        ..Setup::default()
+    }
+}
+
+/// Never merges; a segment is sealed when somebody asks.
+pub(crate) fn filling() -> Setup {
+    let merging = Merging {
+        rate: 0,
+        ..Merging::default()
+    };
+    Setup {
+        layout: Layout::Segment(SegmentConfig {
+            age: LONG,
+            merging,
+            ..SegmentConfig::default()
+        }),
+        ..Setup::default()
+    }
+}
+
+/// A process that was here and is gone.
+pub(crate) fn gone() -> Process {
+    let mut child = std::process::Command::new("true").spawn().unwrap();
+    let pid = child.id();
+    child.wait().unwrap();
+    Process {
+        pid,
+        started: 1, // no process is that old, should the number be used again
+        ..Process::this()
+    }
+}
+
+pub(crate) fn many(range: std::ops::Range<u16>) -> Vec<BlockId> {
+    let id = |n: u16| {
+        let bytes = n.to_le_bytes();
+        BlockId(std::array::from_fn(|at| {
+            bytes[at % 2].wrapping_mul(37).wrapping_add(at as u8)
+        }))
+    };
+    range.map(id).collect()
+}
+
+/// Dumps blocks into one segment.
+pub(crate) fn seal(store: &Store, device: &Device, blocks: &[BlockId]) {
+    let task = store.engine.dump(device.rows(blocks)).unwrap();
+    eventually("they are written", || {
+        finds(store, blocks).iter().all(|&found| found)
+    });
+    store.backend.flush(false);
+    store.outcome(&task).unwrap();
+}
+
+/// Leaves these blocks below a root, one segment for each.
+pub(crate) fn fill(root: &Path, setup: &Setup, blocks: &[BlockId]) {
+    let store = Store::open(root, setup.clone());
+    let device = Device::filled(setup, blocks);
+    blocks.iter().for_each(|block| seal(&store, &device, &[*block]));
+    assert_eq!(store.segments().len(), blocks.len());
+}
+
+pub(crate) fn finds(store: &Store, blocks: &[BlockId]) -> Vec<bool> {
+    store.engine.lookup(blocks).unwrap()
+}
+
+pub(crate) fn loads(store: &Store, blocks: &[BlockId]) -> bool {
+    let device = Device::blank(&store.setup, blocks);
+    let loaded = store.load(&device, blocks).is_ok();
+    let fine = |block: &BlockId| device.is_right(*block) || device.is_blank(*block);
+    assert!(blocks.iter().all(fine), "wrong bytes on the device");
+    assert!(!loaded || blocks.iter().all(|block| device.is_right(*block)));
+    loaded
+}
+
+/// All of them, a few at a time: there are not so many slots.
+pub(crate) fn loads_each(store: &Store, blocks: &[BlockId]) -> bool {
+    blocks.chunks(8).all(|some| loads(store, some))
+}
+
+/// What all segments hold together, none of them having come or gone between the looks.
+pub(crate) fn there(store: &Store) -> BTreeSet<BlockId> {
+    loop {
+        let before = store.segments();
+        let found = store.places().into_iter().map(|place| place.id).collect();
+        if store.segments() == before {
+            return found;
+        }
+    }
+}
+
+pub(crate) fn mtime(file: &Path) -> SystemTime {
+    std::fs::metadata(file).unwrap().modified().unwrap()
+}
+
+/// Private files; those that another look finds gone are none.
+pub(crate) fn privates(store: &Store) -> Vec<PathBuf> {
+    store
+        .privates()
+        .into_iter()
+        .filter(|file| file.exists())
+        .collect()
+}

@@ -1,0 +1,238 @@
+//! Segments that are written side by side: one file is filled by one thread at a time, and where it cannot keep up others
+//! are opened beside it.
+
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::segments::Place;
+use common::shared::{LONG, in_time, on};
+use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
+use parking_lot::Mutex;
+use ucm_core::{BlockId, ErrorKind};
+use ucm_device::{HostArena, SlotPool};
+use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_io::{Fault, OpKind, Rule};
+use ucm_store::backend::{WriteOptions, Written};
+use ucm_store::engine::{Task, Until};
+use ucm_store::segment::SegmentConfig;
+
+/// Bytes of a block; with its header a record is a little longer.
+const BLOCK: u64 = 512 << 10;
+/// Records that one segment takes in turn: 4 MiB.
+const RUN: usize = 8;
+
+/// Records of half a MiB, in segments that stay open for so long or until somebody waits, and threads to write two at once.
+fn large(slots: u64, age: Duration) -> Setup {
+    Setup {
+        above: Above::Nothing,
+        compress: None,
+        tensors: vec![BLOCK],
+        layers: 1,
+        layers_per_shard: 1,
+        slots,
+        workers: 4,
+        capacity: Some(64 << 30),
+        layout: Layout::Segment(SegmentConfig {
+            age,
+            ..SegmentConfig::default()
+        }),
+        ..Setup::default()
+    }
+}
+
+/// Starts a dump and waits until all of it was handed to the segments.
+fn begin(store: &Store, device: &Device, blocks: &[BlockId]) -> Task {
+    let task = store.engine.dump(device.rows(blocks)).unwrap();
+    assert!(task.wait(store.engine.clock(), Until::Staged, None));
+    task
+}
+
+fn assert_loads(store: &Store, blocks: &[BlockId]) {
+    let blank = Device::blank(&store.setup, blocks);
+    store.load(&blank, blocks).unwrap();
+    assert!(blocks.iter().all(|&block| blank.is_right(block)));
+}
+
+fn by_file(places: Vec<Place>) -> BTreeMap<PathBuf, Vec<Place>> {
+    let mut files: BTreeMap<_, Vec<_>> = BTreeMap::new();
+    for place in places {
+        files
+            .entry(place.file.clone())
+            .or_insert_with(Vec::new)
+            .push(place);
+    }
+    for places in files.values_mut() {
+        places.sort_by_key(|place| place.offset);
+    }
+    files
+}
+
+#[test]
+fn a_file_is_written_by_one_thread_and_others_are_opened_beside_it() {
+    let (dir, setup) = (directory(), large(64, LONG));
+    let store = Store::open(dir.path(), setup.clone());
+    let blocks = ids(5 * RUN as u8);
+    let device = Device::filled(&setup, &blocks);
+    let gate = store.hang(OpKind::WriteAt);
+    let mut tasks = vec![begin(&store, &device, &blocks[..RUN + 1])];
+    eventually("a second one is opened", || store.privates().len() == 2);
+    assert_eq!(store.faults.count(OpKind::WriteAt), 1, "one at a time");
+    tasks.extend(
+        blocks[RUN + 1..]
+            .chunks(RUN)
+            .map(|some| begin(&store, &device, some)),
+    );
+    eventually("both are written", || gate.waiting() == 2);
+    assert_eq!(store.faults.count(OpKind::WriteAt), 2, "one of each at a time");
+    assert_eq!(
+        store.privates().len(),
+        2,
+        "as many as there are threads for dumps"
+    );
+
+    gate.open();
+    store.faults.clear();
+    for task in &tasks {
+        store.outcome(task).unwrap();
+    }
+    let files = by_file(store.places());
+    assert!(files.len() >= 2);
+    for places in files.values() {
+        let order: Vec<_> = places
+            .iter()
+            .map(|place| blocks.iter().position(|&block| block == place.id).unwrap())
+            .collect();
+        let breaks = order.windows(2).filter(|pair| pair[1] != pair[0] + 1).count();
+        assert!(
+            breaks <= order.len() / RUN,
+            "neighbours of a chain lie together: {order:?}"
+        );
+    }
+    assert_loads(&store, &blocks);
+    let later = Store::open(dir.path(), setup);
+    assert_eq!(later.engine.lookup(&blocks).unwrap(), vec![true; blocks.len()]);
+}
+
+#[test]
+fn all_that_are_open_are_no_more_than_a_share_of_the_limit() {
+    let dir = directory();
+    let setup = Setup {
+        capacity: Some(8 << 30), // a 64th of it is one segment
+        ..large(64, LONG)
+    };
+    let store = Store::open(dir.path(), setup.clone());
+    let blocks = ids(4 * RUN as u8);
+    let device = Device::filled(&setup, &blocks);
+    let gate = store.hang(OpKind::WriteAt);
+    let task = begin(&store, &device, &blocks);
+    gate.await_waiting(1);
+    gate.open();
+    store.faults.clear();
+    eventually("all is written", || {
+        store.engine.lookup(&blocks).unwrap().iter().all(|&found| found)
+    });
+    assert_eq!(store.faults.count(OpKind::Create), 1);
+    store.outcome(&task).unwrap();
+}
+
+#[test]
+fn one_that_nobody_needs_in_the_end_is_gone_when_it_is_as_old_as_the_other() {
+    let age = Duration::from_secs(10);
+    let (dir, clock, setup) = (directory(), ManualClock::new(), large(32, age));
+    let store = on(&clock, dir.path(), &setup);
+    let blocks = ids(RUN as u8 + 1);
+    let gate = store.hang(OpKind::WriteAt);
+    let device = Device::filled(&setup, &blocks);
+    let task = begin(&store, &device, &blocks);
+    eventually("a second one is opened", || store.privates().len() == 2);
+    gate.open();
+    in_time(&clock, 4 * age, "both have ended", || store.privates().is_empty());
+    assert_eq!((store.segments().len(), store.places().len()), (1, blocks.len()));
+    store.outcome(&task).unwrap();
+    eventually("its room is free", || {
+        store.stat("storage_used_bytes") < 2 * blocks.len() as u64 * BLOCK
+    });
+}
+
+#[test]
+fn closing_waits_for_what_is_in_turn_and_leaves_nothing_private() {
+    let (dir, setup) = (directory(), large(64, LONG));
+    let store = Store::open(dir.path(), setup.clone());
+    let blocks = ids(4 * RUN as u8);
+    let device = Device::filled(&setup, &blocks);
+    let task = begin(&store, &device, &blocks);
+    store.engine.close();
+    store.outcome(&task).unwrap();
+    assert!(store.privates().is_empty());
+    let later = Store::open(dir.path(), setup);
+    assert_eq!(later.engine.lookup(&blocks).unwrap(), vec![true; blocks.len()]);
+}
+
+#[test]
+fn writes_that_fail_at_once_cost_only_themselves_however_many_wait() {
+    let (dir, setup) = (directory(), large(64, LONG));
+    let store = Store::open(dir.path(), setup.clone());
+    let blocks = ids(6 * RUN as u8);
+    let device = Device::filled(&setup, &blocks);
+    let gate = store.gate();
+    let first = Rule::on(OpKind::WriteAt, Fault::HangBefore(gate.clone()));
+    store.fault(first.times(1));
+    store.fault(Rule::on(OpKind::WriteAt, Fault::Busy).skip(1).times(20));
+    let task = begin(&store, &device, &blocks);
+    gate.await_waiting(1);
+    gate.open();
+    assert_eq!(store.outcome(&task).unwrap_err().len(), 20);
+    store.dump(&device, &blocks).unwrap();
+    assert_loads(&store, &blocks);
+}
+
+#[test]
+fn who_waits_behind_a_write_that_hangs_waits_no_longer_than_his_own_deadline() {
+    let (dir, clock, setup) = (directory(), ManualClock::new(), large(8, LONG));
+    let store = on(&clock, dir.path(), &setup);
+    let gate = store.hang(OpKind::WriteAt);
+    let pool = SlotPool::new(HostArena::new(8 << 20).unwrap(), 1 << 20).unwrap();
+    let ended: Arc<Mutex<BTreeMap<u8, _>>> = Arc::default();
+    let write = |n: u8, deadline: Mono| {
+        let ended = Arc::clone(&ended);
+        let done = move |result: ucm_core::Result<Written>| {
+            ended.lock().insert(n, result.map_err(|error| error.kind()));
+        };
+        let options = WriteOptions {
+            len: 4096,
+            ordinal: 0,
+            replace: false,
+            read_back: false,
+        };
+        let slot = pool.try_acquire().unwrap();
+        store
+            .backend
+            .write(id(n), slot, options, deadline, Box::new(done));
+    };
+    let now = clock.now();
+    write(1, now.after(LONG * 9));
+    gate.await_waiting(1);
+    write(2, now.after(LONG * 8));
+    write(3, now.after(Duration::from_secs(10)));
+    write(4, now.after(Duration::from_secs(20)));
+    assert_eq!(pool.out(), 4);
+    clock.advance(Duration::from_secs(11));
+    eventually("the third is over", || ended.lock().contains_key(&3));
+    assert_eq!(ended.lock()[&3], Err(ErrorKind::Timeout));
+    assert_eq!((pool.out(), ended.lock().len()), (3, 1), "its slot is free");
+    clock.advance(Duration::from_secs(10));
+    eventually("the fourth is over", || ended.lock().contains_key(&4));
+    gate.open();
+    store.backend.flush(false);
+    eventually("the others are published", || ended.lock().len() == 4);
+    assert_eq!(ended.lock()[&1], Ok(Written::Published));
+    assert_eq!(ended.lock()[&2], Ok(Written::Published));
+    assert_eq!(pool.out(), 0);
+    assert_eq!(store.places().len(), 2);
+}

@@ -1,0 +1,103 @@
+"""How many threads a store starts: few when it is opened, never more than docs/stores.md says.
+
+Counted by name in a process of its own. No store is closed before it is counted: idle threads do not end.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blocks import BLOCK, PIECES
+
+pytest.importorskip("ucm._core", reason="the core is not compiled here")
+
+#: Threads that read and write when as many as that are needed, as by default, and those that look up.
+IO, LOOKUP = 16, 8
+
+#: As in the table of docs/stores.md: name, keys, most threads of a store that moves blocks, and of one that looks up.
+KINDS: dict[str, tuple[str, dict[str, Any], int, int]] = {
+    "files": ("UcmPosixStore", {}, IO + 6, LOOKUP + 1),
+    "segments": ("UcmPosixStore", {"layout": "segment"}, IO + 10, LOOKUP + 5),
+    "io_uring": ("UcmPosixStore", {"io_direct": True, "io_engine": "io_uring"}, IO + 8, LOOKUP + 3),
+    "memory": ("UcmCacheStore", {"cache_size": "4MiB"}, 6, 1),
+    "memory above files": (
+        "UcmPipelineStore",
+        {"store_pipeline": "Cache|Posix", "cache_size": "4MiB"},
+        IO + 14,
+        LOOKUP + 6,
+    ),
+    "memory above segments": (
+        "UcmPipelineStore",
+        {"store_pipeline": "Cache|Pc", "cache_size": "4MiB"},
+        IO + 18,
+        LOOKUP + 10,
+    ),
+}
+
+CHILD = """
+import json, os, sys
+from ucm.store import UcmConnectorFactoryV1
+from blocks import Memory, ids
+
+def threads():
+    found = 0
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/comm") as file:
+                found += file.read().startswith("ucm")
+        except FileNotFoundError:
+            pass
+    return found
+
+name, config, blocks = json.loads(sys.argv[1])
+counts = [threads()]
+store = UcmConnectorFactoryV1.create_connector(name, config)
+counts.append(threads())
+if config["device_id"] < 0:
+    store.lookup(ids(blocks) * 20)
+    hits = store.lookup_on_prefix(ids(blocks)) + 1
+else:
+    memory = Memory(blocks)
+    store.wait(store.dump_data(ids(blocks), [0] * blocks, memory.rows(*range(blocks))))
+    store.wait(store.load_data(ids(blocks), [0] * blocks, memory.rows(*range(blocks))))
+    hits = blocks
+counts.append(threads())
+store.close()
+print(json.dumps([*counts, hits]))
+"""
+
+
+def count(name: str, config: dict[str, Any]) -> tuple[int, int, int]:
+    """Threads of a store that was opened, and once it was used, and the blocks that it found."""
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, json.dumps([name, config, 48])],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    before, opened, used, hits = json.loads(child.stdout.splitlines()[-1])
+    assert before == 0
+    return opened, used, hits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_more_than_stated(kind: str, common: dict[str, Any]) -> None:
+    name, keys, most, most_looking = KINDS[kind]
+    config = {**common, "tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK, **keys}
+    if name == "UcmCacheStore":
+        del config["storage_backends"]
+    opened, used, _ = count(name, config | {"device_id": 0})
+    # Threads come with the work: a store that was opened and does nothing has what its housekeeping takes.
+    assert 1 <= opened <= max(most - IO + 4, 1)
+    assert opened <= used <= most
+    opened, used, hits = count(name, config | {"device_id": -1})
+    assert opened <= used <= most_looking
+    assert hits == (0 if name == "UcmCacheStore" else 48), "what is in memory alone went with its process"

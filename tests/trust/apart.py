@@ -1,0 +1,132 @@
+"""Which cells of the matrix mean nothing, and why; and which of the others the short form runs.
+
+Every exclusion stands in :data:`APART`, with the reason that the table prints. A row or a column that is new has none:
+it is run everywhere, until somebody says here why not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from columns import COLUMNS, FILES, Column
+from kinds import LONG, EngineRow, FileRow, FuseRow, Row
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Something is so of these rows in those columns."""
+
+    row: Callable[[Row], bool]
+    column: Callable[[Column], bool]
+    why: str
+
+
+def _named(*names: str) -> Callable[[Row], bool]:
+    return lambda row: row.line in names
+
+
+def _on_fuse(row: Row) -> bool:
+    return (isinstance(row, FuseRow) and not row.disk) or row.line in ("kill -9 in a call", "dead root")
+
+
+APART = (
+    Apart(
+        lambda row: isinstance(row, FileRow) and row.of_segments,
+        lambda column: not column.in_segments,
+        "a block file has no foot and no head of its own",
+    ),
+    Apart(
+        _named("newer version, longer"),
+        lambda column: column.in_segments,
+        "what lies in a segment cannot grow; the entry's length is a row of its own",
+    ),
+    Apart(
+        _on_fuse,
+        lambda column: column.engine == "io_uring",
+        "on FUSE, as on a network, psync takes the place of io_uring; the rows of the disk meet the ring",
+    ),
+    Apart(
+        lambda row: isinstance(row, FileRow) and row.of_codecs,
+        lambda column: not column.compressed,
+        "records that are stored as they are have no codec",
+    ),
+    Apart(
+        lambda row: isinstance(row, EngineRow),
+        lambda column: True,
+        "there is no engine at the store level",
+    ),
+    Apart(
+        _named("stalled: lookup", "EIO: lookup"),
+        lambda column: column.in_segments,
+        "a lookup of segments asks memory and no file system",
+    ),
+)
+
+#: Cells that are known to fail, and why; they must fail.
+KNOWN: tuple[Apart, ...] = ()
+
+#: What every column but the first meets in the short form, where it means something.
+_SHORT = {
+    *("flip: header checksum", "flip: last shard", "zeroed: everything", "truncated: middle", "longer: a byte"),
+    *("swapped", "another identity", "newer version", "removed", "directory", "pipe"),
+    *("root read-only", "root emptied", "namespace removed", "unmounted", "full"),
+    *("stalled: read", "stalled: write", "EIO: read", "EIO: write", "lie: write"),
+    *("kill -9 of a writer", "two writers", "much damage", "no descriptors", "root missing"),
+}
+#: What only some of them meet in it: rows that are about what is new in these columns.
+_SHORT_OF_SEGMENTS = {"foot: entry", "foot: cut off", "foot: newer version", "foot: another place"}
+_SHORT_OF_CODECS = {"codec: none", "codec: raw checksum", "codec: frame"}
+_SHORT_OF_RINGS = {"disk stalled: read", "disk stalled: write", "disk EIO: read", "power cut"}
+
+#: The columns of live engines: each model runner over block files, and one with memory above segments.
+V1, V2, OVER_PC = "vLLM v1", "vLLM v2", "vLLM Cache|Pc"
+ENGINES = (V1, V2, OVER_PC)
+#: What the last of these meets in the short form.
+_SHORT_OVER_PC = {
+    *("flip: last shard", "flip: header checksum", "truncated: middle", "removed", "pipe"),
+    *("full", "unmounted", "stalled: read", "EIO: read", "kill -9 of an engine"),
+}
+
+R = TypeVar("R", bound=Row)
+
+
+def why_not(row: Row, column: Column) -> str:
+    """Why this row means nothing in this column; empty if it does mean something."""
+    return _first(APART, row, column)
+
+
+def known_fault(row: Row, column: Column) -> str:
+    """Why this cell is known to fail; empty if it is not."""
+    return _first(KNOWN, row, column)
+
+
+def _first(aparts: Sequence[Apart], row: Row, column: Column) -> str:
+    return next((apart.why for apart in aparts if apart.row(row) and apart.column(column)), "")
+
+
+def is_run(row: Row, column: Column) -> bool:
+    """Whether this run has this cell."""
+    if why_not(row, column):
+        return False
+    if LONG:
+        return True
+    if column == FILES:
+        return not (isinstance(row, FuseRow) and row.disk)
+    more = (_SHORT_OF_SEGMENTS if column.in_segments else set()) | (_SHORT_OF_CODECS if column.compressed else set())
+    return row.line in _SHORT | more | (_SHORT_OF_RINGS if column.engine == "io_uring" else set())
+
+
+def through(row: Row, engine: str) -> bool:
+    """Whether a live engine meets this row in this run."""
+    if engine == OVER_PC:
+        over_pc = next(column for column in COLUMNS if column.memory and column.in_segments)
+        meets = isinstance(row, EngineRow) or (row.through != "no" and not why_not(row, over_pc))
+        return meets and (LONG or row.line in _SHORT_OVER_PC)
+    return row.through == "short" or (LONG and row.through == "long")
+
+
+def cells(rows: Sequence[R]) -> list[tuple[R, Column]]:
+    """The cells of these rows that this run has, column by column."""
+    return [(row, column) for column in COLUMNS for row in rows if is_run(row, column)]

@@ -1,0 +1,91 @@
+"""The columns of the matrix at the store level: what a store of ours can be made of.
+
+A test says which column it is about with :func:`use`, in the environment, so that the processes it starts open the same
+kind of store. Everything else of the matrix asks a :class:`Column` and never its name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from ucm.store import UcmConnectorFactoryV1
+from ucm.store.posix import UcmPosixStore
+
+#: Name of the column under test; the first one if it is not set.
+VARIABLE = "UCM_TRUST_COLUMN"
+#: Tells the memory of this run from that of others on the machine: it is found by the identity.
+RUN = os.environ.setdefault("UCM_TRUST_RUN", os.urandom(8).hex())
+
+
+@dataclass(frozen=True)
+class Column:
+    """A kind of store: how its records lie, what reads and writes them, and what stands above that."""
+
+    name: str
+    layout: Literal["file", "segment"] = "file"
+    engine: Literal["psync", "io_uring"] = "psync"
+    #: A memory tier is the top stage.
+    memory: bool = False
+    #: Records are stored in a shorter form, every one, whether that pays here or not.
+    compressed: bool = False
+    #: One directory, or two, of which the lower decides whether a block is published.
+    directories: Literal[1, 2] = 1
+
+    @property
+    def in_segments(self) -> bool:
+        """Whether many records share a file."""
+        return self.layout == "segment"
+
+    def roots(self, root: Path) -> list[Path]:
+        """Its directories, top first; the last one is ``root``."""
+        return [root.with_name(f"{root.name}-upper"), root][-self.directories :]
+
+    def open(self, root: Path, common: Mapping[str, Any]) -> UcmPosixStore:
+        """A store of this kind below ``root``."""
+        keys: dict[str, Any] = {"io_engine": self.engine, "storage_backends": ":".join(map(str, self.roots(root)))}
+        if self.in_segments:
+            keys["segment_age"] = 0  # else every dump waits for more
+        above = ["Cache"] * self.memory + ["Compress"] * self.compressed
+        if above:
+            lower = "Pc" if self.in_segments else "Posix"
+            keys["store_pipeline"] = "|".join([*above, *[lower] * self.directories])
+        if self.memory:
+            keys["cache_size"] = "2MiB"
+        if self.compressed:
+            keys["compress_mode"] = "always"
+        if not (above and self.in_segments):
+            keys["layout"] = self.layout
+        name = "UcmPipelineStore" if above else "UcmPosixStore"
+        store = UcmConnectorFactoryV1.create_connector(name, {**keys, **common})
+        assert isinstance(store, UcmPosixStore)
+        return store
+
+
+FILES = Column("file/psync")
+COLUMNS = (
+    FILES,
+    Column("file/io_uring", engine="io_uring"),
+    Column("segment/psync", "segment"),
+    Column("segment/io_uring", "segment", "io_uring"),
+    Column("Cache|Posix", memory=True),
+    Column("Cache|Pc", "segment", memory=True),
+    Column("Cache|Posix|Posix", memory=True, directories=2),
+    Column("Compress|Pc", "segment", compressed=True),
+)
+
+
+def current() -> Column:
+    """The column under test."""
+    name = os.environ.get(VARIABLE, FILES.name)
+    return next(column for column in COLUMNS if column.name == name)
+
+
+def use(column: Column, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on and until the test ends stores are of this kind, those of its children too."""
+    monkeypatch.setenv(VARIABLE, column.name)

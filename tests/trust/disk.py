@@ -1,0 +1,40 @@
+"""A local file system whose disk misbehaves: an ext4 in a file on the matrix's own file system (``fuse.py``).
+
+What io_uring reads and writes lies on such a one: over FUSE itself it is not used. The disk is met by what goes past
+the page cache; what the kernel has in memory (names, most of what describes files) it need not ask the disk for.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import roots
+
+SIZE = 64 << 20
+
+
+class Disk:
+    """The file system in ``image``, mounted; a context manager that takes the mount away."""
+
+    def __init__(self, image: Path, mount_point: Path, size: int = SIZE) -> None:
+        self.mount_point = mount_point
+        make(image, size)
+        mount_point.mkdir(exist_ok=True)
+        roots.mount("-o", "loop", image, mount_point)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        subprocess.run(["umount", str(self.mount_point)], check=kind is None)
+
+
+def make(image: Path, size: int) -> None:
+    """An empty ext4 in a file of its own."""
+    with image.open("wb") as file:
+        file.truncate(size)
+    words = ["mkfs.ext4", "-q", "-F", "-b", "4096", "-J", "size=4", "-E", "lazy_itable_init=1,nodiscard", str(image)]
+    subprocess.run(words, check=True, capture_output=True)

@@ -1,0 +1,107 @@
+"""What is done to the foot, the head or the name of the segment that a block lies in: each is one kind of damage.
+
+A foot is *forged* where it is whole but not right: its fields are changed and its checksums made again, by the offsets
+of ``docs/format.md``, section 9.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+from harm import Harm, Victim
+
+from ucm.store.record import crc32c
+from ucm.store.segment import ENTRY_LEN, TRAILER_LEN, Foot, parse_foot
+
+#: Changes the bytes of a segment, of which the foot is this and the victim's entry lies at that offset.
+Change = Callable[[bytearray, Foot, int], bytearray | None]
+
+
+def _edit(victim: Victim, change: Change) -> None:
+    data = bytearray(victim.path.read_bytes())
+    foot = parse_foot(bytes(data), len(data))
+    number = next(n for n, entry in enumerate(foot.entries) if entry.record_id == victim.copy.record_id)
+    changed = change(data, foot, foot.start + number * ENTRY_LEN)
+    victim.path.write_bytes(data if changed is None else changed)
+
+
+def edit(change: Change) -> Harm:
+    """Done as it is: checksums are wrong afterwards."""
+    return lambda victim: _edit(victim, change)
+
+
+def forge(change: Change) -> Harm:
+    """Done to a foot whose checksums are made again."""
+
+    def sealed(data: bytearray, foot: Foot, entry: int) -> bytearray:
+        changed = change(data, foot, entry)
+        data = data if changed is None else changed
+        trailer = len(data) - TRAILER_LEN
+        struct.pack_into("<I", data, trailer + 104, crc32c(bytes(data[foot.start : trailer])))
+        struct.pack_into("<I", data, trailer + 124, crc32c(bytes(data[trailer : trailer + 124])))
+        return data
+
+    return edit(sealed)
+
+
+def flip_trailer(data: bytearray, _foot: Foot, _entry: int) -> None:
+    """One bit of the start of the foot."""
+    data[-TRAILER_LEN + 9] ^= 1
+
+
+def flip_entry(data: bytearray, _foot: Foot, entry: int) -> None:
+    """One bit of the victim's offset."""
+    data[entry + 17] ^= 0x10
+
+
+def flip_head(data: bytearray, _foot: Foot, _entry: int) -> None:
+    """One bit of the name of the host."""
+    data[170] ^= 1
+
+
+def no_foot(data: bytearray, foot: Foot, _entry: int) -> bytearray:
+    """The records only."""
+    return data[: foot.start]
+
+
+def zeroed_foot(data: bytearray, foot: Foot, _entry: int) -> None:
+    """Zeros, as a file system leaves them where it lost what was written."""
+    data[foot.start :] = bytes(foot.length)
+
+
+def newer_version(data: bytearray, _foot: Foot, _entry: int) -> None:
+    """A trailer of version 2."""
+    struct.pack_into("<I", data, len(data) - TRAILER_LEN + 4, 2)
+
+
+def another_identity(data: bytearray, _foot: Foot, _entry: int) -> None:
+    """The trailer names another model."""
+    data[-TRAILER_LEN + 40] ^= 0xFF
+
+
+def other_place(data: bytearray, _foot: Foot, entry: int) -> None:
+    """The victim's entry begins a page into its record, and so is a page shorter."""
+    offset, length = struct.unpack_from("<QQ", data, entry + 16)
+    struct.pack_into("<QQ", data, entry + 16, offset + 4096, length - 4096)
+
+
+def another_id(data: bytearray, _foot: Foot, entry: int) -> None:
+    """The victim's entry names a block that nobody stored; nothing names the victim."""
+    data[entry : entry + 16] = bytes(16)
+
+
+def shorter(data: bytearray, _foot: Foot, entry: int) -> None:
+    """The victim's entry is a page shorter than its record."""
+    (length,) = struct.unpack_from("<Q", data, entry + 24)
+    struct.pack_into("<Q", data, entry + 24, length - 4096)
+
+
+def renamed(victim: Victim) -> None:
+    """The segment under the name of another writer."""
+    victim.path.rename(victim.path.with_name("00" * 8 + "-" + "00" * 8 + ".seg"))
+
+
+def doubled(victim: Victim) -> None:
+    """The segment a second time, under the name of another writer."""
+    victim.path.with_name("00" * 8 + "-" + "00" * 8 + ".seg").write_bytes(victim.path.read_bytes())
