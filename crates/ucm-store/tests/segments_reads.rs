@@ -14,7 +14,6 @@ use common::{Above, Device, Layout, Setup, Store, directory, eventually, ids};
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, IoEngine, OpKind, Rule};
-use ucm_store::engine::Until;
 use ucm_store::segment::SegmentConfig;
 use ucm_store::tiers::WritePolicy;
 
@@ -295,8 +294,7 @@ fn a_read_that_hangs_ends_every_load_of_it_at_its_deadline() {
         let task = reader.engine.load(device.rows(&blocks), two).unwrap();
         gate.await_waiting(1);
         clock.advance(Duration::from_secs(2));
-        assert!(task.check(reader.engine.clock(), Until::Published));
-        let failures = task.failures();
+        let failures = reader.outcome(&task).unwrap_err();
         assert!(
             failures.len() == 8
                 && failures
