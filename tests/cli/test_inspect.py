@@ -44,7 +44,7 @@ def test_the_layout_that_was_decided(root: Written, ucm: Run, ucm_json: Json) ->
     figures = {"record_bytes": RECORD, "file_bytes_per_s": 100 << 20, "segment_bytes_per_s": 3 << 30}
     marker["layout"] = {"kind": "segment", "why": "measured", "decided": 1, **figures}
     path.write_text(json.dumps(marker))
-    told = "segment (measured, 3.0 GiB/s into one file, 100 MiB/s into a file each)"
+    told = "segment (measured, 3.0 GiB/s appended, 100 MiB/s into a file each)"
     assert told in ucm("inspect", root.path).stdout
     assert ucm_json("inspect", root.path)["roots"][0]["layout"] == marker["layout"]
     marker["layout"] = {"kind": "file", "why": "records", "decided": 1}

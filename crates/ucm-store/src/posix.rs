@@ -175,6 +175,17 @@ impl Shared {
         }
     }
 
+    /// Whether writes to one file go one after the other, and several files are written side by side instead: only one
+    /// thread at once can fill the pages of a file of a local file system (ext4 and XFS hold the inode's lock meanwhile),
+    /// and the others would not sleep but spin. Not as long as nobody knows where the root lies.
+    pub(crate) fn takes_turns(&self) -> bool {
+        let Some(probe) = *self.probed.lock() else {
+            return false;
+        };
+        let direct = self.config.direct && probe.direct.is_some();
+        !direct && !probe.fs.maybe_shared()
+    }
+
     /// The marker is there and on the device it was on: writing is safe. Else `Foreign`: the medium answers, but it is
     /// not the root that was opened.
     pub(crate) fn check_root(&self, marker: Option<FileMeta>) -> Result<()> {

@@ -196,7 +196,7 @@ def _layout(kept: dict[str, Any] | None) -> str:
     filed, appended = kept.get("file_bytes_per_s"), kept.get("segment_bytes_per_s")
     measured = ""
     if isinstance(filed, int) and isinstance(appended, int):
-        measured = f", {show.size(appended)}/s into one file, {show.size(filed)}/s into a file each"
+        measured = f", {show.size(appended)}/s appended, {show.size(filed)}/s into a file each"
     return f"{kept.get('kind')} ({kept.get('why')}{measured})"
 
 

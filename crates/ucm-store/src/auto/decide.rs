@@ -15,8 +15,10 @@ use ucm_io::{FileMeta, IoDone, IoOp};
 use super::kept::{Kept, LayoutKind, Why};
 use super::measure::{self, Figures, Place};
 use super::{Auto, Decision};
+use crate::engine::LANE_DUMP;
 use crate::layout::{BLOCKS, Marker, SEGMENTS, SegmentName, is_namespace, shard_name};
 use crate::root::unless_read_only;
+use crate::segment::ABREAST;
 use crate::space::Capacity;
 
 /// Part of what is free, and of the limit, that measuring may write.
@@ -115,12 +117,14 @@ impl Auto {
         shared.make_dirs(deadline)?;
         shared.probe_io(deadline)?; // from here on the engine is the one that records will go through
         let name = || shared.next_private();
+        let abreast = shared.io.width(LANE_DUMP).min(ABREAST);
         let place = Place {
             io: &shared.io,
             clock: &*shared.clock,
             record_len,
             file_mode: shared.config.modes.file,
             name: &name,
+            abreast: shared.takes_turns().then_some(abreast),
         };
         measure::measure(&place, deadline).map(Some)
     }

@@ -76,8 +76,8 @@ impl Kept {
                 let (appended, filed) = (rate(figures.segment_bytes_per_s), rate(figures.file_bytes_per_s));
                 let len = figures.record_bytes;
                 format!(
-                    "layout {name} (auto: on this root records of {len} bytes were written at {appended} MB/s into one \
-                     file, at {filed} MB/s into a file each)"
+                    "layout {name} (auto: on this root records of {len} bytes were appended at {appended} MB/s and \
+                     written at {filed} MB/s into a file each)"
                 )
             }
         }

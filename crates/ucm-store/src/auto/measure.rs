@@ -1,8 +1,8 @@
 //! How fast this root takes records in either layout: a short look with the root's own I/O engine and block size.
 //!
 //! Both write the same few records, as many at once as a small burst of dumps: one arm publishes a file for each
-//! (create, write, close, rename), the other appends them to one preallocated file. Making and sealing that file is not
-//! counted, for it happens once in a whole segment. The arms take turns, and the quickest turn of each counts. All names
+//! (create, write, close, rename), the other appends them to preallocated files as segments do. Making and sealing those is
+//! not counted, for it happens once in a whole segment. The arms take turns, and the quickest turn of each counts. All names
 //! are private ones, so that whatever is left behind by a crash is swept like every private file.
 
 use std::path::PathBuf;
@@ -39,7 +39,7 @@ pub struct Figures {
     pub record_bytes: u64,
     /// With a file for each record.
     pub file_bytes_per_s: u64,
-    /// With all records appended to one file.
+    /// With the records appended to one file, or to as many as are filled side by side there.
     pub segment_bytes_per_s: u64,
 }
 
@@ -67,6 +67,8 @@ pub struct Place<'a> {
     pub file_mode: u32,
     /// A new private name in a directory that is there.
     pub name: &'a dyn Fn() -> PathBuf,
+    /// Files that are appended to side by side, with one write at a time each; `None`: one file, all at once.
+    pub abreast: Option<usize>,
 }
 
 /// Bytes that measuring records of this length writes at most; `None`: they are too long to be measured.
@@ -192,37 +194,41 @@ impl Turn<'_> {
             mode: self.place.file_mode,
             mtime_ns,
         };
-        self.all((0..self.count).map(|_| publish))?;
+        self.all((0..self.count).map(|_| publish), self.count)?;
         Ok(self.place.clock.now().since(begun))
     }
 
-    /// One file for all of them.
+    /// Appended, to as many files and as many at once as segments would be.
     fn appended(&self) -> Result<Duration> {
-        let path = self.name();
+        let files = self.place.abreast.map_or(1, |files| files.clamp(1, self.count));
+        let at_once = self.place.abreast.map_or(self.count, |_| files);
         let stride = round_up(self.place.record_len as u64, PAGE);
-        let create = IoOp::Create {
-            path: path.clone(),
-            head: vec![0; PAGE as usize],
-            room: PAGE + self.count as u64 * stride,
-            mode: self.place.file_mode,
-        };
-        self.wait(&self.submit(create))?;
+        let paths: Vec<_> = std::iter::repeat_with(|| self.name()).take(files).collect();
+        for path in &paths {
+            let create = IoOp::Create {
+                path: path.clone(),
+                head: vec![0; PAGE as usize],
+                room: PAGE + self.count.div_ceil(files) as u64 * stride,
+                mode: self.place.file_mode,
+            };
+            self.wait(&self.submit(create))?;
+        }
         let begun = self.place.clock.now();
         let append = |n: usize| {
-            let path = path.clone();
+            let path = paths[n % files].clone();
             move |buf| IoOp::WriteAt {
                 path,
-                offset: PAGE + n as u64 * stride,
+                offset: PAGE + (n / files) as u64 * stride,
                 buf,
                 len: self.place.record_len,
             }
         };
-        self.all((0..self.count).map(append))?;
+        self.all((0..self.count).map(append), at_once)?;
         Ok(self.place.clock.now().since(begun))
     }
 
-    /// Runs operations with a slot each, all at once.
-    fn all<F: FnOnce(IoBuf) -> IoOp>(&self, ops: impl Iterator<Item = F>) -> Result<()> {
+    /// Runs operations with a slot each, so many at once.
+    fn all<F: FnOnce(IoBuf) -> IoOp>(&self, ops: impl Iterator<Item = F>, at_once: usize) -> Result<()> {
         let slots: Vec<_> = std::iter::from_fn(|| self.slots.try_acquire())
             .take(self.count)
             .inspect(|slot| _ = slot.index()) // each has its own bytes, as they were filled
@@ -230,8 +236,13 @@ impl Turn<'_> {
         if slots.len() < self.count {
             return Err(Error::internal("a slot was not given back"));
         }
-        let mut under_way = Vec::with_capacity(self.count);
+        let mut under_way: Vec<Arc<Completion<_>>> = Vec::with_capacity(at_once);
         for (op, slot) in ops.zip(slots) {
+            if under_way.len() == at_once {
+                for over in under_way.drain(..) {
+                    self.wait(&over)?;
+                }
+            }
             under_way.push(self.submit(op(IoBuf::Slot(slot))));
         }
         under_way.iter().try_for_each(|over| self.wait(over))

@@ -1,8 +1,9 @@
 //! The way of a record into an open segment: its turn, the write, the read back if that is wanted, and what came of it.
 //!
-//! Through the page cache of a local file system a segment is written by one thread at a time. Only one thread at once can
-//! fill the pages of a file there anyway (ext4 and XFS hold the inode's lock meanwhile), and the others would not sleep but
-//! spin. On a network each write waits for its server, and they go side by side.
+//! Through the page cache of a local file system a segment is written by one thread at a time ([`Shared::takes_turns`]).
+//! On a network each write waits for its server, and they go side by side.
+//!
+//! [`Shared::takes_turns`]: crate::posix::Shared::takes_turns
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,22 +22,13 @@ use crate::writing::Write;
 impl Segments {
     /// Writes a record to its place as soon as it is in turn.
     pub(super) fn enqueue(self: &Arc<Self>, open: &Arc<OpenSegment>, append: Append) {
-        if !self.takes_turns() {
+        if !self.shared.takes_turns() {
             return self.write_into(open, append, false);
         }
         if open.enqueue(append) {
             self.seal_bell.ring(); // the timer keeps its deadline
         }
         self.go_on(open);
-    }
-
-    /// Whether writes to one file go one after the other; not as long as nobody knows where the root lies.
-    fn takes_turns(&self) -> bool {
-        let Some(probe) = *self.shared.probed.lock() else {
-            return false;
-        };
-        let direct = self.shared.config.direct && probe.direct.is_some();
-        !direct && !probe.fs.maybe_shared()
     }
 
     fn go_on(self: &Arc<Self>, open: &Arc<OpenSegment>) {

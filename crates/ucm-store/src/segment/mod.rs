@@ -60,6 +60,7 @@ use merge::Merger;
 use writer::Writer;
 
 pub use merge::Merging;
+pub(crate) use writer::ABREAST;
 
 /// Lanes of the background threads: when to seal, what others wrote, what can be merged.
 const LANE_TIMER: usize = 0;

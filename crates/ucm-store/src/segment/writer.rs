@@ -34,7 +34,7 @@ pub(super) const LEAST_TIME: Duration = Duration::from_secs(5);
 /// Bytes that one segment takes before another one may be in turn.
 const RUN: u64 = 4 << 20;
 /// Most segments that take records side by side.
-const ABREAST: usize = 4;
+pub(crate) const ABREAST: usize = 4;
 /// Least time between two times that what is open is sealed because somebody waits.
 const SPACING: Duration = Duration::from_millis(50);
 
