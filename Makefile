@@ -67,14 +67,14 @@ COLUMNS := segment,psync,none file,io_uring,none file,psync,memory
 MORE_COLUMNS := segment,io_uring,none segment,psync,memory segment,io_uring,memory file,io_uring,memory file,psync,map
 # The one column of the ring alone; over it runs what says by itself that it is about segments, too.
 RING := file,io_uring,none
-RING_TOO := segments segments_abreast segments_reads segments_layers merging merging_faults
+RING_TOO := segments segments_sealing segments_abreast segments_reads segments_layers merging merging_faults
 SKIPPED := build/skipped-tests.txt
 over = $(STAGE) "the store over $(1)" env UCM_TEST_SKIPPED=$(CURDIR)/$(SKIPPED) \
 	UCM_TEST_LAYOUT=$(word 1,$(subst $(comma), ,$(1))) UCM_TEST_IO_ENGINE=$(word 2,$(subst $(comma), ,$(1))) \
 	UCM_TEST_TIERS=$(word 3,$(subst $(comma), ,$(1))) $(if $(NEXTEST),cargo nextest run,cargo test --quiet) \
 	--locked -p ucm-store $(SUITES:%=--test %) $(if $(filter $(RING),$(1)),$(RING_TOO:%=--test %))
 # And with compressed records, in segments; three tests count bytes of segments of records as they are.
-COMPRESSED := (binary(/^(rules|ends|audit|paranoid|segments|merging|merging_faults)$$/)) \
+COMPRESSED := (binary(/^(rules|ends|audit|paranoid|segments|segments_sealing|merging|merging_faults)$$/)) \
 	- test(/a_segment_that_is_full|a_damaged_segment_gives|the_limit_holds_while_both/)
 skipped = echo "$$(sort -u $(SKIPPED) 2>/dev/null | wc -l) tests mean nothing over some of these; why: $(SKIPPED)"
 comma := ,

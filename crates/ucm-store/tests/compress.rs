@@ -8,7 +8,7 @@ mod common;
 use std::path::Path;
 use std::time::Duration;
 
-use common::segments::{Place, change};
+use common::segments::{Place, change, finds};
 use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 use ucm_core::{BlockId, ErrorKind};
 use ucm_io::{Fault, OpKind, Process, Rule};
@@ -44,10 +44,6 @@ fn loads(store: &Store, blocks: &[BlockId]) -> bool {
         assert!(!loaded || device.is_right(block));
     }
     loaded
-}
-
-fn finds(store: &Store, blocks: &[BlockId]) -> Vec<bool> {
-    store.engine.lookup(blocks).unwrap()
 }
 
 fn compression(store: &Store, name: &str) -> u64 {

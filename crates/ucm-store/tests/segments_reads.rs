@@ -8,36 +8,30 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::segments::change;
-use common::shared::{LONG, in_time, on};
-use common::{Above, Device, Layout, Setup, Store, directory, eventually, ids};
+use common::segments::{self, change, loads};
+use common::shared::{in_time, on};
+use common::{Above, Device, Setup, Store, directory, eventually, ids};
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, IoEngine, OpKind, Rule};
-use ucm_store::segment::SegmentConfig;
 use ucm_store::tiers::WritePolicy;
 
 /// Bytes of a record of the usual setup.
 const RECORD: usize = 8192;
 
-/// Sealed when somebody asks.
+/// Sealed when somebody asks; as many slots as loads of all blocks take.
 fn patient() -> Setup {
     Setup {
         slots: 40,
-        layout: Layout::Segment(SegmentConfig {
-            age: LONG,
-            ..SegmentConfig::default()
-        }),
-        ..Setup::default()
+        ..segments::patient()
     }
 }
 
-/// Sealed as soon as nothing is being written.
+/// The same, sealed as soon as nothing is being written.
 fn quick() -> Setup {
     Setup {
         slots: 40,
-        layout: Layout::segments(),
-        ..Setup::default()
+        ..segments::quick()
     }
 }
 
@@ -68,19 +62,6 @@ fn asked(store: &Store) -> usize {
     log.iter()
         .filter(|seen| seen.kind == OpKind::Read && seen.lane == 0)
         .count()
-}
-
-/// Loads blocks; whether that went well. Exact, or untouched.
-fn loads(store: &Store, blocks: &[BlockId]) -> bool {
-    let device = Device::blank(&store.setup, blocks);
-    let loaded = store.load(&device, blocks).is_ok();
-    let exact = |block: &BlockId| device.is_right(*block);
-    assert!(
-        blocks.iter().all(|block| exact(block) || device.is_blank(*block)),
-        "wrong bytes on the device"
-    );
-    assert!(!loaded || blocks.iter().all(exact));
-    loaded
 }
 
 fn slots_come_back(store: &Store) {

@@ -7,20 +7,13 @@ mod common;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use common::segments::change;
+use common::segments::{change, finds, loads, quick};
 use common::shared::{elsewhere, on};
 use common::{Device, Layout, Setup, Store, directory, eventually, ids};
 use ucm_core::BlockId;
 use ucm_infra::{ManualClock, Mono};
 use ucm_io::{Fault, OpKind, Process, Rule};
 use ucm_store::engine::Until;
-
-fn quick() -> Setup {
-    Setup {
-        layout: Layout::segments(),
-        ..Setup::default()
-    }
-}
 
 /// A process that was here and is gone.
 fn gone() -> Process {
@@ -32,21 +25,6 @@ fn gone() -> Process {
         started: 1, // no process is that old, should the number be used again
         ..Process::this()
     }
-}
-
-fn loads(store: &Store, blocks: &[BlockId]) -> bool {
-    let device = Device::blank(&store.setup, blocks);
-    let loaded = store.load(&device, blocks).is_ok();
-    assert!(
-        blocks
-            .iter()
-            .all(|&block| device.is_right(block) || device.is_blank(block))
-    );
-    loaded
-}
-
-fn finds(store: &Store, blocks: &[BlockId]) -> Vec<bool> {
-    store.engine.lookup(blocks).unwrap()
 }
 
 /// Leaves the private segment of a writer that died at its seal, with these blocks in it.

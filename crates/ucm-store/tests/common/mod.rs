@@ -4,6 +4,7 @@
 #![allow(dead_code, reason = "each test file uses its part of this")]
 
 pub(crate) mod bench;
+pub(crate) mod device;
 pub(crate) mod harm;
 pub(crate) mod map;
 pub(crate) mod media;
@@ -13,260 +14,35 @@ pub(crate) mod mount;
 pub(crate) mod over;
 pub(crate) mod pages;
 pub(crate) mod segments;
+pub(crate) mod setup;
 pub(crate) mod shared;
+pub(crate) mod tiers;
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use tempfile::TempDir;
-use ucm_core::{BlockId, DType, Identity, Part};
-use ucm_device::{DeviceSpan, HostDevice};
+use ucm_core::{BlockId, DType, Identity};
+use ucm_device::HostDevice;
 use ucm_infra::{Clock, SystemClock};
-use ucm_io::{
-    Fault, FaultyEngine, Gate, IoEngine, OpKind, Process, PsyncEngine, PsyncOptions, Rule, UringEngine,
-    UringOptions,
-};
+use ucm_io::{Fault, FaultyEngine, Gate, OpKind, PsyncOptions, Rule};
 use ucm_store::backend::Backend;
-use ucm_store::compress::worth::When;
-use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Task, Until};
-use ucm_store::evidence::QuarantineConfig;
-use ucm_store::health::BreakerConfig;
+use ucm_store::engine::{Engine, EngineConfig, Task, Until};
 use ucm_store::memory::{MemoryBackend, MemoryConfig, Policy};
-use ucm_store::posix::Modes;
-use ucm_store::segment::{Merging, SegmentConfig};
-use ucm_store::space::{Capacity, Rules};
 use ucm_store::tiers::{StageConfig, Tiers, TiersConfig, WritePolicy};
 
 use map::{MapBackend, MapStage};
-
-/// What stands above the root of a store.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Above {
-    Nothing,
-    /// A map of so many records; how the root below is written.
-    Map(usize, WritePolicy),
-    /// Memory for so many records; how the root below is written.
-    Memory(u64, WritePolicy),
-    /// Another root beside it, on an engine of its own.
-    File,
-}
-
-/// Records in the memory above a root, where `UCM_TEST_TIERS` asks for one: more than most tests have.
-const MEMORY: u64 = 256;
-
-impl Above {
-    /// What stands above the root in most tests: nothing, unless `UCM_TEST_TIERS` says otherwise. `memory`: a memory
-    /// tier, as in `Cache|Posix`. `map`: a memory that keeps nothing, so that all of it goes through a pipeline to the root.
-    pub(crate) fn of_this_run() -> Self {
-        match std::env::var("UCM_TEST_TIERS").as_deref() {
-            Err(_) | Ok("none") => Self::Nothing,
-            Ok("memory") => Self::Memory(MEMORY, WritePolicy::Through),
-            Ok("map") => Self::Map(0, WritePolicy::Through),
-            Ok(other) => unreachable!("UCM_TEST_TIERS is none, memory or map, not {other}"),
-        }
-    }
-}
-
 #[allow(unused_imports, reason = "each test file uses its part of this")]
 pub(crate) use over::only_over;
+#[allow(unused_imports, reason = "each test file uses its part of this")]
+pub(crate) use setup::{Above, Io, Layout, Setup};
 
 #[allow(unused_imports, reason = "each test file uses its part of this")]
+pub(crate) use device::{Device, SlowDevice, content};
+#[allow(unused_imports, reason = "each test file uses its part of this")]
 pub(crate) use media::{MEDIA, Medium, memory_config, on, shape};
-
-/// How a test wants its store.
-#[derive(Clone)]
-pub(crate) struct Setup {
-    pub(crate) above: Above,
-    /// The breaker of each stage of a pipeline.
-    pub(crate) stage_breaker: BreakerConfig,
-    pub(crate) medium: Medium,
-    pub(crate) tensors: Vec<u64>,
-    pub(crate) layers: u32,
-    pub(crate) layers_per_shard: u32,
-    pub(crate) slots: u64,
-    pub(crate) capacity: Option<u64>,
-    pub(crate) rules: Rules,
-    pub(crate) modes: Modes,
-    pub(crate) process: Process,
-    pub(crate) weights: &'static str,
-    pub(crate) part: Part,
-    pub(crate) deadlines: Deadlines,
-    pub(crate) breaker: BreakerConfig,
-    pub(crate) quarantine: QuarantineConfig,
-    pub(crate) paranoid: bool,
-    pub(crate) lookup_only: bool,
-    pub(crate) workers: usize,
-    pub(crate) copy_threads: usize,
-    pub(crate) device: Option<Arc<SlowDevice>>,
-    pub(crate) io: Io,
-    /// How records lie below the root.
-    pub(crate) layout: Layout,
-    /// Nobody names the layout: the root has records in it already.
-    pub(crate) auto: bool,
-    /// When they are compressed, which needs segments and records of more than a page; [`Setup::compressed`].
-    pub(crate) compress: Option<When>,
-}
-
-/// Which I/O engine is below the faults.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Io {
-    Psync,
-    Uring,
-}
-
-impl Io {
-    /// What tests use that do not say: the thread pool, or what `UCM_TEST_IO_ENGINE` names.
-    pub(crate) fn usual() -> Self {
-        match std::env::var("UCM_TEST_IO_ENGINE").as_deref() {
-            Err(_) | Ok("psync") => Self::Psync,
-            Ok("io_uring") => Self::Uring,
-            Ok(other) => unreachable!("UCM_TEST_IO_ENGINE is psync or io_uring, not {other}"),
-        }
-    }
-
-    fn engine(self, options: PsyncOptions) -> Arc<dyn IoEngine> {
-        match self {
-            Self::Psync => PsyncEngine::new(options).unwrap(),
-            Self::Uring => UringEngine::new(&UringOptions::beside(options)).unwrap(),
-        }
-    }
-
-    /// Whether it can be had here; with `UCM_REQUIRE_ROOT_TESTS` in the environment it must.
-    #[allow(clippy::print_stderr, reason = "a test says why it is skipped")]
-    pub(crate) fn or_skip(self, test: &str) -> bool {
-        let options = UringOptions::beside(PsyncOptions::with_workers(1));
-        match (self == Self::Uring).then(|| UringEngine::new(&options)) {
-            Some(Err(error)) => {
-                assert!(
-                    std::env::var_os("UCM_REQUIRE_ROOT_TESTS").is_none(),
-                    "{test} may not be skipped here: {error}"
-                );
-                eprintln!("{test} is skipped: {error}");
-                false
-            }
-            _ => true,
-        }
-    }
-}
-
-/// How records lie below the root.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub(crate) enum Layout {
-    File,
-    Segment(SegmentConfig),
-}
-
-impl Layout {
-    /// What most tests run over: files, unless `UCM_TEST_LAYOUT` is `segment`. With `auto-file` or `auto-segment` that
-    /// is what the backend finds.
-    pub(crate) fn of_this_run() -> Self {
-        match std::env::var("UCM_TEST_LAYOUT").as_deref() {
-            _ if compressing().is_some() => Self::segments(),
-            Err(_) | Ok("file" | "auto-file") => Self::File,
-            Ok("segment" | "auto-segment") => Self::segments(),
-            Ok(other) => unreachable!("UCM_TEST_LAYOUT is no layout: {other}"),
-        }
-    }
-
-    /// The operation by which the bytes of a record reach the medium.
-    pub(crate) fn writing(self) -> OpKind {
-        match self {
-            Self::File => OpKind::Publish,
-            Self::Segment(_) => OpKind::WriteAt,
-        }
-    }
-
-    /// Segments that are sealed as soon as nothing is being written.
-    pub(crate) fn segments() -> Self {
-        Self::merging(Merging::default())
-    }
-
-    /// The same, merged like this.
-    pub(crate) fn merging(merging: Merging) -> Self {
-        Self::Segment(SegmentConfig {
-            age: Duration::ZERO,
-            merging,
-            ..SegmentConfig::default()
-        })
-    }
-}
-
-/// When most tests compress: never, unless `UCM_TEST_COMPRESS` is set.
-fn compressing() -> Option<When> {
-    std::env::var_os("UCM_TEST_COMPRESS").map(|_| When::Always)
-}
-
-/// Pieces of one layer.
-const TENSORS: [u64; 2] = [96, 32];
-/// The same of records that can become shorter.
-const LARGE_TENSORS: [u64; 2] = [6144, 2048];
-
-impl Setup {
-    /// Larger records, compressed, in segments.
-    pub(crate) fn compressed(self) -> Self {
-        Self {
-            compress: Some(When::Always),
-            tensors: LARGE_TENSORS.to_vec(),
-            layout: match self.layout {
-                Layout::File => Layout::segments(),
-                layout => layout,
-            },
-            ..self
-        }
-    }
-}
-
-impl Default for Setup {
-    fn default() -> Self {
-        let never = BreakerConfig {
-            threshold: u32::MAX,
-            cool_down: Duration::from_secs(1),
-            window: Duration::from_secs(60),
-            max_stuck: usize::MAX,
-        };
-        Self {
-            above: Above::of_this_run(),
-            stage_breaker: never,
-            medium: Medium::Posix,
-            tensors: if compressing().is_some() {
-                LARGE_TENSORS
-            } else {
-                TENSORS
-            }
-            .to_vec(),
-            layers: 3,
-            layers_per_shard: 3,
-            slots: 16,
-            capacity: Some(1 << 30),
-            rules: Rules {
-                free_floor: Some(Capacity::Percent(0.0)), // whatever else lies on the disk of the tests
-                ..Rules::default()
-            },
-            modes: Modes::default(),
-            process: Process::this(),
-            weights: "w",
-            part: Part::default(),
-            deadlines: Deadlines {
-                lookup: Duration::from_secs(20),
-                ..Deadlines::default()
-            },
-            breaker: never,
-            quarantine: QuarantineConfig::default(),
-            paranoid: false,
-            lookup_only: false,
-            workers: 4,
-            copy_threads: 1,
-            device: None,
-            io: Io::usual(),
-            layout: Layout::of_this_run(),
-            auto: std::env::var("UCM_TEST_LAYOUT").is_ok_and(|layout| layout.starts_with("auto")),
-            compress: compressing(),
-        }
-    }
-}
 
 /// A store, the faults before it, and the directory below it.
 pub(crate) struct Store {
@@ -583,148 +359,6 @@ pub(crate) fn id(n: u8) -> BlockId {
 /// The first `n` ids.
 pub(crate) fn ids(n: u8) -> Vec<BlockId> {
     (0..n).map(id).collect()
-}
-
-/// Memory that plays the device: one buffer per block, all layers in a row.
-pub(crate) struct Device {
-    setup: Setup,
-    blocks: BTreeMap<BlockId, Vec<u8>>,
-}
-
-impl Device {
-    /// Blocks filled with what their id stands for.
-    pub(crate) fn filled(setup: &Setup, ids: &[BlockId]) -> Self {
-        let blocks = ids.iter().map(|&id| (id, content(setup, id))).collect();
-        Self {
-            setup: setup.clone(),
-            blocks,
-        }
-    }
-
-    /// Blocks filled with rubbish, to be loaded into.
-    pub(crate) fn blank(setup: &Setup, ids: &[BlockId]) -> Self {
-        let len = content(setup, id(0)).len();
-        let blocks = ids.iter().map(|&id| (id, vec![0xee; len])).collect();
-        Self {
-            setup: setup.clone(),
-            blocks,
-        }
-    }
-
-    /// Changes what a block holds.
-    pub(crate) fn change(&mut self, id: BlockId, change: impl FnOnce(&mut [u8])) {
-        change(self.blocks.get_mut(&id).unwrap());
-    }
-
-    /// One row per shard of each block.
-    pub(crate) fn rows(&self, ids: &[BlockId]) -> Vec<Row> {
-        let shards = self.setup.layers / self.setup.layers_per_shard;
-        ids.iter()
-            .flat_map(|&id| (0..shards).map(move |shard| (id, shard)))
-            .map(|(id, shard)| self.row(id, shard))
-            .collect()
-    }
-
-    pub(crate) fn row(&self, id: BlockId, shard: u32) -> Row {
-        let mut address = self.blocks[&id].as_ptr() as u64;
-        let layer: u64 = self.setup.tensors.iter().sum();
-        address += layer * u64::from(self.setup.layers_per_shard * shard);
-        let mut spans = Vec::new();
-        for _ in 0..self.setup.layers_per_shard {
-            for &size in &self.setup.tensors {
-                // SAFETY: within this device's own buffer, which the tests keep until their tasks ended.
-                spans.push(unsafe { DeviceSpan::new(address, size) });
-                address += size;
-            }
-        }
-        Row { id, shard, spans }
-    }
-
-    /// Whether the block holds what its id stands for.
-    pub(crate) fn is_right(&self, id: BlockId) -> bool {
-        self.blocks[&id] == content(&self.setup, id)
-    }
-
-    /// Whether both hold the same blocks.
-    pub(crate) fn equals(&self, other: &Self) -> bool {
-        self.blocks == other.blocks
-    }
-
-    pub(crate) fn is_blank(&self, id: BlockId) -> bool {
-        self.blocks[&id].iter().all(|&byte| byte == 0xee)
-    }
-}
-
-/// The bytes an id stands for.
-pub(crate) fn content(setup: &Setup, id: BlockId) -> Vec<u8> {
-    let len = setup.tensors.iter().sum::<u64>() as usize * setup.layers as usize;
-    (0..len)
-        .map(|i| match setup.compress {
-            Some(_) if i % 4 > 1 => id.0[i % 2], // half of it compresses well
-            _ => id.0[i % 16].wrapping_add((i / 16) as u8),
-        })
-        .collect()
-}
-
-/// A device whose first copies hang until they are let go.
-pub(crate) struct SlowDevice {
-    inner: HostDevice,
-    state: Mutex<(usize, usize)>,
-    news: Condvar,
-}
-
-impl SlowDevice {
-    /// The first `copies` to start hang.
-    pub(crate) fn new(copies: usize) -> Arc<Self> {
-        Arc::new(Self {
-            inner: HostDevice::new(),
-            state: Mutex::new((copies, 0)),
-            news: Condvar::new(),
-        })
-    }
-
-    /// Waits until so many copies hang.
-    pub(crate) fn await_hanging(&self, copies: usize) {
-        let mut state = self.state.lock();
-        while state.1 < copies {
-            self.news.wait(&mut state);
-        }
-    }
-
-    /// Lets all go on.
-    pub(crate) fn go(&self) {
-        *self.state.lock() = (0, 0);
-        self.news.notify_all();
-    }
-}
-
-impl ucm_device::Device for SlowDevice {
-    fn name(&self) -> &str {
-        "slow"
-    }
-
-    /// A copy that finds no stream in the engine's pool makes one: here it hangs.
-    fn make_stream(&self) -> ucm_core::Result<Box<dyn ucm_device::Stream>> {
-        let mut state = self.state.lock();
-        if state.0 > 0 {
-            state.0 -= 1;
-            state.1 += 1;
-            self.news.notify_all();
-            while state.1 > 0 {
-                self.news.wait(&mut state);
-            }
-        }
-        drop(state);
-        self.inner.make_stream()
-    }
-
-    fn make_arena(
-        &self,
-        bytes: usize,
-        options: ucm_device::ArenaOptions,
-    ) -> ucm_core::Result<Arc<ucm_device::HostArena>> {
-        self.inner.make_arena(bytes, options)
-    }
 }
 
 pub(crate) fn directory() -> TempDir {

@@ -1,11 +1,14 @@
-//! What lies in the segments of a store, read by `docs/format.md` and not by the code under test.
+//! Stores in segments, and what lies in theirs, read by `docs/format.md` and not by the code under test.
 
 use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
 use ucm_core::BlockId;
+use ucm_store::engine::{Task, Until};
+use ucm_store::segment::SegmentConfig;
 
-use super::{Store, identity};
+use super::shared::LONG;
+use super::{Device, Layout, Setup, Store, eventually, identity};
 
 /// Where a record lies.
 #[derive(Clone, Debug, PartialEq)]
@@ -86,4 +89,55 @@ pub(crate) fn change(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
     file.rewind().unwrap();
     file.write_all(&bytes).unwrap();
     file.set_modified(time).unwrap();
+}
+
+/// Sealed as soon as nothing is being written.
+pub(crate) fn quick() -> Setup {
+    Setup {
+        layout: Layout::segments(),
+        ..Setup::default()
+    }
+}
+
+/// Sealed after an hour, or when somebody asks.
+pub(crate) fn patient() -> Setup {
+    Setup {
+        layout: Layout::Segment(SegmentConfig {
+            age: LONG,
+            ..SegmentConfig::default()
+        }),
+        ..Setup::default()
+    }
+}
+
+/// Loads blocks; whether that went well. Exact, or untouched.
+pub(crate) fn loads(store: &Store, blocks: &[BlockId]) -> bool {
+    let device = Device::blank(&store.setup, blocks);
+    let loaded = store.load(&device, blocks).is_ok();
+    let right = |block: &BlockId| device.is_right(*block);
+    assert!(
+        blocks.iter().all(|block| right(block) || device.is_blank(*block)),
+        "wrong bytes on the device"
+    );
+    assert!(!loaded || blocks.iter().all(right));
+    loaded
+}
+
+/// Which blocks are hits.
+pub(crate) fn finds(store: &Store, blocks: &[BlockId]) -> Vec<bool> {
+    store.engine.lookup(blocks).unwrap()
+}
+
+/// Whether a task has ended.
+pub(crate) fn is_over(store: &Store, task: &Task) -> bool {
+    task.check(store.engine.clock(), Until::Published)
+}
+
+/// Starts a dump and waits until its records can be read by their own writer.
+pub(crate) fn begin(store: &Store, device: &Device, blocks: &[BlockId]) -> Task {
+    let task = store.engine.dump(device.rows(blocks)).unwrap();
+    eventually("the records are written", || {
+        finds(store, blocks).iter().all(|&found| found)
+    });
+    task
 }

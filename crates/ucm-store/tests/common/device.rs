@@ -1,0 +1,153 @@
+//! Memory that plays the device, and a device whose copies hang.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use parking_lot::{Condvar, Mutex};
+use ucm_core::BlockId;
+use ucm_device::{DeviceSpan, HostDevice};
+use ucm_store::engine::Row;
+
+use super::{Setup, id};
+
+/// Memory that plays the device: one buffer per block, all layers in a row.
+pub(crate) struct Device {
+    setup: Setup,
+    blocks: BTreeMap<BlockId, Vec<u8>>,
+}
+
+impl Device {
+    /// Blocks filled with what their id stands for.
+    pub(crate) fn filled(setup: &Setup, ids: &[BlockId]) -> Self {
+        let blocks = ids.iter().map(|&id| (id, content(setup, id))).collect();
+        Self {
+            setup: setup.clone(),
+            blocks,
+        }
+    }
+
+    /// Blocks filled with rubbish, to be loaded into.
+    pub(crate) fn blank(setup: &Setup, ids: &[BlockId]) -> Self {
+        let len = content(setup, id(0)).len();
+        let blocks = ids.iter().map(|&id| (id, vec![0xee; len])).collect();
+        Self {
+            setup: setup.clone(),
+            blocks,
+        }
+    }
+
+    /// Changes what a block holds.
+    pub(crate) fn change(&mut self, id: BlockId, change: impl FnOnce(&mut [u8])) {
+        change(self.blocks.get_mut(&id).unwrap());
+    }
+
+    /// One row per shard of each block.
+    pub(crate) fn rows(&self, ids: &[BlockId]) -> Vec<Row> {
+        let shards = self.setup.layers / self.setup.layers_per_shard;
+        ids.iter()
+            .flat_map(|&id| (0..shards).map(move |shard| (id, shard)))
+            .map(|(id, shard)| self.row(id, shard))
+            .collect()
+    }
+
+    pub(crate) fn row(&self, id: BlockId, shard: u32) -> Row {
+        let mut address = self.blocks[&id].as_ptr() as u64;
+        let layer: u64 = self.setup.tensors.iter().sum();
+        address += layer * u64::from(self.setup.layers_per_shard * shard);
+        let mut spans = Vec::new();
+        for _ in 0..self.setup.layers_per_shard {
+            for &size in &self.setup.tensors {
+                // SAFETY: within this device's own buffer, which the tests keep until their tasks ended.
+                spans.push(unsafe { DeviceSpan::new(address, size) });
+                address += size;
+            }
+        }
+        Row { id, shard, spans }
+    }
+
+    /// Whether the block holds what its id stands for.
+    pub(crate) fn is_right(&self, id: BlockId) -> bool {
+        self.blocks[&id] == content(&self.setup, id)
+    }
+
+    /// Whether both hold the same blocks.
+    pub(crate) fn equals(&self, other: &Self) -> bool {
+        self.blocks == other.blocks
+    }
+
+    pub(crate) fn is_blank(&self, id: BlockId) -> bool {
+        self.blocks[&id].iter().all(|&byte| byte == 0xee)
+    }
+}
+
+/// The bytes an id stands for.
+pub(crate) fn content(setup: &Setup, id: BlockId) -> Vec<u8> {
+    let len = setup.tensors.iter().sum::<u64>() as usize * setup.layers as usize;
+    (0..len)
+        .map(|i| match setup.compress {
+            Some(_) if i % 4 > 1 => id.0[i % 2], // half of it compresses well
+            _ => id.0[i % 16].wrapping_add((i / 16) as u8),
+        })
+        .collect()
+}
+
+/// A device whose first copies hang until they are let go.
+pub(crate) struct SlowDevice {
+    inner: HostDevice,
+    state: Mutex<(usize, usize)>,
+    news: Condvar,
+}
+
+impl SlowDevice {
+    /// The first `copies` to start hang.
+    pub(crate) fn new(copies: usize) -> Arc<Self> {
+        Arc::new(Self {
+            inner: HostDevice::new(),
+            state: Mutex::new((copies, 0)),
+            news: Condvar::new(),
+        })
+    }
+
+    /// Waits until so many copies hang.
+    pub(crate) fn await_hanging(&self, copies: usize) {
+        let mut state = self.state.lock();
+        while state.1 < copies {
+            self.news.wait(&mut state);
+        }
+    }
+
+    /// Lets all go on.
+    pub(crate) fn go(&self) {
+        *self.state.lock() = (0, 0);
+        self.news.notify_all();
+    }
+}
+
+impl ucm_device::Device for SlowDevice {
+    fn name(&self) -> &str {
+        "slow"
+    }
+
+    /// A copy that finds no stream in the engine's pool makes one: here it hangs.
+    fn make_stream(&self) -> ucm_core::Result<Box<dyn ucm_device::Stream>> {
+        let mut state = self.state.lock();
+        if state.0 > 0 {
+            state.0 -= 1;
+            state.1 += 1;
+            self.news.notify_all();
+            while state.1 > 0 {
+                self.news.wait(&mut state);
+            }
+        }
+        drop(state);
+        self.inner.make_stream()
+    }
+
+    fn make_arena(
+        &self,
+        bytes: usize,
+        options: ucm_device::ArenaOptions,
+    ) -> ucm_core::Result<Arc<ucm_device::HostArena>> {
+        self.inner.make_arena(bytes, options)
+    }
+}

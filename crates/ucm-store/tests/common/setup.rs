@@ -1,0 +1,237 @@
+//! How a test wants its store: what lies below, what stands above, how large everything is.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ucm_core::Part;
+use ucm_io::{IoEngine, OpKind, Process, PsyncEngine, PsyncOptions, UringEngine, UringOptions};
+use ucm_store::compress::worth::When;
+use ucm_store::engine::Deadlines;
+use ucm_store::evidence::QuarantineConfig;
+use ucm_store::health::BreakerConfig;
+use ucm_store::posix::Modes;
+use ucm_store::segment::{Merging, SegmentConfig};
+use ucm_store::space::{Capacity, Rules};
+use ucm_store::tiers::WritePolicy;
+
+use super::{Medium, SlowDevice};
+
+/// What stands above the root of a store.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Above {
+    Nothing,
+    /// A map of so many records; how the root below is written.
+    Map(usize, WritePolicy),
+    /// Memory for so many records; how the root below is written.
+    Memory(u64, WritePolicy),
+    /// Another root beside it, on an engine of its own.
+    File,
+}
+
+/// Records in the memory above a root, where `UCM_TEST_TIERS` asks for one: more than most tests have.
+const MEMORY: u64 = 256;
+
+impl Above {
+    /// What stands above the root in most tests: nothing, unless `UCM_TEST_TIERS` says otherwise. `memory`: a memory
+    /// tier, as in `Cache|Posix`. `map`: a memory that keeps nothing, so that all of it goes through a pipeline to the root.
+    pub(crate) fn of_this_run() -> Self {
+        match std::env::var("UCM_TEST_TIERS").as_deref() {
+            Err(_) | Ok("none") => Self::Nothing,
+            Ok("memory") => Self::Memory(MEMORY, WritePolicy::Through),
+            Ok("map") => Self::Map(0, WritePolicy::Through),
+            Ok(other) => unreachable!("UCM_TEST_TIERS is none, memory or map, not {other}"),
+        }
+    }
+}
+
+/// How a test wants its store.
+#[derive(Clone)]
+pub(crate) struct Setup {
+    pub(crate) above: Above,
+    /// The breaker of each stage of a pipeline.
+    pub(crate) stage_breaker: BreakerConfig,
+    pub(crate) medium: Medium,
+    pub(crate) tensors: Vec<u64>,
+    pub(crate) layers: u32,
+    pub(crate) layers_per_shard: u32,
+    pub(crate) slots: u64,
+    pub(crate) capacity: Option<u64>,
+    pub(crate) rules: Rules,
+    pub(crate) modes: Modes,
+    pub(crate) process: Process,
+    pub(crate) weights: &'static str,
+    pub(crate) part: Part,
+    pub(crate) deadlines: Deadlines,
+    pub(crate) breaker: BreakerConfig,
+    pub(crate) quarantine: QuarantineConfig,
+    pub(crate) paranoid: bool,
+    pub(crate) lookup_only: bool,
+    pub(crate) workers: usize,
+    pub(crate) copy_threads: usize,
+    pub(crate) device: Option<Arc<SlowDevice>>,
+    pub(crate) io: Io,
+    /// How records lie below the root.
+    pub(crate) layout: Layout,
+    /// Nobody names the layout: the root has records in it already.
+    pub(crate) auto: bool,
+    /// When they are compressed, which needs segments and records of more than a page; [`Setup::compressed`].
+    pub(crate) compress: Option<When>,
+}
+
+/// Which I/O engine is below the faults.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Io {
+    Psync,
+    Uring,
+}
+
+impl Io {
+    /// What tests use that do not say: the thread pool, or what `UCM_TEST_IO_ENGINE` names.
+    pub(crate) fn usual() -> Self {
+        match std::env::var("UCM_TEST_IO_ENGINE").as_deref() {
+            Err(_) | Ok("psync") => Self::Psync,
+            Ok("io_uring") => Self::Uring,
+            Ok(other) => unreachable!("UCM_TEST_IO_ENGINE is psync or io_uring, not {other}"),
+        }
+    }
+
+    pub(crate) fn engine(self, options: PsyncOptions) -> Arc<dyn IoEngine> {
+        match self {
+            Self::Psync => PsyncEngine::new(options).unwrap(),
+            Self::Uring => UringEngine::new(&UringOptions::beside(options)).unwrap(),
+        }
+    }
+
+    /// Whether it can be had here; with `UCM_REQUIRE_ROOT_TESTS` in the environment it must.
+    #[allow(clippy::print_stderr, reason = "a test says why it is skipped")]
+    pub(crate) fn or_skip(self, test: &str) -> bool {
+        let options = UringOptions::beside(PsyncOptions::with_workers(1));
+        match (self == Self::Uring).then(|| UringEngine::new(&options)) {
+            Some(Err(error)) => {
+                assert!(
+                    std::env::var_os("UCM_REQUIRE_ROOT_TESTS").is_none(),
+                    "{test} may not be skipped here: {error}"
+                );
+                eprintln!("{test} is skipped: {error}");
+                false
+            }
+            _ => true,
+        }
+    }
+}
+
+/// How records lie below the root.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) enum Layout {
+    File,
+    Segment(SegmentConfig),
+}
+
+impl Layout {
+    /// What most tests run over: files, unless `UCM_TEST_LAYOUT` is `segment`. With `auto-file` or `auto-segment` that
+    /// is what the backend finds.
+    pub(crate) fn of_this_run() -> Self {
+        match std::env::var("UCM_TEST_LAYOUT").as_deref() {
+            _ if compressing().is_some() => Self::segments(),
+            Err(_) | Ok("file" | "auto-file") => Self::File,
+            Ok("segment" | "auto-segment") => Self::segments(),
+            Ok(other) => unreachable!("UCM_TEST_LAYOUT is no layout: {other}"),
+        }
+    }
+
+    /// The operation by which the bytes of a record reach the medium.
+    pub(crate) fn writing(self) -> OpKind {
+        match self {
+            Self::File => OpKind::Publish,
+            Self::Segment(_) => OpKind::WriteAt,
+        }
+    }
+
+    /// Segments that are sealed as soon as nothing is being written.
+    pub(crate) fn segments() -> Self {
+        Self::merging(Merging::default())
+    }
+
+    /// The same, merged like this.
+    pub(crate) fn merging(merging: Merging) -> Self {
+        Self::Segment(SegmentConfig {
+            age: Duration::ZERO,
+            merging,
+            ..SegmentConfig::default()
+        })
+    }
+}
+
+/// When most tests compress: never, unless `UCM_TEST_COMPRESS` is set.
+fn compressing() -> Option<When> {
+    std::env::var_os("UCM_TEST_COMPRESS").map(|_| When::Always)
+}
+
+/// Pieces of one layer.
+const TENSORS: [u64; 2] = [96, 32];
+/// The same of records that can become shorter.
+const LARGE_TENSORS: [u64; 2] = [6144, 2048];
+
+impl Setup {
+    /// Larger records, compressed, in segments.
+    pub(crate) fn compressed(self) -> Self {
+        Self {
+            compress: Some(When::Always),
+            tensors: LARGE_TENSORS.to_vec(),
+            layout: match self.layout {
+                Layout::File => Layout::segments(),
+                layout => layout,
+            },
+            ..self
+        }
+    }
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        let never = BreakerConfig {
+            threshold: u32::MAX,
+            cool_down: Duration::from_secs(1),
+            window: Duration::from_secs(60),
+            max_stuck: usize::MAX,
+        };
+        Self {
+            above: Above::of_this_run(),
+            stage_breaker: never,
+            medium: Medium::Posix,
+            tensors: if compressing().is_some() {
+                LARGE_TENSORS
+            } else {
+                TENSORS
+            }
+            .to_vec(),
+            layers: 3,
+            layers_per_shard: 3,
+            slots: 16,
+            capacity: Some(1 << 30),
+            rules: Rules {
+                free_floor: Some(Capacity::Percent(0.0)), // whatever else lies on the disk of the tests
+                ..Rules::default()
+            },
+            modes: Modes::default(),
+            process: Process::this(),
+            weights: "w",
+            part: Part::default(),
+            deadlines: Deadlines {
+                lookup: Duration::from_secs(20),
+                ..Deadlines::default()
+            },
+            breaker: never,
+            quarantine: QuarantineConfig::default(),
+            paranoid: false,
+            lookup_only: false,
+            workers: 4,
+            copy_threads: 1,
+            device: None,
+            io: Io::usual(),
+            layout: Layout::of_this_run(),
+            auto: std::env::var("UCM_TEST_LAYOUT").is_ok_and(|layout| layout.starts_with("auto")),
+            compress: compressing(),
+        }
+    }
+}
