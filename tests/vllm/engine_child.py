@@ -1,6 +1,6 @@
 """The process that holds one vLLM engine for :mod:`harness`: commands come and answers go through one connection.
 
-Run as ``engine_child.py <fd>``. The first message is ``{"args": ..., "kv_transfer": ... | None}``; the answer
+Run as ``engine_child.py <fd>``. The first message is that of :meth:`specs.EngineSpec.first_message`; the answer
 ``("ready", {})`` says that the engine runs. Then every command is ``(number, name, arguments)`` and is answered by
 ``(number, True, value)`` or ``(number, False, text)``. Commands may overlap: only ``collect`` waits for requests.
 """
@@ -143,7 +143,11 @@ async def serve(connection: Connection) -> None:
 
     threading.Thread(target=read, name="commands", daemon=True).start()
     transfer = KVTransferConfig(**first["kv_transfer"]) if first["kv_transfer"] is not None else None
-    child = Child(AsyncLLM.from_engine_args(AsyncEngineArgs(**first["args"], kv_transfer_config=transfer)))
+    config = AsyncEngineArgs(**first["args"], kv_transfer_config=transfer).create_engine_config()
+    if first["fork"]:
+        # Making the configuration has said "spawn", as for every engine on a CPU.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    child = Child(AsyncLLM.from_vllm_config(config, disable_log_stats=False))
 
     async def answer(number: int, name: str, arguments: dict[str, Any]) -> None:
         try:

@@ -88,7 +88,7 @@ class Engine:
                 start_new_session=True,
             )
         self.connection = Connection(ours.detach())
-        self.connection.send({"args": self.spec.engine_args(), "kv_transfer": self.spec.kv_transfer()})
+        self.connection.send(self.spec.first_message())
         state, value = self._receive(START_DEADLINE, "start")
         if state != "ready":
             raise EngineError(f"the engine did not start:\n{value}\n{self.log_tail()}")

@@ -71,8 +71,8 @@ class Life:
 
     @property
     def cold_spec(self) -> EngineSpec:
-        """The engine that stored everything."""
-        return EngineSpec(self.model, self.runner, self.disk.store(), label=f"cold-{self.runner}")
+        """The engine that stored everything; its processes are spawned as those of users on a CPU are."""
+        return EngineSpec(self.model, self.runner, self.disk.store(), label=f"cold-{self.runner}", fork=False)
 
     @property
     def warm_spec(self) -> EngineSpec:

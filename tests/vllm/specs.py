@@ -70,10 +70,18 @@ class EngineSpec:
     #: Arguments of vLLM's KVTransferConfig for another connector, in place of ours.
     transfer: Mapping[str, Any] | None = None
     label: str = ""
+    #: Its processes are forked, as vLLM has it where there is a GPU; on the CPU it spawns them, and each imports
+    #: everything again: twice the time of a start. Those of several ranks are spawned whatever this says.
+    fork: bool = True
 
     def but(self, **changes: Any) -> EngineSpec:
         """The same with some fields changed."""
         return replace(self, **changes)
+
+    def first_message(self) -> dict[str, Any]:
+        """What ``engine_child.py`` is told before all else."""
+        fork = self.fork and self.tensor_parallel == 1
+        return {"args": self.engine_args(), "kv_transfer": self.kv_transfer(), "fork": fork}
 
     def engine_args(self) -> dict[str, Any]:
         """Arguments of vLLM's AsyncEngineArgs."""

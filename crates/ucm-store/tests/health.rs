@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::only_over;
-use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
+use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids, of_records};
 use ucm_core::{ErrorKind, MissReason};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
@@ -89,7 +89,7 @@ fn one_late_load_is_one_failure_and_late_loads_open_it() {
 fn a_block_that_is_absent_is_an_answer_of_a_medium_that_is_back() {
     only_over!(Files, "a lookup of segments asks no file system");
     let (_dir, store, clock) = opened(1, usize::MAX);
-    store.fault(Rule::on(OpKind::Stat, Fault::Errno(5)).times(1));
+    store.fault(of_records(OpKind::Stat, Fault::Errno(5)).times(1));
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     assert!(!is_well(&store));
     clock.advance(10 * SECOND);
@@ -160,12 +160,7 @@ fn stuck_places_of_a_ring_open_it_when_they_are_as_many_as_workers() {
     store.faults.places_of_a_worker(3);
     let device = Device::filled(&store.setup, &ids(4));
     store.dump(&device, &[id(3)]).unwrap();
-    let gate = store.gate();
-    let writes = Rule::on(Layout::of_this_run().writing(), Fault::HangBefore(gate.clone()));
-    store.fault(match Layout::of_this_run() {
-        Layout::File => writes.path("/blocks/"), // not the documents that are written as time passes
-        Layout::Segment(_) => writes,
-    });
+    let gate = store.hang(Layout::of_this_run().writing());
     for n in 0..3_u8 {
         assert_eq!(store.engine.lookup(&[id(3)]).unwrap(), [true], "{n} are stuck");
         let task = store.engine.dump(device.rows(&[id(n)])).unwrap();
@@ -223,7 +218,7 @@ fn a_file_that_we_may_not_read_is_refused_and_replaced() {
     let (_dir, store, _clock) = opened(1, usize::MAX);
     let device = Device::filled(&store.setup, &ids(1));
     store.dump(&device, &ids(1)).unwrap();
-    store.fault(Rule::on(OpKind::Read, Fault::Errno(13)).times(1));
+    store.fault(of_records(OpKind::Read, Fault::Errno(13)).times(1));
     let target = Device::blank(&store.setup, &ids(1));
     assert_eq!(
         store.load(&target, &ids(1)).unwrap_err()[0].1.kind(),

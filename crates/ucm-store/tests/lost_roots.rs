@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use common::mount::{Place, copy_all};
 use common::only_over;
-use common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids};
+use common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids, of_records};
 use ucm_core::{BlockId, Error, ErrorKind};
 use ucm_infra::SystemClock;
 use ucm_io::{Fault, Rule};
@@ -269,7 +269,7 @@ fn a_marker_of_a_newer_format_stops_writing_with_the_next_count() {
     let ours = std::fs::read_to_string(&marker).unwrap();
     std::fs::write(&marker, ours.replace("\"format\": 1", "\"format\": 2")).unwrap();
     // A full medium has the root counted.
-    store.fault(Rule::on(Layout::of_this_run().writing(), Fault::Errno(28)).times(1));
+    store.fault(of_records(Layout::of_this_run().writing(), Fault::Errno(28)).times(1));
     assert_eq!(refused(&store, &device, id(3)).kind(), ErrorKind::NoSpace);
     let (many, mut looks) = (Device::filled(&setup(), &ids(u8::MAX)), 0_u32);
     eventually("the count found it", || {

@@ -5,10 +5,11 @@
 
 mod common;
 
-use common::{Device, Layout, Setup, Store, directory, eventually, id, ids, only_over};
+use common::{Device, Layout, Setup, Store, directory, eventually, id, ids, of_records, only_over};
 use ucm_core::ErrorKind;
 use ucm_device::DeviceSpan;
 use ucm_io::{Fault, OpKind, Rule, Tail};
+use ucm_store::engine::LANE_DUMP;
 
 fn opened(paranoid: bool) -> (tempfile::TempDir, Store, Device) {
     let setup = Setup {
@@ -47,7 +48,7 @@ fn a_medium_that_lies_about_a_write_is_found_out_before_it_counts() {
     ];
     for (reason, lie) in lies {
         let (_dir, store, device) = opened(true);
-        store.fault(Rule::on(Layout::of_this_run().writing(), lie).times(1));
+        store.fault(of_records(Layout::of_this_run().writing(), lie).times(1));
         let failures = store.dump(&device, &ids(1)).unwrap_err();
         assert_eq!(failures[0].1.kind(), ErrorKind::Corrupt, "{reason}");
         assert_eq!(
@@ -73,7 +74,7 @@ fn without_it_the_lie_is_found_by_the_first_reader() {
     only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
     let (_dir, store, device) = opened(false);
     store.faults.forget();
-    store.fault(Rule::on(Layout::of_this_run().writing(), Fault::Flip(vec![5000])).times(1));
+    store.fault(of_records(Layout::of_this_run().writing(), Fault::Flip(vec![5000])).times(1));
     store.dump(&device, &ids(1)).unwrap();
     assert_eq!(store.asked(OpKind::Read, id(0)), 0, "a dump reads nothing");
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [true]);
@@ -90,7 +91,7 @@ fn what_cannot_be_read_back_is_not_published_and_not_blamed() {
         "it lets the read fail that is the first one of a block file"
     );
     let (_dir, store, device) = opened(true);
-    store.fault(Rule::on(OpKind::Read, Fault::Errno(5)).times(1));
+    store.fault(Rule::on(OpKind::Read, Fault::Errno(5)).lane(LANE_DUMP).times(1));
     let failures = store.dump(&device, &ids(1)).unwrap_err();
     assert_eq!(failures[0].1.kind(), ErrorKind::Io);
     assert_eq!(

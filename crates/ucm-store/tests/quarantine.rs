@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use common::bench::Bench;
 use common::only_over;
-use common::{Device, Layout, eventually, id, ids};
+use common::{Device, Layout, eventually, id, ids, of_records};
 use ucm_core::crc32c;
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::evidence::QuarantineConfig;
@@ -313,7 +313,7 @@ fn what_is_being_written_is_not_moved() {
     bench.store.fault(hang.lane(SPACE).times(1));
     bench.refuse(id(0));
     look.await_waiting(1);
-    let hang = Rule::on(OpKind::Publish, Fault::HangBefore(write.clone()));
+    let hang = of_records(OpKind::Publish, Fault::HangBefore(write.clone()));
     bench.store.fault(hang.times(1));
     let task = bench.store.engine.dump(bench.device.rows(&ids(1))).unwrap();
     write.await_waiting(1);

@@ -8,7 +8,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
+use common::{Device, Setup, Store, directory, eventually, id, identity, ids, of_records};
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
@@ -170,7 +170,7 @@ fn a_write_that_may_have_happened_counts() {
     let (dir, clock, gate) = (directory(), ManualClock::new(), Gate::new());
     let setup = Setup::default();
     let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
-    store.fault(Rule::on(OpKind::Publish, Fault::HangAfter(gate.clone())));
+    store.fault(of_records(OpKind::Publish, Fault::HangAfter(gate.clone())));
     let task = store
         .engine
         .dump(Device::filled(&setup, &ids(1)).rows(&ids(1)))

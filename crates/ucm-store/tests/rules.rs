@@ -7,7 +7,9 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Device, Layout, MEDIA, Setup, Store, directory, eventually, id, ids, on, only_over};
+use common::{
+    Device, Layout, MEDIA, Setup, Store, directory, eventually, id, ids, of_records, on, only_over,
+};
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
@@ -125,7 +127,7 @@ fn nothing_reaches_the_device_after_the_deadline() {
     let clock = ManualClock::new();
     let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     store.dump(&Device::filled(&setup, &ids(3)), &ids(3)).unwrap();
-    store.fault(Rule::on(OpKind::Read, Fault::HangAfter(gate.clone())));
+    store.fault(of_records(OpKind::Read, Fault::HangAfter(gate.clone())));
     let device = Device::blank(&setup, &ids(3));
     let task = store
         .engine
@@ -254,7 +256,7 @@ fn a_failed_publish_is_reported_and_is_no_hit() {
     only_over!(NothingKept, "a memory has what was dumped, and it is a hit there");
     let (dir, setup) = (directory(), Setup::default());
     let store = Store::open(dir.path(), setup.clone());
-    store.fault(Rule::on(Layout::of_this_run().writing(), Fault::Errno(28)).times(1));
+    store.fault(of_records(Layout::of_this_run().writing(), Fault::Errno(28)).times(1));
     let device = Device::filled(&setup, &ids(1));
     assert_eq!(kinds(store.dump(&device, &ids(1))), [(0, ErrorKind::NoSpace)]);
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);

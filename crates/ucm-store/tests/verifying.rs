@@ -7,7 +7,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Device, MEDIA, Setup, Store, directory, eventually, id, ids, on, only_over};
+use common::{Device, MEDIA, Setup, Store, directory, eventually, id, ids, of_records, on, only_over};
 use ucm_core::{BlockId, ErrorKind, limits};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Gate, OpKind};
@@ -92,10 +92,7 @@ fn it_is_over_at_its_deadline() {
     let clock = ManualClock::new();
     let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     store.dump(&Device::filled(&setup, &ids(3)), &ids(3)).unwrap();
-    store.fault(ucm_io::Rule::on(
-        OpKind::Read,
-        ucm_io::Fault::HangAfter(gate.clone()),
-    ));
+    store.fault(of_records(OpKind::Read, ucm_io::Fault::HangAfter(gate.clone())));
     let task = store
         .engine
         .verify(&ids(3), Some(Duration::from_secs(2)))

@@ -119,6 +119,11 @@ impl State {
     }
 }
 
+/// Bytes that a record takes in a segment.
+fn room_of(write: &Write) -> u64 {
+    round_up(write.options.len as u64, PAGE)
+}
+
 impl Segments {
     /// Bytes of a segment with one record of `len` bytes.
     pub(super) fn least_room(&self, len: u64) -> u64 {
@@ -134,11 +139,14 @@ impl Segments {
 
     /// Writes a record, unless it is there.
     pub(super) fn append(self: &Arc<Self>, write: Write) {
-        let deadline = write.deadline;
-        let len = round_up(write.options.len as u64, PAGE);
-        let room = self.room().max(self.least_room(len));
-        let abreast = self.abreast(room);
+        let (len, deadline) = (room_of(&write), write.deadline);
+        let abreast = self.abreast(self.room_for(len));
         let way = self.writer.0.lock().way(write, len, abreast);
+        self.go(way, len, deadline);
+    }
+
+    /// Does what a record of `len` bytes takes that has its way.
+    fn go(self: &Arc<Self>, way: Way, len: u64, deadline: Mono) {
         way.full
             .iter()
             .filter(|full| full.close())
@@ -147,11 +155,16 @@ impl Segments {
             self.seal_bell.ring(); // the timer keeps the deadline of what waits
         }
         if way.another {
-            self.open(room, deadline, way.into.is_none());
+            self.open(self.room_for(len), deadline, way.into.is_none());
         }
         if let Some((open, append)) = way.into {
             self.enqueue(&open, append);
         }
+    }
+
+    /// Bytes of the segment that is opened for a record of `len` bytes.
+    fn room_for(&self, len: u64) -> u64 {
+        self.room().max(self.least_room(len))
     }
 
     /// How many segments of that room may take records side by side: no more than are a 64th of the root's limit together,
@@ -248,28 +261,35 @@ impl Segments {
     /// A segment was opened, or not: those that wait for it go on.
     fn opened(self: &Arc<Self>, result: Result<OpenSegment>) {
         let open = result.map(Arc::new);
-        let now = self.shared.clock.now();
+        let (now, abreast) = (self.shared.clock.now(), self.abreast(self.room()));
+        let mut ways = Vec::new();
         let (waiting, hurry) = {
             let mut state = self.writer.0.lock();
-            let waiting = state.opening.take().unwrap_or_default();
+            let mut waiting = state.opening.take().unwrap_or_default();
+            let hurry = std::mem::take(&mut state.hurry) || state.last && waiting.is_empty();
+            if hurry {
+                state.closed = Some(now);
+            }
             if let Ok(open) = &open {
                 state.living.push(Arc::clone(open));
                 state.open.push(Arc::clone(open));
                 state.taken = 0;
-            }
-            let hurry = std::mem::take(&mut state.hurry) || state.last && waiting.is_empty();
-            if hurry {
-                state.closed = Some(now);
+                // All at once, so that nothing that comes now gets between neighbours.
+                ways.extend(waiting.drain(..).map(|write| {
+                    let (len, deadline) = (room_of(&write), write.deadline);
+                    (state.way(write, len, abreast), len, deadline)
+                }));
             }
             (waiting, hurry)
         };
         match open {
             Ok(open) => {
-                if waiting.is_empty() {
+                if ways.is_empty() {
                     open.opened_for_nobody(now);
                     self.seal_bell.ring();
                 }
-                waiting.into_iter().for_each(|write| self.append(write));
+                ways.into_iter()
+                    .for_each(|(way, len, deadline)| self.go(way, len, deadline));
                 if hurry {
                     self.close(&open);
                 }

@@ -29,7 +29,7 @@ use ucm_device::HostDevice;
 use ucm_infra::{Clock, SystemClock};
 use ucm_io::{Fault, FaultyEngine, Gate, OpKind, PsyncOptions, Rule};
 use ucm_store::backend::Backend;
-use ucm_store::engine::{Engine, EngineConfig, Task, Until};
+use ucm_store::engine::{Engine, EngineConfig, LANE_DUMP, LANE_LOAD, LANE_LOOKUP, Task, Until};
 use ucm_store::memory::{MemoryBackend, MemoryConfig, Policy};
 use ucm_store::tiers::{StageConfig, Tiers, TiersConfig, WritePolicy};
 
@@ -280,10 +280,10 @@ impl Store {
         self.faults.add(rule).unwrap();
     }
 
-    /// From now on operations of this kind hang before they begin, until the gate is opened.
+    /// From now on operations of this kind hang before they begin ([`of_records`]), until the gate is opened.
     pub(crate) fn hang(&self, kind: OpKind) -> Gate {
         let gate = self.gate();
-        self.fault(Rule::on(kind, Fault::HangBefore(gate.clone())));
+        self.fault(of_records(kind, Fault::HangBefore(gate.clone())));
         gate
     }
 
@@ -347,6 +347,18 @@ impl Store {
 
     pub(crate) fn missed(&self, reason: &str) -> u64 {
         self.engine.stats()["misses"][reason].as_u64().unwrap_or(0)
+    }
+}
+
+/// This befalls what is done for loads, lookups and dumps, and not what those do who look after the root, at times of
+/// their own.
+pub(crate) fn of_records(kind: OpKind, fault: Fault) -> Rule {
+    let rule = Rule::on(kind, fault);
+    match kind {
+        OpKind::Read => rule.lane(LANE_LOAD),
+        OpKind::Stat => rule.lane(LANE_LOOKUP),
+        OpKind::Publish | OpKind::WriteAt => rule.lane(LANE_DUMP),
+        _ => rule,
     }
 }
 
