@@ -133,7 +133,7 @@ def main() -> None:
         extra = {"admission": "measured", "deadlines": deadlines, "log": {"level": "ERROR"}}
         model = write_model(work / "model", llama_config(chosen.layers))
         rows = {}
-        with Engine(EngineSpec(model, chosen.runner, store, extra_config=extra), work / "log") as engine:
+        with Engine(EngineSpec(model, chosen.runner, store, extra_config=extra, fork=False), work / "log") as engine:
             bench = Bench(engine, Throttle(control))
             even = bench.warm_up()
             print(f"break-even: {even / 1e6:.2f} MB/s; {chosen.rounds} rounds of {len(LENGTHS)} prompts\n")

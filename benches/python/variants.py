@@ -58,6 +58,7 @@ def engine(variant: str, model: Path, root: Path, blocks: int, length: int) -> E
         args={"max_model_len": length, "kv_cache_memory_bytes": (blocks + 2) << 20},
         env={"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))},
         label=variant,
+        fork=False,
     )
 
 

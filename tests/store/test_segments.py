@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -110,6 +111,28 @@ def test_what_a_killed_process_had_not_published_is_taken_over(tmp_path: Path) -
         assert right(store, list(range(len(IDS))))
         assert not list(tmp_path.glob("root/*/tmp/*"))
         assert len(list(tmp_path.glob("root/*/segments/*.seg"))) == 1
+
+
+def _dumps(root: Path, block: int) -> None:
+    with opened(root) as store:
+        store.wait(store.dump_data([IDS[block]], [0], Memory().rows(block)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_processes_forked_from_one_that_had_a_store_are_writers_of_their_own(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    _dumps(root, 0)
+    fork = multiprocessing.get_context("fork")
+    children = [fork.Process(target=_dumps, args=(root, block)) for block in (1, 2)]
+    for process in children:  # as vLLM starts its ranks
+        process.start()
+    for process in children:
+        process.join(60)
+    assert [process.exitcode for process in children] == [0, 0]
+    writers = {path.name.split("-")[0] for path in root.glob("*/segments/*.seg")}
+    assert len(writers) == 3
+    with opened(root) as store:
+        assert right(store, [0, 1, 2])
 
 
 def test_closing_does_not_wait_for_more(tmp_path: Path) -> None:

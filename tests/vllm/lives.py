@@ -76,5 +76,6 @@ class Life:
 
     @property
     def warm_spec(self) -> EngineSpec:
-        """An engine that finds it: a smaller pool and gates before the store, the same identity."""
-        return EngineSpec(self.model, self.runner, self.disk.faulty(), blocks=40, label=f"warm-{self.runner}")
+        """An engine that finds it: a smaller pool and gates before the store, the same identity; spawned, too."""
+        label = f"warm-{self.runner}"
+        return EngineSpec(self.model, self.runner, self.disk.faulty(), blocks=40, label=label, fork=False)

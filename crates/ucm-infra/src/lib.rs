@@ -6,6 +6,7 @@
 //! * [`Completion`]: one result, waited for by many;
 //! * [`SpscRing`]: a bounded ring between two threads, whose ends spin, yield, then park;
 //! * [`IdSet`]: a concurrent set;
+//! * [`random_u64`]: a number that no other process has;
 //! * [`seqlock`]: bytes that one process writes while others read them, without a lock;
 //! * [`LoadGate`]: the states of the blocks of one load, so that no byte arrives late and the end is told once.
 //!
@@ -31,6 +32,8 @@ mod gate;
 mod ids;
 #[cfg(not(loom))]
 mod pool;
+#[cfg(not(loom))]
+mod random;
 mod ring;
 pub mod seqlock;
 mod sync;
@@ -44,4 +47,6 @@ pub use ids::IdSet;
 pub use pool::{
     Lane, LaneStats, MAX_LANES, MAX_QUEUE, MAX_WORKERS, PoolStats, Refused, WorkerPool, WorkerPoolBuilder,
 };
+#[cfg(not(loom))]
+pub use random::random_u64;
 pub use ring::{PopError, PushError, RingConsumer, RingProducer, SpscRing};

@@ -30,12 +30,7 @@ pub mod stats;
 pub mod tiers;
 mod writing;
 
-use std::hash::{BuildHasher, Hasher, RandomState};
-
-/// Sixty-four random bits, from the operating system by way of the standard library's hasher keys.
-pub fn random_u64() -> u64 {
-    RandomState::new().build_hasher().finish()
-}
+pub use ucm_infra::random_u64;
 
 /// 128 random bits as 32 hex digits.
 pub(crate) fn random_hex() -> String {

@@ -8,16 +8,18 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use common::shared::{LONG, in_time};
 use common::{Device, Layout, Setup, Store, directory, eventually, identity, ids, shape};
 use serde_json::{Value, json};
-use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_infra::{Clock, ManualClock, Mono, SystemClock};
 use ucm_io::{
     Fault, FaultyEngine, Gate, IoDone, IoEngine, IoOp, OpKind, Process, PsyncEngine, PsyncOptions, Rule,
 };
 use ucm_store::auto::AutoBackend;
+use ucm_store::auto::measure::{Place, measure};
 use ucm_store::backend::Backend;
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::posix::{Modes, PosixConfig};
@@ -239,7 +241,7 @@ fn a_measurement_that_takes_too_long_ends() {
     let deadline = clock.now().after(Duration::from_secs(3600));
     std::thread::scope(|scope| {
         let probe = scope.spawn(|| backend.probe(deadline));
-        gate.await_waiting(2);
+        gate.await_waiting(1);
         while !probe.is_finished() {
             clock.advance(Duration::from_millis(10));
             std::thread::sleep(Duration::from_micros(200)); // the probe has to get on, too
@@ -408,4 +410,56 @@ fn nothing_is_measured_in_a_root_that_is_too_small() {
     );
     assert!(faults.log().iter().all(|seen| seen.kind != OpKind::Create));
     backend.shutdown(Duration::from_secs(3600));
+}
+
+#[test]
+fn appends_are_measured_over_as_many_files_as_segments_would_be() {
+    for (abreast, files) in [(None, 1), (Some(1), 1), (Some(3), 3), (Some(99), 16)] {
+        let (dir, number) = (directory(), AtomicU64::new(0));
+        let clock = SystemClock::shared();
+        let options = PsyncOptions::with_workers(4);
+        let engine = FaultyEngine::new(PsyncEngine::new(options).unwrap(), Arc::clone(&clock), 1);
+        let io = Arc::clone(&engine) as Arc<dyn IoEngine>;
+        let name = || {
+            let number = number.fetch_add(1, Ordering::Relaxed);
+            dir.path().join(number.to_string())
+        };
+        let place = Place {
+            io: &io,
+            clock: &*clock,
+            record_len: 5000, // two pages each, sixteen a turn
+            file_mode: 0o600,
+            name: &name,
+            abreast,
+        };
+        let figures = measure(&place, Mono::NEVER).unwrap();
+        assert!(figures.segment_bytes_per_s > 0 && figures.file_bytes_per_s > 0);
+        let (turns, rest) = (
+            engine.count(OpKind::WriteAt) / 16,
+            engine.count(OpKind::WriteAt) % 16,
+        );
+        assert!(turns >= 1 && rest == 0);
+        assert_eq!(engine.count(OpKind::Create), turns * files);
+        let mut appended = BTreeMap::new();
+        for seen in engine
+            .log()
+            .into_iter()
+            .filter(|seen| seen.kind == OpKind::WriteAt)
+        {
+            *appended.entry(seen.paths).or_insert(0) += 1_u64;
+        }
+        assert_eq!(appended.len() as u64, turns * files);
+        assert!(
+            appended
+                .values()
+                .all(|&records| records.abs_diff(16 / files) <= 1),
+            "{appended:?}"
+        );
+        io.shutdown(LONG);
+        assert_eq!(
+            std::fs::read_dir(dir.path()).unwrap().count(),
+            0,
+            "all of it is removed"
+        );
+    }
 }

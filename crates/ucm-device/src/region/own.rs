@@ -64,7 +64,7 @@ impl SharedRegion {
 
     /// `whole`: with every page of it taken.
     pub(super) fn make(options: RegionOptions, whole: bool) -> Result<Arc<Self>> {
-        let nonce = random();
+        let nonce = ucm_infra::random_u64();
         let shape = Shape::fitting(options.capacity, options.record_len, options.namespace, nonce)?;
         let name = memfd_name(nonce);
         let together = hold_forks()?;
@@ -335,10 +335,4 @@ impl fmt::Debug for SharedRegion {
 /// The name of a region's memfd, by which readers know it again.
 pub(crate) fn memfd_name(nonce: u64) -> String {
     format!("ucm-region-{nonce:016x}")
-}
-
-/// Random bits, from the operating system by way of the standard library's hasher keys.
-pub(crate) fn random() -> u64 {
-    use std::hash::{BuildHasher, Hasher, RandomState};
-    RandomState::new().build_hasher().finish()
 }

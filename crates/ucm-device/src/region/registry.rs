@@ -16,7 +16,6 @@ use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::fork::{Origin, OwnFd, forks};
-use super::own::random;
 use super::shape::Shape;
 use super::view::RegionView;
 
@@ -238,7 +237,7 @@ impl Drop for Announcement {
 
 /// Makes a file under a private name, locks it, and gives it its name. The inner error: another process took it away.
 fn make(dir: &OwnedFd, name: &str, notice: &Notice) -> Result<Result<OwnFd, Errno>> {
-    let private = format!("{:016x}{PRIVATE}", random());
+    let private = format!("{:016x}{PRIVATE}", ucm_infra::random_u64());
     let before = forks()?;
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let made = openat(dir, private.as_str(), flags, Mode::RUSR | Mode::WUSR);

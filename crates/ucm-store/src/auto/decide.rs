@@ -15,10 +15,9 @@ use ucm_io::{FileMeta, IoDone, IoOp};
 use super::kept::{Kept, LayoutKind, Why};
 use super::measure::{self, Figures, Place};
 use super::{Auto, Decision};
-use crate::engine::LANE_DUMP;
 use crate::layout::{BLOCKS, Marker, SEGMENTS, SegmentName, is_namespace, shard_name};
 use crate::root::unless_read_only;
-use crate::segment::ABREAST;
+use crate::segment::{room_below, side_by_side};
 use crate::space::Capacity;
 
 /// Part of what is free, and of the limit, that measuring may write.
@@ -117,7 +116,15 @@ impl Auto {
         shared.make_dirs(deadline)?;
         shared.probe_io(deadline)?; // from here on the engine is the one that records will go through
         let name = || shared.next_private();
-        let abreast = shared.io.width(LANE_DUMP).min(ABREAST);
+        // A share of what is there, or what others decided, is not known yet: more than segments side by side take.
+        let limit = match shared.config.capacity {
+            Some(Capacity::Bytes(limit)) => limit.get(),
+            _ => u64::MAX,
+        };
+        let abreast = match self.segments.age.is_zero() {
+            true => 1,
+            false => side_by_side(shared, limit, room_below(&self.segments, limit)),
+        };
         let place = Place {
             io: &shared.io,
             clock: &*shared.clock,

@@ -190,10 +190,9 @@ impl OpenSegment {
         self.turns.lock().writing = false;
     }
 
-    /// How many writes wait for their turn, with the one that has it.
+    /// How many records have their place and are not written yet.
     pub(crate) fn backlog(&self) -> usize {
-        let turns = self.turns.lock();
-        turns.waiting.len() + usize::from(turns.writing)
+        self.inner.lock().in_flight
     }
 
     /// Takes those whose time was over before their turn came out; when that of the next one is.

@@ -16,13 +16,14 @@ use ucm_core::{Error, ErrorKind, PAGE, Result, round_up};
 use ucm_infra::Mono;
 use ucm_io::{IoDone, IoOp};
 
-use super::Segments;
 use super::format::{HEAD_LEN, Owner, encode_head, foot_len};
 use super::index::Known;
 use super::open::{Append, OpenSegment};
 use super::sealing::unsure;
+use super::{SegmentConfig, Segments};
 use crate::engine::LANE_DUMP;
 use crate::layout::SegmentName;
+use crate::posix::Shared;
 use crate::space::Ticket;
 use crate::writing::Write;
 
@@ -34,7 +35,7 @@ pub(super) const LEAST_TIME: Duration = Duration::from_secs(5);
 /// Bytes that one segment takes before another one may be in turn.
 const RUN: u64 = 4 << 20;
 /// Most segments that take records side by side.
-pub(crate) const ABREAST: usize = 4;
+const ABREAST: usize = 4;
 /// Least time between two times that what is open is sealed because somebody waits.
 const SPACING: Duration = Duration::from_millis(50);
 
@@ -119,6 +120,21 @@ impl State {
     }
 }
 
+/// How many segments of that room are filled side by side below a root with this limit: where records take turns in each,
+/// as many as are written at once and no more than are a 64th of the limit together.
+pub(crate) fn side_by_side(shared: &Shared, limit: u64, room: u64) -> usize {
+    if !shared.takes_turns() {
+        return 1;
+    }
+    let most = usize::try_from(limit / SHARE / room.max(1)).unwrap_or(ABREAST);
+    shared.io.width(LANE_DUMP).min(ABREAST).min(most).max(1)
+}
+
+/// Length at which segments are sealed below a root with this limit, bytes, where no record is longer.
+pub(crate) fn room_below(config: &SegmentConfig, limit: u64) -> u64 {
+    config.size.min(limit / SHARE)
+}
+
 /// Bytes that a record takes in a segment.
 fn room_of(write: &Write) -> u64 {
     round_up(write.options.len as u64, PAGE)
@@ -133,8 +149,7 @@ impl Segments {
     /// Length at which segments are sealed now, bytes.
     pub(super) fn room(&self) -> u64 {
         let least = self.least_room(self.shared.config.record.record_len() as u64);
-        let share = self.shared.space.usage().capacity / SHARE;
-        self.config.size.min(share).max(least)
+        room_below(&self.config, self.shared.space.usage().capacity).max(least)
     }
 
     /// Writes a record, unless it is there.
@@ -167,15 +182,12 @@ impl Segments {
         self.room().max(self.least_room(len))
     }
 
-    /// How many segments of that room may take records side by side: no more than are a 64th of the root's limit together,
-    /// and one where they are sealed at once anyway.
+    /// How many segments of that room may take records side by side: one where they are sealed at once anyway.
     fn abreast(&self, room: u64) -> usize {
         if self.seals_at_once() {
             return 1;
         }
-        let share = self.shared.space.usage().capacity / SHARE / room.max(1);
-        let most = usize::try_from(share).unwrap_or(ABREAST);
-        self.shared.io.width(LANE_DUMP).min(ABREAST).min(most)
+        side_by_side(&self.shared, self.shared.space.usage().capacity, room)
     }
 
     /// Opens a segment: is the root still ours, is there room, and then the file. With `needed` nothing else takes what is

@@ -18,8 +18,8 @@ use crate::layout::FORMAT;
 pub(super) const READ_AGAIN: Duration = Duration::from_secs(30);
 /// Silence after which a writer has no grant any more, by the collector's clock; twice what the writer allows itself.
 const SILENCE: Duration = Duration::from_secs(600);
-/// Time to resign in, at most: as much as closing has left. On a busy disk a document takes its time, and whoever leaves
-/// without a word is waited for.
+/// Time to resign in, about as much as closing a store takes at most: on a busy disk a document takes its time, and
+/// whoever leaves without a word is waited for.
 const RESIGN: Duration = Duration::from_secs(2);
 /// A note of another writer, as last read.
 pub(super) struct Seen {

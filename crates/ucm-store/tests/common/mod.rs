@@ -350,8 +350,8 @@ impl Store {
     }
 }
 
-/// This befalls what is done for loads, lookups and dumps, and not what those do who look after the root, at times of
-/// their own.
+/// This befalls the reads of loads, the looks of lookups and the writes of dumps, and not what those do who look after the
+/// root, at times of their own.
 pub(crate) fn of_records(kind: OpKind, fault: Fault) -> Rule {
     let rule = Rule::on(kind, fault);
     match kind {
