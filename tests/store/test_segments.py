@@ -114,8 +114,9 @@ def test_what_a_killed_process_had_not_published_is_taken_over(tmp_path: Path) -
 
 
 def _dumps(root: Path, block: int) -> None:
+    memory = Memory()
     with opened(root) as store:
-        store.wait(store.dump_data([IDS[block]], [0], Memory().rows(block)))
+        store.wait(store.dump_data([IDS[block]], [0], memory.rows(block)))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

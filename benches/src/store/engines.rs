@@ -186,6 +186,7 @@ impl Case<'_> {
                     len: self.bytes,
                     mode: 0o600,
                     mtime_ns: Some(1_600_000_000_000_000_000),
+                    durable: false,
                 });
                 let spent = run(engine, 2, ops)?;
                 hollow(&paths)?;

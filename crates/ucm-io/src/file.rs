@@ -59,6 +59,7 @@ pub(crate) struct Publish<'a> {
     pub(crate) len: usize,
     pub(crate) mode: u32,
     pub(crate) mtime_ns: Option<i64>,
+    pub(crate) durable: bool,
 }
 
 impl Files {
@@ -171,6 +172,9 @@ impl Files {
         if through_cache && self.presses(job.len) {
             // Starts writing back what is dirty of this file; best effort, the kernel does it some time anyway.
             let _ = rustix::fs::fadvise(file.fd(), 0, None, Advice::DontNeed);
+        }
+        if job.durable {
+            retry(|| rustix::fs::fsync(file.fd())).map_err(written)?;
         }
         file.close().map_err(|e| failed(e, CANNOT_CLOSE, job.private))
     }
@@ -364,6 +368,7 @@ mod tests {
             len: 3,
             mode: 0o600,
             mtime_ns: None,
+            durable: true,
         };
         Files::new(false).publish(&job, vec![1, 2, 3].into(), &|| wanted)
     }

@@ -105,6 +105,9 @@ pub enum IoOp {
         mode: u32,
         /// Modification time it gets before it has its name (ns since 1970); `None` leaves the time of writing.
         mtime_ns: Option<i64>,
+        /// Whether its bytes reach the medium before it has its name (`fsync`). Without, a power cut may leave the name and
+        /// no bytes, which is enough for what carries a checksum and can be made again.
+        durable: bool,
     },
     /// Creates a private file that is to be filled by [`IoOp::WriteAt`] and named by [`IoOp::Finish`]. Answer:
     /// [`IoDone::Created`]. When it fails there is no such file, or it is that of somebody else.

@@ -173,6 +173,7 @@ fn run(files: &Files, op: IoOp, wanted: StillWanted<'_>) -> Result<IoDone> {
             len,
             mode,
             mtime_ns,
+            durable,
         } => {
             let job = Publish {
                 private: &private,
@@ -181,6 +182,7 @@ fn run(files: &Files, op: IoOp, wanted: StillWanted<'_>) -> Result<IoDone> {
                 len,
                 mode,
                 mtime_ns,
+                durable,
             };
             files.publish(&job, buf, wanted)
         }

@@ -155,6 +155,7 @@ fn a_publish_gets_its_length_time_and_place(kind: Kind) {
                 len,
                 mode: 0o640,
                 mtime_ns: Some(mtime_ns),
+                durable: mtime_ns == 0,
             };
             let IoDone::Published { buf, meta } = call(&*engine, op).unwrap() else {
                 unreachable!();
@@ -194,6 +195,7 @@ fn a_failed_publish_leaves_nothing_behind_and_touches_nothing(kind: Kind) {
         len,
         mode: 0o600,
         mtime_ns: None,
+        durable: false,
     };
     // The place of the private file is missing, and that of the target.
     assert_eq!(fails(&*engine, op("no/p", "t", 100)), ErrorKind::NotFound);
@@ -345,6 +347,7 @@ fn a_name_that_is_taken_stays_and_one_of_many_gets_a_free_one(kind: Kind) {
         len: 10,
         mode: 0o600,
         mtime_ns: None,
+        durable: false,
     };
     let won: Vec<u8> = std::thread::scope(|scope| {
         let all: Vec<_> = (0..8)

@@ -95,6 +95,8 @@ impl Shared {
         }
     }
 
+    /// Publishes the marker or a manifest, durably: they are few, and without its marker a root is no root. A name that a
+    /// power cut left without bytes would switch it off for good.
     fn publish_document(
         &self,
         private: PathBuf,
@@ -112,6 +114,7 @@ impl Shared {
             len,
             mode: self.config.modes.file,
             mtime_ns: None,
+            durable: true,
         };
         self.call(deadline, op).map(|_| ())
     }

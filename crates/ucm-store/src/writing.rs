@@ -147,6 +147,7 @@ impl Shared {
             len: options.len,
             mode: self.config.modes.file,
             mtime_ns: Some(self.recency.published(id, options.ordinal, self.clock.wall_ns())),
+            durable: false,
         };
         let shared = Arc::clone(self);
         let published = move |result: Result<IoDone>| {

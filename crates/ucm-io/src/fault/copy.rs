@@ -55,6 +55,7 @@ pub(super) fn copy_of(op: &IoOp) -> IoOp {
             len,
             mode,
             mtime_ns,
+            durable,
         } => IoOp::Publish {
             private: private.clone(),
             target: target.clone(),
@@ -63,6 +64,7 @@ pub(super) fn copy_of(op: &IoOp) -> IoOp {
             len: *len,
             mode: *mode,
             mtime_ns: *mtime_ns,
+            durable: *durable,
         },
         IoOp::Stat {
             paths,

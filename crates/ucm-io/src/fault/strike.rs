@@ -263,6 +263,7 @@ impl Shared {
             len: own_len,
             mode,
             mtime_ns,
+            durable,
         } = op
         else {
             return done(Err(Error::internal("not a publish")));
@@ -285,6 +286,7 @@ impl Shared {
             buf: IoBuf::Heap(bytes),
             mode,
             mtime_ns,
+            durable,
         };
         self.pass(lane, deadline, op, done);
     }
@@ -336,6 +338,7 @@ impl Shared {
             buf,
             mode,
             mtime_ns: None,
+            durable: false,
         };
         self.pass(lane, deadline, op, dead(done));
     }

@@ -38,7 +38,7 @@ pub(super) struct Publishing {
 }
 
 impl Publishing {
-    /// Takes a publish, or gives back what is none.
+    /// Takes a publish, or gives back what is none, or one that is to be durable: those are few, and the pool's.
     pub(super) fn take(op: IoOp, files: &Arc<Files>) -> std::result::Result<Result<(Core, Self)>, IoOp> {
         let IoOp::Publish {
             private,
@@ -48,6 +48,7 @@ impl Publishing {
             len,
             mode,
             mtime_ns,
+            durable: false,
         } = op
         else {
             return Err(op);
@@ -80,6 +81,7 @@ impl Publishing {
             len: self.len,
             mode: self.mode,
             mtime_ns: self.mtime_ns,
+            durable: false,
         }
     }
 

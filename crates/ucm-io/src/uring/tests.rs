@@ -37,6 +37,7 @@ fn publish(dir: &Path, len: usize, direct: bool) -> Work {
         len,
         mode: 0o600,
         mtime_ns: None,
+        durable: false,
     };
     Work::new(op, &Arc::new(Files::new(direct))).unwrap().unwrap()
 }

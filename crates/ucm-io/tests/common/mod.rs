@@ -79,6 +79,7 @@ pub fn publish_op(dir: &Path, name: &str, buf: impl Into<IoBuf>) -> IoOp {
         buf,
         mode: 0o600,
         mtime_ns: None,
+        durable: false,
     }
 }
 

@@ -193,6 +193,7 @@ impl Turn<'_> {
             len: self.place.record_len,
             mode: self.place.file_mode,
             mtime_ns,
+            durable: false,
         };
         self.all((0..self.count).map(|_| publish), self.count)?;
         Ok(self.place.clock.now().since(begun))

@@ -108,6 +108,7 @@ impl Segments {
             buf: IoBuf::Heap(bytes),
             mode: self.shared.config.modes.file,
             mtime_ns: None,
+            durable: false,
         };
         let copied = self.shared.call(deadline, op);
         self.shared.space.ended(ticket, copied.as_ref().err());

@@ -136,6 +136,7 @@ impl Space {
             buf: IoBuf::Heap(bytes),
             mode: self.config.modes.file,
             mtime_ns: None,
+            durable: false,
         };
         match self.call(deadline, op) {
             Ok(IoDone::Published { .. }) => Ok(true),
