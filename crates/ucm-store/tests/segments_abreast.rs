@@ -81,7 +81,7 @@ fn a_file_is_written_by_one_thread_and_others_are_opened_beside_it() {
     let device = Device::filled(&setup, &blocks);
     let gate = store.hang(OpKind::WriteAt);
     let mut tasks = vec![begin(&store, &device, &blocks[..RUN + 1])];
-    eventually("a second one is opened", || store.privates().len() == 2);
+    eventually("a second one is opened", || store.stat("segments_open") == 2);
     assert_eq!(store.faults.count(OpKind::WriteAt), 1, "one at a time");
     tasks.extend(
         blocks[RUN + 1..]

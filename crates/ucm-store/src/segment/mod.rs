@@ -381,6 +381,7 @@ impl Backend for SegmentBackend {
     fn counters(&self) -> Vec<(&'static str, u64)> {
         let (segments, carried) = self.segments.merged();
         vec![
+            ("segments_open", self.segments.taking_records() as u64),
             ("segments_merged", segments),
             ("records_carried", carried),
             ("records_not_indexed", self.segments.index.left_out()),

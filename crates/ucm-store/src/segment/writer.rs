@@ -393,6 +393,11 @@ impl Segments {
         self.seal_bell.ring();
     }
 
+    /// How many segments take records.
+    pub(super) fn taking_records(&self) -> usize {
+        self.writer.0.lock().open.len()
+    }
+
     /// The segments that were opened and have not ended.
     pub(super) fn open_segments(&self) -> Vec<Arc<OpenSegment>> {
         self.writer.0.lock().living.clone()
