@@ -5,10 +5,9 @@
 
 mod common;
 
-use std::path::Path;
 use std::time::Duration;
 
-use common::segments::{Place, change, finds};
+use common::segments::{Place, change, die_at_seal, finds};
 use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 use ucm_core::{BlockId, ErrorKind};
 use ucm_io::{Fault, OpKind, Process, Rule};
@@ -245,7 +244,7 @@ fn the_whole_records_of_a_dead_writer_are_taken_over_in_the_form_they_have() {
         }),
         ..compressed()
     };
-    let left = die(dir.path(), &dead, &ids(5));
+    let left = die_at_seal(dir.path(), &dead, &filled(&ids(5)), &ids(5));
     // The second of them did not reach the medium whole.
     let records = beginnings(&std::fs::read(&left).unwrap());
     assert_eq!(records.len(), 5);
@@ -259,20 +258,6 @@ fn the_whole_records_of_a_dead_writer_are_taken_over_in_the_form_they_have() {
     assert!(loads(&store, &whole));
     assert!(store.privates().is_empty());
     assert!(store.places().iter().all(|place| place.len < RECORD));
-}
-
-/// Leaves the private segment of a writer that died at its seal, with these blocks in it.
-fn die(root: &Path, setup: &Setup, blocks: &[BlockId]) -> std::path::PathBuf {
-    let store = Store::open(root, setup.clone());
-    let device = filled(blocks); // until the dump was staged
-    let task = store.engine.dump(device.rows(blocks)).unwrap();
-    eventually("written", || finds(&store, blocks).iter().all(|&found| found));
-    store.fault(Rule::on(OpKind::Finish, Fault::Killed { keep: 50 }));
-    store.backend.flush(false);
-    assert_eq!(store.outcome(&task).unwrap_err().len(), blocks.len());
-    let privates = store.privates();
-    assert_eq!((privates.len(), store.segments().len()), (1, 0));
-    privates.into_iter().next().unwrap()
 }
 
 /// Where records begin in the bytes of a segment.

@@ -7,25 +7,14 @@ mod common;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use common::segments::{change, finds, loads, quick};
+use common::merging::gone;
+use common::segments::{change, die_at_seal, finds, loads, quick};
 use common::shared::{elsewhere, on};
 use common::{Device, Layout, Setup, Store, directory, eventually, ids};
 use ucm_core::BlockId;
 use ucm_infra::{ManualClock, Mono};
-use ucm_io::{Fault, OpKind, Process, Rule};
+use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::Until;
-
-/// A process that was here and is gone.
-fn gone() -> Process {
-    let mut child = std::process::Command::new("true").spawn().unwrap();
-    let pid = child.id();
-    child.wait().unwrap();
-    Process {
-        pid,
-        started: 1, // no process is that old, should the number be used again
-        ..Process::this()
-    }
-}
 
 /// Leaves the private segment of a writer that died at its seal, with these blocks in it.
 fn die(root: &Path, setup: &Setup, blocks: &[BlockId]) -> std::path::PathBuf {
@@ -36,16 +25,7 @@ fn die(root: &Path, setup: &Setup, blocks: &[BlockId]) -> std::path::PathBuf {
         }),
         ..setup.clone()
     };
-    let store = Store::open(root, setup.clone());
-    let device = Device::filled(&setup, blocks);
-    let task = store.engine.dump(device.rows(blocks)).unwrap();
-    eventually("written", || finds(&store, blocks).iter().all(|&found| found));
-    store.fault(Rule::on(OpKind::Finish, Fault::Killed { keep: 50 }));
-    store.backend.flush(false);
-    assert_eq!(store.outcome(&task).unwrap_err().len(), blocks.len());
-    let privates = store.privates();
-    assert_eq!((privates.len(), store.segments().len()), (1, 0));
-    privates.into_iter().next().unwrap()
+    die_at_seal(root, &setup, &Device::filled(&setup, blocks), blocks)
 }
 
 #[test]

@@ -121,9 +121,10 @@ impl Auto {
             Some(Capacity::Bytes(limit)) => limit.get(),
             _ => u64::MAX,
         };
-        let abreast = match self.segments.age.is_zero() {
-            true => 1,
-            false => side_by_side(shared, limit, room_below(&self.segments, limit)),
+        let abreast = if self.segments.age.is_zero() {
+            1
+        } else {
+            side_by_side(shared, limit, room_below(&self.segments, limit))
         };
         let place = Place {
             io: &shared.io,

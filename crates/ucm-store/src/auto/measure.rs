@@ -71,7 +71,8 @@ pub struct Place<'a> {
     pub abreast: Option<usize>,
 }
 
-/// Bytes of records that measuring this length writes at most, beside a page at the head of each file appended to; `None`: they are too long to be measured.
+/// Bytes of records that measuring this length writes at most, beside a page at the head of each file appended to;
+/// `None`: they are too long to be measured.
 pub fn cost(record_len: usize) -> Option<u64> {
     let len = round_up(record_len as u64, PAGE);
     (len <= LARGE).then(|| 2 * TURNS as u64 * count(len) * len)

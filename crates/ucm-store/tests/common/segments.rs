@@ -4,6 +4,7 @@ use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
 use ucm_core::BlockId;
+use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::{Task, Until};
 use ucm_store::segment::SegmentConfig;
 
@@ -74,6 +75,18 @@ pub(crate) fn places(file: &Path) -> Vec<Place> {
         })
     };
     (0..count.min(bytes.len() / 32)).filter_map(entry).collect()
+}
+
+/// Leaves the private segment of a writer that died at its seal, with these blocks of a device in it.
+pub(crate) fn die_at_seal(root: &Path, setup: &Setup, device: &Device, blocks: &[BlockId]) -> PathBuf {
+    let store = Store::open(root, setup.clone());
+    let task = begin(&store, device, blocks);
+    store.fault(Rule::on(OpKind::Finish, Fault::Killed { keep: 50 }));
+    store.backend.flush(false);
+    assert_eq!(store.outcome(&task).unwrap_err().len(), blocks.len());
+    let privates = store.privates();
+    assert_eq!((privates.len(), store.segments().len()), (1, 0));
+    privates.into_iter().next().unwrap()
 }
 
 /// Changes a file in place; its time of use stays. One that is gone (a collector may be at work) stays so.
