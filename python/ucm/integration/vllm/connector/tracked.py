@@ -29,6 +29,7 @@ class Tracked:
         "asked",
         "audit",
         "banned_from",
+        "barred",
         "cursor",
         "failures",
         "judged",
@@ -55,6 +56,7 @@ class Tracked:
         self.keyable = True  # False: it has no keys and never will
         self.lookup: Lookup | None = None
         self.cursor = 0  # blocks before it were offered, or are in the store
+        self.barred = False  # it holds blocks of weights that may be gone: none of it is offered
         self.judged = False  # whether this hit is audited was decided
         self.audit = range(0)  # ordinals of stored blocks that are computed to be compared
         self.judged_hit = range(0)  # ordinals of the hit that was judged last
@@ -87,6 +89,15 @@ class Tracked:
         self.asked, self.reason = False, MissReason.NOT_TAKEN
         self.judged_hit = range(0)
         self.cursor = 0
+        self.barred = False
+        self.touched_at = NEVER
+
+    def renew(self) -> None:
+        """The weights may be others from here on: its keys name blocks of those before."""
+        self.keys, self.keyable, self.lookup, self.waits_since = [], True, None, None
+        self.judged, self.audit, self.judged_hit = False, range(0), range(0)
+        self.cursor, self.banned_from = 0, _NEVER
+        self.barred = self.barred or self.request.num_computed_tokens > 0
         self.touched_at = NEVER
 
     def adopt(self, presence: Presence) -> bool:

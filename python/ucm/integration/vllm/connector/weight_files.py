@@ -110,8 +110,6 @@ def _unknowable(vllm_config: Any) -> str:
         return f"load format {load_format} does not read its weights from files ucm knows; {_DECLARE}"
     if remote and remote != vllm_config.model_config.model:
         return f"the weights are streamed from {remote}, so there is no local file to read; {_DECLARE}"
-    if getattr(vllm_config, "weight_transfer_config", None) is not None:
-        return f"weight transfer replaces the weights while the engine runs; {_DECLARE}"
     return ""
 
 
