@@ -135,7 +135,7 @@ class Gate:
 
     def ask(self) -> None:
         """A request is about to be computed: have the ranks look at their weights, if they have not."""
-        if not self.sure and self._asked_at is None and self._shakes is not None:
+        if not self.sure and self._asked_at is None:
             self._wanted, self._asked_at = True, self._clock()
 
     def take_question(self) -> int | None:
