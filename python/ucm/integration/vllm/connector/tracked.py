@@ -16,7 +16,8 @@ from ucm.reasons import MissReason
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-_NEVER = 1 << 62
+#: An ordinal, or a number of tokens, that is never reached.
+FAR = 1 << 62
 
 #: Before any time.
 NEVER = float("-inf")
@@ -41,12 +42,14 @@ class Tracked:
         "local",
         "lookup",
         "preemptions",
+        "ran_from",
         "reason",
         "request",
         "tally",
         "touched_at",
         "verdict",
         "waits_since",
+        "wrong_from",
     )
 
     def __init__(self, request: Request) -> None:
@@ -61,7 +64,7 @@ class Tracked:
         self.judged_tiers = b""  # where its blocks were
         self.judged_end = 0  # ordinal of the first that is not to be loaded
         self.verdict = Verdict.LOAD  # and what became of it
-        self.banned_from = _NEVER  # ordinal of the first block that failed to load
+        self.banned_from = FAR  # ordinal of the first block that failed to load
         self.local = 0  # tokens found on the device, as of vLLM's last question
         self.loading = range(0)  # ordinals of a load, between its admission and the last rank's word about it
         self.failures: dict[int, MissReason] = {}  # ordinal -> why this load did not bring the block
@@ -71,6 +74,8 @@ class Tracked:
         self.reason: MissReason | None = MissReason.NOT_TAKEN
         self.tally = Tally()
         self.preemptions = request.num_preemptions
+        self.ran_from: int | None = None  # tokens it began its first step since it was admitted with; None before
+        self.wrong_from = FAR  # ordinal of the first block that another connector failed to fill
         self.touched_at = NEVER  # when the store was last told that its blocks are in use
         self.waits_since: float | None = None  # when it was asked for while a rank's health was not known
 
