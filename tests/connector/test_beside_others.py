@@ -148,7 +148,7 @@ def test_whoever_shared_the_block_in_that_step_or_finds_it_later_offers_nothing_
     assert rig.half.matched(second, 3 * BLOCK) == (0, False)
     share(rig, first, second, 3)
     second.num_computed_tokens = 3 * BLOCK
-    rig.step(first, second, sync=True)
+    assert blocks_of(rig.step(first, second, sync=True)) == []
     invalid(rig, table_of(rig, first)[1])
     first.num_computed_tokens = BLOCK
     for request in (first, second):

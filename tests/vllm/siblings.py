@@ -17,6 +17,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
+#: Arguments of vLLM's KVTransferConfig for it.
+SIBLING = {"kv_connector": "Sibling", "kv_connector_module_path": "siblings", "kv_role": "kv_both"}
+
+
+def several(*connectors: Any, **options: Any) -> dict[str, Any]:
+    """The same for vLLM's connector of several."""
+    extra = {"connectors": list(connectors)}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra, **options}
+
+
+def load_of_sibling(how: str) -> dict[str, Any]:
+    """Extra arguments of a request whose blocks it claims: ``stall`` or ``fail``."""
+    return {"kv_transfer_params": {"sibling": how}}
+
+
+#: Of the engine's scheduler: whether one request is known, and waits for a load.
+LOADING = "[request.status.name for request in scheduler.requests.values()] == ['WAITING_FOR_REMOTE_KVS']"
+
 
 @dataclass
 class SiblingHandshake(KVConnectorHandshakeMetadata):

@@ -18,6 +18,7 @@ from cases import ALL, Case
 from checks import assert_reused, assert_same
 from harness import Engine, EngineHost, wait_until
 from lives import Disk, new_disk, store_under_test
+from siblings import LOADING, SIBLING, load_of_sibling, several
 from specs import EngineSpec, Result
 
 #: The connectors of each runner's engine, in order.
@@ -58,14 +59,9 @@ def transfer(spec: EngineSpec, example: Path, order: tuple[str, ...]) -> dict[st
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"shared_storage_path": str(example)},
         },
-        "sibling": {"kv_connector": "Sibling", "kv_connector_module_path": "siblings", "kv_role": "kv_both"},
+        "sibling": SIBLING,
     }
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [children[name] for name in order]},
-    }
+    return several(*(children[name] for name in order), kv_load_failure_policy="recompute")
 
 
 @pytest.fixture
@@ -125,9 +121,8 @@ def test_a_damaged_block_fails_no_request(beside: Beside, reference: dict[str, R
 def test_blocks_that_another_was_to_fill_are_not_stored(beside: Beside, reference: dict[str, Result]) -> None:
     """The client goes away while the other connector loads: vLLM calls those tokens computed, and nobody wrote them."""
     case, right, before = ALL["crowd_1"], reference["crowd_1"], len(beside.disk.files())
-    stalled = beside.engine.submit(case.ask(extra_args={"kv_transfer_params": {"sibling": "stall"}}))
-    waiting = "[request.status.name for request in scheduler.requests.values()] == ['WAITING_FOR_REMOTE_KVS']"
-    wait_until(lambda: beside.engine.scheduler_eval(waiting) == "True", "the other connector loads")
+    stalled = beside.engine.submit(case.ask(extra_args=load_of_sibling("stall")))
+    wait_until(lambda: beside.engine.scheduler_eval(LOADING) == "True", "the other connector loads")
     beside.engine.abort(*stalled)
     beside.engine.collect(stalled)
     beside.engine.wait_idle()
@@ -142,7 +137,7 @@ def test_nothing_computed_on_a_failed_load_is_stored(beside: Beside, runner: str
     """vLLM computes the blocks again. Its V2 runner does so in the wrong place (vllm#49250): then nothing is right
     until its own cache is empty, and nothing of it may be found afterwards."""
     case, right, before = ALL["crowd_2"], reference["crowd_2"], len(beside.disk.files())
-    answer = beside.ask(case, extra_args={"kv_transfer_params": {"sibling": "fail"}})
+    answer = beside.ask(case, extra_args=load_of_sibling("fail"))
     assert answer.finish == "length"
     if runner == "v1":
         assert_same(answer, right)
