@@ -27,7 +27,7 @@ from ucm.integration.vllm.connector.extra_keys import ExtraKeys
 from ucm.integration.vllm.connector.gate import Gate
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookups
-from ucm.integration.vllm.connector.metadata import VERSION, DumpResult, Handshake, RankReport, WorkerReport
+from ucm.integration.vllm.connector.metadata import DumpResult, Handshake, RankReport, WorkerReport
 from ucm.integration.vllm.connector.pace import Pace
 from ucm.integration.vllm.connector.scheduler import SchedulerHalf
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1, Until
@@ -101,7 +101,7 @@ def open_half(tables: Tables) -> SchedulerHalf:
     )
     half.bind_manager(tables)  # a step asks vLLM's manager for nothing but tables
     half.bind_pool(tables.block_pool)
-    gate.shake({(0, 0): Handshake(VERSION, (0, 0, 0), 0, True, {}, {}, stores=("Empty",))})
+    gate.shake([Handshake((0, 0, 0), 0, True, {}, {}, stores=("Empty",))])
     while gate.phase != "open":
         gate.report(RankReport(rank=0, ready=True, attempt=1))
         gate.poll()

@@ -24,7 +24,6 @@ from ucm.integration.vllm.connector.gate import Gate
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookups
 from ucm.integration.vllm.connector.metadata import (
-    VERSION,
     DumpResult,
     Handshake,
     RankReport,
@@ -154,7 +153,7 @@ class Tables:
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """As vLLM's cache manager answers."""
-        return KVCacheBlocks((self.tables[request_id],))
+        return KVCacheBlocks((self.tables.get(request_id, []),))
 
 
 class Named:
@@ -226,16 +225,9 @@ class Rig:
         return KeyMaker(text, BLOCK, "sha256", ExtraKeys(BLOCK))
 
     def shake(self, **changes: Any) -> None:
-        """All workers answer the handshake."""
-        fields = {"identity": {"dtype": "float32"}, "problem": "", "stores": self.names} | changes
-        self.gate.shake(
-            {
-                (0, tp): Handshake(
-                    VERSION, (0, 0, tp), tp, True, fields["identity"], {}, fields["problem"], fields["stores"]
-                )
-                for tp in range(self.ranks)
-            }
-        )
+        """All workers answer, in their first step."""
+        fields = {"identity": {"dtype": "float32"}, "stores": self.names} | changes
+        self.report(*(RankReport(tp, Handshake((0, 0, tp), tp, True, shapes={}, **fields)) for tp in range(self.ranks)))
 
     def open(self) -> None:
         """Open the gate on every rank."""
@@ -278,9 +270,11 @@ class Rig:
         for rank in range(self.ranks) if ranks is None else ranks:
             self.store.ids.update(record_ids(keys, part_mask(0, 0, rank)))
 
-    def step(self, *requests: Request, new: bool = False) -> StepPlan:
-        """One step that computes all tokens of these requests that are not computed yet."""
+    def step(self, *requests: Request, new: bool = False, sync: bool = False) -> StepPlan:
+        """One step that computes all tokens of these requests that are not computed yet; ``sync``: on what another
+        connector loads in it."""
         output = SchedulerOutput.make_empty()
+        output.has_sync_kv_loads = sync
         missing = {request.request_id: request.num_tokens - request.num_computed_tokens for request in requests}
         output.num_scheduled_tokens = missing
         output.total_num_scheduled_tokens = sum(missing.values())

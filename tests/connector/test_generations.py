@@ -66,7 +66,10 @@ def test_other_files_are_another_identity_and_the_first_again_the_first() -> Non
         rig.named.after = {before: after}
         empty(rig)
         files = WeightSource(after)
-        rig.judged(asked(rig, f"r{attempt}"), unchanged=False, named=files)
+        early = rig.request(f"r{attempt}", 3 * BLOCK)
+        rig.later.run()
+        assert rig.half.matched(early, 0) == (None, False)
+        rig.judged(rig.step(), unchanged=False, named=files)
         assert [word.named for word in rig.named.words] == [files]
         plan = rig.step()
         assert plan.setup is not None
@@ -76,9 +79,11 @@ def test_other_files_are_another_identity_and_the_first_again_the_first() -> Non
         rig.ready(attempt - 1)  # a word about the store before
         assert rig.gate.phase == "opening"
         rig.ready(attempt)
-        request = rig.request(f"s{attempt}", 3 * BLOCK)
-        rig.later.run()
-        assert rig.half.matched(request, 0) == (hit * BLOCK, hit > 0)
+        assert rig.half.matched(early, 0) == (None, False), "looked up anew"
+        for request in (early, rig.request(f"s{attempt}", 3 * BLOCK)):
+            rig.later.run()
+            assert rig.half.matched(request, 0) == (hit * BLOCK, hit > 0)
+            rig.half.finished(request)
 
 
 def test_what_was_computed_before_is_never_offered() -> None:
@@ -100,6 +105,7 @@ def test_what_was_computed_before_is_never_offered() -> None:
     assert rig.half.matched(preempted, 0)[0] in (0, None)
     rig.later.run()
     assert rig.half.matched(preempted, 0) == (0, False)
+    rig.half.admitted(preempted, rig.tables.get_blocks("p"), 0)
     assert {dump.request for dump in rig.step(preempted, kept).dumps} == {"p"}
 
 

@@ -459,14 +459,16 @@ def test_steps_without_sense_lose_neither_loads_nor_dumps_that_were_planned(monk
     request, other = rig.request("a", BLOCK + 1), rig.request("b", 4 * BLOCK, seed=1)
     rig.stored(other, 2)
     rig.admit(request)
-    request.num_computed_tokens = BLOCK
+    rig.report(rig.ended(rig.step(request)))
+    request.append_output_token_ids([3] * BLOCK)
+    request.num_computed_tokens = 2 * BLOCK
     rig.half.finished(request)
     assert rig.half.matched(other, 0) == (2 * BLOCK, True)
     rig.half.admitted(other, rig.tables.allocate(other, 4), 2 * BLOCK)
     monkeypatch.setattr(rig.half, "_plan_dumps", lambda output, dumps: 1 / 0)
     plan = rig.step()
     assert [load.request for load in plan.loads] == ["b"]
-    assert blocks_of(plan) == [(0, 1)]
+    assert blocks_of(plan) == [(1, 1)]
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import places
-from harness import EngineError, EngineHost, wait_until
+from harness import Engine, EngineError, EngineHost, wait_until
 from places import Place
+from siblings import several
 from specs import BLOCK, PATIENT, Ask, EngineSpec, Result, StoreSpec, prompt
 
 from ucm.store import BlockHasher, part_mask, record_ids
@@ -108,6 +110,14 @@ class Live:
     def restart(self) -> None:
         """Ends the engine's processes at once, and starts another on the same root."""
         self.engine.kill()
+        self.engine = self._host.get(self._spec)
+
+    @contextmanager
+    def beside(self, other: Mapping[str, Any]) -> Iterator[Engine]:
+        """Another engine on the same root takes its place, whose connector has this one before it; then it again."""
+        ours = self._spec.kv_transfer()
+        self.engine = self._host.get(self._spec.but(transfer=several(other, ours), label=f"{self._spec.label}-beside"))
+        yield self.engine
         self.engine = self._host.get(self._spec)
 
     def ask(self, tokens: list[int], salt: str | None = None) -> Result:

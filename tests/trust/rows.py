@@ -364,3 +364,5 @@ PROCESS_ROWS = [
 ]
 
 ENGINE_ROWS = [EngineRow("kill -9 of an engine", "all its processes, while blocks are on their way", ())]
+
+BESIDE_ROWS = [EngineRow("beside another connector", "whose loads end too early, or fail in a step", ())]

@@ -18,8 +18,10 @@ from fuse import Fuse
 from harm import Victim
 from harness import EngineHost, wait_until
 from kinds import EngineRow, FileRow, FuseRow, RootRow
-from live import BLOCKS, Kind, Live, Prompt, counted, poll
-from rows import ENGINE_ROWS, FILE_ROWS, FUSE_ROWS, ROOT_ROWS
+from live import ANSWER, BLOCKS, Kind, Live, Prompt, counted, poll
+from rows import BESIDE_ROWS, ENGINE_ROWS, FILE_ROWS, FUSE_ROWS, ROOT_ROWS
+from siblings import LOADING, SIBLING, load_of_sibling
+from specs import Ask
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -199,4 +201,31 @@ def test_engine(engine: str, row: EngineRow, live: Live) -> None:
     live.restart()
     live.await_hit(stored, "what was stored is a hit")
     assert live.ask(last).tokens == right.tokens, "wrong tokens"
+    _judge(live, stored)
+
+
+@pytest.mark.parametrize(("engine", "row"), each(BESIDE_ROWS), scope="module")
+def test_beside(engine: str, row: EngineRow, live: Live) -> None:
+    """What an engine stores beside a connector whose loads go wrong is right for the engine that finds it.
+
+    ``kv_load_failure_policy`` is vLLM's own here, which fails a request for a block that is refused: nothing is loaded.
+    """
+    if not live.ours:
+        pytest.skip("this row is about a connector beside ours")
+    stored, fresh = live.store_prompt(), [live.new_prompt() for _ in range(3)]
+    right = [live.ask(tokens, salt="another key, the same computation") for tokens in fresh]
+    with live.beside(SIBLING) as both:
+        answer = live.ask(stored.tokens)
+        assert (answer.tokens, answer.cached) == (stored.right.tokens, 0), "loaded, or wrong tokens"
+        stalled = both.submit(Ask(fresh[0], ANSWER, extra_args=load_of_sibling("stall")))
+        wait_until(lambda: both.scheduler_eval(LOADING) == "True", "the other connector loads")
+        both.abort(*stalled)
+        both.collect(stalled)
+        # vLLM's own policy: the request ends with an error, and that is the other connector's doing.
+        both.ask(fresh[1], ANSWER, extra_args=load_of_sibling("fail"))
+        assert live.ask(fresh[2]).tokens == right[2].tokens, "wrong tokens"
+    live.await_hit(stored, "what was stored before is a hit")
+    live.await_hit(Prompt(fresh[2], right[2], []), "what was stored beside the other is a hit")
+    for tokens, answer in zip(fresh[:2], right[:2], strict=True):
+        live.await_hit(Prompt(tokens, answer, []), "the prompt is stored, right, and found")
     _judge(live, stored)

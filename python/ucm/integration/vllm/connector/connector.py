@@ -108,13 +108,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Every worker's word about itself."""
-        if self._scheduler is None:
-            return
-        try:
-            self._scheduler.gate.shake(metadata)
-        except Exception as error:
-            self._scheduler.gate.off(f"the handshake with the workers failed: {error!r}")
+        """Another connector's, inside a MultiConnector: our workers answer in their first step."""
 
     @harmless(None)
     def on_new_request(self, request: Request) -> None:
@@ -179,10 +173,6 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         """Where the KV lies."""
         if self._worker is not None:
             self._worker.register(kv_caches)
-
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """This rank's word about itself."""
-        return None if self._worker is None else self._worker.handshake()
 
     @harmless(None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

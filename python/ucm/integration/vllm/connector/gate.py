@@ -1,8 +1,9 @@
 """From the start of an engine to the moment its cache may be used, seen from the scheduler half.
 
-*pending*: the weights' digest is not known. *opening*: the identity is known, the stores of the scheduler and of every
-rank are being opened in the background. *open*: lookups, loads and dumps. *off*: never, for a reason that was logged.
-Nothing here blocks: :meth:`Gate.poll` is called once per step and moves on when it can.
+*pending*: the workers have not answered, or the weights' digest is not known. *opening*: the identity is known, the
+stores of the scheduler and of every rank are being opened in the background. *open*: lookups, loads and dumps. *off*:
+never, for a reason that was logged. Nothing here blocks: :meth:`Gate.poll` is called once per step and moves on when it
+can.
 
 Whatever empties vLLM's own prefix cache begins a new *generation*: the weights in memory may be others from then on.
 With the first request that comes every rank compares them with what it knew. Unchanged, all goes on as it was;
@@ -13,14 +14,14 @@ nothing is looked up, loaded or dumped.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from ucm.integration.vllm.connector.candidates import Selection
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.identity import difference
-from ucm.integration.vllm.connector.metadata import VERSION, Handshake, RankReport, StoreSetup, WeightsWord
+from ucm.integration.vllm.connector.metadata import Handshake, RankReport, StoreSetup, WeightsWord
 from ucm.reasons import MissReason
 from ucm.store import part_mask
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
@@ -59,8 +60,8 @@ class Gate:
         open_allowance: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``own_identity`` is without weights; ``open_allowance`` (seconds) is how long requests may wait for
-        *opening*."""
+        """``own_identity`` is without weights; ``open_allowance`` (seconds) is how long requests may wait for the
+        workers' first answer and for *opening*."""
         self._own_identity = own_identity
         self._identity = identity
         self._checked = clock()
@@ -68,8 +69,9 @@ class Gate:
         self._world = world
         self._allowance = open_allowance
         self._clock = clock
+        self._pending_since: float | None = None  # the first step, or the first request
         self._opening_since = 0.0
-        self._shakes: list[Handshake] | None = None
+        self._shakes: Sequence[Handshake] | None = None
         self.phase = PENDING
         self.generation = 0
         self.sure = False  # whether the weights in memory are those of the identity, in this generation
@@ -96,15 +98,13 @@ class Gate:
             self.phase, self.why_off, self.reason = OFF, why, reason
             logger.warning("the cache is off: %s", why)
 
-    def shake(self, metadata: Mapping[tuple[int, int], Any]) -> None:
-        """Every worker's word, keyed by (pipeline rank, tensor rank): parts, shapes, identities that must agree."""
-        shakes = [metadata[rank] for rank in sorted(metadata)]
-        if any(not isinstance(shake, Handshake) or shake.version != VERSION for shake in shakes):
-            return self.off("the workers run another version of ucm than the scheduler")
+    def shake(self, shakes: Sequence[Handshake]) -> None:
+        """Every worker's word, in their first reports: parts, shapes, identities that must agree."""
+        shakes = sorted(shakes, key=lambda shake: shake.rank)
         if len(shakes) != self._world:
             return self.off(f"{len(shakes)} of {self._world} workers answered the handshake")
-        for rank, shake in zip(sorted(metadata), shakes, strict=True):
-            where = f"rank pp{rank[0]} tp{rank[1]}"
+        for shake in shakes:
+            where = f"rank {shake.rank}"
             if shake.problem:
                 return self.off(f"{where}: {shake.problem}")
             if tuple(shake.stores) != self._selection.names:
@@ -158,6 +158,8 @@ class Gate:
 
     def poll(self) -> None:
         """Move on if something has become known."""
+        if self._pending_since is None:
+            self._pending_since = self._clock()
         if self.phase == PENDING and self._shakes is not None and (self.sure or self.generation == 0):
             try:
                 text = self._identity.text()
@@ -202,14 +204,18 @@ class Gate:
             self._selection.report(rank)
 
     def worth_waiting(self) -> bool:
-        """Whether the ranks are looking at their weights, or the stores are being opened, and have not taken too long:
-        requests wait for that, once."""
+        """Whether the workers' first answer is still to come, the ranks are looking at their weights, or the stores are
+        being opened, and it has not taken too long: requests wait for that, once."""
         now = self._clock()
+        if self.phase == PENDING and self._shakes is None:
+            return self._pending_since is None or now - self._pending_since < self._allowance
         if self.phase == OPENING:
             return now - self._opening_since < self._allowance
         judging = (self.phase == OPEN and not self.sure) or (self.phase == PENDING and self.generation > 0)
         return judging and self._asked_at is not None and now - self._asked_at < JUDGING_S
 
     def busy(self) -> bool:
-        """Whether an idle engine should go on stepping, because the stores are being opened."""
+        """Whether an idle engine should go on stepping: workers answer in steps, and stores are being opened."""
+        if self.phase == PENDING:
+            return self._shakes is None and self.worth_waiting()
         return self.phase == OPENING and (self.worth_waiting() or self._selection.trying)

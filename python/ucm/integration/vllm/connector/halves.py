@@ -85,6 +85,26 @@ def _may_load(vllm_config: VllmConfig) -> bool:
     return False
 
 
+def _only_stores(vllm_config: VllmConfig) -> str:
+    """Why nothing may be loaded; empty when it may.
+
+    vLLM reads what becomes of a failed load where *its* connector is configured. Inside a MultiConnector that is not
+    our configuration, which is a copy, and the scheduler's process shows no connector the other; the workers' does.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    engine, own = get_current_vllm_config_or_none(), vllm_config.kv_transfer_config
+    outer = None if engine is None else engine.kv_transfer_config
+    if outer is None or own is None or outer.kv_connector == own.kv_connector:
+        return ""
+    if getattr(outer, "kv_load_failure_policy", "recompute") == "recompute":
+        return ""
+    return (
+        "vLLM would end a request with an error when a block of its load is refused; "
+        f'write "kv_load_failure_policy": "recompute" beside "kv_connector": "{outer.kv_connector}"'
+    )
+
+
 def _admission(config: UcmConfig, vllm_config: VllmConfig) -> Admission:
     step_tokens = getattr(vllm_config.scheduler_config, "max_num_batched_tokens", None) or 0
     overlap = max(1, getattr(vllm_config, "max_concurrent_batches", 2))
@@ -153,5 +173,6 @@ def worker_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVC
         identity=lambda: identity_without_weights(engine_identity(vllm_config, kv_cache_config, "")),
         candidates=engine_candidates(config, vllm_config.parallel_config),
         memory=ModelMemory(lambda: _layers(vllm_config, kv_cache_config), lambda: weight_source(vllm_config)),
+        only_stores=_only_stores(vllm_config),
         shutdown_allowance=config.deadlines.shutdown_s,
     )

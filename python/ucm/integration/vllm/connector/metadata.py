@@ -1,8 +1,9 @@
 """What the two halves of the connector tell each other: one small, versioned object in each direction per step.
 
 Scheduler half to workers: :class:`StepPlan`. A worker to the scheduler half: :class:`WorkerReport`, made of one
-:class:`RankReport` per rank. Once, before the first step: :class:`Handshake`. All three are pickled by vLLM, so keys
-travel as joined bytes and device block numbers as NumPy arrays, and a step with nothing to do sends a few bytes.
+:class:`RankReport` per rank, the first with a :class:`Handshake`. vLLM's own channel for handshakes is not used: inside
+a MultiConnector it carries one connector's, to all of them. All this is pickled by vLLM, so keys travel as joined bytes
+and device block numbers as NumPy arrays, and a step with nothing to do sends a few bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
@@ -139,10 +139,25 @@ class LoadServed:
 
 
 @dataclass(slots=True)
+class Handshake:
+    """What a worker says about itself, in its first step."""
+
+    part: tuple[int, int, int]  # KV group, pipeline rank, tensor rank (0 for replicated KV)
+    rank: int
+    writer: bool  # False where another rank holds the same bytes and writes them
+    identity: dict[str, Any]  # without the weights
+    shapes: dict[str, Any]  # the store's size keys, in bytes
+    problem: str = ""  # why this rank cannot take part, empty when it can
+    stores: tuple[str, ...] = ()  # the configured stores, in order
+    only_stores: str = ""  # why nothing may be loaded, empty when it may
+
+
+@dataclass(slots=True)
 class RankReport:
     """What happened on one rank since its last report."""
 
     rank: int
+    handshake: Handshake | None = None  # in its first report
     ready: bool = False  # its store is open
     broken: str = ""  # why its store cannot be used, empty when it can
     attempt: int = 0  # which setup its news are about
@@ -173,17 +188,3 @@ class WorkerReport(KVConnectorWorkerMetadata):
         if not isinstance(other, WorkerReport):
             return self
         return WorkerReport(self.version, self.ranks + other.ranks)
-
-
-@dataclass(slots=True)
-class Handshake(KVConnectorHandshakeMetadata):
-    """What a worker says about itself before the first step."""
-
-    version: int
-    part: tuple[int, int, int]  # KV group, pipeline rank, tensor rank (0 for replicated KV)
-    rank: int
-    writer: bool  # False where another rank holds the same bytes and writes them
-    identity: dict[str, Any]  # without the weights
-    shapes: dict[str, Any]  # the store's size keys, in bytes
-    problem: str = ""  # why this rank cannot take part, empty when it can
-    stores: tuple[str, ...] = ()  # the configured stores, in order

@@ -22,11 +22,21 @@ from ucm.integration.vllm.connector.health import RanksHealth
 from ucm.integration.vllm.connector.hits import Hits
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookup, Lookups
-from ucm.integration.vllm.connector.metadata import VERSION, Dump, Load, StepPlan, WorkerReport, join_keys, split_keys
+from ucm.integration.vllm.connector.metadata import (
+    VERSION,
+    Dump,
+    Handshake,
+    Load,
+    StepPlan,
+    WorkerReport,
+    join_keys,
+    split_keys,
+)
+from ucm.integration.vllm.connector.others import Others
 from ucm.integration.vllm.connector.presence import Presence
 from ucm.integration.vllm.connector.rank_memory import RankMemory
 from ucm.integration.vllm.connector.tier_counts import TierCounts
-from ucm.integration.vllm.connector.tracked import Tracked
+from ucm.integration.vllm.connector.tracked import FAR, Tracked
 from ucm.reasons import MissReason, named
 
 if TYPE_CHECKING:
@@ -39,7 +49,6 @@ if TYPE_CHECKING:
 #: Sent in every step with nothing to do.
 NOTHING = StepPlan()
 
-_FAR = 1 << 62
 #: A live request tells the store that its blocks are in use at most so often, in seconds.
 TOUCH_S = 60.0
 
@@ -81,6 +90,7 @@ class SchedulerHalf:
         self._presence = Presence()
         self.health = RanksHealth(clock)
         self._early = EarlyHits()
+        self._others = Others(block_tokens)
         self.dumps = DumpPlanner(self._presence, self.health, clock)
         self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None
@@ -121,7 +131,7 @@ class SchedulerHalf:
         tracked = self._live[request.request_id] = Tracked(request)
         self._due[request.request_id] = self._block_tokens
         self._memory.waits(tracked)
-        if self._open():
+        if self._open() and self.gate.sure:
             self._start_lookup(tracked)
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
@@ -136,14 +146,15 @@ class SchedulerHalf:
         tracked.reason = MissReason.INTERNAL  # unless this gets to its end
         self._notice_reset()
         self.gate.ask()
-        if not (self._open() and self.gate.sure):
+        is_open = self._open()
+        if is_open and (request.skip_reading_prefix_cache or not self._may_load):
+            tracked.reason = MissReason.UNSUPPORTED
+            return 0, False
+        if not (is_open and self.gate.sure):
             if self.gate.worth_waiting() and self._may_gain(request, computed):
                 tracked.reason = MissReason.NOT_TAKEN
                 return None, False
-            tracked.reason = MissReason.IDENTITY_PENDING if self.gate.phase == OPEN else self.gate.reason
-            return 0, False
-        if request.skip_reading_prefix_cache or not self._may_load:
-            tracked.reason = MissReason.UNSUPPORTED
+            tracked.reason = MissReason.IDENTITY_PENDING if is_open else self.gate.reason
             return 0, False
         if tracked.lookup is None:
             self._start_lookup(tracked)
@@ -192,6 +203,7 @@ class SchedulerHalf:
                 )
             )
             tracked.loading, tracked.failures = range(first, first + count), {}
+        self._others.admitted(tracked, blocks.blocks[0])
         self._count_asked(tracked, count)
         used = (
             tracked.judged_hit.stop if tracked.reason == MissReason.DECLINED else 0
@@ -222,6 +234,7 @@ class SchedulerHalf:
         """
         tracked = self._live.pop(request.request_id, None)
         self._memory.gone(request.request_id)
+        self._others.finished(request.request_id)
         self._due.pop(request.request_id, None)
         if tracked is None:
             return
@@ -232,11 +245,7 @@ class SchedulerHalf:
         self._notice_reset()
         try:
             if not tracked.loading and self._open() and self.gate.sure:
-                self._late_dumps += self._offer(
-                    tracked,
-                    request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0),
-                    self.dumps.room(),
-                )
+                self._late_dumps += self._offer(tracked, self._others.computed(tracked), self.dumps.room())
         finally:
             self.account.told(request, tracked.tally)
             if not self._live and self._device_cache_is_empty():
@@ -248,6 +257,7 @@ class SchedulerHalf:
         """What the workers do in this step. Whatever goes wrong with dumps, the loads vLLM waits for are sent."""
         self._notice_reset()
         is_open = self._open() and self.gate.sure
+        self._others.planned(output, self._live)
         now = self._clock()
         settle = self.dumps.overtaken(self._live)
         self.admission.pace.planned(output.num_scheduled_tokens, output.total_num_scheduled_tokens, now)
@@ -279,18 +289,23 @@ class SchedulerHalf:
             return
         scheduled, due, live = output.num_scheduled_tokens, self._due, self._live
         cached = output.scheduled_cached_reqs
-        ready = [
-            (name, computed)
-            for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-            if computed + scheduled[name] >= due.get(name, _FAR)
-        ]
-        ready += [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs if new.req_id in live]
+        if self._others.load_in_steps:  # what this step computes may be found to be wrong after it
+            known = ((name, self._others.computed(live[name])) for name in cached.req_ids if name in live)
+            ready = [(name, computed) for name, computed in known if computed >= due.get(name, FAR)]
+        else:
+            ready = [
+                (name, computed + scheduled[name])
+                for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+                if computed + scheduled[name] >= due.get(name, FAR)
+            ]
+            news = (new for new in output.scheduled_new_reqs if new.req_id in live)
+            ready += [(new.req_id, new.num_computed_tokens + scheduled[new.req_id]) for new in news]
         for name, computed in ready:
             try:
-                plans = self._offer(live[name], computed + scheduled[name], room)
+                plans = self._offer(live[name], computed, room)
             except Exception as error:
                 throttle.warning("offer", "blocks of a request could not be offered: %r", error)
-                due[name] = _FAR
+                due[name] = FAR
                 continue
             room -= sum(len(plan.blocks) for plan in plans)
             dumps += plans
@@ -299,8 +314,8 @@ class SchedulerHalf:
         """Offer the full blocks of the first ``computed`` tokens, at most ``room``; only final tokens count."""
         request, size = tracked.request, self._block_tokens
         limit = request.num_tokens if self._dump_output else request.num_prompt_tokens
-        upto = min(computed, request.num_tokens, limit) // size
-        if self._manager is None or self._keys is None or tracked.barred:
+        upto = min(min(computed, request.num_tokens, limit) // size, tracked.wrong_from)
+        if self._manager is None or self._keys is None:
             return []
         plans: list[Dump] = []
         if upto > tracked.cursor and room > 0:
@@ -314,7 +329,8 @@ class SchedulerHalf:
             self._touch(tracked, tracked.cursor)
         if request.request_id in self._due:
             ended = not self._dump_output and tracked.cursor >= limit // size
-            self._due[request.request_id] = _FAR if ended else (tracked.cursor + 1) * size
+            ended = ended or tracked.cursor >= tracked.wrong_from
+            self._due[request.request_id] = FAR if ended else (tracked.cursor + 1) * size
         return plans
 
     @harmless(None)
@@ -333,6 +349,7 @@ class SchedulerHalf:
             self._reported(report)
         elif report is not None:
             self.gate.off("the workers run another version of ucm than the scheduler")
+        self._others.reported(output.invalid_block_ids, self._live.values(), self._manager)
         for name in self.admission.oldest_first(output.finished_recving or ()):
             self.admission.ended(name)
             if tracked := self._live.get(name):
@@ -342,7 +359,19 @@ class SchedulerHalf:
         """vLLM is done with a step: what its workers did was told before."""
         self.admission.step_ended()
 
+    def _shaken(self, shakes: Sequence[Handshake]) -> None:
+        """The workers have answered."""
+        try:
+            self.gate.shake(shakes)
+        except Exception as error:
+            self.gate.off(f"the handshake with the workers failed: {error!r}")
+        if why := next((shake.only_stores for shake in shakes if shake.only_stores), ""):
+            self._may_load = False
+            logger.warning("blocks are stored, and none are loaded: %s", why)
+
     def _reported(self, report: WorkerReport) -> None:
+        if shakes := [rank.handshake for rank in report.ranks if rank.handshake is not None]:
+            self._shaken(shakes)
         published, failed = self.dumps.published_blocks, self.dumps.failed_blocks
         for rank in report.ranks:
             self.gate.report(rank)
@@ -382,7 +411,7 @@ class SchedulerHalf:
     def _rewound(self, tracked: Tracked) -> None:
         """The cursor may have moved back: look at the request again in its next step."""
         name = tracked.request.request_id
-        self._due[name] = min(self._due.get(name, _FAR), (tracked.cursor + 1) * self._block_tokens)
+        self._due[name] = min(self._due.get(name, FAR), (tracked.cursor + 1) * self._block_tokens)
 
     def reset(self) -> None:
         """vLLM wants no connector to serve what was computed before, as after a change of the weights in memory."""
@@ -402,7 +431,7 @@ class SchedulerHalf:
         self.dumps.drop(late)
         self.gate.doubt(emptied=True)
         for name, tracked in self._live.items():
-            tracked.renew()
+            tracked.doubt()
             self._due[name] = self._block_tokens
         logger.info("vLLM emptied its prefix cache: the weights in memory are looked at before it is used again")
 
@@ -451,6 +480,8 @@ class SchedulerHalf:
         opened = (self.gate.store, self.gate.identity_text)
         if self._opened != opened:  # the first, or another identity
             self._opened = opened
+            for tracked in self._live.values():
+                tracked.rekey()
             self._keys = self._make_keys(self.gate.identity_text)
             self._early.open(self.gate.readers)
             self._lookups = self._make_lookups(self.gate.store, self.gate.masks, self._early)

@@ -16,7 +16,8 @@ from ucm.reasons import MissReason
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-_NEVER = 1 << 62
+#: An ordinal, or a number of tokens, that is never reached.
+FAR = 1 << 62
 
 #: Before any time.
 NEVER = float("-inf")
@@ -29,7 +30,6 @@ class Tracked:
         "asked",
         "audit",
         "banned_from",
-        "barred",
         "cursor",
         "failures",
         "judged",
@@ -42,12 +42,14 @@ class Tracked:
         "local",
         "lookup",
         "preemptions",
+        "ran_from",
         "reason",
         "request",
         "tally",
         "touched_at",
         "verdict",
         "waits_since",
+        "wrong_from",
     )
 
     def __init__(self, request: Request) -> None:
@@ -56,14 +58,13 @@ class Tracked:
         self.keyable = True  # False: it has no keys and never will
         self.lookup: Lookup | None = None
         self.cursor = 0  # blocks before it were offered, or are in the store
-        self.barred = False  # it holds blocks of weights that may be gone: none of it is offered
         self.judged = False  # whether this hit is audited was decided
         self.audit = range(0)  # ordinals of stored blocks that are computed to be compared
         self.judged_hit = range(0)  # ordinals of the hit that was judged last
         self.judged_tiers = b""  # where its blocks were
         self.judged_end = 0  # ordinal of the first that is not to be loaded
         self.verdict = Verdict.LOAD  # and what became of it
-        self.banned_from = _NEVER  # ordinal of the first block that failed to load
+        self.banned_from = FAR  # ordinal of the first block that failed to load
         self.local = 0  # tokens found on the device, as of vLLM's last question
         self.loading = range(0)  # ordinals of a load, between its admission and the last rank's word about it
         self.failures: dict[int, MissReason] = {}  # ordinal -> why this load did not bring the block
@@ -73,6 +74,10 @@ class Tracked:
         self.reason: MissReason | None = MissReason.NOT_TAKEN
         self.tally = Tally()
         self.preemptions = request.num_preemptions
+        self.ran_from: int | None = None  # tokens it began its first step since it was admitted with; None before
+        self.wrong_from = (
+            FAR  # ordinal of the first block that is not to be stored: not filled, or of weights that are gone
+        )
         self.touched_at = NEVER  # when the store was last told that its blocks are in use
         self.waits_since: float | None = None  # when it was asked for while a rank's health was not known
 
@@ -89,16 +94,20 @@ class Tracked:
         self.asked, self.reason = False, MissReason.NOT_TAKEN
         self.judged_hit = range(0)
         self.cursor = 0
-        self.barred = False
         self.touched_at = NEVER
 
-    def renew(self) -> None:
-        """The weights may be others from here on: its keys name blocks of those before."""
+    def rekey(self) -> None:
+        """The identity is another one: what was hashed and looked up was under the one before."""
         self.keys, self.keyable, self.lookup, self.waits_since = [], True, None, None
         self.judged, self.audit, self.judged_hit = False, range(0), range(0)
-        self.cursor, self.banned_from = 0, _NEVER
-        self.barred = self.barred or self.request.num_computed_tokens > 0
+        self.cursor, self.banned_from = 0, FAR
         self.touched_at = NEVER
+
+    def doubt(self) -> None:
+        """The weights may be others from here on: nothing that it holds now is stored."""
+        self.rekey()
+        if self.request.num_computed_tokens > 0:
+            self.wrong_from = 0  # until it is admitted again
 
     def adopt(self, presence: Presence) -> bool:
         """Take over what the lookup has computed and found; whether the store's answer was taken over now."""

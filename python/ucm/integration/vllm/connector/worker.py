@@ -57,13 +57,14 @@ class WorkerHalf:
         identity: Callable[[], dict[str, Any]],
         candidates: Sequence[Candidate],
         memory: ModelMemory | None = None,
+        only_stores: str = "",
         shutdown_allowance: float = 3.0,
         health: StoreHealth | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``wanted_block_size``: what the user wrote, tokens or bytes; ``identity`` gives this rank's identity without
-        weights; ``memory``: the weights in memory, None where they cannot be reached; ``shutdown_allowance`` is in
-        seconds."""
+        weights; ``memory``: the weights in memory, None where they cannot be reached; ``only_stores`` says why nothing
+        may be loaded, if so; ``shutdown_allowance`` is in seconds."""
         self.rank = rank
         self._memory = memory
         self._weights: WeightsWord | None = None  # to be told
@@ -75,6 +76,7 @@ class WorkerHalf:
         self._wanted_block_size = wanted_block_size
         self._identity = identity
         self._candidates = list(candidates)
+        self._only_stores = only_stores
         self._shutdown_allowance = shutdown_allowance
         self._clock = clock
         self._layout: KVLayout | None = None
@@ -84,6 +86,7 @@ class WorkerHalf:
         self._unavailable: tuple[int, str] = (0, "")
         self._attempt = 0
         self._broken = ""
+        self._told_handshake = False
         self._told_ready = False
         self._told_healthy = True
         self._told_slots: int | None = -1
@@ -129,7 +132,16 @@ class WorkerHalf:
             }
             identity = self._identity()
         stores = tuple(candidate.name for candidate in self._candidates)
-        return Handshake(VERSION, self._part, self.rank, self._writer, identity, shapes, self._problem, stores)
+        return Handshake(
+            part=self._part,
+            rank=self.rank,
+            writer=self._writer,
+            identity=identity,
+            shapes=shapes,
+            problem=self._problem,
+            stores=stores,
+            only_stores=self._only_stores,
+        )
 
     def _open(self, setup: StoreSetup) -> None:
         layout = self._layout
@@ -257,8 +269,11 @@ class WorkerHalf:
         # While it is not, every step says so: how old that word is tells the scheduler half what it is worth.
         changed = gained or lost or slots_changed or ready != self._told_ready or not (healthy and self._told_healthy)
         weights, self._weights = self._weights, None
-        if not (failures or served or self.dumps.news or changed or self._broken or unavailable or weights):
+        handshake = None if self._told_handshake else self.handshake()
+        news = failures or served or self.dumps.news or changed or weights
+        if not (handshake or news or self._broken or unavailable):
             return None
+        self._told_handshake = True
         staged, done = self.dumps.take()
         self._told_ready, self._told_slots, self._told_healthy = ready, slots, healthy
         broken, self._broken = self._broken, ""
@@ -268,6 +283,7 @@ class WorkerHalf:
             ranks=[
                 RankReport(
                     rank=self.rank,
+                    handshake=handshake,
                     ready=ready,
                     broken=broken,
                     attempt=self._attempt,

@@ -1,0 +1,307 @@
+"""Beside other connectors in vLLM's MultiConnector: what they fail to fill is not stored as if it were right, and our
+two halves find each other whatever else is configured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from parts import BLOCK, Rig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from ucm.integration.vllm.connector.connector import UCMConnector
+from ucm.integration.vllm.connector.halves import _only_stores
+from ucm.integration.vllm.connector.metadata import Handshake, RankReport, StepPlan, WorkerReport
+
+
+def blocks_of(plan: StepPlan) -> list[tuple[int, int]]:
+    """(first ordinal, number of blocks) of every dump of a plan."""
+    return [(dump.first, len(dump.blocks)) for dump in plan.dumps]
+
+
+def filled_by_another(rig: Rig, request: Request, blocks: int) -> None:
+    """Another connector is to fill the first blocks of a request; vLLM counts them as computed from now on."""
+    rig.admit(request)
+    request.num_computed_tokens = blocks * BLOCK
+
+
+def invalid(rig: Rig, *blocks: Any) -> None:
+    """The output of a step says that these were not filled."""
+    rig.half.worker_output(KVConnectorOutput(invalid_block_ids={block.block_id for block in blocks}))
+
+
+def table_of(rig: Rig, request: Request) -> list[Any]:
+    return rig.tables.tables[request.request_id]
+
+
+# Loads of others ----------------------------------------------------------------------------------------------
+
+
+def test_blocks_that_another_connector_was_still_filling_are_not_offered_when_the_request_ends() -> None:
+    rig = Rig()
+    request = rig.request("a", 4 * BLOCK)
+    filled_by_another(rig, request, 3)
+    rig.step()
+    rig.half.finished(request)
+    assert blocks_of(rig.step()) == []
+
+
+def test_they_are_offered_once_the_request_runs() -> None:
+    rig = Rig()
+    request = rig.request("a", 4 * BLOCK)
+    filled_by_another(rig, request, 3)
+    rig.step()
+    rig.report(recved={"a"})
+    assert blocks_of(rig.step(request)) == [(0, 4)]
+
+
+def test_a_request_that_ran_and_was_preempted_has_to_run_again() -> None:
+    rig = Rig()
+    request = rig.request("a", 4 * BLOCK)
+    rig.admit(request)
+    rig.half.dumps.room = lambda: 0  # type: ignore[method-assign]
+    rig.step(request)
+    del rig.half.dumps.room
+    rig.tables.free(request)
+    request.num_computed_tokens, request.num_preemptions = 0, 1
+    assert rig.half.matched(request, 0) == (None, False)
+    filled_by_another(rig, request, 3)
+    rig.half.finished(request)
+    assert blocks_of(rig.step()) == []
+
+
+def test_a_first_step_whose_output_was_not_seen_is_no_step() -> None:
+    rig = Rig()
+    request: Any = rig.request("a", 4 * BLOCK)
+    filled_by_another(rig, request, 3)
+    rig.half.dumps.room = lambda: 0  # type: ignore[method-assign]
+    rig.step(request)
+    del rig.half.dumps.room
+    request.num_in_flight_tokens = BLOCK  # aborted while it runs
+    rig.half.finished(request)
+    assert blocks_of(rig.step()) == []
+
+
+def test_what_a_step_loads_and_computes_is_offered_when_its_output_was_seen() -> None:
+    rig = Rig()
+    request = rig.request("a", 4 * BLOCK)
+    filled_by_another(rig, request, 2)
+    assert blocks_of(rig.step(request, sync=True)) == []
+    request.append_output_token_ids([1])
+    assert blocks_of(rig.step(request)) == [(0, 4)]
+
+
+def test_and_not_before_although_steps_overlap() -> None:
+    rig = Rig()
+    request: Any = rig.request("a", 4 * BLOCK)
+    filled_by_another(rig, request, 2)
+    rig.step(request, sync=True)
+    request.append_output_token_ids([1])
+    request.num_in_flight_tokens = 2 * BLOCK
+    assert blocks_of(rig.step(request)) == []
+    request.append_output_token_ids([2])
+    request.num_in_flight_tokens = 1
+    assert blocks_of(rig.step(request)) == [(0, 4)]
+
+
+def test_the_last_step_is_offered_too() -> None:
+    rig = Rig()
+    request, other = rig.request("a", 4 * BLOCK), rig.request("b", 2 * BLOCK, seed=1)
+    filled_by_another(rig, request, 2)
+    rig.admit(other)
+    assert blocks_of(rig.step(request, other, sync=True)) == []
+    rig.half.finished(request)
+    rig.half.finished(other)
+    assert blocks_of(rig.step()) == [(0, 4), (0, 2)]
+
+
+def test_of_a_request_computed_on_an_invalid_block_only_what_lies_before_is_offered() -> None:
+    rig = Rig()
+    request = rig.request("a", 5 * BLOCK)
+    filled_by_another(rig, request, 3)
+    rig.step(request, sync=True)
+    invalid(rig, table_of(rig, request)[1])
+    request.num_computed_tokens = BLOCK  # as vLLM does
+    assert blocks_of(rig.step(request)) == []  # it computes the block again: nothing of that was seen
+    request.append_output_token_ids([1] * BLOCK)
+    assert blocks_of(rig.step(request)) == [(0, 1)]
+    rig.half.finished(request)
+    assert blocks_of(rig.step()) == []
+
+
+def test_whoever_shared_the_block_in_that_step_or_finds_it_later_offers_nothing_from_there_on() -> None:
+    rig = Rig()
+    first, second = rig.request("a", 5 * BLOCK), rig.request("b", 6 * BLOCK)
+    filled_by_another(rig, first, 3)
+    rig.later.run()
+    for ordinal, block in enumerate(table_of(rig, first)[:5]):
+        block._block_hash = make_block_hash_with_group_id(BlockHash(bytes([ordinal]) * 32), 0)
+    assert rig.half.matched(second, 3 * BLOCK) == (0, False)
+    share(rig, first, second, 3)
+    second.num_computed_tokens = 3 * BLOCK
+    assert blocks_of(rig.step(first, second, sync=True)) == []
+    invalid(rig, table_of(rig, first)[1])
+    first.num_computed_tokens = BLOCK
+    for request in (first, second):
+        request.append_output_token_ids([1])
+    rig.step(first, second)
+    rig.half.finished(second)
+    third = rig.request("c", 6 * BLOCK)
+    rig.later.run()
+    assert rig.half.matched(third, 3 * BLOCK) == (0, False)
+    share(rig, first, third, 3)
+    third.num_computed_tokens = 3 * BLOCK
+    plan = rig.step(first, third)
+    assert {dump.first for dump in plan.dumps} <= {0}
+    rig.half.finished(first)
+    rig.half.finished(third)
+    assert blocks_of(rig.step()) == []
+
+
+def share(rig: Rig, owner: Request, other: Request, blocks: int) -> None:
+    """vLLM finds the first blocks of one request in its prefix cache for another."""
+    fresh = rig.tables.block_pool.get_new_blocks(8)
+    rig.tables.tables[other.request_id] = table_of(rig, owner)[:blocks] + fresh
+    rig.half.admitted(other, rig.tables.get_blocks(other.request_id), 0)
+
+
+# Handshakes of others -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class TheirHandshake(KVConnectorHandshakeMetadata):
+    """What another connector's worker says of itself."""
+
+
+class Other:
+    """A connector that shakes hands through vLLM and takes no other's word, as Nixl does."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def get_handshake_metadata(self) -> TheirHandshake:
+        return TheirHandshake()
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        if not all(isinstance(each, TheirHandshake) for each in metadata.values()):
+            raise ValueError("TheirHandshake expected")
+        self.told.append(metadata)
+
+    def build_connector_worker_meta(self) -> None:
+        return None
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        assert output.kv_connector_worker_meta is None
+
+
+def half(scheduler: Any = None, worker: Any = None) -> UCMConnector:
+    """One of our connectors without a configuration."""
+    made = object.__new__(UCMConnector)
+    made._scheduler, made._worker = scheduler, worker
+    return made
+
+
+def several(*connectors: Any) -> MultiConnector:
+    """A MultiConnector of these."""
+    made = object.__new__(MultiConnector)
+    made._connectors = list(connectors)
+    return made
+
+
+@pytest.mark.parametrize("ours_first", [True, False], ids=["ours first", "theirs first"])
+def test_the_halves_find_each_other_beside_a_connector_that_shakes_hands(ours_first: bool) -> None:
+    rig = Rig(opened=False)
+    report = WorkerReport(ranks=[RankReport(0, Handshake((0, 0, 0), 0, True, {"dtype": "float32"}, {}, "", rig.names))])
+    theirs = [Other(), Other()]
+    ours = [half(worker=SimpleNamespace(report=lambda: report)), half(scheduler=rig.half)]
+    worker, scheduler = (
+        several(*((mine, other) if ours_first else (other, mine))) for mine, other in zip(ours, theirs, strict=True)
+    )
+    said = worker.get_handshake_metadata()
+    assert isinstance(said, TheirHandshake)
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): said, (1, 0): said})
+    assert len(theirs[1].told) == 1
+    assert rig.gate.phase == "pending"
+    scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=worker.build_connector_worker_meta()))
+    assert rig.gate.phase == "opening"
+
+
+def test_the_first_request_waits_for_the_step_in_which_the_workers_answer_and_no_longer() -> None:
+    rig = Rig(opened=False)
+    assert rig.half.wants_steps, "an idle engine takes that step at once"
+    request = rig.request("a", 2 * BLOCK)
+    assert rig.half.matched(request, 0) == (None, False)
+    rig.shake()
+    rig.later.run()
+    rig.ready()
+    rig.judged(rig.step())
+    rig.stored(request, 1)
+    assert rig.half.matched(request, 0) == (None, False)  # open: its lookup begins
+    rig.later.run()
+    assert rig.half.matched(request, 0) == (BLOCK, True)
+
+    silent = Rig(opened=False)
+    request = silent.request("a", 2 * BLOCK)
+    assert silent.half.matched(request, 0) == (None, False)
+    silent.clock.now += 5.1
+    assert silent.half.matched(request, 0) == (0, False)
+    assert not silent.half.wants_steps
+
+
+def test_workers_that_do_not_all_answer_switch_it_off() -> None:
+    rig = Rig(ranks=2, opened=False)
+    rig.report(RankReport(0, Handshake((0, 0, 0), 0, True, {}, {})))
+    assert rig.gate.why_off == "1 of 2 workers answered the handshake"
+
+
+# Policy -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outer", "policy", "why"),
+    [
+        ("UCMConnector", "fail", ""),  # ours: the scheduler half sets it
+        ("MultiConnector", "recompute", ""),
+        (
+            "MultiConnector",
+            "fail",
+            'write "kv_load_failure_policy": "recompute" beside "kv_connector": "MultiConnector"',
+        ),
+    ],
+)
+def test_a_worker_sees_what_vllm_does_with_failed_loads(
+    monkeypatch: pytest.MonkeyPatch, outer: str, policy: str, why: str
+) -> None:
+    engine = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector=outer, kv_load_failure_policy=policy),
+    )
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
+    own: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="UCMConnector"))
+    said = _only_stores(own)
+    assert said.endswith(why) if why else said == ""
+
+
+def test_nothing_is_loaded_where_a_failed_load_would_fail_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(opened=False)
+    rig.shake(only_stores="write the policy")
+    rig.later.run()
+    rig.ready()
+    rig.gate.ask()
+    rig.judged(rig.step())
+    request = rig.request("a", 4 * BLOCK)
+    rig.stored(request, 2)
+    rig.later.run()
+    assert rig.half.matched(request, 0) == (0, False)
+    rig.half.admitted(request, rig.tables.allocate(request, 6), 0)
+    assert rig.half.account.total.missed == {"unsupported": 4}
+    assert blocks_of(rig.step(request)) == [(2, 2)], "stored all the same"
+    assert "write the policy" in caplog.text
