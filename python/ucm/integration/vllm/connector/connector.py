@@ -79,11 +79,14 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.debug("configuration: %s", line)
 
     def _recompute_failed_loads(self) -> None:
-        """vLLM's default ends the request of a failed load with an error; it reads the setting after this."""
+        """vLLM's default ends the request of a failed load with an error; it reads the setting after this.
+
+        Inside a MultiConnector this is a copy that nobody reads: see :func:`.halves._only_stores`.
+        """
         transfer = self._kv_transfer_config
         if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
             transfer.kv_load_failure_policy = "recompute"
-            logger.info('kv_load_failure_policy set to "recompute": a failed load is computed, never an error')
+            logger.info('kv_load_failure_policy of this connector set to "recompute": a failed load is no error')
 
     @property
     def requires_kv_delivery(self) -> bool:
