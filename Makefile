@@ -62,7 +62,7 @@ test: test-rust loom test-wheel test-py ## everything this machine can test
 .PHONY: test-rust
 # Suites that say of every test what store it needs (crates/ucm-store/tests/common/over.rs), and what they run over:
 # layout, I/O engine, what stands above. The first run below is over file,psync,none; the other columns are for test-long.
-SUITES := rules ends audit paranoid verifying trust quarantine health lost_roots room model
+SUITES := rules first_failure ends audit paranoid verifying trust quarantine health lost_roots room model
 COLUMNS := segment,psync,none file,io_uring,none file,psync,memory
 MORE_COLUMNS := segment,io_uring,none segment,psync,memory segment,io_uring,memory file,io_uring,memory file,psync,map
 # The one column of the ring alone; over it runs what says by itself that it is about segments, too.
