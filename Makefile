@@ -74,7 +74,7 @@ over = $(STAGE) "the store over $(1)" env UCM_TEST_SKIPPED=$(CURDIR)/$(SKIPPED) 
 	UCM_TEST_TIERS=$(word 3,$(subst $(comma), ,$(1))) $(if $(NEXTEST),cargo nextest run,cargo test --quiet) \
 	--locked -p ucm-store $(SUITES:%=--test %) $(if $(filter $(RING),$(1)),$(RING_TOO:%=--test %))
 # And with compressed records, in segments; three tests count bytes of segments of records as they are.
-COMPRESSED := (binary(/^(rules|ends|audit|paranoid|segments|segments_sealing|merging|merging_faults)$$/)) \
+COMPRESSED := (binary(/^(rules|first_failure|ends|audit|paranoid|segments|segments_sealing|merging|merging_faults)$$/)) \
 	- test(/a_segment_that_is_full|a_damaged_segment_gives|the_limit_holds_while_both/)
 skipped = echo "$$(sort -u $(SKIPPED) 2>/dev/null | wc -l) tests mean nothing over some of these; why: $(SKIPPED)"
 comma := ,
