@@ -62,7 +62,7 @@ test: test-rust loom test-wheel test-py ## everything this machine can test
 .PHONY: test-rust
 # Suites that say of every test what store it needs (crates/ucm-store/tests/common/over.rs), and what they run over:
 # layout, I/O engine, what stands above. The first run below is over file,psync,none; the other columns are for test-long.
-SUITES := rules ends audit paranoid verifying trust quarantine health lost_roots room model
+SUITES := rules first_failure ends audit paranoid verifying trust quarantine health lost_roots room model
 COLUMNS := segment,psync,none file,io_uring,none file,psync,memory
 MORE_COLUMNS := segment,io_uring,none segment,psync,memory segment,io_uring,memory file,io_uring,memory file,psync,map
 # The one column of the ring alone; over it runs what says by itself that it is about segments, too.
@@ -74,7 +74,7 @@ over = $(STAGE) "the store over $(1)" env UCM_TEST_SKIPPED=$(CURDIR)/$(SKIPPED) 
 	UCM_TEST_TIERS=$(word 3,$(subst $(comma), ,$(1))) $(if $(NEXTEST),cargo nextest run,cargo test --quiet) \
 	--locked -p ucm-store $(SUITES:%=--test %) $(if $(filter $(RING),$(1)),$(RING_TOO:%=--test %))
 # And with compressed records, in segments; three tests count bytes of segments of records as they are.
-COMPRESSED := (binary(/^(rules|ends|audit|paranoid|segments|segments_sealing|merging|merging_faults)$$/)) \
+COMPRESSED := (binary(/^(rules|first_failure|ends|audit|paranoid|segments|segments_sealing|merging|merging_faults)$$/)) \
 	- test(/a_segment_that_is_full|a_damaged_segment_gives|the_limit_holds_while_both/)
 skipped = echo "$$(sort -u $(SKIPPED) 2>/dev/null | wc -l) tests mean nothing over some of these; why: $(SKIPPED)"
 comma := ,

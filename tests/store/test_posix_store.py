@@ -220,15 +220,34 @@ def test_a_damaged_record_is_refused_and_the_next_dump_replaces_it(opened: Open,
     assert store.lookup(names) == [False]
     assert store.explain_on_prefix(names) == (-1, "refused")
     with pytest.raises(TaskError) as caught:
-        store.wait(store.load_data([*ids(2)[1:], *names], [0, 0], Memory(2).rows(0, 1)))
+        store.wait(store.load_data([*names, *ids(2)[1:]], [0, 0], Memory(2).rows(0, 1)))
     reasons = {row: reason_of(error) for row, error in caught.value.failures.items()}
-    assert reasons == {0: MissReason.LOAD_FAILED, 1: MissReason.REFUSED}
+    assert reasons == {0: MissReason.REFUSED, 1: MissReason.LOAD_FAILED}
     store.wait(store.dump_data(names, [0], source.rows(0)))
     store.wait(store.load_data(names, [0], target.rows(0)))
     assert source.equals(target, 0)
     stats = store.stats()
     assert stats["misses"]["bad_checksum"] == 1
     assert stats["records_replaced"] == 1
+
+
+def test_what_lies_before_the_first_bad_record_is_loaded(opened: Open, tmp_path: Path) -> None:
+    store = opened()
+    names, source, target = ids(5), Memory(5), Memory(5, fill=3)
+    store.wait(store.dump_data(names[3:4], [0], source.rows(3)))
+    records(tmp_path / "root")[0].flip(5000)
+    rest = [0, 1, 2, 4]
+    store.wait(store.dump_data([names[row] for row in rest], [0] * 4, source.rows(*rest)))
+    store.close()
+    store = opened(quarantine={"enabled": False})  # with nothing in memory
+    for reason in ("bad_checksum", "refused"):  # found out by the first load, known to the second
+        with pytest.raises(TaskError) as caught:
+            store.wait(store.load_data(names, [0] * 5, target.rows(*range(5))))
+        first = min(caught.value.failures)
+        assert (first, caught.value.failures[first].context["reason"]) == (3, reason)
+        for row in range(3):
+            assert source.equals(target, row)
+        target = Memory(5, fill=3)
 
 
 def test_a_dump_that_finds_no_slot_is_busy(opened: Open) -> None:

@@ -126,8 +126,9 @@ def _assert_met(row: FileRow, ground: Ground, names: list[bytes], copies: list[P
     bad = [index for index, copy in enumerate(copies) if copy is None or not copy.is_right(SHAPE)]
     before = ground.counts()
     ground.store.lookup(names)
-    states, failures = ground.load(names)  # one load: what is good in it may be given up, never be wrong
+    states, failures = ground.load(names)  # one load: what lies behind a bad block may be given up, never be wrong
     assert set(bad) <= set(failures)
+    assert min(failures, default=None) == min(bad, default=None), "all before the first bad block arrive"
     for index in bad:
         assert states[index] == "blank", "bytes of a bad record reached the device"
         assert ground.load([names[index]])[1], "a bad record was loaded the second time"

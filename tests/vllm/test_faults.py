@@ -237,12 +237,14 @@ def test_damaged_block(warm: Engine, cold: Life, reference: dict[str, Result]) -
     since = len(cold.disk.faults.events("load"))
     reason = "io_error" if store_under_test() == "plain" else "bad_checksum"
     before, behind = missed(warm, reason), missed(warm, "load_failed")
+    loaded = warm.metrics()["ucm_loaded_blocks_total"]
     answer = warm.generate(STORED["middle"].ask())[0]
     assert_same(answer, reference["middle"])
     assert asked_for(cold.disk, block, since) == 1, "the damaged block was not claimed, or claimed again"
     wait_until(lambda: missed(warm, "load_failed") > behind, "the misses are in vLLM's metrics")
     assert missed(warm, reason) == before + 1, "the reason is counted once"
     metrics = warm.metrics()
+    assert metrics["ucm_loaded_blocks_total"] == loaded + 4, "not the prefix before the first bad block"
     given = sum(metrics[f"ucm_{name}_blocks_total"] for name in ("loaded", "missed"))
     assert metrics["ucm_asked_blocks_total"] == given, "every block asked for is accounted for"
     if store_under_test() == "plain":

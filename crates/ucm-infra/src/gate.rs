@@ -3,7 +3,8 @@
 //! A load reads its blocks into slots and then scatters them to device memory. Once it was reported, nothing of it
 //! may touch that memory again, because its owner uses it for something else. So each block leaves *reading* by one
 //! compare-and-swap, to *scattering* or to *dead*; only the winner of scattering touches device memory; and a
-//! counter of the blocks that are reading or scattering tells exactly one caller that the load is over.
+//! counter of the blocks that are reading or scattering tells exactly one caller that the load is over. A block whose
+//! read failed is held open the same way until its failure is recorded, so the report knows every reason.
 
 use crate::sync::{AtomicU8, AtomicUsize, Ordering};
 
@@ -13,15 +14,15 @@ use crate::sync::{AtomicU8, AtomicUsize, Ordering};
 pub enum BlockState {
     /// It is read into its slot and verified there. Device memory is untouched.
     Reading = 0,
-    /// It is being copied to device memory.
+    /// It is being copied to device memory, or its read failed and the reason is being recorded.
     Scattering = 1,
     /// It was put to death while reading; it will never touch device memory.
     Dead = 2,
-    /// Its copy to device memory ended, well or not.
+    /// Its copy to device memory ended, well or not, or its failure is recorded.
     Done = 3,
 }
 
-/// What [`LoadGate::kill`] and [`LoadGate::kill_reading`] did.
+/// What [`LoadGate::kill_from`] did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use = "who is told `last` must report the load"]
 pub struct Killed {
@@ -33,8 +34,8 @@ pub struct Killed {
 
 /// The states of a load's blocks and the count of those reading or scattering.
 ///
-/// Who is told that the load is over (`true` from [`finish`](Self::finish), [`Killed::last`] from the kills) sees
-/// every write that the scattering of any block made, and no block can begin to scatter any more.
+/// Who is told that the load is over (`true` from [`finish`](Self::finish), [`Killed::last`] from a kill) sees every
+/// write that the scattering of any block made, and no block can begin to scatter any more.
 pub struct LoadGate {
     states: Box<[AtomicU8]>,
     /// Blocks that are reading or scattering.
@@ -63,6 +64,13 @@ impl LoadGate {
         self.step(block, READING, SCATTERING)
     }
 
+    /// The same for a block whose read failed: the caller, who alone is told `true`, records why and must call
+    /// [`finish`](Self::finish) afterwards. Until then the load is not over, so its report misses no reason.
+    #[must_use = "only if this is true the failure is this block's own"]
+    pub fn begin_fail(&self, block: usize) -> bool {
+        self.step(block, READING, SCATTERING)
+    }
+
     /// Takes a block from scattering to done: its device memory is not touched any more. `true` if this ended the
     /// load: the caller must report it. For a block that is not scattering nothing changes (`false`).
     #[must_use = "who is told `true` must report the load"]
@@ -70,19 +78,10 @@ impl LoadGate {
         self.step(block, SCATTERING, DONE) && self.close(1)
     }
 
-    /// Puts one block to death if it is still reading.
-    pub fn kill(&self, block: usize) -> Killed {
-        let count = usize::from(self.step(block, READING, DEAD));
-        Killed {
-            count,
-            last: self.close(count),
-        }
-    }
-
-    /// Puts to death every block that is still reading: after a failure, an abort or a deadline. Those scattering
-    /// go on and end the load with their [`finish`](Self::finish).
-    pub fn kill_reading(&self) -> Killed {
-        let count = (0..self.states.len())
+    /// Puts to death every block from `first` on that is still reading: after a failure those behind it, after an
+    /// abort or a deadline all (`0`). Those scattering go on and end the load with their [`finish`](Self::finish).
+    pub fn kill_from(&self, first: usize) -> Killed {
+        let count = (first..self.states.len())
             .filter(|&block| self.step(block, READING, DEAD))
             .count();
         // In one step at the end: while this call is on its way the count cannot reach zero without it.
@@ -144,6 +143,10 @@ impl std::fmt::Debug for LoadGate {
 mod tests {
     use super::*;
 
+    fn killed(count: usize, last: bool) -> Killed {
+        Killed { count, last }
+    }
+
     #[test]
     fn a_good_load_ends_with_its_last_block() {
         let gate = LoadGate::new(2);
@@ -161,22 +164,10 @@ mod tests {
     fn the_dead_never_scatter_and_the_scattering_end_the_load() {
         let gate = LoadGate::new(3);
         assert!(gate.begin_scatter(0));
-        assert_eq!(
-            gate.kill_reading(),
-            Killed {
-                count: 2,
-                last: false
-            }
-        );
+        assert_eq!(gate.kill_from(0), killed(2, false));
         assert!(!gate.begin_scatter(1));
         assert_eq!(gate.state(1), Some(BlockState::Dead));
-        assert_eq!(
-            gate.kill_reading(),
-            Killed {
-                count: 0,
-                last: false
-            }
-        );
+        assert_eq!(gate.kill_from(0), killed(0, false));
         assert!(gate.finish(0));
         assert_eq!(gate.state(0), Some(BlockState::Done));
     }
@@ -184,28 +175,25 @@ mod tests {
     #[test]
     fn a_kill_of_the_last_readers_ends_the_load_once() {
         let gate = LoadGate::new(2);
-        assert_eq!(
-            gate.kill(0),
-            Killed {
-                count: 1,
-                last: false
-            }
-        );
-        assert_eq!(
-            gate.kill(0),
-            Killed {
-                count: 0,
-                last: false
-            }
-        );
-        assert_eq!(gate.kill_reading(), Killed { count: 1, last: true });
-        assert_eq!(
-            gate.kill_reading(),
-            Killed {
-                count: 0,
-                last: false
-            }
-        );
+        assert_eq!(gate.kill_from(1), killed(1, false));
+        assert_eq!(gate.kill_from(0), killed(1, true));
+        assert_eq!(gate.kill_from(0), killed(0, false));
+    }
+
+    #[test]
+    fn a_failure_kills_those_behind_it_and_those_before_it_end_the_load() {
+        let gate = LoadGate::new(4);
+        assert!(gate.begin_fail(2));
+        assert!(!gate.begin_fail(2) && !gate.begin_scatter(2), "it has failed");
+        assert_eq!(gate.kill_from(3), killed(1, false));
+        assert!(!gate.finish(2));
+        assert!(gate.begin_scatter(0));
+        assert!(!gate.finish(0));
+        // The next failure lies before it, and is the end.
+        assert!(gate.begin_fail(1));
+        assert_eq!(gate.kill_from(2), killed(0, false));
+        assert!(gate.finish(1));
+        assert!(!gate.begin_fail(3), "dead before it failed");
     }
 
     #[test]
@@ -220,13 +208,8 @@ mod tests {
         let gate = LoadGate::new(0);
         assert!(gate.is_over());
         assert!(!gate.begin_scatter(0) && !gate.finish(0));
-        assert_eq!(
-            gate.kill(0),
-            Killed {
-                count: 0,
-                last: false
-            }
-        );
+        assert!(!gate.begin_fail(0));
+        assert_eq!(gate.kill_from(0), killed(0, false));
         assert_eq!(gate.state(0), None);
     }
 }

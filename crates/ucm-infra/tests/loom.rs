@@ -271,8 +271,22 @@ impl Model {
 
     /// What whoever aborts does.
     fn kill(&self) {
-        let killed = self.gate.kill_reading();
+        let killed = self.gate.kill_from(0);
         if killed.last {
+            self.report();
+        }
+    }
+
+    /// What a reader does when its block could not be had: those behind it are not wanted any more.
+    fn fail(&self, block: usize) {
+        if !self.gate.begin_fail(block) {
+            return;
+        }
+        // Stands for the recorded reason, which the report must see.
+        self.device[block].store(1, Ordering::Relaxed);
+        let killed = self.gate.kill_from(block + 1);
+        assert!(!killed.last, "this block is still open");
+        if self.gate.finish(block) {
             self.report();
         }
     }
@@ -326,6 +340,31 @@ fn gate_reports_once_when_kills_race() {
         model.kill();
         killer.join().unwrap();
         reader.join().unwrap();
+        model.check();
+    });
+}
+
+#[test]
+fn gate_reports_once_when_blocks_fail_and_those_before_them_arrive() {
+    loom::model(|| {
+        let model = Model::new(3);
+        let failing = thread::spawn({
+            let model = Arc::clone(&model);
+            move || model.fail(1)
+        });
+        let behind = thread::spawn({
+            let model = Arc::clone(&model);
+            move || model.fail(2)
+        });
+        model.scatter(0);
+        failing.join().unwrap();
+        behind.join().unwrap();
+        assert_eq!(
+            model.gate.state(0),
+            Some(BlockState::Done),
+            "no failure behind it ends it"
+        );
+        assert_eq!(model.gate.state(1), Some(BlockState::Done));
         model.check();
     });
 }

@@ -154,7 +154,7 @@ fn nothing_reaches_the_device_after_the_deadline() {
 }
 
 #[test]
-fn the_first_failure_ends_a_load_that_still_reads() {
+fn the_first_failure_ends_the_reads_behind_it() {
     only_over!(FilesUnkept, "it lets the read of one block file hang");
     let (dir, setup, gate) = (directory(), Setup::default(), Gate::new());
     let store = Store::open(dir.path(), setup.clone());
@@ -162,11 +162,11 @@ fn the_first_failure_ends_a_load_that_still_reads() {
     let name = format!("{}.bin", id(0));
     store.fault(Rule::on(OpKind::Read, Fault::HangAfter(gate.clone())).path(name));
     let device = Device::blank(&setup, &ids(2));
-    let ended = store.load(&device, &ids(2));
+    let ended = store.load(&device, &[id(1), id(0)]);
     assert_eq!(
         kinds(ended),
-        [(0, ErrorKind::Busy), (1, ErrorKind::NotFound)],
-        "one given up, one absent"
+        [(0, ErrorKind::NotFound), (1, ErrorKind::Busy)],
+        "one absent, one given up"
     );
     gate.open();
     eventually("the slot comes back", || {

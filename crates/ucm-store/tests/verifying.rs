@@ -65,8 +65,7 @@ fn what_a_load_would_refuse_is_refused() {
     let last = common::shape(&setup).1.layer_data(setup.layers - 1).start + content - 1;
     store.edit(id(1), |bytes| bytes[last] ^= 1);
     let failed = verify(&store, &ids(3)).unwrap_err();
-    let own = failed.iter().find(|(row, _)| *row == 1).unwrap();
-    assert_eq!(own.1.kind(), ErrorKind::Corrupt);
+    assert_eq!((failed[0].0, failed[0].1.kind()), (1, ErrorKind::Corrupt));
     assert_eq!((store.missed("bad_checksum"), store.stat("second_reads")), (1, 1));
     assert_eq!(store.engine.lookup(&ids(3)).unwrap(), [true, false, true]);
     store.dump(&device, &ids(3)).unwrap();

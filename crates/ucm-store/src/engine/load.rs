@@ -1,8 +1,10 @@
 //! The way of a block from the medium to the device.
 //!
 //! Every block of a load has its own slot and its own state (a [`LoadGate`]): *reading* until it was verified in its
-//! slot, then *scattering*, then done. At the first failure all blocks still reading are put to death, so that no
-//! byte reaches the device after the load was reported (rule 1). Loads of one block by several tasks join one read.
+//! slot, then *scattering*, then done. At the first failure the blocks after the failed one, in the order of their first
+//! rows, that are still reading are cancelled; those before it finish, because a reader of a prefix can use them. When one
+//! of those fails too, the cut moves up to it. The load is reported once, when none is reading or scattering, so no byte
+//! reaches the device after that (rule 1). Loads of one block by several tasks join one read.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -43,8 +45,34 @@ pub(super) struct LoadTask {
     pub(super) state: Arc<TaskState>,
     pub(super) blocks: Vec<BlockRows>,
     gate: LoadGate,
-    /// Why the blocks were put to death, for those that did not fail themselves.
-    cause: Mutex<Option<Error>>,
+    cancelled: Mutex<Cancelled>,
+}
+
+/// Why blocks of a load were cancelled, for those that did not fail themselves.
+#[derive(Default)]
+struct Cancelled {
+    /// The first block of each cut, and its reason; each lies before the one that came earlier.
+    cuts: Vec<(usize, Error)>,
+    /// The load was late, and the medium was told.
+    late: bool,
+}
+
+impl LoadTask {
+    /// Whether a block is still to be read.
+    pub(super) fn reads(&self, index: usize) -> bool {
+        self.gate.state(index) == Some(BlockState::Reading)
+    }
+}
+
+impl Cancelled {
+    /// Why this block was cancelled: by the first cut that it lies behind.
+    fn cause(&self, index: usize) -> Error {
+        let cut = self.cuts.iter().find(|(first, _)| *first <= index);
+        cut.map_or_else(
+            || Error::internal("a load ended without a cause"),
+            |(_, error)| error.clone(),
+        )
+    }
 }
 
 /// The rows of one block: (row number, shard, device pieces).
@@ -76,7 +104,7 @@ impl Core {
             state: Arc::clone(&state),
             gate: LoadGate::new(blocks.len()),
             blocks,
-            cause: Mutex::new(None),
+            cancelled: Mutex::default(),
         });
         let weak = (Arc::downgrade(self), Arc::downgrade(&task));
         let expire = Arc::new(move || {
@@ -111,7 +139,10 @@ impl Core {
             self.stats.misses.add(reason, 1);
             let known = "this record was refused before and not replaced yet";
             let refused = Error::new(kind, known).with("reason", reason.name());
-            return self.fail_block(task, index, refused, &mut None);
+            self.fail_block(task, index, refused, &mut None);
+            if index == 0 {
+                return; // nothing lies before it
+            }
         }
         if !self.enqueue(task) {
             let full = Error::new(ErrorKind::Busy, "too many blocks wait for a staging slot");
@@ -125,14 +156,13 @@ impl Core {
         }
     }
 
-    /// A task is past its deadline: what it still reads is put to death.
+    /// A task is past its deadline: what it still reads is cancelled.
     fn expire_load(self: &Arc<Self>, task: &Arc<LoadTask>) {
-        let reading = |index| task.gate.state(index) == Some(BlockState::Reading);
-        if !(0..task.blocks.len()).any(reading) {
+        if !(0..task.blocks.len()).any(|index| task.reads(index)) {
             return; // over, or only copies to the device are under way
         }
         let late = Error::new(ErrorKind::Timeout, "the load did not finish by its deadline");
-        let killed = self.kill(task, late);
+        let killed = self.cancel_from(task, 0, late);
         self.stats.misses.add(MissReason::Timeout, killed.count as u64);
         if killed.last {
             self.report(task);
@@ -179,14 +209,14 @@ impl Core {
             Err(error) => {
                 self.record_failure(task, index, &error);
                 self.stats.misses.add(MissReason::IoError, 1);
-                let _ = self.kill(task, given_up(error)); // never the last: this block is still open
+                let _ = self.cancel_from(task, index + 1, given_up(error)); // never the last: this block is still open
             }
         }
         task.gate.finish(index)
     }
 
-    /// A read failed: that is this block's own failure if it was still wanted, and the end of the load.
-    /// `miss` is counted and taken if so.
+    /// A read failed: that is this block's own failure if it was still wanted, and the end of the blocks after it; at the
+    /// deadline of the load also of those before it. `miss` is counted and taken if so.
     pub(super) fn fail_block(
         self: &Arc<Self>,
         task: &Arc<LoadTask>,
@@ -194,15 +224,17 @@ impl Core {
         error: Error,
         miss: &mut Option<MissReason>,
     ) {
-        let killed = task.gate.kill(index);
-        if killed.count == 0 {
-            return; // put to death before, or of a load that is over
+        if !task.gate.begin_fail(index) {
+            return; // cancelled before, or of a load that is over
         }
         if let Some(reason) = miss.take() {
             self.stats.misses.add(reason, 1);
         }
         self.record_failure(task, index, &error);
-        if self.kill(task, given_up(error)).last || killed.last {
+        let late = error.kind() == ErrorKind::Timeout && self.clock.now() >= task.state.deadline;
+        let first = if late { 0 } else { index + 1 };
+        let _ = self.cancel_from(task, first, given_up(error)); // never the last: this block is still open
+        if task.gate.finish(index) {
             self.report(task);
         }
     }
@@ -214,39 +246,43 @@ impl Core {
         }
     }
 
-    /// Puts to death what is still reading; if nothing scatters, the task is over here.
+    /// Cancels everything that is still reading; if nothing scatters, the task is over here.
     fn end_load(self: &Arc<Self>, task: &Arc<LoadTask>, error: Error) {
-        if self.kill(task, error).last {
+        if self.cancel_from(task, 0, error).last {
             self.report(task);
         }
     }
 
-    /// Puts to death what is still reading. A load that is late speaks against the medium, once for all its blocks.
-    fn kill(&self, task: &LoadTask, error: Error) -> Killed {
-        let mut cause = task.cause.lock();
-        let first = cause.is_none();
-        cause.get_or_insert_with(|| error.clone());
-        drop(cause);
-        let killed = task.gate.kill_reading();
-        if first && error.kind() == ErrorKind::Timeout {
+    /// Cancels the blocks from `first` on that are still reading. A load that is late speaks against the medium, once
+    /// for all its blocks.
+    fn cancel_from(&self, task: &LoadTask, first: usize, error: Error) -> Killed {
+        let mut cancelled = task.cancelled.lock();
+        if cancelled.cuts.last().is_none_or(|(cut, _)| first < *cut) {
+            cancelled.cuts.push((first, error.clone()));
+        }
+        let late = error.kind() == ErrorKind::Timeout;
+        let told = late && std::mem::replace(&mut cancelled.late, true);
+        drop(cancelled); // the reason is there before the first block is cancelled: whoever reports finds it
+        let killed = task.gate.kill_from(first);
+        if late && !told {
             self.observe(&error);
         }
         killed
     }
 
-    /// Runs once per load: names the rows that were put to death, then lets the waiters go.
+    /// Runs once per load: names the rows that were cancelled, then lets the waiters go.
     pub(super) fn report(&self, task: &LoadTask) {
-        let cause = task.cause.lock().clone();
-        let cause = cause.unwrap_or_else(|| Error::internal("a load ended without a cause"));
+        let cancelled = task.cancelled.lock();
         let mut lost = 0;
         for (index, block) in task.blocks.iter().enumerate() {
             if task.gate.state(index) == Some(BlockState::Dead) {
                 lost += 1;
-                self.record_failure(task, index, &cause);
+                self.record_failure(task, index, &cancelled.cause(index));
             } else if task.state.failed(block.rows.first().map_or(0, |row| row.0)) {
-                lost += 1; // its copy to the device failed
+                lost += 1; // by itself: its read or its copy to the device
             }
         }
+        drop(cancelled);
         Stats::add(&self.stats.blocks_failed, lost);
         let rows = task.blocks.iter().map(|block| block.rows.len()).sum();
         task.state.rows_staged(rows);
@@ -258,8 +294,8 @@ impl Core {
     }
 }
 
-/// What the other blocks of a load are told that are put to death when one has failed: what speaks of time or of the
-/// whole store holds for them too, but one record's fault says nothing about theirs.
+/// What the other blocks of a load are told that are cancelled when one has failed: what speaks of time or of the whole
+/// store holds for them too, but one record's fault says nothing about theirs.
 fn given_up(error: Error) -> Error {
     let kind = match error.kind() {
         kind @ (ErrorKind::Timeout | ErrorKind::Closed | ErrorKind::Unhealthy) => kind,

@@ -198,8 +198,9 @@ impl Engine {
         Ok(Self(core))
     }
 
-    /// Starts loading rows. A block that is absent, refused or late fails the task; see [`Task::failures`].
-    /// `deadline`: from now, the configured one if `None`, ten minutes at most.
+    /// Starts loading rows. A block that is absent, refused or late fails the task; see [`Task::failures`]. Blocks go by
+    /// the order of their first rows: those before the first that failed arrive, of those after it what was still being read
+    /// is given up. `deadline`: from now, the configured one if `None`, ten minutes at most; it ends all of them.
     pub fn load(&self, rows: Vec<Row>, deadline: Option<Duration>) -> Result<Task> {
         self.check_rows(&rows)?;
         self.0.start_load(rows, self.load_deadline(deadline))

@@ -121,13 +121,14 @@ impl Reads {
 }
 
 impl Core {
-    /// Joins reads under way or queues new ones; false if that would be too many.
+    /// Joins reads under way or queues new ones, for the blocks not cancelled yet; false if that would be too many.
     pub(super) fn enqueue(&self, task: &Arc<LoadTask>) -> bool {
         let mut reads = self.reads.lock();
         if reads.pending.len() + task.blocks.len() > MAX_PENDING {
             return false;
         }
-        for (index, block) in task.blocks.iter().enumerate() {
+        let wanted = task.blocks.iter().enumerate();
+        for (index, block) in wanted.filter(|(index, _)| task.reads(*index)) {
             let waiter = (Arc::clone(task), index);
             if let Some(waiters) = reads.waiters.get_mut(&block.id) {
                 waiters.push(waiter);
@@ -163,7 +164,7 @@ impl Core {
         let mut reads = self.reads.lock();
         while let Some(id) = reads.pending.front().map(|wanted| wanted.id) {
             let waiters = reads.waiters.entry(id).or_default();
-            waiters.retain(|(task, _)| !task.state.is_finished());
+            waiters.retain(|(task, index)| task.reads(*index));
             let Some(deadline) = waiters.iter().map(|(task, _)| task.state.deadline).max() else {
                 reads.pending.pop_front();
                 reads.waiters.remove(&id);
@@ -452,7 +453,7 @@ impl Core {
                 let wanted = task.blocks[*index].layers(&self.geometry);
                 wanted.start < layers.start || wanted.end > layers.end
             });
-            (has_time || wants_more) && !task.state.is_finished()
+            (has_time || wants_more) && task.reads(*index)
         };
         let (more, over): (Vec<_>, Vec<_>) = waiters.into_iter().partition(goes_on);
         if !more.is_empty() {

@@ -138,7 +138,7 @@ impl OpenTasks {
 #[derive(Clone)]
 pub struct Task {
     pub(crate) state: Arc<TaskState>,
-    /// Ends the task at its deadline (a load puts to death what is still reading).
+    /// Ends the task at its deadline (a load cancels what is still reading).
     pub(crate) expire: Arc<dyn Fn() + Send + Sync>,
     /// Somebody waits for it to be published.
     pub(crate) hurry: Arc<dyn Fn() + Send + Sync>,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use parking_lot::{Condvar, Mutex};
-use ucm_core::BlockId;
+use ucm_core::{BlockId, Error};
 use ucm_device::{DeviceSpan, HostDevice};
 use ucm_store::engine::Row;
 
@@ -94,6 +94,8 @@ pub(crate) fn content(setup: &Setup, id: BlockId) -> Vec<u8> {
 /// A device whose first copies hang until they are let go.
 pub(crate) struct SlowDevice {
     inner: HostDevice,
+    /// Those that hung fail then.
+    failing: bool,
     state: Mutex<(usize, usize)>,
     news: Condvar,
 }
@@ -101,8 +103,18 @@ pub(crate) struct SlowDevice {
 impl SlowDevice {
     /// The first `copies` to start hang.
     pub(crate) fn new(copies: usize) -> Arc<Self> {
+        Self::made(copies, false)
+    }
+
+    /// The same, and then they fail.
+    pub(crate) fn failing(copies: usize) -> Arc<Self> {
+        Self::made(copies, true)
+    }
+
+    fn made(copies: usize, failing: bool) -> Arc<Self> {
         Arc::new(Self {
             inner: HostDevice::new(),
+            failing,
             state: Mutex::new((copies, 0)),
             news: Condvar::new(),
         })
@@ -137,6 +149,9 @@ impl ucm_device::Device for SlowDevice {
             self.news.notify_all();
             while state.1 > 0 {
                 self.news.wait(&mut state);
+            }
+            if self.failing {
+                return Err(Error::internal("the copy failed"));
             }
         }
         drop(state);

@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use ucm_core::BlockId;
 use ucm_infra::{Completion, Mono};
+use ucm_io::{Fault, Gate, OpKind};
 use ucm_store::backend::Backend;
 
 use super::map::MapStage;
 use super::segments::change;
-use super::{Layout, Store};
+use super::{Layout, Store, of_records};
 
 impl Store {
     /// The file of a block's record, where it begins there, and its length.
@@ -41,6 +42,13 @@ impl Store {
         );
         self.forget(id);
         record
+    }
+
+    /// From now on the reads of loads in the file of a block's record hang before they begin, until the gate is opened.
+    pub(crate) fn hang_record(&self, id: BlockId, gate: &Gate) {
+        let (file, ..) = self.whereabouts(id);
+        let name = file.file_name().unwrap().to_string_lossy().into_owned();
+        self.fault(of_records(OpKind::Read, Fault::HangBefore(gate.clone())).path(name));
     }
 
     /// What memory above has of a block goes.
