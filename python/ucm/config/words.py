@@ -39,6 +39,8 @@ _STAGING = "`staging_capacity`: the host memory for transfers, allocated once at
 _CAPACITY = "`storage_capacity`: the space of a root is always bounded and the oldest use goes first"
 _ALWAYS = "nothing: it is always on"
 _VLLM = "the option of vLLM of that name, on vLLM's own command line"
+_EXPORTED = "vLLM's own `/metrics`, which has ours too"
+_NO_PROFILE = "nothing: profiling is not built yet, and nothing is recorded"
 
 #: Known key without meaning here -> what to write instead.
 MEANINGLESS: dict[str, str] = {
@@ -92,6 +94,8 @@ MEANINGLESS: dict[str, str] = {
     "use_request_async_load": _ALWAYS,
     "use_consistency_manager": _ALWAYS,
     "enable_distributed": "nothing: any number of engines and hosts may share one root",
+    "prometheus": _EXPORTED,
+    "grafana": _EXPORTED,
     "hit_ratio": "nothing: hits are never made up; `min_hit_tokens` declines short ones",
     "persist_token_threshold": "`min_hit_tokens`: short hits are declined when loading",
     "enable_record_traces": "`log.level: DEBUG`",
@@ -104,6 +108,16 @@ MEANINGLESS: dict[str, str] = {
     "kv_cache_dtype": _VLLM,
     "tensor_parallel_size": _VLLM,
     "pipeline_parallel_size": _VLLM,
+}
+
+#: Key of the model that is read and checked, but does nothing yet -> what to write instead, as above.
+UNUSED: dict[str, str] = {
+    "storage_policy": "`store_pipeline`, whose stages have a directory each",
+    "kv_connector": "`kv_connector` of vLLM's `--kv-transfer-config`; ours are all the same",
+    "metrics.port": _EXPORTED,
+    "metrics.config_path": _EXPORTED,
+    "profile.enabled": _NO_PROFILE,
+    "profile.output": _NO_PROFILE,
 }
 
 #: Sparse algorithms, in the spelling of the model; the key is their name in lower case without punctuation.
