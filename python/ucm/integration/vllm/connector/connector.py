@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from ucm.config import load
+from ucm.config import load, parse
 from ucm.integration.vllm.connector.account import Account
 from ucm.integration.vllm.connector.guard import harmless, logger
 from ucm.integration.vllm.connector.halves import scheduler_half, why_off, worker_half
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     """Prefix caching through a store, for one engine. See ``docs/configuration.md`` for its keys."""
 
+    _exports_metrics = True
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Reads the configuration; raises :class:`~ucm.errors.ConfigError` when it is wrong."""
         super().__init__(vllm_config, role, kv_cache_config)
@@ -60,6 +62,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         init_logger("ucm", config.log.level, config.log.file, log_format=config.log.format)
         for store in (config, *config.alternatives):
             UcmConnectorFactoryV1.resolve(store.ucm_connector_name, store.ucm_connector_module_path)
+        self._exports_metrics = config.metrics.enabled
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._off: MissReason | None = None
@@ -238,7 +241,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             news |= (self._worker.take_bytes() or {}) | self._worker.take_seconds() | self._worker.take_tiers()
         if self._scheduler is not None:
             news |= self._scheduler.take_tiers()
-        return UcmStats(data=news) if news else None
+        return UcmStats(data=news) if news and self._exports_metrics else None
 
     @classmethod
     @harmless(None)
@@ -255,7 +258,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """The counters in vLLM's Prometheus registry."""
+        """The counters in vLLM's Prometheus registry; None where ``metrics.enabled`` is false."""
+        config = parse(getattr(vllm_config.kv_transfer_config, "kv_connector_extra_config", None))
+        if not config.metrics.enabled:
+            return None
         return UcmPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @harmless(dict)
