@@ -11,6 +11,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from ucm.config import parse
+from ucm.errors import ConfigError
 from ucm.integration.vllm.connector import UCMConnector
 from ucm.integration.vllm.connector.device import why_not_here
 from ucm.integration.vllm.connector.halves import why_off
@@ -80,7 +81,7 @@ def test_both_halves_are_off_and_the_engine_starts(
     assert off is not None
     assert off[0] == MissReason.UNSUPPORTED
     with caplog.at_level(logging.INFO, "ucm"):
-        half = UCMConnector(config, KVConnectorRole.SCHEDULER, scheduler)
+        half = UCMConnector.create(config, KVConnectorRole.SCHEDULER, scheduler)
         worker = UCMConnector(config, KVConnectorRole.WORKER, workers[0])
     monkeypatch.undo()
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -97,3 +98,9 @@ def test_both_halves_are_off_and_the_engine_starts(
     worker.wait_for_save()
     assert worker.get_handshake_metadata() is None
     assert not (tmp_path / "root").exists()
+
+
+def test_a_connector_that_is_made_as_the_original_makes_it_needs_the_layout() -> None:
+    config: Any = None
+    with pytest.raises(ConfigError, match="KVCacheConfig as third argument"):
+        UCMConnector.create(config, KVConnectorRole.SCHEDULER)

@@ -12,7 +12,7 @@ from ucm.config.effective import show
 from ucm.config.layer import Entry, Layer
 from ucm.config.model import StoreSettings, UcmConfig
 from ucm.config.stores import KNOWN_STORES, OPTION_OWNER, OPTIONS, option_keys
-from ucm.config.words import MEANINGLESS, UNUSED
+from ucm.config.words import MEANINGLESS, UNUSED, without_effect
 from ucm.errors import ConfigError
 
 Values = dict[str, Entry]
@@ -37,20 +37,13 @@ def assemble(layers: list[Layer]) -> UcmConfig:
         values["log.level"] = Entry("DEBUG", debug.origin, debug.written)
     options = _options(values, ignored)
     _ignore_unused(values, ignored)
-    warnings += [_meaningless(keys, instead) for instead, keys in ignored.meaningless.items()]
+    warnings += [without_effect(keys, instead) for instead, keys in ignored.meaningless.items()]
     config = _build(values, options)
     return config.with_findings(
         origins={key: entry.origin for key, entry in values.items()},
         warnings=tuple(warnings),
         problems=tuple(problems_of(config)),
     )
-
-
-def _meaningless(keys: list[str], instead: str) -> str:
-    quoted = ", ".join(f'"{key}"' for key in keys)
-    if instead.startswith("nothing: "):
-        return f"{quoted}: without effect here, and nothing is needed instead: {instead.removeprefix('nothing: ')}"
-    return f"{quoted}: without effect here; use {instead}"
 
 
 def _overlay(values: Values, layer: Layer) -> None:
@@ -72,8 +65,8 @@ def _resolve_sparse(values: Values, warnings: list[str], ignored: Layer) -> None
         values["sparse.type"] = Entry(first.value[0], first.origin, first.written)
         if len(first.value) > 1:
             warnings.append(
-                f'"{first.written}" holds {", ".join(map(json.dumps, first.value))}; {first.value[0]} is taken because it stands first; '
-                "write `sparse_type` to choose"
+                f'"{first.written}" holds {", ".join(map(json.dumps, first.value))}; {first.value[0]} is taken because '
+                "it stands first; write `sparse_type` to choose"
             )
     kind = values.get("sparse.type")
     if kind is not None and "sparse.enabled" not in values:

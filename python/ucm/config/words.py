@@ -7,7 +7,7 @@ warning that names what to write instead), *unknown* (an error with the nearest 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 #: Other spelling -> key of the model. Conversions of units are in :data:`GIBIBYTES`.
 ALIASES: dict[str, str] = {
@@ -180,6 +180,14 @@ PLATFORMS: dict[str, str] = {
     "host": "host",
     "cpu": "host",
 }
+
+
+def without_effect(keys: Sequence[str], instead: str) -> str:
+    """The warning about keys, as they were written, that do nothing; ``instead`` as in :data:`MEANINGLESS`."""
+    quoted = ", ".join(f'"{key}"' for key in keys)
+    if instead.startswith("nothing: "):
+        return f"{quoted}: without effect here, and nothing is needed instead: {instead.removeprefix('nothing: ')}"
+    return f"{quoted}: without effect here; use {instead}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ucm.config import load, parse
+from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.account import Account
 from ucm.integration.vllm.connector.guard import harmless, logger
 from ucm.integration.vllm.connector.halves import scheduler_half, why_off, worker_half
@@ -80,6 +81,18 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._account = self._scheduler.account
             for line in config.describe():
                 logger.debug("configuration: %s", line)
+
+    @classmethod
+    def create(
+        cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
+    ) -> Self:
+        """A connector, as the original makes it. vLLM lays its KV cache out before it makes one and tells the layout in
+        ``kv_cache_config``; raises :class:`~ucm.errors.ConfigError` without it."""
+        if kv_cache_config is None:
+            raise ConfigError(
+                "this vLLM lays the KV cache out before it makes a connector: give its KVCacheConfig as third argument"
+            )
+        return cls(vllm_config, role, kv_cache_config)
 
     def _recompute_failed_loads(self) -> None:
         """vLLM's default ends the request of a failed load with an error; it reads the setting after this."""
