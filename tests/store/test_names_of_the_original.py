@@ -15,6 +15,7 @@ import pytest
 from blocks import BLOCK, PIECES, Memory, ids
 from other_stores import UsersV0
 
+from ucm.config import parse
 from ucm.errors import BusyError, ConfigError, InvalidInputError, StoreIOError, TaskError, UnknownConnectorError
 from ucm.store import (
     BlockHasher,
@@ -214,11 +215,22 @@ def test_what_means_nothing_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ucm.config.loading._said", set())
-    tuned = {"stream_number": 8, "buffer_number": 4096, "scatter_gather_enable": True, "unique_id": "x"}
+    tuned = {"stream_number": 8, "scatter_gather_enable": True, "unique_id": "x", "storage_policy": "tiered"}
     with caplog.at_level(logging.WARNING, "ucm.config"):
         for _ in range(2):
             UcmPcStore({**roomy(tmp_path), **tuned}).close()
     assert [sum(f'.{key}"' in record.getMessage() for record in caplog.records) for key in tuned] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("extra", [{}, {"pipeline": "Cache|Posix"}, {"storage_backend": "pc"}])
+def test_what_the_connector_tells_a_store_of_ours_is_no_reason_to_warn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, extra: dict[str, str]
+) -> None:
+    monkeypatch.setattr("ucm.config.loading._said", set())
+    config = parse({**extra, "storage_path": str(tmp_path), "storage_capacity": "64MiB"}, {})
+    with caplog.at_level(logging.WARNING, "ucm.config"):
+        UcmConnectorFactoryV1.create_connector(config.ucm_connector_name, config.store_config() | SIZES).close()
+    assert caplog.records == []
 
 
 def test_a_cache_above_another_store_made_directly(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from ucm.config import parse, warn_once
 from ucm.config.model import Stage, StoreSettings
 from ucm.config.pipelines import CACHE, COMPRESS, kind_of, with_roots, word_of
 from ucm.config.stores import IN_SEGMENTS
+from ucm.config.words import UNUSED
 from ucm.errors import ConfigError
 from ucm.store.cache.settings import cache_stage
 from ucm.store.posix.settings import EngineSettings, read_settings
@@ -81,7 +82,7 @@ def read_stages(config: Mapping[str, Any], store: str) -> PipelineSettings:
     for warning in read.warnings:
         warn_once(warning)
     own = {key: config[key] for key in config if key in _OF_ENGINE}
-    common = {key: getattr(read, key) for key in StoreSettings.model_fields}
+    common = {key: getattr(read, key) for key in StoreSettings.model_fields if key not in UNUSED}
     settings = read_settings(own | common, PipelineSettings, store)
     one = Stage(store=read.ucm_connector_name, options=read.options)  # a pipeline of one stage is that store
     return settings.model_copy(update={"store_pipeline": read.store_pipeline or (one,)})

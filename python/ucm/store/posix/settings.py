@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from ucm.config import warn_once
 from ucm.config.layer import gibibytes
 from ucm.config.model import BreakerConfig, Deadlines, QuarantineConfig, StoreSettings
-from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, nearest, without_effect
+from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, UNUSED, nearest, without_effect
 from ucm.errors import ConfigError, InvalidInputError
 
 #: Top-level keys of an identity, in order (``docs/format.md``); here those of a caller who names none.
@@ -164,8 +164,9 @@ def in_our_words(config: Mapping[str, Any], known: Container[str], store: str) -
     ours: dict[str, Any] = {}
     for key, value in config.items():
         name = "device_id" if key == "device" else ALIASES.get(key, key).removeprefix("options.")
-        if name not in known and name in MEANINGLESS:
-            warn_once(without_effect([f"{store}.{key}"], MEANINGLESS[name]))
+        instead = UNUSED.get(name) or (None if name in known else MEANINGLESS.get(name))
+        if instead is not None:
+            warn_once(without_effect([f"{store}.{key}"], instead))
             continue
         if name not in known:
             name = key  # an error of whoever reads it, under the name that was written
