@@ -63,6 +63,14 @@ def init_logger(
     return logger
 
 
+def __getattr__(name: str) -> logging.Logger:
+    """``ucm_logger``, the logger of the original: set up when it is first asked for, unless somebody has done that."""
+    if name != "ucm_logger":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    logger = logging.getLogger("ucm")
+    return logger if _reached(logger, _Console) is not None else init_logger()
+
+
 def _reached(logger: logging.Logger, kind: type[H], path: str | None = None) -> H | None:
     """Our handler of that kind (and file) that records of this logger already reach."""
     here: logging.Logger | None = logger

@@ -23,10 +23,10 @@ from ucm.integration.vllm.connector.candidates import (  # noqa: E402
     Candidate,
     candidates_of,
     engine_candidates,
-    why_unavailable,
 )
 from ucm.integration.vllm.connector.gate import OFF, OPEN, OPENING  # noqa: E402
 from ucm.integration.vllm.connector.metadata import RankReport, StoreSetup  # noqa: E402
+from ucm.store.factory_v1 import why_unavailable  # noqa: E402
 from ucm.store.posix import UcmPosixStore  # noqa: E402
 
 

@@ -216,3 +216,18 @@ def test_the_worker_tells_how_long_transfers_took() -> None:
 def test_names_have_our_prefix_and_a_unit(name: str) -> None:
     assert name.startswith("ucm_")
     assert name.endswith(("_blocks", "_bytes", "_seconds", "_tokens", "_per_second"))
+
+
+def test_metrics_switched_off_are_neither_given_to_vllm_nor_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    half = connector(scheduler=rig.half, account=rig.half.account, exports_metrics=False)
+    rig.admit(rig.request("a", 2 * BLOCK + 1))
+    assert half.get_kv_connector_stats() is None
+    assert rig.half.account.take() is None, "they do not heap up"
+    off = SimpleNamespace(kv_connector_extra_config={"storage_path": "/d", "metrics": {"enabled": False}})
+    config: Any = SimpleNamespace(kv_transfer_config=off)
+    assert UCMConnector.build_prom_metrics(config, TYPES, ["model_name", "engine"], {0: ["off", "0"]}) is None  # type: ignore[arg-type]
+    off.kv_connector_extra_config = {"storage_path": "/d"}
+    monkeypatch.setenv("UCM_METRICS_ENABLE", "false")
+    assert UCMConnector.build_prom_metrics(config, TYPES, ["model_name", "engine"], {0: ["off", "0"]}) is None  # type: ignore[arg-type]
+    assert REGISTRY.get_sample_value("ucm_asked_blocks_total", {"model_name": "off", "engine": "0"}) is None

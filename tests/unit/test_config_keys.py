@@ -92,7 +92,6 @@ def test_an_io_engine_that_there_is_not() -> None:
         ({"rerope": {"window": 1024}}, {}, "ReRoPE is not built yet"),
         ({}, {"VLLM_USE_REROPE": "1"}, "ReRoPE is not built yet"),
         ({}, {"UCM_SPARSE_TYPE": "kvstar"}, "sparse attention (KVStarMultiStep) is not built yet"),
-        ({}, {"PLATFORM": "cuda"}, "platform cuda is not built yet"),
         ({}, {"UCM_STORAGE_BACKEND": "mooncake"}, "UcmMooncakeStore is not built yet"),
         ({"storage_backend": "ds3fs"}, {}, "UcmDs3fsStore is not built yet"),
         ({"storage_backend": "object"}, {}, "UcmObjectStore is not built yet"),
@@ -116,9 +115,13 @@ def test_seed_defaults_of_stores_to_come() -> None:
     mooncake = parse({"storage_backend": "mooncake", "metadata_server": "http://m"}, {}).options
     assert mooncake["global_segment_size"] == int(3.125 * (1 << 30))
     assert (mooncake["local_buffer_size"], mooncake["protocol"]) == (1 << 30, "tcp")
-    pc = parse({"storage_backend": "pc", "path": "/pc", "unique_id": "x"}, {})
-    assert (pc.options["stream_number"], pc.options["buffer_number"], pc.options["unique_id"]) == (8, 4096, "x")
-    assert pc.warnings == ()
+
+
+def test_what_the_prefix_cache_store_of_the_seeds_is_tuned_by_does_nothing_and_is_said_once() -> None:
+    tuned = {"stream_number": 8, "buffer_number": 4096, "scatter_gather_enable": True, "unique_id": "x"}
+    config = load({"storage_backend": "pc", "path": "/pc", **tuned}, {})
+    assert config.options == {}
+    assert [sum(f'"{key}"' in warning for warning in config.warnings) for key in tuned] == [1, 1, 1, 1]
 
 
 # Other spellings, values, contradictions ---------------------------------------------------------------------
@@ -263,6 +266,13 @@ def test_platform_that_is_not_ours_is_ignored() -> None:
     assert config.platform is None
     assert len(config.warnings) == 1
     assert load({"path": "/d"}, {"PLATFORM": "simu"}).platform == "host"
+
+
+@pytest.mark.parametrize("given", [({}, {"PLATFORM": "cuda"}), ({"platform": "ascend"}, {})])
+def test_another_platform_is_left_to_the_connector_to_decline(given: tuple[dict[str, str], dict[str, str]]) -> None:
+    config = load({"path": "/d", **given[0]}, given[1])
+    assert config.platform in ("cuda", "ascend")
+    assert config.problems == config.warnings == ()
 
 
 def test_disabled_reads_nothing() -> None:

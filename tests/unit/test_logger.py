@@ -109,3 +109,23 @@ def test_unknown_level_and_broken_format() -> None:
     with pytest.raises(ValueError, match="format"):
         init_logger(NAME, log_format="%(nonsense")
     assert logging.getLogger(NAME).handlers == []
+
+
+def test_the_logger_of_the_original_is_set_up_once_and_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    import ucm.logger
+
+    before, handlers = logging.getLogger("ucm").level, list(logging.getLogger("ucm").handlers)
+    try:
+        init_logger("ucm", "DEBUG")
+        assert ucm.logger.ucm_logger is logging.getLogger("ucm")
+        assert ucm.logger.ucm_logger.level == logging.DEBUG
+        ucm.logger.ucm_logger.debug("told")
+        assert len(lines(capsys)) == 1
+        logging.getLogger("ucm").handlers.clear()
+        ucm.logger.ucm_logger.info("told again")
+        assert len(lines(capsys)) == 1
+        with pytest.raises(AttributeError):
+            _ = ucm.logger.no_such_logger
+    finally:
+        logging.getLogger("ucm").handlers[:] = handlers
+        logging.getLogger("ucm").setLevel(before)

@@ -17,6 +17,7 @@ import ucm
 LIGHT = [
     "ucm.UcmError",
     "ucm.logger.init_logger",
+    "ucm.logger.ucm_logger",
     "ucm.utils.include_dir",
     "ucm.utils.validate_config",
     "ucm.utils.estimate_storage_requirements",
@@ -27,6 +28,9 @@ LIGHT = [
 #: Names that need the compiled core.
 CORE = [
     "ucm.store.BlockHasher",
+    "ucm.store.BlockId",
+    "ucm.store.RequestHasher",
+    "ucm.store.select_storage",
     "ucm.store.part_mask",
     "ucm.store.record_ids",
     "ucm.store.ucmstore.Task",
@@ -35,7 +39,14 @@ CORE = [
     "ucm.store.ucmstore_v1.Task",
     "ucm.store.factory.UcmConnectorFactory",
     "ucm.store.factory_v1.UcmConnectorFactoryV1",
+    "ucm.store.factory_v1.select_storage",
     "ucm.store.posix.connector.UcmPosixStore",
+    "ucm.store.cache.connector.UcmCacheStore",
+    "ucm.store.pipeline.connector.UcmPipelineStore",
+    "ucm.store.nfs.connector.UcmNfsStore",
+    "ucm.store.nfsstore.nfsstore_connector.UcmNfsStore",
+    "ucm.store.pc.connector.UcmPcStore",
+    "ucm.store.pcstore.pcstore_connector_v1.UcmPcStore",
     "ucm.store.empty.connector.UcmEmptyStore",
     "ucm.store.fake.connector.UcmFakeStore",
 ]
@@ -45,6 +56,7 @@ VLLM = [
     "ucm.integration.vllm.connector.UCMConnector",
     "ucm.integration.vllm.ucm_connector.UCMConnector",
     "ucm.integration.vllm.ucm_connector.UCMDirectConnector",
+    "ucm.integration.vllm.ucm_connector.RequestHasher",
 ]
 
 
@@ -55,7 +67,7 @@ def importable(names: list[str]) -> tuple[list[str], set[str]]:
         "wrong = []\n"
         "for dotted in sys.argv[1:]:\n"
         "    module, _, name = dotted.rpartition('.')\n"
-        "    if not callable(getattr(importlib.import_module(module), name, None)):\n"
+        "    if getattr(importlib.import_module(module), name, None) is None:\n"
         "        wrong.append(dotted)\n"
         "print('\\n' + ' '.join(wrong))\n"
         "print(' '.join(sys.modules))\n"

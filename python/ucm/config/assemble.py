@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from pydantic import ValidationError
 
-from ucm.config.built import problems_of, unused_of
+from ucm.config.built import problems_of
 from ucm.config.effective import show
 from ucm.config.layer import Entry, Layer
-from ucm.config.model import UcmConfig
-from ucm.config.stores import OPTION_OWNER, OPTIONS, option_keys
-from ucm.config.words import MEANINGLESS
+from ucm.config.model import StoreSettings, UcmConfig
+from ucm.config.stores import KNOWN_STORES, OPTION_OWNER, OPTIONS, option_keys
+from ucm.config.words import MEANINGLESS, UNUSED, without_effect
 from ucm.errors import ConfigError
 
 Values = dict[str, Entry]
+
+#: A build flag in the original, and likely to be set where that was built: alone it names no algorithm.
+BUILD_FLAG = "ENABLE_SPARSE"
 
 
 def assemble(layers: list[Layer]) -> UcmConfig:
@@ -28,24 +32,18 @@ def assemble(layers: list[Layer]) -> UcmConfig:
         for instead, keys in layer.meaningless.items():
             for key in keys:
                 ignored.ignore(instead, key)
-    _resolve_sparse(values, warnings)
+    _resolve_sparse(values, warnings, ignored)
     if (debug := values.get("debug")) is not None and debug.value in (True, 1, "true") and "log.level" not in values:
         values["log.level"] = Entry("DEBUG", debug.origin, debug.written)
     options = _options(values, ignored)
-    warnings += [_meaningless(keys, instead) for instead, keys in ignored.meaningless.items()]
+    _ignore_unused(values, ignored)
+    warnings += [without_effect(keys, instead) for instead, keys in ignored.meaningless.items()]
     config = _build(values, options)
     return config.with_findings(
         origins={key: entry.origin for key, entry in values.items()},
-        warnings=(*warnings, *unused_of(config, frozenset(values))),
+        warnings=tuple(warnings),
         problems=tuple(problems_of(config)),
     )
-
-
-def _meaningless(keys: list[str], instead: str) -> str:
-    quoted = ", ".join(f'"{key}"' for key in keys)
-    if instead.startswith("nothing: "):
-        return f"{quoted}: without effect here, and nothing is needed instead: {instead.removeprefix('nothing: ')}"
-    return f"{quoted}: without effect here; use {instead}"
 
 
 def _overlay(values: Values, layer: Layer) -> None:
@@ -59,7 +57,7 @@ def _overlay(values: Values, layer: Layer) -> None:
     values.update(layer.values)
 
 
-def _resolve_sparse(values: Values, warnings: list[str]) -> None:
+def _resolve_sparse(values: Values, warnings: list[str], ignored: Layer) -> None:
     """Which algorithm is meant: the one named, else the first that has keys."""
     first = values.pop("sparse.first", None)
     keys = values.pop("sparse.keys", None)
@@ -67,14 +65,38 @@ def _resolve_sparse(values: Values, warnings: list[str]) -> None:
         values["sparse.type"] = Entry(first.value[0], first.origin, first.written)
         if len(first.value) > 1:
             warnings.append(
-                f'"{first.written}" holds {", ".join(first.value)}; {first.value[0]} is taken because it stands first; '
-                "write `sparse_type` to choose"
+                f'"{first.written}" holds {", ".join(map(json.dumps, first.value))}; {first.value[0]} is taken because '
+                "it stands first; write `sparse_type` to choose"
             )
     kind = values.get("sparse.type")
     if kind is not None and "sparse.enabled" not in values:
         values["sparse.enabled"] = Entry(True, kind.origin, kind.written)
     if keys is not None and kind is not None:
         values.setdefault(f"sparse.config.{kind.value}", keys)
+    elif keys is not None:
+        ignored.ignore("`sparse.type` beside it, which names the algorithm", keys.written)
+    switch = values.get("sparse.enabled")
+    if kind is None and switch is not None and switch.written == BUILD_FLAG:
+        del values["sparse.enabled"]
+        ignored.ignore("UCM_SPARSE_TYPE or `ucm_sparse_config`, which name an algorithm", BUILD_FLAG)
+
+
+def _ignore_unused(values: Values, ignored: Layer) -> None:
+    """Keys that are understood and harmless, but have no effect before that part is built."""
+    name = values.get("ucm_connector_name")
+    own = "ucm_connector_module_path" in values or (name is not None and name.value not in KNOWN_STORES)
+    for key, instead in UNUSED.items():
+        if key not in values or values[key].value in (False, "UCMBlendConnector"):
+            continue  # not wanted, or refused as a whole
+        if not (own and key in StoreSettings.model_fields):  # a user's own store gets it
+            ignored.ignore(instead, values[key].written)
+    pipeline = values.get("store_pipeline")
+    for i, stage in enumerate(pipeline.value if pipeline is not None else []):
+        for key in UNUSED.keys() & stage.keys():
+            ignored.ignore(UNUSED[key], f"store_pipeline[{i}].{key}")
+    if "rerope.enabled" not in values:
+        for key in [key for key in values if key.startswith("rerope.")]:
+            ignored.ignore("nothing: ReRoPE is not built yet, and not switched on", values[key].written)
 
 
 def _options(values: Values, ignored: Layer) -> dict[str, Any]:
@@ -107,7 +129,7 @@ def _options(values: Values, ignored: Layer) -> dict[str, Any]:
 
 
 def _ignore_option(ignored: Layer, option: str, written: str) -> None:
-    ignored.ignore(MEANINGLESS.get(option, f"nothing: it is a key of {OPTION_OWNER[option]}"), written)
+    ignored.ignore(MEANINGLESS.get(option) or f"nothing: it is a key of {OPTION_OWNER[option]}", written)
 
 
 def _checked_options(store: str, given: dict[str, Any], where: str, entry: Entry | None) -> dict[str, Any]:

@@ -62,14 +62,4 @@ def _connector_problems(config: UcmConfig) -> Iterator[str]:
             "(ucm_sparse_config, ucm_sparse_method, sparse_type, sparse) or set ENABLE_SPARSE=false"
         )
     if config.rerope.enabled:
-        yield "ReRoPE is not built yet; leave out rerope and VLLM_USE_REROPE"
-    if config.platform not in (None, "host"):
-        yield f"platform {config.platform} is not built yet; only vLLM on a CPU is: unset PLATFORM or write simu"
-
-
-def unused_of(config: UcmConfig, given: frozenset[str]) -> Iterator[str]:
-    """What is understood and harmless, but has no effect before it is built; one warning each."""
-    if config.metrics.enabled and any(key.startswith("metrics.") for key in given):
-        yield "metrics are counted but not exported yet; `store.stats()` shows them"
-    if config.profile.enabled:
-        yield "profiling is not built yet; nothing is recorded"
+        yield "ReRoPE is not built yet; leave out rerope and VLLM_USE_REROPE (REROPE_WINDOW, TRAINING_LENGTH)"

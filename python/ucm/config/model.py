@@ -24,6 +24,7 @@ from ucm.config.sizes import (
     parse_size,
 )
 from ucm.config.stores import KNOWN_STORES
+from ucm.config.words import UNUSED
 from ucm.errors import ConfigError
 
 
@@ -221,7 +222,7 @@ class Stage(StoreSettings):
 
     def written(self) -> dict[str, Any]:
         """The stage as it can be written in a configuration: what was given, and the keys only its store has."""
-        given = {key: _plain(getattr(self, key)) for key in self.model_fields_set - {"store", "options"}}
+        given = {key: _plain(getattr(self, key)) for key in self.model_fields_set - {"store", "options", *UNUSED}}
         return {"type": self.store, **given, **{key: _plain(value) for key, value in self.options.items()}}
 
 
@@ -326,6 +327,7 @@ class UcmConfig(StoreSettings):
             stages = (
                 {"store_pipeline": [stage.written() for stage in self.store_pipeline]} if self.store_pipeline else {}
             )
+            common = {key: value for key, value in common.items() if key not in UNUSED}
             return {**common, **{key: _plain(value) for key, value in self.options.items()}, **stages, **sections}
         config = dict(self.ucm_connector_config)
         config.update({key: value for key, value in common.items() if self.origin(key) != "default"})

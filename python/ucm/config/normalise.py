@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ucm.config.layer import Layer, algorithm_name, algorithm_of, gibibytes, is_zero, store_of_word
+from ucm.config.layer import Entry, Layer, algorithm_name, algorithm_of, gibibytes, is_zero, store_of_word
 from ucm.config.model import StoreSettings, UcmConfig
 from ucm.config.sizes import check_local
 from ucm.config.stores import BACKEND_WORDS, KNOWN_STORES, OPTION_OWNER
@@ -62,7 +62,7 @@ def _read(layer: Layer, mapping: Mapping[str, Any], above: str) -> None:
         written = f"{above}{key}"
         if not isinstance(key, str):
             raise ConfigError(f'the key "{written}" in {layer.source} is not a text')
-        if value is None and (key in known_keys() or key.lower() in BACKEND_WORDS):
+        if value is None and (key in known_keys() or key.lower() in BACKEND_WORDS or algorithm_of(key) is not None):
             continue  # `key:` with nothing behind it says nothing
         _read_key(layer, key, value, written)
 
@@ -86,7 +86,7 @@ def _read_key(layer: Layer, key: str, value: Any, written: str) -> None:
     elif key.lower() in BACKEND_WORDS and isinstance(value, Mapping):
         layer.sections[key.lower()] = {"written": written, "keys": value}
     elif (algorithm := algorithm_of(key)) is not None and isinstance(value, Mapping):
-        layer.put(f"sparse.config.{algorithm}", dict(value), written)
+        _choose(layer, algorithm, value, written, layer.source)
     else:
         raise ConfigError(
             f'unknown key "{written}" in {layer.source}{hint(key, known_keys())}', context={"key": written}
@@ -292,21 +292,25 @@ def _read_nfs_path(layer: Layer, value: Any, written: str) -> None:
 def _read_sparse_config(layer: Layer, value: Any, written: str) -> None:
     if not isinstance(value, Mapping):
         raise ConfigError(f'"{written}" in {layer.source} names algorithms and their keys, e.g. {{GSA: {{...}}}}')
-    chosen: list[str] = []
     for key, item in value.items():
         inner = f"{written}.{key}"
         algorithm = algorithm_of(str(key))
         if key in ("sparse_type", "type"):
             layer.put("sparse.type", algorithm_name(item, inner), inner)
         elif algorithm is not None and (item is None or isinstance(item, Mapping)):
-            layer.put(f"sparse.config.{algorithm}", dict(item or {}), inner)
-            chosen.append(algorithm)
+            _choose(layer, algorithm, item or {}, inner, written)
         else:
             raise ConfigError(
                 f'unknown key "{inner}" in {layer.source}{hint(str(key), ("sparse_type", *SPARSE_ALGORITHMS.values()))}'
             )
-    if chosen:
-        layer.put("sparse.first", chosen, written)
+
+
+def _choose(layer: Layer, algorithm: str, keys: Mapping[str, Any], written: str, where: str) -> None:
+    """Keys of an algorithm say that it is wanted, unless another is named; of several the first that stands there."""
+    layer.put(f"sparse.config.{algorithm}", dict(keys), written)
+    chosen = layer.values.setdefault("sparse.first", Entry([], layer.source, where)).value
+    if algorithm not in chosen:
+        chosen.append(algorithm)
 
 
 def _read_sparse_keys(layer: Layer, value: Any, written: str) -> None:

@@ -117,15 +117,6 @@ class FakeOptions(_Options):
     allow_wrong_tokens: _Flag = False
 
 
-class PcOptions(_Options):
-    """Keys of the prefix cache store of the seeds; how many threads and slots there are is said by the common ones."""
-
-    stream_number: Annotated[int, Field(ge=1)] = 8
-    buffer_number: Annotated[int, Field(ge=1)] = 4096
-    use_scatter_gather: _Flag = True
-    unique_id: str | None = None
-
-
 class Ds3fsOptions(_Options):
     """Keys of the 3FS store."""
 
@@ -150,7 +141,6 @@ OPTIONS: dict[str, type[_Options]] = {
     "UcmCacheStore": CacheOptions,
     "UcmCompressStage": CompressOptions,
     "UcmFakeStore": FakeOptions,
-    "UcmPcStore": PcOptions,
     "UcmDs3fsStore": Ds3fsOptions,
     "UcmMooncakeStore": MooncakeOptions,
 }

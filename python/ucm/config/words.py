@@ -7,7 +7,7 @@ warning that names what to write instead), *unknown* (an error with the nearest 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 #: Other spelling -> key of the model. Conversions of units are in :data:`GIBIBYTES`.
 ALIASES: dict[str, str] = {
@@ -39,6 +39,8 @@ _STAGING = "`staging_capacity`: the host memory for transfers, allocated once at
 _CAPACITY = "`storage_capacity`: the space of a root is always bounded and the oldest use goes first"
 _ALWAYS = "nothing: it is always on"
 _VLLM = "the option of vLLM of that name, on vLLM's own command line"
+_EXPORTED = "vLLM's own `/metrics`, which has ours too"
+_NO_PROFILE = "nothing: profiling is not built yet, and nothing is recorded"
 
 #: Known key without meaning here -> what to write instead.
 MEANINGLESS: dict[str, str] = {
@@ -92,6 +94,8 @@ MEANINGLESS: dict[str, str] = {
     "use_request_async_load": _ALWAYS,
     "use_consistency_manager": _ALWAYS,
     "enable_distributed": "nothing: any number of engines and hosts may share one root",
+    "prometheus": _EXPORTED,
+    "grafana": _EXPORTED,
     "hit_ratio": "nothing: hits are never made up; `min_hit_tokens` declines short ones",
     "persist_token_threshold": "`min_hit_tokens`: short hits are declined when loading",
     "enable_record_traces": "`log.level: DEBUG`",
@@ -104,6 +108,16 @@ MEANINGLESS: dict[str, str] = {
     "kv_cache_dtype": _VLLM,
     "tensor_parallel_size": _VLLM,
     "pipeline_parallel_size": _VLLM,
+}
+
+#: Key of the model that is read and checked, but does nothing yet -> what to write instead, as above.
+UNUSED: dict[str, str] = {
+    "storage_policy": "`store_pipeline`, whose stages have a directory each",
+    "kv_connector": "`kv_connector` of vLLM's `--kv-transfer-config`; ours are all the same",
+    "metrics.port": _EXPORTED,
+    "metrics.config_path": _EXPORTED,
+    "profile.enabled": _NO_PROFILE,
+    "profile.output": _NO_PROFILE,
 }
 
 #: Sparse algorithms, in the spelling of the model; the key is their name in lower case without punctuation.
@@ -166,6 +180,14 @@ PLATFORMS: dict[str, str] = {
     "host": "host",
     "cpu": "host",
 }
+
+
+def without_effect(keys: Sequence[str], instead: str) -> str:
+    """The warning about keys, as they were written, that do nothing; ``instead`` as in :data:`MEANINGLESS`."""
+    quoted = ", ".join(f'"{key}"' for key in keys)
+    if instead.startswith("nothing: "):
+        return f"{quoted}: without effect here, and nothing is needed instead: {instead.removeprefix('nothing: ')}"
+    return f"{quoted}: without effect here; use {instead}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ucm._core import BlockHasher, part_mask, record_ids
+    from ucm.store.block_id import BlockId
     from ucm.store.factory import UcmConnectorFactory
-    from ucm.store.factory_v1 import UcmConnectorFactoryV1
+    from ucm.store.factory_v1 import UcmConnectorFactoryV1, select_storage
+    from ucm.store.request_hasher import RequestHasher
     from ucm.store.ucmstore import UcmKVStoreBase
     from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1
 
 __all__ = [
     "BlockHasher",
+    "BlockId",
+    "RequestHasher",
     "Task",
     "UcmConnectorFactory",
     "UcmConnectorFactoryV1",
@@ -26,12 +30,16 @@ __all__ = [
     "UcmKVStoreBaseV1",
     "part_mask",
     "record_ids",
+    "select_storage",
 ]
 
 _WHERE = {
     "BlockHasher": "ucm._core",
     "part_mask": "ucm._core",
     "record_ids": "ucm._core",
+    "BlockId": "ucm.store.block_id",
+    "RequestHasher": "ucm.store.request_hasher",
+    "select_storage": "ucm.store.factory_v1",
     "UcmConnectorFactory": "ucm.store.factory",
     "UcmConnectorFactoryV1": "ucm.store.factory_v1",
     "UcmKVStoreBase": "ucm.store.ucmstore",

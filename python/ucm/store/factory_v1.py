@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -12,6 +13,8 @@ from ucm.config.words import hint
 from ucm.errors import ConfigError, UcmError, UnknownConnectorError
 from ucm.store.ucmstore import UcmKVStoreBase
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+
+logger = logging.getLogger("ucm.store")
 
 #: A store of either interface; :meth:`UcmConnectorFactoryV1.create_connector` puts V1 in front of V0.
 StoreClass = type[UcmKVStoreBaseV1] | type[UcmKVStoreBase]
@@ -88,13 +91,15 @@ class UcmConnectorFactoryV1:
         return found
 
     @classmethod
-    def create_connector(cls, name: str, config: Mapping[str, Any], module_path: str | None = None) -> UcmKVStoreBaseV1:
-        """A store by name, or of the class ``name`` in ``module_path``. Raises as :meth:`resolve`.
+    def create_connector(
+        cls, connector_name: str, config: Mapping[str, Any], module_path: str | None = None
+    ) -> UcmKVStoreBaseV1:
+        """A store by name, or of the class of that name in ``module_path``. Raises as :meth:`resolve`.
 
         What its constructor raises is passed on; anything but our own errors gets the store's name. A store of the V0
         interface is put behind :class:`~ucm.store.v1_over_v0.V1OverV0`; it finds its sizes under its own words too.
         """
-        store_class = cls.resolve(name, module_path)
+        store_class = cls.resolve(connector_name, module_path)
         try:
             if issubclass(store_class, UcmKVStoreBaseV1):
                 return store_class(config)
@@ -104,7 +109,9 @@ class UcmConnectorFactoryV1:
         except UcmError:
             raise
         except Exception as error:
-            raise ConfigError(f"the store {name} could not be made: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"the store {connector_name} could not be made: {type(error).__name__}: {error}"
+            ) from error
 
     @classmethod
     def _unknown(cls, name: str) -> str:
@@ -119,6 +126,55 @@ class UcmConnectorFactoryV1:
 
 def _classes(module: Any) -> list[str]:
     return [name for name, value in vars(module).items() if isinstance(value, type)]
+
+
+def why_unavailable(store: UcmKVStoreBaseV1) -> str:
+    """Why a store that was just opened is of no use, empty when it is."""
+    try:
+        return "" if store.healthy() else store.trouble() or "it says that it is unhealthy"
+    except Exception as error:
+        return f"its healthy() failed: {error}"
+
+
+def select_storage(config: Mapping[str, Any]) -> UcmKVStoreBaseV1:
+    """The first of ``ucm_connectors`` that can be opened and answers; the log says why not those before it.
+
+    ``config`` holds that list (or one entry at its top); every ``ucm_connector_config`` is what the store's constructor
+    takes, its sizes in bytes among it. Where none answers, it is the first one that could be opened: it is retried by
+    itself and answers with misses meanwhile. Raises :class:`~ucm.errors.ConfigError` when none could be. The
+    connector chooses by the same rule, but for all processes of an engine together.
+    """
+    entries = config.get("ucm_connectors") or ([config] if config.get("ucm_connector_name") else [])
+    entries = [entries] if isinstance(entries, Mapping) else list(entries)
+    if not entries:
+        raise ConfigError("no store is configured: write ucm_connectors, a list of names and configurations")
+    waiting: UcmKVStoreBaseV1 | None = None
+    whys: list[str] = []
+    for entry in entries:
+        name = entry.get("ucm_connector_name", "")
+        try:
+            store = UcmConnectorFactoryV1.create_connector(
+                name, entry.get("ucm_connector_config") or {}, entry.get("ucm_connector_module_path")
+            )
+        except UcmError as error:
+            whys.append(f"{name} cannot be opened: {error}")
+            continue
+        why = why_unavailable(store)
+        if not why:
+            if whys:
+                logger.warning("of %d stores %s is used; %s", len(entries), name, "; ".join(whys))
+            if waiting is not None:
+                waiting.close()
+            return store
+        whys.append(f"{name} is not available: {why}")
+        if waiting is None:
+            waiting = store
+        else:
+            store.close()
+    if waiting is None:
+        raise ConfigError("; ".join(whys))
+    logger.warning("no store is available, the first is retried: %s", "; ".join(whys))
+    return waiting
 
 
 UcmConnectorFactoryV1.register_connector("UcmPosixStore", "ucm.store.posix.connector", "UcmPosixStore")

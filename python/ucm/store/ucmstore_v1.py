@@ -29,10 +29,39 @@ Priority = Literal["urgent", "next_batch", "normal", "speculative"]
 class Task:
     """A load or dump under way. Stores may subclass it or hand out any object of their own."""
 
-    def __init__(self, handle: Any = None) -> None:
+    _store: UcmKVStoreBaseV1 | None = None
+    _completed = False
+
+    def __init__(self, handle: Any = None, store: UcmKVStoreBaseV1 | None = None) -> None:
+        """``store`` is asked whether the task is finished; without one that is what was last written into
+        :attr:`completed`."""
         self.handle = handle
         self.error: UcmError | None = None
-        self.completed = False
+        self._store = store
+
+    @property
+    def completed(self) -> bool:
+        """Whether it is finished, also when it failed. Asks its store each time until it is, and never waits."""
+        if not self._completed:
+            try:
+                self._completed = self._is_over()
+            except UcmError as error:  # busy says nothing; a store that was closed ended all its tasks
+                self._completed = not error.retryable
+        return self._completed
+
+    @completed.setter
+    def completed(self, completed: bool) -> None:
+        self._completed = completed
+
+    def _is_over(self) -> bool:
+        """What a task that knows better than its store overrides."""
+        store, self._store = self._store, None  # what it does may look at `completed` itself
+        if store is None:
+            return False
+        try:
+            return store.check(self)
+        finally:
+            self._store = store
 
 
 class UcmKVStoreBaseV1(ABC):
@@ -190,7 +219,8 @@ class UcmKVStoreBaseV1(ABC):
 
     def load(self, block_ids: Sequence[bytes], shard_index: Sequence[int], tensors: Sequence[Sequence[Any]]) -> Task:
         """:meth:`load_data` into tensors: ``tensors[i][j]`` is piece *j* of row *i*."""
-        return self.load_data(block_ids, shard_index, _addresses(tensors))
+        task: Task = self._own(self.load_data(block_ids, shard_index, _addresses(tensors)))
+        return task
 
     def dump(
         self,
@@ -200,7 +230,14 @@ class UcmKVStoreBaseV1(ABC):
         prerequisite_handle: int = 0,
     ) -> Task:
         """:meth:`dump_data` from tensors: ``tensors[i][j]`` is piece *j* of row *i*."""
-        return self.dump_data(block_ids, shard_index, _addresses(tensors), prerequisite_handle)
+        task: Task = self._own(self.dump_data(block_ids, shard_index, _addresses(tensors), prerequisite_handle))
+        return task
+
+    def _own(self, task: Any) -> Any:
+        """The task, which asks this store from now on unless it was made with one."""
+        if isinstance(task, Task) and task._store is None:
+            task._store = self
+        return task
 
     def cc_store(self) -> int:
         """Address of the C table of this store (``ucm_store.h``, see ``docs/stores.md``), 0 where there is none."""
@@ -276,7 +313,7 @@ class _Waiter:
                     del self._states[id(task)]
                     _mark(task)
                 return state[1]
-            if getattr(task, "completed", False):
+            if task._completed if isinstance(task, Task) else getattr(task, "completed", False):
                 return True
             try:
                 self._queue.put_nowait(task)

@@ -53,6 +53,17 @@ class _Created:
         self.committing = False
 
 
+class _Fetch(Task):
+    """A load, which is over when that of the V1 store is."""
+
+    def __init__(self, handle: Any, v1: UcmKVStoreBaseV1) -> None:
+        super().__init__(handle)
+        self._v1 = v1
+
+    def _is_over(self) -> bool:
+        return self._v1.check(self.handle)
+
+
 class V0OverV1(UcmKVStoreBase):
     """A V1 store behind the interface of V0."""
 
@@ -153,7 +164,7 @@ class V0OverV1(UcmKVStoreBase):
                 shards.append(first + number)
                 rows.append([address + number * self._shape.shard + piece for piece in self._offsets])
         matrix = np.array(rows, dtype=np.uint64).reshape(len(rows), len(self._offsets))
-        return Task(self.v1.load_data(blocks, shards, matrix))
+        return _Fetch(self.v1.load_data(blocks, shards, matrix), self.v1)
 
     def dump_data(
         self, block_ids: Sequence[str], offset: Sequence[int], addr: Sequence[int], size: Sequence[int]

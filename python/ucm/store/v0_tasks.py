@@ -30,6 +30,9 @@ class V0Task(Task):
         self._failures: dict[int, UcmError] = {}
         self._ended = threading.Event()
 
+    def _is_over(self) -> bool:
+        return self.over()
+
     def deliver(self, rows: range, work: Callable[[], None]) -> bool:
         """Do ``work``, which ends these rows well, unless the task has ended. Nothing ends it meanwhile."""
         with self._lock:

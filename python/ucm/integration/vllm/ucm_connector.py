@@ -1,5 +1,6 @@
 """The names users of the original import."""
 
 from ucm.integration.vllm.connector import UCMConnector, UCMDirectConnector
+from ucm.store.request_hasher import RequestHasher
 
-__all__ = ["UCMConnector", "UCMDirectConnector"]
+__all__ = ["RequestHasher", "UCMConnector", "UCMDirectConnector"]

@@ -30,8 +30,15 @@ class CacheStoreSettings(EngineSettings, CacheOptions):
 
 
 class UcmCacheStore(UcmPosixStore):
-    """Blocks in memory that the processes of this host share; all are gone with the last of these."""
+    """Blocks in memory that the processes of this host share; all are gone with the last of these.
+
+    With ``backend: {name, config}`` it is the cache above that store, a pipeline of the two.
+    """
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> EngineSettings:
+        if config.get("backend"):
+            from ucm.store.pipeline.settings import read_stages
+
+            return read_stages(config, cls.__name__)
         return read_settings(config, CacheStoreSettings, cls.__name__)

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ucm.config.stores import PcOptions
 from ucm.errors import InvalidInputError
 from ucm.store.posix.connector import PosixTask, UcmPosixStore
 from ucm.store.posix.settings import EngineSettings, PosixStoreSettings, read_settings
 
 
-class PcStoreSettings(PosixStoreSettings, PcOptions):
-    """Keys of :class:`UcmPcStore`: those of the POSIX store, and those of the seeds, which have no effect here."""
+class PcStoreSettings(PosixStoreSettings):
+    """Keys of :class:`UcmPcStore`: those of the POSIX store."""
 
     def stages(self) -> list[dict[str, Any]]:
         """What the core is told of each stage, top first."""

@@ -7,10 +7,11 @@ from typing import Any
 
 from pydantic import Field
 
-from ucm.config import parse
+from ucm.config import parse, warn_once
 from ucm.config.model import Stage, StoreSettings
 from ucm.config.pipelines import CACHE, COMPRESS, kind_of, with_roots, word_of
 from ucm.config.stores import IN_SEGMENTS
+from ucm.config.words import UNUSED
 from ucm.errors import ConfigError
 from ucm.store.cache.settings import cache_stage
 from ucm.store.posix.settings import EngineSettings, read_settings
@@ -64,15 +65,24 @@ _OF_ENGINE = frozenset(PipelineSettings.model_fields) - frozenset(StoreSettings.
 
 def read_pipeline_settings(config: Mapping[str, Any]) -> PipelineSettings:
     """Checked settings. Stages are read as in a configuration file, with the same spellings and refusals."""
+    if not (config.get("store_pipeline") or config.get("pipeline")):
+        raise ConfigError('UcmPipelineStore needs store_pipeline, its stages from top to bottom, e.g. "Cache|Posix"')
+    return read_stages(config, "UcmPipelineStore")
+
+
+def read_stages(config: Mapping[str, Any], store: str) -> PipelineSettings:
+    """The stages that a configuration of this store names, and the keys beside them."""
+    if "device" in config:
+        config = {key: value for key, value in config.items() if key != "device"} | {"device_id": config["device"]}
     written = {key: value for key, value in config.items() if key not in _OF_ENGINE}
     if not written.get("storage_backends"):
         written.pop("storage_backends", None)  # each stage has its own
-    if not written.get("store_pipeline"):
-        raise ConfigError('UcmPipelineStore needs store_pipeline, its stages from top to bottom, e.g. "Cache|Posix"')
-    read = parse(written | {"ucm_connector_name": "UcmPipelineStore"}, {})
+    read = parse(written | {"ucm_connector_name": store}, {})
     read.require_built()
+    for warning in read.warnings:
+        warn_once(warning)
     own = {key: config[key] for key in config if key in _OF_ENGINE}
-    common = {key: getattr(read, key) for key in StoreSettings.model_fields}
-    settings = read_settings(own | common, PipelineSettings, "UcmPipelineStore")
+    common = {key: getattr(read, key) for key in StoreSettings.model_fields if key not in UNUSED}
+    settings = read_settings(own | common, PipelineSettings, store)
     one = Stage(store=read.ucm_connector_name, options=read.options)  # a pipeline of one stage is that store
     return settings.model_copy(update={"store_pipeline": read.store_pipeline or (one,)})

@@ -32,6 +32,9 @@ class PosixTask(Task):
         super().__init__(handle)
         self.kind = kind
 
+    def _is_over(self) -> bool:
+        return self.handle.check("published")
+
 
 class UcmPosixStore(UcmKVStoreBaseV1):
     """One record per file below a directory: host memory for staging, checksums on every read, bounded space.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
+from ucm.config import warn_once
+from ucm.config.layer import gibibytes
 from ucm.config.model import BreakerConfig, Deadlines, QuarantineConfig, StoreSettings
-from ucm.config.words import nearest
+from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, UNUSED, nearest, without_effect
 from ucm.errors import ConfigError, InvalidInputError
 
 #: Top-level keys of an identity, in order (``docs/format.md``); here those of a caller who names none.
@@ -156,9 +158,29 @@ class PosixStoreSettings(EngineSettings):
         return self
 
 
+def in_our_words(config: Mapping[str, Any], known: Container[str], store: str) -> dict[str, Any]:
+    """``config`` with the spellings of a configuration file for keys that are ``known``; what means nothing there means
+    nothing here either, and is left out with the same warning."""
+    ours: dict[str, Any] = {}
+    for key, value in config.items():
+        name = "device_id" if key == "device" else ALIASES.get(key, key).removeprefix("options.")
+        instead = UNUSED.get(name) or (None if name in known else MEANINGLESS.get(name))
+        if instead is not None:
+            warn_once(without_effect([f"{store}.{key}"], instead))
+            continue
+        if name not in known:
+            name = key  # an error of whoever reads it, under the name that was written
+        elif key in GIBIBYTES:
+            value = gibibytes(value, key, store)
+        if ours.setdefault(name, value) != value:
+            raise ConfigError(f'"{key}" and another spelling of {name} for {store} differ; keep one of them')
+    return ours
+
+
 def read_settings(config: Mapping[str, Any], kind: type[T], store: str) -> T:
     """Checked settings; a key that is not one, or a value that is wrong, is a :class:`~ucm.errors.ConfigError`."""
     known = kind.model_fields
+    config = in_our_words(config, known, store)
     for key in config:
         if key not in known:
             near = nearest(key, known)

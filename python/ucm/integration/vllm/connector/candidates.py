@@ -17,7 +17,7 @@ from ucm.config import UcmConfig
 from ucm.integration.vllm.connector.background import IDLE, Background
 from ucm.integration.vllm.connector.guard import logger, throttle
 from ucm.integration.vllm.connector.metadata import RankReport, StoreSetup
-from ucm.store.factory_v1 import UcmConnectorFactoryV1
+from ucm.store.factory_v1 import UcmConnectorFactoryV1, why_unavailable
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 #: Between two rounds through all candidates when none was available, in seconds.
@@ -68,14 +68,6 @@ def _candidate(config: UcmConfig, processes: int, several_hosts: bool) -> Candid
     where = roots if isinstance(roots, str) else ", ".join(map(str, roots))
     full = f"{module}.{name}" if module else name
     return Candidate(full, f"{full} on {where}" if where else full, told, make)
-
-
-def why_unavailable(store: UcmKVStoreBaseV1) -> str:
-    """Why a store that was just opened is of no use, empty when it is."""
-    try:
-        return "" if store.healthy() else store.trouble() or "it says that it is unhealthy"
-    except Exception as error:
-        return f"its healthy() failed: {error}"
 
 
 class Selection:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from ucm.config import load
+from ucm.config import load, parse
+from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.account import Account
 from ucm.integration.vllm.connector.guard import harmless, logger
 from ucm.integration.vllm.connector.halves import scheduler_half, why_off, worker_half
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     """Prefix caching through a store, for one engine. See ``docs/configuration.md`` for its keys."""
 
+    _exports_metrics = True
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Reads the configuration; raises :class:`~ucm.errors.ConfigError` when it is wrong."""
         super().__init__(vllm_config, role, kv_cache_config)
@@ -60,6 +63,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         init_logger("ucm", config.log.level, config.log.file, log_format=config.log.format)
         for store in (config, *config.alternatives):
             UcmConnectorFactoryV1.resolve(store.ucm_connector_name, store.ucm_connector_module_path)
+        self._exports_metrics = config.metrics.enabled
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._off: MissReason | None = None
@@ -77,6 +81,18 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             self._account = self._scheduler.account
             for line in config.describe():
                 logger.debug("configuration: %s", line)
+
+    @classmethod
+    def create(
+        cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
+    ) -> Self:
+        """A connector, as the original makes it. vLLM lays its KV cache out before it makes one and tells the layout in
+        ``kv_cache_config``; raises :class:`~ucm.errors.ConfigError` without it."""
+        if kv_cache_config is None:
+            raise ConfigError(
+                "this vLLM lays the KV cache out before it makes a connector: give its KVCacheConfig as third argument"
+            )
+        return cls(vllm_config, role, kv_cache_config)
 
     def _recompute_failed_loads(self) -> None:
         """vLLM's default ends the request of a failed load with an error; it reads the setting after this.
@@ -231,7 +247,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
             news |= (self._worker.take_bytes() or {}) | self._worker.take_seconds() | self._worker.take_tiers()
         if self._scheduler is not None:
             news |= self._scheduler.take_tiers()
-        return UcmStats(data=news) if news else None
+        return UcmStats(data=news) if news and self._exports_metrics else None
 
     @classmethod
     @harmless(None)
@@ -248,7 +264,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """The counters in vLLM's Prometheus registry."""
+        """The counters in vLLM's Prometheus registry; None where ``metrics.enabled`` is false."""
+        config = parse(getattr(vllm_config.kv_transfer_config, "kv_connector_extra_config", None))
+        if not config.metrics.enabled:
+            return None
         return UcmPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @harmless(dict)

@@ -10,6 +10,7 @@ from ucm.integration.vllm.connector.adapters import AdapterDigests
 from ucm.integration.vllm.connector.admission import Admission
 from ucm.integration.vllm.connector.background import Background
 from ucm.integration.vllm.connector.candidates import Selection, engine_candidates
+from ucm.integration.vllm.connector.device import why_not_here
 from ucm.integration.vllm.connector.extra_keys import ExtraKeys
 from ucm.integration.vllm.connector.gate import Gate
 from ucm.integration.vllm.connector.guard import logger
@@ -46,7 +47,9 @@ def why_off(
         return MissReason.DISABLED, "UCM_DISABLE is set"
     if not config.enable_prefix_cache:
         return MissReason.DISABLED, "enable_prefix_cache is false"
-    if text := _unsupported(vllm_config, kv_cache_config):
+    from vllm.platforms import current_platform
+
+    if text := why_not_here(config.platform, current_platform) or _unsupported(vllm_config, kv_cache_config):
         return MissReason.UNSUPPORTED, text
     try:
         engine_identity(vllm_config, kv_cache_config, "")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ucm.errors import ConfigError
-from ucm.integration.vllm.connector.candidates import Candidate, why_unavailable
+from ucm.integration.vllm.connector.candidates import Candidate
 from ucm.integration.vllm.connector.early import take_early
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.health import StoreHealth
@@ -34,6 +34,7 @@ from ucm.integration.vllm.connector.model_memory import ModelMemory
 from ucm.integration.vllm.connector.tier_counts import TierCounts
 from ucm.integration.vllm.connector.transfers import Dumps, Loads, no_event
 from ucm.store import part_mask
+from ucm.store.factory_v1 import why_unavailable
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 #: Of the shutdown allowance, the seconds kept for closing the store.

@@ -1,0 +1,1 @@
+"""The store on a network share, where the original has it."""

@@ -1,0 +1,5 @@
+"""The name users of the original import."""
+
+from ucm.store.nfs.connector import UcmNfsStore
+
+__all__ = ["UcmNfsStore"]

@@ -1,0 +1,1 @@
+"""The prefix cache store, where the original has it."""

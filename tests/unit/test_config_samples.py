@@ -1,0 +1,272 @@
+"""Every key of every sample of the original's documents works, is warned about once, or is refused with a sentence.
+
+Nothing here says which of the three: that is found by taking the key out, or changing its value, and looking at what is
+different afterwards. A key *works* when a value for it changes what the core is told, or what the connector reads.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import yaml
+from config_cases import FIXTURES, REPOSITORY, shape
+
+from ucm.config import UcmConfig, parse
+from ucm.config.effective import flatten
+from ucm.config.layer import algorithm_of
+from ucm.errors import ConfigError, UcmError
+
+pytest.importorskip("ucm._core")
+
+Sample = dict[str, Any]
+Path = tuple[str | int, ...]
+
+#: Values that are tried for a text, beside what can be made from the text itself.
+WORDS = ("WARNING", "posix", "pc", "empty", "lru", "s3fifo", "sha256", "host", "UcmPosixStore", "UcmPcStore", "/other")
+#: What a store is told beside its configuration.
+SIZES = {"tensor_size": 4096, "shard_size": 4096, "block_size": 4096, "identity": "x"}
+
+
+def samples() -> dict[str, Sample]:
+    found: dict[str, Sample] = {}
+    for sample in yaml.safe_load((FIXTURES / "samples.yaml").read_text()):
+        found[sample["name"]] = {key: sample[key] for key in ("config", "environment") if key in sample}
+    for file in sorted(FIXTURES.glob("[a-h]_*")):
+        found[file.name] = {"environment" if "environment" in file.name else "config": shape(file.name)}
+    return found
+
+
+SAMPLES = samples()
+
+
+def keys_read() -> set[str]:
+    """Dotted keys of the configuration that code outside of it reads, as ``config.<key>``."""
+    package = REPOSITORY / "python" / "ucm"
+    read = set()
+    for file in package.rglob("*.py"):
+        if (package / "config") in file.parents:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            parts: list[str] = []
+            while isinstance(node, ast.Attribute):
+                parts.insert(0, node.attr)
+                node = node.value
+            if parts and isinstance(node, ast.Name) and node.id == "config":
+                read |= {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+    return read
+
+
+READ = keys_read()
+
+
+@dataclass
+class Judgement:
+    refusals: frozenset[str]
+    warnings: frozenset[str]
+    effect: Any = None
+
+
+def judged(sample: Sample) -> Judgement:
+    try:
+        config = parse(sample.get("config"), sample.get("environment", {}))
+    except ConfigError as error:
+        return Judgement(frozenset([str(error)]), frozenset())
+    assert len(set(config.warnings)) == len(config.warnings)
+    engine = {key: value for key, value in flatten(config) if key in READ}
+    stores = [told(one) for one in (config, *config.alternatives)]
+    return Judgement(frozenset(config.problems), frozenset(config.warnings), (engine, stores))
+
+
+def told(config: UcmConfig) -> Any:
+    """What the core is told by the store that a configuration names."""
+    from ucm.store.factory_v1 import UcmConnectorFactoryV1
+
+    try:
+        store: Any = UcmConnectorFactoryV1.resolve(config.ucm_connector_name, config.ucm_connector_module_path)
+        given = config.store_config() | SIZES
+        return store._read(given).setup() if hasattr(store, "_read") else given
+    except UcmError:
+        return None  # it is refused
+
+
+def leaves(value: Any, above: Path = ()) -> Iterator[Path]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from leaves(item, (*above, key))
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for number, item in enumerate(value):
+            yield from leaves(item, (*above, number))
+    else:
+        yield above
+
+
+def value_at(sample: Sample, path: Path) -> Any:
+    found: Any = sample
+    for step in path:
+        found = found[step]
+    return found
+
+
+def without(sample: Sample, *paths: Path) -> Sample:
+    changed = copy.deepcopy(sample)
+    for path in sorted(paths, key=len, reverse=True):
+        del value_at(changed, path[:-1])[path[-1]]
+    return changed
+
+
+def others(value: Any) -> list[Any]:
+    """Other values than this one, of which some may be wrong."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [value * 2, value + 1]
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return ["false" if value.lower() == "true" else "true"]
+    if isinstance(value, str) and value.isdigit():
+        return [str(int(value) * 2)]
+    return [f"{value}2", *WORDS] if isinstance(value, str) else [WORDS[-1]]
+
+
+def changed(sample: Sample, path: Path) -> Iterator[Judgement]:
+    """The sample with other values of one key, as far as they are accepted."""
+    for other in variants(sample, path):
+        found = judged(other)
+        if found.effect is not None:
+            yield found
+
+
+def variants(sample: Sample, path: Path) -> Iterator[Sample]:
+    for value in others(value_at(sample, path)):
+        other = copy.deepcopy(sample)
+        value_at(other, path[:-1])[path[-1]] = value
+        yield other
+
+
+def is_refused(sample: Sample, path: Path, whole: Judgement) -> bool:
+    """Whether a refusal names this key or the section it stands in, or goes when the key or its value does."""
+    steps = [str(step) for step in path[1:]]
+    names = [*steps, *filter(None, map(algorithm_of, steps))]
+    if any(re.search(rf"\b{re.escape(name)}\b(?![\[.])", refusal) for refusal in whole.refusals for name in names):
+        return True
+    gone = [judged(without(sample, path)), *changed(sample, path)]
+    return any(found.effect is not None and whole.refusals - found.refusals for found in gone)
+
+
+def is_part_of_refused(sample: Sample, path: Path, whole: Judgement) -> bool:
+    """Whether a refusal goes when what the key stands in goes as a whole: a store that is not built, say."""
+    gone = [judged(without(sample, path[:length])) for length in range(2, len(path))]
+    return any(found.effect is not None and whole.refusals - found.refusals for found in gone)
+
+
+def is_warned_about(sample: Sample, path: Path, whole: Judgement) -> bool:
+    """Whether exactly one warning goes with this key, or what it stands in, and names it."""
+    for length in range(len(path), 1, -1):
+        rest = judged(without(sample, path[:length]))
+        gone = whole.warnings - rest.warnings if rest.effect is not None else ()
+        if naming := [text for text in gone if str(path[length - 1]) in keys_of(text)]:
+            assert len(naming) == 1, f"{path}: {naming}"
+            return True
+    return False
+
+
+def keys_of(warning: str) -> set[str]:
+    """The keys that a warning quotes, each without what it stands in."""
+    words = re.findall(r'"([^"]+)"', warning) + re.findall(r"environment (\w+)", warning)
+    return {word.rpartition(".")[2].partition(":")[0] for word in words}
+
+
+def works(sample: Sample, path: Path) -> bool:
+    """Whether without it nothing would run, or another value for it makes a difference."""
+    whole = judged(sample)
+    gone = judged(without(sample, path))
+    if gone.effect != whole.effect or gone.refusals - whole.refusals:
+        return True
+    return any(found.effect != whole.effect and found.refusals <= whole.refusals for found in changed(sample, path))
+
+
+def outcome(sample: Sample, path: Path) -> str:
+    whole = judged(sample)
+    if is_refused(sample, path, whole):
+        return "refused"
+    if whole.effect is None:  # something else is wrong with it: what about this key if that were put right?
+        right = [
+            other
+            for at in leaves(sample)
+            for other in [*variants(sample, at), without(sample, at)]
+            if judged(other).effect is not None and path in set(leaves(other))
+        ]
+        assert right, f"{whole.refusals} says of no key what is wrong"
+        sample = min(right, key=lambda other: len(judged(other).refusals))
+        whole = judged(sample)
+    if is_warned_about(sample, path, whole):
+        return "warned"
+    alone = {path[0]: {path[1]: value_at(sample, path[:2])}}  # for what another key of the sample says as well
+    if works(sample, path) or works(alone, path):
+        return "works"
+    return "refused" if is_part_of_refused(sample, path, whole) else "silent"
+
+
+@pytest.fixture(autouse=True)
+def beside_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FIXTURES)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_no_key_of_a_sample_is_silent(name: str) -> None:
+    sample = SAMPLES[name]
+    found = {".".join(map(str, path[1:])): outcome(sample, path) for path in leaves(sample)}
+    assert found
+    assert [key for key, what in found.items() if what == "silent"] == []
+
+
+def test_all_three_happen_and_a_key_that_nobody_reads_would_be_found() -> None:
+    sample = {"config": {"storage_path": "/d", "min_hit_tokens": 3, "stream_number": 8, "use_layerwise": True}}
+    found = {path[1]: outcome(sample, path) for path in leaves(sample)}
+    assert found == {
+        "storage_path": "works",
+        "min_hit_tokens": "works",
+        "stream_number": "warned",
+        "use_layerwise": "refused",
+    }
+    off = {"config": {"storage_path": "/d", "sparse": {"enabled": False, "config": {}, "type": "GSA"}}}
+    assert outcome(off, ("config", "sparse", "type")) == "silent"  # whoever writes enabled: false wants that
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "sentence"),
+    [
+        ({"blend": {"compute_meta": {}}}, {}, "sparse attention (Blend) is not built yet"),
+        ({"GSA": {"topk_ratio": 0.3}}, {}, "sparse attention (GSA) is not built yet"),
+        ({"ESA": {}, "GSA": {}}, {}, "sparse attention (ESA) is not built yet"),
+        ({"ESA": {}}, {"UCM_SPARSE_TYPE": "GSA"}, "sparse attention (GSA) is not built yet"),
+    ],
+)
+def test_an_algorithm_at_the_top_means_that_it_is_wanted(
+    config: dict[str, Any], environment: dict[str, str], sentence: str
+) -> None:
+    assert sentence in "; ".join(parse({"storage_path": "/d", **config}, environment).problems)
+
+
+def test_an_algorithm_at_the_top_may_be_switched_off() -> None:
+    assert parse({"storage_path": "/d", "GSA": {"topk_ratio": 0.3}}, {"ENABLE_SPARSE": "false"}).problems == ()
+
+
+def test_the_build_flag_alone_does_not_refuse_the_start() -> None:
+    config = parse({"storage_path": "/d"}, {"ENABLE_SPARSE": "true"})
+    assert config.problems == ()
+    assert config.sparse.enabled is False
+    (warning,) = config.warnings
+    assert "ENABLE_SPARSE" in warning
+    assert "UCM_SPARSE_TYPE" in warning
+    named = parse({"storage_path": "/d"}, {"ENABLE_SPARSE": "true", "UCM_SPARSE_TYPE": "GSA"})
+    assert len(named.problems) == 1
+
+
+def test_metrics_that_are_exported_are_not_said_to_be_missing() -> None:
+    assert parse({"storage_path": "/d"}, {"UCM_METRICS_ENABLE": "true"}).warnings == ()
