@@ -111,16 +111,30 @@ class DumpPlanner:
         tracked.cursor = at
         return plans
 
+    def offers(self, tracked: Tracked, upto: int) -> bool:
+        """Whether :meth:`plan` would offer any of its first ``upto`` blocks."""
+        return any(self._offerable(tracked, at) for at in range(tracked.cursor, upto))
+
+    def pin(self, blocks: list[KVCacheBlock]) -> None:
+        """Reference blocks, so that nobody else gets them."""
+        assert self._pool is not None  # room() was above zero
+        self._pool.touch(blocks)
+        self._pinned += len(blocks)
+
+    def unpin(self, blocks: list[KVCacheBlock]) -> None:
+        """Give them back."""
+        assert self._pool is not None  # they were pinned there
+        self._pinned -= len(blocks)
+        self._pool.free_blocks(reversed(blocks))  # the end of a chain is evicted first
+
     def _offerable(self, tracked: Tracked, at: int) -> bool:
         key = tracked.keys[at]
         return self._presence.offerable(key) or (at in tracked.audit and not self._presence.is_writing(key))
 
     def _job(self, tracked: Tracked, start: int, end: int, blocks: Sequence[KVCacheBlock]) -> Dump:
-        assert self._pool is not None  # room() was above zero
         keys, pinned = tracked.keys[start:end], list(blocks[start:end])
         job = _Job(next(self._numbers), keys, start, pinned)
-        self._pool.touch(pinned)
-        self._pinned += len(pinned)
+        self.pin(pinned)
         self._jobs[job.number] = job
         self._presence.writing(keys, job.number)
         self._last_planned = self._clock()
@@ -154,10 +168,8 @@ class DumpPlanner:
 
     def _release(self, job: _Job) -> None:
         if job.pinned and job.staged >= self._ranks:
-            assert self._pool is not None  # it was pinned there
             job.pinned = False
-            self._pinned -= len(job.blocks)
-            self._pool.free_blocks(reversed(job.blocks))  # the end of a chain is evicted first
+            self.unpin(job.blocks)
             job.blocks = []
 
     def _settle(self, job: _Job, live: Iterable[Tracked]) -> None:

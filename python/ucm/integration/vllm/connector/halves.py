@@ -8,7 +8,7 @@ from ucm.config import UcmConfig
 from ucm.errors import ConfigError, UcmError
 from ucm.integration.vllm.connector.adapters import AdapterDigests
 from ucm.integration.vllm.connector.admission import Admission
-from ucm.integration.vllm.connector.background import Background
+from ucm.integration.vllm.connector.background import IDLE, Background
 from ucm.integration.vllm.connector.candidates import Selection, engine_candidates
 from ucm.integration.vllm.connector.extra_keys import ExtraKeys
 from ucm.integration.vllm.connector.gate import Gate
@@ -22,6 +22,7 @@ from ucm.integration.vllm.connector.identity import (
     unidentifiable,
     with_weights,
 )
+from ucm.integration.vllm.connector.items import Items
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookups
 from ucm.integration.vllm.connector.pace import Pace
@@ -132,8 +133,9 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
     root = config.root
     weights = WeightsDigest(weight_source(vllm_config), config.identity.weights, root)
     adapters = AdapterDigests(root)
-    extra = ExtraKeys.for_engine(vllm_config, tokens, adapters)
     background = Background("ucm-lookup")
+    items = Items(lambda job: background.submit(job, IDLE))
+    extra = ExtraKeys.for_engine(vllm_config, tokens, adapters, items)
     identity = _Identity(own, weights)
     parallel = vllm_config.parallel_config
     world = parallel.world_size
@@ -160,6 +162,7 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
         admission=_admission(config, vllm_config),
         may_load=_may_load(vllm_config),
         audit_one_in=config.audit_one_in,
+        items_used=extra.used,
         closers=(weights.close, adapters.close, background.close),
     )
 
