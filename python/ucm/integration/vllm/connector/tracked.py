@@ -128,15 +128,16 @@ class Tracked:
         the step has ended and the adapter's files were looked at after that.
         """
         if self.request.lora_request is None:
-            settled, self.confirming = upto, None
-        if self.confirming is None:
+            settled = upto
+        if not self.keyable or settled <= self.cursor:
+            return 0
+        if self.confirming is None or self.confirming[0] <= self.cursor:
             self.confirming = settled, now
         blocks, since = self.confirming
         answer = maker.current(self.request, since)
         if answer is None:
             return 0
-        self.keyable = answer
-        self.confirming = None
+        self.keyable, self.confirming = answer, None
         if settled > blocks:  # the next look begins now rather than with the next step
             self.confirming = settled, now
             maker.current(self.request, now)
