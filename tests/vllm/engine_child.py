@@ -43,6 +43,13 @@ class Child:
         prompt = TokensPrompt(prompt_token_ids=request["tokens"])
         if request.get("salt") is not None:
             prompt["cache_salt"] = request["salt"]
+        if request.get("picture") is not None:
+            from pictures import picture
+
+            seed, name = request["picture"]
+            prompt["multi_modal_data"] = {"image": picture(seed)}
+            if name is not None:
+                prompt["multi_modal_uuids"] = {"image": [name]}
         lora = None
         if request.get("lora") is not None:
             from vllm.lora.request import LoRARequest
