@@ -44,12 +44,9 @@ class Child:
         if request.get("salt") is not None:
             prompt["cache_salt"] = request["salt"]
         if request.get("picture") is not None:
-            from pictures import picture
+            from pictures import shown
 
-            seed, name = request["picture"]
-            prompt["multi_modal_data"] = {"image": picture(seed)}
-            if name is not None:
-                prompt["multi_modal_uuids"] = {"image": [name]}
+            prompt.update(shown(*request["picture"]))
         lora = None
         if request.get("lora") is not None:
             from vllm.lora.request import LoRARequest

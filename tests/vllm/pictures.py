@@ -6,6 +6,7 @@ Random weights, large on purpose, so that another picture gives other tokens.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from models import HEAD_SIZE, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, MAX_LEN, VOCAB
@@ -86,6 +87,18 @@ def write_llava(directory: Path, seed: int = 11) -> Path:
         num_additional_image_tokens=1,
     ).save_pretrained(str(directory))
     return directory
+
+
+def shown(seed: int, name: str | None) -> dict[str, Any]:
+    """What a prompt says of its picture; ``name`` is the client's own for it.
+
+    vLLM takes these settings of the processor into its hash, and with them the name in place of the picture.
+    """
+    said: dict[str, Any] = {
+        "multi_modal_data": {"image": picture(seed)},
+        "mm_processor_kwargs": {"do_center_crop": True},
+    }
+    return said if name is None else said | {"multi_modal_uuids": {"image": [name]}}
 
 
 def picture(seed: int) -> Image.Image:

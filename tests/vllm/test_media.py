@@ -14,14 +14,12 @@ import pytest
 from checks import assert_same
 from harness import Engine, EngineHost
 from lives import Disk, new_disk
-from pictures import PICTURE, PICTURE_TOKENS, picture, write_llava
+from pictures import PICTURE, PICTURE_TOKENS, shown, write_llava
 from specs import BLOCK, Ask, EngineSpec, Result, prompt
 
 #: 37 tokens, the picture's 64, 43 more; all but the last block are full.
 TOKENS = [*prompt(90, 37), PICTURE, *prompt(91, 43)]
 FULL_BLOCKS = (len(TOKENS) - 1 + PICTURE_TOKENS) // BLOCK
-#: vLLM takes these into its hash, and with them the client's name in place of the picture.
-FACTORS = {"do_center_crop": True}
 CAT, DOG = 1, 2
 
 
@@ -37,7 +35,7 @@ def disk(work: Path) -> Disk:
 
 def spec_of(llava: Path, disk: Disk | None, label: str, **args: Any) -> EngineSpec:
     """An engine of this model; without a disk one without ucm."""
-    settings = {"skip_tokenizer_init": False, "mm_processor_kwargs": FACTORS} | args
+    settings = {"skip_tokenizer_init": False} | args
     return EngineSpec(llava, store=disk.store() if disk is not None else None, args=settings, label=label)
 
 
@@ -73,12 +71,10 @@ def test_vllm_takes_the_clients_name_for_a_content_hash(llava: Path) -> None:
     for seed, name in ((CAT, "cat"), (DOG, "cat"), (CAT, None)):
         # A renderer each: they stand for API servers of different hosts, or for a cache that has forgotten.
         config = EngineArgs(
-            model=str(llava), dtype="float32", max_model_len=512, mm_processor_kwargs=FACTORS, enforce_eager=True
+            model=str(llava), dtype="float32", max_model_len=512, enforce_eager=True
         ).create_engine_config()
         processor = InputProcessor(config, renderer_from_config(config))
-        asked = TokensPrompt(prompt_token_ids=list(TOKENS), multi_modal_data={"image": picture(seed)})
-        if name is not None:
-            asked["multi_modal_uuids"] = {"image": [name]}
+        asked = TokensPrompt(prompt_token_ids=list(TOKENS), **shown(seed, name))
         made = processor.process_inputs("r", asked, SamplingParams(), ("generate",))
         cache = engine_receiver_cache_from_config(config)
         assert cache is not None
