@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import places
-from harness import EngineError, EngineHost, wait_until
+from harness import Engine, EngineError, EngineHost, wait_until
 from places import Place
 from specs import BLOCK, PATIENT, Ask, EngineSpec, Result, StoreSpec, prompt
 
@@ -108,6 +109,13 @@ class Live:
     def restart(self) -> None:
         """Ends the engine's processes at once, and starts another on the same root."""
         self.engine.kill()
+        self.engine = self._host.get(self._spec)
+
+    @contextmanager
+    def instead(self, label: str, **changes: Any) -> Iterator[Engine]:
+        """An engine of another kind on the same root takes its place; then it again."""
+        self.engine = self._host.get(self._spec.but(label=f"{self._spec.label}-{label}", **changes))
+        yield self.engine
         self.engine = self._host.get(self._spec)
 
     def ask(self, tokens: list[int], salt: str | None = None) -> Result:

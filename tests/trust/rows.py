@@ -364,3 +364,5 @@ PROCESS_ROWS = [
 ]
 
 ENGINE_ROWS = [EngineRow("kill -9 of an engine", "all its processes, while blocks are on their way", ())]
+
+MEDIA_ROWS = [EngineRow("media renamed", "another picture under the name that a client gave the first", ())]

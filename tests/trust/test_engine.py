@@ -16,10 +16,12 @@ from _pytest.mark import ParameterSet
 from apart import ENGINES, OVER_PC, V1, V2, R, through
 from fuse import Fuse
 from harm import Victim
-from harness import EngineHost, wait_until
+from harness import Engine, EngineHost, wait_until
 from kinds import EngineRow, FileRow, FuseRow, RootRow
-from live import BLOCKS, Kind, Live, Prompt, counted, poll
-from rows import ENGINE_ROWS, FILE_ROWS, FUSE_ROWS, ROOT_ROWS
+from live import ANSWER, BLOCKS, Kind, Live, Prompt, counted, poll
+from pictures import CAT, DOG, TOKENS, write_llava
+from rows import ENGINE_ROWS, FILE_ROWS, FUSE_ROWS, MEDIA_ROWS, ROOT_ROWS
+from specs import Ask, Result
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -200,3 +202,25 @@ def test_engine(engine: str, row: EngineRow, live: Live) -> None:
     live.await_hit(stored, "what was stored is a hit")
     assert live.ask(last).tokens == right.tokens, "wrong tokens"
     _judge(live, stored)
+
+
+@pytest.mark.parametrize(("engine", "row"), each(MEDIA_ROWS), scope="module")
+def test_media(engine: str, row: EngineRow, live: Live, work: Path) -> None:
+    """Two engines of a model that sees: the name of a picture is the same, the picture is not."""
+    if not live.ours:
+        pytest.skip("this row is about our keys")
+    llava = write_llava(work / f"llava-{live.root.name}")
+    kind: dict[str, Any] = {"model": llava, "args": {"skip_tokenizer_init": False}}
+
+    def ask(seeing: Engine, seed: int, name: str | None, salt: str | None = None) -> Result:
+        answer = seeing.generate(Ask(TOKENS, ANSWER, salt=salt, picture=(seed, name)))[0]
+        seeing.wait_idle()
+        return answer
+
+    with live.instead("media", **kind) as first:
+        right = {seed: ask(first, seed, None, salt="another key, the same computation") for seed in (CAT, DOG)}
+        assert right[CAT].tokens != right[DOG].tokens, "the picture does not matter to this model"
+        assert ask(first, CAT, "holiday").tokens == right[CAT].tokens, "wrong tokens"
+    with live.instead("media-again", **kind) as second:
+        assert ask(second, DOG, "holiday").tokens == right[DOG].tokens, "wrong tokens"
+        assert ask(second, CAT, "another name").tokens == right[CAT].tokens, "wrong tokens"

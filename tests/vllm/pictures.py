@@ -11,12 +11,19 @@ from typing import Any
 import torch
 from models import HEAD_SIZE, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, MAX_LEN, VOCAB
 from PIL import Image
+from specs import BLOCK, prompt
 
 #: The token that stands for a picture in a prompt.
 PICTURE = VOCAB - 1
 #: Tokens that vLLM puts in its place.
 PICTURE_TOKENS = 64
 _SIZE, _PATCH = 64, 8
+
+#: A prompt with a picture: 37 tokens, those of the picture, 43 more; the last block is not full.
+TOKENS = [*prompt(90, 37), PICTURE, *prompt(91, 43)]
+FULL_BLOCKS = (len(TOKENS) - 1 + PICTURE_TOKENS) // BLOCK
+#: Seeds of two pictures.
+CAT, DOG = 1, 2
 
 
 def write_llava(directory: Path, seed: int = 11) -> Path:

@@ -14,13 +14,8 @@ import pytest
 from checks import assert_same
 from harness import Engine, EngineHost
 from lives import Disk, new_disk
-from pictures import PICTURE, PICTURE_TOKENS, shown, write_llava
-from specs import BLOCK, Ask, EngineSpec, Result, prompt
-
-#: 37 tokens, the picture's 64, 43 more; all but the last block are full.
-TOKENS = [*prompt(90, 37), PICTURE, *prompt(91, 43)]
-FULL_BLOCKS = (len(TOKENS) - 1 + PICTURE_TOKENS) // BLOCK
-CAT, DOG = 1, 2
+from pictures import CAT, DOG, FULL_BLOCKS, TOKENS, shown, write_llava
+from specs import BLOCK, Ask, EngineSpec, Result
 
 
 @pytest.fixture(scope="module")
