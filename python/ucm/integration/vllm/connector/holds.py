@@ -7,7 +7,7 @@ may end before that is answered: its last blocks stay referenced in vLLM's block
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Hold:
     tracked: Tracked
     blocks: list[KVCacheBlock]  # of the request, from its first
@@ -47,20 +47,19 @@ class Holds:
             self._dumps.pin(pinned)
             self._holds.append(_Hold(tracked, mine, pinned, now))
 
-    def take(self, keys: KeyMaker, now: float) -> list[tuple[Tracked, list[Dump]]]:
-        """Offer what is confirmed by now; what is refused, or was not confirmed in time, is let go."""
-        offered = []
-        holds, self._holds = self._holds, []
-        for hold in holds:
+    def take(self, keys: KeyMaker, now: float) -> Iterator[tuple[Tracked, list[Dump]]]:
+        """Offer what is confirmed by now, one request after the other; what is refused or late is let go."""
+        for hold in list(self._holds):
             answer = keys.current(hold.tracked.request, hold.since)
             if answer is None and now - hold.since < RECHECK_S:
-                self._holds.append(hold)
                 continue
-            if answer:
-                plans = self._dumps.plan(hold.tracked, len(hold.blocks), hold.blocks, self._dumps.room())
-                offered.append((hold.tracked, plans))
-            self._dumps.unpin(hold.pinned)
-        return offered
+            self._holds.remove(hold)
+            try:
+                if answer:
+                    plans = self._dumps.plan(hold.tracked, len(hold.blocks), hold.blocks, self._dumps.room())
+                    yield hold.tracked, plans
+            finally:
+                self._dumps.unpin(hold.pinned)
 
     def drop(self) -> None:
         """Let everything go, offered or not."""
