@@ -15,6 +15,7 @@ from cli_roots import RECORD, Written
 from click.testing import Result
 
 from ucm.cli.manifest import Manifest, differences
+from ucm.store.posix.settings import EngineSettings
 
 Run = Callable[..., Result]
 Json = Callable[..., dict[str, Any]]
@@ -34,6 +35,18 @@ def test_a_root_for_people(root: Written, ucm: Run) -> None:
     assert "/models/one" in done.stdout
     at = lines.index("identities differ in")
     assert [line.split()[0] for line in lines[at + 1 :]] == ["key", "weights"], "only what differs"
+
+
+def test_a_root_of_two_builds_of_an_engine(root: Written, ucm: Run) -> None:
+    """Versions may be longer than there is room for; what differs is shown."""
+    one, two = (f"vllm 0.33.1rc2.dev1207+g0123456789abcdef.d2026112{day}.cpu" for day in (1, 2))
+    anonymous = json.loads(EngineSettings.model_construct(identity="w").identity_json)
+    for engine in (one, two):
+        root.fill(json.dumps(anonymous | {"kv_packing": {"engine": engine}}, separators=(",", ":")), 1)
+    lines = ucm("inspect", root.path).stdout.splitlines()
+    differ = lines[lines.index("identities differ in") + 2 :]
+    assert [line.split()[0] for line in differ] == ["kv_packing.engine"], "only what differs"
+    assert {value[-5:] for value in differ[0].split()[1:]} == {"1.cpu", "2.cpu"}
 
 
 def test_the_layout_that_was_decided(root: Written, ucm: Run, ucm_json: Json) -> None:

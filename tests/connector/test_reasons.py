@@ -69,12 +69,12 @@ def stall_background(rig: Rig) -> None:
     rig.later.stalled = lambda: True  # type: ignore[method-assign]
 
 
-def unkeyable(pending: bool) -> Callable[[Rig], None]:
+def unkeyable(reason: MissReason) -> Callable[[Rig], None]:
     """Requests without keys."""
 
     def prepare(rig: Rig) -> None:
         def first(request: Any) -> list[bytes]:
-            raise UnkeyableError("the adapter has no name", pending=pending)
+            raise UnkeyableError("the adapter has no name", reason=reason)
 
         assert rig.half._keys is not None
         rig.half._keys.first = first  # type: ignore[method-assign]
@@ -103,8 +103,9 @@ def break_hashing(rig: Rig) -> None:
         (explain("no reason of ours"), "absent"),
         (refuse_background, "busy"),
         (stall_background, "unhealthy"),
-        (unkeyable(pending=False), "unkeyable"),
-        (unkeyable(pending=True), "identity_pending"),
+        (unkeyable(MissReason.UNKEYABLE), "unkeyable"),
+        (unkeyable(MissReason.IDENTITY_PENDING), "identity_pending"),
+        (unkeyable(MissReason.UNSUPPORTED), "unsupported"),
         (break_hashing, "internal"),
     ],
 )

@@ -14,7 +14,6 @@ from typing import Any
 import places
 from harness import Engine, EngineError, EngineHost, wait_until
 from places import Place
-from siblings import several
 from specs import BLOCK, PATIENT, Ask, EngineSpec, Result, StoreSpec, prompt
 
 from ucm.store import BlockHasher, part_mask, record_ids
@@ -112,11 +111,15 @@ class Live:
         self.engine.kill()
         self.engine = self._host.get(self._spec)
 
+    @property
+    def transfer(self) -> dict[str, Any] | None:
+        """The arguments of vLLM's KVTransferConfig for the engine's connector."""
+        return self._spec.kv_transfer()
+
     @contextmanager
-    def beside(self, other: Mapping[str, Any]) -> Iterator[Engine]:
-        """Another engine on the same root takes its place, whose connector has this one before it; then it again."""
-        ours = self._spec.kv_transfer()
-        self.engine = self._host.get(self._spec.but(transfer=several(other, ours), label=f"{self._spec.label}-beside"))
+    def instead(self, label: str, **changes: Any) -> Iterator[Engine]:
+        """An engine of another kind on the same root takes its place; then it again."""
+        self.engine = self._host.get(self._spec.but(label=f"{self._spec.label}-{label}", **changes))
         yield self.engine
         self.engine = self._host.get(self._spec)
 

@@ -363,6 +363,9 @@ PROCESS_ROWS = [
     ProcessRow("record of another owner", "mode 0600", ("io_error",), processes.owned_by_another, needs_root=True),
 ]
 
-ENGINE_ROWS = [EngineRow("kill -9 of an engine", "all its processes, while blocks are on their way", ())]
-
-BESIDE_ROWS = [EngineRow("beside another connector", "whose loads end too early, or fail in a step", ())]
+KILLED = EngineRow("kill -9 of an engine", "all its processes, while blocks are on their way", ())
+WEIGHTS = EngineRow("weights replaced", "by another checkpoint's, by nobody's, and back", ())
+SLEEP = EngineRow("sleep and wake", "level 1 and 2", ())
+BESIDE = EngineRow("beside another connector", "whose loads end too early, or fail in a step", ())
+MEDIA = EngineRow("media renamed", "another picture under the name that a client gave the first", ())
+ENGINE_ROWS = [KILLED, WEIGHTS, SLEEP, BESIDE, MEDIA]

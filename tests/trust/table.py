@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import columns
 from apart import ENGINES, why_not
 from kinds import Row
-from rows import BESIDE_ROWS, ENGINE_ROWS, FILE_ROWS, FUSE_ROWS, PROCESS_ROWS, ROOT_ROWS
+from rows import ENGINE_ROWS, FILE_ROWS, FUSE_ROWS, PROCESS_ROWS, ROOT_ROWS
 
 #: Columns at the store level, then through live engines.
 COLUMNS = (*(column.name for column in columns.COLUMNS), *ENGINES)
@@ -36,7 +36,7 @@ class Table:
 
     @staticmethod
     def _rows() -> dict[str, Row]:
-        rows: list[Row] = [*FILE_ROWS, *ROOT_ROWS, *FUSE_ROWS, *PROCESS_ROWS, *ENGINE_ROWS, *BESIDE_ROWS]
+        rows: list[Row] = [*FILE_ROWS, *ROOT_ROWS, *FUSE_ROWS, *PROCESS_ROWS, *ENGINE_ROWS]
         return {row.line: row for row in rows}
 
     def _cell(self, row: Row, column: str) -> str:

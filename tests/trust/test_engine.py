@@ -16,12 +16,13 @@ from _pytest.mark import ParameterSet
 from apart import ENGINES, OVER_PC, V1, V2, R, through
 from fuse import Fuse
 from harm import Victim
-from harness import EngineHost, wait_until
+from harness import Engine, EngineHost, wait_until
 from kinds import EngineRow, FileRow, FuseRow, RootRow
 from live import ANSWER, BLOCKS, Kind, Live, Prompt, counted, poll
-from rows import BESIDE_ROWS, ENGINE_ROWS, FILE_ROWS, FUSE_ROWS, ROOT_ROWS
-from siblings import LOADING, SIBLING, load_of_sibling
-from specs import Ask
+from pictures import CAT, DOG, TOKENS, write_llava
+from rows import BESIDE, FILE_ROWS, FUSE_ROWS, KILLED, MEDIA, ROOT_ROWS
+from siblings import LOADING, SIBLING, load_of_sibling, several
+from specs import Ask, Result
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -192,7 +193,7 @@ def _meets(row: FuseRow, live: Live, system: Fuse, old: Prompt) -> bool:
     return met or is_met()  # a request that came while the store was off met nothing, and the one after it did
 
 
-@pytest.mark.parametrize(("engine", "row"), each(ENGINE_ROWS), scope="module")
+@pytest.mark.parametrize(("engine", "row"), each([KILLED]), scope="module")
 def test_engine(engine: str, row: EngineRow, live: Live) -> None:
     """What was stored before an engine was killed is a hit for the next one, and right."""
     stored, last = live.store_prompt(), live.new_prompt()
@@ -204,7 +205,7 @@ def test_engine(engine: str, row: EngineRow, live: Live) -> None:
     _judge(live, stored)
 
 
-@pytest.mark.parametrize(("engine", "row"), each(BESIDE_ROWS), scope="module")
+@pytest.mark.parametrize(("engine", "row"), each([BESIDE]), scope="module")
 def test_beside(engine: str, row: EngineRow, live: Live) -> None:
     """What an engine stores beside a connector whose loads go wrong is right for the engine that finds it.
 
@@ -214,7 +215,7 @@ def test_beside(engine: str, row: EngineRow, live: Live) -> None:
         pytest.skip("this row is about a connector beside ours")
     stored, fresh = live.store_prompt(), [live.new_prompt() for _ in range(3)]
     right = [live.ask(tokens, salt="another key, the same computation") for tokens in fresh]
-    with live.beside(SIBLING) as both:
+    with live.instead("beside", transfer=several(SIBLING, live.transfer)) as both:
         answer = live.ask(stored.tokens)
         assert (answer.tokens, answer.cached) == (stored.right.tokens, 0), "loaded, or wrong tokens"
         stalled = both.submit(Ask(fresh[0], ANSWER, extra_args=load_of_sibling("stall")))
@@ -229,3 +230,25 @@ def test_beside(engine: str, row: EngineRow, live: Live) -> None:
     for tokens, answer in zip(fresh[:2], right[:2], strict=True):
         live.await_hit(Prompt(tokens, answer, []), "the prompt is stored, right, and found")
     _judge(live, stored)
+
+
+@pytest.mark.parametrize(("engine", "row"), each([MEDIA]), scope="module")
+def test_media(engine: str, row: EngineRow, live: Live, work: Path) -> None:
+    """Two engines of a model that sees: the name of a picture is the same, the picture is not."""
+    if not live.ours:
+        pytest.skip("this row is about our keys")
+    llava = write_llava(work / f"llava-{live.root.name}")
+    kind: dict[str, Any] = {"model": llava, "args": {"skip_tokenizer_init": False}}
+
+    def ask(seeing: Engine, seed: int, name: str | None, salt: str | None = None) -> Result:
+        answer = seeing.generate(Ask(TOKENS, ANSWER, salt=salt, picture=(seed, name)))[0]
+        seeing.wait_idle()
+        return answer
+
+    with live.instead("media", **kind) as first:
+        right = {seed: ask(first, seed, None, salt="another key, the same computation") for seed in (CAT, DOG)}
+        assert right[CAT].tokens != right[DOG].tokens, "the picture does not matter to this model"
+        assert ask(first, CAT, "holiday").tokens == right[CAT].tokens, "wrong tokens"
+    with live.instead("media-again", **kind) as second:
+        assert ask(second, DOG, "holiday").tokens == right[DOG].tokens, "wrong tokens"
+        assert ask(second, CAT, "another name").tokens == right[CAT].tokens, "wrong tokens"

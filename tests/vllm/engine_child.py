@@ -151,6 +151,10 @@ def asked(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     prompt = TokensPrompt(prompt_token_ids=request["tokens"])
     if request.get("salt") is not None:
         prompt["cache_salt"] = request["salt"]
+    if request.get("picture") is not None:
+        from pictures import shown
+
+        prompt.update(shown(*request["picture"]))
     lora = None
     if request.get("lora") is not None:
         from vllm.lora.request import LoRARequest

@@ -106,6 +106,7 @@ class Engine:
                 "lora": ask.lora,
                 "priority": ask.priority,
                 "extra_args": dict(ask.extra_args) if ask.extra_args else None,
+                "picture": ask.picture,
             }
             for ask in asks
         ]

@@ -176,7 +176,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. ``lora`` is (name, number, directory)."""
+    """One request. ``lora`` is (name, number, directory); ``picture`` is (seed, the client's name for it)."""
 
     tokens: Sequence[int]
     max_tokens: int = 8
@@ -184,6 +184,7 @@ class Ask:
     lora: tuple[str, int, str] | None = None
     priority: int = 0
     extra_args: Mapping[str, Any] | None = None
+    picture: tuple[int, str | None] | None = None
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -42,11 +42,20 @@ def lora(path: Path, number: int = 1, **args: Any) -> LoRARequest:
 
 
 def settle(digests: AdapterDigests) -> None:
-    """Until everything asked of the thread so far is done."""
-    done = threading.Event()
-    with digests._lock:
-        digests._submit(done.set)
-    assert done.wait(60)
+    """Until everything asked of the threads so far is done."""
+    for worker in (digests._hashing, digests._looking):
+        done = threading.Event()
+        worker.submit(done.set)
+        assert done.wait(60)
+
+
+def looked(digests: AdapterDigests, clock: HandClock, asked: LoRARequest) -> bool | None:
+    """The answer after a look at the files that begins now."""
+    since = clock.now
+    clock.now += 0.01
+    assert digests.current(asked, since) is not True, "this look has not been taken"
+    settle(digests)
+    return digests.current(asked, since)
 
 
 def test_content_counts_and_the_place_does_not(tmp_path: Path) -> None:
@@ -95,7 +104,7 @@ def test_an_adapter_written_after_the_engine_started_has_no_name(tmp_path: Path)
     with pytest.raises(UnkeyableError, match="after the engine started") as refused:
         digests.payload(lora(path))
     assert not refused.value.pending
-    assert not digests.current(lora(path))
+    assert digests.current(lora(path), -1.0) is False
     trusting = AdapterDigests(since_ns=0, trust_new_files=True)
     assert trusting.payload(lora(path)) == adapter_digest(str(path))
 
@@ -105,12 +114,12 @@ def test_a_change_while_the_engine_runs_takes_the_name_away(tmp_path: Path) -> N
     clock = HandClock()
     digests = AdapterDigests(since_ns=ALWAYS, clock=clock)
     before = digests.payload(lora(path))
-    assert digests.current(lora(path))
+    assert looked(digests, clock, lora(path))
     make_adapter(path, content=b"retrain")
     clock.now += adapters.RECHECK_S
     assert digests.payload(lora(path)) == before  # asks for another look, and does not wait for it
     settle(digests)
-    assert not digests.current(lora(path))
+    assert digests.current(lora(path), 0.0) is False
     with pytest.raises(UnkeyableError, match="changed while the engine runs"):
         digests.payload(lora(path))
     shutil.rmtree(path)
@@ -122,10 +131,83 @@ def test_a_vanished_adapter_counts_as_changed(tmp_path: Path) -> None:
     digests = AdapterDigests(since_ns=ALWAYS, clock=clock)
     digests.payload(lora(path))
     shutil.rmtree(path)
-    clock.now += adapters.RECHECK_S
-    digests.current(lora(path))
+    assert looked(digests, clock, lora(path)) is False
+
+
+def test_only_a_look_that_began_afterwards_says_what_was_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, clock = make_adapter(tmp_path / "a"), HandClock()
+    digests = AdapterDigests(since_ns=ALWAYS, clock=clock)
+    digests.payload(lora(path))
     settle(digests)
-    assert not digests.current(lora(path))
+    begun, go, real = threading.Event(), threading.Event(), adapters.os.stat
+
+    def slow(path: str) -> Any:
+        begun.set()
+        assert go.wait(60)
+        return real(path)
+
+    monkeypatch.setattr(adapters.os, "stat", slow)
+    assert digests.current(lora(path), clock.now) is None
+    assert begun.wait(60)
+    clock.now += 0.1
+    computed = clock.now  # while that look is under way
+    clock.now += 0.1
+    go.set()
+    settle(digests)
+    assert digests.current(lora(path), computed) is None
+    settle(digests)
+    assert digests.current(lora(path), computed)
+
+
+def test_an_adapter_being_hashed_holds_up_no_look_at_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen for eight seconds: one thread hashed a large adapter, and another one overwritten meanwhile was current."""
+    small, large, clock = make_adapter(tmp_path / "a"), make_adapter(tmp_path / "b"), HandClock()
+    digests = AdapterDigests(since_ns=ALWAYS, clock=clock)
+    digests.payload(lora(small))
+    go, real = threading.Event(), adapters._digest
+
+    def slow(*args: Any) -> Any:
+        assert go.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(adapters, "_digest", slow)
+    monkeypatch.setattr(adapters, "FIRST_WAIT_S", 0.0)
+    with pytest.raises(UnkeyableError):
+        digests.payload(lora(large, 2))
+    make_adapter(small, content=b"retrain")
+    clock.now += 0.01
+    assert digests.current(lora(small), 0.0) is None
+    done = threading.Event()
+    digests._looking.submit(done.set)
+    assert done.wait(60)
+    assert digests.current(lora(small), 0.0) is False
+    go.set()
+
+
+def test_a_look_that_takes_long_says_that_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, clock = make_adapter(tmp_path / "a"), HandClock()
+    digests = AdapterDigests(since_ns=ALWAYS, clock=clock)
+    before = digests.payload(lora(path))
+    settle(digests)
+    go, real = threading.Event(), adapters.os.stat
+
+    def hangs(path: str) -> Any:
+        assert go.wait(60)
+        return real(path)
+
+    monkeypatch.setattr(adapters.os, "stat", hangs)
+    clock.now += adapters.RECHECK_S
+    assert digests.payload(lora(path)) == before
+    clock.now += adapters.RECHECK_S
+    with pytest.raises(UnkeyableError, match="takes long") as refused:
+        digests.payload(lora(path))
+    assert refused.value.pending
+    assert digests.current(lora(path), clock.now - 0.1) is None
+    go.set()
+    settle(digests)
+    assert digests.payload(lora(path)) == before
 
 
 def test_one_number_for_two_paths_has_no_name(tmp_path: Path) -> None:
@@ -157,7 +239,7 @@ def test_only_the_first_question_waits(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(UnkeyableError) as refused:
             digests.payload(lora(path))
         assert refused.value.pending
-        assert not digests.current(lora(path))
+        assert digests.current(lora(path), 0.0) is None, "it may be known later"
     go.set()
     settle(digests)
     assert digests.payload(lora(path)) == adapter_digest(str(path))
@@ -172,5 +254,5 @@ def test_the_number_of_adapters_is_bounded(tmp_path: Path, monkeypatch: pytest.M
     digests.payload(lora(path, 1))
     with pytest.raises(UnkeyableError, match="too many"):
         digests.payload(lora(path, 2))
-    assert not digests.current(lora(path, 2))
-    assert digests.current(lora(path, 1))
+    assert digests.current(lora(path, 2), 0.0) is False
+    assert digests.current(lora(path, 1), 0.0) is not False

@@ -6,7 +6,6 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,19 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm import PoolingParams, SamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.v1.request import Request
 
 from ucm.integration.vllm.connector.adapters import AdapterDigests, UnkeyableError
-from ucm.integration.vllm.connector.extra_keys import (
-    EMBEDS,
-    LORA,
-    MULTIMODAL,
-    SALT,
-    ExtraKeys,
-    Frame,
-    items_are_hashed,
-)
+from ucm.integration.vllm.connector.extra_keys import EMBEDS, LORA, MULTIMODAL, SALT, ExtraKeys, Frame
+from ucm.integration.vllm.connector.items import Items
+from ucm.reasons import MissReason
 
 #: The first import of vLLM takes long on a busy machine.
 pytestmark = pytest.mark.timeout(300)
@@ -50,13 +49,30 @@ def chain(tokens: Sequence[int], frames: Sequence[Frame], identity: bytes = byte
     return keys
 
 
-def item(identifier: str | None, offset: int, length: int, modality: str = "image") -> MultiModalFeatureSpec:
+def data_of(**fields: Any) -> MultiModalKwargsItem:
+    """What vLLM's preprocessing makes of an item."""
+    return MultiModalKwargsItem(
+        {name: MultiModalFieldElem(data=data, field=MultiModalBatchedField()) for name, data in fields.items()}
+    )
+
+
+def item(
+    content: str, offset: int, length: int, modality: str = "image", name: str | None = None
+) -> MultiModalFeatureSpec:
+    """An item with this content; vLLM's name for it follows from that unless given."""
     return MultiModalFeatureSpec(
-        data=None,
+        data=data_of(pixel_values=torch.frombuffer(bytearray(content.encode()), dtype=torch.uint8)),
         modality=modality,
-        identifier=identifier,  # type: ignore[arg-type]
+        identifier=content if name is None else name,
         mm_position=PlaceholderRange(offset=offset, length=length),
     )
+
+
+def digest_of(content: str) -> bytes:
+    """The digest of such an item, as ``docs/format.md`` defines it."""
+    described = b"S" + struct.pack("<Q", 12) + b"pixel_values"
+    described += b"T" + struct.pack("<Q", 11) + b"torch.uint8" + struct.pack("<IQ", 1, len(content))
+    return hashlib.sha256(b"UCMITEM" + described + content.encode()).digest()
 
 
 def request(tokens: list[int] | None = None, **args: Any) -> Request:
@@ -83,14 +99,14 @@ def keys_of(extra: ExtraKeys, one: Request) -> list[bytes]:
 
 def test_a_plain_request_has_no_frames(extra: ExtraKeys) -> None:
     assert extra.of(request()) == []
-    assert extra.current(request())
+    assert extra.current(request(), 0.0)
 
 
 def test_where_the_frames_stand(extra: ExtraKeys, adapter: Path) -> None:
     one = request(
         lora_request=LoRARequest("x", 1, str(adapter)),
         cache_salt="tenant",
-        mm_features=[item(f"x:{A}", 6, 6), item(f"x:{B}", 12, 4)],
+        mm_features=[item(A, 6, 6, name=f"x:{A}"), item(B, 12, 4, name=f"x:{B}")],
     )
     frames = extra.of(one)
     assert [frame[:2] for frame in frames] == [
@@ -102,7 +118,7 @@ def test_where_the_frames_stand(extra: ExtraKeys, adapter: Path) -> None:
     ]
     assert frames[1][2] == b"tenant"
     assert [struct.unpack_from("<qQ", frame[2]) for frame in frames[2:]] == [(2, 6), (-2, 6), (0, 4)]
-    assert [frame[2][16:] for frame in frames[2:]] == [f"image\0{name}".encode() for name in (A, A, B)]
+    assert [frame[2][16:] for frame in frames[2:]] == [b"image\0" + digest_of(content) for content in (A, A, B)]
     # The chain carries block 0 on; the parts of a longer request are the same frames.
     assert extra.of(one, 0, 2) + extra.of(one, 2, 6) == frames
 
@@ -164,7 +180,7 @@ def test_blocks_before_an_item_are_shared(extra: ExtraKeys) -> None:
 def test_a_renamed_adapter_shares_and_a_retrained_one_does_not(adapter: Path) -> None:
     def keys(name: str, number: int) -> list[bytes]:
         process = ExtraKeys(SIZE, AdapterDigests(since_ns=1 << 62))
-        features = [item(f"{name}:{A}", 4, 4)]
+        features = [item(A, 4, 4, name=f"{name}:{A}")]
         return keys_of(process, request(lora_request=LoRARequest(name, number, str(adapter)), mm_features=features))
 
     first = keys("x", 1)
@@ -217,42 +233,71 @@ def test_items_are_told_apart_wherever_they_touch_a_full_block(
     assert (chain(TOKENS, first)[-1] == chain(TOKENS, second)[-1]) == (seen[0] == seen[1])
 
 
-@pytest.mark.parametrize("name", ["renderer0-mm-1-image-0", "cat.png", "A" * 64, "a" * 63])
-def test_items_that_are_named_and_not_hashed_are_left_alone(extra: ExtraKeys, name: str) -> None:
-    with pytest.raises(UnkeyableError, match="named, not hashed"):
-        extra.of(request(mm_features=[item(name, 0, 8)]))
-    assert len(ExtraKeys(SIZE, trust_item_names=True).of(request(mm_features=[item(name, 0, 8)]))) == 2
+@pytest.mark.parametrize("name", ["renderer0-mm-1-image-0", "cat.png", "c" * 64])
+def test_the_name_of_an_item_is_not_its_content(extra: ExtraKeys, name: str) -> None:
+    """A client may choose the name, also one that looks like a hash; in another process it is another picture."""
+    first, second = (keys_of(extra, request(mm_features=[item(content, 0, 8, name=name)])) for content in (A, B))
+    assert not set(first) & set(second)
+    assert keys_of(extra, request(mm_features=[item(A, 0, 8)])) == first
+
+
+def test_items_whose_data_are_elsewhere_are_unsupported() -> None:
+    missing, cached, address = item(A, 0, 8), item(A, 0, 8), item(A, 0, 8)
+    missing.data = None
+    cached.data = data_of(pixel_values=None)
+    address.data = data_of(address=torch.tensor(1), monotonic_id=torch.tensor(2))  # of vLLM's shm cache
+    for each in (missing, cached, address):
+        extra = ExtraKeys(SIZE)
+        with pytest.raises(UnkeyableError) as refused:
+            extra.of(request(mm_features=[each]))
+        assert refused.value.reason == MissReason.UNSUPPORTED
+        extra.used(request(mm_features=[each]))
+        assert extra.current(request(mm_features=[item(A, 0, 8)]), 0.0) is False, "its name may stand for anything"
+
+
+def test_an_encoder_elsewhere_is_unsupported(engines: Any, tiny: Path) -> None:
+    config = engines.engine_config(tiny)
+    assert ExtraKeys.for_engine(config, SIZE, AdapterDigests(), Items()).of(request(mm_features=[item(A, 0, 8)]))
+    config.ec_transfer_config = object()
+    with pytest.raises(UnkeyableError) as refused:
+        ExtraKeys.for_engine(config, SIZE, AdapterDigests(), Items()).of(request(mm_features=[item(A, 0, 8)]))
+    assert refused.value.reason == MissReason.UNSUPPORTED
+
+
+def test_a_name_that_stood_for_two_contents_spoils_both() -> None:
+    """vLLM keeps encoder outputs and blocks under the name: whose they are cannot be known."""
+    extra = ExtraKeys(SIZE)
+    first, second = (request(mm_features=[item(content, 0, 8, name="cat")]) for content in (A, B))
+    for one in (first, second):
+        extra.of(one)
+    assert extra.current(first, 0.0) is False, "no step has begun with it"
+    extra.used(first)
+    assert extra.current(first, 0.0)
+    extra.used(request(mm_features=[item(A, 4, 8, name="cat"), item(B, 12, 8, name="dog")]))
+    extra.of(request(mm_features=[item(A, 4, 8, name="cat")]))
+    extra.used(second)
+    assert extra.current(first, 0.0) is False
+    assert extra.current(second, 0.0) is False
+
+
+def test_an_adapter_changes_what_an_encoder_makes_of_an_item_only_where_it_is_applied_there() -> None:
+    for adapted in (False, True):
+        extra = ExtraKeys(SIZE, adapted_encoder=adapted)
+        plain = request(mm_features=[item(A, 0, 8, name="x:cat")])
+        extra.of(plain)
+        extra.used(plain)
+        other = request(mm_features=plain.mm_features, lora_request=LoRARequest("x", 1, "/somewhere"))
+        extra.used(other)
+        assert extra.current(plain, 0.0) is not adapted
 
 
 def test_what_cannot_be_described_is_left_alone(extra: ExtraKeys, adapter: Path) -> None:
-    with pytest.raises(UnkeyableError, match="no identifier"):
-        extra.of(request(mm_features=[item(None, 0, 8)]))
     with pytest.raises(UnkeyableError, match="adapters"):
         ExtraKeys(SIZE).of(request(lora_request=LoRARequest("x", 1, str(adapter))))
-    assert not ExtraKeys(SIZE).current(request(lora_request=LoRARequest("x", 1, str(adapter))))
+    assert ExtraKeys(SIZE).current(request(lora_request=LoRARequest("x", 1, str(adapter))), 0.0) is False
     pooling = PoolingParams(extra_kwargs={"compressed_token_type_ids": 3})
     with pytest.raises(UnkeyableError, match="token types"):
         extra.of(request(sampling_params=None, pooling_params=pooling))
-
-
-@pytest.mark.parametrize(
-    ("cache_gb", "prefix_caching", "hashed"),
-    [(0, False, False), (0, True, True), (4, False, True), (None, False, True)],
-)
-def test_when_vllm_numbers_items_instead_of_hashing_them(
-    engines: Any, tiny: Path, cache_gb: float | None, prefix_caching: bool, hashed: bool
-) -> None:
-    config = engines.engine_config(tiny, enable_prefix_caching=prefix_caching)
-    if cache_gb is not None:
-        config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=cache_gb)
-    assert items_are_hashed(config) is hashed
-    trusting = ExtraKeys.for_engine(config, SIZE, AdapterDigests(), trust_item_names=True)
-    named = request(mm_features=[item("cat.png", 0, 4)])
-    if hashed:
-        assert len(trusting.of(named)) == 1
-    else:
-        with pytest.raises(UnkeyableError):
-            trusting.of(named)
 
 
 def test_the_chain_is_the_hashers_own(extra: ExtraKeys, adapter: Path) -> None:

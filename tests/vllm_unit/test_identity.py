@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,16 +152,50 @@ def test_another_instruction_set_changes_the_digest(engines: Any, tiny: Path, mo
     assert [line.split(" is ")[0] for line in difference(here, there)] == ["kv_packing.groups[0].isa"]
 
 
-def test_another_minor_version_of_the_engine_changes_the_digest(
-    engines: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("version", ["0.99.7", "{}.1", "{}+cpu.patched", "{}.dev3+gabcdef"])
+def test_another_build_of_the_engine_changes_the_digest(
+    engines: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
+    """A patch release, a nightly and a build of one's own may each compute something else."""
     import vllm
 
     here = engines.identity_of(tiny, "w")
-    monkeypatch.setattr(vllm, "__version__", "0.99.7+cpu")
+    assert here["kv_packing"]["engine"] == f"vllm {vllm.__version__}"
+    other = version.format(vllm.__version__.split("+")[0])
+    monkeypatch.setattr(vllm, "__version__", other)
     assert difference(here, engines.identity_of(tiny, "w")) == [
-        f'kv_packing.engine is "{here["kv_packing"]["engine"]}" here and "vllm 0.99" there'
+        f'kv_packing.engine is "{here["kv_packing"]["engine"]}" here and "vllm {other}" there'
     ]
+
+
+def test_transformers_counts_where_it_computes_the_model(
+    engines: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    version = transformers.__version__
+    own, backend = (engines.identity_of(tiny, "w", model_impl=impl) for impl in ("auto", "transformers"))
+    assert "transformers" not in own["model_config"]
+    assert backend["model_config"]["transformers"] == version
+    monkeypatch.setattr(transformers, "__version__", "99.0")
+    assert identity_text(engines.identity_of(tiny, "w")) == identity_text(own)
+    assert difference(backend, engines.identity_of(tiny, "w", model_impl="transformers")) == [
+        f'model_config.transformers is "{version}" here and "99.0" there'
+    ]
+
+
+def test_a_drafting_model_counts(engines: Any, tiny: Path, tmp_path: Path) -> None:
+    """Its layers keep KV in the same blocks."""
+    config = engines.engine_config(tiny)
+    scheduler, _ = engines.kv_configs(config)
+    found = []
+    for name, epsilon in (("a", 1e-5), ("b", 1e-6)):
+        draft = engines.engine_config(engines.make_model(tmp_path / name, rms_norm_eps=epsilon)).model_config
+        config.speculative_config = SimpleNamespace(
+            draft_model_config=draft, method="eagle", enable_adaptive_verification=False
+        )
+        found.append(engine_identity(config, scheduler, "w"))
+    assert difference(*found) == ["model_config.draft.hf.rms_norm_eps is 1e-05 here and 1e-06 there"]
 
 
 def test_a_copy_elsewhere_has_the_same_identity(engines: Any, tiny: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -420,6 +421,32 @@ def test_the_source_comes_from_the_engines_configuration(engines: Any, tiny: Pat
     assert (source.model, source.load_format, source.with_code, source.unknowable) == (str(tiny), "auto", False, "")
     second = weight_source(engines.engine_config(tiny, hf_overrides={"text_model_id": "org/text"}))
     assert second.second_models == (("text_model_id", "org/text"),)
+
+
+def test_the_files_of_a_drafting_model_count(engines: Any, tiny: Path, tmp_path: Path) -> None:
+    """Its layers keep KV in the same blocks; one that lies in the model itself is read already."""
+    config = engines.engine_config(tiny)
+    assert weight_source(config).draft is None
+    for name in ("a", "b"):
+        engines.make_model(tmp_path / name, content=name.encode() * 100)
+    sources = []
+    for path, method in (
+        (tiny, "mtp"),
+        (tmp_path / "a", "medusa"),
+        (tmp_path / "a", "eagle"),
+        (tmp_path / "b", "eagle"),
+    ):
+        draft = engines.engine_config(path).model_config
+        config.speculative_config = SimpleNamespace(draft_model_config=draft, method=method, draft_load_config=None)
+        sources.append(weight_source(config))
+    assert [source.draft is None for source in sources] == [True, True, False, False]
+    files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert names(sources[2]) == [f"draft/{file}" for file in files] + files
+    texts = {WeightsDigest(source, since_ns=1 << 62).wait(60).text for source in sources[2:]}
+    assert len(texts) == 2
+    assert all(texts)
+    config.speculative_config.draft_load_config = SimpleNamespace(load_format="dummy", download_dir=None)
+    assert "dummy" in weight_source(config).unknowable
 
 
 def test_made_up_weights_are_off_unless_declared(engines: Any, tiny: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import click
@@ -27,6 +28,8 @@ from ucm.store.record import PAGE, Refused, parse_header
 HEADERS = 64
 #: Bytes that hold every header.
 _HEADER_MOST = 26 * PAGE
+#: Characters shown of what two long values have in common, before they differ.
+_BEFORE = 8
 #: Foreign names shown to people.
 _SHOWN = 10
 
@@ -268,8 +271,19 @@ def _show_differences(root: dict[str, Any]) -> None:
         return
     show.table(
         ("key", *(name[:8] for name in known)),
-        [(key, *(show.short(values.get(name, "-")) for name in known)) for key, values in root["differences"].items()],
+        [(key, *_told([values.get(name, "-") for name in known])) for key, values in root["differences"].items()],
     )
+
+
+def _told(values: list[object]) -> list[str]:
+    """Each value short; where that hides what differs, from there on."""
+    texts = [str(value) for value in values]
+    told = [show.short(text) for text in texts]
+    if len(set(told)) < len(set(texts)):
+        alike = next(at for at, letters in enumerate(zip_longest(*texts)) if len(set(letters)) > 1)
+        at = max(alike - _BEFORE, 0)
+        told = [show.short("..." + text[at:] if at else text) for text in texts]
+    return told
 
 
 def _foreign(found: dict[str, Any]) -> str:

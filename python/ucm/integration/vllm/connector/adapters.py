@@ -24,6 +24,7 @@ from ucm.integration.vllm.connector.file_digest import (
     hash_file,
 )
 from ucm.integration.vllm.connector.weights import CLOCK_SLACK_NS, engine_start_ns
+from ucm.reasons import MissReason
 
 #: The files of an adapter that vLLM reads.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model*", "new_embeddings*")
@@ -34,7 +35,8 @@ FIRST_WAIT_S = 0.5
 #: Adapters that are kept in mind; requests of further ones are left alone.
 LIMIT = 16384
 
-#: At most this often, in seconds, the files of an adapter in use are looked at again.
+#: At most this often, in seconds, the files of an adapter in use are looked at again for lookups; a look that takes
+#: longer says that nothing is known.
 RECHECK_S = 1.0
 
 _LABEL = b"UCMADAPTER"
@@ -43,12 +45,19 @@ _LABEL = b"UCMADAPTER"
 class UnkeyableError(UnsupportedError):
     """A request whose blocks have no name: it is computed as usual, and nothing of it is looked up or stored.
 
-    ``pending`` says that asking again later may help.
+    ``reason`` is what its blocks are missed for: ``identity_pending`` where asking again later may help.
     """
 
-    def __init__(self, message: str, *, context: dict[str, Any] | None = None, pending: bool = False) -> None:
+    def __init__(
+        self, message: str, *, context: dict[str, Any] | None = None, reason: MissReason = MissReason.UNKEYABLE
+    ) -> None:
         super().__init__(message, context=context)
-        self.pending = pending
+        self.reason = reason
+
+    @property
+    def pending(self) -> bool:
+        """Whether asking again later may help."""
+        return self.reason == MissReason.IDENTITY_PENDING
 
 
 def adapter_digest(path: str, root: str | None = None, *, now_ns: Callable[[], int] = time.time_ns) -> bytes:
@@ -104,12 +113,14 @@ class _Adapter:
         self.stamps: dict[str, FileStamp] = {}
         self.problem = ""  # why it has no name, for good
         self.waited = False
-        self.checked = 0.0
-        self.checking = False
+        self.checked = float("-inf")  # when the last look began that found the files unchanged
+        self.asked: float | None = None  # when the look was asked for that has not ended yet
 
 
 class AdapterDigests:
-    """Digests of the adapters of one engine, computed on one thread; questions are answered from memory.
+    """Digests of the adapters of one engine, computed on one thread and looked after on another.
+
+    Questions are answered from memory; one adapter that takes long to hash holds up no look at another.
 
     Files must be older than ``since_ns`` (the engine's start unless given): the moment at which vLLM loads an adapter
     is not told to connectors. ``trust_new_files`` lifts that for servers that add adapters while they run and never
@@ -130,8 +141,8 @@ class AdapterDigests:
         self._trust_new_files = trust_new_files
         self._adapters: dict[int, _Adapter] = {}
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._hashing = _Worker("ucm-adapters")
+        self._looking = _Worker("ucm-adapter-files")
 
     def payload(self, lora_request: Any) -> bytes:
         """What stands in the key for this adapter. Raises :class:`UnkeyableError`.
@@ -142,29 +153,40 @@ class AdapterDigests:
         if not adapter.ready.is_set():
             first, adapter.waited = not adapter.waited, True
             if not first or not adapter.ready.wait(FIRST_WAIT_S):
-                raise UnkeyableError("the adapter is still being hashed", context={"path": adapter.path}, pending=True)
+                raise _pending("the adapter is still being hashed", adapter)
         if adapter.problem:
             raise UnkeyableError(adapter.problem, context={"path": adapter.path})
-        self._look_again(adapter)
+        now = self._clock()
+        if now - adapter.checked >= RECHECK_S:
+            self._look_again(adapter, now)
+        asked = adapter.asked
+        if asked is not None and now - asked >= RECHECK_S:
+            raise _pending("whether the adapter's files changed takes long to find out", adapter)
         # The same file means two things to vLLM depending on this flag of the request.
         return adapter.digest + (b"\x01" if getattr(lora_request, "is_3d_lora_weight", False) else b"")
 
-    def current(self, lora_request: Any) -> bool:
-        """Whether the adapter still has the name that :meth:`payload` gave; ask before storing what it computed.
+    def current(self, lora_request: Any, since: float) -> bool | None:
+        """Whether a look at the adapter's files that began after ``since`` (of the clock) found them unchanged.
 
-        Never waits: a change is seen at most about :data:`RECHECK_S` after it happened.
+        False is for good. None: no such look has ended, one is under way; ask again. Never waits. What the adapter
+        computed before ``since`` then has the name that :meth:`payload` gave.
         """
         try:
             adapter = self._adapter(lora_request)
         except UnkeyableError:
             return False
-        if adapter.ready.is_set() and not adapter.problem:
-            self._look_again(adapter)
-        return adapter.ready.is_set() and not adapter.problem
+        if adapter.problem:
+            return False
+        if adapter.checked > since:
+            return True
+        if adapter.ready.is_set():
+            self._look_again(adapter, self._clock())
+        return None
 
     def close(self) -> None:
-        """End the thread when its job is done; joins nothing. Idempotent."""
-        self._jobs.put(None)
+        """End the threads when their jobs are done; joins nothing. Idempotent."""
+        self._hashing.close()
+        self._looking.close()
 
     def _adapter(self, lora_request: Any) -> _Adapter:
         number, path = int(lora_request.lora_int_id), str(lora_request.lora_path)
@@ -174,20 +196,10 @@ class AdapterDigests:
                 if len(self._adapters) >= LIMIT:
                     raise UnkeyableError("too many adapters to keep track of", context={"limit": LIMIT})
                 adapter = self._adapters[number] = _Adapter(path)
-                self._submit(lambda: self._hash(adapter))
+                self._hashing.submit(lambda: self._hash(adapter))
             elif adapter.path != path and not adapter.problem:
                 adapter.problem = f"adapter number {number} stands for two paths, {adapter.path} and {path}"
             return adapter
-
-    def _submit(self, job: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ucm-adapters", daemon=True)
-            self._thread.start()
-        self._jobs.put(job)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
 
     def _hash(self, adapter: _Adapter) -> None:
         try:
@@ -200,17 +212,17 @@ class AdapterDigests:
             adapter.problem = error.message
         except Exception as error:  # without a digest there is no name
             adapter.problem = f"the adapter cannot be read: {error}"
-        adapter.checked = self._clock()
         adapter.ready.set()
 
-    def _look_again(self, adapter: _Adapter) -> None:
-        now = self._clock()
-        if now - adapter.checked >= RECHECK_S and not adapter.checking:
-            adapter.checked, adapter.checking = now, True
-            with self._lock:
-                self._submit(lambda: self._check(adapter))
+    def _look_again(self, adapter: _Adapter, now: float) -> None:
+        with self._lock:
+            if adapter.asked is not None:
+                return
+            adapter.asked = now
+        self._looking.submit(lambda: self._look(adapter))
 
-    def _check(self, adapter: _Adapter) -> None:
+    def _look(self, adapter: _Adapter) -> None:
+        began = self._clock()
         for path, stamp in adapter.stamps.items():
             try:
                 changed = FileStamp.of(os.stat(path)) != stamp
@@ -218,4 +230,34 @@ class AdapterDigests:
                 changed = True
             if changed:
                 adapter.problem = adapter.problem or f"the adapter changed while the engine runs: {path}"
-        adapter.checking = False
+        if not adapter.problem:
+            adapter.checked = began
+        adapter.asked = None
+
+
+class _Worker:
+    """One daemon thread, started by its first job, that does one job after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+def _pending(why: str, adapter: _Adapter) -> UnkeyableError:
+    return UnkeyableError(why, context={"path": adapter.path}, reason=MissReason.IDENTITY_PENDING)

@@ -116,6 +116,10 @@ class DumpPlanner:
         tracked.cursor = at
         return plans
 
+    def offers(self, tracked: Tracked, upto: int) -> bool:
+        """Whether :meth:`plan` would offer any of its first ``upto`` blocks."""
+        return any(self._offerable(tracked, at) for at in range(tracked.cursor, upto))
+
     def _offerable(self, tracked: Tracked, at: int) -> bool:
         key = tracked.keys[at]
         return self._presence.offerable(key) or (at in tracked.audit and not self._presence.is_writing(key))
@@ -163,7 +167,7 @@ class DumpPlanner:
         for job in self._jobs.values():
             owner = job.owner.request
             lives = live.get(owner.request_id) is job.owner and owner.num_preemptions == job.preemptions
-            if job.blocks and not lives and not all(map(_untouched, job.blocks, job.hashes)):
+            if job.blocks and not lives and not all(map(untouched, job.blocks, job.hashes)):
                 taken.append(job.number)
                 self._read(job)
         return taken
@@ -210,7 +214,7 @@ class DumpPlanner:
                 tracked.cursor = at
 
 
-def _untouched(block: KVCacheBlock, was: object) -> bool:
+def untouched(block: KVCacheBlock, was: object) -> bool:
     """Whether a block that had this hash of vLLM's is free, or in use for what is in it: a block that is handed out to
     be written loses its hash, and gets another object for one, be it the same text."""
     return block.ref_cnt == 0 or (was is not None and block.block_hash is was)

@@ -1,8 +1,8 @@
 """What a request's KV depends on beside its tokens, as frames for the block keys.
 
 A frame is (block index, tag, bytes). LoRA content and cache salt stand in block 0, and the chain of keys carries them
-on; multimodal items and prompt embeddings stand in every block they touch. A request that cannot be described exactly
-raises :class:`UnkeyableError` and is left alone.
+on; multimodal items, by their content, and prompt embeddings stand in every block they touch. A request that cannot be
+described exactly raises :class:`UnkeyableError` and is left alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ucm.integration.vllm.connector.adapters import AdapterDigests, UnkeyableError
+from ucm.integration.vllm.connector.items import Items
+from ucm.reasons import MissReason
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,30 +26,35 @@ LORA, MULTIMODAL, SALT, EMBEDS = 1, 2, 3, 4
 #: (block index, tag, bytes)
 Frame = tuple[int, int, bytes]
 
-#: A content hash of vLLM's is at least this long, in hex digits.
-_HASH_DIGITS = 64
-
 
 class ExtraKeys:
-    """Makes the frames of requests. Safe to use from several threads.
-
-    ``trust_item_names`` accepts identifiers of multimodal items that are not content hashes: names that users gave
-    and promise never to reuse for other content, in no process and on no host.
-    """
+    """Makes the frames of requests. :meth:`of` may be called from several threads, the rest from the scheduler's."""
 
     def __init__(
-        self, block_tokens: int, adapters: AdapterDigests | None = None, *, trust_item_names: bool = False
+        self,
+        block_tokens: int,
+        adapters: AdapterDigests | None = None,
+        items: Items | None = None,
+        *,
+        foreign_encoder: bool = False,
+        adapted_encoder: bool = False,
     ) -> None:
+        """``items`` remembers what multimodal items are; ``foreign_encoder``: other engines hand over what their
+        encoders made of an item, by its name, so its data say nothing here; ``adapted_encoder``: adapters change
+        what the encoder makes of it."""
         self._block_tokens = block_tokens
         self._adapters = adapters
-        self._trust_item_names = trust_item_names
+        self._known = items or Items()
+        self._foreign_encoder, self._adapted_encoder = foreign_encoder, adapted_encoder
 
     @classmethod
     def for_engine(
-        cls, vllm_config: VllmConfig, block_tokens: int, adapters: AdapterDigests, *, trust_item_names: bool = False
+        cls, vllm_config: VllmConfig, block_tokens: int, adapters: AdapterDigests, items: Items
     ) -> ExtraKeys:
-        """As the constructor; user-given names are trusted only where vLLM does not make up names of its own."""
-        return cls(block_tokens, adapters, trust_item_names=trust_item_names and items_are_hashed(vllm_config))
+        """As the constructor, with what the engine's configuration says."""
+        foreign = getattr(vllm_config, "ec_transfer_config", None) is not None
+        adapted = bool(getattr(getattr(vllm_config, "lora_config", None), "enable_tower_connector_lora", False))
+        return cls(block_tokens, adapters, items, foreign_encoder=foreign, adapted_encoder=adapted)
 
     def of(self, request: Request, start: int = 0, end: int | None = None) -> list[Frame]:
         """The frames of blocks ``start`` up to ``end`` (all full ones unless given), sorted by block and tag.
@@ -65,10 +72,26 @@ class ExtraKeys:
         frames.sort(key=lambda frame: frame[:2])  # stable: items of one block stay in the order of their places
         return frames
 
-    def current(self, request: Request) -> bool:
-        """Whether what :meth:`of` said still holds, without waiting; ask before storing blocks of the request."""
-        lora = request.lora_request
-        return lora is None or (self._adapters is not None and self._adapters.current(lora))
+    def current(self, request: Request, since: float) -> bool | None:
+        """Whether what :meth:`of` said still held at ``since`` (monotonic, in seconds); never waits.
+
+        None when that is not known yet: ask again. False is for good. Ask before storing blocks of the request.
+        """
+        if request.lora_request is not None:
+            adapter = self._adapters.current(request.lora_request, since) if self._adapters is not None else False
+            if not adapter:
+                return adapter
+        return self._known.current(request.mm_features) if request.mm_features else True
+
+    def used(self, request: Any, computed: int = 0) -> None:
+        """A step computes with the items of a request that end past its first ``computed`` tokens.
+
+        Tell it of every request, cached or not, before blocks of the step are offered.
+        """
+        items = [item for item in request.mm_features or () if sum(_place(item)) > computed]
+        if items:
+            lora = request.lora_request
+            self._known.used(items, str(lora.lora_path) if lora is not None and self._adapted_encoder else "")
 
     def _whole_request(self, request: Any) -> Iterator[Frame]:
         if request.lora_request is not None:
@@ -85,23 +108,17 @@ class ExtraKeys:
             first, last = offset // size, (offset + max(length, 1) - 1) // size
             touched = range(max(first, start), min(last + 1, end))
             if touched:
-                name = self._item_name(request, item)
+                content = self._content(item)
                 for block in touched:
-                    yield block, MULTIMODAL, struct.pack("<qQ", offset - block * size, length) + name
+                    yield block, MULTIMODAL, struct.pack("<qQ", offset - block * size, length) + content
 
-    def _item_name(self, request: Any, item: Any) -> bytes:
-        identifier = item.identifier
-        if not identifier:
-            raise UnkeyableError("a multimodal item has no identifier", context={"request": request.request_id})
-        if request.lora_request is not None:
-            # vLLM puts the adapter's name in front; the adapter's content stands in block 0 already.
-            identifier = identifier.removeprefix(f"{request.lora_request.lora_name}:")
-        if not (_is_hash(identifier) or self._trust_item_names):
+    def _content(self, item: Any) -> bytes:
+        if self._foreign_encoder:
             raise UnkeyableError(
-                "a multimodal item is named, not hashed, and the name may mean something else elsewhere",
-                context={"identifier": identifier},
+                "encoder outputs come from other engines, which know multimodal items by name alone",
+                reason=MissReason.UNSUPPORTED,
             )
-        return f"{getattr(item, 'modality', '')}\0{identifier}".encode("utf-8", "surrogatepass")
+        return f"{getattr(item, 'modality', '')}\0".encode("utf-8", "surrogatepass") + self._known.digest(item)
 
     def _embeds(self, request: Any, start: int, end: int) -> Iterator[Frame]:
         embeds = request.prompt_embeds
@@ -117,28 +134,14 @@ class ExtraKeys:
                 yield block, EMBEDS, _digest_rows(embeds, used, first)
 
 
-def items_are_hashed(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM names multimodal items by content.
-
-    With its processor cache and prefix caching both off it numbers them, and the numbers start again in each process.
-    """
-    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
-    cached = multimodal is None or getattr(multimodal, "mm_processor_cache_gb", 1) != 0
-    return cached or bool(vllm_config.cache_config.enable_prefix_caching)
-
-
 def _refuse_unkeyable(request: Any) -> None:
     extra = getattr(getattr(request, "pooling_params", None), "extra_kwargs", None)
     if extra and any("token_type" in name for name in extra):
         raise UnkeyableError("token types change what is computed and are not part of the keys")
 
 
-def _place(item: Any) -> tuple[int, int, str]:
-    return int(item.mm_position.offset), int(item.mm_position.length), str(item.identifier)
-
-
-def _is_hash(identifier: str) -> bool:
-    return len(identifier) >= _HASH_DIGITS and all(letter in "0123456789abcdef" for letter in identifier)
+def _place(item: Any) -> tuple[int, int]:
+    return int(item.mm_position.offset), int(item.mm_position.length)
 
 
 def _digest_rows(embeds: Any, rows: list[int], first: int) -> bytes:

@@ -8,7 +8,7 @@ from ucm.config import UcmConfig
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.adapters import AdapterDigests
 from ucm.integration.vllm.connector.admission import Admission
-from ucm.integration.vllm.connector.background import Background
+from ucm.integration.vllm.connector.background import IDLE, Background
 from ucm.integration.vllm.connector.candidates import Selection, engine_candidates
 from ucm.integration.vllm.connector.device import why_not_here
 from ucm.integration.vllm.connector.extra_keys import ExtraKeys
@@ -20,6 +20,7 @@ from ucm.integration.vllm.connector.identity import (
     identity_without_weights,
     unidentifiable,
 )
+from ucm.integration.vllm.connector.items import Items
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.live_identity import LiveIdentity
 from ucm.integration.vllm.connector.lookup import Lookups
@@ -122,8 +123,9 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
     root = config.root
     identity = LiveIdentity(own, weight_source(vllm_config), config.identity.weights, root)
     adapters = AdapterDigests(root)
-    extra = ExtraKeys.for_engine(vllm_config, tokens, adapters)
     background = Background("ucm-lookup")
+    items = Items(lambda job: background.submit(job, IDLE))
+    extra = ExtraKeys.for_engine(vllm_config, tokens, adapters, items)
     parallel = vllm_config.parallel_config
     world = parallel.world_size
     gate = Gate(
@@ -148,6 +150,7 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
         admission=_admission(config, vllm_config),
         may_load=_may_load(vllm_config),
         audit_one_in=config.audit_one_in,
+        items_used=extra.used,
         closers=(identity.close, adapters.close, background.close),
     )
 

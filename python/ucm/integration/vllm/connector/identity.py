@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucm.integration.vllm.connector import packing
 from ucm.integration.vllm.connector.canonical import differences, plain, text_of
+from ucm.integration.vllm.connector.weight_files import draft_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -189,13 +190,29 @@ def _model_config(vllm_config: Any) -> dict[str, Any]:
         "implementation": _unless(getattr(model, "model_impl", "auto"), "auto"),
         "lora": _lora(vllm_config),
         "quantization_settings": getattr(model, "quantization_config", None),
+        "transformers": _transformers(model),
     }
+    draft = draft_model(vllm_config)
+    if draft is not None:
+        optional["draft"] = {
+            "hf": _hf(draft.hf_config),
+            "method": vllm_config.speculative_config.method,
+            "quantization": getattr(draft, "quantization", None),
+            "transformers": _transformers(draft),
+        }
     multimodal = getattr(model, "multimodal_config", None)
     if multimodal is not None:
         optional["multimodal"] = {name: getattr(multimodal, name, None) for name in _MULTIMODAL}
+        optional["multimodal_items"] = "by content"  # in the keys; earlier versions had vLLM's names there
         optional["image_processor"] = _hf(getattr(model, "hf_image_processor_config", None) or {})
     described.update({name: value for name, value in optional.items() if value})
     return described
+
+
+def _transformers(model: Any) -> str | None:
+    """The version of transformers, where its code computes the model."""
+    ask = getattr(model, "using_transformers_backend", None)
+    return str(importlib.import_module("transformers").__version__) if callable(ask) and ask() else None
 
 
 def _hf(config: Any) -> Any:

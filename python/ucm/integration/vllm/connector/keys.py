@@ -24,9 +24,12 @@ class KeyMaker:
         """Keys of all full blocks of the tokens known now. May read an adapter's files: for background threads."""
         return self.more(request, [])
 
-    def current(self, request: Request) -> bool:
-        """Whether the keys still say what the request computes; asked before its blocks are stored. Never waits."""
-        return self._extra.current(request)
+    def current(self, request: Request, since: float) -> bool | None:
+        """Whether the keys say what the request computed before ``since`` (monotonic, in seconds).
+
+        Asked before its blocks are stored; never waits. None when that is not known yet, False for good.
+        """
+        return self._extra.current(request, since)
 
     def more(self, request: Request, keys: list[bytes]) -> list[bytes]:
         """Keys of the full blocks after those of ``keys``.

@@ -165,7 +165,7 @@ class Lookups:
             keys = hash_tokens()
         except UnkeyableError as error:
             lookup.hashed(None)
-            lookup.give_up(MissReason.IDENTITY_PENDING if error.pending else MissReason.UNKEYABLE)
+            lookup.give_up(error.reason)
             say_once("some requests are not cached: %s", error.message)
             return
         except Exception as error:

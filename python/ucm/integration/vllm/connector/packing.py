@@ -109,8 +109,8 @@ def kv_packing(vllm_config: VllmConfig, groups: Sequence[Any]) -> dict[str, Any]
     from vllm.platforms import current_platform
 
     described: dict[str, Any] = {
-        # Kernels and packings change between minor versions without a change of shape.
-        "engine": "vllm " + ".".join(vllm.__version__.split("+")[0].split(".")[:2]),
+        # Any build may mend a model or change a kernel without a change of shape.
+        "engine": f"vllm {vllm.__version__}",
         "groups": [_group_packing(vllm_config, group, bool(current_platform.is_cpu())) for group in groups],
         "platform": plain(getattr(current_platform, "_enum", None)) or current_platform.device_type,
     }

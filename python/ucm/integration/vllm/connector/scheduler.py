@@ -20,6 +20,7 @@ from ucm.integration.vllm.connector.gate import OFF, OPEN, Gate
 from ucm.integration.vllm.connector.guard import harmless, logger, throttle
 from ucm.integration.vllm.connector.health import RanksHealth
 from ucm.integration.vllm.connector.hits import Hits
+from ucm.integration.vllm.connector.holds import Holds
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookup, Lookups
 from ucm.integration.vllm.connector.metadata import (
@@ -69,12 +70,14 @@ class SchedulerHalf:
         admission: Admission,
         may_load: bool = True,
         audit_one_in: int = 0,
+        items_used: Callable[[Any, int], None] | None = None,
         closers: Sequence[Callable[[], None]] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``block_tokens``: tokens of one device block; ``lookup_allowance``: seconds from vLLM's first question;
         ``may_load``: whether vLLM hands out only blocks that no step under way still writes; ``audit_one_in``: one hit
-        in so many is computed and compared, 0 for none."""
+        in so many is computed and compared, 0 for none; ``items_used``: told which requests a step begins with, and
+        how many tokens of each were computed before."""
         self.gate = gate
         self._make_keys = make_keys
         self._make_lookups = make_lookups
@@ -84,6 +87,7 @@ class SchedulerHalf:
         self._allowance = lookup_allowance
         self.admission = admission
         self._may_load = may_load
+        self._items_used = items_used
         self._hits = Hits(admission, audit_one_in, block_tokens, lambda: gate.block_bytes, min_hit_tokens)
         self._closers = closers
         self._clock = clock
@@ -92,6 +96,7 @@ class SchedulerHalf:
         self._early = EarlyHits()
         self._others = Others(block_tokens)
         self.dumps = DumpPlanner(self._presence, self.health, clock)
+        self._holds = Holds(self.dumps)
         self._manager: KVCacheManager | None = None
         self._pool: BlockPool | None = None
         self._device_cache: object = None  # vLLM's table of cached blocks, a new one whenever it was emptied
@@ -245,7 +250,9 @@ class SchedulerHalf:
         self._notice_reset()
         try:
             if not tracked.loading and self._open() and self.gate.sure:
-                self._late_dumps += self._offer(tracked, self._others.computed(tracked), self.dumps.room())
+                computed = self._others.computed(tracked)
+                self._late_dumps += self._offer(tracked, computed, computed, self.dumps.room())
+                self._hold(tracked, computed)
         finally:
             self.account.told(request, tracked.tally)
             if not self._live and self._device_cache_is_empty():
@@ -265,6 +272,9 @@ class SchedulerHalf:
             self.account.summary(now, self.gate.block_bytes)
         setup = self.gate.take_setup()
         dumps, self._late_dumps = self._late_dumps, []
+        self._tell_items(output)
+        if self._holds:
+            self._end_holds(is_open, dumps, now)
         if is_open:
             try:
                 self._plan_dumps(output, dumps)
@@ -279,6 +289,17 @@ class SchedulerHalf:
             setup=setup, loads=loads, dumps=dumps, touched=touched, prefetch=prefetch, settle=settle, judge=judge
         )
 
+    @harmless(None)
+    def _tell_items(self, output: SchedulerOutput) -> None:
+        """Tell of every request that begins, of those that are left alone too: vLLM keeps what it makes of them."""
+        for new in output.scheduled_new_reqs:
+            if not new.mm_features or self._items_used is None:
+                continue
+            if tracked := self._live.get(new.req_id):
+                self._items_used(tracked.request, 0)  # vLLM tells the ranks only of the data that they need
+            else:
+                self._items_used(new, new.num_computed_tokens)
+
     def _relocate(self, lookup: Lookup) -> None:
         if self._lookups is not None:
             self._lookups.relocate(lookup)
@@ -291,18 +312,21 @@ class SchedulerHalf:
         cached = output.scheduled_cached_reqs
         if self._others.load_in_steps:  # what this step computes may be found to be wrong after it
             known = ((name, self._others.computed(live[name])) for name in cached.req_ids if name in live)
-            ready = [(name, computed) for name, computed in known if computed >= due.get(name, FAR)]
+            ready = [(name, computed, computed) for name, computed in known if computed >= due.get(name, FAR)]
         else:
             ready = [
-                (name, computed + scheduled[name])
+                (name, computed + scheduled[name], computed)
                 for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
                 if computed + scheduled[name] >= due.get(name, FAR)
             ]
             news = (new for new in output.scheduled_new_reqs if new.req_id in live)
-            ready += [(new.req_id, new.num_computed_tokens + scheduled[new.req_id]) for new in news]
-        for name, computed in ready:
+            ready += [
+                (new.req_id, new.num_computed_tokens + scheduled[new.req_id], new.num_computed_tokens) for new in news
+            ]
+        for name, computed, before in ready:
             try:
-                plans = self._offer(live[name], computed, room)
+                settled = before - getattr(live[name].request, "num_in_flight_tokens", 0)
+                plans = self._offer(live[name], computed, settled, room)
             except Exception as error:
                 throttle.warning("offer", "blocks of a request could not be offered: %r", error)
                 due[name] = FAR
@@ -310,16 +334,23 @@ class SchedulerHalf:
             room -= sum(len(plan.blocks) for plan in plans)
             dumps += plans
 
-    def _offer(self, tracked: Tracked, computed: int, room: int) -> list[Dump]:
-        """Offer the full blocks of the first ``computed`` tokens, at most ``room``; only final tokens count."""
+    def _limit(self, request: Request) -> int:
+        """Tokens of which blocks may be offered; only final ones count."""
+        limit: int = request.num_tokens if self._dump_output else request.num_prompt_tokens
+        return limit
+
+    def _offer(self, tracked: Tracked, computed: int, settled: int, room: int) -> list[Dump]:
+        """Offer the full blocks of the first ``computed`` tokens, at most ``room``; steps that have ended computed
+        ``settled`` of them."""
         request, size = tracked.request, self._block_tokens
-        limit = request.num_tokens if self._dump_output else request.num_prompt_tokens
-        upto = min(min(computed, request.num_tokens, limit) // size, tracked.wrong_from)
+        limit = self._limit(request)
+        upto = min(min(computed, limit) // size, tracked.wrong_from)
         if self._manager is None or self._keys is None:
             return []
         plans: list[Dump] = []
         if upto > tracked.cursor and room > 0:
-            if not tracked.keyable or not self._keys.current(request):
+            upto = tracked.confirmed(upto, min(settled, limit) // size, self._keys, self._clock())
+            if not tracked.keyable:
                 self._due.pop(request.request_id, None)
                 return []
             upto = tracked.grow(upto, self._keys, self._presence)
@@ -332,6 +363,26 @@ class SchedulerHalf:
             ended = ended or tracked.cursor >= tracked.wrong_from
             self._due[request.request_id] = FAR if ended else (tracked.cursor + 1) * size
         return plans
+
+    def _hold(self, tracked: Tracked, computed: int) -> None:
+        """The request ends: keep what is not confirmed yet, and begin to find out."""
+        request = tracked.request
+        upto = min(min(computed, self._limit(request)) // self._block_tokens, tracked.wrong_from)
+        if self._manager is None or self._keys is None or not tracked.keyable or upto <= tracked.cursor:
+            return
+        now = self._clock()
+        if self._keys.current(request, now) is not None:
+            return  # what could be offered was
+        upto = tracked.grow(upto, self._keys, self._presence)
+        self._holds.add(tracked, upto, self._manager.get_blocks(request.request_id).blocks[0], now)
+
+    @harmless(None)
+    def _end_holds(self, is_open: bool, dumps: list[Dump], now: float) -> None:
+        if not is_open or self._keys is None:
+            return self._holds.drop()
+        for tracked, plans in self._holds.take(self._keys, now):
+            self.account.offered(tracked.tally, sum(len(plan.blocks) for plan in plans))
+            dumps += plans
 
     @harmless(None)
     def _touch(self, tracked: Tracked, blocks: int) -> None:
@@ -429,6 +480,7 @@ class SchedulerHalf:
         """The weights in memory may be others from here on. What was computed before is not offered any more."""
         late, self._late_dumps = self._late_dumps, []
         self.dumps.drop(late)
+        self._holds.drop()
         self.gate.doubt(emptied=True)
         for name, tracked in self._live.items():
             tracked.doubt()
@@ -441,7 +493,7 @@ class SchedulerHalf:
     @property
     def wants_steps(self) -> bool:
         """Whether an idle engine should go on stepping: stores are being opened, or dumps are under way."""
-        return self.gate.busy() or bool(self._late_dumps) or self.dumps.in_flight
+        return self.gate.busy() or bool(self._late_dumps) or bool(self._holds) or self.dumps.in_flight
 
     def take_tiers(self) -> dict[str, Any]:
         """What the tiers of this half's store did since they were last told of, about once a second."""

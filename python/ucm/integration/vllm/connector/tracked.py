@@ -30,6 +30,7 @@ class Tracked:
         "asked",
         "audit",
         "banned_from",
+        "confirming",
         "cursor",
         "failures",
         "judged",
@@ -58,6 +59,8 @@ class Tracked:
         self.keyable = True  # False: it has no keys and never will
         self.lookup: Lookup | None = None
         self.cursor = 0  # blocks before it were offered, or are in the store
+        #: So many blocks were computed before that time, and wait for a look at the adapter that begins after it.
+        self.confirming: tuple[int, float] | None = None
         self.judged = False  # whether this hit is audited was decided
         self.audit = range(0)  # ordinals of stored blocks that are computed to be compared
         self.judged_hit = range(0)  # ordinals of the hit that was judged last
@@ -94,13 +97,14 @@ class Tracked:
         self.asked, self.reason = False, MissReason.NOT_TAKEN
         self.judged_hit = range(0)
         self.cursor = 0
+        self.confirming = None
         self.touched_at = NEVER
 
     def rekey(self) -> None:
         """The identity is another one: what was hashed and looked up was under the one before."""
         self.keys, self.keyable, self.lookup, self.waits_since = [], True, None, None
         self.judged, self.audit, self.judged_hit = False, range(0), range(0)
-        self.cursor, self.banned_from = 0, FAR
+        self.cursor, self.banned_from, self.confirming = 0, FAR, None
         self.touched_at = NEVER
 
     def doubt(self) -> None:
@@ -137,6 +141,28 @@ class Tracked:
                 return len(self.keys)
         return min(upto, len(self.keys))
 
+    def confirmed(self, upto: int, settled: int, maker: KeyMaker, now: float) -> int:
+        """How many of the first ``upto`` blocks may be offered; ``settled`` of them were computed in steps that ended.
+
+        An adapter may be replaced and loaded anew before any step, so what a step computes with one is named only once
+        the step has ended and the adapter's files were looked at after that.
+        """
+        if self.request.lora_request is None:
+            settled = upto
+        if not self.keyable or settled <= self.cursor:
+            return 0
+        if self.confirming is None or self.confirming[0] <= self.cursor:
+            self.confirming = settled, now
+        blocks, since = self.confirming
+        answer = maker.current(self.request, since)
+        if answer is None:
+            return 0
+        self.keyable, self.confirming = answer, None
+        if settled > blocks:  # the next look begins now rather than with the next step
+            self.confirming = settled, now
+            maker.current(self.request, now)
+        return min(blocks, upto) if answer else 0
+
     def claimable(self, presence: Presence, block_tokens: int) -> int:
         """Blocks of the prefix that may be claimed from the store now.
 
@@ -159,6 +185,7 @@ class Tracked:
         """A load did not bring the block at ``ordinal``: nothing at or past it is claimed again."""
         self.banned_from = min(self.banned_from, ordinal)
         self.cursor = min(self.cursor, ordinal)
+        self.confirming = None  # they are computed again
 
     def failed_because(self, first: int, reasons: Iterable[MissReason]) -> None:
         """Why a rank's load did not bring the blocks from ``first`` on. A block's own fault goes first."""

@@ -58,6 +58,9 @@ _SUBDIRECTORIES: dict[str, tuple[str, ...]] = {
 #: Keys of a model's configuration that name a second model whose weights are read too.
 _SECOND_MODELS = ("audio_model_id", "text_model_id")
 
+#: Ways to draft that use a model, or parts of one, without KV.
+_DRAFTS_WITHOUT_KV = ("medusa", "mlp_speculator")
+
 _DECLARE = "set identity.weights to declared:<text>, with another text whenever the weights change"
 
 
@@ -72,6 +75,8 @@ class WeightSource:
     subdirectories: tuple[str, ...] = ()
     second_models: tuple[tuple[str, str], ...] = ()
     with_code: bool = False
+    #: Of the model that drafts tokens, where it has weights and KV of its own.
+    draft: WeightSource | None = None
     #: Why no set of files can tell the weights, as a sentence; empty when one can.
     unknowable: str = ""
 
@@ -87,6 +92,26 @@ class WeightFile:
 def weight_source(vllm_config: VllmConfig) -> WeightSource:
     """Where this engine's weights come from. Reads no file."""
     model, load = vllm_config.model_config, vllm_config.load_config
+    draft = draft_model(vllm_config)
+    drafted = None
+    if draft is not None:
+        drafted = _source(draft, getattr(vllm_config.speculative_config, "draft_load_config", None) or load)
+    unknowable = ""
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        unknowable = f"weight transfer replaces the weights while the engine runs; {_DECLARE}"
+    return _source(model, load, drafted, unknowable)
+
+
+def draft_model(vllm_config: VllmConfig) -> Any:
+    """vLLM's ModelConfig of a model of its own whose layers draft tokens and keep KV beside the main one's, or None."""
+    speculative: Any = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or speculative.method in _DRAFTS_WITHOUT_KV or draft.model == vllm_config.model_config.model:
+        return None
+    return draft
+
+
+def _source(model: Any, load: Any, draft: WeightSource | None = None, unknowable: str = "") -> WeightSource:
     architectures = getattr(model.hf_config, "architectures", None) or []
     second = [(key, getattr(model.hf_config, key, None)) for key in _SECOND_MODELS]
     return WeightSource(
@@ -97,18 +122,19 @@ def weight_source(vllm_config: VllmConfig) -> WeightSource:
         subdirectories=tuple(name for arch in architectures for name in _SUBDIRECTORIES.get(arch, ())),
         second_models=tuple((key, str(value)) for key, value in second if value),
         with_code=bool(model.trust_remote_code),
-        unknowable=_unknowable(vllm_config),
+        draft=draft,
+        unknowable=_unknowable(model, load) or unknowable or (draft.unknowable if draft is not None else ""),
     )
 
 
-def _unknowable(vllm_config: Any) -> str:
-    load_format = str(vllm_config.load_config.load_format)
-    remote = getattr(vllm_config.model_config, "model_weights", "")
+def _unknowable(model: Any, load: Any) -> str:
+    load_format = str(load.load_format)
+    remote = getattr(model, "model_weights", "")
     if load_format == "dummy":
         return f"load format dummy makes up weights from a seed, so they are in no file; {_DECLARE}"
     if load_format not in _PATTERNS:
         return f"load format {load_format} does not read its weights from files ucm knows; {_DECLARE}"
-    if remote and remote != vllm_config.model_config.model:
+    if remote and remote != model.model:
         return f"the weights are streamed from {remote}, so there is no local file to read; {_DECLARE}"
     return ""
 
@@ -128,6 +154,8 @@ def find_weight_files(source: WeightSource) -> list[WeightFile]:
     for key, name in source.second_models:
         directory = _locate(name, None, source.download_dir)
         found += [WeightFile(f"{key}/{file}", os.path.join(directory, file)) for file in _chosen(directory, "auto")]
+    if source.draft is not None:
+        found += [WeightFile(f"draft/{file.name}", file.path) for file in find_weight_files(source.draft)]
     weights = [file for file in found if not file.name.endswith((".json", ".py"))]
     if not weights:
         patterns = ", ".join(_PATTERNS[source.load_format])
