@@ -66,6 +66,15 @@ def model(work: Path) -> Path:
     return write_model(work / "model", llama_config(LAYERS))
 
 
+@pytest.fixture(scope="session")
+def other_model(work: Path) -> Path:
+    """Another checkpoint of the same model."""
+    from lives import LAYERS
+    from models import llama_config, write_model
+
+    return write_model(work / "other-model", llama_config(LAYERS), seed=11)
+
+
 @pytest.fixture(scope="session", params=["v1", "v2"])
 def runner(request: pytest.FixtureRequest) -> str:
     """vLLM's model runner."""

@@ -87,7 +87,7 @@ ENGINES = (V1, V2, OVER_PC)
 _SHORT_OVER_PC = {
     *("flip: last shard", "flip: header checksum", "truncated: middle", "removed", "pipe"),
     *("full", "unmounted", "stalled: read", "EIO: read", "kill -9 of an engine"),
-    *("beside another connector", "media renamed"),
+    *("weights replaced", "sleep and wake", "beside another connector", "media renamed"),
 }
 
 R = TypeVar("R", bound=Row)

@@ -20,7 +20,7 @@ from harness import Engine, EngineHost, wait_until
 from kinds import EngineRow, FileRow, FuseRow, RootRow
 from live import ANSWER, BLOCKS, Kind, Live, Prompt, counted, poll
 from pictures import CAT, DOG, TOKENS, write_llava
-from rows import BESIDE, FILE_ROWS, FUSE_ROWS, KILLED, MEDIA, ROOT_ROWS
+from rows import BESIDE, FILE_ROWS, FUSE_ROWS, KILLED, MEDIA, ROOT_ROWS, SLEEP, WEIGHTS
 from siblings import LOADING, SIBLING, load_of_sibling, several
 from specs import Ask, Result
 
@@ -202,6 +202,44 @@ def test_engine(engine: str, row: EngineRow, live: Live) -> None:
     live.restart()
     live.await_hit(stored, "what was stored is a hit")
     assert live.ask(last).tokens == right.tokens, "wrong tokens"
+    _judge(live, stored)
+
+
+@pytest.mark.parametrize(("engine", "row"), each([WEIGHTS]), scope="module")
+def test_weights(engine: str, row: EngineRow, live: Live, model: Path, other_model: Path) -> None:
+    """What other weights computed is never an answer of these, and these are known again when they come back."""
+    if not live.ours:
+        pytest.skip("this row is about our identities")
+    stored, fresh = live.store_prompt(), live.new_prompt()
+    right = live.ask(fresh, salt="another key, the same computation")
+    for replace in (
+        lambda: live.engine.rpc("reload_weights", weights_path=str(other_model)),
+        lambda: live.engine.rpc("probe_scale_weights", 1.25),
+    ):
+        replace()
+        live.engine.reset()
+        others = live.ask(stored.tokens, salt="another key, the same computation").tokens
+        assert others != stored.right.tokens, "the weights do not matter to this prompt"
+        for _ in range(2):
+            assert live.ask(stored.tokens).tokens == others, "wrong tokens"
+            live.ask(fresh)
+        live.engine.rpc("reload_weights", weights_path=str(model))
+        live.engine.reset()
+        assert live.is_hit(stored), "what these weights stored is no hit any more"
+        assert live.ask(fresh).tokens == right.tokens, "wrong tokens"
+    _judge(live, stored)
+
+
+@pytest.mark.parametrize(("engine", "row"), each([SLEEP]), scope="module")
+def test_sleep(engine: str, row: EngineRow, live: Live) -> None:
+    """An engine that slept has its weights as they were, and hits at once."""
+    if not live.ours:
+        pytest.skip("another connector has promises of its own")
+    stored = live.store_prompt()
+    for level in (1, 2):
+        live.engine.call("sleep", level=level)
+        live.engine.call("wake_up")
+        assert live.is_hit(stored), "what was stored is no hit any more"
     _judge(live, stored)
 
 

@@ -20,8 +20,7 @@ if importlib.util.find_spec("vllm") is None:  # the wheel does not need vLLM; th
 else:
     from cases import CROWD, FRESH, PRESSURE, REPLACED, SALTED, STORED, next_turn
     from harness import Engine, EngineHost
-    from lives import LAYERS, Life, new_disk
-    from models import llama_config, write_model
+    from lives import Life, new_disk
     from specs import EngineSpec, Result
 
 
@@ -49,12 +48,6 @@ def _turn(item: pytest.Item) -> tuple[str, int]:
         "test_generations",
     ]
     return runner, order.index(item.path.stem) if item.path.stem in order else len(order)
-
-
-@pytest.fixture(scope="session")
-def other_model(work: Path) -> Path:
-    """Another checkpoint of the same model."""
-    return write_model(work / "other-model", llama_config(LAYERS), seed=11)
 
 
 @pytest.fixture(scope="session")
