@@ -26,6 +26,7 @@ from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookups
 from ucm.integration.vllm.connector.pace import Pace
 from ucm.integration.vllm.connector.packing import layer_specs
+from ucm.integration.vllm.connector.rate_memory import RateMemory
 from ucm.integration.vllm.connector.scheduler import SchedulerHalf
 from ucm.integration.vllm.connector.weight_files import weight_source
 from ucm.integration.vllm.connector.weights import WeightsDigest
@@ -134,6 +135,8 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
     adapters = AdapterDigests(root)
     extra = ExtraKeys.for_engine(vllm_config, tokens, adapters)
     background = Background("ucm-lookup")
+    admission = _admission(config, vllm_config)
+    rates = RateMemory(root, admission, background)
     identity = _Identity(own, weights)
     parallel = vllm_config.parallel_config
     world = parallel.world_size
@@ -157,10 +160,11 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
         min_hit_tokens=config.min_hit_tokens,
         dump_output=config.dump == "all",
         lookup_allowance=config.deadlines.lookup_ms / 1000,
-        admission=_admission(config, vllm_config),
+        admission=admission,
+        rates=rates,
         may_load=_may_load(vllm_config),
         audit_one_in=config.audit_one_in,
-        closers=(weights.close, adapters.close, background.close),
+        closers=(rates.close, weights.close, adapters.close, background.close),
     )
 
 
