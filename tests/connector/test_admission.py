@@ -147,23 +147,18 @@ def test_while_computing_is_not_known_only_what_is_slower_than_any_computing_is_
 
 def test_while_computing_is_not_known_a_load_under_way_that_is_slower_than_any_computing_is_enough() -> None:
     engine = Engine()
-    decodes(engine)
+    engine.admission.began("before", whole(1000), 1)
     engine.admission.began("slow", whole(1000), 1)
-    engine.admission.began("behind it", whole(100), 1)
     for _ in range(BEGUN + 1):
-        decodes(engine)
-    engine.clock.now += 10.5
-    assert engine.judge(1000) == Verdict.LOAD  # both together would be computed in 11 s
+        engine.admission.step_ended()
+    engine.clock.now += 9.5
+    assert engine.judge(1000) == Verdict.LOAD
+    engine.admission.ended("before")
+    engine.clock.now += 9.5  # of these it was first in line
     assert engine.cut(500, 500) == (1000, Verdict.LOAD)
     engine.clock.now += 1.0
     assert engine.judge(1000) == Verdict.DECLINE
     assert engine.judge(1000, tier=1) == Verdict.LOAD  # which is another
-
-
-def test_before_the_first_step_every_hit_is_loaded() -> None:
-    engine = Engine()
-    engine.load(1000, 1000.0)
-    assert engine.judge(1000) == Verdict.LOAD
 
 
 def test_tiers_have_rates_of_their_own_and_are_bounded() -> None:

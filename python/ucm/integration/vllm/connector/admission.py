@@ -64,6 +64,7 @@ class _Tier:
     rate: LoadRate = field(default_factory=LoadRate)
     waiting: int = 0  # bytes of loads under way
     moved: int = 0  # bytes of loads ended
+    ended: float = float("-inf")  # when its last load did
     unlearnt: int = 0  # hits since the last load that ended
     ledger: float = FIRST_S  # seconds
 
@@ -156,15 +157,17 @@ class Admission:
         return max(max(load, self._behind(cut, now)) + step / 2, step)
 
     def _hopeless(self, cut: Cut, now: float) -> bool:
-        """Whether loads from a cut's tiers were slower, or are by now, than computing as much can plausibly be. Those
-        under way are taken together: computing them would take its turns as well."""
+        """Whether loads from a cut's tiers were slower than computing as much can plausibly be, or the oldest under way
+        is by now: from when it was first in line."""
         at_best = sum(self._tier(number).rate.at_best(size) for number, size in cut.sizes.items())
         if at_best > self.pace.at_most(cut.tokens):
             return True
         loads = [load for load in self._loads.values() if load.slowest in cut.sizes and load.steps > BEGUN]
         if not loads:
             return False
-        return now - min(load.begun for load in loads) > self.pace.at_most(sum(load.tokens for load in loads))
+        oldest = min(loads, key=lambda load: load.begun)
+        first = max(oldest.begun, self._tier(oldest.slowest).ended)
+        return now - first > self.pace.at_most(oldest.tokens)
 
     def _tier(self, number: int) -> _Tier:
         return self._tiers.setdefault(min(number, TIERS - 1), _Tier())
@@ -248,6 +251,8 @@ class Admission:
             return
         now, late = self._clock(), load.late
         self._left(load)
+        for number in load.sizes:
+            self._tier(number).ended = now
         if load.failed and not late:
             return
         high = max(now - load.began, 0.0)

@@ -26,6 +26,8 @@ LEAST_PART = 0.05
 IDLE_S = 0.005
 #: A load may take so many times the time that computing its tokens would take.
 FACTOR = 2.0
+#: Nothing that serves computes prompts more slowly, in tokens a second: 40 s to the first token of a prompt of 4000.
+FLOOR = 100.0
 
 
 class Computing(NamedTuple):
@@ -97,14 +99,14 @@ class Pace:
 
     def at_most(self, tokens: int) -> float:
         """More than what computing ``tokens`` of a prompt can plausibly take, in seconds, also while the speed is not
-        known; infinity before the first step.
+        known: at :data:`FLOOR`, or at the rate that steps of any kind have shown where that is higher.
 
-        That is their number of tokens at the rate that steps of any kind have shown, those with a token for each
-        request that decodes and those with the rest of a prompt of which the store had nearly all. A step with few
-        tokens is paid for with the overhead of a whole one, and its tokens look back on the longest context: no device
-        computes a prompt more slowly than by steps of that kind, and all but the poorest are many times faster.
+        Those are steps with a token for each request that decodes, or with the rest of a prompt of which the store had
+        nearly all. A step with few tokens is paid for with the overhead of a whole one, and its tokens look back on the
+        longest context: no device computes a prompt more slowly than by steps of that kind, and all but the poorest
+        are many times faster.
         """
-        return tokens * _low(self._shown) if self._shown else float("inf")
+        return tokens * min([1 / FLOOR, *([_low(self._shown)] if self._shown else [])])
 
     def allowance(self, tokens: int, rest: int = 1) -> float | None:
         """Seconds a load of ``tokens`` may take; None while the speed is not known."""
