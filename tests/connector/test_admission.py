@@ -70,7 +70,7 @@ def whole(tokens: int, tier: int = 0) -> Cut:
 def test_what_is_not_known_accepts() -> None:
     engine = Engine()
     assert engine.judge(100) == Verdict.LOAD  # neither is
-    engine.load(100, 50.0)
+    engine.load(100, 0.9)
     assert engine.judge(100) == Verdict.LOAD  # how fast this engine computes is not
     engine = Engine()
     engine.computes()
