@@ -320,7 +320,8 @@ def test_hits_in_memory_are_taken_and_those_on_a_slow_disk_declined(bandwidth: f
     alone = Simulation(Engine(), memory(), above).run()
     assert measured.mean(WARM_UP) <= 1.03 * alone.mean(WARM_UP) < 0.8 * without.mean(WARM_UP)
     in_memory, on_disk = alone.loaded, sum(arrival.below for arrival in arrivals)
-    assert in_memory <= measured.loaded <= in_memory + 0.1 * on_disk
+    # The loads from both that began before anything was known were given up, and their part in memory with them.
+    assert 0.99 * in_memory <= measured.loaded <= in_memory + 0.1 * on_disk
     assert measured.declined >= 0.9 * on_disk
 
 
