@@ -65,6 +65,17 @@ def test_the_layout_that_was_decided(root: Written, ucm: Run, ucm_json: Json) ->
     assert "layout       file (records)" in ucm("inspect", root.path).stdout
 
 
+def test_what_engines_remember_in_a_root_is_not_foreign_and_stays(root: Written, ucm: Run, ucm_json: Json) -> None:
+    root.fill("one", 1)
+    files = [root.path / name for name in ("ucm-digests.json", "ucm-rates.json")]
+    for file in files:
+        file.write_text('{"version":1}')
+    assert ucm_json("inspect", root.path)["roots"][0]["foreign"] == 0
+    assert ucm("verify", root.path).exit_code == 0
+    assert ucm("gc", root.path, "--to", "0", "--yes").exit_code == 0
+    assert all(file.exists() for file in files)
+
+
 def test_a_root_for_programs(root: Written, ucm_json: Json) -> None:
     root.fill("one").fill("two", 3)
     document = ucm_json("inspect", root.path)

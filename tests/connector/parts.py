@@ -32,6 +32,7 @@ from ucm.integration.vllm.connector.metadata import (
     WorkerReport,
 )
 from ucm.integration.vllm.connector.pace import Pace
+from ucm.integration.vllm.connector.rate_memory import RateMemory
 from ucm.integration.vllm.connector.scheduler import SchedulerHalf
 from ucm.integration.vllm.connector.weight_files import WeightSource
 from ucm.store import part_mask, record_ids
@@ -202,6 +203,8 @@ class Rig:
         self.admission = Admission(
             settings.pop("admission", "measured"), 0.8, Pace(0.2, 30.0, settings.pop("step_tokens", 0)), self.clock
         )
+        root = settings.pop("root", None)
+        self.rates = RateMemory(root, self.admission, self.later, lambda: "this machine", self.clock)
         self.half = SchedulerHalf(
             self.gate,
             make_keys=self.keys,
@@ -211,6 +214,7 @@ class Rig:
             dump_output=settings.pop("dump_output", True),
             lookup_allowance=0.05,
             admission=self.admission,
+            rates=self.rates,
             may_load=settings.pop("may_load", True),
             audit_one_in=settings.pop("audit_one_in", 0),
             clock=self.clock,

@@ -18,7 +18,9 @@ from parts import BLOCK, Rig
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
+from ucm.integration.vllm.connector.load_rate import Loading
 from ucm.integration.vllm.connector.metadata import Load, LoadFailure, LoadServed, RankReport
+from ucm.integration.vllm.connector.pace import Computing
 from ucm.store import part_mask, record_ids
 
 #: Bytes of one block in these tests, of all ranks.
@@ -123,7 +125,7 @@ class _Live:
 @dataclass
 class Simulation:
     """One run. ``mode`` is the connector's ``admission``; never is the engine without a cache. ``lower``: a second tier
-    below the first; a load reads from both at once."""
+    below the first; a load reads from both at once. ``known``: the speeds that an earlier life of the engine left."""
 
     engine: Engine
     tier: Tier
@@ -131,6 +133,7 @@ class Simulation:
     mode: str = "measured"
     seed: int = 0
     lower: Tier | None = None
+    known: tuple[Computing | None, dict[int, Loading]] = (None, {})
     steps: int = 0
     unknown: int = 0
     waiting: list[_Live] = field(default_factory=list)
@@ -144,6 +147,7 @@ class Simulation:
         self.rig.gate.block_bytes = BLOCK_BYTES
         self.rig.report(RankReport(0, ready=True, free_slots=0))  # nothing is dumped here
         self.rig.half.step_ended()
+        self.rig.admission.recall(*self.known)
         if self.lower is not None:
             self.rig.store.tier_names = ("memory", "disk")
         start = self.rig.clock.now
@@ -291,10 +295,11 @@ def compare(
     arrivals: Sequence[Arrival],
     seed: int = 0,
     make_lower: Callable[[], Tier] | None = None,
+    known: tuple[Computing | None, dict[int, Loading]] = (None, {}),
 ) -> Any:
     """The outcome with measured admission, and that of the same engine without a cache, which is kept."""
     key = f"{engine} {seed} {hash(tuple(arrivals))}"
     lower = None if make_lower is None else make_lower()
     if key not in _without:
         _without[key] = Simulation(engine, steady(0.0, 1.0), arrivals, "never", seed).run()
-    return Simulation(engine, make_tier(), arrivals, "measured", seed, lower).run(), _without[key]
+    return Simulation(engine, make_tier(), arrivals, "measured", seed, lower, known).run(), _without[key]

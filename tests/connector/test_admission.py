@@ -70,7 +70,7 @@ def whole(tokens: int, tier: int = 0) -> Cut:
 def test_what_is_not_known_accepts() -> None:
     engine = Engine()
     assert engine.judge(100) == Verdict.LOAD  # neither is
-    engine.load(100, 50.0)
+    engine.load(100, 0.9)
     assert engine.judge(100) == Verdict.LOAD  # how fast this engine computes is not
     engine = Engine()
     engine.computes()
@@ -123,17 +123,42 @@ def test_a_load_that_is_behind_says_so_before_it_ends() -> None:
     assert engine.judge(1000) == Verdict.DECLINE
 
 
-def test_before_anything_is_known_one_load_that_is_behind_is_enough() -> None:
+def decodes(engine: Engine, seconds: float = 0.01) -> None:
+    """A step with one token."""
+    engine.admission.pace.planned({"d": 1}, 1, engine.clock.now)
+    engine.clock.now += seconds
+    engine.admission.step_ended()
+
+
+def test_while_computing_is_not_known_only_what_is_slower_than_any_computing_is_declined() -> None:
+    """Here 1000 tokens are computed in 10 s at the very most, one token a step."""
     engine = Engine()
-    engine.admission.began("slow", whole(1000), 1)
-    for _ in range(BEGUN):
-        engine.admission.step_ended()
-    engine.clock.now += 0.1
-    engine.admission.step_ended()
-    assert engine.judge(1000) == Verdict.LOAD
-    engine.clock.now += 0.2
-    engine.admission.step_ended()
+    decodes(engine)
+    for seconds in (0.1, 3.0, 9.0, 9.0):
+        engine.load(1000, seconds)
+        assert {engine.judge(tokens) for tokens in (64, 1000, 5000) * 20} == {Verdict.LOAD}
+    for _ in range(2):
+        engine.load(1000, 25.0)
     assert engine.judge(1000) == Verdict.DECLINE
+    assert engine.judge(5000) == Verdict.LOAD  # which may take no longer, and then it would pay
+    engine.computes()
+    assert engine.judge(1000) == Verdict.DECLINE  # 1 s, as is known now
+
+
+def test_while_computing_is_not_known_a_load_under_way_that_is_slower_than_any_computing_is_enough() -> None:
+    engine = Engine()
+    engine.admission.began("before", whole(1000), 1)
+    engine.admission.began("slow", whole(1000), 1)
+    for _ in range(BEGUN + 1):
+        engine.admission.step_ended()
+    engine.clock.now += 9.5
+    assert engine.judge(1000) == Verdict.LOAD
+    engine.admission.ended("before")
+    engine.clock.now += 9.5  # of these it was first in line
+    assert engine.cut(500, 500) == (1000, Verdict.LOAD)
+    engine.clock.now += 1.0
+    assert engine.judge(1000) == Verdict.DECLINE
+    assert engine.judge(1000, tier=1) == Verdict.LOAD  # which is another
 
 
 def test_tiers_have_rates_of_their_own_and_are_bounded() -> None:
@@ -255,6 +280,39 @@ def test_loads_given_up_now_and_then_weigh_on_the_others() -> None:
     assert rate.given_up == pytest.approx(0.1)
     rate.learn(1000, 2.0, float("inf"), late=True)
     assert rate.seconds(1000) == pytest.approx(2.0)
+
+
+def test_a_remembered_rate_is_as_it_was_and_two_loads_that_are_far_off_end_it() -> None:
+    before = LoadRate()
+    for size in (10, 1000, 400, 5000):
+        before.learn(size, 0.5 + size / 100, 0.5 + size / 100)
+    known = before.known()
+    assert known is not None
+    rate = LoadRate()
+    assert rate.known() is None
+    rate.recall(known)
+    for size in (10, 1000, 9000):
+        assert rate.seconds(size) == pytest.approx(before.seconds(size), rel=0.01)
+        assert rate.at_best(size) == pytest.approx(before.at_best(size), rel=0.01)
+    for _ in range(2):
+        rate.learn(1000, 80.0, 80.0)
+    assert rate.seconds(1000) == pytest.approx(80.0)
+    rate.recall(known)  # too late
+    assert rate.seconds(1000) == pytest.approx(80.0)
+
+
+def test_a_few_loads_outweigh_what_is_remembered() -> None:
+    before = LoadRate()
+    for _ in range(16):
+        before.learn(1000, 1.0, 1.0)
+    known = before.known()
+    assert known is not None
+    rate = LoadRate()
+    rate.recall(known)
+    assert rate.seconds(1000) == pytest.approx(1.0)
+    for _ in range(3):
+        rate.learn(1000, 1.6, 1.6)
+    assert rate.seconds(1000) == pytest.approx(1.5, rel=0.05)
 
 
 # In the scheduler half ----------------------------------------------------------------------------------------

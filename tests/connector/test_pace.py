@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from parts import BLOCK, Rig
 
-from ucm.integration.vllm.connector.pace import MIN_TOKENS, SAMPLES, SKIPPED, Pace
+from ucm.integration.vllm.connector.pace import FLOOR, MIN_TOKENS, SAMPLES, SKIPPED, Computing, Pace
 
 
 class Steps:
@@ -91,6 +91,62 @@ def test_another_speed_is_learnt() -> None:
     for _ in range(SAMPLES):
         steps.run(3.0, 1000)
     assert steps.pace.seconds(1000) == pytest.approx(3.0)
+
+
+def test_what_computing_takes_at_the_very_most() -> None:
+    steps = Steps()
+    assert steps.pace.at_most(1000) == pytest.approx(1000 / FLOOR)
+    steps.run(9.0, 1)  # cold
+    steps.run(0.02, 1)
+    assert steps.pace.at_most(1000) == pytest.approx(1000 / FLOOR)
+    for _ in range(5):
+        steps.run(0.04, *[1] * 20)
+    assert steps.pace.at_most(1000) == pytest.approx(2.0)
+    steps.run(0.001, *[1] * 20)  # its end was seen late, that of the next in time
+    assert steps.pace.at_most(1000) == pytest.approx(2.0)
+    assert steps.pace.seconds(1000) is None
+
+
+def remembered(overhead: float, cost: float) -> Pace:
+    """A pace that starts with what an earlier process knew, by steps of 1000 tokens."""
+    before = Steps(step_tokens=1000)
+    for _ in range(8):
+        before.run(overhead, 1)
+        before.run(overhead + 1000 * cost, 1000)
+    known = before.pace.known()
+    assert known is not None
+    pace = Pace(0.2, 30.0, 1000)
+    assert pace.known() is None
+    pace.recall(known)
+    return pace
+
+
+def test_what_an_earlier_process_knew_is_believed_until_it_is_measured_anew() -> None:
+    steps = Steps()
+    steps.pace = remembered(0.5, 0.001)
+    assert steps.pace.seconds(900, rest=100) == pytest.approx(0.9)
+    assert steps.pace.seconds(1000, rest=100) == pytest.approx(1.5)
+    assert steps.pace.allowance(900, rest=100) == pytest.approx(1.8)
+    for _ in range(SKIPPED + 4):  # it was twice as fast then
+        steps.run(1.0, 1)
+        steps.run(3.0, 1000)
+    assert steps.pace.seconds(900, rest=100) == pytest.approx(1.8)
+
+
+def test_a_speed_that_was_remembered_as_lower_is_forgotten_at_the_first_step() -> None:
+    steps = Steps()
+    steps.pace = remembered(0.0, 0.004)
+    for _ in range(SKIPPED + 1):
+        steps.run(1.0, 1000)
+    assert steps.pace.seconds(900, rest=100) == pytest.approx(0.9)
+
+
+def test_what_was_measured_already_is_not_replaced_by_what_is_remembered() -> None:
+    steps = Steps()
+    for _ in range(SKIPPED + 1):
+        steps.run(1.0, 1000)
+    steps.pace.recall(Computing(0.1, 1.0, 1000))
+    assert steps.pace.seconds(1000) == pytest.approx(1.0)
 
 
 def test_steps_that_overlap_share_their_time() -> None:

@@ -18,7 +18,8 @@ import pytest
 
 from ucm.errors import ConfigError, UnsupportedError
 from ucm.integration.vllm.connector import file_digest, weights
-from ucm.integration.vllm.connector.file_digest import MEMORY_NAME, ROOT_MARKER, hash_file
+from ucm.integration.vllm.connector.file_digest import MEMORY_NAME, hash_file
+from ucm.integration.vllm.connector.root_file import ROOT_MARKER
 from ucm.integration.vllm.connector.weight_files import WeightSource, find_weight_files, weight_source
 from ucm.integration.vllm.connector.weights import WeightsDigest, WeightsState
 

@@ -26,6 +26,7 @@ from ucm.store import segment
 FORMAT = 1
 MARKER = "ucm-root.json"
 DIGESTS = "ucm-digests.json"
+RATES = "ucm-rates.json"
 MANIFEST = "manifest.json"
 QUARANTINE = "quarantine"
 #: Where the writers of a root agree who counts it and who may write how much; theirs alone.
@@ -195,7 +196,7 @@ class Root:
         with self.directory() as here:
             for entry in _entries(here):
                 what, about = self._kind(entry)
-                if what == "gone" or entry.name in (MARKER, DIGESTS):
+                if what == "gone" or entry.name in (MARKER, DIGESTS, RATES):
                     continue
                 if what == "file" and about and ROOT_PRIVATE.fullmatch(entry.name):
                     contents.private.append(_found(Kind.PRIVATE, (), entry.name, about))

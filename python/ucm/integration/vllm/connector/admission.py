@@ -6,6 +6,10 @@ given up of late cost on top, is within a share of what computing its tokens tak
 that saves most. What is not known counts as nothing, so an unknown tier is accepted and learnt. Within one tier both
 sides grow with the length, so nothing shorter would pay better, and short hits are declined by the same rule.
 
+While the speed of computing is not known, a hit is loaded unless loads from its tiers were slower than any computing
+can plausibly be (:meth:`~.pace.Pace.at_most`): an engine that was just started over a full store is to use it, and what
+would be learnt by computing a prompt costs that prompt's whole time.
+
 Nothing is learnt from hits that are declined, so one in a while is loaded all the same. What that may cost is kept in
 ledgers in seconds, one for each tier: a tier's gains :data:`LEARNING` of what computing each hit in it takes and what
 its loads saved, and pays for loads that took longer than computing. A hit is tried only when the ledger can pay for
@@ -21,8 +25,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ucm.integration.vllm.connector.load_rate import LoadRate
-from ucm.integration.vllm.connector.pace import Pace
+from ucm.integration.vllm.connector.load_rate import Loading, LoadRate
+from ucm.integration.vllm.connector.pace import Computing, Pace
 
 #: Part of the time that computing the hits takes which may be spent on learning.
 LEARNING = 0.01
@@ -60,6 +64,7 @@ class _Tier:
     rate: LoadRate = field(default_factory=LoadRate)
     waiting: int = 0  # bytes of loads under way
     moved: int = 0  # bytes of loads ended
+    ended: float = float("-inf")  # when its last load did
     unlearnt: int = 0  # hits since the last load that ended
     ledger: float = FIRST_S  # seconds
 
@@ -67,6 +72,7 @@ class _Tier:
 @dataclass(slots=True)
 class _Load:
     sizes: Mapping[int, int]  # bytes by tier, as planned
+    tokens: int
     slowest: int  # the tier that is believed to take most of its time
     compute: float | None  # seconds that computing its tokens would have taken
     allowance: float | None  # seconds it may take
@@ -104,12 +110,8 @@ class Admission:
         now, total = self._clock(), whole.tokens + rest
         compute, allowance = self.pace.seconds(whole.tokens, rest), self.pace.allowance(whole.tokens, rest)
         if compute is None or allowance is None:
-            if not again and self.pace.wants(whole.tokens):
-                return None, Verdict.DECLINE
-            for cut in reversed(cuts):
-                if self._behind(cut, now) < self.pace.least_allowance:
-                    return cut, Verdict.LOAD
-            return None, Verdict.DECLINE
+            usable = [cut for cut in cuts if not self._hopeless(cut, now)]
+            return (usable[-1], Verdict.LOAD) if usable else (None, Verdict.DECLINE)
         last = self._tier(max(whole.sizes, default=0))
         if not again:
             last.unlearnt += 1
@@ -154,6 +156,19 @@ class Admission:
             load += tier.rate.seconds(tier.waiting + size) or 0.0
         return max(max(load, self._behind(cut, now)) + step / 2, step)
 
+    def _hopeless(self, cut: Cut, now: float) -> bool:
+        """Whether loads from a cut's tiers were slower than computing as much can plausibly be, or the oldest under way
+        is by now: from when it was first in line."""
+        at_best = sum(self._tier(number).rate.at_best(size) for number, size in cut.sizes.items())
+        if at_best > self.pace.at_most(cut.tokens):
+            return True
+        loads = [load for load in self._loads.values() if load.slowest in cut.sizes and load.steps > BEGUN]
+        if not loads:
+            return False
+        oldest = min(loads, key=lambda load: load.begun)
+        first = max(oldest.begun, self._tier(oldest.slowest).ended)
+        return now - first > self.pace.at_most(oldest.tokens)
+
     def _tier(self, number: int) -> _Tier:
         return self._tiers.setdefault(min(number, TIERS - 1), _Tier())
 
@@ -181,6 +196,7 @@ class Admission:
         expected = [tier.rate.seconds(ahead[number]) for number, tier in known.items()]
         self._loads[request] = _Load(
             dict(cut.sizes),
+            cut.tokens,
             self._slowest(ahead),
             self.pace.seconds(cut.tokens, rest),
             self.pace.allowance(cut.tokens, rest),
@@ -235,6 +251,8 @@ class Admission:
             return
         now, late = self._clock(), load.late
         self._left(load)
+        for number in load.sizes:
+            self._tier(number).ended = now
         if load.failed and not late:
             return
         high = max(now - load.began, 0.0)
@@ -277,6 +295,20 @@ class Admission:
     @staticmethod
     def _book(tier: _Tier, seconds: float, allowance: float) -> None:
         tier.ledger = min(max(tier.ledger + seconds, -LEDGER * allowance), LEDGER * allowance)
+
+    # What is remembered -------------------------------------------------------------------------------------
+
+    def known(self) -> tuple[Computing | None, dict[int, Loading]]:
+        """What another process of this engine may start with: the speed of computing, and that of each tier known."""
+        rates = {number: tier.rate.known() for number, tier in sorted(self._tiers.items())}
+        return self.pace.known(), {number: known for number, known in rates.items() if known is not None}
+
+    def recall(self, computing: Computing | None, loading: Mapping[int, Loading]) -> None:
+        """Start with what an earlier process knew, where nothing was measured yet."""
+        if computing is not None:
+            self.pace.recall(computing)
+        for number, known in loading.items():
+            self._tier(number).rate.recall(known)
 
     # What is told -------------------------------------------------------------------------------------------
 

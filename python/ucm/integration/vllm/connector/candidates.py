@@ -117,6 +117,12 @@ class Selection:
         return self.store is not None and len(self._ready) == self._world
 
     @property
+    def label(self) -> str:
+        """What the chosen store is, in words that are the same after a restart; the configured path is not in it."""
+        tiers = self.store.tier_names if self.store is not None else ()
+        return " ".join([f"{self._choice}: {self._candidates[self._choice].name}", *tiers])
+
+    @property
     def trying(self) -> bool:
         """Whether an answer is on its way for which an idle engine should go on stepping."""
         return self.several and self._choice >= 0 and not self.chosen and self._clock() - self._since <= self._limit

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import struct
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -16,16 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ucm.errors import UcmError
+from ucm.integration.vllm.connector.root_file import RootFile
 
 #: Read size in bytes: large enough that the hash, not the call, is what costs.
 CHUNK = 4 << 20
 
 #: A file whose ctime is younger than this may change again within the same tick: not remembered, not believed.
 SETTLED_NS = 2_000_000_000
-
-#: The file that makes a directory a store's root; nothing is written beside it where it is missing (an unmounted
-#: share, a root no store has opened yet).
-ROOT_MARKER = "ucm-root.json"
 
 #: Name of the file below a store's root in which digests are remembered, and how many it holds at most.
 MEMORY_NAME = "ucm-digests.json"
@@ -127,9 +122,9 @@ class DigestMemory:
     """
 
     def __init__(self, root: str | None, now_ns: Callable[[], int] = time.time_ns) -> None:
-        self._path = os.path.join(root, MEMORY_NAME) if root is not None else None
+        self._file = RootFile(root, MEMORY_NAME, "files", MEMORY_LIMIT) if root is not None else None
         self._now_ns = now_ns
-        self._known = self._read()
+        self._known = {} if self._file is None else self._file.read()
         self._new: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
 
@@ -163,36 +158,10 @@ class DigestMemory:
         Kept for the next call while the root is not marked.
         """
         with self._lock:
-            if self._path is None or not self._new or not os.path.exists(self._beside(ROOT_MARKER)):
+            if self._file is None or not self._new or not self._file.marked():
                 return
-            merged = {path: entry for path, entry in self._read().items() if path not in self._new}
-            merged.update(self._new)
-            self._known, self._new = dict(list(merged.items())[-MEMORY_LIMIT:]), {}
-            text = json.dumps({"version": 1, "files": self._known}, separators=(",", ":"))
-        handle, private = tempfile.mkstemp(prefix=f".{MEMORY_NAME}.", dir=self._beside(""))  # mode 0600
-        try:
-            with open(handle, "w", encoding="ascii") as file:
-                file.write(text)
-            os.replace(private, self._path)
-        except BaseException:
-            os.unlink(private)
-            raise
-
-    def _beside(self, name: str) -> str:
-        return os.path.join(os.path.dirname(self._path or ""), name)
-
-    def _read(self) -> dict[str, dict[str, Any]]:
-        if self._path is None:
-            return {}
-        try:
-            with open(self._path, encoding="ascii") as file:
-                stored = json.load(file)
-        except (OSError, ValueError):
-            return {}
-        files = stored.get("files") if isinstance(stored, dict) and stored.get("version") == 1 else None
-        if not isinstance(files, dict):
-            return {}
-        return {path: entry for path, entry in files.items() if isinstance(entry, dict)}
+            new, self._new = self._new, {}
+        self._known = self._file.merge(new)
 
 
 def _numbers(stamp: FileStamp) -> list[int]:

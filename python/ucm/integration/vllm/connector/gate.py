@@ -92,6 +92,11 @@ class Gate:
         """The scheduler half's store, for lookups only."""
         return self._selection.store
 
+    @property
+    def store_label(self) -> str:
+        """Which of the configured stores that is, and of which tiers."""
+        return self._selection.label
+
     def off(self, why: str, reason: MissReason = MissReason.DISABLED) -> None:
         """Switch the cache off for the life of this engine."""
         if self.phase != OFF:

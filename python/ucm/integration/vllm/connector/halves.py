@@ -27,6 +27,7 @@ from ucm.integration.vllm.connector.lookup import Lookups
 from ucm.integration.vllm.connector.model_memory import ModelMemory
 from ucm.integration.vllm.connector.pace import Pace
 from ucm.integration.vllm.connector.packing import layer_specs
+from ucm.integration.vllm.connector.rate_memory import RateMemory
 from ucm.integration.vllm.connector.scheduler import SchedulerHalf
 from ucm.integration.vllm.connector.weight_files import weight_source
 from ucm.integration.vllm.connector.worker import WorkerHalf
@@ -126,6 +127,8 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
     background = Background("ucm-lookup")
     items = Items(lambda job: background.submit(job, IDLE))
     extra = ExtraKeys.for_engine(vllm_config, tokens, adapters, items)
+    admission = _admission(config, vllm_config)
+    rates = RateMemory(root, admission, background)
     parallel = vllm_config.parallel_config
     world = parallel.world_size
     gate = Gate(
@@ -147,11 +150,12 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
         min_hit_tokens=config.min_hit_tokens,
         dump_output=config.dump == "all",
         lookup_allowance=config.deadlines.lookup_ms / 1000,
-        admission=_admission(config, vllm_config),
+        admission=admission,
+        rates=rates,
         may_load=_may_load(vllm_config),
         audit_one_in=config.audit_one_in,
         items_used=extra.used,
-        closers=(identity.close, adapters.close, background.close),
+        closers=(rates.close, identity.close, adapters.close, background.close),
     )
 
 

@@ -9,6 +9,7 @@ a tier that has changed, and what was known before is forgotten.
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 #: Loads remembered, and the weight of each relative to the next newer one.
 SAMPLES, KEPT = 16, 0.9
@@ -20,6 +21,16 @@ SPREAD = 0.02
 REACH = 1.25
 #: Weight of the newest load in the share of those given up.
 FAIL_WEIGHT = 0.1
+
+
+class Loading(NamedTuple):
+    """What is known of a tier's loads, as it is remembered."""
+
+    fixed: float  # seconds
+    per_byte: float  # seconds
+    least: int  # bytes of the smallest and of the largest load by which this was measured
+    most: int
+    given_up: float  # share of loads that did not end in time
 
 
 class LoadRate:
@@ -71,6 +82,22 @@ class LoadRate:
             else:
                 took = expected * SURPRISE + SLACK_S if slower else expected / SURPRISE
         self._samples.append((size, took))
+        self._fit()
+
+    def known(self) -> Loading | None:
+        """What another process may start with; None: nothing is known."""
+        if not self._samples:
+            return None
+        return Loading(self.fixed, self._per_byte, self._least, self._most, self.given_up)
+
+    def recall(self, known: Loading) -> None:
+        """Start with what an earlier process knew. It counts as one or two loads, so the next few outweigh it, and two
+        that are far off end it; nothing if loads were measured already."""
+        if self._samples:
+            return
+        self.fixed, self.given_up = known.fixed, min(known.given_up, 1.0)
+        for size in sorted({known.least, known.most}):
+            self._samples.append((size, known.fixed + size * known.per_byte))
         self._fit()
 
     @staticmethod

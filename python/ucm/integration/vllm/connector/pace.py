@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import NamedTuple
 
 #: A step with fewer tokens of prompts says nothing about the speed of computing them, only about the overhead.
 MIN_TOKENS = 64
@@ -25,8 +26,16 @@ LEAST_PART = 0.05
 IDLE_S = 0.005
 #: A load may take so many times the time that computing its tokens would take.
 FACTOR = 2.0
-#: While the speed is not known, one hit in so many is computed.
-UNKNOWN = 4
+#: Nothing that serves computes prompts more slowly, in tokens a second: 40 s to the first token of a prompt of 4000.
+FLOOR = 100.0
+
+
+class Computing(NamedTuple):
+    """A speed of computing, as it is remembered."""
+
+    overhead: float  # seconds of a step
+    cost: float  # seconds of a token
+    tokens: int  # of a step that computes prompts, by which this was measured
 
 
 class Pace:
@@ -35,16 +44,16 @@ class Pace:
     def __init__(self, min_s: float, max_s: float, step_tokens: int = 0, overlap: int = 1) -> None:
         """A load gets at least ``min_s`` and at most ``max_s`` seconds; ``step_tokens``: most tokens of one step;
         ``overlap``: most steps that are planned and have not ended, the next one included."""
-        self.least_allowance = min_s
+        self._min_s = min_s
         self._max_s, self._step_tokens = max_s, step_tokens
         self._flight: deque[tuple[float, int, int]] = deque(maxlen=overlap)  # planned at, prompts' tokens, all
         self._small: deque[float] = deque(maxlen=SAMPLES)
         self._large: deque[tuple[float, int]] = deque(maxlen=SAMPLES)  # seconds, tokens
+        self._shown: deque[float] = deque(maxlen=SAMPLES)  # seconds for each token of a step, of whatever kind
         self._skip = SKIPPED
         self._ended_at = float("-inf")
         self._last = 0.0  # seconds of the last step that computed something, 0 when it computed nothing
         self._known: tuple[float, float] | None = None  # overhead, cost; None: to be worked out
-        self._unknown = 0  # hits while the speed was not known
 
     # What is seen -------------------------------------------------------------------------------------------
 
@@ -65,6 +74,7 @@ class Pace:
         self._last = took if total else 0.0
         if took <= 0 or total == 0:
             return
+        self._shown.append(took / total)
         if total < MIN_TOKENS:
             self._small.append(took)
             self._known = None
@@ -74,15 +84,6 @@ class Pace:
                 return
             self._large.append((took, prompts))
             self._known = None
-
-    def wants(self, tokens: int) -> bool:
-        """Whether a hit of ``tokens`` is to be computed although the store has it, so that the speed becomes known: an
-        engine whose prompts are all stored would never compute one, and never learn that loading is slower. Once per
-        hit; costs nothing but what the hit would have saved."""
-        if self._large or tokens < MIN_TOKENS:
-            return False
-        self._unknown += 1
-        return self._unknown % UNKNOWN == 0
 
     # What follows -------------------------------------------------------------------------------------------
 
@@ -96,10 +97,21 @@ class Pace:
             steps = -(-(tokens + rest) // self._step_tokens) + (-rest // self._step_tokens)
         return tokens * cost + steps * overhead
 
+    def at_most(self, tokens: int) -> float:
+        """More than what computing ``tokens`` of a prompt can plausibly take, in seconds, also while the speed is not
+        known: at :data:`FLOOR`, or at the rate that steps of any kind have shown where that is higher.
+
+        Those are steps with a token for each request that decodes, or with the rest of a prompt of which the store had
+        nearly all. A step with few tokens is paid for with the overhead of a whole one, and its tokens look back on the
+        longest context: no device computes a prompt more slowly than by steps of that kind, and all but the poorest
+        are many times faster.
+        """
+        return tokens * min([1 / FLOOR, *([_low(self._shown)] if self._shown else [])])
+
     def allowance(self, tokens: int, rest: int = 1) -> float | None:
         """Seconds a load of ``tokens`` may take; None while the speed is not known."""
         compute = self.seconds(tokens, rest)
-        return None if compute is None else min(max(FACTOR * compute, self.least_allowance), self._max_s)
+        return None if compute is None else min(max(FACTOR * compute, self._min_s), self._max_s)
 
     def step_under_way(self, now: float) -> float:
         """What the step takes that is planned now if others compute in it, in seconds: a load is not seen to end
@@ -116,6 +128,25 @@ class Pace:
             return None
         overhead, cost = self._model()
         return tokens / (overhead + tokens * cost)
+
+    # What is remembered --------------------------------------------------------------------------------------
+
+    def known(self) -> Computing | None:
+        """What another process of this engine may start with; None: nothing is known."""
+        if not self._large:
+            return None
+        sizes = sorted(tokens for _, tokens in self._large)
+        return Computing(*self._model(), sizes[len(sizes) // 2])
+
+    def recall(self, known: Computing) -> None:
+        """Start with what an earlier process knew. It counts as one step of each kind, so the next few outweigh it;
+        nothing if steps were measured already."""
+        if self._large or known.tokens < MIN_TOKENS or known.cost <= 0:
+            return
+        if known.overhead > 0:
+            self._small.append(known.overhead)
+        self._large.append((known.overhead + known.tokens * known.cost, known.tokens))
+        self._known = None
 
     def _model(self) -> tuple[float, float]:
         if self._known is None:

@@ -36,6 +36,7 @@ from ucm.integration.vllm.connector.metadata import (
 from ucm.integration.vllm.connector.others import Others
 from ucm.integration.vllm.connector.presence import Presence
 from ucm.integration.vllm.connector.rank_memory import RankMemory
+from ucm.integration.vllm.connector.rate_memory import RateMemory
 from ucm.integration.vllm.connector.tier_counts import TierCounts
 from ucm.integration.vllm.connector.tracked import FAR, Tracked
 from ucm.reasons import MissReason, named
@@ -68,6 +69,7 @@ class SchedulerHalf:
         dump_output: bool,
         lookup_allowance: float,
         admission: Admission,
+        rates: RateMemory | None = None,
         may_load: bool = True,
         audit_one_in: int = 0,
         items_used: Callable[[Any, int], None] | None = None,
@@ -75,9 +77,9 @@ class SchedulerHalf:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``block_tokens``: tokens of one device block; ``lookup_allowance``: seconds from vLLM's first question;
-        ``may_load``: whether vLLM hands out only blocks that no step under way still writes; ``audit_one_in``: one hit
-        in so many is computed and compared, 0 for none; ``items_used``: told which requests a step begins with, and
-        how many tokens of each were computed before."""
+        ``rates``: where the measured speeds are kept; ``may_load``: whether vLLM hands out only blocks that no step
+        under way still writes; ``audit_one_in``: one hit in so many is computed and compared, 0 for none;
+        ``items_used``: told which requests a step begins with, and how many tokens of each were computed before."""
         self.gate = gate
         self._make_keys = make_keys
         self._make_lookups = make_lookups
@@ -86,6 +88,7 @@ class SchedulerHalf:
         self._dump_output = dump_output
         self._allowance = lookup_allowance
         self.admission = admission
+        self._rates = rates
         self._may_load = may_load
         self._items_used = items_used
         self._hits = Hits(admission, audit_one_in, block_tokens, lambda: gate.block_bytes, min_hit_tokens)
@@ -270,6 +273,8 @@ class SchedulerHalf:
         self.admission.pace.planned(output.num_scheduled_tokens, output.total_num_scheduled_tokens, now)
         if now >= self.account.next_summary:
             self.account.summary(now, self.gate.block_bytes)
+        if self._rates is not None and now >= self._rates.due:
+            self._rates.keep(now)
         setup = self.gate.take_setup()
         dumps, self._late_dumps = self._late_dumps, []
         self._tell_items(output)
@@ -538,6 +543,8 @@ class SchedulerHalf:
             self._early.open(self.gate.readers)
             self._lookups = self._make_lookups(self.gate.store, self.gate.masks, self._early)
             self.dumps.open(self.gate.ranks)
+            if self._rates is not None:
+                self._rates.open(self.gate.identity_text, self.gate.store_label)
         return True
 
     def _start_lookup(self, tracked: Tracked) -> None:

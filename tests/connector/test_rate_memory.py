@@ -1,0 +1,256 @@
+"""Speeds that outlive the process: what is kept, for whom, when it is written, and what garbage does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from parts import BLOCK, Clock, Later, Rig
+
+from ucm.integration.vllm.connector import rate_memory
+from ucm.integration.vllm.connector.admission import TIERS, Admission
+from ucm.integration.vllm.connector.background import Background
+from ucm.integration.vllm.connector.load_rate import Loading
+from ucm.integration.vllm.connector.metadata import RankReport
+from ucm.integration.vllm.connector.pace import Computing, Pace
+from ucm.integration.vllm.connector.rate_memory import LIMIT, NAME, RARELY_S, SOON_S, RateMemory, machine_name
+from ucm.integration.vllm.connector.root_file import ROOT_MARKER
+
+COMPUTING = Computing(0.5, 0.001, 1000)
+LOADING = {0: Loading(0.25, 1e-6, 100, 10_000, 0.0), 1: Loading(0.75, 1e-3, 100, 100, 0.5)}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A store's root."""
+    (tmp_path / ROOT_MARKER).write_text("{}")
+    return tmp_path
+
+
+class Life:
+    """An engine's memory in one process."""
+
+    def __init__(self, root: Path | None, identity: str = "i", machine: str = "m", store: str = "s") -> None:
+        self.later, self.clock = Later(), Clock()
+        self.admission = Admission("measured", 0.8, Pace(0.2, 30.0))
+        where = None if root is None else str(root)
+        self.memory = RateMemory(where, self.admission, self.later, lambda: machine, self.clock)
+        self.later.run()
+        self.memory.open(identity, store)
+
+    def known(self) -> tuple[Computing | None, dict[int, Loading]]:
+        """What this process knows."""
+        return self.admission.known()
+
+    def learns(self, computing: Computing | None = COMPUTING, loading: dict[int, Loading] | None = None) -> Life:
+        """As if it had measured this, and written it."""
+        self.admission.recall(computing, LOADING if loading is None else loading)
+        self.memory.keep(self.clock.now)
+        self.later.run()
+        return self
+
+
+def same(known: tuple[Computing | None, dict[int, Loading]]) -> None:
+    """It is what was learnt, up to the digits that are kept."""
+    computing, loading = known
+    assert computing == pytest.approx(COMPUTING, rel=0.01)
+    assert {tier: pytest.approx(rate, rel=0.01) for tier, rate in loading.items()} == LOADING
+
+
+def test_what_was_known_is_known_to_the_next_process(root: Path) -> None:
+    Life(root).learns()
+    assert (root / NAME).stat().st_mode & 0o777 == 0o600
+    assert {path.name for path in root.iterdir()} == {NAME, ROOT_MARKER}
+    same(Life(root).known())
+
+
+@pytest.mark.parametrize("other", [{"identity": "other"}, {"machine": "other"}])
+def test_an_engine_of_another_identity_or_on_another_machine_knows_nothing(root: Path, other: dict[str, str]) -> None:
+    Life(root).learns()
+    assert Life(root, **other).known() == (None, {})
+    Life(root, **other).learns(Computing(0.1, 0.1, 100), {})
+    same(Life(root).known())
+
+
+def test_of_another_store_the_speed_of_computing_is_known_alone(root: Path) -> None:
+    Life(root).learns()
+    computing, loading = Life(root, store="other").known()
+    assert computing == pytest.approx(COMPUTING)
+    assert loading == {}
+
+
+def test_a_part_that_is_not_known_now_keeps_what_was_remembered_of_it(root: Path) -> None:
+    Life(root).learns()
+    late = Life(root, identity="other")
+    late.memory._key = Life(root).memory._key  # as when the file could not be read in time
+    late.learns(None)
+    same(Life(root).known())
+
+
+def test_without_a_root_of_the_store_nothing_is_remembered(tmp_path: Path) -> None:
+    life = Life(None)
+    assert life.memory.due == float("inf")
+    life.learns()
+    life.memory.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_below_a_root_without_a_marker(root: Path) -> None:
+    (root / ROOT_MARKER).unlink()
+    life = Life(root).learns()
+    assert list(root.iterdir()) == []
+    (root / ROOT_MARKER).write_text("{}")
+    life.learns()  # it is no news to the engine, but was not written yet
+    same(Life(root).known())
+
+
+def test_it_is_written_now_and_then_on_a_thread_of_its_own_and_only_when_it_is_new(root: Path) -> None:
+    life = Life(root)
+    assert life.memory.due == life.clock.now + SOON_S
+    life.admission.recall(COMPUTING, {})
+    pauses = []
+    for _ in range(10):
+        life.memory.keep(life.memory.due)
+        assert not (root / NAME).exists()  # not by whoever called
+        pauses.append(life.memory.due - life.clock.now)
+        life.clock.now = life.memory.due
+    assert pauses[-1] == RARELY_S
+    life.later.run()
+    assert (root / NAME).exists()
+    life.memory.keep(life.clock.now)
+    assert life.later.jobs == []
+    assert Life(root).later.jobs == []
+    again = Life(root)
+    again.memory.keep(0.0)
+    assert again.later.jobs == []  # it was remembered so
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        '{"version":1,"rates":{"KEY":',
+        '{"version":2,"rates":{"KEY":{"computing":GOOD}}}',
+        '{"version":1,"rates":[]}',
+        '{"version":1,"rates":{"KEY":7}}',
+        '{"version":1,"rates":{"KEY":{"computing":7,"store":"s","loading":[1]}}}',
+        '{"version":1,"rates":{"KEY":{"computing":{"overhead":0.1,"cost":NaN,"tokens":100}}}}',
+        '{"version":1,"rates":{"KEY":{"computing":{"overhead":0.1,"cost":1e999,"tokens":100}}}}',
+        '{"version":1,"rates":{"KEY":{"computing":{"overhead":-1,"cost":0.1,"tokens":100}}}}',
+        '{"version":1,"rates":{"KEY":{"computing":{"overhead":0.1,"cost":0.1}}}}',
+        '{"version":1,"rates":{"KEY":{"computing":{"overhead":0.1,"cost":0,"tokens":100}}}}',
+        '{"version":1,"rates":{"KEY":{"computing":{"overhead":"1","cost":0.1,"tokens":100}}}}',
+        '{"version":1,"rates":{"KEY":{"store":"s","loading":{"0":{"fixed":1},"x":GOOD,"99":GOOD}}}}',
+        "[" * 100_000,
+        "\x00\xff",
+    ],
+)
+def test_garbage_is_as_nothing(root: Path, entry: str) -> None:
+    key = Life(root).memory._key
+    text = entry.replace("KEY", key).replace("GOOD", json.dumps(COMPUTING._asdict()))
+    (root / NAME).write_text(text, encoding="latin-1")
+    assert Life(root).known() == (None, {})
+    Life(root).learns()
+    same(Life(root).known())
+
+
+def test_the_file_is_bounded_and_the_last_stay(root: Path) -> None:
+    entries = {f"{number}": {"computing": COMPUTING._asdict()} for number in range(LIMIT)}
+    (root / NAME).write_text(json.dumps({"version": 1, "rates": entries}))
+    Life(root).learns(loading=dict.fromkeys(range(TIERS), LOADING[0]))
+    kept = json.loads((root / NAME).read_text())["rates"]
+    assert len(kept) == LIMIT
+    assert "0" not in kept
+    assert list(kept)[-1] == Life(root).memory._key
+
+
+def test_the_end_waits_for_the_last_writing_but_not_for_a_root_that_hangs(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admission, background = Admission("measured", 0.8, Pace(0.2, 30.0)), Background("test", threads=2)
+    memory = RateMemory(str(root), admission, background, lambda: "m")
+    memory.open("i", "s")
+    admission.recall(COMPUTING, LOADING)
+    memory.close()
+    assert (root / NAME).exists()
+    go = threading.Event()
+    monkeypatch.setattr(memory._file, "marked", lambda: go.wait(60))
+    monkeypatch.setattr(rate_memory, "CLOSE_S", 0.01)
+    admission._tier(2).rate.recall(LOADING[0])
+    memory.close()
+    go.set()
+    background.close()
+
+
+def test_a_machine_is_named_by_what_it_is() -> None:
+    assert machine_name() == machine_name()
+    assert " cores" in machine_name()
+
+
+# In the scheduler half ----------------------------------------------------------------------------------------
+
+
+def served(rig: Rig, name: str, blocks: int, step: Callable[[], Any]) -> int:
+    """A request of which the store has every full block; the tokens loaded of it, in next to no time."""
+    request = rig.request(name, blocks * BLOCK + 1, seed=len(name) + blocks)
+    rig.stored(request, blocks)
+    rig.later.run()
+    tokens, _ = rig.half.matched(request, 0)
+    assert tokens is not None
+    rig.half.admitted(request, rig.tables.allocate(request, blocks + 1), tokens)
+    step()
+    rig.report(RankReport(0, ready=True), recved={name} if tokens else None)
+    request.num_computed_tokens = request.num_tokens
+    rig.half.finished(request)
+    rig.tables.free(request)
+    return tokens
+
+
+def test_a_restarted_engine_knows_its_speed_and_loads_what_is_stored(root: Path) -> None:
+    before = Rig(root=str(root))
+    for number in range(3):
+        request = before.request(f"computed {number}", 20 * BLOCK, seed=number)
+        before.admit(request)
+        plan = before.step(request)
+        before.clock.now += 0.08
+        before.half.step_ended()
+        before.report(before.ended(plan))
+        before.half.finished(request)
+        before.tables.free(request)
+    before.clock.now += SOON_S
+    before.step()  # the speed is written on the way
+    before.later.run()
+    assert (root / NAME).exists()
+
+    after = Rig(root=str(root))
+    assert after.admission.pace.seconds(20 * BLOCK) == pytest.approx(0.08)
+
+    def step() -> None:
+        after.step()
+        after.clock.now += 0.001
+        after.half.step_ended()
+
+    for blocks in (18, 2, 9, 18):
+        assert served(after, f"r{blocks}", blocks, step) == blocks * BLOCK
+    assert after.half.account.total.missed == {}
+
+
+@pytest.mark.parametrize("order", [(18, 17, 16, 18), (16, 18, 17, 16)])
+def test_a_fresh_engine_without_memory_loads_every_stored_prompt(order: tuple[int, ...]) -> None:
+    rig = Rig()
+
+    def step() -> None:
+        rig.step()
+        rig.clock.now += 0.1
+        rig.half.step_ended()
+
+    for turn in range(5):
+        for blocks in order:
+            assert served(rig, f"r{turn}", blocks, step) == blocks * BLOCK
+    assert rig.half.account.total.missed == {}
