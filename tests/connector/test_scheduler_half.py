@@ -51,6 +51,44 @@ def test_all_tokens_are_never_claimed() -> None:
     assert rig.half.matched(request, 2 * BLOCK) == (0, False)
 
 
+def test_no_step_is_lost_where_nothing_can_be_gained() -> None:
+    rig = Rig(min_hit_tokens=2 * BLOCK)
+    request = rig.request("a", 4 * BLOCK)
+    assert rig.half.matched(request, 3 * BLOCK) == (0, False)  # the last block holds the last token
+    assert rig.half.matched(request, 2 * BLOCK) == (0, False)  # a block of the two that would be worth it
+    assert rig.half.matched(request, BLOCK) == (None, False)
+    rig.half.matched(request, 2 * BLOCK)
+    rig.half.admitted(request, rig.tables.allocate(request, 5), 0)
+    assert rig.half.account.total.missed == {"too_short": 1, "last_token": 1}
+
+
+def test_a_step_is_not_given_for_less_than_it_costs() -> None:
+    rig = Rig()
+    rig.admission.pace.seconds = lambda tokens, rest=1: 0.001 * tokens  # type: ignore[method-assign]
+    request = rig.request("a", 8 * BLOCK + 1)
+    rig.stored(request, 8)
+    assert rig.half.matched(request, 0) == (None, False)  # nobody else computes
+    rig.admission.pace.step_under_way = lambda now: 0.01  # type: ignore[method-assign]
+    assert rig.half.matched(request, 0) == (None, False)  # 26 ms that a load may take, for the two steps it takes
+    assert rig.half.matched(request, 2 * BLOCK) == (0, False)
+    rig.half.admitted(request, rig.tables.allocate(request, 9), 0)
+    assert rig.half.account.total.missed == {"too_short": 6}
+    assert blocks_of(rig.step(request)) == []  # what the store has is not known yet
+    rig.later.run()
+    assert blocks_of(rig.step(request)) == []  # and it has all
+
+
+def test_blocks_are_offered_when_the_store_does_not_answer() -> None:
+    rig = Rig()
+    request = rig.request("a", BLOCK)
+    assert rig.half.matched(request, 0) == (0, False)
+    rig.half.admitted(request, rig.tables.allocate(request, 2), 0)
+    assert blocks_of(rig.step(request)) == []
+    rig.clock.now += 0.051
+    rig.later.run()
+    assert blocks_of(rig.step(request)) == [(0, 1)]
+
+
 def test_a_late_lookup_is_a_miss_for_good() -> None:
     rig = Rig()
     request = rig.request("a", 3 * BLOCK)

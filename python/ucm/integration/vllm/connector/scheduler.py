@@ -126,9 +126,9 @@ class SchedulerHalf:
             tracked.restart()
             self._due[request.request_id] = self._block_tokens
         tracked.local = computed
-        tracked.reason = MissReason.INTERNAL  # unless this gets to its end
+        tracked.reason, tracked.unanswered = MissReason.INTERNAL, False  # unless this gets to its end
         if not self._open():
-            if self.gate.worth_waiting():
+            if self.gate.worth_waiting() and self._worth_waiting(tracked):
                 tracked.reason = MissReason.NOT_TAKEN
                 return None, False
             tracked.reason = self.gate.reason
@@ -140,10 +140,14 @@ class SchedulerHalf:
             self._start_lookup(tracked)
         assert tracked.lookup is not None  # just started
         if not self.health.all_healthy:
-            if self.health.stale and tracked.may_wait(self._clock(), self._allowance):
+            stale = self.health.stale and self._worth_waiting(tracked)
+            if stale and tracked.may_wait(self._clock(), self._allowance):
                 tracked.reason = MissReason.NOT_TAKEN
                 return None, False
             tracked.reason = MissReason.UNHEALTHY
+            return 0, False
+        if not tracked.lookup.done and not self._worth_waiting(tracked):
+            tracked.reason, tracked.unanswered = None, True
             return 0, False
         if not tracked.lookup.settled(self._allowance):
             tracked.reason = MissReason.NOT_TAKEN
@@ -183,6 +187,14 @@ class SchedulerHalf:
             tracked.judged_hit.stop if tracked.reason == MissReason.DECLINED else 0
         )  # declined, and in use all the same
         self._touch(tracked, max((tracked.local + external) // self._block_tokens, used))
+
+    def _worth_waiting(self, tracked: Tracked) -> bool:
+        """Whether all that the store could have for a request is worth the step that it loses by waiting for that."""
+        request = tracked.request
+        tokens = tracked.most_claimable(self._block_tokens) * self._block_tokens - tracked.local
+        if tokens < max(self._min_hit_tokens, 1):
+            return False
+        return self.admission.worth_waiting(tokens, request.num_tokens - tracked.local - tokens)
 
     @harmless(None)
     def _may_take(self, tracked: Tracked, tokens: int) -> float | None:
@@ -265,6 +277,9 @@ class SchedulerHalf:
         ]
         ready += [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs if new.req_id in live]
         for name, computed in ready:
+            lookup = live[name].lookup
+            if lookup is not None and not lookup.settled(self._allowance):
+                continue  # the next step offers what the store turns out not to have
             try:
                 plans = self._offer(live[name], computed + scheduled[name], room)
             except Exception as error:
