@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 from parts import BLOCK, Rig
 from vllm.config import KVTransferConfig
 
+from ucm.integration.vllm.connector.dumps import DRAIN_S, NEWS_S
 from ucm.integration.vllm.connector.halves import _may_load
 from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport, join_keys, split_keys
 from ucm.store import part_mask, record_ids
@@ -328,8 +329,22 @@ def test_sources_are_pinned_until_every_rank_has_staged_them() -> None:
     assert rig.tables.block_pool.get_num_free_blocks() == free - 2
     rig.report(RankReport(1, ready=True, staged=[job]))
     assert rig.tables.block_pool.get_num_free_blocks() == free
-    assert rig.half.wants_steps  # published is still to come
+    assert rig.half.wants_steps  # whether others can read it is soon to come
+    rig.clock.now += 2 * NEWS_S
+    assert not rig.half.wants_steps  # and what publishes late is told with the next request's steps
     rig.report(rig.ended(plan, 0), rig.ended(plan, 1))
+    assert not rig.half.wants_steps
+
+
+def test_an_idle_engine_steps_for_as_long_as_blocks_are_pinned() -> None:
+    rig = Rig()
+    request = rig.request("a", 2 * BLOCK)
+    rig.admit(request)
+    plan = rig.step(request)
+    rig.half.finished(request)
+    rig.clock.now += DRAIN_S - 1
+    assert rig.half.wants_steps  # vLLM could not empty its cache
+    rig.report(RankReport(0, ready=True, staged=[plan.dumps[0].job]))
     assert not rig.half.wants_steps
 
 

@@ -96,9 +96,11 @@ class Admission:
     # Judging ------------------------------------------------------------------------------------------------
 
     def worth_waiting(self, tokens: int, rest: int) -> bool:
-        """Whether a request should wait for the store's answer while others compute: not where computing all ``tokens``
-        that it could load (``rest`` more are computed anyway) takes less than the step that it loses by waiting, and the
-        one that a load takes at least. Where no speed is known, it should."""
+        """Whether a request should wait for the store's answer while others compute.
+
+        Not where computing all ``tokens`` that it could load (``rest`` more are computed anyway) takes less than the
+        step that it loses by waiting, and the one that a load takes at least. Where no speed is known, it should.
+        """
         if self._mode != "measured":
             return True
         compute = self.pace.seconds(tokens, rest)

@@ -123,7 +123,8 @@ class Tracked:
 
         Never all tokens: vLLM computes at least the last one, in a block of its own, as with its own prefix cache.
         """
-        return (self.request.num_tokens - 1) // block_tokens
+        tokens: int = self.request.num_tokens
+        return (tokens - 1) // block_tokens
 
     def claimable(self, presence: Presence, block_tokens: int) -> int:
         """Blocks of the prefix that may be claimed from the store now."""
