@@ -79,6 +79,7 @@ class Store:
     def explain_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[int, str | None]:
         """The same, and the reason why the next id is no hit; None if every id is one."""
 
+    def answers_at_once(self) -> bool: ...
     def locate_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[bytes, str | None]:
         """The stage that each id from the first on would be read from, a byte each, and why the next is no hit."""
 

@@ -11,9 +11,13 @@ pytest.importorskip("vllm")
 
 from parts import BLOCK, Rig
 from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
 
 from ucm.integration.vllm.connector.dumps import DRAIN_S, NEWS_S
 from ucm.integration.vllm.connector.halves import _may_load
+from ucm.integration.vllm.connector.lookup import AT_ONCE_TOKENS
 from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport, join_keys, split_keys
 from ucm.store import part_mask, record_ids
 
@@ -50,6 +54,31 @@ def test_all_tokens_are_never_claimed() -> None:
     rig.later.run()
     assert rig.half.matched(request, 0) == (2 * BLOCK, True)
     assert rig.half.matched(request, 2 * BLOCK) == (0, False)
+
+
+def test_a_store_that_answers_from_memory_is_asked_at_once() -> None:
+    rig = Rig()
+    rig.store.at_once = True
+    stored = rig.request("a", 3 * BLOCK + 1)
+    rig.stored(stored, 3)
+    again = rig.request("b", 3 * BLOCK + 1)
+    assert rig.later.jobs == []  # no thread wakes up
+    assert rig.half.matched(again, 0) == (3 * BLOCK, True)
+
+
+def test_what_could_take_long_is_done_on_a_thread() -> None:
+    rig = Rig()
+    rig.store.at_once = True
+    long = Request("long", [1] * (AT_ONCE_TOKENS + 1), SamplingParams(max_tokens=1), None)
+    rig.half.on_new_request(long)
+    adapter = Request(
+        "adapter", [1] * BLOCK, SamplingParams(max_tokens=1), None, lora_request=LoRARequest("a", 1, "/nowhere")
+    )
+    rig.half.on_new_request(adapter)
+    assert len(rig.later.jobs) == 2
+    rig.store.at_once = False
+    rig.request("c", BLOCK)
+    assert len(rig.later.jobs) == 3
 
 
 def test_no_step_is_lost_where_nothing_can_be_gained() -> None:

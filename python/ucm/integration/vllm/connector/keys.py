@@ -24,6 +24,10 @@ class KeyMaker:
         """Keys of all full blocks of the tokens known now. May read an adapter's files: for background threads."""
         return self.more(request, [])
 
+    def at_once(self, request: Request, tokens: int) -> bool:
+        """Whether :meth:`first` needs no file, and takes little: nothing but tokens, and not more than so many."""
+        return request.num_tokens <= tokens and self._extra.only_tokens(request)
+
     def current(self, request: Request) -> bool:
         """Whether the keys still say what the request computes; asked before its blocks are stored. Never waits."""
         return self._extra.current(request)

@@ -21,7 +21,7 @@ from ucm.integration.vllm.connector.guard import harmless, logger, throttle
 from ucm.integration.vllm.connector.health import RanksHealth
 from ucm.integration.vllm.connector.hits import Hits
 from ucm.integration.vllm.connector.keys import KeyMaker
-from ucm.integration.vllm.connector.lookup import Lookup, Lookups
+from ucm.integration.vllm.connector.lookup import AT_ONCE_TOKENS, Lookup, Lookups
 from ucm.integration.vllm.connector.metadata import VERSION, Dump, Load, StepPlan, WorkerReport, join_keys, split_keys
 from ucm.integration.vllm.connector.presence import Presence
 from ucm.integration.vllm.connector.rank_memory import RankMemory
@@ -106,7 +106,7 @@ class SchedulerHalf:
     # Requests -----------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """Begin to hash and look up at once; the answer is usually there when vLLM asks."""
+        """Hash and look up, or begin to: the answer is usually there when vLLM asks."""
         self.gate.recheck()
         if self.gate.phase == OFF or request.resumable:  # a streaming session rewrites its own tokens: not cached
             reason = self.gate.reason if self.gate.phase == OFF else MissReason.UNSUPPORTED
@@ -437,4 +437,5 @@ class SchedulerHalf:
     def _start_lookup(self, tracked: Tracked) -> None:
         assert self._lookups is not None and self._keys is not None  # the gate is open
         maker, request = self._keys, tracked.request
-        tracked.lookup = self._lookups.start(lambda: maker.first(request), self._clock)
+        at_once = maker.at_once(request, AT_ONCE_TOKENS)
+        tracked.lookup = self._lookups.start(lambda: maker.first(request), self._clock, at_once=at_once)
