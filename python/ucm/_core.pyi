@@ -48,6 +48,17 @@ def record_ids(keys: Sequence[bytes], mask: bytes) -> list[bytes]:
     """Record ids of block keys (or the other way round) under a part's mask."""
 
 @final
+class QuietSha256:
+    """SHA-256 of pieces of files, computed by threads of the lowest priority, which never take the GIL."""
+
+    def __init__(self) -> None: ...
+    def update(self, fd: int, offset: int, length: int) -> int:
+        """Adds up to ``length`` bytes of an open file from ``offset`` on; how many there were."""
+
+    def digest(self) -> bytes:
+        """The digest; nothing can be added after that."""
+
+@final
 class Task:
     """A load or dump under way."""
 
