@@ -64,6 +64,7 @@ def test_a_store_that_answers_from_memory_is_asked_at_once() -> None:
     again = rig.request("b", 3 * BLOCK + 1)
     assert rig.later.jobs == []  # no thread wakes up
     assert rig.half.matched(again, 0) == (3 * BLOCK, True)
+    assert rig.half.stats()["put_off"] == 0
 
 
 def test_what_could_take_long_is_done_on_a_thread() -> None:

@@ -88,6 +88,7 @@ class SchedulerHalf:
         self._live: dict[str, Tracked] = {}
         self._due: dict[str, int] = {}  # request -> computed tokens at which its next block can be offered
         self._loads: list[Load] = []
+        self.put_off = 0  # steps that requests lost by waiting for an answer
         self._late_dumps: list[Dump] = []  # planned when their request ended, sent with the next step
         self.account = Account(block_tokens, clock(), admission.rates)
         self._tiers = TierCounts(clock, "scheduler")
@@ -129,8 +130,7 @@ class SchedulerHalf:
         tracked.reason, tracked.unanswered = MissReason.INTERNAL, False  # unless this gets to its end
         if not self._open():
             if self.gate.worth_waiting() and self._worth_waiting(tracked):
-                tracked.reason = MissReason.NOT_TAKEN
-                return None, False
+                return self._put_off(tracked)
             tracked.reason = self.gate.reason
             return 0, False
         if request.skip_reading_prefix_cache or not self._may_load:
@@ -142,16 +142,14 @@ class SchedulerHalf:
         if not self.health.all_healthy:
             stale = self.health.stale and self._worth_waiting(tracked)
             if stale and tracked.may_wait(self._clock(), self._allowance):
-                tracked.reason = MissReason.NOT_TAKEN
-                return None, False
+                return self._put_off(tracked)
             tracked.reason = MissReason.UNHEALTHY
             return 0, False
         if not tracked.lookup.done and not self._worth_waiting(tracked):
             tracked.reason, tracked.unanswered = None, True
             return 0, False
         if not tracked.lookup.settled(self._allowance):
-            tracked.reason = MissReason.NOT_TAKEN
-            return None, False
+            return self._put_off(tracked)
         if tracked.adopt(self._presence):
             self.account.looked_up(tracked.lookup.seconds)
         tokens = tracked.claimable(self._presence, self._block_tokens) * self._block_tokens - computed
@@ -187,6 +185,12 @@ class SchedulerHalf:
             tracked.judged_hit.stop if tracked.reason == MissReason.DECLINED else 0
         )  # declined, and in use all the same
         self._touch(tracked, max((tracked.local + external) // self._block_tokens, used))
+
+    def _put_off(self, tracked: Tracked) -> tuple[None, bool]:
+        """vLLM is to ask again: the request loses a step."""
+        tracked.reason = MissReason.NOT_TAKEN
+        self.put_off += 1
+        return None, False
 
     def _worth_waiting(self, tracked: Tracked) -> bool:
         """Whether all that the store could have for a request is worth the step that it loses by waiting for that."""
@@ -409,6 +413,7 @@ class SchedulerHalf:
             "published_blocks": self.dumps.published_blocks,
             "failed_blocks": self.dumps.failed_blocks,
             "learning_loads": self.admission.learning_loads,
+            "put_off": self.put_off,
             **self.admission.rates(),
         }
 
