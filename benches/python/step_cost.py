@@ -27,7 +27,7 @@ from ucm.integration.vllm.connector.extra_keys import ExtraKeys
 from ucm.integration.vllm.connector.gate import Gate
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookups
-from ucm.integration.vllm.connector.metadata import DumpResult, Handshake, RankReport, WorkerReport
+from ucm.integration.vllm.connector.metadata import DumpResult, Handshake, RankReport, WeightsWord, WorkerReport
 from ucm.integration.vllm.connector.pace import Pace
 from ucm.integration.vllm.connector.scheduler import SchedulerHalf
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1, Until
@@ -75,7 +75,7 @@ class Named:
     def trouble(self) -> str:
         return ""
 
-    def renew(self, words: list[WeightsWord]) -> bool:
+    def renew(self, _words: list[WeightsWord]) -> bool:
         return False
 
 

@@ -48,6 +48,17 @@ def record_ids(keys: Sequence[bytes], mask: bytes) -> list[bytes]:
     """Record ids of block keys (or the other way round) under a part's mask."""
 
 @final
+class QuietSha256:
+    """SHA-256 of pieces of files, computed by threads of the lowest priority, which never take the GIL."""
+
+    def __init__(self) -> None: ...
+    def update(self, fd: int, offset: int, length: int) -> int:
+        """Adds up to ``length`` bytes of an open file from ``offset`` on; how many there were."""
+
+    def digest(self) -> bytes:
+        """The digest; nothing can be added after that."""
+
+@final
 class Task:
     """A load or dump under way."""
 
@@ -79,6 +90,7 @@ class Store:
     def explain_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[int, str | None]:
         """The same, and the reason why the next id is no hit; None if every id is one."""
 
+    def answers_at_once(self) -> bool: ...
     def locate_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[bytes, str | None]:
         """The stage that each id from the first on would be read from, a byte each, and why the next is no hit."""
 

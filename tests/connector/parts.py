@@ -79,6 +79,11 @@ class Memory(UcmKVStoreBaseV1):
         self.ids: set[bytes] = set()
         self.touched: list[bytes] = []
         self.lower: set[bytes] = set()  # of these, those that only a lower tier has
+        self.at_once = False
+
+    @property
+    def answers_at_once(self) -> bool:
+        return self.at_once
 
     def locate_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[bytes, str]:
         tiers, reason = super().locate_on_prefix(block_ids)

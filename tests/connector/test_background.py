@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from parts import Clock
+from parts import Clock, eventually
 
 from ucm.integration.vllm.connector.background import IDLE, STUCK_S, Background
 
@@ -23,6 +23,32 @@ def test_idle_work_leaves_a_thread_for_urgent_work() -> None:
         assert background.submit(hold, IDLE)
     assert background.submit(done.set)
     assert done.wait(30)
+    gate.set()
+    background.close()
+
+
+def test_threads_start_when_there_is_work_for_them() -> None:
+    background = Background("lazy", threads=3)
+
+    def threads() -> list[str]:
+        return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("lazy-"))
+
+    def end(done: threading.Event) -> None:
+        assert done.wait(30)
+        eventually("the thread is free", lambda: len(background._free) == len(threads()))
+
+    assert threads() == []
+    for _ in range(3):  # always the same one
+        done = threading.Event()
+        assert background.submit(done.set, IDLE)
+        end(done)
+        assert threads() == ["lazy-1"]
+    gate, done = threading.Event(), threading.Event()
+    for _ in range(2):
+        assert background.submit(lambda: gate.wait(30) and None, IDLE)
+    assert background.submit(done.set)
+    assert done.wait(30)
+    assert threads() == ["lazy-0", "lazy-1", "lazy-2"]
     gate.set()
     background.close()
 

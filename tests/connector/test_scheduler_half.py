@@ -11,8 +11,13 @@ pytest.importorskip("vllm")
 
 from parts import BLOCK, Rig
 from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
 
+from ucm.integration.vllm.connector.dumps import DRAIN_S, NEWS_S
 from ucm.integration.vllm.connector.halves import _may_load
+from ucm.integration.vllm.connector.lookup import AT_ONCE_TOKENS
 from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport, join_keys, split_keys
 from ucm.store import part_mask, record_ids
 
@@ -49,6 +54,70 @@ def test_all_tokens_are_never_claimed() -> None:
     rig.later.run()
     assert rig.half.matched(request, 0) == (2 * BLOCK, True)
     assert rig.half.matched(request, 2 * BLOCK) == (0, False)
+
+
+def test_a_store_that_answers_from_memory_is_asked_at_once() -> None:
+    rig = Rig()
+    rig.store.at_once = True
+    stored = rig.request("a", 3 * BLOCK + 1)
+    rig.stored(stored, 3)
+    again = rig.request("b", 3 * BLOCK + 1)
+    assert rig.later.jobs == []  # no thread wakes up
+    assert rig.half.matched(again, 0) == (3 * BLOCK, True)
+    assert rig.half.stats()["put_off"] == 0
+
+
+def test_what_could_take_long_is_done_on_a_thread() -> None:
+    rig = Rig()
+    rig.store.at_once = True
+    long = Request("long", [1] * (AT_ONCE_TOKENS + 1), SamplingParams(max_tokens=1), None)
+    rig.half.on_new_request(long)
+    adapter = Request(
+        "adapter", [1] * BLOCK, SamplingParams(max_tokens=1), None, lora_request=LoRARequest("a", 1, "/nowhere")
+    )
+    rig.half.on_new_request(adapter)
+    assert len(rig.later.jobs) == 2
+    rig.store.at_once = False
+    rig.request("c", BLOCK)
+    assert len(rig.later.jobs) == 3
+
+
+def test_no_step_is_lost_where_nothing_can_be_gained() -> None:
+    rig = Rig(min_hit_tokens=2 * BLOCK)
+    request = rig.request("a", 4 * BLOCK)
+    assert rig.half.matched(request, 3 * BLOCK) == (0, False)  # the last block holds the last token
+    assert rig.half.matched(request, 2 * BLOCK) == (0, False)  # a block of the two that would be worth it
+    assert rig.half.matched(request, BLOCK) == (None, False)
+    rig.half.matched(request, 2 * BLOCK)
+    rig.half.admitted(request, rig.tables.allocate(request, 5), 0)
+    assert rig.half.account.total.missed == {"too_short": 1, "last_token": 1}
+
+
+def test_a_step_is_not_given_for_less_than_it_costs() -> None:
+    rig = Rig()
+    rig.admission.pace.seconds = lambda tokens, rest=1: 0.001 * tokens  # type: ignore[method-assign]
+    request = rig.request("a", 8 * BLOCK + 1)
+    rig.stored(request, 8)
+    assert rig.half.matched(request, 0) == (None, False)  # nobody else computes
+    rig.admission.pace.step_under_way = lambda now: 0.01  # type: ignore[method-assign]
+    assert rig.half.matched(request, 0) == (None, False)  # 26 ms that a load may take, for the two steps it takes
+    assert rig.half.matched(request, 2 * BLOCK) == (0, False)
+    rig.half.admitted(request, rig.tables.allocate(request, 9), 0)
+    assert rig.half.account.total.missed == {"too_short": 6}
+    assert blocks_of(rig.step(request)) == []  # what the store has is not known yet
+    rig.later.run()
+    assert blocks_of(rig.step(request)) == []  # and it has all
+
+
+def test_blocks_are_offered_when_the_store_does_not_answer() -> None:
+    rig = Rig()
+    request = rig.request("a", BLOCK)
+    assert rig.half.matched(request, 0) == (0, False)
+    rig.half.admitted(request, rig.tables.allocate(request, 2), 0)
+    assert blocks_of(rig.step(request)) == []
+    rig.clock.now += 0.051
+    rig.later.run()
+    assert blocks_of(rig.step(request)) == [(0, 1)]
 
 
 def test_a_late_lookup_is_a_miss_for_good() -> None:
@@ -285,9 +354,12 @@ def test_a_dump_holds_no_block_of_vllms_and_is_followed_until_every_rank_has_end
     rig.half.finished(request)
     rig.tables.free(request)
     assert rig.tables.block_pool.get_num_free_blocks() == free
+    assert rig.half.wants_steps  # what it says is to be heard
     job = plan.dumps[0].job
     rig.report(RankReport(0, ready=True, staged=[job]), RankReport(1, ready=True, staged=[job]))
-    assert rig.half.wants_steps  # published is still to come
+    assert rig.half.wants_steps  # whether others can read it is soon to come
+    rig.clock.now += 2 * NEWS_S
+    assert not rig.half.wants_steps  # and what publishes late is told with the next request's steps
     rig.report(rig.ended(plan, 0), rig.ended(plan, 1))
     assert not rig.half.wants_steps
 
@@ -344,6 +416,18 @@ def test_what_was_offered_at_the_end_and_is_overtaken_is_sent_and_settled_in_one
     rig.half.admitted(second, rig.tables.allocate(second, 2), 0)
     plan = rig.step(second)
     assert plan.settle == [dump.job for dump in plan.dumps if dump.request == "a"]
+
+
+def test_an_idle_engine_steps_until_its_blocks_were_read() -> None:
+    rig = Rig()
+    request = rig.request("a", 2 * BLOCK)
+    rig.admit(request)
+    plan = rig.step(request)
+    rig.half.finished(request)
+    rig.clock.now += DRAIN_S - 1
+    assert rig.half.wants_steps
+    rig.report(RankReport(0, ready=True, staged=[plan.dumps[0].job]))
+    assert not rig.half.wants_steps
 
 
 @pytest.mark.parametrize("busy", [True, False])

@@ -225,3 +225,16 @@ def test_a_missing_block_fails_a_load_as_ever(opened: Open) -> None:
 def test_refusals(opened: Open, keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         opened("UcmPipelineStore", **keys)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "at_once"),
+    [
+        ("UcmPosixStore", {"layout": "file"}, False),
+        ("UcmPosixStore", {"layout": "segment"}, True),
+        ("UcmPipelineStore", {"store_pipeline": "Cache|Posix", "layout": "segment"}, True),
+        ("UcmPipelineStore", {"store_pipeline": "Cache|Posix", "layout": "file"}, False),
+    ],
+)
+def test_whether_lookups_are_answered_from_memory(opened: Open, name: str, keys: dict[str, Any], at_once: bool) -> None:
+    assert opened(name, **keys).answers_at_once is at_once

@@ -6,6 +6,7 @@ Decisions and counts only: what the speeds are on this machine is for ``benches/
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,29 @@ def count(engine: Engine, name: str) -> int:
 def missed(engine: Engine, reason: str) -> int:
     """Blocks missed for a reason."""
     return count(engine, f"stats()['missed_blocks'].get('{reason}', 0)")
+
+
+@pytest.fixture
+def segments(runner: str, work: Path, host: EngineHost, model: Path) -> Engine:
+    """An engine with measured admission over segments."""
+    store = replace(new_disk(work, f"segments-{runner}").store(), options={"layout": "segment"})
+    extra = {"admission": "measured", "deadlines": PATIENT}
+    return host.get(EngineSpec(model, runner, store, extra_config=extra, label=f"segments-{runner}"))
+
+
+def test_no_request_loses_a_step_and_no_idle_engine_takes_one(segments: Engine) -> None:
+    asks = [case.ask() for case in STORED.values()]
+    right = segments.generate(*asks)  # the first waits for the opening
+    before = count(segments, "put_off")
+    # What vLLM's own cache has leaves nothing to gain, and the rest is looked up when the request arrives.
+    for _ in range(3):
+        for answer, expected in zip(segments.generate(*asks), right, strict=True):
+            assert_same(answer, expected)
+    assert count(segments, "stats()['phase'] == 'open'")
+    assert count(segments, "put_off") == before
+    # Publishing a segment takes a second, and nobody steps for that.
+    segments.wait_idle()
+    wait_until(lambda: not count(segments, "wants_steps"), "the engine rests")
 
 
 def test_a_tier_that_is_too_slow_and_mends(engine: Engine, disk: Disk, throttle: Throttle) -> None:

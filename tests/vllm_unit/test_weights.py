@@ -247,6 +247,22 @@ def test_hash_file_notices_a_file_cut_short_or_replaced(tmp_path: Path) -> None:
         hash_file(str(file), False, replace)
 
 
+def test_no_thread_that_takes_the_interpreter_has_a_lower_priority(
+    engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    seen: list[int] = []
+
+    def spy(path: str, *args: Any) -> Any:
+        found = hash_file(path, *args)
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return found
+
+    monkeypatch.setattr(weights, "hash_file", spy)
+    assert digest_of(engines.make_model(tmp_path / "m")).state.kind == "known"
+    assert set(seen) == {usual}
+
+
 def test_pending_until_the_hash_is_done(engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
 

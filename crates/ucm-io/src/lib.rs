@@ -18,6 +18,7 @@ mod op;
 mod probe;
 mod process;
 mod psync;
+mod quiet;
 mod sys;
 mod uring;
 mod window;
@@ -29,4 +30,5 @@ pub use op::{FileMeta, IoBuf, IoDone, IoOp, MAX_LIST, OpKind, ReadMode, SpaceInf
 pub use probe::{DirectAlign, FsType, Probe};
 pub use process::Process;
 pub use psync::{PsyncEngine, PsyncOptions};
+pub use quiet::QuietSha256;
 pub use uring::{UringEngine, UringOptions, UringStats};

@@ -6,6 +6,7 @@
 mod convert;
 mod ffi;
 mod hasher;
+mod quiet;
 mod store;
 mod task;
 
@@ -18,6 +19,8 @@ mod _core {
     use super::convert::crc32c;
     #[pymodule_export]
     use super::hasher::{BlockHasher, part_mask, record_ids};
+    #[pymodule_export]
+    use super::quiet::QuietSha256;
     #[pymodule_export]
     use super::store::Store;
     #[pymodule_export]

@@ -68,6 +68,11 @@ impl Store {
         Ok((PyBytes::new(py, &stages), reason.map(MissReason::name)))
     }
 
+    /// Whether lookups are answered from memory, without a system call.
+    fn answers_at_once(&self) -> bool {
+        self.0.answers_at_once()
+    }
+
     /// Starts a load; `timeout` in seconds, the configured deadline if `None`.
     #[pyo3(signature = (block_ids, shard_index, addrs, timeout = None))]
     fn load(

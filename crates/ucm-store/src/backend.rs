@@ -270,6 +270,12 @@ pub trait Backend: Send + Sync {
     /// Whether each record is present whole. With `stop_at_missing` the answer may end with the first that is not.
     fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Presence>>);
 
+    /// Whether [`Backend::lookup`] and [`Backend::locate`] answer before they return, from memory and without a system
+    /// call. May change until the first probe has succeeded.
+    fn answers_at_once(&self) -> bool {
+        false
+    }
+
     /// Reads a record into a slot. `again`: past every cache (after a failed checksum). The error is `Foreign` where
     /// something has the record's name that can never be read as one, so that nothing is wrong with the medium.
     fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>);

@@ -155,6 +155,12 @@ class UcmKVStoreBaseV1(ABC):
         last, reason = self.explain_on_prefix(block_ids)
         return bytes(last + 1), reason
 
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether :meth:`locate_on_prefix` is answered from memory, without a system call, so that it may be called
+        where nothing may wait. May change."""
+        return False
+
     def served(self, task: Any) -> Sequence[int]:  # noqa: ARG002 - for stores that have several tiers
         """Blocks that a finished load brought from each tier, the top one first; none where that is not known. Another
         process may have changed what :meth:`locate_on_prefix` said."""

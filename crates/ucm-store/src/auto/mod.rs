@@ -279,6 +279,10 @@ impl Backend for AutoBackend {
         self.now().on_evicted(hook)
     }
 
+    fn answers_at_once(&self) -> bool {
+        self.now().answers_at_once()
+    }
+
     fn place(&self, id: BlockId, from: usize) -> Option<usize> {
         self.now().place(id, from)
     }

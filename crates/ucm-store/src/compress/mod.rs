@@ -279,6 +279,10 @@ impl Backend for CompressBackend {
         self.inner.lookup(ids, stop_at_missing, deadline, done);
     }
 
+    fn answers_at_once(&self) -> bool {
+        self.inner.answers_at_once()
+    }
+
     fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>) {
         let done = self.decoding(id, deadline, done);
         self.inner.read(id, slot, again, deadline, done);

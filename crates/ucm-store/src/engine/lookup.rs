@@ -1,6 +1,7 @@
 //! Which blocks are stored: asked of the backend in pieces that its workers share, within one deadline per call.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
@@ -66,6 +67,12 @@ impl Core {
         }
         self.end(now, stages.len());
         Ok((stages, reason))
+    }
+
+    /// Whether lookups are answered from memory, without a system call. May change: a layout is decided by the first
+    /// writer.
+    pub fn answers_at_once(&self) -> bool {
+        self.ready.load(Ordering::Acquire) && self.backend.answers_at_once()
     }
 
     /// Checks and counts a call; false if there is nothing to ask or nobody to be asked.

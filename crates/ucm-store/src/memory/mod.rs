@@ -283,6 +283,10 @@ impl Backend for MemoryBackend {
         done(Ok(answers));
     }
 
+    fn answers_at_once(&self) -> bool {
+        true
+    }
+
     fn read(&self, id: BlockId, slot: Slot, _again: bool, deadline: Mono, done: Done<ReadDone>) {
         let read = move |tier: &Arc<Tier>, neighbours: &Neighbours| {
             let mut slot = slot;

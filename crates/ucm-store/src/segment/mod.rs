@@ -259,6 +259,10 @@ impl Backend for SegmentBackend {
         done(Ok(found));
     }
 
+    fn answers_at_once(&self) -> bool {
+        true
+    }
+
     fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>) {
         self.segments.read(id, slot, again, deadline, done);
     }

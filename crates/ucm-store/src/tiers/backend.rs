@@ -87,6 +87,13 @@ impl Backend for Tiers {
             .locate(ids, stop_at_missing, deadline, Box::new(answered));
     }
 
+    fn answers_at_once(&self) -> bool {
+        self.shared
+            .stages
+            .iter()
+            .all(|stage| stage.backend.answers_at_once())
+    }
+
     fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>) {
         match self.shared.place(id, 0) {
             Some(number) => self.read_from(number, id, slot, again, deadline, done),

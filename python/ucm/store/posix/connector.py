@@ -81,6 +81,10 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         self._drain_events()
         return tiers, reason or "absent"
 
+    @property
+    def answers_at_once(self) -> bool:
+        return self._open().answers_at_once()
+
     def load_data(
         self,
         block_ids: Sequence[bytes],

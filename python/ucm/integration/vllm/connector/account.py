@@ -179,7 +179,8 @@ def misses(
     """Why the full blocks of a request beyond those on the device and the ``hit`` ones are no hits.
 
     Where the store's prefix ends, its reason holds for all that follows: those blocks are of no use without the one
-    before. What the store has and was not claimed has the reason of that.
+    before. What the store has and was not claimed has the reason of that. Where its answer was not worth waiting for,
+    all that it could have was too short.
     """
     full = tracked.request.num_tokens // block_tokens
     local = tracked.local // block_tokens
@@ -187,6 +188,10 @@ def misses(
     if at >= full:
         return {}
     lookup = tracked.lookup
+    if tracked.unanswered and not tracked.reason:
+        most = max(tracked.most_claimable(block_tokens), at)
+        found[MissReason.TOO_SHORT], found[MissReason.LAST_TOKEN] = most - at, full - most
+        return {reason: count for reason, count in found.items() if count > 0}
     chosen = tracked.reason if tracked.reason in (MissReason.AUDIT, MissReason.DECLINED) else None
     if (tracked.reason and not chosen) or lookup is None:
         return {tracked.reason or MissReason.INTERNAL: full - at}

@@ -101,6 +101,17 @@ class Admission:
 
     # Judging ------------------------------------------------------------------------------------------------
 
+    def worth_waiting(self, tokens: int, rest: int) -> bool:
+        """Whether a request should wait for the store's answer while others compute.
+
+        Not where computing all ``tokens`` that it could load (``rest`` more are computed anyway) takes less than the
+        step that it loses by waiting, and the one that a load takes at least. Where no speed is known, it should.
+        """
+        if self._mode != "measured":
+            return self._mode == "always"
+        compute = self.pace.seconds(tokens, rest)
+        return compute is None or self._share * compute >= 2 * self.pace.step_under_way(self._clock())
+
     def judge(self, cuts: Sequence[Cut], rest: int, *, again: bool = False) -> tuple[Cut | None, Verdict]:
         """Which of these cuts to load, the whole hit being the last, for a request that computes ``rest`` tokens more
         than all of it; None: nothing. Each hit adds to a ledger, once: ``again`` for one that was judged before."""

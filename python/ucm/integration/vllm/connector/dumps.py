@@ -33,8 +33,10 @@ JOB_BLOCKS = 64
 FLIGHT_BLOCKS = 4096
 #: Pauses after a store refused for want of room, and after it failed (doubled each time up to the last), in seconds.
 BUSY_PAUSE_S, FAIL_PAUSE_S, FAIL_PAUSE_MAX_S = 0.02, 1.0, 30.0
-#: An idle engine is kept stepping for a dump at most so long, in seconds.
-DRAIN_S = 60.0
+#: An idle engine is kept stepping for a dump at most so long, in seconds, while its sources are to be read; and once
+#: they were, for so long to hear that it is published or can be read here. What publishes later (a segment is sealed
+#: after a second) is told with the next request's steps: an engine that steps keeps processors busy.
+DRAIN_S, NEWS_S = 60.0, 0.05
 
 
 @dataclass(slots=True)
@@ -80,7 +82,7 @@ class DumpPlanner:
     @property
     def in_flight(self) -> bool:
         """Whether some dump has not ended everywhere and is worth keeping an idle engine awake for."""
-        return bool(self._jobs) and self._clock() - self._last_planned < DRAIN_S
+        return bool(self._jobs) and self._clock() - self._last_planned < (DRAIN_S if self._unread else NEWS_S)
 
     def room(self) -> int:
         """Blocks that may be planned now: none while some rank could not store its part."""

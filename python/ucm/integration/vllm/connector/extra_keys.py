@@ -72,6 +72,11 @@ class ExtraKeys:
         frames.sort(key=lambda frame: frame[:2])  # stable: items of one block stay in the order of their places
         return frames
 
+    @staticmethod
+    def only_tokens(request: Request) -> bool:
+        """Whether a request has nothing that could take long to name: no adapter, no items, no embeddings."""
+        return request.lora_request is None and not request.mm_features and request.prompt_embeds is None
+
     def current(self, request: Request, since: float) -> bool | None:
         """Whether what :meth:`of` said still held at ``since`` (monotonic, in seconds); never waits.
 

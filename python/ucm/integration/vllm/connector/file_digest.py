@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ucm._core import QuietSha256
 from ucm.errors import UcmError
 from ucm.integration.vllm.connector.root_file import RootFile
 
-#: Read size in bytes: large enough that the hash, not the call, is what costs.
+#: Bytes hashed in one call: large enough that the hash, not the call, is what costs.
 CHUNK = 4 << 20
 
 #: A file whose ctime is younger than this may change again within the same tick: not remembered, not believed.
@@ -28,9 +27,6 @@ MEMORY_LIMIT = 4096
 
 #: Samples of a file, spread evenly, the first and the last bytes among them.
 SAMPLES, SAMPLE_BYTES = 64, 65536
-
-#: Nice value of threads that hash: the engine always goes first.
-NICE = 19
 
 
 class FileChangedError(UcmError):
@@ -59,14 +55,16 @@ def hash_file(
 ) -> tuple[bytes, FileStamp]:
     """SHA-256 of a file's content, or of its samples, and the stamp it had all the while.
 
+    Hashed by threads of the core, of the lowest priority: a thread of Python must keep its own, for one that has the
+    interpreter and no processor holds up the engine, on a busy machine for a second.
+
     ``progress`` is told the bytes of each piece read. Raises :class:`FileChangedError` and :class:`OSError`.
     """
     with open(path, "rb", buffering=0) as file:
         before = FileStamp.of(os.fstat(file.fileno()))
-        digest = hashlib.sha256()
-        buffer = memoryview(bytearray(min(CHUNK, max(before.size, 1))))
+        digest = QuietSha256()
         for start, length in _sample_ranges(before.size) if sampled else [(0, before.size)]:
-            _feed(digest.update, file, buffer, start, length, progress)
+            _feed(digest, file, start, length, progress)
         after = FileStamp.of(os.fstat(file.fileno()))
     if not before == after == FileStamp.of(os.stat(path)):
         raise FileChangedError("the file changed while it was being read", context={"path": path})
@@ -80,21 +78,13 @@ def _sample_ranges(size: int) -> Iterable[tuple[int, int]]:
     return [(last * i // (SAMPLES - 1), SAMPLE_BYTES) for i in range(SAMPLES)]
 
 
-def _feed(
-    update: Callable[[memoryview], None],
-    file: Any,
-    buffer: memoryview,
-    start: int,
-    length: int,
-    progress: Callable[[int], None] | None,
-) -> None:
-    file.seek(start)
-    while length > 0:
-        got = file.readinto(buffer[: min(length, len(buffer))])
+def _feed(digest: QuietSha256, file: Any, start: int, length: int, progress: Callable[[int], None] | None) -> None:
+    end = start + length
+    while start < end:
+        got = digest.update(file.fileno(), start, min(end - start, CHUNK))
         if not got:
             raise FileChangedError("the file became shorter while it was being read", context={"path": file.name})
-        update(buffer[:got])
-        length -= got
+        start += got
         if progress is not None:
             progress(got)
 
@@ -106,13 +96,6 @@ def combined(label: bytes, files: Iterable[tuple[str, int, bytes]]) -> bytes:
         encoded = name.encode("utf-8", "surrogateescape")
         digest.update(struct.pack("<I", len(encoded)) + encoded + struct.pack("<Q", size) + content)
     return digest.digest()
-
-
-def lower_priority() -> None:
-    """Let the calling thread work only when nothing else wants the processor (Linux; elsewhere nice is per process)."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # hashing at full priority is slower for the engine, never wrong
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 class DigestMemory:

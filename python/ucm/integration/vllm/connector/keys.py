@@ -24,6 +24,10 @@ class KeyMaker:
         """Keys of all full blocks of the tokens known now. May read an adapter's files: for background threads."""
         return self.more(request, [])
 
+    def at_once(self, request: Request, tokens: int) -> bool:
+        """Whether :meth:`first` needs no file, and takes little: nothing but tokens, and not more than so many."""
+        return request.num_tokens <= tokens and self._extra.only_tokens(request)
+
     def current(self, request: Request, since: float) -> bool | None:
         """Whether the keys say what the request computed before ``since`` (monotonic, in seconds).
 

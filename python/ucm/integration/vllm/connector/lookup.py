@@ -1,7 +1,9 @@
 """Asking the store how much of a prompt it has, without ever making a step wait.
 
-A :class:`Lookup` is made when a request arrives and answered on a background thread: hash the tokens, ask for every
-part, keep the shortest prefix. vLLM's question is answered "not known yet" until it is, or until it is late.
+A :class:`Lookup` is made when a request arrives: hash the tokens, ask for every part, keep the shortest prefix. Where
+the store answers from memory that is done at once, in the scheduler's thread: another one would have to be woken, and
+to wait for the interpreter while the engine has it, which takes longer. Otherwise it is done on a background thread;
+vLLM's question is answered "not known yet" until it is, or until it is late.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from ucm.reasons import MissReason, named, reason_of
 from ucm.store import record_ids
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
+#: Longest prompt that is hashed and looked up at once, in tokens.
+AT_ONCE_TOKENS = 1 << 15
 #: Runs of published blocks and of early ones that one lookup follows in turn.
 ALTERNATIONS = 4
 
@@ -27,7 +31,7 @@ def _reason_of(error: Exception) -> MissReason:
 
 
 class Lookup:
-    """One question to the store and its answer; written by one background thread, read by the scheduler."""
+    """One question to the store and its answer; written by one thread, read by the scheduler."""
 
     __slots__ = (
         "_asked",
@@ -140,14 +144,28 @@ class Lookups:
         # What is early is in an open file, or in memory that is not announced: taken for the slower of both.
         self._early_tier = max(len(store.tier_names) - 1, 0)
 
-    def start(self, hash_tokens: Callable[[], list[bytes]], clock: Callable[[], float] = time.monotonic) -> Lookup:
-        """Begin; ``hash_tokens`` runs on the background thread."""
+    def start(
+        self,
+        hash_tokens: Callable[[], list[bytes]],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        at_once: bool = False,
+    ) -> Lookup:
+        """Begin; ``hash_tokens`` runs on the background thread, or here if it and the store answer ``at_once``."""
         lookup = Lookup(clock)
-        if self._background.stalled():
+        if at_once and self._answers_at_once():
+            self._run(lookup, hash_tokens)
+        elif self._background.stalled():
             lookup.not_started(MissReason.UNHEALTHY)
         elif not self._background.submit(lambda: self._run(lookup, hash_tokens)):
             lookup.not_started(MissReason.BUSY)
         return lookup
+
+    def _answers_at_once(self) -> bool:
+        try:
+            return self._store.answers_at_once
+        except Exception:  # closed, or a bug of the store: what it does on a thread of ours cannot hurt
+            return False
 
     def relocate(self, lookup: Lookup) -> None:
         """Ask again which tier each hit of an answered lookup is in; what is no hit any more stays as it was."""

@@ -22,7 +22,7 @@ from ucm.integration.vllm.connector.health import RanksHealth
 from ucm.integration.vllm.connector.hits import Hits
 from ucm.integration.vllm.connector.holds import Holds
 from ucm.integration.vllm.connector.keys import KeyMaker
-from ucm.integration.vllm.connector.lookup import Lookup, Lookups
+from ucm.integration.vllm.connector.lookup import AT_ONCE_TOKENS, Lookup, Lookups
 from ucm.integration.vllm.connector.metadata import (
     VERSION,
     Dump,
@@ -109,6 +109,7 @@ class SchedulerHalf:
         self._live: dict[str, Tracked] = {}
         self._due: dict[str, int] = {}  # request -> computed tokens at which its next block can be offered
         self._loads: list[Load] = []
+        self.put_off = 0  # steps that requests lost by waiting for an answer
         self._late_dumps: list[Dump] = []  # planned when their request ended, sent with the next step
         self.account = Account(block_tokens, clock(), admission.rates)
         self._tiers = TierCounts(clock, "scheduler")
@@ -130,7 +131,7 @@ class SchedulerHalf:
     # Requests -----------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """Begin to hash and look up at once; the answer is usually there when vLLM asks."""
+        """Hash and look up, or begin to: the answer is usually there when vLLM asks."""
         self.gate.recheck()
         self._notice_reset()
         if self.gate.phase == OFF or request.resumable:  # a streaming session rewrites its own tokens: not cached
@@ -151,7 +152,7 @@ class SchedulerHalf:
             tracked.restart()
             self._due[request.request_id] = self._block_tokens
         tracked.local = computed
-        tracked.reason = MissReason.INTERNAL  # unless this gets to its end
+        tracked.reason, tracked.unanswered = MissReason.INTERNAL, False  # unless this gets to its end
         self._notice_reset()
         self.gate.ask()
         is_open = self._open()
@@ -159,23 +160,24 @@ class SchedulerHalf:
             tracked.reason = MissReason.UNSUPPORTED
             return 0, False
         if not (is_open and self.gate.sure):
-            if self.gate.worth_waiting() and self._may_gain(request, computed):
-                tracked.reason = MissReason.NOT_TAKEN
-                return None, False
+            if self.gate.worth_waiting() and self._worth_waiting(tracked):
+                return self._put_off(tracked)
             tracked.reason = MissReason.IDENTITY_PENDING if is_open else self.gate.reason
             return 0, False
         if tracked.lookup is None:
             self._start_lookup(tracked)
         assert tracked.lookup is not None  # just started
         if not self.health.all_healthy:
-            if self.health.stale and tracked.may_wait(self._clock(), self._allowance):
-                tracked.reason = MissReason.NOT_TAKEN
-                return None, False
+            stale = self.health.stale and self._worth_waiting(tracked)
+            if stale and tracked.may_wait(self._clock(), self._allowance):
+                return self._put_off(tracked)
             tracked.reason = MissReason.UNHEALTHY
             return 0, False
+        if not tracked.lookup.done and not self._worth_waiting(tracked):
+            tracked.reason, tracked.unanswered = None, True
+            return 0, False
         if not tracked.lookup.settled(self._allowance):
-            tracked.reason = MissReason.NOT_TAKEN
-            return None, False
+            return self._put_off(tracked)
         if tracked.adopt(self._presence):
             self.account.looked_up(tracked.lookup.seconds)
         tokens = tracked.claimable(self._presence, self._block_tokens) * self._block_tokens - computed
@@ -185,11 +187,6 @@ class SchedulerHalf:
         first, end = computed // self._block_tokens, (computed + tokens) // self._block_tokens
         end, tracked.reason = self._hits.taken(tracked, first, end)
         return ((end - first) * self._block_tokens, end > first)
-
-    def _may_gain(self, request: Request, computed: int) -> bool:
-        """Whether a full block is left to load, of those that vLLM does not compute in any case."""
-        tokens: int = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
-        return tokens > computed
 
     def admitted(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Blocks were allocated; with ``external`` > 0 that many tokens are to be loaded into them."""
@@ -217,6 +214,20 @@ class SchedulerHalf:
             tracked.judged_hit.stop if tracked.reason == MissReason.DECLINED else 0
         )  # declined, and in use all the same
         self._touch(tracked, max((tracked.local + external) // self._block_tokens, used))
+
+    def _put_off(self, tracked: Tracked) -> tuple[None, bool]:
+        """vLLM is to ask again: the request loses a step."""
+        tracked.reason = MissReason.NOT_TAKEN
+        self.put_off += 1
+        return None, False
+
+    def _worth_waiting(self, tracked: Tracked) -> bool:
+        """Whether all that the store could have for a request is worth the step that it loses by waiting for that."""
+        request = tracked.request
+        tokens = tracked.most_claimable(self._block_tokens) * self._block_tokens - tracked.local
+        if tokens < max(self._min_hit_tokens, 1):
+            return False
+        return self.admission.worth_waiting(tokens, request.num_tokens - tracked.local - tokens)
 
     @harmless(None)
     def _may_take(self, tracked: Tracked, tokens: int) -> float | None:
@@ -329,6 +340,9 @@ class SchedulerHalf:
                 (new.req_id, new.num_computed_tokens + scheduled[new.req_id], new.num_computed_tokens) for new in news
             ]
         for name, computed, before in ready:
+            lookup = live[name].lookup
+            if lookup is not None and not lookup.settled(self._allowance):
+                continue  # the next step offers what the store turns out not to have
             try:
                 settled = before - getattr(live[name].request, "num_in_flight_tokens", 0)
                 plans = self._offer(live[name], computed, settled, room)
@@ -516,6 +530,7 @@ class SchedulerHalf:
             "published_blocks": self.dumps.published_blocks,
             "failed_blocks": self.dumps.failed_blocks,
             "learning_loads": self.admission.learning_loads,
+            "put_off": self.put_off,
             **self.admission.rates(),
         }
 
@@ -550,4 +565,5 @@ class SchedulerHalf:
     def _start_lookup(self, tracked: Tracked) -> None:
         assert self._lookups is not None and self._keys is not None  # the gate is open
         maker, request = self._keys, tracked.request
-        tracked.lookup = self._lookups.start(lambda: maker.first(request), self._clock)
+        at_once = maker.at_once(request, AT_ONCE_TOKENS)
+        tracked.lookup = self._lookups.start(lambda: maker.first(request), self._clock, at_once=at_once)

@@ -48,6 +48,7 @@ class Tracked:
         "request",
         "tally",
         "touched_at",
+        "unanswered",
         "verdict",
         "waits_since",
         "wrong_from",
@@ -75,12 +76,11 @@ class Tracked:
         #: Why all its blocks were missed, None where that is for its lookup to say. Admitted unasked: another connector
         #: was first.
         self.reason: MissReason | None = MissReason.NOT_TAKEN
+        self.unanswered = False  # nothing was claimed before the store had answered: waiting for that did not pay
         self.tally = Tally()
         self.preemptions = request.num_preemptions
         self.ran_from: int | None = None  # tokens it began its first step since it was admitted with; None before
-        self.wrong_from = (
-            FAR  # ordinal of the first block that is not to be stored: not filled, or of weights that are gone
-        )
+        self.wrong_from = FAR  # ordinal of the first block that must not be stored: not filled, or of other weights
         self.touched_at = NEVER  # when the store was last told that its blocks are in use
         self.waits_since: float | None = None  # when it was asked for while a rank's health was not known
 
@@ -129,8 +129,7 @@ class Tracked:
 
     def grow(self, upto: int, maker: KeyMaker, presence: Presence) -> int:
         """Make sure of keys for ``upto`` blocks; how many of those are known (fewer while a thread hashes them)."""
-        if len(self.keys) < upto:
-            self.adopt(presence)
+        self.adopt(presence)
         if len(self.keys) < upto:
             if self.lookup is not None and self.lookup.hashing:
                 return len(self.keys)
@@ -163,18 +162,23 @@ class Tracked:
             maker.current(self.request, now)
         return min(blocks, upto) if answer else 0
 
-    def claimable(self, presence: Presence, block_tokens: int) -> int:
-        """Blocks of the prefix that may be claimed from the store now.
+    def most_claimable(self, block_tokens: int) -> int:
+        """Blocks that could be claimed if the store had all.
 
         Never all tokens: vLLM computes at least the last one, in a block of its own, as with its own prefix cache.
         """
+        tokens: int = self.request.num_tokens
+        return (tokens - 1) // block_tokens
+
+    def claimable(self, presence: Presence, block_tokens: int) -> int:
+        """Blocks of the prefix that may be claimed from the store now."""
         return self.claimable_and_why(presence, block_tokens)[0]
 
     def claimable_and_why(self, presence: Presence, block_tokens: int) -> tuple[int, MissReason]:
         """The same, and why no more of what the store has."""
         if self.lookup is None or self.lookup.keys is None:
             return 0, MissReason.INTERNAL
-        limit = (self.request.num_tokens - 1) // block_tokens
+        limit = self.most_claimable(block_tokens)
         hits, why = min(self.lookup.hits, limit, len(self.lookup.keys)), MissReason.LAST_TOKEN
         if self.banned_from < hits:
             hits, why = self.banned_from, MissReason.LOAD_FAILED

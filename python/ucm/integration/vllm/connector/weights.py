@@ -23,7 +23,6 @@ from ucm.integration.vllm.connector.file_digest import (
     FileStamp,
     combined,
     hash_file,
-    lower_priority,
 )
 from ucm.integration.vllm.connector.weight_files import (
     WeightFile,
@@ -181,7 +180,6 @@ class WeightsDigest:
         self._requests.put(False)
 
     def _run(self) -> None:
-        lower_priority()
         try:
             state = WeightsState("known", self._digest(find_weight_files(self._source)))
         except _ClosedError:
@@ -282,7 +280,6 @@ class _Work:
         self._turn = threading.Condition()
 
     def run(self) -> None:
-        lower_priority()
         while True:
             with self._turn:
                 if not self._todo or self._error is not None:

@@ -1,0 +1,48 @@
+//! Digests of files for Python, computed where they disturb no engine.
+#![allow(unsafe_code, reason = "an open file comes from Python as a number")]
+
+use std::os::fd::BorrowedFd;
+
+use parking_lot::Mutex;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use ucm_core::Error;
+
+use crate::convert::raise;
+
+/// SHA-256 of pieces of files, read and hashed by threads of the lowest priority, which never take the GIL: one that holds
+/// it and gets no processor would hold up the engine.
+#[pyclass(frozen, module = "ucm._core")]
+pub(crate) struct QuietSha256(Mutex<Option<ucm_io::QuietSha256>>);
+
+#[pymethods]
+impl QuietSha256 {
+    #[new]
+    fn new() -> Self {
+        Self(Mutex::new(Some(ucm_io::QuietSha256::default())))
+    }
+
+    /// Adds up to `length` bytes of the open file `fd` from `offset` on; how many there were.
+    fn update(&self, py: Python<'_>, fd: i32, offset: u64, length: u64) -> PyResult<u64> {
+        if fd < 0 {
+            return Err(raise(py, &Error::invalid("no open file").with("fd", fd)));
+        }
+        py.detach(|| {
+            // SAFETY: it is not -1, and the caller keeps it open until this returns.
+            let file = unsafe { BorrowedFd::borrow_raw(fd) };
+            self.0
+                .lock()
+                .as_mut()
+                .map(|digest| digest.update(file, offset, length))
+        })
+        .ok_or_else(|| raise(py, &Error::invalid("the digest was taken")))?
+        .map_err(PyErr::from)
+    }
+
+    /// The digest; nothing can be added after that.
+    fn digest<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let taken = self.0.lock().take();
+        let digest = taken.ok_or_else(|| raise(py, &Error::invalid("the digest was taken")))?;
+        Ok(PyBytes::new(py, &digest.finish()))
+    }
+}
