@@ -256,6 +256,7 @@ def test_beside(engine: str, row: EngineRow, live: Live) -> None:
     with live.instead("beside", transfer=several(SIBLING, live.transfer)) as both:
         answer = live.ask(stored.tokens)
         assert (answer.tokens, answer.cached) == (stored.right.tokens, 0), "loaded, or wrong tokens"
+        assert 'write "kv_load_failure_policy": "recompute" beside "kv_connector": "MultiConnector"' in both.log_text()
         stalled = both.submit(Ask(fresh[0], ANSWER, extra_args=load_of_sibling("stall")))
         wait_until(lambda: both.scheduler_eval(LOADING) == "True", "the other connector loads")
         both.abort(*stalled)
