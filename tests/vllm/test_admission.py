@@ -82,11 +82,11 @@ def test_no_request_loses_a_step_and_no_idle_engine_takes_one(segments: Engine) 
     for _ in range(3):
         for answer, expected in zip(segments.generate(*asks), right, strict=True):
             assert_same(answer, expected)
-    assert count(segments, "stats()['phase'] == 'open'")
+    assert segments.scheduler_eval("connector._scheduler.stats()['phase']").strip("'") == "open"
     assert count(segments, "put_off") == before
     # Publishing a segment takes a second, and nobody steps for that.
     segments.wait_idle()
-    wait_until(lambda: not count(segments, "wants_steps"), "the engine rests")
+    wait_until(lambda: not count(segments, "wants_steps.__int__()"), "the engine rests")
 
 
 def test_a_tier_that_is_too_slow_and_mends(engine: Engine, disk: Disk, throttle: Throttle) -> None:
