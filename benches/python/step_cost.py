@@ -66,13 +66,25 @@ class Tables:
         return self._tables[request_id]
 
 
+class Named:
+    """An identity that stays what it is."""
+
+    def text(self) -> str | None:
+        return "{}"
+
+    def trouble(self) -> str:
+        return ""
+
+    def renew(self, words: list[WeightsWord]) -> bool:
+        return False
+
+
 def open_half(tables: Tables) -> SchedulerHalf:
     """A scheduler half whose gate is open, with one rank."""
     background = Background("bench")
     gate = Gate(
         own_identity={},
-        identity=lambda: "{}",
-        trouble=lambda: "",
+        identity=Named(),
         selection=Selection([Candidate("Empty", "nowhere", {}, EmptyStore)], 1, background, 5.0),
         world=1,
         open_allowance=5.0,
@@ -91,8 +103,9 @@ def open_half(tables: Tables) -> SchedulerHalf:
     half.bind_pool(tables.block_pool)
     gate.shake({(0, 0): Handshake(VERSION, (0, 0, 0), 0, True, {}, {}, stores=("Empty",))})
     while gate.phase != "open":
-        gate.report(RankReport(rank=0, ready=True))
+        gate.report(RankReport(rank=0, ready=True, attempt=1))
         gate.poll()
+    gate.report(RankReport(rank=0, weights=WeightsWord(gate.generation, True, None, 0)))
     return half
 
 

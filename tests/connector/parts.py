@@ -23,9 +23,18 @@ from ucm.integration.vllm.connector.extra_keys import ExtraKeys
 from ucm.integration.vllm.connector.gate import Gate
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.lookup import Lookups
-from ucm.integration.vllm.connector.metadata import VERSION, DumpResult, Handshake, RankReport, StepPlan, WorkerReport
+from ucm.integration.vllm.connector.metadata import (
+    VERSION,
+    DumpResult,
+    Handshake,
+    RankReport,
+    StepPlan,
+    WeightsWord,
+    WorkerReport,
+)
 from ucm.integration.vllm.connector.pace import Pace
 from ucm.integration.vllm.connector.scheduler import SchedulerHalf
+from ucm.integration.vllm.connector.weight_files import WeightSource
 from ucm.store import part_mask, record_ids
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1
 
@@ -130,6 +139,8 @@ class Tables:
 
     def __init__(self, blocks: int = 64) -> None:
         self.block_pool = BlockPool(blocks + 1, True, BLOCK)
+        # Something is cached there, as on an engine that has computed before.
+        self.block_pool.cached_block_hash_to_block.insert(b"of before", self.block_pool.null_block)
         self.tables: dict[str, list[Any]] = {}
 
     def allocate(self, request: Request, blocks: int) -> KVCacheBlocks:
@@ -146,6 +157,28 @@ class Tables:
         return KVCacheBlocks((self.tables[request_id],))
 
 
+class Named:
+    """The engine's identity: its text, and what became of it when the ranks had looked at their weights."""
+
+    def __init__(self) -> None:
+        self.now: str | None = '{"weights":"w"}'
+        self.after: dict[str, str | None] = {}  # by the text before, where memory was found to hold other weights
+        self.words: list[WeightsWord] = []
+
+    def text(self) -> str | None:
+        return self.now
+
+    def trouble(self) -> str:
+        return ""
+
+    def renew(self, words: list[WeightsWord]) -> bool:
+        self.words = words
+        if all(word.unchanged for word in words):
+            return False
+        self.now = self.after[self.now or ""]
+        return True
+
+
 class Rig:
     """A scheduler half with everything around it."""
 
@@ -158,11 +191,10 @@ class Rig:
         self.ranks = ranks
         candidates = candidates or [candidate("Memory", lambda config: self.store)]
         self.names = tuple(one.name for one in candidates)
-        self.identity: str | None = '{"weights":"w"}'
+        self.named = Named()
         self.gate = Gate(
             own_identity={"dtype": "float32"},
-            identity=lambda: self.identity,
-            trouble=lambda: "",
+            identity=self.named,
             selection=Selection(candidates, ranks, self.later, 5.0, self.clock),
             world=ranks,
             open_allowance=5.0,
@@ -209,8 +241,19 @@ class Rig:
         """Open the gate on every rank."""
         self.shake()
         self.later.run()
-        self.report(*(RankReport(rank, ready=True) for rank in range(self.ranks)))
-        self.step()
+        self.ready()
+        self.gate.ask()
+        self.judged(self.step())
+
+    def ready(self, attempt: int = 1) -> None:
+        """Every rank has opened its store."""
+        self.report(*(RankReport(rank, ready=True, attempt=attempt) for rank in range(self.ranks)))
+
+    def judged(self, plan: StepPlan, unchanged: bool | None = True, named: WeightSource | None = None) -> None:
+        """Every rank has looked at its weights, as a plan asks."""
+        assert plan.judge is not None
+        word = WeightsWord(plan.judge, unchanged, named, 0)
+        self.report(*(RankReport(rank, ready=True, attempt=1, weights=word) for rank in range(self.ranks)))
 
     def report(self, *ranks: RankReport, recved: set[str] | None = None) -> None:
         """Ranks report."""

@@ -123,7 +123,7 @@ def test_a_lookup_without_a_hit(prepare: Callable[[Rig], None], reason: str) -> 
     ("switch_off", "reason"),
     [
         (lambda rig: rig.gate.off("the user's wish"), "disabled"),
-        (lambda rig: rig.half.reset(), "identity_unknown"),
+        (lambda rig: rig.gate.off("no weights to be read", MissReason.IDENTITY_UNKNOWN), "identity_unknown"),
         (lambda rig: rig.report(RankReport(0, broken="disk on fire")), "disabled"),
     ],
 )
@@ -140,10 +140,10 @@ def test_an_engine_that_is_off(switch_off: Callable[[Rig], None], reason: str) -
 
 def test_an_engine_that_is_not_open_yet() -> None:
     rig = Rig(opened=False)
-    rig.identity = None
+    rig.named.now = None
     rig.shake()
     assert admit(rig, rig.request("a", 2 * BLOCK)) == 0
-    rig.identity = '{"weights":"w"}'
+    rig.named.now = '{"weights":"w"}'
     assert rig.half.matched(rig.request("b", 3 * BLOCK), 0) == (None, False)
     rig.clock.now += 10.0  # and does not open
     assert admit(rig, rig.request("c", 3 * BLOCK)) == 0

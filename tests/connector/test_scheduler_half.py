@@ -276,7 +276,7 @@ def test_what_the_store_has_or_another_request_writes_is_not_offered() -> None:
     assert blocks_of(rig.step(second)) == []
 
 
-def test_sources_are_pinned_until_every_rank_has_staged_them() -> None:
+def test_a_dump_holds_no_block_of_vllms_and_is_followed_until_every_rank_has_ended_it() -> None:
     rig = Rig(ranks=2)
     free = rig.tables.block_pool.get_num_free_blocks()
     request = rig.request("a", 2 * BLOCK)
@@ -284,15 +284,66 @@ def test_sources_are_pinned_until_every_rank_has_staged_them() -> None:
     plan = rig.step(request)
     rig.half.finished(request)
     rig.tables.free(request)
-    job = plan.dumps[0].job
-    assert rig.tables.block_pool.get_num_free_blocks() == free - 2
-    rig.report(RankReport(0, ready=True, staged=[job]))
-    assert rig.tables.block_pool.get_num_free_blocks() == free - 2
-    rig.report(RankReport(1, ready=True, staged=[job]))
     assert rig.tables.block_pool.get_num_free_blocks() == free
+    job = plan.dumps[0].job
+    rig.report(RankReport(0, ready=True, staged=[job]), RankReport(1, ready=True, staged=[job]))
     assert rig.half.wants_steps  # published is still to come
     rig.report(rig.ended(plan, 0), rig.ended(plan, 1))
     assert not rig.half.wants_steps
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["prefix caching", "no prefix caching"])
+def test_blocks_that_vllm_hands_to_others_are_read_before_the_step_writes_them(cached: bool) -> None:
+    rig = Rig(ranks=2, blocks=4)
+    pool = rig.tables.block_pool
+    first = rig.request("a", 2 * BLOCK)
+    rig.later.run()
+    assert rig.half.matched(first, 0) == (0, False)
+    rig.half.admitted(first, rig.tables.allocate(first, 2), 0)
+    sources = rig.tables.get_blocks("a").blocks[0]
+    if cached:
+        for block in sources:
+            block.set_block_hash(b"hash of a")
+    plan = rig.step(first)
+    job = plan.dumps[0].job
+    assert rig.step().settle == []  # its owner lives
+    rig.half.finished(first)
+    rig.tables.free(first)
+    assert rig.step().settle == []  # they are free
+    if cached:
+        pool.touch([sources[0]])
+        assert rig.step().settle == []  # found by another request for what is in it
+        pool.free_blocks([sources[0]])
+    rig.report(RankReport(0, ready=True, staged=[job]))  # and the other rank has not
+    second = rig.request("b", 4 * BLOCK, seed=1)
+    rig.later.run()
+    assert rig.half.matched(second, 0) == (0, False)
+    rig.half.admitted(second, rig.tables.allocate(second, 4), 0)
+    if cached:
+        for block in sources:
+            block.set_block_hash(bytes(bytearray(b"hash of a")))  # of the same text, computed anew
+    step = rig.step(second)
+    assert step.settle == [job]
+    assert rig.step().settle == [], "once"
+    rig.report(rig.ended(plan, 0), rig.ended(plan, 1))
+    assert rig.half.dumps.published_blocks == 2
+
+
+def test_what_was_offered_at_the_end_and_is_overtaken_is_sent_and_settled_in_one_step() -> None:
+    rig = Rig(blocks=2)
+    first = rig.request("a", 2 * BLOCK)
+    rig.later.run()
+    assert rig.half.matched(first, 0) == (0, False)
+    rig.half.admitted(first, rig.tables.allocate(first, 2), 0)
+    first.num_computed_tokens = 2 * BLOCK
+    rig.half.finished(first)
+    rig.tables.free(first)
+    second = rig.request("b", 2 * BLOCK, seed=1)
+    rig.later.run()
+    rig.half.matched(second, 0)
+    rig.half.admitted(second, rig.tables.allocate(second, 2), 0)
+    plan = rig.step(second)
+    assert plan.settle == [dump.job for dump in plan.dumps if dump.request == "a"]
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -403,7 +454,7 @@ def test_a_request_that_ends_while_loading_offers_nothing() -> None:
     assert blocks_of(rig.step()) == []
 
 
-def test_steps_without_sense_lose_neither_loads_nor_dumps_that_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_without_sense_lose_neither_loads_nor_dumps_that_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     request, other = rig.request("a", BLOCK + 1), rig.request("b", 4 * BLOCK, seed=1)
     rig.stored(other, 2)
@@ -437,20 +488,22 @@ def test_nothing_is_loaded_where_a_step_may_still_write_the_blocks(role: str, ba
 
 def test_until_the_weights_are_known_requests_miss_and_are_offered_afterwards() -> None:
     rig = Rig(opened=False)
-    rig.identity = None
+    rig.named.now = None
     rig.shake()
     request = rig.request("a", 2 * BLOCK + 1)
     assert rig.half.matched(request, 0) == (0, False)
     rig.half.admitted(request, rig.tables.allocate(request, 8), 0)
     assert rig.half.account.total.missed == {"identity_pending": 2}
-    assert blocks_of(rig.step(request)) == []
+    first = rig.step(request)
+    assert blocks_of(first) == []
+    rig.judged(first)
     assert not rig.half.wants_steps  # hashing takes as long as it takes
-    rig.identity = '{"weights":"now"}'
+    rig.named.now = '{"weights":"now"}'
     plan = rig.step(request)
     assert plan.setup is not None
-    assert plan.setup.identity == rig.identity
+    assert plan.setup.identity == rig.named.now
     rig.later.run()
-    rig.report(RankReport(0, ready=True))
+    rig.ready()
     request.append_output_token_ids([1])
     assert blocks_of(rig.step(request)) == [(0, 2)]
 
@@ -489,15 +542,6 @@ def test_a_rank_whose_store_does_not_open_switches_everything_off() -> None:
     rig.report(RankReport(0, broken="disk on fire"))
     assert rig.half.matched(request, 0) == (0, False)
     assert "disk on fire" in rig.gate.why_off
-
-
-def test_a_reset_of_the_connector_ends_its_service() -> None:
-    rig = Rig()
-    request = rig.request("a", 3 * BLOCK)
-    rig.stored(request, 2)
-    rig.later.run()
-    rig.half.reset()
-    assert rig.half.matched(request, 0) == (0, False)
 
 
 def test_salted_requests_share_nothing() -> None:

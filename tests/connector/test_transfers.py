@@ -31,6 +31,7 @@ from ucm.integration.vllm.connector.metadata import (  # noqa: E402
     Load,
     StepPlan,
     StoreSetup,
+    WeightsWord,
     WorkerReport,
     join_keys,
     split_keys,
@@ -513,3 +514,54 @@ def test_shutdown_lets_dumps_end_and_closes_the_store() -> None:
     worker.half.shutdown()
     assert store._closed
     assert len(worker.half.dumps) == 0
+
+
+def test_dumps_that_are_overtaken_are_read_before_the_step_begins() -> None:
+    worker = Worker()
+    store = worker.open()
+    waited: list[tuple[Task, str]] = []
+
+    def wait(task: Any, timeout: float | None = None, until: Any = "published") -> None:
+        waited.append((task, until))
+        raise StoreIOError("told when it is polled")
+
+    store.wait = wait  # type: ignore[method-assign]
+    worker.step(dumps=[dump(1, [1])])
+    worker.caches["layers.0"][2] = 7.0
+    late = dump(2, [2], first=1)
+    worker.half.bind(StepPlan(dumps=[late, dump(3, [3], first=2)], settle=[1, 2]))
+    assert waited == [(store.tasks[0], "staged"), (store.tasks[1], "staged")]
+    worker.caches["layers.0"][2] = 9.0  # the step writes
+    worker.half.start_dumps()
+    ids = record_ids(KEYS, part_mask(0, 0, 0))
+    assert list(store.kept) == ids[:3]
+    assert np.frombuffer(store.kept[ids[1]][:4], dtype=np.float32)[0] == 7.0
+    store.end("staged", "published")
+    report = worker.step()[2]
+    assert report is not None
+    assert sorted(result.job for result in report.ranks[0].done) == [1, 2, 3]
+
+
+def test_a_rank_asked_about_its_weights_answers_with_the_step() -> None:
+    worker = Worker()
+    worker.open()
+    report = worker.step(judge=3)[2]
+    assert report is not None
+    assert report.ranks[0].weights == WeightsWord(3, None, None, 0), "there is no model to look at"
+    assert worker.step()[2] is None
+
+
+def test_what_is_under_way_on_a_store_ends_with_it_when_another_is_opened() -> None:
+    worker = Worker()
+    first = worker.open()
+    worker.step(dumps=[dump(1, [1])], loads=[load("r", [2], KEYS[1:])])
+    first.check_error = ClosedError("closed")
+    first.wait = lambda *_, **__: (_ for _ in ()).throw(ClosedError("closed"))  # type: ignore[method-assign]
+    ended, bad, report = worker.step(setup=StoreSetup("{}", {"storage_backends": ["/nowhere"]}, attempt=2))
+    assert (ended, bad) == ({"r"}, {2})
+    while report is None or not (report.ranks[0].ready and report.ranks[0].attempt == 2):
+        report = worker.step()[2]
+    assert worker.store is not first
+    worker.step(dumps=[dump(2, [3])])
+    assert worker.store is not None
+    assert len(worker.store.kept) == 1

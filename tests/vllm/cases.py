@@ -56,6 +56,9 @@ FRESH = {
 #: Together more than the pool of the warm engine holds.
 PRESSURE = {f"pressure_{i}": Case(prompt(60 + i, 200), 150) for i in range(4)}
 
+#: Asked of an engine whose weights were replaced by those of another checkpoint, by the name of their answers.
+REPLACED = {name: f"{name} of the other checkpoint" for name in ("middle", "shared_b")}
+
 ALL = STORED | CROWD | FRESH | PRESSURE | {"salted": SALTED}
 
 

@@ -18,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # the modules beside this one, h
 if importlib.util.find_spec("vllm") is None:  # the wheel does not need vLLM; these tests do
     collect_ignore_glob = ["test_*.py"]
 else:
-    from cases import CROWD, FRESH, PRESSURE, SALTED, STORED, next_turn
+    from cases import CROWD, FRESH, PRESSURE, REPLACED, SALTED, STORED, next_turn
     from harness import Engine, EngineHost
-    from lives import Life, new_disk
+    from lives import LAYERS, Life, new_disk
+    from models import llama_config, write_model
     from specs import EngineSpec, Result
 
 
@@ -38,15 +39,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _turn(item: pytest.Item) -> tuple[str, int]:
     call = getattr(item, "callspec", None)
     runner = str(call.params.get("runner", "")) if call is not None else ""
-    order = ["test_reuse", "test_faults", "test_shutdown", "test_ranks", "test_isolation", "test_admission"]
+    order = [
+        "test_reuse",
+        "test_faults",
+        "test_shutdown",
+        "test_ranks",
+        "test_isolation",
+        "test_admission",
+        "test_generations",
+    ]
     return runner, order.index(item.path.stem) if item.path.stem in order else len(order)
 
 
 @pytest.fixture(scope="session")
-def reference(work: Path, host: EngineHost, model: Path) -> dict[str, Result]:
+def other_model(work: Path) -> Path:
+    """Another checkpoint of the same model."""
+    return write_model(work / "other-model", llama_config(LAYERS), seed=11)
+
+
+@pytest.fixture(scope="session")
+def reference(work: Path, host: EngineHost, model: Path, other_model: Path) -> dict[str, Result]:
     """The right answers: every case alone on an empty cache, in an engine that ``UCM_DISABLE=1`` keeps ucm out of.
 
-    ``"disabled"`` is one case asked a second time after vLLM's own cache was emptied.
+    ``"disabled"`` is one case asked a second time after vLLM's own cache was emptied; those of ``REPLACED`` are answers
+    after the weights were replaced.
     """
     disk = new_disk(work, "disabled")
     spec = EngineSpec(model, store=disk.store(), env={"UCM_DISABLE": "1"}, label="disabled")
@@ -59,6 +75,10 @@ def reference(work: Path, host: EngineHost, model: Path) -> dict[str, Result]:
     answers["next_turn"] = engine.generate(next_turn(answers["turn"]).ask())[0]
     engine.reset()
     answers["disabled"] = engine.generate(STORED["long"].ask())[0]
+    engine.rpc("reload_weights", weights_path=str(other_model))
+    for name, replaced in REPLACED.items():
+        engine.reset()
+        answers[replaced] = engine.generate(STORED[name].ask())[0]
     assert not disk.files(), "an engine with UCM_DISABLE=1 stored blocks"
     return answers
 

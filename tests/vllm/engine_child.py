@@ -37,52 +37,14 @@ class Child:
         return ids
 
     async def _run(self, request: dict[str, Any]) -> dict[str, Any]:
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-
-        prompt = TokensPrompt(prompt_token_ids=request["tokens"])
-        if request.get("salt") is not None:
-            prompt["cache_salt"] = request["salt"]
-        if request.get("picture") is not None:
-            from pictures import shown
-
-            prompt.update(shown(*request["picture"]))
-        lora = None
-        if request.get("lora") is not None:
-            from vllm.lora.request import LoRARequest
-
-            name, number, path = request["lora"]
-            lora = LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=request["max_tokens"],
-            min_tokens=request["max_tokens"],
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=0,
-            extra_args=request.get("extra_args"),
-        )
+        prompt, options = asked(request)
         started, first, last = time.monotonic(), None, None
-        async for output in self.engine.generate(
-            prompt, params, request["id"], lora_request=lora, priority=request.get("priority", 0)
-        ):
+        async for output in self.engine.generate(prompt, **options):
             last = output
             self.produced[request["id"]] = len(output.outputs[0].token_ids)
             if first is None and self.produced[request["id"]]:
                 first = time.monotonic() - started
-        if last is None:
-            return {"id": request["id"], "tokens": [], "logprobs": [], "cached": 0, "finish": "none", "first": None}
-        answer = last.outputs[0]
-        tokens = list(answer.token_ids)
-        logprobs = [step[token].logprob for token, step in zip(tokens, answer.logprobs or [], strict=False)]
-        return {
-            "id": request["id"],
-            "tokens": tokens,
-            "logprobs": logprobs,
-            "cached": last.num_cached_tokens or 0,
-            "finish": answer.finish_reason,
-            "first": first,
-        }
+        return answered(request["id"], last, first)
 
     async def collect(self, ids: list[str]) -> list[dict[str, Any]]:
         """Waits for the requests and answers what they produced, in order."""
@@ -119,9 +81,117 @@ class Child:
         """Calls a method of the engine core, which holds the scheduler (see :mod:`probe`)."""
         return await self.engine.engine_core.call_utility_async(method, *args)
 
-    async def rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+    async def rpc(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Calls a method of every worker (see :mod:`probe`)."""
-        return list(await self.engine.collective_rpc(method, args=args))
+        return list(await self.engine.collective_rpc(method, args=args, kwargs=kwargs))
+
+    async def call(self, method: str, kwargs: dict[str, Any]) -> Any:
+        """Calls a method of the engine itself."""
+        return await getattr(self.engine, method)(**kwargs)
+
+    def shutdown(self) -> None:
+        """Ends the engine."""
+        self.engine.shutdown(timeout=40)  # seconds; vLLM kills its core after 5, which a busy machine may need
+
+
+class InProcess(Child):
+    """One LLMEngine whose core and worker live in this process, as trainers run it: it steps only when it is called."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.outputs: dict[str, Any] = {}
+
+    async def submit(self, requests: list[dict[str, Any]]) -> list[str]:
+        """Adds every request; nothing runs before the next :meth:`collect` or :meth:`step`."""
+        for request in requests:
+            prompt, options = asked(request)
+            params = options.pop("sampling_params")
+            self.engine.add_request(options.pop("request_id"), prompt, params, **options)
+            self.outputs[request["id"]] = None
+        return [request["id"] for request in requests]
+
+    async def step(self, steps: int) -> None:
+        """Runs so many steps."""
+        for _ in range(steps):
+            for output in self.engine.step():
+                self.outputs[output.request_id] = output
+
+    async def collect(self, ids: list[str]) -> list[dict[str, Any]]:
+        """Steps until these requests ended, and no step longer."""
+        while not all((output := self.outputs[name]) is not None and output.finished for name in ids):
+            await self.step(1)
+        return [answered(name, self.outputs.pop(name), None) for name in ids]
+
+    async def reset(self) -> bool:
+        """Empties vLLM's own prefix cache."""
+        return bool(self.engine.reset_prefix_cache())
+
+    async def utility(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Calls a method of the engine core."""
+        return getattr(self.engine.engine_core.engine_core, method)(*args)
+
+    async def rpc(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Calls a method of every worker (see :mod:`probe`)."""
+        return list(self.engine.collective_rpc(method, args=args, kwargs=kwargs))
+
+    async def call(self, method: str, kwargs: dict[str, Any]) -> Any:
+        """Calls a method of the engine itself."""
+        return getattr(self.engine, method)(**kwargs)
+
+    def shutdown(self) -> None:
+        """Ends the engine."""
+        self.engine.engine_core.shutdown()
+
+
+def asked(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A request as vLLM takes it: the prompt, and what goes with it by name."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    prompt = TokensPrompt(prompt_token_ids=request["tokens"])
+    if request.get("salt") is not None:
+        prompt["cache_salt"] = request["salt"]
+    if request.get("picture") is not None:
+        from pictures import shown
+
+        prompt.update(shown(*request["picture"]))
+    lora = None
+    if request.get("lora") is not None:
+        from vllm.lora.request import LoRARequest
+
+        name, number, path = request["lora"]
+        lora = LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=request["max_tokens"],
+        min_tokens=request["max_tokens"],
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        extra_args=request.get("extra_args"),
+    )
+    return prompt, {
+        "sampling_params": params,
+        "request_id": request["id"],
+        "lora_request": lora,
+        "priority": request.get("priority", 0),
+    }
+
+
+def answered(request_id: str, last: Any, first: float | None) -> dict[str, Any]:
+    """What a request produced, from its last output."""
+    if last is None:
+        return {"id": request_id, "tokens": [], "logprobs": [], "cached": 0, "finish": "none", "first": None}
+    answer = last.outputs[0]
+    tokens = list(answer.token_ids)
+    return {
+        "id": request_id,
+        "tokens": tokens,
+        "logprobs": [step[token].logprob for token, step in zip(tokens, answer.logprobs or [], strict=False)],
+        "cached": last.num_cached_tokens or 0,
+        "finish": answer.finish_reason,
+        "first": first,
+    }
 
 
 async def serve(connection: Connection) -> None:
@@ -129,6 +199,7 @@ async def serve(connection: Connection) -> None:
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
 
     loop = asyncio.get_running_loop()
     commands: asyncio.Queue[tuple[int, str, dict[str, Any]]] = asyncio.Queue()
@@ -151,7 +222,10 @@ async def serve(connection: Connection) -> None:
     if first["fork"]:
         # Making the configuration has said "spawn", as for every engine on a CPU.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    child = Child(AsyncLLM.from_vllm_config(config, disable_log_stats=False))
+    if first["in_process"]:
+        child: Child = InProcess(LLMEngine.from_vllm_config(config))
+    else:
+        child = Child(AsyncLLM.from_vllm_config(config, disable_log_stats=False))
 
     async def answer(number: int, name: str, arguments: dict[str, Any]) -> None:
         try:
@@ -166,7 +240,7 @@ async def serve(connection: Connection) -> None:
         task = asyncio.create_task(answer(*command))
         running.add(task)
         task.add_done_callback(running.discard)
-    child.engine.shutdown(timeout=40)  # seconds; vLLM kills its core after 5, which a busy machine may need
+    child.shutdown()
     connection.send((command[0], True, None))
 
 

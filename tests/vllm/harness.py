@@ -140,9 +140,17 @@ class Engine:
         """Prometheus counters and gauges by name, summed over labels; ``name:reason`` for those that have reasons."""
         return dict(self._call("metrics"))
 
-    def rpc(self, method: str, *args: Any) -> list[Any]:
+    def rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every worker."""
-        return list(self._call("rpc", method=method, args=args))
+        return list(self._call("rpc", method=method, args=args, kwargs=kwargs))
+
+    def call(self, method: str, **kwargs: Any) -> Any:
+        """Calls a method of vLLM's engine."""
+        return self._call("call", method=method, kwargs=kwargs)
+
+    def step(self, steps: int) -> None:
+        """Runs so many steps of an engine in the process of its user."""
+        self._call("step", steps=steps)
 
     def scheduler(self) -> dict[str, Any]:
         """Free blocks, known requests, KV groups (see ``probe.py``)."""
@@ -153,13 +161,15 @@ class Engine:
         return str(self._call("utility", method="probe_eval", args=(expression,)))
 
     def wait_idle(self) -> None:
-        """Waits until no request is known and every block is free again (transfers have ended)."""
+        """Waits until no request is known, every block is free again and no transfer is under way."""
 
         def idle() -> bool:
             state = self.scheduler()
-            return bool(state["requests"] == 0 and state["free_blocks"] == state["total_blocks"])
+            return bool(
+                state["requests"] == 0 and state["free_blocks"] == state["total_blocks"] and not state["transfers"]
+            )
 
-        wait_until(idle, "no request is left and all blocks are free")
+        wait_until(idle, "no request is left, all blocks are free and nothing is under way")
 
     def alive(self) -> bool:
         """Whether the process runs."""

@@ -23,7 +23,7 @@ class ProbedScheduler(Scheduler):  # type: ignore[misc]
 
 
 def _probe_scheduler(core: Any) -> dict[str, Any]:
-    """Free blocks of the pool, the number of requests known, and the policy for failed loads."""
+    """Free blocks of the pool, the number of requests known, whether something is under way, and more."""
     scheduler = core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     return {
@@ -31,6 +31,7 @@ def _probe_scheduler(core: Any) -> dict[str, Any]:
         "total_blocks": pool.num_gpu_blocks - 1,  # without the null block
         "running": len(scheduler.running),
         "requests": len(scheduler.requests),
+        "transfers": scheduler.connector is not None and scheduler.connector.has_pending_push_work(),
         "groups": len(scheduler.kv_cache_config.kv_cache_groups),
         "kv_load_failure_policy": getattr(scheduler.vllm_config.kv_transfer_config, "kv_load_failure_policy", None),
     }
@@ -48,6 +49,14 @@ class Probe:
     def probe_runner(self) -> str:
         """Module of the model runner's base class: tells the V1 runner from the V2 runner."""
         return type(self.model_runner).__mro__[1].__module__  # type: ignore[attr-defined]
+
+    def probe_scale_weights(self, factor: float) -> None:
+        """Writes every weight that is there to be written, as a trainer's extension does."""
+        import torch
+
+        with torch.no_grad():
+            for parameter in self.model_runner.get_model().parameters():  # type: ignore[attr-defined]
+                parameter.mul_(factor)
 
     def probe_worker_eval(self, expression: str) -> str:
         """``repr`` of an expression over ``worker`` and ``connector`` (its worker half), for debugging."""

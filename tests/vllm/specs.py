@@ -73,6 +73,8 @@ class EngineSpec:
     #: Its processes are forked, as vLLM has it where there is a GPU; on the CPU it spawns them, and each imports
     #: everything again: twice the time of a start. Those of several ranks are spawned whatever this says.
     fork: bool = True
+    #: Scheduler and worker live in the process of their user, who calls every step.
+    in_process: bool = False
 
     def but(self, **changes: Any) -> EngineSpec:
         """The same with some fields changed."""
@@ -81,7 +83,12 @@ class EngineSpec:
     def first_message(self) -> dict[str, Any]:
         """What ``engine_child.py`` is told before all else."""
         fork = self.fork and self.tensor_parallel == 1
-        return {"args": self.engine_args(), "kv_transfer": self.kv_transfer(), "fork": fork}
+        return {
+            "args": self.engine_args(),
+            "kv_transfer": self.kv_transfer(),
+            "fork": fork,
+            "in_process": self.in_process,
+        }
 
     def engine_args(self) -> dict[str, Any]:
         """Arguments of vLLM's AsyncEngineArgs."""
@@ -133,6 +140,7 @@ class EngineSpec:
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         path = [*self.pythonpath, str(HERE), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
         env |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if self.in_process else "1",
             "VLLM_USE_V2_MODEL_RUNNER": "1" if self.runner == "v2" else "0",
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(self.tensor_parallel))
             if self.tensor_parallel > 1

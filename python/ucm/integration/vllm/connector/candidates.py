@@ -130,8 +130,10 @@ class Selection:
         return self.several and self._choice >= 0 and not self.chosen and self._clock() - self._since <= self._limit
 
     def begin(self, identity: str, shapes: Mapping[str, Any]) -> None:
-        """Start with the first. ``shapes``: what this half's store is told beside its configuration."""
-        self._identity, self._shapes = identity, dict(shapes)
+        """Start with the first, also anew for another identity. ``shapes``: what this half's store is told beside its
+        configuration."""
+        self._close(self.store)
+        self._identity, self._shapes, self.failed = identity, dict(shapes), ""
         self._try(0)
 
     def _try(self, choice: int) -> None:
@@ -200,7 +202,7 @@ class Selection:
 
     def report(self, rank: RankReport) -> None:
         """A rank's news of its store."""
-        if self._choice < 0 or (self.several and rank.attempt != self._attempt):
+        if self._choice < 0 or rank.attempt != self._attempt:
             return None
         if rank.unavailable:
             return self._reject(f"rank {rank.rank}: {rank.unavailable}", self.store)

@@ -101,7 +101,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @harmless(None)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """vLLM's pool, in which sources of dumps are pinned."""
+        """vLLM's pool of blocks."""
         if self._scheduler is not None:
             self._scheduler.bind_pool(gpu_block_pool)
 
@@ -149,7 +149,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @harmless((False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended; its blocks may be freed, ours are pinned."""
+        """The request ended; its blocks may be freed, what is still to be read of them is read in time."""
         if self._scheduler is not None:
             self._scheduler.finished(request)
         return False, None
@@ -168,7 +168,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @harmless(None)
     def reset_cache(self) -> bool | None:
-        """vLLM's caches are being reset together with ours."""
+        """vLLM's caches are being reset together with ours: the weights are looked at before it is used again."""
         if self._scheduler is not None:
             self._scheduler.reset()
         return True
@@ -207,7 +207,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     @harmless(None)
     def wait_for_save(self) -> None:
-        """Begin the step's dumps; their sources are pinned, so there is nothing to wait for."""
+        """Begin the step's dumps; their sources stay as they are for now, so there is nothing to wait for."""
         if self._worker is not None:
             self._worker.start_dumps()
 

@@ -1,15 +1,18 @@
-"""Offering blocks to the store: jobs in chain order, within what the workers can take, their sources pinned.
+"""Offering blocks to the store: jobs in chain order, within what the workers can take.
 
-A job goes to every rank. Its device blocks are referenced in vLLM's block pool from the moment it is planned until
-every rank said *staged*, so neither the end nor the preemption of the request can hand them to someone else; the job
-is kept until every rank said how it ended.
+A job goes to every rank and is kept until every rank said how it ended. vLLM's blocks are not referenced for it: what
+is in a block stays there until a step writes it, and every step is planned here first. While the request lives its
+blocks are its own; later they may be free, or found by others for what is in them. Once vLLM has handed one to others
+while some rank may still have to read it, the job is *settled*: the ranks read it before that step begins, which is a
+copy in memory, begun long ago as a rule. So an engine that stops stepping, a reset of its prefix cache or a pause never
+meets a block that a dump holds.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -39,8 +42,10 @@ class _Job:
     number: int
     keys: list[bytes]
     first: int
-    blocks: list[KVCacheBlock]
-    pinned: bool = True
+    blocks: list[KVCacheBlock]  # until every rank has read them
+    hashes: list[object]  # vLLM's, of the blocks
+    owner: Tracked
+    preemptions: int  # of the owner
     staged: set[int] = field(default_factory=set)
     done: dict[int, DumpResult] = field(default_factory=dict)
 
@@ -57,7 +62,7 @@ class DumpPlanner:
         self._free: dict[int, int | None] = {}
         self._seen: dict[int, int] = {}
         self._jobs: dict[int, _Job] = {}
-        self._pinned = 0
+        self._unread = 0  # blocks that not every rank has staged
         self._hold_until = self._failing_until = 0.0
         self._fail_pause = FAIL_PAUSE_S
         self._last_planned = 0.0
@@ -65,7 +70,7 @@ class DumpPlanner:
         self.failed_blocks = 0
 
     def bind(self, pool: BlockPool) -> None:
-        """The pool whose blocks are pinned."""
+        """The pool whose blocks are dumped."""
         self._pool = pool
 
     def open(self, ranks: Iterable[int]) -> None:
@@ -81,7 +86,7 @@ class DumpPlanner:
         """Blocks that may be planned now: none while some rank could not store its part."""
         if self._pool is None or not self._ranks or self._clock() < self._hold_until or not self._health.all_healthy:
             return 0
-        room: int = min(FLIGHT_BLOCKS, max(1, self._pool.num_gpu_blocks // 2)) - self._pinned
+        room: int = min(FLIGHT_BLOCKS, max(1, self._pool.num_gpu_blocks // 2)) - self._unread
         for rank in self._ranks:
             free = self._free.get(rank)
             if free is not None:
@@ -115,26 +120,16 @@ class DumpPlanner:
         """Whether :meth:`plan` would offer any of its first ``upto`` blocks."""
         return any(self._offerable(tracked, at) for at in range(tracked.cursor, upto))
 
-    def pin(self, blocks: list[KVCacheBlock]) -> None:
-        """Reference blocks, so that nobody else gets them."""
-        assert self._pool is not None  # room() was above zero
-        self._pool.touch(blocks)
-        self._pinned += len(blocks)
-
-    def unpin(self, blocks: list[KVCacheBlock]) -> None:
-        """Give them back."""
-        assert self._pool is not None  # they were pinned there
-        self._pinned -= len(blocks)
-        self._pool.free_blocks(reversed(blocks))  # the end of a chain is evicted first
-
     def _offerable(self, tracked: Tracked, at: int) -> bool:
         key = tracked.keys[at]
         return self._presence.offerable(key) or (at in tracked.audit and not self._presence.is_writing(key))
 
     def _job(self, tracked: Tracked, start: int, end: int, blocks: Sequence[KVCacheBlock]) -> Dump:
-        keys, pinned = tracked.keys[start:end], list(blocks[start:end])
-        job = _Job(next(self._numbers), keys, start, pinned)
-        self.pin(pinned)
+        keys, sources = tracked.keys[start:end], list(blocks[start:end])
+        hashes = [block.block_hash for block in sources]
+        preemptions = tracked.request.num_preemptions
+        job = _Job(next(self._numbers), keys, start, sources, hashes, tracked, preemptions)
+        self._unread += len(sources)
         self._jobs[job.number] = job
         self._presence.writing(keys, job.number)
         self._last_planned = self._clock()
@@ -144,7 +139,7 @@ class DumpPlanner:
             first=start,
             parent=tracked.keys[start - 1] if start else b"",
             keys=join_keys(keys),
-            blocks=np.fromiter((block.block_id for block in pinned), dtype=np.int64, count=len(pinned)),
+            blocks=np.fromiter((block.block_id for block in sources), dtype=np.int64, count=len(sources)),
             audit=start < tracked.audit.stop and end > tracked.audit.start,
             refused=tuple(row for row, key in enumerate(keys) if self._presence.is_refused(key)),
         )
@@ -166,11 +161,32 @@ class DumpPlanner:
                     del self._jobs[job.number]
                     self._settle(job, live)
 
+    def overtaken(self, live: Mapping[str, Tracked]) -> list[int]:
+        """A step was planned: the jobs whose blocks vLLM has handed to others, which some rank may not have read."""
+        taken = []
+        for job in self._jobs.values():
+            owner = job.owner.request
+            lives = live.get(owner.request_id) is job.owner and owner.num_preemptions == job.preemptions
+            if job.blocks and not lives and not all(map(untouched, job.blocks, job.hashes)):
+                taken.append(job.number)
+                self._read(job)
+        return taken
+
+    def drop(self, dumps: Iterable[Dump]) -> None:
+        """Jobs that were planned and never sent, and never will be."""
+        for dump in dumps:
+            if job := self._jobs.pop(dump.job, None):
+                self._read(job)
+                for key in job.keys:
+                    self._presence.not_written(key, refuse=False)
+
     def _release(self, job: _Job) -> None:
-        if job.pinned and job.staged >= self._ranks:
-            job.pinned = False
-            self.unpin(job.blocks)
-            job.blocks = []
+        if job.staged >= self._ranks:
+            self._read(job)
+
+    def _read(self, job: _Job) -> None:
+        self._unread -= len(job.blocks)
+        job.blocks = []
 
     def _settle(self, job: _Job, live: Iterable[Tracked]) -> None:
         busy = any(result.busy for result in job.done.values())
@@ -196,3 +212,9 @@ class DumpPlanner:
         for tracked in live:  # whoever holds the block offers it again
             if tracked.cursor > at and at < len(tracked.keys) and tracked.keys[at] == key:
                 tracked.cursor = at
+
+
+def untouched(block: KVCacheBlock, was: object) -> bool:
+    """Whether a block that had this hash of vLLM's is free, or in use for what is in it: a block that is handed out to
+    be written loses its hash, and gets another object for one, be it the same text."""
+    return block.ref_cnt == 0 or (was is not None and block.block_hash is was)

@@ -3,18 +3,24 @@
 *pending*: the weights' digest is not known. *opening*: the identity is known, the stores of the scheduler and of every
 rank are being opened in the background. *open*: lookups, loads and dumps. *off*: never, for a reason that was logged.
 Nothing here blocks: :meth:`Gate.poll` is called once per step and moves on when it can.
+
+Whatever empties vLLM's own prefix cache begins a new *generation*: the weights in memory may be others from then on.
+With the first request that comes every rank compares them with what it knew. Unchanged, all goes on as it was;
+otherwise the identity is made again from what they are now, and the gate is pending once more. Until that is settled
+nothing is looked up, loaded or dumped.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 from ucm.integration.vllm.connector.candidates import Selection
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.identity import difference
-from ucm.integration.vllm.connector.metadata import VERSION, Handshake, RankReport, StoreSetup
+from ucm.integration.vllm.connector.metadata import VERSION, Handshake, RankReport, StoreSetup, WeightsWord
 from ucm.reasons import MissReason
 from ucm.store import part_mask
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
@@ -23,6 +29,21 @@ PENDING, OPENING, OPEN, OFF = "pending", "opening", "open", "off"
 
 #: Seconds between two looks at the files the identity was made from.
 RECHECK_S = 10.0
+#: Seconds that requests may wait for the ranks' word about their weights and what follows from it.
+JUDGING_S = 2.0
+
+
+class Identity(Protocol):
+    """What the gate asks of the engine's identity."""
+
+    def text(self) -> str | None:
+        """As JSON, None while it is not known; raises when it never will be."""
+
+    def trouble(self) -> str:
+        """Why it no longer holds, or nothing; does not wait."""
+
+    def renew(self, words: list[WeightsWord]) -> bool:
+        """Every rank has compared the weights in its memory: whether the identity is another one now."""
 
 
 class Gate:
@@ -32,19 +53,16 @@ class Gate:
         self,
         *,
         own_identity: Mapping[str, Any],
-        identity: Callable[[], str | None],
-        trouble: Callable[[], str],
+        identity: Identity,
         selection: Selection,
         world: int,
         open_allowance: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``own_identity`` is without weights; ``identity`` gives the whole as JSON text, None while it is not known
-        and raises when it never will be; ``trouble`` says why it no longer holds, without waiting, or nothing;
-        ``open_allowance`` (seconds) is how long requests may wait for *opening*."""
+        """``own_identity`` is without weights; ``open_allowance`` (seconds) is how long requests may wait for
+        *opening*."""
         self._own_identity = own_identity
         self._identity = identity
-        self._trouble = trouble
         self._checked = clock()
         self._selection = selection
         self._world = world
@@ -53,6 +71,12 @@ class Gate:
         self._opening_since = 0.0
         self._shakes: list[Handshake] | None = None
         self.phase = PENDING
+        self.generation = 0
+        self.sure = False  # whether the weights in memory are those of the identity, in this generation
+        self._emptied = False  # vLLM's cache, at its beginning
+        self._words: dict[int, WeightsWord] = {}  # of this generation, by rank
+        self._wanted = False  # the ranks are to be asked with the next plan
+        self._asked_at: float | None = None
         self.why_off = ""
         self.reason = MissReason.IDENTITY_PENDING  # of the misses, while it is not open
         self.identity_text = ""
@@ -96,11 +120,47 @@ class Gate:
         self.block_bytes = sum(int(shake.shapes.get("block_size", 0)) for shake in parts.values())
         self.poll()
 
+    def doubt(self, emptied: bool) -> None:
+        """A new generation: from here on the weights in memory may be others.
+
+        ``emptied``: vLLM emptied its cache, as those have it do who replace them; otherwise it was empty.
+        """
+        self.generation += 1
+        self._emptied = emptied
+        self.sure, self._words, self._wanted, self._asked_at = False, {}, False, None
+        if self.phase == OFF and self.reason == MissReason.IDENTITY_UNKNOWN:  # it may become known again
+            self.phase = PENDING
+        if self.phase == PENDING:
+            self.reason = MissReason.IDENTITY_PENDING
+
+    def ask(self) -> None:
+        """A request is about to be computed: have the ranks look at their weights, if they have not."""
+        if not self.sure and self._asked_at is None:
+            self._wanted, self._asked_at = True, self._clock()
+
+    def take_question(self) -> int | None:
+        """The generation that the ranks are to be asked about in this plan, once."""
+        wanted, self._wanted = self._wanted, False
+        return self.generation if wanted else None
+
+    def _heard(self, rank: int, word: WeightsWord) -> None:
+        if word.generation != self.generation or self.sure:
+            return
+        if word.unchanged is None:  # then only a reset counts as a change
+            word = replace(word, unchanged=not self._emptied)
+        self._words[rank] = word
+        if len(self._words) < self._world:
+            return
+        self.sure = True
+        if self._identity.renew([self._words[rank] for rank in sorted(self._words)]) and self.phase != OFF:
+            self.phase, self.reason = PENDING, MissReason.IDENTITY_PENDING
+        self.poll()
+
     def poll(self) -> None:
         """Move on if something has become known."""
-        if self.phase == PENDING and self._shakes is not None:
+        if self.phase == PENDING and self._shakes is not None and (self.sure or self.generation == 0):
             try:
-                text = self._identity()
+                text = self._identity.text()
             except Exception as error:
                 return self.off(f"the identity cannot be known: {error}", MissReason.IDENTITY_UNKNOWN)
             if text is not None:
@@ -119,7 +179,7 @@ class Gate:
         now = self._clock()
         if self.phase in (OPENING, OPEN) and now - self._checked > RECHECK_S:
             self._checked = now
-            if trouble := self._trouble():
+            if trouble := self._identity.trouble():
                 self.off(trouble, MissReason.IDENTITY_UNKNOWN)
 
     def _open(self, text: str, shake: Handshake) -> None:
@@ -133,16 +193,23 @@ class Gate:
         return self._selection.take_setup() if self.phase == OPENING else None
 
     def report(self, rank: RankReport) -> None:
-        """A rank's news about its store."""
+        """A rank's news about its weights and its store."""
+        if rank.weights is not None:
+            self._heard(rank.rank, rank.weights)
         if rank.broken:
             self.off(f"rank {rank.rank}: {rank.broken}")
         elif self.phase == OPENING:
             self._selection.report(rank)
 
     def worth_waiting(self) -> bool:
-        """Whether the stores are being opened and have not taken too long: requests wait for that, once."""
-        return self.phase == OPENING and self._clock() - self._opening_since < self._allowance
+        """Whether the ranks are looking at their weights, or the stores are being opened, and have not taken too long:
+        requests wait for that, once."""
+        now = self._clock()
+        if self.phase == OPENING:
+            return now - self._opening_since < self._allowance
+        judging = (self.phase == OPEN and not self.sure) or (self.phase == PENDING and self.generation > 0)
+        return judging and self._asked_at is not None and now - self._asked_at < JUDGING_S
 
     def busy(self) -> bool:
         """Whether an idle engine should go on stepping, because the stores are being opened."""
-        return self.worth_waiting() or (self.phase == OPENING and self._selection.trying)
+        return self.phase == OPENING and (self.worth_waiting() or self._selection.trying)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucm.config import UcmConfig
-from ucm.errors import ConfigError, UcmError
+from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.adapters import AdapterDigests
 from ucm.integration.vllm.connector.admission import Admission
 from ucm.integration.vllm.connector.background import IDLE, Background
@@ -16,20 +16,18 @@ from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.identity import (
     block_tokens,
     engine_identity,
-    identity_digest,
-    identity_text,
     identity_without_weights,
     unidentifiable,
-    with_weights,
 )
 from ucm.integration.vllm.connector.items import Items
 from ucm.integration.vllm.connector.keys import KeyMaker
+from ucm.integration.vllm.connector.live_identity import LiveIdentity
 from ucm.integration.vllm.connector.lookup import Lookups
+from ucm.integration.vllm.connector.model_memory import ModelMemory
 from ucm.integration.vllm.connector.pace import Pace
 from ucm.integration.vllm.connector.packing import layer_specs
 from ucm.integration.vllm.connector.scheduler import SchedulerHalf
 from ucm.integration.vllm.connector.weight_files import weight_source
-from ucm.integration.vllm.connector.weights import WeightsDigest
 from ucm.integration.vllm.connector.worker import WorkerHalf
 from ucm.reasons import MissReason
 
@@ -72,37 +70,6 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
     return ""
 
 
-class UnknowableError(UcmError):
-    """The weights in memory cannot be named, so neither can their KV."""
-
-    kind = "unkeyable"
-
-
-class _Identity:
-    """The identity's JSON text, once the weights are known; watches that they stay what they were."""
-
-    def __init__(self, own: dict[str, Any], weights: WeightsDigest) -> None:
-        self._own, self._weights = own, weights
-
-    def text(self) -> str | None:
-        """None while pending; raises :class:`UnknowableError` when it never will be known."""
-        state = self._weights.state
-        if state.kind == "pending":
-            return None
-        if state.kind != "known":
-            raise UnknowableError(state.reason)
-        whole = with_weights(self._own, state.text)
-        text = identity_text(whole)
-        logger.info("identity of this engine's KV: %s, weights %s", identity_digest(whole).hex(), state.text)
-        logger.debug("identity spelled out: %s", text)
-        return text
-
-    def trouble(self) -> str:
-        """Why the identity no longer holds, empty while it does; looks at the files again without waiting."""
-        state = self._weights.recheck(0.0)
-        return "" if state.kind == "known" else state.reason
-
-
 def _may_load(vllm_config: VllmConfig) -> bool:
     """Whether blocks that vLLM allocates for a load are free of writes.
 
@@ -131,23 +98,21 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
     tokens = block_tokens(vllm_config, kv_cache_config)
     own = engine_identity(vllm_config, kv_cache_config, "")
     root = config.root
-    weights = WeightsDigest(weight_source(vllm_config), config.identity.weights, root)
+    identity = LiveIdentity(own, weight_source(vllm_config), config.identity.weights, root)
     adapters = AdapterDigests(root)
     background = Background("ucm-lookup")
     items = Items(lambda job: background.submit(job, IDLE))
     extra = ExtraKeys.for_engine(vllm_config, tokens, adapters, items)
-    identity = _Identity(own, weights)
     parallel = vllm_config.parallel_config
     world = parallel.world_size
     gate = Gate(
         own_identity=identity_without_weights(own),
-        identity=identity.text,
-        trouble=identity.trouble,
+        identity=identity,
         selection=Selection(engine_candidates(config, parallel), world, background, config.deadlines.probe_s),
         world=world,
         open_allowance=config.deadlines.probe_s,
     )
-    if (state := weights.wait()).kind == "pending":
+    if (state := identity.wait()).kind == "pending":
         logger.info("the weights are still being hashed; requests are computed as usual until that is done")
     elif state.kind != "known":
         gate.off(state.reason, MissReason.IDENTITY_UNKNOWN)
@@ -163,8 +128,14 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
         may_load=_may_load(vllm_config),
         audit_one_in=config.audit_one_in,
         items_used=extra.used,
-        closers=(weights.close, adapters.close, background.close),
+        closers=(identity.close, adapters.close, background.close),
     )
+
+
+def _layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[Any]:
+    """The attention layers whose KV is stored, which vLLM keeps by name."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return [layers[name] for name in kv_cache_config.kv_cache_groups[0].layer_names]
 
 
 def worker_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerHalf:
@@ -184,5 +155,6 @@ def worker_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVC
         wanted_block_size=config.block_size,
         identity=lambda: identity_without_weights(engine_identity(vllm_config, kv_cache_config, "")),
         candidates=engine_candidates(config, vllm_config.parallel_config),
+        memory=ModelMemory(lambda: _layers(vllm_config, kv_cache_config), lambda: weight_source(vllm_config)),
         shutdown_allowance=config.deadlines.shutdown_s,
     )

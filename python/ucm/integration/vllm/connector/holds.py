@@ -1,8 +1,8 @@
-"""Blocks of requests that have ended, kept until it is known whether they may be offered.
+"""Blocks of requests that have ended, remembered until it is known whether they may be offered.
 
 What a request with an adapter computed is offered only when the adapter's files were looked at afterwards. A request
-may end before that is answered: its last blocks stay referenced in vLLM's block pool meanwhile, for
-:data:`~ucm.integration.vllm.connector.adapters.RECHECK_S` at most.
+may end before that is answered. Its last blocks are free meanwhile, and what is in them stays there until vLLM hands
+them to others: every step is planned here before, and what it would overwrite is forgotten.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ucm.integration.vllm.connector.adapters import RECHECK_S
-from ucm.integration.vllm.connector.dumps import DumpPlanner
+from ucm.integration.vllm.connector.dumps import DumpPlanner, untouched
 from ucm.integration.vllm.connector.keys import KeyMaker
 from ucm.integration.vllm.connector.metadata import Dump
 from ucm.integration.vllm.connector.tracked import Tracked
@@ -25,8 +25,16 @@ if TYPE_CHECKING:
 class _Hold:
     tracked: Tracked
     blocks: list[KVCacheBlock]  # of the request, from its first
-    pinned: list[KVCacheBlock]
+    hashes: list[object]  # vLLM's, of the blocks
+    first: int  # of those that were not offered
     since: float
+
+    def still(self) -> int:
+        """Blocks whose content is theirs yet; what lies before the first that was not offered is not read."""
+        for at in range(self.first, len(self.blocks)):
+            if not untouched(self.blocks[at], self.hashes[at]):
+                return at
+        return len(self.blocks)
 
 
 class Holds:
@@ -40,29 +48,28 @@ class Holds:
         return bool(self._holds)
 
     def add(self, tracked: Tracked, upto: int, blocks: Sequence[KVCacheBlock], now: float) -> None:
-        """Keep what ``tracked`` has of its first ``upto`` blocks and has not offered yet; all were computed before."""
+        """Remember what ``tracked`` has of its first ``upto`` blocks and has not offered yet; all were computed."""
         mine = list(blocks[: min(upto, tracked.cursor + self._dumps.room())])
-        pinned = mine[tracked.cursor :]
         if self._dumps.offers(tracked, len(mine)):
-            self._dumps.pin(pinned)
-            self._holds.append(_Hold(tracked, mine, pinned, now))
+            self._holds.append(_Hold(tracked, mine, [block.block_hash for block in mine], tracked.cursor, now))
 
     def take(self, keys: KeyMaker, now: float) -> Iterator[tuple[Tracked, list[Dump]]]:
-        """Offer what is confirmed by now, one request after the other; what is refused or late is let go."""
+        """Offer what is confirmed by now, one request after the other; what is refused or late is forgotten.
+
+        Ask in every step that is planned, when vLLM has allocated its blocks.
+        """
         for hold in list(self._holds):
-            answer = keys.current(hold.tracked.request, hold.since)
+            del hold.blocks[hold.still() :]
+            answer = keys.current(hold.tracked.request, hold.since) if len(hold.blocks) > hold.first else False
             if answer is None and now - hold.since < RECHECK_S:
                 continue
             self._holds.remove(hold)
-            try:
-                if answer:
-                    plans = self._dumps.plan(hold.tracked, len(hold.blocks), hold.blocks, self._dumps.room())
-                    yield hold.tracked, plans
-            finally:
-                self._dumps.unpin(hold.pinned)
+            if answer:
+                yield (
+                    hold.tracked,
+                    self._dumps.plan(hold.tracked, len(hold.blocks), hold.blocks, self._dumps.room()),
+                )
 
     def drop(self) -> None:
-        """Let everything go, offered or not."""
-        holds, self._holds = self._holds, []
-        for hold in holds:
-            self._dumps.unpin(hold.pinned)
+        """Forget everything."""
+        self._holds.clear()

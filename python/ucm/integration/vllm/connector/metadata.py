@@ -19,10 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from ucm.integration.vllm.connector.weight_files import WeightSource
 from ucm.store.ucmstore_v1 import Priority
 
 #: Changes with every change of meaning; the halves of one engine always agree, and a mismatch switches ucm off.
-VERSION = 6
+VERSION = 7
 
 #: Length of a block key in bytes.
 KEY = 16
@@ -51,7 +52,7 @@ class Load:
 
 @dataclass(slots=True)
 class Dump:
-    """Blocks to write, on every rank, in chain order; the source stays pinned until every rank says *staged*."""
+    """Blocks to write, on every rank, in chain order; the source is as it should be until a plan says *settle*."""
 
     job: int
     request: str
@@ -95,6 +96,18 @@ class StepPlan(KVConnectorMetadata):
     dumps: list[Dump] = field(default_factory=list)
     touched: list[tuple[int, bytes]] = field(default_factory=list)  # in use: pieces of chains, from an ordinal on
     prefetch: Prefetch | None = None
+    settle: list[int] = field(default_factory=list)  # dumps whose blocks others got: read before this step writes
+    judge: int | None = None  # compare the weights in memory with those known, for this generation
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsWord:
+    """What a rank says about the weights in its memory."""
+
+    generation: int  # the one it was asked for
+    unchanged: bool | None  # since it was last asked, or since they were loaded; None: it cannot tell
+    named: WeightSource | None  # the files vLLM names since then, if it names others
+    since_ns: int  # Unix time at which memory was last found to hold what it held before
 
 
 @dataclass(slots=True)
@@ -145,6 +158,7 @@ class RankReport:
     wants_touches: bool = False  # its store is to be told of what is in use: no touch of another process reaches it
     prefetch_room: int = 0  # blocks that may be brought up there ahead of need
     served: list[LoadServed] = field(default_factory=list)
+    weights: WeightsWord | None = None  # when it was asked for
 
 
 @dataclass(slots=True)

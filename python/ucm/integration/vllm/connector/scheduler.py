@@ -88,8 +88,11 @@ class SchedulerHalf:
         self.dumps = DumpPlanner(self._presence, self.health, clock)
         self._holds = Holds(self.dumps)
         self._manager: KVCacheManager | None = None
+        self._pool: BlockPool | None = None
+        self._device_cache: object = None  # vLLM's table of cached blocks, a new one whenever it was emptied
         self._keys: KeyMaker | None = None
         self._lookups: Lookups | None = None
+        self._opened: object = None  # the store and the identity that these are for
         self._live: dict[str, Tracked] = {}
         self._due: dict[str, int] = {}  # request -> computed tokens at which its next block can be offered
         self._loads: list[Load] = []
@@ -101,18 +104,22 @@ class SchedulerHalf:
     # What vLLM binds ----------------------------------------------------------------------------------------
 
     def bind_manager(self, manager: KVCacheManager) -> None:
-        """The block tables of the requests, and the pool in which sources of dumps are pinned."""
+        """The block tables of the requests."""
         self._manager = manager
 
     def bind_pool(self, pool: BlockPool) -> None:
         """The pool alone."""
         self.dumps.bind(pool)
+        self._pool, self._device_cache = pool, getattr(pool, "cached_block_hash_to_block", None)
+        if self._device_cache is None:
+            self.gate.off("this vLLM does not tell when its prefix cache is emptied", MissReason.UNSUPPORTED)
 
     # Requests -----------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
         """Begin to hash and look up at once; the answer is usually there when vLLM asks."""
         self.gate.recheck()
+        self._notice_reset()
         if self.gate.phase == OFF or request.resumable:  # a streaming session rewrites its own tokens: not cached
             reason = self.gate.reason if self.gate.phase == OFF else MissReason.UNSUPPORTED
             return self.account.left_alone(request, reason)
@@ -132,11 +139,13 @@ class SchedulerHalf:
             self._due[request.request_id] = self._block_tokens
         tracked.local = computed
         tracked.reason = MissReason.INTERNAL  # unless this gets to its end
-        if not self._open():
-            if self.gate.worth_waiting():
+        self._notice_reset()
+        self.gate.ask()
+        if not (self._open() and self.gate.sure):
+            if self.gate.worth_waiting() and self._may_gain(request, computed):
                 tracked.reason = MissReason.NOT_TAKEN
                 return None, False
-            tracked.reason = self.gate.reason
+            tracked.reason = MissReason.IDENTITY_PENDING if self.gate.phase == OPEN else self.gate.reason
             return 0, False
         if request.skip_reading_prefix_cache or not self._may_load:
             tracked.reason = MissReason.UNSUPPORTED
@@ -162,6 +171,11 @@ class SchedulerHalf:
         first, end = computed // self._block_tokens, (computed + tokens) // self._block_tokens
         end, tracked.reason = self._hits.taken(tracked, first, end)
         return ((end - first) * self._block_tokens, end > first)
+
+    def _may_gain(self, request: Request, computed: int) -> bool:
+        """Whether a full block is left to load, of those that vLLM does not compute in any case."""
+        tokens: int = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
+        return tokens > computed
 
     def admitted(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Blocks were allocated; with ``external`` > 0 that many tokens are to be loaded into them."""
@@ -206,7 +220,7 @@ class SchedulerHalf:
             self.account.declined(missed.get(MissReason.DECLINED, 0))
 
     def finished(self, request: Request) -> None:
-        """The request ends; what it holds and was not offered yet is offered now, pinned, and sent with the next step.
+        """The request ends; what it holds and was not offered yet is offered now, and sent with the next step.
 
         A load of it that is under way goes on: vLLM keeps the blocks until every rank reported it, and what they
         hold until then is nobody's business.
@@ -220,20 +234,25 @@ class SchedulerHalf:
             tracked.reason = MissReason.ABORTED
             self._count_asked(tracked, 0)
         self.account.missed(tracked.tally, MissReason.ABORTED, len(tracked.loading))
+        self._notice_reset()
         try:
-            if not tracked.loading and self._open():
+            if not tracked.loading and self._open() and self.gate.sure:
                 computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
                 self._late_dumps += self._offer(tracked, computed, computed, self.dumps.room())
                 self._hold(tracked, computed)
         finally:
             self.account.told(request, tracked.tally)
+            if not self._live and self._device_cache_is_empty():
+                self.gate.doubt(emptied=False)  # vLLM would be right about other weights without a word
 
     # Steps --------------------------------------------------------------------------------------------------
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """What the workers do in this step. Whatever goes wrong with dumps, the loads vLLM waits for are sent."""
-        is_open = self._open()
+        self._notice_reset()
+        is_open = self._open() and self.gate.sure
         now = self._clock()
+        settle = self.dumps.overtaken(self._live)
         self.admission.pace.planned(output.num_scheduled_tokens, output.total_num_scheduled_tokens, now)
         if now >= self.account.next_summary:
             self.account.summary(now, self.gate.block_bytes)
@@ -247,12 +266,14 @@ class SchedulerHalf:
                 self._plan_dumps(output, dumps)
             except Exception as error:
                 throttle.warning("offers", "blocks of a step could not be offered: %r", error)
-        loads = self._loads
+        loads, judge = self._loads, self.gate.take_question()
         touched, prefetch = self._memory.take() if is_open else ([], None)
-        if not (setup or dumps or loads or touched or prefetch):
+        if not (setup or dumps or loads or touched or prefetch or settle) and judge is None:
             return NOTHING
         self._loads = []
-        return StepPlan(setup=setup, loads=loads, dumps=dumps, touched=touched, prefetch=prefetch)
+        return StepPlan(
+            setup=setup, loads=loads, dumps=dumps, touched=touched, prefetch=prefetch, settle=settle, judge=judge
+        )
 
     @harmless(None)
     def _tell_items(self, output: SchedulerOutput) -> None:
@@ -304,7 +325,7 @@ class SchedulerHalf:
         request, size = tracked.request, self._block_tokens
         limit = self._limit(request)
         upto = min(computed, limit) // size
-        if self._manager is None or self._keys is None:
+        if self._manager is None or self._keys is None or tracked.barred:
             return []
         plans: list[Dump] = []
         if upto > tracked.cursor and room > 0:
@@ -410,15 +431,30 @@ class SchedulerHalf:
         self._due[name] = min(self._due.get(name, _FAR), (tracked.cursor + 1) * self._block_tokens)
 
     def reset(self) -> None:
-        """vLLM wants no connector to serve what was computed before, as after a change of the weights in memory.
+        """vLLM wants no connector to serve what was computed before, as after a change of the weights in memory."""
+        self._device_cache = getattr(self._pool, "cached_block_hash_to_block", None)
+        self._begin_generation()
 
-        What the files say is then no longer what computes, so there is no identity from here on.
-        """
+    def _notice_reset(self) -> None:
+        """vLLM does not tell connectors when it empties its prefix cache, unless asked to; but then its pool has a new
+        table."""
+        if self._pool is not None and self._pool.cached_block_hash_to_block is not self._device_cache:
+            self._device_cache = self._pool.cached_block_hash_to_block
+            self._begin_generation()
+
+    def _begin_generation(self) -> None:
+        """The weights in memory may be others from here on. What was computed before is not offered any more."""
+        late, self._late_dumps = self._late_dumps, []
+        self.dumps.drop(late)
         self._holds.drop()
-        self.gate.off(
-            "vLLM reset the connector's cache: the weights in memory may no longer be those of the files",
-            MissReason.IDENTITY_UNKNOWN,
-        )
+        self.gate.doubt(emptied=True)
+        for name, tracked in self._live.items():
+            tracked.renew()
+            self._due[name] = self._block_tokens
+        logger.info("vLLM emptied its prefix cache: the weights in memory are looked at before it is used again")
+
+    def _device_cache_is_empty(self) -> bool:
+        return self._pool is not None and not len(self._pool.cached_block_hash_to_block)
 
     @property
     def wants_steps(self) -> bool:
@@ -455,15 +491,17 @@ class SchedulerHalf:
     # Inside -------------------------------------------------------------------------------------------------
 
     def _open(self) -> bool:
-        if self._lookups is not None:
-            return self.gate.phase == OPEN
-        self.gate.poll()
         if self.gate.phase != OPEN:
-            return False
-        self._keys = self._make_keys(self.gate.identity_text)
-        self._early.open(self.gate.readers)
-        self._lookups = self._make_lookups(self.gate.store, self.gate.masks, self._early)
-        self.dumps.open(self.gate.ranks)
+            self.gate.poll()
+            if self.gate.phase != OPEN:
+                return False
+        opened = (self.gate.store, self.gate.identity_text)
+        if self._opened != opened:  # the first, or another identity
+            self._opened = opened
+            self._keys = self._make_keys(self.gate.identity_text)
+            self._early.open(self.gate.readers)
+            self._lookups = self._make_lookups(self.gate.store, self.gate.masks, self._early)
+            self.dumps.open(self.gate.ranks)
         return True
 
     def _start_lookup(self, tracked: Tracked) -> None:

@@ -29,6 +29,7 @@ class Tracked:
         "asked",
         "audit",
         "banned_from",
+        "barred",
         "confirming",
         "cursor",
         "failures",
@@ -58,6 +59,7 @@ class Tracked:
         self.cursor = 0  # blocks before it were offered, or are in the store
         #: So many blocks were computed before that time, and wait for a look at the adapter that begins after it.
         self.confirming: tuple[int, float] | None = None
+        self.barred = False  # it holds blocks of weights that may be gone: none of it is offered
         self.judged = False  # whether this hit is audited was decided
         self.audit = range(0)  # ordinals of stored blocks that are computed to be compared
         self.judged_hit = range(0)  # ordinals of the hit that was judged last
@@ -91,6 +93,15 @@ class Tracked:
         self.judged_hit = range(0)
         self.cursor = 0
         self.confirming = None
+        self.barred = False
+        self.touched_at = NEVER
+
+    def renew(self) -> None:
+        """The weights may be others from here on: its keys name blocks of those before."""
+        self.keys, self.keyable, self.lookup, self.waits_since = [], True, None, None
+        self.judged, self.audit, self.judged_hit = False, range(0), range(0)
+        self.cursor, self.banned_from, self.confirming = 0, _NEVER, None
+        self.barred = self.barred or self.request.num_computed_tokens > 0
         self.touched_at = NEVER
 
     def adopt(self, presence: Presence) -> bool:

@@ -8,7 +8,7 @@ as failed, so that no request waits for something that will not come.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,7 @@ def served_tiers(store: UcmKVStoreBaseV1, task: Any) -> tuple[int, ...]:
 class _Running:
     work: Any
     task: Any
+    store: UcmKVStoreBaseV1  # it was begun on, which may be closed by now
     keep: Any = None  # what must live as long as the device may read it
     staged: bool = False
     began: float = 0.0
@@ -132,14 +133,13 @@ class Loads:
         except Exception as error:
             throttle.warning("load", "a load was refused: %s", error)
             return self._fail_all(load, reason_of(error))
-        self._running.append(_Running(load, task, began=self.times.clock()))
+        self._running.append(_Running(load, task, store, began=self.times.clock()))
 
-    def poll(self, store: UcmKVStoreBaseV1 | None) -> None:
+    def poll(self) -> None:
         """Notice which have ended."""
-        if store is None or not self._running:
-            return
         still = []
         for running in self._running:
+            store = running.store
             if not finished(store, running.task):
                 still.append(running)
                 continue
@@ -268,18 +268,33 @@ class Dumps:
                 refused.add(dump.request)
                 self._refuse(dump, busy=False)
             else:
-                self._running.append(_Running(dump, task, keep=event[1], began=self.times.clock()))
+                self._running.append(_Running(dump, task, store, keep=event[1], began=self.times.clock()))
 
     def _refuse(self, dump: Dump, busy: bool) -> None:
         self._done.append(DumpResult(dump.job, tuple(range(len(dump.blocks))), busy))
 
-    def poll(self, store: UcmKVStoreBaseV1 | None) -> None:
+    def settle(self, jobs: Collection[int]) -> None:
+        """Return when the source blocks of these jobs were read, or never will be: they are about to be overwritten.
+
+        Reading is a copy in memory, begun a step ago or earlier, so there is rarely anything to wait for; what hangs
+        is ended by the store's deadline of a dump.
+        """
+        for running in self._running:
+            if running.work.job in jobs and not running.staged:
+                try:
+                    if running.store.has_staged_level:
+                        running.store.wait(running.task, until="staged")
+                    else:
+                        running.store.wait(running.task)
+                except Exception as error:  # told when it is polled
+                    throttle.warning("settle", "a dump failed: %s", error)
+
+    def poll(self) -> None:
         """Notice which are staged and which have ended."""
-        if store is None or not self._running:
-            return
         still = []
         for running in self._running:
             dump: Dump = running.work
+            store = running.store
             if not running.staged and finished(store, running.task, staged=True):
                 running.staged, running.keep = True, None
                 self._staged.append(dump.job)

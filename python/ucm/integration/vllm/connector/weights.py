@@ -49,7 +49,8 @@ PROGRESS_S = 10.0
 CLOCK_SLACK_NS = 20_000_000
 
 _LABEL = b"UCMWEIGHTS"
-_DECLARED = "declared:"
+#: Start of the mode in which the user names the weights.
+DECLARED = "declared:"
 
 
 def engine_start_ns() -> int:
@@ -114,8 +115,8 @@ class WeightsDigest:
         self._memory: DigestMemory | None = None
         self._asked, self._answered = 0, 0
         self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        if mode.startswith(_DECLARED):
-            if not mode[len(_DECLARED) :].strip():
+        if mode.startswith(DECLARED):
+            if not mode[len(DECLARED) :].strip():
                 raise ConfigError("identity.weights: declared: needs a text that names these weights")
             self._state = WeightsState("known", mode)
         elif mode not in ("full", "sampled"):

@@ -20,8 +20,17 @@ from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.health import StoreHealth
 from ucm.integration.vllm.connector.hints import pass_hints, prefetch_room, wants_touches
 from ucm.integration.vllm.connector.layout import KVLayout, LayoutError
-from ucm.integration.vllm.connector.metadata import VERSION, Handshake, RankReport, StepPlan, StoreSetup, WorkerReport
+from ucm.integration.vllm.connector.metadata import (
+    VERSION,
+    Handshake,
+    RankReport,
+    StepPlan,
+    StoreSetup,
+    WeightsWord,
+    WorkerReport,
+)
 from ucm.integration.vllm.connector.metrics import DUMP_SECONDS, LOAD_SECONDS, LOADED_BYTES, PUBLISHED_BYTES
+from ucm.integration.vllm.connector.model_memory import ModelMemory
 from ucm.integration.vllm.connector.tier_counts import TierCounts
 from ucm.integration.vllm.connector.transfers import Dumps, Loads, no_event
 from ucm.store import part_mask
@@ -47,13 +56,17 @@ class WorkerHalf:
         wanted_block_size: int | None,
         identity: Callable[[], dict[str, Any]],
         candidates: Sequence[Candidate],
+        memory: ModelMemory | None = None,
         shutdown_allowance: float = 3.0,
         health: StoreHealth | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``wanted_block_size``: what the user wrote, tokens or bytes; ``identity`` gives this rank's identity without
-        weights; ``shutdown_allowance`` is in seconds."""
+        weights; ``memory``: the weights in memory, None where they cannot be reached; ``shutdown_allowance`` is in
+        seconds."""
         self.rank = rank
+        self._memory = memory
+        self._weights: WeightsWord | None = None  # to be told
         self._part = part
         self._mask = part_mask(*part)
         self._writer = writer
@@ -86,7 +99,12 @@ class WorkerHalf:
     # Start --------------------------------------------------------------------------------------------------
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Learn where the KV lies. Raises :class:`~ucm.errors.ConfigError` when the user wrote another block size."""
+        """Learn where the KV lies, and how the weights look that were just loaded.
+
+        Raises :class:`~ucm.errors.ConfigError` when the user wrote another block size.
+        """
+        if self._memory is not None:
+            self._memory.remember()
         try:
             self._layout = KVLayout(caches, self._layers)
             self._problem = ""
@@ -122,8 +140,8 @@ class WorkerHalf:
         config = setup.config | self.handshake().shapes | {"identity": setup.identity, "part": self._part}
         config["device_id"] = device.index or 0
         attempt, make = setup.attempt, self._candidates[setup.choice].make
-        # Another store was tried before this one, perhaps opened since the last step: no transfer was begun on it, the
-        # gate is not open yet.
+        # Another store was tried before this one, perhaps opened since the last step, or served until the weights were
+        # replaced: what is under way on that one ends with it.
         self._take_opened()
         before, self._store, self._attempt = self._store, None, attempt
         self._told_ready = False
@@ -160,18 +178,35 @@ class WorkerHalf:
 
     def bind(self, plan: StepPlan) -> None:
         """The plan of the step that begins. What is left of the one before, begins first: with speculative decoding
-        vLLM does not ask every pipeline rank to save, and a dump that no rank answers for stays pinned for ever."""
+        vLLM does not ask every pipeline rank to save, and a dump that no rank answers for is never over."""
         self.start_loads()
         self.start_dumps()
         self._plan = plan
         if plan.version != VERSION:
             self._broken = f"the scheduler speaks version {plan.version}, this rank {VERSION}"
             return
+        if plan.settle:
+            self._settle(plan)
+        if plan.judge is not None:
+            self._weights = self._word(plan.judge)
         if plan.setup is not None:
             self._open(plan.setup)
         self._take_opened()
         if self._store is not None:
             pass_hints(plan, self._store, self._mask, self._writer)
+
+    def _settle(self, plan: StepPlan) -> None:
+        """Have blocks read that vLLM has given to others, before this step writes them."""
+        dumps = plan.dumps
+        plan.dumps = [dump for dump in dumps if dump.job in plan.settle]
+        self.start_dumps()
+        plan.dumps = [dump for dump in dumps if dump.job not in plan.settle]
+        self.dumps.settle(plan.settle)
+
+    def _word(self, generation: int) -> WeightsWord:
+        if self._memory is not None:
+            return self._memory.judge(generation)
+        return WeightsWord(generation, None, None, 0)
 
     def start_loads(self) -> None:
         """Begin this step's loads."""
@@ -198,7 +233,7 @@ class WorkerHalf:
 
     def take_ended_loads(self) -> set[str]:
         """Requests whose load ended, each named once, failed ones too."""
-        self.loads.poll(self._store)
+        self.loads.poll()
         return self.loads.take_ended()
 
     def take_bad_blocks(self) -> set[int]:
@@ -207,7 +242,7 @@ class WorkerHalf:
 
     def report(self) -> WorkerReport | None:
         """News for the scheduler half, None when there are none."""
-        self.dumps.poll(self._store)
+        self.dumps.poll()
         self._take_opened()
         unavailable = self._unavailable[1] if self._unavailable[0] == self._attempt else ""
         failures, served = self.loads.take_failures(), self.loads.take_served()
@@ -221,7 +256,8 @@ class WorkerHalf:
         gained, lost = (b"", b"") if self._store is None else take_early(self._store)
         # While it is not, every step says so: how old that word is tells the scheduler half what it is worth.
         changed = gained or lost or slots_changed or ready != self._told_ready or not (healthy and self._told_healthy)
-        if not (failures or served or self.dumps.news or changed or self._broken or unavailable):
+        weights, self._weights = self._weights, None
+        if not (failures or served or self.dumps.news or changed or self._broken or unavailable or weights):
             return None
         staged, done = self.dumps.take()
         self._told_ready, self._told_slots, self._told_healthy = ready, slots, healthy
@@ -247,6 +283,7 @@ class WorkerHalf:
                     wants_touches=self._store is not None and wants_touches(self._store),
                     prefetch_room=self._prefetch_room,
                     served=served,
+                    weights=weights,
                 )
             ]
         )
@@ -301,7 +338,7 @@ class WorkerHalf:
 
         def drain() -> None:
             while len(self.dumps) and self._clock() < deadline - CLOSE_S:
-                self.dumps.poll(store)
+                self.dumps.poll()
                 pause.wait(0.002)
             store.close()
 
