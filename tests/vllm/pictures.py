@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from models import HEAD_SIZE, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, MAX_LEN, VOCAB
 from PIL import Image
+from safetensors.torch import save_file
 from specs import BLOCK, prompt
 
 #: The token that stands for a picture in a prompt.
@@ -75,7 +76,16 @@ def write_llava(directory: Path, seed: int = 11) -> Path:
             if parameter.dim() > 1:
                 fan_in = parameter[0].numel()
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * (2.0 / fan_in**0.5))
-    model.save_pretrained(str(directory))
+    config.architectures = ["LlavaForConditionalGeneration"]
+    config.save_pretrained(str(directory))
+    # Named as checkpoints of LLaVA are, which is how vLLM knows them; transformers 5 has one level less.
+    weights = {
+        name.replace("vision_tower.vision_model.", "vision_tower.").replace(
+            "vision_tower.", "vision_tower.vision_model."
+        ): value.contiguous()
+        for name, value in model.state_dict().items()
+    }
+    save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
     words = {f"w{number}": number for number in range(VOCAB - 1)} | {"<image>": PICTURE}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()

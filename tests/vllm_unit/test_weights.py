@@ -479,7 +479,6 @@ def test_made_up_weights_are_off_unless_declared(engines: Any, tiny: Path) -> No
     [
         (lambda config: setattr(config.load_config, "load_format", "tensorizer"), "tensorizer"),
         (lambda config: setattr(config.model_config, "model_weights", "s3://bucket/model"), "s3://bucket/model"),
-        (lambda config: setattr(config, "weight_transfer_config", object()), "weight transfer"),
     ],
 )
 def test_weights_that_are_in_no_file_are_off(

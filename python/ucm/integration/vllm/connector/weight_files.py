@@ -96,10 +96,7 @@ def weight_source(vllm_config: VllmConfig) -> WeightSource:
     drafted = None
     if draft is not None:
         drafted = _source(draft, getattr(vllm_config.speculative_config, "draft_load_config", None) or load)
-    unknowable = ""
-    if getattr(vllm_config, "weight_transfer_config", None) is not None:
-        unknowable = f"weight transfer replaces the weights while the engine runs; {_DECLARE}"
-    return _source(model, load, drafted, unknowable)
+    return _source(model, load, drafted)
 
 
 def draft_model(vllm_config: VllmConfig) -> Any:
@@ -111,7 +108,7 @@ def draft_model(vllm_config: VllmConfig) -> Any:
     return draft
 
 
-def _source(model: Any, load: Any, draft: WeightSource | None = None, unknowable: str = "") -> WeightSource:
+def _source(model: Any, load: Any, draft: WeightSource | None = None) -> WeightSource:
     architectures = getattr(model.hf_config, "architectures", None) or []
     second = [(key, getattr(model.hf_config, key, None)) for key in _SECOND_MODELS]
     return WeightSource(
@@ -123,7 +120,7 @@ def _source(model: Any, load: Any, draft: WeightSource | None = None, unknowable
         second_models=tuple((key, str(value)) for key, value in second if value),
         with_code=bool(model.trust_remote_code),
         draft=draft,
-        unknowable=_unknowable(model, load) or unknowable or (draft.unknowable if draft is not None else ""),
+        unknowable=_unknowable(model, load) or (draft.unknowable if draft is not None else ""),
     )
 
 
