@@ -212,21 +212,23 @@ def test_weights(engine: str, row: EngineRow, live: Live, model: Path, other_mod
         pytest.skip("this row is about our identities")
     stored, fresh = live.store_prompt(), live.new_prompt()
     right = live.ask(fresh, salt="another key, the same computation")
-    for replace in (
-        lambda: live.engine.rpc("reload_weights", weights_path=str(other_model)),
-        lambda: live.engine.rpc("probe_scale_weights", 1.25),
-    ):
-        replace()
+
+    def others() -> None:
         live.engine.reset()
-        others = live.ask(stored.tokens, salt="another key, the same computation").tokens
-        assert others != stored.right.tokens, "the weights do not matter to this prompt"
+        answer = live.ask(stored.tokens, salt="another key, the same computation").tokens
+        assert answer != stored.right.tokens, "the weights do not matter to this prompt"
         for _ in range(2):
-            assert live.ask(stored.tokens).tokens == others, "wrong tokens"
+            assert live.ask(stored.tokens).tokens == answer, "wrong tokens"
             live.ask(fresh)
-        live.engine.rpc("reload_weights", weights_path=str(model))
-        live.engine.reset()
-        assert live.is_hit(stored), "what these weights stored is no hit any more"
-        assert live.ask(fresh).tokens == right.tokens, "wrong tokens"
+
+    live.engine.rpc("probe_scale_weights", 1.25)
+    others()
+    live.engine.rpc("reload_weights", weights_path=str(other_model))
+    others()
+    live.engine.rpc("reload_weights", weights_path=str(model))
+    live.engine.reset()
+    assert live.is_hit(stored), "what these weights stored is no hit any more"
+    assert live.ask(fresh).tokens == right.tokens, "wrong tokens"
     _judge(live, stored)
 
 

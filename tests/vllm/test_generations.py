@@ -1,95 +1,39 @@
 """Weights that are replaced in a running engine, by every route that a CPU has: right tokens, then hits again.
 
-An engine of each kind lives through all of it: scheduler and worker in processes of their own, as servers run them,
-and in the process of their user, as trainers do. The second kind begins on the disk that the first one left: it is the
-fresh engine that must meet nothing but what its own files computed.
+Two engines live through all of it, one after the other on one disk: first one whose scheduler and worker are processes
+of their own, as servers run them, then one in the process of its user, as trainers do, which steps when it is called.
+The second one is the fresh engine that must meet nothing but what its own files computed.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from cases import REPLACED, STORED, Case
 from checks import assert_reused, assert_same
 from harness import Engine, EngineHost, wait_until
-from lives import Disk, new_disk
+from lives import new_disk
 from specs import EngineSpec, Result
 
 CASE, LATE = STORED["middle"], STORED["shared_b"]
 
 
-@pytest.fixture(scope="session")
-def disks(work: Path) -> dict[str, Disk]:
-    """One for each runner."""
-    return {runner: new_disk(work, f"generations-{runner}") for runner in ("v1", "v2")}
-
-
-@pytest.mark.parametrize("kind", ["own processes", "one process"])
 def test_weights_replaced(
-    kind: str,
-    runner: str,
-    host: EngineHost,
-    model: Path,
-    other_model: Path,
-    disks: dict[str, Disk],
-    reference: dict[str, Result],
+    runner: str, host: EngineHost, model: Path, other_model: Path, work: Path, reference: dict[str, Result]
 ) -> None:
-    in_process = kind == "one process"
-    spec = EngineSpec(
-        model, runner, disks[runner].store(), label=f"{'inproc' if in_process else 'weights'}-{runner}", fork=False
-    )
-    engine = host.get(spec.but(in_process=in_process))
-    life = _Life(engine, in_process)
-    if in_process:  # what the first kind stored under these files
-        fresh = life.ask(CASE)
-        assert_same(fresh, reference["middle"])
-        assert_reused(fresh, CASE)
-        # asked of the other files, and of weights without a name, never of these
-        late = life.ask(LATE)
-        assert_same(late, reference["shared_b"])
-        assert late.cached == 0
-    else:
-        assert_same(life.ask(CASE), reference["middle"])
+    store = new_disk(work, f"generations-{runner}").store()
+    spec = EngineSpec(model, runner, store, label=f"weights-{runner}", fork=False)
+    server = _Life(host.get(spec), in_process=False)
+    assert_same(server.ask(CASE), reference["middle"])
+    server.replaced(model, other_model, reference)
+    host.stop()
 
-    life.empty()
-    life.hits(CASE, reference["middle"])  # a plain reset
-
-    engine.rpc("reload_weights", weights_path=str(other_model))
-    life.empty()
-    first = life.ask(CASE)
-    assert_same(first, reference[REPLACED["middle"]])
-    if in_process:
-        assert_reused(first, CASE)  # other engines have computed it from these files
-    else:
-        assert first.cached == 0
-        assert_same(life.ask(LATE), reference[REPLACED["shared_b"]])
-    life.empty()
-    life.hits(CASE, reference[REPLACED["middle"]])
-
-    engine.rpc("reload_weights", weights_path=str(model))
-    life.empty()
-    life.hits(CASE, reference["middle"])
-    for level in (1, 2):
-        engine.call("sleep", level=level)
-        engine.call("wake_up")
-        life.hits(CASE, reference["middle"])
-
-    life.interrupted(STORED["turn"], reference["turn"])
-
-    engine.rpc("probe_scale_weights", 1.25)  # as a trainer's extension writes them
-    life.empty()
-    written = life.ask(CASE)
-    assert written.tokens != reference["middle"].tokens
-    assert written.cached == 0
-    life.ask(LATE)
-    life.empty()
-    life.hits(CASE, written)
-    assert "their KV is kept for this process alone" in engine.log_text()
-
-    engine.rpc("reload_weights", weights_path=str(model))
-    life.empty()
-    life.hits(CASE, reference["middle"])
+    trainer = _Life(host.get(spec.but(in_process=True, label=f"trainer-{runner}")), in_process=True)
+    trainer.hits(CASE, reference["middle"])  # what the other one stored of these files
+    late = trainer.ask(LATE)  # asked there of other files, and of weights without a name, but never of these
+    assert_same(late, reference["shared_b"])
+    assert late.cached == 0
+    trainer.replaced(model, other_model, reference)
     host.stop()
 
 
@@ -115,6 +59,50 @@ class _Life:
         answer = self.ask(case)
         assert_same(answer, right)
         assert_reused(answer, case)
+
+    def replaced(self, model: Path, other_model: Path, reference: dict[str, Result]) -> None:
+        """All of it. ``CASE`` was asked before."""
+        engine, right, others = self.engine, reference["middle"], reference[REPLACED["middle"]]
+        self.empty()
+        self.hits(CASE, right)  # nothing was replaced
+
+        engine.rpc("reload_weights", weights_path=str(other_model))
+        self.empty()
+        first = self.ask(CASE)
+        assert_same(first, others)
+        if self.in_process:
+            assert_reused(first, CASE)  # the engine before has computed it from these files
+        else:
+            assert first.cached == 0
+            assert_same(self.ask(LATE), reference[REPLACED["shared_b"]])
+        self.empty()
+        self.hits(CASE, others)
+
+        engine.rpc("reload_weights", weights_path=str(model))
+        self.empty()
+        self.hits(CASE, right)
+        for level in (1, 2):
+            engine.call("sleep", level=level)
+            engine.call("wake_up")
+            self.hits(CASE, right)
+
+        self.interrupted(STORED["turn"], reference["turn"])
+
+        engine.rpc("probe_scale_weights", 1.25)  # as a trainer's extension writes them
+        self.empty()
+        written = self.ask(CASE)
+        assert written.tokens != right.tokens
+        assert written.cached == 0
+        self.ask(LATE)
+        self.empty()
+        self.hits(CASE, written)
+        assert "their KV is kept for this process alone" in engine.log_text()
+
+        # The files that were named last, named again, cannot be told from another write.
+        for path, answer in ((other_model, others), (model, right)):
+            engine.rpc("reload_weights", weights_path=str(path))
+            self.empty()
+            self.hits(CASE, answer)
 
     def interrupted(self, case: Case, right: Result) -> None:
         """vLLM's cache is emptied in the middle of requests, whose answers stay right."""
