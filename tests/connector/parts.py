@@ -197,6 +197,7 @@ class Rig:
         candidates = candidates or [candidate("Memory", lambda config: self.store)]
         self.names = tuple(one.name for one in candidates)
         self.named = Named()
+        self.pauses: list[float] = []  # of the scheduler's thread
         self.gate = Gate(
             own_identity={"dtype": "float32"},
             identity=self.named,
@@ -223,6 +224,7 @@ class Rig:
             may_load=settings.pop("may_load", True),
             audit_one_in=settings.pop("audit_one_in", 0),
             clock=self.clock,
+            pause=self.pauses.append,
         )
         self.half.bind_manager(self.tables)
         self.half.bind_pool(self.tables.block_pool)

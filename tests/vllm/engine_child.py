@@ -107,7 +107,7 @@ class InProcess(Child):
             prompt, options = asked(request)
             params = options.pop("sampling_params")
             self.engine.add_request(options.pop("request_id"), prompt, params, **options)
-            self.outputs[request["id"]] = None
+            self.outputs[request["id"]], self.produced[request["id"]] = None, 0
         return [request["id"] for request in requests]
 
     async def step(self, steps: int) -> None:
@@ -115,6 +115,7 @@ class InProcess(Child):
         for _ in range(steps):
             for output in self.engine.step():
                 self.outputs[output.request_id] = output
+                self.produced[output.request_id] = len(output.outputs[0].token_ids)
 
     async def collect(self, ids: list[str]) -> list[dict[str, Any]]:
         """Steps until these requests ended, and no step longer."""

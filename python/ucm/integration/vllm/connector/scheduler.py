@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 #: Sent in every step with nothing to do.
 NOTHING = StepPlan()
 
+#: A step that computes nothing, because its requests wait for an answer, leaves the processor and the interpreter to
+#: the threads that find it out, for so many seconds: vLLM steps again at once, thousands of times until then.
+YIELD_S = 0.0005
 #: A live request tells the store that its blocks are in use at most so often, in seconds.
 TOUCH_S = 60.0
 
@@ -75,6 +78,7 @@ class SchedulerHalf:
         items_used: Callable[[Any, int], None] | None = None,
         closers: Sequence[Callable[[], None]] = (),
         clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         """``block_tokens``: tokens of one device block; ``lookup_allowance``: seconds from vLLM's first question;
         ``rates``: where the measured speeds are kept; ``may_load``: whether vLLM hands out only blocks that no step
@@ -93,7 +97,8 @@ class SchedulerHalf:
         self._items_used = items_used
         self._hits = Hits(admission, audit_one_in, block_tokens, lambda: gate.block_bytes, min_hit_tokens)
         self._closers = closers
-        self._clock = clock
+        self._clock, self._pause = clock, pause
+        self._waited_for = False  # some request was put off since the last plan
         self._presence = Presence()
         self.health = RanksHealth(clock)
         self._early = EarlyHits()
@@ -219,6 +224,7 @@ class SchedulerHalf:
         """vLLM is to ask again: the request loses a step."""
         tracked.reason = MissReason.NOT_TAKEN
         self.put_off += 1
+        self._waited_for = True
         return None, False
 
     def _worth_waiting(self, tracked: Tracked) -> bool:
@@ -296,6 +302,9 @@ class SchedulerHalf:
                 self._plan_dumps(output, dumps)
             except Exception as error:
                 throttle.warning("offers", "blocks of a step could not be offered: %r", error)
+        waited_for, self._waited_for = self._waited_for, False
+        if waited_for and not output.total_num_scheduled_tokens:
+            self._pause(YIELD_S)
         loads, judge = self._loads, self.gate.take_question()
         touched, prefetch = self._memory.take() if is_open else ([], None)
         if not (setup or dumps or loads or touched or prefetch or settle) and judge is None:
