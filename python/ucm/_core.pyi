@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
-__all__ = ["BlockHasher", "Store", "Task", "__version__", "crc32c", "part_mask", "record_ids"]
+__all__ = ["BlockHasher", "QuietSha256", "Store", "Task", "__version__", "crc32c", "part_mask", "record_ids"]
 
 __version__: str
 
