@@ -187,6 +187,10 @@ impl Backend for AutoBackend {
         self.now().lookup(ids, stop_at_missing, deadline, done);
     }
 
+    fn answers_at_once(&self) -> bool {
+        self.now().answers_at_once()
+    }
+
     fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>) {
         self.now().read(id, slot, again, deadline, done);
     }
@@ -277,10 +281,6 @@ impl Backend for AutoBackend {
 
     fn on_evicted(&self, hook: Evicted) -> bool {
         self.now().on_evicted(hook)
-    }
-
-    fn answers_at_once(&self) -> bool {
-        self.now().answers_at_once()
     }
 
     fn place(&self, id: BlockId, from: usize) -> Option<usize> {
