@@ -416,6 +416,21 @@ def test_blocks_that_vllm_hands_to_others_are_read_before_the_step_writes_them(c
     assert rig.half.dumps.published_blocks == 2
 
 
+def test_what_is_overtaken_is_read_whatever_fails_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(blocks=2)
+    first = rig.request("a", 2 * BLOCK)
+    rig.later.run()
+    assert rig.half.matched(first, 0) == (0, False)
+    rig.half.admitted(first, rig.tables.allocate(first, 2), 0)
+    job = rig.step(first).dumps[0].job
+    rig.half.finished(first)
+    rig.tables.free(first)
+    second = rig.request("b", 2 * BLOCK, seed=1)
+    rig.tables.allocate(second, 2)
+    monkeypatch.setattr(rig.gate, "take_setup", lambda: 1 / 0)
+    assert rig.step(second).settle == [job]
+
+
 def test_what_was_offered_at_the_end_and_is_overtaken_is_sent_and_settled_in_one_step() -> None:
     rig = Rig(blocks=2)
     first = rig.request("a", 2 * BLOCK)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -281,12 +282,24 @@ class SchedulerHalf:
     # Steps --------------------------------------------------------------------------------------------------
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
-        """What the workers do in this step. Whatever goes wrong with dumps, the loads vLLM waits for are sent."""
+        """What the workers do in this step. Whatever goes wrong in here: the loads that vLLM waits for are sent, and
+        what others are about to overwrite is read before."""
+        settle = self.dumps.overtaken(self._live)
+        try:
+            plan = self._plan(output)
+        except Exception as error:
+            throttle.warning("plan", "a step could not be planned: %r", error)
+            plan = StepPlan(loads=self._loads)
+            self._loads = []
+        if settle:
+            plan = replace(plan, settle=settle)
+        return plan
+
+    def _plan(self, output: SchedulerOutput) -> StepPlan:
         self._notice_reset()
-        is_open = self._open() and self.gate.sure
+        is_open = self._open()
         self._others.planned(output, self._live)
         now = self._clock()
-        settle = self.dumps.overtaken(self._live)
         self.admission.pace.planned(output.num_scheduled_tokens, output.total_num_scheduled_tokens, now)
         if now >= self.account.next_summary:
             self.account.summary(now, self.gate.block_bytes)
@@ -297,6 +310,7 @@ class SchedulerHalf:
         self._tell_items(output)
         if self._holds:
             self._end_holds(is_open, dumps, now)
+        is_open = is_open and self.gate.sure
         if is_open:
             try:
                 self._plan_dumps(output, dumps)
@@ -307,12 +321,10 @@ class SchedulerHalf:
             self._pause(YIELD_S)
         loads, judge = self._loads, self.gate.take_question()
         touched, prefetch = self._memory.take() if is_open else ([], None)
-        if not (setup or dumps or loads or touched or prefetch or settle) and judge is None:
+        if not (setup or dumps or loads or touched or prefetch) and judge is None:
             return NOTHING
         self._loads = []
-        return StepPlan(
-            setup=setup, loads=loads, dumps=dumps, touched=touched, prefetch=prefetch, settle=settle, judge=judge
-        )
+        return StepPlan(setup=setup, loads=loads, dumps=dumps, touched=touched, prefetch=prefetch, judge=judge)
 
     @harmless(None)
     def _tell_items(self, output: SchedulerOutput) -> None:
