@@ -316,11 +316,11 @@ class SchedulerHalf:
                 self._plan_dumps(output, dumps)
             except Exception as error:
                 throttle.warning("offers", "blocks of a step could not be offered: %r", error)
+        loads, judge = self._loads, self.gate.take_question()
+        touched, prefetch = self._memory.take() if is_open else ([], None)
         waited_for, self._waited_for = self._waited_for, False
         if waited_for and not output.total_num_scheduled_tokens:
             self._pause(YIELD_S)
-        loads, judge = self._loads, self.gate.take_question()
-        touched, prefetch = self._memory.take() if is_open else ([], None)
         if not (setup or dumps or loads or touched or prefetch) and judge is None:
             return NOTHING
         self._loads = []
