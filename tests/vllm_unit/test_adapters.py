@@ -166,6 +166,7 @@ def test_an_adapter_being_hashed_holds_up_no_look_at_another(tmp_path: Path, mon
     small, large, clock = make_adapter(tmp_path / "a"), make_adapter(tmp_path / "b"), HandClock()
     digests = AdapterDigests(since_ns=ALWAYS, clock=clock)
     digests.payload(lora(small))
+    settle(digests)
     go, real = threading.Event(), adapters._digest
 
     def slow(*args: Any) -> Any:
@@ -177,12 +178,13 @@ def test_an_adapter_being_hashed_holds_up_no_look_at_another(tmp_path: Path, mon
     with pytest.raises(UnkeyableError):
         digests.payload(lora(large, 2))
     make_adapter(small, content=b"retrain")
+    since = clock.now
     clock.now += 0.01
-    assert digests.current(lora(small), 0.0) is None
+    assert digests.current(lora(small), since) is None
     done = threading.Event()
     digests._looking.submit(done.set)
     assert done.wait(60)
-    assert digests.current(lora(small), 0.0) is False
+    assert digests.current(lora(small), since) is False
     go.set()
 
 
