@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 #: Sent in every step with nothing to do.
 NOTHING = StepPlan()
 
-#: A step that computes nothing, because its requests wait for an answer, leaves the processor and the interpreter to
-#: the threads that find it out, for so many seconds: vLLM steps again at once, thousands of times until then.
+#: A step that computes nothing waits for an answer, a load or a dump, and leaves the processor and the interpreter to
+#: those who are at it, for so many seconds: vLLM steps again at once, thousands of times until then.
 YIELD_S = 0.0005
 #: A live request tells the store that its blocks are in use at most so often, in seconds.
 TOUCH_S = 60.0
@@ -99,7 +99,6 @@ class SchedulerHalf:
         self._hits = Hits(admission, audit_one_in, block_tokens, lambda: gate.block_bytes, min_hit_tokens)
         self._closers = closers
         self._clock, self._pause = clock, pause
-        self._waited_for = False  # some request was put off since the last plan
         self._presence = Presence()
         self.health = RanksHealth(clock)
         self._early = EarlyHits()
@@ -225,7 +224,6 @@ class SchedulerHalf:
         """vLLM is to ask again: the request loses a step."""
         tracked.reason = MissReason.NOT_TAKEN
         self.put_off += 1
-        self._waited_for = True
         return None, False
 
     def _worth_waiting(self, tracked: Tracked) -> bool:
@@ -318,8 +316,7 @@ class SchedulerHalf:
                 throttle.warning("offers", "blocks of a step could not be offered: %r", error)
         loads, judge = self._loads, self.gate.take_question()
         touched, prefetch = self._memory.take() if is_open else ([], None)
-        waited_for, self._waited_for = self._waited_for, False
-        if waited_for and not output.total_num_scheduled_tokens:
+        if not output.total_num_scheduled_tokens:
             self._pause(YIELD_S)
         if not (setup or dumps or loads or touched or prefetch) and judge is None:
             return NOTHING
