@@ -207,12 +207,6 @@ def test_a_change_while_the_engine_runs_makes_them_unknown_for_good(engines: Any
         _ = digest.value
 
 
-def test_a_reload_makes_them_unknown(engines: Any, tmp_path: Path) -> None:
-    digest = digest_of(engines.make_model(tmp_path / "m"))
-    digest.invalidate("the weights were updated in place")
-    assert digest.state == WeightsState("unknown", reason="the weights were updated in place")
-
-
 def test_a_file_that_changes_under_the_hash_is_unknown(
     engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

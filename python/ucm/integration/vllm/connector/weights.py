@@ -168,10 +168,6 @@ class WeightsDigest:
             self._changed.wait_for(lambda: self._answered >= ticket or self._closed, timeout)
             return self._state
 
-    def invalidate(self, reason: str) -> None:
-        """The weights in memory were replaced by other means: unknown from now on, and ``reason`` says why."""
-        self._settle(WeightsState("unknown", reason=reason))
-
     def close(self) -> None:
         """End the threads as soon as the system lets them; joins none. Idempotent."""
         with self._changed:
