@@ -8,7 +8,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::segments::{self, change, loads};
+use common::segments::{self, change, loads, write};
 use common::shared::{in_time, on};
 use common::{Above, Device, Setup, Store, directory, eventually, ids};
 use ucm_core::{BlockId, ErrorKind};
@@ -33,27 +33,6 @@ fn quick() -> Setup {
         slots: 40,
         ..segments::quick()
     }
-}
-
-/// Puts blocks into one segment.
-fn write(dir: &std::path::Path, setup: &Setup, blocks: &[BlockId]) {
-    let store = Store::open(
-        dir,
-        Setup {
-            layout: patient().layout,
-            above: Above::Nothing,
-            slots: 64, // a quarter of them is never given to dumps
-            ..setup.clone()
-        },
-    );
-    let device = Device::filled(setup, blocks);
-    let task = store.engine.dump(device.rows(blocks)).unwrap();
-    eventually("the records are written", || {
-        store.engine.lookup(blocks).unwrap().iter().all(|&found| found)
-    });
-    store.backend.flush(false);
-    store.outcome(&task).unwrap();
-    assert_eq!(store.segments().len(), 1);
 }
 
 /// Reads of records asked of the medium since the log was forgotten.

@@ -9,7 +9,7 @@ use ucm_store::engine::{Task, Until};
 use ucm_store::segment::SegmentConfig;
 
 use super::shared::LONG;
-use super::{Device, Layout, Setup, Store, eventually, identity};
+use super::{Above, Device, Layout, Setup, Store, eventually, identity};
 
 /// Where a record lies.
 #[derive(Clone, Debug, PartialEq)]
@@ -75,6 +75,27 @@ pub(crate) fn places(file: &Path) -> Vec<Place> {
         })
     };
     (0..count.min(bytes.len() / 32)).filter_map(entry).collect()
+}
+
+/// Puts blocks into one segment.
+pub(crate) fn write(dir: &Path, setup: &Setup, blocks: &[BlockId]) {
+    let store = Store::open(
+        dir,
+        Setup {
+            layout: patient().layout,
+            above: Above::Nothing,
+            slots: 64, // a quarter of them is never given to dumps
+            ..setup.clone()
+        },
+    );
+    let device = Device::filled(setup, blocks);
+    let task = store.engine.dump(device.rows(blocks)).unwrap();
+    eventually("the records are written", || {
+        store.engine.lookup(blocks).unwrap().iter().all(|&found| found)
+    });
+    store.backend.flush(false);
+    store.outcome(&task).unwrap();
+    assert_eq!(store.segments().len(), 1);
 }
 
 /// Leaves the private segment of a writer that died at its seal, with these blocks of a device in it.
