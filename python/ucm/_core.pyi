@@ -7,9 +7,19 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
-__all__ = ["BlockHasher", "QuietSha256", "Store", "Task", "__version__", "crc32c", "part_mask", "record_ids"]
+__all__ = ["Asked", "BlockHasher", "QuietSha256", "Store", "Task", "__version__", "crc32c", "part_mask", "record_ids"]
 
 __version__: str
+
+@final
+class Asked:
+    """A lookup on a thread of the store."""
+
+    def answer(self) -> tuple[bytes, str] | None:
+        """What ``Store.locate_on_prefix`` says, with "absent" where all ids are stored; None while that is not known.
+
+        Never waits; raises what the lookup failed with.
+        """
 
 @final
 class BlockHasher:
@@ -93,6 +103,9 @@ class Store:
     def answers_at_once(self) -> bool: ...
     def locate_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[bytes, str | None]:
         """The stage that each id from the first on would be read from, a byte each, and why the next is no hit."""
+
+    def begin_locate_on_prefix(self, block_ids: Sequence[bytes]) -> Asked:
+        """The same on a thread of the store."""
 
     def load(
         self,

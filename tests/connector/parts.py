@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -71,6 +72,17 @@ class Later(Background):
             job()
 
 
+class Question:
+    """A lookup on a thread of a store, answered when a test says so."""
+
+    def __init__(self, ask: Callable[[], tuple[bytes, str]]) -> None:
+        self.ask = ask
+        self.answered = False
+
+    def answer(self) -> tuple[bytes, str] | None:
+        return self.ask() if self.answered else None
+
+
 class Memory(UcmKVStoreBaseV1):
     """Ids that are there; used for lookups only."""
 
@@ -80,6 +92,13 @@ class Memory(UcmKVStoreBaseV1):
         self.touched: list[bytes] = []
         self.lower: set[bytes] = set()  # of these, those that only a lower tier has
         self.at_once = False
+        self.questions: list[Question] | None = None  # begun so far, where it has a thread
+
+    def begin_locate_on_prefix(self, block_ids: Sequence[bytes]) -> Question | None:
+        if self.questions is None:
+            return None
+        self.questions.append(Question(lambda: self.locate_on_prefix(block_ids)))
+        return self.questions[-1]
 
     @property
     def answers_at_once(self) -> bool:
@@ -264,10 +283,10 @@ class Rig:
             KVConnectorOutput(finished_recving=recved, kv_connector_worker_meta=WorkerReport(ranks=list(ranks)))
         )
 
-    def request(self, name: str, length: int, seed: int = 0) -> Request:
+    def request(self, name: str, length: int, seed: int = 0, adapter: LoRARequest | None = None) -> Request:
         """A new request of so many tokens."""
         tokens = [(seed * 131 + index) % 1000 for index in range(length)]
-        request = Request(name, tokens, SamplingParams(max_tokens=64), None)
+        request = Request(name, tokens, SamplingParams(max_tokens=64), None, lora_request=adapter)
         self.half.on_new_request(request)
         return request
 

@@ -45,10 +45,8 @@ class AdapterRig(Rig):
     def keys(self, text: str) -> KeyMaker:
         return KeyMaker(text, BLOCK, "sha256", ExtraKeys(BLOCK, self.looks))
 
-    def request(self, name: str, length: int, seed: int = 0) -> Request:
-        request = super().request(name, length, seed)
-        request.lora_request = LoRARequest("x", 1, "/somewhere")
-        return request
+    def request(self, name: str, length: int, seed: int = 0, adapter: LoRARequest | None = None) -> Request:
+        return super().request(name, length, seed, adapter or LoRARequest("x", 1, "/somewhere"))
 
     def look(self) -> None:
         """A look at the files, which finds them as they were."""

@@ -15,6 +15,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from ucm.errors import BusyError, ClosedError
 from ucm.integration.vllm.connector.dumps import DRAIN_S, NEWS_S
 from ucm.integration.vllm.connector.halves import _may_load
 from ucm.integration.vllm.connector.lookup import AT_ONCE_TOKENS
@@ -65,6 +66,54 @@ def test_a_store_that_answers_from_memory_is_asked_at_once() -> None:
     assert rig.later.jobs == []  # no thread wakes up
     assert rig.half.matched(again, 0) == (3 * BLOCK, True)
     assert rig.half.stats()["put_off"] == 0
+
+
+def test_a_store_that_has_a_thread_is_asked_there() -> None:
+    rig = Rig()
+    rig.store.questions = []
+    request = rig.request("a", 3 * BLOCK + 1)
+    rig.stored(request, 3)
+    assert rig.later.jobs == []  # no thread of Python's
+    assert rig.half.matched(request, 0) == (None, False)
+    (question,) = rig.store.questions
+    question.answered = True
+    assert rig.half.matched(request, 0) == (3 * BLOCK, True)
+    assert rig.store.questions == [question]
+
+
+def test_what_a_thread_of_the_store_says_may_be_late_or_an_error() -> None:
+    rig = Rig()
+    rig.store.questions = []
+    late, wrong = rig.request("late", 3 * BLOCK + 1), rig.request("wrong", 3 * BLOCK + 1, seed=1)
+    rig.stored(late, 3)
+    rig.stored(wrong, 3)
+    assert rig.half.matched(late, 0) == rig.half.matched(wrong, 0) == (None, False)
+
+    def closed() -> tuple[bytes, str]:
+        raise ClosedError("the store is closed")
+
+    rig.store.questions[1].ask = closed
+    rig.store.questions[1].answered = True
+    assert rig.half.matched(wrong, 0) == (0, False)
+    rig.clock.now += 1
+    assert rig.half.matched(late, 0) == (0, False)
+    rig.store.questions[0].answered = True
+    assert rig.half.matched(late, 0) == (0, False), "too late is too late"
+    for request in (late, wrong):
+        rig.half.admitted(request, rig.tables.allocate(request, 4), 0)
+    assert rig.half.account.total.missed["lookup_late"] == 3
+
+
+def test_a_store_that_refuses_a_question_is_not_asked() -> None:
+    rig = Rig()
+
+    def busy(block_ids: Any) -> None:
+        raise BusyError("too many wait")
+
+    rig.store.begin_locate_on_prefix = busy  # type: ignore[method-assign]
+    request = rig.request("a", 3 * BLOCK + 1)
+    assert rig.half.matched(request, 0) == (0, False)
+    assert rig.later.jobs == []
 
 
 def test_what_could_take_long_is_done_on_a_thread() -> None:

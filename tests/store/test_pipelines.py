@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from blocks import BLOCK, PIECES, Memory, ids, record_files
 
 from ucm.config import load
-from ucm.errors import ConfigError, InvalidInputError, TaskError
+from ucm.errors import ClosedError, ConfigError, InvalidInputError, TaskError
 from ucm.store import UcmConnectorFactoryV1
 from ucm.store.posix import UcmPosixStore
 
@@ -238,3 +239,21 @@ def test_refusals(opened: Open, keys: dict[str, Any], words: str) -> None:
 )
 def test_whether_lookups_are_answered_from_memory(opened: Open, name: str, keys: dict[str, Any], at_once: bool) -> None:
     assert opened(name, **keys).answers_at_once is at_once
+
+
+@pytest.mark.parametrize("layout", ["file", "segment"])
+def test_a_lookup_on_a_thread_of_the_store_says_the_same(opened: Open, layout: str) -> None:
+    store = opened("UcmPipelineStore", store_pipeline="Cache|Posix", layout=layout)
+    dump(store, 4)
+    asked = ids(6)
+    for block_ids in (asked, asked[:4], asked[4:], []):
+        begun = store.begin_locate_on_prefix(block_ids)
+        while (answer := begun.answer()) is None:
+            threading.Event().wait(0.001)
+        assert answer == store.locate_on_prefix(block_ids)
+    begun = store.begin_locate_on_prefix(asked)
+    store.close()
+    with contextlib.suppress(ClosedError):
+        assert begun.answer() == (bytes(4), "absent"), "nobody waits for ever"
+    with pytest.raises(ClosedError):
+        store.begin_locate_on_prefix(asked)

@@ -1,7 +1,8 @@
 //! `ucm._core`: conversions between Python and the Rust core, no logic.
 //!
-//! Every call that can wait releases the GIL; no thread of the core ever takes it. Ids are 16 `bytes`, addresses NumPy
-//! `uint64` arrays, errors the tree of `ucm.errors`.
+//! Every call that can wait releases the GIL; no thread of the core ever takes it. Calls that take microseconds keep it: on
+//! a machine where every processor is busy, getting it back can take far longer than the call. Ids are 16 `bytes`, addresses
+//! NumPy `uint64` arrays, errors the tree of `ucm.errors`.
 
 mod convert;
 mod ffi;
@@ -22,7 +23,7 @@ mod _core {
     #[pymodule_export]
     use super::quiet::QuietSha256;
     #[pymodule_export]
-    use super::store::Store;
+    use super::store::{Asked, Store};
     #[pymodule_export]
     use super::task::Task;
 

@@ -53,7 +53,7 @@ impl Task {
     fn check(&self, py: Python<'_>, level: &str) -> PyResult<bool> {
         let level = until(py, level)?;
         self.check_process(py)?;
-        Ok(py.detach(|| self.task.check(&*self.clock, level)))
+        Ok(self.task.check(&*self.clock, level))
     }
 
     /// Waits for the level, at most `timeout` seconds; false if that came first.

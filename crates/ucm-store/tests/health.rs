@@ -182,6 +182,43 @@ fn all_windows_of_a_prefix_lookup_share_one_deadline() {
         FilesAlone,
         "a lookup of segments asks no file system, and below a memory it has half of the time"
     );
+    let (_dir, store, clock, gates) = two_looks_that_hang();
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| store.engine.lookup_on_prefix(&ids(100)).unwrap());
+        gates[0].await_waiting(1);
+        clock.advance(9 * SECOND);
+        gates[0].open();
+        gates[1].await_waiting(1);
+        clock.advance(2 * SECOND);
+        eventually("it is late", || asking.is_finished());
+        assert_eq!(asking.join().unwrap(), 64, "what was answered in time counts");
+    });
+    gates[1].open();
+    assert_eq!(store.missed("lookup_late"), 36);
+}
+
+#[test]
+fn a_lookup_that_nobody_waits_for_ends_in_time_too() {
+    only_over!(
+        FilesAlone,
+        "a lookup of segments asks no file system, and below a memory it has half of the time"
+    );
+    let (_dir, store, clock, gates) = two_looks_that_hang();
+    let begun = store.engine.begin_locate_on_prefix(ids(100)).unwrap();
+    gates[0].await_waiting(1);
+    assert!(begun.peek().is_none());
+    clock.advance(9 * SECOND);
+    gates[0].open();
+    gates[1].await_waiting(1);
+    clock.advance(SECOND + SECOND / 2);
+    eventually("it is late", || begun.peek().is_some());
+    let late = (vec![0; 64], Some(MissReason::LookupLate));
+    assert_eq!(begun.peek().unwrap().unwrap(), late);
+    gates[1].open();
+}
+
+/// A store with 64 blocks, of which the first two looks hang; a lookup may take ten seconds.
+fn two_looks_that_hang() -> (tempfile::TempDir, Store, Arc<ManualClock>, [Gate; 2]) {
     let (dir, clock) = (directory(), ManualClock::new());
     let setup = Setup {
         slots: 100,
@@ -198,18 +235,7 @@ fn all_windows_of_a_prefix_lookup_share_one_deadline() {
         let hang = Rule::on(OpKind::Stat, Fault::HangBefore(gate.clone()));
         store.fault(hang.lane(1).times(1));
     }
-    std::thread::scope(|scope| {
-        let asking = scope.spawn(|| store.engine.lookup_on_prefix(&ids(100)).unwrap());
-        gates[0].await_waiting(1);
-        clock.advance(9 * SECOND);
-        gates[0].open();
-        gates[1].await_waiting(1);
-        clock.advance(2 * SECOND);
-        eventually("it is late", || asking.is_finished());
-        assert_eq!(asking.join().unwrap(), 64, "what was answered in time counts");
-    });
-    gates[1].open();
-    assert_eq!(store.missed("lookup_late"), 36);
+    (dir, store, clock, gates)
 }
 
 #[test]

@@ -11,7 +11,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,14 @@ Until = Literal["staged", "published"]
 
 #: How soon a prefetched block will be asked for, the soonest first.
 Priority = Literal["urgent", "next_batch", "normal", "speculative"]
+
+
+class Asked(Protocol):
+    """A lookup under way on a thread of a store."""
+
+    def answer(self) -> tuple[bytes, str] | None:
+        """What :meth:`UcmKVStoreBaseV1.locate_on_prefix` says, None while that is not known. Never waits; raises what
+        the lookup failed with."""
 
 
 class Task:
@@ -154,6 +162,11 @@ class UcmKVStoreBaseV1(ABC):
         reason of :meth:`explain_on_prefix`. How fast loads are is measured for each tier."""
         last, reason = self.explain_on_prefix(block_ids)
         return bytes(last + 1), reason
+
+    def begin_locate_on_prefix(self, block_ids: Sequence[bytes]) -> Asked | None:  # noqa: ARG002 - see below
+        """:meth:`locate_on_prefix` on a thread of the store, which does not need the interpreter; never waits. None:
+        this store has no such thread, call the other one from one of yours."""
+        return None
 
     @property
     def answers_at_once(self) -> bool:

@@ -7,8 +7,8 @@ use std::time::Duration;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
 use ucm_infra::{Completion, Mono};
 
-use super::Core;
 use super::guard::reason_of;
+use super::{Core, LANE_ASKED};
 use crate::backend::Place;
 use crate::stats::Stats;
 
@@ -20,6 +20,11 @@ const CHUNK_MAX: usize = 1024;
 const SPREAD: usize = 4;
 /// What the pool may take to tell that the deadline passed.
 const GRACE: Duration = Duration::from_millis(5);
+/// How much longer than its own deadline a lookup may take that nobody waits for: others may be before it.
+const QUEUED: Duration = Duration::from_secs(1);
+
+/// What [`Core::locate_on_prefix`] answers.
+pub type Located = Result<(Vec<u8>, Option<MissReason>)>;
 
 impl Core {
     /// Which of these blocks are stored whole, as far as the lookup deadline lets us know; exact per id.
@@ -47,7 +52,7 @@ impl Core {
 
     /// The stage, counted from the top, that each id from the first on would be read from without a gap, and why the
     /// next one is no hit. Where a record is may change until it is read.
-    pub fn locate_on_prefix(self: &Arc<Self>, ids: &[BlockId]) -> Result<(Vec<u8>, Option<MissReason>)> {
+    pub fn locate_on_prefix(self: &Arc<Self>, ids: &[BlockId]) -> Located {
         let (now, asked) = self.begin(ids)?;
         if !asked {
             return Ok((Vec::new(), (!ids.is_empty()).then_some(MissReason::Unhealthy)));
@@ -67,6 +72,20 @@ impl Core {
         }
         self.end(now, stages.len());
         Ok((stages, reason))
+    }
+
+    /// The same on a thread of the engine; Busy when too many wait for it.
+    pub fn begin_locate_on_prefix(self: &Arc<Self>, ids: Vec<BlockId>) -> Result<Arc<Completion<Located>>> {
+        self.usable()?;
+        let (answer, core) = (Completion::new(), Arc::clone(self));
+        let deadline = self.clock.now().after(self.deadlines.lookup + QUEUED);
+        let done = Arc::clone(&answer);
+        let work = move || core.locate_on_prefix(&ids);
+        let tell = move |located: Result<Located>| {
+            done.complete(located.flatten());
+        };
+        self.copies.submit(LANE_ASKED, deadline, work, tell)?;
+        Ok(answer)
     }
 
     /// Whether lookups are answered from memory, without a system call. May change: a layout is decided by the first

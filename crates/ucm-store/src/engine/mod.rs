@@ -35,6 +35,7 @@ use crate::record::RecordLayout;
 use crate::stats::Stats;
 
 pub use config::{Deadlines, EngineConfig, Hint, Row};
+pub use lookup::Located;
 use refused::Refused;
 use task::OpenTasks;
 pub use task::{Task, Until};
@@ -47,6 +48,10 @@ pub const LANE_LOOKUP: usize = 1;
 pub const LANE_DUMP: usize = 2;
 /// Lane of space and housekeeping.
 pub const LANE_SPACE: usize = 3;
+
+/// Lane of the pool of copies for lookups that nobody waits for, and how many may be queued.
+const LANE_ASKED: usize = 3;
+const MOST_ASKED: usize = 1024;
 
 /// Most header hints remembered.
 const REMEMBERED: usize = 1 << 16;
@@ -150,6 +155,11 @@ impl Engine {
                     name: "dump",
                     capacity: copy_limit,
                     max_running: config.copy_threads.max(1),
+                },
+                Lane {
+                    name: "asked",
+                    capacity: MOST_ASKED,
+                    max_running: 1,
                 },
             ])
             .max_replacements(COPY_REPLACEMENTS)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ucm._core import Store
+from ucm._core import Asked, Store
 from ucm._core import Task as CoreTask
 from ucm.errors import ClosedError, DeadlineError, InvalidInputError, TaskError, UcmError, UnsupportedError
 from ucm.store.posix.settings import EngineSettings, PosixStoreSettings, read_settings
@@ -80,6 +80,11 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         tiers, reason = self._open().locate_on_prefix(block_ids)
         self._drain_events()
         return tiers, reason or "absent"
+
+    def begin_locate_on_prefix(self, block_ids: Sequence[bytes]) -> Asked:
+        asked = self._open().begin_locate_on_prefix(block_ids)
+        self._drain_events()
+        return asked
 
     @property
     def answers_at_once(self) -> bool:

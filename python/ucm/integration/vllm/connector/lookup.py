@@ -1,15 +1,17 @@
 """Asking the store how much of a prompt it has, without ever making a step wait.
 
-A :class:`Lookup` is made when a request arrives: hash the tokens, ask for every part, keep the shortest prefix. Where
-the store answers from memory that is done at once, in the scheduler's thread: another one would have to be woken, and
-to wait for the interpreter while the engine has it, which takes longer. Otherwise it is done on a background thread;
-vLLM's question is answered "not known yet" until it is, or until it is late.
+A :class:`Lookup` is made when a request arrives: hash the tokens, ask for every part, keep the shortest prefix. Tokens
+are hashed at once, in the scheduler's thread, and where the store answers from memory it is asked at once, too: another
+thread would have to be woken, and to wait for the interpreter while the engine has it, which takes longer. A store that
+has to ask a medium does that on a thread of its own, which does not need the interpreter, and is asked for its answer
+now and then. What needs more than that (files of adapters, long prompts, stores written in Python) is done on a
+background thread. vLLM's question is answered "not known yet" until it is, or until it is late.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from ucm.integration.vllm.connector.adapters import UnkeyableError
 from ucm.integration.vllm.connector.background import IDLE, Background
@@ -17,12 +19,15 @@ from ucm.integration.vllm.connector.early import EarlyHits
 from ucm.integration.vllm.connector.guard import say_once, throttle
 from ucm.reasons import MissReason, named, reason_of
 from ucm.store import record_ids
-from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+from ucm.store.ucmstore_v1 import Asked, UcmKVStoreBaseV1
 
 #: Longest prompt that is hashed and looked up at once, in tokens.
 AT_ONCE_TOKENS = 1 << 15
 #: Runs of published blocks and of early ones that one lookup follows in turn.
 ALTERNATIONS = 4
+
+#: A lookup in steps: yields record ids, is sent what ``locate_on_prefix`` says of them, returns hits and why no more.
+Prefix = Generator[list[bytes], tuple[bytes, str], tuple[int, MissReason]]
 
 
 def _reason_of(error: Exception) -> MissReason:
@@ -36,13 +41,14 @@ class Lookup:
     __slots__ = (
         "_asked",
         "_clock",
+        "_done",
         "_hits",
         "_keys",
+        "_look",
         "_reason",
         "adopted",
         "answered",
         "began",
-        "done",
         "hashing",
         "located_at",
         "seconds",
@@ -57,11 +63,23 @@ class Lookup:
         self._reason = MissReason.ABSENT
         self.began, self.seconds = clock(), 0.0  # and how long it took until it was answered
         self.hashing = True  # a thread computes the keys, or will
-        self.done = False  # the answer is final
+        self._done = False  # the answer is final
+        self._look: Callable[[], None] | None = None  # whether the store has answered
         self.answered = False  # and it is the store's
         self.tiers = b""  # that each of the hits would be loaded from, a byte each
         self.located_at = clock()  # when they were last asked for
         self.adopted = False  # and its findings were taken over
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is final."""
+        if not self._done and self._look is not None:
+            self._look()
+        return self._done
+
+    def followed(self, look: Callable[[], None]) -> None:
+        """The store was asked, and ``look`` looks whether it has answered."""
+        self._look = look
 
     @property
     def keys(self) -> list[bytes] | None:
@@ -93,7 +111,7 @@ class Lookup:
     def give_up(self, reason: MissReason) -> None:
         """End it without hits; what is still being hashed may be used for dumps."""
         self._reason = reason
-        self.done = True
+        self._done = True
 
     def not_started(self, reason: MissReason) -> None:
         """No thread will work on it."""
@@ -113,10 +131,15 @@ class Lookup:
 
     def answer(self, hits: int, reason: MissReason = MissReason.ABSENT) -> None:
         """The store answered, with the reason why it has no more; too late is too late."""
-        if not self.done:
+        if not self._done:
             self._hits, self._reason, self.answered = hits, reason, True
             self.seconds = self._clock() - self.began
-            self.done = True
+            self._done = True
+
+
+def _failed(lookup: Lookup, error: Exception) -> None:
+    throttle.warning("lookup", "a lookup failed, treated as a miss: %s", error)
+    lookup.give_up(_reason_of(error))
 
 
 def _of_blocks(tiers: bytes | bytearray, blocks: int, parts: int) -> bytes:
@@ -151,15 +174,22 @@ class Lookups:
         *,
         at_once: bool = False,
     ) -> Lookup:
-        """Begin; ``hash_tokens`` runs on the background thread, or here if it and the store answer ``at_once``."""
+        """Begin; ``hash_tokens`` runs here if it takes little (``at_once``), else on the background thread."""
         lookup = Lookup(clock)
-        if at_once and self._answers_at_once():
-            self._run(lookup, hash_tokens)
-        elif self._background.stalled():
-            lookup.not_started(MissReason.UNHEALTHY)
-        elif not self._background.submit(lambda: self._run(lookup, hash_tokens)):
-            lookup.not_started(MissReason.BUSY)
+        if not at_once:
+            self._submit(lookup, lambda: self._run(lookup, hash_tokens))
+        elif (keys := self._hashed(lookup, hash_tokens)) is not None:
+            if self._answers_at_once():
+                self._ask(lookup, keys)
+            elif not self._follow(lookup, keys):
+                self._submit(lookup, lambda: self._ask(lookup, keys))
         return lookup
+
+    def _submit(self, lookup: Lookup, job: Callable[[], None]) -> None:
+        if self._background.stalled():
+            lookup.not_started(MissReason.UNHEALTHY)
+        elif not self._background.submit(job):
+            lookup.not_started(MissReason.BUSY)
 
     def _answers_at_once(self) -> bool:
         try:
@@ -179,35 +209,79 @@ class Lookups:
             self._background.submit(lambda: self._touch(chain), IDLE)
 
     def _run(self, lookup: Lookup, hash_tokens: Callable[[], list[bytes]]) -> None:
+        keys = self._hashed(lookup, hash_tokens)
+        if keys is not None:
+            self._ask(lookup, keys)
+
+    def _hashed(self, lookup: Lookup, hash_tokens: Callable[[], list[bytes]]) -> list[bytes] | None:
+        """The keys, which the lookup knows from here on; None where there are none."""
         try:
             keys = hash_tokens()
         except UnkeyableError as error:
             lookup.hashed(None)
             lookup.give_up(error.reason)
             say_once("some requests are not cached: %s", error.message)
-            return
+            return None
         except Exception as error:
             throttle.warning("hash", "a prompt could not be hashed: %r", error)
             lookup.hashed(None)
             lookup.give_up(MissReason.INTERNAL)
-            return
+            return None
         lookup.hashed(keys)
+        return keys
+
+    def _ask(self, lookup: Lookup, keys: list[bytes]) -> None:
+        """Wait for the store's answer."""
         if lookup.done:
             return  # nobody waits any more
+        prefix = self._prefix(keys, lookup)
         try:
-            lookup.answer(*(self._prefix(keys, lookup) if keys else (0, MissReason.ABSENT)))
+            ids = next(prefix)
+            while True:
+                ids = prefix.send(self._store.locate_on_prefix(ids))
+        except StopIteration as end:
+            lookup.answer(*end.value)
         except Exception as error:
-            throttle.warning("lookup", "a lookup failed, treated as a miss: %s", error)
-            lookup.give_up(_reason_of(error))
+            _failed(lookup, error)
 
-    def _prefix(self, keys: list[bytes], lookup: Lookup) -> tuple[int, MissReason]:
+    def _follow(self, lookup: Lookup, keys: list[bytes]) -> bool:
+        """The same on a thread of the store, where it has one: the lookup looks for its answers. False where it has
+        none."""
+        prefix = self._prefix(keys, lookup)
+
+        def ask(ids: Callable[[], list[bytes]]) -> bool:
+            try:
+                asked = self._store.begin_locate_on_prefix(ids())
+            except StopIteration as end:
+                lookup.answer(*end.value)
+            except Exception as error:
+                _failed(lookup, error)
+            else:
+                if asked is None:
+                    return False
+                lookup.followed(lambda: look(asked))
+            return True
+
+        def look(asked: Asked) -> None:
+            try:
+                answer = asked.answer()
+            except Exception as error:
+                return _failed(lookup, error)
+            if answer is not None:
+                ask(lambda: prefix.send(answer))
+
+        return ask(lambda: next(prefix))
+
+    def _prefix(self, keys: list[bytes], lookup: Lookup) -> Prefix:
         """Blocks of the prefix that every part has, and why the next one is no hit: one call, the parts of a block
         side by side. ``lookup`` learns which tier they come from."""
+        if not keys:
+            return 0, MissReason.ABSENT
         parts = len(self._masks)
         ids = self._records(keys)
         tiers = bytearray()
         for _ in range(ALTERNATIONS):
-            found, name = self._store.locate_on_prefix(ids[len(tiers) :] if tiers else ids)
+            found, name = yield ids[len(tiers) :] if tiers else ids
             reason = named(name, MissReason.ABSENT)
             tiers += found
             run = self._early.run(ids, len(tiers)) if reason == MissReason.ABSENT else 0
