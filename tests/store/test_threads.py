@@ -21,26 +21,26 @@ IO, LOOKUP = 16, 8
 
 #: As in the table of docs/stores.md: name, keys, most threads of a store that moves blocks, and of one that looks up.
 KINDS: dict[str, tuple[str, dict[str, Any], int, int]] = {
-    "files": ("UcmPosixStore", {}, IO + 6, LOOKUP + 1),
-    "segments": ("UcmPosixStore", {"layout": "segment"}, IO + 10, LOOKUP + 5),
-    "io_uring": ("UcmPosixStore", {"io_direct": True, "io_engine": "io_uring"}, IO + 8, LOOKUP + 3),
-    "memory": ("UcmCacheStore", {"cache_size": "4MiB"}, 6, 1),
+    "files": ("UcmPosixStore", {}, IO + 6, LOOKUP + 3),
+    "segments": ("UcmPosixStore", {"layout": "segment"}, IO + 10, LOOKUP + 7),
+    "io_uring": ("UcmPosixStore", {"io_direct": True, "io_engine": "io_uring"}, IO + 8, LOOKUP + 5),
+    "memory": ("UcmCacheStore", {"cache_size": "4MiB"}, 6, 3),
     "memory above files": (
         "UcmPipelineStore",
         {"store_pipeline": "Cache|Posix", "cache_size": "4MiB"},
         IO + 14,
-        LOOKUP + 6,
+        LOOKUP + 8,
     ),
     "memory above segments": (
         "UcmPipelineStore",
         {"store_pipeline": "Cache|Pc", "cache_size": "4MiB"},
         IO + 18,
-        LOOKUP + 10,
+        LOOKUP + 12,
     ),
 }
 
 CHILD = """
-import json, os, sys
+import json, os, sys, threading
 from ucm.store import UcmConnectorFactoryV1
 from blocks import Memory, ids
 
@@ -61,6 +61,9 @@ counts.append(threads())
 if config["device_id"] < 0:
     store.lookup(ids(blocks) * 20)
     hits = store.lookup_on_prefix(ids(blocks)) + 1
+    begun = store.begin_locate_on_prefix(ids(blocks))
+    while begun.answer() is None:
+        threading.Event().wait(0.001)
 else:
     memory = Memory(blocks)
     store.wait(store.dump_data(ids(blocks), [0] * blocks, memory.rows(*range(blocks))))

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from ucm.config import parse
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector import UCMConnector
-from ucm.integration.vllm.connector.device import why_not_here
+from ucm.integration.vllm.connector.device import why_not_here, why_slower
 from ucm.integration.vllm.connector.halves import why_off
 from ucm.reasons import MissReason
 
@@ -104,3 +104,12 @@ def test_a_connector_that_is_made_as_the_original_makes_it_needs_the_layout() ->
     config: Any = None
     with pytest.raises(ConfigError, match="KVCacheConfig as third argument"):
         UCMConnector.create(config, KVConnectorRole.SCHEDULER)
+
+
+def test_few_cores_are_told_with_what_to_write() -> None:
+    assert "VLLM_CPU_NUM_OF_RESERVED_CPU=1 has it keep" in why_slower(1, 2, {})
+    assert "VLLM_CPU_NUM_OF_RESERVED_CPU=2 has it keep" in why_slower(2, 4, {})
+    assert why_slower(1, 1, {}) == why_slower(1, 3, {}) == ""  # the same with and without
+    assert why_slower(1, 2, {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}) == ""
+    assert why_slower(1, 2, {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) == ""
+    assert why_slower(1, 2, {"VLLM_CPU_OMP_THREADS_BIND": "auto"}) != ""

@@ -165,7 +165,9 @@ class DumpPlanner:
 
     def overtaken(self, live: Mapping[str, Tracked]) -> list[int]:
         """A step was planned: the jobs whose blocks vLLM has handed to others, which some rank may not have read."""
-        taken = []
+        taken: list[int] = []
+        if not self._unread:
+            return taken
         for job in self._jobs.values():
             owner = job.owner.request
             lives = live.get(owner.request_id) is job.owner and owner.num_preemptions == job.preemptions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from ucm.config import UcmConfig
@@ -10,7 +11,7 @@ from ucm.integration.vllm.connector.adapters import AdapterDigests
 from ucm.integration.vllm.connector.admission import Admission
 from ucm.integration.vllm.connector.background import IDLE, Background
 from ucm.integration.vllm.connector.candidates import Selection, engine_candidates
-from ucm.integration.vllm.connector.device import why_not_here
+from ucm.integration.vllm.connector.device import why_not_here, why_slower
 from ucm.integration.vllm.connector.extra_keys import ExtraKeys
 from ucm.integration.vllm.connector.gate import Gate
 from ucm.integration.vllm.connector.guard import logger
@@ -117,8 +118,25 @@ def _admission(config: UcmConfig, vllm_config: VllmConfig) -> Admission:
     return Admission(config.admission, config.admission_share, pace)
 
 
+def _warn_of_few_cores(vllm_config: VllmConfig) -> None:
+    from vllm.platforms import current_platform
+
+    try:
+        if not current_platform.is_cpu():
+            return
+        from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
+
+        cores = len({cpu.physical_core for cpu in get_allowed_cpu_list()})
+    except Exception as error:  # it is a hint
+        logger.debug("the cores of this machine are not known: %r", error)
+        return
+    if text := why_slower(vllm_config.parallel_config.local_world_size, cores, os.environ):
+        logger.warning("%s", text)
+
+
 def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerHalf:
     """The scheduler half of a supported engine; waits a few seconds at most for the weights' digest."""
+    _warn_of_few_cores(vllm_config)
     tokens = block_tokens(vllm_config, kv_cache_config)
     own = engine_identity(vllm_config, kv_cache_config, "")
     root = config.root

@@ -339,9 +339,6 @@ class SchedulerHalf:
             self._lookups.relocate(lookup)
 
     def _plan_dumps(self, output: SchedulerOutput, dumps: list[Dump]) -> None:
-        room = self.dumps.room()
-        if room == 0:
-            return
         scheduled, due, live = output.num_scheduled_tokens, self._due, self._live
         cached = output.scheduled_cached_reqs
         if self._others.load_in_steps:  # what this step computes may be found to be wrong after it
@@ -357,6 +354,9 @@ class SchedulerHalf:
             ready += [
                 (new.req_id, new.num_computed_tokens + scheduled[new.req_id], new.num_computed_tokens) for new in news
             ]
+        room = self.dumps.room() if ready else 0
+        if room == 0:
+            return
         for name, computed, before in ready:
             lookup = live[name].lookup
             if lookup is not None and not lookup.settled(self._allowance):
@@ -438,10 +438,11 @@ class SchedulerHalf:
         elif report is not None:
             self.gate.off("the workers run another version of ucm than the scheduler")
         self._others.reported(output.invalid_block_ids, self._live.values(), self._manager)
-        for name in self.admission.oldest_first(output.finished_recving or ()):
-            self.admission.ended(name)
-            if tracked := self._live.get(name):
-                self._load_ended(tracked)
+        if output.finished_recving:
+            for name in self.admission.oldest_first(output.finished_recving):
+                self.admission.ended(name)
+                if tracked := self._live.get(name):
+                    self._load_ended(tracked)
 
     def step_ended(self) -> None:
         """vLLM is done with a step: what its workers did was told before."""
