@@ -1,5 +1,5 @@
-"""What vLLM's own threads call in every step keeps the interpreter: on a machine whose processors are all busy, getting it
-back can take far longer than the call."""
+"""What vLLM's own threads call in every step keeps the interpreter: on a machine whose processors are all busy, getting
+it back can take far longer than the call."""
 
 from __future__ import annotations
 

@@ -110,7 +110,8 @@ class Admission:
         if self._mode != "measured":
             return self._mode == "always"
         compute, now = self.pace.seconds(tokens, rest), self._clock()
-        return compute is None or self._share * compute >= self.pace.step_under_way(now) + self.pace.until_seen(0.0, now)
+        lost = self.pace.step_under_way(now) + self.pace.until_seen(0.0, now)
+        return compute is None or self._share * compute >= lost
 
     def judge(self, cuts: Sequence[Cut], rest: int, *, again: bool = False) -> tuple[Cut | None, Verdict]:
         """Which of these cuts to load, the whole hit being the last, for a request that computes ``rest`` tokens more
