@@ -15,11 +15,9 @@ __version__: str
 class Asked:
     """A lookup on a thread of the store."""
 
-    def answer(self) -> tuple[bytes, str] | None:
-        """What ``Store.locate_on_prefix`` says, with "absent" where all ids are stored; None while that is not known.
-
-        Never waits; raises what the lookup failed with.
-        """
+    def answer(self) -> tuple[bytes, str, float] | None:
+        """What ``Store.locate_on_prefix`` says, with "absent" where all ids are stored, and the seconds until that was
+        known; None while it is not. Never waits; raises what the lookup failed with."""
 
 @final
 class BlockHasher:

@@ -79,8 +79,8 @@ class Question:
         self.ask = ask
         self.answered = False
 
-    def answer(self) -> tuple[bytes, str] | None:
-        return self.ask() if self.answered else None
+    def answer(self) -> tuple[bytes, str, float] | None:
+        return (*self.ask(), 0.25) if self.answered else None
 
 
 class Memory(UcmKVStoreBaseV1):

@@ -72,6 +72,15 @@ def wanted(prefetch: Prefetch | None) -> list[tuple[str, list[bytes]]]:
     return [(priority, split_keys(keys)) for priority, keys in prefetch.wanted]
 
 
+def test_what_vllm_does_not_ask_for_yet_is_looked_for_all_the_same() -> None:
+    rig = tiered()
+    rig.store.questions = []
+    request = waiting(rig, "a", 3, seed=1)
+    assert hints(rig) is None
+    rig.store.questions[-1].answered = True
+    assert wanted(hints(rig)) == [("urgent", rig.keys_of(request))]
+
+
 def test_who_waits_is_asked_for_by_its_place_in_line_and_once() -> None:
     rig = tiered()
     line = [waiting(rig, f"r{number}", 3, number + 1, below=2) for number in range(6)]

@@ -77,8 +77,10 @@ def test_a_store_that_has_a_thread_is_asked_there() -> None:
     assert rig.half.matched(request, 0) == (None, False)
     (question,) = rig.store.questions
     question.answered = True
+    rig.clock.now += 0.01
     assert rig.half.matched(request, 0) == (3 * BLOCK, True)
     assert rig.store.questions == [question]
+    assert rig.half.account.take()["lookup_seconds"] == [0.25], "as the store says, not until somebody looked"
 
 
 def test_what_a_thread_of_the_store_says_may_be_late_or_an_error() -> None:

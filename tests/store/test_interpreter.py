@@ -4,6 +4,7 @@ it back can take far longer than the call."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import time
@@ -37,6 +38,8 @@ class Other:
     def waiting(self) -> Iterator[None]:
         """It waits for the interpreter, and gets it from nobody who does not give it away."""
         before = sys.getswitchinterval()
+        gc.collect()
+        gc.disable()  # what it ends may give the interpreter away
         sys.setswitchinterval(1000)
         self._thread.start()
         try:
@@ -44,6 +47,7 @@ class Other:
         finally:
             self._over = True
             sys.setswitchinterval(before)
+            gc.enable()
             self._thread.join()
 
 

@@ -250,10 +250,13 @@ def test_a_lookup_on_a_thread_of_the_store_says_the_same(opened: Open, layout: s
         begun = store.begin_locate_on_prefix(block_ids)
         while (answer := begun.answer()) is None:
             threading.Event().wait(0.001)
-        assert answer == store.locate_on_prefix(block_ids)
+        assert answer[:2] == store.locate_on_prefix(block_ids)
+        assert answer[2] >= 0
     begun = store.begin_locate_on_prefix(asked)
     store.close()
     with contextlib.suppress(ClosedError):
-        assert begun.answer() == (bytes(4), "absent"), "nobody waits for ever"
+        answer = begun.answer()
+        assert answer is not None, "nobody waits for ever"
+        assert answer[:2] == (bytes(4), "absent")
     with pytest.raises(ClosedError):
         store.begin_locate_on_prefix(asked)

@@ -21,21 +21,21 @@ IO, LOOKUP = 16, 8
 
 #: As in the table of docs/stores.md: name, keys, most threads of a store that moves blocks, and of one that looks up.
 KINDS: dict[str, tuple[str, dict[str, Any], int, int]] = {
-    "files": ("UcmPosixStore", {}, IO + 6, LOOKUP + 3),
-    "segments": ("UcmPosixStore", {"layout": "segment"}, IO + 10, LOOKUP + 7),
-    "io_uring": ("UcmPosixStore", {"io_direct": True, "io_engine": "io_uring"}, IO + 8, LOOKUP + 5),
-    "memory": ("UcmCacheStore", {"cache_size": "4MiB"}, 6, 3),
+    "files": ("UcmPosixStore", {}, IO + 10, LOOKUP + 5),
+    "segments": ("UcmPosixStore", {"layout": "segment"}, IO + 14, LOOKUP + 9),
+    "io_uring": ("UcmPosixStore", {"io_direct": True, "io_engine": "io_uring"}, IO + 12, LOOKUP + 7),
+    "memory": ("UcmCacheStore", {"cache_size": "4MiB"}, 10, 5),
     "memory above files": (
         "UcmPipelineStore",
         {"store_pipeline": "Cache|Posix", "cache_size": "4MiB"},
-        IO + 14,
-        LOOKUP + 8,
+        IO + 18,
+        LOOKUP + 10,
     ),
     "memory above segments": (
         "UcmPipelineStore",
         {"store_pipeline": "Cache|Pc", "cache_size": "4MiB"},
-        IO + 18,
-        LOOKUP + 12,
+        IO + 22,
+        LOOKUP + 14,
     ),
 }
 

@@ -1,7 +1,7 @@
 //! `ucm._core`: conversions between Python and the Rust core, no logic.
 //!
-//! Every call that can wait releases the GIL; no thread of the core ever takes it. Calls that take microseconds keep it: on
-//! a machine where every processor is busy, getting it back can take far longer than the call. Ids are 16 `bytes`, addresses
+//! Every call that can wait releases the GIL; no thread of the core ever takes it. Short calls keep it: on a machine
+//! where every processor is busy, getting it back can take far longer than the call. Ids are 16 `bytes`, addresses
 //! NumPy `uint64` arrays, errors the tree of `ucm.errors`.
 
 mod convert;

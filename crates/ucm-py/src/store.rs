@@ -8,33 +8,41 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use ucm_core::{BlockId, Error, Geometry, MissReason};
 use ucm_device::{DeviceSpan, HostDevice};
-use ucm_infra::{Completion, SystemClock};
+use ucm_infra::SystemClock;
 use ucm_store::assemble::Setup;
 use ucm_store::backend::Priority;
-use ucm_store::engine::{Engine, Hint, Located, Row};
+use ucm_store::engine::{self, Engine, Hint, Row};
 use ucm_store::events::Level;
 
 use crate::convert::{id_list, ids, raise, to_py};
 use crate::ffi::Published;
-use crate::task::{Task, limit};
+use crate::task::{Task, limit, same_process};
 
 /// Most ids that are looked up with the GIL held, where memory answers: a thousand take 0.2 ms.
 const AT_ONCE: usize = 4096;
 
+/// Most rows of a load or dump that is begun with the GIL held.
+const ROWS_AT_ONCE: usize = 256;
+
 /// A lookup on a thread of the store.
 #[pyclass(frozen, module = "ucm._core")]
-pub(crate) struct Asked(Arc<Completion<Located>>);
+pub(crate) struct Asked {
+    asked: engine::Asked,
+    pid: u32,
+}
 
 #[pymethods]
 impl Asked {
-    /// What `locate_on_prefix` says, with "absent" where all ids are stored; `None` while that is not known. Never waits.
-    fn answer<'py>(&self, py: Python<'py>) -> PyResult<Option<(Bound<'py, PyBytes>, &'static str)>> {
-        let Some(located) = self.0.peek() else {
+    /// What `locate_on_prefix` says, with "absent" where all ids are stored, and the seconds until that was known; `None`
+    /// while it is not. Never waits.
+    fn answer<'py>(&self, py: Python<'py>) -> PyResult<Option<(Bound<'py, PyBytes>, &'static str, f64)>> {
+        same_process(py, self.pid)?;
+        let Some((located, took)) = self.asked.answer() else {
             return Ok(None);
         };
         let (stages, reason) = to_py(py, located)?;
         let reason = reason.unwrap_or(MissReason::Absent).name();
-        Ok(Some((PyBytes::new(py, &stages), reason)))
+        Ok(Some((PyBytes::new(py, &stages), reason, took.as_secs_f64())))
     }
 }
 
@@ -95,7 +103,9 @@ impl Store {
 
     /// The same on a thread of the store.
     fn begin_locate_on_prefix(&self, py: Python<'_>, block_ids: &Bound<'_, PyAny>) -> PyResult<Asked> {
-        to_py(py, self.0.begin_locate_on_prefix(ids(block_ids)?)).map(Asked)
+        let asked = to_py(py, self.0.begin_locate_on_prefix(ids(block_ids)?))?;
+        let pid = std::process::id();
+        Ok(Asked { asked, pid })
     }
 
     /// Whether lookups are answered from memory, without a system call.
@@ -115,7 +125,10 @@ impl Store {
     ) -> PyResult<Task> {
         let deadline = limit(py, timeout)?;
         let rows = self.rows(py, block_ids, &shard_index, &addrs)?;
-        to_py(py, self.0.load(rows, deadline)).map(|task| self.task(task))
+        let many = rows.len() > ROWS_AT_ONCE;
+        let load = || self.0.load(rows, deadline);
+        let task = if many { py.detach(load) } else { load() };
+        to_py(py, task).map(|task| self.task(task))
     }
 
     /// Starts reading and verifying whole blocks as a load does, without a place to copy them to.
@@ -136,7 +149,10 @@ impl Store {
         addrs: PyReadonlyArray2<'_, u64>,
     ) -> PyResult<Task> {
         let rows = self.rows(py, block_ids, &shard_index, &addrs)?;
-        to_py(py, self.0.dump(rows)).map(|task| self.task(task))
+        let many = rows.len() > ROWS_AT_ONCE;
+        let dump = || self.0.dump(rows);
+        let task = if many { py.detach(dump) } else { dump() };
+        to_py(py, task).map(|task| self.task(task))
     }
 
     /// Hints for the header: parallel lists of ids, parents, ordinals and token counts.

@@ -86,10 +86,15 @@ impl Task {
 
 impl Task {
     fn check_process(&self, py: Python<'_>) -> PyResult<()> {
-        if self.pid == std::process::id() {
-            return Ok(());
-        }
-        let text = "this task was started before a fork; only the parent can wait for it";
-        Err(raise(py, &Error::new(ErrorKind::Forked, text)))
+        same_process(py, self.pid)
     }
+}
+
+/// Refuses what was started before a fork: its locks may be held for ever.
+pub(crate) fn same_process(py: Python<'_>, pid: u32) -> PyResult<()> {
+    if pid == std::process::id() {
+        return Ok(());
+    }
+    let text = "this task was started before a fork; only the parent can wait for it";
+    Err(raise(py, &Error::new(ErrorKind::Forked, text)))
 }

@@ -206,15 +206,44 @@ fn a_lookup_that_nobody_waits_for_ends_in_time_too() {
     let (_dir, store, clock, gates) = two_looks_that_hang();
     let begun = store.engine.begin_locate_on_prefix(ids(100)).unwrap();
     gates[0].await_waiting(1);
-    assert!(begun.peek().is_none());
+    assert!(begun.answer().is_none());
     clock.advance(9 * SECOND);
     gates[0].open();
     gates[1].await_waiting(1);
     clock.advance(SECOND + SECOND / 2);
-    eventually("it is late", || begun.peek().is_some());
+    eventually("it is late", || begun.answer().is_some());
+    let (located, took) = begun.answer().unwrap();
     let late = (vec![0; 64], Some(MissReason::LookupLate));
-    assert_eq!(begun.peek().unwrap().unwrap(), late);
+    assert_eq!(located.unwrap(), late);
+    assert!(took >= 10 * SECOND);
     gates[1].open();
+}
+
+#[test]
+fn nothing_is_looked_for_that_nobody_wants_any_more_or_that_had_no_turn() {
+    only_over!(
+        FilesAlone,
+        "a lookup of segments asks no file system, and below a memory it has half of the time"
+    );
+    let (_dir, store, clock, gates) = two_looks_that_hang();
+    let hang = Rule::on(OpKind::Stat, Fault::HangBefore(gates[1].clone()));
+    store.fault(hang.lane(1).times(1));
+    let begin = |blocks: u8| store.engine.begin_locate_on_prefix(ids(blocks)).unwrap();
+    let busy: Vec<_> = (0..3).map(|_| begin(1)).collect();
+    gates[0].await_waiting(1);
+    gates[1].await_waiting(2);
+    let (waiting, asked) = (begin(2), store.stat("lookups"));
+    drop(begin(2));
+    clock.advance(SECOND);
+    gates.iter().for_each(Gate::open);
+    eventually("all ended", || {
+        busy.iter()
+            .chain([&waiting])
+            .all(|begun| begun.answer().is_some())
+    });
+    let error = waiting.answer().unwrap().0.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Timeout, "it had no turn in time");
+    assert_eq!(store.stat("lookups"), asked, "and neither was looked for");
 }
 
 /// A store with 64 blocks, of which the first two looks hang; a lookup may take ten seconds.

@@ -29,9 +29,9 @@ Priority = Literal["urgent", "next_batch", "normal", "speculative"]
 class Asked(Protocol):
     """A lookup under way on a thread of a store."""
 
-    def answer(self) -> tuple[bytes, str] | None:
-        """What :meth:`UcmKVStoreBaseV1.locate_on_prefix` says, None while that is not known. Never waits; raises what
-        the lookup failed with."""
+    def answer(self) -> tuple[bytes, str, float] | None:
+        """What :meth:`UcmKVStoreBaseV1.locate_on_prefix` says, and the seconds until that was known; None while it is
+        not. Never waits; raises what the lookup failed with."""
 
 
 class Task:

@@ -1,14 +1,14 @@
 //! Which blocks are stored: asked of the backend in pieces that its workers share, within one deadline per call.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
 use ucm_infra::{Completion, Mono};
 
+use super::Core;
 use super::guard::reason_of;
-use super::{Core, LANE_ASKED};
 use crate::backend::Place;
 use crate::stats::Stats;
 
@@ -20,11 +20,21 @@ const CHUNK_MAX: usize = 1024;
 const SPREAD: usize = 4;
 /// What the pool may take to tell that the deadline passed.
 const GRACE: Duration = Duration::from_millis(5);
-/// How much longer than its own deadline a lookup may take that nobody waits for: others may be before it.
+/// How long a lookup that nobody waits for may wait for its turn, and the pool to tell that it hangs.
 const QUEUED: Duration = Duration::from_secs(1);
 
 /// What [`Core::locate_on_prefix`] answers.
 pub type Located = Result<(Vec<u8>, Option<MissReason>)>;
+
+/// A lookup on a thread of the engine. Once this is dropped, nothing is looked for any more.
+pub struct Asked(Arc<Completion<(Located, Duration)>>);
+
+impl Asked {
+    /// The answer, and how long after the question it was there; `None` until then.
+    pub fn answer(&self) -> Option<(Located, Duration)> {
+        self.0.peek()
+    }
+}
 
 impl Core {
     /// Which of these blocks are stored whole, as far as the lookup deadline lets us know; exact per id.
@@ -75,17 +85,25 @@ impl Core {
     }
 
     /// The same on a thread of the engine; Busy when too many wait for it.
-    pub fn begin_locate_on_prefix(self: &Arc<Self>, ids: Vec<BlockId>) -> Result<Arc<Completion<Located>>> {
+    pub fn begin_locate_on_prefix(self: &Arc<Self>, ids: Vec<BlockId>) -> Result<Asked> {
         self.usable()?;
-        let (answer, core) = (Completion::new(), Arc::clone(self));
-        let deadline = self.clock.now().after(self.deadlines.lookup + QUEUED);
-        let done = Arc::clone(&answer);
-        let work = move || core.locate_on_prefix(&ids);
-        let tell = move |located: Result<Located>| {
-            done.complete(located.flatten());
+        let (asked, core) = (Asked(Completion::new()), Arc::clone(self));
+        let (begun, answer) = (self.clock.now(), Arc::downgrade(&asked.0));
+        let work = {
+            let (core, answer) = (Arc::clone(&core), Weak::clone(&answer));
+            move || match answer.strong_count() > 0 && core.clock.now() < begun.after(QUEUED) {
+                true => core.locate_on_prefix(&ids),
+                false => Err(Error::new(ErrorKind::Timeout, "the lookup had no turn in time")),
+            }
         };
-        self.copies.submit(LANE_ASKED, deadline, work, tell)?;
-        Ok(answer)
+        let tell = move |located: Result<Located>| {
+            if let Some(answer) = answer.upgrade() {
+                answer.complete((located.flatten(), core.clock.now().since(begun)));
+            }
+        };
+        let deadline = begun.after(self.deadlines.lookup + 2 * QUEUED); // none that had its turn takes so long
+        self.asks.submit(0, deadline, work, tell)?;
+        Ok(asked)
     }
 
     /// Whether lookups are answered from memory, without a system call. May change: a layout is decided by the first

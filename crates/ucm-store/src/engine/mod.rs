@@ -35,7 +35,7 @@ use crate::record::RecordLayout;
 use crate::stats::Stats;
 
 pub use config::{Deadlines, EngineConfig, Hint, Row};
-pub use lookup::Located;
+pub use lookup::{Asked, Located};
 use refused::Refused;
 use task::OpenTasks;
 pub use task::{Task, Until};
@@ -49,8 +49,8 @@ pub const LANE_DUMP: usize = 2;
 /// Lane of space and housekeeping.
 pub const LANE_SPACE: usize = 3;
 
-/// Lane of the pool of copies for lookups that nobody waits for, and how many may be queued.
-const LANE_ASKED: usize = 3;
+/// Threads for lookups that nobody waits for, and how many of these may be queued.
+const ASK_THREADS: usize = 3;
 const MOST_ASKED: usize = 1024;
 
 /// Most header hints remembered.
@@ -81,6 +81,7 @@ pub struct Core {
     slots: Arc<SlotPool>,
     reserved_slots: usize,
     copies: Arc<WorkerPool>,
+    asks: Arc<WorkerPool>,
     reads: Mutex<reads::Reads>,
     assemblies: assembly::Assemblies,
     open_tasks: Arc<OpenTasks>,
@@ -156,13 +157,19 @@ impl Engine {
                     capacity: copy_limit,
                     max_running: config.copy_threads.max(1),
                 },
-                Lane {
-                    name: "asked",
-                    capacity: MOST_ASKED,
-                    max_running: 1,
-                },
             ])
             .max_replacements(COPY_REPLACEMENTS)
+            .clock(Arc::clone(&clock))
+            .build()?;
+        let asks = WorkerPool::builder("ucm-ask")
+            .on_demand()
+            .size(ASK_THREADS)
+            .lanes(&[Lane {
+                name: "lookup",
+                capacity: MOST_ASKED,
+                max_running: ASK_THREADS,
+            }])
+            .max_replacements(ASK_THREADS)
             .clock(Arc::clone(&clock))
             .build()?;
         let core = Arc::new(Core {
@@ -180,6 +187,7 @@ impl Engine {
             device,
             streams: Mutex::new(Vec::new()),
             copies,
+            asks,
             reads: Mutex::default(),
             assemblies: Mutex::default(),
             open_tasks: Arc::default(),
@@ -248,6 +256,7 @@ impl Engine {
         self.backend.flush(true);
         // First the tasks, then the pools: a task is many jobs, and a pool that ends takes no next one.
         self.open_tasks.wait(&*self.clock, until);
+        self.asks.shutdown(Duration::ZERO);
         self.copies.shutdown(left());
         self.backend.shutdown(left());
         self.end_loads();

@@ -105,13 +105,12 @@ class Admission:
         """Whether a request should wait for the store's answer while others compute.
 
         Not where computing all ``tokens`` that it could load (``rest`` more are computed anyway) takes less than the
-        step that it loses by waiting, and those that a load takes at least. Where no speed is known, it should.
+        step that it loses by waiting, and the one that a load takes at least. Where no speed is known, it should.
         """
         if self._mode != "measured":
             return self._mode == "always"
-        compute, now = self.pace.seconds(tokens, rest), self._clock()
-        lost = self.pace.step_under_way(now) + self.pace.until_seen(0.0, now)
-        return compute is None or self._share * compute >= lost
+        compute = self.pace.seconds(tokens, rest)
+        return compute is None or self._share * compute >= 2 * self.pace.step_under_way(self._clock())
 
     def judge(self, cuts: Sequence[Cut], rest: int, *, again: bool = False) -> tuple[Cut | None, Verdict]:
         """Which of these cuts to load, the whole hit being the last, for a request that computes ``rest`` tokens more
@@ -138,8 +137,9 @@ class Admission:
         declined = best, Verdict.DECLINE if best is None else Verdict.LOAD
         if last.waiting or last.ledger < 0:
             return declined
+        step = self.pace.step_under_way(now)
         at_best = sum(self._tier(tier).rate.at_best(tier_size) for tier, tier_size in whole.sizes.items())
-        if self._share * compute - self.pace.until_seen(at_best, now) >= most:
+        if self._share * compute - max(at_best + step / 2, step) >= most:
             return whole, Verdict.LEARN
         load = self._seconds(whole, now)
         loss = saved + (max(load - compute, -saved) if load <= allowance else allowance)
@@ -161,11 +161,11 @@ class Admission:
 
     def _seconds(self, cut: Cut, now: float) -> float:
         """What loading a cut takes until vLLM sees it, as far as is known."""
-        load = 0.0
+        load, step = 0.0, self.pace.step_under_way(now)
         for number, size in cut.sizes.items():
             tier = self._tier(number)
             load += tier.rate.seconds(tier.waiting + size) or 0.0
-        return self.pace.until_seen(max(load, self._behind(cut, now)), now)
+        return max(max(load, self._behind(cut, now)) + step / 2, step)
 
     def _hopeless(self, cut: Cut, now: float) -> bool:
         """Whether loads from a cut's tiers were slower than computing as much can plausibly be, or the oldest under way

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 
 from ucm.integration.vllm.connector.adapters import UnkeyableError
 from ucm.integration.vllm.connector.background import IDLE, Background
@@ -64,7 +65,7 @@ class Lookup:
         self.began, self.seconds = clock(), 0.0  # and how long it took until it was answered
         self.hashing = True  # a thread computes the keys, or will
         self._done = False  # the answer is final
-        self._look: Callable[[], None] | None = None  # whether the store has answered
+        self._look: Callable[[Lookup], None] | None = None  # whether the store has answered; None: nobody follows
         self.answered = False  # and it is the store's
         self.tiers = b""  # that each of the hits would be loaded from, a byte each
         self.located_at = clock()  # when they were last asked for
@@ -74,10 +75,14 @@ class Lookup:
     def done(self) -> bool:
         """Whether the answer is final."""
         if not self._done and self._look is not None:
-            self._look()
+            self._look(self)
         return self._done
 
-    def followed(self, look: Callable[[], None]) -> None:
+    def age(self) -> float:
+        """Seconds since it began."""
+        return self._clock() - self.began
+
+    def followed(self, look: Callable[[Lookup], None]) -> None:
         """The store was asked, and ``look`` looks whether it has answered."""
         self._look = look
 
@@ -111,7 +116,7 @@ class Lookup:
     def give_up(self, reason: MissReason) -> None:
         """End it without hits; what is still being hashed may be used for dumps."""
         self._reason = reason
-        self._done = True
+        self._done, self._look = True, None
 
     def not_started(self, reason: MissReason) -> None:
         """No thread will work on it."""
@@ -129,12 +134,13 @@ class Lookup:
         if now != self.tiers:
             self.tiers = now
 
-    def answer(self, hits: int, reason: MissReason = MissReason.ABSENT) -> None:
-        """The store answered, with the reason why it has no more; too late is too late."""
+    def answer(self, hits: int, reason: MissReason = MissReason.ABSENT, took: float | None = None) -> None:
+        """The store answered, with the reason why it has no more; too late is too late. ``took``: seconds, if it is
+        looked for now and then; otherwise it was this very moment."""
         if not self._done:
             self._hits, self._reason, self.answered = hits, reason, True
-            self.seconds = self._clock() - self.began
-            self._done = True
+            self.seconds = self.age() if took is None else took
+            self._done, self._look = True, None
 
 
 def _failed(lookup: Lookup, error: Exception) -> None:
@@ -247,30 +253,33 @@ class Lookups:
     def _follow(self, lookup: Lookup, keys: list[bytes]) -> bool:
         """The same on a thread of the store, where it has one: the lookup looks for its answers. False where it has
         none."""
-        prefix = self._prefix(keys, lookup)
+        return self._begin(self._prefix(keys, lookup), None, lookup.age(), lookup)
 
-        def ask(ids: Callable[[], list[bytes]]) -> bool:
-            try:
-                asked = self._store.begin_locate_on_prefix(ids())
-            except StopIteration as end:
-                lookup.answer(*end.value)
-            except Exception as error:
-                _failed(lookup, error)
-            else:
-                if asked is None:
-                    return False
-                lookup.followed(lambda: look(asked))
-            return True
+    def _begin(self, prefix: Prefix, answer: tuple[bytes, str] | None, took: float, lookup: Lookup) -> bool:
+        """Go on with ``answer`` (None at the beginning) and begin the next question; False if the store begins none."""
+        try:
+            asked = self._store.begin_locate_on_prefix(next(prefix) if answer is None else prefix.send(answer))
+        except StopIteration as end:
+            hits, reason = end.value
+            lookup.answer(hits, reason, took)
+        except Exception as error:
+            _failed(lookup, error)
+        else:
+            if asked is None:
+                return False
+            lookup.followed(partial(self._look, prefix, asked, took))
+        return True
 
-        def look(asked: Asked) -> None:
-            try:
-                answer = asked.answer()
-            except Exception as error:
-                return _failed(lookup, error)
-            if answer is not None:
-                ask(lambda: prefix.send(answer))
-
-        return ask(lambda: next(prefix))
+    def _look(self, prefix: Prefix, asked: Asked, before: float, lookup: Lookup) -> None:
+        """Whether the store has answered; ``before``: seconds that hashing and its earlier answers took."""
+        try:
+            answer = asked.answer()
+        except Exception as error:
+            return _failed(lookup, error)
+        if answer is not None:
+            tiers, reason, took = answer
+            if not self._begin(prefix, (tiers, reason), before + took, lookup):
+                lookup.give_up(MissReason.INTERNAL)
 
     def _prefix(self, keys: list[bytes], lookup: Lookup) -> Prefix:
         """Blocks of the prefix that every part has, and why the next one is no hit: one call, the parts of a block

@@ -46,7 +46,6 @@ class Pace:
         ``overlap``: most steps that are planned and have not ended, the next one included."""
         self._min_s = min_s
         self._max_s, self._step_tokens = max_s, step_tokens
-        self._overlap = overlap
         self._flight: deque[tuple[float, int, int]] = deque(maxlen=overlap)  # planned at, prompts' tokens, all
         self._small: deque[float] = deque(maxlen=SAMPLES)
         self._large: deque[tuple[float, int]] = deque(maxlen=SAMPLES)  # seconds, tokens
@@ -120,13 +119,6 @@ class Pace:
         if not (self._last and self._small) or now - self._ended_at > IDLE_S:
             return 0.0
         return min(self._last, _low(self._small))
-
-    def until_seen(self, load: float, now: float) -> float:
-        """Seconds until a request goes on whose load takes ``load`` of them. It is seen to end when a step does, half a
-        step later on the whole and not before the step that it begins with; where steps overlap, others are planned by
-        then. Had the request been computed, that would have begun with that same step."""
-        step = self.step_under_way(now)
-        return max(load + step / 2, step) + (self._overlap - 1) * step
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -92,7 +92,7 @@ class Prefetches:
     def _news(self, tracked: Tracked, level: int, room: int, now: float) -> Sequence[bytes]:
         """The keys of a request to be asked for now, with this urgency."""
         lookup = tracked.lookup
-        if lookup is None or not lookup.answered or lookup.keys is None:
+        if lookup is None or not lookup.done or not lookup.answered or lookup.keys is None:
             return ()
         name = tracked.request.request_id
         hinted = self._hinted.get(name)
