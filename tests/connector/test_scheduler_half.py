@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -104,6 +106,22 @@ def test_what_a_thread_of_the_store_says_may_be_late_or_an_error() -> None:
     for request in (late, wrong):
         rig.half.admitted(request, rig.tables.allocate(request, 4), 0)
     assert rig.half.account.total.missed["lookup_late"] == 3
+
+
+def test_a_question_ends_with_its_request() -> None:
+    rig = Rig()
+    rig.store.questions = []
+    request = rig.request("a", 3 * BLOCK + 1)
+    rig.half.matched(request, 0)
+    question = weakref.ref(rig.store.questions.pop())
+    gc.collect()
+    gc.disable()
+    try:
+        assert question() is not None
+        rig.half.finished(request)
+        assert question() is None, "nothing keeps it, and the store looks no further"
+    finally:
+        gc.enable()
 
 
 def test_a_store_that_refuses_a_question_is_not_asked() -> None:

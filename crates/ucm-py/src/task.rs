@@ -95,6 +95,6 @@ pub(crate) fn same_process(py: Python<'_>, pid: u32) -> PyResult<()> {
     if pid == std::process::id() {
         return Ok(());
     }
-    let text = "this task was started before a fork; only the parent can wait for it";
+    let text = "this was started before a fork; only the parent can wait for it";
     Err(raise(py, &Error::new(ErrorKind::Forked, text)))
 }

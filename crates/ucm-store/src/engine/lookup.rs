@@ -20,13 +20,13 @@ const CHUNK_MAX: usize = 1024;
 const SPREAD: usize = 4;
 /// What the pool may take to tell that the deadline passed.
 const GRACE: Duration = Duration::from_millis(5);
-/// How long a lookup that nobody waits for may wait for its turn, and the pool to tell that it hangs.
+/// How long a lookup that nobody waits for may wait for its turn at least, and the pool to tell that it hangs.
 const QUEUED: Duration = Duration::from_secs(1);
 
 /// What [`Core::locate_on_prefix`] answers.
 pub type Located = Result<(Vec<u8>, Option<MissReason>)>;
 
-/// A lookup on a thread of the engine. Once this is dropped, nothing is looked for any more.
+/// A lookup on a thread of the engine. Once this is dropped, it is not begun any more.
 pub struct Asked(Arc<Completion<(Located, Duration)>>);
 
 impl Asked {
@@ -89,9 +89,10 @@ impl Core {
         self.usable()?;
         let (asked, core) = (Asked(Completion::new()), Arc::clone(self));
         let (begun, answer) = (self.clock.now(), Arc::downgrade(&asked.0));
+        let turn = QUEUED.max(self.deadlines.lookup);
         let work = {
             let (core, answer) = (Arc::clone(&core), Weak::clone(&answer));
-            move || match answer.strong_count() > 0 && core.clock.now() < begun.after(QUEUED) {
+            move || match answer.strong_count() > 0 && core.clock.now() < begun.after(turn) {
                 true => core.locate_on_prefix(&ids),
                 false => Err(Error::new(ErrorKind::Timeout, "the lookup had no turn in time")),
             }
@@ -101,7 +102,7 @@ impl Core {
                 answer.complete((located.flatten(), core.clock.now().since(begun)));
             }
         };
-        let deadline = begun.after(self.deadlines.lookup + 2 * QUEUED); // none that had its turn takes so long
+        let deadline = begun.after(turn + self.deadlines.lookup + QUEUED); // none that had its turn takes so long
         self.asks.submit(0, deadline, work, tell)?;
         Ok(asked)
     }

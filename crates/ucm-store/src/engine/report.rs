@@ -30,7 +30,7 @@ impl Core {
             ("blocks_in_flight", self.assemblies.lock().len() as u64),
             (
                 "workers_stuck",
-                (self.backend.stuck() + self.copies.stuck()) as u64,
+                (self.backend.stuck() + self.copies.stuck() + self.asks.stuck()) as u64,
             ),
             ("refused_now", self.refused.len() as u64),
             ("healthy", u64::from(self.is_healthy())),

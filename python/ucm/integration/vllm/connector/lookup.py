@@ -27,8 +27,10 @@ AT_ONCE_TOKENS = 1 << 15
 #: Runs of published blocks and of early ones that one lookup follows in turn.
 ALTERNATIONS = 4
 
-#: A lookup in steps: yields record ids, is sent what ``locate_on_prefix`` says of them, returns hits and why no more.
-Prefix = Generator[list[bytes], tuple[bytes, str], tuple[int, MissReason]]
+#: What is found: blocks of the prefix that every part has, why there are no more, and the tier of each.
+Found = tuple[int, MissReason, bytes]
+#: A lookup in steps: yields record ids, is sent what ``locate_on_prefix`` says of them, returns what is found.
+Prefix = Generator[list[bytes], tuple[bytes, str], Found]
 
 
 def _reason_of(error: Exception) -> MissReason:
@@ -134,11 +136,12 @@ class Lookup:
         if now != self.tiers:
             self.tiers = now
 
-    def answer(self, hits: int, reason: MissReason = MissReason.ABSENT, took: float | None = None) -> None:
-        """The store answered, with the reason why it has no more; too late is too late. ``took``: seconds, if it is
-        looked for now and then; otherwise it was this very moment."""
+    def answer(self, found: Found, took: float | None = None) -> None:
+        """The store answered; too late is too late. ``took``: seconds, if it is looked for now and then; otherwise it
+        was this very moment."""
         if not self._done:
-            self._hits, self._reason, self.answered = hits, reason, True
+            self._hits, self._reason, self.tiers = found
+            self.answered = True
             self.seconds = self.age() if took is None else took
             self._done, self._look = True, None
 
@@ -240,28 +243,27 @@ class Lookups:
         """Wait for the store's answer."""
         if lookup.done:
             return  # nobody waits any more
-        prefix = self._prefix(keys, lookup)
+        prefix = self._prefix(keys)
         try:
             ids = next(prefix)
             while True:
                 ids = prefix.send(self._store.locate_on_prefix(ids))
         except StopIteration as end:
-            lookup.answer(*end.value)
+            lookup.answer(end.value)
         except Exception as error:
             _failed(lookup, error)
 
     def _follow(self, lookup: Lookup, keys: list[bytes]) -> bool:
         """The same on a thread of the store, where it has one: the lookup looks for its answers. False where it has
         none."""
-        return self._begin(self._prefix(keys, lookup), None, lookup.age(), lookup)
+        return self._begin(self._prefix(keys), None, lookup.age(), lookup)
 
     def _begin(self, prefix: Prefix, answer: tuple[bytes, str] | None, took: float, lookup: Lookup) -> bool:
         """Go on with ``answer`` (None at the beginning) and begin the next question; False if the store begins none."""
         try:
             asked = self._store.begin_locate_on_prefix(next(prefix) if answer is None else prefix.send(answer))
         except StopIteration as end:
-            hits, reason = end.value
-            lookup.answer(hits, reason, took)
+            lookup.answer(end.value, took)
         except Exception as error:
             _failed(lookup, error)
         else:
@@ -281,11 +283,11 @@ class Lookups:
             if not self._begin(prefix, (tiers, reason), before + took, lookup):
                 lookup.give_up(MissReason.INTERNAL)
 
-    def _prefix(self, keys: list[bytes], lookup: Lookup) -> Prefix:
-        """Blocks of the prefix that every part has, and why the next one is no hit: one call, the parts of a block
-        side by side. ``lookup`` learns which tier they come from."""
+    def _prefix(self, keys: list[bytes]) -> Prefix:
+        """Mostly one question, the parts of a block side by side. It does not know its lookup: one that is dropped ends
+        what it began."""
         if not keys:
-            return 0, MissReason.ABSENT
+            return 0, MissReason.ABSENT, b""
         parts = len(self._masks)
         ids = self._records(keys)
         tiers = bytearray()
@@ -298,9 +300,9 @@ class Lookups:
             if not run or len(tiers) == len(ids):
                 break
         hits, ahead = divmod(len(tiers), parts)
-        lookup.tiers = _of_blocks(tiers, hits, parts)
-        # Some parts of the block were found before one that is not there.
-        return hits, MissReason.OTHER_RANK if ahead and reason == MissReason.ABSENT else reason
+        if ahead and reason == MissReason.ABSENT:
+            reason = MissReason.OTHER_RANK  # some parts of the block were found before one that is not there
+        return hits, reason, _of_blocks(tiers, hits, parts)
 
     def _records(self, keys: Sequence[bytes]) -> list[bytes]:
         """The record ids of blocks, the parts of a block side by side."""
