@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,14 +11,9 @@ pytest.importorskip("vllm")
 
 from parts import BLOCK, Rig
 from vllm.config import KVTransferConfig
-from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request
 
-from ucm.errors import BusyError, ClosedError
 from ucm.integration.vllm.connector.dumps import DRAIN_S, NEWS_S
 from ucm.integration.vllm.connector.halves import _may_load
-from ucm.integration.vllm.connector.lookup import AT_ONCE_TOKENS
 from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport, join_keys, split_keys
 from ucm.store import part_mask, record_ids
 
@@ -57,98 +50,6 @@ def test_all_tokens_are_never_claimed() -> None:
     rig.later.run()
     assert rig.half.matched(request, 0) == (2 * BLOCK, True)
     assert rig.half.matched(request, 2 * BLOCK) == (0, False)
-
-
-def test_a_store_that_answers_from_memory_is_asked_at_once() -> None:
-    rig = Rig()
-    rig.store.at_once = True
-    stored = rig.request("a", 3 * BLOCK + 1)
-    rig.stored(stored, 3)
-    again = rig.request("b", 3 * BLOCK + 1)
-    assert rig.later.jobs == []  # no thread wakes up
-    assert rig.half.matched(again, 0) == (3 * BLOCK, True)
-    assert rig.half.stats()["put_off"] == 0
-
-
-def test_a_store_that_has_a_thread_is_asked_there() -> None:
-    rig = Rig()
-    rig.store.questions = []
-    request = rig.request("a", 3 * BLOCK + 1)
-    rig.stored(request, 3)
-    assert rig.later.jobs == []  # no thread of Python's
-    assert rig.half.matched(request, 0) == (None, False)
-    (question,) = rig.store.questions
-    question.answered = True
-    rig.clock.now += 0.01
-    assert rig.half.matched(request, 0) == (3 * BLOCK, True)
-    assert rig.store.questions == [question]
-    assert rig.half.account.take()["lookup_seconds"] == [0.25], "as the store says, not until somebody looked"
-
-
-def test_what_a_thread_of_the_store_says_may_be_late_or_an_error() -> None:
-    rig = Rig()
-    rig.store.questions = []
-    late, wrong = rig.request("late", 3 * BLOCK + 1), rig.request("wrong", 3 * BLOCK + 1, seed=1)
-    rig.stored(late, 3)
-    rig.stored(wrong, 3)
-    assert rig.half.matched(late, 0) == rig.half.matched(wrong, 0) == (None, False)
-
-    def closed() -> tuple[bytes, str]:
-        raise ClosedError("the store is closed")
-
-    rig.store.questions[1].ask = closed
-    rig.store.questions[1].answered = True
-    assert rig.half.matched(wrong, 0) == (0, False)
-    rig.clock.now += 1
-    assert rig.half.matched(late, 0) == (0, False)
-    rig.store.questions[0].answered = True
-    assert rig.half.matched(late, 0) == (0, False), "too late is too late"
-    for request in (late, wrong):
-        rig.half.admitted(request, rig.tables.allocate(request, 4), 0)
-    assert rig.half.account.total.missed["lookup_late"] == 3
-
-
-def test_a_question_ends_with_its_request() -> None:
-    rig = Rig()
-    rig.store.questions = []
-    request = rig.request("a", 3 * BLOCK + 1)
-    rig.half.matched(request, 0)
-    question = weakref.ref(rig.store.questions.pop())
-    gc.collect()
-    gc.disable()
-    try:
-        assert question() is not None
-        rig.half.finished(request)
-        assert question() is None, "nothing keeps it, and the store looks no further"
-    finally:
-        gc.enable()
-
-
-def test_a_store_that_refuses_a_question_is_not_asked() -> None:
-    rig = Rig()
-
-    def busy(block_ids: Any) -> None:
-        raise BusyError("too many wait")
-
-    rig.store.begin_locate_on_prefix = busy  # type: ignore[method-assign]
-    request = rig.request("a", 3 * BLOCK + 1)
-    assert rig.half.matched(request, 0) == (0, False)
-    assert rig.later.jobs == []
-
-
-def test_what_could_take_long_is_done_on_a_thread() -> None:
-    rig = Rig()
-    rig.store.at_once = True
-    long = Request("long", [1] * (AT_ONCE_TOKENS + 1), SamplingParams(max_tokens=1), None)
-    rig.half.on_new_request(long)
-    adapter = Request(
-        "adapter", [1] * BLOCK, SamplingParams(max_tokens=1), None, lora_request=LoRARequest("a", 1, "/nowhere")
-    )
-    rig.half.on_new_request(adapter)
-    assert len(rig.later.jobs) == 2
-    rig.store.at_once = False
-    rig.request("c", BLOCK)
-    assert len(rig.later.jobs) == 3
 
 
 def test_no_step_is_lost_where_nothing_can_be_gained() -> None:

@@ -6,7 +6,7 @@ use ucm_core::{ExtraKey, HashMethod, Part, PartMask};
 
 use crate::convert::{Tokens, id, id_list, ids, raise, to_py};
 
-/// Most tokens that are hashed with the GIL held: 0.3 ms at most.
+/// Most tokens that are hashed with the GIL held: half a millisecond.
 const AT_ONCE: usize = 1 << 15;
 
 /// Computes the chained keys of the full blocks of a token list.
