@@ -20,6 +20,14 @@ ENGINE_LIMIT = 39
 _hosts: list[EngineHost] = []
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test remembers anything where the user's processes do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCM_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the trust matrix."""
     group = parser.getgroup("trust", "trust matrix (tests/trust)")

@@ -10,7 +10,6 @@ use std::num::NonZeroU64;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ucm_benches::cli::program;
@@ -18,8 +17,7 @@ use ucm_benches::store::Result;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::{Clock, Completion, Mono, SystemClock};
-use ucm_io::{IoEngine, Process, PsyncEngine, PsyncOptions};
-use ucm_store::auto::measure::{Place, measure};
+use ucm_io::{Process, PsyncEngine, PsyncOptions};
 use ucm_store::backend::{Backend, ReadDone, WriteOptions};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
@@ -47,14 +45,6 @@ fn run() -> Result<()> {
     for block in [256usize << 10, 1 << 20, 2 << 20] {
         for direct in [false, true] {
             contest(block, direct, turn, rounds)?;
-        }
-    }
-    println!(
-        "what `layout: auto` finds here, three times: MB/s into a file each, appended, and the layout chosen"
-    );
-    for block in [64usize << 10, 256 << 10, 1 << 20, 2 << 20] {
-        for direct in [false, true] {
-            chosen(block, direct)?;
         }
     }
     lookups(if full { 100_000 } else { 2_000 })?;
@@ -97,50 +87,6 @@ fn contest(block: usize, direct: bool, turn: usize, rounds: usize) -> Result<()>
             segment / file
         );
     }
-    Ok(())
-}
-
-/// What the short measurement of a new root would decide, and how much it varies.
-fn chosen(block: usize, direct: bool) -> Result<()> {
-    let layers = if block <= 4096 { 1 } else { LAYERS };
-    let geometry = Geometry::new(vec![(block / layers) as u64], layers as u32, layers as u32)?;
-    let record_len = RecordLayout::new(&geometry).record_len();
-    let clock = SystemClock::shared();
-    let io: Arc<dyn IoEngine> = PsyncEngine::new(PsyncOptions {
-        direct,
-        clock: Arc::clone(&clock),
-        ..PsyncOptions::with_workers(16)
-    })?;
-    let mut found = Vec::new();
-    for _ in 0..3 {
-        let (dir, number) = (directory()?, AtomicU64::new(0));
-        let name = || {
-            dir.path()
-                .join(number.fetch_add(1, Ordering::Relaxed).to_string())
-        };
-        let place = Place {
-            io: &io,
-            clock: &*clock,
-            record_len,
-            file_mode: 0o600,
-            name: &name,
-            // As on a local file system.
-            abreast: (!direct).then_some(4),
-        };
-        let begun = clock.now();
-        let figures = measure(&place, begun.after(Duration::from_secs(5)))?;
-        let (filed, appended) = (figures.file_bytes_per_s, figures.segment_bytes_per_s);
-        let (took, kind) = (clock.now().since(begun), figures.choice().name());
-        found.push(format!(
-            "{} {} {kind} ({} ms)",
-            filed / 1_000_000,
-            appended / 1_000_000,
-            took.as_millis()
-        ));
-    }
-    let mode = if direct { "direct" } else { "buffered" };
-    println!("{:8}  {mode:8}  {}", block >> 10, found.join("  "));
-    io.shutdown(Duration::from_secs(3));
     Ok(())
 }
 

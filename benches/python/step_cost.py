@@ -30,25 +30,9 @@ from ucm.integration.vllm.connector.lookup import Lookups
 from ucm.integration.vllm.connector.metadata import DumpResult, Handshake, RankReport, WeightsWord, WorkerReport
 from ucm.integration.vllm.connector.pace import Pace
 from ucm.integration.vllm.connector.scheduler import SchedulerHalf
-from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1, Until
+from ucm.store.empty import UcmEmptyStore
 
 BLOCK = 128
-
-
-class EmptyStore(UcmKVStoreBaseV1):
-    """A store in which nothing is found."""
-
-    def lookup(self, block_ids: Any) -> list[bool]:
-        return [False] * len(block_ids)
-
-    def load_data(self, block_ids: Any, shard_index: Any, addrs: Any) -> Task:
-        raise NotImplementedError("nothing is found, so nothing is loaded")
-
-    def dump_data(self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0) -> Task:
-        raise NotImplementedError("the scheduler half does not dump")
-
-    def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
-        """Nothing is ever under way."""
 
 
 class Tables:
@@ -85,7 +69,7 @@ def open_half(tables: Tables) -> SchedulerHalf:
     gate = Gate(
         own_identity={},
         identity=Named(),
-        selection=Selection([Candidate("Empty", "nowhere", {}, EmptyStore)], 1, background, 5.0),
+        selection=Selection([Candidate("Empty", "nowhere", {}, UcmEmptyStore)], 1, background, 5.0),
         world=1,
         open_allowance=5.0,
     )

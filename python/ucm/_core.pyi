@@ -7,7 +7,18 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
-__all__ = ["Asked", "BlockHasher", "QuietSha256", "Store", "Task", "__version__", "crc32c", "part_mask", "record_ids"]
+__all__ = [
+    "Asked",
+    "BlockHasher",
+    "QuietSha256",
+    "Store",
+    "Task",
+    "__version__",
+    "crc32c",
+    "part_mask",
+    "record_ids",
+    "run_threads_on",
+]
 
 __version__: str
 
@@ -52,8 +63,13 @@ def crc32c(data: Buffer) -> int:
 def part_mask(group: int, pipeline_rank: int, tensor_rank: int) -> bytes:
     """The mask that turns a block key into the record id of one part, and back."""
 
-def record_ids(keys: Sequence[bytes], mask: bytes) -> list[bytes]:
-    """Record ids of block keys (or the other way round) under a part's mask."""
+def record_ids(keys: Sequence[bytes] | bytes, mask: bytes) -> list[bytes]:
+    """Record ids of block keys (or the other way round) under a part's mask. The keys may lie end to end in one
+    ``bytes``."""
+
+def run_threads_on(processors: Sequence[int]) -> None:
+    """Let the threads that the core begins from now on run on these processors, whatever the one that begins them is
+    bound to. Raises :class:`~ucm.errors.InvalidInputError` for none, or a number beyond 1023."""
 
 @final
 class QuietSha256:
@@ -113,6 +129,17 @@ class Store:
         timeout: float | None = None,
     ) -> Task:
         """Starts a load; ``timeout`` in seconds, the configured deadline if None."""
+
+    def register_kv(self, first: npt.NDArray[np.uint64], stride: npt.NDArray[np.uint64], blocks: int) -> None:
+        """Learn where the KV of ``blocks`` blocks lies: piece ``j`` of block ``n`` at ``first[j] + n * stride[j]``."""
+
+    def load_blocks(
+        self, block_ids: Sequence[bytes], blocks: npt.NDArray[np.int64], timeout: float | None = None
+    ) -> Task:
+        """Start a load of whole blocks into device blocks by number."""
+
+    def dump_blocks(self, block_ids: Sequence[bytes], blocks: npt.NDArray[np.int64]) -> Task:
+        """Start a dump of whole device blocks by number, or refuse it at once."""
 
     def verify(self, block_ids: Sequence[bytes], timeout: float | None = None) -> Task:
         """Starts reading and verifying whole blocks as a load does, without a place to copy them to."""

@@ -33,7 +33,15 @@ def test_records_in_segments_are_counted_and_good(segments: Written, ucm: Run, u
     assert document["segment_bytes"] == file_of(segments).stat().st_size == 4096 + 4 * RECORD + 4096
     assert document["used_bytes"] == document["segment_bytes"] + 2 * RECORD
     assert (document["foreign"], document["private"]) == (0, 0)
-    assert "4 records in them" in ucm("inspect", segments.path).stdout
+    spaces = {space["segments"]: space for space in document["namespaces"]}
+    assert [(spaces[n]["records"], sum(spaces[n]["parts_present"].values())) for n in (0, 1)] == [(2, 2), (4, 4)]
+    assert (spaces[0]["bytes"], spaces[1]["bytes"]) == (2 * RECORD, document["segment_bytes"])
+    shown = ucm("inspect", segments.path).stdout
+    assert "4 records in them" in shown
+    (row,) = [
+        line for line in shown.splitlines() if line.strip().startswith(spaces[1]["namespace"]) and "g0p0t0" in line
+    ]
+    assert row.split()[1] == "4"
     document = ucm_json("verify", segments.path)
     assert (document["exit"], document["good"], document["records"], document["segments"]) == (0, 6, 6, 1)
 

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from parts import BLOCK, Rig
 from vllm.config import KVTransferConfig
 
-from ucm.integration.vllm.connector.dumps import DRAIN_S, NEWS_S
+from ucm.integration.vllm.connector.dumps import KNOWN_S
 from ucm.integration.vllm.connector.halves import _may_load
 from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport, join_keys, split_keys
 from ucm.store import part_mask, record_ids
@@ -334,14 +334,12 @@ def test_a_dump_holds_no_block_of_vllms_and_is_followed_until_every_rank_has_end
     rig.half.finished(request)
     rig.tables.free(request)
     assert rig.tables.block_pool.get_num_free_blocks() == free
-    assert rig.half.wants_steps  # what it says is to be heard
+    assert not rig.half.wants_steps, "how it ends is told with the next request's steps"
     job = plan.dumps[0].job
     rig.report(RankReport(0, ready=True, staged=[job]), RankReport(1, ready=True, staged=[job]))
-    assert rig.half.wants_steps  # whether others can read it is soon to come
-    rig.clock.now += 2 * NEWS_S
-    assert not rig.half.wants_steps  # and what publishes late is told with the next request's steps
+    assert rig.half.dumps.under_way == 1
     rig.report(rig.ended(plan, 0), rig.ended(plan, 1))
-    assert not rig.half.wants_steps
+    assert rig.half.dumps.under_way == 0
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["prefix caching", "no prefix caching"])
@@ -411,18 +409,6 @@ def test_what_was_offered_at_the_end_and_is_overtaken_is_sent_and_settled_in_one
     rig.half.admitted(second, rig.tables.allocate(second, 2), 0)
     plan = rig.step(second)
     assert plan.settle == [dump.job for dump in plan.dumps if dump.request == "a"]
-
-
-def test_an_idle_engine_steps_until_its_blocks_were_read() -> None:
-    rig = Rig()
-    request = rig.request("a", 2 * BLOCK)
-    rig.admit(request)
-    plan = rig.step(request)
-    rig.half.finished(request)
-    rig.clock.now += DRAIN_S - 1
-    assert rig.half.wants_steps
-    rig.report(RankReport(0, ready=True, staged=[plan.dumps[0].job]))
-    assert not rig.half.wants_steps
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -505,6 +491,22 @@ def test_the_budget_is_the_least_any_rank_can_take() -> None:
     report.free_slots = 9
     rig.report(report, rig.ended(plan, 0))
     assert blocks_of(rig.step(request)) == [(2, 2)]
+
+
+def test_an_engine_that_rested_does_not_believe_that_its_ranks_are_still_full() -> None:
+    rig = Rig()
+    first = rig.request("a", 2 * BLOCK)
+    rig.admit(first)
+    rig.report(RankReport(0, ready=True, free_slots=2))
+    plan = rig.step(first)
+    assert blocks_of(plan) == [(0, 2)]
+    rig.report(RankReport(0, ready=True, free_slots=0, last_job=plan.dumps[0].job))
+    rig.half.finished(first)
+    second = rig.request("b", 2 * BLOCK, seed=1)
+    rig.admit(second)
+    assert blocks_of(rig.step(second)) == [], "it was told so a moment ago"
+    rig.clock.now += 2 * KNOWN_S
+    assert blocks_of(rig.step(second)) == [(0, 2)]
 
 
 def test_what_a_finished_request_holds_is_offered_with_the_next_step() -> None:

@@ -309,6 +309,25 @@ def test_a_store_that_was_opened_and_not_yet_used_is_closed_when_another_is_trie
     assert worker.half._store is made[1] and not made[1]._closed
 
 
+def test_a_store_that_cannot_be_told_where_the_kv_lies_is_closed_and_passed_by() -> None:
+    class Blind(Scripted):
+        def register_kv(self, layout: Any) -> None:
+            raise ValueError("no such pieces")
+
+    made: list[Blind] = []
+
+    def make(config: dict[str, Any]) -> Blind:
+        made.append(Blind(config))
+        return made[-1]
+
+    worker = Worker(candidates=[candidate("A", make)])
+    report = worker.step(setup=StoreSetup("{}", {"storage_backends": ["/nowhere"]}, 0, 1, trial=True))[2]
+    while report is None or not report.ranks[0].unavailable:
+        report = worker.step()[2]
+    assert "no such pieces" in report.ranks[0].unavailable
+    assert [store._closed for store in made] == [True]
+
+
 def test_failed_rows_and_all_behind_them_are_bad_and_reported_with_the_request() -> None:
     worker = Worker()
     store = worker.open()

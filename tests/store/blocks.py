@@ -36,6 +36,25 @@ class Memory:
         return all(np.array_equal(a, b) for a, b in zip(self.pieces[block], other.pieces[block], strict=True))
 
 
+class KV:
+    """The KV of a model: the pieces of all blocks in one tensor each, with a gap from block to block."""
+
+    def __init__(self, blocks: int, fill: int | None = None) -> None:
+        random = np.random.default_rng(blocks)
+        self.tensors: dict[str, npt.NDArray[np.uint8]] = {}
+        for layer in range(LAYERS):
+            for piece, size in enumerate(PIECES):
+                shape = (blocks, 2, size)
+                whole = (
+                    random.integers(0, 256, shape, dtype=np.uint8) if fill is None else np.full(shape, fill, np.uint8)
+                )
+                self.tensors[f"layers.{layer}.piece.{piece}"] = whole[:, 0]
+
+    def block(self, number: int) -> bytes:
+        """What is in a block."""
+        return b"".join(tensor[number].tobytes() for tensor in self.tensors.values())
+
+
 def ids(count: int) -> list[bytes]:
     return [bytes([n * 7 % 256]) * 8 + n.to_bytes(8, "little") for n in range(count)]
 

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from blocks import BLOCK, PIECES, Memory, ids
+from blocks import BLOCK, KV, PIECES, Memory, ids
 
 from ucm.store import BlockHasher
 from ucm.store.posix import UcmPosixStore
@@ -57,13 +58,18 @@ def test_calls_of_every_step_keep_the_interpreter(common: dict[str, Any], tmp_pa
     memory, blocks, hasher = Memory(COUNT), ids(COUNT), BlockHasher(bytes(32), 32)
     rows = memory.rows(*range(COUNT))
     other, taken = Other(), {}
+    kv = KV(COUNT)
+    numbers = np.arange(COUNT, dtype=np.int64)
     with UcmPosixStore({**common, **shape, "identity": str(tmp_path)}) as store, other.waiting():
+        store.register_kv_tensors(kv.tensors)
         store.wait(store.dump_data(blocks, [0] * COUNT, rows))
         calls = {
             "hash": lambda: hasher.hash_blocks([1] * 4096),
             "describe": lambda: store.describe(blocks, ordinals=list(range(COUNT))),
             "dump": lambda: tasks.append(store.dump_data(blocks, [0] * COUNT, rows)),
             "load": lambda: tasks.append(store.load_data(blocks, [0] * COUNT, rows)),
+            "dump by number": lambda: tasks.append(store.dump_blocks(blocks, numbers)),
+            "load by number": lambda: tasks.append(store.load_blocks(blocks, numbers)),
             "check": lambda: [store.check(task, "staged") for task in tasks],
             "early": store.early,
             "slots": store.free_dump_slots,

@@ -21,20 +21,20 @@ IO, LOOKUP = 16, 8
 
 #: As in the table of docs/stores.md: name, keys, most threads of a store that moves blocks, and of one that looks up.
 KINDS: dict[str, tuple[str, dict[str, Any], int, int]] = {
-    "files": ("UcmPosixStore", {}, IO + 10, LOOKUP + 5),
-    "segments": ("UcmPosixStore", {"layout": "segment"}, IO + 14, LOOKUP + 9),
-    "io_uring": ("UcmPosixStore", {"io_direct": True, "io_engine": "io_uring"}, IO + 12, LOOKUP + 7),
-    "memory": ("UcmCacheStore", {"cache_size": "4MiB"}, 10, 5),
+    "files": ("UcmPosixStore", {}, IO + 11, LOOKUP + 5),
+    "segments": ("UcmPosixStore", {"layout": "segment"}, IO + 15, LOOKUP + 9),
+    "io_uring": ("UcmPosixStore", {"io_direct": True, "io_engine": "io_uring"}, IO + 13, LOOKUP + 7),
+    "memory": ("UcmCacheStore", {"cache_size": "4MiB"}, 11, 5),
     "memory above files": (
         "UcmPipelineStore",
         {"store_pipeline": "Cache|Posix", "cache_size": "4MiB"},
-        IO + 18,
+        IO + 19,
         LOOKUP + 10,
     ),
     "memory above segments": (
         "UcmPipelineStore",
         {"store_pipeline": "Cache|Pc", "cache_size": "4MiB"},
-        IO + 22,
+        IO + 23,
         LOOKUP + 14,
     ),
 }

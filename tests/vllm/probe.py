@@ -6,13 +6,23 @@ scheduler's half adds one method to the engine core of its process, which answer
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+#: Seconds for which an engine steps on after it was last asked whether it is idle.
+ASKED_S = 0.5
+
 
 class ProbedScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler; its making lets the engine core answer ``probe_scheduler`` and ``probe_eval``."""
+    """vLLM's scheduler; its making lets the engine core answer ``probe_scheduler`` and ``probe_eval``.
+
+    An engine that is asked ``probe_scheduler`` goes on stepping while dumps are under way, as long as somebody
+    asks: an idle one hears how they ended with its next request only, and a test wants to know now.
+    """
+
+    asked = float("-inf")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -21,17 +31,30 @@ class ProbedScheduler(Scheduler):  # type: ignore[misc]
         EngineCore.probe_scheduler = _probe_scheduler
         EngineCore.probe_eval = _probe_eval
 
+    def has_requests(self) -> bool:
+        """Whether there is something to step for: vLLM's answer, or what a test waits for."""
+        return bool(super().has_requests() or (dumps_under_way(self) and time.monotonic() - self.asked < ASKED_S))
+
+
+def dumps_under_way(scheduler: Any) -> int:
+    """Dump jobs of which this scheduler has not heard the end."""
+    connector = scheduler.connector
+    halves = [getattr(child, "_scheduler", None) for child in getattr(connector, "_connectors", [connector])]
+    return sum(half.dumps.under_way for half in halves if half is not None)
+
 
 def _probe_scheduler(core: Any) -> dict[str, Any]:
     """Free blocks of the pool, the number of requests known, whether something is under way, and more."""
     scheduler = core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
+    scheduler.asked = time.monotonic()
     return {
         "free_blocks": pool.get_num_free_blocks(),
         "total_blocks": pool.num_gpu_blocks - 1,  # without the null block
         "running": len(scheduler.running),
         "requests": len(scheduler.requests),
-        "transfers": scheduler.connector is not None and scheduler.connector.has_pending_push_work(),
+        "transfers": scheduler.connector is not None
+        and (scheduler.connector.has_pending_push_work() or dumps_under_way(scheduler) > 0),
         "groups": len(scheduler.kv_cache_config.kv_cache_groups),
         "kv_load_failure_policy": getattr(scheduler.vllm_config.kv_transfer_config, "kv_load_failure_policy", None),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from ucm.config import parse
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector import UCMConnector
-from ucm.integration.vllm.connector.device import why_not_here, why_slower
+from ucm.integration.vllm.connector.device import cores_here, keep_a_core, why_not_here, why_slower
 from ucm.integration.vllm.connector.halves import why_off
 from ucm.reasons import MissReason
 
@@ -113,3 +114,16 @@ def test_few_cores_are_told_with_what_to_write() -> None:
     assert why_slower(1, 2, {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}) == ""
     assert why_slower(1, 2, {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) == ""
     assert why_slower(1, 2, {"VLLM_CPU_OMP_THREADS_BIND": "auto"}) != ""
+
+
+def test_on_two_cores_vllm_keeps_the_core_that_it_keeps_without_a_connector() -> None:
+    def after(cores: int, **environ: str) -> dict[str, str]:
+        keep_a_core(cores, environ)
+        return environ
+
+    assert after(2) == {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
+    assert why_slower(1, 2, after(2)) == ""
+    assert after(0) == after(1) == after(3) == after(4) == {}  # two ranks or one: nobody knows yet
+    for name in ("VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_SIM_MULTI_NUMA"):
+        assert after(2, **{name: "0"}) == {name: "0"}
+    assert 1 <= cores_here() <= len(os.sched_getaffinity(0))

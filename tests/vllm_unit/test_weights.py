@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 
 from ucm.errors import ConfigError, UnsupportedError
-from ucm.integration.vllm.connector import file_digest, weights
+from ucm.integration.vllm.connector import file_digest, root_file, weights
 from ucm.integration.vllm.connector.file_digest import MEMORY_NAME, hash_file
 from ucm.integration.vllm.connector.root_file import ROOT_MARKER
 from ucm.integration.vllm.connector.weight_files import WeightSource, find_weight_files, weight_source
@@ -64,6 +66,42 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(weights, "hash_file", spy)
     return names
+
+
+def test_a_root_that_does_not_answer_is_not_waited_for(
+    engines: Any, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(root_file, "ANSWER_S", 0.1)
+    model = engines.make_model(tmp_path / "m")
+    right = text_of(model)
+    memo = root / MEMORY_NAME
+    os.mkfifo(memo)  # who opens it to read waits for one who writes
+    try:
+        for _ in range(root_file.MOST_HANGING + 1):
+            assert text_of(model, root=root) == right
+    finally:
+        for _ in range(2 * root_file.MOST_HANGING):  # each time those go on that wait by now
+            with contextlib.suppress(OSError):
+                os.close(os.open(memo, os.O_WRONLY | os.O_NONBLOCK))
+
+
+def test_without_a_root_digests_are_remembered_in_the_state_directory(
+    engines: Any, tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCM_STATE_DIR", str(tmp_path / "deep" / "state"))
+    model = engines.make_model(tmp_path / "m")
+    where, later = Path(str(root_file.state_directory())), {"now_ns": lambda: time.time_ns() + 10**11}
+    first = text_of(model, root=where, **later)
+    assert hashed
+    hashed.clear()
+    assert (text_of(model, root=where, **later), hashed) == (first, [])
+    assert where.stat().st_mode & 0o777 == 0o700
+    monkeypatch.delenv("UCM_STATE_DIR")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert root_file.state_directory() == str(tmp_path / "ucm")
+    monkeypatch.setenv("XDG_STATE_HOME", "here")  # the standard has such a one ignored
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert root_file.state_directory() == str(tmp_path / "home" / ".local" / "state" / "ucm")
 
 
 def test_the_text_is_the_documented_digest(engines: Any, tmp_path: Path) -> None:

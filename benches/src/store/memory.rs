@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ucm_core::BlockId;
 use ucm_device::{ArenaOptions, DeviceSpan, HostArena, HugePages, Slot, SlotPool};
-use ucm_store::engine::Row;
+use ucm_store::engine::{Pieces, Row};
 
 use super::Result;
 use super::rig::Shape;
@@ -77,11 +77,13 @@ impl Stock {
         let row = |(&id, memory): (&BlockId, &mut [u8])| Row {
             id,
             shard: 0,
-            spans: (memory.as_mut_ptr() as u64..)
-                .step_by(tensor as usize)
-                .take(memory.len() / tensor as usize)
-                .map(|at| span(at, tensor))
-                .collect(),
+            pieces: Pieces::Listed(
+                (memory.as_mut_ptr() as u64..)
+                    .step_by(tensor as usize)
+                    .take(memory.len() / tensor as usize)
+                    .map(|at| span(at, tensor))
+                    .collect(),
+            ),
         };
         ids.iter().zip(memory).map(row).collect()
     }

@@ -3,6 +3,7 @@
 //! * [`Clock`] ([`SystemClock`], [`ManualClock`]): every wait in ucm sleeps on one, so that tests move time themselves;
 //! * [`Bell`]: the one way a thread sleeps until there is news; [`Clock::sleep`] adds the deadline;
 //! * [`WorkerPool`]: named threads with lanes, bounded queues, deadlines and a monitor that writes stuck threads off;
+//! * [`begin_thread`]: how a thread of ucm begins, on processors that [`run_threads_on`] names;
 //! * [`Completion`]: one result, waited for by many;
 //! * [`SpscRing`]: a bounded ring between two threads, whose ends spin, yield, then park;
 //! * [`IdSet`]: a concurrent set;
@@ -37,6 +38,8 @@ mod random;
 mod ring;
 pub mod seqlock;
 mod sync;
+#[cfg(not(loom))]
+mod threads;
 
 pub use bell::Bell;
 pub use clock::{Clock, ManualClock, Mono, SystemClock};
@@ -50,3 +53,5 @@ pub use pool::{
 #[cfg(not(loom))]
 pub use random::random_u64;
 pub use ring::{PopError, PushError, RingConsumer, RingProducer, SpscRing};
+#[cfg(not(loom))]
+pub use threads::{begin_thread, run_threads_on};

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
-use ucm_core::{ExtraKey, HashMethod, Part, PartMask};
+use ucm_core::{BlockId, ExtraKey, HashMethod, Part, PartMask};
 
 use crate::convert::{Tokens, id, id_list, ids, raise, to_py};
 
@@ -111,7 +111,7 @@ pub(crate) fn part_mask(
     )
 }
 
-/// Record ids of block keys (or the other way round) under a part's mask.
+/// Record ids of block keys (or the other way round) under a part's mask. The keys may lie end to end in one `bytes`.
 #[pyfunction]
 pub(crate) fn record_ids<'py>(
     py: Python<'py>,
@@ -119,6 +119,13 @@ pub(crate) fn record_ids<'py>(
     mask: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyList>> {
     let mask = PartMask(id(mask)?.0);
-    let ids: Vec<_> = ids(keys)?.into_iter().map(|key| key.xor(mask)).collect();
+    let keys = match keys.cast::<PyBytes>() {
+        Ok(joined) => to_py(
+            py,
+            joined.as_bytes().chunks(16).map(BlockId::from_slice).collect(),
+        )?,
+        Err(_) => ids(keys)?,
+    };
+    let ids: Vec<_> = keys.into_iter().map(|key| key.xor(mask)).collect();
     id_list(py, &ids)
 }

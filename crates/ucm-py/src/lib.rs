@@ -10,6 +10,7 @@ mod hasher;
 mod quiet;
 mod store;
 mod task;
+mod threads;
 
 use pyo3::prelude::*;
 
@@ -26,6 +27,8 @@ mod _core {
     use super::store::{Asked, Store};
     #[pymodule_export]
     use super::task::Task;
+    #[pymodule_export]
+    use super::threads::run_threads_on;
 
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 

@@ -3,15 +3,15 @@
 
 use std::sync::{Arc, OnceLock};
 
-use numpy::{PyReadonlyArray2, PyUntypedArrayMethods};
+use numpy::{PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use ucm_core::{BlockId, Error, Geometry, MissReason};
-use ucm_device::{DeviceSpan, HostDevice};
+use ucm_device::{DeviceSpan, HostDevice, KvLayout, KvPiece};
 use ucm_infra::SystemClock;
 use ucm_store::assemble::Setup;
 use ucm_store::backend::Priority;
-use ucm_store::engine::{self, Engine, Hint, Row};
+use ucm_store::engine::{self, Engine, Hint, Pieces, Row};
 use ucm_store::events::Level;
 
 use crate::convert::{id_list, ids, raise, to_py};
@@ -125,10 +125,55 @@ impl Store {
     ) -> PyResult<Task> {
         let deadline = limit(py, timeout)?;
         let rows = self.rows(py, block_ids, &shard_index, &addrs)?;
-        let many = rows.len() > ROWS_AT_ONCE;
-        let load = || self.0.load(rows, deadline);
-        let task = if many { py.detach(load) } else { load() };
-        to_py(py, task).map(|task| self.task(task))
+        self.begin(py, rows, |rows| self.0.load(rows, deadline))
+    }
+
+    /// Learns where the KV lies: piece `j` of block `n` at `first[j] + n * stride[j]`, for `blocks` blocks.
+    fn register_kv(
+        &self,
+        py: Python<'_>,
+        first: PyReadonlyArray1<'_, u64>,
+        stride: PyReadonlyArray1<'_, u64>,
+        blocks: u64,
+    ) -> PyResult<()> {
+        let (first, stride) = (first.as_array(), stride.as_array());
+        if first.len() != stride.len() {
+            let error = Error::invalid("first and stride must be equally long");
+            let error = error.with("first", first.len()).with("stride", stride.len());
+            return Err(raise(py, &error));
+        }
+        let lengths = self.0.geometry().tensors().iter().cycle();
+        let pieces = first.iter().zip(stride).zip(lengths);
+        let pieces = pieces.map(|((&first, &stride), &len)| KvPiece { first, stride, len });
+        // SAFETY: the caller of the store vouches that each piece of each block is that many bytes of device memory, valid
+        // until the tasks ended that name the block; that is the contract of register_kv, load_blocks and dump_blocks.
+        let layout = unsafe { KvLayout::new(pieces.collect(), blocks) };
+        to_py(py, layout.and_then(|layout| self.0.register_kv(layout)))
+    }
+
+    /// Starts a load of whole blocks into device blocks by number.
+    #[pyo3(signature = (block_ids, blocks, timeout = None))]
+    fn load_blocks(
+        &self,
+        py: Python<'_>,
+        block_ids: &Bound<'_, PyAny>,
+        blocks: PyReadonlyArray1<'_, i64>,
+        timeout: Option<f64>,
+    ) -> PyResult<Task> {
+        let deadline = limit(py, timeout)?;
+        let rows = self.numbered(py, block_ids, &blocks)?;
+        self.begin(py, rows, |rows| self.0.load(rows, deadline))
+    }
+
+    /// Starts a dump of whole device blocks by number, or refuses it at once.
+    fn dump_blocks(
+        &self,
+        py: Python<'_>,
+        block_ids: &Bound<'_, PyAny>,
+        blocks: PyReadonlyArray1<'_, i64>,
+    ) -> PyResult<Task> {
+        let rows = self.numbered(py, block_ids, &blocks)?;
+        self.begin(py, rows, |rows| self.0.dump(rows))
     }
 
     /// Starts reading and verifying whole blocks as a load does, without a place to copy them to.
@@ -149,10 +194,7 @@ impl Store {
         addrs: PyReadonlyArray2<'_, u64>,
     ) -> PyResult<Task> {
         let rows = self.rows(py, block_ids, &shard_index, &addrs)?;
-        let many = rows.len() > ROWS_AT_ONCE;
-        let dump = || self.0.dump(rows);
-        let task = if many { py.detach(dump) } else { dump() };
-        to_py(py, task).map(|task| self.task(task))
+        self.begin(py, rows, |rows| self.0.dump(rows))
     }
 
     /// Hints for the header: parallel lists of ids, parents, ordinals and token counts.
@@ -351,6 +393,37 @@ impl Store {
         }
     }
 
+    /// Begins a load or dump, with the GIL held where that is short.
+    fn begin(
+        &self,
+        py: Python<'_>,
+        rows: Vec<Row>,
+        begin: impl FnOnce(Vec<Row>) -> ucm_core::Result<engine::Task> + Send,
+    ) -> PyResult<Task> {
+        let many = rows.len() > ROWS_AT_ONCE;
+        let begin = || begin(rows);
+        let task = if many { py.detach(begin) } else { begin() };
+        to_py(py, task).map(|task| self.task(task))
+    }
+
+    /// Rows of whole blocks by their numbers on the device.
+    fn numbered(
+        &self,
+        py: Python<'_>,
+        block_ids: &Bound<'_, PyAny>,
+        blocks: &PyReadonlyArray1<'_, i64>,
+    ) -> PyResult<Vec<Row>> {
+        let (ids, blocks) = (ids(block_ids)?, blocks.as_array());
+        if ids.len() != blocks.len() {
+            let error = Error::invalid("block_ids and blocks must be equally many");
+            let error = error.with("block_ids", ids.len()).with("blocks", blocks.len());
+            return Err(raise(py, &error));
+        }
+        // A negative number is beyond every layout's last block as well.
+        let numbers = blocks.iter().map(|&number| number as u64);
+        to_py(py, self.0.rows_of_blocks(ids.into_iter().zip(numbers)))
+    }
+
     fn rows(
         &self,
         py: Python<'_>,
@@ -394,7 +467,8 @@ impl Store {
                 // SAFETY: the caller of the store vouches that each address names that many bytes of device memory,
                 // valid until the task ended; that is the contract of load_data and dump_data.
                 let spans = to_py(py, unsafe { spans(geometry, number, addrs.iter().copied()) })?;
-                Ok(Row { id, shard, spans })
+                let pieces = Pieces::Listed(spans);
+                Ok(Row { id, shard, pieces })
             })
             .collect()
     }

@@ -328,23 +328,23 @@ fn a_huge_load_never_fills_the_queues_of_the_backend() {
             }))
         })
         .collect();
-    writer
-        .dump(&Device::filled(&setup, &many[..4]), &many[..4])
-        .unwrap();
+    // All of them are there: a block that is not would end the load before the others are read.
+    let source = Device::filled(&setup, &many);
+    for some in many.chunks(4) {
+        writer.dump(&source, some).unwrap();
+    }
     let store = Store::open(dir.path(), setup.clone());
     let target = Device::blank(&setup, &many);
     store.faults.forget();
     let task = store.engine.load(target.rows(&many), None).unwrap();
     slow.await_hanging(4); // every worker copies to the device
     let of_records = |seen: &ucm_io::Seen| seen.kind == OpKind::Read && seen.lane == 0;
-    let reads = store.faults.log().into_iter().filter(of_records).count();
-    assert!(
-        (1024..=1024 + 4).contains(&reads),
-        "those being copied are read: {reads}"
-    );
+    let reads = || store.faults.log().into_iter().filter(of_records).count();
+    eventually("as many are read as may be at once", || reads() >= 1024);
+    assert!(reads() <= 1024 + 4, "and those being copied: {}", reads());
     slow.go();
-    assert!(store.outcome(&task).is_err());
-    store.load(&target, &many[..4]).unwrap();
+    store.outcome(&task).unwrap();
+    assert!(target.equals(&source));
     eventually("the slots come back", || {
         store.stat("slots_free") == store.stat("slots")
     });

@@ -242,7 +242,7 @@ fn what_is_given_up_takes_no_slot_from_others() {
     let behind = hang(&store, &[id(2), id(3)]);
     let device = Device::blank(&setup, &ids(20));
     let task = store.engine.load(device.rows(&ids(20)), None).unwrap();
-    assert_eq!(store.stat("loads_queued"), 16);
+    eventually("every slot is taken", || store.stat("loads_queued") == 16);
     bad.open();
     eventually("nothing waits for a slot", || store.stat("loads_queued") == 0);
     assert!(!is_over(&store, &task));

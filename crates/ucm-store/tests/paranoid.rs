@@ -9,7 +9,7 @@ use common::{Device, Layout, Setup, Store, directory, eventually, id, ids, of_re
 use ucm_core::ErrorKind;
 use ucm_device::DeviceSpan;
 use ucm_io::{Fault, OpKind, Rule, Tail};
-use ucm_store::engine::LANE_DUMP;
+use ucm_store::engine::{LANE_DUMP, Pieces};
 
 fn opened(paranoid: bool) -> (tempfile::TempDir, Store, Device) {
     let setup = Setup {
@@ -112,10 +112,13 @@ fn a_device_that_does_not_hold_what_it_was_given_fails_the_load() {
         store.dump(&device, &ids(1)).unwrap();
         let target = Device::blank(&store.setup, &ids(1));
         let mut rows = target.rows(&ids(1));
-        let first = rows[0].spans[0];
+        let Pieces::Listed(spans) = &mut rows[0].pieces else {
+            unreachable!("the rows of this device list their pieces");
+        };
+        let first = spans[0];
         // The last layer's second tensor lies on the first layer's first one, as by a wrong table of addresses.
         // SAFETY: within the target's own buffer, which outlives the task.
-        rows[0].spans[5] = unsafe { DeviceSpan::new(first.addr(), store.setup.tensors[1]) };
+        spans[5] = unsafe { DeviceSpan::new(first.addr(), store.setup.tensors[1]) };
         let task = store.engine.load(rows, None).unwrap();
         match store.outcome(&task) {
             Ok(()) => assert!(!paranoid && !target.is_right(id(0))),

@@ -277,8 +277,13 @@ fn what_is_published_is_early_until_others_must_have_found_it() {
         lookup_only: true,
         ..quick()
     };
-    // Of a scheduler whose look around is still to come: its clock stands.
-    let scheduler = on(&ManualClock::new(), dir.path(), &lookups);
+    // Of a scheduler whose next look around is still to come: its clock stands.
+    let theirs = ManualClock::new();
+    let scheduler = on(&theirs, dir.path(), &lookups);
+    let soon = theirs.now().after(Duration::from_secs(1));
+    eventually("it waits for its next look", || {
+        theirs.next_deadline() == Some(soon)
+    });
     assert_eq!(store.backend.early(), Early::default());
     let device = Device::filled(&quick(), &ids(4));
     store.dump(&device, &ids(2)).unwrap();

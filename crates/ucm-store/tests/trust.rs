@@ -12,7 +12,7 @@ use common::{Device, Setup, Store, directory, eventually, id, ids, only_over};
 use ucm_core::{BlockId, ErrorKind, MissReason, Part, crc32c};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
-use ucm_store::engine::LANE_LOAD;
+use ucm_store::engine::{LANE_LOAD, Pieces};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 
@@ -482,7 +482,7 @@ fn use_after_close_and_wrong_rows_are_clear_errors() {
         ErrorKind::InvalidInput
     );
     let mut wrong = device.rows(&ids(1));
-    wrong[0].spans.pop();
+    wrong[0].pieces = Pieces::Listed(Vec::new());
     assert_eq!(
         store.engine.dump(wrong).err().unwrap().kind(),
         ErrorKind::InvalidInput

@@ -114,6 +114,7 @@ def _namespace(root: Root, name: str, contents: Contents, manifest: manifests.Ma
     sample = _spread(contents.records, HEADERS)
     parts, reasons = _headers(root, sample)
     in_segments, feet_refused = _feet(root, contents.segments)
+    segment_bytes = sum(found.size for found in contents.segments)
     return {
         "namespace": name,
         "manifest": manifest.state,
@@ -122,14 +123,14 @@ def _namespace(root: Root, name: str, contents: Contents, manifest: manifests.Ma
         "words": dict(manifest.words()),
         "identity": manifest.identity,
         "parts_described": sorted(part_name(part) for part in manifest.shapes),
-        "parts_present": parts,
+        "parts_present": dict(sorted((Counter(parts) + in_segments).items())),
         "headers_read": len(sample),
         "headers_refused": reasons,
-        "records": len(contents.records),
-        "bytes": sum(found.size for found in contents.records),
+        "records": len(contents.records) + in_segments.total(),
+        "bytes": sum(found.size for found in contents.records) + segment_bytes,
         "segments": len(contents.segments),
-        "segment_bytes": sum(found.size for found in contents.segments),
-        "segment_records": in_segments,
+        "segment_bytes": segment_bytes,
+        "segment_records": in_segments.total(),
         "feet_refused": feet_refused,
         "oldest_use": show.seconds(min(used, default=None)),
         "newest_use": show.seconds(max(used, default=None)),
@@ -158,14 +159,15 @@ def _headers(root: Root, sample: list[Found]) -> tuple[dict[str, int], dict[str,
     return dict(sorted(parts.items())), dict(sorted(reasons.items()))
 
 
-def _feet(root: Root, segments: list[Found]) -> tuple[int, dict[str, int]]:
-    """How many records the feet of these segments name, and how many feet are refused for which reason."""
+def _feet(root: Root, segments: list[Found]) -> tuple[Counter[str], dict[str, int]]:
+    """How many records of each part the feet of these segments name, and how many feet are refused for which reason."""
     reader, crc = Reader(root), fastest().of
-    records = 0
+    records: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     for found in segments:
         try:
-            records += len(read_foot(reader, found, crc).entries)
+            foot = read_foot(reader, found, crc)
+            records[part_name(foot.part)] += len(foot.entries)
         except Refused as refused:
             reasons[str(refused.reason)] += 1
         except FileNotFoundError:
@@ -196,11 +198,7 @@ def _inside(records: int) -> str:
 def _layout(kept: dict[str, Any] | None) -> str:
     if kept is None:
         return "not decided: as the configuration says"
-    filed, appended = kept.get("file_bytes_per_s"), kept.get("segment_bytes_per_s")
-    measured = ""
-    if isinstance(filed, int) and isinstance(appended, int):
-        measured = f", {show.size(appended)}/s appended, {show.size(filed)}/s into a file each"
-    return f"{kept.get('kind')} ({kept.get('why')}{measured})"
+    return f"{kept.get('kind')} ({kept.get('why')})"
 
 
 def _show_root(root: dict[str, Any]) -> None:

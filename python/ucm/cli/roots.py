@@ -160,7 +160,7 @@ class Root:
 
     @property
     def layout(self) -> dict[str, Any] | None:
-        """What the marker says of the layout that was found to be the quicker one; None: nothing was decided."""
+        """What the marker says of the layout that was decided on; None: nothing was."""
         kept = self.marker.get("layout")
         return kept if isinstance(kept, dict) else None
 

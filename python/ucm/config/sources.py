@@ -14,6 +14,7 @@ from ucm.config.sizes import parse_flag
 from ucm.config.words import (
     CONFIG_FILE_VARIABLE,
     DISABLE_VARIABLE,
+    ELSEWHERE,
     ENVIRONMENT,
     MEANINGLESS_ENVIRONMENT,
     PLATFORMS,
@@ -124,8 +125,8 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
             _read_variable(layer, name, value)
         elif name in MEANINGLESS_ENVIRONMENT:
             layer.ignore(MEANINGLESS_ENVIRONMENT[name], name)
-        elif name.startswith("UCM_") and name not in (CONFIG_FILE_VARIABLE, DISABLE_VARIABLE):
-            known = [*(n for n in ENVIRONMENT if n.startswith("UCM_")), CONFIG_FILE_VARIABLE, DISABLE_VARIABLE]
+        elif name.startswith("UCM_") and name not in ELSEWHERE:
+            known = [*(n for n in ENVIRONMENT if n.startswith("UCM_")), *ELSEWHERE]
             layer.warnings.append(f"environment {name} is unknown and ignored{hint(name, known)}")
     return layer
 

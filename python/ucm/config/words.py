@@ -157,9 +157,12 @@ ENVIRONMENT: dict[str, str] = {
     "UCM_PROFILE_OUTPUT": "profile.output",
 }
 
-#: Environment names that are read elsewhere: the file to read, and the switch for everything.
+#: Environment names that are read elsewhere: the file to read, the switch for everything, and the directory for what
+#: belongs to no root.
 CONFIG_FILE_VARIABLE = "UCM_CONFIG_FILE"
 DISABLE_VARIABLE = "UCM_DISABLE"
+STATE_VARIABLE = "UCM_STATE_DIR"
+ELSEWHERE = (CONFIG_FILE_VARIABLE, DISABLE_VARIABLE, STATE_VARIABLE)
 
 #: Environment names of the original without meaning here -> what to write instead.
 MEANINGLESS_ENVIRONMENT: dict[str, str] = {

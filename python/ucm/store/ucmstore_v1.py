@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ucm.errors import BusyError, ClosedError, InvalidInputError, UcmError
+from ucm.store.kv_layout import KVLayout
 from ucm.store.tensors import address_of
 
 #: ``"published"``: visible to others and survives this process. ``"staged"``: device memory may be reused.
@@ -75,6 +76,9 @@ class Task:
 class UcmKVStoreBaseV1(ABC):
     """Base of every store. ``config`` is a plain dictionary; its keys are those of ``docs/configuration.md``."""
 
+    #: Where the KV lies, once somebody said so.
+    _kv: KVLayout | None = None
+
     #: A store that distinguishes the two levels of a dump sets this and overrides :meth:`check` and :meth:`wait`.
     has_staged_level: bool = False
 
@@ -127,6 +131,37 @@ class UcmKVStoreBaseV1(ABC):
         """
 
     # What the base class gives ------------------------------------------------------------------------------
+
+    def register_kv_tensors(self, kv_caches: Mapping[str, Any]) -> None:
+        """Learn where a model's KV lies: for each layer, by name, a tensor whose first dimension counts blocks."""
+        self.register_kv(KVLayout(kv_caches))
+
+    def register_kv(self, layout: KVLayout) -> None:
+        """Learn where the KV lies, so that :meth:`load_blocks` and :meth:`dump_blocks` need no addresses. What is under
+        way keeps what it began with; the tensors must stay until then."""
+        self._kv = layout
+
+    def load_blocks(
+        self, block_ids: Sequence[bytes], blocks: Sequence[int] | npt.NDArray[np.int64], timeout: float | None = None
+    ) -> Task:
+        """:meth:`load_data` of whole blocks, block *i* into the device block number ``blocks[i]`` of what was
+        registered; ``timeout`` in seconds for stores that take one, their own deadline if None."""
+        shards, addresses = [0] * len(block_ids), self._registered().addresses(blocks)
+        if timeout is not None and self.takes_load_timeout:
+            return self.load_data(block_ids, shards, addresses, timeout=timeout)  # type: ignore[call-arg]
+        return self.load_data(block_ids, shards, addresses)
+
+    def dump_blocks(
+        self, block_ids: Sequence[bytes], blocks: Sequence[int] | npt.NDArray[np.int64], prerequisite_handle: int = 0
+    ) -> Task:
+        """:meth:`dump_data` of whole blocks, block *i* from the device block number ``blocks[i]``."""
+        addresses = self._registered().addresses(blocks)
+        return self.dump_data(block_ids, [0] * len(block_ids), addresses, prerequisite_handle)
+
+    def _registered(self) -> KVLayout:
+        if self._kv is None:
+            raise InvalidInputError("no KV is registered with this store: call register_kv_tensors first")
+        return self._kv
 
     def check(self, task: Any, until: Until = "published") -> bool:
         """Whether the task is finished (also when it failed), without waiting and without consuming it.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ucm_core::{Error, Result};
-use ucm_infra::{RingProducer, SpscRing, SystemClock};
+use ucm_infra::{RingProducer, SpscRing, SystemClock, begin_thread};
 
 use super::event::HostEvent;
 use crate::copy;
@@ -78,9 +78,7 @@ pub(super) fn start(queue: usize, ended: Arc<AtomicU64>) -> Result<RingProducer<
             ended.fetch_add(1, Ordering::Release);
         });
     };
-    std::thread::Builder::new()
-        .name("ucm-stream".into())
-        .spawn(serve)
+    begin_thread("ucm-stream", serve)
         .map_err(|e| Error::from_io(e, "cannot start the thread of a stream"))?;
     Ok(feed)
 }

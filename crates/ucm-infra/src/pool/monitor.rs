@@ -7,13 +7,13 @@ use ucm_core::{Error, Result};
 use super::Shared;
 use super::state::{Phase, State};
 use crate::clock::Mono;
+use crate::threads::begin_thread;
 
 impl Shared {
     /// Starts the monitor thread. The caller's lock lets nobody else see a pool that has none.
     pub(super) fn start_monitor(self: &Arc<Self>, state: &mut State) -> Result<()> {
         let shared = Arc::clone(self);
-        let thread = std::thread::Builder::new().name(format!("{}-watch", self.name));
-        let started = thread.spawn(move || {
+        let started = begin_thread(format!("{}-watch", self.name), move || {
             shared.monitor();
             shared.state.lock().monitored = false;
             shared.roll_call.ring();

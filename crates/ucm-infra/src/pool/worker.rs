@@ -8,6 +8,7 @@ use ucm_core::{Error, ErrorKind, Result};
 use super::Shared;
 use super::job::{Job, Verdict, panic_text};
 use super::state::{Next, Overdue, Phase};
+use crate::threads::begin_thread;
 
 /// How long the pool waits after a thread could not be started.
 const START_RETRY: Duration = Duration::from_secs(1);
@@ -17,8 +18,7 @@ impl Shared {
     pub(super) fn start_worker(self: &Arc<Self>, slot: usize) {
         let shared = Arc::clone(self);
         let body = move || shared.worker(slot);
-        let thread = std::thread::Builder::new().name(format!("{}-{slot}", self.name));
-        if let Err(error) = thread.spawn(body) {
+        if let Err(error) = begin_thread(format!("{}-{slot}", self.name), body) {
             self.start_failed(slot, Error::from_io(error, "cannot start a worker thread"));
         }
     }

@@ -34,7 +34,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rustix::event::EventfdFlags;
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{Bell, Lane, MAX_QUEUE, Mono};
+use ucm_infra::{Bell, Lane, MAX_QUEUE, Mono, begin_thread};
 
 use crate::engine::{Done, IoEngine};
 use crate::op::IoOp;
@@ -218,9 +218,7 @@ fn start_ring(shared: &Arc<Shared>, places: usize) -> Result<()> {
             let _ = told.send(Err(error));
         }
     };
-    std::thread::Builder::new()
-        .name("ucm-ring".into())
-        .spawn(body)
+    begin_thread("ucm-ring", body)
         .map_err(|error| Error::from_io(error, "cannot start the thread of the ring"))?;
     tells
         .recv()

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{Bell, Clock, Mono};
+use ucm_infra::{Bell, Clock, Mono, begin_thread};
 
 use super::state::{Orders, Overdue, Phase, State};
 use super::work::Work;
@@ -114,9 +114,7 @@ impl Shared {
     /// Starts the thread that answers what is late: a ring whose thread is stuck delays no answer.
     pub(super) fn start_watch(self: &Arc<Self>) -> Result<()> {
         let shared = Arc::clone(self);
-        let thread = std::thread::Builder::new().name("ucm-ring-watch".into());
-        thread
-            .spawn(move || shared.watch())
+        begin_thread("ucm-ring-watch", move || shared.watch())
             .map(drop)
             .map_err(|error| Error::from_io(error, "cannot start the watch of the ring"))
     }

@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, Result, limits};
-use ucm_store::engine::{Row, Until};
+use ucm_store::engine::{Pieces, Row, Until};
 
 use super::{LAST_ERROR, OK, OWN_DEADLINE, Open, PENDING, run};
 
@@ -128,7 +128,8 @@ unsafe fn rows_of(
     let row = |(number, ((id, &shard), addrs)): (usize, ((BlockId, &u32), &[u64]))| {
         // SAFETY: as the caller of this function vouches for its addresses.
         let spans = unsafe { crate::store::spans(geometry, number, addrs.iter().copied()) }?;
-        Ok(Row { id, shard, spans })
+        let pieces = Pieces::Listed(spans);
+        Ok(Row { id, shard, pieces })
     };
     let addrs = addrs.chunks_exact(pieces.max(1));
     ids.into_iter()

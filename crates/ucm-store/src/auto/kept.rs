@@ -3,7 +3,6 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::measure::Figures;
 use crate::layout::Marker;
 
 /// How records lie below a root.
@@ -30,11 +29,13 @@ impl LayoutKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Why {
-    /// Both were measured.
-    Measured,
+    /// Nothing spoke for another one.
+    Default,
     /// The root held records in this layout, and none in files if it is the other.
     Records,
-    /// Blocks are so large that a file for each costs next to nothing.
+    /// Both were measured, by an early version.
+    Measured,
+    /// Blocks were so large that a file for each cost next to nothing, to an early version.
     Large,
 }
 
@@ -45,9 +46,6 @@ pub(crate) struct Kept {
     pub(crate) why: Why,
     /// Unix time of the decision, seconds.
     pub(crate) decided: u64,
-    /// What was measured, if it was.
-    #[serde(flatten, skip_serializing_if = "Option::is_none")]
-    pub(crate) figures: Option<Figures>,
 }
 
 impl Kept {
@@ -66,20 +64,12 @@ impl Kept {
 
     /// For the log.
     pub(crate) fn words(&self) -> String {
-        let name = self.kind.name();
-        match (self.why, self.figures) {
-            (Why::Large, _) => format!("layout {name} (auto: blocks are large)"),
-            (Why::Records, _) => format!("layout {name} (auto: the root had records in it)"),
-            (Why::Measured, None) => format!("layout {name} (auto: measured on this root)"),
-            (Why::Measured, Some(figures)) => {
-                let rate = |bytes: u64| bytes / 1_000_000;
-                let (appended, filed) = (rate(figures.segment_bytes_per_s), rate(figures.file_bytes_per_s));
-                let len = figures.record_bytes;
-                format!(
-                    "layout {name} (auto: on this root records of {len} bytes were appended at {appended} MB/s and \
-                     written at {filed} MB/s into a file each)"
-                )
-            }
-        }
+        let why = match self.why {
+            Why::Default => "the default",
+            Why::Records => "the root had records in it",
+            Why::Measured => "measured on this root",
+            Why::Large => "blocks are large",
+        };
+        format!("layout {} (auto: {why})", self.kind.name())
     }
 }

@@ -1,16 +1,14 @@
-//! A root whose layout nobody named: which of the two it gets is measured once, kept in the root's marker, and the same
-//! for every process and host from then on.
+//! A root whose layout nobody named: a root keeps what it has, a new one gets segments.
 //!
 //! The look at the root that every backend begins with decides ([`decide`]): what the marker says counts; where it says
-//! nothing, the records that are there; where there are none, a short measurement ([`measure`]). Whoever cannot decide
-//! (the measurement failed) uses files until its next start. Who only looks records up never measures: it takes the
+//! nothing, the records that are there; where there are none, segments, and the marker says so from then on. Whoever cannot
+//! see what is there uses files until its next start. Who only looks records up decides nothing: it takes the
 //! root for one of files, which may not even exist yet, and reads the marker again while it is asked for records.
 //!
 //! From then on everything is handed to the backend of that layout.
 
 mod decide;
 mod kept;
-pub mod measure;
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -33,7 +31,6 @@ use crate::segment::{SegmentBackend, SegmentConfig};
 
 pub(crate) use kept::Kept;
 pub use kept::LayoutKind;
-pub use measure::Figures;
 
 /// How soon a process that only looks up reads the marker again; the time between two looks doubles, up to the other.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
@@ -41,7 +38,7 @@ const LOOK_SELDOM: Duration = Duration::from_secs(60);
 /// How long such a look may take.
 const LOOK: Duration = Duration::from_secs(5);
 
-/// Records below a root in the layout that is the quicker one there.
+/// Records below a root in the layout that it has.
 pub struct AutoBackend {
     auto: Arc<Auto>,
 }

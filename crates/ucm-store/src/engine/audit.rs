@@ -101,16 +101,17 @@ impl Core {
     /// Whether the device holds what was copied to it.
     pub(super) fn compare(&self, stream: &mut dyn Stream, rows: &BlockRowList, record: &[u8]) -> Result<()> {
         let mut arrived = Vec::new();
-        for (_, shard, spans) in rows {
-            for (layer, pieces) in self.layers_of(*shard, spans) {
+        for (_, shard, pieces) in rows {
+            self.each_layer(*shard, pieces, |layer, spans| {
                 let data = &record[self.layout.layer_data(layer)];
                 arrived.resize(data.len(), 0);
-                stream.gather(pieces, &mut arrived)?;
+                stream.gather(spans, &mut arrived)?;
                 if arrived != data {
                     let wrong = "the device does not hold what was copied to it";
                     return Err(Error::new(ErrorKind::Io, wrong).with("layer", layer));
                 }
-            }
+                Ok(())
+            })?;
         }
         Ok(())
     }

@@ -1,9 +1,11 @@
 //! What an engine is told, and the words its callers use: deadlines, rows, hints.
 
+use std::borrow::Cow;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
-use ucm_device::DeviceSpan;
+use ucm_device::{DeviceSpan, KvLayout};
 
 use crate::health::BreakerConfig;
 
@@ -60,15 +62,43 @@ pub struct EngineConfig {
     pub paranoid: bool,
 }
 
-/// One row of a load or dump: block, shard, and the device pieces of that shard in order.
+/// One row of a load or dump: block, shard, and where the device pieces of that shard lie.
 pub struct Row {
     /// The block's record id.
     pub id: BlockId,
     /// The shard's index.
     pub shard: u32,
-    /// Pieces on the device; as many and as long as the geometry says. Inside the engine none at all means that the whole
-    /// block is wanted in its slot and nowhere else.
-    pub spans: Vec<DeviceSpan>,
+    /// Where they lie.
+    pub pieces: Pieces,
+}
+
+/// Where the pieces of a row lie on the device.
+pub enum Pieces {
+    /// One by one; as many and as long as the geometry says.
+    Listed(Vec<DeviceSpan>),
+    /// In the block of this number.
+    Block(Arc<KvLayout>, u64),
+    /// Nowhere: the whole block is wanted in its slot.
+    Slot,
+}
+
+impl Pieces {
+    /// Whether the block is wanted in its slot and nowhere else.
+    pub(super) fn in_slot(&self) -> bool {
+        matches!(self, Self::Slot)
+    }
+
+    /// The device pieces of a shard that has `count` of them.
+    pub(super) fn spans(&self, shard: u32, count: usize) -> Cow<'_, [DeviceSpan]> {
+        match self {
+            Self::Listed(spans) => Cow::Borrowed(spans),
+            Self::Block(layout, number) => {
+                let first = shard as usize * count;
+                Cow::Owned(layout.spans(*number, first..first + count).collect())
+            }
+            Self::Slot => Cow::Borrowed(&[]),
+        }
+    }
 }
 
 /// What ids do not say, for the record's header.

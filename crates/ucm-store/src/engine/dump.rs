@@ -6,7 +6,7 @@
 //! dropped and counted.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
@@ -20,6 +20,24 @@ use crate::backend::{WriteOptions, Written};
 use crate::events::Level;
 use crate::record::{RecordMeta, encode_header};
 use crate::stats::Stats;
+
+/// Rows of one block that a thread copies.
+struct Gather {
+    assembly: Arc<Assembly>,
+    rows: BlockRowList,
+    /// How that ended was told.
+    told: AtomicBool,
+}
+
+impl From<(Arc<Assembly>, BlockRowList)> for Gather {
+    fn from((assembly, rows): (Arc<Assembly>, BlockRowList)) -> Self {
+        Self {
+            assembly,
+            rows,
+            told: AtomicBool::new(false),
+        }
+    }
+}
 
 impl Core {
     pub(super) fn start_dump(self: &Arc<Self>, rows: Vec<Row>, deadline: Mono) -> Result<Task> {
@@ -45,20 +63,33 @@ impl Core {
         let work = work.inspect_err(|_| self.breaker.undecided(now))?;
         self.open_tasks.add(&state);
         Stats::add(&self.stats.dump_tasks, 1);
-        for (assembly, rows) in work {
-            let numbers: Vec<usize> = rows.iter().map(|(row, _, _)| *row).collect();
-            let (core, target) = (Arc::clone(self), Arc::clone(&assembly));
-            let gather = move || core.gather(&target, &rows);
+        let each = work.len().div_ceil(self.copy_threads);
+        let mut work = work.into_iter();
+        loop {
+            let share: Vec<Gather> = work.by_ref().take(each).map(Gather::from).collect();
+            if share.is_empty() {
+                return Ok(task);
+            }
+            let share = Arc::new(share);
+            let (core, task, blocks) = (Arc::clone(self), Arc::clone(&state), Arc::clone(&share));
+            let gather = move || {
+                for block in &*blocks {
+                    core.gathered(block, &task, core.gather(&block.assembly, &block.rows));
+                }
+            };
             let (core, task) = (Arc::clone(self), Arc::clone(&state));
-            let done = move |result: Result<Result<()>>| {
-                core.gathered(&assembly, &task, numbers, result.and_then(|inner| inner));
+            let done = move |result: Result<()>| {
+                if let Err(error) = result {
+                    share
+                        .iter()
+                        .for_each(|block| core.gathered(block, &task, Err(error.clone())));
+                }
             };
             if let Err(refused) = self.copies.offer(LANE_DUMP, deadline, gather, done) {
                 drop(refused.work);
                 (refused.done)(Err(refused.error)); // closed meanwhile
             }
         }
-        Ok(task)
     }
 
     /// An assembly with a slot and a place in the queue of copies for every block, or Busy and nothing changed.
@@ -117,14 +148,14 @@ impl Core {
             (inner.slot.take().ok_or_else(lost)?, wanted)
         };
         let mut crcs = Vec::new();
-        for (_, shard, spans) in &wanted {
+        for (_, shard, pieces) in &wanted {
             self.with_stream(|stream| {
-                for (layer, pieces) in self.layers_of(*shard, spans) {
+                self.each_layer(*shard, pieces, |layer, spans| {
                     let data = self.layout.layer_data(layer);
-                    stream.gather(pieces, &mut slot.as_mut_slice()[data])?;
+                    stream.gather(spans, &mut slot.as_mut_slice()[data])?;
                     crcs.push((layer, self.layout.seal_layer(slot.as_mut_slice(), layer)));
-                }
-                Ok(())
+                    Ok(())
+                })
             })?;
             Stats::add(&self.stats.bytes_staged, self.shard_len());
         }
@@ -143,15 +174,15 @@ impl Core {
         Ok(())
     }
 
-    /// Runs once for the rows of one block: counts them, and sends a whole record on its way.
-    fn gathered(
-        self: &Arc<Self>,
-        assembly: &Arc<Assembly>,
-        task: &Arc<TaskState>,
-        rows: Vec<usize>,
-        result: Result<()>,
-    ) {
+    /// The rows of one block were gathered, or will not be: counts them, and sends a whole record on its way. Of two that
+    /// say so, a copy that returns late and the pool that gave it up, the first is heard.
+    fn gathered(self: &Arc<Self>, block: &Gather, task: &Arc<TaskState>, result: Result<()>) {
+        if block.told.swap(true, Ordering::AcqRel) {
+            return;
+        }
         self.copying.fetch_sub(1, Ordering::AcqRel);
+        let assembly = &block.assembly;
+        let rows: Vec<usize> = block.rows.iter().map(|(row, _, _)| *row).collect();
         let count = rows.len();
         let after = match result {
             Ok(()) => assembly.after(task, &rows),

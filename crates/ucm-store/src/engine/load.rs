@@ -12,13 +12,12 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, MissReason, Result};
-use ucm_device::DeviceSpan;
 use ucm_infra::{BlockState, Killed, LoadGate, Mono};
 
 use super::guard::reason_of;
 use super::reads::MAX_PENDING;
 use super::task::{Task, TaskState};
-use super::{Core, Row};
+use super::{Core, Pieces, Row};
 use crate::stats::Stats;
 
 /// The rows of one block in one load.
@@ -30,7 +29,7 @@ pub(super) struct BlockRows {
 impl BlockRows {
     /// The layers from the first that is wanted to the last.
     pub(super) fn layers(&self, geometry: &Geometry) -> Range<u32> {
-        if self.rows.iter().any(|(_, _, spans)| spans.is_empty()) {
+        if self.rows.iter().any(|(_, _, pieces)| pieces.in_slot()) {
             return 0..geometry.layers();
         }
         let per_shard = geometry.layers_per_shard();
@@ -76,7 +75,7 @@ impl Cancelled {
 }
 
 /// The rows of one block: (row number, shard, device pieces).
-pub(super) type BlockRowList = Vec<(usize, u32, Vec<DeviceSpan>)>;
+pub(super) type BlockRowList = Vec<(usize, u32, Pieces)>;
 
 /// Groups rows by block, keeping the order of first appearance.
 pub(super) fn by_block(rows: Vec<Row>) -> Vec<(BlockId, BlockRowList)> {
@@ -87,7 +86,7 @@ pub(super) fn by_block(rows: Vec<Row>) -> Vec<(BlockId, BlockRowList)> {
             blocks.push((row.id, Vec::new()));
             blocks.len() - 1
         });
-        blocks[at].1.push((number, row.shard, row.spans));
+        blocks[at].1.push((number, row.shard, row.pieces));
     }
     blocks
 }
@@ -149,7 +148,7 @@ impl Core {
             self.breaker.undecided(now);
             return self.end_load(task, full.with("most", MAX_PENDING));
         }
-        self.pump();
+        self.pump_elsewhere();
         // Either whoever closes the engine has seen the blocks, or we see here that it is closed.
         if let Err(closed) = self.usable() {
             self.end_load(task, closed);
@@ -184,10 +183,10 @@ impl Core {
             return false;
         }
         let copied = self.with_stream(|stream| {
-            for (_, shard, spans) in &task.blocks[index].rows {
-                for (layer, pieces) in self.layers_of(*shard, spans) {
-                    stream.scatter(&record[self.layout.layer_data(layer)], pieces)?;
-                }
+            for (_, shard, pieces) in &task.blocks[index].rows {
+                self.each_layer(*shard, pieces, |layer, spans| {
+                    stream.scatter(&record[self.layout.layer_data(layer)], spans)
+                })?;
             }
             if self.paranoid {
                 self.compare(stream, &task.blocks[index].rows, record)?;
@@ -198,7 +197,7 @@ impl Core {
             Ok(()) => {
                 task.state.serve(stage);
                 let rows = &task.blocks[index].rows;
-                let shards = rows.iter().filter(|(_, _, spans)| !spans.is_empty()).count();
+                let shards = rows.iter().filter(|(_, _, pieces)| !pieces.in_slot()).count();
                 if shards == 0 {
                     Stats::add(&self.stats.blocks_verified, 1);
                 } else {

@@ -7,8 +7,8 @@ use std::time::Duration;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
 use ucm_infra::{Completion, Mono};
 
-use super::Core;
 use super::guard::reason_of;
+use super::{Core, LANE_ASK};
 use crate::backend::Place;
 use crate::stats::Stats;
 
@@ -103,7 +103,7 @@ impl Core {
             }
         };
         let deadline = begun.after(turn + self.deadlines.lookup + QUEUED); // none that had its turn takes so long
-        self.asks.submit(0, deadline, work, tell)?;
+        self.asks.submit(LANE_ASK, deadline, work, tell)?;
         Ok(asked)
     }
 

@@ -25,7 +25,7 @@ use std::time::Duration;
 use hashlink::LruCache;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result, limits};
-use ucm_device::{Device, DeviceSpan, HostArena, SlotPool, Stream};
+use ucm_device::{Device, DeviceSpan, HostArena, KvLayout, SlotPool, Stream};
 use ucm_infra::{Clock, IdSet, Lane, Mono, WorkerPool};
 
 use crate::backend::{Backend, Early, Priority};
@@ -34,7 +34,7 @@ use crate::health::Breaker;
 use crate::record::RecordLayout;
 use crate::stats::Stats;
 
-pub use config::{Deadlines, EngineConfig, Hint, Row};
+pub use config::{Deadlines, EngineConfig, Hint, Pieces, Row};
 pub use lookup::{Asked, Located};
 use refused::Refused;
 use task::OpenTasks;
@@ -52,6 +52,9 @@ pub const LANE_SPACE: usize = 3;
 /// Threads for lookups that nobody waits for, and how many of these may be queued.
 const ASK_THREADS: usize = 3;
 const MOST_ASKED: usize = 1024;
+/// Lanes of the pool for what needs a thread of its own for a moment: lookups, and starting the reads of loads.
+const LANE_ASK: usize = 0;
+const LANE_PUMP: usize = 1;
 
 /// Most header hints remembered.
 const REMEMBERED: usize = 1 << 16;
@@ -88,8 +91,12 @@ pub struct Core {
     /// Copies from the device that are queued or running, and how many there may be.
     copying: AtomicUsize,
     copy_limit: usize,
+    /// Threads that copy from the device.
+    copy_threads: usize,
     refused: Refused,
     hints: Mutex<LruCache<BlockId, Hint>>,
+    /// Where the KV lies, once somebody said so.
+    kv: Mutex<Option<Arc<KvLayout>>>,
     /// Blocks whose next dump is compared with what is stored.
     marked: IdSet<BlockId>,
     breaker: Breaker,
@@ -163,12 +170,19 @@ impl Engine {
             .build()?;
         let asks = WorkerPool::builder("ucm-ask")
             .on_demand()
-            .size(ASK_THREADS)
-            .lanes(&[Lane {
-                name: "lookup",
-                capacity: MOST_ASKED,
-                max_running: ASK_THREADS,
-            }])
+            .size(ASK_THREADS + 1)
+            .lanes(&[
+                Lane {
+                    name: "lookup",
+                    capacity: MOST_ASKED,
+                    max_running: ASK_THREADS,
+                },
+                Lane {
+                    name: "load",
+                    capacity: 1,                  // it starts what all who came before it want
+                    max_running: ASK_THREADS + 1, // one at a time does something; lookups never hold the last thread
+                },
+            ])
             .max_replacements(ASK_THREADS)
             .clock(Arc::clone(&clock))
             .build()?;
@@ -193,9 +207,11 @@ impl Engine {
             open_tasks: Arc::default(),
             copying: AtomicUsize::new(0),
             copy_limit,
+            copy_threads: config.copy_threads.max(1),
             pages,
             refused: Refused::default(),
             hints: Mutex::new(LruCache::new(REMEMBERED)),
+            kv: Mutex::default(),
             marked: IdSet::default(),
             breaker: Breaker::new(config.breaker),
             ready: AtomicBool::new(false),
@@ -216,6 +232,48 @@ impl Engine {
         Ok(Self(core))
     }
 
+    /// Learns where the KV lies whose blocks [`Engine::rows_of_blocks`] names by number, in place of what was told before.
+    /// Tasks under way keep what they began with.
+    ///
+    /// # Errors
+    /// `InvalidInput` where its pieces are not those of the geometry.
+    pub fn register_kv(&self, layout: KvLayout) -> Result<()> {
+        let sizes = self.geometry.tensors();
+        let expected = sizes.len() * self.geometry.layers() as usize;
+        let lengths = layout.spans(0, 0..layout.pieces()).map(|span| span.len());
+        if layout.pieces() != expected || !lengths.eq(sizes.iter().copied().cycle().take(expected)) {
+            return Err(
+                Error::invalid("the KV must have the pieces that the store was opened for")
+                    .with("pieces", layout.pieces())
+                    .with("expected", expected),
+            );
+        }
+        *self.kv.lock() = Some(Arc::new(layout));
+        Ok(())
+    }
+
+    /// Rows of whole blocks, each with its number in the KV that was registered.
+    ///
+    /// # Errors
+    /// `InvalidInput` before [`Engine::register_kv`], `Unsupported` where a block has several shards.
+    pub fn rows_of_blocks(&self, blocks: impl IntoIterator<Item = (BlockId, u64)>) -> Result<Vec<Row>> {
+        let Some(layout) = self.kv.lock().clone() else {
+            return Err(Error::invalid(
+                "no KV is registered with this store: name addresses, or register it first",
+            ));
+        };
+        if self.geometry.shards() > 1 {
+            let text = "this store splits its blocks into shards, which are named with their addresses";
+            return Err(Error::new(ErrorKind::Unsupported, text).with("shards", self.geometry.shards()));
+        }
+        let row = |(id, number)| Row {
+            id,
+            shard: 0,
+            pieces: Pieces::Block(Arc::clone(&layout), number),
+        };
+        Ok(blocks.into_iter().map(row).collect())
+    }
+
     /// Starts loading rows. A block that is absent, refused or late fails the task; see [`Task::failures`]. Blocks go by
     /// the order of their first rows: those before the first that failed arrive, of those after it what was still being read
     /// is given up. `deadline`: from now, the configured one if `None`, ten minutes at most; it ends all of them.
@@ -232,7 +290,7 @@ impl Engine {
         let row = |&id| Row {
             id,
             shard: 0,
-            spans: Vec::new(),
+            pieces: Pieces::Slot,
         };
         let rows = ids.iter().map(row).collect();
         self.0.start_load(rows, self.load_deadline(deadline))
@@ -259,6 +317,7 @@ impl Engine {
         self.asks.shutdown(Duration::ZERO);
         self.copies.shutdown(left());
         self.backend.shutdown(left());
+        self.await_pump();
         self.end_loads();
         self.drop_incomplete(Mono::NEVER);
     }
@@ -438,11 +497,25 @@ impl Core {
                     .with("shard", row.shard)
                     .with("shards", shards));
             }
-            if row.spans.len() != pieces {
+            let given = match &row.pieces {
+                Pieces::Listed(spans) => spans.len(),
+                Pieces::Block(layout, _) => layout.pieces() / shards as usize,
+                Pieces::Slot => 0,
+            };
+            if given != pieces {
                 return Err(Error::invalid("a row must name every tensor of its shard")
                     .with("row", number)
-                    .with("given", row.spans.len())
+                    .with("given", given)
                     .with("expected", pieces));
+            }
+            match &row.pieces {
+                Pieces::Block(layout, block) if *block >= layout.blocks() => {
+                    return Err(Error::invalid("there is no device block of that number")
+                        .with("row", number)
+                        .with("block", block)
+                        .with("blocks", layout.blocks()));
+                }
+                _ => {}
             }
         }
         Ok(())
@@ -453,14 +526,17 @@ impl Core {
         self.slots.capacity() < 4
     }
 
-    /// The layers of a shard with the device pieces of each.
-    fn layers_of<'a>(
+    /// Calls back with the layers of a shard and the device pieces of each, until one fails.
+    fn each_layer(
         &self,
         shard: u32,
-        spans: &'a [DeviceSpan],
-    ) -> impl Iterator<Item = (u32, &'a [DeviceSpan])> {
+        pieces: &Pieces,
+        mut copy: impl FnMut(u32, &[DeviceSpan]) -> Result<()>,
+    ) -> Result<()> {
         let first = shard * self.geometry.layers_per_shard();
-        (first..).zip(spans.chunks_exact(self.geometry.tensors().len()))
+        let spans = pieces.spans(shard, self.geometry.tensors_per_shard());
+        let mut layers = (first..).zip(spans.chunks_exact(self.geometry.tensors().len()));
+        layers.try_for_each(|(layer, spans)| copy(layer, spans))
     }
 
     fn shard_len(&self) -> u64 {

@@ -8,14 +8,15 @@
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
 use ucm_device::Slot;
 use ucm_infra::Mono;
 
-use super::Core;
 use super::guard::reason_of;
 use super::load::LoadTask;
+use super::{Core, LANE_PUMP};
 use crate::backend::{BlockRead, Health, ReadDone};
 use crate::evidence::is_damage;
 use crate::stats::Stats;
@@ -26,6 +27,8 @@ const READS_AT_ONCE: usize = 1024;
 const TOGETHER: usize = 256;
 /// Bytes that reading a part of a record must save: less is read sooner than asked for by itself. And at least half.
 const WORTH: usize = 256 << 10;
+/// How long starting reads can take at most on a machine that gives every thread a turn.
+const MOMENTS: Duration = Duration::from_secs(1);
 /// Most blocks waiting for a slot; a load that would make them more is refused.
 pub(super) const MAX_PENDING: usize = limits::MAX_IDS_PER_CALL;
 
@@ -141,6 +144,19 @@ impl Core {
         true
     }
 
+    /// [`Core::pump`] on another thread: whoever begins a load has a model to compute.
+    pub(super) fn pump_elsewhere(self: &Arc<Self>) {
+        let core = Arc::clone(self);
+        // Nothing in it waits, so it has no deadline. What is refused has others before it that have not begun.
+        if let Err(refused) = self
+            .asks
+            .offer(LANE_PUMP, Mono::NEVER, move || core.pump(), |_| {})
+            && refused.error.kind() != ErrorKind::Busy
+        {
+            self.pump(); // closed meanwhile
+        }
+    }
+
     /// Starts waiting reads while slots are free; drops those that nobody waits for any more. One thread pumps at a
     /// time: a call from inside (an operation that failed at once) or beside has nothing to do, because that thread
     /// looks again, under the lock, before it stops.
@@ -156,6 +172,15 @@ impl Core {
                 }
                 Step::HandOver => self.hand_over(&mut batch),
             }
+        }
+    }
+
+    /// The store is closed: waits for a thread that is starting reads, which takes moments, so that nobody else ends a task
+    /// after this one has looked.
+    pub(super) fn await_pump(&self) {
+        let begun = std::time::Instant::now();
+        while self.reads.lock().pumping && begun.elapsed() < MOMENTS {
+            std::thread::yield_now();
         }
     }
 

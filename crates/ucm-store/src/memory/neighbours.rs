@@ -12,7 +12,7 @@ use std::time::Duration;
 use parking_lot::{Mutex, RwLock};
 use ucm_core::{BlockId, Error, Result};
 use ucm_device::{RegionView, Registry, Wanted};
-use ucm_infra::{Bell, Clock, Completion, Mono};
+use ucm_infra::{Bell, Clock, Completion, Mono, begin_thread};
 
 use super::tier::Tier;
 
@@ -50,8 +50,7 @@ impl Neighbours {
             return Ok(neighbours);
         }
         let (this, tier) = (Arc::clone(&neighbours), Arc::downgrade(tier));
-        let thread = std::thread::Builder::new().name("ucm-regions".to_owned());
-        thread.spawn(move || this.run(&tier, &*clock)).map_err(|error| {
+        begin_thread("ucm-regions", move || this.run(&tier, &*clock)).map_err(|error| {
             Error::from_io(error, "cannot start the thread that looks for memory regions")
         })?;
         Ok(neighbours)

@@ -60,7 +60,6 @@ use merge::Merger;
 use writer::Writer;
 
 pub use merge::Merging;
-pub(crate) use writer::{room_below, side_by_side};
 
 /// Lanes of the background threads: when to seal, what others wrote, what can be merged.
 const LANE_TIMER: usize = 0;

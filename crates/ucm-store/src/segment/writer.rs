@@ -122,7 +122,7 @@ impl State {
 
 /// How many segments of that room are filled side by side below a root with this limit: where records take turns in each,
 /// as many as are written at once and no more than are a 64th of the limit together.
-pub(crate) fn side_by_side(shared: &Shared, limit: u64, room: u64) -> usize {
+fn side_by_side(shared: &Shared, limit: u64, room: u64) -> usize {
     if !shared.takes_turns() {
         return 1;
     }
@@ -131,7 +131,7 @@ pub(crate) fn side_by_side(shared: &Shared, limit: u64, room: u64) -> usize {
 }
 
 /// Length at which segments are sealed below a root with this limit, bytes, where no record is longer.
-pub(crate) fn room_below(config: &SegmentConfig, limit: u64) -> u64 {
+fn room_below(config: &SegmentConfig, limit: u64) -> u64 {
     config.size.min(limit / SHARE)
 }
 

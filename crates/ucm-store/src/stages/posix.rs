@@ -54,7 +54,7 @@ struct Keys {
 #[derive(Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Layout {
-    /// The quicker one, by measurement.
+    /// What the root has; segments on a new one.
     Auto,
     File,
     Segment,

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use parking_lot::{Condvar, Mutex};
 use ucm_core::{BlockId, Error};
-use ucm_device::{DeviceSpan, HostDevice};
-use ucm_store::engine::Row;
+use ucm_device::{HostDevice, KvLayout, KvPiece};
+use ucm_store::engine::{Pieces, Row};
 
 use super::{Setup, id};
 
@@ -50,19 +50,30 @@ impl Device {
             .collect()
     }
 
+    /// A row of every other block names its pieces by the number of the block in this device's memory.
     pub(crate) fn row(&self, id: BlockId, shard: u32) -> Row {
-        let mut address = self.blocks[&id].as_ptr() as u64;
-        let layer: u64 = self.setup.tensors.iter().sum();
-        address += layer * u64::from(self.setup.layers_per_shard * shard);
-        let mut spans = Vec::new();
-        for _ in 0..self.setup.layers_per_shard {
-            for &size in &self.setup.tensors {
-                // SAFETY: within this device's own buffer, which the tests keep until their tasks ended.
-                spans.push(unsafe { DeviceSpan::new(address, size) });
-                address += size;
+        let mut first = self.blocks[&id].as_ptr() as u64;
+        let mut all = Vec::new();
+        for _ in 0..self.setup.layers {
+            for &len in &self.setup.tensors {
+                all.push(KvPiece {
+                    first,
+                    stride: 0,
+                    len,
+                });
+                first += len;
             }
         }
-        Row { id, shard, spans }
+        // SAFETY: within this device's own buffer, which the tests keep until their tasks ended.
+        let layout = unsafe { KvLayout::new(all, 1) }.unwrap();
+        let pieces = if id.0[0] % 2 == 1 {
+            Pieces::Block(Arc::new(layout), 0)
+        } else {
+            let count = self.setup.tensors.len() * self.setup.layers_per_shard as usize;
+            let first = count * shard as usize;
+            Pieces::Listed(layout.spans(0, first..first + count).collect())
+        };
+        Row { id, shard, pieces }
     }
 
     /// Whether the block holds what its id stands for.

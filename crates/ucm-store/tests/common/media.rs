@@ -124,29 +124,23 @@ pub(super) fn posix(
     }
 }
 
-/// A backend that finds out the layout by itself: by what lies in a namespace that no test uses, if nobody marked the
-/// root yet.
+/// A backend that finds out the layout by itself: segments, unless files lie in a namespace that no test uses.
 fn auto(
     posix: PosixConfig,
     setup: &Setup,
     io: Arc<dyn IoEngine>,
     clock: Arc<dyn Clock>,
 ) -> ucm_core::Result<Arc<dyn Backend>> {
-    let other = posix.root.join("0".repeat(32));
     let segments = match setup.layout {
         Layout::File => SegmentConfig::default(),
         Layout::Segment(config) => config,
     };
-    if !posix.lookup_only && !posix.root.join("ucm-root.json").exists() {
+    let new = !posix.lookup_only && !posix.root.join("ucm-root.json").exists();
+    if new && setup.layout == Layout::File {
         // Where nothing can be written yet nothing is found either.
-        match setup.layout {
-            Layout::File => drop(std::fs::create_dir_all(other.join("blocks/00"))),
-            Layout::Segment(_) => {
-                let name = format!("{:016x}-{:016x}.seg", 0, 0);
-                drop(std::fs::create_dir_all(other.join("segments")));
-                drop(std::fs::write(other.join("segments").join(name), b""));
-            }
-        }
+        drop(std::fs::create_dir_all(
+            posix.root.join("0".repeat(32)).join("blocks/00"),
+        ));
     }
     Ok(Arc::new(AutoBackend::new(posix, segments, io, clock)?))
 }

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ucm._core import Asked, Store
 from ucm._core import Task as CoreTask
 from ucm.errors import ClosedError, DeadlineError, InvalidInputError, TaskError, UcmError, UnsupportedError
+from ucm.store.kv_layout import KVLayout, block_numbers
 from ucm.store.posix.settings import EngineSettings, PosixStoreSettings, read_settings
 from ucm.store.ucmstore_v1 import Priority, Task, UcmKVStoreBaseV1, Until
 
@@ -121,6 +122,33 @@ class UcmPosixStore(UcmKVStoreBaseV1):
                 context={"device": "host"},
             )
         return PosixTask(self._open().dump(block_ids, shard_index, _matrix(addrs)), "dump")
+
+    def register_kv(self, layout: KVLayout) -> None:
+        if self._by_number:
+            self._open().register_kv(layout.first, layout.stride, layout.num_blocks)
+        super().register_kv(layout)
+
+    @property
+    def _by_number(self) -> bool:
+        """Whether the core is given the numbers of blocks: not where a class of its own moves rows in its own way, or
+        where a block is split into shards."""
+        own = type(self)
+        as_here = own.load_data is UcmPosixStore.load_data and own.dump_data is UcmPosixStore.dump_data
+        return as_here and self.settings.shard_size == self.settings.block_size
+
+    def load_blocks(
+        self, block_ids: Sequence[bytes], blocks: Sequence[int] | npt.NDArray[np.int64], timeout: float | None = None
+    ) -> Task:
+        if not self._by_number:
+            return super().load_blocks(block_ids, blocks, timeout)
+        return PosixTask(self._open().load_blocks(block_ids, block_numbers(blocks), timeout), "load")
+
+    def dump_blocks(
+        self, block_ids: Sequence[bytes], blocks: Sequence[int] | npt.NDArray[np.int64], prerequisite_handle: int = 0
+    ) -> Task:
+        if not self._by_number or prerequisite_handle:
+            return super().dump_blocks(block_ids, blocks, prerequisite_handle)
+        return PosixTask(self._open().dump_blocks(block_ids, block_numbers(blocks)), "dump")
 
     def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
         if isinstance(task, list | tuple):

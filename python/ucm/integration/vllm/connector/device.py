@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 #: Processors that vLLM keeps free of computing on a CPU, and where its threads compute: the user's word for both.
 _RESERVED, _BOUND = "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND"
+#: Ranks share the processors of one memory node, which vLLM has for tests.
+_SHARED = "VLLM_CPU_SIM_MULTI_NUMA"
 
 
 def why_not_here(wanted: str | None, running: Any) -> str:
@@ -27,6 +31,27 @@ def why_not_here(wanted: str | None, running: Any) -> str:
     except Exception as error:
         return f"vLLM does not say what it runs on ({error!r}): nothing is claimed or stored"
     return f"vLLM runs on {name}, which is not built yet, only a CPU is: nothing is claimed or stored"
+
+
+def keep_a_core(cores: int, environ: MutableMapping[str, str]) -> None:
+    """On two cores, have vLLM keep the one free of computing that it keeps without a connector.
+
+    It would keep two as soon as any connector is configured, and none where that leaves none to compute on: it would
+    compute on both, and engines beside each other were several times slower than without ucm. It takes the number from
+    its environment when it starts the ranks, some time after it has looked at the connector's class, which is when
+    this is called. What the user wrote stays.
+    """
+    if cores == 2 and not environ.keys() & {_RESERVED, _BOUND, _SHARED}:
+        environ[_RESERVED] = "1"
+
+
+def cores_here() -> int:
+    """Cores that this process may run on, each counted once however many threads it has; 0 where nobody says."""
+    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    try:
+        return len({Path(topology.format(cpu)).read_text() for cpu in os.sched_getaffinity(0)})
+    except OSError:
+        return 0
 
 
 def why_slower(ranks: int, cores: int, environ: Mapping[str, str]) -> str:

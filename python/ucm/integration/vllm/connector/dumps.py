@@ -5,7 +5,7 @@ is in a block stays there until a step writes it, and every step is planned here
 blocks are its own; later they may be free, or found by others for what is in them. Once vLLM has handed one to others
 while some rank may still have to read it, the job is *settled*: the ranks read it before that step begins, which is a
 copy in memory, begun long ago as a rule. So an engine that stops stepping, a reset of its prefix cache or a pause never
-meets a block that a dump holds.
+meets a block that a dump holds, and no step is taken just to hear how a dump ended: the next request's steps tell.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ JOB_BLOCKS = 64
 FLIGHT_BLOCKS = 4096
 #: Pauses after a store refused for want of room, and after it failed (doubled each time up to the last), in seconds.
 BUSY_PAUSE_S, FAIL_PAUSE_S, FAIL_PAUSE_MAX_S = 0.02, 1.0, 30.0
-#: An idle engine is kept stepping for a dump at most so long, in seconds, while its sources are to be read; and once
-#: they were, for so long to hear that it is published or can be read here. What publishes later (a segment is sealed
-#: after a second) is told with the next request's steps: an engine that steps keeps processors busy.
-DRAIN_S, NEWS_S = 60.0, 0.05
+#: How long the ranks' last word on their room counts in an engine that rests, in seconds: it hears none, and what was
+#: on its way has long been written. A rank that has no room after all refuses at once.
+KNOWN_S = 1.0
 
 
 @dataclass(slots=True)
@@ -67,7 +66,7 @@ class DumpPlanner:
         self._unread = 0  # blocks that not every rank has staged
         self._hold_until = self._failing_until = 0.0
         self._fail_pause = FAIL_PAUSE_S
-        self._last_planned = 0.0
+        self._heard = self._asked = float("-inf")
         self.published_blocks = 0
         self.failed_blocks = 0
 
@@ -80,18 +79,20 @@ class DumpPlanner:
         self._ranks = frozenset(ranks)
 
     @property
-    def in_flight(self) -> bool:
-        """Whether some dump has not ended everywhere and is worth keeping an idle engine awake for."""
-        return bool(self._jobs) and self._clock() - self._last_planned < (DRAIN_S if self._unread else NEWS_S)
+    def under_way(self) -> int:
+        """Jobs that have not ended on every rank, as far as was heard."""
+        return len(self._jobs)
 
     def room(self) -> int:
         """Blocks that may be planned now: none while some rank could not store its part."""
         if self._pool is None or not self._ranks or self._clock() < self._hold_until or not self._health.all_healthy:
             return 0
-        room: int = min(FLIGHT_BLOCKS, max(1, self._pool.num_gpu_blocks // 2)) - self._unread
+        now = self._clock()
+        known, self._asked = now - max(self._heard, self._asked) < KNOWN_S, now
+        room: int = min(FLIGHT_BLOCKS, max(1, self._pool.num_gpu_blocks // 2)) - (self._unread if known else 0)
         for rank in self._ranks:
             free = self._free.get(rank)
-            if free is not None:
+            if free is not None and known:
                 seen = self._seen.get(rank, 0)
                 room = min(room, free - sum(len(j.keys) for j in self._jobs.values() if j.number > seen))
         return max(room, 0)
@@ -134,7 +135,6 @@ class DumpPlanner:
         self._unread += len(sources)
         self._jobs[job.number] = job
         self._presence.writing(keys, job.number)
-        self._last_planned = self._clock()
         return Dump(
             job=job.number,
             request=tracked.request.request_id,
@@ -148,6 +148,7 @@ class DumpPlanner:
 
     def report(self, rank: RankReport, live: Iterable[Tracked]) -> None:
         """A rank's news: releases what every rank has staged, settles what every rank has ended."""
+        self._heard = self._clock()
         self._free[rank.rank] = rank.free_slots
         self._seen[rank.rank] = max(self._seen.get(rank.rank, 0), rank.last_job)
         for number in rank.staged:

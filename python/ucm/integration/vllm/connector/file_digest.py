@@ -107,7 +107,7 @@ class DigestMemory:
     def __init__(self, root: str | None, now_ns: Callable[[], int] = time.time_ns) -> None:
         self._file = RootFile(root, MEMORY_NAME, "files", MEMORY_LIMIT) if root is not None else None
         self._now_ns = now_ns
-        self._known = {} if self._file is None else self._file.read()
+        self._known = {} if self._file is None else self._file.read_soon()
         self._new: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
 
@@ -138,13 +138,17 @@ class DigestMemory:
     def save(self) -> None:
         """Write what was learnt, together with what others wrote meanwhile. Raises :class:`OSError`.
 
-        Kept for the next call while the root is not marked.
+        Kept for the next call while the root is not marked or does not answer.
         """
         with self._lock:
-            if self._file is None or not self._new or not self._file.marked():
+            if self._file is None or not self._new:
                 return
-            new, self._new = self._new, {}
-        self._known = self._file.merge(new)
+            new = dict(self._new)
+        known = self._file.merge_soon(new)
+        if known is None:
+            return
+        with self._lock:
+            self._known, self._new = known, {path: it for path, it in self._new.items() if new.get(path) != it}
 
 
 def _numbers(stamp: FileStamp) -> list[int]:

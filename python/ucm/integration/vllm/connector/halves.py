@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from typing import TYPE_CHECKING, Any
 
+from ucm._core import run_threads_on
 from ucm.config import UcmConfig
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.adapters import AdapterDigests
 from ucm.integration.vllm.connector.admission import Admission
 from ucm.integration.vllm.connector.background import IDLE, Background
 from ucm.integration.vllm.connector.candidates import Selection, engine_candidates
-from ucm.integration.vllm.connector.device import why_not_here, why_slower
+from ucm.integration.vllm.connector.device import cores_here, why_not_here, why_slower
 from ucm.integration.vllm.connector.extra_keys import ExtraKeys
 from ucm.integration.vllm.connector.gate import Gate
 from ucm.integration.vllm.connector.guard import logger
@@ -29,6 +31,7 @@ from ucm.integration.vllm.connector.model_memory import ModelMemory
 from ucm.integration.vllm.connector.pace import Pace
 from ucm.integration.vllm.connector.packing import layer_specs
 from ucm.integration.vllm.connector.rate_memory import RateMemory
+from ucm.integration.vllm.connector.root_file import state_directory
 from ucm.integration.vllm.connector.scheduler import SchedulerHalf
 from ucm.integration.vllm.connector.weight_files import weight_source
 from ucm.integration.vllm.connector.worker import WorkerHalf
@@ -121,16 +124,9 @@ def _admission(config: UcmConfig, vllm_config: VllmConfig) -> Admission:
 def _warn_of_few_cores(vllm_config: VllmConfig) -> None:
     from vllm.platforms import current_platform
 
-    try:
-        if not current_platform.is_cpu():
-            return
-        from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
-
-        cores = len({cpu.physical_core for cpu in get_allowed_cpu_list()})
-    except Exception as error:  # it is a hint
-        logger.debug("the cores of this machine are not known: %r", error)
+    if not current_platform.is_cpu():
         return
-    if text := why_slower(vllm_config.parallel_config.local_world_size, cores, os.environ):
+    if text := why_slower(vllm_config.parallel_config.local_world_size, cores_here(), os.environ):
         logger.warning("%s", text)
 
 
@@ -139,7 +135,7 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
     _warn_of_few_cores(vllm_config)
     tokens = block_tokens(vllm_config, kv_cache_config)
     own = engine_identity(vllm_config, kv_cache_config, "")
-    root = config.root
+    root = config.root or state_directory()
     identity = LiveIdentity(own, weight_source(vllm_config), config.identity.weights, root)
     adapters = AdapterDigests(root)
     background = Background("ucm-lookup")
@@ -183,11 +179,26 @@ def _layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[Any
     return [layers[name] for name in kv_cache_config.kv_cache_groups[0].layer_names]
 
 
+def _leave_the_bound_core() -> None:
+    """Let the core's threads run beside the model: vLLM binds the main thread of a rank on a CPU to a processor that it
+    computes on, and threads are born with the processors of the one that begins them."""
+    from vllm.platforms import current_platform
+
+    made_by = multiprocessing.parent_process()
+    if made_by is None or made_by.pid is None or not current_platform.is_cpu():
+        return
+    try:
+        run_threads_on(sorted(os.sched_getaffinity(made_by.pid) | os.sched_getaffinity(0)))
+    except Exception as error:  # they are slower
+        logger.debug("the threads of the store stay where vLLM bound this rank: %r", error)
+
+
 def worker_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerHalf:
     """The worker half of this rank. Raises :class:`~ucm.errors.ConfigError` for what this engine's KV rules out."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     pipeline, tensor = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+    _leave_the_bound_core()
     replicas = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
     if config.load_only_first_rank and replicas < vllm_config.parallel_config.tensor_parallel_size:
         raise ConfigError("load_only_first_rank: the ranks of this model hold different KV, remove the key")

@@ -7,7 +7,7 @@ them is told, and brings them up: the others read its memory. What they have in 
 from __future__ import annotations
 
 from ucm.integration.vllm.connector.guard import throttle
-from ucm.integration.vllm.connector.metadata import StepPlan, split_keys
+from ucm.integration.vllm.connector.metadata import StepPlan
 from ucm.store import record_ids
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
@@ -34,12 +34,12 @@ def pass_hints(plan: StepPlan, store: UcmKVStoreBaseV1, mask: bytes, writer: boo
     """Tell the store of this rank, whose part has this mask."""
     try:
         for first, keys in plan.touched if writer or store.has_own_memory else ():
-            store.touch_own(record_ids(split_keys(keys), mask), first)
+            store.touch_own(record_ids(keys, mask), first)
         if plan.prefetch is None or not writer:
             return
         if plan.prefetch.cancelled:
-            store.cancel_prefetch(record_ids(split_keys(plan.prefetch.cancelled), mask))
+            store.cancel_prefetch(record_ids(plan.prefetch.cancelled, mask))
         for priority, keys in plan.prefetch.wanted:
-            store.prefetch(record_ids(split_keys(keys), mask), priority)
+            store.prefetch(record_ids(keys, mask), priority)
     except Exception as error:  # closed, or a bug of the store: nothing depends on it
         throttle.warning("hints", "the store could not be told what will be used: %r", error)

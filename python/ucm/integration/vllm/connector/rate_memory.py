@@ -74,7 +74,7 @@ class RateMemory:
         machine: Callable[[], str] = machine_name,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``root``: the store's own directory, None where it has none: then nothing is remembered."""
+        """``root``: the store's own directory or the state directory, None for nowhere."""
         self._file = None if root is None else RootFile(root, NAME, "rates", LIMIT)
         self._admission, self._background, self._machine, self._clock = admission, background, machine, clock
         self._found: Mapping[str, Mapping[str, Any]] = {}

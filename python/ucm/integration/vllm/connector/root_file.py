@@ -1,7 +1,8 @@
 """A small JSON file beside a root's marker, in which processes remember what costs time to find out again.
 
 It is a convenience and never the truth: it is read with doubt, written as a whole under a private name first, and two
-that write at the same time may lose an entry of one of them.
+that write at the same time may lose an entry of one of them. Nothing waits long for a directory that does not answer.
+Stores that have no directory have theirs in the user's state directory.
 """
 
 from __future__ import annotations
@@ -9,15 +10,39 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import uuid
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from ucm.config.words import STATE_VARIABLE
 
 #: The file that makes a directory a store's root; nothing is written beside it where it is missing (an unmounted
 #: share, a root no store has opened yet).
 ROOT_MARKER = "ucm-root.json"
 #: A longer file is none of ours.
 LONGEST = 16 << 20
+
+
+#: How long a directory has to answer, in seconds, and how many calls may hang on one before nobody asks it any more.
+ANSWER_S, MOST_HANGING = 2.0, 4
+
+_under_way: Counter[str] = Counter()
+_counting = threading.Lock()
+_T = TypeVar("_T")
+
+
+def state_directory() -> str | None:
+    """Where processes of this user remember what belongs to no root: ``UCM_STATE_DIR``, or ``ucm`` below the directory
+    of the XDG standard (``XDG_STATE_HOME``, ``~/.local/state``); None for a user without a home."""
+    if named := os.environ.get(STATE_VARIABLE):
+        return os.path.abspath(named)
+    below = os.environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(below):  # the standard has such a one ignored
+        below = os.path.join(os.path.expanduser("~"), ".local", "state")
+    return os.path.join(below, "ucm") if os.path.isabs(below) else None
 
 
 class RootFile:
@@ -28,8 +53,50 @@ class RootFile:
         self._root, self._name, self._kind, self._limit = root, name, kind, limit
 
     def marked(self) -> bool:
-        """Whether a store has opened the root and it is there."""
-        return os.path.exists(os.path.join(self._root, ROOT_MARKER))
+        """Whether a store has opened the root and it is there. The state directory always is, or is made."""
+        if self._root != state_directory():
+            return os.path.exists(os.path.join(self._root, ROOT_MARKER))
+        try:
+            os.makedirs(self._root, mode=0o700, exist_ok=True)
+        except OSError:
+            return False
+        return True
+
+    def read_soon(self) -> dict[str, dict[str, Any]]:
+        """:meth:`read`; nothing where that takes too long."""
+        return self._soon(self.read, {})
+
+    def merge_soon(self, new: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]] | None:
+        """:meth:`merge` if the root is marked; None where it is not, or that takes too long: it may be written yet."""
+        return self._soon(lambda: self.merge(new) if self.marked() else None, None)
+
+    def _soon(self, work: Callable[[], _T], late: _T) -> _T:
+        """What ``work`` returns or raises, or ``late`` where the directory does not answer in time."""
+        with _counting:
+            if _under_way[self._root] >= MOST_HANGING:
+                return late
+            _under_way[self._root] += 1
+        answer: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(work())
+            except BaseException as error:
+                answer.set_exception(error)
+            finally:
+                with _counting:
+                    _under_way[self._root] -= 1
+
+        try:
+            threading.Thread(target=run, name="ucm-memo", daemon=True).start()
+        except RuntimeError:  # there is no thread to be had
+            with _counting:
+                _under_way[self._root] -= 1
+            return late
+        try:
+            return answer.result(ANSWER_S)
+        except TimeoutError:
+            return late
 
     def read(self) -> dict[str, dict[str, Any]]:
         """What is there; nothing where there is no such file, or one of another version, or damage."""

@@ -530,8 +530,8 @@ class SchedulerHalf:
 
     @property
     def wants_steps(self) -> bool:
-        """Whether an idle engine should go on stepping: stores are being opened, or dumps are under way."""
-        return self.gate.busy() or bool(self._late_dumps) or bool(self._holds) or self.dumps.in_flight
+        """Whether an idle engine should take a step: stores are being opened, or something is still to be sent."""
+        return self.gate.busy() or bool(self._late_dumps) or bool(self._holds)
 
     def take_tiers(self) -> dict[str, Any]:
         """What the tiers of this half's store did since they were last told of, about once a second."""

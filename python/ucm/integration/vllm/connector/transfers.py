@@ -15,7 +15,6 @@ from typing import Any
 from ucm.errors import BusyError, TaskError, UcmError
 from ucm.integration.vllm.connector.account import TIMES
 from ucm.integration.vllm.connector.guard import throttle
-from ucm.integration.vllm.connector.layout import KVLayout
 from ucm.integration.vllm.connector.metadata import (
     Dump,
     DumpResult,
@@ -118,18 +117,12 @@ class Loads:
         self._served: list[LoadServed] = []
         self.blocks = 0  # brought so far
 
-    def start(self, load: Load, store: UcmKVStoreBaseV1 | None, layout: KVLayout | None, mask: bytes) -> None:
+    def start(self, load: Load, store: UcmKVStoreBaseV1 | None, mask: bytes) -> None:
         """Begin; if that is impossible the load has failed already."""
-        keys = split_keys(load.keys)
-        if store is None or layout is None:
+        if store is None:
             return self._fail_all(load, MissReason.UNHEALTHY)
         try:
-            shards = [0] * len(keys)
-            ids, addresses = record_ids(keys, mask), layout.addresses(load.blocks)
-            if load.timeout is not None and store.takes_load_timeout:
-                task = store.load_data(ids, shards, addresses, timeout=load.timeout)  # type: ignore[call-arg]
-            else:
-                task = store.load_data(ids, shards, addresses)
+            task = store.load_blocks(record_ids(load.keys, mask), load.blocks, load.timeout)
         except Exception as error:
             throttle.warning("load", "a load was refused: %s", error)
             return self._fail_all(load, reason_of(error))
@@ -233,7 +226,6 @@ class Dumps:
         self,
         dumps: Sequence[Dump],
         store: UcmKVStoreBaseV1 | None,
-        layout: KVLayout | None,
         mask: bytes,
         event: tuple[int, Any],
         block_tokens: int,
@@ -242,13 +234,12 @@ class Dumps:
         refused: set[str] = set()
         for dump in dumps:
             self.last_job = max(self.last_job, dump.job)
-            if store is None or layout is None or dump.request in refused:
+            if store is None or dump.request in refused:
                 self._refuse(dump, busy=True)
                 continue
-            keys = split_keys(dump.keys)
             try:
-                ids = record_ids(keys, mask)
-                parent = record_ids([dump.parent], mask)[0] if dump.parent else bytes(16)
+                ids = record_ids(dump.keys, mask)
+                parent = record_ids(dump.parent, mask)[0] if dump.parent else bytes(16)
                 store.describe(
                     ids,
                     parents=[parent, *ids[:-1]],
@@ -259,7 +250,7 @@ class Dumps:
                     store.audit(ids)
                 if dump.refused:
                     store.distrust([ids[row] for row in dump.refused])
-                task = store.dump_data(ids, [0] * len(ids), layout.addresses(dump.blocks), event[0])
+                task = store.dump_blocks(ids, dump.blocks, event[0])
             except BusyError:
                 refused.add(dump.request)
                 self._refuse(dump, busy=True)

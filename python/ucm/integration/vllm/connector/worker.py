@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from ucm.errors import ConfigError
+from ucm.errors import ConfigError, InvalidInputError
 from ucm.integration.vllm.connector.candidates import Candidate
 from ucm.integration.vllm.connector.early import take_early
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.health import StoreHealth
 from ucm.integration.vllm.connector.hints import pass_hints, prefetch_room, wants_touches
-from ucm.integration.vllm.connector.layout import KVLayout, LayoutError
 from ucm.integration.vllm.connector.metadata import (
     VERSION,
     Handshake,
@@ -35,6 +34,7 @@ from ucm.integration.vllm.connector.tier_counts import TierCounts
 from ucm.integration.vllm.connector.transfers import Dumps, Loads, no_event
 from ucm.store import part_mask
 from ucm.store.factory_v1 import why_unavailable
+from ucm.store.kv_layout import KVLayout
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 #: Of the shutdown allowance, the seconds kept for closing the store.
@@ -112,7 +112,7 @@ class WorkerHalf:
         try:
             self._layout = KVLayout(caches, self._layers)
             self._problem = ""
-        except LayoutError as error:
+        except InvalidInputError as error:
             self._problem = f"this KV layout cannot be addressed: {error}"
             return
         wanted, size = self._wanted_block_size, self._layout.block_bytes
@@ -164,6 +164,11 @@ class WorkerHalf:
                 before.close()
             try:
                 store = make(config)
+                try:
+                    store.register_kv(layout)
+                except BaseException:
+                    store.close()
+                    raise
             except BaseException as error:  # told to the scheduler half, which switches off or takes the next
                 if setup.trial:
                     self._unavailable = (attempt, f"it cannot be opened: {error}")
@@ -226,7 +231,7 @@ class WorkerHalf:
         if self._plan is not None and self._plan.loads:
             loads, self._plan.loads = self._plan.loads, []
             for load in loads:
-                self.loads.start(load, self._store, self._layout, self._mask)
+                self.loads.start(load, self._store, self._mask)
 
     def start_dumps(self) -> None:
         """Begin this step's dumps; the model's work of the step has been given to the device."""
@@ -242,7 +247,7 @@ class WorkerHalf:
             mark = torch.cuda.Event()
             mark.record(torch.cuda.current_stream(self._layout.device))
             event = (int(mark.cuda_event), mark)
-        self.dumps.start(dumps, self._store, self._layout, self._mask, event, self._block_tokens)
+        self.dumps.start(dumps, self._store, self._mask, event, self._block_tokens)
 
     def take_ended_loads(self) -> set[str]:
         """Requests whose load ended, each named once, failed ones too."""

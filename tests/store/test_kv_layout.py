@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
 
-from ucm.integration.vllm.connector.layout import KVLayout, LayoutError, model_order  # noqa: E402
+from ucm.errors import InvalidInputError  # noqa: E402
+from ucm.store.kv_layout import KVLayout, model_order  # noqa: E402
 
 BLOCKS, HEADS, TOKENS, SIZE, LAYERS = 5, 2, 4, 8, 3
 
@@ -70,14 +70,14 @@ def test_layers_of_different_size_are_one_shard_of_unequal_pieces() -> None:
 
 def test_wrong_forms_are_named() -> None:
     good = torch.zeros(BLOCKS, HEADS, TOKENS, SIZE)
-    with pytest.raises(LayoutError, match="no KV cache"):
+    with pytest.raises(InvalidInputError, match="no KV cache"):
         KVLayout({}, [])
-    with pytest.raises(LayoutError, match="numbers of blocks"):
+    with pytest.raises(InvalidInputError, match="numbers of blocks"):
         KVLayout({"layers.0": good, "layers.1": torch.zeros(BLOCKS + 1, HEADS, TOKENS, SIZE)}, [])
-    with pytest.raises(LayoutError, match="overlapping"):
+    with pytest.raises(InvalidInputError, match="overlapping"):
         KVLayout({"layers.0": torch.zeros(BLOCKS, 1, 1, SIZE).expand(BLOCKS, HEADS, TOKENS, SIZE)}, [])
     for number in (-1, BLOCKS):
-        with pytest.raises(LayoutError, match="outside"):
+        with pytest.raises(InvalidInputError, match="outside"):
             KVLayout({"layers.0": good}, []).addresses(np.array([number], dtype=np.int64))
 
 

@@ -1,0 +1,83 @@
+//! How the threads of ucm begin: named, and where they may run.
+
+use std::io;
+use std::thread::JoinHandle;
+
+use parking_lot::Mutex;
+use rustix::thread::CpuSet;
+use ucm_core::{Error, Result};
+
+/// Processors for the threads that begin from now on; `None` leaves them to those of the thread that begins them.
+static PROCESSORS: Mutex<Option<CpuSet>> = Mutex::new(None);
+
+/// Lets the threads that ucm begins from now on run on these processors of the machine, in the whole process.
+///
+/// A thread is born with the processors of the one that begins it. Where that one is bound, to compute on a processor of
+/// its own, the threads that copy and write would take that very processor from it.
+///
+/// # Errors
+///
+/// `InvalidInput` for no processor, or one beyond what the kernel's interface here can name (1024).
+pub fn run_threads_on(processors: &[usize]) -> Result<()> {
+    let mut set = CpuSet::new();
+    for &processor in processors {
+        if processor >= CpuSet::MAX_CPU {
+            return Err(Error::invalid("a processor's number is too large")
+                .with("processor", processor)
+                .with("limit", CpuSet::MAX_CPU));
+        }
+        set.set(processor);
+    }
+    if processors.is_empty() {
+        return Err(Error::invalid("no processor is named for the threads of ucm"));
+    }
+    *PROCESSORS.lock() = Some(set);
+    Ok(())
+}
+
+/// Begins a thread of ucm; its name has at most 15 bytes that the system shows.
+///
+/// # Errors
+///
+/// What the system says when it has no room for one more.
+pub fn begin_thread<T: Send + 'static>(
+    name: impl Into<String>,
+    body: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    std::thread::Builder::new().name(name.into()).spawn(move || {
+        let told = *PROCESSORS.lock();
+        // What the user took away since, or a container does not have: it stays where it was born.
+        if let Some(set) = told {
+            let _ = rustix::thread::sched_setaffinity(None, &set);
+        }
+        body()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn here() -> CpuSet {
+        rustix::thread::sched_getaffinity(None).unwrap()
+    }
+
+    #[test]
+    fn threads_run_where_they_were_told_to_whoever_begins_them() {
+        let all = here();
+        let numbers: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&n| all.is_set(n)).collect();
+        assert!(run_threads_on(&[]).is_err());
+        assert!(run_threads_on(&[CpuSet::MAX_CPU]).is_err());
+        let bound = std::thread::spawn(move || {
+            let mut one = CpuSet::new();
+            one.set(numbers[0]);
+            rustix::thread::sched_setaffinity(None, &one).unwrap();
+            let born = begin_thread("ucm-test", here).unwrap().join().unwrap();
+            run_threads_on(&numbers).unwrap();
+            (one, born, begin_thread("ucm-test", here).unwrap().join().unwrap())
+        });
+        let (one, born, told) = bound.join().unwrap();
+        assert_eq!(born, one);
+        assert_eq!(told, all);
+    }
+}

@@ -1,0 +1,147 @@
+"""From the KV tensors of a model to the addresses of the pieces of a block. Arithmetic only; torch is never imported.
+
+Since vLLM 0.30 every layer is a view ``[block, head, token, element]`` of one buffer in one of several physical orders;
+MLA has one head. A block of a layer is one or several contiguous runs of bytes: which ones is read off the strides.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ucm.errors import InvalidInputError
+
+
+@dataclass(slots=True, frozen=True)
+class LayerView:
+    """One layer: where block 0 begins, bytes from block to block, and the runs inside a block."""
+
+    base: int
+    stride: int
+    offsets: tuple[int, ...]
+    run: int  # bytes of each run
+
+    @classmethod
+    def of(cls, name: str, tensor: Any) -> LayerView:
+        """Read from a registered tensor whose first dimension counts blocks."""
+        if isinstance(tensor, np.ndarray):
+            base, size = tensor.ctypes.data, tensor.itemsize
+            strides = tuple(stride // size for stride in tensor.strides)
+        elif hasattr(tensor, "data_ptr"):
+            base, size, strides = tensor.data_ptr(), tensor.element_size(), tuple(tensor.stride())
+        else:
+            base, size, strides = 0, 0, ()
+        if len(strides) < 2:
+            raise InvalidInputError(f"layer {name}: expected a tensor [block, ...], got {type(tensor).__name__}")
+        if strides[0] <= 0 and tensor.shape[0] > 1:
+            raise InvalidInputError(f"layer {name}: the blocks do not lie one after the other")
+        offsets, run = _runs(tuple(tensor.shape[1:]), strides[1:])
+        return cls(
+            base=base,
+            stride=strides[0] * size,
+            offsets=tuple(offset * size for offset in offsets),
+            run=run * size,
+        )
+
+
+def _runs(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Offsets and common length, in elements, of the contiguous runs of a strided box, in address order."""
+    run = 1
+    outer: list[list[int]] = []
+    for extent, stride in sorted(zip(shape, strides, strict=True), key=lambda dim: dim[1]):
+        if extent == 1:
+            continue
+        if stride == run and not outer:
+            run *= extent
+        elif stride < run:
+            raise InvalidInputError(f"overlapping elements: shape {tuple(shape)}, strides {tuple(strides)}")
+        else:
+            outer.append([index * stride for index in range(extent)])
+    return tuple(sorted(sum(offsets) for offsets in itertools.product(*outer))), run
+
+
+class KVLayout:
+    """All layers of one worker, in model order; gives sizes for the store and addresses for a list of blocks.
+
+    Piece *j* of block *n* begins at ``first[j] + n * stride[j]``. The tensors must outlive whatever uses the addresses.
+    """
+
+    def __init__(self, caches: Mapping[str, Any], layers: Sequence[str] = ()) -> None:
+        """``caches``: a tensor ``[block, ...]`` for each layer, by name, as vLLM registers them; ``layers``: names of
+        those that are meant, all if empty. Raises :class:`~ucm.errors.InvalidInputError` for a form that has no such
+        addresses.
+        """
+        names = [name for name in model_order(caches) if not layers or name in set(layers)]
+        seen: set[tuple[int, int]] = set()
+        self.names: list[str] = []
+        self.views: list[LayerView] = []
+        blocks: set[int] = set()
+        for name in names:
+            tensor = caches[name]
+            view = LayerView.of(name, tensor)
+            if (view.base, view.stride) in seen:
+                continue  # a layer that shares the KV of another one
+            seen.add((view.base, view.stride))
+            self.names.append(name)
+            self.views.append(view)
+            blocks.add(int(tensor.shape[0]))
+            self.dtype: Any = tensor.dtype
+            self.device: Any = getattr(tensor, "device", None)  # of torch's tensors
+        if not self.views:
+            raise InvalidInputError("there is no KV cache")
+        if len(blocks) != 1:
+            raise InvalidInputError(f"layers with different numbers of blocks: {sorted(blocks)}")
+        self.num_blocks = blocks.pop()
+        self.first = np.array([v.base + offset for v in self.views for offset in v.offsets], dtype=np.uint64)
+        self.stride = np.array([v.stride for v in self.views for _ in v.offsets], dtype=np.uint64)
+
+    @property
+    def pieces(self) -> int:
+        """Device pieces of one block."""
+        return len(self.first)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of this worker, without padding."""
+        return sum(view.run * len(view.offsets) for view in self.views)
+
+    def sizes(self) -> dict[str, Any]:
+        """The store's size keys. Layers of one form are told apart; otherwise the block counts as one layer."""
+        per_layer = [[view.run] * len(view.offsets) for view in self.views]
+        uniform = all(sizes == per_layer[0] for sizes in per_layer)
+        return {
+            "tensor_size_list": per_layer[0] if uniform else [size for sizes in per_layer for size in sizes],
+            "shard_size": self.block_bytes,
+            "block_size": self.block_bytes,
+        }
+
+    def addresses(self, blocks: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """Addresses, shape (blocks, pieces), of the given device blocks."""
+        numbers = block_numbers(blocks)
+        if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.num_blocks:
+            raise InvalidInputError(f"device block outside 0..{self.num_blocks - 1}")
+        return self.first[None, :] + numbers.astype(np.uint64)[:, None] * self.stride[None, :]
+
+
+def block_numbers(blocks: Any) -> npt.NDArray[np.int64]:
+    """Numbers of device blocks as one row of integers."""
+    numbers = np.asarray(blocks)
+    if numbers.ndim != 1 or (numbers.size and not np.issubdtype(numbers.dtype, np.integer)):
+        told = {"shape": numbers.shape, "dtype": str(numbers.dtype)}
+        raise InvalidInputError("device block numbers are integers in one row", context=told)
+    return numbers.astype(np.int64, copy=False)
+
+
+def model_order(caches: Mapping[str, Any]) -> list[str]:
+    """Layer names sorted by the numbers in them, so that every process and version agrees on the order."""
+
+    def numbers(name: str) -> tuple[list[int], str]:
+        return [int(text) for text in re.findall(r"\d+", name)], name
+
+    return sorted(caches, key=numbers)
