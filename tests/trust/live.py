@@ -38,6 +38,9 @@ _OURS, _LOOKUPS = (
     for store in ("connector._worker._store", "connector._scheduler.gate.store")
 )
 
+#: How far the store is, and of whose blocks.
+_OPENED = "(connector._scheduler.gate.phase, connector._scheduler.gate.identity_text)"
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -193,6 +196,19 @@ class Live:
     def await_hit(self, stored: Prompt, what: str) -> None:
         """Asks until all of it comes from the cache."""
         wait_until(lambda: self.is_hit(stored), what, self.patience)
+
+    def opened(self) -> str:
+        """Whose blocks the store has that is open: a word that is the same for the same identity."""
+        return self.engine.scheduler_eval(_OPENED)
+
+    def await_opened(self, opened: str, tokens: list[int], right: Result) -> None:
+        """Asks until the store of that identity is open again: a request waits for that, but not for ever."""
+
+        def is_open() -> bool:
+            assert self.ask(tokens).tokens == right.tokens, "wrong tokens"
+            return self.opened() == opened
+
+        wait_until(is_open, "these weights are known again and their store is open", self.patience)
 
     def await_stored(self, stored: Prompt) -> None:
         """Asks until all of it is in the directory, and not in memory alone.

@@ -211,7 +211,7 @@ def test_weights(engine: str, row: EngineRow, live: Live, model: Path, other_mod
     if not live.ours:
         pytest.skip("this row is about our identities")
     stored, fresh = live.store_prompt(), live.new_prompt()
-    right = live.ask(fresh, salt="another key, the same computation")
+    opened, right = live.opened(), live.ask(fresh, salt="another key, the same computation")
 
     def others() -> None:
         live.engine.reset()
@@ -227,7 +227,7 @@ def test_weights(engine: str, row: EngineRow, live: Live, model: Path, other_mod
     others()
     live.engine.rpc("reload_weights", weights_path=str(model))
     live.engine.reset()
-    assert live.ask(fresh).tokens == right.tokens, "wrong tokens"  # with it the store of these weights is opened again
+    live.await_opened(opened, fresh, right)
     assert live.is_hit(stored), "what these weights stored is no hit any more"
     _judge(live, stored)
 
