@@ -61,18 +61,14 @@ test: test-rust loom test-wheel test-py ## everything this machine can test
 # ucm-py is tested from Python: a Rust test binary of it would need the interpreter as a shared library.
 .PHONY: test-rust
 # Suites that say of every test what store it needs (crates/ucm-store/tests/common/over.rs), and what they run over:
-# layout, I/O engine, what stands above. The first run below is over file,psync,none; the other columns are for test-long.
+# layout, what stands above. The first run below is over file,none; the other columns are for test-long.
 SUITES := rules first_failure ends audit paranoid verifying trust quarantine health lost_roots room model
-COLUMNS := segment,psync,none file,io_uring,none file,psync,memory
-MORE_COLUMNS := segment,io_uring,none segment,psync,memory segment,io_uring,memory file,io_uring,memory file,psync,map
-# The one column of the ring alone; over it runs what says by itself that it is about segments, too.
-RING := file,io_uring,none
-RING_TOO := segments segments_sealing segments_abreast segments_reads segments_layers merging merging_faults
+COLUMNS := segment,none file,memory
+MORE_COLUMNS := segment,memory file,map
 SKIPPED := build/skipped-tests.txt
 over = $(STAGE) "the store over $(1)" env UCM_TEST_SKIPPED=$(CURDIR)/$(SKIPPED) \
-	UCM_TEST_LAYOUT=$(word 1,$(subst $(comma), ,$(1))) UCM_TEST_IO_ENGINE=$(word 2,$(subst $(comma), ,$(1))) \
-	UCM_TEST_TIERS=$(word 3,$(subst $(comma), ,$(1))) $(if $(NEXTEST),cargo nextest run,cargo test --quiet) \
-	--locked -p ucm-store $(SUITES:%=--test %) $(if $(filter $(RING),$(1)),$(RING_TOO:%=--test %))
+	UCM_TEST_LAYOUT=$(word 1,$(subst $(comma), ,$(1))) UCM_TEST_TIERS=$(word 2,$(subst $(comma), ,$(1))) $(if $(NEXTEST),cargo nextest run,cargo test --quiet) \
+	--locked -p ucm-store $(SUITES:%=--test %)
 # And with compressed records, in segments; three tests count bytes of segments of records as they are.
 COMPRESSED := (binary(/^(rules|first_failure|ends|audit|paranoid|segments|segments_sealing|merging|merging_faults)$$/)) \
 	- test(/a_segment_that_is_full|a_damaged_segment_gives|the_limit_holds_while_both/)

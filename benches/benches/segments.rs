@@ -17,7 +17,7 @@ use ucm_benches::store::Result;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::{Clock, Completion, Mono, SystemClock};
-use ucm_io::{Process, PsyncEngine, PsyncOptions};
+use ucm_io::{IoOptions, IoPool, Process};
 use ucm_store::backend::{Backend, ReadDone, WriteOptions};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
@@ -188,11 +188,13 @@ impl Bench {
             modes: Modes::default(),
             quarantine: QuarantineConfig::default(),
         };
-        let io = PsyncEngine::new(PsyncOptions {
+        let io = IoPool::psync(
             direct,
-            clock: Arc::clone(&clock),
-            ..PsyncOptions::with_workers(THREADS)
-        })?;
+            &IoOptions {
+                clock: Arc::clone(&clock),
+                ..IoOptions::with_workers(THREADS)
+            },
+        )?;
         // Sealed as soon as nothing is being written: the end of a turn is the end of its last record.
         let segments = SegmentConfig {
             age: Duration::ZERO,

@@ -15,7 +15,7 @@ use ucm_benches::cli::program;
 use ucm_benches::store::Result;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_infra::{Mono, SystemClock};
-use ucm_io::{Process, PsyncEngine, PsyncOptions};
+use ucm_io::{IoOptions, IoPool, Process};
 use ucm_store::backend::Backend;
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::layout::Layout;
@@ -127,7 +127,7 @@ fn count(root: &Path, blocks: u64) -> Result<Duration> {
         modes: Modes::default(),
         quarantine: QuarantineConfig::default(),
     };
-    let io = PsyncEngine::new(PsyncOptions::default())?;
+    let io = IoPool::psync(false, &IoOptions::default())?;
     let backend = PosixBackend::new(config, io, Arc::clone(&clock))?;
     let start = Instant::now();
     backend.probe(Mono::NEVER)?;

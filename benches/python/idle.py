@@ -29,7 +29,6 @@ PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Posix, files, lookups only": ("UcmPosixStore", {"layout": "file", "device_id": -1}),
     "Posix, segments": ("UcmPosixStore", {"layout": "segment"}),
     "Posix, segments, lookups only": ("UcmPosixStore", {"layout": "segment", "device_id": -1}),
-    "Posix, files, io_uring": ("UcmPosixStore", {"layout": "file", "io_engine": "io_uring"}),
     "Cache|Posix": ("UcmPipelineStore", {"store_pipeline": "Cache|Posix", "layout": "file", "cache_size": "256MiB"}),
     "Cache|Pc": ("UcmPipelineStore", {"store_pipeline": "Cache|Pc", "cache_size": "256MiB"}),
     "Cache|Empty": ("UcmPipelineStore", {"store_pipeline": "Cache|Empty", "cache_size": "256MiB"}),

@@ -23,7 +23,6 @@ IO, LOOKUP = 16, 8
 KINDS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "files": ("UcmPosixStore", {}, IO + 11, LOOKUP + 5),
     "segments": ("UcmPosixStore", {"layout": "segment"}, IO + 15, LOOKUP + 9),
-    "io_uring": ("UcmPosixStore", {"io_direct": True, "io_engine": "io_uring"}, IO + 13, LOOKUP + 7),
     "memory": ("UcmCacheStore", {"cache_size": "4MiB"}, 11, 5),
     "memory above files": (
         "UcmPipelineStore",

@@ -44,8 +44,8 @@ APART = (
     ),
     Apart(
         _on_fuse,
-        lambda column: column.engine == "io_uring",
-        "on FUSE, as on a network, psync takes the place of io_uring; the rows of the disk meet the ring",
+        lambda column: column.direct,
+        "what goes past the page cache meets a disk of its own: the rows of the disk",
     ),
     Apart(
         lambda row: isinstance(row, FileRow) and row.of_codecs,
@@ -78,7 +78,7 @@ _SHORT = {
 #: What only some of them meet in it: rows that are about what is new in these columns.
 _SHORT_OF_SEGMENTS = {"foot: entry", "foot: cut off", "foot: newer version", "foot: another place"}
 _SHORT_OF_CODECS = {"codec: none", "codec: raw checksum", "codec: frame"}
-_SHORT_OF_RINGS = {"disk stalled: read", "disk stalled: write", "disk EIO: read", "power cut"}
+_SHORT_PAST_CACHE = {"disk stalled: read", "disk stalled: write", "disk EIO: read", "power cut"}
 
 #: The columns of live engines: each model runner over block files, and one with memory above segments.
 V1, V2, OVER_PC = "vLLM v1", "vLLM v2", "vLLM Cache|Pc"
@@ -116,7 +116,7 @@ def is_run(row: Row, column: Column) -> bool:
     if column == FILES:
         return not (isinstance(row, FuseRow) and row.disk)
     more = (_SHORT_OF_SEGMENTS if column.in_segments else set()) | (_SHORT_OF_CODECS if column.compressed else set())
-    return row.line in _SHORT | more | (_SHORT_OF_RINGS if column.engine == "io_uring" else set())
+    return row.line in _SHORT | more | (_SHORT_PAST_CACHE if column.direct else set())
 
 
 def through(row: Row, engine: str) -> bool:

@@ -25,11 +25,12 @@ RUN = os.environ.setdefault("UCM_TRUST_RUN", os.urandom(8).hex())
 
 @dataclass(frozen=True)
 class Column:
-    """A kind of store: how its records lie, what reads and writes them, and what stands above that."""
+    """A kind of store: how its records lie, how they are read and written, and what stands above that."""
 
     name: str
     layout: Literal["file", "segment"] = "file"
-    engine: Literal["psync", "io_uring"] = "psync"
+    #: Past the page cache.
+    direct: bool = False
     #: A memory tier is the top stage.
     memory: bool = False
     #: Records are stored in a shorter form, every one, whether that pays here or not.
@@ -48,7 +49,7 @@ class Column:
 
     def open(self, root: Path, common: Mapping[str, Any]) -> UcmPosixStore:
         """A store of this kind below ``root``."""
-        keys: dict[str, Any] = {"io_engine": self.engine, "storage_backends": ":".join(map(str, self.roots(root)))}
+        keys: dict[str, Any] = {"io_direct": self.direct, "storage_backends": ":".join(map(str, self.roots(root)))}
         if self.in_segments:
             keys["segment_age"] = 0  # else every dump waits for more
         above = ["Cache"] * self.memory + ["Compress"] * self.compressed
@@ -67,12 +68,12 @@ class Column:
         return store
 
 
-FILES = Column("file/psync")
+FILES = Column("file")
 COLUMNS = (
     FILES,
-    Column("file/io_uring", engine="io_uring"),
-    Column("segment/psync", "segment"),
-    Column("segment/io_uring", "segment", "io_uring"),
+    Column("file/direct", direct=True),
+    Column("segment", "segment"),
+    Column("segment/direct", "segment", direct=True),
     Column("Cache|Posix", memory=True),
     Column("Cache|Pc", "segment", memory=True),
     Column("Cache|Posix|Posix", memory=True, directories=2),

@@ -67,21 +67,10 @@ def test_keys_of_another_store_have_no_meaning() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ({}, "auto"),
-        ({"io_engine": "psync"}, "psync"),
-        ({"posix_io_engine": "io_uring"}, "io_uring"),
-        ({"posix_io_engine": "AIO"}, "io_uring"),
-    ],
-)
-def test_the_io_engine_by_all_its_names(given: dict[str, str], meant: str) -> None:
-    assert load({"storage_path": "/data", **given}, {}).io_engine == meant
-
-
-def test_an_io_engine_that_there_is_not() -> None:
-    assert "io_engine" in fails({"storage_path": "/data", "io_engine": "mmap"})
+@pytest.mark.parametrize("key", ["io_engine", "posix_io_engine"])
+def test_there_is_one_way_of_reading_and_writing_files(key: str) -> None:
+    (warning,) = load({"storage_path": "/data", key: "aio"}, {}).warnings
+    assert f'"{key}": without effect here' in warning and "posix_data_trans_concurrency" in warning
 
 
 @pytest.mark.parametrize(

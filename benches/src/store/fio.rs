@@ -62,16 +62,12 @@ fn report(command: &mut Command) -> Result<Value> {
 /// Going over a file that exists once from its start, or several times.
 pub(super) struct Pass<'a> {
     pub(super) file: &'a Path,
-    /// fio's name of its I/O engine.
-    pub(super) engine: &'static str,
     /// Bytes of one operation.
     pub(super) block: usize,
     /// Operations in all, a multiple of those under way.
     pub(super) count: usize,
     /// Threads, each with a part of the file.
-    pub(super) jobs: usize,
-    /// Operations that each thread has under way.
-    pub(super) depth: usize,
+    pub(super) threads: usize,
     pub(super) direct: bool,
     pub(super) loops: usize,
 }
@@ -83,20 +79,19 @@ impl Pass<'_> {
             Direction::Load => "read",
             Direction::Dump => "write",
         };
-        let each = self.count / self.jobs * self.block;
+        let each = self.count / self.threads * self.block;
         let mut command = command(self.file, kind);
         command
             // Its buffers are written as they are; changing them a little each time is none of the work compared.
             .args(["--overwrite=0", "--scramble_buffers=0"])
-            .arg(format!("--ioengine={}", self.engine))
-            .arg(format!("--iodepth={}", self.depth))
-            .arg(format!("--numjobs={}", self.jobs))
+            .arg("--ioengine=psync")
+            .arg(format!("--numjobs={}", self.threads))
             .arg(format!("--bs={}", self.block))
             .arg(format!("--direct={}", u8::from(self.direct)))
             .arg(format!("--loops={}", self.loops))
             .arg(format!("--size={each}"))
             .arg(format!("--offset_increment={each}"))
-            .arg(format!("--filesize={}", each * self.jobs));
+            .arg(format!("--filesize={}", each * self.threads));
         let said = report(&mut command)?;
         let said = &said[kind];
         let figure = |name: &str| {
@@ -104,12 +99,12 @@ impl Pass<'_> {
             value.ok_or_else(|| format!("fio's report has no {name}"))
         };
         let moved = figure("io_bytes")? as usize;
-        let wanted = each * self.jobs * self.loops;
+        let wanted = each * self.threads * self.loops;
         if moved != wanted {
             return Err(format!("fio moved {moved} bytes of {wanted}").into());
         }
         let latency = said["lat_ns"]["mean"].as_f64().unwrap_or(0.0);
-        let operations = latency * figure("total_ios")? / (self.jobs * self.depth) as f64;
+        let operations = latency * figure("total_ios")? / self.threads as f64;
         Ok(took(figure("runtime")?, operations) / self.loops as u32)
     }
 }

@@ -14,7 +14,6 @@
 mod case;
 mod contest;
 mod dumps;
-mod engines;
 mod files;
 mod fio;
 mod idle;
@@ -30,9 +29,8 @@ mod rig;
 use std::path::PathBuf;
 use std::time::Duration;
 
-pub use engines::{EngineRow, engines, engines_table};
 pub use machine::Machine;
-pub use one_file::{IoName, OneFileRow, one_file, one_file_table};
+pub use one_file::{OneFileRow, one_file, one_file_table};
 pub use report::{Direction, Figures, Mode, Row};
 
 use files::Place;

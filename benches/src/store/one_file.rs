@@ -20,7 +20,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
-use ucm_io::{PsyncEngine, PsyncOptions, UringEngine, UringOptions};
+use ucm_io::IoOptions;
 
 use super::contest::{Spent, Times, Turn, hold};
 use super::files::{Place, preallocate};
@@ -32,41 +32,16 @@ use super::{Machine, Mode, Options, Result};
 
 /// Least share of fio's speed that the store shall reach without checksums, and with them.
 const GOALS: [f64; 2] = [0.9, 0.85];
-/// Operations that io_uring has under way, for each thread that the pool has in the same run.
-const PER_WORKER: usize = 4;
 /// Times that fio goes over a file that was written before, in one turn.
 const LOOPS: usize = 4;
-
-/// Which way the bytes go in the kernel.
-#[derive(Serialize, Debug, Clone, Copy, PartialEq, Eq)]
-pub enum IoName {
-    /// pread and pwrite on threads.
-    #[serde(rename = "psync")]
-    Psync,
-    /// One ring.
-    #[serde(rename = "io_uring")]
-    Uring,
-}
-
-impl IoName {
-    /// Ours and fio's name of it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Psync => "psync",
-            Self::Uring => "io_uring",
-        }
-    }
-}
 
 /// One direction of one case. Speeds are GB/s of records, headers included, the fastest turn of each.
 #[derive(Serialize, Debug, Clone)]
 pub struct OneFileRow {
     /// Which way.
     pub direction: Direction,
-    /// The I/O engine, on both sides.
-    pub engine: IoName,
-    /// Operations under way: threads, or the depth of the ring.
-    pub depth: usize,
+    /// Operations under way, each on a thread of its own, on both sides.
+    pub threads: usize,
     /// Past the page cache.
     pub direct: bool,
     /// Bytes of KV of a block.
@@ -89,7 +64,7 @@ pub struct OneFileRow {
     pub median_ratios: Option<[f64; 2]>,
 }
 
-/// Measures every case of the options: sizes of blocks, buffered and direct, pool and ring; `say` hears what is done.
+/// Measures every case of the options: sizes of blocks, buffered and direct; `say` hears what is done.
 pub fn one_file(options: &Options, say: &dyn Fn(&str)) -> Result<(Machine, Vec<OneFileRow>)> {
     if !options
         .modes
@@ -117,21 +92,15 @@ pub fn one_file(options: &Options, say: &dyn Fn(&str)) -> Result<(Machine, Vec<O
                 continue;
             }
             for &workers in &options.workers {
-                for (engine, depth) in [(IoName::Psync, workers), (IoName::Uring, workers * PER_WORKER)] {
-                    let case = Case {
-                        place: &place,
-                        engine,
-                        depth,
-                        direct: mode == Mode::Direct,
-                        block,
-                        with_fio: machine.fio.is_some(),
-                    };
-                    say(&case.words());
-                    match case.io()? {
-                        Some(io) => rows.extend(case.rows(io, options)?),
-                        None => say("io_uring cannot be had here: those rows are left out"),
-                    }
-                }
+                let case = Case {
+                    place: &place,
+                    threads: workers,
+                    direct: mode == Mode::Direct,
+                    block,
+                    with_fio: machine.fio.is_some(),
+                };
+                say(&case.words());
+                rows.extend(case.rows(options)?);
             }
         }
     }
@@ -140,8 +109,7 @@ pub fn one_file(options: &Options, say: &dyn Fn(&str)) -> Result<(Machine, Vec<O
 
 struct Case<'a> {
     place: &'a Place,
-    engine: IoName,
-    depth: usize,
+    threads: usize,
     direct: bool,
     block: usize,
     with_fio: bool,
@@ -150,42 +118,27 @@ struct Case<'a> {
 impl Case<'_> {
     fn words(&self) -> String {
         let way = if self.direct { "O_DIRECT" } else { "buffered" };
-        let (kib, engine) = (self.block >> 10, self.engine.name());
-        format!("{kib} KiB, {way}, {engine} with {} under way", self.depth)
+        format!("{} KiB, {way}, {} threads", self.block >> 10, self.threads)
     }
 
-    /// The store's I/O engine with as many loads and as many dumps under way; `None` where there is no ring to be had.
-    fn io(&self) -> Result<Option<Io>> {
-        let lanes = |under_way: usize| {
-            let mut options = PsyncOptions {
-                direct: self.direct,
-                ..PsyncOptions::with_workers(under_way * 2)
-            };
-            for lane in &mut options.lanes {
-                lane.max_running = under_way;
-            }
-            options
-        };
-        Ok(match self.engine {
-            IoName::Psync => Some(Io::Psync(PsyncEngine::new(lanes(self.depth))?)),
-            IoName::Uring => {
-                // What the ring leaves to the pool, appending among it, has half of the pool's lane.
-                let mut options = UringOptions::beside(lanes(self.depth * 2));
-                options.lanes = lanes(self.depth).lanes;
-                UringEngine::new(&options).ok().map(Io::Uring)
-            }
-        })
+    /// The store's I/O engine with a thread for each load and for each dump.
+    fn io(&self) -> Result<Io> {
+        let mut options = IoOptions::with_workers(self.threads * 2);
+        for lane in &mut options.lanes {
+            lane.max_running = self.threads;
+        }
+        Io::new(self.direct, &options)
     }
 
     /// A dump and a load.
-    fn rows(&self, io: Io, options: &Options) -> Result<Vec<OneFileRow>> {
+    fn rows(&self, options: &Options) -> Result<Vec<OneFileRow>> {
         let shape = Shape::of(self.block)?;
-        let count = (options.turn_bytes / self.block).next_multiple_of(self.depth);
+        let count = (options.turn_bytes / self.block).next_multiple_of(self.threads);
         let mut stock = Stock::new(&shape, count)?;
         let record = shape.layout.record_len();
         let root = self.place.make("segments")?;
         // A part of the slots is never given to anything but loads.
-        let rig = Rig::segments(&root, Shape::of(self.block)?, io, self.direct, count + 4)?;
+        let rig = Rig::segments(&root, Shape::of(self.block)?, self.io()?, self.direct, count + 4)?;
         let files = [
             self.place.dir().join("new.dat"),
             self.place.dir().join("again.dat"),
@@ -289,17 +242,11 @@ impl Case<'_> {
             return Ok(Spent::default());
         }
         self.place.sync()?;
-        let (jobs, depth) = match self.engine {
-            IoName::Psync => (self.depth, 1),
-            IoName::Uring => (1, self.depth),
-        };
         let pass = Pass {
             file,
-            engine: self.engine.name(),
             block,
             count,
-            jobs,
-            depth,
+            threads: self.threads,
             direct: self.direct,
             loops,
         };
@@ -321,8 +268,7 @@ impl Case<'_> {
         let both = |of: fn(&Times, &Times) -> f64| self.with_fio.then(|| [of(plain, fio), of(checked, fio)]);
         OneFileRow {
             direction,
-            engine: self.engine,
-            depth: self.depth,
+            threads: self.threads,
             direct: self.direct,
             block_bytes: self.block,
             record_bytes: record,
@@ -360,7 +306,7 @@ fn write_table(text: &mut String, machine: &Machine, rows: &[OneFileRow]) -> std
         };
         writeln!(
             text,
-            "\n| {head} | block | I/O engine | {others} | ucm, no checksums | ratio | ucm | ratio |"
+            "\n| {head} | block | threads | {others} | ucm, no checksums | ratio | ucm | ratio |"
         )?;
         writeln!(text, "|---|---|---|---|---|---|---|---|---|")?;
         for row in rows.iter().filter(|row| row.direction == direction) {
@@ -375,11 +321,10 @@ fn write_table(text: &mut String, machine: &Machine, rows: &[OneFileRow]) -> std
             };
             writeln!(
                 text,
-                "| {} | {} KiB | {} {} | {} | {} | {:.2} | {} | {:.2} | {} |",
+                "| {} | {} KiB | {} | {} | {} | {:.2} | {} | {:.2} | {} |",
                 if row.direct { "O_DIRECT" } else { "page cache" },
                 row.block_bytes >> 10,
-                row.engine.name(),
-                row.depth,
+                row.threads,
                 number(row.fio),
                 number(row.fio_again.or(row.engine_checked)),
                 row.plain,

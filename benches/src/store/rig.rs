@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostDevice, Slot};
 use ucm_infra::{Clock, Completion, Mono, SystemClock};
-use ucm_io::{IoEngine, Process, PsyncEngine, PsyncOptions, UringEngine};
+use ucm_io::{IoOptions, IoPool, Process, PsyncEngine};
 use ucm_store::backend::{Backend, BlockRead, ReadDone, WriteOptions};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Until};
 use ucm_store::evidence::QuarantineConfig;
@@ -97,28 +97,19 @@ impl Shape {
     }
 }
 
-/// The I/O engine of a rig.
+/// The I/O engine of a rig, and its threads.
 #[derive(Clone)]
-pub(super) enum Io {
-    /// System calls on a pool of threads.
-    Psync(Arc<PsyncEngine>),
-    /// A ring, and a pool for what the ring leaves to it.
-    Uring(Arc<UringEngine>),
+pub(super) struct Io {
+    engine: Arc<PsyncEngine>,
+    pool: Arc<IoPool>,
 }
 
 impl Io {
-    fn engine(&self) -> Arc<dyn IoEngine> {
-        match self {
-            Self::Psync(pool) => Arc::clone(pool) as _,
-            Self::Uring(ring) => Arc::clone(ring) as _,
-        }
-    }
-
-    fn direct_fallbacks(&self) -> u64 {
-        match self {
-            Self::Psync(pool) => pool.direct_fallbacks(),
-            Self::Uring(ring) => ring.direct_fallbacks(),
-        }
+    /// Threads over an engine of plain system calls.
+    pub(super) fn new(direct: bool, options: &IoOptions) -> Result<Self> {
+        let engine = PsyncEngine::new(direct);
+        let pool = IoPool::new(Arc::clone(&engine) as _, options)?;
+        Ok(Self { engine, pool })
     }
 }
 
@@ -146,12 +137,9 @@ impl Rig {
         direct: bool,
         slots: usize,
     ) -> Result<Self> {
-        let io = PsyncEngine::new(PsyncOptions {
-            direct,
-            ..PsyncOptions::with_workers(threads)
-        })?;
-        Self::over(root, shape, Io::Psync(io), direct, slots, |config, io, clock| {
-            Ok(Arc::new(PosixBackend::new(config, io.engine(), clock)?))
+        let io = Io::new(direct, &IoOptions::with_workers(threads))?;
+        Self::over(root, shape, io, direct, slots, |config, io, clock| {
+            Ok(Arc::new(PosixBackend::new(config, Arc::clone(&io.pool), clock)?))
         })
     }
 
@@ -162,7 +150,7 @@ impl Rig {
             Ok(Arc::new(SegmentBackend::new(
                 config,
                 segments,
-                io.engine(),
+                Arc::clone(&io.pool),
                 clock,
             )?))
         })
@@ -210,7 +198,7 @@ impl Rig {
         let engine = Engine::open(config, Arc::clone(&backend), Arc::new(HostDevice::new()), clock)?;
         Ok(Self {
             files: Layout::new(root, &shape.identity),
-            documents: io.direct_fallbacks(),
+            documents: io.engine.direct_fallbacks(),
             shape: Arc::new(shape),
             io,
             backend,
@@ -231,7 +219,7 @@ impl Rig {
     /// Ends the store and removes it. If the rig was `direct`, with the number of records that it moved: an error if as
     /// many went through the page cache. The documents of the collector always do, but are fewer.
     pub(super) fn retire(&self, root: &Path, direct: Option<usize>) -> Result<()> {
-        let buffered = self.io.direct_fallbacks() - self.documents;
+        let buffered = self.io.engine.direct_fallbacks() - self.documents;
         if direct.is_some_and(|records| buffered >= records as u64) {
             return Err("the store fell back to the page cache where the yardstick used O_DIRECT".into());
         }

@@ -9,7 +9,8 @@ use rustix::fs::{Advice, AtFlags, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, PAGE, Result};
 
-use crate::file::{Files, StillWanted, is_named, name_once};
+use crate::engine::StillWanted;
+use crate::file::{Files, is_named, name_once};
 use crate::meta::{failed, is_absent, set_mtime, stat_one, to_meta};
 use crate::op::{IoBuf, IoDone};
 use crate::probe::stated_align;

@@ -9,6 +9,7 @@ use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, PAGE, Result};
 
 use crate::dirty::Dirty;
+use crate::engine::StillWanted;
 use crate::kept::Kept;
 use crate::meta::{failed, is_absent, set_mtime, stat_one, to_meta};
 use crate::op::{FileMeta, IoBuf, IoDone, ReadMode};
@@ -17,21 +18,21 @@ use crate::sys::{File, SECTOR, read_full, retry, write_full};
 use crate::window::Window;
 
 /// How a file is opened for reading, and how one is created.
-pub(crate) const READ_FLAGS: OFlags = OFlags::RDONLY
+const READ_FLAGS: OFlags = OFlags::RDONLY
     .union(OFlags::CLOEXEC)
     .union(OFlags::NOFOLLOW)
     .union(OFlags::NOCTTY);
-pub(crate) const CREATE_FLAGS: OFlags = OFlags::WRONLY
+const CREATE_FLAGS: OFlags = OFlags::WRONLY
     .union(OFlags::CREATE)
     .union(OFlags::EXCL)
     .union(OFlags::CLOEXEC)
     .union(OFlags::NOFOLLOW);
 
-// What went wrong, the same words from every engine.
+// What went wrong.
 pub(crate) const CANNOT_READ: &str = "cannot read the file";
-pub(crate) const CANNOT_CREATE: &str = "cannot create the private file";
-pub(crate) const CANNOT_WRITE: &str = "cannot write the file";
-pub(crate) const CANNOT_CLOSE: &str = "closing the written file failed";
+const CANNOT_CREATE: &str = "cannot create the private file";
+const CANNOT_WRITE: &str = "cannot write the file";
+const CANNOT_CLOSE: &str = "closing the written file failed";
 
 /// Most devices remembered as refusing direct I/O.
 const MAX_REFUSING: usize = 64;
@@ -47,9 +48,6 @@ pub(crate) struct Files {
     pub(crate) dirty: Dirty,
     pub(crate) kept: Kept,
 }
-
-/// What an operation asks before it changes what others see: whether anybody still waits for it.
-pub(crate) type StillWanted<'a> = &'a dyn Fn() -> bool;
 
 /// The arguments of [`Files::publish`], as in `IoOp::Publish`.
 pub(crate) struct Publish<'a> {
@@ -126,21 +124,7 @@ impl Files {
         let fd = retry(|| rustix::fs::open(job.private, CREATE_FLAGS, Mode::from_raw_mode(job.mode)))
             .map_err(|e| failed(e, CANNOT_CREATE, job.private))?;
         let filled = self.fill(File::new(fd, false), job, &buf);
-        self.named(job, buf, filled.and_then(|()| self.name(job, wanted)))
-    }
-
-    /// Gives a written and closed private file its name, or removes it. For what wrote it elsewhere.
-    pub(crate) fn publish_written(
-        &self,
-        job: &Publish<'_>,
-        buf: IoBuf,
-        wanted: StillWanted<'_>,
-    ) -> Result<IoDone> {
-        self.named(job, buf, self.name(job, wanted))
-    }
-
-    /// The answer; a file that has not got its name is removed.
-    fn named(&self, job: &Publish<'_>, buf: IoBuf, named: Result<Option<FileMeta>>) -> Result<IoDone> {
+        let named = filled.and_then(|()| self.name(job, wanted));
         if !matches!(named, Ok(Some(_))) {
             // Best effort: a private file that stays is swept later by its age.
             let _ = retry(|| rustix::fs::unlink(job.private));
@@ -180,7 +164,7 @@ impl Files {
     }
 
     /// Counts bytes written through the page cache; whether they should be sent to the disk at once.
-    pub(crate) fn presses(&self, len: usize) -> bool {
+    fn presses(&self, len: usize) -> bool {
         self.dirty.write(len as u64)
     }
 
@@ -222,11 +206,6 @@ impl Files {
             return Ok(None);
         }
         Err(failed(errno, "cannot give the file its name", job.target))
-    }
-
-    /// Whether slots are read and written past the page cache unless asked otherwise.
-    pub(crate) fn direct(&self) -> bool {
-        self.direct
     }
 
     /// Whether direct I/O may be tried on an open file of this device, of which the kernel says this.
@@ -276,7 +255,7 @@ pub(crate) fn check_read(path: &Path, offset: u64, len: usize, room: usize) -> R
 }
 
 /// A publish must fit its buffer.
-pub(crate) fn check_publish(job: &Publish<'_>, room: usize) -> Result<()> {
+fn check_publish(job: &Publish<'_>, room: usize) -> Result<()> {
     if job.len <= room {
         return Ok(());
     }
@@ -292,7 +271,7 @@ pub(crate) fn fits_direct_read(buf: &IoBuf, offset: u64) -> bool {
 }
 
 /// Whether direct I/O takes so much of this buffer as it is.
-pub(crate) fn fits_direct_write(buf: &IoBuf, len: usize) -> bool {
+fn fits_direct_write(buf: &IoBuf, len: usize) -> bool {
     matches!(buf, IoBuf::Slot(_)) && len.is_multiple_of(SECTOR)
 }
 

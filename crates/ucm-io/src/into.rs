@@ -135,10 +135,8 @@ impl Files {
     }
 
     /// Keeps a file open that has been read.
-    pub(crate) fn keep(&self, path: &Path, file: File) {
+    fn keep(&self, path: &Path, file: File) {
         let direct = file.is_direct();
-        // Opened so that it waits for nobody else; a ring would be told to come back later.
-        file.wait();
         if let Some(file) = KeptFile::new(file.into_fd(), direct) {
             self.kept.put(path, file);
         }
@@ -155,7 +153,7 @@ impl Files {
 }
 
 /// Such a read must fit its buffers: bytes wanted in all, and whether direct I/O takes it as it is.
-pub(crate) fn check_into<'b>(
+fn check_into<'b>(
     path: &Path,
     offset: u64,
     into: impl Iterator<Item = (&'b IoBuf, usize)>,

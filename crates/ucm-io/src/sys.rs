@@ -188,14 +188,6 @@ impl File {
         set.is_ok()
     }
 
-    /// Makes calls on it wait again, should it have been opened with O_NONBLOCK; whether it was.
-    pub(crate) fn wait(&self) -> bool {
-        rustix::fs::fcntl_getfl(&self.fd).is_ok_and(|flags| {
-            flags.contains(OFlags::NONBLOCK)
-                && rustix::fs::fcntl_setfl(&self.fd, flags - OFlags::NONBLOCK).is_ok()
-        })
-    }
-
     /// The descriptor, to be closed by the caller.
     pub(crate) fn into_fd(self) -> OwnedFd {
         self.fd

@@ -5,32 +5,17 @@ mod common;
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::PathBuf;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use common::engines::Kind;
 use common::*;
 use ucm_core::ErrorKind;
 use ucm_infra::{Lane, Mono};
-use ucm_io::{IoBuf, IoDone, IoOp, PsyncOptions, ReadMode};
+use ucm_io::{IoBuf, IoDone, IoOp, IoOptions, IoPool, PsyncEngine, ReadMode};
 
-over_each_engine!(
-    what_was_published_is_read_back,
-    reads_are_short_only_at_the_end_of_the_file,
-    what_cannot_be_read_says_why,
-    a_publish_gets_its_length_time_and_place,
-    publishing_over_a_file_replaces_it_whole_and_leaves_open_readers_the_old_one,
-    a_failed_publish_leaves_nothing_behind_and_touches_nothing,
-    direct_io_that_does_not_fit_goes_through_the_page_cache_and_is_counted,
-    direct_io_is_used_where_the_file_system_takes_it,
-    a_full_lane_is_busy_and_gives_the_buffer_free,
-    after_shutdown_everything_is_closed,
-    many_at_once_all_arrive_whole,
-    a_name_that_is_taken_stays_and_one_of_many_gets_a_free_one,
-);
-
-fn what_was_published_is_read_back(kind: Kind) {
-    for engine in [kind.engine(), kind.direct()] {
+#[test]
+fn what_was_published_is_read_back() {
+    for engine in [pool(), direct_pool()] {
         for place in places() {
             let dir = place.path();
             let pool = slots(2, 16384);
@@ -64,10 +49,11 @@ fn what_was_published_is_read_back(kind: Kind) {
     }
 }
 
-fn reads_are_short_only_at_the_end_of_the_file(kind: Kind) {
+#[test]
+fn reads_are_short_only_at_the_end_of_the_file() {
     let mut bytes = vec![0; 10_000];
     pattern(&mut bytes, 9);
-    for engine in [kind.engine(), kind.direct()] {
+    for engine in [pool(), direct_pool()] {
         for place in places() {
             let path = place.path().join("odd");
             std::fs::write(&path, &bytes).unwrap();
@@ -108,10 +94,11 @@ fn reads_are_short_only_at_the_end_of_the_file(kind: Kind) {
     }
 }
 
-fn what_cannot_be_read_says_why(kind: Kind) {
+#[test]
+fn what_cannot_be_read_says_why() {
     let place = tempfile::tempdir().unwrap();
     let dir = place.path();
-    let engine = kind.engine();
+    let engine = pool();
     let read = |path: PathBuf| call(&*engine, read_op(path, 0, 1, vec![0; 1])).unwrap_err();
     assert_eq!(read(dir.join("absent")).kind(), ErrorKind::NotFound);
     std::fs::write(dir.join("file"), b"x").unwrap();
@@ -139,10 +126,11 @@ fn what_cannot_be_read_says_why(kind: Kind) {
     assert_eq!(engine.stuck(), 0);
 }
 
-fn a_publish_gets_its_length_time_and_place(kind: Kind) {
+#[test]
+fn a_publish_gets_its_length_time_and_place() {
     let place = tempfile::tempdir().unwrap();
     let dir = place.path();
-    for engine in [kind.engine(), kind.direct()] {
+    for engine in [pool(), direct_pool()] {
         for (len, mtime_ns) in [(0, 0), (5000, 1_234_567_890_123_456_789), (8192, -5)] {
             let pool = slots(1, 8192);
             let slot = filled(&pool, 3);
@@ -170,10 +158,11 @@ fn a_publish_gets_its_length_time_and_place(kind: Kind) {
     }
 }
 
-fn publishing_over_a_file_replaces_it_whole_and_leaves_open_readers_the_old_one(kind: Kind) {
+#[test]
+fn publishing_over_a_file_replaces_it_whole_and_leaves_open_readers_the_old_one() {
     use std::io::Read;
     let place = tempfile::tempdir().unwrap();
-    let engine = kind.engine();
+    let engine = pool();
     publish(&*engine, place.path(), "block", vec![1; 3000]);
     let mut reader = std::fs::File::open(place.path().join("block")).unwrap();
     publish(&*engine, place.path(), "block", vec![2; 2000]);
@@ -183,10 +172,11 @@ fn publishing_over_a_file_replaces_it_whole_and_leaves_open_readers_the_old_one(
     assert_eq!(old, vec![1; 3000]);
 }
 
-fn a_failed_publish_leaves_nothing_behind_and_touches_nothing(kind: Kind) {
+#[test]
+fn a_failed_publish_leaves_nothing_behind_and_touches_nothing() {
     let place = tempfile::tempdir().unwrap();
     let dir = place.path();
-    let engine = kind.engine();
+    let engine = pool();
     let op = |private: &str, target: &str, len| IoOp::Publish {
         private: dir.join(private),
         target: dir.join(target),
@@ -216,24 +206,27 @@ fn a_failed_publish_leaves_nothing_behind_and_touches_nothing(kind: Kind) {
     assert_eq!(names(dir), ["p", "q", "t"]);
 }
 
-fn direct_io_that_does_not_fit_goes_through_the_page_cache_and_is_counted(kind: Kind) {
+#[test]
+fn direct_io_that_does_not_fit_goes_through_the_page_cache_and_is_counted() {
     let place = tempfile::tempdir().unwrap();
-    let engine = kind.direct();
+    let (counted, engine) = direct();
     publish(&*engine, place.path(), "odd", vec![1; 100]);
-    assert_eq!(engine.direct_fallbacks(), 1);
+    assert_eq!(counted.direct_fallbacks(), 1);
     assert_eq!(
         read(&*engine, place.path().join("odd"), 0, 100).unwrap().0,
         vec![1; 100]
     );
-    assert_eq!(engine.direct_fallbacks(), 2);
-    let plain = kind.engine();
-    publish(&*plain, place.path(), "odd", vec![1; 100]);
+    assert_eq!(counted.direct_fallbacks(), 2);
+    let (plain, options) = (PsyncEngine::new(false), IoOptions::with_workers(2));
+    let engine = IoPool::new(Arc::clone(&plain) as _, &options).unwrap();
+    publish(&engine, place.path(), "odd", vec![1; 100]);
     assert_eq!(plain.direct_fallbacks(), 0);
 }
 
-fn direct_io_is_used_where_the_file_system_takes_it(kind: Kind) {
+#[test]
+fn direct_io_is_used_where_the_file_system_takes_it() {
     for place in places() {
-        let engine = kind.direct();
+        let (counted, engine) = direct();
         let op = IoOp::Probe {
             dir: place.path().to_path_buf(),
         };
@@ -250,21 +243,26 @@ fn direct_io_is_used_where_the_file_system_takes_it(kind: Kind) {
         );
         bytes_of(call(&*engine, op).unwrap()).unwrap();
         let expected = if found.direct.is_some() { 0 } else { 2 };
-        assert_eq!(engine.direct_fallbacks(), expected, "{found:?}");
+        assert_eq!(counted.direct_fallbacks(), expected, "{found:?}");
     }
 }
 
-fn a_full_lane_is_busy_and_gives_the_buffer_free(kind: Kind) {
+#[test]
+fn a_full_lane_is_busy_and_gives_the_buffer_free() {
     let place = tempfile::tempdir().unwrap();
     let lane = Lane {
         name: "only",
         capacity: 1,
         max_running: 1,
     };
-    let engine = kind.build(PsyncOptions {
-        lanes: vec![lane],
-        ..PsyncOptions::with_workers(1)
-    });
+    let engine = IoPool::psync(
+        false,
+        &IoOptions {
+            lanes: vec![lane],
+            ..IoOptions::with_workers(1)
+        },
+    )
+    .unwrap();
     std::fs::write(place.path().join("first"), b"x").unwrap();
     // The only thread that ends operations stands in the callback of the first one.
     let (release, held) = mpsc::channel::<()>();
@@ -299,8 +297,9 @@ fn a_full_lane_is_busy_and_gives_the_buffer_free(kind: Kind) {
     assert_eq!(names(place.path()), ["a", "first"]);
 }
 
-fn after_shutdown_everything_is_closed(kind: Kind) {
-    let engine = kind.engine();
+#[test]
+fn after_shutdown_everything_is_closed() {
+    let engine = pool();
     let place = tempfile::tempdir().unwrap();
     publish(&*engine, place.path(), "a", vec![1]);
     engine.shutdown(Duration::from_secs(60));
@@ -311,9 +310,10 @@ fn after_shutdown_everything_is_closed(kind: Kind) {
     engine.shutdown(Duration::ZERO);
 }
 
-fn many_at_once_all_arrive_whole(kind: Kind) {
+#[test]
+fn many_at_once_all_arrive_whole() {
     let place = tempfile::tempdir().unwrap();
-    let engine = kind.engine();
+    let engine = pool();
     let pool = slots(8, 8192);
     let mut answers = Vec::new();
     for round in 0..64u8 {
@@ -335,10 +335,11 @@ fn many_at_once_all_arrive_whole(kind: Kind) {
     assert_eq!(pool.available(), 8);
 }
 
-fn a_name_that_is_taken_stays_and_one_of_many_gets_a_free_one(kind: Kind) {
+#[test]
+fn a_name_that_is_taken_stays_and_one_of_many_gets_a_free_one() {
     let place = tempfile::tempdir().unwrap();
     let dir = place.path();
-    let engine = kind.engine();
+    let engine = pool();
     let op = |n: u8| IoOp::Publish {
         private: dir.join(format!("p{n}")),
         target: dir.join("t"),

@@ -7,61 +7,38 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::engines::{Kind, UnderTest};
 use common::*;
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock, Mono};
-use ucm_io::{Fault, FaultyEngine, Gate, IoDone, IoEngine, IoOp, OpKind, PsyncOptions, Rule, Tail, errno};
-
-over_each_engine!(
-    without_rules_it_only_looks_on,
-    every_kind_is_counted_as_itself,
-    error_numbers_arrive_as_their_kinds_and_nothing_is_done,
-    stale_handles_and_busy_lanes,
-    a_lost_reply_reports_failure_of_what_was_done,
-    a_short_read_contradicts_the_length,
-    torn_writes_succeed_and_are_not_whole,
-    a_killed_writer_leaves_its_private_file,
-    flips_change_exactly_what_they_name,
-    the_same_seed_gives_the_same_faults,
-    a_late_file_is_not_seen_until_it_is,
-    a_replayed_call_answers_as_the_second_one,
-    a_hung_operation_is_written_off_and_its_slot_comes_back_with_the_call,
-    a_gate_opened_in_time_only_delays,
-    a_call_that_hangs_after_its_work_reports_a_failure_of_what_is_there,
-    shutdown_leaves_what_hangs_behind,
-    rules_can_be_taken_back,
-);
+use ucm_io::{
+    Fault, FaultyEngine, Gate, IoDone, IoOp, IoOptions, IoPool, OpKind, PsyncEngine, Rule, Tail, errno,
+};
 
 struct Bench {
     place: tempfile::TempDir,
     clock: Arc<ManualClock>,
-    inner: Arc<dyn UnderTest>,
     engine: Arc<FaultyEngine>,
+    pool: Arc<IoPool>,
 }
 
 impl Bench {
-    fn seeded(kind: Kind, seed: u64) -> Self {
+    fn seeded(seed: u64) -> Self {
         let clock = ManualClock::new();
-        let inner = kind.build(PsyncOptions {
+        let engine = FaultyEngine::new(PsyncEngine::new(false), seed);
+        let options = IoOptions {
             clock: Arc::clone(&clock) as Arc<dyn Clock>,
-            ..PsyncOptions::with_workers(2)
-        });
-        let engine = FaultyEngine::new(
-            Arc::clone(&inner) as Arc<dyn IoEngine>,
-            Arc::clone(&clock) as Arc<dyn Clock>,
-            seed,
-        );
+            ..IoOptions::with_workers(4)
+        };
         Self {
             place: tempfile::tempdir().unwrap(),
             clock,
-            inner,
+            pool: IoPool::new(Arc::clone(&engine) as _, &options).unwrap(),
             engine,
         }
     }
 
-    fn new(kind: Kind) -> Self {
-        Self::seeded(kind, 1)
+    fn new() -> Self {
+        Self::seeded(1)
     }
 
     fn dir(&self) -> &Path {
@@ -69,28 +46,29 @@ impl Bench {
     }
 
     fn rule(&self, kind: OpKind, fault: Fault) -> ucm_io::RuleId {
-        self.engine.add(Rule::on(kind, fault).times(1)).unwrap()
+        self.engine.add(Rule::on(kind, fault).times(1))
     }
 
     /// Publishes "block" with a pattern through the faults; returns the bytes.
     fn publish(&self) -> (Vec<u8>, ucm_core::Result<IoDone>) {
         let mut bytes = vec![0; 100];
         pattern(&mut bytes, 5);
-        let result = call(&*self.engine, publish_op(self.dir(), "block", bytes.clone()));
+        let result = call(&self.pool, publish_op(self.dir(), "block", bytes.clone()));
         (bytes, result)
     }
 
     fn read(&self) -> ucm_core::Result<(Vec<u8>, u64)> {
-        read(&*self.engine, self.dir().join("block"), 0, 100)
+        read(&self.pool, self.dir().join("block"), 0, 100)
     }
 
     fn exists(&self, name: &str) -> bool {
-        stat(&*self.engine, &[self.dir().join(name)], false)[0].is_some()
+        stat(&self.pool, &[self.dir().join(name)], false)[0].is_some()
     }
 }
 
-fn without_rules_it_only_looks_on(kind: Kind) {
-    let bench = Bench::new(kind);
+#[test]
+fn without_rules_it_only_looks_on() {
+    let bench = Bench::new();
     let (bytes, result) = bench.publish();
     result.unwrap();
     assert_eq!(bench.read().unwrap(), (bytes, 100));
@@ -109,15 +87,16 @@ fn without_rules_it_only_looks_on(kind: Kind) {
         (bench.engine.log().len(), bench.engine.count(OpKind::Read)),
         (0, 0)
     );
-    assert_eq!((bench.engine.name(), bench.engine.stuck()), ("faulty", 0));
+    assert_eq!(bench.pool.stuck(), 0);
 }
 
-fn every_kind_is_counted_as_itself(kind: Kind) {
+#[test]
+fn every_kind_is_counted_as_itself() {
     for (i, kind) in OpKind::ALL.into_iter().enumerate() {
         assert_eq!(kind as usize, i);
     }
-    let bench = Bench::new(kind);
-    call(&*bench.engine, stat_op(&[], false)).unwrap();
+    let bench = Bench::new();
+    call(&bench.pool, stat_op(&[], false)).unwrap();
     for kind in OpKind::ALL {
         assert_eq!(
             bench.engine.count(kind),
@@ -128,14 +107,15 @@ fn every_kind_is_counted_as_itself(kind: Kind) {
     }
 }
 
-fn error_numbers_arrive_as_their_kinds_and_nothing_is_done(kind: Kind) {
+#[test]
+fn error_numbers_arrive_as_their_kinds_and_nothing_is_done() {
     for (code, expected) in [
         (errno::ENOSPC, ErrorKind::NoSpace),
         (errno::EDQUOT, ErrorKind::NoSpace),
         (errno::EIO, ErrorKind::Io),
         (errno::ETIMEDOUT, ErrorKind::Timeout),
     ] {
-        let bench = Bench::new(kind);
+        let bench = Bench::new();
         let rule = bench.rule(OpKind::Publish, Fault::Errno(code));
         let error = bench.publish().1.unwrap_err();
         assert_eq!((error.kind(), error.os_code()), (expected, Some(code)));
@@ -146,8 +126,9 @@ fn error_numbers_arrive_as_their_kinds_and_nothing_is_done(kind: Kind) {
     }
 }
 
-fn stale_handles_and_busy_lanes(kind: Kind) {
-    let bench = Bench::new(kind);
+#[test]
+fn stale_handles_and_busy_lanes() {
+    let bench = Bench::new();
     bench.publish().1.unwrap();
     bench.rule(OpKind::Read, Fault::stale());
     assert_eq!(bench.read().unwrap_err().kind(), ErrorKind::NotFound);
@@ -157,24 +138,27 @@ fn stale_handles_and_busy_lanes(kind: Kind) {
     bench.read().unwrap();
 }
 
-fn a_lost_reply_reports_failure_of_what_was_done(kind: Kind) {
-    let bench = Bench::new(kind);
+#[test]
+fn a_lost_reply_reports_failure_of_what_was_done() {
+    let bench = Bench::new();
     bench.rule(OpKind::Publish, Fault::LostReply(errno::EIO));
     let (bytes, result) = bench.publish();
     assert_eq!(result.unwrap_err().kind(), ErrorKind::Io);
     assert_eq!(bench.read().unwrap().0, bytes);
 }
 
-fn a_short_read_contradicts_the_length(kind: Kind) {
-    let bench = Bench::new(kind);
+#[test]
+fn a_short_read_contradicts_the_length() {
+    let bench = Bench::new();
     let (bytes, _) = bench.publish();
     bench.rule(OpKind::Read, Fault::ShortRead(30));
     assert_eq!(bench.read().unwrap(), (bytes[..30].to_vec(), 100));
 }
 
-fn torn_writes_succeed_and_are_not_whole(kind: Kind) {
+#[test]
+fn torn_writes_succeed_and_are_not_whole() {
     for (tail, len) in [(Tail::Zeros, 100), (Tail::Cut, 60)] {
-        let bench = Bench::new(kind);
+        let bench = Bench::new();
         bench.rule(OpKind::Publish, Fault::Torn { keep: 60, tail });
         let (bytes, result) = bench.publish();
         let IoDone::Published { buf, meta } = result.unwrap() else {
@@ -189,8 +173,9 @@ fn torn_writes_succeed_and_are_not_whole(kind: Kind) {
     }
 }
 
-fn a_killed_writer_leaves_its_private_file(kind: Kind) {
-    let bench = Bench::new(kind);
+#[test]
+fn a_killed_writer_leaves_its_private_file() {
+    let bench = Bench::new();
     bench.rule(OpKind::Publish, Fault::Killed { keep: 10 });
     let (bytes, result) = bench.publish();
     assert_eq!(result.unwrap_err().kind(), ErrorKind::Io);
@@ -201,9 +186,10 @@ fn a_killed_writer_leaves_its_private_file(kind: Kind) {
     );
 }
 
-fn flips_change_exactly_what_they_name(kind: Kind) {
+#[test]
+fn flips_change_exactly_what_they_name() {
     let differences = |a: &[u8], b: &[u8]| -> Vec<usize> { (0..a.len()).filter(|&i| a[i] != b[i]).collect() };
-    let bench = Bench::new(kind);
+    let bench = Bench::new();
     // On the way in.
     let (bytes, _) = bench.publish();
     bench.rule(OpKind::Read, Fault::Flip(vec![0, 99, 100, 5000]));
@@ -225,17 +211,16 @@ fn flips_change_exactly_what_they_name(kind: Kind) {
     assert_eq!(differences(&bench.read().unwrap().0, &bytes).len(), 100);
 }
 
-fn the_same_seed_gives_the_same_faults(kind: Kind) {
+#[test]
+fn the_same_seed_gives_the_same_faults() {
     let story = |seed| {
-        let bench = Bench::seeded(kind, seed);
+        let bench = Bench::seeded(seed);
         bench
             .engine
-            .add(Rule::on(OpKind::Publish, Fault::Errno(errno::EIO)).chance(300))
-            .unwrap();
+            .add(Rule::on(OpKind::Publish, Fault::Errno(errno::EIO)).chance(300));
         bench
             .engine
-            .add(Rule::on(OpKind::Read, Fault::FlipRandom(3)).chance(500))
-            .unwrap();
+            .add(Rule::on(OpKind::Read, Fault::FlipRandom(3)).chance(500));
         let outcomes: Vec<_> = (0..40)
             .map(|_| {
                 let published = bench.publish().1.map(|_| ()).map_err(|e| e.kind());
@@ -253,17 +238,18 @@ fn the_same_seed_gives_the_same_faults(kind: Kind) {
     }
 }
 
-fn a_late_file_is_not_seen_until_it_is(kind: Kind) {
-    let bench = Bench::new(kind);
+#[test]
+fn a_late_file_is_not_seen_until_it_is() {
+    let bench = Bench::new();
     bench.rule(OpKind::Publish, Fault::LateVisible(4));
     bench.publish().1.unwrap();
-    call(&*bench.engine, publish_op(bench.dir(), "other", vec![1])).unwrap();
+    call(&bench.pool, publish_op(bench.dir(), "other", vec![1])).unwrap();
     let path = |name: &str| bench.dir().join(name);
     assert!(!bench.exists("block") && bench.exists("other"));
     assert_eq!(bench.read().unwrap_err().kind(), ErrorKind::NotFound);
     // A stat that stops at the first missing name stops there.
     let paths = [path("other"), path("block"), path("other")];
-    let found = stat(&*bench.engine, &paths, true);
+    let found = stat(&bench.pool, &paths, true);
     assert_eq!(
         found.iter().map(Option::is_some).collect::<Vec<_>>(),
         [true, false]
@@ -272,7 +258,7 @@ fn a_late_file_is_not_seen_until_it_is(kind: Kind) {
         let op = IoOp::List {
             dir: bench.dir().to_path_buf(),
         };
-        let IoDone::List(found) = call(&*bench.engine, op).unwrap() else {
+        let IoDone::List(found) = call(&bench.pool, op).unwrap() else {
             unreachable!();
         };
         found.len()
@@ -290,10 +276,11 @@ fn a_late_file_is_not_seen_until_it_is(kind: Kind) {
     assert!(bench.exists("block"));
 }
 
-fn a_replayed_call_answers_as_the_second_one(kind: Kind) {
-    let bench = Bench::new(kind);
+#[test]
+fn a_replayed_call_answers_as_the_second_one() {
+    let bench = Bench::new();
     let (path, dir) = (bench.dir().join("block"), bench.dir().join("d"));
-    bench.engine.add(Rule::always(Fault::Replay)).unwrap();
+    bench.engine.add(Rule::always(Fault::Replay));
     let (bytes, result) = bench.publish();
     let IoDone::Published { buf, .. } = result.unwrap() else {
         unreachable!();
@@ -302,12 +289,12 @@ fn a_replayed_call_answers_as_the_second_one(kind: Kind) {
     assert_eq!(bench.read().unwrap().0, bytes);
     assert_eq!(names(bench.dir()), ["block"]);
     // Removed by the first, gone for the second; likewise a directory that is there already.
-    let IoDone::Removed(done) = call(&*bench.engine, IoOp::Remove { paths: vec![path] }).unwrap() else {
+    let IoDone::Removed(done) = call(&bench.pool, IoOp::Remove { paths: vec![path] }).unwrap() else {
         unreachable!();
     };
     assert!(!done[0].as_ref().unwrap());
     let made = call(
-        &*bench.engine,
+        &bench.pool,
         IoOp::MakeDir {
             path: dir,
             mode: 0o700,
@@ -317,14 +304,15 @@ fn a_replayed_call_answers_as_the_second_one(kind: Kind) {
     assert!(matches!(made, IoDone::MadeDir(false)));
 }
 
-fn a_hung_operation_is_written_off_and_its_slot_comes_back_with_the_call(kind: Kind) {
-    let bench = Bench::new(kind);
+#[test]
+fn a_hung_operation_is_written_off_and_its_slot_comes_back_with_the_call() {
+    let bench = Bench::new();
     let gate = Gate::new();
     bench.rule(OpKind::Publish, Fault::HangBefore(gate.clone()));
     let pool = slots(2, 4096);
     let deadline = bench.clock.now().after(Duration::from_secs(30));
     let hung = start(
-        &*bench.engine,
+        &bench.pool,
         2,
         deadline,
         publish_op(bench.dir(), "block", filled(&pool, 1)),
@@ -333,25 +321,26 @@ fn a_hung_operation_is_written_off_and_its_slot_comes_back_with_the_call(kind: K
     bench.clock.advance(Duration::from_secs(29));
     // Others pass meanwhile.
     let op = publish_op(bench.dir(), "other", filled(&pool, 2));
-    start(&*bench.engine, 2, Mono::NEVER, op).recv().unwrap().unwrap();
+    start(&bench.pool, 2, Mono::NEVER, op).recv().unwrap().unwrap();
     assert!(hung.try_recv().is_err());
     bench.clock.advance(Duration::from_secs(1));
     assert_eq!(hung.recv().unwrap().unwrap_err().kind(), ErrorKind::Timeout);
     // Reported, and its slot still belongs to the call that has not returned.
-    assert_eq!((pool.out(), bench.engine.stuck()), (1, 1));
+    assert_eq!((pool.out(), bench.pool.stuck()), (1, 1));
     gate.open();
-    eventually(|| pool.out() == 0 && bench.engine.stuck() == 0);
+    eventually(|| pool.out() == 0 && bench.pool.stuck() == 0);
     assert_eq!(names(bench.dir()), ["other"]);
     assert!(hung.recv().is_err(), "told once only");
 }
 
-fn a_gate_opened_in_time_only_delays(kind: Kind) {
-    let bench = Bench::new(kind);
+#[test]
+fn a_gate_opened_in_time_only_delays() {
+    let bench = Bench::new();
     for fault in [Fault::HangBefore as fn(Gate) -> Fault, Fault::HangAfter] {
         let gate = Gate::new();
         bench.rule(OpKind::Publish, fault(gate.clone()));
         let answer = start(
-            &*bench.engine,
+            &bench.pool,
             2,
             Mono(1),
             publish_op(bench.dir(), "block", vec![3; 100]),
@@ -362,16 +351,17 @@ fn a_gate_opened_in_time_only_delays(kind: Kind) {
         answer.recv().unwrap().unwrap();
         assert_eq!(bench.read().unwrap().0, vec![3; 100]);
     }
-    assert_eq!(bench.engine.stuck(), 0);
+    assert_eq!(bench.pool.stuck(), 0);
 }
 
-fn a_call_that_hangs_after_its_work_reports_a_failure_of_what_is_there(kind: Kind) {
-    let bench = Bench::new(kind);
+#[test]
+fn a_call_that_hangs_after_its_work_reports_a_failure_of_what_is_there() {
+    let bench = Bench::new();
     let gate = Gate::new();
     bench.rule(OpKind::Publish, Fault::HangAfter(gate.clone()));
     let pool = slots(1, 4096);
     let hung = start(
-        &*bench.engine,
+        &bench.pool,
         2,
         Mono(5),
         publish_op(bench.dir(), "block", filled(&pool, 1)),
@@ -385,26 +375,27 @@ fn a_call_that_hangs_after_its_work_reports_a_failure_of_what_is_there(kind: Kin
     eventually(|| pool.out() == 0);
 }
 
-fn shutdown_leaves_what_hangs_behind(kind: Kind) {
-    let bench = Bench::new(kind);
+#[test]
+fn shutdown_leaves_what_hangs_behind() {
+    let bench = Bench::new();
     let gate = Gate::new();
     bench.rule(OpKind::Read, Fault::HangBefore(gate.clone()));
     let pool = slots(1, 4096);
     let op = read_op(bench.dir().join("block"), 0, 10, pool.try_acquire().unwrap());
-    let hung = start(&*bench.engine, 0, Mono::NEVER, op);
+    let hung = start(&bench.pool, 0, Mono::NEVER, op);
     gate.await_waiting(1);
-    bench.engine.shutdown(Duration::ZERO);
+    bench.pool.shutdown(Duration::ZERO);
     assert_eq!(hung.recv().unwrap().unwrap_err().kind(), ErrorKind::Closed);
     assert_eq!(bench.read().unwrap_err().kind(), ErrorKind::Closed);
-    assert_eq!(fails(&*bench.inner, stat_op(&[], false)), ErrorKind::Closed);
     assert_eq!(pool.out(), 1);
     gate.open();
     eventually(|| pool.out() == 0);
 }
 
-fn rules_can_be_taken_back(kind: Kind) {
-    let bench = Bench::new(kind);
-    bench.engine.add(Rule::always(Fault::Busy)).unwrap();
+#[test]
+fn rules_can_be_taken_back() {
+    let bench = Bench::new();
+    bench.engine.add(Rule::always(Fault::Busy));
     assert_eq!(bench.read().unwrap_err().kind(), ErrorKind::Busy);
     bench.engine.clear();
     bench.publish().1.unwrap();

@@ -7,18 +7,11 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::engines::Kind;
 use common::fuse::{Fuse, Manners, op};
 use common::*;
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
-use ucm_io::PsyncOptions;
-
-over_each_engine!(
-    a_close_that_fails_fails_the_publish,
-    a_call_that_hangs_anywhere_costs_its_deadline_and_no_more,
-    a_read_that_hangs_gives_its_slot_back_when_it_returns,
-);
+use ucm_io::{IoOptions, IoPool};
 
 /// By the thread pool alone: kernels (6.18 at least) carry on a short call of a ring by themselves if the file can be
 /// polled, as those of FUSE can, and start again at its first byte. One more reason why such mounts are the pool's.
@@ -31,7 +24,7 @@ fn short_counts_of_the_kernel_are_carried_on() {
     let Some(place) = or_skip("short_counts_of_the_kernel_are_carried_on", Fuse::mount(manners)) else {
         return;
     };
-    for engine in [Kind::Psync.engine(), Kind::Psync.direct()] {
+    for engine in [pool(), direct_pool()] {
         let pool = slots(1, 8192);
         let slot = filled(&pool, 1);
         let expected = slot.as_slice().to_vec();
@@ -46,7 +39,8 @@ fn short_counts_of_the_kernel_are_carried_on() {
     assert!(place.requests(op::WRITE) >= 18 && place.requests(op::READ) >= 18);
 }
 
-fn a_close_that_fails_fails_the_publish(kind: Kind) {
+#[test]
+fn a_close_that_fails_fails_the_publish() {
     let manners = Manners {
         flush_error: libc::EDQUOT,
         ..Manners::default()
@@ -54,7 +48,7 @@ fn a_close_that_fails_fails_the_publish(kind: Kind) {
     let Some(place) = or_skip("a_close_that_fails_fails_the_publish", Fuse::mount(manners)) else {
         return;
     };
-    let engine = kind.engine();
+    let engine = pool();
     let error = call(&*engine, publish_op(place.dir(), "block", vec![1; 100])).unwrap_err();
     assert_eq!(
         (error.kind(), error.os_code()),
@@ -65,7 +59,8 @@ fn a_close_that_fails_fails_the_publish(kind: Kind) {
     assert!(place.files().is_empty());
 }
 
-fn a_call_that_hangs_anywhere_costs_its_deadline_and_no_more(kind: Kind) {
+#[test]
+fn a_call_that_hangs_anywhere_costs_its_deadline_and_no_more() {
     for stall in [op::CREATE, op::WRITE, op::FLUSH, op::RENAME] {
         let manners = Manners {
             stall,
@@ -76,11 +71,15 @@ fn a_call_that_hangs_anywhere_costs_its_deadline_and_no_more(kind: Kind) {
             return;
         };
         let clock = ManualClock::new();
-        let engine = kind.build(PsyncOptions {
-            clock: Arc::clone(&clock) as Arc<dyn Clock>,
-            max_replacements: 1,
-            ..PsyncOptions::with_workers(1)
-        });
+        let engine = IoPool::psync(
+            false,
+            &IoOptions {
+                clock: Arc::clone(&clock) as Arc<dyn Clock>,
+                max_replacements: 1,
+                ..IoOptions::with_workers(1)
+            },
+        )
+        .unwrap();
         let pool = slots(2, 4096);
         let deadline = clock.now().after(Duration::from_secs(30));
         let hung = start(
@@ -108,7 +107,8 @@ fn a_call_that_hangs_anywhere_costs_its_deadline_and_no_more(kind: Kind) {
     }
 }
 
-fn a_read_that_hangs_gives_its_slot_back_when_it_returns(kind: Kind) {
+#[test]
+fn a_read_that_hangs_gives_its_slot_back_when_it_returns() {
     let Some(place) = or_skip(
         "a_read_that_hangs_gives_its_slot_back_when_it_returns",
         Fuse::mount(Manners {
@@ -119,10 +119,14 @@ fn a_read_that_hangs_gives_its_slot_back_when_it_returns(kind: Kind) {
         return;
     };
     let clock = ManualClock::new();
-    let engine = kind.build(PsyncOptions {
-        clock: Arc::clone(&clock) as Arc<dyn Clock>,
-        ..PsyncOptions::with_workers(1)
-    });
+    let engine = IoPool::psync(
+        false,
+        &IoOptions {
+            clock: Arc::clone(&clock) as Arc<dyn Clock>,
+            ..IoOptions::with_workers(1)
+        },
+    )
+    .unwrap();
     publish(&*engine, place.dir(), "block", vec![7; 4096]);
     let pool = slots(1, 4096);
     let op = read_op(place.dir().join("block"), 0, 4096, pool.try_acquire().unwrap());

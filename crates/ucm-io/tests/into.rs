@@ -7,25 +7,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::engines::Kind;
 use common::*;
 use ucm_core::{ErrorKind, Result};
 use ucm_device::SlotPool;
-use ucm_infra::{Clock, ManualClock};
-use ucm_io::{Fault, FaultyEngine, Gate, IoBuf, IoDone, IoEngine, IoOp, OpKind, PsyncOptions, Rule, errno};
-
-over_each_engine!(
-    every_buffer_gets_its_part,
-    the_end_of_the_file_is_seen,
-    a_descriptor_is_kept_and_let_go,
-    a_file_that_lost_its_name_is_not_found,
-    what_cannot_be_read_brings_every_buffer_back,
-    threads_share_a_kept_descriptor,
-    children_have_no_kept_descriptor,
-    faults_bring_the_buffers_back,
-    faults_change_what_several_got,
-    a_late_one_keeps_its_slots_until_the_call_returns,
-);
+use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_io::{
+    Fault, FaultyEngine, Gate, IoBuf, IoDone, IoOp, IoOptions, IoPool, OpKind, PsyncEngine, Rule, errno,
+};
 
 const PIECE: usize = 8192;
 
@@ -62,7 +50,7 @@ fn brought(answer: Result<IoDone>) -> (Vec<IoBuf>, Result<usize>) {
 }
 
 /// Reads three pieces from the second on: what came, and how much that is.
-fn three(engine: &dyn IoEngine, pool: &Arc<SlotPool>, path: &Path, keep: bool) -> Result<Vec<u8>> {
+fn three(engine: &IoPool, pool: &Arc<SlotPool>, path: &Path, keep: bool) -> Result<Vec<u8>> {
     let (bufs, read) = brought(call(engine, op(path, PIECE as u64, pieces(pool, 3), keep)));
     assert_eq!(bufs.len(), 3);
     let mut bytes: Vec<u8> = bufs.iter().flat_map(|buf| buf[..PIECE].to_vec()).collect();
@@ -80,8 +68,9 @@ fn open_on(path: &Path) -> usize {
         .count()
 }
 
-fn every_buffer_gets_its_part(kind: Kind) {
-    for engine in [kind.engine(), kind.direct()] {
+#[test]
+fn every_buffer_gets_its_part() {
+    for engine in [pool(), direct_pool()] {
         for place in places() {
             let (path, bytes) = file(place.path(), 4 * PIECE);
             let pool = slots(4, PIECE);
@@ -116,9 +105,10 @@ fn every_buffer_gets_its_part(kind: Kind) {
     }
 }
 
-fn the_end_of_the_file_is_seen(kind: Kind) {
+#[test]
+fn the_end_of_the_file_is_seen() {
     let place = tempfile::tempdir().unwrap();
-    for engine in [kind.engine(), kind.direct()] {
+    for engine in [pool(), direct_pool()] {
         for (len, keep) in [
             (2 * PIECE + 700, true),
             (3 * PIECE, false),
@@ -133,8 +123,9 @@ fn the_end_of_the_file_is_seen(kind: Kind) {
     }
 }
 
-fn a_descriptor_is_kept_and_let_go(kind: Kind) {
-    for engine in [kind.engine(), kind.direct()] {
+#[test]
+fn a_descriptor_is_kept_and_let_go() {
+    for engine in [pool(), direct_pool()] {
         let place = tempfile::tempdir().unwrap();
         let (path, _) = file(place.path(), 4 * PIECE);
         let pool = slots(3, PIECE);
@@ -144,13 +135,22 @@ fn a_descriptor_is_kept_and_let_go(kind: Kind) {
             three(&*engine, &pool, &path, true).unwrap();
             assert_eq!((engine.kept(), open_on(&path)), (1, 1));
         }
-        engine.close_kept(&[place.path().join("another")], true);
-        assert_eq!(engine.kept(), 1, "it was used since");
-        engine.close_kept(&[], true);
-        assert_eq!(engine.kept(), 0);
+        // One job of that lane runs at a time, the first the first.
+        let kept = || {
+            drop(
+                start(&engine, 3, Mono::NEVER, stat_op(&[], false))
+                    .recv()
+                    .unwrap(),
+            );
+            engine.kept()
+        };
+        engine.close_kept(vec![place.path().join("another")], true);
+        assert_eq!(kept(), 1, "it was used since");
+        engine.close_kept(Vec::new(), true);
+        assert_eq!(kept(), 0);
         eventually(|| open_on(&path) == 0);
         three(&*engine, &pool, &path, true).unwrap();
-        engine.close_kept(std::slice::from_ref(&path), false);
+        engine.close_kept(vec![path.clone()], false);
         eventually(|| open_on(&path) == 0);
         three(&*engine, &pool, &path, true).unwrap();
         let op = IoOp::Remove {
@@ -165,9 +165,10 @@ fn a_descriptor_is_kept_and_let_go(kind: Kind) {
     }
 }
 
-fn a_file_that_lost_its_name_is_not_found(kind: Kind) {
+#[test]
+fn a_file_that_lost_its_name_is_not_found() {
     let place = tempfile::tempdir().unwrap();
-    let engine = kind.engine();
+    let engine = pool();
     let pool = slots(3, PIECE);
     let (path, _) = file(place.path(), 4 * PIECE);
     three(&*engine, &pool, &path, true).unwrap();
@@ -179,9 +180,10 @@ fn a_file_that_lost_its_name_is_not_found(kind: Kind) {
     assert_eq!(three(&*engine, &pool, &path, true).unwrap(), bytes[PIECE..]);
 }
 
-fn what_cannot_be_read_brings_every_buffer_back(kind: Kind) {
+#[test]
+fn what_cannot_be_read_brings_every_buffer_back() {
     let place = tempfile::tempdir().unwrap();
-    let engine = kind.engine();
+    let engine = pool();
     let (path, _) = file(place.path(), 4 * PIECE);
     let read = |path: &Path, offset, len| {
         let into = vec![(IoBuf::Heap(vec![0; 10]), 10), (IoBuf::Heap(vec![0; 10]), len)];
@@ -201,9 +203,10 @@ fn what_cannot_be_read_brings_every_buffer_back(kind: Kind) {
     assert_eq!((closed.kind(), pool.available()), (ErrorKind::Closed, 3));
 }
 
-fn threads_share_a_kept_descriptor(kind: Kind) {
+#[test]
+fn threads_share_a_kept_descriptor() {
     let place = tempfile::tempdir().unwrap();
-    let engine = kind.engine();
+    let engine = pool();
     let (path, bytes) = file(place.path(), 4 * PIECE);
     let pool = slots(12, PIECE);
     std::thread::scope(|scope| {
@@ -213,7 +216,7 @@ fn threads_share_a_kept_descriptor(kind: Kind) {
                 for turn in 0..50 {
                     assert_eq!(three(&**engine, pool, path, true).unwrap(), bytes[PIECE..]);
                     if (turn + thread) % 7 == 0 {
-                        engine.close_kept(std::slice::from_ref(path), true);
+                        engine.close_kept(vec![path.clone()], true);
                     }
                 }
             });
@@ -223,9 +226,10 @@ fn threads_share_a_kept_descriptor(kind: Kind) {
 }
 
 /// What a child finds of a descriptor that its parent kept: looked at from outside, while it stands still.
-fn children_have_no_kept_descriptor(kind: Kind) {
+#[test]
+fn children_have_no_kept_descriptor() {
     let place = tempfile::tempdir().unwrap();
-    let engine = kind.engine();
+    let engine = pool();
     let (path, bytes) = file(place.path(), 4 * PIECE);
     let pool = slots(3, PIECE);
     three(&*engine, &pool, &path, true).unwrap();
@@ -282,19 +286,21 @@ mod forked {
     }
 }
 
-fn faulty(kind: Kind) -> (Arc<FaultyEngine>, Arc<ManualClock>) {
+fn faulty() -> (Arc<FaultyEngine>, Arc<IoPool>, Arc<ManualClock>) {
     let clock = ManualClock::new();
-    let inner = kind.build(PsyncOptions {
+    let faults = FaultyEngine::new(PsyncEngine::new(false), 1);
+    let options = IoOptions {
         clock: Arc::clone(&clock) as Arc<dyn Clock>,
-        ..PsyncOptions::with_workers(2)
-    });
-    let engine = FaultyEngine::new(inner, Arc::clone(&clock) as Arc<dyn Clock>, 1);
-    (engine, clock)
+        ..IoOptions::with_workers(2)
+    };
+    let engine = IoPool::new(Arc::clone(&faults) as _, &options).unwrap();
+    (faults, engine, clock)
 }
 
-fn faults_bring_the_buffers_back(kind: Kind) {
+#[test]
+fn faults_bring_the_buffers_back() {
     let place = tempfile::tempdir().unwrap();
-    let (engine, _) = faulty(kind);
+    let (faults, engine, _) = faulty();
     let (path, _) = file(place.path(), 4 * PIECE);
     let pool = slots(3, PIECE);
     for (fault, expected) in [
@@ -303,16 +309,14 @@ fn faults_bring_the_buffers_back(kind: Kind) {
         (Fault::stale(), ErrorKind::NotFound),
         (Fault::LostReply(errno::EIO), ErrorKind::Io),
     ] {
-        engine.add(Rule::on(OpKind::Read, fault).times(1)).unwrap();
+        faults.add(Rule::on(OpKind::Read, fault).times(1));
         let failed = three(&*engine, &pool, &path, true).unwrap_err();
         assert_eq!((failed.kind(), pool.available()), (expected, 3));
     }
-    engine.add(Rule::on(OpKind::Read, Fault::Busy).times(1)).unwrap();
+    faults.add(Rule::on(OpKind::Read, Fault::Busy).times(1));
     let busy = call(&*engine, op(&path, 0, pieces(&pool, 3), true)).unwrap_err();
     assert_eq!((busy.kind(), pool.available()), (ErrorKind::Busy, 3));
-    engine
-        .add(Rule::on(OpKind::Publish, Fault::LateVisible(1)))
-        .unwrap();
+    faults.add(Rule::on(OpKind::Publish, Fault::LateVisible(1)));
     publish(&*engine, place.path(), "late", vec![1; 4 * PIECE]);
     let late = place.path().join("late");
     let unseen = three(&*engine, &pool, &late, true).unwrap_err();
@@ -321,13 +325,14 @@ fn faults_bring_the_buffers_back(kind: Kind) {
     assert_eq!(engine.kept(), 2);
 }
 
-fn faults_change_what_several_got(kind: Kind) {
+#[test]
+fn faults_change_what_several_got() {
     let place = tempfile::tempdir().unwrap();
-    let (engine, _) = faulty(kind);
+    let (faults, engine, _) = faulty();
     let (path, bytes) = file(place.path(), 4 * PIECE);
     let pool = slots(3, PIECE);
     let read = |fault| {
-        engine.add(Rule::on(OpKind::Read, fault).times(1)).unwrap();
+        faults.add(Rule::on(OpKind::Read, fault).times(1));
         three(&*engine, &pool, &path, true).unwrap()
     };
     assert_eq!(read(Fault::ShortRead(PIECE + 5)), bytes[PIECE..2 * PIECE + 5]);
@@ -346,15 +351,14 @@ fn faults_change_what_several_got(kind: Kind) {
     );
 }
 
-fn a_late_one_keeps_its_slots_until_the_call_returns(kind: Kind) {
+#[test]
+fn a_late_one_keeps_its_slots_until_the_call_returns() {
     let place = tempfile::tempdir().unwrap();
-    let (engine, clock) = faulty(kind);
+    let (faults, engine, clock) = faulty();
     let (path, _) = file(place.path(), 4 * PIECE);
     let pool = slots(3, PIECE);
     let gate = Gate::new();
-    engine
-        .add(Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())).times(1))
-        .unwrap();
+    faults.add(Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())).times(1));
     let deadline = clock.now().after(Duration::from_secs(1));
     let answer = start(&*engine, 0, deadline, op(&path, 0, pieces(&pool, 3), true));
     gate.await_waiting(1);

@@ -6,22 +6,15 @@ mod common;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::PathBuf;
 
-use common::engines::Kind;
 use common::*;
 use ucm_core::ErrorKind;
 use ucm_io::{IoDone, IoOp};
 
-over_each_engine!(
-    stat_tells_what_is_there_and_stops_where_asked,
-    touch_and_remove_answer_for_each_name,
-    directories_are_made_and_listed,
-    space_and_probe_describe_the_file_system,
-);
-
-fn stat_tells_what_is_there_and_stops_where_asked(kind: Kind) {
+#[test]
+fn stat_tells_what_is_there_and_stops_where_asked() {
     let place = tempfile::tempdir().unwrap();
     let dir = place.path();
-    let engine = kind.engine();
+    let engine = pool();
     std::fs::write(dir.join("a"), vec![0; 11]).unwrap();
     std::fs::create_dir(dir.join("d")).unwrap();
     std::os::unix::fs::symlink(dir.join("a"), dir.join("link")).unwrap();
@@ -39,10 +32,11 @@ fn stat_tells_what_is_there_and_stops_where_asked(kind: Kind) {
     assert_eq!(fails(&*engine, stat_op(&[long], false)), ErrorKind::Io);
 }
 
-fn touch_and_remove_answer_for_each_name(kind: Kind) {
+#[test]
+fn touch_and_remove_answer_for_each_name() {
     let place = tempfile::tempdir().unwrap();
     let dir = place.path();
-    let engine = kind.engine();
+    let engine = pool();
     std::fs::write(dir.join("a"), b"x").unwrap();
     std::fs::create_dir(dir.join("d")).unwrap();
     let accessed = std::fs::metadata(dir.join("a")).unwrap().atime_nsec();
@@ -67,10 +61,11 @@ fn touch_and_remove_answer_for_each_name(kind: Kind) {
     assert_eq!(names(dir), ["d"]);
 }
 
-fn directories_are_made_and_listed(kind: Kind) {
+#[test]
+fn directories_are_made_and_listed() {
     let place = tempfile::tempdir().unwrap();
     let dir = place.path();
-    let engine = kind.engine();
+    let engine = pool();
     let make = |name: &str| {
         call(
             &*engine,
@@ -118,10 +113,11 @@ fn directories_are_made_and_listed(kind: Kind) {
     }
 }
 
-fn space_and_probe_describe_the_file_system(kind: Kind) {
+#[test]
+fn space_and_probe_describe_the_file_system() {
     for place in places() {
         let dir = place.path().to_path_buf();
-        let engine = kind.engine();
+        let engine = pool();
         let IoDone::Space(space) = call(&*engine, IoOp::Space { path: dir.clone() }).unwrap() else {
             unreachable!();
         };

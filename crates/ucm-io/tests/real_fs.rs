@@ -7,15 +7,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::engines::Kind;
 use common::*;
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
-use ucm_io::{IoDone, IoEngine, IoOp, PsyncOptions};
+use ucm_io::{IoDone, IoOp, IoOptions, IoPool};
 
-over_each_engine!(a_full_tmpfs, a_full_ext4, a_publish_that_hangs_in_the_kernel,);
-
-fn space(engine: &dyn IoEngine, dir: &Path) -> ucm_io::SpaceInfo {
+fn space(engine: &IoPool, dir: &Path) -> ucm_io::SpaceInfo {
     match call(
         engine,
         IoOp::Space {
@@ -30,7 +27,7 @@ fn space(engine: &dyn IoEngine, dir: &Path) -> ucm_io::SpaceInfo {
 }
 
 /// Fills a file system until it refuses; then nothing half-written is left, and after a removal it goes on.
-fn fill_up(engine: &dyn IoEngine, dir: &Path) {
+fn fill_up(engine: &IoPool, dir: &Path) {
     let pool = slots(1, 256 << 10);
     let mut published = Vec::new();
     let refusal = loop {
@@ -71,15 +68,17 @@ fn fill_up(engine: &dyn IoEngine, dir: &Path) {
     }
 }
 
-fn a_full_tmpfs(kind: Kind) {
+#[test]
+fn a_full_tmpfs() {
     let Some(place) = or_skip("a_full_tmpfs", Mounted::tmpfs(3 << 20)) else {
         return;
     };
-    fill_up(&*kind.engine(), &place.dir);
+    fill_up(&*pool(), &place.dir);
 }
 
-fn a_full_ext4(kind: Kind) {
-    for engine in [kind.engine(), kind.direct()] {
+#[test]
+fn a_full_ext4() {
+    for engine in [pool(), direct_pool()] {
         let Some(place) = or_skip("a_full_ext4", Mounted::ext4(16 << 20)) else {
             return;
         };
@@ -106,16 +105,21 @@ fn hangs_in_the_kernel() -> bool {
     })
 }
 
-fn a_publish_that_hangs_in_the_kernel(kind: Kind) {
+#[test]
+fn a_publish_that_hangs_in_the_kernel() {
     let Some(place) = or_skip("a_publish_that_hangs_in_the_kernel", Mounted::ext4(16 << 20)) else {
         return;
     };
     let clock = ManualClock::new();
-    let engine = kind.build(PsyncOptions {
-        clock: Arc::clone(&clock) as Arc<dyn Clock>,
-        max_replacements: 1,
-        ..PsyncOptions::with_workers(1)
-    });
+    let engine = IoPool::psync(
+        false,
+        &IoOptions {
+            clock: Arc::clone(&clock) as Arc<dyn Clock>,
+            max_replacements: 1,
+            ..IoOptions::with_workers(1)
+        },
+    )
+    .unwrap();
     publish(&*engine, &place.dir, "before", vec![1; 100]);
     let pool = slots(1, 8192);
     let Some(()) = or_skip("a_publish_that_hangs_in_the_kernel", place.freeze()) else {
@@ -126,7 +130,7 @@ fn a_publish_that_hangs_in_the_kernel(kind: Kind) {
         let deadline = clock.now().after(Duration::from_secs(30));
         let block = publish_op(&place.dir, "block", filled(&pool, 1));
         let hung = start(&*engine, 2, deadline, block);
-        eventually(|| engine.running(2) == 1 && hangs_in_the_kernel());
+        eventually(|| engine.stats().lanes[2].running == 1 && hangs_in_the_kernel());
         clock.advance(Duration::from_secs(30));
         let verdict = hung.recv().unwrap();
         // Its time may be over before it has begun: then nothing hangs.

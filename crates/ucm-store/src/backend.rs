@@ -258,12 +258,6 @@ pub trait Backend: Send + Sync {
     /// What it uses and why, in words for the log line at the start; asked after a successful probe.
     fn describe(&self) -> String;
 
-    /// What was configured and could not be had, for warnings in the log; asked after a successful probe, each is told
-    /// once.
-    fn warnings(&self) -> Vec<String> {
-        Vec::new()
-    }
-
     /// Makes the medium usable or says why it is not, by the deadline. Called again after a failure.
     fn probe(&self, deadline: Mono) -> Result<()>;
 
@@ -336,11 +330,6 @@ pub trait Backend: Send + Sync {
 
     /// Operations stuck past their deadline, each of which may hold a slot.
     fn stuck(&self) -> usize;
-
-    /// How many workers that is ([`ucm_io::IoEngine::lost_workers`]): so many open the breaker.
-    fn lost_workers(&self) -> usize {
-        self.stuck()
-    }
 
     /// Ends: finishes or fails what is under way within `drain`.
     fn shutdown(&self, drain: Duration);

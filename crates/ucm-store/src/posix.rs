@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, MissReason, Part, Result};
 use ucm_device::Slot;
 use ucm_infra::{Clock, Mono};
-use ucm_io::{FileMeta, IoDone, IoEngine, IoOp, Probe, Process};
+use ucm_io::{FileMeta, IoDone, IoOp, IoPool, Probe, Process};
 
 use crate::auto::Kept;
 use crate::backend::{Backend, Done, Listed, Presence, Quarantined, ReadDone, Usage, WriteOptions, Written};
@@ -93,7 +93,7 @@ pub(crate) struct Shared {
     pub(crate) below: Mutex<Option<&'static str>>,
     /// The layout that was decided for this root, if it was not named.
     pub(crate) decided: Mutex<Option<Kept>>,
-    pub(crate) io: Arc<dyn IoEngine>,
+    pub(crate) io: Arc<IoPool>,
     pub(crate) clock: Arc<dyn Clock>,
     /// Device of the root when it was first seen; another one means that a share was unmounted.
     pub(crate) device: Mutex<Option<u64>>,
@@ -113,7 +113,7 @@ pub(crate) struct Shared {
 
 impl PosixBackend {
     /// A backend over an I/O engine; nothing is touched before [`Backend::probe`]. `Config` if the limit is too small.
-    pub fn new(config: PosixConfig, io: Arc<dyn IoEngine>, clock: Arc<dyn Clock>) -> Result<Self> {
+    pub fn new(config: PosixConfig, io: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Self> {
         Ok(Self {
             shared: Arc::new(Shared::new(config, Some(BLOCKS), io, clock)?),
         })
@@ -130,7 +130,7 @@ impl Shared {
     pub(crate) fn new(
         config: PosixConfig,
         below: Option<&'static str>,
-        io: Arc<dyn IoEngine>,
+        io: Arc<IoPool>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
         let layout = Layout::new(&config.root, &config.identity);
@@ -208,10 +208,6 @@ impl Backend for PosixBackend {
 
     fn describe(&self) -> String {
         self.shared.words()
-    }
-
-    fn warnings(&self) -> Vec<String> {
-        self.shared.io.warning().into_iter().collect()
     }
 
     fn probe(&self, deadline: Mono) -> Result<()> {
@@ -327,10 +323,6 @@ impl Backend for PosixBackend {
 
     fn stuck(&self) -> usize {
         self.shared.io.stuck()
-    }
-
-    fn lost_workers(&self) -> usize {
-        self.shared.io.lost_workers()
     }
 
     fn shutdown(&self, drain: Duration) {

@@ -10,10 +10,10 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result, limits};
 use ucm_infra::{Clock, Completion, Mono};
-use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, ReadMode};
+use ucm_io::{FileMeta, IoBuf, IoDone, IoOp, IoPool, ReadMode};
 
 use crate::auto::Kept;
-use crate::engine::LANE_SPACE;
+use crate::engine::{LANE_LOAD, LANE_SPACE};
 use crate::layout::{FORMAT, Manifest, Marker};
 use crate::posix::{MAKE_DIRS, Shared};
 use crate::space::Capacity;
@@ -24,13 +24,7 @@ pub(crate) const EROFS: i32 = 30;
 const LEAST_RECORDS: u64 = 8;
 
 /// Runs one operation and waits for it; for the control path only.
-pub(crate) fn call(
-    io: &dyn IoEngine,
-    clock: &dyn Clock,
-    lane: usize,
-    deadline: Mono,
-    op: IoOp,
-) -> Result<IoDone> {
+pub(crate) fn call(io: &IoPool, clock: &dyn Clock, lane: usize, deadline: Mono, op: IoOp) -> Result<IoDone> {
     let completion: Arc<Completion<Answer>> = Completion::new();
     let answer = Arc::clone(&completion);
     io.submit(
@@ -316,9 +310,9 @@ impl Shared {
 
     /// The root, the engine and the file system in words.
     pub(crate) fn words(&self) -> String {
-        let (root, io) = (self.layout.root().display(), self.io.describe());
+        let (root, io) = (self.layout.root().display(), self.io.width(LANE_LOAD));
         let Some(probe) = *self.probed.lock() else {
-            return format!("{root}, {io}");
+            return format!("{root}, {io} I/O threads");
         };
         let fs = probe.fs.name();
         let direct = match (self.config.direct, probe.direct) {
@@ -328,7 +322,7 @@ impl Shared {
             (false, None) => "buffered I/O",
         };
         let limit = self.space.usage().capacity;
-        format!("{root} on {fs}, {io}, {direct}, at most {limit} bytes stored")
+        format!("{root} on {fs}, {io} I/O threads, {direct}, at most {limit} bytes stored")
     }
 
     pub(crate) fn read_marker(&self, deadline: Mono) -> Result<Option<Marker>> {

@@ -29,7 +29,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_infra::{Bell, Clock, Completion, Lane, Mono, WorkerPool};
-use ucm_io::{FileMeta, IoDone, IoEngine, IoOp, Process};
+use ucm_io::{FileMeta, IoDone, IoOp, IoPool, Process};
 
 use crate::backend::{Done, Usage};
 use crate::engine::LANE_SPACE;
@@ -77,7 +77,7 @@ pub struct SpaceConfig {
 /// The space below one root.
 pub struct Space {
     config: SpaceConfig,
-    io: Arc<dyn IoEngine>,
+    io: Arc<IoPool>,
     clock: Arc<dyn Clock>,
     worker: Arc<WorkerPool>,
     ledger: Mutex<Ledger>,
@@ -99,7 +99,7 @@ pub struct Space {
 
 impl Space {
     /// Space whose limit is not known yet: nothing is admitted before [`Space::open`].
-    pub fn new(config: SpaceConfig, io: Arc<dyn IoEngine>, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
+    pub fn new(config: SpaceConfig, io: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
         let lane = |name, capacity| Lane {
             name,
             capacity,

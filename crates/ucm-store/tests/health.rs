@@ -151,32 +151,6 @@ fn too_many_stuck_operations_open_it_until_they_return() {
 }
 
 #[test]
-fn stuck_places_of_a_ring_open_it_when_they_are_as_many_as_workers() {
-    only_over!(
-        OneMedium,
-        "each tier has a breaker of its own, and what is in memory is served on: tiers.rs"
-    );
-    let (_dir, store, clock) = opened(u32::MAX, 1);
-    store.faults.places_of_a_worker(3);
-    let device = Device::filled(&store.setup, &ids(4));
-    store.dump(&device, &[id(3)]).unwrap();
-    let gate = store.hang(Layout::of_this_run().writing());
-    for n in 0..3_u8 {
-        assert_eq!(store.engine.lookup(&[id(3)]).unwrap(), [true], "{n} are stuck");
-        let task = store.engine.dump(device.rows(&[id(n)])).unwrap();
-        gate.await_waiting(usize::from(n) + 1);
-        clock.advance(Deadlines::default().dump);
-        eventually("it is written off", || {
-            task.check(store.engine.clock(), Until::Published)
-        });
-        eventually("it is stuck", || store.stat("workers_stuck") == u64::from(n) + 1);
-    }
-    assert_eq!(store.engine.lookup(&[id(3)]).unwrap(), [false]);
-    assert_eq!((store.stat("healthy"), store.stat("breaker_opened")), (0, 1));
-    gate.open();
-}
-
-#[test]
 fn all_windows_of_a_prefix_lookup_share_one_deadline() {
     only_over!(
         FilesAlone,
@@ -359,7 +333,7 @@ fn the_log_says_at_the_start_what_is_used() {
     let root = dir.path().display().to_string();
     for word in [
         &*root,
-        "faulty engine",
+        "I/O threads",
         "buffered I/O",
         "16 staging slots of 8192 bytes",
         "1073741824 bytes",

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Above, Device, Io, Layout, Medium, Setup, Store, directory, eventually, id, pages};
+use common::{Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, pages};
 use proptest::prelude::*;
 use ucm_core::{BlockId, Error, MissReason};
 use ucm_infra::{Completion, Mono};
@@ -422,13 +422,6 @@ proptest! {
     #[test]
     fn rows_in_too_little_memory(policy in policy(), acts in prop::collection::vec(act(), 1..30)) {
         run(made(3, Medium::Memory(4, policy), Above::Nothing), &acts);
-    }
-
-    #[test]
-    fn rows_through_a_ring(acts in prop::collection::vec(act(), 1..30)) {
-        if Io::Uring.or_skip("rows_through_a_ring") {
-            run(Setup { io: Io::Uring, ..Setup::default() }, &acts);
-        }
     }
 
     #[test]

@@ -236,7 +236,7 @@ fn an_upper_root_that_lost_a_record_or_errs_is_passed_by() {
     );
     eventually("it is brought up again", || store.upper_file(id(0)).exists());
     let upper = store.upper.as_ref().unwrap();
-    upper.add(of_blocks(OpKind::Read, Fault::Errno(5))).unwrap();
+    upper.add(of_blocks(OpKind::Read, Fault::Errno(5)));
     load(&store, &ids(2));
     assert_eq!(store.tier(0, "failures"), 2);
     assert_eq!(lookup(&store, &ids(2)), [true, true]);
@@ -279,10 +279,7 @@ fn a_dead_lower_stage_costs_once_and_memory_serves_on() {
     let root = dir.path().join("root");
     let store = Store::with_clock(&root, setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     store.dump(&Device::filled(&setup, &ids(2)), &ids(2)).unwrap();
-    let rule = store
-        .faults
-        .add(of_blocks(OpKind::Stat, Fault::Errno(5)))
-        .unwrap();
+    let rule = store.faults.add(of_blocks(OpKind::Stat, Fault::Errno(5)));
     // Id 2 is nowhere: the lower stage is asked for it, once.
     for _ in 0..5 {
         assert_eq!(lookup(&store, &ids(3)), [true, true, false]);
@@ -341,7 +338,7 @@ fn a_dead_upper_root_hides_nothing_of_the_lower() {
     let (_dir, store) = dumped(&brittle(with_file()), 2);
     let upper = store.upper.as_ref().unwrap();
     for kind in [OpKind::Stat, OpKind::Read, OpKind::Publish] {
-        upper.add(of_blocks(kind, Fault::Errno(5))).unwrap();
+        upper.add(of_blocks(kind, Fault::Errno(5)));
     }
     for _ in 0..2 {
         assert_eq!(lookup(&store, &ids(3)), [true, true, false]);
@@ -362,9 +359,7 @@ fn a_load_that_hangs_above_is_read_below_in_its_time() {
     eventually("copies are above", || store.tier(0, "blocks_written") == 2);
     let gate = store.gate();
     let upper = store.upper.as_ref().unwrap();
-    upper
-        .add(of_blocks(OpKind::Read, Fault::HangBefore(gate.clone())))
-        .unwrap();
+    upper.add(of_blocks(OpKind::Read, Fault::HangBefore(gate.clone())));
     let device = Device::blank(&setup, &ids(2));
     let task = store
         .engine

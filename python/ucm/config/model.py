@@ -45,11 +45,6 @@ def _verify_word(value: Any) -> Any:
     return "on" if value is True or _word(value) in ("true", "yes", "1") else _word(value)
 
 
-def _engine_word(value: Any) -> Any:
-    # The original's name of its asynchronous engine.
-    return "io_uring" if _word(value) == "aio" else _word(value)
-
-
 def _capacity_text(value: Any) -> Any:
     return None if value is None else parse_capacity(value)
 
@@ -208,7 +203,6 @@ class StoreSettings(Section):
     segment_age: Annotated[float, BeforeValidator(_no_flag), Field(ge=0, le=60, allow_inf_nan=False)] = 1.0
     segment_merge_rate: Annotated[Size, Field(ge=0, le=1 << 34)] = 32 << 20
     verify: Annotated[Literal["on", "paranoid"], BeforeValidator(_verify_word)] = "on"
-    io_engine: Annotated[Literal["auto", "psync", "io_uring"], BeforeValidator(_engine_word)] = "auto"
     posix_data_trans_concurrency: Annotated[Count, Field(le=1024)] = 16
     posix_lookup_concurrency: Annotated[Count, Field(le=1024)] = 8
 

@@ -15,7 +15,6 @@ ALIASES: dict[str, str] = {
     "path": "storage_backends",
     "use_direct": "io_direct",
     "posix_capacity_gb": "storage_capacity",
-    "posix_io_engine": "io_engine",
     "size_gb": "options.cache_size",
     "cache_buffer_capacity_gb": "options.cache_size",
     "scatter_gather_enable": "options.use_scatter_gather",
@@ -40,6 +39,7 @@ _CAPACITY = "`storage_capacity`: the space of a root is always bounded and the o
 _ALWAYS = "nothing: it is always on"
 _VLLM = "the option of vLLM of that name, on vLLM's own command line"
 _EXPORTED = "vLLM's own `/metrics`, which has ours too"
+_THREADS = "nothing: blocks are read and written by threads, `posix_data_trans_concurrency` of them"
 _NO_PROFILE = "nothing: profiling is not built yet, and nothing is recorded"
 
 #: Known key without meaning here -> what to write instead.
@@ -75,6 +75,8 @@ MEANINGLESS: dict[str, str] = {
     "data_dir_shard_bytes": "nothing: the layout of a root is fixed by its format",
     "shard_data_dir": "nothing: the layout of a root is fixed by its format",
     "temp_dump_dir": "nothing: the layout of a root is fixed by its format",
+    "io_engine": _THREADS,
+    "posix_io_engine": _THREADS,
     "posix_open_concurrency": "`posix_data_trans_concurrency`",
     "posix_commit_concurrency": "`posix_data_trans_concurrency`",
     "posix_gc_enable": _CAPACITY,

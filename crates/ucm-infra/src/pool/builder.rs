@@ -28,7 +28,6 @@ pub struct WorkerPoolBuilder {
     clock: Option<Arc<dyn Clock>>,
     start_within: Duration,
     on_demand: bool,
-    paired: bool,
     on_start: Option<StartHook>,
     on_exit: Option<ExitHook>,
 }
@@ -43,7 +42,6 @@ impl WorkerPoolBuilder {
             clock: None,
             start_within: Duration::from_secs(10),
             on_demand: false,
-            paired: false,
             on_start: None,
             on_exit: None,
         }
@@ -60,14 +58,6 @@ impl WorkerPoolBuilder {
     #[must_use]
     pub fn lanes(mut self, lanes: &[Lane]) -> Self {
         self.lanes = lanes.to_vec();
-        self
-    }
-
-    /// Lanes 0 and 1, 2 and 3 and so on are two queues of one kind of work: together a pair runs no more jobs at once than
-    /// the less limited of the two may.
-    #[must_use]
-    pub fn paired(mut self) -> Self {
-        self.paired = true;
         self
     }
 
@@ -133,9 +123,7 @@ impl WorkerPoolBuilder {
         }
         self.check().map_err(|error| error.with("pool", &self.name))?;
         let clock = self.clock.take().unwrap_or_else(SystemClock::shared);
-        let state = State::new(self.size, self.max_replacements, &self.lanes)
-            .on_demand(self.on_demand)
-            .paired(self.paired);
+        let state = State::new(self.size, self.max_replacements, &self.lanes).on_demand(self.on_demand);
         let start_by = clock.now().after(self.start_within);
         let pool = Arc::new(WorkerPool {
             shared: Arc::new(Shared {

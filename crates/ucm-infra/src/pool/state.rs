@@ -72,8 +72,6 @@ pub(super) struct State {
     pub(super) lanes: Vec<LaneState>,
     slots: Vec<Slot>,
     size: usize,
-    /// Whether every two lanes share a limit.
-    paired: bool,
     /// Workers there should be by now: all, or as many as were ever needed at once.
     wanted: usize,
     /// When the monitor looks again by itself.
@@ -102,7 +100,6 @@ impl State {
             lanes: lanes.iter().map(lane).collect(),
             slots: (0..size + max_replacements).map(|_| Slot::Free).collect(),
             size,
-            paired: false,
             wanted: size,
             monitor_wakes: Mono::NEVER,
             monitored: false,
@@ -117,12 +114,6 @@ impl State {
     /// Starts no worker before it is wanted.
     pub(super) fn on_demand(mut self, on_demand: bool) -> Self {
         self.wanted = if on_demand { 0 } else { self.size };
-        self
-    }
-
-    /// Has every two lanes share a limit.
-    pub(super) fn paired(mut self, paired: bool) -> Self {
-        self.paired = paired;
         self
     }
 
@@ -174,19 +165,10 @@ impl State {
         let ready = |&number: &usize| {
             self.lanes.get(number).is_some_and(|lane| {
                 let allowed = self.allowed(&lane.spec, live);
-                !lane.queue.is_empty() && lane.running < allowed && self.pair_has_room(number, live)
+                !lane.queue.is_empty() && lane.running < allowed
             })
         };
         (0..self.lanes.len()).find(ready)
-    }
-
-    /// Whether a lane and the one it is paired with run fewer jobs than the less limited of them may.
-    fn pair_has_room(&self, number: usize, live: usize) -> bool {
-        let Some(pair) = self.lanes.chunks(2).nth(number / 2).filter(|_| self.paired) else {
-            return true;
-        };
-        let most = pair.iter().map(|lane| self.allowed(&lane.spec, live)).max();
-        pair.iter().map(|lane| lane.running).sum::<usize>() < most.unwrap_or(0)
     }
 
     /// Whether some job could run now if a worker were free.

@@ -80,11 +80,6 @@ impl Hidden {
 }
 
 impl Look {
-    /// Whether nothing has to be taken out of the answer.
-    pub(super) fn is_clear(&self) -> bool {
-        !self.read && self.stats.is_empty() && self.names.is_empty()
-    }
-
     /// Whether a read must not find its file.
     pub(super) fn hides_read(&self) -> bool {
         self.read
@@ -93,7 +88,7 @@ impl Look {
     /// The answer without what was not seen.
     pub(super) fn filter(&self, answer: IoDone, stop_at_missing: bool) -> IoDone {
         match answer {
-            IoDone::Stat(mut found) => {
+            IoDone::Stat(mut found) if !self.stats.is_empty() => {
                 for &i in &self.stats {
                     if let Some(meta) = found.get_mut(i) {
                         *meta = None;
@@ -104,7 +99,7 @@ impl Look {
                 }
                 IoDone::Stat(found)
             }
-            IoDone::List(mut found) => {
+            IoDone::List(mut found) if !self.names.is_empty() => {
                 found.retain(|(name, _)| !self.names.contains(name));
                 IoDone::List(found)
             }

@@ -11,22 +11,18 @@ mod strike;
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::Mutex;
-use ucm_core::{Error, Result};
-use ucm_infra::{Clock, Lane, Mono, WorkerPool};
+use ucm_core::Result;
 
 pub use gate::Gate;
 pub use rule::{Fault, Rule, Tail, errno};
 
-use crate::engine::{Done, IoEngine};
+use crate::engine::{IoEngine, StillWanted};
 use crate::op::{IoDone, IoOp, OpKind};
 use hidden::Hidden;
 use rule::{Active, draw};
 
-/// Most operations that can hang at once; more are refused with `Busy`.
-const MAX_HANGING: usize = 16;
 /// Most operations the log remembers, the latest.
 const MAX_LOG: usize = 1 << 16;
 
@@ -49,12 +45,7 @@ pub struct Seen {
 
 /// An engine that goes wrong by script.
 pub struct FaultyEngine {
-    shared: Arc<Shared>,
-}
-
-struct Shared {
     inner: Arc<dyn IoEngine>,
-    clock: Arc<dyn Clock>,
     seed: u64,
     state: Mutex<State>,
     hidden: Mutex<Hidden>,
@@ -66,91 +57,58 @@ struct State {
     ops: u64,
     counts: [u64; OpKind::ALL.len()],
     log: VecDeque<Seen>,
-    /// Where operations hang, so that their deadlines hold; made with the first rule that needs it.
-    hang: Option<Arc<WorkerPool>>,
-    /// Hanging operations that count as one lost worker; 0 is 1.
-    places: usize,
 }
 
 impl FaultyEngine {
-    /// Stands before `inner`; without rules it only looks on. `clock` must be the one of `inner`.
-    pub fn new(inner: Arc<dyn IoEngine>, clock: Arc<dyn Clock>, seed: u64) -> Arc<Self> {
+    /// Stands before `inner`; without rules it only looks on.
+    pub fn new(inner: Arc<dyn IoEngine>, seed: u64) -> Arc<Self> {
         Arc::new(Self {
-            shared: Arc::new(Shared {
-                inner,
-                clock,
-                seed,
-                state: Mutex::default(),
-                hidden: Mutex::default(),
-            }),
+            inner,
+            seed,
+            state: Mutex::default(),
+            hidden: Mutex::default(),
         })
     }
 
-    /// Puts a rule in force. For each operation the first rule that strikes counts. Errors: no threads to hang in.
-    pub fn add(&self, rule: Rule) -> Result<RuleId> {
-        let mut state = self.shared.state.lock();
-        if rule.hangs() && state.hang.is_none() {
-            let lane = Lane {
-                name: "hang",
-                capacity: MAX_HANGING,
-                max_running: MAX_HANGING,
-            };
-            let pool = WorkerPool::builder("ucm-hang")
-                .size(MAX_HANGING)
-                .lanes(&[lane])
-                .max_replacements(MAX_HANGING)
-                .clock(Arc::clone(&self.shared.clock))
-                .build()?;
-            state.hang = Some(pool);
-        }
+    /// Puts a rule in force. For each operation the first rule that strikes counts.
+    pub fn add(&self, rule: Rule) -> RuleId {
+        let mut state = self.state.lock();
         state.rules.push(Active::new(rule));
-        Ok(RuleId(state.rules.len() - 1))
+        RuleId(state.rules.len() - 1)
     }
 
     /// How often a rule struck.
     pub fn hits(&self, rule: RuleId) -> u64 {
-        self.shared
-            .state
-            .lock()
-            .rules
-            .get(rule.0)
-            .map_or(0, |rule| rule.hits)
-    }
-
-    /// So many operations that hang count as one lost worker, as in a ring; 1 if nothing is said.
-    pub fn places_of_a_worker(&self, places: usize) {
-        self.shared.state.lock().places = places;
+        self.state.lock().rules.get(rule.0).map_or(0, |rule| rule.hits)
     }
 
     /// Takes all rules out of force; their numbers mean nothing any more.
     pub fn clear(&self) {
-        self.shared.state.lock().rules.clear();
+        self.state.lock().rules.clear();
     }
 
     /// Ends the late visibility of every file.
     pub fn reveal(&self) {
-        self.shared.hidden.lock().clear();
+        self.hidden.lock().clear();
     }
 
     /// Operations of this kind submitted so far.
     pub fn count(&self, kind: OpKind) -> u64 {
-        self.shared.state.lock().counts[kind as usize]
+        self.state.lock().counts[kind as usize]
     }
 
     /// The latest operations, oldest first (at most 65536).
     pub fn log(&self) -> Vec<Seen> {
-        self.shared.state.lock().log.iter().cloned().collect()
+        self.state.lock().log.iter().cloned().collect()
     }
 
     /// Forgets the log and the counts, not the rules.
     pub fn forget(&self) {
-        let mut state = self.shared.state.lock();
+        let mut state = self.state.lock();
         state.log.clear();
         state.counts = Default::default();
     }
-}
 
-impl Shared {
     /// Notes the operation and decides its fault; with it a random number for that fault.
     fn judge(&self, lane: usize, op: &IoOp) -> (Option<Fault>, u64) {
         let mut state = self.state.lock();
@@ -175,13 +133,10 @@ impl Shared {
     }
 
     /// Passes an operation on, with what is still invisible taken out of its answer.
-    fn pass(self: &Arc<Self>, lane: usize, deadline: Mono, op: IoOp, done: Done) {
+    fn pass(&self, lane: usize, op: IoOp, wanted: StillWanted<'_>) -> Result<IoDone> {
         let look = self.hidden.lock().look(&op);
         if look.hides_read() {
-            return done(op.failed(strike::os_error(errno::ENOENT)));
-        }
-        if look.is_clear() {
-            return self.inner.submit(lane, deadline, op, done);
+            return op.failed(strike::os_error(errno::ENOENT));
         }
         let stop = matches!(
             op,
@@ -190,91 +145,28 @@ impl Shared {
                 ..
             }
         );
-        let filter =
-            Box::new(move |result: Result<IoDone>| done(result.map(|answer| look.filter(answer, stop))));
-        self.inner.submit(lane, deadline, op, filter);
-    }
-
-    /// Holds `what` in a thread until the gate opens, then hands it to `then`; past the deadline `then` gets `Timeout`
-    /// and the thread drops `what` when the gate opens.
-    fn hang<T: Send + 'static>(
-        &self,
-        gate: Gate,
-        deadline: Mono,
-        what: T,
-        then: impl FnOnce(Result<T>) + Send + 'static,
-    ) {
-        let Some(pool) = self.state.lock().hang.clone() else {
-            return then(Err(Error::internal("no pool to hang in")));
-        };
-        let work = move || {
-            gate.pass();
-            what
-        };
-        if let Err(refused) = pool.offer(0, deadline, work, then) {
-            drop(refused.work);
-            (refused.done)(Err(refused.error));
-        }
+        let answer = self.inner.run(lane, op, wanted)?;
+        Ok(look.filter(answer, stop))
     }
 }
 
 impl IoEngine for FaultyEngine {
-    fn submit(&self, lane: usize, deadline: Mono, op: IoOp, done: Done) {
-        let (fault, draw) = self.shared.judge(lane, &op);
-        match fault {
-            Some(fault) => self.shared.strike(fault, draw, lane, deadline, op, done),
-            None => self.shared.pass(lane, deadline, op, done),
+    fn run(&self, lane: usize, op: IoOp, wanted: StillWanted<'_>) -> Result<IoDone> {
+        match self.judge(lane, &op) {
+            (Some(fault), draw) => self.strike(fault, draw, lane, op, wanted),
+            (None, _) => self.pass(lane, op, wanted),
         }
-    }
-
-    fn width(&self, lane: usize) -> usize {
-        self.shared.inner.width(lane)
     }
 
     fn close_kept(&self, gone: &[PathBuf], unused: bool) {
-        self.shared.inner.close_kept(gone, unused);
+        self.inner.close_kept(gone, unused);
+    }
+
+    fn close_all(&self) {
+        self.inner.close_all();
     }
 
     fn kept(&self) -> usize {
-        self.shared.inner.kept()
-    }
-
-    fn stuck(&self) -> usize {
-        let hang = self.shared.state.lock().hang.clone();
-        self.shared.inner.stuck() + hang.map_or(0, |pool| pool.stuck())
-    }
-
-    fn lost_workers(&self) -> usize {
-        let (hang, places) = {
-            let state = self.shared.state.lock();
-            (state.hang.clone(), state.places.max(1))
-        };
-        self.shared.inner.lost_workers() + hang.map_or(0, |pool| pool.stuck()) / places
-    }
-
-    fn name(&self) -> &'static str {
-        "faulty"
-    }
-
-    fn warning(&self) -> Option<String> {
-        self.shared.inner.warning()
-    }
-
-    fn shutdown(&self, drain: Duration) {
-        let until = self.shared.clock.now().after(drain);
-        let hang = self.shared.state.lock().hang.clone();
-        if let Some(pool) = hang {
-            pool.shutdown(drain);
-        }
-        self.shared.inner.shutdown(until.since(self.shared.clock.now()));
-    }
-}
-
-impl Drop for FaultyEngine {
-    /// Threads that still hang are left to their gates; nothing waits for them.
-    fn drop(&mut self) {
-        if let Some(pool) = self.shared.state.lock().hang.take() {
-            pool.shutdown(Duration::ZERO);
-        }
+        self.inner.kept()
     }
 }

@@ -66,7 +66,7 @@ pub enum Fault {
     Flip(Vec<usize>),
     /// As `Flip`, at this many positions chosen by the seed.
     FlipRandom(usize),
-    /// Nothing starts until the gate is opened; past its deadline the operation is written off and never starts.
+    /// Nothing starts until the gate is opened; what is no longer wanted then never starts.
     HangBefore(Gate),
     /// Done, but does not return until the gate is opened.
     HangAfter(Gate),
@@ -177,11 +177,6 @@ impl Rule {
     pub fn chance(mut self, per_mille: u64) -> Self {
         self.per_mille = per_mille;
         self
-    }
-
-    /// Whether its fault makes operations hang.
-    pub(super) fn hangs(&self) -> bool {
-        matches!(self.fault, Fault::HangBefore(_) | Fault::HangAfter(_))
     }
 
     fn matches(&self, lane: usize, op: &IoOp) -> bool {

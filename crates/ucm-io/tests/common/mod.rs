@@ -7,8 +7,6 @@
     reason = "shared by test files that each use a part; tests unwrap, and say why they skip"
 )]
 
-#[macro_use]
-pub mod engines;
 pub mod fuse;
 
 use std::os::unix::fs::MetadataExt;
@@ -20,7 +18,7 @@ use std::sync::mpsc;
 use ucm_core::{ErrorKind, Result};
 use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::Mono;
-use ucm_io::{FileMeta, IoBuf, IoDone, IoEngine, IoOp, ReadMode};
+use ucm_io::{FileMeta, IoBuf, IoDone, IoOp, IoOptions, IoPool, PsyncEngine, ReadMode};
 
 /// Directories on the file systems at hand: whatever holds temporary files, and a tmpfs where there is one.
 pub fn places() -> Vec<tempfile::TempDir> {
@@ -28,8 +26,25 @@ pub fn places() -> Vec<tempfile::TempDir> {
     [tempfile::tempdir().unwrap()].into_iter().chain(shm).collect()
 }
 
+/// Two threads on the real clock.
+pub fn pool() -> Arc<IoPool> {
+    IoPool::psync(false, &IoOptions::with_workers(2)).unwrap()
+}
+
+/// The same past the page cache.
+pub fn direct_pool() -> Arc<IoPool> {
+    direct().1
+}
+
+/// The same with the engine, which counts what it could not do past the page cache.
+pub fn direct() -> (Arc<PsyncEngine>, Arc<IoPool>) {
+    let engine = PsyncEngine::new(true);
+    let pool = IoPool::new(Arc::clone(&engine) as _, &IoOptions::with_workers(2)).unwrap();
+    (engine, pool)
+}
+
 /// Submits and returns where the answer will come.
-pub fn start(engine: &dyn IoEngine, lane: usize, deadline: Mono, op: IoOp) -> mpsc::Receiver<Result<IoDone>> {
+pub fn start(engine: &IoPool, lane: usize, deadline: Mono, op: IoOp) -> mpsc::Receiver<Result<IoDone>> {
     let (send, answer) = mpsc::channel();
     engine.submit(
         lane,
@@ -41,12 +56,12 @@ pub fn start(engine: &dyn IoEngine, lane: usize, deadline: Mono, op: IoOp) -> mp
 }
 
 /// Submits without a deadline and waits.
-pub fn call(engine: &dyn IoEngine, op: IoOp) -> Result<IoDone> {
+pub fn call(engine: &IoPool, op: IoOp) -> Result<IoDone> {
     start(engine, 0, Mono::NEVER, op).recv().unwrap()
 }
 
 /// The kind of error a call fails with.
-pub fn fails(engine: &dyn IoEngine, op: IoOp) -> ErrorKind {
+pub fn fails(engine: &IoPool, op: IoOp) -> ErrorKind {
     call(engine, op).unwrap_err().kind()
 }
 
@@ -101,7 +116,7 @@ pub fn stat_op(paths: &[PathBuf], stop_at_missing: bool) -> IoOp {
 }
 
 /// Publishes and returns the file's metadata.
-pub fn publish(engine: &dyn IoEngine, dir: &Path, name: &str, buf: impl Into<IoBuf>) -> FileMeta {
+pub fn publish(engine: &IoPool, dir: &Path, name: &str, buf: impl Into<IoBuf>) -> FileMeta {
     match call(engine, publish_op(dir, name, buf)).unwrap() {
         IoDone::Published { meta, .. } => meta,
         other => unreachable!("{other:?}"),
@@ -109,12 +124,7 @@ pub fn publish(engine: &dyn IoEngine, dir: &Path, name: &str, buf: impl Into<IoB
 }
 
 /// Reads into ordinary memory and returns the bytes and the file's length.
-pub fn read(
-    engine: &dyn IoEngine,
-    path: impl Into<PathBuf>,
-    offset: u64,
-    len: usize,
-) -> Result<(Vec<u8>, u64)> {
+pub fn read(engine: &IoPool, path: impl Into<PathBuf>, offset: u64, len: usize) -> Result<(Vec<u8>, u64)> {
     bytes_of(call(engine, read_op(path, offset, len, vec![0; len]))?)
 }
 
@@ -127,7 +137,7 @@ pub fn bytes_of(answer: IoDone) -> Result<(Vec<u8>, u64)> {
 }
 
 /// Metadata of each path.
-pub fn stat(engine: &dyn IoEngine, paths: &[PathBuf], stop_at_missing: bool) -> Vec<Option<FileMeta>> {
+pub fn stat(engine: &IoPool, paths: &[PathBuf], stop_at_missing: bool) -> Vec<Option<FileMeta>> {
     match call(engine, stat_op(paths, stop_at_missing)).unwrap() {
         IoDone::Stat(found) => found,
         other => unreachable!("{other:?}"),

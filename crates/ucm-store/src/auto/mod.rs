@@ -18,7 +18,7 @@ use std::time::Duration;
 use ucm_core::{BlockId, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::{Clock, Mono};
-use ucm_io::IoEngine;
+use ucm_io::IoPool;
 
 use crate::backend::{
     Backend, BlockRead, Compression, Done, Early, Evicted, Health, Keep, Listed, Place, Presence, Priority,
@@ -75,7 +75,7 @@ impl AutoBackend {
     pub fn new(
         config: PosixConfig,
         segments: SegmentConfig,
-        io: Arc<dyn IoEngine>,
+        io: Arc<IoPool>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
         let shared = Arc::new(Shared::new(config, None, io, clock)?);
@@ -168,10 +168,6 @@ impl Backend for AutoBackend {
         }
     }
 
-    fn warnings(&self) -> Vec<String> {
-        self.now().warnings()
-    }
-
     fn probe(&self, deadline: Mono) -> Result<()> {
         match self.auto.chosen.get() {
             Some(chosen) => chosen.backend.probe(deadline),
@@ -246,10 +242,6 @@ impl Backend for AutoBackend {
 
     fn stuck(&self) -> usize {
         self.now().stuck()
-    }
-
-    fn lost_workers(&self) -> usize {
-        self.now().lost_workers()
     }
 
     fn shutdown(&self, drain: Duration) {

@@ -5,12 +5,11 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::Result;
 use ucm_infra::{Clock, Mono};
-use ucm_io::{Done, IoDone, IoEngine, IoOp};
+use ucm_io::{IoDone, IoEngine, IoOp, StillWanted};
 
 use crate::engine::{LANE_DUMP, LANE_LOAD};
 
@@ -101,67 +100,40 @@ impl MeteredEngine {
 }
 
 impl IoEngine for MeteredEngine {
-    fn submit(&self, lane: usize, deadline: Mono, op: IoOp, done: Done) {
-        let flow: fn(&Meter) -> &Mutex<Flow> = match (&op, lane) {
+    fn run(&self, lane: usize, op: IoOp, wanted: StillWanted<'_>) -> Result<IoDone> {
+        let flow = match (&op, lane) {
             (IoOp::Read { .. } | IoOp::ReadInto { .. } | IoOp::ReadParts { .. }, LANE_LOAD) => {
-                |meter| &meter.reading
+                &self.meter.reading
             }
-            (IoOp::WriteAt { .. } | IoOp::Publish { .. }, LANE_DUMP) => |meter| &meter.writing,
-            _ => return self.inner.submit(lane, deadline, op, done),
+            (IoOp::WriteAt { .. } | IoOp::Publish { .. }, LANE_DUMP) => &self.meter.writing,
+            _ => return self.inner.run(lane, op, wanted),
         };
         let asked = match &op {
             IoOp::WriteAt { len, .. } | IoOp::Publish { len, .. } => *len,
             _ => 0,
         };
-        let (meter, clock) = (Arc::clone(&self.meter), Arc::clone(&self.clock));
-        flow(&meter).lock().begin(clock.now());
-        let measured = move |result: Result<IoDone>| {
-            let moved = match &result {
-                Ok(IoDone::Read { read, .. }) => *read,
-                Ok(IoDone::ReadInto { read, .. }) => *read.as_ref().unwrap_or(&0),
-                Ok(_) => asked,
-                Err(_) => 0,
-            };
-            flow(&meter).lock().end(moved, clock.now());
-            done(result);
+        flow.lock().begin(self.clock.now());
+        let result = self.inner.run(lane, op, wanted);
+        let moved = match &result {
+            Ok(IoDone::Read { read, .. }) => *read,
+            Ok(IoDone::ReadInto { read, .. }) => *read.as_ref().unwrap_or(&0),
+            Ok(_) => asked,
+            Err(_) => 0,
         };
-        self.inner.submit(lane, deadline, op, Box::new(measured));
-    }
-
-    fn width(&self, lane: usize) -> usize {
-        self.inner.width(lane)
+        flow.lock().end(moved, self.clock.now());
+        result
     }
 
     fn close_kept(&self, gone: &[PathBuf], unused: bool) {
         self.inner.close_kept(gone, unused);
     }
 
+    fn close_all(&self) {
+        self.inner.close_all();
+    }
+
     fn kept(&self) -> usize {
         self.inner.kept()
-    }
-
-    fn stuck(&self) -> usize {
-        self.inner.stuck()
-    }
-
-    fn lost_workers(&self) -> usize {
-        self.inner.lost_workers()
-    }
-
-    fn name(&self) -> &'static str {
-        self.inner.name()
-    }
-
-    fn describe(&self) -> String {
-        self.inner.describe()
-    }
-
-    fn warning(&self) -> Option<String> {
-        self.inner.warning()
-    }
-
-    fn shutdown(&self, drain: Duration) {
-        self.inner.shutdown(drain);
     }
 }
 

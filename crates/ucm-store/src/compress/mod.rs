@@ -267,10 +267,6 @@ impl Backend for CompressBackend {
         format!("compressed in {width} byte planes by {threads} threads, into {inner}")
     }
 
-    fn warnings(&self) -> Vec<String> {
-        self.inner.warnings()
-    }
-
     fn probe(&self, deadline: Mono) -> Result<()> {
         self.inner.probe(deadline)
     }
@@ -403,10 +399,6 @@ impl Backend for CompressBackend {
 
     fn stuck(&self) -> usize {
         self.inner.stuck() + self.pool.stuck()
-    }
-
-    fn lost_workers(&self) -> usize {
-        self.inner.lost_workers() + self.pool.stuck()
     }
 
     /// What waits to be encoded goes down first, as far as the time for that goes.

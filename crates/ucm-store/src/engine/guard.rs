@@ -59,8 +59,7 @@ impl Core {
             Some(_) => usize::MAX,
             None => self.breaker.max_stuck(),
         };
-        let threads_lost = self.backend.lost_workers() >= of_threads;
-        (threads_lost || io >= of_slots || copies >= COPY_REPLACEMENTS).then(|| {
+        (io >= of_threads.min(of_slots) || copies >= COPY_REPLACEMENTS).then(|| {
             Error::new(ErrorKind::Timeout, "too many operations never returned")
                 .with("stuck", io + copies)
                 .with("slots", slots)
@@ -73,9 +72,6 @@ impl Core {
             Ok(()) => {
                 if !self.ready.swap(true, Ordering::AcqRel) {
                     self.say(Level::Info, self.opening());
-                    for text in self.backend.warnings() {
-                        self.say(Level::Warning, text);
-                    }
                 }
                 self.healthy();
             }

@@ -160,7 +160,7 @@ impl Segments {
         if due {
             *closed = Some(now);
             drop(closed);
-            self.shared.io.close_kept(&[], true);
+            self.shared.io.close_kept(Vec::new(), true);
         }
     }
 
@@ -209,7 +209,7 @@ impl Segments {
                 _ => {}
             }
         }
-        self.shared.io.close_kept(&gone, false);
+        self.shared.io.close_kept(gone, false);
         let mut fresh: Vec<_> = there
             .into_iter()
             .filter(|(name, meta)| !self.index.knows(*name) && !state.is_hopeless(*name, meta))

@@ -42,7 +42,7 @@ use std::time::Duration;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::{Bell, Clock, Lane, Mono, WorkerPool};
-use ucm_io::IoEngine;
+use ucm_io::IoPool;
 
 use crate::backend::{
     Backend, BlockRead, Done, Early, Listed, Presence, Quarantined, ReadDone, Usage, WriteOptions, Written,
@@ -128,7 +128,7 @@ impl SegmentBackend {
     pub fn new(
         config: PosixConfig,
         segments: SegmentConfig,
-        io: Arc<dyn IoEngine>,
+        io: Arc<IoPool>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
         Self::over(
@@ -398,10 +398,6 @@ impl Backend for SegmentBackend {
 
     fn stuck(&self) -> usize {
         self.segments.shared.io.stuck()
-    }
-
-    fn lost_workers(&self) -> usize {
-        self.segments.shared.io.lost_workers()
     }
 
     fn shutdown(&self, drain: Duration) {

@@ -204,7 +204,7 @@ mod tests {
 
     fn posix(layout: &str) -> StageSetup {
         stage(json!({
-            "kind": "posix", "root": "/nowhere", "labels": {}, "io_direct": false, "io_engine": "psync", "io_threads": 1,
+            "kind": "posix", "root": "/nowhere", "labels": {}, "io_direct": false, "io_threads": 1,
             "layout": layout, "segment_size": 1 << 20, "segment_age_s": 1.0, "segment_merge_rate": 0, "capacity_bytes": 1 << 30,
             "capacity_percent": null, "floor_bytes": null, "floor_percent": null, "quota_bytes": null,
             "quota_percent": null, "expire_after_s": null, "file_mode": 0o600, "dir_mode": 0o700,

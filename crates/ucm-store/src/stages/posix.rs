@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_io::{ChosenEngine, IoChoice, IoEngine, Process, PsyncOptions};
+use ucm_io::{IoEngine, IoOptions, IoPool, Process, PsyncEngine};
 
 use super::{Common, Made, capacity, keys};
 use crate::assemble::seconds;
@@ -27,7 +27,6 @@ struct Keys {
     labels: BTreeMap<String, String>,
     io_direct: bool,
     /// Name of the I/O engine, or `auto`.
-    io_engine: String,
     io_threads: usize,
     layout: Layout,
     segment_size: u64,
@@ -98,18 +97,18 @@ pub(super) fn make(common: &Common<'_>, given: Map<String, Value>) -> Result<Mad
             keep: seconds("quarantine_keep_s", given.quarantine_keep_s)?,
         },
     };
-    let mut options = PsyncOptions {
-        direct: given.io_direct,
+    let mut options = IoOptions {
         clock: Arc::clone(&common.clock),
-        ..PsyncOptions::with_workers(given.io_threads)
+        ..IoOptions::with_workers(given.io_threads)
     };
     // A block that has a slot has a place in the queue too, so that an accepted dump is never refused later.
     for lane in &mut options.lanes {
         lane.capacity = lane.capacity.max(common.slots.min(ucm_infra::MAX_QUEUE));
     }
-    let io: Arc<dyn IoEngine> = ChosenEngine::new(IoChoice::from_name(&given.io_engine)?, options)?;
+    let engine: Arc<dyn IoEngine> = PsyncEngine::new(given.io_direct);
     #[cfg(feature = "compress")]
-    let (io, meter) = super::compress::measured(common, io);
+    let (engine, meter) = super::compress::measured(common, engine);
+    let io = IoPool::new(engine, &options)?;
     let clock = Arc::clone(&common.clock);
     let segments = SegmentConfig {
         size: given.segment_size,

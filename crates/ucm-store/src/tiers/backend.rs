@@ -36,12 +36,6 @@ impl Backend for Tiers {
         words.collect::<Vec<_>>().join("; below it ")
     }
 
-    fn warnings(&self) -> Vec<String> {
-        let stages = self.shared.stages.iter();
-        let ready = stages.filter(|stage| stage.ready.load(Ordering::Acquire));
-        ready.flat_map(|stage| stage.warnings()).collect()
-    }
-
     /// Looks at every stage at once; one that is usable is enough.
     fn probe(&self, deadline: Mono) -> Result<()> {
         let looks: Vec<_> = (0..self.shared.stages.len())
@@ -166,11 +160,6 @@ impl Backend for Tiers {
     fn stuck(&self) -> usize {
         let stages = self.shared.stages.iter();
         stages.map(|stage| stage.backend.stuck()).sum::<usize>() + self.shared.pool.stuck()
-    }
-
-    fn lost_workers(&self) -> usize {
-        let stages = self.shared.stages.iter();
-        stages.map(|stage| stage.backend.lost_workers()).sum::<usize>() + self.shared.pool.stuck()
     }
 
     fn shutdown(&self, drain: Duration) {

@@ -274,9 +274,6 @@ impl Shared {
                         Level::Info,
                         format!("open: {}: {}", stage.name, stage.backend.describe()),
                     );
-                    for text in stage.warnings() {
-                        self.say(Level::Warning, text);
-                    }
                 }
             }
             Err(error) => self.changed(number, stage.breaker.trip(self.clock.now()), Some(error)),

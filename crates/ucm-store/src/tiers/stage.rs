@@ -131,7 +131,7 @@ impl Stage {
     }
 
     fn overrun(&self) -> bool {
-        self.backend.lost_workers() >= self.breaker.max_stuck()
+        self.backend.stuck() >= self.breaker.max_stuck()
     }
 
     /// The medium answered.
@@ -167,12 +167,6 @@ impl Stage {
         if ids.insert(id) && ids.len() > REMEMBERED {
             ids.clear();
         }
-    }
-
-    /// What was configured and could not be had, with the stage's name.
-    pub(super) fn warnings(&self) -> Vec<String> {
-        let texts = self.backend.warnings().into_iter();
-        texts.map(|text| format!("tier {}: {text}", self.name)).collect()
     }
 
     /// Another copy took the place of one that may have been refused.

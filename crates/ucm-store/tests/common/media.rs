@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use ucm_core::{DType, Geometry, Identity};
 use ucm_infra::Clock;
-use ucm_io::{FaultyEngine, IoEngine};
+use ucm_io::{FaultyEngine, IoEngine, IoOptions, IoPool};
 use ucm_store::auto::AutoBackend;
 use ucm_store::backend::Backend;
 use ucm_store::compress::meter::{Meter, MeteredEngine};
@@ -83,18 +83,18 @@ pub(super) fn posix(
         modes: setup.modes,
         quarantine: setup.quarantine,
     };
-    if setup.auto {
-        return auto(
-            posix,
-            setup,
-            Arc::clone(faults) as Arc<dyn IoEngine>,
-            Arc::clone(clock),
-        );
-    }
-    let (mut io, clock) = (Arc::clone(faults) as Arc<dyn IoEngine>, Arc::clone(clock));
+    let (mut engine, clock) = (Arc::clone(faults) as Arc<dyn IoEngine>, Arc::clone(clock));
     let meter = Arc::new(Meter::default());
     if setup.compress.is_some() {
-        io = MeteredEngine::new(io, Arc::clone(&meter), Arc::clone(&clock));
+        engine = MeteredEngine::new(engine, Arc::clone(&meter), Arc::clone(&clock));
+    }
+    let options = IoOptions {
+        clock: Arc::clone(&clock),
+        ..IoOptions::with_workers(setup.workers)
+    };
+    let io = IoPool::new(engine, &options)?;
+    if setup.auto {
+        return auto(posix, setup, io, clock);
     }
     let record = posix.record.clone();
     let backend: Arc<dyn Backend> = match setup.layout {
@@ -128,7 +128,7 @@ pub(super) fn posix(
 fn auto(
     posix: PosixConfig,
     setup: &Setup,
-    io: Arc<dyn IoEngine>,
+    io: Arc<IoPool>,
     clock: Arc<dyn Clock>,
 ) -> ucm_core::Result<Arc<dyn Backend>> {
     let segments = match setup.layout {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ucm_core::Part;
-use ucm_io::{IoEngine, OpKind, Process, PsyncEngine, PsyncOptions, UringEngine, UringOptions};
+use ucm_io::{OpKind, Process};
 use ucm_store::compress::worth::When;
 use ucm_store::engine::Deadlines;
 use ucm_store::evidence::QuarantineConfig;
@@ -69,55 +69,12 @@ pub(crate) struct Setup {
     pub(crate) workers: usize,
     pub(crate) copy_threads: usize,
     pub(crate) device: Option<Arc<SlowDevice>>,
-    pub(crate) io: Io,
     /// How records lie below the root.
     pub(crate) layout: Layout,
     /// Nobody names the layout: the root has records in it already.
     pub(crate) auto: bool,
     /// When they are compressed, which needs segments and records of more than a page; [`Setup::compressed`].
     pub(crate) compress: Option<When>,
-}
-
-/// Which I/O engine is below the faults.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Io {
-    Psync,
-    Uring,
-}
-
-impl Io {
-    /// What tests use that do not say: the thread pool, or what `UCM_TEST_IO_ENGINE` names.
-    pub(crate) fn usual() -> Self {
-        match std::env::var("UCM_TEST_IO_ENGINE").as_deref() {
-            Err(_) | Ok("psync") => Self::Psync,
-            Ok("io_uring") => Self::Uring,
-            Ok(other) => unreachable!("UCM_TEST_IO_ENGINE is psync or io_uring, not {other}"),
-        }
-    }
-
-    pub(crate) fn engine(self, options: PsyncOptions) -> Arc<dyn IoEngine> {
-        match self {
-            Self::Psync => PsyncEngine::new(options).unwrap(),
-            Self::Uring => UringEngine::new(&UringOptions::beside(options)).unwrap(),
-        }
-    }
-
-    /// Whether it can be had here; with `UCM_REQUIRE_ROOT_TESTS` in the environment it must.
-    #[allow(clippy::print_stderr, reason = "a test says why it is skipped")]
-    pub(crate) fn or_skip(self, test: &str) -> bool {
-        let options = UringOptions::beside(PsyncOptions::with_workers(1));
-        match (self == Self::Uring).then(|| UringEngine::new(&options)) {
-            Some(Err(error)) => {
-                assert!(
-                    std::env::var_os("UCM_REQUIRE_ROOT_TESTS").is_none(),
-                    "{test} may not be skipped here: {error}"
-                );
-                eprintln!("{test} is skipped: {error}");
-                false
-            }
-            _ => true,
-        }
-    }
 }
 
 /// How records lie below the root.
@@ -228,7 +185,6 @@ impl Default for Setup {
             workers: 4,
             copy_threads: 1,
             device: None,
-            io: Io::usual(),
             layout: Layout::of_this_run(),
             auto: std::env::var("UCM_TEST_LAYOUT").is_ok_and(|layout| layout.starts_with("auto")),
             compress: compressing(),

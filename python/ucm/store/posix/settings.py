@@ -101,7 +101,6 @@ class EngineSettings(StoreSettings):
             "root": own.storage_backends[0],
             "labels": self.labels,
             "io_direct": own.io_direct,
-            "io_engine": own.io_engine,
             "io_threads": own.posix_lookup_concurrency if self.device_id < 0 else own.posix_data_trans_concurrency,
             "layout": own.layout,
             "segment_size": own.segment_size,

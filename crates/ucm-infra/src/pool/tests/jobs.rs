@@ -83,40 +83,6 @@ fn a_limited_lane_leaves_workers_to_the_others() {
 }
 
 #[test]
-fn a_pair_of_lanes_shares_a_limit() {
-    let lanes = [
-        lane("load", 8, 4),
-        lane("looks", 8, 4),
-        lane("ends", 8, 1),
-        lane("dumps", 8, 2),
-        lane("space", 8, 1),
-    ];
-    let rig = Rig::new(|pool| pool.size(4).lanes(&lanes).paired());
-    let first = rig.hang(3, Mono::NEVER, 1);
-    let second = rig.hang(2, Mono::NEVER, 2);
-    rig.submit(3, Mono::NEVER, 3, || 3).unwrap();
-    rig.submit(2, Mono::NEVER, 4, || 4).unwrap();
-    let alone = rig.hang(4, Mono::NEVER, 5); // the last of an odd number is by itself
-    for id in 6..20 {
-        rig.submit(id as usize % 2, Mono::NEVER, id, move || id).unwrap();
-        assert_eq!(rig.next(), (id, Ok(id)), "one worker is left for these");
-    }
-    let queued: Vec<usize> = rig.pool.stats().lanes.iter().map(|lane| lane.queued).collect();
-    assert_eq!(queued, [0, 0, 1, 1, 0]);
-    // The place of a dump goes to the next dump, for the other lane is at its own limit.
-    drop(first);
-    let mut told = [rig.next().0, rig.next().0];
-    told.sort_unstable();
-    assert_eq!(told, [1, 3]);
-    drop(second);
-    let mut told = [rig.next().0, rig.next().0];
-    told.sort_unstable();
-    assert_eq!(told, [2, 4]);
-    drop(alone);
-    assert_eq!(rig.next(), (5, Ok(5)));
-}
-
-#[test]
 fn jobs_beyond_a_lanes_limit_are_taken_by_the_worker_that_makes_room() {
     let rig = Rig::new(|pool| pool.size(3).lanes(&[lane("limited", 64, 1)]));
     let release = rig.hang(0, Mono::NEVER, 0);
