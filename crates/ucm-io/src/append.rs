@@ -10,24 +10,15 @@ use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, PAGE, Result};
 
 use crate::engine::StillWanted;
-use crate::file::{Files, is_named, name_once};
+use crate::file::{Files, is_named, name_once, on_a_page};
 use crate::meta::{failed, is_absent, set_mtime, stat_one, to_meta};
-use crate::op::{IoBuf, IoDone};
+use crate::op::{FileMeta, Finish};
 use crate::probe::stated_align;
 use crate::sys::{File, SECTOR, read_full, retry, write_full};
 
-/// The arguments of [`Files::finish`], as in `IoOp::Finish`.
-pub(crate) struct Finish<'a> {
-    pub(crate) private: &'a Path,
-    pub(crate) target: &'a Path,
-    pub(crate) foot: &'a [u8],
-    pub(crate) offset: u64,
-    pub(crate) mtime_ns: i64,
-}
-
 impl Files {
     /// Creates a private file, sets room aside for it, and writes its first bytes.
-    pub(crate) fn create(&self, path: &Path, head: &[u8], room: u64, mode: u32) -> Result<IoDone> {
+    pub(crate) fn create(&self, path: &Path, head: &[u8], room: u64, mode: u32) -> Result<()> {
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         // If this fails, whatever has that name is not ours and stays.
         let fd = retry(|| rustix::fs::open(path, flags, Mode::from_raw_mode(mode)))
@@ -46,37 +37,35 @@ impl Files {
         if filled.is_err() {
             let _ = retry(|| rustix::fs::unlink(path)); // best effort: swept by its age
         }
-        filled.map(|()| IoDone::Created)
+        filled
     }
 
     /// Writes into a file that is there.
-    pub(crate) fn write_at(&self, path: &Path, offset: u64, buf: IoBuf, len: usize) -> Result<IoDone> {
+    pub(crate) fn write_at(&self, path: &Path, offset: u64, bytes: &[u8]) -> Result<()> {
+        let len = bytes.len();
         let end = offset
             .checked_add(len as u64)
             .filter(|&end| end <= i64::MAX as u64);
-        if len > buf.len() || end.is_none() {
-            return Err(
-                Error::invalid("a write must fit its buffer and the range of file offsets")
-                    .with("path", path.display())
-                    .with("offset", offset)
-                    .with("len", len)
-                    .with("buffer", buf.len()),
-            );
+        if end.is_none() {
+            return Err(Error::invalid("a write must fit the range of file offsets")
+                .with("path", path.display())
+                .with("offset", offset)
+                .with("len", len));
         }
         let fail = |e| failed(e, "cannot write the file", path);
         let mut file = open_for_write(path).map_err(fail)?;
-        let fits = matches!(buf, IoBuf::Slot(_)) && offset.is_multiple_of(PAGE) && len.is_multiple_of(SECTOR);
+        let fits = on_a_page(bytes) && offset.is_multiple_of(PAGE) && len.is_multiple_of(SECTOR);
         let mut through_cache = true;
         let written = if self.direct {
             let dev = to_meta(&retry(|| rustix::fs::fstat(file.fd())).map_err(fail)?).dev;
             if fits && self.usable(dev, || stated_align(file.fd())) {
                 through_cache = !file.set_direct(true);
             }
-            let written = write_full(&mut file, &buf[..len], offset);
+            let written = write_full(&mut file, bytes, offset);
             self.note(&file, dev, true);
             written
         } else {
-            write_full(&mut file, &buf[..len], offset)
+            write_full(&mut file, bytes, offset)
         };
         written.map_err(fail)?;
         if through_cache && self.dirty.write(len as u64) {
@@ -90,14 +79,14 @@ impl Files {
         }
         file.close()
             .map_err(|e| failed(e, "closing the written file failed", path))?;
-        Ok(IoDone::Wrote { buf })
+        Ok(())
     }
 
     /// Writes the end of a private file and gives it its name.
-    pub(crate) fn finish(&self, job: &Finish<'_>, wanted: StillWanted<'_>) -> Result<IoDone> {
+    pub(crate) fn finish(&self, job: &Finish<'_>, wanted: StillWanted<'_>) -> Result<FileMeta> {
         let file = match open_for_write(job.private) {
             Ok(file) => file,
-            Err(e) if is_absent(e) && is_finished(job) => return look(job.target).map(IoDone::Finished),
+            Err(e) if is_absent(e) && is_finished(job) => return look(job.target),
             Err(e) => return Err(failed(e, "cannot open the private file", job.private)),
         };
         let named = end_and_name(file, job, wanted);
@@ -108,7 +97,7 @@ impl Files {
     }
 }
 
-fn end_and_name(mut file: File, job: &Finish<'_>, wanted: StillWanted<'_>) -> Result<IoDone> {
+fn end_and_name(mut file: File, job: &Finish<'_>, wanted: StillWanted<'_>) -> Result<FileMeta> {
     let fail = |e| failed(e, "cannot write the end of the file", job.private);
     let len = job.offset + job.foot.len() as u64;
     write_full(&mut file, job.foot, job.offset).map_err(fail)?;
@@ -131,7 +120,7 @@ fn end_and_name(mut file: File, job: &Finish<'_>, wanted: StillWanted<'_>) -> Re
     }
     let named = name_once(job.private, job.target);
     if is_named(named, job.target, &meta) {
-        return Ok(IoDone::Finished(meta));
+        return Ok(meta);
     }
     let errno = named.err().unwrap_or(Errno::IO);
     Err(failed(errno, "cannot give the file its name", job.target))
@@ -153,7 +142,7 @@ fn is_finished(job: &Finish<'_>) -> bool {
     read == Ok(job.foot.len()) && tail[..job.foot.len()] == *job.foot
 }
 
-fn look(path: &Path) -> Result<crate::op::FileMeta> {
+fn look(path: &Path) -> Result<FileMeta> {
     stat_one(path, AtFlags::SYMLINK_NOFOLLOW).map_err(|e| failed(e, "cannot look at the written file", path))
 }
 
@@ -193,7 +182,7 @@ mod tests {
             self.dir.path().join("target")
         }
 
-        fn finish(&self, wanted: bool) -> Result<IoDone> {
+        fn finish(&self, wanted: bool) -> Result<FileMeta> {
             let (private, target) = (self.private(), self.target());
             let job = Finish {
                 private: &private,
@@ -209,13 +198,8 @@ mod tests {
     #[test]
     fn a_file_is_filled_cut_off_and_named() {
         let place = Place::new();
-        place
-            .files
-            .write_at(&place.private(), 4096, b"data".to_vec().into(), 4)
-            .unwrap();
-        let Ok(IoDone::Finished(meta)) = place.finish(true) else {
-            unreachable!();
-        };
+        place.files.write_at(&place.private(), 4096, b"data").unwrap();
+        let meta = place.finish(true).unwrap();
         assert_eq!((meta.len, meta.mtime_ns), (8196, 5_000_000_000));
         let bytes = std::fs::read(place.target()).unwrap();
         assert_eq!(
@@ -223,7 +207,7 @@ mod tests {
             (&b"head"[..], &b"data"[..], &b"foot"[..])
         );
         assert!(!place.private().exists());
-        assert!(matches!(place.finish(true), Ok(IoDone::Finished(_))), "again");
+        place.finish(true).unwrap(); // again
         std::fs::write(place.target(), b"other").unwrap();
         assert_eq!(place.finish(true).unwrap_err().kind(), ErrorKind::NotFound);
     }
@@ -244,12 +228,9 @@ mod tests {
         let place = Place::new();
         let error = place.files.create(&place.private(), b"", 0, 0o600).unwrap_err();
         assert_eq!(error.os_code(), Some(17));
-        let write = |path: &Path, len| place.files.write_at(path, 0, b"data".to_vec().into(), len);
-        assert_eq!(write(&place.target(), 4).unwrap_err().kind(), ErrorKind::NotFound);
-        assert_eq!(
-            write(&place.private(), 5).unwrap_err().kind(),
-            ErrorKind::InvalidInput
-        );
+        let write = |path: &Path, at| place.files.write_at(path, at, b"data").unwrap_err().kind();
+        assert_eq!(write(&place.target(), 0), ErrorKind::NotFound);
+        assert_eq!(write(&place.private(), u64::MAX), ErrorKind::InvalidInput);
         let error = place
             .files
             .create(&place.target().join("x"), b"", 0, 0o600)

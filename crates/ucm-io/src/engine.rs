@@ -13,9 +13,9 @@ pub type StillWanted<'a> = &'a dyn Fn() -> bool;
 pub trait IoEngine: Send + Sync {
     /// Does `op` for whoever asks in that lane (0 load, 1 prefetch and lookup, 2 dump, 3 space). What is no longer wanted
     /// has no effect any more: it fails with `Timeout`.
-    fn run(&self, lane: usize, op: IoOp, wanted: StillWanted<'_>) -> Result<IoDone>;
+    fn run(&self, lane: usize, op: &mut IoOp<'_>, wanted: StillWanted<'_>) -> Result<IoDone>;
 
-    /// Closes the descriptors that are kept ([`IoOp::ReadInto`]) of these files, which are gone, and with `unused` also
+    /// Closes the descriptors that are kept ([`IoJob::read_into`](crate::IoJob::read_into)) of these files, which are gone, and with `unused` also
     /// those that were not used since this was last asked.
     fn close_kept(&self, _gone: &[PathBuf], _unused: bool) {}
 

@@ -12,7 +12,7 @@ use crate::dirty::Dirty;
 use crate::engine::StillWanted;
 use crate::kept::Kept;
 use crate::meta::{failed, is_absent, set_mtime, stat_one, to_meta};
-use crate::op::{FileMeta, IoBuf, IoDone, ReadMode};
+use crate::op::{FileMeta, Publish, ReadMode};
 use crate::probe::{Stated, stated_align};
 use crate::sys::{File, SECTOR, read_full, retry, write_full};
 use crate::window::Window;
@@ -49,17 +49,6 @@ pub(crate) struct Files {
     pub(crate) kept: Kept,
 }
 
-/// The arguments of [`Files::publish`], as in `IoOp::Publish`.
-pub(crate) struct Publish<'a> {
-    pub(crate) private: &'a Path,
-    pub(crate) target: &'a Path,
-    pub(crate) replace: bool,
-    pub(crate) len: usize,
-    pub(crate) mode: u32,
-    pub(crate) mtime_ns: Option<i64>,
-    pub(crate) durable: bool,
-}
-
 impl Files {
     pub(crate) fn new(direct: bool) -> Self {
         Self {
@@ -78,13 +67,13 @@ impl Files {
         path: &Path,
         offset: u64,
         len: usize,
-        mut buf: IoBuf,
+        buf: &mut [u8],
         mode: ReadMode,
-    ) -> Result<IoDone> {
+    ) -> Result<(usize, u64)> {
         let room = buf.len();
         check_read(path, offset, len, room)?;
         let fresh = mode == ReadMode::FreshDirect;
-        let fits = fits_direct_read(&buf, offset);
+        let fits = fits_direct_read(buf, len, offset);
         let fail = |e| failed(e, CANNOT_READ, path);
         let mut file = open_for_read(path, fresh || (self.direct && fits)).map_err(fail)?;
         let stat = retry(|| rustix::fs::fstat(file.fd())).map_err(fail)?;
@@ -102,58 +91,50 @@ impl Files {
             buf[..bytes.len()].copy_from_slice(bytes);
             bytes.len()
         } else {
-            // Whole sectors for direct I/O; a slot always has room for them.
+            // Whole sectors for direct I/O.
             let ask = if file.is_direct() {
-                len.next_multiple_of(SECTOR).min(room)
+                len.next_multiple_of(SECTOR)
             } else {
                 len
             };
             read_full(&mut file, &mut buf[..ask], offset, len).map_err(fail)?
         };
         self.note(&file, meta.dev, fresh || self.direct);
-        Ok(IoDone::Read {
-            buf,
-            read: read.min(len),
-            file_len: meta.len,
-        })
+        Ok((read.min(len), meta.len))
     }
 
-    pub(crate) fn publish(&self, job: &Publish<'_>, buf: IoBuf, wanted: StillWanted<'_>) -> Result<IoDone> {
-        check_publish(job, buf.len())?;
+    pub(crate) fn publish(&self, job: &Publish<'_>, wanted: StillWanted<'_>) -> Result<Option<FileMeta>> {
         // If this fails, whatever has that name is not ours and stays.
         let fd = retry(|| rustix::fs::open(job.private, CREATE_FLAGS, Mode::from_raw_mode(job.mode)))
             .map_err(|e| failed(e, CANNOT_CREATE, job.private))?;
-        let filled = self.fill(File::new(fd, false), job, &buf);
+        let filled = self.fill(File::new(fd, false), job);
         let named = filled.and_then(|()| self.name(job, wanted));
         if !matches!(named, Ok(Some(_))) {
             // Best effort: a private file that stays is swept later by its age.
             let _ = retry(|| rustix::fs::unlink(job.private));
         }
-        named.map(|named| match named {
-            Some(meta) => IoDone::Published { buf, meta },
-            None => IoDone::Taken { buf },
-        })
+        named
     }
 
     /// Writes the private file and closes it.
-    fn fill(&self, mut file: File, job: &Publish<'_>, buf: &IoBuf) -> Result<()> {
+    fn fill(&self, mut file: File, job: &Publish<'_>) -> Result<()> {
         let written = |e| failed(e, CANNOT_WRITE, job.private);
         let mut through_cache = true;
         if self.direct {
             let dev = to_meta(&retry(|| rustix::fs::fstat(file.fd())).map_err(written)?).dev;
             // Turned on after the open: an open with O_DIRECT may create the file and fail all the same.
-            if fits_direct_write(buf, job.len) && self.usable(dev, || stated_align(file.fd())) {
+            if fits_direct_write(job.bytes) && self.usable(dev, || stated_align(file.fd())) {
                 file.set_direct(true);
                 through_cache = false;
             }
-            let result = write_full(&mut file, &buf[..job.len], 0);
+            let result = write_full(&mut file, job.bytes, 0);
             self.note(&file, dev, true);
             result
         } else {
-            write_full(&mut file, &buf[..job.len], 0)
+            write_full(&mut file, job.bytes, 0)
         }
         .map_err(written)?;
-        if through_cache && self.presses(job.len) {
+        if through_cache && self.dirty.write(job.bytes.len() as u64) {
             // Starts writing back what is dirty of this file; best effort, the kernel does it some time anyway.
             let _ = rustix::fs::fadvise(file.fd(), 0, None, Advice::DontNeed);
         }
@@ -161,11 +142,6 @@ impl Files {
             retry(|| rustix::fs::fsync(file.fd())).map_err(written)?;
         }
         file.close().map_err(|e| failed(e, CANNOT_CLOSE, job.private))
-    }
-
-    /// Counts bytes written through the page cache; whether they should be sent to the disk at once.
-    fn presses(&self, len: usize) -> bool {
-        self.dirty.write(len as u64)
     }
 
     /// Gives the closed file its time and its name; none if the name is taken.
@@ -177,13 +153,13 @@ impl Files {
         // After the close, for that is when a network file system has settled length and time.
         let meta = stat_one(job.private, AtFlags::SYMLINK_NOFOLLOW)
             .map_err(|e| failed(e, "cannot look at the written file", job.private))?;
-        if meta.len != job.len as u64 {
+        if meta.len != job.bytes.len() as u64 {
             return Err(Error::new(
                 ErrorKind::Io,
                 "the file has another length than what was written to it",
             )
             .with("path", job.private.display())
-            .with("written", job.len)
+            .with("written", job.bytes.len())
             .with("found", meta.len));
         }
         if !wanted() {
@@ -254,25 +230,22 @@ pub(crate) fn check_read(path: &Path, offset: u64, len: usize, room: usize) -> R
     )
 }
 
-/// A publish must fit its buffer.
-fn check_publish(job: &Publish<'_>, room: usize) -> Result<()> {
-    if job.len <= room {
-        return Ok(());
-    }
-    Err(Error::invalid("a publish must not be longer than its buffer")
-        .with("path", job.target.display())
-        .with("len", job.len)
-        .with("buffer", room))
+/// Whether memory begins where direct I/O wants it, as slots do.
+pub(crate) fn on_a_page(bytes: &[u8]) -> bool {
+    bytes.as_ptr().addr().is_multiple_of(PAGE as usize)
 }
 
-/// Whether direct I/O takes this buffer and offset as they are.
-pub(crate) fn fits_direct_read(buf: &IoBuf, offset: u64) -> bool {
-    matches!(buf, IoBuf::Slot(_)) && offset.is_multiple_of(PAGE)
+/// Whether direct I/O can read so many bytes from this offset into this memory as it is: with room for whole sectors.
+pub(crate) fn fits_direct_read(buf: &[u8], len: usize, offset: u64) -> bool {
+    let room = len
+        .checked_next_multiple_of(SECTOR)
+        .is_some_and(|len| len <= buf.len());
+    room && on_a_page(buf) && offset.is_multiple_of(PAGE)
 }
 
-/// Whether direct I/O takes so much of this buffer as it is.
-fn fits_direct_write(buf: &IoBuf, len: usize) -> bool {
-    matches!(buf, IoBuf::Slot(_)) && len.is_multiple_of(SECTOR)
+/// Whether direct I/O can write these bytes as they are.
+fn fits_direct_write(bytes: &[u8]) -> bool {
+    on_a_page(bytes) && bytes.len().is_multiple_of(SECTOR)
 }
 
 /// Something else than a file has the name. That says nothing of the medium.
@@ -339,17 +312,17 @@ pub(crate) fn is_named(renamed: rustix::io::Result<()>, target: &Path, meta: &Fi
 mod tests {
     use super::*;
 
-    fn publish(dir: &Path, wanted: bool) -> Result<IoDone> {
+    fn publish(dir: &Path, wanted: bool) -> Result<Option<FileMeta>> {
         let job = Publish {
             private: &dir.join("private"),
             target: &dir.join("target"),
             replace: true,
-            len: 3,
+            bytes: &[1, 2, 3],
             mode: 0o600,
             mtime_ns: None,
             durable: true,
         };
-        Files::new(false).publish(&job, vec![1, 2, 3].into(), &|| wanted)
+        Files::new(false).publish(&job, &|| wanted)
     }
 
     #[test]

@@ -13,15 +13,14 @@ use ucm_core::{Error, Result};
 use crate::file::{CANNOT_READ, Files, check_read, fits_direct_read, not_regular, open_for_read};
 use crate::kept::KeptFile;
 use crate::meta::{failed, to_meta};
-use crate::op::{IoBuf, IoDone};
 use crate::probe::stated_align;
 use crate::sys::{File, GiveUp, PortInto, SECTOR, read_into_full, retry};
 
 /// One such read, checked.
-struct Stretch<'a> {
+struct Stretch<'a, 'b> {
     path: &'a Path,
     offset: u64,
-    goes: Goes<'a>,
+    goes: Goes<'a, 'b>,
     /// Bytes wanted.
     need: usize,
     /// Direct I/O takes it as it is.
@@ -29,11 +28,11 @@ struct Stretch<'a> {
 }
 
 /// Where the bytes go.
-enum Goes<'a> {
+enum Goes<'a, 'b> {
     /// One after another into these, so many into each.
-    Row(&'a mut [IoBuf], &'a [usize]),
+    Row(&'a mut [(&'b mut [u8], usize)]),
     /// These parts to their places in one.
-    Parts(&'a mut IoBuf, &'a [Range<usize>]),
+    Parts(&'a mut [u8], &'a [Range<usize>]),
 }
 
 /// What a kept descriptor brought.
@@ -52,22 +51,18 @@ impl Files {
         &self,
         path: &Path,
         offset: u64,
-        into: Vec<(IoBuf, usize)>,
+        into: &mut [(&mut [u8], usize)],
         keep: bool,
-    ) -> IoDone {
-        let (mut bufs, lens): (Vec<_>, Vec<_>) = into.into_iter().unzip();
-        let checked = check_into(path, offset, bufs.iter().zip(lens.iter().copied()));
-        let read = checked.and_then(|(need, fits)| {
-            let mut stretch = Stretch {
-                path,
-                offset,
-                goes: Goes::Row(&mut bufs, &lens),
-                need,
-                fits,
-            };
-            self.read_stretch(&mut stretch, keep)
-        });
-        IoDone::ReadInto { bufs, read }
+    ) -> Result<usize> {
+        let (need, fits) = check_into(path, offset, into)?;
+        let mut stretch = Stretch {
+            path,
+            offset,
+            goes: Goes::Row(into),
+            need,
+            fits,
+        };
+        self.read_stretch(&mut stretch, keep)
     }
 
     /// As `IoOp::ReadParts`.
@@ -76,26 +71,21 @@ impl Files {
         path: &Path,
         offset: u64,
         parts: &[Range<usize>],
-        mut buf: IoBuf,
+        buf: &mut [u8],
         keep: bool,
-    ) -> IoDone {
-        let read = check_parts(path, offset, parts, &buf).and_then(|(need, fits)| {
-            let mut stretch = Stretch {
-                path,
-                offset,
-                goes: Goes::Parts(&mut buf, parts),
-                need,
-                fits,
-            };
-            self.read_stretch(&mut stretch, keep)
-        });
-        IoDone::ReadInto {
-            bufs: vec![buf],
-            read,
-        }
+    ) -> Result<usize> {
+        let (need, fits) = check_parts(path, offset, parts, buf)?;
+        let mut stretch = Stretch {
+            path,
+            offset,
+            goes: Goes::Parts(buf, parts),
+            need,
+            fits,
+        };
+        self.read_stretch(&mut stretch, keep)
     }
 
-    fn read_stretch(&self, stretch: &mut Stretch<'_>, keep: bool) -> Result<usize> {
+    fn read_stretch(&self, stretch: &mut Stretch<'_, '_>, keep: bool) -> Result<usize> {
         // One that was opened for direct I/O is of no use to others, and the other way round.
         let keep = keep && (stretch.fits || !self.direct);
         if keep && let Some(file) = self.kept.get(stretch.path) {
@@ -114,7 +104,7 @@ impl Files {
         self.read_anew(stretch, keep)
     }
 
-    fn read_anew(&self, stretch: &mut Stretch<'_>, keep: bool) -> Result<usize> {
+    fn read_anew(&self, stretch: &mut Stretch<'_, '_>, keep: bool) -> Result<usize> {
         let mut file = self.open_stretch(stretch)?;
         let stat = retry(|| rustix::fs::fstat(file.fd())).map_err(|e| stretch.failed(e))?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
@@ -142,7 +132,7 @@ impl Files {
         }
     }
 
-    fn open_stretch(&self, stretch: &Stretch<'_>) -> Result<File> {
+    fn open_stretch(&self, stretch: &Stretch<'_, '_>) -> Result<File> {
         let direct = self.direct && stretch.fits;
         let opened = match open_for_read(stretch.path, direct) {
             Err(Errno::MFILE | Errno::NFILE) if self.kept.give_up() => open_for_read(stretch.path, direct),
@@ -153,25 +143,25 @@ impl Files {
 }
 
 /// Such a read must fit its buffers: bytes wanted in all, and whether direct I/O takes it as it is.
-fn check_into<'b>(
-    path: &Path,
-    offset: u64,
-    into: impl Iterator<Item = (&'b IoBuf, usize)>,
-) -> Result<(usize, bool)> {
+fn check_into(path: &Path, offset: u64, into: &[(&mut [u8], usize)]) -> Result<(usize, bool)> {
     let long = || Error::invalid("a read is too long").with("path", path.display());
     let (mut need, mut fits): (usize, bool) = (0, true);
-    for (buf, len) in into {
+    for &(ref buf, len) in into {
         let at = offset.checked_add(need as u64).ok_or_else(long)?;
         check_read(path, at, len, buf.len())?;
-        fits &= fits_direct_read(buf, at); // whole sectors before it, then
+        fits &= fits_direct_read(buf, len, at); // whole sectors before it, then
         need = need.checked_add(len).ok_or_else(long)?;
     }
     Ok((need, fits))
 }
 
 /// The same of parts of one buffer.
-fn check_parts(path: &Path, offset: u64, parts: &[Range<usize>], buf: &IoBuf) -> Result<(usize, bool)> {
-    let (mut need, mut fits, mut end) = (0, fits_direct_read(buf, offset), 0);
+fn check_parts(path: &Path, offset: u64, parts: &[Range<usize>], buf: &[u8]) -> Result<(usize, bool)> {
+    let (mut need, mut fits, mut end) = (
+        0,
+        fits_direct_read(buf, parts.last().map_or(0, |part| part.end), offset),
+        0,
+    );
     for part in parts {
         if part.start < end || part.end < part.start {
             return Err(Error::invalid("parts of a read come in order").with("path", path.display()));
@@ -184,23 +174,24 @@ fn check_parts(path: &Path, offset: u64, parts: &[Range<usize>], buf: &IoBuf) ->
     Ok((need, fits))
 }
 
-impl Stretch<'_> {
+impl Stretch<'_, '_> {
     fn failed(&self, errno: Errno) -> Error {
         failed(errno, CANNOT_READ, self.path)
     }
 
     /// Reads through an open file; fewer bytes than wanted only at its end.
     fn read(&mut self, port: &mut impl PortInto, direct: bool) -> rustix::io::Result<usize> {
-        let (bufs, lens) = match &mut self.goes {
+        let into = match &mut self.goes {
             Goes::Parts(buf, parts) => return read_each(port, buf, parts, self.offset),
-            Goes::Row(bufs, lens) => (bufs, lens),
+            Goes::Row(into) => into,
         };
-        let last = lens.len().saturating_sub(1);
-        let mut pieces: Vec<&mut [u8]> = Vec::with_capacity(lens.len());
-        for (number, (buf, &len)) in bufs.iter_mut().zip(lens.iter()).enumerate() {
-            // Whole sectors for direct I/O; a slot always has room for them.
+        let last = into.len().saturating_sub(1);
+        let mut pieces: Vec<&mut [u8]> = Vec::with_capacity(into.len());
+        for (number, (buf, len)) in into.iter_mut().enumerate() {
+            let len = *len;
+            // Whole sectors for direct I/O.
             let ask = if direct && number == last {
-                len.next_multiple_of(SECTOR).min(buf.len())
+                len.next_multiple_of(SECTOR)
             } else {
                 len
             };
@@ -228,7 +219,7 @@ impl Stretch<'_> {
 /// Reads parts to their places; how many bytes that are.
 fn read_each(
     port: &mut impl PortInto,
-    buf: &mut IoBuf,
+    buf: &mut [u8],
     parts: &[Range<usize>],
     offset: u64,
 ) -> rustix::io::Result<usize> {
@@ -289,12 +280,16 @@ mod tests {
 
         /// Reads three pieces from the second on, and compares what came.
         fn read(&self, keep: bool) -> Result<usize> {
-            let slots: [_; 3] = page_slots(PIECE).unwrap();
-            let into = slots.into_iter().map(|slot| (IoBuf::Slot(slot), PIECE)).collect();
-            let IoDone::ReadInto { bufs, read } = self.files.read_into(&self.path, 8192, into, keep) else {
-                unreachable!();
-            };
-            let got: Vec<u8> = bufs.iter().flat_map(|buf| buf[..PIECE].to_vec()).collect();
+            let mut slots: [_; 3] = page_slots(PIECE).unwrap();
+            let mut into: Vec<_> = slots
+                .iter_mut()
+                .map(|slot| (slot.as_mut_slice(), PIECE))
+                .collect();
+            let read = self.files.read_into(&self.path, 8192, &mut into, keep);
+            let got: Vec<u8> = slots
+                .iter()
+                .flat_map(|slot| slot.as_slice()[..PIECE].to_vec())
+                .collect();
             if let Ok(read) = read {
                 assert_eq!(got[..read], self.bytes[PIECE..PIECE + read]);
             }
@@ -356,21 +351,25 @@ mod tests {
     #[test]
     fn what_direct_io_does_not_take_is_read_all_the_same() {
         let place = Place::new(true);
-        let read = |offset, lens: [usize; 2]| {
-            let slots: [_; 2] = page_slots(PIECE).unwrap();
-            let into = slots.into_iter().map(IoBuf::Slot).zip(lens).collect();
-            match place.files.read_into(&place.path, offset, into, true) {
-                IoDone::ReadInto { bufs, read } => (bufs, read.unwrap()),
-                _ => unreachable!(),
-            }
-        };
         place.read(true).unwrap();
         for (offset, lens) in [(0, [100, 200]), (5, [4096, 4096]), (4096, [4096, 77])] {
-            let (bufs, got) = read(offset, lens);
+            let mut slots: [_; 2] = page_slots(PIECE).unwrap();
+            let mut into: Vec<_> = slots
+                .iter_mut()
+                .map(|slot| slot.as_mut_slice())
+                .zip(lens)
+                .collect();
+            let got = place
+                .files
+                .read_into(&place.path, offset, &mut into, true)
+                .unwrap();
             let at = offset as usize;
             assert_eq!(got, lens[0] + lens[1]);
-            assert_eq!(bufs[0][..lens[0]], place.bytes[at..at + lens[0]]);
-            assert_eq!(bufs[1][..lens[1]], place.bytes[at + lens[0]..at + got]);
+            assert_eq!(slots[0].as_slice()[..lens[0]], place.bytes[at..at + lens[0]]);
+            assert_eq!(
+                slots[1].as_slice()[..lens[1]],
+                place.bytes[at + lens[0]..at + got]
+            );
         }
     }
 
@@ -381,19 +380,16 @@ mod tests {
             for parts in [vec![0..4096, 8192..12288], vec![100..200, 300..4000], vec![]] {
                 let [mut slot] = page_slots(2 * PIECE).unwrap();
                 slot.as_mut_slice().fill(0xee);
-                let done = place
+                let read = place
                     .files
-                    .read_parts(&place.path, 4096, &parts, IoBuf::Slot(slot), keep);
-                let IoDone::ReadInto { bufs, read } = done else {
-                    unreachable!();
-                };
+                    .read_parts(&place.path, 4096, &parts, slot.as_mut_slice(), keep);
                 assert_eq!(read.unwrap(), parts.iter().map(Range::len).sum::<usize>());
                 let mut expected = vec![0xee; 2 * PIECE];
                 for part in &parts {
                     let from = &place.bytes[4096 + part.start..4096 + part.end];
                     expected[part.clone()].copy_from_slice(from);
                 }
-                assert!(bufs[0][..] == expected, "{direct} {keep} {parts:?}");
+                assert!(*slot.as_slice() == expected, "{direct} {keep} {parts:?}");
             }
         }
     }
@@ -402,38 +398,34 @@ mod tests {
     fn parts_behind_the_end_are_not_there_and_wrong_ones_are_refused() {
         let place = Place::new(false);
         let read = |parts: &[Range<usize>]| {
-            let buf = IoBuf::Heap(vec![0; 4 * PIECE]);
-            match place
+            let mut buf = vec![0; 4 * PIECE];
+            let read = place
                 .files
-                .read_parts(&place.path, PIECE as u64, parts, buf, true)
-            {
-                IoDone::ReadInto { bufs, read } => (bufs.len(), read.map_err(|error| error.kind())),
-                _ => unreachable!(),
-            }
+                .read_parts(&place.path, PIECE as u64, parts, &mut buf, true);
+            read.map_err(|error| error.kind())
         };
-        assert_eq!(read(&[0..10, 3 * PIECE..3 * PIECE + 200]), (1, Ok(110)));
+        assert_eq!(read(&[0..10, 3 * PIECE..3 * PIECE + 200]), Ok(110));
         for wrong in [[5..10, 0..5], [0..5, 9..4 * PIECE + 1]] {
-            assert_eq!(read(&wrong), (1, Err(ErrorKind::InvalidInput)));
+            assert_eq!(read(&wrong), Err(ErrorKind::InvalidInput));
         }
     }
 
     #[test]
-    fn what_does_not_fit_or_cannot_be_read_brings_the_buffers_back() {
+    fn what_does_not_fit_or_cannot_be_read_says_why() {
         let place = Place::new(false);
         let read = |path: &Path, offset, len| {
-            let into = vec![(IoBuf::Heap(vec![0; 10]), 10), (IoBuf::Heap(vec![0; 10]), len)];
-            match place.files.read_into(path, offset, into, true) {
-                IoDone::ReadInto { bufs, read } => (bufs.len(), read.map_err(|error| error.kind())),
-                _ => unreachable!(),
-            }
+            let (mut one, mut other) = ([0; 10], [0; 10]);
+            let mut into = [(&mut one[..], 10), (&mut other[..], len)];
+            let read = place.files.read_into(path, offset, &mut into, true);
+            read.map_err(|error| error.kind())
         };
-        assert_eq!(read(&place.path, 0, 10), (2, Ok(20)));
-        assert_eq!(read(&place.path, 0, 11), (2, Err(ErrorKind::InvalidInput)));
-        assert_eq!(read(&place.path, u64::MAX, 1), (2, Err(ErrorKind::InvalidInput)));
+        assert_eq!(read(&place.path, 0, 10), Ok(20));
+        assert_eq!(read(&place.path, 0, 11), Err(ErrorKind::InvalidInput));
+        assert_eq!(read(&place.path, u64::MAX, 1), Err(ErrorKind::InvalidInput));
         let absent = place.path.with_file_name("absent");
-        assert_eq!(read(&absent, 0, 10), (2, Err(ErrorKind::NotFound)));
+        assert_eq!(read(&absent, 0, 10), Err(ErrorKind::NotFound));
         let dir = place.path.parent().unwrap();
-        assert_eq!(read(dir, 0, 10), (2, Err(ErrorKind::Foreign)));
+        assert_eq!(read(dir, 0, 10), Err(ErrorKind::Foreign));
         assert_eq!(place.files.kept.count(), 1);
     }
 }

@@ -1,7 +1,8 @@
 //! How bytes reach files: the engine that does operations, the threads that it works on, its fault-injecting twin.
 //!
 //! [`IoEngine`] does one operation ([`IoOp`]) on the thread that calls; [`PsyncEngine`] with plain system calls. [`IoPool`]
-//! has the threads, and bounds how long anybody waits for them: a job is straight-line code there. [`FaultyEngine`] stands
+//! has the threads, and bounds how long anybody waits for them: a job is straight-line code there, which does to files what
+//! its [`IoJob`] has a method for. [`FaultyEngine`] stands
 //! before an engine in tests and makes it fail, stall, tear and lie by script.
 
 mod append;
@@ -10,6 +11,7 @@ mod engine;
 mod fault;
 mod file;
 mod into;
+mod job;
 mod kept;
 mod meta;
 mod op;
@@ -23,8 +25,9 @@ mod window;
 
 pub use engine::{IoEngine, StillWanted};
 pub use fault::{Fault, FaultyEngine, Gate, Rule, RuleId, Seen, Tail, errno};
-pub use op::{FileMeta, IoBuf, IoDone, IoOp, MAX_LIST, OpKind, ReadMode, SpaceInfo};
-pub use pool::{Done, IoJob, IoOptions, IoPool};
+pub use job::{IoJob, Read};
+pub use op::{FileMeta, Finish, IoDone, IoOp, MAX_LIST, OpKind, Publish, ReadMode, SpaceInfo};
+pub use pool::{IoOptions, IoPool, Pending};
 pub use probe::{DirectAlign, FsType, Probe};
 pub use process::Process;
 pub use psync::PsyncEngine;

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, Result};
 
 use crate::engine::StillWanted;
-use crate::op::{FileMeta, IoDone, MAX_LIST, SpaceInfo};
+use crate::op::{FileMeta, MAX_LIST, SpaceInfo};
 use crate::sys::retry;
 
 /// Stats between two looks whether anybody still waits; they change nothing, and a look costs a twentieth of one.
@@ -64,7 +64,11 @@ fn go_on(wanted: StillWanted<'_>) -> Result<()> {
 
 /// The names are looked up from the directory that they have in common, which the kernel then walks to once and not
 /// for every name.
-pub(crate) fn stat(paths: &[PathBuf], stop_at_missing: bool, wanted: StillWanted<'_>) -> Result<IoDone> {
+pub(crate) fn stat(
+    paths: &[PathBuf],
+    stop_at_missing: bool,
+    wanted: StillWanted<'_>,
+) -> Result<Vec<Option<FileMeta>>> {
     let mut found = Vec::with_capacity(paths.len());
     let common = Common::open(paths);
     for (number, path) in paths.iter().enumerate() {
@@ -81,7 +85,7 @@ pub(crate) fn stat(paths: &[PathBuf], stop_at_missing: bool, wanted: StillWanted
             break;
         }
     }
-    Ok(IoDone::Stat(found))
+    Ok(found)
 }
 
 /// A directory that all names of one operation lie below, open for as long as that operation lasts: a descriptor kept
@@ -156,12 +160,12 @@ fn was_there(done: rustix::io::Result<()>, what: &'static str, path: &Path) -> R
     }
 }
 
-pub(crate) fn touch(files: &[(PathBuf, i64)], wanted: StillWanted<'_>) -> IoDone {
+pub(crate) fn touch(files: &[(PathBuf, i64)], wanted: StillWanted<'_>) -> Vec<Result<bool>> {
     let one = |(path, mtime_ns): &(PathBuf, i64)| {
         go_on(wanted)?;
         was_there(set_mtime(path, *mtime_ns), "cannot set the file's time", path)
     };
-    IoDone::Touched(files.iter().map(one).collect())
+    files.iter().map(one).collect()
 }
 
 /// Sets a file's modification time, in ns since 1970; the time of access stays.
@@ -179,31 +183,31 @@ pub(crate) fn set_mtime(path: &Path, mtime_ns: i64) -> rustix::io::Result<()> {
     retry(|| rustix::fs::utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW))
 }
 
-pub(crate) fn remove(paths: &[PathBuf], wanted: StillWanted<'_>) -> IoDone {
+pub(crate) fn remove(paths: &[PathBuf], wanted: StillWanted<'_>) -> Vec<Result<bool>> {
     let one = |path: &PathBuf| {
         go_on(wanted)?;
         was_there(retry(|| rustix::fs::unlink(path)), "cannot remove the file", path)
     };
-    IoDone::Removed(paths.iter().map(one).collect())
+    paths.iter().map(one).collect()
 }
 
 /// Renames `from`, which must be the file with this inode. Between the look and the rename another process may still
 /// put another file there: callers keep their own away, and must be able to do without that one too.
-pub(crate) fn rename(from: &Path, to: &Path, ino: u64, wanted: StillWanted<'_>) -> Result<IoDone> {
+pub(crate) fn rename(from: &Path, to: &Path, ino: u64, wanted: StillWanted<'_>) -> Result<bool> {
     match stat_one(from, AtFlags::SYMLINK_NOFOLLOW) {
         Ok(meta) if meta.ino == ino && !meta.is_dir => {}
-        Ok(_) => return Ok(IoDone::Renamed(false)),
-        Err(e) if is_absent(e) => return Ok(IoDone::Renamed(false)),
+        Ok(_) => return Ok(false),
+        Err(e) if is_absent(e) => return Ok(false),
         Err(e) => return Err(failed(e, "cannot look at the file", from)),
     }
     go_on(wanted)?;
     match retry(|| rustix::fs::rename(from, to)) {
-        Ok(()) => Ok(IoDone::Renamed(true)),
+        Ok(()) => Ok(true),
         Err(e) => Err(failed(e, "cannot rename the file", from).with("to", to.display())),
     }
 }
 
-pub(crate) fn list(dir: &Path, wanted: StillWanted<'_>) -> Result<IoDone> {
+pub(crate) fn list(dir: &Path, wanted: StillWanted<'_>) -> Result<Vec<(OsString, FileMeta)>> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let fail = |e| failed(e, "cannot list the directory", dir);
     let fd = retry(|| rustix::fs::open(dir, flags, Mode::empty())).map_err(fail)?;
@@ -225,14 +229,14 @@ pub(crate) fn list(dir: &Path, wanted: StillWanted<'_>) -> Result<IoDone> {
             break;
         }
     }
-    Ok(IoDone::List(found))
+    Ok(found)
 }
 
-pub(crate) fn make_dir(path: &Path, mode: u32) -> Result<IoDone> {
+pub(crate) fn make_dir(path: &Path, mode: u32) -> Result<bool> {
     match retry(|| rustix::fs::mkdir(path, Mode::from_raw_mode(mode))) {
-        Ok(()) => Ok(IoDone::MadeDir(true)),
+        Ok(()) => Ok(true),
         Err(Errno::EXIST) => match stat_one(path, AtFlags::empty()) {
-            Ok(meta) if meta.is_dir => Ok(IoDone::MadeDir(false)),
+            Ok(meta) if meta.is_dir => Ok(false),
             Ok(_) => Err(failed(
                 Errno::NOTDIR,
                 "a file is where a directory should be",
@@ -244,15 +248,15 @@ pub(crate) fn make_dir(path: &Path, mode: u32) -> Result<IoDone> {
     }
 }
 
-pub(crate) fn space(path: &Path) -> Result<IoDone> {
+pub(crate) fn space(path: &Path) -> Result<SpaceInfo> {
     let fail = |e| failed(e, "cannot ask for the size of the file system", path);
     let vfs = retry(|| rustix::fs::statvfs(path)).map_err(fail)?;
     let meta = stat_one(path, AtFlags::empty()).map_err(fail)?;
-    Ok(IoDone::Space(SpaceInfo {
+    Ok(SpaceInfo {
         total: vfs.f_blocks.saturating_mul(vfs.f_frsize),
         free: vfs.f_bavail.saturating_mul(vfs.f_frsize),
         dev: meta.dev,
-    }))
+    })
 }
 
 #[cfg(test)]
@@ -265,10 +269,7 @@ mod tests {
     fn only_the_file_that_was_meant_is_renamed() {
         let place = tempfile::tempdir().unwrap();
         let [from, to] = ["a", "b"].map(|name| place.path().join(name));
-        let renamed = |ino| match rename(&from, &to, ino, &|| true) {
-            Ok(IoDone::Renamed(done)) => done,
-            other => panic!("{other:?}"),
-        };
+        let renamed = |ino| rename(&from, &to, ino, &|| true).unwrap();
         assert!(!renamed(1), "not there");
         std::fs::write(&from, b"x").unwrap();
         let ino = stat_one(&from, AtFlags::empty()).unwrap().ino;
@@ -306,10 +307,7 @@ mod tests {
         let paths: Vec<PathBuf> = (0..FEWEST_IN_COMMON * 4)
             .map(|number| place.path().join(format!("d{}/f{number}", number % 3)))
             .collect();
-        let look = |paths: &[PathBuf], stop| match stat(paths, stop, &|| true) {
-            Ok(IoDone::Stat(found)) => found,
-            other => panic!("{other:?}"),
-        };
+        let look = |paths: &[PathBuf], stop| stat(paths, stop, &|| true).unwrap();
         assert_eq!(
             look(&paths, false),
             vec![None; paths.len()],
@@ -340,18 +338,14 @@ mod tests {
         // The deadline passes while the first is removed.
         let asked = Cell::new(0);
         let wanted = || asked.replace(asked.get() + 1) == 0;
-        let IoDone::Removed(done) = remove(&paths, &wanted) else {
-            unreachable!();
-        };
+        let done = remove(&paths, &wanted);
         assert!(*done[0].as_ref().unwrap());
         for late in &done[1..] {
             assert_eq!(late.as_ref().unwrap_err().kind(), ErrorKind::Timeout);
         }
         assert!(!paths[0].exists() && paths[1].exists() && paths[2].exists());
         let before = stat_one(&paths[1], AtFlags::empty()).unwrap();
-        let IoDone::Touched(done) = touch(&[(paths[1].clone(), 5)], &|| false) else {
-            unreachable!();
-        };
+        let done = touch(&[(paths[1].clone(), 5)], &|| false);
         assert!(done[0].is_err());
         assert_eq!(stat_one(&paths[1], AtFlags::empty()), Ok(before));
         assert!(stat(&paths, false, &|| false).is_err());

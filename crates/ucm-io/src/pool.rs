@@ -7,20 +7,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{Clock, Lane, Mono, PoolStats, SystemClock, WorkerPool};
+use ucm_infra::{Clock, Completion, Lane, Mono, PoolStats, SystemClock, WorkerPool};
 
 use crate::engine::IoEngine;
-use crate::op::{IoDone, IoOp};
+use crate::job::IoJob;
 use crate::psync::PsyncEngine;
 
 /// The lane of housekeeping.
 const HOUSEKEEPING: usize = 3;
+/// How long after its deadline a job that is waited for has to say so.
+const GRACE: Duration = Duration::from_millis(100);
 /// How long closing files that nobody writes may take.
 const CLOSE: Duration = Duration::from_secs(5);
-
-/// Called exactly once with the outcome.
-pub type Done<T = IoDone> = Box<dyn FnOnce(Result<T>) + Send>;
 
 /// How an [`IoPool`] is set up.
 #[derive(Clone, Debug)]
@@ -111,13 +111,8 @@ impl IoPool {
         done: impl FnOnce(Result<T>) + Send + 'static,
     ) {
         let over = Arc::new(AtomicBool::new(false));
-        let job = IoJob {
-            engine: Arc::clone(&self.engine),
-            clock: Arc::clone(&self.clock),
-            lane,
-            deadline,
-            over: Arc::clone(&over),
-        };
+        let until = (Arc::clone(&self.clock), deadline, Arc::clone(&over));
+        let job = IoJob::new(Arc::clone(&self.engine), lane, Some(until));
         let work = move || work(&job);
         let tell = move |result: Result<Result<T>>| {
             over.store(true, Ordering::Release);
@@ -129,9 +124,33 @@ impl IoPool {
         }
     }
 
-    /// [`IoPool::job`] of one operation.
-    pub fn submit(&self, lane: usize, deadline: Mono, op: IoOp, done: Done) {
-        self.job(lane, deadline, move |job| job.run(op), done);
+    /// [`IoPool::job`] whose outcome somebody waits for.
+    pub fn begin<T: Send + 'static>(
+        &self,
+        lane: usize,
+        deadline: Mono,
+        work: impl FnOnce(&IoJob) -> Result<T> + Send + 'static,
+    ) -> Pending<T> {
+        let ended = Completion::new();
+        let end = Arc::clone(&ended);
+        self.job(lane, deadline, work, move |result| {
+            end.complete(Arc::new(Mutex::new(Some(result))));
+        });
+        Pending {
+            ended,
+            clock: Arc::clone(&self.clock),
+            deadline,
+        }
+    }
+
+    /// [`IoPool::begin`], and waits: how whoever has a thread of its own keeps it, whatever the file system does.
+    pub fn call<T: Send + 'static>(
+        &self,
+        lane: usize,
+        deadline: Mono,
+        work: impl FnOnce(&IoJob) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.begin(lane, deadline, work).wait()
     }
 
     /// How many jobs of a lane run at once: by this callers divide what they ask for.
@@ -139,7 +158,7 @@ impl IoPool {
         self.widths.get(lane).copied().unwrap_or(1)
     }
 
-    /// Closes the descriptors that are kept ([`IoOp::ReadInto`]) of these files, which are gone, and with `unused` also
+    /// Closes the descriptors that are kept ([`IoJob::read_into`]) of these files, which are gone, and with `unused` also
     /// those that were not used since this was last asked. Never blocks.
     pub fn close_kept(&self, gone: Vec<PathBuf>, unused: bool) {
         let engine = Arc::clone(&self.engine);
@@ -179,28 +198,23 @@ impl IoPool {
     }
 }
 
-/// One job on a thread of an [`IoPool`]: what it does to files, it does with this.
-pub struct IoJob {
-    engine: Arc<dyn IoEngine>,
+/// An outcome that is handed on once although completions are shared.
+type Outcome<T> = Arc<Mutex<Option<Result<T>>>>;
+
+/// A job whose outcome somebody waits for.
+pub struct Pending<T> {
+    ended: Arc<Completion<Outcome<T>>>,
     clock: Arc<dyn Clock>,
-    lane: usize,
     deadline: Mono,
-    /// Its end was told: whoever waited for it does not any more.
-    over: Arc<AtomicBool>,
 }
 
-impl IoJob {
-    /// Whether somebody still waits for this job. What it does after that has no effect any more.
-    pub fn is_wanted(&self) -> bool {
-        !self.over.load(Ordering::Acquire) && self.clock.now() < self.deadline
-    }
-
-    /// Does one operation, on this thread; `Timeout`, and nothing is done, where nobody waits for it any more.
-    pub fn run(&self, op: IoOp) -> Result<IoDone> {
-        if self.is_wanted() {
-            return self.engine.run(self.lane, op, &|| self.is_wanted());
-        }
-        let late = "the job ran past its deadline, and nothing more is done for it";
-        Err(Error::new(ErrorKind::Timeout, late))
+impl<T> Pending<T> {
+    /// Waits for it, by its deadline.
+    pub fn wait(self) -> Result<T> {
+        let late = || Error::new(ErrorKind::Timeout, "the file system did not answer in time");
+        let until = self.deadline.after(GRACE);
+        let result = self.ended.wait(&*self.clock, Some(until)).ok_or_else(late)?;
+        let result = result.lock().take();
+        result.unwrap_or_else(|| Err(Error::internal("an answer was taken twice")))
     }
 }

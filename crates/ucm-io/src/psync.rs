@@ -5,9 +5,8 @@ use std::sync::Arc;
 
 use ucm_core::Result;
 
-use crate::append::Finish;
 use crate::engine::{IoEngine, StillWanted};
-use crate::file::{Files, Publish};
+use crate::file::Files;
 use crate::meta;
 use crate::op::{IoDone, IoOp};
 use crate::probe::probe;
@@ -32,7 +31,7 @@ impl PsyncEngine {
 }
 
 impl IoEngine for PsyncEngine {
-    fn run(&self, _lane: usize, op: IoOp, wanted: StillWanted<'_>) -> Result<IoDone> {
+    fn run(&self, _lane: usize, op: &mut IoOp<'_>, wanted: StillWanted<'_>) -> Result<IoDone> {
         let files = &self.files;
         match op {
             IoOp::Read {
@@ -41,84 +40,50 @@ impl IoEngine for PsyncEngine {
                 len,
                 buf,
                 mode,
-            } => files.read(&path, offset, len, buf, mode),
+            } => files
+                .read(path, *offset, *len, buf, *mode)
+                .map(|(read, len)| IoDone::Read(read, len)),
             IoOp::ReadInto {
                 path,
                 offset,
                 into,
                 keep,
-            } => Ok(files.read_into(&path, offset, into, keep)),
+            } => files.read_into(path, *offset, into, *keep).map(IoDone::ReadInto),
             IoOp::ReadParts {
                 path,
                 offset,
                 parts,
                 buf,
                 keep,
-            } => Ok(files.read_parts(&path, offset, &parts, buf, keep)),
-            IoOp::Publish {
-                private,
-                target,
-                replace,
-                buf,
-                len,
-                mode,
-                mtime_ns,
-                durable,
-            } => {
-                let job = Publish {
-                    private: &private,
-                    target: &target,
-                    replace,
-                    len,
-                    mode,
-                    mtime_ns,
-                    durable,
-                };
-                files.publish(&job, buf, wanted)
-            }
-            IoOp::Stat {
-                paths,
-                stop_at_missing,
-            } => meta::stat(&paths, stop_at_missing, wanted),
-            IoOp::Touch { files } => Ok(meta::touch(&files, wanted)),
-            IoOp::Remove { paths } => {
-                let removed = meta::remove(&paths, wanted);
-                drop(files.kept.take(&paths, false));
-                Ok(removed)
-            }
-            IoOp::Rename { from, to, ino } => meta::rename(&from, &to, ino, wanted),
-            IoOp::List { dir } => meta::list(&dir, wanted),
-            IoOp::MakeDir { path, mode } => meta::make_dir(&path, mode),
-            IoOp::Space { path } => meta::space(&path),
-            IoOp::Probe { dir } => probe(&dir).map(IoDone::Probe),
+            } => files
+                .read_parts(path, *offset, parts, buf, *keep)
+                .map(IoDone::ReadInto),
+            IoOp::Publish(job) => files.publish(job, wanted).map(IoDone::Published),
             IoOp::Create {
                 path,
                 head,
                 room,
                 mode,
-            } => files.create(&path, &head, room, mode),
-            IoOp::WriteAt {
-                path,
-                offset,
-                buf,
-                len,
-            } => files.write_at(&path, offset, buf, len),
-            IoOp::Finish {
-                private,
-                target,
-                foot,
-                offset,
-                mtime_ns,
-            } => {
-                let job = Finish {
-                    private: &private,
-                    target: &target,
-                    foot: &foot,
-                    offset,
-                    mtime_ns,
-                };
-                files.finish(&job, wanted)
+            } => files.create(path, head, *room, *mode).map(|()| IoDone::Wrote),
+            IoOp::WriteAt { path, offset, bytes } => {
+                files.write_at(path, *offset, bytes).map(|()| IoDone::Wrote)
             }
+            IoOp::Finish(job) => files.finish(job, wanted).map(IoDone::Finished),
+            IoOp::Stat {
+                paths,
+                stop_at_missing,
+            } => meta::stat(paths, *stop_at_missing, wanted).map(IoDone::Stat),
+            IoOp::Touch { files } => Ok(IoDone::Each(meta::touch(files, wanted))),
+            IoOp::Remove { paths } => {
+                let removed = meta::remove(paths, wanted);
+                drop(files.kept.take(paths, false));
+                Ok(IoDone::Each(removed))
+            }
+            IoOp::Rename { from, to, ino } => meta::rename(from, to, *ino, wanted).map(IoDone::Was),
+            IoOp::List { dir } => meta::list(dir, wanted).map(IoDone::List),
+            IoOp::MakeDir { path, mode } => meta::make_dir(path, *mode).map(IoDone::Was),
+            IoOp::Space { path } => meta::space(path).map(IoDone::Space),
+            IoOp::Probe { dir } => probe(dir).map(IoDone::Probe),
         }
     }
 

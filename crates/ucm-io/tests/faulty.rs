@@ -8,31 +8,24 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::*;
-use ucm_core::ErrorKind;
-use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_core::{ErrorKind, Result};
+use ucm_infra::{Clock, Mono};
 use ucm_io::{
-    Fault, FaultyEngine, Gate, IoDone, IoOp, IoOptions, IoPool, OpKind, PsyncEngine, Rule, Tail, errno,
+    Fault, FaultyEngine, FileMeta, Gate, IoJob, OpKind, PsyncEngine, ReadMode, Rule, RuleId, Tail, errno,
 };
 
 struct Bench {
     place: tempfile::TempDir,
-    clock: Arc<ManualClock>,
     engine: Arc<FaultyEngine>,
-    pool: Arc<IoPool>,
+    io: IoJob,
 }
 
 impl Bench {
     fn seeded(seed: u64) -> Self {
-        let clock = ManualClock::new();
         let engine = FaultyEngine::new(PsyncEngine::new(false), seed);
-        let options = IoOptions {
-            clock: Arc::clone(&clock) as Arc<dyn Clock>,
-            ..IoOptions::with_workers(4)
-        };
         Self {
             place: tempfile::tempdir().unwrap(),
-            clock,
-            pool: IoPool::new(Arc::clone(&engine) as _, &options).unwrap(),
+            io: IoJob::alone(Arc::clone(&engine) as _),
             engine,
         }
     }
@@ -45,24 +38,23 @@ impl Bench {
         self.place.path()
     }
 
-    fn rule(&self, kind: OpKind, fault: Fault) -> ucm_io::RuleId {
+    fn rule(&self, kind: OpKind, fault: Fault) -> RuleId {
         self.engine.add(Rule::on(kind, fault).times(1))
     }
 
     /// Publishes "block" with a pattern through the faults; returns the bytes.
-    fn publish(&self) -> (Vec<u8>, ucm_core::Result<IoDone>) {
-        let mut bytes = vec![0; 100];
-        pattern(&mut bytes, 5);
-        let result = call(&self.pool, publish_op(self.dir(), "block", bytes.clone()));
+    fn publish(&self) -> (Vec<u8>, Result<Option<FileMeta>>) {
+        let bytes = pattern(100, 5);
+        let result = try_publish(&self.io, self.dir(), "block", &bytes);
         (bytes, result)
     }
 
-    fn read(&self) -> ucm_core::Result<(Vec<u8>, u64)> {
-        read(&self.pool, self.dir().join("block"), 0, 100)
+    fn read(&self) -> Result<(Vec<u8>, u64)> {
+        read(&self.io, &self.dir().join("block"), 0, 100)
     }
 
     fn exists(&self, name: &str) -> bool {
-        stat(&self.pool, &[self.dir().join(name)], false)[0].is_some()
+        self.io.look(self.dir().join(name)).unwrap().is_some()
     }
 }
 
@@ -87,7 +79,6 @@ fn without_rules_it_only_looks_on() {
         (bench.engine.log().len(), bench.engine.count(OpKind::Read)),
         (0, 0)
     );
-    assert_eq!(bench.pool.stuck(), 0);
 }
 
 #[test]
@@ -96,7 +87,7 @@ fn every_kind_is_counted_as_itself() {
         assert_eq!(kind as usize, i);
     }
     let bench = Bench::new();
-    call(&bench.pool, stat_op(&[], false)).unwrap();
+    bench.io.stat(&[], false).unwrap();
     for kind in OpKind::ALL {
         assert_eq!(
             bench.engine.count(kind),
@@ -161,11 +152,8 @@ fn torn_writes_succeed_and_are_not_whole() {
         let bench = Bench::new();
         bench.rule(OpKind::Publish, Fault::Torn { keep: 60, tail });
         let (bytes, result) = bench.publish();
-        let IoDone::Published { buf, meta } = result.unwrap() else {
-            unreachable!();
-        };
-        // The writer notices nothing: neither its buffer nor what it is told shows the damage.
-        assert_eq!((&buf[..], meta.len), (&bytes[..], 100));
+        // The writer notices nothing: what it is told does not show the damage.
+        assert_eq!(result.unwrap().unwrap().len, 100);
         let (got, file_len) = bench.read().unwrap();
         assert_eq!((got.len() as u64, file_len), (len, len));
         assert_eq!(got[..60], bytes[..60]);
@@ -198,13 +186,9 @@ fn flips_change_exactly_what_they_name() {
     bench.rule(OpKind::Read, Fault::FlipRandom(7));
     let damaged = differences(&bench.read().unwrap().0, &bytes);
     assert_eq!(damaged.len(), 7);
-    // On the medium; the writer's buffer is whole.
+    // On the medium.
     bench.rule(OpKind::Publish, Fault::Flip(vec![50]));
-    let (bytes, result) = bench.publish();
-    let IoDone::Published { buf, .. } = result.unwrap() else {
-        unreachable!();
-    };
-    assert_eq!(buf[..], bytes);
+    bench.publish().1.unwrap();
     assert_eq!(differences(&bench.read().unwrap().0, &bytes), [50]);
     bench.rule(OpKind::Publish, Fault::FlipRandom(1000));
     bench.publish().1.unwrap();
@@ -243,29 +227,21 @@ fn a_late_file_is_not_seen_until_it_is() {
     let bench = Bench::new();
     bench.rule(OpKind::Publish, Fault::LateVisible(4));
     bench.publish().1.unwrap();
-    call(&bench.pool, publish_op(bench.dir(), "other", vec![1])).unwrap();
+    publish(&bench.io, bench.dir(), "other", &[1]);
     let path = |name: &str| bench.dir().join(name);
     assert!(!bench.exists("block") && bench.exists("other"));
     assert_eq!(bench.read().unwrap_err().kind(), ErrorKind::NotFound);
     // A stat that stops at the first missing name stops there.
     let paths = [path("other"), path("block"), path("other")];
-    let found = stat(&bench.pool, &paths, true);
+    let found = bench.io.stat(&paths, true).unwrap();
     assert_eq!(
         found.iter().map(Option::is_some).collect::<Vec<_>>(),
         [true, false]
     );
-    let listed = |bench: &Bench| {
-        let op = IoOp::List {
-            dir: bench.dir().to_path_buf(),
-        };
-        let IoDone::List(found) = call(&bench.pool, op).unwrap() else {
-            unreachable!();
-        };
-        found.len()
-    };
-    assert_eq!(listed(&bench), 1);
+    let listed = || bench.io.list(bench.dir()).unwrap().len();
+    assert_eq!(listed(), 1);
     // Four looks are over.
-    assert_eq!(listed(&bench), 2);
+    assert_eq!(listed(), 2);
     bench.read().unwrap();
     bench.rule(OpKind::Publish, Fault::LateVisible(u64::MAX));
     bench.publish().1.unwrap();
@@ -279,56 +255,38 @@ fn a_late_file_is_not_seen_until_it_is() {
 #[test]
 fn a_replayed_call_answers_as_the_second_one() {
     let bench = Bench::new();
-    let (path, dir) = (bench.dir().join("block"), bench.dir().join("d"));
     bench.engine.add(Rule::always(Fault::Replay));
     let (bytes, result) = bench.publish();
-    let IoDone::Published { buf, .. } = result.unwrap() else {
-        unreachable!();
-    };
-    assert_eq!(buf[..], bytes);
+    assert_eq!(result.unwrap().unwrap().len, 100);
     assert_eq!(bench.read().unwrap().0, bytes);
     assert_eq!(names(bench.dir()), ["block"]);
     // Removed by the first, gone for the second; likewise a directory that is there already.
-    let IoDone::Removed(done) = call(&bench.pool, IoOp::Remove { paths: vec![path] }).unwrap() else {
-        unreachable!();
-    };
-    assert!(!done[0].as_ref().unwrap());
-    let made = call(
-        &bench.pool,
-        IoOp::MakeDir {
-            path: dir,
-            mode: 0o700,
-        },
-    )
-    .unwrap();
-    assert!(matches!(made, IoDone::MadeDir(false)));
+    let removed = bench.io.remove(&[bench.dir().join("block")]).unwrap();
+    assert!(!removed[0].as_ref().unwrap());
+    assert!(!bench.io.make_dir(&bench.dir().join("d"), 0o700).unwrap());
 }
 
 #[test]
 fn a_hung_operation_is_written_off_and_its_slot_comes_back_with_the_call() {
     let bench = Bench::new();
+    let (pool, clock) = clocked(Arc::clone(&bench.engine) as _, 4);
     let gate = Gate::new();
     bench.rule(OpKind::Publish, Fault::HangBefore(gate.clone()));
-    let pool = slots(2, 4096);
-    let deadline = bench.clock.now().after(Duration::from_secs(30));
-    let hung = start(
-        &bench.pool,
-        2,
-        deadline,
-        publish_op(bench.dir(), "block", filled(&pool, 1)),
-    );
+    let slots = slots(2, 4096);
+    let deadline = clock.now().after(Duration::from_secs(30));
+    let hung = start_publish(&pool, 2, deadline, bench.dir(), "block", filled(&slots, 1));
     gate.await_waiting(1);
-    bench.clock.advance(Duration::from_secs(29));
+    clock.advance(Duration::from_secs(29));
     // Others pass meanwhile.
-    let op = publish_op(bench.dir(), "other", filled(&pool, 2));
-    start(&bench.pool, 2, Mono::NEVER, op).recv().unwrap().unwrap();
+    let other = start_publish(&pool, 2, Mono::NEVER, bench.dir(), "other", filled(&slots, 2));
+    other.recv().unwrap().unwrap();
     assert!(hung.try_recv().is_err());
-    bench.clock.advance(Duration::from_secs(1));
-    assert_eq!(hung.recv().unwrap().unwrap_err().kind(), ErrorKind::Timeout);
+    clock.advance(Duration::from_secs(1));
+    assert_eq!(fails(hung.recv().unwrap()), ErrorKind::Timeout);
     // Reported, and its slot still belongs to the call that has not returned.
-    assert_eq!((pool.out(), bench.pool.stuck()), (1, 1));
+    assert_eq!((slots.out(), pool.stuck()), (1, 1));
     gate.open();
-    eventually(|| pool.out() == 0 && bench.pool.stuck() == 0);
+    eventually(|| slots.out() == 0 && pool.stuck() == 0);
     assert_eq!(names(bench.dir()), ["other"]);
     assert!(hung.recv().is_err(), "told once only");
 }
@@ -336,60 +294,56 @@ fn a_hung_operation_is_written_off_and_its_slot_comes_back_with_the_call() {
 #[test]
 fn a_gate_opened_in_time_only_delays() {
     let bench = Bench::new();
-    for fault in [Fault::HangBefore as fn(Gate) -> Fault, Fault::HangAfter] {
+    let (pool, _) = clocked(Arc::clone(&bench.engine) as _, 4);
+    let slots = slots(1, 4096);
+    for (fault, salt) in [(Fault::HangBefore as fn(Gate) -> Fault, 1), (Fault::HangAfter, 2)] {
         let gate = Gate::new();
         bench.rule(OpKind::Publish, fault(gate.clone()));
-        let answer = start(
-            &bench.pool,
-            2,
-            Mono(1),
-            publish_op(bench.dir(), "block", vec![3; 100]),
-        );
+        let answer = start_publish(&pool, 2, Mono(1), bench.dir(), "block", filled(&slots, salt));
         gate.await_waiting(1);
         assert!(answer.try_recv().is_err());
         gate.open();
         answer.recv().unwrap().unwrap();
-        assert_eq!(bench.read().unwrap().0, vec![3; 100]);
+        assert_eq!(bench.read().unwrap(), (pattern(100, salt), 4096));
     }
-    assert_eq!(bench.pool.stuck(), 0);
+    assert_eq!(pool.stuck(), 0);
 }
 
 #[test]
 fn a_call_that_hangs_after_its_work_reports_a_failure_of_what_is_there() {
     let bench = Bench::new();
+    let (pool, clock) = clocked(Arc::clone(&bench.engine) as _, 4);
     let gate = Gate::new();
     bench.rule(OpKind::Publish, Fault::HangAfter(gate.clone()));
-    let pool = slots(1, 4096);
-    let hung = start(
-        &bench.pool,
-        2,
-        Mono(5),
-        publish_op(bench.dir(), "block", filled(&pool, 1)),
-    );
+    let slots = slots(1, 4096);
+    let hung = start_publish(&pool, 2, Mono(5), bench.dir(), "block", filled(&slots, 1));
     gate.await_waiting(1);
-    bench.clock.advance(Duration::from_nanos(5));
-    assert_eq!(hung.recv().unwrap().unwrap_err().kind(), ErrorKind::Timeout);
+    clock.advance(Duration::from_nanos(5));
+    assert_eq!(fails(hung.recv().unwrap()), ErrorKind::Timeout);
     assert!(bench.exists("block"));
-    assert_eq!(pool.out(), 1);
+    assert_eq!(slots.out(), 1);
     gate.open();
-    eventually(|| pool.out() == 0);
+    eventually(|| slots.out() == 0);
 }
 
 #[test]
 fn shutdown_leaves_what_hangs_behind() {
     let bench = Bench::new();
+    let (pool, _) = clocked(Arc::clone(&bench.engine) as _, 4);
     let gate = Gate::new();
     bench.rule(OpKind::Read, Fault::HangBefore(gate.clone()));
-    let pool = slots(1, 4096);
-    let op = read_op(bench.dir().join("block"), 0, 10, pool.try_acquire().unwrap());
-    let hung = start(&bench.pool, 0, Mono::NEVER, op);
+    let slots = slots(1, 4096);
+    let (path, mut slot) = (bench.dir().join("block"), slots.try_acquire().unwrap());
+    let hung = start(&pool, 0, Mono::NEVER, move |io| {
+        io.read(&path, 0, 10, slot.as_mut_slice(), ReadMode::Default)
+    });
     gate.await_waiting(1);
-    bench.pool.shutdown(Duration::ZERO);
-    assert_eq!(hung.recv().unwrap().unwrap_err().kind(), ErrorKind::Closed);
-    assert_eq!(bench.read().unwrap_err().kind(), ErrorKind::Closed);
-    assert_eq!(pool.out(), 1);
+    pool.shutdown(Duration::ZERO);
+    assert_eq!(fails(hung.recv().unwrap()), ErrorKind::Closed);
+    assert_eq!(fails(pool.call(0, Mono::NEVER, |_| Ok(()))), ErrorKind::Closed);
+    assert_eq!(slots.out(), 1);
     gate.open();
-    eventually(|| pool.out() == 0);
+    eventually(|| slots.out() == 0);
 }
 
 #[test]
@@ -399,4 +353,27 @@ fn rules_can_be_taken_back() {
     assert_eq!(bench.read().unwrap_err().kind(), ErrorKind::Busy);
     bench.engine.clear();
     bench.publish().1.unwrap();
+}
+
+#[test]
+fn a_job_that_nobody_waits_for_any_more_does_nothing_more() {
+    let bench = Bench::new();
+    let gate = Gate::new();
+    bench.rule(OpKind::Space, Fault::HangAfter(gate.clone()));
+    let (pool, clock) = clocked(Arc::clone(&bench.engine) as _, 2);
+    let (dir, deadline) = (bench.dir().to_owned(), clock.now().after(Duration::from_secs(5)));
+    let (send, late) = std::sync::mpsc::channel();
+    let hung = start(&pool, 2, deadline, move |io| {
+        let space = io.space(&dir).is_ok();
+        send.send((space, fails(try_publish(io, &dir, "block", &[1])), io.is_wanted()))
+            .unwrap();
+        Ok(())
+    });
+    gate.await_waiting(1);
+    clock.advance(Duration::from_secs(5));
+    assert_eq!(fails(hung.recv().unwrap()), ErrorKind::Timeout);
+    gate.open();
+    assert_eq!(late.recv().unwrap(), (true, ErrorKind::Timeout, false));
+    assert_eq!(bench.engine.count(OpKind::Publish), 0, "not even tried");
+    assert!(names(bench.dir()).is_empty());
 }

@@ -4,17 +4,14 @@
 
 mod common;
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use common::fuse::{Fuse, Manners, op};
 use common::*;
 use ucm_core::ErrorKind;
-use ucm_infra::{Clock, ManualClock};
-use ucm_io::{IoOptions, IoPool};
+use ucm_infra::{Clock, Mono};
+use ucm_io::{PsyncEngine, ReadMode};
 
-/// By the thread pool alone: kernels (6.18 at least) carry on a short call of a ring by themselves if the file can be
-/// polled, as those of FUSE can, and start again at its first byte. One more reason why such mounts are the pool's.
 #[test]
 fn short_counts_of_the_kernel_are_carried_on() {
     let manners = Manners {
@@ -24,16 +21,18 @@ fn short_counts_of_the_kernel_are_carried_on() {
     let Some(place) = or_skip("short_counts_of_the_kernel_are_carried_on", Fuse::mount(manners)) else {
         return;
     };
-    for engine in [pool(), direct_pool()] {
-        let pool = slots(1, 8192);
-        let slot = filled(&pool, 1);
-        let expected = slot.as_slice().to_vec();
-        let meta = publish(&*engine, place.dir(), "block", slot);
+    let path = place.dir().join("block");
+    for io in both() {
+        let pool = slots(2, 8192);
+        let (slot, mut back) = (filled(&pool, 1), pool.try_acquire().unwrap());
+        let meta = publish(&io, place.dir(), "block", slot.as_slice());
         assert_eq!(meta.len, 8192);
-        assert!(place.files()["block"] == expected);
-        let op = read_op(place.dir().join("block"), 0, 8192, pool.try_acquire().unwrap());
-        let (got, file_len) = bytes_of(call(&*engine, op).unwrap()).unwrap();
-        assert!(got == expected && file_len == 8192);
+        assert!(place.files()["block"] == slot.as_slice());
+        let read = io
+            .read(&path, 0, 8192, back.as_mut_slice(), ReadMode::Default)
+            .unwrap();
+        assert_eq!((read.bytes, read.file_len), (8192, 8192));
+        assert!(back.as_slice() == slot.as_slice());
     }
     // Nine calls for each of two files, both ways: the counts were short indeed.
     assert!(place.requests(op::WRITE) >= 18 && place.requests(op::READ) >= 18);
@@ -48,8 +47,7 @@ fn a_close_that_fails_fails_the_publish() {
     let Some(place) = or_skip("a_close_that_fails_fails_the_publish", Fuse::mount(manners)) else {
         return;
     };
-    let engine = pool();
-    let error = call(&*engine, publish_op(place.dir(), "block", vec![1; 100])).unwrap_err();
+    let error = try_publish(&plain(), place.dir(), "block", &[1; 100]).unwrap_err();
     assert_eq!(
         (error.kind(), error.os_code()),
         (ErrorKind::NoSpace, Some(libc::EDQUOT))
@@ -70,34 +68,28 @@ fn a_call_that_hangs_anywhere_costs_its_deadline_and_no_more() {
         let Some(place) = or_skip(name, Fuse::mount(manners)) else {
             return;
         };
-        let clock = ManualClock::new();
-        let engine = IoPool::psync(
-            false,
-            &IoOptions {
-                clock: Arc::clone(&clock) as Arc<dyn Clock>,
-                max_replacements: 1,
-                ..IoOptions::with_workers(1)
-            },
-        )
-        .unwrap();
-        let pool = slots(2, 4096);
+        let (pool, clock) = clocked(PsyncEngine::new(false), 1);
+        let slots = slots(2, 4096);
         let deadline = clock.now().after(Duration::from_secs(30));
-        let hung = start(
-            &*engine,
-            2,
-            deadline,
-            publish_op(place.dir(), "block", filled(&pool, 1)),
-        );
+        let hung = start_publish(&pool, 2, deadline, place.dir(), "block", filled(&slots, 1));
         place.await_stalled();
         assert!(hung.try_recv().is_err());
         clock.advance(Duration::from_secs(30));
-        assert_eq!(hung.recv().unwrap().unwrap_err().kind(), ErrorKind::Timeout);
+        assert_eq!(fails(hung.recv().unwrap()), ErrorKind::Timeout);
         // The slot stays with the call; a replacement serves the others.
-        assert_eq!((pool.out(), engine.stuck()), (1, 1));
+        assert_eq!((slots.out(), pool.stuck()), (1, 1));
         let elsewhere = tempfile::tempdir().unwrap();
-        publish(&*engine, elsewhere.path(), "other", filled(&pool, 2));
+        let other = start_publish(
+            &pool,
+            0,
+            Mono::NEVER,
+            elsewhere.path(),
+            "other",
+            filled(&slots, 2),
+        );
+        other.recv().unwrap().unwrap();
         place.release();
-        eventually(|| pool.out() == 0 && engine.stuck() == 0);
+        eventually(|| slots.out() == 0 && pool.stuck() == 0);
         // Too late is not published, unless it was the naming itself that hung: then it is there, and whole.
         let files = place.files();
         match stall {
@@ -109,36 +101,29 @@ fn a_call_that_hangs_anywhere_costs_its_deadline_and_no_more() {
 
 #[test]
 fn a_read_that_hangs_gives_its_slot_back_when_it_returns() {
-    let Some(place) = or_skip(
-        "a_read_that_hangs_gives_its_slot_back_when_it_returns",
-        Fuse::mount(Manners {
-            stall: op::READ,
-            ..Manners::default()
-        }),
-    ) else {
+    let manners = Manners {
+        stall: op::READ,
+        ..Manners::default()
+    };
+    let name = "a_read_that_hangs_gives_its_slot_back_when_it_returns";
+    let Some(place) = or_skip(name, Fuse::mount(manners)) else {
         return;
     };
-    let clock = ManualClock::new();
-    let engine = IoPool::psync(
-        false,
-        &IoOptions {
-            clock: Arc::clone(&clock) as Arc<dyn Clock>,
-            ..IoOptions::with_workers(1)
-        },
-    )
-    .unwrap();
-    publish(&*engine, place.dir(), "block", vec![7; 4096]);
-    let pool = slots(1, 4096);
-    let op = read_op(place.dir().join("block"), 0, 4096, pool.try_acquire().unwrap());
-    let hung = start(&*engine, 0, clock.now().after(Duration::from_nanos(1)), op);
+    let (pool, clock) = clocked(PsyncEngine::new(false), 1);
+    publish(&plain(), place.dir(), "block", &[7; 4096]);
+    let slots = slots(1, 4096);
+    let (path, mut slot) = (place.dir().join("block"), slots.try_acquire().unwrap());
+    let hung = start(&pool, 0, clock.now().after(Duration::from_nanos(1)), move |io| {
+        io.read(&path, 0, 4096, slot.as_mut_slice(), ReadMode::Default)
+    });
     place.await_stalled();
     clock.advance(Duration::from_nanos(1));
-    assert_eq!(hung.recv().unwrap().unwrap_err().kind(), ErrorKind::Timeout);
-    assert!(pool.try_acquire().is_none());
-    engine.shutdown(Duration::ZERO);
-    assert!(pool.try_acquire().is_none());
+    assert_eq!(fails(hung.recv().unwrap()), ErrorKind::Timeout);
+    assert!(slots.try_acquire().is_none());
+    pool.shutdown(Duration::ZERO);
+    assert!(slots.try_acquire().is_none());
     place.release();
-    eventually(|| pool.out() == 0);
+    eventually(|| slots.out() == 0);
     // The late bytes went into the quarantined slot and nowhere else.
-    assert_eq!(pool.try_acquire().unwrap().as_slice(), vec![7; 4096]);
+    assert_eq!(slots.try_acquire().unwrap().as_slice(), [7; 4096]);
 }

@@ -1,4 +1,4 @@
-//! Reads of one stretch of a file into several buffers, over both engines, their kept descriptors, and their faults.
+//! Reads of one stretch of a file into several buffers, their kept descriptors, and their faults.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod common;
@@ -9,52 +9,48 @@ use std::time::Duration;
 
 use common::*;
 use ucm_core::{ErrorKind, Result};
-use ucm_device::SlotPool;
-use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_device::{Slot, SlotPool};
+use ucm_infra::{Clock, Mono};
 use ucm_io::{
-    Fault, FaultyEngine, Gate, IoBuf, IoDone, IoOp, IoOptions, IoPool, OpKind, PsyncEngine, Rule, errno,
+    Fault, FaultyEngine, Gate, IoEngine, IoJob, IoOptions, IoPool, OpKind, PsyncEngine, Rule, errno,
 };
 
 const PIECE: usize = 8192;
 
 /// A file of so many bytes that differ from place to place.
 fn file(dir: &Path, len: usize) -> (PathBuf, Vec<u8>) {
-    let mut bytes = vec![0; len];
-    pattern(&mut bytes, 3);
+    let bytes = pattern(len, 3);
     let path = dir.join("file");
     std::fs::write(&path, &bytes).unwrap();
     (path, bytes)
 }
 
-fn op(path: &Path, offset: u64, into: Vec<(IoBuf, usize)>, keep: bool) -> IoOp {
-    IoOp::ReadInto {
-        path: path.to_owned(),
-        offset,
-        into,
-        keep,
-    }
+/// An engine through the page cache or past it, and a job on it.
+fn engine(direct: bool) -> (Arc<PsyncEngine>, IoJob) {
+    let engine = PsyncEngine::new(direct);
+    (Arc::clone(&engine), IoJob::alone(engine))
 }
 
-/// Slots for so many pieces.
-fn pieces(pool: &Arc<SlotPool>, count: usize) -> Vec<(IoBuf, usize)> {
-    (0..count)
-        .map(|_| (IoBuf::Slot(pool.try_acquire().unwrap()), PIECE))
-        .collect()
+/// All slots of a pool.
+fn all(pool: &Arc<SlotPool>) -> Vec<Slot> {
+    std::iter::from_fn(|| pool.try_acquire()).collect()
 }
 
-fn brought(answer: Result<IoDone>) -> (Vec<IoBuf>, Result<usize>) {
-    match answer {
-        Ok(IoDone::ReadInto { bufs, read }) => (bufs, read),
-        other => unreachable!("{other:?}"),
-    }
+/// Reads into the slots from the second piece of the file on: how much came.
+fn read_pieces(io: &IoJob, path: &Path, slots: &mut [Slot], keep: bool) -> Result<usize> {
+    let into = slots
+        .iter_mut()
+        .map(|slot| (slot.as_mut_slice(), PIECE))
+        .collect();
+    io.read_into(path, PIECE as u64, into, keep)
 }
 
-/// Reads three pieces from the second on: what came, and how much that is.
-fn three(engine: &IoPool, pool: &Arc<SlotPool>, path: &Path, keep: bool) -> Result<Vec<u8>> {
-    let (bufs, read) = brought(call(engine, op(path, PIECE as u64, pieces(pool, 3), keep)));
-    assert_eq!(bufs.len(), 3);
-    let mut bytes: Vec<u8> = bufs.iter().flat_map(|buf| buf[..PIECE].to_vec()).collect();
-    bytes.truncate(read?);
+/// Reads three pieces from the second on: what came.
+fn three(io: &IoJob, path: &Path, keep: bool) -> Result<Vec<u8>> {
+    let mut slots = all(&slots(3, PIECE));
+    let read = read_pieces(io, path, &mut slots, keep)?;
+    let mut bytes: Vec<u8> = slots.iter().flat_map(|slot| slot.as_slice().to_vec()).collect();
+    bytes.truncate(read);
     Ok(bytes)
 }
 
@@ -70,27 +66,21 @@ fn open_on(path: &Path) -> usize {
 
 #[test]
 fn every_buffer_gets_its_part() {
-    for engine in [pool(), direct_pool()] {
+    for io in both() {
         for place in places() {
             let (path, bytes) = file(place.path(), 4 * PIECE);
-            let pool = slots(4, PIECE);
             for keep in [false, true, true] {
-                assert_eq!(three(&*engine, &pool, &path, keep).unwrap(), bytes[PIECE..]);
+                assert_eq!(three(&io, &path, keep).unwrap(), bytes[PIECE..]);
             }
             // Parts that differ in length, from anywhere, into memory of any kind.
             for (offset, lens) in [(0, [100, 4096, 5]), (4096, [4096, 8192, 3]), (7, [0, 1, 0])] {
-                for heap in [false, true] {
-                    let into = lens.iter().map(|&len| {
-                        let buf = if heap {
-                            IoBuf::Heap(vec![0; len])
-                        } else {
-                            IoBuf::Slot(pool.try_acquire().unwrap())
-                        };
-                        (buf, len)
-                    });
-                    let op = op(&path, offset, into.collect(), true);
-                    let (bufs, read) = brought(call(&*engine, op));
-                    assert_eq!(read.unwrap(), lens.iter().sum::<usize>());
+                let (mut heap, mut slots) = (lens.map(|len| vec![0; len]), all(&slots(3, PIECE)));
+                let heap: Vec<_> = heap.iter_mut().map(|buf| &mut buf[..]).collect();
+                let slots: Vec<_> = slots.iter_mut().map(Slot::as_mut_slice).collect();
+                for mut bufs in [heap, slots] {
+                    let into = bufs.iter_mut().map(|buf| &mut **buf).zip(lens).collect();
+                    let read = io.read_into(&path, offset, into, true).unwrap();
+                    assert_eq!(read, lens.iter().sum::<usize>());
                     let mut at = offset as usize;
                     for (buf, len) in bufs.iter().zip(lens) {
                         assert_eq!(buf[..len], bytes[at..at + len]);
@@ -98,9 +88,7 @@ fn every_buffer_gets_its_part() {
                     }
                 }
             }
-            let nothing = brought(call(&*engine, op(&path, 0, Vec::new(), true)));
-            assert_eq!((nothing.0.len(), nothing.1.unwrap()), (0, 0));
-            assert_eq!(pool.available(), 4);
+            assert_eq!(io.read_into(&path, 0, Vec::new(), true).unwrap(), 0);
         }
     }
 }
@@ -108,7 +96,7 @@ fn every_buffer_gets_its_part() {
 #[test]
 fn the_end_of_the_file_is_seen() {
     let place = tempfile::tempdir().unwrap();
-    for engine in [pool(), direct_pool()] {
+    for io in both() {
         for (len, keep) in [
             (2 * PIECE + 700, true),
             (3 * PIECE, false),
@@ -116,8 +104,7 @@ fn the_end_of_the_file_is_seen() {
             (10, true),
         ] {
             let (path, bytes) = file(place.path(), len);
-            let pool = slots(3, PIECE);
-            let got = three(&*engine, &pool, &path, keep).unwrap();
+            let got = three(&io, &path, keep).unwrap();
             assert_eq!(got, bytes[PIECE.min(len)..], "{len} {keep}");
         }
     }
@@ -125,98 +112,99 @@ fn the_end_of_the_file_is_seen() {
 
 #[test]
 fn a_descriptor_is_kept_and_let_go() {
-    for engine in [pool(), direct_pool()] {
+    for direct in [false, true] {
+        let (engine, io) = engine(direct);
+        let pool = IoPool::new(engine, &IoOptions::with_workers(2)).unwrap();
         let place = tempfile::tempdir().unwrap();
         let (path, _) = file(place.path(), 4 * PIECE);
-        let pool = slots(3, PIECE);
-        three(&*engine, &pool, &path, false).unwrap();
-        assert_eq!((engine.kept(), open_on(&path)), (0, 0));
+        three(&io, &path, false).unwrap();
+        assert_eq!((pool.kept(), open_on(&path)), (0, 0));
         for _ in 0..3 {
-            three(&*engine, &pool, &path, true).unwrap();
-            assert_eq!((engine.kept(), open_on(&path)), (1, 1));
+            three(&io, &path, true).unwrap();
+            assert_eq!((pool.kept(), open_on(&path)), (1, 1));
         }
         // One job of that lane runs at a time, the first the first.
         let kept = || {
-            drop(
-                start(&engine, 3, Mono::NEVER, stat_op(&[], false))
-                    .recv()
-                    .unwrap(),
-            );
-            engine.kept()
+            pool.call(3, Mono::NEVER, |_| Ok(())).unwrap();
+            pool.kept()
         };
-        engine.close_kept(vec![place.path().join("another")], true);
+        pool.close_kept(vec![place.path().join("another")], true);
         assert_eq!(kept(), 1, "it was used since");
-        engine.close_kept(Vec::new(), true);
+        pool.close_kept(Vec::new(), true);
         assert_eq!(kept(), 0);
         eventually(|| open_on(&path) == 0);
-        three(&*engine, &pool, &path, true).unwrap();
-        engine.close_kept(vec![path.clone()], false);
+        three(&io, &path, true).unwrap();
+        pool.close_kept(vec![path.clone()], false);
         eventually(|| open_on(&path) == 0);
-        three(&*engine, &pool, &path, true).unwrap();
-        let op = IoOp::Remove {
-            paths: vec![path.clone()],
-        };
-        call(&*engine, op).unwrap();
-        assert_eq!(
-            (engine.kept(), open_on(&path)),
-            (0, 0),
-            "who removes it closes it"
-        );
+        three(&io, &path, true).unwrap();
+        io.remove(std::slice::from_ref(&path)).unwrap();
+        assert_eq!((pool.kept(), open_on(&path)), (0, 0), "who removes it closes it");
     }
 }
 
 #[test]
 fn a_file_that_lost_its_name_is_not_found() {
     let place = tempfile::tempdir().unwrap();
-    let engine = pool();
-    let pool = slots(3, PIECE);
+    let (engine, io) = engine(false);
     let (path, _) = file(place.path(), 4 * PIECE);
-    three(&*engine, &pool, &path, true).unwrap();
+    three(&io, &path, true).unwrap();
     std::fs::remove_file(&path).unwrap();
-    let gone = three(&*engine, &pool, &path, true).unwrap_err();
-    assert_eq!(gone.kind(), ErrorKind::NotFound);
-    assert_eq!((engine.kept(), open_on(&path), pool.available()), (0, 0, 3));
+    assert_eq!(fails(three(&io, &path, true)), ErrorKind::NotFound);
+    assert_eq!((engine.kept(), open_on(&path)), (0, 0));
     let (path, bytes) = file(place.path(), 4 * PIECE);
-    assert_eq!(three(&*engine, &pool, &path, true).unwrap(), bytes[PIECE..]);
+    assert_eq!(three(&io, &path, true).unwrap(), bytes[PIECE..]);
 }
 
 #[test]
-fn what_cannot_be_read_brings_every_buffer_back() {
+fn what_cannot_be_read_says_why() {
     let place = tempfile::tempdir().unwrap();
-    let engine = pool();
+    let (engine, io) = engine(false);
     let (path, _) = file(place.path(), 4 * PIECE);
     let read = |path: &Path, offset, len| {
-        let into = vec![(IoBuf::Heap(vec![0; 10]), 10), (IoBuf::Heap(vec![0; 10]), len)];
-        let (bufs, read) = brought(call(&*engine, op(path, offset, into, true)));
-        (bufs.len(), read.map_err(|error| error.kind()))
+        let (mut one, mut other) = ([0; 10], [0; 10]);
+        let into = vec![(&mut one[..], 10), (&mut other[..], len)];
+        io.read_into(path, offset, into, true)
+            .map_err(|error| error.kind())
     };
-    assert_eq!(read(&path, 0, 10), (2, Ok(20)));
-    assert_eq!(read(&path, 0, 11), (2, Err(ErrorKind::InvalidInput)));
-    assert_eq!(read(&path, u64::MAX, 1), (2, Err(ErrorKind::InvalidInput)));
+    assert_eq!(read(&path, 0, 10), Ok(20));
+    assert_eq!(read(&path, 0, 11), Err(ErrorKind::InvalidInput));
+    assert_eq!(read(&path, u64::MAX, 1), Err(ErrorKind::InvalidInput));
     let absent = place.path().join("absent");
-    assert_eq!(read(&absent, 0, 10), (2, Err(ErrorKind::NotFound)));
-    assert_eq!(read(place.path(), 0, 10), (2, Err(ErrorKind::Foreign)));
+    assert_eq!(read(&absent, 0, 10), Err(ErrorKind::NotFound));
+    assert_eq!(read(place.path(), 0, 10), Err(ErrorKind::Foreign));
     assert_eq!(engine.kept(), 1);
-    engine.shutdown(Duration::from_secs(60));
-    let pool = slots(3, PIECE);
-    let closed = call(&*engine, op(&path, 0, pieces(&pool, 3), true)).unwrap_err();
-    assert_eq!((closed.kind(), pool.available()), (ErrorKind::Closed, 3));
+}
+
+#[test]
+fn after_shutdown_nothing_is_kept_or_read_and_the_slots_are_free() {
+    let place = tempfile::tempdir().unwrap();
+    let (engine, io) = engine(false);
+    let pool = IoPool::new(engine, &IoOptions::with_workers(2)).unwrap();
+    let (path, _) = file(place.path(), 4 * PIECE);
+    three(&io, &path, true).unwrap();
+    pool.shutdown(Duration::from_secs(60));
+    assert_eq!(pool.kept(), 0);
+    let slots = slots(3, PIECE);
+    let mut pieces = all(&slots);
+    let closed = pool.call(0, Mono::NEVER, move |io| {
+        read_pieces(io, &path, &mut pieces, true)
+    });
+    assert_eq!((fails(closed), slots.available()), (ErrorKind::Closed, 3));
 }
 
 #[test]
 fn threads_share_a_kept_descriptor() {
     let place = tempfile::tempdir().unwrap();
-    let engine = pool();
+    let (engine, io) = engine(false);
     let (path, bytes) = file(place.path(), 4 * PIECE);
-    let pool = slots(12, PIECE);
     std::thread::scope(|scope| {
         for thread in 0..4 {
-            let (engine, pool, path, bytes) = (&engine, &pool, &path, &bytes);
+            let (engine, io, path, bytes) = (&engine, &io, &path, &bytes);
             scope.spawn(move || {
                 for turn in 0..50 {
-                    assert_eq!(three(&**engine, pool, path, true).unwrap(), bytes[PIECE..]);
+                    assert_eq!(three(io, path, true).unwrap(), bytes[PIECE..]);
                     if (turn + thread) % 7 == 0 {
-                        engine.close_kept(vec![path.clone()], true);
+                        engine.close_kept(std::slice::from_ref(path), true);
                     }
                 }
             });
@@ -229,10 +217,9 @@ fn threads_share_a_kept_descriptor() {
 #[test]
 fn children_have_no_kept_descriptor() {
     let place = tempfile::tempdir().unwrap();
-    let engine = pool();
+    let io = plain();
     let (path, bytes) = file(place.path(), 4 * PIECE);
-    let pool = slots(3, PIECE);
-    three(&*engine, &pool, &path, true).unwrap();
+    three(&io, &path, true).unwrap();
     let open = |process: &str| {
         let fds = std::fs::read_dir(format!("/proc/{process}/fd"))
             .into_iter()
@@ -246,7 +233,7 @@ fn children_have_no_kept_descriptor() {
     // Its fork handler may not have run yet.
     eventually(|| open(&child.pid().to_string()) == 0);
     drop(child);
-    assert_eq!(three(&*engine, &pool, &path, true).unwrap(), bytes[PIECE..]);
+    assert_eq!(three(&io, &path, true).unwrap(), bytes[PIECE..]);
     assert_eq!(open("self"), 1);
 }
 
@@ -286,54 +273,42 @@ mod forked {
     }
 }
 
-fn faulty() -> (Arc<FaultyEngine>, Arc<IoPool>, Arc<ManualClock>) {
-    let clock = ManualClock::new();
+fn faulty() -> (Arc<FaultyEngine>, IoJob) {
     let faults = FaultyEngine::new(PsyncEngine::new(false), 1);
-    let options = IoOptions {
-        clock: Arc::clone(&clock) as Arc<dyn Clock>,
-        ..IoOptions::with_workers(2)
-    };
-    let engine = IoPool::new(Arc::clone(&faults) as _, &options).unwrap();
-    (faults, engine, clock)
+    (Arc::clone(&faults), IoJob::alone(faults))
 }
 
 #[test]
-fn faults_bring_the_buffers_back() {
+fn faults_befall_such_reads() {
     let place = tempfile::tempdir().unwrap();
-    let (faults, engine, _) = faulty();
+    let (faults, io) = faulty();
     let (path, _) = file(place.path(), 4 * PIECE);
-    let pool = slots(3, PIECE);
     for (fault, expected) in [
         (Fault::Errno(errno::EIO), ErrorKind::Io),
         (Fault::Errno(errno::ENOENT), ErrorKind::NotFound),
         (Fault::stale(), ErrorKind::NotFound),
         (Fault::LostReply(errno::EIO), ErrorKind::Io),
+        (Fault::Busy, ErrorKind::Busy),
     ] {
         faults.add(Rule::on(OpKind::Read, fault).times(1));
-        let failed = three(&*engine, &pool, &path, true).unwrap_err();
-        assert_eq!((failed.kind(), pool.available()), (expected, 3));
+        assert_eq!(fails(three(&io, &path, true)), expected);
     }
-    faults.add(Rule::on(OpKind::Read, Fault::Busy).times(1));
-    let busy = call(&*engine, op(&path, 0, pieces(&pool, 3), true)).unwrap_err();
-    assert_eq!((busy.kind(), pool.available()), (ErrorKind::Busy, 3));
     faults.add(Rule::on(OpKind::Publish, Fault::LateVisible(1)));
-    publish(&*engine, place.path(), "late", vec![1; 4 * PIECE]);
+    publish(&io, place.path(), "late", &[1; 4 * PIECE]);
     let late = place.path().join("late");
-    let unseen = three(&*engine, &pool, &late, true).unwrap_err();
-    assert_eq!(unseen.kind(), ErrorKind::NotFound);
-    assert_eq!(three(&*engine, &pool, &late, true).unwrap(), [1; 3 * PIECE]);
-    assert_eq!(engine.kept(), 2);
+    assert_eq!(fails(three(&io, &late, true)), ErrorKind::NotFound);
+    assert_eq!(three(&io, &late, true).unwrap(), [1; 3 * PIECE]);
+    assert_eq!(faults.kept(), 2);
 }
 
 #[test]
 fn faults_change_what_several_got() {
     let place = tempfile::tempdir().unwrap();
-    let (faults, engine, _) = faulty();
+    let (faults, io) = faulty();
     let (path, bytes) = file(place.path(), 4 * PIECE);
-    let pool = slots(3, PIECE);
     let read = |fault| {
         faults.add(Rule::on(OpKind::Read, fault).times(1));
-        three(&*engine, &pool, &path, true).unwrap()
+        three(&io, &path, true).unwrap()
     };
     assert_eq!(read(Fault::ShortRead(PIECE + 5)), bytes[PIECE..2 * PIECE + 5]);
     let mut flipped = bytes[PIECE..].to_vec();
@@ -354,17 +329,21 @@ fn faults_change_what_several_got() {
 #[test]
 fn a_late_one_keeps_its_slots_until_the_call_returns() {
     let place = tempfile::tempdir().unwrap();
-    let (faults, engine, clock) = faulty();
+    let (faults, _) = faulty();
+    let (pool, clock) = clocked(Arc::clone(&faults) as _, 2);
     let (path, _) = file(place.path(), 4 * PIECE);
-    let pool = slots(3, PIECE);
+    let slots = slots(3, PIECE);
     let gate = Gate::new();
     faults.add(Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())).times(1));
     let deadline = clock.now().after(Duration::from_secs(1));
-    let answer = start(&*engine, 0, deadline, op(&path, 0, pieces(&pool, 3), true));
+    let mut pieces = all(&slots);
+    let answer = start(&pool, 0, deadline, move |io| {
+        read_pieces(io, &path, &mut pieces, true)
+    });
     gate.await_waiting(1);
     clock.advance(Duration::from_secs(2));
-    assert_eq!(answer.recv().unwrap().unwrap_err().kind(), ErrorKind::Timeout);
-    assert_eq!(pool.available(), 0, "all three are with the call");
+    assert_eq!(fails(answer.recv().unwrap()), ErrorKind::Timeout);
+    assert_eq!(slots.available(), 0, "all three are with the call");
     gate.open();
-    eventually(|| pool.available() == 3);
+    eventually(|| slots.available() == 3);
 }

@@ -4,38 +4,30 @@
 mod common;
 
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use common::*;
 use ucm_core::ErrorKind;
-use ucm_infra::{Clock, ManualClock};
-use ucm_io::{IoDone, IoOp, IoOptions, IoPool};
+use ucm_infra::{Clock, Mono};
+use ucm_io::{IoJob, PsyncEngine};
 
-fn space(engine: &IoPool, dir: &Path) -> ucm_io::SpaceInfo {
-    match call(
-        engine,
-        IoOp::Space {
-            path: dir.to_path_buf(),
-        },
-    )
-    .unwrap()
-    {
-        IoDone::Space(space) => space,
-        other => unreachable!("{other:?}"),
-    }
+/// What tests left in a file system of their own.
+fn left(dir: &Path) -> Vec<String> {
+    let mut names = names(dir);
+    names.retain(|name| name != "lost+found");
+    names
 }
 
 /// Fills a file system until it refuses; then nothing half-written is left, and after a removal it goes on.
-fn fill_up(engine: &IoPool, dir: &Path) {
-    let pool = slots(1, 256 << 10);
+fn fill_up(io: &IoJob, dir: &Path) {
+    let slots = slots(1, 256 << 10);
     let mut published = Vec::new();
     let refusal = loop {
-        let name = format!("{:03}", published.len());
-        match call(
-            engine,
-            publish_op(dir, &name, filled(&pool, published.len() as u8)),
-        ) {
+        let (name, slot) = (
+            format!("{:03}", published.len()),
+            filled(&slots, published.len() as u8),
+        );
+        match try_publish(io, dir, &name, slot.as_slice()) {
             Ok(_) => published.push(name),
             Err(error) => break error,
         }
@@ -43,28 +35,18 @@ fn fill_up(engine: &IoPool, dir: &Path) {
     };
     assert_eq!(refusal.kind(), ErrorKind::NoSpace, "{refusal}");
     assert!(published.len() > 1);
-    assert_eq!(pool.available(), 1);
-    let left: Vec<String> = names(dir)
-        .into_iter()
-        .filter(|name| name != "lost+found")
-        .collect();
-    assert_eq!(left, published);
-    let before = space(engine, dir).free;
+    assert_eq!(left(dir), published);
+    let before = io.space(dir).unwrap().free;
     assert!(before < 256 << 10, "{before}");
-    call(
-        engine,
-        IoOp::Remove {
-            paths: vec![dir.join("000"), dir.join("001")],
-        },
-    )
-    .unwrap();
-    assert!(space(engine, dir).free > before);
-    publish(engine, dir, "000", filled(&pool, 0));
+    io.remove(&[dir.join("000"), dir.join("001")]).unwrap();
+    assert!(io.space(dir).unwrap().free > before);
+    publish(io, dir, "000", filled(&slots, 0).as_slice());
     for (i, name) in published.iter().enumerate().filter(|(i, _)| *i != 1) {
-        let mut expected = vec![0; 256 << 10];
-        pattern(&mut expected, i as u8);
-        let (got, file_len) = read(engine, dir.join(name), 0, 256 << 10).unwrap();
-        assert!(got == expected && file_len == 256 << 10, "{name}");
+        let (got, file_len) = read(io, &dir.join(name), 0, 256 << 10).unwrap();
+        assert!(
+            got == pattern(256 << 10, i as u8) && file_len == 256 << 10,
+            "{name}"
+        );
     }
 }
 
@@ -73,30 +55,22 @@ fn a_full_tmpfs() {
     let Some(place) = or_skip("a_full_tmpfs", Mounted::tmpfs(3 << 20)) else {
         return;
     };
-    fill_up(&*pool(), &place.dir);
+    fill_up(&plain(), &place.dir);
 }
 
 #[test]
 fn a_full_ext4() {
-    for engine in [pool(), direct_pool()] {
+    for io in both() {
         let Some(place) = or_skip("a_full_ext4", Mounted::ext4(16 << 20)) else {
             return;
         };
-        let IoDone::Probe(found) = call(
-            &*engine,
-            IoOp::Probe {
-                dir: place.dir.clone(),
-            },
-        )
-        .unwrap() else {
-            unreachable!();
-        };
+        let found = io.probe(&place.dir).unwrap();
         assert_eq!((found.fs.name(), found.fs.maybe_shared()), ("ext4", false));
-        fill_up(&*engine, &place.dir);
+        fill_up(&io, &place.dir);
     }
 }
 
-/// Whether a thread of this process sleeps where nothing wakes it: the kernel's threads of a ring are among them.
+/// Whether a thread of this process sleeps where nothing wakes it.
 fn hangs_in_the_kernel() -> bool {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     tasks.flatten().any(|task| {
@@ -110,49 +84,36 @@ fn a_publish_that_hangs_in_the_kernel() {
     let Some(place) = or_skip("a_publish_that_hangs_in_the_kernel", Mounted::ext4(16 << 20)) else {
         return;
     };
-    let clock = ManualClock::new();
-    let engine = IoPool::psync(
-        false,
-        &IoOptions {
-            clock: Arc::clone(&clock) as Arc<dyn Clock>,
-            max_replacements: 1,
-            ..IoOptions::with_workers(1)
-        },
-    )
-    .unwrap();
-    publish(&*engine, &place.dir, "before", vec![1; 100]);
-    let pool = slots(1, 8192);
+    let (pool, clock) = clocked(PsyncEngine::new(false), 1);
+    publish(&plain(), &place.dir, "before", &[1; 100]);
+    let slots = slots(1, 8192);
     let Some(()) = or_skip("a_publish_that_hangs_in_the_kernel", place.freeze()) else {
         return;
     };
     let mut tries = 0..100;
     let verdict = loop {
         let deadline = clock.now().after(Duration::from_secs(30));
-        let block = publish_op(&place.dir, "block", filled(&pool, 1));
-        let hung = start(&*engine, 2, deadline, block);
-        eventually(|| engine.stats().lanes[2].running == 1 && hangs_in_the_kernel());
+        let hung = start_publish(&pool, 2, deadline, &place.dir, "block", filled(&slots, 1));
+        eventually(|| pool.stats().lanes[2].running == 1 && hangs_in_the_kernel());
         clock.advance(Duration::from_secs(30));
         let verdict = hung.recv().unwrap();
         // Its time may be over before it has begun: then nothing hangs.
-        if (pool.out(), engine.stuck()) == (1, 1) || tries.next().is_none() {
+        if (slots.out(), pool.stuck()) == (1, 1) || tries.next().is_none() {
             break verdict;
         }
-        eventually(|| pool.out() == 0);
+        eventually(|| slots.out() == 0);
     };
     // Reading does not change the file system, and there is a worker for it again.
-    let read_meanwhile = read(&*engine, place.dir.join("before"), 0, 100);
-    let (out, stuck) = (pool.out(), engine.stuck());
+    let before = place.dir.join("before");
+    let read_meanwhile = pool.call(0, Mono::NEVER, move |io| read(io, &before, 0, 100));
+    let (out, stuck) = (slots.out(), pool.stuck());
     // A shutdown does not wait for the kernel.
-    engine.shutdown(Duration::ZERO);
+    pool.shutdown(Duration::ZERO);
     place.thaw().unwrap();
-    assert_eq!(verdict.unwrap_err().kind(), ErrorKind::Timeout);
-    assert_eq!(read_meanwhile.unwrap().0, vec![1; 100]);
+    assert_eq!(fails(verdict), ErrorKind::Timeout);
+    assert_eq!(read_meanwhile.unwrap().0, [1; 100]);
     assert_eq!((out, stuck), (1, 1));
     // The call returns, the slot comes home, and what nobody waited for is not published.
-    eventually(|| pool.out() == 0);
-    let left: Vec<String> = names(&place.dir)
-        .into_iter()
-        .filter(|name| name != "lost+found")
-        .collect();
-    assert_eq!(left, ["before"]);
+    eventually(|| slots.out() == 0);
+    assert_eq!(left(&place.dir), ["before"]);
 }

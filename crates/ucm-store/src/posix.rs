@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, MissReason, Part, Result};
 use ucm_device::Slot;
 use ucm_infra::{Clock, Mono};
-use ucm_io::{FileMeta, IoDone, IoOp, IoPool, Probe, Process};
+use ucm_io::{FileMeta, IoJob, IoPool, Probe, Process};
 
 use crate::auto::Kept;
 use crate::backend::{Backend, Done, Listed, Presence, Quarantined, ReadDone, Usage, WriteOptions, Written};
@@ -215,23 +215,13 @@ impl Backend for PosixBackend {
     }
 
     fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Presence>>) {
-        let paths = ids.iter().map(|&id| self.shared.layout.record(id)).collect();
         let shared = Arc::clone(&self.shared);
-        let answer = move |result: Result<IoDone>| {
-            done(result.and_then(|answer| match answer {
-                IoDone::Stat(metas) => Ok(metas.into_iter().map(|meta| shared.presence(meta)).collect()),
-                _ => Err(Error::internal("a stat answered with something else")),
-            }));
+        let look = move |io: &IoJob| {
+            let paths: Vec<_> = ids.iter().map(|&id| shared.layout.record(id)).collect();
+            let metas = io.stat(&paths, stop_at_missing)?;
+            Ok(metas.into_iter().map(|meta| shared.presence(meta)).collect())
         };
-        self.shared.io.submit(
-            LANE_LOOKUP,
-            deadline,
-            IoOp::Stat {
-                paths,
-                stop_at_missing,
-            },
-            Box::new(answer),
-        );
+        self.shared.io.job(LANE_LOOKUP, deadline, look, done);
     }
 
     fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>) {
@@ -253,42 +243,29 @@ impl Backend for PosixBackend {
         if due.is_empty() {
             return;
         }
-        let files = due
-            .into_iter()
-            .map(|(id, time)| (self.shared.layout.record(id), time))
-            .collect();
         let shared = Arc::clone(&self.shared);
-        let counted = move |result| {
-            if let Ok(IoDone::Touched(files)) = result {
-                let touched = files.iter().filter(|file| matches!(file, Ok(true))).count();
-                shared.recency.count(touched as u64);
-            }
+        let touch = move |io: &IoJob| {
+            let files = due.into_iter().map(|(id, time)| (shared.layout.record(id), time));
+            let touched = io.touch(&files.collect::<Vec<_>>())?;
+            let count = touched.iter().filter(|file| matches!(file, Ok(true))).count();
+            shared.recency.count(count as u64);
+            Ok(())
         };
-        self.shared
-            .io
-            .submit(LANE_SPACE, deadline, IoOp::Touch { files }, Box::new(counted));
+        self.shared.io.job(LANE_SPACE, deadline, touch, |_| {});
     }
 
     fn delete(&self, ids: Vec<BlockId>, deadline: Mono, done: Done<usize>) {
-        let paths = ids.iter().map(|&id| self.shared.layout.record(id)).collect();
-        let (space, len) = (
-            Arc::clone(&self.shared.space),
-            self.shared.config.record.record_len() as u64,
-        );
-        let before = space.counts();
-        let answer = move |result: Result<IoDone>| {
-            done(result.and_then(|answer| match answer {
-                IoDone::Removed(files) => {
-                    let removed = files.iter().filter(|file| matches!(file, Ok(true))).count();
-                    space.deleted(removed as u64 * len, before);
-                    Ok(removed)
-                }
-                _ => Err(Error::internal("a removal answered with something else")),
-            }));
+        let shared = Arc::clone(&self.shared);
+        let remove = move |io: &IoJob| {
+            let paths: Vec<_> = ids.iter().map(|&id| shared.layout.record(id)).collect();
+            let before = shared.space.counts();
+            let removed = io.remove(&paths)?;
+            let removed = removed.iter().filter(|file| matches!(file, Ok(true))).count();
+            let freed = removed as u64 * shared.config.record.record_len() as u64;
+            shared.space.deleted(freed, before);
+            Ok(removed)
         };
-        self.shared
-            .io
-            .submit(LANE_SPACE, deadline, IoOp::Remove { paths }, Box::new(answer));
+        self.shared.io.job(LANE_SPACE, deadline, remove, done);
     }
 
     fn list(&self, deadline: Mono, done: Done<Vec<Listed>>) {

@@ -15,8 +15,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
-use ucm_infra::Mono;
-use ucm_io::{FileMeta, IoBuf, IoDone, IoOp, ReadMode};
+use ucm_infra::{Bell, Clock, Mono};
+use ucm_io::{FileMeta, ReadMode};
 
 use crate::backend::{Done, Quarantined};
 use crate::evidence::{DIR, Evidence, evidence_name, evidence_time, is_damage, too_much};
@@ -37,7 +37,11 @@ pub(crate) const YOUNG_NS: u64 = 60_000_000_000;
 
 /// Records that wait to be looked at, and how many were damaged of late.
 #[derive(Default)]
-pub(crate) struct Waiting(Mutex<Inner>);
+pub(crate) struct Waiting {
+    inner: Mutex<Inner>,
+    /// Rung when a record was moved.
+    moved: Bell,
+}
 
 #[derive(Default)]
 struct Inner {
@@ -50,61 +54,63 @@ struct Inner {
     /// written since could pass for the one that was read.
     looking: Option<BlockId>,
     overtaken: bool,
-    /// The record that is being moved, and what shall be written under its name as soon as that is over.
+    /// The record that is being moved: it is written when that is over.
     moving: Option<BlockId>,
-    deferred: Vec<Write>,
     /// When damaged records were found within the last minute, oldest first.
     recent: VecDeque<Mono>,
 }
 
-/// The start of a write.
-type Write = Box<dyn FnOnce() + Send>;
+/// A record is being written for as long as this is there.
+pub(crate) struct Writing<'a> {
+    waiting: &'a Waiting,
+    id: BlockId,
+}
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        self.waiting.inner.lock().writing.remove(&self.id);
+    }
+}
 
 impl Waiting {
-    /// Starts a write of this record, once nobody moves what has its name.
-    pub(crate) fn write(&self, id: BlockId, start: Write) {
-        let mut inner = self.0.lock();
-        if inner.moving == Some(id) {
-            inner.deferred.push(start);
-            return;
+    /// Begins to write this record, once nobody moves what has its name; `Timeout` if that takes until `until`.
+    pub(crate) fn begin_write(&self, id: BlockId, clock: &dyn Clock, until: Mono) -> Result<Writing<'_>> {
+        loop {
+            let seen = self.moved.seen();
+            {
+                let mut inner = self.inner.lock();
+                if inner.moving != Some(id) {
+                    inner.overtaken |= inner.looking == Some(id);
+                    inner.writing.insert(id);
+                    return Ok(Writing { waiting: self, id });
+                }
+            }
+            if clock.now() >= until {
+                let text = "what had this record's name was not moved aside in time";
+                return Err(Error::new(ErrorKind::Timeout, text));
+            }
+            clock.sleep(&self.moved, seen, Some(until));
         }
-        inner.overtaken |= inner.looking == Some(id);
-        inner.writing.insert(id);
-        drop(inner);
-        start();
-    }
-
-    /// The write of this record has ended.
-    pub(crate) fn written(&self, id: BlockId) {
-        self.0.lock().writing.remove(&id);
     }
 
     /// Moves a record, unless it is being written; `None` then.
     fn moved<T>(&self, id: BlockId, run: impl FnOnce() -> T) -> Option<T> {
         {
-            let mut inner = self.0.lock();
+            let mut inner = self.inner.lock();
             if inner.overtaken || inner.writing.contains(&id) {
                 return None;
             }
             inner.moving = Some(id);
         }
         let result = run();
-        let deferred = {
-            let mut inner = self.0.lock();
-            inner.moving = None;
-            let deferred = std::mem::take(&mut inner.deferred);
-            if !deferred.is_empty() {
-                inner.writing.insert(id);
-            }
-            deferred
-        };
-        deferred.into_iter().for_each(|start| start());
+        self.inner.lock().moving = None;
+        self.moved.ring();
         Some(result)
     }
 
     /// Counts one damaged record; false if there are too many of late.
     pub(crate) fn count(&self, now: Mono, most: u32) -> bool {
-        let recent = &mut self.0.lock().recent;
+        let recent = &mut self.inner.lock().recent;
         while recent.front().is_some_and(|&first| now.since(first) >= MINUTE) {
             recent.pop_front();
         }
@@ -120,7 +126,7 @@ impl Shared {
     /// Lets the background job look at a record that was refused for damage, and keep it.
     pub(crate) fn quarantine(self: &Arc<Self>, id: BlockId, done: Done<Quarantined>) {
         let start = {
-            let mut inner = self.waiting.0.lock();
+            let mut inner = self.waiting.inner.lock();
             if self.config.lookup_only || inner.queue.len() >= MAX_WAITING {
                 drop(inner);
                 return done(Ok(Quarantined::LeftAlone));
@@ -148,7 +154,7 @@ impl Shared {
     fn drain(&self) {
         loop {
             let next = {
-                let mut inner = self.waiting.0.lock();
+                let mut inner = self.waiting.inner.lock();
                 inner.running = !inner.queue.is_empty();
                 let next = inner.queue.pop_front();
                 inner.looking = next.as_ref().map(|(id, _)| *id);
@@ -163,7 +169,7 @@ impl Shared {
     /// The job did not run: those who wait are told.
     fn give_up(&self, error: &Error) {
         let queue = {
-            let mut inner = self.waiting.0.lock();
+            let mut inner = self.waiting.inner.lock();
             inner.running = false;
             std::mem::take(&mut inner.queue)
         };
@@ -173,13 +179,8 @@ impl Shared {
     /// Looks at one record once more and moves it aside if it is damaged, its own and old enough.
     fn examine(&self, id: BlockId, deadline: Mono) -> Result<Quarantined> {
         let path = self.layout.record(id);
-        let op = IoOp::Stat {
-            paths: vec![self.layout.marker(), path.clone()],
-            stop_at_missing: false,
-        };
-        let IoDone::Stat(metas) = self.call(deadline, op)? else {
-            return Err(Error::internal("a stat answered with something else"));
-        };
+        let paths = [self.layout.marker(), path.clone()];
+        let metas = self.call(deadline, move |io| io.stat(&paths, false))?;
         let (marker, meta) = (metas.first().copied().flatten(), metas.get(1).copied().flatten());
         self.check_root(marker)?;
         let Some(meta) = meta else {
@@ -198,13 +199,10 @@ impl Shared {
         let dir = self.layout.namespace().join(DIR);
         self.make_dir(dir.clone(), deadline)?;
         let to = dir.join(evidence_name(id, reason, self.clock.wall_ns() / 1_000_000_000));
-        let (from, ino) = (path, meta.ino);
         let deadline = self.clock.now().after(MOVE);
-        let op = IoOp::Rename { from, to, ino };
-        match self.waiting.moved(id, || self.call(deadline, op)).transpose()? {
-            Some(IoDone::Renamed(true)) => {}
-            Some(IoDone::Renamed(false)) | None => return Ok(Quarantined::LeftAlone), // replaced meanwhile
-            Some(_) => return Err(Error::internal("a rename answered with something else")),
+        let rename = || self.call(deadline, move |io| io.rename(&path, &to, meta.ino));
+        if self.waiting.moved(id, rename).transpose()? != Some(true) {
+            return Ok(Quarantined::LeftAlone); // replaced meanwhile
         }
         self.sweep_quarantine(self.space.usage().capacity, deadline)?;
         Ok(Quarantined::Kept)
@@ -220,20 +218,14 @@ impl Shared {
         deadline: Mono,
     ) -> Result<Option<MissReason>> {
         let len = self.config.record.record_len();
-        let op = IoOp::Read {
-            path: path.to_owned(),
-            offset: 0,
-            len,
-            buf: IoBuf::Heap(vec![0; len]),
-            mode: ReadMode::FreshDirect,
+        let path = path.to_owned();
+        let read = self.call(deadline, move |io| {
+            io.read_piece(&path, 0, len, ReadMode::FreshDirect)
+        })?;
+        let Some((bytes, file_len)) = read else {
+            return Ok(None);
         };
-        let (buf, read, file_len) = match self.call(deadline, op) {
-            Ok(IoDone::Read { buf, read, file_len }) => (buf, read, file_len),
-            Ok(_) => return Err(Error::internal("a read answered with something else")),
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(error),
-        };
-        let bytes = &buf[..read];
+        let bytes = &bytes[..];
         let Err(reason) = self.judge(id, bytes, file_len) else {
             return Ok(None);
         };
@@ -251,12 +243,7 @@ impl Shared {
 
     /// What lies in a directory; nothing in one that is not there.
     fn entries(&self, dir: PathBuf, deadline: Mono) -> Result<Vec<(OsString, FileMeta)>> {
-        match self.call(deadline, IoOp::List { dir }) {
-            Ok(IoDone::List(entries)) => Ok(entries),
-            Ok(_) => Err(Error::internal("a listing answered with something else")),
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
-            Err(error) => Err(error),
-        }
+        self.call(deadline, move |io| io.list_if_there(&dir))
     }
 
     /// Removes evidence below the root that is too old or too much.
@@ -280,10 +267,8 @@ impl Shared {
             return Ok(());
         }
         let before = self.space.counts();
-        let paths = dead.iter().map(|one| one.path.clone()).collect();
-        let IoDone::Removed(answers) = self.call(deadline, IoOp::Remove { paths })? else {
-            return Err(Error::internal("a removal answered with something else"));
-        };
+        let paths: Vec<_> = dead.iter().map(|one| one.path.clone()).collect();
+        let answers = self.call(deadline, move |io| io.remove(&paths))?;
         let gone = dead
             .iter()
             .zip(answers)

@@ -1,16 +1,16 @@
 //! Reading records, for a load and for a judgement on the medium's side: one just published is read back before it
 //! counts (`verify: paranoid`), a refused one is looked at once more before it is moved ([`crate::quarantine`]).
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::Mono;
-use ucm_io::{IoBuf, IoDone, IoOp, ReadMode};
+use ucm_io::{IoJob, ReadMode};
 
 use crate::backend::{Done, ReadDone, Written};
-use crate::engine::{LANE_DUMP, LANE_LOAD};
+use crate::engine::LANE_LOAD;
 use crate::posix::Shared;
 use crate::record::{Expect, verify_stored};
 
@@ -24,91 +24,45 @@ impl Shared {
     pub(crate) fn read(
         self: &Arc<Self>,
         id: BlockId,
-        slot: Slot,
+        mut slot: Slot,
         again: bool,
         deadline: Mono,
         done: Done<ReadDone>,
     ) {
-        let mode = if again {
-            ReadMode::FreshDirect
-        } else {
-            ReadMode::Default
-        };
-        let len = self.config.record.record_len().min(slot.len());
-        let op = IoOp::Read {
-            path: self.layout.record(id),
-            offset: 0,
-            len,
-            buf: IoBuf::Slot(slot),
-            mode,
-        };
-        let (shared, path) = (Arc::clone(self), self.layout.record(id));
-        let answer = move |result: Result<IoDone>| match result {
-            Ok(IoDone::Read {
-                buf: IoBuf::Slot(slot),
-                read,
-                file_len,
-            }) => done(Ok(ReadDone {
+        let (path, len) = (self.layout.record(id), self.config.record.record_len());
+        let read = move |io: &IoJob| {
+            let mode = if again {
+                ReadMode::FreshDirect
+            } else {
+                ReadMode::Default
+            };
+            let len = len.min(slot.len());
+            let read = io.read(&path, 0, len, slot.as_mut_slice(), mode);
+            let read = read.map_err(|error| explain(io, path, error))?;
+            Ok(ReadDone {
                 slot,
-                read,
-                stored_len: file_len,
-            })),
-            Ok(_) => done(Err(Error::internal("a read answered with something else"))),
-            Err(error) => shared.explain(path, error, deadline, done),
+                read: read.bytes,
+                stored_len: read.file_len,
+            })
         };
-        self.io.submit(LANE_LOAD, deadline, op, Box::new(answer));
+        self.io.job(LANE_LOAD, deadline, read, done);
     }
 
-    /// Tells why a file could not be read: the record's own fault, or the medium's.
-    pub(crate) fn explain(&self, path: PathBuf, error: Error, deadline: Mono, done: Done<ReadDone>) {
-        match error.os_code() {
-            Some(code) if NO_FILE.contains(&code) => done(Err(own_fault(error))),
-            Some(code) if FORBIDDEN.contains(&code) => self.blame(path, error, deadline, done),
-            _ => done(Err(error)),
-        }
-    }
-
-    /// No permission: that is the record's own fault if its directories can be searched, and else the medium's.
-    fn blame(&self, path: PathBuf, error: Error, deadline: Mono, done: Done<ReadDone>) {
-        let op = IoOp::Stat {
-            paths: vec![path],
-            stop_at_missing: false,
-        };
-        let answer = move |looked: Result<IoDone>| {
-            let own = looked.is_ok();
-            done(Err(if own { own_fault(error) } else { error }));
-        };
-        self.io.submit(LANE_LOAD, deadline, op, Box::new(answer));
-    }
-
-    /// Reads a published record into the buffer it was written from and tells whether it is sound.
+    /// Reads a record that was just written past every cache, over the bytes it was written from, and tells whether it is
+    /// sound. It lies at `offset` of the file and is `len` bytes long; none: it is all of the file.
     pub(crate) fn read_back(
-        self: &Arc<Self>,
+        &self,
+        io: &IoJob,
         id: BlockId,
-        mut buf: IoBuf,
-        len: usize,
-        deadline: Mono,
-        done: Done<Written>,
-    ) {
-        if let IoBuf::Slot(slot) = &mut buf {
-            slot.as_mut_slice()[..len].fill(0); // a read that brings nothing must not find the right bytes there
-        }
-        let op = IoOp::Read {
-            path: self.layout.record(id),
-            offset: 0,
-            len,
-            buf,
-            mode: ReadMode::FreshDirect,
-        };
-        let shared = Arc::clone(self);
-        let answer = move |result: Result<IoDone>| {
-            let judged = result.and_then(|answer| match answer {
-                IoDone::Read { buf, read, file_len } => Ok(shared.judge(id, &buf[..read], file_len)),
-                _ => Err(Error::internal("a read answered with something else")),
-            });
-            done(judged.map(|judged| judged.map_or_else(Written::Unsound, |()| Written::Published)));
-        };
-        self.io.submit(LANE_DUMP, deadline, op, Box::new(answer));
+        path: &Path,
+        offset: u64,
+        len: Option<u64>,
+        bytes: &mut [u8],
+    ) -> Result<Written> {
+        bytes.fill(0); // a read that brings nothing must not find the right bytes there
+        let read = io.read(path, offset, bytes.len(), bytes, ReadMode::FreshDirect)?;
+        let judged = self.judge(id, &bytes[..read.bytes], len.unwrap_or(read.file_len));
+        Ok(judged.map_or_else(Written::Unsound, |()| Written::Published))
     }
 
     /// Judges the bytes of a record that was read, in whatever form it is stored: what is wrong with them, if anything.
@@ -123,11 +77,17 @@ impl Shared {
     }
 }
 
-/// This record can never be read, whatever the medium's health.
-fn own_fault(error: Error) -> Error {
-    Error::new(
-        ErrorKind::Foreign,
-        "what has this record's name cannot be read as one",
-    )
-    .caused_by(error)
+/// Tells why a file could not be read: the record's own fault, whatever the medium's health, or the medium's. No permission
+/// is the record's own fault if its directories can be searched.
+pub(crate) fn explain(io: &IoJob, path: PathBuf, error: Error) -> Error {
+    let own = match error.os_code() {
+        Some(code) if NO_FILE.contains(&code) => true,
+        Some(code) if FORBIDDEN.contains(&code) => io.look(path).is_ok(),
+        _ => false,
+    };
+    if !own {
+        return error;
+    }
+    let text = "what has this record's name cannot be read as one";
+    Error::new(ErrorKind::Foreign, text).caused_by(error)
 }

@@ -5,12 +5,10 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
-use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result, limits};
-use ucm_infra::{Clock, Completion, Mono};
-use ucm_io::{FileMeta, IoBuf, IoDone, IoOp, IoPool, ReadMode};
+use ucm_infra::Mono;
+use ucm_io::{FileMeta, IoJob, Publish, ReadMode};
 
 use crate::auto::Kept;
 use crate::engine::{LANE_LOAD, LANE_SPACE};
@@ -23,26 +21,6 @@ pub(crate) const EROFS: i32 = 30;
 /// Records that must fit below the limit.
 const LEAST_RECORDS: u64 = 8;
 
-/// Runs one operation and waits for it; for the control path only.
-pub(crate) fn call(io: &IoPool, clock: &dyn Clock, lane: usize, deadline: Mono, op: IoOp) -> Result<IoDone> {
-    let completion: Arc<Completion<Answer>> = Completion::new();
-    let answer = Arc::clone(&completion);
-    io.submit(
-        lane,
-        deadline,
-        op,
-        Box::new(move |result| {
-            answer.complete(Arc::new(Mutex::new(Some(result))));
-        }),
-    );
-    let late = || Error::new(ErrorKind::Timeout, "the file system did not answer in time");
-    let answer = completion
-        .wait(clock, Some(deadline.after(Duration::from_millis(100))))
-        .ok_or_else(late)?;
-    let answer = answer.lock().take();
-    answer.unwrap_or_else(|| Err(Error::internal("an answer was taken twice")))
-}
-
 /// A marked root on a read-only file system can be read: what cannot be written there is left out.
 pub(crate) fn unless_read_only<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
@@ -51,41 +29,26 @@ pub(crate) fn unless_read_only<T>(result: Result<T>) -> Result<Option<T>> {
     }
 }
 
-/// An answer that is handed on once although completions are shared.
-type Answer = Arc<Mutex<Option<Result<IoDone>>>>;
-
 impl Shared {
-    pub(crate) fn call(&self, deadline: Mono, op: IoOp) -> Result<IoDone> {
-        call(&*self.io, &*self.clock, LANE_SPACE, deadline, op)
+    /// Does something below the root and waits for it; for the control path only.
+    pub(crate) fn call<T: Send + 'static>(
+        &self,
+        deadline: Mono,
+        work: impl FnOnce(&IoJob) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.io.call(LANE_SPACE, deadline, work)
     }
 
     fn read_document(&self, path: PathBuf, deadline: Mono) -> Result<Option<Vec<u8>>> {
-        let len = limits::MAX_DOCUMENT_BYTES;
-        let at = path.display().to_string();
-        let buf = IoBuf::Heap(vec![0; len]);
-        match self.call(
-            deadline,
-            IoOp::Read {
-                path,
-                offset: 0,
-                len,
-                buf,
-                mode: ReadMode::Default,
-            },
-        ) {
-            Ok(IoDone::Read {
-                buf: IoBuf::Heap(mut bytes),
-                read,
-                file_len,
-            }) if file_len <= len as u64 => {
-                bytes.truncate(read);
-                Ok(Some(bytes))
-            }
-            Ok(_) => {
+        let (len, at) = (limits::MAX_DOCUMENT_BYTES, path.display().to_string());
+        let read = self.call(deadline, move |io| {
+            io.read_piece(&path, 0, len, ReadMode::Default)
+        })?;
+        match read {
+            Some((_, file_len)) if file_len > len as u64 => {
                 Err(Error::new(ErrorKind::Config, "this document is too long to be ours").with("path", at))
             }
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error),
+            found => Ok(found.map(|(bytes, _)| bytes)),
         }
     }
 
@@ -99,23 +62,25 @@ impl Shared {
         replace: bool,
         deadline: Mono,
     ) -> Result<()> {
-        let len = bytes.len();
-        let op = IoOp::Publish {
-            private,
-            target,
-            replace,
-            buf: IoBuf::Heap(bytes),
-            len,
-            mode: self.config.modes.file,
-            mtime_ns: None,
-            durable: true,
+        let mode = self.config.modes.file;
+        let publish = move |io: &IoJob| {
+            let publish = Publish {
+                private: &private,
+                target: &target,
+                replace,
+                bytes: &bytes,
+                mode,
+                mtime_ns: None,
+                durable: true,
+            };
+            io.publish(publish).map(|_| ())
         };
-        self.call(deadline, op).map(|_| ())
+        self.call(deadline, publish)
     }
 
     pub(crate) fn make_dir(&self, path: PathBuf, deadline: Mono) -> Result<()> {
         let mode = self.config.modes.dir;
-        self.call(deadline, IoOp::MakeDir { path, mode }).map(|_| ())
+        self.call(deadline, move |io| io.make_dir(&path, mode).map(|_| ()))
     }
 
     pub(crate) fn next_private(&self) -> PathBuf {
@@ -124,16 +89,7 @@ impl Shared {
     }
 
     fn stat(&self, path: PathBuf, deadline: Mono) -> Result<Option<FileMeta>> {
-        match self.call(
-            deadline,
-            IoOp::Stat {
-                paths: vec![path],
-                stop_at_missing: false,
-            },
-        )? {
-            IoDone::Stat(metas) => Ok(metas.into_iter().next().flatten()),
-            _ => Err(Error::internal("a stat answered with something else")),
-        }
+        self.call(deadline, move |io| io.look(path))
     }
 
     /// Whether the root still has our marker: nothing is written or removed below another one.
@@ -182,12 +138,10 @@ impl Shared {
         Ok(())
     }
 
-    /// Looks what the file system is and can do; the I/O engine learns of it too.
+    /// Looks what the file system is and can do.
     pub(crate) fn probe_io(&self, deadline: Mono) -> Result<()> {
-        let probe = IoOp::Probe {
-            dir: self.layout.tmp(),
-        };
-        if let Some(IoDone::Probe(probe)) = unless_read_only(self.call(deadline, probe))? {
+        let dir = self.layout.tmp();
+        if let Some(probe) = unless_read_only(self.call(deadline, move |io| io.probe(&dir)))? {
             *self.probed.lock() = Some(probe);
         }
         Ok(())
@@ -336,31 +290,17 @@ impl Shared {
         let mut paths: Vec<PathBuf> = root.ancestors().map(Path::to_owned).collect();
         paths.retain(|path| !path.as_os_str().is_empty());
         paths.reverse();
-        let op = IoOp::Stat {
-            paths: paths.clone(),
-            stop_at_missing: false,
-        };
-        match self.call(deadline, op)? {
-            IoDone::Stat(metas) => Ok(paths
-                .into_iter()
-                .zip(metas)
-                .filter(|(_, meta)| meta.is_none())
-                .map(|(path, _)| path)
-                .collect()),
-            _ => Err(Error::internal("a stat answered with something else")),
-        }
+        let asked = paths.clone();
+        let metas = self.call(deadline, move |io| io.stat(&asked, false))?;
+        let missing = paths.into_iter().zip(metas).filter(|(_, meta)| meta.is_none());
+        Ok(missing.map(|(path, _)| path).collect())
     }
 
+    /// Bytes of the file system in all, and those that are free.
     pub(crate) fn space_info(&self, deadline: Mono) -> Result<(u64, u64)> {
-        match self.call(
-            deadline,
-            IoOp::Space {
-                path: self.layout.root().to_owned(),
-            },
-        )? {
-            IoDone::Space(space) => Ok((space.total, space.free)),
-            _ => Err(Error::internal("a space query answered with something else")),
-        }
+        let root = self.layout.root().to_owned();
+        let space = self.call(deadline, move |io| io.space(&root))?;
+        Ok((space.total, space.free))
     }
 
     /// Marks the root, with the layout that was decided if one was; the answer is the marker that counts.

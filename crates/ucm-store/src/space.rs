@@ -29,13 +29,12 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_infra::{Bell, Clock, Completion, Lane, Mono, WorkerPool};
-use ucm_io::{FileMeta, IoDone, IoOp, IoPool, Process};
+use ucm_io::{FileMeta, IoJob, IoPool, Process};
 
 use crate::backend::{Done, Usage};
 use crate::engine::LANE_SPACE;
 use crate::layout::{record_name, shard_name};
 use crate::posix::Modes;
-use crate::root::call;
 use book::Book;
 use count::Counting;
 use keeper::Keeper;
@@ -330,27 +329,71 @@ impl Space {
         ledger.records = book.records();
     }
 
-    fn call(&self, deadline: Mono, op: IoOp) -> Result<IoDone> {
+    fn call<T: Send + 'static>(
+        &self,
+        deadline: Mono,
+        work: impl FnOnce(&IoJob) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
         let deadline = deadline.min(self.clock.now().after(STEP));
-        call(&*self.io, &*self.clock, LANE_SPACE, deadline, op)
+        self.io.call(LANE_SPACE, deadline, work)
     }
 
     fn entries(&self, dir: PathBuf, deadline: Mono) -> Result<Vec<(std::ffi::OsString, FileMeta)>> {
         if self.closing.load(Ordering::Acquire) {
             return Err(Error::new(ErrorKind::Closed, "the store is closed"));
         }
-        match self.call(deadline, IoOp::List { dir }) {
-            Ok(IoDone::List(entries)) => Ok(entries),
-            Ok(_) => Err(Error::internal("a listing answered with something else")),
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()), // removed meanwhile
-            Err(error) => Err(error),
-        }
+        self.call(deadline, move |io| io.list_if_there(&dir)) // it may be removed meanwhile
     }
 }
 
 impl Drop for Space {
     fn drop(&mut self) {
         self.bell.ring(); // the keeper looks whether there is anything left to keep
+    }
+}
+
+/// Room for one write, once it has some: given back when the write ends, or when nobody waits for it any more, whichever
+/// comes first.
+pub(crate) struct Room {
+    space: Arc<Space>,
+    ticket: Mutex<Option<Ticket>>,
+}
+
+impl Room {
+    /// None yet.
+    pub(crate) fn new(space: &Arc<Space>) -> Arc<Self> {
+        Arc::new(Self {
+            space: Arc::clone(space),
+            ticket: Mutex::new(None),
+        })
+    }
+
+    /// Asks for room for `bytes` and waits for the answer.
+    pub(crate) fn take(&self, bytes: u64) -> Result<()> {
+        *self.ticket.lock() = Some(self.space.admitted(bytes)?);
+        Ok(())
+    }
+
+    /// Takes room for `bytes` that nothing depends on, if there is some to spare.
+    pub(crate) fn take_spare(&self, bytes: u64) -> Result<()> {
+        *self.ticket.lock() = Some(self.space.spared(bytes)?);
+        Ok(())
+    }
+
+    /// [`Space::ended`], the first time.
+    pub(crate) fn end(&self, error: Option<&Error>) {
+        let ticket = self.ticket.lock().take();
+        ticket
+            .into_iter()
+            .for_each(|ticket| self.space.ended(ticket, error));
+    }
+
+    /// [`Space::settled`], the first time.
+    pub(crate) fn settle(&self, kept: u64, error: Option<&Error>) {
+        let ticket = self.ticket.lock().take();
+        ticket
+            .into_iter()
+            .for_each(|ticket| self.space.settled(ticket, kept, error));
     }
 }
 

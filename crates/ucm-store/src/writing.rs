@@ -1,17 +1,18 @@
 //! How a record gets its name: is the root still ours, is the block there already, is there room, and only then the file.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
 use ucm_infra::Mono;
-use ucm_io::{FileMeta, IoBuf, IoDone, IoOp, ReadMode};
+use ucm_io::{IoJob, Publish, ReadMode};
 
 use crate::backend::{Done, WriteOptions, Written};
 use crate::engine::LANE_DUMP;
 use crate::posix::{MAKE_DIRS, Shared};
 use crate::record::RecordHeader;
-use crate::space::Ticket;
+use crate::space::Room;
 
 /// A write on its way.
 pub(crate) struct Write {
@@ -33,136 +34,75 @@ impl Write {
 impl Shared {
     /// Writes a record, unless it is there.
     pub(crate) fn write(self: &Arc<Self>, write: Write) {
-        let (id, deadline) = (write.id, write.deadline);
-        let shared = Arc::clone(self);
-        let looked = move |result: Result<IoDone>| match result {
-            Ok(IoDone::Stat(metas)) => {
-                let mut metas = metas.into_iter();
-                shared.write_checked(write, metas.next().flatten(), metas.next().flatten());
-            }
-            Ok(_) => write.end(Err(Error::internal("a stat answered with something else"))),
-            Err(error) => write.end(Err(error)),
-        };
-        let op = IoOp::Stat {
-            paths: vec![self.layout.marker(), self.layout.record(id)],
-            stop_at_missing: false,
-        };
-        self.io.submit(LANE_DUMP, deadline, op, Box::new(looked));
-    }
-
-    fn write_checked(self: &Arc<Self>, write: Write, marker: Option<FileMeta>, present: Option<FileMeta>) {
-        if let Err(error) = self.check_root(marker) {
-            self.look_again();
-            return write.end(Err(error));
-        }
-        match present {
-            Some(meta) if !write.options.replace && self.presence(Some(meta)).is_ok() => {
-                write.end(Ok(Written::Present));
-            }
-            Some(meta) if !meta.is_dir => self.write_unless_newer(write),
-            _ => self.write_into_room(write),
-        }
-    }
-
-    /// Something else has the name. Only a record of a newer version stays: its writer knows what it is.
-    fn write_unless_newer(self: &Arc<Self>, write: Write) {
-        let (len, deadline) = (RecordHeader::LONGEST, write.deadline);
-        let op = IoOp::Read {
-            path: self.layout.record(write.id),
-            offset: 0,
-            len,
-            buf: IoBuf::Heap(vec![0; len]),
-            mode: ReadMode::Default,
-        };
-        let shared = Arc::clone(self);
-        let looked = move |result: Result<IoDone>| match result {
-            Ok(IoDone::Read { buf, read, .. }) if RecordHeader::is_newer(&buf[..read]) => {
-                write.end(Ok(Written::Present));
-            }
-            // Nobody looked: it may be of a newer version.
-            Err(error)
-                if matches!(
-                    error.kind(),
-                    ErrorKind::Timeout | ErrorKind::Busy | ErrorKind::Closed
-                ) =>
-            {
-                write.end(Err(error));
-            }
-            _ => shared.write_into_room(write), // what cannot be read is no record
-        };
-        self.io.submit(LANE_DUMP, deadline, op, Box::new(looked));
-    }
-
-    fn write_into_room(self: &Arc<Self>, write: Write) {
-        let (shared, bytes) = (Arc::clone(self), write.options.len as u64);
-        let admitted = move |ticket: Result<Ticket>| match ticket {
-            Ok(ticket) => shared.write_admitted(write, ticket),
-            Err(error) => write.end(Err(error)),
-        };
-        self.space.admit(bytes, Box::new(admitted));
-    }
-
-    fn write_admitted(self: &Arc<Self>, write: Write, ticket: Ticket) {
-        if self.dirs.lock()[usize::from(write.id.0[0])] {
-            return self.publish(write, ticket);
-        }
-        let op = IoOp::MakeDir {
-            path: self.layout.shard_dir(write.id),
-            mode: self.config.modes.dir,
-        };
-        let (shared, deadline) = (Arc::clone(self), write.deadline);
-        let made = move |result: Result<IoDone>| match result {
-            Ok(_) => {
-                shared.dirs.lock()[usize::from(write.id.0[0])] = true;
-                shared.publish(write, ticket);
-            }
-            Err(error) => {
-                shared.space.ended(ticket, Some(&error));
-                shared.missed(&error);
-                write.end(Err(error));
-            }
-        };
-        self.io.submit(LANE_DUMP, deadline, op, Box::new(made));
-    }
-
-    fn publish(self: &Arc<Self>, write: Write, ticket: Ticket) {
-        let (shared, id) = (Arc::clone(self), write.id);
-        self.waiting
-            .write(id, Box::new(move || shared.publish_alone(write, ticket)));
-    }
-
-    fn publish_alone(self: &Arc<Self>, write: Write, ticket: Ticket) {
         let Write {
             id,
-            slot,
+            mut slot,
             options,
             deadline,
             done,
         } = write;
-        let op = IoOp::Publish {
-            private: self.next_private(),
-            target: self.layout.record(id),
+        let room = Room::new(&self.space);
+        let (shared, taken) = (Arc::clone(self), Arc::clone(&room));
+        let work = move |io: &IoJob| {
+            let bytes = &mut slot.as_mut_slice()[..options.len];
+            shared.write_record(io, id, bytes, &options, &taken)
+        };
+        let ended = move |result: Result<Written>| {
+            if let Err(error) = &result {
+                room.end(Some(error)); // where its thread was written off, and still has it
+            }
+            done(result);
+        };
+        self.io.job(LANE_DUMP, deadline, work, ended);
+    }
+
+    fn write_record(
+        self: &Arc<Self>,
+        io: &IoJob,
+        id: BlockId,
+        bytes: &mut [u8],
+        options: &WriteOptions,
+        room: &Room,
+    ) -> Result<Written> {
+        let record = self.layout.record(id);
+        let found = io.stat(&[self.layout.marker(), record.clone()], false)?;
+        let (marker, present) = (found.first().copied().flatten(), found.get(1).copied().flatten());
+        self.check_root(marker).inspect_err(|_| self.look_again())?;
+        if let Some(meta) = present {
+            if !options.replace && self.presence(Some(meta)).is_ok() {
+                return Ok(Written::Present);
+            }
+            if !meta.is_dir && is_newer(io, &record)? {
+                return Ok(Written::Present); // its writer knows what it is
+            }
+        }
+        room.take(bytes.len() as u64)?;
+        let published = self.publish(io, id, &record, bytes, options.ordinal);
+        room.end(published.as_ref().err());
+        published.inspect_err(|error| self.missed(error))?;
+        if options.read_back {
+            return self.read_back(io, id, &record, 0, None, bytes);
+        }
+        Ok(Written::Published)
+    }
+
+    fn publish(&self, io: &IoJob, id: BlockId, record: &Path, bytes: &[u8], ordinal: u32) -> Result<()> {
+        let dir = usize::from(id.0[0]);
+        if !self.dirs.lock()[dir] {
+            io.make_dir(&self.layout.shard_dir(id), self.config.modes.dir)?;
+            self.dirs.lock()[dir] = true;
+        }
+        let _writing = self.waiting.begin_write(id, &*self.clock, io.deadline())?;
+        let publish = Publish {
+            private: &self.next_private(),
+            target: record,
             replace: true,
-            buf: IoBuf::Slot(slot),
-            len: options.len,
+            bytes,
             mode: self.config.modes.file,
-            mtime_ns: Some(self.recency.published(id, options.ordinal, self.clock.wall_ns())),
+            mtime_ns: Some(self.recency.published(id, ordinal, self.clock.wall_ns())),
             durable: false,
         };
-        let shared = Arc::clone(self);
-        let published = move |result: Result<IoDone>| {
-            let error = result.as_ref().err();
-            shared.waiting.written(id);
-            shared.space.ended(ticket, error);
-            error.inspect(|error| shared.missed(error));
-            match result {
-                Ok(IoDone::Published { buf, .. }) if options.read_back => {
-                    shared.read_back(id, buf, options.len, deadline, done);
-                }
-                result => done(result.map(|_| Written::Published)),
-            }
-        };
-        self.io.submit(LANE_DUMP, deadline, op, Box::new(published));
+        io.publish(publish).map(|_| ())
     }
 
     /// A write that finds no directory: somebody removed them, so they are made again for the next one, with the
@@ -176,5 +116,22 @@ impl Shared {
         let shared = Arc::clone(self);
         let make = move || shared.furnish(deadline).map(|_| ());
         self.space.in_background(deadline, make, Box::new(|_| {}));
+    }
+}
+
+/// Whether what has a record's name is one of a newer version. An error where nobody looked, so that it may be one; what
+/// cannot be read is no record.
+fn is_newer(io: &IoJob, record: &Path) -> Result<bool> {
+    match io.read_piece(record, 0, RecordHeader::LONGEST, ReadMode::Default) {
+        Ok(found) => Ok(found.is_some_and(|(bytes, _)| RecordHeader::is_newer(&bytes))),
+        Err(error)
+            if matches!(
+                error.kind(),
+                ErrorKind::Timeout | ErrorKind::Busy | ErrorKind::Closed
+            ) =>
+        {
+            Err(error)
+        }
+        Err(_) => Ok(false),
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::op::{IoDone, IoOp};
 
@@ -33,7 +33,7 @@ impl Hidden {
     }
 
     /// What this operation must not see; uses up one look of each.
-    pub(super) fn look(&mut self, op: &IoOp) -> Look {
+    pub(super) fn look(&mut self, op: &IoOp<'_>) -> Look {
         let mut look = Look::default();
         if self.0.is_empty() {
             return look;
@@ -49,7 +49,7 @@ impl Hidden {
                 let inside: Vec<PathBuf> = self
                     .0
                     .keys()
-                    .filter(|p| p.parent() == Some(dir))
+                    .filter(|p| p.parent() == Some(*dir))
                     .cloned()
                     .collect();
                 for path in inside {
@@ -65,7 +65,7 @@ impl Hidden {
         look
     }
 
-    fn misses(&mut self, path: &PathBuf) -> bool {
+    fn misses(&mut self, path: &Path) -> bool {
         let Some(left) = self.0.get_mut(path) else {
             return false;
         };

@@ -2,7 +2,6 @@
 //! answers, tears and flips bytes, hangs, hides files. The same seed and the same order of submissions give the same
 //! faults. For tests, ours and those of backends written elsewhere.
 
-mod copy;
 mod gate;
 mod hidden;
 mod rule;
@@ -110,7 +109,7 @@ impl FaultyEngine {
     }
 
     /// Notes the operation and decides its fault; with it a random number for that fault.
-    fn judge(&self, lane: usize, op: &IoOp) -> (Option<Fault>, u64) {
+    fn judge(&self, lane: usize, op: &IoOp<'_>) -> (Option<Fault>, u64) {
         let mut state = self.state.lock();
         let number = state.ops;
         state.ops += 1;
@@ -133,10 +132,10 @@ impl FaultyEngine {
     }
 
     /// Passes an operation on, with what is still invisible taken out of its answer.
-    fn pass(&self, lane: usize, op: IoOp, wanted: StillWanted<'_>) -> Result<IoDone> {
-        let look = self.hidden.lock().look(&op);
+    fn pass(&self, lane: usize, op: &mut IoOp<'_>, wanted: StillWanted<'_>) -> Result<IoDone> {
+        let look = self.hidden.lock().look(op);
         if look.hides_read() {
-            return op.failed(strike::os_error(errno::ENOENT));
+            return Err(strike::os_error(errno::ENOENT));
         }
         let stop = matches!(
             op,
@@ -151,8 +150,8 @@ impl FaultyEngine {
 }
 
 impl IoEngine for FaultyEngine {
-    fn run(&self, lane: usize, op: IoOp, wanted: StillWanted<'_>) -> Result<IoDone> {
-        match self.judge(lane, &op) {
+    fn run(&self, lane: usize, op: &mut IoOp<'_>, wanted: StillWanted<'_>) -> Result<IoDone> {
+        match self.judge(lane, op) {
             (Some(fault), draw) => self.strike(fault, draw, lane, op, wanted),
             (None, _) => self.pass(lane, op, wanted),
         }

@@ -179,7 +179,7 @@ impl Rule {
         self
     }
 
-    fn matches(&self, lane: usize, op: &IoOp) -> bool {
+    fn matches(&self, lane: usize, op: &IoOp<'_>) -> bool {
         let named = |text: &String| {
             let has = |path: &&Path| path.to_string_lossy().contains(text.as_str());
             op.paths().iter().any(has)
@@ -207,7 +207,7 @@ impl Active {
     }
 
     /// The fault for this operation, if the rule strikes. `draw` is a random number for this operation and rule.
-    pub(super) fn strike(&mut self, lane: usize, op: &IoOp, draw: u64) -> Option<Fault> {
+    pub(super) fn strike(&mut self, lane: usize, op: &IoOp<'_>, draw: u64) -> Option<Fault> {
         if !self.rule.matches(lane, op) || draw % 1000 >= self.rule.per_mille {
             return None;
         }
@@ -234,8 +234,8 @@ pub(super) fn draw(seed: u64, op: u64, salt: u64) -> u64 {
 mod tests {
     use super::*;
 
-    fn read(path: &str) -> IoOp {
-        IoOp::List { dir: path.into() }
+    fn read(path: &str) -> IoOp<'_> {
+        IoOp::List { dir: Path::new(path) }
     }
 
     #[test]

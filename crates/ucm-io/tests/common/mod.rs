@@ -1,4 +1,4 @@
-//! What the tests of the engines share: blocking calls, slots, file systems of their own.
+//! What the tests of the engines share: jobs on the test's own thread, pools, slots, file systems of their own.
 #![allow(
     dead_code,
     unreachable_pub,
@@ -12,13 +12,12 @@ pub mod fuse;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::Arc;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 
 use ucm_core::{ErrorKind, Result};
 use ucm_device::{HostArena, Slot, SlotPool};
-use ucm_infra::Mono;
-use ucm_io::{FileMeta, IoBuf, IoDone, IoOp, IoOptions, IoPool, PsyncEngine, ReadMode};
+use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_io::{FileMeta, IoEngine, IoJob, IoOptions, IoPool, PsyncEngine, Publish, ReadMode};
 
 /// Directories on the file systems at hand: whatever holds temporary files, and a tmpfs where there is one.
 pub fn places() -> Vec<tempfile::TempDir> {
@@ -26,43 +25,63 @@ pub fn places() -> Vec<tempfile::TempDir> {
     [tempfile::tempdir().unwrap()].into_iter().chain(shm).collect()
 }
 
-/// Two threads on the real clock.
-pub fn pool() -> Arc<IoPool> {
-    IoPool::psync(false, &IoOptions::with_workers(2)).unwrap()
+/// A job on this thread.
+pub fn plain() -> IoJob {
+    IoJob::alone(PsyncEngine::new(false))
 }
 
-/// The same past the page cache.
-pub fn direct_pool() -> Arc<IoPool> {
-    direct().1
-}
-
-/// The same with the engine, which counts what it could not do past the page cache.
-pub fn direct() -> (Arc<PsyncEngine>, Arc<IoPool>) {
+/// The same past the page cache, with its engine, which counts what it could not do so.
+pub fn direct() -> (Arc<PsyncEngine>, IoJob) {
     let engine = PsyncEngine::new(true);
-    let pool = IoPool::new(Arc::clone(&engine) as _, &IoOptions::with_workers(2)).unwrap();
-    (engine, pool)
+    (Arc::clone(&engine), IoJob::alone(engine))
 }
 
-/// Submits and returns where the answer will come.
-pub fn start(engine: &IoPool, lane: usize, deadline: Mono, op: IoOp) -> mpsc::Receiver<Result<IoDone>> {
+/// Through the page cache and past it.
+pub fn both() -> [IoJob; 2] {
+    [plain(), direct().1]
+}
+
+/// So many threads, and as many in their place, on a clock that the test moves.
+pub fn clocked(engine: Arc<dyn IoEngine>, workers: usize) -> (Arc<IoPool>, Arc<ManualClock>) {
+    let clock = ManualClock::new();
+    let options = IoOptions {
+        clock: Arc::clone(&clock) as Arc<dyn Clock>,
+        max_replacements: workers,
+        ..IoOptions::with_workers(workers)
+    };
+    (IoPool::new(engine, &options).unwrap(), clock)
+}
+
+/// Starts a job and returns where the answer will come.
+pub fn start<T: Send + 'static>(
+    pool: &IoPool,
+    lane: usize,
+    deadline: Mono,
+    work: impl FnOnce(&IoJob) -> Result<T> + Send + 'static,
+) -> mpsc::Receiver<Result<T>> {
     let (send, answer) = mpsc::channel();
-    engine.submit(
-        lane,
-        deadline,
-        op,
-        Box::new(move |result| send.send(result).unwrap()),
-    );
+    pool.job(lane, deadline, work, move |result| send.send(result).unwrap());
     answer
 }
 
-/// Submits without a deadline and waits.
-pub fn call(engine: &IoPool, op: IoOp) -> Result<IoDone> {
-    start(engine, 0, Mono::NEVER, op).recv().unwrap()
+/// Starts a job that owns a slot and publishes it.
+pub fn start_publish(
+    pool: &IoPool,
+    lane: usize,
+    deadline: Mono,
+    dir: &Path,
+    name: &str,
+    slot: Slot,
+) -> mpsc::Receiver<Result<Option<FileMeta>>> {
+    let (dir, name) = (dir.to_owned(), name.to_owned());
+    start(pool, lane, deadline, move |io| {
+        try_publish(io, &dir, &name, slot.as_slice())
+    })
 }
 
-/// The kind of error a call fails with.
-pub fn fails(engine: &IoPool, op: IoOp) -> ErrorKind {
-    call(engine, op).unwrap_err().kind()
+/// The kind of error that something failed with.
+pub fn fails<T>(result: Result<T>) -> ErrorKind {
+    result.map(drop).unwrap_err().kind()
 }
 
 /// `slots` slots of `len` bytes.
@@ -73,75 +92,45 @@ pub fn slots(slots: usize, len: usize) -> Arc<SlotPool> {
 /// A slot filled with bytes that differ from place to place.
 pub fn filled(pool: &Arc<SlotPool>, salt: u8) -> Slot {
     let mut slot = pool.try_acquire().unwrap();
-    pattern(slot.as_mut_slice(), salt);
+    slot.as_mut_slice()
+        .copy_from_slice(&pattern(pool.slot_len(), salt));
     slot
 }
 
-/// Fills `bytes` with bytes that differ from place to place.
-pub fn pattern(bytes: &mut [u8], salt: u8) {
-    for (i, byte) in bytes.iter_mut().enumerate() {
-        *byte = (i ^ (i >> 8)) as u8 ^ salt;
-    }
+/// So many bytes that differ from place to place.
+pub fn pattern(len: usize, salt: u8) -> Vec<u8> {
+    (0..len).map(|i| (i ^ (i >> 8)) as u8 ^ salt).collect()
 }
 
-pub fn publish_op(dir: &Path, name: &str, buf: impl Into<IoBuf>) -> IoOp {
-    let buf = buf.into();
-    IoOp::Publish {
-        private: dir.join(format!(".{name}.private")),
-        target: dir.join(name),
+/// Publishes these bytes over whatever has the name.
+pub fn to_publish<'a>(private: &'a Path, target: &'a Path, bytes: &'a [u8]) -> Publish<'a> {
+    Publish {
+        private,
+        target,
         replace: true,
-        len: buf.len(),
-        buf,
+        bytes,
         mode: 0o600,
         mtime_ns: None,
         durable: false,
     }
 }
 
-pub fn read_op(path: impl Into<PathBuf>, offset: u64, len: usize, buf: impl Into<IoBuf>) -> IoOp {
-    IoOp::Read {
-        path: path.into(),
-        offset,
-        len,
-        buf: buf.into(),
-        mode: ReadMode::Default,
-    }
-}
-
-pub fn stat_op(paths: &[PathBuf], stop_at_missing: bool) -> IoOp {
-    IoOp::Stat {
-        paths: paths.to_vec(),
-        stop_at_missing,
-    }
+pub fn try_publish(io: &IoJob, dir: &Path, name: &str, bytes: &[u8]) -> Result<Option<FileMeta>> {
+    let private = dir.join(format!(".{name}.private"));
+    io.publish(to_publish(&private, &dir.join(name), bytes))
 }
 
 /// Publishes and returns the file's metadata.
-pub fn publish(engine: &IoPool, dir: &Path, name: &str, buf: impl Into<IoBuf>) -> FileMeta {
-    match call(engine, publish_op(dir, name, buf)).unwrap() {
-        IoDone::Published { meta, .. } => meta,
-        other => unreachable!("{other:?}"),
-    }
+pub fn publish(io: &IoJob, dir: &Path, name: &str, bytes: &[u8]) -> FileMeta {
+    try_publish(io, dir, name, bytes).unwrap().unwrap()
 }
 
 /// Reads into ordinary memory and returns the bytes and the file's length.
-pub fn read(engine: &IoPool, path: impl Into<PathBuf>, offset: u64, len: usize) -> Result<(Vec<u8>, u64)> {
-    bytes_of(call(engine, read_op(path, offset, len, vec![0; len]))?)
-}
-
-/// The bytes of a read's answer and the file's length.
-pub fn bytes_of(answer: IoDone) -> Result<(Vec<u8>, u64)> {
-    match answer {
-        IoDone::Read { buf, read, file_len } => Ok((buf[..read].to_vec(), file_len)),
-        other => unreachable!("{other:?}"),
-    }
-}
-
-/// Metadata of each path.
-pub fn stat(engine: &IoPool, paths: &[PathBuf], stop_at_missing: bool) -> Vec<Option<FileMeta>> {
-    match call(engine, stat_op(paths, stop_at_missing)).unwrap() {
-        IoDone::Stat(found) => found,
-        other => unreachable!("{other:?}"),
-    }
+pub fn read(io: &IoJob, path: &Path, offset: u64, len: usize) -> Result<(Vec<u8>, u64)> {
+    let mut buf = vec![0; len];
+    let read = io.read(path, offset, len, &mut buf, ReadMode::Default)?;
+    buf.truncate(read.bytes);
+    Ok((buf, read.file_len))
 }
 
 /// Names in a directory, sorted.

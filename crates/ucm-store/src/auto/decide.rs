@@ -8,9 +8,9 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use ucm_core::{Error, ErrorKind, Result};
+use ucm_core::Result;
 use ucm_infra::Mono;
-use ucm_io::{FileMeta, IoDone, IoOp};
+use ucm_io::FileMeta;
 
 use super::kept::{Kept, LayoutKind, Why};
 use super::{Auto, Decision};
@@ -75,12 +75,7 @@ impl Auto {
     }
 
     fn list(&self, dir: PathBuf, deadline: Mono) -> Result<Vec<(OsString, FileMeta)>> {
-        match self.shared.call(deadline, IoOp::List { dir }) {
-            Ok(IoDone::List(entries)) => Ok(entries),
-            Ok(_) => Err(Error::internal("a listing answered with something else")),
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
-            Err(error) => Err(error),
-        }
+        self.shared.call(deadline, move |io| io.list_if_there(&dir))
     }
 
     /// Writes a decision down; the answer is the one that counts.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use ucm_core::Result;
 use ucm_infra::{Clock, Mono};
-use ucm_io::{IoDone, IoEngine, IoOp, StillWanted};
+use ucm_io::{IoDone, IoEngine, IoOp, Publish, StillWanted};
 
 use crate::engine::{LANE_DUMP, LANE_LOAD};
 
@@ -100,23 +100,20 @@ impl MeteredEngine {
 }
 
 impl IoEngine for MeteredEngine {
-    fn run(&self, lane: usize, op: IoOp, wanted: StillWanted<'_>) -> Result<IoDone> {
-        let flow = match (&op, lane) {
+    fn run(&self, lane: usize, op: &mut IoOp<'_>, wanted: StillWanted<'_>) -> Result<IoDone> {
+        let (flow, asked) = match (&*op, lane) {
             (IoOp::Read { .. } | IoOp::ReadInto { .. } | IoOp::ReadParts { .. }, LANE_LOAD) => {
-                &self.meter.reading
+                (&self.meter.reading, 0)
             }
-            (IoOp::WriteAt { .. } | IoOp::Publish { .. }, LANE_DUMP) => &self.meter.writing,
+            (IoOp::WriteAt { bytes, .. } | IoOp::Publish(Publish { bytes, .. }), LANE_DUMP) => {
+                (&self.meter.writing, bytes.len())
+            }
             _ => return self.inner.run(lane, op, wanted),
-        };
-        let asked = match &op {
-            IoOp::WriteAt { len, .. } | IoOp::Publish { len, .. } => *len,
-            _ => 0,
         };
         flow.lock().begin(self.clock.now());
         let result = self.inner.run(lane, op, wanted);
         let moved = match &result {
-            Ok(IoDone::Read { read, .. }) => *read,
-            Ok(IoDone::ReadInto { read, .. }) => *read.as_ref().unwrap_or(&0),
+            Ok(IoDone::Read(read, _) | IoDone::ReadInto(read)) => *read,
             Ok(_) => asked,
             Err(_) => 0,
         };

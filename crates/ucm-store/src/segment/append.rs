@@ -5,12 +5,11 @@
 //!
 //! [`Shared::takes_turns`]: crate::posix::Shared::takes_turns
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::Mono;
-use ucm_io::{IoBuf, IoDone, IoOp, ReadMode};
+use ucm_io::IoJob;
 
 use super::Segments;
 use super::format::Entry;
@@ -38,35 +37,31 @@ impl Segments {
     fn write_into(self: &Arc<Self>, open: &Arc<OpenSegment>, append: Append, queued: bool) {
         let Append { number, entry, write } = append;
         let Write {
-            slot,
+            mut slot,
             options,
             deadline,
             done,
             ..
         } = write;
-        let path = self.private(open.name);
-        let op = IoOp::WriteAt {
-            path: path.clone(),
-            offset: entry.offset,
-            buf: IoBuf::Slot(slot),
-            len: options.len,
+        let (segments, path) = (Arc::clone(self), self.private(open.name));
+        let work = move |io: &IoJob| {
+            let whole = &mut slot.as_mut_slice()[..entry.len as usize];
+            io.write_at(&path, entry.offset, &whole[..options.len])?;
+            if options.read_back {
+                let (shared, len) = (&segments.shared, Some(entry.len));
+                return shared.read_back(io, entry.id, &path, entry.offset, len, whole);
+            }
+            Ok(Written::Published)
         };
         let (segments, open) = (Arc::clone(self), Arc::clone(open));
-        let written = move |result: Result<IoDone>| {
-            let result = match result {
-                Ok(IoDone::Wrote { buf }) if options.read_back => Ok(Some(buf)),
-                result => result.map(|_| None), // and the slot is free
-            };
+        let written = move |result: Result<Written>| {
             if queued {
                 open.write_ended();
                 segments.go_on(&open);
             }
-            match result {
-                Ok(Some(buf)) => segments.read_back(path, open, (number, entry), buf, deadline, done),
-                result => segments.written(&open, (number, entry), done, result.map(|_| Written::Published)),
-            }
+            segments.written(&open, (number, entry), done, result);
         };
-        self.shared.io.submit(LANE_DUMP, deadline, op, Box::new(written));
+        self.shared.io.job(LANE_DUMP, deadline, work, written);
     }
 
     /// Ends the writes that wait for their turn and whose time is over; when that of the next one is.
@@ -79,42 +74,6 @@ impl Segments {
             self.written(open, (number, entry), write.done, Err(error));
         }
         next
-    }
-
-    /// Reads a record that was just written past every cache, and judges it.
-    fn read_back(
-        self: &Arc<Self>,
-        path: PathBuf,
-        open: Arc<OpenSegment>,
-        place: (usize, Entry),
-        mut buf: IoBuf,
-        deadline: Mono,
-        done: Done<Written>,
-    ) {
-        let entry = place.1;
-        let len = entry.len as usize;
-        if let IoBuf::Slot(slot) = &mut buf {
-            slot.as_mut_slice()[..len].fill(0); // a read that brings nothing must not find the right bytes there
-        }
-        let op = IoOp::Read {
-            path,
-            offset: entry.offset,
-            len,
-            buf,
-            mode: ReadMode::FreshDirect,
-        };
-        let segments = Arc::clone(self);
-        let read = move |result: Result<IoDone>| {
-            let judged = result.and_then(|answer| match answer {
-                IoDone::Read { buf, read, .. } => {
-                    Ok(segments.shared.judge(entry.id, &buf[..read], entry.len))
-                }
-                _ => Err(Error::internal("a read answered with something else")),
-            });
-            let judged = judged.map(|judged| judged.map_or_else(Written::Unsound, |()| Written::Published));
-            segments.written(&open, place, done, judged);
-        };
-        self.shared.io.submit(LANE_DUMP, deadline, op, Box::new(read));
     }
 
     /// A write ended. Its slot is free by now.

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::Mono;
-use ucm_io::{FileMeta, IoBuf, IoDone, IoOp, ReadMode};
+use ucm_io::{FileMeta, Finish, IoJob, ReadMode};
 
 use super::Segments;
 use super::format::{Entry, HEAD_LEN, Owner, encode_foot, encode_head, foot_len};
@@ -96,8 +96,8 @@ impl Segments {
         };
         self.shared.space.settled(ticket, kept, error);
         if !matches!(copied, Ok((Some(_), _))) {
-            let paths = vec![self.private(name)];
-            let _ = self.shared.call(self.step(), IoOp::Remove { paths }); // else swept by its age
+            let paths = [self.private(name)];
+            let _ = self.shared.call(self.step(), move |io| io.remove(&paths)); // else swept by its age
         }
         copied.map(|(known, carried)| Copied { known, carried })
     }
@@ -114,13 +114,7 @@ impl Segments {
             time_ns: manner.sealed_ns.unwrap_or(begun.time_ns),
             ..begun
         };
-        let op = IoOp::Create {
-            path: path.clone(),
-            head: encode_head(&begun, &config.process),
-            room: 0,
-            mode: config.modes.file,
-        };
-        self.shared.call(self.step(), op)?;
+        self.create_private(path.clone(), encode_head(&begun, &config.process))?;
         let (mut end, mut first) = (HEAD_LEN, u32::MAX);
         let (mut entries, mut carried) = (Vec::new(), Vec::with_capacity(pieces.len()));
         for piece in pieces {
@@ -131,13 +125,9 @@ impl Segments {
                     continue;
                 }
             };
-            let op = IoOp::WriteAt {
-                path: path.clone(),
-                offset: end,
-                len: bytes.len(),
-                buf: IoBuf::Heap(bytes),
-            };
-            self.shared.call(self.step(), op)?;
+            let path = path.clone();
+            self.shared
+                .call(self.step(), move |io| io.write_at(&path, end, &bytes))?;
             let entry = Entry {
                 offset: end,
                 ..piece.entry
@@ -152,16 +142,20 @@ impl Segments {
             return Ok((None, carried));
         }
         let used_ns = (manner.used)(name, first)?;
-        let op = IoOp::Finish {
-            private: path,
-            target: self.shared.layout.segment(name),
-            foot: encode_foot(&owner, end, &entries),
-            offset: end,
-            mtime_ns: used_ns,
+        let (target, foot) = (
+            self.shared.layout.segment(name),
+            encode_foot(&owner, end, &entries),
+        );
+        let finish = move |io: &IoJob| {
+            io.finish(Finish {
+                private: &path,
+                target: &target,
+                foot: &foot,
+                offset: end,
+                mtime_ns: used_ns,
+            })
         };
-        let IoDone::Finished(FileMeta { len, .. }) = self.shared.call(self.step(), op)? else {
-            return Err(Error::internal("a finish answered with something else"));
-        };
+        let FileMeta { len, .. } = self.shared.call(self.step(), finish)?;
         let known = Known {
             name,
             part: config.part,
@@ -206,26 +200,17 @@ impl Segments {
         len: usize,
         mode: ReadMode,
     ) -> Result<Option<Vec<u8>>> {
-        let op = IoOp::Read {
-            path,
-            offset,
-            len,
-            buf: IoBuf::Heap(vec![0; len]),
-            mode,
-        };
-        match self.shared.call(self.step(), op) {
-            Ok(IoDone::Read {
-                buf: IoBuf::Heap(mut bytes),
-                read,
-                ..
-            }) => {
-                bytes.truncate(read);
-                Ok(Some(bytes))
-            }
-            Ok(_) => Err(Error::internal("a read answered with something else")),
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error),
-        }
+        let read = self
+            .shared
+            .call(self.step(), move |io| io.read_piece(&path, offset, len, mode))?;
+        Ok(read.map(|(bytes, _)| bytes))
+    }
+
+    /// Makes a private file with these first bytes.
+    pub(super) fn create_private(&self, path: PathBuf, head: Vec<u8>) -> Result<()> {
+        let mode = self.shared.config.modes.file;
+        self.shared
+            .call(self.step(), move |io| io.create(&path, &head, 0, mode))
     }
 
     /// A name that was never used.

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_core::{BlockId, ErrorKind, MissReason, Result};
 use ucm_infra::Mono;
-use ucm_io::{IoBuf, IoDone, IoOp, ReadMode};
+use ucm_io::{IoJob, Publish, ReadMode};
 
 use super::Segments;
 use super::index::Hit;
@@ -70,22 +70,10 @@ impl Segments {
     /// damage, or if another writer may be about to finish it.
     fn damage(&self, id: BlockId, hit: &Hit, deadline: Mono) -> Result<Option<(MissReason, Vec<u8>)>> {
         let len = usize::try_from(hit.len).unwrap_or(usize::MAX);
-        let op = IoOp::Read {
-            path: if hit.private {
-                self.private(hit.name)
-            } else {
-                self.shared.layout.segment(hit.name)
-            },
-            offset: hit.offset,
-            len,
-            buf: IoBuf::Heap(vec![0; len]),
-            mode: ReadMode::FreshDirect,
-        };
-        let bytes = match self.shared.call(deadline, op) {
-            Ok(IoDone::Read { buf, read, .. }) => buf[..read].to_vec(),
-            Ok(_) => return Err(Error::internal("a read answered with something else")),
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(error),
+        let (path, offset) = (self.path(hit), hit.offset);
+        let read = move |io: &IoJob| io.read_piece(&path, offset, len, ReadMode::FreshDirect);
+        let Some((bytes, _)) = self.shared.call(deadline, read)? else {
+            return Ok(None);
         };
         let Err(reason) = self.shared.judge(id, &bytes, hit.len) else {
             return Ok(None);
@@ -100,17 +88,21 @@ impl Segments {
         self.shared.make_dir(dir.clone(), deadline)?;
         let seconds = self.shared.clock.wall_ns() / 1_000_000_000;
         let ticket = self.shared.space.admitted(bytes.len() as u64)?;
-        let op = IoOp::Publish {
-            private: self.shared.next_private(),
-            target: dir.join(evidence_name(id, reason, seconds)),
-            replace: true,
-            len: bytes.len(),
-            buf: IoBuf::Heap(bytes),
-            mode: self.shared.config.modes.file,
-            mtime_ns: None,
-            durable: false,
+        let private = self.shared.next_private();
+        let target = dir.join(evidence_name(id, reason, seconds));
+        let mode = self.shared.config.modes.file;
+        let publish = move |io: &IoJob| {
+            io.publish(Publish {
+                private: &private,
+                target: &target,
+                replace: true,
+                bytes: &bytes,
+                mode,
+                mtime_ns: None,
+                durable: false,
+            })
         };
-        let copied = self.shared.call(deadline, op);
+        let copied = self.shared.call(deadline, publish);
         self.shared.space.ended(ticket, copied.as_ref().err());
         copied.map(|_| ())
     }

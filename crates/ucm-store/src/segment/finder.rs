@@ -6,14 +6,13 @@
 //! there, and every half minute whatever its time says (a network file system may show an old one).
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, MissReason, Part, Result};
-use ucm_infra::{Completion, Mono};
-use ucm_io::{FileMeta, IoBuf, IoDone, IoOp, MAX_LIST, ReadMode};
+use ucm_infra::Mono;
+use ucm_io::{FileMeta, IoJob, MAX_LIST, Pending, ReadMode};
 
 use super::Segments;
 use super::format::{Entry, TRAILER_LEN, Trailer};
@@ -167,26 +166,15 @@ impl Segments {
     fn list_if_changed(&self, state: &mut State, asked: bool, deadline: Mono) -> Result<()> {
         let now = self.shared.clock.now();
         let dir = self.shared.layout.segments();
-        let op = IoOp::Stat {
-            paths: vec![dir.clone()],
-            stop_at_missing: false,
-        };
-        let IoDone::Stat(metas) = self.shared.call(deadline, op)? else {
-            return Err(Error::internal("a stat answered with something else"));
-        };
-        let meta = metas.into_iter().next().flatten();
+        let looked = dir.clone();
+        let meta = self.shared.call(deadline, move |io| io.look(looked))?;
         let same = state.seen == meta;
         let recent = state.listed.is_some_and(|at| now.since(at) < LIST_AGAIN);
         if same && state.settled && recent && !asked {
             return Ok(());
         }
         let before = self.index.public();
-        let listed = match self.shared.call(deadline, IoOp::List { dir }) {
-            Ok(IoDone::List(entries)) => entries,
-            Ok(_) => return Err(Error::internal("a listing answered with something else")),
-            Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
-            Err(error) => return Err(error),
-        };
+        let listed = self.shared.call(deadline, move |io| io.list_if_there(&dir))?;
         (state.seen, state.settled, state.listed) = (meta, same, Some(now));
         let whole = listed.len() < MAX_LIST;
         let files = listed.into_iter().filter(|(_, meta)| !meta.is_dir);
@@ -239,8 +227,9 @@ impl Segments {
                 })
                 .collect();
             for (name, meta, read) in reads.into_iter().rev() {
-                let found =
-                    read(self).and_then(|(tail, file_len)| self.foot(name, &tail, file_len, deadline));
+                let found = read
+                    .wait()
+                    .and_then(|(tail, file_len)| self.foot(name, &tail, file_len, deadline));
                 match found {
                     Ok(Ok(foot)) => {
                         let known = Known {
@@ -293,7 +282,7 @@ impl Segments {
             trailer.entries(&tail[tail.len() - len as usize..])
         } else if len <= LONGEST_FOOT {
             let read = self.begin_read(name, trailer.foot.start, len, ReadMode::Default, deadline);
-            trailer.entries(&read(self)?.0)
+            trailer.entries(&read.wait()?.0)
         } else {
             Err(MissReason::BadHeader)
         };
@@ -304,7 +293,7 @@ impl Segments {
         }))
     }
 
-    /// Starts reading a piece of a segment; the answer waits for it and gives the bytes and the file's length.
+    /// Starts reading a piece of a segment: its bytes, and the file's length.
     pub(super) fn begin_read(
         &self,
         name: SegmentName,
@@ -312,39 +301,15 @@ impl Segments {
         len: u64,
         mode: ReadMode,
         deadline: Mono,
-    ) -> impl FnOnce(&Self) -> Result<(Vec<u8>, u64)> + use<> {
-        let len = (len as usize).max(TRAILER_LEN);
-        let op = IoOp::Read {
-            path: self.shared.layout.segment(name),
-            offset,
-            len,
-            buf: IoBuf::Heap(vec![0; len]),
-            mode,
+    ) -> Pending<(Vec<u8>, u64)> {
+        let (path, len) = (self.shared.layout.segment(name), (len as usize).max(TRAILER_LEN));
+        let read = move |io: &IoJob| {
+            let gone = || Error::new(ErrorKind::NotFound, "this segment is gone");
+            io.read_piece(&path, offset, len, mode)?.ok_or_else(gone)
         };
-        let completion: Arc<Completion<Answer>> = Completion::new();
-        let answer = Arc::clone(&completion);
-        let read = move |result: Result<IoDone>| {
-            let read = result.and_then(|answer| match answer {
-                IoDone::Read { buf, read, file_len } => Ok((buf[..read].to_vec(), file_len)),
-                _ => Err(Error::internal("a read answered with something else")),
-            });
-            answer.complete(Arc::new(Mutex::new(Some(read))));
-        };
-        self.shared.io.submit(LANE_LOOKUP, deadline, op, Box::new(read));
-        move |segments: &Self| {
-            let late = || Error::new(ErrorKind::Timeout, "the file system did not answer in time");
-            let until = deadline.after(Duration::from_millis(100));
-            let answer = completion
-                .wait(&*segments.shared.clock, Some(until))
-                .ok_or_else(late)?;
-            let answer = answer.lock().take();
-            answer.unwrap_or_else(|| Err(Error::internal("an answer was taken twice")))
-        }
+        self.shared.io.begin(LANE_LOOKUP, deadline, read)
     }
 }
-
-/// An answer that is handed on once although completions are shared.
-type Answer = Arc<Mutex<Option<Result<(Vec<u8>, u64)>>>>;
 
 impl State {
     /// Whether a segment was looked at often enough and is as it was.

@@ -4,6 +4,7 @@
 //! A write that failed or came too late leaves a hole that the foot does not name. Nothing here touches a file.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -14,7 +15,7 @@ use super::format::{Entry, HEAD_LEN, foot_len};
 use super::index::SegmentNumber;
 use crate::backend::{Done, Written};
 use crate::layout::SegmentName;
-use crate::space::Ticket;
+use crate::space::Room;
 use crate::writing::Write;
 
 /// A record that has its place in a segment and is not written yet.
@@ -32,7 +33,7 @@ pub(crate) struct OpenSegment {
     pub(crate) name: SegmentName,
     /// Bytes that were admitted for it.
     pub(crate) room: u64,
-    pub(crate) ticket: Ticket,
+    pub(crate) admitted: Arc<Room>,
     inner: Mutex<Inner>,
     turns: Mutex<Turns>,
 }
@@ -112,12 +113,12 @@ pub(crate) enum Next {
 }
 
 impl OpenSegment {
-    pub(crate) fn new(number: SegmentNumber, name: SegmentName, room: u64, ticket: Ticket) -> Self {
+    pub(crate) fn new(number: SegmentNumber, name: SegmentName, room: u64, admitted: Arc<Room>) -> Self {
         Self {
             number,
             name,
             room,
-            ticket,
+            admitted,
             inner: Mutex::new(Inner {
                 end: HEAD_LEN,
                 in_flight: 0,

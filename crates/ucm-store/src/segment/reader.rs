@@ -12,12 +12,13 @@ use std::sync::Arc;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
 use ucm_infra::Mono;
-use ucm_io::{IoBuf, IoDone, IoOp, ReadMode};
+use ucm_io::{IoJob, ReadMode};
 
 use super::Segments;
 use super::index::Hit;
 use crate::backend::{BlockRead, Done, ReadDone};
 use crate::engine::LANE_LOAD;
+use crate::reading::explain;
 
 /// Bytes of one operation for several records: at least so many that reading takes longer than starting another thread,
 /// at most so many (four blocks of 256 KiB with their headers) that they are in a cache of the processor still when the
@@ -26,8 +27,6 @@ const LEAST: usize = 256 << 10;
 const MOST: usize = 5 << 18;
 /// Most records of one operation.
 const MOST_RECORDS: usize = 256;
-
-const LOST_SLOT: &str = "a slot went into a read and did not come out";
 
 /// A read on its way.
 struct Read {
@@ -46,6 +45,32 @@ struct Placed {
     hit: Hit,
     slot: Slot,
     read: Read,
+}
+
+/// A record as a thread reads it.
+struct Wanted {
+    hit: Hit,
+    slot: Slot,
+    /// Bytes of it that there is room for.
+    want: usize,
+    again: bool,
+}
+
+/// What reading a record where it was found came to.
+enum Got {
+    Read(ReadDone),
+    /// Its segment is gone.
+    Gone(Slot),
+}
+
+impl Wanted {
+    fn read(self, read: usize) -> Got {
+        Got::Read(ReadDone {
+            slot: self.slot,
+            read,
+            stored_len: self.hit.len,
+        })
+    }
 }
 
 impl Read {
@@ -75,6 +100,17 @@ impl Read {
 }
 
 impl Placed {
+    fn split(self) -> (Wanted, Read) {
+        let Self { hit, slot, read } = self;
+        let wanted = Wanted {
+            want: read.want(&hit),
+            again: read.again,
+            hit,
+            slot,
+        };
+        (wanted, read)
+    }
+
     /// Whether its record follows another one's directly, so that one operation brings both.
     fn follows(&self, before: &Self) -> bool {
         self.hit.segment == before.hit.segment
@@ -139,36 +175,24 @@ impl Segments {
         let Some(hit) = self.index.find(read.id).filter(|hit| hit.len == whole) else {
             return self.read_where_it_is(slot, read);
         };
-        let (deadline, want) = (read.deadline, parts.iter().map(Range::len).sum::<usize>());
-        let op = IoOp::ReadParts {
-            path: self.path(&hit),
-            offset: hit.offset,
-            parts,
-            buf: IoBuf::Slot(slot),
-            keep: !hit.private,
+        let (mut wanted, read) = Placed { hit, slot, read }.split();
+        let (deadline, segments) = (read.deadline, Arc::clone(self));
+        let work = move |io: &IoJob| {
+            let (path, bytes) = (segments.path(&hit), wanted.slot.as_mut_slice());
+            let want = parts.iter().map(Range::len).sum::<usize>();
+            match io.read_parts(&path, hit.offset, &parts, bytes, !hit.private) {
+                Ok(read) if read == want => Ok(wanted.read(want)),
+                _ => segments.read_one(io, wanted),
+            }
         };
         let segments = Arc::clone(self);
-        let answer = move |result: Result<IoDone>| match result {
-            Ok(IoDone::ReadInto { mut bufs, read: got }) => match bufs.pop() {
-                Some(IoBuf::Slot(slot)) if got.as_ref().is_ok_and(|&got| got == want) => {
-                    (read.done)(Ok(ReadDone {
-                        slot,
-                        read: want,
-                        stored_len: hit.len,
-                    }));
-                }
-                Some(IoBuf::Slot(slot)) => segments.read_alone(Placed { hit, slot, read }),
-                _ => (read.done)(Err(Error::internal(LOST_SLOT))),
-            },
-            Ok(_) => (read.done)(Err(Error::internal("a read answered with something else"))),
-            Err(error) => (read.done)(Err(error)),
-        };
-        self.shared.io.submit(LANE_LOAD, deadline, op, Box::new(answer));
+        let told = move |result| segments.tell(read, result);
+        self.shared.io.job(LANE_LOAD, deadline, work, told);
     }
 
     fn read_where_it_is(self: &Arc<Self>, slot: Slot, read: Read) {
         match self.index.find(read.id) {
-            Some(hit) => self.read_alone(Placed { hit, slot, read }),
+            Some(hit) => self.read_group(vec![Placed { hit, slot, read }]),
             None if read.looked => {
                 drop(slot);
                 self.early.lost(read.id); // whoever was told that it can be read here
@@ -183,15 +207,7 @@ impl Segments {
         }
     }
 
-    fn read_alone(self: &Arc<Self>, placed: Placed) {
-        if placed.read.again {
-            self.read_again(placed);
-        } else {
-            self.read_group(vec![placed]);
-        }
-    }
-
-    fn path(&self, hit: &Hit) -> PathBuf {
+    pub(super) fn path(&self, hit: &Hit) -> PathBuf {
         if hit.private {
             self.private(hit.name)
         } else {
@@ -199,127 +215,76 @@ impl Segments {
         }
     }
 
-    /// Reads records that follow one another with one operation.
+    /// Reads records that follow one another, on one thread.
     fn read_group(self: &Arc<Self>, group: Vec<Placed>) {
-        let Some(first) = group.first() else { return };
-        let (path, offset, deadline) = (self.path(&first.hit), first.hit.offset, first.read.deadline);
-        let keep = !first.hit.private;
-        let (mut into, mut reads) = (Vec::with_capacity(group.len()), Vec::with_capacity(group.len()));
-        for Placed { hit, slot, read } in group {
-            into.push((IoBuf::Slot(slot), read.want(&hit)));
-            reads.push((hit, read));
-        }
-        let op = IoOp::ReadInto {
-            path: path.clone(),
-            offset,
-            into,
-            keep,
+        let Some(deadline) = group.first().map(|first| first.read.deadline) else {
+            return;
         };
+        let (wanted, reads): (Vec<_>, Vec<_>) = group.into_iter().map(Placed::split).unzip();
         let segments = Arc::clone(self);
-        let answer = move |result: Result<IoDone>| match result {
-            Ok(IoDone::ReadInto { bufs, read: Ok(read) }) => segments.share_out(bufs, reads, read),
-            Ok(IoDone::ReadInto {
-                bufs,
-                read: Err(error),
-            }) => segments.failed(path, bufs, reads, error),
-            other => {
-                let error = other.err();
-                let error = error.unwrap_or_else(|| Error::internal("a read answered with something else"));
-                for (_, read) in reads {
-                    (read.done)(Err(error.clone()));
-                }
-            }
+        let work = move |io: &IoJob| Ok(segments.read_neighbours(io, wanted));
+        let segments = Arc::clone(self);
+        let told = move |result: Result<Vec<Result<Got>>>| match result {
+            Ok(got) => reads
+                .into_iter()
+                .zip(got)
+                .for_each(|(read, got)| segments.tell(read, got)),
+            Err(error) => reads.into_iter().for_each(|read| (read.done)(Err(error.clone()))),
         };
-        self.shared.io.submit(LANE_LOAD, deadline, op, Box::new(answer));
+        self.shared.io.job(LANE_LOAD, deadline, work, told);
     }
 
-    /// The second opinion on bytes that failed verification.
-    fn read_again(self: &Arc<Self>, Placed { hit, slot, read }: Placed) {
-        let path = self.path(&hit);
-        let pool = Arc::clone(slot.pool());
-        let op = IoOp::Read {
-            path: path.clone(),
-            offset: hit.offset,
-            len: read.want(&hit),
-            buf: IoBuf::Slot(slot),
-            mode: ReadMode::FreshDirect,
-        };
-        let (segments, deadline) = (Arc::clone(self), read.deadline);
-        let answer = move |result: Result<IoDone>| match result {
-            Ok(IoDone::Read {
-                buf: IoBuf::Slot(slot),
-                read: count,
-                ..
-            }) => (read.done)(Ok(ReadDone {
-                slot,
-                read: count,
-                stored_len: hit.len,
-            })),
-            Ok(_) => (read.done)(Err(Error::internal("a read answered with something else"))),
-            Err(error) if error.kind() == ErrorKind::NotFound => match pool.try_acquire() {
-                // The slot went with the read, so another one of its pool takes its place.
-                Some(slot) => segments.missed(slot, read, hit),
-                None => {
-                    let text = "this record's segment is gone, and no slot is free to look for another copy";
-                    (read.done)(Err(Error::new(ErrorKind::Busy, text).with("block", read.id)));
-                }
-            },
-            Err(error) => segments.shared.explain(path, error, deadline, read.done),
-        };
-        self.shared.io.submit(LANE_LOAD, deadline, op, Box::new(answer));
-    }
-
-    /// A file could not be read: several records are read each by itself, one is told why.
-    fn failed(self: &Arc<Self>, path: PathBuf, bufs: Vec<IoBuf>, reads: Vec<(Hit, Read)>, error: Error) {
-        let missed = error.kind() == ErrorKind::NotFound;
-        let alone = reads.len() == 1;
-        for (buf, (hit, read)) in bufs.into_iter().zip(reads) {
-            match buf {
-                IoBuf::Slot(slot) if missed => self.missed(slot, read, hit),
-                IoBuf::Slot(slot) if !alone => self.read_alone(Placed { hit, slot, read }),
-                buf => {
-                    drop(buf);
-                    let (error, deadline) = (error.clone(), read.deadline);
-                    self.shared.explain(path.clone(), error, deadline, read.done);
-                }
-            }
+    /// Tells how a read ended, or goes on where else the record is.
+    fn tell(self: &Arc<Self>, read: Read, got: Result<Got>) {
+        match got {
+            Ok(Got::Read(done)) => (read.done)(Ok(done)),
+            Ok(Got::Gone(slot)) => self.read_where_it_is(slot, read),
+            Err(error) => (read.done)(Err(error)),
         }
     }
 
-    /// The segment is not there.
-    fn missed(self: &Arc<Self>, slot: Slot, read: Read, hit: Hit) {
-        if hit.private {
-            // Sealed since it was found, or about to be told so.
-            let named = Hit {
-                private: false,
-                ..hit
-            };
-            return self.read_alone(Placed {
-                hit: named,
-                slot,
-                read,
-            });
+    /// Several records with one operation; those that it did not bring each by itself, so that each has an outcome of its
+    /// own.
+    fn read_neighbours(&self, io: &IoJob, mut wanted: Vec<Wanted>) -> Vec<Result<Got>> {
+        let mut left = 0;
+        if let [first, _, ..] = &wanted[..] {
+            let (path, offset, keep) = (self.path(&first.hit), first.hit.offset, !first.hit.private);
+            let into = wanted.iter_mut().map(|one| (one.slot.as_mut_slice(), one.want));
+            left = io
+                .read_into(&path, offset, into.collect(), keep)
+                .unwrap_or_default();
         }
-        self.index.vanished(hit.segment);
-        self.read_where_it_is(slot, read);
-    }
-
-    /// Tells each what it got of `read` bytes that came for all; several that got too little are read each by itself.
-    fn share_out(self: &Arc<Self>, bufs: Vec<IoBuf>, reads: Vec<(Hit, Read)>, read: usize) {
-        let alone = reads.len() == 1;
-        let mut left = read;
-        for (buf, (hit, read)) in bufs.into_iter().zip(reads) {
-            let want = read.want(&hit);
-            let got = left.min(want);
+        let mut outcome = |one: Wanted| {
+            let (want, got) = (one.want, left.min(one.want));
             left -= got;
-            match buf {
-                IoBuf::Slot(slot) if alone || got == want => (read.done)(Ok(ReadDone {
-                    slot,
-                    read: got,
-                    stored_len: hit.len,
-                })),
-                IoBuf::Slot(slot) => self.read_alone(Placed { hit, slot, read }),
-                IoBuf::Heap(_) => (read.done)(Err(Error::internal(LOST_SLOT))),
+            if want > 0 && got == want {
+                return Ok(one.read(want));
+            }
+            self.read_one(io, one)
+        };
+        wanted.into_iter().map(&mut outcome).collect()
+    }
+
+    /// One record, from where it was found.
+    fn read_one(&self, io: &IoJob, mut one: Wanted) -> Result<Got> {
+        loop {
+            let (path, offset, keep) = (self.path(&one.hit), one.hit.offset, !one.hit.private);
+            let (bytes, want) = (one.slot.as_mut_slice(), one.want);
+            let read = if one.again {
+                let read = io.read(&path, offset, want, bytes, ReadMode::FreshDirect);
+                read.map(|read| read.bytes)
+            } else {
+                io.read_into(&path, offset, vec![(bytes, want)], keep)
+            };
+            match read {
+                Ok(read) => return Ok(one.read(read)),
+                Err(error) if error.kind() != ErrorKind::NotFound => return Err(explain(io, path, error)),
+                // Sealed since it was found, or about to be told so.
+                Err(_) if one.hit.private => one.hit.private = false,
+                Err(_) => {
+                    self.index.vanished(one.hit.segment);
+                    return Ok(Got::Gone(one.slot));
+                }
             }
         }
     }

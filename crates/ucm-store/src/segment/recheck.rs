@@ -43,7 +43,9 @@ impl Segments {
             .collect();
         let mut bad = Vec::new();
         for (name, number, read) in reads {
-            let found = read(self).and_then(|(tail, file_len)| self.foot(name, &tail, file_len, deadline));
+            let found = read
+                .wait()
+                .and_then(|(tail, file_len)| self.foot(name, &tail, file_len, deadline));
             // An error is the medium's, or the segment was removed: the next listing tells.
             if matches!(found, Ok(Err(_))) {
                 self.index.vanished(number);

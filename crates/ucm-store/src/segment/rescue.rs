@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use ucm_core::{Error, ErrorKind, PAGE, Result, round_up};
 use ucm_infra::Mono;
-use ucm_io::{FileMeta, IoDone, IoOp, ReadMode};
+use ucm_io::{FileMeta, IoJob, ReadMode};
 
 use super::Segments;
 use super::copy::{Carried, Manner, Piece};
@@ -95,12 +95,7 @@ impl Segments {
     }
 
     fn list(&self, dir: PathBuf, deadline: Mono) -> Result<Vec<(SegmentName, FileMeta)>> {
-        let entries = match self.shared.call(deadline, IoOp::List { dir }) {
-            Ok(IoDone::List(entries)) => entries,
-            Ok(_) => return Err(Error::internal("a listing answered with something else")),
-            Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
-            Err(error) => return Err(error),
-        };
+        let entries = self.shared.call(deadline, move |io| io.list_if_there(&dir))?;
         let segments = entries
             .into_iter()
             .filter(|(_, meta)| !meta.is_dir && meta.len > HEAD_LEN);
@@ -111,51 +106,33 @@ impl Segments {
 
     /// The time of the file server: that of a file made just now.
     pub(super) fn server_time(&self, deadline: Mono) -> Result<i64> {
-        let path = self.private(self.next_name());
-        let op = IoOp::Create {
-            path: path.clone(),
-            head: vec![0],
-            room: 0,
-            mode: self.shared.config.modes.file,
+        let (path, mode) = (self.private(self.next_name()), self.shared.config.modes.file);
+        let look = move |io: &IoJob| {
+            io.create(&path, &[0], 0, mode)?;
+            let looked = io.look(path.clone());
+            let _ = io.remove(&[path]); // what stays is swept by its age
+            looked
         };
-        self.shared.call(deadline, op)?;
-        let op = IoOp::Stat {
-            paths: vec![path.clone()],
-            stop_at_missing: false,
-        };
-        let looked = self.shared.call(deadline, op);
-        let _ = self.shared.call(deadline, IoOp::Remove { paths: vec![path] }); // what stays is swept by its age
-        match looked? {
-            IoDone::Stat(metas) => {
-                let gone = || Error::new(ErrorKind::NotFound, "a private file of our own is gone");
-                metas
-                    .into_iter()
-                    .next()
-                    .flatten()
-                    .ok_or_else(gone)
-                    .map(|meta| meta.mtime_ns)
-            }
-            _ => Err(Error::internal("a stat answered with something else")),
-        }
+        let gone = || Error::new(ErrorKind::NotFound, "a private file of our own is gone");
+        let meta = self.shared.call(deadline, look)?.ok_or_else(gone)?;
+        Ok(meta.mtime_ns)
     }
 
     fn rescue_one(self: &Arc<Self>, dead: SegmentName, meta: &FileMeta) -> Result<()> {
         let claimed = self.private(self.next_name());
         let before = self.shared.space.counts(); // one that runs meanwhile may see both copies
-        let op = IoOp::Rename {
-            from: self.private(dead),
-            to: claimed.clone(),
-            ino: meta.ino,
-        };
-        let IoDone::Renamed(true) = self.shared.call(self.step(), op)? else {
+        let (from, to, ino) = (self.private(dead), claimed.clone(), meta.ino);
+        if !self
+            .shared
+            .call(self.step(), move |io| io.rename(&from, &to, ino))?
+        {
             return Ok(()); // somebody else has it
-        };
+        }
         let found = self.whole_records(&claimed, meta.len)?;
         if !found.is_empty() {
             self.take_over(&claimed, found)?;
         }
-        let paths = vec![claimed];
-        self.shared.call(self.step(), IoOp::Remove { paths })?;
+        self.shared.call(self.step(), move |io| io.remove(&[claimed]))?;
         self.shared.space.cleared(meta.len, before);
         Ok(())
     }

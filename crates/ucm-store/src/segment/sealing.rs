@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::Mono;
-use ucm_io::{FileMeta, IoDone, IoOp};
+use ucm_io::{FileMeta, Finish, IoJob};
 
 use super::Segments;
 use super::finder::FOUND_BY;
@@ -22,12 +22,12 @@ impl Segments {
         let deadline = contents.deadline.max(self.shared.clock.now().after(LEAST_TIME));
         let (segments, sealed) = (Arc::clone(self), Arc::clone(open));
         if contents.entries.is_empty() {
-            let removed = move |result: Result<IoDone>| {
-                let gone = matches!(&result, Ok(IoDone::Removed(files)) if files.iter().all(Result::is_ok));
-                segments.ended(&sealed, &contents, if gone { 0 } else { sealed.room }, None);
+            let remove = move |io: &IoJob| Ok(io.remove(&[private])?.iter().all(Result::is_ok));
+            let removed = move |gone: Result<bool>| {
+                let kept = if gone.unwrap_or(false) { 0 } else { sealed.room };
+                segments.ended(&sealed, &contents, kept, None);
             };
-            let op = IoOp::Remove { paths: vec![private] };
-            return self.shared.io.submit(LANE_DUMP, deadline, op, Box::new(removed));
+            return self.shared.io.job(LANE_DUMP, deadline, remove, removed);
         }
         let owner = Owner {
             time_ns: self.shared.clock.wall_ns(),
@@ -38,21 +38,21 @@ impl Segments {
             .shared
             .recency
             .published(open.name.as_id(), ordinal, owner.time_ns);
-        let op = IoOp::Finish {
-            private,
-            target: self.shared.layout.segment(open.name),
-            foot: encode_foot(&owner, contents.end, &contents.entries),
-            offset: contents.end,
-            mtime_ns: used,
+        let target = self.shared.layout.segment(open.name);
+        let (foot, offset) = (encode_foot(&owner, contents.end, &contents.entries), contents.end);
+        let finish = move |io: &IoJob| {
+            io.finish(Finish {
+                private: &private,
+                target: &target,
+                foot: &foot,
+                offset,
+                mtime_ns: used,
+            })
         };
-        let finished = move |result: Result<IoDone>| {
-            let result = result.and_then(|answer| match answer {
-                IoDone::Finished(meta) => Ok(meta),
-                _ => Err(Error::internal("a finish answered with something else")),
-            });
+        let finished = move |result: Result<FileMeta>| {
             segments.sealed(&sealed, &contents, owner.time_ns, used, result);
         };
-        self.shared.io.submit(LANE_DUMP, deadline, op, Box::new(finished));
+        self.shared.io.job(LANE_DUMP, deadline, finish, finished);
     }
 
     fn sealed(
@@ -95,7 +95,7 @@ impl Segments {
             }
         }
         let trouble = error.as_ref().or(contents.trouble.as_ref());
-        self.shared.space.settled(open.ticket, kept, trouble);
+        open.admitted.settle(kept, trouble);
         for done in open.waiting() {
             done(match &error {
                 None => Ok(Written::Published),

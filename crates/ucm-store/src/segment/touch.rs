@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 
 use ucm_core::BlockId;
 use ucm_infra::Mono;
-use ucm_io::{IoDone, IoOp};
+use ucm_io::IoJob;
 
 use super::Segments;
 use super::index::{Hit, SegmentNumber};
@@ -68,19 +68,16 @@ impl Segments {
             return;
         }
         let segments = Arc::clone(self);
-        let counted = move |result| {
-            if let Ok(IoDone::Touched(files)) = result {
-                let there = files
-                    .iter()
-                    .zip(blocks)
-                    .filter(|(file, _)| matches!(file, Ok(true)));
-                segments
-                    .shared
-                    .recency
-                    .count(there.map(|(_, blocks)| blocks).sum());
-            }
+        let touch = move |io: &IoJob| {
+            let touched = io.touch(&files)?;
+            let there = touched.iter().zip(blocks);
+            let there = there.filter(|(file, _)| matches!(file, Ok(true)));
+            segments
+                .shared
+                .recency
+                .count(there.map(|(_, blocks)| blocks).sum());
+            Ok(())
         };
-        let op = IoOp::Touch { files };
-        self.shared.io.submit(LANE_SPACE, deadline, op, Box::new(counted));
+        self.shared.io.job(LANE_SPACE, deadline, touch, |_| {});
     }
 }

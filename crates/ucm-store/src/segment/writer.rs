@@ -8,13 +8,12 @@
 use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use ucm_core::{Error, ErrorKind, PAGE, Result, round_up};
+use ucm_core::{Error, PAGE, Result, round_up};
 use ucm_infra::Mono;
-use ucm_io::{IoDone, IoOp};
+use ucm_io::IoJob;
 
 use super::format::{HEAD_LEN, Owner, encode_head, foot_len};
 use super::index::Known;
@@ -24,7 +23,7 @@ use super::{SegmentConfig, Segments};
 use crate::engine::LANE_DUMP;
 use crate::layout::SegmentName;
 use crate::posix::Shared;
-use crate::space::Ticket;
+use crate::space::Room;
 use crate::writing::Write;
 
 /// Part of the root's limit that a segment may be.
@@ -194,59 +193,13 @@ impl Segments {
     /// to be written; without, only room that is granted already is taken.
     fn open(self: &Arc<Self>, room: u64, deadline: Mono, needed: bool) {
         let deadline = deadline.max(self.shared.clock.now().after(LEAST_TIME));
-        let op = IoOp::Stat {
-            paths: vec![self.shared.layout.marker()],
-            stop_at_missing: false,
-        };
+        let admitted = Room::new(&self.shared.space);
+        let (segments, taken) = (Arc::clone(self), Arc::clone(&admitted));
+        let work = move |io: &IoJob| segments.create(io, room, needed, &taken);
         let segments = Arc::clone(self);
-        let looked = move |result: Result<IoDone>| {
-            let checked = result.and_then(|answer| match answer {
-                IoDone::Stat(metas) => segments.shared.check_root(metas.into_iter().next().flatten()),
-                _ => Err(Error::internal("a stat answered with something else")),
-            });
-            match checked {
-                Ok(()) => segments.open_in_root(room, deadline, needed),
-                Err(error) => {
-                    if error.kind() == ErrorKind::Foreign {
-                        segments.shared.look_again();
-                    }
-                    segments.opened(Err(error));
-                }
-            }
-        };
-        self.shared.io.submit(LANE_DUMP, deadline, op, Box::new(looked));
-    }
-
-    fn open_in_root(self: &Arc<Self>, room: u64, deadline: Mono, needed: bool) {
-        if !needed && let Ok(ticket) = self.shared.space.spared(room) {
-            return self.create(room, ticket, deadline);
-        }
-        if !needed && self.writer.0.lock().gives_up_opening() {
-            return self.seal_bell.ring(); // whoever waits until nothing is written any more
-        }
-        let segments = Arc::clone(self);
-        let admitted = move |ticket: Result<Ticket>| match ticket {
-            Ok(ticket) => segments.create(room, ticket, deadline),
-            Err(error) => segments.opened(Err(error)),
-        };
-        self.shared.space.admit(room, Box::new(admitted));
-    }
-
-    fn create(self: &Arc<Self>, room: u64, ticket: Ticket, deadline: Mono) {
-        let config = &self.shared.config;
-        let name = SegmentName {
-            writer: config.writer,
-            sequence: self.shared.sequence.fetch_add(1, Ordering::Relaxed),
-        };
-        let op = IoOp::Create {
-            path: self.private(name),
-            head: encode_head(&self.owner(name), &config.process),
-            room,
-            mode: config.modes.file,
-        };
-        let segments = Arc::clone(self);
-        let created = move |result: Result<IoDone>| {
-            let begun = result.and_then(|_| {
+        let created = move |result: Result<Option<SegmentName>>| {
+            let begun = result.and_then(|created| {
+                let Some(name) = created else { return Ok(None) };
                 let number = segments.index.begin(Known {
                     name,
                     part: segments.shared.config.part,
@@ -255,19 +208,47 @@ impl Segments {
                     used_ns: segments.now_ns(),
                     len: 0,
                 });
-                number.ok_or_else(|| Error::internal("two segments have one name"))
+                let twice = || Error::internal("two segments have one name");
+                number.ok_or_else(twice).map(|number| Some((number, name)))
             });
             match begun {
-                Ok(number) => segments.opened(Ok(OpenSegment::new(number, name, room, ticket))),
+                Ok(Some((number, name))) => {
+                    segments.opened(Ok(OpenSegment::new(number, name, room, admitted)));
+                }
+                Ok(None) => segments.seal_bell.ring(), // whoever waits until nothing is written any more
                 Err(error) => {
-                    let kept = if unsure(&error) { room } else { 0 };
-                    segments.shared.space.settled(ticket, kept, Some(&error));
+                    admitted.settle(if unsure(&error) { room } else { 0 }, Some(&error));
                     segments.shared.missed(&error);
                     segments.opened(Err(error));
                 }
             }
         };
-        self.shared.io.submit(LANE_DUMP, deadline, op, Box::new(created));
+        self.shared.io.job(LANE_DUMP, deadline, work, created);
+    }
+
+    /// Makes the file of a segment; `None` where it is not needed, and there is no room to spare for it.
+    fn create(
+        self: &Arc<Self>,
+        io: &IoJob,
+        room: u64,
+        needed: bool,
+        admitted: &Room,
+    ) -> Result<Option<SegmentName>> {
+        let config = &self.shared.config;
+        let marker = io.look(self.shared.layout.marker())?;
+        self.shared
+            .check_root(marker)
+            .inspect_err(|_| self.shared.look_again())?;
+        if needed || admitted.take_spare(room).is_err() {
+            if !needed && self.writer.0.lock().gives_up_opening() {
+                return Ok(None);
+            }
+            admitted.take(room)?;
+        }
+        let name = self.next_name();
+        let head = encode_head(&self.owner(name), &config.process);
+        io.create(&self.private(name), &head, room, config.modes.file)?;
+        Ok(Some(name))
     }
 
     /// A segment was opened, or not: those that wait for it go on.

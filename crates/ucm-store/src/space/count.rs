@@ -8,7 +8,6 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::Mono;
-use ucm_io::{IoDone, IoOp};
 
 use super::capacity::Capacity;
 use super::documents::Name;
@@ -180,22 +179,16 @@ impl Space {
     /// Bytes free on the file system, and how many shall stay so.
     pub(super) fn free_and_floor(&self, deadline: Mono) -> Result<(u64, u64)> {
         let path = self.config.root.clone();
-        match self.call(deadline, IoOp::Space { path })? {
-            IoDone::Space(space) => {
-                let floor = self.config.rules.free_floor.unwrap_or(FLOOR);
-                Ok((space.free, floor.bytes(space.total)))
-            }
-            _ => Err(Error::internal("a space query answered with something else")),
-        }
+        let space = self.call(deadline, move |io| io.space(&path))?;
+        let floor = self.config.rules.free_floor.unwrap_or(FLOOR);
+        Ok((space.free, floor.bytes(space.total)))
     }
 
     /// Removes records; the answer is how many bytes that freed. What somebody else removed before counts too, but not in
     /// the book: it may have been moved to quarantine.
     fn remove(&self, batch: &[Found], namespaces: &[PathBuf]) -> Result<u64> {
-        let paths = batch.iter().map(|record| record.path(namespaces)).collect();
-        let IoDone::Removed(answers) = self.call(Mono::NEVER, IoOp::Remove { paths })? else {
-            return Err(Error::internal("a removal answered with something else"));
-        };
+        let paths: Vec<_> = batch.iter().map(|record| record.path(namespaces)).collect();
+        let answers = self.call(Mono::NEVER, move |io| io.remove(&paths))?;
         let (mut count, mut freed, mut gone) = (0, 0, 0);
         for (record, answer) in batch.iter().zip(answers) {
             match answer {
@@ -269,13 +262,8 @@ impl Space {
     fn dead_before(&self, why: Why) -> Result<i64> {
         let mut now = i64::try_from(self.clock.wall_ns()).unwrap_or(i64::MAX);
         if let Some(term) = why.term {
-            let op = IoOp::Stat {
-                paths: vec![self.path(Name::Collector(term))],
-                stop_at_missing: false,
-            };
-            if let IoDone::Stat(metas) = self.call(Mono::NEVER, op)?
-                && let Some(Some(meta)) = metas.first()
-            {
+            let path = self.path(Name::Collector(term));
+            if let Some(meta) = self.call(Mono::NEVER, move |io| io.look(path))? {
                 now = meta.mtime_ns;
             }
         }
@@ -287,7 +275,7 @@ impl Space {
         let dead = files.into_iter().filter(|(_, time)| *time < oldest);
         let paths: Vec<PathBuf> = dead.map(|(path, _)| path).collect();
         if !paths.is_empty() {
-            self.call(Mono::NEVER, IoOp::Remove { paths })?;
+            self.call(Mono::NEVER, move |io| io.remove(&paths))?;
         }
         Ok(())
     }

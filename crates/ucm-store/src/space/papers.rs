@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::Mono;
-use ucm_io::{FileMeta, IoBuf, IoDone, IoOp, ReadMode};
+use ucm_io::{FileMeta, IoJob, Publish, ReadMode};
 
 use super::documents::{self, Name};
 use super::{Root, Space};
@@ -52,21 +52,17 @@ impl Space {
     /// Lists the directory; makes it if there is none and the root is still ours.
     pub(super) fn look(&self, deadline: Mono) -> Result<Look> {
         let dir = self.directory();
-        let listed = match self.call(deadline, IoOp::List { dir: dir.clone() }) {
-            Ok(IoDone::List(entries)) => entries,
-            Ok(_) => return Err(Error::internal("a listing answered with something else")),
+        let listed = match self.call(deadline, {
+            let dir = dir.clone();
+            move |io| io.list(&dir)
+        }) {
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 self.tend(deadline)?;
-                self.call(
-                    deadline,
-                    IoOp::MakeDir {
-                        path: dir,
-                        mode: self.config.modes.dir,
-                    },
-                )?;
+                let mode = self.config.modes.dir;
+                self.call(deadline, move |io| io.make_dir(&dir, mode))?;
                 Vec::new()
             }
-            Err(error) => return Err(error),
+            listed => listed?,
         };
         let files = listed.into_iter().filter(|(_, meta)| !meta.is_dir);
         Ok(Look {
@@ -100,23 +96,11 @@ impl Space {
         deadline: Mono,
     ) -> Result<Option<T>> {
         let len = listed.min(LONGEST).saturating_add(GROWTH) as usize;
-        let op = IoOp::Read {
-            path: self.path(name),
-            offset: 0,
-            len,
-            buf: IoBuf::Heap(vec![0; len]),
-            mode: ReadMode::Default,
-        };
-        match self.call(deadline, op) {
-            Ok(IoDone::Read {
-                buf: IoBuf::Heap(bytes),
-                read,
-                ..
-            }) => Ok(bytes.get(..read).and_then(documents::parse)),
-            Ok(_) => Err(Error::internal("a read answered with something else")),
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error),
-        }
+        let path = self.path(name);
+        let read = self.call(deadline, move |io| {
+            io.read_piece(&path, 0, len, ReadMode::Default)
+        })?;
+        Ok(read.and_then(|(bytes, _)| documents::parse(&bytes)))
     }
 
     /// Writes a document. The answer is false when it was not to be replaced and there is one.
@@ -127,30 +111,27 @@ impl Space {
         replace: bool,
         deadline: Mono,
     ) -> Result<bool> {
-        let bytes = documents::to_bytes(document);
-        let op = IoOp::Publish {
-            private: self.private(),
-            target: self.path(name),
-            replace,
-            len: bytes.len(),
-            buf: IoBuf::Heap(bytes),
-            mode: self.config.modes.file,
-            mtime_ns: None,
-            durable: false,
+        let (private, target) = (self.private(), self.path(name));
+        let (bytes, mode) = (documents::to_bytes(document), self.config.modes.file);
+        let publish = move |io: &IoJob| {
+            io.publish(Publish {
+                private: &private,
+                target: &target,
+                replace,
+                bytes: &bytes,
+                mode,
+                mtime_ns: None,
+                durable: false,
+            })
         };
-        match self.call(deadline, op) {
-            Ok(IoDone::Published { .. }) => Ok(true),
-            Ok(IoDone::Taken { .. }) => Ok(false),
-            Ok(_) => Err(Error::internal("a publish answered with something else")),
-            Err(error) => Err(error),
-        }
+        self.call(deadline, publish).map(|published| published.is_some())
     }
 
     /// Removes documents, best effort.
     pub(super) fn drop_documents(&self, names: &[Name], deadline: Mono) {
         if !names.is_empty() {
-            let paths = names.iter().map(|name| self.path(*name)).collect();
-            let _ = self.call(deadline, IoOp::Remove { paths }); // what stays is removed with a later count
+            let paths: Vec<_> = names.iter().map(|name| self.path(*name)).collect();
+            let _ = self.call(deadline, move |io| io.remove(&paths)); // what stays is removed with a later count
         }
     }
 

@@ -7,7 +7,6 @@
 use std::sync::atomic::Ordering;
 
 use ucm_core::Result;
-use ucm_io::IoOp;
 
 use super::Source;
 use crate::segment::Segments;
@@ -127,6 +126,7 @@ impl Segments {
             }
             self.heat.forget(segment.number);
         }
-        self.shared.call(self.step(), IoOp::Touch { files }).map(|_| ())
+        self.shared
+            .call(self.step(), move |io| io.touch(&files).map(|_| ()))
     }
 }

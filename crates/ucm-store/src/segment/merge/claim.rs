@@ -7,7 +7,7 @@
 use std::path::PathBuf;
 
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_io::{FileMeta, IoDone, IoOp, ReadMode};
+use ucm_io::{FileMeta, ReadMode};
 
 use crate::layout::SegmentName;
 use crate::segment::Segments;
@@ -71,9 +71,9 @@ impl Segments {
 
     /// It is somebody else's turn.
     fn release(&self, claim: Claim) {
-        let paths = vec![self.claim_path()];
-        let removed = self.shared.call(self.step(), IoOp::Remove { paths });
-        let gone = matches!(&removed, Ok(IoDone::Removed(files)) if files.iter().all(|file| file.is_ok()));
+        let path = self.claim_path();
+        let removed = self.shared.call(self.step(), move |io| io.remove(&[path]));
+        let gone = removed.is_ok_and(|files| files.iter().all(Result::is_ok));
         // What stays is known by its writer, or swept by its age.
         self.shared
             .space
@@ -83,14 +83,9 @@ impl Segments {
     /// Whether there was none.
     fn make_claim(&self) -> Result<bool> {
         let config = &self.shared.config;
-        let op = IoOp::Create {
-            path: self.claim_path(),
-            head: encode_head(&self.owner(self.next_name()), &config.process),
-            room: 0,
-            mode: config.modes.file,
-        };
-        match self.shared.call(self.step(), op) {
-            Ok(_) => Ok(true),
+        let head = encode_head(&self.owner(self.next_name()), &config.process);
+        match self.create_private(self.claim_path(), head) {
+            Ok(()) => Ok(true),
             Err(error) if error.os_code() == Some(EEXIST) => Ok(false),
             Err(error) => Err(error),
         }
@@ -112,29 +107,21 @@ impl Segments {
             return Ok(false);
         }
         let aside = self.private(self.next_name());
-        let op = IoOp::Rename {
-            from: self.claim_path(),
-            to: aside.clone(),
-            ino: meta.ino,
-        };
-        if let IoDone::Renamed(false) = self.shared.call(self.step(), op)? {
+        let (from, to) = (self.claim_path(), aside.clone());
+        if !self
+            .shared
+            .call(self.step(), move |io| io.rename(&from, &to, meta.ino))?
+        {
             return Ok(false);
         }
-        let removed = self.shared.call(self.step(), IoOp::Remove { paths: vec![aside] });
-        match removed {
+        match self.shared.call(self.step(), move |io| io.remove(&[aside])) {
             Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
             _ => Ok(true),
         }
     }
 
     fn claim_meta(&self) -> Result<Option<FileMeta>> {
-        let op = IoOp::Stat {
-            paths: vec![self.claim_path()],
-            stop_at_missing: false,
-        };
-        match self.shared.call(self.step(), op)? {
-            IoDone::Stat(metas) => Ok(metas.into_iter().next().flatten()),
-            _ => Ok(None),
-        }
+        let path = self.claim_path();
+        self.shared.call(self.step(), move |io| io.look(path))
     }
 }

@@ -1,7 +1,7 @@
 //! What merging asks of the file system before it does anything: is the root ours, when were segments used, what is in one.
 
-use ucm_core::{Error, PAGE, Result, round_up};
-use ucm_io::{FileMeta, IoDone, IoOp, ReadMode};
+use ucm_core::{PAGE, Result, round_up};
+use ucm_io::{FileMeta, ReadMode};
 
 use crate::segment::Segments;
 use crate::segment::finder::{Foot, TAIL};
@@ -25,14 +25,8 @@ impl Segments {
 
     pub(super) fn look_at(&self, segments: &[Census]) -> Result<Vec<Option<FileMeta>>> {
         let path = |segment: &Census| self.shared.layout.segment(segment.name);
-        let op = IoOp::Stat {
-            paths: segments.iter().map(path).collect(),
-            stop_at_missing: false,
-        };
-        match self.shared.call(self.step(), op)? {
-            IoDone::Stat(metas) => Ok(metas),
-            _ => Err(Error::internal("a stat answered with something else")),
-        }
+        let paths: Vec<_> = segments.iter().map(path).collect();
+        self.shared.call(self.step(), move |io| io.stat(&paths, false))
     }
 
     /// Bytes of a record of this writer in a segment.

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use ucm_core::{Error, Result};
+use ucm_core::Result;
 use ucm_infra::Mono;
-use ucm_io::{FileMeta, IoDone, IoOp};
+use ucm_io::FileMeta;
 
 use super::State;
 use crate::segment::Segments;
@@ -74,12 +74,8 @@ impl Segments {
         self.pass_on_use(retiring, &relied, &times)?;
         let before = self.shared.space.counts();
         let path = |segment: &Census| self.shared.layout.segment(segment.name);
-        let op = IoOp::Remove {
-            paths: retiring.segments.iter().map(path).collect(),
-        };
-        let IoDone::Removed(answers) = self.shared.call(self.step(), op)? else {
-            return Err(Error::internal("a removal answered with something else"));
-        };
+        let paths: Vec<_> = retiring.segments.iter().map(path).collect();
+        let answers = self.shared.call(self.step(), move |io| io.remove(&paths))?;
         let mut freed = 0;
         for (segment, answer) in retiring.segments.iter().zip(answers) {
             match answer {
@@ -111,6 +107,7 @@ impl Segments {
         if files.is_empty() {
             return Ok(());
         }
-        self.shared.call(self.step(), IoOp::Touch { files }).map(|_| ())
+        self.shared
+            .call(self.step(), move |io| io.touch(&files).map(|_| ()))
     }
 }

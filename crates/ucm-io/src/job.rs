@@ -1,0 +1,279 @@
+//! What a job does to files: a method for each operation.
+
+use std::ffi::OsString;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::{Clock, Mono};
+
+use crate::engine::IoEngine;
+use crate::op::{FileMeta, Finish, IoDone, IoOp, Publish, ReadMode, SpaceInfo};
+use crate::probe::Probe;
+
+/// What a read brought.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Read {
+    /// Bytes in the buffer; fewer than asked for only at the end of the file.
+    pub bytes: usize,
+    /// Length of the whole file when it was opened.
+    pub file_len: u64,
+}
+
+/// Straight-line code on one thread, as the files see it. Everything is done on the thread that calls; nothing more is done
+/// once nobody waits for the job, and then everything fails with `Timeout`.
+///
+/// The errors of all of them: `NotFound` for ENOENT and ESTALE, `NoSpace` for a full medium or quota, else `Io` with the
+/// number of the operating system; `InvalidInput` for what does not fit its buffer or the offsets of a file.
+pub struct IoJob {
+    engine: Arc<dyn IoEngine>,
+    lane: usize,
+    until: Option<Until>,
+}
+
+/// The clock, the deadline, and whether the end of the job was told already.
+type Until = (Arc<dyn Clock>, Mono, Arc<AtomicBool>);
+
+impl IoJob {
+    pub(crate) fn new(engine: Arc<dyn IoEngine>, lane: usize, until: Option<Until>) -> Self {
+        Self { engine, lane, until }
+    }
+
+    /// A job on no pool's thread, that nobody writes off.
+    pub fn alone(engine: Arc<dyn IoEngine>) -> Self {
+        Self::new(engine, 0, None)
+    }
+
+    /// Whether somebody still waits for this job.
+    pub fn is_wanted(&self) -> bool {
+        let waits =
+            |(clock, deadline, over): &Until| !over.load(Ordering::Acquire) && clock.now() < *deadline;
+        self.until.as_ref().is_none_or(waits)
+    }
+
+    /// When nobody waits for it any more.
+    pub fn deadline(&self) -> Mono {
+        self.until
+            .as_ref()
+            .map_or(Mono::NEVER, |(_, deadline, _)| *deadline)
+    }
+
+    fn run(&self, mut op: IoOp<'_>) -> Result<IoDone> {
+        if self.is_wanted() {
+            return self.engine.run(self.lane, &mut op, &|| self.is_wanted());
+        }
+        let late = "the job ran past its deadline, and nothing more is done for it";
+        Err(Error::new(ErrorKind::Timeout, late))
+    }
+
+    /// Reads `len` bytes at `offset` into the start of `buf`. The last name of `path` must not be a symbolic link. Past the
+    /// page cache where the engine is set up so and `buf` begins on a page, as slots do; what `buf` has room for behind
+    /// `len` may be filled up to a whole sector then.
+    pub fn read(&self, path: &Path, offset: u64, len: usize, buf: &mut [u8], mode: ReadMode) -> Result<Read> {
+        let op = IoOp::Read {
+            path,
+            offset,
+            len,
+            buf,
+            mode,
+        };
+        match self.run(op)? {
+            IoDone::Read(bytes, file_len) => Ok(Read { bytes, file_len }),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Reads one stretch of a file into several buffers: so many bytes for the first from `offset` on, for the next what
+    /// follows it, and so on, each into the start of its buffer. The answer counts all of them; they are fewer only at the
+    /// end of the file. `keep`: what has this name never changes, so that its descriptor may be kept open for the next such
+    /// read; a file that has lost its name since is `NotFound` all the same.
+    pub fn read_into(
+        &self,
+        path: &Path,
+        offset: u64,
+        into: Vec<(&mut [u8], usize)>,
+        keep: bool,
+    ) -> Result<usize> {
+        let op = IoOp::ReadInto {
+            path,
+            offset,
+            into,
+            keep,
+        };
+        match self.run(op)? {
+            IoDone::ReadInto(bytes) => Ok(bytes),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Reads parts of one stretch of a file to where they lie in it: byte `n` of `buf` is byte `offset + n` of the file,
+    /// and what lies between the parts stays as it is. Parts come in order; those behind the end of the file end it. Else
+    /// as [`IoJob::read_into`] into one buffer.
+    pub fn read_parts(
+        &self,
+        path: &Path,
+        offset: u64,
+        parts: &[Range<usize>],
+        buf: &mut [u8],
+        keep: bool,
+    ) -> Result<usize> {
+        let op = IoOp::ReadParts {
+            path,
+            offset,
+            parts,
+            buf,
+            keep,
+        };
+        match self.run(op)? {
+            IoDone::ReadInto(bytes) => Ok(bytes),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Publishes a file; its metadata as it was closed, or `None` where there was one of that name, which stays.
+    pub fn publish(&self, publish: Publish<'_>) -> Result<Option<FileMeta>> {
+        match self.run(IoOp::Publish(publish))? {
+            IoDone::Published(meta) => Ok(meta),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Creates a private file that is to be filled by [`IoJob::write_at`] and named by [`IoJob::finish`]: with these first
+    /// bytes, and room set aside up to a length of `room` bytes, best effort. `mode`: permission bits, before the umask.
+    /// When it fails there is no such file, or it is that of somebody else.
+    pub fn create(&self, path: &Path, head: &[u8], room: u64, mode: u32) -> Result<()> {
+        self.run(IoOp::Create {
+            path,
+            head,
+            room,
+            mode,
+        })
+        .map(|_| ())
+    }
+
+    /// Writes at `offset` of a file that is there, and closes it with the error of the close seen.
+    pub fn write_at(&self, path: &Path, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.run(IoOp::WriteAt { path, offset, bytes }).map(|_| ())
+    }
+
+    /// Gives a filled private file its end and its name; its metadata as it was closed.
+    pub fn finish(&self, finish: Finish<'_>) -> Result<FileMeta> {
+        match self.run(IoOp::Finish(finish))? {
+            IoDone::Finished(meta) => Ok(meta),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Metadata of each path, links followed; a name that does not exist (ENOENT, ENOTDIR, ESTALE) is `None`. With
+    /// `stop_at_missing` the answer ends with the first of these.
+    pub fn stat(&self, paths: &[PathBuf], stop_at_missing: bool) -> Result<Vec<Option<FileMeta>>> {
+        let op = IoOp::Stat {
+            paths,
+            stop_at_missing,
+        };
+        match self.run(op)? {
+            IoDone::Stat(metas) => Ok(metas),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Metadata of one path, as of [`IoJob::stat`].
+    pub fn look(&self, path: PathBuf) -> Result<Option<FileMeta>> {
+        Ok(self.stat(&[path], false)?.into_iter().next().flatten())
+    }
+
+    /// Sets modification times (ns since 1970): for each file whether it was there; an error stops none of the others.
+    pub fn touch(&self, files: &[(PathBuf, i64)]) -> Result<Vec<Result<bool>>> {
+        self.each(IoOp::Touch { files })
+    }
+
+    /// Removes files, never directories: for each whether it was there; an error stops none of the others.
+    pub fn remove(&self, paths: &[PathBuf]) -> Result<Vec<Result<bool>>> {
+        self.each(IoOp::Remove { paths })
+    }
+
+    fn each(&self, op: IoOp<'_>) -> Result<Vec<Result<bool>>> {
+        match self.run(op)? {
+            IoDone::Each(answers) => Ok(answers),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Gives the file with this inode another name on the same file system, over an existing one: whether it was done;
+    /// not where the file is not there or another one has taken its name.
+    pub fn rename(&self, from: &Path, to: &Path, ino: u64) -> Result<bool> {
+        self.was(IoOp::Rename { from, to, ino })
+    }
+
+    /// Makes one directory, whose parent must exist: whether it is new. `mode`: permission bits, before the umask.
+    pub fn make_dir(&self, path: &Path, mode: u32) -> Result<bool> {
+        self.was(IoOp::MakeDir { path, mode })
+    }
+
+    fn was(&self, op: IoOp<'_>) -> Result<bool> {
+        match self.run(op)? {
+            IoDone::Was(so) => Ok(so),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Names and metadata in one directory, links not followed, in no order; at most [`MAX_LIST`](crate::MAX_LIST).
+    pub fn list(&self, dir: &Path) -> Result<Vec<(OsString, FileMeta)>> {
+        match self.run(IoOp::List { dir })? {
+            IoDone::List(entries) => Ok(entries),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// The same, and nothing where there is no such directory.
+    pub fn list_if_there(&self, dir: &Path) -> Result<Vec<(OsString, FileMeta)>> {
+        match self.list(dir) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+            listed => listed,
+        }
+    }
+
+    /// Reads `len` bytes of a file from `offset` on, fewer where it ends before, and its length; nothing where there is no
+    /// such file. For what is small: documents, heads and feet.
+    pub fn read_piece(
+        &self,
+        path: &Path,
+        offset: u64,
+        len: usize,
+        mode: ReadMode,
+    ) -> Result<Option<(Vec<u8>, u64)>> {
+        let mut bytes = vec![0; len];
+        match self.read(path, offset, len, &mut bytes, mode) {
+            Ok(read) => {
+                bytes.truncate(read.bytes);
+                Ok(Some((bytes, read.file_len)))
+            }
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Size of the file system that has this name.
+    pub fn space(&self, path: &Path) -> Result<SpaceInfo> {
+        match self.run(IoOp::Space { path })? {
+            IoDone::Space(space) => Ok(space),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// What the file system of a directory is and what it can do; writes and removes one nameless page in it.
+    pub fn probe(&self, dir: &Path) -> Result<Probe> {
+        match self.run(IoOp::Probe { dir })? {
+            IoDone::Probe(probe) => Ok(probe),
+            other => Err(unexpected(&other)),
+        }
+    }
+}
+
+/// An engine that answers one operation as another is not one.
+fn unexpected(answer: &IoDone) -> Error {
+    Error::internal("an I/O engine answered something else than it was asked")
+        .with("answer", format!("{answer:?}"))
+}
