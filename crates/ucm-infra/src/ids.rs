@@ -1,58 +1,59 @@
 //! A concurrent set by our own name.
 //!
-//! Behind it is dashmap, a sharded table (MIT, two small dependencies). Its one trap is that a guard held across
-//! another call can deadlock; no guard ever leaves this module.
+//! Behind it is papaya's, which no reader ever waits for (MIT, two small dependencies); what is removed is freed once no
+//! thread looks at it any more.
 
 use std::fmt;
 use std::hash::Hash;
 
-use dashmap::DashSet;
+use papaya::HashSet;
 
 /// A set that many threads use at once. Each call is atomic by itself; [`len`](Self::len), [`clear`](Self::clear)
 /// and [`extend`](Self::extend) look at one part of the set after the other.
-pub struct IdSet<K: Eq + Hash>(DashSet<K>);
+pub struct IdSet<K: Eq + Hash>(HashSet<K>);
 
 impl<K: Eq + Hash> IdSet<K> {
     /// An empty set.
     pub fn new() -> Self {
-        Self(DashSet::new())
+        Self(HashSet::new())
     }
 
     /// Adds `key`; `false` if it was there already.
     pub fn insert(&self, key: K) -> bool {
-        self.0.insert(key)
+        self.0.pin().insert(key)
     }
 
     /// Removes `key`; `false` if it was not there. Of threads that remove the same key at once, one gets `true`.
     pub fn remove(&self, key: &K) -> bool {
-        self.0.remove(key).is_some()
+        self.0.pin().remove(key)
     }
 
     /// Whether `key` is there.
     pub fn contains(&self, key: &K) -> bool {
-        self.0.contains(key)
+        self.0.pin().contains(key)
     }
 
     /// How many keys are there; exact only while nobody changes the set.
     pub fn len(&self) -> usize {
-        self.0.len()
+        self.0.pin().len()
     }
 
     /// Whether no key is there; exact only while nobody changes the set.
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.0.pin().is_empty()
     }
 
     /// Removes every key. One that is added meanwhile may stay.
     pub fn clear(&self) {
-        self.0.clear();
+        self.0.pin().clear();
     }
 
     /// Adds every key.
     pub fn extend(&self, keys: impl IntoIterator<Item = K>) {
-        for key in keys {
-            self.0.insert(key);
-        }
+        let set = self.0.pin();
+        keys.into_iter().for_each(|key| {
+            set.insert(key);
+        });
     }
 }
 
