@@ -1,7 +1,7 @@
 """Prints how many lines of Rust each crate has: what is built, without tests.
 
-Counted is every line of ``crates/*/src`` but files of tests (``tests.rs``, ``tests_*.rs``, ``tests/``) and modules under
-``#[cfg(test)]``.
+Counted is every line of ``crates/*/src`` but files of tests (``tests.rs``, ``tests_*.rs``, ``tests/``) and modules
+under ``#[cfg(test)]``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ use ucm_benches::store::Result;
 use ucm_core::{BlockId, DType, Error, ErrorKind, Geometry, Identity, MissReason, Part};
 use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::{Mono, SystemClock};
-use ucm_store::backend::{Backend, Done, Listed, Presence, ReadDone, Usage, WriteOptions, Written};
+use ucm_store::backend::{
+    Backend, BlockRead, Done, Listed, Presence, ReadDone, Usage, WriteOptions, Written,
+};
 use ucm_store::compress::worth::When;
 use ucm_store::compress::{CompressBackend, CompressConfig};
 use ucm_store::record::{Expect, RecordLayout, RecordMeta, verify};
@@ -126,7 +128,7 @@ fn contest(dtype: DType, numbers: &[u8], blocks: usize) -> Result<[f64; 3]> {
         let (tell, hear) = channel();
         let came = Box::new(move |result| drop(tell.send(result)));
         let slot = slots.try_acquire().ok_or("no slot")?;
-        stage.read(id, slot, false, Mono::NEVER, came);
+        stage.read(0, vec![BlockRead::whole(id, slot, Mono::NEVER, came)]);
         let read = hear.recv()??;
         let expect = Expect {
             id,
@@ -217,19 +219,23 @@ impl Backend for Shelf {
         done(Ok(ids.iter().map(there).collect()));
     }
 
-    fn read(&self, id: BlockId, mut slot: Slot, _again: bool, _deadline: Mono, done: Done<ReadDone>) {
-        let kept = self.0.lock();
-        let Some(record) = kept.get(&id) else {
-            return done(Err(Error::new(ErrorKind::NotFound, "not on the shelf")));
-        };
-        let read = record.len();
-        slot.as_mut_slice()[..read].copy_from_slice(record);
-        drop(kept);
-        done(Ok(ReadDone {
-            slot,
-            read,
-            stored_len: read as u64,
-        }));
+    fn read(&self, _stage: usize, reads: Vec<BlockRead>) {
+        for BlockRead {
+            id, mut slot, done, ..
+        } in reads
+        {
+            let Some(record) = self.0.lock().get(&id).cloned() else {
+                done(Err(Error::new(ErrorKind::NotFound, "not on the shelf")));
+                continue;
+            };
+            let read = record.len();
+            slot.as_mut_slice()[..read].copy_from_slice(&record);
+            done(Ok(ReadDone {
+                slot,
+                read,
+                stored_len: read as u64,
+            }));
+        }
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, _deadline: Mono, done: Done<Written>) {

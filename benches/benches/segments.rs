@@ -18,7 +18,7 @@ use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::{Clock, Completion, Mono, SystemClock};
 use ucm_io::{IoOptions, IoPool, Process};
-use ucm_store::backend::{Backend, ReadDone, WriteOptions};
+use ucm_store::backend::{Backend, BlockRead, ReadDone, WriteOptions};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
 use ucm_store::record::{Expect, RecordLayout, RecordMeta, verify};
@@ -274,8 +274,8 @@ impl Bench {
                         .map_err(|reason| ucm_core::Error::internal(reason.name()))
                 }));
             };
-            self.backend
-                .read(id(n), slot, false, self.deadline(), Box::new(judge));
+            let read = BlockRead::whole(id(n), slot, self.deadline(), Box::new(judge));
+            self.backend.read(0, vec![read]);
             waits.push(over);
         }
         for over in waits {

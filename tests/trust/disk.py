@@ -1,6 +1,7 @@
 """A local file system whose disk misbehaves: an ext4 in a file on the matrix's own file system (``fuse.py``).
 
-The disk is met by what goes past the page cache; what the kernel has in memory (names, most of what describes files) it need not ask the disk for.
+The disk is met by what goes past the page cache; what the kernel has in memory (names, most of what describes files)
+it need not ask the disk for.
 """
 
 from __future__ import annotations

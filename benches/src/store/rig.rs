@@ -12,7 +12,7 @@ use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostDevice, Slot};
 use ucm_infra::{Clock, Completion, Mono, SystemClock};
 use ucm_io::{IoOptions, IoPool, Process, PsyncEngine};
-use ucm_store::backend::{Backend, BlockRead, ReadDone, WriteOptions};
+use ucm_store::backend::{Backend, BlockRead, Flush, ReadDone, WriteOptions};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Until};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
@@ -245,23 +245,12 @@ impl Rig {
                 });
                 batch.one(judged.map(Some));
             };
-            reads.push(BlockRead {
-                id,
-                slot,
-                deadline,
-                done: Box::new(done),
-            });
+            reads.push(BlockRead::whole(id, slot, deadline, Box::new(done)));
         }
         // As the engine hands them over.
-        if self.backend.reads_together(0) {
-            while !reads.is_empty() {
-                let next = reads.split_off(reads.len().min(TOGETHER));
-                self.backend.read_many(0, std::mem::replace(&mut reads, next));
-            }
-        }
-        for read in reads {
-            self.backend
-                .read(read.id, read.slot, false, read.deadline, read.done);
+        while !reads.is_empty() {
+            let next = reads.split_off(reads.len().min(TOGETHER));
+            self.backend.read(0, std::mem::replace(&mut reads, next));
         }
         let slots = batch.wait()?;
         Ok((watch.stop(), slots))
@@ -285,7 +274,7 @@ impl Rig {
             let done = move |result: ucm_core::Result<_>| batch.one(result.map(|_| None));
             self.backend.write(id, slot, options, deadline, Box::new(done));
         }
-        self.backend.hurry(); // as for a dump that is waited for
+        self.backend.flush(Flush::Soon); // as for a dump that is waited for
         batch.wait()?;
         Ok(watch.stop())
     }

@@ -17,6 +17,8 @@ use crate::psync::PsyncEngine;
 
 /// The lane of housekeeping.
 const HOUSEKEEPING: usize = 3;
+/// Fewest threads: a write that waits for room must leave one to those who make it.
+const FEWEST: usize = 2;
 /// How long after its deadline a job that is waited for has to say so.
 const GRACE: Duration = Duration::from_millis(100);
 /// How long closing files that nobody writes may take.
@@ -25,7 +27,7 @@ const CLOSE: Duration = Duration::from_secs(5);
 /// How an [`IoPool`] is set up.
 #[derive(Clone, Debug)]
 pub struct IoOptions {
-    /// Worker threads.
+    /// Worker threads, two at least.
     pub workers: usize,
     /// Most workers started in the place of stuck ones.
     pub max_replacements: usize,
@@ -77,7 +79,7 @@ impl IoPool {
     pub fn new(engine: Arc<dyn IoEngine>, options: &IoOptions) -> Result<Arc<Self>> {
         let workers = WorkerPool::builder("ucm-io")
             .on_demand()
-            .size(options.workers)
+            .size(options.workers.max(FEWEST))
             .lanes(&options.lanes)
             .max_replacements(options.max_replacements)
             .clock(Arc::clone(&options.clock))

@@ -34,16 +34,47 @@ pub struct ReadDone {
     pub stored_len: u64,
 }
 
-/// A record that is to be read among others ([`Backend::read_many`]).
+/// A record that is to be read.
 pub struct BlockRead {
     /// The record id.
     pub id: BlockId,
-    /// Where it goes.
+    /// Where it goes, from the start.
     pub slot: Slot,
+    /// Parts of it that are wanted, each to where it lies in the whole; `None`: all of it. A medium may bring more than
+    /// is wanted ([`Backend::reads_parts`]).
+    pub parts: Option<Vec<Range<usize>>>,
+    /// Past every cache (after a failed checksum).
+    pub again: bool,
     /// When nobody waits for it any more.
     pub deadline: Mono,
-    /// Called with the outcome.
+    /// Called with the outcome. The error is `Foreign` where something has the record's name that can never be read as
+    /// one, so that nothing is wrong with the medium.
     pub done: Done<ReadDone>,
+}
+
+impl BlockRead {
+    /// All of a record, through whatever is on the way.
+    pub fn whole(id: BlockId, slot: Slot, deadline: Mono, done: Done<ReadDone>) -> Self {
+        Self {
+            id,
+            slot,
+            parts: None,
+            again: false,
+            deadline,
+            done,
+        }
+    }
+}
+
+/// How soon what was written is to be published, where records wait for others to be published with them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Flush {
+    /// Somebody waits for it: but only so often that who waits after every block gets no file of its own for each.
+    Soon,
+    /// As soon as it is written.
+    Now,
+    /// The same, and from now on nothing waits any more: the store is about to close.
+    Last,
 }
 
 /// What became of a write.
@@ -270,9 +301,9 @@ pub trait Backend: Send + Sync {
         false
     }
 
-    /// Reads a record into a slot. `again`: past every cache (after a failed checksum). The error is `Foreign` where
-    /// something has the record's name that can never be read as one, so that nothing is wrong with the medium.
-    fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>);
+    /// Reads records from one stage, in the order in which they are wanted. Each has an outcome of its own, whatever
+    /// becomes of the others; what fails may be asked of a lower stage. A medium is one stage, number 0.
+    fn read(&self, stage: usize, reads: Vec<BlockRead>);
 
     /// Writes a record privately and publishes it whole. A record of a newer version stays, and counts as present.
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>);
@@ -303,13 +334,8 @@ pub trait Backend: Send + Sync {
         Early::default()
     }
 
-    /// Publishes soon what is written and waits for others to be published with it; with `last`, from now on nothing
-    /// waits any more, for the store is about to close. Never blocks.
-    fn flush(&self, _last: bool) {}
-
-    /// Somebody waits for what was handed over to be published: like [`Backend::flush`], but only so often that who
-    /// waits after every block gets no file of its own for each. Never blocks.
-    fn hurry(&self) {}
+    /// Publishes what is written and waits for others to be published with it. Never blocks.
+    fn flush(&self, _how: Flush) {}
 
     /// A record was refused for damage: keeps it as evidence, where the medium can, later and best effort. Never
     /// blocks; nothing depends on it.
@@ -386,56 +412,10 @@ pub trait Backend: Send + Sync {
         self.lookup(ids, stop_at_missing, deadline, Box::new(answered));
     }
 
-    /// [`Backend::read`] from one stage. What fails there may be asked of a lower one.
-    fn read_from(
-        &self,
-        _stage: usize,
-        id: BlockId,
-        slot: Slot,
-        again: bool,
-        deadline: Mono,
-        done: Done<ReadDone>,
-    ) {
-        self.read(id, slot, again, deadline, done);
-    }
-
-    /// Whether reads of one stage that begin together cost less than one by one.
-    fn reads_together(&self, _stage: usize) -> bool {
-        false
-    }
-
-    /// [`Backend::read_from`] of several records, in the order in which they are wanted. Each has an outcome of its own,
-    /// whatever becomes of the others.
-    fn read_many(&self, stage: usize, reads: Vec<BlockRead>) {
-        for BlockRead {
-            id,
-            slot,
-            deadline,
-            done,
-        } in reads
-        {
-            self.read_from(stage, id, slot, false, deadline, done);
-        }
-    }
-
     /// Whether parts of a record can be read by themselves from this stage, and that is of use: not where the stages
     /// above it would keep the whole.
     fn reads_parts(&self, _stage: usize) -> bool {
         false
-    }
-
-    /// Reads parts of a record into a slot, each to where it lies in the whole, or all of it where that is simpler. The
-    /// answer counts the bytes that were read.
-    fn read_parts(
-        &self,
-        stage: usize,
-        id: BlockId,
-        slot: Slot,
-        _parts: Vec<Range<usize>>,
-        deadline: Mono,
-        done: Done<ReadDone>,
-    ) {
-        self.read_from(stage, id, slot, false, deadline, done);
     }
 
     /// A record was read from this stage and verified: the stages above may keep it. Copies at most, never waits.

@@ -16,7 +16,7 @@ use ucm_infra::{Clock, Mono};
 use ucm_io::{FileMeta, IoJob, IoPool, Probe, Process};
 
 use crate::auto::Kept;
-use crate::backend::{Backend, Done, Listed, Presence, Quarantined, ReadDone, Usage, WriteOptions, Written};
+use crate::backend::{Backend, BlockRead, Done, Listed, Presence, Quarantined, Usage, WriteOptions, Written};
 use crate::engine::{LANE_LOOKUP, LANE_SPACE};
 use crate::evidence::QuarantineConfig;
 use crate::layout::{BLOCKS, Layout};
@@ -224,8 +224,8 @@ impl Backend for PosixBackend {
         self.shared.io.job(LANE_LOOKUP, deadline, look, done);
     }
 
-    fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>) {
-        self.shared.read(id, slot, again, deadline, done);
+    fn read(&self, _stage: usize, reads: Vec<BlockRead>) {
+        reads.into_iter().for_each(|read| self.shared.read(read));
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {

@@ -5,11 +5,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
-use ucm_device::Slot;
-use ucm_infra::Mono;
 use ucm_io::{IoJob, ReadMode};
 
-use crate::backend::{Done, ReadDone, Written};
+use crate::backend::{BlockRead, ReadDone, Written};
 use crate::engine::LANE_LOAD;
 use crate::posix::Shared;
 use crate::record::{Expect, verify_stored};
@@ -21,14 +19,15 @@ const NO_FILE: [i32; 2] = [21, 40];
 
 impl Shared {
     /// Reads a record into a slot, from its start.
-    pub(crate) fn read(
-        self: &Arc<Self>,
-        id: BlockId,
-        mut slot: Slot,
-        again: bool,
-        deadline: Mono,
-        done: Done<ReadDone>,
-    ) {
+    pub(crate) fn read(self: &Arc<Self>, read: BlockRead) {
+        let BlockRead {
+            id,
+            mut slot,
+            again,
+            deadline,
+            done,
+            ..
+        } = read;
         let (path, len) = (self.layout.record(id), self.config.record.record_len());
         let read = move |io: &IoJob| {
             let mode = if again {

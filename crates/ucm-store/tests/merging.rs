@@ -17,6 +17,7 @@ use common::{Device, Layout, Setup, Store, directory, eventually, ids};
 use ucm_core::BlockId;
 use ucm_infra::{Clock, ManualClock, Mono};
 use ucm_io::{Fault, OpKind, Rule};
+use ucm_store::backend::Flush;
 use ucm_store::engine::Until;
 
 #[test]
@@ -185,7 +186,7 @@ fn store_again(store: &Store, device: &Device, blocks: &[BlockId], file: &Path) 
     // Refused until they are published, so nobody sees when they are written.
     let task = store.engine.dump(device.rows(blocks)).unwrap();
     eventually("they are published", || {
-        store.backend.flush(false);
+        store.backend.flush(Flush::Now);
         task.wait(store.engine.clock(), Until::Published, Some(Mono(0)))
     });
     store.outcome(&task).unwrap();

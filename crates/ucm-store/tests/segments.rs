@@ -15,6 +15,7 @@ use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 use ucm_core::BlockId;
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
+use ucm_store::backend::Flush;
 use ucm_store::segment::Merging;
 
 #[test]
@@ -181,7 +182,7 @@ fn a_damaged_segment_gives_exact_hits_or_misses() {
     let device = Device::filled(&patient(), &blocks);
     let store = Store::open(dir.path(), patient());
     let task = begin(&store, &device, &blocks);
-    store.backend.flush(false);
+    store.backend.flush(Flush::Now);
     store.outcome(&task).unwrap();
     drop(store);
     let reader = Store::open(dir.path(), quick());
@@ -409,7 +410,7 @@ fn a_damaged_record_of_a_segment_is_kept_as_evidence_and_its_neighbours_stay() {
     let store = Store::open(dir.path(), patient());
     let device = Device::filled(&patient(), &ids(3));
     let task = begin(&store, &device, &ids(3));
-    store.backend.flush(false);
+    store.backend.flush(Flush::Now);
     store.outcome(&task).unwrap();
     let places = store.places();
     let bad = places.iter().find(|place| place.id == id(1)).unwrap();

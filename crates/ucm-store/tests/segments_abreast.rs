@@ -18,7 +18,7 @@ use ucm_core::{BlockId, ErrorKind};
 use ucm_device::{HostArena, SlotPool};
 use ucm_infra::{Clock, ManualClock, Mono};
 use ucm_io::{Fault, OpKind, Rule};
-use ucm_store::backend::{WriteOptions, Written};
+use ucm_store::backend::{Flush, WriteOptions, Written};
 use ucm_store::engine::{Task, Until};
 use ucm_store::segment::SegmentConfig;
 
@@ -229,7 +229,7 @@ fn who_waits_behind_a_write_that_hangs_waits_no_longer_than_his_own_deadline() {
     clock.advance(Duration::from_secs(10));
     eventually("the fourth is over", || ended.lock().contains_key(&4));
     gate.open();
-    store.backend.flush(false);
+    store.backend.flush(Flush::Now);
     eventually("the others are published", || ended.lock().len() == 4);
     assert_eq!(ended.lock()[&1], Ok(Written::Published));
     assert_eq!(ended.lock()[&2], Ok(Written::Published));

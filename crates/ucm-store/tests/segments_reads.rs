@@ -14,6 +14,7 @@ use common::{Above, Device, Setup, Store, directory, eventually, ids};
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, IoEngine, OpKind, Rule};
+use ucm_store::backend::Flush;
 use ucm_store::tiers::WritePolicy;
 
 /// Bytes of a record of the usual setup.
@@ -91,7 +92,7 @@ fn the_open_segment_is_read_so_too_and_no_descriptor_of_it_is_kept() {
     store.faults.forget();
     assert!(loads(&store, &blocks));
     assert_eq!((asked(&store), store.faults.kept()), (1, 0));
-    store.backend.flush(false);
+    store.backend.flush(Flush::Now);
     store.outcome(&task).unwrap();
     assert!(loads(&store, &blocks));
     assert_eq!((asked(&store), store.faults.kept()), (2, 1));

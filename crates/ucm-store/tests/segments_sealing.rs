@@ -13,7 +13,7 @@ use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule, Tail};
-use ucm_store::backend::Early;
+use ucm_store::backend::{Early, Flush};
 use ucm_store::engine::Until;
 use ucm_store::segment::SegmentConfig;
 
@@ -39,7 +39,7 @@ fn the_open_segment_is_read_by_its_writer_and_by_nobody_else() {
     assert!(loads(&store, &blocks));
     let other = Store::open(dir.path(), patient());
     assert_eq!(finds(&other, &blocks), [false; 3]);
-    store.backend.flush(false);
+    store.backend.flush(Flush::Now);
     store.outcome(&task).unwrap();
     assert_eq!(store.places().len(), 3, "in one segment");
     assert_eq!(store.segments().len(), 1);
@@ -106,7 +106,7 @@ fn a_segment_that_is_full_is_sealed_at_once() {
     let task = begin(&store, &device, &ids(6));
     eventually("two segments are sealed", || store.segments().len() == 2);
     assert!(!is_over(&store, &task), "the last two wait for more");
-    store.backend.flush(false);
+    store.backend.flush(Flush::Now);
     store.outcome(&task).unwrap();
     for file in store.segments() {
         assert_eq!(std::fs::metadata(&file).unwrap().len(), 4096 * 6);
@@ -219,12 +219,12 @@ fn a_private_file_that_was_taken_away_fails_its_dumps() {
     for file in store.privates() {
         std::fs::remove_file(file).unwrap();
     }
-    store.backend.flush(false);
+    store.backend.flush(Flush::Now);
     assert_eq!(store.outcome(&task).unwrap_err().len(), 2);
     assert_eq!(finds(&store, &ids(2)), [false; 2]);
     let task = store.engine.dump(device.rows(&ids(2))).unwrap();
     eventually("written", || finds(&store, &ids(2)) == [true; 2]);
-    store.backend.flush(false);
+    store.backend.flush(Flush::Now);
     store.outcome(&task).unwrap();
 }
 

@@ -10,7 +10,6 @@
 mod decide;
 mod kept;
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -21,8 +20,8 @@ use ucm_infra::{Clock, Mono};
 use ucm_io::IoPool;
 
 use crate::backend::{
-    Backend, BlockRead, Compression, Done, Early, Evicted, Health, Keep, Listed, Place, Presence, Priority,
-    Quarantined, ReadDone, TierStats, Usage, WriteOptions, Written,
+    Backend, BlockRead, Compression, Done, Early, Evicted, Flush, Health, Keep, Listed, Place, Presence,
+    Priority, Quarantined, TierStats, Usage, WriteOptions, Written,
 };
 use crate::events::Event;
 use crate::layout::{BLOCKS, SEGMENTS};
@@ -184,8 +183,8 @@ impl Backend for AutoBackend {
         self.now().answers_at_once()
     }
 
-    fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>) {
-        self.now().read(id, slot, again, deadline, done);
+    fn read(&self, stage: usize, reads: Vec<BlockRead>) {
+        self.now().read(stage, reads);
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
@@ -216,12 +215,8 @@ impl Backend for AutoBackend {
         self.now().early()
     }
 
-    fn flush(&self, last: bool) {
-        self.now().flush(last);
-    }
-
-    fn hurry(&self) {
-        self.now().hurry();
+    fn flush(&self, how: Flush) {
+        self.now().flush(how);
     }
 
     fn quarantine(&self, id: BlockId, done: Done<Quarantined>) {
@@ -281,40 +276,8 @@ impl Backend for AutoBackend {
         self.now().locate(ids, stop_at_missing, deadline, done);
     }
 
-    fn read_from(
-        &self,
-        stage: usize,
-        id: BlockId,
-        slot: Slot,
-        again: bool,
-        deadline: Mono,
-        done: Done<ReadDone>,
-    ) {
-        self.now().read_from(stage, id, slot, again, deadline, done);
-    }
-
-    fn reads_together(&self, stage: usize) -> bool {
-        self.now().reads_together(stage)
-    }
-
-    fn read_many(&self, stage: usize, reads: Vec<BlockRead>) {
-        self.now().read_many(stage, reads);
-    }
-
     fn reads_parts(&self, stage: usize) -> bool {
         self.now().reads_parts(stage)
-    }
-
-    fn read_parts(
-        &self,
-        stage: usize,
-        id: BlockId,
-        slot: Slot,
-        parts: Vec<Range<usize>>,
-        deadline: Mono,
-        done: Done<ReadDone>,
-    ) {
-        self.now().read_parts(stage, id, slot, parts, deadline, done);
     }
 
     fn promote(&self, stage: usize, id: BlockId, record: &[u8], ordinal: u32) {

@@ -29,7 +29,7 @@ use ucm_device::Slot;
 use ucm_infra::{Clock, Lane, MAX_QUEUE, Mono, WorkerPool};
 
 use crate::backend::{
-    Backend, BlockRead, Compression, Done, Early, Listed, Presence, Quarantined, ReadDone, Usage,
+    Backend, BlockRead, Compression, Done, Early, Flush, Listed, Presence, Quarantined, ReadDone, Usage,
     WriteOptions, Written,
 };
 use crate::events::{Event, Events, Level};
@@ -199,7 +199,7 @@ impl Shared {
     /// Tells the medium that somebody waits, once it was handed all that was being encoded.
     fn hurry_on(&self, inner: &dyn Backend) {
         if self.encoding.load(Ordering::SeqCst) == 0 && self.hurried.swap(false, Ordering::SeqCst) {
-            inner.hurry();
+            inner.flush(Flush::Soon);
         }
     }
 
@@ -279,9 +279,14 @@ impl Backend for CompressBackend {
         self.inner.answers_at_once()
     }
 
-    fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>) {
-        let done = self.decoding(id, deadline, done);
-        self.inner.read(id, slot, again, deadline, done);
+    fn read(&self, stage: usize, reads: Vec<BlockRead>) {
+        // Parts are of the record, not of its shorter form.
+        let decoded = |read: BlockRead| BlockRead {
+            parts: None,
+            done: self.decoding(read.id, read.deadline, read.done),
+            ..read
+        };
+        self.inner.read(stage, reads.into_iter().map(decoded).collect());
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
@@ -357,28 +362,12 @@ impl Backend for CompressBackend {
         self.inner.early()
     }
 
-    fn flush(&self, last: bool) {
+    fn flush(&self, how: Flush) {
         self.shared.hurried.store(true, Ordering::SeqCst);
-        self.inner.flush(last);
+        if how != Flush::Soon {
+            self.inner.flush(how);
+        }
         self.shared.hurry_on(&*self.inner);
-    }
-
-    fn hurry(&self) {
-        self.shared.hurried.store(true, Ordering::SeqCst);
-        self.shared.hurry_on(&*self.inner);
-    }
-
-    fn reads_together(&self, stage: usize) -> bool {
-        self.inner.reads_together(stage)
-    }
-
-    fn read_many(&self, stage: usize, reads: Vec<BlockRead>) {
-        let decoded = |read: BlockRead| BlockRead {
-            done: self.decoding(read.id, read.deadline, read.done),
-            ..read
-        };
-        self.inner
-            .read_many(stage, reads.into_iter().map(decoded).collect());
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {

@@ -13,7 +13,7 @@ use ucm_device::{Slot, Stream};
 use super::Core;
 use super::assembly::Assembly;
 use super::load::BlockRowList;
-use crate::backend::{ReadDone, WriteOptions, Written};
+use crate::backend::{BlockRead, ReadDone, WriteOptions, Written};
 use crate::deviation::{deviation, tolerance};
 use crate::events::Level;
 use crate::stats::Stats;
@@ -48,7 +48,9 @@ impl Core {
         options: WriteOptions,
     ) {
         let (id, deadline) = (assembly.id, assembly.deadline);
-        let Some(room) = self.slots.try_acquire_above(self.reserved_slots) else {
+        let stage = self.backend.place(id, 0);
+        let room = stage.and_then(|_| self.slots.try_acquire_above(self.reserved_slots));
+        let (Some(stage), Some(room)) = (stage, room) else {
             return self.write(assembly, slot, options);
         };
         let (core, assembly) = (Arc::clone(self), Arc::clone(assembly));
@@ -63,7 +65,8 @@ impl Core {
                 core.write(&assembly, slot, options);
             }
         });
-        self.backend.read(id, room, false, deadline, done);
+        self.backend
+            .read(stage, vec![BlockRead::whole(id, room, deadline, done)]);
     }
 
     /// The largest deviation of any tensor of two records.

@@ -16,7 +16,7 @@ use super::assembly::{After, Assembly, Stage};
 use super::load::{BlockRowList, by_block};
 use super::task::{Task, TaskState};
 use super::{Core, Hint, LANE_DUMP, Row};
-use crate::backend::{WriteOptions, Written};
+use crate::backend::{Flush, WriteOptions, Written};
 use crate::events::Level;
 use crate::record::{RecordMeta, encode_header};
 use crate::stats::Stats;
@@ -50,7 +50,7 @@ impl Core {
             hurry: Arc::new(move || {
                 hurried.hurry();
                 if hurried.only_waits() {
-                    backend.hurry();
+                    backend.flush(Flush::Soon);
                 }
             }),
         };
@@ -204,7 +204,7 @@ impl Core {
         }
         let flushed = task.started.0 < self.flushed.load(Ordering::Acquire);
         if task.only_waits() || flushed && task.is_handed_over() {
-            self.backend.hurry();
+            self.backend.flush(Flush::Soon);
         }
     }
 

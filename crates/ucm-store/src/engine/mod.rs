@@ -28,7 +28,7 @@ use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result, limi
 use ucm_device::{Device, DeviceSpan, HostArena, KvLayout, SlotPool, Stream};
 use ucm_infra::{Clock, IdSet, Lane, Mono, WorkerPool};
 
-use crate::backend::{Backend, Early, Priority};
+use crate::backend::{Backend, Early, Flush, Priority};
 use crate::events::Events;
 use crate::health::Breaker;
 use crate::record::RecordLayout;
@@ -311,7 +311,7 @@ impl Engine {
         }
         let until = self.clock.now().after(self.deadlines.shutdown);
         let left = || until.since(self.clock.now());
-        self.backend.flush(true);
+        self.backend.flush(Flush::Last);
         // First the tasks, then the pools: a task is many jobs, and a pool that ends takes no next one.
         self.open_tasks.wait(&*self.clock, until);
         self.asks.shutdown(Duration::ZERO);
@@ -398,7 +398,7 @@ impl Core {
     pub fn flush(&self) -> Result<()> {
         self.usable()?;
         self.flushed.fetch_max(self.clock.now().0 + 1, Ordering::AcqRel);
-        self.backend.flush(false);
+        self.backend.flush(Flush::Now);
         Ok(())
     }
 

@@ -229,7 +229,7 @@ impl Core {
         (bytes + WORTH.max(whole / 2) <= whole).then_some(all)
     }
 
-    /// Starts a read, or collects it where others of the same stage may go with it.
+    /// Collects a read with others of the same stage.
     fn start(
         self: &Arc<Self>,
         wanted: Wanted,
@@ -238,50 +238,29 @@ impl Core {
         layers: Option<Range<u32>>,
         batch: &mut Batch,
     ) {
-        let stage = self.backend.place(wanted.id, wanted.from);
-        if let (Some(stage), Some(_)) = (stage, &layers)
-            && self.backend.reads_parts(stage)
-        {
-            let reading = Reading {
-                id: wanted.id,
-                stage,
-                layers,
-                again: false,
-                deadline,
-                so_far: wanted.so_far,
-            };
-            return self.read_stage(reading, slot);
-        }
-        let Some(stage) = stage.filter(|&stage| self.backend.reads_together(stage)) else {
-            return self.read(wanted, slot, deadline);
+        let Wanted { id, from, so_far } = wanted;
+        let Some(stage) = self.backend.place(id, from) else {
+            drop(slot);
+            return self.read_ended(id, deadline, Err(self.nowhere(id, so_far)));
         };
         if batch.stage != stage || batch.reads.len() >= TOGETHER {
             self.hand_over(batch);
         }
         batch.stage = stage;
-        let id = wanted.id;
         let reading = Reading {
             id,
             stage,
-            layers: None,
+            layers: layers.filter(|_| self.backend.reads_parts(stage)),
             again: false,
             deadline,
-            so_far: wanted.so_far,
+            so_far,
         };
-        let core = Arc::clone(self);
-        let done = Box::new(move |result| core.read_done(reading, result));
-        batch.reads.push(BlockRead {
-            id,
-            slot,
-            deadline,
-            done,
-        });
+        batch.reads.push(self.block_read(reading, slot));
     }
 
     fn hand_over(&self, batch: &mut Batch) {
         if !batch.reads.is_empty() {
-            self.backend
-                .read_many(batch.stage, std::mem::take(&mut batch.reads));
+            self.backend.read(batch.stage, std::mem::take(&mut batch.reads));
         }
     }
 
@@ -304,19 +283,20 @@ impl Core {
     }
 
     fn read_stage(self: &Arc<Self>, reading: Reading, slot: Slot) {
-        let Reading {
-            id,
-            stage,
-            again,
-            deadline,
-            ..
-        } = reading;
-        let parts = reading.layers.clone().map(|layers| self.layout.parts(layers));
+        self.backend
+            .read(reading.stage, vec![self.block_read(reading, slot)]);
+    }
+
+    /// What the backend is asked for.
+    fn block_read(self: &Arc<Self>, reading: Reading, slot: Slot) -> BlockRead {
         let core = Arc::clone(self);
-        let done = Box::new(move |result| core.read_done(reading, result));
-        match parts {
-            Some(parts) => self.backend.read_parts(stage, id, slot, parts, deadline, done),
-            None => self.backend.read_from(stage, id, slot, again, deadline, done),
+        BlockRead {
+            id: reading.id,
+            slot,
+            parts: reading.layers.clone().map(|layers| self.layout.parts(layers)),
+            again: reading.again,
+            deadline: reading.deadline,
+            done: Box::new(move |result| core.read_done(reading, result)),
         }
     }
 

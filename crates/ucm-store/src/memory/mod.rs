@@ -39,7 +39,7 @@ use ucm_device::{MachineMemory, Pinned, Slot};
 use ucm_infra::{Clock, Lane, Mono, WorkerPool};
 
 use crate::backend::{
-    Backend, Done, Early, Evicted, Keep, Listed, Presence, ReadDone, Usage, WriteOptions, Written,
+    Backend, BlockRead, Done, Early, Evicted, Keep, Listed, Presence, ReadDone, Usage, WriteOptions, Written,
 };
 use crate::engine::{LANE_DUMP, LANE_LOAD, LANE_SPACE};
 use crate::record::RecordLayout;
@@ -250,6 +250,30 @@ impl MemoryBackend {
             (refused.done)(Err(refused.error));
         }
     }
+
+    /// Copies a record out, on a thread of its own.
+    fn read_one(&self, read: BlockRead) {
+        let BlockRead {
+            id,
+            mut slot,
+            deadline,
+            done,
+            ..
+        } = read;
+        let read = move |tier: &Arc<Tier>, neighbours: &Neighbours| {
+            let out = slot.as_mut_slice();
+            let read = tier.copy_out(id, out).or_else(|| neighbours.copy_out(id, out));
+            let absent =
+                || Error::new(ErrorKind::NotFound, "the record is not in memory any more").with("block", id);
+            let read = read.ok_or_else(absent)?;
+            Ok(ReadDone {
+                slot,
+                read,
+                stored_len: read as u64,
+            })
+        };
+        self.submit(LANE_LOAD, deadline, read, done);
+    }
 }
 
 /// Most jobs that wait in one lane.
@@ -287,21 +311,8 @@ impl Backend for MemoryBackend {
         true
     }
 
-    fn read(&self, id: BlockId, slot: Slot, _again: bool, deadline: Mono, done: Done<ReadDone>) {
-        let read = move |tier: &Arc<Tier>, neighbours: &Neighbours| {
-            let mut slot = slot;
-            let out = slot.as_mut_slice();
-            let read = tier.copy_out(id, out).or_else(|| neighbours.copy_out(id, out));
-            let absent =
-                || Error::new(ErrorKind::NotFound, "the record is not in memory any more").with("block", id);
-            let read = read.ok_or_else(absent)?;
-            Ok(ReadDone {
-                slot,
-                read,
-                stored_len: read as u64,
-            })
-        };
-        self.submit(LANE_LOAD, deadline, read, done);
+    fn read(&self, _stage: usize, reads: Vec<BlockRead>) {
+        reads.into_iter().for_each(|read| self.read_one(read));
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {

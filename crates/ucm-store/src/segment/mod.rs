@@ -34,7 +34,6 @@ mod timer;
 mod touch;
 mod writer;
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -45,7 +44,7 @@ use ucm_infra::{Bell, Clock, Lane, Mono, WorkerPool};
 use ucm_io::IoPool;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Early, Listed, Presence, Quarantined, ReadDone, Usage, WriteOptions, Written,
+    Backend, BlockRead, Done, Early, Flush, Listed, Presence, Quarantined, Usage, WriteOptions, Written,
 };
 use crate::events::{Event, Events};
 use crate::layout::SEGMENTS;
@@ -262,38 +261,12 @@ impl Backend for SegmentBackend {
         true
     }
 
-    fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>) {
-        self.segments.read(id, slot, again, deadline, done);
-    }
-
-    fn reads_together(&self, _stage: usize) -> bool {
-        true
+    fn read(&self, _stage: usize, reads: Vec<BlockRead>) {
+        self.segments.read(reads);
     }
 
     fn reads_parts(&self, _stage: usize) -> bool {
         true
-    }
-
-    fn read_parts(
-        &self,
-        _stage: usize,
-        id: BlockId,
-        slot: Slot,
-        parts: Vec<Range<usize>>,
-        deadline: Mono,
-        done: Done<ReadDone>,
-    ) {
-        let read = BlockRead {
-            id,
-            slot,
-            deadline,
-            done,
-        };
-        self.segments.read_parts(read, parts);
-    }
-
-    fn read_many(&self, _stage: usize, reads: Vec<BlockRead>) {
-        self.segments.read_many(reads);
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
@@ -360,12 +333,12 @@ impl Backend for SegmentBackend {
         self.segments.early.take(self.segments.shared.clock.now())
     }
 
-    fn flush(&self, last: bool) {
-        self.segments.flush(last);
-    }
-
-    fn hurry(&self) {
-        self.segments.hurry();
+    fn flush(&self, how: Flush) {
+        match how {
+            Flush::Soon => self.segments.hurry(),
+            Flush::Now => self.segments.flush(false),
+            Flush::Last => self.segments.flush(true),
+        }
     }
 
     fn quarantine(&self, id: BlockId, done: Done<Quarantined>) {

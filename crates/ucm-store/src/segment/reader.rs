@@ -78,14 +78,15 @@ impl Read {
         let BlockRead {
             id,
             slot,
+            again,
             deadline,
             done,
+            ..
         } = read;
-        let len = slot.len();
         let read = Self {
             id,
-            len,
-            again: false,
+            len: slot.len(),
+            again,
             deadline,
             done,
             looked: false,
@@ -118,32 +119,21 @@ impl Placed {
             && self.hit.offset == before.hit.offset + before.hit.len
             && before.read.want(&before.hit) as u64 == before.hit.len
             && self.read.deadline == before.read.deadline
+            && !self.read.again
+            && !before.read.again
     }
 }
 
 impl Segments {
-    /// Reads a record into a slot, from its start.
-    pub(super) fn read(
-        self: &Arc<Self>,
-        id: BlockId,
-        slot: Slot,
-        again: bool,
-        deadline: Mono,
-        done: Done<ReadDone>,
-    ) {
-        let (slot, read) = Read::of(BlockRead {
-            id,
-            slot,
-            deadline,
-            done,
-        });
-        self.read_where_it_is(slot, Read { again, ..read });
-    }
-
-    /// Reads several records; neighbours together, but in so many operations that every thread for loads has some.
-    pub(super) fn read_many(self: &Arc<Self>, reads: Vec<BlockRead>) {
+    /// Reads records; neighbours together, but in so many operations that every thread for loads has some.
+    pub(super) fn read(self: &Arc<Self>, reads: Vec<BlockRead>) {
         let mut placed = Vec::with_capacity(reads.len());
-        for (slot, read) in reads.into_iter().map(Read::of) {
+        for mut read in reads {
+            if let Some(parts) = read.parts.take() {
+                self.read_parts(read, parts);
+                continue;
+            }
+            let (slot, read) = Read::of(read);
             match self.index.find(read.id) {
                 Some(hit) => placed.push(Placed { hit, slot, read }),
                 None => self.read_where_it_is(slot, read),
@@ -169,7 +159,7 @@ impl Segments {
     }
 
     /// Reads parts of a record to their places. Whatever is odd about it or goes wrong, the whole is read.
-    pub(super) fn read_parts(self: &Arc<Self>, read: BlockRead, parts: Vec<Range<usize>>) {
+    fn read_parts(self: &Arc<Self>, read: BlockRead, parts: Vec<Range<usize>>) {
         let (slot, read) = Read::of(read);
         let whole = self.shared.config.record.record_len() as u64;
         let Some(hit) = self.index.find(read.id).filter(|hit| hit.len == whole) else {

@@ -12,7 +12,7 @@ use super::gather::{Question, union};
 use super::stage::{Stage, add};
 use super::{LANE_PROBE, Tiers};
 use crate::backend::{
-    Backend, BlockRead, Done, Early, Health, Listed, Place, Presence, Priority, Quarantined, ReadDone,
+    Backend, BlockRead, Done, Early, Flush, Health, Listed, Place, Presence, Priority, Quarantined,
     TierStats, Usage, WriteOptions, Written,
 };
 use crate::events::Event;
@@ -88,13 +88,14 @@ impl Backend for Tiers {
             .all(|stage| stage.backend.answers_at_once())
     }
 
-    fn read(&self, id: BlockId, slot: Slot, again: bool, deadline: Mono, done: Done<ReadDone>) {
-        match self.shared.place(id, 0) {
-            Some(number) => self.read_from(number, id, slot, again, deadline, done),
-            None => {
-                drop(slot);
-                done(Err(Error::new(ErrorKind::NotFound, "no tier has this record")));
-            }
+    fn read(&self, stage: usize, reads: Vec<BlockRead>) {
+        let now = self.shared.clock.now(); // one time for all: who is to be read together has one deadline
+        let reads = reads.into_iter();
+        let admitted: Vec<_> = reads
+            .filter_map(|read| self.shared.admit_read(stage, read, now))
+            .collect();
+        if !admitted.is_empty() {
+            self.shared.stages[stage].backend.read(0, admitted);
         }
     }
 
@@ -134,15 +135,11 @@ impl Backend for Tiers {
         self.shared.early.merge(stages.map(|stage| stage.backend.early()))
     }
 
-    fn flush(&self, last: bool) {
+    fn flush(&self, how: Flush) {
         self.shared
             .stages
             .iter()
-            .for_each(|stage| stage.backend.flush(last));
-    }
-
-    fn hurry(&self) {
-        self.shared.stages.iter().for_each(|stage| stage.backend.hurry());
+            .for_each(|stage| stage.backend.flush(how));
     }
 
     fn usage(&self) -> Usage {
@@ -192,48 +189,6 @@ impl Backend for Tiers {
 
     fn place(&self, id: BlockId, from: usize) -> Option<usize> {
         self.shared.place(id, from)
-    }
-
-    fn read_from(
-        &self,
-        stage: usize,
-        id: BlockId,
-        slot: Slot,
-        again: bool,
-        deadline: Mono,
-        done: Done<ReadDone>,
-    ) {
-        let read = BlockRead {
-            id,
-            slot,
-            deadline,
-            done,
-        };
-        if let Some(BlockRead {
-            id,
-            slot,
-            deadline,
-            done,
-        }) = self.shared.admit_read(stage, read, self.shared.clock.now())
-        {
-            let backend = &self.shared.stages[stage].backend;
-            backend.read(id, slot, again, deadline, done);
-        }
-    }
-
-    fn reads_together(&self, stage: usize) -> bool {
-        self.shared.stages[stage].backend.reads_together(0)
-    }
-
-    fn read_many(&self, stage: usize, reads: Vec<BlockRead>) {
-        let now = self.shared.clock.now(); // one time for all: who is to be read together has one deadline
-        let reads = reads.into_iter();
-        let admitted: Vec<_> = reads
-            .filter_map(|read| self.shared.admit_read(stage, read, now))
-            .collect();
-        if !admitted.is_empty() {
-            self.shared.stages[stage].backend.read_many(0, admitted);
-        }
     }
 
     fn promote(&self, stage: usize, id: BlockId, record: &[u8], ordinal: u32) {

@@ -8,7 +8,7 @@ use ucm_device::Slot;
 use ucm_infra::{Bell, Completion, Mono};
 
 use super::{Shared, WritePolicy};
-use crate::backend::{Listed, ReadDone};
+use crate::backend::{BlockRead, Listed, ReadDone};
 use crate::events::Level;
 
 impl Shared {
@@ -84,7 +84,7 @@ impl Shared {
         };
         self.stages[number - 1]
             .backend
-            .read(id, slot, false, until, Box::new(read));
+            .read(0, vec![BlockRead::whole(id, slot, until, Box::new(read))]);
     }
 
     fn await_spare(&self, until: Mono) -> Option<Slot> {

@@ -337,19 +337,14 @@ impl Shared {
     /// Lets a read go to a stage, with the deadline that it has there and what it brings noted; or answers that the stage
     /// is not used now.
     fn admit_read(self: &Arc<Self>, number: usize, read: BlockRead, now: Mono) -> Option<BlockRead> {
-        let BlockRead {
-            id,
-            slot,
-            deadline,
-            done,
-        } = read;
         let stage = &self.stages[number];
         if !self.admits(number, now) {
-            drop(slot);
+            drop(read.slot);
             let off = Error::new(ErrorKind::Unhealthy, "this tier is switched off for now");
-            done(Err(off.with("tier", &stage.name)));
+            (read.done)(Err(off.with("tier", &stage.name)));
             return None;
         }
+        let (id, deadline, done) = (read.id, read.deadline, read.done);
         // One that may yet be asked below must leave time for that.
         let below = !stage.memory && self.place(id, number + 1).is_some();
         let until = if below {
@@ -359,7 +354,7 @@ impl Shared {
         };
         self.loading.fetch_add(1, Ordering::AcqRel);
         let shared = Arc::clone(self);
-        let read = move |result: Result<ReadDone>| {
+        let came = move |result: Result<ReadDone>| {
             shared.note(number, deadline, result.as_ref().err());
             if let Ok(read) = &result {
                 let counts = &shared.stages[number].counts;
@@ -372,10 +367,9 @@ impl Shared {
             }
         };
         Some(BlockRead {
-            id,
-            slot,
             deadline: until,
-            done: Box::new(read),
+            done: Box::new(came),
+            ..read
         })
     }
 

@@ -12,7 +12,7 @@ use ucm_device::Slot;
 
 use super::stage::add;
 use super::{Shared, WritePolicy};
-use crate::backend::{Presence, Priority, ReadDone};
+use crate::backend::{BlockRead, Presence, Priority, ReadDone};
 
 /// Most ids that wait.
 pub const MAX_WAITING: usize = 4096;
@@ -224,7 +224,7 @@ impl Shared {
         };
         self.stages[number]
             .backend
-            .read(id, slot, false, deadline, Box::new(read));
+            .read(0, vec![BlockRead::whole(id, slot, deadline, Box::new(read))]);
     }
 
     fn fetched(self: &Arc<Self>, id: BlockId) {

@@ -6,7 +6,7 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::Mono;
 
-use crate::backend::{Backend, Done, Listed, Presence, ReadDone, Usage, WriteOptions, Written};
+use crate::backend::{Backend, BlockRead, Done, Listed, Presence, Usage, WriteOptions, Written};
 
 /// Has nothing and keeps nothing.
 pub(crate) struct Nothing;
@@ -28,9 +28,11 @@ impl Backend for Nothing {
         done(Ok(vec![Err(MissReason::Absent); ids.len()]));
     }
 
-    fn read(&self, _id: BlockId, slot: Slot, _again: bool, _deadline: Mono, done: Done<ReadDone>) {
-        drop(slot);
-        done(Err(Error::new(ErrorKind::NotFound, "nothing is here")));
+    fn read(&self, _stage: usize, reads: Vec<BlockRead>) {
+        for BlockRead { slot, done, .. } in reads {
+            drop(slot);
+            done(Err(Error::new(ErrorKind::NotFound, "nothing is here")));
+        }
     }
 
     fn write(&self, _id: BlockId, slot: Slot, _: WriteOptions, _deadline: Mono, done: Done<Written>) {

@@ -12,7 +12,7 @@ use ucm_infra::Mono;
 
 use super::stage::{Stage, add};
 use super::{LANE_MOVE, Shared, WritePolicy};
-use crate::backend::{Done, Keep, ReadDone, Victim, WriteOptions, Written};
+use crate::backend::{Done, Flush, Keep, ReadDone, Victim, WriteOptions, Written};
 use crate::events::Level;
 
 /// Why a copy is made.
@@ -245,7 +245,7 @@ impl Shared {
             let enough = shared.stages[number].demotion_begins();
             shared.move_down(number, id, slot, len, deadline, over);
             if enough {
-                shared.stages[number].backend.flush(false);
+                shared.stages[number].backend.flush(Flush::Now);
             }
         };
         if self.pool.submit(LANE_MOVE, deadline, work, |_| {}).is_err() {

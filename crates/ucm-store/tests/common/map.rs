@@ -9,7 +9,8 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::Mono;
 use ucm_store::backend::{
-    Backend, Done, Early, Evicted, Keep, Listed, Presence, ReadDone, Usage, Victim, WriteOptions, Written,
+    Backend, BlockRead, Done, Early, Evicted, Keep, Listed, Presence, ReadDone, Usage, Victim, WriteOptions,
+    Written,
 };
 
 /// Keeps records until there are too many.
@@ -143,6 +144,36 @@ impl Drop for Leaving {
 /// The map as a stage, while the test holds on to it too.
 pub(crate) struct MapStage(pub(crate) Arc<MapBackend>);
 
+impl MapStage {
+    fn read_one(&self, read: BlockRead) {
+        let BlockRead {
+            id, mut slot, done, ..
+        } = read;
+        let mut inner = self.0.inner.lock();
+        let record = match inner.records.iter().position(|(kept, _)| *kept == id) {
+            Some(at) => {
+                let used = inner.records.remove(at);
+                let record = used.1.clone();
+                inner.records.push(used);
+                Some(record)
+            }
+            None => self.0.leaving(id).map(|record| record.to_vec()),
+        };
+        drop(inner);
+        let Some(record) = record else {
+            drop(slot);
+            return done(Err(Error::new(ErrorKind::NotFound, "not in the map")));
+        };
+        let len = record.len();
+        slot.as_mut_slice()[..len].copy_from_slice(&record);
+        done(Ok(ReadDone {
+            slot,
+            read: len,
+            stored_len: len as u64,
+        }));
+    }
+}
+
 impl Backend for MapStage {
     fn name(&self) -> &'static str {
         "map"
@@ -173,29 +204,8 @@ impl Backend for MapStage {
         done(Ok(found));
     }
 
-    fn read(&self, id: BlockId, mut slot: Slot, _again: bool, _deadline: Mono, done: Done<ReadDone>) {
-        let mut inner = self.0.inner.lock();
-        let record = match inner.records.iter().position(|(kept, _)| *kept == id) {
-            Some(at) => {
-                let used = inner.records.remove(at);
-                let record = used.1.clone();
-                inner.records.push(used);
-                Some(record)
-            }
-            None => self.0.leaving(id).map(|record| record.to_vec()),
-        };
-        drop(inner);
-        let Some(record) = record else {
-            drop(slot);
-            return done(Err(Error::new(ErrorKind::NotFound, "not in the map")));
-        };
-        let len = record.len();
-        slot.as_mut_slice()[..len].copy_from_slice(&record);
-        done(Ok(ReadDone {
-            slot,
-            read: len,
-            stored_len: len as u64,
-        }));
+    fn read(&self, _stage: usize, reads: Vec<BlockRead>) {
+        reads.into_iter().for_each(|read| self.read_one(read));
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, _deadline: Mono, done: Done<Written>) {

@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime};
 
 use ucm_core::BlockId;
 use ucm_io::Process;
+use ucm_store::backend::Flush;
 use ucm_store::segment::{Merging, SegmentConfig};
 
 use super::shared::LONG;
@@ -67,7 +68,7 @@ pub(crate) fn seal(store: &Store, device: &Device, blocks: &[BlockId]) {
     eventually("they are written", || {
         finds(store, blocks).iter().all(|&found| found)
     });
-    store.backend.flush(false);
+    store.backend.flush(Flush::Now);
     store.outcome(&task).unwrap();
 }
 

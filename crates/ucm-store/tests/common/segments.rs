@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use ucm_core::BlockId;
 use ucm_io::{Fault, OpKind, Rule};
+use ucm_store::backend::Flush;
 use ucm_store::engine::{Task, Until};
 use ucm_store::segment::SegmentConfig;
 
@@ -93,7 +94,7 @@ pub(crate) fn write(dir: &Path, setup: &Setup, blocks: &[BlockId]) {
     eventually("the records are written", || {
         store.engine.lookup(blocks).unwrap().iter().all(|&found| found)
     });
-    store.backend.flush(false);
+    store.backend.flush(Flush::Now);
     store.outcome(&task).unwrap();
     assert_eq!(store.segments().len(), 1);
 }
@@ -103,7 +104,7 @@ pub(crate) fn die_at_seal(root: &Path, setup: &Setup, device: &Device, blocks: &
     let store = Store::open(root, setup.clone());
     let task = begin(&store, device, blocks);
     store.fault(Rule::on(OpKind::Finish, Fault::Killed { keep: 50 }));
-    store.backend.flush(false);
+    store.backend.flush(Flush::Now);
     assert_eq!(store.outcome(&task).unwrap_err().len(), blocks.len());
     let privates = store.privates();
     assert_eq!((privates.len(), store.segments().len()), (1, 0));
