@@ -60,12 +60,18 @@ impl IoJob {
             .map_or(Mono::NEVER, |(_, deadline, _)| *deadline)
     }
 
+    /// [`IoJob::is_wanted`], or the error of one that is not: to be asked before an effect that is not on files.
+    pub fn still_wanted(&self) -> Result<()> {
+        let late = || {
+            let text = "the job ran past its deadline, and nothing more is done for it";
+            Error::new(ErrorKind::Timeout, text)
+        };
+        self.is_wanted().then_some(()).ok_or_else(late)
+    }
+
     fn run(&self, mut op: IoOp<'_>) -> Result<IoDone> {
-        if self.is_wanted() {
-            return self.engine.run(self.lane, &mut op, &|| self.is_wanted());
-        }
-        let late = "the job ran past its deadline, and nothing more is done for it";
-        Err(Error::new(ErrorKind::Timeout, late))
+        self.still_wanted()?;
+        self.engine.run(self.lane, &mut op, &|| self.is_wanted())
     }
 
     /// Reads `len` bytes at `offset` into the start of `buf`. The last name of `path` must not be a symbolic link. Past the

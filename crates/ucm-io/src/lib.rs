@@ -23,7 +23,7 @@ mod quiet;
 mod sys;
 mod window;
 
-pub use engine::{IoEngine, StillWanted};
+pub use engine::{Close, Closed, IoEngine, StillWanted};
 pub use fault::{Fault, FaultyEngine, Gate, Rule, RuleId, Seen, Tail, errno};
 pub use job::{IoJob, Read};
 pub use op::{FileMeta, Finish, IoDone, IoOp, MAX_LIST, OpKind, Publish, ReadMode, SpaceInfo};

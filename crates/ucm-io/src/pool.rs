@@ -2,7 +2,6 @@
 //! and rename too, is made there, by the [`IoJob`] that the code is given. A thread whose job does not end by its deadline
 //! is written off with whatever its job holds, and another takes its place.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -11,7 +10,7 @@ use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, Completion, Lane, Mono, PoolStats, SystemClock, WorkerPool};
 
-use crate::engine::IoEngine;
+use crate::engine::{Close, IoEngine};
 use crate::job::IoJob;
 use crate::psync::PsyncEngine;
 
@@ -160,20 +159,18 @@ impl IoPool {
         self.widths.get(lane).copied().unwrap_or(1)
     }
 
-    /// Closes the descriptors that are kept ([`IoJob::read_into`]) of these files, which are gone, and with `unused` also
-    /// those that were not used since this was last asked. Never blocks.
-    pub fn close_kept(&self, gone: Vec<PathBuf>, unused: bool) {
-        let engine = Arc::clone(&self.engine);
-        self.close(HOUSEKEEPING, move || engine.close_kept(&gone, unused));
+    /// Closes descriptors that are kept ([`IoJob::read_into`]), on a thread. Never blocks, but where there is no thread any
+    /// more.
+    pub fn close_kept(&self, which: Close<'_>) {
+        self.close(HOUSEKEEPING, which);
     }
 
-    fn close(&self, lane: usize, close: impl FnOnce() + Send + 'static) {
-        if self.engine.kept() == 0 {
-            return;
-        }
-        let deadline = self.clock.now().after(CLOSE);
-        if let Err(refused) = self.workers.offer(lane, deadline, close, |_| {}) {
-            (refused.work)(); // full, or it ends: here, then
+    fn close(&self, lane: usize, which: Close<'_>) {
+        let closed = self.engine.close(which);
+        if !closed.0.is_empty() {
+            let deadline = self.clock.now().after(CLOSE);
+            // A pool that is full or ends gives them back, to be closed here.
+            let _ = self.workers.submit(lane, deadline, move || drop(closed), |_| {});
         }
     }
 
@@ -194,8 +191,7 @@ impl IoPool {
 
     /// Finishes what is queued for at most `drain`, then fails the rest with `Closed`. Never waits for a stuck call.
     pub fn shutdown(&self, drain: Duration) {
-        let engine = Arc::clone(&self.engine);
-        self.close(0, move || engine.close_all());
+        self.close(0, Close::All);
         self.workers.shutdown(drain);
     }
 }

@@ -1,11 +1,10 @@
 //! The engine of plain system calls: right for every file system, the only sane one for network mounts.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use ucm_core::Result;
 
-use crate::engine::{IoEngine, StillWanted};
+use crate::engine::{Close, Closed, IoEngine, StillWanted};
 use crate::file::Files;
 use crate::meta;
 use crate::op::{IoDone, IoOp};
@@ -87,12 +86,13 @@ impl IoEngine for PsyncEngine {
         }
     }
 
-    fn close_kept(&self, gone: &[PathBuf], unused: bool) {
-        drop(self.files.kept.take(gone, unused));
-    }
-
-    fn close_all(&self) {
-        drop(self.files.kept.take_all());
+    fn close(&self, which: Close<'_>) -> Closed {
+        let kept = &self.files.kept;
+        Closed(match which {
+            Close::Gone(paths) => kept.take(paths, false),
+            Close::Unused => kept.take(&[], true),
+            Close::All => kept.take_all(),
+        })
     }
 
     fn kept(&self) -> usize {

@@ -12,7 +12,7 @@ use ucm_core::{ErrorKind, Result};
 use ucm_device::{Slot, SlotPool};
 use ucm_infra::{Clock, Mono};
 use ucm_io::{
-    Fault, FaultyEngine, Gate, IoEngine, IoJob, IoOptions, IoPool, OpKind, PsyncEngine, Rule, errno,
+    Close, Fault, FaultyEngine, Gate, IoEngine, IoJob, IoOptions, IoPool, OpKind, PsyncEngine, Rule, errno,
 };
 
 const PIECE: usize = 8192;
@@ -123,18 +123,14 @@ fn a_descriptor_is_kept_and_let_go() {
             three(&io, &path, true).unwrap();
             assert_eq!((pool.kept(), open_on(&path)), (1, 1));
         }
-        // One job of that lane runs at a time, the first the first.
-        let kept = || {
-            pool.call(3, Mono::NEVER, |_| Ok(())).unwrap();
-            pool.kept()
-        };
-        pool.close_kept(vec![place.path().join("another")], true);
-        assert_eq!(kept(), 1, "it was used since");
-        pool.close_kept(Vec::new(), true);
-        assert_eq!(kept(), 0);
+        pool.close_kept(Close::Gone(&[place.path().join("another")]));
+        pool.close_kept(Close::Unused);
+        assert_eq!(pool.kept(), 1, "it was used since");
+        pool.close_kept(Close::Unused);
+        assert_eq!(pool.kept(), 0);
         eventually(|| open_on(&path) == 0);
         three(&io, &path, true).unwrap();
-        pool.close_kept(vec![path.clone()], false);
+        pool.close_kept(Close::Gone(std::slice::from_ref(&path)));
         eventually(|| open_on(&path) == 0);
         three(&io, &path, true).unwrap();
         io.remove(std::slice::from_ref(&path)).unwrap();
@@ -204,7 +200,8 @@ fn threads_share_a_kept_descriptor() {
                 for turn in 0..50 {
                     assert_eq!(three(io, path, true).unwrap(), bytes[PIECE..]);
                     if (turn + thread) % 7 == 0 {
-                        engine.close_kept(std::slice::from_ref(path), true);
+                        drop(engine.close(Close::Unused));
+                        drop(engine.close(Close::Gone(std::slice::from_ref(path))));
                     }
                 }
             });

@@ -7,7 +7,8 @@
 //! in bytes and by age. What evidence is and how much of it is kept:
 //! [`crate::evidence`].
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -48,8 +49,8 @@ struct Inner {
     queue: VecDeque<(BlockId, Done<Quarantined>)>,
     /// A job is taking them from the queue.
     running: bool,
-    /// Records this process is writing: they are not moved.
-    writing: HashSet<BlockId>,
+    /// Records this process is writing, and how many threads at once (one may have been written off): they are not moved.
+    writing: HashMap<BlockId, usize>,
     /// The record that is being looked at, and whether it was written meanwhile. Inodes are used again, so that one
     /// written since could pass for the one that was read.
     looking: Option<BlockId>,
@@ -68,7 +69,13 @@ pub(crate) struct Writing<'a> {
 
 impl Drop for Writing<'_> {
     fn drop(&mut self) {
-        self.waiting.inner.lock().writing.remove(&self.id);
+        let mut inner = self.waiting.inner.lock();
+        if let Entry::Occupied(mut writers) = inner.writing.entry(self.id) {
+            *writers.get_mut() -= 1;
+            if *writers.get() == 0 {
+                writers.remove();
+            }
+        }
     }
 }
 
@@ -81,7 +88,7 @@ impl Waiting {
                 let mut inner = self.inner.lock();
                 if inner.moving != Some(id) {
                     inner.overtaken |= inner.looking == Some(id);
-                    inner.writing.insert(id);
+                    *inner.writing.entry(id).or_default() += 1;
                     return Ok(Writing { waiting: self, id });
                 }
             }
@@ -97,7 +104,7 @@ impl Waiting {
     fn moved<T>(&self, id: BlockId, run: impl FnOnce() -> T) -> Option<T> {
         {
             let mut inner = self.inner.lock();
-            if inner.overtaken || inner.writing.contains(&id) {
+            if inner.overtaken || inner.writing.contains_key(&id) {
                 return None;
             }
             inner.moving = Some(id);

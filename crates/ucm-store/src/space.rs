@@ -162,6 +162,15 @@ impl Space {
         answer(answers);
     }
 
+    /// Room for `bytes` if that can be had at once; `None` where it has to be made, for which [`Space::admit`] is there.
+    fn reserve(&self, bytes: u64) -> Result<Option<Ticket>> {
+        let (had, look) = self.ledger.lock().reserve(bytes, self.clock.now());
+        if look {
+            self.bell.ring();
+        }
+        had
+    }
+
     /// An admitted write ended. If it wrote nothing its bytes are free again; when that is not sure they count until
     /// the next count. A full medium pauses all writes for a while and starts the collector.
     pub fn ended(&self, ticket: Ticket, error: Option<&Error>) {
@@ -356,7 +365,14 @@ impl Drop for Space {
 /// comes first.
 pub(crate) struct Room {
     space: Arc<Space>,
-    ticket: Mutex<Option<Ticket>>,
+    held: Mutex<Held>,
+}
+
+enum Held {
+    Nothing,
+    Room(Ticket),
+    /// The write ended, or was written off: what comes now goes back.
+    Over,
 }
 
 impl Room {
@@ -364,36 +380,64 @@ impl Room {
     pub(crate) fn new(space: &Arc<Space>) -> Arc<Self> {
         Arc::new(Self {
             space: Arc::clone(space),
-            ticket: Mutex::new(None),
+            held: Mutex::new(Held::Nothing),
         })
     }
 
-    /// Asks for room for `bytes` and waits for the answer.
-    pub(crate) fn take(&self, bytes: u64) -> Result<()> {
-        *self.ticket.lock() = Some(self.space.admitted(bytes)?);
-        Ok(())
+    /// Takes room for `bytes` if it can be had at once, or is held already; false where it has to be made first.
+    pub(crate) fn take(&self, bytes: u64) -> Result<bool> {
+        if matches!(*self.held.lock(), Held::Room(_)) {
+            return Ok(true);
+        }
+        match self.space.reserve(bytes)? {
+            Some(ticket) => self.hold(ticket).map(|()| true),
+            None => Ok(false),
+        }
     }
 
     /// Takes room for `bytes` that nothing depends on, if there is some to spare.
     pub(crate) fn take_spare(&self, bytes: u64) -> Result<()> {
-        *self.ticket.lock() = Some(self.space.spared(bytes)?);
+        self.hold(self.space.spared(bytes)?)
+    }
+
+    /// Has room for `bytes` made; `then` is called as of [`Space::admit`], when it is held or why there is none.
+    pub(crate) fn make(self: &Arc<Self>, bytes: u64, then: impl FnOnce(Result<()>) + Send + 'static) {
+        let room = Arc::clone(self);
+        let admitted = move |ticket: Result<Ticket>| then(ticket.and_then(|ticket| room.hold(ticket)));
+        self.space.admit(bytes, Box::new(admitted));
+    }
+
+    fn hold(&self, ticket: Ticket) -> Result<()> {
+        let mut held = self.held.lock();
+        if let Held::Over = *held {
+            drop(held);
+            self.space.settled(ticket, 0, None);
+            let text = "there was room for this write when nobody waited for it any more";
+            return Err(Error::new(ErrorKind::Timeout, text));
+        }
+        *held = Held::Room(ticket);
         Ok(())
     }
 
     /// [`Space::ended`], the first time.
     pub(crate) fn end(&self, error: Option<&Error>) {
-        let ticket = self.ticket.lock().take();
-        ticket
+        self.over()
             .into_iter()
             .for_each(|ticket| self.space.ended(ticket, error));
     }
 
     /// [`Space::settled`], the first time.
     pub(crate) fn settle(&self, kept: u64, error: Option<&Error>) {
-        let ticket = self.ticket.lock().take();
-        ticket
+        self.over()
             .into_iter()
             .for_each(|ticket| self.space.settled(ticket, kept, error));
+    }
+
+    fn over(&self) -> Option<Ticket> {
+        match std::mem::replace(&mut *self.held.lock(), Held::Over) {
+            Held::Room(ticket) => Some(ticket),
+            Held::Nothing | Held::Over => None,
+        }
     }
 }
 

@@ -34,6 +34,10 @@ impl Write {
 impl Shared {
     /// Writes a record, unless it is there.
     pub(crate) fn write(self: &Arc<Self>, write: Write) {
+        self.begin_write(write, Room::new(&self.space));
+    }
+
+    fn begin_write(self: &Arc<Self>, write: Write, room: Arc<Room>) {
         let Write {
             id,
             mut slot,
@@ -41,21 +45,43 @@ impl Shared {
             deadline,
             done,
         } = write;
-        let room = Room::new(&self.space);
         let (shared, taken) = (Arc::clone(self), Arc::clone(&room));
         let work = move |io: &IoJob| {
             let bytes = &mut slot.as_mut_slice()[..options.len];
-            shared.write_record(io, id, bytes, &options, &taken)
+            let written = shared.write_record(io, id, bytes, &options, &taken)?;
+            Ok(written.ok_or(slot))
         };
-        let ended = move |result: Result<Written>| {
-            if let Err(error) = &result {
-                room.end(Some(error)); // where its thread was written off, and still has it
+        let shared = Arc::clone(self);
+        let ended = move |result: Result<Result<Written, Slot>>| match result {
+            Ok(Ok(written)) => done(Ok(written)),
+            Ok(Err(slot)) => {
+                let write = Write {
+                    id,
+                    slot,
+                    options,
+                    deadline,
+                    done,
+                };
+                shared.make_room(write, room);
             }
-            done(result);
+            Err(error) => {
+                room.end(Some(&error)); // where its thread was written off, and still has it
+                done(Err(error));
+            }
         };
         self.io.job(LANE_DUMP, deadline, work, ended);
     }
 
+    /// Waits for room, on nobody's thread, and begins again.
+    fn make_room(self: &Arc<Self>, write: Write, room: Arc<Room>) {
+        let (shared, held) = (Arc::clone(self), Arc::clone(&room));
+        room.make(write.options.len as u64, move |made| match made {
+            Ok(()) => shared.begin_write(write, held),
+            Err(error) => write.end(Err(error)),
+        });
+    }
+
+    /// Looks, takes room, publishes; `None`: room has to be made first.
     fn write_record(
         self: &Arc<Self>,
         io: &IoJob,
@@ -63,27 +89,29 @@ impl Shared {
         bytes: &mut [u8],
         options: &WriteOptions,
         room: &Room,
-    ) -> Result<Written> {
+    ) -> Result<Option<Written>> {
         let record = self.layout.record(id);
         let found = io.stat(&[self.layout.marker(), record.clone()], false)?;
         let (marker, present) = (found.first().copied().flatten(), found.get(1).copied().flatten());
         self.check_root(marker).inspect_err(|_| self.look_again())?;
         if let Some(meta) = present {
             if !options.replace && self.presence(Some(meta)).is_ok() {
-                return Ok(Written::Present);
+                return Ok(Some(Written::Present));
             }
             if !meta.is_dir && is_newer(io, &record)? {
-                return Ok(Written::Present); // its writer knows what it is
+                return Ok(Some(Written::Present)); // its writer knows what it is
             }
         }
-        room.take(bytes.len() as u64)?;
+        if !room.take(bytes.len() as u64)? {
+            return Ok(None);
+        }
         let published = self.publish(io, id, &record, bytes, options.ordinal);
         room.end(published.as_ref().err());
         published.inspect_err(|error| self.missed(error))?;
         if options.read_back {
-            return self.read_back(io, id, &record, 0, None, bytes);
+            return self.read_back(io, id, &record, 0, None, bytes).map(Some);
         }
-        Ok(Written::Published)
+        Ok(Some(Written::Published))
     }
 
     fn publish(&self, io: &IoJob, id: BlockId, record: &Path, bytes: &[u8], ordinal: u32) -> Result<()> {

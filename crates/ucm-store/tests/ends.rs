@@ -339,8 +339,9 @@ fn a_huge_load_never_fills_the_queues_of_the_backend() {
     slow.await_hanging(4); // every worker copies to the device
     let waiting = many.len() as u64 - 1024 - 4; // those being copied besides
     eventually("as many are read as may be at once", || {
-        store.stat("loads_queued") == waiting
+        store.stat("loads_queued") <= waiting
     });
+    assert_eq!(store.stat("loads_queued"), waiting, "and no more");
     slow.go();
     store.outcome(&task).unwrap();
     assert!(target.equals(&source));

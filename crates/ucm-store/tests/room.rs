@@ -14,6 +14,7 @@ use common::{Device, Layout, Setup, Store, directory, eventually, id, identity, 
 use ucm_core::{ErrorKind, MissReason};
 use ucm_infra::{Clock, ManualClock, SystemClock};
 use ucm_io::{Fault, OpKind, Rule};
+use ucm_store::engine::{Deadlines, LANE_DUMP, Until};
 use ucm_store::evidence::evidence_name;
 use ucm_store::space::{Capacity, Rules};
 
@@ -222,4 +223,30 @@ fn a_load_of_what_is_being_removed_is_exact_or_a_miss() {
         }
         reader.join().unwrap();
     });
+}
+
+#[test]
+fn room_for_a_write_that_nobody_waits_for_any_more_goes_back() {
+    only_over!(OneMedium, "a dump of a pipeline may be written elsewhere");
+    let (dir, clock) = (directory(), ManualClock::new());
+    let setup = Setup::default();
+    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let device = Device::filled(&setup, &ids(3));
+    store.dump(&device, &[id(0)]).unwrap();
+    let used = store.stat("storage_used_bytes");
+    let gate = store.gate();
+    let late = Fault::HangAfter(gate.clone());
+    store.fault(Rule::on(OpKind::Stat, late).lane(LANE_DUMP).times(1));
+    let task = store.engine.dump(device.rows(&[id(1)])).unwrap();
+    gate.await_waiting(1);
+    clock.advance(Deadlines::default().dump);
+    eventually("it is written off", || {
+        task.check(store.engine.clock(), Until::Published)
+    });
+    assert_eq!(store.stat("workers_stuck"), 1);
+    gate.open(); // it looked, and would take room now
+    eventually("its thread is back", || store.stat("workers_stuck") == 0);
+    eventually("nothing is held", || store.stat("storage_used_bytes") == used);
+    assert_eq!(store.engine.lookup(&[id(1)]).unwrap(), [false]);
+    store.dump(&device, &[id(2)]).unwrap();
 }

@@ -164,6 +164,9 @@ fn a_read_waits_for_a_look_around_and_not_for_a_rescue() {
     });
     writer.dump(&Device::filled(&quick(), &wanted), &wanted).unwrap();
     let task = reader.engine.load(device.rows(&wanted), None).unwrap();
+    eventually("it waits for a look", || {
+        reader.stat("reads_awaiting_a_look") == 1
+    });
     second.open();
     eventually("it is read while the rescue goes on", || {
         task.wait(reader.engine.clock(), Until::Published, Some(Mono(0)))

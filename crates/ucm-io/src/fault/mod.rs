@@ -1,5 +1,5 @@
-//! The fault-injecting twin of the real engines: stands before one of them and, by script, fails operations, loses
-//! answers, tears and flips bytes, hangs, hides files. The same seed and the same order of submissions give the same
+//! The fault-injecting twin of the real engine: stands before it and, by script, fails operations, loses
+//! answers, tears and flips bytes, hangs, hides files. The same seed and the same order of operations give the same
 //! faults. For tests, ours and those of backends written elsewhere.
 
 mod gate;
@@ -17,7 +17,7 @@ use ucm_core::Result;
 pub use gate::Gate;
 pub use rule::{Fault, Rule, Tail, errno};
 
-use crate::engine::{IoEngine, StillWanted};
+use crate::engine::{Close, Closed, IoEngine, StillWanted};
 use crate::op::{IoDone, IoOp, OpKind};
 use hidden::Hidden;
 use rule::{Active, draw};
@@ -29,7 +29,7 @@ const MAX_LOG: usize = 1 << 16;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct RuleId(usize);
 
-/// One submitted operation, as the log remembers it.
+/// One operation, as the log remembers it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Seen {
     /// Its kind.
@@ -91,7 +91,7 @@ impl FaultyEngine {
         self.hidden.lock().clear();
     }
 
-    /// Operations of this kind submitted so far.
+    /// Operations of this kind so far.
     pub fn count(&self, kind: OpKind) -> u64 {
         self.state.lock().counts[kind as usize]
     }
@@ -157,12 +157,8 @@ impl IoEngine for FaultyEngine {
         }
     }
 
-    fn close_kept(&self, gone: &[PathBuf], unused: bool) {
-        self.inner.close_kept(gone, unused);
-    }
-
-    fn close_all(&self) {
-        self.inner.close_all();
+    fn close(&self, which: Close<'_>) -> Closed {
+        self.inner.close(which)
     }
 
     fn kept(&self) -> usize {

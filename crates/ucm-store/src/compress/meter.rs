@@ -3,13 +3,12 @@
 //! Bytes by the time in which at least one operation was under way, so that many at once count as what they are together,
 //! and idle time as nothing. Only loads and dumps are counted; older figures fade.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use ucm_core::Result;
 use ucm_infra::{Clock, Mono};
-use ucm_io::{IoDone, IoEngine, IoOp, Publish, StillWanted};
+use ucm_io::{Close, Closed, IoDone, IoEngine, IoOp, Publish, StillWanted};
 
 use crate::engine::{LANE_DUMP, LANE_LOAD};
 
@@ -121,12 +120,8 @@ impl IoEngine for MeteredEngine {
         result
     }
 
-    fn close_kept(&self, gone: &[PathBuf], unused: bool) {
-        self.inner.close_kept(gone, unused);
-    }
-
-    fn close_all(&self) {
-        self.inner.close_all();
+    fn close(&self, which: Close<'_>) -> Closed {
+        self.inner.close(which)
     }
 
     fn kept(&self) -> usize {

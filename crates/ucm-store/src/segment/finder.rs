@@ -12,7 +12,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, MissReason, Part, Result};
 use ucm_infra::Mono;
-use ucm_io::{FileMeta, IoJob, MAX_LIST, Pending, ReadMode};
+use ucm_io::{Close, FileMeta, IoJob, MAX_LIST, Pending, ReadMode};
 
 use super::Segments;
 use super::format::{Entry, TRAILER_LEN, Trailer};
@@ -101,6 +101,11 @@ impl Segments {
         self.find_bell.ring();
     }
 
+    /// How many reads wait for the next look.
+    pub(super) fn awaiting_look(&self) -> usize {
+        self.finder.waiting.lock().len()
+    }
+
     /// Whoever waits for a look goes on without it, after `closing` was set: none would come.
     pub(super) fn end_waiting(&self) {
         let waiting = std::mem::take(&mut *self.finder.waiting.lock());
@@ -159,7 +164,7 @@ impl Segments {
         if due {
             *closed = Some(now);
             drop(closed);
-            self.shared.io.close_kept(Vec::new(), true);
+            self.shared.io.close_kept(Close::Unused);
         }
     }
 
@@ -197,7 +202,7 @@ impl Segments {
                 _ => {}
             }
         }
-        self.shared.io.close_kept(gone, false);
+        self.shared.io.close_kept(Close::Gone(&gone));
         let mut fresh: Vec<_> = there
             .into_iter()
             .filter(|(name, meta)| !self.index.knows(*name) && !state.is_hopeless(*name, meta))

@@ -361,6 +361,7 @@ impl Backend for SegmentBackend {
             ("segments_merged", segments),
             ("records_carried", carried),
             ("records_not_indexed", self.segments.index.left_out()),
+            ("reads_awaiting_a_look", self.segments.awaiting_look() as u64),
             ("storage_short", u64::from(self.segments.is_room_short())),
         ]
     }

@@ -59,6 +59,8 @@ struct Wanted {
 /// What reading a record where it was found came to.
 enum Got {
     Read(ReadDone),
+    /// It did not come with its neighbours.
+    Alone(Hit, Slot),
     /// Its segment is gone.
     Gone(Slot),
 }
@@ -228,31 +230,31 @@ impl Segments {
     fn tell(self: &Arc<Self>, read: Read, got: Result<Got>) {
         match got {
             Ok(Got::Read(done)) => (read.done)(Ok(done)),
+            Ok(Got::Alone(hit, slot)) => self.read_group(vec![Placed { hit, slot, read }]),
             Ok(Got::Gone(slot)) => self.read_where_it_is(slot, read),
             Err(error) => (read.done)(Err(error)),
         }
     }
 
-    /// Several records with one operation; those that it did not bring each by itself, so that each has an outcome of its
-    /// own.
+    /// Several records with one operation. Those that it did not bring are read each by itself, so that each has an outcome
+    /// of its own.
     fn read_neighbours(&self, io: &IoJob, mut wanted: Vec<Wanted>) -> Vec<Result<Got>> {
-        let mut left = 0;
-        if let [first, _, ..] = &wanted[..] {
-            let (path, offset, keep) = (self.path(&first.hit), first.hit.offset, !first.hit.private);
-            let into = wanted.iter_mut().map(|one| (one.slot.as_mut_slice(), one.want));
-            left = io
-                .read_into(&path, offset, into.collect(), keep)
-                .unwrap_or_default();
-        }
-        let mut outcome = |one: Wanted| {
+        let [first, _, ..] = &wanted[..] else {
+            return wanted.into_iter().map(|one| self.read_one(io, one)).collect();
+        };
+        let (path, offset, keep) = (self.path(&first.hit), first.hit.offset, !first.hit.private);
+        let into = wanted.iter_mut().map(|one| (one.slot.as_mut_slice(), one.want));
+        let read = io.read_into(&path, offset, into.collect(), keep);
+        let mut left = read.unwrap_or_default();
+        let outcome = |one: Wanted| {
             let (want, got) = (one.want, left.min(one.want));
             left -= got;
-            if want > 0 && got == want {
-                return Ok(one.read(want));
-            }
-            self.read_one(io, one)
+            Ok(match got == want {
+                true => one.read(want),
+                false => Got::Alone(one.hit, one.slot),
+            })
         };
-        wanted.into_iter().map(&mut outcome).collect()
+        wanted.into_iter().map(outcome).collect()
     }
 
     /// One record, from where it was found.

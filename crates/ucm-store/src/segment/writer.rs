@@ -60,6 +60,16 @@ struct State {
     closed: Option<Mono>,
 }
 
+/// What opening a segment came to.
+enum Created {
+    /// A private file of this name.
+    File(SegmentName),
+    /// None is needed, and there is no room to spare for it.
+    Unwanted,
+    /// Room has to be made first.
+    NeedsRoom,
+}
+
 /// What an append has to do once the lock is free.
 struct Way {
     /// Where the write goes; `None`: it waits for a segment to be opened.
@@ -193,62 +203,72 @@ impl Segments {
     /// to be written; without, only room that is granted already is taken.
     fn open(self: &Arc<Self>, room: u64, deadline: Mono, needed: bool) {
         let deadline = deadline.max(self.shared.clock.now().after(LEAST_TIME));
-        let admitted = Room::new(&self.shared.space);
+        self.begin_open(room, deadline, needed, Room::new(&self.shared.space));
+    }
+
+    fn begin_open(self: &Arc<Self>, room: u64, deadline: Mono, needed: bool, admitted: Arc<Room>) {
         let (segments, taken) = (Arc::clone(self), Arc::clone(&admitted));
         let work = move |io: &IoJob| segments.create(io, room, needed, &taken);
         let segments = Arc::clone(self);
-        let created = move |result: Result<Option<SegmentName>>| {
-            let begun = result.and_then(|created| {
-                let Some(name) = created else { return Ok(None) };
-                let number = segments.index.begin(Known {
-                    name,
-                    part: segments.shared.config.part,
-                    private: true,
-                    sealed_ns: u64::MAX,
-                    used_ns: segments.now_ns(),
-                    len: 0,
+        let created = move |result: Result<Created>| match result {
+            Ok(Created::File(name)) => segments.opened(segments.begin(name, room, admitted)),
+            Ok(Created::Unwanted) => segments.seal_bell.ring(), // whoever waits until nothing is written any more
+            Ok(Created::NeedsRoom) => {
+                let held = Arc::clone(&admitted);
+                admitted.make(room, move |made| match made {
+                    Ok(()) => segments.begin_open(room, deadline, true, held),
+                    Err(error) => segments.opened(Err(error)),
                 });
-                let twice = || Error::internal("two segments have one name");
-                number.ok_or_else(twice).map(|number| Some((number, name)))
-            });
-            match begun {
-                Ok(Some((number, name))) => {
-                    segments.opened(Ok(OpenSegment::new(number, name, room, admitted)));
-                }
-                Ok(None) => segments.seal_bell.ring(), // whoever waits until nothing is written any more
-                Err(error) => {
-                    admitted.settle(if unsure(&error) { room } else { 0 }, Some(&error));
-                    segments.shared.missed(&error);
-                    segments.opened(Err(error));
-                }
+            }
+            Err(error) => {
+                admitted.settle(if unsure(&error) { room } else { 0 }, Some(&error));
+                segments.shared.missed(&error);
+                segments.opened(Err(error));
             }
         };
         self.shared.io.job(LANE_DUMP, deadline, work, created);
     }
 
-    /// Makes the file of a segment; `None` where it is not needed, and there is no room to spare for it.
-    fn create(
-        self: &Arc<Self>,
-        io: &IoJob,
-        room: u64,
-        needed: bool,
-        admitted: &Room,
-    ) -> Result<Option<SegmentName>> {
+    /// Takes a segment into the index whose file was made.
+    fn begin(&self, name: SegmentName, room: u64, admitted: Arc<Room>) -> Result<OpenSegment> {
+        let number = self.index.begin(Known {
+            name,
+            part: self.shared.config.part,
+            private: true,
+            sealed_ns: u64::MAX,
+            used_ns: self.now_ns(),
+            len: 0,
+        });
+        match number {
+            Some(number) => Ok(OpenSegment::new(number, name, room, admitted)),
+            None => {
+                let twice = Error::internal("two segments have one name");
+                admitted.settle(room, Some(&twice));
+                Err(twice)
+            }
+        }
+    }
+
+    /// Makes the file of a segment, once it has room.
+    fn create(self: &Arc<Self>, io: &IoJob, room: u64, needed: bool, admitted: &Room) -> Result<Created> {
         let config = &self.shared.config;
         let marker = io.look(self.shared.layout.marker())?;
         self.shared
             .check_root(marker)
             .inspect_err(|_| self.shared.look_again())?;
         if needed || admitted.take_spare(room).is_err() {
+            io.still_wanted()?;
             if !needed && self.writer.0.lock().gives_up_opening() {
-                return Ok(None);
+                return Ok(Created::Unwanted);
             }
-            admitted.take(room)?;
+            if !admitted.take(room)? {
+                return Ok(Created::NeedsRoom);
+            }
         }
         let name = self.next_name();
         let head = encode_head(&self.owner(name), &config.process);
         io.create(&self.private(name), &head, room, config.modes.file)?;
-        Ok(Some(name))
+        Ok(Created::File(name))
     }
 
     /// A segment was opened, or not: those that wait for it go on.

@@ -166,26 +166,33 @@ impl Ledger {
         })
     }
 
-    /// Asks for `bytes`. The answer comes at once or, when there is none yet, after the next news. Returns whether
-    /// the keeper should look.
-    pub(super) fn ask(&mut self, bytes: u64, now: Mono, then: Admitted, answers: &mut Answers) -> bool {
+    /// What `bytes` can have at once; `None`: who wants them has to wait. And whether the keeper should look.
+    pub(super) fn reserve(&mut self, bytes: u64, now: Mono) -> (Result<Option<Ticket>>, bool) {
         if let Some(error) = self.barred(bytes, now) {
-            answers.push((then, Err(error)));
-            return false;
+            return (Err(error), false);
         }
         if self.waiting.is_empty() && bytes <= self.left(now) {
-            answers.push((then, Ok(self.take(bytes))));
+            let ticket = self.take(bytes);
             let low = self.is_half_free() || self.left(now) < self.unit.max(self.ahead_hint() / 2);
-            return low && self.may_ask(now);
+            return (Ok(Some(ticket)), low && self.may_ask(now));
         }
         self.unit = self.unit.max(bytes);
         if self.hopeless || self.waiting.len() >= MOST_WAITING {
-            answers.push((then, Err(self.refusal())));
-            return self.may_ask(now);
+            return (Err(self.refusal()), self.may_ask(now));
         }
+        (Ok(None), true)
+    }
+
+    /// Asks for `bytes`. The answer comes at once or, when there is none yet, after the next news. Returns whether
+    /// the keeper should look.
+    pub(super) fn ask(&mut self, bytes: u64, now: Mono, then: Admitted, answers: &mut Answers) -> bool {
+        let (had, look) = self.reserve(bytes, now);
         let until = now.after(PATIENCE);
-        self.waiting.push_back(Waiting { bytes, until, then });
-        true
+        match had.transpose() {
+            Some(answer) => answers.push((then, answer)),
+            None => self.waiting.push_back(Waiting { bytes, until, then }),
+        }
+        look
     }
 
     /// What can be had of the grant at once; nobody is asked for more.

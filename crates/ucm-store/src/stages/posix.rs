@@ -26,7 +26,6 @@ struct Keys {
     root: PathBuf,
     labels: BTreeMap<String, String>,
     io_direct: bool,
-    /// Name of the I/O engine, or `auto`.
     io_threads: usize,
     layout: Layout,
     segment_size: u64,
