@@ -33,7 +33,6 @@ def compressed(root: Written) -> Written:
         "shard_size": BLOCK,
         "block_size": BLOCK,
         "dtype": "bfloat16",
-        "compress_mode": "always",
         "segment_age": 0.2,
         "labels": {"model": "/models/one"},
     }

@@ -183,7 +183,7 @@ def test_what_is_written_back_goes_down_at_the_end(opened: Open, tmp_path: Path)
         {"store_pipeline": "Cache|Posix", "cache_size": "2MiB"},
         {"store_pipeline": "Cache|Empty", "size_gb": 0.01},
         {"store_pipeline": "Cache|Pc", "segment_age": 0},
-        {"store_pipeline": "Cache|Compress|Pc", "segment_age": 0, "compress_threads": 1},
+        {"store_pipeline": "Cache|Compress|Pc", "segment_age": 0},
         {"storage_backend": "pc", "segment_age": 0},
         {"ucm_connector_name": "UcmNfsStore"},
         {"pipeline": "Cache|Posix", "posix": {"write_policy": "back", "file_mode": "0660"}, "expire_after": "2d"},

@@ -58,8 +58,6 @@ class Column:
             keys["store_pipeline"] = "|".join([*above, *[lower] * self.directories])
         if self.memory:
             keys["cache_size"] = "2MiB"
-        if self.compressed:
-            keys["compress_mode"] = "always"
         if not (above and self.in_segments):
             keys["layout"] = self.layout
         name = "UcmPipelineStore" if above else "UcmPosixStore"

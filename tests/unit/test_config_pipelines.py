@@ -118,8 +118,6 @@ def test_keys_of_a_stage_are_its_own_and_the_others_hold_for_all() -> None:
             {"store_pipeline": [{"type": "compress", "write_policy": "never"}, "pc"], "path": "/d"},
             "write_policy of Compress",
         ),
-        ({"store_pipeline": "Compress|Pc", "path": "/d", "compress_mode": "sometimes"}, "compress_mode"),
-        ({"store_pipeline": "Compress|Pc", "path": "/d", "compress_threads": 0}, "compress_threads"),
         ({"store_pipeline": "Cache|Redis", "path": "/d"}, "UcmRedisStore as a stage of a pipeline is not built yet"),
         ({"store_pipeline": "Posix|Cache", "path": "/d"}, "write it first: Cache|Posix"),
         ({"store_pipeline": "Cache|Cache|Posix", "path": "/d"}, "two Cache stages"),
@@ -179,17 +177,16 @@ def test_compress_stands_before_segments(extra: Extra) -> None:
     assert config.problems == ()
     assert config.warnings == ()
     compress = next(stage for stage in config.store_pipeline if stage.store == "UcmCompressStage")
-    assert compress.options == {"compress_mode": "measured", "compress_threads": 2}
+    assert compress.options == {}
 
 
-def test_keys_of_compress_and_those_of_the_original() -> None:
-    keys: Extra = {"compress_mode": "Always", "compress": {"compress_threads": 4}}
-    told = load({"store_pipeline": "Compress|Pc", "path": "/d", **keys}, {}).store_config()["store_pipeline"]
-    assert told[0] == {"type": "UcmCompressStage", "compress_mode": "always", "compress_threads": 4}
-    old = {"compress_ratio": 22, "data_type": 1, "decompress_thread_num": 8}
+def test_compress_has_no_keys_and_those_of_the_original_mean_nothing() -> None:
+    old = {"compress_ratio": 22, "data_type": 1, "decompress_thread_num": 8, "compress_mode": "always"}
     config = load({"store_pipeline": "Compress|Pc", "path": "/d", **old}, {})
-    assert len(config.warnings) == 3
-    assert "use `compress_threads`" in " ".join(config.warnings)
+    assert config.store_config()["store_pipeline"][0] == {"type": "UcmCompressStage"}
+    told = " ".join(config.warnings)
+    assert all(f'"{key}"' in told for key in old)
+    assert "`posix_data_trans_concurrency`" in told and "leave it out" in told
 
 
 def test_the_same_directory_by_two_names(tmp_path: Path) -> None:

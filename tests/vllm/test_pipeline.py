@@ -24,7 +24,7 @@ def spec(model: Path, runner: str, disk: Disk) -> EngineSpec:
     """An engine whose store is a pipeline; its metrics tell what each tier did."""
     options = {"store_pipeline": "Cache|Posix", "cache_size": "64MiB", "layout": "file"}
     if runner == "v2":
-        options = {"store_pipeline": "Cache|Compress|Pc", "cache_size": "64MiB", "compress_mode": "always"}
+        options = {"store_pipeline": "Cache|Compress|Pc", "cache_size": "64MiB"}
     store = StoreSpec(disk.root, "UcmPipelineStore", options=options)
     return EngineSpec(model, runner, store, label=f"pipeline-{runner}")
 

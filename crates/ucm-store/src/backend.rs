@@ -211,14 +211,12 @@ pub enum Health {
     Down,
 }
 
-/// What a stage that compresses did and measured; counters since the start, lengths of records with their headers.
+/// What a stage that compresses did; counters since the start, lengths of records with their headers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Compression {
-    /// Whether records are compressed now.
-    pub active: bool,
     /// Records written compressed.
     pub records_compressed: u64,
-    /// Records written as they are: compressing them does not pay, or does not make them shorter.
+    /// Records written as they are: compressing does not make them shorter.
     pub records_as_is: u64,
     /// Records read that were compressed.
     pub records_decompressed: u64,
@@ -228,16 +226,6 @@ pub struct Compression {
     pub bytes_compressed: u64,
     /// Bytes that these take on the medium.
     pub bytes_stored: u64,
-    /// Bytes of a thousand stored ones, of late; 0: not known yet, as for the rates below.
-    pub ratio_permille: u64,
-    /// Bytes of records encoded in a second by all threads that may.
-    pub encode_bytes_per_s: u64,
-    /// Bytes of records decoded in a second by all threads.
-    pub decode_bytes_per_s: u64,
-    /// Bytes the medium writes in a second.
-    pub medium_write_bytes_per_s: u64,
-    /// Bytes the medium reads in a second.
-    pub medium_read_bytes_per_s: u64,
 }
 
 /// What one stage did and holds; counters since the start, sizes in bytes.

@@ -335,7 +335,10 @@ fn a_huge_load_never_fills_the_queues_of_the_backend() {
     }
     let store = Store::open(dir.path(), setup.clone());
     let target = Device::blank(&setup, &many);
-    let task = store.engine.load(target.rows(&many), None).unwrap();
+    let task = store
+        .engine
+        .load(target.rows(&many), Some(Duration::from_secs(120)))
+        .unwrap();
     slow.await_hanging(4); // every worker copies to the device
     let waiting = many.len() as u64 - 1024 - 4; // those being copied besides
     eventually("as many are read as may be at once", || {

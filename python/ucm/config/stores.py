@@ -102,12 +102,7 @@ class CacheOptions(_Options):
 
 
 class CompressOptions(_Options):
-    """Keys of the stage that compresses for the one below it."""
-
-    #: While it pays by what is measured, or always (for the room).
-    compress_mode: Annotated[Literal["measured", "always"], BeforeValidator(_lower)] = "measured"
-    #: Threads that compress and decompress.
-    compress_threads: Annotated[int, Field(ge=1, le=64)] = 2
+    """The stage that compresses for the one below it: it has no keys."""
 
 
 class FakeOptions(_Options):

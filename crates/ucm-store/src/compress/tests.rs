@@ -4,6 +4,7 @@ use proptest::prelude::*;
 use ucm_core::{Geometry, MissReason};
 use ucm_device::{HostArena, SlotPool};
 use ucm_infra::SystemClock;
+use ucm_io::IoOptions;
 
 use super::*;
 use crate::record::{Expect, RecordHeader, RecordMeta, verify, verify_stored};
@@ -25,15 +26,12 @@ fn layout(dtype: DType) -> RecordLayout {
     RecordLayout::new(&geometry).describing(16, dtype)
 }
 
-fn stage(dtype: DType, when: When) -> CompressBackend {
+fn stage(dtype: DType) -> CompressBackend {
     let config = CompressConfig {
         record: layout(dtype),
         identity: identity(),
         part: Part::default(),
-        when,
-        threads: 1,
-        queue: 4,
-        meter: Arc::default(),
+        io: IoPool::psync(false, &IoOptions::default()).unwrap(),
     };
     CompressBackend::new(config, Arc::new(Nothing), SystemClock::shared()).unwrap()
 }
@@ -82,14 +80,14 @@ fn options(len: usize) -> WriteOptions {
         len,
         ordinal: 3,
         replace: false,
-        read_back: false,
+        read_back: true,
     }
 }
 
 /// The stored form.
 fn stored(stage: &CompressBackend, record: &[u8]) -> Vec<u8> {
     let mut slot = slot(record);
-    let len = stage.shared.encode(&mut slot, options(record.len()), true);
+    let len = stage.shared.encode(&mut slot, options(record.len()));
     slot.as_slice()[..len].to_vec()
 }
 
@@ -104,7 +102,7 @@ fn read(stage: &CompressBackend, stored: &[u8]) -> ReadDone {
         read: stored.len(),
         stored_len: stored.len() as u64,
     };
-    if jobs::is_encoded(&read) {
+    if coding::is_encoded(&read) {
         stage.shared.decode(id(), read).unwrap()
     } else {
         read
@@ -126,7 +124,7 @@ fn judge(read: &ReadDone, dtype: DType) -> std::result::Result<RecordHeader, Mis
 #[test]
 fn a_record_of_every_type_comes_back_to_the_byte() {
     for dtype in DType::ALL {
-        let (stage, record) = (stage(dtype, When::Always), record(dtype));
+        let (stage, record) = (stage(dtype), record(dtype));
         let stored = stored(&stage, &record);
         assert!(
             stored.len() * 10 < record.len() * 9,
@@ -155,7 +153,7 @@ fn fixture() -> std::path::PathBuf {
 fn writes_the_fixture() {
     use std::io::Write;
 
-    let stored = stored(&stage(DType::Bf16, When::Always), &record(DType::Bf16));
+    let stored = stored(&stage(DType::Bf16), &record(DType::Bf16));
     let file = std::fs::File::options()
         .write(true)
         .create_new(true)
@@ -167,14 +165,14 @@ fn writes_the_fixture() {
 #[test]
 fn the_frozen_compressed_record_stays_readable() {
     let frozen = std::fs::read(fixture()).unwrap();
-    let stage = stage(DType::Bf16, When::Always);
+    let stage = stage(DType::Bf16);
     let back = read(&stage, &frozen);
     assert_eq!(&back.slot.as_slice()[..back.read], record(DType::Bf16));
 }
 
 #[test]
 fn the_stored_form_is_whole_in_itself_and_newer_to_who_reads_records_as_they_are() {
-    let (stage, record) = (stage(DType::Bf16, When::Always), record(DType::Bf16));
+    let (stage, record) = (stage(DType::Bf16), record(DType::Bf16));
     let stored = stored(&stage, &record);
     let (layout, identity) = (layout(DType::Bf16), identity());
     let expect = Expect {
@@ -206,7 +204,7 @@ fn the_stored_form_is_whole_in_itself_and_newer_to_who_reads_records_as_they_are
 
 #[test]
 fn a_codec_that_is_not_known_yet_is_left_alone() {
-    let (stage, record) = (stage(DType::Bf16, When::Always), record(DType::Bf16));
+    let (stage, record) = (stage(DType::Bf16), record(DType::Bf16));
     let mut stored = stored(&stage, &record);
     stored[136] = 9;
     let crc = ucm_core::crc32c(&stored[..4092]);
@@ -218,7 +216,7 @@ fn a_codec_that_is_not_known_yet_is_left_alone() {
 
 #[test]
 fn what_is_no_record_of_this_part_goes_as_it_is() {
-    let stage = stage(DType::Bf16, When::Always);
+    let stage = stage(DType::Bf16);
     let other = record(DType::F16);
     assert_eq!(stored(&stage, &other), other);
     let noise = vec![3; other.len()];
@@ -237,39 +235,6 @@ fn what_is_no_record_of_this_part_goes_as_it_is() {
     assert_eq!(stage.compression().unwrap().records_as_is, 3);
 }
 
-#[test]
-fn a_change_of_mind_is_told_once_with_the_figures() {
-    let stage = stage(DType::Bf16, When::Measured);
-    let shared = &stage.shared;
-    (0..8).for_each(|_| {
-        shared.state.lock().worth.next(Mono(0));
-    });
-    shared.meter.pretend(8e9, 9e9);
-    let learn = |state: &mut State| {
-        state.encode.add(1e9, 1.0);
-        state.decode.add(2e9, 1.0);
-        state.ratio.add(1.4, 1.0);
-    };
-    shared.learned(learn);
-    shared.learned(learn);
-    let told = stage.events();
-    assert_eq!(told.len(), 1);
-    for words in [
-        "stored as they are",
-        "writes 8000 MB/s",
-        "reads 9000 MB/s",
-        "ratio 1.40",
-    ] {
-        assert!(told[0].text.contains(words), "{}", told[0].text);
-    }
-    let now = stage.compression().unwrap();
-    assert!(!now.active);
-    assert_eq!(now.medium_read_bytes_per_s, 9_000_000_000);
-    shared.meter.pretend(1e8, 1e8);
-    shared.learned(learn);
-    assert!(stage.events()[0].text.contains("are compressed"));
-}
-
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
@@ -280,7 +245,7 @@ proptest! {
         flip in 1u8..,
         cut in prop::option::of(any::<prop::sample::Index>()),
     ) {
-        let (stage, record) = (stage(DType::Bf16, When::Always), record(DType::Bf16));
+        let (stage, record) = (stage(DType::Bf16), record(DType::Bf16));
         let mut bytes = stored(&stage, &record);
         let at = at.index(bytes.len());
         bytes[at] ^= flip;
@@ -293,7 +258,7 @@ proptest! {
     /// The same where somebody made the checksums of what is stored right again: then the record's own refuse it.
     #[test]
     fn forged_bytes_are_refused(at in any::<prop::sample::Index>(), flip in 1u8..) {
-        let (stage, record) = (stage(DType::Bf16, When::Always), record(DType::Bf16));
+        let (stage, record) = (stage(DType::Bf16), record(DType::Bf16));
         let mut bytes = stored(&stage, &record);
         let number = |bytes: &[u8], at| crate::bytes::u64_at(bytes, at) as usize;
         let (first, second) = (number(&bytes, 576), number(&bytes, 600));

@@ -11,6 +11,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use ucm_core::{Error, ErrorKind, Geometry, Identity, Part, Result};
 use ucm_infra::Clock;
+use ucm_io::IoPool;
 
 use crate::backend::Backend;
 use crate::record::RecordLayout;
@@ -60,19 +61,17 @@ pub(crate) struct Common<'a> {
 pub(crate) struct Made {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) max_stuck: usize,
-    /// What measures it, where the stage above asked for that.
-    #[cfg(feature = "compress")]
-    pub(crate) meter: Option<Arc<crate::compress::meter::Meter>>,
+    /// Its threads, where it has some that a stage before it may use.
+    pub(crate) io: Option<Arc<IoPool>>,
 }
 
 impl Made {
-    /// A medium that nothing measures.
+    /// A medium with nothing to lend.
     pub(crate) fn plain(backend: Arc<dyn Backend>, max_stuck: usize) -> Self {
         Self {
             backend,
             max_stuck,
-            #[cfg(feature = "compress")]
-            meter: None,
+            io: None,
         }
     }
 }
@@ -199,7 +198,7 @@ mod tests {
     }
 
     fn compress() -> StageSetup {
-        stage(json!({"kind": "compress", "mode": "measured", "threads": 1}))
+        stage(json!({"kind": "compress"}))
     }
 
     fn posix(layout: &str) -> StageSetup {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_io::{IoEngine, IoOptions, IoPool, Process, PsyncEngine};
+use ucm_io::{IoOptions, IoPool, Process};
 
 use super::{Common, Made, capacity, keys};
 use crate::assemble::seconds;
@@ -104,10 +104,8 @@ pub(super) fn make(common: &Common<'_>, given: Map<String, Value>) -> Result<Mad
     for lane in &mut options.lanes {
         lane.capacity = lane.capacity.max(common.slots.min(ucm_infra::MAX_QUEUE));
     }
-    let engine: Arc<dyn IoEngine> = PsyncEngine::new(given.io_direct);
-    #[cfg(feature = "compress")]
-    let (engine, meter) = super::compress::measured(common, engine);
-    let io = IoPool::new(engine, &options)?;
+    let io = IoPool::psync(given.io_direct, &options)?;
+    let lent = Some(Arc::clone(&io));
     let clock = Arc::clone(&common.clock);
     let segments = SegmentConfig {
         size: given.segment_size,
@@ -127,8 +125,7 @@ pub(super) fn make(common: &Common<'_>, given: Map<String, Value>) -> Result<Mad
         Layout::Segment => Arc::new(SegmentBackend::new(posix, segments, io, clock)?),
     };
     Ok(Made {
-        #[cfg(feature = "compress")]
-        meter,
+        io: lent,
         // As many as are replaced: from there on workers are missing.
         ..Made::plain(backend, given.io_threads.max(2))
     })

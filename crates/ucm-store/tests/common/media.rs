@@ -9,7 +9,6 @@ use ucm_infra::Clock;
 use ucm_io::{FaultyEngine, IoEngine, IoOptions, IoPool};
 use ucm_store::auto::AutoBackend;
 use ucm_store::backend::Backend;
-use ucm_store::compress::meter::{Meter, MeteredEngine};
 use ucm_store::compress::{CompressBackend, CompressConfig};
 use ucm_store::memory::{MemoryConfig, Policy};
 use ucm_store::posix::{PosixBackend, PosixConfig};
@@ -83,11 +82,7 @@ pub(super) fn posix(
         modes: setup.modes,
         quarantine: setup.quarantine,
     };
-    let (mut engine, clock) = (Arc::clone(faults) as Arc<dyn IoEngine>, Arc::clone(clock));
-    let meter = Arc::new(Meter::default());
-    if setup.compress.is_some() {
-        engine = MeteredEngine::new(engine, Arc::clone(&meter), Arc::clone(&clock));
-    }
+    let (engine, clock) = (Arc::clone(faults) as Arc<dyn IoEngine>, Arc::clone(clock));
     let options = IoOptions {
         clock: Arc::clone(&clock),
         ..IoOptions::with_workers(setup.workers)
@@ -98,25 +93,27 @@ pub(super) fn posix(
     }
     let record = posix.record.clone();
     let backend: Arc<dyn Backend> = match setup.layout {
-        Layout::File => Arc::new(PosixBackend::new(posix, io, Arc::clone(&clock))?),
+        Layout::File => Arc::new(PosixBackend::new(posix, Arc::clone(&io), Arc::clone(&clock))?),
         Layout::Segment(config) => {
             let config = SegmentConfig {
-                compressed: setup.compress.is_some(),
+                compressed: setup.compress,
                 ..config
             };
-            Arc::new(SegmentBackend::new(posix, config, io, Arc::clone(&clock))?)
+            Arc::new(SegmentBackend::new(
+                posix,
+                config,
+                Arc::clone(&io),
+                Arc::clone(&clock),
+            )?)
         }
     };
     match (setup.compress, setup.layout) {
-        (Some(when), Layout::Segment(_)) => {
+        (true, Layout::Segment(_)) => {
             let config = CompressConfig {
                 record,
                 identity: identity.clone(),
                 part: setup.part,
-                when,
-                threads: 2,
-                queue: 64,
-                meter,
+                io,
             };
             Ok(Arc::new(CompressBackend::new(config, backend, clock)?))
         }

@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use ucm_core::Part;
 use ucm_io::{OpKind, Process};
-use ucm_store::compress::worth::When;
 use ucm_store::engine::Deadlines;
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
@@ -73,8 +72,8 @@ pub(crate) struct Setup {
     pub(crate) layout: Layout,
     /// Nobody names the layout: the root has records in it already.
     pub(crate) auto: bool,
-    /// When they are compressed, which needs segments and records of more than a page; [`Setup::compressed`].
-    pub(crate) compress: Option<When>,
+    /// Whether they are compressed, which needs segments and records of more than a page; [`Setup::compressed`].
+    pub(crate) compress: bool,
 }
 
 /// How records lie below the root.
@@ -89,7 +88,7 @@ impl Layout {
     /// is what the backend finds.
     pub(crate) fn of_this_run() -> Self {
         match std::env::var("UCM_TEST_LAYOUT").as_deref() {
-            _ if compressing().is_some() => Self::segments(),
+            _ if compressing() => Self::segments(),
             Err(_) | Ok("file" | "auto-file") => Self::File,
             Ok("segment" | "auto-segment") => Self::segments(),
             Ok(other) => unreachable!("UCM_TEST_LAYOUT is no layout: {other}"),
@@ -119,9 +118,9 @@ impl Layout {
     }
 }
 
-/// When most tests compress: never, unless `UCM_TEST_COMPRESS` is set.
-fn compressing() -> Option<When> {
-    std::env::var_os("UCM_TEST_COMPRESS").map(|_| When::Always)
+/// Whether most tests compress: not unless `UCM_TEST_COMPRESS` is set.
+fn compressing() -> bool {
+    std::env::var_os("UCM_TEST_COMPRESS").is_some()
 }
 
 /// Pieces of one layer.
@@ -133,7 +132,7 @@ impl Setup {
     /// Larger records, compressed, in segments.
     pub(crate) fn compressed(self) -> Self {
         Self {
-            compress: Some(When::Always),
+            compress: true,
             tensors: LARGE_TENSORS.to_vec(),
             layout: match self.layout {
                 Layout::File => Layout::segments(),
@@ -156,12 +155,7 @@ impl Default for Setup {
             above: Above::of_this_run(),
             stage_breaker: never,
             medium: Medium::Posix,
-            tensors: if compressing().is_some() {
-                LARGE_TENSORS
-            } else {
-                TENSORS
-            }
-            .to_vec(),
+            tensors: if compressing() { LARGE_TENSORS } else { TENSORS }.to_vec(),
             layers: 3,
             layers_per_shard: 3,
             slots: 16,

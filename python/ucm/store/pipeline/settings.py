@@ -32,10 +32,7 @@ class PipelineSettings(EngineSettings):
         told = []
         for stage in with_roots(self.store_pipeline, self.storage_backends):
             if kind_of(stage) == COMPRESS:
-                options = stage.options
-                told.append(
-                    {"kind": COMPRESS, "mode": options["compress_mode"], "threads": options["compress_threads"]}
-                )
+                told.append({"kind": COMPRESS})
                 continue
             if kind_of(stage) == CACHE:
                 size, policy = stage.options["cache_size"], stage.options["cache_policy"]

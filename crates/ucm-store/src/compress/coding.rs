@@ -1,12 +1,9 @@
-//! What the threads of the compression stage do: a record in its slot to its stored form, and back, in the same slot.
+//! A record in its slot to its stored form, and back, in the same slot.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, PAGE, Result};
+use ucm_core::{BlockId, PAGE, Result};
 use ucm_device::Slot;
-use ucm_infra::Mono;
 
 use super::{Shared, Tools};
 use crate::backend::{ReadDone, WriteOptions};
@@ -14,19 +11,8 @@ use crate::events::Level;
 use crate::record::encoded::{claimed_codec, restore_header, seal_stored};
 use crate::record::{Expect, MAGIC, RecordHeader, has_layout, verify_stored};
 
-/// What a job is given, to be had back by whoever could not hand the job in.
-pub(super) struct Given<T>(Mutex<Option<T>>);
-
-impl<T> Given<T> {
-    pub(super) fn new(given: T) -> Arc<Self> {
-        Arc::new(Self(Mutex::new(Some(given))))
-    }
-
-    pub(super) fn take(&self) -> Result<T> {
-        let lost = || Error::internal("what a job was given is gone");
-        self.0.lock().take().ok_or_else(lost)
-    }
-}
+/// Of so many records that are encoded one is decoded again before it is written, and compared.
+const PROVEN: u64 = 64;
 
 /// Whether what was read claims to be in another form than it is used in.
 pub(super) fn is_encoded(read: &ReadDone) -> bool {
@@ -34,85 +20,44 @@ pub(super) fn is_encoded(read: &ReadDone) -> bool {
     bytes.starts_with(&MAGIC) && claimed_codec(bytes).is_some_and(|codec| !codec.is_as_is())
 }
 
-/// A record that was encoded into the scratch.
-struct Encoded {
-    /// Length of its stored form, if that is shorter.
-    len: Option<usize>,
-    /// Seconds it took.
-    took: f64,
-    /// Seconds that decoding it again took, where that was asked for.
-    proof: Option<f64>,
-}
-
 impl Shared {
     /// Puts the stored form of the record in a slot in its place, if that is shorter: the length of what is there then.
-    /// `proven`: it is decoded again first, and compared.
-    pub(super) fn encode(&self, slot: &mut Slot, options: WriteOptions, proven: bool) -> usize {
-        let proven = proven || options.read_back;
-        let worked = self.with_tools(|tools| {
-            let encoded = self.encode_into(tools, &slot.as_slice()[..options.len], proven)?;
-            if let Some(len) = encoded.len {
-                slot.as_mut_slice()[..len].copy_from_slice(&tools.scratch[..len]);
-            }
-            Some(encoded)
-        });
-        // Not a record of this part, or no memory to work in: it goes as it is.
-        let encoded = worked.ok().flatten();
-        let len = encoded.as_ref().and_then(|encoded| encoded.len);
+    /// Where it is to be read back, and now and then besides, it is decoded again first, and compared.
+    pub(super) fn encode(&self, slot: &mut Slot, options: WriteOptions) -> usize {
         let counts = &self.counts;
-        match len {
-            Some(len) => {
-                counts.encoded.fetch_add(1, Ordering::Relaxed);
-                counts.raw_bytes.fetch_add(options.len as u64, Ordering::Relaxed);
-                counts.stored_bytes.fetch_add(len as u64, Ordering::Relaxed);
-            }
-            None => {
-                counts.as_is.fetch_add(1, Ordering::Relaxed);
-            }
-        }
-        let len = len.unwrap_or(options.len);
-        if let Some(encoded) = encoded {
-            let raw = options.len as f64;
-            self.learned(|state| {
-                state.ratio.add(raw, len as f64);
-                state.encode.add(raw, encoded.took);
-                if let Some(proof) = encoded.proof {
-                    state.decode.add(raw, proof);
-                }
-            });
-        }
+        let proven = options.read_back || counts.encoded.load(Ordering::Relaxed).is_multiple_of(PROVEN);
+        let worked = self.with_tools(|tools| {
+            let len = self.encode_into(tools, &slot.as_slice()[..options.len], proven)?;
+            slot.as_mut_slice()[..len].copy_from_slice(&tools.scratch[..len]);
+            Some(len)
+        });
+        // Not a record of this part, no shorter, or no memory to work in: it goes as it is.
+        let Some(len) = worked.ok().flatten() else {
+            counts.as_is.fetch_add(1, Ordering::Relaxed);
+            return options.len;
+        };
+        counts.encoded.fetch_add(1, Ordering::Relaxed);
+        counts.raw_bytes.fetch_add(options.len as u64, Ordering::Relaxed);
+        counts.stored_bytes.fetch_add(len as u64, Ordering::Relaxed);
         len
     }
 
-    fn encode_into(&self, tools: &mut Tools, raw: &[u8], proven: bool) -> Option<Encoded> {
+    /// Encodes a record into the scratch: the length of its stored form, if that is shorter.
+    fn encode_into(&self, tools: &mut Tools, raw: &[u8], proven: bool) -> Option<usize> {
         let header = RecordHeader::decode(raw).ok()?;
         let ours = header.codec.is_as_is() && header.sides.is_empty() && has_layout(&header, &self.record);
         let whole = header.record_len == raw.len() as u64 && self.has_zeros_between(raw);
         if !ours || !whole || self.codec.is_as_is() {
             return None;
         }
-        let began = self.clock.now();
-        let seconds = |since: Mono| self.clock.now().since(since).as_secs_f64();
-        let lens = self.encode_layers(tools, raw);
-        let len = lens.as_ref().and_then(|lens| {
-            let len = seal_stored(&header, raw, self.codec, lens, self.granule, &mut tools.scratch);
-            len.filter(|&len| len < raw.len())
-        });
-        let mut encoded = Encoded {
-            len,
-            took: seconds(began),
-            proof: None,
-        };
-        if let (true, Some(lens), Some(_)) = (proven, lens, len) {
-            let began = self.clock.now();
-            if self.proves(tools, raw, &lens) {
-                encoded.proof = Some(seconds(began));
-            } else {
-                self.undecodable(header.meta.id, "nothing is stored that does not come back");
-                encoded.len = None;
-            }
+        let lens = self.encode_layers(tools, raw)?;
+        let len = seal_stored(&header, raw, self.codec, &lens, self.granule, &mut tools.scratch);
+        let len = len.filter(|&len| len < raw.len())?;
+        if proven && !self.proves(tools, raw, &lens) {
+            self.undecodable(header.meta.id, "nothing is stored that does not come back");
+            return None;
         }
-        Some(encoded)
+        Some(len)
     }
 
     /// Whether there is nothing behind the layers that would not come back.
@@ -167,13 +112,10 @@ impl Shared {
             _ => return Ok(read),
         };
         let (mut slot, stored_len) = (read.slot, read.read);
-        let began = self.clock.now();
         let whole =
             self.with_tools(|tools| self.decode_layers(tools, &header, slot.as_mut_slice(), stored_len))?;
         if whole {
-            let took = self.clock.now().since(began).as_secs_f64();
             self.counts.decoded.fetch_add(1, Ordering::Relaxed);
-            self.learned(|state| state.decode.add(self.record.kv_len() as f64, took));
         } else {
             self.undecodable(id, "it will be recomputed");
         }
