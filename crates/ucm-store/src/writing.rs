@@ -53,7 +53,10 @@ impl Shared {
         };
         let shared = Arc::clone(self);
         let ended = move |result: Result<Result<Written, Slot>>| match result {
-            Ok(Ok(written)) => done(Ok(written)),
+            Ok(Ok(written)) => {
+                room.settle(0, None); // where it was made, and somebody else had written the record meanwhile
+                done(Ok(written));
+            }
             Ok(Err(slot)) => {
                 let write = Write {
                     id,

@@ -13,8 +13,8 @@ use common::only_over;
 use common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids};
 use ucm_core::{ErrorKind, MissReason};
 use ucm_infra::{Clock, ManualClock, SystemClock};
-use ucm_io::{Fault, OpKind, Rule};
-use ucm_store::engine::{Deadlines, LANE_DUMP, Until};
+use ucm_io::{Fault, Gate, OpKind, Rule};
+use ucm_store::engine::{Deadlines, LANE_DUMP, LANE_SPACE, Until};
 use ucm_store::evidence::evidence_name;
 use ucm_store::space::{Capacity, Rules};
 
@@ -249,4 +249,30 @@ fn room_for_a_write_that_nobody_waits_for_any_more_goes_back() {
     eventually("nothing is held", || store.stat("storage_used_bytes") == used);
     assert_eq!(store.engine.lookup(&[id(1)]).unwrap(), [false]);
     store.dump(&device, &[id(2)]).unwrap();
+}
+
+#[test]
+fn room_that_was_made_for_a_record_that_came_meanwhile_goes_back() {
+    only_over!(FilesAlone, "it puts a block file there");
+    let (dir, clock, gate) = (directory(), ManualClock::new(), Gate::new());
+    let setup = Setup::default();
+    let hang = Rule::on(OpKind::List, Fault::HangBefore(gate.clone()));
+    let rules = vec![hang.lane(LANE_SPACE).times(1)];
+    let clock = Arc::clone(&clock) as Arc<dyn Clock>;
+    let store = Store::faulty_with_clock(dir.path(), setup.clone(), rules, clock);
+    gate.await_waiting(1); // nothing is granted before it has looked
+    let device = Device::filled(&setup, &ids(1));
+    let task = store.engine.dump(device.rows(&[id(0)])).unwrap();
+    eventually("it asked, and waits for room", || {
+        store.asked(OpKind::Stat, id(0)) == 1
+    });
+    let file = store.file(id(0));
+    std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+    std::fs::write(&file, vec![0; RECORD as usize]).unwrap();
+    gate.open();
+    store.outcome(&task).unwrap();
+    assert_eq!(store.stat("blocks_present"), 1);
+    eventually("it is counted once", || {
+        store.stat("storage_counted") == 1 && store.stat("storage_used_bytes") == RECORD
+    });
 }

@@ -126,6 +126,16 @@ impl Store {
         Self::build(root, setup, clock, Vec::new(), false).unwrap()
     }
 
+    /// The same with faults from the first operation on.
+    pub(crate) fn faulty_with_clock(
+        root: &Path,
+        setup: Setup,
+        rules: Vec<Rule>,
+        clock: Arc<dyn Clock>,
+    ) -> Self {
+        Self::build(root, setup, clock, rules, false).unwrap()
+    }
+
     /// With faults from the first operation on.
     pub(crate) fn open_faulty(root: &Path, setup: Setup, rules: Vec<Rule>) -> Self {
         Self::build(root, setup, SystemClock::shared(), rules, false).unwrap()
