@@ -16,7 +16,7 @@ use crate::psync::PsyncEngine;
 
 /// The lane of housekeeping.
 const HOUSEKEEPING: usize = 3;
-/// Fewest threads: a write that waits for room must leave one to those who make it.
+/// Fewest threads: a write that waits for a record to be moved aside must leave one to whoever moves it.
 const FEWEST: usize = 2;
 /// How long after its deadline a job that is waited for has to say so.
 const GRACE: Duration = Duration::from_millis(100);
@@ -167,11 +167,24 @@ impl IoPool {
 
     fn close(&self, lane: usize, which: Close<'_>) {
         let closed = self.engine.close(which);
-        if !closed.0.is_empty() {
-            let deadline = self.clock.now().after(CLOSE);
-            // A pool that is full or ends gives them back, to be closed here.
-            let _ = self.workers.submit(lane, deadline, move || drop(closed), |_| {});
+        if closed.0.is_empty() {
+            return;
         }
+        let deadline = self.clock.now().after(CLOSE);
+        let closed = Arc::new(Mutex::new(Some(closed)));
+        let late = Arc::clone(&closed);
+        let close = move || {
+            let taken = closed.lock().take();
+            drop(taken); // with no lock held: it may hang
+        };
+        let ended = move |result: Result<()>| {
+            // Whoever tells that there was no thread in time must not hang in it: rather they stay open.
+            if result.is_err_and(|error| error.kind() == ErrorKind::Timeout) {
+                std::mem::forget(late);
+            }
+        };
+        // A pool that is full or ends gives them back, to be closed here.
+        let _ = self.workers.submit(lane, deadline, close, ended);
     }
 
     /// Descriptors kept open now.

@@ -148,14 +148,14 @@ impl Space {
         self.bell.ring();
     }
 
-    /// Asks to write `bytes`. `then` is called exactly once, at once or from the keeper's thread at most two seconds
-    /// later: with a ticket for [`Space::ended`], or with `NoSpace`.
-    pub fn admit(&self, bytes: u64, then: Admitted) {
+    /// Asks to write `bytes`. `then` is called exactly once, at once or from the keeper's thread, with its first turn after
+    /// two seconds or the deadline at the latest: with a ticket for [`Space::ended`], or with `NoSpace`.
+    pub fn admit(&self, bytes: u64, deadline: Mono, then: Admitted) {
         let mut answers = Answers::new();
         let look = self
             .ledger
             .lock()
-            .ask(bytes, self.clock.now(), then, &mut answers);
+            .ask(bytes, self.clock.now(), deadline, then, &mut answers);
         if look {
             self.bell.ring();
         }
@@ -195,6 +195,7 @@ impl Space {
         let answer = Arc::clone(&completion);
         self.admit(
             bytes,
+            Mono::NEVER,
             Box::new(move |ticket| {
                 answer.complete(ticket);
             }),
@@ -370,6 +371,9 @@ pub(crate) struct Room {
 
 enum Held {
     Nothing,
+    /// It was made, and nobody has begun to write yet.
+    Made(Ticket),
+    /// It is being written to, or may be.
     Room(Ticket),
     /// The write ended, or was written off: what comes now goes back.
     Over,
@@ -384,30 +388,43 @@ impl Room {
         })
     }
 
-    /// Takes room for `bytes` if it can be had at once, or is held already; false where it has to be made first.
+    /// Takes room for `bytes` to write to if it can be had at once, or was made; false where it has to be made first.
     pub(crate) fn take(&self, bytes: u64) -> Result<bool> {
-        if matches!(*self.held.lock(), Held::Room(_)) {
-            return Ok(true);
-        }
-        match self.space.reserve(bytes)? {
-            Some(ticket) => self.hold(ticket).map(|()| true),
+        let made = match &*self.held.lock() {
+            Held::Made(ticket) | Held::Room(ticket) => Some(*ticket),
+            Held::Nothing | Held::Over => None,
+        };
+        let ticket = match made {
+            Some(ticket) => Some(ticket),
+            None => self.space.reserve(bytes)?,
+        };
+        match ticket {
+            Some(ticket) => self.hold(ticket, Held::Room(ticket)).map(|()| true),
             None => Ok(false),
         }
     }
 
     /// Takes room for `bytes` that nothing depends on, if there is some to spare.
     pub(crate) fn take_spare(&self, bytes: u64) -> Result<()> {
-        self.hold(self.space.spared(bytes)?)
+        let ticket = self.space.spared(bytes)?;
+        self.hold(ticket, Held::Room(ticket))
     }
 
-    /// Has room for `bytes` made; `then` is called as of [`Space::admit`], when it is held or why there is none.
-    pub(crate) fn make(self: &Arc<Self>, bytes: u64, then: impl FnOnce(Result<()>) + Send + 'static) {
+    /// Has room for `bytes` made; `then` is called as of [`Space::admit`], when it is there or why there is none.
+    pub(crate) fn make(
+        self: &Arc<Self>,
+        bytes: u64,
+        deadline: Mono,
+        then: impl FnOnce(Result<()>) + Send + 'static,
+    ) {
         let room = Arc::clone(self);
-        let admitted = move |ticket: Result<Ticket>| then(ticket.and_then(|ticket| room.hold(ticket)));
-        self.space.admit(bytes, Box::new(admitted));
+        let admitted = move |ticket: Result<Ticket>| {
+            then(ticket.and_then(|ticket| room.hold(ticket, Held::Made(ticket))));
+        };
+        self.space.admit(bytes, deadline, Box::new(admitted));
     }
 
-    fn hold(&self, ticket: Ticket) -> Result<()> {
+    fn hold(&self, ticket: Ticket, now: Held) -> Result<()> {
         let mut held = self.held.lock();
         if let Held::Over = *held {
             drop(held);
@@ -415,29 +432,30 @@ impl Room {
             let text = "there was room for this write when nobody waited for it any more";
             return Err(Error::new(ErrorKind::Timeout, text));
         }
-        *held = Held::Room(ticket);
+        *held = now;
         Ok(())
     }
 
-    /// [`Space::ended`], the first time.
+    /// [`Space::ended`], the first time; all goes back where nobody had begun.
     pub(crate) fn end(&self, error: Option<&Error>) {
-        self.over()
-            .into_iter()
-            .for_each(|ticket| self.space.ended(ticket, error));
-    }
-
-    /// [`Space::settled`], the first time.
-    pub(crate) fn settle(&self, kept: u64, error: Option<&Error>) {
-        self.over()
-            .into_iter()
-            .for_each(|ticket| self.space.settled(ticket, kept, error));
-    }
-
-    fn over(&self) -> Option<Ticket> {
-        match std::mem::replace(&mut *self.held.lock(), Held::Over) {
-            Held::Room(ticket) => Some(ticket),
-            Held::Nothing | Held::Over => None,
+        match self.over() {
+            Held::Room(ticket) => self.space.ended(ticket, error),
+            Held::Made(ticket) => self.space.settled(ticket, 0, None),
+            Held::Nothing | Held::Over => {}
         }
+    }
+
+    /// [`Space::settled`], the first time; all goes back where nobody had begun.
+    pub(crate) fn settle(&self, kept: u64, error: Option<&Error>) {
+        match self.over() {
+            Held::Room(ticket) => self.space.settled(ticket, kept, error),
+            Held::Made(ticket) => self.space.settled(ticket, 0, None),
+            Held::Nothing | Held::Over => {}
+        }
+    }
+
+    fn over(&self) -> Held {
+        std::mem::replace(&mut *self.held.lock(), Held::Over)
     }
 }
 

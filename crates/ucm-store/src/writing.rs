@@ -78,7 +78,8 @@ impl Shared {
     /// Waits for room, on nobody's thread, and begins again.
     fn make_room(self: &Arc<Self>, write: Write, room: Arc<Room>) {
         let (shared, held) = (Arc::clone(self), Arc::clone(&room));
-        room.make(write.options.len as u64, move |made| match made {
+        let deadline = write.deadline;
+        room.make(write.options.len as u64, deadline, move |made| match made {
             Ok(()) => shared.begin_write(write, held),
             Err(error) => write.end(Err(error)),
         });

@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime};
 
 use common::only_over;
 use common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids};
-use ucm_core::{ErrorKind, MissReason};
+use ucm_core::{BlockId, ErrorKind, MissReason};
 use ucm_infra::{Clock, ManualClock, SystemClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Deadlines, LANE_DUMP, LANE_SPACE, Until};
@@ -243,7 +243,7 @@ fn room_for_a_write_that_nobody_waits_for_any_more_goes_back() {
     eventually("it is written off", || {
         task.check(store.engine.clock(), Until::Published)
     });
-    assert_eq!(store.stat("workers_stuck"), 1);
+    eventually("its thread is stuck", || store.stat("workers_stuck") == 1);
     gate.open(); // it looked, and would take room now
     eventually("its thread is back", || store.stat("workers_stuck") == 0);
     eventually("nothing is held", || store.stat("storage_used_bytes") == used);
@@ -275,4 +275,27 @@ fn room_that_was_made_for_a_record_that_came_meanwhile_goes_back() {
     eventually("it is counted once", || {
         store.stat("storage_counted") == 1 && store.stat("storage_used_bytes") == RECORD
     });
+}
+
+#[test]
+fn as_many_blocks_wait_for_room_as_there_are_slots() {
+    only_over!(FilesAlone, "a segment asks for room for all of its records");
+    let (dir, clock, gate) = (directory(), ManualClock::new(), Gate::new());
+    let setup = Setup {
+        slots: 600,
+        ..Setup::default()
+    };
+    let hang = Rule::on(OpKind::List, Fault::HangBefore(gate.clone()));
+    let rules = vec![hang.lane(LANE_SPACE).times(1)];
+    let clock = Arc::clone(&clock) as Arc<dyn Clock>;
+    let store = Store::faulty_with_clock(dir.path(), setup.clone(), rules, clock);
+    gate.await_waiting(1); // nothing is granted before it has looked
+    let many: Vec<BlockId> = (0..400u128).map(|n| BlockId(n.to_le_bytes())).collect();
+    let device = Device::filled(&setup, &many);
+    let task = store.engine.dump(device.rows(&many)).unwrap();
+    let last = many[399];
+    eventually("the last one asked", || store.asked(OpKind::Stat, last) == 1);
+    gate.open();
+    store.outcome(&task).unwrap();
+    assert_eq!(store.stat("blocks_published"), 400);
 }

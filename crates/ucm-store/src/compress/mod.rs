@@ -30,7 +30,7 @@ use crate::backend::{
     Backend, BlockRead, Compression, Done, Early, Flush, Listed, Presence, Quarantined, ReadDone, Usage,
     WriteOptions, Written,
 };
-use crate::engine::LANE_DUMP;
+use crate::engine::{LANE_DUMP, LANE_LOAD};
 use crate::events::{Event, Events};
 use crate::record::{Codec, RecordLayout};
 use layers::Coder;
@@ -64,7 +64,7 @@ struct Shared {
     codec: Codec,
     granule: u64,
     clock: Arc<dyn Clock>,
-    /// As many as threads write at once, at most.
+    /// As many as threads work at once, at most.
     tools: Mutex<Vec<Tools>>,
     most_tools: usize,
     counts: Counts,
@@ -108,7 +108,7 @@ impl CompressBackend {
             part: config.part,
             clock,
             tools: Mutex::default(),
-            most_tools: config.io.width(LANE_DUMP),
+            most_tools: config.io.width(LANE_LOAD),
             counts: Counts::default(),
             encoding: AtomicUsize::new(0),
             encoded: Bell::new(),

@@ -131,7 +131,8 @@ impl Segments {
     pub(super) fn read(self: &Arc<Self>, reads: Vec<BlockRead>) {
         let mut placed = Vec::with_capacity(reads.len());
         for mut read in reads {
-            if let Some(parts) = read.parts.take() {
+            let parts = read.parts.take().filter(|_| !read.again);
+            if let Some(parts) = parts {
                 self.read_parts(read, parts);
                 continue;
             }

@@ -215,7 +215,7 @@ impl Segments {
             Ok(Created::Unwanted) => segments.seal_bell.ring(), // whoever waits until nothing is written any more
             Ok(Created::NeedsRoom) => {
                 let held = Arc::clone(&admitted);
-                admitted.make(room, move |made| match made {
+                admitted.make(room, deadline, move |made| match made {
                     Ok(()) => segments.begin_open(room, deadline, true, held),
                     Err(error) => segments.opened(Err(error)),
                 });

@@ -12,7 +12,7 @@ use crate::root::EROFS;
 /// How long a write waits for a grant before it is refused: a collector at rest looks up once a second.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
 /// Most writes that wait.
-const MOST_WAITING: usize = 256;
+const MOST_WAITING: usize = 1 << 16;
 /// Least time between two times that the keeper is asked to look although nobody waits for it.
 const ASK_AGAIN: Duration = Duration::from_millis(50);
 /// First pause after the medium was full; it doubles up to the longest.
@@ -185,9 +185,16 @@ impl Ledger {
 
     /// Asks for `bytes`. The answer comes at once or, when there is none yet, after the next news. Returns whether
     /// the keeper should look.
-    pub(super) fn ask(&mut self, bytes: u64, now: Mono, then: Admitted, answers: &mut Answers) -> bool {
+    pub(super) fn ask(
+        &mut self,
+        bytes: u64,
+        now: Mono,
+        deadline: Mono,
+        then: Admitted,
+        answers: &mut Answers,
+    ) -> bool {
         let (had, look) = self.reserve(bytes, now);
-        let until = now.after(PATIENCE);
+        let until = now.after(PATIENCE).min(deadline);
         match had.transpose() {
             Some(answer) => answers.push((then, answer)),
             None => self.waiting.push_back(Waiting { bytes, until, then }),
@@ -357,7 +364,7 @@ mod tests {
     /// Asks, and answers the kind of the refusal; `None`: it waits.
     fn ask(ledger: &mut Ledger, bytes: u64, now: Mono) -> Option<Result<Ticket>> {
         let mut answers = Answers::new();
-        ledger.ask(bytes, now, Box::new(|_| {}), &mut answers);
+        ledger.ask(bytes, now, Mono::NEVER, Box::new(|_| {}), &mut answers);
         answers.pop().map(|(_, answer)| answer)
     }
 

@@ -24,7 +24,7 @@ pub(super) fn make(common: &Common<'_>, given: Map<String, Value>, below: Made) 
     let none = || {
         Error::new(
             ErrorKind::Config,
-            "memory is faster than any codec; leave Compress below Cache out",
+            "memory is faster than any codec; write the stage that compresses below Cache",
         )
     };
     let io = below.io.ok_or_else(none)?;
