@@ -12,6 +12,7 @@ use ucm_infra::{Clock, Completion, Lane, Mono, PoolStats, SystemClock, WorkerPoo
 
 use crate::engine::{Close, IoEngine};
 use crate::job::IoJob;
+use crate::kept::KeptFile;
 use crate::psync::PsyncEngine;
 
 /// The lane of housekeeping.
@@ -71,6 +72,8 @@ pub struct IoPool {
     /// Jobs of each lane that run at once.
     widths: Vec<usize>,
     clock: Arc<dyn Clock>,
+    /// Descriptors for which there was no thread in time; the next that are closed take them along.
+    unclosed: Arc<Mutex<Vec<Arc<KeptFile>>>>,
 }
 
 impl IoPool {
@@ -92,6 +95,7 @@ impl IoPool {
             workers,
             widths: widths.collect(),
             clock: Arc::clone(&options.clock),
+            unclosed: Arc::default(),
         }))
     }
 
@@ -166,23 +170,24 @@ impl IoPool {
     }
 
     fn close(&self, lane: usize, which: Close<'_>) {
-        let closed = self.engine.close(which);
-        if closed.0.is_empty() {
+        let mut closed = self.engine.close(which).0;
+        closed.append(&mut self.unclosed.lock());
+        if closed.is_empty() {
             return;
         }
-        let deadline = self.clock.now().after(CLOSE);
-        let closed = Arc::new(Mutex::new(Some(closed)));
-        let late = Arc::clone(&closed);
+        let closed = Arc::new(Mutex::new(closed));
+        let (late, unclosed) = (Arc::clone(&closed), Arc::clone(&self.unclosed));
         let close = move || {
-            let taken = closed.lock().take();
+            let taken = std::mem::take(&mut *closed.lock());
             drop(taken); // with no lock held: it may hang
         };
         let ended = move |result: Result<()>| {
-            // Whoever tells that there was no thread in time must not hang in it: rather they stay open.
+            // Whoever tells that there was no thread in time must not hang in it.
             if result.is_err_and(|error| error.kind() == ErrorKind::Timeout) {
-                std::mem::forget(late);
+                unclosed.lock().append(&mut late.lock());
             }
         };
+        let deadline = self.clock.now().after(CLOSE);
         // A pool that is full or ends gives them back, to be closed here.
         let _ = self.workers.submit(lane, deadline, close, ended);
     }
