@@ -18,7 +18,7 @@ use ucm_benches::store::Result;
 use ucm_core::{BlockId, DType, Error, ErrorKind, Geometry, Identity, MissReason, Part};
 use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::{Mono, SystemClock};
-use ucm_io::{IoOptions, IoPool};
+use ucm_io::{IoJob, IoOptions, IoPool, PsyncEngine};
 use ucm_store::backend::{
     Backend, BlockRead, Done, Listed, Presence, ReadDone, Usage, WriteOptions, Written,
 };
@@ -97,6 +97,7 @@ fn contest(dtype: DType, numbers: &[u8], blocks: usize) -> Result<[f64; 3]> {
         io: IoPool::psync(false, &IoOptions::with_workers(2))?,
     };
     let stage = CompressBackend::new(config, shelf, SystemClock::shared())?;
+    let here = IoJob::alone(PsyncEngine::new(false));
     let mut sealed = vec![0; record.record_len()];
     let (mut encoding, mut decoding) = (Duration::ZERO, Duration::ZERO);
     for block in 0..blocks {
@@ -125,12 +126,12 @@ fn contest(dtype: DType, numbers: &[u8], blocks: usize) -> Result<[f64; 3]> {
         stage.write(id, slot, options, Mono::NEVER, written);
         hear.recv()??;
         encoding += began.elapsed();
-        let (tell, hear) = channel();
-        let came = Box::new(move |result| drop(tell.send(result)));
         let slot = slots.try_acquire().ok_or("no slot")?;
         let began = Instant::now();
-        stage.read(0, vec![BlockRead::whole(id, slot, Mono::NEVER, came)]);
-        let read = hear.recv()??;
+        let read = stage
+            .read(&here, vec![BlockRead::whole(id, slot, Mono::NEVER)])
+            .pop();
+        let read = read.ok_or("no outcome")??;
         decoding += began.elapsed();
         let expect = Expect {
             id,
@@ -208,29 +209,25 @@ impl Backend for Shelf {
         Ok(())
     }
 
-    fn lookup(&self, ids: Vec<BlockId>, _stop: bool, _deadline: Mono, done: Done<Vec<Presence>>) {
+    fn lookup(&self, _io: &IoJob, ids: &[BlockId], _stop: bool) -> ucm_core::Result<Vec<Presence>> {
         let kept = self.0.lock();
         let there = |id| kept.contains_key(id).then_some(()).ok_or(MissReason::Absent);
-        done(Ok(ids.iter().map(there).collect()));
+        Ok(ids.iter().map(there).collect())
     }
 
-    fn read(&self, _stage: usize, reads: Vec<BlockRead>) {
-        for BlockRead {
-            id, mut slot, done, ..
-        } in reads
-        {
-            let Some(record) = self.0.lock().get(&id).cloned() else {
-                done(Err(Error::new(ErrorKind::NotFound, "not on the shelf")));
-                continue;
-            };
+    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<ucm_core::Result<ReadDone>> {
+        let take = |BlockRead { id, mut slot, .. }: BlockRead| {
+            let absent = || Error::new(ErrorKind::NotFound, "not on the shelf");
+            let record = self.0.lock().get(&id).cloned().ok_or_else(absent)?;
             let read = record.len();
             slot.as_mut_slice()[..read].copy_from_slice(&record);
-            done(Ok(ReadDone {
+            Ok(ReadDone {
                 slot,
                 read,
                 stored_len: read as u64,
-            }));
-        }
+            })
+        };
+        run.into_iter().map(take).collect()
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, _deadline: Mono, done: Done<Written>) {
@@ -242,12 +239,12 @@ impl Backend for Shelf {
 
     fn touch(&self, _ids: &[(BlockId, u32)], _deadline: Mono) {}
 
-    fn delete(&self, _ids: Vec<BlockId>, _deadline: Mono, done: Done<usize>) {
-        done(Ok(0));
+    fn delete(&self, _io: &IoJob, _ids: &[BlockId]) -> ucm_core::Result<usize> {
+        Ok(0)
     }
 
-    fn list(&self, _deadline: Mono, done: Done<Vec<Listed>>) {
-        done(Ok(Vec::new()));
+    fn list(&self, _io: &IoJob) -> ucm_core::Result<Vec<Listed>> {
+        Ok(Vec::new())
     }
 
     fn usage(&self) -> Usage {
@@ -256,10 +253,6 @@ impl Backend for Shelf {
 
     fn removed(&self) -> (u64, u64, u64) {
         (0, 0, 0)
-    }
-
-    fn stuck(&self) -> usize {
-        0
     }
 
     fn shutdown(&self, _drain: Duration) {}

@@ -10,22 +10,13 @@ use std::time::Duration;
 use common::memory::{keep, record, setup, tier};
 use common::{Device, Medium, Setup, Store, directory, eventually, id, ids, memory_config, pages, shape};
 use ucm_core::ErrorKind;
-use ucm_infra::{Clock, Completion, ManualClock, Mono, SystemClock};
+use ucm_infra::{Clock, ManualClock, Mono, SystemClock};
 use ucm_store::backend::{Backend, Early, Listed};
 use ucm_store::memory::{Inserted, MemoryBackend, Policy, cache_bytes};
 use ucm_store::space::Capacity;
 
-fn ask<T: Clone + Send + 'static>(call: impl FnOnce(ucm_store::backend::Done<T>)) -> T {
-    let answer = Completion::new();
-    let done = Arc::clone(&answer);
-    call(Box::new(move |result| {
-        done.complete(result);
-    }));
-    answer.wait(&SystemClock, None).unwrap().unwrap()
-}
-
 fn list(tier: &MemoryBackend) -> Vec<Listed> {
-    let mut listed = ask(|done| tier.list(Mono::NEVER, done));
+    let mut listed = tier.list(&tier.pool().here(0, Mono::NEVER)).unwrap();
     listed.sort_by_key(|listed| listed.id);
     listed
 }
@@ -205,7 +196,10 @@ fn what_is_pinned_stays_and_a_tier_full_of_pins_is_busy() {
         assert_eq!(**pin, record(id), "byte for byte");
     }
     // Removed by name, and still held.
-    assert_eq!(ask(|done| tier.delete(ids(1), Mono::NEVER, done)), 1);
+    assert_eq!(
+        tier.delete(&tier.pool().here(0, Mono::NEVER), &ids(1)).unwrap(),
+        1
+    );
     assert!(!tier.contains(id(0)) && *pins[0] == record(id(0)));
     assert!(tier.insert(id(9), &record(id(9)), 0).is_err());
     drop(pins);
@@ -345,7 +339,10 @@ fn lists_usage_and_touches() {
     );
     ours.touch_own(&[(id(1), 0)], Mono::NEVER);
     assert_eq!(ours.counts().touched, 2);
-    assert_eq!(ask(|done| ours.delete(ids(5), Mono::NEVER, done)), listed.len());
+    assert_eq!(
+        ours.delete(&ours.pool().here(0, Mono::NEVER), &ids(5)).unwrap(),
+        listed.len()
+    );
     assert!(list(&ours).is_empty());
     assert!(!ours.contains(id(0)) && ours.contains(id(4)), "others' stay");
 }

@@ -14,14 +14,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use ucm_core::{BlockId, MissReason, Result};
+use ucm_core::{BlockId, Result};
 use ucm_device::Slot;
 use ucm_infra::{Clock, Mono};
-use ucm_io::IoPool;
+use ucm_io::{IoJob, IoPool};
 
 use crate::backend::{
-    Backend, BlockRead, Compression, Done, Early, Evicted, Flush, Health, Keep, Listed, Place, Presence,
-    Priority, Quarantined, TierStats, Usage, WriteOptions, Written,
+    Backend, BlockRead, Compression, Done, Early, Evicted, Flush, Keep, Listed, Presence, Quarantined,
+    ReadDone, Usage, WriteOptions, Written,
 };
 use crate::events::Event;
 use crate::layout::{BLOCKS, SEGMENTS};
@@ -174,17 +174,21 @@ impl Backend for AutoBackend {
         }
     }
 
-    fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Presence>>) {
+    fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
         self.auto.follow();
-        self.now().lookup(ids, stop_at_missing, deadline, done);
+        self.now().lookup(io, ids, stop_at_missing)
     }
 
     fn answers_at_once(&self) -> bool {
         self.now().answers_at_once()
     }
 
-    fn read(&self, stage: usize, reads: Vec<BlockRead>) {
-        self.now().read(stage, reads);
+    fn runs(&self, reads: &[BlockRead], threads: usize) -> Vec<Vec<usize>> {
+        self.now().runs(reads, threads)
+    }
+
+    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+        self.now().read(io, run)
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
@@ -195,12 +199,12 @@ impl Backend for AutoBackend {
         self.now().touch(ids, deadline);
     }
 
-    fn delete(&self, ids: Vec<BlockId>, deadline: Mono, done: Done<usize>) {
-        self.now().delete(ids, deadline, done);
+    fn delete(&self, io: &IoJob, ids: &[BlockId]) -> Result<usize> {
+        self.now().delete(io, ids)
     }
 
-    fn list(&self, deadline: Mono, done: Done<Vec<Listed>>) {
-        self.now().list(deadline, done);
+    fn list(&self, io: &IoJob) -> Result<Vec<Listed>> {
+        self.now().list(io)
     }
 
     fn is_published(&self, id: BlockId) -> bool {
@@ -235,10 +239,6 @@ impl Backend for AutoBackend {
         self.now().counters()
     }
 
-    fn stuck(&self) -> usize {
-        self.now().stuck()
-    }
-
     fn shutdown(&self, drain: Duration) {
         self.now().shutdown(drain);
     }
@@ -267,45 +267,8 @@ impl Backend for AutoBackend {
         self.now().on_evicted(hook)
     }
 
-    fn place(&self, id: BlockId, from: usize) -> Option<usize> {
-        self.now().place(id, from)
-    }
-
-    fn locate(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Place>>) {
-        self.auto.follow();
-        self.now().locate(ids, stop_at_missing, deadline, done);
-    }
-
-    fn reads_parts(&self, stage: usize) -> bool {
-        self.now().reads_parts(stage)
-    }
-
-    fn promote(&self, stage: usize, id: BlockId, record: &[u8], ordinal: u32) {
-        self.now().promote(stage, id, record, ordinal);
-    }
-
-    fn discard(&self, stage: usize, id: BlockId, reason: MissReason, done: Done<Quarantined>) {
-        self.now().discard(stage, id, reason, done);
-    }
-
-    fn forgive(&self, ids: &[BlockId]) {
-        self.now().forgive(ids);
-    }
-
-    fn prefetch(&self, ids: &[BlockId], priority: Priority) -> usize {
-        self.now().prefetch(ids, priority)
-    }
-
-    fn cancel_prefetch(&self, ids: &[BlockId]) -> usize {
-        self.now().cancel_prefetch(ids)
-    }
-
-    fn health(&self) -> Option<Health> {
-        self.now().health()
-    }
-
-    fn tiers(&self) -> Vec<TierStats> {
-        self.now().tiers()
+    fn reads_parts(&self) -> bool {
+        self.now().reads_parts()
     }
 
     fn events(&self) -> Vec<Event> {

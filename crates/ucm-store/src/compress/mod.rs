@@ -23,14 +23,13 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, DType, Error, ErrorKind, Identity, Part, Result};
 use ucm_device::Slot;
-use ucm_infra::{Bell, Clock, Mono};
+use ucm_infra::{Bell, Clock, LANE_DUMP, LANE_LOAD, Mono};
 use ucm_io::{IoJob, IoPool};
 
 use crate::backend::{
     Backend, BlockRead, Compression, Done, Early, Flush, Listed, Presence, Quarantined, ReadDone, Usage,
     WriteOptions, Written,
 };
-use crate::engine::{LANE_DUMP, LANE_LOAD};
 use crate::events::{Event, Events};
 use crate::record::{Codec, RecordLayout};
 use layers::Coder;
@@ -124,13 +123,12 @@ impl CompressBackend {
 }
 
 impl CompressBackend {
-    /// What the medium below is to call with a record that it read: one that is compressed is decoded first.
-    fn decoding(&self, id: BlockId, done: Done<ReadDone>) -> Done<ReadDone> {
-        let shared = Arc::clone(&self.shared);
-        Box::new(move |result| match result {
-            Ok(read) if coding::is_encoded(&read) => done(shared.decode(id, read)),
-            result => done(result),
-        })
+    /// A record that the medium below has read: one that is compressed is decoded.
+    fn decoded(&self, id: BlockId, read: ReadDone) -> Result<ReadDone> {
+        match coding::is_encoded(&read) {
+            true => self.shared.decode(id, read),
+            false => Ok(read),
+        }
     }
 }
 
@@ -186,22 +184,23 @@ impl Backend for CompressBackend {
         self.inner.probe(deadline)
     }
 
-    fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Presence>>) {
-        self.inner.lookup(ids, stop_at_missing, deadline, done);
+    fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
+        self.inner.lookup(io, ids, stop_at_missing)
     }
 
     fn answers_at_once(&self) -> bool {
         self.inner.answers_at_once()
     }
 
-    fn read(&self, stage: usize, reads: Vec<BlockRead>) {
-        // Parts are of the record, not of its shorter form.
-        let decoded = |read: BlockRead| BlockRead {
-            parts: None,
-            done: self.decoding(read.id, read.done),
-            ..read
-        };
-        self.inner.read(stage, reads.into_iter().map(decoded).collect());
+    fn runs(&self, reads: &[BlockRead], threads: usize) -> Vec<Vec<usize>> {
+        self.inner.runs(reads, threads)
+    }
+
+    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+        let ids: Vec<_> = run.iter().map(|read| read.id).collect();
+        let read = self.inner.read(io, run).into_iter();
+        let decoded = read.zip(ids).map(|(read, id)| self.decoded(id, read?));
+        decoded.collect()
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
@@ -240,12 +239,12 @@ impl Backend for CompressBackend {
         self.inner.wants_touch_own()
     }
 
-    fn delete(&self, ids: Vec<BlockId>, deadline: Mono, done: Done<usize>) {
-        self.inner.delete(ids, deadline, done);
+    fn delete(&self, io: &IoJob, ids: &[BlockId]) -> Result<usize> {
+        self.inner.delete(io, ids)
     }
 
-    fn list(&self, deadline: Mono, done: Done<Vec<Listed>>) {
-        self.inner.list(deadline, done);
+    fn list(&self, io: &IoJob) -> Result<Vec<Listed>> {
+        self.inner.list(io)
     }
 
     fn is_published(&self, id: BlockId) -> bool {
@@ -278,10 +277,6 @@ impl Backend for CompressBackend {
 
     fn removed(&self) -> (u64, u64, u64) {
         self.inner.removed()
-    }
-
-    fn stuck(&self) -> usize {
-        self.inner.stuck()
     }
 
     /// What waits to be encoded goes down first, as far as the time for that goes.

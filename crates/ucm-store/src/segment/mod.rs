@@ -41,10 +41,11 @@ use std::time::Duration;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::{Bell, Clock, Lane, Mono, WorkerPool};
-use ucm_io::IoPool;
+use ucm_io::{IoJob, IoPool};
 
 use crate::backend::{
-    Backend, BlockRead, Done, Early, Flush, Listed, Presence, Quarantined, Usage, WriteOptions, Written,
+    Backend, BlockRead, Done, Early, Flush, Listed, Presence, Quarantined, ReadDone, Usage, WriteOptions,
+    Written,
 };
 use crate::events::{Event, Events};
 use crate::layout::SEGMENTS;
@@ -245,27 +246,31 @@ impl Backend for SegmentBackend {
         Ok(())
     }
 
-    fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, _deadline: Mono, done: Done<Vec<Presence>>) {
+    fn lookup(&self, _io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
         let mut found = Vec::with_capacity(ids.len());
-        for id in ids {
+        for &id in ids {
             let there = self.segments.presence(self.segments.index.find(id));
             found.push(there);
             if stop_at_missing && there == Err(MissReason::Absent) {
                 break;
             }
         }
-        done(Ok(found));
+        Ok(found)
     }
 
     fn answers_at_once(&self) -> bool {
         true
     }
 
-    fn read(&self, _stage: usize, reads: Vec<BlockRead>) {
-        self.segments.read(reads);
+    fn runs(&self, reads: &[BlockRead], threads: usize) -> Vec<Vec<usize>> {
+        self.segments.runs(reads, threads)
     }
 
-    fn reads_parts(&self, _stage: usize) -> bool {
+    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+        self.segments.read(io, run)
+    }
+
+    fn reads_parts(&self) -> bool {
         true
     }
 
@@ -308,9 +313,9 @@ impl Backend for SegmentBackend {
     }
 
     /// Forgets records in this process. Their bytes stay until their segment goes: others may be using the rest of it.
-    fn delete(&self, ids: Vec<BlockId>, _deadline: Mono, done: Done<usize>) {
+    fn delete(&self, _io: &IoJob, ids: &[BlockId]) -> Result<usize> {
         let mut removed = 0;
-        for id in ids {
+        for &id in ids {
             let mut any = false;
             while let Some(hit) = self.segments.index.find(id) {
                 self.segments.index.drop_copy(id, &hit);
@@ -319,14 +324,14 @@ impl Backend for SegmentBackend {
             self.segments.early.lost(id);
             removed += usize::from(any);
         }
-        done(Ok(removed));
+        Ok(removed)
     }
 
-    fn list(&self, _deadline: Mono, done: Done<Vec<Listed>>) {
+    fn list(&self, _io: &IoJob) -> Result<Vec<Listed>> {
         let all = self.segments.index.list().into_iter();
-        done(Ok(all
+        Ok(all
             .map(|(id, len, used_ns)| Listed { id, len, used_ns })
-            .collect()));
+            .collect())
     }
 
     fn early(&self) -> Early {
@@ -370,10 +375,6 @@ impl Backend for SegmentBackend {
         self.segments.events.drain()
     }
 
-    fn stuck(&self) -> usize {
-        self.segments.shared.io.stuck()
-    }
-
     fn shutdown(&self, drain: Duration) {
         let segments = &self.segments;
         let clock = &segments.shared.clock;
@@ -381,7 +382,7 @@ impl Backend for SegmentBackend {
         let left = || until.since(clock.now());
         segments.closing.store(true, Ordering::Release);
         segments.merge_bell.ring();
-        segments.end_waiting();
+        segments.finder.looked.ring();
         segments.flush(true);
         segments.await_sealed(clock.now().after(left() / 2));
         segments.seal_bell.ring();
@@ -397,7 +398,7 @@ impl Backend for SegmentBackend {
 impl Drop for SegmentBackend {
     fn drop(&mut self) {
         self.segments.closing.store(true, Ordering::Release);
-        self.segments.end_waiting();
+        self.segments.finder.looked.ring();
         self.segments.seal_bell.ring();
         self.segments.find_bell.ring();
         self.segments.merge_bell.ring();

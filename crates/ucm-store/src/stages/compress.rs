@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
-use ucm_core::{Error, ErrorKind, Result};
+use ucm_core::Result;
 
 use super::{Common, Made, keys};
 
@@ -21,25 +21,23 @@ pub(super) fn make(common: &Common<'_>, given: Map<String, Value>, below: Made) 
     if common.lookup_only {
         return Ok(below); // nothing is moved
     }
-    let none = || {
-        Error::new(
-            ErrorKind::Config,
-            "memory is faster than any codec; write the stage that compresses below Cache",
-        )
-    };
-    let io = below.io.ok_or_else(none)?;
     let config = CompressConfig {
         record: common.record.clone(),
         identity: common.identity.clone(),
         part: common.part,
-        io,
+        io: Arc::clone(&below.pool),
     };
     let backend = CompressBackend::new(config, below.backend, Arc::clone(&common.clock))?;
-    Ok(Made::plain(Arc::new(backend), below.max_stuck))
+    Ok(Made {
+        backend: Arc::new(backend),
+        ..below
+    })
 }
 
 #[cfg(not(feature = "compress"))]
 pub(super) fn make(_: &Common<'_>, given: Map<String, Value>, _: Made) -> Result<Made> {
+    use ucm_core::{Error, ErrorKind};
+
     keys::<Keys>("compress", given)?;
     let text = "this build has no codec; build with the feature \"compress\", or leave the stage out";
     Err(Error::new(ErrorKind::Unsupported, text))

@@ -48,5 +48,9 @@ pub(super) fn make(common: &Common<'_>, given: Map<String, Value>) -> Result<Mad
         ..MemoryConfig::new(common.identity.clone(), common.part, common.record.clone(), bytes)
     };
     let backend = Arc::new(MemoryBackend::new(config, Arc::clone(&common.clock))?);
-    Ok(Made::plain(backend, THREADS))
+    Ok(Made {
+        pool: Arc::clone(backend.pool()),
+        backend,
+        max_stuck: THREADS,
+    })
 }

@@ -57,23 +57,11 @@ pub(crate) struct Common<'a> {
     pub(crate) compressed: bool,
 }
 
-/// A medium, and how many of its workers may hang before it is switched off.
+/// A medium with the threads it is asked on, and how many of these may hang before it is switched off.
 pub(crate) struct Made {
     pub(crate) backend: Arc<dyn Backend>,
+    pub(crate) pool: Arc<IoPool>,
     pub(crate) max_stuck: usize,
-    /// Its threads, where it has some that a stage before it may use.
-    pub(crate) io: Option<Arc<IoPool>>,
-}
-
-impl Made {
-    /// A medium with nothing to lend.
-    pub(crate) fn plain(backend: Arc<dyn Backend>, max_stuck: usize) -> Self {
-        Self {
-            backend,
-            max_stuck,
-            io: None,
-        }
-    }
 }
 
 /// Makes the media of a store, top first, each with its policy. `Config` for stages that make no sense together.

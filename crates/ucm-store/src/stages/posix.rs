@@ -105,7 +105,7 @@ pub(super) fn make(common: &Common<'_>, given: Map<String, Value>) -> Result<Mad
         lane.capacity = lane.capacity.max(common.slots.min(ucm_infra::MAX_QUEUE));
     }
     let io = IoPool::psync(given.io_direct, &options)?;
-    let lent = Some(Arc::clone(&io));
+    let pool = Arc::clone(&io);
     let clock = Arc::clone(&common.clock);
     let segments = SegmentConfig {
         size: given.segment_size,
@@ -125,8 +125,9 @@ pub(super) fn make(common: &Common<'_>, given: Map<String, Value>) -> Result<Mad
         Layout::Segment => Arc::new(SegmentBackend::new(posix, segments, io, clock)?),
     };
     Ok(Made {
-        io: lent,
+        backend,
+        pool,
         // As many as are replaced: from there on workers are missing.
-        ..Made::plain(backend, given.io_threads.max(2))
+        max_stuck: given.io_threads.max(2),
     })
 }

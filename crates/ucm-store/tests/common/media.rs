@@ -61,7 +61,7 @@ pub(super) fn posix(
     writer: u64,
     faults: &Arc<FaultyEngine>,
     clock: &Arc<dyn Clock>,
-) -> ucm_core::Result<Arc<dyn Backend>> {
+) -> ucm_core::Result<(Arc<dyn Backend>, Arc<IoPool>)> {
     let (geometry, record) = shape(setup);
     let posix = PosixConfig {
         root: root.to_owned(),
@@ -88,8 +88,9 @@ pub(super) fn posix(
         ..IoOptions::with_workers(setup.workers)
     };
     let io = IoPool::new(engine, &options)?;
+    let pool = Arc::clone(&io);
     if setup.auto {
-        return auto(posix, setup, io, clock);
+        return Ok((auto(posix, setup, io, clock)?, pool));
     }
     let record = posix.record.clone();
     let backend: Arc<dyn Backend> = match setup.layout {
@@ -115,9 +116,9 @@ pub(super) fn posix(
                 part: setup.part,
                 io,
             };
-            Ok(Arc::new(CompressBackend::new(config, backend, clock)?))
+            Ok((Arc::new(CompressBackend::new(config, backend, clock)?), pool))
         }
-        _ => Ok(backend),
+        _ => Ok((backend, pool)),
     }
 }
 

@@ -1,4 +1,4 @@
-//! One stage of a composition: its medium, how well that is, which of its copies were refused, and what it did.
+//! One tier: its medium and the threads that work on it, how well that is, which of its copies were refused, and what it did.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -7,12 +7,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason};
 use ucm_infra::{IdSet, Mono};
+use ucm_io::IoPool;
 
-use super::WritePolicy;
-use crate::backend::{Backend, TierStats};
+use super::{TierConfig, TierStats, WritePolicy};
+use crate::backend::Backend;
 use crate::health::{Breaker, BreakerConfig, Change};
 
-/// Most refused copies remembered of a stage. To forget one is safe: every copy is verified when it is read.
+/// Most refused copies remembered of a tier. To forget one is safe: every copy is verified when it is read.
 const REMEMBERED: usize = 1 << 16;
 
 /// Requests that failed last that are told apart.
@@ -20,9 +21,10 @@ const REQUESTS: usize = 16;
 /// Records from above that are published together at the latest.
 const TOGETHER: usize = 16;
 
-/// One stage.
-pub(super) struct Stage {
+/// One tier.
+pub(crate) struct Tier {
     pub(super) backend: Arc<dyn Backend>,
+    pub(super) pool: Arc<IoPool>,
     pub(super) name: String,
     pub(super) policy: WritePolicy,
     /// Answers at once and ends with its processes.
@@ -32,10 +34,10 @@ pub(super) struct Stage {
     pub(super) ready: AtomicBool,
     /// Somebody looks at it for the first time, or again.
     pub(super) probing: AtomicBool,
-    /// Deadlines of the requests that failed last: the operations of one share theirs, and are one failure.
-    failed_requests: Mutex<VecDeque<Mono>>,
+    /// The requests that failed last: what fails of one is one failure.
+    failed_requests: Mutex<VecDeque<u64>>,
     refused: IdSet<BlockId>,
-    /// Records that the stage above gives up and that are not published here yet.
+    /// Records that the tier above gives up and that are not published here yet.
     demoting: AtomicUsize,
     /// Refused because they are of a newer version: no hits, and never replaced.
     newer: IdSet<BlockId>,
@@ -62,7 +64,7 @@ pub(super) fn add(counter: &AtomicU64, n: u64) {
     counter.fetch_add(n, Ordering::Relaxed);
 }
 
-/// Whether an operation may go to a stage now.
+/// Whether an operation may go to a tier now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Admission {
     Yes,
@@ -71,18 +73,18 @@ pub(super) enum Admission {
     Look,
 }
 
-impl Stage {
-    pub(super) fn new(
-        backend: Arc<dyn Backend>,
-        name: String,
-        policy: WritePolicy,
-        breaker: BreakerConfig,
-    ) -> Self {
+impl Tier {
+    pub(super) fn new(config: TierConfig, name: String, breaker: BreakerConfig) -> Self {
+        let breaker = BreakerConfig {
+            max_stuck: config.max_stuck,
+            ..breaker
+        };
         Self {
-            memory: backend.is_memory(),
-            backend,
+            memory: config.backend.is_memory(),
+            backend: config.backend,
+            pool: config.pool,
             name,
-            policy,
+            policy: config.policy,
             breaker: Breaker::new(breaker),
             ready: AtomicBool::new(false),
             probing: AtomicBool::new(false),
@@ -94,7 +96,7 @@ impl Stage {
         }
     }
 
-    /// A record comes down from the stage above, which keeps its place until it is published here; that few are on their
+    /// A record comes down from the tier above, which keeps its place until it is published here; that few are on their
     /// way at once is the bound there. True where a medium that publishes many together should wait for no more.
     pub(super) fn demotion_begins(&self) -> bool {
         let before = self.demoting.fetch_add(1, Ordering::AcqRel);
@@ -106,12 +108,12 @@ impl Stage {
         self.demoting.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// Lets one operation pass, or not; what it brings is told by [`Stage::answered`] or [`Stage::failed`].
-    pub(super) fn admit(&self, now: Mono) -> (Admission, Option<Change>) {
+    /// Lets an operation of a request pass, or not; what it brings is told by [`Tier::answered`] or [`Tier::failed`].
+    pub(super) fn admit(&self, request: u64, now: Mono) -> (Admission, Option<Change>) {
         if self.overrun() {
-            return (Admission::No, self.breaker.trip(now));
+            return (Admission::No, self.trip_if_overrun(now));
         }
-        if !self.breaker.allows(now) {
+        if !self.breaker.allows(request, now) {
             return (Admission::No, None);
         }
         if !self.ready.load(Ordering::Acquire) {
@@ -120,9 +122,9 @@ impl Stage {
         (Admission::Yes, None)
     }
 
-    /// Whether an operation would pass now.
-    pub(super) fn may(&self, now: Mono) -> bool {
-        self.ready.load(Ordering::Acquire) && self.breaker.would_allow(now) && !self.overrun()
+    /// Whether an operation of that request would pass now.
+    pub(super) fn may(&self, request: u64, now: Mono) -> bool {
+        self.ready.load(Ordering::Acquire) && self.breaker.would_allow(request, now) && !self.overrun()
     }
 
     /// Whether everything passes.
@@ -130,8 +132,13 @@ impl Stage {
         self.ready.load(Ordering::Acquire) && self.breaker.is_closed()
     }
 
+    /// Switches it off while too many of its threads are lost.
+    pub(super) fn trip_if_overrun(&self, now: Mono) -> Option<Change> {
+        self.overrun().then(|| self.breaker.trip(now)).flatten()
+    }
+
     fn overrun(&self) -> bool {
-        self.backend.stuck() >= self.breaker.max_stuck()
+        self.pool.stuck() >= self.breaker.max_stuck()
     }
 
     /// The medium answered.
@@ -142,18 +149,18 @@ impl Stage {
         None
     }
 
-    /// An operation of the request that had time until `deadline` failed. `true` in front if that speaks of the medium.
-    pub(super) fn failed(&self, error: &Error, deadline: Mono, now: Mono) -> (bool, Option<Change>) {
+    /// An operation of a request failed. `true` in front if that speaks of the medium.
+    pub(super) fn failed(&self, error: &Error, request: u64, now: Mono) -> (bool, Option<Change>) {
         let of_medium = matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io);
         if of_medium {
             let mut requests = self.failed_requests.lock();
-            if requests.contains(&deadline) {
+            if requests.contains(&request) {
                 return (of_medium, None); // the pieces of one request are one failure
             }
             if requests.len() == REQUESTS {
                 requests.pop_front();
             }
-            requests.push_back(deadline);
+            requests.push_back(request);
         }
         (of_medium, self.breaker.failure(error, now))
     }
@@ -215,90 +222,83 @@ impl Stage {
 mod tests {
     use std::time::Duration;
 
+    use ucm_io::IoOptions;
+
     use super::*;
     use crate::tiers::tests_support::Nothing;
 
-    fn stage(threshold: u32) -> Stage {
+    fn tier(threshold: u32) -> Tier {
         let breaker = BreakerConfig {
             threshold,
             window: Duration::from_secs(60),
             cool_down: Duration::from_secs(1),
             max_stuck: 4,
         };
-        let stage = Stage::new(Arc::new(Nothing), "nothing".into(), WritePolicy::Through, breaker);
-        stage.ready.store(true, Ordering::Release);
-        stage
+        let config = TierConfig {
+            backend: Arc::new(Nothing),
+            pool: IoPool::psync(false, &IoOptions::with_workers(2)).unwrap(),
+            policy: WritePolicy::Through,
+            max_stuck: 4,
+        };
+        let tier = Tier::new(config, "nothing".into(), breaker);
+        tier.ready.store(true, Ordering::Release);
+        tier
     }
 
     #[test]
     fn what_fails_of_one_request_is_one_failure() {
         for kind in [ErrorKind::Timeout, ErrorKind::Io] {
-            let (stage, error) = (stage(2), Error::new(kind, "late, or unreadable"));
+            let (tier, error) = (tier(2), Error::new(kind, "late, or unreadable"));
             for _ in 0..8 {
-                assert_eq!(stage.failed(&error, Mono(100), Mono(100)), (true, None));
+                assert_eq!(tier.failed(&error, 7, Mono(100)), (true, None));
             }
-            assert!(stage.is_well());
-            assert_eq!(
-                stage.failed(&error, Mono(200), Mono(200)),
-                (true, Some(Change::Opened))
-            );
-            assert!(!stage.may(Mono(200)) && stage.may(Mono(2_000_000_000)));
+            assert!(tier.is_well());
+            assert_eq!(tier.failed(&error, 8, Mono(200)), (true, Some(Change::Opened)));
+            assert!(!tier.may(9, Mono(200)) && tier.may(9, Mono(2_000_000_000)));
         }
-    }
-
-    #[test]
-    fn a_late_operation_that_had_much_time_hides_no_later_failure() {
-        let stage = stage(2);
-        let late = Error::new(ErrorKind::Timeout, "the server did not answer");
-        assert_eq!(stage.failed(&late, Mono(30_000), Mono(100)), (true, None));
-        assert_eq!(
-            stage.failed(&late, Mono(250), Mono(250)),
-            (true, Some(Change::Opened)),
-            "another request, though its time was over sooner"
-        );
     }
 
     #[test]
     fn what_is_no_fault_of_the_medium_opens_nothing() {
-        let stage = stage(1);
+        let tier = tier(1);
         for kind in [ErrorKind::NotFound, ErrorKind::Busy, ErrorKind::NoSpace] {
-            let (of_medium, change) = stage.failed(&Error::new(kind, "x"), Mono(1), Mono(1));
+            let (of_medium, change) = tier.failed(&Error::new(kind, "x"), 1, Mono(1));
             assert!(!of_medium && change.is_none(), "{kind:?}");
         }
-        assert_eq!(stage.admit(Mono(2)).0, Admission::Yes);
+        assert_eq!(tier.admit(1, Mono(2)).0, Admission::Yes);
     }
 
     #[test]
     fn before_it_was_ready_somebody_must_look() {
-        let stage = stage(1);
-        stage.ready.store(false, Ordering::Release);
-        assert_eq!(stage.admit(Mono(0)).0, Admission::Look);
-        assert!(!stage.may(Mono(0)));
+        let tier = tier(1);
+        tier.ready.store(false, Ordering::Release);
+        assert_eq!(tier.admit(1, Mono(0)).0, Admission::Look);
+        assert!(!tier.may(1, Mono(0)));
     }
 
     #[test]
     fn a_copy_of_a_newer_version_is_no_hit_and_is_not_replaced() {
-        let (stage, id) = (stage(1), BlockId([4; 16]));
-        stage.refuse(id, MissReason::NewerVersion);
-        assert!(stage.has_refused(id) && !stage.replaces(id));
-        stage.forgive(id);
+        let (tier, id) = (tier(1), BlockId([4; 16]));
+        tier.refuse(id, MissReason::NewerVersion);
+        assert!(tier.has_refused(id) && !tier.replaces(id));
+        tier.forgive(id);
         assert!(
-            !stage.has_refused(id),
+            !tier.has_refused(id),
             "it was gone, or another could not have been published"
         );
     }
 
     #[test]
     fn a_refused_copy_is_forgiven_with_the_next() {
-        let stage = stage(1);
+        let tier = tier(1);
         let id = BlockId([3; 16]);
-        stage.refuse(id, MissReason::BadChecksum);
-        assert!(stage.has_refused(id) && stage.replaces(id));
-        stage.forgive(id);
-        assert!(!stage.has_refused(id));
+        tier.refuse(id, MissReason::BadChecksum);
+        assert!(tier.has_refused(id) && tier.replaces(id));
+        tier.forgive(id);
+        assert!(!tier.has_refused(id));
         for n in 0..=REMEMBERED as u128 {
-            stage.refuse(BlockId(n.to_le_bytes()), MissReason::BadChecksum);
-            assert!(stage.refused.len() <= REMEMBERED);
+            tier.refuse(BlockId(n.to_le_bytes()), MissReason::BadChecksum);
+            assert!(tier.refused.len() <= REMEMBERED);
         }
     }
 }
