@@ -18,6 +18,7 @@ __all__ = [
     "part_mask",
     "record_ids",
     "run_threads_on",
+    "tier_kinds",
 ]
 
 __version__: str
@@ -66,6 +67,9 @@ def part_mask(group: int, pipeline_rank: int, tensor_rank: int) -> bytes:
 def record_ids(keys: Sequence[bytes] | bytes, mask: bytes) -> list[bytes]:
     """Record ids of block keys (or the other way round) under a part's mask. The keys may lie end to end in one
     ``bytes``."""
+
+def tier_kinds() -> str:
+    """Every kind of tier as a JSON text: names, role, the schema of its options and their defaults in order."""
 
 def run_threads_on(processors: Sequence[int]) -> None:
     """Let the threads that the core begins from now on run on these processors, whatever the one that begins them is

@@ -7,6 +7,7 @@
 mod convert;
 mod ffi;
 mod hasher;
+mod kinds;
 mod quiet;
 mod store;
 mod task;
@@ -21,6 +22,8 @@ mod _core {
     use super::convert::crc32c;
     #[pymodule_export]
     use super::hasher::{BlockHasher, part_mask, record_ids};
+    #[pymodule_export]
+    use super::kinds::tier_kinds;
     #[pymodule_export]
     use super::quiet::QuietSha256;
     #[pymodule_export]

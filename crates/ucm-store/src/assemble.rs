@@ -1,5 +1,6 @@
 //! From a description to an open engine: its stages by name, one medium or several as one.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,7 +12,8 @@ use ucm_infra::Clock;
 use crate::engine::{Deadlines, Engine, EngineConfig};
 use crate::health::BreakerConfig;
 use crate::record::RecordLayout;
-use crate::stages::{Common, StageSetup, make_all};
+use crate::registry::BuildContext;
+use crate::stages::{StageSetup, make_all};
 use crate::tiers::TierConfig;
 
 /// What a store is made from; sizes in bytes, times in seconds.
@@ -34,6 +36,12 @@ pub struct Setup {
     pub block_tokens: u32,
     /// Name of the element type, for the header.
     pub dtype: String,
+    /// Words for people who look at what is stored, outside the identity.
+    pub labels: BTreeMap<String, String>,
+    /// Processes of this host that will each have such a store.
+    pub processes: u32,
+    /// Whether the scheduler half may run on another host.
+    pub scheduler_elsewhere: bool,
     /// Opens the store for lookups only.
     pub lookup_only: bool,
     /// Host memory for staging.
@@ -100,23 +108,26 @@ impl Setup {
             ..BreakerConfig::default()
         };
         let writer = crate::random_u64();
-        let common = Common {
+        let context = BuildContext {
             identity: &identity,
             part,
             geometry: &geometry,
             record: &record,
+            labels: &self.labels,
             lookup_only: self.lookup_only,
             writer,
             slots: usize::try_from(staging_bytes / record.record_len() as u64).unwrap_or(usize::MAX),
+            processes: self.processes,
+            scheduler_elsewhere: self.scheduler_elsewhere,
             clock: Arc::clone(&clock),
             compressed: false,
         };
-        let made = make_all(self.stages, &common)?.into_iter();
-        let tiers = made.map(|(made, policy)| TierConfig {
-            backend: made.backend,
-            pool: made.pool,
+        let built = make_all(self.stages, &context)?.into_iter();
+        let tiers = built.map(|(built, policy)| TierConfig {
+            backend: built.backend,
+            pool: built.pool,
             policy,
-            max_stuck: made.max_stuck,
+            max_stuck: built.max_stuck,
         });
         let config = EngineConfig {
             geometry,

@@ -22,6 +22,7 @@ mod quarantine;
 mod reading;
 pub mod recency;
 pub mod record;
+pub mod registry;
 mod root;
 pub mod segment;
 pub mod space;

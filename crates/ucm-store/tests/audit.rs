@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Device, MEDIA, Medium, Setup, Store, directory, id, ids, on, only_over};
+use common::{Device, Medium, Setup, Store, directory, id, ids, media, on, only_over};
 use ucm_io::{Fault, OpKind, Rule};
 
 /// Blocks of 32-bit floats, all the same in a block.
@@ -32,7 +32,7 @@ fn opened(medium: Medium, values: &[f32]) -> (tempfile::TempDir, Store) {
 
 #[test]
 fn small_differences_are_usual_and_large_ones_are_told() {
-    for medium in MEDIA {
+    for medium in media() {
         let (_dir, store) = opened(medium, &[1.0, 1.0, 1.0]);
         let mut again = floats(&store.setup, &[1.0, 1.0005, 1.0]);
         // One element of the last tensor of the last layer.
@@ -116,7 +116,7 @@ fn what_cannot_be_compared_is_dumped_as_usual() {
 
 #[test]
 fn without_a_slot_to_read_into_the_dump_goes_on() {
-    for medium in MEDIA {
+    for medium in media() {
         let (_dir, store) = opened(medium, &[1.0]);
         let device = floats(&store.setup, &[1.0; 12]);
         assert_eq!(store.engine.free_dump_slots(), 12);

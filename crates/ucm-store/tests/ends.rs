@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{
-    Device, Layout, MEDIA, Setup, SlowDevice, Store, directory, eventually, id, ids, on, only_over,
+    Device, Layout, Setup, SlowDevice, Store, directory, eventually, id, ids, media, on, only_over,
 };
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
@@ -167,7 +167,7 @@ fn a_copy_that_hangs_costs_its_dump_and_no_other_of_the_same_block() {
 
 #[test]
 fn a_dump_behind_a_copy_that_hangs_ends_too() {
-    for medium in MEDIA {
+    for medium in media() {
         let slow = SlowDevice::new(1);
         let setup = Setup {
             medium,
@@ -201,7 +201,7 @@ fn a_dump_behind_a_copy_that_hangs_ends_too() {
 
 #[test]
 fn a_dump_for_which_the_queue_of_copies_has_no_place_is_refused_and_changes_nothing() {
-    for medium in MEDIA {
+    for medium in media() {
         let slow = SlowDevice::new(1);
         let setup = Setup {
             medium,
@@ -268,7 +268,7 @@ fn a_load_that_joined_a_late_read_has_its_own_time() {
 
 #[test]
 fn a_load_whose_copy_to_the_device_hangs_is_not_reported_before_it_returns() {
-    for medium in MEDIA {
+    for medium in media() {
         let dir = directory();
         let writer = Store::open(dir.path(), on(medium));
         writer

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{
-    Device, MEDIA, Medium, Setup, SlowDevice, Store, directory, eventually, id, ids, on, only_over,
+    Device, Medium, Setup, SlowDevice, Store, directory, eventually, id, ids, media, on, only_over,
 };
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
@@ -196,7 +196,7 @@ fn a_block_counts_where_its_first_row_stands() {
 
 #[test]
 fn a_record_refused_before_costs_nothing_before_it() {
-    for medium in MEDIA {
+    for medium in media() {
         let (_dir, store) = stored(&on(medium), &ids(4));
         store.engine.distrust(&[id(2)]).unwrap();
         let device = Device::blank(&store.setup, &ids(4));

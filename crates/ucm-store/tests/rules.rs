@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{
-    Device, Layout, MEDIA, Setup, Store, directory, eventually, id, ids, of_records, on, only_over,
+    Device, Layout, Setup, Store, directory, eventually, id, ids, media, of_records, on, only_over,
 };
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
@@ -78,7 +78,7 @@ fn a_dump_without_a_slot_is_refused_at_once_and_loads_keep_their_share() {
 
 #[test]
 fn a_load_larger_than_the_arena_streams_through_it() {
-    for medium in MEDIA {
+    for medium in media() {
         let dir = directory();
         let setup = Setup {
             medium,
@@ -177,7 +177,7 @@ fn the_first_failure_ends_the_reads_behind_it() {
 
 #[test]
 fn a_block_is_published_by_its_last_shard_whoever_brings_it() {
-    for medium in MEDIA {
+    for medium in media() {
         let dir = directory();
         let setup = Setup {
             medium,
@@ -207,7 +207,7 @@ fn a_block_is_published_by_its_last_shard_whoever_brings_it() {
 
 #[test]
 fn an_incomplete_block_is_dropped_at_its_deadline() {
-    for medium in MEDIA {
+    for medium in media() {
         let (dir, clock) = (directory(), ManualClock::new());
         let setup = Setup {
             medium,

@@ -7,7 +7,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Device, MEDIA, Setup, Store, directory, eventually, id, ids, of_records, on, only_over};
+use common::{Device, Setup, Store, directory, eventually, id, ids, media, of_records, on, only_over};
 use ucm_core::{BlockId, ErrorKind, limits};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Gate, OpKind};
@@ -19,7 +19,7 @@ fn verify(store: &Store, blocks: &[BlockId]) -> Result<(), Vec<(usize, ucm_core:
 
 #[test]
 fn sound_blocks_are_verified_and_none_is_delivered() {
-    for medium in MEDIA {
+    for medium in media() {
         let (dir, setup) = (directory(), on(medium));
         let store = Store::open(dir.path(), setup.clone());
         store.dump(&Device::filled(&setup, &ids(9)), &ids(9)).unwrap();
@@ -75,7 +75,7 @@ fn what_a_load_would_refuse_is_refused() {
 
 #[test]
 fn an_absent_block_is_no_record() {
-    for medium in MEDIA {
+    for medium in media() {
         let (dir, setup) = (directory(), on(medium));
         let store = Store::open(dir.path(), setup);
         let failed = verify(&store, &ids(1)).unwrap_err();

@@ -2,24 +2,30 @@
 
 :func:`load` reads, checks and returns it; :func:`parse` does the same without asking whether what is named is built
 yet. ``docs/configuration.md`` lists every key, with its unit, default, other spellings and environment name.
+
+The names are imported when they are first used: :mod:`ucm.config.sizes` needs neither the compiled core nor pydantic.
 """
 
 from __future__ import annotations
 
-from ucm.config.loading import load, parse, warn_once
-from ucm.config.model import (
-    DEADLINE_KEYS,
-    Deadlines,
-    IdentityConfig,
-    LogConfig,
-    MetricsConfig,
-    ProfileConfig,
-    ReropeConfig,
-    SparseConfig,
-    Stage,
-    UcmConfig,
-)
-from ucm.config.sizes import Capacity, parse_capacity, parse_flag, parse_paths, parse_size
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ucm.config.loading import load, parse, warn_once
+    from ucm.config.model import (
+        DEADLINE_KEYS,
+        Deadlines,
+        IdentityConfig,
+        LogConfig,
+        MetricsConfig,
+        ProfileConfig,
+        ReropeConfig,
+        SparseConfig,
+        Stage,
+        UcmConfig,
+    )
+    from ucm.config.sizes import Capacity, parse_capacity, parse_flag, parse_paths, parse_size
 
 __all__ = [
     "DEADLINE_KEYS",
@@ -41,3 +47,15 @@ __all__ = [
     "parse_size",
     "warn_once",
 ]
+
+_SIZES = frozenset({"Capacity", "parse_capacity", "parse_flag", "parse_paths", "parse_size"})
+_LOADING = frozenset({"load", "parse", "warn_once"})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "sizes" if name in _SIZES else "loading" if name in _LOADING else "model"
+    found = getattr(importlib.import_module(f"ucm.config.{module}"), name)
+    globals()[name] = found  # the next use does not come here
+    return found

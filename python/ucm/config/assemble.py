@@ -11,7 +11,8 @@ from ucm.config.built import problems_of
 from ucm.config.effective import show
 from ucm.config.layer import Entry, Layer
 from ucm.config.model import StoreSettings, UcmConfig
-from ucm.config.stores import KNOWN_STORES, OPTION_OWNER, OPTIONS, option_keys
+from ucm.config.sizes import Capacity
+from ucm.config.stores import DEFAULT_STORE, KNOWN_STORES, OPTION_OWNER, PIPELINE, STORES, option_keys, options_of
 from ucm.config.words import MEANINGLESS, UNUSED, without_effect
 from ucm.errors import ConfigError
 
@@ -101,7 +102,7 @@ def _ignore_unused(values: Values, ignored: Layer) -> None:
 
 def _options(values: Values, ignored: Layer) -> dict[str, Any]:
     """Check the keys that only some store has; those of another store have no meaning here."""
-    name = str(values["ucm_connector_name"].value) if "ucm_connector_name" in values else "UcmPosixStore"
+    name = str(values["ucm_connector_name"].value) if "ucm_connector_name" in values else DEFAULT_STORE
     pipeline = values.get("store_pipeline")
     stages: list[dict[str, Any]] = pipeline.value if pipeline is not None else []
     allowed = option_keys(name, tuple(stage["store"] for stage in stages))
@@ -133,15 +134,20 @@ def _ignore_option(ignored: Layer, option: str, written: str) -> None:
 
 
 def _checked_options(store: str, given: dict[str, Any], where: str, entry: Entry | None) -> dict[str, Any]:
-    model = OPTIONS.get(store)
-    if model is None:
+    if store not in STORES:
         return {}
+    model = options_of(store)
     try:
         made = model(**given)
-        return {key: getattr(made, key) for key in model.model_fields}
+        return {key: _number(getattr(made, key)) for key in model.model_fields}
     except ValidationError as error:
         known = {key: Entry(value, entry.origin if entry else where, f"{where}.{key}") for key, value in given.items()}
         raise _config_error(error, known) from None
+
+
+def _number(value: Any) -> Any:
+    """A value as options hold it: of an amount that is no share, the bytes."""
+    return value if not isinstance(value, Capacity) or value.bytes is None else value.bytes
 
 
 def _build(values: Values, options: dict[str, Any]) -> UcmConfig:
@@ -166,15 +172,15 @@ def _build(values: Values, options: dict[str, Any]) -> UcmConfig:
 def _name_pipeline(values: Values) -> None:
     name, pipeline = values.get("ucm_connector_name"), values.get("store_pipeline")
     if pipeline is None:
-        if name is not None and name.value == "UcmPipelineStore":
+        if name is not None and name.value == PIPELINE:
             raise ConfigError(
                 f'"{name.written}" ({name.origin}) is UcmPipelineStore, but `store_pipeline` is missing: write its '
                 'stages from top to bottom, e.g. "Cache|Posix"'
             )
         return
     if name is None:
-        values["ucm_connector_name"] = Entry("UcmPipelineStore", pipeline.origin, pipeline.written)
-    elif name.value != "UcmPipelineStore":
+        values["ucm_connector_name"] = Entry(PIPELINE, pipeline.origin, pipeline.written)
+    elif name.value != PIPELINE:
         raise ConfigError(
             f'"{name.written}" ({name.origin}) names {name.value}, but "{pipeline.written}" '
             f"({pipeline.origin}) names a pipeline; keep one of them"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from ucm.config.model import UcmConfig
 from ucm.config.pipelines import pipeline_problems
-from ucm.config.stores import BUILT_STORES, INSTEAD, ONLY_STAGES, WITHOUT_ROOT
+from ucm.config.stores import BUILT_STORES, instead_of, needs_directory, why_not_alone
 
 
 def problems_of(config: UcmConfig) -> list[str]:
@@ -27,16 +27,16 @@ def _store_problems(config: UcmConfig) -> Iterator[str]:
             "UcmFakeStore loads nothing, so the engine would answer with wrong tokens; it is for tests: "
             "write allow_wrong_tokens: true there, and use UcmPosixStore everywhere else"
         )
-    if name in ONLY_STAGES:
-        yield ONLY_STAGES[name]
+    if why := why_not_alone(name):
+        yield why
     elif name not in BUILT_STORES:
         stages = "|".join(stage.store for stage in config.store_pipeline)
         what = f"{name} ({stages})" if stages else name
-        instead = INSTEAD.get(name, "use UcmPosixStore (storage_backend: posix) on a directory")
+        instead = instead_of(name) or "use UcmPosixStore (storage_backend: posix) on a directory"
         yield f"{what} is not built yet; {instead}"
     elif config.store_pipeline:
         yield from pipeline_problems(config.store_pipeline, config)
-    elif name in WITHOUT_ROOT:
+    elif not needs_directory(name):
         pass
     elif not config.storage_backends:
         yield (

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from ucm.config.sizes import Capacity, show_size
+from ucm.config.stores import TIER_MODES, TIER_SIZES, TIER_UNSET
 
 #: Names of keys whose values are never shown.
 _SECRET_NAME = re.compile(
@@ -22,17 +23,14 @@ _SECRET_TEXT = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 HIDDEN = "<hidden>"
 
 #: Keys whose numbers are bytes.
-SIZES: frozenset[str] = frozenset({"staging_capacity", "cache_size", "global_segment_size", "local_buffer_size"})
+SIZES: frozenset[str] = TIER_SIZES | {"staging_capacity"}
 
 #: Keys whose numbers are permission bits.
-MODES: frozenset[str] = frozenset({"file_mode", "dir_mode"})
+MODES: frozenset[str] = TIER_MODES
 
 #: What a default of "nothing given" means, for keys where that says more than `null`.
 DEFAULT_TEXT: dict[str, str] = {
-    "storage_backends": "none given",
-    "storage_capacity": "20% of the file system, at most 80% of what is free at the first start",
-    "namespace_quota": "none",
-    "expire_after": "never",
+    **TIER_UNSET,
     "block_size": "vLLM's",
     "platform": "the one vLLM runs on",
     "ucm_connector_module_path": "none",

@@ -7,50 +7,35 @@ never change afterwards. Each value knows where it came from (:meth:`UcmConfig.o
 from __future__ import annotations
 
 import logging
-from functools import partial
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
 from ucm.config.effective import describe_lines
-from ucm.config.sizes import (
-    Capacity,
-    parse_age,
-    parse_capacity,
-    parse_flag,
-    parse_floor,
-    parse_mode,
-    parse_paths,
-    parse_size,
+from ucm.config.fields import (
+    Count,
+    Flag,
+    Milliseconds,
+    Number,
+    Port,
+    Seconds,
+    Section,
+    Size,
+    no_flag,
+    plain,
+    section_of,
+    word,
 )
-from ucm.config.stores import KNOWN_STORES
+from ucm.config.stores import COMMON, DEFAULT_STORE, KNOWN_STORES
 from ucm.config.words import UNUSED
 from ucm.errors import ConfigError
 
 
-def _no_flag(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("a number is expected, not true or false")
-    return value
-
-
-def _word(value: Any) -> Any:
-    return value.strip().lower() if isinstance(value, str) else value
-
-
 def _verify_word(value: Any) -> Any:
     # YAML 1.1 reads a bare `on` as true and a bare `off` as false.
-    if value is False or _word(value) in ("off", "false", "no", "0"):
+    if value is False or word(value) in ("off", "false", "no", "0"):
         raise ValueError("verification cannot be switched off: a record that is not verified is never served")
-    return "on" if value is True or _word(value) in ("true", "yes", "1") else _word(value)
-
-
-def _capacity_text(value: Any) -> Any:
-    return None if value is None else parse_capacity(value)
-
-
-def _age_text(value: Any) -> Any:
-    return None if value is None else parse_age(value)
+    return "on" if value is True or word(value) in ("true", "yes", "1") else word(value)
 
 
 def _log_format(value: str | None) -> str | None:
@@ -60,22 +45,6 @@ def _log_format(value: str | None) -> str | None:
         except ValueError as error:
             raise ValueError(f"it is no format of Python's logging: {error}") from None
     return value
-
-
-Flag = Annotated[bool, BeforeValidator(parse_flag)]
-Size = Annotated[int, BeforeValidator(parse_size)]
-Paths = Annotated[tuple[str, ...], BeforeValidator(parse_paths)]
-Count = Annotated[int, BeforeValidator(_no_flag), Field(ge=1)]
-Number = Annotated[int, BeforeValidator(_no_flag), Field(ge=0)]
-Milliseconds = Annotated[int, BeforeValidator(_no_flag), Field(ge=1, le=3_600_000)]
-Seconds = Annotated[float, BeforeValidator(_no_flag), Field(gt=0, le=3600, allow_inf_nan=False)]
-Port = Annotated[int, BeforeValidator(_no_flag), Field(ge=1, le=65535)]
-
-
-class Section(BaseModel):
-    """Base of all parts of the configuration: no unknown keys, no changes, no values in error texts."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True)
 
 
 class Deadlines(Section):
@@ -107,21 +76,7 @@ class BreakerConfig(Section):
     cool_down_s: Seconds = 10.0
 
 
-class QuarantineConfig(Section):
-    """What is kept of damaged records."""
-
-    enabled: Flag = True
-    max_per_minute: Annotated[Count, Field(le=1_000_000)] = 16
-    max_records: Annotated[Count, Field(le=1_000_000)] = 64
-    max_bytes: Annotated[Size, Field(ge=1)] = 256 << 20
-    keep_s: Annotated[float, BeforeValidator(_no_flag), Field(gt=0, le=366 * 86400, allow_inf_nan=False)] = 7 * 86400.0
-
-
 DEADLINE_KEYS: tuple[str, ...] = tuple(Deadlines.model_fields)
-
-
-#: Sections that every store of ucm has.
-STORE_SECTIONS: tuple[str, ...] = ("deadlines", "breaker", "quarantine")
 
 
 class IdentityConfig(Section):
@@ -140,7 +95,7 @@ class LogConfig(Section):
 
     level: Annotated[
         Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
-        BeforeValidator(lambda value: _word(value).upper() if isinstance(value, str) else value),
+        BeforeValidator(lambda value: word(value).upper() if isinstance(value, str) else value),
     ] = "INFO"
     file: str | None = None
     format: Annotated[str | None, AfterValidator(_log_format)] = None
@@ -178,53 +133,50 @@ class ReropeConfig(Section):
     log_scale: Flag = False
 
 
-def _plain(value: Any) -> Any:
-    """A value as it can be written: no object of ours in it."""
-    if isinstance(value, Capacity):
-        return value.bytes if value.bytes is not None else str(value)
-    return list(value) if isinstance(value, tuple) else value
+if TYPE_CHECKING:
+
+    class _TierKeys(Section):
+        """Those that are read here by name."""
+
+        storage_backends: tuple[str, ...] = ()
+        layout: str = ""
+
+else:
+    _TierKeys = section_of("_TierKeys", COMMON.options, COMMON.defaults)
 
 
-class StoreSettings(Section):
-    """Keys that every store of ucm has."""
+class StoreSettings(_TierKeys):
+    """Keys that every store of ucm has: those of the default kind of tier, and those of the engine."""
 
-    storage_backends: Paths = ()
-    storage_policy: Annotated[Literal["tiered", "round_robin", "random"], BeforeValidator(_word)] = "round_robin"
-    storage_capacity: Annotated[Capacity | None, BeforeValidator(_capacity_text)] = None
-    free_space_floor: Annotated[Capacity, BeforeValidator(parse_floor)] = Capacity(percent=5.0)
-    namespace_quota: Annotated[Capacity | None, BeforeValidator(_capacity_text)] = None
-    expire_after: Annotated[int | None, BeforeValidator(_age_text)] = None
-    file_mode: Annotated[int, BeforeValidator(partial(parse_mode, needs=0o600))] = 0o600
-    dir_mode: Annotated[int, BeforeValidator(partial(parse_mode, needs=0o700))] = 0o700
+    storage_policy: Annotated[Literal["tiered", "round_robin", "random"], BeforeValidator(word)] = "round_robin"
     staging_capacity: Annotated[Size, Field(ge=1 << 20)] = 256 << 20
-    io_direct: Flag = False
-    layout: Annotated[Literal["auto", "file", "segment"], BeforeValidator(_word)] = "auto"
-    segment_size: Annotated[Size, Field(ge=1 << 20, le=1 << 30)] = 128 << 20
-    segment_age: Annotated[float, BeforeValidator(_no_flag), Field(ge=0, le=60, allow_inf_nan=False)] = 1.0
-    segment_merge_rate: Annotated[Size, Field(ge=0, le=1 << 34)] = 32 << 20
     verify: Annotated[Literal["on", "paranoid"], BeforeValidator(_verify_word)] = "on"
-    posix_data_trans_concurrency: Annotated[Count, Field(le=1024)] = 16
-    posix_lookup_concurrency: Annotated[Count, Field(le=1024)] = 8
+
+
+#: Sections of the keys of tiers.
+_TIER_SECTIONS: tuple[str, ...] = tuple(key for key, default in COMMON.defaults.items() if isinstance(default, dict))
+#: Sections that every store of ucm has.
+STORE_SECTIONS: tuple[str, ...] = ("deadlines", "breaker", *_TIER_SECTIONS)
 
 
 class Stage(StoreSettings):
     """One stage of a pipeline, topmost first."""
 
     store: str
-    write_policy: Annotated[Literal["through", "back", "never"], BeforeValidator(_word)] = "through"
+    write_policy: Annotated[Literal["through", "back", "never"], BeforeValidator(word)] = "through"
     options: dict[str, Any] = Field(default_factory=dict, repr=False)
 
     def written(self) -> dict[str, Any]:
         """The stage as it can be written in a configuration: what was given, and the keys only its store has."""
-        given = {key: _plain(getattr(self, key)) for key in self.model_fields_set - {"store", "options", *UNUSED}}
-        return {"type": self.store, **given, **{key: _plain(value) for key, value in self.options.items()}}
+        given = {key: plain(getattr(self, key)) for key in self.model_fields_set - {"store", "options", *UNUSED}}
+        return {"type": self.store, **given, **{key: plain(value) for key, value in self.options.items()}}
 
 
 class UcmConfig(StoreSettings):
     """The whole configuration, checked. ``str()`` of it is :meth:`describe`."""
 
     enabled: Flag = True
-    ucm_connector_name: str = "UcmPosixStore"
+    ucm_connector_name: str = DEFAULT_STORE
     ucm_connector_module_path: str | None = None
     ucm_connector_config: dict[str, Any] = Field(default_factory=dict, repr=False)
     store_pipeline: tuple[Stage, ...] = ()
@@ -232,19 +184,18 @@ class UcmConfig(StoreSettings):
     kv_connector: Literal["UCMConnector", "UCMDirectConnector", "UCMBlendConnector"] = "UCMConnector"
     use_layerwise: Flag = False
     block_size: Annotated[Size, Field(ge=1)] | None = None
-    hash_method: Annotated[Literal["sha256", "blake3", "md5"], BeforeValidator(_word)] = "sha256"
+    hash_method: Annotated[Literal["sha256", "blake3", "md5"], BeforeValidator(word)] = "sha256"
     min_hit_tokens: Number = 0
-    admission: Annotated[Literal["measured", "always", "never"], BeforeValidator(_word)] = "measured"
-    admission_share: Annotated[float, BeforeValidator(_no_flag), Field(gt=0, le=1)] = 0.8
+    admission: Annotated[Literal["measured", "always", "never"], BeforeValidator(word)] = "measured"
+    admission_share: Annotated[float, BeforeValidator(no_flag), Field(gt=0, le=1)] = 0.8
     audit_one_in: Number = 0
-    dump: Annotated[Literal["all", "prompt"], BeforeValidator(_word)] = "all"
+    dump: Annotated[Literal["all", "prompt"], BeforeValidator(word)] = "all"
     enable_prefix_cache: Flag = True
     load_only_first_rank: Flag = False
     platform: Literal["host", "cuda", "ascend", "musa", "maca", "hip"] | None = None
     debug: Flag = False
     deadlines: Deadlines = Deadlines()
     breaker: BreakerConfig = BreakerConfig()
-    quarantine: QuarantineConfig = QuarantineConfig()
     identity: IdentityConfig = IdentityConfig()
     log: LogConfig = LogConfig()
     metrics: MetricsConfig = MetricsConfig()
@@ -315,14 +266,15 @@ class UcmConfig(StoreSettings):
         One of ucm's stores gets every key it has. A user's own store gets its ``ucm_connector_config`` as written,
         and those keys of ucm's stores that were set outside it.
         """
-        common = {key: _plain(getattr(self, key)) for key in StoreSettings.model_fields}
+        keys = [key for key in StoreSettings.model_fields if key not in STORE_SECTIONS]
+        common = {key: plain(getattr(self, key)) for key in keys}
         sections = {name: getattr(self, name).model_dump() for name in STORE_SECTIONS}
         if not self.user_store:
             stages = (
                 {"store_pipeline": [stage.written() for stage in self.store_pipeline]} if self.store_pipeline else {}
             )
             common = {key: value for key, value in common.items() if key not in UNUSED}
-            return {**common, **{key: _plain(value) for key, value in self.options.items()}, **stages, **sections}
+            return {**common, **{key: plain(value) for key, value in self.options.items()}, **stages, **sections}
         config = dict(self.ucm_connector_config)
         config.update({key: value for key, value in common.items() if self.origin(key) != "default"})
         given = {

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from ucm.config.layer import Entry, Layer, algorithm_name, algorithm_of, gibibytes, is_zero, store_of_word
 from ucm.config.model import StoreSettings, UcmConfig
 from ucm.config.sizes import check_local
-from ucm.config.stores import BACKEND_WORDS, KNOWN_STORES, OPTION_OWNER
+from ucm.config.stores import BACKEND_WORDS, DEFAULT_STORE, KNOWN_STORES, OPTION_OWNER, PIPELINE
 from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, PLATFORMS, SPARSE_ALGORITHMS, hint
 from ucm.errors import ConfigError
 
@@ -220,7 +220,7 @@ def _read_lower_store(layer: Layer, value: Mapping[str, Any], written: str) -> N
     for key in value:
         if key not in ("name", "config"):
             raise ConfigError(f'unknown key "{written}.{key}" in {layer.source}{hint(str(key), ("name", "config"))}')
-    lower = {"type": value.get("name", "posix"), **(value.get("config") or {})}
+    lower = {"type": value.get("name", DEFAULT_STORE), **(value.get("config") or {})}
     layer.sections["<below>"] = {"written": written, "keys": lower}
 
 
@@ -362,7 +362,7 @@ def _collapse(layer: Layer) -> None:
     del layer.values["store_pipeline"]
     stage = pipeline.value[0]
     name = layer.values.get("ucm_connector_name")
-    if name is not None and name.value == "UcmPipelineStore":
+    if name is not None and name.value == PIPELINE:
         del layer.values["ucm_connector_name"]
     layer.put("ucm_connector_name", stage["store"], pipeline.written)
     for key, value in stage.items():

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ucm.config.stores import BACKEND_WORDS, IN_SEGMENTS, INSTEAD, KNOWN_STORES, STAGE_KINDS
+from ucm.config.stores import IN_SEGMENTS, KNOWN_STORES, STORES, instead_of, needs_directory
 from ucm.config.words import hint
 
 if TYPE_CHECKING:
@@ -15,32 +15,36 @@ if TYPE_CHECKING:
 
 #: Most stages of one pipeline; those that only stand before another do not count.
 MAX_STAGES = 4
-#: Kind of the stage that is memory.
-CACHE = "cache"
-#: Kind of the stage that compresses for the one below it.
-COMPRESS = "compress"
 #: Seconds in which a file system says where a directory really is.
 ANSWER_S = 2.0
 
 
-def kind_of(stage: Stage) -> str | None:
-    """What the core calls a stage of this store; None where it has none."""
-    return STAGE_KINDS.get(stage.store)
+def is_stage(store: str) -> bool:
+    """Whether the core can make a stage of this store."""
+    return store in STORES and STORES[store].kind.role in ("medium", "layer")
+
+
+def is_layer(stage: Stage) -> bool:
+    """Whether it keeps nothing and stands before the stage below it."""
+    return is_stage(stage.store) and STORES[stage.store].kind.role == "layer"
 
 
 def word_of(store: str) -> str:
     """The word of a stage as it stands in ``store_pipeline``."""
-    words = [word for word, name in BACKEND_WORDS.items() if name == store]
-    return words[0].capitalize() if words else store
+    return STORES[store].word.capitalize() if store in STORES else store
 
 
 def media(stages: Sequence[Stage]) -> list[Stage]:
     """The stages that keep blocks."""
-    return [stage for stage in stages if kind_of(stage) != COMPRESS]
+    return [stage for stage in stages if not is_layer(stage)]
+
+
+def _is_memory(stage: Stage) -> bool:
+    return is_stage(stage.store) and STORES[stage.store].kind.memory
 
 
 def _is_file(stage: Stage) -> bool:
-    return kind_of(stage) not in (None, CACHE, COMPRESS)
+    return is_stage(stage.store) and needs_directory(stage.store)
 
 
 def with_roots(stages: Sequence[Stage], common: Sequence[str]) -> tuple[Stage, ...]:
@@ -56,12 +60,13 @@ def with_roots(stages: Sequence[Stage], common: Sequence[str]) -> tuple[Stage, .
 
 def pipeline_problems(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
     """Why these stages make no pipeline, one sentence each. ``settings``: what is written beside them."""
-    unknown = [stage for stage in stages if kind_of(stage) is None]
+    unknown = [stage for stage in stages if not is_stage(stage.store)]
     for stage in unknown:
         if stage.store in KNOWN_STORES:
-            yield f"{stage.store} as a stage of a pipeline is not built yet; {INSTEAD.get(stage.store, 'leave it out')}"
+            instead = instead_of(stage.store) or "leave it out"
+            yield f"{stage.store} as a stage of a pipeline is not built yet; {instead}"
         else:
-            known = [word_of(store) for store in STAGE_KINDS]
+            known = [word_of(store) for store in STORES if is_stage(store)]
             yield (
                 f'"{stage.store}" is no stage that ucm has{hint(stage.store, known)} '
                 f"(stages: {', '.join(known)}, and Empty at the end)"
@@ -78,7 +83,7 @@ def _order(stages: Sequence[Stage]) -> Iterator[str]:
     kept = media(stages)
     if len(kept) > MAX_STAGES:
         yield f"a pipeline of {len(kept)} stages is too long; {MAX_STAGES} are the most"
-    caches = [number for number, stage in enumerate(kept) if kind_of(stage) == CACHE]
+    caches = [number for number, stage in enumerate(kept) if _is_memory(stage)]
     if len(caches) > 1:
         yield "a pipeline with two Cache stages keeps blocks in memory twice; write one Cache of their sizes together"
     elif caches and caches[0] > 0:
@@ -88,17 +93,16 @@ def _order(stages: Sequence[Stage]) -> Iterator[str]:
 
 def _compressed(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
     for number, stage in enumerate(stages):
-        if kind_of(stage) != COMPRESS:
+        if not is_layer(stage):
             continue
         if "write_policy" in stage.model_fields_set:
             yield "write_policy of Compress: it keeps nothing; write it in the stage below"
         below = stages[number + 1] if number + 1 < len(stages) else None
-        kind = None if below is None else kind_of(below)
         if below is None:
             yield "Compress is the last stage; write below it the stage it compresses for: Compress|Pc"
-        elif kind == COMPRESS:
+        elif is_layer(below):
             yield "Compress stands twice before one stage; once is enough"
-        elif kind == CACHE:
+        elif _is_memory(below):
             yield "Compress stands before Cache; memory is faster than any codec, so write it below: Cache|Compress|Pc"
         elif below.store not in IN_SEGMENTS:
             layout = below.layout if "layout" in below.model_fields_set else settings.layout
@@ -116,7 +120,7 @@ def _policies(stages: Sequence[Stage]) -> Iterator[str]:
             continue
         if number == 0:
             yield f"write_policy: back of {names[0]}, the top stage: there is none above it that could give blocks up"
-        elif kind_of(stages[number - 1]) != CACHE:
+        elif not _is_memory(stages[number - 1]):
             yield (
                 f"write_policy: back of {names[number]}: only Cache gives blocks up to the stage below it, and "
                 f"{names[number - 1]} stands there; write through"

@@ -11,6 +11,7 @@ import yaml
 from ucm.config.layer import Layer, algorithm_name, store_of_word
 from ucm.config.normalise import normalise
 from ucm.config.sizes import parse_flag
+from ucm.config.stores import TIER_FLAGS
 from ucm.config.words import (
     CONFIG_FILE_VARIABLE,
     DISABLE_VARIABLE,
@@ -144,7 +145,7 @@ def _read_variable(layer: Layer, name: str, value: str) -> None:
             layer.put(key, platform, name, origin)
     elif key == "sparse.type":
         layer.put(key, algorithm_name(value, origin), name, origin)
-    elif key.endswith(".enabled") or key in ("io_direct", "debug"):
+    elif key.endswith(".enabled") or key == "debug" or key.removeprefix("options.") in TIER_FLAGS:
         try:
             layer.put(key, parse_flag(value), name, origin)
         except ValueError as error:

@@ -9,14 +9,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-#: Other spelling -> key of the model. Conversions of units are in :data:`GIBIBYTES`.
+from ucm.config.stores import TIER_ALIASES, TIER_ENVIRONMENT, TIER_GIBIBYTES
+
+#: Other spelling -> key of the model, those of tiers included. Conversions of units are in :data:`GIBIBYTES`.
 ALIASES: dict[str, str] = {
-    "storage_path": "storage_backends",
-    "path": "storage_backends",
-    "use_direct": "io_direct",
-    "posix_capacity_gb": "storage_capacity",
-    "size_gb": "options.cache_size",
-    "cache_buffer_capacity_gb": "options.cache_size",
+    **TIER_ALIASES,
     "scatter_gather_enable": "options.use_scatter_gather",
     "load_tokens_threshold": "min_hit_tokens",
     "sparse_type": "sparse.type",
@@ -29,7 +26,7 @@ ALIASES: dict[str, str] = {
 }
 
 #: Spellings whose number counts GiB.
-GIBIBYTES: frozenset[str] = frozenset({"posix_capacity_gb", "size_gb", "cache_buffer_capacity_gb"})
+GIBIBYTES: frozenset[str] = TIER_GIBIBYTES
 
 _IDENTITY = "nothing: the identity of blocks is computed from the model itself"
 _LAYOUT = "nothing: sizes come from the KV layout that vLLM registers"
@@ -139,10 +136,9 @@ SPARSE_ALGORITHMS: dict[str, str] = {
 
 #: Environment name -> key of the model.
 ENVIRONMENT: dict[str, str] = {
+    **TIER_ENVIRONMENT,
     "UCM_STORAGE_BACKEND": "storage_backend",
-    "UCM_STORAGE_PATH": "storage_backends",
     "UCM_BLOCK_SIZE": "block_size",
-    "UCM_IO_DIRECT": "io_direct",
     "UCM_SPARSE_TYPE": "sparse.type",
     "ENABLE_SPARSE": "sparse.enabled",
     "VLLM_USE_REROPE": "rerope.enabled",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import threading
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ucm.config.stores import BUILT_STORES, INSTEAD, KNOWN_STORES
+from ucm.config.stores import BUILT_STORES, KNOWN_STORES, PIPELINE, STORES, instead_of, why_not_alone
 from ucm.config.words import hint
 from ucm.errors import ConfigError, UcmError, UnknownConnectorError
 from ucm.store.ucmstore import UcmKVStoreBase
@@ -116,7 +117,7 @@ class UcmConnectorFactoryV1:
     @classmethod
     def _unknown(cls, name: str) -> str:
         if name in KNOWN_STORES - BUILT_STORES:
-            return f"{name} is not built yet; {INSTEAD[name]}"
+            return why_not_alone(name) or f"{name} is not built yet; {instead_of(name)}"
         names = cls.registered()
         return (
             f"no store is registered as {name!r}{hint(str(name), names)} (registered: {', '.join(names) or 'none'}; "
@@ -177,10 +178,12 @@ def select_storage(config: Mapping[str, Any]) -> UcmKVStoreBaseV1:
     return waiting
 
 
-UcmConnectorFactoryV1.register_connector("UcmPosixStore", "ucm.store.posix.connector", "UcmPosixStore")
-UcmConnectorFactoryV1.register_connector("UcmNfsStore", "ucm.store.nfs.connector", "UcmNfsStore")
-UcmConnectorFactoryV1.register_connector("UcmPcStore", "ucm.store.pc.connector", "UcmPcStore")
-UcmConnectorFactoryV1.register_connector("UcmCacheStore", "ucm.store.cache.connector", "UcmCacheStore")
-UcmConnectorFactoryV1.register_connector("UcmPipelineStore", "ucm.store.pipeline.connector", "UcmPipelineStore")
-UcmConnectorFactoryV1.register_connector("UcmEmptyStore", "ucm.store.empty.connector", "UcmEmptyStore")
-UcmConnectorFactoryV1.register_connector("UcmFakeStore", "ucm.store.fake.connector", "UcmFakeStore")
+def _register_ours() -> None:
+    """Every store of the registry: its own module where there is one, else a class made from its kind."""
+    for name in BUILT_STORES:
+        package = "ucm.store.pipeline" if name == PIPELINE else f"ucm.store.{STORES[name].word}"
+        own = importlib.util.find_spec(package) is not None
+        UcmConnectorFactoryV1.register_connector(name, f"{package}.connector" if own else "ucm.store.of_tiers", name)
+
+
+_register_ours()

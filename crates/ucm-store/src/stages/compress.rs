@@ -1,44 +1,47 @@
-//! A stage of kind `compress`: records take less room on the medium below it.
+//! The kind `compress`: records take less room on the medium below it.
 
-use serde::Deserialize;
-use serde_json::{Map, Value};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 use ucm_core::Result;
 
-use super::{Common, Made, keys};
+use crate::registry::{BuildContext, BuiltTier, Name, TierKind};
 
-/// The keys: none.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Keys {}
+/// The options: none.
+#[derive(Default, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+struct CompressOptions {}
+
+pub(super) fn kind() -> TierKind {
+    let summary = "built: no store, but a stage before one in segments ([stores.md](stores.md#compression))";
+    TierKind::layer(Name::new("compress", "UcmCompressStage", summary), make)
+}
 
 #[cfg(feature = "compress")]
-pub(super) fn make(common: &Common<'_>, given: Map<String, Value>, below: Made) -> Result<Made> {
+fn make(context: &BuildContext<'_>, _: CompressOptions, below: BuiltTier) -> Result<BuiltTier> {
     use std::sync::Arc;
 
     use crate::compress::{CompressBackend, CompressConfig};
 
-    keys::<Keys>("compress", given)?;
-    if common.lookup_only {
+    if context.lookup_only {
         return Ok(below); // nothing is moved
     }
     let config = CompressConfig {
-        record: common.record.clone(),
-        identity: common.identity.clone(),
-        part: common.part,
+        record: context.record.clone(),
+        identity: context.identity.clone(),
+        part: context.part,
         io: Arc::clone(&below.pool),
     };
-    let backend = CompressBackend::new(config, below.backend, Arc::clone(&common.clock))?;
-    Ok(Made {
+    let backend = CompressBackend::new(config, below.backend, Arc::clone(&context.clock))?;
+    Ok(BuiltTier {
         backend: Arc::new(backend),
         ..below
     })
 }
 
 #[cfg(not(feature = "compress"))]
-pub(super) fn make(_: &Common<'_>, given: Map<String, Value>, _: Made) -> Result<Made> {
+fn make(_: &BuildContext<'_>, _: CompressOptions, _: BuiltTier) -> Result<BuiltTier> {
     use ucm_core::{Error, ErrorKind};
 
-    keys::<Keys>("compress", given)?;
     let text = "this build has no codec; build with the feature \"compress\", or leave the stage out";
     Err(Error::new(ErrorKind::Unsupported, text))
 }

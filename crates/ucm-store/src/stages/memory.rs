@@ -1,54 +1,84 @@
-//! A stage of kind `cache`: memory that the processes of one host share.
+//! The kind `cache`: memory that the processes of one host share.
 
 use std::sync::Arc;
 
-use serde::Deserialize;
-use serde_json::{Map, Value};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_device::MachineMemory;
 
-use super::{Common, Made, capacity, keys};
 use crate::memory::{MemoryBackend, MemoryConfig, Policy, cache_bytes};
+use crate::registry::{Amount, BuildContext, BuiltTier, Name, TierKind};
 
 /// Threads that copy.
 const THREADS: usize = 2;
 
-/// The keys; sizes in bytes.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Keys {
-    capacity_bytes: Option<u64>,
-    capacity_percent: Option<f64>,
-    /// Name of the eviction policy.
-    policy: String,
-    /// Processes of this host that will each have such a stage.
-    processes: u32,
-    /// Whether the scheduler half may run on another host.
-    #[serde(default)]
-    scheduler_elsewhere: bool,
+/// The options.
+#[derive(Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+struct CacheOptions {
+    /// bytes in each process that stores, or a share of the machine's (or container's) memory for all ranks of the engine
+    /// on this host together (replicas of a dense model are engines of their own: divide); more than can be had is
+    /// refused at start
+    #[schemars(extend("aliases_gib" = ["size_gb", "cache_buffer_capacity_gb"]))]
+    cache_size: Amount,
+    /// what goes first when it is full; s3fifo lets go soon what is not used a second time
+    cache_policy: PolicyName,
 }
 
-pub(super) fn make(common: &Common<'_>, given: Map<String, Value>) -> Result<Made> {
-    let given: Keys = keys("cache", given)?;
-    if common.compressed {
+/// The eviction policies by name.
+#[derive(Clone, Copy, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+enum PolicyName {
+    Lru,
+    S3Fifo,
+}
+
+impl Default for CacheOptions {
+    fn default() -> Self {
+        Self {
+            cache_size: Amount::Bytes(1 << 30),
+            cache_policy: PolicyName::Lru,
+        }
+    }
+}
+
+pub(super) fn kind() -> TierKind {
+    let summary = "built: memory of this host alone; what is in it goes with the last process";
+    TierKind::medium(Name::new("cache", "UcmCacheStore", summary), make)
+        .in_memory()
+        .tested_with(|_| json!({"cache_size": 1 << 22}))
+}
+
+fn make(context: &BuildContext<'_>, options: CacheOptions) -> Result<BuiltTier> {
+    if context.compressed {
         let wrong = "memory is faster than any codec; write the stage that compresses below Cache";
         return Err(Error::new(ErrorKind::Config, wrong));
     }
-    let asked = capacity(given.capacity_bytes, given.capacity_percent)
-        .ok_or_else(|| Error::new(ErrorKind::Config, "cache_size is nothing; give it a size"))?;
-    let bytes = if common.lookup_only {
+    let nothing = || Error::new(ErrorKind::Config, "cache_size is nothing; give it a size");
+    let asked = options.cache_size.limit().ok_or_else(nothing)?;
+    let bytes = if context.lookup_only {
         None
     } else {
-        Some(cache_bytes(asked, given.processes, &MachineMemory::now()?)?)
+        Some(cache_bytes(asked, context.processes, &MachineMemory::now()?)?)
     };
     let config = MemoryConfig {
-        policy: given.policy.parse::<Policy>()?,
+        policy: match options.cache_policy {
+            PolicyName::Lru => Policy::Lru,
+            PolicyName::S3Fifo => Policy::S3Fifo,
+        },
         threads: THREADS,
-        scheduler_elsewhere: given.scheduler_elsewhere,
-        ..MemoryConfig::new(common.identity.clone(), common.part, common.record.clone(), bytes)
+        scheduler_elsewhere: context.scheduler_elsewhere,
+        ..MemoryConfig::new(
+            context.identity.clone(),
+            context.part,
+            context.record.clone(),
+            bytes,
+        )
     };
-    let backend = Arc::new(MemoryBackend::new(config, Arc::clone(&common.clock))?);
-    Ok(Made {
+    let backend = Arc::new(MemoryBackend::new(config, Arc::clone(&context.clock))?);
+    Ok(BuiltTier {
         pool: Arc::clone(backend.pool()),
         backend,
         max_stuck: THREADS,

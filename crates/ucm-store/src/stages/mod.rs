@@ -1,94 +1,68 @@
-//! The kinds of stages a store can be put together from, by name. A new one is a file that makes it, and a line here.
+//! The kinds of tiers that are built in, and how those of a store are put together.
+//!
+//! A new kind is a file here that answers a [`TierKind`], and a line in [`built_in`].
 
 mod compress;
+mod declared;
 mod memory;
 mod posix;
-
-use std::sync::Arc;
+mod python;
+#[cfg(feature = "test-utils")]
+mod toy;
 
 use serde::Deserialize;
-use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
-use ucm_core::{Error, ErrorKind, Geometry, Identity, Part, Result};
-use ucm_infra::Clock;
-use ucm_io::IoPool;
+use ucm_core::{Error, ErrorKind, Result};
 
-use crate::backend::Backend;
-use crate::record::RecordLayout;
-use crate::space::Capacity;
+use crate::registry::{self, BuildContext, BuiltTier, TierKind};
 use crate::tiers::WritePolicy;
 
-/// Every kind: its name, and what makes it.
-const KINDS: &[(&str, Kind)] = &[
-    ("posix", Kind::Medium(posix::make)),
-    ("cache", Kind::Medium(memory::make)),
-    ("compress", Kind::Before(compress::make)),
-];
-
-/// What a stage is.
-#[derive(Clone, Copy)]
-enum Kind {
-    /// A medium of its own, from the keys of its stage.
-    Medium(fn(&Common<'_>, Map<String, Value>) -> Result<Made>),
-    /// Something before the medium below it, which becomes one with it.
-    Before(fn(&Common<'_>, Map<String, Value>, Made) -> Result<Made>),
-}
-
-/// What holds for every stage of a store.
-#[derive(Clone)]
-pub(crate) struct Common<'a> {
-    /// Whose KV it is.
-    pub(crate) identity: &'a Identity,
-    /// Which part of a block.
-    pub(crate) part: Part,
-    /// Sizes of that part.
-    pub(crate) geometry: &'a Geometry,
-    /// Where things lie in its records.
-    pub(crate) record: &'a RecordLayout,
-    /// Nothing is moved, only looked up.
-    pub(crate) lookup_only: bool,
-    /// Tells what this process writes from what others do.
-    pub(crate) writer: u64,
-    /// Staging slots: as many writes may be under way.
-    pub(crate) slots: usize,
-    /// The clock of every deadline.
-    pub(crate) clock: Arc<dyn Clock>,
-    /// The stage above compresses for this one.
-    pub(crate) compressed: bool,
-}
-
-/// A medium with the threads it is asked on, and how many of these may hang before it is switched off.
-pub(crate) struct Made {
-    pub(crate) backend: Arc<dyn Backend>,
-    pub(crate) pool: Arc<IoPool>,
-    pub(crate) max_stuck: usize,
+/// Every kind that is built in. The first is that of the store that is used where none is named.
+pub(crate) fn built_in() -> Vec<TierKind> {
+    vec![
+        posix::kind(),
+        memory::kind(),
+        compress::kind(),
+        declared::ds3fs(),
+        declared::mooncake(),
+        declared::object(),
+        declared::redis(),
+        python::empty(),
+        python::fake(),
+        #[cfg(feature = "test-utils")]
+        toy::kind(),
+    ]
 }
 
 /// Makes the media of a store, top first, each with its policy. `Config` for stages that make no sense together.
-pub(crate) fn make_all(stages: Vec<StageSetup>, common: &Common<'_>) -> Result<Vec<(Made, WritePolicy)>> {
+pub(crate) fn make_all(
+    stages: Vec<StageSetup>,
+    context: &BuildContext<'_>,
+) -> Result<Vec<(BuiltTier, WritePolicy)>> {
     let mut media = Vec::with_capacity(stages.len());
-    let mut before: Option<StageSetup> = None;
+    let mut layer: Option<StageSetup> = None;
     for stage in stages {
-        if matches!(stage.kind()?, Kind::Before(_)) {
-            if let Some(above) = before.replace(stage) {
+        let kind = registry::find(&stage.kind)?;
+        if kind.is_layer() {
+            if let Some(above) = layer.replace(stage) {
                 let text = "a stage that compresses stands before a medium, and one is enough; leave one of the two out";
                 return Err(Error::new(ErrorKind::Config, text).with("stage", above.kind));
             }
             continue;
         }
-        let common = Common {
-            compressed: before.is_some(),
-            ..common.clone()
+        let context = BuildContext {
+            compressed: layer.is_some(),
+            ..context.clone()
         };
         let policy = stage.policy()?;
-        let made = stage.make(&common)?;
-        let made = match before.take() {
-            Some(above) => above.make_before(&common, made)?,
-            None => made,
+        let built = kind.build(&context, stage.options)?;
+        let built = match layer.take() {
+            Some(above) => above.build_before(&context, built)?,
+            None => built,
         };
-        media.push((made, policy));
+        media.push((built, policy));
     }
-    match before {
+    match layer {
         Some(above) => {
             let text = "a stage that compresses is the last one; write below it the stage it compresses for";
             Err(Error::new(ErrorKind::Config, text).with("stage", above.kind))
@@ -97,49 +71,28 @@ pub(crate) fn make_all(stages: Vec<StageSetup>, common: &Common<'_>) -> Result<V
     }
 }
 
-/// One stage as it is asked for: its kind, when it is written to, and the keys of its kind.
+/// One stage as it is asked for: its kind, when it is written to, and the options of its kind.
 #[derive(Debug, Clone, Deserialize)]
 pub struct StageSetup {
-    /// Name of the kind.
+    /// Word of the kind.
     pub kind: String,
     /// Name of the [`WritePolicy`]; through if nothing is said.
     #[serde(default)]
     pub write_policy: Option<String>,
-    /// The keys of the kind.
+    /// The options of the kind.
     #[serde(flatten)]
-    pub keys: Map<String, Value>,
+    pub options: Map<String, Value>,
 }
 
 impl StageSetup {
-    /// What it is. `Config` for a kind that does not exist.
-    fn kind(&self) -> Result<Kind> {
-        if let Some((_, kind)) = KINDS.iter().find(|(name, _)| *name == self.kind) {
-            return Ok(*kind);
-        }
-        let known: Vec<&str> = KINDS.iter().map(|(name, _)| *name).collect();
-        let unknown = Error::new(ErrorKind::Config, "there is no such kind of stage");
-        Err(unknown.with("kind", &self.kind).with("known", known.join(", ")))
-    }
-
-    /// Makes the medium. `Config` for a kind or key that does not exist.
-    fn make(self, common: &Common<'_>) -> Result<Made> {
-        match self.kind()? {
-            Kind::Medium(make) => make(common, self.keys),
-            Kind::Before(_) => Err(Error::internal("this stage is no medium")),
-        }
-    }
-
-    /// Puts this stage before a medium.
-    fn make_before(self, common: &Common<'_>, below: Made) -> Result<Made> {
+    /// Puts this layer before a medium.
+    fn build_before(self, context: &BuildContext<'_>, below: BuiltTier) -> Result<BuiltTier> {
         if self.write_policy.is_some() {
             let text =
                 "write_policy belongs to the stage that keeps the records, not to the one that compresses";
             return Err(Error::new(ErrorKind::Config, text).with("stage", self.kind));
         }
-        match self.kind()? {
-            Kind::Before(make) => make(common, self.keys, below),
-            Kind::Medium(_) => Err(Error::internal("this stage is a medium")),
-        }
+        registry::find(&self.kind)?.build_before(context, self.options, below)
     }
 
     /// When the stage is written to.
@@ -153,31 +106,16 @@ impl StageSetup {
     }
 }
 
-/// Reads the keys of a kind.
-fn keys<T: DeserializeOwned>(kind: &'static str, keys: Map<String, Value>) -> Result<T> {
-    serde_json::from_value(Value::Object(keys)).map_err(|error| {
-        Error::new(
-            ErrorKind::Config,
-            "the keys of a stage are not what they should be",
-        )
-        .with("stage", kind)
-        .caused_by(error)
-    })
-}
-
-/// A limit given in bytes or in percent; none when it is neither, or 0 bytes.
-fn capacity(bytes: Option<u64>, percent: Option<f64>) -> Option<Capacity> {
-    match (bytes, percent) {
-        (Some(bytes), _) => std::num::NonZeroU64::new(bytes).map(Capacity::Bytes),
-        (None, percent) => percent.map(Capacity::Percent),
-    }
-}
-
 #[cfg(feature = "compress")]
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use serde_json::json;
+    use ucm_core::{Geometry, Identity, Part};
     use ucm_infra::SystemClock;
+
+    use crate::record::RecordLayout;
 
     use super::*;
 
@@ -190,14 +128,7 @@ mod tests {
     }
 
     fn posix(layout: &str) -> StageSetup {
-        stage(json!({
-            "kind": "posix", "root": "/nowhere", "labels": {}, "io_direct": false, "io_threads": 1,
-            "layout": layout, "segment_size": 1 << 20, "segment_age_s": 1.0, "segment_merge_rate": 0, "capacity_bytes": 1 << 30,
-            "capacity_percent": null, "floor_bytes": null, "floor_percent": null, "quota_bytes": null,
-            "quota_percent": null, "expire_after_s": null, "file_mode": 0o600, "dir_mode": 0o700,
-            "quarantine_enabled": true, "quarantine_max_per_minute": 1, "quarantine_max_records": 1,
-            "quarantine_max_bytes": 1, "quarantine_keep_s": 1.0,
-        }))
+        stage(json!({"kind": "posix", "storage_backends": ["/nowhere"], "layout": layout}))
     }
 
     /// Why these stages make no store; nothing where they do.
@@ -208,29 +139,27 @@ mod tests {
             r#""block_tokens":16,"tensor_parallel":1,"pipeline_parallel":1,"decode_context_parallel":1}"#
         ));
         let (identity, geometry) = (identity.unwrap(), Geometry::new(vec![4096], 4, 4).unwrap());
-        let common = Common {
+        let context = BuildContext {
             identity: &identity,
             part: Part::default(),
             geometry: &geometry,
             record: &RecordLayout::new(&geometry),
+            labels: &BTreeMap::new(),
             lookup_only: false,
             writer: 1,
             slots: 4,
+            processes: 1,
+            scheduler_elsewhere: false,
             clock: SystemClock::shared(),
             compressed: false,
         };
-        make_all(stages, &common).err().map(|error| error.to_string())
+        make_all(stages, &context).err().map(|error| error.to_string())
     }
 
     #[test]
     fn a_stage_that_compresses_stands_before_segments_and_nothing_else() {
         assert_eq!(refusal(vec![compress(), posix("segment")]), None);
-        let cache = || {
-            stage(
-                json!({"kind": "cache", "capacity_bytes": 1 << 20, "capacity_percent": null, "policy": "lru",
-                         "processes": 1}),
-            )
-        };
+        let cache = || stage(json!({"kind": "cache", "cache_size": 1 << 20}));
         for (stages, words) in [
             (vec![compress(), posix("file")], "segments only"),
             (vec![compress(), cache()], "below Cache"),
@@ -238,6 +167,13 @@ mod tests {
             (vec![compress()], "the last one"),
             (vec![compress(), compress(), posix("segment")], "one is enough"),
             (vec![stage(json!({"kind": "zip"}))], "no such kind"),
+            (vec![stage(json!({"kind": "redis"}))], "not built yet"),
+            (vec![stage(json!({"kind": "fake"}))], "store of Python"),
+            (
+                vec![stage(json!({"kind": "cache", "cach_size": 1}))],
+                "unknown field `cach_size`",
+            ),
+            (vec![stage(json!({"kind": "posix"}))], "one directory"),
         ] {
             let why = refusal(stages).unwrap_or_default();
             assert!(why.contains(words), "{why}");

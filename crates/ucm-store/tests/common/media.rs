@@ -13,6 +13,7 @@ use ucm_store::compress::{CompressBackend, CompressConfig};
 use ucm_store::memory::{MemoryConfig, Policy};
 use ucm_store::posix::{PosixBackend, PosixConfig};
 use ucm_store::record::RecordLayout;
+use ucm_store::registry::{self, BuildContext, TierKind};
 use ucm_store::segment::{SegmentBackend, SegmentConfig};
 use ucm_store::space::Capacity;
 
@@ -25,10 +26,50 @@ pub(crate) enum Medium {
     Posix,
     /// Memory for so many records, announced below the test's directory.
     Memory(u64, Policy),
+    /// The kind of the registry that goes by this word, with the options that it has for tests.
+    Kind(&'static str),
 }
 
-/// What tests that need no faults of files run over.
-pub(crate) const MEDIA: [Medium; 2] = [Medium::Posix, Medium::Memory(64, Policy::Lru)];
+/// What tests that need no faults of files run over: every medium of the registry. Files and memory are made so that a
+/// test can reach into them.
+pub(crate) fn media() -> Vec<Medium> {
+    let kinds = registry::kinds().into_iter().filter(|kind| kind.is_medium());
+    let column = |kind: Arc<TierKind>| match kind.word() {
+        "posix" => Medium::Posix,
+        "cache" => Medium::Memory(64, Policy::Lru),
+        other => Medium::Kind(other),
+    };
+    kinds.map(column).collect()
+}
+
+/// A backend as the registry makes it.
+pub(super) fn of_kind(
+    word: &str,
+    root: &Path,
+    setup: &Setup,
+    writer: u64,
+    clock: &Arc<dyn Clock>,
+) -> ucm_core::Result<(Arc<dyn Backend>, Arc<IoPool>)> {
+    let ((geometry, record), identity) = (shape(setup), identity(setup.weights));
+    let context = BuildContext {
+        identity: &identity,
+        part: setup.part,
+        geometry: &geometry,
+        record: &record,
+        labels: &BTreeMap::new(),
+        lookup_only: setup.lookup_only,
+        writer,
+        slots: usize::try_from(setup.slots).unwrap(),
+        processes: 1,
+        scheduler_elsewhere: false,
+        clock: Arc::clone(clock),
+        compressed: false,
+    };
+    let kind = registry::find(word)?;
+    let options = kind.sample(root).unwrap(); // a medium without them is no column
+    let built = kind.build(&context, options)?;
+    Ok((built.backend, built.pool))
+}
 
 /// A store on this.
 pub(crate) fn on(medium: Medium) -> Setup {

@@ -42,7 +42,7 @@ pub(crate) use setup::{Above, Layout, Setup};
 #[allow(unused_imports, reason = "each test file uses its part of this")]
 pub(crate) use device::{Device, SlowDevice, content};
 #[allow(unused_imports, reason = "each test file uses its part of this")]
-pub(crate) use media::{MEDIA, Medium, memory_config, on, shape};
+pub(crate) use media::{Medium, media, memory_config, on, shape};
 
 /// A store, the faults before it, and the directory below it.
 pub(crate) struct Store {
@@ -172,6 +172,7 @@ impl Store {
             Medium::Memory(records, policy) => {
                 of_memory(memory.insert(in_memory(root, &setup, records, policy, &clock)?))
             }
+            Medium::Kind(word) => media::of_kind(word, root, &setup, writer, &clock)?,
         };
         let tier = |(backend, pool), policy| TierConfig {
             backend,

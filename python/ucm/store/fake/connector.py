@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from ucm.config.stores import FakeOptions
+from ucm.config.stores import option_keys, options_of
 from ucm.errors import ConfigError, NotFoundError
 from ucm.store.fake.ring import IdRing
 from ucm.store.instant import InstantStore, InstantTask
@@ -28,22 +28,23 @@ class UcmFakeStore(InstantStore):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
+        given = {key: config[key] for key in option_keys("UcmFakeStore") if key in config}
         try:
-            options = FakeOptions(**{key: config[key] for key in FakeOptions.model_fields if key in config})
+            options = options_of("UcmFakeStore")(**given).model_dump()
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             raise ConfigError(f"{first['loc'][0]}: {first['msg']}", context={"store": "UcmFakeStore"}) from None
-        if not options.allow_wrong_tokens:
+        if not options["allow_wrong_tokens"]:
             raise ConfigError(
                 "UcmFakeStore loads nothing, so an engine that uses it answers with wrong tokens; it is for tests: "
                 "write allow_wrong_tokens: true there, and use UcmPosixStore everywhere else"
             )
         where = config.get("storage_backends") or ()
         root = where if isinstance(where, str | os.PathLike) else next(iter(where), None)
-        self._ids = IdRing(options.buffer_number, None if root is None else Path(root) / "ucm-fake-ids")
+        self._ids = IdRing(options["buffer_number"], None if root is None else Path(root) / "ucm-fake-ids")
         self._shards = max(1, int(config.get("block_size", 1)) // int(config.get("shard_size") or 1))
         self._incomplete: dict[bytes, set[int]] = {}
-        self._limit = options.buffer_number
+        self._limit = options["buffer_number"]
 
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         return self._ids.has(self.checked(block_ids))

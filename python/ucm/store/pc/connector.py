@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ucm.errors import InvalidInputError
 from ucm.store.posix.connector import PosixTask, UcmPosixStore
-from ucm.store.posix.settings import EngineSettings, PosixStoreSettings, read_settings
-
-
-class PcStoreSettings(PosixStoreSettings):
-    """Keys of :class:`UcmPcStore`: those of the POSIX store."""
-
-    def stages(self) -> list[dict[str, Any]]:
-        """What the core is told of each stage, top first."""
-        return [self.posix_stage(self) | {"layout": "segment"}]
 
 
 class PrefixTask(PosixTask):
@@ -31,9 +22,7 @@ class PrefixTask(PosixTask):
 class UcmPcStore(UcmPosixStore):
     """Blocks of one root in segments: many in one file that is published whole, looked up in memory."""
 
-    @classmethod
-    def _read(cls, config: Mapping[str, Any]) -> EngineSettings:
-        return read_settings(config, PcStoreSettings, cls.__name__)
+    store_name: ClassVar[str] = "UcmPcStore"
 
     def load_prefix(
         self, prefix_hashes: Sequence[bytes], dst_addrs: npt.NDArray[np.uint64], timeout: float | None = None

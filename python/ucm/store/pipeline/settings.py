@@ -3,57 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
-
-from pydantic import Field
 
 from ucm.config import parse, warn_once
 from ucm.config.model import Stage, StoreSettings
-from ucm.config.pipelines import CACHE, COMPRESS, kind_of, with_roots, word_of
-from ucm.config.stores import IN_SEGMENTS
+from ucm.config.pipelines import is_layer, with_roots, word_of
+from ucm.config.stores import PIPELINE, STORES
 from ucm.config.words import UNUSED
 from ucm.errors import ConfigError
-from ucm.store.cache.settings import cache_stage
 from ucm.store.posix.settings import EngineSettings, read_settings
 
 
 class PipelineSettings(EngineSettings):
     """Keys of :class:`~ucm.store.pipeline.connector.UcmPipelineStore` beside those of its stages."""
 
-    #: Processes of this host that each open such a store.
-    processes: int = Field(default=1, ge=1)
-    #: Whether the scheduler half may run on another host.
-    scheduler_elsewhere: bool = False
     #: The stages, top first.
     store_pipeline: tuple[Stage, ...] = ()
 
     def stages(self) -> list[dict[str, Any]]:
         """What the core is told of each stage, top first."""
-        told = []
-        for stage in with_roots(self.store_pipeline, self.storage_backends):
-            if kind_of(stage) == COMPRESS:
-                told.append({"kind": COMPRESS})
-                continue
-            if kind_of(stage) == CACHE:
-                size, policy = stage.options["cache_size"], stage.options["cache_policy"]
-                setup = cache_stage(size, policy, self.processes, self.scheduler_elsewhere)
-            else:
-                setup = self.posix_stage(self._of_stage(stage))
-            told.append({**setup, "write_policy": stage.write_policy})
-        return told
+        stages = with_roots(self.store_pipeline, self.storage_backends)
+        return [STORES[stage.store].told(partial(self._of_stage, stage)) | _written_to(stage) for stage in stages]
 
-    def _of_stage(self, stage: Stage) -> StoreSettings:
-        """The common keys of one stage: its own, else those written beside the pipeline."""
-        own = stage.model_fields_set
-        keys = {key: getattr(stage if key in own else self, key) for key in StoreSettings.model_fields}
-        if stage.store in IN_SEGMENTS:
-            keys["layout"] = "segment"
-        return StoreSettings.model_validate(keys | {"storage_backends": stage.storage_backends})
+    def _of_stage(self, stage: Stage, key: str) -> Any:
+        """What a key of a stage is set to: its own, else what is written beside the pipeline."""
+        if key in stage.options:
+            return stage.options[key]
+        of_stage = key in stage.model_fields_set or key == "storage_backends"
+        return getattr(stage if of_stage else self, key)
 
     @property
     def label(self) -> str:
         """What stands before its messages in the log."""
         return "|".join(word_of(stage.store) for stage in self.store_pipeline)
+
+
+def _written_to(stage: Stage) -> dict[str, Any]:
+    return {} if is_layer(stage) else {"write_policy": stage.write_policy}
 
 
 #: Keys of this store that are none of a configuration file, or mean something else there.
@@ -64,7 +51,7 @@ def read_pipeline_settings(config: Mapping[str, Any]) -> PipelineSettings:
     """Checked settings. Stages are read as in a configuration file, with the same spellings and refusals."""
     if not (config.get("store_pipeline") or config.get("pipeline")):
         raise ConfigError('UcmPipelineStore needs store_pipeline, its stages from top to bottom, e.g. "Cache|Posix"')
-    return read_stages(config, "UcmPipelineStore")
+    return read_stages(config, PIPELINE)
 
 
 def read_stages(config: Mapping[str, Any], store: str) -> PipelineSettings:

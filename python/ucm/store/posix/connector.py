@@ -6,16 +6,17 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ucm._core import Asked, Store
 from ucm._core import Task as CoreTask
+from ucm.config.stores import DEFAULT_STORE
 from ucm.errors import ClosedError, DeadlineError, InvalidInputError, TaskError, UcmError, UnsupportedError
 from ucm.store.kv_layout import KVLayout, block_numbers
-from ucm.store.posix.settings import EngineSettings, PosixStoreSettings, read_settings
+from ucm.store.posix.settings import EngineSettings, read_settings, settings_of
 from ucm.store.ucmstore_v1 import Priority, Task, UcmKVStoreBaseV1, Until
 
 logger = logging.getLogger("ucm.store.posix")
@@ -38,10 +39,13 @@ class PosixTask(Task):
 
 
 class UcmPosixStore(UcmKVStoreBaseV1):
-    """One record per file below a directory: host memory for staging, checksums on every read, bounded space.
+    """Records below a directory: host memory for staging, checksums on every read, bounded space.
 
-    The keys are those of :class:`~ucm.store.posix.settings.PosixStoreSettings`.
+    It is the base of every store of the core, too. The keys are those of ``docs/configuration.md``.
     """
+
+    #: The name in the registry whose tier it opens.
+    store_name: ClassVar[str] = DEFAULT_STORE
 
     has_staged_level = True
     takes_load_timeout = True
@@ -60,7 +64,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> EngineSettings:
         """The checked keys; what a store of the core over other stages overrides."""
-        return read_settings(config, PosixStoreSettings, cls.__name__)
+        return read_settings(config, settings_of(cls.store_name), cls.__name__)
 
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         found = self._open().lookup(block_ids)

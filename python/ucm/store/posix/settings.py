@@ -1,16 +1,19 @@
-"""What a store of the core is told: the common store keys, the sizes of its blocks, and whose they are."""
+"""What a store of the core is told: the keys of its tiers, the sizes of its blocks, and whose they are."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Container, Mapping
-from typing import Annotated, Any, Self, TypeVar
+from functools import cache, partial
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from ucm.config import warn_once
+from ucm.config.fields import section_of
 from ucm.config.layer import gibibytes
-from ucm.config.model import BreakerConfig, Deadlines, QuarantineConfig, StoreSettings
+from ucm.config.model import BreakerConfig, Deadlines, StoreSettings
+from ucm.config.stores import DEFAULT_STORE, STORES, own_keys
 from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, UNUSED, nearest, without_effect
 from ucm.errors import ConfigError, InvalidInputError
 
@@ -42,6 +45,9 @@ T = TypeVar("T", bound="EngineSettings")
 class EngineSettings(StoreSettings):
     """Keys of every store of the core; sizes in bytes."""
 
+    #: The store whose keys these are.
+    store_name: ClassVar[str] = DEFAULT_STORE
+
     #: Bytes of one contiguous piece on the device.
     tensor_size: _Bytes | None = None
     #: Bytes of each piece of one layer, where they differ.
@@ -62,9 +68,12 @@ class EngineSettings(StoreSettings):
     device_id: Annotated[int, Field(ge=-1)] = 0
     #: Words for the manifest, outside the identity.
     labels: dict[str, str] = Field(default_factory=dict)
+    #: Processes of this host that each open such a store: they share its memory.
+    processes: int = Field(default=1, ge=1)
+    #: Whether the scheduler half may run on another host.
+    scheduler_elsewhere: bool = False
     deadlines: Deadlines = Deadlines()
     breaker: BreakerConfig = BreakerConfig()
-    quarantine: QuarantineConfig = QuarantineConfig()
 
     @model_validator(mode="after")
     def _one_spelling(self) -> Self:
@@ -87,36 +96,12 @@ class EngineSettings(StoreSettings):
     @property
     def label(self) -> str:
         """What stands before its messages in the log."""
-        return self.storage_backends[0] if self.storage_backends else "memory"
+        found = STORES[self.store_name]
+        return self.storage_backends[0] if found.kind.needs_directory and self.storage_backends else found.word
 
     def stages(self) -> list[dict[str, Any]]:
         """What the core is told of each stage, top first."""
-        return [self.posix_stage(self)]
-
-    def posix_stage(self, own: StoreSettings) -> dict[str, Any]:
-        """A stage of records below the directory of ``own``, in files or in segments; times in seconds."""
-        capacity, quota = own.storage_capacity, own.namespace_quota
-        return {
-            "kind": "posix",
-            "root": own.storage_backends[0],
-            "labels": self.labels,
-            "io_direct": own.io_direct,
-            "io_threads": own.posix_lookup_concurrency if self.device_id < 0 else own.posix_data_trans_concurrency,
-            "layout": own.layout,
-            "segment_size": own.segment_size,
-            "segment_age_s": own.segment_age,
-            "segment_merge_rate": own.segment_merge_rate,
-            "capacity_bytes": None if capacity is None else capacity.bytes,
-            "capacity_percent": None if capacity is None else capacity.percent,
-            "floor_bytes": own.free_space_floor.bytes,
-            "floor_percent": own.free_space_floor.percent,
-            "quota_bytes": None if quota is None else quota.bytes,
-            "quota_percent": None if quota is None else quota.percent,
-            "expire_after_s": own.expire_after,
-            "file_mode": own.file_mode,
-            "dir_mode": own.dir_mode,
-            **{f"quarantine_{key}": value for key, value in self.quarantine.model_dump().items()},
-        }
+        return [STORES[self.store_name].told(partial(getattr, self))]
 
     def setup(self) -> str:
         """The description that the core takes, as JSON; times in seconds."""
@@ -130,6 +115,9 @@ class EngineSettings(StoreSettings):
                 "block_size": self.block_size,
                 "block_tokens": self.block_tokens,
                 "dtype": self.dtype,
+                "labels": self.labels,
+                "processes": self.processes,
+                "scheduler_elsewhere": self.scheduler_elsewhere,
                 "lookup_only": self.device_id < 0,
                 "staging_bytes": self.staging_capacity,
                 "copy_threads": 1,
@@ -145,16 +133,25 @@ class EngineSettings(StoreSettings):
         )
 
 
-class PosixStoreSettings(EngineSettings):
-    """Keys of :class:`~ucm.store.posix.connector.UcmPosixStore`."""
+class TierSettings(EngineSettings):
+    """Keys of a store of one tier."""
 
     @model_validator(mode="after")
     def _one_root(self) -> Self:
-        if len(self.storage_backends) != 1:
+        if STORES[self.store_name].kind.needs_directory and len(self.storage_backends) != 1:
             raise ValueError(
                 f"storage_backends names {len(self.storage_backends)} directories; this version uses exactly one"
             )
         return self
+
+
+@cache
+def settings_of(store: str) -> type[TierSettings]:
+    """The settings of the store of one tier with this name: the keys of every store, and those of its kind."""
+    kind = STORES[store].kind
+    made = section_of(f"{store}Settings", kind.options, own_keys(kind), TierSettings)
+    made.store_name = store
+    return made
 
 
 def in_our_words(config: Mapping[str, Any], known: Container[str], store: str) -> dict[str, Any]:
