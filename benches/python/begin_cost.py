@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ucm.integration.vllm.connector.metadata import Dump, Load, join_keys
-from ucm.integration.vllm.connector.transfers import Dumps, Loads
+from ucm.integration.vllm.connector.worker.transfers import Dumps, Loads
 from ucm.store.kv_layout import KVLayout
 from ucm.store.posix.connector import UcmPosixStore
 

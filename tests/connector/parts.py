@@ -17,25 +17,20 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from ucm.integration.vllm.connector.admission import Admission
+from ucm.integration.vllm.connector.admission.admission import Admission
+from ucm.integration.vllm.connector.admission.compute_rate import Pace
+from ucm.integration.vllm.connector.admission.rate_memory import RateMemory
 from ucm.integration.vllm.connector.background import URGENT, Background
-from ucm.integration.vllm.connector.candidates import Candidate, Selection
-from ucm.integration.vllm.connector.extra_keys import ExtraKeys
-from ucm.integration.vllm.connector.gate import Gate
-from ucm.integration.vllm.connector.keys import KeyMaker
-from ucm.integration.vllm.connector.lookup import Lookups
-from ucm.integration.vllm.connector.metadata import (
-    DumpResult,
-    Handshake,
-    RankReport,
-    StepPlan,
-    WeightsWord,
-    WorkerReport,
-)
-from ucm.integration.vllm.connector.pace import Pace
-from ucm.integration.vllm.connector.rate_memory import RateMemory
-from ucm.integration.vllm.connector.scheduler import SchedulerHalf
-from ucm.integration.vllm.connector.weight_files import WeightSource
+from ucm.integration.vllm.connector.configured_stores import Candidate
+from ucm.integration.vllm.connector.identity.extra_keys import ExtraKeys
+from ucm.integration.vllm.connector.identity.keys import KeyMaker
+from ucm.integration.vllm.connector.identity.weight_files import WeightSource
+from ucm.integration.vllm.connector.identity.weights_report import WeightsWord
+from ucm.integration.vllm.connector.metadata import DumpResult, Handshake, RankReport, StepPlan, WorkerReport
+from ucm.integration.vllm.connector.scheduler.lookup import Lookups
+from ucm.integration.vllm.connector.scheduler.readiness import Gate
+from ucm.integration.vllm.connector.scheduler.scheduler import SchedulerHalf
+from ucm.integration.vllm.connector.scheduler.store_selection import Selection
 from ucm.store import part_mask, record_ids
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1
 

@@ -18,9 +18,9 @@ from parts import BLOCK, Rig
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
-from ucm.integration.vllm.connector.load_rate import Loading
+from ucm.integration.vllm.connector.admission.compute_rate import Computing
+from ucm.integration.vllm.connector.admission.load_rate import Loading
 from ucm.integration.vllm.connector.metadata import Load, LoadFailure, LoadServed, RankReport
-from ucm.integration.vllm.connector.pace import Computing
 from ucm.store import part_mask, record_ids
 
 #: Bytes of one block in these tests, of all ranks.

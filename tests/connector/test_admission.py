@@ -12,10 +12,19 @@ from parts import BLOCK, Clock, Rig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from ucm.integration.vllm.connector.admission import BEGUN, FIRST_S, LEARNING, TIERS, UNLEARNT, Admission, Cut, Verdict
-from ucm.integration.vllm.connector.load_rate import LoadRate
+from ucm.integration.vllm.connector.admission.admission import (
+    BEGUN,
+    FIRST_S,
+    LEARNING,
+    TIERS,
+    UNLEARNT,
+    Admission,
+    Cut,
+    Verdict,
+)
+from ucm.integration.vllm.connector.admission.compute_rate import Pace
+from ucm.integration.vllm.connector.admission.load_rate import LoadRate
 from ucm.integration.vllm.connector.metadata import LoadFailure, LoadServed, RankReport
-from ucm.integration.vllm.connector.pace import Pace
 from ucm.store import part_mask, record_ids
 
 

@@ -19,7 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from ucm.integration.vllm.connector.connector import UCMConnector
-from ucm.integration.vllm.connector.halves import _only_stores
+from ucm.integration.vllm.connector.factory import _only_stores
 from ucm.integration.vllm.connector.metadata import Handshake, RankReport, StepPlan, WorkerReport
 
 

@@ -17,15 +17,11 @@ from parts import Memory, Rig, candidate  # noqa: E402
 from test_transfers import Worker  # noqa: E402
 
 from ucm.config import load  # noqa: E402
-from ucm.integration.vllm.connector import candidates as module  # noqa: E402
-from ucm.integration.vllm.connector.candidates import (  # noqa: E402
-    RETRY_S,
-    Candidate,
-    candidates_of,
-    engine_candidates,
-)
-from ucm.integration.vllm.connector.gate import OFF, OPEN, OPENING  # noqa: E402
+from ucm.integration.vllm.connector.configured_stores import Candidate, candidates_of, engine_candidates  # noqa: E402
 from ucm.integration.vllm.connector.metadata import RankReport, StoreSetup  # noqa: E402
+from ucm.integration.vllm.connector.scheduler import store_selection as module  # noqa: E402
+from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN, OPENING  # noqa: E402
+from ucm.integration.vllm.connector.scheduler.store_selection import RETRY_S  # noqa: E402
 from ucm.store.factory_v1 import why_unavailable  # noqa: E402
 from ucm.store.posix import UcmPosixStore  # noqa: E402
 

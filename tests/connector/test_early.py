@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from parts import BLOCK, Memory, Rig, candidate, dump, small_store
 
-from ucm.integration.vllm.connector.early import EarlyHits, take_early
 from ucm.integration.vllm.connector.metadata import RankReport, join_keys
+from ucm.integration.vllm.connector.scheduler.locally_visible import EarlyHits
+from ucm.integration.vllm.connector.worker.store_hints import take_early
 from ucm.store import part_mask, record_ids
 
 

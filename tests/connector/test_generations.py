@@ -6,8 +6,9 @@ import pytest
 from parts import BLOCK, Rig
 from vllm.v1.core.block_pool import BlockHashToBlockMap
 
-from ucm.integration.vllm.connector.metadata import RankReport, StepPlan, WeightsWord
-from ucm.integration.vllm.connector.weight_files import WeightSource
+from ucm.integration.vllm.connector.identity.weight_files import WeightSource
+from ucm.integration.vllm.connector.identity.weights_report import WeightsWord
+from ucm.integration.vllm.connector.metadata import RankReport, StepPlan
 
 A, B = '{"weights":"w"}', '{"weights":"b"}'
 

@@ -15,8 +15,9 @@ from parts import BLOCK, Memory, Rig, candidate  # noqa: E402
 from test_transfers import Worker, dump, load  # noqa: E402
 
 from ucm.errors import BusyError, ClosedError, UnhealthyError  # noqa: E402
-from ucm.integration.vllm.connector.health import STALE_S, StoreHealth  # noqa: E402
 from ucm.integration.vllm.connector.metadata import RankReport, WorkerReport  # noqa: E402
+from ucm.integration.vllm.connector.scheduler.rank_health import STALE_S  # noqa: E402
+from ucm.integration.vllm.connector.worker.store_health import StoreHealth  # noqa: E402
 
 
 class Moody(Memory):

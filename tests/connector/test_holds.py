@@ -13,9 +13,9 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request
 
-from ucm.integration.vllm.connector.adapters import RECHECK_S, AdapterDigests
-from ucm.integration.vllm.connector.extra_keys import ExtraKeys
-from ucm.integration.vllm.connector.keys import KeyMaker
+from ucm.integration.vllm.connector.identity.adapters import RECHECK_S, AdapterDigests
+from ucm.integration.vllm.connector.identity.extra_keys import ExtraKeys
+from ucm.integration.vllm.connector.identity.keys import KeyMaker
 from ucm.integration.vllm.connector.metadata import StepPlan
 
 

@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from ucm.errors import BusyError, ClosedError
-from ucm.integration.vllm.connector.lookup import AT_ONCE_TOKENS
+from ucm.integration.vllm.connector.scheduler.lookup import AT_ONCE_TOKENS
 
 
 def test_a_store_that_answers_from_memory_is_asked_at_once() -> None:

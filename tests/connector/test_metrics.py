@@ -19,8 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.v1.outputs import KVConnectorOutput
 
 from ucm.integration.vllm.connector import UCMConnector, UCMDirectConnector
-from ucm.integration.vllm.connector.account import MISSED, TIMES, Account
 from ucm.integration.vllm.connector.metrics import COUNTERS, GAUGES, HISTOGRAMS, MISSED_BLOCKS, UcmStats
+from ucm.integration.vllm.connector.miss_stats import MISSED, TIMES, Account
 from ucm.reasons import MissReason
 
 TYPES: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from parts import BLOCK, Rig
 
-from ucm.integration.vllm.connector.pace import FLOOR, MIN_TOKENS, SAMPLES, SKIPPED, Computing, Pace
+from ucm.integration.vllm.connector.admission.compute_rate import FLOOR, MIN_TOKENS, SAMPLES, SKIPPED, Computing, Pace
 
 
 class Steps:

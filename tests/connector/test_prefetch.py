@@ -14,10 +14,10 @@ pytest.importorskip("vllm")
 from parts import BLOCK, Memory, Rig, dump, eventually, small_store
 from vllm.v1.request import Request
 
-from ucm.integration.vllm.connector.hints import pass_hints, prefetch_room, wants_touches
 from ucm.integration.vllm.connector.metadata import Prefetch, RankReport, StepPlan, join_keys, split_keys
-from ucm.integration.vllm.connector.prefetch import EVERY_S, IN_LINE, RELOCATE_S
-from ucm.integration.vllm.connector.touches import STEP, WAITING, Touches
+from ucm.integration.vllm.connector.scheduler.prefetch import EVERY_S, IN_LINE, RELOCATE_S
+from ucm.integration.vllm.connector.scheduler.touches import STEP, WAITING, Touches
+from ucm.integration.vllm.connector.worker.store_hints import pass_hints, prefetch_room, wants_touches
 from ucm.store import part_mask, record_ids
 
 MASK = part_mask(0, 0, 0)

@@ -14,13 +14,13 @@ pytest.importorskip("vllm")
 
 from parts import BLOCK, Clock, Later, Rig
 
-from ucm.integration.vllm.connector import rate_memory
-from ucm.integration.vllm.connector.admission import TIERS, Admission
+from ucm.integration.vllm.connector.admission import rate_memory
+from ucm.integration.vllm.connector.admission.admission import TIERS, Admission
+from ucm.integration.vllm.connector.admission.compute_rate import Computing, Pace
+from ucm.integration.vllm.connector.admission.load_rate import Loading
+from ucm.integration.vllm.connector.admission.rate_memory import LIMIT, NAME, RARELY_S, SOON_S, RateMemory, machine_name
 from ucm.integration.vllm.connector.background import Background
-from ucm.integration.vllm.connector.load_rate import Loading
 from ucm.integration.vllm.connector.metadata import RankReport
-from ucm.integration.vllm.connector.pace import Computing, Pace
-from ucm.integration.vllm.connector.rate_memory import LIMIT, NAME, RARELY_S, SOON_S, RateMemory, machine_name
 from ucm.integration.vllm.connector.root_file import ROOT_MARKER
 
 COMPUTING = Computing(0.5, 0.001, 1000)

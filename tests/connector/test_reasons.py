@@ -15,10 +15,10 @@ from parts import BLOCK, Rig
 from vllm.v1.request import Request
 
 from ucm.errors import BusyError, DeadlineError, StoreIOError, UnhealthyError
-from ucm.integration.vllm.connector.account import SUMMARY_S
-from ucm.integration.vllm.connector.adapters import UnkeyableError
-from ucm.integration.vllm.connector.lookup import Lookups
+from ucm.integration.vllm.connector.identity.unkeyable import UnkeyableError
 from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport
+from ucm.integration.vllm.connector.miss_stats import SUMMARY_S
+from ucm.integration.vllm.connector.scheduler.lookup import Lookups
 from ucm.reasons import MissReason
 
 

@@ -12,9 +12,9 @@ pytest.importorskip("vllm")
 from parts import BLOCK, Rig
 from vllm.config import KVTransferConfig
 
-from ucm.integration.vllm.connector.dumps import KNOWN_S
-from ucm.integration.vllm.connector.halves import _may_load
+from ucm.integration.vllm.connector.factory import _may_load
 from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport, join_keys, split_keys
+from ucm.integration.vllm.connector.scheduler.dump_planner import KNOWN_S
 from ucm.store import part_mask, record_ids
 
 

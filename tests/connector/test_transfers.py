@@ -26,17 +26,17 @@ from ucm.errors import (  # noqa: E402
     TaskError,
     UcmError,
 )
+from ucm.integration.vllm.connector.identity.weights_report import WeightsWord  # noqa: E402
 from ucm.integration.vllm.connector.metadata import (  # noqa: E402
     Dump,
     Load,
     StepPlan,
     StoreSetup,
-    WeightsWord,
     WorkerReport,
     join_keys,
     split_keys,
 )
-from ucm.integration.vllm.connector.worker import WorkerHalf  # noqa: E402
+from ucm.integration.vllm.connector.worker.worker import WorkerHalf  # noqa: E402
 from ucm.store import part_mask, record_ids  # noqa: E402
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1  # noqa: E402
 

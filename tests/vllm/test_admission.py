@@ -17,7 +17,7 @@ from lives import Disk, new_disk, store_under_test
 from specs import BLOCK, PATIENT, EngineSpec, Result, StoreSpec
 from throttled import Throttle
 
-from ucm.integration.vllm.connector.admission import UNLEARNT
+from ucm.integration.vllm.connector.admission.admission import UNLEARNT
 
 pytestmark = pytest.mark.skipif(store_under_test() != "posix", reason="the throttled tier is a POSIX store")
 

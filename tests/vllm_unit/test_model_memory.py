@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ucm.integration.vllm.connector.model_memory import ModelMemory, fingerprint
-from ucm.integration.vllm.connector.weight_files import WeightSource
+from ucm.integration.vllm.connector.identity.model_memory import ModelMemory, fingerprint
+from ucm.integration.vllm.connector.identity.weight_files import WeightSource
 
 
 class Attention(torch.nn.Module):

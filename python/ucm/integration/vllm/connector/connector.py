@@ -22,13 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ucm.config import load, parse
 from ucm.errors import ConfigError
-from ucm.integration.vllm.connector.account import Account
+from ucm.integration.vllm.connector.factory import scheduler_half, why_off, worker_half
 from ucm.integration.vllm.connector.guard import harmless, logger
-from ucm.integration.vllm.connector.halves import scheduler_half, why_off, worker_half
 from ucm.integration.vllm.connector.metadata import StepPlan
 from ucm.integration.vllm.connector.metrics import UcmPromMetrics, UcmStats
-from ucm.integration.vllm.connector.scheduler import NOTHING, SchedulerHalf
-from ucm.integration.vllm.connector.worker import WorkerHalf
+from ucm.integration.vllm.connector.miss_stats import Account
+from ucm.integration.vllm.connector.scheduler.scheduler import NOTHING, SchedulerHalf
+from ucm.integration.vllm.connector.worker.worker import WorkerHalf
 from ucm.logger import init_logger
 from ucm.reasons import MissReason
 from ucm.store.factory_v1 import UcmConnectorFactoryV1

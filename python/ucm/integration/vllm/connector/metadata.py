@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from ucm.integration.vllm.connector.weight_files import WeightSource
+from ucm.integration.vllm.connector.identity.weights_report import WeightsWord
 from ucm.store.ucmstore_v1 import Priority
 
 #: Changes with every change of meaning; the halves of one engine always agree, and a mismatch switches ucm off.
@@ -98,16 +98,6 @@ class StepPlan(KVConnectorMetadata):
     prefetch: Prefetch | None = None
     settle: list[int] = field(default_factory=list)  # dumps whose blocks others got: read before this step writes
     judge: int | None = None  # compare the weights in memory with those known, for this generation
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsWord:
-    """What a rank says about the weights in its memory."""
-
-    generation: int  # the one it was asked for
-    unchanged: bool | None  # since it was last asked, or since they were loaded; None: it cannot tell
-    named: WeightSource | None  # the files vLLM names since then, if it names others
-    since_ns: int  # Unix time at which memory was last found to hold what it held before
 
 
 @dataclass(slots=True)

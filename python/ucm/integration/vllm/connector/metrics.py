@@ -16,7 +16,7 @@ from prometheus_client import Gauge as PrometheusGauge
 from prometheus_client import Histogram as PrometheusHistogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from ucm.integration.vllm.connector import account
+from ucm.integration.vllm.connector import miss_stats as account
 from ucm.integration.vllm.connector.guard import harmless
 from ucm.integration.vllm.connector.tier_counts import COUNTER, GAUGE, TIER_COUNTERS, TIER_GAUGES
 from ucm.reasons import MissReason

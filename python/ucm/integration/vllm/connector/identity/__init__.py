@@ -1,0 +1,1 @@
+"""Names: the identity of what an engine computes, from its configuration and weights, and the keys of its blocks."""

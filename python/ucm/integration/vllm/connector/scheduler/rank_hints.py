@@ -1,0 +1,53 @@
+"""What the scheduler half tells the ranks' own stores, with a step's plan: blocks in use, and blocks that will be.
+
+Hints, both bounded: a rank that does without them serves every request as well, only later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from ucm.integration.vllm.connector.guard import throttle
+from ucm.integration.vllm.connector.metadata import Prefetch, RankReport
+from ucm.integration.vllm.connector.scheduler.lookup import Lookup
+from ucm.integration.vllm.connector.scheduler.prefetch import Prefetches
+from ucm.integration.vllm.connector.scheduler.request_tracker import Tracked
+from ucm.integration.vllm.connector.scheduler.touches import Touches
+
+
+class RankMemory:
+    """The hints of one engine."""
+
+    def __init__(
+        self, relocate: Callable[[Lookup], None], block_tokens: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``relocate`` asks, in the background, where the blocks of a lookup are now."""
+        self._touches = Touches()
+        self.prefetches = Prefetches(relocate, block_tokens, clock)
+
+    def report(self, rank: RankReport) -> None:
+        """Whether a rank goes by what it is told, and what room it has in memory of its own."""
+        if rank.ready:
+            self._touches.report(rank.wants_touches)
+            self.prefetches.report(rank.rank, rank.prefetch_room)
+
+    def waits(self, tracked: Tracked) -> None:
+        """A request has come."""
+        self.prefetches.waits(tracked)
+
+    def gone(self, name: str) -> None:
+        """A request was admitted or has ended."""
+        self.prefetches.gone(name)
+
+    def used(self, chain: Sequence[bytes]) -> None:
+        """A request uses these blocks, the first ones of its chain."""
+        self._touches.add(chain)
+
+    def take(self) -> tuple[list[tuple[int, bytes]], Prefetch | None]:
+        """What goes with the next plan. Never raises."""
+        try:
+            return self._touches.take(), self.prefetches.take()
+        except Exception as error:
+            throttle.warning("hints", "the ranks could not be told what will be used: %r", error)
+            return [], None
