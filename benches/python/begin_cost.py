@@ -87,7 +87,7 @@ def main() -> None:
                     began = time.perf_counter()
                     dumps.start([Dump(job, "r", 0, b"", keys, numbers)], store, MASK, (0, None), TOKENS)
                     begun["dump"].append(time.perf_counter() - began)
-                    dumps.settle([job])
+                    dumps.flush([job])
                     while len(dumps):
                         store.flush()
                         dumps.poll()

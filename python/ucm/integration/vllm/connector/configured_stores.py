@@ -1,6 +1,6 @@
-"""The stores that a configuration names, in order, each with what opens it.
+"""The stores that a configuration names, in order, each with the function that opens it.
 
-The scheduler and every rank make the same list; :mod:`.scheduler.store_selection` decides which of them is used.
+The scheduler half and every rank make the same list; :mod:`.scheduler.store_selection` decides which store is used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ConfiguredStore:
     """One configured store."""
 
     name: str  # class and module, the same in every process of an engine
@@ -28,7 +28,7 @@ class Candidate:
 _IN_MEMORY = frozenset({"UcmCacheStore", "UcmPipelineStore"})
 
 
-def engine_candidates(config: UcmConfig, parallel: Any) -> list[Candidate]:
+def engine_stores(config: UcmConfig, parallel: Any) -> list[ConfiguredStore]:
     """The stores for an engine with this ``ParallelConfig`` of vLLM.
 
     Memory is divided among the ranks of one host; where vLLM says nothing of hosts all ranks are on this one.
@@ -36,15 +36,15 @@ def engine_candidates(config: UcmConfig, parallel: Any) -> list[Candidate]:
     world = parallel.world_size
     here = getattr(parallel, "local_world_size", world)
     replicas = max(1, getattr(parallel, "data_parallel_size_local", 1))
-    return candidates_of(config, here * replicas, several_hosts=here < world)
+    return stores_of(config, here * replicas, several_hosts=here < world)
 
 
-def candidates_of(config: UcmConfig, processes: int, *, several_hosts: bool = False) -> list[Candidate]:
+def stores_of(config: UcmConfig, processes: int, *, several_hosts: bool = False) -> list[ConfiguredStore]:
     """The stores a configuration names, in order, where so many processes of this host each open one."""
-    return [_candidate(one, processes, several_hosts) for one in (config, *config.alternatives)]
+    return [_configured_store(one, processes, several_hosts) for one in (config, *config.alternatives)]
 
 
-def _candidate(config: UcmConfig, processes: int, several_hosts: bool) -> Candidate:
+def _configured_store(config: UcmConfig, processes: int, several_hosts: bool) -> ConfiguredStore:
     name, module = config.ucm_connector_name, config.ucm_connector_module_path
 
     def make(store_config: dict[str, Any]) -> UcmKVStoreBaseV1:
@@ -57,4 +57,4 @@ def _candidate(config: UcmConfig, processes: int, several_hosts: bool) -> Candid
     roots = told.get("storage_backends") or config.root or ()
     where = roots if isinstance(roots, str) else ", ".join(map(str, roots))
     full = f"{module}.{name}" if module else name
-    return Candidate(full, f"{full} on {where}" if where else full, told, make)
+    return ConfiguredStore(full, f"{full} on {where}" if where else full, told, make)

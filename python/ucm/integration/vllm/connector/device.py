@@ -1,4 +1,7 @@
-"""Which devices ucm runs on: its engine copies with the processor, so the KV has to lie in the host's memory."""
+"""Which devices ucm serves, and what vLLM is told about processor cores.
+
+ucm copies with the processor, so the KV has to lie in the host's memory: only vLLM on a CPU is served.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def keep_a_core(cores: int, environ: MutableMapping[str, str]) -> None:
 
 
 def cores_here() -> int:
-    """Cores that this process may run on, each counted once however many threads it has; 0 where nobody says."""
+    """Cores that this process may run on, each counted once however many threads it has; 0 if that is not known."""
     topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     try:
         return len({Path(topology.format(cpu)).read_text() for cpu in os.sched_getaffinity(0)})

@@ -1,4 +1,4 @@
-"""Puts the two halves together from vLLM's configuration and ours; says why when there is nothing to put together."""
+"""Builds the scheduler half or the worker half from vLLM's configuration and ours, or says why the cache stays off."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ucm._core import run_threads_on
 from ucm.config import UcmConfig
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector.admission.admission import Admission
-from ucm.integration.vllm.connector.admission.compute_rate import Pace
+from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate
 from ucm.integration.vllm.connector.admission.rate_memory import RateMemory
 from ucm.integration.vllm.connector.background import IDLE, Background
-from ucm.integration.vllm.connector.configured_stores import engine_candidates
+from ucm.integration.vllm.connector.configured_stores import engine_stores
 from ucm.integration.vllm.connector.device import cores_here, why_not_here, why_slower
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.identity.adapters import AdapterDigests
@@ -32,10 +32,10 @@ from ucm.integration.vllm.connector.identity.packing import layer_specs
 from ucm.integration.vllm.connector.identity.weight_files import weight_source
 from ucm.integration.vllm.connector.root_file import state_directory
 from ucm.integration.vllm.connector.scheduler.lookup import Lookups
-from ucm.integration.vllm.connector.scheduler.readiness import Gate
-from ucm.integration.vllm.connector.scheduler.scheduler import SchedulerHalf
-from ucm.integration.vllm.connector.scheduler.store_selection import Selection
-from ucm.integration.vllm.connector.worker.worker import WorkerHalf
+from ucm.integration.vllm.connector.scheduler.readiness import Readiness
+from ucm.integration.vllm.connector.scheduler.scheduler import UCMConnectorScheduler
+from ucm.integration.vllm.connector.scheduler.store_selection import StoreSelection
+from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker
 from ucm.reasons import MissReason
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ def _only_stores(vllm_config: VllmConfig) -> str:
 def _admission(config: UcmConfig, vllm_config: VllmConfig) -> Admission:
     step_tokens = getattr(vllm_config.scheduler_config, "max_num_batched_tokens", None) or 0
     overlap = max(1, getattr(vllm_config, "max_concurrent_batches", 2))
-    pace = Pace(config.deadlines.load_min_ms / 1000, config.deadlines.load_max_s, step_tokens, overlap)
-    return Admission(config.admission, config.admission_share, pace)
+    compute_rate = ComputeRate(config.deadlines.load_min_ms / 1000, config.deadlines.load_max_s, step_tokens, overlap)
+    return Admission(config.admission, config.admission_share, compute_rate)
 
 
 def _warn_of_few_cores(vllm_config: VllmConfig) -> None:
@@ -131,7 +131,7 @@ def _warn_of_few_cores(vllm_config: VllmConfig) -> None:
         logger.warning("%s", text)
 
 
-def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerHalf:
+def make_scheduler(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> UCMConnectorScheduler:
     """The scheduler half of a supported engine; waits a few seconds at most for the weights' digest."""
     _warn_of_few_cores(vllm_config)
     tokens = block_tokens(vllm_config, kv_cache_config)
@@ -146,21 +146,21 @@ def scheduler_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
     rates = RateMemory(root, admission, background)
     parallel = vllm_config.parallel_config
     world = parallel.world_size
-    gate = Gate(
+    readiness = Readiness(
         own_identity=identity_without_weights(own),
         identity=identity,
-        selection=Selection(engine_candidates(config, parallel), world, background, config.deadlines.probe_s),
+        selection=StoreSelection(engine_stores(config, parallel), world, background, config.deadlines.probe_s),
         world=world,
         open_allowance=config.deadlines.probe_s,
     )
     if (state := identity.wait()).kind == "pending":
         logger.info("the weights are still being hashed; requests are computed as usual until that is done")
     elif state.kind != "known":
-        gate.off(state.reason, MissReason.IDENTITY_UNKNOWN)
-    return SchedulerHalf(
-        gate,
+        readiness.off(state.reason, MissReason.IDENTITY_UNKNOWN)
+    return UCMConnectorScheduler(
+        readiness,
         make_keys=lambda text: KeyMaker(text, tokens, config.hash_method, extra),
-        make_lookups=lambda store, masks, early: Lookups(background, store, masks, early),
+        make_lookups=lambda store, masks, visible: Lookups(background, store, masks, visible),
         block_tokens=tokens,
         min_hit_tokens=config.min_hit_tokens,
         dump_output=config.dump == "all",
@@ -194,7 +194,7 @@ def _leave_the_bound_core() -> None:
         logger.debug("the threads of the store stay where vLLM bound this rank: %r", error)
 
 
-def worker_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerHalf:
+def make_worker(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> UCMConnectorWorker:
     """The worker half of this rank. Raises :class:`~ucm.errors.ConfigError` for what this engine's KV rules out."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -203,7 +203,7 @@ def worker_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVC
     replicas = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
     if config.load_only_first_rank and replicas < vllm_config.parallel_config.tensor_parallel_size:
         raise ConfigError("load_only_first_rank: the ranks of this model hold different KV, remove the key")
-    return WorkerHalf(
+    return UCMConnectorWorker(
         rank=pipeline * vllm_config.parallel_config.tensor_parallel_size + tensor,
         part=(0, pipeline, tensor // replicas),
         writer=tensor % replicas == 0,
@@ -211,7 +211,7 @@ def worker_half(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVC
         block_tokens=block_tokens(vllm_config, kv_cache_config),
         wanted_block_size=config.block_size,
         identity=lambda: identity_without_weights(engine_identity(vllm_config, kv_cache_config, "")),
-        candidates=engine_candidates(config, vllm_config.parallel_config),
+        stores=engine_stores(config, vllm_config.parallel_config),
         memory=ModelMemory(lambda: _layers(vllm_config, kv_cache_config), lambda: weight_source(vllm_config)),
         only_stores=_only_stores(vllm_config),
         shutdown_allowance=config.deadlines.shutdown_s,

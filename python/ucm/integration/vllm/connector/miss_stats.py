@@ -1,12 +1,12 @@
-"""What became of the blocks that requests asked for: counted once each, per request and per process.
+"""Counters of the blocks that requests asked for: each block is counted once, per request and per process.
 
-A request *asks* for the full blocks that vLLM's own cache does not hold, when it is admitted, and again after a
-preemption. Each is then either part of the *hit* that was claimed or *missed* for one reason; a block of the hit is
-later *loaded*, or missed for the reason of the failed load. So once no load is under way::
+A request *asks* for the full blocks that vLLM's own cache does not hold, when it is admitted and again after a
+preemption. Each of these is either part of the *hit* that was claimed or *missed* for one reason. A block of the hit is
+later *loaded*, or missed for the reason why its load failed. So once no load is under way::
 
     asked = loaded + missed        asked = hit + what was missed without a load
 
-Everything here is a few additions per request; a step without news pays for one comparison.
+Counting costs a few additions per request and one comparison per step without news.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ class Tally:
         self.missed: Counter[str] = Counter()
 
     def __str__(self) -> str:
-        missed = spelled(self.missed) if self.missed else "none"
+        missed = format_counts(self.missed) if self.missed else "none"
         return (
             f"{self.asked} blocks asked, {self.hit} hit, {self.loaded} loaded, missed: {missed}; {self.offered} offered"
         )
 
 
-def spelled(missed: Mapping[str, int]) -> str:
+def format_counts(missed: Mapping[str, int]) -> str:
     """Reasons with their counts, the most frequent first."""
     ordered = sorted(missed.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count} {reason}" for reason, count in ordered)
 
 
-class Account:
+class MissStats:
     """The counters of one scheduler half: for vLLM's metrics, for the log, and per request through its tally."""
 
     def __init__(self, block_tokens: int, now: float, rates: Callable[[], Mapping[str, float]] = dict) -> None:
@@ -111,14 +111,14 @@ class Account:
         if len(self._lookups) < TIMES:
             self._lookups.append(seconds)
 
-    def left_alone(self, request: Request, reason: MissReason) -> None:
+    def bypassed(self, request: Request, reason: MissReason) -> None:
         """A request is neither looked up nor stored: nothing more will be said of it."""
         tally, blocks = Tally(), request.num_tokens // self._block_tokens
         self.asked(tally, 0, {reason: blocks} if blocks else {})
-        self.told(request, tally)
+        self.log_request(request, tally)
 
     @staticmethod
-    def told(request: Request, tally: Tally) -> None:
+    def log_request(request: Request, tally: Tally) -> None:
         """The line of one request in the log."""
         logger.debug("request %s: %d prompt tokens, %s", request.request_id, request.num_prompt_tokens, tally)
 
@@ -163,7 +163,7 @@ class Account:
             recent[HIT],
             loaded,
             loaded * block_bytes / (1 << 20),
-            spelled(missed) if missed else "none",
+            format_counts(missed) if missed else "none",
             published,
             published * block_bytes / (1 << 20),
             recent[UNPUBLISHED],

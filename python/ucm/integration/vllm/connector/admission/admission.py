@@ -1,21 +1,21 @@
-"""Which part of a hit is worth loading: only what is quicker than computing, as far as both speeds are known.
+"""Decides which part of a hit is loaded: only what is quicker than computing, as far as both speeds are known.
 
-A hit lies in one tier of the store or in several. It can be loaded whole, or up to the first block of a tier further
-down: its *cuts*. A cut pays when ``sum over its tiers of (queue wait + fixed + bytes / rate)``, with what the loads
-given up of late cost on top, is within a share of what computing its tokens takes; of those that pay the one is loaded
-that saves most. What is not known counts as nothing, so an unknown tier is accepted and learnt. Within one tier both
-sides grow with the length, so nothing shorter would pay better, and short hits are declined by the same rule.
+A hit lies in one tier of the store or in several. It can be loaded whole, or cut before the first block that lies in a
+lower tier. A cut pays when ``sum over its tiers of (queue wait + fixed + bytes / rate)``, plus the cost of the loads
+that were recently given up, is within a share of the time to compute its tokens. Of the cuts that pay, the one that
+saves most is loaded. An unknown tier is assumed to cost nothing, so it is loaded from and measured. Within one tier
+both sides grow with the length, so no shorter cut would pay better, and short hits are declined by the same rule.
 
 While the speed of computing is not known, a hit is loaded unless loads from its tiers were slower than any computing
-can plausibly be (:meth:`~.pace.Pace.at_most`): an engine that was just started over a full store is to use it, and what
-would be learnt by computing a prompt costs that prompt's whole time.
+can plausibly be (:meth:`~.compute_rate.ComputeRate.at_most`). An engine that has just started over a full store should
+use it; measuring by computing a prompt would cost that prompt's whole time.
 
-Nothing is learnt from hits that are declined, so one in a while is loaded all the same. What that may cost is kept in
-ledgers in seconds, one for each tier: a tier's gains :data:`LEARNING` of what computing each hit in it takes and what
-its loads saved, and pays for loads that took longer than computing. A hit is tried only when the ledger can pay for
-what its load is expected to lose, so in the long run the cache costs no more than that part, at whatever speed.
+A declined hit measures nothing, so one is loaded from time to time. The time this may cost is kept in ledgers, one for
+each tier, in seconds: a tier earns :data:`LEARNING` of the compute time of each hit in it and what its loads saved, and
+pays for loads that took longer than computing. A hit is tried only when the ledger covers its expected loss, so in the
+long run the cache costs no more than that share, at any speed.
 
-How long a load took is put down to the slowest of its tiers, less what was expected of the others.
+The time of a load is attributed to the slowest of its tiers, less what was expected of the others.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ucm.integration.vllm.connector.admission.compute_rate import Computing, Pace
-from ucm.integration.vllm.connector.admission.load_rate import Loading, LoadRate
+from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate, ComputeSpeed
+from ucm.integration.vllm.connector.admission.load_rate import LoadRate, LoadSpeed
 
 #: Part of the time that computing the hits takes which may be spent on learning.
 LEARNING = 0.01
 #: What a ledger begins with, in seconds.
 FIRST_S = 0.5
-#: Hits of a tier without a load of it that ended, before one is loaded to learn.
+#: HitPolicy of a tier without a load of it that ended, before one is loaded to learn.
 UNLEARNT = 8
 #: A ledger is kept within so many times what the load at hand may take.
 LEDGER = 4.0
@@ -90,9 +90,11 @@ class _Load:
 class Admission:
     """One engine's judgement of hits, and what it knows of its loads."""
 
-    def __init__(self, mode: str, share: float, pace: Pace, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, mode: str, share: float, compute_rate: ComputeRate, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """``mode``: measured, always or never; ``share`` of the time to compute that a load may take."""
-        self._mode, self._share, self.pace, self._clock = mode, share, pace, clock
+        self._mode, self._share, self.compute_rate, self._clock = mode, share, compute_rate, clock
         self._tiers: dict[int, _Tier] = {}
         self._newest: _Tier | None = None
         self._loads: dict[str, _Load] = {}
@@ -109,24 +111,27 @@ class Admission:
         """
         if self._mode != "measured":
             return self._mode == "always"
-        compute = self.pace.seconds(tokens, rest)
-        return compute is None or self._share * compute >= 2 * self.pace.step_under_way(self._clock())
+        compute = self.compute_rate.seconds(tokens, rest)
+        return compute is None or self._share * compute >= 2 * self.compute_rate.step_under_way(self._clock())
 
-    def judge(self, cuts: Sequence[Cut], rest: int, *, again: bool = False) -> tuple[Cut | None, Verdict]:
+    def decide(self, cuts: Sequence[Cut], rest: int, *, again: bool = False) -> tuple[Cut | None, Verdict]:
         """Which of these cuts to load, the whole hit being the last, for a request that computes ``rest`` tokens more
         than all of it; None: nothing. Each hit adds to a ledger, once: ``again`` for one that was judged before."""
         whole = cuts[-1]
         if self._mode != "measured":
             return (whole, Verdict.LOAD) if self._mode == "always" else (None, Verdict.DECLINE)
         now, total = self._clock(), whole.tokens + rest
-        compute, allowance = self.pace.seconds(whole.tokens, rest), self.pace.allowance(whole.tokens, rest)
+        compute, allowance = (
+            self.compute_rate.seconds(whole.tokens, rest),
+            self.compute_rate.allowance(whole.tokens, rest),
+        )
         if compute is None or allowance is None:
             usable = [cut for cut in cuts if not self._hopeless(cut, now)]
             return (usable[-1], Verdict.LOAD) if usable else (None, Verdict.DECLINE)
         last = self._tier(max(whole.sizes, default=0))
         if not again:
             last.unlearnt += 1
-            self._book(last, LEARNING * (self.pace.seconds(total, 0) or 0.0), allowance)
+            self._book(last, LEARNING * (self.compute_rate.seconds(total, 0) or 0.0), allowance)
         best, most, saved = None, 0.0, 0.0
         for cut in cuts:
             gain, saves = self._gain(cut, total - cut.tokens, now)
@@ -137,7 +142,7 @@ class Admission:
         declined = best, Verdict.DECLINE if best is None else Verdict.LOAD
         if last.waiting or last.ledger < 0:
             return declined
-        step = self.pace.step_under_way(now)
+        step = self.compute_rate.step_under_way(now)
         at_best = sum(self._tier(tier).rate.at_best(tier_size) for tier, tier_size in whole.sizes.items())
         if self._share * compute - max(at_best + step / 2, step) >= most:
             return whole, Verdict.LEARN
@@ -148,11 +153,13 @@ class Admission:
     def _gain(self, cut: Cut, rest: int, now: float) -> tuple[float, float]:
         """How far a cut is within the share of computing it, and what it saves, in seconds. What is unknown altogether
         is taken to cost nothing."""
-        compute = self.pace.seconds(cut.tokens, rest) or 0.0
+        compute = self.compute_rate.seconds(cut.tokens, rest) or 0.0
         if not self._known(cut) and not self._behind(cut, now):
             return self._share * compute, compute
         load = self._seconds(cut, now)
-        late = (self.pace.allowance(cut.tokens, rest) or 0.0) + compute  # a load given up, with computing after it
+        late = (
+            self.compute_rate.allowance(cut.tokens, rest) or 0.0
+        ) + compute  # a load given up, with computing after it
         given_up = max(self._tier(tier).rate.given_up for tier in cut.sizes)
         return self._share * compute - load - given_up * max(late - load, 0.0), compute - load
 
@@ -161,7 +168,7 @@ class Admission:
 
     def _seconds(self, cut: Cut, now: float) -> float:
         """What loading a cut takes until vLLM sees it, as far as is known."""
-        load, step = 0.0, self.pace.step_under_way(now)
+        load, step = 0.0, self.compute_rate.step_under_way(now)
         for number, size in cut.sizes.items():
             tier = self._tier(number)
             load += tier.rate.seconds(tier.waiting + size) or 0.0
@@ -171,14 +178,14 @@ class Admission:
         """Whether loads from a cut's tiers were slower than computing as much can plausibly be, or the oldest under way
         is by now: from when it was first in line."""
         at_best = sum(self._tier(number).rate.at_best(size) for number, size in cut.sizes.items())
-        if at_best > self.pace.at_most(cut.tokens):
+        if at_best > self.compute_rate.at_most(cut.tokens):
             return True
         loads = [load for load in self._loads.values() if load.slowest in cut.sizes and load.steps > BEGUN]
         if not loads:
             return False
         oldest = min(loads, key=lambda load: load.begun)
         first = max(oldest.begun, self._tier(oldest.slowest).ended)
-        return now - first > self.pace.at_most(oldest.tokens)
+        return now - first > self.compute_rate.at_most(oldest.tokens)
 
     def _tier(self, number: int) -> _Tier:
         return self._tiers.setdefault(min(number, TIERS - 1), _Tier())
@@ -209,8 +216,8 @@ class Admission:
             dict(cut.sizes),
             cut.tokens,
             self._slowest(ahead),
-            self.pace.seconds(cut.tokens, rest),
-            self.pace.allowance(cut.tokens, rest),
+            self.compute_rate.seconds(cut.tokens, rest),
+            self.compute_rate.allowance(cut.tokens, rest),
             sum(seconds or 0.0 for seconds in expected) if any(s is not None for s in expected) else None,
             learns,
             self._clock(),
@@ -282,7 +289,7 @@ class Admission:
 
     def _moved(self, load: _Load) -> dict[int, int]:
         """Bytes that its tiers had to move from the beginning of a load to its end. Of one that ended well they are
-        counted, by what its ranks said of it; of one that was given up, nobody knows how far it came."""
+        counted, by what its ranks said of it; how far one came that was given up is not known."""
         sizes = load.sizes
         if load.served and not load.late:
             block = sum(sizes.values()) / sum(load.served)
@@ -297,7 +304,7 @@ class Admission:
     def step_ended(self) -> None:
         """A step has ended and its reports were looked at."""
         self._seen = now = self._clock()
-        self.pace.ended(now)
+        self.compute_rate.ended(now)
         for load in self._loads.values():
             load.steps += 1
             if load.steps == BEGUN:
@@ -309,15 +316,15 @@ class Admission:
 
     # What is remembered -------------------------------------------------------------------------------------
 
-    def known(self) -> tuple[Computing | None, dict[int, Loading]]:
+    def known(self) -> tuple[ComputeSpeed | None, dict[int, LoadSpeed]]:
         """What another process of this engine may start with: the speed of computing, and that of each tier known."""
         rates = {number: tier.rate.known() for number, tier in sorted(self._tiers.items())}
-        return self.pace.known(), {number: known for number, known in rates.items() if known is not None}
+        return self.compute_rate.known(), {number: known for number, known in rates.items() if known is not None}
 
-    def recall(self, computing: Computing | None, loading: Mapping[int, Loading]) -> None:
+    def recall(self, computing: ComputeSpeed | None, loading: Mapping[int, LoadSpeed]) -> None:
         """Start with what an earlier process knew, where nothing was measured yet."""
         if computing is not None:
-            self.pace.recall(computing)
+            self.compute_rate.recall(computing)
         for number, known in loading.items():
             self._tier(number).rate.recall(known)
 
@@ -325,7 +332,7 @@ class Admission:
 
     def rates(self) -> dict[str, float]:
         """The speeds that are known, by name and unit; those of loads are of the tier that was loaded from last."""
-        found = {"prefill_tokens_per_second": self.pace.tokens_per_second}
+        found = {"prefill_tokens_per_second": self.compute_rate.tokens_per_second}
         if self._newest is not None:
             rate = self._newest.rate
             found |= {"load_bytes_per_second": rate.bytes_per_second, "load_fixed_seconds": rate.fixed}

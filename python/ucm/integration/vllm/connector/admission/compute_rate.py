@@ -1,9 +1,10 @@
-"""How fast this engine computes prompts, and so what a hit saves and how long its load may take.
+"""How fast this engine computes prompts: what a hit saves, and how long its load may take.
 
-A step's time is taken as ``overhead + tokens * cost``: the overhead is what steps with few tokens take, the cost is
-what the tokens of the others add to it. Adding a hit's tokens to a prompt that is computed anyway costs their part and
-the steps it adds, not a step of its own. Of the last samples a low quartile counts: compilation, a busy machine and
-long contexts make steps slower, nothing makes them faster, and a hit must not be taken because a step was unlucky.
+A step's time is modelled as ``overhead + tokens * cost``: the overhead is the time of steps with few tokens, the cost
+is what each token of larger steps adds to it. The tokens of a hit, added to a prompt that is computed anyway, cost
+their part and the steps they add, not a step of their own. The estimate is a low quartile of the last samples:
+compilation, a busy machine and long contexts make steps slower and nothing makes them faster, and one slow step must
+not make a hit look cheap.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FACTOR = 2.0
 FLOOR = 100.0
 
 
-class Computing(NamedTuple):
+class ComputeSpeed(NamedTuple):
     """A speed of computing, as it is remembered."""
 
     overhead: float  # seconds of a step
@@ -38,7 +39,7 @@ class Computing(NamedTuple):
     tokens: int  # of a step that computes prompts, by which this was measured
 
 
-class Pace:
+class ComputeRate:
     """What the last steps took. Every method is cheap enough for each step or each request."""
 
     def __init__(self, min_s: float, max_s: float, step_tokens: int = 0, overlap: int = 1) -> None:
@@ -65,7 +66,7 @@ class Pace:
         self._flight.append((now, prompts, total))
 
     def ended(self, now: float) -> None:
-        """The step planned longest ago has ended. Idle time between steps is nobody's, steps that overlap share it."""
+        """The step planned longest ago has ended. Idle time does not count, overlapping steps share theirs."""
         if not self._flight:
             return
         planned, prompts, total = self._flight.popleft()
@@ -131,14 +132,14 @@ class Pace:
 
     # What is remembered --------------------------------------------------------------------------------------
 
-    def known(self) -> Computing | None:
+    def known(self) -> ComputeSpeed | None:
         """What another process of this engine may start with; None: nothing is known."""
         if not self._large:
             return None
         sizes = sorted(tokens for _, tokens in self._large)
-        return Computing(*self._model(), sizes[len(sizes) // 2])
+        return ComputeSpeed(*self._model(), sizes[len(sizes) // 2])
 
-    def recall(self, known: Computing) -> None:
+    def recall(self, known: ComputeSpeed) -> None:
         """Start with what an earlier process knew. It counts as one step of each kind, so the next few outweigh it;
         nothing if steps were measured already."""
         if self._large or known.tokens < MIN_TOKENS or known.cost <= 0:

@@ -1,9 +1,9 @@
-"""How long loads from one tier take: ``fixed + bytes / rate``, fitted to the last ones.
+"""How long loads from one tier take: ``fixed + bytes / rate``, fitted to the last loads.
 
-Bytes are those the tier had to move until the load was done, so the loads ahead of it count. When a load ended is known
-up to a step of vLLM only, so a sample is an interval, and one that agrees with what was expected changes nothing. One
-sample that is far off is an accident and counts up to twice or half the expected; a second one in the same direction is
-a tier that has changed, and what was known before is forgotten.
+The bytes of a sample are those the tier had to move until the load was done, including the loads ahead of it. The end
+of a load is known up to one step of vLLM, so a sample is an interval; one that contains the expected time changes
+nothing. A single sample that is far off is treated as an outlier and limited to twice or half the expected time; a
+second one in the same direction means that the tier has changed, and the samples before are dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REACH = 1.25
 FAIL_WEIGHT = 0.1
 
 
-class Loading(NamedTuple):
+class LoadSpeed(NamedTuple):
     """What is known of a tier's loads, as it is remembered."""
 
     fixed: float  # seconds
@@ -84,13 +84,13 @@ class LoadRate:
         self._samples.append((size, took))
         self._fit()
 
-    def known(self) -> Loading | None:
+    def known(self) -> LoadSpeed | None:
         """What another process may start with; None: nothing is known."""
         if not self._samples:
             return None
-        return Loading(self.fixed, self._per_byte, self._least, self._most, self.given_up)
+        return LoadSpeed(self.fixed, self._per_byte, self._least, self._most, self.given_up)
 
-    def recall(self, known: Loading) -> None:
+    def recall(self, known: LoadSpeed) -> None:
         """Start with what an earlier process knew. It counts as one or two loads, so the next few outweigh it, and two
         that are far off end it; nothing if loads were measured already."""
         if self._samples:

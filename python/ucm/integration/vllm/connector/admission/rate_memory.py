@@ -1,8 +1,8 @@
-"""Speeds that outlive the process: an engine started again knows at once what computing and loading take.
+"""Keeps measured speeds across restarts, so that an engine starts with the rates of its last run.
 
-They are kept in a small file beside the root's marker, for each identity and machine, and only believed until they are
-measured anew (:meth:`~.pace.Pace.recall`, :meth:`~.load_rate.LoadRate.recall`). No step ever waits for the file: it is
-read and written on background threads, and where it cannot be, nothing is remembered.
+They are written to a small file beside the root's marker, for each identity and machine, and used until they are
+measured anew (:meth:`~.compute_rate.ComputeRate.recall`, :meth:`~.load_rate.LoadRate.recall`). Background threads read
+and write the file, so no step waits for it; where that fails, nothing is remembered.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ucm.integration.vllm.connector.admission.admission import TIERS, Admission
-from ucm.integration.vllm.connector.admission.compute_rate import Computing
-from ucm.integration.vllm.connector.admission.load_rate import Loading
+from ucm.integration.vllm.connector.admission.compute_rate import ComputeSpeed
+from ucm.integration.vllm.connector.admission.load_rate import LoadSpeed
 from ucm.integration.vllm.connector.background import IDLE, Background
 from ucm.integration.vllm.connector.guard import harmless, logger
 from ucm.integration.vllm.connector.root_file import RootFile
@@ -32,7 +32,7 @@ CLOSE_S = 1.0
 #: What a processor calls itself, by architecture.
 _PROCESSOR = ("vendor_id", "model name", "cpu family", "model", "CPU implementer", "CPU part", "cpu", "machine")
 
-_Rates = TypeVar("_Rates", Computing, Loading)
+_Rates = TypeVar("_Rates", ComputeSpeed, LoadSpeed)
 
 
 def machine_name() -> str:
@@ -147,17 +147,17 @@ class RateMemory:
 
     def _recall(self, entry: Mapping[str, Any]) -> None:
         """Each part is believed by itself; one that makes no sense is as one that is not there."""
-        computing = _read_as(Computing, entry.get("computing"))
+        computing = _read_as(ComputeSpeed, entry.get("computing"))
         stored = entry.get("loading")
         tiers = stored if isinstance(stored, dict) and entry.get("store") == self._store else {}
-        read = {tier: _read_as(Loading, tiers.get(str(tier))) for tier in range(TIERS)}
+        read = {tier: _read_as(LoadSpeed, tiers.get(str(tier))) for tier in range(TIERS)}
         loading = {tier: known for tier, known in read.items() if known is not None}
         self._admission.recall(computing, loading)
         if computing is not None or loading:
             logger.info("speeds remembered of this engine on this machine: %s", self._admission.rates())
 
 
-def _spelled(rates: Computing | Loading) -> dict[str, float]:
+def _spelled(rates: ComputeSpeed | LoadSpeed) -> dict[str, float]:
     """As JSON, with digits that mean something: what differs behind them is not worth writing."""
     return {
         name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in rates._asdict().items()

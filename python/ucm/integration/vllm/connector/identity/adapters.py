@@ -1,8 +1,8 @@
-"""Content digests of LoRA adapters: the same path with other bytes is another adapter.
+"""Content digests of LoRA adapters, so that another adapter at the same path gets other block keys.
 
-vLLM knows an adapter by its name, number and path, and loads it once. ucm names blocks by what the adapter *is*: the
-SHA-256 over its files. An adapter that changed since the engine started, or whose number stands for two paths, has no
-name: which of its contents the engine holds cannot be known, so its requests are neither looked up nor stored.
+vLLM knows an adapter by its name, number and path, and loads it once. ucm keys blocks by the SHA-256 over the adapter's
+files. If these changed since the engine started, or one number stands for two paths, the content that the engine holds
+is not known: requests of that adapter are neither looked up nor stored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a request's KV depends on beside its tokens, as frames for the block keys.
+"""The inputs of a request's KV beside its tokens, as frames for the block keys.
 
-A frame is (block index, tag, bytes). LoRA content and cache salt stand in block 0, and the chain of keys carries them
-on; multimodal items, by their content, and prompt embeddings stand in every block they touch. A request that cannot be
-described exactly raises :class:`UnkeyableError` and is left alone.
+A frame is (block index, tag, bytes). LoRA content and cache salt stand in block 0, and the hash chain carries them to
+the blocks that follow. Multimodal items (by content) and prompt embeddings stand in every block they touch. A request
+that cannot be described exactly raises :class:`~.unkeyable.UnkeyableError` and is computed without the cache.
 """
 
 from __future__ import annotations

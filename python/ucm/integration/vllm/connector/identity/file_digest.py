@@ -1,4 +1,4 @@
-"""Digests of files: by content, by samples, or remembered from an earlier process while nothing touched the file."""
+"""SHA-256 digests of files: of the content, of samples, or remembered while the file's metadata is unchanged."""
 
 from __future__ import annotations
 

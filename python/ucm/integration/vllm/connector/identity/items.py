@@ -1,9 +1,9 @@
-"""Multimodal items by their content: a digest of the data that the model is fed, never the name vLLM gave it.
+"""Content digests of multimodal items: of the data that the model is fed, not of the name vLLM uses for them.
 
-vLLM names an item by a hash it computed or by a text that a client chose, and keeps what it computed under that name:
-the encoder's output and the blocks of its prefix cache. So a name that stands for two contents spoils the KV of every
-request that uses it, whatever the request's own data are. :class:`Items` remembers which content each name was used
-for; requests with a name that stands for more than one are not stored.
+vLLM names an item by a hash it computed or by a text that a client chose, and caches under that name: the encoder's
+output, and blocks of its prefix cache. If a client uses one name for two contents, the KV of every request with that
+name may be wrong, whatever the request's own data are. :class:`Items` remembers which content each name was used for,
+and requests with an ambiguous name are not stored.
 """
 
 from __future__ import annotations

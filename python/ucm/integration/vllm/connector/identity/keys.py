@@ -1,4 +1,4 @@
-"""Block keys of a request: hashed once per prompt, then one call per few blocks as the output grows."""
+"""Computes the block keys of a request: the prompt is hashed once, output blocks as they fill up."""
 
 from __future__ import annotations
 

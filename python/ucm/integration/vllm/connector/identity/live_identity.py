@@ -1,8 +1,8 @@
-"""The identity of what an engine computes now, also after the weights in its memory were replaced.
+"""The identity of what an engine computes now, which changes when the weights in memory are replaced.
 
-It is made from the files that the weights were read from, as long as memory holds what those said. Other files that
-vLLM was told to read since give another identity, theirs. Weights that came by other means have no name that others
-could know: their KV is kept under a random one, for this process alone.
+As long as memory holds what was loaded, the weights are named by their files. When vLLM was told to read other files
+since then, these name the weights. Weights that came by other means have no name that another process could know: their
+KV is stored under a random one, for this process alone.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import secrets
 from typing import Any
 
 from ucm.errors import UcmError
-from ucm.integration.vllm.connector.guard import logger, say_once
+from ucm.integration.vllm.connector.guard import info_once, logger
 from ucm.integration.vllm.connector.identity.engine_identity import identity_digest, identity_text, with_weights
 from ucm.integration.vllm.connector.identity.weight_files import WeightSource
 from ucm.integration.vllm.connector.identity.weights import DECLARED, WeightsDigest, WeightsState
-from ucm.integration.vllm.connector.identity.weights_report import WeightsWord
+from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 
 
 class UnknowableError(UcmError):
@@ -61,33 +61,33 @@ class LiveIdentity:
 
     def _make_private(self, why: str) -> str:
         self._private = f"private:{secrets.token_hex(16)}"
-        say_once("the weights in memory have no name (%s): their KV is kept for this process alone", why)
+        info_once("the weights in memory have no name (%s): their KV is kept for this process alone", why)
         return self._private
 
-    def trouble(self) -> str:
+    def why_invalid(self) -> str:
         """Why the identity no longer holds, empty while it does; looks at the files again without waiting."""
         if self._private:
             return ""
         state = self._weights.recheck(0.0)
         return "" if state.kind in ("known", "pending") else state.reason
 
-    def renew(self, words: list[WeightsWord]) -> bool:
+    def update(self, reports: list[WeightsReport]) -> bool:
         """Every rank has compared the weights in its memory: whether the identity is another one now."""
-        if all(word.unchanged for word in words):
+        if all(report.unchanged for report in reports):
             state = self._weights.state
             if self._private or state.kind in ("known", "pending"):
                 return False
             if state.kind == "unknown":  # the files changed, memory did not
                 self._make_private(state.reason)
             return True
-        named = {word.named for word in words}
+        named = {report.named for report in reports}
         self._weights.close()
         self._renewed, self._private = True, ""
         files = named.pop() if len(named) == 1 else None
         if files is None or self._mode.startswith(DECLARED):
             self._make_private("they were replaced, and not from files that vLLM names")
         else:
-            since_ns = min(word.since_ns for word in words)
+            since_ns = min(report.since_ns for report in reports)
             self._weights = WeightsDigest(files, self._mode, self._root, since_ns=since_ns)
         return True
 

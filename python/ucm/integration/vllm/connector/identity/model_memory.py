@@ -1,13 +1,13 @@
-"""Whether the weights that one rank computes with are still those it was seen with: a fingerprint of what is in memory.
+"""Detects that the weights in a rank's memory changed, by a fingerprint of the model's tensors.
 
-vLLM can replace the weights of a running engine by many routes (``reload_weights``, weight transfer, sleep level 2, a
-worker extension that writes them), and tells connectors of none. So this rank remembers what its model's tensors look
-like when their files have just been loaded, and compares when the scheduler half asks.
+vLLM can replace the weights of a running engine in many ways (``reload_weights``, weight transfer, sleep level 2, a
+worker extension that writes them) and tells connectors of none. So each rank takes a fingerprint right after loading,
+and compares when the scheduler half asks.
 
 The fingerprint is a SHA-256 over samples of every parameter and persistent buffer: small ones whole, of others
 :data:`SAMPLES` bytes at even distances. Training, merging and loading change every sample of a tensor they touch; an
 edit of single numbers that misses all samples of a large tensor is not seen. Some kernels pack a weight into an object
-of their own and leave an empty parameter behind (oneDNN on a CPU): such an object counts as the same while it is the
+of their own and leave an empty parameter behind (oneDNN on a CPU): such an object counts as unchanged while it is the
 same object.
 """
 
@@ -25,7 +25,7 @@ import torch
 
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.identity.weight_files import WeightSource
-from ucm.integration.vllm.connector.identity.weights_report import WeightsWord
+from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 
 #: A tensor of at most so many bytes is fingerprinted whole.
 WHOLE = 64 << 10
@@ -71,11 +71,11 @@ class ModelMemory:
         try:
             self._models = [weakref.ref(model) for model in _models_with(self._layers())]
             self._known, self._known_source = self._look(), self._source()
-        except Exception as error:  # then no one can tell later whether they changed, which judge() says
+        except Exception as error:  # later changes cannot be detected, which compare() says
             logger.warning("the model's weights cannot be looked at in memory: %r", error)
         self._seen_ns = self._now_ns()
 
-    def judge(self, generation: int) -> WeightsWord:
+    def compare(self, generation: int) -> WeightsReport:
         """Compare what is in memory with what is known, and know the present from now on. Never raises."""
         before, since = self._known, self._seen_ns
         named, self._known = None, None
@@ -89,8 +89,8 @@ class ModelMemory:
         self._seen_ns = self._now_ns()
         now = self._known
         if before is None or now is None:
-            return WeightsWord(generation, None, None, since)
-        return WeightsWord(generation, before.equals(now), named, since)
+            return WeightsReport(generation, None, None, since)
+        return WeightsReport(generation, before.equals(now), named, since)
 
     def _look(self) -> Fingerprint | None:
         models = [model() for model in self._models]

@@ -1,8 +1,8 @@
 """How the running engine lays KV bytes out: dtype, attention backend, packing, layout and groups of the identity.
 
-Both halves of the connector compute these from the configuration alone, because the scheduler half has no layers
-when the ranks are processes of their own. Where layers are in reach their own backend is asked, and a worker whose
-layers say something else than the scheduler half expected shows up as a difference in the handshake.
+Both halves of the connector compute these from the configuration alone, because the scheduler half has no layers when
+the ranks are processes of their own. Where layers are in reach, their own backend is asked; a worker whose layers
+differ from what the scheduler half expected shows up as a difference in the handshake.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which files an engine reads its weights from, found the way vLLM finds them, without a network.
+"""Finds the files an engine reads its weights from, in the way vLLM does, without a network.
 
-A local directory is read as it is; a hub name is looked up in the local cache of the revision that vLLM resolved.
-Beside the weights stand the few other files that change what is computed from them: a quantisation's own
-configuration, and the model's code when the user allowed it to run.
+A local directory is read as it is; a hub name is looked up in the local cache, at the revision that vLLM resolved. The
+result includes the few other files that change what is computed: a quantisation's own configuration, and the model's
+code when the user allowed it to run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The digest of an engine's weights: which bytes the model was loaded from, known without making anyone wait.
+"""The digest of the weights an engine loaded, computed in the background.
 
-:class:`WeightsDigest` works on threads of its own, at the lowest priority. Its answer is one of four states: pending,
-known (the text for the identity), unknown (a file changed since the engine started, so nobody can say what is in
-memory) or off (there is nothing to read and nothing was declared). Only *known* lets blocks be stored or found.
+:class:`WeightsDigest` hashes on threads of its own, at the lowest priority. Its answer is one of four states: pending,
+known (the text for the identity), unknown (a file changed since the engine started, so what is in memory is not known)
+or off (there is nothing to read and nothing was declared). Blocks are stored and found only in the state *known*.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ class _Work:
                 digest, stamp = hash_file(path, self._sampled, self._progress)
                 if stamp != self._stamps[path]:
                     raise FileChangedError("a weight file changed while the engine started", context={"path": path})
-            except Exception as error:  # carried to whoever waits
+            except Exception as error:  # raised where it is waited for
                 self._finish(path, error=error)
                 return
             self._finish(path, digest)

@@ -11,7 +11,7 @@ from ucm.integration.vllm.connector.identity.weight_files import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsWord:
+class WeightsReport:
     """What a rank says about the weights in its memory."""
 
     generation: int  # the one it was asked for

@@ -1,1 +1,6 @@
-"""The connector in vLLM's scheduler: what is looked up, loaded and dumped. Touches no tensor."""
+"""The scheduler half: what is looked up, loaded and dumped. It touches no tensor.
+
+:mod:`.scheduler` answers vLLM's calls. It keeps one :class:`~.request_tracker.RequestTracker` per request, looks its
+prefix up (:mod:`.lookup`), decides about hits (:mod:`.hit_policy`) and plans dumps (:mod:`.dump_planner`), once
+:mod:`.readiness` says that identity, weights and stores are known.
+"""

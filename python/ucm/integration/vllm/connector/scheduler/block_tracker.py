@@ -1,7 +1,7 @@
-"""What this engine knows about blocks in the store: there, being written, or refused by one of its ranks.
+"""What this engine knows about blocks in the store: present, being written, or refused by one of its ranks.
 
-A memory, not the truth: the store answers lookups. It saves offering a block that is there already, and it keeps a
-block from counting as a hit after a rank found its record bad or could not publish it.
+This is a cache; lookups ask the store. It avoids offering a block that is present already, and it keeps a block from
+counting as a hit after a rank found its record bad or could not publish it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ PRESENT_LIMIT = 1 << 17
 REFUSED_LIMIT = 1 << 16
 
 
-class Presence:
+class BlockTracker:
     """Bounded sets of block keys."""
 
     def __init__(self, present_limit: int = PRESENT_LIMIT, refused_limit: int = REFUSED_LIMIT) -> None:
         self._present: dict[bytes, None] = {}
         self._refused: dict[bytes, None] = {}
         self._newer: dict[bytes, None] = {}
-        self._owed: dict[bytes, None] = {}
+        self._unpublished: dict[bytes, None] = {}
         self._writing: dict[bytes, int] = {}
         self._present_limit = present_limit
         self._refused_limit = refused_limit
@@ -34,7 +34,9 @@ class Presence:
 
     def offerable(self, key: bytes) -> bool:
         """Whether offering this block makes sense now."""
-        return key not in self._writing and (key not in self._present or key in self._refused or key in self._owed)
+        return key not in self._writing and (
+            key not in self._present or key in self._refused or key in self._unpublished
+        )
 
     def is_writing(self, key: bytes) -> bool:
         """Whether a job is writing this block."""
@@ -49,7 +51,7 @@ class Presence:
         """Every rank published its part: a hit from now on."""
         self._writing.pop(key, None)
         self._refused.pop(key, None)
-        self._owed.pop(key, None)
+        self._unpublished.pop(key, None)
         self._newer.pop(key, None)  # it was offered, so nothing of that name was there
         self._remember(self._present, key, self._present_limit)
 
@@ -63,18 +65,18 @@ class Presence:
             self.refuse(key)
         else:
             self._present.pop(key, None)
-            self._remember(self._owed, key, self._refused_limit)
+            self._remember(self._unpublished, key, self._refused_limit)
 
     def refuse(self, key: bytes) -> None:
         """A rank found the record bad or gone: no hit until the block was written again."""
         self._present.pop(key, None)
         self._remember(self._refused, key, self._refused_limit)
 
-    def leave(self, key: bytes) -> None:
+    def mark_newer(self, key: bytes) -> None:
         """A rank found a record of a newer version: no hit, and not offered while it is there, for no dump replaces
         it."""
         self._refused.pop(key, None)
-        self._owed.pop(key, None)
+        self._unpublished.pop(key, None)
         self._remember(self._newer, key, self._refused_limit)
         self._remember(self._present, key, self._present_limit)
 

@@ -1,11 +1,12 @@
-"""Offering blocks to the store: jobs in chain order, within what the workers can take.
+"""Plans dumps: jobs in chain order, within what the workers can take, followed to their end on every rank.
 
-A job goes to every rank and is kept until every rank said how it ended. vLLM's blocks are not referenced for it: what
-is in a block stays there until a step writes it, and every step is planned here first. While the request lives its
-blocks are its own; later they may be free, or found by others for what is in them. Once vLLM has handed one to others
-while some rank may still have to read it, the job is *settled*: the ranks read it before that step begins, which is a
-copy in memory, begun long ago as a rule. So an engine that stops stepping, a reset of its prefix cache or a pause never
-meets a block that a dump holds, and no step is taken just to hear how a dump ended: the next request's steps tell.
+A job goes to every rank and is kept until every rank reported how it ended. A dump holds no reference to vLLM's blocks:
+their content stays until a step writes it, and the connector sees every step before it runs. While the request lives,
+the blocks are its own; later they may be free, or shared by requests that use the same content. When vLLM hands one out
+to be written while some rank may still have to read it, the job is *flushed*: the ranks read it before that step
+begins. That is a copy in memory which has usually been done by then. So a stopped engine, a reset of the prefix cache
+or a pause never meets a block that a dump keeps, and no step is taken just to learn how a dump ended: the steps of the
+next request report it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ucm.integration.vllm.connector.metadata import Dump, DumpResult, RankReport, join_keys
-from ucm.integration.vllm.connector.scheduler.block_tracker import Presence
-from ucm.integration.vllm.connector.scheduler.rank_health import RanksHealth
-from ucm.integration.vllm.connector.scheduler.request_tracker import Tracked
+from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
+from ucm.integration.vllm.connector.scheduler.rank_health import RankHealth
+from ucm.integration.vllm.connector.scheduler.request_tracker import RequestTracker
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -45,7 +46,7 @@ class _Job:
     first: int
     blocks: list[KVCacheBlock]  # until every rank has read them
     hashes: list[object]  # vLLM's, of the blocks
-    owner: Tracked
+    owner: RequestTracker
     preemptions: int  # of the owner
     staged: set[int] = field(default_factory=set)
     done: dict[int, DumpResult] = field(default_factory=dict)
@@ -54,8 +55,10 @@ class _Job:
 class DumpPlanner:
     """Plans dump jobs and follows them to their end on every rank."""
 
-    def __init__(self, presence: Presence, health: RanksHealth, clock: Callable[[], float] = time.monotonic) -> None:
-        self._presence, self._health = presence, health
+    def __init__(
+        self, block_tracker: BlockTracker, health: RankHealth, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._block_tracker, self._health = block_tracker, health
         self._clock = clock
         self._numbers = itertools.count(1)
         self._pool: BlockPool | None = None
@@ -97,56 +100,56 @@ class DumpPlanner:
                 room = min(room, free - sum(len(j.keys) for j in self._jobs.values() if j.number > seen))
         return max(room, 0)
 
-    def plan(self, tracked: Tracked, upto: int, blocks: Sequence[KVCacheBlock], room: int) -> list[Dump]:
-        """Offer what ``tracked`` holds of its first ``upto`` blocks, at most ``room`` of them; advances its cursor."""
+    def plan(self, tracker: RequestTracker, upto: int, blocks: Sequence[KVCacheBlock], room: int) -> list[Dump]:
+        """Offer what ``tracker`` holds of its first ``upto`` blocks, at most ``room`` of them; advances its cursor."""
         plans: list[Dump] = []
-        at = tracked.cursor
+        at = tracker.cursor
         upto = min(upto, len(blocks))
         while at < upto:
-            if not self._offerable(tracked, at):
+            if not self._offerable(tracker, at):
                 at += 1
                 continue
             end = at
-            while end < upto and end - at < min(JOB_BLOCKS, room) and self._offerable(tracked, end):
+            while end < upto and end - at < min(JOB_BLOCKS, room) and self._offerable(tracker, end):
                 if blocks[end].is_null:
                     break
                 end += 1
             if end == at:
                 break  # no room left, or not a block of ours: the chain stops here
-            plans.append(self._job(tracked, at, end, blocks))
+            plans.append(self._job(tracker, at, end, blocks))
             room -= end - at
             at = end
-        tracked.cursor = at
+        tracker.cursor = at
         return plans
 
-    def offers(self, tracked: Tracked, upto: int) -> bool:
+    def offers(self, tracker: RequestTracker, upto: int) -> bool:
         """Whether :meth:`plan` would offer any of its first ``upto`` blocks."""
-        return any(self._offerable(tracked, at) for at in range(tracked.cursor, upto))
+        return any(self._offerable(tracker, at) for at in range(tracker.cursor, upto))
 
-    def _offerable(self, tracked: Tracked, at: int) -> bool:
-        key = tracked.keys[at]
-        return self._presence.offerable(key) or (at in tracked.audit and not self._presence.is_writing(key))
+    def _offerable(self, tracker: RequestTracker, at: int) -> bool:
+        key = tracker.keys[at]
+        return self._block_tracker.offerable(key) or (at in tracker.audit and not self._block_tracker.is_writing(key))
 
-    def _job(self, tracked: Tracked, start: int, end: int, blocks: Sequence[KVCacheBlock]) -> Dump:
-        keys, sources = tracked.keys[start:end], list(blocks[start:end])
+    def _job(self, tracker: RequestTracker, start: int, end: int, blocks: Sequence[KVCacheBlock]) -> Dump:
+        keys, sources = tracker.keys[start:end], list(blocks[start:end])
         hashes = [block.block_hash for block in sources]
-        preemptions = tracked.request.num_preemptions
-        job = _Job(next(self._numbers), keys, start, sources, hashes, tracked, preemptions)
+        preemptions = tracker.request.num_preemptions
+        job = _Job(next(self._numbers), keys, start, sources, hashes, tracker, preemptions)
         self._unread += len(sources)
         self._jobs[job.number] = job
-        self._presence.writing(keys, job.number)
+        self._block_tracker.writing(keys, job.number)
         return Dump(
             job=job.number,
-            request=tracked.request.request_id,
+            request=tracker.request.request_id,
             first=start,
-            parent=tracked.keys[start - 1] if start else b"",
+            parent=tracker.keys[start - 1] if start else b"",
             keys=join_keys(keys),
             blocks=np.fromiter((block.block_id for block in sources), dtype=np.int64, count=len(sources)),
-            audit=start < tracked.audit.stop and end > tracked.audit.start,
-            refused=tuple(row for row, key in enumerate(keys) if self._presence.is_refused(key)),
+            audit=start < tracker.audit.stop and end > tracker.audit.start,
+            refused=tuple(row for row, key in enumerate(keys) if self._block_tracker.is_refused(key)),
         )
 
-    def report(self, rank: RankReport, live: Iterable[Tracked]) -> None:
+    def report(self, rank: RankReport, live: Iterable[RequestTracker]) -> None:
         """A rank's news: releases what every rank has staged, settles what every rank has ended."""
         self._heard = self._clock()
         self._free[rank.rank] = rank.free_slots
@@ -162,9 +165,9 @@ class DumpPlanner:
                 self._release(job)
                 if job.done.keys() >= self._ranks:
                     del self._jobs[job.number]
-                    self._settle(job, live)
+                    self._finish(job, live)
 
-    def overtaken(self, live: Mapping[str, Tracked]) -> list[int]:
+    def jobs_to_flush(self, live: Mapping[str, RequestTracker]) -> list[int]:
         """A step was planned: the jobs whose blocks vLLM has handed to others, which some rank may not have read."""
         taken: list[int] = []
         if not self._unread:
@@ -183,7 +186,7 @@ class DumpPlanner:
             if job := self._jobs.pop(dump.job, None):
                 self._read(job)
                 for key in job.keys:
-                    self._presence.not_written(key, refuse=False)
+                    self._block_tracker.not_written(key, refuse=False)
 
     def _release(self, job: _Job) -> None:
         if job.staged >= self._ranks:
@@ -193,15 +196,15 @@ class DumpPlanner:
         self._unread -= len(job.blocks)
         job.blocks = []
 
-    def _settle(self, job: _Job, live: Iterable[Tracked]) -> None:
+    def _finish(self, job: _Job, live: Iterable[RequestTracker]) -> None:
         busy = any(result.busy for result in job.done.values())
         failed = {row for result in job.done.values() for row in result.failed}
         refused = {row for result in job.done.values() if not result.busy for row in result.failed}
         for row, key in enumerate(job.keys):
             if row in failed:
-                self._presence.not_written(key, refuse=row in refused)
+                self._block_tracker.not_written(key, refuse=row in refused)
             else:
-                self._presence.written(key)
+                self._block_tracker.written(key)
         self.published_blocks += len(job.keys) - len(failed)
         self.failed_blocks += len(refused)
         if not failed:
@@ -214,9 +217,9 @@ class DumpPlanner:
         self._hold_until = max(self._hold_until, self._failing_until, now + BUSY_PAUSE_S if busy else 0.0)
         at = job.first + min(failed)
         key = job.keys[min(failed)]
-        for tracked in live:  # whoever holds the block offers it again
-            if tracked.cursor > at and at < len(tracked.keys) and tracked.keys[at] == key:
-                tracked.cursor = at
+        for tracker in live:  # requests that hold the block offer it again
+            if tracker.cursor > at and at < len(tracker.keys) and tracker.keys[at] == key:
+                tracker.cursor = at
 
 
 def untouched(block: KVCacheBlock, was: object) -> bool:

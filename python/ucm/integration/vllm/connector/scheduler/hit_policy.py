@@ -1,15 +1,15 @@
-"""Which of the hits that could be loaded are: what of them pays, but for those computed to be compared."""
+"""Decides for each hit of a request how much of it is loaded: what admission allows, except hits that are audited."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from ucm.integration.vllm.connector.admission.admission import Admission, Cut, Verdict
-from ucm.integration.vllm.connector.scheduler.request_tracker import Tracked
+from ucm.integration.vllm.connector.scheduler.request_tracker import RequestTracker
 from ucm.reasons import MissReason
 
 
-class Hits:
+class HitPolicy:
     """One engine's decisions about hits, one for each hit of a request however often vLLM asks."""
 
     def __init__(
@@ -29,28 +29,28 @@ class Hits:
         self._min_hit_tokens = min_hit_tokens
         self._loaded = 0
 
-    def taken(self, tracked: Tracked, first: int, end: int) -> tuple[int, MissReason | None]:
+    def taken(self, tracker: RequestTracker, first: int, end: int) -> tuple[int, MissReason | None]:
         """Up to where the blocks from ``first`` to ``end`` are loaded, and why the others are not although the store
         has them; None: all are."""
-        tiers = self._tiers(tracked, first, end)
-        if tracked.judged_hit != range(first, end) or tracked.judged_tiers != tiers:
-            again = tracked.judged_hit == range(first, end)
-            tracked.judged_hit, tracked.judged_tiers = range(first, end), tiers
-            rest = tracked.request.num_tokens - end * self._block_tokens
-            cut, tracked.verdict = self._admission.judge(self._cuts(tiers), rest, again=again)
-            tracked.judged_end = first + (0 if cut is None else cut.tokens // self._block_tokens)
-        if tracked.judged_end == first:
+        tiers = self._tiers(tracker, first, end)
+        if tracker.decided_hit != range(first, end) or tracker.decided_tiers != tiers:
+            again = tracker.decided_hit == range(first, end)
+            tracker.decided_hit, tracker.decided_tiers = range(first, end), tiers
+            rest = tracker.request.num_tokens - end * self._block_tokens
+            cut, tracker.verdict = self._admission.decide(self._cuts(tiers), rest, again=again)
+            tracker.load_end = first + (0 if cut is None else cut.tokens // self._block_tokens)
+        if tracker.load_end == first:
             return first, MissReason.DECLINED
-        if self._audits(tracked, first, end):
+        if self._audits(tracker, first, end):
             return first, MissReason.AUDIT
-        return tracked.judged_end, None if tracked.judged_end == end else MissReason.DECLINED
+        return tracker.load_end, None if tracker.load_end == end else MissReason.DECLINED
 
-    def begins(self, tracked: Tracked, tokens: int) -> float | None:
+    def begin_load(self, tracker: RequestTracker, tokens: int) -> float | None:
         """A load of so many tokens is planned; the seconds it may take, None for the store's own deadline."""
-        request, rest = tracked.request, tracked.request.num_tokens - tracked.local - tokens
-        first = tracked.local // self._block_tokens
-        whole = self._cut(self._tiers(tracked, first, first + tokens // self._block_tokens))
-        return self._admission.began(request.request_id, whole, rest, learns=tracked.verdict == Verdict.LEARN)
+        request, rest = tracker.request, tracker.request.num_tokens - tracker.local - tokens
+        first = tracker.local // self._block_tokens
+        whole = self._cut(self._tiers(tracker, first, first + tokens // self._block_tokens))
+        return self._admission.began(request.request_id, whole, rest, learns=tracker.verdict == Verdict.LEARN)
 
     def _cuts(self, tiers: bytes) -> list[Cut]:
         """What can be loaded of a hit: up to the first block further down than each tier, and all of it."""
@@ -66,16 +66,16 @@ class Hits:
         return Cut(len(tiers) * self._block_tokens, {tier: tiers.count(tier) * size for tier in set(tiers)})
 
     @staticmethod
-    def _tiers(tracked: Tracked, first: int, end: int) -> bytes:
+    def _tiers(tracker: RequestTracker, first: int, end: int) -> bytes:
         """The tier of each block; what the lookup does not say is in the top one."""
-        known = b"" if tracked.lookup is None else tracked.lookup.tiers[first:end]
+        known = b"" if tracker.lookup is None else tracker.lookup.tiers[first:end]
         return known.ljust(end - first, b"\0")
 
-    def _audits(self, tracked: Tracked, first: int, end: int) -> bool:
+    def _audits(self, tracker: RequestTracker, first: int, end: int) -> bool:
         """Whether this hit is the one in N that is computed all the same; decided once per request."""
-        if self._audit_one_in and not tracked.judged:
-            tracked.judged = True
+        if self._audit_one_in and not tracker.audit_decided:
+            tracker.audit_decided = True
             self._loaded += 1
             if self._loaded % self._audit_one_in == 0:
-                tracked.audit = range(first, end)
-        return bool(tracked.audit)
+                tracker.audit = range(first, end)
+        return bool(tracker.audit)

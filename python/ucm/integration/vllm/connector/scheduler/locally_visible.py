@@ -1,9 +1,9 @@
 """Blocks that the ranks of this engine can read before others see them: in a segment that is still open, in memory.
 
-A rank names them with its report, as record ids. The scheduler half looks up in a store of its own, which sees what is
-published; where that stops, blocks named here go on. They count for this engine alone, and only if every rank that
-would read the record has named it. A rank goes on naming what it published until the scheduler half's store, which
-lists a directory now and then, must have found it.
+A rank lists their record ids in its report. The scheduler half looks up in a store of its own, which sees only what is
+published; where that prefix ends, the blocks listed here continue it. They count for this engine alone, and only if
+every rank that would read the record has listed it. A rank keeps a published record in its list until the scheduler
+half's store, which lists a directory from time to time, must have found it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ucm.integration.vllm.connector.metadata import split_keys
 LIMIT = 1 << 18
 
 
-class EarlyHits:
+class LocallyVisible:
     """Written by the scheduler's thread, read by the lookups' threads."""
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -30,7 +30,7 @@ class EarlyHits:
         self._readers = [list(ranks) for ranks in readers]
 
     def report(self, rank: int, gained: bytes, lost: bytes) -> None:
-        """A rank's word: the record ids it can read from now on, and those that are no longer early."""
+        """A rank's word: the record ids it can read from now on, and those that are now published or gone."""
         if not (gained or lost):
             return
         known = self._ranks.setdefault(rank, set())
@@ -38,14 +38,14 @@ class EarlyHits:
         known.difference_update(split_keys(lost))
 
     def run(self, ids: Sequence[bytes], start: int) -> int:
-        """How many record ids from ``start`` on are readable early; ``ids`` holds the parts of each block in turn."""
+        """How many record ids from ``start`` on are locally visible; ``ids`` holds the parts of each block in turn."""
         if not any(self._ranks.values()):
             return 0
         for at in range(start, len(ids)):
-            if not self._is_early(ids[at], at % len(self._readers)):
+            if not self._is_locally_visible(ids[at], at % len(self._readers)):
                 return at - start
         return len(ids) - start
 
-    def _is_early(self, record_id: bytes, part: int) -> bool:
+    def _is_locally_visible(self, record_id: bytes, part: int) -> bool:
         readers = self._readers[part]
         return bool(readers) and all(record_id in self._ranks.get(rank, ()) for rank in readers)

@@ -1,11 +1,11 @@
-"""Asking the store how much of a prompt it has, without ever making a step wait.
+"""Asks the store how much of a prompt it has, without making a step wait.
 
-A :class:`Lookup` is made when a request arrives: hash the tokens, ask for every part, keep the shortest prefix. Tokens
-are hashed at once, in the scheduler's thread, and where the store answers from memory it is asked at once, too: another
-thread would have to be woken, and to wait for the interpreter while the engine has it, which takes longer. A store that
-has to ask a medium does that on a thread of its own, which does not need the interpreter, and is asked for its answer
-now and then. What needs more than that (files of adapters, long prompts, stores written in Python) is done on a
-background thread. vLLM's question is answered "not known yet" until it is, or until it is late.
+A :class:`Lookup` starts when a request arrives: it hashes the tokens, asks for every part and keeps the shortest
+prefix. Hashing runs in the scheduler's thread, and so does the lookup where the store answers from memory: waking
+another thread, which would have to wait for the interpreter, takes longer. A store that has to ask a medium does so on
+a thread of its own, which does not need the interpreter, and is polled for its answer. Everything slower (files of
+adapters, long prompts, stores written in Python) runs on a background thread. Until there is an answer, or it is late,
+vLLM is told "not known yet".
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 
 from ucm.integration.vllm.connector.background import IDLE, Background
-from ucm.integration.vllm.connector.guard import say_once, throttle
+from ucm.integration.vllm.connector.guard import info_once, throttle
 from ucm.integration.vllm.connector.identity.unkeyable import UnkeyableError
-from ucm.integration.vllm.connector.scheduler.locally_visible import EarlyHits
+from ucm.integration.vllm.connector.scheduler.locally_visible import LocallyVisible
 from ucm.reasons import MissReason, named, reason_of
 from ucm.store import record_ids
 from ucm.store.ucmstore_v1 import Asked, UcmKVStoreBaseV1
 
 #: Longest prompt that is hashed and looked up at once, in tokens.
 AT_ONCE_TOKENS = 1 << 15
-#: Runs of published blocks and of early ones that one lookup follows in turn.
+#: Runs of published and of locally visible blocks that one lookup follows in turn.
 ALTERNATIONS = 4
 
 #: What is found: blocks of the prefix that every part has, why there are no more, and the tier of each.
@@ -67,7 +67,7 @@ class Lookup:
         self.began, self.seconds = clock(), 0.0  # and how long it took until it was answered
         self.hashing = True  # a thread computes the keys, or will
         self._done = False  # the answer is final
-        self._look: Callable[[Lookup], None] | None = None  # whether the store has answered; None: nobody follows
+        self._look: Callable[[Lookup], None] | None = None  # polls the store for its answer; None: nothing to poll
         self.answered = False  # and it is the store's
         self.tiers = b""  # that each of the hits would be loaded from, a byte each
         self.located_at = clock()  # when they were last asked for
@@ -166,15 +166,16 @@ class Lookups:
         background: Background,
         store: UcmKVStoreBaseV1,
         masks: Sequence[bytes],
-        early: EarlyHits | None = None,
+        locally_visible: LocallyVisible | None = None,
     ) -> None:
-        """``masks``: of the parts a block has; ``early``: what the ranks can read before ``store`` sees it."""
+        """``masks``: of the parts a block has; ``locally_visible``: what the ranks can read before
+        ``store`` sees it."""
         self._background = background
-        self._early = early or EarlyHits()
+        self._locally_visible = locally_visible or LocallyVisible()
         self._store = store
         self._masks = list(masks)
-        # What is early is in an open file, or in memory that is not announced: taken for the slower of both.
-        self._early_tier = max(len(store.tier_names) - 1, 0)
+        # Such a block is in an open file, or in memory that is not announced: taken for the slower of both.
+        self._locally_visible_tier = max(len(store.tier_names) - 1, 0)
 
     def start(
         self,
@@ -229,7 +230,7 @@ class Lookups:
         except UnkeyableError as error:
             lookup.hashed(None)
             lookup.give_up(error.reason)
-            say_once("some requests are not cached: %s", error.message)
+            info_once("some requests are not cached: %s", error.message)
             return None
         except Exception as error:
             throttle.warning("hash", "a prompt could not be hashed: %r", error)
@@ -242,7 +243,7 @@ class Lookups:
     def _ask(self, lookup: Lookup, keys: list[bytes]) -> None:
         """Wait for the store's answer."""
         if lookup.done:
-            return  # nobody waits any more
+            return  # the request went on without it
         prefix = self._prefix(keys)
         try:
             ids = next(prefix)
@@ -295,8 +296,8 @@ class Lookups:
             found, name = yield ids[len(tiers) :] if tiers else ids
             reason = named(name, MissReason.ABSENT)
             tiers += found
-            run = self._early.run(ids, len(tiers)) if reason == MissReason.ABSENT else 0
-            tiers += bytes((self._early_tier,)) * run
+            run = self._locally_visible.run(ids, len(tiers)) if reason == MissReason.ABSENT else 0
+            tiers += bytes((self._locally_visible_tier,)) * run
             if not run or len(tiers) == len(ids):
                 break
         hits, ahead = divmod(len(tiers), parts)

@@ -1,16 +1,16 @@
-"""Why the blocks of a request are no hits: one reason for each, for the counters of :mod:`..miss_stats`."""
+"""Why the blocks of a request are no hits: one reason for each block, counted by :mod:`..miss_stats`."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from ucm.integration.vllm.connector.scheduler.block_tracker import Presence
-from ucm.integration.vllm.connector.scheduler.request_tracker import Tracked
+from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
+from ucm.integration.vllm.connector.scheduler.request_tracker import RequestTracker
 from ucm.reasons import MissReason
 
 
 def misses(
-    tracked: Tracked, hit: int, presence: Presence, block_tokens: int, min_hit_tokens: int
+    tracker: RequestTracker, hit: int, block_tracker: BlockTracker, block_tokens: int, min_hit_tokens: int
 ) -> dict[MissReason, int]:
     """Why the full blocks of a request beyond those on the device and the ``hit`` ones are no hits.
 
@@ -18,22 +18,22 @@ def misses(
     before. What the store has and was not claimed has the reason of that. Where its answer was not worth waiting for,
     all that it could have was too short.
     """
-    full = tracked.request.num_tokens // block_tokens
-    local = tracked.local // block_tokens
+    full = tracker.request.num_tokens // block_tokens
+    local = tracker.local // block_tokens
     at, found = local + hit, Counter[MissReason]()
     if at >= full:
         return {}
-    lookup = tracked.lookup
-    if tracked.unanswered and not tracked.reason:
-        most = max(tracked.most_claimable(block_tokens), at)
+    lookup = tracker.lookup
+    if tracker.unanswered and not tracker.reason:
+        most = max(tracker.most_claimable(block_tokens), at)
         found[MissReason.TOO_SHORT], found[MissReason.LAST_TOKEN] = most - at, full - most
         return {reason: count for reason, count in found.items() if count > 0}
-    chosen = tracked.reason if tracked.reason in (MissReason.AUDIT, MissReason.DECLINED) else None
-    if (tracked.reason and not chosen) or lookup is None:
-        return {tracked.reason or MissReason.INTERNAL: full - at}
+    chosen = tracker.reason if tracker.reason in (MissReason.AUDIT, MissReason.DECLINED) else None
+    if (tracker.reason and not chosen) or lookup is None:
+        return {tracker.reason or MissReason.INTERNAL: full - at}
     stored = min(max(lookup.hits, at), full)
     found[lookup.reason] = full - stored
-    claimable, why = tracked.claimable_and_why(presence, block_tokens)
+    claimable, why = tracker.claimable_and_why(block_tracker, block_tokens)
     claimable = min(max(claimable, at), stored)
     short = not hit and (claimable - local) * block_tokens < min_hit_tokens
     found[chosen or (MissReason.TOO_SHORT if short else MissReason.NOT_TAKEN)] += claimable - at

@@ -1,12 +1,12 @@
-"""What other connectors of a MultiConnector do to the blocks of a request, and how far that is known.
+"""Keeps wrong blocks out of the store when other connectors of a MultiConnector load into the same request.
 
-vLLM counts tokens as computed when another connector is about to fill their blocks: an asynchronous load does so
-before the request runs, a synchronous one in the very step that computes on them. Which of those blocks were not filled
-is told after the step (``invalid_block_ids``), and then what the step computed from them is wrong as well. So a request
-offers nothing before it has run since it was last admitted; where loads are synchronous it offers only what steps
-computed whose output was seen; and a block that was reported invalid, with all behind it, is never offered.
+vLLM counts tokens as computed when another connector is about to fill their blocks: an asynchronous load does so before
+the request runs, a synchronous one in the very step that computes on them. vLLM reports after the step which blocks
+were not filled (``invalid_block_ids``), and what the step computed from these is wrong as well. So a request offers
+nothing before it has run since it was last admitted; with synchronous loads it offers only what was computed in steps
+whose output has been seen; and a block reported invalid is never offered, nor any block after it.
 
-Our own loads are asynchronous: beside no other connector this delays nothing.
+Our own loads are asynchronous: without another connector this delays nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ucm.integration.vllm.connector.guard import throttle
-from ucm.integration.vllm.connector.scheduler.request_tracker import FAR, Tracked
+from ucm.integration.vllm.connector.scheduler.request_tracker import FAR, RequestTracker
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
-class Others:
+class OtherConnectors:
     """Follows the requests of one engine from their admission to what of them is known to be right."""
 
     def __init__(self, block_tokens: int) -> None:
@@ -33,52 +33,54 @@ class Others:
         #: Some step had a synchronous load in it. From then on a step is judged by its output.
         self.load_in_steps = False
 
-    def admitted(self, tracked: Tracked, table: Sequence[KVCacheBlock]) -> None:
+    def admitted(self, tracker: RequestTracker, table: Sequence[KVCacheBlock]) -> None:
         """Blocks were given to a request; those found in vLLM's prefix cache may be known to be wrong."""
-        self._waiting.add(tracked.request.request_id)
-        tracked.ran_from = None
-        tracked.wrong_from = FAR
+        self._waiting.add(tracker.request.request_id)
+        tracker.ran_from = None
+        tracker.wrong_from = FAR
         if self._invalid:
             wrong = (at for at, block in enumerate(table) if self._is_invalid(block))
-            tracked.wrong_from = next(wrong, FAR)
+            tracker.wrong_from = next(wrong, FAR)
 
     def finished(self, request: str) -> None:
         """A request is gone."""
         self._waiting.discard(request)
 
-    def planned(self, output: SchedulerOutput, live: Mapping[str, Tracked]) -> None:
+    def planned(self, output: SchedulerOutput, live: Mapping[str, RequestTracker]) -> None:
         """A step begins."""
         self.load_in_steps = self.load_in_steps or output.has_sync_kv_loads
         for name in self._waiting & output.num_scheduled_tokens.keys():
             self._waiting.discard(name)
-            if tracked := live.get(name):
-                tracked.ran_from = tracked.request.num_computed_tokens
+            if tracker := live.get(name):
+                tracker.ran_from = tracker.request.num_computed_tokens
 
     @staticmethod
-    def computed(tracked: Tracked) -> int:
+    def computed(tracker: RequestTracker) -> int:
         """Tokens that a request held when the last step ended whose output was seen: none until such a step had some of
         it since it was admitted."""
-        request = tracked.request
+        request = tracker.request
         seen: int = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
-        return seen if tracked.ran_from is not None and seen > tracked.ran_from else 0
+        return seen if tracker.ran_from is not None and seen > tracker.ran_from else 0
 
-    def reported(self, invalid: Collection[int], live: Iterable[Tracked], manager: KVCacheManager | None) -> None:
+    def reported(
+        self, invalid: Collection[int], live: Iterable[RequestTracker], manager: KVCacheManager | None
+    ) -> None:
         """A step's output names device blocks that a load did not fill.
 
         Those of an asynchronous load, ours too, are computed before anything is computed from them. Of a request that
         was computed on them, nothing is right from there on: vLLM computes the block again, but what the step before
-        and whoever shared the block made of it stays in its prefix cache, and its V2 runner computes it in the wrong
-        place (vllm#49250).
+        and the requests that share the block made of it stays in its prefix cache, and its V2 runner computes it in the
+        wrong place (vllm#49250).
         """
         if not (invalid and self.load_in_steps and manager is not None):
             return
-        for tracked in live:
-            table = manager.get_blocks(tracked.request.request_id).blocks[0]
-            held = len(table) if tracked.ran_from is not None else tracked.local // self._block_tokens
+        for tracker in live:
+            table = manager.get_blocks(tracker.request.request_id).blocks[0]
+            held = len(table) if tracker.ran_from is not None else tracker.local // self._block_tokens
             at = next((at for at, block in enumerate(table[:held]) if block.block_id in invalid), None)
             if at is None:
                 continue
-            tracked.wrong_from = min(tracked.wrong_from, at)
+            tracker.wrong_from = min(tracker.wrong_from, at)
             self._invalid |= {block.block_id: block.block_hash for block in table[at:] if block.block_hash is not None}
             throttle.warning("others", "another connector's load failed in a step: what it left is not stored")
 

@@ -1,11 +1,11 @@
-"""Which blocks of requests that wait are brought up in the ranks' memory, so that their loads are quick.
+"""Chooses blocks of waiting requests that the ranks bring into memory, so that their loads are quick.
 
-A load begins when its request is admitted. A request that waits behind others could have its blocks brought into memory
-meanwhile: those that lie further down, of the requests next in line, as many as the ranks have room for. That is a
-hint: nobody waits for it, loads go before it, and the ranks' stores bound it too. What is known of where blocks are is
-asked for again now and then while their request waits, so that its hit is judged by where they are by then.
+A load begins when its request is admitted. While a request waits behind others, its blocks in lower tiers can be
+brought into memory: those of the requests next in line, as many as the ranks have room for. This is a hint: nothing
+waits for it, loads go before it, and the ranks' stores limit it as well. The tiers of a waiting request's blocks are
+looked up again from time to time, so that its hit is decided by where they are then.
 
-The line is that of arrival; vLLM's own may differ, by priorities.
+Requests are taken in the order of arrival; vLLM's own order may differ, by priorities.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import islice
 
 from ucm.integration.vllm.connector.metadata import Prefetch, join_keys
 from ucm.integration.vllm.connector.scheduler.lookup import Lookup
-from ucm.integration.vllm.connector.scheduler.request_tracker import Tracked
+from ucm.integration.vllm.connector.scheduler.request_tracker import RequestTracker
 from ucm.store.ucmstore_v1 import Priority
 
 #: Requests next in line that are looked at, and how often, in seconds.
@@ -51,7 +51,7 @@ class Prefetches:
         self._block_tokens = block_tokens
         self._clock = clock
         self._rooms: dict[int, int] = {}
-        self._line: dict[str, Tracked] = {}
+        self._line: dict[str, RequestTracker] = {}
         self._hinted: dict[str, _Hinted] = {}
         self._held: Counter[bytes] = Counter()  # requests that want a key which was asked for
         self._cancelled: list[bytes] = []
@@ -61,9 +61,9 @@ class Prefetches:
         """Blocks that a rank may be asked to bring up, 0 where its store has no use for that."""
         self._rooms[rank] = room
 
-    def waits(self, tracked: Tracked) -> None:
+    def waits(self, tracker: RequestTracker) -> None:
         """A request has come."""
-        self._line[tracked.request.request_id] = tracked
+        self._line[tracker.request.request_id] = tracker
 
     def gone(self, name: str) -> None:
         """A request waits no more: it was admitted (then its load reads what it needs) or has ended."""
@@ -80,21 +80,21 @@ class Prefetches:
         now = self._clock()
         if self._line and now >= self._next:
             self._next = now + EVERY_S
-            for place, tracked in enumerate(islice(self._line.values(), IN_LINE)):
+            for place, tracker in enumerate(islice(self._line.values(), IN_LINE)):
                 level = next(at for at, (end, _) in enumerate(_PLACES) if place < end)
-                if keys := self._news(tracked, level, room - len(self._held), now):
+                if keys := self._news(tracker, level, room - len(self._held), now):
                     wanted.setdefault(_PLACES[level][1], []).extend(keys)
         cancelled, self._cancelled = [key for key in self._cancelled if key not in self._held], []
         if not (wanted or cancelled):
             return None
         return Prefetch(join_keys(cancelled), [(priority, join_keys(keys)) for priority, keys in wanted.items()])
 
-    def _news(self, tracked: Tracked, level: int, room: int, now: float) -> Sequence[bytes]:
+    def _news(self, tracker: RequestTracker, level: int, room: int, now: float) -> Sequence[bytes]:
         """The keys of a request to be asked for now, with this urgency."""
-        lookup = tracked.lookup
+        lookup = tracker.lookup
         if lookup is None or not lookup.done or not lookup.answered or lookup.keys is None:
             return ()
-        name = tracked.request.request_id
+        name = tracker.request.request_id
         hinted = self._hinted.get(name)
         if hinted is None and not lookup.tiers.strip(b"\0"):
             return ()
@@ -107,7 +107,7 @@ class Prefetches:
         new: list[bytes] = []
         if hinted.tiers is not lookup.tiers or not (hinted.whole or room <= 0):
             hinted.tiers = lookup.tiers
-            below = dict.fromkeys(self._below(tracked, lookup))
+            below = dict.fromkeys(self._below(tracker, lookup))
             room += len(self._drop([key for key in hinted.keys if key not in below]))  # they have come up
             hinted.keys = [key for key in hinted.keys if key in below]
             asked = set(hinted.keys)
@@ -120,14 +120,14 @@ class Prefetches:
             hinted.whole = len(hinted.keys) == len(below)
         return hinted.keys if sooner else new
 
-    def _below(self, tracked: Tracked, lookup: Lookup) -> Iterator[bytes]:
+    def _below(self, tracker: RequestTracker, lookup: Lookup) -> Iterator[bytes]:
         """Keys of the hits that lie further down, but for those a request never loads."""
         keys = lookup.keys or []
-        most = min((tracked.request.num_tokens - 1) // self._block_tokens, tracked.banned_from, len(keys))
+        most = min((tracker.request.num_tokens - 1) // self._block_tokens, tracker.banned_from, len(keys))
         return (key for key, tier in zip(keys[:most], lookup.tiers, strict=False) if tier)
 
     def _drop(self, keys: Sequence[bytes]) -> list[bytes]:
-        """A request wants these no more; those that nobody wants now."""
+        """A request wants these no more; returns those that no request wants now."""
         for key in keys:
             self._held[key] -= 1
         unwanted = [key for key in keys if self._held[key] <= 0]

@@ -1,6 +1,6 @@
-"""What the scheduler half tells the ranks' own stores, with a step's plan: blocks in use, and blocks that will be.
+"""Hints for the ranks' own stores, sent with each step: blocks in use, and blocks that will be needed.
 
-Hints, both bounded: a rank that does without them serves every request as well, only later.
+Both are bounded and optional: a rank that ignores them serves every request as well, only later.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.metadata import Prefetch, RankReport
 from ucm.integration.vllm.connector.scheduler.lookup import Lookup
 from ucm.integration.vllm.connector.scheduler.prefetch import Prefetches
-from ucm.integration.vllm.connector.scheduler.request_tracker import Tracked
+from ucm.integration.vllm.connector.scheduler.request_tracker import RequestTracker
 from ucm.integration.vllm.connector.scheduler.touches import Touches
 
 
-class RankMemory:
+class RankHints:
     """The hints of one engine."""
 
     def __init__(
@@ -32,9 +32,9 @@ class RankMemory:
             self._touches.report(rank.wants_touches)
             self.prefetches.report(rank.rank, rank.prefetch_room)
 
-    def waits(self, tracked: Tracked) -> None:
+    def waits(self, tracker: RequestTracker) -> None:
         """A request has come."""
-        self.prefetches.waits(tracked)
+        self.prefetches.waits(tracker)
 
     def gone(self, name: str) -> None:
         """A request was admitted or has ended."""

@@ -9,7 +9,7 @@ from ucm.integration.vllm.connector.admission.admission import Verdict
 from ucm.integration.vllm.connector.identity.keys import KeyMaker
 from ucm.integration.vllm.connector.identity.unkeyable import UnkeyableError
 from ucm.integration.vllm.connector.miss_stats import Tally
-from ucm.integration.vllm.connector.scheduler.block_tracker import Presence
+from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
 from ucm.integration.vllm.connector.scheduler.lookup import Lookup
 from ucm.reasons import MissReason
 
@@ -23,22 +23,22 @@ FAR = 1 << 62
 NEVER = float("-inf")
 
 
-class Tracked:
+class RequestTracker:
     """A request: its block keys, its lookup, how far its blocks were offered, and what it may not claim again."""
 
     __slots__ = (
         "asked",
         "audit",
+        "audit_decided",
         "banned_from",
         "confirming",
         "cursor",
+        "decided_hit",
+        "decided_tiers",
         "failures",
-        "judged",
-        "judged_end",
-        "judged_hit",
-        "judged_tiers",
         "keyable",
         "keys",
+        "load_end",
         "loading",
         "local",
         "lookup",
@@ -62,11 +62,11 @@ class Tracked:
         self.cursor = 0  # blocks before it were offered, or are in the store
         #: So many blocks were computed before that time, and wait for a look at the adapter that begins after it.
         self.confirming: tuple[int, float] | None = None
-        self.judged = False  # whether this hit is audited was decided
+        self.audit_decided = False  # whether this hit is audited was decided
         self.audit = range(0)  # ordinals of stored blocks that are computed to be compared
-        self.judged_hit = range(0)  # ordinals of the hit that was judged last
-        self.judged_tiers = b""  # where its blocks were
-        self.judged_end = 0  # ordinal of the first that is not to be loaded
+        self.decided_hit = range(0)  # ordinals of the hit that was decided about last
+        self.decided_tiers = b""  # where its blocks were
+        self.load_end = 0  # ordinal of the first that is not to be loaded
         self.verdict = Verdict.LOAD  # and what became of it
         self.banned_from = FAR  # ordinal of the first block that failed to load
         self.local = 0  # tokens found on the device, as of vLLM's last question
@@ -95,7 +95,7 @@ class Tracked:
         self.preemptions = self.request.num_preemptions
         self.lookup = self.waits_since = None
         self.asked, self.reason = False, MissReason.NOT_TAKEN
-        self.judged_hit = range(0)
+        self.decided_hit = range(0)
         self.cursor = 0
         self.confirming = None
         self.touched_at = NEVER
@@ -103,17 +103,17 @@ class Tracked:
     def rekey(self) -> None:
         """The identity is another one: what was hashed and looked up was under the one before."""
         self.keys, self.keyable, self.lookup, self.waits_since = [], True, None, None
-        self.judged, self.audit, self.judged_hit = False, range(0), range(0)
+        self.audit_decided, self.audit, self.decided_hit = False, range(0), range(0)
         self.cursor, self.banned_from, self.confirming = 0, FAR, None
         self.touched_at = NEVER
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """The weights may be others from here on: nothing that it holds now is stored."""
         self.rekey()
         if self.request.num_computed_tokens > 0:
             self.wrong_from = 0  # until it is admitted again
 
-    def adopt(self, presence: Presence) -> bool:
+    def adopt(self, block_tracker: BlockTracker) -> bool:
         """Take over what the lookup has computed and found; whether the store's answer was taken over now."""
         lookup = self.lookup
         if lookup is None or lookup.keys is None:
@@ -123,13 +123,13 @@ class Tracked:
         if lookup.done and not lookup.adopted:
             lookup.adopted = True
             if lookup.answered:
-                presence.found(lookup.keys, lookup.hits)
+                block_tracker.found(lookup.keys, lookup.hits)
                 return True
         return False
 
-    def grow(self, upto: int, maker: KeyMaker, presence: Presence) -> int:
+    def grow(self, upto: int, maker: KeyMaker, block_tracker: BlockTracker) -> int:
         """Make sure of keys for ``upto`` blocks; how many of those are known (fewer while a thread hashes them)."""
-        self.adopt(presence)
+        self.adopt(block_tracker)
         if len(self.keys) < upto:
             if self.lookup is not None and self.lookup.hashing:
                 return len(self.keys)
@@ -170,11 +170,11 @@ class Tracked:
         tokens: int = self.request.num_tokens
         return (tokens - 1) // block_tokens
 
-    def claimable(self, presence: Presence, block_tokens: int) -> int:
+    def claimable(self, block_tracker: BlockTracker, block_tokens: int) -> int:
         """Blocks of the prefix that may be claimed from the store now."""
-        return self.claimable_and_why(presence, block_tokens)[0]
+        return self.claimable_and_why(block_tracker, block_tokens)[0]
 
-    def claimable_and_why(self, presence: Presence, block_tokens: int) -> tuple[int, MissReason]:
+    def claimable_and_why(self, block_tracker: BlockTracker, block_tokens: int) -> tuple[int, MissReason]:
         """The same, and why no more of what the store has."""
         if self.lookup is None or self.lookup.keys is None:
             return 0, MissReason.INTERNAL
@@ -182,7 +182,7 @@ class Tracked:
         hits, why = min(self.lookup.hits, limit, len(self.lookup.keys)), MissReason.LAST_TOKEN
         if self.banned_from < hits:
             hits, why = self.banned_from, MissReason.LOAD_FAILED
-        trusted = presence.trusted(self.lookup.keys, hits)
+        trusted = block_tracker.trusted(self.lookup.keys, hits)
         return (trusted, MissReason.REFUSED) if trusted < hits else (hits, why)
 
     def failed_at(self, ordinal: int) -> None:

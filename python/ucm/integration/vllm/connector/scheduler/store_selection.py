@@ -1,8 +1,8 @@
-"""Which of several configured stores an engine uses: the first that all its processes can open and that answers.
+"""Chooses one of several configured stores: the first that all processes of the engine can open and that answers.
 
-The scheduler half decides. It opens a candidate for itself, then has every rank open the same one, and takes the next
-when any of them cannot; so all use one store or none. A single store is taken as it is: one that does not answer is
-retried by itself and answers with misses meanwhile. When none of several is available they are tried again, every
+The scheduler half decides. It opens a store for itself, then has every rank open the same one, and takes the next when
+any of them cannot; so all use one store or none. A single store is used without a trial: it retries by itself when it
+does not answer, and answers with misses meanwhile. When none of several is available they are tried again, every
 :data:`RETRY_S`, as long as there are requests.
 """
 
@@ -13,29 +13,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ucm.integration.vllm.connector.background import IDLE, Background
-from ucm.integration.vllm.connector.configured_stores import Candidate
+from ucm.integration.vllm.connector.configured_stores import ConfiguredStore
 from ucm.integration.vllm.connector.guard import logger, throttle
 from ucm.integration.vllm.connector.metadata import RankReport, StoreSetup
 from ucm.store.factory_v1 import why_unavailable
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
-#: Between two rounds through all candidates when none was available, in seconds.
+#: Between two rounds through all stores when none was available, in seconds.
 RETRY_S = 10.0
 
 
-class Selection:
-    """The scheduler half's choice. Never waits; :meth:`poll` moves on when it can."""
+class StoreSelection:
+    """The choice of the scheduler half. Never waits; :meth:`poll` moves on when it can."""
 
     def __init__(
         self,
-        candidates: Sequence[Candidate],
+        stores: Sequence[ConfiguredStore],
         world: int,
         background: Background,
         allowance: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``allowance``: seconds in which a store is opened, here and again on the ranks (twice that is waited for)."""
-        self._candidates = list(candidates)
+        self._stores = list(stores)
         self._world = world
         self._background = background
         self._limit = 2 * allowance
@@ -47,7 +47,7 @@ class Selection:
         self._since = 0.0
         self._retry_at = 0.0
         self._why: dict[int, str] = {}
-        self._opening: set[int] = set()  # candidates whose constructor has not returned
+        self._opening: set[int] = set()  # numbers of stores whose constructor has not returned
         self._result: tuple[int, UcmKVStoreBaseV1 | None, str] | None = None
         self._setup: StoreSetup | None = None
         self._ready: set[int] = set()
@@ -56,13 +56,13 @@ class Selection:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The candidates' names, which every rank's must equal."""
-        return tuple(candidate.name for candidate in self._candidates)
+        """The stores' names, which every rank's must equal."""
+        return tuple(each.name for each in self._stores)
 
     @property
     def several(self) -> bool:
         """Whether there is a choice."""
-        return len(self._candidates) > 1
+        return len(self._stores) > 1
 
     @property
     def chosen(self) -> bool:
@@ -73,7 +73,7 @@ class Selection:
     def label(self) -> str:
         """What the chosen store is, in words that are the same after a restart; the configured path is not in it."""
         tiers = self.store.tier_names if self.store is not None else ()
-        return " ".join([f"{self._choice}: {self._candidates[self._choice].name}", *tiers])
+        return " ".join([f"{self._choice}: {self._stores[self._choice].name}", *tiers])
 
     @property
     def trying(self) -> bool:
@@ -88,15 +88,15 @@ class Selection:
         self._try(0)
 
     def _try(self, choice: int) -> None:
-        while choice < len(self._candidates) and choice in self._opening:
+        while choice < len(self._stores) and choice in self._opening:
             self._why[choice] = "an earlier attempt to open it has not returned"
             choice += 1
         self.store, self._setup, self._ready, self._choice = None, None, set(), -1
-        if choice == len(self._candidates):
+        if choice == len(self._stores):
             return self._none()
-        candidate = self._candidates[choice]
+        configured = self._stores[choice]
         self._attempt, self._choice, self._since = self._attempt + 1, choice, self._clock()
-        attempt, config = self._attempt, dict(candidate.config) | self._shapes
+        attempt, config = self._attempt, dict(configured.config) | self._shapes
         if not self.several:
             self._offer()
         self._opening.add(choice)
@@ -104,7 +104,7 @@ class Selection:
         def work() -> None:
             store, why = None, ""
             try:
-                store = candidate.make(config)
+                store = configured.make(config)
                 why = why_unavailable(store) if self.several else ""
             except BaseException as error:  # told by the next poll
                 why = f"it cannot be opened: {error}"
@@ -120,7 +120,7 @@ class Selection:
 
     def _offer(self) -> None:
         """Have the ranks open the same one."""
-        config = dict(self._candidates[self._choice].config)
+        config = dict(self._stores[self._choice].config)
         self._setup = StoreSetup(self._identity, config, self._choice, self._attempt, self.several)
 
     def take_setup(self) -> StoreSetup | None:
@@ -160,11 +160,11 @@ class Selection:
         if rank.ready and rank.rank not in self._ready:
             self._ready.add(rank.rank)
             if self.several and self.chosen:
-                before = "; ".join(f"not {self._candidates[at].where}: {self._why[at]}" for at in range(self._choice))
-                where = self._candidates[self._choice].where
+                before = "; ".join(f"not {self._stores[at].where}: {self._why[at]}" for at in range(self._choice))
+                where = self._stores[self._choice].where
                 logger.info(
                     "of %d stores the first available is used: %s%s",
-                    len(self._candidates),
+                    len(self._stores),
                     where,
                     f" ({before})" if before else "",
                 )
@@ -184,5 +184,5 @@ class Selection:
 
     def _none(self) -> None:
         self._retry_at = self._clock() + RETRY_S
-        whys = "; ".join(f"{candidate.where}: {self._why[at]}" for at, candidate in enumerate(self._candidates))
+        whys = "; ".join(f"{each.where}: {self._why[at]}" for at, each in enumerate(self._stores))
         throttle.warning("no store", "no store is available, requests are computed; tried again soon: %s", whys)

@@ -1,8 +1,7 @@
-"""Blocks in use, told to the ranks: each has memory of its own, and segments it merges, which no touch of the scheduler
-half reaches.
+"""Tells the ranks which blocks are in use: the scheduler half's own touch does not reach their memory and segments.
 
-A request touches its whole prefix, also what it found on the device. A step carries a bounded number of keys; what is
-too much for one goes with the next, and what is too much for that is not told: the request touches again in a while.
+A request touches its whole prefix, including what it found on the device. A step carries a bounded number of keys; the
+rest goes with the next steps, and what exceeds that limit is dropped: the request touches again later.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The connector in a vLLM worker: one rank's KV tensors, its store and the transfers between them. No request logic."""
+"""The worker half: one rank's KV tensors, its store, and the transfers between them. It knows no request logic."""

@@ -1,8 +1,4 @@
-"""Whether the ranks' stores are healthy: asked on each rank, told with its report, believed by the scheduler half.
-
-The scheduler half looks up in a store of its own, which may be well while a rank's breaker is open. A hit promised then
-is a load that fails and a request that takes a detour, so while any rank is unhealthy no request is promised one.
-"""
+"""Whether a rank's store is healthy: checked on the rank, sent with its report (see :mod:`..scheduler.rank_health`)."""
 
 from __future__ import annotations
 
@@ -14,8 +10,8 @@ from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 #: Between two looks at a store that is unhealthy, in seconds. How soon it is tried is for the store's breaker to say.
 LOOK_S = 0.5
-#: What is asked for to see whether a store answers; nobody has it.
-_NOBODY = bytes(16)
+#: Asked for to see whether a store answers; no block has this id.
+_NO_BLOCK = bytes(16)
 
 
 def _thread(work: Callable[[], None]) -> None:
@@ -25,8 +21,8 @@ def _thread(work: Callable[[], None]) -> None:
 class StoreHealth:
     """One rank's store. Asked when something failed; while it is unhealthy a thread looks again and again.
 
-    Only asking makes a breaker close, and nobody else asks: no loads are planned for this rank, and an idle engine does
-    nothing at all.
+    Only a request to the store can close its breaker, and no others arrive: no loads are planned for this rank, and an
+    idle engine does nothing at all.
     """
 
     def __init__(self, pause: float = LOOK_S, spawn: Callable[[Callable[[], None]], None] = _thread) -> None:
@@ -36,7 +32,7 @@ class StoreHealth:
         self._watching = False
         self.healthy = True
 
-    def doubt(self, store: UcmKVStoreBaseV1) -> None:
+    def check(self, store: UcmKVStoreBaseV1) -> None:
         """Something failed, or it was unhealthy before: ask the store, without waiting. Never raises."""
         if self._watching or self._stop.is_set():
             return
@@ -53,7 +49,7 @@ class StoreHealth:
     def look(self, store: UcmKVStoreBaseV1) -> bool:
         """Ask the store for something, as its breaker wants it, and whether it is healthy now. May wait."""
         try:
-            store.lookup([_NOBODY])
+            store.lookup([_NO_BLOCK])
         except Exception as error:
             throttle.warning("health", "an unhealthy store was asked again: %s", error)
         self.healthy = _says(store)

@@ -1,13 +1,14 @@
-"""What a rank's own store is told with a step's plan: which blocks are in use, and which will be. Never raises.
+"""Calls to a rank's store that must not fail a step: the hints it is sent, and what it says about itself.
 
-Each of these calls notes something down in the store and returns. Of ranks that hold the same bytes the one that writes
-them is told, and brings them up: the others read its memory. What they have in memory of their own they are told too.
+Each call notes something down in the store and returns; an exception is logged and the hint is dropped. Of ranks that
+hold the same bytes, the one that writes them is told what is used and brings up what will be: the others read its
+memory. What they hold in memory of their own they are told too.
 """
 
 from __future__ import annotations
 
 from ucm.integration.vllm.connector.guard import throttle
-from ucm.integration.vllm.connector.metadata import StepPlan, join_keys
+from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata, join_keys
 from ucm.store import record_ids
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
@@ -30,7 +31,7 @@ def prefetch_room(store: UcmKVStoreBaseV1) -> int:
         return 0
 
 
-def pass_hints(plan: StepPlan, store: UcmKVStoreBaseV1, mask: bytes, writer: bool) -> None:
+def pass_hints(plan: UCMConnectorMetadata, store: UcmKVStoreBaseV1, mask: bytes, writer: bool) -> None:
     """Tell the store of this rank, whose part has this mask."""
     try:
         for first, keys in plan.touched if writer or store.has_own_memory else ():
@@ -45,7 +46,7 @@ def pass_hints(plan: StepPlan, store: UcmKVStoreBaseV1, mask: bytes, writer: boo
         throttle.warning("hints", "the store could not be told what will be used: %r", error)
 
 
-def take_early(store: UcmKVStoreBaseV1) -> tuple[bytes, bytes]:
+def take_locally_visible(store: UcmKVStoreBaseV1) -> tuple[bytes, bytes]:
     """What a rank's store gained and lost since it was last asked, joined for the report. Never raises."""
     try:
         gained, lost = store.early()

@@ -1,8 +1,8 @@
 """Loads and dumps under way on one rank: started, polled once per step, reported exactly once. Never waits.
 
-The store decides about time: a load past its deadline is finished with a failure. This module only asks
-``store.check`` and, when that says finished, ``store.wait`` for the outcome. Whatever a store raises ends the transfer
-as failed, so that no request waits for something that will not come.
+The store enforces deadlines: it ends a late load as failed. This module only asks ``store.check`` and, once that says
+finished, ``store.wait`` for the outcome. Any exception of a store ends the transfer as failed, so that no request waits
+for ever.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class Dumps:
     def _refuse(self, dump: Dump, busy: bool) -> None:
         self._done.append(DumpResult(dump.job, tuple(range(len(dump.blocks))), busy))
 
-    def settle(self, jobs: Collection[int]) -> None:
+    def flush(self, jobs: Collection[int]) -> None:
         """Return when the source blocks of these jobs were read, or never will be: they are about to be overwritten.
 
         Reading is a copy in memory, begun a step ago or earlier, so there is rarely anything to wait for; what hangs
@@ -278,7 +278,7 @@ class Dumps:
                     else:
                         running.store.wait(running.task)
                 except Exception as error:  # told when it is polled
-                    throttle.warning("settle", "a dump failed: %s", error)
+                    throttle.warning("flush", "a dump failed: %s", error)
 
     def poll(self) -> None:
         """Notice which are staged and which have ended."""

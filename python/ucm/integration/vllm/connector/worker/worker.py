@@ -1,7 +1,7 @@
 """The worker half: the KV tensors of one rank, its store, and the transfers between the two. No request logic.
 
-vLLM calls it from the model's thread, every step: loads start, the model runs, dumps start, what ended is reported.
-Nothing here waits: the store is opened on a thread of its own, transfers are polled.
+vLLM calls it from the model's thread, every step: loads start, the model runs, dumps start, and what ended is reported.
+Nothing here waits: the store is opened on a thread of its own, and transfers are polled.
 """
 
 from __future__ import annotations
@@ -14,15 +14,27 @@ from typing import Any
 import torch
 
 from ucm.errors import ConfigError, InvalidInputError
-from ucm.integration.vllm.connector.configured_stores import Candidate
+from ucm.integration.vllm.connector.configured_stores import ConfiguredStore
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.identity.model_memory import ModelMemory
-from ucm.integration.vllm.connector.identity.weights_report import WeightsWord
-from ucm.integration.vllm.connector.metadata import VERSION, Handshake, RankReport, StepPlan, StoreSetup, WorkerReport
+from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
+from ucm.integration.vllm.connector.metadata import (
+    VERSION,
+    Handshake,
+    RankReport,
+    StoreSetup,
+    UCMConnectorMetadata,
+    UCMConnectorWorkerMetadata,
+)
 from ucm.integration.vllm.connector.metrics import DUMP_SECONDS, LOAD_SECONDS, LOADED_BYTES, PUBLISHED_BYTES
 from ucm.integration.vllm.connector.tier_counts import TierCounts
 from ucm.integration.vllm.connector.worker.store_health import StoreHealth
-from ucm.integration.vllm.connector.worker.store_hints import pass_hints, prefetch_room, take_early, wants_touches
+from ucm.integration.vllm.connector.worker.store_hints import (
+    pass_hints,
+    prefetch_room,
+    take_locally_visible,
+    wants_touches,
+)
 from ucm.integration.vllm.connector.worker.transfers import Dumps, Loads, no_event
 from ucm.store import part_mask
 from ucm.store.factory_v1 import why_unavailable
@@ -35,7 +47,7 @@ CLOSE_S = 0.5
 _FEW_SLOTS = 256
 
 
-class WorkerHalf:
+class UCMConnectorWorker:
     """One rank's worker half."""
 
     def __init__(
@@ -48,7 +60,7 @@ class WorkerHalf:
         block_tokens: int,
         wanted_block_size: int | None,
         identity: Callable[[], dict[str, Any]],
-        candidates: Sequence[Candidate],
+        stores: Sequence[ConfiguredStore],
         memory: ModelMemory | None = None,
         only_stores: str = "",
         shutdown_allowance: float = 3.0,
@@ -60,7 +72,7 @@ class WorkerHalf:
         may be loaded, if so; ``shutdown_allowance`` is in seconds."""
         self.rank = rank
         self._memory = memory
-        self._weights: WeightsWord | None = None  # to be told
+        self._weights: WeightsReport | None = None  # to be told
         self._part = part
         self._mask = part_mask(*part)
         self._writer = writer
@@ -68,7 +80,7 @@ class WorkerHalf:
         self._block_tokens = block_tokens
         self._wanted_block_size = wanted_block_size
         self._identity = identity
-        self._candidates = list(candidates)
+        self._stores = list(stores)
         self._only_stores = only_stores
         self._shutdown_allowance = shutdown_allowance
         self._clock = clock
@@ -85,7 +97,7 @@ class WorkerHalf:
         self._told_slots: int | None = -1
         self._told_blocks = (0, 0)
         self._prefetch_room = 0
-        self._plan: StepPlan | None = None
+        self._plan: UCMConnectorMetadata | None = None
         self._closed = False
         self.loads = Loads(clock)
         self.dumps = Dumps(clock)
@@ -94,7 +106,7 @@ class WorkerHalf:
 
     # Start --------------------------------------------------------------------------------------------------
 
-    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Learn where the KV lies, and how the weights look that were just loaded.
 
         Raises :class:`~ucm.errors.ConfigError` when the user wrote another block size.
@@ -124,7 +136,7 @@ class WorkerHalf:
                 "dtype": str(self._layout.dtype).removeprefix("torch."),
             }
             identity = self._identity()
-        stores = tuple(candidate.name for candidate in self._candidates)
+        stores = tuple(store.name for store in self._stores)
         return Handshake(
             part=self._part,
             rank=self.rank,
@@ -144,7 +156,7 @@ class WorkerHalf:
         device = layout.device
         config = setup.config | self.handshake().shapes | {"identity": setup.identity, "part": self._part}
         config["device_id"] = device.index or 0
-        attempt, make = setup.attempt, self._candidates[setup.choice].make
+        attempt, make = setup.attempt, self._stores[setup.choice].make
         # Another store was tried before this one, perhaps opened since the last step, or served until the weights were
         # replaced: what is under way on that one ends with it.
         self._take_opened()
@@ -186,39 +198,39 @@ class WorkerHalf:
 
     # Steps --------------------------------------------------------------------------------------------------
 
-    def bind(self, plan: StepPlan) -> None:
+    def bind_connector_metadata(self, plan: UCMConnectorMetadata) -> None:
         """The plan of the step that begins. What is left of the one before, begins first: with speculative decoding
         vLLM does not ask every pipeline rank to save, and a dump that no rank answers for is never over."""
-        self.start_loads()
+        self.start_load_kv()
         self.start_dumps()
         self._plan = plan
         if plan.version != VERSION:
             self._broken = f"the scheduler speaks version {plan.version}, this rank {VERSION}"
             return
-        if plan.settle:
-            self._settle(plan)
-        if plan.judge is not None:
-            self._weights = self._word(plan.judge)
+        if plan.jobs_to_flush:
+            self._flush(plan)
+        if plan.check_weights is not None:
+            self._weights = self._compare_weights(plan.check_weights)
         if plan.setup is not None:
             self._open(plan.setup)
         self._take_opened()
         if self._store is not None:
             pass_hints(plan, self._store, self._mask, self._writer)
 
-    def _settle(self, plan: StepPlan) -> None:
+    def _flush(self, plan: UCMConnectorMetadata) -> None:
         """Have blocks read that vLLM has given to others, before this step writes them."""
         dumps = plan.dumps
-        plan.dumps = [dump for dump in dumps if dump.job in plan.settle]
+        plan.dumps = [dump for dump in dumps if dump.job in plan.jobs_to_flush]
         self.start_dumps()
-        plan.dumps = [dump for dump in dumps if dump.job not in plan.settle]
-        self.dumps.settle(plan.settle)
+        plan.dumps = [dump for dump in dumps if dump.job not in plan.jobs_to_flush]
+        self.dumps.flush(plan.jobs_to_flush)
 
-    def _word(self, generation: int) -> WeightsWord:
+    def _compare_weights(self, generation: int) -> WeightsReport:
         if self._memory is not None:
-            return self._memory.judge(generation)
-        return WeightsWord(generation, None, None, 0)
+            return self._memory.compare(generation)
+        return WeightsReport(generation, None, None, 0)
 
-    def start_loads(self) -> None:
+    def start_load_kv(self) -> None:
         """Begin this step's loads."""
         if self._plan is not None and self._plan.loads:
             loads, self._plan.loads = self._plan.loads, []
@@ -246,11 +258,11 @@ class WorkerHalf:
         self.loads.poll()
         return self.loads.take_ended()
 
-    def take_bad_blocks(self) -> set[int]:
+    def get_block_ids_with_load_errors(self) -> set[int]:
         """Device blocks a load did not fill."""
         return self.loads.take_bad_blocks()
 
-    def report(self) -> WorkerReport | None:
+    def build_connector_worker_meta(self) -> UCMConnectorWorkerMetadata | None:
         """News for the scheduler half, None when there are none."""
         self.dumps.poll()
         self._take_opened()
@@ -261,9 +273,9 @@ class WorkerHalf:
         if self._store is not None and (
             failures or self.dumps.failed or not self.health.healthy or ready != self._told_ready
         ):
-            self.health.doubt(self._store)
+            self.health.check(self._store)
         healthy = self.health.healthy
-        gained, lost = (b"", b"") if self._store is None else take_early(self._store)
+        gained, lost = (b"", b"") if self._store is None else take_locally_visible(self._store)
         # While it is not, every step says so: how old that word is tells the scheduler half what it is worth.
         changed = gained or lost or slots_changed or ready != self._told_ready or not (healthy and self._told_healthy)
         weights, self._weights = self._weights, None
@@ -277,7 +289,7 @@ class WorkerHalf:
         broken, self._broken = self._broken, ""
         if unavailable:
             self._unavailable = (0, "")
-        return WorkerReport(
+        return UCMConnectorWorkerMetadata(
             ranks=[
                 RankReport(
                     rank=self.rank,

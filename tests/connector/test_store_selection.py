@@ -13,11 +13,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from parts import Memory, Rig, candidate  # noqa: E402
+from parts import Memory, Rig, configured_store  # noqa: E402
 from test_transfers import Worker  # noqa: E402
 
 from ucm.config import load  # noqa: E402
-from ucm.integration.vllm.connector.configured_stores import Candidate, candidates_of, engine_candidates  # noqa: E402
+from ucm.integration.vllm.connector.configured_stores import ConfiguredStore, engine_stores, stores_of  # noqa: E402
 from ucm.integration.vllm.connector.metadata import RankReport, StoreSetup  # noqa: E402
 from ucm.integration.vllm.connector.scheduler import store_selection as module  # noqa: E402
 from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN, OPENING  # noqa: E402
@@ -40,13 +40,13 @@ def broken(config: dict[str, Any]) -> Any:
     raise OSError("no such server")
 
 
-def several(*makes: Callable[[dict[str, Any]], Any]) -> list[Candidate]:
-    return [candidate(f"Store{number}", make) for number, make in enumerate(makes)]
+def several(*makes: Callable[[dict[str, Any]], Any]) -> list[ConfiguredStore]:
+    return [configured_store(f"Store{number}", make) for number, make in enumerate(makes)]
 
 
 def opening(*makes: Callable[[dict[str, Any]], Any], ranks: int = 1) -> Rig:
     """A rig whose workers shook hands; nothing was opened yet."""
-    rig = Rig(ranks, opened=False, candidates=several(*makes))
+    rig = Rig(ranks, opened=False, stores=several(*makes))
     rig.shake()
     return rig
 
@@ -71,7 +71,7 @@ def test_the_first_is_used_when_it_answers(caplog: pytest.LogCaptureFixture) -> 
         assert (setup.choice, setup.trial) == (0, True)
         told(rig, setup)
         rig.step()
-    assert rig.gate.phase == OPEN
+    assert rig.readiness.phase == OPEN
     assert "of 2 stores the first available is used: Store0 on /nowhere" in caplog.text
 
 
@@ -87,7 +87,7 @@ def test_those_that_fail_are_passed_over_and_the_log_says_why(caplog: pytest.Log
         assert setup.choice == 2
         told(rig, setup)
         rig.step()
-    assert rig.gate.phase == OPEN
+    assert rig.readiness.phase == OPEN
     (line,) = [record.getMessage() for record in caplog.records if "first available" in record.getMessage()]
     assert line == (
         "of 3 stores the first available is used: Store2 on /nowhere (not Store0 on /nowhere: it cannot be opened: no "
@@ -110,10 +110,10 @@ def test_one_rank_that_cannot_makes_all_take_the_next() -> None:
     told(rig, setup, rank=0)  # a late word about the one before counts for nothing
     told(rig, again, rank=1)
     rig.step()
-    assert rig.gate.phase == OPENING
+    assert rig.readiness.phase == OPENING
     told(rig, again, rank=0)
     rig.step()
-    assert rig.gate.phase == OPEN
+    assert rig.readiness.phase == OPEN
 
 
 def test_none_available_is_misses_and_another_round_later(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,13 +123,13 @@ def test_none_available_is_misses_and_another_round_later(caplog: pytest.LogCapt
     rig.step()
     rig.later.run()
     rig.step()
-    assert rig.gate.phase == OPENING
+    assert rig.readiness.phase == OPENING
     assert "no store is available" in caplog.text
     assert "the share is gone; Store1 on /nowhere: it cannot be opened" in caplog.text
     rig.clock.now += 6.0
     request = rig.request("r", 12)
-    assert rig.half.matched(request, 0) == (0, False), "nobody waits for it any more"
-    assert not rig.half.wants_steps
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False), "nobody waits for it any more"
+    assert not rig.scheduler.has_pending_push_work
     assert not rig.later.jobs, "not tried again at once"
     rig.clock.now += RETRY_S
     for _ in range(3):  # the first is sick again, the second cannot be opened, then all over
@@ -140,7 +140,7 @@ def test_none_available_is_misses_and_another_round_later(caplog: pytest.LogCapt
     setup = offered(rig)
     told(rig, setup)
     rig.step()
-    assert rig.gate.phase == OPEN
+    assert rig.readiness.phase == OPEN
 
 
 def test_a_constructor_that_hangs_costs_its_deadline_once() -> None:
@@ -149,7 +149,7 @@ def test_a_constructor_that_hangs_costs_its_deadline_once() -> None:
     rig.clock.now += 9.0
     rig.step()
     assert not rig.later.jobs
-    assert rig.half.wants_steps, "an idle engine steps until it is decided"
+    assert rig.scheduler.has_pending_push_work, "an idle engine steps until it is decided"
     rig.clock.now += 2.0
     rig.step()
     setup = offered(rig)
@@ -157,7 +157,7 @@ def test_a_constructor_that_hangs_costs_its_deadline_once() -> None:
     assert setup.choice == 1
     rig.clock.now += 30.0
     rig.step()  # nor did the rank open the second one in time
-    assert rig.gate.phase == OPENING
+    assert rig.readiness.phase == OPENING
     rig.clock.now += RETRY_S + 1
     rig.step()
     again = offered(rig)
@@ -166,7 +166,7 @@ def test_a_constructor_that_hangs_costs_its_deadline_once() -> None:
     hanging[0]()
     told(rig, again)
     rig.step()
-    assert rig.gate.phase == OPEN
+    assert rig.readiness.phase == OPEN
 
 
 def test_what_came_too_late_is_closed() -> None:
@@ -180,10 +180,12 @@ def test_what_came_too_late_is_closed() -> None:
 
 
 def test_workers_that_are_configured_for_other_stores_switch_it_off() -> None:
-    rig = Rig(opened=False, candidates=several(Memory, Memory))
+    rig = Rig(opened=False, stores=several(Memory, Memory))
     rig.shake(stores=("Store0",))
-    assert rig.gate.phase == OFF
-    assert "rank 0 is configured for other stores (Store0) than the scheduler (Store0, Store1)" in (rig.gate.why_off)
+    assert rig.readiness.phase == OFF
+    assert "rank 0 is configured for other stores (Store0) than the scheduler (Store0, Store1)" in (
+        rig.readiness.why_off
+    )
 
 
 def test_a_single_store_is_taken_as_it_is() -> None:
@@ -194,7 +196,7 @@ def test_a_single_store_is_taken_as_it_is() -> None:
     rig.later.run()
     told(rig, setup)
     rig.step()
-    assert rig.gate.phase == OPEN, "it is retried by itself and answers with misses meanwhile"
+    assert rig.readiness.phase == OPEN, "it is retried by itself and answers with misses meanwhile"
 
 
 def test_a_single_store_that_cannot_be_opened_is_off() -> None:
@@ -202,8 +204,8 @@ def test_a_single_store_that_cannot_be_opened_is_off() -> None:
     rig.step()
     rig.later.run()
     rig.step()
-    assert rig.gate.phase == OFF
-    assert "no such server" in rig.gate.why_off
+    assert rig.readiness.phase == OFF
+    assert "no such server" in rig.readiness.why_off
 
 
 # The worker half --------------------------------------------------------------------------------------------
@@ -225,8 +227,8 @@ def test_a_worker_says_what_it_could_not_open_and_opens_the_next() -> None:
         return made[-1]
 
     worker = Worker()
-    worker.half._candidates = several(broken, sick, worker.make)
-    assert worker.half.handshake().stores == ("Store0", "Store1", "Store2")
+    worker.connector._stores = several(broken, sick, worker.make)
+    assert worker.connector.handshake().stores == ("Store0", "Store1", "Store2")
     said = answer(worker, StoreSetup("{}", {}, 0, 7, True))
     assert (said.attempt, said.ready, said.unavailable) == (7, False, "it cannot be opened: no such server")
     said = answer(worker, StoreSetup("{}", {}, 1, 8, True))
@@ -239,11 +241,11 @@ def test_a_worker_says_what_it_could_not_open_and_opens_the_next() -> None:
 
 def test_a_worker_that_was_ready_changes_with_the_others() -> None:
     worker, first = Worker(), Memory()
-    worker.half._candidates = several(lambda config: first, worker.make)
+    worker.connector._stores = several(lambda config: first, worker.make)
     assert answer(worker, StoreSetup("{}", {}, 0, 1, True)).ready
     said = answer(worker, StoreSetup("{}", {}, 1, 2, True))
     assert (said.attempt, said.ready) == (2, True)
-    assert worker.half._store is worker.store
+    assert worker.connector._store is worker.store
     assert first._closed
 
 
@@ -262,7 +264,7 @@ def test_memory_is_divided_among_the_ranks_of_one_host(
 ) -> None:
     for keys in ({"store_pipeline": "Cache|Empty"}, {"ucm_connector_name": "UcmCacheStore"}):
         config = load(keys | {"cache_size": "1MiB"}, {})
-        (one,) = engine_candidates(config, SimpleNamespace(**parallel))
+        (one,) = engine_stores(config, SimpleNamespace(**parallel))
         assert (one.config["processes"], one.config["scheduler_elsewhere"]) == (processes, several_hosts)
 
 
@@ -277,7 +279,7 @@ def test_a_directory_that_cannot_be_made_is_not_available(tmp_path: Path) -> Non
         for path in ("file/below", "good")
     ]
     config = load({"ucm_connectors": entries, "storage_capacity": "1GiB", "staging_capacity": "4MiB"}, {})
-    first, second = candidates_of(config, 1)
+    first, second = stores_of(config, 1)
     assert (first.name, second.where) == ("UcmPosixStore", f"UcmPosixStore on {tmp_path / 'good'}")
     shapes = {"tensor_size": 4096, "shard_size": 4096, "block_size": 4096, "identity": "x", "part": (0, 0, 0)}
     for device in (-1, 0):

@@ -5,31 +5,38 @@ from __future__ import annotations
 import pytest
 from parts import BLOCK, Rig
 
-from ucm.integration.vllm.connector.admission.compute_rate import FLOOR, MIN_TOKENS, SAMPLES, SKIPPED, Computing, Pace
+from ucm.integration.vllm.connector.admission.compute_rate import (
+    FLOOR,
+    MIN_TOKENS,
+    SAMPLES,
+    SKIPPED,
+    ComputeRate,
+    ComputeSpeed,
+)
 
 
 class Steps:
     """Steps one after the other."""
 
     def __init__(self, step_tokens: int = 0) -> None:
-        self.pace = Pace(0.2, 30.0, step_tokens)
+        self.compute_rate = ComputeRate(0.2, 30.0, step_tokens)
         self.now = 0.0
 
     def run(self, seconds: float, *tokens: int) -> None:
         """A step of requests with so many tokens each."""
-        self.pace.planned({f"r{i}": n for i, n in enumerate(tokens)}, sum(tokens), self.now)
+        self.compute_rate.planned({f"r{i}": n for i, n in enumerate(tokens)}, sum(tokens), self.now)
         self.now += seconds
-        self.pace.ended(self.now)
+        self.compute_rate.ended(self.now)
 
 
 def test_unknown_until_a_step_computed_a_prompt() -> None:
     steps = Steps()
-    assert steps.pace.allowance(1000) is None
+    assert steps.compute_rate.allowance(1000) is None
     for _ in range(2 * SAMPLES):
         steps.run(0.1, *[1] * 500)  # decoding says nothing
         steps.run(0.1, MIN_TOKENS - 1)
-    assert steps.pace.allowance(1000) is None
-    assert steps.pace.tokens_per_second is None
+    assert steps.compute_rate.allowance(1000) is None
+    assert steps.compute_rate.tokens_per_second is None
 
 
 def test_twice_what_it_took_within_bounds() -> None:
@@ -37,10 +44,10 @@ def test_twice_what_it_took_within_bounds() -> None:
     for _ in range(SKIPPED):
         steps.run(9.0, 1000)  # compiled and cold
     steps.run(1.0, 1000)
-    assert steps.pace.allowance(1000) == pytest.approx(2.0)
-    assert steps.pace.allowance(1) == pytest.approx(0.2)
-    assert steps.pace.allowance(1_000_000) == pytest.approx(30.0)
-    assert steps.pace.tokens_per_second == pytest.approx(1000)
+    assert steps.compute_rate.allowance(1000) == pytest.approx(2.0)
+    assert steps.compute_rate.allowance(1) == pytest.approx(0.2)
+    assert steps.compute_rate.allowance(1_000_000) == pytest.approx(30.0)
+    assert steps.compute_rate.tokens_per_second == pytest.approx(1000)
 
 
 def test_idle_time_and_loads_alone_say_nothing() -> None:
@@ -50,8 +57,8 @@ def test_idle_time_and_loads_alone_say_nothing() -> None:
         steps.now += 3600.0
     for _ in range(100):
         steps.run(0.5)
-    assert steps.pace.seconds(1000) == pytest.approx(1.0)
-    assert steps.pace.step_under_way(steps.now) == 0.0
+    assert steps.compute_rate.seconds(1000) == pytest.approx(1.0)
+    assert steps.compute_rate.step_under_way(steps.now) == 0.0
 
 
 def test_the_overhead_of_a_step_is_no_ones_saving() -> None:
@@ -60,11 +67,11 @@ def test_the_overhead_of_a_step_is_no_ones_saving() -> None:
     for _ in range(8):
         steps.run(0.5, 1, 1, 1)
         steps.run(1.5, 1000)
-    assert steps.pace.seconds(900, rest=100) == pytest.approx(0.9)
-    assert steps.pace.seconds(1000, rest=100) == pytest.approx(1.0 + 0.5)
-    assert steps.pace.seconds(2000, rest=1) == pytest.approx(2.0 + 2 * 0.5)
-    assert steps.pace.tokens_per_second == pytest.approx(1000 / 1.5)
-    assert steps.pace.step_under_way(steps.now) == pytest.approx(0.5)
+    assert steps.compute_rate.seconds(900, rest=100) == pytest.approx(0.9)
+    assert steps.compute_rate.seconds(1000, rest=100) == pytest.approx(1.0 + 0.5)
+    assert steps.compute_rate.seconds(2000, rest=1) == pytest.approx(2.0 + 2 * 0.5)
+    assert steps.compute_rate.tokens_per_second == pytest.approx(1000 / 1.5)
+    assert steps.compute_rate.step_under_way(steps.now) == pytest.approx(0.5)
 
 
 def test_chunks_beside_requests_that_decode() -> None:
@@ -73,7 +80,7 @@ def test_chunks_beside_requests_that_decode() -> None:
         steps.run(0.5, *[1] * 40)
         steps.run(1.5, 1000, *[1] * 40)
         steps.run(0.9, 70, *[1] * 200)  # hardly a prompt
-    assert steps.pace.seconds(1000) == pytest.approx(1.0)
+    assert steps.compute_rate.seconds(1000) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("slow", [1, SAMPLES // 2])
@@ -81,7 +88,7 @@ def test_slow_steps_do_not_poison(slow: int) -> None:
     steps = Steps()
     for number in range(SAMPLES):
         steps.run(60.0 if number < slow else 1.0, 1000)
-    assert steps.pace.seconds(1000) == pytest.approx(1.0)
+    assert steps.compute_rate.seconds(1000) == pytest.approx(1.0)
 
 
 def test_another_speed_is_learnt() -> None:
@@ -90,32 +97,32 @@ def test_another_speed_is_learnt() -> None:
         steps.run(1.0, 1000)
     for _ in range(SAMPLES):
         steps.run(3.0, 1000)
-    assert steps.pace.seconds(1000) == pytest.approx(3.0)
+    assert steps.compute_rate.seconds(1000) == pytest.approx(3.0)
 
 
 def test_what_computing_takes_at_the_very_most() -> None:
     steps = Steps()
-    assert steps.pace.at_most(1000) == pytest.approx(1000 / FLOOR)
+    assert steps.compute_rate.at_most(1000) == pytest.approx(1000 / FLOOR)
     steps.run(9.0, 1)  # cold
     steps.run(0.02, 1)
-    assert steps.pace.at_most(1000) == pytest.approx(1000 / FLOOR)
+    assert steps.compute_rate.at_most(1000) == pytest.approx(1000 / FLOOR)
     for _ in range(5):
         steps.run(0.04, *[1] * 20)
-    assert steps.pace.at_most(1000) == pytest.approx(2.0)
+    assert steps.compute_rate.at_most(1000) == pytest.approx(2.0)
     steps.run(0.001, *[1] * 20)  # its end was seen late, that of the next in time
-    assert steps.pace.at_most(1000) == pytest.approx(2.0)
-    assert steps.pace.seconds(1000) is None
+    assert steps.compute_rate.at_most(1000) == pytest.approx(2.0)
+    assert steps.compute_rate.seconds(1000) is None
 
 
-def remembered(overhead: float, cost: float) -> Pace:
+def remembered(overhead: float, cost: float) -> ComputeRate:
     """A pace that starts with what an earlier process knew, by steps of 1000 tokens."""
     before = Steps(step_tokens=1000)
     for _ in range(8):
         before.run(overhead, 1)
         before.run(overhead + 1000 * cost, 1000)
-    known = before.pace.known()
+    known = before.compute_rate.known()
     assert known is not None
-    pace = Pace(0.2, 30.0, 1000)
+    pace = ComputeRate(0.2, 30.0, 1000)
     assert pace.known() is None
     pace.recall(known)
     return pace
@@ -123,35 +130,35 @@ def remembered(overhead: float, cost: float) -> Pace:
 
 def test_what_an_earlier_process_knew_is_believed_until_it_is_measured_anew() -> None:
     steps = Steps()
-    steps.pace = remembered(0.5, 0.001)
-    assert steps.pace.seconds(900, rest=100) == pytest.approx(0.9)
-    assert steps.pace.seconds(1000, rest=100) == pytest.approx(1.5)
-    assert steps.pace.allowance(900, rest=100) == pytest.approx(1.8)
+    steps.compute_rate = remembered(0.5, 0.001)
+    assert steps.compute_rate.seconds(900, rest=100) == pytest.approx(0.9)
+    assert steps.compute_rate.seconds(1000, rest=100) == pytest.approx(1.5)
+    assert steps.compute_rate.allowance(900, rest=100) == pytest.approx(1.8)
     for _ in range(SKIPPED + 4):  # it was twice as fast then
         steps.run(1.0, 1)
         steps.run(3.0, 1000)
-    assert steps.pace.seconds(900, rest=100) == pytest.approx(1.8)
+    assert steps.compute_rate.seconds(900, rest=100) == pytest.approx(1.8)
 
 
 def test_a_speed_that_was_remembered_as_lower_is_forgotten_at_the_first_step() -> None:
     steps = Steps()
-    steps.pace = remembered(0.0, 0.004)
+    steps.compute_rate = remembered(0.0, 0.004)
     for _ in range(SKIPPED + 1):
         steps.run(1.0, 1000)
-    assert steps.pace.seconds(900, rest=100) == pytest.approx(0.9)
+    assert steps.compute_rate.seconds(900, rest=100) == pytest.approx(0.9)
 
 
 def test_what_was_measured_already_is_not_replaced_by_what_is_remembered() -> None:
     steps = Steps()
     for _ in range(SKIPPED + 1):
         steps.run(1.0, 1000)
-    steps.pace.recall(Computing(0.1, 1.0, 1000))
-    assert steps.pace.seconds(1000) == pytest.approx(1.0)
+    steps.compute_rate.recall(ComputeSpeed(0.1, 1.0, 1000))
+    assert steps.compute_rate.seconds(1000) == pytest.approx(1.0)
 
 
 def test_steps_that_overlap_share_their_time() -> None:
     """As with asynchronous scheduling: the next step is planned before the one under way has ended."""
-    pace = Pace(0.2, 30.0, overlap=2)
+    pace = ComputeRate(0.2, 30.0, overlap=2)
     for number in range(4):
         pace.planned({"r": 1000}, 1000, float(number))
         if number:
@@ -161,11 +168,11 @@ def test_steps_that_overlap_share_their_time() -> None:
 
 def test_a_step_that_never_ended_does_not_shift_the_others() -> None:
     steps = Steps()
-    steps.pace.planned({"lost": 500}, 500, 0.0)
+    steps.compute_rate.planned({"lost": 500}, 500, 0.0)
     for _ in range(SKIPPED + 1):
         steps.run(1.0, 1000)
         steps.run(0.1, 1)
-    assert steps.pace.seconds(1000) == pytest.approx(0.9)
+    assert steps.compute_rate.seconds(1000) == pytest.approx(0.9)
 
 
 def test_a_load_is_sent_with_its_time() -> None:
@@ -173,17 +180,17 @@ def test_a_load_is_sent_with_its_time() -> None:
     for name, seconds in (("cold", 9.0), ("a", 4.0)):
         first = rig.request(name, 20 * BLOCK + 1, seed=ord(name[0]))
         rig.later.run()
-        rig.half.matched(first, 0)
-        rig.half.admitted(first, rig.tables.allocate(first, 21), 0)
+        rig.scheduler.get_num_new_matched_tokens(first, 0)
+        rig.scheduler.update_state_after_alloc(first, rig.tables.allocate(first, 21), 0)
         rig.step(first)
         rig.clock.now += seconds
-        rig.half.step_ended()
+        rig.scheduler.step_ended()
     second = rig.request("b", 3 * BLOCK + 1)
     rig.stored(second, 3)
     rig.later.run()
     rig.step()
-    assert rig.half.matched(second, 0) == (3 * BLOCK, True)
-    rig.half.admitted(second, rig.tables.allocate(second, 4), 3 * BLOCK)
+    assert rig.scheduler.get_num_new_matched_tokens(second, 0) == (3 * BLOCK, True)
+    rig.scheduler.update_state_after_alloc(second, rig.tables.allocate(second, 4), 3 * BLOCK)
     (load,) = rig.step().loads
     assert load.timeout == pytest.approx(2 * 3 * BLOCK * 4.0 / (20 * BLOCK + 1))
 

@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 from ucm.integration.vllm.connector.identity.adapters import RECHECK_S, AdapterDigests
 from ucm.integration.vllm.connector.identity.extra_keys import ExtraKeys
 from ucm.integration.vllm.connector.identity.keys import KeyMaker
-from ucm.integration.vllm.connector.metadata import StepPlan
+from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata
 
 
 class Looks(AdapterDigests):
@@ -60,7 +60,7 @@ class AdapterRig(Rig):
         return free
 
 
-def offered(plan: StepPlan) -> list[tuple[int, int]]:
+def offered(plan: UCMConnectorMetadata) -> list[tuple[int, int]]:
     """(first ordinal, blocks) of each dump."""
     return [(dump.first, len(dump.blocks)) for dump in plan.dumps]
 
@@ -95,7 +95,7 @@ def test_a_change_ends_the_offers_of_a_request() -> None:
     rig.look()
     request.append_output_token_ids([1] * BLOCK)
     assert offered(rig.step(request)) == []
-    rig.half.finished(request)
+    rig.scheduler.request_finished(request)
     rig.look()
     assert offered(rig.step()) == []
 
@@ -105,7 +105,7 @@ def ended_early(rig: AdapterRig) -> None:
     request = rig.request("a", 4 * BLOCK + 1)
     rig.admit(request)
     rig.step(request)
-    rig.half.finished(request)
+    rig.scheduler.request_finished(request)
     rig.tables.free(request)
 
 
@@ -113,13 +113,13 @@ def test_the_blocks_of_a_request_that_ended_are_held_and_offered() -> None:
     rig = AdapterRig()
     ended_early(rig)
     assert rig.free_blocks() == rig.tables.block_pool.num_gpu_blocks - 1, "they are vLLM's again"
-    assert rig.half.wants_steps
+    assert rig.scheduler.has_pending_push_work
     assert offered(rig.step()) == []
     rig.look()
     plan = rig.step()
     assert offered(plan) == [(0, 4)]
     rig.report(rig.ended(plan))
-    assert not rig.half.wants_steps
+    assert not rig.scheduler.has_pending_push_work
 
 
 @pytest.mark.parametrize("why", ["changed", "late", "reset", "off", "taken"])
@@ -131,11 +131,11 @@ def test_held_blocks_are_let_go(why: str) -> None:
     elif why == "late":
         rig.clock.now += RECHECK_S
     elif why == "reset":
-        rig.half.reset()
+        rig.scheduler.reset_cache()
     elif why == "taken":
         rig.tables.block_pool.get_new_blocks(rig.free_blocks())
     else:
-        rig.gate.off("the user's wish")
+        rig.readiness.off("the user's wish")
     assert offered(rig.step()) == []
     rig.looks.changed = False
     rig.look()
@@ -150,19 +150,19 @@ def test_nothing_is_held_that_is_stored_already() -> None:
     again = rig.request("b", 4 * BLOCK + 1)
     rig.stored(again, 4)
     rig.later.run()
-    rig.half.matched(again, 0)
-    rig.half.admitted(again, rig.tables.allocate(again, 6), 0)
+    rig.scheduler.get_num_new_matched_tokens(again, 0)
+    rig.scheduler.update_state_after_alloc(again, rig.tables.allocate(again, 6), 0)
     rig.step(again)
-    rig.half.finished(again)
+    rig.scheduler.request_finished(again)
     rig.tables.free(again)
-    assert not rig.half.wants_steps
+    assert not rig.scheduler.has_pending_push_work
 
 
 def test_items_of_every_request_that_begins_are_told_of() -> None:
     """Also of those that are left alone, whose data before the first computed token play no part."""
     told: list[tuple[Any, int]] = []
     rig = Rig()
-    rig.half._items_used = lambda request, computed: told.append((request, computed))
+    rig.scheduler._items_used = lambda request, computed: told.append((request, computed))
     request = rig.request("a", 2 * BLOCK)
     request.mm_features = [object()]
     stripped = NewRequestData("a", [], [object()], None, None, ([],), 3, None)  # type: ignore[list-item]
@@ -173,5 +173,5 @@ def test_items_of_every_request_that_begins_are_told_of() -> None:
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs = [stripped, stranger, plain]
     output.num_scheduled_tokens = {"a": 1, "b": 1, "c": 1}
-    rig.half.plan(output)
+    rig.scheduler.build_connector_meta(output)
     assert told == [(request, 0), (stranger, 5)]
