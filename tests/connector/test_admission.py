@@ -253,48 +253,48 @@ def test_a_step_under_way_is_waited_for() -> None:
 def test_fixed_part_and_rate_are_told_apart() -> None:
     rate = LoadRate()
     for size in (10, 1000, 400, 5000):
-        rate.learn(size, 0.5 + size / 100, 0.5 + size / 100)
+        rate.add_sample(size, 0.5 + size / 100, 0.5 + size / 100)
     assert rate.fixed == pytest.approx(0.5, rel=0.05)
     assert rate.bytes_per_second == pytest.approx(100, rel=0.05)
 
 
 def test_an_end_that_is_known_up_to_a_step_changes_nothing_if_it_agrees() -> None:
     rate = LoadRate()
-    rate.learn(1000, 1.0, 1.0)
+    rate.add_sample(1000, 1.0, 1.0)
     for _ in range(10):
-        rate.learn(1000, 0.5, 3.0)
+        rate.add_sample(1000, 0.5, 3.0)
     assert rate.seconds(1000) == pytest.approx(1.0)
-    rate.learn(1000, 1.2, 3.0)
+    rate.add_sample(1000, 1.2, 3.0)
     assert 1.0 < (rate.seconds(1000) or 0) < 1.2
 
 
 def test_one_accident_is_not_a_change_and_two_are() -> None:
     rate = LoadRate()
     for _ in range(8):
-        rate.learn(1000, 1.0, 1.0)
-    rate.learn(1000, 50.0, 50.0)
+        rate.add_sample(1000, 1.0, 1.0)
+    rate.add_sample(1000, 50.0, 50.0)
     assert (rate.seconds(1000) or 0) < 1.3
-    rate.learn(1000, 1.0, 1.0)
-    rate.learn(1000, 50.0, 50.0)
+    rate.add_sample(1000, 1.0, 1.0)
+    rate.add_sample(1000, 50.0, 50.0)
     assert (rate.seconds(1000) or 0) < 1.5
-    rate.learn(1000, 50.0, 50.0)
+    rate.add_sample(1000, 50.0, 50.0)
     assert rate.seconds(1000) == pytest.approx(50.0)
 
 
 def test_loads_given_up_now_and_then_weigh_on_the_others() -> None:
     rate = LoadRate()
     for _ in range(4):
-        rate.learn(1000, 0.1, 0.1)
-    rate.learn(1000, 2.0, float("inf"), late=True)
+        rate.add_sample(1000, 0.1, 0.1)
+    rate.add_sample(1000, 2.0, float("inf"), late=True)
     assert rate.given_up == pytest.approx(0.1)
-    rate.learn(1000, 2.0, float("inf"), late=True)
+    rate.add_sample(1000, 2.0, float("inf"), late=True)
     assert rate.seconds(1000) == pytest.approx(2.0)
 
 
 def test_a_remembered_rate_is_as_it_was_and_two_loads_that_are_far_off_end_it() -> None:
     before = LoadRate()
     for size in (10, 1000, 400, 5000):
-        before.learn(size, 0.5 + size / 100, 0.5 + size / 100)
+        before.add_sample(size, 0.5 + size / 100, 0.5 + size / 100)
     known = before.known()
     assert known is not None
     rate = LoadRate()
@@ -304,7 +304,7 @@ def test_a_remembered_rate_is_as_it_was_and_two_loads_that_are_far_off_end_it() 
         assert rate.seconds(size) == pytest.approx(before.seconds(size), rel=0.01)
         assert rate.at_best(size) == pytest.approx(before.at_best(size), rel=0.01)
     for _ in range(2):
-        rate.learn(1000, 80.0, 80.0)
+        rate.add_sample(1000, 80.0, 80.0)
     assert rate.seconds(1000) == pytest.approx(80.0)
     rate.recall(known)  # too late
     assert rate.seconds(1000) == pytest.approx(80.0)
@@ -313,14 +313,14 @@ def test_a_remembered_rate_is_as_it_was_and_two_loads_that_are_far_off_end_it() 
 def test_a_few_loads_outweigh_what_is_remembered() -> None:
     before = LoadRate()
     for _ in range(16):
-        before.learn(1000, 1.0, 1.0)
+        before.add_sample(1000, 1.0, 1.0)
     known = before.known()
     assert known is not None
     rate = LoadRate()
     rate.recall(known)
     assert rate.seconds(1000) == pytest.approx(1.0)
     for _ in range(3):
-        rate.learn(1000, 1.6, 1.6)
+        rate.add_sample(1000, 1.6, 1.6)
     assert rate.seconds(1000) == pytest.approx(1.5, rel=0.05)
 
 
@@ -456,7 +456,7 @@ def test_a_hit_is_cut_where_the_slow_tier_begins() -> None:
     rig = Rig()
     slow_tier(rig)
     rig.admission._tiers[1], rig.admission._tiers[0] = rig.admission._tiers[0], rig.admission._tier(7)
-    rig.admission._tiers[0].rate.learn(BLOCK, 1e-6, 1e-6)
+    rig.admission._tiers[0].rate.add_sample(BLOCK, 1e-6, 1e-6)
     request = rig.request("a", 6 * BLOCK + 1)
     rig.stored(request, 5)
     two_tiers(rig, set(record_ids(rig.keys_of(request)[3:], part_mask(0, 0, 0))))

@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 
 from ucm.integration.vllm.connector.metadata import Prefetch, RankReport, UCMConnectorMetadata, join_keys, split_keys
 from ucm.integration.vllm.connector.scheduler.prefetch import EVERY_S, IN_LINE, RELOCATE_S
-from ucm.integration.vllm.connector.scheduler.touches import STEP, WAITING, Touches
+from ucm.integration.vllm.connector.scheduler.touches import STEP, WAITING, TouchQueue
 from ucm.integration.vllm.connector.worker.store_hints import pass_hints, prefetch_room, wants_touches
 from ucm.store import part_mask, record_ids
 
@@ -234,7 +234,7 @@ def test_ranks_whose_stores_go_by_nothing_of_their_own_are_not_told() -> None:
 
 
 def test_a_step_tells_a_bounded_number_and_long_chains_go_in_pieces() -> None:
-    touches = Touches()
+    touches = TouchQueue()
     chain = [number.to_bytes(16, "little") for number in range(STEP + 5)]
     touches.add(chain)
     assert touches.take() == [], "nobody wants it yet"

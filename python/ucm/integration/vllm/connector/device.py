@@ -10,7 +10,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-#: Processors that vLLM keeps free of computing on a CPU, and where its threads compute: the user's word for both.
+#: Processors that vLLM keeps free of computing on a CPU, and where its threads compute: what the user sets for both.
 _RESERVED, _BOUND = "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND"
 #: Ranks share the processors of one memory node, which vLLM has for tests.
 _SHARED = "VLLM_CPU_SIM_MULTI_NUMA"

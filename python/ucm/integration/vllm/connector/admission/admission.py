@@ -73,7 +73,7 @@ class _Tier:
 class _Load:
     sizes: Mapping[int, int]  # bytes by tier, as planned
     tokens: int
-    slowest: int  # the tier that is believed to take most of its time
+    slowest: int  # the tier that is expected to take most of its time
     compute: float | None  # seconds that computing its tokens would have taken
     allowance: float | None  # seconds it may take
     expected: float | None  # seconds
@@ -281,9 +281,13 @@ class Admission:
         tier = self._newest = self._tier(number)
         tier.unlearnt = 0
         if late:
-            tier.rate.learn(moved[number], max(high - others, 0.0), float("inf"), late=True, sure=load.learns)
+            tier.rate.add_sample(
+                moved[number], max(high - others, 0.0), float("inf"), late=True, accept_outlier=load.learns
+            )
         else:
-            tier.rate.learn(moved[number], max(low - others, 0.0), max(high - others, 0.0), sure=load.learns)
+            tier.rate.add_sample(
+                moved[number], max(low - others, 0.0), max(high - others, 0.0), accept_outlier=load.learns
+            )
         if load.compute is not None and load.allowance is not None:
             self._book(tier, -high if late else load.compute - (low + high) / 2, load.allowance)
 

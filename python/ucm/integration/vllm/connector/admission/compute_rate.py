@@ -19,7 +19,7 @@ MIN_TOKENS = 64
 CHUNK_TOKENS = 16
 #: Steps of each kind that are remembered.
 SAMPLES = 16
-#: The first steps that compute a prompt are not believed: kernels are compiled and caches are cold.
+#: The first steps that compute a prompt are not counted: kernels are compiled and caches are cold.
 SKIPPED = 1
 #: At least so much of a step's time is its tokens', however large the overhead seems.
 LEAST_PART = 0.05
@@ -47,7 +47,7 @@ class ComputeRate:
         ``overlap``: most steps that are planned and have not ended, the next one included."""
         self._min_s = min_s
         self._max_s, self._step_tokens = max_s, step_tokens
-        self._flight: deque[tuple[float, int, int]] = deque(maxlen=overlap)  # planned at, prompts' tokens, all
+        self._in_flight: deque[tuple[float, int, int]] = deque(maxlen=overlap)  # planned at, prompts' tokens, all
         self._small: deque[float] = deque(maxlen=SAMPLES)
         self._large: deque[tuple[float, int]] = deque(maxlen=SAMPLES)  # seconds, tokens
         self._shown: deque[float] = deque(maxlen=SAMPLES)  # seconds for each token of a step, of whatever kind
@@ -63,13 +63,13 @@ class ComputeRate:
         prompts = 0
         if total >= len(scheduled) + MIN_TOKENS:
             prompts = sum(tokens for tokens in scheduled.values() if tokens >= CHUNK_TOKENS)
-        self._flight.append((now, prompts, total))
+        self._in_flight.append((now, prompts, total))
 
     def ended(self, now: float) -> None:
         """The step planned longest ago has ended. Idle time does not count, overlapping steps share theirs."""
-        if not self._flight:
+        if not self._in_flight:
             return
-        planned, prompts, total = self._flight.popleft()
+        planned, prompts, total = self._in_flight.popleft()
         took = now - max(planned, self._ended_at)
         self._ended_at = now
         self._last = took if total else 0.0
@@ -107,7 +107,7 @@ class ComputeRate:
         longest context: no device computes a prompt more slowly than by steps of that kind, and all but the poorest
         are many times faster.
         """
-        return tokens * min([1 / FLOOR, *([_low(self._shown)] if self._shown else [])])
+        return tokens * min([1 / FLOOR, *([_lower_quartile(self._shown)] if self._shown else [])])
 
     def allowance(self, tokens: int, rest: int = 1) -> float | None:
         """Seconds a load of ``tokens`` may take; None while the speed is not known."""
@@ -119,7 +119,7 @@ class ComputeRate:
         before the step does. 0 on an engine that computes nothing else."""
         if not (self._last and self._small) or now - self._ended_at > IDLE_S:
             return 0.0
-        return min(self._last, _low(self._small))
+        return min(self._last, _lower_quartile(self._small))
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -151,12 +151,12 @@ class ComputeRate:
 
     def _model(self) -> tuple[float, float]:
         if self._known is None:
-            overhead = _low(self._small) if self._small else 0.0
-            cost = _low([max(took - overhead, LEAST_PART * took) / tokens for took, tokens in self._large])
+            overhead = _lower_quartile(self._small) if self._small else 0.0
+            cost = _lower_quartile([max(took - overhead, LEAST_PART * took) / tokens for took, tokens in self._large])
             self._known = overhead, cost
         return self._known
 
 
-def _low(values: deque[float] | list[float]) -> float:
+def _lower_quartile(values: deque[float] | list[float]) -> float:
     """The lower quartile."""
     return sorted(values)[(len(values) - 1) // 4]

@@ -12,12 +12,12 @@ from collections import deque
 from typing import NamedTuple
 
 #: Loads remembered, and the weight of each relative to the next newer one.
-SAMPLES, KEPT = 16, 0.9
-#: A sample off by this factor, and by so many seconds, is a surprise.
-SURPRISE, SLACK_S = 2.0, 0.003
+SAMPLES, DECAY = 16, 0.9
+#: A sample off by this factor, and by so many seconds, is an outlier.
+OUTLIER, SLACK_S = 2.0, 0.003
 #: Sizes that vary less (variance relative to the square of the mean) do not tell the fixed part from the rate.
 SPREAD = 0.02
-#: A load longer or shorter by this factor than all remembered is no surprise, only something new.
+#: A load longer or shorter by this factor than all remembered is no outlier, only something new.
 REACH = 1.25
 #: Weight of the newest load in the share of those given up.
 FAIL_WEIGHT = 0.1
@@ -38,7 +38,7 @@ class LoadRate:
 
     def __init__(self) -> None:
         self._samples: deque[tuple[int, float]] = deque(maxlen=SAMPLES)  # bytes, seconds
-        self._surprise: tuple[int, float, bool] | None = None  # the newest sample if it was one, and whether slower
+        self._outlier: tuple[int, float, bool] | None = None  # the newest sample if it was one, and whether slower
         self._least = self._most = 0  # bytes of the samples
         self.fixed = 0.0  # seconds
         self._per_byte = 0.0  # seconds
@@ -61,26 +61,28 @@ class LoadRate:
         seen = min(max(size, self._least), self._most)
         return (self.fixed + seen * self._per_byte) * min(size / max(seen, 1), 1.0)
 
-    def learn(self, size: int, low: float, high: float, *, late: bool = False, sure: bool = False) -> None:
+    def add_sample(
+        self, size: int, low: float, high: float, *, late: bool = False, accept_outlier: bool = False
+    ) -> None:
         """A load ended after between ``low`` and ``high`` seconds. ``late``: it was given up, so that ``high`` is
-        infinity. ``sure``: a surprise is believed at once, as there are few samples."""
+        infinity. ``accept_outlier``: an outlier is accepted at once, as there are few samples."""
         expected = self.seconds(size)
         guess = expected if expected is not None else low if late else (low + high) / 2
         took = min(max(guess, low), high)
         self.given_up += FAIL_WEIGHT * (late - self.given_up)
-        before, self._surprise = self._surprise, None
+        before, self._outlier = self._outlier, None
         seen = self._least / REACH <= size <= self._most * REACH
-        if expected is not None and seen and self._surprises(took, expected):
+        if expected is not None and seen and self._is_outlier(took, expected):
             slower = took > expected
-            self._surprise = (size, took, slower)
+            self._outlier = (size, took, slower)
             again = before is not None and before[2] == slower
-            if sure or again:
+            if accept_outlier or again:
                 self._samples.clear()
                 self.fixed = self.given_up = 0.0
                 if before is not None and again:
                     self._samples.append(before[:2])
             else:
-                took = expected * SURPRISE + SLACK_S if slower else expected / SURPRISE
+                took = expected * OUTLIER + SLACK_S if slower else expected / OUTLIER
         self._samples.append((size, took))
         self._fit()
 
@@ -101,14 +103,14 @@ class LoadRate:
         self._fit()
 
     @staticmethod
-    def _surprises(took: float, expected: float) -> bool:
-        return took > expected * SURPRISE + SLACK_S or took < expected / SURPRISE - SLACK_S
+    def _is_outlier(took: float, expected: float) -> bool:
+        return took > expected * OUTLIER + SLACK_S or took < expected / OUTLIER - SLACK_S
 
     def _fit(self) -> None:
         weight = x = y = xx = xy = 0.0
         for size, took in self._samples:
-            weight, x, y = KEPT * weight + 1, KEPT * x + size, KEPT * y + took
-            xx, xy = KEPT * xx + size * size, KEPT * xy + size * took
+            weight, x, y = DECAY * weight + 1, DECAY * x + size, DECAY * y + took
+            xx, xy = DECAY * xx + size * size, DECAY * xy + size * took
         x, y = x / weight, y / weight
         spread = xx / weight - x * x
         self._least, self._most = min(size for size, _ in self._samples), max(size for size, _ in self._samples)

@@ -146,7 +146,7 @@ class RateMemory:
         return entry
 
     def _recall(self, entry: Mapping[str, Any]) -> None:
-        """Each part is believed by itself; one that makes no sense is as one that is not there."""
+        """Each part is checked by itself; one that makes no sense counts as missing."""
         computing = _read_as(ComputeSpeed, entry.get("computing"))
         stored = entry.get("loading")
         tiers = stored if isinstance(stored, dict) and entry.get("store") == self._store else {}

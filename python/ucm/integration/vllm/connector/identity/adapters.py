@@ -33,7 +33,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model*", "new_embeddings*")
 #: How long the first question about an adapter may wait for its digest, in seconds. Later ones never wait.
 FIRST_WAIT_S = 0.5
 
-#: Adapters that are kept in mind; requests of further ones are left alone.
+#: Most adapters that are remembered; requests of further ones are not cached.
 LIMIT = 16384
 
 #: At most this often, in seconds, the files of an adapter in use are looked at again for lookups; a look that takes
@@ -94,7 +94,7 @@ class _Adapter:
         self.ready = threading.Event()
         self.digest = b""
         self.stamps: dict[str, FileStamp] = {}
-        self.problem = ""  # why it has no name, for good
+        self.problem = ""  # why it has no name and never will
         self.waited = False
         self.checked = float("-inf")  # when the last look began that found the files unchanged
         self.asked: float | None = None  # when the look was asked for that has not ended yet
@@ -151,7 +151,7 @@ class AdapterDigests:
     def current(self, lora_request: Any, since: float) -> bool | None:
         """Whether a look at the adapter's files that began after ``since`` (of the clock) found them unchanged.
 
-        False is for good. None: no such look has ended, one is under way; ask again. Never waits. What the adapter
+        False is final. None: no such look has ended, one is under way; ask again. Never waits. What the adapter
         computed before ``since`` then has the name that :meth:`payload` gave.
         """
         try:

@@ -81,7 +81,7 @@ class ExtraKeys:
     def current(self, request: Request, since: float) -> bool | None:
         """Whether what :meth:`of` said still held at ``since`` (monotonic, in seconds); never waits.
 
-        None when that is not known yet: ask again. False is for good. Ask before storing blocks of the request.
+        None when that is not known yet: ask again. False is final. Ask before storing blocks of the request.
         """
         if request.lora_request is not None:
             adapter = self._adapters.current(request.lora_request, since) if self._adapters is not None else False

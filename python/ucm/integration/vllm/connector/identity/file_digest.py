@@ -18,7 +18,7 @@ from ucm.integration.vllm.connector.root_file import RootFile
 #: Bytes hashed in one call: large enough that the hash, not the call, is what costs.
 CHUNK = 4 << 20
 
-#: A file whose ctime is younger than this may change again within the same tick: not remembered, not believed.
+#: A file whose ctime is younger than this may change again within the same tick: its digest is not used.
 SETTLED_NS = 2_000_000_000
 
 #: Name of the file below a store's root in which digests are remembered, and how many it holds at most.

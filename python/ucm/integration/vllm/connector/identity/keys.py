@@ -31,7 +31,7 @@ class KeyMaker:
     def current(self, request: Request, since: float) -> bool | None:
         """Whether the keys say what the request computed before ``since`` (monotonic, in seconds).
 
-        Asked before its blocks are stored; never waits. None when that is not known yet, False for good.
+        Asked before its blocks are stored; never waits. None when that is not known yet; False is final.
         """
         return self._extra.current(request, since)
 

@@ -168,7 +168,7 @@ def is_content_addressed(path: str) -> bool:
 
 
 def blob_sha256(path: str) -> bytes | None:
-    """The SHA-256 that a hub cache uses as the name of this file, None for any other file. It is believed."""
+    """The SHA-256 that a hub cache uses as the name of this file, None for any other file. The name is not checked."""
     name = os.path.basename(os.path.realpath(path))
     return bytes.fromhex(name) if len(name) == 64 and is_content_addressed(path) else None
 

@@ -89,7 +89,7 @@ class WeightsDigest:
     """Finds, hashes and watches the weight files of one engine. Safe to ask from any thread.
 
     ``mode`` is ``full`` (SHA-256 of every file), ``sampled`` (64 pieces of each: an edit that misses them all goes
-    unseen, so this is probabilistic) or ``declared:<text>`` (believed; no file is read). ``root`` is the directory
+    unseen, so this is probabilistic) or ``declared:<text>`` (not checked; no file is read). ``root`` is the directory
     in which digests are remembered, None for nowhere. ``since_ns`` is :func:`engine_start_ns` unless given.
     """
 

@@ -34,8 +34,8 @@ JOB_BLOCKS = 64
 FLIGHT_BLOCKS = 4096
 #: Pauses after a store refused for want of room, and after it failed (doubled each time up to the last), in seconds.
 BUSY_PAUSE_S, FAIL_PAUSE_S, FAIL_PAUSE_MAX_S = 0.02, 1.0, 30.0
-#: How long the ranks' last word on their room counts in an engine that rests, in seconds: it hears none, and what was
-#: on its way has long been written. A rank that has no room after all refuses at once.
+#: How long the ranks' last report of their room counts in an idle engine, in seconds: no further report arrives, and
+#: what was on its way has long been written. A rank that has no room after all refuses at once.
 KNOWN_S = 1.0
 
 

@@ -30,7 +30,7 @@ class LocallyVisible:
         self._readers = [list(ranks) for ranks in readers]
 
     def report(self, rank: int, gained: bytes, lost: bytes) -> None:
-        """A rank's word: the record ids it can read from now on, and those that are now published or gone."""
+        """A rank's report: the record ids it can read from now on, and those that are now published or gone."""
         if not (gained or lost):
             return
         known = self._ranks.setdefault(rank, set())

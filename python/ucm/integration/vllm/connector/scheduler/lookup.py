@@ -137,8 +137,8 @@ class Lookup:
             self.tiers = now
 
     def answer(self, found: Found, took: float | None = None) -> None:
-        """The store answered; too late is too late. ``took``: seconds, if it is looked for now and then; otherwise it
-        was this very moment."""
+        """The store answered; ignored once the lookup has ended. ``took``: seconds until it answered, None for until
+        now."""
         if not self._done:
             self._hits, self._reason, self.tiers = found
             self.answered = True

@@ -37,7 +37,7 @@ class _Hinted:
     whole: bool = False  # everything was asked for
 
 
-class Prefetches:
+class PrefetchPlanner:
     """What the ranks were asked to bring up, for one engine."""
 
     def __init__(

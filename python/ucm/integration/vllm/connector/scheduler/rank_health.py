@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ucm.integration.vllm.connector.guard import logger
 
-#: A rank's word that it is unhealthy is believed for so long, in seconds: an engine that idles brings no other.
+#: A rank's report that it is unhealthy counts for so long, in seconds: an idle engine gets no other.
 STALE_S = 1.0
 
 
@@ -23,7 +23,7 @@ class RankHealth:
         self._unhealthy: dict[int, float] = {}  # rank -> when it last said so
 
     def report(self, rank: int, healthy: bool) -> None:
-        """A rank's word."""
+        """A rank reports whether its store is healthy."""
         if healthy:
             if self._unhealthy.pop(rank, None) is not None:
                 logger.info("rank %d: its store answers again", rank)
@@ -39,6 +39,6 @@ class RankHealth:
 
     @property
     def stale(self) -> bool:
-        """Whether some rank said that it is unhealthy, and that a while ago: the next step brings its word anew."""
+        """Whether some rank said that it is unhealthy, and that a while ago: the next step brings a new report."""
         now = self._clock()
         return any(now - said > STALE_S for said in self._unhealthy.values())

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.integration.vllm.connector.metadata import Prefetch, RankReport
 from ucm.integration.vllm.connector.scheduler.lookup import Lookup
-from ucm.integration.vllm.connector.scheduler.prefetch import Prefetches
+from ucm.integration.vllm.connector.scheduler.prefetch import PrefetchPlanner
 from ucm.integration.vllm.connector.scheduler.request_tracker import RequestTracker
-from ucm.integration.vllm.connector.scheduler.touches import Touches
+from ucm.integration.vllm.connector.scheduler.touches import TouchQueue
 
 
 class RankHints:
@@ -23,11 +23,11 @@ class RankHints:
         self, relocate: Callable[[Lookup], None], block_tokens: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """``relocate`` asks, in the background, where the blocks of a lookup are now."""
-        self._touches = Touches()
-        self.prefetches = Prefetches(relocate, block_tokens, clock)
+        self._touches = TouchQueue()
+        self.prefetches = PrefetchPlanner(relocate, block_tokens, clock)
 
     def report(self, rank: RankReport) -> None:
-        """Whether a rank goes by what it is told, and what room it has in memory of its own."""
+        """Whether a rank uses hints about blocks in use, and what room it has in memory of its own."""
         if rank.ready:
             self._touches.report(rank.wants_touches)
             self.prefetches.report(rank.rank, rank.prefetch_room)

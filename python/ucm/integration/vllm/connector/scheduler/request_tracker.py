@@ -70,10 +70,10 @@ class RequestTracker:
         self.verdict = Verdict.LOAD  # and what became of it
         self.banned_from = FAR  # ordinal of the first block that failed to load
         self.local = 0  # tokens found on the device, as of vLLM's last question
-        self.loading = range(0)  # ordinals of a load, between its admission and the last rank's word about it
+        self.loading = range(0)  # ordinals of a load, between its admission and the last rank's report
         self.failures: dict[int, MissReason] = {}  # ordinal -> why this load did not bring the block
         self.asked = False  # its blocks were counted since it was new or preempted
-        #: Why all its blocks were missed, None where that is for its lookup to say. Admitted unasked: another connector
+        #: Why all its blocks were missed, None where its lookup says that. Admitted unasked: another connector
         #: was first.
         self.reason: MissReason | None = MissReason.NOT_TAKEN
         self.unanswered = False  # nothing was claimed before the store had answered: waiting for that did not pay

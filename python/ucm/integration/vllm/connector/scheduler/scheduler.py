@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 #: Sent in every step with nothing to do.
 NOTHING = UCMConnectorMetadata()
 
-#: A step that computes nothing waits for an answer, a load or a dump, and leaves the processor and the interpreter to
-#: those who are at it, for so many seconds: vLLM steps again at once, thousands of times until then.
+#: A step that computes nothing waits for an answer, a load or a dump. It sleeps for so many seconds, so that the
+#: threads at that work get the processor and the interpreter: vLLM would step again at once, thousands of times.
 YIELD_S = 0.0005
 #: A live request tells the store that its blocks are in use at most so often, in seconds.
 TOUCH_S = 60.0
@@ -332,7 +332,7 @@ class UCMConnectorScheduler:
 
     @harmless(None)
     def _note_items(self, output: SchedulerOutput) -> None:
-        """Tell of every request that begins, of those that are left alone too: vLLM keeps what it makes of them."""
+        """Tell of every request that begins, cached or not: vLLM keeps the encoder's output of each."""
         for new in output.scheduled_new_reqs:
             if not new.mm_features or self._items_used is None:
                 continue

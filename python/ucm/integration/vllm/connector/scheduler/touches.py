@@ -15,7 +15,7 @@ from ucm.integration.vllm.connector.metadata import join_keys
 STEP, WAITING = 1024, 1 << 15
 
 
-class Touches:
+class TouchQueue:
     """Chains that wait to be told, from their first blocks on."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Touches:
         self._waiting = 0
 
     def report(self, wanted: bool) -> None:
-        """A rank's store is open; whether it goes by what it is told."""
+        """A rank's store is open; ``wanted``: it uses hints about blocks in use."""
         self._wanted = self._wanted or wanted
 
     def add(self, chain: Sequence[bytes]) -> None:

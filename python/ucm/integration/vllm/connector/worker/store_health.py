@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
-#: Between two looks at a store that is unhealthy, in seconds. How soon it is tried is for the store's breaker to say.
+#: Between two looks at a store that is unhealthy, in seconds. The store's breaker decides how soon it is tried.
 LOOK_S = 0.5
 #: Asked for to see whether a store answers; no block has this id.
 _NO_BLOCK = bytes(16)

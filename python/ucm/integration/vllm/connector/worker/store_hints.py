@@ -14,7 +14,7 @@ from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
 
 def wants_touches(store: UcmKVStoreBaseV1) -> bool:
-    """Whether this rank's store goes by what it is told to be in use."""
+    """Whether this rank's store uses hints about blocks in use."""
     try:
         return bool(store.wants_touch_own)
     except Exception as error:
@@ -42,7 +42,7 @@ def pass_hints(plan: UCMConnectorMetadata, store: UcmKVStoreBaseV1, mask: bytes,
             store.cancel_prefetch(record_ids(plan.prefetch.cancelled, mask))
         for priority, keys in plan.prefetch.wanted:
             store.prefetch(record_ids(keys, mask), priority)
-    except Exception as error:  # closed, or a bug of the store: nothing depends on it
+    except Exception as error:  # closed, or a bug of the store: hints are optional
         throttle.warning("hints", "the store could not be told what will be used: %r", error)
 
 

@@ -73,7 +73,7 @@ def served_tiers(store: UcmKVStoreBaseV1, task: Any) -> tuple[int, ...]:
         return ()
     try:
         return tuple(int(blocks) for blocks in store.served(task))
-    except Exception as error:  # the load is as good as any
+    except Exception as error:  # only statistics are lost
         throttle.warning("served", "the store's served() failed: %r", error)
         return ()
 
@@ -187,7 +187,7 @@ class Loads:
         return bad
 
     def take_failures(self) -> list[LoadFailure]:
-        """The same in the scheduler half's terms."""
+        """Loads that failed since the last call, as the scheduler half is told of them."""
         failures, self._failures = self._failures, []
         return failures
 

@@ -276,7 +276,7 @@ class UCMConnectorWorker:
             self.health.check(self._store)
         healthy = self.health.healthy
         gained, lost = (b"", b"") if self._store is None else take_locally_visible(self._store)
-        # While it is not, every step says so: how old that word is tells the scheduler half what it is worth.
+        # While it is not, every step says so: the scheduler half goes by the age of the last report.
         changed = gained or lost or slots_changed or ready != self._told_ready or not (healthy and self._told_healthy)
         weights, self._weights = self._weights, None
         handshake = None if self._told_handshake else self.handshake()
