@@ -80,12 +80,23 @@ def _healthy(port: int, path: str) -> bool:
         connection.close()
 
 
+def _end_with_parent() -> None:
+    """In a new process: it is told to end when the one that started it is gone, killed for instance."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
 @contextlib.contextmanager
 def _server(command: Sequence[str], log: Path, port: int, path: str, env: Mapping[str, str]) -> Iterator[None]:
     """A server as a process group of its own, ready; told to end at the end, and killed if it does not."""
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, env=os.environ | dict(env), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=os.environ | dict(env),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
         try:
             end = time.monotonic() + START
