@@ -20,7 +20,7 @@ use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::{Mono, SystemClock};
 use ucm_io::{IoJob, IoOptions, IoPool, PsyncEngine};
 use ucm_store::backend::{
-    Backend, BlockRead, Done, Listed, Presence, ReadDone, Usage, WriteOptions, Written,
+    Backend, BlockRead, Done, Listed, MediumStats, Presence, ReadDone, WriteOptions, Written,
 };
 use ucm_store::compress::{CompressBackend, CompressConfig};
 use ucm_store::record::{Expect, RecordLayout, RecordMeta, verify};
@@ -142,8 +142,8 @@ fn contest(dtype: DType, numbers: &[u8], blocks: usize) -> Result<[f64; 3]> {
         verify(&read.slot.as_slice()[..read.read], read.stored_len, &expect)
             .map_err(|reason| format!("what came back is {}", reason.name()))?;
     }
-    let told = stage.compression().ok_or("no figures")?;
-    stage.shutdown(Duration::from_secs(10));
+    let told = stage.stats().compression.ok_or("no figures")?;
+    stage.close(Duration::from_secs(10));
     let ratio = match told.records_compressed {
         0 => 1.0,
         _ => told.bytes_compressed as f64 / told.bytes_stored as f64,
@@ -201,12 +201,8 @@ impl Backend for Shelf {
         "shelf"
     }
 
-    fn describe(&self) -> String {
-        format!("a shelf, {} slots", self.1.capacity())
-    }
-
-    fn probe(&self, _deadline: Mono) -> ucm_core::Result<()> {
-        Ok(())
+    fn open(&self, _deadline: Mono) -> ucm_core::Result<String> {
+        Ok(format!("a shelf, {} slots", self.1.capacity()))
     }
 
     fn lookup(&self, _io: &IoJob, ids: &[BlockId], _stop: bool) -> ucm_core::Result<Vec<Presence>> {
@@ -247,13 +243,9 @@ impl Backend for Shelf {
         Ok(Vec::new())
     }
 
-    fn usage(&self) -> Usage {
-        Usage::default()
+    fn stats(&self) -> MediumStats {
+        MediumStats::default()
     }
 
-    fn removed(&self) -> (u64, u64, u64) {
-        (0, 0, 0)
-    }
-
-    fn shutdown(&self, _drain: Duration) {}
+    fn close(&self, _drain: Duration) {}
 }

@@ -39,7 +39,7 @@ fn tier(dir: &std::path::Path, layout: &RecordLayout, bytes: Option<usize>) -> M
         ..MemoryConfig::new(identity, Part::default(), layout.clone(), capacity)
     };
     let tier = MemoryBackend::new(config, SystemClock::shared()).unwrap();
-    tier.probe(Mono::NEVER).unwrap();
+    tier.open(Mono::NEVER).unwrap();
     tier
 }
 

@@ -206,7 +206,7 @@ impl Bench {
         } else {
             Arc::new(PosixBackend::new(config, io, Arc::clone(&clock))?)
         };
-        backend.probe(Mono::NEVER)?;
+        backend.open(Mono::NEVER)?;
         let arena = HostArena::new(slots * record.record_len().next_multiple_of(4096))?;
         Ok(Self {
             backend,
@@ -290,7 +290,7 @@ impl Bench {
     }
 
     fn end(&self) {
-        self.backend.shutdown(Duration::from_secs(3));
+        self.backend.close(Duration::from_secs(3));
     }
 }
 

@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use serde::Serialize;
-use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_core::{BlockId, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::Mono;
 use ucm_io::IoJob;
@@ -184,6 +184,47 @@ pub struct Compression {
     pub bytes_stored: u64,
 }
 
+/// What a medium is and can do.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Features {
+    /// Lookups are answered from memory and without a system call, so that they may be asked on any thread.
+    pub answers_at_once: bool,
+    /// Parts of a record can be read by themselves.
+    pub reads_parts: bool,
+    /// Uses that another process of the same engine has told its own medium must be told here too: they reach only what a
+    /// process has to itself, its memory, and what it knows of the segments that it merges.
+    pub own_touches: bool,
+}
+
+/// What a medium holds and did; counters since the start.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct MediumStats {
+    /// Bytes used and allowed.
+    pub usage: Usage,
+    /// Records removed to make room.
+    pub records_removed: u64,
+    /// Their bytes.
+    pub bytes_removed: u64,
+    /// Blocks whose use was noted.
+    pub blocks_touched: u64,
+    /// What it does to store less than it is given, where it does.
+    pub compression: Option<Compression>,
+    /// Further counters and gauges of its own, by name.
+    pub more: Vec<(&'static str, u64)>,
+}
+
+/// Memory of this host: what it is asked for is done before it answers, and nothing waits.
+pub trait Memory {
+    /// Copies a record, making room if need be. `Busy` when there is none now.
+    fn insert(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written>;
+
+    /// Whether it has a record.
+    fn has(&self, id: BlockId) -> bool;
+
+    /// Sets, once, who is handed what is given up to make room. False where there is somebody already.
+    fn on_evicted(&self, hook: Evicted) -> bool;
+}
+
 /// A medium that keeps records. It knows nothing of other media ([`crate::tiers`] puts them together) or of engines.
 ///
 /// Every medium implements the methods without a body; default bodies say what holds for those that have nothing to add.
@@ -191,20 +232,17 @@ pub trait Backend: Send + Sync {
     /// Name in logs and metrics.
     fn name(&self) -> &'static str;
 
-    /// What it uses and why, in words for the log line at the start; asked after a successful probe.
-    fn describe(&self) -> String;
+    /// Makes the medium usable or says why it is not, by the deadline; again after a failure. The answer is what it uses and
+    /// why, in words for the log.
+    fn open(&self, deadline: Mono) -> Result<String>;
 
-    /// Makes the medium usable or says why it is not, by the deadline. Called again after a failure.
-    fn probe(&self, deadline: Mono) -> Result<()>;
+    /// What it is and can do. May change until it was opened.
+    fn features(&self) -> Features {
+        Features::default()
+    }
 
     /// Whether each record is present whole. With `stop_at_missing` the answer may end with the first that is not.
     fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>>;
-
-    /// Whether [`Backend::lookup`] answers from memory and without a system call, so that it may be asked on any thread.
-    /// May change until the first probe has succeeded.
-    fn answers_at_once(&self) -> bool {
-        false
-    }
 
     /// Which of these reads one thread should do together, by their numbers, and in which order; each comes once. Never
     /// waits. `threads`: how many there are for reads.
@@ -235,11 +273,6 @@ pub trait Backend: Send + Sync {
         false
     }
 
-    /// What it does to store less than it is given, where it does.
-    fn compression(&self) -> Option<Compression> {
-        None
-    }
-
     /// What became readable for this process before others can see it, and what no longer is, since the last call. Who
     /// asks is the scheduler of the same engine, through its workers; nobody else may count on these. At most as many
     /// ids as [`ucm_core::limits::MAX_IDS_PER_CALL`], the rest with the next call.
@@ -256,60 +289,15 @@ pub trait Backend: Send + Sync {
         done(Ok(Quarantined::LeftAlone));
     }
 
-    /// Bytes used and allowed.
-    fn usage(&self) -> Usage;
-
-    /// Counters of the backend's own: (records removed, bytes removed, blocks touched).
-    fn removed(&self) -> (u64, u64, u64);
-
-    /// Further counters and gauges of its own, by name.
-    fn counters(&self) -> Vec<(&'static str, u64)> {
-        Vec::new()
-    }
+    /// What it holds and did.
+    fn stats(&self) -> MediumStats;
 
     /// Ends: finishes or fails what is under way within `drain`.
-    fn shutdown(&self, drain: Duration);
+    fn close(&self, drain: Duration);
 
-    // Memories -----------------------------------------------------------------------------------------------
-
-    /// Whether it is memory of this host: it answers at once, takes copies with [`Backend::keep`], and what it holds
-    /// ends with the processes that use it.
-    fn is_memory(&self) -> bool {
-        false
-    }
-
-    /// Copies a record at once, making room if need be. `Busy` when there is none now; `Unsupported` where this is no
-    /// memory.
-    fn keep(&self, _id: BlockId, _record: &[u8], _keep: Keep) -> Result<Written> {
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            "this medium takes no copies at once",
-        ))
-    }
-
-    /// Whether a read has a chance, without asking the medium: false only where it is known that the record is not
-    /// here.
-    fn may_have(&self, _id: BlockId) -> bool {
-        true
-    }
-
-    /// [`Backend::touch`] for what this process alone can touch, told by one whose touch does not reach it: memory of its
-    /// own, and what it knows of the segments that it merges. Never waits.
-    fn touch_own(&self, _ids: &[(BlockId, u32)], _deadline: Mono) {}
-
-    /// Whether [`Backend::touch_own`] does anything. May change until the first probe has succeeded.
-    fn wants_touch_own(&self) -> bool {
-        false
-    }
-
-    /// Sets, once, who is handed what is given up to make room. False where nothing is ever handed over.
-    fn on_evicted(&self, _hook: Evicted) -> bool {
-        false
-    }
-
-    /// Whether parts of a record can be read by themselves.
-    fn reads_parts(&self) -> bool {
-        false
+    /// The same as memory of this host, where it is that: it ends with the processes that use it.
+    fn memory(&self) -> Option<&dyn Memory> {
+        None
     }
 
     /// What its log should say since the last call.

@@ -17,7 +17,7 @@ use ucm_io::{FileMeta, IoJob, IoPool, Probe, Process};
 
 use crate::auto::Kept;
 use crate::backend::{
-    Backend, BlockRead, Done, Listed, Presence, Quarantined, ReadDone, Usage, WriteOptions, Written,
+    Backend, BlockRead, Done, Listed, MediumStats, Presence, Quarantined, ReadDone, WriteOptions, Written,
 };
 use crate::evidence::QuarantineConfig;
 use crate::layout::{BLOCKS, Layout};
@@ -113,7 +113,7 @@ pub(crate) struct Shared {
 }
 
 impl PosixBackend {
-    /// A backend over an I/O engine; nothing is touched before [`Backend::probe`]. `Config` if the limit is too small.
+    /// A backend over an I/O engine; nothing is touched before [`Backend::open`]. `Config` if the limit is too small.
     pub fn new(config: PosixConfig, io: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Self> {
         Ok(Self {
             shared: Arc::new(Shared::new(config, Some(BLOCKS), io, clock)?),
@@ -166,6 +166,18 @@ impl Shared {
         Ok(shared)
     }
 
+    /// What the root holds, and what was removed of it.
+    pub(crate) fn stats(&self) -> MediumStats {
+        let (records_removed, bytes_removed) = self.space.removed();
+        MediumStats {
+            usage: self.space.usage(),
+            records_removed,
+            bytes_removed,
+            blocks_touched: self.recency.touched(),
+            ..MediumStats::default()
+        }
+    }
+
     /// What a look at a record's name says: it is there whole, or why it is no hit.
     pub(crate) fn presence(&self, meta: Option<FileMeta>) -> Presence {
         match meta {
@@ -207,12 +219,9 @@ impl Backend for PosixBackend {
         "posix"
     }
 
-    fn describe(&self) -> String {
-        self.shared.words()
-    }
-
-    fn probe(&self, deadline: Mono) -> Result<()> {
-        self.shared.open_root(deadline)
+    fn open(&self, deadline: Mono) -> Result<String> {
+        self.shared.open_root(deadline)?;
+        Ok(self.shared.words())
     }
 
     fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
@@ -278,16 +287,11 @@ impl Backend for PosixBackend {
         self.shared.quarantine(id, done);
     }
 
-    fn usage(&self) -> Usage {
-        self.shared.space.usage()
+    fn stats(&self) -> MediumStats {
+        self.shared.stats()
     }
 
-    fn removed(&self) -> (u64, u64, u64) {
-        let (records, bytes) = self.shared.space.removed();
-        (records, bytes, self.shared.recency.touched())
-    }
-
-    fn shutdown(&self, drain: Duration) {
+    fn close(&self, drain: Duration) {
         let until = self.shared.clock.now().after(drain);
         let left = || until.since(self.shared.clock.now());
         // First the space: it says to the others that it is not there any more.

@@ -177,9 +177,9 @@ fn other_namespaces_lengths_and_processes_that_share_nothing_are_not_seen() {
     }
     assert!(friend.contains(id(1)) && files(dir.path()) == 3);
     assert!(
-        alone.describe().contains("shared with nobody"),
+        alone.open(Mono::NEVER).unwrap().contains("shared with nobody"),
         "{}",
-        alone.describe()
+        alone.open(Mono::NEVER).unwrap()
     );
 }
 
@@ -204,7 +204,7 @@ fn what_is_pinned_stays_and_a_tier_full_of_pins_is_busy() {
     assert!(tier.insert(id(9), &record(id(9)), 0).is_err());
     drop(pins);
     keep(&tier, [id(9), id(10)]);
-    assert_eq!((tier.usage().records, tier.counts().evicted), (4, 1));
+    assert_eq!((tier.stats().usage.records, tier.counts().evicted), (4, 1));
 }
 
 #[test]
@@ -265,9 +265,9 @@ fn own_records_are_early_only_where_the_scheduler_cannot_see_them() {
     keep(&hidden, ids(3));
     assert_eq!(sorted(hidden.early()).gained, three);
     assert!(
-        hidden.describe().contains("sharing is limited"),
+        hidden.open(Mono::NEVER).unwrap().contains("sharing is limited"),
         "{}",
-        hidden.describe()
+        hidden.open(Mono::NEVER).unwrap()
     );
     std::fs::remove_file(blocked.path().join("regions")).unwrap();
     let mut lost = Vec::new();
@@ -287,7 +287,7 @@ fn regions_are_found_within_a_second_of_the_clock_and_dead_files_are_swept() {
     let mut config = memory_config(&Setup::default(), None);
     config.registry = Some(dir.path().join("regions"));
     let reader = MemoryBackend::new(config, Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
-    reader.probe(Mono::NEVER).unwrap();
+    reader.open(Mono::NEVER).unwrap();
     let writer = tier(dir.path(), 8, |_| ());
     keep(&writer, ids(2));
     std::fs::write(
@@ -300,7 +300,7 @@ fn regions_are_found_within_a_second_of_the_clock_and_dead_files_are_swept() {
     clock.advance(Duration::from_secs(1));
     eventually("the region is found", || reader.contains(id(0)));
     assert_eq!(files(dir.path()), 1, "the file of nobody is gone");
-    writer.shutdown(Duration::from_secs(10));
+    writer.close(Duration::from_secs(10));
     assert_eq!(files(dir.path()), 0);
 }
 
@@ -326,18 +326,18 @@ fn lists_usage_and_touches() {
             .iter()
             .all(|listed| listed.len == len && listed.used_ns > 0)
     );
-    let usage = ours.usage();
+    let usage = ours.stats().usage;
     assert_eq!(
         (usage.records, usage.used, usage.capacity),
         (3, 3 * 8192, 8 * 8192)
     );
     ours.touch(&[(id(0), 0), (id(4), 1), (id(7), 2)], Mono::NEVER);
     assert_eq!(
-        (ours.counts().touched, ours.removed().2),
+        (ours.counts().touched, ours.stats().blocks_touched),
         (1, 1),
         "the own region's alone"
     );
-    ours.touch_own(&[(id(1), 0)], Mono::NEVER);
+    ours.touch(&[(id(1), 0)], Mono::NEVER);
     assert_eq!(ours.counts().touched, 2);
     assert_eq!(
         ours.delete(&ours.pool().here(0, Mono::NEVER), &ids(5)).unwrap(),

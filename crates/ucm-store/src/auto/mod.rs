@@ -20,8 +20,8 @@ use ucm_infra::{Clock, Mono};
 use ucm_io::{IoJob, IoPool};
 
 use crate::backend::{
-    Backend, BlockRead, Compression, Done, Early, Evicted, Flush, Keep, Listed, Presence, Quarantined,
-    ReadDone, Usage, WriteOptions, Written,
+    Backend, BlockRead, Done, Early, Features, Flush, Listed, MediumStats, Memory, Presence, Quarantined,
+    ReadDone, WriteOptions, Written,
 };
 use crate::events::Event;
 use crate::layout::{BLOCKS, SEGMENTS};
@@ -70,7 +70,7 @@ enum Decision {
 }
 
 impl AutoBackend {
-    /// A backend over an I/O engine; nothing is touched before [`Backend::probe`]. `Config` if the limit is too small.
+    /// A backend over an I/O engine; nothing is touched before [`Backend::open`]. `Config` if the limit is too small.
     pub fn new(
         config: PosixConfig,
         segments: SegmentConfig,
@@ -105,11 +105,11 @@ impl Auto {
     }
 
     /// Decides, if that is possible now, and makes the root usable in the layout that was chosen.
-    fn look(&self, deadline: Mono) -> Result<()> {
+    fn look(&self, deadline: Mono) -> Result<String> {
         let (kind, words) = match self.decide(deadline)? {
             Decision::Kept(kept) => (kept.kind, kept.words()),
             Decision::Files(why) => (LayoutKind::File, format!("layout file for now (auto: {why})")),
-            Decision::Open => return self.files.probe(deadline),
+            Decision::Open => return self.files.open(deadline),
         };
         let below = match kind {
             LayoutKind::File => BLOCKS,
@@ -120,9 +120,9 @@ impl Auto {
             LayoutKind::Segment => Box::new(SegmentBackend::over(Arc::clone(&self.shared), self.segments)?),
         };
         *self.shared.below.lock() = Some(below);
-        backend.probe(deadline)?;
+        let opened = backend.open(deadline)?;
         let _ = self.chosen.set(Chosen { backend, words });
-        Ok(())
+        Ok(opened)
     }
 
     /// Whether the marker says more by now; looked up in the background, seldom and while records are asked for.
@@ -148,7 +148,7 @@ impl Auto {
         let (auto, deadline) = (Arc::clone(self), now.after(LOOK));
         let look = move || match auto.chosen.get() {
             Some(_) => Ok(()),
-            None => auto.look(deadline),
+            None => auto.look(deadline).map(|_| ()),
         };
         self.shared.space.in_background(deadline, look, Box::new(|_| {}));
     }
@@ -159,28 +159,24 @@ impl Backend for AutoBackend {
         self.now().name()
     }
 
-    fn describe(&self) -> String {
-        let described = self.now().describe();
-        match self.auto.chosen.get() {
-            Some(chosen) => format!("{described}; {}", chosen.words),
-            None => format!("{described}; layout not decided yet (auto: by the first that writes here)"),
-        }
+    fn open(&self, deadline: Mono) -> Result<String> {
+        let opened = match self.auto.chosen.get() {
+            Some(chosen) => chosen.backend.open(deadline)?,
+            None => self.auto.look(deadline)?,
+        };
+        Ok(match self.auto.chosen.get() {
+            Some(chosen) => format!("{opened}; {}", chosen.words),
+            None => format!("{opened}; layout not decided yet (auto: by the first that writes here)"),
+        })
     }
 
-    fn probe(&self, deadline: Mono) -> Result<()> {
-        match self.auto.chosen.get() {
-            Some(chosen) => chosen.backend.probe(deadline),
-            None => self.auto.look(deadline),
-        }
+    fn features(&self) -> Features {
+        self.now().features()
     }
 
     fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
         self.auto.follow();
         self.now().lookup(io, ids, stop_at_missing)
-    }
-
-    fn answers_at_once(&self) -> bool {
-        self.now().answers_at_once()
     }
 
     fn runs(&self, reads: &[BlockRead], threads: usize) -> Vec<Vec<usize>> {
@@ -211,10 +207,6 @@ impl Backend for AutoBackend {
         self.now().is_published(id)
     }
 
-    fn compression(&self) -> Option<Compression> {
-        self.now().compression()
-    }
-
     fn early(&self) -> Early {
         self.now().early()
     }
@@ -227,48 +219,16 @@ impl Backend for AutoBackend {
         self.now().quarantine(id, done);
     }
 
-    fn usage(&self) -> Usage {
-        self.now().usage()
+    fn stats(&self) -> MediumStats {
+        self.now().stats()
     }
 
-    fn removed(&self) -> (u64, u64, u64) {
-        self.now().removed()
+    fn close(&self, drain: Duration) {
+        self.now().close(drain);
     }
 
-    fn counters(&self) -> Vec<(&'static str, u64)> {
-        self.now().counters()
-    }
-
-    fn shutdown(&self, drain: Duration) {
-        self.now().shutdown(drain);
-    }
-
-    fn is_memory(&self) -> bool {
-        self.now().is_memory()
-    }
-
-    fn keep(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written> {
-        self.now().keep(id, record, keep)
-    }
-
-    fn may_have(&self, id: BlockId) -> bool {
-        self.now().may_have(id)
-    }
-
-    fn touch_own(&self, ids: &[(BlockId, u32)], deadline: Mono) {
-        self.now().touch_own(ids, deadline);
-    }
-
-    fn wants_touch_own(&self) -> bool {
-        self.now().wants_touch_own()
-    }
-
-    fn on_evicted(&self, hook: Evicted) -> bool {
-        self.now().on_evicted(hook)
-    }
-
-    fn reads_parts(&self) -> bool {
-        self.now().reads_parts()
+    fn memory(&self) -> Option<&dyn Memory> {
+        self.now().memory()
     }
 
     fn events(&self) -> Vec<Event> {
@@ -289,7 +249,7 @@ mod tests {
         };
         let of_trait = methods(include_str!("../backend.rs"), "pub trait Backend: Send + Sync {");
         let handed_on = methods(include_str!("mod.rs"), "impl Backend for AutoBackend {");
-        assert!(of_trait.len() > 20, "{of_trait:?}");
+        assert!(of_trait.len() > 15, "{of_trait:?}");
         assert_eq!(handed_on, of_trait);
     }
 }

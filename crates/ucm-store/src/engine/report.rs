@@ -8,12 +8,12 @@ impl Core {
     pub fn stats(&self) -> serde_json::Value {
         self.drop_incomplete(self.clock.now());
         let mut json = self.stats.to_json();
-        let usage = self.tiers.usage();
-        let (records_removed, bytes_removed, blocks_touched) = self.tiers.removed();
+        let base = self.tiers.base_stats();
+        let usage = base.usage;
         let gauges = [
-            ("records_removed", records_removed),
-            ("bytes_removed", bytes_removed),
-            ("blocks_touched", blocks_touched),
+            ("records_removed", base.records_removed),
+            ("bytes_removed", base.bytes_removed),
+            ("blocks_touched", base.blocks_touched),
             ("storage_used_bytes", usage.used),
             ("storage_capacity_bytes", usage.capacity),
             ("storage_records", usage.records),
@@ -36,7 +36,7 @@ impl Core {
         let tiers = serde_json::to_value(self.tiers.stats()).unwrap_or_default();
         if let Some(map) = json.as_object_mut() {
             map.extend(gauges.map(|(name, value)| (name.to_owned(), value.into())));
-            let own = self.tiers.counters().into_iter();
+            let own = base.more.into_iter();
             map.extend(own.map(|(name, value)| (name.to_owned(), value.into())));
             map.insert("tiers".to_owned(), tiers);
         }

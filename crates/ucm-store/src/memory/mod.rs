@@ -40,7 +40,8 @@ use ucm_infra::{Clock, LANE_DUMP, Lane, Mono};
 use ucm_io::{IoJob, IoOptions, IoPool};
 
 use crate::backend::{
-    Backend, BlockRead, Done, Early, Evicted, Keep, Listed, Presence, ReadDone, Usage, WriteOptions, Written,
+    Backend, BlockRead, Done, Early, Evicted, Features, Keep, Listed, MediumStats, Memory, Presence,
+    ReadDone, WriteOptions, Written,
 };
 use crate::record::RecordLayout;
 use crate::space::Capacity;
@@ -249,14 +250,18 @@ impl Backend for MemoryBackend {
         "memory"
     }
 
-    fn describe(&self) -> String {
-        format!("{}; {}", self.tier.words(), self.neighbours.words())
+    /// Waits for the first look at the registry; without one the tier is this process's alone for now.
+    fn open(&self, deadline: Mono) -> Result<String> {
+        self.neighbours.await_first(&*self.clock, deadline);
+        Ok(format!("{}; {}", self.tier.words(), self.neighbours.words()))
     }
 
-    /// Waits for the first look at the registry; without one the tier is this process's alone for now.
-    fn probe(&self, deadline: Mono) -> Result<()> {
-        self.neighbours.await_first(&*self.clock, deadline);
-        Ok(())
+    fn features(&self) -> Features {
+        Features {
+            answers_at_once: true,
+            own_touches: true,
+            ..Features::default()
+        }
     }
 
     fn lookup(&self, _io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
@@ -270,10 +275,6 @@ impl Backend for MemoryBackend {
             }
         }
         Ok(answers)
-    }
-
-    fn answers_at_once(&self) -> bool {
-        true
     }
 
     fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
@@ -327,28 +328,32 @@ impl Backend for MemoryBackend {
         self.tier.early()
     }
 
-    fn usage(&self) -> Usage {
-        self.tier.usage()
-    }
-
-    fn removed(&self) -> (u64, u64, u64) {
+    fn stats(&self) -> MediumStats {
         let counts = self.tier.counts();
         let records = counts.evicted.saturating_sub(counts.returned) + counts.deleted;
-        (records, records * self.tier.stride() as u64, counts.touched)
+        MediumStats {
+            usage: self.tier.usage(),
+            records_removed: records,
+            bytes_removed: records * self.tier.stride() as u64,
+            blocks_touched: counts.touched,
+            ..MediumStats::default()
+        }
     }
 
-    fn shutdown(&self, drain: Duration) {
+    fn close(&self, drain: Duration) {
         let until = self.clock.now().after(drain);
         self.pool.shutdown(drain / 2);
         self.neighbours.stop();
         self.neighbours.await_end(&*self.clock, until);
     }
 
-    fn is_memory(&self) -> bool {
-        true
+    fn memory(&self) -> Option<&dyn Memory> {
+        Some(self)
     }
+}
 
-    fn keep(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written> {
+impl Memory for MemoryBackend {
+    fn insert(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written> {
         if !keep.replace && self.neighbours.contains(id) && !self.tier.holds(id) {
             return Ok(Written::Present);
         }
@@ -359,15 +364,7 @@ impl Backend for MemoryBackend {
         })
     }
 
-    fn touch_own(&self, ids: &[(BlockId, u32)], _deadline: Mono) {
-        self.tier.touch(ids);
-    }
-
-    fn wants_touch_own(&self) -> bool {
-        true
-    }
-
-    fn may_have(&self, id: BlockId) -> bool {
+    fn has(&self, id: BlockId) -> bool {
         self.contains(id)
     }
 

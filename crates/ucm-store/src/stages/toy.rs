@@ -14,7 +14,9 @@ use ucm_device::Slot;
 use ucm_infra::Mono;
 use ucm_io::IoJob;
 
-use crate::backend::{Backend, BlockRead, Done, Listed, Presence, ReadDone, Usage, WriteOptions, Written};
+use crate::backend::{
+    Backend, BlockRead, Done, Listed, MediumStats, Presence, ReadDone, Usage, WriteOptions, Written,
+};
 use crate::registry::{BuildContext, BuiltTier, Name, TierKind};
 
 /// The options.
@@ -98,12 +100,8 @@ impl Backend for Toy {
         "toy"
     }
 
-    fn describe(&self) -> String {
-        format!("a map of {} records", self.limit)
-    }
-
-    fn probe(&self, _deadline: Mono) -> Result<()> {
-        Ok(())
+    fn open(&self, _deadline: Mono) -> Result<String> {
+        Ok(format!("a map of {} records", self.limit))
     }
 
     fn lookup(&self, _io: &IoJob, ids: &[BlockId], _stop: bool) -> Result<Vec<Presence>> {
@@ -139,17 +137,17 @@ impl Backend for Toy {
         Ok(listed.collect())
     }
 
-    fn usage(&self) -> Usage {
-        Usage {
+    fn stats(&self) -> MediumStats {
+        let usage = Usage {
             records: self.records.lock().len() as u64,
             counted: true,
             ..Usage::default()
+        };
+        MediumStats {
+            usage,
+            ..MediumStats::default()
         }
     }
 
-    fn removed(&self) -> (u64, u64, u64) {
-        (0, 0, 0)
-    }
-
-    fn shutdown(&self, _drain: Duration) {}
+    fn close(&self, _drain: Duration) {}
 }

@@ -28,7 +28,11 @@ pub(crate) const LEAST_WINDOW: usize = CHUNK;
 impl Tiers {
     /// Whether lookups are answered from memory, without a system call.
     pub(crate) fn answers_at_once(&self) -> bool {
-        self.is_ready() && self.tiers.iter().all(|tier| tier.backend.answers_at_once())
+        self.is_ready()
+            && self
+                .tiers
+                .iter()
+                .all(|tier| tier.backend.features().answers_at_once)
     }
 
     /// Where each record is, or why it is nowhere; in order. With `stop_at_missing` what follows the first that is missing
@@ -91,7 +95,7 @@ impl Tiers {
 /// it: one word on the medium for the whole lookup.
 fn ask(tier: &Tier, ids: &[BlockId], stop: bool, until: Mono) -> (Vec<Presence>, Option<Error>) {
     let chunk = ids.len().div_ceil(SPREAD).clamp(CHUNK, CHUNK_MAX);
-    let answers: Vec<(usize, Result<Vec<Presence>>)> = if tier.backend.answers_at_once() {
+    let answers: Vec<(usize, Result<Vec<Presence>>)> = if tier.backend.features().answers_at_once {
         let io = tier.pool.here(LANE_LOOKUP, until);
         vec![(ids.len(), tier.backend.lookup(&io, ids, stop))]
     } else {

@@ -28,7 +28,7 @@ use ucm_device::{HostArena, SlotPool};
 use ucm_infra::{Bell, Clock, Completion, Lane, Mono, WorkerPool};
 use ucm_io::IoPool;
 
-use crate::backend::{Backend, Compression, Done, Early, Flush, Quarantined, Usage, Victim};
+use crate::backend::{Backend, Compression, Done, Early, Flush, MediumStats, Quarantined, Victim};
 use crate::events::{Event, Events, Level};
 use crate::evidence::is_damage;
 use crate::health::{BreakerConfig, Change};
@@ -254,7 +254,8 @@ impl Tiers {
                     tiers.demote(number, victim);
                 }
             });
-            if !tiers.tiers[number - 1].backend.on_evicted(hook) {
+            let above = tiers.tiers[number - 1].backend.memory();
+            if !above.is_some_and(|memory| memory.on_evicted(hook)) {
                 let wrong = "a tier is written back to from a memory directly above it";
                 return Err(Error::new(ErrorKind::Config, wrong).with("tier", &tiers.tiers[number].name));
             }
@@ -293,12 +294,12 @@ impl Tiers {
     /// Looks at a tier, and notes whether it is usable.
     fn look(&self, number: usize, deadline: Mono) {
         let tier = &self.tiers[number];
-        match tier.backend.probe(deadline) {
-            Ok(()) => {
+        match tier.backend.open(deadline) {
+            Ok(words) => {
+                *tier.words.lock() = words.clone();
                 let first = !tier.ready.swap(true, Ordering::AcqRel);
                 self.changed(number, tier.answered(), None);
                 if first && self.announced.load(Ordering::Acquire) {
-                    let words = tier.backend.describe();
                     self.say(Level::Info, format!("open: {}: {words}", tier.name));
                 }
             }
@@ -331,8 +332,8 @@ impl Tiers {
         let words = self.tiers.iter().map(|tier| {
             let (name, policy) = (&tier.name, tier.policy.name());
             match tier.ready.load(Ordering::Acquire) {
-                true if self.tiers.len() == 1 => tier.backend.describe(),
-                true => format!("{name} (written {policy}): {}", tier.backend.describe()),
+                true if self.tiers.len() == 1 => tier.words.lock().clone(),
+                true => format!("{name} (written {policy}): {}", tier.words.lock()),
                 false => format!("{name} (written {policy}): not usable yet"),
             }
         });
@@ -485,13 +486,15 @@ impl Tiers {
     /// The same for what this process alone can touch.
     pub(crate) fn touch_own(&self, ids: &[(BlockId, u32)], deadline: Mono) {
         for tier in self.tiers.iter().filter(|tier| tier.is_well()) {
-            tier.backend.touch_own(ids, deadline);
+            if tier.backend.features().own_touches {
+                tier.backend.touch(ids, deadline);
+            }
         }
     }
 
     /// Whether [`Tiers::touch_own`] does anything.
     pub(crate) fn wants_touch_own(&self) -> bool {
-        self.tiers.iter().any(|tier| tier.backend.wants_touch_own())
+        self.tiers.iter().any(|tier| tier.backend.features().own_touches)
     }
 
     /// What can be read here before others can see it, and what no longer is, since the last call.
@@ -511,19 +514,9 @@ impl Tiers {
         lasting.unwrap_or(&self.tiers[0])
     }
 
-    /// Bytes used and allowed.
-    pub(crate) fn usage(&self) -> Usage {
-        self.base().backend.usage()
-    }
-
-    /// Records removed, bytes removed, blocks touched.
-    pub(crate) fn removed(&self) -> (u64, u64, u64) {
-        self.base().backend.removed()
-    }
-
-    /// Further counters and gauges of the base's own, by name.
-    pub(crate) fn counters(&self) -> Vec<(&'static str, u64)> {
-        self.base().backend.counters()
+    /// What the base holds and did.
+    pub(crate) fn base_stats(&self) -> MediumStats {
+        self.base().backend.stats()
     }
 
     /// Times a breaker opened.
@@ -566,7 +559,7 @@ impl Tiers {
         self.pool.shutdown(left() / 4);
         for (number, tier) in self.tiers.iter().enumerate() {
             let share = left() / u32::try_from(self.tiers.len() - number).unwrap_or(1);
-            tier.backend.shutdown(share);
+            tier.backend.close(share);
         }
     }
 }
@@ -591,7 +584,7 @@ fn check(tiers: &[TierConfig]) -> Result<()> {
     if !(1..=MAX_TIERS).contains(&tiers.len()) {
         return wrong("a store has one to four tiers");
     }
-    if tiers.iter().skip(1).any(|tier| tier.backend.is_memory()) {
+    if tiers.iter().skip(1).any(|tier| tier.backend.memory().is_some()) {
         return wrong("memory can only be the top tier");
     }
     if tiers[0].policy == WritePolicy::Back {

@@ -27,7 +27,7 @@ impl Tiers {
         let now = self.clock.now();
         (from..self.tiers.len()).find(|&number| {
             let tier = &self.tiers[number];
-            tier.backend.may_have(id) && !tier.has_refused(id) && tier.may(request, now)
+            tier.may_have(id) && !tier.has_refused(id) && tier.may(request, now)
         })
     }
 
@@ -36,7 +36,7 @@ impl Tiers {
     pub(crate) fn reads_parts(&self, number: usize) -> bool {
         let above = &self.tiers[..number];
         let kept = above.iter().any(|tier| tier.policy != WritePolicy::Never);
-        !kept && self.tiers[number].backend.reads_parts()
+        !kept && self.tiers[number].backend.features().reads_parts
     }
 
     /// Reads records of one tier. `ended` is called once for each, on a thread of the tier, when the record is in its slot;

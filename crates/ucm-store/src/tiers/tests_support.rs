@@ -7,7 +7,9 @@ use ucm_device::Slot;
 use ucm_infra::Mono;
 use ucm_io::IoJob;
 
-use crate::backend::{Backend, BlockRead, Done, Listed, Presence, ReadDone, Usage, WriteOptions, Written};
+use crate::backend::{
+    Backend, BlockRead, Done, Listed, MediumStats, Presence, ReadDone, WriteOptions, Written,
+};
 
 /// Has nothing and keeps nothing.
 pub(crate) struct Nothing;
@@ -17,12 +19,8 @@ impl Backend for Nothing {
         "nothing"
     }
 
-    fn describe(&self) -> String {
-        "nothing".to_owned()
-    }
-
-    fn probe(&self, _deadline: Mono) -> Result<()> {
-        Ok(())
+    fn open(&self, _deadline: Mono) -> Result<String> {
+        Ok("nothing".to_owned())
     }
 
     fn lookup(&self, _io: &IoJob, ids: &[BlockId], _stop: bool) -> Result<Vec<Presence>> {
@@ -49,13 +47,9 @@ impl Backend for Nothing {
         Ok(Vec::new())
     }
 
-    fn usage(&self) -> Usage {
-        Usage::default()
+    fn stats(&self) -> MediumStats {
+        MediumStats::default()
     }
 
-    fn removed(&self) -> (u64, u64, u64) {
-        (0, 0, 0)
-    }
-
-    fn shutdown(&self, _drain: Duration) {}
+    fn close(&self, _drain: Duration) {}
 }

@@ -10,7 +10,7 @@ use ucm_infra::{IdSet, Mono};
 use ucm_io::IoPool;
 
 use super::{TierConfig, TierStats, WritePolicy};
-use crate::backend::Backend;
+use crate::backend::{Backend, MediumStats};
 use crate::health::{Breaker, BreakerConfig, Change};
 
 /// Most refused copies remembered of a tier. To forget one is safe: every copy is verified when it is read.
@@ -29,6 +29,8 @@ pub(crate) struct Tier {
     pub(super) policy: WritePolicy,
     /// Answers at once and ends with its processes.
     pub(super) memory: bool,
+    /// What it said when it was opened.
+    pub(super) words: Mutex<String>,
     pub(super) breaker: Breaker,
     /// It was usable once.
     pub(super) ready: AtomicBool,
@@ -80,7 +82,8 @@ impl Tier {
             ..breaker
         };
         Self {
-            memory: config.backend.is_memory(),
+            memory: config.backend.memory().is_some(),
+            words: Mutex::default(),
             backend: config.backend,
             pool: config.pool,
             name,
@@ -125,6 +128,11 @@ impl Tier {
     /// Whether an operation of that request would pass now.
     pub(super) fn may(&self, request: u64, now: Mono) -> bool {
         self.ready.load(Ordering::Acquire) && self.breaker.would_allow(request, now) && !self.overrun()
+    }
+
+    /// Whether a read has a chance, without asking the medium: false only where it is known that the record is not here.
+    pub(super) fn may_have(&self, id: BlockId) -> bool {
+        self.backend.memory().is_none_or(|memory| memory.has(id))
     }
 
     /// Whether everything passes.
@@ -196,7 +204,9 @@ impl Tier {
 
     pub(super) fn stats(&self) -> TierStats {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let usage = self.backend.usage();
+        let MediumStats {
+            usage, compression, ..
+        } = self.backend.stats();
         TierStats {
             name: self.name.clone(),
             hits: get(&self.counts.hits),
@@ -213,7 +223,7 @@ impl Tier {
             used_bytes: usage.used,
             capacity_bytes: usage.capacity,
             healthy: self.is_well(),
-            compression: self.backend.compression(),
+            compression,
         }
     }
 }

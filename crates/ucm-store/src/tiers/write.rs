@@ -110,13 +110,13 @@ impl Tiers {
     /// Gives a tier a copy of its own, if that can be had without waiting.
     fn copy(self: &Arc<Self>, moving: Moving, record: &[u8]) {
         let tier = &self.tiers[moving.number];
-        if !tier.memory {
+        let Some(memory) = tier.backend.memory() else {
             match self.spare_copy(&moving, record) {
                 Some(slot) => self.write_copy(moving, slot, || ()),
                 None => add(&tier.counts.copies_dropped, 1),
             }
             return;
-        }
+        };
         if !self.admits(moving.number, moving.request.number, self.clock.now()) {
             return add(&tier.counts.copies_dropped, 1);
         }
@@ -124,7 +124,7 @@ impl Tiers {
             replace: moving.keep.replace || tier.replaces(moving.id),
             ..moving.keep
         };
-        self.copied(&moving, &tier.backend.keep(moving.id, record, keep));
+        self.copied(&moving, &memory.insert(moving.id, record, keep));
     }
 
     /// A spare slot with these bytes in it, for a tier that is well.

@@ -10,8 +10,8 @@ use ucm_device::Slot;
 use ucm_infra::Mono;
 use ucm_io::IoJob;
 use ucm_store::backend::{
-    Backend, BlockRead, Done, Early, Evicted, Keep, Listed, Presence, ReadDone, Usage, Victim, WriteOptions,
-    Written,
+    Backend, BlockRead, Done, Early, Evicted, Keep, Listed, MediumStats, Memory, Presence, ReadDone, Usage,
+    Victim, WriteOptions, Written,
 };
 
 /// Keeps records until there are too many.
@@ -175,12 +175,8 @@ impl Backend for MapStage {
         "map"
     }
 
-    fn describe(&self) -> String {
-        format!("a map of {} records", self.0.limit)
-    }
-
-    fn probe(&self, _deadline: Mono) -> Result<()> {
-        Ok(())
+    fn open(&self, _deadline: Mono) -> Result<String> {
+        Ok(format!("a map of {} records", self.0.limit))
     }
 
     fn lookup(&self, _io: &IoJob, ids: &[BlockId], stop: bool) -> Result<Vec<Presence>> {
@@ -235,28 +231,30 @@ impl Backend for MapStage {
         std::mem::take(&mut self.0.inner.lock().early)
     }
 
-    fn usage(&self) -> Usage {
-        Usage {
+    fn stats(&self) -> MediumStats {
+        let usage = Usage {
             records: self.0.len() as u64,
             ..Usage::default()
+        };
+        MediumStats {
+            usage,
+            ..MediumStats::default()
         }
     }
 
-    fn removed(&self) -> (u64, u64, u64) {
-        (0, 0, 0)
+    fn close(&self, _drain: Duration) {}
+
+    fn memory(&self) -> Option<&dyn Memory> {
+        Some(self)
     }
+}
 
-    fn shutdown(&self, _drain: Duration) {}
-
-    fn is_memory(&self) -> bool {
-        true
-    }
-
-    fn keep(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written> {
+impl Memory for MapStage {
+    fn insert(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written> {
         self.0.insert(id, record, keep.replace)
     }
 
-    fn may_have(&self, id: BlockId) -> bool {
+    fn has(&self, id: BlockId) -> bool {
         self.0.has(id)
     }
 
