@@ -19,11 +19,11 @@ use ucm_core::{BlockId, DType, Error, ErrorKind, Geometry, Identity, MissReason,
 use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::{Mono, SystemClock};
 use ucm_io::{IoJob, IoOptions, IoPool, PsyncEngine};
-use ucm_store::backend::{
+use ucm_record::{Expect, RecordLayout, RecordMeta, verify};
+use ucm_tier::backend::{
     Backend, BlockRead, Done, Listed, MediumStats, Presence, ReadDone, WriteOptions, Written,
 };
-use ucm_store::compress::{CompressBackend, CompressConfig};
-use ucm_store::record::{Expect, RecordLayout, RecordMeta, verify};
+use ucm_tier::compress::{CompressBackend, CompressConfig};
 
 const LAYER: usize = 64 << 10;
 const LAYERS: usize = 16;

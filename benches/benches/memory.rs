@@ -13,9 +13,9 @@ use ucm_benches::{asked_for, in_turns};
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::{LANE_LOOKUP, Mono, SystemClock};
-use ucm_store::backend::Backend;
-use ucm_store::memory::{MemoryBackend, MemoryConfig};
-use ucm_store::record::RecordLayout;
+use ucm_record::RecordLayout;
+use ucm_tier::backend::Backend;
+use ucm_tier::memory::{MemoryBackend, MemoryConfig};
 
 const IDENTITY: &str = "{\"format_version\":1,\"architecture\":\"A\",\"world_size\":1,\"dtype\":\"f16\",\"weights\":\"w\",\
      \"model_config\":{},\"position\":{},\"kv_dtype\":\"f16\",\"attention_backend\":\"a\",\"kv_packing\":{},\

@@ -18,12 +18,13 @@ use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::{Clock, Completion, LANE_LOAD, LANE_LOOKUP, Mono, SystemClock};
 use ucm_io::{IoJob, IoOptions, IoPool, Process};
-use ucm_store::backend::{Backend, BlockRead, ReadDone, WriteOptions};
-use ucm_store::evidence::QuarantineConfig;
-use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
-use ucm_store::record::{Expect, RecordLayout, RecordMeta, verify};
-use ucm_store::segment::{SegmentBackend, SegmentConfig};
-use ucm_store::space::{Capacity, Rules};
+use ucm_quota::evidence::QuarantineConfig;
+use ucm_quota::layout::Modes;
+use ucm_quota::{Capacity, Rules};
+use ucm_record::{Expect, RecordLayout, RecordMeta, verify};
+use ucm_tier::backend::{Backend, BlockRead, ReadDone, WriteOptions};
+use ucm_tier::posix::{PosixBackend, PosixConfig};
+use ucm_tier::segment::{SegmentBackend, SegmentConfig};
 
 /// Threads of the I/O pool; dumps may use half.
 const THREADS: usize = 4;
@@ -184,7 +185,7 @@ impl Bench {
                 ..Rules::default()
             },
             process: Process::this(),
-            writer: ucm_store::random_u64(),
+            writer: ucm_infra::random_u64(),
             modes: Modes::default(),
             quarantine: QuarantineConfig::default(),
         };

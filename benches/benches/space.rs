@@ -16,12 +16,13 @@ use ucm_benches::store::Result;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_infra::{Mono, SystemClock};
 use ucm_io::{IoOptions, IoPool, Process};
-use ucm_store::backend::Backend;
-use ucm_store::evidence::QuarantineConfig;
-use ucm_store::layout::Layout;
-use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
-use ucm_store::record::RecordLayout;
-use ucm_store::space::{Capacity, Rules};
+use ucm_quota::evidence::QuarantineConfig;
+use ucm_quota::layout::Layout;
+use ucm_quota::layout::Modes;
+use ucm_quota::{Capacity, Rules};
+use ucm_record::RecordLayout;
+use ucm_tier::backend::Backend;
+use ucm_tier::posix::{PosixBackend, PosixConfig};
 
 /// Rounds of which the fastest counts.
 const ROUNDS: usize = 3;

@@ -16,8 +16,8 @@ use std::collections::{HashMap, HashSet};
 
 use ucm_benches::asked_for;
 use ucm_core::BlockId;
-use ucm_store::memory::Policy;
-use ucm_store::memory::eviction::Eviction;
+use ucm_tier::memory::Policy;
+use ucm_tier::memory::eviction::Eviction;
 
 use sieve::Sieve;
 

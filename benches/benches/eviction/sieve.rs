@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use ucm_core::BlockId;
-use ucm_store::memory::eviction::Eviction;
+use ucm_tier::memory::eviction::Eviction;
 
 /// SIEVE.
 #[derive(Default)]

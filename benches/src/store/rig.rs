@@ -12,16 +12,17 @@ use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostDevice, Slot};
 use ucm_infra::{Clock, Completion, LANE_LOAD, Mono, SystemClock};
 use ucm_io::{IoJob, IoOptions, IoPool, Process, PsyncEngine};
-use ucm_store::backend::{Backend, BlockRead, Flush, ReadDone, WriteOptions};
+use ucm_quota::evidence::QuarantineConfig;
+use ucm_quota::layout::Layout;
+use ucm_quota::layout::Modes;
+use ucm_quota::{Capacity, Rules};
+use ucm_record::{Expect, RecordLayout, RecordMeta, verify};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Until};
-use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
-use ucm_store::layout::Layout;
-use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
-use ucm_store::record::{Expect, RecordLayout, RecordMeta, verify};
-use ucm_store::segment::{SegmentBackend, SegmentConfig};
-use ucm_store::space::{Capacity, Rules};
 use ucm_store::tiers::{TierConfig, WritePolicy};
+use ucm_tier::backend::{Backend, BlockRead, Flush, ReadDone, WriteOptions};
+use ucm_tier::posix::{PosixBackend, PosixConfig};
+use ucm_tier::segment::{SegmentBackend, SegmentConfig};
 
 use super::Result;
 use super::contest::{Spent, Watch};
@@ -176,7 +177,7 @@ impl Rig {
             process: Process::this(),
             modes: Modes::default(),
             quarantine: QuarantineConfig::default(),
-            writer: ucm_store::random_u64(),
+            writer: ucm_infra::random_u64(),
         };
         let config = EngineConfig {
             geometry: shape.geometry.clone(),

@@ -23,6 +23,9 @@ mod quiet;
 mod sys;
 mod window;
 
+/// The error number of a read-only file system, the same on every Linux.
+pub const EROFS: i32 = 30;
+
 pub use engine::{Close, Closed, IoEngine, StillWanted};
 pub use fault::{Fault, FaultyEngine, Gate, Rule, RuleId, Seen, Tail, errno};
 pub use job::{IoJob, Read};

@@ -1,7 +1,7 @@
 //! The registry of kinds of tiers for Python.
 
 use pyo3::prelude::*;
-use ucm_store::registry;
+use ucm_tier::registry;
 
 /// Every kind of tier as a JSON text, see [`registry::describe`].
 #[pyfunction]

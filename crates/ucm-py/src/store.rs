@@ -11,8 +11,8 @@ use ucm_device::{DeviceSpan, HostDevice, KvLayout, KvPiece};
 use ucm_infra::SystemClock;
 use ucm_store::assemble::Setup;
 use ucm_store::engine::{self, Engine, Hint, Pieces, Row};
-use ucm_store::events::Level;
 use ucm_store::tiers::Priority;
+use ucm_tier::events::Level;
 
 use crate::convert::{id_list, ids, raise, to_py};
 use crate::ffi::Published;

@@ -2,17 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use serde::Deserialize;
 use ucm_core::{DType, Error, ErrorKind, Geometry, Identity, Part, Result};
 use ucm_device::Device;
 use ucm_infra::Clock;
+use ucm_record::RecordLayout;
+use ucm_tier::registry::{BuildContext, seconds};
 
 use crate::engine::{Deadlines, Engine, EngineConfig};
 use crate::health::BreakerConfig;
-use crate::record::RecordLayout;
-use crate::registry::BuildContext;
 use crate::stages::{StageSetup, make_all};
 use crate::tiers::TierConfig;
 
@@ -107,7 +106,7 @@ impl Setup {
             cool_down: seconds("breaker_cool_down_s", self.breaker_cool_down_s)?,
             ..BreakerConfig::default()
         };
-        let writer = crate::random_u64();
+        let writer = ucm_infra::random_u64();
         let context = BuildContext {
             identity: &identity,
             part,
@@ -144,10 +143,4 @@ impl Setup {
         };
         Engine::open(config, tiers.collect(), device, clock)
     }
-}
-
-/// A time as it is described.
-pub(crate) fn seconds(key: &'static str, value: f64) -> Result<Duration> {
-    Duration::try_from_secs_f64(value)
-        .map_err(|error| Error::new(ErrorKind::Config, format!("{key}: {error}")).with("value", value))
 }

@@ -6,8 +6,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind};
 use ucm_infra::Mono;
-
-use crate::root::EROFS;
+use ucm_io::EROFS;
 
 /// Error numbers (the same on every Linux) that do not speak of a sick medium: it answers that we may not, or the
 /// process itself has too little of something.

@@ -5,8 +5,9 @@
 
 mod common;
 
-use common::{Device, Medium, Setup, Store, directory, id, ids, media, on, only_over};
 use ucm_io::{Fault, OpKind, Rule};
+
+use common::{Device, Medium, Setup, Store, directory, id, ids, media, on, only_over};
 
 /// Blocks of 32-bit floats, all the same in a block.
 fn floats(setup: &Setup, values: &[f32]) -> Device {

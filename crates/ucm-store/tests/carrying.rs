@@ -7,11 +7,12 @@ mod common;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use common::merging::{eager, fill, filling, finds, loads, many, mtime, privates, seal};
-use common::{Device, Layout, Setup, Store, directory, eventually, ids};
 use ucm_core::BlockId;
 use ucm_io::{Fault, Gate, OpKind, Rule};
-use ucm_store::segment::SegmentConfig;
+use ucm_tier::segment::SegmentConfig;
+
+use common::merging::{eager, fill, filling, finds, loads, many, mtime, privates, seal};
+use common::{Device, Layout, Setup, Store, directory, eventually, ids};
 
 /// Room for segments of twelve records.
 const LIMIT: u64 = 8 << 20;

@@ -7,11 +7,12 @@ mod common;
 
 use std::time::Duration;
 
-use common::segments::{Place, change, die_at_seal, finds};
-use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 use ucm_core::{BlockId, ErrorKind};
 use ucm_io::{Fault, OpKind, Process, Rule};
-use ucm_store::segment::SegmentConfig;
+use ucm_tier::segment::SegmentConfig;
+
+use common::segments::{Place, change, die_at_seal, finds};
+use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 /// Header and payload of a record as it is used, bytes.
 const RECORD: usize = 4096 + 3 * 8192;

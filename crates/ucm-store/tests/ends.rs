@@ -7,13 +7,14 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{
-    Device, Layout, Setup, SlowDevice, Store, directory, eventually, id, ids, media, on, only_over,
-};
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Deadlines, Task, Until};
+
+use common::{
+    Device, Layout, Setup, SlowDevice, Store, directory, eventually, id, ids, media, on, only_over,
+};
 
 const SECOND: Duration = Duration::from_secs(1);
 

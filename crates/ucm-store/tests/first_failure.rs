@@ -8,13 +8,14 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{
-    Device, Medium, Setup, SlowDevice, Store, directory, eventually, id, ids, media, on, only_over,
-};
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::Gate;
 use ucm_store::engine::{Deadlines, Task, Until};
+
+use common::{
+    Device, Medium, Setup, SlowDevice, Store, directory, eventually, id, ids, media, on, only_over,
+};
 
 /// Every read of a test may hang and leave a thread for the others.
 fn wide() -> Setup {

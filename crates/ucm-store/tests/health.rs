@@ -7,13 +7,14 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::only_over;
-use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids, of_records};
 use ucm_core::{ErrorKind, MissReason};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Deadlines, Until};
 use ucm_store::health::BreakerConfig;
+
+use common::only_over;
+use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids, of_records};
 
 const SECOND: Duration = Duration::from_secs(1);
 

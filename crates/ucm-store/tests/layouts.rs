@@ -7,11 +7,12 @@ mod common;
 use std::path::Path;
 use std::sync::Arc;
 
-use common::shared::{LONG, in_time};
-use common::{Device, Layout, Setup, Store, directory, eventually, ids};
 use serde_json::{Value, json};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
+
+use common::shared::{LONG, in_time};
+use common::{Device, Layout, Setup, Store, directory, eventually, ids};
 
 /// A store whose layout nobody named. Where it decides on segments, they are sealed at once.
 fn unnamed() -> Setup {

@@ -8,13 +8,14 @@ mod common;
 use std::path::Path;
 use std::time::Duration;
 
-use common::mount::{Place, copy_all};
-use common::only_over;
-use common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids, of_records};
 use ucm_core::{BlockId, Error, ErrorKind};
 use ucm_infra::SystemClock;
 use ucm_io::{Fault, Rule};
 use ucm_store::health::BreakerConfig;
+
+use common::mount::{Place, copy_all};
+use common::only_over;
+use common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids, of_records};
 
 /// As configured by default, so that a breaker that opens for the wrong reason shows.
 fn setup() -> Setup {

@@ -7,13 +7,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::memory::{keep, record, setup, tier};
-use common::{Device, Medium, Setup, Store, directory, eventually, id, ids, memory_config, pages, shape};
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock, Mono, SystemClock};
-use ucm_store::backend::{Backend, Early, Listed};
-use ucm_store::memory::{Inserted, MemoryBackend, Policy, cache_bytes};
-use ucm_store::space::Capacity;
+use ucm_quota::Capacity;
+use ucm_tier::backend::{Backend, Early, Listed};
+use ucm_tier::memory::{Inserted, MemoryBackend, Policy, cache_bytes};
+
+use common::memory::{keep, record, setup, tier};
+use common::{Device, Medium, Setup, Store, directory, eventually, id, ids, memory_config, pages, shape};
 
 fn list(tier: &MemoryBackend) -> Vec<Listed> {
     let mut listed = tier.list(&tier.pool().here(0, Mono::NEVER)).unwrap();

@@ -9,9 +9,10 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
 use ucm_core::{BlockId, Part};
-use ucm_store::memory::Policy;
+use ucm_tier::memory::Policy;
+
+use common::{Device, Medium, Setup, Store, directory, eventually, id, ids};
 
 const DIR: &str = "UCM_TEST_MEMORY_DIR";
 const RANK: &str = "UCM_TEST_MEMORY_RANK";

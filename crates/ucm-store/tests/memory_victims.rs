@@ -5,13 +5,14 @@ mod common;
 
 use std::sync::Arc;
 
-use common::memory::{keep, record, setup, tier};
-use common::{Device, Store, directory, id, ids, pages};
 use parking_lot::Mutex;
 use ucm_core::BlockId;
 use ucm_infra::Mono;
-use ucm_store::backend::Backend;
-use ucm_store::memory::{Inserted, MemoryBackend, Policy, Victim};
+use ucm_tier::backend::Backend;
+use ucm_tier::memory::{Inserted, MemoryBackend, Policy, Victim};
+
+use common::memory::{keep, record, setup, tier};
+use common::{Device, Store, directory, id, ids, pages};
 
 #[test]
 fn victims_are_handed_out_whole_and_can_be_found_until_they_are_let_go() {

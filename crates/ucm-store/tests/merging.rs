@@ -10,15 +10,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use ucm_core::BlockId;
+use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_io::{Fault, OpKind, Rule};
+use ucm_store::engine::Until;
+use ucm_tier::backend::Flush;
+
 use common::merging::{eager, fill, filling, finds, loads, loads_each, many, privates, seal, there};
 use common::segments::{change, places};
 use common::shared::{LONG, in_time, on};
 use common::{Device, Layout, Setup, Store, directory, eventually, ids};
-use ucm_core::BlockId;
-use ucm_infra::{Clock, ManualClock, Mono};
-use ucm_io::{Fault, OpKind, Rule};
-use ucm_store::backend::Flush;
-use ucm_store::engine::Until;
 
 #[test]
 fn small_segments_become_one_from_which_everything_is_read() {

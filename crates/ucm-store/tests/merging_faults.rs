@@ -8,11 +8,12 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use ucm_io::{Fault, Gate, OpKind, Rule};
+
 use common::merging::{eager, fill, filling, finds, gone, loads, privates, there};
 use common::segments::{change, places};
 use common::shared::LONG;
 use common::{Device, Setup, Store, directory, eventually, ids};
-use ucm_io::{Fault, Gate, OpKind, Rule};
 
 #[test]
 fn whoever_dies_at_it_leaves_every_record_and_nothing_else() {

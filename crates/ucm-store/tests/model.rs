@@ -7,15 +7,16 @@ mod common;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use common::{Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, pages};
 use proptest::prelude::*;
 use ucm_core::{BlockId, Error, MissReason};
 use ucm_infra::{LANE_SPACE, Mono};
 use ucm_io::{Fault, OpKind, Rule};
-use ucm_store::backend::Backend;
-use ucm_store::memory::Policy;
-use ucm_store::segment::Merging;
 use ucm_store::tiers::WritePolicy;
+use ucm_tier::backend::Backend;
+use ucm_tier::memory::Policy;
+use ucm_tier::segment::Merging;
+
+use common::{Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, pages};
 
 /// One thing a test does.
 #[derive(Debug, Clone)]

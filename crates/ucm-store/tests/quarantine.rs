@@ -7,12 +7,13 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ucm_core::crc32c;
+use ucm_io::{Fault, Gate, OpKind, Rule};
+use ucm_quota::evidence::QuarantineConfig;
+
 use common::bench::Bench;
 use common::only_over;
 use common::{Device, Layout, eventually, id, ids, of_records};
-use ucm_core::crc32c;
-use ucm_io::{Fault, Gate, OpKind, Rule};
-use ucm_store::evidence::QuarantineConfig;
 
 const RECORD: u64 = 8192;
 const DAY: Duration = Duration::from_secs(24 * 3600);

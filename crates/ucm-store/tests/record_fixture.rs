@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use ucm_core::{
     BlockHasher, BlockId, DType, ExtraKey, Geometry, HashMethod, Identity, MissReason, Part, crc32c,
 };
-use ucm_store::record::{
+use ucm_record::{
     Expect, MAGIC, MARK, PREAMBLE_LEN, RecordHeader, RecordLayout, RecordMeta, SideSpec, verify, verify_side,
 };
 

@@ -6,7 +6,6 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{Device, Medium, Setup, directory, id, identity, ids, media, shape};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -14,7 +13,9 @@ use ucm_device::HostDevice;
 use ucm_infra::SystemClock;
 use ucm_store::assemble;
 use ucm_store::engine::{Engine, Until};
-use ucm_store::registry::{self, BuildContext, BuiltTier, Name, TierKind};
+use ucm_tier::registry::{self, BuildContext, BuiltTier, Name, TierKind};
+
+use common::{Device, Medium, Setup, directory, id, identity, ids, media, shape};
 
 /// An engine over these stages, with blocks as most tests have them.
 fn open(stages: &Value) -> ucm_core::Result<Engine> {

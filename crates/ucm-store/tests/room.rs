@@ -9,14 +9,15 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use common::only_over;
-use common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids};
 use ucm_core::{BlockId, ErrorKind, MissReason};
 use ucm_infra::{Clock, LANE_DUMP, LANE_SPACE, ManualClock, SystemClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
+use ucm_quota::evidence::evidence_name;
+use ucm_quota::{Capacity, Rules};
 use ucm_store::engine::{Deadlines, Until};
-use ucm_store::evidence::evidence_name;
-use ucm_store::space::{Capacity, Rules};
+
+use common::only_over;
+use common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids};
 
 const RECORD: u64 = 8192;
 

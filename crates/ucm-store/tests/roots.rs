@@ -8,12 +8,13 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use common::{Device, Setup, Store, directory, eventually, id, identity, ids, of_records};
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
+use ucm_quota::layout::Modes;
 use ucm_store::engine::{Deadlines, Until};
-use ucm_store::posix::Modes;
+
+use common::{Device, Setup, Store, directory, eventually, id, identity, ids, of_records};
 
 fn marker(capacity: u64) -> String {
     format!("{{\"format\":1,\"uuid\":\"other\",\"created\":1,\"storage_capacity\":{capacity}}}")

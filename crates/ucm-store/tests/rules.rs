@@ -7,13 +7,14 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{
-    Device, Layout, Setup, Store, directory, eventually, id, ids, media, of_records, on, only_over,
-};
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Deadlines, Until};
+
+use common::{
+    Device, Layout, Setup, Store, directory, eventually, id, ids, media, of_records, on, only_over,
+};
 
 fn kinds(ended: Result<(), Vec<(usize, ucm_core::Error)>>) -> Vec<(usize, ErrorKind)> {
     ended

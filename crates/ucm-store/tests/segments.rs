@@ -9,14 +9,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::segments::{begin, change, finds, is_over, loads, patient, places, quick};
-use common::shared::{LONG, attempt, in_time, on};
-use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 use ucm_core::BlockId;
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
-use ucm_store::backend::Flush;
-use ucm_store::segment::Merging;
+use ucm_tier::backend::Flush;
+use ucm_tier::segment::Merging;
+
+use common::segments::{begin, change, finds, is_over, loads, patient, places, quick};
+use common::shared::{LONG, attempt, in_time, on};
+use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 #[test]
 fn what_is_dumped_is_found_by_whoever_opens_the_root_and_by_who_had_it_open() {

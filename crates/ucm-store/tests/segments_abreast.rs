@@ -10,17 +10,18 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::segments::Place;
-use common::shared::{LONG, in_time, on};
-use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
 use parking_lot::Mutex;
 use ucm_core::{BlockId, ErrorKind};
 use ucm_device::{HostArena, SlotPool};
 use ucm_infra::{Clock, ManualClock, Mono};
 use ucm_io::{Fault, OpKind, Rule};
-use ucm_store::backend::{Flush, WriteOptions, Written};
 use ucm_store::engine::{Task, Until};
-use ucm_store::segment::SegmentConfig;
+use ucm_tier::backend::{Flush, WriteOptions, Written};
+use ucm_tier::segment::SegmentConfig;
+
+use common::segments::Place;
+use common::shared::{LONG, in_time, on};
+use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 /// Bytes of a block; with its header a record is a little longer.
 const BLOCK: u64 = 512 << 10;

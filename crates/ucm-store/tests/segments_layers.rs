@@ -4,12 +4,13 @@
 
 mod common;
 
-use common::segments::{change, write};
-use common::{Above, Device, Layout, Setup, Store, content, directory, eventually, id, ids};
 use ucm_core::BlockId;
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::Task;
 use ucm_store::tiers::WritePolicy;
+
+use common::segments::{change, write};
+use common::{Above, Device, Layout, Setup, Store, content, directory, eventually, id, ids};
 
 /// Bytes of a layer, and layers of a block: its header takes a page.
 const LAYER: usize = 64 << 10;

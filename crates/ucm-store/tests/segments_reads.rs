@@ -8,14 +8,15 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::segments::{self, change, loads, write};
-use common::shared::{in_time, on};
-use common::{Above, Device, Setup, Store, directory, eventually, ids};
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, IoEngine, OpKind, Rule};
-use ucm_store::backend::Flush;
 use ucm_store::tiers::WritePolicy;
+use ucm_tier::backend::Flush;
+
+use common::segments::{self, change, loads, write};
+use common::shared::{in_time, on};
+use common::{Above, Device, Setup, Store, directory, eventually, ids};
 
 /// Bytes of a record of the usual setup.
 const RECORD: usize = 8192;

@@ -7,15 +7,16 @@ mod common;
 
 use std::time::Duration;
 
-use common::segments::{begin, finds, is_over, loads, patient, quick};
-use common::shared::{LONG, in_time, on};
-use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule, Tail};
-use ucm_store::backend::{Early, Flush};
 use ucm_store::engine::Until;
-use ucm_store::segment::SegmentConfig;
+use ucm_tier::backend::{Early, Flush};
+use ucm_tier::segment::SegmentConfig;
+
+use common::segments::{begin, finds, is_over, loads, patient, quick};
+use common::shared::{LONG, in_time, on};
+use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 #[test]
 fn the_open_segment_is_read_by_its_writer_and_by_nobody_else() {

@@ -7,21 +7,22 @@ mod common;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use common::merging::gone;
-use common::segments::{change, die_at_seal, finds, loads, quick};
-use common::shared::{elsewhere, on};
-use common::{Device, Layout, Setup, Store, directory, eventually, ids};
 use ucm_core::BlockId;
 use ucm_infra::{ManualClock, Mono};
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::Until;
 
+use common::merging::gone;
+use common::segments::{change, die_at_seal, finds, loads, quick};
+use common::shared::{elsewhere, on};
+use common::{Device, Layout, Setup, Store, directory, eventually, ids};
+
 /// Leaves the private segment of a writer that died at its seal, with these blocks in it.
 fn die(root: &Path, setup: &Setup, blocks: &[BlockId]) -> std::path::PathBuf {
     let setup = Setup {
-        layout: Layout::Segment(ucm_store::segment::SegmentConfig {
+        layout: Layout::Segment(ucm_tier::segment::SegmentConfig {
             age: Duration::from_secs(3600),
-            ..ucm_store::segment::SegmentConfig::default()
+            ..ucm_tier::segment::SegmentConfig::default()
         }),
         ..setup.clone()
     };
@@ -234,7 +235,7 @@ fn the_limit_holds_over_segments_and_files_of_one_root() {
 fn old_segments_expire_whole() {
     let dir = directory();
     let setup = Setup {
-        rules: ucm_store::space::Rules {
+        rules: ucm_quota::Rules {
             expire_after: Some(Duration::from_secs(3600)),
             ..quick().rules
         },

@@ -7,12 +7,13 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::shared::{LONG, RECORD, attempt, documents, elsewhere, in_time, on, small, stored};
-use common::{Device, Setup, Store, directory, eventually, id, ids};
 use proptest::prelude::*;
 use ucm_core::{BlockId, ErrorKind};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Process, Rule};
+
+use common::shared::{LONG, RECORD, attempt, documents, elsewhere, in_time, on, small, stored};
+use common::{Device, Setup, Store, directory, eventually, id, ids};
 
 /// A process that has ended.
 fn dead() -> Process {

@@ -10,15 +10,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::mount::{Place, copy_all};
-use common::shared::{LONG, RECORD, attempt, documents, elsewhere, in_time, on, small, stored};
-use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
 use ucm_core::{MissReason, crc32c};
 use ucm_infra::{Clock, ManualClock, Mono};
 use ucm_io::{Fault, Gate, OpKind, Rule};
+use ucm_quota::evidence::evidence_name;
+use ucm_quota::{Capacity, Rules};
 use ucm_store::engine::{Task, Until};
-use ucm_store::evidence::evidence_name;
-use ucm_store::space::{Capacity, Rules};
+
+use common::mount::{Place, copy_all};
+use common::shared::{LONG, RECORD, attempt, documents, elsewhere, in_time, on, small, stored};
+use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
 
 /// All files below a directory.
 fn files(dir: &Path) -> Vec<PathBuf> {

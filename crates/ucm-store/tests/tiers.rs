@@ -7,13 +7,14 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::segments::change;
-use common::tiers::{dumped, load, lookup, of_blocks, open, reads, with_file, with_memory};
-use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 use ucm_core::{ErrorKind, MissReason, crc32c};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind};
 use ucm_store::health::BreakerConfig;
+
+use common::segments::change;
+use common::tiers::{dumped, load, lookup, of_blocks, open, reads, with_file, with_memory};
+use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 #[test]
 fn a_dump_goes_through_to_the_file_and_stays_in_memory() {

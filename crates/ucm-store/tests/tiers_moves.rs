@@ -7,14 +7,14 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::tiers::{dumped, load, lookup, of_blocks, open, reads, with_file, with_memory};
-use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
 use ucm_core::{BlockId, ErrorKind, Part};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
-
-use ucm_store::segment::SegmentConfig;
 use ucm_store::tiers::{Priority, WritePolicy};
+use ucm_tier::segment::SegmentConfig;
+
+use common::tiers::{dumped, load, lookup, of_blocks, open, reads, with_file, with_memory};
+use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 #[test]
 fn a_block_that_only_memory_has_goes_below_with_its_next_dump() {

@@ -8,13 +8,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Device, Setup, Store, directory, eventually, id, ids, only_over};
 use ucm_core::{BlockId, ErrorKind, MissReason, Part, crc32c};
 use ucm_infra::{Clock, LANE_LOAD, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
+use ucm_quota::evidence::QuarantineConfig;
 use ucm_store::engine::Pieces;
-use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
+
+use common::{Device, Setup, Store, directory, eventually, id, ids, only_over};
 
 fn kind(ended: Result<(), Vec<(usize, ucm_core::Error)>>) -> ErrorKind {
     ended.unwrap_err()[0].1.kind()

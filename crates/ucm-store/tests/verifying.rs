@@ -7,11 +7,12 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Device, Setup, Store, directory, eventually, id, ids, media, of_records, on, only_over};
 use ucm_core::{BlockId, ErrorKind, limits};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Gate, OpKind};
 use ucm_store::engine::Until;
+
+use common::{Device, Setup, Store, directory, eventually, id, ids, media, of_records, on, only_over};
 
 fn verify(store: &Store, blocks: &[BlockId]) -> Result<(), Vec<(usize, ucm_core::Error)>> {
     store.outcome(&store.engine.verify(blocks, None).unwrap())

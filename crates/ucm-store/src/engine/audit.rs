@@ -9,13 +9,13 @@ use std::sync::Arc;
 
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::{Slot, Stream};
+use ucm_tier::backend::{BlockRead, ReadDone, WriteOptions, Written};
+use ucm_tier::events::Level;
 
 use super::Core;
 use super::assembly::Assembly;
 use super::load::BlockRowList;
-use crate::backend::{BlockRead, ReadDone, WriteOptions, Written};
 use crate::deviation::{deviation, tolerance};
-use crate::events::Level;
 use crate::stats::Stats;
 use crate::tiers::TierRead;
 

@@ -11,14 +11,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
 use ucm_infra::{LANE_DUMP, Mono};
+use ucm_record::{RecordMeta, encode_header};
+use ucm_tier::backend::{Flush, WriteOptions, Written};
+use ucm_tier::events::Level;
 
 use super::assembly::{After, Assembly, Stage};
 use super::load::{BlockRowList, by_block};
 use super::task::{Task, TaskState};
 use super::{Core, Hint, Row};
-use crate::backend::{Flush, WriteOptions, Written};
-use crate::events::Level;
-use crate::record::{RecordMeta, encode_header};
 use crate::stats::Stats;
 use crate::tiers::Request;
 

@@ -6,12 +6,12 @@ use std::sync::atomic::Ordering;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::Mono;
+use ucm_quota::evidence::is_damage;
+use ucm_record::{Expect, RecordHeader, verify, verify_layers};
+use ucm_tier::backend::{Quarantined, ReadDone};
+use ucm_tier::events::Level;
 
 use super::{COPY_REPLACEMENTS, Core};
-use crate::backend::{Quarantined, ReadDone};
-use crate::events::Level;
-use crate::evidence::is_damage;
-use crate::record::{Expect, RecordHeader, verify, verify_layers};
 use crate::stats::Stats;
 
 impl Core {

@@ -27,10 +27,10 @@ use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result, limits};
 use ucm_device::{Device, DeviceSpan, HostArena, KvLayout, SlotPool, Stream};
 use ucm_infra::{Clock, IdSet, Lane, Mono, WorkerPool};
+use ucm_record::RecordLayout;
+use ucm_tier::backend::{Early, Flush};
+use ucm_tier::events::Events;
 
-use crate::backend::{Early, Flush};
-use crate::events::Events;
-use crate::record::RecordLayout;
 use crate::stats::Stats;
 use crate::tiers::{Priority, TierConfig, Tiers, TiersConfig};
 

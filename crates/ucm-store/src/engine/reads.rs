@@ -13,12 +13,12 @@ use std::time::Duration;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
 use ucm_device::Slot;
 use ucm_infra::Mono;
+use ucm_quota::evidence::is_damage;
+use ucm_tier::backend::{BlockRead, ReadDone};
 
 use super::guard::reason_of;
 use super::load::LoadTask;
 use super::{Core, LANE_PUMP};
-use crate::backend::{BlockRead, ReadDone};
-use crate::evidence::is_damage;
 use crate::stats::Stats;
 use crate::tiers::{Request, TierRead};
 

@@ -1,7 +1,8 @@
 //! What an engine tells of itself: counters and gauges, and messages for the log.
 
+use ucm_tier::events::Event;
+
 use super::Core;
-use crate::events::Event;
 
 impl Core {
     /// Counters, histograms and gauges as one JSON object.

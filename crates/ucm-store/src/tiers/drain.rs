@@ -7,10 +7,10 @@ use ucm_core::{BlockId, Result};
 use ucm_device::Slot;
 use ucm_infra::{Bell, LANE_LOAD, LANE_SPACE, Mono};
 use ucm_io::IoJob;
+use ucm_tier::backend::{BlockRead, Listed, ReadDone};
+use ucm_tier::events::Level;
 
 use super::{Tiers, WritePolicy};
-use crate::backend::{BlockRead, Listed, ReadDone};
-use crate::events::Level;
 
 impl Tiers {
     /// Writes back what this process's memories above tiers written back to still hold, the latest used first, until

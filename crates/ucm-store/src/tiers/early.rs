@@ -4,8 +4,7 @@ use std::collections::HashMap;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, limits};
-
-use crate::backend::Early;
+use ucm_tier::backend::Early;
 
 /// Which tiers (a bit each) say that an id is early, and the changes not told yet.
 #[derive(Default)]

@@ -9,10 +9,10 @@ use std::time::Duration;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::{LANE_LOOKUP, Mono};
 use ucm_io::IoJob;
+use ucm_tier::backend::Presence;
 
 use super::tier::{Tier, add};
 use super::{Place, Request, Tiers};
-use crate::backend::Presence;
 
 /// What the last tier leaves of the time it has: this part of it.
 const SPARED: u32 = 8;

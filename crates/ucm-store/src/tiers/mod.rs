@@ -11,8 +11,6 @@ mod early;
 mod lookup;
 mod prefetch;
 mod read;
-#[cfg(test)]
-mod tests_support;
 mod tier;
 mod write;
 
@@ -27,20 +25,18 @@ use ucm_core::{BlockId, Error, ErrorKind, Identity, MissReason, Part, Result};
 use ucm_device::{HostArena, SlotPool};
 use ucm_infra::{Bell, Clock, Completion, Lane, Mono, WorkerPool};
 use ucm_io::IoPool;
+use ucm_quota::evidence::is_damage;
+use ucm_record::{Expect, RecordLayout, verify};
+use ucm_tier::backend::{Backend, Compression, Done, Early, Flush, MediumStats, Quarantined, Victim};
+use ucm_tier::events::{Event, Events, Level};
 
-use crate::backend::{Backend, Compression, Done, Early, Flush, MediumStats, Quarantined, Victim};
-use crate::events::{Event, Events, Level};
-use crate::evidence::is_damage;
 use crate::health::{BreakerConfig, Change};
-use crate::record::{Expect, RecordLayout, verify};
 use early::Merged;
 use tier::{Admission, Tier, add};
 
 pub(crate) use lookup::{LEAST_WINDOW, WINDOW};
 pub use prefetch::{MAX_WAITING as MAX_PREFETCH, Priority};
 pub(crate) use read::TierRead;
-#[cfg(test)]
-pub(crate) use tests_support::Nothing;
 
 /// Most tiers of a store.
 pub const MAX_TIERS: usize = 4;

@@ -11,10 +11,10 @@ use ucm_core::{BlockId, Error, Result};
 use ucm_device::Slot;
 use ucm_infra::LANE_LOAD;
 use ucm_io::IoJob;
+use ucm_tier::backend::{BlockRead, ReadDone};
 
 use super::tier::add;
 use super::{Tiers, WritePolicy};
-use crate::backend::{BlockRead, ReadDone};
 
 /// Most ids that wait.
 pub const MAX_WAITING: usize = 4096;

@@ -6,10 +6,10 @@ use std::sync::atomic::Ordering;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_infra::{LANE_LOAD, Mono};
 use ucm_io::IoJob;
+use ucm_tier::backend::{BlockRead, ReadDone};
 
 use super::tier::add;
 use super::{Request, Tiers, WritePolicy};
-use crate::backend::{BlockRead, ReadDone};
 
 /// A record that is to be read for a load, and what it is read for.
 pub(crate) struct TierRead<R> {

@@ -8,9 +8,9 @@ use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason};
 use ucm_infra::{IdSet, Mono};
 use ucm_io::IoPool;
+use ucm_tier::backend::{Backend, MediumStats};
 
 use super::{TierConfig, TierStats, WritePolicy};
-use crate::backend::{Backend, MediumStats};
 use crate::health::{Breaker, BreakerConfig, Change};
 
 /// Most refused copies remembered of a tier. To forget one is safe: every copy is verified when it is read.
@@ -233,9 +233,9 @@ mod tests {
     use std::time::Duration;
 
     use ucm_io::IoOptions;
+    use ucm_tier::nothing::Nothing;
 
     use super::*;
-    use crate::tiers::tests_support::Nothing;
 
     fn tier(threshold: u32) -> Tier {
         let breaker = BreakerConfig {

@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
+use ucm_tier::backend::{Done, Flush, Keep, ReadDone, Victim, WriteOptions, Written};
+use ucm_tier::events::Level;
 
 use super::tier::{Tier, add};
 use super::{LANE_MOVE, Request, Tiers, WritePolicy};
-use crate::backend::{Done, Flush, Keep, ReadDone, Victim, WriteOptions, Written};
-use crate::events::Level;
 
 /// Why a copy is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

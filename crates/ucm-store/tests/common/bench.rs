@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use ucm_core::BlockId;
 use ucm_infra::{Clock, ManualClock};
-use ucm_store::evidence::{QuarantineConfig, evidence_time};
+use ucm_quota::evidence::{QuarantineConfig, evidence_time};
 
 use super::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids};
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ucm_core::BlockId;
 use ucm_io::{Fault, Gate, OpKind};
 use ucm_io::{IoJob, PsyncEngine};
-use ucm_store::backend::Backend;
+use ucm_tier::backend::Backend;
 
 use super::map::MapStage;
 use super::segments::change;

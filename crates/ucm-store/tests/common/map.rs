@@ -9,9 +9,10 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::Mono;
 use ucm_io::IoJob;
-use ucm_store::backend::{
-    Backend, BlockRead, Done, Early, Evicted, Keep, Listed, MediumStats, Memory, Presence, ReadDone, Usage,
-    Victim, WriteOptions, Written,
+use ucm_quota::Usage;
+use ucm_tier::backend::{
+    Backend, BlockRead, Done, Early, Evicted, Keep, Listed, MediumStats, Memory, Presence, ReadDone, Victim,
+    WriteOptions, Written,
 };
 
 /// Keeps records until there are too many.

@@ -7,15 +7,15 @@ use std::sync::Arc;
 use ucm_core::{DType, Geometry, Identity};
 use ucm_infra::Clock;
 use ucm_io::{FaultyEngine, IoEngine, IoOptions, IoPool};
-use ucm_store::auto::AutoBackend;
-use ucm_store::backend::Backend;
-use ucm_store::compress::{CompressBackend, CompressConfig};
-use ucm_store::memory::{MemoryConfig, Policy};
-use ucm_store::posix::{PosixBackend, PosixConfig};
-use ucm_store::record::RecordLayout;
-use ucm_store::registry::{self, BuildContext, TierKind};
-use ucm_store::segment::{SegmentBackend, SegmentConfig};
-use ucm_store::space::Capacity;
+use ucm_quota::Capacity;
+use ucm_record::RecordLayout;
+use ucm_tier::auto::AutoBackend;
+use ucm_tier::backend::Backend;
+use ucm_tier::compress::{CompressBackend, CompressConfig};
+use ucm_tier::memory::{MemoryConfig, Policy};
+use ucm_tier::posix::{PosixBackend, PosixConfig};
+use ucm_tier::registry::{self, BuildContext, TierKind};
+use ucm_tier::segment::{SegmentBackend, SegmentConfig};
 
 use super::{Layout, Setup, identity};
 

@@ -4,9 +4,9 @@ use std::path::Path;
 
 use ucm_core::{BlockId, Part};
 use ucm_infra::{Mono, SystemClock};
-use ucm_store::backend::Backend;
-use ucm_store::memory::{Inserted, MemoryBackend, MemoryConfig, Policy};
-use ucm_store::record::RecordMeta;
+use ucm_record::RecordMeta;
+use ucm_tier::backend::Backend;
+use ucm_tier::memory::{Inserted, MemoryBackend, MemoryConfig, Policy};
 
 use super::{Medium, Setup, identity, memory_config, shape};
 

@@ -6,8 +6,8 @@ use std::time::{Duration, SystemTime};
 
 use ucm_core::BlockId;
 use ucm_io::Process;
-use ucm_store::backend::Flush;
-use ucm_store::segment::{Merging, SegmentConfig};
+use ucm_tier::backend::Flush;
+use ucm_tier::segment::{Merging, SegmentConfig};
 
 use super::shared::LONG;
 use super::{Device, Layout, Setup, Store, eventually};

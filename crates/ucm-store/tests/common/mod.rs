@@ -28,10 +28,10 @@ use ucm_core::{BlockId, DType, Identity};
 use ucm_device::HostDevice;
 use ucm_infra::{Clock, LANE_DUMP, LANE_LOAD, LANE_LOOKUP, SystemClock};
 use ucm_io::{Fault, FaultyEngine, Gate, IoOptions, IoPool, OpKind, PsyncEngine, Rule};
-use ucm_store::backend::Backend;
 use ucm_store::engine::{Engine, EngineConfig, Task, Until};
-use ucm_store::memory::{MemoryBackend, MemoryConfig, Policy};
 use ucm_store::tiers::{TierConfig, WritePolicy};
+use ucm_tier::backend::Backend;
+use ucm_tier::memory::{MemoryBackend, MemoryConfig, Policy};
 
 use map::{MapBackend, MapStage};
 #[allow(unused_imports, reason = "each test file uses its part of this")]
@@ -165,7 +165,7 @@ impl Store {
         let (geometry, record) = shape(&setup);
         let record_len = record.record_len() as u64;
         let identity = identity(setup.weights);
-        let writer = ucm_store::random_u64();
+        let writer = ucm_infra::random_u64();
         let mut memory = None;
         let (backend, pool) = match setup.medium {
             Medium::Posix => media::posix(root, &setup, &identity, writer, &faults, &clock)?,

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use ucm_core::BlockId;
-use ucm_store::record::MAGIC;
+use ucm_record::MAGIC;
 
 /// Where the page begins that holds the header of a record, in the one writable region of this test.
 fn find(id: BlockId, region: u64) -> Option<u64> {

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 
 use ucm_core::BlockId;
 use ucm_io::{Fault, OpKind, Rule};
-use ucm_store::backend::Flush;
 use ucm_store::engine::{Task, Until};
-use ucm_store::segment::SegmentConfig;
+use ucm_tier::backend::Flush;
+use ucm_tier::segment::SegmentConfig;
 
 use super::shared::LONG;
 use super::{Above, Device, Layout, Setup, Store, eventually, identity};

@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use ucm_core::Part;
 use ucm_io::{OpKind, Process};
+use ucm_quota::evidence::QuarantineConfig;
+use ucm_quota::layout::Modes;
+use ucm_quota::{Capacity, Rules};
 use ucm_store::engine::Deadlines;
-use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
-use ucm_store::posix::Modes;
-use ucm_store::segment::{Merging, SegmentConfig};
-use ucm_store::space::{Capacity, Rules};
 use ucm_store::tiers::WritePolicy;
+use ucm_tier::segment::{Merging, SegmentConfig};
 
 use super::{Medium, SlowDevice};
 

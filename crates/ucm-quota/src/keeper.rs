@@ -1,0 +1,369 @@
+//! The keeper: the thread on which a writer agrees with the others of its root. Nothing here is on the way of a write.
+//!
+//! It wakes about once a second, at once when the grant runs low, and ten times a second while somebody waits for an
+//! answer. Every turn lists one small directory and reads what changed there.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::Mono;
+use ucm_io::FileMeta;
+
+use super::book::{Book, ahead};
+use super::count::Why;
+use super::documents::{Grants, Name, Note, hex};
+use super::election::Watched;
+use super::ledger::{Answers, HOLDS};
+use super::notes::{READ_AGAIN, Seen};
+use super::papers::Look;
+use super::remove::high;
+use super::{LANE_KEEP, Space, answer};
+
+/// Time between two turns when nothing happens, and while somebody waits for an answer.
+const IDLE: Duration = Duration::from_secs(1);
+const ACTIVE: Duration = Duration::from_millis(100);
+/// Time between heartbeats, and between two looks at the free space.
+pub(super) const BEAT: Duration = Duration::from_secs(5);
+/// How long after its last heartbeat a collector may grant.
+pub(super) const LEASE: Duration = Duration::from_secs(10);
+/// Time between two notes of a writer that wants nothing, and least time between two of one that does.
+const NOTE: Duration = Duration::from_secs(60);
+const NOTE_AGAIN: Duration = Duration::from_millis(50);
+/// How long the keeper's steps may take together.
+const TURN: Duration = Duration::from_secs(5);
+/// Longest time between two counts.
+const COUNT_AGAIN: Duration = Duration::from_secs(3600);
+/// The same where age or a quota decides.
+const COUNT_RULES: Duration = Duration::from_secs(300);
+/// Pause after counts that could not do what was wanted; it doubles up to the longest.
+const VAIN: Duration = Duration::from_millis(50);
+const LONGEST_VAIN: Duration = Duration::from_secs(60);
+
+/// How long a medium may take until what was removed is free: btrfs and ZFS give it back with their next commit.
+const SETTLES: Duration = Duration::from_secs(30);
+
+/// What the keeper remembers between two turns.
+#[derive(Default)]
+pub(super) struct Keeper {
+    pub(super) watched: Watched,
+    pub(super) beat_sequence: u64,
+    pub(super) beat_at: Mono,
+    /// Notes of others, as last read.
+    pub(super) notes: BTreeMap<u64, Seen>,
+    /// When each writer was last heard of.
+    pub(super) heard: BTreeMap<u64, Mono>,
+    /// This writer's last note, and when that was.
+    pub(super) note: Note,
+    pub(super) note_at: Mono,
+    free_looked: Option<Mono>,
+    pub(super) published: Option<Grants>,
+    grants_read: Option<GrantsRead>,
+    /// The medium was full for somebody.
+    pub(super) full: bool,
+    below_floor: bool,
+    /// Until when what was removed for the floor may not show yet.
+    settles_until: Mono,
+    own_full: u64,
+    /// A count ended since this process opened the root.
+    counted: bool,
+    last_count: Mono,
+    count_not_before: Mono,
+    /// Counts in a row that could not do what was wanted.
+    vain: u32,
+    count_trouble: Option<Error>,
+}
+
+/// The grants as a writer last read them.
+#[derive(Clone, Copy)]
+struct GrantsRead {
+    term: u64,
+    meta: FileMeta,
+    at: Mono,
+}
+
+impl GrantsRead {
+    /// Whether there may be others by now.
+    fn is_old(&self, term: u64, meta: &FileMeta, now: Mono) -> bool {
+        self.term != term || self.meta != *meta || now.since(self.at) >= READ_AGAIN
+    }
+}
+
+impl Keeper {
+    /// Whether records should go because too little of the medium is free.
+    fn is_below_floor(&self, now: Mono) -> bool {
+        self.below_floor && now >= self.settles_until
+    }
+}
+
+impl Space {
+    /// Starts the thread.
+    pub(super) fn keep(self: &Arc<Self>) {
+        let (weak, bell, clock) = (Arc::downgrade(self), self.bell.clone(), Arc::clone(&self.clock));
+        let work = move || loop {
+            let seen = bell.seen();
+            let Some(space) = weak.upgrade() else { return };
+            if space.leaving.load(Ordering::Acquire) {
+                return space.resign();
+            }
+            let next = space.turn();
+            drop(space);
+            clock.sleep(&bell, seen, Some(next));
+        };
+        // A pool that is shut down keeps nothing any more.
+        let _ = self.worker.submit(LANE_KEEP, Mono::NEVER, work, |_| {});
+    }
+
+    /// One look around; when to look next.
+    fn turn(self: &Arc<Self>) -> Mono {
+        let now = self.clock.now();
+        let mut keeper = self.keeper.lock();
+        if self.ledger.lock().renew(now, ucm_infra::random_u64) {
+            keeper.note = Note::default();
+        }
+        let looked = self.look_around(&mut keeper, now);
+        let mut answers = Answers::new();
+        let mut ledger = self.ledger.lock();
+        let failed = looked.is_err();
+        ledger.trouble = looked.as_ref().err().or(keeper.count_trouble.as_ref()).cloned();
+        let now = self.clock.now();
+        ledger.settle_waiting(now, &mut answers);
+        let late = ledger.next_late();
+        drop(ledger);
+        drop(keeper);
+        answer(answers);
+        let active = !failed && (late.is_some() || looked.unwrap_or_default());
+        let next = now.after(if active { ACTIVE } else { IDLE });
+        late.map_or(next, |late| late.min(next))
+    }
+
+    /// One look around, as collector or not. Whether somebody waits for an answer.
+    fn look_around(self: &Arc<Self>, keeper: &mut Keeper, now: Mono) -> Result<bool> {
+        self.take_outcome(keeper, now);
+        let deadline = now.after(TURN);
+        if self.check_root(deadline).is_err() {
+            self.tend(deadline)?;
+        }
+        if keeper.free_looked.is_none_or(|at| now.since(at) >= BEAT) || self.ledger.lock().is_half_free() {
+            let (free, floor) = self.free_and_floor(deadline)?;
+            let mut ledger = self.ledger.lock();
+            (ledger.free_left, ledger.free_at) = (Some(free.saturating_sub(floor)), ledger.admitted);
+            drop(ledger);
+            keeper.free_looked = Some(now);
+            keeper.below_floor = free < floor;
+        }
+        let full = self.ledger.lock().full;
+        keeper.full |= std::mem::replace(&mut keeper.own_full, full) < full;
+        let look = self.look(deadline)?;
+        let office = self.office.load(Ordering::Acquire);
+        if office > 0 && look.highest().is_none_or(|highest| highest <= office) {
+            return self.lead(keeper, office, &look, now);
+        }
+        self.office.store(0, Ordering::Release);
+        if let Some(term) = self.elect(keeper, &look, now, deadline)? {
+            self.office.store(term, Ordering::Release);
+            let look = self.look(deadline)?;
+            return self.lead(keeper, term, &look, now);
+        }
+        self.follow(keeper, &look, now, deadline)
+    }
+
+    /// What the last count came to, and when another one makes sense.
+    fn take_outcome(&self, keeper: &mut Keeper, now: Mono) {
+        let Some(outcome) = self.counting.outcome() else {
+            return;
+        };
+        let vain = match outcome {
+            Ok(outcome) => {
+                keeper.count_trouble = None;
+                keeper.counted = true;
+                keeper.last_count = now;
+                if outcome.floor && outcome.freed > 0 {
+                    keeper.settles_until = now.after(SETTLES);
+                    keeper.free_looked = None; // most give it back at once
+                }
+                outcome.in_vain && outcome.freed == 0
+            }
+            Err(error) => {
+                // One that came too late had its pause.
+                let at_once = error.kind() != ErrorKind::Timeout;
+                keeper.count_trouble = Some(error);
+                at_once
+            }
+        };
+        keeper.vain = if vain { keeper.vain + 1 } else { 0 };
+        // The first one is tried again at once.
+        let pause = match keeper.vain {
+            0 | 1 => Duration::ZERO,
+            times => VAIN.saturating_mul(1 << times.min(16)).min(LONGEST_VAIN),
+        };
+        keeper.count_not_before = now.after(pause);
+    }
+
+    /// A turn of a writer that is not collector.
+    fn follow(&self, keeper: &mut Keeper, look: &Look, now: Mono, deadline: Mono) -> Result<bool> {
+        keeper.count_trouble = None; // that is the collector's, and this is not it any more
+        let Some(term) = look.highest() else {
+            return Ok(true);
+        };
+        let (limit, writers) = keeper
+            .published
+            .as_ref()
+            .map_or((self.ledger.lock().limit, 1), |grants| {
+                (grants.limit, grants.writers.len())
+            });
+        let (writer, mut note) = self.my_note(now, ahead(limit, writers));
+        let told = look.files.contains_key(&Name::Writer(writer));
+        note.sequence = keeper.note.sequence;
+        let wants = note.wanted > 0;
+        let asks = wants && (keeper.note.wanted == 0 || now.since(keeper.note_at) >= NOTE_AGAIN);
+        let changed = note != keeper.note && (asks || note.full > keeper.note.full);
+        if !told || changed || now.since(keeper.note_at) >= NOTE {
+            note.sequence += 1;
+            self.write(Name::Writer(writer), &note, true, deadline)?;
+            self.ledger.lock().holds_until = now.after(HOLDS);
+            (keeper.note, keeper.note_at) = (note, now);
+        }
+        let needy = wants || self.ledger.lock().next_late().is_some();
+        if let Some(meta) = look.files.get(&Name::Grants(term))
+            && (needy || keeper.grants_read.is_none_or(|read| read.is_old(term, meta, now)))
+            && let Some(grants) = self.read::<Grants>(Name::Grants(term), meta.len, deadline)?
+            // A grant counts only if its collector was still in office after it was read: the next one reads it later.
+            && self.look(deadline)?.highest() == Some(term)
+        {
+            let mut ledger = self.ledger.lock();
+            match grants.writers.get(&hex(writer)) {
+                Some(mine) => ledger.adopt(mine.granted),
+                // Not in the book, so not counted on: it was forgotten (this machine slept), or its document removed.
+                None => ledger.granted = ledger.granted.min(ledger.admitted),
+            }
+            ledger.limit = grants.limit;
+            ledger.counted = grants.counted.is_some();
+            (ledger.others, ledger.seen, ledger.records) = (grants.used, ledger.admitted, grants.records);
+            drop(ledger);
+            keeper.published = Some(grants);
+            keeper.grants_read = Some(GrantsRead {
+                term,
+                meta: *meta,
+                at: now,
+            });
+        }
+        let waits = self.ledger.lock().next_late().is_some();
+        Ok(waits || (keeper.note.wanted > 0 && now.since(keeper.note_at) < BEAT))
+    }
+
+    /// A turn of the collector.
+    fn lead(self: &Arc<Self>, keeper: &mut Keeper, term: u64, look: &Look, now: Mono) -> Result<bool> {
+        let deadline = now.after(TURN);
+        let lost = !look.files.contains_key(&Name::Collector(term));
+        let beat = lost || now.since(keeper.beat_at) >= BEAT;
+        if beat {
+            match self.beat_on(keeper, term, look, now, deadline) {
+                Ok(true) => {}
+                Ok(false) => {
+                    self.office.store(0, Ordering::Release);
+                    return Ok(true);
+                }
+                Err(error) => {
+                    if error.kind() == ErrorKind::NoSpace {
+                        self.start_count(Why {
+                            term: Some(term),
+                            short: false,
+                            full: true,
+                            floor: false,
+                        });
+                    }
+                    return Err(error);
+                }
+            }
+            if keeper.published.is_some() {
+                self.drop_old_terms(look, term, deadline);
+            }
+        }
+        if now.since(keeper.beat_at) >= LEASE {
+            return Err(Error::new(
+                ErrorKind::Timeout,
+                "the collector's heartbeat is late; nothing is granted",
+            ));
+        }
+        let waited_for = self.read_notes(keeper, look, now, deadline)?;
+        let mut book = self.book.lock();
+        self.tell_of_myself(&mut book);
+        let (_, short) = book.grant();
+        let mut document = book.document();
+        let first = keeper.published.is_none();
+        let there = look.files.contains_key(&Name::Grants(term));
+        let same = keeper
+            .published
+            .as_ref()
+            .filter(|_| there)
+            .is_some_and(|published| {
+                if !beat {
+                    document.used = published.used; // for others to show only
+                }
+                *published == document
+            });
+        if !same {
+            drop(book); // a count may want it while this is written
+            let until = keeper.beat_at.after(LEASE).min(deadline);
+            self.write(Name::Grants(term), &document, true, until)?;
+            if self
+                .look(deadline)?
+                .highest()
+                .is_some_and(|highest| highest > term)
+            {
+                self.office.store(0, Ordering::Release);
+                return Ok(true); // nothing of it counts
+            }
+            keeper.published = Some(document.clone());
+            if first {
+                self.drop_old_terms(look, term, deadline);
+            }
+            book = self.book.lock();
+        }
+        let mut ledger = self.ledger.lock();
+        let granted = document
+            .writers
+            .get(&hex(ledger.writer))
+            .map_or(0, |mine| mine.granted);
+        ledger.adopt(granted);
+        ledger.holds_until = keeper.beat_at.after(HOLDS);
+        ledger.counted |= keeper.counted;
+        drop(ledger);
+        self.show(&book);
+        let due = self.is_count_due(keeper, &book, short, now);
+        drop(book);
+        if due && !self.counting.is_running() {
+            let full = std::mem::take(&mut keeper.full);
+            self.start_count(Why {
+                term: Some(term),
+                short,
+                full,
+                floor: keeper.is_below_floor(now),
+            });
+        }
+        Ok(waited_for)
+    }
+
+    fn is_count_due(&self, keeper: &Keeper, book: &Book, short: bool, now: Mono) -> bool {
+        if now < keeper.count_not_before {
+            return false;
+        }
+        let rules = &self.config.rules;
+        let again = match (rules.expire_after, rules.namespace_quota) {
+            (None, None) => COUNT_AGAIN,
+            (expire, _) => COUNT_RULES.min(expire.unwrap_or(COUNT_RULES) / 4).max(IDLE),
+        };
+        !keeper.counted
+            || short
+            || keeper.full
+            || keeper.is_below_floor(now)
+            || book.bound().is_none_or(|bound| bound > high(book.limit))
+            || book.has_gone_unseen()
+            || book.is_in_doubt()
+            || book.since_count() > book.limit / 16
+            || now.since(keeper.last_count) >= again
+    }
+}

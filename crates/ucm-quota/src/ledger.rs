@@ -1,0 +1,481 @@
+//! What one writer may write: its grant, what it used of it, writes that wait for more, and the times when nothing may
+//! be written at all (the medium is full, or too little of it is free).
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::Mono;
+use ucm_io::EROFS;
+
+/// How long a write waits for a grant before it is refused: a collector at rest looks up once a second.
+pub(super) const PATIENCE: Duration = Duration::from_secs(2);
+/// Most writes that wait.
+const MOST_WAITING: usize = 1 << 16;
+/// Least time between two times that the keeper is asked to look although nobody waits for it.
+const ASK_AGAIN: Duration = Duration::from_millis(50);
+/// First pause after the medium was full; it doubles up to the longest.
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// How long a grant holds without news from its writer, by the writer's own clock; half of what the collector waits.
+pub(super) const HOLDS: Duration = Duration::from_secs(300);
+
+/// What an admitted write hands back when it ended.
+#[derive(Debug, Clone, Copy)]
+pub struct Ticket {
+    bytes: u64,
+    /// The writer's id at that time.
+    writer: u64,
+}
+
+/// Called with the answer to a write's question, exactly once.
+pub type Admitted = Box<dyn FnOnce(Result<Ticket>) + Send>;
+
+struct Waiting {
+    bytes: u64,
+    until: Mono,
+    then: Admitted,
+}
+
+/// Answers to give, once the ledger is not locked any more.
+pub(super) type Answers = Vec<(Admitted, Result<Ticket>)>;
+
+/// What one writer used and may use. All totals are bytes since it took its id.
+#[derive(Default)]
+pub(super) struct Ledger {
+    /// Its id among the writers of the root; another one after a silence that made its grant void.
+    pub(super) writer: u64,
+    pub(super) limit: u64,
+    /// Total of the writes that were begun.
+    pub(super) admitted: u64,
+    /// Bytes of them whose write has not ended.
+    pub(super) pending: u64,
+    pub(super) granted: u64,
+    /// Until when the grant holds.
+    pub(super) holds_until: Mono,
+    /// Bytes of the largest write so far.
+    pub(super) unit: u64,
+    /// Bytes below the root without those of this writer since `seen`.
+    pub(super) others: u64,
+    pub(super) seen: u64,
+    pub(super) records: u64,
+    pub(super) counted: bool,
+    pub(super) removed_records: u64,
+    pub(super) removed_bytes: u64,
+    /// Bytes that may still be written before too little of the medium is free, from `free_at` on.
+    pub(super) free_left: Option<u64>,
+    pub(super) free_at: u64,
+    /// Times the medium was full.
+    pub(super) full: u64,
+    pause: Duration,
+    paused_until: Mono,
+    waiting: VecDeque<Waiting>,
+    /// Waiting was in vain; until there is a grant nobody waits.
+    pub(super) hopeless: bool,
+    /// When the keeper was last asked to look although nobody waits.
+    asked: Option<Mono>,
+    closed: bool,
+    /// Why the last look at the root failed, if it did.
+    pub(super) trouble: Option<Error>,
+}
+
+impl Ledger {
+    /// Nothing is granted yet. `unit`: bytes of one record.
+    pub(super) fn new(writer: u64, unit: u64) -> Self {
+        Self {
+            writer,
+            unit,
+            ..Self::default()
+        }
+    }
+
+    /// Total of the writes that have ended.
+    pub(super) fn settled(&self) -> u64 {
+        self.admitted.saturating_sub(self.pending)
+    }
+
+    /// Bytes below the root, as far as is known.
+    pub(super) fn used(&self) -> u64 {
+        self.others
+            .saturating_add(self.admitted.saturating_sub(self.seen))
+    }
+
+    /// Bytes of the grant that are left.
+    fn left(&self, now: Mono) -> u64 {
+        if now >= self.holds_until {
+            return 0;
+        }
+        self.granted.saturating_sub(self.admitted)
+    }
+
+    /// Whether more should be asked for, when a grant reaches so far ahead.
+    pub(super) fn is_low(&self, ahead: u64, now: Mono) -> bool {
+        !self.waiting.is_empty() || self.left(now) < (ahead / 2).max(self.unit)
+    }
+
+    /// Bytes that a write waits for, at least one record.
+    pub(super) fn wanted(&self) -> u64 {
+        let front = self.waiting.front().map_or(0, |waiting| waiting.bytes);
+        front.max(self.unit).max(1)
+    }
+
+    /// A grant that nobody heard of for too long is void, and its writer another one.
+    pub(super) fn renew(&mut self, now: Mono, id: impl FnOnce() -> u64) -> bool {
+        if self.holds_until == Mono::default() || now < self.holds_until {
+            return false;
+        }
+        // What is under way still counts with the old id, and ends within its deadline.
+        self.others = self.used();
+        self.writer = id();
+        self.free_left = self
+            .free_left
+            .map(|left| left.saturating_sub(self.admitted.saturating_sub(self.free_at)));
+        (self.admitted, self.pending, self.granted, self.seen, self.free_at) = (0, 0, 0, 0, 0);
+        self.holds_until = Mono::default();
+        true
+    }
+
+    fn take(&mut self, bytes: u64) -> Ticket {
+        self.admitted += bytes;
+        self.pending += bytes;
+        self.unit = self.unit.max(bytes);
+        Ticket {
+            bytes,
+            writer: self.writer,
+        }
+    }
+
+    /// Why nothing may be written now, if so.
+    fn barred(&self, bytes: u64, now: Mono) -> Option<Error> {
+        if self.closed {
+            return Some(Error::new(ErrorKind::Closed, "the store is closed"));
+        }
+        if now < self.paused_until {
+            let text = "the medium was full a moment ago; dumps pause while room is made";
+            return Some(Error::new(ErrorKind::NoSpace, text));
+        }
+        let written = self.admitted.saturating_sub(self.free_at);
+        let left = self.free_left?;
+        (written.saturating_add(bytes) > left).then(|| {
+            Error::new(
+                ErrorKind::NoSpace,
+                "too little of the file system is free (free_space_floor); make room on it",
+            )
+            .with("left", left.saturating_sub(written))
+        })
+    }
+
+    /// What `bytes` can have at once; `None`: who wants them has to wait. And whether the keeper should look.
+    pub(super) fn reserve(&mut self, bytes: u64, now: Mono) -> (Result<Option<Ticket>>, bool) {
+        if let Some(error) = self.barred(bytes, now) {
+            return (Err(error), false);
+        }
+        if self.waiting.is_empty() && bytes <= self.left(now) {
+            let ticket = self.take(bytes);
+            let low = self.is_half_free() || self.left(now) < self.unit.max(self.ahead_hint() / 2);
+            return (Ok(Some(ticket)), low && self.may_ask(now));
+        }
+        self.unit = self.unit.max(bytes);
+        if self.hopeless || self.waiting.len() >= MOST_WAITING {
+            return (Err(self.refusal()), self.may_ask(now));
+        }
+        (Ok(None), true)
+    }
+
+    /// Asks for `bytes`. The answer comes at once or, when there is none yet, after the next news. Returns whether
+    /// the keeper should look.
+    pub(super) fn ask(
+        &mut self,
+        bytes: u64,
+        now: Mono,
+        deadline: Mono,
+        then: Admitted,
+        answers: &mut Answers,
+    ) -> bool {
+        let (had, look) = self.reserve(bytes, now);
+        let until = now.after(PATIENCE).min(deadline);
+        match had.transpose() {
+            Some(answer) => answers.push((then, answer)),
+            None => self.waiting.push_back(Waiting { bytes, until, then }),
+        }
+        look
+    }
+
+    /// What can be had of the grant at once; nobody is asked for more.
+    pub(super) fn spare(&mut self, bytes: u64, now: Mono) -> Option<Ticket> {
+        let free = self.waiting.is_empty() && bytes <= self.left(now) && self.barred(bytes, now).is_none();
+        free.then(|| self.take(bytes))
+    }
+
+    /// Whether the keeper may be asked to look; not with every write, for one look is several calls on the medium.
+    fn may_ask(&mut self, now: Mono) -> bool {
+        let may = self.asked.is_none_or(|asked| now.since(asked) >= ASK_AGAIN);
+        if may {
+            self.asked = Some(now);
+        }
+        may
+    }
+
+    fn ahead_hint(&self) -> u64 {
+        super::book::ahead(self.limit, 1)
+    }
+
+    /// After news: answers those that wait and can have theirs, or have waited too long.
+    pub(super) fn settle_waiting(&mut self, now: Mono, answers: &mut Answers) {
+        while let Some(front) = self.waiting.front() {
+            let (bytes, late) = (front.bytes, now >= front.until);
+            let answer = if let Some(error) = self.barred(bytes, now) {
+                Err(error)
+            } else if bytes <= self.left(now) {
+                self.hopeless = false;
+                Ok(self.take(bytes))
+            } else if late || self.trouble.is_some() {
+                self.hopeless = true;
+                Err(self.refusal())
+            } else {
+                return;
+            };
+            if let Some(front) = self.waiting.pop_front() {
+                answers.push((front.then, answer));
+            }
+        }
+    }
+
+    /// When the first of those that wait has waited too long.
+    pub(super) fn next_late(&self) -> Option<Mono> {
+        self.waiting.front().map(|front| front.until)
+    }
+
+    /// Whether half of what may be written above the floor was written since that was looked at.
+    pub(super) fn is_half_free(&self) -> bool {
+        let written = self.admitted.saturating_sub(self.free_at);
+        self.free_left.is_some_and(|left| written > left / 2)
+    }
+
+    /// A larger grant.
+    pub(super) fn adopt(&mut self, granted: u64) {
+        if granted > self.granted {
+            self.granted = granted;
+            self.hopeless = false;
+        }
+    }
+
+    /// An admitted write ended. If it wrote nothing its bytes are free again; when that is not sure they count until
+    /// a count has looked. Returns whether the medium was full.
+    pub(super) fn ended(&mut self, ticket: Ticket, error: Option<&Error>, now: Mono) -> bool {
+        if ticket.writer == self.writer {
+            self.pending = self.pending.saturating_sub(ticket.bytes);
+        }
+        let unsure = error.is_none_or(|error| {
+            matches!(
+                error.kind(),
+                ErrorKind::Timeout | ErrorKind::Io | ErrorKind::Closed
+            )
+        });
+        if !unsure && ticket.writer == self.writer {
+            self.admitted = self.admitted.saturating_sub(ticket.bytes);
+        }
+        self.judge_medium(error, now)
+    }
+
+    /// An admitted write of which `kept` bytes are on the medium has ended: the others are free again. Returns whether
+    /// the medium was full.
+    pub(super) fn settle(&mut self, ticket: Ticket, kept: u64, error: Option<&Error>, now: Mono) -> bool {
+        if ticket.writer == self.writer {
+            self.pending = self.pending.saturating_sub(ticket.bytes);
+            self.admitted = self.admitted.saturating_sub(ticket.bytes.saturating_sub(kept));
+        }
+        self.judge_medium(error, now)
+    }
+
+    /// What the end of a write says of the medium; whether it was full.
+    fn judge_medium(&mut self, error: Option<&Error>, now: Mono) -> bool {
+        let Some(error) = error else {
+            if now >= self.paused_until {
+                self.pause = Duration::ZERO;
+            }
+            return false;
+        };
+        if error.kind() != ErrorKind::NoSpace {
+            return false;
+        }
+        if now >= self.paused_until {
+            self.pause = (self.pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+            self.paused_until = now.after(self.pause);
+        }
+        self.full += 1;
+        true
+    }
+
+    /// Whether nothing may be written for a while because the medium was full, or too little of it is free.
+    pub(super) fn is_barred(&self, now: Mono) -> bool {
+        self.barred(self.unit, now).is_some()
+    }
+
+    /// No more writes; those that wait are refused.
+    pub(super) fn close(&mut self, answers: &mut Answers) {
+        self.closed = true;
+        while let Some(waiting) = self.waiting.pop_front() {
+            let error = Error::new(ErrorKind::Closed, "the store is closed");
+            answers.push((waiting.then, Err(error)));
+        }
+    }
+
+    fn refusal(&self) -> Error {
+        // Nothing is short on a file system that is read-only: it says so itself.
+        let read_only = |trouble: &&Error| trouble.os_code() == Some(EROFS);
+        if let Some(trouble) = self.trouble.as_ref().filter(read_only) {
+            return trouble.clone();
+        }
+        let text = if self.counted {
+            "the configured storage_capacity is used up, or nobody grants more of it; making room"
+        } else {
+            "what lies below the root is still being counted"
+        };
+        let error = Error::new(ErrorKind::NoSpace, text)
+            .with("limit", self.limit)
+            .with("used", self.used());
+        match &self.trouble {
+            Some(trouble) => error.caused_by(trouble.clone()),
+            None => error,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(ms: u64) -> Mono {
+        Mono(ms * 1_000_000)
+    }
+
+    fn granted(granted: u64) -> Ledger {
+        Ledger {
+            writer: 1,
+            limit: 1000,
+            granted,
+            holds_until: at(300_000),
+            ..Ledger::default()
+        }
+    }
+
+    /// Asks, and answers the kind of the refusal; `None`: it waits.
+    fn ask(ledger: &mut Ledger, bytes: u64, now: Mono) -> Option<Result<Ticket>> {
+        let mut answers = Answers::new();
+        ledger.ask(bytes, now, Mono::NEVER, Box::new(|_| {}), &mut answers);
+        answers.pop().map(|(_, answer)| answer)
+    }
+
+    #[test]
+    fn nothing_is_written_beyond_the_grant() {
+        let mut ledger = granted(100);
+        ask(&mut ledger, 60, at(0)).unwrap().unwrap();
+        assert!(ask(&mut ledger, 60, at(0)).is_none(), "waits");
+        assert!(ask(&mut ledger, 10, at(0)).is_none(), "in order");
+        let mut answers = Answers::new();
+        ledger.settle_waiting(at(1), &mut answers);
+        assert!(answers.is_empty());
+        ledger.adopt(125);
+        ledger.settle_waiting(at(1), &mut answers);
+        assert!(answers.pop().unwrap().1.is_ok() && ledger.admitted == 120);
+        ledger.settle_waiting(at(2001), &mut answers);
+        assert_eq!(answers.pop().unwrap().1.unwrap_err().kind(), ErrorKind::NoSpace);
+        assert!(
+            ask(&mut ledger, 60, at(2002)).unwrap().is_err(),
+            "nobody waits in vain twice"
+        );
+        ledger.adopt(400);
+        assert!(ask(&mut ledger, 60, at(2003)).unwrap().is_ok());
+    }
+
+    #[test]
+    fn a_write_that_wrote_nothing_gives_its_bytes_back() {
+        let mut ledger = granted(100);
+        let ticket = |ledger: &mut Ledger| ask(ledger, 40, at(0)).unwrap().unwrap();
+        let (first, second) = (ticket(&mut ledger), ticket(&mut ledger));
+        assert_eq!((ledger.admitted, ledger.settled()), (80, 0));
+        ledger.ended(first, Some(&Error::new(ErrorKind::NotFound, "x")), at(0));
+        assert_eq!((ledger.admitted, ledger.settled()), (40, 0));
+        ledger.ended(second, Some(&Error::new(ErrorKind::Timeout, "x")), at(0));
+        assert_eq!(
+            (ledger.admitted, ledger.settled()),
+            (40, 40),
+            "it may have been written"
+        );
+    }
+
+    #[test]
+    fn room_that_was_not_needed_is_given_back() {
+        let mut ledger = granted(100);
+        let ticket = ask(&mut ledger, 80, at(0)).unwrap().unwrap();
+        assert!(!ledger.settle(ticket, 30, None, at(0)));
+        assert_eq!((ledger.admitted, ledger.settled()), (30, 30));
+        let ticket = ask(&mut ledger, 70, at(0)).unwrap().unwrap();
+        let full = Error::new(ErrorKind::NoSpace, "x");
+        assert!(
+            ledger.settle(ticket, 20, Some(&full), at(0)),
+            "the medium was full"
+        );
+        assert_eq!((ledger.admitted, ledger.settled()), (50, 50));
+        assert!(ask(&mut ledger, 10, at(1)).unwrap().is_err(), "a pause");
+    }
+
+    #[test]
+    fn a_silent_writer_writes_no_more_and_comes_back_as_another() {
+        let mut ledger = granted(100);
+        let old = ask(&mut ledger, 40, at(0)).unwrap().unwrap();
+        assert!(ask(&mut ledger, 10, at(300_000)).is_none(), "its grant is void");
+        assert!(ledger.renew(at(300_000), || 2));
+        assert_eq!((ledger.writer, ledger.admitted, ledger.granted), (2, 0, 0));
+        ledger.ended(old, None, at(300_001));
+        assert_eq!(ledger.settled(), 0, "that was the other one's");
+        assert!(!ledger.renew(at(300_002), || 3), "new until it has a grant");
+    }
+
+    #[test]
+    fn what_is_spare_is_had_at_once_or_not_at_all() {
+        let mut ledger = granted(100);
+        assert!(ledger.spare(60, at(0)).is_some());
+        assert!(ledger.spare(60, at(0)).is_none());
+        assert!(
+            !ledger.hopeless && ledger.next_late().is_none(),
+            "nobody waits for it"
+        );
+        assert!(ask(&mut ledger, 40, at(0)).unwrap().is_ok());
+    }
+
+    #[test]
+    fn a_full_medium_pauses_for_longer_and_longer() {
+        let mut ledger = granted(1000);
+        let full = Error::new(ErrorKind::NoSpace, "x");
+        let fail = |ledger: &mut Ledger, now| {
+            let ticket = ask(ledger, 10, now).unwrap().unwrap();
+            ledger.ended(ticket, Some(&full), now)
+        };
+        assert!(fail(&mut ledger, at(0)));
+        assert!(ask(&mut ledger, 10, at(249)).unwrap().is_err());
+        assert!(fail(&mut ledger, at(250)));
+        assert!(ask(&mut ledger, 10, at(749)).unwrap().is_err(), "twice as long");
+        let ticket = ask(&mut ledger, 10, at(750)).unwrap().unwrap();
+        ledger.ended(ticket, None, at(751));
+        assert!(fail(&mut ledger, at(752)));
+        assert!(
+            ask(&mut ledger, 10, at(1002)).unwrap().is_ok(),
+            "as short as at first"
+        );
+    }
+
+    #[test]
+    fn the_floor_is_not_written_through() {
+        let mut ledger = granted(1000);
+        (ledger.free_left, ledger.free_at) = (Some(50), 0);
+        assert!(ask(&mut ledger, 40, at(0)).unwrap().is_ok());
+        assert_eq!(
+            ask(&mut ledger, 40, at(0)).unwrap().unwrap_err().kind(),
+            ErrorKind::NoSpace
+        );
+        (ledger.free_left, ledger.free_at) = (Some(50), 40);
+        assert!(ask(&mut ledger, 40, at(0)).unwrap().is_ok());
+    }
+}

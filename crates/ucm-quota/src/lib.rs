@@ -1,0 +1,490 @@
+//! Space below a root: a limit that holds with any number of writers, and removal of what was used longest ago.
+//!
+//! One of the root's writers is its *collector*: it counts what lies below the root (all namespaces), removes the
+//! oldest records, and grants every writer an absolute running total, a little ahead of what that writer has used. A
+//! write is admitted against the grant, in memory; a writer whose grant is spent asks, waits two seconds, and then
+//! refuses. So the limit holds while the collector is dead, and with two of them. The parts:
+//!
+//! * [`ledger`]: one writer's side; [`book`]: the collector's; [`documents`]: what they write to each other;
+//! * [`keeper`]: the thread on which all of that happens; [`notes`]: what writers say of themselves; [`election`]: who is collector;
+//! * [`count`]: counting and removing; [`remove`]: what goes first. Time of use is the file's modification time: see
+//!   `ucm_tier::recency`.
+//!
+//! [`layout`] says where things lie below a root, [`evidence`] what is kept of damaged records.
+
+#![forbid(unsafe_code)]
+
+mod book;
+mod capacity;
+mod count;
+mod documents;
+mod election;
+pub mod evidence;
+mod keeper;
+pub mod layout;
+mod ledger;
+mod notes;
+mod papers;
+mod remove;
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use ucm_core::{BlockId, Error, ErrorKind, Result};
+use ucm_infra::{Bell, Clock, Completion, LANE_SPACE, Lane, Mono, WorkerPool};
+use ucm_io::{FileMeta, IoJob, IoPool, Process};
+
+use book::Book;
+use count::Counting;
+use keeper::Keeper;
+use layout::{BLOCKS, Modes, record_name, shard_name};
+use ledger::{Answers, Ledger};
+
+pub use capacity::Capacity;
+pub use ledger::{Admitted, Ticket};
+pub use remove::Rules;
+
+/// What a medium holds, in bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Bytes of records and private files below the root, as last counted plus what was written since.
+    pub used: u64,
+    /// The limit.
+    pub capacity: u64,
+    /// Records as last counted.
+    pub records: u64,
+    /// Whether what lay there before was counted yet.
+    pub counted: bool,
+    /// Whether this process counts and removes for all writers of the root.
+    pub collector: bool,
+    /// Whether nothing is written for now: the medium was full, or too little of it is free.
+    pub paused: bool,
+}
+
+/// How long one operation may take.
+const STEP: Duration = Duration::from_secs(30);
+/// Lanes of the background threads: the keeper, and everything that may take long.
+const LANE_KEEP: usize = 0;
+const LANE_WORK: usize = 1;
+
+/// What the backend knows of its root.
+struct Root {
+    /// Whether it is still the one that was opened.
+    check: Box<dyn Fn(Mono) -> Result<()> + Send + Sync>,
+    /// Looks after it before every count and answers the limit.
+    tend: Box<dyn Fn(Mono) -> Result<u64> + Send + Sync>,
+}
+
+/// What the space below a root goes by.
+#[derive(Debug, Clone, Default)]
+pub struct SpaceConfig {
+    /// The root.
+    pub root: PathBuf,
+    /// The process, to tell a dead collector from a slow one.
+    pub process: Process,
+    /// What is removed beside the oldest above the limit.
+    pub rules: Rules,
+    /// Bytes of one record of this writer.
+    pub record_len: u64,
+    /// Permissions of what is made.
+    pub modes: Modes,
+}
+
+/// The space below one root.
+pub struct Space {
+    config: SpaceConfig,
+    io: Arc<IoPool>,
+    clock: Arc<dyn Clock>,
+    worker: Arc<WorkerPool>,
+    ledger: Mutex<Ledger>,
+    /// The collector's book; means nothing while another one is in office.
+    book: Mutex<Book>,
+    keeper: Mutex<Keeper>,
+    counting: Counting,
+    /// Term in which this is the collector; 0: it is not.
+    office: AtomicU64,
+    bell: Bell,
+    /// Jobs of [`Space::in_background`] that have not ended, and what is rung when one has.
+    background: Arc<(AtomicUsize, Bell)>,
+    open: AtomicBool,
+    closing: AtomicBool,
+    /// Nothing is written any more: the keeper resigns and ends.
+    leaving: AtomicBool,
+    below: OnceLock<Root>,
+}
+
+impl Space {
+    /// Space whose limit is not known yet: nothing is admitted before [`Space::open`].
+    pub fn new(config: SpaceConfig, io: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
+        let lane = |name, capacity| Lane {
+            name,
+            capacity,
+            max_running: 1,
+        };
+        let worker = WorkerPool::builder("ucm-space")
+            .on_demand()
+            .size(2)
+            .lanes(&[lane("keep", 1), lane("work", 16)])
+            .clock(Arc::clone(&clock))
+            .build()?;
+        let ledger = Ledger::new(ucm_infra::random_u64(), config.record_len);
+        Ok(Arc::new(Self {
+            config,
+            io,
+            clock,
+            worker,
+            ledger: Mutex::new(ledger),
+            book: Mutex::default(),
+            keeper: Mutex::default(),
+            counting: Counting::default(),
+            office: AtomicU64::new(0),
+            bell: Bell::new(),
+            background: Arc::default(),
+            open: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
+            leaving: AtomicBool::new(false),
+            below: OnceLock::new(),
+        }))
+    }
+
+    /// Sets the limit and starts looking after the root. `check` is called with a deadline before any document is
+    /// written: it fails if the root is not the one that was opened. `tend` is called before every count: it checks the
+    /// same, takes up a root that is back, and answers the limit; if it fails nothing is removed.
+    pub fn open(
+        self: &Arc<Self>,
+        limit: u64,
+        check: impl Fn(Mono) -> Result<()> + Send + Sync + 'static,
+        tend: impl Fn(Mono) -> Result<u64> + Send + Sync + 'static,
+    ) {
+        self.ledger.lock().limit = limit;
+        let (check, tend) = (Box::new(check), Box::new(tend));
+        let _ = self.below.set(Root { check, tend }); // the same ones, when a root is opened again
+        if !self.open.swap(true, Ordering::AcqRel) {
+            self.keep();
+        }
+        self.bell.ring();
+    }
+
+    /// Asks to write `bytes`. `then` is called exactly once, at once or from the keeper's thread, with its first turn after
+    /// two seconds or the deadline at the latest: with a ticket for [`Space::ended`], or with `NoSpace`.
+    pub fn admit(&self, bytes: u64, deadline: Mono, then: Admitted) {
+        let mut answers = Answers::new();
+        let look = self
+            .ledger
+            .lock()
+            .ask(bytes, self.clock.now(), deadline, then, &mut answers);
+        if look {
+            self.bell.ring();
+        }
+        answer(answers);
+    }
+
+    /// Room for `bytes` if that can be had at once; `None` where it has to be made, for which [`Space::admit`] is there.
+    fn reserve(&self, bytes: u64) -> Result<Option<Ticket>> {
+        let (had, look) = self.ledger.lock().reserve(bytes, self.clock.now());
+        if look {
+            self.bell.ring();
+        }
+        had
+    }
+
+    /// An admitted write ended. If it wrote nothing its bytes are free again; when that is not sure they count until
+    /// the next count. A full medium pauses all writes for a while and starts the collector.
+    pub fn ended(&self, ticket: Ticket, error: Option<&Error>) {
+        let full = self.ledger.lock().ended(ticket, error, self.clock.now());
+        if full {
+            self.bell.ring();
+        }
+    }
+
+    /// Room that was admitted at once for several records is not all needed: `kept` bytes of it were written, or may have
+    /// been. What `error` says of the medium counts as with [`Space::ended`].
+    pub fn settled(&self, ticket: Ticket, kept: u64, error: Option<&Error>) {
+        let full = self.ledger.lock().settle(ticket, kept, error, self.clock.now());
+        if full {
+            self.bell.ring();
+        }
+    }
+
+    /// Asks to write `bytes` and waits for the answer, for the control path.
+    pub fn admitted(&self, bytes: u64) -> Result<Ticket> {
+        let completion = Completion::new();
+        let answer = Arc::clone(&completion);
+        self.admit(
+            bytes,
+            Mono::NEVER,
+            Box::new(move |ticket| {
+                answer.complete(ticket);
+            }),
+        );
+        let until = self.clock.now().after(STEP);
+        let late = || Error::new(ErrorKind::Timeout, "nobody said whether there is room");
+        completion.wait(&*self.clock, Some(until)).ok_or_else(late)?
+    }
+
+    /// Asks to write `bytes` that nothing depends on: only of what is granted already, and without waiting. `Busy` when that
+    /// is too little.
+    pub fn spared(&self, bytes: u64) -> Result<Ticket> {
+        let spare = self.ledger.lock().spare(bytes, self.clock.now());
+        let none = || Error::new(ErrorKind::Busy, "there is no room to spare now");
+        spare.ok_or_else(|| none().with("bytes", bytes))
+    }
+
+    /// How many counts were begun or ended, for [`Space::deleted`].
+    pub fn counts(&self) -> u64 {
+        self.counting.counts()
+    }
+
+    /// Bytes were deleted by name, in an operation begun when [`Space::counts`] was `before`. If a count was or came
+    /// in between it may have missed them already. Only the collector's own deletions are known before the next count.
+    pub fn deleted(&self, bytes: u64, before: u64) {
+        self.subtract(bytes, before, false);
+    }
+
+    /// The same for what is removed so seldom that it is worth another count where it is not known what the last one saw.
+    pub fn cleared(&self, bytes: u64, before: u64) {
+        self.subtract(bytes, before, true);
+    }
+
+    fn subtract(&self, bytes: u64, before: u64, count_again: bool) {
+        let mut book = self.book.lock();
+        if self.office.load(Ordering::Acquire) == 0 {
+            return;
+        }
+        if before == self.counts() && before.is_multiple_of(2) {
+            book.removed(0, bytes);
+            self.show(&book);
+        } else if count_again {
+            book.doubt();
+        }
+    }
+
+    /// The root was lost and is back, perhaps with something else in it: nothing is granted before the next count.
+    pub fn lost(&self) {
+        self.book.lock().forget_count();
+    }
+
+    /// Bytes used and allowed.
+    pub fn usage(&self) -> Usage {
+        let ledger = self.ledger.lock();
+        Usage {
+            used: ledger.used(),
+            capacity: ledger.limit,
+            records: ledger.records,
+            counted: ledger.counted,
+            collector: self.office.load(Ordering::Acquire) > 0,
+            paused: ledger.is_barred(self.clock.now()),
+        }
+    }
+
+    /// Records and bytes removed so far.
+    pub fn removed(&self) -> (u64, u64) {
+        let ledger = self.ledger.lock();
+        (ledger.removed_records, ledger.removed_bytes)
+    }
+
+    /// Runs a longer job of the control path on a background thread.
+    pub fn in_background<T: Send + 'static>(
+        &self,
+        deadline: Mono,
+        work: impl FnOnce() -> Result<T> + Send + 'static,
+        done: impl FnOnce(Result<T>) + Send + 'static,
+    ) {
+        self.background.0.fetch_add(1, Ordering::AcqRel);
+        let background = Arc::clone(&self.background);
+        let tell = move |result: Result<Result<T>>| {
+            done(result.and_then(|inner| inner));
+            background.0.fetch_sub(1, Ordering::AcqRel);
+            background.1.ring();
+        };
+        if let Err(refused) = self.worker.offer(LANE_WORK, deadline, work, tell) {
+            (refused.done)(Err(refused.error));
+        }
+    }
+
+    /// Resigns, refuses what waits, and ends the background threads.
+    pub fn shutdown(&self, drain: Duration) {
+        self.closing.store(true, Ordering::Release); // a count ends here
+        let mut answers = Answers::new();
+        self.ledger.lock().close(&mut answers);
+        answer(answers);
+        // Whoever still writes cannot resign, and the next collector would have to wait for this one's silence.
+        let now = self.clock.now();
+        let (until, half) = (now.after(drain), now.after(drain / 2));
+        loop {
+            let (running, ends) = &*self.background;
+            let seen = ends.seen();
+            if running.load(Ordering::Acquire) == 0 || self.clock.now() >= half {
+                break;
+            }
+            self.clock.sleep(ends, seen, Some(half));
+        }
+        self.leaving.store(true, Ordering::Release);
+        self.bell.ring();
+        self.worker.shutdown(until.since(self.clock.now()));
+    }
+
+    /// Where the space documents lie.
+    fn directory(&self) -> PathBuf {
+        self.config.root.join(documents::DIRECTORY)
+    }
+
+    /// Tells the ledger what the book knows, for those who ask for the usage.
+    fn show(&self, book: &Book) {
+        let mut ledger = self.ledger.lock();
+        (ledger.others, ledger.seen) = book.used_by_others(ledger.writer);
+        ledger.records = book.records();
+    }
+
+    fn call<T: Send + 'static>(
+        &self,
+        deadline: Mono,
+        work: impl FnOnce(&IoJob) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let deadline = deadline.min(self.clock.now().after(STEP));
+        self.io.call(LANE_SPACE, deadline, work)
+    }
+
+    fn entries(&self, dir: PathBuf, deadline: Mono) -> Result<Entries> {
+        if self.closing.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::Closed, "the store is closed"));
+        }
+        self.call(deadline, move |io| io.list_if_there(&dir)) // it may be removed meanwhile
+    }
+}
+
+impl Drop for Space {
+    fn drop(&mut self) {
+        self.bell.ring(); // the keeper looks whether there is anything left to keep
+    }
+}
+
+/// Room for one write, once it has some: given back when the write ends, or when nobody waits for it any more, whichever
+/// comes first.
+pub struct Room {
+    space: Arc<Space>,
+    held: Mutex<Held>,
+}
+
+enum Held {
+    Nothing,
+    /// It was made, and nobody has begun to write yet.
+    Made(Ticket),
+    /// It is being written to, or may be.
+    Room(Ticket),
+    /// The write ended, or was written off: what comes now goes back.
+    Over,
+}
+
+impl Room {
+    /// None yet.
+    pub fn new(space: &Arc<Space>) -> Arc<Self> {
+        Arc::new(Self {
+            space: Arc::clone(space),
+            held: Mutex::new(Held::Nothing),
+        })
+    }
+
+    /// Takes room for `bytes` to write to if it can be had at once, or was made; false where it has to be made first.
+    pub fn take(&self, bytes: u64) -> Result<bool> {
+        let made = match &*self.held.lock() {
+            Held::Made(ticket) | Held::Room(ticket) => Some(*ticket),
+            Held::Nothing | Held::Over => None,
+        };
+        let ticket = match made {
+            Some(ticket) => Some(ticket),
+            None => self.space.reserve(bytes)?,
+        };
+        match ticket {
+            Some(ticket) => self.hold(ticket, Held::Room(ticket)).map(|()| true),
+            None => Ok(false),
+        }
+    }
+
+    /// Takes room for `bytes` that nothing depends on, if there is some to spare.
+    pub fn take_spare(&self, bytes: u64) -> Result<()> {
+        let ticket = self.space.spared(bytes)?;
+        self.hold(ticket, Held::Room(ticket))
+    }
+
+    /// Has room for `bytes` made; `then` is called as of [`Space::admit`], when it is there or why there is none.
+    pub fn make(
+        self: &Arc<Self>,
+        bytes: u64,
+        deadline: Mono,
+        then: impl FnOnce(Result<()>) + Send + 'static,
+    ) {
+        let room = Arc::clone(self);
+        let admitted = move |ticket: Result<Ticket>| {
+            then(ticket.and_then(|ticket| room.hold(ticket, Held::Made(ticket))));
+        };
+        self.space.admit(bytes, deadline, Box::new(admitted));
+    }
+
+    fn hold(&self, ticket: Ticket, now: Held) -> Result<()> {
+        let mut held = self.held.lock();
+        if let Held::Over = *held {
+            drop(held);
+            self.space.settled(ticket, 0, None);
+            let text = "there was room for this write when nobody waited for it any more";
+            return Err(Error::new(ErrorKind::Timeout, text));
+        }
+        *held = now;
+        Ok(())
+    }
+
+    /// [`Space::ended`], the first time; all goes back where nobody had begun.
+    pub fn end(&self, error: Option<&Error>) {
+        match self.over() {
+            Held::Room(ticket) => self.space.ended(ticket, error),
+            Held::Made(ticket) => self.space.settled(ticket, 0, None),
+            Held::Nothing | Held::Over => {}
+        }
+    }
+
+    /// [`Space::settled`], the first time; all goes back where nobody had begun.
+    pub fn settle(&self, kept: u64, error: Option<&Error>) {
+        match self.over() {
+            Held::Room(ticket) => self.space.settled(ticket, kept, error),
+            Held::Made(ticket) => self.space.settled(ticket, 0, None),
+            Held::Nothing | Held::Over => {}
+        }
+    }
+
+    fn over(&self) -> Held {
+        std::mem::replace(&mut *self.held.lock(), Held::Over)
+    }
+}
+
+/// Gives answers, with nothing locked.
+fn answer(answers: Answers) {
+    for (then, answer) in answers {
+        then(answer);
+    }
+}
+
+/// Names and metadata in a directory; none where there is no such directory.
+pub type Entries = Vec<(std::ffi::OsString, FileMeta)>;
+
+/// Visits every record of one namespace that lies in a file of its own; `list` lists a directory.
+pub fn visit_records(
+    namespace: &Path,
+    list: &mut dyn FnMut(PathBuf) -> Result<Entries>,
+    visit: &mut dyn FnMut(BlockId, FileMeta),
+) -> Result<()> {
+    let blocks = namespace.join(BLOCKS);
+    for (name, meta) in list(blocks.clone())? {
+        let Some(shard) = shard_name(&name).filter(|_| meta.is_dir) else {
+            continue;
+        };
+        for (file, meta) in list(blocks.join(&name))? {
+            if let Some(id) = record_name(shard, &file).filter(|_| !meta.is_dir) {
+                visit(id, meta);
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,73 @@
+//! The record: one block of one part as it lies on a medium, byte for byte as in `docs/format.md`.
+//!
+//! A header of whole pages, the payload (layers in model order, 64-byte aligned, padded to a page), then optional side
+//! shards. The header names everything the bytes depend on; checksums cover every byte, padding too, so a record
+//! proves itself without any other file. [`RecordLayout`] knows where things lie, [`RecordLayout::seal_layer`] and
+//! [`encode_header`] finish a filled buffer, [`verify`] judges what was read. A record may be stored in another form
+//! than it is used in ([`Codec`]): [`encoded`] makes the header of the one from that of the other.
+
+#![forbid(unsafe_code)]
+
+pub mod bytes;
+mod codec;
+pub mod encoded;
+mod header;
+mod layout;
+#[cfg(test)]
+mod tests;
+mod verify;
+
+pub use codec::Codec;
+pub use header::{LayerEntry, RecordHeader, RecordMeta, SideEntry, encode_header};
+pub use layout::{RecordLayout, SideSpec};
+pub use verify::{Expect, has_layout, verify, verify_layers, verify_side, verify_stored};
+
+/// First four bytes of a record.
+pub const MAGIC: [u8; 4] = *b"UCMB";
+/// Where the seed's form has zeros: tells its files from ours.
+pub const MARK: [u8; 4] = *b"UCMR";
+/// Version that is written, and the newest that is read.
+pub const VERSION: u32 = 1;
+/// Bytes whose form is the same in every version; they carry their own checksum.
+pub const PREAMBLE_LEN: usize = 64;
+/// Most side shards of a record.
+pub const MAX_SIDES: usize = 8;
+/// Longest name of a side shard, in bytes.
+pub const MAX_SIDE_NAME: usize = 16;
+
+/// Offsets of the header's fields from the start of the record.
+mod at {
+    pub(super) const MAGIC: usize = 0;
+    pub(super) const VERSION: usize = 4;
+    pub(super) const ID: usize = 8;
+    pub(super) const LAYERS: usize = 24;
+    pub(super) const BLOCK_TOKENS: usize = 28;
+    pub(super) const DTYPE: usize = 32;
+    pub(super) const MARK: usize = 36;
+    pub(super) const HEADER_LEN: usize = 40;
+    pub(super) const RECORD_LEN: usize = 44;
+    pub(super) const PREAMBLE_CRC: usize = 60;
+    pub(super) const FLAGS: usize = 64;
+    pub(super) const ORDINAL: usize = 68;
+    pub(super) const PARENT: usize = 72;
+    pub(super) const NAMESPACE: usize = 88;
+    pub(super) const PART: usize = 120;
+    pub(super) const TOKENS: usize = 132;
+    pub(super) const CODEC: usize = 136;
+    pub(super) const SHARDS: usize = 140;
+    pub(super) const RAW_LEN: usize = 144;
+    pub(super) const STORED_LEN: usize = 152;
+    pub(super) const TIME: usize = 160;
+    pub(super) const WRITER: usize = 168;
+    pub(super) const TAG: usize = 184;
+    pub(super) const SIDES: usize = 216;
+    pub(super) const TENSORS: usize = 220;
+    pub(super) const LAYER_LEN: usize = 224;
+    pub(super) const SHAPE: usize = 232;
+    pub(super) const SIDE_TABLE: usize = 256;
+    pub(super) const SIDE_ENTRY: usize = 40;
+    pub(super) const SHARD_TABLE: usize = SIDE_TABLE + super::MAX_SIDES * SIDE_ENTRY;
+    pub(super) const SHARD_ENTRY: usize = 24;
+    /// Length of the checksum in the header's last bytes.
+    pub(super) const CRC_LEN: usize = 4;
+}

@@ -1,0 +1,291 @@
+//! The seam between the engine and a medium.
+//!
+//! A backend moves named records between slots and one medium. It is asked on a thread of a pool that keeps the time, and
+//! blocks that thread: straight-line code that looks at its [`IoJob`] before every effect, because nobody waits for what
+//! comes late. Writing alone answers later, since records may be published together. A backend owns a slot until the
+//! operation has really ended, never touches device memory, and knows nothing of tasks, other media or vLLM. A new one is
+//! one file that implements this trait.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use serde::Serialize;
+use ucm_core::{BlockId, MissReason, Result};
+use ucm_device::Slot;
+use ucm_infra::Mono;
+use ucm_io::IoJob;
+use ucm_quota::Usage;
+
+use crate::events::Event;
+
+/// Called exactly once with the outcome, on a thread of the backend.
+pub type Done<T> = Box<dyn FnOnce(Result<T>) + Send>;
+
+/// Whether a record is there whole, or why it is no hit.
+pub type Presence = std::result::Result<(), MissReason>;
+
+/// What a read brought.
+pub struct ReadDone {
+    /// The slot, filled from its start.
+    pub slot: Slot,
+    /// Bytes read.
+    pub read: usize,
+    /// Length of the record on the medium.
+    pub stored_len: u64,
+}
+
+/// A record that is to be read.
+pub struct BlockRead {
+    /// The record id.
+    pub id: BlockId,
+    /// Where it goes, from the start.
+    pub slot: Slot,
+    /// Parts of it that are wanted, each to where it lies in the whole; `None`: all of it. A medium may bring more than
+    /// is wanted ([`Backend::reads_parts`]).
+    pub parts: Option<Vec<Range<usize>>>,
+    /// Past every cache (after a failed checksum).
+    pub again: bool,
+    /// When nobody waits for it any more.
+    pub deadline: Mono,
+}
+
+impl BlockRead {
+    /// All of a record, through whatever is on the way.
+    pub fn whole(id: BlockId, slot: Slot, deadline: Mono) -> Self {
+        Self {
+            id,
+            slot,
+            parts: None,
+            again: false,
+            deadline,
+        }
+    }
+}
+
+/// How soon what was written is to be published, where records wait for others to be published with them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Flush {
+    /// Somebody waits for it: but only so often that who waits after every block gets no file of its own for each.
+    Soon,
+    /// As soon as it is written.
+    Now,
+    /// The same, and from now on nothing waits any more: the store is about to close.
+    Last,
+}
+
+/// What became of a write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Written {
+    /// The record is published.
+    Published,
+    /// It was stored already and nothing was written.
+    Present,
+    /// It was written, and what was read back is not what was written.
+    Unsound(MissReason),
+}
+
+/// What became of a record that was refused for damage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Quarantined {
+    /// It was moved aside, as evidence.
+    Kept,
+    /// It stays where it is, or is gone: nothing is kept here, it was replaced meanwhile, or it may yet be finished.
+    LeftAlone,
+    /// Too many are damaged of late: the medium is sick.
+    Stopped,
+}
+
+/// How a record is written.
+#[derive(Debug, Clone, Copy)]
+pub struct WriteOptions {
+    /// Bytes of the slot that are the record.
+    pub len: usize,
+    /// Position in its chain; ancestors count as used later than descendants.
+    pub ordinal: u32,
+    /// Write even if a record of that name is present (it was refused).
+    pub replace: bool,
+    /// Read what was published past every cache and judge it before the write counts.
+    pub read_back: bool,
+}
+
+/// One record found by [`Backend::list`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Listed {
+    /// The record id.
+    pub id: BlockId,
+    /// Its length on the medium.
+    pub len: u64,
+    /// Time of its last use, ns of Unix time.
+    pub used_ns: i64,
+}
+
+/// Records that this process can read and others cannot see yet (in its memory, in a segment it has not sealed), as
+/// changes since the last time they were asked for.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Early {
+    /// They can be read from now on.
+    pub gained: Vec<BlockId>,
+    /// No longer early: published long enough ago for others to have found them, or gone.
+    pub lost: Vec<BlockId>,
+}
+
+/// How a record is kept in memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Keep {
+    /// Position in its chain.
+    pub ordinal: u32,
+    /// In place of what is kept under that name (it was refused).
+    pub replace: bool,
+}
+
+/// A record that a memory gives up to make room. It can be found and read there until this is dropped, and stays if it
+/// was used meanwhile.
+pub trait Victim: Send {
+    /// Its id.
+    fn id(&self) -> BlockId;
+
+    /// The whole record.
+    fn record(&self) -> &[u8];
+}
+
+/// Called with every record that is given up, on the thread that needs the room; must not wait.
+pub type Evicted = Box<dyn Fn(Box<dyn Victim>) + Send + Sync>;
+
+/// What a stage that compresses did; counters since the start, lengths of records with their headers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Compression {
+    /// Records written compressed.
+    pub records_compressed: u64,
+    /// Records written as they are: compressing does not make them shorter.
+    pub records_as_is: u64,
+    /// Records read that were compressed.
+    pub records_decompressed: u64,
+    /// Records that were whole as stored and could not be decompressed.
+    pub records_undecodable: u64,
+    /// Bytes of the records that were written compressed.
+    pub bytes_compressed: u64,
+    /// Bytes that these take on the medium.
+    pub bytes_stored: u64,
+}
+
+/// What a medium is and can do.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Features {
+    /// Lookups are answered from memory and without a system call, so that they may be asked on any thread.
+    pub answers_at_once: bool,
+    /// Parts of a record can be read by themselves.
+    pub reads_parts: bool,
+    /// Uses that another process of the same engine has told its own medium must be told here too: they reach only what a
+    /// process has to itself, its memory, and what it knows of the segments that it merges.
+    pub own_touches: bool,
+}
+
+/// What a medium holds and did; counters since the start.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct MediumStats {
+    /// Bytes used and allowed.
+    pub usage: Usage,
+    /// Records removed to make room.
+    pub records_removed: u64,
+    /// Their bytes.
+    pub bytes_removed: u64,
+    /// Blocks whose use was noted.
+    pub blocks_touched: u64,
+    /// What it does to store less than it is given, where it does.
+    pub compression: Option<Compression>,
+    /// Further counters and gauges of its own, by name.
+    pub more: Vec<(&'static str, u64)>,
+}
+
+/// Memory of this host: what it is asked for is done before it answers, and nothing waits.
+pub trait Memory {
+    /// Copies a record, making room if need be. `Busy` when there is none now.
+    fn insert(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written>;
+
+    /// Whether it has a record.
+    fn has(&self, id: BlockId) -> bool;
+
+    /// Sets, once, who is handed what is given up to make room. False where there is somebody already.
+    fn on_evicted(&self, hook: Evicted) -> bool;
+}
+
+/// A medium that keeps records. It knows nothing of other media ([`crate::tiers`] puts them together) or of engines.
+///
+/// Every medium implements the methods without a body; default bodies say what holds for those that have nothing to add.
+pub trait Backend: Send + Sync {
+    /// Name in logs and metrics.
+    fn name(&self) -> &'static str;
+
+    /// Makes the medium usable or says why it is not, by the deadline; again after a failure. The answer is what it uses and
+    /// why, in words for the log.
+    fn open(&self, deadline: Mono) -> Result<String>;
+
+    /// What it is and can do. May change until it was opened.
+    fn features(&self) -> Features {
+        Features::default()
+    }
+
+    /// Whether each record is present whole. With `stop_at_missing` the answer may end with the first that is not.
+    fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>>;
+
+    /// Which of these reads one thread should do together, by their numbers, and in which order; each comes once. Never
+    /// waits. `threads`: how many there are for reads.
+    fn runs(&self, reads: &[BlockRead], _threads: usize) -> Vec<Vec<usize>> {
+        (0..reads.len()).map(|read| vec![read]).collect()
+    }
+
+    /// Reads the records of one run: an outcome for each, in the same order, whatever became of the others. The error is
+    /// `Foreign` where something has the record's name that can never be read as one, so that nothing is wrong with the
+    /// medium.
+    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>>;
+
+    /// Writes a record privately and publishes it whole, on threads of its own. A record of a newer version stays, and counts
+    /// as present.
+    fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>);
+
+    /// These records were used by a request: ids with their ordinals. Fire and forget, throttled by the backend.
+    fn touch(&self, ids: &[(BlockId, u32)], deadline: Mono);
+
+    /// Removes records by name; the answer counts those removed.
+    fn delete(&self, io: &IoJob, ids: &[BlockId]) -> Result<usize>;
+
+    /// Every record of this namespace that [`Backend::delete`] would find.
+    fn list(&self, io: &IoJob) -> Result<Vec<Listed>>;
+
+    /// Whether a write would only find this record there, as far as that is known without asking the medium.
+    fn is_published(&self, _id: BlockId) -> bool {
+        false
+    }
+
+    /// What became readable for this process before others can see it, and what no longer is, since the last call. Who
+    /// asks is the scheduler of the same engine, through its workers; nobody else may count on these. At most as many
+    /// ids as [`ucm_core::limits::MAX_IDS_PER_CALL`], the rest with the next call.
+    fn early(&self) -> Early {
+        Early::default()
+    }
+
+    /// Publishes what is written and waits for others to be published with it. Never blocks.
+    fn flush(&self, _how: Flush) {}
+
+    /// A record was refused for damage: keeps it as evidence, where the medium can, later and best effort. Never
+    /// blocks; nothing depends on it.
+    fn quarantine(&self, _id: BlockId, done: Done<Quarantined>) {
+        done(Ok(Quarantined::LeftAlone));
+    }
+
+    /// What it holds and did.
+    fn stats(&self) -> MediumStats;
+
+    /// Ends: finishes or fails what is under way within `drain`.
+    fn close(&self, drain: Duration);
+
+    /// The same as memory of this host, where it is that: it ends with the processes that use it.
+    fn memory(&self) -> Option<&dyn Memory> {
+        None
+    }
+
+    /// What its log should say since the last call.
+    fn events(&self) -> Vec<Event> {
+        Vec::new()
+    }
+}

@@ -1,0 +1,30 @@
+//! The kinds of tiers that are built in.
+//!
+//! A new kind is a file here that answers a [`TierKind`], and a line in [`built_in`].
+
+mod compress;
+mod declared;
+mod memory;
+mod posix;
+mod python;
+#[cfg(feature = "test-utils")]
+mod toy;
+
+use crate::registry::TierKind;
+
+/// Every kind that is built in. The first is that of the store that is used where none is named.
+pub(crate) fn built_in() -> Vec<TierKind> {
+    vec![
+        posix::kind(),
+        memory::kind(),
+        compress::kind(),
+        declared::ds3fs(),
+        declared::mooncake(),
+        declared::object(),
+        declared::redis(),
+        python::empty(),
+        python::fake(),
+        #[cfg(feature = "test-utils")]
+        toy::kind(),
+    ]
+}

@@ -1,0 +1,234 @@
+//! The kind `posix`: records below a directory, one per file or many per segment, on anything that mounts.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_io::Process;
+use ucm_quota::evidence::QuarantineConfig;
+use ucm_quota::layout::Modes;
+use ucm_quota::{Capacity, Rules};
+
+use crate::auto::AutoBackend;
+use crate::backend::Backend;
+use crate::posix::{PosixBackend, PosixConfig};
+use crate::registry::{
+    Age, Amount, BuildContext, BuiltTier, Directories, Mode, Name, Size, TierKind, seconds,
+};
+use crate::segment::{Merging, SegmentBackend, SegmentConfig};
+
+/// The options.
+#[derive(Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+#[schemars(extend("required" = ["storage_backends"]))]
+struct PosixOptions {
+    /// the directory blocks are kept in. More than one: not built yet
+    #[schemars(extend(
+        "aliases" = ["storage_path", "path"], "env" = ["UCM_STORAGE_PATH"], "unset" = "none given", "unit" = "path"
+    ))]
+    storage_backends: Directories,
+    /// limit of the root, at least 8 blocks; oldest use goes first. 0 is refused its old meaning (no limit): the default
+    /// holds, with a warning
+    #[schemars(extend(
+        "aliases_gib" = ["posix_capacity_gb"],
+        "unset" = "20% of the file system, at most 80% of what is free at the first start"
+    ))]
+    storage_capacity: Option<Amount>,
+    /// bytes of the file system that stay free: below it nothing is stored and the oldest use is removed. 0: no floor
+    #[schemars(extend("minimum" = 0))]
+    free_space_floor: Amount,
+    /// limit of one model's blocks within the root, kept to at every count of a process that has this key: give it to all
+    /// of a root
+    #[schemars(extend("unset" = "none", "unit" = "size or percent of `storage_capacity`"))]
+    namespace_quota: Option<Amount>,
+    /// blocks not used for so long are removed
+    #[schemars(extend("unset" = "never"))]
+    expire_after: Option<Age>,
+    /// permissions of files below the root, less the umask of the process. Blocks tell what was in a prompt: open them
+    /// only to those who may know
+    #[schemars(extend("needs" = 0o600))]
+    file_mode: Mode,
+    /// the same for directories
+    #[schemars(extend("needs" = 0o700))]
+    dir_mode: Mode,
+    /// read and write past the page cache where the file system can
+    #[schemars(extend("aliases" = ["use_direct"], "env" = ["UCM_IO_DIRECT"]))]
+    io_direct: bool,
+    /// how blocks lie below the root: each in its own file, or many in a segment; auto keeps what the root has, a new one
+    /// gets segments. See below
+    layout: Layout,
+    /// length at which a segment is sealed; never more than a 64th of `storage_capacity`, and never less than one block
+    #[schemars(range(min = 1_048_576, max = 1_073_741_824))]
+    segment_size: Size,
+    /// how long a block that was written waits for others to be published with it, unless somebody waits for it (`wait`,
+    /// `flush`); never longer than three quarters of `deadlines.dump_s`. 0: as soon as nothing is being written
+    #[schemars(range(min = 0, max = 60), extend("unit" = "seconds"))]
+    segment_age: f64,
+    /// how much of small segments, and of those most of whose blocks were stored again, is copied into larger ones in a
+    /// second at most. 0: never
+    #[schemars(range(max = 17_179_869_184_u64))]
+    segment_merge_rate: Size,
+    /// threads that read and write blocks
+    #[schemars(range(min = 1, max = 1024), extend("unit" = "threads"))]
+    posix_data_trans_concurrency: u32,
+    /// threads that look blocks up
+    #[schemars(range(min = 1, max = 1024), extend("unit" = "threads"))]
+    posix_lookup_concurrency: u32,
+    /// what is kept of damaged records
+    quarantine: QuarantineOptions,
+}
+
+/// What is kept of damaged records.
+#[derive(Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+struct QuarantineOptions {
+    /// false: damaged records stay where they are until they are replaced
+    enabled: bool,
+    /// damaged records within a minute, beyond which the medium counts as sick: no more are moved, and the breaker opens.
+    /// Holds without quarantine too
+    #[schemars(range(min = 1, max = 1_000_000), extend("unit" = "records"))]
+    max_per_minute: u32,
+    /// evidence below the root, the oldest goes first
+    #[schemars(range(min = 1, max = 1_000_000), extend("unit" = "records"))]
+    max_records: u32,
+    /// likewise; never more than a sixteenth of `storage_capacity`. Evidence counts as used
+    #[schemars(range(min = 1), extend("unit" = "size"))]
+    max_bytes: Size,
+    /// age at which evidence is removed
+    #[schemars(range(max = 31_622_400), extend("exclusiveMinimum" = 0, "unit" = "s"))]
+    keep_s: f64,
+}
+
+/// How records lie below the root.
+#[derive(Clone, Copy, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+enum Layout {
+    // What the root has; segments on a new one.
+    Auto,
+    File,
+    Segment,
+}
+
+impl Default for PosixOptions {
+    fn default() -> Self {
+        let (modes, segments) = (Modes::default(), SegmentConfig::default());
+        Self {
+            storage_backends: Directories::default(),
+            storage_capacity: None,
+            free_space_floor: Amount::Percent(5.0),
+            namespace_quota: None,
+            expire_after: None,
+            file_mode: Mode(modes.file),
+            dir_mode: Mode(modes.dir),
+            io_direct: false,
+            layout: Layout::Auto,
+            segment_size: Size(segments.size),
+            segment_age: segments.age.as_secs_f64(),
+            segment_merge_rate: Size(segments.merging.rate),
+            posix_data_trans_concurrency: 16,
+            posix_lookup_concurrency: 8,
+            quarantine: QuarantineOptions::default(),
+        }
+    }
+}
+
+impl Default for QuarantineOptions {
+    fn default() -> Self {
+        let quarantine = QuarantineConfig::default();
+        Self {
+            enabled: quarantine.enabled,
+            max_per_minute: quarantine.max_per_minute,
+            max_records: quarantine.max_records,
+            max_bytes: Size(quarantine.max_bytes),
+            keep_s: quarantine.keep.as_secs_f64(),
+        }
+    }
+}
+
+pub(super) fn kind() -> TierKind {
+    let posix = Name::new("posix", "UcmPosixStore", "built");
+    let nfs = "built: posix, by another name, on the mount point";
+    let pc = "built: posix with `layout: segment`, and a load of a whole prefix";
+    TierKind::medium(posix, make)
+        .also(Name::new("nfs", "UcmNfsStore", nfs))
+        .also(Name::new("pc", "UcmPcStore", pc).fixing("layout", "segment"))
+        .tested_with(|scratch| json!({"storage_backends": [scratch], "storage_capacity": 1 << 26, "free_space_floor": 0}))
+}
+
+fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltTier> {
+    let [root] = <[_; 1]>::try_from(options.storage_backends.0).map_err(|several| {
+        let wrong = Error::new(ErrorKind::Config, "storage_backends names one directory");
+        wrong.with("given", several.len())
+    })?;
+    if context.compressed && matches!(options.layout, Layout::File) {
+        let wrong = "compressed records live in segments only, as the lengths of block files are fixed; give the stage \
+                     below layout: segment, or leave the one that compresses out";
+        return Err(Error::new(ErrorKind::Config, wrong).with("root", root.display()));
+    }
+    let threads = if context.lookup_only {
+        options.posix_lookup_concurrency
+    } else {
+        options.posix_data_trans_concurrency
+    } as usize;
+    let quarantine = options.quarantine;
+    let rules = Rules {
+        // No bytes: no floor, while nothing at all is the default.
+        free_floor: options.free_space_floor.limit().or(Some(Capacity::Percent(0.0))),
+        namespace_quota: options.namespace_quota.and_then(Amount::limit),
+        expire_after: options.expire_after.map(|age| Duration::from_secs(age.0)),
+    };
+    let posix = PosixConfig {
+        root,
+        identity: context.identity.clone(),
+        labels: context.labels.clone(),
+        part: context.part,
+        record: context.record.clone(),
+        direct: options.io_direct,
+        geometry: context.geometry.clone(),
+        lookup_only: context.lookup_only,
+        capacity: options.storage_capacity.and_then(Amount::limit),
+        rules,
+        process: Process::this(),
+        writer: context.writer,
+        modes: Modes {
+            file: options.file_mode.0,
+            dir: options.dir_mode.0,
+        },
+        quarantine: QuarantineConfig {
+            enabled: quarantine.enabled,
+            max_per_minute: quarantine.max_per_minute,
+            max_records: quarantine.max_records,
+            max_bytes: quarantine.max_bytes.0,
+            keep: seconds("quarantine.keep_s", quarantine.keep_s)?,
+        },
+    };
+    let pool = context.pool("ucm-io", threads, options.io_direct)?;
+    let io = Arc::clone(&pool);
+    let clock = Arc::clone(&context.clock);
+    let segments = SegmentConfig {
+        size: options.segment_size.0,
+        age: seconds("segment_age", options.segment_age)?,
+        merging: Merging {
+            rate: options.segment_merge_rate.0,
+            ..Merging::default()
+        },
+        compressed: context.compressed,
+        ..SegmentConfig::default()
+    };
+    let backend: Arc<dyn Backend> = match options.layout {
+        // Compressed records live in segments only.
+        Layout::Auto if context.compressed => Arc::new(SegmentBackend::new(posix, segments, io, clock)?),
+        Layout::Auto => Arc::new(AutoBackend::new(posix, segments, io, clock)?),
+        Layout::File => Arc::new(PosixBackend::new(posix, io, clock)?),
+        Layout::Segment => Arc::new(SegmentBackend::new(posix, segments, io, clock)?),
+    };
+    Ok(BuiltTier {
+        backend,
+        pool,
+        // As many as are replaced: from there on workers are missing.
+        max_stuck: threads.max(2),
+    })
+}

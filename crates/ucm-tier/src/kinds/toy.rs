@@ -1,0 +1,154 @@
+//! The kind `toy`, in builds for tests: a map in this process. It shows what a new kind of tier has to say, and proves
+//! that nothing else knows of it by name.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_device::Slot;
+use ucm_infra::Mono;
+use ucm_io::IoJob;
+use ucm_quota::Usage;
+
+use crate::backend::{
+    Backend, BlockRead, Done, Listed, MediumStats, Presence, ReadDone, WriteOptions, Written,
+};
+use crate::registry::{BuildContext, BuiltTier, Name, TierKind};
+
+/// The options.
+#[derive(Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+struct ToyOptions {
+    /// how many records the map takes; what comes then is refused
+    #[schemars(range(min = 1, max = 1_000_000), extend("unit" = "records", "aliases" = ["toy_size"]))]
+    toy_records: u32,
+    /// maps of this process that have the same name are one; empty: a map of its own
+    toy_name: String,
+}
+
+impl Default for ToyOptions {
+    fn default() -> Self {
+        Self {
+            toy_records: 1000,
+            toy_name: String::new(),
+        }
+    }
+}
+
+pub(super) fn kind() -> TierKind {
+    let name = Name::new("toy", "UcmToyStore", "built, in builds for tests alone");
+    TierKind::medium(name, make).tested_with(|scratch| json!({"toy_name": scratch}))
+}
+
+/// The maps by name, while some store has them.
+static MAPS: Mutex<BTreeMap<String, Weak<Records>>> = Mutex::new(BTreeMap::new());
+
+type Records = Mutex<BTreeMap<BlockId, Vec<u8>>>;
+
+fn make(context: &BuildContext<'_>, options: ToyOptions) -> Result<BuiltTier> {
+    let mut maps = MAPS.lock();
+    let known = maps.get(&options.toy_name).and_then(Weak::upgrade);
+    let records = known.filter(|_| !options.toy_name.is_empty()).unwrap_or_default();
+    maps.insert(options.toy_name, Arc::downgrade(&records));
+    let limit = options.toy_records as usize;
+    Ok(BuiltTier {
+        backend: Arc::new(Toy { limit, records }),
+        pool: context.pool("ucm-toy", 1, false)?,
+        max_stuck: 1,
+    })
+}
+
+/// Records by id, until there are too many.
+struct Toy {
+    limit: usize,
+    records: Arc<Records>,
+}
+
+impl Toy {
+    fn insert(&self, id: BlockId, record: &[u8], replace: bool) -> Result<Written> {
+        let mut records = self.records.lock();
+        if !replace && records.contains_key(&id) {
+            return Ok(Written::Present);
+        }
+        if records.len() >= self.limit && !records.contains_key(&id) {
+            return Err(Error::new(ErrorKind::Busy, "the map is full").with("toy_records", self.limit));
+        }
+        records.insert(id, record.to_vec());
+        Ok(Written::Published)
+    }
+
+    fn copy(&self, read: BlockRead) -> Result<ReadDone> {
+        let BlockRead { id, mut slot, .. } = read;
+        let records = self.records.lock();
+        let absent = || Error::new(ErrorKind::NotFound, "not in the map");
+        let record = records.get(&id).ok_or_else(absent)?;
+        slot.as_mut_slice()[..record.len()].copy_from_slice(record);
+        Ok(ReadDone {
+            slot,
+            read: record.len(),
+            stored_len: record.len() as u64,
+        })
+    }
+}
+
+impl Backend for Toy {
+    fn name(&self) -> &'static str {
+        "toy"
+    }
+
+    fn open(&self, _deadline: Mono) -> Result<String> {
+        Ok(format!("a map of {} records", self.limit))
+    }
+
+    fn lookup(&self, _io: &IoJob, ids: &[BlockId], _stop: bool) -> Result<Vec<Presence>> {
+        let records = self.records.lock();
+        let there = |id| records.contains_key(id).then_some(()).ok_or(MissReason::Absent);
+        Ok(ids.iter().map(there).collect())
+    }
+
+    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+        run.into_iter().map(|read| self.copy(read)).collect()
+    }
+
+    fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, _deadline: Mono, done: Done<Written>) {
+        let written = self.insert(id, &slot.as_slice()[..options.len], options.replace);
+        drop(slot);
+        done(written);
+    }
+
+    fn touch(&self, _ids: &[(BlockId, u32)], _deadline: Mono) {}
+
+    fn delete(&self, _io: &IoJob, ids: &[BlockId]) -> Result<usize> {
+        let mut records = self.records.lock();
+        Ok(ids.iter().filter(|&id| records.remove(id).is_some()).count())
+    }
+
+    fn list(&self, _io: &IoJob) -> Result<Vec<Listed>> {
+        let records = self.records.lock();
+        let listed = records.iter().map(|(&id, record)| Listed {
+            id,
+            len: record.len() as u64,
+            used_ns: 0,
+        });
+        Ok(listed.collect())
+    }
+
+    fn stats(&self) -> MediumStats {
+        let usage = Usage {
+            records: self.records.lock().len() as u64,
+            counted: true,
+            ..Usage::default()
+        };
+        MediumStats {
+            usage,
+            ..MediumStats::default()
+        }
+    }
+
+    fn close(&self, _drain: Duration) {}
+}

@@ -1,0 +1,29 @@
+//! One medium behind one trait, and the kinds there are.
+//!
+//! A [`backend::Backend`] moves named records between slots and one medium, and knows nothing of other media or of engines.
+//! [`registry`] lists every kind of it by name, with its options and what makes it; a new one is a file in `kinds/` and a
+//! line there, or a call of [`registry::register`] from another crate.
+#![forbid(unsafe_code)]
+
+pub mod auto;
+pub mod backend;
+#[cfg(feature = "compress")]
+pub mod compress;
+pub mod events;
+mod kinds;
+pub mod memory;
+#[cfg(any(test, feature = "test-utils"))]
+pub mod nothing;
+pub mod posix;
+mod quarantine;
+mod reading;
+pub mod recency;
+pub mod registry;
+mod root;
+pub mod segment;
+mod writing;
+
+/// 128 random bits as 32 hex digits.
+fn random_hex() -> String {
+    format!("{:016x}{:016x}", ucm_infra::random_u64(), ucm_infra::random_u64())
+}

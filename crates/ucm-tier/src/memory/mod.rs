@@ -1,0 +1,380 @@
+//! The memory tier: records kept in a region of shared memory that every process of the host can read.
+//!
+//! A process that stores writes one region ([`ucm_device::SharedRegion`]) and reads those of the others of its namespace; one that
+//! only looks up (the scheduler) has none of its own and sees what all of them hold. Found, a record is a hint: it is
+//! copied into a slot of the reader's own and judged there, by generation and checksums. What goes when the region is
+//! full an [`eviction`] policy says.
+//!
+//! * Lookups read memory and nothing else. A thread of its own lists the registry about once a second.
+//! * A record is *published* when it lies in the region: others of this host find it. A medium below is not this
+//!   backend's business: whoever puts one there is told what goes ([`MemoryBackend::evicted`]).
+//! * A record being copied out, written down or otherwise pinned ([`MemoryBackend::pin`]) is not evicted.
+//! * A process that dies leaves a file whose lock is free, which the next look of another one removes; its memory goes
+//!   with the last process that maps it.
+//!
+//! What a cached block costs beside its record, rounded up to pages: 48 to 64 bytes in the region, and in its writer 12
+//! for slots and times and what its policy needs (some 30 with LRU, 90 with S3-FIFO).
+//!
+//! `touch` reaches the region of this process alone: no process writes what another one reads. So a read counts as a
+//! use too, and a scheduler that knows of uses on the device tells its workers.
+//!
+//! # Early records
+//! A scheduler on this host sees the records of a region by itself, as soon as it has found the region, so
+//! [`Backend::early`] names own records only while the region is not announced. One on another host sees none of them:
+//! for an engine that spans hosts [`MemoryConfig::scheduler_elsewhere`] has all of them named.
+
+mod early;
+pub mod eviction;
+mod neighbours;
+mod tier;
+mod victim;
+
+use std::num::NonZeroU64;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ucm_core::{BlockId, Error, ErrorKind, Identity, MissReason, Part, Result};
+use ucm_device::{MachineMemory, Pinned, Slot};
+use ucm_infra::{Clock, LANE_DUMP, Lane, Mono};
+use ucm_io::{IoJob, IoOptions, IoPool};
+use ucm_quota::Capacity;
+use ucm_record::RecordLayout;
+
+use crate::backend::{
+    Backend, BlockRead, Done, Early, Evicted, Features, Keep, Listed, MediumStats, Memory, Presence,
+    ReadDone, WriteOptions, Written,
+};
+
+pub use eviction::Policy;
+use neighbours::Neighbours;
+use tier::Tier;
+pub use victim::Victim;
+
+/// What the memory tier needs to know.
+#[derive(Clone)]
+pub struct MemoryConfig {
+    /// Whose KV it is.
+    pub identity: Identity,
+    /// Which part this process brings.
+    pub part: Part,
+    /// Where things lie in that part's records.
+    pub record: RecordLayout,
+    /// Bytes of the own region, see [`cache_bytes`]; `None`: it only looks up and reads what others hold.
+    pub capacity: Option<NonZeroU64>,
+    /// What goes first.
+    pub policy: Policy,
+    /// Where regions are announced; `None`: the user's own directory ([`Registry::default_dir`](ucm_device::Registry)).
+    pub registry: Option<PathBuf>,
+    /// Whether the region is announced and others are read; if not, the tier is this process's alone.
+    pub shared: bool,
+    /// Whether the engine's scheduler half may run on another host, where it cannot see this memory.
+    pub scheduler_elsewhere: bool,
+    /// Threads that copy.
+    pub threads: usize,
+    /// Ask for huge pages, where the system has them for shared memory.
+    pub huge_pages: bool,
+}
+
+impl MemoryConfig {
+    /// For records of this layout, with everything else as it is by default.
+    pub fn new(identity: Identity, part: Part, record: RecordLayout, capacity: Option<NonZeroU64>) -> Self {
+        Self {
+            identity,
+            part,
+            record,
+            capacity,
+            policy: Policy::default(),
+            registry: None,
+            shared: true,
+            scheduler_elsewhere: false,
+            threads: 2,
+            huge_pages: true,
+        }
+    }
+}
+
+/// The bytes of one process's region: as asked for, or a share of the memory of machine and container, divided among
+/// the `processes` of this host that will each have one. `Config` when they cannot be had now.
+pub fn cache_bytes(asked: Capacity, processes: u32, memory: &MachineMemory) -> Result<NonZeroU64> {
+    let processes = u64::from(processes.max(1));
+    let bytes = match asked {
+        Capacity::Bytes(bytes) => bytes.get(),
+        Capacity::Percent(_) => asked.bytes(memory.total) / processes,
+    };
+    memory.check("cache_size", bytes.saturating_mul(processes))?;
+    let none = || {
+        Error::new(
+            ErrorKind::Config,
+            "cache_size is nothing; give bytes or a percentage above 0",
+        )
+    };
+    NonZeroU64::new(bytes).ok_or_else(none)
+}
+
+/// What became of a record offered to the tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Inserted {
+    /// It is kept now.
+    Kept,
+    /// It was there already.
+    Present,
+}
+
+/// Counters of the tier since it was opened.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MemoryCounts {
+    /// Records that were to go because another one needed the slot.
+    pub evicted: u64,
+    /// Of these, those that were handed to whoever asked for them.
+    pub handed: u64,
+    /// Of these that were to be handed, those whose checksums were wrong by then.
+    pub damaged: u64,
+    /// Of those that were handed, those that were used before they were let go, and stayed.
+    pub returned: u64,
+    /// Records that were removed by name.
+    pub deleted: u64,
+    /// Uses told by [`Backend::touch`].
+    pub touched: u64,
+    /// Regions of other processes that are mapped.
+    pub neighbours: u64,
+}
+
+/// Records in memory that the host shares.
+pub struct MemoryBackend {
+    tier: Arc<Tier>,
+    neighbours: Arc<Neighbours>,
+    pool: Arc<IoPool>,
+    clock: Arc<dyn Clock>,
+}
+
+impl MemoryBackend {
+    /// Makes the region (untouched memory) and starts the threads. `Config` when `capacity` holds less than 4 records,
+    /// `Io` when the system refuses memory or threads.
+    pub fn new(config: MemoryConfig, clock: Arc<dyn Clock>) -> Result<Self> {
+        let threads = config.threads.max(1);
+        let tier = Tier::new(config, Arc::clone(&clock))?;
+        let lane = |name, most| Lane {
+            name,
+            capacity: QUEUE,
+            max_running: most,
+        };
+        let options = IoOptions {
+            name: "ucm-memory",
+            lanes: vec![
+                lane("load", threads),
+                lane("lookup", 1),
+                lane("dump", threads),
+                lane("space", 1),
+            ],
+            max_replacements: threads,
+            clock: Arc::clone(&clock),
+            ..IoOptions::with_workers(threads)
+        };
+        let pool = IoPool::psync(false, &options)?;
+        let neighbours = Neighbours::start(&tier, Arc::clone(&clock))?;
+        Ok(Self {
+            tier,
+            neighbours,
+            pool,
+            clock,
+        })
+    }
+
+    /// Keeps a copy of a sealed record. `InvalidInput` when it does not have the length of one, `Busy` when every slot
+    /// is in use, `Unsupported` without an own region. Copies on the calling thread.
+    pub fn insert(&self, id: BlockId, record: &[u8], ordinal: u32) -> Result<Inserted> {
+        self.tier.put(id, record, ordinal, false)
+    }
+
+    /// Whether a record is there, here or in another process of the host. Reads memory only.
+    pub fn contains(&self, id: BlockId) -> bool {
+        self.tier.holds(id) || self.neighbours.contains(id)
+    }
+
+    /// Copies a record to the start of `out` and tells its length; `None` if it is not there, went meanwhile, or is
+    /// longer. The bytes are a hint until their checksums were looked at.
+    pub fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
+        self.tier
+            .copy_out(id, out)
+            .or_else(|| self.neighbours.copy_out(id, out))
+    }
+
+    /// Holds a record of the own region where it is, to be read in place; what is removed meanwhile stays readable
+    /// there.
+    pub fn pin(&self, id: BlockId) -> Option<Pinned> {
+        self.tier.pin(id)
+    }
+
+    /// Judges the bytes of a record: what is wrong with them, if anything.
+    pub fn verify(&self, id: BlockId, record: &[u8]) -> Result<(), MissReason> {
+        self.tier.verify(id, record)
+    }
+
+    /// Sets, once, who is given the records that the policy chose to go, verified and still to be found until the
+    /// [`Victim`] is dropped; who is used meanwhile stays. Called on the thread that stores; it must not block. At most an eighth of the slots and
+    /// 64 are out at once; beyond that records go without being handed. `false` when there is one already.
+    pub fn evicted(&self, take: impl Fn(Victim) + Send + Sync + 'static) -> bool {
+        self.tier.set_hook(Box::new(take))
+    }
+
+    /// Counters.
+    pub fn counts(&self) -> MemoryCounts {
+        MemoryCounts {
+            neighbours: self.neighbours.count() as u64,
+            ..self.tier.counts()
+        }
+    }
+
+    /// The number of the own region, as in the name of its file below the registry.
+    pub fn region(&self) -> Option<u64> {
+        self.tier.region().map(|region| region.nonce())
+    }
+
+    /// Looks for regions of other processes now and then, about once a second; this has it look at once. Does not wait.
+    pub fn look_around(&self) {
+        self.neighbours.look();
+    }
+
+    /// The threads that copy.
+    pub fn pool(&self) -> &Arc<IoPool> {
+        &self.pool
+    }
+}
+
+/// Most jobs that wait in one lane.
+const QUEUE: usize = 1 << 16;
+
+impl Backend for MemoryBackend {
+    fn name(&self) -> &'static str {
+        "memory"
+    }
+
+    /// Waits for the first look at the registry; without one the tier is this process's alone for now.
+    fn open(&self, deadline: Mono) -> Result<String> {
+        self.neighbours.await_first(&*self.clock, deadline);
+        Ok(format!("{}; {}", self.tier.words(), self.neighbours.words()))
+    }
+
+    fn features(&self) -> Features {
+        Features {
+            answers_at_once: true,
+            own_touches: true,
+            ..Features::default()
+        }
+    }
+
+    fn lookup(&self, _io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
+        let views = self.neighbours.views();
+        let mut answers = Vec::with_capacity(ids.len());
+        for &id in ids {
+            let there = self.tier.holds(id) || views.iter().any(|view| view.contains(id));
+            answers.push(if there { Ok(()) } else { Err(MissReason::Absent) });
+            if stop_at_missing && !there {
+                break;
+            }
+        }
+        Ok(answers)
+    }
+
+    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+        let copy = |BlockRead { id, mut slot, .. }: BlockRead| {
+            let absent =
+                || Error::new(ErrorKind::NotFound, "the record is not in memory any more").with("block", id);
+            let read = self.copy_out(id, slot.as_mut_slice()).ok_or_else(absent)?;
+            Ok(ReadDone {
+                slot,
+                read,
+                stored_len: read as u64,
+            })
+        };
+        run.into_iter().map(copy).collect()
+    }
+
+    fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
+        let (tier, neighbours) = (Arc::clone(&self.tier), Arc::clone(&self.neighbours));
+        let write = move |_: &IoJob| {
+            if !options.replace && neighbours.contains(id) && !tier.holds(id) {
+                return Ok(Written::Present);
+            }
+            let record = slot.as_slice().get(..options.len).unwrap_or_default();
+            match tier.put(id, record, options.ordinal, options.replace)? {
+                Inserted::Present => return Ok(Written::Present),
+                Inserted::Kept if options.read_back => {}
+                Inserted::Kept => return Ok(Written::Published),
+            }
+            // One that went already is not unsound.
+            let kept = tier.pin(id);
+            let judged = kept.as_ref().map_or(Ok(()), |kept| tier.verify(id, kept));
+            Ok(judged.map_or_else(Written::Unsound, |()| Written::Published))
+        };
+        self.pool.job(LANE_DUMP, deadline, write, done);
+    }
+
+    fn touch(&self, ids: &[(BlockId, u32)], _deadline: Mono) {
+        self.tier.touch(ids);
+    }
+
+    fn delete(&self, _io: &IoJob, ids: &[BlockId]) -> Result<usize> {
+        Ok(ids.iter().filter(|&&id| self.tier.delete(id)).count())
+    }
+
+    /// Records of the own region alone: those of others can be read, but only their writers can remove them.
+    fn list(&self, _io: &IoJob) -> Result<Vec<Listed>> {
+        Ok(self.tier.list())
+    }
+
+    fn early(&self) -> Early {
+        self.tier.early()
+    }
+
+    fn stats(&self) -> MediumStats {
+        let counts = self.tier.counts();
+        let records = counts.evicted.saturating_sub(counts.returned) + counts.deleted;
+        MediumStats {
+            usage: self.tier.usage(),
+            records_removed: records,
+            bytes_removed: records * self.tier.stride() as u64,
+            blocks_touched: counts.touched,
+            ..MediumStats::default()
+        }
+    }
+
+    fn close(&self, drain: Duration) {
+        let until = self.clock.now().after(drain);
+        self.pool.shutdown(drain / 2);
+        self.neighbours.stop();
+        self.neighbours.await_end(&*self.clock, until);
+    }
+
+    fn memory(&self) -> Option<&dyn Memory> {
+        Some(self)
+    }
+}
+
+impl Memory for MemoryBackend {
+    fn insert(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written> {
+        if !keep.replace && self.neighbours.contains(id) && !self.tier.holds(id) {
+            return Ok(Written::Present);
+        }
+        let kept = self.tier.put(id, record, keep.ordinal, keep.replace)?;
+        Ok(match kept {
+            Inserted::Kept => Written::Published,
+            Inserted::Present => Written::Present,
+        })
+    }
+
+    fn has(&self, id: BlockId) -> bool {
+        self.contains(id)
+    }
+
+    fn on_evicted(&self, hook: Evicted) -> bool {
+        self.evicted(move |victim| hook(Box::new(victim)))
+    }
+}
+
+impl Drop for MemoryBackend {
+    fn drop(&mut self) {
+        self.neighbours.stop();
+    }
+}

@@ -1,0 +1,412 @@
+//! The own region of the memory tier: what is kept in it, what goes, what was used.
+//!
+//! One lock guards policy, times and changes; it is held for table work only, never while bytes are copied or judged,
+//! and never over a system call. The region's own short lock is taken inside of it. Names come and go under this lock,
+//! so policy and region always agree about which slots hold records.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
+use ucm_device::{Blank, Pinned, RegionOptions, SharedRegion};
+use ucm_infra::Clock;
+use ucm_quota::Usage;
+use ucm_record::{Expect, verify};
+
+use super::early::Changes;
+use super::eviction::Eviction;
+use super::victim::Victim;
+use super::{Inserted, MemoryConfig, MemoryCounts};
+use crate::backend::{Early, Listed};
+
+/// Whom victims are handed to.
+pub(super) type Hook = Box<dyn Fn(Victim) + Send + Sync>;
+
+/// Most victims that are out at once, and the share of the slots that may be.
+const MOST_OUT: usize = 64;
+const SHARE_OUT: usize = 8;
+/// Slots kept free ahead of need while victims are handed out, so that storing need not wait for them.
+const AHEAD: usize = 4;
+/// Touches for which the lock is held at once.
+const AT_ONCE: usize = 256;
+
+/// The own region with what is known about it; without a region, nothing is ever there.
+pub(super) struct Tier {
+    config: MemoryConfig,
+    clock: Arc<dyn Clock>,
+    region: Option<Arc<SharedRegion>>,
+    state: Mutex<State>,
+    hook: OnceLock<Hook>,
+    evicted: AtomicU64,
+    handed: AtomicU64,
+    damaged: AtomicU64,
+    returned: AtomicU64,
+    deleted: AtomicU64,
+    touched: AtomicU64,
+}
+
+struct State {
+    policy: Box<dyn Eviction>,
+    /// Second of the last use, Unix time, by slot.
+    used: Vec<u32>,
+    changes: Changes,
+    /// Whether own records are told as early ones.
+    telling: bool,
+    /// Slots of the victims that somebody holds, and whether each was used since.
+    out: HashMap<u32, bool>,
+}
+
+impl Tier {
+    pub(super) fn new(config: MemoryConfig, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
+        let region = config.capacity.map(|capacity| {
+            SharedRegion::create(RegionOptions {
+                capacity: capacity.get(),
+                record_len: config.record.record_len(),
+                namespace: *config.identity.digest(),
+                huge_pages: config.huge_pages,
+            })
+        });
+        let region = region.transpose()?;
+        let slots = region.as_ref().map_or(0, |region| region.capacity());
+        Ok(Arc::new(Self {
+            state: Mutex::new(State {
+                policy: config.policy.build(slots),
+                used: vec![0; slots],
+                changes: Changes::default(),
+                telling: true, // until the region is announced
+                out: HashMap::new(),
+            }),
+            config,
+            clock,
+            region,
+            hook: OnceLock::new(),
+            evicted: AtomicU64::new(0),
+            handed: AtomicU64::new(0),
+            damaged: AtomicU64::new(0),
+            returned: AtomicU64::new(0),
+            deleted: AtomicU64::new(0),
+            touched: AtomicU64::new(0),
+        }))
+    }
+
+    pub(super) fn config(&self) -> &MemoryConfig {
+        &self.config
+    }
+
+    pub(super) fn region(&self) -> Option<&Arc<SharedRegion>> {
+        self.region.as_ref()
+    }
+
+    pub(super) fn set_hook(&self, hook: Hook) -> bool {
+        self.hook.set(hook).is_ok()
+    }
+
+    /// Whether the own region has it; takes no lock.
+    pub(super) fn holds(&self, id: BlockId) -> bool {
+        self.region.as_ref().is_some_and(|region| region.contains(id))
+    }
+
+    pub(super) fn pin(&self, id: BlockId) -> Option<Pinned> {
+        self.region.as_ref()?.pin(id)
+    }
+
+    /// Keeps a record, in place of one of the same name if that is to be replaced.
+    pub(super) fn put(
+        self: &Arc<Self>,
+        id: BlockId,
+        record: &[u8],
+        ordinal: u32,
+        replace: bool,
+    ) -> Result<Inserted> {
+        let region = self.region.as_ref().ok_or_else(|| {
+            Error::new(
+                ErrorKind::Unsupported,
+                "this memory tier was opened for lookups only",
+            )
+        })?;
+        let layout = &self.config.record;
+        if !(layout.kv_len()..=layout.record_len()).contains(&record.len()) {
+            return Err(Error::invalid("these are not as many bytes as a record has")
+                .with("len", record.len())
+                .with("record_len", layout.record_len()));
+        }
+        if !replace && self.use_one(id, ordinal) {
+            return Ok(Inserted::Present);
+        }
+        let mut blank = self.room(region)?;
+        blank.fill(record)?;
+        let now = self.now();
+        let mut state = self.state.lock();
+        if !replace && region.contains(id) {
+            return Ok(Inserted::Present); // another thread was faster
+        }
+        let (slot, before) = blank.publish(id, ordinal);
+        if let Some(before) = before {
+            state.policy.removed(before);
+        } else if state.telling {
+            state.changes.gained(id);
+        }
+        state.policy.inserted(slot, id, ordinal);
+        if let Some(used) = state.used.get_mut(slot as usize) {
+            *used = now;
+        }
+        drop(state);
+        self.hand_ahead(region);
+        Ok(Inserted::Kept)
+    }
+
+    /// A slot to fill, by sending records away if there is none.
+    fn room(self: &Arc<Self>, region: &Arc<SharedRegion>) -> Result<Blank> {
+        for _ in 0..=region.capacity() {
+            if let Some(blank) = region.reserve() {
+                return Ok(blank);
+            }
+            if !self.send_away(region) {
+                break;
+            }
+        }
+        let text = "every slot of the memory tier is in use; raise cache_size";
+        Err(Error::new(ErrorKind::Busy, text).with("slots", region.capacity()))
+    }
+
+    /// While victims are handed out, a few slots are freed before they are needed.
+    fn hand_ahead(self: &Arc<Self>, region: &Arc<SharedRegion>) {
+        let ahead = AHEAD.min(region.capacity() / SHARE_OUT);
+        for _ in 0..ahead {
+            if self.hook.get().is_none() || region.free() + self.state.lock().out.len() >= ahead {
+                return;
+            }
+            self.send_away(region);
+        }
+    }
+
+    /// Lets the policy choose one record to go; false if there is none that may.
+    fn send_away(self: &Arc<Self>, region: &Arc<SharedRegion>) -> bool {
+        let mut state = self.state.lock();
+        let Some(slot) = state.policy.victim(&|slot| region.is_pinned(slot)) else {
+            return false;
+        };
+        state.policy.removed(slot);
+        let Some(id) = region.id_of(slot) else {
+            return true; // cannot be; the policy knows no better now
+        };
+        let hook = self
+            .hook
+            .get()
+            .filter(|_| state.out.len() < Self::most_out(region));
+        let gone = match hook {
+            Some(_) => region.pin(id),
+            None => region.remove(id, Some(slot)),
+        };
+        let Some(record) = gone else {
+            return true;
+        };
+        self.evicted.fetch_add(1, Ordering::Relaxed);
+        match hook {
+            None => {
+                if state.telling {
+                    state.changes.lost(id);
+                }
+            }
+            Some(hook) => {
+                state.out.insert(record.slot(), false);
+                drop(state);
+                let sound = self.verify(id, &record).is_ok();
+                let victim = Victim::new(Arc::clone(self), record);
+                if sound {
+                    self.handed.fetch_add(1, Ordering::Relaxed);
+                    hook(victim);
+                } else {
+                    self.damaged.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        }
+        true
+    }
+
+    fn most_out(region: &SharedRegion) -> usize {
+        (region.capacity() / SHARE_OUT).clamp(1, MOST_OUT)
+    }
+
+    /// Nobody holds this victim any more: it is gone, unless it was stored anew. One that was used meanwhile stays,
+    /// whatever became of it elsewhere: a dump that found it here was told that it is stored.
+    pub(super) fn left(&self, record: &Pinned) {
+        let Some(region) = &self.region else { return };
+        let (id, slot) = (record.id(), record.slot());
+        let mut state = self.state.lock();
+        let used = state.out.remove(&slot).unwrap_or(false);
+        if used && region.find(id).is_some_and(|(there, _)| there == slot) {
+            state.policy.inserted(slot, id, record.ordinal());
+            self.returned.fetch_add(1, Ordering::Relaxed);
+            return;
+        }
+        let gone = region.remove(id, Some(slot));
+        if gone.is_some() && state.telling {
+            state.changes.lost(id);
+        }
+    }
+
+    /// Copies a record of the own region, which counts as a use.
+    pub(super) fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
+        let record = self.pin(id)?;
+        out.get_mut(..record.len())?.copy_from_slice(&record);
+        let now = self.now();
+        self.state.lock().uses(record.slot(), record.ordinal(), now);
+        Some(record.len())
+    }
+
+    /// Judges a record.
+    pub(super) fn verify(&self, id: BlockId, record: &[u8]) -> Result<(), MissReason> {
+        let expect = Expect {
+            id,
+            namespace: *self.config.identity.digest(),
+            part: self.config.part,
+            layout: &self.config.record,
+        };
+        verify(record, record.len() as u64, &expect).map(|_| ())
+    }
+
+    /// Counts a use; false if it is not there.
+    fn use_one(&self, id: BlockId, ordinal: u32) -> bool {
+        let now = self.now();
+        let mut state = self.state.lock();
+        let found = self.region.as_ref().and_then(|region| region.find(id));
+        if let Some((slot, _)) = found {
+            state.uses(slot, ordinal, now);
+        }
+        found.is_some()
+    }
+
+    pub(super) fn touch(&self, ids: &[(BlockId, u32)]) {
+        let Some(region) = &self.region else { return };
+        let now = self.now();
+        for ids in ids.chunks(AT_ONCE) {
+            let mut touched = 0;
+            let mut state = self.state.lock();
+            for &(id, ordinal) in ids {
+                if let Some((slot, _)) = region.find(id) {
+                    state.uses(slot, ordinal, now);
+                    touched += 1;
+                }
+            }
+            drop(state);
+            self.touched.fetch_add(touched, Ordering::Relaxed);
+        }
+    }
+
+    /// Removes a record by name; false if there was none.
+    pub(super) fn delete(&self, id: BlockId) -> bool {
+        let Some(region) = &self.region else { return false };
+        let mut state = self.state.lock();
+        let Some(gone) = region.remove(id, None) else {
+            return false;
+        };
+        state.policy.removed(gone.slot());
+        if state.telling {
+            state.changes.lost(id);
+        }
+        drop(state);
+        self.deleted.fetch_add(1, Ordering::Relaxed);
+        true
+    }
+
+    pub(super) fn list(&self) -> Vec<Listed> {
+        let Some(region) = &self.region else {
+            return Vec::new();
+        };
+        let records = region.records();
+        let state = self.state.lock();
+        let used = |slot: u32| state.used.get(slot as usize).copied().unwrap_or(0);
+        let listed = records.into_iter().map(|(id, len, slot)| Listed {
+            id,
+            len: len as u64,
+            used_ns: i64::from(used(slot)) * 1_000_000_000,
+        });
+        listed.collect()
+    }
+
+    /// Whether others of this host can see the own region now.
+    pub(super) fn set_visible(&self, visible: bool) {
+        let telling = self.config.scheduler_elsewhere || !visible;
+        let mut state = self.state.lock();
+        if state.telling == telling {
+            return;
+        }
+        state.telling = telling;
+        for (id, ..) in self.region.iter().flat_map(|region| region.records()) {
+            if telling {
+                state.changes.gained(id);
+            } else {
+                state.changes.lost(id);
+            }
+        }
+    }
+
+    pub(super) fn early(&self) -> Early {
+        self.state.lock().changes.take(limits::MAX_IDS_PER_CALL)
+    }
+
+    pub(super) fn stride(&self) -> usize {
+        self.region.as_ref().map_or(0, |region| region.stride())
+    }
+
+    pub(super) fn usage(&self) -> Usage {
+        let (records, slots) = self
+            .region
+            .as_ref()
+            .map_or((0, 0), |region| (region.len(), region.capacity()));
+        Usage {
+            used: (records * self.stride()) as u64,
+            capacity: (slots * self.stride()) as u64,
+            records: records as u64,
+            counted: true,
+            collector: false,
+            paused: false,
+        }
+    }
+
+    pub(super) fn counts(&self) -> MemoryCounts {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        MemoryCounts {
+            evicted: get(&self.evicted),
+            handed: get(&self.handed),
+            damaged: get(&self.damaged),
+            returned: get(&self.returned),
+            deleted: get(&self.deleted),
+            touched: get(&self.touched),
+            neighbours: 0,
+        }
+    }
+
+    /// For the log.
+    pub(super) fn words(&self) -> String {
+        match &self.region {
+            Some(region) => format!(
+                "memory for {} records of {} bytes, {} bytes in all, eviction {}",
+                region.capacity(),
+                region.stride(),
+                region.bytes(),
+                self.config.policy.name()
+            ),
+            None => "memory of other processes only".to_owned(),
+        }
+    }
+
+    fn now(&self) -> u32 {
+        u32::try_from(self.clock.wall_ns() / 1_000_000_000).unwrap_or(u32::MAX)
+    }
+}
+
+impl State {
+    fn uses(&mut self, slot: u32, ordinal: u32, now: u32) {
+        self.policy.used(slot, ordinal);
+        if let Some(used) = self.out.get_mut(&slot) {
+            *used = true;
+        }
+        if let Some(used) = self.used.get_mut(slot as usize) {
+            *used = now;
+        }
+    }
+}

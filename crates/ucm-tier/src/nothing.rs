@@ -1,0 +1,55 @@
+//! A medium that has nothing, for tests of what stands before it.
+
+use std::time::Duration;
+
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_device::Slot;
+use ucm_infra::Mono;
+use ucm_io::IoJob;
+
+use crate::backend::{
+    Backend, BlockRead, Done, Listed, MediumStats, Presence, ReadDone, WriteOptions, Written,
+};
+
+/// Has nothing and keeps nothing.
+pub struct Nothing;
+
+impl Backend for Nothing {
+    fn name(&self) -> &'static str {
+        "nothing"
+    }
+
+    fn open(&self, _deadline: Mono) -> Result<String> {
+        Ok("nothing".to_owned())
+    }
+
+    fn lookup(&self, _io: &IoJob, ids: &[BlockId], _stop: bool) -> Result<Vec<Presence>> {
+        Ok(vec![Err(MissReason::Absent); ids.len()])
+    }
+
+    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+        let nothing = |_| Err(Error::new(ErrorKind::NotFound, "nothing is here"));
+        run.into_iter().map(nothing).collect()
+    }
+
+    fn write(&self, _id: BlockId, slot: Slot, _: WriteOptions, _deadline: Mono, done: Done<Written>) {
+        drop(slot);
+        done(Err(Error::new(ErrorKind::NoSpace, "nothing is kept here")));
+    }
+
+    fn touch(&self, _ids: &[(BlockId, u32)], _deadline: Mono) {}
+
+    fn delete(&self, _io: &IoJob, _ids: &[BlockId]) -> Result<usize> {
+        Ok(0)
+    }
+
+    fn list(&self, _io: &IoJob) -> Result<Vec<Listed>> {
+        Ok(Vec::new())
+    }
+
+    fn stats(&self) -> MediumStats {
+        MediumStats::default()
+    }
+
+    fn close(&self, _drain: Duration) {}
+}

@@ -1,0 +1,303 @@
+//! Evidence of damage: records that proved to be damaged are moved aside, so that somebody can look at them.
+//!
+//! Healing never needs this; the next dump replaces a refused record whatever became of the old one. So everything
+//! here is best effort, on the lane of housekeeping, and must not eat a good store: a record is moved only after one
+//! more look at it past every cache, not while another host may still be writing it, and only a few a minute; when
+//! more are damaged the medium is sick, not the records, and the breaker opens. What was moved is bounded in number,
+//! in bytes and by age. What evidence is and how much of it is kept:
+//! [`ucm_quota::evidence`].
+
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_infra::{Bell, Clock, Mono};
+use ucm_io::{FileMeta, ReadMode};
+use ucm_quota::evidence::{DIR, Evidence, evidence_name, evidence_time, is_damage, too_much};
+use ucm_quota::layout::is_namespace;
+use ucm_record::RecordHeader;
+
+use crate::backend::{Done, Quarantined};
+use crate::posix::Shared;
+
+/// Most records waiting to be looked at; damage beyond that leaves no evidence.
+const MAX_WAITING: usize = 64;
+/// How long all of one record may take.
+const STEP: Duration = Duration::from_secs(30);
+/// How long the move itself may take: a dump of the same record waits for it.
+const MOVE: Duration = Duration::from_secs(5);
+/// The span in which damaged records are counted.
+const MINUTE: Duration = Duration::from_secs(60);
+/// Age below which damage in another writer's record may be a write not seen whole yet.
+pub(crate) const YOUNG_NS: u64 = 60_000_000_000;
+
+/// Records that wait to be looked at, and how many were damaged of late.
+#[derive(Default)]
+pub(crate) struct Waiting {
+    inner: Mutex<Inner>,
+    /// Rung when a record was moved.
+    moved: Bell,
+}
+
+#[derive(Default)]
+struct Inner {
+    queue: VecDeque<(BlockId, Done<Quarantined>)>,
+    /// A job is taking them from the queue.
+    running: bool,
+    /// Records this process is writing, and how many threads at once (one may have been written off): they are not moved.
+    writing: HashMap<BlockId, usize>,
+    /// The record that is being looked at, and whether it was written meanwhile. Inodes are used again, so that one
+    /// written since could pass for the one that was read.
+    looking: Option<BlockId>,
+    overtaken: bool,
+    /// The record that is being moved: it is written when that is over.
+    moving: Option<BlockId>,
+    /// When damaged records were found within the last minute, oldest first.
+    recent: VecDeque<Mono>,
+}
+
+/// A record is being written for as long as this is there.
+pub(crate) struct Writing<'a> {
+    waiting: &'a Waiting,
+    id: BlockId,
+}
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        let mut inner = self.waiting.inner.lock();
+        if let Entry::Occupied(mut writers) = inner.writing.entry(self.id) {
+            *writers.get_mut() -= 1;
+            if *writers.get() == 0 {
+                writers.remove();
+            }
+        }
+    }
+}
+
+impl Waiting {
+    /// Begins to write this record, once nobody moves what has its name; `Timeout` if that takes until `until`.
+    pub(crate) fn begin_write(&self, id: BlockId, clock: &dyn Clock, until: Mono) -> Result<Writing<'_>> {
+        loop {
+            let seen = self.moved.seen();
+            {
+                let mut inner = self.inner.lock();
+                if inner.moving != Some(id) {
+                    inner.overtaken |= inner.looking == Some(id);
+                    *inner.writing.entry(id).or_default() += 1;
+                    return Ok(Writing { waiting: self, id });
+                }
+            }
+            if clock.now() >= until {
+                let text = "what had this record's name was not moved aside in time";
+                return Err(Error::new(ErrorKind::Timeout, text));
+            }
+            clock.sleep(&self.moved, seen, Some(until));
+        }
+    }
+
+    /// Moves a record, unless it is being written; `None` then.
+    fn moved<T>(&self, id: BlockId, run: impl FnOnce() -> T) -> Option<T> {
+        {
+            let mut inner = self.inner.lock();
+            if inner.overtaken || inner.writing.contains_key(&id) {
+                return None;
+            }
+            inner.moving = Some(id);
+        }
+        let result = run();
+        self.inner.lock().moving = None;
+        self.moved.ring();
+        Some(result)
+    }
+
+    /// Counts one damaged record; false if there are too many of late.
+    pub(crate) fn count(&self, now: Mono, most: u32) -> bool {
+        let recent = &mut self.inner.lock().recent;
+        while recent.front().is_some_and(|&first| now.since(first) >= MINUTE) {
+            recent.pop_front();
+        }
+        let room = recent.len() < most as usize;
+        if room {
+            recent.push_back(now);
+        }
+        room
+    }
+}
+
+impl Shared {
+    /// Lets the background job look at a record that was refused for damage, and keep it.
+    pub(crate) fn quarantine(self: &Arc<Self>, id: BlockId, done: Done<Quarantined>) {
+        let start = {
+            let mut inner = self.waiting.inner.lock();
+            if self.config.lookup_only || inner.queue.len() >= MAX_WAITING {
+                drop(inner);
+                return done(Ok(Quarantined::LeftAlone));
+            }
+            inner.queue.push_back((id, done));
+            !std::mem::replace(&mut inner.running, true)
+        };
+        if start {
+            let shared = Arc::clone(self);
+            let work = move || {
+                shared.drain();
+                Ok(())
+            };
+            let shared = Arc::clone(self);
+            let ended = move |result: Result<()>| {
+                if let Err(error) = result {
+                    shared.give_up(&error);
+                }
+            };
+            // The job is never late as a whole: every step in it has its own deadline.
+            self.space.in_background(Mono::NEVER, work, Box::new(ended));
+        }
+    }
+
+    fn drain(&self) {
+        loop {
+            let next = {
+                let mut inner = self.waiting.inner.lock();
+                inner.running = !inner.queue.is_empty();
+                let next = inner.queue.pop_front();
+                inner.looking = next.as_ref().map(|(id, _)| *id);
+                inner.overtaken = false;
+                next
+            };
+            let Some((id, done)) = next else { return };
+            done(self.examine(id, self.clock.now().after(STEP)));
+        }
+    }
+
+    /// The job did not run: those who wait are told.
+    fn give_up(&self, error: &Error) {
+        let queue = {
+            let mut inner = self.waiting.inner.lock();
+            inner.running = false;
+            std::mem::take(&mut inner.queue)
+        };
+        queue.into_iter().for_each(|(_, done)| done(Err(error.clone())));
+    }
+
+    /// Looks at one record once more and moves it aside if it is damaged, its own and old enough.
+    fn examine(&self, id: BlockId, deadline: Mono) -> Result<Quarantined> {
+        let path = self.layout.record(id);
+        let paths = [self.layout.marker(), path.clone()];
+        let metas = self.call(deadline, move |io| io.stat(&paths, false))?;
+        let (marker, meta) = (metas.first().copied().flatten(), metas.get(1).copied().flatten());
+        self.check_root(marker)?;
+        let Some(meta) = meta else {
+            return Ok(Quarantined::LeftAlone); // removed or not to be seen: nothing to keep
+        };
+        let Some(reason) = self.damage(id, &path, &meta, deadline)? else {
+            return Ok(Quarantined::LeftAlone);
+        };
+        let bounds = self.config.quarantine;
+        if !self.waiting.count(self.clock.now(), bounds.max_per_minute) {
+            return Ok(Quarantined::Stopped);
+        }
+        if !bounds.enabled {
+            return Ok(Quarantined::LeftAlone);
+        }
+        let dir = self.layout.namespace().join(DIR);
+        self.make_dir(dir.clone(), deadline)?;
+        let to = dir.join(evidence_name(id, reason, self.clock.wall_ns() / 1_000_000_000));
+        let deadline = self.clock.now().after(MOVE);
+        let rename = || self.call(deadline, move |io| io.rename(&path, &to, meta.ino));
+        if self.waiting.moved(id, rename).transpose()? != Some(true) {
+            return Ok(Quarantined::LeftAlone); // replaced meanwhile
+        }
+        self.sweep_quarantine(self.space.usage().capacity, deadline)?;
+        Ok(Quarantined::Kept)
+    }
+
+    /// What is wrong with a record by one more read past every cache; `None` if nothing is, if it is not damage, or
+    /// if another writer may be about to finish it.
+    fn damage(
+        &self,
+        id: BlockId,
+        path: &Path,
+        meta: &FileMeta,
+        deadline: Mono,
+    ) -> Result<Option<MissReason>> {
+        let len = self.config.record.record_len();
+        let path = path.to_owned();
+        let read = self.call(deadline, move |io| {
+            io.read_piece(&path, 0, len, ReadMode::FreshDirect)
+        })?;
+        let Some((bytes, file_len)) = read else {
+            return Ok(None);
+        };
+        let bytes = &bytes[..];
+        let Err(reason) = self.judge(id, bytes, file_len) else {
+            return Ok(None);
+        };
+        // The header says who wrote it and when; a damaged one does not, and the file's time is cut to the minute.
+        let (ours, written) = match RecordHeader::decode(bytes) {
+            Ok(header) => (header.meta.writer == self.config.writer, header.meta.time_ns),
+            Err(_) => {
+                let stamp = u64::try_from(meta.mtime_ns).unwrap_or(0);
+                (false, stamp.saturating_add(YOUNG_NS))
+            }
+        };
+        let young = self.clock.wall_ns() < written.saturating_add(YOUNG_NS);
+        Ok(Some(reason).filter(|&reason| is_damage(reason) && (ours || !young)))
+    }
+
+    /// What lies in a directory; nothing in one that is not there.
+    fn entries(&self, dir: PathBuf, deadline: Mono) -> Result<Vec<(OsString, FileMeta)>> {
+        self.call(deadline, move |io| io.list_if_there(&dir))
+    }
+
+    /// Removes evidence below the root that is too old or too much.
+    pub(crate) fn sweep_quarantine(&self, limit: u64, deadline: Mono) -> Result<()> {
+        let mut found = Vec::new();
+        for (name, meta) in self.entries(self.layout.root().to_owned(), deadline)? {
+            if !meta.is_dir || !is_namespace(&name) {
+                continue;
+            }
+            let dir = self.layout.root().join(&name).join(DIR);
+            for (name, meta) in self.entries(dir.clone(), deadline)? {
+                if let Some(seconds) = evidence_time(&name).filter(|_| !meta.is_dir) {
+                    let (path, len) = (dir.join(&name), meta.len);
+                    found.push(Evidence { path, seconds, len });
+                }
+            }
+        }
+        let now = self.clock.wall_ns() / 1_000_000_000;
+        let dead = too_much(found, &self.config.quarantine, limit, now);
+        if dead.is_empty() {
+            return Ok(());
+        }
+        let before = self.space.counts();
+        let paths: Vec<_> = dead.iter().map(|one| one.path.clone()).collect();
+        let answers = self.call(deadline, move |io| io.remove(&paths))?;
+        let gone = dead
+            .iter()
+            .zip(answers)
+            .filter(|(_, answer)| matches!(answer, Ok(true)));
+        let freed = gone.map(|(one, _)| one.len).sum();
+        self.space.deleted(freed, before);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_minute_passes_before_more_is_kept() {
+        let waiting = Waiting::default();
+        let at = |s: u64| Mono(s * 1_000_000_000);
+        assert!(waiting.count(at(0), 2) && waiting.count(at(30), 2));
+        assert!(!waiting.count(at(59), 2), "the third within a minute");
+        assert!(waiting.count(at(60), 2), "the first is a minute ago");
+        assert!(!waiting.count(at(61), 2));
+        assert!(!waiting.count(at(200), 0));
+    }
+}

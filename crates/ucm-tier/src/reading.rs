@@ -1,0 +1,82 @@
+//! Reading records, for a load and for a judgement on the medium's side: one just published is read back before it
+//! counts (`verify: paranoid`), a refused one is looked at once more before it is moved ([`crate::quarantine`]).
+
+use std::path::{Path, PathBuf};
+
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_io::{IoJob, ReadMode};
+use ucm_record::{Expect, verify_stored};
+
+use crate::backend::{BlockRead, ReadDone, Written};
+use crate::posix::Shared;
+
+/// Error numbers of what is there for others but never for us as a record: no permission (of the file, or of a
+/// directory above it), a directory, a link.
+const FORBIDDEN: [i32; 2] = [1, 13];
+const NO_FILE: [i32; 2] = [21, 40];
+
+impl Shared {
+    /// Reads a record into a slot, from its start.
+    pub(crate) fn read(&self, io: &IoJob, read: BlockRead) -> Result<ReadDone> {
+        let BlockRead {
+            id, mut slot, again, ..
+        } = read;
+        let (path, len) = (self.layout.record(id), self.config.record.record_len());
+        let mode = if again {
+            ReadMode::FreshDirect
+        } else {
+            ReadMode::Default
+        };
+        let len = len.min(slot.len());
+        let read = io.read(&path, 0, len, slot.as_mut_slice(), mode);
+        let read = read.map_err(|error| explain(io, path, error))?;
+        Ok(ReadDone {
+            slot,
+            read: read.bytes,
+            stored_len: read.file_len,
+        })
+    }
+
+    /// Reads a record that was just written past every cache, over the bytes it was written from, and tells whether it is
+    /// sound. It lies at `offset` of the file and is `len` bytes long; none: it is all of the file.
+    pub(crate) fn read_back(
+        &self,
+        io: &IoJob,
+        id: BlockId,
+        path: &Path,
+        offset: u64,
+        len: Option<u64>,
+        bytes: &mut [u8],
+    ) -> Result<Written> {
+        bytes.fill(0); // a read that brings nothing must not find the right bytes there
+        let read = io.read(path, offset, bytes.len(), bytes, ReadMode::FreshDirect)?;
+        let judged = self.judge(id, &bytes[..read.bytes], len.unwrap_or(read.file_len));
+        Ok(judged.map_or_else(Written::Unsound, |()| Written::Published))
+    }
+
+    /// Judges the bytes of a record that was read, in whatever form it is stored: what is wrong with them, if anything.
+    pub(crate) fn judge(&self, id: BlockId, bytes: &[u8], stored_len: u64) -> Result<(), MissReason> {
+        let expect = Expect {
+            id,
+            namespace: *self.config.identity.digest(),
+            part: self.config.part,
+            layout: &self.config.record,
+        };
+        verify_stored(bytes, stored_len, &expect).map(|_| ())
+    }
+}
+
+/// Tells why a file could not be read: the record's own fault, whatever the medium's health, or the medium's. No permission
+/// is the record's own fault if its directories can be searched.
+pub(crate) fn explain(io: &IoJob, path: PathBuf, error: Error) -> Error {
+    let own = match error.os_code() {
+        Some(code) if NO_FILE.contains(&code) => true,
+        Some(code) if FORBIDDEN.contains(&code) => io.look(path).is_ok(),
+        _ => false,
+    };
+    if !own {
+        return error;
+    }
+    let text = "what has this record's name cannot be read as one";
+    Error::new(ErrorKind::Foreign, text).caused_by(error)
+}

@@ -1,0 +1,305 @@
+//! One kind of tier: what it is called, what can be set of it, and what makes one.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use schemars::JsonSchema;
+use schemars::generate::SchemaSettings;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::value::{RawValue, to_raw_value};
+use serde_json::{Map, Value};
+use ucm_core::{Error, ErrorKind, Geometry, Identity, Part, Result};
+use ucm_infra::Clock;
+use ucm_io::{IoOptions, IoPool};
+use ucm_record::RecordLayout;
+
+use crate::backend::Backend;
+
+/// The options of a kind: a struct with `#[serde(default, deny_unknown_fields)]` whose fields are the keys of the
+/// configuration. Keys that must be given stand in `"required"` of its schema.
+pub trait TierOptions: Default + Serialize + DeserializeOwned + JsonSchema + 'static {}
+
+impl<T: Default + Serialize + DeserializeOwned + JsonSchema + 'static> TierOptions for T {}
+
+/// What holds for every tier of a store.
+#[derive(Clone)]
+pub struct BuildContext<'a> {
+    /// Whose KV it is.
+    pub identity: &'a Identity,
+    /// Which part of a block.
+    pub part: Part,
+    /// Sizes of that part.
+    pub geometry: &'a Geometry,
+    /// Where things lie in its records.
+    pub record: &'a RecordLayout,
+    /// Words for people who look at what is stored, outside the identity.
+    pub labels: &'a BTreeMap<String, String>,
+    /// Nothing is moved, only looked up.
+    pub lookup_only: bool,
+    /// Tells what this process writes from what others do.
+    pub writer: u64,
+    /// Staging slots: as many writes may be under way.
+    pub slots: usize,
+    /// Processes of this host that will each have such a store.
+    pub processes: u32,
+    /// Whether the scheduler half may run on another host.
+    pub scheduler_elsewhere: bool,
+    /// The clock of every deadline.
+    pub clock: Arc<dyn Clock>,
+    /// The layer above compresses for this tier.
+    pub compressed: bool,
+}
+
+impl BuildContext<'_> {
+    /// Threads on which a medium is asked, so many for loads. A block that has a slot has a place in their queue too, so that
+    /// an accepted dump is never refused later. `direct`: past the page cache, where they work on files.
+    pub fn pool(&self, name: &'static str, threads: usize, direct: bool) -> Result<Arc<IoPool>> {
+        let mut options = IoOptions {
+            name,
+            clock: Arc::clone(&self.clock),
+            ..IoOptions::with_workers(threads)
+        };
+        for lane in &mut options.lanes {
+            lane.capacity = lane.capacity.max(self.slots.min(ucm_infra::MAX_QUEUE));
+        }
+        IoPool::psync(direct, &options)
+    }
+}
+
+/// A medium that was made, and the threads on which it is asked.
+pub struct BuiltTier {
+    /// The medium.
+    pub backend: Arc<dyn Backend>,
+    /// Its threads.
+    pub pool: Arc<IoPool>,
+    /// So many threads stuck in operations switch it off.
+    pub max_stuck: usize,
+}
+
+/// A name under which a kind is configured.
+#[derive(Debug, Clone, Serialize)]
+pub struct Name {
+    /// The word of a backend and of a pipeline's stage, in lower case.
+    pub word: &'static str,
+    /// The store class.
+    pub class: &'static str,
+    /// One line for the documentation.
+    pub summary: &'static str,
+    /// Options that are always this under this name, whatever is configured.
+    pub fixed: Map<String, Value>,
+}
+
+impl Name {
+    /// A name that fixes nothing.
+    pub fn new(word: &'static str, class: &'static str, summary: &'static str) -> Self {
+        Self {
+            word,
+            class,
+            summary,
+            fixed: Map::new(),
+        }
+    }
+
+    /// The same where this option is always that.
+    #[must_use]
+    pub fn fixing(mut self, option: &str, value: impl Into<Value>) -> Self {
+        self.fixed.insert(option.to_owned(), value.into());
+        self
+    }
+}
+
+type MakeMedium = dyn Fn(&BuildContext<'_>, Map<String, Value>) -> Result<BuiltTier> + Send + Sync;
+type MakeLayer = dyn Fn(&BuildContext<'_>, Map<String, Value>, BuiltTier) -> Result<BuiltTier> + Send + Sync;
+
+type Sample = fn(&Path) -> Value;
+
+/// What makes it.
+enum Build {
+    /// It is a medium.
+    Medium(Box<MakeMedium>),
+    /// It keeps nothing: it stands before the medium below it and becomes one with it.
+    Layer(Box<MakeLayer>),
+    /// A store class written in Python, without an engine of the core.
+    Python,
+    /// It is not built yet; what to use instead.
+    Declared(&'static str),
+}
+
+/// A kind of tier: its names, its options and what makes it.
+pub struct TierKind {
+    names: Vec<Name>,
+    build: Build,
+    memory: bool,
+    sample: Option<Sample>,
+    options: Value,
+    defaults: Box<RawValue>,
+}
+
+/// A kind as Python is told of it.
+#[derive(Serialize)]
+pub(crate) struct Described<'a> {
+    names: &'a [Name],
+    role: &'static str,
+    memory: bool,
+    /// What to use instead of one that is declared only.
+    instead: Option<&'static str>,
+    /// The JSON schema of the options.
+    options: &'a Value,
+    /// The default of every option, in the order in which they are declared.
+    defaults: &'a RawValue,
+}
+
+impl TierKind {
+    /// A kind that keeps records.
+    pub fn medium<O: TierOptions>(name: Name, make: fn(&BuildContext<'_>, O) -> Result<BuiltTier>) -> Self {
+        let word = name.word;
+        let make = move |context: &BuildContext<'_>, given| make(context, read(word, given)?);
+        Self::new::<O>(name, Build::Medium(Box::new(make)))
+    }
+
+    /// A kind that keeps nothing and changes what the medium below it is given.
+    pub fn layer<O: TierOptions>(
+        name: Name,
+        make: fn(&BuildContext<'_>, O, BuiltTier) -> Result<BuiltTier>,
+    ) -> Self {
+        let word = name.word;
+        let make = move |context: &BuildContext<'_>, given, below| make(context, read(word, given)?, below);
+        Self::new::<O>(name, Build::Layer(Box::new(make)))
+    }
+
+    /// A kind that is a store class of Python.
+    pub fn python<O: TierOptions>(name: Name) -> Self {
+        Self::new::<O>(name, Build::Python)
+    }
+
+    /// A kind that can be configured and is then refused; `instead` says what to use.
+    pub fn declared<O: TierOptions>(name: Name, instead: &'static str) -> Self {
+        Self::new::<O>(name, Build::Declared(instead))
+    }
+
+    fn new<O: TierOptions>(name: Name, build: Build) -> Self {
+        let mut schemas = SchemaSettings::draft2020_12();
+        schemas.inline_subschemas = true;
+        let options = schemas.into_generator().into_root_schema_for::<O>();
+        Self {
+            names: vec![name],
+            build,
+            memory: false,
+            sample: None,
+            options: options.to_value(),
+            // What serde refuses, which no struct of plain fields is, becomes nothing.
+            defaults: to_raw_value(&O::default()).unwrap_or_default(),
+        }
+    }
+
+    /// It is memory of this host: faster than what lies in files, shared by the processes of an engine.
+    #[must_use]
+    pub fn in_memory(mut self) -> Self {
+        self.memory = true;
+        self
+    }
+
+    /// What a test configures: a small tier with a place of its own for each scratch directory. The behaviour suite runs
+    /// over every medium that says so.
+    #[must_use]
+    pub fn tested_with(mut self, sample: fn(&Path) -> Value) -> Self {
+        self.sample = Some(sample);
+        self
+    }
+
+    /// It has this further name.
+    #[must_use]
+    pub fn also(mut self, name: Name) -> Self {
+        self.names.push(name);
+        self
+    }
+
+    /// The word of its first name, which is what the description of a store calls it.
+    pub fn word(&self) -> &'static str {
+        self.names.first().map_or("", |name| name.word)
+    }
+
+    /// Its names, its own first.
+    pub fn names(&self) -> &[Name] {
+        &self.names
+    }
+
+    /// The options of a test with this scratch directory; none where the kind has none for tests.
+    pub fn sample(&self, scratch: &Path) -> Option<Map<String, Value>> {
+        match self.sample?(scratch) {
+            Value::Object(options) => Some(options),
+            _ => None,
+        }
+    }
+
+    /// Whether it is a medium that the core makes.
+    pub fn is_medium(&self) -> bool {
+        matches!(self.build, Build::Medium(_))
+    }
+
+    /// Whether it stands before a medium.
+    pub fn is_layer(&self) -> bool {
+        matches!(self.build, Build::Layer(_))
+    }
+
+    /// Makes the medium. `Config` for an option that does not exist or is wrong, `Unsupported` for a kind that the core
+    /// has no medium of.
+    pub fn build(&self, context: &BuildContext<'_>, options: Map<String, Value>) -> Result<BuiltTier> {
+        match &self.build {
+            Build::Medium(make) => make(context, options),
+            Build::Layer(_) => {
+                Err(self.unsupported("it keeps nothing; write the tier it stands before below it"))
+            }
+            Build::Python => Err(self.unsupported("it is a store of Python and no tier of the core")),
+            Build::Declared(instead) => Err(self.unsupported(&format!("it is not built yet; {instead}"))),
+        }
+    }
+
+    /// Puts this layer before a medium. Errors as of [`TierKind::build`].
+    pub fn build_before(
+        &self,
+        context: &BuildContext<'_>,
+        options: Map<String, Value>,
+        below: BuiltTier,
+    ) -> Result<BuiltTier> {
+        match &self.build {
+            Build::Layer(make) => make(context, options, below),
+            _ => Err(self.unsupported("it does not stand before another tier")),
+        }
+    }
+
+    fn unsupported(&self, text: &str) -> Error {
+        Error::new(ErrorKind::Unsupported, text.to_owned()).with("kind", self.word())
+    }
+
+    /// What Python is told.
+    pub(crate) fn described(&self) -> Described<'_> {
+        let (role, instead) = match &self.build {
+            Build::Medium(_) => ("medium", None),
+            Build::Layer(_) => ("layer", None),
+            Build::Python => ("python", None),
+            Build::Declared(instead) => ("declared", Some(*instead)),
+        };
+        Described {
+            names: &self.names,
+            role,
+            memory: self.memory,
+            instead,
+            options: &self.options,
+            defaults: &self.defaults,
+        }
+    }
+}
+
+/// Reads the options of a kind.
+fn read<O: DeserializeOwned>(word: &'static str, given: Map<String, Value>) -> Result<O> {
+    serde_json::from_value(Value::Object(given)).map_err(|error| {
+        let wrong = Error::new(
+            ErrorKind::Config,
+            "the options of a tier are not what they should be",
+        );
+        wrong.with("kind", word).caused_by(error)
+    })
+}

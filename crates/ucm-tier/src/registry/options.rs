@@ -1,0 +1,148 @@
+//! Types of options that say more than those of Rust: what a configuration may write for them, and how they are shown.
+//!
+//! The options of a kind are one struct that serde reads and schemars describes. The `format` of each type below tells
+//! Python how to read what a user wrote (`python/ucm/config/option_types.py`); plain booleans, integers, numbers, texts
+//! and enums of unit variants need none. A field may carry, with `#[schemars(extend(...))]`:
+//!
+//! | | |
+//! |---|---|
+//! | `"aliases"` | other spellings of the key |
+//! | `"aliases_gib"` | other spellings, whose numbers count GiB |
+//! | `"env"` | variables of the environment that set it |
+//! | `"unit"` | unit of the value, or what may be written, for the documentation |
+//! | `"unset"` | what holds where nothing is given, for the documentation |
+//!
+//! Bounds are `#[schemars(range(min = ..., max = ...))]`, the description is the field's doc comment.
+
+use std::borrow::Cow;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use ucm_core::{Error, ErrorKind};
+use ucm_quota::Capacity;
+
+/// Directories, as absolute paths.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Directories(pub Vec<PathBuf>);
+
+/// A number of bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Size(pub u64);
+
+/// A number of whole seconds, written as a text like `12h` too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Age(pub u64);
+
+/// Permission bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Mode(pub u32);
+
+/// A number of bytes, or a share of something that the option names, in percent: `1048576` or `"20%"`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Amount {
+    /// So many bytes.
+    Bytes(u64),
+    /// A share, in percent.
+    Percent(f64),
+}
+
+impl Amount {
+    /// The limit that it sets; none where it is 0 bytes.
+    pub fn limit(self) -> Option<Capacity> {
+        match self {
+            Self::Bytes(bytes) => std::num::NonZeroU64::new(bytes).map(Capacity::Bytes),
+            Self::Percent(percent) => Some(Capacity::Percent(percent)),
+        }
+    }
+}
+
+impl Serialize for Amount {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Bytes(bytes) => serializer.serialize_u64(*bytes),
+            Self::Percent(percent) => serializer.collect_str(&format_args!("{percent}%")),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Amount {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Written<'a> {
+            Bytes(u64),
+            #[serde(borrow)]
+            Share(Cow<'a, str>),
+        }
+        match Written::deserialize(deserializer)? {
+            Written::Bytes(bytes) => Ok(Self::Bytes(bytes)),
+            Written::Share(text) => {
+                let percent = text.strip_suffix('%').and_then(|number| number.parse().ok());
+                let wrong = || serde::de::Error::custom(format!("{text:?} is no share like \"20%\""));
+                percent.map(Self::Percent).ok_or_else(wrong)
+            }
+        }
+    }
+}
+
+/// The schema of a type of this file: its JSON type and its format.
+macro_rules! described {
+    ($($option:ident: $schema:tt,)*) => {$(
+        impl JsonSchema for $option {
+            fn inline_schema() -> bool {
+                true
+            }
+
+            fn schema_name() -> Cow<'static, str> {
+                stringify!($option).into()
+            }
+
+            fn json_schema(_: &mut SchemaGenerator) -> Schema {
+                json_schema!($schema)
+            }
+        }
+    )*};
+}
+
+described! {
+    Directories: { "type": "array", "items": { "type": "string" }, "format": "directories" },
+    Size: { "type": "integer", "minimum": 0, "format": "size" },
+    Age: { "type": "integer", "minimum": 0, "format": "age" },
+    Mode: { "type": "integer", "minimum": 0, "maximum": 511, "format": "mode" },
+    Amount: { "type": ["integer", "string"], "format": "amount" },
+}
+
+/// A time as it is configured, in seconds. `Config` where it is none.
+pub fn seconds(key: &'static str, value: f64) -> ucm_core::Result<Duration> {
+    Duration::try_from_secs_f64(value)
+        .map_err(|error| Error::new(ErrorKind::Config, format!("{key}: {error}")).with("value", value))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn an_amount_is_bytes_or_a_share() {
+        for (written, amount) in [
+            (json!(5), Amount::Bytes(5)),
+            (json!("20%"), Amount::Percent(20.0)),
+            (json!("0.5%"), Amount::Percent(0.5)),
+        ] {
+            assert_eq!(serde_json::from_value::<Amount>(written.clone()).unwrap(), amount);
+            assert_eq!(serde_json::to_value(amount).unwrap(), written);
+        }
+        for wrong in [json!("20"), json!("x%"), json!(-1), json!(null)] {
+            assert!(serde_json::from_value::<Amount>(wrong).is_err());
+        }
+        assert_eq!(Amount::Bytes(0).limit(), None);
+    }
+}

@@ -1,0 +1,358 @@
+//! The root of a POSIX backend: its marker, the namespace's directories and manifest, what the file system is.
+//!
+//! Everything here waits, with a deadline, on a thread of the control path; records never go this way.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use ucm_core::{Error, ErrorKind, Result, limits};
+use ucm_infra::{LANE_LOAD, LANE_SPACE, Mono};
+use ucm_io::{EROFS, FileMeta, IoJob, Publish, ReadMode};
+use ucm_quota::Capacity;
+use ucm_quota::layout::{FORMAT, Manifest, Marker};
+
+use crate::auto::Kept;
+use crate::posix::{MAKE_DIRS, Shared};
+
+/// Records that must fit below the limit.
+const LEAST_RECORDS: u64 = 8;
+
+/// A marked root on a read-only file system can be read: what cannot be written there is left out.
+pub(crate) fn unless_read_only<T>(result: Result<T>) -> Result<Option<T>> {
+    match result {
+        Err(error) if error.os_code() == Some(EROFS) => Ok(None),
+        result => result.map(Some),
+    }
+}
+
+impl Shared {
+    /// Does something below the root and waits for it; for the control path only.
+    pub(crate) fn call<T: Send + 'static>(
+        &self,
+        deadline: Mono,
+        work: impl FnOnce(&IoJob) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        self.io.call(LANE_SPACE, deadline, work)
+    }
+
+    fn read_document(&self, path: PathBuf, deadline: Mono) -> Result<Option<Vec<u8>>> {
+        let (len, at) = (limits::MAX_DOCUMENT_BYTES, path.display().to_string());
+        let read = self.call(deadline, move |io| {
+            io.read_piece(&path, 0, len, ReadMode::Default)
+        })?;
+        match read {
+            Some((_, file_len)) if file_len > len as u64 => {
+                Err(Error::new(ErrorKind::Config, "this document is too long to be ours").with("path", at))
+            }
+            found => Ok(found.map(|(bytes, _)| bytes)),
+        }
+    }
+
+    /// Publishes the marker or a manifest, durably: they are few, and without its marker a root is no root. A name that a
+    /// power cut left without bytes would switch it off for good.
+    fn publish_document(
+        &self,
+        private: PathBuf,
+        target: PathBuf,
+        bytes: Vec<u8>,
+        replace: bool,
+        deadline: Mono,
+    ) -> Result<()> {
+        let mode = self.config.modes.file;
+        let publish = move |io: &IoJob| {
+            let publish = Publish {
+                private: &private,
+                target: &target,
+                replace,
+                bytes: &bytes,
+                mode,
+                mtime_ns: None,
+                durable: true,
+            };
+            io.publish(publish).map(|_| ())
+        };
+        self.call(deadline, publish)
+    }
+
+    pub(crate) fn make_dir(&self, path: PathBuf, deadline: Mono) -> Result<()> {
+        let mode = self.config.modes.dir;
+        self.call(deadline, move |io| io.make_dir(&path, mode).map(|_| ()))
+    }
+
+    pub(crate) fn next_private(&self) -> PathBuf {
+        self.layout
+            .private(self.config.writer, self.sequence.fetch_add(1, Ordering::Relaxed))
+    }
+
+    fn stat(&self, path: PathBuf, deadline: Mono) -> Result<Option<FileMeta>> {
+        self.call(deadline, move |io| io.look(path))
+    }
+
+    /// Whether the root still has our marker: nothing is written or removed below another one.
+    pub(crate) fn check_marker(&self, deadline: Mono) -> Result<()> {
+        self.check_root(self.stat(self.layout.marker(), deadline)?)
+    }
+
+    /// Marks the root (or checks its mark), makes the namespace, writes its manifest, starts the first count.
+    pub(crate) fn open_root(self: &Arc<Self>, deadline: Mono) -> Result<()> {
+        let root = self.layout.root().to_owned();
+        if self.config.lookup_only {
+            // Nothing there yet means that nothing is stored yet; but what is there must be ours to read.
+            return self.read_marker(deadline).map(|_| ());
+        }
+        self.make_root(deadline)?;
+        let marker = match self.read_marker(deadline)? {
+            Some(marker) => marker,
+            None => self.mark(deadline)?,
+        };
+        let meta = self.stat(root.clone(), deadline)?;
+        let gone = || Error::new(ErrorKind::Io, "the root is gone").with("root", root.display());
+        let meta = meta.ok_or_else(gone)?;
+        if self.furnish(deadline)? {
+            self.probe_io(deadline)?;
+        }
+        let limit = self.limit(&marker, deadline)?;
+        *self.uuid.lock() = Some(marker.uuid);
+        *self.device.lock() = Some(meta.dev);
+        let gone = || Error::new(ErrorKind::Closed, "the backend is gone");
+        let weak = Arc::downgrade(self);
+        let check = move |deadline| {
+            let shared = weak.upgrade().ok_or_else(gone)?;
+            shared.check_marker(deadline)
+        };
+        let weak = Arc::downgrade(self);
+        let tend = move |deadline| weak.upgrade().ok_or_else(gone)?.tend(deadline);
+        self.space.open(limit, check, tend);
+        Ok(())
+    }
+
+    /// The root's directory and what it lies in.
+    pub(crate) fn make_root(&self, deadline: Mono) -> Result<()> {
+        for dir in self.missing_ancestors(self.layout.root(), deadline)? {
+            self.make_dir(dir, deadline)?;
+        }
+        Ok(())
+    }
+
+    /// Looks what the file system is and can do.
+    pub(crate) fn probe_io(&self, deadline: Mono) -> Result<()> {
+        let dir = self.layout.tmp();
+        if let Some(probe) = unless_read_only(self.call(deadline, move |io| io.probe(&dir)))? {
+            *self.probed.lock() = Some(probe);
+        }
+        Ok(())
+    }
+
+    /// Before every count: the root is still ours (nothing is removed from another), and a part that another rank wrote
+    /// over is added again. Answers the limit.
+    fn tend(self: &Arc<Self>, deadline: Mono) -> Result<u64> {
+        if self
+            .check_root(self.stat(self.layout.marker(), deadline)?)
+            .is_err()
+        {
+            self.readmit(deadline)?;
+        }
+        let marker = self.read_marker(deadline);
+        if let Err(ErrorKind::Foreign) = marker.as_ref().map_err(Error::kind) {
+            *self.device.lock() = None; // a newer format: writing stops
+        }
+        let Some(marker) = marker? else {
+            return Err(Error::new(ErrorKind::Io, "the root lost its marker"));
+        };
+        *self.uuid.lock() = Some(marker.uuid.clone());
+        self.furnish(deadline)?;
+        let limit = self.limit(&marker, deadline)?;
+        self.sweep_quarantine(limit, deadline)?;
+        Ok(limit)
+    }
+
+    /// The namespace's directories and its manifest; false where none can be made, for the file system is read-only.
+    pub(crate) fn furnish(&self, deadline: Mono) -> Result<bool> {
+        let made = unless_read_only(self.make_dirs(deadline))?.is_some();
+        if made {
+            unless_read_only(self.describe_part(deadline))?;
+        }
+        Ok(made)
+    }
+
+    /// Looks in the background whether a root that was lost is back; one look at a time.
+    pub(crate) fn look_again(self: &Arc<Self>) {
+        if self.looking.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let deadline = self.clock.now().after(MAKE_DIRS);
+        let (shared, done) = (Arc::clone(self), Arc::clone(self));
+        let look = move || shared.readmit(deadline);
+        let ended = Box::new(move |_| done.looking.store(false, Ordering::Release));
+        self.space.in_background(deadline, look, ended);
+    }
+
+    /// Takes a root up again that was lost: the one that was opened, wherever it is mounted now; or a new one in the
+    /// place of one that was removed, if nothing was unmounted there. Another root, or none, is an error.
+    fn readmit(self: &Arc<Self>, deadline: Mono) -> Result<()> {
+        if let Some(marker) = self.read_marker(deadline)? {
+            let known = self.uuid.lock().clone();
+            if known.is_none_or(|known| known != marker.uuid) {
+                let text = "another root was mounted or put in the place of the one that was opened";
+                return Err(Error::new(ErrorKind::Foreign, text).with("root", self.layout.root().display()));
+            }
+            let Some(meta) = self.stat(self.layout.marker(), deadline)? else {
+                return self.check_root(None);
+            };
+            *self.dirs.lock() = [false; 256];
+            self.make_dirs(deadline)?;
+            *self.device.lock() = Some(meta.dev);
+            self.space.lost();
+            return Ok(());
+        }
+        // Removed, not unmounted: it is not there at all, and what it lay in is on the same device. An unmounted share
+        // leaves a directory behind, or what it was mounted in, which is another device.
+        let (mut above, device) = (None, *self.device.lock());
+        for path in self.layout.root().ancestors() {
+            above = self.stat(path.to_owned(), deadline)?;
+            if above.is_some() {
+                break;
+            }
+        }
+        let root = self.stat(self.layout.root().to_owned(), deadline)?;
+        if root.is_some() || device.is_none() || above.map(|meta| meta.dev) != device {
+            return self.check_root(None);
+        }
+        *self.dirs.lock() = [false; 256];
+        self.open_root(deadline)?;
+        self.space.lost();
+        Ok(())
+    }
+
+    /// The limit on bytes below this root; an error if too few records fit.
+    fn limit(&self, marker: &Marker, deadline: Mono) -> Result<u64> {
+        let limit = match self.config.capacity {
+            Some(Capacity::Bytes(bytes)) => bytes.get(),
+            Some(capacity) => capacity.bytes(self.space_info(deadline)?.0),
+            None => marker.storage_capacity,
+        };
+        self.check_limit(limit)?;
+        Ok(limit)
+    }
+
+    /// Whether enough records fit that those just written are not removed for the next.
+    pub(crate) fn check_limit(&self, limit: u64) -> Result<()> {
+        let least = self.config.record.record_len() as u64 * LEAST_RECORDS;
+        if limit >= least {
+            return Ok(());
+        }
+        let text = "storage_capacity must hold at least 8 blocks; raise it or make room";
+        Err(Error::new(ErrorKind::Config, text)
+            .with("storage_capacity", limit)
+            .with("at_least", least)
+            .with("root", self.layout.root().display()))
+    }
+
+    /// The directories of the namespace; also later, when somebody removed them.
+    pub(crate) fn make_dirs(&self, deadline: Mono) -> Result<()> {
+        let namespace = self.layout.namespace();
+        let records = self.below.lock().map(|below| namespace.join(below));
+        for dir in [namespace, self.layout.tmp()].into_iter().chain(records) {
+            self.make_dir(dir, deadline)?;
+        }
+        Ok(())
+    }
+
+    /// The root, the engine and the file system in words.
+    pub(crate) fn words(&self) -> String {
+        let (root, io) = (self.layout.root().display(), self.io.width(LANE_LOAD));
+        let Some(probe) = *self.probed.lock() else {
+            return format!("{root}, {io} I/O threads");
+        };
+        let fs = probe.fs.name();
+        let direct = match (self.config.direct, probe.direct) {
+            (true, Some(_)) => "direct I/O",
+            (true, None) => "buffered I/O (direct was asked for, this file system has none)",
+            (false, Some(_)) => "buffered I/O (io_direct would be possible)",
+            (false, None) => "buffered I/O",
+        };
+        let limit = self.space.usage().capacity;
+        format!("{root} on {fs}, {io} I/O threads, {direct}, at most {limit} bytes stored")
+    }
+
+    pub(crate) fn read_marker(&self, deadline: Mono) -> Result<Option<Marker>> {
+        let bytes = self.read_document(self.layout.marker(), deadline)?;
+        let marker = bytes.map(|bytes| Marker::parse(&bytes)).transpose();
+        marker.map_err(|error| error.with("root", self.layout.root().display()))
+    }
+
+    /// The directories to make before the root exists, outermost first.
+    fn missing_ancestors(&self, root: &Path, deadline: Mono) -> Result<Vec<PathBuf>> {
+        let mut paths: Vec<PathBuf> = root.ancestors().map(Path::to_owned).collect();
+        paths.retain(|path| !path.as_os_str().is_empty());
+        paths.reverse();
+        let asked = paths.clone();
+        let metas = self.call(deadline, move |io| io.stat(&asked, false))?;
+        let missing = paths.into_iter().zip(metas).filter(|(_, meta)| meta.is_none());
+        Ok(missing.map(|(path, _)| path).collect())
+    }
+
+    /// Bytes of the file system in all, and those that are free.
+    pub(crate) fn space_info(&self, deadline: Mono) -> Result<(u64, u64)> {
+        let root = self.layout.root().to_owned();
+        let space = self.call(deadline, move |io| io.space(&root))?;
+        Ok((space.total, space.free))
+    }
+
+    /// Marks the root, with the layout that was decided if one was; the answer is the marker that counts.
+    pub(crate) fn mark(&self, deadline: Mono) -> Result<Marker> {
+        let (total, free) = self.space_info(deadline)?;
+        let marker = Marker {
+            format: FORMAT,
+            uuid: crate::random_hex(),
+            created: self.clock.wall_ns() / 1_000_000_000,
+            storage_capacity: match self.config.capacity {
+                Some(capacity) => capacity.bytes(total),
+                None => Capacity::default_bytes(total, free),
+            },
+            layout: self.decided.lock().and_then(Kept::to_value),
+        };
+        self.publish_marker(&marker, false, deadline)?;
+        // Another process may have done the same at the same time: of all markers one stays.
+        Ok(self.read_marker(deadline)?.unwrap_or(marker))
+    }
+
+    /// Writes the marker; one that is there stays unless it is to be replaced.
+    pub(crate) fn publish_marker(&self, marker: &Marker, replace: bool, deadline: Mono) -> Result<()> {
+        let private = self.layout.root().join(format!(".{}.tmp", crate::random_hex()));
+        self.publish_document(
+            private,
+            self.layout.marker(),
+            marker.to_bytes(),
+            replace,
+            deadline,
+        )
+    }
+
+    /// Adds this part to the manifest. Ranks do so at the same time: whoever finds its part lost adds it again, at the
+    /// latest with the next count.
+    fn describe_part(&self, deadline: Mono) -> Result<()> {
+        let config = &self.config;
+        for _ in 0..8 {
+            let stored = match self.read_document(self.layout.manifest(), deadline) {
+                Err(error) if error.kind() == ErrorKind::Config => None, // too long to be ours
+                stored => stored?,
+            };
+            let mut manifest = stored
+                .and_then(|bytes| serde_json::from_slice::<Manifest>(&bytes).ok())
+                .unwrap_or_else(|| Manifest::new(&config.identity, config.labels.clone()));
+            if !manifest.add(config.part, &config.record, &config.geometry) {
+                return Ok(());
+            }
+            self.publish_document(
+                self.next_private(),
+                self.layout.manifest(),
+                manifest.to_bytes(),
+                true,
+                deadline,
+            )?;
+        }
+        Ok(()) // explains only; records are checked by their own header
+    }
+}

@@ -1,0 +1,345 @@
+//! The segments of others: which there are is seen by listing their directory, what is in them by reading their feet.
+//!
+//! A segment never changes under its name, so its foot is read once (and now and then again, see [`super::recheck`]: a
+//! medium forgets). The directory is listed when its time has changed,
+//! once more when it has changed no further (two changes may share one time), when somebody misses what should be
+//! there, and every half minute whatever its time says (a network file system may show an old one).
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use ucm_core::{Error, ErrorKind, MissReason, Part, Result};
+use ucm_infra::{Bell, LANE_LOOKUP, Mono};
+use ucm_io::{Close, FileMeta, IoJob, MAX_LIST, Pending, ReadMode};
+use ucm_quota::layout::SegmentName;
+
+use super::Segments;
+use super::format::{Entry, TRAILER_LEN, Trailer};
+use super::index::Known;
+use super::recheck::Rechecked;
+use super::timer::TURN;
+use crate::events::Level;
+
+/// What a read that waits for a look leaves of its time: this part of it.
+const SPARED: u32 = 8;
+/// Longest time between two listings.
+const LIST_AGAIN: Duration = Duration::from_secs(30);
+/// How long after a segment got its name everybody who looks for those of others has found it: the longest time between
+/// two listings, and a few looks more.
+pub(super) const FOUND_BY: Duration = LIST_AGAIN.saturating_add(Duration::from_secs(5));
+/// A segment that was not read for this long, and at most twice as long, is closed.
+const CLOSE_UNUSED: Duration = Duration::from_secs(10);
+/// Feet read in one turn, and how many of them at once.
+const PER_TURN: usize = 256;
+const AT_ONCE: usize = 16;
+/// Bytes read of a segment's end at first: the foot of a thousand records.
+pub(super) const TAIL: u64 = 32 << 10;
+/// Longest foot that is read, bytes.
+const LONGEST_FOOT: u64 = 64 << 20;
+/// How often a segment whose foot cannot be used is looked at: it may not be seen whole yet.
+const TRIES: u8 = 3;
+/// Time between two messages that the index is full.
+const TELL_AGAIN: Duration = Duration::from_secs(600);
+
+/// What a segment's foot says.
+pub(super) struct Foot {
+    /// When it was sealed, by its writer's clock, ns of Unix time.
+    pub(super) sealed_ns: u64,
+    pub(super) part: Part,
+    pub(super) entries: Vec<Entry>,
+}
+
+/// What the finder remembers between two turns.
+#[derive(Default)]
+pub(crate) struct Finder {
+    state: Mutex<State>,
+    looks: Mutex<Looks>,
+    /// Rung when a look has ended, and when none will come any more.
+    pub(super) looked: Bell,
+    /// Reads that wait for a look.
+    awaiting: AtomicUsize,
+    /// When the log was last told that the index is full, and how many records had found no room by then.
+    told_full: Mutex<Option<(Mono, u64)>>,
+    /// When segments that nobody reads were last closed.
+    closed: Mutex<Option<Mono>>,
+    /// Which feet were last read again.
+    pub(super) rechecked: Mutex<Rechecked>,
+    /// When the segments of dead writers were last looked for.
+    pub(super) rescued: Mutex<Option<Mono>>,
+}
+
+/// Looks that were begun and ended, and whether somebody waits for the next.
+#[derive(Default)]
+struct Looks {
+    begun: u64,
+    ended: u64,
+    asked: bool,
+}
+
+#[derive(Default)]
+struct State {
+    /// The directory before it was last listed, and whether it was the same before.
+    seen: Option<FileMeta>,
+    settled: bool,
+    listed: Option<Mono>,
+    /// Segments whose feet are to be read, the newest last.
+    queue: VecDeque<(SegmentName, FileMeta)>,
+    /// Segments that cannot be used, as they were seen, and how often.
+    odd: HashMap<SegmentName, (FileMeta, u8)>,
+}
+
+impl Segments {
+    /// Looks until every segment that is there is known, or the deadline has passed.
+    pub(super) fn find_all(&self, deadline: Mono) {
+        while self.find(deadline) && self.shared.clock.now() < deadline {}
+    }
+
+    /// Waits for a look that begins from now on: for most of the time of the job, so that it ends by itself, and not once
+    /// the store is closing, when none would come.
+    pub(super) fn await_look(&self, io: &IoJob) {
+        let clock = &self.shared.clock;
+        let now = clock.now();
+        let left = io.deadline().since(now);
+        let until = now.after(left - left / SPARED);
+        let wanted = {
+            let mut looks = self.finder.looks.lock();
+            looks.asked = true;
+            looks.begun + 1
+        };
+        self.finder.awaiting.fetch_add(1, Ordering::AcqRel);
+        self.find_bell.ring();
+        loop {
+            let seen = self.finder.looked.seen();
+            let over = self.finder.looks.lock().ended >= wanted || self.closing.load(Ordering::Acquire);
+            if over || clock.now() >= until {
+                break;
+            }
+            clock.sleep(&self.finder.looked, seen, Some(until));
+        }
+        self.finder.awaiting.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// How many reads wait for the next look.
+    pub(super) fn awaiting_look(&self) -> usize {
+        self.finder.awaiting.load(Ordering::Acquire)
+    }
+
+    /// Looks around for those who wait for that: between two steps of something that keeps the finder's thread.
+    pub(super) fn look_if_asked(&self) {
+        if self.finder.looks.lock().asked {
+            self.find(self.shared.clock.now().after(TURN));
+        }
+    }
+
+    /// One look around; whether there is more to read at once.
+    pub(super) fn find(&self, deadline: Mono) -> bool {
+        let mut state = self.finder.state.lock();
+        let (look, asked) = {
+            let mut looks = self.finder.looks.lock();
+            looks.begun += 1;
+            (looks.begun, std::mem::take(&mut looks.asked))
+        };
+        // What fails is looked at again with the next turn; until then everything is as it was.
+        let _ = self.list_if_changed(&mut state, asked, deadline);
+        self.read_feet(&mut state, deadline);
+        let more = !state.queue.is_empty();
+        self.finder.looks.lock().ended = look;
+        drop(state);
+        self.finder.looked.ring();
+        self.close_unused();
+        self.recheck_feet(deadline);
+        self.index.sweep_if_due();
+        self.tell_if_full();
+        more
+    }
+
+    /// Says in the log, once in a while, that the index is full.
+    fn tell_if_full(&self) {
+        let (no_room, most) = self.index.no_room();
+        let now = self.shared.clock.now();
+        let mut told = self.finder.told_full.lock();
+        let again = told.is_none_or(|(at, count)| no_room > count && now.since(at) >= TELL_AGAIN);
+        if no_room == 0 || !again {
+            return;
+        }
+        *told = Some((now, no_room));
+        let root = self.shared.layout.root().display();
+        let text = format!(
+            "the index of {root} is full: it has room for {most} blocks, {no_room} more that are stored there are misses for \
+             this process; lower storage_capacity, or store larger blocks"
+        );
+        self.events.push(Level::Warning, text, now);
+    }
+
+    /// Closes segments that nobody has read for a while: one that was removed elsewhere must not hold its space, and a
+    /// share can be unmounted then.
+    fn close_unused(&self) {
+        let now = self.shared.clock.now();
+        let mut closed = self.finder.closed.lock();
+        let due = closed.is_none_or(|at| now.since(at) >= CLOSE_UNUSED);
+        if due {
+            *closed = Some(now);
+            drop(closed);
+            self.shared.io.close_kept(Close::Unused);
+        }
+    }
+
+    fn list_if_changed(&self, state: &mut State, asked: bool, deadline: Mono) -> Result<()> {
+        let now = self.shared.clock.now();
+        let dir = self.shared.layout.segments();
+        let looked = dir.clone();
+        let meta = self.shared.call(deadline, move |io| io.look(looked))?;
+        let same = state.seen == meta;
+        let recent = state.listed.is_some_and(|at| now.since(at) < LIST_AGAIN);
+        if same && state.settled && recent && !asked {
+            return Ok(());
+        }
+        let before = self.index.public();
+        let listed = self.shared.call(deadline, move |io| io.list_if_there(&dir))?;
+        (state.seen, state.settled, state.listed) = (meta, same, Some(now));
+        let whole = listed.len() < MAX_LIST;
+        let files = listed.into_iter().filter(|(_, meta)| !meta.is_dir);
+        let there: HashMap<SegmentName, FileMeta> = files
+            .filter_map(|(name, meta)| Some((SegmentName::parse(&name)?, meta)))
+            .collect();
+        if whole {
+            state.odd.retain(|name, _| there.contains_key(name));
+        }
+        let mut gone = Vec::new();
+        for (name, number) in before {
+            match there.get(&name) {
+                // A segment never changes. One that has another length than it had is not that segment any more: others,
+                // who read its foot, have none of its records, and so must we, or nobody would store them again.
+                Some(meta) if self.index.file_len(number) != Some(meta.len) => self.index.vanished(number),
+                None if whole => {
+                    self.index.vanished(number);
+                    gone.push(self.shared.layout.segment(name));
+                }
+                _ => {}
+            }
+        }
+        self.shared.io.close_kept(Close::Gone(&gone));
+        let mut fresh: Vec<_> = there
+            .into_iter()
+            .filter(|(name, meta)| !self.index.knows(*name) && !state.is_hopeless(*name, meta))
+            .collect();
+        fresh.sort_unstable_by_key(|(name, meta)| (meta.mtime_ns, *name));
+        state.queue = fresh.into();
+        Ok(())
+    }
+
+    /// Reads feet of segments that are new, the newest first.
+    fn read_feet(&self, state: &mut State, deadline: Mono) {
+        let mut left = PER_TURN;
+        while left > 0 && !state.queue.is_empty() && self.shared.clock.now() < deadline {
+            let some = state.queue.len().min(AT_ONCE).min(left);
+            let batch = state.queue.split_off(state.queue.len() - some);
+            left -= some;
+            let reads: Vec<_> = batch
+                .into_iter()
+                .map(|(name, meta)| {
+                    let len = meta.len.min(TAIL);
+                    let mode = ReadMode::Default;
+                    (
+                        name,
+                        meta,
+                        self.begin_read(name, meta.len - len, len, mode, deadline),
+                    )
+                })
+                .collect();
+            for (name, meta, read) in reads.into_iter().rev() {
+                let found = read
+                    .wait()
+                    .and_then(|(tail, file_len)| self.foot(name, &tail, file_len, deadline));
+                match found {
+                    Ok(Ok(foot)) => {
+                        let known = Known {
+                            name,
+                            part: foot.part,
+                            private: false,
+                            sealed_ns: foot.sealed_ns,
+                            used_ns: meta.mtime_ns,
+                            len: meta.len,
+                        };
+                        if let Some(number) = self.index.begin(known) {
+                            self.index.add(number, &foot.entries);
+                        }
+                    }
+                    // It was removed meanwhile, belongs to another listing, or the medium does not answer now, which says
+                    // nothing of the segment: it is looked at again after the next listing.
+                    Err(_) => {}
+                    Ok(Err(MissReason::NewerVersion)) => {
+                        state.odd.insert(name, (meta, TRIES));
+                    }
+                    Ok(Err(_)) => {
+                        let tries = state.odd.get(&name).map_or(0, |(_, tries)| *tries);
+                        state.odd.insert(name, (meta, tries + 1));
+                    }
+                }
+            }
+        }
+    }
+
+    /// The foot of a segment, of whose end `tail` was read. Two kinds of failure: of the medium, and of what it holds.
+    pub(super) fn foot(
+        &self,
+        name: SegmentName,
+        tail: &[u8],
+        file_len: u64,
+        deadline: Mono,
+    ) -> Result<Result<Foot, MissReason>> {
+        let trailer = match Trailer::decode(tail, file_len) {
+            Ok(trailer) => trailer,
+            Err(reason) => return Ok(Err(reason)),
+        };
+        if trailer.owner.namespace != *self.shared.config.identity.digest() {
+            return Ok(Err(MissReason::ForeignIdentity));
+        }
+        if trailer.owner.name != name {
+            return Ok(Err(MissReason::ForeignId));
+        }
+        let len = trailer.foot.end - trailer.foot.start;
+        let entries = if len <= tail.len() as u64 {
+            trailer.entries(&tail[tail.len() - len as usize..])
+        } else if len <= LONGEST_FOOT {
+            let read = self.begin_read(name, trailer.foot.start, len, ReadMode::Default, deadline);
+            trailer.entries(&read.wait()?.0)
+        } else {
+            Err(MissReason::BadHeader)
+        };
+        Ok(entries.map(|entries| Foot {
+            sealed_ns: trailer.owner.time_ns,
+            part: trailer.owner.part,
+            entries,
+        }))
+    }
+
+    /// Starts reading a piece of a segment: its bytes, and the file's length.
+    pub(super) fn begin_read(
+        &self,
+        name: SegmentName,
+        offset: u64,
+        len: u64,
+        mode: ReadMode,
+        deadline: Mono,
+    ) -> Pending<(Vec<u8>, u64)> {
+        let (path, len) = (self.shared.layout.segment(name), (len as usize).max(TRAILER_LEN));
+        let read = move |io: &IoJob| {
+            let gone = || Error::new(ErrorKind::NotFound, "this segment is gone");
+            io.read_piece(&path, offset, len, mode)?.ok_or_else(gone)
+        };
+        self.shared.io.begin(LANE_LOOKUP, deadline, read)
+    }
+}
+
+impl State {
+    /// Whether a segment was looked at often enough and is as it was.
+    fn is_hopeless(&self, name: SegmentName, meta: &FileMeta) -> bool {
+        let same = |seen: &FileMeta| (seen.len, seen.ino) == (meta.len, meta.ino);
+        self.odd
+            .get(&name)
+            .is_some_and(|(seen, tries)| same(seen) && *tries >= TRIES)
+    }
+}

@@ -1,0 +1,256 @@
+//! The bytes of a segment besides its records: a page at its head that says whose it is, and a foot that says where its
+//! records lie. `docs/format.md` has every offset.
+//!
+//! The head is for whoever finds the segment of a dead writer; the foot, at the very end of the file, for readers. A
+//! foot is believed only whole: its length, its checksums and every entry are judged before one is used.
+
+use std::ops::Range;
+
+use ucm_core::{BlockId, MissReason, PAGE, Part, crc32c, limits, round_up};
+use ucm_io::Process;
+use ucm_quota::layout::SegmentName;
+use ucm_record::bytes::{array, part_at, u32_at, u64_at};
+
+#[cfg(test)]
+mod tests;
+
+/// First bytes of a segment.
+const HEAD_MAGIC: [u8; 4] = *b"UCMS";
+/// First bytes of the trailer, which are the last 128 of the file.
+const TRAILER_MAGIC: [u8; 4] = *b"UCMF";
+/// Version that is written, and the newest that is read.
+const VERSION: u32 = 1;
+/// Length of the head, bytes.
+pub(crate) const HEAD_LEN: u64 = PAGE;
+/// Length of the trailer, bytes, in every version.
+pub(crate) const TRAILER_LEN: usize = 128;
+/// Length of an entry, bytes.
+const ENTRY_LEN: usize = 32;
+/// Most records of a segment.
+pub(crate) const MAX_ENTRIES: usize = 1 << 20;
+/// Longest text that names a host, bytes; a longer one is left out.
+const HOST_LEN: usize = 160;
+
+/// Offsets in the head and in the trailer.
+mod at {
+    pub(super) const VERSION: usize = 4;
+    pub(super) const HEAD_WRITER: usize = 8;
+    pub(super) const HEAD_SEQUENCE: usize = 16;
+    pub(super) const HEAD_NAMESPACE: usize = 24;
+    pub(super) const HEAD_PART: usize = 56;
+    pub(super) const HEAD_FLAGS: usize = 68;
+    pub(super) const HEAD_TIME: usize = 72;
+    pub(super) const HEAD_PID: usize = 80;
+    pub(super) const HEAD_HOST_LEN: usize = 84;
+    pub(super) const HEAD_STARTED: usize = 88;
+    pub(super) const HEAD_HOST: usize = 96;
+    pub(super) const HEAD_CRC: usize = 4092;
+    pub(super) const START: usize = 8;
+    pub(super) const LEN: usize = 16;
+    pub(super) const ENTRIES: usize = 24;
+    pub(super) const ENTRY_LEN: usize = 28;
+    pub(super) const NAMESPACE: usize = 32;
+    pub(super) const WRITER: usize = 64;
+    pub(super) const SEQUENCE: usize = 72;
+    pub(super) const TIME: usize = 80;
+    pub(super) const PART: usize = 88;
+    pub(super) const FLAGS: usize = 100;
+    pub(super) const ENTRIES_CRC: usize = 104;
+    pub(super) const CRC: usize = 124;
+}
+
+/// Whose segment it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Owner {
+    pub(crate) name: SegmentName,
+    /// Digest of the identity.
+    pub(crate) namespace: [u8; 32],
+    /// The part that its writer brings.
+    pub(crate) part: Part,
+    /// When it was begun or sealed, ns since 1970 by the writer's clock.
+    pub(crate) time_ns: u64,
+}
+
+/// One record of a segment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Entry {
+    pub(crate) id: BlockId,
+    /// From the start of the file, a whole page.
+    pub(crate) offset: u64,
+    /// Bytes, whole pages.
+    pub(crate) len: u64,
+}
+
+fn put(out: &mut [u8], offset: usize, bytes: &[u8]) {
+    out[offset..offset + bytes.len()].copy_from_slice(bytes);
+}
+
+/// Which version these bytes are of, if they begin with `magic` and end with their checksum at `crc`.
+fn check(bytes: &[u8], magic: [u8; 4], crc: usize, flags: usize) -> Result<(), MissReason> {
+    if bytes[..4] != magic {
+        return Err(MissReason::NotARecord);
+    }
+    if crc32c(&bytes[..crc]) != u32_at(bytes, crc) {
+        return Err(MissReason::BadHeader);
+    }
+    match u32_at(bytes, at::VERSION) {
+        0 => Err(MissReason::BadHeader),
+        VERSION if u32_at(bytes, flags) == 0 => Ok(()),
+        _ => Err(MissReason::NewerVersion),
+    }
+}
+
+/// The head of a segment that `process` begins to write.
+pub(crate) fn encode_head(owner: &Owner, process: &Process) -> Vec<u8> {
+    let mut out = vec![0; HEAD_LEN as usize];
+    let host = Some(process.host.as_bytes()).filter(|host| host.len() <= HOST_LEN);
+    let host = host.unwrap_or_default();
+    put(&mut out, 0, &HEAD_MAGIC);
+    put(&mut out, at::VERSION, &VERSION.to_le_bytes());
+    put(&mut out, at::HEAD_WRITER, &owner.name.writer.to_le_bytes());
+    put(&mut out, at::HEAD_SEQUENCE, &owner.name.sequence.to_le_bytes());
+    put(&mut out, at::HEAD_NAMESPACE, &owner.namespace);
+    put(&mut out, at::HEAD_PART, &owner.part.to_bytes());
+    put(&mut out, at::HEAD_TIME, &owner.time_ns.to_le_bytes());
+    put(&mut out, at::HEAD_PID, &process.pid.to_le_bytes());
+    put(&mut out, at::HEAD_HOST_LEN, &(host.len() as u32).to_le_bytes());
+    put(&mut out, at::HEAD_STARTED, &process.started.to_le_bytes());
+    put(&mut out, at::HEAD_HOST, host);
+    let crc = crc32c(&out[..at::HEAD_CRC]);
+    put(&mut out, at::HEAD_CRC, &crc.to_le_bytes());
+    out
+}
+
+/// Whose segment it is and which process wrote it, by its first page.
+pub(crate) fn decode_head(bytes: &[u8]) -> Result<(Owner, Process), MissReason> {
+    let head = bytes.get(..HEAD_LEN as usize).ok_or(MissReason::Truncated)?;
+    check(head, HEAD_MAGIC, at::HEAD_CRC, at::HEAD_FLAGS)?;
+    let len = u32_at(head, at::HEAD_HOST_LEN) as usize;
+    if len > HOST_LEN {
+        return Err(MissReason::BadHeader);
+    }
+    let host = std::str::from_utf8(&head[at::HEAD_HOST..at::HEAD_HOST + len]);
+    let owner = Owner {
+        name: SegmentName {
+            writer: u64_at(head, at::HEAD_WRITER),
+            sequence: u64_at(head, at::HEAD_SEQUENCE),
+        },
+        namespace: array(head, at::HEAD_NAMESPACE),
+        part: part_at(head, at::HEAD_PART),
+        time_ns: u64_at(head, at::HEAD_TIME),
+    };
+    let process = Process {
+        host: host.map_err(|_| MissReason::BadHeader)?.to_owned(),
+        pid: u32_at(head, at::HEAD_PID),
+        started: u64_at(head, at::HEAD_STARTED),
+    };
+    Ok((owner, process))
+}
+
+/// Length of the foot of a segment with so many records, bytes.
+pub(crate) fn foot_len(entries: usize) -> u64 {
+    round_up((entries * ENTRY_LEN + TRAILER_LEN) as u64, PAGE)
+}
+
+/// The foot of a segment whose records end at `start`, a whole page.
+pub(crate) fn encode_foot(owner: &Owner, start: u64, entries: &[Entry]) -> Vec<u8> {
+    let len = foot_len(entries.len());
+    let mut out = vec![0; len as usize];
+    for (number, entry) in entries.iter().enumerate() {
+        let place = number * ENTRY_LEN;
+        put(&mut out, place, &entry.id.0);
+        put(&mut out, place + 16, &entry.offset.to_le_bytes());
+        put(&mut out, place + 24, &entry.len.to_le_bytes());
+    }
+    let (listed, trailer) = out.split_at_mut(len as usize - TRAILER_LEN);
+    put(trailer, 0, &TRAILER_MAGIC);
+    put(trailer, at::VERSION, &VERSION.to_le_bytes());
+    put(trailer, at::START, &start.to_le_bytes());
+    put(trailer, at::LEN, &len.to_le_bytes());
+    put(trailer, at::ENTRIES, &(entries.len() as u32).to_le_bytes());
+    put(trailer, at::ENTRY_LEN, &(ENTRY_LEN as u32).to_le_bytes());
+    put(trailer, at::NAMESPACE, &owner.namespace);
+    put(trailer, at::WRITER, &owner.name.writer.to_le_bytes());
+    put(trailer, at::SEQUENCE, &owner.name.sequence.to_le_bytes());
+    put(trailer, at::TIME, &owner.time_ns.to_le_bytes());
+    put(trailer, at::PART, &owner.part.to_bytes());
+    put(trailer, at::ENTRIES_CRC, &crc32c(listed).to_le_bytes());
+    let crc = crc32c(&trailer[..at::CRC]);
+    put(trailer, at::CRC, &crc.to_le_bytes());
+    out
+}
+
+/// What the last bytes of a segment say.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Trailer {
+    pub(crate) owner: Owner,
+    /// Where the foot lies in the file.
+    pub(crate) foot: Range<u64>,
+    entries: usize,
+    entries_crc: u32,
+}
+
+impl Trailer {
+    /// Judges the last bytes of a file of `file_len` bytes; `tail` ends where the file does.
+    pub(crate) fn decode(tail: &[u8], file_len: u64) -> Result<Self, MissReason> {
+        let start = tail.len().checked_sub(TRAILER_LEN).ok_or(MissReason::Truncated)?;
+        let bytes = &tail[start..];
+        check(bytes, TRAILER_MAGIC, at::CRC, at::FLAGS)?;
+        let (start, len) = (u64_at(bytes, at::START), u64_at(bytes, at::LEN));
+        let entries = u32_at(bytes, at::ENTRIES) as usize;
+        let whole = start >= HEAD_LEN
+            && start.is_multiple_of(PAGE)
+            && entries <= MAX_ENTRIES
+            && len == foot_len(entries)
+            && u32_at(bytes, at::ENTRY_LEN) as usize == ENTRY_LEN;
+        if !whole {
+            return Err(MissReason::BadHeader);
+        }
+        let end = start.checked_add(len).ok_or(MissReason::BadHeader)?;
+        if end != file_len {
+            return Err(MissReason::WrongLength);
+        }
+        Ok(Self {
+            owner: Owner {
+                name: SegmentName {
+                    writer: u64_at(bytes, at::WRITER),
+                    sequence: u64_at(bytes, at::SEQUENCE),
+                },
+                namespace: array(bytes, at::NAMESPACE),
+                part: part_at(bytes, at::PART),
+                time_ns: u64_at(bytes, at::TIME),
+            },
+            foot: start..end,
+            entries,
+            entries_crc: u32_at(bytes, at::ENTRIES_CRC),
+        })
+    }
+
+    /// Judges the whole foot and gives its entries.
+    pub(crate) fn entries(&self, foot: &[u8]) -> Result<Vec<Entry>, MissReason> {
+        if foot.len() as u64 != self.foot.end - self.foot.start {
+            return Err(MissReason::Truncated);
+        }
+        let listed = &foot[..foot.len() - TRAILER_LEN];
+        if crc32c(listed) != self.entries_crc {
+            return Err(MissReason::BadChecksum);
+        }
+        let entry = |bytes: &[u8]| {
+            let entry = Entry {
+                id: BlockId(array(bytes, 0)),
+                offset: u64_at(bytes, 16),
+                len: u64_at(bytes, 24),
+            };
+            let end = entry.offset.checked_add(entry.len)?;
+            let whole = entry.offset.is_multiple_of(PAGE)
+                && entry.len.is_multiple_of(PAGE)
+                && entry.len > 0
+                && entry.len <= 2 * limits::MAX_BLOCK_BYTES
+                && entry.offset >= HEAD_LEN
+                && end <= self.foot.start;
+            whole.then_some(entry)
+        };
+        let entries = listed.chunks_exact(ENTRY_LEN).take(self.entries).map(entry);
+        entries.collect::<Option<_>>().ok_or(MissReason::BadHeader)
+    }
+}

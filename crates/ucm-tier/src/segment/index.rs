@@ -1,0 +1,410 @@
+//! Where every record of a namespace lies, in memory: a lookup is answered from here without a system call.
+//!
+//! A block costs 24 bytes in a hash table (its id, the number of its segment, its page there and a small number for its
+//! length) and one byte of the table's own: 25 bytes at 7/8 full, 57 right after the table doubled, so at most 64 with
+//! everything else that grows with blocks. Tables are split by id, so that growing one copies a 64th.
+//!
+//! A segment that is gone leaves at once, its blocks later: whoever meets one of a segment that is not there takes it
+//! out, and a sweep takes the rest. Of several copies the newest counts, by the time its segment was sealed and then by
+//! that segment's name, so that all who know the same segments take the same copy. [`census`]: what a segment is still
+//! good for.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+use ucm_core::{BlockId, PAGE, Part};
+use ucm_quota::layout::SegmentName;
+
+use super::format::Entry;
+
+pub(crate) mod census;
+#[cfg(test)]
+mod tests;
+
+/// Tables the ids are spread over.
+const SHARDS: usize = 64;
+/// Bits of a place that are the page; a segment is at most 4 GiB long.
+const PAGE_BITS: u32 = 20;
+/// Other copies remembered for one block.
+const MAX_COPIES: usize = 3;
+
+/// Blocks of vanished segments that nobody minds.
+const FEW_DEAD: u64 = 1024;
+
+/// Number of a segment in this process; never used again.
+pub(crate) type SegmentNumber = u32;
+
+/// Where a record lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Place {
+    segment: SegmentNumber,
+    /// Its page in the segment, and above that the number of its length.
+    packed: u32,
+}
+
+/// A record that was found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Hit {
+    pub(crate) segment: SegmentNumber,
+    pub(crate) name: SegmentName,
+    /// Whether only its writer knows the segment yet.
+    pub(crate) private: bool,
+    /// From the start of the file.
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+    /// When its segment was sealed, by its writer's clock, ns of Unix time; the end of time while it is not.
+    pub(crate) sealed_ns: u64,
+}
+
+/// What is told of a segment when it is taken up.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Known {
+    pub(crate) name: SegmentName,
+    /// The part that its writer brought.
+    pub(crate) part: Part,
+    /// Whether only its writer knows it yet.
+    pub(crate) private: bool,
+    /// By which the newer of two copies is told: the time it was sealed, by its writer's clock, ns of Unix time.
+    pub(crate) sealed_ns: u64,
+    /// Time of the last use of any of its records, ns of Unix time, as far as is known here.
+    pub(crate) used_ns: i64,
+    /// Length of the file, bytes; 0 while it is private.
+    pub(crate) len: u64,
+}
+
+/// What is known of a segment.
+#[derive(Debug)]
+struct Segment {
+    known: Known,
+    blocks: u64,
+    /// Blocks of it that are not taken from here: another copy counts, or this one was dropped.
+    passed_over: AtomicU64,
+}
+
+impl Segment {
+    /// What tells the newer of two copies.
+    fn order(&self) -> (u64, SegmentName) {
+        (self.known.sealed_ns, self.known.name)
+    }
+
+    fn pass_over(&self) {
+        self.passed_over.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[derive(Default)]
+struct Segments {
+    known: HashMap<SegmentNumber, Segment>,
+    by_name: HashMap<SegmentName, SegmentNumber>,
+    last: SegmentNumber,
+}
+
+/// See the module.
+pub(crate) struct Index {
+    shards: [RwLock<HashMap<BlockId, Place>>; SHARDS],
+    /// Older copies of blocks that have several, the newest last.
+    copies: Mutex<HashMap<BlockId, Vec<Place>>>,
+    segments: RwLock<Segments>,
+    /// Lengths that records have, each once.
+    lengths: RwLock<Vec<u64>>,
+    blocks: AtomicUsize,
+    /// Blocks of segments that went since the last sweep.
+    dead: AtomicU64,
+    most: usize,
+    /// Records not taken up because there were too many, or because they do not fit a place.
+    left_out: AtomicU64,
+    /// Of these, those for which there was no room.
+    no_room: AtomicU64,
+}
+
+impl Index {
+    /// An index of at most so many blocks.
+    pub(crate) fn new(most: usize) -> Self {
+        Self {
+            shards: std::array::from_fn(|_| RwLock::default()),
+            copies: Mutex::default(),
+            segments: RwLock::default(),
+            lengths: RwLock::default(),
+            blocks: AtomicUsize::new(0),
+            dead: AtomicU64::new(0),
+            most,
+            left_out: AtomicU64::new(0),
+            no_room: AtomicU64::new(0),
+        }
+    }
+
+    fn shard(&self, id: BlockId) -> &RwLock<HashMap<BlockId, Place>> {
+        // The last byte: ids of tests and of other stores may begin alike.
+        &self.shards[usize::from(id.0[15]) % SHARDS]
+    }
+
+    /// Takes up a segment: its number. One of that name that is known stays, and `None` is the answer.
+    pub(crate) fn begin(&self, known: Known) -> Option<SegmentNumber> {
+        let mut segments = self.segments.write();
+        if segments.by_name.contains_key(&known.name) {
+            return None;
+        }
+        segments.last += 1;
+        let number = segments.last;
+        segments.by_name.insert(known.name, number);
+        let segment = Segment {
+            known,
+            blocks: 0,
+            passed_over: AtomicU64::new(0),
+        };
+        segments.known.insert(number, segment);
+        Some(number)
+    }
+
+    /// Whether there is a place for this block.
+    pub(crate) fn has_room(&self, id: BlockId) -> bool {
+        self.blocks.load(Ordering::Relaxed) < self.most || self.shard(id).read().contains_key(&id)
+    }
+
+    /// Adds records to a segment that was taken up.
+    pub(crate) fn add(&self, number: SegmentNumber, entries: &[Entry]) {
+        let mut added = 0;
+        for entry in entries {
+            let Some(packed) = self.pack(entry) else {
+                self.left_out.fetch_add(1, Ordering::Relaxed);
+                continue;
+            };
+            let place = Place {
+                segment: number,
+                packed,
+            };
+            added += 1;
+            self.insert(entry.id, place);
+        }
+        if let Some(segment) = self.segments.write().known.get_mut(&number) {
+            segment.blocks += added;
+        }
+    }
+
+    fn insert(&self, id: BlockId, place: Place) {
+        let segments = self.segments.read();
+        let order = |place: &Place| segments.known.get(&place.segment).map(Segment::order);
+        let mut shard = self.shard(id).write();
+        let Some(known) = shard.get_mut(&id) else {
+            if self.blocks.load(Ordering::Relaxed) >= self.most {
+                self.left_out.fetch_add(1, Ordering::Relaxed);
+                self.no_room.fetch_add(1, Ordering::Relaxed);
+                return;
+            }
+            self.blocks.fetch_add(1, Ordering::Relaxed);
+            shard.insert(id, place);
+            return;
+        };
+        let older = if order(known) <= order(&place) {
+            std::mem::replace(known, place)
+        } else {
+            place
+        };
+        let Some(segment) = segments.known.get(&older.segment) else {
+            return; // it is gone
+        };
+        segment.pass_over();
+        let mut copies = self.copies.lock();
+        let others = copies.entry(id).or_default();
+        others.push(older);
+        others.sort_by_key(|place| order(place));
+        if others.len() > MAX_COPIES {
+            others.remove(0);
+        }
+    }
+
+    /// The place in four bytes; `None` where it does not fit.
+    fn pack(&self, entry: &Entry) -> Option<u32> {
+        let page = u32::try_from(entry.offset / PAGE)
+            .ok()
+            .filter(|page| page >> PAGE_BITS == 0)?;
+        let known = self.lengths.read().iter().position(|&len| len == entry.len);
+        let number = known.or_else(|| {
+            let mut lengths = self.lengths.write();
+            if let Some(number) = lengths.iter().position(|&len| len == entry.len) {
+                return Some(number);
+            }
+            if lengths.len() >> (u32::BITS - PAGE_BITS) != 0 {
+                return None;
+            }
+            lengths.push(entry.len);
+            Some(lengths.len() - 1)
+        })?;
+        let number = u32::try_from(number)
+            .ok()
+            .filter(|number| number >> (u32::BITS - PAGE_BITS) == 0)?;
+        Some(number << PAGE_BITS | page)
+    }
+
+    /// Where a record lies, the newest copy of it.
+    pub(crate) fn find(&self, id: BlockId) -> Option<Hit> {
+        loop {
+            let place = *self.shard(id).read().get(&id)?;
+            if let Some(hit) = self.hit(place) {
+                return Some(hit);
+            }
+            self.forget(id, place);
+        }
+    }
+
+    fn hit(&self, place: Place) -> Option<Hit> {
+        let segments = self.segments.read();
+        let segment = segments.known.get(&place.segment)?;
+        let lengths = self.lengths.read();
+        Some(Hit {
+            segment: place.segment,
+            name: segment.known.name,
+            private: segment.known.private,
+            sealed_ns: segment.known.sealed_ns,
+            offset: u64::from(place.packed & ((1 << PAGE_BITS) - 1)) * PAGE,
+            len: *lengths.get((place.packed >> PAGE_BITS) as usize)?,
+        })
+    }
+
+    /// Takes one place of a block out; the newest of its other copies takes its place.
+    fn forget(&self, id: BlockId, place: Place) {
+        let segments = self.segments.read();
+        let mut shard = self.shard(id).write();
+        if shard.get(&id) != Some(&place) {
+            return;
+        }
+        if let Some(segment) = segments.known.get(&place.segment) {
+            segment.pass_over();
+        }
+        let mut copies = self.copies.lock();
+        while let Some(others) = copies.get_mut(&id) {
+            match others.pop() {
+                Some(next) => {
+                    if let Some(segment) = segments.known.get(&next.segment) {
+                        segment.passed_over.fetch_sub(1, Ordering::Relaxed);
+                        shard.insert(id, next);
+                        return;
+                    }
+                }
+                None => {
+                    copies.remove(&id);
+                }
+            }
+        }
+        shard.remove(&id);
+        self.blocks.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// This copy is not one: it was refused, or never written.
+    pub(crate) fn drop_copy(&self, id: BlockId, hit: &Hit) {
+        let packed = self.pack(&Entry {
+            id,
+            offset: hit.offset,
+            len: hit.len,
+        });
+        if let Some(packed) = packed {
+            let place = Place {
+                segment: hit.segment,
+                packed,
+            };
+            self.forget(id, place);
+        }
+    }
+
+    /// A private segment has its name now: when it was sealed, when it was used, how long its file is.
+    pub(crate) fn named(&self, number: SegmentNumber, sealed_ns: u64, used_ns: i64, len: u64) {
+        if let Some(segment) = self.segments.write().known.get_mut(&number) {
+            let known = &mut segment.known;
+            (known.private, known.sealed_ns, known.len) = (false, sealed_ns, len);
+            known.used_ns = known.used_ns.max(used_ns);
+        }
+    }
+
+    /// A segment is gone; its blocks leave when they are met, or with the next sweep.
+    pub(crate) fn vanished(&self, number: SegmentNumber) {
+        let mut segments = self.segments.write();
+        if let Some(segment) = segments.known.remove(&number) {
+            segments.by_name.remove(&segment.known.name);
+            self.dead.fetch_add(segment.blocks, Ordering::Relaxed);
+        }
+    }
+
+    /// Sweeps when an eighth of the blocks is of segments that are gone.
+    pub(crate) fn sweep_if_due(&self) {
+        let dead = self.dead.load(Ordering::Relaxed);
+        if dead > FEW_DEAD && dead > self.blocks() as u64 / 8 {
+            self.sweep();
+        }
+    }
+
+    /// Takes out blocks whose segments are gone; table by table, so that nobody waits long.
+    fn sweep(&self) {
+        self.dead.store(0, Ordering::Relaxed);
+        for shard in &self.shards {
+            let gone: Vec<(BlockId, Place)> = {
+                let segments = self.segments.read();
+                let shard = shard.read();
+                let gone = |(_, place): &(&BlockId, &Place)| !segments.known.contains_key(&place.segment);
+                shard
+                    .iter()
+                    .filter(gone)
+                    .map(|(id, place)| (*id, *place))
+                    .collect()
+            };
+            gone.into_iter().for_each(|(id, place)| self.forget(id, place));
+        }
+    }
+
+    /// Whether a segment of that name is known.
+    pub(crate) fn knows(&self, name: SegmentName) -> bool {
+        self.segments.read().by_name.contains_key(&name)
+    }
+
+    /// Names and numbers of the segments that others can see too.
+    pub(crate) fn public(&self) -> Vec<(SegmentName, SegmentNumber)> {
+        let segments = self.segments.read();
+        let all = segments.known.iter();
+        let public = all.filter(|(_, segment)| !segment.known.private);
+        public
+            .map(|(number, segment)| (segment.known.name, *number))
+            .collect()
+    }
+
+    /// Length of a segment's file; `None` for one that is not known any more.
+    pub(crate) fn file_len(&self, number: SegmentNumber) -> Option<u64> {
+        let segments = self.segments.read();
+        segments.known.get(&number).map(|segment| segment.known.len)
+    }
+
+    /// A segment was used at this time (ns of Unix time).
+    pub(crate) fn used(&self, number: SegmentNumber, used_ns: i64) {
+        if let Some(segment) = self.segments.write().known.get_mut(&number) {
+            segment.known.used_ns = segment.known.used_ns.max(used_ns);
+        }
+    }
+
+    /// Every block with its length and its time of use.
+    pub(crate) fn list(&self) -> Vec<(BlockId, u64, i64)> {
+        let mut all = Vec::with_capacity(self.blocks());
+        for shard in &self.shards {
+            let places: Vec<_> = shard.read().iter().map(|(id, place)| (*id, *place)).collect();
+            for (id, place) in places {
+                if let Some(hit) = self.hit(place) {
+                    let segments = self.segments.read();
+                    let used = segments
+                        .known
+                        .get(&hit.segment)
+                        .map_or(0, |segment| segment.known.used_ns);
+                    all.push((id, hit.len, used));
+                }
+            }
+        }
+        all
+    }
+
+    /// Blocks in the tables, those of vanished segments included.
+    pub(crate) fn blocks(&self) -> usize {
+        self.blocks.load(Ordering::Relaxed)
+    }
+
+    /// Segments that are known.
+    pub(crate) fn segments(&self) -> usize {
+        self.segments.read().known.len()
+    }
+}

@@ -1,0 +1,342 @@
+//! One segment being written: places for records are reserved in order, writes take turns or go side by side, then it is
+//! closed to new ones, and when the last write has ended it can be sealed.
+//!
+//! A write that failed or came too late leaves a hole that the foot does not name. Nothing here touches a file.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use ucm_core::Error;
+use ucm_infra::Mono;
+use ucm_quota::Room;
+use ucm_quota::layout::SegmentName;
+
+use super::format::{Entry, HEAD_LEN, foot_len};
+use super::index::SegmentNumber;
+use crate::backend::{Done, Written};
+use crate::writing::Write;
+
+/// A record that has its place in a segment and is not written yet.
+pub(crate) struct Append {
+    /// Its number among the records of the segment.
+    pub(crate) number: usize,
+    pub(crate) entry: Entry,
+    pub(crate) write: Write,
+}
+
+/// See the module.
+pub(crate) struct OpenSegment {
+    /// Its number in the index.
+    pub(crate) number: SegmentNumber,
+    pub(crate) name: SegmentName,
+    /// Bytes that were admitted for it.
+    pub(crate) room: u64,
+    pub(crate) admitted: Arc<Room>,
+    inner: Mutex<Inner>,
+    turns: Mutex<Turns>,
+}
+
+/// Somebody starts writes; should a callback panic meanwhile, others can start them.
+struct Handing<'a>(&'a Mutex<Turns>);
+
+impl Drop for Handing<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.lock().handing = false;
+        }
+    }
+}
+
+/// Whose turn it is to be written.
+#[derive(Default)]
+struct Turns {
+    waiting: VecDeque<Append>,
+    /// A write is under way.
+    writing: bool,
+    /// Somebody starts the next write, and the one after it if that ended meanwhile.
+    handing: bool,
+    /// The earliest deadline that the timer knows of.
+    watched: Option<Mono>,
+}
+
+struct Inner {
+    /// Where the next record goes.
+    end: u64,
+    /// Writes that have not ended.
+    in_flight: usize,
+    members: Vec<Member>,
+    /// Nothing is added any more.
+    closed: bool,
+    /// Somebody seals it.
+    taken: bool,
+    /// Since when it has held nothing, and nothing was on its way.
+    empty_since: Option<Mono>,
+    /// When its oldest record was written.
+    oldest: Option<Mono>,
+    /// When it is to be sealed whatever its age, because somebody waits for it.
+    hurried: Option<Mono>,
+    /// The place nearest to the start of its chain, which is used last.
+    first_ordinal: u32,
+    /// What went wrong, as the medium told.
+    trouble: Option<Error>,
+}
+
+/// A record in it.
+struct Member {
+    entry: Entry,
+    deadline: Mono,
+    written: bool,
+    /// Who waits for the record to be published; none: was told.
+    done: Option<Done<Written>>,
+}
+
+/// What it takes to seal a segment.
+pub(crate) struct Contents {
+    /// Where the records end.
+    pub(crate) end: u64,
+    pub(crate) entries: Vec<Entry>,
+    /// The latest deadline of any record.
+    pub(crate) deadline: Mono,
+    pub(crate) first_ordinal: u32,
+    pub(crate) trouble: Option<Error>,
+}
+
+/// What to do when a write has ended.
+pub(crate) enum Next {
+    Wait,
+    /// It holds its first record now, or still none: the timer counts from here on.
+    Begin,
+    /// Nothing is being written any more, and nothing will be.
+    Seal,
+}
+
+impl OpenSegment {
+    pub(crate) fn new(number: SegmentNumber, name: SegmentName, room: u64, admitted: Arc<Room>) -> Self {
+        Self {
+            number,
+            name,
+            room,
+            admitted,
+            inner: Mutex::new(Inner {
+                end: HEAD_LEN,
+                in_flight: 0,
+                members: Vec::new(),
+                closed: false,
+                taken: false,
+                empty_since: None,
+                oldest: None,
+                hurried: None,
+                first_ordinal: u32::MAX,
+                trouble: None,
+            }),
+            turns: Mutex::default(),
+        }
+    }
+
+    /// A place for a record of `len` bytes (whole pages); the write again when there is no room.
+    pub(crate) fn reserve(&self, write: Write, len: u64) -> Result<Append, Write> {
+        let mut inner = self.inner.lock();
+        let (number, offset, end) = (inner.members.len(), inner.end, inner.end + len);
+        if inner.closed || end + foot_len(number + 1) > self.room {
+            return Err(write);
+        }
+        let entry = Entry {
+            id: write.id,
+            offset,
+            len,
+        };
+        inner.end = end;
+        inner.in_flight += 1;
+        inner.first_ordinal = inner.first_ordinal.min(write.options.ordinal);
+        inner.members.push(Member {
+            entry,
+            deadline: write.deadline,
+            written: false,
+            done: None,
+        });
+        Ok(Append { number, entry, write })
+    }
+
+    /// Puts a write behind those that wait for their turn; whether the timer has to be told of its deadline.
+    pub(crate) fn enqueue(&self, append: Append) -> bool {
+        let mut turns = self.turns.lock();
+        let deadline = append.write.deadline;
+        turns.waiting.push_back(append);
+        let behind = turns.writing || turns.waiting.len() > 1;
+        let news = behind && turns.watched.is_none_or(|watched| deadline < watched);
+        if news {
+            turns.watched = Some(deadline);
+        }
+        news
+    }
+
+    /// Calls `start` with the write that is in turn, if none is under way; and with the next one, if that ended meanwhile.
+    /// One that ends before `start` returns starts none itself, however many there are.
+    pub(crate) fn start_writes(&self, start: impl Fn(Append)) {
+        if std::mem::replace(&mut self.turns.lock().handing, true) {
+            return; // somebody is at it, and will see what is new
+        }
+        let _handing = Handing(&self.turns);
+        loop {
+            let next = self.turns.lock().next();
+            let Some(append) = next else { return };
+            start(append);
+        }
+    }
+
+    /// The write under way ended, well or not.
+    pub(crate) fn write_ended(&self) {
+        self.turns.lock().writing = false;
+    }
+
+    /// How many records have their place and are not written yet.
+    pub(crate) fn backlog(&self) -> usize {
+        self.inner.lock().in_flight
+    }
+
+    /// Takes those whose time was over before their turn came out; when that of the next one is.
+    pub(crate) fn late_appends(&self, now: Mono) -> (Vec<Append>, Option<Mono>) {
+        let mut turns = self.turns.lock();
+        if turns.watched.is_none_or(|watched| now < watched) {
+            return (Vec::new(), turns.watched);
+        }
+        let (late, waiting) = turns
+            .waiting
+            .drain(..)
+            .partition(|append| append.write.deadline <= now);
+        turns.waiting = waiting;
+        turns.watched = turns.waiting.iter().map(|append| append.write.deadline).min();
+        (Vec::from(late as VecDeque<_>), turns.watched)
+    }
+
+    /// Nothing waited for it to be opened: should nothing come, it ends as if it held a record since then.
+    pub(crate) fn opened_for_nobody(&self, now: Mono) {
+        self.inner.lock().empty_since = Some(now);
+    }
+
+    /// A record was written; `done` is to be called when it is published.
+    pub(crate) fn written(&self, number: usize, done: Done<Written>, now: Mono, at_once: bool) -> Next {
+        let mut inner = self.inner.lock();
+        if let Some(member) = inner.members.get_mut(number) {
+            (member.written, member.done) = (true, Some(done));
+        }
+        let first = inner.oldest.is_none();
+        inner.oldest.get_or_insert(now);
+        inner.closed |= at_once && inner.in_flight == 1;
+        match inner.one_less() {
+            Next::Wait if first => Next::Begin,
+            next => next,
+        }
+    }
+
+    /// A write ended without a record; nothing is added behind it any more, unless it was only refused a place in a queue.
+    pub(crate) fn failed(&self, error: &Error, go_on: bool, at_once: bool, now: Mono) -> Next {
+        let mut inner = self.inner.lock();
+        inner.closed |= !go_on || (at_once && inner.in_flight == 1);
+        if !go_on {
+            inner.trouble.get_or_insert_with(|| error.clone());
+        }
+        let empty = inner.in_flight == 1 && inner.oldest.is_none();
+        if empty {
+            inner.empty_since = Some(now);
+        }
+        match inner.one_less() {
+            Next::Wait if empty => Next::Begin,
+            next => next,
+        }
+    }
+
+    /// Adds nothing any more; whether it can be sealed now.
+    pub(crate) fn close(&self) -> bool {
+        let mut inner = self.inner.lock();
+        inner.closed = true;
+        inner.take()
+    }
+
+    /// Somebody waits for what it holds: it is to be sealed at that time, if not before.
+    pub(crate) fn seal_by(&self, due: Mono) {
+        let mut inner = self.inner.lock();
+        inner.hurried = Some(inner.hurried.map_or(due, |other| other.min(due)));
+    }
+
+    /// When it is to be sealed, if it holds a record (or nobody wants it) and still takes more: `age` after the oldest was
+    /// written, sooner if somebody waits, and early enough for those that do, whatever the age.
+    pub(crate) fn due(&self, age: Duration) -> Option<Mono> {
+        let inner = self.inner.lock();
+        let oldest = inner.oldest.or(inner.empty_since).filter(|_| !inner.closed)?;
+        let waiting = inner.members.iter().filter(|member| member.done.is_some());
+        let first = waiting.map(|member| member.deadline).min();
+        let in_time = first.map(|deadline| oldest.after(deadline.since(oldest) / 4 * 3));
+        [Some(oldest.after(age)), in_time, inner.hurried]
+            .into_iter()
+            .flatten()
+            .min()
+    }
+
+    /// Those whose deadline has passed, and when the next one does.
+    pub(crate) fn late(&self, now: Mono) -> (Vec<Done<Written>>, Option<Mono>) {
+        let mut inner = self.inner.lock();
+        let (mut late, mut next) = (Vec::new(), None);
+        for member in inner.members.iter_mut().filter(|member| member.done.is_some()) {
+            if member.deadline <= now {
+                late.extend(member.done.take());
+            } else {
+                next = Some(next.map_or(member.deadline, |next: Mono| next.min(member.deadline)));
+            }
+        }
+        (late, next)
+    }
+
+    /// What is in it.
+    pub(crate) fn contents(&self) -> Contents {
+        let inner = self.inner.lock();
+        let written = inner.members.iter().filter(|member| member.written);
+        Contents {
+            end: inner.end,
+            entries: written.clone().map(|member| member.entry).collect(),
+            deadline: written.map(|member| member.deadline).max().unwrap_or_default(),
+            first_ordinal: inner.first_ordinal,
+            trouble: inner.trouble.clone(),
+        }
+    }
+
+    /// Everybody who waits for it, to be told.
+    pub(crate) fn waiting(&self) -> Vec<Done<Written>> {
+        let mut inner = self.inner.lock();
+        inner
+            .members
+            .iter_mut()
+            .filter_map(|member| member.done.take())
+            .collect()
+    }
+}
+
+impl Turns {
+    /// The write that is under way from now on; `None`, and nobody starts more, while another is, or when none waits.
+    fn next(&mut self) -> Option<Append> {
+        let next = if self.writing {
+            None
+        } else {
+            self.waiting.pop_front()
+        };
+        self.writing |= next.is_some();
+        self.handing = next.is_some();
+        next
+    }
+}
+
+impl Inner {
+    fn one_less(&mut self) -> Next {
+        self.in_flight -= 1;
+        if self.take() { Next::Seal } else { Next::Wait }
+    }
+
+    /// True once, when it can be sealed.
+    fn take(&mut self) -> bool {
+        let ready = self.closed && self.in_flight == 0 && !self.taken;
+        self.taken |= ready;
+        ready
+    }
+}

@@ -1,0 +1,233 @@
+//! What dead writers left: the whole records of their private segments are copied into a segment of our own.
+//!
+//! A private file belongs to its writer alone. To others it is dead when its head names a process of this host that is
+//! gone, or when it was not written for ten minutes by the file server's own clock. Whoever takes it up renames it first,
+//! to a private name of its own: of several that try one has it, and a writer that was only asleep finds its file gone
+//! and fails, harmlessly. It is copied and not sealed as it is, for a sleeper may still hold it open, and a segment
+//! that has a name is never written. A record counts only if its header and every checksum are right.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use ucm_core::{Error, ErrorKind, PAGE, Result, round_up};
+use ucm_infra::Mono;
+use ucm_io::{FileMeta, IoJob, ReadMode};
+use ucm_quota::layout::SegmentName;
+use ucm_record::{MAGIC, RecordHeader};
+
+use super::Segments;
+use super::copy::{Carried, Manner, Piece};
+use super::format::{Entry, HEAD_LEN, MAX_ENTRIES, decode_head};
+
+/// Time between two looks for private segments.
+const LOOK_AGAIN: Duration = Duration::from_secs(60);
+/// Silence after which the writer of a private segment is taken for dead.
+pub(super) const SILENCE_NS: i64 = 600_000_000_000;
+/// Most private segments taken up in one turn.
+const PER_TURN: usize = 4;
+/// Bytes looked through at once for the beginnings of records.
+const LOOK_AT: u64 = 1 << 20;
+/// How long one step may take.
+const STEP: Duration = Duration::from_secs(30);
+
+impl Segments {
+    /// Takes up what dead writers left, if it is time to look, as far as `most` bytes and the deadline allow; best effort:
+    /// what fails is tried again with a later turn. Whoever opens a root waits for little of it only, the finder's thread
+    /// does the rest.
+    pub(super) fn rescue(self: &Arc<Self>, most: u64, deadline: Mono) {
+        let now = self.shared.clock.now();
+        {
+            let mut last = self.finder.rescued.lock();
+            if self.shared.config.lookup_only || last.is_some_and(|last| now.since(last) < LOOK_AGAIN) {
+                return;
+            }
+            *last = Some(now);
+        }
+        let again = || *self.finder.rescued.lock() = None;
+        let Ok(dead) = self.dead_segments(now.after(STEP).min(deadline)) else {
+            return again();
+        };
+        let mut left = most;
+        for (number, (name, meta)) in dead.into_iter().enumerate() {
+            let over = self.shared.clock.now() >= deadline || number >= PER_TURN || meta.len > left;
+            if over || self.closing.load(Ordering::Acquire) {
+                return again(); // the next turn goes on
+            }
+            left -= meta.len;
+            if self.rescue_one(name, &meta).is_err() {
+                again();
+            }
+        }
+    }
+
+    /// Private segments of this namespace and part whose writers are dead.
+    fn dead_segments(&self, deadline: Mono) -> Result<Vec<(SegmentName, FileMeta)>> {
+        let own = self.living();
+        let listed = self.list(self.shared.layout.tmp(), deadline)?;
+        let mut unsure = Vec::new();
+        let mut dead = Vec::new();
+        for (name, meta) in listed.into_iter().filter(|(name, _)| !own.contains(name)) {
+            let Some(head) = self.read_piece(self.private(name), 0, HEAD_LEN as usize, ReadMode::Default)?
+            else {
+                continue; // sealed or removed meanwhile
+            };
+            let Ok((owner, process)) = decode_head(&head) else {
+                continue; // no segment, or not one yet
+            };
+            let config = &self.shared.config;
+            if owner.namespace != *config.identity.digest() || owner.part != config.part {
+                continue; // another rank takes it up, or its age does
+            }
+            if process.is_gone() {
+                dead.push((name, meta));
+            } else if process != config.process {
+                unsure.push((name, meta));
+            }
+        }
+        if !unsure.is_empty() {
+            let now = self.server_time(deadline)?;
+            unsure.retain(|(_, meta)| now.saturating_sub(meta.mtime_ns) >= SILENCE_NS);
+            dead.append(&mut unsure);
+        }
+        Ok(dead)
+    }
+
+    fn list(&self, dir: PathBuf, deadline: Mono) -> Result<Vec<(SegmentName, FileMeta)>> {
+        let entries = self.shared.call(deadline, move |io| io.list_if_there(&dir))?;
+        let segments = entries
+            .into_iter()
+            .filter(|(_, meta)| !meta.is_dir && meta.len > HEAD_LEN);
+        Ok(segments
+            .filter_map(|(name, meta)| Some((SegmentName::parse_private(&name)?, meta)))
+            .collect())
+    }
+
+    /// The time of the file server: that of a file made just now.
+    pub(super) fn server_time(&self, deadline: Mono) -> Result<i64> {
+        let (path, mode) = (self.private(self.next_name()), self.shared.config.modes.file);
+        let look = move |io: &IoJob| {
+            io.create(&path, &[0], 0, mode)?;
+            let looked = io.look(path.clone());
+            let _ = io.remove(&[path]); // what stays is swept by its age
+            looked
+        };
+        let gone = || Error::new(ErrorKind::NotFound, "a private file of our own is gone");
+        let meta = self.shared.call(deadline, look)?.ok_or_else(gone)?;
+        Ok(meta.mtime_ns)
+    }
+
+    fn rescue_one(self: &Arc<Self>, dead: SegmentName, meta: &FileMeta) -> Result<()> {
+        let claimed = self.private(self.next_name());
+        let before = self.shared.space.counts(); // one that runs meanwhile may see both copies
+        let (from, to, ino) = (self.private(dead), claimed.clone(), meta.ino);
+        if !self
+            .shared
+            .call(self.step(), move |io| io.rename(&from, &to, ino))?
+        {
+            return Ok(()); // somebody else has it
+        }
+        let found = self.whole_records(&claimed, meta.len)?;
+        if !found.is_empty() {
+            self.take_over(&claimed, found)?;
+        }
+        self.shared.call(self.step(), move |io| io.remove(&[claimed]))?;
+        self.shared.space.cleared(meta.len, before);
+        Ok(())
+    }
+
+    /// Records in a private segment that are whole and not stored elsewhere; where they lie there. They need not be equally
+    /// long, and there may be holes between them: a record begins at a page.
+    fn whole_records(&self, path: &Path, file_len: u64) -> Result<Vec<Entry>> {
+        let mut found = Vec::new();
+        let mut offset = HEAD_LEN;
+        while let Some(page) = self.next_record(path, offset, file_len)?
+            && found.len() < MAX_ENTRIES
+        {
+            let whole = self.whole_record(path, page)?;
+            offset = page + whole.map_or(PAGE, |entry| entry.len);
+            found.extend(whole.filter(|entry| self.index.find(entry.id).is_none()));
+        }
+        Ok(found)
+    }
+
+    /// The next page, from `offset` on, that begins as a record does.
+    fn next_record(&self, path: &Path, mut offset: u64, file_len: u64) -> Result<Option<u64>> {
+        let mut look = PAGE; // mostly the next one begins where the one before ended
+        while offset < file_len {
+            self.unless_closing()?;
+            self.look_if_asked();
+            let len = look.min(file_len - offset);
+            let piece = self.read_piece(path.to_owned(), offset, len as usize, ReadMode::Default)?;
+            let piece =
+                piece.ok_or_else(|| Error::new(ErrorKind::NotFound, "the private segment is gone"))?;
+            let page = piece
+                .chunks(PAGE as usize)
+                .position(|page| page.starts_with(&MAGIC));
+            if let Some(page) = page {
+                return Ok(Some(offset + page as u64 * PAGE));
+            }
+            offset += len;
+            look = (look * 4).min(LOOK_AT);
+        }
+        Ok(None)
+    }
+
+    /// Where the record at a place lies, if it is whole.
+    fn whole_record(&self, path: &Path, offset: u64) -> Result<Option<Entry>> {
+        let len = self.shared.config.record.record_len();
+        let Some(mut bytes) = self.read_piece(path.to_owned(), offset, len, ReadMode::Default)? else {
+            return Err(Error::new(ErrorKind::NotFound, "the private segment is gone"));
+        };
+        let Ok(header) = RecordHeader::decode(&bytes) else {
+            return Ok(None);
+        };
+        bytes.truncate(usize::try_from(header.record_len).unwrap_or(usize::MAX));
+        let judged = self.shared.judge(header.meta.id, &bytes, header.record_len);
+        let entry = Entry {
+            id: header.meta.id,
+            offset,
+            len: round_up(header.record_len, PAGE),
+        };
+        Ok((judged.is_ok() && bytes.len() as u64 == header.record_len).then_some(entry))
+    }
+
+    /// Copies records into a segment of our own and seals it.
+    fn take_over(&self, from: &Path, found: Vec<Entry>) -> Result<()> {
+        let piece = |entry| Piece {
+            from: from.to_owned(),
+            entry,
+        };
+        let pieces: Vec<Piece> = found.into_iter().map(piece).collect();
+        let used = |name: SegmentName, ordinal| {
+            let (recency, wall) = (&self.shared.recency, self.shared.clock.wall_ns());
+            Ok(recency.published(name.as_id(), ordinal, wall))
+        };
+        let manner = Manner {
+            sealed_ns: None,
+            used: &used,
+            pace: &|_| {
+                self.look_if_asked();
+                self.unless_closing()
+            },
+            needed: true,
+        };
+        let copied = self.copy(&pieces, &manner)?;
+        if let Some(known) = copied.known
+            && let Some(number) = self.index.begin(known)
+        {
+            let there: Vec<Entry> = copied.carried.iter().filter_map(Carried::entry).collect();
+            self.index.add(number, &there);
+        }
+        Ok(())
+    }
+
+    /// An error once the store closes.
+    pub(super) fn unless_closing(&self) -> Result<()> {
+        if self.closing.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::Closed, "the store is closed"));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,168 @@
+//! How a record gets its name: is the root still ours, is the block there already, is there room, and only then the file.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use ucm_core::{BlockId, Error, ErrorKind, Result};
+use ucm_device::Slot;
+use ucm_infra::{LANE_DUMP, Mono};
+use ucm_io::{IoJob, Publish, ReadMode};
+use ucm_quota::Room;
+use ucm_record::RecordHeader;
+
+use crate::backend::{Done, WriteOptions, Written};
+use crate::posix::{MAKE_DIRS, Shared};
+
+/// A write on its way.
+pub(crate) struct Write {
+    pub(crate) id: BlockId,
+    pub(crate) slot: Slot,
+    pub(crate) options: WriteOptions,
+    pub(crate) deadline: Mono,
+    pub(crate) done: Done<Written>,
+}
+
+impl Write {
+    /// Tells how it ended, the slot being free by then.
+    pub(crate) fn end(self, result: Result<Written>) {
+        drop(self.slot);
+        (self.done)(result);
+    }
+}
+
+impl Shared {
+    /// Writes a record, unless it is there.
+    pub(crate) fn write(self: &Arc<Self>, write: Write) {
+        self.begin_write(write, Room::new(&self.space));
+    }
+
+    fn begin_write(self: &Arc<Self>, write: Write, room: Arc<Room>) {
+        let Write {
+            id,
+            mut slot,
+            options,
+            deadline,
+            done,
+        } = write;
+        let (shared, taken) = (Arc::clone(self), Arc::clone(&room));
+        let work = move |io: &IoJob| {
+            let bytes = &mut slot.as_mut_slice()[..options.len];
+            let written = shared.write_record(io, id, bytes, &options, &taken)?;
+            Ok(written.ok_or(slot))
+        };
+        let shared = Arc::clone(self);
+        let ended = move |result: Result<Result<Written, Slot>>| match result {
+            Ok(Ok(written)) => {
+                room.settle(0, None); // where it was made, and somebody else had written the record meanwhile
+                done(Ok(written));
+            }
+            Ok(Err(slot)) => {
+                let write = Write {
+                    id,
+                    slot,
+                    options,
+                    deadline,
+                    done,
+                };
+                shared.make_room(write, room);
+            }
+            Err(error) => {
+                room.end(Some(&error)); // where its thread was written off, and still has it
+                done(Err(error));
+            }
+        };
+        self.io.job(LANE_DUMP, deadline, work, ended);
+    }
+
+    /// Waits for room, on nobody's thread, and begins again.
+    fn make_room(self: &Arc<Self>, write: Write, room: Arc<Room>) {
+        let (shared, held) = (Arc::clone(self), Arc::clone(&room));
+        let deadline = write.deadline;
+        room.make(write.options.len as u64, deadline, move |made| match made {
+            Ok(()) => shared.begin_write(write, held),
+            Err(error) => write.end(Err(error)),
+        });
+    }
+
+    /// Looks, takes room, publishes; `None`: room has to be made first.
+    fn write_record(
+        self: &Arc<Self>,
+        io: &IoJob,
+        id: BlockId,
+        bytes: &mut [u8],
+        options: &WriteOptions,
+        room: &Room,
+    ) -> Result<Option<Written>> {
+        let record = self.layout.record(id);
+        let found = io.stat(&[self.layout.marker(), record.clone()], false)?;
+        let (marker, present) = (found.first().copied().flatten(), found.get(1).copied().flatten());
+        self.check_root(marker).inspect_err(|_| self.look_again())?;
+        if let Some(meta) = present {
+            if !options.replace && self.presence(Some(meta)).is_ok() {
+                return Ok(Some(Written::Present));
+            }
+            if !meta.is_dir && is_newer(io, &record)? {
+                return Ok(Some(Written::Present)); // its writer knows what it is
+            }
+        }
+        if !room.take(bytes.len() as u64)? {
+            return Ok(None);
+        }
+        let published = self.publish(io, id, &record, bytes, options.ordinal);
+        room.end(published.as_ref().err());
+        published.inspect_err(|error| self.missed(error))?;
+        if options.read_back {
+            return self.read_back(io, id, &record, 0, None, bytes).map(Some);
+        }
+        Ok(Some(Written::Published))
+    }
+
+    fn publish(&self, io: &IoJob, id: BlockId, record: &Path, bytes: &[u8], ordinal: u32) -> Result<()> {
+        let dir = usize::from(id.0[0]);
+        if !self.dirs.lock()[dir] {
+            io.make_dir(&self.layout.shard_dir(id), self.config.modes.dir)?;
+            self.dirs.lock()[dir] = true;
+        }
+        let _writing = self.waiting.begin_write(id, &*self.clock, io.deadline())?;
+        let publish = Publish {
+            private: &self.next_private(),
+            target: record,
+            replace: true,
+            bytes,
+            mode: self.config.modes.file,
+            mtime_ns: Some(self.recency.published(id, ordinal, self.clock.wall_ns())),
+            durable: false,
+        };
+        io.publish(publish).map(|_| ())
+    }
+
+    /// A write that finds no directory: somebody removed them, so they are made again for the next one, with the
+    /// manifest.
+    pub(crate) fn missed(self: &Arc<Self>, error: &Error) {
+        if error.kind() != ErrorKind::NotFound {
+            return;
+        }
+        *self.dirs.lock() = [false; 256];
+        let deadline = self.clock.now().after(MAKE_DIRS);
+        let shared = Arc::clone(self);
+        let make = move || shared.furnish(deadline).map(|_| ());
+        self.space.in_background(deadline, make, Box::new(|_| {}));
+    }
+}
+
+/// Whether what has a record's name is one of a newer version. An error where nobody looked, so that it may be one; what
+/// cannot be read is no record.
+fn is_newer(io: &IoJob, record: &Path) -> Result<bool> {
+    match io.read_piece(record, 0, RecordHeader::LONGEST, ReadMode::Default) {
+        Ok(found) => Ok(found.is_some_and(|(bytes, _)| RecordHeader::is_newer(&bytes))),
+        Err(error)
+            if matches!(
+                error.kind(),
+                ErrorKind::Timeout | ErrorKind::Busy | ErrorKind::Closed
+            ) =>
+        {
+            Err(error)
+        }
+        Err(_) => Ok(false),
+    }
+}
