@@ -1,8 +1,9 @@
 //! From a description to an open engine: its stages by name, one medium or several as one.
 
+mod stages;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use serde::Deserialize;
 use ucm_core::{DType, Error, ErrorKind, Geometry, Identity, Part, Result};
@@ -11,10 +12,12 @@ use ucm_infra::Clock;
 
 use crate::engine::{Deadlines, Engine, EngineConfig};
 use crate::health::BreakerConfig;
+use crate::kind::{BuildContext, seconds};
 use crate::record::RecordLayout;
-use crate::registry::BuildContext;
-use crate::stages::{StageSetup, make_all};
 use crate::tiers::{StageConfig, Tiers, TiersConfig};
+
+pub use stages::StageSetup;
+use stages::make_all;
 
 /// Most memory of records on their way between stages, and most of them.
 const SPARE_BYTES: usize = 64 << 20;
@@ -166,10 +169,4 @@ impl Setup {
         };
         Engine::open(config, backend, device, clock)
     }
-}
-
-/// A time as it is described.
-pub(crate) fn seconds(key: &'static str, value: f64) -> Result<Duration> {
-    Duration::try_from_secs_f64(value)
-        .map_err(|error| Error::new(ErrorKind::Config, format!("{key}: {error}")).with("value", value))
 }

@@ -9,12 +9,13 @@ use serde_json::json;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_io::{IoOptions, IoPool, Process};
 
-use crate::assemble::seconds;
 use crate::auto::AutoBackend;
 use crate::backend::Backend;
 use crate::evidence::QuarantineConfig;
+use crate::kind::{
+    Age, Amount, BuildContext, BuiltTier, Directories, Mode, Size, StoreName, TierKind, seconds,
+};
 use crate::posix::{Modes, PosixBackend, PosixConfig};
-use crate::registry::{Age, Amount, BuildContext, BuiltTier, Directories, Mode, Name, Size, TierKind};
 use crate::segment::{Merging, SegmentBackend, SegmentConfig};
 use crate::space::{Capacity, Rules};
 
@@ -147,12 +148,12 @@ impl Default for QuarantineOptions {
 }
 
 pub(super) fn kind() -> TierKind {
-    let posix = Name::new("posix", "UcmPosixStore", "built");
+    let posix = StoreName::new("posix", "UcmPosixStore", "built");
     let nfs = "built: posix, by another name, on the mount point";
     let pc = "built: posix with `layout: segment`, and a load of a whole prefix";
     TierKind::medium(posix, make)
-        .also(Name::new("nfs", "UcmNfsStore", nfs))
-        .also(Name::new("pc", "UcmPcStore", pc).fixing("layout", "segment"))
+        .also(StoreName::new("nfs", "UcmNfsStore", nfs))
+        .also(StoreName::new("pc", "UcmPcStore", pc).fixing("layout", "segment"))
         .tested_with(|scratch| json!({"storage_backends": [scratch], "storage_capacity": 1 << 26, "free_space_floor": 0}))
 }
 

@@ -14,7 +14,7 @@ use ucm_device::Slot;
 use ucm_infra::Mono;
 
 use crate::backend::{Backend, BlockRead, Done, Listed, Presence, ReadDone, Usage, WriteOptions, Written};
-use crate::registry::{BuildContext, BuiltTier, Name, TierKind};
+use crate::kind::{BuildContext, BuiltTier, StoreName, TierKind};
 
 /// The options.
 #[derive(Serialize, Deserialize, JsonSchema)]
@@ -37,7 +37,7 @@ impl Default for ToyOptions {
 }
 
 pub(super) fn kind() -> TierKind {
-    let name = Name::new("toy", "UcmToyStore", "built, in builds for tests alone");
+    let name = StoreName::new("toy", "UcmToyStore", "built, in builds for tests alone");
     TierKind::medium(name, make).tested_with(|scratch| json!({"toy_name": scratch}))
 }
 

@@ -1,7 +1,7 @@
 //! Types of options that say more than those of Rust: what a configuration may write for them, and how they are shown.
 //!
 //! The options of a kind are one struct that serde reads and schemars describes. The `format` of each type below tells
-//! Python how to read what a user wrote (`python/ucm/config/option_types.py`); plain booleans, integers, numbers, texts
+//! Python how to read what a user wrote (`python/ucm/config/fields.py`); plain booleans, integers, numbers, texts
 //! and enums of unit variants need none. A field may carry, with `#[schemars(extend(...))]`:
 //!
 //! | | |

@@ -8,7 +8,7 @@
 //! ```
 //! use schemars::JsonSchema;
 //! use serde::{Deserialize, Serialize};
-//! use ucm_store::registry::{self, Name, TierKind};
+//! use ucm_store::registry::{self, StoreName, TierKind};
 //!
 //! /// What a configuration may say about this kind.
 //! #[derive(Default, Serialize, Deserialize, JsonSchema)]
@@ -19,23 +19,20 @@
 //!     tape_drives: u32,
 //! }
 //!
-//! let name = Name::new("tape", "UcmTapeStore", "not built yet");
+//! let name = StoreName::new("tape", "UcmTapeStore", "not built yet");
 //! registry::register(TierKind::declared::<TapeOptions>(name, "use UcmPosixStore")).unwrap();
 //! assert!(registry::describe().contains("tape_drives"));
 //! assert!(registry::find("tape").is_ok());
 //! ```
-
-mod kind;
-mod options;
 
 use std::sync::{Arc, LazyLock};
 
 use parking_lot::RwLock;
 use ucm_core::{Error, ErrorKind, Result};
 
-pub use kind::{BuildContext, BuiltTier, Name, TierKind, TierOptions};
-pub use options::{Age, Amount, Directories, Mode, Size};
-
+pub use crate::kind::{
+    Age, Amount, BuildContext, BuiltTier, Directories, Mode, Size, StoreName, TierKind, TierOptions,
+};
 use crate::stages;
 
 /// All kinds in order; the first is that of the store that is used where none is named.
@@ -48,7 +45,7 @@ static KINDS: LazyLock<RwLock<Vec<Arc<TierKind>>>> = LazyLock::new(|| {
 pub fn register(kind: TierKind) -> Result<()> {
     let mut kinds = KINDS.write();
     for name in kind.names() {
-        let taken = |other: &Name| other.word == name.word || other.class == name.class;
+        let taken = |other: &StoreName| other.word == name.word || other.class == name.class;
         if kinds.iter().any(|other| other.names().iter().any(taken)) {
             let error = Error::new(
                 ErrorKind::Config,
