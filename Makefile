@@ -18,6 +18,14 @@ PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/
 	"$$python" -c "" 2>/dev/null && echo "$$python" && break; done)
 # Arguments of benches/peers/run.py: make bench-peers PEERS_ARGS=--quick
 PEERS_ARGS ?=
+# What Git calls the other side of bench-beside, and arguments: make bench-beside REV=HEAD~1 BESIDE_ARGS=--quick
+REV ?=
+BESIDE_ARGS ?=
+# Arguments of benches/python/ttft.py and chat.py, and what they run over: ucm's ways, and the connectors of others.
+TTFT_ARGS ?=
+CHAT_ARGS ?=
+TTFT_OVER := none file segment cache-pc example lmcache mooncake
+CHAT_OVER := none file lmcache mooncake
 
 UV := .tools/bin/uv
 VENV := .venv
@@ -149,6 +157,19 @@ bench: ## figures as ratios against a yardstick of the same run
 bench-peers: $(PEERS)/.stamp $(PEERS)-cp312/.stamp $(VENV)/.stamp-core ## ucm beside other stores (PEERS_ARGS=--quick)
 	@$(PEERS)/bin/python benches/peers/run.py --python312 $(PEERS)-cp312/bin/python $(PEERS_ARGS)
 
+.PHONY: bench-ttft
+bench-ttft: $(PEERS)/.stamp-mooncake $(VENV)/.stamp-core ## first token of engines: ucm, others' connectors (TTFT_ARGS=)
+	@PYTHONPATH=python $(PEERS)/bin/python benches/python/ttft.py --variant $(TTFT_OVER) $(TTFT_ARGS)
+
+.PHONY: bench-chat
+bench-chat: $(PEERS)/.stamp-mooncake $(VENV)/.stamp-core ## the chat of many turns over the same (CHAT_ARGS=)
+	@PYTHONPATH=python $(PEERS)/bin/python benches/python/chat.py --variant $(CHAT_OVER) $(CHAT_ARGS)
+
+.PHONY: bench-beside
+bench-beside: $(VENV)/.stamp-vllm ## this tree beside another revision, in turns (REV=<revision> BESIDE_ARGS=--quick)
+	@test -n "$(REV)" || { echo "say which revision: make bench-beside REV=<revision>"; exit 2; }
+	@$(BIN)/python benches/python/beside.py "$(REV)" $(BESIDE_ARGS)
+
 # --- builds --------------------------------------------------------------------------------------------------------
 
 .PHONY: wheel
@@ -182,12 +203,19 @@ $(VENV)/.stamp-vllm: $(VENV)/.stamp-dev requirements/vllm.txt
 	@VIRTUAL_ENV=$(VENV) $(STAGE) "install vLLM" $(INSTALL) -r requirements/vllm.txt
 	@touch $@
 
-# Only for bench-peers: other projects, which are no part of what is built or tested here.
+# Only for bench-peers, bench-ttft and bench-chat: other projects, which are no part of what is built or tested here.
 $(PEERS)/.stamp: .tools/.stamp-uv benches/peers/requirements.txt benches/peers/lock.txt requirements/overrides.txt
 	@test -x $(PEERS)/bin/python || $(UV) venv --quiet --python $(PYTHON) $(PEERS)
 	@VIRTUAL_ENV=$(PEERS) $(STAGE) "install the peers" $(UV) pip install --quiet --constraint benches/peers/lock.txt \
 		--overrides requirements/overrides.txt -r benches/peers/requirements.txt
 	@touch $@
+
+# Left out where it could not be loaded: LMCache does not start beside such a one. Looked for again the next time.
+$(PEERS)/.stamp-mooncake: $(PEERS)/.stamp benches/peers/requirements-mooncake.txt
+	@if $(PEERS)/bin/python -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null; then \
+		VIRTUAL_ENV=$(PEERS) $(STAGE) "install Mooncake" $(UV) pip install --quiet \
+			--constraint benches/peers/lock.txt -r benches/peers/requirements-mooncake.txt && touch $@; \
+	else echo "Mooncake is left out: it needs libibverbs.so.1 (libibverbs1, a package of the system)"; fi
 
 # Without a CPython 3.12 the bench says that this peer is missing.
 $(PEERS)-cp312/.stamp: .tools/.stamp-uv benches/peers/requirements-cp312.txt

@@ -18,9 +18,9 @@ use ucm_benches::store::Result;
 use ucm_core::{BlockId, DType, Error, ErrorKind, Geometry, Identity, MissReason, Part};
 use ucm_device::{HostArena, Slot, SlotPool};
 use ucm_infra::{Mono, SystemClock};
-use ucm_io::{IoOptions, IoPool};
+use ucm_io::{IoJob, IoOptions, IoPool, PsyncEngine};
 use ucm_store::backend::{
-    Backend, BlockRead, Done, Listed, Presence, ReadDone, Usage, WriteOptions, Written,
+    Backend, BlockRead, Done, Listed, MediumStats, Presence, ReadDone, WriteOptions, Written,
 };
 use ucm_store::compress::{CompressBackend, CompressConfig};
 use ucm_store::record::{Expect, RecordLayout, RecordMeta, verify};
@@ -97,6 +97,7 @@ fn contest(dtype: DType, numbers: &[u8], blocks: usize) -> Result<[f64; 3]> {
         io: IoPool::psync(false, &IoOptions::with_workers(2))?,
     };
     let stage = CompressBackend::new(config, shelf, SystemClock::shared())?;
+    let here = IoJob::alone(PsyncEngine::new(false));
     let mut sealed = vec![0; record.record_len()];
     let (mut encoding, mut decoding) = (Duration::ZERO, Duration::ZERO);
     for block in 0..blocks {
@@ -125,12 +126,12 @@ fn contest(dtype: DType, numbers: &[u8], blocks: usize) -> Result<[f64; 3]> {
         stage.write(id, slot, options, Mono::NEVER, written);
         hear.recv()??;
         encoding += began.elapsed();
-        let (tell, hear) = channel();
-        let came = Box::new(move |result| drop(tell.send(result)));
         let slot = slots.try_acquire().ok_or("no slot")?;
         let began = Instant::now();
-        stage.read(0, vec![BlockRead::whole(id, slot, Mono::NEVER, came)]);
-        let read = hear.recv()??;
+        let read = stage
+            .read(&here, vec![BlockRead::whole(id, slot, Mono::NEVER)])
+            .pop();
+        let read = read.ok_or("no outcome")??;
         decoding += began.elapsed();
         let expect = Expect {
             id,
@@ -141,8 +142,8 @@ fn contest(dtype: DType, numbers: &[u8], blocks: usize) -> Result<[f64; 3]> {
         verify(&read.slot.as_slice()[..read.read], read.stored_len, &expect)
             .map_err(|reason| format!("what came back is {}", reason.name()))?;
     }
-    let told = stage.compression().ok_or("no figures")?;
-    stage.shutdown(Duration::from_secs(10));
+    let told = stage.stats().compression.ok_or("no figures")?;
+    stage.close(Duration::from_secs(10));
     let ratio = match told.records_compressed {
         0 => 1.0,
         _ => told.bytes_compressed as f64 / told.bytes_stored as f64,
@@ -200,37 +201,29 @@ impl Backend for Shelf {
         "shelf"
     }
 
-    fn describe(&self) -> String {
-        format!("a shelf, {} slots", self.1.capacity())
+    fn open(&self, _deadline: Mono) -> ucm_core::Result<String> {
+        Ok(format!("a shelf, {} slots", self.1.capacity()))
     }
 
-    fn probe(&self, _deadline: Mono) -> ucm_core::Result<()> {
-        Ok(())
-    }
-
-    fn lookup(&self, ids: Vec<BlockId>, _stop: bool, _deadline: Mono, done: Done<Vec<Presence>>) {
+    fn lookup(&self, _io: &IoJob, ids: &[BlockId], _stop: bool) -> ucm_core::Result<Vec<Presence>> {
         let kept = self.0.lock();
         let there = |id| kept.contains_key(id).then_some(()).ok_or(MissReason::Absent);
-        done(Ok(ids.iter().map(there).collect()));
+        Ok(ids.iter().map(there).collect())
     }
 
-    fn read(&self, _stage: usize, reads: Vec<BlockRead>) {
-        for BlockRead {
-            id, mut slot, done, ..
-        } in reads
-        {
-            let Some(record) = self.0.lock().get(&id).cloned() else {
-                done(Err(Error::new(ErrorKind::NotFound, "not on the shelf")));
-                continue;
-            };
+    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<ucm_core::Result<ReadDone>> {
+        let take = |BlockRead { id, mut slot, .. }: BlockRead| {
+            let absent = || Error::new(ErrorKind::NotFound, "not on the shelf");
+            let record = self.0.lock().get(&id).cloned().ok_or_else(absent)?;
             let read = record.len();
             slot.as_mut_slice()[..read].copy_from_slice(&record);
-            done(Ok(ReadDone {
+            Ok(ReadDone {
                 slot,
                 read,
                 stored_len: read as u64,
-            }));
-        }
+            })
+        };
+        run.into_iter().map(take).collect()
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, _deadline: Mono, done: Done<Written>) {
@@ -242,25 +235,17 @@ impl Backend for Shelf {
 
     fn touch(&self, _ids: &[(BlockId, u32)], _deadline: Mono) {}
 
-    fn delete(&self, _ids: Vec<BlockId>, _deadline: Mono, done: Done<usize>) {
-        done(Ok(0));
+    fn delete(&self, _io: &IoJob, _ids: &[BlockId]) -> ucm_core::Result<usize> {
+        Ok(0)
     }
 
-    fn list(&self, _deadline: Mono, done: Done<Vec<Listed>>) {
-        done(Ok(Vec::new()));
+    fn list(&self, _io: &IoJob) -> ucm_core::Result<Vec<Listed>> {
+        Ok(Vec::new())
     }
 
-    fn usage(&self) -> Usage {
-        Usage::default()
+    fn stats(&self) -> MediumStats {
+        MediumStats::default()
     }
 
-    fn removed(&self) -> (u64, u64, u64) {
-        (0, 0, 0)
-    }
-
-    fn stuck(&self) -> usize {
-        0
-    }
-
-    fn shutdown(&self, _drain: Duration) {}
+    fn close(&self, _drain: Duration) {}
 }

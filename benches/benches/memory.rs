@@ -12,7 +12,7 @@ use std::time::Duration;
 use ucm_benches::{asked_for, in_turns};
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostArena, Slot, SlotPool};
-use ucm_infra::{Mono, SystemClock};
+use ucm_infra::{LANE_LOOKUP, Mono, SystemClock};
 use ucm_store::backend::Backend;
 use ucm_store::memory::{MemoryBackend, MemoryConfig};
 use ucm_store::record::RecordLayout;
@@ -39,7 +39,7 @@ fn tier(dir: &std::path::Path, layout: &RecordLayout, bytes: Option<usize>) -> M
         ..MemoryConfig::new(identity, Part::default(), layout.clone(), capacity)
     };
     let tier = MemoryBackend::new(config, SystemClock::shared()).unwrap();
-    tier.probe(Mono::NEVER).unwrap();
+    tier.open(Mono::NEVER).unwrap();
     tier
 }
 
@@ -151,15 +151,9 @@ fn lookups(dir: &std::path::Path) {
     };
     let absent: Vec<BlockId> = (0..1024).map(|n| id(records + 1 + n)).collect();
     let ask = |tier: &MemoryBackend, ids: Vec<BlockId>, hits: usize| {
-        let done = move |answer: ucm_core::Result<Vec<_>>| {
-            let there = answer
-                .unwrap()
-                .iter()
-                .filter(|there: &&std::result::Result<(), _>| there.is_ok())
-                .count();
-            assert_eq!(there, hits);
-        };
-        tier.lookup(ids, false, Mono::NEVER, Box::new(done));
+        let here = tier.pool().here(LANE_LOOKUP, Mono::NEVER);
+        let found = tier.lookup(&here, &ids, false).unwrap();
+        assert_eq!(found.iter().filter(|there| there.is_ok()).count(), hits);
     };
     let mut next = || {
         first = (first + 1024) % records;

@@ -16,8 +16,8 @@ use ucm_benches::cli::program;
 use ucm_benches::store::Result;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostArena, Slot, SlotPool};
-use ucm_infra::{Clock, Completion, Mono, SystemClock};
-use ucm_io::{IoOptions, IoPool, Process};
+use ucm_infra::{Clock, Completion, LANE_LOAD, LANE_LOOKUP, Mono, SystemClock};
+use ucm_io::{IoJob, IoOptions, IoPool, Process};
 use ucm_store::backend::{Backend, BlockRead, ReadDone, WriteOptions};
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
@@ -103,10 +103,9 @@ fn lookups(blocks: usize) -> Result<()> {
         for _ in 0..5 {
             let start = Instant::now();
             for ids in ids.chunks(1024) {
-                let (over, answer) = answer();
-                let now = bench.clock.now().after(Duration::from_secs(60));
-                bench.backend.lookup(ids.to_vec(), false, now, Box::new(answer));
-                over.wait(&*bench.clock, None).ok_or("no answer")??;
+                let (backend, ids) = (Arc::clone(&bench.backend), ids.to_vec());
+                let look = move |io: &IoJob| backend.lookup(io, &ids, false);
+                bench.pool.call(LANE_LOOKUP, bench.deadline(), look)?;
             }
             best = best.min(start.elapsed().as_secs_f64() / blocks as f64);
         }
@@ -149,7 +148,8 @@ fn id(n: usize) -> BlockId {
 
 /// A backend with filled slots for it.
 struct Bench {
-    backend: Box<dyn Backend>,
+    backend: Arc<dyn Backend>,
+    pool: Arc<IoPool>,
     slots: Arc<SlotPool>,
     record: RecordLayout,
     identity: Identity,
@@ -200,15 +200,17 @@ impl Bench {
             age: Duration::ZERO,
             ..SegmentConfig::default()
         };
-        let backend: Box<dyn Backend> = if segment {
-            Box::new(SegmentBackend::new(config, segments, io, Arc::clone(&clock))?)
+        let pool = Arc::clone(&io);
+        let backend: Arc<dyn Backend> = if segment {
+            Arc::new(SegmentBackend::new(config, segments, io, Arc::clone(&clock))?)
         } else {
-            Box::new(PosixBackend::new(config, io, Arc::clone(&clock))?)
+            Arc::new(PosixBackend::new(config, io, Arc::clone(&clock))?)
         };
-        backend.probe(Mono::NEVER)?;
+        backend.open(Mono::NEVER)?;
         let arena = HostArena::new(slots * record.record_len().next_multiple_of(4096))?;
         Ok(Self {
             backend,
+            pool,
             slots: SlotPool::new(arena, record.record_len())?,
             record,
             identity,
@@ -260,7 +262,9 @@ impl Bench {
         for (n, slot) in (first..).zip(slots) {
             let (over, answer) = answer();
             let (record, namespace) = (self.record.clone(), *self.identity.digest());
-            let judge = move |read: ucm_core::Result<ReadDone>| {
+            let judge = move |reads: ucm_core::Result<Vec<ucm_core::Result<ReadDone>>>| {
+                let none = || Err(ucm_core::Error::internal("a read has no outcome"));
+                let read = reads.and_then(|mut reads| reads.pop().unwrap_or_else(none));
                 answer(read.and_then(|read| {
                     let expect = Expect {
                         id: id(n),
@@ -274,8 +278,9 @@ impl Bench {
                         .map_err(|reason| ucm_core::Error::internal(reason.name()))
                 }));
             };
-            let read = BlockRead::whole(id(n), slot, self.deadline(), Box::new(judge));
-            self.backend.read(0, vec![read]);
+            let (backend, deadline) = (Arc::clone(&self.backend), self.deadline());
+            let read = move |io: &IoJob| Ok(backend.read(io, vec![BlockRead::whole(id(n), slot, deadline)]));
+            self.pool.job(LANE_LOAD, deadline, read, judge);
             waits.push(over);
         }
         for over in waits {
@@ -285,7 +290,7 @@ impl Bench {
     }
 
     fn end(&self) {
-        self.backend.shutdown(Duration::from_secs(3));
+        self.backend.close(Duration::from_secs(3));
     }
 }
 

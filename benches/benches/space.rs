@@ -130,13 +130,13 @@ fn count(root: &Path, blocks: u64) -> Result<Duration> {
     let io = IoPool::psync(false, &IoOptions::default())?;
     let backend = PosixBackend::new(config, io, Arc::clone(&clock))?;
     let start = Instant::now();
-    backend.probe(Mono::NEVER)?;
-    while !backend.usage().counted {
+    backend.open(Mono::NEVER)?;
+    while !backend.stats().usage.counted {
         std::thread::sleep(Duration::from_micros(200));
     }
     let time = start.elapsed();
-    let records = backend.usage().records;
-    backend.shutdown(Duration::from_secs(3));
+    let records = backend.stats().usage.records;
+    backend.close(Duration::from_secs(3));
     if records != blocks {
         return Err(format!("counted {records} of {blocks} blocks").into());
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,6 +54,15 @@ class Ucm(Peer):
             if not special:
                 raise
             raise UnavailableError(f"not built: {error}") from error
+        self._counted(self._store)
+
+    def _counted(self, store: UcmPosixStore) -> None:
+        """Wait until the store knows what lies below its root: before, it takes a few hundred blocks and no more."""
+        end = time.monotonic() + PATIENCE
+        while not store.stats().get("storage_counted", 1):
+            if time.monotonic() > end:
+                raise RuntimeError(f"the root was not counted within {PATIENCE:.0f} s")
+            time.sleep(0.01)
 
     def wrap(self, blocks: Blocks) -> npt.NDArray[np.uint64]:
         return np.array([[block.ctypes.data] for block in blocks], dtype=np.uint64)

@@ -22,6 +22,7 @@ import machine
 import results
 from arm_process import HERE, ArmProcess
 from arms import ARMS, Arm
+from scratch import hollow
 
 ROOT = HERE.parent.parent
 BLOCKS_KIB = (256, 1024, 2048)
@@ -62,19 +63,6 @@ def commit() -> str:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
-
-
-def hollow(directory: str) -> None:
-    """Give back what files take on the medium and in the page cache, but not the files: they go at the end of the run.
-
-    ext4 passes over every inode that was freed in the last minutes, so that files cost many times as much where others
-    were removed just before: the arm that follows one with many files would pay for them.
-    """
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            path = os.path.join(folder, name)
-            if not os.path.islink(path) and os.path.isfile(path):
-                os.truncate(path, 0)
 
 
 class Contest:

@@ -59,7 +59,7 @@ class Bench:
     def counts(self) -> tuple[int, int]:
         """Blocks loaded and blocks declined so far."""
         found = self.engine.scheduler_eval(
-            "[connector._scheduler.account.total.loaded, connector._scheduler.account.total.missed['declined']]"
+            "[connector._scheduler.miss_stats.total.loaded, connector._scheduler.miss_stats.total.missed['declined']]"
         )
         loaded, declined = json.loads(found)
         return loaded, declined
@@ -73,7 +73,7 @@ class Bench:
                 self.ask(tokens)
         longest = self.prompts[-1]
         took = statistics.median(self.ask(longest) for _ in range(3))
-        block_bytes = int(self.engine.scheduler_eval("connector._scheduler.gate.block_bytes"))
+        block_bytes = int(self.engine.scheduler_eval("connector._scheduler.readiness.block_bytes"))
         return (len(longest) - 1) // BLOCK * block_bytes / took
 
     def at(self, speed: float, rounds: int) -> dict[str, Any]:

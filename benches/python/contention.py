@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from variants import BLOCK, VARIANTS  # isort: split
+from variants import BLOCK, OURS  # isort: split
 
 from chat import words
 from chat_server import Server, one_of_several, write_tokenizer
@@ -87,7 +87,7 @@ def pairs(variant: str, work: Path, blocks: int, length: int) -> Iterator[dict[s
 def main() -> None:
     """Talks, prints, writes."""
     arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    arguments.add_argument("--variant", choices=[name for name in VARIANTS if name != "none"], default="segment")
+    arguments.add_argument("--variant", choices=[name for name in OURS if name != "none"], default="segment")
     arguments.add_argument("--clients", type=int, default=6)
     arguments.add_argument("--turns", type=int, default=10)
     arguments.add_argument("--rounds", type=int, default=5, help="of each kind")

@@ -144,10 +144,10 @@ def show(row: Mapping[str, Any], with_threads: bool) -> str:
     return "\n".join(lines)
 
 
-def in_child(preset: str, root: str, seconds: float) -> dict[str, Any]:
-    """The same in a process of its own."""
+def in_child(preset: str, root: str, seconds: float, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The same in a process of its own, with this one's environment unless one is given."""
     command = [sys.executable, __file__, "--child", preset, "--root", root, "--seconds", str(seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         raise SystemExit(f"{preset}: {done.stderr.strip()[-2000:]}")
     row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -20,16 +20,18 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from ucm.integration.vllm.connector.admission import Admission
+from ucm.integration.vllm.connector.admission.admission import Admission
+from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate
 from ucm.integration.vllm.connector.background import Background
-from ucm.integration.vllm.connector.candidates import Candidate, Selection
-from ucm.integration.vllm.connector.extra_keys import ExtraKeys
-from ucm.integration.vllm.connector.gate import Gate
-from ucm.integration.vllm.connector.keys import KeyMaker
-from ucm.integration.vllm.connector.lookup import Lookups
-from ucm.integration.vllm.connector.metadata import DumpResult, Handshake, RankReport, WeightsWord, WorkerReport
-from ucm.integration.vllm.connector.pace import Pace
-from ucm.integration.vllm.connector.scheduler import SchedulerHalf
+from ucm.integration.vllm.connector.configured_stores import ConfiguredStore
+from ucm.integration.vllm.connector.identity.extra_keys import ExtraKeys
+from ucm.integration.vllm.connector.identity.keys import KeyMaker
+from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
+from ucm.integration.vllm.connector.metadata import DumpResult, Handshake, RankReport, UCMConnectorWorkerMetadata
+from ucm.integration.vllm.connector.scheduler.lookup import Lookups
+from ucm.integration.vllm.connector.scheduler.readiness import Readiness
+from ucm.integration.vllm.connector.scheduler.scheduler import UCMConnectorScheduler
+from ucm.integration.vllm.connector.scheduler.store_selection import StoreSelection
 from ucm.store.empty import UcmEmptyStore
 
 BLOCK = 128
@@ -56,41 +58,41 @@ class Named:
     def text(self) -> str | None:
         return "{}"
 
-    def trouble(self) -> str:
+    def why_invalid(self) -> str:
         return ""
 
-    def renew(self, _words: list[WeightsWord]) -> bool:
+    def update(self, _words: list[WeightsReport]) -> bool:
         return False
 
 
-def open_half(tables: Tables) -> SchedulerHalf:
-    """A scheduler half whose gate is open, with one rank."""
+def open_scheduler(tables: Tables) -> UCMConnectorScheduler:
+    """A scheduler half that is open, with one rank."""
     background = Background("bench")
-    gate = Gate(
+    readiness = Readiness(
         own_identity={},
         identity=Named(),
-        selection=Selection([Candidate("Empty", "nowhere", {}, UcmEmptyStore)], 1, background, 5.0),
+        selection=StoreSelection([ConfiguredStore("Empty", "nowhere", {}, UcmEmptyStore)], 1, background, 5.0),
         world=1,
         open_allowance=5.0,
     )
-    half = SchedulerHalf(
-        gate,
+    scheduler = UCMConnectorScheduler(
+        readiness,
         make_keys=lambda text: KeyMaker(text, BLOCK, "sha256", ExtraKeys(BLOCK)),
-        make_lookups=lambda store, masks, early: Lookups(background, store, masks, early),
+        make_lookups=lambda store, masks, visible: Lookups(background, store, masks, visible),
         block_tokens=BLOCK,
         min_hit_tokens=0,
         dump_output=True,
         lookup_allowance=0.05,
-        admission=Admission("measured", 0.8, Pace(0.2, 30.0)),
+        admission=Admission("measured", 0.8, ComputeRate(0.2, 30.0)),
     )
-    half.bind_manager(tables)  # a step asks vLLM's manager for nothing but tables
-    half.bind_pool(tables.block_pool)
-    gate.shake([Handshake((0, 0, 0), 0, True, {}, {}, stores=("Empty",))])
-    while gate.phase != "open":
-        gate.report(RankReport(rank=0, ready=True, attempt=1))
-        gate.poll()
-    gate.report(RankReport(rank=0, weights=WeightsWord(gate.generation, True, None, 0)))
-    return half
+    scheduler.bind_kv_cache_manager(tables)  # a step asks vLLM's manager for nothing but tables
+    scheduler.bind_gpu_block_pool(tables.block_pool)
+    readiness.handshake([Handshake((0, 0, 0), 0, True, {}, {}, stores=("Empty",))])
+    while readiness.phase != "open":
+        readiness.report(RankReport(rank=0, ready=True, attempt=1))
+        readiness.poll()
+    readiness.report(RankReport(rank=0, weights=WeightsReport(readiness.generation, True, None, 0)))
+    return scheduler
 
 
 def step(requests: list[Request]) -> SchedulerOutput:
@@ -110,22 +112,22 @@ def step(requests: list[Request]) -> SchedulerOutput:
     return output
 
 
-def one_step(half: SchedulerHalf, output: SchedulerOutput, answer: KVConnectorOutput) -> Any:
+def one_step(scheduler: UCMConnectorScheduler, output: SchedulerOutput, answer: KVConnectorOutput) -> Any:
     """Every call vLLM makes in a step without arrivals and departures."""
-    plan = half.plan(output)
-    half.worker_output(answer)
-    half.wants_steps  # noqa: B018 - vLLM asks once per step
-    half.step_ended()
-    half.account.take()
+    plan = scheduler.build_connector_meta(output)
+    scheduler.update_connector_output(answer)
+    scheduler.has_pending_push_work  # noqa: B018 - vLLM asks once per step
+    scheduler.step_ended()
+    scheduler.miss_stats.take()
     return plan
 
 
-def settle(half: SchedulerHalf, plan: Any) -> None:
+def publish(scheduler: UCMConnectorScheduler, plan: Any) -> None:
     """The rank answers that all dumps of the plan were published."""
     done = [DumpResult(dump.job) for dump in plan.dumps]
     last = max((dump.job for dump in plan.dumps), default=0)
-    report = WorkerReport(ranks=[RankReport(rank=0, ready=True, last_job=last, done=done)])
-    half.worker_output(KVConnectorOutput(kv_connector_worker_meta=report))
+    report = UCMConnectorWorkerMetadata(ranks=[RankReport(rank=0, ready=True, last_job=last, done=done)])
+    scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
 
 
 def measure(run: Callable[[], Any], rounds: int) -> list[float]:
@@ -151,25 +153,25 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=2000)
     chosen = arguments.parse_args()
     tables = Tables(chosen.requests, 16)
-    half = open_half(tables)
+    scheduler = open_scheduler(tables)
     requests = []
     for number in range(chosen.requests):
         tokens = [(number * 7919 + position) % 30000 for position in range(8 * BLOCK + 10)]
         request = Request(f"r{number}", tokens, SamplingParams(max_tokens=512), None)
-        half.on_new_request(request)
-        while half.matched(request, 0)[0] is None:
+        scheduler.on_new_request(request)
+        while scheduler.get_num_new_matched_tokens(request, 0)[0] is None:
             pass
-        half.admitted(request, tables.get_blocks(request.request_id), 0)
+        scheduler.update_state_after_alloc(request, tables.get_blocks(request.request_id), 0)
         request.num_computed_tokens = request.num_tokens - 1
         requests.append(request)
     quiet = KVConnectorOutput()
-    plan = half.plan(step(requests))
+    plan = scheduler.build_connector_meta(step(requests))
     while plan.dumps:  # what was computed before is offered first
-        settle(half, plan)
-        plan = half.plan(step(requests))
+        publish(scheduler, plan)
+        plan = scheduler.build_connector_meta(step(requests))
 
     output = step(requests)
-    times = measure(lambda: one_step(half, output, quiet), chosen.rounds)
+    times = measure(lambda: one_step(scheduler, output, quiet), chosen.rounds)
     show(f"{chosen.requests} requests decode, nothing to do", times)
 
     fillers = requests[::16]
@@ -180,10 +182,10 @@ def main() -> None:
             request.num_computed_tokens = request.num_tokens - 1
         output = step(requests)
         start = time.perf_counter()
-        plan = one_step(half, output, quiet)
+        plan = one_step(scheduler, output, quiet)
         times.append((time.perf_counter() - start) * 1e6)
         assert sum(len(dump.blocks) for dump in plan.dumps) == len(fillers)
-        settle(half, plan)
+        publish(scheduler, plan)
     show(f"{len(fillers)} of them fill a block", sorted(times))
 
 

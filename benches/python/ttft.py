@@ -3,7 +3,7 @@
 For each variant of ``variants.py`` an engine is started, asked prompts that nobody stored (*cold*), and, after vLLM's
 own prefix cache was emptied, the same ones again (*warm*). Before each prompt the engine is idle, with every dump
 staged. Variants take turns; their cold times beside those of no connector are what ucm costs where it finds nothing.
-Prints a table; ``--json`` keeps every time.
+``make bench-ttft`` does the same beside the connectors of others. Prints a table; ``--json`` keeps every time.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from variants import BLOCK, VARIANTS, engine, why  # isort: split
+from variants import BLOCK, USUAL, VARIANTS, engine, why  # isort: split
 
 from harness import Engine, EngineError
+from peer_connectors import UnavailableError
 from specs import prompt
 
 import model as demo_model
@@ -32,7 +33,7 @@ def one_engine(variant: str, model: Path, work: Path, number: int, chosen: argpa
     prompts = [prompt(1000 * number + index, chosen.tokens) for index in range(chosen.prompts)]
     times: dict[str, Any] = {"cold": [], "warm": [], "cached": []}
     try:
-        with Engine(engine(variant, model, root, blocks, chosen.tokens + BLOCK), log) as running:
+        with engine(variant, model, root, blocks, chosen.tokens + BLOCK) as spec, Engine(spec, log) as running:
             running.ask(prompt(1, BLOCK // 2), 1)
             for tokens in prompts:
                 times["cold"].append(running.ask(tokens, 1).first)
@@ -43,8 +44,10 @@ def one_engine(variant: str, model: Path, work: Path, number: int, chosen: argpa
                 times["warm"].append(answer.first)
                 times["cached"].append(answer.cached)
                 running.wait_idle()
+    except UnavailableError as error:
+        return {"failed": str(error)}
     except EngineError as error:
-        return {"failed": why(str(error) + log.read_text(errors="replace"))}
+        return {"failed": why(str(error) + (log.read_text(errors="replace") if log.exists() else ""))}
     return times
 
 
@@ -99,7 +102,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Measures and prints."""
     arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    arguments.add_argument("--variant", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    arguments.add_argument("--variant", nargs="+", choices=VARIANTS, default=USUAL)
     arguments.add_argument("--tokens", type=int, default=4005, help="of a prompt")
     arguments.add_argument("--prompts", type=int, default=8, help="for each engine")
     arguments.add_argument("--rounds", type=int, default=3, help="engines for each variant")

@@ -1,17 +1,21 @@
 """What is put under an engine in ``ttft.py`` and ``chat.py``: one line for each way of keeping KV, or none.
 
 Both run the deep, tiny model of the demo in engines of ``tests/vllm/harness.py``, one at a time on a machine. A variant
-that this version has not got is reported as such, with what the engine said.
+that this version has not got is reported as such, with what the engine said. Connectors of others, with the servers
+that they need, are in ``peer_connectors.py``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from peer_connectors import PEERS, WHOLE_PROMPTS, Given
 
 if TYPE_CHECKING:
     from specs import EngineSpec
@@ -21,20 +25,24 @@ for folder in ("tests/vllm", "demo"):
     sys.path.insert(0, str(ROOT / folder))
 
 #: Name -> the entry of ``ucm_connectors``, less the directory; None is an engine without ucm.
-VARIANTS: Mapping[str, Mapping[str, Any] | None] = {
+OURS: Mapping[str, Mapping[str, Any] | None] = {
     "none": None,
     "file": {"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"layout": "file"}},
     "segment": {"ucm_connector_name": "UcmPosixStore", "ucm_connector_config": {"layout": "segment"}},
     "cache-pc": {"ucm_connector_name": "UcmPipelineStore", "ucm_connector_config": {"store_pipeline": "Cache|Pc"}},
 }
 
+VARIANTS = (*OURS, *PEERS)
+#: What is measured where nobody says what: the others need packages that are not installed with vLLM.
+USUAL = tuple(OURS)
+
 #: Of the engines: blocks of so many tokens.
 BLOCK = 32
 
 
 def transfer(variant: str, root: Path) -> dict[str, Any] | None:
-    """Arguments of vLLM's KVTransferConfig, with blocks kept below ``root``."""
-    entry = VARIANTS[variant]
+    """Arguments of vLLM's KVTransferConfig for one of ours, with blocks kept below ``root``."""
+    entry = OURS[variant]
     if entry is None:
         return None
     options = {"storage_backends": str(root), **entry.get("ucm_connector_config", {})}
@@ -46,20 +54,28 @@ def transfer(variant: str, root: Path) -> dict[str, Any] | None:
     }
 
 
-def engine(variant: str, model: Path, root: Path, blocks: int, length: int) -> EngineSpec:
-    """An engine over the demo's model with room for ``blocks`` blocks and prompts of ``length`` tokens."""
+@contextlib.contextmanager
+def engine(variant: str, model: Path, root: Path, blocks: int, length: int) -> Iterator[EngineSpec]:
+    """An engine over the demo's model with room for ``blocks`` blocks and prompts of ``length`` tokens.
+
+    What a peer needs beside it runs meanwhile; raises UnavailableError where that is not installed.
+    """
     from specs import EngineSpec
 
-    return EngineSpec(
-        model,
-        blocks=blocks,
-        budget=2048,
-        transfer=transfer(variant, root),
-        args={"max_model_len": length, "kv_cache_memory_bytes": (blocks + 2) << 20},
-        env={"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))},
-        label=variant,
-        fork=False,
-    )
+    with contextlib.ExitStack() as stack:
+        given: Given | None = None
+        if variant in PEERS:
+            given = stack.enter_context(PEERS[variant](root))
+        yield EngineSpec(
+            model,
+            blocks=blocks,
+            budget=max(2048, length) if variant in WHOLE_PROMPTS else 2048,
+            transfer=given.transfer if given else transfer(variant, root),
+            args={"max_model_len": length, "kv_cache_memory_bytes": (blocks + 2) << 20},
+            env={"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), **(given.env if given else {})},
+            label=variant,
+            fork=False,
+        )
 
 
 def why(log: str) -> str:

@@ -17,25 +17,26 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from ucm.integration.vllm.connector.admission import Admission
+from ucm.integration.vllm.connector.admission.admission import Admission
+from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate
+from ucm.integration.vllm.connector.admission.rate_memory import RateMemory
 from ucm.integration.vllm.connector.background import URGENT, Background
-from ucm.integration.vllm.connector.candidates import Candidate, Selection
-from ucm.integration.vllm.connector.extra_keys import ExtraKeys
-from ucm.integration.vllm.connector.gate import Gate
-from ucm.integration.vllm.connector.keys import KeyMaker
-from ucm.integration.vllm.connector.lookup import Lookups
+from ucm.integration.vllm.connector.configured_stores import ConfiguredStore
+from ucm.integration.vllm.connector.identity.extra_keys import ExtraKeys
+from ucm.integration.vllm.connector.identity.keys import KeyMaker
+from ucm.integration.vllm.connector.identity.weight_files import WeightSource
+from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 from ucm.integration.vllm.connector.metadata import (
     DumpResult,
     Handshake,
     RankReport,
-    StepPlan,
-    WeightsWord,
-    WorkerReport,
+    UCMConnectorMetadata,
+    UCMConnectorWorkerMetadata,
 )
-from ucm.integration.vllm.connector.pace import Pace
-from ucm.integration.vllm.connector.rate_memory import RateMemory
-from ucm.integration.vllm.connector.scheduler import SchedulerHalf
-from ucm.integration.vllm.connector.weight_files import WeightSource
+from ucm.integration.vllm.connector.scheduler.lookup import Lookups
+from ucm.integration.vllm.connector.scheduler.readiness import Readiness
+from ucm.integration.vllm.connector.scheduler.scheduler import UCMConnectorScheduler
+from ucm.integration.vllm.connector.scheduler.store_selection import StoreSelection
 from ucm.store import part_mask, record_ids
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1
 
@@ -124,9 +125,9 @@ class Memory(UcmKVStoreBaseV1):
         raise NotImplementedError
 
 
-def candidate(name: str, make: Callable[[dict[str, Any]], Any]) -> Candidate:
+def configured_store(name: str, make: Callable[[dict[str, Any]], Any]) -> ConfiguredStore:
     """A configured store."""
-    return Candidate(name, f"{name} on /nowhere", {"storage_backends": ["/nowhere"]}, make)
+    return ConfiguredStore(name, f"{name} on /nowhere", {"storage_backends": ["/nowhere"]}, make)
 
 
 def small_store(path: Path) -> dict[str, Any]:
@@ -187,15 +188,15 @@ class Named:
     def __init__(self) -> None:
         self.now: str | None = '{"weights":"w"}'
         self.after: dict[str, str | None] = {}  # by the text before, where memory was found to hold other weights
-        self.words: list[WeightsWord] = []
+        self.words: list[WeightsReport] = []
 
     def text(self) -> str | None:
         return self.now
 
-    def trouble(self) -> str:
+    def why_invalid(self) -> str:
         return ""
 
-    def renew(self, words: list[WeightsWord]) -> bool:
+    def update(self, words: list[WeightsReport]) -> bool:
         self.words = words
         if all(word.unchanged for word in words):
             return False
@@ -207,33 +208,36 @@ class Rig:
     """A scheduler half with everything around it."""
 
     def __init__(
-        self, ranks: int = 1, opened: bool = True, candidates: Sequence[Candidate] = (), **settings: Any
+        self, ranks: int = 1, opened: bool = True, stores: Sequence[ConfiguredStore] = (), **settings: Any
     ) -> None:
-        """``candidates``: the configured stores, one in memory when there are none."""
+        """``stores``: the configured stores, one in memory when there are none."""
         self.clock, self.later, self.store = Clock(), Later(), Memory()
         self.tables = Tables(settings.pop("blocks", 64))
         self.ranks = ranks
-        candidates = candidates or [candidate("Memory", lambda config: self.store)]
-        self.names = tuple(one.name for one in candidates)
+        stores = stores or [configured_store("Memory", lambda config: self.store)]
+        self.names = tuple(one.name for one in stores)
         self.named = Named()
         self.pauses: list[float] = []  # of the scheduler's thread
-        self.gate = Gate(
+        self.readiness = Readiness(
             own_identity={"dtype": "float32"},
             identity=self.named,
-            selection=Selection(candidates, ranks, self.later, 5.0, self.clock),
+            selection=StoreSelection(stores, ranks, self.later, 5.0, self.clock),
             world=ranks,
             open_allowance=5.0,
             clock=self.clock,
         )
         self.admission = Admission(
-            settings.pop("admission", "measured"), 0.8, Pace(0.2, 30.0, settings.pop("step_tokens", 0)), self.clock
+            settings.pop("admission", "measured"),
+            0.8,
+            ComputeRate(0.2, 30.0, settings.pop("step_tokens", 0)),
+            self.clock,
         )
         root = settings.pop("root", None)
         self.rates = RateMemory(root, self.admission, self.later, lambda: "this machine", self.clock)
-        self.half = SchedulerHalf(
-            self.gate,
+        self.scheduler = UCMConnectorScheduler(
+            self.readiness,
             make_keys=self.keys,
-            make_lookups=lambda store, masks, early: Lookups(self.later, store, masks, early),
+            make_lookups=lambda store, masks, visible: Lookups(self.later, store, masks, visible),
             block_tokens=BLOCK,
             min_hit_tokens=settings.pop("min_hit_tokens", 0),
             dump_output=settings.pop("dump_output", True),
@@ -245,8 +249,8 @@ class Rig:
             clock=self.clock,
             pause=self.pauses.append,
         )
-        self.half.bind_manager(self.tables)
-        self.half.bind_pool(self.tables.block_pool)
+        self.scheduler.bind_kv_cache_manager(self.tables)
+        self.scheduler.bind_gpu_block_pool(self.tables.block_pool)
         if opened:
             self.open()
 
@@ -260,39 +264,43 @@ class Rig:
         self.report(*(RankReport(tp, Handshake((0, 0, tp), tp, True, shapes={}, **fields)) for tp in range(self.ranks)))
 
     def open(self) -> None:
-        """Open the gate on every rank."""
+        """Open the cache on every rank."""
         self.shake()
         self.later.run()
         self.ready()
-        self.gate.ask()
-        self.judged(self.step())
+        self.readiness.request_weights_check()
+        self.weights_checked(self.step())
 
     def ready(self, attempt: int = 1) -> None:
         """Every rank has opened its store."""
         self.report(*(RankReport(rank, ready=True, attempt=attempt) for rank in range(self.ranks)))
 
-    def judged(self, plan: StepPlan, unchanged: bool | None = True, named: WeightSource | None = None) -> None:
+    def weights_checked(
+        self, plan: UCMConnectorMetadata, unchanged: bool | None = True, named: WeightSource | None = None
+    ) -> None:
         """Every rank has looked at its weights, as a plan asks."""
-        assert plan.judge is not None
-        word = WeightsWord(plan.judge, unchanged, named, 0)
+        assert plan.check_weights is not None
+        word = WeightsReport(plan.check_weights, unchanged, named, 0)
         self.report(*(RankReport(rank, ready=True, attempt=1, weights=word) for rank in range(self.ranks)))
 
     def report(self, *ranks: RankReport, recved: set[str] | None = None) -> None:
         """Ranks report."""
-        self.half.worker_output(
-            KVConnectorOutput(finished_recving=recved, kv_connector_worker_meta=WorkerReport(ranks=list(ranks)))
+        self.scheduler.update_connector_output(
+            KVConnectorOutput(
+                finished_recving=recved, kv_connector_worker_meta=UCMConnectorWorkerMetadata(ranks=list(ranks))
+            )
         )
 
     def request(self, name: str, length: int, seed: int = 0, adapter: LoRARequest | None = None) -> Request:
         """A new request of so many tokens."""
         tokens = [(seed * 131 + index) % 1000 for index in range(length)]
         request = Request(name, tokens, SamplingParams(max_tokens=64), None, lora_request=adapter)
-        self.half.on_new_request(request)
+        self.scheduler.on_new_request(request)
         return request
 
     def keys_of(self, request: Request) -> list[bytes]:
         """The keys of a request's full blocks."""
-        return self.keys(self.gate.identity_text).first(request)
+        return self.keys(self.readiness.identity_text).first(request)
 
     def stored(self, request: Request, blocks: int, ranks: Sequence[int] | None = None) -> None:
         """Put the first blocks of a request into the store."""
@@ -300,7 +308,7 @@ class Rig:
         for rank in range(self.ranks) if ranks is None else ranks:
             self.store.ids.update(record_ids(keys, part_mask(0, 0, rank)))
 
-    def step(self, *requests: Request, new: bool = False, sync: bool = False) -> StepPlan:
+    def step(self, *requests: Request, new: bool = False, sync: bool = False) -> UCMConnectorMetadata:
         """One step that computes all tokens of these requests that are not computed yet; ``sync``: on what another
         connector loads in it."""
         output = SchedulerOutput.make_empty()
@@ -317,7 +325,7 @@ class Rig:
             num_computed_tokens=[request.num_computed_tokens for request in requests],
             num_output_tokens=[request.num_output_tokens for request in requests],
         )
-        plan = self.half.plan(output)
+        plan = self.scheduler.build_connector_meta(output)
         for request in requests:
             request.num_computed_tokens = request.num_tokens
         return plan
@@ -325,16 +333,20 @@ class Rig:
     def admit(self, request: Request) -> None:
         """vLLM's first steps with a request nobody has anything of."""
         self.later.run()
-        assert self.half.matched(request, 0) == (0, False)
-        self.half.admitted(request, self.tables.allocate(request, -(-request.num_tokens // BLOCK) + 8), 0)
+        assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        self.scheduler.update_state_after_alloc(
+            request, self.tables.allocate(request, -(-request.num_tokens // BLOCK) + 8), 0
+        )
 
     def no_room(self, request: Request, hit: int) -> None:
         """vLLM's first steps with a request of which ``hit`` blocks could be loaded, had it room for that."""
         self.later.run()
-        assert self.half.matched(request, 0) == (hit * BLOCK, True)
-        self.half.admitted(request, self.tables.allocate(request, 6), 0)
+        assert self.scheduler.get_num_new_matched_tokens(request, 0) == (hit * BLOCK, True)
+        self.scheduler.update_state_after_alloc(request, self.tables.allocate(request, 6), 0)
 
-    def ended(self, plan: StepPlan, rank: int = 0, failed: tuple[int, ...] = (), busy: bool = False) -> RankReport:
+    def ended(
+        self, plan: UCMConnectorMetadata, rank: int = 0, failed: tuple[int, ...] = (), busy: bool = False
+    ) -> RankReport:
         """A rank's report that all dumps of a plan ended."""
         done = [DumpResult(dump.job, failed, busy) for dump in plan.dumps]
         return RankReport(rank, ready=True, last_job=max((d.job for d in plan.dumps), default=0), done=done)

@@ -18,9 +18,9 @@ from parts import BLOCK, Rig
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
-from ucm.integration.vllm.connector.load_rate import Loading
+from ucm.integration.vllm.connector.admission.compute_rate import ComputeSpeed
+from ucm.integration.vllm.connector.admission.load_rate import LoadSpeed
 from ucm.integration.vllm.connector.metadata import Load, LoadFailure, LoadServed, RankReport
-from ucm.integration.vllm.connector.pace import Computing
 from ucm.store import part_mask, record_ids
 
 #: Bytes of one block in these tests, of all ranks.
@@ -133,7 +133,7 @@ class Simulation:
     mode: str = "measured"
     seed: int = 0
     lower: Tier | None = None
-    known: tuple[Computing | None, dict[int, Loading]] = (None, {})
+    known: tuple[ComputeSpeed | None, dict[int, LoadSpeed]] = (None, {})
     steps: int = 0
     unknown: int = 0
     waiting: list[_Live] = field(default_factory=list)
@@ -144,9 +144,9 @@ class Simulation:
         """All requests, to their last token."""
         self.random = random.Random(self.seed)
         self.rig = Rig(admission=self.mode, step_tokens=self.engine.budget, blocks=1 << 15)
-        self.rig.gate.block_bytes = BLOCK_BYTES
+        self.rig.readiness.block_bytes = BLOCK_BYTES
         self.rig.report(RankReport(0, ready=True, free_slots=0))  # nothing is dumped here
-        self.rig.half.step_ended()
+        self.rig.scheduler.step_ended()
         self.rig.admission.recall(*self.known)
         if self.lower is not None:
             self.rig.store.tier_names = ("memory", "disk")
@@ -162,7 +162,7 @@ class Simulation:
                 self._arrive(coming[arrived], arrived)
                 arrived += 1
             self._step(first)
-        account = self.rig.half.account.total
+        account = self.rig.scheduler.miss_stats.total
         return Outcome(
             [first[n] for n in range(len(coming))],
             account.loaded,
@@ -183,7 +183,7 @@ class Simulation:
 
     def _schedule(self) -> dict[str, int]:
         scheduled: dict[str, int] = {}
-        budget, half = self.engine.budget, self.rig.half
+        budget, scheduler = self.engine.budget, self.rig.scheduler
         for live in self.running:
             tokens = min(budget, live.request.num_tokens - live.computed)
             if tokens > 0:
@@ -192,21 +192,21 @@ class Simulation:
         while self.waiting and budget > 0:
             live = self.waiting[0]
             if not live.admitted or live.computed == 0:
-                hit, _ = half.matched(live.request, 0)
+                hit, _ = scheduler.get_num_new_matched_tokens(live.request, 0)
                 assert hit is not None  # lookups are answered at once
                 blocks = (
                     self.rig.tables.get_blocks(live.request.request_id)
                     if live.admitted
                     else self.rig.tables.allocate(live.request, live.arrival.blocks + 2)
                 )
-                half.admitted(live.request, blocks, hit)
+                scheduler.update_state_after_alloc(live.request, blocks, hit)
                 live.admitted = True
                 if hit:
                     self.waiting.pop(0)
                     self.loading.append(live)
                     continue
             else:
-                half.admitted(live.request, self.rig.tables.get_blocks(live.request.request_id), 0)
+                scheduler.update_state_after_alloc(live.request, self.rig.tables.get_blocks(live.request.request_id), 0)
             self.waiting.pop(0)
             self.running.append(live)
             tokens = min(budget, live.request.num_tokens - live.computed)
@@ -215,13 +215,13 @@ class Simulation:
         return scheduled
 
     def _step(self, first: dict[int, float]) -> None:
-        clock, half = self.rig.clock, self.rig.half
+        clock, scheduler = self.rig.clock, self.rig.scheduler
         scheduled = self._schedule()
         output = SchedulerOutput.make_empty()
         output.num_scheduled_tokens = scheduled
         output.total_num_scheduled_tokens = sum(scheduled.values())
         output.scheduled_cached_reqs = CachedRequestData.make_empty()
-        plan = half.plan(output)
+        plan = scheduler.build_connector_meta(output)
         by_name = {live.request.request_id: live for live in self.loading}
         for load in plan.loads:
             live = by_name[load.request]
@@ -233,7 +233,7 @@ class Simulation:
             live.deadline = clock.now + (UNKNOWN_S if load.timeout is None else load.timeout)
         clock.now += self._seconds(output.total_num_scheduled_tokens)
         self._loads_end()
-        half.step_ended()
+        scheduler.step_ended()
         for live in list(self.running):
             tokens = scheduled.get(live.request.request_id, 0)
             live.computed += tokens
@@ -244,7 +244,7 @@ class Simulation:
             live.request.num_computed_tokens = live.computed
             if live.produced >= live.arrival.output:
                 self.running.remove(live)
-                half.finished(live.request)
+                scheduler.request_finished(live.request)
                 self.rig.tables.free(live.request)
 
     def _parts(self, live: _Live) -> list[tuple[Tier, int]]:
@@ -295,7 +295,7 @@ def compare(
     arrivals: Sequence[Arrival],
     seed: int = 0,
     make_lower: Callable[[], Tier] | None = None,
-    known: tuple[Computing | None, dict[int, Loading]] = (None, {}),
+    known: tuple[ComputeSpeed | None, dict[int, LoadSpeed]] = (None, {}),
 ) -> Any:
     """The outcome with measured admission, and that of the same engine without a cache, which is kept."""
     key = f"{engine} {seed} {hash(tuple(arrivals))}"

@@ -12,10 +12,19 @@ from parts import BLOCK, Clock, Rig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from ucm.integration.vllm.connector.admission import BEGUN, FIRST_S, LEARNING, TIERS, UNLEARNT, Admission, Cut, Verdict
-from ucm.integration.vllm.connector.load_rate import LoadRate
+from ucm.integration.vllm.connector.admission.admission import (
+    BEGUN,
+    FIRST_S,
+    LEARNING,
+    TIERS,
+    UNLEARNT,
+    Admission,
+    Cut,
+    Verdict,
+)
+from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate
+from ucm.integration.vllm.connector.admission.load_rate import LoadRate
 from ucm.integration.vllm.connector.metadata import LoadFailure, LoadServed, RankReport
-from ucm.integration.vllm.connector.pace import Pace
 from ucm.store import part_mask, record_ids
 
 
@@ -24,12 +33,12 @@ class Engine:
 
     def __init__(self, mode: str = "measured", share: float = 0.8) -> None:
         self.clock = Clock()
-        self.admission = Admission(mode, share, Pace(0.2, 30.0), self.clock)
+        self.admission = Admission(mode, share, ComputeRate(0.2, 30.0), self.clock)
 
     def computes(self) -> None:
         """Two steps of 1000 tokens; the first is not believed."""
         for _ in range(2):
-            self.admission.pace.planned({"r": 1000}, 1000, self.clock.now)
+            self.admission.compute_rate.planned({"r": 1000}, 1000, self.clock.now)
             self.clock.now += 1.0
             self.admission.step_ended()
         self.clock.now += 10.0  # idle
@@ -50,15 +59,15 @@ class Engine:
         self.admission.served(name, served)
         self.admission.ended(name)
 
-    def judge(self, tokens: int, tier: int = 0) -> Verdict:
+    def decide(self, tokens: int, tier: int = 0) -> Verdict:
         """A hit of which each token is a byte."""
-        return self.admission.judge([whole(tokens, tier)], 1)[1]
+        return self.admission.decide([whole(tokens, tier)], 1)[1]
 
     def cut(self, above: int, below: int) -> tuple[int, Verdict]:
         """A hit of which so many bytes are in the upper tier and those behind them in the lower one: how many of its
         tokens are loaded."""
         both = Cut(above + below, {0: above, 1: below})
-        taken, verdict = self.admission.judge([whole(above), both] if above else [whole(below, 1)], 1)
+        taken, verdict = self.admission.decide([whole(above), both] if above else [whole(below, 1)], 1)
         return 0 if taken is None else taken.tokens, verdict
 
 
@@ -69,12 +78,12 @@ def whole(tokens: int, tier: int = 0) -> Cut:
 
 def test_what_is_not_known_accepts() -> None:
     engine = Engine()
-    assert engine.judge(100) == Verdict.LOAD  # neither is
+    assert engine.decide(100) == Verdict.LOAD  # neither is
     engine.load(100, 0.9)
-    assert engine.judge(100) == Verdict.LOAD  # how fast this engine computes is not
+    assert engine.decide(100) == Verdict.LOAD  # how fast this engine computes is not
     engine = Engine()
     engine.computes()
-    assert engine.judge(100) == Verdict.LOAD  # the tier is not
+    assert engine.decide(100) == Verdict.LOAD  # the tier is not
 
 
 @pytest.mark.parametrize(
@@ -84,31 +93,31 @@ def test_a_share_of_what_computing_takes(share: float, seconds: float, verdict: 
     engine = Engine(share=share)
     engine.computes()
     engine.load(1000, seconds)
-    assert engine.judge(1000).value == verdict
-    assert engine.judge(500).value == verdict  # nothing tells a fixed part: both are half
+    assert engine.decide(1000).value == verdict
+    assert engine.decide(500).value == verdict  # nothing tells a fixed part: both are half
 
 
 def test_the_modes_that_do_not_measure() -> None:
     for mode, verdict in (("always", Verdict.LOAD), ("never", Verdict.DECLINE)):
         engine = Engine(mode)
-        assert engine.judge(10) == verdict
+        assert engine.decide(10) == verdict
         engine.computes()
         engine.load(1000, 100.0)
-        assert engine.judge(1000) == verdict
+        assert engine.decide(1000) == verdict
 
 
 def test_loads_that_wait_count() -> None:
     engine = Engine()
     engine.computes()
     engine.load(1000, 0.3)
-    assert engine.judge(1000) == Verdict.LOAD
+    assert engine.decide(1000) == Verdict.LOAD
     engine.admission.began("a", whole(1000), 1)
-    assert engine.judge(1000) == Verdict.LOAD
+    assert engine.decide(1000) == Verdict.LOAD
     engine.admission.began("b", whole(1000), 1)
-    assert engine.judge(1000) == Verdict.DECLINE  # 0.9 s with the two ahead of it
+    assert engine.decide(1000) == Verdict.DECLINE  # 0.9 s with the two ahead of it
     engine.admission.failed("a", False)
     engine.admission.ended("a")
-    assert engine.judge(1000) == Verdict.LOAD
+    assert engine.decide(1000) == Verdict.LOAD
 
 
 def test_a_load_that_is_behind_says_so_before_it_ends() -> None:
@@ -120,12 +129,12 @@ def test_a_load_that_is_behind_says_so_before_it_ends() -> None:
         engine.admission.step_ended()
     engine.clock.now += 0.9
     engine.admission.step_ended()
-    assert engine.judge(1000) == Verdict.DECLINE
+    assert engine.decide(1000) == Verdict.DECLINE
 
 
 def decodes(engine: Engine, seconds: float = 0.01) -> None:
     """A step with one token."""
-    engine.admission.pace.planned({"d": 1}, 1, engine.clock.now)
+    engine.admission.compute_rate.planned({"d": 1}, 1, engine.clock.now)
     engine.clock.now += seconds
     engine.admission.step_ended()
 
@@ -136,13 +145,13 @@ def test_while_computing_is_not_known_only_what_is_slower_than_any_computing_is_
     decodes(engine)
     for seconds in (0.1, 3.0, 9.0, 9.0):
         engine.load(1000, seconds)
-        assert {engine.judge(tokens) for tokens in (64, 1000, 5000) * 20} == {Verdict.LOAD}
+        assert {engine.decide(tokens) for tokens in (64, 1000, 5000) * 20} == {Verdict.LOAD}
     for _ in range(2):
         engine.load(1000, 25.0)
-    assert engine.judge(1000) == Verdict.DECLINE
-    assert engine.judge(5000) == Verdict.LOAD  # which may take no longer, and then it would pay
+    assert engine.decide(1000) == Verdict.DECLINE
+    assert engine.decide(5000) == Verdict.LOAD  # which may take no longer, and then it would pay
     engine.computes()
-    assert engine.judge(1000) == Verdict.DECLINE  # 1 s, as is known now
+    assert engine.decide(1000) == Verdict.DECLINE  # 1 s, as is known now
 
 
 def test_while_computing_is_not_known_a_load_under_way_that_is_slower_than_any_computing_is_enough() -> None:
@@ -152,13 +161,13 @@ def test_while_computing_is_not_known_a_load_under_way_that_is_slower_than_any_c
     for _ in range(BEGUN + 1):
         engine.admission.step_ended()
     engine.clock.now += 9.5
-    assert engine.judge(1000) == Verdict.LOAD
+    assert engine.decide(1000) == Verdict.LOAD
     engine.admission.ended("before")
     engine.clock.now += 9.5  # of these it was first in line
     assert engine.cut(500, 500) == (1000, Verdict.LOAD)
     engine.clock.now += 1.0
-    assert engine.judge(1000) == Verdict.DECLINE
-    assert engine.judge(1000, tier=1) == Verdict.LOAD  # which is another
+    assert engine.decide(1000) == Verdict.DECLINE
+    assert engine.decide(1000, tier=1) == Verdict.LOAD  # which is another
 
 
 def test_tiers_have_rates_of_their_own_and_are_bounded() -> None:
@@ -166,10 +175,10 @@ def test_tiers_have_rates_of_their_own_and_are_bounded() -> None:
     engine.computes()
     engine.load(1000, 10.0, tier=1)
     engine.load(1000, 0.01, tier=0)
-    assert engine.judge(1000, 1) == Verdict.DECLINE
-    assert engine.judge(1000, 0) == Verdict.LOAD
+    assert engine.decide(1000, 1) == Verdict.DECLINE
+    assert engine.decide(1000, 0) == Verdict.LOAD
     for number in range(3 * TIERS):
-        engine.judge(1000, number)
+        engine.decide(1000, number)
     assert len(engine.admission._tiers) == TIERS
 
 
@@ -179,7 +188,7 @@ def test_one_declined_hit_in_a_while_is_taken_if_the_ledger_can_pay() -> None:
     engine.load(400, 0.6)  # 0.2 s were lost, so 0.3 s are left
     learnt = []
     for number in range(400):
-        verdict = engine.judge(400)
+        verdict = engine.decide(400)
         assert verdict != Verdict.LOAD
         if verdict == Verdict.LEARN:
             learnt.append(number)
@@ -195,19 +204,19 @@ def test_nothing_is_learnt_beside_loads_that_wait() -> None:
     engine.computes()
     engine.load(400, 0.6)
     engine.admission.began("r", whole(400), 1, learns=True)
-    assert {engine.judge(400) for _ in range(3 * UNLEARNT)} == {Verdict.DECLINE}
+    assert {engine.decide(400) for _ in range(3 * UNLEARNT)} == {Verdict.DECLINE}
 
 
 def test_a_learning_load_that_was_quick_is_believed() -> None:
     engine = Engine()
     engine.computes()
     engine.load(1000, 5.0)
-    assert engine.judge(1000) == Verdict.DECLINE
+    assert engine.decide(1000) == Verdict.DECLINE
     engine.admission.began("r", whole(1000), 1, learns=True)
     engine.clock.now += 0.1
     engine.admission.step_ended()
     engine.admission.ended("r")
-    assert engine.judge(1000) == Verdict.LOAD
+    assert engine.decide(1000) == Verdict.LOAD
 
 
 def test_a_longer_hit_than_all_seen_is_worth_a_try() -> None:
@@ -215,14 +224,14 @@ def test_a_longer_hit_than_all_seen_is_worth_a_try() -> None:
     engine = Engine()
     engine.computes()
     engine.load(100, 0.2)
-    assert engine.judge(100) == Verdict.DECLINE
-    assert engine.judge(1000) == Verdict.LEARN
+    assert engine.decide(100) == Verdict.DECLINE
+    assert engine.decide(1000) == Verdict.LEARN
     engine.admission.began("r", whole(1000), 1, learns=True)
     engine.clock.now += 0.2
     engine.admission.step_ended()
     engine.admission.ended("r")
-    assert engine.judge(1000) == Verdict.LOAD  # it was the latency
-    assert engine.judge(100) == Verdict.DECLINE
+    assert engine.decide(1000) == Verdict.LOAD  # it was the latency
+    assert engine.decide(100) == Verdict.DECLINE
 
 
 def test_a_step_under_way_is_waited_for() -> None:
@@ -230,12 +239,12 @@ def test_a_step_under_way_is_waited_for() -> None:
     engine = Engine()
     engine.computes()
     engine.load(100, 0.001)
-    assert engine.judge(100) == Verdict.LOAD
-    engine.admission.pace.planned({"d": 1}, 1, engine.clock.now)
+    assert engine.decide(100) == Verdict.LOAD
+    engine.admission.compute_rate.planned({"d": 1}, 1, engine.clock.now)
     engine.clock.now += 0.09
     engine.admission.step_ended()
-    assert engine.judge(100) == Verdict.DECLINE
-    assert engine.judge(1000) == Verdict.LOAD
+    assert engine.decide(100) == Verdict.DECLINE
+    assert engine.decide(1000) == Verdict.LOAD
 
 
 # The fit ------------------------------------------------------------------------------------------------------
@@ -244,48 +253,48 @@ def test_a_step_under_way_is_waited_for() -> None:
 def test_fixed_part_and_rate_are_told_apart() -> None:
     rate = LoadRate()
     for size in (10, 1000, 400, 5000):
-        rate.learn(size, 0.5 + size / 100, 0.5 + size / 100)
+        rate.add_sample(size, 0.5 + size / 100, 0.5 + size / 100)
     assert rate.fixed == pytest.approx(0.5, rel=0.05)
     assert rate.bytes_per_second == pytest.approx(100, rel=0.05)
 
 
 def test_an_end_that_is_known_up_to_a_step_changes_nothing_if_it_agrees() -> None:
     rate = LoadRate()
-    rate.learn(1000, 1.0, 1.0)
+    rate.add_sample(1000, 1.0, 1.0)
     for _ in range(10):
-        rate.learn(1000, 0.5, 3.0)
+        rate.add_sample(1000, 0.5, 3.0)
     assert rate.seconds(1000) == pytest.approx(1.0)
-    rate.learn(1000, 1.2, 3.0)
+    rate.add_sample(1000, 1.2, 3.0)
     assert 1.0 < (rate.seconds(1000) or 0) < 1.2
 
 
 def test_one_accident_is_not_a_change_and_two_are() -> None:
     rate = LoadRate()
     for _ in range(8):
-        rate.learn(1000, 1.0, 1.0)
-    rate.learn(1000, 50.0, 50.0)
+        rate.add_sample(1000, 1.0, 1.0)
+    rate.add_sample(1000, 50.0, 50.0)
     assert (rate.seconds(1000) or 0) < 1.3
-    rate.learn(1000, 1.0, 1.0)
-    rate.learn(1000, 50.0, 50.0)
+    rate.add_sample(1000, 1.0, 1.0)
+    rate.add_sample(1000, 50.0, 50.0)
     assert (rate.seconds(1000) or 0) < 1.5
-    rate.learn(1000, 50.0, 50.0)
+    rate.add_sample(1000, 50.0, 50.0)
     assert rate.seconds(1000) == pytest.approx(50.0)
 
 
 def test_loads_given_up_now_and_then_weigh_on_the_others() -> None:
     rate = LoadRate()
     for _ in range(4):
-        rate.learn(1000, 0.1, 0.1)
-    rate.learn(1000, 2.0, float("inf"), late=True)
+        rate.add_sample(1000, 0.1, 0.1)
+    rate.add_sample(1000, 2.0, float("inf"), late=True)
     assert rate.given_up == pytest.approx(0.1)
-    rate.learn(1000, 2.0, float("inf"), late=True)
+    rate.add_sample(1000, 2.0, float("inf"), late=True)
     assert rate.seconds(1000) == pytest.approx(2.0)
 
 
 def test_a_remembered_rate_is_as_it_was_and_two_loads_that_are_far_off_end_it() -> None:
     before = LoadRate()
     for size in (10, 1000, 400, 5000):
-        before.learn(size, 0.5 + size / 100, 0.5 + size / 100)
+        before.add_sample(size, 0.5 + size / 100, 0.5 + size / 100)
     known = before.known()
     assert known is not None
     rate = LoadRate()
@@ -295,7 +304,7 @@ def test_a_remembered_rate_is_as_it_was_and_two_loads_that_are_far_off_end_it() 
         assert rate.seconds(size) == pytest.approx(before.seconds(size), rel=0.01)
         assert rate.at_best(size) == pytest.approx(before.at_best(size), rel=0.01)
     for _ in range(2):
-        rate.learn(1000, 80.0, 80.0)
+        rate.add_sample(1000, 80.0, 80.0)
     assert rate.seconds(1000) == pytest.approx(80.0)
     rate.recall(known)  # too late
     assert rate.seconds(1000) == pytest.approx(80.0)
@@ -304,14 +313,14 @@ def test_a_remembered_rate_is_as_it_was_and_two_loads_that_are_far_off_end_it() 
 def test_a_few_loads_outweigh_what_is_remembered() -> None:
     before = LoadRate()
     for _ in range(16):
-        before.learn(1000, 1.0, 1.0)
+        before.add_sample(1000, 1.0, 1.0)
     known = before.known()
     assert known is not None
     rate = LoadRate()
     rate.recall(known)
     assert rate.seconds(1000) == pytest.approx(1.0)
     for _ in range(3):
-        rate.learn(1000, 1.6, 1.6)
+        rate.add_sample(1000, 1.6, 1.6)
     assert rate.seconds(1000) == pytest.approx(1.5, rel=0.05)
 
 
@@ -321,9 +330,11 @@ def test_a_few_loads_outweigh_what_is_remembered() -> None:
 def admit(rig: Rig, request: Request) -> int:
     """vLLM asks and admits; the tokens that are to be loaded."""
     rig.later.run()
-    tokens, _ = rig.half.matched(request, 0)
+    tokens, _ = rig.scheduler.get_num_new_matched_tokens(request, 0)
     assert tokens is not None
-    rig.half.admitted(request, rig.tables.allocate(request, request.num_tokens // BLOCK + 4), tokens)
+    rig.scheduler.update_state_after_alloc(
+        request, rig.tables.allocate(request, request.num_tokens // BLOCK + 4), tokens
+    )
     return tokens
 
 
@@ -335,8 +346,8 @@ def slow_tier(rig: Rig) -> None:
         plan = rig.step(request)
         rig.clock.now += 0.08
         rig.report(rig.ended(plan))
-        rig.half.step_ended()
-        rig.half.finished(request)
+        rig.scheduler.step_ended()
+        rig.scheduler.request_finished(request)
         rig.tables.free(request)
     rig.clock.now += 1.0
     request = rig.request("slow", 10 * BLOCK + 1, seed=80)
@@ -344,7 +355,7 @@ def slow_tier(rig: Rig) -> None:
     assert admit(rig, request) == 10 * BLOCK
     rig.step()
     rig.clock.now += 60.0
-    rig.half.step_ended()
+    rig.scheduler.step_ended()
     rig.report(RankReport(0, ready=True), recved={"slow"})
 
 
@@ -352,16 +363,16 @@ def test_a_declined_hit_is_counted_touched_and_not_offered_again() -> None:
     rig = Rig()
     slow_tier(rig)
     rig.later.run()
-    before, touched = dict(rig.half.account.total.missed), len(rig.store.touched)
-    rig.half.account.take()
+    before, touched = dict(rig.scheduler.miss_stats.total.missed), len(rig.store.touched)
+    rig.scheduler.miss_stats.take()
     request = rig.request("a", 6 * BLOCK + 1)
     rig.stored(request, 5)
     assert admit(rig, request) == 0
-    assert rig.half.matched(request, 0) == (0, False)  # however often it is asked
-    missed = rig.half.account.total.missed
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)  # however often it is asked
+    missed = rig.scheduler.miss_stats.total.missed
     assert missed["declined"] - before.get("declined", 0) == 5
     assert missed["absent"] - before.get("absent", 0) == 1
-    news = rig.half.account.take()
+    news = rig.scheduler.miss_stats.take()
     assert news is not None
     assert news["declined_tokens"] == 5 * BLOCK
     assert news["prefill_tokens_per_second"] == pytest.approx(20 * BLOCK / 0.08)
@@ -377,7 +388,7 @@ def test_with_never_every_hit_is_declined_and_blocks_are_stored() -> None:
     request = rig.request("a", 6 * BLOCK + 1)
     rig.stored(request, 5)
     assert admit(rig, request) == 0
-    assert rig.half.account.total.missed == {"declined": 5, "absent": 1}
+    assert rig.scheduler.miss_stats.total.missed == {"declined": 5, "absent": 1}
     assert len(rig.step(request).dumps) == 1
 
 
@@ -399,7 +410,7 @@ def test_a_load_of_a_request_that_is_gone_counts() -> None:
     request = rig.request("a", 6 * BLOCK + 1)
     rig.stored(request, 6)
     assert admit(rig, request) == 6 * BLOCK
-    rig.half.finished(request)
+    rig.scheduler.request_finished(request)
     rig.clock.now += 2.0
     rig.report(RankReport(0, ready=True), recved={"a"})
     assert rig.admission._tier(0).waiting == 0
@@ -420,7 +431,7 @@ def test_the_lookup_says_which_tier_each_block_comes_from() -> None:
     assert admit(rig, request) == 5 * BLOCK
     assert {number: tier.waiting for number, tier in rig.admission._tiers.items()} == {0: 3, 1: 2}
     rig.clock.now += 2.0
-    rig.half.step_ended()
+    rig.scheduler.step_ended()
     served = LoadServed("a", (4, 1))  # one had come up meanwhile
     rig.report(RankReport(0, ready=True, served=[served]), recved={"a"})
     assert {number: (tier.waiting, tier.moved) for number, tier in rig.admission._tiers.items()} == {
@@ -436,27 +447,27 @@ def test_of_the_parts_of_a_block_the_lowest_counts() -> None:
     keys = rig.keys_of(request)
     two_tiers(rig, set(record_ids(keys[2:], part_mask(0, 0, 1))))
     rig.later.run()
-    tracked = rig.half._live["a"]
-    assert tracked.lookup is not None
-    assert tracked.lookup.tiers == bytes([0, 0, 1, 1])
+    tracker = rig.scheduler._live["a"]
+    assert tracker.lookup is not None
+    assert tracker.lookup.tiers == bytes([0, 0, 1, 1])
 
 
 def test_a_hit_is_cut_where_the_slow_tier_begins() -> None:
     rig = Rig()
     slow_tier(rig)
     rig.admission._tiers[1], rig.admission._tiers[0] = rig.admission._tiers[0], rig.admission._tier(7)
-    rig.admission._tiers[0].rate.learn(BLOCK, 1e-6, 1e-6)
+    rig.admission._tiers[0].rate.add_sample(BLOCK, 1e-6, 1e-6)
     request = rig.request("a", 6 * BLOCK + 1)
     rig.stored(request, 5)
     two_tiers(rig, set(record_ids(rig.keys_of(request)[3:], part_mask(0, 0, 0))))
-    missed = rig.half.account.total.missed
+    missed = rig.scheduler.miss_stats.total.missed
     before = dict(missed)
     rig.later.run()
-    assert rig.half.matched(request, 0) == (3 * BLOCK, True)
-    rig.half.admitted(request, rig.tables.allocate(request, 10), 3 * BLOCK)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (3 * BLOCK, True)
+    rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 10), 3 * BLOCK)
     assert missed["declined"] - before.get("declined", 0) == 2
     assert missed["absent"] - before.get("absent", 0) == 1
-    load = rig.half.plan(SchedulerOutput.make_empty()).loads[0]
+    load = rig.scheduler.build_connector_meta(SchedulerOutput.make_empty()).loads[0]
     assert len(load.blocks) == 3
     assert rig.admission._tiers[1].waiting == 0
     rig.report(RankReport(0, ready=True), recved={"a"})
@@ -473,14 +484,14 @@ def test_what_came_up_while_a_request_waits_is_judged_anew() -> None:
     rig.stored(request, 5)
     two_tiers(rig, set(record_ids(rig.keys_of(request), part_mask(0, 0, 0))))
     rig.later.run()
-    assert rig.half.matched(request, 0) == (0, False)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     unlearnt = rig.admission._tiers[1].unlearnt
     rig.store.lower = set()
-    tracked = rig.half._live["a"]
-    assert tracked.lookup is not None
-    rig.half._relocate(tracked.lookup)
+    tracker = rig.scheduler._live["a"]
+    assert tracker.lookup is not None
+    rig.scheduler._relocate(tracker.lookup)
     rig.later.run()
-    assert rig.half.matched(request, 0) == (5 * BLOCK, True)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (5 * BLOCK, True)
     assert rig.admission._tiers[1].unlearnt == unlearnt  # the same hit, not another one
 
 

@@ -19,11 +19,16 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from ucm.integration.vllm.connector.connector import UCMConnector
-from ucm.integration.vllm.connector.halves import _only_stores
-from ucm.integration.vllm.connector.metadata import Handshake, RankReport, StepPlan, WorkerReport
+from ucm.integration.vllm.connector.factory import _only_stores
+from ucm.integration.vllm.connector.metadata import (
+    Handshake,
+    RankReport,
+    UCMConnectorMetadata,
+    UCMConnectorWorkerMetadata,
+)
 
 
-def blocks_of(plan: StepPlan) -> list[tuple[int, int]]:
+def blocks_of(plan: UCMConnectorMetadata) -> list[tuple[int, int]]:
     """(first ordinal, number of blocks) of every dump of a plan."""
     return [(dump.first, len(dump.blocks)) for dump in plan.dumps]
 
@@ -36,7 +41,7 @@ def filled_by_another(rig: Rig, request: Request, blocks: int) -> None:
 
 def invalid(rig: Rig, *blocks: Any) -> None:
     """The output of a step says that these were not filled."""
-    rig.half.worker_output(KVConnectorOutput(invalid_block_ids={block.block_id for block in blocks}))
+    rig.scheduler.update_connector_output(KVConnectorOutput(invalid_block_ids={block.block_id for block in blocks}))
 
 
 def table_of(rig: Rig, request: Request) -> list[Any]:
@@ -51,7 +56,7 @@ def test_blocks_that_another_connector_was_still_filling_are_not_offered_when_th
     request = rig.request("a", 4 * BLOCK)
     filled_by_another(rig, request, 3)
     rig.step()
-    rig.half.finished(request)
+    rig.scheduler.request_finished(request)
     assert blocks_of(rig.step()) == []
 
 
@@ -68,14 +73,14 @@ def test_a_request_that_ran_and_was_preempted_has_to_run_again() -> None:
     rig = Rig()
     request = rig.request("a", 4 * BLOCK)
     rig.admit(request)
-    rig.half.dumps.room = lambda: 0  # type: ignore[method-assign]
+    rig.scheduler.dumps.room = lambda: 0  # type: ignore[method-assign]
     rig.step(request)
-    del rig.half.dumps.room
+    del rig.scheduler.dumps.room
     rig.tables.free(request)
     request.num_computed_tokens, request.num_preemptions = 0, 1
-    assert rig.half.matched(request, 0) == (None, False)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     filled_by_another(rig, request, 3)
-    rig.half.finished(request)
+    rig.scheduler.request_finished(request)
     assert blocks_of(rig.step()) == []
 
 
@@ -83,11 +88,11 @@ def test_a_first_step_whose_output_was_not_seen_is_no_step() -> None:
     rig = Rig()
     request: Any = rig.request("a", 4 * BLOCK)
     filled_by_another(rig, request, 3)
-    rig.half.dumps.room = lambda: 0  # type: ignore[method-assign]
+    rig.scheduler.dumps.room = lambda: 0  # type: ignore[method-assign]
     rig.step(request)
-    del rig.half.dumps.room
+    del rig.scheduler.dumps.room
     request.num_in_flight_tokens = BLOCK  # aborted while it runs
-    rig.half.finished(request)
+    rig.scheduler.request_finished(request)
     assert blocks_of(rig.step()) == []
 
 
@@ -119,8 +124,8 @@ def test_the_last_step_is_offered_too() -> None:
     filled_by_another(rig, request, 2)
     rig.admit(other)
     assert blocks_of(rig.step(request, other, sync=True)) == []
-    rig.half.finished(request)
-    rig.half.finished(other)
+    rig.scheduler.request_finished(request)
+    rig.scheduler.request_finished(other)
     assert blocks_of(rig.step()) == [(0, 4), (0, 2)]
 
 
@@ -134,7 +139,7 @@ def test_of_a_request_computed_on_an_invalid_block_only_what_lies_before_is_offe
     assert blocks_of(rig.step(request)) == []  # it computes the block again: nothing of that was seen
     request.append_output_token_ids([1] * BLOCK)
     assert blocks_of(rig.step(request)) == [(0, 1)]
-    rig.half.finished(request)
+    rig.scheduler.request_finished(request)
     assert blocks_of(rig.step()) == []
 
 
@@ -145,7 +150,7 @@ def test_whoever_shared_the_block_in_that_step_or_finds_it_later_offers_nothing_
     rig.later.run()
     for ordinal, block in enumerate(table_of(rig, first)[:5]):
         block._block_hash = make_block_hash_with_group_id(BlockHash(bytes([ordinal]) * 32), 0)
-    assert rig.half.matched(second, 3 * BLOCK) == (0, False)
+    assert rig.scheduler.get_num_new_matched_tokens(second, 3 * BLOCK) == (0, False)
     share(rig, first, second, 3)
     second.num_computed_tokens = 3 * BLOCK
     assert blocks_of(rig.step(first, second, sync=True)) == []
@@ -154,16 +159,16 @@ def test_whoever_shared_the_block_in_that_step_or_finds_it_later_offers_nothing_
     for request in (first, second):
         request.append_output_token_ids([1])
     rig.step(first, second)
-    rig.half.finished(second)
+    rig.scheduler.request_finished(second)
     third = rig.request("c", 6 * BLOCK)
     rig.later.run()
-    assert rig.half.matched(third, 3 * BLOCK) == (0, False)
+    assert rig.scheduler.get_num_new_matched_tokens(third, 3 * BLOCK) == (0, False)
     share(rig, first, third, 3)
     third.num_computed_tokens = 3 * BLOCK
     plan = rig.step(first, third)
     assert {dump.first for dump in plan.dumps} <= {0}
-    rig.half.finished(first)
-    rig.half.finished(third)
+    rig.scheduler.request_finished(first)
+    rig.scheduler.request_finished(third)
     assert blocks_of(rig.step()) == []
 
 
@@ -171,7 +176,7 @@ def share(rig: Rig, owner: Request, other: Request, blocks: int) -> None:
     """vLLM finds the first blocks of one request in its prefix cache for another."""
     fresh = rig.tables.block_pool.get_new_blocks(8)
     rig.tables.tables[other.request_id] = table_of(rig, owner)[:blocks] + fresh
-    rig.half.admitted(other, rig.tables.get_blocks(other.request_id), 0)
+    rig.scheduler.update_state_after_alloc(other, rig.tables.get_blocks(other.request_id), 0)
 
 
 # Handshakes of others -----------------------------------------------------------------------------------------
@@ -220,9 +225,11 @@ def several(*connectors: Any) -> MultiConnector:
 @pytest.mark.parametrize("ours_first", [True, False], ids=["ours first", "theirs first"])
 def test_the_halves_find_each_other_beside_a_connector_that_shakes_hands(ours_first: bool) -> None:
     rig = Rig(opened=False)
-    report = WorkerReport(ranks=[RankReport(0, Handshake((0, 0, 0), 0, True, {"dtype": "float32"}, {}, "", rig.names))])
+    report = UCMConnectorWorkerMetadata(
+        ranks=[RankReport(0, Handshake((0, 0, 0), 0, True, {"dtype": "float32"}, {}, "", rig.names))]
+    )
     theirs = [Other(), Other()]
-    ours = [half(worker=SimpleNamespace(report=lambda: report)), half(scheduler=rig.half)]
+    ours = [half(worker=SimpleNamespace(build_connector_worker_meta=lambda: report)), half(scheduler=rig.scheduler)]
     worker, scheduler = (
         several(*((mine, other) if ours_first else (other, mine))) for mine, other in zip(ours, theirs, strict=True)
     )
@@ -230,37 +237,37 @@ def test_the_halves_find_each_other_beside_a_connector_that_shakes_hands(ours_fi
     assert isinstance(said, TheirHandshake)
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): said, (1, 0): said})
     assert len(theirs[1].told) == 1
-    assert rig.gate.phase == "pending"
+    assert rig.readiness.phase == "pending"
     scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=worker.build_connector_worker_meta()))
-    assert rig.gate.phase == "opening"
+    assert rig.readiness.phase == "opening"
 
 
 def test_the_first_request_waits_for_the_step_in_which_the_workers_answer_and_no_longer() -> None:
     rig = Rig(opened=False)
-    assert rig.half.wants_steps, "an idle engine takes that step at once"
+    assert rig.scheduler.has_pending_push_work, "an idle engine takes that step at once"
     request = rig.request("a", 2 * BLOCK)
-    assert rig.half.matched(request, 0) == (None, False)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     rig.shake()
     rig.later.run()
     rig.ready()
-    rig.judged(rig.step())
+    rig.weights_checked(rig.step())
     rig.stored(request, 1)
-    assert rig.half.matched(request, 0) == (None, False)  # open: its lookup begins
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)  # open: its lookup begins
     rig.later.run()
-    assert rig.half.matched(request, 0) == (BLOCK, True)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (BLOCK, True)
 
     silent = Rig(opened=False)
     request = silent.request("a", 2 * BLOCK)
-    assert silent.half.matched(request, 0) == (None, False)
+    assert silent.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     silent.clock.now += 5.1
-    assert silent.half.matched(request, 0) == (0, False)
-    assert not silent.half.wants_steps
+    assert silent.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert not silent.scheduler.has_pending_push_work
 
 
 def test_workers_that_do_not_all_answer_switch_it_off() -> None:
     rig = Rig(ranks=2, opened=False)
     rig.report(RankReport(0, Handshake((0, 0, 0), 0, True, {}, {})))
-    assert rig.gate.why_off == "1 of 2 workers answered the handshake"
+    assert rig.readiness.why_off == "1 of 2 workers answered the handshake"
 
 
 # Policy -------------------------------------------------------------------------------------------------------
@@ -295,13 +302,13 @@ def test_nothing_is_loaded_where_a_failed_load_would_fail_the_request(caplog: py
     rig.shake(only_stores="write the policy")
     rig.later.run()
     rig.ready()
-    rig.gate.ask()
-    rig.judged(rig.step())
+    rig.readiness.request_weights_check()
+    rig.weights_checked(rig.step())
     request = rig.request("a", 4 * BLOCK)
     rig.stored(request, 2)
     rig.later.run()
-    assert rig.half.matched(request, 0) == (0, False)
-    rig.half.admitted(request, rig.tables.allocate(request, 6), 0)
-    assert rig.half.account.total.missed == {"unsupported": 4}
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 6), 0)
+    assert rig.scheduler.miss_stats.total.missed == {"unsupported": 4}
     assert blocks_of(rig.step(request)) == [(2, 2)], "stored all the same"
     assert "write the policy" in caplog.text

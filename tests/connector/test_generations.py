@@ -6,8 +6,9 @@ import pytest
 from parts import BLOCK, Rig
 from vllm.v1.core.block_pool import BlockHashToBlockMap
 
-from ucm.integration.vllm.connector.metadata import RankReport, StepPlan, WeightsWord
-from ucm.integration.vllm.connector.weight_files import WeightSource
+from ucm.integration.vllm.connector.identity.weight_files import WeightSource
+from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
+from ucm.integration.vllm.connector.metadata import RankReport, UCMConnectorMetadata
 
 A, B = '{"weights":"w"}', '{"weights":"b"}'
 
@@ -17,11 +18,11 @@ def empty(rig: Rig) -> None:
     rig.tables.block_pool.cached_block_hash_to_block = BlockHashToBlockMap()
 
 
-def asked(rig: Rig, name: str, blocks: int = 3, seed: int = 0) -> StepPlan:
+def asked(rig: Rig, name: str, blocks: int = 3, seed: int = 0) -> UCMConnectorMetadata:
     """A request comes; the plan of the step in which it has to wait."""
     request = rig.request(name, blocks * BLOCK, seed)
     rig.later.run()
-    assert rig.half.matched(request, 0) == (None, False)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     return rig.step()
 
 
@@ -32,19 +33,19 @@ def test_unchanged_weights_hit_again_after_one_round(told: bool) -> None:
     rig.stored(request, 2)
     empty(rig)
     if told:
-        rig.half.reset()
-    assert rig.half.matched(request, 0) == (None, False)
+        rig.scheduler.reset_cache()
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     plan = rig.step()
-    assert plan.judge == 1
+    assert plan.check_weights == 1
     assert plan.setup is None
-    assert rig.step().judge is None, "asked once"
-    word = WeightsWord(1, True, None, 0)
+    assert rig.step().check_weights is None, "asked once"
+    word = WeightsReport(1, True, None, 0)
     rig.report(RankReport(0, ready=True, weights=word))
-    assert rig.half.matched(request, 0) == (None, False), "one rank has not looked"
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False), "one rank has not looked"
     rig.report(RankReport(1, ready=True, weights=word))
-    assert rig.half.matched(request, 0) == (None, False), "looked up anew"
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False), "looked up anew"
     rig.later.run()
-    assert rig.half.matched(request, 0) == (2 * BLOCK, True)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (2 * BLOCK, True)
 
 
 def test_a_word_about_an_earlier_generation_counts_for_nothing() -> None:
@@ -53,37 +54,37 @@ def test_a_word_about_an_earlier_generation_counts_for_nothing() -> None:
     plan = asked(rig, "a")
     empty(rig)
     asked(rig, "b")
-    rig.judged(plan)
-    assert not rig.gate.sure
+    rig.weights_checked(plan)
+    assert not rig.readiness.weights_confirmed
 
 
 def test_other_files_are_another_identity_and_the_first_again_the_first() -> None:
     rig = Rig()
     stored = rig.request("a", 3 * BLOCK)
     rig.stored(stored, 2)
-    rig.half.finished(stored)
+    rig.scheduler.request_finished(stored)
     for attempt, (before, after, hit) in enumerate([(A, B, 0), (B, A, 2)], start=2):
         rig.named.after = {before: after}
         empty(rig)
         files = WeightSource(after)
         early = rig.request(f"r{attempt}", 3 * BLOCK)
         rig.later.run()
-        assert rig.half.matched(early, 0) == (None, False)
-        rig.judged(rig.step(), unchanged=False, named=files)
+        assert rig.scheduler.get_num_new_matched_tokens(early, 0) == (None, False)
+        rig.weights_checked(rig.step(), unchanged=False, named=files)
         assert [word.named for word in rig.named.words] == [files]
         plan = rig.step()
         assert plan.setup is not None
         assert plan.setup.identity == after
-        assert rig.gate.phase == "opening"
+        assert rig.readiness.phase == "opening"
         rig.later.run()
         rig.ready(attempt - 1)  # a word about the store before
-        assert rig.gate.phase == "opening"
+        assert rig.readiness.phase == "opening"
         rig.ready(attempt)
-        assert rig.half.matched(early, 0) == (None, False), "looked up anew"
+        assert rig.scheduler.get_num_new_matched_tokens(early, 0) == (None, False), "looked up anew"
         for request in (early, rig.request(f"s{attempt}", 3 * BLOCK)):
             rig.later.run()
-            assert rig.half.matched(request, 0) == (hit * BLOCK, hit > 0)
-            rig.half.finished(request)
+            assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (hit * BLOCK, hit > 0)
+            rig.scheduler.request_finished(request)
 
 
 def test_what_was_computed_before_is_never_offered() -> None:
@@ -93,19 +94,19 @@ def test_what_was_computed_before_is_never_offered() -> None:
     for request in (ended, preempted, kept):
         rig.admit(request)
         request.num_computed_tokens = 2 * BLOCK
-    rig.half.finished(ended)
+    rig.scheduler.request_finished(ended)
     empty(rig)
-    rig.half.reset()
+    rig.scheduler.reset_cache()
     plan = asked(rig, "new", seed=9)
     assert plan.dumps == []
-    rig.judged(plan)
+    rig.weights_checked(plan)
     preempted.num_computed_tokens, preempted.num_preemptions = 0, 1
     for request in (preempted, kept):
         request.append_output_token_ids([1] * BLOCK)
-    assert rig.half.matched(preempted, 0)[0] in (0, None)
+    assert rig.scheduler.get_num_new_matched_tokens(preempted, 0)[0] in (0, None)
     rig.later.run()
-    assert rig.half.matched(preempted, 0) == (0, False)
-    rig.half.admitted(preempted, rig.tables.get_blocks("p"), 0)
+    assert rig.scheduler.get_num_new_matched_tokens(preempted, 0) == (0, False)
+    rig.scheduler.update_state_after_alloc(preempted, rig.tables.get_blocks("p"), 0)
     assert {dump.request for dump in rig.step(preempted, kept).dumps} == {"p"}
 
 
@@ -113,11 +114,11 @@ def test_nothing_is_offered_before_the_ranks_have_looked() -> None:
     rig = Rig()
     empty(rig)
     short = rig.request("a", BLOCK)  # nothing to load, so it does not wait
-    assert rig.half.matched(short, 0) == (0, False)
-    rig.half.admitted(short, rig.tables.allocate(short, 4), 0)
+    assert rig.scheduler.get_num_new_matched_tokens(short, 0) == (0, False)
+    rig.scheduler.update_state_after_alloc(short, rig.tables.allocate(short, 4), 0)
     plan = rig.step(short)
-    assert (plan.judge, plan.dumps) == (1, [])
-    rig.judged(plan)
+    assert (plan.check_weights, plan.dumps) == (1, [])
+    rig.weights_checked(plan)
     rig.later.run()
     short.append_output_token_ids([1])
     assert [dump.request for dump in rig.step(short).dumps] == ["a"]
@@ -128,12 +129,12 @@ def test_an_engine_whose_cache_is_empty_is_asked_whenever_it_was_idle() -> None:
     rig = Rig()
     empty(rig)
     plan = asked(rig, "a")
-    rig.judged(plan)
-    rig.half.finished(rig.half._live["a"].request)
-    assert not rig.gate.sure
+    rig.weights_checked(plan)
+    rig.scheduler.request_finished(rig.scheduler._live["a"].request)
+    assert not rig.readiness.weights_confirmed
     plan = asked(rig, "b")
-    rig.judged(plan, unchanged=None)
-    assert rig.gate.sure, "where memory cannot be looked at, only a reset counts as a change"
+    rig.weights_checked(plan, unchanged=None)
+    assert rig.readiness.weights_confirmed, "where memory cannot be looked at, only a reset counts as a change"
     assert all(word.unchanged for word in rig.named.words)
 
 
@@ -141,17 +142,17 @@ def test_where_memory_cannot_be_looked_at_a_reset_is_a_change() -> None:
     rig = Rig()
     rig.named.after = {A: B}
     empty(rig)
-    rig.judged(asked(rig, "a"), unchanged=None)
-    assert rig.gate.phase == "opening"
-    assert rig.gate.identity_text == B
+    rig.weights_checked(asked(rig, "a"), unchanged=None)
+    assert rig.readiness.phase == "opening"
+    assert rig.readiness.identity_text == B
 
 
 def test_requests_do_not_wait_for_ranks_that_do_not_answer() -> None:
     rig = Rig()
     empty(rig)
     request = rig.request("a", 3 * BLOCK)
-    assert rig.half.matched(request, 0) == (None, False)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     rig.clock.now += 2.1
-    assert rig.half.matched(request, 0) == (0, False)
-    rig.half.admitted(request, rig.tables.allocate(request, 4), 0)
-    assert rig.half.account.total.missed == {"identity_pending": 3}
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 4), 0)
+    assert rig.scheduler.miss_stats.total.missed == {"identity_pending": 3}

@@ -11,12 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from parts import BLOCK, Memory, Rig, candidate  # noqa: E402
+from parts import BLOCK, Memory, Rig, configured_store  # noqa: E402
 from test_transfers import Worker, dump, load  # noqa: E402
 
 from ucm.errors import BusyError, ClosedError, UnhealthyError  # noqa: E402
-from ucm.integration.vllm.connector.health import STALE_S, StoreHealth  # noqa: E402
-from ucm.integration.vllm.connector.metadata import RankReport, WorkerReport  # noqa: E402
+from ucm.integration.vllm.connector.metadata import RankReport, UCMConnectorWorkerMetadata  # noqa: E402
+from ucm.integration.vllm.connector.scheduler.rank_health import STALE_S  # noqa: E402
+from ucm.integration.vllm.connector.worker.store_health import StoreHealth  # noqa: E402
 
 
 class Moody(Memory):
@@ -41,7 +42,7 @@ class Moody(Memory):
 
 
 def missed(rig: Rig) -> dict[str, int]:
-    return dict(rig.half.account.total.missed)
+    return dict(rig.scheduler.miss_stats.total.missed)
 
 
 def test_no_hits_while_a_rank_is_unhealthy_and_hits_again_when_it_says_so() -> None:
@@ -50,15 +51,15 @@ def test_no_hits_while_a_rank_is_unhealthy_and_hits_again_when_it_says_so() -> N
     rig.stored(request, 4)
     rig.later.run()
     rig.report(RankReport(1, ready=True, healthy=False))
-    assert rig.half.matched(request, 0) == (0, False)
-    rig.half.admitted(request, rig.tables.allocate(request, 6), 0)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 6), 0)
     assert missed(rig) == {"unhealthy": 5}
     rig.report(RankReport(0, ready=True))  # the other one says nothing about this one
     second = rig.request("b", 5 * BLOCK + 1)
     rig.later.run()
-    assert rig.half.matched(second, 0) == (0, False)
+    assert rig.scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
     rig.report(RankReport(1, ready=True))
-    assert rig.half.matched(second, 0) == (4 * BLOCK, True)
+    assert rig.scheduler.get_num_new_matched_tokens(second, 0) == (4 * BLOCK, True)
 
 
 def test_nothing_is_offered_while_a_rank_is_unhealthy_and_all_of_it_afterwards() -> None:
@@ -78,9 +79,12 @@ def test_after_an_idle_time_the_ranks_are_asked_once_more() -> None:
     request = rig.request("a", 3 * BLOCK + 1)
     rig.stored(request, 3)
     rig.later.run()
-    assert rig.half.matched(request, 0) == (None, False)  # a step follows, and with it the rank's word
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (
+        None,
+        False,
+    )  # a step follows, and with it the rank's word
     rig.report(RankReport(0, ready=True))
-    assert rig.half.matched(request, 0) == (3 * BLOCK, True)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (3 * BLOCK, True)
 
 
 @pytest.mark.parametrize("answered", [True, False])
@@ -91,14 +95,14 @@ def test_nobody_waits_for_a_rank_that_stays_unhealthy_or_says_nothing(answered: 
     request = rig.request("a", 3 * BLOCK + 1)
     rig.stored(request, 3)
     rig.later.run()
-    assert rig.half.matched(request, 0) == (None, False)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     if answered:
         rig.report(RankReport(0, ready=True, healthy=False))
     else:
         rig.clock.now += 0.051  # longer than a lookup may take
     for _ in range(2):
-        assert rig.half.matched(request, 0) == (0, False)
-    rig.half.admitted(request, rig.tables.allocate(request, 4), 0)
+        assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 4), 0)
     assert missed(rig) == {"unhealthy": 3}
 
 
@@ -126,7 +130,7 @@ def worker_with(watches: Watches) -> tuple[Worker, Any]:
     return worker, worker.open()
 
 
-def word(report: WorkerReport | None) -> bool | None:
+def word(report: UCMConnectorWorkerMetadata | None) -> bool | None:
     """What the rank says about its health, None if it says nothing."""
     return None if report is None else report.ranks[0].healthy
 
@@ -167,23 +171,23 @@ def test_a_store_that_opens_unhealthy_is_told_so() -> None:
         store.healthy = lambda: False  # type: ignore[method-assign]
         return store
 
-    worker = Worker(health=StoreHealth(spawn=Watches()), candidates=[candidate("Unhealthy", unhealthy)])
+    worker = Worker(health=StoreHealth(spawn=Watches()), stores=[configured_store("Unhealthy", unhealthy)])
     assert worker.open() is worker.store
-    assert not worker.half.health.healthy
+    assert not worker.connector.health.healthy
 
 
 def test_a_watch_asks_the_store_until_it_is_well() -> None:
     watches, store = Watches(), Moody()
     health = StoreHealth(pause=0.0, spawn=watches)
-    health.doubt(store)
+    health.check(store)
     assert (health.healthy, watches, store.asked) == (True, [], 0)
     store.well, store.asks = False, 3
-    health.doubt(store)
+    health.check(store)
     assert (health.healthy, store.asked) == (False, 0)  # nobody waits here
     watches.pop()()
     assert (health.healthy, store.asked) == (True, 3)
     store.well, store.asks = False, 1
-    health.doubt(store)  # and again
+    health.check(store)  # and again
     watches.pop()()
     assert health.healthy
 
@@ -192,10 +196,10 @@ def test_a_watch_ends_with_its_rank() -> None:
     watches, store = Watches(), Moody()
     store.well, store.asks = False, 1 << 30
     health = StoreHealth(pause=3600.0, spawn=watches)
-    health.doubt(store)
+    health.check(store)
     health.close()
     watches.pop()()
-    health.doubt(store)
+    health.check(store)
     assert (watches, store.asked) == ([], 0)
 
 
@@ -210,9 +214,9 @@ def test_a_watch_that_cannot_begin_begins_later() -> None:
         work()
 
     health = StoreHealth(pause=0.0, spawn=spawn)
-    health.doubt(store)
+    health.check(store)
     assert not health.healthy
-    health.doubt(store)
+    health.check(store)
     assert health.healthy
 
 
@@ -220,7 +224,7 @@ def test_a_store_that_cannot_be_asked_is_not_left_alone_for_ever() -> None:
     watches, store = Watches(), Moody()
     store.well = False
     health = StoreHealth(pause=0.0, spawn=watches)
-    health.doubt(store)
+    health.check(store)
     store.lookup = store.healthy = lambda *ids: (_ for _ in ()).throw(ClosedError("closed"))  # type: ignore[method-assign, assignment]
     watches.pop()()
     assert health.healthy
@@ -237,8 +241,8 @@ def test_a_thread_watches_by_itself() -> None:
     while said is False:
         said = word(worker.step()[2])
     assert asked.asked == 2
-    assert worker.half.health.healthy
-    worker.half.shutdown()
+    assert worker.connector.health.healthy
+    worker.connector.shutdown()
 
 
 def test_a_store_written_in_python_is_healthy_unless_it_says_otherwise() -> None:

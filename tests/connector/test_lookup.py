@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from ucm.errors import BusyError, ClosedError
-from ucm.integration.vllm.connector.lookup import AT_ONCE_TOKENS
+from ucm.integration.vllm.connector.scheduler.lookup import AT_ONCE_TOKENS
 
 
 def test_a_store_that_answers_from_memory_is_asked_at_once() -> None:
@@ -26,8 +26,8 @@ def test_a_store_that_answers_from_memory_is_asked_at_once() -> None:
     rig.stored(stored, 3)
     again = rig.request("b", 3 * BLOCK + 1)
     assert rig.later.jobs == []  # no thread wakes up
-    assert rig.half.matched(again, 0) == (3 * BLOCK, True)
-    assert rig.half.stats()["put_off"] == 0
+    assert rig.scheduler.get_num_new_matched_tokens(again, 0) == (3 * BLOCK, True)
+    assert rig.scheduler.stats()["put_off"] == 0
 
 
 def test_a_store_that_has_a_thread_is_asked_there() -> None:
@@ -36,13 +36,13 @@ def test_a_store_that_has_a_thread_is_asked_there() -> None:
     request = rig.request("a", 3 * BLOCK + 1)
     rig.stored(request, 3)
     assert rig.later.jobs == []  # no thread of Python's
-    assert rig.half.matched(request, 0) == (None, False)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     (question,) = rig.store.questions
     question.answered = True
     rig.clock.now += 0.01
-    assert rig.half.matched(request, 0) == (3 * BLOCK, True)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (3 * BLOCK, True)
     assert rig.store.questions == [question]
-    assert rig.half.account.take()["lookup_seconds"] == [0.25], "as the store says, not until somebody looked"
+    assert rig.scheduler.miss_stats.take()["lookup_seconds"] == [0.25], "as the store says, not until somebody looked"
 
 
 def test_what_a_thread_of_the_store_says_may_be_late_or_an_error() -> None:
@@ -51,34 +51,38 @@ def test_what_a_thread_of_the_store_says_may_be_late_or_an_error() -> None:
     late, wrong = rig.request("late", 3 * BLOCK + 1), rig.request("wrong", 3 * BLOCK + 1, seed=1)
     rig.stored(late, 3)
     rig.stored(wrong, 3)
-    assert rig.half.matched(late, 0) == rig.half.matched(wrong, 0) == (None, False)
+    assert (
+        rig.scheduler.get_num_new_matched_tokens(late, 0)
+        == rig.scheduler.get_num_new_matched_tokens(wrong, 0)
+        == (None, False)
+    )
 
     def closed() -> tuple[bytes, str]:
         raise ClosedError("the store is closed")
 
     rig.store.questions[1].ask = closed
     rig.store.questions[1].answered = True
-    assert rig.half.matched(wrong, 0) == (0, False)
+    assert rig.scheduler.get_num_new_matched_tokens(wrong, 0) == (0, False)
     rig.clock.now += 1
-    assert rig.half.matched(late, 0) == (0, False)
+    assert rig.scheduler.get_num_new_matched_tokens(late, 0) == (0, False)
     rig.store.questions[0].answered = True
-    assert rig.half.matched(late, 0) == (0, False), "too late is too late"
+    assert rig.scheduler.get_num_new_matched_tokens(late, 0) == (0, False), "too late is too late"
     for request in (late, wrong):
-        rig.half.admitted(request, rig.tables.allocate(request, 4), 0)
-    assert rig.half.account.total.missed["lookup_late"] == 3
+        rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 4), 0)
+    assert rig.scheduler.miss_stats.total.missed["lookup_late"] == 3
 
 
 def test_a_question_ends_with_its_request() -> None:
     rig = Rig()
     rig.store.questions = []
     request = rig.request("a", 3 * BLOCK + 1)
-    rig.half.matched(request, 0)
+    rig.scheduler.get_num_new_matched_tokens(request, 0)
     question = weakref.ref(rig.store.questions.pop())
     gc.collect()
     gc.disable()
     try:
         assert question() is not None
-        rig.half.finished(request)
+        rig.scheduler.request_finished(request)
         assert question() is None, "nothing keeps it, and the store looks no further"
     finally:
         gc.enable()
@@ -92,7 +96,7 @@ def test_a_store_that_refuses_a_question_is_not_asked() -> None:
 
     rig.store.begin_locate_on_prefix = busy  # type: ignore[method-assign]
     request = rig.request("a", 3 * BLOCK + 1)
-    assert rig.half.matched(request, 0) == (0, False)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     assert rig.later.jobs == []
 
 
@@ -100,11 +104,11 @@ def test_what_could_take_long_is_done_on_a_thread() -> None:
     rig = Rig()
     rig.store.at_once = True
     long = Request("long", [1] * (AT_ONCE_TOKENS + 1), SamplingParams(max_tokens=1), None)
-    rig.half.on_new_request(long)
+    rig.scheduler.on_new_request(long)
     adapter = Request(
         "adapter", [1] * BLOCK, SamplingParams(max_tokens=1), None, lora_request=LoRARequest("a", 1, "/nowhere")
     )
-    rig.half.on_new_request(adapter)
+    rig.scheduler.on_new_request(adapter)
     assert len(rig.later.jobs) == 2
     rig.store.at_once = False
     rig.request("c", BLOCK)

@@ -19,8 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.v1.outputs import KVConnectorOutput
 
 from ucm.integration.vllm.connector import UCMConnector, UCMDirectConnector
-from ucm.integration.vllm.connector.account import MISSED, TIMES, Account
 from ucm.integration.vllm.connector.metrics import COUNTERS, GAUGES, HISTOGRAMS, MISSED_BLOCKS, UcmStats
+from ucm.integration.vllm.connector.miss_stats import MISSED, TIMES, MissStats
 from ucm.reasons import MissReason
 
 TYPES: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
@@ -29,7 +29,7 @@ TYPES: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
 def connector(**halves: Any) -> UCMConnector:
     """A connector around halves, without the configuration of an engine."""
     made = UCMConnector.__new__(UCMConnector)
-    made._scheduler, made._worker, made._account, made._off = None, None, None, None
+    made._scheduler, made._worker, made._miss_stats, made._off = None, None, None, None
     for name, half in halves.items():
         setattr(made, f"_{name}", half)
     return made
@@ -44,7 +44,7 @@ def sample(name: str, **labels: str) -> float:
 
 def test_the_scheduler_tells_what_is_new_and_nothing_when_nothing_is() -> None:
     rig = Rig()
-    half = connector(scheduler=rig.half, account=rig.half.account)
+    half = connector(scheduler=rig.scheduler, miss_stats=rig.scheduler.miss_stats)
     assert half.get_kv_connector_stats() is None
     rig.admit(rig.request("a", 2 * BLOCK + 1))
     stats = half.get_kv_connector_stats()
@@ -56,7 +56,7 @@ def test_the_scheduler_tells_what_is_new_and_nothing_when_nothing_is() -> None:
 
 def test_a_connector_that_is_off_counts_why() -> None:
     rig = Rig()
-    half = connector(account=rig.half.account, off=MissReason.UNSUPPORTED)
+    half = connector(miss_stats=rig.scheduler.miss_stats, off=MissReason.UNSUPPORTED)
     half.on_new_request(rig.request("a", 3 * BLOCK))
     stats = half.get_kv_connector_stats()
     assert stats is not None
@@ -64,7 +64,7 @@ def test_a_connector_that_is_off_counts_why() -> None:
 
 
 def test_hooks_never_raise() -> None:
-    broken = connector(account=SimpleNamespace(take=lambda: 1 / 0), worker=SimpleNamespace(stats=lambda: 1 / 0))
+    broken = connector(miss_stats=SimpleNamespace(take=lambda: 1 / 0), worker=SimpleNamespace(stats=lambda: 1 / 0))
     assert broken.get_kv_connector_stats() is None
     assert broken.stats() == {}
     assert UCMConnector.build_prom_metrics(None, {}, [], {0: []}) is None  # type: ignore[arg-type]
@@ -165,7 +165,7 @@ def test_speeds_are_the_newest_and_exported_as_gauges() -> None:
 
 
 def test_times_that_nobody_asks_for_are_bounded() -> None:
-    account = Account(BLOCK, 0.0)
+    account = MissStats(BLOCK, 0.0)
     for _ in range(TIMES + 1):
         account.looked_up(0.5)
     assert account.take() == {"lookup_seconds": [0.5] * TIMES}
@@ -182,21 +182,21 @@ def test_the_time_of_a_lookup_is_told_once_and_only_of_one_that_was_answered() -
     rig.clock.now += 0.25
     rig.later.run()
     for _ in range(2):
-        rig.half.matched(request, 0)
-    assert rig.half.account.take() == {"lookup_seconds": [0.25]}
+        rig.scheduler.get_num_new_matched_tokens(request, 0)
+    assert rig.scheduler.miss_stats.take() == {"lookup_seconds": [0.25]}
     unanswered = rig.request("c", 2 * BLOCK + 1, seed=2)
     for _ in range(2):
-        rig.half.matched(unanswered, 0)
+        rig.scheduler.get_num_new_matched_tokens(unanswered, 0)
         rig.clock.now += 0.1
     rig.later.run()
-    assert rig.half.account.take() is None
+    assert rig.scheduler.miss_stats.take() is None
 
 
 def test_the_worker_tells_how_long_transfers_took() -> None:
     worker = Worker()
-    clock: Any = worker.half._clock
+    clock: Any = worker.connector._clock
     store = worker.open()
-    half = connector(worker=worker.half)
+    half = connector(worker=worker.connector)
     worker.step(dumps=[dump(1, [1])])
     clock.now += 2.0
     store.end("staged", "published")
@@ -220,10 +220,10 @@ def test_names_have_our_prefix_and_a_unit(name: str) -> None:
 
 def test_metrics_switched_off_are_neither_given_to_vllm_nor_made(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
-    half = connector(scheduler=rig.half, account=rig.half.account, exports_metrics=False)
+    half = connector(scheduler=rig.scheduler, miss_stats=rig.scheduler.miss_stats, exports_metrics=False)
     rig.admit(rig.request("a", 2 * BLOCK + 1))
     assert half.get_kv_connector_stats() is None
-    assert rig.half.account.take() is None, "they do not heap up"
+    assert rig.scheduler.miss_stats.take() is None, "they do not heap up"
     off = SimpleNamespace(kv_connector_extra_config={"storage_path": "/d", "metrics": {"enabled": False}})
     config: Any = SimpleNamespace(kv_transfer_config=off)
     assert UCMConnector.build_prom_metrics(config, TYPES, ["model_name", "engine"], {0: ["off", "0"]}) is None  # type: ignore[arg-type]

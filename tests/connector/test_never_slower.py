@@ -23,8 +23,8 @@ pytest.importorskip("vllm")
 from parts import BLOCK
 from simulation import BLOCK_BYTES, UNKNOWN_S, Arrival, Engine, Simulation, Tier, compare, spread, steady, traffic
 
-from ucm.integration.vllm.connector.admission import FIRST_S
-from ucm.integration.vllm.connector.pace import FLOOR
+from ucm.integration.vllm.connector.admission.admission import FIRST_S
+from ucm.integration.vllm.connector.admission.compute_rate import FLOOR
 
 PROMISE = 1.02
 #: Requests before the long run.

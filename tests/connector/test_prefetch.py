@@ -14,10 +14,10 @@ pytest.importorskip("vllm")
 from parts import BLOCK, Memory, Rig, dump, eventually, small_store
 from vllm.v1.request import Request
 
-from ucm.integration.vllm.connector.hints import pass_hints, prefetch_room, wants_touches
-from ucm.integration.vllm.connector.metadata import Prefetch, RankReport, StepPlan, join_keys, split_keys
-from ucm.integration.vllm.connector.prefetch import EVERY_S, IN_LINE, RELOCATE_S
-from ucm.integration.vllm.connector.touches import STEP, WAITING, Touches
+from ucm.integration.vllm.connector.metadata import Prefetch, RankReport, UCMConnectorMetadata, join_keys, split_keys
+from ucm.integration.vllm.connector.scheduler.prefetch import EVERY_S, IN_LINE, RELOCATE_S
+from ucm.integration.vllm.connector.scheduler.touches import STEP, WAITING, TouchQueue
+from ucm.integration.vllm.connector.worker.store_hints import pass_hints, prefetch_room, wants_touches
 from ucm.store import part_mask, record_ids
 
 MASK = part_mask(0, 0, 0)
@@ -92,7 +92,7 @@ def test_who_waits_is_asked_for_by_its_place_in_line_and_once() -> None:
     ]
     assert hints(rig) is None
     # Those behind one that leaves move up; what is asked for more urgently is asked for again.
-    rig.half.finished(line[0])
+    rig.scheduler.request_finished(line[0])
     news = hints(rig)
     assert wanted(news) == [("urgent", below[1]), ("next_batch", below[4])]
     assert news is not None
@@ -104,9 +104,9 @@ def test_a_request_that_is_admitted_reads_for_itself() -> None:
     request = waiting(rig, "a", 3, 1)
     keys = rig.keys_of(request)[:3]
     assert wanted(hints(rig)) == [("urgent", keys)]
-    tokens, _ = rig.half.matched(request, 0)
+    tokens, _ = rig.scheduler.get_num_new_matched_tokens(request, 0)
     assert tokens == 3 * BLOCK
-    rig.half.admitted(request, rig.tables.allocate(request, 8), tokens)
+    rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 8), tokens)
     rig.clock.now += EVERY_S
     plan = rig.step()
     assert len(plan.loads) == 1
@@ -119,17 +119,17 @@ def test_what_two_requests_wait_for_is_asked_for_as_long_as_one_does() -> None:
     one, other = waiting(rig, "a", 3, 1), waiting(rig, "b", 3, 1)
     keys = rig.keys_of(one)[:3]
     assert wanted(hints(rig)) == [("urgent", keys), ("next_batch", keys)]
-    assert len(rig.half._memory.prefetches._held) == 3
-    rig.half.finished(one)
+    assert len(rig.scheduler._rank_hints.prefetches._held) == 3
+    rig.scheduler.request_finished(one)
     news = hints(rig)
     assert news is not None
     assert news.cancelled == b""
-    rig.half.finished(other)
+    rig.scheduler.request_finished(other)
     news = hints(rig)
     assert news is not None
     assert (split_keys(news.cancelled), news.wanted) == (keys, [])
-    assert not rig.half._memory.prefetches._held
-    assert not rig.half._memory.prefetches._hinted
+    assert not rig.scheduler._rank_hints.prefetches._held
+    assert not rig.scheduler._rank_hints.prefetches._hinted
 
 
 def test_never_more_than_every_rank_has_room_for() -> None:
@@ -145,7 +145,7 @@ def test_never_more_than_every_rank_has_room_for() -> None:
     hints(rig)
     rig.later.run()
     assert wanted(hints(rig)) == [("next_batch", keys[1][1:] + keys[2][:1])]
-    assert len(rig.half._memory.prefetches._held) == 5
+    assert len(rig.scheduler._rank_hints.prefetches._held) == 5
 
 
 def test_only_the_next_in_line_are_looked_at() -> None:
@@ -163,7 +163,7 @@ def test_a_store_of_one_tier_is_asked_for_nothing(room: int) -> None:
     rig.stored(request, 3)
     rig.later.run()
     assert hints(rig) is None
-    assert rig.half.matched(request, 0) == (3 * BLOCK, True)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (3 * BLOCK, True)
 
 
 def test_ranks_that_have_no_room_are_asked_for_nothing() -> None:
@@ -178,7 +178,7 @@ def test_the_last_token_and_what_failed_is_not_brought_up() -> None:
     assert wanted(hints(rig)) == [("urgent", rig.keys_of(request)[:2])]
     rig = tiered()
     request = rig.request("b", 4 * BLOCK + 1)
-    rig.half._live["b"].failed_at(1)
+    rig.scheduler._live["b"].failed_at(1)
     rig.stored(request, 4)
     rig.store.lower.update(rig.store.ids)
     rig.later.run()
@@ -189,21 +189,21 @@ def test_where_blocks_are_is_asked_again_while_a_request_waits() -> None:
     rig = tiered()
     request = waiting(rig, "a", 3, 1)
     hints(rig)
-    tracked = rig.half._live["a"]
-    assert tracked.lookup is not None
-    assert tracked.lookup.tiers == b"\1\1\1"
+    tracker = rig.scheduler._live["a"]
+    assert tracker.lookup is not None
+    assert tracker.lookup.tiers == b"\1\1\1"
     rig.store.lower.clear()
     rig.clock.now += RELOCATE_S
     hints(rig)
     rig.later.run()
-    assert tracked.lookup.tiers == b"\0\0\0"
+    assert tracker.lookup.tiers == b"\0\0\0"
     # What is gone by then stays where it was: its load fails as ever.
     rig.store.ids.clear()
     rig.clock.now += RELOCATE_S
     hints(rig)
     rig.later.run()
-    assert tracked.lookup.tiers == b"\0\0\0"
-    assert rig.half.matched(request, 0) == (3 * BLOCK, True)
+    assert tracker.lookup.tiers == b"\0\0\0"
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (3 * BLOCK, True)
 
 
 # Touches ------------------------------------------------------------------------------------------------------
@@ -214,8 +214,8 @@ def test_a_request_touches_its_whole_prefix_in_every_ranks_memory() -> None:
     request = rig.request("a", 6 * BLOCK + 1)
     rig.stored(request, 5)
     rig.later.run()
-    assert rig.half.matched(request, 2 * BLOCK) == (3 * BLOCK, True)
-    rig.half.admitted(request, rig.tables.allocate(request, 8), 3 * BLOCK)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 2 * BLOCK) == (3 * BLOCK, True)
+    rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 8), 3 * BLOCK)
     plan = rig.step()
     assert [(first, split_keys(keys)) for first, keys in plan.touched] == [(0, rig.keys_of(request)[:5])]
     assert rig.step().touched == []
@@ -226,15 +226,15 @@ def test_ranks_whose_stores_go_by_nothing_of_their_own_are_not_told() -> None:
     request = rig.request("a", 6 * BLOCK + 1)
     rig.stored(request, 5)
     rig.later.run()
-    tokens, _ = rig.half.matched(request, 0)
-    rig.half.admitted(request, rig.tables.allocate(request, 8), tokens or 0)
+    tokens, _ = rig.scheduler.get_num_new_matched_tokens(request, 0)
+    rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 8), tokens or 0)
     assert rig.step().touched == []
     rig.later.run()
     assert len(rig.store.touched) == 5, "the scheduler half's own store is told as ever"
 
 
 def test_a_step_tells_a_bounded_number_and_long_chains_go_in_pieces() -> None:
-    touches = Touches()
+    touches = TouchQueue()
     chain = [number.to_bytes(16, "little") for number in range(STEP + 5)]
     touches.add(chain)
     assert touches.take() == [], "nobody wants it yet"
@@ -264,7 +264,7 @@ def test_a_rank_passes_them_on_under_its_own_names() -> None:
     keys = [bytes([number]) * 16 for number in range(6)]
     ids = record_ids(keys, mask)
     prefetch = Prefetch(join_keys(keys[:1]), [("urgent", join_keys(keys[1:3])), ("normal", join_keys(keys[3:]))])
-    plan = StepPlan(touched=[(7, join_keys(keys[:2]))], prefetch=prefetch)
+    plan = UCMConnectorMetadata(touched=[(7, join_keys(keys[:2]))], prefetch=prefetch)
     pass_hints(plan, store, mask, writer=True)
     touched = ("touch", ids[:2], 7)
     assert store.calls == [touched, ("cancel", ids[:1]), ("urgent", ids[1:3]), ("normal", ids[3:])]
@@ -275,7 +275,7 @@ def test_a_rank_passes_them_on_under_its_own_names() -> None:
     store.has_own_memory = False
     pass_hints(plan, store, mask, writer=False)
     assert store.calls == [], "and it says what of its segments is in use"
-    pass_hints(StepPlan(), store, mask, writer=True)
+    pass_hints(UCMConnectorMetadata(), store, mask, writer=True)
     assert store.calls == []
 
 
@@ -287,7 +287,7 @@ def test_a_store_that_fails_disturbs_nothing() -> None:
         def prefetch_room(self) -> int:
             raise RuntimeError("no")
 
-    pass_hints(StepPlan(touched=[(0, bytes(16))]), Odd(), MASK, writer=True)
+    pass_hints(UCMConnectorMetadata(touched=[(0, bytes(16))]), Odd(), MASK, writer=True)
     assert prefetch_room(Odd()) == 0
     assert prefetch_room(Memory()) == 0
 
@@ -317,8 +317,8 @@ def test_what_a_scheduler_half_knows_to_be_in_use_reaches_the_segments_by_their_
         rig.report(RankReport(0, ready=True, wants_touches=wants_touches(rank)))
         rig.stored(request, 6)
         rig.later.run()
-        assert rig.half.matched(request, 0) == (6 * BLOCK, True)
-        rig.half.admitted(request, rig.tables.allocate(request, 8), 6 * BLOCK)
+        assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (6 * BLOCK, True)
+        rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 8), 6 * BLOCK)
         scheduler.touch(ids)
         pass_hints(rig.step(), rank, MASK, writer=True)
         eventually("the rank counts them as used", lambda: rank.stats()["blocks_touched"] == 6)

@@ -14,17 +14,17 @@ pytest.importorskip("vllm")
 
 from parts import BLOCK, Clock, Later, Rig
 
-from ucm.integration.vllm.connector import rate_memory
-from ucm.integration.vllm.connector.admission import TIERS, Admission
+from ucm.integration.vllm.connector.admission import rate_memory
+from ucm.integration.vllm.connector.admission.admission import TIERS, Admission
+from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate, ComputeSpeed
+from ucm.integration.vllm.connector.admission.load_rate import LoadSpeed
+from ucm.integration.vllm.connector.admission.rate_memory import LIMIT, NAME, RARELY_S, SOON_S, RateMemory, machine_name
 from ucm.integration.vllm.connector.background import Background
-from ucm.integration.vllm.connector.load_rate import Loading
 from ucm.integration.vllm.connector.metadata import RankReport
-from ucm.integration.vllm.connector.pace import Computing, Pace
-from ucm.integration.vllm.connector.rate_memory import LIMIT, NAME, RARELY_S, SOON_S, RateMemory, machine_name
 from ucm.integration.vllm.connector.root_file import ROOT_MARKER
 
-COMPUTING = Computing(0.5, 0.001, 1000)
-LOADING = {0: Loading(0.25, 1e-6, 100, 10_000, 0.0), 1: Loading(0.75, 1e-3, 100, 100, 0.5)}
+COMPUTING = ComputeSpeed(0.5, 0.001, 1000)
+LOADING = {0: LoadSpeed(0.25, 1e-6, 100, 10_000, 0.0), 1: LoadSpeed(0.75, 1e-3, 100, 100, 0.5)}
 
 
 @pytest.fixture
@@ -39,17 +39,17 @@ class Life:
 
     def __init__(self, root: Path | None, identity: str = "i", machine: str = "m", store: str = "s") -> None:
         self.later, self.clock = Later(), Clock()
-        self.admission = Admission("measured", 0.8, Pace(0.2, 30.0))
+        self.admission = Admission("measured", 0.8, ComputeRate(0.2, 30.0))
         where = None if root is None else str(root)
         self.memory = RateMemory(where, self.admission, self.later, lambda: machine, self.clock)
         self.later.run()
         self.memory.open(identity, store)
 
-    def known(self) -> tuple[Computing | None, dict[int, Loading]]:
+    def known(self) -> tuple[ComputeSpeed | None, dict[int, LoadSpeed]]:
         """What this process knows."""
         return self.admission.known()
 
-    def learns(self, computing: Computing | None = COMPUTING, loading: dict[int, Loading] | None = None) -> Life:
+    def learns(self, computing: ComputeSpeed | None = COMPUTING, loading: dict[int, LoadSpeed] | None = None) -> Life:
         """As if it had measured this, and written it."""
         self.admission.recall(computing, LOADING if loading is None else loading)
         self.memory.keep(self.clock.now)
@@ -57,7 +57,7 @@ class Life:
         return self
 
 
-def same(known: tuple[Computing | None, dict[int, Loading]]) -> None:
+def same(known: tuple[ComputeSpeed | None, dict[int, LoadSpeed]]) -> None:
     """It is what was learnt, up to the digits that are kept."""
     computing, loading = known
     assert computing == pytest.approx(COMPUTING, rel=0.01)
@@ -75,7 +75,7 @@ def test_what_was_known_is_known_to_the_next_process(root: Path) -> None:
 def test_an_engine_of_another_identity_or_on_another_machine_knows_nothing(root: Path, other: dict[str, str]) -> None:
     Life(root).learns()
     assert Life(root, **other).known() == (None, {})
-    Life(root, **other).learns(Computing(0.1, 0.1, 100), {})
+    Life(root, **other).learns(ComputeSpeed(0.1, 0.1, 100), {})
     same(Life(root).known())
 
 
@@ -173,7 +173,7 @@ def test_the_file_is_bounded_and_the_last_stay(root: Path) -> None:
 def test_the_end_waits_for_the_last_writing_but_not_for_a_root_that_hangs(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    admission, background = Admission("measured", 0.8, Pace(0.2, 30.0)), Background("test", threads=2)
+    admission, background = Admission("measured", 0.8, ComputeRate(0.2, 30.0)), Background("test", threads=2)
     memory = RateMemory(str(root), admission, background, lambda: "m")
     memory.open("i", "s")
     admission.recall(COMPUTING, LOADING)
@@ -201,13 +201,13 @@ def served(rig: Rig, name: str, blocks: int, step: Callable[[], Any]) -> int:
     request = rig.request(name, blocks * BLOCK + 1, seed=len(name) + blocks)
     rig.stored(request, blocks)
     rig.later.run()
-    tokens, _ = rig.half.matched(request, 0)
+    tokens, _ = rig.scheduler.get_num_new_matched_tokens(request, 0)
     assert tokens is not None
-    rig.half.admitted(request, rig.tables.allocate(request, blocks + 1), tokens)
+    rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, blocks + 1), tokens)
     step()
     rig.report(RankReport(0, ready=True), recved={name} if tokens else None)
     request.num_computed_tokens = request.num_tokens
-    rig.half.finished(request)
+    rig.scheduler.request_finished(request)
     rig.tables.free(request)
     return tokens
 
@@ -219,9 +219,9 @@ def test_a_restarted_engine_knows_its_speed_and_loads_what_is_stored(root: Path)
         before.admit(request)
         plan = before.step(request)
         before.clock.now += 0.08
-        before.half.step_ended()
+        before.scheduler.step_ended()
         before.report(before.ended(plan))
-        before.half.finished(request)
+        before.scheduler.request_finished(request)
         before.tables.free(request)
     before.clock.now += SOON_S
     before.step()  # the speed is written on the way
@@ -229,16 +229,16 @@ def test_a_restarted_engine_knows_its_speed_and_loads_what_is_stored(root: Path)
     assert (root / NAME).exists()
 
     after = Rig(root=str(root))
-    assert after.admission.pace.seconds(20 * BLOCK) == pytest.approx(0.08)
+    assert after.admission.compute_rate.seconds(20 * BLOCK) == pytest.approx(0.08)
 
     def step() -> None:
         after.step()
         after.clock.now += 0.001
-        after.half.step_ended()
+        after.scheduler.step_ended()
 
     for blocks in (18, 2, 9, 18):
         assert served(after, f"r{blocks}", blocks, step) == blocks * BLOCK
-    assert after.half.account.total.missed == {}
+    assert after.scheduler.miss_stats.total.missed == {}
 
 
 @pytest.mark.parametrize("order", [(18, 17, 16, 18), (16, 18, 17, 16)])
@@ -248,9 +248,9 @@ def test_a_fresh_engine_without_memory_loads_every_stored_prompt(order: tuple[in
     def step() -> None:
         rig.step()
         rig.clock.now += 0.1
-        rig.half.step_ended()
+        rig.scheduler.step_ended()
 
     for turn in range(5):
         for blocks in order:
             assert served(rig, f"r{turn}", blocks, step) == blocks * BLOCK
-    assert rig.half.account.total.missed == {}
+    assert rig.scheduler.miss_stats.total.missed == {}

@@ -15,25 +15,27 @@ from parts import BLOCK, Rig
 from vllm.v1.request import Request
 
 from ucm.errors import BusyError, DeadlineError, StoreIOError, UnhealthyError
-from ucm.integration.vllm.connector.account import SUMMARY_S
-from ucm.integration.vllm.connector.adapters import UnkeyableError
-from ucm.integration.vllm.connector.lookup import Lookups
+from ucm.integration.vllm.connector.identity.unkeyable import UnkeyableError
 from ucm.integration.vllm.connector.metadata import LoadFailure, RankReport
+from ucm.integration.vllm.connector.miss_stats import SUMMARY_S
+from ucm.integration.vllm.connector.scheduler.lookup import Lookups
 from ucm.reasons import MissReason
 
 
 def admit(rig: Rig, request: Request, computed: int = 0) -> int:
     """vLLM asks and admits; the blocks that are to be loaded."""
     rig.later.run()
-    tokens, _ = rig.half.matched(request, computed)
+    tokens, _ = rig.scheduler.get_num_new_matched_tokens(request, computed)
     assert tokens is not None
-    rig.half.admitted(request, rig.tables.allocate(request, request.num_tokens // BLOCK + 4), tokens)
+    rig.scheduler.update_state_after_alloc(
+        request, rig.tables.allocate(request, request.num_tokens // BLOCK + 4), tokens
+    )
     return tokens // BLOCK
 
 
 def balance(rig: Rig) -> dict[str, int]:
     """The misses by reason, after a check that every block asked for is accounted for."""
-    total = rig.half.account.total
+    total = rig.scheduler.miss_stats.total
     assert total.asked == total.loaded + sum(total.missed.values())
     return dict(total.missed)
 
@@ -76,16 +78,16 @@ def unkeyable(reason: MissReason) -> Callable[[Rig], None]:
         def first(request: Any) -> list[bytes]:
             raise UnkeyableError("the adapter has no name", reason=reason)
 
-        assert rig.half._keys is not None
-        rig.half._keys.first = first  # type: ignore[method-assign]
+        assert rig.scheduler._keys is not None
+        rig.scheduler._keys.first = first  # type: ignore[method-assign]
 
     return prepare
 
 
 def break_hashing(rig: Rig) -> None:
     """A bug of ours."""
-    assert rig.half._keys is not None
-    rig.half._keys.first = lambda request: 1 / 0  # type: ignore[method-assign, return-value, assignment]
+    assert rig.scheduler._keys is not None
+    rig.scheduler._keys.first = lambda request: 1 / 0  # type: ignore[method-assign, return-value, assignment]
 
 
 @pytest.mark.parametrize(
@@ -115,15 +117,15 @@ def test_a_lookup_without_a_hit(prepare: Callable[[Rig], None], reason: str) -> 
     request = rig.request("a", 4 * BLOCK + 1)
     assert admit(rig, request) == 0
     assert balance(rig) == {reason: 4}
-    rig.half.admitted(request, rig.tables.get_blocks("a"), 0)  # vLLM says so again after a load
+    rig.scheduler.update_state_after_alloc(request, rig.tables.get_blocks("a"), 0)  # vLLM says so again after a load
     assert balance(rig) == {reason: 4}
 
 
 @pytest.mark.parametrize(
     ("switch_off", "reason"),
     [
-        (lambda rig: rig.gate.off("the user's wish"), "disabled"),
-        (lambda rig: rig.gate.off("no weights to be read", MissReason.IDENTITY_UNKNOWN), "identity_unknown"),
+        (lambda rig: rig.readiness.off("the user's wish"), "disabled"),
+        (lambda rig: rig.readiness.off("no weights to be read", MissReason.IDENTITY_UNKNOWN), "identity_unknown"),
         (lambda rig: rig.report(RankReport(0, broken="disk on fire")), "disabled"),
     ],
 )
@@ -134,7 +136,7 @@ def test_an_engine_that_is_off(switch_off: Callable[[Rig], None], reason: str) -
     assert admit(rig, early) == 0
     late = rig.request("late", 2 * BLOCK)
     assert admit(rig, late) == 0
-    rig.half.finished(late)
+    rig.scheduler.request_finished(late)
     assert balance(rig) == {reason: 5}
 
 
@@ -144,7 +146,7 @@ def test_an_engine_that_is_not_open_yet() -> None:
     rig.shake()
     assert admit(rig, rig.request("a", 2 * BLOCK)) == 0
     rig.named.now = '{"weights":"w"}'
-    assert rig.half.matched(rig.request("b", 3 * BLOCK), 0) == (None, False)
+    assert rig.scheduler.get_num_new_matched_tokens(rig.request("b", 3 * BLOCK), 0) == (None, False)
     rig.clock.now += 10.0  # and does not open
     assert admit(rig, rig.request("c", 3 * BLOCK)) == 0
     assert balance(rig) == {"identity_pending": 2, "unhealthy": 3}
@@ -152,7 +154,7 @@ def test_an_engine_that_is_not_open_yet() -> None:
 
 def test_an_identity_that_never_will_be_known() -> None:
     rig = Rig(opened=False)
-    rig.gate._identity = lambda: 1 / 0  # type: ignore[assignment, return-value]
+    rig.readiness._identity = lambda: 1 / 0  # type: ignore[assignment, return-value]
     rig.shake()
     assert admit(rig, rig.request("a", 2 * BLOCK)) == 0
     assert balance(rig) == {"identity_unknown": 2}
@@ -164,7 +166,7 @@ def test_requests_and_engines_that_are_left_alone() -> None:
     request.skip_reading_prefix_cache = True
     assert admit(rig, request) == 0
     session = SimpleNamespace(request_id="s", resumable=True, num_tokens=3 * BLOCK, num_prompt_tokens=3 * BLOCK)
-    rig.half.on_new_request(session)  # type: ignore[arg-type]
+    rig.scheduler.on_new_request(session)  # type: ignore[arg-type]
     assert balance(rig) == {"unsupported": 5}
     rig = Rig(may_load=False)
     assert admit(rig, rig.request("a", 2 * BLOCK)) == 0
@@ -178,7 +180,7 @@ def test_the_block_of_the_last_token() -> None:
     assert admit(rig, request) == 2
     rig.report(RankReport(0, ready=True), recved={"a"})
     assert balance(rig) == {"last_token": 1}
-    assert (request.num_tokens // BLOCK, rig.half.account.total.loaded) == (3, 2)
+    assert (request.num_tokens // BLOCK, rig.scheduler.miss_stats.total.loaded) == (3, 2)
 
 
 def test_a_hit_that_is_too_short_and_what_lies_behind_it() -> None:
@@ -196,10 +198,10 @@ def test_what_is_on_the_device_is_not_asked_for() -> None:
     assert admit(rig, request, computed=2 * BLOCK) == 2
     rig.report(RankReport(0, ready=True), recved={"a"})
     assert balance(rig) == {"absent": 1}
-    assert rig.half.account.total.asked == 3
+    assert rig.scheduler.miss_stats.total.asked == 3
     other = rig.request("b", 5 * BLOCK + 1, seed=1)
     assert admit(rig, other, computed=5 * BLOCK) == 0
-    assert rig.half.account.total.asked == 3
+    assert rig.scheduler.miss_stats.total.asked == 3
 
 
 @pytest.mark.parametrize(("ranks", "reason"), [([0], "other_rank"), ([], "absent")])
@@ -220,7 +222,7 @@ def test_a_hit_that_vllm_does_not_take() -> None:
     rig.no_room(request, 4)
     assert balance(rig) == {"not_taken": 4, "absent": 1}
     unasked = rig.request("b", 2 * BLOCK, seed=1)
-    rig.half.admitted(unasked, rig.tables.allocate(unasked, 2), 0)
+    rig.scheduler.update_state_after_alloc(unasked, rig.tables.allocate(unasked, 2), 0)
     assert balance(rig) == {"not_taken": 6, "absent": 1}
 
 
@@ -228,10 +230,10 @@ def test_an_answer_that_fails_inside_is_counted() -> None:
     rig = Rig()
     request = rig.request("a", 2 * BLOCK)
     rig.later.run()
-    rig.half._presence.trusted = lambda keys, upto: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    rig.scheduler._block_tracker.trusted = lambda keys, upto: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(ZeroDivisionError):  # the connector answers no hit
-        rig.half.matched(request, 0)
-    rig.half.admitted(request, rig.tables.allocate(request, 4), 0)
+        rig.scheduler.get_num_new_matched_tokens(request, 0)
+    rig.scheduler.update_state_after_alloc(request, rig.tables.allocate(request, 4), 0)
     assert balance(rig) == {"internal": 2}
 
 
@@ -246,13 +248,13 @@ def test_a_failed_load_counts_each_block_once_over_ranks() -> None:
     rig.report(
         RankReport(0, ready=True, load_failures=[LoadFailure("a", 3, b"", ("bad_checksum",) + ("load_failed",) * 2)])
     )
-    assert rig.half.account.total.loaded == 0  # the other rank has not reported
+    assert rig.scheduler.miss_stats.total.loaded == 0  # the other rank has not reported
     late = LoadFailure("a", 2, b"", ("timeout",) * 4)
     rig.report(RankReport(1, ready=True, load_failures=[late]), recved={"a"})
     assert balance(rig) == {"bad_checksum": 1, "timeout": 3}
-    assert rig.half.account.total.loaded == 2
-    assert rig.half.matched(request, 0) == (2 * BLOCK, True)
-    rig.half.admitted(request, rig.tables.get_blocks("a"), 0)
+    assert rig.scheduler.miss_stats.total.loaded == 2
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (2 * BLOCK, True)
+    rig.scheduler.update_state_after_alloc(request, rig.tables.get_blocks("a"), 0)
     assert balance(rig) == {"bad_checksum": 1, "timeout": 3}
 
 
@@ -275,7 +277,7 @@ def test_a_refused_record_is_no_hit_for_others() -> None:
     request, other = rig.request("a", 5 * BLOCK + 1), rig.request("b", 5 * BLOCK + 1)
     rig.stored(request, 4)
     assert admit(rig, request) == 4
-    bad = rig.keys(rig.gate.identity_text).first(request)[1]
+    bad = rig.keys(rig.readiness.identity_text).first(request)[1]
     rig.report(
         RankReport(
             0, ready=True, load_failures=[LoadFailure("a", 1, bad, ("foreign_id", "load_failed", "load_failed"))]
@@ -295,11 +297,11 @@ def test_after_a_preemption_blocks_are_asked_for_again_and_the_failed_load_is_re
     rig.report(RankReport(0, ready=True, load_failures=[LoadFailure("a", 1, b"", ("busy",) * 3)]), recved={"a"})
     rig.tables.free(request)
     request.num_preemptions = 1
-    assert rig.half.matched(request, 0) == (None, False)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     assert admit(rig, request) == 1
     rig.report(RankReport(0, ready=True), recved={"a"})
     assert balance(rig) == {"busy": 3, "load_failed": 3}
-    assert rig.half.account.total.asked == 8
+    assert rig.scheduler.miss_stats.total.asked == 8
 
 
 @pytest.mark.parametrize("loading", [False, True])
@@ -309,7 +311,7 @@ def test_a_request_that_ends_first(loading: bool) -> None:
     rig.stored(request, 3)
     if loading:
         assert admit(rig, request) == 3
-    rig.half.finished(request)
+    rig.scheduler.request_finished(request)
     assert balance(rig) == ({"aborted": 3, "absent": 1} if loading else {"aborted": 4})
     rig.report(RankReport(0, ready=True, load_failures=[LoadFailure("a", 0, b"", ("timeout",) * 3)]), recved={"a"})
     assert sum(balance(rig).values()) == 4
@@ -327,23 +329,23 @@ def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
     request.num_computed_tokens = 2 * BLOCK
     rig.step(request)
     with caplog.at_level(logging.DEBUG, "ucm.vllm"):
-        rig.half.finished(request)
+        rig.scheduler.request_finished(request)
     said = "request a: 20 prompt tokens, 5 blocks asked, 3 hit, 2 loaded, missed: 2 absent, 1 truncated; 2 offered"
     assert [record.message for record in caplog.records if record.levelno == logging.DEBUG] == [said]
 
 
 def test_one_line_per_request_of_an_engine_that_is_off(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig()
-    rig.gate.off("the user's wish")
+    rig.readiness.off("the user's wish")
     with caplog.at_level(logging.DEBUG, "ucm.vllm"):
-        rig.half.finished(rig.request("a", 5 * BLOCK))
+        rig.scheduler.request_finished(rig.request("a", 5 * BLOCK))
     said = "request a: 20 prompt tokens, 5 blocks asked, 0 hit, 0 loaded, missed: 5 disabled; 0 offered"
     assert [record.message for record in caplog.records if record.levelno == logging.DEBUG] == [said]
 
 
 def test_a_summary_now_and_then_when_something_happened(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig()
-    rig.gate.block_bytes = 1 << 20
+    rig.readiness.block_bytes = 1 << 20
     request = rig.request("a", 4 * BLOCK + 1)
     rig.stored(request, 2)
     assert admit(rig, request) == 2
@@ -377,7 +379,7 @@ def test_the_lookups_of_several_parts_are_one_call() -> None:
         return 4, "absent"
 
     rig.store.explain_on_prefix = explained  # type: ignore[method-assign]
-    lookups = Lookups(rig.later, rig.store, rig.gate.masks)
+    lookups = Lookups(rig.later, rig.store, rig.readiness.masks)
     lookup = lookups.start(lambda: [bytes([n]) * 16 for n in range(4)])
     rig.later.run()
     assert (lookup.hits, lookup.reason, asked) == (2, MissReason.OTHER_RANK, [8])

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from parts import BLOCK, Clock, candidate  # noqa: E402
+from parts import BLOCK, Clock, configured_store  # noqa: E402
 
 from ucm.errors import (  # noqa: E402
     BusyError,
@@ -26,17 +26,17 @@ from ucm.errors import (  # noqa: E402
     TaskError,
     UcmError,
 )
+from ucm.integration.vllm.connector.identity.weights_report import WeightsReport  # noqa: E402
 from ucm.integration.vllm.connector.metadata import (  # noqa: E402
     Dump,
     Load,
-    StepPlan,
     StoreSetup,
-    WeightsWord,
-    WorkerReport,
+    UCMConnectorMetadata,
+    UCMConnectorWorkerMetadata,
     join_keys,
     split_keys,
 )
-from ucm.integration.vllm.connector.worker import WorkerHalf  # noqa: E402
+from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker  # noqa: E402
 from ucm.store import part_mask, record_ids  # noqa: E402
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1  # noqa: E402
 
@@ -128,7 +128,7 @@ class Worker:
     def __init__(self, writer: bool = True, **settings: Any) -> None:
         self.caches = {f"layers.{i}": torch.zeros(BLOCKS, 1, TOKENS, SIZE, dtype=torch.float32) for i in range(2)}
         self.store: Scripted | None = None
-        self.half = WorkerHalf(
+        self.connector = UCMConnectorWorker(
             rank=0,
             part=(0, 0, 0),
             writer=writer,
@@ -136,11 +136,11 @@ class Worker:
             block_tokens=BLOCK,
             wanted_block_size=settings.pop("wanted_block_size", None),
             identity=lambda: {"dtype": "float32"},
-            candidates=settings.pop("candidates", None) or [candidate("Scripted", self.make)],
+            stores=settings.pop("stores", None) or [configured_store("Scripted", self.make)],
             health=settings.pop("health", None),
             clock=Clock(),
         )
-        self.half.register(self.caches)
+        self.connector.register_kv_caches(self.caches)
 
     def make(self, config: dict[str, Any]) -> Scripted:
         """The store."""
@@ -159,12 +159,16 @@ class Worker:
         assert self.store is not None
         return self.store
 
-    def step(self, **plan: Any) -> tuple[set[str], set[int], WorkerReport | None]:
+    def step(self, **plan: Any) -> tuple[set[str], set[int], UCMConnectorWorkerMetadata | None]:
         """One step as vLLM drives it: requests whose load ended, bad blocks, the report."""
-        self.half.bind(StepPlan(**plan))
-        self.half.start_loads()
-        self.half.start_dumps()
-        return self.half.take_ended_loads(), self.half.take_bad_blocks(), self.half.report()
+        self.connector.bind_connector_metadata(UCMConnectorMetadata(**plan))
+        self.connector.start_load_kv()
+        self.connector.start_dumps()
+        return (
+            self.connector.take_ended_loads(),
+            self.connector.get_block_ids_with_load_errors(),
+            self.connector.build_connector_worker_meta(),
+        )
 
 
 def load(name: str, blocks: Sequence[int], keys: Sequence[bytes] = KEYS, first: int = 0) -> Load:
@@ -238,7 +242,7 @@ def test_a_rank_says_whether_it_goes_by_touches_and_passes_hints_on() -> None:
         def touch_own(self, block_ids: Sequence[bytes], first: int = 0) -> None:
             self.described[b"touched"] = (block_ids[0], first)
 
-    worker = Worker(candidates=[candidate("Told", lambda config: worker.make_kind(Told, config))])
+    worker = Worker(stores=[configured_store("Told", lambda config: worker.make_kind(Told, config))])
     report = worker.step(setup=StoreSetup("{}", {"storage_backends": ["/nowhere"]}))[2]
     while report is None or not report.ranks[0].ready:
         report = worker.step()[2]
@@ -293,20 +297,20 @@ def test_a_store_that_was_opened_and_not_yet_used_is_closed_when_another_is_trie
         made.append(Scripted(config))
         return made[-1]
 
-    worker = Worker(candidates=[candidate("A", make), candidate("B", make)])
+    worker = Worker(stores=[configured_store("A", make), configured_store("B", make)])
 
     def trial(number: int) -> StoreSetup:
         return StoreSetup("{}", {"storage_backends": ["/nowhere"]}, number, number + 1, trial=True)
 
-    worker.half.bind(StepPlan(setup=trial(0)))
-    while worker.half._opened is None:
+    worker.connector.bind_connector_metadata(UCMConnectorMetadata(setup=trial(0)))
+    while worker.connector._opened is None:
         pass
-    worker.half.bind(StepPlan(setup=trial(1)))
+    worker.connector.bind_connector_metadata(UCMConnectorMetadata(setup=trial(1)))
     while not made[0]._closed:
         pass
-    while worker.half.report() is None:
+    while worker.connector.build_connector_worker_meta() is None:
         pass
-    assert worker.half._store is made[1] and not made[1]._closed
+    assert worker.connector._store is made[1] and not made[1]._closed
 
 
 def test_a_store_that_cannot_be_told_where_the_kv_lies_is_closed_and_passed_by() -> None:
@@ -320,7 +324,7 @@ def test_a_store_that_cannot_be_told_where_the_kv_lies_is_closed_and_passed_by()
         made.append(Blind(config))
         return made[-1]
 
-    worker = Worker(candidates=[candidate("A", make)])
+    worker = Worker(stores=[configured_store("A", make)])
     report = worker.step(setup=StoreSetup("{}", {"storage_backends": ["/nowhere"]}, 0, 1, trial=True))[2]
     while report is None or not report.ranks[0].unavailable:
         report = worker.step()[2]
@@ -413,7 +417,7 @@ def test_every_block_from_the_first_failed_one_on_has_a_reason() -> None:
     assert report is not None
     (failure,) = report.ranks[0].load_failures
     assert (failure.first, failure.reasons) == (1, ("foreign_id", "load_failed", "load_failed"))
-    assert worker.half.loads.blocks == 2  # the first and the last of four
+    assert worker.connector.loads.blocks == 2  # the first and the last of four
 
 
 @pytest.mark.parametrize(
@@ -440,17 +444,17 @@ def test_bytes_of_this_rank_are_told_once() -> None:
     worker = Worker()
     store = worker.open()
     worker.step(dumps=[dump(1, [1, 2])])
-    assert worker.half.take_bytes() is None
+    assert worker.connector.take_bytes() is None
     store.end("staged", "published")
     worker.step()
     size = 2 * TOKENS * SIZE * 4
-    assert worker.half.take_bytes() == {"loaded_bytes": 0, "published_bytes": 2 * size}
+    assert worker.connector.take_bytes() == {"loaded_bytes": 0, "published_bytes": 2 * size}
     worker.step(loads=[load("r", [5])])
     store.end("staged", "published")
     worker.step()
-    assert worker.half.take_bytes() == {"loaded_bytes": size, "published_bytes": 0}
-    assert worker.half.take_bytes() is None
-    assert worker.half.stats()["rank"] == 0
+    assert worker.connector.take_bytes() == {"loaded_bytes": size, "published_bytes": 0}
+    assert worker.connector.take_bytes() is None
+    assert worker.connector.stats()["rank"] == 0
 
 
 def test_before_the_store_is_open_loads_fail_and_dumps_are_refused() -> None:
@@ -485,14 +489,16 @@ def test_a_rank_with_replicated_kv_writes_nothing_and_agrees() -> None:
 def test_dumps_vllm_did_not_ask_for_in_their_step_begin_with_the_next_one() -> None:
     worker = Worker()
     store = worker.open()
-    worker.half.bind(StepPlan(dumps=[dump(1, [1])]))  # a pipeline rank before the last, with speculative decoding
-    worker.half.start_loads()
-    assert worker.half.report() is None
-    worker.half.bind(StepPlan(dumps=[dump(2, [2], first=1)]))
+    worker.connector.bind_connector_metadata(
+        UCMConnectorMetadata(dumps=[dump(1, [1])])
+    )  # a pipeline rank before the last, with speculative decoding
+    worker.connector.start_load_kv()
+    assert worker.connector.build_connector_worker_meta() is None
+    worker.connector.bind_connector_metadata(UCMConnectorMetadata(dumps=[dump(2, [2], first=1)]))
     assert list(store.kept) == record_ids(KEYS[:1], part_mask(0, 0, 0))
-    worker.half.bind(StepPlan())
+    worker.connector.bind_connector_metadata(UCMConnectorMetadata())
     store.end("staged", "published")
-    report = worker.half.report()
+    report = worker.connector.build_connector_worker_meta()
     assert report is not None
     assert [(result.job, result.failed) for result in report.ranks[0].done] == [(1, ()), (2, ())]
 
@@ -508,7 +514,7 @@ def test_free_slots_are_told_while_few() -> None:
 
 
 def test_a_store_that_does_not_open_is_told() -> None:
-    worker = Worker(candidates=[candidate("Broken", lambda config: 1 / 0)])
+    worker = Worker(stores=[configured_store("Broken", lambda config: 1 / 0)])
     report = worker.step(setup=StoreSetup("{}", {}))[2]
     while report is None:
         report = worker.step()[2]
@@ -517,7 +523,7 @@ def test_a_store_that_does_not_open_is_told() -> None:
 
 @pytest.mark.parametrize("wanted", [BLOCK, 2 * TOKENS * SIZE * 4])
 def test_block_size_may_be_said_in_tokens_or_bytes(wanted: int) -> None:
-    assert Worker(wanted_block_size=wanted).half.handshake().shapes["block_size"] == 2 * TOKENS * SIZE * 4
+    assert Worker(wanted_block_size=wanted).connector.handshake().shapes["block_size"] == 2 * TOKENS * SIZE * 4
 
 
 def test_another_block_size_is_an_error_that_names_both() -> None:
@@ -530,9 +536,9 @@ def test_shutdown_lets_dumps_end_and_closes_the_store() -> None:
     store = worker.open()
     worker.step(dumps=[dump(1, [1])])
     store.end("staged", "published")
-    worker.half.shutdown()
+    worker.connector.shutdown()
     assert store._closed
-    assert len(worker.half.dumps) == 0
+    assert len(worker.connector.dumps) == 0
 
 
 def test_dumps_that_are_overtaken_are_read_before_the_step_begins() -> None:
@@ -548,10 +554,12 @@ def test_dumps_that_are_overtaken_are_read_before_the_step_begins() -> None:
     worker.step(dumps=[dump(1, [1])])
     worker.caches["layers.0"][2] = 7.0
     late = dump(2, [2], first=1)
-    worker.half.bind(StepPlan(dumps=[late, dump(3, [3], first=2)], settle=[1, 2]))
+    worker.connector.bind_connector_metadata(
+        UCMConnectorMetadata(dumps=[late, dump(3, [3], first=2)], jobs_to_flush=[1, 2])
+    )
     assert waited == [(store.tasks[0], "staged"), (store.tasks[1], "staged")]
     worker.caches["layers.0"][2] = 9.0  # the step writes
-    worker.half.start_dumps()
+    worker.connector.start_dumps()
     ids = record_ids(KEYS, part_mask(0, 0, 0))
     assert list(store.kept) == ids[:3]
     assert np.frombuffer(store.kept[ids[1]][:4], dtype=np.float32)[0] == 7.0
@@ -564,9 +572,9 @@ def test_dumps_that_are_overtaken_are_read_before_the_step_begins() -> None:
 def test_a_rank_asked_about_its_weights_answers_with_the_step() -> None:
     worker = Worker()
     worker.open()
-    report = worker.step(judge=3)[2]
+    report = worker.step(check_weights=3)[2]
     assert report is not None
-    assert report.ranks[0].weights == WeightsWord(3, None, None, 0), "there is no model to look at"
+    assert report.ranks[0].weights == WeightsReport(3, None, None, 0), "there is no model to look at"
     assert worker.step()[2] is None
 
 

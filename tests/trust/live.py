@@ -35,11 +35,11 @@ MEMORY = 512 << 10
 #: An engine that has just started has no store yet.
 _OURS, _LOOKUPS = (
     f"{store}.stats() if {store} else {{'misses': {{}}}}"
-    for store in ("connector._worker._store", "connector._scheduler.gate.store")
+    for store in ("connector._worker._store", "connector._scheduler.readiness.store")
 )
 
 #: How far the store is, and of whose blocks.
-_OPENED = "(connector._scheduler.gate.phase, connector._scheduler.gate.identity_text)"
+_OPENED = "(connector._scheduler.readiness.phase, connector._scheduler.readiness.identity_text)"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from lives import Disk, new_disk, store_under_test
 from specs import BLOCK, PATIENT, EngineSpec, Result, StoreSpec
 from throttled import Throttle
 
-from ucm.integration.vllm.connector.admission import UNLEARNT
+from ucm.integration.vllm.connector.admission.admission import UNLEARNT
 
 pytestmark = pytest.mark.skipif(store_under_test() != "posix", reason="the throttled tier is a POSIX store")
 
@@ -86,7 +86,7 @@ def test_no_request_loses_a_step_and_no_idle_engine_takes_one(segments: Engine) 
     assert count(segments, "put_off") == before
     # Publishing a segment takes a second, and nobody steps for that.
     segments.wait_idle()
-    wait_until(lambda: not count(segments, "wants_steps.__int__()"), "the engine rests")
+    wait_until(lambda: not count(segments, "has_pending_push_work.__int__()"), "the engine rests")
 
 
 def test_a_tier_that_is_too_slow_and_mends(engine: Engine, disk: Disk, throttle: Throttle) -> None:

@@ -66,7 +66,7 @@ def test_hits_from_memory_and_after_a_restart_from_the_directory(
     engine.wait_idle()
     assert moved(engine, 0) > 0, "loads from memory are known as such"
     assert moved(engine, 1) == 0
-    assert int(engine.scheduler_eval("min(connector._scheduler._memory.prefetches._rooms.values())")) > 0
+    assert int(engine.scheduler_eval("min(connector._scheduler._rank_hints.prefetches._rooms.values())")) > 0
     host.stop()
     stored = stored_in(disk, runner)
     assert stored, "what is in memory is on the disk too"

@@ -93,13 +93,13 @@ def kv_configs(config: Any, specs: list[dict[str, Any]] | None = None, memory: i
 
 def identity_of(model: Path | str, weights: str = "", **args: Any) -> dict[str, Any]:
     """The identity of an engine for this model, as its scheduler half computes it."""
-    from ucm.integration.vllm.connector.identity import engine_identity
+    from ucm.integration.vllm.connector.identity.engine_identity import engine_identity
 
     config = engine_config(model, **args)
     return engine_identity(config, kv_configs(config)[0], weights)
 
 
 if __name__ == "__main__":
-    from ucm.integration.vllm.connector.identity import identity_text
+    from ucm.integration.vllm.connector.identity.engine_identity import identity_text
 
     print(identity_text(identity_of(sys.argv[1], "sha256:00")))

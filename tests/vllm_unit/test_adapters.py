@@ -11,8 +11,9 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from ucm.errors import NotFoundError
-from ucm.integration.vllm.connector import adapters
-from ucm.integration.vllm.connector.adapters import AdapterDigests, UnkeyableError, adapter_digest
+from ucm.integration.vllm.connector.identity import adapters
+from ucm.integration.vllm.connector.identity.adapters import AdapterDigests, adapter_digest
+from ucm.integration.vllm.connector.identity.unkeyable import UnkeyableError
 
 #: The first import of vLLM takes long on a busy machine.
 pytestmark = pytest.mark.timeout(300)

@@ -15,7 +15,7 @@ from ucm.config import parse
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector import UCMConnector
 from ucm.integration.vllm.connector.device import cores_here, keep_a_core, why_not_here, why_slower
-from ucm.integration.vllm.connector.halves import why_off
+from ucm.integration.vllm.connector.factory import why_off
 from ucm.reasons import MissReason
 
 CPU = SimpleNamespace(is_cpu=lambda: True, device_type="cpu")

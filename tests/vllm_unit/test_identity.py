@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from ucm.integration.vllm.connector import packing
-from ucm.integration.vllm.connector.identity import (
+from ucm.integration.vllm.connector.identity import packing
+from ucm.integration.vllm.connector.identity.engine_identity import (
     FIELDS,
     block_tokens,
     difference,

@@ -18,9 +18,9 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-from ucm.integration.vllm.connector import items as module
-from ucm.integration.vllm.connector.adapters import UnkeyableError
-from ucm.integration.vllm.connector.items import Items
+from ucm.integration.vllm.connector.identity import items as module
+from ucm.integration.vllm.connector.identity.items import Items
+from ucm.integration.vllm.connector.identity.unkeyable import UnkeyableError
 from ucm.reasons import MissReason
 
 #: The first import of vLLM takes long on a busy machine.

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ucm.integration.vllm.connector.model_memory import ModelMemory, fingerprint
-from ucm.integration.vllm.connector.weight_files import WeightSource
+from ucm.integration.vllm.connector.identity.model_memory import ModelMemory, fingerprint
+from ucm.integration.vllm.connector.identity.weight_files import WeightSource
 
 
 class Attention(torch.nn.Module):
@@ -70,28 +70,28 @@ def set_all(tensor: torch.Tensor) -> None:
 )
 def test_a_change_is_noticed_once(change: Callable[[Model], object]) -> None:
     watched = Watched()
-    assert watched.memory.judge(1).unchanged is True
+    assert watched.memory.compare(1).unchanged is True
     watched.now = 5
     change(watched.model)
-    word = watched.memory.judge(2)
+    word = watched.memory.compare(2)
     assert (word.generation, word.unchanged, word.named, word.since_ns) == (2, False, None, 1)
-    word = watched.memory.judge(3)
+    word = watched.memory.compare(3)
     assert (word.unchanged, word.since_ns) == (True, 5)
 
 
 def test_scratch_is_no_weight() -> None:
     watched = Watched()
     watched.model.scratch.fill_(3.0)  # type: ignore[operator]
-    assert watched.memory.judge(1).unchanged is True
+    assert watched.memory.compare(1).unchanged is True
 
 
 def test_other_files_are_named_once() -> None:
     watched = Watched()
     set_all(watched.model.norm)
     watched.source = WeightSource("/b")
-    assert watched.memory.judge(1).named == WeightSource("/b")
+    assert watched.memory.compare(1).named == WeightSource("/b")
     set_all(watched.model.large)
-    assert watched.memory.judge(2).named is None
+    assert watched.memory.compare(2).named is None
 
 
 def test_a_model_that_is_gone_says_nothing() -> None:
@@ -101,23 +101,23 @@ def test_a_model_that_is_gone_says_nothing() -> None:
     watched.memory.remember()
     del watched.model, watched.wrapper
     gc.collect()
-    assert watched.memory.judge(1).unchanged is None
+    assert watched.memory.compare(1).unchanged is None
 
 
 def test_a_weight_that_nothing_shows_says_nothing() -> None:
     watched = Watched()
     del watched.model.packed.linear
     assert fingerprint([watched.model]) is None
-    assert watched.memory.judge(1).unchanged is None
+    assert watched.memory.compare(1).unchanged is None
     watched.model.packed.linear = lambda x: x  # type: ignore[assignment]
-    assert watched.memory.judge(2).unchanged is None, "what it was before is not known"
-    assert watched.memory.judge(3).unchanged is True
+    assert watched.memory.compare(2).unchanged is None, "what it was before is not known"
+    assert watched.memory.compare(3).unchanged is True
 
 
 def test_a_rank_without_the_layers_says_nothing() -> None:
     memory = ModelMemory(lambda: [][0], lambda: WeightSource("/a"))
     memory.remember()
-    assert memory.judge(1).unchanged is None
+    assert memory.compare(1).unchanged is None
 
 
 def test_half_precision() -> None:

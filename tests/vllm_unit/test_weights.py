@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 
 from ucm.errors import ConfigError, UnsupportedError
-from ucm.integration.vllm.connector import file_digest, root_file, weights
-from ucm.integration.vllm.connector.file_digest import MEMORY_NAME, hash_file
+from ucm.integration.vllm.connector import root_file
+from ucm.integration.vllm.connector.identity import file_digest, weights
+from ucm.integration.vllm.connector.identity.file_digest import MEMORY_NAME, hash_file
+from ucm.integration.vllm.connector.identity.weight_files import WeightSource, find_weight_files, weight_source
+from ucm.integration.vllm.connector.identity.weights import WeightsDigest, WeightsState
 from ucm.integration.vllm.connector.root_file import ROOT_MARKER
-from ucm.integration.vllm.connector.weight_files import WeightSource, find_weight_files, weight_source
-from ucm.integration.vllm.connector.weights import WeightsDigest, WeightsState
 
 #: The first import of vLLM takes long on a busy machine.
 pytestmark = pytest.mark.timeout(300)
@@ -216,7 +217,7 @@ def test_files_written_after_the_engine_started_are_unknown(engines: Any, tmp_pa
 
 
 def test_the_start_of_the_engine_is_that_of_its_process(tmp_path: Path) -> None:
-    code = "from ucm.integration.vllm.connector.weights import engine_start_ns as start; print(start())"
+    code = "from ucm.integration.vllm.connector.identity.weights import engine_start_ns as start; print(start())"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     marks = []
     for name in ("before", "after"):
@@ -524,7 +525,7 @@ def test_weights_that_are_in_no_file_are_off(
 
 
 def test_the_whole_identity_follows_the_weights(engines: Any, tmp_path: Path) -> None:
-    from ucm.integration.vllm.connector.identity import identity_digest
+    from ucm.integration.vllm.connector.identity.engine_identity import identity_digest
 
     model = engines.make_model(tmp_path / "m")
     copied = shutil.copytree(model, tmp_path / "n")

@@ -10,8 +10,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostDevice, Slot};
-use ucm_infra::{Clock, Completion, Mono, SystemClock};
-use ucm_io::{IoOptions, IoPool, Process, PsyncEngine};
+use ucm_infra::{Clock, Completion, LANE_LOAD, Mono, SystemClock};
+use ucm_io::{IoJob, IoOptions, IoPool, Process, PsyncEngine};
 use ucm_store::backend::{Backend, BlockRead, Flush, ReadDone, WriteOptions};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Until};
 use ucm_store::evidence::QuarantineConfig;
@@ -21,6 +21,7 @@ use ucm_store::posix::{Modes, PosixBackend, PosixConfig};
 use ucm_store::record::{Expect, RecordLayout, RecordMeta, verify};
 use ucm_store::segment::{SegmentBackend, SegmentConfig};
 use ucm_store::space::{Capacity, Rules};
+use ucm_store::tiers::{TierConfig, WritePolicy};
 
 use super::Result;
 use super::contest::{Spent, Watch};
@@ -195,7 +196,13 @@ impl Rig {
             writer: 1,
         };
         let backend = make(posix, &io, Arc::clone(&clock))?;
-        let engine = Engine::open(config, Arc::clone(&backend), Arc::new(HostDevice::new()), clock)?;
+        let tier = TierConfig {
+            backend: Arc::clone(&backend),
+            pool: Arc::clone(&io.pool),
+            policy: WritePolicy::Through,
+            max_stuck: usize::MAX,
+        };
+        let engine = Engine::open(config, vec![tier], Arc::new(HostDevice::new()), clock)?;
         Ok(Self {
             files: Layout::new(root, &shape.identity),
             documents: io.engine.direct_fallbacks(),
@@ -245,15 +252,43 @@ impl Rig {
                 });
                 batch.one(judged.map(Some));
             };
-            reads.push(BlockRead::whole(id, slot, deadline, Box::new(done)));
+            reads.push((BlockRead::whole(id, slot, deadline), done));
         }
         // As the engine hands them over.
         while !reads.is_empty() {
             let next = reads.split_off(reads.len().min(TOGETHER));
-            self.backend.read(0, std::mem::replace(&mut reads, next));
+            let (reads, mut done): (Vec<_>, Vec<_>) = std::mem::replace(&mut reads, next)
+                .into_iter()
+                .map(|(read, done)| (read, Some(done)))
+                .unzip();
+            self.read_in_runs(reads, &mut done);
         }
         let slots = batch.wait()?;
         Ok((watch.stop(), slots))
+    }
+
+    /// Reads records as a tier does: in the runs of its backend, each on one thread.
+    fn read_in_runs<D: FnOnce(ucm_core::Result<ReadDone>) + Send + 'static>(
+        &self,
+        reads: Vec<BlockRead>,
+        done: &mut [Option<D>],
+    ) {
+        let runs = self.backend.runs(&reads, self.io.pool.width(LANE_LOAD));
+        let mut reads: Vec<_> = reads.into_iter().map(Some).collect();
+        for run in runs {
+            let (backend, deadline) = (Arc::clone(&self.backend), self.deadline());
+            let asked: Vec<_> = run.iter().filter_map(|&at| reads[at].take()).collect();
+            let told: Vec<_> = run.iter().filter_map(|&at| done[at].take()).collect();
+            let work = move |io: &IoJob| Ok(backend.read(io, asked));
+            let ended = move |results: ucm_core::Result<Vec<_>>| {
+                let results =
+                    results.unwrap_or_else(|error| told.iter().map(|_| Err(error.clone())).collect());
+                told.into_iter()
+                    .zip(results)
+                    .for_each(|(done, result)| done(result));
+            };
+            self.io.pool.job(LANE_LOAD, deadline, work, ended);
+        }
     }
 
     /// Writes filled slots as records, sealing each first, or not.

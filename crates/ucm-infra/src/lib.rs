@@ -32,6 +32,8 @@ mod completion;
 mod gate;
 mod ids;
 #[cfg(not(loom))]
+mod lanes;
+#[cfg(not(loom))]
 mod pool;
 #[cfg(not(loom))]
 mod random;
@@ -46,6 +48,8 @@ pub use clock::{Clock, ManualClock, Mono, SystemClock};
 pub use completion::Completion;
 pub use gate::{BlockState, Killed, LoadGate};
 pub use ids::IdSet;
+#[cfg(not(loom))]
+pub use lanes::{LANE_DUMP, LANE_LOAD, LANE_LOOKUP, LANE_SPACE};
 #[cfg(not(loom))]
 pub use pool::{
     Lane, LaneStats, MAX_LANES, MAX_QUEUE, MAX_WORKERS, PoolStats, Refused, WorkerPool, WorkerPoolBuilder,

@@ -8,17 +8,17 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{Clock, Completion, Lane, Mono, PoolStats, SystemClock, WorkerPool};
+use ucm_infra::{Clock, Completion, LANE_LOAD, LANE_SPACE, Lane, Mono, PoolStats, SystemClock, WorkerPool};
 
 use crate::engine::{Close, IoEngine};
 use crate::job::IoJob;
 use crate::kept::KeptFile;
 use crate::psync::PsyncEngine;
 
-/// The lane of housekeeping.
-const HOUSEKEEPING: usize = 3;
 /// Fewest threads: a write that waits for a record to be moved aside must leave one to whoever moves it.
 const FEWEST: usize = 2;
+/// Threads beside those that loads may take: a read that waits for a look at its directory must leave one to whoever looks.
+const SPARE: usize = 1;
 /// How long after its deadline a job that is waited for has to say so.
 const GRACE: Duration = Duration::from_millis(100);
 /// How long closing files that nobody writes may take.
@@ -27,11 +27,14 @@ const CLOSE: Duration = Duration::from_secs(5);
 /// How an [`IoPool`] is set up.
 #[derive(Clone, Debug)]
 pub struct IoOptions {
-    /// Worker threads, two at least.
+    /// What the threads are called.
+    pub name: &'static str,
+    /// Worker threads, two at least; there is one more for what loads wait for.
     pub workers: usize,
     /// Most workers started in the place of stuck ones.
     pub max_replacements: usize,
-    /// The lanes, most urgent first: 0 load, 1 prefetch and lookup, 2 dump, 3 space.
+    /// The lanes, most urgent first: [`LANE_LOAD`], [`LANE_LOOKUP`](ucm_infra::LANE_LOOKUP), [`LANE_DUMP`](ucm_infra::LANE_DUMP),
+    /// [`LANE_SPACE`].
     pub lanes: Vec<Lane>,
     /// What deadlines are measured on.
     pub clock: Arc<dyn Clock>,
@@ -46,6 +49,7 @@ impl IoOptions {
             max_running: max_running.max(1),
         };
         Self {
+            name: "ucm-io",
             workers,
             max_replacements: workers.max(2),
             lanes: vec![
@@ -79,9 +83,9 @@ pub struct IoPool {
 impl IoPool {
     /// Threads over an engine, started when they are first wanted. Errors as of `WorkerPool`: wrong numbers.
     pub fn new(engine: Arc<dyn IoEngine>, options: &IoOptions) -> Result<Arc<Self>> {
-        let workers = WorkerPool::builder("ucm-io")
+        let workers = WorkerPool::builder(options.name)
             .on_demand()
-            .size(options.workers.max(FEWEST))
+            .size(options.workers.max(FEWEST) + SPARE)
             .lanes(&options.lanes)
             .max_replacements(options.max_replacements)
             .clock(Arc::clone(&options.clock))
@@ -158,6 +162,12 @@ impl IoPool {
         self.begin(lane, deadline, work).wait()
     }
 
+    /// A job on the thread that calls, which nobody writes off: for what asks no file system.
+    pub fn here(&self, lane: usize, deadline: Mono) -> IoJob {
+        let until = (Arc::clone(&self.clock), deadline, Arc::default());
+        IoJob::new(Arc::clone(&self.engine), lane, Some(until))
+    }
+
     /// How many jobs of a lane run at once: by this callers divide what they ask for.
     pub fn width(&self, lane: usize) -> usize {
         self.widths.get(lane).copied().unwrap_or(1)
@@ -166,7 +176,7 @@ impl IoPool {
     /// Closes descriptors that are kept ([`IoJob::read_into`]), on a thread. Never blocks, but where there is no thread any
     /// more.
     pub fn close_kept(&self, which: Close<'_>) {
-        self.close(HOUSEKEEPING, which);
+        self.close(LANE_SPACE, which);
     }
 
     fn close(&self, lane: usize, which: Close<'_>) {
@@ -209,7 +219,7 @@ impl IoPool {
 
     /// Finishes what is queued for at most `drain`, then fails the rest with `Closed`. Never waits for a stuck call.
     pub fn shutdown(&self, drain: Duration) {
-        self.close(0, Close::All);
+        self.close(LANE_LOAD, Close::All);
         self.workers.shutdown(drain);
     }
 }

@@ -10,9 +10,9 @@ use ucm_core::{BlockId, Error, Geometry, MissReason};
 use ucm_device::{DeviceSpan, HostDevice, KvLayout, KvPiece};
 use ucm_infra::SystemClock;
 use ucm_store::assemble::Setup;
-use ucm_store::backend::Priority;
 use ucm_store::engine::{self, Engine, Hint, Pieces, Row};
 use ucm_store::events::Level;
+use ucm_store::tiers::Priority;
 
 use crate::convert::{id_list, ids, raise, to_py};
 use crate::ffi::Published;

@@ -14,14 +14,10 @@ use crate::engine::{Deadlines, Engine, EngineConfig};
 use crate::health::BreakerConfig;
 use crate::kind::{BuildContext, seconds};
 use crate::record::RecordLayout;
-use crate::tiers::{StageConfig, Tiers, TiersConfig};
+use crate::tiers::TierConfig;
 
 pub use stages::StageSetup;
 use stages::make_all;
-
-/// Most memory of records on their way between stages, and most of them.
-const SPARE_BYTES: usize = 64 << 20;
-pub(crate) const SPARE_SLOTS: usize = 32;
 
 /// What a store is made from; sizes in bytes, times in seconds.
 #[derive(Debug, Clone, Deserialize)]
@@ -108,7 +104,7 @@ impl Setup {
             probe: seconds("probe_s", self.probe_s)?,
             shutdown: seconds("shutdown_s", self.shutdown_s)?,
         };
-        let mut breaker = BreakerConfig {
+        let breaker = BreakerConfig {
             threshold: self.breaker_threshold,
             window: seconds("breaker_window_s", self.breaker_window_s)?,
             cool_down: seconds("breaker_cool_down_s", self.breaker_cool_down_s)?,
@@ -130,30 +126,12 @@ impl Setup {
             compressed: false,
         };
         let built = make_all(self.stages, &context)?.into_iter();
-        let mut stages: Vec<StageConfig> = built
-            .map(|(built, policy)| StageConfig {
-                backend: built.backend,
-                policy,
-                max_stuck: built.max_stuck,
-            })
-            .collect();
-        let backend = if stages.len() == 1 {
-            let only = stages.remove(0);
-            breaker.max_stuck = only.max_stuck;
-            only.backend
-        } else {
-            let tiers = TiersConfig {
-                stages,
-                identity: identity.clone(),
-                part,
-                breaker,
-                probe: deadlines.probe,
-                copy: deadlines.dump,
-                spare_slots: (SPARE_BYTES / record.record_len()).clamp(2, SPARE_SLOTS),
-                record: record.clone(),
-            };
-            Arc::new(Tiers::new(tiers, Arc::clone(&clock))?)
-        };
+        let tiers = built.map(|(built, policy)| TierConfig {
+            backend: built.backend,
+            pool: built.pool,
+            policy,
+            max_stuck: built.max_stuck,
+        });
         let config = EngineConfig {
             geometry,
             identity,
@@ -167,6 +145,6 @@ impl Setup {
             writer,
             paranoid: self.paranoid,
         };
-        Engine::open(config, backend, device, clock)
+        Engine::open(config, tiers.collect(), device, clock)
     }
 }

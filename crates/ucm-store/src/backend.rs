@@ -1,28 +1,27 @@
 //! The seam between the engine and a medium.
 //!
-//! A backend moves named records between slots and one medium. It is completion-based: a finished operation calls
-//! back and nothing blocks a caller. It owns a slot until the operation has really ended, never touches device
-//! memory, and knows nothing of tasks or vLLM. A new backend is one file that implements this trait.
+//! A backend moves named records between slots and one medium. It is asked on a thread of a pool that keeps the time, and
+//! blocks that thread: straight-line code that looks at its [`IoJob`] before every effect, because nobody waits for what
+//! comes late. Writing alone answers later, since records may be published together. A backend owns a slot until the
+//! operation has really ended, never touches device memory, and knows nothing of tasks, other media or vLLM. A new one is
+//! one file that implements this trait.
 
 use std::ops::Range;
 use std::time::Duration;
 
 use serde::Serialize;
-use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_core::{BlockId, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::Mono;
+use ucm_io::IoJob;
 
 use crate::events::Event;
-use crate::evidence::is_damage;
 
 /// Called exactly once with the outcome, on a thread of the backend.
 pub type Done<T> = Box<dyn FnOnce(Result<T>) + Send>;
 
 /// Whether a record is there whole, or why it is no hit.
 pub type Presence = std::result::Result<(), MissReason>;
-
-/// The stage that has a record whole, counted from the top, or why it is no hit.
-pub type Place = std::result::Result<u8, MissReason>;
 
 /// What a read brought.
 pub struct ReadDone {
@@ -47,21 +46,17 @@ pub struct BlockRead {
     pub again: bool,
     /// When nobody waits for it any more.
     pub deadline: Mono,
-    /// Called with the outcome. The error is `Foreign` where something has the record's name that can never be read as
-    /// one, so that nothing is wrong with the medium.
-    pub done: Done<ReadDone>,
 }
 
 impl BlockRead {
     /// All of a record, through whatever is on the way.
-    pub fn whole(id: BlockId, slot: Slot, deadline: Mono, done: Done<ReadDone>) -> Self {
+    pub fn whole(id: BlockId, slot: Slot, deadline: Mono) -> Self {
         Self {
             id,
             slot,
             parts: None,
             again: false,
             deadline,
-            done,
         }
     }
 }
@@ -172,45 +167,6 @@ pub trait Victim: Send {
 /// Called with every record that is given up, on the thread that needs the room; must not wait.
 pub type Evicted = Box<dyn Fn(Box<dyn Victim>) + Send + Sync>;
 
-/// How soon a prefetched block will be asked for; the first is served first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Priority {
-    /// A request waits for it; read beside loads.
-    Urgent,
-    /// The next batch will want it.
-    NextBatch,
-    /// It will be wanted.
-    Normal,
-    /// It may be wanted.
-    Speculative,
-}
-
-impl Priority {
-    /// Every priority, the most urgent first.
-    pub const ALL: [Self; 4] = [Self::Urgent, Self::NextBatch, Self::Normal, Self::Speculative];
-
-    /// Name in the Python interface.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Urgent => "urgent",
-            Self::NextBatch => "next_batch",
-            Self::Normal => "normal",
-            Self::Speculative => "speculative",
-        }
-    }
-}
-
-/// How much of a composition can be used now.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Health {
-    /// Every stage.
-    Well,
-    /// Some stages.
-    Partly,
-    /// None.
-    Down,
-}
-
 /// What a stage that compresses did; counters since the start, lengths of records with their headers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Compression {
@@ -228,91 +184,93 @@ pub struct Compression {
     pub bytes_stored: u64,
 }
 
-/// What one stage did and holds; counters since the start, sizes in bytes.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct TierStats {
-    /// Its name, unlike those of the others.
-    pub name: String,
-    /// Ids found here by lookups.
-    pub hits: u64,
-    /// Blocks read here for loads.
-    pub blocks_read: u64,
-    /// Bytes read here for loads.
-    pub bytes_read: u64,
-    /// Blocks written here, promoted ones included.
-    pub blocks_written: u64,
-    /// Bytes written here.
-    pub bytes_written: u64,
-    /// Operations that failed for the medium's sake: errors and deadlines that passed.
-    pub failures: u64,
-    /// Copies read here that were refused.
-    pub copies_refused: u64,
-    /// Blocks brought here from below after a load or by a prefetch.
-    pub promotions: u64,
-    /// Blocks brought here because the stage above gave them up.
-    pub demotions: u64,
-    /// Copies for this stage that were not made: it was busy or not well, or the copy was no longer sound.
-    pub copies_dropped: u64,
-    /// Whether it is memory, which each process has of its own.
-    pub memory: bool,
-    /// Bytes used.
-    pub used_bytes: u64,
-    /// The limit.
-    pub capacity_bytes: u64,
-    /// Whether it is used now.
-    pub healthy: bool,
-    /// Of a stage that compresses.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub compression: Option<Compression>,
+/// What a medium is and can do.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Features {
+    /// Lookups are answered from memory and without a system call, so that they may be asked on any thread.
+    pub answers_at_once: bool,
+    /// Parts of a record can be read by themselves.
+    pub reads_parts: bool,
+    /// Uses that another process of the same engine has told its own medium must be told here too: they reach only what a
+    /// process has to itself, its memory, and what it knows of the segments that it merges.
+    pub own_touches: bool,
 }
 
-/// A medium that keeps records.
+/// What a medium holds and did; counters since the start.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct MediumStats {
+    /// Bytes used and allowed.
+    pub usage: Usage,
+    /// Records removed to make room.
+    pub records_removed: u64,
+    /// Their bytes.
+    pub bytes_removed: u64,
+    /// Blocks whose use was noted.
+    pub blocks_touched: u64,
+    /// What it does to store less than it is given, where it does.
+    pub compression: Option<Compression>,
+    /// Further counters and gauges of its own, by name.
+    pub more: Vec<(&'static str, u64)>,
+}
+
+/// Memory of this host: what it is asked for is done before it answers, and nothing waits.
+pub trait Memory {
+    /// Copies a record, making room if need be. `Busy` when there is none now.
+    fn insert(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written>;
+
+    /// Whether it has a record.
+    fn has(&self, id: BlockId) -> bool;
+
+    /// Sets, once, who is handed what is given up to make room. False where there is somebody already.
+    fn on_evicted(&self, hook: Evicted) -> bool;
+}
+
+/// A medium that keeps records. It knows nothing of other media ([`crate::tiers`] puts them together) or of engines.
 ///
-/// A medium of one kind implements the methods without a body. Those of memories, and those of compositions
-/// ([`crate::tiers`]), say with their default bodies what holds for everything else.
+/// Every medium implements the methods without a body; default bodies say what holds for those that have nothing to add.
 pub trait Backend: Send + Sync {
     /// Name in logs and metrics.
     fn name(&self) -> &'static str;
 
-    /// What it uses and why, in words for the log line at the start; asked after a successful probe.
-    fn describe(&self) -> String;
+    /// Makes the medium usable or says why it is not, by the deadline; again after a failure. The answer is what it uses and
+    /// why, in words for the log.
+    fn open(&self, deadline: Mono) -> Result<String>;
 
-    /// Makes the medium usable or says why it is not, by the deadline. Called again after a failure.
-    fn probe(&self, deadline: Mono) -> Result<()>;
-
-    /// Whether each record is present whole. With `stop_at_missing` the answer may end with the first that is not.
-    fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Presence>>);
-
-    /// Whether [`Backend::lookup`] and [`Backend::locate`] answer before they return, from memory and without a system
-    /// call. May change until the first probe has succeeded.
-    fn answers_at_once(&self) -> bool {
-        false
+    /// What it is and can do. May change until it was opened.
+    fn features(&self) -> Features {
+        Features::default()
     }
 
-    /// Reads records from one stage, in the order in which they are wanted. Each has an outcome of its own, whatever
-    /// becomes of the others; what fails may be asked of a lower stage. A medium is one stage, number 0.
-    fn read(&self, stage: usize, reads: Vec<BlockRead>);
+    /// Whether each record is present whole. With `stop_at_missing` the answer may end with the first that is not.
+    fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>>;
 
-    /// Writes a record privately and publishes it whole. A record of a newer version stays, and counts as present.
+    /// Which of these reads one thread should do together, by their numbers, and in which order; each comes once. Never
+    /// waits. `threads`: how many there are for reads.
+    fn runs(&self, reads: &[BlockRead], _threads: usize) -> Vec<Vec<usize>> {
+        (0..reads.len()).map(|read| vec![read]).collect()
+    }
+
+    /// Reads the records of one run: an outcome for each, in the same order, whatever became of the others. The error is
+    /// `Foreign` where something has the record's name that can never be read as one, so that nothing is wrong with the
+    /// medium.
+    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>>;
+
+    /// Writes a record privately and publishes it whole, on threads of its own. A record of a newer version stays, and counts
+    /// as present.
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>);
 
     /// These records were used by a request: ids with their ordinals. Fire and forget, throttled by the backend.
     fn touch(&self, ids: &[(BlockId, u32)], deadline: Mono);
 
     /// Removes records by name; the answer counts those removed.
-    fn delete(&self, ids: Vec<BlockId>, deadline: Mono, done: Done<usize>);
+    fn delete(&self, io: &IoJob, ids: &[BlockId]) -> Result<usize>;
 
     /// Every record of this namespace that [`Backend::delete`] would find.
-    fn list(&self, deadline: Mono, done: Done<Vec<Listed>>);
+    fn list(&self, io: &IoJob) -> Result<Vec<Listed>>;
 
     /// Whether a write would only find this record there, as far as that is known without asking the medium.
     fn is_published(&self, _id: BlockId) -> bool {
         false
-    }
-
-    /// What it does to store less than it is given, where it does.
-    fn compression(&self) -> Option<Compression> {
-        None
     }
 
     /// What became readable for this process before others can see it, and what no longer is, since the last call. Who
@@ -331,116 +289,15 @@ pub trait Backend: Send + Sync {
         done(Ok(Quarantined::LeftAlone));
     }
 
-    /// Bytes used and allowed.
-    fn usage(&self) -> Usage;
-
-    /// Counters of the backend's own: (records removed, bytes removed, blocks touched).
-    fn removed(&self) -> (u64, u64, u64);
-
-    /// Further counters and gauges of its own, by name.
-    fn counters(&self) -> Vec<(&'static str, u64)> {
-        Vec::new()
-    }
-
-    /// Operations stuck past their deadline, each of which may hold a slot.
-    fn stuck(&self) -> usize;
+    /// What it holds and did.
+    fn stats(&self) -> MediumStats;
 
     /// Ends: finishes or fails what is under way within `drain`.
-    fn shutdown(&self, drain: Duration);
+    fn close(&self, drain: Duration);
 
-    // Memories -----------------------------------------------------------------------------------------------
-
-    /// Whether it is memory of this host: it answers at once, takes copies with [`Backend::keep`], and what it holds
-    /// ends with the processes that use it.
-    fn is_memory(&self) -> bool {
-        false
-    }
-
-    /// Copies a record at once, making room if need be. `Busy` when there is none now; `Unsupported` where this is no
-    /// memory.
-    fn keep(&self, _id: BlockId, _record: &[u8], _keep: Keep) -> Result<Written> {
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            "this medium takes no copies at once",
-        ))
-    }
-
-    /// Whether a read has a chance, without asking the medium: false only where it is known that the record is not
-    /// here.
-    fn may_have(&self, _id: BlockId) -> bool {
-        true
-    }
-
-    /// [`Backend::touch`] for what this process alone can touch, told by one whose touch does not reach it: memory of its
-    /// own, and what it knows of the segments that it merges. Never waits.
-    fn touch_own(&self, _ids: &[(BlockId, u32)], _deadline: Mono) {}
-
-    /// Whether [`Backend::touch_own`] does anything. May change until the first probe has succeeded.
-    fn wants_touch_own(&self) -> bool {
-        false
-    }
-
-    /// Sets, once, who is handed what is given up to make room. False where nothing is ever handed over.
-    fn on_evicted(&self, _hook: Evicted) -> bool {
-        false
-    }
-
-    // Compositions -------------------------------------------------------------------------------------------
-
-    /// The first stage from number `from` on that a record may be read from now; stages count from the top. Never
-    /// waits. A medium is one stage, number 0.
-    fn place(&self, _id: BlockId, from: usize) -> Option<usize> {
-        (from == 0).then_some(0)
-    }
-
-    /// [`Backend::lookup`], and the stage that each record that is present would be read from.
-    fn locate(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Place>>) {
-        let here = |found: Vec<Presence>| found.into_iter().map(|there| there.map(|()| 0)).collect();
-        let answered = move |result: Result<Vec<Presence>>| done(result.map(here));
-        self.lookup(ids, stop_at_missing, deadline, Box::new(answered));
-    }
-
-    /// Whether parts of a record can be read by themselves from this stage, and that is of use: not where the stages
-    /// above it would keep the whole.
-    fn reads_parts(&self, _stage: usize) -> bool {
-        false
-    }
-
-    /// A record was read from this stage and verified: the stages above may keep it. Copies at most, never waits.
-    fn promote(&self, _stage: usize, _id: BlockId, _record: &[u8], _ordinal: u32) {}
-
-    /// The copy in this stage was refused for this reason: it is no hit any more, and if it is damaged it is treated
-    /// as [`Backend::quarantine`] says. One of a newer version is never replaced.
-    fn discard(&self, _stage: usize, id: BlockId, reason: MissReason, done: Done<Quarantined>) {
-        if is_damage(reason) {
-            self.quarantine(id, done);
-        } else {
-            done(Ok(Quarantined::LeftAlone));
-        }
-    }
-
-    /// Another process replaces these records: copies that were refused in some stage are read again.
-    fn forgive(&self, _ids: &[BlockId]) {}
-
-    /// These blocks will be asked for: brings them into the upper stages, if there are any, when nothing more urgent
-    /// is to be done. The answer counts those taken on, those included that wait already.
-    fn prefetch(&self, _ids: &[BlockId], _priority: Priority) -> usize {
-        0
-    }
-
-    /// These blocks need not be prefetched any more. The answer counts those that were still waiting.
-    fn cancel_prefetch(&self, _ids: &[BlockId]) -> usize {
-        0
-    }
-
-    /// How it is, where it judges that itself, stage by stage; `None` where the engine does.
-    fn health(&self) -> Option<Health> {
+    /// The same as memory of this host, where it is that: it ends with the processes that use it.
+    fn memory(&self) -> Option<&dyn Memory> {
         None
-    }
-
-    /// Its stages, top first; none where it is no composition.
-    fn tiers(&self) -> Vec<TierStats> {
-        Vec::new()
     }
 
     /// What its log should say since the last call.

@@ -1,5 +1,5 @@
 //! The breaker of one backend: after a run of failures that speak of the medium (not of one block), everything
-//! answers at once for a while, then a single operation is let through to see whether it is back.
+//! answers at once for a while, then a single request is let through to see whether it is back.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ pub struct BreakerConfig {
     pub threshold: u32,
     /// Failures further apart than this are not in a row.
     pub window: Duration,
-    /// Time it stays open before one operation is let through.
+    /// Time it stays open before one request is let through.
     pub cool_down: Duration,
     /// Workers lost in operations stuck past their deadline that open it at once.
     pub max_stuck: usize,
@@ -58,11 +58,21 @@ enum State {
         /// Stays open until then, though the medium answers: it is its answers that are wrong.
         held: bool,
     },
-    /// One operation is under way since; another may follow when it was lost.
-    Probing { since: Mono },
+    /// One request is let through; another may follow after that time, should it be lost.
+    Probing { until: Mono, request: u64 },
 }
 
-/// Closed: everything passes. Open: nothing does. Probing: one operation does.
+impl State {
+    fn would_allow(&self, request: u64, now: Mono) -> bool {
+        match *self {
+            Self::Closed { .. } => true,
+            Self::Open { until, .. } => now >= until,
+            Self::Probing { until, request: of } => of == request || now >= until,
+        }
+    }
+}
+
+/// Closed: everything passes. Open: nothing does. Probing: what belongs to one request does.
 pub struct Breaker {
     config: BreakerConfig,
     state: Mutex<State>,
@@ -86,27 +96,22 @@ impl Breaker {
         }
     }
 
-    /// Whether an operation may go ahead now; an open breaker past its cool-down lets one through.
-    pub fn allows(&self, now: Mono) -> bool {
+    /// Whether an operation of this request may go ahead now; an open breaker past its cool-down lets all of one request
+    /// through.
+    pub fn allows(&self, request: u64, now: Mono) -> bool {
         let mut state = self.state.lock();
-        match *state {
-            State::Closed { .. } => true,
-            State::Open { until, .. } | State::Probing { since: until } if now < until => false,
-            State::Open { .. } | State::Probing { .. } => {
-                *state = State::Probing {
-                    since: now.after(self.config.cool_down),
-                };
-                true
-            }
+        let allowed = state.would_allow(request, now);
+        let of_this = matches!(*state, State::Probing { request: let_through, .. } if let_through == request);
+        if allowed && !of_this && !matches!(*state, State::Closed { .. }) {
+            let until = now.after(self.config.cool_down);
+            *state = State::Probing { until, request };
         }
+        allowed
     }
 
     /// Whether [`Breaker::allows`] would say yes now, without letting anything through.
-    pub fn would_allow(&self, now: Mono) -> bool {
-        match *self.state.lock() {
-            State::Closed { .. } => true,
-            State::Open { until, .. } | State::Probing { since: until } => now >= until,
-        }
+    pub fn would_allow(&self, request: u64, now: Mono) -> bool {
+        self.state.lock().would_allow(request, now)
     }
 
     /// Whether everything passes (without letting anything through).
@@ -170,7 +175,7 @@ impl Breaker {
         }
     }
 
-    /// The operation that was let through never reached the medium: another may follow at once.
+    /// The request that was let through never reached the medium: another may follow at once.
     pub fn undecided(&self, now: Mono) {
         let mut state = self.state.lock();
         if matches!(*state, State::Probing { .. }) {
@@ -224,17 +229,20 @@ mod tests {
         let timeout = Error::new(ErrorKind::Timeout, "t");
         let at = |ms: u64| Mono(ms * 1_000_000);
         assert_eq!(breaker.failure(&timeout, at(0)), None);
-        assert!(breaker.allows(at(0)));
+        assert!(breaker.allows(1, at(0)));
         assert_eq!(breaker.failure(&timeout, at(0)), Some(Change::Opened));
-        assert!(!breaker.allows(at(999)));
-        assert!(breaker.allows(at(1000)), "one is let through");
-        assert!(!breaker.allows(at(1001)), "only one");
+        assert!(!breaker.allows(2, at(999)));
+        assert!(breaker.allows(3, at(1000)), "one is let through");
+        assert!(
+            breaker.allows(3, at(1001)) && !breaker.allows(4, at(1001)),
+            "all of one request"
+        );
         assert_eq!(breaker.failure(&timeout, at(1002)), None);
-        assert!(!breaker.allows(at(2001)));
-        assert!(breaker.allows(at(2002)));
-        assert!(breaker.allows(at(3002)), "a lost probe is followed by another");
+        assert!(!breaker.allows(5, at(2001)));
+        assert!(breaker.allows(6, at(2002)));
+        assert!(breaker.allows(7, at(3002)), "a lost probe is followed by another");
         assert_eq!(breaker.success(), Some(Change::Recovered));
-        assert!(breaker.allows(at(3003)) && breaker.is_closed());
+        assert!(breaker.allows(8, at(3003)) && breaker.is_closed());
         assert_eq!(breaker.success(), None);
     }
 
@@ -257,7 +265,7 @@ mod tests {
             assert_eq!(fail(kind, 0), None, "ends the run of failures");
             assert_eq!(fail(ErrorKind::Io, 0), None);
             assert_eq!(fail(ErrorKind::Io, 0), Some(Change::Opened));
-            assert!(breaker.allows(Mono(1_000_000_000)));
+            assert!(breaker.allows(9, Mono(1_000_000_000)));
             assert_eq!(fail(kind, 1000), Some(Change::Recovered), "{kind:?}");
         }
     }
@@ -275,11 +283,11 @@ mod tests {
         assert!(breaker.is_closed());
         assert_eq!(breaker.trip(Mono(0)), Some(Change::Opened));
         assert_eq!(breaker.failure(&busy, Mono(1)), None);
-        assert!(!breaker.allows(Mono(1)), "open stays open");
+        assert!(!breaker.allows(10, Mono(1)), "open stays open");
         let then = Mono(1_000_000_000);
-        assert!(breaker.allows(then) && !breaker.allows(then));
+        assert!(breaker.allows(11, then) && !breaker.allows(12, then));
         assert_eq!(breaker.failure(&busy, then), None);
-        assert!(breaker.allows(then));
+        assert!(breaker.allows(13, then));
     }
     fn two_in_a_row() -> Breaker {
         Breaker::new(BreakerConfig {
@@ -309,7 +317,7 @@ mod tests {
         assert_eq!(breaker.hold(at(0)), Some(Change::Opened));
         assert_eq!((breaker.success(), breaker.trip(at(0))), (None, None));
         assert_eq!(breaker.success(), None);
-        assert!(!breaker.allows(at(0)) && breaker.allows(at(1)));
+        assert!(!breaker.allows(14, at(0)) && breaker.allows(15, at(1)));
         assert_eq!(breaker.success(), Some(Change::Recovered));
     }
 
@@ -325,9 +333,9 @@ mod tests {
         assert!(breaker.is_closed());
         // A probe that finds no descriptor is followed by another; one that may not has found the medium.
         breaker.trip(at(0));
-        assert!(breaker.allows(at(1)));
+        assert!(breaker.allows(16, at(1)));
         assert_eq!(breaker.failure(&os(EMFILE), at(1)), None);
-        assert!(breaker.allows(at(1)));
+        assert!(breaker.allows(17, at(1)));
         assert_eq!(breaker.failure(&os(EROFS), at(1)), Some(Change::Recovered));
     }
 }

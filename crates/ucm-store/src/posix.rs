@@ -12,18 +12,19 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, MissReason, Part, Result};
 use ucm_device::Slot;
-use ucm_infra::{Clock, Mono};
+use ucm_infra::{Clock, LANE_SPACE, Mono};
 use ucm_io::{FileMeta, IoJob, IoPool, Probe, Process};
 
 use crate::auto::Kept;
-use crate::backend::{Backend, BlockRead, Done, Listed, Presence, Quarantined, Usage, WriteOptions, Written};
-use crate::engine::{LANE_LOOKUP, LANE_SPACE};
+use crate::backend::{
+    Backend, BlockRead, Done, Listed, MediumStats, Presence, Quarantined, ReadDone, WriteOptions, Written,
+};
 use crate::evidence::QuarantineConfig;
 use crate::layout::{BLOCKS, Layout};
 use crate::quarantine::Waiting;
 use crate::recency::Recency;
 use crate::record::RecordLayout;
-use crate::space::{Capacity, Rules, Space, SpaceConfig};
+use crate::space::{Capacity, Rules, Space, SpaceConfig, visit_records};
 use crate::writing::Write;
 
 /// Permission bits of what we make; the process's umask takes away from them.
@@ -112,7 +113,7 @@ pub(crate) struct Shared {
 }
 
 impl PosixBackend {
-    /// A backend over an I/O engine; nothing is touched before [`Backend::probe`]. `Config` if the limit is too small.
+    /// A backend over an I/O engine; nothing is touched before [`Backend::open`]. `Config` if the limit is too small.
     pub fn new(config: PosixConfig, io: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Self> {
         Ok(Self {
             shared: Arc::new(Shared::new(config, Some(BLOCKS), io, clock)?),
@@ -165,6 +166,18 @@ impl Shared {
         Ok(shared)
     }
 
+    /// What the root holds, and what was removed of it.
+    pub(crate) fn stats(&self) -> MediumStats {
+        let (records_removed, bytes_removed) = self.space.removed();
+        MediumStats {
+            usage: self.space.usage(),
+            records_removed,
+            bytes_removed,
+            blocks_touched: self.recency.touched(),
+            ..MediumStats::default()
+        }
+    }
+
     /// What a look at a record's name says: it is there whole, or why it is no hit.
     pub(crate) fn presence(&self, meta: Option<FileMeta>) -> Presence {
         match meta {
@@ -206,26 +219,19 @@ impl Backend for PosixBackend {
         "posix"
     }
 
-    fn describe(&self) -> String {
-        self.shared.words()
+    fn open(&self, deadline: Mono) -> Result<String> {
+        self.shared.open_root(deadline)?;
+        Ok(self.shared.words())
     }
 
-    fn probe(&self, deadline: Mono) -> Result<()> {
-        self.shared.open_root(deadline)
+    fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
+        let paths: Vec<_> = ids.iter().map(|&id| self.shared.layout.record(id)).collect();
+        let metas = io.stat(&paths, stop_at_missing)?;
+        Ok(metas.into_iter().map(|meta| self.shared.presence(meta)).collect())
     }
 
-    fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Presence>>) {
-        let shared = Arc::clone(&self.shared);
-        let look = move |io: &IoJob| {
-            let paths: Vec<_> = ids.iter().map(|&id| shared.layout.record(id)).collect();
-            let metas = io.stat(&paths, stop_at_missing)?;
-            Ok(metas.into_iter().map(|meta| shared.presence(meta)).collect())
-        };
-        self.shared.io.job(LANE_LOOKUP, deadline, look, done);
-    }
-
-    fn read(&self, _stage: usize, reads: Vec<BlockRead>) {
-        reads.into_iter().for_each(|read| self.shared.read(read));
+    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+        run.into_iter().map(|read| self.shared.read(io, read)).collect()
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
@@ -254,55 +260,38 @@ impl Backend for PosixBackend {
         self.shared.io.job(LANE_SPACE, deadline, touch, |_| {});
     }
 
-    fn delete(&self, ids: Vec<BlockId>, deadline: Mono, done: Done<usize>) {
-        let shared = Arc::clone(&self.shared);
-        let remove = move |io: &IoJob| {
-            let paths: Vec<_> = ids.iter().map(|&id| shared.layout.record(id)).collect();
-            let before = shared.space.counts();
-            let removed = io.remove(&paths)?;
-            let removed = removed.iter().filter(|file| matches!(file, Ok(true))).count();
-            let freed = removed as u64 * shared.config.record.record_len() as u64;
-            shared.space.deleted(freed, before);
-            Ok(removed)
-        };
-        self.shared.io.job(LANE_SPACE, deadline, remove, done);
+    fn delete(&self, io: &IoJob, ids: &[BlockId]) -> Result<usize> {
+        let shared = &self.shared;
+        let paths: Vec<_> = ids.iter().map(|&id| shared.layout.record(id)).collect();
+        let before = shared.space.counts();
+        let removed = io.remove(&paths)?;
+        let removed = removed.iter().filter(|file| matches!(file, Ok(true))).count();
+        let freed = removed as u64 * shared.config.record.record_len() as u64;
+        shared.space.deleted(freed, before);
+        Ok(removed)
     }
 
-    fn list(&self, deadline: Mono, done: Done<Vec<Listed>>) {
-        let namespace = self.shared.layout.namespace();
-        let space = Arc::clone(&self.shared.space);
-        let list = move || {
-            let mut records = Vec::new();
-            space.list_namespace(&namespace, deadline, &mut |id, meta: FileMeta| {
-                records.push(Listed {
-                    id,
-                    len: meta.len,
-                    used_ns: meta.mtime_ns,
-                });
-            })?;
-            Ok(records)
-        };
-        self.shared.space.in_background(deadline, list, done);
+    fn list(&self, io: &IoJob) -> Result<Vec<Listed>> {
+        let (namespace, mut records) = (self.shared.layout.namespace(), Vec::new());
+        visit_records(&namespace, &mut |dir| io.list_if_there(&dir), &mut |id, meta| {
+            records.push(Listed {
+                id,
+                len: meta.len,
+                used_ns: meta.mtime_ns,
+            });
+        })?;
+        Ok(records)
     }
 
     fn quarantine(&self, id: BlockId, done: Done<Quarantined>) {
         self.shared.quarantine(id, done);
     }
 
-    fn usage(&self) -> Usage {
-        self.shared.space.usage()
+    fn stats(&self) -> MediumStats {
+        self.shared.stats()
     }
 
-    fn removed(&self) -> (u64, u64, u64) {
-        let (records, bytes) = self.shared.space.removed();
-        (records, bytes, self.shared.recency.touched())
-    }
-
-    fn stuck(&self) -> usize {
-        self.shared.io.stuck()
-    }
-
-    fn shutdown(&self, drain: Duration) {
+    fn close(&self, drain: Duration) {
         let until = self.shared.clock.now().after(drain);
         let left = || until.since(self.shared.clock.now());
         // First the space: it says to the others that it is not there any more.

@@ -2,13 +2,11 @@
 //! counts (`verify: paranoid`), a refused one is looked at once more before it is moved ([`crate::quarantine`]).
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_io::{IoJob, ReadMode};
 
 use crate::backend::{BlockRead, ReadDone, Written};
-use crate::engine::LANE_LOAD;
 use crate::posix::Shared;
 use crate::record::{Expect, verify_stored};
 
@@ -19,32 +17,24 @@ const NO_FILE: [i32; 2] = [21, 40];
 
 impl Shared {
     /// Reads a record into a slot, from its start.
-    pub(crate) fn read(self: &Arc<Self>, read: BlockRead) {
+    pub(crate) fn read(&self, io: &IoJob, read: BlockRead) -> Result<ReadDone> {
         let BlockRead {
-            id,
-            mut slot,
-            again,
-            deadline,
-            done,
-            ..
+            id, mut slot, again, ..
         } = read;
         let (path, len) = (self.layout.record(id), self.config.record.record_len());
-        let read = move |io: &IoJob| {
-            let mode = if again {
-                ReadMode::FreshDirect
-            } else {
-                ReadMode::Default
-            };
-            let len = len.min(slot.len());
-            let read = io.read(&path, 0, len, slot.as_mut_slice(), mode);
-            let read = read.map_err(|error| explain(io, path, error))?;
-            Ok(ReadDone {
-                slot,
-                read: read.bytes,
-                stored_len: read.file_len,
-            })
+        let mode = if again {
+            ReadMode::FreshDirect
+        } else {
+            ReadMode::Default
         };
-        self.io.job(LANE_LOAD, deadline, read, done);
+        let len = len.min(slot.len());
+        let read = io.read(&path, 0, len, slot.as_mut_slice(), mode);
+        let read = read.map_err(|error| explain(io, path, error))?;
+        Ok(ReadDone {
+            slot,
+            read: read.bytes,
+            stored_len: read.file_len,
+        })
     }
 
     /// Reads a record that was just written past every cache, over the bytes it was written from, and tells whether it is

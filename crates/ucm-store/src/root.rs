@@ -7,11 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ucm_core::{Error, ErrorKind, Result, limits};
-use ucm_infra::Mono;
+use ucm_infra::{LANE_LOAD, LANE_SPACE, Mono};
 use ucm_io::{FileMeta, IoJob, Publish, ReadMode};
 
 use crate::auto::Kept;
-use crate::engine::{LANE_LOAD, LANE_SPACE};
 use crate::layout::{FORMAT, Manifest, Marker};
 use crate::posix::{MAKE_DIRS, Shared};
 use crate::space::Capacity;

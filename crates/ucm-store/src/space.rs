@@ -28,12 +28,11 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
-use ucm_infra::{Bell, Clock, Completion, Lane, Mono, WorkerPool};
+use ucm_infra::{Bell, Clock, Completion, LANE_SPACE, Lane, Mono, WorkerPool};
 use ucm_io::{FileMeta, IoJob, IoPool, Process};
 
 use crate::backend::{Done, Usage};
-use crate::engine::LANE_SPACE;
-use crate::layout::{record_name, shard_name};
+use crate::layout::{BLOCKS, record_name, shard_name};
 use crate::posix::Modes;
 use book::Book;
 use count::Counting;
@@ -285,26 +284,6 @@ impl Space {
         }
     }
 
-    /// Visits every record of one namespace.
-    pub fn list_namespace(
-        &self,
-        namespace: &Path,
-        deadline: Mono,
-        visit: &mut dyn FnMut(BlockId, FileMeta),
-    ) -> Result<()> {
-        for (name, meta) in self.entries(namespace.join("blocks"), deadline)? {
-            let Some(shard) = shard_name(&name).filter(|_| meta.is_dir) else {
-                continue;
-            };
-            for (file, meta) in self.entries(namespace.join("blocks").join(&name), deadline)? {
-                if let Some(id) = record_name(shard, &file).filter(|_| !meta.is_dir) {
-                    visit(id, meta);
-                }
-            }
-        }
-        Ok(())
-    }
-
     /// Resigns, refuses what waits, and ends the background threads.
     pub fn shutdown(&self, drain: Duration) {
         self.closing.store(true, Ordering::Release); // a count ends here
@@ -348,7 +327,7 @@ impl Space {
         self.io.call(LANE_SPACE, deadline, work)
     }
 
-    fn entries(&self, dir: PathBuf, deadline: Mono) -> Result<Vec<(std::ffi::OsString, FileMeta)>> {
+    fn entries(&self, dir: PathBuf, deadline: Mono) -> Result<Entries> {
         if self.closing.load(Ordering::Acquire) {
             return Err(Error::new(ErrorKind::Closed, "the store is closed"));
         }
@@ -464,4 +443,27 @@ fn answer(answers: Answers) {
     for (then, answer) in answers {
         then(answer);
     }
+}
+
+/// Names and metadata in a directory; none where there is no such directory.
+pub(crate) type Entries = Vec<(std::ffi::OsString, FileMeta)>;
+
+/// Visits every record of one namespace that lies in a file of its own; `list` lists a directory.
+pub(crate) fn visit_records(
+    namespace: &Path,
+    list: &mut dyn FnMut(PathBuf) -> Result<Entries>,
+    visit: &mut dyn FnMut(BlockId, FileMeta),
+) -> Result<()> {
+    let blocks = namespace.join(BLOCKS);
+    for (name, meta) in list(blocks.clone())? {
+        let Some(shard) = shard_name(&name).filter(|_| meta.is_dir) else {
+            continue;
+        };
+        for (file, meta) in list(blocks.join(&name))? {
+            if let Some(id) = record_name(shard, &file).filter(|_| !meta.is_dir) {
+                visit(id, meta);
+            }
+        }
+    }
+    Ok(())
 }

@@ -165,8 +165,6 @@ counters! {
     audits,
     /// Of these, blocks that differed beyond the tolerance of their element type.
     audit_deviations,
-    /// Times the breaker opened.
-    breaker_opened,
 }
 
 impl Stats {

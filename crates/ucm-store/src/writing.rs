@@ -5,11 +5,10 @@ use std::sync::Arc;
 
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
-use ucm_infra::Mono;
+use ucm_infra::{LANE_DUMP, Mono};
 use ucm_io::{IoJob, Publish, ReadMode};
 
 use crate::backend::{Done, WriteOptions, Written};
-use crate::engine::LANE_DUMP;
 use crate::posix::{MAKE_DIRS, Shared};
 use crate::record::RecordHeader;
 use crate::space::Room;

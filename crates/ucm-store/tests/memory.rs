@@ -10,22 +10,13 @@ use std::time::Duration;
 use common::memory::{keep, record, setup, tier};
 use common::{Device, Medium, Setup, Store, directory, eventually, id, ids, memory_config, pages, shape};
 use ucm_core::ErrorKind;
-use ucm_infra::{Clock, Completion, ManualClock, Mono, SystemClock};
+use ucm_infra::{Clock, ManualClock, Mono, SystemClock};
 use ucm_store::backend::{Backend, Early, Listed};
 use ucm_store::memory::{Inserted, MemoryBackend, Policy, cache_bytes};
 use ucm_store::space::Capacity;
 
-fn ask<T: Clone + Send + 'static>(call: impl FnOnce(ucm_store::backend::Done<T>)) -> T {
-    let answer = Completion::new();
-    let done = Arc::clone(&answer);
-    call(Box::new(move |result| {
-        done.complete(result);
-    }));
-    answer.wait(&SystemClock, None).unwrap().unwrap()
-}
-
 fn list(tier: &MemoryBackend) -> Vec<Listed> {
-    let mut listed = ask(|done| tier.list(Mono::NEVER, done));
+    let mut listed = tier.list(&tier.pool().here(0, Mono::NEVER)).unwrap();
     listed.sort_by_key(|listed| listed.id);
     listed
 }
@@ -186,9 +177,9 @@ fn other_namespaces_lengths_and_processes_that_share_nothing_are_not_seen() {
     }
     assert!(friend.contains(id(1)) && files(dir.path()) == 3);
     assert!(
-        alone.describe().contains("shared with nobody"),
+        alone.open(Mono::NEVER).unwrap().contains("shared with nobody"),
         "{}",
-        alone.describe()
+        alone.open(Mono::NEVER).unwrap()
     );
 }
 
@@ -205,12 +196,15 @@ fn what_is_pinned_stays_and_a_tier_full_of_pins_is_busy() {
         assert_eq!(**pin, record(id), "byte for byte");
     }
     // Removed by name, and still held.
-    assert_eq!(ask(|done| tier.delete(ids(1), Mono::NEVER, done)), 1);
+    assert_eq!(
+        tier.delete(&tier.pool().here(0, Mono::NEVER), &ids(1)).unwrap(),
+        1
+    );
     assert!(!tier.contains(id(0)) && *pins[0] == record(id(0)));
     assert!(tier.insert(id(9), &record(id(9)), 0).is_err());
     drop(pins);
     keep(&tier, [id(9), id(10)]);
-    assert_eq!((tier.usage().records, tier.counts().evicted), (4, 1));
+    assert_eq!((tier.stats().usage.records, tier.counts().evicted), (4, 1));
 }
 
 #[test]
@@ -271,9 +265,9 @@ fn own_records_are_early_only_where_the_scheduler_cannot_see_them() {
     keep(&hidden, ids(3));
     assert_eq!(sorted(hidden.early()).gained, three);
     assert!(
-        hidden.describe().contains("sharing is limited"),
+        hidden.open(Mono::NEVER).unwrap().contains("sharing is limited"),
         "{}",
-        hidden.describe()
+        hidden.open(Mono::NEVER).unwrap()
     );
     std::fs::remove_file(blocked.path().join("regions")).unwrap();
     let mut lost = Vec::new();
@@ -293,7 +287,7 @@ fn regions_are_found_within_a_second_of_the_clock_and_dead_files_are_swept() {
     let mut config = memory_config(&Setup::default(), None);
     config.registry = Some(dir.path().join("regions"));
     let reader = MemoryBackend::new(config, Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
-    reader.probe(Mono::NEVER).unwrap();
+    reader.open(Mono::NEVER).unwrap();
     let writer = tier(dir.path(), 8, |_| ());
     keep(&writer, ids(2));
     std::fs::write(
@@ -306,7 +300,7 @@ fn regions_are_found_within_a_second_of_the_clock_and_dead_files_are_swept() {
     clock.advance(Duration::from_secs(1));
     eventually("the region is found", || reader.contains(id(0)));
     assert_eq!(files(dir.path()), 1, "the file of nobody is gone");
-    writer.shutdown(Duration::from_secs(10));
+    writer.close(Duration::from_secs(10));
     assert_eq!(files(dir.path()), 0);
 }
 
@@ -332,20 +326,23 @@ fn lists_usage_and_touches() {
             .iter()
             .all(|listed| listed.len == len && listed.used_ns > 0)
     );
-    let usage = ours.usage();
+    let usage = ours.stats().usage;
     assert_eq!(
         (usage.records, usage.used, usage.capacity),
         (3, 3 * 8192, 8 * 8192)
     );
     ours.touch(&[(id(0), 0), (id(4), 1), (id(7), 2)], Mono::NEVER);
     assert_eq!(
-        (ours.counts().touched, ours.removed().2),
+        (ours.counts().touched, ours.stats().blocks_touched),
         (1, 1),
         "the own region's alone"
     );
-    ours.touch_own(&[(id(1), 0)], Mono::NEVER);
+    ours.touch(&[(id(1), 0)], Mono::NEVER);
     assert_eq!(ours.counts().touched, 2);
-    assert_eq!(ask(|done| ours.delete(ids(5), Mono::NEVER, done)), listed.len());
+    assert_eq!(
+        ours.delete(&ours.pool().here(0, Mono::NEVER), &ids(5)).unwrap(),
+        listed.len()
+    );
     assert!(list(&ours).is_empty());
     assert!(!ours.contains(id(0)) && ours.contains(id(4)), "others' stay");
 }

@@ -40,7 +40,7 @@ fn victims_are_handed_out_whole_and_can_be_found_until_they_are_let_go() {
         "{counts:?}"
     );
     taken.lock().clear();
-    assert!(tier.usage().records <= 16);
+    assert!(tier.stats().usage.records <= 16);
 }
 
 #[test]
@@ -93,7 +93,7 @@ fn a_victim_that_is_used_meanwhile_stays_and_can_be_chosen_again() {
         let uses: [fn(&MemoryBackend, BlockId); 3] = [
             |tier, block| assert_eq!(tier.insert(block, &record(block), 0).unwrap(), Inserted::Present),
             |tier, block| assert!(tier.copy_out(block, &mut vec![0; 1 << 16]).is_some()),
-            |tier, block| tier.touch_own(&[(block, 0)], Mono::NEVER),
+            |tier, block| tier.touch(&[(block, 0)], Mono::NEVER),
         ];
         let mut next = 0;
         let mut more = |tier: &MemoryBackend| {
@@ -116,7 +116,7 @@ fn a_victim_that_is_used_meanwhile_stays_and_can_be_chosen_again() {
             more(&tier);
             taken.lock().clear();
         }
-        let records = tier.usage().records;
+        let records = tier.stats().usage.records;
         assert!((6..=8).contains(&records), "{records}");
         let kept = (0..next - 32).filter(|&n| tier.contains(id(n))).count();
         let most = match policy {
@@ -126,6 +126,10 @@ fn a_victim_that_is_used_meanwhile_stays_and_can_be_chosen_again() {
         assert!(kept <= most, "{policy:?}: {kept}");
         let counts = tier.counts();
         assert_eq!(counts.returned, 3);
-        assert_eq!(tier.removed().0, u64::from(next) - records, "{counts:?}");
+        assert_eq!(
+            tier.stats().records_removed,
+            u64::from(next) - records,
+            "{counts:?}"
+        );
     }
 }

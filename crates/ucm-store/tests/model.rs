@@ -5,13 +5,12 @@
 mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, pages};
 use proptest::prelude::*;
 use ucm_core::{BlockId, Error, MissReason};
-use ucm_infra::{Completion, Mono};
+use ucm_infra::{LANE_SPACE, Mono};
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::backend::Backend;
 use ucm_store::memory::Policy;
@@ -216,13 +215,8 @@ fn run(setup: Setup, acts: &[Act]) {
                     store.stat("slots_free") == store.stat("slots")
                 });
                 if let Some(memory) = &store.memory {
-                    let gone = Completion::new();
-                    let answer = Arc::clone(&gone);
-                    let done = Box::new(move |result| {
-                        answer.complete(result);
-                    });
-                    memory.delete(vec![id(*n)], Mono::NEVER, done);
-                    gone.wait(store.engine.clock(), None).unwrap().unwrap();
+                    let here = memory.pool().here(LANE_SPACE, Mono::NEVER);
+                    memory.delete(&here, &[id(*n)]).unwrap();
                 }
                 let _ = std::fs::remove_file(store.file(id(*n)));
                 // Whether this process refused it decides nothing about a file that is gone; there may be a copy above.

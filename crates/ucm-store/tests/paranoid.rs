@@ -8,8 +8,9 @@ mod common;
 use common::{Device, Layout, Setup, Store, directory, eventually, id, ids, of_records, only_over};
 use ucm_core::ErrorKind;
 use ucm_device::DeviceSpan;
+use ucm_infra::LANE_DUMP;
 use ucm_io::{Fault, OpKind, Rule, Tail};
-use ucm_store::engine::{LANE_DUMP, Pieces};
+use ucm_store::engine::Pieces;
 
 fn opened(paranoid: bool) -> (tempfile::TempDir, Store, Device) {
     let setup = Setup {

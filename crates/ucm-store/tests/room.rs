@@ -12,9 +12,9 @@ use std::time::{Duration, SystemTime};
 use common::only_over;
 use common::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids};
 use ucm_core::{BlockId, ErrorKind, MissReason};
-use ucm_infra::{Clock, ManualClock, SystemClock};
+use ucm_infra::{Clock, LANE_DUMP, LANE_SPACE, ManualClock, SystemClock};
 use ucm_io::{Fault, Gate, OpKind, Rule};
-use ucm_store::engine::{Deadlines, LANE_DUMP, LANE_SPACE, Until};
+use ucm_store::engine::{Deadlines, Until};
 use ucm_store::evidence::evidence_name;
 use ucm_store::space::{Capacity, Rules};
 

@@ -263,7 +263,7 @@ fn many_loads_of_a_lost_copy_stream_through_few_slots() {
 /// Stages whose breakers open at the first failure.
 fn brittle(setup: Setup) -> Setup {
     Setup {
-        stage_breaker: BreakerConfig {
+        breaker: BreakerConfig {
             threshold: 1,
             cool_down: Duration::from_secs(10),
             window: Duration::from_secs(60),

@@ -12,9 +12,9 @@ use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids
 use ucm_core::{BlockId, ErrorKind, Part};
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
-use ucm_store::backend::Priority;
+
 use ucm_store::segment::SegmentConfig;
-use ucm_store::tiers::WritePolicy;
+use ucm_store::tiers::{Priority, WritePolicy};
 
 #[test]
 fn a_block_that_only_memory_has_goes_below_with_its_next_dump() {

@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use common::{Device, Setup, Store, directory, eventually, id, ids, only_over};
 use ucm_core::{BlockId, ErrorKind, MissReason, Part, crc32c};
-use ucm_infra::{Clock, ManualClock};
+use ucm_infra::{Clock, LANE_LOAD, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
-use ucm_store::engine::{LANE_LOAD, Pieces};
+use ucm_store::engine::Pieces;
 use ucm_store::evidence::QuarantineConfig;
 use ucm_store::health::BreakerConfig;
 

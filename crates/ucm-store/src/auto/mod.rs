@@ -14,14 +14,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use ucm_core::{BlockId, MissReason, Result};
+use ucm_core::{BlockId, Result};
 use ucm_device::Slot;
 use ucm_infra::{Clock, Mono};
-use ucm_io::IoPool;
+use ucm_io::{IoJob, IoPool};
 
 use crate::backend::{
-    Backend, BlockRead, Compression, Done, Early, Evicted, Flush, Health, Keep, Listed, Place, Presence,
-    Priority, Quarantined, TierStats, Usage, WriteOptions, Written,
+    Backend, BlockRead, Done, Early, Features, Flush, Listed, MediumStats, Memory, Presence, Quarantined,
+    ReadDone, WriteOptions, Written,
 };
 use crate::events::Event;
 use crate::layout::{BLOCKS, SEGMENTS};
@@ -70,7 +70,7 @@ enum Decision {
 }
 
 impl AutoBackend {
-    /// A backend over an I/O engine; nothing is touched before [`Backend::probe`]. `Config` if the limit is too small.
+    /// A backend over an I/O engine; nothing is touched before [`Backend::open`]. `Config` if the limit is too small.
     pub fn new(
         config: PosixConfig,
         segments: SegmentConfig,
@@ -105,11 +105,11 @@ impl Auto {
     }
 
     /// Decides, if that is possible now, and makes the root usable in the layout that was chosen.
-    fn look(&self, deadline: Mono) -> Result<()> {
+    fn look(&self, deadline: Mono) -> Result<String> {
         let (kind, words) = match self.decide(deadline)? {
             Decision::Kept(kept) => (kept.kind, kept.words()),
             Decision::Files(why) => (LayoutKind::File, format!("layout file for now (auto: {why})")),
-            Decision::Open => return self.files.probe(deadline),
+            Decision::Open => return self.files.open(deadline),
         };
         let below = match kind {
             LayoutKind::File => BLOCKS,
@@ -120,9 +120,9 @@ impl Auto {
             LayoutKind::Segment => Box::new(SegmentBackend::over(Arc::clone(&self.shared), self.segments)?),
         };
         *self.shared.below.lock() = Some(below);
-        backend.probe(deadline)?;
+        let opened = backend.open(deadline)?;
         let _ = self.chosen.set(Chosen { backend, words });
-        Ok(())
+        Ok(opened)
     }
 
     /// Whether the marker says more by now; looked up in the background, seldom and while records are asked for.
@@ -148,7 +148,7 @@ impl Auto {
         let (auto, deadline) = (Arc::clone(self), now.after(LOOK));
         let look = move || match auto.chosen.get() {
             Some(_) => Ok(()),
-            None => auto.look(deadline),
+            None => auto.look(deadline).map(|_| ()),
         };
         self.shared.space.in_background(deadline, look, Box::new(|_| {}));
     }
@@ -159,32 +159,32 @@ impl Backend for AutoBackend {
         self.now().name()
     }
 
-    fn describe(&self) -> String {
-        let described = self.now().describe();
-        match self.auto.chosen.get() {
-            Some(chosen) => format!("{described}; {}", chosen.words),
-            None => format!("{described}; layout not decided yet (auto: by the first that writes here)"),
-        }
+    fn open(&self, deadline: Mono) -> Result<String> {
+        let opened = match self.auto.chosen.get() {
+            Some(chosen) => chosen.backend.open(deadline)?,
+            None => self.auto.look(deadline)?,
+        };
+        Ok(match self.auto.chosen.get() {
+            Some(chosen) => format!("{opened}; {}", chosen.words),
+            None => format!("{opened}; layout not decided yet (auto: by the first that writes here)"),
+        })
     }
 
-    fn probe(&self, deadline: Mono) -> Result<()> {
-        match self.auto.chosen.get() {
-            Some(chosen) => chosen.backend.probe(deadline),
-            None => self.auto.look(deadline),
-        }
+    fn features(&self) -> Features {
+        self.now().features()
     }
 
-    fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Presence>>) {
+    fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
         self.auto.follow();
-        self.now().lookup(ids, stop_at_missing, deadline, done);
+        self.now().lookup(io, ids, stop_at_missing)
     }
 
-    fn answers_at_once(&self) -> bool {
-        self.now().answers_at_once()
+    fn runs(&self, reads: &[BlockRead], threads: usize) -> Vec<Vec<usize>> {
+        self.now().runs(reads, threads)
     }
 
-    fn read(&self, stage: usize, reads: Vec<BlockRead>) {
-        self.now().read(stage, reads);
+    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+        self.now().read(io, run)
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
@@ -195,20 +195,16 @@ impl Backend for AutoBackend {
         self.now().touch(ids, deadline);
     }
 
-    fn delete(&self, ids: Vec<BlockId>, deadline: Mono, done: Done<usize>) {
-        self.now().delete(ids, deadline, done);
+    fn delete(&self, io: &IoJob, ids: &[BlockId]) -> Result<usize> {
+        self.now().delete(io, ids)
     }
 
-    fn list(&self, deadline: Mono, done: Done<Vec<Listed>>) {
-        self.now().list(deadline, done);
+    fn list(&self, io: &IoJob) -> Result<Vec<Listed>> {
+        self.now().list(io)
     }
 
     fn is_published(&self, id: BlockId) -> bool {
         self.now().is_published(id)
-    }
-
-    fn compression(&self) -> Option<Compression> {
-        self.now().compression()
     }
 
     fn early(&self) -> Early {
@@ -223,89 +219,16 @@ impl Backend for AutoBackend {
         self.now().quarantine(id, done);
     }
 
-    fn usage(&self) -> Usage {
-        self.now().usage()
+    fn stats(&self) -> MediumStats {
+        self.now().stats()
     }
 
-    fn removed(&self) -> (u64, u64, u64) {
-        self.now().removed()
+    fn close(&self, drain: Duration) {
+        self.now().close(drain);
     }
 
-    fn counters(&self) -> Vec<(&'static str, u64)> {
-        self.now().counters()
-    }
-
-    fn stuck(&self) -> usize {
-        self.now().stuck()
-    }
-
-    fn shutdown(&self, drain: Duration) {
-        self.now().shutdown(drain);
-    }
-
-    fn is_memory(&self) -> bool {
-        self.now().is_memory()
-    }
-
-    fn keep(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written> {
-        self.now().keep(id, record, keep)
-    }
-
-    fn may_have(&self, id: BlockId) -> bool {
-        self.now().may_have(id)
-    }
-
-    fn touch_own(&self, ids: &[(BlockId, u32)], deadline: Mono) {
-        self.now().touch_own(ids, deadline);
-    }
-
-    fn wants_touch_own(&self) -> bool {
-        self.now().wants_touch_own()
-    }
-
-    fn on_evicted(&self, hook: Evicted) -> bool {
-        self.now().on_evicted(hook)
-    }
-
-    fn place(&self, id: BlockId, from: usize) -> Option<usize> {
-        self.now().place(id, from)
-    }
-
-    fn locate(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Place>>) {
-        self.auto.follow();
-        self.now().locate(ids, stop_at_missing, deadline, done);
-    }
-
-    fn reads_parts(&self, stage: usize) -> bool {
-        self.now().reads_parts(stage)
-    }
-
-    fn promote(&self, stage: usize, id: BlockId, record: &[u8], ordinal: u32) {
-        self.now().promote(stage, id, record, ordinal);
-    }
-
-    fn discard(&self, stage: usize, id: BlockId, reason: MissReason, done: Done<Quarantined>) {
-        self.now().discard(stage, id, reason, done);
-    }
-
-    fn forgive(&self, ids: &[BlockId]) {
-        self.now().forgive(ids);
-    }
-
-    fn prefetch(&self, ids: &[BlockId], priority: Priority) -> usize {
-        self.now().prefetch(ids, priority)
-    }
-
-    fn cancel_prefetch(&self, ids: &[BlockId]) -> usize {
-        self.now().cancel_prefetch(ids)
-    }
-
-    fn health(&self) -> Option<Health> {
-        self.now().health()
-    }
-
-    fn tiers(&self) -> Vec<TierStats> {
-        self.now().tiers()
+    fn memory(&self) -> Option<&dyn Memory> {
+        self.now().memory()
     }
 
     fn events(&self) -> Vec<Event> {
@@ -326,7 +249,7 @@ mod tests {
         };
         let of_trait = methods(include_str!("../backend.rs"), "pub trait Backend: Send + Sync {");
         let handed_on = methods(include_str!("mod.rs"), "impl Backend for AutoBackend {");
-        assert!(of_trait.len() > 20, "{of_trait:?}");
+        assert!(of_trait.len() > 15, "{of_trait:?}");
         assert_eq!(handed_on, of_trait);
     }
 }

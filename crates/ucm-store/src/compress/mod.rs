@@ -23,14 +23,13 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, DType, Error, ErrorKind, Identity, Part, Result};
 use ucm_device::Slot;
-use ucm_infra::{Bell, Clock, Mono};
+use ucm_infra::{Bell, Clock, LANE_DUMP, LANE_LOAD, Mono};
 use ucm_io::{IoJob, IoPool};
 
 use crate::backend::{
-    Backend, BlockRead, Compression, Done, Early, Flush, Listed, Presence, Quarantined, ReadDone, Usage,
-    WriteOptions, Written,
+    Backend, BlockRead, Compression, Done, Early, Features, Flush, Listed, MediumStats, Presence,
+    Quarantined, ReadDone, WriteOptions, Written,
 };
-use crate::engine::{LANE_DUMP, LANE_LOAD};
 use crate::events::{Event, Events};
 use crate::record::{Codec, RecordLayout};
 use layers::Coder;
@@ -96,7 +95,7 @@ impl CompressBackend {
     /// Puts the stage before `inner`, whose segments may hold records in another form. `Config` where there is nothing to
     /// work with.
     pub fn new(config: CompressConfig, inner: Arc<dyn Backend>, clock: Arc<dyn Clock>) -> Result<Self> {
-        if inner.is_memory() {
+        if inner.memory().is_some() {
             let wrong = "memory is faster than any codec; Compress stands before a stage of segments";
             return Err(Error::new(ErrorKind::Config, wrong));
         }
@@ -124,13 +123,12 @@ impl CompressBackend {
 }
 
 impl CompressBackend {
-    /// What the medium below is to call with a record that it read: one that is compressed is decoded first.
-    fn decoding(&self, id: BlockId, done: Done<ReadDone>) -> Done<ReadDone> {
-        let shared = Arc::clone(&self.shared);
-        Box::new(move |result| match result {
-            Ok(read) if coding::is_encoded(&read) => done(shared.decode(id, read)),
-            result => done(result),
-        })
+    /// A record that the medium below has read: one that is compressed is decoded.
+    fn decoded(&self, id: BlockId, read: ReadDone) -> Result<ReadDone> {
+        match coding::is_encoded(&read) {
+            true => self.shared.decode(id, read),
+            false => Ok(read),
+        }
     }
 }
 
@@ -177,31 +175,32 @@ impl Backend for CompressBackend {
         self.inner.name()
     }
 
-    fn describe(&self) -> String {
-        let (width, inner) = (self.shared.codec.width(), self.inner.describe());
-        format!("compressed in {width} byte planes, into {inner}")
+    fn open(&self, deadline: Mono) -> Result<String> {
+        let (width, inner) = (self.shared.codec.width(), self.inner.open(deadline)?);
+        Ok(format!("compressed in {width} byte planes, into {inner}"))
     }
 
-    fn probe(&self, deadline: Mono) -> Result<()> {
-        self.inner.probe(deadline)
+    /// Parts are of the record, not of its shorter form.
+    fn features(&self) -> Features {
+        Features {
+            reads_parts: false,
+            ..self.inner.features()
+        }
     }
 
-    fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, deadline: Mono, done: Done<Vec<Presence>>) {
-        self.inner.lookup(ids, stop_at_missing, deadline, done);
+    fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
+        self.inner.lookup(io, ids, stop_at_missing)
     }
 
-    fn answers_at_once(&self) -> bool {
-        self.inner.answers_at_once()
+    fn runs(&self, reads: &[BlockRead], threads: usize) -> Vec<Vec<usize>> {
+        self.inner.runs(reads, threads)
     }
 
-    fn read(&self, stage: usize, reads: Vec<BlockRead>) {
-        // Parts are of the record, not of its shorter form.
-        let decoded = |read: BlockRead| BlockRead {
-            parts: None,
-            done: self.decoding(read.id, read.done),
-            ..read
-        };
-        self.inner.read(stage, reads.into_iter().map(decoded).collect());
+    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+        let ids: Vec<_> = run.iter().map(|read| read.id).collect();
+        let read = self.inner.read(io, run).into_iter();
+        let decoded = read.zip(ids).map(|(read, id)| self.decoded(id, read?));
+        decoded.collect()
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
@@ -232,20 +231,12 @@ impl Backend for CompressBackend {
         self.inner.touch(ids, deadline);
     }
 
-    fn touch_own(&self, ids: &[(BlockId, u32)], deadline: Mono) {
-        self.inner.touch_own(ids, deadline);
+    fn delete(&self, io: &IoJob, ids: &[BlockId]) -> Result<usize> {
+        self.inner.delete(io, ids)
     }
 
-    fn wants_touch_own(&self) -> bool {
-        self.inner.wants_touch_own()
-    }
-
-    fn delete(&self, ids: Vec<BlockId>, deadline: Mono, done: Done<usize>) {
-        self.inner.delete(ids, deadline, done);
-    }
-
-    fn list(&self, deadline: Mono, done: Done<Vec<Listed>>) {
-        self.inner.list(deadline, done);
+    fn list(&self, io: &IoJob) -> Result<Vec<Listed>> {
+        self.inner.list(io)
     }
 
     fn is_published(&self, id: BlockId) -> bool {
@@ -264,28 +255,29 @@ impl Backend for CompressBackend {
         self.shared.hurry_on(&*self.inner);
     }
 
-    fn counters(&self) -> Vec<(&'static str, u64)> {
-        self.inner.counters()
-    }
-
     fn quarantine(&self, id: BlockId, done: Done<Quarantined>) {
         self.inner.quarantine(id, done);
     }
 
-    fn usage(&self) -> Usage {
-        self.inner.usage()
-    }
-
-    fn removed(&self) -> (u64, u64, u64) {
-        self.inner.removed()
-    }
-
-    fn stuck(&self) -> usize {
-        self.inner.stuck()
+    fn stats(&self) -> MediumStats {
+        let counts = &self.shared.counts;
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let compression = Compression {
+            records_compressed: get(&counts.encoded),
+            records_as_is: get(&counts.as_is),
+            records_decompressed: get(&counts.decoded),
+            records_undecodable: get(&counts.undecodable),
+            bytes_compressed: get(&counts.raw_bytes),
+            bytes_stored: get(&counts.stored_bytes),
+        };
+        MediumStats {
+            compression: Some(compression),
+            ..self.inner.stats()
+        }
     }
 
     /// What waits to be encoded goes down first, as far as the time for that goes.
-    fn shutdown(&self, drain: Duration) {
+    fn close(&self, drain: Duration) {
         let (shared, now) = (&self.shared, self.shared.clock.now());
         let (until, quarter) = (now.after(drain), now.after(drain / 4));
         loop {
@@ -295,24 +287,7 @@ impl Backend for CompressBackend {
             }
             shared.clock.sleep(&shared.encoded, seen, Some(quarter));
         }
-        self.inner.shutdown(until.since(shared.clock.now()));
-    }
-
-    fn may_have(&self, id: BlockId) -> bool {
-        self.inner.may_have(id)
-    }
-
-    fn compression(&self) -> Option<Compression> {
-        let counts = &self.shared.counts;
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        Some(Compression {
-            records_compressed: get(&counts.encoded),
-            records_as_is: get(&counts.as_is),
-            records_decompressed: get(&counts.decoded),
-            records_undecodable: get(&counts.undecodable),
-            bytes_compressed: get(&counts.raw_bytes),
-            bytes_stored: get(&counts.stored_bytes),
-        })
+        self.inner.close(until.since(shared.clock.now()));
     }
 
     fn events(&self) -> Vec<Event> {

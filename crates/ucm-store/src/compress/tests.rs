@@ -232,7 +232,7 @@ fn what_is_no_record_of_this_part_goes_as_it_is() {
     padded[4092..4096].copy_from_slice(&crc.to_le_bytes());
     judge(&read(&stage, &padded), DType::Bf16).unwrap();
     assert_eq!(stored(&stage, &padded), padded);
-    assert_eq!(stage.compression().unwrap().records_as_is, 3);
+    assert_eq!(stage.stats().compression.unwrap().records_as_is, 3);
 }
 
 proptest! {

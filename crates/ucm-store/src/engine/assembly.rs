@@ -6,14 +6,15 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Geometry, Result};
 use ucm_device::Slot;
-use ucm_infra::Mono;
 
 use super::task::TaskState;
+use crate::tiers::Request;
 
 /// One block being put together from its shards.
 pub(super) struct Assembly {
     pub(super) id: BlockId,
-    pub(super) deadline: Mono,
+    /// The dump that brought its first shard.
+    pub(super) request: Request,
     /// Held while shards are copied from the device, perhaps for ever; never taken for anything else.
     pub(super) copying: Mutex<()>,
     /// Held for moments only.
@@ -56,10 +57,10 @@ pub(super) type Assemblies = Mutex<HashMap<BlockId, Arc<Assembly>>>;
 
 impl Assembly {
     /// An empty one, with the slot its record is made in.
-    pub(super) fn new(id: BlockId, deadline: Mono, slot: Slot, geometry: &Geometry) -> Self {
+    pub(super) fn new(id: BlockId, request: Request, slot: Slot, geometry: &Geometry) -> Self {
         Self {
             id,
-            deadline,
+            request,
             copying: Mutex::new(()),
             inner: Mutex::new(Inner {
                 slot: Some(slot),

@@ -17,6 +17,7 @@ use crate::backend::{BlockRead, ReadDone, WriteOptions, Written};
 use crate::deviation::{deviation, tolerance};
 use crate::events::Level;
 use crate::stats::Stats;
+use crate::tiers::TierRead;
 
 /// Most blocks marked at once. To forget one is to skip its audit.
 const MOST_MARKED: usize = 1 << 16;
@@ -47,14 +48,14 @@ impl Core {
         slot: Slot,
         options: WriteOptions,
     ) {
-        let (id, deadline) = (assembly.id, assembly.deadline);
-        let stage = self.backend.place(id, 0);
-        let room = stage.and_then(|_| self.slots.try_acquire_above(self.reserved_slots));
-        let (Some(stage), Some(room)) = (stage, room) else {
+        let (id, request) = (assembly.id, assembly.request);
+        let tier = self.tiers.place(id, 0, request.number);
+        let room = tier.and_then(|_| self.slots.try_acquire_above(self.reserved_slots));
+        let (Some(tier), Some(room)) = (tier, room) else {
             return self.write(assembly, slot, options);
         };
         let (core, assembly) = (Arc::clone(self), Arc::clone(assembly));
-        let done = Box::new(move |result: Result<ReadDone>| match result {
+        let ended = Arc::new(move |slot: Slot, result: Result<ReadDone>| match result {
             Ok(stored) if core.verify(id, &stored).is_ok() => {
                 core.audited(id, core.deviation(stored.slot.as_slice(), slot.as_slice()));
                 drop((stored, slot));
@@ -65,8 +66,12 @@ impl Core {
                 core.write(&assembly, slot, options);
             }
         });
-        self.backend
-            .read(stage, vec![BlockRead::whole(id, room, deadline, done)]);
+        let read = TierRead {
+            read: BlockRead::whole(id, room, request.deadline),
+            request,
+            whose: slot,
+        };
+        self.tiers.read(tier, vec![read], &ended);
     }
 
     /// The largest deviation of any tensor of two records.

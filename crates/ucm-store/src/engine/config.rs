@@ -54,7 +54,7 @@ pub struct EngineConfig {
     pub copy_threads: usize,
     /// Deadlines.
     pub deadlines: Deadlines,
-    /// When the breaker opens.
+    /// When the breaker of a tier opens.
     pub breaker: BreakerConfig,
     /// Tells this writer's records from others'.
     pub writer: u64,

@@ -10,16 +10,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
-use ucm_infra::Mono;
+use ucm_infra::{LANE_DUMP, Mono};
 
 use super::assembly::{After, Assembly, Stage};
 use super::load::{BlockRowList, by_block};
 use super::task::{Task, TaskState};
-use super::{Core, Hint, LANE_DUMP, Row};
+use super::{Core, Hint, Row};
 use crate::backend::{Flush, WriteOptions, Written};
 use crate::events::Level;
 use crate::record::{RecordMeta, encode_header};
 use crate::stats::Stats;
+use crate::tiers::Request;
 
 /// Rows of one block that a thread copies.
 struct Gather {
@@ -43,14 +44,14 @@ impl Core {
     pub(super) fn start_dump(self: &Arc<Self>, rows: Vec<Row>, deadline: Mono) -> Result<Task> {
         let now = self.clock.now();
         let state = TaskState::new(rows.len(), now, deadline);
-        let (backend, hurried) = (Arc::clone(&self.backend), Arc::clone(&state));
+        let (tiers, hurried) = (Arc::clone(&self.tiers), Arc::clone(&state));
         let task = Task {
             state: Arc::clone(&state),
             expire: Arc::new(|| {}), // the pools of copies and of the backend keep its deadline
             hurry: Arc::new(move || {
                 hurried.hurry();
                 if hurried.only_waits() {
-                    backend.flush(Flush::Soon);
+                    tiers.flush(Flush::Soon);
                 }
             }),
         };
@@ -59,8 +60,7 @@ impl Core {
         }
         self.admit(now)?;
         self.drop_incomplete(now);
-        let work = self.take_slots(by_block(rows), deadline);
-        let work = work.inspect_err(|_| self.breaker.undecided(now))?;
+        let work = self.take_slots(by_block(rows), self.tiers.request(deadline))?;
         self.open_tasks.add(&state);
         Stats::add(&self.stats.dump_tasks, 1);
         let each = work.len().div_ceil(self.copy_threads);
@@ -96,7 +96,7 @@ impl Core {
     fn take_slots(
         &self,
         blocks: Vec<(BlockId, BlockRowList)>,
-        deadline: Mono,
+        request: Request,
     ) -> Result<Vec<(Arc<Assembly>, BlockRowList)>> {
         let (mut work, mut fresh) = (Vec::with_capacity(blocks.len()), Vec::new());
         let mut assemblies = self.assemblies.lock();
@@ -111,7 +111,7 @@ impl Core {
                         full = true;
                         break;
                     };
-                    let assembly = Arc::new(Assembly::new(id, deadline, slot, &self.geometry));
+                    let assembly = Arc::new(Assembly::new(id, request, slot, &self.geometry));
                     fresh.push(Arc::clone(&assembly));
                     assembly
                 }
@@ -204,7 +204,7 @@ impl Core {
         }
         let flushed = task.started.0 < self.flushed.load(Ordering::Acquire);
         if task.only_waits() || flushed && task.is_handed_over() {
-            self.backend.flush(Flush::Soon);
+            self.tiers.flush(Flush::Soon);
         }
     }
 
@@ -249,8 +249,8 @@ impl Core {
     pub(super) fn write(self: &Arc<Self>, assembly: &Arc<Assembly>, slot: Slot, options: WriteOptions) {
         let (core, done_for, replace) = (Arc::clone(self), Arc::clone(assembly), options.replace);
         let done = Box::new(move |result| core.write_done(&done_for, replace, result));
-        self.backend
-            .write(assembly.id, slot, options, assembly.deadline, done);
+        self.tiers
+            .write(assembly.id, slot, options, assembly.request, done);
     }
 
     pub(super) fn write_done(
@@ -262,15 +262,11 @@ impl Core {
         self.assemblies.lock().remove(&assembly.id);
         self.hints.lock().remove(&assembly.id);
         let result = match result {
-            Ok(Written::Unsound(reason)) => {
-                self.healthy();
-                Err(self.refuse(assembly.id, None, reason))
-            }
+            Ok(Written::Unsound(reason)) => Err(self.refuse(assembly.id, None, reason)),
             result => result,
         };
         match &result {
             Ok(written) => {
-                self.healthy();
                 if *written == Written::Published && self.unwritable.swap(false, Ordering::AcqRel) {
                     self.say(Level::Info, "blocks are stored again".to_owned());
                 }
@@ -289,7 +285,6 @@ impl Core {
             }
             Err(error) => {
                 Stats::add(&self.stats.publishes_failed, 1);
-                self.observe(error);
                 if matches!(error.kind(), ErrorKind::Io | ErrorKind::Foreign)
                     && !self.unwritable.swap(true, Ordering::AcqRel)
                 {
@@ -341,7 +336,7 @@ impl Core {
             .assemblies
             .lock()
             .values()
-            .filter(|assembly| assembly.deadline <= now)
+            .filter(|assembly| assembly.request.deadline <= now)
             .cloned()
             .collect();
         for assembly in late {

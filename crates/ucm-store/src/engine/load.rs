@@ -19,6 +19,7 @@ use super::reads::MAX_PENDING;
 use super::task::{Task, TaskState};
 use super::{Core, Pieces, Row};
 use crate::stats::Stats;
+use crate::tiers::Request;
 
 /// The rows of one block in one load.
 pub(super) struct BlockRows {
@@ -42,19 +43,16 @@ impl BlockRows {
 
 pub(super) struct LoadTask {
     pub(super) state: Arc<TaskState>,
+    pub(super) request: Request,
     pub(super) blocks: Vec<BlockRows>,
     gate: LoadGate,
     cancelled: Mutex<Cancelled>,
 }
 
-/// Why blocks of a load were cancelled, for those that did not fail themselves.
+/// Why blocks of a load were cancelled, for those that did not fail themselves: the first block of each cut, and its reason;
+/// each lies before the one that came earlier.
 #[derive(Default)]
-struct Cancelled {
-    /// The first block of each cut, and its reason; each lies before the one that came earlier.
-    cuts: Vec<(usize, Error)>,
-    /// The load was late, and the medium was told.
-    late: bool,
-}
+struct Cancelled(Vec<(usize, Error)>);
 
 impl LoadTask {
     /// Whether a block is still to be read.
@@ -66,7 +64,7 @@ impl LoadTask {
 impl Cancelled {
     /// Why this block was cancelled: by the first cut that it lies behind.
     fn cause(&self, index: usize) -> Error {
-        let cut = self.cuts.iter().find(|(first, _)| *first <= index);
+        let cut = self.0.iter().find(|(first, _)| *first <= index);
         cut.map_or_else(
             || Error::internal("a load ended without a cause"),
             |(_, error)| error.clone(),
@@ -101,6 +99,7 @@ impl Core {
             .collect();
         let task = Arc::new(LoadTask {
             state: Arc::clone(&state),
+            request: self.tiers.request(deadline),
             gate: LoadGate::new(blocks.len()),
             blocks,
             cancelled: Mutex::default(),
@@ -145,7 +144,6 @@ impl Core {
         }
         if !self.enqueue(task) {
             let full = Error::new(ErrorKind::Busy, "too many blocks wait for a staging slot");
-            self.breaker.undecided(now);
             return self.end_load(task, full.with("most", MAX_PENDING));
         }
         self.pump_elsewhere();
@@ -176,9 +174,9 @@ impl Core {
         }
     }
 
-    /// Copies one verified block, read from `stage`, to the device, if the task still wants it there. True if that ended the load: the caller
+    /// Copies one verified block, read from `tier`, to the device, if the task still wants it there. True if that ended the load: the caller
     /// reports it.
-    pub(super) fn scatter(&self, task: &LoadTask, index: usize, record: &[u8], stage: usize) -> bool {
+    pub(super) fn scatter(&self, task: &LoadTask, index: usize, record: &[u8], tier: usize) -> bool {
         if !task.gate.begin_scatter(index) {
             return false;
         }
@@ -195,7 +193,7 @@ impl Core {
         });
         match copied {
             Ok(()) => {
-                task.state.serve(stage);
+                task.state.serve(tier);
                 let rows = &task.blocks[index].rows;
                 let shards = rows.iter().filter(|(_, _, pieces)| !pieces.in_slot()).count();
                 if shards == 0 {
@@ -252,21 +250,14 @@ impl Core {
         }
     }
 
-    /// Cancels the blocks from `first` on that are still reading. A load that is late speaks against the medium, once
-    /// for all its blocks.
+    /// Cancels the blocks from `first` on that are still reading.
     fn cancel_from(&self, task: &LoadTask, first: usize, error: Error) -> Killed {
         let mut cancelled = task.cancelled.lock();
-        if cancelled.cuts.last().is_none_or(|(cut, _)| first < *cut) {
-            cancelled.cuts.push((first, error.clone()));
+        if cancelled.0.last().is_none_or(|(cut, _)| first < *cut) {
+            cancelled.0.push((first, error));
         }
-        let late = error.kind() == ErrorKind::Timeout;
-        let told = late && std::mem::replace(&mut cancelled.late, true);
         drop(cancelled); // the reason is there before the first block is cancelled: whoever reports finds it
-        let killed = task.gate.kill_from(first);
-        if late && !told {
-            self.observe(&error);
-        }
-        killed
+        task.gate.kill_from(first)
     }
 
     /// Runs once per load: names the rows that were cancelled, then lets the waiters go.

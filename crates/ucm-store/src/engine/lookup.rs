@@ -1,25 +1,15 @@
-//! Which blocks are stored: asked of the backend in pieces that its workers share, within one deadline per call.
+//! Which blocks are stored, within one deadline per call.
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
 use ucm_infra::{Completion, Mono};
 
-use super::guard::reason_of;
 use super::{Core, LANE_ASK};
-use crate::backend::Place;
 use crate::stats::Stats;
+use crate::tiers::{LEAST_WINDOW, Place, Request, WINDOW};
 
-/// Ids per operation when a lookup is spread over workers.
-const CHUNK: usize = 64;
-/// Most ids per operation.
-const CHUNK_MAX: usize = 1024;
-/// Operations one window of a prefix lookup is spread over.
-const SPREAD: usize = 4;
-/// What the pool may take to tell that the deadline passed.
-const GRACE: Duration = Duration::from_millis(5);
 /// How long a lookup that nobody waits for may wait for its turn at least, and the pool to tell that it hangs.
 const QUEUED: Duration = Duration::from_secs(1);
 
@@ -43,7 +33,8 @@ impl Core {
         if !asked {
             return Ok(vec![false; ids.len()]);
         }
-        let found = self.ask(ids, false, now.after(self.deadlines.lookup));
+        let request = self.tiers.request(now.after(self.deadlines.lookup));
+        let found = self.ask(ids, false, request);
         let found: Vec<bool> = found.into_iter().map(|answer| answer.is_ok()).collect();
         self.end(now, found.iter().filter(|&&present| present).count());
         Ok(found)
@@ -67,18 +58,18 @@ impl Core {
         if !asked {
             return Ok((Vec::new(), (!ids.is_empty()).then_some(MissReason::Unhealthy)));
         }
-        let deadline = now.after(self.deadlines.lookup); // one for all windows
-        let (mut stages, mut window, mut reason) = (Vec::new(), CHUNK, None);
+        let request = self.tiers.request(now.after(self.deadlines.lookup)); // one for all windows
+        let (mut stages, mut window, mut reason) = (Vec::new(), LEAST_WINDOW, None);
         while stages.len() < ids.len() {
             let known = stages.len();
             let end = ids.len().min(known + window);
-            let found = self.ask(&ids[known..end], true, deadline);
+            let found = self.ask(&ids[known..end], true, request);
             stages.extend(found.iter().map_while(|answer| answer.ok()));
             reason = found.into_iter().find_map(std::result::Result::err);
             if reason.is_some() {
                 break;
             }
-            window = (window * 2).min(CHUNK_MAX * SPREAD);
+            window = (window * 2).min(WINDOW);
         }
         self.end(now, stages.len());
         Ok((stages, reason))
@@ -110,7 +101,7 @@ impl Core {
     /// Whether lookups are answered from memory, without a system call. May change: a layout is decided by the first
     /// writer.
     pub fn answers_at_once(&self) -> bool {
-        self.ready.load(Ordering::Acquire) && self.backend.answers_at_once()
+        self.tiers.answers_at_once()
     }
 
     /// Checks and counts a call; false if there is nothing to ask or nobody to be asked.
@@ -139,67 +130,19 @@ impl Core {
     }
 
     /// Asks for ids, in order; what was not answered in time, or not asked after a missing one, is not there.
-    fn ask(&self, ids: &[BlockId], stop_at_missing: bool, deadline: Mono) -> Vec<Place> {
-        let chunk = ids.len().div_ceil(SPREAD).clamp(CHUNK, CHUNK_MAX);
-        let waits: Vec<_> = ids
-            .chunks(chunk)
-            .map(|ids| {
-                let completion = Completion::new();
-                let answer = Arc::clone(&completion);
-                let done = Box::new(move |result: Result<Vec<Place>>| {
-                    answer.complete(result);
-                });
-                self.backend.locate(ids.to_vec(), stop_at_missing, deadline, done);
-                (ids, completion)
-            })
-            .collect();
-        let mut found = Vec::with_capacity(ids.len());
-        let (mut answered, mut failed) = (false, None);
-        for (ids, completion) in waits {
-            let late = || {
-                Err(Error::new(
-                    ErrorKind::Timeout,
-                    "the lookup did not answer in time",
-                ))
-            };
-            let answer = completion.wait(&*self.clock, Some(deadline.after(GRACE)));
-            match answer.unwrap_or_else(late) {
-                Ok(present) => {
-                    answered = true;
-                    found.extend(
-                        ids.iter()
-                            .zip(&present)
-                            .map(|(&id, &there)| self.judge(id, there)),
-                    );
-                    let unasked = ids.len().saturating_sub(present.len());
-                    found.resize(found.len() + unasked, Err(MissReason::Absent));
-                }
-                Err(error) => {
-                    let reason = match reason_of(&error) {
-                        MissReason::Timeout => MissReason::LookupLate,
-                        reason => reason,
-                    };
-                    self.stats.misses.add(reason, ids.len() as u64);
-                    found.resize(found.len() + ids.len(), Err(reason));
-                    failed.get_or_insert(error);
+    fn ask(self: &Arc<Self>, ids: &[BlockId], stop_at_missing: bool, request: Request) -> Vec<Place> {
+        let mut found = self.tiers.locate(ids, stop_at_missing, request);
+        for (&id, place) in ids.iter().zip(&mut found) {
+            if place.is_ok() && self.refused.contains(id) {
+                *place = Err(MissReason::Refused);
+            }
+            if let Err(reason) = *place {
+                self.stats.misses.add(reason, 1);
+                if stop_at_missing && reason == MissReason::Absent {
+                    break; // what follows may not have been asked for
                 }
             }
         }
-        // One word on the medium's health per call: the pieces of a slow one are not several failures.
-        match failed {
-            Some(error) if !answered => self.observe(&error),
-            _ => self.healthy(),
-        }
         found
-    }
-
-    /// Whether an id that was looked at is a hit here.
-    fn judge(&self, id: BlockId, there: Place) -> Place {
-        let refused = |stage| match self.refused.contains(id) {
-            true => Err(MissReason::Refused),
-            false => Ok(stage),
-        };
-        let answer = there.and_then(refused);
-        answer.inspect_err(|&reason| self.stats.misses.add(reason, 1))
     }
 }

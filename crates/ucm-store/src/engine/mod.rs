@@ -1,4 +1,4 @@
-//! The one engine over every backend: tasks, staging slots, gather and scatter, checksums, joined loads, deadlines,
+//! The one engine over every tier: tasks, staging slots, gather and scatter, checksums, joined loads, deadlines,
 //! back-pressure, the breaker, counters.
 //!
 //! The five rules it keeps are those of the design: no late bytes, block by block ([`load`]); two levels of a dump,
@@ -28,26 +28,17 @@ use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result, limi
 use ucm_device::{Device, DeviceSpan, HostArena, KvLayout, SlotPool, Stream};
 use ucm_infra::{Clock, IdSet, Lane, Mono, WorkerPool};
 
-use crate::backend::{Backend, Early, Flush, Priority};
+use crate::backend::{Early, Flush};
 use crate::events::Events;
-use crate::health::Breaker;
 use crate::record::RecordLayout;
 use crate::stats::Stats;
+use crate::tiers::{Priority, TierConfig, Tiers, TiersConfig};
 
 pub use config::{Deadlines, EngineConfig, Hint, Pieces, Row};
 pub use lookup::{Asked, Located};
 use refused::Refused;
 use task::OpenTasks;
 pub use task::{Task, Until};
-
-/// Lane of loads, in every pool of the store.
-pub const LANE_LOAD: usize = 0;
-/// Lane of lookups and prefetches.
-pub const LANE_LOOKUP: usize = 1;
-/// Lane of dumps.
-pub const LANE_DUMP: usize = 2;
-/// Lane of space and housekeeping.
-pub const LANE_SPACE: usize = 3;
 
 /// Threads for lookups that nobody waits for, and how many of these may be queued.
 const ASK_THREADS: usize = 3;
@@ -56,6 +47,11 @@ const MOST_ASKED: usize = 1024;
 const LANE_ASK: usize = 0;
 const LANE_PUMP: usize = 1;
 
+/// Fewest slots of an engine that moves blocks.
+const LEAST_SLOTS: usize = 4;
+/// Most memory of records on their way between tiers, and most of them.
+const SPARE_BYTES: usize = 64 << 20;
+pub(crate) const SPARE_SLOTS: usize = 32;
 /// Most header hints remembered.
 const REMEMBERED: usize = 1 << 16;
 /// Longest deadline a load may be given: no wait is without one.
@@ -78,7 +74,7 @@ pub struct Core {
     paranoid: bool,
     deadlines: Deadlines,
     clock: Arc<dyn Clock>,
-    backend: Arc<dyn Backend>,
+    tiers: Arc<Tiers>,
     device: Arc<dyn Device>,
     streams: Mutex<Vec<Box<dyn Stream>>>,
     slots: Arc<SlotPool>,
@@ -99,10 +95,8 @@ pub struct Core {
     kv: Mutex<Option<Arc<KvLayout>>>,
     /// Blocks whose next dump is compared with what is stored.
     marked: IdSet<BlockId>,
-    breaker: Breaker,
-    /// Which memory pages the staging slots lie on, for the log.
-    pages: &'static str,
-    ready: AtomicBool,
+    /// So much is lost in calls that do not return that nothing more is begun.
+    overrun: AtomicBool,
     /// Blocks cannot be stored for a reason that somebody must remove, and the log said so.
     unwritable: AtomicBool,
     closed: AtomicBool,
@@ -122,28 +116,47 @@ impl Deref for Engine {
 }
 
 impl Engine {
-    /// Sets everything up and looks at the backend once, within the probe deadline. A backend that does not answer
-    /// is retried later; until then every lookup is a miss.
+    /// Sets everything up and looks at the tiers once, top first, within the probe deadline. One that does not answer
+    /// is retried later; until one does every lookup is a miss.
     pub fn open(
         config: EngineConfig,
-        backend: Arc<dyn Backend>,
+        tiers: Vec<TierConfig>,
         device: Arc<dyn Device>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
         let layout = RecordLayout::new(&config.geometry).describing(config.block_tokens, config.dtype);
         let slot_len = layout.record_len() as u64;
         let slots = config.staging_bytes / slot_len;
-        if config.staging_bytes > 0 && slots < 4 {
+        if config.staging_bytes > 0 && slots < LEAST_SLOTS as u64 {
             return Err(Error::new(
                 ErrorKind::Config,
                 "staging_capacity must hold at least 4 blocks; raise it",
             )
             .with("staging_capacity", config.staging_bytes)
-            .with("at_least", 4 * slot_len));
+            .with("at_least", LEAST_SLOTS as u64 * slot_len));
         }
         let arena = HostArena::new((slots.max(1) * slot_len) as usize)?;
         let pages = arena.paging().name();
         let slots = SlotPool::new(arena, slot_len as usize)?;
+        let reserved_slots = (slots.capacity() / 4).max(1);
+        let staging = match slots.capacity() {
+            few if few < LEAST_SLOTS => "lookups only".to_owned(),
+            count => format!(
+                "{count} staging slots of {slot_len} bytes on {pages}, {reserved_slots} of them kept for loads"
+            ),
+        };
+        let below = TiersConfig {
+            tiers,
+            record: layout.clone(),
+            identity: config.identity.clone(),
+            part: config.part,
+            breaker: config.breaker,
+            probe: config.deadlines.probe,
+            copy: config.deadlines.dump,
+            spare_slots: (SPARE_BYTES / slot_len as usize).clamp(2, SPARE_SLOTS),
+            staging,
+        };
+        let tiers = Tiers::new(below, Arc::clone(&clock))?;
         let copy_limit = (slots.capacity() * 2 + 64).min(MAX_COPIES);
         let copies = WorkerPool::builder("ucm-copy")
             .on_demand()
@@ -187,7 +200,7 @@ impl Engine {
             .clock(Arc::clone(&clock))
             .build()?;
         let core = Arc::new(Core {
-            reserved_slots: (slots.capacity() / 4).max(1),
+            reserved_slots,
             slots,
             layout,
             geometry: config.geometry,
@@ -197,7 +210,7 @@ impl Engine {
             paranoid: config.paranoid,
             deadlines: config.deadlines,
             clock,
-            backend,
+            tiers,
             device,
             streams: Mutex::new(Vec::new()),
             copies,
@@ -208,13 +221,11 @@ impl Engine {
             copying: AtomicUsize::new(0),
             copy_limit,
             copy_threads: config.copy_threads.max(1),
-            pages,
             refused: Refused::default(),
             hints: Mutex::new(LruCache::new(REMEMBERED)),
             kv: Mutex::default(),
             marked: IdSet::default(),
-            breaker: Breaker::new(config.breaker),
-            ready: AtomicBool::new(false),
+            overrun: AtomicBool::new(false),
             unwritable: AtomicBool::new(false),
             closed: AtomicBool::new(false),
             flushed: AtomicU64::new(0),
@@ -228,7 +239,7 @@ impl Engine {
                 core.pump(); // a load may be waiting for this slot
             }
         });
-        core.probe(core.clock.now().after(core.deadlines.probe));
+        core.tiers.open(core.clock.now().after(core.deadlines.probe));
         Ok(Self(core))
     }
 
@@ -311,12 +322,12 @@ impl Engine {
         }
         let until = self.clock.now().after(self.deadlines.shutdown);
         let left = || until.since(self.clock.now());
-        self.backend.flush(Flush::Last);
+        self.tiers.flush(Flush::Last);
         // First the tasks, then the pools: a task is many jobs, and a pool that ends takes no next one.
         self.open_tasks.wait(&*self.clock, until);
         self.asks.shutdown(Duration::ZERO);
         self.copies.shutdown(left());
-        self.backend.shutdown(left());
+        self.tiers.shutdown(left());
         self.await_pump();
         self.end_loads();
         self.drop_incomplete(Mono::NEVER);
@@ -347,31 +358,22 @@ impl Core {
     /// These blocks, with their ordinals, were used by a request.
     pub fn touch(&self, ids: &[(BlockId, u32)]) -> Result<()> {
         self.usable()?;
-        if let Some(deadline) = self.may_touch() {
-            self.backend.touch(ids, deadline);
-        }
+        self.tiers.touch(ids, self.clock.now().after(self.deadlines.dump));
         Ok(())
     }
 
     /// The same for what this process alone can touch: its memory, and what it knows of the segments that it merges.
     pub fn touch_own(&self, ids: &[(BlockId, u32)]) -> Result<()> {
         self.usable()?;
-        if let Some(deadline) = self.may_touch() {
-            self.backend.touch_own(ids, deadline);
-        }
+        self.tiers
+            .touch_own(ids, self.clock.now().after(self.deadlines.dump));
         Ok(())
     }
 
     /// Whether [`Core::touch_own`] does anything: whether this process is to be told what another one's touch does not
     /// reach. May change until the store was ready once.
     pub fn wants_touch_own(&self) -> bool {
-        self.backend.wants_touch_own()
-    }
-
-    /// Until when the medium may take to note uses down; `None` while it is not well.
-    fn may_touch(&self) -> Option<Mono> {
-        let well = self.ready.load(Ordering::Acquire) && self.breaker.is_closed();
-        well.then(|| self.clock.now().after(self.deadlines.dump))
+        self.tiers.wants_touch_own()
     }
 
     /// These blocks will be asked for: brings them into the upper stages of a pipeline, when nothing more urgent is to
@@ -382,30 +384,30 @@ impl Core {
         if ids.len() > limits::MAX_IDS_PER_CALL {
             return Err(Error::invalid("too many ids in one call").with("ids", ids.len()));
         }
-        if self.looks_up_only() || !self.ready.load(Ordering::Acquire) {
+        if self.looks_up_only() || !self.tiers.is_ready() {
             return Ok(0);
         }
-        Ok(self.backend.prefetch(ids, priority))
+        Ok(self.tiers.prefetch(ids, priority))
     }
 
     /// These blocks need not be prefetched any more; counts those that were still waiting.
     pub fn cancel_prefetch(&self, ids: &[BlockId]) -> Result<usize> {
         self.usable()?;
-        Ok(self.backend.cancel_prefetch(ids))
+        Ok(self.tiers.cancel_prefetch(ids))
     }
 
     /// Publishes soon what was dumped and waits for more to be published with it (a segment). Never waits.
     pub fn flush(&self) -> Result<()> {
         self.usable()?;
         self.flushed.fetch_max(self.clock.now().0 + 1, Ordering::AcqRel);
-        self.backend.flush(Flush::Now);
+        self.tiers.flush(Flush::Now);
         Ok(())
     }
 
     /// What became readable for this process before others can see it, and what no longer is, since the last call.
     pub fn early(&self) -> Result<Early> {
         self.usable()?;
-        Ok(self.backend.early())
+        Ok(self.tiers.early())
     }
 
     /// Another process of the same engine refused these records, or could not read them: they are no hits here until the
@@ -420,7 +422,7 @@ impl Core {
     /// is believed by this: a record that is still bad is refused again by the next load.
     pub fn trust(&self, ids: &[BlockId]) -> Result<()> {
         self.usable()?;
-        self.backend.forgive(ids);
+        self.tiers.forgive(ids);
         for &id in ids {
             self.refused.forgive(id);
         }
@@ -523,7 +525,7 @@ impl Core {
 
     /// Whether it was opened for lookups only, with one slot for what a lookup may need.
     fn looks_up_only(&self) -> bool {
-        self.slots.capacity() < 4
+        self.slots.capacity() < LEAST_SLOTS
     }
 
     /// Calls back with the layers of a shard and the device pieces of each, until one fails.

@@ -1,8 +1,8 @@
-//! Reads of blocks, each into a slot of its own: begun while slots are free, asked stage by stage of what lies below, and
+//! Reads of blocks, each into a slot of its own: begun while slots are free, asked tier by tier of what lies below, and
 //! judged before anybody hears of them.
 //!
 //! A load that wants few of a block's layers has only those read where that can be; loads that join it and want others wait
-//! for the next read. A copy that is absent, refused or late in one stage is asked of the next. A record is refused when no stage has a
+//! for the next read. A copy that is absent, refused or late in one tier is asked of the next. A record is refused when no tier has a
 //! sound one.
 
 use std::collections::{HashMap, VecDeque};
@@ -17,13 +17,14 @@ use ucm_infra::Mono;
 use super::guard::reason_of;
 use super::load::LoadTask;
 use super::{Core, LANE_PUMP};
-use crate::backend::{BlockRead, Health, ReadDone};
+use crate::backend::{BlockRead, ReadDone};
 use crate::evidence::is_damage;
 use crate::stats::Stats;
+use crate::tiers::{Request, TierRead};
 
-/// Most reads handed to the backend at once; the others wait here, where no queue is full.
+/// Most reads handed to the tiers at once; the others wait here, where no queue is full.
 const READS_AT_ONCE: usize = 1024;
-/// Most reads of one stage that are handed to the backend together.
+/// Most reads of one tier that are handed over together.
 const TOGETHER: usize = 256;
 /// Bytes that reading a part of a record must save: less is read sooner than asked for by itself. And at least half.
 const WORTH: usize = 256 << 10;
@@ -38,7 +39,7 @@ pub(super) struct Reads {
     waiters: HashMap<BlockId, Vec<(Arc<LoadTask>, usize)>>,
     /// Blocks waiting for a slot, oldest first.
     pending: VecDeque<Wanted>,
-    /// Reads with the backend now.
+    /// Reads with the tiers now.
     running: usize,
     /// A thread is starting reads.
     pumping: bool,
@@ -47,29 +48,29 @@ pub(super) struct Reads {
 /// A block to be read, and how far that is.
 struct Wanted {
     id: BlockId,
-    /// The stage to ask, or the next below it that can be asked.
+    /// The tier to ask, or the next below it that can be asked.
     from: usize,
-    /// What the stages above said; the last word if none below has it either.
+    /// What the tiers above said; the last word if none below has it either.
     so_far: Option<Failed>,
 }
 
 /// A read under way.
 struct Reading {
     id: BlockId,
-    stage: usize,
+    tier: usize,
     /// The layers that are read, if not all.
     layers: Option<Range<u32>>,
     /// The second read of the same copy, of all of it.
     again: bool,
-    deadline: Mono,
+    request: Request,
     so_far: Option<Failed>,
 }
 
 /// A record that was read and is what was asked for.
 struct Sound {
     slot: Slot,
-    /// The stage it came from.
-    stage: usize,
+    /// The tier it came from.
+    tier: usize,
     /// Its bytes in the slot.
     len: usize,
     /// Its position in its chain.
@@ -89,16 +90,16 @@ enum Failed {
 /// What the thread that starts reads does next.
 enum Step {
     /// Starts this one, of these layers if not of all.
-    Start(Wanted, Slot, Mono, Option<Range<u32>>),
+    Start(Wanted, Slot, Request, Option<Range<u32>>),
     /// Hands over what it has collected: nothing more can start.
     HandOver,
 }
 
-/// Reads of one stage that are handed over together.
+/// Reads of one tier that are handed over together.
 #[derive(Default)]
 struct Batch {
-    stage: usize,
-    reads: Vec<BlockRead>,
+    tier: usize,
+    reads: Vec<TierRead<Reading>>,
 }
 
 impl Wanted {
@@ -167,8 +168,8 @@ impl Core {
         let mut batch = Batch::default();
         while let Some(step) = self.next_step(batch.reads.is_empty()) {
             match step {
-                Step::Start(wanted, slot, deadline, layers) => {
-                    self.start(wanted, slot, deadline, layers, &mut batch);
+                Step::Start(wanted, slot, request, layers) => {
+                    self.start(wanted, slot, request, layers, &mut batch);
                 }
                 Step::HandOver => self.hand_over(&mut batch),
             }
@@ -190,7 +191,8 @@ impl Core {
         while let Some(id) = reads.pending.front().map(|wanted| wanted.id) {
             let waiters = reads.waiters.entry(id).or_default();
             waiters.retain(|(task, index)| task.reads(*index));
-            let Some(deadline) = waiters.iter().map(|(task, _)| task.state.deadline).max() else {
+            let requests = waiters.iter().map(|(task, _)| task.request);
+            let Some(request) = requests.max_by_key(|request| request.deadline) else {
                 reads.pending.pop_front();
                 reads.waiters.remove(&id);
                 continue;
@@ -204,7 +206,7 @@ impl Core {
                     .waiters
                     .get(&id)
                     .and_then(|waiters| self.few_layers(waiters));
-                return Some(Step::Start(wanted, slot, deadline, layers));
+                return Some(Step::Start(wanted, slot, request, layers));
             }
             break;
         }
@@ -229,87 +231,76 @@ impl Core {
         (bytes + WORTH.max(whole / 2) <= whole).then_some(all)
     }
 
-    /// Collects a read with others of the same stage.
+    /// Collects a read with others of the same tier.
     fn start(
         self: &Arc<Self>,
         wanted: Wanted,
         slot: Slot,
-        deadline: Mono,
+        request: Request,
         layers: Option<Range<u32>>,
         batch: &mut Batch,
     ) {
         let Wanted { id, from, so_far } = wanted;
-        let Some(stage) = self.backend.place(id, from) else {
+        let Some(tier) = self.tiers.place(id, from, request.number) else {
             drop(slot);
-            return self.read_ended(id, deadline, Err(self.nowhere(id, so_far)));
+            return self.read_ended(id, request, Err(self.nowhere(id, so_far)));
         };
-        if batch.stage != stage || batch.reads.len() >= TOGETHER {
+        if batch.tier != tier || batch.reads.len() >= TOGETHER {
             self.hand_over(batch);
         }
-        batch.stage = stage;
+        batch.tier = tier;
         let reading = Reading {
             id,
-            stage,
-            layers: layers.filter(|_| self.backend.reads_parts(stage)),
+            tier,
+            layers: layers.filter(|_| self.tiers.reads_parts(tier)),
             again: false,
-            deadline,
+            request,
             so_far,
         };
-        batch.reads.push(self.block_read(reading, slot));
+        batch.reads.push(self.tier_read(reading, slot));
     }
 
-    fn hand_over(&self, batch: &mut Batch) {
-        if !batch.reads.is_empty() {
-            self.backend.read(batch.stage, std::mem::take(&mut batch.reads));
+    fn hand_over(self: &Arc<Self>, batch: &mut Batch) {
+        if batch.reads.is_empty() {
+            return;
         }
-    }
-
-    /// Reads a block from the stage whose turn it is.
-    fn read(self: &Arc<Self>, wanted: Wanted, slot: Slot, deadline: Mono) {
-        let Wanted { id, from, so_far } = wanted;
-        let Some(stage) = self.backend.place(id, from) else {
-            drop(slot);
-            return self.read_ended(id, deadline, Err(self.nowhere(id, so_far)));
-        };
-        let reading = Reading {
-            id,
-            stage,
-            layers: None,
-            again: false,
-            deadline,
-            so_far,
-        };
-        self.read_stage(reading, slot);
-    }
-
-    fn read_stage(self: &Arc<Self>, reading: Reading, slot: Slot) {
-        self.backend
-            .read(reading.stage, vec![self.block_read(reading, slot)]);
-    }
-
-    /// What the backend is asked for.
-    fn block_read(self: &Arc<Self>, reading: Reading, slot: Slot) -> BlockRead {
         let core = Arc::clone(self);
-        BlockRead {
+        let ended = Arc::new(move |reading, result| core.read_done(reading, result));
+        self.tiers
+            .read(batch.tier, std::mem::take(&mut batch.reads), &ended);
+    }
+
+    /// Reads a block from the tier whose turn it is.
+    fn read(self: &Arc<Self>, wanted: Wanted, slot: Slot, request: Request) {
+        let mut batch = Batch::default();
+        self.start(wanted, slot, request, None, &mut batch);
+        self.hand_over(&mut batch);
+    }
+
+    /// What a tier is asked for.
+    fn tier_read(&self, reading: Reading, slot: Slot) -> TierRead<Reading> {
+        let read = BlockRead {
             id: reading.id,
             slot,
             parts: reading.layers.clone().map(|layers| self.layout.parts(layers)),
             again: reading.again,
-            deadline: reading.deadline,
-            done: Box::new(move |result| core.read_done(reading, result)),
+            deadline: reading.request.deadline,
+        };
+        TierRead {
+            read,
+            request: reading.request,
+            whose: reading,
         }
     }
 
     fn read_done(self: &Arc<Self>, reading: Reading, result: Result<ReadDone>) {
-        let (id, stage, deadline) = (reading.id, reading.stage, reading.deadline);
+        let (id, tier, request) = (reading.id, reading.tier, reading.request);
         let (slot, failed) = match result {
             Err(error) if error.kind() == ErrorKind::Foreign => {
-                self.healthy();
                 (None, Failed::Refused(MissReason::IoError, Some(error)))
             }
             Err(error) => (None, Failed::Unread(error)),
             Ok(read) => {
-                self.healthy();
                 let judged = match &reading.layers {
                     Some(layers) => self.verify_layers(id, &read, layers.clone()),
                     None => self.verify(id, &read),
@@ -318,12 +309,12 @@ impl Core {
                     Ok(header) => {
                         let sound = Sound {
                             slot: read.slot,
-                            stage,
+                            tier,
                             len: read.read,
                             ordinal: header.meta.ordinal,
                             layers: reading.layers,
                         };
-                        return self.read_ended(id, deadline, Ok(sound));
+                        return self.read_ended(id, request, Ok(sound));
                     }
                     Err(reason) if is_damage(reason) && !reading.again => {
                         // The medium or the way from it? A second read past every cache tells.
@@ -333,7 +324,11 @@ impl Core {
                             again: true,
                             ..reading
                         };
-                        return self.read_stage(again, read.slot);
+                        let mut batch = Batch {
+                            tier,
+                            reads: vec![self.tier_read(again, read.slot)],
+                        };
+                        return self.hand_over(&mut batch);
                     }
                     Err(reason) => (Some(read.slot), Failed::Refused(reason, None)),
                 }
@@ -343,15 +338,15 @@ impl Core {
         let below = if closed {
             None
         } else {
-            self.backend.place(id, stage + 1)
+            self.tiers.place(id, tier + 1, request.number)
         };
         let Some(below) = below else {
             let error = self.no_copy(&reading, failed);
             drop(slot);
-            return self.read_ended(id, deadline, Err(error));
+            return self.read_ended(id, request, Err(error));
         };
         if let Failed::Refused(reason, _) = &failed {
-            self.discard(id, stage, *reason);
+            self.discard(id, tier, *reason);
         }
         let wanted = Wanted {
             id,
@@ -359,7 +354,7 @@ impl Core {
             so_far: Some(tell(reading.so_far, failed)),
         };
         match slot {
-            Some(slot) => self.read(wanted, slot, deadline),
+            Some(slot) => self.read(wanted, slot, request),
             None => {
                 // The slot went with the read; the next one free is for this block.
                 let mut reads = self.reads.lock();
@@ -371,11 +366,11 @@ impl Core {
         }
     }
 
-    /// No stage is left for a read that ended with `failed` in the last one: what those who wait are told.
+    /// No tier is left for a read that ended with `failed` in the last one: what those who wait are told.
     fn no_copy(self: &Arc<Self>, reading: &Reading, failed: Failed) -> Error {
         match (&reading.so_far, failed) {
             (_, Failed::Refused(reason, cause)) => {
-                let error = self.refuse(reading.id, Some(reading.stage), reason);
+                let error = self.refuse(reading.id, Some(reading.tier), reason);
                 match cause {
                     Some(cause) => error.caused_by(cause),
                     None => error,
@@ -395,14 +390,12 @@ impl Core {
         }
     }
 
-    /// No stage can be asked.
+    /// No tier can be asked.
     fn nowhere(self: &Arc<Self>, id: BlockId, so_far: Option<Failed>) -> Error {
         match so_far {
             Some(Failed::Refused(reason, _)) => self.refuse_id(id, reason),
             Some(Failed::Unread(error)) if error.kind() != ErrorKind::NotFound => error,
-            _ if self.backend.health().is_none_or(|health| health == Health::Well) => {
-                Error::new(ErrorKind::NotFound, "no tier has this record")
-            }
+            _ if self.tiers.is_all_well() => Error::new(ErrorKind::NotFound, "no tier has this record"),
             _ => Error::new(
                 ErrorKind::Unhealthy,
                 "no tier that may have this record can be asked now",
@@ -411,21 +404,25 @@ impl Core {
     }
 
     /// A block was read and is sound, or it could not be had.
-    fn read_ended(self: &Arc<Self>, id: BlockId, deadline: Mono, outcome: Result<Sound>) {
+    fn read_ended(self: &Arc<Self>, id: BlockId, request: Request, outcome: Result<Sound>) {
         let late = |error: &Error| error.kind() == ErrorKind::Timeout;
         let layers = outcome.as_ref().ok().and_then(|sound| sound.layers.clone());
-        let waiters = self.end_read(id, outcome.as_ref().is_err_and(late).then_some(deadline), layers);
+        let waiters = self.end_read(
+            id,
+            outcome.as_ref().is_err_and(late).then_some(request.deadline),
+            layers,
+        );
         let outcome = outcome.map_err(|error| self.judge_failure(id, error));
         match outcome {
             Ok(sound) => {
                 let slot = sound.slot;
                 let scattered = |(task, index): &(Arc<LoadTask>, usize)| {
-                    self.scatter(task, *index, slot.as_slice(), sound.stage)
+                    self.scatter(task, *index, slot.as_slice(), sound.tier)
                 };
                 let over: Vec<_> = waiters.into_iter().filter(scattered).collect();
                 if sound.layers.is_none() {
                     let record = &slot.as_slice()[..sound.len];
-                    self.backend.promote(sound.stage, id, record, sound.ordinal);
+                    self.tiers.promote(sound.tier, id, record, sound.ordinal);
                 }
                 drop(slot); // whoever learns that its load is over finds the slot free
                 over.iter().for_each(|(task, _)| self.report(task));
@@ -473,19 +470,15 @@ impl Core {
         match error.kind() {
             ErrorKind::Corrupt | ErrorKind::Foreign => return error, // refused, and the medium did answer
             ErrorKind::Timeout => return error,
-            kind => {
-                if kind == ErrorKind::Io {
-                    self.refused.unread(id);
-                }
-                self.observe(&error);
-            }
+            ErrorKind::Io => self.refused.unread(id),
+            _ => {}
         }
         self.stats.misses.add(reason_of(&error), 1);
         error
     }
 }
 
-/// The more telling of what two stages said, the upper one first.
+/// The more telling of what two tiers said, the upper one first.
 fn tell(above: Option<Failed>, here: Failed) -> Failed {
     match (above, here) {
         (Some(above @ Failed::Refused(..)), Failed::Unread(_)) => above,

@@ -1,9 +1,6 @@
 //! What an engine tells of itself: counters and gauges, and messages for the log.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use super::Core;
-use crate::backend::{Health, TierStats, Usage};
 use crate::events::Event;
 
 impl Core {
@@ -11,12 +8,12 @@ impl Core {
     pub fn stats(&self) -> serde_json::Value {
         self.drop_incomplete(self.clock.now());
         let mut json = self.stats.to_json();
-        let usage = self.backend.usage();
-        let (records_removed, bytes_removed, blocks_touched) = self.backend.removed();
+        let base = self.tiers.base_stats();
+        let usage = base.usage;
         let gauges = [
-            ("records_removed", records_removed),
-            ("bytes_removed", bytes_removed),
-            ("blocks_touched", blocks_touched),
+            ("records_removed", base.records_removed),
+            ("bytes_removed", base.bytes_removed),
+            ("blocks_touched", base.blocks_touched),
             ("storage_used_bytes", usage.used),
             ("storage_capacity_bytes", usage.capacity),
             ("storage_records", usage.records),
@@ -30,15 +27,16 @@ impl Core {
             ("blocks_in_flight", self.assemblies.lock().len() as u64),
             (
                 "workers_stuck",
-                (self.backend.stuck() + self.copies.stuck() + self.asks.stuck()) as u64,
+                (self.tiers.stuck() + self.copies.stuck() + self.asks.stuck()) as u64,
             ),
+            ("breaker_opened", self.tiers.breaker_opened()),
             ("refused_now", self.refused.len() as u64),
             ("healthy", u64::from(self.is_healthy())),
         ];
-        let tiers = serde_json::to_value(self.tiers(&usage)).unwrap_or_default();
+        let tiers = serde_json::to_value(self.tiers.stats()).unwrap_or_default();
         if let Some(map) = json.as_object_mut() {
             map.extend(gauges.map(|(name, value)| (name.to_owned(), value.into())));
-            let own = self.backend.counters().into_iter();
+            let own = base.more.into_iter();
             map.extend(own.map(|(name, value)| (name.to_owned(), value.into())));
             map.insert("tiers".to_owned(), tiers);
         }
@@ -46,33 +44,7 @@ impl Core {
     }
 
     fn is_healthy(&self) -> bool {
-        let down = self.backend.health() == Some(Health::Down);
-        self.ready.load(Ordering::Acquire) && self.breaker.is_closed() && !down
-    }
-
-    /// The stages, top first; a medium alone is one, and what the engine counted is its.
-    fn tiers(&self, usage: &Usage) -> Vec<TierStats> {
-        let tiers = self.backend.tiers();
-        if !tiers.is_empty() {
-            return tiers;
-        }
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        vec![TierStats {
-            name: self.backend.name().to_owned(),
-            hits: get(&self.stats.lookup_hits),
-            blocks_read: get(&self.stats.blocks_loaded),
-            bytes_read: get(&self.stats.bytes_loaded),
-            blocks_written: get(&self.stats.blocks_published),
-            bytes_written: get(&self.stats.bytes_published),
-            failures: get(&self.stats.publishes_failed),
-            copies_refused: get(&self.stats.records_refused),
-            memory: self.backend.is_memory(),
-            used_bytes: usage.used,
-            capacity_bytes: usage.capacity,
-            healthy: self.is_healthy(),
-            compression: self.backend.compression(),
-            ..TierStats::default()
-        }]
+        self.tiers.is_well() && self.lost().is_none()
     }
 
     /// Messages for the log since the last call; none in a forked child.
@@ -80,8 +52,8 @@ impl Core {
         if self.check_process().is_err() {
             return Vec::new();
         }
-        let mut events = self.events.drain();
-        events.extend(self.backend.events());
+        let mut events = self.tiers.events();
+        events.extend(self.events.drain());
         events
     }
 }

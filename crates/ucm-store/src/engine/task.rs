@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use ucm_core::Error;
 use ucm_infra::{Bell, Clock, Completion, Mono};
 
-use crate::tiers::MAX_STAGES;
+use crate::tiers::MAX_TIERS;
 
 /// Which of a dump's two levels a caller waits for. A load has one level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,7 +35,7 @@ pub(crate) struct TaskState {
     /// Somebody waits for it to be published.
     hurried: AtomicBool,
     /// Blocks that arrived, by the stage they were read from.
-    served: [AtomicU64; MAX_STAGES],
+    served: [AtomicU64; MAX_TIERS],
 }
 
 impl TaskState {
@@ -189,7 +189,7 @@ impl Task {
 
     /// Blocks of a load that arrived, by the stage they were read from, counted from the top; final once the task is
     /// finished. A medium alone is stage 0.
-    pub fn served(&self) -> [u64; MAX_STAGES] {
+    pub fn served(&self) -> [u64; MAX_TIERS] {
         self.state
             .served
             .each_ref()

@@ -15,7 +15,7 @@ use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Map, Value};
 use ucm_core::{Error, ErrorKind, Geometry, Identity, Part, Result};
 use ucm_infra::Clock;
-use ucm_io::IoPool;
+use ucm_io::{IoOptions, IoPool};
 
 use crate::backend::Backend;
 use crate::record::RecordLayout;
@@ -57,25 +57,30 @@ pub struct BuildContext<'a> {
     pub compressed: bool,
 }
 
-/// A medium that was made, and how many of its workers may hang before it is switched off.
+impl BuildContext<'_> {
+    /// Threads on which a medium is asked, so many for loads. A block that has a slot has a place in their queue too, so that
+    /// an accepted dump is never refused later. `direct`: past the page cache, where they work on files.
+    pub fn pool(&self, name: &'static str, threads: usize, direct: bool) -> Result<Arc<IoPool>> {
+        let mut options = IoOptions {
+            name,
+            clock: Arc::clone(&self.clock),
+            ..IoOptions::with_workers(threads)
+        };
+        for lane in &mut options.lanes {
+            lane.capacity = lane.capacity.max(self.slots.min(ucm_infra::MAX_QUEUE));
+        }
+        IoPool::psync(direct, &options)
+    }
+}
+
+/// A medium that was made, and the threads on which it is asked.
 pub struct BuiltTier {
     /// The medium.
     pub backend: Arc<dyn Backend>,
-    /// So many stuck operations switch it off.
+    /// Its threads.
+    pub pool: Arc<IoPool>,
+    /// So many threads stuck in operations switch it off.
     pub max_stuck: usize,
-    /// Its threads, where it has some that a layer before it may use.
-    pub io: Option<Arc<IoPool>>,
-}
-
-impl BuiltTier {
-    /// A medium with nothing to lend.
-    pub fn plain(backend: Arc<dyn Backend>, max_stuck: usize) -> Self {
-        Self {
-            backend,
-            max_stuck,
-            io: None,
-        }
-    }
 }
 
 /// A name under which a kind is configured.

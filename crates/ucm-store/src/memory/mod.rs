@@ -36,12 +36,13 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, Identity, MissReason, Part, Result};
 use ucm_device::{MachineMemory, Pinned, Slot};
-use ucm_infra::{Clock, Lane, Mono, WorkerPool};
+use ucm_infra::{Clock, LANE_DUMP, Lane, Mono};
+use ucm_io::{IoJob, IoOptions, IoPool};
 
 use crate::backend::{
-    Backend, BlockRead, Done, Early, Evicted, Keep, Listed, Presence, ReadDone, Usage, WriteOptions, Written,
+    Backend, BlockRead, Done, Early, Evicted, Features, Keep, Listed, MediumStats, Memory, Presence,
+    ReadDone, WriteOptions, Written,
 };
-use crate::engine::{LANE_DUMP, LANE_LOAD, LANE_SPACE};
 use crate::record::RecordLayout;
 use crate::space::Capacity;
 
@@ -143,7 +144,7 @@ pub struct MemoryCounts {
 pub struct MemoryBackend {
     tier: Arc<Tier>,
     neighbours: Arc<Neighbours>,
-    pool: Arc<WorkerPool>,
+    pool: Arc<IoPool>,
     clock: Arc<dyn Clock>,
 }
 
@@ -158,18 +159,19 @@ impl MemoryBackend {
             capacity: QUEUE,
             max_running: most,
         };
-        let pool = WorkerPool::builder("ucm-memory")
-            .on_demand()
-            .size(threads)
-            .lanes(&[
+        let options = IoOptions {
+            name: "ucm-memory",
+            lanes: vec![
                 lane("load", threads),
                 lane("lookup", 1),
                 lane("dump", threads),
                 lane("space", 1),
-            ])
-            .max_replacements(threads)
-            .clock(Arc::clone(&clock))
-            .build()?;
+            ],
+            max_replacements: threads,
+            clock: Arc::clone(&clock),
+            ..IoOptions::with_workers(threads)
+        };
+        let pool = IoPool::psync(false, &options)?;
         let neighbours = Neighbours::start(&tier, Arc::clone(&clock))?;
         Ok(Self {
             tier,
@@ -234,45 +236,9 @@ impl MemoryBackend {
         self.neighbours.look();
     }
 
-    /// Hands work to the pool; what it refuses is answered here.
-    fn submit<T: Send + 'static>(
-        &self,
-        lane: usize,
-        deadline: Mono,
-        work: impl FnOnce(&Arc<Tier>, &Neighbours) -> Result<T> + Send + 'static,
-        done: Done<T>,
-    ) {
-        let (tier, neighbours) = (Arc::clone(&self.tier), Arc::clone(&self.neighbours));
-        let work = move || work(&tier, &neighbours);
-        let done = move |result: Result<Result<T>>| done(result.and_then(|inner| inner));
-        if let Err(refused) = self.pool.offer(lane, deadline, work, done) {
-            drop(refused.work);
-            (refused.done)(Err(refused.error));
-        }
-    }
-
-    /// Copies a record out, on a thread of its own.
-    fn read_one(&self, read: BlockRead) {
-        let BlockRead {
-            id,
-            mut slot,
-            deadline,
-            done,
-            ..
-        } = read;
-        let read = move |tier: &Arc<Tier>, neighbours: &Neighbours| {
-            let out = slot.as_mut_slice();
-            let read = tier.copy_out(id, out).or_else(|| neighbours.copy_out(id, out));
-            let absent =
-                || Error::new(ErrorKind::NotFound, "the record is not in memory any more").with("block", id);
-            let read = read.ok_or_else(absent)?;
-            Ok(ReadDone {
-                slot,
-                read,
-                stored_len: read as u64,
-            })
-        };
-        self.submit(LANE_LOAD, deadline, read, done);
+    /// The threads that copy.
+    pub fn pool(&self) -> &Arc<IoPool> {
+        &self.pool
     }
 }
 
@@ -284,39 +250,50 @@ impl Backend for MemoryBackend {
         "memory"
     }
 
-    fn describe(&self) -> String {
-        format!("{}; {}", self.tier.words(), self.neighbours.words())
-    }
-
     /// Waits for the first look at the registry; without one the tier is this process's alone for now.
-    fn probe(&self, deadline: Mono) -> Result<()> {
+    fn open(&self, deadline: Mono) -> Result<String> {
         self.neighbours.await_first(&*self.clock, deadline);
-        Ok(())
+        Ok(format!("{}; {}", self.tier.words(), self.neighbours.words()))
     }
 
-    fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, _deadline: Mono, done: Done<Vec<Presence>>) {
+    fn features(&self) -> Features {
+        Features {
+            answers_at_once: true,
+            own_touches: true,
+            ..Features::default()
+        }
+    }
+
+    fn lookup(&self, _io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
         let views = self.neighbours.views();
         let mut answers = Vec::with_capacity(ids.len());
-        for id in ids {
+        for &id in ids {
             let there = self.tier.holds(id) || views.iter().any(|view| view.contains(id));
             answers.push(if there { Ok(()) } else { Err(MissReason::Absent) });
             if stop_at_missing && !there {
                 break;
             }
         }
-        done(Ok(answers));
+        Ok(answers)
     }
 
-    fn answers_at_once(&self) -> bool {
-        true
-    }
-
-    fn read(&self, _stage: usize, reads: Vec<BlockRead>) {
-        reads.into_iter().for_each(|read| self.read_one(read));
+    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+        let copy = |BlockRead { id, mut slot, .. }: BlockRead| {
+            let absent =
+                || Error::new(ErrorKind::NotFound, "the record is not in memory any more").with("block", id);
+            let read = self.copy_out(id, slot.as_mut_slice()).ok_or_else(absent)?;
+            Ok(ReadDone {
+                slot,
+                read,
+                stored_len: read as u64,
+            })
+        };
+        run.into_iter().map(copy).collect()
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
-        let write = move |tier: &Arc<Tier>, neighbours: &Neighbours| {
+        let (tier, neighbours) = (Arc::clone(&self.tier), Arc::clone(&self.neighbours));
+        let write = move |_: &IoJob| {
             if !options.replace && neighbours.contains(id) && !tier.holds(id) {
                 return Ok(Written::Present);
             }
@@ -331,55 +308,52 @@ impl Backend for MemoryBackend {
             let judged = kept.as_ref().map_or(Ok(()), |kept| tier.verify(id, kept));
             Ok(judged.map_or_else(Written::Unsound, |()| Written::Published))
         };
-        self.submit(LANE_DUMP, deadline, write, done);
+        self.pool.job(LANE_DUMP, deadline, write, done);
     }
 
     fn touch(&self, ids: &[(BlockId, u32)], _deadline: Mono) {
         self.tier.touch(ids);
     }
 
-    fn delete(&self, ids: Vec<BlockId>, deadline: Mono, done: Done<usize>) {
-        let delete =
-            move |tier: &Arc<Tier>, _: &Neighbours| Ok(ids.into_iter().filter(|&id| tier.delete(id)).count());
-        self.submit(LANE_SPACE, deadline, delete, done);
+    fn delete(&self, _io: &IoJob, ids: &[BlockId]) -> Result<usize> {
+        Ok(ids.iter().filter(|&&id| self.tier.delete(id)).count())
     }
 
     /// Records of the own region alone: those of others can be read, but only their writers can remove them.
-    fn list(&self, deadline: Mono, done: Done<Vec<Listed>>) {
-        let list = |tier: &Arc<Tier>, _: &Neighbours| Ok(tier.list());
-        self.submit(LANE_SPACE, deadline, list, done);
+    fn list(&self, _io: &IoJob) -> Result<Vec<Listed>> {
+        Ok(self.tier.list())
     }
 
     fn early(&self) -> Early {
         self.tier.early()
     }
 
-    fn usage(&self) -> Usage {
-        self.tier.usage()
-    }
-
-    fn removed(&self) -> (u64, u64, u64) {
+    fn stats(&self) -> MediumStats {
         let counts = self.tier.counts();
         let records = counts.evicted.saturating_sub(counts.returned) + counts.deleted;
-        (records, records * self.tier.stride() as u64, counts.touched)
+        MediumStats {
+            usage: self.tier.usage(),
+            records_removed: records,
+            bytes_removed: records * self.tier.stride() as u64,
+            blocks_touched: counts.touched,
+            ..MediumStats::default()
+        }
     }
 
-    fn stuck(&self) -> usize {
-        self.pool.stuck()
-    }
-
-    fn shutdown(&self, drain: Duration) {
+    fn close(&self, drain: Duration) {
         let until = self.clock.now().after(drain);
         self.pool.shutdown(drain / 2);
         self.neighbours.stop();
         self.neighbours.await_end(&*self.clock, until);
     }
 
-    fn is_memory(&self) -> bool {
-        true
+    fn memory(&self) -> Option<&dyn Memory> {
+        Some(self)
     }
+}
 
-    fn keep(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written> {
+impl Memory for MemoryBackend {
+    fn insert(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written> {
         if !keep.replace && self.neighbours.contains(id) && !self.tier.holds(id) {
             return Ok(Written::Present);
         }
@@ -390,15 +364,7 @@ impl Backend for MemoryBackend {
         })
     }
 
-    fn touch_own(&self, ids: &[(BlockId, u32)], _deadline: Mono) {
-        self.tier.touch(ids);
-    }
-
-    fn wants_touch_own(&self) -> bool {
-        true
-    }
-
-    fn may_have(&self, id: BlockId) -> bool {
+    fn has(&self, id: BlockId) -> bool {
         self.contains(id)
     }
 

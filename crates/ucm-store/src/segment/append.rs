@@ -8,14 +8,13 @@
 use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::Mono;
+use ucm_infra::{LANE_DUMP, Mono};
 use ucm_io::IoJob;
 
 use super::Segments;
 use super::format::Entry;
 use super::open::{Append, Next, OpenSegment};
 use crate::backend::{Done, Written};
-use crate::engine::LANE_DUMP;
 use crate::writing::Write;
 
 impl Segments {

@@ -6,12 +6,12 @@
 //! there, and every half minute whatever its time says (a network file system may show an old one).
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, MissReason, Part, Result};
-use ucm_infra::Mono;
+use ucm_infra::{Bell, LANE_LOOKUP, Mono};
 use ucm_io::{Close, FileMeta, IoJob, MAX_LIST, Pending, ReadMode};
 
 use super::Segments;
@@ -19,10 +19,11 @@ use super::format::{Entry, TRAILER_LEN, Trailer};
 use super::index::Known;
 use super::recheck::Rechecked;
 use super::timer::TURN;
-use crate::engine::LANE_LOOKUP;
 use crate::events::Level;
 use crate::layout::SegmentName;
 
+/// What a read that waits for a look leaves of its time: this part of it.
+const SPARED: u32 = 8;
 /// Longest time between two listings.
 const LIST_AGAIN: Duration = Duration::from_secs(30);
 /// How long after a segment got its name everybody who looks for those of others has found it: the longest time between
@@ -41,8 +42,6 @@ const LONGEST_FOOT: u64 = 64 << 20;
 const TRIES: u8 = 3;
 /// Time between two messages that the index is full.
 const TELL_AGAIN: Duration = Duration::from_secs(600);
-/// Most reads that wait for a listing; further ones are misses at once.
-const MAX_WAITING: usize = 1 << 16;
 
 /// What a segment's foot says.
 pub(super) struct Foot {
@@ -52,14 +51,15 @@ pub(super) struct Foot {
     pub(super) entries: Vec<Entry>,
 }
 
-/// What is called after the next listing.
-pub(super) type Retry = Box<dyn FnOnce() + Send>;
-
 /// What the finder remembers between two turns.
 #[derive(Default)]
 pub(crate) struct Finder {
     state: Mutex<State>,
-    waiting: Mutex<Vec<Retry>>,
+    looks: Mutex<Looks>,
+    /// Rung when a look has ended, and when none will come any more.
+    pub(super) looked: Bell,
+    /// Reads that wait for a look.
+    awaiting: AtomicUsize,
     /// When the log was last told that the index is full, and how many records had found no room by then.
     told_full: Mutex<Option<(Mono, u64)>>,
     /// When segments that nobody reads were last closed.
@@ -68,6 +68,14 @@ pub(crate) struct Finder {
     pub(super) rechecked: Mutex<Rechecked>,
     /// When the segments of dead writers were last looked for.
     pub(super) rescued: Mutex<Option<Mono>>,
+}
+
+/// Looks that were begun and ended, and whether somebody waits for the next.
+#[derive(Default)]
+struct Looks {
+    begun: u64,
+    ended: u64,
+    asked: bool,
 }
 
 #[derive(Default)]
@@ -88,48 +96,58 @@ impl Segments {
         while self.find(deadline) && self.shared.clock.now() < deadline {}
     }
 
-    /// Calls `retry` after the next look; at once if too many wait for it.
-    pub(super) fn after_look(&self, retry: Retry) {
-        let mut waiting = self.finder.waiting.lock();
-        // Once it is closing nobody may look any more, see [`Segments::end_waiting`].
-        if waiting.len() >= MAX_WAITING || self.closing.load(Ordering::Acquire) {
-            drop(waiting);
-            return retry();
-        }
-        waiting.push(retry);
-        drop(waiting);
+    /// Waits for a look that begins from now on: for most of the time of the job, so that it ends by itself, and not once
+    /// the store is closing, when none would come.
+    pub(super) fn await_look(&self, io: &IoJob) {
+        let clock = &self.shared.clock;
+        let now = clock.now();
+        let left = io.deadline().since(now);
+        let until = now.after(left - left / SPARED);
+        let wanted = {
+            let mut looks = self.finder.looks.lock();
+            looks.asked = true;
+            looks.begun + 1
+        };
+        self.finder.awaiting.fetch_add(1, Ordering::AcqRel);
         self.find_bell.ring();
+        loop {
+            let seen = self.finder.looked.seen();
+            let over = self.finder.looks.lock().ended >= wanted || self.closing.load(Ordering::Acquire);
+            if over || clock.now() >= until {
+                break;
+            }
+            clock.sleep(&self.finder.looked, seen, Some(until));
+        }
+        self.finder.awaiting.fetch_sub(1, Ordering::AcqRel);
     }
 
     /// How many reads wait for the next look.
     pub(super) fn awaiting_look(&self) -> usize {
-        self.finder.waiting.lock().len()
-    }
-
-    /// Whoever waits for a look goes on without it, after `closing` was set: none would come.
-    pub(super) fn end_waiting(&self) {
-        let waiting = std::mem::take(&mut *self.finder.waiting.lock());
-        waiting.into_iter().for_each(|retry| retry());
+        self.finder.awaiting.load(Ordering::Acquire)
     }
 
     /// Looks around for those who wait for that: between two steps of something that keeps the finder's thread.
     pub(super) fn look_if_asked(&self) {
-        let asked = !self.finder.waiting.lock().is_empty();
-        if asked {
+        if self.finder.looks.lock().asked {
             self.find(self.shared.clock.now().after(TURN));
         }
     }
 
     /// One look around; whether there is more to read at once.
     pub(super) fn find(&self, deadline: Mono) -> bool {
-        let waiting = std::mem::take(&mut *self.finder.waiting.lock());
         let mut state = self.finder.state.lock();
+        let (look, asked) = {
+            let mut looks = self.finder.looks.lock();
+            looks.begun += 1;
+            (looks.begun, std::mem::take(&mut looks.asked))
+        };
         // What fails is looked at again with the next turn; until then everything is as it was.
-        let _ = self.list_if_changed(&mut state, !waiting.is_empty(), deadline);
+        let _ = self.list_if_changed(&mut state, asked, deadline);
         self.read_feet(&mut state, deadline);
         let more = !state.queue.is_empty();
+        self.finder.looks.lock().ended = look;
         drop(state);
-        waiting.into_iter().for_each(|retry| retry());
+        self.finder.looked.ring();
         self.close_unused();
         self.recheck_feet(deadline);
         self.index.sweep_if_due();

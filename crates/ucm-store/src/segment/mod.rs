@@ -41,10 +41,11 @@ use std::time::Duration;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::{Bell, Clock, Lane, Mono, WorkerPool};
-use ucm_io::IoPool;
+use ucm_io::{IoJob, IoPool};
 
 use crate::backend::{
-    Backend, BlockRead, Done, Early, Flush, Listed, Presence, Quarantined, Usage, WriteOptions, Written,
+    Backend, BlockRead, Done, Early, Features, Flush, Listed, MediumStats, Presence, Quarantined, ReadDone,
+    WriteOptions, Written,
 };
 use crate::events::{Event, Events};
 use crate::layout::SEGMENTS;
@@ -123,7 +124,7 @@ pub(crate) struct Segments {
 }
 
 impl SegmentBackend {
-    /// A backend over an I/O engine; nothing is touched before [`Backend::probe`]. `Config` if the limit is too small.
+    /// A backend over an I/O engine; nothing is touched before [`Backend::open`]. `Config` if the limit is too small.
     pub fn new(
         config: PosixConfig,
         segments: SegmentConfig,
@@ -198,6 +199,19 @@ impl Segments {
             .with("root", self.shared.layout.root().display()))
     }
 
+    /// What is used and why, for the log.
+    fn words(&self) -> String {
+        let (size, age) = (self.room(), self.config.age.as_secs_f64());
+        let (known, blocks, words) = (self.index.segments(), self.index.blocks(), self.shared.words());
+        let left_out = match self.index.left_out() {
+            0 => String::new(),
+            more => format!(", {more} more do not fit the index and are misses"),
+        };
+        format!(
+            "{words}, segments of {size} bytes sealed after {age} s; {blocks} blocks in {known} of them found{left_out}"
+        )
+    }
+
     /// Whether a record of this place is one of ours whole, by its length. A compressed one is shorter.
     fn presence(&self, hit: Option<Hit>) -> Presence {
         match hit {
@@ -223,50 +237,40 @@ impl Backend for SegmentBackend {
         "posix"
     }
 
-    fn describe(&self) -> String {
-        let segments = &self.segments;
-        let (size, age) = (segments.room(), segments.config.age.as_secs_f64());
-        let (known, blocks) = (segments.index.segments(), segments.index.blocks());
-        let words = segments.shared.words();
-        let left_out = match segments.index.left_out() {
-            0 => String::new(),
-            more => format!(", {more} more do not fit the index and are misses"),
-        };
-        format!(
-            "{words}, segments of {size} bytes sealed after {age} s; {blocks} blocks in {known} of them found{left_out}"
-        )
-    }
-
-    fn probe(&self, deadline: Mono) -> Result<()> {
+    fn open(&self, deadline: Mono) -> Result<String> {
         self.segments.shared.open_root(deadline)?;
         self.segments.find_all(deadline);
         self.segments.rescue(AT_OPENING, deadline);
         self.segments.start();
-        Ok(())
+        Ok(self.segments.words())
     }
 
-    fn lookup(&self, ids: Vec<BlockId>, stop_at_missing: bool, _deadline: Mono, done: Done<Vec<Presence>>) {
+    fn features(&self) -> Features {
+        Features {
+            answers_at_once: true,
+            reads_parts: true,
+            own_touches: true,
+        }
+    }
+
+    fn lookup(&self, _io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
         let mut found = Vec::with_capacity(ids.len());
-        for id in ids {
+        for &id in ids {
             let there = self.segments.presence(self.segments.index.find(id));
             found.push(there);
             if stop_at_missing && there == Err(MissReason::Absent) {
                 break;
             }
         }
-        done(Ok(found));
+        Ok(found)
     }
 
-    fn answers_at_once(&self) -> bool {
-        true
+    fn runs(&self, reads: &[BlockRead], threads: usize) -> Vec<Vec<usize>> {
+        self.segments.runs(reads, threads)
     }
 
-    fn read(&self, _stage: usize, reads: Vec<BlockRead>) {
-        self.segments.read(reads);
-    }
-
-    fn reads_parts(&self, _stage: usize) -> bool {
-        true
+    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+        self.segments.read(io, run)
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
@@ -299,18 +303,10 @@ impl Backend for SegmentBackend {
         }
     }
 
-    fn touch_own(&self, ids: &[(BlockId, u32)], deadline: Mono) {
-        self.touch(ids, deadline);
-    }
-
-    fn wants_touch_own(&self) -> bool {
-        true
-    }
-
     /// Forgets records in this process. Their bytes stay until their segment goes: others may be using the rest of it.
-    fn delete(&self, ids: Vec<BlockId>, _deadline: Mono, done: Done<usize>) {
+    fn delete(&self, _io: &IoJob, ids: &[BlockId]) -> Result<usize> {
         let mut removed = 0;
-        for id in ids {
+        for &id in ids {
             let mut any = false;
             while let Some(hit) = self.segments.index.find(id) {
                 self.segments.index.drop_copy(id, &hit);
@@ -319,14 +315,14 @@ impl Backend for SegmentBackend {
             self.segments.early.lost(id);
             removed += usize::from(any);
         }
-        done(Ok(removed));
+        Ok(removed)
     }
 
-    fn list(&self, _deadline: Mono, done: Done<Vec<Listed>>) {
+    fn list(&self, _io: &IoJob) -> Result<Vec<Listed>> {
         let all = self.segments.index.list().into_iter();
-        done(Ok(all
+        Ok(all
             .map(|(id, len, used_ns)| Listed { id, len, used_ns })
-            .collect()));
+            .collect())
     }
 
     fn early(&self) -> Early {
@@ -345,43 +341,33 @@ impl Backend for SegmentBackend {
         self.segments.keep_evidence(id, done);
     }
 
-    fn usage(&self) -> Usage {
-        self.segments.shared.space.usage()
-    }
-
-    fn removed(&self) -> (u64, u64, u64) {
-        let (records, bytes) = self.segments.shared.space.removed();
-        (records, bytes, self.segments.shared.recency.touched())
-    }
-
-    fn counters(&self) -> Vec<(&'static str, u64)> {
+    fn stats(&self) -> MediumStats {
         let (segments, carried) = self.segments.merged();
-        vec![
-            ("segments_open", self.segments.taking_records() as u64),
-            ("segments_merged", segments),
-            ("records_carried", carried),
-            ("records_not_indexed", self.segments.index.left_out()),
-            ("reads_awaiting_a_look", self.segments.awaiting_look() as u64),
-            ("storage_short", u64::from(self.segments.is_room_short())),
-        ]
+        MediumStats {
+            more: vec![
+                ("segments_open", self.segments.taking_records() as u64),
+                ("segments_merged", segments),
+                ("records_carried", carried),
+                ("records_not_indexed", self.segments.index.left_out()),
+                ("reads_awaiting_a_look", self.segments.awaiting_look() as u64),
+                ("storage_short", u64::from(self.segments.is_room_short())),
+            ],
+            ..self.segments.shared.stats()
+        }
     }
 
     fn events(&self) -> Vec<Event> {
         self.segments.events.drain()
     }
 
-    fn stuck(&self) -> usize {
-        self.segments.shared.io.stuck()
-    }
-
-    fn shutdown(&self, drain: Duration) {
+    fn close(&self, drain: Duration) {
         let segments = &self.segments;
         let clock = &segments.shared.clock;
         let until = clock.now().after(drain);
         let left = || until.since(clock.now());
         segments.closing.store(true, Ordering::Release);
         segments.merge_bell.ring();
-        segments.end_waiting();
+        segments.finder.looked.ring();
         segments.flush(true);
         segments.await_sealed(clock.now().after(left() / 2));
         segments.seal_bell.ring();
@@ -397,7 +383,7 @@ impl Backend for SegmentBackend {
 impl Drop for SegmentBackend {
     fn drop(&mut self) {
         self.segments.closing.store(true, Ordering::Release);
-        self.segments.end_waiting();
+        self.segments.finder.looked.ring();
         self.segments.seal_bell.ring();
         self.segments.find_bell.ring();
         self.segments.merge_bell.ring();

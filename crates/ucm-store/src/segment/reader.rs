@@ -1,5 +1,5 @@
-//! Reading records from their segments: those that begin together and lie next to one another with one operation, each
-//! straight into its own slot.
+//! Reading records from their segments: those that lie next to one another with one operation, each straight into its own
+//! slot.
 //!
 //! A record that is not where it should be was removed with its segment, moved by its own writer's seal between the look
 //! and the open, or published so lately that nobody here has seen it: another look at the directory tells, once. What
@@ -7,17 +7,14 @@
 
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::Arc;
 
-use ucm_core::{BlockId, Error, ErrorKind, Result};
+use ucm_core::{Error, ErrorKind, Result};
 use ucm_device::Slot;
-use ucm_infra::Mono;
 use ucm_io::{IoJob, ReadMode};
 
 use super::Segments;
 use super::index::Hit;
-use crate::backend::{BlockRead, Done, ReadDone};
-use crate::engine::LANE_LOAD;
+use crate::backend::{BlockRead, ReadDone};
 use crate::reading::explain;
 
 /// Bytes of one operation for several records: at least so many that reading takes longer than starting another thread,
@@ -28,175 +25,152 @@ const MOST: usize = 5 << 18;
 /// Most records of one operation.
 const MOST_RECORDS: usize = 256;
 
-/// A read on its way.
-struct Read {
-    id: BlockId,
-    len: usize,
-    /// Past every cache, for a second opinion.
-    again: bool,
-    deadline: Mono,
-    done: Done<ReadDone>,
-    /// The directory was looked at since the record was missed.
-    looked: bool,
-}
-
-/// A read whose record was found, and the slot for it.
+/// A record that was found, and what is to be read of it.
 struct Placed {
     hit: Hit,
-    slot: Slot,
-    read: Read,
-}
-
-/// A record as a thread reads it.
-struct Wanted {
-    hit: Hit,
-    slot: Slot,
-    /// Bytes of it that there is room for.
-    want: usize,
-    again: bool,
+    read: BlockRead,
 }
 
 /// What reading a record where it was found came to.
 enum Got {
     Read(ReadDone),
-    /// It did not come with its neighbours.
-    Alone(Hit, Slot),
     /// Its segment is gone.
     Gone(Slot),
 }
 
-impl Wanted {
-    fn read(self, read: usize) -> Got {
-        Got::Read(ReadDone {
-            slot: self.slot,
-            read,
-            stored_len: self.hit.len,
-        })
-    }
+/// Bytes of a record that a slot of that length has room for.
+fn want(hit: &Hit, room: usize) -> usize {
+    usize::try_from(hit.len).unwrap_or(usize::MAX).min(room)
 }
 
-impl Read {
-    fn of(read: BlockRead) -> (Slot, Self) {
-        let BlockRead {
-            id,
-            slot,
-            again,
-            deadline,
-            done,
-            ..
-        } = read;
-        let read = Self {
-            id,
-            len: slot.len(),
-            again,
-            deadline,
-            done,
-            looked: false,
-        };
-        (slot, read)
-    }
-
-    /// Bytes of its record that there is room for.
-    fn want(&self, hit: &Hit) -> usize {
-        usize::try_from(hit.len).unwrap_or(usize::MAX).min(self.len)
-    }
+/// Whether a record follows another one directly, so that one operation brings both.
+fn follows((before, first): (&Hit, &BlockRead), (hit, read): (&Hit, &BlockRead)) -> bool {
+    hit.segment == before.segment
+        && hit.private == before.private
+        && hit.offset == before.offset + before.len
+        && want(before, first.slot.len()) as u64 == before.len
+        && read.deadline == first.deadline
+        && !read.again
+        && !first.again
 }
 
 impl Placed {
-    fn split(self) -> (Wanted, Read) {
-        let Self { hit, slot, read } = self;
-        let wanted = Wanted {
-            want: read.want(&hit),
-            again: read.again,
-            hit,
-            slot,
-        };
-        (wanted, read)
-    }
-
-    /// Whether its record follows another one's directly, so that one operation brings both.
-    fn follows(&self, before: &Self) -> bool {
-        self.hit.segment == before.hit.segment
-            && self.hit.private == before.hit.private
-            && self.hit.offset == before.hit.offset + before.hit.len
-            && before.read.want(&before.hit) as u64 == before.hit.len
-            && self.read.deadline == before.read.deadline
-            && !self.read.again
-            && !before.read.again
+    fn read(self, read: usize) -> ReadDone {
+        ReadDone {
+            slot: self.read.slot,
+            read,
+            stored_len: self.hit.len,
+        }
     }
 }
 
 impl Segments {
-    /// Reads records; neighbours together, but in so many operations that every thread for loads has some.
-    pub(super) fn read(self: &Arc<Self>, reads: Vec<BlockRead>) {
-        let mut placed = Vec::with_capacity(reads.len());
-        for mut read in reads {
-            let parts = read.parts.take().filter(|_| !read.again);
-            if let Some(parts) = parts {
-                self.read_parts(read, parts);
-                continue;
-            }
-            let (slot, read) = Read::of(read);
+    /// Neighbours together, but in so many runs that every thread for loads has some; what is not known to be here is one
+    /// run, for it waits for the same look.
+    pub(super) fn runs(&self, reads: &[BlockRead], threads: usize) -> Vec<Vec<usize>> {
+        let (mut placed, mut unknown, mut runs) = (Vec::with_capacity(reads.len()), Vec::new(), Vec::new());
+        for (at, read) in reads.iter().enumerate() {
             match self.index.find(read.id) {
-                Some(hit) => placed.push(Placed { hit, slot, read }),
-                None => self.read_where_it_is(slot, read),
+                Some(_) if read.parts.is_some() => runs.push(vec![at]),
+                Some(hit) => placed.push((hit, at)),
+                None => unknown.push(at),
             }
         }
-        placed.sort_by_key(|placed| (placed.hit.segment, placed.hit.offset));
-        let bytes: usize = placed.iter().map(|placed| placed.read.want(&placed.hit)).sum();
-        let share = (bytes / self.shared.io.width(LANE_LOAD).max(1)).clamp(LEAST, MOST);
-        let (mut group, mut filled) = (Vec::new(), 0);
-        for next in placed {
-            let len = next.read.want(&next.hit);
-            let joins = group.last().is_some_and(|last| next.follows(last))
-                && filled + len <= share
-                && group.len() < MOST_RECORDS;
-            if !joins {
-                self.read_group(std::mem::take(&mut group));
-                filled = 0;
+        placed.sort_by_key(|(hit, _)| (hit.segment, hit.offset));
+        let len = |(hit, at): &(Hit, usize)| want(hit, reads[*at].slot.len());
+        let bytes: usize = placed.iter().map(len).sum();
+        let share = (bytes / threads.max(1)).clamp(LEAST, MOST);
+        let mut filled = 0;
+        for (at, next) in placed.iter().enumerate() {
+            let before = at.checked_sub(1).map(|before| &placed[before]);
+            let joins = before.is_some_and(|(hit, last)| {
+                follows((hit, &reads[*last]), (&next.0, &reads[next.1]))
+                    && filled + len(next) <= share
+                    && runs
+                        .last()
+                        .is_some_and(|run: &Vec<usize>| run.len() < MOST_RECORDS)
+            });
+            match runs.last_mut() {
+                Some(run) if joins => run.push(next.1),
+                _ => {
+                    filled = 0;
+                    runs.push(vec![next.1]);
+                }
             }
-            filled += len;
-            group.push(next);
+            filled += len(next);
         }
-        self.read_group(group);
+        if !unknown.is_empty() {
+            runs.push(unknown);
+        }
+        runs
     }
 
-    /// Reads parts of a record to their places. Whatever is odd about it or goes wrong, the whole is read.
-    fn read_parts(self: &Arc<Self>, read: BlockRead, parts: Vec<Range<usize>>) {
-        let (slot, read) = Read::of(read);
-        let whole = self.shared.config.record.record_len() as u64;
-        let Some(hit) = self.index.find(read.id).filter(|hit| hit.len == whole) else {
-            return self.read_where_it_is(slot, read);
-        };
-        let (mut wanted, read) = Placed { hit, slot, read }.split();
-        let (deadline, segments) = (read.deadline, Arc::clone(self));
-        let work = move |io: &IoJob| {
-            let (path, bytes) = (segments.path(&hit), wanted.slot.as_mut_slice());
-            let want = parts.iter().map(Range::len).sum::<usize>();
-            match io.read_parts(&path, hit.offset, &parts, bytes, !hit.private) {
-                Ok(read) if read == want => Ok(wanted.read(want)),
-                _ => segments.read_one(io, wanted),
-            }
-        };
-        let segments = Arc::clone(self);
-        let told = move |result| segments.tell(read, result);
-        self.shared.io.job(LANE_LOAD, deadline, work, told);
+    /// Reads the records of a run.
+    pub(super) fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+        let found: Vec<_> = run.iter().map(|read| self.index.find(read.id)).collect();
+        if found.iter().any(Option::is_none) {
+            self.await_look(io);
+            let looked = run.into_iter().zip(found);
+            return looked
+                .map(|(read, found)| self.read_where_it_is(io, read, found.is_none()))
+                .collect();
+        }
+        let placed = found.into_iter().flatten().zip(run);
+        let placed: Vec<_> = placed.map(|(hit, read)| Placed { hit, read }).collect();
+        let both = |pair: &[Placed]| follows((&pair[0].hit, &pair[0].read), (&pair[1].hit, &pair[1].read));
+        if placed.len() > 1 && placed.windows(2).all(both) {
+            return self.read_neighbours(io, placed);
+        }
+        placed
+            .into_iter()
+            .map(|one| self.read_where_it_is(io, one.read, false))
+            .collect()
     }
 
-    fn read_where_it_is(self: &Arc<Self>, slot: Slot, read: Read) {
-        match self.index.find(read.id) {
-            Some(hit) => self.read_group(vec![Placed { hit, slot, read }]),
-            None if read.looked => {
-                drop(slot);
-                self.early.lost(read.id); // whoever was told that it can be read here
-                let text = "this record is in no segment";
-                (read.done)(Err(Error::new(ErrorKind::NotFound, text).with("block", read.id)));
+    /// One record, wherever it is by now. `looked`: the directory was looked at since it was missed.
+    fn read_where_it_is(&self, io: &IoJob, mut read: BlockRead, mut looked: bool) -> Result<ReadDone> {
+        let (id, again, deadline) = (read.id, read.again, read.deadline);
+        loop {
+            let Some(hit) = self.index.find(id) else {
+                if looked {
+                    io.still_wanted()?;
+                    self.early.lost(id); // whoever was told that it can be read here
+                    let text = "this record is in no segment";
+                    return Err(Error::new(ErrorKind::NotFound, text).with("block", id));
+                }
+                looked = true;
+                self.await_look(io);
+                continue;
+            };
+            let parts = read.parts.take();
+            let got = match parts.filter(|_| !again && self.is_as_is(&hit)) {
+                Some(parts) => self.read_parts(io, Placed { hit, read }, &parts),
+                None => self.read_one(io, Placed { hit, read }),
+            };
+            match got? {
+                Got::Read(done) => return Ok(done),
+                Got::Gone(slot) => {
+                    read = BlockRead {
+                        again,
+                        ..BlockRead::whole(id, slot, deadline)
+                    };
+                }
             }
-            None => {
-                let segments = Arc::clone(self);
-                let read = Read { looked: true, ..read };
-                self.after_look(Box::new(move || segments.read_where_it_is(slot, read)));
-            }
+        }
+    }
+
+    /// Whether a record is stored in the form in which it is used.
+    fn is_as_is(&self, hit: &Hit) -> bool {
+        hit.len == self.shared.config.record.record_len() as u64
+    }
+
+    /// Parts of a record, to their places. Whatever goes wrong with them, the whole is read.
+    fn read_parts(&self, io: &IoJob, mut one: Placed, parts: &[Range<usize>]) -> Result<Got> {
+        let (path, bytes) = (self.path(&one.hit), one.read.slot.as_mut_slice());
+        let want = parts.iter().map(Range::len).sum::<usize>();
+        match io.read_parts(&path, one.hit.offset, parts, bytes, !one.hit.private) {
+            Ok(read) if read == want => Ok(Got::Read(one.read(want))),
+            _ => self.read_one(io, one),
         }
     }
 
@@ -208,75 +182,50 @@ impl Segments {
         }
     }
 
-    /// Reads records that follow one another, on one thread.
-    fn read_group(self: &Arc<Self>, group: Vec<Placed>) {
-        let Some(deadline) = group.first().map(|first| first.read.deadline) else {
-            return;
-        };
-        let (wanted, reads): (Vec<_>, Vec<_>) = group.into_iter().map(Placed::split).unzip();
-        let segments = Arc::clone(self);
-        let work = move |io: &IoJob| Ok(segments.read_neighbours(io, wanted));
-        let segments = Arc::clone(self);
-        let told = move |result: Result<Vec<Result<Got>>>| match result {
-            Ok(got) => reads
-                .into_iter()
-                .zip(got)
-                .for_each(|(read, got)| segments.tell(read, got)),
-            Err(error) => reads.into_iter().for_each(|read| (read.done)(Err(error.clone()))),
-        };
-        self.shared.io.job(LANE_LOAD, deadline, work, told);
-    }
-
-    /// Tells how a read ended, or goes on where else the record is.
-    fn tell(self: &Arc<Self>, read: Read, got: Result<Got>) {
-        match got {
-            Ok(Got::Read(done)) => (read.done)(Ok(done)),
-            Ok(Got::Alone(hit, slot)) => self.read_group(vec![Placed { hit, slot, read }]),
-            Ok(Got::Gone(slot)) => self.read_where_it_is(slot, read),
-            Err(error) => (read.done)(Err(error)),
-        }
-    }
-
     /// Several records with one operation. Those that it did not bring are read each by itself, so that each has an outcome
     /// of its own.
-    fn read_neighbours(&self, io: &IoJob, mut wanted: Vec<Wanted>) -> Vec<Result<Got>> {
-        let [first, _, ..] = &wanted[..] else {
-            return wanted.into_iter().map(|one| self.read_one(io, one)).collect();
+    fn read_neighbours(&self, io: &IoJob, mut placed: Vec<Placed>) -> Vec<Result<ReadDone>> {
+        let Some(first) = placed.first().map(|first| first.hit) else {
+            return Vec::new();
         };
-        let (path, offset, keep) = (self.path(&first.hit), first.hit.offset, !first.hit.private);
-        let into = wanted.iter_mut().map(|one| (one.slot.as_mut_slice(), one.want));
-        let read = io.read_into(&path, offset, into.collect(), keep);
+        let into = placed.iter_mut().map(|one| {
+            let want = want(&one.hit, one.read.slot.len());
+            (one.read.slot.as_mut_slice(), want)
+        });
+        let read = io.read_into(&self.path(&first), first.offset, into.collect(), !first.private);
         let mut left = read.unwrap_or_default();
-        let outcome = |one: Wanted| {
-            let (want, got) = (one.want, left.min(one.want));
+        let outcome = |one: Placed| {
+            let want = want(&one.hit, one.read.slot.len());
+            let got = left.min(want);
             left -= got;
-            Ok(match got == want {
-                true => one.read(want),
-                false => Got::Alone(one.hit, one.slot),
-            })
+            match got == want {
+                true => Ok(one.read(want)),
+                false => self.read_where_it_is(io, one.read, false),
+            }
         };
-        wanted.into_iter().map(outcome).collect()
+        placed.into_iter().map(outcome).collect()
     }
 
     /// One record, from where it was found.
-    fn read_one(&self, io: &IoJob, mut one: Wanted) -> Result<Got> {
+    fn read_one(&self, io: &IoJob, mut one: Placed) -> Result<Got> {
         loop {
             let (path, offset, keep) = (self.path(&one.hit), one.hit.offset, !one.hit.private);
-            let (bytes, want) = (one.slot.as_mut_slice(), one.want);
-            let read = if one.again {
+            let want = want(&one.hit, one.read.slot.len());
+            let bytes = one.read.slot.as_mut_slice();
+            let read = if one.read.again {
                 let read = io.read(&path, offset, want, bytes, ReadMode::FreshDirect);
                 read.map(|read| read.bytes)
             } else {
                 io.read_into(&path, offset, vec![(bytes, want)], keep)
             };
             match read {
-                Ok(read) => return Ok(one.read(read)),
+                Ok(read) => return Ok(Got::Read(one.read(read))),
                 Err(error) if error.kind() != ErrorKind::NotFound => return Err(explain(io, path, error)),
                 // Sealed since it was found, or about to be told so.
                 Err(_) if one.hit.private => one.hit.private = false,
                 Err(_) => {
                     self.index.vanished(one.hit.segment);
-                    return Ok(Got::Gone(one.slot));
+                    return Ok(Got::Gone(one.read.slot));
                 }
             }
         }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::Mono;
+use ucm_infra::{LANE_DUMP, Mono};
 use ucm_io::{FileMeta, Finish, IoJob};
 
 use super::Segments;
@@ -12,7 +12,6 @@ use super::format::{Owner, encode_foot};
 use super::open::{Contents, OpenSegment};
 use super::writer::LEAST_TIME;
 use crate::backend::Written;
-use crate::engine::LANE_DUMP;
 
 impl Segments {
     /// Writes the foot of a segment and gives it its name. Called once for each.

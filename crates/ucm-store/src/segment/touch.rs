@@ -8,12 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ucm_core::BlockId;
-use ucm_infra::Mono;
+use ucm_infra::{LANE_SPACE, Mono};
 use ucm_io::IoJob;
 
 use super::Segments;
 use super::index::{Hit, SegmentNumber};
-use crate::engine::LANE_SPACE;
 
 impl Segments {
     /// Whether segments will be removed for room, as was seen with the last turn.

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{Error, PAGE, Result, round_up};
-use ucm_infra::Mono;
+use ucm_infra::{LANE_DUMP, Mono};
 use ucm_io::IoJob;
 
 use super::format::{HEAD_LEN, Owner, encode_head, foot_len};
@@ -20,7 +20,6 @@ use super::index::Known;
 use super::open::{Append, OpenSegment};
 use super::sealing::unsure;
 use super::{SegmentConfig, Segments};
-use crate::engine::LANE_DUMP;
 use crate::layout::SegmentName;
 use crate::posix::Shared;
 use crate::space::Room;

@@ -12,7 +12,7 @@ use ucm_infra::Mono;
 use super::capacity::Capacity;
 use super::documents::Name;
 use super::remove::{Found, Kind, Need, high, low, plan};
-use super::{LANE_WORK, Space};
+use super::{LANE_WORK, Space, visit_records};
 use crate::evidence::{self, evidence_bytes};
 use crate::layout::{SEGMENTS, SegmentName, is_marker_private, is_namespace, is_private};
 
@@ -224,16 +224,20 @@ impl Space {
             }
             let (dir, namespace) = (self.config.root.join(&name), found.namespaces.len() as u32);
             let (records, total) = (&mut found.files, &mut found.total);
-            self.list_namespace(&dir, Mono::NEVER, &mut |id, meta| {
-                *total += meta.len;
-                records.push(Found {
-                    kind: Kind::Record,
-                    id,
-                    len: meta.len,
-                    used_ns: meta.mtime_ns,
-                    namespace,
-                });
-            })?;
+            visit_records(
+                &dir,
+                &mut |dir| self.entries(dir, Mono::NEVER),
+                &mut |id, meta| {
+                    *total += meta.len;
+                    records.push(Found {
+                        kind: Kind::Record,
+                        id,
+                        len: meta.len,
+                        used_ns: meta.mtime_ns,
+                        namespace,
+                    });
+                },
+            )?;
             for (name, meta) in self.entries(dir.join(SEGMENTS), Mono::NEVER)? {
                 let Some(name) = SegmentName::parse(&name).filter(|_| !meta.is_dir) else {
                     continue;

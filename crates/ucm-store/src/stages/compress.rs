@@ -2,7 +2,7 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use ucm_core::{Error, ErrorKind, Result};
+use ucm_core::Result;
 
 use crate::kind::{BuildContext, BuiltTier, StoreName, TierKind};
 
@@ -25,25 +25,23 @@ fn make(context: &BuildContext<'_>, _: CompressOptions, below: BuiltTier) -> Res
     if context.lookup_only {
         return Ok(below); // nothing is moved
     }
-    let none = || {
-        Error::new(
-            ErrorKind::Config,
-            "memory is faster than any codec; write the stage that compresses below Cache",
-        )
-    };
-    let io = below.io.ok_or_else(none)?;
     let config = CompressConfig {
         record: context.record.clone(),
         identity: context.identity.clone(),
         part: context.part,
-        io,
+        io: Arc::clone(&below.pool),
     };
     let backend = CompressBackend::new(config, below.backend, Arc::clone(&context.clock))?;
-    Ok(BuiltTier::plain(Arc::new(backend), below.max_stuck))
+    Ok(BuiltTier {
+        backend: Arc::new(backend),
+        ..below
+    })
 }
 
 #[cfg(not(feature = "compress"))]
 fn make(_: &BuildContext<'_>, _: CompressOptions, _: BuiltTier) -> Result<BuiltTier> {
+    use ucm_core::{Error, ErrorKind};
+
     let text = "this build has no codec; build with the feature \"compress\", or leave the stage out";
     Err(Error::new(ErrorKind::Unsupported, text))
 }

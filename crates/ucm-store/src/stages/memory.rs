@@ -78,5 +78,9 @@ fn make(context: &BuildContext<'_>, options: CacheOptions) -> Result<BuiltTier> 
         )
     };
     let backend = Arc::new(MemoryBackend::new(config, Arc::clone(&context.clock))?);
-    Ok(BuiltTier::plain(backend, THREADS))
+    Ok(BuiltTier {
+        pool: Arc::clone(backend.pool()),
+        backend,
+        max_stuck: THREADS,
+    })
 }

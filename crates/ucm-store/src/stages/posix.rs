@@ -7,7 +7,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_io::{IoOptions, IoPool, Process};
+use ucm_io::Process;
 
 use crate::auto::AutoBackend;
 use crate::backend::Backend;
@@ -204,16 +204,8 @@ fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltTier> 
             keep: seconds("quarantine.keep_s", quarantine.keep_s)?,
         },
     };
-    let mut pool = IoOptions {
-        clock: Arc::clone(&context.clock),
-        ..IoOptions::with_workers(threads)
-    };
-    // A block that has a slot has a place in the queue too, so that an accepted dump is never refused later.
-    for lane in &mut pool.lanes {
-        lane.capacity = lane.capacity.max(context.slots.min(ucm_infra::MAX_QUEUE));
-    }
-    let io = IoPool::psync(options.io_direct, &pool)?;
-    let lent = Some(Arc::clone(&io));
+    let pool = context.pool("ucm-io", threads, options.io_direct)?;
+    let io = Arc::clone(&pool);
     let clock = Arc::clone(&context.clock);
     let segments = SegmentConfig {
         size: options.segment_size.0,
@@ -233,8 +225,9 @@ fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltTier> 
         Layout::Segment => Arc::new(SegmentBackend::new(posix, segments, io, clock)?),
     };
     Ok(BuiltTier {
-        io: lent,
+        backend,
+        pool,
         // As many as are replaced: from there on workers are missing.
-        ..BuiltTier::plain(backend, threads.max(2))
+        max_stuck: threads.max(2),
     })
 }

@@ -12,8 +12,11 @@ use serde_json::json;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::Mono;
+use ucm_io::IoJob;
 
-use crate::backend::{Backend, BlockRead, Done, Listed, Presence, ReadDone, Usage, WriteOptions, Written};
+use crate::backend::{
+    Backend, BlockRead, Done, Listed, MediumStats, Presence, ReadDone, Usage, WriteOptions, Written,
+};
 use crate::kind::{BuildContext, BuiltTier, StoreName, TierKind};
 
 /// The options.
@@ -46,13 +49,17 @@ static MAPS: Mutex<BTreeMap<String, Weak<Records>>> = Mutex::new(BTreeMap::new()
 
 type Records = Mutex<BTreeMap<BlockId, Vec<u8>>>;
 
-fn make(_: &BuildContext<'_>, options: ToyOptions) -> Result<BuiltTier> {
+fn make(context: &BuildContext<'_>, options: ToyOptions) -> Result<BuiltTier> {
     let mut maps = MAPS.lock();
     let known = maps.get(&options.toy_name).and_then(Weak::upgrade);
     let records = known.filter(|_| !options.toy_name.is_empty()).unwrap_or_default();
     maps.insert(options.toy_name, Arc::downgrade(&records));
     let limit = options.toy_records as usize;
-    Ok(BuiltTier::plain(Arc::new(Toy { limit, records }), 1))
+    Ok(BuiltTier {
+        backend: Arc::new(Toy { limit, records }),
+        pool: context.pool("ucm-toy", 1, false)?,
+        max_stuck: 1,
+    })
 }
 
 /// Records by id, until there are too many.
@@ -74,22 +81,17 @@ impl Toy {
         Ok(Written::Published)
     }
 
-    fn copy(&self, read: BlockRead) {
-        let BlockRead {
-            id, mut slot, done, ..
-        } = read;
-        let copied = self.records.lock().get(&id).map(|record| {
-            slot.as_mut_slice()[..record.len()].copy_from_slice(record);
-            record.len()
-        });
-        done(match copied {
-            Some(len) => Ok(ReadDone {
-                slot,
-                read: len,
-                stored_len: len as u64,
-            }),
-            None => Err(Error::new(ErrorKind::NotFound, "not in the map")),
-        });
+    fn copy(&self, read: BlockRead) -> Result<ReadDone> {
+        let BlockRead { id, mut slot, .. } = read;
+        let records = self.records.lock();
+        let absent = || Error::new(ErrorKind::NotFound, "not in the map");
+        let record = records.get(&id).ok_or_else(absent)?;
+        slot.as_mut_slice()[..record.len()].copy_from_slice(record);
+        Ok(ReadDone {
+            slot,
+            read: record.len(),
+            stored_len: record.len() as u64,
+        })
     }
 }
 
@@ -98,24 +100,18 @@ impl Backend for Toy {
         "toy"
     }
 
-    fn describe(&self) -> String {
-        format!("a map of {} records", self.limit)
+    fn open(&self, _deadline: Mono) -> Result<String> {
+        Ok(format!("a map of {} records", self.limit))
     }
 
-    fn probe(&self, _deadline: Mono) -> Result<()> {
-        Ok(())
-    }
-
-    fn lookup(&self, ids: Vec<BlockId>, _stop: bool, _deadline: Mono, done: Done<Vec<Presence>>) {
+    fn lookup(&self, _io: &IoJob, ids: &[BlockId], _stop: bool) -> Result<Vec<Presence>> {
         let records = self.records.lock();
         let there = |id| records.contains_key(id).then_some(()).ok_or(MissReason::Absent);
-        let found = ids.iter().map(there).collect();
-        drop(records);
-        done(Ok(found));
+        Ok(ids.iter().map(there).collect())
     }
 
-    fn read(&self, _stage: usize, reads: Vec<BlockRead>) {
-        reads.into_iter().for_each(|read| self.copy(read));
+    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+        run.into_iter().map(|read| self.copy(read)).collect()
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, _deadline: Mono, done: Done<Written>) {
@@ -126,40 +122,32 @@ impl Backend for Toy {
 
     fn touch(&self, _ids: &[(BlockId, u32)], _deadline: Mono) {}
 
-    fn delete(&self, ids: Vec<BlockId>, _deadline: Mono, done: Done<usize>) {
+    fn delete(&self, _io: &IoJob, ids: &[BlockId]) -> Result<usize> {
         let mut records = self.records.lock();
-        let removed = ids.iter().filter(|&id| records.remove(id).is_some()).count();
-        drop(records);
-        done(Ok(removed));
+        Ok(ids.iter().filter(|&id| records.remove(id).is_some()).count())
     }
 
-    fn list(&self, _deadline: Mono, done: Done<Vec<Listed>>) {
+    fn list(&self, _io: &IoJob) -> Result<Vec<Listed>> {
         let records = self.records.lock();
         let listed = records.iter().map(|(&id, record)| Listed {
             id,
             len: record.len() as u64,
             used_ns: 0,
         });
-        let listed = listed.collect();
-        drop(records);
-        done(Ok(listed));
+        Ok(listed.collect())
     }
 
-    fn usage(&self) -> Usage {
-        Usage {
+    fn stats(&self) -> MediumStats {
+        let usage = Usage {
             records: self.records.lock().len() as u64,
             counted: true,
             ..Usage::default()
+        };
+        MediumStats {
+            usage,
+            ..MediumStats::default()
         }
     }
 
-    fn removed(&self) -> (u64, u64, u64) {
-        (0, 0, 0)
-    }
-
-    fn stuck(&self) -> usize {
-        0
-    }
-
-    fn shutdown(&self, _drain: Duration) {}
+    fn close(&self, _drain: Duration) {}
 }

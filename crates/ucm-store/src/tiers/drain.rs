@@ -1,32 +1,29 @@
-//! The end: what only memory has and a lower stage is to have goes down while there is time.
+//! The end: what only memory has and a lower tier is to have goes down while there is time.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ucm_core::{BlockId, Result};
 use ucm_device::Slot;
-use ucm_infra::{Bell, Completion, Mono};
+use ucm_infra::{Bell, LANE_LOAD, LANE_SPACE, Mono};
+use ucm_io::IoJob;
 
-use super::{Shared, WritePolicy};
+use super::{Tiers, WritePolicy};
 use crate::backend::{BlockRead, Listed, ReadDone};
 use crate::events::Level;
 
-impl Shared {
-    /// Writes back what this process's memories above stages written back to still hold, the latest used first, until
+impl Tiers {
+    /// Writes back what this process's memories above tiers written back to still hold, the latest used first, until
     /// `until`.
     pub(super) fn write_back(self: &Arc<Self>, until: Mono) {
-        for number in 1..self.stages.len() {
-            if self.stages[number].policy != WritePolicy::Back {
+        for number in 1..self.tiers.len() {
+            if self.tiers[number].policy != WritePolicy::Back {
                 continue;
             }
-            let listed = Completion::new();
-            let answer = Arc::clone(&listed);
-            let done = move |result: Result<Vec<Listed>>| {
-                answer.complete(result);
-            };
-            let above = &self.stages[number - 1].backend;
-            above.list(until, Box::new(done));
-            let Some(Ok(mut records)) = listed.wait(&*self.clock, Some(until)) else {
+            let above = &self.tiers[number - 1];
+            let backend = Arc::clone(&above.backend);
+            let listed = above.pool.call(LANE_SPACE, until, move |io| backend.list(io));
+            let Ok(mut records) = listed else {
                 continue;
             };
             records.sort_unstable_by_key(|record| std::cmp::Reverse(record.used_ns));
@@ -49,7 +46,7 @@ impl Shared {
         self.await_until(until, || under_way.load(Ordering::Acquire) == 0);
         let left = records.len() - begun + under_way.load(Ordering::Acquire);
         if left > 0 {
-            let name = &self.stages[number].name;
+            let name = &self.tiers[number].name;
             let text = format!(
                 "{left} of {} blocks in memory were not written back to {name} in the time for shutting down; they will \
                  be computed again",
@@ -67,9 +64,10 @@ impl Shared {
         until: Mono,
         under_way: &Arc<AtomicUsize>,
     ) {
-        let (shared, under_way) = (Arc::clone(self), Arc::clone(under_way));
-        let read = move |result: Result<ReadDone>| {
-            let ended = Arc::clone(&shared);
+        let (tiers, under_way) = (Arc::clone(self), Arc::clone(under_way));
+        let request = self.request(until);
+        let told = move |result: Result<Vec<Result<ReadDone>>>| {
+            let ended = Arc::clone(&tiers);
             let over = move || {
                 // What has ended by its deadline only stays among those under way: it is not below.
                 if ended.clock.now() < until {
@@ -77,14 +75,17 @@ impl Shared {
                 }
                 ended.freed.ring();
             };
-            match result {
-                Ok(ReadDone { slot, read, .. }) => shared.move_down(number, id, slot, read, until, over),
-                Err(_) => over(), // it went meanwhile
+            match result.map(|mut read| read.pop()) {
+                Ok(Some(Ok(ReadDone { slot, read, .. }))) => {
+                    tiers.move_down(number, id, slot, read, request, over);
+                }
+                _ => over(), // it went meanwhile
             }
         };
-        self.stages[number - 1]
-            .backend
-            .read(0, vec![BlockRead::whole(id, slot, until, Box::new(read))]);
+        let above = &self.tiers[number - 1];
+        let backend = Arc::clone(&above.backend);
+        let work = move |io: &IoJob| Ok(backend.read(io, vec![BlockRead::whole(id, slot, until)]));
+        above.pool.job(LANE_LOAD, until, work, told);
     }
 
     fn await_spare(&self, until: Mono) -> Option<Slot> {

@@ -1,4 +1,4 @@
-//! What can be read here before others can see it, put together from the stages: an id counts while any of them says so.
+//! What can be read here before others can see it, put together from the tiers: an id counts while any of them says so.
 
 use std::collections::HashMap;
 
@@ -7,35 +7,35 @@ use ucm_core::{BlockId, limits};
 
 use crate::backend::Early;
 
-/// Which stages (a bit each) say that an id is early, and the changes not told yet.
+/// Which tiers (a bit each) say that an id is early, and the changes not told yet.
 #[derive(Default)]
 pub(super) struct Merged(Mutex<Inner>);
 
 #[derive(Default)]
 struct Inner {
-    by_stage: HashMap<BlockId, u8>,
+    by_tier: HashMap<BlockId, u8>,
     /// Gained (true) or lost since the last answer; the latest word on an id.
     untold: HashMap<BlockId, bool>,
 }
 
 impl Merged {
-    /// Takes what the stages say and tells what that changes, at most as many ids as fit in one call.
-    pub(super) fn merge(&self, stages: impl Iterator<Item = Early>) -> Early {
+    /// Takes what the tiers say and tells what that changes, at most as many ids as fit in one call.
+    pub(super) fn merge(&self, tiers: impl Iterator<Item = Early>) -> Early {
         let mut guard = self.0.lock();
         let inner = &mut *guard;
-        for (number, early) in stages.enumerate() {
+        for (number, early) in tiers.enumerate() {
             let bit = 1 << number;
             for id in early.gained {
-                let bits = inner.by_stage.entry(id).or_default();
+                let bits = inner.by_tier.entry(id).or_default();
                 if std::mem::replace(bits, *bits | bit) == 0 {
                     inner.untold.insert(id, true);
                 }
             }
             for id in early.lost {
-                if let Some(bits) = inner.by_stage.get_mut(&id) {
+                if let Some(bits) = inner.by_tier.get_mut(&id) {
                     *bits &= !bit;
                     if *bits == 0 {
-                        inner.by_stage.remove(&id);
+                        inner.by_tier.remove(&id);
                         inner.untold.insert(id, false);
                     }
                 }
@@ -71,9 +71,9 @@ mod tests {
     }
 
     #[test]
-    fn an_id_is_early_while_any_stage_says_so() {
+    fn an_id_is_early_while_any_tier_says_so() {
         let merged = Merged::default();
-        let said = |stages: [Early; 2]| merged.merge(stages.into_iter());
+        let said = |tiers: [Early; 2]| merged.merge(tiers.into_iter());
         assert_eq!(said([early(&[1], &[]), early(&[], &[])]), early(&[1], &[]));
         assert_eq!(said([early(&[], &[]), early(&[1], &[])]), early(&[], &[]));
         assert_eq!(said([early(&[], &[1]), early(&[], &[])]), early(&[], &[]));

@@ -1,94 +1,87 @@
-//! Which records are there and where: the upper stage first, the lower ones only for what is missing above.
+//! Which records are there and where: the upper tier first, the lower ones only for what is missing above.
 //!
-//! The stages share one deadline: each of those that must be waited for gets half of what is left while another comes
+//! The tiers share one deadline: each of those that must be waited for gets half of what is left while another comes
 //! below it, and the last a little less than all, so that what the upper ones said still arrives in time.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
-use ucm_infra::Mono;
+use ucm_infra::{LANE_LOOKUP, Mono};
+use ucm_io::IoJob;
 
-use super::Shared;
-use super::stage::add;
-use crate::backend::{Done, Place, Presence};
+use super::tier::{Tier, add};
+use super::{Place, Request, Tiers};
+use crate::backend::Presence;
 
-/// What the last stage leaves of the time it has: this part of it.
+/// What the last tier leaves of the time it has: this part of it.
 const SPARED: u32 = 8;
+/// Ids of one job when a lookup is spread over threads, most of one job, and jobs of one lookup.
+const CHUNK: usize = 64;
+const CHUNK_MAX: usize = 1024;
+const SPREAD: usize = 4;
+/// Most ids of one lookup that its threads share evenly.
+pub(crate) const WINDOW: usize = CHUNK_MAX * SPREAD;
+/// Ids that are not worth another thread.
+pub(crate) const LEAST_WINDOW: usize = CHUNK;
 
-/// A lookup on its way down.
-struct Asking {
-    ids: Vec<BlockId>,
-    found: Vec<Place>,
-    stop_at_missing: bool,
-    deadline: Mono,
-    /// A stage answered.
-    answered: bool,
-    /// The first stage that did not, and why.
-    failed: Option<Error>,
-    done: Done<Vec<Place>>,
-}
-
-impl Shared {
-    /// Where each record is, or why it is nowhere.
-    pub(super) fn locate(
-        self: &Arc<Self>,
-        ids: Vec<BlockId>,
-        stop_at_missing: bool,
-        deadline: Mono,
-        done: Done<Vec<Place>>,
-    ) {
-        let asking = Asking {
-            found: vec![Err(MissReason::Absent); ids.len()],
-            ids,
-            stop_at_missing,
-            deadline,
-            answered: false,
-            failed: None,
-            done,
-        };
-        self.ask(asking, 0);
+impl Tiers {
+    /// Whether lookups are answered from memory, without a system call.
+    pub(crate) fn answers_at_once(&self) -> bool {
+        self.is_ready()
+            && self
+                .tiers
+                .iter()
+                .all(|tier| tier.backend.features().answers_at_once)
     }
 
-    /// Asks the stages from number `from` on for what is missing.
-    fn ask(self: &Arc<Self>, mut asking: Asking, from: usize) {
-        for number in from..self.stages.len() {
-            let missing: Vec<usize> = (0..asking.ids.len())
-                .filter(|&i| asking.found[i].is_err())
-                .collect();
+    /// Where each record is, or why it is nowhere; in order. With `stop_at_missing` what follows the first that is missing
+    /// may not have been asked for, and is absent then.
+    pub(crate) fn locate(
+        self: &Arc<Self>,
+        ids: &[BlockId],
+        stop_at_missing: bool,
+        request: Request,
+    ) -> Vec<Place> {
+        let mut found = vec![Err(MissReason::Absent); ids.len()];
+        for (number, tier) in self.tiers.iter().enumerate() {
+            let missing: Vec<usize> = (0..ids.len()).filter(|&i| found[i].is_err()).collect();
             if missing.is_empty() {
                 break;
             }
             let now = self.clock.now();
-            if !self.admits(number, now) {
-                let off = Error::new(ErrorKind::Unhealthy, "a tier is switched off for now");
-                asking.fail(&missing, off.with("tier", &self.stages[number].name));
+            if !self.admits(number, request.number, now) {
+                missing
+                    .iter()
+                    .for_each(|&i| miss(&mut found[i], MissReason::Unhealthy));
                 continue;
             }
-            let last = number + 1 == self.stages.len();
-            let ids = missing.iter().map(|&i| asking.ids[i]).collect();
-            let stop = asking.stop_at_missing && last;
-            let until = self.share(number, last, now, asking.deadline);
-            let shared = Arc::clone(self);
-            let answered = move |result: Result<Vec<Presence>>| {
-                shared.note(number, asking.deadline, result.as_ref().err());
-                match result {
-                    Ok(found) => asking.take(&shared, number, &missing, &found),
-                    Err(error) => asking.fail(&missing, error),
+            let last = number + 1 == self.tiers.len();
+            let wanted: Vec<BlockId> = missing.iter().map(|&i| ids[i]).collect();
+            let until = self.share(number, last, now, request.deadline);
+            let (answers, failed) = ask(tier, &wanted, stop_at_missing && last, until);
+            self.note(number, request, failed.as_ref());
+            let mut hits = 0;
+            for (&i, there) in missing.iter().zip(answers) {
+                match there {
+                    Ok(()) if tier.has_refused(ids[i]) => miss(&mut found[i], MissReason::Refused),
+                    Ok(()) => {
+                        hits += 1;
+                        found[i] = Ok(number as u8);
+                    }
+                    Err(reason) => miss(&mut found[i], reason),
                 }
-                shared.ask(asking, number + 1);
-            };
-            return self.stages[number]
-                .backend
-                .lookup(ids, stop, until, Box::new(answered));
+            }
+            add(&tier.counts.hits, hits);
         }
-        asking.end();
+        found
     }
 
-    /// Until when a stage may take.
+    /// Until when a tier may take.
     fn share(&self, number: usize, last: bool, now: Mono, deadline: Mono) -> Mono {
         let left = deadline.since(now);
-        if self.stages[number].memory || left == Duration::ZERO {
+        let alone = self.tiers.len() == 1;
+        if alone || self.tiers[number].memory || left == Duration::ZERO {
             deadline
         } else if last {
             now.after(left - left / SPARED)
@@ -98,53 +91,56 @@ impl Shared {
     }
 }
 
-impl Asking {
-    /// What a stage said of those that were missing; the answer may end early.
-    fn take(&mut self, shared: &Shared, number: usize, missing: &[usize], found: &[Presence]) {
-        self.answered = true;
-        let stage = &shared.stages[number];
-        let mut hits = 0;
-        for (&i, &there) in missing.iter().zip(found) {
-            match there {
-                Ok(()) if stage.has_refused(self.ids[i]) => self.miss(i, MissReason::Refused),
-                Ok(()) => {
-                    hits += 1;
-                    self.found[i] = Ok(number as u8);
-                }
-                Err(reason) => self.miss(i, reason),
+/// Asks a tier for records, in pieces that its threads share. Where no piece was answered, the error of the first beside
+/// it: one word on the medium for the whole lookup.
+fn ask(tier: &Tier, ids: &[BlockId], stop: bool, until: Mono) -> (Vec<Presence>, Option<Error>) {
+    let chunk = ids.len().div_ceil(SPREAD).clamp(CHUNK, CHUNK_MAX);
+    let answers: Vec<(usize, Result<Vec<Presence>>)> = if tier.backend.features().answers_at_once {
+        let io = tier.pool.here(LANE_LOOKUP, until);
+        vec![(ids.len(), tier.backend.lookup(&io, ids, stop))]
+    } else {
+        let begin = |ids: &[BlockId]| {
+            let (backend, ids, asked) = (Arc::clone(&tier.backend), ids.to_vec(), ids.len());
+            let look = move |io: &IoJob| backend.lookup(io, &ids, stop);
+            (asked, tier.pool.begin(LANE_LOOKUP, until, look))
+        };
+        let begun: Vec<_> = ids.chunks(chunk).map(begin).collect();
+        begun
+            .into_iter()
+            .map(|(asked, look)| (asked, look.wait()))
+            .collect()
+    };
+    let (mut found, mut answered, mut failed) = (Vec::with_capacity(ids.len()), false, None);
+    for (asked, answer) in answers {
+        let end = found.len() + asked;
+        match answer {
+            Ok(there) => {
+                answered = true;
+                found.extend(there);
+                found.resize(end, Err(MissReason::Absent));
+            }
+            Err(error) => {
+                found.resize(end, Err(reason_of(&error)));
+                failed.get_or_insert(error);
             }
         }
-        add(&stage.counts.hits, hits);
     }
+    (found, failed.filter(|_| !answered))
+}
 
-    /// A stage was not asked, or did not answer.
-    fn fail(&mut self, missing: &[usize], error: Error) {
-        let reason = match error.kind() {
-            ErrorKind::Timeout => MissReason::LookupLate,
-            ErrorKind::Unhealthy => MissReason::Unhealthy,
-            ErrorKind::Busy => MissReason::Busy,
-            _ => MissReason::IoError,
-        };
-        missing.iter().for_each(|&i| self.miss(i, reason));
-        self.failed.get_or_insert(error);
+/// Why ids are no hits whose lookup failed.
+fn reason_of(error: &Error) -> MissReason {
+    match error.kind() {
+        ErrorKind::Timeout => MissReason::LookupLate,
+        ErrorKind::Unhealthy => MissReason::Unhealthy,
+        ErrorKind::Busy => MissReason::Busy,
+        _ => MissReason::IoError,
     }
+}
 
-    /// The first that is more than "not there" is the reason.
-    fn miss(&mut self, i: usize, reason: MissReason) {
-        if self.found[i] == Err(MissReason::Absent) {
-            self.found[i] = Err(reason);
-        }
-    }
-
-    fn end(mut self) {
-        if let (false, Some(error)) = (self.answered, self.failed) {
-            return (self.done)(Err(error));
-        }
-        if self.stop_at_missing {
-            let first = self.found.iter().position(std::result::Result::is_err);
-            self.found
-                .truncate(first.map_or(self.ids.len(), |first| first + 1));
-        }
-        (self.done)(Ok(self.found));
+/// The first that is more than "not there" is the reason.
+fn miss(place: &mut Place, reason: MissReason) {
+    if *place == Err(MissReason::Absent) {
+        *place = Err(reason);
     }
 }

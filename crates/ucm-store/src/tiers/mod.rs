@@ -1,60 +1,64 @@
-//! Several media as one: memory above a file above a remote share, or any part of that.
+//! The tiers below an engine: memory above a file above a remote share, or any part of that; most often one.
 //!
-//! A composition is a [`Backend`] of [`Backend`]s, the top stage first. *Lookup*: present in any stage; the upper one is
-//! asked first, the lower ones for what is missing. *Read*: stage by stage, as the engine asks for the next one when a
-//! copy was absent, damaged or late; a record that came from below and was verified is promoted. *Write*: by the policy
-//! of each stage ([`WritePolicy`]). Every stage has a breaker of its own, so one that is sick costs its bound once and
-//! the others work on. Nobody ever waits for a copy that is made between stages.
+//! *Lookup*: present in any tier; the upper one is asked first, the lower ones for what is missing. *Read*: tier by tier,
+//! as the engine asks for the next one when a copy was absent, damaged or late; a record that came from below and was
+//! verified is promoted. *Write*: by the policy of each tier ([`WritePolicy`]). Every tier has threads and a breaker of its
+//! own, so one that is sick costs its bound once and the others work on. Nobody ever waits for a copy that is made between
+//! tiers.
 
-mod backend;
 mod drain;
 mod early;
-mod gather;
 mod lookup;
 mod prefetch;
-mod stage;
+mod read;
 #[cfg(test)]
 mod tests_support;
+mod tier;
 mod write;
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use serde::Serialize;
 use ucm_core::{BlockId, Error, ErrorKind, Identity, MissReason, Part, Result};
 use ucm_device::{HostArena, SlotPool};
-use ucm_infra::{Bell, Clock, Lane, Mono, WorkerPool};
+use ucm_infra::{Bell, Clock, Completion, Lane, Mono, WorkerPool};
+use ucm_io::IoPool;
 
-use crate::backend::{Backend, BlockRead, ReadDone, Victim};
-use crate::events::{Events, Level};
+use crate::backend::{Backend, Compression, Done, Early, Flush, MediumStats, Quarantined, Victim};
+use crate::events::{Event, Events, Level};
+use crate::evidence::is_damage;
 use crate::health::{BreakerConfig, Change};
 use crate::record::{Expect, RecordLayout, verify};
 use early::Merged;
-use stage::{Admission, Stage, add};
+use tier::{Admission, Tier, add};
 
-pub use prefetch::MAX_WAITING as MAX_PREFETCH;
+pub(crate) use lookup::{LEAST_WINDOW, WINDOW};
+pub use prefetch::{MAX_WAITING as MAX_PREFETCH, Priority};
+pub(crate) use read::TierRead;
 #[cfg(test)]
 pub(crate) use tests_support::Nothing;
 
-/// Most stages of a composition.
-pub const MAX_STAGES: usize = 4;
-/// Lane of records that are moved between stages.
+/// Most tiers of a store.
+pub const MAX_TIERS: usize = 4;
+/// Lane of records that are moved between tiers.
 const LANE_MOVE: usize = 0;
-/// Lane of looks at stages that are not usable.
+/// Lane of looks at tiers that are not usable.
 const LANE_PROBE: usize = 1;
 /// Times a thread that hangs is replaced.
 const REPLACEMENTS: usize = 2;
 
-/// When a dumped record is written to a stage.
+/// When a dumped record is written to a tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WritePolicy {
-    /// At once. A dump is published when the lowest such stage that outlives the process has it.
+    /// At once. A dump is published when the lowest such tier that outlives the process has it.
     Through,
-    /// When the stage above gives it up, and at shutdown as far as the time for that goes.
+    /// When the tier above gives it up, and at shutdown as far as the time for that goes.
     Back,
-    /// Never: the stage is only read.
+    /// Never: the tier is only read.
     Never,
 }
 
@@ -72,43 +76,94 @@ impl WritePolicy {
     }
 }
 
-/// One stage.
-pub struct StageConfig {
+/// One tier.
+pub struct TierConfig {
     /// The medium.
     pub backend: Arc<dyn Backend>,
+    /// The threads on which it is asked.
+    pub pool: Arc<IoPool>,
     /// When it is written to.
     pub policy: WritePolicy,
     /// Workers lost in operations stuck past their deadline that switch it off at once.
     pub max_stuck: usize,
 }
 
-/// What a composition needs to know.
-pub struct TiersConfig {
-    /// The stages, top first; two to [`MAX_STAGES`].
-    pub stages: Vec<StageConfig>,
+/// Who asks the tiers for something: what fails of one request is one failure of a tier, and all of one request is let
+/// through to a tier that may be back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Request {
+    /// Unlike those of all others.
+    pub(crate) number: u64,
+    /// When nobody waits for the answer any more.
+    pub(crate) deadline: Mono,
+}
+
+/// The tier that has a record whole, counted from the top, or why it is no hit.
+pub type Place = std::result::Result<u8, MissReason>;
+
+/// What one tier did and holds; counters since the start, sizes in bytes.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct TierStats {
+    /// Its name, unlike those of the others.
+    pub name: String,
+    /// Ids found here by lookups.
+    pub hits: u64,
+    /// Blocks read here for loads.
+    pub blocks_read: u64,
+    /// Bytes read here for loads.
+    pub bytes_read: u64,
+    /// Blocks written here, promoted ones included.
+    pub blocks_written: u64,
+    /// Bytes written here.
+    pub bytes_written: u64,
+    /// Operations that failed for the medium's sake: errors and deadlines that passed.
+    pub failures: u64,
+    /// Copies read here that were refused.
+    pub copies_refused: u64,
+    /// Blocks brought here from below after a load or by a prefetch.
+    pub promotions: u64,
+    /// Blocks brought here because the tier above gave them up.
+    pub demotions: u64,
+    /// Copies for this tier that were not made: it was busy or not well, or the copy was no longer sound.
+    pub copies_dropped: u64,
+    /// Whether it is memory, which each process has of its own.
+    pub memory: bool,
+    /// Bytes used.
+    pub used_bytes: u64,
+    /// The limit.
+    pub capacity_bytes: u64,
+    /// Whether it is used now.
+    pub healthy: bool,
+    /// Of one that compresses.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub compression: Option<Compression>,
+}
+
+/// What the tiers need to know of the engine above them.
+pub(crate) struct TiersConfig {
+    /// Top first; at most [`MAX_TIERS`].
+    pub(crate) tiers: Vec<TierConfig>,
     /// Where things lie in the records, by which copies are judged before they are kept.
-    pub record: RecordLayout,
+    pub(crate) record: RecordLayout,
     /// Whose KV it is.
-    pub identity: Identity,
+    pub(crate) identity: Identity,
     /// Which part of a block.
-    pub part: Part,
-    /// When the breaker of a stage opens; `max_stuck` is that of each stage.
-    pub breaker: BreakerConfig,
-    /// How long a look at a stage may take.
-    pub probe: Duration,
-    /// How long a copy between stages may take.
-    pub copy: Duration,
-    /// Records that can be on their way between stages at once; each takes the memory of one.
-    pub spare_slots: usize,
+    pub(crate) part: Part,
+    /// When the breaker of a tier opens; `max_stuck` is that of each tier.
+    pub(crate) breaker: BreakerConfig,
+    /// How long a look at a tier may take.
+    pub(crate) probe: Duration,
+    /// How long a copy between tiers may take.
+    pub(crate) copy: Duration,
+    /// Records that can be on their way between tiers at once; each takes the memory of one.
+    pub(crate) spare_slots: usize,
+    /// What the log says of the engine when the first tier is usable.
+    pub(crate) staging: String,
 }
 
-/// A composition of media.
-pub struct Tiers {
-    shared: Arc<Shared>,
-}
-
-struct Shared {
-    stages: Vec<Stage>,
+/// The tiers of one engine.
+pub(crate) struct Tiers {
+    tiers: Vec<Tier>,
     clock: Arc<dyn Clock>,
     record: RecordLayout,
     identity: Identity,
@@ -124,17 +179,22 @@ struct Shared {
     loading: AtomicUsize,
     early: Merged,
     events: Events,
-    /// The engine described the stages; those that become usable later are told of apart.
-    described: AtomicBool,
+    staging: String,
+    /// The log was told what is used; tiers that become usable later are told of apart.
+    announced: AtomicBool,
+    /// Requests so far.
+    requests: AtomicU64,
+    /// Times a breaker opened.
+    opened: AtomicU64,
 }
 
 impl Tiers {
-    /// Puts stages together; nothing is touched before [`Backend::probe`]. `Config` where they make no sense together.
-    pub fn new(config: TiersConfig, clock: Arc<dyn Clock>) -> Result<Self> {
-        check(&config.stages)?;
+    /// Puts tiers together; nothing is touched before [`Tiers::open`]. `Config` where they make no sense together.
+    pub(crate) fn new(config: TiersConfig, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
+        check(&config.tiers)?;
         let slot_len = config.record.record_len();
         let arena = HostArena::new(config.spare_slots.max(1) * slot_len.next_multiple_of(4096))?;
-        let count = config.stages.len();
+        let count = config.tiers.len();
         let pool = WorkerPool::builder("ucm-tier")
             .on_demand()
             .size(count + 1)
@@ -153,16 +213,12 @@ impl Tiers {
             .max_replacements(REPLACEMENTS)
             .clock(Arc::clone(&clock))
             .build()?;
-        let names = names(&config.stages);
-        let stages = config.stages.into_iter().zip(names).map(|(stage, name)| {
-            let breaker = BreakerConfig {
-                max_stuck: stage.max_stuck,
-                ..config.breaker
-            };
-            Stage::new(stage.backend, name, stage.policy, breaker)
-        });
-        let shared = Arc::new(Shared {
-            stages: stages.collect(),
+        let names = names(&config.tiers);
+        let made = config.tiers.into_iter().zip(names);
+        let tiers = Arc::new(Self {
+            tiers: made
+                .map(|(tier, name)| Tier::new(tier, name, config.breaker))
+                .collect(),
             clock,
             record: config.record,
             identity: config.identity,
@@ -176,137 +232,183 @@ impl Tiers {
             loading: AtomicUsize::new(0),
             early: Merged::default(),
             events: Events::default(),
-            described: AtomicBool::new(false),
+            staging: config.staging,
+            announced: AtomicBool::new(false),
+            requests: AtomicU64::new(0),
+            opened: AtomicU64::new(0),
         });
-        let weak = Arc::downgrade(&shared);
-        shared.spare.on_release(move || {
-            if let Some(shared) = weak.upgrade() {
-                shared.freed.ring();
-                shared.pump_prefetch();
+        let weak = Arc::downgrade(&tiers);
+        tiers.spare.on_release(move || {
+            if let Some(tiers) = weak.upgrade() {
+                tiers.freed.ring();
+                tiers.pump_prefetch();
             }
         });
-        for number in 1..shared.stages.len() {
-            if shared.stages[number].policy != WritePolicy::Back {
+        for number in 1..tiers.tiers.len() {
+            if tiers.tiers[number].policy != WritePolicy::Back {
                 continue;
             }
-            let weak = Arc::downgrade(&shared);
+            let weak = Arc::downgrade(&tiers);
             let hook = Box::new(move |victim: Box<dyn Victim>| {
-                if let Some(shared) = weak.upgrade() {
-                    shared.demote(number, victim);
+                if let Some(tiers) = weak.upgrade() {
+                    tiers.demote(number, victim);
                 }
             });
-            if !shared.stages[number - 1].backend.on_evicted(hook) {
-                let wrong = "a stage is written back to from a memory directly above it";
-                return Err(Error::new(ErrorKind::Config, wrong).with("stage", &shared.stages[number].name));
+            let above = tiers.tiers[number - 1].backend.memory();
+            if !above.is_some_and(|memory| memory.on_evicted(hook)) {
+                let wrong = "a tier is written back to from a memory directly above it";
+                return Err(Error::new(ErrorKind::Config, wrong).with("tier", &tiers.tiers[number].name));
             }
         }
-        Ok(Self { shared })
+        Ok(tiers)
     }
-}
 
-/// Names unlike each other: that of the medium, and its number among those of that name from the second on.
-fn names(stages: &[StageConfig]) -> Vec<String> {
-    let mut seen: HashMap<&'static str, usize> = HashMap::new();
-    let mut name = |stage: &StageConfig| {
-        let name = stage.backend.name();
-        let count = seen.entry(name).or_default();
-        *count += 1;
-        if *count == 1 {
-            name.to_owned()
-        } else {
-            format!("{name}{count}")
+    /// A new request that is waited for until `deadline`.
+    pub(crate) fn request(&self, deadline: Mono) -> Request {
+        let number = self.requests.fetch_add(1, Ordering::Relaxed);
+        Request { number, deadline }
+    }
+
+    /// Looks at every tier at once; one that is usable is enough.
+    pub(crate) fn open(self: &Arc<Self>, deadline: Mono) {
+        let looks: Vec<_> = (0..self.tiers.len())
+            .map(|number| {
+                let looked = Completion::new();
+                let (tiers, answer) = (Arc::clone(self), Arc::clone(&looked));
+                let look = move || tiers.look(number, deadline);
+                let done = move |_: Result<()>| {
+                    answer.complete(());
+                };
+                if self.pool.submit(LANE_PROBE, deadline, look, done).is_err() {
+                    looked.complete(());
+                }
+                looked
+            })
+            .collect();
+        looks.iter().for_each(|look| {
+            look.wait(&*self.clock, Some(deadline));
+        });
+        self.announce();
+    }
+
+    /// Looks at a tier, and notes whether it is usable.
+    fn look(&self, number: usize, deadline: Mono) {
+        let tier = &self.tiers[number];
+        match tier.backend.open(deadline) {
+            Ok(words) => {
+                *tier.words.lock() = words.clone();
+                let first = !tier.ready.swap(true, Ordering::AcqRel);
+                self.changed(number, tier.answered(), None);
+                if first && self.announced.load(Ordering::Acquire) {
+                    self.say(Level::Info, format!("open: {}: {words}", tier.name));
+                }
+            }
+            Err(error) => self.changed(number, tier.breaker.trip(self.clock.now()), Some(&error)),
         }
-    };
-    stages.iter().map(&mut name).collect()
-}
+    }
 
-fn check(stages: &[StageConfig]) -> Result<()> {
-    let wrong = |text: &'static str| Err(Error::new(ErrorKind::Config, text).with("stages", stages.len()));
-    if !(2..=MAX_STAGES).contains(&stages.len()) {
-        return wrong("a pipeline has two to four stages");
+    /// Looks at a tier in the background.
+    fn look_later(self: &Arc<Self>, number: usize) {
+        if self.tiers[number].probing.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let deadline = self.clock.now().after(self.probe.saturating_mul(2));
+        let (tiers, ended) = (Arc::clone(self), Arc::clone(self));
+        let look = move || {
+            tiers.look(number, tiers.clock.now().after(tiers.probe));
+            tiers.announce();
+        };
+        let done = move |_: Result<()>| ended.tiers[number].probing.store(false, Ordering::Release);
+        if self.pool.submit(LANE_PROBE, deadline, look, done).is_err() {
+            self.tiers[number].probing.store(false, Ordering::Release);
+        }
     }
-    if stages.iter().skip(1).any(|stage| stage.backend.is_memory()) {
-        return wrong("memory can only be the top stage");
-    }
-    if stages[0].policy == WritePolicy::Back {
-        return wrong("the top stage has none above it to be written back from");
-    }
-    if stages.iter().all(|stage| stage.policy != WritePolicy::Through) {
-        return wrong("no stage is written through, so no block would ever be stored");
-    }
-    Ok(())
-}
 
-impl Shared {
-    /// Whether an operation may go to a stage now; what it brings must be told by [`Shared::note`].
-    fn admits(self: &Arc<Self>, number: usize, now: Mono) -> bool {
-        let (admission, change) = self.stages[number].admit(now);
+    /// Says in the log what is used and why, once, as soon as a tier is usable.
+    fn announce(&self) {
+        if !self.is_ready() || self.announced.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let words = self.tiers.iter().map(|tier| {
+            let (name, policy) = (&tier.name, tier.policy.name());
+            match tier.ready.load(Ordering::Acquire) {
+                true if self.tiers.len() == 1 => tier.words.lock().clone(),
+                true => format!("{name} (written {policy}): {}", tier.words.lock()),
+                false => format!("{name} (written {policy}): not usable yet"),
+            }
+        });
+        let words = words.collect::<Vec<_>>().join("; below it ");
+        self.say(Level::Info, format!("open: {words}; {}", self.staging));
+    }
+
+    /// Whether a tier was usable once.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.tiers.iter().any(|tier| tier.ready.load(Ordering::Acquire))
+    }
+
+    /// Whether there is a tier that everything passes to.
+    pub(crate) fn is_well(&self) -> bool {
+        self.tiers.iter().any(Tier::is_well)
+    }
+
+    /// Whether everything passes to every tier.
+    pub(crate) fn is_all_well(&self) -> bool {
+        self.tiers.iter().all(Tier::is_well)
+    }
+
+    /// Whether a new request may be answered by a tier. One that was never usable is looked at again, in the background.
+    pub(crate) fn may_answer(self: &Arc<Self>, now: Mono) -> bool {
+        let mut any = false;
+        for (number, tier) in self.tiers.iter().enumerate() {
+            any |= tier.may(u64::MAX, now);
+            self.changed(number, tier.trip_if_overrun(now), None);
+            if !tier.ready.load(Ordering::Acquire) {
+                self.admits(number, u64::MAX, now);
+            }
+        }
+        any
+    }
+
+    /// Whether an operation may go to a tier now; what it brings must be told by [`Tiers::note`].
+    fn admits(self: &Arc<Self>, number: usize, request: u64, now: Mono) -> bool {
+        let (admission, change) = self.tiers[number].admit(request, now);
         self.changed(number, change, None);
         if admission == Admission::Look {
-            self.look(number);
+            self.look_later(number);
         }
         admission == Admission::Yes
     }
 
-    /// Looks at a stage in the background.
-    fn look(self: &Arc<Self>, number: usize) {
-        if self.stages[number].probing.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        let deadline = self.clock.now().after(self.probe.saturating_mul(2));
-        let (shared, ended) = (Arc::clone(self), Arc::clone(self));
-        let look = move || shared.probe_stage(number, shared.clock.now().after(shared.probe));
-        let done = move |_: Result<Result<()>>| ended.stages[number].probing.store(false, Ordering::Release);
-        if self.pool.submit(LANE_PROBE, deadline, look, done).is_err() {
-            self.stages[number].probing.store(false, Ordering::Release);
-        }
-    }
-
-    fn probe_stage(&self, number: usize, deadline: Mono) -> Result<()> {
-        let stage = &self.stages[number];
-        let looked = stage.backend.probe(deadline);
-        match &looked {
-            Ok(()) => {
-                let first = !stage.ready.swap(true, Ordering::AcqRel);
-                self.changed(number, stage.answered(), None);
-                if first && self.described.load(Ordering::Acquire) {
-                    self.say(
-                        Level::Info,
-                        format!("open: {}: {}", stage.name, stage.backend.describe()),
-                    );
-                }
-            }
-            Err(error) => self.changed(number, stage.breaker.trip(self.clock.now()), Some(error)),
-        }
-        looked
-    }
-
-    /// Notes how an operation of a stage ended that had time until `deadline`.
-    fn note(&self, number: usize, deadline: Mono, error: Option<&Error>) {
-        let stage = &self.stages[number];
+    /// Notes how an operation of a request ended.
+    fn note(&self, number: usize, request: Request, error: Option<&Error>) {
+        let tier = &self.tiers[number];
         match error {
-            None => self.changed(number, stage.answered(), None),
+            None => self.changed(number, tier.answered(), None),
             Some(error) => {
-                let (of_medium, change) = stage.failed(error, deadline, self.clock.now());
-                add(&stage.counts.failures, u64::from(of_medium));
+                let (of_medium, change) = tier.failed(error, request.number, self.clock.now());
+                add(&tier.counts.failures, u64::from(of_medium));
                 self.changed(number, change, Some(error));
             }
         }
     }
 
     fn changed(&self, number: usize, change: Option<Change>, error: Option<&Error>) {
-        let name = &self.stages[number].name;
+        let name = &self.tiers[number].name;
+        let (tier, rest) = match self.tiers.len() {
+            1 => ("", "every lookup misses"),
+            _ => ("tier ", "the others are used without it"),
+        };
         match change {
             Some(Change::Opened) => {
+                add(&self.opened, 1);
                 let why = error.map_or_else(
                     || "too many operations never returned".to_owned(),
                     ToString::to_string,
                 );
-                let text =
-                    format!("tier {name} is switched off for now, the others are used without it: {why}");
+                let text = format!("{tier}{name} is switched off for now, {rest}: {why}");
                 self.say(Level::Warning, text);
             }
-            Some(Change::Recovered) => self.say(Level::Info, format!("tier {name} answers again")),
+            Some(Change::Recovered) => self.say(Level::Info, format!("{tier}{name} answers again")),
             None => {}
         }
     }
@@ -326,56 +428,170 @@ impl Shared {
         verify(bytes, stored_len, &expect).map(|header| header.meta.ordinal)
     }
 
-    fn place(&self, id: BlockId, from: usize) -> Option<usize> {
-        let now = self.clock.now();
-        (from..self.stages.len()).find(|&number| {
-            let stage = &self.stages[number];
-            stage.backend.may_have(id) && !stage.has_refused(id) && stage.may(now)
-        })
-    }
-
-    /// Lets a read go to a stage, with the deadline that it has there and what it brings noted; or answers that the stage
-    /// is not used now.
-    fn admit_read(self: &Arc<Self>, number: usize, read: BlockRead, now: Mono) -> Option<BlockRead> {
-        let stage = &self.stages[number];
-        if !self.admits(number, now) {
-            drop(read.slot);
-            let off = Error::new(ErrorKind::Unhealthy, "this tier is switched off for now");
-            (read.done)(Err(off.with("tier", &stage.name)));
-            return None;
-        }
-        let (id, deadline, done) = (read.id, read.deadline, read.done);
-        // One that may yet be asked below must leave time for that.
-        let below = !stage.memory && self.place(id, number + 1).is_some();
-        let until = if below {
-            now.after(deadline.since(now) / 2)
+    /// The copy in this tier was refused for this reason: it is no hit any more, and if it is damaged it is kept as
+    /// evidence. One of a newer version is never replaced.
+    pub(crate) fn discard(
+        self: &Arc<Self>,
+        number: usize,
+        id: BlockId,
+        reason: MissReason,
+        done: Done<Quarantined>,
+    ) {
+        let refused = &self.tiers[number];
+        refused.refuse(id, reason);
+        add(&refused.counts.copies_refused, 1);
+        if is_damage(reason) {
+            self.quarantine(number, id, done);
         } else {
-            deadline
-        };
-        self.loading.fetch_add(1, Ordering::AcqRel);
-        let shared = Arc::clone(self);
-        let came = move |result: Result<ReadDone>| {
-            shared.note(number, deadline, result.as_ref().err());
-            if let Ok(read) = &result {
-                let counts = &shared.stages[number].counts;
-                add(&counts.blocks_read, 1);
-                add(&counts.bytes_read, read.read as u64);
-            }
-            done(result);
-            if shared.loading.fetch_sub(1, Ordering::AcqRel) == 1 {
-                shared.pump_prefetch();
-            }
-        };
-        Some(BlockRead {
-            deadline: until,
-            done: Box::new(came),
-            ..read
-        })
+            done(Ok(Quarantined::LeftAlone));
+        }
     }
 
-    /// The stage whose space is that of the whole: the lowest that outlives this process.
-    fn base(&self) -> &Stage {
-        let lasting = self.stages.iter().rev().find(|stage| !stage.memory);
-        lasting.unwrap_or(&self.stages[0])
+    /// What was read back and is not sound was refused when it was written: keeps it as evidence.
+    pub(crate) fn discard_written(self: &Arc<Self>, id: BlockId, done: Done<Quarantined>) {
+        match self.tiers.iter().rposition(|tier| tier.has_refused(id)) {
+            Some(number) => self.quarantine(number, id, done),
+            None => done(Ok(Quarantined::LeftAlone)),
+        }
     }
+
+    /// Keeps evidence of damage. Too much of it speaks against the medium.
+    fn quarantine(self: &Arc<Self>, number: usize, id: BlockId, done: Done<Quarantined>) {
+        let tiers = Arc::clone(self);
+        let ended = move |ended: Result<Quarantined>| {
+            if let Ok(Quarantined::Stopped) = ended {
+                let sick = Error::new(ErrorKind::Corrupt, "too many damaged records in a minute");
+                let held = tiers.tiers[number].breaker.hold(tiers.clock.now());
+                tiers.changed(number, held, Some(&sick));
+            }
+            done(ended);
+        };
+        self.tiers[number].backend.quarantine(id, Box::new(ended));
+    }
+
+    /// Another process replaces these records: copies that were refused in some tier are read again.
+    pub(crate) fn forgive(&self, ids: &[BlockId]) {
+        for tier in &self.tiers {
+            ids.iter().for_each(|&id| tier.forgive(id));
+        }
+    }
+
+    /// These records were used by a request.
+    pub(crate) fn touch(&self, ids: &[(BlockId, u32)], deadline: Mono) {
+        for tier in self.tiers.iter().filter(|tier| tier.is_well()) {
+            tier.backend.touch(ids, deadline);
+        }
+    }
+
+    /// The same for what this process alone can touch.
+    pub(crate) fn touch_own(&self, ids: &[(BlockId, u32)], deadline: Mono) {
+        for tier in self.tiers.iter().filter(|tier| tier.is_well()) {
+            if tier.backend.features().own_touches {
+                tier.backend.touch(ids, deadline);
+            }
+        }
+    }
+
+    /// Whether [`Tiers::touch_own`] does anything.
+    pub(crate) fn wants_touch_own(&self) -> bool {
+        self.tiers.iter().any(|tier| tier.backend.features().own_touches)
+    }
+
+    /// What can be read here before others can see it, and what no longer is, since the last call.
+    pub(crate) fn early(&self) -> Early {
+        let tiers = self.tiers.iter();
+        self.early.merge(tiers.map(|tier| tier.backend.early()))
+    }
+
+    /// Publishes what waits for others to be published with it.
+    pub(crate) fn flush(&self, how: Flush) {
+        self.tiers.iter().for_each(|tier| tier.backend.flush(how));
+    }
+
+    /// The tier whose space is that of the whole: the lowest that outlives this process.
+    fn base(&self) -> &Tier {
+        let lasting = self.tiers.iter().rev().find(|tier| !tier.memory);
+        lasting.unwrap_or(&self.tiers[0])
+    }
+
+    /// What the base holds and did.
+    pub(crate) fn base_stats(&self) -> MediumStats {
+        self.base().backend.stats()
+    }
+
+    /// Times a breaker opened.
+    pub(crate) fn breaker_opened(&self) -> u64 {
+        self.opened.load(Ordering::Relaxed)
+    }
+
+    /// Operations stuck past their deadline, each of which may hold a slot.
+    pub(crate) fn stuck(&self) -> usize {
+        self.tiers.iter().map(|tier| tier.pool.stuck()).sum::<usize>() + self.pool.stuck()
+    }
+
+    /// What each tier did and holds, top first.
+    pub(crate) fn stats(&self) -> Vec<TierStats> {
+        self.tiers.iter().map(Tier::stats).collect()
+    }
+
+    /// What the log should say since the last call.
+    pub(crate) fn events(&self) -> Vec<Event> {
+        let mut events = self.events.drain();
+        for tier in &self.tiers {
+            let told = tier.backend.events().into_iter();
+            events.extend(told.map(|event| match self.tiers.len() {
+                1 => event,
+                _ => Event {
+                    text: format!("tier {}: {}", tier.name, event.text),
+                    ..event
+                },
+            }));
+        }
+        events
+    }
+
+    /// Ends: finishes or fails what is under way within `drain`.
+    pub(crate) fn shutdown(self: &Arc<Self>, drain: Duration) {
+        let until = self.clock.now().after(drain);
+        let left = || until.since(self.clock.now());
+        self.end_prefetch();
+        self.write_back(self.clock.now().after(drain / 2));
+        self.pool.shutdown(left() / 4);
+        for (number, tier) in self.tiers.iter().enumerate() {
+            let share = left() / u32::try_from(self.tiers.len() - number).unwrap_or(1);
+            tier.backend.close(share);
+        }
+    }
+}
+
+/// Names unlike each other: that of the medium, and its number among those of that name from the second on.
+fn names(tiers: &[TierConfig]) -> Vec<String> {
+    let mut seen: HashMap<&'static str, usize> = HashMap::new();
+    let mut name = |tier: &TierConfig| {
+        let name = tier.backend.name();
+        let count = seen.entry(name).or_default();
+        *count += 1;
+        match *count {
+            1 => name.to_owned(),
+            count => format!("{name}{count}"),
+        }
+    };
+    tiers.iter().map(&mut name).collect()
+}
+
+fn check(tiers: &[TierConfig]) -> Result<()> {
+    let wrong = |text: &'static str| Err(Error::new(ErrorKind::Config, text).with("tiers", tiers.len()));
+    if !(1..=MAX_TIERS).contains(&tiers.len()) {
+        return wrong("a store has one to four tiers");
+    }
+    if tiers.iter().skip(1).any(|tier| tier.backend.memory().is_some()) {
+        return wrong("memory can only be the top tier");
+    }
+    if tiers[0].policy == WritePolicy::Back {
+        return wrong("the top tier has none above it to be written back from");
+    }
+    if tiers.iter().all(|tier| tier.policy != WritePolicy::Through) {
+        return wrong("no tier is written through, so no block would ever be stored");
+    }
+    Ok(())
 }

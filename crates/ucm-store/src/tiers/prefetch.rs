@@ -1,23 +1,53 @@
 //! Bringing blocks up before they are asked for.
 //!
 //! A bounded queue of ids, the most urgent first. Loads go before: while one reads, only urgent ids are begun. A few
-//! are read at a time, each into a spare slot, judged as a load judges, and kept by the stages above.
+//! are read at a time, each into a spare slot, judged as a load judges, and kept by the tiers above.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ucm_core::{BlockId, Result};
+use ucm_core::{BlockId, Error, Result};
 use ucm_device::Slot;
+use ucm_infra::LANE_LOAD;
+use ucm_io::IoJob;
 
-use super::stage::add;
-use super::{Shared, WritePolicy};
-use crate::backend::{BlockRead, Presence, Priority, ReadDone};
+use super::tier::add;
+use super::{Tiers, WritePolicy};
+use crate::backend::{BlockRead, ReadDone};
 
 /// Most ids that wait.
 pub const MAX_WAITING: usize = 4096;
 /// Most reads at once.
 const AT_ONCE: usize = 4;
+
+/// How soon a prefetched block will be asked for; the first is served first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Priority {
+    /// A request waits for it; read beside loads.
+    Urgent,
+    /// The next batch will want it.
+    NextBatch,
+    /// It will be wanted.
+    Normal,
+    /// It may be wanted.
+    Speculative,
+}
+
+impl Priority {
+    /// Every priority, the most urgent first.
+    pub const ALL: [Self; 4] = [Self::Urgent, Self::NextBatch, Self::Normal, Self::Speculative];
+
+    /// Name in the Python interface.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Urgent => "urgent",
+            Self::NextBatch => "next_batch",
+            Self::Normal => "normal",
+            Self::Speculative => "speculative",
+        }
+    }
+}
 
 /// Ids that wait, and those being read.
 #[derive(Default)]
@@ -111,8 +141,10 @@ impl Queue {
     }
 }
 
-impl Shared {
-    pub(super) fn prefetch(self: &Arc<Self>, ids: &[BlockId], priority: Priority) -> usize {
+impl Tiers {
+    /// These blocks will be asked for: brings them into the upper tiers, if there are any, when nothing more urgent is to be
+    /// done. The answer counts those taken on, those included that wait already.
+    pub(crate) fn prefetch(self: &Arc<Self>, ids: &[BlockId], priority: Priority) -> usize {
         if !self.has_upper() {
             return 0;
         }
@@ -124,7 +156,8 @@ impl Shared {
         taken
     }
 
-    pub(super) fn cancel_prefetch(&self, ids: &[BlockId]) -> usize {
+    /// These blocks need not be prefetched any more. The answer counts those that were still waiting.
+    pub(crate) fn cancel_prefetch(&self, ids: &[BlockId]) -> usize {
         self.prefetch.lock().cancel(ids)
     }
 
@@ -138,10 +171,10 @@ impl Shared {
         };
     }
 
-    /// Whether there is a stage to bring blocks up to.
+    /// Whether there is a tier to bring blocks up to.
     fn has_upper(&self) -> bool {
-        let above = &self.stages[..self.stages.len() - 1];
-        above.iter().any(|stage| stage.policy != WritePolicy::Never)
+        let above = &self.tiers[..self.tiers.len() - 1];
+        above.iter().any(|tier| tier.policy != WritePolicy::Never)
     }
 
     /// Starts what may be started. One thread at a time: a call from inside has nothing to do, because that thread
@@ -173,58 +206,56 @@ impl Shared {
         None
     }
 
-    /// Finds the stage that has a block, from number `from` on, and reads it there unless that is the top one.
+    /// Reads a block in the first tier from number `from` on that has it, unless that is the top one.
     fn fetch(self: &Arc<Self>, id: BlockId, slot: Slot, from: usize) {
-        let now = self.clock.now();
-        let found = self.place(id, from).filter(|&number| self.admits(number, now));
-        let Some(number) = found else {
+        let request = self.request(self.clock.now().after(self.copy_deadline));
+        let number = self.place(id, from, request.number);
+        let Some(number) = number.filter(|&number| self.admits(number, request.number, self.clock.now()))
+        else {
             drop(slot); // it is nowhere, as far as can be known now
             return self.fetched(id);
         };
-        let stage = &self.stages[number];
-        if stage.memory || number + 1 == self.stages.len() {
-            return self.fetch_here(id, slot, number);
-        }
-        // A read that finds nothing would cost the slot.
-        let deadline = now.after(self.copy_deadline);
-        let shared = Arc::clone(self);
-        let looked = move |result: Result<Vec<Presence>>| {
-            shared.note(number, deadline, result.as_ref().err());
+        let tier = &self.tiers[number];
+        let (backend, asks) = (Arc::clone(&tier.backend), number + 1 < self.tiers.len());
+        let work = move |io: &IoJob| {
+            // A read that finds nothing would cost the slot.
+            let there = !asks || backend.lookup(io, &[id], false)?.first() == Some(&Ok(()));
+            if !there || number == 0 {
+                return Ok(Err((slot, there)));
+            }
+            let read = backend.read(io, vec![BlockRead::whole(id, slot, io.deadline())]);
+            let none = || Err(Error::internal("a read has no outcome"));
+            read.into_iter().next().unwrap_or_else(none).map(Ok)
+        };
+        let tiers = Arc::clone(self);
+        let told = move |result: Result<Result<ReadDone, (Slot, bool)>>| {
+            tiers.note(number, request, result.as_ref().err());
             match result {
-                Ok(found) if found.first() == Some(&Ok(())) => shared.fetch_here(id, slot, number),
-                _ => shared.fetch(id, slot, number + 1),
+                Ok(Ok(read)) => tiers.keep_fetched(number, id, read),
+                Ok(Err((slot, false))) => tiers.fetch(id, slot, number + 1),
+                Ok(Err((slot, true))) => {
+                    drop(slot); // it is at the top already
+                    tiers.fetched(id);
+                }
+                Err(_) => tiers.fetched(id),
             }
         };
-        stage.backend.lookup(vec![id], false, deadline, Box::new(looked));
+        tier.pool.job(LANE_LOAD, request.deadline, work, told);
     }
 
-    fn fetch_here(self: &Arc<Self>, id: BlockId, slot: Slot, number: usize) {
-        if number == 0 {
-            drop(slot); // it is at the top already
+    /// A block was read in tier `number`: the tiers above keep it. What is not sound is left to the next load, which looks
+    /// twice and says so.
+    fn keep_fetched(self: &Arc<Self>, number: usize, id: BlockId, read: ReadDone) {
+        let record = &read.slot.as_slice()[..read.read];
+        let Ok(ordinal) = self.verify(id, record, read.stored_len) else {
+            drop(read);
             return self.fetched(id);
-        }
-        let deadline = self.clock.now().after(self.copy_deadline);
-        let shared = Arc::clone(self);
-        let read = move |result: Result<ReadDone>| {
-            shared.note(number, deadline, result.as_ref().err());
-            let Ok(read) = result else {
-                return shared.fetched(id);
-            };
-            let record = &read.slot.as_slice()[..read.read];
-            // What is not sound is left to the next load, which looks twice and says so.
-            let Ok(ordinal) = shared.verify(id, record, read.stored_len) else {
-                drop(read);
-                return shared.fetched(id);
-            };
-            let counts = &shared.stages[number].counts;
-            add(&counts.blocks_read, 1);
-            add(&counts.bytes_read, record.len() as u64);
-            let fetched = Arc::clone(&shared);
-            shared.raise(number, id, read, ordinal, move || fetched.fetched(id));
         };
-        self.stages[number]
-            .backend
-            .read(0, vec![BlockRead::whole(id, slot, deadline, Box::new(read))]);
+        let counts = &self.tiers[number].counts;
+        add(&counts.blocks_read, 1);
+        add(&counts.bytes_read, record.len() as u64);
+        let tiers = Arc::clone(self);
+        self.raise(number, id, read, ordinal, move || tiers.fetched(id));
     }
 
     fn fetched(self: &Arc<Self>, id: BlockId) {

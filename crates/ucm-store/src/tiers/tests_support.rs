@@ -5,8 +5,11 @@ use std::time::Duration;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::Mono;
+use ucm_io::IoJob;
 
-use crate::backend::{Backend, BlockRead, Done, Listed, Presence, Usage, WriteOptions, Written};
+use crate::backend::{
+    Backend, BlockRead, Done, Listed, MediumStats, Presence, ReadDone, WriteOptions, Written,
+};
 
 /// Has nothing and keeps nothing.
 pub(crate) struct Nothing;
@@ -16,23 +19,17 @@ impl Backend for Nothing {
         "nothing"
     }
 
-    fn describe(&self) -> String {
-        "nothing".to_owned()
+    fn open(&self, _deadline: Mono) -> Result<String> {
+        Ok("nothing".to_owned())
     }
 
-    fn probe(&self, _deadline: Mono) -> Result<()> {
-        Ok(())
+    fn lookup(&self, _io: &IoJob, ids: &[BlockId], _stop: bool) -> Result<Vec<Presence>> {
+        Ok(vec![Err(MissReason::Absent); ids.len()])
     }
 
-    fn lookup(&self, ids: Vec<BlockId>, _stop: bool, _deadline: Mono, done: Done<Vec<Presence>>) {
-        done(Ok(vec![Err(MissReason::Absent); ids.len()]));
-    }
-
-    fn read(&self, _stage: usize, reads: Vec<BlockRead>) {
-        for BlockRead { slot, done, .. } in reads {
-            drop(slot);
-            done(Err(Error::new(ErrorKind::NotFound, "nothing is here")));
-        }
+    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+        let nothing = |_| Err(Error::new(ErrorKind::NotFound, "nothing is here"));
+        run.into_iter().map(nothing).collect()
     }
 
     fn write(&self, _id: BlockId, slot: Slot, _: WriteOptions, _deadline: Mono, done: Done<Written>) {
@@ -42,25 +39,17 @@ impl Backend for Nothing {
 
     fn touch(&self, _ids: &[(BlockId, u32)], _deadline: Mono) {}
 
-    fn delete(&self, _ids: Vec<BlockId>, _deadline: Mono, done: Done<usize>) {
-        done(Ok(0));
+    fn delete(&self, _io: &IoJob, _ids: &[BlockId]) -> Result<usize> {
+        Ok(0)
     }
 
-    fn list(&self, _deadline: Mono, done: Done<Vec<Listed>>) {
-        done(Ok(Vec::new()));
+    fn list(&self, _io: &IoJob) -> Result<Vec<Listed>> {
+        Ok(Vec::new())
     }
 
-    fn usage(&self) -> Usage {
-        Usage::default()
+    fn stats(&self) -> MediumStats {
+        MediumStats::default()
     }
 
-    fn removed(&self) -> (u64, u64, u64) {
-        (0, 0, 0)
-    }
-
-    fn stuck(&self) -> usize {
-        0
-    }
-
-    fn shutdown(&self, _drain: Duration) {}
+    fn close(&self, _drain: Duration) {}
 }

@@ -1,74 +1,74 @@
-//! How a record comes into the stages: from a dump, after a load or a prefetch, and when a stage above gives it up.
+//! How a record comes into the tiers: from a dump, after a load or a prefetch, and when a tier above gives it up.
 //!
-//! A dump is published by the lowest stage that is written through and outlives this process. The other stages get
+//! A dump is published by the lowest tier that is written through and outlives this process. The other tiers get
 //! copies: a memory at once, a file in a spare slot, and nobody waits for them. A copy that finds no spare slot, or a
-//! stage that is not well, is dropped and counted.
+//! tier that is not well, is dropped and counted.
 
 use std::sync::Arc;
 
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
-use ucm_infra::Mono;
 
-use super::stage::{Stage, add};
-use super::{LANE_MOVE, Shared, WritePolicy};
+use super::tier::{Tier, add};
+use super::{LANE_MOVE, Request, Tiers, WritePolicy};
 use crate::backend::{Done, Flush, Keep, ReadDone, Victim, WriteOptions, Written};
 use crate::events::Level;
 
 /// Why a copy is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Copy {
-    /// A dump goes to more than one stage.
+    /// A dump goes to more than one tier.
     Dump,
-    /// A lower stage had it.
+    /// A lower tier had it.
     Promotion,
-    /// The stage above gave it up.
+    /// The tier above gave it up.
     Demotion,
 }
 
-/// A copy on its way to a stage.
+/// A copy on its way to a tier.
 #[derive(Clone)]
 struct Moving {
     number: usize,
     id: BlockId,
     len: usize,
     keep: Keep,
-    deadline: Mono,
+    request: Request,
     why: Copy,
 }
 
-impl Shared {
-    pub(super) fn write(
+impl Tiers {
+    /// Writes a record to every tier that is written through. `done` hears from the one that decides.
+    pub(crate) fn write(
         self: &Arc<Self>,
         id: BlockId,
         slot: Slot,
         options: WriteOptions,
-        deadline: Mono,
+        request: Request,
         done: Done<Written>,
     ) {
         let now = self.clock.now();
-        let through = |stage: &Stage| stage.policy == WritePolicy::Through;
-        let lasting = |&n: &usize| through(&self.stages[n]) && !self.stages[n].memory;
-        let outlives = (0..self.stages.len()).any(|n| lasting(&n));
+        let through = |tier: &Tier| tier.policy == WritePolicy::Through;
+        let lasting = |&n: &usize| through(&self.tiers[n]) && !self.tiers[n].memory;
+        let outlives = (0..self.tiers.len()).any(|n| lasting(&n));
         // The lowest that is well; where nothing outlives this process, the memory is all there is to write to.
         let decides = if outlives {
-            (0..self.stages.len())
+            (0..self.tiers.len())
                 .rev()
-                .find(|n| lasting(n) && self.admits(*n, now))
+                .find(|n| lasting(n) && self.admits(*n, request.number, now))
         } else {
-            (0..self.stages.len()).find(|&n| through(&self.stages[n]) && self.admits(n, now))
+            (0..self.tiers.len()).find(|&n| through(&self.tiers[n]) && self.admits(n, request.number, now))
         };
         let keep = Keep {
             ordinal: options.ordinal,
             replace: options.replace,
         };
-        for number in (0..self.stages.len()).filter(|&n| Some(n) != decides && through(&self.stages[n])) {
+        for number in (0..self.tiers.len()).filter(|&n| Some(n) != decides && through(&self.tiers[n])) {
             let moving = Moving {
                 number,
                 id,
                 len: options.len,
                 keep,
-                deadline,
+                request,
                 why: Copy::Dump,
             };
             self.copy(moving, &slot.as_slice()[..options.len]);
@@ -78,59 +78,58 @@ impl Shared {
             let off = "no tier that outlives this process can be written to now";
             return done(Err(Error::new(ErrorKind::Unhealthy, off)));
         };
-        let stage = &self.stages[number];
+        let tier = &self.tiers[number];
         let options = WriteOptions {
-            replace: options.replace || stage.replaces(id),
+            replace: options.replace || tier.replaces(id),
             ..options
         };
-        let shared = Arc::clone(self);
+        let tiers = Arc::clone(self);
         let written = move |result: Result<Written>| {
-            shared.written(number, id, options.len, deadline, &result);
+            tiers.written(number, id, options.len, request, &result);
             done(result);
         };
-        stage
-            .backend
-            .write(id, slot, options, deadline, Box::new(written));
+        tier.backend
+            .write(id, slot, options, request.deadline, Box::new(written));
     }
 
     /// Notes how a write ended.
-    fn written(&self, number: usize, id: BlockId, len: usize, deadline: Mono, result: &Result<Written>) {
-        let stage = &self.stages[number];
-        self.note(number, deadline, result.as_ref().err());
+    fn written(&self, number: usize, id: BlockId, len: usize, request: Request, result: &Result<Written>) {
+        let tier = &self.tiers[number];
+        self.note(number, request, result.as_ref().err());
         match result {
             Ok(Written::Published) => {
-                stage.forgive(id);
-                add(&stage.counts.blocks_written, 1);
-                add(&stage.counts.bytes_written, len as u64);
+                tier.forgive(id);
+                add(&tier.counts.blocks_written, 1);
+                add(&tier.counts.bytes_written, len as u64);
             }
-            Ok(Written::Unsound(reason)) => stage.refuse(id, *reason),
+            Ok(Written::Unsound(reason)) => tier.refuse(id, *reason),
             Ok(Written::Present) | Err(_) => {}
         }
     }
 
-    /// Gives a stage a copy of its own, if that can be had without waiting.
+    /// Gives a tier a copy of its own, if that can be had without waiting.
     fn copy(self: &Arc<Self>, moving: Moving, record: &[u8]) {
-        let stage = &self.stages[moving.number];
-        if !stage.memory {
-            match self.spare_copy(moving.number, record) {
+        let tier = &self.tiers[moving.number];
+        let Some(memory) = tier.backend.memory() else {
+            match self.spare_copy(&moving, record) {
                 Some(slot) => self.write_copy(moving, slot, || ()),
-                None => add(&stage.counts.copies_dropped, 1),
+                None => add(&tier.counts.copies_dropped, 1),
             }
             return;
-        }
-        if !self.admits(moving.number, self.clock.now()) {
-            return add(&stage.counts.copies_dropped, 1);
+        };
+        if !self.admits(moving.number, moving.request.number, self.clock.now()) {
+            return add(&tier.counts.copies_dropped, 1);
         }
         let keep = Keep {
-            replace: moving.keep.replace || stage.replaces(moving.id),
+            replace: moving.keep.replace || tier.replaces(moving.id),
             ..moving.keep
         };
-        self.copied(&moving, &stage.backend.keep(moving.id, record, keep));
+        self.copied(&moving, &memory.insert(moving.id, record, keep));
     }
 
-    /// A spare slot with these bytes in it, for a stage that is well.
-    fn spare_copy(&self, number: usize, record: &[u8]) -> Option<Slot> {
-        if !self.stages[number].may(self.clock.now()) {
+    /// A spare slot with these bytes in it, for a tier that is well.
+    fn spare_copy(&self, moving: &Moving, record: &[u8]) -> Option<Slot> {
+        if !self.tiers[moving.number].may(moving.request.number, self.clock.now()) {
             return None;
         }
         let mut slot = self.spare.try_acquire()?;
@@ -140,31 +139,29 @@ impl Shared {
 
     /// Writes what is in a spare slot; `over` is called when that has ended.
     fn write_copy(self: &Arc<Self>, moving: Moving, slot: Slot, over: impl FnOnce() + Send + 'static) {
-        let stage = &self.stages[moving.number];
-        if !self.admits(moving.number, self.clock.now()) {
-            add(&stage.counts.copies_dropped, 1);
+        let tier = &self.tiers[moving.number];
+        if !self.admits(moving.number, moving.request.number, self.clock.now()) {
+            add(&tier.counts.copies_dropped, 1);
             drop(slot);
             return over();
         }
         let options = WriteOptions {
             len: moving.len,
             ordinal: moving.keep.ordinal,
-            replace: moving.keep.replace || stage.replaces(moving.id),
+            replace: moving.keep.replace || tier.replaces(moving.id),
             read_back: false,
         };
-        let (shared, id, deadline) = (Arc::clone(self), moving.id, moving.deadline);
+        let (tiers, id, deadline) = (Arc::clone(self), moving.id, moving.request.deadline);
         let written = move |result| {
-            shared.copied(&moving, &result);
+            tiers.copied(&moving, &result);
             over();
         };
-        stage
-            .backend
-            .write(id, slot, options, deadline, Box::new(written));
+        tier.backend.write(id, slot, options, deadline, Box::new(written));
     }
 
     fn copied(&self, moving: &Moving, result: &Result<Written>) {
-        self.written(moving.number, moving.id, moving.len, moving.deadline, result);
-        let counts = &self.stages[moving.number].counts;
+        self.written(moving.number, moving.id, moving.len, moving.request, result);
+        let counts = &self.tiers[moving.number].counts;
         match (result, moving.why) {
             (Ok(Written::Published), Copy::Promotion) => add(&counts.promotions, 1),
             (Ok(Written::Published), Copy::Demotion) => add(&counts.demotions, 1),
@@ -173,8 +170,8 @@ impl Shared {
         }
     }
 
-    /// A verified record of stage `from` goes to the stages above that take what is written.
-    pub(super) fn promote(self: &Arc<Self>, from: usize, id: BlockId, record: &[u8], ordinal: u32) {
+    /// A verified record of tier `from` goes to the tiers above that take what is written.
+    pub(crate) fn promote(self: &Arc<Self>, from: usize, id: BlockId, record: &[u8], ordinal: u32) {
         for number in self.takers(from) {
             self.copy(self.promotion(number, id, record.len(), ordinal), record);
         }
@@ -190,7 +187,7 @@ impl Shared {
         ordinal: u32,
         over: impl FnOnce() + Send + 'static,
     ) {
-        let file = self.takers(from).rfind(|&number| !self.stages[number].memory);
+        let file = self.takers(from).rfind(|&number| !self.tiers[number].memory);
         for number in self.takers(from).filter(|&number| Some(number) != file) {
             let record = &read.slot.as_slice()[..read.read];
             self.copy(self.promotion(number, id, read.read, ordinal), record);
@@ -204,12 +201,12 @@ impl Shared {
         }
     }
 
-    /// The stages above `from` that take what is written.
+    /// The tiers above `from` that take what is written.
     fn takers(&self, from: usize) -> impl DoubleEndedIterator<Item = usize> {
-        (0..from).filter(|&number| self.stages[number].policy != WritePolicy::Never)
+        (0..from).filter(|&number| self.tiers[number].policy != WritePolicy::Never)
     }
 
-    /// A record that is brought up to a stage.
+    /// A record that is brought up to a tier.
     fn promotion(&self, number: usize, id: BlockId, len: usize, ordinal: u32) -> Moving {
         Moving {
             number,
@@ -219,36 +216,40 @@ impl Shared {
                 ordinal,
                 replace: false,
             },
-            deadline: self.clock.now().after(self.copy_deadline),
+            request: self.request(self.clock.now().after(self.copy_deadline)),
             why: Copy::Promotion,
         }
     }
 
-    /// The stage above `number`, which is written back to, gives a record up: judged again, it goes down. It is let go
+    /// The tier above `number`, which is written back to, gives a record up: judged again, it goes down. It is let go
     /// above when it is below.
     pub(super) fn demote(self: &Arc<Self>, number: usize, victim: Box<dyn Victim>) {
-        let counts = &self.stages[number].counts;
-        let well = self.stages[number].may(self.clock.now());
+        let counts = &self.tiers[number].counts;
+        let request = self.request(self.clock.now().after(self.copy_deadline));
+        let well = self.tiers[number].may(request.number, self.clock.now());
         let Some(slot) = well.then(|| self.spare.try_acquire()).flatten() else {
             return add(&counts.copies_dropped, 1);
         };
-        let deadline = self.clock.now().after(self.copy_deadline);
-        let shared = Arc::clone(self);
+        let tiers = Arc::clone(self);
         let work = move || {
             let (mut slot, id, len) = (slot, victim.id(), victim.record().len());
             slot.as_mut_slice()[..len].copy_from_slice(victim.record());
-            let ended = Arc::clone(&shared);
+            let ended = Arc::clone(&tiers);
             let over = move || {
                 drop(victim);
-                ended.stages[number].demotion_ended();
+                ended.tiers[number].demotion_ended();
             };
-            let enough = shared.stages[number].demotion_begins();
-            shared.move_down(number, id, slot, len, deadline, over);
+            let enough = tiers.tiers[number].demotion_begins();
+            tiers.move_down(number, id, slot, len, request, over);
             if enough {
-                shared.stages[number].backend.flush(Flush::Now);
+                tiers.tiers[number].backend.flush(Flush::Now);
             }
         };
-        if self.pool.submit(LANE_MOVE, deadline, work, |_| {}).is_err() {
+        if self
+            .pool
+            .submit(LANE_MOVE, request.deadline, work, |_| {})
+            .is_err()
+        {
             add(&counts.copies_dropped, 1);
         }
     }
@@ -260,7 +261,7 @@ impl Shared {
         id: BlockId,
         slot: Slot,
         len: usize,
-        deadline: Mono,
+        request: Request,
         over: impl FnOnce() + Send + 'static,
     ) {
         let copy = match self.verify(id, &slot.as_slice()[..len], len as u64) {
@@ -272,11 +273,11 @@ impl Shared {
                     ordinal,
                     replace: false,
                 },
-                deadline,
+                request,
                 why: Copy::Demotion,
             },
             Err(reason) => {
-                add(&self.stages[number].counts.copies_dropped, 1);
+                add(&self.tiers[number].counts.copies_dropped, 1);
                 let why = reason.name();
                 let text = format!("record {id} was damaged in memory ({why}) and is not written back");
                 self.say(Level::Warning, text);

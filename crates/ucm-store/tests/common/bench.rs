@@ -7,7 +7,7 @@ use ucm_core::BlockId;
 use ucm_infra::{Clock, ManualClock};
 use ucm_store::evidence::{QuarantineConfig, evidence_time};
 
-use super::{Above, Device, Layout, Setup, Store, directory, eventually, id, identity, ids};
+use super::{Device, Layout, Setup, Store, directory, eventually, id, identity, ids};
 
 /// A store on a manual clock, with a device that holds what its blocks stand for.
 pub(crate) struct Bench {
@@ -72,15 +72,11 @@ impl Bench {
         self.kept(before + 1);
     }
 
-    /// A record was taken away, or it was not: its file, or its place in the index of segments. In a pipeline nobody
-    /// can ask for that place alone.
+    /// A record was taken away, or it was not: its file, or its place in the index of segments.
     pub(crate) fn assert_gone(&self, block: BlockId, gone: bool) {
         match self.store.setup.layout {
             Layout::File => assert_ne!(self.store.file(block).exists(), gone),
-            Layout::Segment(_) if self.store.setup.above == Above::Nothing => {
-                assert_ne!(self.store.backend.is_published(block), gone);
-            }
-            Layout::Segment(_) => {}
+            Layout::Segment(_) => assert_ne!(self.store.backend.is_published(block), gone),
         }
     }
 

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use ucm_core::BlockId;
-use ucm_infra::{Completion, Mono};
 use ucm_io::{Fault, Gate, OpKind};
+use ucm_io::{IoJob, PsyncEngine};
 use ucm_store::backend::Backend;
 
 use super::map::MapStage;
@@ -62,13 +62,8 @@ impl Store {
             .iter()
             .map(|map| Arc::new(MapStage(Arc::clone(map))) as Arc<dyn Backend>);
         for above in memory.chain(map) {
-            let gone = Completion::new();
-            let answer = Arc::clone(&gone);
-            let done = Box::new(move |result| {
-                answer.complete(result);
-            });
-            above.delete(vec![id], Mono::NEVER, done);
-            gone.wait(self.engine.clock(), None).unwrap().unwrap();
+            let here = IoJob::alone(PsyncEngine::new(false));
+            above.delete(&here, &[id]).unwrap();
         }
     }
 }

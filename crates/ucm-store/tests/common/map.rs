@@ -8,9 +8,10 @@ use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::Mono;
+use ucm_io::IoJob;
 use ucm_store::backend::{
-    Backend, BlockRead, Done, Early, Evicted, Keep, Listed, Presence, ReadDone, Usage, Victim, WriteOptions,
-    Written,
+    Backend, BlockRead, Done, Early, Evicted, Keep, Listed, MediumStats, Memory, Presence, ReadDone, Usage,
+    Victim, WriteOptions, Written,
 };
 
 /// Keeps records until there are too many.
@@ -141,14 +142,12 @@ impl Drop for Leaving {
     }
 }
 
-/// The map as a stage, while the test holds on to it too.
+/// The map as a tier, while the test holds on to it too.
 pub(crate) struct MapStage(pub(crate) Arc<MapBackend>);
 
 impl MapStage {
-    fn read_one(&self, read: BlockRead) {
-        let BlockRead {
-            id, mut slot, done, ..
-        } = read;
+    fn read_one(&self, read: BlockRead) -> Result<ReadDone> {
+        let BlockRead { id, mut slot, .. } = read;
         let mut inner = self.0.inner.lock();
         let record = match inner.records.iter().position(|(kept, _)| *kept == id) {
             Some(at) => {
@@ -160,17 +159,14 @@ impl MapStage {
             None => self.0.leaving(id).map(|record| record.to_vec()),
         };
         drop(inner);
-        let Some(record) = record else {
-            drop(slot);
-            return done(Err(Error::new(ErrorKind::NotFound, "not in the map")));
-        };
+        let record = record.ok_or_else(|| Error::new(ErrorKind::NotFound, "not in the map"))?;
         let len = record.len();
         slot.as_mut_slice()[..len].copy_from_slice(&record);
-        done(Ok(ReadDone {
+        Ok(ReadDone {
             slot,
             read: len,
             stored_len: len as u64,
-        }));
+        })
     }
 }
 
@@ -179,15 +175,11 @@ impl Backend for MapStage {
         "map"
     }
 
-    fn describe(&self) -> String {
-        format!("a map of {} records", self.0.limit)
+    fn open(&self, _deadline: Mono) -> Result<String> {
+        Ok(format!("a map of {} records", self.0.limit))
     }
 
-    fn probe(&self, _deadline: Mono) -> Result<()> {
-        Ok(())
-    }
-
-    fn lookup(&self, ids: Vec<BlockId>, stop: bool, _deadline: Mono, done: Done<Vec<Presence>>) {
+    fn lookup(&self, _io: &IoJob, ids: &[BlockId], stop: bool) -> Result<Vec<Presence>> {
         let mut found: Vec<Presence> = ids
             .iter()
             .map(|&id| {
@@ -201,11 +193,11 @@ impl Backend for MapStage {
         if let (true, Some(first)) = (stop, found.iter().position(std::result::Result::is_err)) {
             found.truncate(first + 1);
         }
-        done(Ok(found));
+        Ok(found)
     }
 
-    fn read(&self, _stage: usize, reads: Vec<BlockRead>) {
-        reads.into_iter().for_each(|read| self.read_one(read));
+    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+        run.into_iter().map(|read| self.read_one(read)).collect()
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, _deadline: Mono, done: Done<Written>) {
@@ -218,55 +210,51 @@ impl Backend for MapStage {
 
     fn touch(&self, _ids: &[(BlockId, u32)], _deadline: Mono) {}
 
-    fn delete(&self, ids: Vec<BlockId>, _deadline: Mono, done: Done<usize>) {
+    fn delete(&self, _io: &IoJob, ids: &[BlockId]) -> Result<usize> {
         let mut inner = self.0.inner.lock();
         let before = inner.records.len();
         inner.records.retain(|(kept, _)| !ids.contains(kept));
-        let removed = before - inner.records.len();
-        drop(inner);
-        done(Ok(removed));
+        Ok(before - inner.records.len())
     }
 
-    fn list(&self, _deadline: Mono, done: Done<Vec<Listed>>) {
+    fn list(&self, _io: &IoJob) -> Result<Vec<Listed>> {
         let records = self.0.inner.lock().records.clone();
         let listed = (1..).zip(records).map(|(used_ns, (id, record))| Listed {
             id,
             len: record.len() as u64,
             used_ns,
         });
-        done(Ok(listed.collect()));
+        Ok(listed.collect())
     }
 
     fn early(&self) -> Early {
         std::mem::take(&mut self.0.inner.lock().early)
     }
 
-    fn usage(&self) -> Usage {
-        Usage {
+    fn stats(&self) -> MediumStats {
+        let usage = Usage {
             records: self.0.len() as u64,
             ..Usage::default()
+        };
+        MediumStats {
+            usage,
+            ..MediumStats::default()
         }
     }
 
-    fn removed(&self) -> (u64, u64, u64) {
-        (0, 0, 0)
+    fn close(&self, _drain: Duration) {}
+
+    fn memory(&self) -> Option<&dyn Memory> {
+        Some(self)
     }
+}
 
-    fn stuck(&self) -> usize {
-        0
-    }
-
-    fn shutdown(&self, _drain: Duration) {}
-
-    fn is_memory(&self) -> bool {
-        true
-    }
-
-    fn keep(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written> {
+impl Memory for MapStage {
+    fn insert(&self, id: BlockId, record: &[u8], keep: Keep) -> Result<Written> {
         self.0.insert(id, record, keep.replace)
     }
 
-    fn may_have(&self, id: BlockId) -> bool {
+    fn has(&self, id: BlockId) -> bool {
         self.0.has(id)
     }
 

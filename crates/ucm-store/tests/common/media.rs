@@ -49,7 +49,7 @@ pub(super) fn of_kind(
     setup: &Setup,
     writer: u64,
     clock: &Arc<dyn Clock>,
-) -> ucm_core::Result<Arc<dyn Backend>> {
+) -> ucm_core::Result<(Arc<dyn Backend>, Arc<IoPool>)> {
     let ((geometry, record), identity) = (shape(setup), identity(setup.weights));
     let context = BuildContext {
         identity: &identity,
@@ -67,7 +67,8 @@ pub(super) fn of_kind(
     };
     let kind = registry::find(word)?;
     let options = kind.sample(root).unwrap(); // a medium without them is no column
-    Ok(kind.build(&context, options)?.backend)
+    let built = kind.build(&context, options)?;
+    Ok((built.backend, built.pool))
 }
 
 /// A store on this.
@@ -101,7 +102,7 @@ pub(super) fn posix(
     writer: u64,
     faults: &Arc<FaultyEngine>,
     clock: &Arc<dyn Clock>,
-) -> ucm_core::Result<Arc<dyn Backend>> {
+) -> ucm_core::Result<(Arc<dyn Backend>, Arc<IoPool>)> {
     let (geometry, record) = shape(setup);
     let posix = PosixConfig {
         root: root.to_owned(),
@@ -128,8 +129,9 @@ pub(super) fn posix(
         ..IoOptions::with_workers(setup.workers)
     };
     let io = IoPool::new(engine, &options)?;
+    let pool = Arc::clone(&io);
     if setup.auto {
-        return auto(posix, setup, io, clock);
+        return Ok((auto(posix, setup, io, clock)?, pool));
     }
     let record = posix.record.clone();
     let backend: Arc<dyn Backend> = match setup.layout {
@@ -155,9 +157,9 @@ pub(super) fn posix(
                 part: setup.part,
                 io,
             };
-            Ok(Arc::new(CompressBackend::new(config, backend, clock)?))
+            Ok((Arc::new(CompressBackend::new(config, backend, clock)?), pool))
         }
-        _ => Ok(backend),
+        _ => Ok((backend, pool)),
     }
 }
 

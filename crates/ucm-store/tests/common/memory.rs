@@ -22,7 +22,7 @@ pub(crate) fn tier(dir: &Path, records: u64, change: impl FnOnce(&mut MemoryConf
     config.registry = Some(dir.join("regions"));
     change(&mut config);
     let tier = MemoryBackend::new(config, SystemClock::shared()).unwrap();
-    tier.probe(Mono::NEVER).unwrap();
+    tier.open(Mono::NEVER).unwrap();
     tier
 }
 

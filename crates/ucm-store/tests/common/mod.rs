@@ -26,12 +26,12 @@ use parking_lot::Mutex;
 use tempfile::TempDir;
 use ucm_core::{BlockId, DType, Identity};
 use ucm_device::HostDevice;
-use ucm_infra::{Clock, SystemClock};
-use ucm_io::{Fault, FaultyEngine, Gate, OpKind, PsyncEngine, Rule};
+use ucm_infra::{Clock, LANE_DUMP, LANE_LOAD, LANE_LOOKUP, SystemClock};
+use ucm_io::{Fault, FaultyEngine, Gate, IoOptions, IoPool, OpKind, PsyncEngine, Rule};
 use ucm_store::backend::Backend;
-use ucm_store::engine::{Engine, EngineConfig, LANE_DUMP, LANE_LOAD, LANE_LOOKUP, Task, Until};
+use ucm_store::engine::{Engine, EngineConfig, Task, Until};
 use ucm_store::memory::{MemoryBackend, MemoryConfig, Policy};
-use ucm_store::tiers::{StageConfig, Tiers, TiersConfig, WritePolicy};
+use ucm_store::tiers::{TierConfig, WritePolicy};
 
 use map::{MapBackend, MapStage};
 #[allow(unused_imports, reason = "each test file uses its part of this")]
@@ -47,6 +47,7 @@ pub(crate) use media::{Medium, media, memory_config, on, shape};
 /// A store, the faults before it, and the directory below it.
 pub(crate) struct Store {
     pub(crate) engine: Engine,
+    /// The lowest medium.
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) faults: Arc<FaultyEngine>,
     pub(crate) setup: Setup,
@@ -96,6 +97,11 @@ fn in_memory(
 /// Where the root above another one lies: beside it, so a test that has one opens a directory below its own.
 pub(crate) fn above(root: &Path) -> PathBuf {
     root.with_extension("above")
+}
+
+/// A memory as a medium, with its threads.
+fn of_memory(memory: &Arc<MemoryBackend>) -> (Arc<dyn Backend>, Arc<IoPool>) {
+    (Arc::clone(memory) as Arc<dyn Backend>, Arc::clone(memory.pool()))
 }
 
 fn engine() -> Arc<FaultyEngine> {
@@ -161,25 +167,35 @@ impl Store {
         let identity = identity(setup.weights);
         let writer = ucm_store::random_u64();
         let mut memory = None;
-        let lower: Arc<dyn Backend> = match setup.medium {
+        let (backend, pool) = match setup.medium {
             Medium::Posix => media::posix(root, &setup, &identity, writer, &faults, &clock)?,
             Medium::Memory(records, policy) => {
-                let backend = in_memory(root, &setup, records, policy, &clock)?;
-                Arc::clone(memory.insert(backend)) as Arc<dyn Backend>
+                of_memory(memory.insert(in_memory(root, &setup, records, policy, &clock)?))
             }
             Medium::Kind(word) => media::of_kind(word, root, &setup, writer, &clock)?,
         };
+        let tier = |(backend, pool), policy| TierConfig {
+            backend,
+            pool,
+            policy,
+            max_stuck: setup.breaker.max_stuck,
+        };
         let (mut map, mut upper) = (None, None);
-        let above: Option<(Arc<dyn Backend>, WritePolicy)> = match setup.above {
-            _ if setup.medium != Medium::Posix => None, // memory is the top stage
+        let above = match setup.above {
+            _ if setup.medium != Medium::Posix => None, // memory is the top tier
             Above::Nothing => None,
             Above::Map(records, policy) => {
                 let made = map.insert(MapBackend::new(records));
-                Some((Arc::new(MapStage(Arc::clone(made))), policy))
+                let top: Arc<dyn Backend> = Arc::new(MapStage(Arc::clone(made)));
+                let options = IoOptions {
+                    clock: Arc::clone(&clock),
+                    ..IoOptions::with_workers(2)
+                };
+                Some(((top, IoPool::psync(false, &options)?), policy))
             }
             Above::Memory(records, policy) => {
                 let made = in_memory(root, &setup, records, Policy::default(), &clock)?;
-                Some((Arc::clone(memory.insert(made)) as Arc<dyn Backend>, policy))
+                Some((of_memory(memory.insert(made)), policy))
             }
             Above::File => {
                 let io = upper.insert(engine());
@@ -192,26 +208,10 @@ impl Store {
                 ))
             }
         };
-        let backend = match above {
-            None => lower,
-            Some((top, policy)) => {
-                let stage = |backend, policy| StageConfig {
-                    backend,
-                    policy,
-                    max_stuck: setup.stage_breaker.max_stuck,
-                };
-                let tiers = TiersConfig {
-                    stages: vec![stage(top, WritePolicy::Through), stage(lower, policy)],
-                    record: record.clone(),
-                    identity: identity.clone(),
-                    part: setup.part,
-                    breaker: setup.stage_breaker,
-                    probe: setup.deadlines.probe,
-                    copy: setup.deadlines.dump,
-                    spare_slots: 8,
-                };
-                Arc::new(Tiers::new(tiers, Arc::clone(&clock))?)
-            }
+        let lower = (Arc::clone(&backend), pool);
+        let tiers = match above {
+            None => vec![tier(lower, WritePolicy::Through)],
+            Some((top, policy)) => vec![tier(top, WritePolicy::Through), tier(lower, policy)],
         };
         let config = EngineConfig {
             geometry,
@@ -234,7 +234,7 @@ impl Store {
             Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,
             None => Arc::new(HostDevice::new()),
         };
-        let engine = Engine::open(config, Arc::clone(&backend), device, clock)?;
+        let engine = Engine::open(config, tiers, device, clock)?;
         let store = Self {
             engine,
             backend,

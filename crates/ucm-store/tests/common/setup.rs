@@ -47,8 +47,6 @@ impl Above {
 #[derive(Clone)]
 pub(crate) struct Setup {
     pub(crate) above: Above,
-    /// The breaker of each stage of a pipeline.
-    pub(crate) stage_breaker: BreakerConfig,
     pub(crate) medium: Medium,
     pub(crate) tensors: Vec<u64>,
     pub(crate) layers: u32,
@@ -153,7 +151,6 @@ impl Default for Setup {
         };
         Self {
             above: Above::of_this_run(),
-            stage_breaker: never,
             medium: Medium::Posix,
             tensors: if compressing() { LARGE_TENSORS } else { TENSORS }.to_vec(),
             layers: 3,

@@ -1,4 +1,15 @@
-"""The vLLM connector: ``UCMConnector`` picks the configured mode, ``UCMDirectConnector`` names the direct one."""
+"""The vLLM connector: ``UCMConnector`` picks the configured mode, ``UCMDirectConnector`` names the direct one.
+
+vLLM makes one connector in its scheduler and one in every worker. In this order, each part imports only parts above it:
+
+- ``guard``, ``device``, ``root_file``, ``background``, ``configured_stores``: what both halves need;
+  ``miss_stats``, ``tier_counts``, ``metrics``: what they count
+- ``identity``: the names under which KV is stored: the engine's identity and the keys of its blocks
+- ``metadata``: what the scheduler half and the workers send each other in every step
+- ``admission``: which hits are worth loading
+- ``scheduler``, ``worker``: the two halves, which do not import each other
+- ``factory``: puts a half together from the configuration; ``connector``: the class that vLLM calls
+"""
 
 import os
 

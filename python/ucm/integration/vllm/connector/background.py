@@ -1,6 +1,6 @@
-"""A bounded number of daemon threads for what may take long: opening stores, lookups, touches.
+"""A small pool of daemon threads for work that may take long: opening stores, lookups, touches.
 
-Nothing here is joined: a thread stuck in a system call of a dead mount costs itself and nothing else.
+Its threads are never joined: one that is stuck in a system call on a dead mount delays nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The class vLLM sees: it picks the half for its role and passes every call on.
+"""The class vLLM calls: it builds the half for its role and passes every call on.
 
-Nothing raises into vLLM once the engine runs: what fails becomes a miss and a log line. A wrong configuration is told
-by the constructor, before the engine starts.
+Nothing raises into vLLM once the engine runs: what fails becomes a miss and a log line. A wrong configuration is
+reported by the constructor, before the engine starts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ucm.config import load, parse
 from ucm.errors import ConfigError
-from ucm.integration.vllm.connector.account import Account
+from ucm.integration.vllm.connector.factory import make_scheduler, make_worker, why_off
 from ucm.integration.vllm.connector.guard import harmless, logger
-from ucm.integration.vllm.connector.halves import scheduler_half, why_off, worker_half
-from ucm.integration.vllm.connector.metadata import StepPlan
+from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata
 from ucm.integration.vllm.connector.metrics import UcmPromMetrics, UcmStats
-from ucm.integration.vllm.connector.scheduler import NOTHING, SchedulerHalf
-from ucm.integration.vllm.connector.worker import WorkerHalf
+from ucm.integration.vllm.connector.miss_stats import MissStats
+from ucm.integration.vllm.connector.scheduler.scheduler import NOTHING, UCMConnectorScheduler
+from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker
 from ucm.logger import init_logger
 from ucm.reasons import MissReason
 from ucm.store.factory_v1 import UcmConnectorFactoryV1
@@ -64,21 +64,21 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         for store in (config, *config.alternatives):
             UcmConnectorFactoryV1.resolve(store.ucm_connector_name, store.ucm_connector_module_path)
         self._exports_metrics = config.metrics.enabled
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
+        self._scheduler: UCMConnectorScheduler | None = None
+        self._worker: UCMConnectorWorker | None = None
         self._off: MissReason | None = None
-        self._account: Account | None = None
+        self._miss_stats: MissStats | None = None
         if off := why_off(config, vllm_config, kv_cache_config):
             if role == KVConnectorRole.SCHEDULER:
                 self._off, why = off
-                self._account = Account(vllm_config.cache_config.block_size, time.monotonic())
+                self._miss_stats = MissStats(vllm_config.cache_config.block_size, time.monotonic())
                 logger.warning("the cache is off: %s", why)
         elif role == KVConnectorRole.WORKER:
-            self._worker = worker_half(config, vllm_config, kv_cache_config)
+            self._worker = make_worker(config, vllm_config, kv_cache_config)
         else:
             self._recompute_failed_loads()
-            self._scheduler = scheduler_half(config, vllm_config, kv_cache_config)
-            self._account = self._scheduler.account
+            self._scheduler = make_scheduler(config, vllm_config, kv_cache_config)
+            self._miss_stats = self._scheduler.miss_stats
             for line in config.describe():
                 logger.debug("configuration: %s", line)
 
@@ -97,7 +97,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     def _recompute_failed_loads(self) -> None:
         """vLLM's default ends the request of a failed load with an error; it reads the setting after this.
 
-        Inside a MultiConnector this is a copy that nobody reads: see :func:`.halves._only_stores`.
+        Inside a MultiConnector this is a copy that vLLM does not read: see :func:`.factory._only_stores`.
         """
         transfer = self._kv_transfer_config
         if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
@@ -116,13 +116,13 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM's block tables and pool."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
-            self._scheduler.bind_manager(kv_cache_manager)
+            self._scheduler.bind_kv_cache_manager(kv_cache_manager)
 
     @harmless(None)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """vLLM's pool of blocks."""
         if self._scheduler is not None:
-            self._scheduler.bind_pool(gpu_block_pool)
+            self._scheduler.bind_gpu_block_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -134,37 +134,37 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         """A request arrived: its lookup begins."""
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
-        elif self._account is not None and self._off is not None:
-            self._account.left_alone(request, self._off)
+        elif self._miss_stats is not None and self._off is not None:
+            self._miss_stats.bypassed(request, self._off)
 
     @harmless((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded, or None while that is being looked up; loads are asynchronous."""
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.matched(request, num_computed_tokens)
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were allocated. Not guarded: a load that vLLM expects must not get lost."""
         if self._scheduler is not None:
-            self._scheduler.admitted(request, blocks, num_external_tokens)
+            self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     @harmless(NOTHING)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers do in this step."""
-        return NOTHING if self._scheduler is None else self._scheduler.plan(scheduler_output)
+        return NOTHING if self._scheduler is None else self._scheduler.build_connector_meta(scheduler_output)
 
     @harmless(None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers did."""
         if self._scheduler is not None:
-            self._scheduler.worker_output(connector_output)
+            self._scheduler.update_connector_output(connector_output)
 
     @harmless((False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request ended; its blocks may be freed, what is still to be read of them is read in time."""
         if self._scheduler is not None:
-            self._scheduler.finished(request)
+            self._scheduler.request_finished(request)
         return False, None
 
     def request_finished_all_groups(
@@ -177,13 +177,13 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless(False)
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine should go on stepping."""
-        return self._scheduler is not None and self._scheduler.wants_steps
+        return self._scheduler is not None and self._scheduler.has_pending_push_work
 
     @harmless(None)
     def reset_cache(self) -> bool | None:
         """vLLM's caches are being reset together with ours: the weights are looked at before it is used again."""
         if self._scheduler is not None:
-            self._scheduler.reset()
+            self._scheduler.reset_cache()
         return True
 
     # Worker half --------------------------------------------------------------------------------------------
@@ -191,20 +191,20 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Where the KV lies."""
         if self._worker is not None:
-            self._worker.register(kv_caches)
+            self._worker.register_kv_caches(kv_caches)
 
     @harmless(None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The plan of the step that begins."""
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, StepPlan):
-            self._worker.bind(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, UCMConnectorMetadata):
+            self._worker.bind_connector_metadata(connector_metadata)
 
     @harmless(None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin the step's loads; before or after the forward pass, vLLM decides."""
         if self._worker is not None:
-            self._worker.start_loads()
+            self._worker.start_load_kv()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: requests run when all their layers are loaded."""
@@ -226,12 +226,12 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Device blocks a load did not fill."""
-        return set() if self._worker is None else self._worker.take_bad_blocks()
+        return set() if self._worker is None else self._worker.get_block_ids_with_load_errors()
 
     @harmless(None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """News for the scheduler half."""
-        return None if self._worker is None else self._worker.report()
+        return None if self._worker is None else self._worker.build_connector_worker_meta()
 
     # Both ---------------------------------------------------------------------------------------------------
 
@@ -241,8 +241,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         news: dict[str, Any] = {}
         if self._scheduler is not None:
             self._scheduler.step_ended()  # this is asked at the end of every step
-        if self._account is not None:
-            news |= self._account.take() or {}
+        if self._miss_stats is not None:
+            news |= self._miss_stats.take() or {}
         elif self._worker is not None:
             news |= (self._worker.take_bytes() or {}) | self._worker.take_seconds() | self._worker.take_tiers()
         if self._scheduler is not None:
@@ -283,7 +283,7 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.shutdown()
         if self._scheduler is not None:
-            self._scheduler.close()
+            self._scheduler.shutdown()
 
 
 class UCMDirectConnector(UCMConnector):

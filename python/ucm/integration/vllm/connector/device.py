@@ -1,4 +1,7 @@
-"""Which devices ucm runs on: its engine copies with the processor, so the KV has to lie in the host's memory."""
+"""Which devices ucm serves, and what vLLM is told about processor cores.
+
+ucm copies with the processor, so the KV has to lie in the host's memory: only vLLM on a CPU is served.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-#: Processors that vLLM keeps free of computing on a CPU, and where its threads compute: the user's word for both.
+#: Processors that vLLM keeps free of computing on a CPU, and where its threads compute: what the user sets for both.
 _RESERVED, _BOUND = "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND"
 #: Ranks share the processors of one memory node, which vLLM has for tests.
 _SHARED = "VLLM_CPU_SIM_MULTI_NUMA"
@@ -46,7 +49,7 @@ def keep_a_core(cores: int, environ: MutableMapping[str, str]) -> None:
 
 
 def cores_here() -> int:
-    """Cores that this process may run on, each counted once however many threads it has; 0 where nobody says."""
+    """Cores that this process may run on, each counted once however many threads it has; 0 if that is not known."""
     topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     try:
         return len({Path(topology.format(cpu)).read_text() for cpu in os.sched_getaffinity(0)})

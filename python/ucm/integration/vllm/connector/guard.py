@@ -1,4 +1,4 @@
-"""Keeps trouble of the cache away from requests: what fails becomes a miss and one log line now and then."""
+"""Logging and error handling for code that vLLM calls: failures become misses, and repeated warnings are limited."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ throttle = Throttle()
 _once: set[str] = set()
 
 
-def say_once(message: str, *args: object) -> None:
+def info_once(message: str, *args: object) -> None:
     """Log at level info, once per process and text."""
     text = message % args if args else message
     if text not in _once:

@@ -1,9 +1,10 @@
-"""What the two halves of the connector tell each other: one small, versioned object in each direction per step.
+"""What the scheduler half and the workers send each other: one small, versioned object in each direction per step.
 
-Scheduler half to workers: :class:`StepPlan`. A worker to the scheduler half: :class:`WorkerReport`, made of one
-:class:`RankReport` per rank, the first with a :class:`Handshake`. vLLM's own channel for handshakes is not used: inside
-a MultiConnector it carries one connector's, to all of them. All this is pickled by vLLM, so keys travel as joined bytes
-and device block numbers as NumPy arrays, and a step with nothing to do sends a few bytes.
+The scheduler half sends :class:`UCMConnectorMetadata`. The workers answer with :class:`UCMConnectorWorkerMetadata`,
+which holds one :class:`RankReport` per rank; a rank's first report carries its :class:`Handshake`. vLLM's own channel
+for handshakes is not used: inside a MultiConnector it hands the metadata of one connector to all of them. vLLM pickles
+these objects, so keys travel as joined bytes and device block numbers as NumPy arrays, and a step with nothing to do
+sends a few bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from ucm.integration.vllm.connector.weight_files import WeightSource
+from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 from ucm.store.ucmstore_v1 import Priority
 
 #: Changes with every change of meaning; the halves of one engine always agree, and a mismatch switches ucm off.
@@ -52,7 +53,7 @@ class Load:
 
 @dataclass(slots=True)
 class Dump:
-    """Blocks to write, on every rank, in chain order; the source is as it should be until a plan says *settle*."""
+    """Blocks to write, on every rank, in chain order; their sources do not change before the job is to be flushed."""
 
     job: int
     request: str
@@ -82,12 +83,12 @@ class StoreSetup:
 class Prefetch:
     """Blocks of requests that wait, to be brought up in every rank's own memory: a hint."""
 
-    cancelled: bytes = b""  # keys that nobody waits for any more
+    cancelled: bytes = b""  # keys that no request waits for any more
     wanted: list[tuple[Priority, bytes]] = field(default_factory=list)  # keys by how soon they are wanted
 
 
 @dataclass(slots=True)
-class StepPlan(KVConnectorMetadata):
+class UCMConnectorMetadata(KVConnectorMetadata):
     """What the workers do in this step."""
 
     version: int = VERSION
@@ -96,18 +97,10 @@ class StepPlan(KVConnectorMetadata):
     dumps: list[Dump] = field(default_factory=list)
     touched: list[tuple[int, bytes]] = field(default_factory=list)  # in use: pieces of chains, from an ordinal on
     prefetch: Prefetch | None = None
-    settle: list[int] = field(default_factory=list)  # dumps whose blocks others got: read before this step writes
-    judge: int | None = None  # compare the weights in memory with those known, for this generation
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsWord:
-    """What a rank says about the weights in its memory."""
-
-    generation: int  # the one it was asked for
-    unchanged: bool | None  # since it was last asked, or since they were loaded; None: it cannot tell
-    named: WeightSource | None  # the files vLLM names since then, if it names others
-    since_ns: int  # Unix time at which memory was last found to hold what it held before
+    jobs_to_flush: list[int] = field(
+        default_factory=list
+    )  # dumps whose blocks others got: read before this step writes
+    check_weights: int | None = None  # compare the weights in memory with those known, for this generation
 
 
 @dataclass(slots=True)
@@ -127,7 +120,7 @@ class LoadFailure:
     first: int  # ordinal of the first block that is not there
     refused: bytes  # keys whose records are bad, not merely late
     reasons: tuple[str, ...] = ()  # names of MissReason, of every block from the first on
-    newer: bytes = b""  # keys whose records are of a newer version: no hits, and left alone
+    newer: bytes = b""  # keys whose records are of a newer version: no hits, and not replaced
 
 
 @dataclass(slots=True)
@@ -173,18 +166,18 @@ class RankReport:
     wants_touches: bool = False  # its store is to be told of what is in use: no touch of another process reaches it
     prefetch_room: int = 0  # blocks that may be brought up there ahead of need
     served: list[LoadServed] = field(default_factory=list)
-    weights: WeightsWord | None = None  # when it was asked for
+    weights: WeightsReport | None = None  # when it was asked for
 
 
 @dataclass(slots=True)
-class WorkerReport(KVConnectorWorkerMetadata):
+class UCMConnectorWorkerMetadata(KVConnectorWorkerMetadata):
     """The reports of all ranks of a step, one after the other."""
 
     version: int = VERSION
     ranks: list[RankReport] = field(default_factory=list)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> UCMConnectorWorkerMetadata:
         """Both sets of reports; vLLM merges the workers' answers with this."""
-        if not isinstance(other, WorkerReport):
+        if not isinstance(other, UCMConnectorWorkerMetadata):
             return self
-        return WorkerReport(self.version, self.ranks + other.ranks)
+        return UCMConnectorWorkerMetadata(self.version, self.ranks + other.ranks)

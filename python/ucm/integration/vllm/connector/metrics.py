@@ -1,8 +1,8 @@
-"""The connector's counters and times in vLLM's own log line and Prometheus registry, through its hooks for statistics.
+"""The connector's counters and times in vLLM's log line and Prometheus registry, through vLLM's hooks for statistics.
 
-Both halves hand vLLM what happened since its last question, as one flat dictionary of whole numbers and, for times, of
-short lists of seconds; vLLM puts those of ranks and halves together and brings them to the process that logs and
-exports. Nothing here raises into vLLM.
+Each half hands vLLM what happened since vLLM last asked, as one flat dictionary: counts are whole numbers, times are
+short lists of seconds. vLLM adds up ranks and halves and carries the result to the process that logs and exports.
+Nothing here raises into vLLM.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prometheus_client import Gauge as PrometheusGauge
 from prometheus_client import Histogram as PrometheusHistogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from ucm.integration.vllm.connector import account
+from ucm.integration.vllm.connector import miss_stats as miss_stats
 from ucm.integration.vllm.connector.guard import harmless
 from ucm.integration.vllm.connector.tier_counts import COUNTER, GAUGE, TIER_COUNTERS, TIER_GAUGES
 from ucm.reasons import MissReason
@@ -31,14 +31,14 @@ LOAD_SECONDS, DUMP_SECONDS = "load_seconds", "dump_seconds"
 
 #: Counter -> (name in Prometheus without ``_total``, what it counts).
 COUNTERS = {
-    account.ASKED: ("ucm_asked_blocks", "Full blocks of admitted requests that vLLM's own cache did not hold."),
-    account.HIT: ("ucm_hit_blocks", "Blocks found in the store and claimed."),
-    account.LOADED: ("ucm_loaded_blocks", "Blocks loaded from the store by every rank instead of being computed."),
-    account.PUBLISHED: ("ucm_published_blocks", "Blocks stored by every rank."),
-    account.UNPUBLISHED: ("ucm_unpublished_blocks", "Blocks that some rank failed to store."),
+    miss_stats.ASKED: ("ucm_asked_blocks", "Full blocks of admitted requests that vLLM's own cache did not hold."),
+    miss_stats.HIT: ("ucm_hit_blocks", "Blocks found in the store and claimed."),
+    miss_stats.LOADED: ("ucm_loaded_blocks", "Blocks loaded from the store by every rank instead of being computed."),
+    miss_stats.PUBLISHED: ("ucm_published_blocks", "Blocks stored by every rank."),
+    miss_stats.UNPUBLISHED: ("ucm_unpublished_blocks", "Blocks that some rank failed to store."),
     LOADED_BYTES: ("ucm_loaded_bytes", "Bytes of KV loaded from the store, of all ranks."),
     PUBLISHED_BYTES: ("ucm_published_bytes", "Bytes of KV stored, of all ranks."),
-    account.DECLINED_TOKENS: ("ucm_declined_tokens", "Tokens computed because loading them would have been slower."),
+    miss_stats.DECLINED_TOKENS: ("ucm_declined_tokens", "Tokens computed because loading them would have been slower."),
 }
 MISSED_BLOCKS = ("ucm_missed_blocks", "Blocks asked for that were computed after all, by reason.")
 
@@ -51,13 +51,16 @@ GAUGES = {
 
 #: Times -> (name in Prometheus, what is measured).
 HISTOGRAMS = {
-    account.LOOKUP_SECONDS: ("ucm_lookup_seconds", "From a request's arrival to the store's answer, hashing included."),
+    miss_stats.LOOKUP_SECONDS: (
+        "ucm_lookup_seconds",
+        "From a request's arrival to the store's answer, hashing included.",
+    ),
     LOAD_SECONDS: ("ucm_load_seconds", "From the beginning of a load to the step that saw its end, on each rank."),
     DUMP_SECONDS: ("ucm_dump_seconds", "From the beginning of a dump to the step that saw it stored, on each rank."),
 }
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 #: Times of each kind kept between two of vLLM's log lines.
-_LOGGED = 4 * account.TIMES
+_LOGGED = 4 * miss_stats.TIMES
 
 
 class UcmStats(KVConnectorStats):
@@ -125,7 +128,7 @@ class UcmPromMetrics(KVConnectorPromMetrics):
         for engine, values in per_engine_labelvalues.items():
             counters = {key: make(*texts, tuple(labelnames)).labels(*values) for key, texts in COUNTERS.items()}
             for reason in MissReason:
-                counters[account.MISSED + reason] = missed.labels(*values, str(reason))
+                counters[miss_stats.MISSED + reason] = missed.labels(*values, str(reason))
             self._counters[engine] = counters
             self._gauges[engine] = {
                 key: show(*texts, tuple(labelnames)).labels(*values) for key, texts in GAUGES.items()

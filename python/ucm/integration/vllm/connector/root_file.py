@@ -1,8 +1,8 @@
-"""A small JSON file beside a root's marker, in which processes remember what costs time to find out again.
+"""A small JSON file beside a root's marker that keeps results which are slow to compute, across processes.
 
-It is a convenience and never the truth: it is read with doubt, written as a whole under a private name first, and two
-that write at the same time may lose an entry of one of them. Nothing waits long for a directory that does not answer.
-Stores that have no directory have theirs in the user's state directory.
+The file is a cache: its content is checked when it is read and may be missing. A writer replaces it as a whole, and two
+processes that write at the same time may lose entries of one of them. Calls on a directory that does not answer are
+limited in time and number. Stores without a directory use the user's state directory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT_MARKER = "ucm-root.json"
 LONGEST = 16 << 20
 
 
-#: How long a directory has to answer, in seconds, and how many calls may hang on one before nobody asks it any more.
+#: How long a directory has to answer, in seconds, and how many calls may hang on one before it is not asked any more.
 ANSWER_S, MOST_HANGING = 2.0, 4
 
 _under_way: Counter[str] = Counter()

@@ -1,6 +1,6 @@
-"""What the tiers of a store did, for vLLM's statistics: counters as differences, sizes and health as they are.
+"""Statistics of a store's tiers for vLLM: counters as differences, sizes and health as current values.
 
-A name in the statistics is ``tier.<counter>.<tier>`` or ``tier_now.<gauge>.<tier>.<half>``: flat, as everything that
+A name in the statistics is ``tier.<counter>.<tier>`` or ``tier_now.<gauge>.<tier>.<half>``: flat, like everything that
 vLLM carries from the halves to the process that exports.
 """
 

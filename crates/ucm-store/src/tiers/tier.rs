@@ -1,0 +1,314 @@
+//! One tier: its medium and the threads that work on it, how well that is, which of its copies were refused, and what it did.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use parking_lot::Mutex;
+use ucm_core::{BlockId, Error, ErrorKind, MissReason};
+use ucm_infra::{IdSet, Mono};
+use ucm_io::IoPool;
+
+use super::{TierConfig, TierStats, WritePolicy};
+use crate::backend::{Backend, MediumStats};
+use crate::health::{Breaker, BreakerConfig, Change};
+
+/// Most refused copies remembered of a tier. To forget one is safe: every copy is verified when it is read.
+const REMEMBERED: usize = 1 << 16;
+
+/// Requests that failed last that are told apart.
+const REQUESTS: usize = 16;
+/// Records from above that are published together at the latest.
+const TOGETHER: usize = 16;
+
+/// One tier.
+pub(crate) struct Tier {
+    pub(super) backend: Arc<dyn Backend>,
+    pub(super) pool: Arc<IoPool>,
+    pub(super) name: String,
+    pub(super) policy: WritePolicy,
+    /// Answers at once and ends with its processes.
+    pub(super) memory: bool,
+    /// What it said when it was opened.
+    pub(super) words: Mutex<String>,
+    pub(super) breaker: Breaker,
+    /// It was usable once.
+    pub(super) ready: AtomicBool,
+    /// Somebody looks at it for the first time, or again.
+    pub(super) probing: AtomicBool,
+    /// The requests that failed last: what fails of one is one failure.
+    failed_requests: Mutex<VecDeque<u64>>,
+    refused: IdSet<BlockId>,
+    /// Records that the tier above gives up and that are not published here yet.
+    demoting: AtomicUsize,
+    /// Refused because they are of a newer version: no hits, and never replaced.
+    newer: IdSet<BlockId>,
+    pub(super) counts: Counts,
+}
+
+/// What [`TierStats`] says, as it is counted.
+#[derive(Default)]
+pub(super) struct Counts {
+    pub(super) hits: AtomicU64,
+    pub(super) blocks_read: AtomicU64,
+    pub(super) bytes_read: AtomicU64,
+    pub(super) blocks_written: AtomicU64,
+    pub(super) bytes_written: AtomicU64,
+    pub(super) failures: AtomicU64,
+    pub(super) copies_refused: AtomicU64,
+    pub(super) promotions: AtomicU64,
+    pub(super) demotions: AtomicU64,
+    pub(super) copies_dropped: AtomicU64,
+}
+
+/// Adds to a counter.
+pub(super) fn add(counter: &AtomicU64, n: u64) {
+    counter.fetch_add(n, Ordering::Relaxed);
+}
+
+/// Whether an operation may go to a tier now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Admission {
+    Yes,
+    No,
+    /// Not before somebody looked at it.
+    Look,
+}
+
+impl Tier {
+    pub(super) fn new(config: TierConfig, name: String, breaker: BreakerConfig) -> Self {
+        let breaker = BreakerConfig {
+            max_stuck: config.max_stuck,
+            ..breaker
+        };
+        Self {
+            memory: config.backend.memory().is_some(),
+            words: Mutex::default(),
+            backend: config.backend,
+            pool: config.pool,
+            name,
+            policy: config.policy,
+            breaker: Breaker::new(breaker),
+            ready: AtomicBool::new(false),
+            probing: AtomicBool::new(false),
+            failed_requests: Mutex::default(),
+            refused: IdSet::default(),
+            demoting: AtomicUsize::new(0),
+            newer: IdSet::default(),
+            counts: Counts::default(),
+        }
+    }
+
+    /// A record comes down from the tier above, which keeps its place until it is published here; that few are on their
+    /// way at once is the bound there. True where a medium that publishes many together should wait for no more.
+    pub(super) fn demotion_begins(&self) -> bool {
+        let before = self.demoting.fetch_add(1, Ordering::AcqRel);
+        before % TOGETHER == TOGETHER - 1
+    }
+
+    /// It is published, or was dropped.
+    pub(super) fn demotion_ended(&self) {
+        self.demoting.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// Lets an operation of a request pass, or not; what it brings is told by [`Tier::answered`] or [`Tier::failed`].
+    pub(super) fn admit(&self, request: u64, now: Mono) -> (Admission, Option<Change>) {
+        if self.overrun() {
+            return (Admission::No, self.trip_if_overrun(now));
+        }
+        if !self.breaker.allows(request, now) {
+            return (Admission::No, None);
+        }
+        if !self.ready.load(Ordering::Acquire) {
+            return (Admission::Look, None);
+        }
+        (Admission::Yes, None)
+    }
+
+    /// Whether an operation of that request would pass now.
+    pub(super) fn may(&self, request: u64, now: Mono) -> bool {
+        self.ready.load(Ordering::Acquire) && self.breaker.would_allow(request, now) && !self.overrun()
+    }
+
+    /// Whether a read has a chance, without asking the medium: false only where it is known that the record is not here.
+    pub(super) fn may_have(&self, id: BlockId) -> bool {
+        self.backend.memory().is_none_or(|memory| memory.has(id))
+    }
+
+    /// Whether everything passes.
+    pub(super) fn is_well(&self) -> bool {
+        self.ready.load(Ordering::Acquire) && self.breaker.is_closed()
+    }
+
+    /// Switches it off while too many of its threads are lost.
+    pub(super) fn trip_if_overrun(&self, now: Mono) -> Option<Change> {
+        self.overrun().then(|| self.breaker.trip(now)).flatten()
+    }
+
+    fn overrun(&self) -> bool {
+        self.pool.stuck() >= self.breaker.max_stuck()
+    }
+
+    /// The medium answered.
+    pub(super) fn answered(&self) -> Option<Change> {
+        if self.breaker.is_closed() || !self.overrun() {
+            return self.breaker.success();
+        }
+        None
+    }
+
+    /// An operation of a request failed. `true` in front if that speaks of the medium.
+    pub(super) fn failed(&self, error: &Error, request: u64, now: Mono) -> (bool, Option<Change>) {
+        let of_medium = matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io);
+        if of_medium {
+            let mut requests = self.failed_requests.lock();
+            if requests.contains(&request) {
+                return (of_medium, None); // the pieces of one request are one failure
+            }
+            if requests.len() == REQUESTS {
+                requests.pop_front();
+            }
+            requests.push_back(request);
+        }
+        (of_medium, self.breaker.failure(error, now))
+    }
+
+    /// This copy is no hit until another takes its place.
+    pub(super) fn refuse(&self, id: BlockId, reason: MissReason) {
+        let ids = match reason {
+            MissReason::NewerVersion => &self.newer,
+            _ => &self.refused,
+        };
+        if ids.insert(id) && ids.len() > REMEMBERED {
+            ids.clear();
+        }
+    }
+
+    /// Another copy took the place of one that may have been refused.
+    pub(super) fn forgive(&self, id: BlockId) {
+        for ids in [&self.refused, &self.newer] {
+            if !ids.is_empty() {
+                ids.remove(&id);
+            }
+        }
+    }
+
+    pub(super) fn has_refused(&self, id: BlockId) -> bool {
+        self.replaces(id) || (!self.newer.is_empty() && self.newer.contains(&id))
+    }
+
+    /// Whether the next copy takes the place of the one that is there.
+    pub(super) fn replaces(&self, id: BlockId) -> bool {
+        !self.refused.is_empty() && self.refused.contains(&id)
+    }
+
+    pub(super) fn stats(&self) -> TierStats {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let MediumStats {
+            usage, compression, ..
+        } = self.backend.stats();
+        TierStats {
+            name: self.name.clone(),
+            hits: get(&self.counts.hits),
+            blocks_read: get(&self.counts.blocks_read),
+            bytes_read: get(&self.counts.bytes_read),
+            blocks_written: get(&self.counts.blocks_written),
+            bytes_written: get(&self.counts.bytes_written),
+            failures: get(&self.counts.failures),
+            copies_refused: get(&self.counts.copies_refused),
+            promotions: get(&self.counts.promotions),
+            demotions: get(&self.counts.demotions),
+            copies_dropped: get(&self.counts.copies_dropped),
+            memory: self.memory,
+            used_bytes: usage.used,
+            capacity_bytes: usage.capacity,
+            healthy: self.is_well(),
+            compression,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use ucm_io::IoOptions;
+
+    use super::*;
+    use crate::tiers::tests_support::Nothing;
+
+    fn tier(threshold: u32) -> Tier {
+        let breaker = BreakerConfig {
+            threshold,
+            window: Duration::from_secs(60),
+            cool_down: Duration::from_secs(1),
+            max_stuck: 4,
+        };
+        let config = TierConfig {
+            backend: Arc::new(Nothing),
+            pool: IoPool::psync(false, &IoOptions::with_workers(2)).unwrap(),
+            policy: WritePolicy::Through,
+            max_stuck: 4,
+        };
+        let tier = Tier::new(config, "nothing".into(), breaker);
+        tier.ready.store(true, Ordering::Release);
+        tier
+    }
+
+    #[test]
+    fn what_fails_of_one_request_is_one_failure() {
+        for kind in [ErrorKind::Timeout, ErrorKind::Io] {
+            let (tier, error) = (tier(2), Error::new(kind, "late, or unreadable"));
+            for _ in 0..8 {
+                assert_eq!(tier.failed(&error, 7, Mono(100)), (true, None));
+            }
+            assert!(tier.is_well());
+            assert_eq!(tier.failed(&error, 8, Mono(200)), (true, Some(Change::Opened)));
+            assert!(!tier.may(9, Mono(200)) && tier.may(9, Mono(2_000_000_000)));
+        }
+    }
+
+    #[test]
+    fn what_is_no_fault_of_the_medium_opens_nothing() {
+        let tier = tier(1);
+        for kind in [ErrorKind::NotFound, ErrorKind::Busy, ErrorKind::NoSpace] {
+            let (of_medium, change) = tier.failed(&Error::new(kind, "x"), 1, Mono(1));
+            assert!(!of_medium && change.is_none(), "{kind:?}");
+        }
+        assert_eq!(tier.admit(1, Mono(2)).0, Admission::Yes);
+    }
+
+    #[test]
+    fn before_it_was_ready_somebody_must_look() {
+        let tier = tier(1);
+        tier.ready.store(false, Ordering::Release);
+        assert_eq!(tier.admit(1, Mono(0)).0, Admission::Look);
+        assert!(!tier.may(1, Mono(0)));
+    }
+
+    #[test]
+    fn a_copy_of_a_newer_version_is_no_hit_and_is_not_replaced() {
+        let (tier, id) = (tier(1), BlockId([4; 16]));
+        tier.refuse(id, MissReason::NewerVersion);
+        assert!(tier.has_refused(id) && !tier.replaces(id));
+        tier.forgive(id);
+        assert!(
+            !tier.has_refused(id),
+            "it was gone, or another could not have been published"
+        );
+    }
+
+    #[test]
+    fn a_refused_copy_is_forgiven_with_the_next() {
+        let tier = tier(1);
+        let id = BlockId([3; 16]);
+        tier.refuse(id, MissReason::BadChecksum);
+        assert!(tier.has_refused(id) && tier.replaces(id));
+        tier.forgive(id);
+        assert!(!tier.has_refused(id));
+        for n in 0..=REMEMBERED as u128 {
+            tier.refuse(BlockId(n.to_le_bytes()), MissReason::BadChecksum);
+            assert!(tier.refused.len() <= REMEMBERED);
+        }
+    }
+}

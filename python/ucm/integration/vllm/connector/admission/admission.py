@@ -1,0 +1,343 @@
+"""Decides which part of a hit is loaded: only what is quicker than computing, as far as both speeds are known.
+
+A hit lies in one tier of the store or in several. It can be loaded whole, or cut before the first block that lies in a
+lower tier. A cut pays when ``sum over its tiers of (queue wait + fixed + bytes / rate)``, plus the cost of the loads
+that were recently given up, is within a share of the time to compute its tokens. Of the cuts that pay, the one that
+saves most is loaded. An unknown tier is assumed to cost nothing, so it is loaded from and measured. Within one tier
+both sides grow with the length, so no shorter cut would pay better, and short hits are declined by the same rule.
+
+While the speed of computing is not known, a hit is loaded unless loads from its tiers were slower than any computing
+can plausibly be (:meth:`~.compute_rate.ComputeRate.at_most`). An engine that has just started over a full store should
+use it; measuring by computing a prompt would cost that prompt's whole time.
+
+A declined hit measures nothing, so one is loaded from time to time. The time this may cost is kept in ledgers, one for
+each tier, in seconds: a tier earns :data:`LEARNING` of the compute time of each hit in it and what its loads saved, and
+pays for loads that took longer than computing. A hit is tried only when the ledger covers its expected loss, so in the
+long run the cache costs no more than that share, at any speed.
+
+The time of a load is attributed to the slowest of its tiers, less what was expected of the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate, ComputeSpeed
+from ucm.integration.vllm.connector.admission.load_rate import LoadRate, LoadSpeed
+
+#: Part of the time that computing the hits takes which may be spent on learning.
+LEARNING = 0.01
+#: What a ledger begins with, in seconds.
+FIRST_S = 0.5
+#: HitPolicy of a tier without a load of it that ended, before one is loaded to learn.
+UNLEARNT = 8
+#: A ledger is kept within so many times what the load at hand may take.
+LEDGER = 4.0
+#: A load is behind when it has taken so many times what was expected, counted from the end of the step by which it had
+#: begun for certain: the first that ends may have been planned before it.
+BEHIND, BEGUN = 2.0, 2
+#: Tiers told apart; those further down are one.
+TIERS = 8
+
+
+class Verdict(Enum):
+    """What becomes of a hit."""
+
+    LOAD = "load"
+    LEARN = "learn"  # would be declined, and is loaded to learn the rates anew
+    DECLINE = "decline"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A hit, or the beginning of one: its tokens, and its bytes by the number of the tier that has them."""
+
+    tokens: int
+    sizes: Mapping[int, int]
+
+
+@dataclass(slots=True)
+class _Tier:
+    rate: LoadRate = field(default_factory=LoadRate)
+    waiting: int = 0  # bytes of loads under way
+    moved: int = 0  # bytes of loads ended
+    ended: float = float("-inf")  # when its last load did
+    unlearnt: int = 0  # hits since the last load that ended
+    ledger: float = FIRST_S  # seconds
+
+
+@dataclass(slots=True)
+class _Load:
+    sizes: Mapping[int, int]  # bytes by tier, as planned
+    tokens: int
+    slowest: int  # the tier that is expected to take most of its time
+    compute: float | None  # seconds that computing its tokens would have taken
+    allowance: float | None  # seconds it may take
+    expected: float | None  # seconds
+    learns: bool
+    began: float
+    moved: Mapping[int, int]  # bytes of each tier's loads ended before it began
+    steps: int = 0  # ended since then
+    begun: float = 0.0  # when it had begun for certain
+    failed: bool = False
+    late: bool = False
+    served: tuple[int, ...] = ()  # blocks by tier, as the rank said that had most from furthest down
+
+
+class Admission:
+    """One engine's judgement of hits, and what it knows of its loads."""
+
+    def __init__(
+        self, mode: str, share: float, compute_rate: ComputeRate, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``mode``: measured, always or never; ``share`` of the time to compute that a load may take."""
+        self._mode, self._share, self.compute_rate, self._clock = mode, share, compute_rate, clock
+        self._tiers: dict[int, _Tier] = {}
+        self._newest: _Tier | None = None
+        self._loads: dict[str, _Load] = {}
+        self._seen = float("-inf")  # when the workers' reports were last looked at
+        self.learning_loads = 0
+
+    # Judging ------------------------------------------------------------------------------------------------
+
+    def worth_waiting(self, tokens: int, rest: int) -> bool:
+        """Whether a request should wait for the store's answer while others compute.
+
+        Not where computing all ``tokens`` that it could load (``rest`` more are computed anyway) takes less than the
+        step that it loses by waiting, and the one that a load takes at least. Where no speed is known, it should.
+        """
+        if self._mode != "measured":
+            return self._mode == "always"
+        compute = self.compute_rate.seconds(tokens, rest)
+        return compute is None or self._share * compute >= 2 * self.compute_rate.step_under_way(self._clock())
+
+    def decide(self, cuts: Sequence[Cut], rest: int, *, again: bool = False) -> tuple[Cut | None, Verdict]:
+        """Which of these cuts to load, the whole hit being the last, for a request that computes ``rest`` tokens more
+        than all of it; None: nothing. Each hit adds to a ledger, once: ``again`` for one that was judged before."""
+        whole = cuts[-1]
+        if self._mode != "measured":
+            return (whole, Verdict.LOAD) if self._mode == "always" else (None, Verdict.DECLINE)
+        now, total = self._clock(), whole.tokens + rest
+        compute, allowance = (
+            self.compute_rate.seconds(whole.tokens, rest),
+            self.compute_rate.allowance(whole.tokens, rest),
+        )
+        if compute is None or allowance is None:
+            usable = [cut for cut in cuts if not self._hopeless(cut, now)]
+            return (usable[-1], Verdict.LOAD) if usable else (None, Verdict.DECLINE)
+        last = self._tier(max(whole.sizes, default=0))
+        if not again:
+            last.unlearnt += 1
+            self._book(last, LEARNING * (self.compute_rate.seconds(total, 0) or 0.0), allowance)
+        best, most, saved = None, 0.0, 0.0
+        for cut in cuts:
+            gain, saves = self._gain(cut, total - cut.tokens, now)
+            if gain >= most:
+                best, most, saved = cut, gain, saves
+        if best is whole:
+            return whole, Verdict.LOAD
+        declined = best, Verdict.DECLINE if best is None else Verdict.LOAD
+        if last.waiting or last.ledger < 0:
+            return declined
+        step = self.compute_rate.step_under_way(now)
+        at_best = sum(self._tier(tier).rate.at_best(tier_size) for tier, tier_size in whole.sizes.items())
+        if self._share * compute - max(at_best + step / 2, step) >= most:
+            return whole, Verdict.LEARN
+        load = self._seconds(whole, now)
+        loss = saved + (max(load - compute, -saved) if load <= allowance else allowance)
+        return declined if last.unlearnt < UNLEARNT or loss > last.ledger else (whole, Verdict.LEARN)
+
+    def _gain(self, cut: Cut, rest: int, now: float) -> tuple[float, float]:
+        """How far a cut is within the share of computing it, and what it saves, in seconds. What is unknown altogether
+        is taken to cost nothing."""
+        compute = self.compute_rate.seconds(cut.tokens, rest) or 0.0
+        if not self._known(cut) and not self._behind(cut, now):
+            return self._share * compute, compute
+        load = self._seconds(cut, now)
+        late = (
+            self.compute_rate.allowance(cut.tokens, rest) or 0.0
+        ) + compute  # a load given up, with computing after it
+        given_up = max(self._tier(tier).rate.given_up for tier in cut.sizes)
+        return self._share * compute - load - given_up * max(late - load, 0.0), compute - load
+
+    def _known(self, cut: Cut) -> bool:
+        return any(self._tier(tier).rate.seconds(0) is not None for tier in cut.sizes)
+
+    def _seconds(self, cut: Cut, now: float) -> float:
+        """What loading a cut takes until vLLM sees it, as far as is known."""
+        load, step = 0.0, self.compute_rate.step_under_way(now)
+        for number, size in cut.sizes.items():
+            tier = self._tier(number)
+            load += tier.rate.seconds(tier.waiting + size) or 0.0
+        return max(max(load, self._behind(cut, now)) + step / 2, step)
+
+    def _hopeless(self, cut: Cut, now: float) -> bool:
+        """Whether loads from a cut's tiers were slower than computing as much can plausibly be, or the oldest under way
+        is by now: from when it was first in line."""
+        at_best = sum(self._tier(number).rate.at_best(size) for number, size in cut.sizes.items())
+        if at_best > self.compute_rate.at_most(cut.tokens):
+            return True
+        loads = [load for load in self._loads.values() if load.slowest in cut.sizes and load.steps > BEGUN]
+        if not loads:
+            return False
+        oldest = min(loads, key=lambda load: load.begun)
+        first = max(oldest.begun, self._tier(oldest.slowest).ended)
+        return now - first > self.compute_rate.at_most(oldest.tokens)
+
+    def _tier(self, number: int) -> _Tier:
+        return self._tiers.setdefault(min(number, TIERS - 1), _Tier())
+
+    def _behind(self, cut: Cut, now: float) -> float:
+        """How long the oldest load from a cut's tiers has taken that is behind what was expected; 0: none is."""
+        return max(
+            (
+                now - load.begun
+                for load in self._loads.values()
+                if load.slowest in cut.sizes
+                and load.steps > BEGUN
+                and now - load.begun > BEHIND * (load.expected or 0.0)
+            ),
+            default=0.0,
+        )
+
+    # Loads --------------------------------------------------------------------------------------------------
+
+    def began(self, request: str, cut: Cut, rest: int, *, learns: bool = False) -> float | None:
+        """A load was planned for a request that computes ``rest`` tokens besides; the seconds it may take, None for
+        the store's own deadline."""
+        self.forget(request)  # never two of one request
+        known = {number: self._tier(number) for number in cut.sizes}
+        ahead = {number: tier.waiting + cut.sizes[number] for number, tier in known.items()}
+        expected = [tier.rate.seconds(ahead[number]) for number, tier in known.items()]
+        self._loads[request] = _Load(
+            dict(cut.sizes),
+            cut.tokens,
+            self._slowest(ahead),
+            self.compute_rate.seconds(cut.tokens, rest),
+            self.compute_rate.allowance(cut.tokens, rest),
+            sum(seconds or 0.0 for seconds in expected) if any(s is not None for s in expected) else None,
+            learns,
+            self._clock(),
+            {number: tier.moved for number, tier in known.items()},
+        )
+        for number, tier in known.items():
+            tier.waiting += cut.sizes[number]
+        self.learning_loads += learns
+        return self._loads[request].allowance
+
+    def _slowest(self, sizes: Mapping[int, int]) -> int:
+        """The tier that takes most of the time for so many bytes; one that is not known, if there is any."""
+
+        def takes(number: int) -> tuple[float, int]:
+            seconds = self._tier(number).rate.seconds(sizes[number])
+            return float("inf") if seconds is None else seconds, number
+
+        return max(sizes, key=takes, default=0)
+
+    def forget(self, request: str) -> None:
+        """A load of which nothing more will be heard."""
+        if load := self._loads.pop(request, None):
+            self._left(load)
+
+    def _left(self, load: _Load) -> None:
+        for number, size in load.sizes.items():
+            self._tier(number).waiting -= size
+
+    def oldest_first(self, requests: Iterable[str]) -> list[str]:
+        """Requests whose loads ended, in the order in which these began."""
+        far = float("inf")
+        return sorted(requests, key=lambda name: (self._loads[name].began if name in self._loads else far, name))
+
+    def failed(self, request: str, late: bool) -> None:
+        """A rank reported that its part of a load failed; ``late``: given up for its time."""
+        if load := self._loads.get(request):
+            load.failed, load.late = True, load.late or late
+
+    def served(self, request: str, blocks: tuple[int, ...]) -> None:
+        """A rank reported how many blocks of a load came from each tier."""
+        if (load := self._loads.get(request)) and sum(blocks) and blocks[::-1] > load.served[::-1]:
+            load.served = blocks
+
+    def ended(self, request: str) -> None:
+        """Every rank has reported a load: the slowest was the last. One that failed tells about the speed only if it
+        was given up."""
+        load = self._loads.pop(request, None)
+        if load is None:
+            return
+        now, late = self._clock(), load.late
+        self._left(load)
+        for number in load.sizes:
+            self._tier(number).ended = now
+        if load.failed and not late:
+            return
+        high = max(now - load.began, 0.0)
+        low = min(max(self._seen - load.began, 0.0), high)
+        moved = self._moved(load)
+        number = load.slowest if late else self._slowest(moved)
+        others = sum(self._tier(each).rate.seconds(size) or 0.0 for each, size in moved.items() if each != number)
+        tier = self._newest = self._tier(number)
+        tier.unlearnt = 0
+        if late:
+            tier.rate.add_sample(
+                moved[number], max(high - others, 0.0), float("inf"), late=True, accept_outlier=load.learns
+            )
+        else:
+            tier.rate.add_sample(
+                moved[number], max(low - others, 0.0), max(high - others, 0.0), accept_outlier=load.learns
+            )
+        if load.compute is not None and load.allowance is not None:
+            self._book(tier, -high if late else load.compute - (low + high) / 2, load.allowance)
+
+    def _moved(self, load: _Load) -> dict[int, int]:
+        """Bytes that its tiers had to move from the beginning of a load to its end. Of one that ended well they are
+        counted, by what its ranks said of it; how far one came that was given up is not known."""
+        sizes = load.sizes
+        if load.served and not load.late:
+            block = sum(sizes.values()) / sum(load.served)
+            sizes = {number: round(blocks * block) for number, blocks in enumerate(load.served) if blocks}
+        moved = {}
+        for number, size in sizes.items():
+            tier = self._tier(number)
+            moved[number] = size + tier.moved - load.moved.get(number, tier.moved)
+            tier.moved += 0 if load.late else size
+        return moved
+
+    def step_ended(self) -> None:
+        """A step has ended and its reports were looked at."""
+        self._seen = now = self._clock()
+        self.compute_rate.ended(now)
+        for load in self._loads.values():
+            load.steps += 1
+            if load.steps == BEGUN:
+                load.begun = now
+
+    @staticmethod
+    def _book(tier: _Tier, seconds: float, allowance: float) -> None:
+        tier.ledger = min(max(tier.ledger + seconds, -LEDGER * allowance), LEDGER * allowance)
+
+    # What is remembered -------------------------------------------------------------------------------------
+
+    def known(self) -> tuple[ComputeSpeed | None, dict[int, LoadSpeed]]:
+        """What another process of this engine may start with: the speed of computing, and that of each tier known."""
+        rates = {number: tier.rate.known() for number, tier in sorted(self._tiers.items())}
+        return self.compute_rate.known(), {number: known for number, known in rates.items() if known is not None}
+
+    def recall(self, computing: ComputeSpeed | None, loading: Mapping[int, LoadSpeed]) -> None:
+        """Start with what an earlier process knew, where nothing was measured yet."""
+        if computing is not None:
+            self.compute_rate.recall(computing)
+        for number, known in loading.items():
+            self._tier(number).rate.recall(known)
+
+    # What is told -------------------------------------------------------------------------------------------
+
+    def rates(self) -> dict[str, float]:
+        """The speeds that are known, by name and unit; those of loads are of the tier that was loaded from last."""
+        found = {"prefill_tokens_per_second": self.compute_rate.tokens_per_second}
+        if self._newest is not None:
+            rate = self._newest.rate
+            found |= {"load_bytes_per_second": rate.bytes_per_second, "load_fixed_seconds": rate.fixed}
+        return {name: value for name, value in found.items() if value is not None}

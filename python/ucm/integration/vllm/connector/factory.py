@@ -1,0 +1,218 @@
+"""Builds the scheduler half or the worker half from vLLM's configuration and ours, or says why the cache stays off."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import TYPE_CHECKING, Any
+
+from ucm._core import run_threads_on
+from ucm.config import UcmConfig
+from ucm.errors import ConfigError
+from ucm.integration.vllm.connector.admission.admission import Admission
+from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate
+from ucm.integration.vllm.connector.admission.rate_memory import RateMemory
+from ucm.integration.vllm.connector.background import IDLE, Background
+from ucm.integration.vllm.connector.configured_stores import engine_stores
+from ucm.integration.vllm.connector.device import cores_here, why_not_here, why_slower
+from ucm.integration.vllm.connector.guard import logger
+from ucm.integration.vllm.connector.identity.adapters import AdapterDigests
+from ucm.integration.vllm.connector.identity.engine_identity import (
+    block_tokens,
+    engine_identity,
+    identity_without_weights,
+    unidentifiable,
+)
+from ucm.integration.vllm.connector.identity.extra_keys import ExtraKeys
+from ucm.integration.vllm.connector.identity.items import Items
+from ucm.integration.vllm.connector.identity.keys import KeyMaker
+from ucm.integration.vllm.connector.identity.live_identity import LiveIdentity
+from ucm.integration.vllm.connector.identity.model_memory import ModelMemory
+from ucm.integration.vllm.connector.identity.packing import layer_specs
+from ucm.integration.vllm.connector.identity.weight_files import weight_source
+from ucm.integration.vllm.connector.root_file import state_directory
+from ucm.integration.vllm.connector.scheduler.lookup import Lookups
+from ucm.integration.vllm.connector.scheduler.readiness import Readiness
+from ucm.integration.vllm.connector.scheduler.scheduler import UCMConnectorScheduler
+from ucm.integration.vllm.connector.scheduler.store_selection import StoreSelection
+from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker
+from ucm.reasons import MissReason
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+#: KV specs whose blocks all hold lasting state, so that a prefix of blocks is all there is to a prefix.
+_WHOLE_PREFIX = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+
+
+def why_off(
+    config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> tuple[MissReason, str] | None:
+    """Why this engine cannot be served, as a reason and as a sentence; None when it can."""
+    if not config.enabled:
+        return MissReason.DISABLED, "UCM_DISABLE is set"
+    if not config.enable_prefix_cache:
+        return MissReason.DISABLED, "enable_prefix_cache is false"
+    from vllm.platforms import current_platform
+
+    if text := why_not_here(config.platform, current_platform) or _unsupported(vllm_config, kv_cache_config):
+        return MissReason.UNSUPPORTED, text
+    try:
+        engine_identity(vllm_config, kv_cache_config, "")
+    except Exception as error:
+        return MissReason.IDENTITY_UNKNOWN, f"this engine has no identity: {error}"
+    text = unidentifiable(vllm_config, kv_cache_config)
+    return (MissReason.IDENTITY_UNKNOWN, text) if text else None
+
+
+def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    nothing = "is not supported yet: nothing is claimed or stored"
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"a model with {len(groups)} KV cache groups {nothing}"
+    other = {type(spec).__name__ for spec in layer_specs(groups[0].kv_cache_spec)} - _WHOLE_PREFIX
+    if other:
+        return f"KV of kind {', '.join(sorted(other))} {nothing}"
+    if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
+        return f"prefill context parallelism {nothing}"
+    return ""
+
+
+def _may_load(vllm_config: VllmConfig) -> bool:
+    """Whether blocks that vLLM allocates for a load are free of writes.
+
+    With steps that overlap (async scheduling, pipelines) the step under way may still write a freed request's blocks;
+    vLLM holds them back until that step has ended, but only for consumers.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if (transfer is not None and transfer.is_kv_consumer) or getattr(vllm_config, "max_concurrent_batches", 2) <= 1:
+        return True
+    logger.warning(
+        'kv_role "kv_producer" with overlapping steps: blocks are stored but none are loaded, because vLLM reuses '
+        'blocks that a step may still write; use "kv_both"'
+    )
+    return False
+
+
+def _only_stores(vllm_config: VllmConfig) -> str:
+    """Why nothing may be loaded; empty when it may.
+
+    vLLM reads what becomes of a failed load where *its* connector is configured. Inside a MultiConnector that is not
+    our configuration, which is a copy, and the scheduler's process shows no connector the other; the workers' does.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    engine, own = get_current_vllm_config_or_none(), vllm_config.kv_transfer_config
+    outer = None if engine is None else engine.kv_transfer_config
+    if outer is None or own is None or outer.kv_connector == own.kv_connector:
+        return ""
+    if getattr(outer, "kv_load_failure_policy", "recompute") == "recompute":
+        return ""
+    return (
+        "vLLM would end a request with an error when a block of its load is refused; "
+        f'write "kv_load_failure_policy": "recompute" beside "kv_connector": "{outer.kv_connector}"'
+    )
+
+
+def _admission(config: UcmConfig, vllm_config: VllmConfig) -> Admission:
+    step_tokens = getattr(vllm_config.scheduler_config, "max_num_batched_tokens", None) or 0
+    overlap = max(1, getattr(vllm_config, "max_concurrent_batches", 2))
+    compute_rate = ComputeRate(config.deadlines.load_min_ms / 1000, config.deadlines.load_max_s, step_tokens, overlap)
+    return Admission(config.admission, config.admission_share, compute_rate)
+
+
+def _warn_of_few_cores(vllm_config: VllmConfig) -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    if text := why_slower(vllm_config.parallel_config.local_world_size, cores_here(), os.environ):
+        logger.warning("%s", text)
+
+
+def make_scheduler(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> UCMConnectorScheduler:
+    """The scheduler half of a supported engine; waits a few seconds at most for the weights' digest."""
+    _warn_of_few_cores(vllm_config)
+    tokens = block_tokens(vllm_config, kv_cache_config)
+    own = engine_identity(vllm_config, kv_cache_config, "")
+    root = config.root or state_directory()
+    identity = LiveIdentity(own, weight_source(vllm_config), config.identity.weights, root)
+    adapters = AdapterDigests(root)
+    background = Background("ucm-lookup")
+    items = Items(lambda job: background.submit(job, IDLE))
+    extra = ExtraKeys.for_engine(vllm_config, tokens, adapters, items)
+    admission = _admission(config, vllm_config)
+    rates = RateMemory(root, admission, background)
+    parallel = vllm_config.parallel_config
+    world = parallel.world_size
+    readiness = Readiness(
+        own_identity=identity_without_weights(own),
+        identity=identity,
+        selection=StoreSelection(engine_stores(config, parallel), world, background, config.deadlines.probe_s),
+        world=world,
+        open_allowance=config.deadlines.probe_s,
+    )
+    if (state := identity.wait()).kind == "pending":
+        logger.info("the weights are still being hashed; requests are computed as usual until that is done")
+    elif state.kind != "known":
+        readiness.off(state.reason, MissReason.IDENTITY_UNKNOWN)
+    return UCMConnectorScheduler(
+        readiness,
+        make_keys=lambda text: KeyMaker(text, tokens, config.hash_method, extra),
+        make_lookups=lambda store, masks, visible: Lookups(background, store, masks, visible),
+        block_tokens=tokens,
+        min_hit_tokens=config.min_hit_tokens,
+        dump_output=config.dump == "all",
+        lookup_allowance=config.deadlines.lookup_ms / 1000,
+        admission=admission,
+        rates=rates,
+        may_load=_may_load(vllm_config),
+        audit_one_in=config.audit_one_in,
+        items_used=extra.used,
+        closers=(rates.close, identity.close, adapters.close, background.close),
+    )
+
+
+def _layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[Any]:
+    """The attention layers whose KV is stored, which vLLM keeps by name."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return [layers[name] for name in kv_cache_config.kv_cache_groups[0].layer_names]
+
+
+def _leave_the_bound_core() -> None:
+    """Let the core's threads run beside the model: vLLM binds the main thread of a rank on a CPU to a processor that it
+    computes on, and threads are born with the processors of the one that begins them."""
+    from vllm.platforms import current_platform
+
+    made_by = multiprocessing.parent_process()
+    if made_by is None or made_by.pid is None or not current_platform.is_cpu():
+        return
+    try:
+        run_threads_on(sorted(os.sched_getaffinity(made_by.pid) | os.sched_getaffinity(0)))
+    except Exception as error:  # they are slower
+        logger.debug("the threads of the store stay where vLLM bound this rank: %r", error)
+
+
+def make_worker(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> UCMConnectorWorker:
+    """The worker half of this rank. Raises :class:`~ucm.errors.ConfigError` for what this engine's KV rules out."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    pipeline, tensor = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+    _leave_the_bound_core()
+    replicas = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
+    if config.load_only_first_rank and replicas < vllm_config.parallel_config.tensor_parallel_size:
+        raise ConfigError("load_only_first_rank: the ranks of this model hold different KV, remove the key")
+    return UCMConnectorWorker(
+        rank=pipeline * vllm_config.parallel_config.tensor_parallel_size + tensor,
+        part=(0, pipeline, tensor // replicas),
+        writer=tensor % replicas == 0,
+        layers=kv_cache_config.kv_cache_groups[0].layer_names,
+        block_tokens=block_tokens(vllm_config, kv_cache_config),
+        wanted_block_size=config.block_size,
+        identity=lambda: identity_without_weights(engine_identity(vllm_config, kv_cache_config, "")),
+        stores=engine_stores(config, vllm_config.parallel_config),
+        memory=ModelMemory(lambda: _layers(vllm_config, kv_cache_config), lambda: weight_source(vllm_config)),
+        only_stores=_only_stores(vllm_config),
+        shutdown_allowance=config.deadlines.shutdown_s,
+    )

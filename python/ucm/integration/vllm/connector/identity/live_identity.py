@@ -1,0 +1,96 @@
+"""The identity of what an engine computes now, which changes when the weights in memory are replaced.
+
+As long as memory holds what was loaded, the weights are named by their files. When vLLM was told to read other files
+since then, these name the weights. Weights that came by other means have no name that another process could know: their
+KV is stored under a random one, for this process alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from ucm.errors import UcmError
+from ucm.integration.vllm.connector.guard import info_once, logger
+from ucm.integration.vllm.connector.identity.engine_identity import identity_digest, identity_text, with_weights
+from ucm.integration.vllm.connector.identity.weight_files import WeightSource
+from ucm.integration.vllm.connector.identity.weights import DECLARED, WeightsDigest, WeightsState
+from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
+
+
+class UnknowableError(UcmError):
+    """The weights in memory cannot be named, so neither can their KV."""
+
+    kind = "unkeyable"
+
+
+class LiveIdentity:
+    """The identity of what one engine computes now; seen from its scheduler half."""
+
+    def __init__(self, own: dict[str, Any], source: WeightSource, mode: str, root: str | None) -> None:
+        """``own`` is without weights; ``mode`` and ``root`` as :class:`WeightsDigest` takes them."""
+        self._own, self._mode, self._root = own, mode, root
+        self._weights = WeightsDigest(source, mode, root)
+        self._renewed = False
+        self._private = ""
+
+    def wait(self) -> WeightsState:
+        """What is known of the weights, after some seconds of waiting for it."""
+        return self._weights.wait()
+
+    def text(self) -> str | None:
+        """As JSON; None while pending; raises :class:`UnknowableError` when it never will be known."""
+        weights = self._private or self._named()
+        if weights is None:
+            return None
+        whole = with_weights(self._own, weights)
+        text = identity_text(whole)
+        logger.info("identity of this engine's KV: %s, weights %s", identity_digest(whole).hex(), weights)
+        logger.debug("identity spelled out: %s", text)
+        return text
+
+    def _named(self) -> str | None:
+        state = self._weights.state
+        if state.kind == "pending":
+            return None
+        if state.kind == "known":
+            return state.text
+        if not self._renewed:
+            raise UnknowableError(state.reason)
+        return self._make_private(state.reason)
+
+    def _make_private(self, why: str) -> str:
+        self._private = f"private:{secrets.token_hex(16)}"
+        info_once("the weights in memory have no name (%s): their KV is kept for this process alone", why)
+        return self._private
+
+    def why_invalid(self) -> str:
+        """Why the identity no longer holds, empty while it does; looks at the files again without waiting."""
+        if self._private:
+            return ""
+        state = self._weights.recheck(0.0)
+        return "" if state.kind in ("known", "pending") else state.reason
+
+    def update(self, reports: list[WeightsReport]) -> bool:
+        """Every rank has compared the weights in its memory: whether the identity is another one now."""
+        if all(report.unchanged for report in reports):
+            state = self._weights.state
+            if self._private or state.kind in ("known", "pending"):
+                return False
+            if state.kind == "unknown":  # the files changed, memory did not
+                self._make_private(state.reason)
+            return True
+        named = {report.named for report in reports}
+        self._weights.close()
+        self._renewed, self._private = True, ""
+        files = named.pop() if len(named) == 1 else None
+        if files is None or self._mode.startswith(DECLARED):
+            self._make_private("they were replaced, and not from files that vLLM names")
+        else:
+            since_ns = min(report.since_ns for report in reports)
+            self._weights = WeightsDigest(files, self._mode, self._root, since_ns=since_ns)
+        return True
+
+    def close(self) -> None:
+        """End the threads."""
+        self._weights.close()

@@ -1,0 +1,100 @@
+"""What this engine knows about blocks in the store: present, being written, or refused by one of its ranks.
+
+This is a cache; lookups ask the store. It avoids offering a block that is present already, and it keeps a block from
+counting as a hit after a rank found its record bad or could not publish it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+#: Most keys remembered of each kind; the oldest are forgotten (a forgotten one costs an offer the store ignores).
+PRESENT_LIMIT = 1 << 17
+REFUSED_LIMIT = 1 << 16
+
+
+class BlockTracker:
+    """Bounded sets of block keys."""
+
+    def __init__(self, present_limit: int = PRESENT_LIMIT, refused_limit: int = REFUSED_LIMIT) -> None:
+        self._present: dict[bytes, None] = {}
+        self._refused: dict[bytes, None] = {}
+        self._newer: dict[bytes, None] = {}
+        self._unpublished: dict[bytes, None] = {}
+        self._writing: dict[bytes, int] = {}
+        self._present_limit = present_limit
+        self._refused_limit = refused_limit
+
+    def found(self, keys: Sequence[bytes], hits: int) -> None:
+        """A lookup answered: the first ``hits`` keys are there, what follows is unknown or absent."""
+        for key in keys[:hits]:
+            self._remember(self._present, key, self._present_limit)
+        for key in keys[hits:]:
+            self._present.pop(key, None)
+
+    def offerable(self, key: bytes) -> bool:
+        """Whether offering this block makes sense now."""
+        return key not in self._writing and (
+            key not in self._present or key in self._refused or key in self._unpublished
+        )
+
+    def is_writing(self, key: bytes) -> bool:
+        """Whether a job is writing this block."""
+        return key in self._writing
+
+    def writing(self, keys: Iterable[bytes], job: int) -> None:
+        """These blocks are being written by ``job``."""
+        for key in keys:
+            self._writing[key] = job
+
+    def written(self, key: bytes) -> None:
+        """Every rank published its part: a hit from now on."""
+        self._writing.pop(key, None)
+        self._refused.pop(key, None)
+        self._unpublished.pop(key, None)
+        self._newer.pop(key, None)  # it was offered, so nothing of that name was there
+        self._remember(self._present, key, self._present_limit)
+
+    def not_written(self, key: bytes, refuse: bool) -> None:
+        """Some rank did not publish its part. ``refuse``: and none must trust an older record of that name.
+
+        It is offered again although a lookup may find it by then: memory can have a copy that the medium below lacks.
+        """
+        self._writing.pop(key, None)
+        if refuse:
+            self.refuse(key)
+        else:
+            self._present.pop(key, None)
+            self._remember(self._unpublished, key, self._refused_limit)
+
+    def refuse(self, key: bytes) -> None:
+        """A rank found the record bad or gone: no hit until the block was written again."""
+        self._present.pop(key, None)
+        self._remember(self._refused, key, self._refused_limit)
+
+    def mark_newer(self, key: bytes) -> None:
+        """A rank found a record of a newer version: no hit, and not offered while it is there, for no dump replaces
+        it."""
+        self._refused.pop(key, None)
+        self._unpublished.pop(key, None)
+        self._remember(self._newer, key, self._refused_limit)
+        self._remember(self._present, key, self._present_limit)
+
+    def trusted(self, keys: Sequence[bytes], upto: int) -> int:
+        """How many of the first ``upto`` keys may be claimed: all before the first refused one."""
+        if self._refused or self._newer:
+            for index in range(upto):
+                if self.is_refused(keys[index]):
+                    return index
+        return upto
+
+    def is_refused(self, key: bytes) -> bool:
+        """Whether this key was refused and not written since."""
+        return key in self._refused or key in self._newer
+
+    @staticmethod
+    def _remember(kept: dict[bytes, None], key: bytes, limit: int) -> None:
+        kept.pop(key, None)
+        kept[key] = None
+        if len(kept) > limit:
+            del kept[next(iter(kept))]

@@ -1,0 +1,199 @@
+"""What the scheduler half keeps of one live request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ucm.integration.vllm.connector.admission.admission import Verdict
+from ucm.integration.vllm.connector.identity.keys import KeyMaker
+from ucm.integration.vllm.connector.identity.unkeyable import UnkeyableError
+from ucm.integration.vllm.connector.miss_stats import Tally
+from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
+from ucm.integration.vllm.connector.scheduler.lookup import Lookup
+from ucm.reasons import MissReason
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+#: An ordinal, or a number of tokens, that is never reached.
+FAR = 1 << 62
+
+#: Before any time.
+NEVER = float("-inf")
+
+
+class RequestTracker:
+    """A request: its block keys, its lookup, how far its blocks were offered, and what it may not claim again."""
+
+    __slots__ = (
+        "asked",
+        "audit",
+        "audit_decided",
+        "banned_from",
+        "confirming",
+        "cursor",
+        "decided_hit",
+        "decided_tiers",
+        "failures",
+        "keyable",
+        "keys",
+        "load_end",
+        "loading",
+        "local",
+        "lookup",
+        "preemptions",
+        "ran_from",
+        "reason",
+        "request",
+        "tally",
+        "touched_at",
+        "unanswered",
+        "verdict",
+        "waits_since",
+        "wrong_from",
+    )
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.keys: list[bytes] = []
+        self.keyable = True  # False: it has no keys and never will
+        self.lookup: Lookup | None = None
+        self.cursor = 0  # blocks before it were offered, or are in the store
+        #: So many blocks were computed before that time, and wait for a look at the adapter that begins after it.
+        self.confirming: tuple[int, float] | None = None
+        self.audit_decided = False  # whether this hit is audited was decided
+        self.audit = range(0)  # ordinals of stored blocks that are computed to be compared
+        self.decided_hit = range(0)  # ordinals of the hit that was decided about last
+        self.decided_tiers = b""  # where its blocks were
+        self.load_end = 0  # ordinal of the first that is not to be loaded
+        self.verdict = Verdict.LOAD  # and what became of it
+        self.banned_from = FAR  # ordinal of the first block that failed to load
+        self.local = 0  # tokens found on the device, as of vLLM's last question
+        self.loading = range(0)  # ordinals of a load, between its admission and the last rank's report
+        self.failures: dict[int, MissReason] = {}  # ordinal -> why this load did not bring the block
+        self.asked = False  # its blocks were counted since it was new or preempted
+        #: Why all its blocks were missed, None where its lookup says that. Admitted unasked: another connector
+        #: was first.
+        self.reason: MissReason | None = MissReason.NOT_TAKEN
+        self.unanswered = False  # nothing was claimed before the store had answered: waiting for that did not pay
+        self.tally = Tally()
+        self.preemptions = request.num_preemptions
+        self.ran_from: int | None = None  # tokens it began its first step since it was admitted with; None before
+        self.wrong_from = FAR  # ordinal of the first block that must not be stored: not filled, or of other weights
+        self.touched_at = NEVER  # when the store was last told that its blocks are in use
+        self.waits_since: float | None = None  # when it was asked for while a rank's health was not known
+
+    def may_wait(self, now: float, allowance: float) -> bool:
+        """Whether less than ``allowance`` seconds have passed since this was first asked."""
+        if self.waits_since is None:
+            self.waits_since = now
+        return now - self.waits_since < allowance
+
+    def restart(self) -> None:
+        """Preempted: its blocks are gone, it will be asked for again, perhaps with output tokens."""
+        self.preemptions = self.request.num_preemptions
+        self.lookup = self.waits_since = None
+        self.asked, self.reason = False, MissReason.NOT_TAKEN
+        self.decided_hit = range(0)
+        self.cursor = 0
+        self.confirming = None
+        self.touched_at = NEVER
+
+    def rekey(self) -> None:
+        """The identity is another one: what was hashed and looked up was under the one before."""
+        self.keys, self.keyable, self.lookup, self.waits_since = [], True, None, None
+        self.audit_decided, self.audit, self.decided_hit = False, range(0), range(0)
+        self.cursor, self.banned_from, self.confirming = 0, FAR, None
+        self.touched_at = NEVER
+
+    def invalidate(self) -> None:
+        """The weights may be others from here on: nothing that it holds now is stored."""
+        self.rekey()
+        if self.request.num_computed_tokens > 0:
+            self.wrong_from = 0  # until it is admitted again
+
+    def adopt(self, block_tracker: BlockTracker) -> bool:
+        """Take over what the lookup has computed and found; whether the store's answer was taken over now."""
+        lookup = self.lookup
+        if lookup is None or lookup.keys is None:
+            return False
+        if len(lookup.keys) > len(self.keys):
+            self.keys = list(lookup.keys)
+        if lookup.done and not lookup.adopted:
+            lookup.adopted = True
+            if lookup.answered:
+                block_tracker.found(lookup.keys, lookup.hits)
+                return True
+        return False
+
+    def grow(self, upto: int, maker: KeyMaker, block_tracker: BlockTracker) -> int:
+        """Make sure of keys for ``upto`` blocks; how many of those are known (fewer while a thread hashes them)."""
+        self.adopt(block_tracker)
+        if len(self.keys) < upto:
+            if self.lookup is not None and self.lookup.hashing:
+                return len(self.keys)
+            try:
+                self.keys.extend(maker.more(self.request, self.keys))
+            except UnkeyableError as error:
+                self.keyable = error.pending
+                return len(self.keys)
+        return min(upto, len(self.keys))
+
+    def confirmed(self, upto: int, settled: int, maker: KeyMaker, now: float) -> int:
+        """How many of the first ``upto`` blocks may be offered; ``settled`` of them were computed in steps that ended.
+
+        An adapter may be replaced and loaded anew before any step, so what a step computes with one is named only once
+        the step has ended and the adapter's files were looked at after that.
+        """
+        if self.request.lora_request is None:
+            settled = upto
+        if not self.keyable or settled <= self.cursor:
+            return 0
+        if self.confirming is None or self.confirming[0] <= self.cursor:
+            self.confirming = settled, now
+        blocks, since = self.confirming
+        answer = maker.current(self.request, since)
+        if answer is None:
+            return 0
+        self.keyable, self.confirming = answer, None
+        if settled > blocks:  # the next look begins now rather than with the next step
+            self.confirming = settled, now
+            maker.current(self.request, now)
+        return min(blocks, upto) if answer else 0
+
+    def most_claimable(self, block_tokens: int) -> int:
+        """Blocks that could be claimed if the store had all.
+
+        Never all tokens: vLLM computes at least the last one, in a block of its own, as with its own prefix cache.
+        """
+        tokens: int = self.request.num_tokens
+        return (tokens - 1) // block_tokens
+
+    def claimable(self, block_tracker: BlockTracker, block_tokens: int) -> int:
+        """Blocks of the prefix that may be claimed from the store now."""
+        return self.claimable_and_why(block_tracker, block_tokens)[0]
+
+    def claimable_and_why(self, block_tracker: BlockTracker, block_tokens: int) -> tuple[int, MissReason]:
+        """The same, and why no more of what the store has."""
+        if self.lookup is None or self.lookup.keys is None:
+            return 0, MissReason.INTERNAL
+        limit = self.most_claimable(block_tokens)
+        hits, why = min(self.lookup.hits, limit, len(self.lookup.keys)), MissReason.LAST_TOKEN
+        if self.banned_from < hits:
+            hits, why = self.banned_from, MissReason.LOAD_FAILED
+        trusted = block_tracker.trusted(self.lookup.keys, hits)
+        return (trusted, MissReason.REFUSED) if trusted < hits else (hits, why)
+
+    def failed_at(self, ordinal: int) -> None:
+        """A load did not bring the block at ``ordinal``: nothing at or past it is claimed again."""
+        self.banned_from = min(self.banned_from, ordinal)
+        self.cursor = min(self.cursor, ordinal)
+        self.confirming = None  # they are computed again
+
+    def failed_because(self, first: int, reasons: Iterable[MissReason]) -> None:
+        """Why a rank's load did not bring the blocks from ``first`` on. A block's own fault goes first."""
+        self.failures.setdefault(first, MissReason.LOAD_FAILED)
+        for ordinal, reason in enumerate(reasons, first):
+            if self.failures.get(ordinal, MissReason.LOAD_FAILED) == MissReason.LOAD_FAILED:
+                self.failures[ordinal] = reason

@@ -1,0 +1,595 @@
+"""The scheduler half: which blocks a request may load, which of its blocks are offered to the store, and when.
+
+It owns hashing, lookups, admission and the metadata of each step, under vLLM's own method names. vLLM calls it from one
+thread; work that may take long runs on :class:`~..background.Background`. A step costs time in proportion to what
+changed in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ucm.integration.vllm.connector.admission.admission import Admission
+from ucm.integration.vllm.connector.admission.rate_memory import RateMemory
+from ucm.integration.vllm.connector.guard import harmless, logger, throttle
+from ucm.integration.vllm.connector.identity.keys import KeyMaker
+from ucm.integration.vllm.connector.metadata import (
+    VERSION,
+    Dump,
+    Handshake,
+    Load,
+    UCMConnectorMetadata,
+    UCMConnectorWorkerMetadata,
+    join_keys,
+    split_keys,
+)
+from ucm.integration.vllm.connector.miss_stats import MissStats
+from ucm.integration.vllm.connector.scheduler.block_tracker import BlockTracker
+from ucm.integration.vllm.connector.scheduler.deferred_dumps import DeferredDumps
+from ucm.integration.vllm.connector.scheduler.dump_planner import DumpPlanner
+from ucm.integration.vllm.connector.scheduler.hit_policy import HitPolicy
+from ucm.integration.vllm.connector.scheduler.locally_visible import LocallyVisible
+from ucm.integration.vllm.connector.scheduler.lookup import AT_ONCE_TOKENS, Lookup, Lookups
+from ucm.integration.vllm.connector.scheduler.miss_reasons import misses
+from ucm.integration.vllm.connector.scheduler.other_connectors import OtherConnectors
+from ucm.integration.vllm.connector.scheduler.rank_health import RankHealth
+from ucm.integration.vllm.connector.scheduler.rank_hints import RankHints
+from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN, Readiness
+from ucm.integration.vllm.connector.scheduler.request_tracker import FAR, RequestTracker
+from ucm.integration.vllm.connector.tier_counts import TierCounts
+from ucm.reasons import MissReason, named
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+#: Sent in every step with nothing to do.
+NOTHING = UCMConnectorMetadata()
+
+#: A step that computes nothing waits for an answer, a load or a dump. It sleeps for so many seconds, so that the
+#: threads at that work get the processor and the interpreter: vLLM would step again at once, thousands of times.
+YIELD_S = 0.0005
+#: A live request tells the store that its blocks are in use at most so often, in seconds.
+TOUCH_S = 60.0
+
+
+class UCMConnectorScheduler:
+    """One engine's scheduler half."""
+
+    def __init__(
+        self,
+        readiness: Readiness,
+        *,
+        make_keys: Callable[[str], KeyMaker],
+        make_lookups: Callable[[Any, list[bytes], LocallyVisible], Lookups],
+        block_tokens: int,
+        min_hit_tokens: int,
+        dump_output: bool,
+        lookup_allowance: float,
+        admission: Admission,
+        rates: RateMemory | None = None,
+        may_load: bool = True,
+        audit_one_in: int = 0,
+        items_used: Callable[[Any, int], None] | None = None,
+        closers: Sequence[Callable[[], None]] = (),
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """``block_tokens``: tokens of one device block; ``lookup_allowance``: seconds from vLLM's first question;
+        ``rates``: where the measured speeds are kept; ``may_load``: whether vLLM hands out only blocks that no step
+        under way still writes; ``audit_one_in``: one hit in so many is computed and compared, 0 for none;
+        ``items_used``: told which requests a step begins with, and how many tokens of each were computed before."""
+        self.readiness = readiness
+        self._make_keys = make_keys
+        self._make_lookups = make_lookups
+        self._block_tokens = block_tokens
+        self._min_hit_tokens = min_hit_tokens
+        self._dump_output = dump_output
+        self._allowance = lookup_allowance
+        self.admission = admission
+        self._rates = rates
+        self._may_load = may_load
+        self._items_used = items_used
+        self._hit_policy = HitPolicy(
+            admission, audit_one_in, block_tokens, lambda: readiness.block_bytes, min_hit_tokens
+        )
+        self._closers = closers
+        self._clock, self._pause = clock, pause
+        self._block_tracker = BlockTracker()
+        self.health = RankHealth(clock)
+        self._locally_visible = LocallyVisible()
+        self._others = OtherConnectors(block_tokens)
+        self.dumps = DumpPlanner(self._block_tracker, self.health, clock)
+        self._deferred = DeferredDumps(self.dumps)
+        self._manager: KVCacheManager | None = None
+        self._pool: BlockPool | None = None
+        self._device_cache: object = None  # vLLM's table of cached blocks, a new one whenever it was emptied
+        self._keys: KeyMaker | None = None
+        self._lookups: Lookups | None = None
+        self._opened: object = None  # the store and the identity that these are for
+        self._live: dict[str, RequestTracker] = {}
+        self._due: dict[str, int] = {}  # request -> computed tokens at which its next block can be offered
+        self._loads: list[Load] = []
+        self.put_off = 0  # steps that requests lost by waiting for an answer
+        self._late_dumps: list[Dump] = []  # planned when their request ended, sent with the next step
+        self.miss_stats = MissStats(block_tokens, clock(), admission.rates)
+        self._tiers = TierCounts(clock, "scheduler")
+        self._rank_hints = RankHints(self._relocate, block_tokens, clock)
+
+    # What vLLM binds ----------------------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """The block tables of the requests."""
+        self._manager = manager
+
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
+        """The pool alone."""
+        self.dumps.bind(pool)
+        self._pool, self._device_cache = pool, getattr(pool, "cached_block_hash_to_block", None)
+        if self._device_cache is None:
+            self.readiness.off("this vLLM does not tell when its prefix cache is emptied", MissReason.UNSUPPORTED)
+
+    # Requests -----------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Hash and look up, or begin to: the answer is usually there when vLLM asks."""
+        self.readiness.recheck()
+        self._notice_reset()
+        if self.readiness.phase == OFF or request.resumable:  # a streaming session rewrites its own tokens: not cached
+            reason = self.readiness.reason if self.readiness.phase == OFF else MissReason.UNSUPPORTED
+            return self.miss_stats.bypassed(request, reason)
+        tracker = self._live[request.request_id] = RequestTracker(request)
+        self._due[request.request_id] = self._block_tokens
+        self._rank_hints.waits(tracker)
+        if self._open() and self.readiness.weights_confirmed:
+            self._start_lookup(tracker)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond those found on the device; vLLM asks again at every step."""
+        tracker = self._live.get(request.request_id)
+        if tracker is None:
+            return 0, False
+        if tracker.preemptions != request.num_preemptions:
+            tracker.restart()
+            self._due[request.request_id] = self._block_tokens
+        tracker.local = num_computed_tokens
+        tracker.reason, tracker.unanswered = MissReason.INTERNAL, False  # unless this gets to its end
+        self._notice_reset()
+        self.readiness.request_weights_check()
+        is_open = self._open()
+        if is_open and (request.skip_reading_prefix_cache or not self._may_load):
+            tracker.reason = MissReason.UNSUPPORTED
+            return 0, False
+        if not (is_open and self.readiness.weights_confirmed):
+            if self.readiness.worth_waiting() and self._worth_waiting(tracker):
+                return self._postpone(tracker)
+            tracker.reason = MissReason.IDENTITY_PENDING if is_open else self.readiness.reason
+            return 0, False
+        if tracker.lookup is None:
+            self._start_lookup(tracker)
+        assert tracker.lookup is not None  # just started
+        if not self.health.all_healthy:
+            stale = self.health.stale and self._worth_waiting(tracker)
+            if stale and tracker.may_wait(self._clock(), self._allowance):
+                return self._postpone(tracker)
+            tracker.reason = MissReason.UNHEALTHY
+            return 0, False
+        if not tracker.lookup.done and not self._worth_waiting(tracker):
+            tracker.reason, tracker.unanswered = None, True
+            return 0, False
+        if not tracker.lookup.settled(self._allowance):
+            return self._postpone(tracker)
+        if tracker.adopt(self._block_tracker):
+            self.miss_stats.looked_up(tracker.lookup.seconds)
+        tokens = tracker.claimable(self._block_tracker, self._block_tokens) * self._block_tokens - num_computed_tokens
+        if tokens < max(self._min_hit_tokens, 1):
+            tracker.reason = None
+            return 0, False
+        first, end = num_computed_tokens // self._block_tokens, (num_computed_tokens + tokens) // self._block_tokens
+        end, tracker.reason = self._hit_policy.taken(tracker, first, end)
+        return ((end - first) * self._block_tokens, end > first)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Blocks were allocated; ``num_external_tokens`` of them are to be loaded."""
+        tracker = self._live.get(request.request_id)
+        if tracker is None:
+            return
+        self._rank_hints.gone(request.request_id)
+        first, count = tracker.local // self._block_tokens, num_external_tokens // self._block_tokens
+        if num_external_tokens > 0:
+            table = blocks.blocks[0]
+            keys = tracker.keys[first : first + count]
+            self._loads.append(
+                Load(
+                    request=request.request_id,
+                    first=first,
+                    keys=join_keys(keys),
+                    blocks=np.fromiter((b.block_id for b in table[first : first + count]), np.int64, count),
+                    timeout=self._load_timeout(tracker, num_external_tokens),
+                )
+            )
+            tracker.loading, tracker.failures = range(first, first + count), {}
+        self._others.admitted(tracker, blocks.blocks[0])
+        self._count_asked(tracker, count)
+        used = (
+            tracker.decided_hit.stop if tracker.reason == MissReason.DECLINED else 0
+        )  # declined, and in use all the same
+        self._touch(tracker, max((tracker.local + num_external_tokens) // self._block_tokens, used))
+
+    def _postpone(self, tracker: RequestTracker) -> tuple[None, bool]:
+        """vLLM is to ask again: the request loses a step."""
+        tracker.reason = MissReason.NOT_TAKEN
+        self.put_off += 1
+        return None, False
+
+    def _worth_waiting(self, tracker: RequestTracker) -> bool:
+        """Whether all that the store could have for a request is worth the step that it loses by waiting for that."""
+        request = tracker.request
+        tokens = tracker.most_claimable(self._block_tokens) * self._block_tokens - tracker.local
+        if tokens < max(self._min_hit_tokens, 1):
+            return False
+        return self.admission.worth_waiting(tokens, request.num_tokens - tracker.local - tokens)
+
+    @harmless(None)
+    def _load_timeout(self, tracker: RequestTracker, tokens: int) -> float | None:
+        """Seconds a load may take. vLLM waits for it by now: whatever goes wrong here, it is sent."""
+        return self._hit_policy.begin_load(tracker, tokens)
+
+    @harmless(None)
+    def _count_asked(self, tracker: RequestTracker, hit: int) -> None:
+        """A request is admitted: count its blocks, once. It may be again: when its load has ended, or has failed."""
+        missed: dict[MissReason, int] = {}
+        if not tracker.asked:
+            missed = misses(tracker, hit, self._block_tracker, self._block_tokens, self._min_hit_tokens)
+        tracker.asked = True
+        if hit or missed:
+            self.miss_stats.asked(tracker.tally, hit, missed)
+            self.miss_stats.declined(missed.get(MissReason.DECLINED, 0))
+
+    def request_finished(self, request: Request) -> None:
+        """The request ends; what it holds and was not offered yet is offered now, and sent with the next step.
+
+        A load of it that is under way goes on: vLLM keeps the blocks until every rank reported it, and does not use
+        their content before.
+        """
+        tracker = self._live.pop(request.request_id, None)
+        self._rank_hints.gone(request.request_id)
+        self._others.finished(request.request_id)
+        self._due.pop(request.request_id, None)
+        if tracker is None:
+            return
+        if not tracker.asked:
+            tracker.reason = MissReason.ABORTED
+            self._count_asked(tracker, 0)
+        self.miss_stats.missed(tracker.tally, MissReason.ABORTED, len(tracker.loading))
+        self._notice_reset()
+        try:
+            if not tracker.loading and self._open() and self.readiness.weights_confirmed:
+                computed = self._others.computed(tracker)
+                self._late_dumps += self._offer(tracker, computed, computed, self.dumps.room())
+                self._defer(tracker, computed)
+        finally:
+            self.miss_stats.log_request(request, tracker.tally)
+            if not self._live and self._device_cache_is_empty():
+                # vLLM's cache is empty, so other weights need no reset of it.
+                self.readiness.begin_generation(emptied=False)
+
+    # Steps --------------------------------------------------------------------------------------------------
+
+    def build_connector_meta(self, output: SchedulerOutput) -> UCMConnectorMetadata:
+        """What the workers do in this step. Whatever goes wrong in here: the loads that vLLM waits for are sent, and
+        what others are about to overwrite is read before."""
+        to_flush = self.dumps.jobs_to_flush(self._live)
+        try:
+            plan = self._plan(output)
+        except Exception as error:
+            throttle.warning("plan", "a step could not be planned: %r", error)
+            plan = UCMConnectorMetadata(loads=self._loads)
+            self._loads = []
+        if to_flush:
+            plan = replace(plan, jobs_to_flush=to_flush)
+        return plan
+
+    def _plan(self, output: SchedulerOutput) -> UCMConnectorMetadata:
+        self._notice_reset()
+        is_open = self._open()
+        self._others.planned(output, self._live)
+        now = self._clock()
+        self.admission.compute_rate.planned(output.num_scheduled_tokens, output.total_num_scheduled_tokens, now)
+        if now >= self.miss_stats.next_summary:
+            self.miss_stats.summary(now, self.readiness.block_bytes)
+        if self._rates is not None and now >= self._rates.due:
+            self._rates.keep(now)
+        setup = self.readiness.take_setup()
+        dumps, self._late_dumps = self._late_dumps, []
+        self._note_items(output)
+        if self._deferred:
+            self._plan_deferred(is_open, dumps, now)
+        is_open = is_open and self.readiness.weights_confirmed
+        if is_open:
+            try:
+                self._plan_dumps(output, dumps)
+            except Exception as error:
+                throttle.warning("offers", "blocks of a step could not be offered: %r", error)
+        loads, check_weights = self._loads, self.readiness.take_weights_check()
+        touched, prefetch = self._rank_hints.take() if is_open else ([], None)
+        if not output.total_num_scheduled_tokens:
+            self._pause(YIELD_S)
+        if not (setup or dumps or loads or touched or prefetch) and check_weights is None:
+            return NOTHING
+        self._loads = []
+        return UCMConnectorMetadata(
+            setup=setup, loads=loads, dumps=dumps, touched=touched, prefetch=prefetch, check_weights=check_weights
+        )
+
+    @harmless(None)
+    def _note_items(self, output: SchedulerOutput) -> None:
+        """Tell of every request that begins, cached or not: vLLM keeps the encoder's output of each."""
+        for new in output.scheduled_new_reqs:
+            if not new.mm_features or self._items_used is None:
+                continue
+            if tracker := self._live.get(new.req_id):
+                self._items_used(tracker.request, 0)  # vLLM tells the ranks only of the data that they need
+            else:
+                self._items_used(new, new.num_computed_tokens)
+
+    def _relocate(self, lookup: Lookup) -> None:
+        if self._lookups is not None:
+            self._lookups.relocate(lookup)
+
+    def _plan_dumps(self, output: SchedulerOutput, dumps: list[Dump]) -> None:
+        scheduled, due, live = output.num_scheduled_tokens, self._due, self._live
+        cached = output.scheduled_cached_reqs
+        if self._others.load_in_steps:  # what this step computes may be found to be wrong after it
+            known = ((name, self._others.computed(live[name])) for name in cached.req_ids if name in live)
+            ready = [(name, computed, computed) for name, computed in known if computed >= due.get(name, FAR)]
+        else:
+            ready = [
+                (name, computed + scheduled[name], computed)
+                for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+                if computed + scheduled[name] >= due.get(name, FAR)
+            ]
+            news = (new for new in output.scheduled_new_reqs if new.req_id in live)
+            ready += [
+                (new.req_id, new.num_computed_tokens + scheduled[new.req_id], new.num_computed_tokens) for new in news
+            ]
+        room = self.dumps.room() if ready else 0
+        if room == 0:
+            return
+        for name, computed, before in ready:
+            lookup = live[name].lookup
+            if lookup is not None and not lookup.settled(self._allowance):
+                continue  # the next step offers what the store turns out not to have
+            try:
+                settled = before - getattr(live[name].request, "num_in_flight_tokens", 0)
+                plans = self._offer(live[name], computed, settled, room)
+            except Exception as error:
+                throttle.warning("offer", "blocks of a request could not be offered: %r", error)
+                due[name] = FAR
+                continue
+            room -= sum(len(plan.blocks) for plan in plans)
+            dumps += plans
+
+    def _limit(self, request: Request) -> int:
+        """Tokens of which blocks may be offered; only final ones count."""
+        limit: int = request.num_tokens if self._dump_output else request.num_prompt_tokens
+        return limit
+
+    def _offer(self, tracker: RequestTracker, computed: int, settled: int, room: int) -> list[Dump]:
+        """Offer the full blocks of the first ``computed`` tokens, at most ``room``; steps that have ended computed
+        ``settled`` of them."""
+        request, size = tracker.request, self._block_tokens
+        limit = self._limit(request)
+        upto = min(min(computed, limit) // size, tracker.wrong_from)
+        if self._manager is None or self._keys is None:
+            return []
+        plans: list[Dump] = []
+        if upto > tracker.cursor and room > 0:
+            upto = tracker.confirmed(upto, min(settled, limit) // size, self._keys, self._clock())
+            if not tracker.keyable:
+                self._due.pop(request.request_id, None)
+                return []
+            upto = tracker.grow(upto, self._keys, self._block_tracker)
+            blocks: Any = self._manager.get_blocks(request.request_id).blocks[0]
+            plans = self.dumps.plan(tracker, upto, blocks, room)
+            self.miss_stats.offered(tracker.tally, sum(len(plan.blocks) for plan in plans))
+            self._touch(tracker, tracker.cursor)
+        if request.request_id in self._due:
+            ended = not self._dump_output and tracker.cursor >= limit // size
+            ended = ended or tracker.cursor >= tracker.wrong_from
+            self._due[request.request_id] = FAR if ended else (tracker.cursor + 1) * size
+        return plans
+
+    def _defer(self, tracker: RequestTracker, computed: int) -> None:
+        """The request ends: keep what is not confirmed yet, and begin to find out."""
+        request = tracker.request
+        upto = min(min(computed, self._limit(request)) // self._block_tokens, tracker.wrong_from)
+        if self._manager is None or self._keys is None or not tracker.keyable or upto <= tracker.cursor:
+            return
+        now = self._clock()
+        if self._keys.current(request, now) is not None:
+            return  # what could be offered was
+        upto = tracker.grow(upto, self._keys, self._block_tracker)
+        self._deferred.add(tracker, upto, self._manager.get_blocks(request.request_id).blocks[0], now)
+
+    @harmless(None)
+    def _plan_deferred(self, is_open: bool, dumps: list[Dump], now: float) -> None:
+        if not is_open or self._keys is None:
+            return self._deferred.drop()
+        for tracker, plans in self._deferred.take(self._keys, now):
+            self.miss_stats.offered(tracker.tally, sum(len(plan.blocks) for plan in plans))
+            dumps += plans
+
+    @harmless(None)
+    def _touch(self, tracker: RequestTracker, blocks: int) -> None:
+        """Tell the store that a prefix is in use: ancestors of what is dumped count as used later than that."""
+        now = self._clock()
+        if blocks and self._lookups is not None and now - tracker.touched_at >= TOUCH_S:
+            tracker.touched_at = now
+            self._lookups.touch(tracker.keys[:blocks])
+            self._rank_hints.used(tracker.keys[:blocks])
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """What the ranks did: stores opened, dumps staged and ended, loads failed."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, UCMConnectorWorkerMetadata) and report.version == VERSION:
+            self._on_rank_reports(report)
+        elif report is not None:
+            self.readiness.off("the workers run another version of ucm than the scheduler")
+        self._others.reported(output.invalid_block_ids, self._live.values(), self._manager)
+        if output.finished_recving:
+            for name in self.admission.oldest_first(output.finished_recving):
+                self.admission.ended(name)
+                if tracker := self._live.get(name):
+                    self._load_ended(tracker)
+
+    def step_ended(self) -> None:
+        """vLLM is done with a step: what its workers did was told before."""
+        self.admission.step_ended()
+
+    def _on_handshakes(self, handshakes: Sequence[Handshake]) -> None:
+        """The workers have answered."""
+        try:
+            self.readiness.handshake(handshakes)
+        except Exception as error:
+            self.readiness.off(f"the handshake with the workers failed: {error!r}")
+        if why := next((handshake.only_stores for handshake in handshakes if handshake.only_stores), ""):
+            self._may_load = False
+            logger.warning("blocks are stored, and none are loaded: %s", why)
+
+    def _on_rank_reports(self, report: UCMConnectorWorkerMetadata) -> None:
+        if handshakes := [rank.handshake for rank in report.ranks if rank.handshake is not None]:
+            self._on_handshakes(handshakes)
+        published, failed = self.dumps.published_blocks, self.dumps.failed_blocks
+        for rank in report.ranks:
+            self.readiness.report(rank)
+            self.health.report(rank.rank, rank.healthy)
+            self._locally_visible.report(rank.rank, rank.gained, rank.lost)
+            self._rank_hints.report(rank)
+            for served in rank.served:
+                self.admission.served(served.request, served.tiers)
+            for failure in rank.load_failures:
+                self.admission.failed(failure.request, MissReason.TIMEOUT in failure.reasons)
+                for key in split_keys(failure.refused):
+                    self._block_tracker.refuse(key)
+                for key in split_keys(failure.newer):
+                    self._block_tracker.mark_newer(key)
+                if tracker := self._live.get(failure.request):
+                    tracker.failed_at(failure.first)
+                    reasons = (named(name, MissReason.INTERNAL) for name in failure.reasons)
+                    tracker.failed_because(failure.first, reasons)
+                    self._rewound(tracker)
+                throttle.warning("load failed", "request %s: a load failed, computing instead", failure.request)
+            self.dumps.report(rank, self._live.values())
+            if any(result.failed for result in rank.done):
+                for tracker in self._live.values():
+                    self._rewound(tracker)
+        self.miss_stats.dumped(self.dumps.published_blocks - published, self.dumps.failed_blocks - failed)
+
+    @harmless(None)
+    def _load_ended(self, tracker: RequestTracker) -> None:
+        """Every rank reported the load: what lies before the first failed block arrived everywhere."""
+        load, failures, tally = tracker.loading, tracker.failures, tracker.tally
+        tracker.loading, tracker.failures = range(0), {}
+        end = max(min(failures, default=load.stop), load.start)
+        self.miss_stats.loaded(tally, max(min(end, load.stop) - load.start, 0))
+        for ordinal in range(end, load.stop):
+            self.miss_stats.missed(tally, failures.get(ordinal, MissReason.LOAD_FAILED), 1)
+
+    def _rewound(self, tracker: RequestTracker) -> None:
+        """The cursor may have moved back: look at the request again in its next step."""
+        name = tracker.request.request_id
+        self._due[name] = min(self._due.get(name, FAR), (tracker.cursor + 1) * self._block_tokens)
+
+    def reset_cache(self) -> None:
+        """vLLM wants no connector to serve what was computed before, as after a change of the weights in memory."""
+        self._device_cache = getattr(self._pool, "cached_block_hash_to_block", None)
+        self._begin_generation()
+
+    def _notice_reset(self) -> None:
+        """vLLM does not tell connectors when it empties its prefix cache, unless asked to; but then its pool has a new
+        table."""
+        if self._pool is not None and self._pool.cached_block_hash_to_block is not self._device_cache:
+            self._device_cache = self._pool.cached_block_hash_to_block
+            self._begin_generation()
+
+    def _begin_generation(self) -> None:
+        """The weights in memory may be others from here on. What was computed before is not offered any more."""
+        late, self._late_dumps = self._late_dumps, []
+        self.dumps.drop(late)
+        self._deferred.drop()
+        self.readiness.begin_generation(emptied=True)
+        for name, tracker in self._live.items():
+            tracker.invalidate()
+            self._due[name] = self._block_tokens
+        logger.info("vLLM emptied its prefix cache: the weights in memory are looked at before it is used again")
+
+    def _device_cache_is_empty(self) -> bool:
+        return self._pool is not None and not len(self._pool.cached_block_hash_to_block)
+
+    @property
+    def has_pending_push_work(self) -> bool:
+        """Whether an idle engine should take a step: stores are being opened, or something is still to be sent."""
+        return self.readiness.busy() or bool(self._late_dumps) or bool(self._deferred)
+
+    def take_tiers(self) -> dict[str, Any]:
+        """What the tiers of this half's store did since they were last told of, about once a second."""
+        return self._tiers.take(self.readiness.store)
+
+    def stats(self) -> Mapping[str, Any]:
+        """Counters of this half."""
+        total = self.miss_stats.total
+        return {
+            "phase": self.readiness.phase,
+            "asked_blocks": total.asked,
+            "hit_blocks": total.hit,
+            "loaded_blocks": total.loaded,
+            "missed_blocks": dict(total.missed),
+            "published_blocks": self.dumps.published_blocks,
+            "failed_blocks": self.dumps.failed_blocks,
+            "learning_loads": self.admission.learning_loads,
+            "put_off": self.put_off,
+            **self.admission.rates(),
+        }
+
+    def shutdown(self) -> None:
+        """Close the scheduler's own store and end the background threads; joins none of them."""
+        logger.info("scheduler half: %s", self.stats())
+        if self.readiness.store is not None:
+            self.readiness.store.close()
+        for close in self._closers:
+            close()
+
+    # Inside -------------------------------------------------------------------------------------------------
+
+    def _open(self) -> bool:
+        if self.readiness.phase != OPEN:
+            self.readiness.poll()
+            if self.readiness.phase != OPEN:
+                return False
+        opened = (self.readiness.store, self.readiness.identity_text)
+        if self._opened != opened:  # the first, or another identity
+            self._opened = opened
+            for tracker in self._live.values():
+                tracker.rekey()
+            self._keys = self._make_keys(self.readiness.identity_text)
+            self._locally_visible.open(self.readiness.readers)
+            self._lookups = self._make_lookups(self.readiness.store, self.readiness.masks, self._locally_visible)
+            self.dumps.open(self.readiness.ranks)
+            if self._rates is not None:
+                self._rates.open(self.readiness.identity_text, self.readiness.store_label)
+        return True
+
+    def _start_lookup(self, tracker: RequestTracker) -> None:
+        assert self._lookups is not None and self._keys is not None  # the phase is open
+        maker, request = self._keys, tracker.request
+        at_once = maker.at_once(request, AT_ONCE_TOKENS)
+        tracker.lookup = self._lookups.start(lambda: maker.first(request), self._clock, at_once=at_once)

@@ -1,0 +1,56 @@
+"""Calls to a rank's store that must not fail a step: the hints it is sent, and what it says about itself.
+
+Each call notes something down in the store and returns; an exception is logged and the hint is dropped. Of ranks that
+hold the same bytes, the one that writes them is told what is used and brings up what will be: the others read its
+memory. What they hold in memory of their own they are told too.
+"""
+
+from __future__ import annotations
+
+from ucm.integration.vllm.connector.guard import throttle
+from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata, join_keys
+from ucm.store import record_ids
+from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+
+
+def wants_touches(store: UcmKVStoreBaseV1) -> bool:
+    """Whether this rank's store uses hints about blocks in use."""
+    try:
+        return bool(store.wants_touch_own)
+    except Exception as error:
+        throttle.warning("wants_touch_own", "the store's wants_touch_own failed: %r", error)
+        return False
+
+
+def prefetch_room(store: UcmKVStoreBaseV1) -> int:
+    """Blocks that may be brought up in this rank's memory ahead of need."""
+    try:
+        return max(int(store.prefetch_room()), 0)
+    except Exception as error:
+        throttle.warning("prefetch_room", "the store's prefetch_room() failed: %r", error)
+        return 0
+
+
+def pass_hints(plan: UCMConnectorMetadata, store: UcmKVStoreBaseV1, mask: bytes, writer: bool) -> None:
+    """Tell the store of this rank, whose part has this mask."""
+    try:
+        for first, keys in plan.touched if writer or store.has_own_memory else ():
+            store.touch_own(record_ids(keys, mask), first)
+        if plan.prefetch is None or not writer:
+            return
+        if plan.prefetch.cancelled:
+            store.cancel_prefetch(record_ids(plan.prefetch.cancelled, mask))
+        for priority, keys in plan.prefetch.wanted:
+            store.prefetch(record_ids(keys, mask), priority)
+    except Exception as error:  # closed, or a bug of the store: hints are optional
+        throttle.warning("hints", "the store could not be told what will be used: %r", error)
+
+
+def take_locally_visible(store: UcmKVStoreBaseV1) -> tuple[bytes, bytes]:
+    """What a rank's store gained and lost since it was last asked, joined for the report. Never raises."""
+    try:
+        gained, lost = store.early()
+    except Exception as error:  # closed, or a bug of the store: those blocks are hits once they are published
+        throttle.warning("early", "the store's early() failed: %r", error)
+        return b"", b""
+    return join_keys(gained), join_keys(lost)

@@ -1,0 +1,333 @@
+"""Loads and dumps under way on one rank: started, polled once per step, reported exactly once. Never waits.
+
+The store enforces deadlines: it ends a late load as failed. This module only asks ``store.check`` and, once that says
+finished, ``store.wait`` for the outcome. Any exception of a store ends the transfer as failed, so that no request waits
+for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ucm.errors import BusyError, TaskError, UcmError
+from ucm.integration.vllm.connector.guard import throttle
+from ucm.integration.vllm.connector.metadata import (
+    Dump,
+    DumpResult,
+    Load,
+    LoadFailure,
+    LoadServed,
+    join_keys,
+    split_keys,
+)
+from ucm.integration.vllm.connector.miss_stats import TIMES
+from ucm.reasons import MissReason, reason_of
+from ucm.store import record_ids
+from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+
+#: Kinds of failure that say nothing about the record. After any other it is not trusted until it was written again.
+_TRANSIENT = frozenset({"timeout", "busy", "unhealthy", "closed", "no_space"})
+
+
+def finished(store: UcmKVStoreBaseV1, task: Any, staged: bool = False) -> bool:
+    """Whether a task ended (or, with ``staged``, whether device memory is free again). Never raises."""
+    try:
+        if staged and store.has_staged_level:
+            return bool(store.check(task, until="staged"))
+        return bool(store.check(task))
+    except UcmError as error:
+        # Asked too often, or too much at once: ask again. Anything else has ended, wait() says how.
+        return not error.retryable
+    except Exception as error:
+        throttle.warning("check", "the store's check() failed: %r", error)
+        return True
+
+
+def failed_rows(store: UcmKVStoreBaseV1, task: Any, rows: int) -> dict[int, BaseException]:
+    """What went wrong with a finished task, by row; empty when nothing did. Never raises."""
+    try:
+        store.wait(task)
+    except TaskError as error:
+        return _named_rows(error, rows) or dict.fromkeys(range(rows), error)
+    except Exception as error:
+        return dict.fromkeys(range(rows), error)
+    return {}
+
+
+def _named_rows(error: TaskError, rows: int) -> dict[int, BaseException]:
+    """The failures a task names; none if some of that is not as it should be, then all its rows failed."""
+    named: object = error.failures
+    if not isinstance(named, Mapping) or any(
+        row not in range(rows) or not isinstance(why, BaseException) for row, why in named.items()
+    ):
+        return {}
+    return {int(row): why for row, why in named.items()}
+
+
+def served_tiers(store: UcmKVStoreBaseV1, task: Any) -> tuple[int, ...]:
+    """Blocks of a load by the tier they came from; none where a store has one tier or does not know. Never raises."""
+    if len(store.tier_names) < 2:
+        return ()
+    try:
+        return tuple(int(blocks) for blocks in store.served(task))
+    except Exception as error:  # only statistics are lost
+        throttle.warning("served", "the store's served() failed: %r", error)
+        return ()
+
+
+@dataclass(slots=True)
+class _Running:
+    work: Any
+    task: Any
+    store: UcmKVStoreBaseV1  # it was begun on, which may be closed by now
+    keep: Any = None  # what must live as long as the device may read it
+    staged: bool = False
+    began: float = 0.0
+
+
+class _Times:
+    """How long transfers took, in seconds, kept until they are asked for."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._taken: list[float] = []
+
+    def ended(self, running: _Running) -> None:
+        if len(self._taken) < TIMES:
+            self._taken.append(self.clock() - running.began)
+
+    def take(self) -> list[float]:
+        """Those since the last call."""
+        taken, self._taken = self._taken, []
+        return taken
+
+
+class Loads:
+    """Loads of one rank."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.times = _Times(clock)
+        self._running: list[_Running] = []
+        self._ended: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._failures: list[LoadFailure] = []
+        self._served: list[LoadServed] = []
+        self.blocks = 0  # brought so far
+
+    def start(self, load: Load, store: UcmKVStoreBaseV1 | None, mask: bytes) -> None:
+        """Begin; if that is impossible the load has failed already."""
+        if store is None:
+            return self._fail_all(load, MissReason.UNHEALTHY)
+        try:
+            task = store.load_blocks(record_ids(load.keys, mask), load.blocks, load.timeout)
+        except Exception as error:
+            throttle.warning("load", "a load was refused: %s", error)
+            return self._fail_all(load, reason_of(error))
+        self._running.append(_Running(load, task, store, began=self.times.clock()))
+
+    def poll(self) -> None:
+        """Notice which have ended."""
+        still = []
+        for running in self._running:
+            store = running.store
+            if not finished(store, running.task):
+                still.append(running)
+                continue
+            self.times.ended(running)
+            load: Load = running.work
+            failures = failed_rows(store, running.task, len(load.blocks))
+            self.blocks += len(load.blocks) - len(failures)
+            if failures:
+                first = min(failures)
+                throttle.warning("load failed", "request %s: block %d: %s", load.request, first, failures[first])
+                keys = split_keys(load.keys)
+                newer = [row for row, why in failures.items() if reason_of(why) == MissReason.NEWER_VERSION]
+                bad = [
+                    keys[row]
+                    for row, why in failures.items()
+                    if getattr(why, "kind", "") not in _TRANSIENT and row not in newer
+                ]
+                behind = range(first, len(load.blocks))
+                why = [reason_of(failures[row]) if row in failures else MissReason.LOAD_FAILED for row in behind]
+                self._fail(load, first, bad, why, [keys[row] for row in newer])
+            else:
+                self._ended.add(load.request)
+                if tiers := served_tiers(store, running.task):
+                    self._served.append(LoadServed(load.request, tiers))
+        self._running = still
+
+    def _fail_all(self, load: Load, reason: MissReason) -> None:
+        self._fail(load, 0, [], [reason] * len(load.blocks))
+
+    def _fail(
+        self,
+        load: Load,
+        row: int,
+        bad: Sequence[bytes],
+        why: Sequence[MissReason],
+        newer: Sequence[bytes] = (),
+    ) -> None:
+        self._bad_blocks.update(load.blocks[row:].tolist())
+        reasons = tuple(str(reason) for reason in why)
+        failure = LoadFailure(load.request, load.first + row, join_keys(bad), reasons, join_keys(newer))
+        self._failures.append(failure)
+        self._ended.add(load.request)
+
+    def take_ended(self) -> set[str]:
+        """Requests whose load ended since the last call, each named once."""
+        ended, self._ended = self._ended, set()
+        return ended
+
+    def take_bad_blocks(self) -> set[int]:
+        """Device blocks that were to be filled and were not."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def take_failures(self) -> list[LoadFailure]:
+        """Loads that failed since the last call, as the scheduler half is told of them."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def take_served(self) -> list[LoadServed]:
+        """Where the blocks of loads came from that ended well since the last call."""
+        served, self._served = self._served, []
+        return served
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+
+class Dumps:
+    """Dumps of one rank."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.times = _Times(clock)
+        self._running: list[_Running] = []
+        self._staged: list[int] = []
+        self._done: list[DumpResult] = []
+        self.last_job = 0
+        self.blocks = 0  # published so far
+
+    def skip(self, dump: Dump, store: UcmKVStoreBaseV1 | None, mask: bytes) -> None:
+        """Nothing to do on this rank: another one holds the same bytes and writes them. What it replaces, this one may
+        have refused."""
+        self.last_job = max(self.last_job, dump.job)
+        if dump.refused and store is not None:
+            try:
+                store.trust(record_ids(_rows(dump), mask))
+            except Exception as error:  # they are refused for longer than need be
+                throttle.warning("trust", "the store's trust() failed: %r", error)
+        self._done.append(DumpResult(dump.job))
+
+    def start(
+        self,
+        dumps: Sequence[Dump],
+        store: UcmKVStoreBaseV1 | None,
+        mask: bytes,
+        event: tuple[int, Any],
+        block_tokens: int,
+    ) -> None:
+        """Begin; a refused one ends the rest of its request's chain for this step. ``event``: handle and its owner."""
+        refused: set[str] = set()
+        for dump in dumps:
+            self.last_job = max(self.last_job, dump.job)
+            if store is None or dump.request in refused:
+                self._refuse(dump, busy=True)
+                continue
+            try:
+                ids = record_ids(dump.keys, mask)
+                parent = record_ids(dump.parent, mask)[0] if dump.parent else bytes(16)
+                store.describe(
+                    ids,
+                    parents=[parent, *ids[:-1]],
+                    ordinals=list(range(dump.first, dump.first + len(ids))),
+                    tokens=[block_tokens] * len(ids),
+                )
+                if dump.audit:
+                    store.audit(ids)
+                if dump.refused:
+                    store.distrust([ids[row] for row in dump.refused])
+                task = store.dump_blocks(ids, dump.blocks, event[0])
+            except BusyError:
+                refused.add(dump.request)
+                self._refuse(dump, busy=True)
+            except Exception as error:
+                throttle.warning("dump", "a dump was refused: %s", error)
+                refused.add(dump.request)
+                self._refuse(dump, busy=False)
+            else:
+                self._running.append(_Running(dump, task, store, keep=event[1], began=self.times.clock()))
+
+    def _refuse(self, dump: Dump, busy: bool) -> None:
+        self._done.append(DumpResult(dump.job, tuple(range(len(dump.blocks))), busy))
+
+    def flush(self, jobs: Collection[int]) -> None:
+        """Return when the source blocks of these jobs were read, or never will be: they are about to be overwritten.
+
+        Reading is a copy in memory, begun a step ago or earlier, so there is rarely anything to wait for; what hangs
+        is ended by the store's deadline of a dump.
+        """
+        for running in self._running:
+            if running.work.job in jobs and not running.staged:
+                try:
+                    if running.store.has_staged_level:
+                        running.store.wait(running.task, until="staged")
+                    else:
+                        running.store.wait(running.task)
+                except Exception as error:  # told when it is polled
+                    throttle.warning("flush", "a dump failed: %s", error)
+
+    def poll(self) -> None:
+        """Notice which are staged and which have ended."""
+        still = []
+        for running in self._running:
+            dump: Dump = running.work
+            store = running.store
+            if not running.staged and finished(store, running.task, staged=True):
+                running.staged, running.keep = True, None
+                self._staged.append(dump.job)
+            if not running.staged or not finished(store, running.task):
+                still.append(running)
+                continue
+            self.times.ended(running)
+            failures = failed_rows(store, running.task, len(dump.blocks))
+            if failures:
+                throttle.warning("dump failed", "a dump failed: %s", failures[min(failures)])
+            self.blocks += len(dump.blocks) - len(failures)
+            busy = bool(failures) and all(isinstance(why, BusyError) for why in failures.values())
+            self._done.append(DumpResult(dump.job, tuple(sorted(failures)), busy))
+        self._running = still
+
+    def take(self) -> tuple[list[int], list[DumpResult]]:
+        """Jobs staged and jobs ended since the last call."""
+        staged, done = self._staged, self._done
+        self._staged, self._done = [], []
+        ended = {result.job for result in done}
+        return [job for job in staged if job not in ended], done
+
+    @property
+    def news(self) -> bool:
+        """Whether :meth:`take` has something."""
+        return bool(self._staged or self._done)
+
+    @property
+    def failed(self) -> bool:
+        """Whether some dump ended without being stored, and not for want of room, since the last :meth:`take`."""
+        return any(result.failed and not result.busy for result in self._done)
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+
+def _rows(dump: Dump) -> list[bytes]:
+    """Keys of a dump whose stored records some rank could not use."""
+    keys = split_keys(dump.keys)
+    return [keys[row] for row in dump.refused]
+
+
+def no_event() -> tuple[int, Any]:
+    """For devices whose work is done when the call returns."""
+    return 0, None

@@ -1,0 +1,378 @@
+"""The worker half: the KV tensors of one rank, its store, and the transfers between the two. No request logic.
+
+vLLM calls it from the model's thread, every step: loads start, the model runs, dumps start, and what ended is reported.
+Nothing here waits: the store is opened on a thread of its own, and transfers are polled.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ucm.errors import ConfigError, InvalidInputError
+from ucm.integration.vllm.connector.configured_stores import ConfiguredStore
+from ucm.integration.vllm.connector.guard import logger
+from ucm.integration.vllm.connector.identity.model_memory import ModelMemory
+from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
+from ucm.integration.vllm.connector.metadata import (
+    VERSION,
+    Handshake,
+    RankReport,
+    StoreSetup,
+    UCMConnectorMetadata,
+    UCMConnectorWorkerMetadata,
+)
+from ucm.integration.vllm.connector.metrics import DUMP_SECONDS, LOAD_SECONDS, LOADED_BYTES, PUBLISHED_BYTES
+from ucm.integration.vllm.connector.tier_counts import TierCounts
+from ucm.integration.vllm.connector.worker.store_health import StoreHealth
+from ucm.integration.vllm.connector.worker.store_hints import (
+    pass_hints,
+    prefetch_room,
+    take_locally_visible,
+    wants_touches,
+)
+from ucm.integration.vllm.connector.worker.transfers import Dumps, Loads, no_event
+from ucm.store import part_mask
+from ucm.store.factory_v1 import why_unavailable
+from ucm.store.kv_layout import KVLayout
+from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+
+#: Of the shutdown allowance, the seconds kept for closing the store.
+CLOSE_S = 0.5
+#: Below so many free slots the scheduler half is told about every change.
+_FEW_SLOTS = 256
+
+
+class UCMConnectorWorker:
+    """One rank's worker half."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        part: tuple[int, int, int],
+        writer: bool,
+        layers: Sequence[str],
+        block_tokens: int,
+        wanted_block_size: int | None,
+        identity: Callable[[], dict[str, Any]],
+        stores: Sequence[ConfiguredStore],
+        memory: ModelMemory | None = None,
+        only_stores: str = "",
+        shutdown_allowance: float = 3.0,
+        health: StoreHealth | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``wanted_block_size``: what the user wrote, tokens or bytes; ``identity`` gives this rank's identity without
+        weights; ``memory``: the weights in memory, None where they cannot be reached; ``only_stores`` says why nothing
+        may be loaded, if so; ``shutdown_allowance`` is in seconds."""
+        self.rank = rank
+        self._memory = memory
+        self._weights: WeightsReport | None = None  # to be told
+        self._part = part
+        self._mask = part_mask(*part)
+        self._writer = writer
+        self._layers = layers
+        self._block_tokens = block_tokens
+        self._wanted_block_size = wanted_block_size
+        self._identity = identity
+        self._stores = list(stores)
+        self._only_stores = only_stores
+        self._shutdown_allowance = shutdown_allowance
+        self._clock = clock
+        self._layout: KVLayout | None = None
+        self._problem = "vLLM registered no KV cache"
+        self._store: UcmKVStoreBaseV1 | None = None
+        self._opened: tuple[int, UcmKVStoreBaseV1] | None = None  # by the attempt it was opened for
+        self._unavailable: tuple[int, str] = (0, "")
+        self._attempt = 0
+        self._broken = ""
+        self._told_handshake = False
+        self._told_ready = False
+        self._told_healthy = True
+        self._told_slots: int | None = -1
+        self._told_blocks = (0, 0)
+        self._prefetch_room = 0
+        self._plan: UCMConnectorMetadata | None = None
+        self._closed = False
+        self.loads = Loads(clock)
+        self.dumps = Dumps(clock)
+        self.health = health or StoreHealth()
+        self._tiers = TierCounts(clock, str(rank))
+
+    # Start --------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
+        """Learn where the KV lies, and how the weights look that were just loaded.
+
+        Raises :class:`~ucm.errors.ConfigError` when the user wrote another block size.
+        """
+        if self._memory is not None:
+            self._memory.remember()
+        try:
+            self._layout = KVLayout(caches, self._layers)
+            self._problem = ""
+        except InvalidInputError as error:
+            self._problem = f"this KV layout cannot be addressed: {error}"
+            return
+        wanted, size = self._wanted_block_size, self._layout.block_bytes
+        if wanted not in (None, self._block_tokens, size):
+            raise ConfigError(
+                f"block_size is {wanted}, but a block of this engine has {self._block_tokens} tokens and {size} bytes "
+                "per rank; remove the key, or write one of the two"
+            )
+
+    def handshake(self) -> Handshake:
+        """What the scheduler half must know of this rank."""
+        shapes: dict[str, Any] = {}
+        identity: dict[str, Any] = {}
+        if self._layout is not None:
+            shapes = self._layout.sizes() | {
+                "block_tokens": self._block_tokens,
+                "dtype": str(self._layout.dtype).removeprefix("torch."),
+            }
+            identity = self._identity()
+        stores = tuple(store.name for store in self._stores)
+        return Handshake(
+            part=self._part,
+            rank=self.rank,
+            writer=self._writer,
+            identity=identity,
+            shapes=shapes,
+            problem=self._problem,
+            stores=stores,
+            only_stores=self._only_stores,
+        )
+
+    def _open(self, setup: StoreSetup) -> None:
+        layout = self._layout
+        if layout is None:
+            self._broken = self._problem
+            return
+        device = layout.device
+        config = setup.config | self.handshake().shapes | {"identity": setup.identity, "part": self._part}
+        config["device_id"] = device.index or 0
+        attempt, make = setup.attempt, self._stores[setup.choice].make
+        # Another store was tried before this one, perhaps opened since the last step, or served until the weights were
+        # replaced: what is under way on that one ends with it.
+        self._take_opened()
+        before, self._store, self._attempt = self._store, None, attempt
+        self._told_ready = False
+
+        def work() -> None:
+            if before is not None:
+                before.close()
+            try:
+                store = make(config)
+                try:
+                    store.register_kv(layout)
+                except BaseException:
+                    store.close()
+                    raise
+            except BaseException as error:  # told to the scheduler half, which switches off or takes the next
+                if setup.trial:
+                    self._unavailable = (attempt, f"it cannot be opened: {error}")
+                else:
+                    self._broken = f"the store cannot be opened: {error}"
+                return
+            if setup.trial and (why := why_unavailable(store)):
+                self._unavailable = (attempt, why)
+                store.close()
+                return
+            self._opened = (attempt, store)
+            if self._closed or attempt != self._attempt:
+                store.close()
+
+        threading.Thread(target=work, name="ucm-open", daemon=True).start()
+
+    def _take_opened(self) -> None:
+        """Use the store that was opened, if it is the one that was asked for last."""
+        opened = self._opened
+        if self._store is None and opened is not None and opened[0] == self._attempt:
+            self._store = opened[1]
+            self._prefetch_room = prefetch_room(opened[1])
+
+    # Steps --------------------------------------------------------------------------------------------------
+
+    def bind_connector_metadata(self, plan: UCMConnectorMetadata) -> None:
+        """The plan of the step that begins. What is left of the one before, begins first: with speculative decoding
+        vLLM does not ask every pipeline rank to save, and a dump that no rank answers for is never over."""
+        self.start_load_kv()
+        self.start_dumps()
+        self._plan = plan
+        if plan.version != VERSION:
+            self._broken = f"the scheduler speaks version {plan.version}, this rank {VERSION}"
+            return
+        if plan.jobs_to_flush:
+            self._flush(plan)
+        if plan.check_weights is not None:
+            self._weights = self._compare_weights(plan.check_weights)
+        if plan.setup is not None:
+            self._open(plan.setup)
+        self._take_opened()
+        if self._store is not None:
+            pass_hints(plan, self._store, self._mask, self._writer)
+
+    def _flush(self, plan: UCMConnectorMetadata) -> None:
+        """Have blocks read that vLLM has given to others, before this step writes them."""
+        dumps = plan.dumps
+        plan.dumps = [dump for dump in dumps if dump.job in plan.jobs_to_flush]
+        self.start_dumps()
+        plan.dumps = [dump for dump in dumps if dump.job not in plan.jobs_to_flush]
+        self.dumps.flush(plan.jobs_to_flush)
+
+    def _compare_weights(self, generation: int) -> WeightsReport:
+        if self._memory is not None:
+            return self._memory.compare(generation)
+        return WeightsReport(generation, None, None, 0)
+
+    def start_load_kv(self) -> None:
+        """Begin this step's loads."""
+        if self._plan is not None and self._plan.loads:
+            loads, self._plan.loads = self._plan.loads, []
+            for load in loads:
+                self.loads.start(load, self._store, self._mask)
+
+    def start_dumps(self) -> None:
+        """Begin this step's dumps; the model's work of the step has been given to the device."""
+        if self._plan is None or not self._plan.dumps:
+            return
+        dumps, self._plan.dumps = self._plan.dumps, []
+        if not self._writer:
+            for dump in dumps:
+                self.dumps.skip(dump, self._store, self._mask)
+            return
+        event = no_event()
+        if self._layout is not None and self._layout.device.type == "cuda":
+            mark = torch.cuda.Event()
+            mark.record(torch.cuda.current_stream(self._layout.device))
+            event = (int(mark.cuda_event), mark)
+        self.dumps.start(dumps, self._store, self._mask, event, self._block_tokens)
+
+    def take_ended_loads(self) -> set[str]:
+        """Requests whose load ended, each named once, failed ones too."""
+        self.loads.poll()
+        return self.loads.take_ended()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Device blocks a load did not fill."""
+        return self.loads.take_bad_blocks()
+
+    def build_connector_worker_meta(self) -> UCMConnectorWorkerMetadata | None:
+        """News for the scheduler half, None when there are none."""
+        self.dumps.poll()
+        self._take_opened()
+        unavailable = self._unavailable[1] if self._unavailable[0] == self._attempt else ""
+        failures, served = self.loads.take_failures(), self.loads.take_served()
+        ready = self._store is not None
+        slots_changed, slots = self._slots()
+        if self._store is not None and (
+            failures or self.dumps.failed or not self.health.healthy or ready != self._told_ready
+        ):
+            self.health.check(self._store)
+        healthy = self.health.healthy
+        gained, lost = (b"", b"") if self._store is None else take_locally_visible(self._store)
+        # While it is not, every step says so: the scheduler half goes by the age of the last report.
+        changed = gained or lost or slots_changed or ready != self._told_ready or not (healthy and self._told_healthy)
+        weights, self._weights = self._weights, None
+        handshake = None if self._told_handshake else self.handshake()
+        news = failures or served or self.dumps.news or changed or weights
+        if not (handshake or news or self._broken or unavailable):
+            return None
+        self._told_handshake = True
+        staged, done = self.dumps.take()
+        self._told_ready, self._told_slots, self._told_healthy = ready, slots, healthy
+        broken, self._broken = self._broken, ""
+        if unavailable:
+            self._unavailable = (0, "")
+        return UCMConnectorWorkerMetadata(
+            ranks=[
+                RankReport(
+                    rank=self.rank,
+                    handshake=handshake,
+                    ready=ready,
+                    broken=broken,
+                    attempt=self._attempt,
+                    unavailable=unavailable,
+                    healthy=healthy,
+                    last_job=self.dumps.last_job,
+                    free_slots=slots,
+                    staged=staged,
+                    done=done,
+                    load_failures=failures,
+                    gained=gained,
+                    lost=lost,
+                    wants_touches=self._store is not None and wants_touches(self._store),
+                    prefetch_room=self._prefetch_room,
+                    served=served,
+                    weights=weights,
+                )
+            ]
+        )
+
+    def take_bytes(self) -> dict[str, int] | None:
+        """Bytes of KV loaded and published on this rank since the last call, None when there were none."""
+        now = (self.loads.blocks, self.dumps.blocks)
+        if now == self._told_blocks or self._layout is None:
+            return None
+        (loaded, published), self._told_blocks = self._told_blocks, now
+        size = self._layout.block_bytes
+        return {LOADED_BYTES: (now[0] - loaded) * size, PUBLISHED_BYTES: (now[1] - published) * size}
+
+    def take_seconds(self) -> dict[str, list[float]]:
+        """How long the loads and dumps took that ended on this rank since the last call; no names without any."""
+        taken = {LOAD_SECONDS: self.loads.times.take(), DUMP_SECONDS: self.dumps.times.take()}
+        return {name: seconds for name, seconds in taken.items() if seconds}
+
+    def take_tiers(self) -> dict[str, Any]:
+        """What the tiers of this rank's store did since they were last told of, about once a second."""
+        return self._tiers.take(self._store)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this rank's store."""
+        store = {} if self._store is None else self._store.stats()
+        return store | {"rank": self.rank}
+
+    def _slots(self) -> tuple[bool, int | None]:
+        store, told = self._store, self._told_slots
+        if store is None or not self._writer:
+            return False, None
+        if not self.dumps.news and told is not None and told >= _FEW_SLOTS:
+            return False, told
+        try:
+            free = store.free_dump_slots()
+        except Exception:
+            free = None
+        return free != told, free
+
+    # End ----------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Let dumps publish, then close the store; returns after the allowance, whatever hangs."""
+        self._closed = True
+        self.health.close()
+        self._take_opened()
+        store = self._store
+        if store is None:
+            return
+        began = self._clock()
+        deadline = began + self._shutdown_allowance
+
+        def drain() -> None:
+            while len(self.dumps) and self._clock() < deadline - CLOSE_S:
+                self.dumps.poll()
+                pause.wait(0.002)
+            store.close()
+
+        pause = threading.Event()
+        thread = threading.Thread(target=drain, name="ucm-drain", daemon=True)
+        thread.start()
+        thread.join(max(0.0, deadline - self._clock()))
+        if thread.is_alive():
+            logger.warning("%d dumps were not finished within %.1f s", len(self.dumps), self._shutdown_allowance)
+        else:
+            logger.info("rank %d: the store is closed, after %.1f s", self.rank, self._clock() - began)

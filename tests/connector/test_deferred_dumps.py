@@ -1,0 +1,177 @@
+"""What an adapter computed is offered when its files were looked at afterwards; what ended before that is held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from parts import BLOCK, Rig
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.request import Request
+
+from ucm.integration.vllm.connector.identity.adapters import RECHECK_S, AdapterDigests
+from ucm.integration.vllm.connector.identity.extra_keys import ExtraKeys
+from ucm.integration.vllm.connector.identity.keys import KeyMaker
+from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata
+
+
+class Looks(AdapterDigests):
+    """Adapters whose files are looked at when a test says so."""
+
+    def __init__(self) -> None:
+        self.looked: float | None = None
+        self.changed = False
+
+    def payload(self, lora_request: Any) -> bytes:
+        return b"adapter"
+
+    def current(self, lora_request: Any, since: float) -> bool | None:
+        if self.changed:
+            return False
+        return True if self.looked is not None and self.looked > since else None
+
+
+class AdapterRig(Rig):
+    """A scheduler half whose requests have an adapter."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.looks = Looks()
+        super().__init__(**settings)
+
+    def keys(self, text: str) -> KeyMaker:
+        return KeyMaker(text, BLOCK, "sha256", ExtraKeys(BLOCK, self.looks))
+
+    def request(self, name: str, length: int, seed: int = 0, adapter: LoRARequest | None = None) -> Request:
+        return super().request(name, length, seed, adapter or LoRARequest("x", 1, "/somewhere"))
+
+    def look(self) -> None:
+        """A look at the files, which finds them as they were."""
+        self.clock.now += 0.001
+        self.looks.looked = self.clock.now
+        self.clock.now += 0.001
+
+    def free_blocks(self) -> int:
+        """Blocks that vLLM could give to others."""
+        free: int = self.tables.block_pool.get_num_free_blocks()
+        return free
+
+
+def offered(plan: UCMConnectorMetadata) -> list[tuple[int, int]]:
+    """(first ordinal, blocks) of each dump."""
+    return [(dump.first, len(dump.blocks)) for dump in plan.dumps]
+
+
+def test_blocks_are_offered_after_a_look_that_began_when_they_were_computed() -> None:
+    rig = AdapterRig()
+    request = rig.request("a", 4 * BLOCK)
+    rig.admit(request)
+    rig.look()
+    assert offered(rig.step(request)) == [], "this step computes them"
+    request.append_output_token_ids([1] * BLOCK)
+    assert offered(rig.step(request)) == [], "nobody has looked since"
+    rig.look()
+    request.append_output_token_ids([1] * BLOCK)
+    assert offered(rig.step(request)) == [(0, 4)], "of the two output blocks one was computed after the look began"
+    rig.look()
+    request.append_output_token_ids([1])
+    assert offered(rig.step(request)) == [(4, 1)]
+
+
+def test_a_change_ends_the_offers_of_a_request() -> None:
+    rig = AdapterRig()
+    request = rig.request("a", 4 * BLOCK)
+    rig.admit(request)
+    rig.step(request)
+    request.append_output_token_ids([1])
+    rig.step(request)
+    rig.looks.changed = True
+    request.append_output_token_ids([1])
+    assert offered(rig.step(request)) == []
+    rig.looks.changed = False
+    rig.look()
+    request.append_output_token_ids([1] * BLOCK)
+    assert offered(rig.step(request)) == []
+    rig.scheduler.request_finished(request)
+    rig.look()
+    assert offered(rig.step()) == []
+
+
+def ended_early(rig: AdapterRig) -> None:
+    """A request that ends before anyone looked."""
+    request = rig.request("a", 4 * BLOCK + 1)
+    rig.admit(request)
+    rig.step(request)
+    rig.scheduler.request_finished(request)
+    rig.tables.free(request)
+
+
+def test_the_blocks_of_a_request_that_ended_are_held_and_offered() -> None:
+    rig = AdapterRig()
+    ended_early(rig)
+    assert rig.free_blocks() == rig.tables.block_pool.num_gpu_blocks - 1, "they are vLLM's again"
+    assert rig.scheduler.has_pending_push_work
+    assert offered(rig.step()) == []
+    rig.look()
+    plan = rig.step()
+    assert offered(plan) == [(0, 4)]
+    rig.report(rig.ended(plan))
+    assert not rig.scheduler.has_pending_push_work
+
+
+@pytest.mark.parametrize("why", ["changed", "late", "reset", "off", "taken"])
+def test_held_blocks_are_let_go(why: str) -> None:
+    rig = AdapterRig()
+    ended_early(rig)
+    if why == "changed":
+        rig.looks.changed = True
+    elif why == "late":
+        rig.clock.now += RECHECK_S
+    elif why == "reset":
+        rig.scheduler.reset_cache()
+    elif why == "taken":
+        rig.tables.block_pool.get_new_blocks(rig.free_blocks())
+    else:
+        rig.readiness.off("the user's wish")
+    assert offered(rig.step()) == []
+    rig.looks.changed = False
+    rig.look()
+    assert offered(rig.step()) == []
+
+
+def test_nothing_is_held_that_is_stored_already() -> None:
+    rig = AdapterRig()
+    ended_early(rig)
+    rig.look()
+    rig.report(rig.ended(rig.step()))
+    again = rig.request("b", 4 * BLOCK + 1)
+    rig.stored(again, 4)
+    rig.later.run()
+    rig.scheduler.get_num_new_matched_tokens(again, 0)
+    rig.scheduler.update_state_after_alloc(again, rig.tables.allocate(again, 6), 0)
+    rig.step(again)
+    rig.scheduler.request_finished(again)
+    rig.tables.free(again)
+    assert not rig.scheduler.has_pending_push_work
+
+
+def test_items_of_every_request_that_begins_are_told_of() -> None:
+    """Also of those that are left alone, whose data before the first computed token play no part."""
+    told: list[tuple[Any, int]] = []
+    rig = Rig()
+    rig.scheduler._items_used = lambda request, computed: told.append((request, computed))
+    request = rig.request("a", 2 * BLOCK)
+    request.mm_features = [object()]
+    stripped = NewRequestData("a", [], [object()], None, None, ([],), 3, None)  # type: ignore[list-item]
+    stranger = NewRequestData("b", [], [object()], None, None, ([],), 5, None)  # type: ignore[list-item]
+    plain = NewRequestData("c", [], [], None, None, ([],), 0, None)
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [stripped, stranger, plain]
+    output.num_scheduled_tokens = {"a": 1, "b": 1, "c": 1}
+    rig.scheduler.build_connector_meta(output)
+    assert told == [(request, 0), (stranger, 5)]
