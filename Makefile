@@ -64,7 +64,7 @@ demo: $(RUN_ENV) ## one prompt, three engines: cold, warm, and with a damaged bl
 # --- tests ---------------------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: test-rust loom test-wheel test-py ## everything this machine can test
+test: test-rust loom test-wheel test-kinds test-py ## everything this machine can test
 
 # ucm-py is tested from Python: a Rust test binary of it would need the interpreter as a shared library.
 .PHONY: test-rust
@@ -105,6 +105,13 @@ test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines last
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py
 	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py
+
+# A kind of tier in one file and one line, from Python: with a core that has a toy, beside the usual one.
+.PHONY: test-kinds
+test-kinds: $(VENV)/.stamp-dev ## a new kind of tier from Python, with a core built for tests
+	@$(STAGE) "build ucm._core with a toy" cargo build --locked --quiet -p ucm-py --features extension-module,test-utils
+	@UCM_TEST_CORE=$(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/debug/lib_core.so \
+		$(STAGE) "pytest kinds" $(BIN)/python -m pytest --quiet tests/kinds
 
 .PHONY: test-long
 test-long: $(RUN_ENV) ## the trust matrix, long (its table goes to build/trust.md), and the store over all columns

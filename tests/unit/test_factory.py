@@ -67,6 +67,22 @@ def test_a_store_to_come_says_so() -> None:
         Factory.create_connector("UcmRedisStore", {})
 
 
+def test_a_stage_that_is_no_store_says_where_it_belongs() -> None:
+    with pytest.raises(
+        UnknownConnectorError, match="Compress keeps nothing itself; write it before the stage it is for"
+    ):
+        Factory.create_connector("UcmCompressStage", {})
+
+
+def test_keys_of_stages_reach_a_pipeline_that_is_made_for_v0() -> None:
+    from ucm.store.factory import _in_our_words
+
+    given = {"cache_size": "1MiB", "ior_depth": 4}
+    assert _in_our_words("UcmPipelineStore", given) == given, "the pipeline itself says what none of its stages has"
+    assert _in_our_words("UcmCacheStore", given) == {"cache_size": "1MiB"}
+    assert _in_our_words("UcmPosixStore", given) == {}
+
+
 def test_one_name_cannot_stand_for_two_classes() -> None:
     Factory.register_connector("Least", MODULE, "LeastStore")
     with pytest.raises(ConfigError, match="registered already as LeastStore"):

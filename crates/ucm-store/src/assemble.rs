@@ -1,5 +1,7 @@
 //! From a description to an open engine: its stages by name, one medium or several as one.
 
+mod stages;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -12,8 +14,10 @@ use ucm_tier::registry::{BuildContext, seconds};
 
 use crate::engine::{Deadlines, Engine, EngineConfig};
 use crate::health::BreakerConfig;
-use crate::stages::{StageSetup, make_all};
 use crate::tiers::TierConfig;
+
+pub use stages::StageSetup;
+use stages::make_all;
 
 /// What a store is made from; sizes in bytes, times in seconds.
 #[derive(Debug, Clone, Deserialize)]

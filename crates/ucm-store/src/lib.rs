@@ -8,6 +8,5 @@ pub mod assemble;
 pub mod deviation;
 pub mod engine;
 pub mod health;
-pub mod stages;
 pub mod stats;
 pub mod tiers;

@@ -13,7 +13,7 @@ use ucm_device::HostDevice;
 use ucm_infra::SystemClock;
 use ucm_store::assemble;
 use ucm_store::engine::{Engine, Until};
-use ucm_tier::registry::{self, BuildContext, BuiltTier, Name, TierKind};
+use ucm_tier::registry::{self, BuildContext, BuiltTier, StoreName, TierKind};
 
 use common::{Device, Medium, Setup, directory, id, identity, ids, media, shape};
 
@@ -83,7 +83,7 @@ fn make(context: &BuildContext<'_>, options: OtherOptions) -> ucm_core::Result<B
 
 #[test]
 fn another_crate_adds_a_kind() {
-    let name = Name::new("other", "UcmOtherStore", "of another crate");
+    let name = StoreName::new("other", "UcmOtherStore", "of another crate");
     registry::register(TierKind::medium(name.clone(), make)).unwrap();
     let again = registry::register(TierKind::medium(name, make));
     assert!(again.is_err(), "its name is taken");

@@ -1,16 +1,17 @@
 //! One medium behind one trait, and the kinds there are.
 //!
 //! A [`backend::Backend`] moves named records between slots and one medium, and knows nothing of other media or of engines.
-//! [`registry`] lists every kind of it by name, with its options and what makes it; a new one is a file in `kinds/` and a
+//! [`registry`] lists every kind of it by name, with its options and what makes it; a new one is a file in `builtin/` and a
 //! line there, or a call of [`registry::register`] from another crate.
 #![forbid(unsafe_code)]
 
 pub mod auto;
 pub mod backend;
+mod builtin;
 #[cfg(feature = "compress")]
 pub mod compress;
 pub mod events;
-mod kinds;
+mod kind;
 pub mod memory;
 #[cfg(any(test, feature = "test-utils"))]
 pub mod nothing;

@@ -125,24 +125,28 @@ def _options(values: Values, ignored: Layer) -> dict[str, Any]:
         for option in [option for option in stage["options"] if option not in mine]:
             del stage["options"][option]
             _ignore_option(ignored, option, f"{where}.{option}")
-        stage["options"] = _checked_options(stage["store"], stage["options"], where, pipeline)
-    return _checked_options(name, given, name, None)
+        written = {
+            option: Entry(value, pipeline.origin if pipeline is not None else where, f"{where}.{option}")
+            for option, value in stage["options"].items()
+        }
+        stage["options"] = _checked_options(stage["store"], stage["options"], written)
+    return _checked_options(name, given, {option: values[f"options.{option}"] for option in given})
 
 
 def _ignore_option(ignored: Layer, option: str, written: str) -> None:
     ignored.ignore(MEANINGLESS.get(option) or f"nothing: it is a key of {OPTION_OWNER[option]}", written)
 
 
-def _checked_options(store: str, given: dict[str, Any], where: str, entry: Entry | None) -> dict[str, Any]:
+def _checked_options(store: str, given: dict[str, Any], written: Values) -> dict[str, Any]:
+    """The keys that this store alone has, all of them, checked; ``written`` says where those that are given stand."""
     if store not in STORES:
         return {}
     model = options_of(store)
     try:
         made = model(**given)
-        return {key: _number(getattr(made, key)) for key in model.model_fields}
     except ValidationError as error:
-        known = {key: Entry(value, entry.origin if entry else where, f"{where}.{key}") for key, value in given.items()}
-        raise _config_error(error, known) from None
+        raise _config_error(error, written) from None
+    return {key: _number(getattr(made, key)) for key in model.model_fields}
 
 
 def _number(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Types of the configuration's values: what may be written for them, and their bounds.
 
 Those of tiers are made from the schema that the core gives of each option
-(``crates/ucm-store/src/registry/options.rs``): its JSON type, its ``format`` and its bounds.
+(``crates/ucm-tier/src/kind/options.rs``): its JSON type, its ``format`` and its bounds.
 """
 
 from __future__ import annotations

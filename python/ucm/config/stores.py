@@ -1,6 +1,6 @@
 """The stores and tiers ucm knows by name, with the keys of each: all of it from the registry of the core.
 
-A new kind of tier is a file and a line there (``crates/ucm-store/src/stages/``); nothing here knows of it by name. What
+A new kind of tier is a file and a line there (``crates/ucm-tier/src/builtin/``); nothing here knows of it by name. What
 is no kind of tier, a pipeline of several, stands here.
 """
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ucm.config.stores import KNOWN_STORES, OPTION_OWNER
+from ucm.config.stores import KNOWN_STORES, OPTION_OWNER, PIPELINE, option_keys
 from ucm.config.words import MEANINGLESS
 from ucm.errors import ConfigError, UcmError
 from ucm.store.factory_v1 import UcmConnectorFactoryV1
@@ -97,5 +97,5 @@ def _in_our_words(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _meaningless(name: str, key: str) -> bool:
-    others = OPTION_OWNER.get(key, name) != name  # a key of another store of ours
+    others = name != PIPELINE and key in OPTION_OWNER and key not in option_keys(name)  # a key of another store of ours
     return key not in _OF_STORES and (key in MEANINGLESS or others)

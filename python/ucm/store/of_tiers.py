@@ -1,6 +1,6 @@
 """The classes of stores of one tier that need no code of their own: one for each name of the registry that has none.
 
-``ucm.store.of_tiers.UcmToyStore`` is made when it is asked for, from the kind of tier that goes by that name.
+A class is made when it is asked for, from the kind of tier that goes by its name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 //! Types of options that say more than those of Rust: what a configuration may write for them, and how they are shown.
 //!
 //! The options of a kind are one struct that serde reads and schemars describes. The `format` of each type below tells
-//! Python how to read what a user wrote (`python/ucm/config/option_types.py`); plain booleans, integers, numbers, texts
+//! Python how to read what a user wrote (`python/ucm/config/fields.py`); plain booleans, integers, numbers, texts
 //! and enums of unit variants need none. A field may carry, with `#[schemars(extend(...))]`:
 //!
 //! | | |
@@ -16,11 +16,9 @@
 
 use std::borrow::Cow;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
-use ucm_core::{Error, ErrorKind};
 use ucm_quota::Capacity;
 
 /// Directories, as absolute paths.
@@ -116,12 +114,6 @@ described! {
     Age: { "type": "integer", "minimum": 0, "format": "age" },
     Mode: { "type": "integer", "minimum": 0, "maximum": 511, "format": "mode" },
     Amount: { "type": ["integer", "string"], "format": "amount" },
-}
-
-/// A time as it is configured, in seconds. `Config` where it is none.
-pub fn seconds(key: &'static str, value: f64) -> ucm_core::Result<Duration> {
-    Duration::try_from_secs_f64(value)
-        .map_err(|error| Error::new(ErrorKind::Config, format!("{key}: {error}")).with("value", value))
 }
 
 #[cfg(test)]

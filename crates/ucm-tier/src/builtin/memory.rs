@@ -8,8 +8,8 @@ use serde_json::json;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_device::MachineMemory;
 
+use crate::kind::{Amount, BuildContext, BuiltTier, StoreName, TierKind};
 use crate::memory::{MemoryBackend, MemoryConfig, Policy, cache_bytes};
-use crate::registry::{Amount, BuildContext, BuiltTier, Name, TierKind};
 
 /// Threads that copy.
 const THREADS: usize = 2;
@@ -46,7 +46,7 @@ impl Default for CacheOptions {
 
 pub(super) fn kind() -> TierKind {
     let summary = "built: memory of this host alone; what is in it goes with the last process";
-    TierKind::medium(Name::new("cache", "UcmCacheStore", summary), make)
+    TierKind::medium(StoreName::new("cache", "UcmCacheStore", summary), make)
         .in_memory()
         .tested_with(|_| json!({"cache_size": 1 << 22}))
 }

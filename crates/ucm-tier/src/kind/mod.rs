@@ -1,8 +1,11 @@
 //! One kind of tier: what it is called, what can be set of it, and what makes one.
 
+mod options;
+
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use schemars::JsonSchema;
 use schemars::generate::SchemaSettings;
@@ -16,6 +19,8 @@ use ucm_io::{IoOptions, IoPool};
 use ucm_record::RecordLayout;
 
 use crate::backend::Backend;
+
+pub use options::{Age, Amount, Directories, Mode, Size};
 
 /// The options of a kind: a struct with `#[serde(default, deny_unknown_fields)]` whose fields are the keys of the
 /// configuration. Keys that must be given stand in `"required"` of its schema.
@@ -80,7 +85,7 @@ pub struct BuiltTier {
 
 /// A name under which a kind is configured.
 #[derive(Debug, Clone, Serialize)]
-pub struct Name {
+pub struct StoreName {
     /// The word of a backend and of a pipeline's stage, in lower case.
     pub word: &'static str,
     /// The store class.
@@ -91,7 +96,7 @@ pub struct Name {
     pub fixed: Map<String, Value>,
 }
 
-impl Name {
+impl StoreName {
     /// A name that fixes nothing.
     pub fn new(word: &'static str, class: &'static str, summary: &'static str) -> Self {
         Self {
@@ -129,7 +134,7 @@ enum Build {
 
 /// A kind of tier: its names, its options and what makes it.
 pub struct TierKind {
-    names: Vec<Name>,
+    names: Vec<StoreName>,
     build: Build,
     memory: bool,
     sample: Option<Sample>,
@@ -140,7 +145,7 @@ pub struct TierKind {
 /// A kind as Python is told of it.
 #[derive(Serialize)]
 pub(crate) struct Described<'a> {
-    names: &'a [Name],
+    names: &'a [StoreName],
     role: &'static str,
     memory: bool,
     /// What to use instead of one that is declared only.
@@ -153,7 +158,10 @@ pub(crate) struct Described<'a> {
 
 impl TierKind {
     /// A kind that keeps records.
-    pub fn medium<O: TierOptions>(name: Name, make: fn(&BuildContext<'_>, O) -> Result<BuiltTier>) -> Self {
+    pub fn medium<O: TierOptions>(
+        name: StoreName,
+        make: fn(&BuildContext<'_>, O) -> Result<BuiltTier>,
+    ) -> Self {
         let word = name.word;
         let make = move |context: &BuildContext<'_>, given| make(context, read(word, given)?);
         Self::new::<O>(name, Build::Medium(Box::new(make)))
@@ -161,7 +169,7 @@ impl TierKind {
 
     /// A kind that keeps nothing and changes what the medium below it is given.
     pub fn layer<O: TierOptions>(
-        name: Name,
+        name: StoreName,
         make: fn(&BuildContext<'_>, O, BuiltTier) -> Result<BuiltTier>,
     ) -> Self {
         let word = name.word;
@@ -170,16 +178,16 @@ impl TierKind {
     }
 
     /// A kind that is a store class of Python.
-    pub fn python<O: TierOptions>(name: Name) -> Self {
+    pub fn python<O: TierOptions>(name: StoreName) -> Self {
         Self::new::<O>(name, Build::Python)
     }
 
     /// A kind that can be configured and is then refused; `instead` says what to use.
-    pub fn declared<O: TierOptions>(name: Name, instead: &'static str) -> Self {
+    pub fn declared<O: TierOptions>(name: StoreName, instead: &'static str) -> Self {
         Self::new::<O>(name, Build::Declared(instead))
     }
 
-    fn new<O: TierOptions>(name: Name, build: Build) -> Self {
+    fn new<O: TierOptions>(name: StoreName, build: Build) -> Self {
         let mut schemas = SchemaSettings::draft2020_12();
         schemas.inline_subschemas = true;
         let options = schemas.into_generator().into_root_schema_for::<O>();
@@ -211,7 +219,7 @@ impl TierKind {
 
     /// It has this further name.
     #[must_use]
-    pub fn also(mut self, name: Name) -> Self {
+    pub fn also(mut self, name: StoreName) -> Self {
         self.names.push(name);
         self
     }
@@ -222,7 +230,7 @@ impl TierKind {
     }
 
     /// Its names, its own first.
-    pub fn names(&self) -> &[Name] {
+    pub fn names(&self) -> &[StoreName] {
         &self.names
     }
 
@@ -302,4 +310,10 @@ fn read<O: DeserializeOwned>(word: &'static str, given: Map<String, Value>) -> R
         );
         wrong.with("kind", word).caused_by(error)
     })
+}
+
+/// A time that is given in seconds. `Config` for one that is none.
+pub fn seconds(key: &'static str, value: f64) -> Result<Duration> {
+    Duration::try_from_secs_f64(value)
+        .map_err(|error| Error::new(ErrorKind::Config, format!("{key}: {error}")).with("value", value))
 }

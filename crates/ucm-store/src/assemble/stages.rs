@@ -1,4 +1,4 @@
-//! How the tiers of a store are put together from what is configured.
+//! The tiers of a store, put together from what is described of each.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -8,7 +8,7 @@ use ucm_tier::registry::{self, BuildContext, BuiltTier};
 use crate::tiers::WritePolicy;
 
 /// Makes the media of a store, top first, each with its policy. `Config` for stages that make no sense together.
-pub(crate) fn make_all(
+pub(super) fn make_all(
     stages: Vec<StageSetup>,
     context: &BuildContext<'_>,
 ) -> Result<Vec<(BuiltTier, WritePolicy)>> {

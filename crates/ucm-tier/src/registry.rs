@@ -1,14 +1,14 @@
 //! Every kind of tier, once: its names, its options and what makes it.
 //!
 //! A kind is one file that ends in a function answering a [`TierKind`], and one line in the list of built-in kinds
-//! (`kinds/mod.rs`); another crate adds its own with [`register`] before a configuration is read. Python asks for all of
+//! (`builtin/mod.rs`); another crate adds its own with [`register`] before a configuration is read. Python asks for all of
 //! it ([`describe`]) and makes from it the keys of the configuration with their checks, the store classes and the tables
 //! of `docs/configuration.md`; the behaviour suite runs over every medium that is listed here.
 //!
 //! ```
 //! use schemars::JsonSchema;
 //! use serde::{Deserialize, Serialize};
-//! use ucm_tier::registry::{self, Name, TierKind};
+//! use ucm_tier::registry::{self, StoreName, TierKind};
 //!
 //! /// What a configuration may say about this kind.
 //! #[derive(Default, Serialize, Deserialize, JsonSchema)]
@@ -19,28 +19,25 @@
 //!     tape_drives: u32,
 //! }
 //!
-//! let name = Name::new("tape", "UcmTapeStore", "not built yet");
+//! let name = StoreName::new("tape", "UcmTapeStore", "not built yet");
 //! registry::register(TierKind::declared::<TapeOptions>(name, "use UcmPosixStore")).unwrap();
 //! assert!(registry::describe().contains("tape_drives"));
 //! assert!(registry::find("tape").is_ok());
 //! ```
-
-mod kind;
-mod options;
 
 use std::sync::{Arc, LazyLock};
 
 use parking_lot::RwLock;
 use ucm_core::{Error, ErrorKind, Result};
 
-pub use kind::{BuildContext, BuiltTier, Name, TierKind, TierOptions};
-pub use options::{Age, Amount, Directories, Mode, Size, seconds};
-
-use crate::kinds;
+use crate::builtin;
+pub use crate::kind::{
+    Age, Amount, BuildContext, BuiltTier, Directories, Mode, Size, StoreName, TierKind, TierOptions, seconds,
+};
 
 /// All kinds in order; the first is that of the store that is used where none is named.
 static KINDS: LazyLock<RwLock<Vec<Arc<TierKind>>>> = LazyLock::new(|| {
-    let built_in = kinds::built_in().into_iter().map(Arc::new);
+    let built_in = builtin::built_in().into_iter().map(Arc::new);
     RwLock::new(built_in.collect())
 });
 
@@ -48,7 +45,7 @@ static KINDS: LazyLock<RwLock<Vec<Arc<TierKind>>>> = LazyLock::new(|| {
 pub fn register(kind: TierKind) -> Result<()> {
     let mut kinds = KINDS.write();
     for name in kind.names() {
-        let taken = |other: &Name| other.word == name.word || other.class == name.class;
+        let taken = |other: &StoreName| other.word == name.word || other.class == name.class;
         if kinds.iter().any(|other| other.names().iter().any(taken)) {
             let error = Error::new(
                 ErrorKind::Config,
@@ -101,7 +98,7 @@ mod tests {
                 assert!(seen.insert(name.class.to_owned()), "{}", name.class);
             }
         }
-        let again = register(kinds::built_in().remove(0)).unwrap_err();
+        let again = register(builtin::built_in().remove(0)).unwrap_err();
         assert!(again.to_string().contains("registered already"));
     }
 

@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::registry::{Name, TierKind};
+use crate::kind::{StoreName, TierKind};
 
 /// Options of the store of tests that has no bytes.
 #[derive(Serialize, Deserialize, JsonSchema)]
@@ -32,11 +32,11 @@ struct EmptyOptions {}
 
 pub(super) fn empty() -> TierKind {
     let summary = "built: takes everything, keeps nothing";
-    TierKind::python::<EmptyOptions>(Name::new("empty", "UcmEmptyStore", summary))
+    TierKind::python::<EmptyOptions>(StoreName::new("empty", "UcmEmptyStore", summary))
 }
 
 pub(super) fn fake() -> TierKind {
     let summary = "built, for tests alone: an engine that uses it answers with wrong tokens \
                    ([stores.md](stores.md#stores-for-tests))";
-    TierKind::python::<FakeOptions>(Name::new("fake", "UcmFakeStore", summary))
+    TierKind::python::<FakeOptions>(StoreName::new("fake", "UcmFakeStore", summary))
 }

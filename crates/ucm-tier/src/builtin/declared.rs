@@ -5,7 +5,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::registry::{Name, Size, TierKind};
+use crate::kind::{Size, StoreName, TierKind};
 
 /// What to use instead of a store that is reached by other means than a file system.
 const A_DIRECTORY: &str = "use UcmPosixStore (storage_backend: posix) on a directory";
@@ -79,18 +79,18 @@ struct NoOptions {}
 
 pub(super) fn ds3fs() -> TierKind {
     let instead = "use UcmPosixStore (storage_backend: posix) on the mount point of 3FS";
-    TierKind::declared::<Ds3fsOptions>(Name::new("ds3fs", "UcmDs3fsStore", SUMMARY), instead)
+    TierKind::declared::<Ds3fsOptions>(StoreName::new("ds3fs", "UcmDs3fsStore", SUMMARY), instead)
 }
 
 pub(super) fn mooncake() -> TierKind {
-    let name = Name::new("mooncake", "UcmMooncakeStore", SUMMARY);
+    let name = StoreName::new("mooncake", "UcmMooncakeStore", SUMMARY);
     TierKind::declared::<MooncakeOptions>(name, A_DIRECTORY)
 }
 
 pub(super) fn object() -> TierKind {
-    TierKind::declared::<NoOptions>(Name::new("object", "UcmObjectStore", SUMMARY), A_DIRECTORY)
+    TierKind::declared::<NoOptions>(StoreName::new("object", "UcmObjectStore", SUMMARY), A_DIRECTORY)
 }
 
 pub(super) fn redis() -> TierKind {
-    TierKind::declared::<NoOptions>(Name::new("redis", "UcmRedisStore", SUMMARY), A_DIRECTORY)
+    TierKind::declared::<NoOptions>(StoreName::new("redis", "UcmRedisStore", SUMMARY), A_DIRECTORY)
 }

@@ -10,7 +10,7 @@ mod python;
 #[cfg(feature = "test-utils")]
 mod toy;
 
-use crate::registry::TierKind;
+use crate::kind::TierKind;
 
 /// Every kind that is built in. The first is that of the store that is used where none is named.
 pub(crate) fn built_in() -> Vec<TierKind> {

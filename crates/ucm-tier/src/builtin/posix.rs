@@ -14,10 +14,10 @@ use ucm_quota::{Capacity, Rules};
 
 use crate::auto::AutoBackend;
 use crate::backend::Backend;
-use crate::posix::{PosixBackend, PosixConfig};
-use crate::registry::{
-    Age, Amount, BuildContext, BuiltTier, Directories, Mode, Name, Size, TierKind, seconds,
+use crate::kind::{
+    Age, Amount, BuildContext, BuiltTier, Directories, Mode, Size, StoreName, TierKind, seconds,
 };
+use crate::posix::{PosixBackend, PosixConfig};
 use crate::segment::{Merging, SegmentBackend, SegmentConfig};
 
 /// The options.
@@ -149,12 +149,12 @@ impl Default for QuarantineOptions {
 }
 
 pub(super) fn kind() -> TierKind {
-    let posix = Name::new("posix", "UcmPosixStore", "built");
+    let posix = StoreName::new("posix", "UcmPosixStore", "built");
     let nfs = "built: posix, by another name, on the mount point";
     let pc = "built: posix with `layout: segment`, and a load of a whole prefix";
     TierKind::medium(posix, make)
-        .also(Name::new("nfs", "UcmNfsStore", nfs))
-        .also(Name::new("pc", "UcmPcStore", pc).fixing("layout", "segment"))
+        .also(StoreName::new("nfs", "UcmNfsStore", nfs))
+        .also(StoreName::new("pc", "UcmPcStore", pc).fixing("layout", "segment"))
         .tested_with(|scratch| json!({"storage_backends": [scratch], "storage_capacity": 1 << 26, "free_space_floor": 0}))
 }
 

@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use ucm_core::Result;
 
-use crate::registry::{BuildContext, BuiltTier, Name, TierKind};
+use crate::kind::{BuildContext, BuiltTier, StoreName, TierKind};
 
 /// The options: none.
 #[derive(Default, Serialize, Deserialize, JsonSchema)]
@@ -13,7 +13,7 @@ struct CompressOptions {}
 
 pub(super) fn kind() -> TierKind {
     let summary = "built: no store, but a stage before one in segments ([stores.md](stores.md#compression))";
-    TierKind::layer(Name::new("compress", "UcmCompressStage", summary), make)
+    TierKind::layer(StoreName::new("compress", "UcmCompressStage", summary), make)
 }
 
 #[cfg(feature = "compress")]

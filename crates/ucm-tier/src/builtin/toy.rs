@@ -18,7 +18,7 @@ use ucm_quota::Usage;
 use crate::backend::{
     Backend, BlockRead, Done, Listed, MediumStats, Presence, ReadDone, WriteOptions, Written,
 };
-use crate::registry::{BuildContext, BuiltTier, Name, TierKind};
+use crate::kind::{BuildContext, BuiltTier, StoreName, TierKind};
 
 /// The options.
 #[derive(Serialize, Deserialize, JsonSchema)]
@@ -41,7 +41,7 @@ impl Default for ToyOptions {
 }
 
 pub(super) fn kind() -> TierKind {
-    let name = Name::new("toy", "UcmToyStore", "built, in builds for tests alone");
+    let name = StoreName::new("toy", "UcmToyStore", "built, in builds for tests alone");
     TierKind::medium(name, make).tested_with(|scratch| json!({"toy_name": scratch}))
 }
 

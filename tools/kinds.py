@@ -1,0 +1,139 @@
+"""Writes the tables of docs/configuration.md that come from the registry of kinds of tiers: the stores, and the keys of
+each kind.
+
+Run it after a kind or one of its options changed, with the core built; with ``--check`` it only says whether the page
+is as it should be (a test does that). A table stands between ``<!-- <name>: made by tools/kinds.py -->`` and
+``<!-- end -->``; every kind that has keys needs one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ucm.config.fields import Schema, json_type
+from ucm.config.sizes import show_size
+from ucm.config.stores import KINDS, PIPELINE, STORES, Kind
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+TABLE = re.compile(r"(<!-- (?P<name>[^:>]+): made by tools/kinds\.py -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
+#: What may be written for a value of each format, where the option names no unit itself.
+UNITS = {
+    "directories": "path",
+    "size": "size",
+    "amount": "size or percent",
+    "age": "at least 60 s, or `12h`, `30d`, `2w`",
+    "mode": "octal, in quotes",
+}
+UNITS_OF_TYPES = {"boolean": "flag", "string": "text", "integer": "number", "number": "number"}
+
+
+def stores() -> Iterator[str]:
+    """The table of all stores."""
+    yield "| word | store | state |"
+    yield "|---|---|---|"
+    for found in STORES.values():
+        yield f"| {found.word} | `{found.store}` | {found.summary} |"
+    yield f"| pipeline | `{PIPELINE}` | built: several stages as one, with `store_pipeline` |"
+
+
+def keys(kind: Kind, section: str = "") -> Iterator[str]:
+    """The table of a kind's keys, or of one section of them."""
+    yield "| key | default | unit | meaning |"
+    yield "|---|---|---|---|"
+    schemas, defaults = kind.options, kind.defaults
+    if section:
+        schemas, defaults = schemas[section]["properties"], defaults[section]
+    for key, default in defaults.items():
+        schema = schemas[key]
+        if json_type(schema) == "object":
+            continue  # a table of its own
+        shown = "none, required" if key in kind.required else default_of(schema, default)
+        name = f"{section}.{key}" if section else key
+        yield f"| `{name}` | {shown} | {unit_of(schema)} | {meaning_of(schema)} |"
+
+
+def default_of(schema: Schema, default: Any) -> str:
+    """A default as it would be written."""
+    if default is None or default == []:
+        return str(schema.get("unset", "none"))
+    if isinstance(default, bool):
+        return str(default).lower()
+    if schema.get("format") == "mode":
+        return f"{default:04o}"
+    if schema.get("format") in ("size", "amount") and isinstance(default, int):
+        return show_size(default)
+    return f"{default:.15g}" if isinstance(default, int | float) else default or "empty"
+
+
+def unit_of(schema: Schema) -> str:
+    """What may be written for an option, with its bounds."""
+    if "enum" in schema:
+        return ", ".join(schema["enum"])
+    unit = schema.get("unit") or UNITS.get(schema.get("format", "")) or UNITS_OF_TYPES[json_type(schema)]
+    least, most = schema.get("minimum", 0), schema.get("maximum")
+    if json_type(schema) not in ("integer", "number") or schema.get("format") in ("mode", "age", "amount"):
+        return str(unit)
+    show = show_size if schema.get("format") == "size" else str
+    if least > 1 and most is not None:
+        return f"{unit}, {show(least)} to {show(most)}"
+    if least > 1 or least < 0:
+        return f"{unit}, at least {show(least)}"
+    return f"{unit}, at most {show(most)}" if most is not None else str(unit)
+
+
+def meaning_of(schema: Schema) -> str:
+    """What an option is for, and its other spellings."""
+    others = [f"`{name}`" for name in (*schema.get("aliases", ()), *schema.get("env", ()))]
+    others += [f"`{name}` (a number of GiB)" for name in schema.get("aliases_gib", ())]
+    meaning = " ".join(schema["description"].split()).replace("|", "\\|")
+    return f"{meaning}. Also {', '.join(others)}" if others else meaning
+
+
+def tables() -> dict[str, str]:
+    """Every table by its name."""
+    made = {"stores": stores()}
+    for kind in KINDS:
+        if any(json_type(schema) != "object" for schema in kind.options.values()):
+            made[f"keys of {kind.word}"] = keys(kind)
+        for key, schema in kind.options.items():
+            if json_type(schema) == "object":
+                made[f"keys of {kind.word}.{key}"] = keys(kind, key)
+    return {name: "\n".join(lines) + "\n" for name, lines in made.items()}
+
+
+def written(page: str) -> str:
+    """The page with its tables made anew. Raises LookupError where one is missing, or is none of ours."""
+    made = tables()
+    standing = [found["name"] for found in TABLE.finditer(page)]
+    if sorted(standing) != sorted(made):
+        missing, unknown = sorted(set(made) - set(standing)), sorted(set(standing) - set(made))
+        raise LookupError(f"tables missing: {missing}, unknown: {unknown}, twice: {len(standing) - len(set(standing))}")
+    return TABLE.sub(lambda found: f"{found[1]}{made[found['name']]}{found[4]}", page)
+
+
+def main() -> int:
+    """Writes the page, or says whether it is as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
+    check = parser.parse_args().check
+    page = PAGE.read_text()
+    try:
+        new = written(page)
+    except LookupError as error:
+        print(f"{PAGE.name}: {error}")
+        return 1
+    if check and new != page:
+        print(f"{PAGE.name} is out of date; run: python tools/kinds.py")
+        return 1
+    if not check:
+        PAGE.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
