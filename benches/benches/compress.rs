@@ -21,7 +21,7 @@ use ucm_infra::{Mono, SystemClock};
 use ucm_io::{IoJob, IoOptions, IoPool, PsyncEngine};
 use ucm_record::{Expect, RecordLayout, RecordMeta, verify};
 use ucm_tier::backend::{
-    Backend, BlockRead, Done, Listed, MediumStats, Presence, ReadDone, WriteOptions, Written,
+    Backend, BlockRead, Done, Listed, MediumStats, Outcome, Presence, ReadDone, WriteOptions, Written,
 };
 use ucm_tier::compress::{CompressBackend, CompressConfig};
 
@@ -131,7 +131,10 @@ fn contest(dtype: DType, numbers: &[u8], blocks: usize) -> Result<[f64; 3]> {
         let read = stage
             .read(&here, vec![BlockRead::whole(id, slot, Mono::NEVER)])
             .pop();
-        let read = read.ok_or("no outcome")??;
+        let Some(Outcome::Came(read)) = read else {
+            return Err("no outcome".into());
+        };
+        let read = read?;
         decoding += began.elapsed();
         let expect = Expect {
             id,
@@ -211,8 +214,8 @@ impl Backend for Shelf {
         Ok(ids.iter().map(there).collect())
     }
 
-    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<ucm_core::Result<ReadDone>> {
-        let take = |BlockRead { id, mut slot, .. }: BlockRead| {
+    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
+        let take = |BlockRead { id, mut slot, .. }: BlockRead| -> ucm_core::Result<ReadDone> {
             let absent = || Error::new(ErrorKind::NotFound, "not on the shelf");
             let record = self.0.lock().get(&id).cloned().ok_or_else(absent)?;
             let read = record.len();
@@ -223,7 +226,7 @@ impl Backend for Shelf {
                 stored_len: read as u64,
             })
         };
-        run.into_iter().map(take).collect()
+        run.into_iter().map(|read| Outcome::Came(take(read))).collect()
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, _deadline: Mono, done: Done<Written>) {

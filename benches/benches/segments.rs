@@ -22,7 +22,7 @@ use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
 use ucm_record::{Expect, RecordLayout, RecordMeta, verify};
-use ucm_tier::backend::{Backend, BlockRead, ReadDone, WriteOptions};
+use ucm_tier::backend::{Backend, BlockRead, Outcome, WriteOptions};
 use ucm_tier::posix::{PosixBackend, PosixConfig};
 use ucm_tier::segment::{SegmentBackend, SegmentConfig};
 
@@ -263,9 +263,11 @@ impl Bench {
         for (n, slot) in (first..).zip(slots) {
             let (over, answer) = answer();
             let (record, namespace) = (self.record.clone(), *self.identity.digest());
-            let judge = move |reads: ucm_core::Result<Vec<ucm_core::Result<ReadDone>>>| {
-                let none = || Err(ucm_core::Error::internal("a read has no outcome"));
-                let read = reads.and_then(|mut reads| reads.pop().unwrap_or_else(none));
+            let judge = move |reads: ucm_core::Result<Vec<Outcome>>| {
+                let read = reads.and_then(|mut reads| match reads.pop() {
+                    Some(Outcome::Came(read)) => read,
+                    _ => Err(ucm_core::Error::internal("a read has no outcome")),
+                });
                 answer(read.and_then(|read| {
                     let expect = Expect {
                         id: id(n),

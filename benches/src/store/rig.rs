@@ -20,7 +20,7 @@ use ucm_record::{Expect, RecordLayout, RecordMeta, verify};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Until};
 use ucm_store::health::BreakerConfig;
 use ucm_store::tiers::{TierConfig, WritePolicy};
-use ucm_tier::backend::{Backend, BlockRead, Flush, ReadDone, WriteOptions};
+use ucm_tier::backend::{Backend, BlockRead, Flush, Outcome, ReadDone, WriteOptions};
 use ucm_tier::posix::{PosixBackend, PosixConfig};
 use ucm_tier::segment::{SegmentBackend, SegmentConfig};
 
@@ -274,19 +274,26 @@ impl Rig {
         reads: Vec<BlockRead>,
         done: &mut [Option<D>],
     ) {
-        let runs = self.backend.runs(&reads, self.io.pool.width(LANE_LOAD));
+        let asked: Vec<&BlockRead> = reads.iter().collect();
+        let runs = self.backend.runs(&asked, self.io.pool.width(LANE_LOAD));
         let mut reads: Vec<_> = reads.into_iter().map(Some).collect();
         for run in runs {
             let (backend, deadline) = (Arc::clone(&self.backend), self.deadline());
             let asked: Vec<_> = run.iter().filter_map(|&at| reads[at].take()).collect();
             let told: Vec<_> = run.iter().filter_map(|&at| done[at].take()).collect();
             let work = move |io: &IoJob| Ok(backend.read(io, asked));
-            let ended = move |results: ucm_core::Result<Vec<_>>| {
-                let results =
-                    results.unwrap_or_else(|error| told.iter().map(|_| Err(error.clone())).collect());
-                told.into_iter()
-                    .zip(results)
-                    .for_each(|(done, result)| done(result));
+            let ended = move |outcomes: ucm_core::Result<Vec<Outcome>>| {
+                let failed = |error: ucm_core::Error| {
+                    let each = told.iter().map(|_| Outcome::Came(Err(error.clone())));
+                    each.collect()
+                };
+                let outcomes = outcomes.unwrap_or_else(failed);
+                for (done, outcome) in told.into_iter().zip(outcomes) {
+                    done(match outcome {
+                        Outcome::Came(read) => read,
+                        Outcome::Moved(_) => Err(ucm_core::Error::internal("a record has moved")),
+                    });
+                }
             };
             self.io.pool.job(LANE_LOAD, deadline, work, ended);
         }

@@ -17,8 +17,6 @@ use crate::psync::PsyncEngine;
 
 /// Fewest threads: a write that waits for a record to be moved aside must leave one to whoever moves it.
 const FEWEST: usize = 2;
-/// Threads beside those that loads may take: a read that waits for a look at its directory must leave one to whoever looks.
-const SPARE: usize = 1;
 /// How long after its deadline a job that is waited for has to say so.
 const GRACE: Duration = Duration::from_millis(100);
 /// How long closing files that nobody writes may take.
@@ -29,7 +27,7 @@ const CLOSE: Duration = Duration::from_secs(5);
 pub struct IoOptions {
     /// What the threads are called.
     pub name: &'static str,
-    /// Worker threads, two at least; there is one more for what loads wait for.
+    /// Worker threads, two at least.
     pub workers: usize,
     /// Most workers started in the place of stuck ones.
     pub max_replacements: usize,
@@ -85,7 +83,7 @@ impl IoPool {
     pub fn new(engine: Arc<dyn IoEngine>, options: &IoOptions) -> Result<Arc<Self>> {
         let workers = WorkerPool::builder(options.name)
             .on_demand()
-            .size(options.workers.max(FEWEST) + SPARE)
+            .size(options.workers.max(FEWEST))
             .lanes(&options.lanes)
             .max_replacements(options.max_replacements)
             .clock(Arc::clone(&options.clock))
@@ -237,8 +235,13 @@ pub struct Pending<T> {
 impl<T> Pending<T> {
     /// Waits for it, by its deadline.
     pub fn wait(self) -> Result<T> {
+        self.wait_for(GRACE)
+    }
+
+    /// The same; how long after its deadline the pool has to say that it is over.
+    pub fn wait_for(self, grace: Duration) -> Result<T> {
         let late = || Error::new(ErrorKind::Timeout, "the file system did not answer in time");
-        let until = self.deadline.after(GRACE);
+        let until = self.deadline.after(grace);
         let result = self.ended.wait(&*self.clock, Some(until)).ok_or_else(late)?;
         let result = result.lock().take();
         result.unwrap_or_else(|| Err(Error::internal("an answer was taken twice")))

@@ -47,6 +47,17 @@ pub struct BlockRead {
     pub again: bool,
     /// When nobody waits for it any more.
     pub deadline: Mono,
+    /// [`Backend::look`] has been since it was missed: what is missed again is not there.
+    pub looked: bool,
+}
+
+/// What a read came to.
+pub enum Outcome {
+    /// The record, or why it could not be read. The error is `Foreign` where something has the record's name that can never
+    /// be read as one, so that nothing is wrong with the medium.
+    Came(Result<ReadDone>),
+    /// It is not where it was known to be: to be read again after [`Backend::look`].
+    Moved(BlockRead),
 }
 
 impl BlockRead {
@@ -58,6 +69,7 @@ impl BlockRead {
             parts: None,
             again: false,
             deadline,
+            looked: false,
         }
     }
 }
@@ -228,16 +240,21 @@ pub trait Backend: Send + Sync {
     /// Whether each record is present whole. With `stop_at_missing` the answer may end with the first that is not.
     fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>>;
 
-    /// Which of these reads one thread should do together, by their numbers, and in which order; each comes once. Never
-    /// waits. `threads`: how many there are for reads.
-    fn runs(&self, reads: &[BlockRead], _threads: usize) -> Vec<Vec<usize>> {
+    /// Which of these reads one thread should do together, by their numbers, and in which order; each comes once at most.
+    /// What is left out is not known to be here, and comes again after [`Backend::look`]; with [`BlockRead::looked`] none is
+    /// left out. Never waits. `threads`: how many there are for reads.
+    fn runs(&self, reads: &[&BlockRead], _threads: usize) -> Vec<Vec<usize>> {
         (0..reads.len()).map(|read| vec![read]).collect()
     }
 
-    /// Reads the records of one run: an outcome for each, in the same order, whatever became of the others. The error is
-    /// `Foreign` where something has the record's name that can never be read as one, so that nothing is wrong with the
-    /// medium.
-    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>>;
+    /// Reads the records of one run: an outcome for each, in the same order, whatever became of the others.
+    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome>;
+
+    /// Learns what others have stored of late, where it does not ask the medium for each record anyway. Calls back when that
+    /// is done, and never waits: neither here nor on a thread for reads.
+    fn look(&self, done: Done<()>) {
+        done(Ok(()));
+    }
 
     /// Writes a record privately and publishes it whole, on threads of its own. A record of a newer version stays, and counts
     /// as present.

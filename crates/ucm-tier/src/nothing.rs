@@ -8,7 +8,7 @@ use ucm_infra::Mono;
 use ucm_io::IoJob;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Listed, MediumStats, Presence, ReadDone, WriteOptions, Written,
+    Backend, BlockRead, Done, Listed, MediumStats, Outcome, Presence, WriteOptions, Written,
 };
 
 /// Has nothing and keeps nothing.
@@ -27,8 +27,8 @@ impl Backend for Nothing {
         Ok(vec![Err(MissReason::Absent); ids.len()])
     }
 
-    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
-        let nothing = |_| Err(Error::new(ErrorKind::NotFound, "nothing is here"));
+    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
+        let nothing = |_| Outcome::Came(Err(Error::new(ErrorKind::NotFound, "nothing is here")));
         run.into_iter().map(nothing).collect()
     }
 

@@ -21,7 +21,7 @@ use ucm_record::RecordLayout;
 
 use crate::auto::Kept;
 use crate::backend::{
-    Backend, BlockRead, Done, Listed, MediumStats, Presence, Quarantined, ReadDone, WriteOptions, Written,
+    Backend, BlockRead, Done, Listed, MediumStats, Outcome, Presence, Quarantined, WriteOptions, Written,
 };
 use crate::quarantine::Waiting;
 use crate::recency::Recency;
@@ -211,8 +211,10 @@ impl Backend for PosixBackend {
         Ok(metas.into_iter().map(|meta| self.shared.presence(meta)).collect())
     }
 
-    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
-        run.into_iter().map(|read| self.shared.read(io, read)).collect()
+    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
+        run.into_iter()
+            .map(|read| Outcome::Came(self.shared.read(io, read)))
+            .collect()
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {

@@ -138,8 +138,12 @@ impl Core {
             }
             if let Err(reason) = *place {
                 self.stats.misses.add(reason, 1);
-                if stop_at_missing && reason == MissReason::Absent {
-                    break; // what follows may not have been asked for
+                let unanswered = matches!(
+                    reason,
+                    MissReason::LookupLate | MissReason::IoError | MissReason::Busy
+                );
+                if stop_at_missing && !unanswered {
+                    break; // what follows is no hit whatever it is
                 }
             }
         }

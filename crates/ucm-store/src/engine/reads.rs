@@ -285,6 +285,7 @@ impl Core {
             parts: reading.layers.clone().map(|layers| self.layout.parts(layers)),
             again: reading.again,
             deadline: reading.request.deadline,
+            looked: false,
         };
         TierRead {
             read,

@@ -7,7 +7,7 @@ use ucm_core::{BlockId, Result};
 use ucm_device::Slot;
 use ucm_infra::{Bell, LANE_LOAD, LANE_SPACE, Mono};
 use ucm_io::IoJob;
-use ucm_tier::backend::{BlockRead, Listed, ReadDone};
+use ucm_tier::backend::{BlockRead, Listed, Outcome, ReadDone};
 use ucm_tier::events::Level;
 
 use super::{Tiers, WritePolicy};
@@ -66,7 +66,7 @@ impl Tiers {
     ) {
         let (tiers, under_way) = (Arc::clone(self), Arc::clone(under_way));
         let request = self.request(until);
-        let told = move |result: Result<Vec<Result<ReadDone>>>| {
+        let told = move |result: Result<Vec<Outcome>>| {
             let ended = Arc::clone(&tiers);
             let over = move || {
                 // What has ended by its deadline only stays among those under way: it is not below.
@@ -76,7 +76,7 @@ impl Tiers {
                 ended.freed.ring();
             };
             match result.map(|mut read| read.pop()) {
-                Ok(Some(Ok(ReadDone { slot, read, .. }))) => {
+                Ok(Some(Outcome::Came(Ok(ReadDone { slot, read, .. })))) => {
                     tiers.move_down(number, id, slot, read, request, over);
                 }
                 _ => over(), // it went meanwhile

@@ -4,6 +4,7 @@
 //! below it, and the last a little less than all, so that what the upper ones said still arrives in time.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
@@ -16,6 +17,8 @@ use super::{Place, Request, Tiers};
 
 /// What the last tier leaves of the time it has: this part of it.
 const SPARED: u32 = 8;
+/// What the threads may take to tell that the time is over.
+const GRACE: Duration = Duration::from_millis(5);
 /// Ids of one job when a lookup is spread over threads, most of one job, and jobs of one lookup.
 const CHUNK: usize = 64;
 const CHUNK_MAX: usize = 1024;
@@ -50,7 +53,7 @@ impl Tiers {
                 break;
             }
             let now = self.clock.now();
-            if !self.admits(number, request.number, now) {
+            if !self.admits_lookup(number, request, now) {
                 missing
                     .iter()
                     .for_each(|&i| miss(&mut found[i], MissReason::Unhealthy));
@@ -60,7 +63,9 @@ impl Tiers {
             let wanted: Vec<BlockId> = missing.iter().map(|&i| ids[i]).collect();
             let until = self.share(number, last, now, request.deadline);
             let (answers, failed) = ask(tier, &wanted, stop_at_missing && last, until);
-            self.note(number, request, failed.as_ref());
+            if !tier.knows_by_itself() {
+                self.note(number, request, failed.as_ref());
+            }
             let mut hits = 0;
             for (&i, there) in missing.iter().zip(answers) {
                 match there {
@@ -75,6 +80,21 @@ impl Tiers {
             add(&tier.counts.hits, hits);
         }
         found
+    }
+
+    /// Whether a lookup may go to a tier now. One that answers by itself is not asked for its health by it: where that is in
+    /// question it is looked at in the background.
+    fn admits_lookup(self: &Arc<Self>, number: usize, request: Request, now: Mono) -> bool {
+        let tier = &self.tiers[number];
+        if !tier.knows_by_itself() || !tier.ready.load(Ordering::Acquire) {
+            return self.admits(number, request.number, now);
+        }
+        self.changed(number, tier.trip_if_overrun(now), None);
+        let may = tier.may(request.number, now);
+        if may && !tier.is_well() {
+            self.look_later(number);
+        }
+        may
     }
 
     /// Until when a tier may take.
@@ -107,7 +127,7 @@ fn ask(tier: &Tier, ids: &[BlockId], stop: bool, until: Mono) -> (Vec<Presence>,
         let begun: Vec<_> = ids.chunks(chunk).map(begin).collect();
         begun
             .into_iter()
-            .map(|(asked, look)| (asked, look.wait()))
+            .map(|(asked, look)| (asked, look.wait_for(GRACE)))
             .collect()
     };
     let (mut found, mut answered, mut failed) = (Vec::with_capacity(ids.len()), false, None);

@@ -44,6 +44,8 @@ pub const MAX_TIERS: usize = 4;
 const LANE_MOVE: usize = 0;
 /// Lane of looks at tiers that are not usable.
 const LANE_PROBE: usize = 1;
+/// How long after its time the first look has to say so.
+const GRACE: Duration = Duration::from_millis(100);
 /// Times a thread that hangs is replaced.
 const REPLACEMENTS: usize = 2;
 
@@ -176,6 +178,8 @@ pub(crate) struct Tiers {
     early: Merged,
     events: Events,
     staging: String,
+    /// Somebody waits for all tiers to be looked at for the first time.
+    opening: AtomicBool,
     /// The log was told what is used; tiers that become usable later are told of apart.
     announced: AtomicBool,
     /// Requests so far.
@@ -189,15 +193,16 @@ impl Tiers {
     pub(crate) fn new(config: TiersConfig, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
         check(&config.tiers)?;
         let slot_len = config.record.record_len();
-        let arena = HostArena::new(config.spare_slots.max(1) * slot_len.next_multiple_of(4096))?;
         let count = config.tiers.len();
+        let spare = if count == 1 { 1 } else { config.spare_slots.max(1) };
+        let arena = HostArena::new(spare * slot_len.next_multiple_of(4096))?;
         let pool = WorkerPool::builder("ucm-tier")
             .on_demand()
             .size(count + 1)
             .lanes(&[
                 Lane {
                     name: "move",
-                    capacity: config.spare_slots.max(1),
+                    capacity: spare,
                     max_running: 1,
                 },
                 Lane {
@@ -229,6 +234,7 @@ impl Tiers {
             early: Merged::default(),
             events: Events::default(),
             staging: config.staging,
+            opening: AtomicBool::new(true),
             announced: AtomicBool::new(false),
             requests: AtomicU64::new(0),
             opened: AtomicU64::new(0),
@@ -265,58 +271,65 @@ impl Tiers {
         Request { number, deadline }
     }
 
-    /// Looks at every tier at once; one that is usable is enough.
+    /// Looks at every tier at once, and waits for that until `deadline`; one that is usable is enough.
     pub(crate) fn open(self: &Arc<Self>, deadline: Mono) {
         let looks: Vec<_> = (0..self.tiers.len())
-            .map(|number| {
-                let looked = Completion::new();
-                let (tiers, answer) = (Arc::clone(self), Arc::clone(&looked));
-                let look = move || tiers.look(number, deadline);
-                let done = move |_: Result<()>| {
-                    answer.complete(());
-                };
-                if self.pool.submit(LANE_PROBE, deadline, look, done).is_err() {
-                    looked.complete(());
-                }
-                looked
-            })
+            .map(|number| self.look_at(number, deadline))
             .collect();
         looks.iter().for_each(|look| {
-            look.wait(&*self.clock, Some(deadline));
+            look.wait(&*self.clock, Some(deadline.after(GRACE)));
         });
+        self.opening.store(false, Ordering::Release);
         self.announce();
     }
 
-    /// Looks at a tier, and notes whether it is usable.
-    fn look(&self, number: usize, deadline: Mono) {
-        let tier = &self.tiers[number];
-        match tier.backend.open(deadline) {
-            Ok(words) => {
-                *tier.words.lock() = words.clone();
-                let first = !tier.ready.swap(true, Ordering::AcqRel);
-                self.changed(number, tier.answered(), None);
-                if first && self.announced.load(Ordering::Acquire) {
-                    self.say(Level::Info, format!("open: {}: {words}", tier.name));
-                }
-            }
-            Err(error) => self.changed(number, tier.breaker.trip(self.clock.now()), Some(&error)),
+    /// Looks at a tier in the background, unless somebody does.
+    fn look_later(self: &Arc<Self>, number: usize) {
+        if !self.tiers[number].probing.load(Ordering::Acquire) {
+            self.look_at(number, self.clock.now().after(self.probe));
         }
     }
 
-    /// Looks at a tier in the background.
-    fn look_later(self: &Arc<Self>, number: usize) {
+    /// Looks at a tier on a thread, which has until `deadline` and is written off some time after that.
+    fn look_at(self: &Arc<Self>, number: usize, deadline: Mono) -> Arc<Completion<()>> {
+        let looked = Completion::new();
         if self.tiers[number].probing.swap(true, Ordering::AcqRel) {
-            return;
+            looked.complete(());
+            return looked;
         }
-        let deadline = self.clock.now().after(self.probe.saturating_mul(2));
-        let (tiers, ended) = (Arc::clone(self), Arc::clone(self));
-        let look = move || {
-            tiers.look(number, tiers.clock.now().after(tiers.probe));
-            tiers.announce();
+        let (tiers, ended, answer) = (Arc::clone(self), Arc::clone(self), Arc::clone(&looked));
+        let late = deadline.after(self.probe.max(GRACE));
+        let look = move || tiers.look(number, deadline, late);
+        let done = move |_: Result<()>| {
+            ended.tiers[number].probing.store(false, Ordering::Release);
+            answer.complete(());
         };
-        let done = move |_: Result<()>| ended.tiers[number].probing.store(false, Ordering::Release);
-        if self.pool.submit(LANE_PROBE, deadline, look, done).is_err() {
-            self.tiers[number].probing.store(false, Ordering::Release);
+        if let Err(refused) = self.pool.offer(LANE_PROBE, late, look, done) {
+            drop(refused.work);
+            (refused.done)(Err(refused.error));
+        }
+        looked
+    }
+
+    /// Looks at a tier, and notes whether it is usable; not what comes when the look was written off.
+    fn look(&self, number: usize, deadline: Mono, late: Mono) {
+        let tier = &self.tiers[number];
+        let opened = tier.backend.open(deadline);
+        let now = self.clock.now();
+        match opened {
+            Ok(words) => {
+                let text = format!("open: {}: {words}", tier.name);
+                *tier.words.lock() = words;
+                let first = !tier.ready.swap(true, Ordering::AcqRel);
+                self.changed(number, tier.answered(), None);
+                if first && self.announced.load(Ordering::Acquire) {
+                    self.say(Level::Info, text);
+                } else if !self.opening.load(Ordering::Acquire) {
+                    self.announce();
+                }
+            }
+            Err(error) if now < late => self.changed(number, tier.breaker.trip(now), Some(&error)),
+            Err(_) => {}
         }
     }
 
@@ -356,8 +369,8 @@ impl Tiers {
     pub(crate) fn may_answer(self: &Arc<Self>, now: Mono) -> bool {
         let mut any = false;
         for (number, tier) in self.tiers.iter().enumerate() {
-            any |= tier.may(u64::MAX, now);
             self.changed(number, tier.trip_if_overrun(now), None);
+            any |= tier.may(u64::MAX, now);
             if !tier.ready.load(Ordering::Acquire) {
                 self.admits(number, u64::MAX, now);
             }

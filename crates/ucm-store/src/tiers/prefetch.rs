@@ -11,7 +11,7 @@ use ucm_core::{BlockId, Error, Result};
 use ucm_device::Slot;
 use ucm_infra::LANE_LOAD;
 use ucm_io::IoJob;
-use ucm_tier::backend::{BlockRead, ReadDone};
+use ucm_tier::backend::{BlockRead, Outcome, ReadDone};
 
 use super::tier::add;
 use super::{Tiers, WritePolicy};
@@ -47,6 +47,16 @@ impl Priority {
             Self::Speculative => "speculative",
         }
     }
+}
+
+/// What came of fetching a block from a tier.
+enum Fetched {
+    /// It is in the slot.
+    Here(ReadDone),
+    /// It is there already, and there is nothing above.
+    AtTop,
+    /// It is not there, or the tier did not say: a lower one is asked.
+    Below(Slot, Option<Error>),
 }
 
 /// Ids that wait, and those being read.
@@ -216,28 +226,41 @@ impl Tiers {
             return self.fetched(id);
         };
         let tier = &self.tiers[number];
-        let (backend, asks) = (Arc::clone(&tier.backend), number + 1 < self.tiers.len());
+        if number == 0 && tier.memory {
+            drop(slot); // it is at the top already
+            return self.fetched(id);
+        }
+        let backend = Arc::clone(&tier.backend);
+        let asks = number + 1 < self.tiers.len() || tier.backend.features().answers_at_once;
         let work = move |io: &IoJob| {
             // A read that finds nothing would cost the slot.
-            let there = !asks || backend.lookup(io, &[id], false)?.first() == Some(&Ok(()));
-            if !there || number == 0 {
-                return Ok(Err((slot, there)));
+            match asks.then(|| backend.lookup(io, &[id], false)) {
+                Some(Ok(found)) if found.first() != Some(&Ok(())) => return Ok(Fetched::Below(slot, None)),
+                Some(Err(error)) => return Ok(Fetched::Below(slot, Some(error))),
+                _ if number == 0 => return Ok(Fetched::AtTop),
+                _ => {}
             }
-            let read = backend.read(io, vec![BlockRead::whole(id, slot, io.deadline())]);
-            let none = || Err(Error::internal("a read has no outcome"));
-            read.into_iter().next().unwrap_or_else(none).map(Ok)
+            let mut read = backend.read(io, vec![BlockRead::whole(id, slot, io.deadline())]);
+            match read.pop() {
+                Some(Outcome::Came(read)) => read.map(Fetched::Here),
+                Some(Outcome::Moved(read)) => Ok(Fetched::Below(read.slot, None)),
+                None => Err(Error::internal("a read has no outcome")),
+            }
         };
         let tiers = Arc::clone(self);
-        let told = move |result: Result<Result<ReadDone, (Slot, bool)>>| {
-            tiers.note(number, request, result.as_ref().err());
+        let told = move |result: Result<Fetched>| {
+            let failed = match &result {
+                Ok(Fetched::Below(_, error)) => error.as_ref(),
+                Ok(_) => None,
+                Err(error) => Some(error),
+            };
+            if failed.is_some() || matches!(result, Ok(Fetched::Here(_))) {
+                tiers.note(number, request, failed);
+            }
             match result {
-                Ok(Ok(read)) => tiers.keep_fetched(number, id, read),
-                Ok(Err((slot, false))) => tiers.fetch(id, slot, number + 1),
-                Ok(Err((slot, true))) => {
-                    drop(slot); // it is at the top already
-                    tiers.fetched(id);
-                }
-                Err(_) => tiers.fetched(id),
+                Ok(Fetched::Here(read)) => tiers.keep_fetched(number, id, read),
+                Ok(Fetched::Below(slot, _)) => tiers.fetch(id, slot, number + 1),
+                Ok(Fetched::AtTop) | Err(_) => tiers.fetched(id),
             }
         };
         tier.pool.job(LANE_LOAD, request.deadline, work, told);

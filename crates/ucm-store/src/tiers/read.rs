@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_infra::{LANE_LOAD, Mono};
 use ucm_io::IoJob;
-use ucm_tier::backend::{BlockRead, ReadDone};
+use ucm_tier::backend::{BlockRead, Outcome, ReadDone};
 
 use super::tier::add;
 use super::{Request, Tiers, WritePolicy};
@@ -47,55 +47,143 @@ impl Tiers {
         reads: Vec<TierRead<R>>,
         ended: &Arc<impl Fn(R, Result<ReadDone>) + Send + Sync + 'static>,
     ) {
-        let (tier, now) = (&self.tiers[number], self.clock.now());
-        let (mut asked, mut whose) = (Vec::with_capacity(reads.len()), Vec::with_capacity(reads.len()));
-        for one in reads {
-            if self.admits(number, one.request.number, now) {
-                asked.push(BlockRead {
-                    deadline: self.time_for(number, &one, now),
-                    ..one.read
-                });
-                whose.push(Some((one.request, one.whose)));
+        let (now, mut admitted) = (self.clock.now(), None);
+        let mut begun = Vec::with_capacity(reads.len());
+        for mut one in reads {
+            let request = one.request.number;
+            let known = admitted.filter(|(number, _)| *number == request);
+            let (_, admits) =
+                *admitted.insert(known.unwrap_or_else(|| (request, self.admits(number, request, now))));
+            if admits {
+                one.read.deadline = self.time_for(number, &one, now);
+                begun.push(one);
             } else {
                 drop(one.read);
                 let off = Error::new(ErrorKind::Unhealthy, "this tier is switched off for now");
-                ended(one.whose, Err(off.with("tier", &tier.name)));
+                ended(one.whose, Err(off.with("tier", &self.tiers[number].name)));
             }
         }
-        self.loading.fetch_add(asked.len(), Ordering::AcqRel);
-        let runs = tier.backend.runs(&asked, tier.pool.width(LANE_LOAD));
-        let mut asked: Vec<_> = asked.into_iter().map(Some).collect();
-        for run in runs {
-            let reads: Vec<_> = run.iter().filter_map(|&at| asked[at].take()).collect();
-            let whose: Vec<_> = run.iter().filter_map(|&at| whose[at].take()).collect();
-            self.read_run(number, reads, whose, Arc::clone(ended));
+        self.loading.fetch_add(begun.len(), Ordering::AcqRel);
+        self.begin(number, begun, ended);
+    }
+
+    /// Begins what can be read now, run by run; the rest waits, on no thread, until the medium has looked for it.
+    fn begin<R: Send + 'static>(
+        self: &Arc<Self>,
+        number: usize,
+        mut reads: Vec<TierRead<R>>,
+        ended: &Arc<impl Fn(R, Result<ReadDone>) + Send + Sync + 'static>,
+    ) {
+        let tier = &self.tiers[number];
+        let asked: Vec<&BlockRead> = reads.iter().map(|one| &one.read).collect();
+        let mut runs = tier.backend.runs(&asked, tier.pool.width(LANE_LOAD));
+        if runs.len() == 1 && runs[0].len() == reads.len() && runs[0].is_sorted() {
+            return self.read_run(number, reads, Arc::clone(ended));
         }
+        let mut left: Vec<_> = reads.drain(..).map(Some).collect();
+        for run in runs.drain(..) {
+            let run = run
+                .iter()
+                .filter_map(|&at| left.get_mut(at).and_then(Option::take));
+            self.read_run(number, run.collect(), Arc::clone(ended));
+        }
+        self.look_for(number, left.into_iter().flatten().collect(), ended);
+    }
+
+    /// Reads that the medium does not know, or not any more, begin again when it has looked.
+    fn look_for<R: Send + 'static>(
+        self: &Arc<Self>,
+        number: usize,
+        mut reads: Vec<TierRead<R>>,
+        ended: &Arc<impl Fn(R, Result<ReadDone>) + Send + Sync + 'static>,
+    ) {
+        let again = reads.extract_if(.., |one| one.read.looked).collect::<Vec<_>>();
+        for one in again {
+            // It was looked for, and went once more.
+            let gone = Error::new(ErrorKind::NotFound, "the record is not there any more");
+            self.read_ended(number, one, Err(gone), ended);
+        }
+        if reads.is_empty() {
+            return;
+        }
+        let (tiers, ended) = (Arc::clone(self), Arc::clone(ended));
+        let looked = move |result: Result<()>| match result {
+            Ok(()) => {
+                reads.iter_mut().for_each(|one| one.read.looked = true);
+                tiers.begin(number, reads, &ended);
+            }
+            Err(error) => reads
+                .into_iter()
+                .for_each(|one| tiers.read_ended(number, one, Err(error.clone()), &ended)),
+        };
+        self.tiers[number].backend.look(Box::new(looked));
     }
 
     /// Reads a run on one thread.
     fn read_run<R: Send + 'static>(
         self: &Arc<Self>,
         number: usize,
-        reads: Vec<BlockRead>,
-        whose: Vec<(Request, R)>,
+        run: Vec<TierRead<R>>,
         ended: Arc<impl Fn(R, Result<ReadDone>) + Send + Sync + 'static>,
     ) {
-        let Some(deadline) = reads.iter().map(|read| read.deadline).max() else {
+        let Some(deadline) = run.iter().map(|one| one.read.deadline).max() else {
             return;
         };
+        let (reads, whose): (Vec<_>, Vec<_>) = run
+            .into_iter()
+            .map(|one| (one.read, (one.request, one.whose)))
+            .unzip();
         let (tiers, backend) = (Arc::clone(self), Arc::clone(&self.tiers[number].backend));
         let work = move |io: &IoJob| Ok(backend.read(io, reads));
-        let told = move |results: Result<Vec<Result<ReadDone>>>| {
-            let results = match results {
-                Ok(results) => results,
-                Err(error) => whose.iter().map(|_| Err(error.clone())).collect(),
+        let told = move |outcomes: Result<Vec<Outcome>>| {
+            let mut moved = Vec::new();
+            let (mut outcomes, failed) = match outcomes {
+                Ok(outcomes) => (outcomes.into_iter(), Error::internal("a read has no outcome")),
+                Err(error) => (Vec::new().into_iter(), error),
             };
-            for ((request, whose), result) in whose.into_iter().zip(results) {
-                tiers.read_ended(number, request, &result);
-                ended(whose, result);
+            for (request, whose) in whose {
+                let outcome = outcomes.next();
+                match outcome.unwrap_or_else(|| Outcome::Came(Err(failed.clone()))) {
+                    Outcome::Came(result) => tiers.tell(number, request, whose, result, &*ended),
+                    Outcome::Moved(read) => moved.push(TierRead { read, request, whose }),
+                }
             }
+            tiers.look_for(number, moved, &ended);
         };
         self.tiers[number].pool.job(LANE_LOAD, deadline, work, told);
+    }
+
+    /// A read ended without its record; its slot is free by the time that is told.
+    fn read_ended<R>(
+        self: &Arc<Self>,
+        number: usize,
+        one: TierRead<R>,
+        result: Result<ReadDone>,
+        ended: &Arc<impl Fn(R, Result<ReadDone>)>,
+    ) {
+        drop(one.read);
+        self.tell(number, one.request, one.whose, result, &**ended);
+    }
+
+    /// Notes how a read for a load ended, and tells.
+    fn tell<R>(
+        self: &Arc<Self>,
+        number: usize,
+        request: Request,
+        whose: R,
+        result: Result<ReadDone>,
+        ended: &impl Fn(R, Result<ReadDone>),
+    ) {
+        self.note(number, request, result.as_ref().err());
+        if let Ok(read) = &result {
+            let counts = &self.tiers[number].counts;
+            add(&counts.blocks_read, 1);
+            add(&counts.bytes_read, read.read as u64);
+        }
+        ended(whose, result);
+        if self.loading.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.pump_prefetch();
+        }
     }
 
     /// How long a read may take here: one that may yet be asked below must leave time for that.
@@ -106,19 +194,6 @@ impl Tiers {
             now.after(deadline.since(now) / 2)
         } else {
             deadline
-        }
-    }
-
-    /// Notes how a read for a load ended.
-    fn read_ended(self: &Arc<Self>, number: usize, request: Request, result: &Result<ReadDone>) {
-        self.note(number, request, result.as_ref().err());
-        if let Ok(read) = result {
-            let counts = &self.tiers[number].counts;
-            add(&counts.blocks_read, 1);
-            add(&counts.bytes_read, read.read as u64);
-        }
-        if self.loading.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.pump_prefetch();
         }
     }
 }

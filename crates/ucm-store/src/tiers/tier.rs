@@ -125,14 +125,19 @@ impl Tier {
         (Admission::Yes, None)
     }
 
-    /// Whether an operation of that request would pass now.
+    /// Whether an operation of that request would pass now, as far as the breaker knows.
     pub(super) fn may(&self, request: u64, now: Mono) -> bool {
-        self.ready.load(Ordering::Acquire) && self.breaker.would_allow(request, now) && !self.overrun()
+        self.ready.load(Ordering::Acquire) && self.breaker.would_allow(request, now)
     }
 
     /// Whether a read has a chance, without asking the medium: false only where it is known that the record is not here.
     pub(super) fn may_have(&self, id: BlockId) -> bool {
         self.backend.memory().is_none_or(|memory| memory.has(id))
+    }
+
+    /// Whether lookups are answered without asking the medium, so that they say nothing of its health.
+    pub(super) fn knows_by_itself(&self) -> bool {
+        !self.memory && self.backend.features().answers_at_once
     }
 
     /// Whether everything passes.
@@ -162,7 +167,7 @@ impl Tier {
         let of_medium = matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io);
         if of_medium {
             let mut requests = self.failed_requests.lock();
-            if requests.contains(&request) {
+            if requests.contains(&request) && self.breaker.is_closed() {
                 return (of_medium, None); // the pieces of one request are one failure
             }
             if requests.len() == REQUESTS {

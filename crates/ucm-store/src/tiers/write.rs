@@ -95,7 +95,9 @@ impl Tiers {
     /// Notes how a write ended.
     fn written(&self, number: usize, id: BlockId, len: usize, request: Request, result: &Result<Written>) {
         let tier = &self.tiers[number];
-        self.note(number, request, result.as_ref().err());
+        if !(matches!(result, Ok(Written::Present)) && tier.knows_by_itself()) {
+            self.note(number, request, result.as_ref().err());
+        }
         match result {
             Ok(Written::Published) => {
                 tier.forgive(id);

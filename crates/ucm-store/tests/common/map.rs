@@ -11,8 +11,8 @@ use ucm_infra::Mono;
 use ucm_io::IoJob;
 use ucm_quota::Usage;
 use ucm_tier::backend::{
-    Backend, BlockRead, Done, Early, Evicted, Keep, Listed, MediumStats, Memory, Presence, ReadDone, Victim,
-    WriteOptions, Written,
+    Backend, BlockRead, Done, Early, Evicted, Keep, Listed, MediumStats, Memory, Outcome, Presence, ReadDone,
+    Victim, WriteOptions, Written,
 };
 
 /// Keeps records until there are too many.
@@ -197,8 +197,10 @@ impl Backend for MapStage {
         Ok(found)
     }
 
-    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
-        run.into_iter().map(|read| self.read_one(read)).collect()
+    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
+        run.into_iter()
+            .map(|read| Outcome::Came(self.read_one(read)))
+            .collect()
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, _deadline: Mono, done: Done<Written>) {

@@ -21,8 +21,8 @@ use ucm_io::{IoJob, IoPool};
 use ucm_quota::layout::{BLOCKS, SEGMENTS};
 
 use crate::backend::{
-    Backend, BlockRead, Done, Early, Features, Flush, Listed, MediumStats, Memory, Presence, Quarantined,
-    ReadDone, WriteOptions, Written,
+    Backend, BlockRead, Done, Early, Features, Flush, Listed, MediumStats, Memory, Outcome, Presence,
+    Quarantined, WriteOptions, Written,
 };
 use crate::events::Event;
 use crate::posix::{PosixBackend, PosixConfig, Shared};
@@ -179,12 +179,16 @@ impl Backend for AutoBackend {
         self.now().lookup(io, ids, stop_at_missing)
     }
 
-    fn runs(&self, reads: &[BlockRead], threads: usize) -> Vec<Vec<usize>> {
+    fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
         self.now().runs(reads, threads)
     }
 
-    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
         self.now().read(io, run)
+    }
+
+    fn look(&self, done: Done<()>) {
+        self.now().look(done);
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {

@@ -16,7 +16,7 @@ use ucm_io::IoJob;
 use ucm_quota::Usage;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Listed, MediumStats, Presence, ReadDone, WriteOptions, Written,
+    Backend, BlockRead, Done, Listed, MediumStats, Outcome, Presence, ReadDone, WriteOptions, Written,
 };
 use crate::kind::{BuildContext, BuiltTier, StoreName, TierKind};
 
@@ -111,8 +111,10 @@ impl Backend for Toy {
         Ok(ids.iter().map(there).collect())
     }
 
-    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
-        run.into_iter().map(|read| self.copy(read)).collect()
+    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
+        run.into_iter()
+            .map(|read| Outcome::Came(self.copy(read)))
+            .collect()
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, _deadline: Mono, done: Done<Written>) {

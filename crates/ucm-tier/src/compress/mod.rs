@@ -28,7 +28,7 @@ use ucm_io::{IoJob, IoPool};
 use ucm_record::{Codec, RecordLayout};
 
 use crate::backend::{
-    Backend, BlockRead, Compression, Done, Early, Features, Flush, Listed, MediumStats, Presence,
+    Backend, BlockRead, Compression, Done, Early, Features, Flush, Listed, MediumStats, Outcome, Presence,
     Quarantined, ReadDone, WriteOptions, Written,
 };
 use crate::events::{Event, Events};
@@ -192,15 +192,22 @@ impl Backend for CompressBackend {
         self.inner.lookup(io, ids, stop_at_missing)
     }
 
-    fn runs(&self, reads: &[BlockRead], threads: usize) -> Vec<Vec<usize>> {
+    fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
         self.inner.runs(reads, threads)
     }
 
-    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
         let ids: Vec<_> = run.iter().map(|read| read.id).collect();
         let read = self.inner.read(io, run).into_iter();
-        let decoded = read.zip(ids).map(|(read, id)| self.decoded(id, read?));
+        let decoded = read.zip(ids).map(|(outcome, id)| match outcome {
+            Outcome::Came(Ok(read)) => Outcome::Came(self.decoded(id, read)),
+            outcome => outcome,
+        });
         decoded.collect()
+    }
+
+    fn look(&self, done: Done<()>) {
+        self.inner.look(done);
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {

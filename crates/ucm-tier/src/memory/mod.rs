@@ -42,7 +42,7 @@ use ucm_quota::Capacity;
 use ucm_record::RecordLayout;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Early, Evicted, Features, Keep, Listed, MediumStats, Memory, Presence,
+    Backend, BlockRead, Done, Early, Evicted, Features, Keep, Listed, MediumStats, Memory, Outcome, Presence,
     ReadDone, WriteOptions, Written,
 };
 
@@ -277,7 +277,7 @@ impl Backend for MemoryBackend {
         Ok(answers)
     }
 
-    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
         let copy = |BlockRead { id, mut slot, .. }: BlockRead| {
             let absent =
                 || Error::new(ErrorKind::NotFound, "the record is not in memory any more").with("block", id);
@@ -288,7 +288,7 @@ impl Backend for MemoryBackend {
                 stored_len: read as u64,
             })
         };
-        run.into_iter().map(copy).collect()
+        run.into_iter().map(|read| Outcome::Came(copy(read))).collect()
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {

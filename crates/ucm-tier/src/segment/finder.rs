@@ -6,12 +6,12 @@
 //! there, and every half minute whatever its time says (a network file system may show an old one).
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, MissReason, Part, Result};
-use ucm_infra::{Bell, LANE_LOOKUP, Mono};
+use ucm_infra::{LANE_LOOKUP, Mono};
 use ucm_io::{Close, FileMeta, IoJob, MAX_LIST, Pending, ReadMode};
 use ucm_quota::layout::SegmentName;
 
@@ -20,10 +20,11 @@ use super::format::{Entry, TRAILER_LEN, Trailer};
 use super::index::Known;
 use super::recheck::Rechecked;
 use super::timer::TURN;
+use crate::backend::Done;
 use crate::events::Level;
 
-/// What a read that waits for a look leaves of its time: this part of it.
-const SPARED: u32 = 8;
+/// Most that wait for a listing.
+const MAX_WAITING: usize = 1 << 16;
 /// Longest time between two listings.
 const LIST_AGAIN: Duration = Duration::from_secs(30);
 /// How long after a segment got its name everybody who looks for those of others has found it: the longest time between
@@ -55,11 +56,8 @@ pub(super) struct Foot {
 #[derive(Default)]
 pub(crate) struct Finder {
     state: Mutex<State>,
-    looks: Mutex<Looks>,
-    /// Rung when a look has ended, and when none will come any more.
-    pub(super) looked: Bell,
-    /// Reads that wait for a look.
-    awaiting: AtomicUsize,
+    /// Who waits for the next look.
+    waiting: Mutex<Vec<Done<()>>>,
     /// When the log was last told that the index is full, and how many records had found no room by then.
     told_full: Mutex<Option<(Mono, u64)>>,
     /// When segments that nobody reads were last closed.
@@ -68,14 +66,6 @@ pub(crate) struct Finder {
     pub(super) rechecked: Mutex<Rechecked>,
     /// When the segments of dead writers were last looked for.
     pub(super) rescued: Mutex<Option<Mono>>,
-}
-
-/// Looks that were begun and ended, and whether somebody waits for the next.
-#[derive(Default)]
-struct Looks {
-    begun: u64,
-    ended: u64,
-    asked: bool,
 }
 
 #[derive(Default)]
@@ -96,58 +86,55 @@ impl Segments {
         while self.find(deadline) && self.shared.clock.now() < deadline {}
     }
 
-    /// Waits for a look that begins from now on: for most of the time of the job, so that it ends by itself, and not once
-    /// the store is closing, when none would come.
-    pub(super) fn await_look(&self, io: &IoJob) {
-        let clock = &self.shared.clock;
-        let now = clock.now();
-        let left = io.deadline().since(now);
-        let until = now.after(left - left / SPARED);
-        let wanted = {
-            let mut looks = self.finder.looks.lock();
-            looks.asked = true;
-            looks.begun + 1
-        };
-        self.finder.awaiting.fetch_add(1, Ordering::AcqRel);
-        self.find_bell.ring();
-        loop {
-            let seen = self.finder.looked.seen();
-            let over = self.finder.looks.lock().ended >= wanted || self.closing.load(Ordering::Acquire);
-            if over || clock.now() >= until {
-                break;
-            }
-            clock.sleep(&self.finder.looked, seen, Some(until));
+    /// Calls back after the next look: with an error when it could not be made, or too many wait for it.
+    pub(super) fn after_look(&self, done: Done<()>) {
+        let mut waiting = self.finder.waiting.lock();
+        // Once it is closing nobody may look any more, see [`Segments::end_waiting`].
+        if self.closing.load(Ordering::Acquire) {
+            drop(waiting);
+            return done(Err(Error::new(ErrorKind::Closed, "the store is closed")));
         }
-        self.finder.awaiting.fetch_sub(1, Ordering::AcqRel);
+        if waiting.len() >= MAX_WAITING {
+            drop(waiting);
+            let text = "too many reads wait for a look at what others have stored";
+            return done(Err(Error::new(ErrorKind::Busy, text)));
+        }
+        waiting.push(done);
+        drop(waiting);
+        self.find_bell.ring();
     }
 
-    /// How many reads wait for the next look.
+    /// How many wait for the next look.
     pub(super) fn awaiting_look(&self) -> usize {
-        self.finder.awaiting.load(Ordering::Acquire)
+        self.finder.waiting.lock().len()
+    }
+
+    /// Those who wait for a look are told, after `closing` was set, that none will come.
+    pub(super) fn end_waiting(&self) {
+        let waiting = std::mem::take(&mut *self.finder.waiting.lock());
+        for done in waiting {
+            done(Err(Error::new(ErrorKind::Closed, "the store is closed")));
+        }
     }
 
     /// Looks around for those who wait for that: between two steps of something that keeps the finder's thread.
     pub(super) fn look_if_asked(&self) {
-        if self.finder.looks.lock().asked {
+        let asked = !self.finder.waiting.lock().is_empty();
+        if asked {
             self.find(self.shared.clock.now().after(TURN));
         }
     }
 
     /// One look around; whether there is more to read at once.
     pub(super) fn find(&self, deadline: Mono) -> bool {
+        let waiting = std::mem::take(&mut *self.finder.waiting.lock());
         let mut state = self.finder.state.lock();
-        let (look, asked) = {
-            let mut looks = self.finder.looks.lock();
-            looks.begun += 1;
-            (looks.begun, std::mem::take(&mut looks.asked))
-        };
         // What fails is looked at again with the next turn; until then everything is as it was.
-        let _ = self.list_if_changed(&mut state, asked, deadline);
+        let listed = self.list_if_changed(&mut state, !waiting.is_empty(), deadline);
         self.read_feet(&mut state, deadline);
         let more = !state.queue.is_empty();
-        self.finder.looks.lock().ended = look;
         drop(state);
-        self.finder.looked.ring();
+        waiting.into_iter().for_each(|done| done(listed.clone()));
         self.close_unused();
         self.recheck_feet(deadline);
         self.index.sweep_if_due();

@@ -46,7 +46,7 @@ use ucm_quota::Capacity;
 use ucm_quota::layout::SEGMENTS;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Early, Features, Flush, Listed, MediumStats, Presence, Quarantined, ReadDone,
+    Backend, BlockRead, Done, Early, Features, Flush, Listed, MediumStats, Outcome, Presence, Quarantined,
     WriteOptions, Written,
 };
 use crate::events::{Event, Events};
@@ -265,12 +265,16 @@ impl Backend for SegmentBackend {
         Ok(found)
     }
 
-    fn runs(&self, reads: &[BlockRead], threads: usize) -> Vec<Vec<usize>> {
+    fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
         self.segments.runs(reads, threads)
     }
 
-    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
+    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
         self.segments.read(io, run)
+    }
+
+    fn look(&self, done: Done<()>) {
+        self.segments.after_look(done);
     }
 
     fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
@@ -367,7 +371,7 @@ impl Backend for SegmentBackend {
         let left = || until.since(clock.now());
         segments.closing.store(true, Ordering::Release);
         segments.merge_bell.ring();
-        segments.finder.looked.ring();
+        segments.end_waiting();
         segments.flush(true);
         segments.await_sealed(clock.now().after(left() / 2));
         segments.seal_bell.ring();
@@ -383,7 +387,7 @@ impl Backend for SegmentBackend {
 impl Drop for SegmentBackend {
     fn drop(&mut self) {
         self.segments.closing.store(true, Ordering::Release);
-        self.segments.finder.looked.ring();
+        self.segments.end_waiting();
         self.segments.seal_bell.ring();
         self.segments.find_bell.ring();
         self.segments.merge_bell.ring();

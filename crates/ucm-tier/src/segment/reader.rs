@@ -8,13 +8,12 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
-use ucm_core::{Error, ErrorKind, Result};
-use ucm_device::Slot;
+use ucm_core::{Error, ErrorKind};
 use ucm_io::{IoJob, ReadMode};
 
 use super::Segments;
 use super::index::Hit;
-use crate::backend::{BlockRead, ReadDone};
+use crate::backend::{BlockRead, Outcome, ReadDone};
 use crate::reading::explain;
 
 /// Bytes of one operation for several records: at least so many that reading takes longer than starting another thread,
@@ -29,13 +28,6 @@ const MOST_RECORDS: usize = 256;
 struct Placed {
     hit: Hit,
     read: BlockRead,
-}
-
-/// What reading a record where it was found came to.
-enum Got {
-    Read(ReadDone),
-    /// Its segment is gone.
-    Gone(Slot),
 }
 
 /// Bytes of a record that a slot of that length has room for.
@@ -65,15 +57,16 @@ impl Placed {
 }
 
 impl Segments {
-    /// Neighbours together, but in so many runs that every thread for loads has some; what is not known to be here is one
-    /// run, for it waits for the same look.
-    pub(super) fn runs(&self, reads: &[BlockRead], threads: usize) -> Vec<Vec<usize>> {
-        let (mut placed, mut unknown, mut runs) = (Vec::with_capacity(reads.len()), Vec::new(), Vec::new());
+    /// Neighbours together, but in so many runs that every thread for loads has some; what is not known to be here is left
+    /// out until somebody has looked.
+    pub(super) fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
+        let (mut placed, mut runs) = (Vec::with_capacity(reads.len()), Vec::new());
         for (at, read) in reads.iter().enumerate() {
             match self.index.find(read.id) {
                 Some(_) if read.parts.is_some() => runs.push(vec![at]),
                 Some(hit) => placed.push((hit, at)),
-                None => unknown.push(at),
+                None if read.looked => runs.push(vec![at]),
+                None => {}
             }
         }
         placed.sort_by_key(|(hit, _)| (hit.segment, hit.offset));
@@ -84,7 +77,7 @@ impl Segments {
         for (at, next) in placed.iter().enumerate() {
             let before = at.checked_sub(1).map(|before| &placed[before]);
             let joins = before.is_some_and(|(hit, last)| {
-                follows((hit, &reads[*last]), (&next.0, &reads[next.1]))
+                follows((hit, reads[*last]), (&next.0, reads[next.1]))
                     && filled + len(next) <= share
                     && runs
                         .last()
@@ -99,64 +92,44 @@ impl Segments {
             }
             filled += len(next);
         }
-        if !unknown.is_empty() {
-            runs.push(unknown);
-        }
         runs
     }
 
     /// Reads the records of a run.
-    pub(super) fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Result<ReadDone>> {
-        let found: Vec<_> = run.iter().map(|read| self.index.find(read.id)).collect();
-        if found.iter().any(Option::is_none) {
-            self.await_look(io);
-            let looked = run.into_iter().zip(found);
-            return looked
-                .map(|(read, found)| self.read_where_it_is(io, read, found.is_none()))
-                .collect();
-        }
-        let placed = found.into_iter().flatten().zip(run);
+    pub(super) fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
+        let found: Option<Vec<_>> = run.iter().map(|read| self.index.find(read.id)).collect();
+        let Some(found) = found.filter(|found| found.len() > 1) else {
+            return run.into_iter().map(|read| self.read_alone(io, read)).collect();
+        };
+        let placed = found.into_iter().zip(run);
         let placed: Vec<_> = placed.map(|(hit, read)| Placed { hit, read }).collect();
         let both = |pair: &[Placed]| follows((&pair[0].hit, &pair[0].read), (&pair[1].hit, &pair[1].read));
-        if placed.len() > 1 && placed.windows(2).all(both) {
+        if placed.windows(2).all(both) {
             return self.read_neighbours(io, placed);
         }
-        placed
-            .into_iter()
-            .map(|one| self.read_where_it_is(io, one.read, false))
-            .collect()
+        let alone = placed.into_iter().map(|one| self.read_alone(io, one.read));
+        alone.collect()
     }
 
-    /// One record, wherever it is by now. `looked`: the directory was looked at since it was missed.
-    fn read_where_it_is(&self, io: &IoJob, mut read: BlockRead, mut looked: bool) -> Result<ReadDone> {
-        let (id, again, deadline) = (read.id, read.again, read.deadline);
-        loop {
-            let Some(hit) = self.index.find(id) else {
-                if looked {
-                    io.still_wanted()?;
-                    self.early.lost(id); // whoever was told that it can be read here
-                    let text = "this record is in no segment";
-                    return Err(Error::new(ErrorKind::NotFound, text).with("block", id));
-                }
-                looked = true;
-                self.await_look(io);
-                continue;
-            };
+    /// One record, from wherever the index knows it to be.
+    fn read_alone(&self, io: &IoJob, mut read: BlockRead) -> Outcome {
+        while let Some(hit) = self.index.find(read.id) {
             let parts = read.parts.take();
-            let got = match parts.filter(|_| !again && self.is_as_is(&hit)) {
+            let got = match parts.filter(|_| !read.again && self.is_as_is(&hit)) {
                 Some(parts) => self.read_parts(io, Placed { hit, read }, &parts),
                 None => self.read_one(io, Placed { hit, read }),
             };
-            match got? {
-                Got::Read(done) => return Ok(done),
-                Got::Gone(slot) => {
-                    read = BlockRead {
-                        again,
-                        ..BlockRead::whole(id, slot, deadline)
-                    };
-                }
+            match got {
+                Outcome::Moved(gone) => read = gone,
+                came => return came,
             }
         }
+        if !read.looked {
+            return Outcome::Moved(read);
+        }
+        self.early.lost(read.id); // whoever was told that it can be read here
+        let text = "this record is in no segment";
+        Outcome::Came(Err(Error::new(ErrorKind::NotFound, text).with("block", read.id)))
     }
 
     /// Whether a record is stored in the form in which it is used.
@@ -165,11 +138,11 @@ impl Segments {
     }
 
     /// Parts of a record, to their places. Whatever goes wrong with them, the whole is read.
-    fn read_parts(&self, io: &IoJob, mut one: Placed, parts: &[Range<usize>]) -> Result<Got> {
+    fn read_parts(&self, io: &IoJob, mut one: Placed, parts: &[Range<usize>]) -> Outcome {
         let (path, bytes) = (self.path(&one.hit), one.read.slot.as_mut_slice());
         let want = parts.iter().map(Range::len).sum::<usize>();
         match io.read_parts(&path, one.hit.offset, parts, bytes, !one.hit.private) {
-            Ok(read) if read == want => Ok(Got::Read(one.read(want))),
+            Ok(read) if read == want => Outcome::Came(Ok(one.read(want))),
             _ => self.read_one(io, one),
         }
     }
@@ -184,7 +157,7 @@ impl Segments {
 
     /// Several records with one operation. Those that it did not bring are read each by itself, so that each has an outcome
     /// of its own.
-    fn read_neighbours(&self, io: &IoJob, mut placed: Vec<Placed>) -> Vec<Result<ReadDone>> {
+    fn read_neighbours(&self, io: &IoJob, mut placed: Vec<Placed>) -> Vec<Outcome> {
         let Some(first) = placed.first().map(|first| first.hit) else {
             return Vec::new();
         };
@@ -199,15 +172,15 @@ impl Segments {
             let got = left.min(want);
             left -= got;
             match got == want {
-                true => Ok(one.read(want)),
-                false => self.read_where_it_is(io, one.read, false),
+                true => Outcome::Came(Ok(one.read(want))),
+                false => self.read_alone(io, one.read),
             }
         };
         placed.into_iter().map(outcome).collect()
     }
 
-    /// One record, from where it was found.
-    fn read_one(&self, io: &IoJob, mut one: Placed) -> Result<Got> {
+    /// One record, from where it was found; it has moved where its segment is gone.
+    fn read_one(&self, io: &IoJob, mut one: Placed) -> Outcome {
         loop {
             let (path, offset, keep) = (self.path(&one.hit), one.hit.offset, !one.hit.private);
             let want = want(&one.hit, one.read.slot.len());
@@ -219,13 +192,15 @@ impl Segments {
                 io.read_into(&path, offset, vec![(bytes, want)], keep)
             };
             match read {
-                Ok(read) => return Ok(Got::Read(one.read(read))),
-                Err(error) if error.kind() != ErrorKind::NotFound => return Err(explain(io, path, error)),
+                Ok(read) => return Outcome::Came(Ok(one.read(read))),
+                Err(error) if error.kind() != ErrorKind::NotFound => {
+                    return Outcome::Came(Err(explain(io, path, error)));
+                }
                 // Sealed since it was found, or about to be told so.
                 Err(_) if one.hit.private => one.hit.private = false,
                 Err(_) => {
                     self.index.vanished(one.hit.segment);
-                    return Ok(Got::Gone(one.read.slot));
+                    return Outcome::Moved(one.read);
                 }
             }
         }
