@@ -1,0 +1,132 @@
+//! Reads of records that this process does not know of yet: it looks at what others have stored, once for all of them, and
+//! nothing else waits meanwhile.
+
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
+mod common;
+
+use std::time::Duration;
+
+use common::segments::{self, finds, loads, write};
+use common::shared::on;
+use common::{Above, Device, Setup, Store, directory, eventually, id, ids};
+use ucm_infra::{LANE_LOAD, ManualClock};
+use ucm_io::{Fault, OpKind, Rule};
+use ucm_store::engine::Until;
+use ucm_store::health::BreakerConfig;
+use ucm_store::tiers::{Priority, WritePolicy};
+
+const LONG: Duration = Duration::from_secs(100);
+
+/// Room for all blocks of a test, in segments.
+fn roomy(setup: Setup) -> Setup {
+    Setup {
+        slots: 40,
+        above: Above::Nothing,
+        ..setup
+    }
+}
+
+fn reads_of_loads(store: &Store) -> usize {
+    let log = store.faults.log();
+    let of_load = log.iter().filter(|seen| seen.lane == LANE_LOAD);
+    of_load.filter(|seen| seen.kind == OpKind::Read).count()
+}
+
+#[test]
+fn what_was_looked_for_is_read_as_neighbours_are() {
+    let (dir, blocks) = (directory(), ids(8));
+    let setup = roomy(segments::quick());
+    let store = Store::open(dir.path(), setup.clone());
+    let reader = on(&ManualClock::new(), dir.path(), &setup);
+    store.dump(&Device::filled(&setup, &blocks), &blocks).unwrap();
+    reader.faults.forget();
+    assert!(loads(&reader, &blocks));
+    assert_eq!(reads_of_loads(&reader), reader.segments().len());
+}
+
+#[test]
+fn one_look_is_for_all_records_of_a_segment_that_is_gone() {
+    let (dir, blocks) = (directory(), ids(32));
+    let setup = roomy(segments::patient());
+    write(dir.path(), &setup, &blocks);
+    let reader = on(&ManualClock::new(), dir.path(), &setup);
+    assert!(loads(&reader, &blocks));
+    for file in reader.segments() {
+        std::fs::remove_file(file).unwrap();
+    }
+    reader.faults.forget();
+    assert!(!loads(&reader, &blocks));
+    let looks = reader.faults.count(OpKind::List);
+    assert!(looks <= 2, "{looks}");
+    assert_eq!(reader.missed("timeout"), 0);
+}
+
+#[test]
+fn what_is_known_is_read_while_others_wait_for_a_look_that_hangs() {
+    let (dir, clock, setup) = (directory(), ManualClock::new(), roomy(segments::quick()));
+    let store = on(&clock, dir.path(), &setup);
+    store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    assert!(loads(&store, &ids(1)));
+    let gate = store.hang(OpKind::List);
+    let device = Device::blank(&setup, &ids(20));
+    let load = |n| store.engine.load(device.rows(&[id(n)]), Some(LONG)).unwrap();
+    let unknown: Vec<_> = (10..18).map(load).collect();
+    eventually("they wait for a look", || {
+        store.stat("reads_awaiting_a_look") + gate.waiting() as u64 > 0
+    });
+    let known = load(0);
+    eventually("the known one is there", || {
+        known.check(store.engine.clock(), Until::Published)
+    });
+    assert!(known.failures().is_empty());
+    let over = |task: &ucm_store::engine::Task| task.check(store.engine.clock(), Until::Published);
+    assert!(!unknown.iter().any(over), "nobody has looked for them");
+    gate.open();
+    eventually("the others are over", || unknown.iter().all(over));
+}
+
+#[test]
+fn prefetching_what_is_nowhere_keeps_no_load_waiting() {
+    let (dir, clock) = (directory(), ManualClock::new());
+    let setup = Setup {
+        above: Above::Map(0, WritePolicy::Through),
+        ..roomy(segments::quick())
+    };
+    let store = on(&clock, dir.path(), &setup);
+    store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    assert!(loads(&store, &ids(1)));
+    let gate = store.hang(OpKind::List);
+    let absent: Vec<_> = (10..18).map(id).collect();
+    assert_eq!(store.engine.prefetch(&absent, Priority::Normal).unwrap(), 8);
+    assert!(loads(&store, &ids(1)));
+    gate.open();
+}
+
+#[test]
+fn a_lookup_from_memory_does_not_heal_a_medium_that_cannot_read() {
+    let (dir, clock, blocks) = (directory(), ManualClock::new(), ids(8));
+    let setup = Setup {
+        breaker: BreakerConfig {
+            threshold: 2,
+            max_stuck: usize::MAX,
+            cool_down: Duration::from_secs(10),
+            window: Duration::from_secs(60),
+        },
+        ..roomy(segments::patient())
+    };
+    write(dir.path(), &setup, &blocks);
+    let reader = on(&clock, dir.path(), &setup);
+    reader.fault(Rule::on(OpKind::Read, Fault::Errno(5)).lane(LANE_LOAD));
+    for _ in 0..2 {
+        assert_eq!(finds(&reader, &blocks), [true; 8]);
+        assert!(!loads(&reader, &blocks));
+    }
+    assert_eq!((reader.stat("breaker_opened"), reader.stat("healthy")), (1, 0));
+    assert_eq!(finds(&reader, &blocks), [false; 8], "switched off");
+    reader.faults.clear();
+    clock.advance(Duration::from_secs(10));
+    assert_eq!(finds(&reader, &blocks), [true; 8], "and the root is looked at");
+    eventually("it is well again", || reader.stat("healthy") == 1);
+    assert!(loads(&reader, &blocks));
+}
