@@ -46,7 +46,7 @@ fn is_well(store: &Store) -> bool {
 fn one_lookup_of_many_pieces_is_one_failure() {
     only_over!(
         FilesAlone,
-        "a lookup of segments asks no file system, and a tier has a breaker of its own: tiers/stage.rs"
+        "a lookup of segments asks no file system, and a tier below a memory is asked for less"
     );
     let (_dir, store, _clock) = opened(2, usize::MAX);
     store.fault(Rule::on(OpKind::Stat, Fault::Errno(5)));

@@ -1,5 +1,5 @@
 //! The one engine over every tier: tasks, staging slots, gather and scatter, checksums, joined loads, deadlines,
-//! back-pressure, the breaker, counters.
+//! back-pressure, counters.
 //!
 //! The five rules it keeps are those of the design: no late bytes, block by block ([`load`]); two levels of a dump,
 //! staged and published ([`dump`]); bounded queues; deadlines on every wait; verification of everything that comes

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ucm.config import UcmConfig
+from ucm.config.stores import PIPELINE, STORES
 from ucm.store.factory_v1 import UcmConnectorFactoryV1
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
@@ -25,7 +26,7 @@ class ConfiguredStore:
 
 
 #: Stores that may divide the machine's memory among the ranks.
-_IN_MEMORY = frozenset({"UcmCacheStore", "UcmPipelineStore"})
+_IN_MEMORY = frozenset({PIPELINE, *(name for name, store in STORES.items() if store.kind.memory)})
 
 
 def engine_stores(config: UcmConfig, parallel: Any) -> list[ConfiguredStore]:
