@@ -3,11 +3,12 @@
 //! The tiers share one deadline: each of those that must be waited for gets half of what is left while another comes
 //! below it, and the last a little less than all, so that what the upper ones said still arrives in time.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason};
 use ucm_infra::{LANE_LOOKUP, Mono};
 use ucm_io::IoJob;
 use ucm_tier::backend::Presence;
@@ -46,40 +47,57 @@ impl Tiers {
         stop_at_missing: bool,
         request: Request,
     ) -> Vec<Place> {
-        let mut found = vec![Err(MissReason::Absent); ids.len()];
+        let mut found: Vec<Place> = Vec::new();
         for (number, tier) in self.tiers.iter().enumerate() {
-            let missing: Vec<usize> = (0..ids.len()).filter(|&i| found[i].is_err()).collect();
-            if missing.is_empty() {
+            let (missing, wanted) = match number {
+                0 => (None, Cow::Borrowed(ids)),
+                _ => {
+                    let missing: Vec<usize> = (0..ids.len()).filter(|&i| found[i].is_err()).collect();
+                    let wanted = missing.iter().map(|&i| ids[i]).collect();
+                    (Some(missing), Cow::Owned(wanted))
+                }
+            };
+            if wanted.is_empty() {
                 break;
             }
-            let now = self.clock.now();
-            if !self.admits_lookup(number, request, now) {
-                missing
+            let answers = self.ask_tier(number, &wanted, stop_at_missing, request);
+            let hits = answers.iter().filter(|answer| answer.is_ok()).count();
+            add(&tier.counts.hits, hits as u64);
+            match missing {
+                None => found = answers,
+                Some(missing) => missing
                     .iter()
-                    .for_each(|&i| miss(&mut found[i], MissReason::Unhealthy));
-                continue;
+                    .zip(answers)
+                    .for_each(|(&i, answer)| merge(&mut found[i], answer)),
             }
-            let last = number + 1 == self.tiers.len();
-            let wanted: Vec<BlockId> = missing.iter().map(|&i| ids[i]).collect();
-            let until = self.share(number, last, now, request.deadline);
-            let (answers, failed) = ask(tier, &wanted, stop_at_missing && last, until);
-            if !tier.knows_by_itself() {
-                self.note(number, request, failed.as_ref());
-            }
-            let mut hits = 0;
-            for (&i, there) in missing.iter().zip(answers) {
-                match there {
-                    Ok(()) if tier.has_refused(ids[i]) => miss(&mut found[i], MissReason::Refused),
-                    Ok(()) => {
-                        hits += 1;
-                        found[i] = Ok(number as u8);
-                    }
-                    Err(reason) => miss(&mut found[i], reason),
-                }
-            }
-            add(&tier.counts.hits, hits);
         }
         found
+    }
+
+    /// Which of these records a tier has, in order, one answer for each.
+    fn ask_tier(
+        self: &Arc<Self>,
+        number: usize,
+        ids: &[BlockId],
+        stop_at_missing: bool,
+        request: Request,
+    ) -> Vec<Place> {
+        let (tier, now) = (&self.tiers[number], self.clock.now());
+        if !self.admits_lookup(number, request, now) {
+            return vec![Err(MissReason::Unhealthy); ids.len()];
+        }
+        let last = number + 1 == self.tiers.len();
+        let until = self.share(number, last, now, request.deadline);
+        let (there, failed) = ask(tier, ids, stop_at_missing && last, until);
+        if !tier.knows_by_itself() {
+            self.note(number, request, failed.as_ref());
+        }
+        let place = |(&id, there): (&BlockId, Presence)| match there {
+            Ok(()) if tier.has_refused(id) => Err(MissReason::Refused),
+            Ok(()) => Ok(number as u8),
+            Err(reason) => Err(reason),
+        };
+        ids.iter().zip(there).map(place).collect()
     }
 
     /// Whether a lookup may go to a tier now. One that answers by itself is not asked for its health by it: where that is in
@@ -114,22 +132,26 @@ impl Tiers {
 /// Asks a tier for records, in pieces that its threads share. Where no piece was answered, the error of the first beside
 /// it: one word on the medium for the whole lookup.
 fn ask(tier: &Tier, ids: &[BlockId], stop: bool, until: Mono) -> (Vec<Presence>, Option<Error>) {
-    let chunk = ids.len().div_ceil(SPREAD).clamp(CHUNK, CHUNK_MAX);
-    let answers: Vec<(usize, Result<Vec<Presence>>)> = if tier.backend.features().answers_at_once {
+    if tier.backend.features().answers_at_once {
         let io = tier.pool.here(LANE_LOOKUP, until);
-        vec![(ids.len(), tier.backend.lookup(&io, ids, stop))]
-    } else {
-        let begin = |ids: &[BlockId]| {
-            let (backend, ids, asked) = (Arc::clone(&tier.backend), ids.to_vec(), ids.len());
-            let look = move |io: &IoJob| backend.lookup(io, &ids, stop);
-            (asked, tier.pool.begin(LANE_LOOKUP, until, look))
+        return match tier.backend.lookup(&io, ids, stop) {
+            Ok(mut there) => {
+                there.resize(ids.len(), Err(MissReason::Absent));
+                (there, None)
+            }
+            Err(error) => (vec![Err(reason_of(&error)); ids.len()], Some(error)),
         };
-        let begun: Vec<_> = ids.chunks(chunk).map(begin).collect();
-        begun
-            .into_iter()
-            .map(|(asked, look)| (asked, look.wait_for(GRACE)))
-            .collect()
+    }
+    let chunk = ids.len().div_ceil(SPREAD).clamp(CHUNK, CHUNK_MAX);
+    let begin = |ids: &[BlockId]| {
+        let (backend, ids, asked) = (Arc::clone(&tier.backend), ids.to_vec(), ids.len());
+        let look = move |io: &IoJob| backend.lookup(io, &ids, stop);
+        (asked, tier.pool.begin(LANE_LOOKUP, until, look))
     };
+    let begun: Vec<_> = ids.chunks(chunk).map(begin).collect();
+    let answers = begun
+        .into_iter()
+        .map(|(asked, look)| (asked, look.wait_for(GRACE)));
     let (mut found, mut answered, mut failed) = (Vec::with_capacity(ids.len()), false, None);
     for (asked, answer) in answers {
         let end = found.len() + asked;
@@ -158,9 +180,9 @@ fn reason_of(error: &Error) -> MissReason {
     }
 }
 
-/// The first that is more than "not there" is the reason.
-fn miss(place: &mut Place, reason: MissReason) {
-    if *place == Err(MissReason::Absent) {
-        *place = Err(reason);
+/// Adds what a lower tier says of a record that is missing above: the first that is more than "not there" is the reason.
+fn merge(place: &mut Place, below: Place) {
+    if below.is_ok() || *place == Err(MissReason::Absent) {
+        *place = below;
     }
 }

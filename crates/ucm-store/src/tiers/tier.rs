@@ -39,6 +39,8 @@ pub(crate) struct Tier {
     /// The requests that failed last: what fails of one is one failure.
     failed_requests: Mutex<VecDeque<u64>>,
     refused: IdSet<BlockId>,
+    /// Whether there was ever one: mostly there was none, and every id of a lookup asks.
+    any_refused: AtomicBool,
     /// Records that the tier above gives up and that are not published here yet.
     demoting: AtomicUsize,
     /// Refused because they are of a newer version: no hits, and never replaced.
@@ -93,6 +95,7 @@ impl Tier {
             probing: AtomicBool::new(false),
             failed_requests: Mutex::default(),
             refused: IdSet::default(),
+            any_refused: AtomicBool::new(false),
             demoting: AtomicUsize::new(0),
             newer: IdSet::default(),
             counts: Counts::default(),
@@ -184,6 +187,7 @@ impl Tier {
             MissReason::NewerVersion => &self.newer,
             _ => &self.refused,
         };
+        self.any_refused.store(true, Ordering::Release);
         if ids.insert(id) && ids.len() > REMEMBERED {
             ids.clear();
         }
@@ -191,20 +195,19 @@ impl Tier {
 
     /// Another copy took the place of one that may have been refused.
     pub(super) fn forgive(&self, id: BlockId) {
-        for ids in [&self.refused, &self.newer] {
-            if !ids.is_empty() {
-                ids.remove(&id);
-            }
+        if self.any_refused.load(Ordering::Acquire) {
+            self.refused.remove(&id);
+            self.newer.remove(&id);
         }
     }
 
     pub(super) fn has_refused(&self, id: BlockId) -> bool {
-        self.replaces(id) || (!self.newer.is_empty() && self.newer.contains(&id))
+        self.replaces(id) || self.any_refused.load(Ordering::Acquire) && self.newer.contains(&id)
     }
 
     /// Whether the next copy takes the place of the one that is there.
     pub(super) fn replaces(&self, id: BlockId) -> bool {
-        !self.refused.is_empty() && self.refused.contains(&id)
+        self.any_refused.load(Ordering::Acquire) && self.refused.contains(&id)
     }
 
     pub(super) fn stats(&self) -> TierStats {
