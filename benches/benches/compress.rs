@@ -17,7 +17,7 @@ use ucm_benches::cli::program;
 use ucm_benches::store::Result;
 use ucm_core::{BlockId, DType, Error, ErrorKind, Geometry, Identity, MissReason, Part};
 use ucm_device::{HostArena, Slot, SlotPool};
-use ucm_infra::{Mono, SystemClock};
+use ucm_infra::{MonotonicTime, SystemClock};
 use ucm_io::{IoJob, IoOptions, IoPool, PsyncEngine};
 use ucm_record::{Expect, RecordLayout, RecordMeta, verify};
 use ucm_tier::backend::{
@@ -123,13 +123,13 @@ fn contest(dtype: DType, numbers: &[u8], blocks: usize) -> Result<[f64; 3]> {
         let (tell, hear) = channel();
         let written = Box::new(move |result| drop(tell.send(result)));
         let began = Instant::now();
-        stage.write(id, slot, options, Mono::NEVER, written);
+        stage.write(id, slot, options, MonotonicTime::NEVER, written);
         hear.recv()??;
         encoding += began.elapsed();
         let slot = slots.try_acquire().ok_or("no slot")?;
         let began = Instant::now();
         let read = stage
-            .read(&here, vec![BlockRead::whole(id, slot, Mono::NEVER)])
+            .read(&here, vec![BlockRead::whole(id, slot, MonotonicTime::NEVER)])
             .pop();
         let Some(Outcome::Came(read)) = read else {
             return Err("no outcome".into());
@@ -204,7 +204,7 @@ impl Backend for Shelf {
         "shelf"
     }
 
-    fn open(&self, _deadline: Mono) -> ucm_core::Result<String> {
+    fn open(&self, _deadline: MonotonicTime) -> ucm_core::Result<String> {
         Ok(format!("a shelf, {} slots", self.1.capacity()))
     }
 
@@ -229,14 +229,21 @@ impl Backend for Shelf {
         run.into_iter().map(|read| Outcome::Came(take(read))).collect()
     }
 
-    fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, _deadline: Mono, done: Done<Written>) {
+    fn write(
+        &self,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        _deadline: MonotonicTime,
+        done: Done<Written>,
+    ) {
         let record = slot.as_slice()[..options.len].to_vec();
         self.0.lock().insert(id, record);
         drop(slot);
         done(Ok(Written::Published));
     }
 
-    fn touch(&self, _ids: &[(BlockId, u32)], _deadline: Mono) {}
+    fn touch(&self, _ids: &[(BlockId, u32)], _deadline: MonotonicTime) {}
 
     fn delete(&self, _io: &IoJob, _ids: &[BlockId]) -> ucm_core::Result<usize> {
         Ok(0)

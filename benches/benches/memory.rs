@@ -12,7 +12,7 @@ use std::time::Duration;
 use ucm_benches::{asked_for, in_turns};
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostArena, Slot, SlotPool};
-use ucm_infra::{LANE_LOOKUP, Mono, SystemClock};
+use ucm_infra::{LANE_LOOKUP, MonotonicTime, SystemClock};
 use ucm_record::RecordLayout;
 use ucm_tier::backend::Backend;
 use ucm_tier::memory::{MemoryBackend, MemoryConfig};
@@ -39,7 +39,7 @@ fn tier(dir: &std::path::Path, layout: &RecordLayout, bytes: Option<usize>) -> M
         ..MemoryConfig::new(identity, Part::default(), layout.clone(), capacity)
     };
     let tier = MemoryBackend::new(config, SystemClock::shared()).unwrap();
-    tier.open(Mono::NEVER).unwrap();
+    tier.open(MonotonicTime::NEVER).unwrap();
     tier
 }
 
@@ -151,7 +151,7 @@ fn lookups(dir: &std::path::Path) {
     };
     let absent: Vec<BlockId> = (0..1024).map(|n| id(records + 1 + n)).collect();
     let ask = |tier: &MemoryBackend, ids: Vec<BlockId>, hits: usize| {
-        let here = tier.pool().here(LANE_LOOKUP, Mono::NEVER);
+        let here = tier.pool().here(LANE_LOOKUP, MonotonicTime::NEVER);
         let found = tier.lookup(&here, &ids, false).unwrap();
         assert_eq!(found.iter().filter(|there| there.is_ok()).count(), hits);
     };

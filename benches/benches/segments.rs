@@ -16,7 +16,7 @@ use ucm_benches::cli::program;
 use ucm_benches::store::Result;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostArena, Slot, SlotPool};
-use ucm_infra::{Clock, Completion, LANE_LOAD, LANE_LOOKUP, Mono, SystemClock};
+use ucm_infra::{Clock, Completion, LANE_LOAD, LANE_LOOKUP, MonotonicTime, SystemClock};
 use ucm_io::{IoJob, IoOptions, IoPool, Process};
 use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Modes;
@@ -207,7 +207,7 @@ impl Bench {
         } else {
             Arc::new(PosixBackend::new(config, io, Arc::clone(&clock))?)
         };
-        backend.open(Mono::NEVER)?;
+        backend.open(MonotonicTime::NEVER)?;
         let arena = HostArena::new(slots * record.record_len().next_multiple_of(4096))?;
         Ok(Self {
             backend,
@@ -219,7 +219,7 @@ impl Bench {
         })
     }
 
-    fn deadline(&self) -> Mono {
+    fn deadline(&self) -> MonotonicTime {
         self.clock.now().after(Duration::from_secs(120))
     }
 

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use ucm_benches::cli::program;
 use ucm_benches::store::Result;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
-use ucm_infra::{Mono, SystemClock};
+use ucm_infra::{MonotonicTime, SystemClock};
 use ucm_io::{IoOptions, IoPool, Process};
 use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Layout;
@@ -131,7 +131,7 @@ fn count(root: &Path, blocks: u64) -> Result<Duration> {
     let io = IoPool::psync(false, &IoOptions::default())?;
     let backend = PosixBackend::new(config, io, Arc::clone(&clock))?;
     let start = Instant::now();
-    backend.open(Mono::NEVER)?;
+    backend.open(MonotonicTime::NEVER)?;
     while !backend.stats().usage.counted {
         std::thread::sleep(Duration::from_micros(200));
     }

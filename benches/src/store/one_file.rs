@@ -8,7 +8,7 @@
 //! * *fio, again*: the same to a file that was written before. Its blocks are mapped, and through the page cache its pages
 //!   are there. The store never does this: what is published is not written again.
 //! * *store, dump*: from filled slots until published: makes and allocates the segment, appends records, closes it with its
-//!   foot and names it. Without checksums the records are written as they are in the slots.
+//!   footer and names it. Without checksums the records are written as they are in the slots.
 //! * *fio, load*, *store, load*: what the last turn wrote, to host memory; the store to the slots, judged or not. *Engine*:
 //!   the same by a load task of the engine that ends in the verified slot.
 //!

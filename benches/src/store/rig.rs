@@ -10,7 +10,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostDevice, Slot};
-use ucm_infra::{Clock, Completion, LANE_LOAD, Mono, SystemClock};
+use ucm_infra::{Clock, Completion, LANE_LOAD, MonotonicTime, SystemClock};
 use ucm_io::{IoJob, IoOptions, IoPool, Process, PsyncEngine};
 use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Layout;
@@ -355,7 +355,7 @@ impl Rig {
             .map_or(Ok(took), |(_, error)| Err(error.into()))
     }
 
-    fn deadline(&self) -> Mono {
+    fn deadline(&self) -> MonotonicTime {
         self.engine.clock().now().after(LONG)
     }
 }

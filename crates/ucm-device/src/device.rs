@@ -7,7 +7,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use ucm_core::Result;
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 
 use crate::arena::{ArenaOptions, HostArena};
 use crate::slots::HostBuf;
@@ -37,7 +37,7 @@ pub trait Event: Any + Send + Sync {
     fn done(&self) -> bool;
 
     /// Waits until it is done; `Timeout` when `deadline` comes first (`None`: for ever).
-    fn wait(&self, deadline: Option<Mono>) -> Result<()>;
+    fn wait(&self, deadline: Option<MonotonicTime>) -> Result<()>;
 }
 
 /// An ordered queue of copies.
@@ -97,7 +97,7 @@ pub trait Stream: Send {
     fn wait_event(&mut self, event: Arc<dyn Event>) -> Result<()>;
 
     /// Waits until everything submitted has ended; `Timeout` when `deadline` comes first (`None`: for ever).
-    fn synchronize(&mut self, deadline: Option<Mono>) -> Result<()>;
+    fn synchronize(&mut self, deadline: Option<MonotonicTime>) -> Result<()>;
 }
 
 /// Checks that the spans are together exactly as long as the host buffer.

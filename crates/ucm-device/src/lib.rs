@@ -20,6 +20,8 @@ pub use device::{CopyDone, Device, Event, HostDone, Stream};
 pub use host::{HostDevice, HostDeviceOptions};
 pub use kv::{KvLayout, KvPiece};
 pub use machine::MachineMemory;
-pub use region::{Blank, OwnFd, Pinned, RegionOptions, RegionView, Registry, Scan, SharedRegion, Wanted};
+pub use region::{
+    OwnFd, Pinned, RegionOptions, RegionView, Registry, Scan, SharedRegion, Wanted, WriteLease,
+};
 pub use slots::{HostBuf, Slot, SlotPool};
 pub use span::{DeviceSpan, Piece, end_to_end};

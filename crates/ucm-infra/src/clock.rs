@@ -1,25 +1,25 @@
 //! Time as a dependency: the real clock, and one that tests move by hand.
 //!
-//! Deadlines are points on the clock's monotonic axis ([`Mono`]). Nothing in ucm sleeps except through
+//! Deadlines are points on the clock's monotonic axis ([`MonotonicTime`]). Nothing in ucm sleeps except through
 //! [`Clock::sleep`], so a test with a [`ManualClock`] waits for nothing and decides every timeout itself.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use crate::bell::Bell;
+use crate::notify::Notify;
 use crate::sync::{Condvar, Mutex};
 
 /// A point in time: nanoseconds on a clock's monotonic axis. Only points of the same clock compare; all
 /// [`SystemClock`]s of a process are the same clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
-pub struct Mono(pub u64);
+pub struct MonotonicTime(pub u64);
 
-impl Mono {
+impl MonotonicTime {
     /// The deadline that never comes.
     pub const NEVER: Self = Self(u64::MAX);
 
-    /// This point plus `span`; [`Mono::NEVER`] if that is out of range.
+    /// This point plus `span`; [`MonotonicTime::NEVER`] if that is out of range.
     #[must_use]
     pub fn after(self, span: Duration) -> Self {
         let span = u64::try_from(span.as_nanos()).unwrap_or(u64::MAX);
@@ -35,14 +35,14 @@ impl Mono {
 /// Where time comes from, and what every wait sleeps on.
 pub trait Clock: Send + Sync + fmt::Debug {
     /// Now, on the monotonic axis.
-    fn now(&self) -> Mono;
+    fn now(&self) -> MonotonicTime;
 
     /// Now as unix time in nanoseconds, for what is written to media. May jump.
     fn wall_ns(&self) -> u64;
 
-    /// Sleeps until `bell` was rung after its count `seen` was read, or until this clock reaches `until`
+    /// Sleeps until `notify` was rung after its count `seen` was read, or until this clock reaches `until`
     /// (`None`: news only). May return early; callers look again and sleep again.
-    fn sleep(&self, bell: &Bell, seen: u64, until: Option<Mono>);
+    fn sleep(&self, notify: &Notify, seen: u64, until: Option<MonotonicTime>);
 }
 
 /// The real clock: `Instant` and the system's unix time.
@@ -63,8 +63,8 @@ impl SystemClock {
 }
 
 impl Clock for SystemClock {
-    fn now(&self) -> Mono {
-        Mono::default().after(Self::origin().elapsed())
+    fn now(&self) -> MonotonicTime {
+        MonotonicTime::default().after(Self::origin().elapsed())
     }
 
     fn wall_ns(&self) -> u64 {
@@ -72,14 +72,14 @@ impl Clock for SystemClock {
         since.map_or(0, |span| u64::try_from(span.as_nanos()).unwrap_or(u64::MAX))
     }
 
-    fn sleep(&self, bell: &Bell, seen: u64, until: Option<Mono>) {
+    fn sleep(&self, notify: &Notify, seen: u64, until: Option<MonotonicTime>) {
         // A deadline that no Instant can hold is as good as none.
         let until = until
-            .filter(|&until| until != Mono::NEVER)
+            .filter(|&until| until != MonotonicTime::NEVER)
             .and_then(|until| Self::origin().checked_add(Duration::from_nanos(until.0)));
         match until {
-            Some(instant) => bell.wait_until(seen, instant),
-            None => bell.wait(seen),
+            Some(instant) => notify.wait_until(seen, instant),
+            None => notify.wait(seen),
         }
     }
 }
@@ -92,15 +92,15 @@ pub struct ManualClock {
 }
 
 struct ManualState {
-    now: Mono,
+    now: MonotonicTime,
     wall_ns: u64,
     sleepers: Vec<Sleeper>,
 }
 
 struct Sleeper {
-    bell: Bell,
+    notify: Notify,
     seen: u64,
-    until: Mono,
+    until: MonotonicTime,
 }
 
 impl ManualClock {
@@ -108,7 +108,7 @@ impl ManualClock {
     pub fn new() -> Arc<Self> {
         Arc::new(Self {
             state: Mutex::new(ManualState {
-                now: Mono::default(),
+                now: MonotonicTime::default(),
                 wall_ns: 1_600_000_000_000_000_000,
                 sleepers: Vec::new(),
             }),
@@ -120,7 +120,7 @@ impl ManualClock {
     pub fn advance(&self, span: Duration) {
         let mut state = self.state.lock();
         state.now = state.now.after(span);
-        state.wall_ns = Mono(state.wall_ns).after(span).0;
+        state.wall_ns = MonotonicTime(state.wall_ns).after(span).0;
         let now = state.now;
         let (due, still) = std::mem::take(&mut state.sleepers)
             .into_iter()
@@ -128,7 +128,7 @@ impl ManualClock {
         state.sleepers = still;
         drop(state);
         for sleeper in due {
-            sleeper.bell.ring();
+            sleeper.notify.notify();
         }
     }
 
@@ -141,11 +141,11 @@ impl ManualClock {
     /// they have looked at what they wait for and found nothing.
     pub fn await_sleepers(&self, count: usize) {
         let mut state = self.state.lock();
-        // A sleeper whose bell was rung is on its way out, even if it has not woken up yet.
+        // A sleeper whose notify was rung is on its way out, even if it has not woken up yet.
         while state
             .sleepers
             .iter()
-            .filter(|sleeper| sleeper.bell.seen() == sleeper.seen)
+            .filter(|sleeper| sleeper.notify.seen() == sleeper.seen)
             .count()
             < count
         {
@@ -153,8 +153,8 @@ impl ManualClock {
         }
     }
 
-    /// The earliest deadline anyone sleeps for, if anyone does; [`Mono::NEVER`] for sleepers without one.
-    pub fn next_deadline(&self) -> Option<Mono> {
+    /// The earliest deadline anyone sleeps for, if anyone does; [`MonotonicTime::NEVER`] for sleepers without one.
+    pub fn next_deadline(&self) -> Option<MonotonicTime> {
         self.state
             .lock()
             .sleepers
@@ -165,7 +165,7 @@ impl ManualClock {
 }
 
 impl Clock for ManualClock {
-    fn now(&self) -> Mono {
+    fn now(&self) -> MonotonicTime {
         self.state.lock().now
     }
 
@@ -173,8 +173,8 @@ impl Clock for ManualClock {
         self.state.lock().wall_ns
     }
 
-    fn sleep(&self, bell: &Bell, seen: u64, until: Option<Mono>) {
-        let until = until.unwrap_or(Mono::NEVER);
+    fn sleep(&self, notify: &Notify, seen: u64, until: Option<MonotonicTime>) {
+        let until = until.unwrap_or(MonotonicTime::NEVER);
         {
             let mut state = self.state.lock();
             if until <= state.now {
@@ -182,16 +182,16 @@ impl Clock for ManualClock {
             }
             // Registered under the lock that `advance` takes: it either sees us, or we saw its time.
             state.sleepers.push(Sleeper {
-                bell: bell.clone(),
+                notify: notify.clone(),
                 seen,
                 until,
             });
         }
         self.arrived.notify_all();
-        bell.wait(seen);
+        notify.wait(seen);
         let mut state = self.state.lock();
         let mine =
-            |sleeper: &Sleeper| sleeper.bell.is(bell) && sleeper.seen == seen && sleeper.until == until;
+            |sleeper: &Sleeper| sleeper.notify.is(notify) && sleeper.seen == seen && sleeper.until == until;
         if let Some(index) = state.sleepers.iter().position(mine) {
             state.sleepers.swap_remove(index);
         }
@@ -210,21 +210,21 @@ mod tests {
 
     #[test]
     fn points_saturate() {
-        assert_eq!(Mono(5).after(Duration::from_nanos(7)), Mono(12));
-        assert_eq!(Mono(5).after(Duration::MAX), Mono::NEVER);
-        assert_eq!(Mono(5).since(Mono(7)), Duration::ZERO);
-        assert_eq!(Mono(7).since(Mono(5)), Duration::from_nanos(2));
+        assert_eq!(MonotonicTime(5).after(Duration::from_nanos(7)), MonotonicTime(12));
+        assert_eq!(MonotonicTime(5).after(Duration::MAX), MonotonicTime::NEVER);
+        assert_eq!(MonotonicTime(5).since(MonotonicTime(7)), Duration::ZERO);
+        assert_eq!(MonotonicTime(7).since(MonotonicTime(5)), Duration::from_nanos(2));
     }
 
     #[test]
     fn advancing_wakes_only_those_it_reaches() {
         let clock = ManualClock::new();
-        let (near, far) = (Bell::new(), Bell::new());
+        let (near, far) = (Notify::new(), Notify::new());
         std::thread::scope(|scope| {
-            scope.spawn(|| clock.sleep(&near, 0, Some(Mono(10))));
-            let late = scope.spawn(|| clock.sleep(&far, 0, Some(Mono(20))));
+            scope.spawn(|| clock.sleep(&near, 0, Some(MonotonicTime(10))));
+            let late = scope.spawn(|| clock.sleep(&far, 0, Some(MonotonicTime(20))));
             clock.await_sleepers(2);
-            assert_eq!(clock.next_deadline(), Some(Mono(10)));
+            assert_eq!(clock.next_deadline(), Some(MonotonicTime(10)));
             clock.advance(Duration::from_nanos(10));
             assert_eq!((near.seen(), far.seen()), (1, 0));
             assert!(!late.is_finished());
@@ -237,13 +237,13 @@ mod tests {
     #[test]
     fn news_wakes_a_sleeper_before_its_deadline() {
         let clock = ManualClock::new();
-        let bell = Bell::new();
+        let notify = Notify::new();
         std::thread::scope(|scope| {
-            scope.spawn(|| clock.sleep(&bell, 0, Some(Mono(10))));
+            scope.spawn(|| clock.sleep(&notify, 0, Some(MonotonicTime(10))));
             clock.await_sleepers(1);
-            bell.ring();
+            notify.notify();
         });
-        assert_eq!(clock.now(), Mono(0));
+        assert_eq!(clock.now(), MonotonicTime(0));
         assert_eq!(clock.next_deadline(), None);
     }
 
@@ -254,15 +254,15 @@ mod tests {
         clock.advance(Duration::from_secs(1));
         assert_eq!(clock.wall_ns(), before + 1_000_000_000);
         clock.set_wall_ns(7);
-        assert_eq!((clock.wall_ns(), clock.now()), (7, Mono(1_000_000_000)));
+        assert_eq!((clock.wall_ns(), clock.now()), (7, MonotonicTime(1_000_000_000)));
     }
 
     #[test]
     fn the_real_clock_goes_forward_and_never_sleeps_past_a_passed_deadline() {
         let clock = SystemClock::shared();
         let before = clock.now();
-        let bell = Bell::new();
-        clock.sleep(&bell, bell.seen(), Some(before));
+        let notify = Notify::new();
+        clock.sleep(&notify, notify.seen(), Some(before));
         assert!(clock.now() >= before);
         assert!(clock.wall_ns() > 1_600_000_000_000_000_000);
     }

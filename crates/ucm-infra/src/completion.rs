@@ -4,8 +4,8 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
-use crate::bell::Bell;
-use crate::clock::{Clock, Mono};
+use crate::clock::{Clock, MonotonicTime};
+use crate::notify::Notify;
 use crate::sync::Mutex;
 
 type Callback<T> = Box<dyn FnOnce(&T) + Send>;
@@ -14,7 +14,7 @@ type Callback<T> = Box<dyn FnOnce(&T) + Send>;
 /// that value, each exactly once.
 pub struct Completion<T> {
     state: Mutex<State<T>>,
-    bell: Bell,
+    notify: Notify,
 }
 
 enum State<T> {
@@ -27,7 +27,7 @@ impl<T: Clone> Completion<T> {
     pub fn new() -> Arc<Self> {
         Arc::new(Self {
             state: Mutex::new(State::Open(Vec::new())),
-            bell: Bell::new(),
+            notify: Notify::new(),
         })
     }
 
@@ -45,7 +45,7 @@ impl<T: Clone> Completion<T> {
             *state = State::Done(value.clone());
             callbacks
         };
-        self.bell.ring();
+        self.notify.notify();
         let mut panicked = None;
         for callback in callbacks {
             let result = catch_unwind(AssertUnwindSafe(|| callback(&value)));
@@ -59,16 +59,16 @@ impl<T: Clone> Completion<T> {
 
     /// Waits for the value until `deadline` on `clock` (`None`: for ever). `None` if it did not arrive in time;
     /// it may still arrive, and waiting again is allowed. A value that is there wins over a deadline that passed.
-    pub fn wait(&self, clock: &dyn Clock, deadline: Option<Mono>) -> Option<T> {
+    pub fn wait(&self, clock: &dyn Clock, deadline: Option<MonotonicTime>) -> Option<T> {
         loop {
-            let seen = self.bell.seen();
+            let seen = self.notify.seen();
             if let Some(value) = self.peek() {
                 return Some(value);
             }
             if deadline.is_some_and(|deadline| clock.now() >= deadline) {
                 return None;
             }
-            clock.sleep(&self.bell, seen, deadline);
+            clock.sleep(&self.notify, seen, deadline);
         }
     }
 
@@ -116,7 +116,7 @@ mod tests {
         assert!(done.complete(1));
         assert!(!done.complete(2));
         assert_eq!(done.peek(), Some(1));
-        assert_eq!(done.wait(&*ManualClock::new(), Some(Mono(0))), Some(1));
+        assert_eq!(done.wait(&*ManualClock::new(), Some(MonotonicTime(0))), Some(1));
     }
 
     #[test]
@@ -124,11 +124,11 @@ mod tests {
         let clock = ManualClock::new();
         let done = Completion::new();
         std::thread::scope(|scope| {
-            let late = scope.spawn(|| done.wait(&*clock, Some(Mono(10))));
+            let late = scope.spawn(|| done.wait(&*clock, Some(MonotonicTime(10))));
             clock.await_sleepers(1);
             clock.advance(Duration::from_nanos(10));
             assert_eq!(late.join().unwrap(), None);
-            let again = scope.spawn(|| done.wait(&*clock, Some(Mono(20))));
+            let again = scope.spawn(|| done.wait(&*clock, Some(MonotonicTime(20))));
             clock.await_sleepers(1);
             done.complete("late");
             assert_eq!(again.join().unwrap(), Some("late"));

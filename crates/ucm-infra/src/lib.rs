@@ -1,7 +1,7 @@
 //! The moving parts of ucm: everything that hands work or news from one thread to another.
 //!
 //! * [`Clock`] ([`SystemClock`], [`ManualClock`]): every wait in ucm sleeps on one, so that tests move time themselves;
-//! * [`Bell`]: the one way a thread sleeps until there is news; [`Clock::sleep`] adds the deadline;
+//! * [`Notify`]: the one way a thread sleeps until there is news; [`Clock::sleep`] adds the deadline;
 //! * [`WorkerPool`]: named threads with lanes, bounded queues, deadlines and a monitor that writes stuck threads off;
 //! * [`begin_thread`]: how a thread of ucm begins, on processors that [`run_threads_on`] names;
 //! * [`Completion`]: one result, waited for by many;
@@ -9,12 +9,12 @@
 //! * [`IdSet`]: a concurrent set;
 //! * [`random_u64`]: a number that no other process has;
 //! * [`seqlock`]: bytes that one process writes while others read them, without a lock;
-//! * [`LoadGate`]: the states of the blocks of one load, so that no byte arrives late and the end is told once.
+//! * [`LoadState`]: the states of the blocks of one load, so that no byte arrives late and the end is told once.
 //!
 //! # Concurrency models
 //!
 //! What is written by hand here is checked by loom, which runs every interleaving of a small model. The locks and
-//! atomics of [`Bell`], [`ManualClock`], [`Completion`], [`LoadGate`], [`seqlock`] and the ends of the ring come from one shim
+//! atomics of [`Notify`], [`ManualClock`], [`Completion`], [`LoadState`], [`seqlock`] and the ends of the ring come from one shim
 //! module, which `--cfg loom` switches to loom's; the ring's queue itself (rtrb) is a stand-in of the same memory
 //! order there. The worker pool, which has locks only, is not part of that build: a property test runs random
 //! histories of it under a [`ManualClock`].
@@ -26,13 +26,13 @@
 //! ```
 #![forbid(unsafe_code)]
 
-mod bell;
 mod clock;
 mod completion;
-mod gate;
 mod ids;
 #[cfg(not(loom))]
 mod lanes;
+mod load_state;
+mod notify;
 #[cfg(not(loom))]
 mod pool;
 #[cfg(not(loom))]
@@ -43,13 +43,13 @@ mod sync;
 #[cfg(not(loom))]
 mod threads;
 
-pub use bell::Bell;
-pub use clock::{Clock, ManualClock, Mono, SystemClock};
+pub use clock::{Clock, ManualClock, MonotonicTime, SystemClock};
 pub use completion::Completion;
-pub use gate::{BlockState, Killed, LoadGate};
 pub use ids::IdSet;
 #[cfg(not(loom))]
 pub use lanes::{LANE_DUMP, LANE_LOAD, LANE_LOOKUP, LANE_SPACE};
+pub use load_state::{BlockState, Cancelled, LoadState};
+pub use notify::Notify;
 #[cfg(not(loom))]
 pub use pool::{
     Lane, LaneStats, MAX_LANES, MAX_QUEUE, MAX_WORKERS, PoolStats, Refused, WorkerPool, WorkerPoolBuilder,

@@ -1,4 +1,4 @@
-//! Every interleaving of small models of what ucm-infra writes by hand: the bell, the completion, the park protocol
+//! Every interleaving of small models of what ucm-infra writes by hand: the notify, the completion, the park protocol
 //! of the ring, the gate of a load and the generations of shared bytes. The command stands in the crate's documentation.
 #![cfg(loom)]
 
@@ -9,7 +9,8 @@ use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use loom::thread;
 use ucm_infra::seqlock::{self, AtomicU64};
 use ucm_infra::{
-    Bell, BlockState, Clock, Completion, LoadGate, ManualClock, Mono, PopError, PushError, SpscRing,
+    BlockState, Clock, Completion, LoadState, ManualClock, MonotonicTime, Notify, PopError, PushError,
+    SpscRing,
 };
 
 /// A clock on which nothing ever times out. A sleep that is never rung is a deadlock, which loom reports.
@@ -17,16 +18,16 @@ use ucm_infra::{
 struct Still;
 
 impl Clock for Still {
-    fn now(&self) -> Mono {
-        Mono(0)
+    fn now(&self) -> MonotonicTime {
+        MonotonicTime(0)
     }
 
     fn wall_ns(&self) -> u64 {
         0
     }
 
-    fn sleep(&self, bell: &Bell, seen: u64, _until: Option<Mono>) {
-        bell.wait(seen);
+    fn sleep(&self, notify: &Notify, seen: u64, _until: Option<MonotonicTime>) {
+        notify.wait(seen);
     }
 }
 
@@ -40,21 +41,21 @@ fn few_preemptions(model: impl Fn() + Send + Sync + 'static) {
 #[test]
 fn bell_news_between_looking_and_sleeping_is_not_lost() {
     loom::model(|| {
-        let bell = Bell::new();
+        let notify = Notify::new();
         let news = Arc::new(AtomicBool::new(false));
         let ringer = thread::spawn({
-            let (bell, news) = (bell.clone(), Arc::clone(&news));
+            let (notify, news) = (notify.clone(), Arc::clone(&news));
             move || {
                 news.store(true, Ordering::Release);
-                bell.ring();
+                notify.notify();
             }
         });
         loop {
-            let seen = bell.seen();
+            let seen = notify.seen();
             if news.load(Ordering::Acquire) {
                 break;
             }
-            bell.wait(seen);
+            notify.wait(seen);
         }
         ringer.join().unwrap();
     });
@@ -106,7 +107,7 @@ fn completion_wait_ends_at_the_deadline_or_with_the_value() {
         let done = Completion::new();
         let waiter = thread::spawn({
             let (clock, done) = (Arc::clone(&clock), Arc::clone(&done));
-            move || done.wait(&*clock, Some(Mono(1)))
+            move || done.wait(&*clock, Some(MonotonicTime(1)))
         });
         let completer = thread::spawn({
             let done = Arc::clone(&done);
@@ -115,7 +116,7 @@ fn completion_wait_ends_at_the_deadline_or_with_the_value() {
         clock.advance(Duration::from_nanos(1));
         assert!(matches!(waiter.join().unwrap(), None | Some(7)));
         assert!(completer.join().unwrap());
-        assert_eq!(done.wait(&*clock, Some(Mono(0))), Some(7));
+        assert_eq!(done.wait(&*clock, Some(MonotonicTime(0))), Some(7));
     });
 }
 
@@ -126,7 +127,7 @@ fn clock_time_that_passes_before_sleeping_is_not_missed() {
         let done = Completion::<u32>::new();
         let waiter = thread::spawn({
             let (clock, done) = (Arc::clone(&clock), Arc::clone(&done));
-            move || done.wait(&*clock, Some(Mono(1)))
+            move || done.wait(&*clock, Some(MonotonicTime(1)))
         });
         clock.advance(Duration::from_nanos(1));
         assert_eq!(waiter.join().unwrap(), None);
@@ -231,7 +232,7 @@ fn ring_a_deadline_and_an_item_do_not_lose_each_other() {
                 producer.try_push(1).unwrap();
             }
         });
-        let first = consumer.recv(&*clock, Some(Mono(1)));
+        let first = consumer.recv(&*clock, Some(MonotonicTime(1)));
         assert!(matches!(first, Ok(1) | Err(PopError::TimedOut)), "{first:?}");
         if first.is_err() {
             assert_eq!(consumer.recv(&*clock, None), Ok(1));
@@ -242,7 +243,7 @@ fn ring_a_deadline_and_an_item_do_not_lose_each_other() {
 
 /// Stands for the device memory of a load's blocks, and for its report.
 struct Model {
-    gate: LoadGate,
+    gate: LoadState,
     device: Vec<AtomicUsize>,
     reports: AtomicUsize,
 }
@@ -250,7 +251,7 @@ struct Model {
 impl Model {
     fn new(blocks: usize) -> Arc<Self> {
         Arc::new(Self {
-            gate: LoadGate::new(blocks),
+            gate: LoadState::new(blocks),
             device: (0..blocks).map(|_| AtomicUsize::new(0)).collect(),
             reports: AtomicUsize::new(0),
         })
@@ -271,7 +272,7 @@ impl Model {
 
     /// What whoever aborts does.
     fn kill(&self) {
-        let killed = self.gate.kill_from(0);
+        let killed = self.gate.cancel_from(0);
         if killed.last {
             self.report();
         }
@@ -284,7 +285,7 @@ impl Model {
         }
         // Stands for the recorded reason, which the report must see.
         self.device[block].store(1, Ordering::Relaxed);
-        let killed = self.gate.kill_from(block + 1);
+        let killed = self.gate.cancel_from(block + 1);
         assert!(!killed.last, "this block is still open");
         if self.gate.finish(block) {
             self.report();
@@ -295,7 +296,7 @@ impl Model {
         assert!(self.gate.is_over());
         for (block, bytes) in self.device.iter().enumerate() {
             let state = self.gate.state(block);
-            let over = matches!(state, Some(BlockState::Done | BlockState::Dead));
+            let over = matches!(state, Some(BlockState::Done | BlockState::Cancelled));
             assert!(over, "block {block} is {state:?} at the report");
             // The bytes of a done block are there, those of a dead one never come.
             let expected = usize::from(state == Some(BlockState::Done));
@@ -388,7 +389,7 @@ fn gate_reports_once_without_a_kill() {
 #[test]
 fn gate_gives_a_block_to_one_scatterer() {
     loom::model(|| {
-        let gate = Arc::new(LoadGate::new(1));
+        let gate = Arc::new(LoadState::new(1));
         let rival = thread::spawn({
             let gate = Arc::clone(&gate);
             move || gate.begin_scatter(0)

@@ -99,8 +99,8 @@ impl Files {
 
 fn end_and_name(mut file: File, job: &Finish<'_>, wanted: StillWanted<'_>) -> Result<FileMeta> {
     let fail = |e| failed(e, "cannot write the end of the file", job.private);
-    let len = job.offset + job.foot.len() as u64;
-    write_full(&mut file, job.foot, job.offset).map_err(fail)?;
+    let len = job.offset + job.footer.len() as u64;
+    write_full(&mut file, job.footer, job.offset).map_err(fail)?;
     retry(|| rustix::fs::ftruncate(file.fd(), len)).map_err(fail)?;
     file.close()
         .map_err(|e| failed(e, "closing the written file failed", job.private))?;
@@ -132,14 +132,14 @@ fn is_finished(job: &Finish<'_>) -> bool {
     let Ok(fd) = retry(|| rustix::fs::open(job.target, flags, Mode::empty())) else {
         return false;
     };
-    let mut tail = vec![0; job.foot.len() + 1];
+    let mut tail = vec![0; job.footer.len() + 1];
     let read = read_full(
         &mut File::new(fd, false),
         &mut tail,
         job.offset,
-        job.foot.len() + 1,
+        job.footer.len() + 1,
     );
-    read == Ok(job.foot.len()) && tail[..job.foot.len()] == *job.foot
+    read == Ok(job.footer.len()) && tail[..job.footer.len()] == *job.footer
 }
 
 fn look(path: &Path) -> Result<FileMeta> {
@@ -187,7 +187,7 @@ mod tests {
             let job = Finish {
                 private: &private,
                 target: &target,
-                foot: b"foot",
+                footer: b"foot",
                 offset: 8192,
                 mtime_ns: 5_000_000_000,
             };

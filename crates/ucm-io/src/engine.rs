@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use ucm_core::Result;
 
-use crate::kept::KeptFile;
+use crate::fd_cache::KeptFile;
 use crate::op::{IoDone, IoOp};
 
 /// Whether the result of an operation is still wanted; asked between its steps and before what cannot be undone.

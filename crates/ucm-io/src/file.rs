@@ -8,14 +8,14 @@ use rustix::fs::{Advice, AtFlags, CWD, FileType, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, PAGE, Result};
 
-use crate::dirty::Dirty;
+use crate::bounce_buffer::BounceBuffer;
 use crate::engine::StillWanted;
-use crate::kept::Kept;
+use crate::fd_cache::FdCache;
 use crate::meta::{failed, is_absent, set_mtime, stat_one, to_meta};
 use crate::op::{FileMeta, Publish, ReadMode};
 use crate::probe::{Stated, stated_align};
 use crate::sys::{File, SECTOR, read_full, retry, write_full};
-use crate::window::Window;
+use crate::writeback::WritebackThrottle;
 
 /// How a file is opened for reading, and how one is created.
 const READ_FLAGS: OFlags = OFlags::RDONLY
@@ -45,8 +45,8 @@ pub(crate) struct Files {
     /// Devices where that was found not to work, so that it is not tried again for every file.
     refusing: Mutex<Vec<u64>>,
     fallbacks: AtomicU64,
-    pub(crate) dirty: Dirty,
-    pub(crate) kept: Kept,
+    pub(crate) dirty: WritebackThrottle,
+    pub(crate) kept: FdCache,
 }
 
 impl Files {
@@ -86,7 +86,7 @@ impl Files {
         }
         let read = if file.is_direct() && !fits {
             // Direct I/O into memory or from an offset that it does not take goes through a window of whole pages.
-            let mut window = Window::new(offset, len)?;
+            let mut window = BounceBuffer::new(offset, len)?;
             let bytes = window.read(&mut file).map_err(fail)?;
             buf[..bytes.len()].copy_from_slice(bytes);
             bytes.len()

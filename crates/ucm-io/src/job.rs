@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{Clock, Mono};
+use ucm_infra::{Clock, MonotonicTime};
 
 use crate::engine::IoEngine;
 use crate::op::{FileMeta, Finish, IoDone, IoOp, Publish, ReadMode, SpaceInfo};
@@ -34,7 +34,7 @@ pub struct IoJob {
 }
 
 /// The clock, the deadline, and whether the end of the job was told already.
-type Until = (Arc<dyn Clock>, Mono, Arc<AtomicBool>);
+type Until = (Arc<dyn Clock>, MonotonicTime, Arc<AtomicBool>);
 
 impl IoJob {
     pub(crate) fn new(engine: Arc<dyn IoEngine>, lane: usize, until: Option<Until>) -> Self {
@@ -54,10 +54,10 @@ impl IoJob {
     }
 
     /// When nobody waits for it any more.
-    pub fn deadline(&self) -> Mono {
+    pub fn deadline(&self) -> MonotonicTime {
         self.until
             .as_ref()
-            .map_or(Mono::NEVER, |(_, deadline, _)| *deadline)
+            .map_or(MonotonicTime::NEVER, |(_, deadline, _)| *deadline)
     }
 
     /// [`IoJob::is_wanted`], or the error of one that is not: to be asked before an effect that is not on files.

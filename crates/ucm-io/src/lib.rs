@@ -6,13 +6,12 @@
 //! before an engine in tests and makes it fail, stall, tear and lie by script.
 
 mod append;
-mod dirty;
+mod bounce_buffer;
 mod engine;
 mod fault;
+mod fd_cache;
 mod file;
-mod into;
 mod job;
-mod kept;
 mod meta;
 mod op;
 mod pool;
@@ -21,7 +20,8 @@ mod process;
 mod psync;
 mod quiet;
 mod sys;
-mod window;
+mod vectored;
+mod writeback;
 
 /// The error number of a read-only file system, the same on every Linux.
 pub const EROFS: i32 = 30;

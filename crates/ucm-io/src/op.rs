@@ -60,7 +60,7 @@ pub struct Publish<'a> {
     pub durable: bool,
 }
 
-/// Makes `target` of a filled private file: writes `foot` at `offset`, cuts the file off behind it, closes it with the
+/// Makes `target` of a filled private file: writes `footer` at `offset`, cuts the file off behind it, closes it with the
 /// error of the close seen, and renames it, never over another file. When anything fails the private file is removed.
 /// Done already (a repeated call) is done.
 #[derive(Clone, Copy, Debug)]
@@ -70,7 +70,7 @@ pub struct Finish<'a> {
     /// The name under which others find it.
     pub target: &'a Path,
     /// The last bytes of the file.
-    pub foot: &'a [u8],
+    pub footer: &'a [u8],
     /// Where they go, bytes from the start.
     pub offset: u64,
     /// Modification time it gets before it has its name (ns since 1970).

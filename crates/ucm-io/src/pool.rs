@@ -8,11 +8,13 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{Clock, Completion, LANE_LOAD, LANE_SPACE, Lane, Mono, PoolStats, SystemClock, WorkerPool};
+use ucm_infra::{
+    Clock, Completion, LANE_LOAD, LANE_SPACE, Lane, MonotonicTime, PoolStats, SystemClock, WorkerPool,
+};
 
 use crate::engine::{Close, IoEngine};
+use crate::fd_cache::KeptFile;
 use crate::job::IoJob;
-use crate::kept::KeptFile;
 use crate::psync::PsyncEngine;
 
 /// Fewest threads: a write that waits for a record to be moved aside must leave one to whoever moves it.
@@ -113,7 +115,7 @@ impl IoPool {
     pub fn job<T: Send + 'static>(
         &self,
         lane: usize,
-        deadline: Mono,
+        deadline: MonotonicTime,
         work: impl FnOnce(&IoJob) -> Result<T> + Send + 'static,
         done: impl FnOnce(Result<T>) + Send + 'static,
     ) {
@@ -135,7 +137,7 @@ impl IoPool {
     pub fn begin<T: Send + 'static>(
         &self,
         lane: usize,
-        deadline: Mono,
+        deadline: MonotonicTime,
         work: impl FnOnce(&IoJob) -> Result<T> + Send + 'static,
     ) -> Pending<T> {
         let ended = Completion::new();
@@ -154,14 +156,14 @@ impl IoPool {
     pub fn call<T: Send + 'static>(
         &self,
         lane: usize,
-        deadline: Mono,
+        deadline: MonotonicTime,
         work: impl FnOnce(&IoJob) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         self.begin(lane, deadline, work).wait()
     }
 
     /// A job on the thread that calls, which nobody writes off: for what asks no file system.
-    pub fn here(&self, lane: usize, deadline: Mono) -> IoJob {
+    pub fn here(&self, lane: usize, deadline: MonotonicTime) -> IoJob {
         let until = (Arc::clone(&self.clock), deadline, Arc::default());
         IoJob::new(Arc::clone(&self.engine), lane, Some(until))
     }
@@ -229,7 +231,7 @@ type Outcome<T> = Arc<Mutex<Option<Result<T>>>>;
 pub struct Pending<T> {
     ended: Arc<Completion<Outcome<T>>>,
     clock: Arc<dyn Clock>,
-    deadline: Mono,
+    deadline: MonotonicTime,
 }
 
 impl<T> Pending<T> {

@@ -9,9 +9,9 @@ use rustix::fs::{AtFlags, Mode, OFlags, Statx, StatxFlags};
 use rustix::io::Errno;
 use ucm_core::{PAGE, Result};
 
+use crate::bounce_buffer::page_slots;
 use crate::meta::{failed, to_meta};
 use crate::sys::{File, SECTOR, read_full, retry, write_full};
-use crate::window::page_slots;
 
 /// Type of a file system, by the number that statfs gives.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]

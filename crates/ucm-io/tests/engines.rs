@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use common::*;
 use ucm_core::ErrorKind;
-use ucm_infra::{Lane, Mono};
+use ucm_infra::{Lane, MonotonicTime};
 use ucm_io::{IoJob, IoOptions, IoPool, PsyncEngine, Publish, Read, ReadMode};
 
 #[test]
@@ -244,17 +244,17 @@ fn a_full_lane_is_busy_and_gives_the_slot_free() {
     // The only thread stands in the first job.
     let (release, held) = mpsc::channel::<()>();
     let (standing, stands) = mpsc::channel();
-    let first = start(&pool, 0, Mono::NEVER, move |_| {
+    let first = start(&pool, 0, MonotonicTime::NEVER, move |_| {
         standing.send(()).unwrap();
         let _ = held.recv();
         Ok(())
     });
     stands.recv().unwrap();
-    let waiting = start_publish(&pool, 0, Mono::NEVER, dir, "a", filled(&slots, 1));
-    let refused = start_publish(&pool, 0, Mono::NEVER, dir, "b", filled(&slots, 2));
+    let waiting = start_publish(&pool, 0, MonotonicTime::NEVER, dir, "a", filled(&slots, 1));
+    let refused = start_publish(&pool, 0, MonotonicTime::NEVER, dir, "b", filled(&slots, 2));
     assert_eq!(fails(refused.recv().unwrap()), ErrorKind::Busy);
     assert_eq!(slots.available(), 1);
-    let wrong_lane = pool.call(7, Mono::NEVER, |_| Ok(()));
+    let wrong_lane = pool.call(7, MonotonicTime::NEVER, |_| Ok(()));
     assert_eq!(fails(wrong_lane), ErrorKind::InvalidInput);
     drop(release);
     first.recv().unwrap().unwrap();
@@ -268,7 +268,14 @@ fn after_shutdown_everything_is_closed() {
     let pool = IoPool::psync(false, &IoOptions::with_workers(2)).unwrap();
     let slots = slots(1, 4096);
     let publish = |name| {
-        let answer = start_publish(&pool, 0, Mono::NEVER, place.path(), name, filled(&slots, 1));
+        let answer = start_publish(
+            &pool,
+            0,
+            MonotonicTime::NEVER,
+            place.path(),
+            name,
+            filled(&slots, 1),
+        );
         answer.recv().unwrap()
     };
     publish("a").unwrap();
@@ -288,7 +295,14 @@ fn many_at_once_all_arrive_whole() {
     for round in 0..64u8 {
         eventually(|| slots.available() > 0);
         let (name, slot) = (format!("{round:02}"), filled(&slots, round));
-        answers.push(start_publish(&pool, 2, Mono::NEVER, place.path(), &name, slot));
+        answers.push(start_publish(
+            &pool,
+            2,
+            MonotonicTime::NEVER,
+            place.path(),
+            &name,
+            slot,
+        ));
     }
     for answer in answers {
         answer.recv().unwrap().unwrap();

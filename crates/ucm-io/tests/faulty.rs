@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use common::*;
 use ucm_core::{ErrorKind, Result};
-use ucm_infra::{Clock, Mono};
+use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{
     Fault, FaultyEngine, FileMeta, Gate, IoJob, OpKind, PsyncEngine, ReadMode, Rule, RuleId, Tail, errno,
 };
@@ -278,7 +278,14 @@ fn a_hung_operation_is_written_off_and_its_slot_comes_back_with_the_call() {
     gate.await_waiting(1);
     clock.advance(Duration::from_secs(29));
     // Others pass meanwhile.
-    let other = start_publish(&pool, 2, Mono::NEVER, bench.dir(), "other", filled(&slots, 2));
+    let other = start_publish(
+        &pool,
+        2,
+        MonotonicTime::NEVER,
+        bench.dir(),
+        "other",
+        filled(&slots, 2),
+    );
     other.recv().unwrap().unwrap();
     assert!(hung.try_recv().is_err());
     clock.advance(Duration::from_secs(1));
@@ -299,7 +306,14 @@ fn a_gate_opened_in_time_only_delays() {
     for (fault, salt) in [(Fault::HangBefore as fn(Gate) -> Fault, 1), (Fault::HangAfter, 2)] {
         let gate = Gate::new();
         bench.rule(OpKind::Publish, fault(gate.clone()));
-        let answer = start_publish(&pool, 2, Mono(1), bench.dir(), "block", filled(&slots, salt));
+        let answer = start_publish(
+            &pool,
+            2,
+            MonotonicTime(1),
+            bench.dir(),
+            "block",
+            filled(&slots, salt),
+        );
         gate.await_waiting(1);
         assert!(answer.try_recv().is_err());
         gate.open();
@@ -316,7 +330,14 @@ fn a_call_that_hangs_after_its_work_reports_a_failure_of_what_is_there() {
     let gate = Gate::new();
     bench.rule(OpKind::Publish, Fault::HangAfter(gate.clone()));
     let slots = slots(1, 4096);
-    let hung = start_publish(&pool, 2, Mono(5), bench.dir(), "block", filled(&slots, 1));
+    let hung = start_publish(
+        &pool,
+        2,
+        MonotonicTime(5),
+        bench.dir(),
+        "block",
+        filled(&slots, 1),
+    );
     gate.await_waiting(1);
     clock.advance(Duration::from_nanos(5));
     assert_eq!(fails(hung.recv().unwrap()), ErrorKind::Timeout);
@@ -334,13 +355,16 @@ fn shutdown_leaves_what_hangs_behind() {
     bench.rule(OpKind::Read, Fault::HangBefore(gate.clone()));
     let slots = slots(1, 4096);
     let (path, mut slot) = (bench.dir().join("block"), slots.try_acquire().unwrap());
-    let hung = start(&pool, 0, Mono::NEVER, move |io| {
+    let hung = start(&pool, 0, MonotonicTime::NEVER, move |io| {
         io.read(&path, 0, 10, slot.as_mut_slice(), ReadMode::Default)
     });
     gate.await_waiting(1);
     pool.shutdown(Duration::ZERO);
     assert_eq!(fails(hung.recv().unwrap()), ErrorKind::Closed);
-    assert_eq!(fails(pool.call(0, Mono::NEVER, |_| Ok(()))), ErrorKind::Closed);
+    assert_eq!(
+        fails(pool.call(0, MonotonicTime::NEVER, |_| Ok(()))),
+        ErrorKind::Closed
+    );
     assert_eq!(slots.out(), 1);
     gate.open();
     eventually(|| slots.out() == 0);

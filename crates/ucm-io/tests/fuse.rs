@@ -9,7 +9,7 @@ use std::time::Duration;
 use common::fuse::{Fuse, Manners, op};
 use common::*;
 use ucm_core::ErrorKind;
-use ucm_infra::{Clock, Mono};
+use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{PsyncEngine, ReadMode};
 
 #[test]
@@ -82,7 +82,7 @@ fn a_call_that_hangs_anywhere_costs_its_deadline_and_no_more() {
         let other = start_publish(
             &pool,
             0,
-            Mono::NEVER,
+            MonotonicTime::NEVER,
             elsewhere.path(),
             "other",
             filled(&slots, 2),

@@ -10,7 +10,7 @@ use std::time::Duration;
 use common::*;
 use ucm_core::{ErrorKind, Result};
 use ucm_device::{Slot, SlotPool};
-use ucm_infra::{Clock, Mono};
+use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{
     Close, Fault, FaultyEngine, Gate, IoEngine, IoJob, IoOptions, IoPool, OpKind, PsyncEngine, Rule, errno,
 };
@@ -182,7 +182,7 @@ fn after_shutdown_nothing_is_kept_or_read_and_the_slots_are_free() {
     assert_eq!(pool.kept(), 0);
     let slots = slots(3, PIECE);
     let mut pieces = all(&slots);
-    let closed = pool.call(0, Mono::NEVER, move |io| {
+    let closed = pool.call(0, MonotonicTime::NEVER, move |io| {
         read_pieces(io, &path, &mut pieces, true)
     });
     assert_eq!((fails(closed), slots.available()), (ErrorKind::Closed, 3));

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use common::*;
 use ucm_core::ErrorKind;
-use ucm_infra::{Clock, Mono};
+use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{IoJob, PsyncEngine};
 
 /// What tests left in a file system of their own.
@@ -105,7 +105,7 @@ fn a_publish_that_hangs_in_the_kernel() {
     };
     // Reading does not change the file system, and there is a worker for it again.
     let before = place.dir.join("before");
-    let read_meanwhile = pool.call(0, Mono::NEVER, move |io| read(io, &before, 0, 100));
+    let read_meanwhile = pool.call(0, MonotonicTime::NEVER, move |io| read(io, &before, 0, 100));
     let (out, stuck) = (slots.out(), pool.stuck());
     // A shutdown does not wait for the kernel.
     pool.shutdown(Duration::ZERO);

@@ -9,7 +9,7 @@ use pyo3::types::{PyBytes, PyList};
 use ucm_core::{BlockId, Error, Geometry, MissReason};
 use ucm_device::{DeviceSpan, HostDevice, KvLayout, KvPiece};
 use ucm_infra::SystemClock;
-use ucm_store::assemble::Setup;
+use ucm_store::builder::StoreSpec;
 use ucm_store::engine::{self, Engine, Hint, Pieces, Row};
 use ucm_store::tiers::Priority;
 use ucm_tier::events::Level;
@@ -56,7 +56,7 @@ impl Store {
     #[new]
     fn new(py: Python<'_>, setup: &str) -> PyResult<Self> {
         let opened =
-            py.detach(|| Setup::parse(setup)?.open(Arc::new(HostDevice::new()), SystemClock::shared()));
+            py.detach(|| StoreSpec::parse(setup)?.open(Arc::new(HostDevice::new()), SystemClock::shared()));
         to_py(py, opened).map(|engine| Self(Arc::new(engine), OnceLock::new()))
     }
 

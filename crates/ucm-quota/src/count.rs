@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 
 use super::capacity::Capacity;
 use super::documents::Name;
 use super::remove::{Found, Kind, Need, high, low, plan};
-use super::{LANE_WORK, Space, visit_records};
+use super::{LANE_WORK, Quota, visit_records};
 use crate::evidence::{self, evidence_bytes};
 use crate::layout::{SEGMENTS, SegmentName, is_marker_private, is_namespace, is_private};
 
@@ -81,7 +81,7 @@ struct Everything {
     total: u64,
 }
 
-impl Space {
+impl Quota {
     /// Counts and, if need be, removes, in the background; one at a time. The keeper hears of the end.
     pub(super) fn start_count(self: &Arc<Self>, why: Why) {
         if self.counting.running.swap(true, Ordering::AcqRel) {
@@ -96,10 +96,14 @@ impl Space {
             if let Some(space) = done.upgrade() {
                 *space.counting.outcome.lock() = Some(result.and_then(|inner| inner));
                 space.counting.running.store(false, Ordering::Release);
-                space.bell.ring();
+                space.notify.notify();
             }
         };
-        if self.worker.submit(LANE_WORK, Mono::NEVER, work, ended).is_err() {
+        if self
+            .worker
+            .submit(LANE_WORK, MonotonicTime::NEVER, work, ended)
+            .is_err()
+        {
             self.counting.running.store(false, Ordering::Release);
         }
     }
@@ -113,7 +117,7 @@ impl Space {
     }
 
     fn count_and_remove(&self, why: Why) -> Result<Outcome> {
-        let limit = self.tend(Mono::NEVER)?;
+        let limit = self.tend(MonotonicTime::NEVER)?;
         self.ledger.lock().limit = limit;
         let before = {
             let mut book = self.book.lock();
@@ -138,7 +142,7 @@ impl Space {
         let (bound, used) = (book.bound().unwrap_or(everything.total), everything.total);
         drop(book);
         let notes: Vec<Name> = forgotten.into_iter().map(Name::Writer).collect();
-        self.drop_documents(&notes, Mono::NEVER);
+        self.drop_documents(&notes, MonotonicTime::NEVER);
 
         let mut surplus = 0;
         if bound > high(limit) || why.short {
@@ -147,7 +151,7 @@ impl Space {
         if why.full {
             surplus = surplus.max(used / 16 + self.config.record_len);
         }
-        let (free, floor) = self.free_and_floor(Mono::NEVER)?;
+        let (free, floor) = self.free_and_floor(MonotonicTime::NEVER)?;
         let below = why.floor && free < floor;
         if below {
             surplus = surplus.max(floor - free + self.config.record_len);
@@ -177,7 +181,7 @@ impl Space {
     }
 
     /// Bytes free on the file system, and how many shall stay so.
-    pub(super) fn free_and_floor(&self, deadline: Mono) -> Result<(u64, u64)> {
+    pub(super) fn free_and_floor(&self, deadline: MonotonicTime) -> Result<(u64, u64)> {
         let path = self.config.root.clone();
         let space = self.call(deadline, move |io| io.space(&path))?;
         let floor = self.config.rules.free_floor.unwrap_or(FLOOR);
@@ -188,7 +192,7 @@ impl Space {
     /// the book: it may have been moved to quarantine.
     fn remove(&self, batch: &[Found], namespaces: &[PathBuf]) -> Result<u64> {
         let paths: Vec<_> = batch.iter().map(|record| record.path(namespaces)).collect();
-        let answers = self.call(Mono::NEVER, move |io| io.remove(&paths))?;
+        let answers = self.call(MonotonicTime::NEVER, move |io| io.remove(&paths))?;
         let (mut count, mut freed, mut gone) = (0, 0, 0);
         for (record, answer) in batch.iter().zip(answers) {
             match answer {
@@ -212,7 +216,7 @@ impl Space {
     fn count(&self, why: Why) -> Result<Everything> {
         let mut found = Everything::default();
         let oldest = self.dead_before(why)?;
-        for (name, meta) in self.entries(self.config.root.clone(), Mono::NEVER)? {
+        for (name, meta) in self.entries(self.config.root.clone(), MonotonicTime::NEVER)? {
             if !self.goes_on(why) {
                 return Err(Error::new(ErrorKind::Closed, "the count was given up"));
             }
@@ -226,7 +230,7 @@ impl Space {
             let (records, total) = (&mut found.files, &mut found.total);
             visit_records(
                 &dir,
-                &mut |dir| self.entries(dir, Mono::NEVER),
+                &mut |dir| self.entries(dir, MonotonicTime::NEVER),
                 &mut |id, meta| {
                     *total += meta.len;
                     records.push(Found {
@@ -238,7 +242,7 @@ impl Space {
                     });
                 },
             )?;
-            for (name, meta) in self.entries(dir.join(SEGMENTS), Mono::NEVER)? {
+            for (name, meta) in self.entries(dir.join(SEGMENTS), MonotonicTime::NEVER)? {
                 let Some(name) = SegmentName::parse(&name).filter(|_| !meta.is_dir) else {
                     continue;
                 };
@@ -253,7 +257,7 @@ impl Space {
                 });
             }
             found.total += self.sweep_private(dir.join("tmp"), oldest)?;
-            found.total += evidence_bytes(&self.entries(dir.join(evidence::DIR), Mono::NEVER)?);
+            found.total += evidence_bytes(&self.entries(dir.join(evidence::DIR), MonotonicTime::NEVER)?);
             found.namespaces.push(dir);
         }
         self.sweep_private(self.directory(), oldest)?;
@@ -267,7 +271,7 @@ impl Space {
         let mut now = i64::try_from(self.clock.wall_ns()).unwrap_or(i64::MAX);
         if let Some(term) = why.term {
             let path = self.path(Name::Collector(term));
-            if let Some(meta) = self.call(Mono::NEVER, move |io| io.look(path))? {
+            if let Some(meta) = self.call(MonotonicTime::NEVER, move |io| io.look(path))? {
                 now = meta.mtime_ns;
             }
         }
@@ -279,7 +283,7 @@ impl Space {
         let dead = files.into_iter().filter(|(_, time)| *time < oldest);
         let paths: Vec<PathBuf> = dead.map(|(path, _)| path).collect();
         if !paths.is_empty() {
-            self.call(Mono::NEVER, move |io| io.remove(&paths))?;
+            self.call(MonotonicTime::NEVER, move |io| io.remove(&paths))?;
         }
         Ok(())
     }
@@ -287,7 +291,7 @@ impl Space {
     /// Bytes of the private files in a directory, without those of the dead, which are removed.
     fn sweep_private(&self, dir: PathBuf, oldest: i64) -> Result<u64> {
         let (mut bytes, mut files) = (0, Vec::new());
-        for (name, meta) in self.entries(dir.clone(), Mono::NEVER)? {
+        for (name, meta) in self.entries(dir.clone(), MonotonicTime::NEVER)? {
             if is_private(&name) && !meta.is_dir {
                 if meta.mtime_ns >= oldest {
                     bytes += meta.len;

@@ -74,7 +74,7 @@ impl Who {
 
 /// A collector's heartbeat.
 #[derive(Serialize, Deserialize, Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Beat {
+pub(crate) struct Heartbeat {
     pub(crate) format: u32,
     /// Writer id of the process, 16 hex digits.
     pub(crate) writer: String,

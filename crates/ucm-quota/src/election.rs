@@ -10,14 +10,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ucm_core::{ErrorKind, Result};
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 
-use super::Space;
-use super::book::Book;
+use super::Quota;
+use super::agent::QuotaAgent;
 use super::count::Why;
-use super::documents::{Beat, Grants, Name, Who, hex};
-use super::keeper::Keeper;
-use super::papers::Look;
+use super::documents::{Grants, Heartbeat, Name, Who, hex};
+use super::documents_io::Look;
+use super::grant_table::GrantTable;
 use crate::layout::FORMAT;
 
 /// Silence of a collector after which another one takes over.
@@ -29,22 +29,22 @@ pub(super) struct Watched {
     term: u64,
     sequence: u64,
     /// When its sequence moved last, on this clock.
-    moved: Mono,
-    beat: Option<Beat>,
+    moved: MonotonicTime,
+    beat: Option<Heartbeat>,
     /// The writer of this process's last heartbeat.
     said: String,
     /// A term this process owns and has not taken up yet.
     claimed: Option<u64>,
 }
 
-impl Space {
+impl Quota {
     /// Becomes collector if nobody is. The answer: the term, once its book is there.
     pub(super) fn elect(
         self: &Arc<Self>,
-        keeper: &mut Keeper,
+        keeper: &mut QuotaAgent,
         look: &Look,
-        now: Mono,
-        deadline: Mono,
+        now: MonotonicTime,
+        deadline: MonotonicTime,
     ) -> Result<Option<u64>> {
         let highest = look.highest();
         if let Some(term) = highest {
@@ -86,15 +86,15 @@ impl Space {
     /// Whether the highest term's owner is gone.
     fn is_free(
         &self,
-        keeper: &mut Keeper,
+        keeper: &mut QuotaAgent,
         term: u64,
         look: &Look,
-        now: Mono,
-        deadline: Mono,
+        now: MonotonicTime,
+        deadline: MonotonicTime,
     ) -> Result<bool> {
         let len = look.files.get(&Name::Collector(term)).map_or(0, |meta| meta.len);
         // Read every time: a network file system may hide that it changed from those who only look at its times.
-        let beat = self.read::<Beat>(Name::Collector(term), len, deadline)?;
+        let beat = self.read::<Heartbeat>(Name::Collector(term), len, deadline)?;
         let watched = &mut keeper.watched;
         let sequence = beat.as_ref().map_or(watched.sequence, |beat| beat.sequence);
         if (term, sequence) != (watched.term, watched.sequence) {
@@ -108,7 +108,13 @@ impl Space {
     }
 
     /// Opens the book of a term that is ours.
-    fn take_up(&self, keeper: &mut Keeper, term: u64, now: Mono, deadline: Mono) -> Result<Option<u64>> {
+    fn take_up(
+        &self,
+        keeper: &mut QuotaAgent,
+        term: u64,
+        now: MonotonicTime,
+        deadline: MonotonicTime,
+    ) -> Result<Option<u64>> {
         let look = self.look(deadline)?;
         if look.highest() != Some(term) {
             // Several started at once, and another one's term is higher.
@@ -124,7 +130,7 @@ impl Space {
                 break;
             }
         }
-        let mut book = Book::taken_over(left.as_ref());
+        let mut book = GrantTable::taken_over(left.as_ref());
         book.limit = self.ledger.lock().limit;
         if let Some(beat) = keeper.watched.beat.take()
             && (beat.resigned || beat.process.is_gone())
@@ -144,11 +150,11 @@ impl Space {
         Ok(Some(term))
     }
 
-    fn heartbeat(&self, keeper: &mut Keeper, resigned: bool) -> Beat {
+    fn heartbeat(&self, keeper: &mut QuotaAgent, resigned: bool) -> Heartbeat {
         keeper.beat_sequence += 1;
         let writer = hex(self.ledger.lock().writer);
         keeper.watched.said.clone_from(&writer);
-        Beat {
+        Heartbeat {
             format: FORMAT,
             writer,
             process: Who::of(&self.config.process),
@@ -161,16 +167,16 @@ impl Space {
     /// still.
     pub(super) fn beat_on(
         &self,
-        keeper: &mut Keeper,
+        keeper: &mut QuotaAgent,
         term: u64,
         look: &Look,
-        now: Mono,
-        deadline: Mono,
+        now: MonotonicTime,
+        deadline: MonotonicTime,
     ) -> Result<bool> {
         let name = Name::Collector(term);
         let there = look.files.get(&name);
         if let Some(meta) = there
-            && let Some(beat) = self.read::<Beat>(name, meta.len, deadline)?
+            && let Some(beat) = self.read::<Heartbeat>(name, meta.len, deadline)?
             && beat.writer != keeper.watched.said
         {
             return Ok(false);
@@ -186,11 +192,11 @@ impl Space {
     /// Says that the collector is there, as of `now`.
     pub(super) fn beat(
         &self,
-        keeper: &mut Keeper,
+        keeper: &mut QuotaAgent,
         term: u64,
         resigned: bool,
-        now: Mono,
-        deadline: Mono,
+        now: MonotonicTime,
+        deadline: MonotonicTime,
     ) -> Result<()> {
         let beat = self.heartbeat(keeper, resigned);
         self.write(Name::Collector(term), &beat, true, deadline)?;
@@ -199,7 +205,7 @@ impl Space {
     }
 
     /// Removes what earlier terms left, once this one's grants are there.
-    pub(super) fn drop_old_terms(&self, look: &Look, term: u64, deadline: Mono) {
+    pub(super) fn drop_old_terms(&self, look: &Look, term: u64, deadline: MonotonicTime) {
         let old = |name: &&Name| matches!(**name, Name::Collector(old) | Name::Grants(old) if old < term);
         let names: Vec<Name> = look.files.keys().filter(old).copied().collect();
         self.drop_documents(&names, deadline);

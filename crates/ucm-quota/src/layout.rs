@@ -233,7 +233,7 @@ pub struct Marker {
     pub created: u64,
     /// The limit on bytes below the root.
     pub storage_capacity: u64,
-    /// Which layout was decided on here; see [`crate::auto`].
+    /// Which layout was decided on here; see `ucm_tier::auto`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layout: Option<serde_json::Value>,
 }

@@ -5,8 +5,8 @@
 //! write is admitted against the grant, in memory; a writer whose grant is spent asks, waits two seconds, and then
 //! refuses. So the limit holds while the collector is dead, and with two of them. The parts:
 //!
-//! * [`ledger`]: one writer's side; [`book`]: the collector's; [`documents`]: what they write to each other;
-//! * [`keeper`]: the thread on which all of that happens; [`notes`]: what writers say of themselves; [`election`]: who is collector;
+//! * [`writer_quota`]: one writer's side; [`grant_table`]: the collector's; [`documents`]: what they write to each other;
+//! * [`agent`]: the thread on which all of that happens; [`notes`]: what writers say of themselves; [`election`]: who is collector;
 //! * [`count`]: counting and removing; [`remove`]: what goes first. Time of use is the file's modification time: see
 //!   `ucm_tier::recency`.
 //!
@@ -14,18 +14,18 @@
 
 #![forbid(unsafe_code)]
 
-mod book;
+mod agent;
 mod capacity;
 mod count;
 mod documents;
+mod documents_io;
 mod election;
 pub mod evidence;
-mod keeper;
+mod grant_table;
 pub mod layout;
-mod ledger;
 mod notes;
-mod papers;
 mod remove;
+mod writer_quota;
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -34,18 +34,18 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
-use ucm_infra::{Bell, Clock, Completion, LANE_SPACE, Lane, Mono, WorkerPool};
+use ucm_infra::{Clock, Completion, LANE_SPACE, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::{FileMeta, IoJob, IoPool, Process};
 
-use book::Book;
+use agent::QuotaAgent;
 use count::Counting;
-use keeper::Keeper;
+use grant_table::GrantTable;
 use layout::{BLOCKS, Modes, record_name, shard_name};
-use ledger::{Answers, Ledger};
+use writer_quota::{Answers, WriterQuota};
 
 pub use capacity::Capacity;
-pub use ledger::{Admitted, Ticket};
 pub use remove::Rules;
+pub use writer_quota::{Admitted, Reservation};
 
 /// What a medium holds, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -73,14 +73,14 @@ const LANE_WORK: usize = 1;
 /// What the backend knows of its root.
 struct Root {
     /// Whether it is still the one that was opened.
-    check: Box<dyn Fn(Mono) -> Result<()> + Send + Sync>,
+    check: Box<dyn Fn(MonotonicTime) -> Result<()> + Send + Sync>,
     /// Looks after it before every count and answers the limit.
-    tend: Box<dyn Fn(Mono) -> Result<u64> + Send + Sync>,
+    tend: Box<dyn Fn(MonotonicTime) -> Result<u64> + Send + Sync>,
 }
 
 /// What the space below a root goes by.
 #[derive(Debug, Clone, Default)]
-pub struct SpaceConfig {
+pub struct QuotaConfig {
     /// The root.
     pub root: PathBuf,
     /// The process, to tell a dead collector from a slow one.
@@ -94,21 +94,21 @@ pub struct SpaceConfig {
 }
 
 /// The space below one root.
-pub struct Space {
-    config: SpaceConfig,
+pub struct Quota {
+    config: QuotaConfig,
     io: Arc<IoPool>,
     clock: Arc<dyn Clock>,
     worker: Arc<WorkerPool>,
-    ledger: Mutex<Ledger>,
+    ledger: Mutex<WriterQuota>,
     /// The collector's book; means nothing while another one is in office.
-    book: Mutex<Book>,
-    keeper: Mutex<Keeper>,
+    book: Mutex<GrantTable>,
+    keeper: Mutex<QuotaAgent>,
     counting: Counting,
     /// Term in which this is the collector; 0: it is not.
     office: AtomicU64,
-    bell: Bell,
-    /// Jobs of [`Space::in_background`] that have not ended, and what is rung when one has.
-    background: Arc<(AtomicUsize, Bell)>,
+    notify: Notify,
+    /// Jobs of [`Quota::in_background`] that have not ended, and what is rung when one has.
+    background: Arc<(AtomicUsize, Notify)>,
     open: AtomicBool,
     closing: AtomicBool,
     /// Nothing is written any more: the keeper resigns and ends.
@@ -116,9 +116,9 @@ pub struct Space {
     below: OnceLock<Root>,
 }
 
-impl Space {
-    /// Space whose limit is not known yet: nothing is admitted before [`Space::open`].
-    pub fn new(config: SpaceConfig, io: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
+impl Quota {
+    /// One whose limit is not known yet: nothing is admitted before [`Quota::open`].
+    pub fn new(config: QuotaConfig, io: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
         let lane = |name, capacity| Lane {
             name,
             capacity,
@@ -130,7 +130,7 @@ impl Space {
             .lanes(&[lane("keep", 1), lane("work", 16)])
             .clock(Arc::clone(&clock))
             .build()?;
-        let ledger = Ledger::new(ucm_infra::random_u64(), config.record_len);
+        let ledger = WriterQuota::new(ucm_infra::random_u64(), config.record_len);
         Ok(Arc::new(Self {
             config,
             io,
@@ -141,7 +141,7 @@ impl Space {
             keeper: Mutex::default(),
             counting: Counting::default(),
             office: AtomicU64::new(0),
-            bell: Bell::new(),
+            notify: Notify::new(),
             background: Arc::default(),
             open: AtomicBool::new(false),
             closing: AtomicBool::new(false),
@@ -156,8 +156,8 @@ impl Space {
     pub fn open(
         self: &Arc<Self>,
         limit: u64,
-        check: impl Fn(Mono) -> Result<()> + Send + Sync + 'static,
-        tend: impl Fn(Mono) -> Result<u64> + Send + Sync + 'static,
+        check: impl Fn(MonotonicTime) -> Result<()> + Send + Sync + 'static,
+        tend: impl Fn(MonotonicTime) -> Result<u64> + Send + Sync + 'static,
     ) {
         self.ledger.lock().limit = limit;
         let (check, tend) = (Box::new(check), Box::new(tend));
@@ -165,57 +165,57 @@ impl Space {
         if !self.open.swap(true, Ordering::AcqRel) {
             self.keep();
         }
-        self.bell.ring();
+        self.notify.notify();
     }
 
     /// Asks to write `bytes`. `then` is called exactly once, at once or from the keeper's thread, with its first turn after
-    /// two seconds or the deadline at the latest: with a ticket for [`Space::ended`], or with `NoSpace`.
-    pub fn admit(&self, bytes: u64, deadline: Mono, then: Admitted) {
+    /// two seconds or the deadline at the latest: with a ticket for [`Quota::ended`], or with `NoSpace`.
+    pub fn admit(&self, bytes: u64, deadline: MonotonicTime, then: Admitted) {
         let mut answers = Answers::new();
         let look = self
             .ledger
             .lock()
             .ask(bytes, self.clock.now(), deadline, then, &mut answers);
         if look {
-            self.bell.ring();
+            self.notify.notify();
         }
         answer(answers);
     }
 
-    /// Room for `bytes` if that can be had at once; `None` where it has to be made, for which [`Space::admit`] is there.
-    fn reserve(&self, bytes: u64) -> Result<Option<Ticket>> {
+    /// Room for `bytes` if that can be had at once; `None` where it has to be made, for which [`Quota::admit`] is there.
+    fn reserve(&self, bytes: u64) -> Result<Option<Reservation>> {
         let (had, look) = self.ledger.lock().reserve(bytes, self.clock.now());
         if look {
-            self.bell.ring();
+            self.notify.notify();
         }
         had
     }
 
     /// An admitted write ended. If it wrote nothing its bytes are free again; when that is not sure they count until
     /// the next count. A full medium pauses all writes for a while and starts the collector.
-    pub fn ended(&self, ticket: Ticket, error: Option<&Error>) {
+    pub fn ended(&self, ticket: Reservation, error: Option<&Error>) {
         let full = self.ledger.lock().ended(ticket, error, self.clock.now());
         if full {
-            self.bell.ring();
+            self.notify.notify();
         }
     }
 
     /// Room that was admitted at once for several records is not all needed: `kept` bytes of it were written, or may have
-    /// been. What `error` says of the medium counts as with [`Space::ended`].
-    pub fn settled(&self, ticket: Ticket, kept: u64, error: Option<&Error>) {
+    /// been. What `error` says of the medium counts as with [`Quota::ended`].
+    pub fn settled(&self, ticket: Reservation, kept: u64, error: Option<&Error>) {
         let full = self.ledger.lock().settle(ticket, kept, error, self.clock.now());
         if full {
-            self.bell.ring();
+            self.notify.notify();
         }
     }
 
     /// Asks to write `bytes` and waits for the answer, for the control path.
-    pub fn admitted(&self, bytes: u64) -> Result<Ticket> {
+    pub fn admitted(&self, bytes: u64) -> Result<Reservation> {
         let completion = Completion::new();
         let answer = Arc::clone(&completion);
         self.admit(
             bytes,
-            Mono::NEVER,
+            MonotonicTime::NEVER,
             Box::new(move |ticket| {
                 answer.complete(ticket);
             }),
@@ -227,18 +227,18 @@ impl Space {
 
     /// Asks to write `bytes` that nothing depends on: only of what is granted already, and without waiting. `Busy` when that
     /// is too little.
-    pub fn spared(&self, bytes: u64) -> Result<Ticket> {
+    pub fn spared(&self, bytes: u64) -> Result<Reservation> {
         let spare = self.ledger.lock().spare(bytes, self.clock.now());
         let none = || Error::new(ErrorKind::Busy, "there is no room to spare now");
         spare.ok_or_else(|| none().with("bytes", bytes))
     }
 
-    /// How many counts were begun or ended, for [`Space::deleted`].
+    /// How many counts were begun or ended, for [`Quota::deleted`].
     pub fn counts(&self) -> u64 {
         self.counting.counts()
     }
 
-    /// Bytes were deleted by name, in an operation begun when [`Space::counts`] was `before`. If a count was or came
+    /// Bytes were deleted by name, in an operation begun when [`Quota::counts`] was `before`. If a count was or came
     /// in between it may have missed them already. Only the collector's own deletions are known before the next count.
     pub fn deleted(&self, bytes: u64, before: u64) {
         self.subtract(bytes, before, false);
@@ -289,7 +289,7 @@ impl Space {
     /// Runs a longer job of the control path on a background thread.
     pub fn in_background<T: Send + 'static>(
         &self,
-        deadline: Mono,
+        deadline: MonotonicTime,
         work: impl FnOnce() -> Result<T> + Send + 'static,
         done: impl FnOnce(Result<T>) + Send + 'static,
     ) {
@@ -298,7 +298,7 @@ impl Space {
         let tell = move |result: Result<Result<T>>| {
             done(result.and_then(|inner| inner));
             background.0.fetch_sub(1, Ordering::AcqRel);
-            background.1.ring();
+            background.1.notify();
         };
         if let Err(refused) = self.worker.offer(LANE_WORK, deadline, work, tell) {
             (refused.done)(Err(refused.error));
@@ -323,7 +323,7 @@ impl Space {
             self.clock.sleep(ends, seen, Some(half));
         }
         self.leaving.store(true, Ordering::Release);
-        self.bell.ring();
+        self.notify.notify();
         self.worker.shutdown(until.since(self.clock.now()));
     }
 
@@ -333,7 +333,7 @@ impl Space {
     }
 
     /// Tells the ledger what the book knows, for those who ask for the usage.
-    fn show(&self, book: &Book) {
+    fn show(&self, book: &GrantTable) {
         let mut ledger = self.ledger.lock();
         (ledger.others, ledger.seen) = book.used_by_others(ledger.writer);
         ledger.records = book.records();
@@ -341,14 +341,14 @@ impl Space {
 
     fn call<T: Send + 'static>(
         &self,
-        deadline: Mono,
+        deadline: MonotonicTime,
         work: impl FnOnce(&IoJob) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let deadline = deadline.min(self.clock.now().after(STEP));
         self.io.call(LANE_SPACE, deadline, work)
     }
 
-    fn entries(&self, dir: PathBuf, deadline: Mono) -> Result<Entries> {
+    fn entries(&self, dir: PathBuf, deadline: MonotonicTime) -> Result<Entries> {
         if self.closing.load(Ordering::Acquire) {
             return Err(Error::new(ErrorKind::Closed, "the store is closed"));
         }
@@ -356,32 +356,32 @@ impl Space {
     }
 }
 
-impl Drop for Space {
+impl Drop for Quota {
     fn drop(&mut self) {
-        self.bell.ring(); // the keeper looks whether there is anything left to keep
+        self.notify.notify(); // the keeper looks whether there is anything left to keep
     }
 }
 
 /// Room for one write, once it has some: given back when the write ends, or when nobody waits for it any more, whichever
 /// comes first.
 pub struct Room {
-    space: Arc<Space>,
+    space: Arc<Quota>,
     held: Mutex<Held>,
 }
 
 enum Held {
     Nothing,
     /// It was made, and nobody has begun to write yet.
-    Made(Ticket),
+    Made(Reservation),
     /// It is being written to, or may be.
-    Room(Ticket),
+    Room(Reservation),
     /// The write ended, or was written off: what comes now goes back.
     Over,
 }
 
 impl Room {
     /// None yet.
-    pub fn new(space: &Arc<Space>) -> Arc<Self> {
+    pub fn new(space: &Arc<Quota>) -> Arc<Self> {
         Arc::new(Self {
             space: Arc::clone(space),
             held: Mutex::new(Held::Nothing),
@@ -410,21 +410,21 @@ impl Room {
         self.hold(ticket, Held::Room(ticket))
     }
 
-    /// Has room for `bytes` made; `then` is called as of [`Space::admit`], when it is there or why there is none.
+    /// Has room for `bytes` made; `then` is called as of [`Quota::admit`], when it is there or why there is none.
     pub fn make(
         self: &Arc<Self>,
         bytes: u64,
-        deadline: Mono,
+        deadline: MonotonicTime,
         then: impl FnOnce(Result<()>) + Send + 'static,
     ) {
         let room = Arc::clone(self);
-        let admitted = move |ticket: Result<Ticket>| {
+        let admitted = move |ticket: Result<Reservation>| {
             then(ticket.and_then(|ticket| room.hold(ticket, Held::Made(ticket))));
         };
         self.space.admit(bytes, deadline, Box::new(admitted));
     }
 
-    fn hold(&self, ticket: Ticket, now: Held) -> Result<()> {
+    fn hold(&self, ticket: Reservation, now: Held) -> Result<()> {
         let mut held = self.held.lock();
         if let Held::Over = *held {
             drop(held);
@@ -436,7 +436,7 @@ impl Room {
         Ok(())
     }
 
-    /// [`Space::ended`], the first time; all goes back where nobody had begun.
+    /// [`Quota::ended`], the first time; all goes back where nobody had begun.
     pub fn end(&self, error: Option<&Error>) {
         match self.over() {
             Held::Room(ticket) => self.space.ended(ticket, error),
@@ -445,7 +445,7 @@ impl Room {
         }
     }
 
-    /// [`Space::settled`], the first time; all goes back where nobody had begun.
+    /// [`Quota::settled`], the first time; all goes back where nobody had begun.
     pub fn settle(&self, kept: u64, error: Option<&Error>) {
         match self.over() {
             Held::Room(ticket) => self.space.settled(ticket, kept, error),

@@ -4,14 +4,14 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ucm_core::Result;
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_io::FileMeta;
 
-use super::Space;
-use super::book::Book;
+use super::Quota;
+use super::agent::{BEAT, LEASE, QuotaAgent};
 use super::documents::{Name, Note, Who};
-use super::keeper::{BEAT, Keeper, LEASE};
-use super::papers::Look;
+use super::documents_io::Look;
+use super::grant_table::GrantTable;
 use crate::layout::FORMAT;
 
 /// A note is read again after this, changed or not: a network file system may hide the change.
@@ -24,13 +24,13 @@ const RESIGN: Duration = Duration::from_secs(2);
 /// A note of another writer, as last read.
 pub(super) struct Seen {
     meta: FileMeta,
-    read_at: Mono,
+    read_at: MonotonicTime,
     note: Note,
 }
 
-impl Space {
+impl Quota {
     /// What this writer would say of itself in a note.
-    pub(super) fn my_note(&self, now: Mono, ahead: u64) -> (u64, Note) {
+    pub(super) fn my_note(&self, now: MonotonicTime, ahead: u64) -> (u64, Note) {
         let ledger = self.ledger.lock();
         let note = Note {
             format: FORMAT,
@@ -51,14 +51,19 @@ impl Space {
     }
 
     /// Enters this writer into the collector's book.
-    pub(super) fn tell_of_myself(&self, book: &mut Book) {
+    pub(super) fn tell_of_myself(&self, book: &mut GrantTable) {
         let (writer, note) = self.my_note(self.clock.now(), book.ahead());
         book.note(writer, &note);
     }
 
     /// Leaves a note although this writer is the collector now: whoever comes after the next collector finds no heartbeat
     /// of it any more, and learns from this that its process is gone.
-    pub(super) fn introduce_myself(&self, keeper: &mut Keeper, now: Mono, deadline: Mono) {
+    pub(super) fn introduce_myself(
+        &self,
+        keeper: &mut QuotaAgent,
+        now: MonotonicTime,
+        deadline: MonotonicTime,
+    ) {
         let (writer, mut note) = self.my_note(now, 0);
         note.sequence = keeper.note.sequence + 1;
         // Best effort, as on a full medium: without it the silence tells.
@@ -70,10 +75,10 @@ impl Space {
     /// Reads the notes that changed. Whether one of them was heard of lately.
     pub(super) fn read_notes(
         &self,
-        keeper: &mut Keeper,
+        keeper: &mut QuotaAgent,
         look: &Look,
-        now: Mono,
-        deadline: Mono,
+        now: MonotonicTime,
+        deadline: MonotonicTime,
     ) -> Result<bool> {
         let me = self.ledger.lock().writer;
         for (id, meta) in look.writers().filter(|(id, _)| *id != me) {
@@ -146,7 +151,7 @@ impl Space {
                 let _ = again(|| self.beat(&mut keeper, office, true, now, deadline));
             }
         }
-        if keeper.note_at != Mono::default() || keeper.note.sequence > 0 {
+        if keeper.note_at != MonotonicTime::default() || keeper.note.sequence > 0 {
             note.sequence = keeper.note.sequence + 1;
             let _ = again(|| self.write(Name::Writer(writer), &note, true, deadline));
         }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind};
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_io::EROFS;
 
 /// Error numbers (the same on every Linux) that do not speak of a sick medium: it answers that we may not, or the
@@ -42,7 +42,7 @@ impl Default for BreakerConfig {
 
 const CLOSED: State = State::Closed {
     failures: 0,
-    last: Mono(0),
+    last: MonotonicTime(0),
 };
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,19 +50,19 @@ enum State {
     Closed {
         failures: u32,
         /// When the latest of them was.
-        last: Mono,
+        last: MonotonicTime,
     },
     Open {
-        until: Mono,
+        until: MonotonicTime,
         /// Stays open until then, though the medium answers: it is its answers that are wrong.
         held: bool,
     },
     /// One request is let through; another may follow after that time, should it be lost.
-    Probing { until: Mono, request: u64 },
+    Probing { until: MonotonicTime, request: u64 },
 }
 
 impl State {
-    fn would_allow(&self, request: u64, now: Mono) -> bool {
+    fn would_allow(&self, request: u64, now: MonotonicTime) -> bool {
         match *self {
             Self::Closed { .. } => true,
             Self::Open { until, .. } => now >= until,
@@ -97,7 +97,7 @@ impl Breaker {
 
     /// Whether an operation of this request may go ahead now; an open breaker past its cool-down lets all of one request
     /// through.
-    pub fn allows(&self, request: u64, now: Mono) -> bool {
+    pub fn allows(&self, request: u64, now: MonotonicTime) -> bool {
         let mut state = self.state.lock();
         let allowed = state.would_allow(request, now);
         let of_this = matches!(*state, State::Probing { request: let_through, .. } if let_through == request);
@@ -109,7 +109,7 @@ impl Breaker {
     }
 
     /// Whether [`Breaker::allows`] would say yes now, without letting anything through.
-    pub fn would_allow(&self, request: u64, now: Mono) -> bool {
+    pub fn would_allow(&self, request: u64, now: MonotonicTime) -> bool {
         self.state.lock().would_allow(request, now)
     }
 
@@ -131,7 +131,7 @@ impl Breaker {
     /// An operation failed. A file that is absent, foreign or damaged, a full or read-only medium, or one that does
     /// not let us in, is an answer of the medium all the same; a queue that is full, or a process that has no
     /// descriptors left, says nothing.
-    pub fn failure(&self, error: &Error, now: Mono) -> Option<Change> {
+    pub fn failure(&self, error: &Error, now: MonotonicTime) -> Option<Change> {
         match error.kind() {
             ErrorKind::Io if matches!(error.os_code(), Some(EPERM | EACCES | EROFS)) => {
                 return self.success();
@@ -175,7 +175,7 @@ impl Breaker {
     }
 
     /// The request that was let through never reached the medium: another may follow at once.
-    pub fn undecided(&self, now: Mono) {
+    pub fn undecided(&self, now: MonotonicTime) {
         let mut state = self.state.lock();
         if matches!(*state, State::Probing { .. }) {
             *state = State::Open {
@@ -191,16 +191,16 @@ impl Breaker {
     }
 
     /// Opens at once (too many stuck threads or slots).
-    pub fn trip(&self, now: Mono) -> Option<Change> {
+    pub fn trip(&self, now: MonotonicTime) -> Option<Change> {
         self.open(now, false)
     }
 
     /// Opens at once, for all of the cool-down whatever is answered meanwhile (answers that are wrong).
-    pub fn hold(&self, now: Mono) -> Option<Change> {
+    pub fn hold(&self, now: MonotonicTime) -> Option<Change> {
         self.open(now, true)
     }
 
-    fn open(&self, now: Mono, hold: bool) -> Option<Change> {
+    fn open(&self, now: MonotonicTime, hold: bool) -> Option<Change> {
         let mut state = self.state.lock();
         let was_closed = matches!(*state, State::Closed { .. });
         let held = hold || matches!(*state, State::Open { held: true, .. });
@@ -226,7 +226,7 @@ mod tests {
         };
         let breaker = Breaker::new(config);
         let timeout = Error::new(ErrorKind::Timeout, "t");
-        let at = |ms: u64| Mono(ms * 1_000_000);
+        let at = |ms: u64| MonotonicTime(ms * 1_000_000);
         assert_eq!(breaker.failure(&timeout, at(0)), None);
         assert!(breaker.allows(1, at(0)));
         assert_eq!(breaker.failure(&timeout, at(0)), Some(Change::Opened));
@@ -253,7 +253,7 @@ mod tests {
             window: Duration::from_secs(60),
             max_stuck: 1,
         });
-        let fail = |kind, ms: u64| breaker.failure(&Error::new(kind, "x"), Mono(ms * 1_000_000));
+        let fail = |kind, ms: u64| breaker.failure(&Error::new(kind, "x"), MonotonicTime(ms * 1_000_000));
         for kind in [
             ErrorKind::NotFound,
             ErrorKind::NoSpace,
@@ -264,7 +264,7 @@ mod tests {
             assert_eq!(fail(kind, 0), None, "ends the run of failures");
             assert_eq!(fail(ErrorKind::Io, 0), None);
             assert_eq!(fail(ErrorKind::Io, 0), Some(Change::Opened));
-            assert!(breaker.allows(9, Mono(1_000_000_000)));
+            assert!(breaker.allows(9, MonotonicTime(1_000_000_000)));
             assert_eq!(fail(kind, 1000), Some(Change::Recovered), "{kind:?}");
         }
     }
@@ -278,12 +278,12 @@ mod tests {
             max_stuck: 1,
         });
         let busy = Error::new(ErrorKind::Busy, "b");
-        assert_eq!(breaker.failure(&busy, Mono(0)), None);
+        assert_eq!(breaker.failure(&busy, MonotonicTime(0)), None);
         assert!(breaker.is_closed());
-        assert_eq!(breaker.trip(Mono(0)), Some(Change::Opened));
-        assert_eq!(breaker.failure(&busy, Mono(1)), None);
-        assert!(!breaker.allows(10, Mono(1)), "open stays open");
-        let then = Mono(1_000_000_000);
+        assert_eq!(breaker.trip(MonotonicTime(0)), Some(Change::Opened));
+        assert_eq!(breaker.failure(&busy, MonotonicTime(1)), None);
+        assert!(!breaker.allows(10, MonotonicTime(1)), "open stays open");
+        let then = MonotonicTime(1_000_000_000);
         assert!(breaker.allows(11, then) && !breaker.allows(12, then));
         assert_eq!(breaker.failure(&busy, then), None);
         assert!(breaker.allows(13, then));
@@ -297,8 +297,8 @@ mod tests {
         })
     }
 
-    fn at(seconds: u64) -> Mono {
-        Mono(seconds * 1_000_000_000)
+    fn at(seconds: u64) -> MonotonicTime {
+        MonotonicTime(seconds * 1_000_000_000)
     }
 
     #[test]

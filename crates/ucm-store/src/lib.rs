@@ -4,9 +4,9 @@
 //! record → slot → verified → (scatter) → device. See `docs/format.md` for the bytes and `ARCHITECTURE.md` for the house.
 #![forbid(unsafe_code)]
 
-pub mod assemble;
-pub mod deviation;
+pub mod builder;
 pub mod engine;
 pub mod health;
+pub mod numeric_diff;
 pub mod stats;
 pub mod tiers;

@@ -8,16 +8,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ucm_core::ErrorKind;
-use ucm_infra::{Clock, ManualClock, Mono, SystemClock};
+use ucm_infra::{Clock, ManualClock, MonotonicTime, SystemClock};
 use ucm_quota::Capacity;
-use ucm_tier::backend::{Backend, Early, Listed};
+use ucm_tier::backend::{Backend, Listed, LocallyVisible};
 use ucm_tier::memory::{Inserted, MemoryBackend, Policy, cache_bytes};
 
 use common::memory::{keep, record, setup, tier};
 use common::{Device, Medium, Setup, Store, directory, eventually, id, ids, memory_config, pages, shape};
 
 fn list(tier: &MemoryBackend) -> Vec<Listed> {
-    let mut listed = tier.list(&tier.pool().here(0, Mono::NEVER)).unwrap();
+    let mut listed = tier.list(&tier.pool().here(0, MonotonicTime::NEVER)).unwrap();
     listed.sort_by_key(|listed| listed.id);
     listed
 }
@@ -178,9 +178,12 @@ fn other_namespaces_lengths_and_processes_that_share_nothing_are_not_seen() {
     }
     assert!(friend.contains(id(1)) && files(dir.path()) == 3);
     assert!(
-        alone.open(Mono::NEVER).unwrap().contains("shared with nobody"),
+        alone
+            .open(MonotonicTime::NEVER)
+            .unwrap()
+            .contains("shared with nobody"),
         "{}",
-        alone.open(Mono::NEVER).unwrap()
+        alone.open(MonotonicTime::NEVER).unwrap()
     );
 }
 
@@ -198,7 +201,8 @@ fn what_is_pinned_stays_and_a_tier_full_of_pins_is_busy() {
     }
     // Removed by name, and still held.
     assert_eq!(
-        tier.delete(&tier.pool().here(0, Mono::NEVER), &ids(1)).unwrap(),
+        tier.delete(&tier.pool().here(0, MonotonicTime::NEVER), &ids(1))
+            .unwrap(),
         1
     );
     assert!(!tier.contains(id(0)) && *pins[0] == record(id(0)));
@@ -239,7 +243,7 @@ fn records_of_a_wrong_length_and_writers_without_memory_are_refused() {
 
 #[test]
 fn own_records_are_early_only_where_the_scheduler_cannot_see_them() {
-    let sorted = |mut early: Early| {
+    let sorted = |mut early: LocallyVisible| {
         early.gained.sort();
         early.lost.sort();
         early
@@ -250,12 +254,12 @@ fn own_records_are_early_only_where_the_scheduler_cannot_see_them() {
     // Announced: the scheduler sees them by itself.
     let seen = tier(dir.path(), 8, |_| ());
     keep(&seen, ids(3));
-    assert_eq!(seen.early(), Early::default());
+    assert_eq!(seen.early(), LocallyVisible::default());
     // On another host it sees none of them.
     let far = tier(dir.path(), 4, |config| config.scheduler_elsewhere = true);
     keep(&far, ids(3));
     assert_eq!(sorted(far.early()).gained, three);
-    assert_eq!(far.early(), Early::default());
+    assert_eq!(far.early(), LocallyVisible::default());
     keep(&far, (3..6).map(id));
     let early = sorted(far.early());
     assert_eq!((early.gained.len(), early.lost.len()), (3, 2));
@@ -266,9 +270,12 @@ fn own_records_are_early_only_where_the_scheduler_cannot_see_them() {
     keep(&hidden, ids(3));
     assert_eq!(sorted(hidden.early()).gained, three);
     assert!(
-        hidden.open(Mono::NEVER).unwrap().contains("sharing is limited"),
+        hidden
+            .open(MonotonicTime::NEVER)
+            .unwrap()
+            .contains("sharing is limited"),
         "{}",
-        hidden.open(Mono::NEVER).unwrap()
+        hidden.open(MonotonicTime::NEVER).unwrap()
     );
     std::fs::remove_file(blocked.path().join("regions")).unwrap();
     let mut lost = Vec::new();
@@ -288,7 +295,7 @@ fn regions_are_found_within_a_second_of_the_clock_and_dead_files_are_swept() {
     let mut config = memory_config(&Setup::default(), None);
     config.registry = Some(dir.path().join("regions"));
     let reader = MemoryBackend::new(config, Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
-    reader.open(Mono::NEVER).unwrap();
+    reader.open(MonotonicTime::NEVER).unwrap();
     let writer = tier(dir.path(), 8, |_| ());
     keep(&writer, ids(2));
     std::fs::write(
@@ -332,16 +339,17 @@ fn lists_usage_and_touches() {
         (usage.records, usage.used, usage.capacity),
         (3, 3 * 8192, 8 * 8192)
     );
-    ours.touch(&[(id(0), 0), (id(4), 1), (id(7), 2)], Mono::NEVER);
+    ours.touch(&[(id(0), 0), (id(4), 1), (id(7), 2)], MonotonicTime::NEVER);
     assert_eq!(
         (ours.counts().touched, ours.stats().blocks_touched),
         (1, 1),
         "the own region's alone"
     );
-    ours.touch(&[(id(1), 0)], Mono::NEVER);
+    ours.touch(&[(id(1), 0)], MonotonicTime::NEVER);
     assert_eq!(ours.counts().touched, 2);
     assert_eq!(
-        ours.delete(&ours.pool().here(0, Mono::NEVER), &ids(5)).unwrap(),
+        ours.delete(&ours.pool().here(0, MonotonicTime::NEVER), &ids(5))
+            .unwrap(),
         listed.len()
     );
     assert!(list(&ours).is_empty());

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use ucm_core::BlockId;
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_tier::backend::Backend;
 use ucm_tier::memory::{Inserted, MemoryBackend, Policy, Victim};
 
@@ -94,7 +94,7 @@ fn a_victim_that_is_used_meanwhile_stays_and_can_be_chosen_again() {
         let uses: [fn(&MemoryBackend, BlockId); 3] = [
             |tier, block| assert_eq!(tier.insert(block, &record(block), 0).unwrap(), Inserted::Present),
             |tier, block| assert!(tier.copy_out(block, &mut vec![0; 1 << 16]).is_some()),
-            |tier, block| tier.touch(&[(block, 0)], Mono::NEVER),
+            |tier, block| tier.touch(&[(block, 0)], MonotonicTime::NEVER),
         ];
         let mut next = 0;
         let mut more = |tier: &MemoryBackend| {

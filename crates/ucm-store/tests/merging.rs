@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use ucm_core::BlockId;
-use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_infra::{Clock, ManualClock, MonotonicTime};
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::Until;
 use ucm_tier::backend::Flush;
@@ -188,7 +188,7 @@ fn store_again(store: &Store, device: &Device, blocks: &[BlockId], file: &Path) 
     let task = store.engine.dump(device.rows(blocks)).unwrap();
     eventually("they are published", || {
         store.backend.flush(Flush::Now);
-        task.wait(store.engine.clock(), Until::Published, Some(Mono(0)))
+        task.wait(store.engine.clock(), Until::Published, Some(MonotonicTime(0)))
     });
     store.outcome(&task).unwrap();
     flip();
@@ -219,7 +219,7 @@ fn of_a_sparse_segment_only_what_is_taken_from_it_is_kept() {
     assert!(loads(&Store::open(dir.path(), filling()), &ids(4)));
 }
 
-/// When a segment was sealed, by its foot.
+/// When a segment was sealed, by its footer.
 fn sealed(file: &Path) -> u64 {
     let bytes = std::fs::read(file).unwrap();
     let at = bytes.len() - 128 + 80;
@@ -260,7 +260,7 @@ impl SystemTimeAhead {
 }
 
 impl Clock for SystemTimeAhead {
-    fn now(&self) -> ucm_infra::Mono {
+    fn now(&self) -> ucm_infra::MonotonicTime {
         self.0.now()
     }
 
@@ -268,7 +268,7 @@ impl Clock for SystemTimeAhead {
         self.0.wall_ns() + 3_600_000_000_000
     }
 
-    fn sleep(&self, bell: &ucm_infra::Bell, seen: u64, until: Option<ucm_infra::Mono>) {
-        self.0.sleep(bell, seen, until);
+    fn sleep(&self, notify: &ucm_infra::Notify, seen: u64, until: Option<ucm_infra::MonotonicTime>) {
+        self.0.sleep(notify, seen, until);
     }
 }

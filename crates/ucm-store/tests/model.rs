@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use ucm_core::{BlockId, Error, MissReason};
-use ucm_infra::{LANE_SPACE, Mono};
+use ucm_infra::{LANE_SPACE, MonotonicTime};
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::tiers::WritePolicy;
 use ucm_tier::backend::Backend;
@@ -216,7 +216,7 @@ fn run(setup: Setup, acts: &[Act]) {
                     store.stat("slots_free") == store.stat("slots")
                 });
                 if let Some(memory) = &store.memory {
-                    let here = memory.pool().here(LANE_SPACE, Mono::NEVER);
+                    let here = memory.pool().here(LANE_SPACE, MonotonicTime::NEVER);
                     memory.delete(&here, &[id(*n)]).unwrap();
                 }
                 let _ = std::fs::remove_file(store.file(id(*n)));

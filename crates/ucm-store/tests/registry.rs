@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use ucm_device::HostDevice;
 use ucm_infra::SystemClock;
-use ucm_store::assemble;
+use ucm_store::builder;
 use ucm_store::engine::{Engine, Until};
 use ucm_tier::registry::{self, BuildContext, BuiltTier, StoreName, TierKind};
 
@@ -28,7 +28,7 @@ fn open(stages: &Value) -> ucm_core::Result<Engine> {
         "lookup_s": 20.0, "load_s": 5.0, "dump_s": 30.0, "probe_s": 5.0, "shutdown_s": 3.0, "paranoid": false,
         "breaker_threshold": 4, "breaker_window_s": 60.0, "breaker_cool_down_s": 10.0,
     });
-    let setup = assemble::Setup::parse(&described.to_string())?;
+    let setup = builder::StoreSpec::parse(&described.to_string())?;
     setup.open(Arc::new(HostDevice::new()), SystemClock::shared())
 }
 

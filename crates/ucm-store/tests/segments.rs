@@ -49,14 +49,14 @@ fn a_record_nobody_has_seen_yet_is_looked_for_before_it_is_a_miss() {
     assert_eq!(finds(&reader, &ids(1)), [true]);
 }
 
-/// Harms the feet of a living writer's segments and expects it to store their blocks again.
-fn harms_the_feet_beside_their_writer(harm: fn(&mut Vec<u8>)) {
+/// Harms the footers of a living writer's segments and expects it to store their blocks again.
+fn harms_the_footers_beside_their_writer(harm: fn(&mut Vec<u8>)) {
     let (dir, clock) = (directory(), ManualClock::new());
     let store = on(&clock, dir.path(), &quick());
     let device = Device::filled(&quick(), &ids(2));
     store.dump(&device, &ids(2)).unwrap();
     for file in store.segments() {
-        change(&file, harm); // its foot is none now, its records are right
+        change(&file, harm); // its footer is none now, its records are right
     }
     assert_eq!(finds(&on(&clock, dir.path(), &quick()), &ids(2)), [false; 2]);
     in_time(&clock, LONG, "its writer knows", || {
@@ -70,19 +70,19 @@ fn harms_the_feet_beside_their_writer(harm: fn(&mut Vec<u8>)) {
 
 #[test]
 fn a_segment_of_another_length_is_stored_again_by_who_wrote_it() {
-    harms_the_feet_beside_their_writer(|bytes| bytes.truncate(bytes.len() - 1));
+    harms_the_footers_beside_their_writer(|bytes| bytes.truncate(bytes.len() - 1));
 }
 
 #[test]
-fn a_segment_with_a_damaged_foot_is_stored_again_by_who_wrote_it() {
-    harms_the_feet_beside_their_writer(|bytes| {
+fn a_segment_with_a_damaged_footer_is_stored_again_by_who_wrote_it() {
+    harms_the_footers_beside_their_writer(|bytes| {
         let trailer = bytes.len() - 128;
         bytes[trailer + 9] ^= 1;
     });
 }
 
 #[test]
-fn feet_that_are_read_again_and_are_right_change_nothing() {
+fn footers_that_are_read_again_and_are_right_change_nothing() {
     let (dir, clock) = (directory(), ManualClock::new());
     let setup = Setup {
         layout: Layout::merging(Merging {
@@ -99,7 +99,7 @@ fn feet_that_are_read_again_and_are_right_change_nothing() {
     let segments = store.segments().len();
     assert!(segments > 16, "more than are read at a time: {segments}");
     store.faults.forget();
-    in_time(&clock, LONG, "all feet were read", || {
+    in_time(&clock, LONG, "all footers were read", || {
         let files = store.segments();
         let log = store.faults.log();
         let read = |file: &PathBuf| {
@@ -329,7 +329,7 @@ fn what_was_found_is_read_while_its_segment_gets_its_name() {
 }
 
 #[test]
-fn a_segment_whose_foot_could_not_be_read_for_a_while_is_found_when_it_can() {
+fn a_segment_whose_footer_could_not_be_read_for_a_while_is_found_when_it_can() {
     let (dir, clock) = (directory(), ManualClock::new());
     let store = Store::open(dir.path(), quick());
     let reader = on(&clock, dir.path(), &quick());

@@ -13,7 +13,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, ErrorKind};
 use ucm_device::{HostArena, SlotPool};
-use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_infra::{Clock, ManualClock, MonotonicTime};
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::{Task, Until};
 use ucm_tier::backend::{Flush, WriteOptions, Written};
@@ -200,7 +200,7 @@ fn who_waits_behind_a_write_that_hangs_waits_no_longer_than_his_own_deadline() {
     let gate = store.hang(OpKind::WriteAt);
     let pool = SlotPool::new(HostArena::new(8 << 20).unwrap(), 1 << 20).unwrap();
     let ended: Arc<Mutex<BTreeMap<u8, _>>> = Arc::default();
-    let write = |n: u8, deadline: Mono| {
+    let write = |n: u8, deadline: MonotonicTime| {
         let ended = Arc::clone(&ended);
         let done = move |result: ucm_core::Result<Written>| {
             ended.lock().insert(n, result.map_err(|error| error.kind()));

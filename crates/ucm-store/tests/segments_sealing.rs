@@ -11,7 +11,7 @@ use ucm_core::ErrorKind;
 use ucm_infra::{Clock, ManualClock};
 use ucm_io::{Fault, OpKind, Rule, Tail};
 use ucm_store::engine::Until;
-use ucm_tier::backend::{Early, Flush};
+use ucm_tier::backend::{Flush, LocallyVisible};
 use ucm_tier::segment::SegmentConfig;
 
 use common::segments::{begin, finds, is_over, loads, patient, quick};
@@ -96,7 +96,7 @@ fn a_segment_that_is_full_is_sealed_at_once() {
     let dir = directory();
     let setup = Setup {
         layout: Layout::Segment(SegmentConfig {
-            size: 4096 * 6, // head, two records of two pages, foot
+            size: 4096 * 6, // head, two records of two pages, footer
             age: LONG,
             ..SegmentConfig::default()
         }),
@@ -164,7 +164,7 @@ fn whatever_fails_at_a_seal_no_dump_is_told_to_be_stored_that_is_not() {
 }
 
 #[test]
-fn a_foot_that_did_not_reach_the_medium_is_a_miss_for_who_comes_later() {
+fn a_footer_that_did_not_reach_the_medium_is_a_miss_for_who_comes_later() {
     for fault in [
         Fault::Torn {
             keep: 0,
@@ -285,7 +285,7 @@ fn what_is_published_is_early_until_others_must_have_found_it() {
     eventually("it waits for its next look", || {
         theirs.next_deadline() == Some(soon)
     });
-    assert_eq!(store.backend.early(), Early::default());
+    assert_eq!(store.backend.early(), LocallyVisible::default());
     let device = Device::filled(&quick(), &ids(4));
     store.dump(&device, &ids(2)).unwrap();
     assert_eq!(finds(&scheduler, &ids(2)), [false; 2]);
@@ -295,7 +295,7 @@ fn what_is_published_is_early_until_others_must_have_found_it() {
     sorted.sort();
     assert_eq!((early.gained, early.lost.len()), (sorted.clone(), 0));
     clock.advance(Duration::from_secs(30));
-    assert_eq!(store.backend.early(), Early::default());
+    assert_eq!(store.backend.early(), LocallyVisible::default());
     clock.advance(Duration::from_secs(6));
     let mut early = store.backend.early();
     early.lost.sort();
@@ -310,7 +310,7 @@ fn what_is_published_is_early_until_others_must_have_found_it() {
     assert_eq!(store.backend.early().lost, [id(2)]);
     store.fault(Rule::on(OpKind::Finish, Fault::Errno(5)).times(1));
     assert!(store.dump(&device, &[id(3)]).is_err());
-    assert_eq!(store.backend.early(), Early::default());
+    assert_eq!(store.backend.early(), LocallyVisible::default());
 }
 
 #[test]

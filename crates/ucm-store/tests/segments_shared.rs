@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use ucm_core::BlockId;
-use ucm_infra::{ManualClock, Mono};
+use ucm_infra::{ManualClock, MonotonicTime};
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::Until;
 
@@ -170,7 +170,7 @@ fn a_read_waits_for_a_look_around_and_not_for_a_rescue() {
     });
     second.open();
     eventually("it is read while the rescue goes on", || {
-        task.wait(reader.engine.clock(), Until::Published, Some(Mono(0)))
+        task.wait(reader.engine.clock(), Until::Published, Some(MonotonicTime(0)))
     });
     assert!(reader.outcome(&task).is_ok() && device.is_right(wanted[0]));
     third.open();

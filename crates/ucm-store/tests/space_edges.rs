@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ucm_core::{MissReason, crc32c};
-use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_infra::{Clock, ManualClock, MonotonicTime};
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_quota::evidence::evidence_name;
 use ucm_quota::{Capacity, Rules};
@@ -33,7 +33,7 @@ fn files(dir: &Path) -> Vec<PathBuf> {
 }
 
 fn ended(store: &Store, task: &Task) -> bool {
-    task.wait(store.engine.clock(), Until::Published, Some(Mono(0)))
+    task.wait(store.engine.clock(), Until::Published, Some(MonotonicTime(0)))
 }
 
 /// Lets the keeper of a store make a few turns.

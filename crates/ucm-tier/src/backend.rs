@@ -12,7 +12,7 @@ use std::time::Duration;
 use serde::Serialize;
 use ucm_core::{BlockId, MissReason, Result};
 use ucm_device::Slot;
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::Usage;
 
@@ -41,12 +41,12 @@ pub struct BlockRead {
     /// Where it goes, from the start.
     pub slot: Slot,
     /// Parts of it that are wanted, each to where it lies in the whole; `None`: all of it. A medium may bring more than
-    /// is wanted ([`Backend::reads_parts`]).
+    /// is wanted ([`Features::reads_parts`]).
     pub parts: Option<Vec<Range<usize>>>,
     /// Past every cache (after a failed checksum).
     pub again: bool,
     /// When nobody waits for it any more.
-    pub deadline: Mono,
+    pub deadline: MonotonicTime,
     /// [`Backend::look`] has been since it was missed: what is missed again is not there.
     pub looked: bool,
 }
@@ -62,7 +62,7 @@ pub enum Outcome {
 
 impl BlockRead {
     /// All of a record, through whatever is on the way.
-    pub fn whole(id: BlockId, slot: Slot, deadline: Mono) -> Self {
+    pub fn whole(id: BlockId, slot: Slot, deadline: MonotonicTime) -> Self {
         Self {
             id,
             slot,
@@ -134,7 +134,7 @@ pub struct Listed {
 /// Records that this process can read and others cannot see yet (in its memory, in a segment it has not sealed), as
 /// changes since the last time they were asked for.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Early {
+pub struct LocallyVisible {
     /// They can be read from now on.
     pub gained: Vec<BlockId>,
     /// No longer early: published long enough ago for others to have found them, or gone.
@@ -221,7 +221,7 @@ pub trait Memory {
     fn on_evicted(&self, hook: Evicted) -> bool;
 }
 
-/// A medium that keeps records. It knows nothing of other media ([`crate::tiers`] puts them together) or of engines.
+/// A medium that keeps records. It knows nothing of other media or of engines.
 ///
 /// Every medium implements the methods without a body; default bodies say what holds for those that have nothing to add.
 pub trait Backend: Send + Sync {
@@ -230,7 +230,7 @@ pub trait Backend: Send + Sync {
 
     /// Makes the medium usable or says why it is not, by the deadline; again after a failure. The answer is what it uses and
     /// why, in words for the log.
-    fn open(&self, deadline: Mono) -> Result<String>;
+    fn open(&self, deadline: MonotonicTime) -> Result<String>;
 
     /// What it is and can do. May change until it was opened.
     fn features(&self) -> Features {
@@ -258,10 +258,17 @@ pub trait Backend: Send + Sync {
 
     /// Writes a record privately and publishes it whole, on threads of its own. A record of a newer version stays, and counts
     /// as present.
-    fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>);
+    fn write(
+        &self,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        deadline: MonotonicTime,
+        done: Done<Written>,
+    );
 
     /// These records were used by a request: ids with their ordinals. Fire and forget, throttled by the backend.
-    fn touch(&self, ids: &[(BlockId, u32)], deadline: Mono);
+    fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime);
 
     /// Removes records by name; the answer counts those removed.
     fn delete(&self, io: &IoJob, ids: &[BlockId]) -> Result<usize>;
@@ -277,8 +284,8 @@ pub trait Backend: Send + Sync {
     /// What became readable for this process before others can see it, and what no longer is, since the last call. Who
     /// asks is the scheduler of the same engine, through its workers; nobody else may count on these. At most as many
     /// ids as [`ucm_core::limits::MAX_IDS_PER_CALL`], the rest with the next call.
-    fn early(&self) -> Early {
-        Early::default()
+    fn early(&self) -> LocallyVisible {
+        LocallyVisible::default()
     }
 
     /// Publishes what is written and waits for others to be published with it. Never blocks.

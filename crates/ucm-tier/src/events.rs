@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 
 /// How loud a message is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,7 +39,7 @@ struct Inner {
     events: VecDeque<Event>,
     dropped: u64,
     /// When the current window began, and how many messages it has brought.
-    window: Option<Mono>,
+    window: Option<MonotonicTime>,
     brought: usize,
 }
 
@@ -49,7 +49,7 @@ pub struct Events(Mutex<Inner>);
 
 impl Events {
     /// Adds a message; when there are too many, in all or of late, it is dropped and counted.
-    pub fn push(&self, level: Level, text: impl Into<String>, now: Mono) {
+    pub fn push(&self, level: Level, text: impl Into<String>, now: MonotonicTime) {
         let mut inner = self.0.lock();
         if inner.window.is_none_or(|began| now.since(began) >= WINDOW) {
             inner.window = Some(now);
@@ -89,17 +89,17 @@ mod tests {
     fn bounded_and_honest_about_it() {
         let events = Events::default();
         let push = |n: usize, now| (0..n).for_each(|i| events.push(Level::Info, i.to_string(), now));
-        push(LIMIT + 3, Mono(0));
+        push(LIMIT + 3, MonotonicTime(0));
         let drained = events.drain();
         assert_eq!(drained.len(), LIMIT + 1);
         assert!(drained[LIMIT].text.starts_with("3 further"));
-        push(1, Mono(1));
+        push(1, MonotonicTime(1));
         assert_eq!(
             events.drain().len(),
             1,
             "the same minute: only how many were dropped"
         );
-        let minute = |n: u32| Mono(0).after(WINDOW * n);
+        let minute = |n: u32| MonotonicTime(0).after(WINDOW * n);
         (1..=9).for_each(|n| push(LIMIT, minute(n)));
         assert_eq!(events.drain().len(), KEPT + 1);
         assert!(events.drain().is_empty());

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 
 use crate::backend::{
@@ -19,7 +19,7 @@ impl Backend for Nothing {
         "nothing"
     }
 
-    fn open(&self, _deadline: Mono) -> Result<String> {
+    fn open(&self, _deadline: MonotonicTime) -> Result<String> {
         Ok("nothing".to_owned())
     }
 
@@ -32,12 +32,19 @@ impl Backend for Nothing {
         run.into_iter().map(nothing).collect()
     }
 
-    fn write(&self, _id: BlockId, slot: Slot, _: WriteOptions, _deadline: Mono, done: Done<Written>) {
+    fn write(
+        &self,
+        _id: BlockId,
+        slot: Slot,
+        _: WriteOptions,
+        _deadline: MonotonicTime,
+        done: Done<Written>,
+    ) {
         drop(slot);
         done(Err(Error::new(ErrorKind::NoSpace, "nothing is kept here")));
     }
 
-    fn touch(&self, _ids: &[(BlockId, u32)], _deadline: Mono) {}
+    fn touch(&self, _ids: &[(BlockId, u32)], _deadline: MonotonicTime) {}
 
     fn delete(&self, _io: &IoJob, _ids: &[BlockId]) -> Result<usize> {
         Ok(0)

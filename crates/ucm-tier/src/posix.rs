@@ -12,11 +12,11 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, MissReason, Part, Result};
 use ucm_device::Slot;
-use ucm_infra::{Clock, LANE_SPACE, Mono};
+use ucm_infra::{Clock, LANE_SPACE, MonotonicTime};
 use ucm_io::{FileMeta, IoJob, IoPool, Probe, Process};
 use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::{BLOCKS, Layout, Modes};
-use ucm_quota::{Capacity, Rules, Space, SpaceConfig, visit_records};
+use ucm_quota::{Capacity, Quota, QuotaConfig, Rules, visit_records};
 use ucm_record::RecordLayout;
 
 use crate::auto::Kept;
@@ -88,7 +88,7 @@ pub(crate) struct Shared {
     /// Which of the 256 record directories are known to exist.
     pub(crate) dirs: Mutex<[bool; 256]>,
     pub(crate) sequence: AtomicU64,
-    pub(crate) space: Arc<Space>,
+    pub(crate) space: Arc<Quota>,
     pub(crate) recency: Recency,
     pub(crate) waiting: Waiting,
 }
@@ -116,14 +116,14 @@ impl Shared {
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
         let layout = Layout::new(&config.root, &config.identity);
-        let space = SpaceConfig {
+        let space = QuotaConfig {
             root: config.root.clone(),
             process: config.process.clone(),
             rules: config.rules,
             record_len: config.record.record_len() as u64,
             modes: config.modes,
         };
-        let space = Space::new(space, Arc::clone(&io), Arc::clone(&clock))?;
+        let space = Quota::new(space, Arc::clone(&io), Arc::clone(&clock))?;
         let shared = Self {
             layout,
             below: Mutex::new(below),
@@ -172,7 +172,7 @@ impl Shared {
     /// Whether writes to one file go one after the other, and several files are written side by side instead: only one
     /// thread at once can fill the pages of a file of a local file system (ext4 and XFS hold the inode's lock meanwhile),
     /// and the others would not sleep but spin. Not as long as nobody knows where the root lies.
-    pub(crate) fn takes_turns(&self) -> bool {
+    pub(crate) fn serializes_writes(&self) -> bool {
         let Some(probe) = *self.probed.lock() else {
             return false;
         };
@@ -200,7 +200,7 @@ impl Backend for PosixBackend {
         "posix"
     }
 
-    fn open(&self, deadline: Mono) -> Result<String> {
+    fn open(&self, deadline: MonotonicTime) -> Result<String> {
         self.shared.open_root(deadline)?;
         Ok(self.shared.words())
     }
@@ -217,7 +217,14 @@ impl Backend for PosixBackend {
             .collect()
     }
 
-    fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
+    fn write(
+        &self,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        deadline: MonotonicTime,
+        done: Done<Written>,
+    ) {
         self.shared.write(Write {
             id,
             slot,
@@ -227,7 +234,7 @@ impl Backend for PosixBackend {
         });
     }
 
-    fn touch(&self, ids: &[(BlockId, u32)], deadline: Mono) {
+    fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {
         let due = self.shared.recency.due(ids, self.shared.clock.wall_ns());
         if due.is_empty() {
             return;

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
-use ucm_infra::{Bell, Clock, Mono};
+use ucm_infra::{Clock, MonotonicTime, Notify};
 use ucm_io::{FileMeta, ReadMode};
 use ucm_quota::evidence::{DIR, Evidence, evidence_name, evidence_time, is_damage, too_much};
 use ucm_quota::layout::is_namespace;
@@ -41,7 +41,7 @@ pub(crate) const YOUNG_NS: u64 = 60_000_000_000;
 pub(crate) struct Waiting {
     inner: Mutex<Inner>,
     /// Rung when a record was moved.
-    moved: Bell,
+    moved: Notify,
 }
 
 #[derive(Default)]
@@ -58,7 +58,7 @@ struct Inner {
     /// The record that is being moved: it is written when that is over.
     moving: Option<BlockId>,
     /// When damaged records were found within the last minute, oldest first.
-    recent: VecDeque<Mono>,
+    recent: VecDeque<MonotonicTime>,
 }
 
 /// A record is being written for as long as this is there.
@@ -81,7 +81,12 @@ impl Drop for Writing<'_> {
 
 impl Waiting {
     /// Begins to write this record, once nobody moves what has its name; `Timeout` if that takes until `until`.
-    pub(crate) fn begin_write(&self, id: BlockId, clock: &dyn Clock, until: Mono) -> Result<Writing<'_>> {
+    pub(crate) fn begin_write(
+        &self,
+        id: BlockId,
+        clock: &dyn Clock,
+        until: MonotonicTime,
+    ) -> Result<Writing<'_>> {
         loop {
             let seen = self.moved.seen();
             {
@@ -111,12 +116,12 @@ impl Waiting {
         }
         let result = run();
         self.inner.lock().moving = None;
-        self.moved.ring();
+        self.moved.notify();
         Some(result)
     }
 
     /// Counts one damaged record; false if there are too many of late.
-    pub(crate) fn count(&self, now: Mono, most: u32) -> bool {
+    pub(crate) fn count(&self, now: MonotonicTime, most: u32) -> bool {
         let recent = &mut self.inner.lock().recent;
         while recent.front().is_some_and(|&first| now.since(first) >= MINUTE) {
             recent.pop_front();
@@ -154,7 +159,8 @@ impl Shared {
                 }
             };
             // The job is never late as a whole: every step in it has its own deadline.
-            self.space.in_background(Mono::NEVER, work, Box::new(ended));
+            self.space
+                .in_background(MonotonicTime::NEVER, work, Box::new(ended));
         }
     }
 
@@ -184,7 +190,7 @@ impl Shared {
     }
 
     /// Looks at one record once more and moves it aside if it is damaged, its own and old enough.
-    fn examine(&self, id: BlockId, deadline: Mono) -> Result<Quarantined> {
+    fn examine(&self, id: BlockId, deadline: MonotonicTime) -> Result<Quarantined> {
         let path = self.layout.record(id);
         let paths = [self.layout.marker(), path.clone()];
         let metas = self.call(deadline, move |io| io.stat(&paths, false))?;
@@ -222,7 +228,7 @@ impl Shared {
         id: BlockId,
         path: &Path,
         meta: &FileMeta,
-        deadline: Mono,
+        deadline: MonotonicTime,
     ) -> Result<Option<MissReason>> {
         let len = self.config.record.record_len();
         let path = path.to_owned();
@@ -249,12 +255,12 @@ impl Shared {
     }
 
     /// What lies in a directory; nothing in one that is not there.
-    fn entries(&self, dir: PathBuf, deadline: Mono) -> Result<Vec<(OsString, FileMeta)>> {
+    fn entries(&self, dir: PathBuf, deadline: MonotonicTime) -> Result<Vec<(OsString, FileMeta)>> {
         self.call(deadline, move |io| io.list_if_there(&dir))
     }
 
     /// Removes evidence below the root that is too old or too much.
-    pub(crate) fn sweep_quarantine(&self, limit: u64, deadline: Mono) -> Result<()> {
+    pub(crate) fn sweep_quarantine(&self, limit: u64, deadline: MonotonicTime) -> Result<()> {
         let mut found = Vec::new();
         for (name, meta) in self.entries(self.layout.root().to_owned(), deadline)? {
             if !meta.is_dir || !is_namespace(&name) {
@@ -293,7 +299,7 @@ mod tests {
     #[test]
     fn a_minute_passes_before_more_is_kept() {
         let waiting = Waiting::default();
-        let at = |s: u64| Mono(s * 1_000_000_000);
+        let at = |s: u64| MonotonicTime(s * 1_000_000_000);
         assert!(waiting.count(at(0), 2) && waiting.count(at(30), 2));
         assert!(!waiting.count(at(59), 2), "the third within a minute");
         assert!(waiting.count(at(60), 2), "the first is a minute ago");

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ucm_core::{Error, ErrorKind, Result, limits};
-use ucm_infra::{LANE_LOAD, LANE_SPACE, Mono};
+use ucm_infra::{LANE_LOAD, LANE_SPACE, MonotonicTime};
 use ucm_io::{EROFS, FileMeta, IoJob, Publish, ReadMode};
 use ucm_quota::Capacity;
 use ucm_quota::layout::{FORMAT, Manifest, Marker};
@@ -30,13 +30,13 @@ impl Shared {
     /// Does something below the root and waits for it; for the control path only.
     pub(crate) fn call<T: Send + 'static>(
         &self,
-        deadline: Mono,
+        deadline: MonotonicTime,
         work: impl FnOnce(&IoJob) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         self.io.call(LANE_SPACE, deadline, work)
     }
 
-    fn read_document(&self, path: PathBuf, deadline: Mono) -> Result<Option<Vec<u8>>> {
+    fn read_document(&self, path: PathBuf, deadline: MonotonicTime) -> Result<Option<Vec<u8>>> {
         let (len, at) = (limits::MAX_DOCUMENT_BYTES, path.display().to_string());
         let read = self.call(deadline, move |io| {
             io.read_piece(&path, 0, len, ReadMode::Default)
@@ -57,7 +57,7 @@ impl Shared {
         target: PathBuf,
         bytes: Vec<u8>,
         replace: bool,
-        deadline: Mono,
+        deadline: MonotonicTime,
     ) -> Result<()> {
         let mode = self.config.modes.file;
         let publish = move |io: &IoJob| {
@@ -75,7 +75,7 @@ impl Shared {
         self.call(deadline, publish)
     }
 
-    pub(crate) fn make_dir(&self, path: PathBuf, deadline: Mono) -> Result<()> {
+    pub(crate) fn make_dir(&self, path: PathBuf, deadline: MonotonicTime) -> Result<()> {
         let mode = self.config.modes.dir;
         self.call(deadline, move |io| io.make_dir(&path, mode).map(|_| ()))
     }
@@ -85,17 +85,17 @@ impl Shared {
             .private(self.config.writer, self.sequence.fetch_add(1, Ordering::Relaxed))
     }
 
-    fn stat(&self, path: PathBuf, deadline: Mono) -> Result<Option<FileMeta>> {
+    fn stat(&self, path: PathBuf, deadline: MonotonicTime) -> Result<Option<FileMeta>> {
         self.call(deadline, move |io| io.look(path))
     }
 
     /// Whether the root still has our marker: nothing is written or removed below another one.
-    pub(crate) fn check_marker(&self, deadline: Mono) -> Result<()> {
+    pub(crate) fn check_marker(&self, deadline: MonotonicTime) -> Result<()> {
         self.check_root(self.stat(self.layout.marker(), deadline)?)
     }
 
     /// Marks the root (or checks its mark), makes the namespace, writes its manifest, starts the first count.
-    pub(crate) fn open_root(self: &Arc<Self>, deadline: Mono) -> Result<()> {
+    pub(crate) fn open_root(self: &Arc<Self>, deadline: MonotonicTime) -> Result<()> {
         let root = self.layout.root().to_owned();
         if self.config.lookup_only {
             // Nothing there yet means that nothing is stored yet; but what is there must be ours to read.
@@ -128,7 +128,7 @@ impl Shared {
     }
 
     /// The root's directory and what it lies in.
-    pub(crate) fn make_root(&self, deadline: Mono) -> Result<()> {
+    pub(crate) fn make_root(&self, deadline: MonotonicTime) -> Result<()> {
         for dir in self.missing_ancestors(self.layout.root(), deadline)? {
             self.make_dir(dir, deadline)?;
         }
@@ -136,7 +136,7 @@ impl Shared {
     }
 
     /// Looks what the file system is and can do.
-    pub(crate) fn probe_io(&self, deadline: Mono) -> Result<()> {
+    pub(crate) fn probe_io(&self, deadline: MonotonicTime) -> Result<()> {
         let dir = self.layout.tmp();
         if let Some(probe) = unless_read_only(self.call(deadline, move |io| io.probe(&dir)))? {
             *self.probed.lock() = Some(probe);
@@ -146,7 +146,7 @@ impl Shared {
 
     /// Before every count: the root is still ours (nothing is removed from another), and a part that another rank wrote
     /// over is added again. Answers the limit.
-    fn tend(self: &Arc<Self>, deadline: Mono) -> Result<u64> {
+    fn tend(self: &Arc<Self>, deadline: MonotonicTime) -> Result<u64> {
         if self
             .check_root(self.stat(self.layout.marker(), deadline)?)
             .is_err()
@@ -168,7 +168,7 @@ impl Shared {
     }
 
     /// The namespace's directories and its manifest; false where none can be made, for the file system is read-only.
-    pub(crate) fn furnish(&self, deadline: Mono) -> Result<bool> {
+    pub(crate) fn furnish(&self, deadline: MonotonicTime) -> Result<bool> {
         let made = unless_read_only(self.make_dirs(deadline))?.is_some();
         if made {
             unless_read_only(self.describe_part(deadline))?;
@@ -190,7 +190,7 @@ impl Shared {
 
     /// Takes a root up again that was lost: the one that was opened, wherever it is mounted now; or a new one in the
     /// place of one that was removed, if nothing was unmounted there. Another root, or none, is an error.
-    fn readmit(self: &Arc<Self>, deadline: Mono) -> Result<()> {
+    fn readmit(self: &Arc<Self>, deadline: MonotonicTime) -> Result<()> {
         if let Some(marker) = self.read_marker(deadline)? {
             let known = self.uuid.lock().clone();
             if known.is_none_or(|known| known != marker.uuid) {
@@ -226,7 +226,7 @@ impl Shared {
     }
 
     /// The limit on bytes below this root; an error if too few records fit.
-    fn limit(&self, marker: &Marker, deadline: Mono) -> Result<u64> {
+    fn limit(&self, marker: &Marker, deadline: MonotonicTime) -> Result<u64> {
         let limit = match self.config.capacity {
             Some(Capacity::Bytes(bytes)) => bytes.get(),
             Some(capacity) => capacity.bytes(self.space_info(deadline)?.0),
@@ -250,7 +250,7 @@ impl Shared {
     }
 
     /// The directories of the namespace; also later, when somebody removed them.
-    pub(crate) fn make_dirs(&self, deadline: Mono) -> Result<()> {
+    pub(crate) fn make_dirs(&self, deadline: MonotonicTime) -> Result<()> {
         let namespace = self.layout.namespace();
         let records = self.below.lock().map(|below| namespace.join(below));
         for dir in [namespace, self.layout.tmp()].into_iter().chain(records) {
@@ -276,14 +276,14 @@ impl Shared {
         format!("{root} on {fs}, {io} I/O threads, {direct}, at most {limit} bytes stored")
     }
 
-    pub(crate) fn read_marker(&self, deadline: Mono) -> Result<Option<Marker>> {
+    pub(crate) fn read_marker(&self, deadline: MonotonicTime) -> Result<Option<Marker>> {
         let bytes = self.read_document(self.layout.marker(), deadline)?;
         let marker = bytes.map(|bytes| Marker::parse(&bytes)).transpose();
         marker.map_err(|error| error.with("root", self.layout.root().display()))
     }
 
     /// The directories to make before the root exists, outermost first.
-    fn missing_ancestors(&self, root: &Path, deadline: Mono) -> Result<Vec<PathBuf>> {
+    fn missing_ancestors(&self, root: &Path, deadline: MonotonicTime) -> Result<Vec<PathBuf>> {
         let mut paths: Vec<PathBuf> = root.ancestors().map(Path::to_owned).collect();
         paths.retain(|path| !path.as_os_str().is_empty());
         paths.reverse();
@@ -294,14 +294,14 @@ impl Shared {
     }
 
     /// Bytes of the file system in all, and those that are free.
-    pub(crate) fn space_info(&self, deadline: Mono) -> Result<(u64, u64)> {
+    pub(crate) fn space_info(&self, deadline: MonotonicTime) -> Result<(u64, u64)> {
         let root = self.layout.root().to_owned();
         let space = self.call(deadline, move |io| io.space(&root))?;
         Ok((space.total, space.free))
     }
 
     /// Marks the root, with the layout that was decided if one was; the answer is the marker that counts.
-    pub(crate) fn mark(&self, deadline: Mono) -> Result<Marker> {
+    pub(crate) fn mark(&self, deadline: MonotonicTime) -> Result<Marker> {
         let (total, free) = self.space_info(deadline)?;
         let marker = Marker {
             format: FORMAT,
@@ -319,7 +319,12 @@ impl Shared {
     }
 
     /// Writes the marker; one that is there stays unless it is to be replaced.
-    pub(crate) fn publish_marker(&self, marker: &Marker, replace: bool, deadline: Mono) -> Result<()> {
+    pub(crate) fn publish_marker(
+        &self,
+        marker: &Marker,
+        replace: bool,
+        deadline: MonotonicTime,
+    ) -> Result<()> {
         let private = self.layout.root().join(format!(".{}.tmp", crate::random_hex()));
         self.publish_document(
             private,
@@ -332,7 +337,7 @@ impl Shared {
 
     /// Adds this part to the manifest. Ranks do so at the same time: whoever finds its part lost adds it again, at the
     /// latest with the next count.
-    fn describe_part(&self, deadline: Mono) -> Result<()> {
+    fn describe_part(&self, deadline: MonotonicTime) -> Result<()> {
         let config = &self.config;
         for _ in 0..8 {
             let stored = match self.read_document(self.layout.manifest(), deadline) {

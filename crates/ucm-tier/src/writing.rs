@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
-use ucm_infra::{LANE_DUMP, Mono};
+use ucm_infra::{LANE_DUMP, MonotonicTime};
 use ucm_io::{IoJob, Publish, ReadMode};
 use ucm_quota::Room;
 use ucm_record::RecordHeader;
@@ -18,7 +18,7 @@ pub(crate) struct Write {
     pub(crate) id: BlockId,
     pub(crate) slot: Slot,
     pub(crate) options: WriteOptions,
-    pub(crate) deadline: Mono,
+    pub(crate) deadline: MonotonicTime,
     pub(crate) done: Done<Written>,
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{Clock, Completion, Mono};
+use ucm_infra::{Clock, Completion, MonotonicTime};
 
 use crate::device::Event;
 
@@ -31,7 +31,7 @@ impl Event for HostEvent {
         self.reached.peek().is_some()
     }
 
-    fn wait(&self, deadline: Option<Mono>) -> Result<()> {
+    fn wait(&self, deadline: Option<MonotonicTime>) -> Result<()> {
         self.reached
             .wait(&*self.clock, deadline)
             .ok_or_else(|| Error::new(ErrorKind::Timeout, "the stream did not get to its event in time"))

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{Clock, Mono, PushError, RingProducer, SystemClock};
+use ucm_infra::{Clock, MonotonicTime, PushError, RingProducer, SystemClock};
 
 use crate::arena::{ArenaOptions, HostArena};
 use crate::copy;
@@ -199,7 +199,7 @@ impl Stream for HostStream {
         self.give(Task::Wait(event)).map_err(|(_, error)| error)
     }
 
-    fn synchronize(&mut self, deadline: Option<Mono>) -> Result<()> {
+    fn synchronize(&mut self, deadline: Option<MonotonicTime>) -> Result<()> {
         let event = HostEvent::new(Arc::clone(&self.options.clock));
         // The queue may be full of what we want to wait for: then the mark waits for its place too.
         let Some(feed) = &mut self.feed else {

@@ -266,7 +266,7 @@ fn waits_end_at_their_deadline_on_the_injected_clock() {
     let event = stream.record().unwrap();
     assert!(!event.done());
     std::thread::scope(|scope| {
-        let waiter = scope.spawn(|| event.wait(Some(Mono(5))));
+        let waiter = scope.spawn(|| event.wait(Some(MonotonicTime(5))));
         clock.await_sleepers(1);
         clock.advance(Duration::from_nanos(5));
         assert_eq!(waiter.join().unwrap().unwrap_err().kind(), ErrorKind::Timeout);
@@ -279,7 +279,7 @@ fn waits_end_at_their_deadline_on_the_injected_clock() {
     drop(release);
     stream.synchronize(None).unwrap();
     assert!(event.done());
-    event.wait(Some(Mono(0))).unwrap();
+    event.wait(Some(MonotonicTime(0))).unwrap();
 }
 
 #[test]
@@ -365,7 +365,7 @@ fn events_and_waits_of_an_idle_stream_are_done() {
     assert_eq!(device.name(), "host");
     let mut stream = device.make_stream().unwrap();
     assert!(stream.record().unwrap().done());
-    stream.synchronize(Some(Mono(0))).unwrap();
+    stream.synchronize(Some(MonotonicTime(0))).unwrap();
     let arena = device.make_arena(4096, ArenaOptions::default()).unwrap();
     assert_eq!(arena.len(), 4096);
 }

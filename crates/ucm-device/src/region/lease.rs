@@ -1,6 +1,6 @@
 //! What the region lends: slots to fill, and records to read where they are.
 //!
-//! Only a [`Blank`] writes to the words of a slot, and a slot that is pinned is not handed out as one: so the bytes
+//! Only a [`WriteLease`] writes to the words of a slot, and a slot that is pinned is not handed out as one: so the bytes
 //! behind a [`Pinned`] stand still.
 #![allow(unsafe_code, reason = "lends the bytes of pinned slots, which nobody writes")]
 
@@ -14,14 +14,14 @@ use ucm_infra::seqlock;
 use super::own::SharedRegion;
 use super::table::{Field, describe};
 
-/// A slot that is being filled. Dropped without [`Blank::publish`] it is free again.
-pub struct Blank {
+/// A slot that is being filled. Dropped without [`WriteLease::publish`] it is free again.
+pub struct WriteLease {
     pub(super) region: Arc<SharedRegion>,
     pub(super) slot: usize,
     pub(super) filled: usize,
 }
 
-impl Blank {
+impl WriteLease {
     /// Writes the record. `InvalidInput` when it is longer than the region's records.
     pub fn fill(&mut self, record: &[u8]) -> Result<()> {
         if record.is_empty() || record.len() > self.region.shape.record_len {
@@ -51,7 +51,7 @@ impl Blank {
     }
 }
 
-impl Drop for Blank {
+impl Drop for WriteLease {
     fn drop(&mut self) {
         self.region.release(self.slot);
     }
@@ -88,7 +88,7 @@ impl Deref for Pinned {
 
     /// The record; nothing in a forked child.
     fn deref(&self) -> &[u8] {
-        // SAFETY: only a `Blank` stores into the words of a slot, and no slot is handed out as one while it is pinned.
+        // SAFETY: only a `WriteLease` stores into the words of a slot, and no slot is handed out as one while it is pinned.
         let bytes = unsafe { self.region.mapping.bytes(self.region.shape.record(self.slot)) };
         bytes.get(..self.len).unwrap_or_default()
     }

@@ -24,7 +24,7 @@ mod tests;
 mod view;
 
 pub use fork::OwnFd;
-pub use lease::{Blank, Pinned};
+pub use lease::{Pinned, WriteLease};
 pub use own::{RegionOptions, SharedRegion};
 pub use registry::{Registry, Scan, Wanted};
 pub use view::RegionView;

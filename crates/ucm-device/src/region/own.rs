@@ -1,6 +1,6 @@
 //! The region this process writes: slots handed out blank, filled, published under an id, pinned while in use.
 //!
-//! A slot is written only between [`SharedRegion::reserve`] and [`Blank::publish`], and is handed out again only when
+//! A slot is written only between [`SharedRegion::reserve`] and [`WriteLease::publish`], and is handed out again only when
 //! it has no name and nobody in this process pins it (`lease.rs`).
 
 use std::fmt;
@@ -12,7 +12,7 @@ use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_infra::seqlock;
 
 use super::fork::{OwnFd, hold_forks};
-use super::lease::{Blank, Pinned};
+use super::lease::{Pinned, WriteLease};
 use super::mapping::{Mapping, take_pages};
 use super::registry::{Announcement, Registry};
 use super::shape::Shape;
@@ -122,7 +122,7 @@ impl SharedRegion {
     }
 
     /// A slot to be filled, or `None` when none is free (or in a forked child).
-    pub fn reserve(self: &Arc<Self>) -> Option<Blank> {
+    pub fn reserve(self: &Arc<Self>) -> Option<WriteLease> {
         if !self.mapping.here() {
             return None;
         }
@@ -133,7 +133,7 @@ impl SharedRegion {
             slot as usize
         };
         seqlock::begin(&self.table().entry(slot)?[Field::Generation as usize]);
-        Some(Blank {
+        Some(WriteLease {
             region: Arc::clone(self),
             slot,
             filled: 0,

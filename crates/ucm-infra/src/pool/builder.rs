@@ -9,8 +9,8 @@ use ucm_core::{Error, ErrorKind, Result};
 use super::state::State;
 use super::stats::Lane;
 use super::{ExitHook, Shared, StartHook, WorkerPool};
-use crate::bell::Bell;
 use crate::clock::{Clock, SystemClock};
+use crate::notify::Notify;
 
 /// Most lanes of a pool.
 pub const MAX_LANES: usize = 16;
@@ -134,8 +134,8 @@ impl WorkerPoolBuilder {
                 on_exit: self.on_exit,
                 state: Mutex::new(state),
                 work: Condvar::new(),
-                alarm: Bell::new(),
-                roll_call: Bell::new(),
+                alarm: Notify::new(),
+                roll_call: Notify::new(),
             }),
         });
         // From here on an early return drops the pool, which shuts it down.

@@ -27,8 +27,8 @@ use ucm_core::{Error, ErrorKind, Result};
 pub use builder::{MAX_LANES, MAX_QUEUE, MAX_WORKERS, WorkerPoolBuilder};
 pub use stats::{Lane, LaneStats, PoolStats};
 
-use crate::bell::Bell;
-use crate::clock::{Clock, Mono};
+use crate::clock::{Clock, MonotonicTime};
+use crate::notify::Notify;
 use job::{JobCell, Verdict};
 use state::{Phase, Queued, State};
 
@@ -65,14 +65,14 @@ impl WorkerPool {
     ///   was then never called, or its late result is dropped by its worker;
     /// * on the thread that shuts the pool down, `Closed`.
     ///
-    /// `done` must not block: the monitor waits for it. [`Mono::NEVER`] is no deadline; use it only for work that
+    /// `done` must not block: the monitor waits for it. [`MonotonicTime::NEVER`] is no deadline; use it only for work that
     /// cannot hang.
     ///
     /// # Errors
     /// `Busy` if the lane's queue is full, `Closed` after shutdown began, `InvalidInput` if there is no such lane.
     /// A pool [on demand](WorkerPoolBuilder::on_demand) that gets no monitor thread refuses with `Io`.
     /// Neither closure is called then; to have them back use [`offer`](Self::offer).
-    pub fn submit<T, W, D>(&self, lane: usize, deadline: Mono, work: W, done: D) -> Result<()>
+    pub fn submit<T, W, D>(&self, lane: usize, deadline: MonotonicTime, work: W, done: D) -> Result<()>
     where
         W: FnOnce() -> T + Send + 'static,
         D: FnOnce(Result<T>) + Send + 'static,
@@ -85,7 +85,13 @@ impl WorkerPool {
     ///
     /// # Errors
     /// As `submit`, in [`Refused::error`].
-    pub fn offer<T, W, D>(&self, lane: usize, deadline: Mono, work: W, done: D) -> Result<(), Refused<W, D>>
+    pub fn offer<T, W, D>(
+        &self,
+        lane: usize,
+        deadline: MonotonicTime,
+        work: W,
+        done: D,
+    ) -> Result<(), Refused<W, D>>
     where
         W: FnOnce() -> T + Send + 'static,
         D: FnOnce(Result<T>) + Send + 'static,
@@ -140,7 +146,7 @@ impl WorkerPool {
             shared.work.notify_one();
         }
         if wake_monitor {
-            shared.alarm.ring();
+            shared.alarm.notify();
         }
         Ok(())
     }
@@ -177,7 +183,7 @@ impl WorkerPool {
             state.abandon()
         };
         shared.work.notify_all();
-        shared.alarm.ring();
+        shared.alarm.notify();
         let mut closed = 0;
         for job in left {
             let error = Error::new(ErrorKind::Closed, "the pool was shut down before the job ended")
@@ -219,14 +225,14 @@ struct Shared {
     /// Workers wait here for jobs.
     work: Condvar,
     /// Wakes the monitor.
-    alarm: Bell,
+    alarm: Notify,
     /// Rung when a worker or the monitor starts or ends.
-    roll_call: Bell,
+    roll_call: Notify,
 }
 
 impl Shared {
     /// Waits until `enough` holds; `false` if it did not by `until`.
-    fn wait_until(&self, until: Mono, enough: impl Fn(&State) -> bool) -> bool {
+    fn wait_until(&self, until: MonotonicTime, enough: impl Fn(&State) -> bool) -> bool {
         loop {
             let seen = self.roll_call.seen();
             if enough(&self.state.lock()) {

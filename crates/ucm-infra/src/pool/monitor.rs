@@ -6,7 +6,7 @@ use ucm_core::{Error, Result};
 
 use super::Shared;
 use super::state::{Phase, State};
-use crate::clock::Mono;
+use crate::clock::MonotonicTime;
 use crate::threads::begin_thread;
 
 impl Shared {
@@ -16,7 +16,7 @@ impl Shared {
         let started = begin_thread(format!("{}-watch", self.name), move || {
             shared.monitor();
             shared.state.lock().monitored = false;
-            shared.roll_call.ring();
+            shared.roll_call.notify();
         });
         state.monitored = started.is_ok();
         started.map(drop).map_err(|error| {
@@ -42,7 +42,7 @@ impl Shared {
             if !overdue.is_empty() {
                 // Shutdown looks again: it does not wait for a worker that is written off. And the workers: a place
                 // in a lane may be free, or the last queued job gone.
-                self.roll_call.ring();
+                self.roll_call.notify();
                 self.work.notify_all();
             }
             self.report_overdue(overdue);
@@ -51,7 +51,7 @@ impl Shared {
             }
             // Rung meanwhile or not: news since `seen` makes this return at once.
             self.clock
-                .sleep(&self.alarm, seen, (wake != Mono::NEVER).then_some(wake));
+                .sleep(&self.alarm, seen, (wake != MonotonicTime::NEVER).then_some(wake));
         }
     }
 }

@@ -7,7 +7,7 @@ use ucm_core::Error;
 
 use super::job::Job;
 use super::stats::{Lane, LaneCounters, PoolStats};
-use crate::clock::Mono;
+use crate::clock::MonotonicTime;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Phase {
@@ -21,7 +21,7 @@ pub(super) enum Phase {
 
 pub(super) struct Queued {
     pub(super) job: Arc<dyn Job>,
-    pub(super) deadline: Mono,
+    pub(super) deadline: MonotonicTime,
 }
 
 pub(super) struct LaneState {
@@ -37,13 +37,13 @@ enum Slot {
     Free,
     /// In `on_start`.
     Starting {
-        deadline: Mono,
+        deadline: MonotonicTime,
     },
     Idle,
     Busy {
         lane: usize,
         job: Arc<dyn Job>,
-        deadline: Mono,
+        deadline: MonotonicTime,
     },
     /// Written off; its thread is still inside a call.
     Stuck,
@@ -75,11 +75,11 @@ pub(super) struct State {
     /// Workers there should be by now: all, or as many as were ever needed at once.
     wanted: usize,
     /// When the monitor looks again by itself.
-    pub(super) monitor_wakes: Mono,
+    pub(super) monitor_wakes: MonotonicTime,
     /// Whether the monitor thread exists.
     pub(super) monitored: bool,
     /// No thread is started before this: the last attempt failed.
-    start_not_before: Mono,
+    start_not_before: MonotonicTime,
     /// The first failed start, for the builder.
     pub(super) start_error: Option<Error>,
     replaced: u64,
@@ -101,9 +101,9 @@ impl State {
             slots: (0..size + max_replacements).map(|_| Slot::Free).collect(),
             size,
             wanted: size,
-            monitor_wakes: Mono::NEVER,
+            monitor_wakes: MonotonicTime::NEVER,
             monitored: false,
-            start_not_before: Mono::default(),
+            start_not_before: MonotonicTime::default(),
             start_error: None,
             replaced: 0,
             failed_starts: 0,
@@ -185,7 +185,12 @@ impl State {
     }
 
     /// Gives the next job to an idle worker. A job that is past its deadline goes to `late` instead.
-    pub(super) fn take(&mut self, slot: usize, now: Mono, late: &mut Vec<Overdue>) -> Option<Arc<dyn Job>> {
+    pub(super) fn take(
+        &mut self,
+        slot: usize,
+        now: MonotonicTime,
+        late: &mut Vec<Overdue>,
+    ) -> Option<Arc<dyn Job>> {
         while let Some(lane) = self.next_lane() {
             let state = self.lanes.get_mut(lane)?;
             let Queued { job, deadline } = state.queue.pop_front()?;
@@ -238,7 +243,7 @@ impl State {
     }
 
     /// A worker's start failed; no other is tried before `retry`.
-    pub(super) fn start_failed(&mut self, slot: usize, retry: Mono, error: Error) {
+    pub(super) fn start_failed(&mut self, slot: usize, retry: MonotonicTime, error: Error) {
         self.left(slot);
         self.failed_starts += 1;
         self.start_not_before = retry;
@@ -246,7 +251,7 @@ impl State {
     }
 
     /// Takes every job that is past its deadline out of the queues and off its worker, and writes such workers off.
-    pub(super) fn overdue(&mut self, now: Mono) -> Vec<Overdue> {
+    pub(super) fn overdue(&mut self, now: MonotonicTime) -> Vec<Overdue> {
         let mut overdue = Vec::new();
         for slot in &mut self.slots {
             match slot {
@@ -284,7 +289,12 @@ impl State {
     }
 
     /// Claims places for the workers that are missing, as many as the cap allows.
-    pub(super) fn claim_missing(&mut self, now: Mono, start_deadline: Mono, replacing: bool) -> Vec<usize> {
+    pub(super) fn claim_missing(
+        &mut self,
+        now: MonotonicTime,
+        start_deadline: MonotonicTime,
+        replacing: bool,
+    ) -> Vec<usize> {
         let wanted = match self.phase {
             Phase::Open => true,
             Phase::Draining => self.queued() > 0,
@@ -313,7 +323,7 @@ impl State {
     }
 
     /// The earliest point at which the monitor has something to do.
-    pub(super) fn next_event(&self, now: Mono) -> Mono {
+    pub(super) fn next_event(&self, now: MonotonicTime) -> MonotonicTime {
         let slots = self.slots.iter().filter_map(|slot| match slot {
             Slot::Busy { deadline, .. } | Slot::Starting { deadline } => Some(*deadline),
             _ => None,
@@ -324,7 +334,11 @@ impl State {
             .flat_map(|lane| &lane.queue)
             .map(|queued| queued.deadline);
         let retry = (now < self.start_not_before).then_some(self.start_not_before);
-        slots.chain(queued).chain(retry).min().unwrap_or(Mono::NEVER)
+        slots
+            .chain(queued)
+            .chain(retry)
+            .min()
+            .unwrap_or(MonotonicTime::NEVER)
     }
 
     /// Takes every job that is left, queued or running, at the end of a shutdown.

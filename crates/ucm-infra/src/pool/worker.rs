@@ -27,9 +27,9 @@ impl Shared {
         let retry = self.clock.now().after(START_RETRY);
         let error = error.with("pool", &self.name).with("worker", slot);
         self.state.lock().start_failed(slot, retry, error);
-        self.roll_call.ring();
+        self.roll_call.notify();
         // The monitor decides about another attempt.
-        self.alarm.ring();
+        self.alarm.notify();
     }
 
     fn worker(&self, slot: usize) {
@@ -38,7 +38,7 @@ impl Shared {
             return;
         }
         let mut next = self.state.lock().ready(slot);
-        self.roll_call.ring();
+        self.roll_call.notify();
         while next != Next::Leave {
             let Some(job) = self.next_job(slot) else {
                 break;
@@ -46,17 +46,17 @@ impl Shared {
             self.tell(|| job.run());
             next = self.state.lock().ready(slot);
             if next == Next::Rejoin {
-                self.roll_call.ring();
+                self.roll_call.notify();
             }
         }
         if let Some(hook) = &self.on_exit {
             self.tell(|| hook(slot));
         }
         self.state.lock().left(slot);
-        self.roll_call.ring();
+        self.roll_call.notify();
         // A place is free again: perhaps for a replacement that the cap had forbidden. And other workers may have
         // waited for this one's job before they leave.
-        self.alarm.ring();
+        self.alarm.notify();
         self.work.notify_all();
     }
 

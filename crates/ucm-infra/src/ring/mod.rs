@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
 
-use crate::clock::{Clock, Mono};
+use crate::clock::{Clock, MonotonicTime};
 use crate::sync::{AtomicBool, Ordering};
 use parking::Parking;
 use queue::{Head, Tail, queue};
@@ -127,7 +127,12 @@ impl<T> RingProducer<T> {
     ///
     /// # Errors
     /// `Closed` or `TimedOut`, with the item.
-    pub fn push(&mut self, item: T, clock: &dyn Clock, deadline: Option<Mono>) -> Result<(), PushError<T>> {
+    pub fn push(
+        &mut self,
+        item: T,
+        clock: &dyn Clock,
+        deadline: Option<MonotonicTime>,
+    ) -> Result<(), PushError<T>> {
         let mut item = item;
         loop {
             match self.try_push(item) {
@@ -180,7 +185,7 @@ impl<T> RingConsumer<T> {
     ///
     /// # Errors
     /// `TimedOut`, or `Closed` once nothing will come any more.
-    pub fn recv(&mut self, clock: &dyn Clock, deadline: Option<Mono>) -> Result<T, PopError> {
+    pub fn recv(&mut self, clock: &dyn Clock, deadline: Option<MonotonicTime>) -> Result<T, PopError> {
         let shared = Arc::clone(&self.shared);
         let look = || match self.try_pop() {
             Err(PopError::Empty) => None,
@@ -230,7 +235,7 @@ impl<T> Drop for RingConsumer<T> {
 fn wait<R>(
     parking: &Parking,
     clock: &dyn Clock,
-    deadline: Option<Mono>,
+    deadline: Option<MonotonicTime>,
     mut look: impl FnMut() -> Option<R>,
 ) -> Option<R> {
     let spins = repeat_n(std::hint::spin_loop as fn(), SPINS);

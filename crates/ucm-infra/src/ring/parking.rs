@@ -4,8 +4,8 @@
 //! announcement. A full fence between the two steps on each side makes it impossible that both look too early: the
 //! sleeper sees the change or the waker sees the announcement.
 
-use crate::bell::Bell;
-use crate::clock::{Clock, Mono};
+use crate::clock::{Clock, MonotonicTime};
+use crate::notify::Notify;
 use crate::sync::{AtomicBool, Ordering, fence};
 
 /// Where one thread sleeps until another wakes it.
@@ -13,14 +13,14 @@ pub(super) struct Parking {
     /// Every write is a swap, never a store: so the writes of both threads have one order, in which each builds on
     /// the one before, and a waker's late `false` cannot hide a newer announcement.
     announced: AtomicBool,
-    bell: Bell,
+    notify: Notify,
 }
 
 impl Parking {
     pub(super) fn new() -> Self {
         Self {
             announced: AtomicBool::new(false),
-            bell: Bell::new(),
+            notify: Notify::new(),
         }
     }
 
@@ -28,12 +28,12 @@ impl Parking {
     pub(super) fn park<R>(
         &self,
         clock: &dyn Clock,
-        until: Option<Mono>,
+        until: Option<MonotonicTime>,
         mut look: impl FnMut() -> Option<R>,
     ) -> Option<R> {
         loop {
             // Read before the announcement: who sees that rings later than this.
-            let seen = self.bell.seen();
+            let seen = self.notify.seen();
             self.announced.swap(true, Ordering::Relaxed);
             fence(Ordering::SeqCst);
             let found = look();
@@ -41,7 +41,7 @@ impl Parking {
                 self.announced.swap(false, Ordering::Relaxed);
                 return found;
             }
-            clock.sleep(&self.bell, seen, until);
+            clock.sleep(&self.notify, seen, until);
         }
     }
 
@@ -50,7 +50,7 @@ impl Parking {
         fence(Ordering::SeqCst);
         // The load alone is enough nearly always, and leaves the line shared.
         if self.announced.load(Ordering::Relaxed) && self.announced.swap(false, Ordering::Relaxed) {
-            self.bell.ring();
+            self.notify.notify();
         }
     }
 }

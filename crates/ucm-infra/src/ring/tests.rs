@@ -51,20 +51,20 @@ fn waits_end_at_their_deadlines() {
     let clock = ManualClock::new();
     let (mut producer, mut consumer) = SpscRing::bounded(1).unwrap();
     std::thread::scope(|scope| {
-        let taken = scope.spawn(|| consumer.recv(&*clock, Some(Mono(10))));
+        let taken = scope.spawn(|| consumer.recv(&*clock, Some(MonotonicTime(10))));
         clock.await_sleepers(1);
         clock.advance(Duration::from_nanos(10));
         assert_eq!(taken.join().unwrap(), Err(PopError::TimedOut));
     });
     producer.try_push(1).unwrap();
     std::thread::scope(|scope| {
-        let pushed = scope.spawn(|| producer.push(2, &*clock, Some(Mono(20))));
+        let pushed = scope.spawn(|| producer.push(2, &*clock, Some(MonotonicTime(20))));
         clock.await_sleepers(1);
         clock.advance(Duration::from_nanos(10));
         assert_eq!(pushed.join().unwrap(), Err(PushError::TimedOut(2)));
     });
     // What is there wins over a deadline that passed.
-    assert_eq!(consumer.recv(&*clock, Some(Mono(0))), Ok(1));
+    assert_eq!(consumer.recv(&*clock, Some(MonotonicTime(0))), Ok(1));
 }
 
 #[test]

@@ -72,7 +72,7 @@ fn written<'b>(op: &IoOp<'b>) -> Option<&'b [u8]> {
     match op {
         IoOp::Publish(Publish { bytes, .. })
         | IoOp::WriteAt { bytes, .. }
-        | IoOp::Finish(Finish { foot: bytes, .. }) => Some(bytes),
+        | IoOp::Finish(Finish { footer: bytes, .. }) => Some(bytes),
         _ => None,
     }
 }
@@ -88,7 +88,7 @@ fn with_bytes(op: &IoOp<'_>, bytes: &[u8], pass: impl Fn(&mut IoOp<'_>) -> Resul
             other => other,
         }),
         IoOp::WriteAt { path, offset, .. } => pass(&mut IoOp::WriteAt { path, offset, bytes }),
-        IoOp::Finish(job) => pass(&mut IoOp::Finish(Finish { foot: bytes, ..job })),
+        IoOp::Finish(job) => pass(&mut IoOp::Finish(Finish { footer: bytes, ..job })),
         _ => Err(Error::internal("this operation writes nothing")),
     }
 }

@@ -16,7 +16,7 @@ use std::sync::{Arc, mpsc};
 
 use ucm_core::{ErrorKind, Result};
 use ucm_device::{HostArena, Slot, SlotPool};
-use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_infra::{Clock, ManualClock, MonotonicTime};
 use ucm_io::{FileMeta, IoEngine, IoJob, IoOptions, IoPool, PsyncEngine, Publish, ReadMode};
 
 /// Directories on the file systems at hand: whatever holds temporary files, and a tmpfs where there is one.
@@ -56,7 +56,7 @@ pub fn clocked(engine: Arc<dyn IoEngine>, workers: usize) -> (Arc<IoPool>, Arc<M
 pub fn start<T: Send + 'static>(
     pool: &IoPool,
     lane: usize,
-    deadline: Mono,
+    deadline: MonotonicTime,
     work: impl FnOnce(&IoJob) -> Result<T> + Send + 'static,
 ) -> mpsc::Receiver<Result<T>> {
     let (send, answer) = mpsc::channel();
@@ -68,7 +68,7 @@ pub fn start<T: Send + 'static>(
 pub fn start_publish(
     pool: &IoPool,
     lane: usize,
-    deadline: Mono,
+    deadline: MonotonicTime,
     dir: &Path,
     name: &str,
     slot: Slot,

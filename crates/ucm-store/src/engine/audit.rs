@@ -13,9 +13,9 @@ use ucm_tier::backend::{BlockRead, ReadDone, WriteOptions, Written};
 use ucm_tier::events::Level;
 
 use super::Core;
-use super::assembly::Assembly;
+use super::block_builder::BlockBuilder;
 use super::load::BlockRowList;
-use crate::deviation::{deviation, tolerance};
+use crate::numeric_diff::{deviation, tolerance};
 use crate::stats::Stats;
 use crate::tiers::TierRead;
 
@@ -44,26 +44,26 @@ impl Core {
     /// compare with, or no slot to read it into.
     pub(super) fn write_audited(
         self: &Arc<Self>,
-        assembly: &Arc<Assembly>,
+        builder: &Arc<BlockBuilder>,
         slot: Slot,
         options: WriteOptions,
     ) {
-        let (id, request) = (assembly.id, assembly.request);
+        let (id, request) = (builder.id, builder.request);
         let tier = self.tiers.place(id, 0, request.number);
         let room = tier.and_then(|_| self.slots.try_acquire_above(self.reserved_slots));
         let (Some(tier), Some(room)) = (tier, room) else {
-            return self.write(assembly, slot, options);
+            return self.write(builder, slot, options);
         };
-        let (core, assembly) = (Arc::clone(self), Arc::clone(assembly));
+        let (core, builder) = (Arc::clone(self), Arc::clone(builder));
         let ended = Arc::new(move |slot: Slot, result: Result<ReadDone>| match result {
             Ok(stored) if core.verify(id, &stored).is_ok() => {
                 core.audited(id, core.deviation(stored.slot.as_slice(), slot.as_slice()));
                 drop((stored, slot));
-                core.write_done(&assembly, false, Ok(Written::Present));
+                core.write_done(&builder, false, Ok(Written::Present));
             }
             answer => {
                 drop(answer); // with the slot that was read into
-                core.write(&assembly, slot, options);
+                core.write(&builder, slot, options);
             }
         });
         let read = TierRead {

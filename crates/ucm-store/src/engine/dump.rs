@@ -10,12 +10,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
-use ucm_infra::{LANE_DUMP, Mono};
+use ucm_infra::{LANE_DUMP, MonotonicTime};
 use ucm_record::{RecordMeta, encode_header};
 use ucm_tier::backend::{Flush, WriteOptions, Written};
 use ucm_tier::events::Level;
 
-use super::assembly::{After, Assembly, Stage};
+use super::block_builder::{After, BlockBuilder, Stage};
 use super::load::{BlockRowList, by_block};
 use super::task::{Task, TaskState};
 use super::{Core, Hint, Row};
@@ -24,16 +24,16 @@ use crate::tiers::Request;
 
 /// Rows of one block that a thread copies.
 struct Gather {
-    assembly: Arc<Assembly>,
+    builder: Arc<BlockBuilder>,
     rows: BlockRowList,
     /// How that ended was told.
     told: AtomicBool,
 }
 
-impl From<(Arc<Assembly>, BlockRowList)> for Gather {
-    fn from((assembly, rows): (Arc<Assembly>, BlockRowList)) -> Self {
+impl From<(Arc<BlockBuilder>, BlockRowList)> for Gather {
+    fn from((builder, rows): (Arc<BlockBuilder>, BlockRowList)) -> Self {
         Self {
-            assembly,
+            builder,
             rows,
             told: AtomicBool::new(false),
         }
@@ -41,15 +41,15 @@ impl From<(Arc<Assembly>, BlockRowList)> for Gather {
 }
 
 impl Core {
-    pub(super) fn start_dump(self: &Arc<Self>, rows: Vec<Row>, deadline: Mono) -> Result<Task> {
+    pub(super) fn start_dump(self: &Arc<Self>, rows: Vec<Row>, deadline: MonotonicTime) -> Result<Task> {
         let now = self.clock.now();
         let state = TaskState::new(rows.len(), now, deadline);
         let (tiers, hurried) = (Arc::clone(&self.tiers), Arc::clone(&state));
         let task = Task {
             state: Arc::clone(&state),
             expire: Arc::new(|| {}), // the pools of copies and of the backend keep its deadline
-            hurry: Arc::new(move || {
-                hurried.hurry();
+            flush_soon: Arc::new(move || {
+                hurried.flush_soon();
                 if hurried.only_waits() {
                     tiers.flush(Flush::Soon);
                 }
@@ -74,7 +74,7 @@ impl Core {
             let (core, task, blocks) = (Arc::clone(self), Arc::clone(&state), Arc::clone(&share));
             let gather = move || {
                 for block in &*blocks {
-                    core.gathered(block, &task, core.gather(&block.assembly, &block.rows));
+                    core.gathered(block, &task, core.gather(&block.builder, &block.rows));
                 }
             };
             let (core, task) = (Arc::clone(self), Arc::clone(&state));
@@ -92,34 +92,34 @@ impl Core {
         }
     }
 
-    /// An assembly with a slot and a place in the queue of copies for every block, or Busy and nothing changed.
+    /// An builder with a slot and a place in the queue of copies for every block, or Busy and nothing changed.
     fn take_slots(
         &self,
         blocks: Vec<(BlockId, BlockRowList)>,
         request: Request,
-    ) -> Result<Vec<(Arc<Assembly>, BlockRowList)>> {
+    ) -> Result<Vec<(Arc<BlockBuilder>, BlockRowList)>> {
         let (mut work, mut fresh) = (Vec::with_capacity(blocks.len()), Vec::new());
-        let mut assemblies = self.assemblies.lock();
+        let mut builders = self.builders.lock();
         let blocks_wanted = blocks.len();
         let mut full = self.copying.load(Ordering::Acquire) + blocks_wanted > self.copy_limit;
         for (id, rows) in blocks {
-            let assembly = match assemblies.get(&id) {
+            let builder = match builders.get(&id) {
                 _ if full => break,
-                Some(assembly) => Arc::clone(assembly),
+                Some(builder) => Arc::clone(builder),
                 None => {
                     let Some(slot) = self.slots.try_acquire_above(self.reserved_slots) else {
                         full = true;
                         break;
                     };
-                    let assembly = Arc::new(Assembly::new(id, request, slot, &self.geometry));
-                    fresh.push(Arc::clone(&assembly));
-                    assembly
+                    let builder = Arc::new(BlockBuilder::new(id, request, slot, &self.geometry));
+                    fresh.push(Arc::clone(&builder));
+                    builder
                 }
             };
-            work.push((assembly, rows));
+            work.push((builder, rows));
         }
         if full {
-            drop(assemblies); // before the slots, whose return may start reads
+            drop(builders); // before the slots, whose return may start reads
             Stats::add(&self.stats.dumps_refused, 1);
             let busy = Error::new(ErrorKind::Busy, "no staging slot is free for this dump");
             let busy = busy
@@ -129,16 +129,16 @@ impl Core {
         }
         // Counted under the lock, so that two dumps cannot both take the last places.
         self.copying.fetch_add(work.len(), Ordering::AcqRel);
-        assemblies.extend(fresh.into_iter().map(|assembly| (assembly.id, assembly)));
+        builders.extend(fresh.into_iter().map(|builder| (builder.id, builder)));
         Ok(work)
     }
 
     /// Copies rows from the device into the record and checksums them. Nothing but memory is touched here: a copy
     /// that returns late, after its block was given up, changes nothing but its slot's freedom.
-    fn gather(&self, assembly: &Assembly, rows: &BlockRowList) -> Result<()> {
-        let _alone = assembly.copying.lock();
+    fn gather(&self, builder: &BlockBuilder, rows: &BlockRowList) -> Result<()> {
+        let _alone = builder.copying.lock();
         let (mut slot, wanted) = {
-            let mut inner = assembly.inner.lock();
+            let mut inner = builder.inner.lock();
             let missing = |row: &&(usize, u32, _)| !inner.have[row.1 as usize];
             let wanted: Vec<_> = rows.iter().filter(missing).collect();
             if wanted.is_empty() || !matches!(inner.stage, Stage::Filling) {
@@ -159,7 +159,7 @@ impl Core {
             })?;
             Stats::add(&self.stats.bytes_staged, self.shard_len());
         }
-        let mut inner = assembly.inner.lock();
+        let mut inner = builder.inner.lock();
         if matches!(inner.stage, Stage::Filling) {
             wanted
                 .iter()
@@ -181,13 +181,13 @@ impl Core {
             return;
         }
         self.copying.fetch_sub(1, Ordering::AcqRel);
-        let assembly = &block.assembly;
+        let builder = &block.builder;
         let rows: Vec<usize> = block.rows.iter().map(|(row, _, _)| *row).collect();
         let count = rows.len();
         let after = match result {
-            Ok(()) => assembly.after(task, &rows),
+            Ok(()) => builder.after(task, &rows),
             Err(error) => {
-                self.give_up(assembly, &error);
+                self.give_up(builder, &error);
                 After::Ended(Err(error))
             }
         };
@@ -200,7 +200,7 @@ impl Core {
         match after {
             After::Ended(_) => self.finish_rows(task, count),
             After::Wait => {}
-            After::Publish(slot, crcs) => self.publish(assembly, slot, &crcs),
+            After::Publish(slot, crcs) => self.publish(builder, slot, &crcs),
         }
         let flushed = task.started.0 < self.flushed.load(Ordering::Acquire);
         if task.only_waits() || flushed && task.is_handed_over() {
@@ -208,15 +208,15 @@ impl Core {
         }
     }
 
-    fn publish(self: &Arc<Self>, assembly: &Arc<Assembly>, mut slot: Slot, layer_crcs: &[u32]) {
-        let hint = self.hints.lock().get(&assembly.id).copied().unwrap_or_default();
+    fn publish(self: &Arc<Self>, builder: &Arc<BlockBuilder>, mut slot: Slot, layer_crcs: &[u32]) {
+        let hint = self.hints.lock().get(&builder.id).copied().unwrap_or_default();
         let Hint {
             parent,
             ordinal,
             tokens,
         } = hint;
         let meta = RecordMeta {
-            id: assembly.id,
+            id: builder.id,
             parent,
             ordinal,
             namespace: *self.identity.digest(),
@@ -230,39 +230,38 @@ impl Core {
             writer: self.writer,
         };
         if let Err(error) = encode_header(&self.layout, &meta, layer_crcs, slot.as_mut_slice()) {
-            return self.write_done(assembly, false, Err(error));
+            return self.write_done(builder, false, Err(error));
         }
-        let replace = self.refused.replaces(assembly.id);
+        let replace = self.refused.replaces(builder.id);
         let options = WriteOptions {
             len: self.layout.record_len(),
             ordinal,
             replace,
             read_back: self.paranoid,
         };
-        if self.marked.remove(&assembly.id) && !replace {
-            self.write_audited(assembly, slot, options);
+        if self.marked.remove(&builder.id) && !replace {
+            self.write_audited(builder, slot, options);
         } else {
-            self.write(assembly, slot, options);
+            self.write(builder, slot, options);
         }
     }
 
-    pub(super) fn write(self: &Arc<Self>, assembly: &Arc<Assembly>, slot: Slot, options: WriteOptions) {
-        let (core, done_for, replace) = (Arc::clone(self), Arc::clone(assembly), options.replace);
+    pub(super) fn write(self: &Arc<Self>, builder: &Arc<BlockBuilder>, slot: Slot, options: WriteOptions) {
+        let (core, done_for, replace) = (Arc::clone(self), Arc::clone(builder), options.replace);
         let done = Box::new(move |result| core.write_done(&done_for, replace, result));
-        self.tiers
-            .write(assembly.id, slot, options, assembly.request, done);
+        self.tiers.write(builder.id, slot, options, builder.request, done);
     }
 
     pub(super) fn write_done(
         self: &Arc<Self>,
-        assembly: &Arc<Assembly>,
+        builder: &Arc<BlockBuilder>,
         replaced: bool,
         result: Result<Written>,
     ) {
-        self.assemblies.lock().remove(&assembly.id);
-        self.hints.lock().remove(&assembly.id);
+        self.builders.lock().remove(&builder.id);
+        self.hints.lock().remove(&builder.id);
         let result = match result {
-            Ok(Written::Unsound(reason)) => Err(self.refuse(assembly.id, None, reason)),
+            Ok(Written::Unsound(reason)) => Err(self.refuse(builder.id, None, reason)),
             result => result,
         };
         match &result {
@@ -274,12 +273,12 @@ impl Core {
                     Stats::add(&self.stats.blocks_present, 1);
                 } else {
                     Stats::add(&self.stats.blocks_published, 1);
-                    self.refused.published(assembly.id);
+                    self.refused.published(builder.id);
                     Stats::add(&self.stats.bytes_published, self.layout.record_len() as u64);
                 }
-                if replaced && *written == Written::Published && self.refused.forgive(assembly.id) {
+                if replaced && *written == Written::Published && self.refused.forgive(builder.id) {
                     Stats::add(&self.stats.records_replaced, 1);
-                    let text = format!("a refused record was replaced: {}", assembly.id);
+                    let text = format!("a refused record was replaced: {}", builder.id);
                     self.say(Level::Info, text);
                 }
             }
@@ -294,14 +293,14 @@ impl Core {
         }
         let result = result.map(|_| ());
         let waiting = {
-            let mut inner = assembly.inner.lock();
+            let mut inner = builder.inner.lock();
             inner.stage = Stage::Ended(result.clone());
             std::mem::take(&mut inner.waiting)
         };
         for (task, rows) in waiting {
             if let Err(error) = &result {
                 rows.iter()
-                    .for_each(|&row| task.fail_row(row, error.clone().with("block", assembly.id)));
+                    .for_each(|&row| task.fail_row(row, error.clone().with("block", builder.id)));
             }
             self.finish_rows(&task, rows.len());
         }
@@ -309,9 +308,9 @@ impl Core {
 
     /// Drops a block that cannot be completed; false if it is complete, or was dropped before. Nobody waits for it:
     /// rows wait only for a block that is being published.
-    fn give_up(&self, assembly: &Arc<Assembly>, error: &Error) -> bool {
+    fn give_up(&self, builder: &Arc<BlockBuilder>, error: &Error) -> bool {
         let slot = {
-            let mut inner = assembly.inner.lock();
+            let mut inner = builder.inner.lock();
             if !matches!(inner.stage, Stage::Filling) {
                 return false;
             }
@@ -319,7 +318,7 @@ impl Core {
             inner.slot.take() // or a copy that hangs has it, and drops it when it returns
         };
         // Still this one: it leaves the list once, here or when its publishing ended, and no other takes its place before.
-        self.assemblies.lock().remove(&assembly.id);
+        self.builders.lock().remove(&builder.id);
         drop(slot);
         true
     }
@@ -331,20 +330,20 @@ impl Core {
     }
 
     /// Drops blocks whose last shard did not come by their deadline.
-    pub(super) fn drop_incomplete(&self, now: Mono) {
-        let late: Vec<Arc<Assembly>> = self
-            .assemblies
+    pub(super) fn drop_incomplete(&self, now: MonotonicTime) {
+        let late: Vec<Arc<BlockBuilder>> = self
+            .builders
             .lock()
             .values()
-            .filter(|assembly| assembly.request.deadline <= now)
+            .filter(|builder| builder.request.deadline <= now)
             .cloned()
             .collect();
-        for assembly in late {
+        for builder in late {
             // Without its slot there it is being copied or published: then its pool keeps the deadline.
-            if assembly.inner.lock().slot.is_some() {
+            if builder.inner.lock().slot.is_some() {
                 let text = "the block's other shards did not come in time";
-                let error = Error::new(ErrorKind::Timeout, text).with("block", assembly.id);
-                let dropped = self.give_up(&assembly, &error);
+                let error = Error::new(ErrorKind::Timeout, text).with("block", builder.id);
+                let dropped = self.give_up(&builder, &error);
                 Stats::add(&self.stats.blocks_incomplete, u64::from(dropped));
             }
         }

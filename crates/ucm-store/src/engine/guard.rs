@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_quota::evidence::is_damage;
 use ucm_record::{Expect, RecordHeader, verify, verify_layers};
 use ucm_tier::backend::{Quarantined, ReadDone};
@@ -16,7 +16,7 @@ use crate::stats::Stats;
 
 impl Core {
     /// Whether work may go to the tiers now: one of them may answer, and not too much is lost.
-    pub(super) fn admit(&self, now: Mono) -> Result<()> {
+    pub(super) fn admit(&self, now: MonotonicTime) -> Result<()> {
         self.usable()?;
         let lost = self.lost();
         let was = self.overrun.swap(lost.is_some(), Ordering::AcqRel);

@@ -1,6 +1,6 @@
 //! The way of a block from the medium to the device.
 //!
-//! Every block of a load has its own slot and its own state (a [`LoadGate`]): *reading* until it was verified in its
+//! Every block of a load has its own slot and its own state (a [`LoadState`]): *reading* until it was verified in its
 //! slot, then *scattering*, then done. At the first failure the blocks after the failed one, in the order of their first
 //! rows, that are still reading are cancelled; those before it finish, because a reader of a prefix can use them. When one
 //! of those fails too, the cut moves up to it. The load is reported once, when none is reading or scattering, so no byte
@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, MissReason, Result};
-use ucm_infra::{BlockState, Killed, LoadGate, Mono};
+use ucm_infra::{BlockState, Cancelled, LoadState, MonotonicTime};
 
 use super::guard::reason_of;
 use super::reads::MAX_PENDING;
@@ -45,14 +45,14 @@ pub(super) struct LoadTask {
     pub(super) state: Arc<TaskState>,
     pub(super) request: Request,
     pub(super) blocks: Vec<BlockRows>,
-    gate: LoadGate,
-    cancelled: Mutex<Cancelled>,
+    gate: LoadState,
+    cancelled: Mutex<Cuts>,
 }
 
 /// Why blocks of a load were cancelled, for those that did not fail themselves: the first block of each cut, and its reason;
 /// each lies before the one that came earlier.
 #[derive(Default)]
-struct Cancelled(Vec<(usize, Error)>);
+struct Cuts(Vec<(usize, Error)>);
 
 impl LoadTask {
     /// Whether a block is still to be read.
@@ -61,7 +61,7 @@ impl LoadTask {
     }
 }
 
-impl Cancelled {
+impl Cuts {
     /// Why this block was cancelled: by the first cut that it lies behind.
     fn cause(&self, index: usize) -> Error {
         let cut = self.0.iter().find(|(first, _)| *first <= index);
@@ -90,7 +90,7 @@ pub(super) fn by_block(rows: Vec<Row>) -> Vec<(BlockId, BlockRowList)> {
 }
 
 impl Core {
-    pub(super) fn start_load(self: &Arc<Self>, rows: Vec<Row>, deadline: Mono) -> Result<Task> {
+    pub(super) fn start_load(self: &Arc<Self>, rows: Vec<Row>, deadline: MonotonicTime) -> Result<Task> {
         let now = self.clock.now();
         let state = TaskState::new(rows.len(), now, deadline);
         let blocks: Vec<BlockRows> = by_block(rows)
@@ -100,7 +100,7 @@ impl Core {
         let task = Arc::new(LoadTask {
             state: Arc::clone(&state),
             request: self.tiers.request(deadline),
-            gate: LoadGate::new(blocks.len()),
+            gate: LoadState::new(blocks.len()),
             blocks,
             cancelled: Mutex::default(),
         });
@@ -118,12 +118,12 @@ impl Core {
         Ok(Task {
             state,
             expire,
-            hurry: Arc::new(|| {}),
+            flush_soon: Arc::new(|| {}),
         })
     }
 
     /// Lets the blocks of a load wait for their reads, or ends it here.
-    fn begin_load(self: &Arc<Self>, task: &Arc<LoadTask>, now: Mono) {
+    fn begin_load(self: &Arc<Self>, task: &Arc<LoadTask>, now: MonotonicTime) {
         if let Err(error) = self.admit(now) {
             self.stats.misses.add(reason_of(&error), task.blocks.len() as u64);
             return self.end_load(task, error);
@@ -251,13 +251,13 @@ impl Core {
     }
 
     /// Cancels the blocks from `first` on that are still reading.
-    fn cancel_from(&self, task: &LoadTask, first: usize, error: Error) -> Killed {
+    fn cancel_from(&self, task: &LoadTask, first: usize, error: Error) -> Cancelled {
         let mut cancelled = task.cancelled.lock();
         if cancelled.0.last().is_none_or(|(cut, _)| first < *cut) {
             cancelled.0.push((first, error));
         }
         drop(cancelled); // the reason is there before the first block is cancelled: whoever reports finds it
-        task.gate.kill_from(first)
+        task.gate.cancel_from(first)
     }
 
     /// Runs once per load: names the rows that were cancelled, then lets the waiters go.
@@ -265,7 +265,7 @@ impl Core {
         let cancelled = task.cancelled.lock();
         let mut lost = 0;
         for (index, block) in task.blocks.iter().enumerate() {
-            if task.gate.state(index) == Some(BlockState::Dead) {
+            if task.gate.state(index) == Some(BlockState::Cancelled) {
                 lost += 1;
                 self.record_failure(task, index, &cancelled.cause(index));
             } else if task.state.failed(block.rows.first().map_or(0, |row| row.0)) {

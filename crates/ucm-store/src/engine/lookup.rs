@@ -4,7 +4,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
-use ucm_infra::{Completion, Mono};
+use ucm_infra::{Completion, MonotonicTime};
 
 use super::{Core, LANE_ASK};
 use crate::stats::Stats;
@@ -105,7 +105,7 @@ impl Core {
     }
 
     /// Checks and counts a call; false if there is nothing to ask or nobody to be asked.
-    fn begin(self: &Arc<Self>, ids: &[BlockId]) -> Result<(Mono, bool)> {
+    fn begin(self: &Arc<Self>, ids: &[BlockId]) -> Result<(MonotonicTime, bool)> {
         self.usable()?;
         if ids.len() > limits::MAX_IDS_PER_CALL {
             return Err(Error::invalid("too many ids in one call").with("ids", ids.len()));
@@ -123,7 +123,7 @@ impl Core {
         Ok((now, asked))
     }
 
-    fn end(&self, started: Mono, hits: usize) {
+    fn end(&self, started: MonotonicTime, hits: usize) {
         Stats::add(&self.stats.lookup_hits, hits as u64);
         let took = self.clock.now().since(started);
         self.stats.lookup_latency.observe(took.as_nanos() as u64);

@@ -5,15 +5,15 @@
 //! staged and published ([`dump`]); bounded queues; deadlines on every wait; verification of everything that comes
 //! from a medium. Deadlines of I/O are kept by the backend's pool, those of tasks by whoever looks at them.
 
-mod assembly;
 mod audit;
+mod block_builder;
 mod config;
 mod dump;
 mod guard;
 mod load;
 mod lookup;
 mod reads;
-mod refused;
+mod rejected;
 mod report;
 mod task;
 
@@ -26,9 +26,9 @@ use hashlink::LruCache;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result, limits};
 use ucm_device::{Device, DeviceSpan, HostArena, KvLayout, SlotPool, Stream};
-use ucm_infra::{Clock, IdSet, Lane, Mono, WorkerPool};
+use ucm_infra::{Clock, IdSet, Lane, MonotonicTime, WorkerPool};
 use ucm_record::RecordLayout;
-use ucm_tier::backend::{Early, Flush};
+use ucm_tier::backend::{Flush, LocallyVisible};
 use ucm_tier::events::Events;
 
 use crate::stats::Stats;
@@ -36,7 +36,7 @@ use crate::tiers::{Priority, TierConfig, Tiers, TiersConfig};
 
 pub use config::{Deadlines, EngineConfig, Hint, Pieces, Row};
 pub use lookup::{Asked, Located};
-use refused::Refused;
+use rejected::RejectedRecords;
 use task::OpenTasks;
 pub use task::{Task, Until};
 
@@ -82,14 +82,14 @@ pub struct Core {
     copies: Arc<WorkerPool>,
     asks: Arc<WorkerPool>,
     reads: Mutex<reads::Reads>,
-    assemblies: assembly::Assemblies,
+    builders: block_builder::BlockBuilders,
     open_tasks: Arc<OpenTasks>,
     /// Copies from the device that are queued or running, and how many there may be.
     copying: AtomicUsize,
     copy_limit: usize,
     /// Threads that copy from the device.
     copy_threads: usize,
-    refused: Refused,
+    refused: RejectedRecords,
     hints: Mutex<LruCache<BlockId, Hint>>,
     /// Where the KV lies, once somebody said so.
     kv: Mutex<Option<Arc<KvLayout>>>,
@@ -216,12 +216,12 @@ impl Engine {
             copies,
             asks,
             reads: Mutex::default(),
-            assemblies: Mutex::default(),
+            builders: Mutex::default(),
             open_tasks: Arc::default(),
             copying: AtomicUsize::new(0),
             copy_limit,
             copy_threads: config.copy_threads.max(1),
-            refused: Refused::default(),
+            refused: RejectedRecords::default(),
             hints: Mutex::new(LruCache::new(REMEMBERED)),
             kv: Mutex::default(),
             marked: IdSet::default(),
@@ -330,7 +330,7 @@ impl Engine {
         self.tiers.shutdown(left());
         self.await_pump();
         self.end_loads();
-        self.drop_incomplete(Mono::NEVER);
+        self.drop_incomplete(MonotonicTime::NEVER);
     }
 }
 
@@ -405,7 +405,7 @@ impl Core {
     }
 
     /// What became readable for this process before others can see it, and what no longer is, since the last call.
-    pub fn early(&self) -> Result<Early> {
+    pub fn early(&self) -> Result<LocallyVisible> {
         self.usable()?;
         Ok(self.tiers.early())
     }
@@ -470,7 +470,7 @@ impl Core {
     }
 
     /// When a load that begins now is over.
-    fn load_deadline(&self, given: Option<Duration>) -> Mono {
+    fn load_deadline(&self, given: Option<Duration>) -> MonotonicTime {
         let deadline = given.unwrap_or(self.deadlines.load).min(LONGEST_LOAD);
         self.clock.now().after(deadline)
     }

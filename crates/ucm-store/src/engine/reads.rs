@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
 use ucm_device::Slot;
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_quota::evidence::is_damage;
 use ucm_tier::backend::{BlockRead, ReadDone};
 
@@ -151,7 +151,7 @@ impl Core {
         // Nothing in it waits, so it has no deadline. What is refused has others before it that have not begun.
         if let Err(refused) = self
             .asks
-            .offer(LANE_PUMP, Mono::NEVER, move || core.pump(), |_| {})
+            .offer(LANE_PUMP, MonotonicTime::NEVER, move || core.pump(), |_| {})
             && refused.error.kind() != ErrorKind::Busy
         {
             self.pump(); // closed meanwhile
@@ -444,7 +444,7 @@ impl Core {
     fn end_read(
         &self,
         id: BlockId,
-        deadline: Option<Mono>,
+        deadline: Option<MonotonicTime>,
         layers: Option<Range<u32>>,
     ) -> Vec<(Arc<LoadTask>, usize)> {
         let mut reads = self.reads.lock();

@@ -25,7 +25,7 @@ impl Core {
             ("slots_free", self.slots.available() as u64),
             ("slot_bytes", self.layout.record_len() as u64),
             ("loads_queued", self.reads.lock().queued() as u64),
-            ("blocks_in_flight", self.assemblies.lock().len() as u64),
+            ("blocks_in_flight", self.builders.lock().len() as u64),
             (
                 "workers_stuck",
                 (self.tiers.stuck() + self.copies.stuck() + self.asks.stuck()) as u64,

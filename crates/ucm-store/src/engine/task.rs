@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::Error;
-use ucm_infra::{Bell, Clock, Completion, Mono};
+use ucm_infra::{Clock, Completion, MonotonicTime, Notify};
 
 use crate::tiers::MAX_TIERS;
 
@@ -25,8 +25,8 @@ const GRACE: Duration = Duration::from_secs(1);
 
 /// Shared state of one task. Counts rows down to each level; both levels are reached exactly once.
 pub(crate) struct TaskState {
-    pub(crate) started: Mono,
-    pub(crate) deadline: Mono,
+    pub(crate) started: MonotonicTime,
+    pub(crate) deadline: MonotonicTime,
     unstaged: AtomicUsize,
     unfinished: AtomicUsize,
     staged: Arc<Completion<()>>,
@@ -39,7 +39,7 @@ pub(crate) struct TaskState {
 }
 
 impl TaskState {
-    pub(crate) fn new(rows: usize, started: Mono, deadline: Mono) -> Arc<Self> {
+    pub(crate) fn new(rows: usize, started: MonotonicTime, deadline: MonotonicTime) -> Arc<Self> {
         let state = Self {
             started,
             deadline,
@@ -78,7 +78,7 @@ impl TaskState {
     }
 
     /// Somebody waits for it to be published.
-    pub(crate) fn hurry(&self) {
+    pub(crate) fn flush_soon(&self) {
         self.hurried.store(true, Ordering::Release);
     }
 
@@ -108,7 +108,7 @@ impl TaskState {
 #[derive(Default)]
 pub(crate) struct OpenTasks {
     count: AtomicUsize,
-    ended: Bell,
+    ended: Notify,
 }
 
 impl OpenTasks {
@@ -118,12 +118,12 @@ impl OpenTasks {
         let tasks = Arc::clone(self);
         task.finished.on_complete(move |()| {
             tasks.count.fetch_sub(1, Ordering::AcqRel);
-            tasks.ended.ring();
+            tasks.ended.notify();
         });
     }
 
     /// Waits until none is left, at most until `until`.
-    pub(crate) fn wait(&self, clock: &dyn Clock, until: Mono) {
+    pub(crate) fn wait(&self, clock: &dyn Clock, until: MonotonicTime) {
         loop {
             let seen = self.ended.seen();
             if self.count.load(Ordering::Acquire) == 0 || clock.now() >= until {
@@ -141,7 +141,7 @@ pub struct Task {
     /// Ends the task at its deadline (a load cancels what is still reading).
     pub(crate) expire: Arc<dyn Fn() + Send + Sync>,
     /// Somebody waits for it to be published.
-    pub(crate) hurry: Arc<dyn Fn() + Send + Sync>,
+    pub(crate) flush_soon: Arc<dyn Fn() + Send + Sync>,
 }
 
 impl Task {
@@ -158,9 +158,9 @@ impl Task {
 
     /// Waits until the level is reached, at most until `limit` and never past the task's own deadline. False if
     /// the limit came first. A backend that publishes many records at once is told that somebody waits.
-    pub fn wait(&self, clock: &dyn Clock, until: Until, limit: Option<Mono>) -> bool {
+    pub fn wait(&self, clock: &dyn Clock, until: Until, limit: Option<MonotonicTime>) -> bool {
         if until == Until::Published && !self.state.is_finished() {
-            (self.hurry)();
+            (self.flush_soon)();
         }
         let deadline = self.state.deadline;
         let first = limit.map_or(deadline, |limit| limit.min(deadline));

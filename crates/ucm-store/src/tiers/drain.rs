@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ucm_core::{BlockId, Result};
 use ucm_device::Slot;
-use ucm_infra::{Bell, LANE_LOAD, LANE_SPACE, Mono};
+use ucm_infra::{LANE_LOAD, LANE_SPACE, MonotonicTime, Notify};
 use ucm_io::IoJob;
 use ucm_tier::backend::{BlockRead, Listed, Outcome, ReadDone};
 use ucm_tier::events::Level;
@@ -15,7 +15,7 @@ use super::{Tiers, WritePolicy};
 impl Tiers {
     /// Writes back what this process's memories above tiers written back to still hold, the latest used first, until
     /// `until`.
-    pub(super) fn write_back(self: &Arc<Self>, until: Mono) {
+    pub(super) fn write_back(self: &Arc<Self>, until: MonotonicTime) {
         for number in 1..self.tiers.len() {
             if self.tiers[number].policy != WritePolicy::Back {
                 continue;
@@ -31,7 +31,7 @@ impl Tiers {
         }
     }
 
-    fn write_back_to(self: &Arc<Self>, number: usize, records: &[Listed], until: Mono) {
+    fn write_back_to(self: &Arc<Self>, number: usize, records: &[Listed], until: MonotonicTime) {
         let under_way = Arc::new(AtomicUsize::new(0));
         let mut begun = 0;
         for record in records {
@@ -61,7 +61,7 @@ impl Tiers {
         number: usize,
         id: BlockId,
         slot: Slot,
-        until: Mono,
+        until: MonotonicTime,
         under_way: &Arc<AtomicUsize>,
     ) {
         let (tiers, under_way) = (Arc::clone(self), Arc::clone(under_way));
@@ -73,7 +73,7 @@ impl Tiers {
                 if ended.clock.now() < until {
                     under_way.fetch_sub(1, Ordering::AcqRel);
                 }
-                ended.freed.ring();
+                ended.freed.notify();
             };
             match result.map(|mut read| read.pop()) {
                 Ok(Some(Outcome::Came(Ok(ReadDone { slot, read, .. })))) => {
@@ -88,7 +88,7 @@ impl Tiers {
         above.pool.job(LANE_LOAD, until, work, told);
     }
 
-    fn await_spare(&self, until: Mono) -> Option<Slot> {
+    fn await_spare(&self, until: MonotonicTime) -> Option<Slot> {
         let mut slot = None;
         self.await_until(until, || {
             slot = slot.take().or_else(|| self.spare.try_acquire());
@@ -97,14 +97,14 @@ impl Tiers {
         slot
     }
 
-    fn await_until(&self, until: Mono, mut so: impl FnMut() -> bool) {
-        let bell: &Bell = &self.freed;
+    fn await_until(&self, until: MonotonicTime, mut so: impl FnMut() -> bool) {
+        let notify: &Notify = &self.freed;
         loop {
-            let seen = bell.seen();
+            let seen = notify.seen();
             if so() || self.clock.now() >= until {
                 return;
             }
-            self.clock.sleep(bell, seen, Some(until));
+            self.clock.sleep(notify, seen, Some(until));
         }
     }
 }

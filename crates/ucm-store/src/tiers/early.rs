@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, limits};
-use ucm_tier::backend::Early;
+use ucm_tier::backend::LocallyVisible;
 
 /// Which tiers (a bit each) say that an id is early, and the changes not told yet.
 #[derive(Default)]
@@ -19,7 +19,7 @@ struct Inner {
 
 impl Merged {
     /// Takes what the tiers say and tells what that changes, at most as many ids as fit in one call.
-    pub(super) fn merge(&self, tiers: impl Iterator<Item = Early>) -> Early {
+    pub(super) fn merge(&self, tiers: impl Iterator<Item = LocallyVisible>) -> LocallyVisible {
         let mut guard = self.0.lock();
         let inner = &mut *guard;
         for (number, early) in tiers.enumerate() {
@@ -40,7 +40,7 @@ impl Merged {
                 }
             }
         }
-        let mut told = Early::default();
+        let mut told = LocallyVisible::default();
         let now: Vec<BlockId> = inner
             .untold
             .keys()
@@ -61,9 +61,9 @@ impl Merged {
 mod tests {
     use super::*;
 
-    fn early(gained: &[u8], lost: &[u8]) -> Early {
+    fn early(gained: &[u8], lost: &[u8]) -> LocallyVisible {
         let ids = |ns: &[u8]| ns.iter().map(|&n| BlockId([n; 16])).collect();
-        Early {
+        LocallyVisible {
             gained: ids(gained),
             lost: ids(lost),
         }
@@ -72,7 +72,7 @@ mod tests {
     #[test]
     fn an_id_is_early_while_any_tier_says_so() {
         let merged = Merged::default();
-        let said = |tiers: [Early; 2]| merged.merge(tiers.into_iter());
+        let said = |tiers: [LocallyVisible; 2]| merged.merge(tiers.into_iter());
         assert_eq!(said([early(&[1], &[]), early(&[], &[])]), early(&[1], &[]));
         assert_eq!(said([early(&[], &[]), early(&[1], &[])]), early(&[], &[]));
         assert_eq!(said([early(&[], &[1]), early(&[], &[])]), early(&[], &[]));

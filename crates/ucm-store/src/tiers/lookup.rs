@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason};
-use ucm_infra::{LANE_LOOKUP, Mono};
+use ucm_infra::{LANE_LOOKUP, MonotonicTime};
 use ucm_io::IoJob;
 use ucm_tier::backend::Presence;
 
@@ -102,7 +102,7 @@ impl Tiers {
 
     /// Whether a lookup may go to a tier now. One that answers by itself is not asked for its health by it: where that is in
     /// question it is looked at in the background.
-    fn admits_lookup(self: &Arc<Self>, number: usize, request: Request, now: Mono) -> bool {
+    fn admits_lookup(self: &Arc<Self>, number: usize, request: Request, now: MonotonicTime) -> bool {
         let tier = &self.tiers[number];
         if !tier.knows_by_itself() || !tier.ready.load(Ordering::Acquire) {
             return self.admits(number, request.number, now);
@@ -116,7 +116,7 @@ impl Tiers {
     }
 
     /// Until when a tier may take.
-    fn share(&self, number: usize, last: bool, now: Mono, deadline: Mono) -> Mono {
+    fn share(&self, number: usize, last: bool, now: MonotonicTime, deadline: MonotonicTime) -> MonotonicTime {
         let left = deadline.since(now);
         let alone = self.tiers.len() == 1;
         if alone || self.tiers[number].memory || left == Duration::ZERO {
@@ -131,7 +131,7 @@ impl Tiers {
 
 /// Asks a tier for records, in pieces that its threads share. Where no piece was answered, the error of the first beside
 /// it: one word on the medium for the whole lookup.
-fn ask(tier: &Tier, ids: &[BlockId], stop: bool, until: Mono) -> (Vec<Presence>, Option<Error>) {
+fn ask(tier: &Tier, ids: &[BlockId], stop: bool, until: MonotonicTime) -> (Vec<Presence>, Option<Error>) {
     if tier.backend.features().answers_at_once {
         let io = tier.pool.here(LANE_LOOKUP, until);
         return match tier.backend.lookup(&io, ids, stop) {

@@ -23,11 +23,13 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use ucm_core::{BlockId, Error, ErrorKind, Identity, MissReason, Part, Result};
 use ucm_device::{HostArena, SlotPool};
-use ucm_infra::{Bell, Clock, Completion, Lane, Mono, WorkerPool};
+use ucm_infra::{Clock, Completion, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::IoPool;
 use ucm_quota::evidence::is_damage;
 use ucm_record::{Expect, RecordLayout, verify};
-use ucm_tier::backend::{Backend, Compression, Done, Early, Flush, MediumStats, Quarantined, Victim};
+use ucm_tier::backend::{
+    Backend, Compression, Done, Flush, LocallyVisible, MediumStats, Quarantined, Victim,
+};
 use ucm_tier::events::{Event, Events, Level};
 
 use crate::health::{BreakerConfig, Change};
@@ -93,7 +95,7 @@ pub(crate) struct Request {
     /// Unlike those of all others.
     pub(crate) number: u64,
     /// When nobody waits for the answer any more.
-    pub(crate) deadline: Mono,
+    pub(crate) deadline: MonotonicTime,
 }
 
 /// The tier that has a record whole, counted from the top, or why it is no hit.
@@ -170,7 +172,7 @@ pub(crate) struct Tiers {
     copy_deadline: Duration,
     spare: Arc<SlotPool>,
     /// Rung when a spare slot came back.
-    freed: Bell,
+    freed: Notify,
     pool: Arc<WorkerPool>,
     prefetch: Mutex<prefetch::Queue>,
     /// Reads of loads under way.
@@ -227,7 +229,7 @@ impl Tiers {
             probe: config.probe,
             copy_deadline: config.copy,
             spare: SlotPool::new(arena, slot_len)?,
-            freed: Bell::new(),
+            freed: Notify::new(),
             pool,
             prefetch: Mutex::default(),
             loading: AtomicUsize::new(0),
@@ -242,7 +244,7 @@ impl Tiers {
         let weak = Arc::downgrade(&tiers);
         tiers.spare.on_release(move || {
             if let Some(tiers) = weak.upgrade() {
-                tiers.freed.ring();
+                tiers.freed.notify();
                 tiers.pump_prefetch();
             }
         });
@@ -266,15 +268,15 @@ impl Tiers {
     }
 
     /// A new request that is waited for until `deadline`.
-    pub(crate) fn request(&self, deadline: Mono) -> Request {
+    pub(crate) fn request(&self, deadline: MonotonicTime) -> Request {
         let number = self.requests.fetch_add(1, Ordering::Relaxed);
         Request { number, deadline }
     }
 
     /// Looks at every tier at once, and waits for that until `deadline`; one that is usable is enough.
-    pub(crate) fn open(self: &Arc<Self>, deadline: Mono) {
+    pub(crate) fn open(self: &Arc<Self>, deadline: MonotonicTime) {
         if let [_] = &self.tiers[..] {
-            self.look(0, deadline, Mono::NEVER); // it keeps its time by itself, and takes no thread
+            self.look(0, deadline, MonotonicTime::NEVER); // it keeps its time by itself, and takes no thread
         } else {
             let looks = (0..self.tiers.len()).map(|number| self.look_at(number, deadline));
             for look in looks.collect::<Vec<_>>() {
@@ -293,7 +295,7 @@ impl Tiers {
     }
 
     /// Looks at a tier on a thread, which has until `deadline` and is written off some time after that.
-    fn look_at(self: &Arc<Self>, number: usize, deadline: Mono) -> Arc<Completion<()>> {
+    fn look_at(self: &Arc<Self>, number: usize, deadline: MonotonicTime) -> Arc<Completion<()>> {
         let looked = Completion::new();
         if self.tiers[number].probing.swap(true, Ordering::AcqRel) {
             looked.complete(());
@@ -314,7 +316,7 @@ impl Tiers {
     }
 
     /// Looks at a tier, and notes whether it is usable; not what comes when the look was written off.
-    fn look(&self, number: usize, deadline: Mono, late: Mono) {
+    fn look(&self, number: usize, deadline: MonotonicTime, late: MonotonicTime) {
         let tier = &self.tiers[number];
         let opened = tier.backend.open(deadline);
         let now = self.clock.now();
@@ -368,7 +370,7 @@ impl Tiers {
     }
 
     /// Whether a new request may be answered by a tier. One that was never usable is looked at again, in the background.
-    pub(crate) fn may_answer(self: &Arc<Self>, now: Mono) -> bool {
+    pub(crate) fn may_answer(self: &Arc<Self>, now: MonotonicTime) -> bool {
         let mut any = false;
         for (number, tier) in self.tiers.iter().enumerate() {
             self.changed(number, tier.trip_if_overrun(now), None);
@@ -381,7 +383,7 @@ impl Tiers {
     }
 
     /// Whether an operation may go to a tier now; what it brings must be told by [`Tiers::note`].
-    fn admits(self: &Arc<Self>, number: usize, request: u64, now: Mono) -> bool {
+    fn admits(self: &Arc<Self>, number: usize, request: u64, now: MonotonicTime) -> bool {
         let (admission, change) = self.tiers[number].admit(request, now);
         self.changed(number, change, None);
         if admission == Admission::Look {
@@ -488,14 +490,14 @@ impl Tiers {
     }
 
     /// These records were used by a request.
-    pub(crate) fn touch(&self, ids: &[(BlockId, u32)], deadline: Mono) {
+    pub(crate) fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {
         for tier in self.tiers.iter().filter(|tier| tier.is_well()) {
             tier.backend.touch(ids, deadline);
         }
     }
 
     /// The same for what this process alone can touch.
-    pub(crate) fn touch_own(&self, ids: &[(BlockId, u32)], deadline: Mono) {
+    pub(crate) fn touch_own(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {
         for tier in self.tiers.iter().filter(|tier| tier.is_well()) {
             if tier.backend.features().own_touches {
                 tier.backend.touch(ids, deadline);
@@ -509,7 +511,7 @@ impl Tiers {
     }
 
     /// What can be read here before others can see it, and what no longer is, since the last call.
-    pub(crate) fn early(&self) -> Early {
+    pub(crate) fn early(&self) -> LocallyVisible {
         let tiers = self.tiers.iter();
         self.early.merge(tiers.map(|tier| tier.backend.early()))
     }

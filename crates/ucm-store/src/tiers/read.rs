@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ucm_core::{BlockId, Error, ErrorKind, Result};
-use ucm_infra::{LANE_LOAD, Mono};
+use ucm_infra::{LANE_LOAD, MonotonicTime};
 use ucm_io::IoJob;
 use ucm_tier::backend::{BlockRead, Outcome, ReadDone};
 
@@ -187,7 +187,7 @@ impl Tiers {
     }
 
     /// How long a read may take here: one that may yet be asked below must leave time for that.
-    fn time_for<R>(&self, number: usize, one: &TierRead<R>, now: Mono) -> Mono {
+    fn time_for<R>(&self, number: usize, one: &TierRead<R>, now: MonotonicTime) -> MonotonicTime {
         let (id, deadline) = (one.read.id, one.read.deadline);
         let below = !self.tiers[number].memory && self.place(id, number + 1, one.request.number).is_some();
         if below {

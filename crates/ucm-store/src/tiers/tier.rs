@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason};
-use ucm_infra::{IdSet, Mono};
+use ucm_infra::{IdSet, MonotonicTime};
 use ucm_io::IoPool;
 use ucm_tier::backend::{Backend, MediumStats};
 
@@ -115,7 +115,7 @@ impl Tier {
     }
 
     /// Lets an operation of a request pass, or not; what it brings is told by [`Tier::answered`] or [`Tier::failed`].
-    pub(super) fn admit(&self, request: u64, now: Mono) -> (Admission, Option<Change>) {
+    pub(super) fn admit(&self, request: u64, now: MonotonicTime) -> (Admission, Option<Change>) {
         if self.overrun() {
             return (Admission::No, self.trip_if_overrun(now));
         }
@@ -129,7 +129,7 @@ impl Tier {
     }
 
     /// Whether an operation of that request would pass now, as far as the breaker knows.
-    pub(super) fn may(&self, request: u64, now: Mono) -> bool {
+    pub(super) fn may(&self, request: u64, now: MonotonicTime) -> bool {
         self.ready.load(Ordering::Acquire) && self.breaker.would_allow(request, now)
     }
 
@@ -149,7 +149,7 @@ impl Tier {
     }
 
     /// Switches it off while too many of its threads are lost.
-    pub(super) fn trip_if_overrun(&self, now: Mono) -> Option<Change> {
+    pub(super) fn trip_if_overrun(&self, now: MonotonicTime) -> Option<Change> {
         self.overrun().then(|| self.breaker.trip(now)).flatten()
     }
 
@@ -166,7 +166,7 @@ impl Tier {
     }
 
     /// An operation of a request failed. `true` in front if that speaks of the medium.
-    pub(super) fn failed(&self, error: &Error, request: u64, now: Mono) -> (bool, Option<Change>) {
+    pub(super) fn failed(&self, error: &Error, request: u64, now: MonotonicTime) -> (bool, Option<Change>) {
         let of_medium = matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io);
         if of_medium {
             let mut requests = self.failed_requests.lock();
@@ -268,11 +268,14 @@ mod tests {
         for kind in [ErrorKind::Timeout, ErrorKind::Io] {
             let (tier, error) = (tier(2), Error::new(kind, "late, or unreadable"));
             for _ in 0..8 {
-                assert_eq!(tier.failed(&error, 7, Mono(100)), (true, None));
+                assert_eq!(tier.failed(&error, 7, MonotonicTime(100)), (true, None));
             }
             assert!(tier.is_well());
-            assert_eq!(tier.failed(&error, 8, Mono(200)), (true, Some(Change::Opened)));
-            assert!(!tier.may(9, Mono(200)) && tier.may(9, Mono(2_000_000_000)));
+            assert_eq!(
+                tier.failed(&error, 8, MonotonicTime(200)),
+                (true, Some(Change::Opened))
+            );
+            assert!(!tier.may(9, MonotonicTime(200)) && tier.may(9, MonotonicTime(2_000_000_000)));
         }
     }
 
@@ -280,18 +283,18 @@ mod tests {
     fn what_is_no_fault_of_the_medium_opens_nothing() {
         let tier = tier(1);
         for kind in [ErrorKind::NotFound, ErrorKind::Busy, ErrorKind::NoSpace] {
-            let (of_medium, change) = tier.failed(&Error::new(kind, "x"), 1, Mono(1));
+            let (of_medium, change) = tier.failed(&Error::new(kind, "x"), 1, MonotonicTime(1));
             assert!(!of_medium && change.is_none(), "{kind:?}");
         }
-        assert_eq!(tier.admit(1, Mono(2)).0, Admission::Yes);
+        assert_eq!(tier.admit(1, MonotonicTime(2)).0, Admission::Yes);
     }
 
     #[test]
     fn before_it_was_ready_somebody_must_look() {
         let tier = tier(1);
         tier.ready.store(false, Ordering::Release);
-        assert_eq!(tier.admit(1, Mono(0)).0, Admission::Look);
-        assert!(!tier.may(1, Mono(0)));
+        assert_eq!(tier.admit(1, MonotonicTime(0)).0, Admission::Look);
+        assert!(!tier.may(1, MonotonicTime(0)));
     }
 
     #[test]

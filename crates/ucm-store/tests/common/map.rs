@@ -7,12 +7,12 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::Usage;
 use ucm_tier::backend::{
-    Backend, BlockRead, Done, Early, Evicted, Keep, Listed, MediumStats, Memory, Outcome, Presence, ReadDone,
-    Victim, WriteOptions, Written,
+    Backend, BlockRead, Done, Evicted, Keep, Listed, LocallyVisible, MediumStats, Memory, Outcome, Presence,
+    ReadDone, Victim, WriteOptions, Written,
 };
 
 /// Keeps records until there are too many.
@@ -31,7 +31,7 @@ pub(crate) struct MapBackend {
 struct Inner {
     /// The least recently used first.
     records: Vec<(BlockId, Vec<u8>)>,
-    early: Early,
+    early: LocallyVisible,
 }
 
 impl MapBackend {
@@ -176,7 +176,7 @@ impl Backend for MapStage {
         "map"
     }
 
-    fn open(&self, _deadline: Mono) -> Result<String> {
+    fn open(&self, _deadline: MonotonicTime) -> Result<String> {
         Ok(format!("a map of {} records", self.0.limit))
     }
 
@@ -203,7 +203,14 @@ impl Backend for MapStage {
             .collect()
     }
 
-    fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, _deadline: Mono, done: Done<Written>) {
+    fn write(
+        &self,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        _deadline: MonotonicTime,
+        done: Done<Written>,
+    ) {
         let written = self
             .0
             .insert(id, &slot.as_slice()[..options.len], options.replace);
@@ -211,7 +218,7 @@ impl Backend for MapStage {
         done(written);
     }
 
-    fn touch(&self, _ids: &[(BlockId, u32)], _deadline: Mono) {}
+    fn touch(&self, _ids: &[(BlockId, u32)], _deadline: MonotonicTime) {}
 
     fn delete(&self, _io: &IoJob, ids: &[BlockId]) -> Result<usize> {
         let mut inner = self.0.inner.lock();
@@ -230,7 +237,7 @@ impl Backend for MapStage {
         Ok(listed.collect())
     }
 
-    fn early(&self) -> Early {
+    fn early(&self) -> LocallyVisible {
         std::mem::take(&mut self.0.inner.lock().early)
     }
 

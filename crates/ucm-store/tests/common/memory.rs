@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use ucm_core::{BlockId, Part};
-use ucm_infra::{Mono, SystemClock};
+use ucm_infra::{MonotonicTime, SystemClock};
 use ucm_record::RecordMeta;
 use ucm_tier::backend::Backend;
 use ucm_tier::memory::{Inserted, MemoryBackend, MemoryConfig, Policy};
@@ -22,7 +22,7 @@ pub(crate) fn tier(dir: &Path, records: u64, change: impl FnOnce(&mut MemoryConf
     config.registry = Some(dir.join("regions"));
     change(&mut config);
     let tier = MemoryBackend::new(config, SystemClock::shared()).unwrap();
-    tier.open(Mono::NEVER).unwrap();
+    tier.open(MonotonicTime::NEVER).unwrap();
     tier
 }
 

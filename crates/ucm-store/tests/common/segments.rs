@@ -37,7 +37,7 @@ impl Store {
         files(&self.namespace().join("tmp"))
     }
 
-    /// Every record of a segment that can be read by its foot.
+    /// Every record of a segment that can be read by its footer.
     pub(crate) fn places(&self) -> Vec<Place> {
         self.segments().iter().flat_map(|file| places(file)).collect()
     }
@@ -50,7 +50,7 @@ fn files(dir: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// The records that the foot of a segment names; none where there is no foot.
+/// The records that the footer of a segment names; none where there is no footer.
 pub(crate) fn places(file: &Path) -> Vec<Place> {
     let bytes = std::fs::read(file).unwrap_or_default();
     let number = |at: usize, len: usize| {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ucm_core::{BlockId, Error};
-use ucm_infra::{Clock, ManualClock, Mono};
+use ucm_infra::{Clock, ManualClock, MonotonicTime};
 use ucm_io::Process;
 use ucm_store::engine::Until;
 
@@ -96,7 +96,7 @@ pub(crate) fn attempt(
 ) -> Result<(), Error> {
     let task = store.engine.dump(device.rows(&[block]))?;
     in_time(clock, Duration::from_secs(20), "it ends", || {
-        task.wait(store.engine.clock(), Until::Published, Some(Mono(0)))
+        task.wait(store.engine.clock(), Until::Published, Some(MonotonicTime(0)))
     });
     task.failures().pop().map_or(Ok(()), |(_, error)| Err(error))
 }

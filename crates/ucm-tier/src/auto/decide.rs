@@ -9,7 +9,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use ucm_core::Result;
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_io::FileMeta;
 use ucm_quota::layout::{BLOCKS, Marker, SEGMENTS, SegmentName, is_namespace, shard_name};
 
@@ -19,7 +19,7 @@ use crate::root::unless_read_only;
 
 impl Auto {
     /// Reads what was decided; decides, where nobody has and this process writes.
-    pub(super) fn decide(&self, deadline: Mono) -> Result<Decision> {
+    pub(super) fn decide(&self, deadline: MonotonicTime) -> Result<Decision> {
         let marker = self.shared.read_marker(deadline)?;
         if let Some(decision) = marker.as_ref().and_then(decided) {
             return Ok(self.counts(decision));
@@ -49,7 +49,7 @@ impl Auto {
     }
 
     /// The layout of the records below the root, of any namespace; where some are in files, that one.
-    fn records(&self, deadline: Mono) -> Result<Option<LayoutKind>> {
+    fn records(&self, deadline: MonotonicTime) -> Result<Option<LayoutKind>> {
         let root = self.shared.layout.root();
         let mut found = None;
         for (name, meta) in self.list(root.to_owned(), deadline)? {
@@ -74,12 +74,12 @@ impl Auto {
         Ok(found)
     }
 
-    fn list(&self, dir: PathBuf, deadline: Mono) -> Result<Vec<(OsString, FileMeta)>> {
+    fn list(&self, dir: PathBuf, deadline: MonotonicTime) -> Result<Vec<(OsString, FileMeta)>> {
         self.shared.call(deadline, move |io| io.list_if_there(&dir))
     }
 
     /// Writes a decision down; the answer is the one that counts.
-    fn keep(&self, kept: Kept, marker: Option<Marker>, deadline: Mono) -> Result<Decision> {
+    fn keep(&self, kept: Kept, marker: Option<Marker>, deadline: MonotonicTime) -> Result<Decision> {
         *self.shared.decided.lock() = Some(kept);
         let there = match marker {
             Some(marker) => marker,

@@ -16,13 +16,13 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, Result};
 use ucm_device::Slot;
-use ucm_infra::{Clock, Mono};
+use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{IoJob, IoPool};
 use ucm_quota::layout::{BLOCKS, SEGMENTS};
 
 use crate::backend::{
-    Backend, BlockRead, Done, Early, Features, Flush, Listed, MediumStats, Memory, Outcome, Presence,
-    Quarantined, WriteOptions, Written,
+    Backend, BlockRead, Done, Features, Flush, Listed, LocallyVisible, MediumStats, Memory, Outcome,
+    Presence, Quarantined, WriteOptions, Written,
 };
 use crate::events::Event;
 use crate::posix::{PosixBackend, PosixConfig, Shared};
@@ -105,7 +105,7 @@ impl Auto {
     }
 
     /// Decides, if that is possible now, and makes the root usable in the layout that was chosen.
-    fn look(&self, deadline: Mono) -> Result<String> {
+    fn look(&self, deadline: MonotonicTime) -> Result<String> {
         let (kind, words) = match self.decide(deadline)? {
             Decision::Kept(kept) => (kept.kind, kept.words()),
             Decision::Files(why) => (LayoutKind::File, format!("layout file for now (auto: {why})")),
@@ -159,7 +159,7 @@ impl Backend for AutoBackend {
         self.now().name()
     }
 
-    fn open(&self, deadline: Mono) -> Result<String> {
+    fn open(&self, deadline: MonotonicTime) -> Result<String> {
         let opened = match self.auto.chosen.get() {
             Some(chosen) => chosen.backend.open(deadline)?,
             None => self.auto.look(deadline)?,
@@ -191,11 +191,18 @@ impl Backend for AutoBackend {
         self.now().look(done);
     }
 
-    fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
+    fn write(
+        &self,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        deadline: MonotonicTime,
+        done: Done<Written>,
+    ) {
         self.now().write(id, slot, options, deadline, done);
     }
 
-    fn touch(&self, ids: &[(BlockId, u32)], deadline: Mono) {
+    fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {
         self.now().touch(ids, deadline);
     }
 
@@ -211,7 +218,7 @@ impl Backend for AutoBackend {
         self.now().is_published(id)
     }
 
-    fn early(&self) -> Early {
+    fn early(&self) -> LocallyVisible {
         self.now().early()
     }
 

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::Usage;
 
@@ -101,7 +101,7 @@ impl Backend for Toy {
         "toy"
     }
 
-    fn open(&self, _deadline: Mono) -> Result<String> {
+    fn open(&self, _deadline: MonotonicTime) -> Result<String> {
         Ok(format!("a map of {} records", self.limit))
     }
 
@@ -117,13 +117,20 @@ impl Backend for Toy {
             .collect()
     }
 
-    fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, _deadline: Mono, done: Done<Written>) {
+    fn write(
+        &self,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        _deadline: MonotonicTime,
+        done: Done<Written>,
+    ) {
         let written = self.insert(id, &slot.as_slice()[..options.len], options.replace);
         drop(slot);
         done(written);
     }
 
-    fn touch(&self, _ids: &[(BlockId, u32)], _deadline: Mono) {}
+    fn touch(&self, _ids: &[(BlockId, u32)], _deadline: MonotonicTime) {}
 
     fn delete(&self, _io: &IoJob, ids: &[BlockId]) -> Result<usize> {
         let mut records = self.records.lock();

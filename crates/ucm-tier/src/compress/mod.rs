@@ -23,13 +23,13 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, DType, Error, ErrorKind, Identity, Part, Result};
 use ucm_device::Slot;
-use ucm_infra::{Bell, Clock, LANE_DUMP, LANE_LOAD, Mono};
+use ucm_infra::{Clock, LANE_DUMP, LANE_LOAD, MonotonicTime, Notify};
 use ucm_io::{IoJob, IoPool};
 use ucm_record::{Codec, RecordLayout};
 
 use crate::backend::{
-    Backend, BlockRead, Compression, Done, Early, Features, Flush, Listed, MediumStats, Outcome, Presence,
-    Quarantined, ReadDone, WriteOptions, Written,
+    Backend, BlockRead, Compression, Done, Features, Flush, Listed, LocallyVisible, MediumStats, Outcome,
+    Presence, Quarantined, ReadDone, WriteOptions, Written,
 };
 use crate::events::{Event, Events};
 use layers::Coder;
@@ -70,7 +70,7 @@ struct Shared {
     events: Events,
     /// Records that are being encoded, rung when one was; and whether somebody waits for what was handed over by now.
     encoding: AtomicUsize,
-    encoded: Bell,
+    encoded: Notify,
     hurried: AtomicBool,
 }
 
@@ -110,7 +110,7 @@ impl CompressBackend {
             most_tools: config.io.width(LANE_LOAD),
             counts: Counts::default(),
             encoding: AtomicUsize::new(0),
-            encoded: Bell::new(),
+            encoded: Notify::new(),
             hurried: AtomicBool::new(false),
             events: Events::default(),
         });
@@ -175,7 +175,7 @@ impl Backend for CompressBackend {
         self.inner.name()
     }
 
-    fn open(&self, deadline: Mono) -> Result<String> {
+    fn open(&self, deadline: MonotonicTime) -> Result<String> {
         let (width, inner) = (self.shared.codec.width(), self.inner.open(deadline)?);
         Ok(format!("compressed in {width} byte planes, into {inner}"))
     }
@@ -210,7 +210,14 @@ impl Backend for CompressBackend {
         self.inner.look(done);
     }
 
-    fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
+    fn write(
+        &self,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        deadline: MonotonicTime,
+        done: Done<Written>,
+    ) {
         if !options.replace && self.inner.is_published(id) {
             return self.inner.write(id, slot, options, deadline, done);
         }
@@ -228,13 +235,13 @@ impl Backend for CompressBackend {
                 Err(error) => done(Err(error)),
             }
             shared.encoding.fetch_sub(1, Ordering::SeqCst);
-            shared.encoded.ring();
+            shared.encoded.notify();
             shared.hurry_on(&*inner);
         };
         self.io.job(LANE_DUMP, deadline, encode, told);
     }
 
-    fn touch(&self, ids: &[(BlockId, u32)], deadline: Mono) {
+    fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {
         self.inner.touch(ids, deadline);
     }
 
@@ -250,7 +257,7 @@ impl Backend for CompressBackend {
         self.inner.is_published(id)
     }
 
-    fn early(&self) -> Early {
+    fn early(&self) -> LocallyVisible {
         self.inner.early()
     }
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use ucm_core::BlockId;
 
-use crate::backend::Early;
+use crate::backend::LocallyVisible;
 
 /// Changes not told yet. At most one for each id, so their number is bounded by the records there are and those told.
 #[derive(Default)]
@@ -35,14 +35,14 @@ impl Changes {
     }
 
     /// At most `most` of them.
-    pub(super) fn take(&mut self, most: usize) -> Early {
+    pub(super) fn take(&mut self, most: usize) -> LocallyVisible {
         let ids: Vec<(BlockId, bool)> = self
             .pending
             .iter()
             .take(most)
             .map(|(&id, &gained)| (id, gained))
             .collect();
-        let mut early = Early::default();
+        let mut early = LocallyVisible::default();
         for (id, gained) in ids {
             self.pending.remove(&id);
             if gained {
@@ -70,13 +70,13 @@ mod tests {
         changes.gained(b);
         changes.lost(b);
         assert_eq!(changes.take(10).gained, [a], "b came and went");
-        assert_eq!(changes.take(10), Early::default());
+        assert_eq!(changes.take(10), LocallyVisible::default());
         changes.lost(a);
         changes.gained(a);
-        assert_eq!(changes.take(10), Early::default(), "a went and came");
+        assert_eq!(changes.take(10), LocallyVisible::default(), "a went and came");
         changes.lost(a);
         changes.gained(b);
-        assert!(changes.take(1) != Early::default() && changes.take(1) != Early::default());
-        assert_eq!(changes.take(1), Early::default());
+        assert!(changes.take(1) != LocallyVisible::default() && changes.take(1) != LocallyVisible::default());
+        assert_eq!(changes.take(1), LocallyVisible::default());
     }
 }

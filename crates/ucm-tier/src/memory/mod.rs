@@ -18,14 +18,14 @@
 //! `touch` reaches the region of this process alone: no process writes what another one reads. So a read counts as a
 //! use too, and a scheduler that knows of uses on the device tells its workers.
 //!
-//! # Early records
+//! # Locally visible records
 //! A scheduler on this host sees the records of a region by itself, as soon as it has found the region, so
 //! [`Backend::early`] names own records only while the region is not announced. One on another host sees none of them:
 //! for an engine that spans hosts [`MemoryConfig::scheduler_elsewhere`] has all of them named.
 
 mod early;
 pub mod eviction;
-mod neighbours;
+mod peer_regions;
 mod tier;
 mod victim;
 
@@ -36,18 +36,18 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, Identity, MissReason, Part, Result};
 use ucm_device::{MachineMemory, Pinned, Slot};
-use ucm_infra::{Clock, LANE_DUMP, Lane, Mono};
+use ucm_infra::{Clock, LANE_DUMP, Lane, MonotonicTime};
 use ucm_io::{IoJob, IoOptions, IoPool};
 use ucm_quota::Capacity;
 use ucm_record::RecordLayout;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Early, Evicted, Features, Keep, Listed, MediumStats, Memory, Outcome, Presence,
-    ReadDone, WriteOptions, Written,
+    Backend, BlockRead, Done, Evicted, Features, Keep, Listed, LocallyVisible, MediumStats, Memory, Outcome,
+    Presence, ReadDone, WriteOptions, Written,
 };
 
 pub use eviction::Policy;
-use neighbours::Neighbours;
+use peer_regions::PeerRegions;
 use tier::Tier;
 pub use victim::Victim;
 
@@ -143,7 +143,7 @@ pub struct MemoryCounts {
 /// Records in memory that the host shares.
 pub struct MemoryBackend {
     tier: Arc<Tier>,
-    neighbours: Arc<Neighbours>,
+    neighbours: Arc<PeerRegions>,
     pool: Arc<IoPool>,
     clock: Arc<dyn Clock>,
 }
@@ -172,7 +172,7 @@ impl MemoryBackend {
             ..IoOptions::with_workers(threads)
         };
         let pool = IoPool::psync(false, &options)?;
-        let neighbours = Neighbours::start(&tier, Arc::clone(&clock))?;
+        let neighbours = PeerRegions::start(&tier, Arc::clone(&clock))?;
         Ok(Self {
             tier,
             neighbours,
@@ -251,7 +251,7 @@ impl Backend for MemoryBackend {
     }
 
     /// Waits for the first look at the registry; without one the tier is this process's alone for now.
-    fn open(&self, deadline: Mono) -> Result<String> {
+    fn open(&self, deadline: MonotonicTime) -> Result<String> {
         self.neighbours.await_first(&*self.clock, deadline);
         Ok(format!("{}; {}", self.tier.words(), self.neighbours.words()))
     }
@@ -291,7 +291,14 @@ impl Backend for MemoryBackend {
         run.into_iter().map(|read| Outcome::Came(copy(read))).collect()
     }
 
-    fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
+    fn write(
+        &self,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        deadline: MonotonicTime,
+        done: Done<Written>,
+    ) {
         let (tier, neighbours) = (Arc::clone(&self.tier), Arc::clone(&self.neighbours));
         let write = move |_: &IoJob| {
             if !options.replace && neighbours.contains(id) && !tier.holds(id) {
@@ -311,7 +318,7 @@ impl Backend for MemoryBackend {
         self.pool.job(LANE_DUMP, deadline, write, done);
     }
 
-    fn touch(&self, ids: &[(BlockId, u32)], _deadline: Mono) {
+    fn touch(&self, ids: &[(BlockId, u32)], _deadline: MonotonicTime) {
         self.tier.touch(ids);
     }
 
@@ -324,7 +331,7 @@ impl Backend for MemoryBackend {
         Ok(self.tier.list())
     }
 
-    fn early(&self) -> Early {
+    fn early(&self) -> LocallyVisible {
         self.tier.early()
     }
 

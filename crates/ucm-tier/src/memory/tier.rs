@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
-use ucm_device::{Blank, Pinned, RegionOptions, SharedRegion};
+use ucm_device::{Pinned, RegionOptions, SharedRegion, WriteLease};
 use ucm_infra::Clock;
 use ucm_quota::Usage;
 use ucm_record::{Expect, verify};
@@ -19,7 +19,7 @@ use super::early::Changes;
 use super::eviction::Eviction;
 use super::victim::Victim;
 use super::{Inserted, MemoryConfig, MemoryCounts};
-use crate::backend::{Early, Listed};
+use crate::backend::{Listed, LocallyVisible};
 
 /// Whom victims are handed to.
 pub(super) type Hook = Box<dyn Fn(Victim) + Send + Sync>;
@@ -158,7 +158,7 @@ impl Tier {
     }
 
     /// A slot to fill, by sending records away if there is none.
-    fn room(self: &Arc<Self>, region: &Arc<SharedRegion>) -> Result<Blank> {
+    fn room(self: &Arc<Self>, region: &Arc<SharedRegion>) -> Result<WriteLease> {
         for _ in 0..=region.capacity() {
             if let Some(blank) = region.reserve() {
                 return Ok(blank);
@@ -344,7 +344,7 @@ impl Tier {
         }
     }
 
-    pub(super) fn early(&self) -> Early {
+    pub(super) fn early(&self) -> LocallyVisible {
         self.state.lock().changes.take(limits::MAX_IDS_PER_CALL)
     }
 

@@ -1,14 +1,14 @@
 //! The way of a record into an open segment: its turn, the write, the read back if that is wanted, and what came of it.
 //!
-//! Through the page cache of a local file system a segment is written by one thread at a time ([`Shared::takes_turns`]).
+//! Through the page cache of a local file system a segment is written by one thread at a time ([`Shared::serializes_writes`]).
 //! On a network each write waits for its server, and they go side by side.
 //!
-//! [`Shared::takes_turns`]: crate::posix::Shared::takes_turns
+//! [`Shared::serializes_writes`]: crate::posix::Shared::serializes_writes
 
 use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{LANE_DUMP, Mono};
+use ucm_infra::{LANE_DUMP, MonotonicTime};
 use ucm_io::IoJob;
 
 use super::Segments;
@@ -20,11 +20,11 @@ use crate::writing::Write;
 impl Segments {
     /// Writes a record to its place as soon as it is in turn.
     pub(super) fn enqueue(self: &Arc<Self>, open: &Arc<OpenSegment>, append: Append) {
-        if !self.shared.takes_turns() {
+        if !self.shared.serializes_writes() {
             return self.write_into(open, append, false);
         }
         if open.enqueue(append) {
-            self.seal_bell.ring(); // the timer keeps its deadline
+            self.seal_notify.notify(); // the timer keeps its deadline
         }
         self.go_on(open);
     }
@@ -64,7 +64,11 @@ impl Segments {
     }
 
     /// Ends the writes that wait for their turn and whose time is over; when that of the next one is.
-    pub(super) fn end_late_appends(self: &Arc<Self>, open: &Arc<OpenSegment>, now: Mono) -> Option<Mono> {
+    pub(super) fn end_late_appends(
+        self: &Arc<Self>,
+        open: &Arc<OpenSegment>,
+        now: MonotonicTime,
+    ) -> Option<MonotonicTime> {
         let (late, next) = open.late_appends(now);
         for Append { number, entry, write } in late {
             drop(write.slot);
@@ -110,7 +114,7 @@ impl Segments {
         };
         match next {
             Next::Wait => {}
-            Next::Begin => self.seal_bell.ring(),
+            Next::Begin => self.seal_notify.notify(),
             Next::Seal => {
                 self.leave(open);
                 self.seal(open);

@@ -8,14 +8,14 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_io::{FileMeta, Finish, IoJob, ReadMode};
 use ucm_quota::evidence::is_damage;
 use ucm_quota::layout::SegmentName;
 use ucm_record::{RecordHeader, RecordMeta};
 
 use super::Segments;
-use super::format::{Entry, HEAD_LEN, Owner, encode_foot, encode_head, foot_len};
+use super::format::{Entry, HEAD_LEN, Owner, encode_footer, encode_head, footer_len};
 use super::index::Known;
 use super::sealing::unsure;
 
@@ -51,7 +51,7 @@ impl Carried {
 }
 
 /// How the new segment is made.
-pub(super) struct Manner<'a> {
+pub(super) struct CopyOptions<'a> {
     /// By which its copies are told from others; `None`: now.
     pub(super) sealed_ns: Option<u64>,
     /// Its time of use, ns of Unix time, from its name and the least ordinal in it; asked when all is copied.
@@ -72,10 +72,10 @@ pub(super) struct Copied {
 
 impl Segments {
     /// Copies these records into a segment of our own. It is for the caller to tell the index.
-    pub(super) fn copy(&self, pieces: &[Piece], manner: &Manner<'_>) -> Result<Copied> {
+    pub(super) fn copy(&self, pieces: &[Piece], manner: &CopyOptions<'_>) -> Result<Copied> {
         let name = self.next_name();
         let records: u64 = pieces.iter().map(|piece| piece.entry.len).sum();
-        let room = HEAD_LEN + records + foot_len(pieces.len());
+        let room = HEAD_LEN + records + footer_len(pieces.len());
         let space = &self.shared.space;
         let ticket = if manner.needed {
             space.admitted(room)
@@ -106,7 +106,7 @@ impl Segments {
         &self,
         name: SegmentName,
         pieces: &[Piece],
-        manner: &Manner<'_>,
+        manner: &CopyOptions<'_>,
     ) -> Result<(Option<Known>, Vec<Carried>)> {
         let (config, path) = (&self.shared.config, self.private(name));
         let begun = self.owner(name);
@@ -142,15 +142,15 @@ impl Segments {
             return Ok((None, carried));
         }
         let used_ns = (manner.used)(name, first)?;
-        let (target, foot) = (
+        let (target, footer) = (
             self.shared.layout.segment(name),
-            encode_foot(&owner, end, &entries),
+            encode_footer(&owner, end, &entries),
         );
         let finish = move |io: &IoJob| {
             io.finish(Finish {
                 private: &path,
                 target: &target,
-                foot: &foot,
+                footer: &footer,
                 offset: end,
                 mtime_ns: used_ns,
             })
@@ -222,7 +222,7 @@ impl Segments {
     }
 
     /// Until when the next step may take.
-    pub(super) fn step(&self) -> Mono {
+    pub(super) fn step(&self) -> MonotonicTime {
         self.shared.clock.now().after(STEP)
     }
 }

@@ -13,9 +13,9 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, limits};
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 
-use crate::backend::Early;
+use crate::backend::LocallyVisible;
 
 /// Most records that stay early for a while; where more are published in that time, the first of them end sooner.
 const MOST_LEAVING: usize = 1 << 15;
@@ -33,8 +33,8 @@ struct Inner {
     lost: HashSet<BlockId>,
     /// Published ones in the order in which they end, and when each of them does: what was written again since, or dropped,
     /// is in the first only.
-    leaving: VecDeque<(Mono, BlockId)>,
-    ends: HashMap<BlockId, Mono>,
+    leaving: VecDeque<(MonotonicTime, BlockId)>,
+    ends: HashMap<BlockId, MonotonicTime>,
 }
 
 impl EarlyNews {
@@ -50,7 +50,7 @@ impl EarlyNews {
     }
 
     /// Others can see it too, and will have found it by `found`.
-    pub(crate) fn published(&self, id: BlockId, found: Mono) {
+    pub(crate) fn published(&self, id: BlockId, found: MonotonicTime) {
         let mut inner = self.0.lock();
         if !inner.asked {
             return inner.end(id);
@@ -72,7 +72,7 @@ impl EarlyNews {
     }
 
     /// The changes since the last time.
-    pub(crate) fn take(&self, now: Mono) -> Early {
+    pub(crate) fn take(&self, now: MonotonicTime) -> LocallyVisible {
         let mut inner = self.0.lock();
         inner.asked = true;
         while inner.leaving.front().is_some_and(|(found, _)| *found <= now) {
@@ -81,7 +81,7 @@ impl EarlyNews {
         let some = |ids: &HashSet<BlockId>| -> Vec<BlockId> {
             ids.iter().copied().take(limits::MAX_IDS_PER_CALL / 2).collect()
         };
-        let news = Early {
+        let news = LocallyVisible {
             gained: some(&inner.fresh),
             lost: some(&inner.lost),
         };
@@ -119,11 +119,11 @@ mod tests {
     use super::*;
 
     const A: BlockId = BlockId([1; 16]);
-    const NOW: Mono = Mono(100);
-    const LATER: Mono = Mono(200);
+    const NOW: MonotonicTime = MonotonicTime(100);
+    const LATER: MonotonicTime = MonotonicTime(200);
 
-    fn nothing() -> Early {
-        Early::default()
+    fn nothing() -> LocallyVisible {
+        LocallyVisible::default()
     }
 
     #[test]
@@ -159,9 +159,9 @@ mod tests {
         news.gained(A);
         news.published(A, LATER);
         assert_eq!(news.take(NOW).gained, [A], "though it was not told before");
-        assert_eq!(news.take(Mono(199)), nothing());
+        assert_eq!(news.take(MonotonicTime(199)), nothing());
         assert_eq!(news.take(LATER).lost, [A]);
-        assert_eq!(news.take(Mono::NEVER), nothing());
+        assert_eq!(news.take(MonotonicTime::NEVER), nothing());
     }
 
     #[test]
@@ -183,9 +183,9 @@ mod tests {
         news.published(A, LATER);
         news.gained(A);
         assert_eq!(news.take(LATER), nothing());
-        news.published(A, Mono(300));
-        assert_eq!(news.take(Mono(299)), nothing());
-        assert_eq!(news.take(Mono(300)).lost, [A]);
+        news.published(A, MonotonicTime(300));
+        assert_eq!(news.take(MonotonicTime(299)), nothing());
+        assert_eq!(news.take(MonotonicTime(300)).lost, [A]);
     }
 
     #[test]

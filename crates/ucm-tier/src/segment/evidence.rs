@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ucm_core::{BlockId, ErrorKind, MissReason, Result};
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_io::{IoJob, Publish, ReadMode};
 use ucm_quota::evidence::{DIR, evidence_name, is_damage};
 
@@ -34,10 +34,12 @@ impl Segments {
             Err(error) if error.kind() == ErrorKind::Busy => done(Ok(Quarantined::LeftAlone)),
             result => done(result),
         };
-        self.shared.space.in_background(Mono::NEVER, work, Box::new(told));
+        self.shared
+            .space
+            .in_background(MonotonicTime::NEVER, work, Box::new(told));
     }
 
-    fn examine(&self, id: BlockId, deadline: Mono) -> Result<Quarantined> {
+    fn examine(&self, id: BlockId, deadline: MonotonicTime) -> Result<Quarantined> {
         if self.closing.load(Ordering::Acquire) {
             return Ok(Quarantined::LeftAlone);
         }
@@ -68,7 +70,12 @@ impl Segments {
 
     /// What is wrong with a record by one more read past every cache, and its bytes; `None` if nothing is, if it is not
     /// damage, or if another writer may be about to finish it.
-    fn damage(&self, id: BlockId, hit: &Hit, deadline: Mono) -> Result<Option<(MissReason, Vec<u8>)>> {
+    fn damage(
+        &self,
+        id: BlockId,
+        hit: &Hit,
+        deadline: MonotonicTime,
+    ) -> Result<Option<(MissReason, Vec<u8>)>> {
         let len = usize::try_from(hit.len).unwrap_or(usize::MAX);
         let (path, offset) = (self.path(hit), hit.offset);
         let read = move |io: &IoJob| io.read_piece(&path, offset, len, ReadMode::FreshDirect);
@@ -83,7 +90,13 @@ impl Segments {
         Ok(Some((reason, bytes)).filter(|(reason, _)| is_damage(*reason) && (ours || !young)))
     }
 
-    fn copy_aside(&self, id: BlockId, reason: MissReason, bytes: Vec<u8>, deadline: Mono) -> Result<()> {
+    fn copy_aside(
+        &self,
+        id: BlockId,
+        reason: MissReason,
+        bytes: Vec<u8>,
+        deadline: MonotonicTime,
+    ) -> Result<()> {
         let dir = self.shared.layout.namespace().join(DIR);
         self.shared.make_dir(dir.clone(), deadline)?;
         let seconds = self.shared.clock.wall_ns() / 1_000_000_000;

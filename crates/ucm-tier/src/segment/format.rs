@@ -1,8 +1,8 @@
-//! The bytes of a segment besides its records: a page at its head that says whose it is, and a foot that says where its
+//! The bytes of a segment besides its records: a page at its head that says whose it is, and a footer that says where its
 //! records lie. `docs/format.md` has every offset.
 //!
-//! The head is for whoever finds the segment of a dead writer; the foot, at the very end of the file, for readers. A
-//! foot is believed only whole: its length, its checksums and every entry are judged before one is used.
+//! The head is for whoever finds the segment of a dead writer; the footer, at the very end of the file, for readers. A
+//! footer is believed only whole: its length, its checksums and every entry are judged before one is used.
 
 use std::ops::Range;
 
@@ -147,14 +147,14 @@ pub(crate) fn decode_head(bytes: &[u8]) -> Result<(Owner, Process), MissReason> 
     Ok((owner, process))
 }
 
-/// Length of the foot of a segment with so many records, bytes.
-pub(crate) fn foot_len(entries: usize) -> u64 {
+/// Length of the footer of a segment with so many records, bytes.
+pub(crate) fn footer_len(entries: usize) -> u64 {
     round_up((entries * ENTRY_LEN + TRAILER_LEN) as u64, PAGE)
 }
 
-/// The foot of a segment whose records end at `start`, a whole page.
-pub(crate) fn encode_foot(owner: &Owner, start: u64, entries: &[Entry]) -> Vec<u8> {
-    let len = foot_len(entries.len());
+/// The footer of a segment whose records end at `start`, a whole page.
+pub(crate) fn encode_footer(owner: &Owner, start: u64, entries: &[Entry]) -> Vec<u8> {
+    let len = footer_len(entries.len());
     let mut out = vec![0; len as usize];
     for (number, entry) in entries.iter().enumerate() {
         let place = number * ENTRY_LEN;
@@ -184,8 +184,8 @@ pub(crate) fn encode_foot(owner: &Owner, start: u64, entries: &[Entry]) -> Vec<u
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Trailer {
     pub(crate) owner: Owner,
-    /// Where the foot lies in the file.
-    pub(crate) foot: Range<u64>,
+    /// Where the footer lies in the file.
+    pub(crate) footer: Range<u64>,
     entries: usize,
     entries_crc: u32,
 }
@@ -201,7 +201,7 @@ impl Trailer {
         let whole = start >= HEAD_LEN
             && start.is_multiple_of(PAGE)
             && entries <= MAX_ENTRIES
-            && len == foot_len(entries)
+            && len == footer_len(entries)
             && u32_at(bytes, at::ENTRY_LEN) as usize == ENTRY_LEN;
         if !whole {
             return Err(MissReason::BadHeader);
@@ -220,18 +220,18 @@ impl Trailer {
                 part: part_at(bytes, at::PART),
                 time_ns: u64_at(bytes, at::TIME),
             },
-            foot: start..end,
+            footer: start..end,
             entries,
             entries_crc: u32_at(bytes, at::ENTRIES_CRC),
         })
     }
 
-    /// Judges the whole foot and gives its entries.
-    pub(crate) fn entries(&self, foot: &[u8]) -> Result<Vec<Entry>, MissReason> {
-        if foot.len() as u64 != self.foot.end - self.foot.start {
+    /// Judges the whole footer and gives its entries.
+    pub(crate) fn entries(&self, footer: &[u8]) -> Result<Vec<Entry>, MissReason> {
+        if footer.len() as u64 != self.footer.end - self.footer.start {
             return Err(MissReason::Truncated);
         }
-        let listed = &foot[..foot.len() - TRAILER_LEN];
+        let listed = &footer[..footer.len() - TRAILER_LEN];
         if crc32c(listed) != self.entries_crc {
             return Err(MissReason::BadChecksum);
         }
@@ -247,7 +247,7 @@ impl Trailer {
                 && entry.len > 0
                 && entry.len <= 2 * limits::MAX_BLOCK_BYTES
                 && entry.offset >= HEAD_LEN
-                && end <= self.foot.start;
+                && end <= self.footer.start;
             whole.then_some(entry)
         };
         let entries = listed.chunks_exact(ENTRY_LEN).take(self.entries).map(entry);

@@ -1,15 +1,15 @@
 //! The segment layout: many records in one file, which gets its name when it is sealed and never changes after that.
 //!
 //! A writer appends records to a private file; after a while, or when it is large enough, the file is *sealed*: an index
-//! of its records becomes its foot, it is closed and renamed. Only then are its records published, all at once, so that
+//! of its records becomes its footer, it is closed and renamed. Only then are its records published, all at once, so that
 //! creating, closing and renaming cost what they cost once per segment and not once per block. Lookups are answered
 //! from memory. The parts:
 //!
 //! * [`format`]: the bytes; [`index`]: where every record lies; [`early`]: what only this process can read yet;
 //! * [`open`]: one segment being written; [`writer`]: which one; [`append`]: one record into it; [`sealing`]: how it ends;
 //!   [`timer`]: when;
-//! * [`finder`]: the segments of others; [`recheck`]: whether their feet, and ours, are still there for the next one;
-//!   [`reader`]: reading records; [`rescue`]: what dead writers left;
+//! * [`discovery`]: the segments of others; [`recheck`]: whether their footers, and ours, are still there for the next one;
+//!   [`reader`]: reading records; [`recovery`]: what dead writers left;
 //!   [`evidence`]: what is damaged;
 //! * [`merge`]: small and sparse segments become one, records in use outlive their segment; [`copy`]: how; [`touch`] and
 //!   [`heat`]: which are in use.
@@ -18,9 +18,9 @@
 
 mod append;
 mod copy;
+mod discovery;
 mod early;
 mod evidence;
-mod finder;
 mod format;
 mod heat;
 mod index;
@@ -28,7 +28,7 @@ mod merge;
 mod open;
 mod reader;
 mod recheck;
-mod rescue;
+mod recovery;
 mod sealing;
 mod timer;
 mod touch;
@@ -40,20 +40,20 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::Slot;
-use ucm_infra::{Bell, Clock, Lane, Mono, WorkerPool};
+use ucm_infra::{Clock, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::{IoJob, IoPool};
 use ucm_quota::Capacity;
 use ucm_quota::layout::SEGMENTS;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Early, Features, Flush, Listed, MediumStats, Outcome, Presence, Quarantined,
-    WriteOptions, Written,
+    Backend, BlockRead, Done, Features, Flush, Listed, LocallyVisible, MediumStats, Outcome, Presence,
+    Quarantined, WriteOptions, Written,
 };
 use crate::events::{Event, Events};
 use crate::posix::{PosixConfig, Shared};
 use crate::writing::Write;
+use discovery::SegmentDiscovery;
 use early::EarlyNews;
-use finder::Finder;
 use heat::Heat;
 use index::{Hit, Index};
 use merge::Merger;
@@ -110,15 +110,15 @@ pub(crate) struct Segments {
     index: Index,
     early: EarlyNews,
     writer: Writer,
-    finder: Finder,
+    discovery: SegmentDiscovery,
     merger: Merger,
     heat: Heat,
     events: Events,
     pool: Arc<WorkerPool>,
     /// Rung when a segment may have to be sealed, when others' segments should be looked for, and when merging ends.
-    seal_bell: Bell,
-    find_bell: Bell,
-    merge_bell: Bell,
+    seal_notify: Notify,
+    find_notify: Notify,
+    merge_notify: Notify,
     started: AtomicBool,
     closing: AtomicBool,
 }
@@ -167,14 +167,14 @@ impl SegmentBackend {
             index: Index::new(segments.most_blocks),
             early: EarlyNews::default(),
             writer: Writer::default(),
-            finder: Finder::default(),
+            discovery: SegmentDiscovery::default(),
             merger: Merger::default(),
             heat: Heat::default(),
             events: Events::default(),
             pool,
-            seal_bell: Bell::new(),
-            find_bell: Bell::new(),
-            merge_bell: Bell::new(),
+            seal_notify: Notify::new(),
+            find_notify: Notify::new(),
+            merge_notify: Notify::new(),
             started: AtomicBool::new(false),
             closing: AtomicBool::new(false),
         });
@@ -237,10 +237,10 @@ impl Backend for SegmentBackend {
         "posix"
     }
 
-    fn open(&self, deadline: Mono) -> Result<String> {
+    fn open(&self, deadline: MonotonicTime) -> Result<String> {
         self.segments.shared.open_root(deadline)?;
         self.segments.find_all(deadline);
-        self.segments.rescue(AT_OPENING, deadline);
+        self.segments.recover(AT_OPENING, deadline);
         self.segments.start();
         Ok(self.segments.words())
     }
@@ -277,7 +277,14 @@ impl Backend for SegmentBackend {
         self.segments.after_look(done);
     }
 
-    fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: Mono, done: Done<Written>) {
+    fn write(
+        &self,
+        id: BlockId,
+        slot: Slot,
+        options: WriteOptions,
+        deadline: MonotonicTime,
+        done: Done<Written>,
+    ) {
         let write = Write {
             id,
             slot,
@@ -301,7 +308,7 @@ impl Backend for SegmentBackend {
     }
 
     /// Who only looks up tells nothing: whether a use is one of the whole segment is known where segments are merged.
-    fn touch(&self, ids: &[(BlockId, u32)], deadline: Mono) {
+    fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {
         if !self.segments.shared.config.lookup_only {
             self.segments.touch(ids, deadline);
         }
@@ -329,7 +336,7 @@ impl Backend for SegmentBackend {
             .collect())
     }
 
-    fn early(&self) -> Early {
+    fn early(&self) -> LocallyVisible {
         self.segments.early.take(self.segments.shared.clock.now())
     }
 
@@ -370,12 +377,12 @@ impl Backend for SegmentBackend {
         let until = clock.now().after(drain);
         let left = || until.since(clock.now());
         segments.closing.store(true, Ordering::Release);
-        segments.merge_bell.ring();
+        segments.merge_notify.notify();
         segments.end_waiting();
         segments.flush(true);
         segments.await_sealed(clock.now().after(left() / 2));
-        segments.seal_bell.ring();
-        segments.find_bell.ring();
+        segments.seal_notify.notify();
+        segments.find_notify.notify();
         // A merging that is not over holds room, and who holds room cannot say to the others that it is not there any
         // more: they would wait for its silence.
         segments.pool.shutdown(left() / 2);
@@ -388,8 +395,8 @@ impl Drop for SegmentBackend {
     fn drop(&mut self) {
         self.segments.closing.store(true, Ordering::Release);
         self.segments.end_waiting();
-        self.segments.seal_bell.ring();
-        self.segments.find_bell.ring();
-        self.segments.merge_bell.ring();
+        self.segments.seal_notify.notify();
+        self.segments.find_notify.notify();
+        self.segments.merge_notify.notify();
     }
 }

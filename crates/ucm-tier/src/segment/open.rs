@@ -1,7 +1,7 @@
 //! One segment being written: places for records are reserved in order, writes take turns or go side by side, then it is
 //! closed to new ones, and when the last write has ended it can be sealed.
 //!
-//! A write that failed or came too late leaves a hole that the foot does not name. Nothing here touches a file.
+//! A write that failed or came too late leaves a hole that the footer does not name. Nothing here touches a file.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::Error;
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_quota::Room;
 use ucm_quota::layout::SegmentName;
 
-use super::format::{Entry, HEAD_LEN, foot_len};
+use super::format::{Entry, HEAD_LEN, footer_len};
 use super::index::SegmentNumber;
 use crate::backend::{Done, Written};
 use crate::writing::Write;
@@ -58,7 +58,7 @@ struct Turns {
     /// Somebody starts the next write, and the one after it if that ended meanwhile.
     handing: bool,
     /// The earliest deadline that the timer knows of.
-    watched: Option<Mono>,
+    watched: Option<MonotonicTime>,
 }
 
 struct Inner {
@@ -72,11 +72,11 @@ struct Inner {
     /// Somebody seals it.
     taken: bool,
     /// Since when it has held nothing, and nothing was on its way.
-    empty_since: Option<Mono>,
+    empty_since: Option<MonotonicTime>,
     /// When its oldest record was written.
-    oldest: Option<Mono>,
+    oldest: Option<MonotonicTime>,
     /// When it is to be sealed whatever its age, because somebody waits for it.
-    hurried: Option<Mono>,
+    hurried: Option<MonotonicTime>,
     /// The place nearest to the start of its chain, which is used last.
     first_ordinal: u32,
     /// What went wrong, as the medium told.
@@ -86,7 +86,7 @@ struct Inner {
 /// A record in it.
 struct Member {
     entry: Entry,
-    deadline: Mono,
+    deadline: MonotonicTime,
     written: bool,
     /// Who waits for the record to be published; none: was told.
     done: Option<Done<Written>>,
@@ -98,7 +98,7 @@ pub(crate) struct Contents {
     pub(crate) end: u64,
     pub(crate) entries: Vec<Entry>,
     /// The latest deadline of any record.
-    pub(crate) deadline: Mono,
+    pub(crate) deadline: MonotonicTime,
     pub(crate) first_ordinal: u32,
     pub(crate) trouble: Option<Error>,
 }
@@ -139,7 +139,7 @@ impl OpenSegment {
     pub(crate) fn reserve(&self, write: Write, len: u64) -> Result<Append, Write> {
         let mut inner = self.inner.lock();
         let (number, offset, end) = (inner.members.len(), inner.end, inner.end + len);
-        if inner.closed || end + foot_len(number + 1) > self.room {
+        if inner.closed || end + footer_len(number + 1) > self.room {
             return Err(write);
         }
         let entry = Entry {
@@ -197,7 +197,7 @@ impl OpenSegment {
     }
 
     /// Takes those whose time was over before their turn came out; when that of the next one is.
-    pub(crate) fn late_appends(&self, now: Mono) -> (Vec<Append>, Option<Mono>) {
+    pub(crate) fn late_appends(&self, now: MonotonicTime) -> (Vec<Append>, Option<MonotonicTime>) {
         let mut turns = self.turns.lock();
         if turns.watched.is_none_or(|watched| now < watched) {
             return (Vec::new(), turns.watched);
@@ -212,12 +212,18 @@ impl OpenSegment {
     }
 
     /// Nothing waited for it to be opened: should nothing come, it ends as if it held a record since then.
-    pub(crate) fn opened_for_nobody(&self, now: Mono) {
+    pub(crate) fn opened_for_nobody(&self, now: MonotonicTime) {
         self.inner.lock().empty_since = Some(now);
     }
 
     /// A record was written; `done` is to be called when it is published.
-    pub(crate) fn written(&self, number: usize, done: Done<Written>, now: Mono, at_once: bool) -> Next {
+    pub(crate) fn written(
+        &self,
+        number: usize,
+        done: Done<Written>,
+        now: MonotonicTime,
+        at_once: bool,
+    ) -> Next {
         let mut inner = self.inner.lock();
         if let Some(member) = inner.members.get_mut(number) {
             (member.written, member.done) = (true, Some(done));
@@ -232,7 +238,7 @@ impl OpenSegment {
     }
 
     /// A write ended without a record; nothing is added behind it any more, unless it was only refused a place in a queue.
-    pub(crate) fn failed(&self, error: &Error, go_on: bool, at_once: bool, now: Mono) -> Next {
+    pub(crate) fn failed(&self, error: &Error, go_on: bool, at_once: bool, now: MonotonicTime) -> Next {
         let mut inner = self.inner.lock();
         inner.closed |= !go_on || (at_once && inner.in_flight == 1);
         if !go_on {
@@ -256,14 +262,14 @@ impl OpenSegment {
     }
 
     /// Somebody waits for what it holds: it is to be sealed at that time, if not before.
-    pub(crate) fn seal_by(&self, due: Mono) {
+    pub(crate) fn seal_by(&self, due: MonotonicTime) {
         let mut inner = self.inner.lock();
         inner.hurried = Some(inner.hurried.map_or(due, |other| other.min(due)));
     }
 
     /// When it is to be sealed, if it holds a record (or nobody wants it) and still takes more: `age` after the oldest was
     /// written, sooner if somebody waits, and early enough for those that do, whatever the age.
-    pub(crate) fn due(&self, age: Duration) -> Option<Mono> {
+    pub(crate) fn due(&self, age: Duration) -> Option<MonotonicTime> {
         let inner = self.inner.lock();
         let oldest = inner.oldest.or(inner.empty_since).filter(|_| !inner.closed)?;
         let waiting = inner.members.iter().filter(|member| member.done.is_some());
@@ -276,14 +282,14 @@ impl OpenSegment {
     }
 
     /// Those whose deadline has passed, and when the next one does.
-    pub(crate) fn late(&self, now: Mono) -> (Vec<Done<Written>>, Option<Mono>) {
+    pub(crate) fn late(&self, now: MonotonicTime) -> (Vec<Done<Written>>, Option<MonotonicTime>) {
         let mut inner = self.inner.lock();
         let (mut late, mut next) = (Vec::new(), None);
         for member in inner.members.iter_mut().filter(|member| member.done.is_some()) {
             if member.deadline <= now {
                 late.extend(member.done.take());
             } else {
-                next = Some(next.map_or(member.deadline, |next: Mono| next.min(member.deadline)));
+                next = Some(next.map_or(member.deadline, |next: MonotonicTime| next.min(member.deadline)));
             }
         }
         (late, next)

@@ -1,37 +1,37 @@
 //! Feet of segments that are known are read again, a few at a time.
 //!
-//! Who knows a segment knows its records by heart: it reads on, whatever becomes of the foot. Who comes later has nothing
-//! but the foot, and would miss all of the segment's records for as long as somebody else takes them for stored and dumps
+//! Who knows a segment knows its records by heart: it reads on, whatever becomes of the footer. Who comes later has nothing
+//! but the footer, and would miss all of the segment's records for as long as somebody else takes them for stored and dumps
 //! none of them again. So every process that may dump looks, past every cache, whether a newcomer would find what it knows
-//! itself; a segment whose foot says no more what is in it is forgotten here too, and the next dumps store its blocks anew.
+//! itself; a segment whose footer says no more what is in it is forgotten here too, and the next dumps store its blocks anew.
 
 use std::ops::Bound;
 use std::time::Duration;
 
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_io::ReadMode;
 use ucm_quota::layout::SegmentName;
 
 use super::Segments;
-use super::finder::TAIL;
+use super::discovery::TAIL;
 use super::index::SegmentNumber;
 use crate::events::Level;
 
-/// Time between two looks, and feet that are read in each: about a MiB a minute at most.
+/// Time between two looks, and footers that are read in each: about a MiB a minute at most.
 const AGAIN: Duration = Duration::from_secs(30);
-const FEET: usize = 16;
+const FOOTERS: usize = 16;
 
-/// Which feet were last read again, and when.
+/// Which footers were last read again, and when.
 #[derive(Default)]
 pub(crate) struct Rechecked {
-    at: Option<Mono>,
+    at: Option<MonotonicTime>,
     last: Option<SegmentName>,
 }
 
 impl Segments {
-    /// Reads some feet again if it is time to, and forgets segments of which nobody could read them now.
-    pub(super) fn recheck_feet(&self, deadline: Mono) {
-        let chosen = self.feet_to_recheck();
+    /// Reads some footers again if it is time to, and forgets segments of which nobody could read them now.
+    pub(super) fn recheck_footers(&self, deadline: MonotonicTime) {
+        let chosen = self.footers_to_recheck();
         let reads: Vec<_> = chosen
             .into_iter()
             .filter_map(|(name, number)| {
@@ -45,7 +45,7 @@ impl Segments {
         for (name, number, read) in reads {
             let found = read
                 .wait()
-                .and_then(|(tail, file_len)| self.foot(name, &tail, file_len, deadline));
+                .and_then(|(tail, file_len)| self.footer(name, &tail, file_len, deadline));
             // An error is the medium's, or the segment was removed: the next listing tells.
             if matches!(found, Ok(Err(_))) {
                 self.index.vanished(number);
@@ -64,9 +64,9 @@ impl Segments {
     }
 
     /// The next ones in the order of their names, all around; none before it is time, and none where nobody dumps.
-    fn feet_to_recheck(&self) -> Vec<(SegmentName, SegmentNumber)> {
+    fn footers_to_recheck(&self) -> Vec<(SegmentName, SegmentNumber)> {
         let now = self.shared.clock.now();
-        let mut rechecked = self.finder.rechecked.lock();
+        let mut rechecked = self.discovery.rechecked.lock();
         let due = rechecked.at.is_some_and(|at| now.since(at) >= AGAIN);
         if due || rechecked.at.is_none() {
             rechecked.at = Some(now);
@@ -79,7 +79,7 @@ impl Segments {
         let rest = known.range((after, Bound::Unbounded));
         let some: Vec<_> = rest
             .chain(known.iter())
-            .take(FEET.min(known.len()))
+            .take(FOOTERS.min(known.len()))
             .map(|(name, number)| (*name, *number))
             .collect();
         rechecked.last = some.last().map(|(name, _)| *name);

@@ -1,20 +1,20 @@
-//! How a segment ends: its foot, its name, and telling everybody who waits for it.
+//! How a segment ends: its footer, its name, and telling everybody who waits for it.
 
 use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{LANE_DUMP, Mono};
+use ucm_infra::{LANE_DUMP, MonotonicTime};
 use ucm_io::{FileMeta, Finish, IoJob};
 
 use super::Segments;
-use super::finder::FOUND_BY;
-use super::format::{Owner, encode_foot};
+use super::discovery::FOUND_BY;
+use super::format::{Owner, encode_footer};
 use super::open::{Contents, OpenSegment};
 use super::writer::LEAST_TIME;
 use crate::backend::Written;
 
 impl Segments {
-    /// Writes the foot of a segment and gives it its name. Called once for each.
+    /// Writes the footer of a segment and gives it its name. Called once for each.
     pub(super) fn seal(self: &Arc<Self>, open: &Arc<OpenSegment>) {
         let contents = open.contents();
         let private = self.private(open.name);
@@ -38,12 +38,15 @@ impl Segments {
             .recency
             .published(open.name.as_id(), ordinal, owner.time_ns);
         let target = self.shared.layout.segment(open.name);
-        let (foot, offset) = (encode_foot(&owner, contents.end, &contents.entries), contents.end);
+        let (footer, offset) = (
+            encode_footer(&owner, contents.end, &contents.entries),
+            contents.end,
+        );
         let finish = move |io: &IoJob| {
             io.finish(Finish {
                 private: &private,
                 target: &target,
-                foot: &foot,
+                footer: &footer,
                 offset,
                 mtime_ns: used,
             })
@@ -102,13 +105,13 @@ impl Segments {
             });
         }
         self.forget(open);
-        self.seal_bell.ring();
+        self.seal_notify.notify();
     }
 
     /// Seals what is old enough and tells those whose time is over; when to look again.
-    pub(super) fn seal_due(self: &Arc<Self>, now: Mono) -> Option<Mono> {
-        let mut next: Option<Mono> = None;
-        let mut sooner = |time: Mono| next = Some(next.map_or(time, |next| next.min(time)));
+    pub(super) fn seal_due(self: &Arc<Self>, now: MonotonicTime) -> Option<MonotonicTime> {
+        let mut next: Option<MonotonicTime> = None;
+        let mut sooner = |time: MonotonicTime| next = Some(next.map_or(time, |next| next.min(time)));
         let (late, next_late) = self.late_waiting(now);
         for write in late {
             let text = "the segment for this record was not opened in time";

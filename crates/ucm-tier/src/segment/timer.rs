@@ -1,12 +1,12 @@
 //! The three background threads of a backend: one seals segments when they are old enough, one looks for those of others,
 //! one merges small ones. None does anything on a quiet root but look at the clock, once a second at the time of one
-//! directory, and twice a minute at a few feet.
+//! directory, and twice a minute at a few footers.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 
 use super::{LANE_FINDER, LANE_MERGER, LANE_TIMER, Segments};
 
@@ -22,21 +22,21 @@ impl Segments {
             return;
         }
         let clock = Arc::clone(&self.shared.clock);
-        let (weak, bell) = (Arc::downgrade(self), self.seal_bell.clone());
+        let (weak, notify) = (Arc::downgrade(self), self.seal_notify.clone());
         let seal = move || loop {
-            let seen = bell.seen();
+            let seen = notify.seen();
             let Some(segments) = weak.upgrade() else { return };
             let next = segments.seal_due(segments.shared.clock.now());
             if segments.closing.load(Ordering::Acquire) && !segments.is_writing() {
                 return;
             }
             drop(segments);
-            clock.sleep(&bell, seen, next);
+            clock.sleep(&notify, seen, next);
         };
         let clock = Arc::clone(&self.shared.clock);
-        let (weak, bell) = (Arc::downgrade(self), self.find_bell.clone());
+        let (weak, notify) = (Arc::downgrade(self), self.find_notify.clone());
         let find = move || loop {
-            let seen = bell.seen();
+            let seen = notify.seen();
             let Some(segments) = weak.upgrade() else { return };
             if segments.closing.load(Ordering::Acquire) {
                 return;
@@ -44,39 +44,39 @@ impl Segments {
             let now = segments.shared.clock.now();
             let more = segments.find(now.after(TURN));
             if !more {
-                segments.rescue(u64::MAX, Mono::NEVER); // every step of it has a deadline
+                segments.recover(u64::MAX, MonotonicTime::NEVER); // every step of it has a deadline
             }
             drop(segments);
             if !more {
-                clock.sleep(&bell, seen, Some(now.after(LOOK)));
+                clock.sleep(&notify, seen, Some(now.after(LOOK)));
             }
         };
         let clock = Arc::clone(&self.shared.clock);
-        let (weak, bell) = (Arc::downgrade(self), self.merge_bell.clone());
+        let (weak, notify) = (Arc::downgrade(self), self.merge_notify.clone());
         let merge = move || loop {
-            let seen = bell.seen();
+            let seen = notify.seen();
             let Some(segments) = weak.upgrade() else { return };
             if segments.closing.load(Ordering::Acquire) {
                 return;
             }
             let next = segments.merge_turn(segments.shared.clock.now());
             drop(segments);
-            clock.sleep(&bell, seen, Some(next));
+            clock.sleep(&notify, seen, Some(next));
         };
         // A pool that is shut down seals, finds and merges nothing any more.
-        let _ = self.pool.submit(LANE_TIMER, Mono::NEVER, seal, |_| {});
-        let _ = self.pool.submit(LANE_FINDER, Mono::NEVER, find, |_| {});
-        let _ = self.pool.submit(LANE_MERGER, Mono::NEVER, merge, |_| {});
+        let _ = self.pool.submit(LANE_TIMER, MonotonicTime::NEVER, seal, |_| {});
+        let _ = self.pool.submit(LANE_FINDER, MonotonicTime::NEVER, find, |_| {});
+        let _ = self.pool.submit(LANE_MERGER, MonotonicTime::NEVER, merge, |_| {});
     }
 
     /// Waits until every segment has ended, by `until` at the latest.
-    pub(super) fn await_sealed(&self, until: Mono) {
+    pub(super) fn await_sealed(&self, until: MonotonicTime) {
         loop {
-            let seen = self.seal_bell.seen();
+            let seen = self.seal_notify.seen();
             if !self.is_writing() || self.shared.clock.now() >= until {
                 return;
             }
-            self.shared.clock.sleep(&self.seal_bell, seen, Some(until));
+            self.shared.clock.sleep(&self.seal_notify, seen, Some(until));
         }
     }
 }

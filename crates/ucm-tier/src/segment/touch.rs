@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ucm_core::BlockId;
-use ucm_infra::{LANE_SPACE, Mono};
+use ucm_infra::{LANE_SPACE, MonotonicTime};
 use ucm_io::IoJob;
 
 use super::Segments;
@@ -38,7 +38,7 @@ impl Segments {
 
     /// Tells the file system, of every segment of which these records are and that was not told this minute, that it was
     /// used. While room is short, only if much of it is in use.
-    pub(super) fn touch(self: &Arc<Self>, ids: &[(BlockId, u32)], deadline: Mono) {
+    pub(super) fn touch(self: &Arc<Self>, ids: &[(BlockId, u32)], deadline: MonotonicTime) {
         // By the segment's name: a record of it, the least ordinal, and how many.
         let mut used: HashMap<BlockId, (Hit, u32, u64)> = HashMap::new();
         for &(id, ordinal) in ids {

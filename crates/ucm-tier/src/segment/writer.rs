@@ -1,7 +1,7 @@
 //! Which segments are open, and which of them takes the next record.
 //!
 //! One segment takes records; those before it are being sealed. Where one file alone cannot keep up (the page cache is
-//! filled by one thread at a time for each file), some are open side by side and take [`RUN`] bytes each in turn, so that
+//! filled by one thread at a time for each file), some are open side by side and take [`STRIPE_BYTES`] bytes each in turn, so that
 //! neighbours of a chain still lie together. Room for all of a segment is admitted when it is opened, and what it did not
 //! need is given back when it ended, so an append asks nobody.
 
@@ -12,12 +12,12 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{Error, PAGE, Result, round_up};
-use ucm_infra::{LANE_DUMP, Mono};
+use ucm_infra::{LANE_DUMP, MonotonicTime};
 use ucm_io::IoJob;
 use ucm_quota::Room;
 use ucm_quota::layout::SegmentName;
 
-use super::format::{HEAD_LEN, Owner, encode_head, foot_len};
+use super::format::{HEAD_LEN, Owner, encode_head, footer_len};
 use super::index::Known;
 use super::open::{Append, OpenSegment};
 use super::sealing::unsure;
@@ -31,9 +31,9 @@ const SHARE: u64 = 64;
 pub(super) const LEAST_TIME: Duration = Duration::from_secs(5);
 
 /// Bytes that one segment takes before another one may be in turn.
-const RUN: u64 = 4 << 20;
+const STRIPE_BYTES: u64 = 4 << 20;
 /// Most segments that take records side by side.
-const ABREAST: usize = 4;
+const STRIPES: usize = 4;
 /// Least time between two times that what is open is sealed because somebody waits.
 const SPACING: Duration = Duration::from_millis(50);
 
@@ -56,7 +56,7 @@ struct State {
     /// Nothing waits for more any more.
     last: bool,
     /// When a segment was last closed for its age or because somebody waited.
-    closed: Option<Mono>,
+    closed: Option<MonotonicTime>,
 }
 
 /// What opening a segment came to.
@@ -70,7 +70,7 @@ enum Created {
 }
 
 /// What an append has to do once the lock is free.
-struct Way {
+struct AppendPlan {
     /// Where the write goes; `None`: it waits for a segment to be opened.
     into: Option<(Arc<OpenSegment>, Append)>,
     /// These have no more room.
@@ -80,9 +80,9 @@ struct Way {
 }
 
 impl State {
-    fn way(&mut self, mut write: Write, len: u64, abreast: usize) -> Way {
+    fn way(&mut self, mut write: Write, len: u64, abreast: usize) -> AppendPlan {
         let mut another = false;
-        if self.taken >= RUN {
+        if self.taken >= STRIPE_BYTES {
             self.taken = 0;
             let idlest = (0..self.open.len()).min_by_key(|&at| self.open[at].backlog());
             if let Some(at) = idlest {
@@ -100,7 +100,7 @@ impl State {
                     if another {
                         self.opening = Some(Vec::new());
                     }
-                    return Way { into, full, another };
+                    return AppendPlan { into, full, another };
                 }
                 Err(again) => {
                     write = again;
@@ -111,7 +111,7 @@ impl State {
         }
         let another = self.opening.is_none();
         self.opening.get_or_insert_default().push(write);
-        Way {
+        AppendPlan {
             into: None,
             full,
             another,
@@ -131,11 +131,11 @@ impl State {
 /// How many segments of that room are filled side by side below a root with this limit: where records take turns in each,
 /// as many as are written at once and no more than are a 64th of the limit together.
 fn side_by_side(shared: &Shared, limit: u64, room: u64) -> usize {
-    if !shared.takes_turns() {
+    if !shared.serializes_writes() {
         return 1;
     }
-    let most = usize::try_from(limit / SHARE / room.max(1)).unwrap_or(ABREAST);
-    shared.io.width(LANE_DUMP).min(ABREAST).min(most).max(1)
+    let most = usize::try_from(limit / SHARE / room.max(1)).unwrap_or(STRIPES);
+    shared.io.width(LANE_DUMP).min(STRIPES).min(most).max(1)
 }
 
 /// Length at which segments are sealed below a root with this limit, bytes, where no record is longer.
@@ -151,7 +151,7 @@ fn room_of(write: &Write) -> u64 {
 impl Segments {
     /// Bytes of a segment with one record of `len` bytes.
     pub(super) fn least_room(&self, len: u64) -> u64 {
-        HEAD_LEN + round_up(len, PAGE) + foot_len(1)
+        HEAD_LEN + round_up(len, PAGE) + footer_len(1)
     }
 
     /// Length at which segments are sealed now, bytes.
@@ -169,13 +169,13 @@ impl Segments {
     }
 
     /// Does what a record of `len` bytes takes that has its way.
-    fn go(self: &Arc<Self>, way: Way, len: u64, deadline: Mono) {
+    fn go(self: &Arc<Self>, way: AppendPlan, len: u64, deadline: MonotonicTime) {
         way.full
             .iter()
             .filter(|full| full.close())
             .for_each(|full| self.seal(full));
         if way.into.is_none() || way.another {
-            self.seal_bell.ring(); // the timer keeps the deadline of what waits
+            self.seal_notify.notify(); // the timer keeps the deadline of what waits
         }
         if way.another {
             self.open(self.room_for(len), deadline, way.into.is_none());
@@ -200,18 +200,18 @@ impl Segments {
 
     /// Opens a segment: is the root still ours, is there room, and then the file. With `needed` nothing else takes what is
     /// to be written; without, only room that is granted already is taken.
-    fn open(self: &Arc<Self>, room: u64, deadline: Mono, needed: bool) {
+    fn open(self: &Arc<Self>, room: u64, deadline: MonotonicTime, needed: bool) {
         let deadline = deadline.max(self.shared.clock.now().after(LEAST_TIME));
         self.begin_open(room, deadline, needed, Room::new(&self.shared.space));
     }
 
-    fn begin_open(self: &Arc<Self>, room: u64, deadline: Mono, needed: bool, admitted: Arc<Room>) {
+    fn begin_open(self: &Arc<Self>, room: u64, deadline: MonotonicTime, needed: bool, admitted: Arc<Room>) {
         let (segments, taken) = (Arc::clone(self), Arc::clone(&admitted));
         let work = move |io: &IoJob| segments.create(io, room, needed, &taken);
         let segments = Arc::clone(self);
         let created = move |result: Result<Created>| match result {
             Ok(Created::File(name)) => segments.opened(segments.begin(name, room, admitted)),
-            Ok(Created::Unwanted) => segments.seal_bell.ring(), // whoever waits until nothing is written any more
+            Ok(Created::Unwanted) => segments.seal_notify.notify(), // whoever waits until nothing is written any more
             Ok(Created::NeedsRoom) => {
                 let held = Arc::clone(&admitted);
                 admitted.make(room, deadline, move |made| match made {
@@ -298,7 +298,7 @@ impl Segments {
             Ok(open) => {
                 if ways.is_empty() {
                     open.opened_for_nobody(now);
-                    self.seal_bell.ring();
+                    self.seal_notify.notify();
                 }
                 ways.into_iter()
                     .for_each(|(way, len, deadline)| self.go(way, len, deadline));
@@ -310,13 +310,13 @@ impl Segments {
                 waiting
                     .into_iter()
                     .for_each(|write| write.end(Err(error.clone())));
-                self.seal_bell.ring();
+                self.seal_notify.notify();
             }
         }
     }
 
     /// Those that wait for a segment to be opened and whose time is over, and when that of the next one is.
-    pub(super) fn late_waiting(&self, now: Mono) -> (Vec<Write>, Option<Mono>) {
+    pub(super) fn late_waiting(&self, now: MonotonicTime) -> (Vec<Write>, Option<MonotonicTime>) {
         let mut state = self.writer.0.lock();
         let Some(waiting) = &mut state.opening else {
             return (Vec::new(), None);
@@ -366,7 +366,7 @@ impl Segments {
     }
 
     /// Closes a segment that is due.
-    pub(super) fn close_due(self: &Arc<Self>, open: &Arc<OpenSegment>, now: Mono) {
+    pub(super) fn close_due(self: &Arc<Self>, open: &Arc<OpenSegment>, now: MonotonicTime) {
         self.writer.0.lock().closed = Some(now);
         self.close(open);
     }
@@ -390,7 +390,7 @@ impl Segments {
             return open.iter().for_each(|open| self.close(open));
         }
         open.iter().for_each(|open| open.seal_by(due));
-        self.seal_bell.ring();
+        self.seal_notify.notify();
     }
 
     /// How many segments take records.

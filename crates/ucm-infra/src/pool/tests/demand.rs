@@ -1,7 +1,7 @@
 //! Pools whose threads come with the jobs.
 
 use super::{GUARD, Rig, SECOND, lane};
-use crate::clock::Mono;
+use crate::clock::MonotonicTime;
 use ucm_core::ErrorKind;
 
 #[test]
@@ -9,7 +9,7 @@ fn nothing_is_started_before_the_first_job() {
     let rig = Rig::new(|pool| pool.size(3).on_demand());
     assert_eq!(rig.pool.stats().live, 0);
     assert!(!rig.pool.shared.state.lock().monitored);
-    rig.submit(0, Mono::NEVER, 1, || 1).unwrap();
+    rig.submit(0, MonotonicTime::NEVER, 1, || 1).unwrap();
     assert_eq!(rig.next(), (1, Ok(1)));
     let stats = rig.pool.stats();
     assert_eq!((stats.live, stats.size, stats.replaced), (1, 3, 0));
@@ -20,7 +20,7 @@ fn nothing_is_started_before_the_first_job() {
 fn one_that_was_never_used_ends_at_once() {
     let rig = Rig::new(|pool| pool.size(3).on_demand());
     assert_eq!(rig.pool.shutdown(SECOND), 0, "and waits for nobody");
-    let error = rig.submit(0, Mono::NEVER, 1, || 1).unwrap_err();
+    let error = rig.submit(0, MonotonicTime::NEVER, 1, || 1).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Closed);
 }
 
@@ -29,11 +29,11 @@ fn as_many_workers_as_jobs_that_run_at_once() {
     let rig = Rig::new(|pool| pool.size(3).on_demand());
     let mut held = Vec::new();
     for id in 0..3 {
-        held.push(rig.hang(0, Mono::NEVER, id));
+        held.push(rig.hang(0, MonotonicTime::NEVER, id));
         assert_eq!(rig.pool.stats().live, id as usize + 1);
     }
     for id in 3..6 {
-        rig.submit(0, Mono::NEVER, id, move || id).unwrap();
+        rig.submit(0, MonotonicTime::NEVER, id, move || id).unwrap();
     }
     assert_eq!(rig.pool.stats().live, 3, "never more than the size");
     drop(held);
@@ -44,7 +44,7 @@ fn as_many_workers_as_jobs_that_run_at_once() {
     while rig.pool.stats().idle < 3 {
         std::thread::yield_now(); // who ends a job says so before it is idle
     }
-    rig.submit(0, Mono::NEVER, 6, || 6).unwrap();
+    rig.submit(0, MonotonicTime::NEVER, 6, || 6).unwrap();
     assert_eq!(rig.next(), (6, Ok(6)));
 }
 
@@ -62,7 +62,7 @@ fn jobs_that_come_together_run_together_in_lanes_of_one() {
             meet.wait(); // for ever, unless both run
             id
         };
-        rig.submit(id as usize, Mono::NEVER, id, work).unwrap();
+        rig.submit(id as usize, MonotonicTime::NEVER, id, work).unwrap();
     }
     let mut told = [rig.next().0, rig.next().0];
     told.sort_unstable();
@@ -76,12 +76,12 @@ fn a_lane_at_its_limit_starts_nobody() {
             .lanes(&[lane("load", 8, 4), lane("dump", 8, 1)])
             .on_demand()
     });
-    let held = rig.hang(1, Mono::NEVER, 0);
+    let held = rig.hang(1, MonotonicTime::NEVER, 0);
     for id in 1..4 {
-        rig.submit(1, Mono::NEVER, id, move || id).unwrap();
+        rig.submit(1, MonotonicTime::NEVER, id, move || id).unwrap();
     }
     assert_eq!(rig.pool.stats().live, 1);
-    rig.submit(0, Mono::NEVER, 9, || 9).unwrap();
+    rig.submit(0, MonotonicTime::NEVER, 9, || 9).unwrap();
     assert_eq!(rig.next(), (9, Ok(9)), "another lane gets a worker of its own");
     drop(held);
     for id in 0..4 {
@@ -98,7 +98,7 @@ fn one_that_hangs_is_written_off_and_replaced_as_ever() {
     assert_eq!(rig.next(), (1, Err(ErrorKind::Timeout)));
     let stats = rig.until(|stats| stats.live == 1);
     assert_eq!((stats.stuck, stats.replaced), (1, 1));
-    rig.submit(0, Mono::NEVER, 2, || 2).unwrap();
+    rig.submit(0, MonotonicTime::NEVER, 2, || 2).unwrap();
     assert_eq!(rig.next(), (2, Ok(2)));
     drop(held);
     rig.until(|stats| stats.stuck == 0);
@@ -117,7 +117,7 @@ fn a_start_that_fails_is_tried_again() {
             Ok(())
         })
     });
-    rig.submit(0, Mono::NEVER, 1, || 1).unwrap();
+    rig.submit(0, MonotonicTime::NEVER, 1, || 1).unwrap();
     fails.recv_timeout(GUARD).unwrap();
     rig.until(|stats| stats.failed_starts == 1);
     rig.clock.await_sleepers(1); // the monitor waits for the time of the next attempt

@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use ucm_core::{ErrorKind, Result};
 
 use super::{GUARD, Rig, SECOND, lane};
-use crate::clock::Mono;
+use crate::clock::MonotonicTime;
 
 #[test]
 fn a_job_is_done_and_told() {
     let rig = Rig::new(|pool| pool.size(2));
-    rig.submit(0, Mono::NEVER, 1, || 41).unwrap();
+    rig.submit(0, MonotonicTime::NEVER, 1, || 41).unwrap();
     assert_eq!(rig.next(), (1, Ok(41)));
     let lane = rig.pool.stats().lanes[0];
     assert_eq!((lane.submitted, lane.completed, lane.timed_out), (1, 1, 0));
@@ -20,9 +20,9 @@ fn a_job_is_done_and_told() {
 #[test]
 fn lane_zero_goes_first_and_order_holds_within_a_lane() {
     let rig = Rig::new(|pool| pool.lanes(&[lane("load", 8, 1), lane("dump", 8, 1)]));
-    let release = rig.hang(1, Mono::NEVER, 0);
+    let release = rig.hang(1, MonotonicTime::NEVER, 0);
     for (lane, id) in [(1, 1), (1, 2), (0, 3), (0, 4)] {
-        rig.submit(lane, Mono::NEVER, id, move || id).unwrap();
+        rig.submit(lane, MonotonicTime::NEVER, id, move || id).unwrap();
     }
     drop(release);
     let order: Vec<u32> = (0..5).map(|_| rig.next().0).collect();
@@ -32,15 +32,15 @@ fn lane_zero_goes_first_and_order_holds_within_a_lane() {
 #[test]
 fn a_full_lane_refuses_and_gives_the_job_back() {
     let rig = Rig::new(|pool| pool.lanes(&[lane("load", 1, 1), lane("dump", 1, 1)]));
-    let release = rig.hang(0, Mono::NEVER, 0);
-    rig.submit(0, Mono::NEVER, 1, || 1).unwrap();
+    let release = rig.hang(0, MonotonicTime::NEVER, 0);
+    rig.submit(0, MonotonicTime::NEVER, 1, || 1).unwrap();
     let called = Arc::new(AtomicUsize::new(0));
     let (one, two) = (Arc::clone(&called), Arc::clone(&called));
     let refused = rig
         .pool
         .offer(
             0,
-            Mono::NEVER,
+            MonotonicTime::NEVER,
             move || one.fetch_add(1, Ordering::Relaxed),
             move |_: Result<usize>| {
                 two.fetch_add(1, Ordering::Relaxed);
@@ -57,7 +57,7 @@ fn a_full_lane_refuses_and_gives_the_job_back() {
     (refused.done)(Err(refused.error));
     assert_eq!(called.load(Ordering::Relaxed), 1);
     // The other lane has room of its own.
-    rig.submit(1, Mono::NEVER, 2, || 2).unwrap();
+    rig.submit(1, MonotonicTime::NEVER, 2, || 2).unwrap();
     assert_eq!(rig.pool.stats().lanes[0].refused, 1);
     drop(release);
     assert_eq!([rig.next().0, rig.next().0, rig.next().0], [0, 1, 2]);
@@ -66,10 +66,13 @@ fn a_full_lane_refuses_and_gives_the_job_back() {
 #[test]
 fn a_limited_lane_leaves_workers_to_the_others() {
     let rig = Rig::new(|pool| pool.size(3).lanes(&[lane("load", 8, 3), lane("dump", 8, 2)]));
-    let dumps = [rig.hang(1, Mono::NEVER, 1), rig.hang(1, Mono::NEVER, 2)];
-    rig.submit(1, Mono::NEVER, 3, || 3).unwrap();
+    let dumps = [
+        rig.hang(1, MonotonicTime::NEVER, 1),
+        rig.hang(1, MonotonicTime::NEVER, 2),
+    ];
+    rig.submit(1, MonotonicTime::NEVER, 3, || 3).unwrap();
     // The third worker is free, but not for a dump.
-    rig.submit(0, Mono::NEVER, 4, || 4).unwrap();
+    rig.submit(0, MonotonicTime::NEVER, 4, || 4).unwrap();
     assert_eq!(rig.next(), (4, Ok(4)));
     let stats = rig.pool.stats();
     assert_eq!((stats.lanes[1].queued, stats.lanes[1].running), (1, 2));
@@ -85,9 +88,9 @@ fn a_limited_lane_leaves_workers_to_the_others() {
 #[test]
 fn jobs_beyond_a_lanes_limit_are_taken_by_the_worker_that_makes_room() {
     let rig = Rig::new(|pool| pool.size(3).lanes(&[lane("limited", 64, 1)]));
-    let release = rig.hang(0, Mono::NEVER, 0);
+    let release = rig.hang(0, MonotonicTime::NEVER, 0);
     for id in 1..=20 {
-        rig.submit(0, Mono::NEVER, id, move || id).unwrap(); // wakes nobody: it cannot run yet
+        rig.submit(0, MonotonicTime::NEVER, id, move || id).unwrap(); // wakes nobody: it cannot run yet
     }
     drop(release);
     for id in 0..=20 {
@@ -98,15 +101,16 @@ fn jobs_beyond_a_lanes_limit_are_taken_by_the_worker_that_makes_room() {
 #[test]
 fn panics_are_told_and_kill_no_worker() {
     let rig = Rig::new(|pool| pool.size(1));
-    rig.submit(0, Mono::NEVER, 1, || panic!("meant")).unwrap();
+    rig.submit(0, MonotonicTime::NEVER, 1, || panic!("meant"))
+        .unwrap();
     let (id, result) = rig.told.recv_timeout(GUARD).unwrap();
     let error = result.unwrap_err();
     assert_eq!((id, error.kind()), (1, ErrorKind::Internal));
     assert!(error.to_string().contains("panic=meant"), "{error}");
     rig.pool
-        .submit(0, Mono::NEVER, || (), |_| panic!("meant"))
+        .submit(0, MonotonicTime::NEVER, || (), |_| panic!("meant"))
         .unwrap();
-    rig.submit(0, Mono::NEVER, 2, || 2).unwrap();
+    rig.submit(0, MonotonicTime::NEVER, 2, || 2).unwrap();
     assert_eq!(rig.next(), (2, Ok(2)));
     let stats = rig.pool.stats();
     assert_eq!(
@@ -124,7 +128,7 @@ fn work_that_panics_when_dropped_is_told_all_the_same() {
         }
     }
     let rig = Rig::new(|pool| pool.size(1));
-    let release = rig.hang(0, Mono::NEVER, 0);
+    let release = rig.hang(0, MonotonicTime::NEVER, 0);
     let bomb = Bomb;
     rig.submit(0, rig.deadline(SECOND), 1, move || {
         let _armed = &bomb;
@@ -149,11 +153,11 @@ fn done_may_submit_again() {
     let done = move |first: Result<u32>| {
         let pool = pool.upgrade().unwrap();
         let work = move || first.unwrap() + 1;
-        pool.submit(0, Mono::NEVER, work, move |result| {
+        pool.submit(0, MonotonicTime::NEVER, work, move |result| {
             tell.send((2, result)).unwrap()
         })
         .unwrap();
     };
-    rig.pool.submit(0, Mono::NEVER, || 1, done).unwrap();
+    rig.pool.submit(0, MonotonicTime::NEVER, || 1, done).unwrap();
     assert_eq!(rig.next(), (2, Ok(2)));
 }

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::{GUARD, Rig, SECOND, lane};
-use crate::clock::{ManualClock, Mono};
+use crate::clock::{ManualClock, MonotonicTime};
 use crate::completion::Completion;
 use crate::pool::{WorkerPool, WorkerPoolBuilder};
 
@@ -76,15 +76,17 @@ fn shutdown_drains_what_was_accepted() {
     let gate = Completion::new();
     for id in 0..20 {
         let (gate, clock) = (Arc::clone(&gate), Arc::clone(&rig.clock));
-        rig.submit(0, Mono::NEVER, id, move || gate.wait(&*clock, None).unwrap_or(0))
-            .unwrap();
+        rig.submit(0, MonotonicTime::NEVER, id, move || {
+            gate.wait(&*clock, None).unwrap_or(0)
+        })
+        .unwrap();
     }
     std::thread::scope(|scope| {
         let shutdown = scope.spawn(|| rig.pool.shutdown(SECOND));
         // Two workers at the gate, the monitor, and the one who shuts down.
         rig.clock.await_sleepers(4);
         assert_eq!(
-            rig.submit(0, Mono::NEVER, 99, || 0).unwrap_err().kind(),
+            rig.submit(0, MonotonicTime::NEVER, 99, || 0).unwrap_err().kind(),
             ErrorKind::Closed
         );
         gate.complete(7);
@@ -102,8 +104,8 @@ fn shutdown_drains_what_was_accepted() {
 #[test]
 fn shutdown_closes_what_does_not_end_and_joins_nobody() {
     let rig = Rig::new(|pool| pool.size(1));
-    let release = rig.hang(0, Mono::NEVER, 1);
-    rig.submit(0, Mono::NEVER, 2, || 2).unwrap();
+    let release = rig.hang(0, MonotonicTime::NEVER, 1);
+    rig.submit(0, MonotonicTime::NEVER, 2, || 2).unwrap();
     std::thread::scope(|scope| {
         let shutdown = scope.spawn(|| rig.pool.shutdown(SECOND));
         rig.clock.await_sleepers(2);
@@ -126,7 +128,7 @@ fn shutdown_closes_what_does_not_end_and_joins_nobody() {
 fn deadlines_hold_while_draining() {
     let rig = Rig::new(|pool| pool.size(1).max_replacements(1));
     let release = rig.hang(0, rig.deadline(SECOND), 1);
-    rig.submit(0, Mono::NEVER, 2, || 2).unwrap();
+    rig.submit(0, MonotonicTime::NEVER, 2, || 2).unwrap();
     std::thread::scope(|scope| {
         let shutdown = scope.spawn(|| rig.pool.shutdown(10 * SECOND));
         rig.clock.await_sleepers(2);
@@ -142,8 +144,8 @@ fn deadlines_hold_while_draining() {
 #[test]
 fn dropping_the_pool_tells_everyone() {
     let rig = Rig::new(|pool| pool.size(1));
-    let _held = rig.hang(0, Mono::NEVER, 1);
-    rig.submit(0, Mono::NEVER, 2, || 2).unwrap();
+    let _held = rig.hang(0, MonotonicTime::NEVER, 1);
+    rig.submit(0, MonotonicTime::NEVER, 2, || 2).unwrap();
     let Rig { pool, told, .. } = rig;
     drop(pool);
     let mut ids: Vec<_> = told
@@ -167,7 +169,7 @@ fn the_last_handle_may_go_in_a_callback() {
         drop(held);
         tell.send((1, result)).unwrap();
     };
-    pool.submit(0, Mono::NEVER, || 1, done).unwrap();
+    pool.submit(0, MonotonicTime::NEVER, || 1, done).unwrap();
     meet.wait();
     drop(pool);
     meet.wait();
@@ -184,6 +186,6 @@ fn wrong_numbers_are_refused() {
     assert_eq!(kind(builder().lanes(&[lane("x", 1, 0)])), ErrorKind::Config);
     assert_eq!(kind(builder().lanes(&[lane("x", 1, 1); 17])), ErrorKind::Config);
     let pool = builder().build().unwrap();
-    let error = pool.submit(1, Mono::NEVER, || (), |_| ()).unwrap_err();
+    let error = pool.submit(1, MonotonicTime::NEVER, || (), |_| ()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidInput);
 }

@@ -51,7 +51,7 @@ impl Rig {
         }
     }
 
-    fn deadline(&self, span: Duration) -> Mono {
+    fn deadline(&self, span: Duration) -> MonotonicTime {
         self.clock.now().after(span)
     }
 
@@ -59,7 +59,7 @@ impl Rig {
     fn submit(
         &self,
         lane: usize,
-        deadline: Mono,
+        deadline: MonotonicTime,
         id: u32,
         work: impl FnOnce() -> u32 + Send + 'static,
     ) -> Result<()> {
@@ -70,7 +70,7 @@ impl Rig {
     }
 
     /// Submits a job that hangs until the returned sender is used or dropped; returns once it runs.
-    fn hang(&self, lane: usize, deadline: Mono, id: u32) -> Sender<()> {
+    fn hang(&self, lane: usize, deadline: MonotonicTime, id: u32) -> Sender<()> {
         let (release, held) = channel::<()>();
         let (running, runs) = channel();
         self.submit(lane, deadline, id, move || {
@@ -93,7 +93,7 @@ impl Rig {
         assert!(
             self.pool
                 .shared
-                .wait_until(Mono::NEVER, |state| enough(&state.stats()))
+                .wait_until(MonotonicTime::NEVER, |state| enough(&state.stats()))
         );
         self.pool.stats()
     }

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use ucm_core::ErrorKind;
 
 use super::{Rig, SECOND, lane};
-use crate::clock::{Clock, Mono};
+use crate::clock::{Clock, MonotonicTime};
 
 #[derive(Debug, Clone)]
 enum Step {
@@ -31,14 +31,14 @@ fn step() -> impl Strategy<Value = Step> {
 /// What the test knows of the jobs it submitted.
 struct Book {
     rig: Rig,
-    deadlines: BTreeMap<u32, Mono>,
+    deadlines: BTreeMap<u32, MonotonicTime>,
     held: BTreeMap<u32, Sender<()>>,
     told: BTreeMap<u32, Result<u32, ErrorKind>>,
 }
 
 impl Book {
     fn submit(&mut self, id: u32, lane: usize, span: Option<u32>) {
-        let deadline = span.map_or(Mono::NEVER, |span| self.rig.deadline(SECOND * span));
+        let deadline = span.map_or(MonotonicTime::NEVER, |span| self.rig.deadline(SECOND * span));
         let (release, held) = channel::<()>();
         let work = move || {
             held.recv().ok();
@@ -140,7 +140,7 @@ proptest! {
         }
         prop_assert!(book.rig.told.try_recv().is_err());
         for (id, deadline) in &book.deadlines {
-            prop_assert!(*deadline != Mono::NEVER || book.told[id].is_ok());
+            prop_assert!(*deadline != MonotonicTime::NEVER || book.told[id].is_ok());
         }
         let lanes = book.rig.pool.stats().lanes;
         let counted: u64 = lanes.iter().map(|lane| lane.completed + lane.timed_out).sum();

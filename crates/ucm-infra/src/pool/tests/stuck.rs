@@ -7,13 +7,13 @@ use std::sync::mpsc::{Sender, TryRecvError, channel};
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::{GUARD, Rig, SECOND, lane};
-use crate::clock::Mono;
+use crate::clock::MonotonicTime;
 
 #[test]
 fn a_stuck_worker_is_written_off_and_replaced() {
     let rig = Rig::new(|pool| pool.max_replacements(1));
     let release = rig.hang(0, rig.deadline(SECOND), 1);
-    rig.submit(0, Mono::NEVER, 2, || 2).unwrap();
+    rig.submit(0, MonotonicTime::NEVER, 2, || 2).unwrap();
     rig.clock.advance(SECOND);
     assert_eq!(rig.next(), (1, Err(ErrorKind::Timeout)));
     assert_eq!(rig.pool.stuck(), 1);
@@ -47,7 +47,7 @@ fn past_the_cap_nobody_is_replaced_until_someone_returns() {
     rig.clock.advance(SECOND);
     assert_eq!(rig.next(), (3, Err(ErrorKind::Timeout)));
     // Who returns works again, because its place was not filled.
-    rig.submit(0, Mono::NEVER, 4, || 4).unwrap();
+    rig.submit(0, MonotonicTime::NEVER, 4, || 4).unwrap();
     drop(first);
     assert_eq!(rig.next(), (4, Ok(4)));
     drop(second);
@@ -61,8 +61,8 @@ fn with_workers_missing_a_limited_lane_never_gets_the_last_one() {
     let stuck = rig.hang(0, rig.deadline(SECOND), 1);
     rig.clock.advance(SECOND);
     assert_eq!(rig.next(), (1, Err(ErrorKind::Timeout)));
-    rig.submit(1, Mono::NEVER, 2, || 2).unwrap();
-    rig.submit(0, Mono::NEVER, 3, || 3).unwrap();
+    rig.submit(1, MonotonicTime::NEVER, 2, || 2).unwrap();
+    rig.submit(0, MonotonicTime::NEVER, 3, || 3).unwrap();
     assert_eq!(rig.next(), (3, Ok(3)));
     assert_eq!(rig.pool.stats().lanes[1].queued, 1);
     drop(stuck);
@@ -106,7 +106,7 @@ fn what_a_late_call_returns_is_dropped_by_its_worker() {
 #[test]
 fn a_queued_job_past_its_deadline_never_runs() {
     let rig = Rig::new(|pool| pool.size(1));
-    let release = rig.hang(0, Mono::NEVER, 0);
+    let release = rig.hang(0, MonotonicTime::NEVER, 0);
     let (buffer, buffers) = channel::<()>();
     rig.submit(0, rig.deadline(SECOND), 1, move || {
         buffer.send(()).unwrap();
@@ -130,7 +130,7 @@ fn a_queued_job_past_its_deadline_never_runs() {
 fn a_deadline_in_the_past_is_a_timeout_without_work() {
     let rig = Rig::new(|pool| pool.size(1));
     rig.clock.advance(SECOND);
-    rig.submit(0, Mono(0), 1, || 1).unwrap();
+    rig.submit(0, MonotonicTime(0), 1, || 1).unwrap();
     assert_eq!(rig.next(), (1, Err(ErrorKind::Timeout)));
 }
 
@@ -146,7 +146,7 @@ fn a_replacement_that_fails_to_start_is_tried_again() {
             })
     });
     let _held = rig.hang(0, rig.deadline(SECOND), 1);
-    rig.submit(0, Mono::NEVER, 2, || 2).unwrap();
+    rig.submit(0, MonotonicTime::NEVER, 2, || 2).unwrap();
     rig.clock.advance(SECOND);
     assert_eq!(rig.next(), (1, Err(ErrorKind::Timeout)));
     let stats = rig.until(|stats| stats.failed_starts == 1);

@@ -1,4 +1,4 @@
-//! What a head and a foot say, any damage to them, and the frozen segment.
+//! What a head and a footer say, any damage to them, and the frozen segment.
 
 use super::*;
 
@@ -27,36 +27,36 @@ fn entries(count: u8) -> Vec<Entry> {
     (0..count).map(entry).collect()
 }
 
-fn read(foot: &[u8], file_len: u64) -> Result<Vec<Entry>, MissReason> {
-    Trailer::decode(foot, file_len)?.entries(foot)
+fn read(footer: &[u8], file_len: u64) -> Result<Vec<Entry>, MissReason> {
+    Trailer::decode(footer, file_len)?.entries(footer)
 }
 
 #[test]
-fn a_foot_says_what_was_put_into_it() {
+fn a_footer_says_what_was_put_into_it() {
     for count in [0, 1, 5, 124, 125] {
         let (all, start) = (entries(count), PAGE * 300);
-        let foot = encode_foot(&owner(), start, &all);
-        let len = start + foot.len() as u64;
-        assert_eq!(read(&foot, len), Ok(all));
-        let trailer = Trailer::decode(&foot, len).unwrap();
-        assert_eq!((trailer.owner, trailer.foot), (owner(), start..len));
-        assert_eq!(read(&foot, len + PAGE), Err(MissReason::WrongLength));
+        let footer = encode_footer(&owner(), start, &all);
+        let len = start + footer.len() as u64;
+        assert_eq!(read(&footer, len), Ok(all));
+        let trailer = Trailer::decode(&footer, len).unwrap();
+        assert_eq!((trailer.owner, trailer.footer), (owner(), start..len));
+        assert_eq!(read(&footer, len + PAGE), Err(MissReason::WrongLength));
     }
-    assert_eq!(foot_len(124), PAGE);
-    assert_eq!(foot_len(125), 2 * PAGE);
+    assert_eq!(footer_len(124), PAGE);
+    assert_eq!(footer_len(125), 2 * PAGE);
 }
 
 #[test]
-fn any_flipped_bit_of_a_foot_is_seen() {
+fn any_flipped_bit_of_a_footer_is_seen() {
     let start = PAGE * 20;
-    let foot = encode_foot(&owner(), start, &entries(3));
-    let len = start + foot.len() as u64;
-    for bit in 0..foot.len() * 8 {
-        let mut bad = foot.clone();
+    let footer = encode_footer(&owner(), start, &entries(3));
+    let len = start + footer.len() as u64;
+    for bit in 0..footer.len() * 8 {
+        let mut bad = footer.clone();
         bad[bit / 8] ^= 1 << (bit % 8);
         assert!(read(&bad, len).is_err(), "bit {bit}");
     }
-    assert_eq!(read(&foot[..TRAILER_LEN - 1], len), Err(MissReason::Truncated));
+    assert_eq!(read(&footer[..TRAILER_LEN - 1], len), Err(MissReason::Truncated));
 }
 
 #[test]
@@ -75,9 +75,9 @@ fn entries_outside_the_records_are_refused() {
             offset,
             len,
         };
-        let foot = encode_foot(&owner(), start, &[entry]);
+        let footer = encode_footer(&owner(), start, &[entry]);
         assert_eq!(
-            read(&foot, start + foot.len() as u64),
+            read(&footer, start + footer.len() as u64),
             Err(MissReason::BadHeader),
             "{offset} {len}"
         );
@@ -87,18 +87,18 @@ fn entries_outside_the_records_are_refused() {
 #[test]
 fn a_newer_version_is_told_from_damage() {
     let start = PAGE * 4;
-    let mut foot = encode_foot(&owner(), start, &[]);
-    let trailer = foot.len() - TRAILER_LEN;
-    put(&mut foot[trailer..], at::VERSION, &2u32.to_le_bytes());
-    let len = start + foot.len() as u64;
+    let mut footer = encode_footer(&owner(), start, &[]);
+    let trailer = footer.len() - TRAILER_LEN;
+    put(&mut footer[trailer..], at::VERSION, &2u32.to_le_bytes());
+    let len = start + footer.len() as u64;
     assert_eq!(
-        Trailer::decode(&foot, len),
+        Trailer::decode(&footer, len),
         Err(MissReason::BadHeader),
         "its checksum is wrong"
     );
-    let crc = crc32c(&foot[trailer..trailer + at::CRC]);
-    put(&mut foot[trailer..], at::CRC, &crc.to_le_bytes());
-    assert_eq!(Trailer::decode(&foot, len), Err(MissReason::NewerVersion));
+    let crc = crc32c(&footer[trailer..trailer + at::CRC]);
+    put(&mut footer[trailer..], at::CRC, &crc.to_le_bytes());
+    assert_eq!(Trailer::decode(&footer, len), Err(MissReason::NewerVersion));
 }
 
 #[test]
@@ -152,8 +152,8 @@ fn segment() -> Vec<u8> {
         bytes.extend_from_slice(record);
         bytes.resize(bytes.len() + PAGE as usize, 0xee); // a hole
     }
-    let foot = encode_foot(&owner(), bytes.len() as u64, &entries);
-    bytes.extend_from_slice(&foot);
+    let footer = encode_footer(&owner(), bytes.len() as u64, &entries);
+    bytes.extend_from_slice(&footer);
     bytes
 }
 
@@ -173,7 +173,7 @@ fn the_frozen_segment_is_read_and_would_be_written_again() {
     assert_eq!(bytes, segment());
     assert_eq!(decode_head(&bytes).unwrap().0, owner());
     let trailer = Trailer::decode(&bytes, len).unwrap();
-    let entries = trailer.entries(&bytes[trailer.foot.start as usize..]).unwrap();
+    let entries = trailer.entries(&bytes[trailer.footer.start as usize..]).unwrap();
     assert_eq!(entries.len(), 2);
     assert_eq!(trailer.owner, owner());
     let newer = std::fs::read(fixture("segment-v1/newer.seg")).unwrap();

@@ -10,7 +10,7 @@ use super::{Index, Segment, SegmentNumber};
 
 /// A segment that others can see too, as the index knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Census {
+pub(crate) struct SegmentStats {
     pub(crate) number: SegmentNumber,
     pub(crate) name: SegmentName,
     pub(crate) part: Part,
@@ -23,11 +23,11 @@ pub(crate) struct Census {
     pub(crate) passed_over: u64,
 }
 
-impl Census {
+impl SegmentStats {
     /// Bytes of its records that are still taken from here, about.
     pub(crate) fn live(&self) -> u64 {
         let taken = self.blocks.saturating_sub(self.passed_over);
-        let records = self.len.saturating_sub(2 * PAGE); // head and foot
+        let records = self.len.saturating_sub(2 * PAGE); // head and footer
         let share = u128::from(records) * u128::from(taken) / u128::from(self.blocks.max(1));
         u64::try_from(share).unwrap_or(self.len)
     }
@@ -40,7 +40,7 @@ impl Census {
 
 /// Where the copy of a record in one segment stands among all that are known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Standing {
+pub(crate) enum CopyStatus {
     /// This is the copy that is read.
     Taken,
     /// A newer one in this segment, which others can see too, is read in its place.
@@ -56,11 +56,11 @@ pub(crate) enum Standing {
 
 impl Index {
     /// Every segment that others can see too.
-    pub(crate) fn census(&self) -> Vec<Census> {
+    pub(crate) fn census(&self) -> Vec<SegmentStats> {
         let segments = self.segments.read();
         let all = segments.known.iter();
         let public = all.filter(|(_, segment)| !segment.known.private);
-        let take = |(number, segment): (&SegmentNumber, &Segment)| Census {
+        let take = |(number, segment): (&SegmentNumber, &Segment)| SegmentStats {
             number: *number,
             name: segment.known.name,
             part: segment.known.part,
@@ -104,24 +104,24 @@ impl Index {
     }
 
     /// Where the copy at this place stands.
-    pub(crate) fn standing(&self, id: BlockId, number: SegmentNumber, offset: u64) -> Standing {
+    pub(crate) fn standing(&self, id: BlockId, number: SegmentNumber, offset: u64) -> CopyStatus {
         let Some(hit) = self.find(id) else {
-            return Standing::Unknown;
+            return CopyStatus::Unknown;
         };
         if hit.segment == number {
             return if hit.offset == offset {
-                Standing::Taken
+                CopyStatus::Taken
             } else {
-                Standing::Twice
+                CopyStatus::Twice
             };
         }
         let segments = self.segments.read();
         let order = |number| segments.known.get(&number).map(Segment::order);
         match order(hit.segment) {
             Some(other) if !hit.private && order(number).is_none_or(|own| own < other) => {
-                Standing::Superseded(hit.segment)
+                CopyStatus::Superseded(hit.segment)
             }
-            _ => Standing::Aside,
+            _ => CopyStatus::Aside,
         }
     }
 }

@@ -128,7 +128,7 @@ fn a_private_segment_is_told_apart_until_it_is_named() {
 
 #[test]
 fn what_is_taken_from_elsewhere_is_counted_and_told() {
-    use super::census::Standing;
+    use super::census::CopyStatus;
 
     let index = Index::new(100);
     let old = with(&index, 1, 10, &[entry(1, 1), entry(2, 3), entry(3, 5)]);
@@ -141,10 +141,10 @@ fn what_is_taken_from_elsewhere_is_counted_and_told() {
     assert_eq!(passed(old), Some((2, 3, true)));
     assert_eq!(passed(new), Some((0, 2, false)));
     let standing = |n: u8, number, page: u64| index.standing(BlockId([n; 16]), number, page * PAGE);
-    assert_eq!(standing(1, old, 1), Standing::Superseded(new));
-    assert_eq!(standing(1, new, 1), Standing::Taken);
-    assert_eq!(standing(3, old, 5), Standing::Taken);
-    assert_eq!(standing(9, old, 1), Standing::Unknown);
+    assert_eq!(standing(1, old, 1), CopyStatus::Superseded(new));
+    assert_eq!(standing(1, new, 1), CopyStatus::Taken);
+    assert_eq!(standing(3, old, 5), CopyStatus::Taken);
+    assert_eq!(standing(9, old, 1), CopyStatus::Unknown);
     // The newer copy turns out to be none: the older one is taken again.
     let hit = index.find(BlockId([1; 16])).unwrap();
     index.drop_copy(BlockId([1; 16]), &hit);
@@ -152,10 +152,10 @@ fn what_is_taken_from_elsewhere_is_counted_and_told() {
         (passed(old), passed(new)),
         (Some((1, 3, false)), Some((1, 2, false)))
     );
-    assert_eq!(standing(1, old, 1), Standing::Taken);
-    assert_eq!(standing(1, new, 1), Standing::Aside);
+    assert_eq!(standing(1, old, 1), CopyStatus::Taken);
+    assert_eq!(standing(1, new, 1), CopyStatus::Aside);
     index.vanished(new);
-    assert_eq!(standing(2, old, 3), Standing::Taken);
+    assert_eq!(standing(2, old, 3), CopyStatus::Taken);
     assert_eq!(passed(old), Some((0, 3, false)));
 }
 

@@ -3,7 +3,7 @@
 
 use ucm_core::PAGE;
 
-use crate::segment::index::census::Census;
+use crate::segment::index::census::SegmentStats;
 
 /// Part of a full segment below which one is small.
 const SMALL: u64 = 4;
@@ -16,19 +16,19 @@ const MOST: usize = 512;
 const BAND_NS: i64 = 600_000_000_000;
 
 /// Whether a segment is small beside one of `room` bytes.
-pub(super) fn is_small(segment: &Census, room: u64) -> bool {
+pub(super) fn is_small(segment: &SegmentStats, room: u64) -> bool {
     segment.len < room / SMALL
 }
 
 /// The segments to merge into one of `room` bytes at the most, of those that are small or sparse; none where that gains
 /// nothing. The youngest come first: the oldest will be removed soon.
-pub(super) fn choose(candidates: &[Census], room: u64) -> Vec<Census> {
+pub(super) fn choose(candidates: &[SegmentStats], room: u64) -> Vec<SegmentStats> {
     let newest = candidates
         .iter()
         .map(|segment| segment.used_ns)
         .max()
         .unwrap_or(0);
-    let band = |segment: &Census| {
+    let band = |segment: &SegmentStats| {
         let age = newest.saturating_sub(segment.used_ns).max(0);
         (age / BAND_NS + 1).ilog2()
     };
@@ -42,7 +42,7 @@ pub(super) fn choose(candidates: &[Census], room: u64) -> Vec<Census> {
 }
 
 /// The most of these, the smallest first, that are worth it.
-fn of_one_age(band: &[Census], room: u64) -> Vec<Census> {
+fn of_one_age(band: &[SegmentStats], room: u64) -> Vec<SegmentStats> {
     let (mut sum, mut best, mut sparse) = (2 * PAGE, 0, 0);
     for (number, segment) in band.iter().take(MOST).enumerate() {
         sum += segment.live();
@@ -79,8 +79,8 @@ mod tests {
     const MIB: u64 = 1 << 20;
     const MINUTE: i64 = 60_000_000_000;
 
-    fn segment(number: u32, mib: u64, minutes_ago: i64) -> Census {
-        Census {
+    fn segment(number: u32, mib: u64, minutes_ago: i64) -> SegmentStats {
+        SegmentStats {
             number,
             name: SegmentName {
                 writer: 1,
@@ -94,7 +94,7 @@ mod tests {
         }
     }
 
-    fn chosen(candidates: &[Census]) -> Vec<u32> {
+    fn chosen(candidates: &[SegmentStats]) -> Vec<u32> {
         let mut numbers: Vec<u32> = choose(candidates, 128 * MIB)
             .iter()
             .map(|segment| segment.number)
@@ -141,7 +141,7 @@ mod tests {
 
     #[test]
     fn a_sparse_one_needs_no_company() {
-        let sparse = |number, passed_over| Census {
+        let sparse = |number, passed_over| SegmentStats {
             passed_over,
             ..segment(number, 100, 0)
         };

@@ -8,12 +8,12 @@ use std::path::PathBuf;
 
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_io::{FileMeta, ReadMode};
-use ucm_quota::Ticket;
+use ucm_quota::Reservation;
 use ucm_quota::layout::SegmentName;
 
 use crate::segment::Segments;
 use crate::segment::format::{HEAD_LEN, decode_head, encode_head};
-use crate::segment::rescue::SILENCE_NS;
+use crate::segment::recovery::SILENCE_NS;
 
 /// Begins the name of every claim.
 const MARK: [u8; 4] = *b"merg";
@@ -21,7 +21,7 @@ const MARK: [u8; 4] = *b"merg";
 const EEXIST: i32 = 17;
 
 /// The right to merge.
-struct Claim(Ticket);
+struct Claim(Reservation);
 
 impl Segments {
     /// The name that stands for merging of this part.

@@ -4,12 +4,12 @@ use ucm_core::{PAGE, Result, round_up};
 use ucm_io::{FileMeta, ReadMode};
 
 use crate::segment::Segments;
-use crate::segment::finder::{Foot, TAIL};
-use crate::segment::index::census::Census;
+use crate::segment::discovery::{Footer, TAIL};
+use crate::segment::index::census::SegmentStats;
 
 impl Segments {
     /// The same with the times that the file system has: others use them too.
-    pub(super) fn with_times(&self, mut segments: Vec<Census>) -> Result<Vec<Census>> {
+    pub(super) fn with_times(&self, mut segments: Vec<SegmentStats>) -> Result<Vec<SegmentStats>> {
         let metas = self.look_at(&segments)?;
         let mut metas = metas.into_iter();
         segments.retain_mut(|segment| {
@@ -23,8 +23,8 @@ impl Segments {
         Ok(segments)
     }
 
-    pub(super) fn look_at(&self, segments: &[Census]) -> Result<Vec<Option<FileMeta>>> {
-        let path = |segment: &Census| self.shared.layout.segment(segment.name);
+    pub(super) fn look_at(&self, segments: &[SegmentStats]) -> Result<Vec<Option<FileMeta>>> {
+        let path = |segment: &SegmentStats| self.shared.layout.segment(segment.name);
         let paths: Vec<_> = segments.iter().map(path).collect();
         self.shared.call(self.step(), move |io| io.stat(&paths, false))
     }
@@ -34,13 +34,13 @@ impl Segments {
         round_up(self.shared.config.record.record_len() as u64, PAGE)
     }
 
-    /// The foot of a segment; `None` when it is gone or cannot be used.
-    pub(super) fn foot_of(&self, census: &Census) -> Result<Option<Foot>> {
+    /// The footer of a segment; `None` when it is gone or cannot be used.
+    pub(super) fn footer_of(&self, census: &SegmentStats) -> Result<Option<Footer>> {
         let path = self.shared.layout.segment(census.name);
         let len = census.len.min(TAIL);
         let Some(tail) = self.read_piece(path, census.len - len, len as usize, ReadMode::Default)? else {
             return Ok(None);
         };
-        Ok(self.foot(census.name, &tail, census.len, self.step())?.ok())
+        Ok(self.footer(census.name, &tail, census.len, self.step())?.ok())
     }
 }

@@ -13,10 +13,10 @@
 //! made of, whatever any clock says. So all who see the same segments agree which copy is the newest, and that one is
 //! removed by nobody who did not copy it, even where two merge the same segments at once.
 
-mod carry;
 mod choose;
 mod claim;
 mod look;
+mod reinsert;
 mod retire;
 
 use std::collections::{BTreeSet, HashSet};
@@ -26,13 +26,13 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_quota::layout::SegmentName;
 
 use super::Segments;
-use super::copy::{Carried, Copied, Manner, Piece};
+use super::copy::{Carried, Copied, CopyOptions, Piece};
 use super::index::SegmentNumber;
-use super::index::census::{Census, Standing};
+use super::index::census::{CopyStatus, SegmentStats};
 use choose::choose;
 use retire::Retiring;
 
@@ -87,7 +87,7 @@ pub(crate) struct Merger {
 
 #[derive(Default)]
 struct State {
-    looked: Option<Mono>,
+    looked: Option<MonotonicTime>,
     /// The segments that were known at the last look.
     upto: SegmentNumber,
     /// Those that wait for their removal.
@@ -96,9 +96,9 @@ struct State {
     unfit: HashSet<SegmentNumber>,
 }
 
-/// A segment to merge, with what its foot says.
+/// A segment to merge, with what its footer says.
 struct Source {
-    census: Census,
+    census: SegmentStats,
     sealed_ns: u64,
     /// Where its records begin among all pieces, and where they end.
     pieces: std::ops::Range<usize>,
@@ -106,11 +106,11 @@ struct Source {
 
 impl Segments {
     /// One turn of the merging thread; when to make the next.
-    pub(super) fn merge_turn(self: &Arc<Self>, now: Mono) -> Mono {
+    pub(super) fn merge_turn(self: &Arc<Self>, now: MonotonicTime) -> MonotonicTime {
         let merging = self.config.merging;
         let next = now.after((merging.look / TURNS).max(Duration::from_millis(1)));
         if merging.rate == 0 || self.shared.config.lookup_only {
-            return Mono::NEVER;
+            return MonotonicTime::NEVER;
         }
         let mut state = self.merger.state.lock();
         self.retire_due(&mut state, now);
@@ -165,7 +165,7 @@ impl Segments {
     }
 
     /// Segments of this part that are small or sparse and were known at the last look, the youngest use first.
-    fn worth_a_look(&self, state: &State) -> Vec<Census> {
+    fn worth_a_look(&self, state: &State) -> Vec<SegmentStats> {
         let waiting: HashSet<SegmentNumber> = state.retiring.iter().flat_map(Retiring::numbers).collect();
         let mut all = self.index.census();
         all.retain(|segment| {
@@ -181,7 +181,7 @@ impl Segments {
     }
 
     /// Copies what is still taken from these segments into one, and has them removed after a while.
-    fn merge(&self, state: &mut State, chosen: Vec<Census>) -> Result<()> {
+    fn merge(&self, state: &mut State, chosen: Vec<SegmentStats>) -> Result<()> {
         let (mut sources, mut pieces, mut relied) = (Vec::new(), Vec::new(), BTreeSet::new());
         for census in chosen {
             match self.pieces_of(&census, &mut relied)? {
@@ -207,7 +207,7 @@ impl Segments {
                 state.unfit.insert(only.census.number);
                 return Ok(());
             }
-            let segments: Vec<Census> = sources.iter().map(|source| source.census).collect();
+            let segments: Vec<SegmentStats> = sources.iter().map(|source| source.census).collect();
             // As young as the youngest of them now: they were used meanwhile.
             let used = |_, _| {
                 let times = self.look_at(&segments)?.into_iter().flatten();
@@ -228,7 +228,7 @@ impl Segments {
             return Ok(());
         }
         let count = sources.len() as u64;
-        let sources: Vec<Census> = sources.into_iter().map(|source| source.census).collect();
+        let sources: Vec<SegmentStats> = sources.into_iter().map(|source| source.census).collect();
         let due = self.shared.clock.now().after(self.config.merging.grace);
         state.retiring.push(Retiring::new(due, sources, relied));
         self.merger.done.segments.fetch_add(count, Ordering::Relaxed);
@@ -239,30 +239,30 @@ impl Segments {
     /// have newer copies of the others are added to `relied`.
     fn pieces_of(
         &self,
-        census: &Census,
+        census: &SegmentStats,
         relied: &mut BTreeSet<SegmentNumber>,
     ) -> Result<Option<(u64, Vec<Piece>)>> {
         self.unless_closing()?;
-        let Some(foot) = self.foot_of(census)? else {
+        let Some(footer) = self.footer_of(census)? else {
             return Ok(None);
         };
         let mut pieces = Vec::new();
-        for entry in foot.entries {
+        for entry in footer.entries {
             if !self.is_ours(entry.len) {
                 return Ok(None); // of another shape: not this writer's to judge
             }
             match self.index.standing(entry.id, census.number, entry.offset) {
-                Standing::Taken | Standing::Aside | Standing::Unknown => pieces.push(Piece {
+                CopyStatus::Taken | CopyStatus::Aside | CopyStatus::Unknown => pieces.push(Piece {
                     from: self.shared.layout.segment(census.name),
                     entry,
                 }),
-                Standing::Superseded(by) => {
+                CopyStatus::Superseded(by) => {
                     relied.insert(by);
                 }
-                Standing::Twice => {}
+                CopyStatus::Twice => {}
             }
         }
-        Ok(Some((foot.sealed_ns, pieces)))
+        Ok(Some((footer.sealed_ns, pieces)))
     }
 
     /// Copies these records of these segments at the pace of merging, and tells the index.
@@ -275,7 +275,7 @@ impl Segments {
         let sealed = sources.iter().map(|source| source.sealed_ns).max().unwrap_or(0);
         let begun = self.shared.clock.now();
         let copied = AtomicU64::new(0);
-        let manner = Manner {
+        let manner = CopyOptions {
             sealed_ns: Some(sealed.saturating_add(1)),
             used,
             pace: &|bytes| self.pace(begun, copied.fetch_add(bytes, Ordering::Relaxed) + bytes),
@@ -330,11 +330,11 @@ impl Segments {
     }
 
     /// Waits until so many bytes may have been copied since `begun`; an error when the store closes or room runs out.
-    fn pace(&self, begun: Mono, bytes: u64) -> Result<()> {
+    fn pace(&self, begun: MonotonicTime, bytes: u64) -> Result<()> {
         let span = u128::from(bytes) * 1_000_000_000 / u128::from(self.config.merging.rate.max(1));
         let until = begun.after(Duration::from_nanos(u64::try_from(span).unwrap_or(u64::MAX)));
         loop {
-            let seen = self.merge_bell.seen();
+            let seen = self.merge_notify.seen();
             self.unless_closing()?;
             if self.shared.space.usage().paused {
                 let text = "the medium is short of room; nothing is merged now";
@@ -343,7 +343,7 @@ impl Segments {
             if self.shared.clock.now() >= until {
                 return Ok(());
             }
-            self.shared.clock.sleep(&self.merge_bell, seen, Some(until));
+            self.shared.clock.sleep(&self.merge_notify, seen, Some(until));
         }
     }
 }

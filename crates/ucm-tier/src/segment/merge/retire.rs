@@ -3,24 +3,28 @@
 use std::collections::BTreeSet;
 
 use ucm_core::Result;
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_io::FileMeta;
 
 use super::State;
 use crate::segment::Segments;
 use crate::segment::index::SegmentNumber;
-use crate::segment::index::census::Census;
+use crate::segment::index::census::SegmentStats;
 
 /// Segments that go together.
 pub(super) struct Retiring {
-    due: Mono,
-    segments: Vec<Census>,
+    due: MonotonicTime,
+    segments: Vec<SegmentStats>,
     /// Segments that have what these had, all of them: while one of them is gone, these stay.
     relied: BTreeSet<SegmentNumber>,
 }
 
 impl Retiring {
-    pub(super) fn new(due: Mono, segments: Vec<Census>, relied: BTreeSet<SegmentNumber>) -> Self {
+    pub(super) fn new(
+        due: MonotonicTime,
+        segments: Vec<SegmentStats>,
+        relied: BTreeSet<SegmentNumber>,
+    ) -> Self {
         Self {
             due,
             segments,
@@ -40,7 +44,7 @@ impl Retiring {
 
 impl Segments {
     /// Removes those whose time has come. What cannot be removed is found again by a later look: nothing of it is needed.
-    pub(super) fn retire_due(&self, state: &mut State, now: Mono) {
+    pub(super) fn retire_due(&self, state: &mut State, now: MonotonicTime) {
         let due = |retiring: &Retiring| retiring.due <= now;
         let all = std::mem::take(&mut state.retiring);
         let (due, wait) = all.into_iter().partition(due);
@@ -61,8 +65,9 @@ impl Segments {
         }
         self.shared.check_marker(self.step())?;
         let there = self.look_at(&relied)?;
-        let whole =
-            |(meta, known): &(Option<FileMeta>, &Census)| meta.is_some_and(|meta| meta.len == known.len);
+        let whole = |(meta, known): &(Option<FileMeta>, &SegmentStats)| {
+            meta.is_some_and(|meta| meta.len == known.len)
+        };
         let there: Vec<_> = there.into_iter().zip(&relied).filter(whole).collect();
         if there.len() < relied.len() {
             return Ok(());
@@ -73,7 +78,7 @@ impl Segments {
             .collect();
         self.pass_on_use(retiring, &relied, &times)?;
         let before = self.shared.space.counts();
-        let path = |segment: &Census| self.shared.layout.segment(segment.name);
+        let path = |segment: &SegmentStats| self.shared.layout.segment(segment.name);
         let paths: Vec<_> = retiring.segments.iter().map(path).collect();
         let answers = self.shared.call(self.step(), move |io| io.remove(&paths))?;
         let mut freed = 0;
@@ -91,7 +96,7 @@ impl Segments {
     }
 
     /// Who used one of these after it was copied meant the copy. `times`: those of the segments relied on.
-    fn pass_on_use(&self, retiring: &Retiring, relied: &[Census], times: &[i64]) -> Result<()> {
+    fn pass_on_use(&self, retiring: &Retiring, relied: &[SegmentStats], times: &[i64]) -> Result<()> {
         let now = self.look_at(&retiring.segments)?.into_iter().flatten();
         let used = now.map(|meta| meta.mtime_ns).max().unwrap_or(i64::MIN);
         let before = retiring.segments.iter().map(|segment| segment.used_ns).max();

@@ -5,11 +5,11 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_io::{FileMeta, IoJob, Publish, ReadMode};
 
 use super::documents::{self, Name};
-use super::{Root, Space};
+use super::{Quota, Root};
 
 /// Room beyond the listed length when a document is read: it may have grown since.
 const GROWTH: u64 = 4096;
@@ -48,9 +48,9 @@ impl Look {
     }
 }
 
-impl Space {
+impl Quota {
     /// Lists the directory; makes it if there is none and the root is still ours.
-    pub(super) fn look(&self, deadline: Mono) -> Result<Look> {
+    pub(super) fn look(&self, deadline: MonotonicTime) -> Result<Look> {
         let dir = self.directory();
         let listed = match self.call(deadline, {
             let dir = dir.clone();
@@ -79,12 +79,12 @@ impl Space {
     }
 
     /// Looks after the root and answers the limit.
-    pub(super) fn tend(&self, deadline: Mono) -> Result<u64> {
+    pub(super) fn tend(&self, deadline: MonotonicTime) -> Result<u64> {
         (self.below()?.tend)(deadline.min(self.clock.now().after(super::STEP)))
     }
 
     /// Whether the root is the one that was opened: the documents of another one are not ours to write.
-    pub(super) fn check_root(&self, deadline: Mono) -> Result<()> {
+    pub(super) fn check_root(&self, deadline: MonotonicTime) -> Result<()> {
         (self.below()?.check)(deadline.min(self.clock.now().after(super::STEP)))
     }
 
@@ -93,7 +93,7 @@ impl Space {
         &self,
         name: Name,
         listed: u64,
-        deadline: Mono,
+        deadline: MonotonicTime,
     ) -> Result<Option<T>> {
         let len = listed.min(LONGEST).saturating_add(GROWTH) as usize;
         let path = self.path(name);
@@ -109,7 +109,7 @@ impl Space {
         name: Name,
         document: &impl Serialize,
         replace: bool,
-        deadline: Mono,
+        deadline: MonotonicTime,
     ) -> Result<bool> {
         let (private, target) = (self.private(), self.path(name));
         let (bytes, mode) = (documents::to_bytes(document), self.config.modes.file);
@@ -128,7 +128,7 @@ impl Space {
     }
 
     /// Removes documents, best effort.
-    pub(super) fn drop_documents(&self, names: &[Name], deadline: Mono) {
+    pub(super) fn drop_documents(&self, names: &[Name], deadline: MonotonicTime) {
         if !names.is_empty() {
             let paths: Vec<_> = names.iter().map(|name| self.path(*name)).collect();
             let _ = self.call(deadline, move |io| io.remove(&paths)); // what stays is removed with a later count

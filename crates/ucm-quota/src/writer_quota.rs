@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_io::EROFS;
 
 /// How long a write waits for a grant before it is refused: a collector at rest looks up once a second.
@@ -22,27 +22,27 @@ pub(super) const HOLDS: Duration = Duration::from_secs(300);
 
 /// What an admitted write hands back when it ended.
 #[derive(Debug, Clone, Copy)]
-pub struct Ticket {
+pub struct Reservation {
     bytes: u64,
     /// The writer's id at that time.
     writer: u64,
 }
 
 /// Called with the answer to a write's question, exactly once.
-pub type Admitted = Box<dyn FnOnce(Result<Ticket>) + Send>;
+pub type Admitted = Box<dyn FnOnce(Result<Reservation>) + Send>;
 
 struct Waiting {
     bytes: u64,
-    until: Mono,
+    until: MonotonicTime,
     then: Admitted,
 }
 
 /// Answers to give, once the ledger is not locked any more.
-pub(super) type Answers = Vec<(Admitted, Result<Ticket>)>;
+pub(super) type Answers = Vec<(Admitted, Result<Reservation>)>;
 
 /// What one writer used and may use. All totals are bytes since it took its id.
 #[derive(Default)]
-pub(super) struct Ledger {
+pub(super) struct WriterQuota {
     /// Its id among the writers of the root; another one after a silence that made its grant void.
     pub(super) writer: u64,
     pub(super) limit: u64,
@@ -52,7 +52,7 @@ pub(super) struct Ledger {
     pub(super) pending: u64,
     pub(super) granted: u64,
     /// Until when the grant holds.
-    pub(super) holds_until: Mono,
+    pub(super) holds_until: MonotonicTime,
     /// Bytes of the largest write so far.
     pub(super) unit: u64,
     /// Bytes below the root without those of this writer since `seen`.
@@ -68,18 +68,18 @@ pub(super) struct Ledger {
     /// Times the medium was full.
     pub(super) full: u64,
     pause: Duration,
-    paused_until: Mono,
+    paused_until: MonotonicTime,
     waiting: VecDeque<Waiting>,
     /// Waiting was in vain; until there is a grant nobody waits.
     pub(super) hopeless: bool,
     /// When the keeper was last asked to look although nobody waits.
-    asked: Option<Mono>,
+    asked: Option<MonotonicTime>,
     closed: bool,
     /// Why the last look at the root failed, if it did.
     pub(super) trouble: Option<Error>,
 }
 
-impl Ledger {
+impl WriterQuota {
     /// Nothing is granted yet. `unit`: bytes of one record.
     pub(super) fn new(writer: u64, unit: u64) -> Self {
         Self {
@@ -101,7 +101,7 @@ impl Ledger {
     }
 
     /// Bytes of the grant that are left.
-    fn left(&self, now: Mono) -> u64 {
+    fn left(&self, now: MonotonicTime) -> u64 {
         if now >= self.holds_until {
             return 0;
         }
@@ -109,7 +109,7 @@ impl Ledger {
     }
 
     /// Whether more should be asked for, when a grant reaches so far ahead.
-    pub(super) fn is_low(&self, ahead: u64, now: Mono) -> bool {
+    pub(super) fn is_low(&self, ahead: u64, now: MonotonicTime) -> bool {
         !self.waiting.is_empty() || self.left(now) < (ahead / 2).max(self.unit)
     }
 
@@ -120,8 +120,8 @@ impl Ledger {
     }
 
     /// A grant that nobody heard of for too long is void, and its writer another one.
-    pub(super) fn renew(&mut self, now: Mono, id: impl FnOnce() -> u64) -> bool {
-        if self.holds_until == Mono::default() || now < self.holds_until {
+    pub(super) fn renew(&mut self, now: MonotonicTime, id: impl FnOnce() -> u64) -> bool {
+        if self.holds_until == MonotonicTime::default() || now < self.holds_until {
             return false;
         }
         // What is under way still counts with the old id, and ends within its deadline.
@@ -131,22 +131,22 @@ impl Ledger {
             .free_left
             .map(|left| left.saturating_sub(self.admitted.saturating_sub(self.free_at)));
         (self.admitted, self.pending, self.granted, self.seen, self.free_at) = (0, 0, 0, 0, 0);
-        self.holds_until = Mono::default();
+        self.holds_until = MonotonicTime::default();
         true
     }
 
-    fn take(&mut self, bytes: u64) -> Ticket {
+    fn take(&mut self, bytes: u64) -> Reservation {
         self.admitted += bytes;
         self.pending += bytes;
         self.unit = self.unit.max(bytes);
-        Ticket {
+        Reservation {
             bytes,
             writer: self.writer,
         }
     }
 
     /// Why nothing may be written now, if so.
-    fn barred(&self, bytes: u64, now: Mono) -> Option<Error> {
+    fn barred(&self, bytes: u64, now: MonotonicTime) -> Option<Error> {
         if self.closed {
             return Some(Error::new(ErrorKind::Closed, "the store is closed"));
         }
@@ -166,7 +166,7 @@ impl Ledger {
     }
 
     /// What `bytes` can have at once; `None`: who wants them has to wait. And whether the keeper should look.
-    pub(super) fn reserve(&mut self, bytes: u64, now: Mono) -> (Result<Option<Ticket>>, bool) {
+    pub(super) fn reserve(&mut self, bytes: u64, now: MonotonicTime) -> (Result<Option<Reservation>>, bool) {
         if let Some(error) = self.barred(bytes, now) {
             return (Err(error), false);
         }
@@ -187,8 +187,8 @@ impl Ledger {
     pub(super) fn ask(
         &mut self,
         bytes: u64,
-        now: Mono,
-        deadline: Mono,
+        now: MonotonicTime,
+        deadline: MonotonicTime,
         then: Admitted,
         answers: &mut Answers,
     ) -> bool {
@@ -202,13 +202,13 @@ impl Ledger {
     }
 
     /// What can be had of the grant at once; nobody is asked for more.
-    pub(super) fn spare(&mut self, bytes: u64, now: Mono) -> Option<Ticket> {
+    pub(super) fn spare(&mut self, bytes: u64, now: MonotonicTime) -> Option<Reservation> {
         let free = self.waiting.is_empty() && bytes <= self.left(now) && self.barred(bytes, now).is_none();
         free.then(|| self.take(bytes))
     }
 
     /// Whether the keeper may be asked to look; not with every write, for one look is several calls on the medium.
-    fn may_ask(&mut self, now: Mono) -> bool {
+    fn may_ask(&mut self, now: MonotonicTime) -> bool {
         let may = self.asked.is_none_or(|asked| now.since(asked) >= ASK_AGAIN);
         if may {
             self.asked = Some(now);
@@ -217,11 +217,11 @@ impl Ledger {
     }
 
     fn ahead_hint(&self) -> u64 {
-        super::book::ahead(self.limit, 1)
+        super::grant_table::ahead(self.limit, 1)
     }
 
     /// After news: answers those that wait and can have theirs, or have waited too long.
-    pub(super) fn settle_waiting(&mut self, now: Mono, answers: &mut Answers) {
+    pub(super) fn settle_waiting(&mut self, now: MonotonicTime, answers: &mut Answers) {
         while let Some(front) = self.waiting.front() {
             let (bytes, late) = (front.bytes, now >= front.until);
             let answer = if let Some(error) = self.barred(bytes, now) {
@@ -242,7 +242,7 @@ impl Ledger {
     }
 
     /// When the first of those that wait has waited too long.
-    pub(super) fn next_late(&self) -> Option<Mono> {
+    pub(super) fn next_late(&self) -> Option<MonotonicTime> {
         self.waiting.front().map(|front| front.until)
     }
 
@@ -262,7 +262,7 @@ impl Ledger {
 
     /// An admitted write ended. If it wrote nothing its bytes are free again; when that is not sure they count until
     /// a count has looked. Returns whether the medium was full.
-    pub(super) fn ended(&mut self, ticket: Ticket, error: Option<&Error>, now: Mono) -> bool {
+    pub(super) fn ended(&mut self, ticket: Reservation, error: Option<&Error>, now: MonotonicTime) -> bool {
         if ticket.writer == self.writer {
             self.pending = self.pending.saturating_sub(ticket.bytes);
         }
@@ -280,7 +280,13 @@ impl Ledger {
 
     /// An admitted write of which `kept` bytes are on the medium has ended: the others are free again. Returns whether
     /// the medium was full.
-    pub(super) fn settle(&mut self, ticket: Ticket, kept: u64, error: Option<&Error>, now: Mono) -> bool {
+    pub(super) fn settle(
+        &mut self,
+        ticket: Reservation,
+        kept: u64,
+        error: Option<&Error>,
+        now: MonotonicTime,
+    ) -> bool {
         if ticket.writer == self.writer {
             self.pending = self.pending.saturating_sub(ticket.bytes);
             self.admitted = self.admitted.saturating_sub(ticket.bytes.saturating_sub(kept));
@@ -289,7 +295,7 @@ impl Ledger {
     }
 
     /// What the end of a write says of the medium; whether it was full.
-    fn judge_medium(&mut self, error: Option<&Error>, now: Mono) -> bool {
+    fn judge_medium(&mut self, error: Option<&Error>, now: MonotonicTime) -> bool {
         let Some(error) = error else {
             if now >= self.paused_until {
                 self.pause = Duration::ZERO;
@@ -308,7 +314,7 @@ impl Ledger {
     }
 
     /// Whether nothing may be written for a while because the medium was full, or too little of it is free.
-    pub(super) fn is_barred(&self, now: Mono) -> bool {
+    pub(super) fn is_barred(&self, now: MonotonicTime) -> bool {
         self.barred(self.unit, now).is_some()
     }
 
@@ -346,24 +352,24 @@ impl Ledger {
 mod tests {
     use super::*;
 
-    fn at(ms: u64) -> Mono {
-        Mono(ms * 1_000_000)
+    fn at(ms: u64) -> MonotonicTime {
+        MonotonicTime(ms * 1_000_000)
     }
 
-    fn granted(granted: u64) -> Ledger {
-        Ledger {
+    fn granted(granted: u64) -> WriterQuota {
+        WriterQuota {
             writer: 1,
             limit: 1000,
             granted,
             holds_until: at(300_000),
-            ..Ledger::default()
+            ..WriterQuota::default()
         }
     }
 
     /// Asks, and answers the kind of the refusal; `None`: it waits.
-    fn ask(ledger: &mut Ledger, bytes: u64, now: Mono) -> Option<Result<Ticket>> {
+    fn ask(ledger: &mut WriterQuota, bytes: u64, now: MonotonicTime) -> Option<Result<Reservation>> {
         let mut answers = Answers::new();
-        ledger.ask(bytes, now, Mono::NEVER, Box::new(|_| {}), &mut answers);
+        ledger.ask(bytes, now, MonotonicTime::NEVER, Box::new(|_| {}), &mut answers);
         answers.pop().map(|(_, answer)| answer)
     }
 
@@ -392,7 +398,7 @@ mod tests {
     #[test]
     fn a_write_that_wrote_nothing_gives_its_bytes_back() {
         let mut ledger = granted(100);
-        let ticket = |ledger: &mut Ledger| ask(ledger, 40, at(0)).unwrap().unwrap();
+        let ticket = |ledger: &mut WriterQuota| ask(ledger, 40, at(0)).unwrap().unwrap();
         let (first, second) = (ticket(&mut ledger), ticket(&mut ledger));
         assert_eq!((ledger.admitted, ledger.settled()), (80, 0));
         ledger.ended(first, Some(&Error::new(ErrorKind::NotFound, "x")), at(0));
@@ -449,7 +455,7 @@ mod tests {
     fn a_full_medium_pauses_for_longer_and_longer() {
         let mut ledger = granted(1000);
         let full = Error::new(ErrorKind::NoSpace, "x");
-        let fail = |ledger: &mut Ledger, now| {
+        let fail = |ledger: &mut WriterQuota, now| {
             let ticket = ask(ledger, 10, now).unwrap().unwrap();
             ledger.ended(ticket, Some(&full), now)
         };

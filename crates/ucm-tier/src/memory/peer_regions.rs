@@ -12,7 +12,7 @@ use std::time::Duration;
 use parking_lot::{Mutex, RwLock};
 use ucm_core::{BlockId, Error, Result};
 use ucm_device::{RegionView, Registry, Wanted};
-use ucm_infra::{Bell, Clock, Completion, Mono, begin_thread};
+use ucm_infra::{Clock, Completion, MonotonicTime, Notify, begin_thread};
 
 use super::tier::Tier;
 
@@ -20,25 +20,25 @@ use super::tier::Tier;
 const EVERY: Duration = Duration::from_secs(1);
 
 /// Regions of others, mapped.
-pub(super) struct Neighbours {
+pub(super) struct PeerRegions {
     /// Where the last look was.
     dir: Mutex<PathBuf>,
     views: RwLock<Arc<Vec<Arc<RegionView>>>>,
     /// Why the last look brought less than it should.
     trouble: Mutex<Option<Error>>,
-    bell: Bell,
+    notify: Notify,
     over: AtomicBool,
     first: Arc<Completion<()>>,
     ended: Arc<Completion<()>>,
 }
 
-impl Neighbours {
+impl PeerRegions {
     /// Starts the thread, if anything is shared.
     pub(super) fn start(tier: &Arc<Tier>, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
         let neighbours = Arc::new(Self {
             views: RwLock::default(),
             trouble: Mutex::default(),
-            bell: Bell::new(),
+            notify: Notify::new(),
             over: AtomicBool::new(false),
             first: Completion::new(),
             ended: Completion::new(),
@@ -58,7 +58,7 @@ impl Neighbours {
 
     fn run(&self, tier: &Weak<Tier>, clock: &dyn Clock) {
         loop {
-            let seen = self.bell.seen();
+            let seen = self.notify.seen();
             let Some(alive) = tier.upgrade().filter(|_| !self.over.load(Ordering::Acquire)) else {
                 break;
             };
@@ -66,7 +66,7 @@ impl Neighbours {
             *self.trouble.lock() = ended.err();
             drop(alive);
             self.first.complete(());
-            clock.sleep(&self.bell, seen, Some(clock.now().after(EVERY)));
+            clock.sleep(&self.notify, seen, Some(clock.now().after(EVERY)));
         }
         if let Some(region) = tier.upgrade().as_ref().and_then(|tier| tier.region()) {
             region.withdraw();
@@ -126,22 +126,22 @@ impl Neighbours {
 
     /// Has the thread look now.
     pub(super) fn look(&self) {
-        self.bell.ring();
+        self.notify.notify();
     }
 
     /// Waits until it looked once.
-    pub(super) fn await_first(&self, clock: &dyn Clock, deadline: Mono) {
+    pub(super) fn await_first(&self, clock: &dyn Clock, deadline: MonotonicTime) {
         self.first.wait(clock, Some(deadline));
     }
 
     /// Has the thread end; the region is taken out of the registry and the others are let go.
     pub(super) fn stop(&self) {
         self.over.store(true, Ordering::Release);
-        self.bell.ring();
+        self.notify.notify();
     }
 
     /// Waits until it did.
-    pub(super) fn await_end(&self, clock: &dyn Clock, deadline: Mono) {
+    pub(super) fn await_end(&self, clock: &dyn Clock, deadline: MonotonicTime) {
         self.ended.wait(clock, Some(deadline));
     }
 

@@ -9,18 +9,18 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_io::FileMeta;
 
-use super::book::{Book, ahead};
 use super::count::Why;
 use super::documents::{Grants, Name, Note, hex};
+use super::documents_io::Look;
 use super::election::Watched;
-use super::ledger::{Answers, HOLDS};
+use super::grant_table::{GrantTable, ahead};
 use super::notes::{READ_AGAIN, Seen};
-use super::papers::Look;
 use super::remove::high;
-use super::{LANE_KEEP, Space, answer};
+use super::writer_quota::{Answers, HOLDS};
+use super::{LANE_KEEP, Quota, answer};
 
 /// Time between two turns when nothing happens, and while somebody waits for an answer.
 const IDLE: Duration = Duration::from_secs(1);
@@ -47,30 +47,30 @@ const SETTLES: Duration = Duration::from_secs(30);
 
 /// What the keeper remembers between two turns.
 #[derive(Default)]
-pub(super) struct Keeper {
+pub(super) struct QuotaAgent {
     pub(super) watched: Watched,
     pub(super) beat_sequence: u64,
-    pub(super) beat_at: Mono,
+    pub(super) beat_at: MonotonicTime,
     /// Notes of others, as last read.
     pub(super) notes: BTreeMap<u64, Seen>,
     /// When each writer was last heard of.
-    pub(super) heard: BTreeMap<u64, Mono>,
+    pub(super) heard: BTreeMap<u64, MonotonicTime>,
     /// This writer's last note, and when that was.
     pub(super) note: Note,
-    pub(super) note_at: Mono,
-    free_looked: Option<Mono>,
+    pub(super) note_at: MonotonicTime,
+    free_looked: Option<MonotonicTime>,
     pub(super) published: Option<Grants>,
     grants_read: Option<GrantsRead>,
     /// The medium was full for somebody.
     pub(super) full: bool,
     below_floor: bool,
     /// Until when what was removed for the floor may not show yet.
-    settles_until: Mono,
+    settles_until: MonotonicTime,
     own_full: u64,
     /// A count ended since this process opened the root.
     counted: bool,
-    last_count: Mono,
-    count_not_before: Mono,
+    last_count: MonotonicTime,
+    count_not_before: MonotonicTime,
     /// Counts in a row that could not do what was wanted.
     vain: u32,
     count_trouble: Option<Error>,
@@ -81,43 +81,43 @@ pub(super) struct Keeper {
 struct GrantsRead {
     term: u64,
     meta: FileMeta,
-    at: Mono,
+    at: MonotonicTime,
 }
 
 impl GrantsRead {
     /// Whether there may be others by now.
-    fn is_old(&self, term: u64, meta: &FileMeta, now: Mono) -> bool {
+    fn is_old(&self, term: u64, meta: &FileMeta, now: MonotonicTime) -> bool {
         self.term != term || self.meta != *meta || now.since(self.at) >= READ_AGAIN
     }
 }
 
-impl Keeper {
+impl QuotaAgent {
     /// Whether records should go because too little of the medium is free.
-    fn is_below_floor(&self, now: Mono) -> bool {
+    fn is_below_floor(&self, now: MonotonicTime) -> bool {
         self.below_floor && now >= self.settles_until
     }
 }
 
-impl Space {
+impl Quota {
     /// Starts the thread.
     pub(super) fn keep(self: &Arc<Self>) {
-        let (weak, bell, clock) = (Arc::downgrade(self), self.bell.clone(), Arc::clone(&self.clock));
+        let (weak, notify, clock) = (Arc::downgrade(self), self.notify.clone(), Arc::clone(&self.clock));
         let work = move || loop {
-            let seen = bell.seen();
+            let seen = notify.seen();
             let Some(space) = weak.upgrade() else { return };
             if space.leaving.load(Ordering::Acquire) {
                 return space.resign();
             }
             let next = space.turn();
             drop(space);
-            clock.sleep(&bell, seen, Some(next));
+            clock.sleep(&notify, seen, Some(next));
         };
         // A pool that is shut down keeps nothing any more.
-        let _ = self.worker.submit(LANE_KEEP, Mono::NEVER, work, |_| {});
+        let _ = self.worker.submit(LANE_KEEP, MonotonicTime::NEVER, work, |_| {});
     }
 
     /// One look around; when to look next.
-    fn turn(self: &Arc<Self>) -> Mono {
+    fn turn(self: &Arc<Self>) -> MonotonicTime {
         let now = self.clock.now();
         let mut keeper = self.keeper.lock();
         if self.ledger.lock().renew(now, ucm_infra::random_u64) {
@@ -140,7 +140,7 @@ impl Space {
     }
 
     /// One look around, as collector or not. Whether somebody waits for an answer.
-    fn look_around(self: &Arc<Self>, keeper: &mut Keeper, now: Mono) -> Result<bool> {
+    fn look_around(self: &Arc<Self>, keeper: &mut QuotaAgent, now: MonotonicTime) -> Result<bool> {
         self.take_outcome(keeper, now);
         let deadline = now.after(TURN);
         if self.check_root(deadline).is_err() {
@@ -171,7 +171,7 @@ impl Space {
     }
 
     /// What the last count came to, and when another one makes sense.
-    fn take_outcome(&self, keeper: &mut Keeper, now: Mono) {
+    fn take_outcome(&self, keeper: &mut QuotaAgent, now: MonotonicTime) {
         let Some(outcome) = self.counting.outcome() else {
             return;
         };
@@ -203,7 +203,13 @@ impl Space {
     }
 
     /// A turn of a writer that is not collector.
-    fn follow(&self, keeper: &mut Keeper, look: &Look, now: Mono, deadline: Mono) -> Result<bool> {
+    fn follow(
+        &self,
+        keeper: &mut QuotaAgent,
+        look: &Look,
+        now: MonotonicTime,
+        deadline: MonotonicTime,
+    ) -> Result<bool> {
         keeper.count_trouble = None; // that is the collector's, and this is not it any more
         let Some(term) = look.highest() else {
             return Ok(true);
@@ -255,7 +261,13 @@ impl Space {
     }
 
     /// A turn of the collector.
-    fn lead(self: &Arc<Self>, keeper: &mut Keeper, term: u64, look: &Look, now: Mono) -> Result<bool> {
+    fn lead(
+        self: &Arc<Self>,
+        keeper: &mut QuotaAgent,
+        term: u64,
+        look: &Look,
+        now: MonotonicTime,
+    ) -> Result<bool> {
         let deadline = now.after(TURN);
         let lost = !look.files.contains_key(&Name::Collector(term));
         let beat = lost || now.since(keeper.beat_at) >= BEAT;
@@ -347,7 +359,7 @@ impl Space {
         Ok(waited_for)
     }
 
-    fn is_count_due(&self, keeper: &Keeper, book: &Book, short: bool, now: Mono) -> bool {
+    fn is_count_due(&self, keeper: &QuotaAgent, book: &GrantTable, short: bool, now: MonotonicTime) -> bool {
         if now < keeper.count_not_before {
             return false;
         }

@@ -21,14 +21,14 @@ pub(crate) fn page_slots<const N: usize>(len: usize) -> Result<[Slot; N]> {
 }
 
 /// The whole pages around a range of a file.
-pub(crate) struct Window {
+pub(crate) struct BounceBuffer {
     slot: Slot,
     start: u64,
     lead: usize,
     len: usize,
 }
 
-impl Window {
+impl BounceBuffer {
     /// Around `len` bytes at `offset`.
     pub(crate) fn new(offset: u64, len: usize) -> Result<Self> {
         let lead = (offset % PAGE) as usize;

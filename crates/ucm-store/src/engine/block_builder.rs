@@ -11,7 +11,7 @@ use super::task::TaskState;
 use crate::tiers::Request;
 
 /// One block being put together from its shards.
-pub(super) struct Assembly {
+pub(super) struct BlockBuilder {
     pub(super) id: BlockId,
     /// The dump that brought its first shard.
     pub(super) request: Request,
@@ -53,9 +53,9 @@ pub(super) enum After {
 }
 
 /// Blocks being put together or published, by id.
-pub(super) type Assemblies = Mutex<HashMap<BlockId, Arc<Assembly>>>;
+pub(super) type BlockBuilders = Mutex<HashMap<BlockId, Arc<BlockBuilder>>>;
 
-impl Assembly {
+impl BlockBuilder {
     /// An empty one, with the slot its record is made in.
     pub(super) fn new(id: BlockId, request: Request, slot: Slot, geometry: &Geometry) -> Self {
         Self {

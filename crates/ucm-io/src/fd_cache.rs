@@ -60,18 +60,18 @@ impl Drop for KeptFile {
 
 /// See the module.
 #[derive(Debug)]
-pub(crate) struct Kept {
+pub(crate) struct FdCache {
     files: Mutex<LruCache<PathBuf, Entry>>,
 }
 
 #[derive(Debug)]
 struct Entry {
     file: Arc<KeptFile>,
-    /// Since [`Kept::take`] last looked.
+    /// Since [`FdCache::take`] last looked.
     used: bool,
 }
 
-impl Default for Kept {
+impl Default for FdCache {
     fn default() -> Self {
         Self {
             files: Mutex::new(LruCache::new(MOST)),
@@ -79,7 +79,7 @@ impl Default for Kept {
     }
 }
 
-impl Kept {
+impl FdCache {
     /// The open file of that name.
     pub(crate) fn get(&self, path: &Path) -> Option<Arc<KeptFile>> {
         let mut files = self.files.lock();
@@ -162,7 +162,7 @@ mod tests {
 
     #[test]
     fn the_one_used_longest_ago_makes_room() {
-        let kept = Kept::default();
+        let kept = FdCache::default();
         for n in 0..MOST {
             kept.put(&name(n), open());
         }
@@ -176,7 +176,7 @@ mod tests {
 
     #[test]
     fn what_is_gone_or_unused_is_taken_out() {
-        let kept = Kept::default();
+        let kept = FdCache::default();
         (0..4).for_each(|n| kept.put(&name(n), open()));
         assert_eq!(kept.take(&[name(2), name(9)], false).len(), 1);
         assert_eq!(kept.take(&[], true).len(), 0, "all are new");

@@ -16,15 +16,15 @@ use crate::engine::{Deadlines, Engine, EngineConfig};
 use crate::health::BreakerConfig;
 use crate::tiers::TierConfig;
 
-pub use stages::StageSetup;
+pub use stages::TierSpec;
 use stages::make_all;
 
 /// What a store is made from; sizes in bytes, times in seconds.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Setup {
+pub struct StoreSpec {
     /// The stages, top first.
-    pub stages: Vec<StageSetup>,
+    pub stages: Vec<TierSpec>,
     /// The identity's JSON text.
     pub identity: String,
     /// KV group, pipeline rank, tensor rank.
@@ -71,7 +71,7 @@ pub struct Setup {
     pub breaker_cool_down_s: f64,
 }
 
-impl Setup {
+impl StoreSpec {
     /// Reads a description. `Config` where a key is missing, unknown or wrong.
     pub fn parse(json: &str) -> Result<Self> {
         let wrong = |error| {

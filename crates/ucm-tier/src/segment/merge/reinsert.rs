@@ -11,7 +11,7 @@ use ucm_core::Result;
 use super::Source;
 use crate::segment::Segments;
 use crate::segment::copy::{Carried, Piece};
-use crate::segment::index::census::{Census, Standing};
+use crate::segment::index::census::{CopyStatus, SegmentStats};
 
 /// Use of the limit, in percent, from which on room is short: a removal leaves little more than that.
 const PRESSED: u64 = 70;
@@ -51,7 +51,7 @@ impl Segments {
     }
 
     /// Whether half of the time after which it is removed for its age has passed.
-    fn expires_soon(&self, segment: &Census) -> bool {
+    fn expires_soon(&self, segment: &SegmentStats) -> bool {
         let expires = self.shared.config.rules.expire_after;
         expires.is_some_and(|after| {
             let half = i64::try_from(after.as_nanos() / 2).unwrap_or(i64::MAX);
@@ -59,7 +59,7 @@ impl Segments {
         })
     }
 
-    fn carry(&self, next: Vec<Census>) -> Result<()> {
+    fn carry(&self, next: Vec<SegmentStats>) -> Result<()> {
         let known = next.clone();
         let (mut sources, mut pieces) = (Vec::new(), Vec::new());
         let mut room = self.room();
@@ -69,13 +69,13 @@ impl Segments {
                 self.heat.forget(census.number); // another one uses it, it is not among the next
                 continue;
             }
-            let Some(foot) = self.foot_of(&census)? else {
+            let Some(footer) = self.footer_of(&census)? else {
                 self.heat.forget(census.number);
                 continue;
             };
             let begin = pieces.len();
-            for entry in foot.entries {
-                let taken = self.index.standing(entry.id, census.number, entry.offset) == Standing::Taken;
+            for entry in footer.entries {
+                let taken = self.index.standing(entry.id, census.number, entry.offset) == CopyStatus::Taken;
                 let fits = self.is_ours(entry.len) && entry.len <= room;
                 if taken && fits && self.heat.is_hot(census.number, entry.offset) {
                     room -= entry.len;
@@ -85,7 +85,7 @@ impl Segments {
             }
             sources.push(Source {
                 census,
-                sealed_ns: foot.sealed_ns,
+                sealed_ns: footer.sealed_ns,
                 pieces: begin..pieces.len(),
             });
         }
@@ -114,7 +114,7 @@ impl Segments {
     }
 
     /// Has these segments count as used whole.
-    fn renew(&self, segments: &[Census]) -> Result<()> {
+    fn renew(&self, segments: &[SegmentStats]) -> Result<()> {
         let (recency, wall) = (&self.shared.recency, self.shared.clock.wall_ns());
         let asked: Vec<_> = segments.iter().map(|segment| (segment.name.as_id(), 0)).collect();
         let due = recency.due(&asked, wall);

@@ -16,13 +16,13 @@ const SHARE: u64 = 20;
 
 /// How much of the machine's memory is dirty, as far as this engine looked.
 #[derive(Debug)]
-pub(crate) struct Dirty {
+pub(crate) struct WritebackThrottle {
     /// Bytes written since the last look; the first write looks.
     since: AtomicU64,
     pressing: AtomicBool,
 }
 
-impl Default for Dirty {
+impl Default for WritebackThrottle {
     fn default() -> Self {
         Self {
             since: AtomicU64::new(LOOK_EVERY),
@@ -31,7 +31,7 @@ impl Default for Dirty {
     }
 }
 
-impl Dirty {
+impl WritebackThrottle {
     /// Counts what is about to be written; whether it should be sent to the disk at once.
     pub(crate) fn write(&self, bytes: u64) -> bool {
         self.count(bytes, || fs::read_to_string("/proc/meminfo").ok())
@@ -55,7 +55,7 @@ fn is_pressing(memory: &str) -> bool {
         let line = memory.lines().find_map(|line| line.strip_prefix(key))?;
         line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()
     };
-    match (kib("MemAvailable:"), kib("Dirty:"), kib("Writeback:")) {
+    match (kib("MemAvailable:"), kib("WritebackThrottle:"), kib("Writeback:")) {
         (Some(available), Some(dirty), Some(writeback)) => dirty + writeback > available / SHARE,
         _ => false,
     }
@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn the_first_write_looks_and_then_one_in_so_many_bytes() {
-        let dirty = Dirty::default();
+        let dirty = WritebackThrottle::default();
         assert!(dirty.count(1, || memory(101, 0)));
         assert!(dirty.count(LOOK_EVERY - 1, || unreachable!("it looked just now")));
         assert!(!dirty.count(1, || memory(100, 0)));
@@ -94,7 +94,7 @@ mod tests {
     #[test]
     fn this_machine_says_what_is_asked() {
         let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-        for key in ["MemAvailable:", "Dirty:", "Writeback:"] {
+        for key in ["MemAvailable:", "WritebackThrottle:", "Writeback:"] {
             let line = memory.lines().find(|line| line.starts_with(key));
             assert!(line.is_some_and(|line| line.ends_with(" kB")), "{key}");
         }

@@ -12,13 +12,13 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ucm_core::{Error, ErrorKind, PAGE, Result, round_up};
-use ucm_infra::Mono;
+use ucm_infra::MonotonicTime;
 use ucm_io::{FileMeta, IoJob, ReadMode};
 use ucm_quota::layout::SegmentName;
 use ucm_record::{MAGIC, RecordHeader};
 
 use super::Segments;
-use super::copy::{Carried, Manner, Piece};
+use super::copy::{Carried, CopyOptions, Piece};
 use super::format::{Entry, HEAD_LEN, MAX_ENTRIES, decode_head};
 
 /// Time between two looks for private segments.
@@ -36,16 +36,16 @@ impl Segments {
     /// Takes up what dead writers left, if it is time to look, as far as `most` bytes and the deadline allow; best effort:
     /// what fails is tried again with a later turn. Whoever opens a root waits for little of it only, the finder's thread
     /// does the rest.
-    pub(super) fn rescue(self: &Arc<Self>, most: u64, deadline: Mono) {
+    pub(super) fn recover(self: &Arc<Self>, most: u64, deadline: MonotonicTime) {
         let now = self.shared.clock.now();
         {
-            let mut last = self.finder.rescued.lock();
+            let mut last = self.discovery.rescued.lock();
             if self.shared.config.lookup_only || last.is_some_and(|last| now.since(last) < LOOK_AGAIN) {
                 return;
             }
             *last = Some(now);
         }
-        let again = || *self.finder.rescued.lock() = None;
+        let again = || *self.discovery.rescued.lock() = None;
         let Ok(dead) = self.dead_segments(now.after(STEP).min(deadline)) else {
             return again();
         };
@@ -63,7 +63,7 @@ impl Segments {
     }
 
     /// Private segments of this namespace and part whose writers are dead.
-    fn dead_segments(&self, deadline: Mono) -> Result<Vec<(SegmentName, FileMeta)>> {
+    fn dead_segments(&self, deadline: MonotonicTime) -> Result<Vec<(SegmentName, FileMeta)>> {
         let own = self.living();
         let listed = self.list(self.shared.layout.tmp(), deadline)?;
         let mut unsure = Vec::new();
@@ -94,7 +94,7 @@ impl Segments {
         Ok(dead)
     }
 
-    fn list(&self, dir: PathBuf, deadline: Mono) -> Result<Vec<(SegmentName, FileMeta)>> {
+    fn list(&self, dir: PathBuf, deadline: MonotonicTime) -> Result<Vec<(SegmentName, FileMeta)>> {
         let entries = self.shared.call(deadline, move |io| io.list_if_there(&dir))?;
         let segments = entries
             .into_iter()
@@ -105,7 +105,7 @@ impl Segments {
     }
 
     /// The time of the file server: that of a file made just now.
-    pub(super) fn server_time(&self, deadline: Mono) -> Result<i64> {
+    pub(super) fn server_time(&self, deadline: MonotonicTime) -> Result<i64> {
         let (path, mode) = (self.private(self.next_name()), self.shared.config.modes.file);
         let look = move |io: &IoJob| {
             io.create(&path, &[0], 0, mode)?;
@@ -204,7 +204,7 @@ impl Segments {
             let (recency, wall) = (&self.shared.recency, self.shared.clock.wall_ns());
             Ok(recency.published(name.as_id(), ordinal, wall))
         };
-        let manner = Manner {
+        let manner = CopyOptions {
             sealed_ns: None,
             used: &used,
             pace: &|_| {

@@ -17,15 +17,15 @@ pub enum BlockState {
     /// It is being copied to device memory, or its read failed and the reason is being recorded.
     Scattering = 1,
     /// It was put to death while reading; it will never touch device memory.
-    Dead = 2,
+    Cancelled = 2,
     /// Its copy to device memory ended, well or not, or its failure is recorded.
     Done = 3,
 }
 
-/// What [`LoadGate::kill_from`] did.
+/// What [`LoadState::cancel_from`] did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use = "who is told `last` must report the load"]
-pub struct Killed {
+pub struct Cancelled {
     /// How many blocks this call took from reading to dead.
     pub count: usize,
     /// Whether this call ended the load: the caller must report it. True for one call on the gate at most.
@@ -34,9 +34,9 @@ pub struct Killed {
 
 /// The states of a load's blocks and the count of those reading or scattering.
 ///
-/// Who is told that the load is over (`true` from [`finish`](Self::finish), [`Killed::last`] from a kill) sees every
+/// Who is told that the load is over (`true` from [`finish`](Self::finish), [`Cancelled::last`] from a kill) sees every
 /// write that the scattering of any block made, and no block can begin to scatter any more.
-pub struct LoadGate {
+pub struct LoadState {
     states: Box<[AtomicU8]>,
     /// Blocks that are reading or scattering.
     open: AtomicUsize,
@@ -44,10 +44,10 @@ pub struct LoadGate {
 
 const READING: u8 = BlockState::Reading as u8;
 const SCATTERING: u8 = BlockState::Scattering as u8;
-const DEAD: u8 = BlockState::Dead as u8;
+const CANCELLED: u8 = BlockState::Cancelled as u8;
 const DONE: u8 = BlockState::Done as u8;
 
-impl LoadGate {
+impl LoadState {
     /// A gate for `blocks` blocks, all reading. One for no blocks is over from the start and tells nobody.
     pub fn new(blocks: usize) -> Self {
         Self {
@@ -80,12 +80,12 @@ impl LoadGate {
 
     /// Puts to death every block from `first` on that is still reading: after a failure those behind it, after an
     /// abort or a deadline all (`0`). Those scattering go on and end the load with their [`finish`](Self::finish).
-    pub fn kill_from(&self, first: usize) -> Killed {
+    pub fn cancel_from(&self, first: usize) -> Cancelled {
         let count = (first..self.states.len())
-            .filter(|&block| self.step(block, READING, DEAD))
+            .filter(|&block| self.step(block, READING, CANCELLED))
             .count();
         // In one step at the end: while this call is on its way the count cannot reach zero without it.
-        Killed {
+        Cancelled {
             count,
             last: self.close(count),
         }
@@ -97,7 +97,7 @@ impl LoadGate {
         Some(match state {
             READING => BlockState::Reading,
             SCATTERING => BlockState::Scattering,
-            DEAD => BlockState::Dead,
+            CANCELLED => BlockState::Cancelled,
             _ => BlockState::Done,
         })
     }
@@ -127,12 +127,12 @@ impl LoadGate {
     }
 }
 
-impl std::fmt::Debug for LoadGate {
+impl std::fmt::Debug for LoadState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let states: Vec<_> = (0..self.states.len())
             .filter_map(|block| self.state(block))
             .collect();
-        f.debug_struct("LoadGate")
+        f.debug_struct("LoadState")
             .field("open", &self.open())
             .field("states", &states)
             .finish()
@@ -143,13 +143,13 @@ impl std::fmt::Debug for LoadGate {
 mod tests {
     use super::*;
 
-    fn killed(count: usize, last: bool) -> Killed {
-        Killed { count, last }
+    fn killed(count: usize, last: bool) -> Cancelled {
+        Cancelled { count, last }
     }
 
     #[test]
     fn a_good_load_ends_with_its_last_block() {
-        let gate = LoadGate::new(2);
+        let gate = LoadState::new(2);
         assert!(gate.begin_scatter(1));
         assert!(!gate.begin_scatter(1));
         assert!(gate.begin_scatter(0));
@@ -162,54 +162,54 @@ mod tests {
 
     #[test]
     fn the_dead_never_scatter_and_the_scattering_end_the_load() {
-        let gate = LoadGate::new(3);
+        let gate = LoadState::new(3);
         assert!(gate.begin_scatter(0));
-        assert_eq!(gate.kill_from(0), killed(2, false));
+        assert_eq!(gate.cancel_from(0), killed(2, false));
         assert!(!gate.begin_scatter(1));
-        assert_eq!(gate.state(1), Some(BlockState::Dead));
-        assert_eq!(gate.kill_from(0), killed(0, false));
+        assert_eq!(gate.state(1), Some(BlockState::Cancelled));
+        assert_eq!(gate.cancel_from(0), killed(0, false));
         assert!(gate.finish(0));
         assert_eq!(gate.state(0), Some(BlockState::Done));
     }
 
     #[test]
     fn a_kill_of_the_last_readers_ends_the_load_once() {
-        let gate = LoadGate::new(2);
-        assert_eq!(gate.kill_from(1), killed(1, false));
-        assert_eq!(gate.kill_from(0), killed(1, true));
-        assert_eq!(gate.kill_from(0), killed(0, false));
+        let gate = LoadState::new(2);
+        assert_eq!(gate.cancel_from(1), killed(1, false));
+        assert_eq!(gate.cancel_from(0), killed(1, true));
+        assert_eq!(gate.cancel_from(0), killed(0, false));
     }
 
     #[test]
     fn a_failure_kills_those_behind_it_and_those_before_it_end_the_load() {
-        let gate = LoadGate::new(4);
+        let gate = LoadState::new(4);
         assert!(gate.begin_fail(2));
         assert!(!gate.begin_fail(2) && !gate.begin_scatter(2), "it has failed");
-        assert_eq!(gate.kill_from(3), killed(1, false));
+        assert_eq!(gate.cancel_from(3), killed(1, false));
         assert!(!gate.finish(2));
         assert!(gate.begin_scatter(0));
         assert!(!gate.finish(0));
         // The next failure lies before it, and is the end.
         assert!(gate.begin_fail(1));
-        assert_eq!(gate.kill_from(2), killed(0, false));
+        assert_eq!(gate.cancel_from(2), killed(0, false));
         assert!(gate.finish(1));
         assert!(!gate.begin_fail(3), "dead before it failed");
     }
 
     #[test]
     fn a_finish_without_a_begin_changes_nothing() {
-        let gate = LoadGate::new(1);
+        let gate = LoadState::new(1);
         assert!(!gate.finish(0));
         assert_eq!((gate.open(), gate.state(0)), (1, Some(BlockState::Reading)));
     }
 
     #[test]
     fn blocks_of_another_load_are_refused() {
-        let gate = LoadGate::new(0);
+        let gate = LoadState::new(0);
         assert!(gate.is_over());
         assert!(!gate.begin_scatter(0) && !gate.finish(0));
         assert!(!gate.begin_fail(0));
-        assert_eq!(gate.kill_from(0), killed(0, false));
+        assert_eq!(gate.cancel_from(0), killed(0, false));
         assert_eq!(gate.state(0), None);
     }
 }

@@ -9,11 +9,11 @@ use crate::tiers::WritePolicy;
 
 /// Makes the media of a store, top first, each with its policy. `Config` for stages that make no sense together.
 pub(super) fn make_all(
-    stages: Vec<StageSetup>,
+    stages: Vec<TierSpec>,
     context: &BuildContext<'_>,
 ) -> Result<Vec<(BuiltTier, WritePolicy)>> {
     let mut media = Vec::with_capacity(stages.len());
-    let mut layer: Option<StageSetup> = None;
+    let mut layer: Option<TierSpec> = None;
     for stage in stages {
         let kind = registry::find(&stage.kind)?;
         if kind.is_layer() {
@@ -46,7 +46,7 @@ pub(super) fn make_all(
 
 /// One stage as it is asked for: its kind, when it is written to, and the options of its kind.
 #[derive(Debug, Clone, Deserialize)]
-pub struct StageSetup {
+pub struct TierSpec {
     /// Word of the kind.
     pub kind: String,
     /// Name of the [`WritePolicy`]; through if nothing is said.
@@ -57,7 +57,7 @@ pub struct StageSetup {
     pub options: Map<String, Value>,
 }
 
-impl StageSetup {
+impl TierSpec {
     /// Puts this layer before a medium.
     fn build_before(self, context: &BuildContext<'_>, below: BuiltTier) -> Result<BuiltTier> {
         if self.write_policy.is_some() {
@@ -92,20 +92,20 @@ mod tests {
 
     use super::*;
 
-    fn stage(written: Value) -> StageSetup {
+    fn stage(written: Value) -> TierSpec {
         serde_json::from_value(written).unwrap()
     }
 
-    fn compress() -> StageSetup {
+    fn compress() -> TierSpec {
         stage(json!({"kind": "compress"}))
     }
 
-    fn posix(layout: &str) -> StageSetup {
+    fn posix(layout: &str) -> TierSpec {
         stage(json!({"kind": "posix", "storage_backends": ["/nowhere"], "layout": layout}))
     }
 
     /// Why these stages make no store; nothing where they do.
-    fn refusal(stages: Vec<StageSetup>) -> Option<String> {
+    fn refusal(stages: Vec<TierSpec>) -> Option<String> {
         let identity = Identity::parse(concat!(
             r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32","weights":"w","model_config":{},"#,
             r#""position":{},"kv_dtype":"f32","attention_backend":"a","kv_packing":{},"kv_layout":"l","kv_groups":[],"#,

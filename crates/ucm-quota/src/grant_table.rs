@@ -45,7 +45,7 @@ pub(crate) struct Snapshot(BTreeMap<u64, (u64, bool)>);
 
 /// See the module.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Book {
+pub(crate) struct GrantTable {
     pub(crate) limit: u64,
     counted: Option<u64>,
     records: u64,
@@ -54,7 +54,7 @@ pub(crate) struct Book {
     stale: bool,
 }
 
-impl Book {
+impl GrantTable {
     /// The book a collector left, or an empty one.
     pub(crate) fn taken_over(left: Option<&Grants>) -> Self {
         let Some(left) = left else {
@@ -293,10 +293,10 @@ mod tests {
         }
     }
 
-    fn counted(limit: u64, total: u64) -> Book {
-        let mut book = Book {
+    fn counted(limit: u64, total: u64) -> GrantTable {
+        let mut book = GrantTable {
             limit,
-            ..Book::default()
+            ..GrantTable::default()
         };
         let before = book.begin_count();
         book.end_count(&before, total, 1);
@@ -305,9 +305,9 @@ mod tests {
 
     #[test]
     fn nothing_is_granted_before_a_count_nor_beyond_the_limit() {
-        let mut book = Book {
+        let mut book = GrantTable {
             limit: 1600,
-            ..Book::default()
+            ..GrantTable::default()
         };
         book.note(1, &note(0, 0, 10));
         assert_eq!(book.grant(), (false, true));
@@ -341,7 +341,7 @@ mod tests {
         let mut book = counted(1600, 300);
         book.note(1, &note(0, 0, 10));
         book.grant();
-        let next = Book::taken_over(Some(&book.document()));
+        let next = GrantTable::taken_over(Some(&book.document()));
         assert_eq!((next.bound(), next.limit), (book.bound(), 1600));
         // A document that was lost: the writer knows of its grant.
         let mut lost = counted(1600, 300);
@@ -381,7 +381,7 @@ mod tests {
                         let before = book.begin_count();
                         book.end_count(&before, written.values().sum(), 1);
                     }
-                    _ => book = Book::taken_over(Some(&book.document())),
+                    _ => book = GrantTable::taken_over(Some(&book.document())),
                 }
                 prop_assert!(written.values().sum::<u64>() <= limit);
                 prop_assert!(book.bound().is_some_and(|bound| written.values().sum::<u64>() <= bound));

@@ -10,7 +10,7 @@ const REMEMBERED: usize = 1 << 16;
 
 /// Ids that are no hits here until a dump replaced them.
 #[derive(Default)]
-pub(super) struct Refused {
+pub(super) struct RejectedRecords {
     /// What the next dump replaces.
     bad: IdSet<BlockId>,
     /// Records of a newer version: no hits, and left alone.
@@ -22,7 +22,7 @@ pub(super) struct Refused {
     any: AtomicBool,
 }
 
-impl Refused {
+impl RejectedRecords {
     pub(super) fn add(&self, id: BlockId, reason: MissReason) {
         let ids = if reason == MissReason::NewerVersion {
             &self.newer
@@ -89,7 +89,7 @@ mod tests {
 
     #[test]
     fn newer_records_are_no_hits_and_never_replaced() {
-        let refused = Refused::default();
+        let refused = RejectedRecords::default();
         let (bad, newer) = (BlockId([1; 16]), BlockId([2; 16]));
         refused.add(bad, MissReason::BadChecksum);
         refused.add(newer, MissReason::NewerVersion);
@@ -103,7 +103,7 @@ mod tests {
 
     #[test]
     fn what_others_refused_is_replaced_unless_it_is_newer() {
-        let refused = Refused::default();
+        let refused = RejectedRecords::default();
         let (theirs, newer) = (BlockId([1; 16]), BlockId([2; 16]));
         refused.add(newer, MissReason::NewerVersion);
         refused.distrust(theirs);
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn what_could_not_be_read_is_replaced_and_may_be_a_hit() {
-        let (refused, id) = (Refused::default(), BlockId([1; 16]));
+        let (refused, id) = (RejectedRecords::default(), BlockId([1; 16]));
         refused.unread(id);
         assert!(refused.replaces(id) && !refused.contains(id));
         assert!(!refused.forgive(id), "it was not refused");
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn bounded() {
-        let refused = Refused::default();
+        let refused = RejectedRecords::default();
         for n in 0..=REMEMBERED as u128 {
             refused.add(BlockId(n.to_le_bytes()), MissReason::BadChecksum);
             refused.unread(BlockId(n.to_le_bytes()));

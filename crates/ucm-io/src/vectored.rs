@@ -10,8 +10,8 @@ use rustix::fs::FileType;
 use rustix::io::Errno;
 use ucm_core::{Error, Result};
 
+use crate::fd_cache::KeptFile;
 use crate::file::{CANNOT_READ, Files, check_read, fits_direct_read, not_regular, open_for_read};
-use crate::kept::KeptFile;
 use crate::meta::{failed, to_meta};
 use crate::probe::stated_align;
 use crate::sys::{File, GiveUp, PortInto, SECTOR, read_into_full, retry};
@@ -253,7 +253,7 @@ mod tests {
     use ucm_core::ErrorKind;
 
     use super::*;
-    use crate::window::page_slots;
+    use crate::bounce_buffer::page_slots;
 
     const PIECE: usize = 8192;
 

@@ -1,6 +1,6 @@
-//! The segments of others: which there are is seen by listing their directory, what is in them by reading their feet.
+//! The segments of others: which there are is seen by listing their directory, what is in them by reading their footers.
 //!
-//! A segment never changes under its name, so its foot is read once (and now and then again, see [`super::recheck`]: a
+//! A segment never changes under its name, so its footer is read once (and now and then again, see [`super::recheck`]: a
 //! medium forgets). The directory is listed when its time has changed,
 //! once more when it has changed no further (two changes may share one time), when somebody misses what should be
 //! there, and every half minute whatever its time says (a network file system may show an old one).
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, MissReason, Part, Result};
-use ucm_infra::{LANE_LOOKUP, Mono};
+use ucm_infra::{LANE_LOOKUP, MonotonicTime};
 use ucm_io::{Close, FileMeta, IoJob, MAX_LIST, Pending, ReadMode};
 use ucm_quota::layout::SegmentName;
 
@@ -35,17 +35,17 @@ const CLOSE_UNUSED: Duration = Duration::from_secs(10);
 /// Feet read in one turn, and how many of them at once.
 const PER_TURN: usize = 256;
 const AT_ONCE: usize = 16;
-/// Bytes read of a segment's end at first: the foot of a thousand records.
+/// Bytes read of a segment's end at first: the footer of a thousand records.
 pub(super) const TAIL: u64 = 32 << 10;
-/// Longest foot that is read, bytes.
-const LONGEST_FOOT: u64 = 64 << 20;
-/// How often a segment whose foot cannot be used is looked at: it may not be seen whole yet.
+/// Longest footer that is read, bytes.
+const LONGEST_FOOTER: u64 = 64 << 20;
+/// How often a segment whose footer cannot be used is looked at: it may not be seen whole yet.
 const TRIES: u8 = 3;
 /// Time between two messages that the index is full.
 const TELL_AGAIN: Duration = Duration::from_secs(600);
 
-/// What a segment's foot says.
-pub(super) struct Foot {
+/// What a segment's footer says.
+pub(super) struct Footer {
     /// When it was sealed, by its writer's clock, ns of Unix time.
     pub(super) sealed_ns: u64,
     pub(super) part: Part,
@@ -54,18 +54,18 @@ pub(super) struct Foot {
 
 /// What the finder remembers between two turns.
 #[derive(Default)]
-pub(crate) struct Finder {
+pub(crate) struct SegmentDiscovery {
     state: Mutex<State>,
     /// Who waits for the next look.
     waiting: Mutex<Vec<Done<()>>>,
     /// When the log was last told that the index is full, and how many records had found no room by then.
-    told_full: Mutex<Option<(Mono, u64)>>,
+    told_full: Mutex<Option<(MonotonicTime, u64)>>,
     /// When segments that nobody reads were last closed.
-    closed: Mutex<Option<Mono>>,
-    /// Which feet were last read again.
+    closed: Mutex<Option<MonotonicTime>>,
+    /// Which footers were last read again.
     pub(super) rechecked: Mutex<Rechecked>,
     /// When the segments of dead writers were last looked for.
-    pub(super) rescued: Mutex<Option<Mono>>,
+    pub(super) rescued: Mutex<Option<MonotonicTime>>,
 }
 
 #[derive(Default)]
@@ -73,8 +73,8 @@ struct State {
     /// The directory before it was last listed, and whether it was the same before.
     seen: Option<FileMeta>,
     settled: bool,
-    listed: Option<Mono>,
-    /// Segments whose feet are to be read, the newest last.
+    listed: Option<MonotonicTime>,
+    /// Segments whose footers are to be read, the newest last.
     queue: VecDeque<(SegmentName, FileMeta)>,
     /// Segments that cannot be used, as they were seen, and how often.
     odd: HashMap<SegmentName, (FileMeta, u8)>,
@@ -82,13 +82,13 @@ struct State {
 
 impl Segments {
     /// Looks until every segment that is there is known, or the deadline has passed.
-    pub(super) fn find_all(&self, deadline: Mono) {
+    pub(super) fn find_all(&self, deadline: MonotonicTime) {
         while self.find(deadline) && self.shared.clock.now() < deadline {}
     }
 
     /// Calls back after the next look: with an error when it could not be made, or too many wait for it.
     pub(super) fn after_look(&self, done: Done<()>) {
-        let mut waiting = self.finder.waiting.lock();
+        let mut waiting = self.discovery.waiting.lock();
         // Once it is closing nobody may look any more, see [`Segments::end_waiting`].
         if self.closing.load(Ordering::Acquire) {
             drop(waiting);
@@ -101,17 +101,17 @@ impl Segments {
         }
         waiting.push(done);
         drop(waiting);
-        self.find_bell.ring();
+        self.find_notify.notify();
     }
 
     /// How many wait for the next look.
     pub(super) fn awaiting_look(&self) -> usize {
-        self.finder.waiting.lock().len()
+        self.discovery.waiting.lock().len()
     }
 
     /// Those who wait for a look are told, after `closing` was set, that none will come.
     pub(super) fn end_waiting(&self) {
-        let waiting = std::mem::take(&mut *self.finder.waiting.lock());
+        let waiting = std::mem::take(&mut *self.discovery.waiting.lock());
         for done in waiting {
             done(Err(Error::new(ErrorKind::Closed, "the store is closed")));
         }
@@ -119,24 +119,24 @@ impl Segments {
 
     /// Looks around for those who wait for that: between two steps of something that keeps the finder's thread.
     pub(super) fn look_if_asked(&self) {
-        let asked = !self.finder.waiting.lock().is_empty();
+        let asked = !self.discovery.waiting.lock().is_empty();
         if asked {
             self.find(self.shared.clock.now().after(TURN));
         }
     }
 
     /// One look around; whether there is more to read at once.
-    pub(super) fn find(&self, deadline: Mono) -> bool {
-        let waiting = std::mem::take(&mut *self.finder.waiting.lock());
-        let mut state = self.finder.state.lock();
+    pub(super) fn find(&self, deadline: MonotonicTime) -> bool {
+        let waiting = std::mem::take(&mut *self.discovery.waiting.lock());
+        let mut state = self.discovery.state.lock();
         // What fails is looked at again with the next turn; until then everything is as it was.
         let listed = self.list_if_changed(&mut state, !waiting.is_empty(), deadline);
-        self.read_feet(&mut state, deadline);
+        self.read_footers(&mut state, deadline);
         let more = !state.queue.is_empty();
         drop(state);
         waiting.into_iter().for_each(|done| done(listed.clone()));
         self.close_unused();
-        self.recheck_feet(deadline);
+        self.recheck_footers(deadline);
         self.index.sweep_if_due();
         self.tell_if_full();
         more
@@ -146,7 +146,7 @@ impl Segments {
     fn tell_if_full(&self) {
         let (no_room, most) = self.index.no_room();
         let now = self.shared.clock.now();
-        let mut told = self.finder.told_full.lock();
+        let mut told = self.discovery.told_full.lock();
         let again = told.is_none_or(|(at, count)| no_room > count && now.since(at) >= TELL_AGAIN);
         if no_room == 0 || !again {
             return;
@@ -164,7 +164,7 @@ impl Segments {
     /// share can be unmounted then.
     fn close_unused(&self) {
         let now = self.shared.clock.now();
-        let mut closed = self.finder.closed.lock();
+        let mut closed = self.discovery.closed.lock();
         let due = closed.is_none_or(|at| now.since(at) >= CLOSE_UNUSED);
         if due {
             *closed = Some(now);
@@ -173,7 +173,7 @@ impl Segments {
         }
     }
 
-    fn list_if_changed(&self, state: &mut State, asked: bool, deadline: Mono) -> Result<()> {
+    fn list_if_changed(&self, state: &mut State, asked: bool, deadline: MonotonicTime) -> Result<()> {
         let now = self.shared.clock.now();
         let dir = self.shared.layout.segments();
         let looked = dir.clone();
@@ -198,7 +198,7 @@ impl Segments {
         for (name, number) in before {
             match there.get(&name) {
                 // A segment never changes. One that has another length than it had is not that segment any more: others,
-                // who read its foot, have none of its records, and so must we, or nobody would store them again.
+                // who read its footer, have none of its records, and so must we, or nobody would store them again.
                 Some(meta) if self.index.file_len(number) != Some(meta.len) => self.index.vanished(number),
                 None if whole => {
                     self.index.vanished(number);
@@ -217,8 +217,8 @@ impl Segments {
         Ok(())
     }
 
-    /// Reads feet of segments that are new, the newest first.
-    fn read_feet(&self, state: &mut State, deadline: Mono) {
+    /// Reads footers of segments that are new, the newest first.
+    fn read_footers(&self, state: &mut State, deadline: MonotonicTime) {
         let mut left = PER_TURN;
         while left > 0 && !state.queue.is_empty() && self.shared.clock.now() < deadline {
             let some = state.queue.len().min(AT_ONCE).min(left);
@@ -239,19 +239,19 @@ impl Segments {
             for (name, meta, read) in reads.into_iter().rev() {
                 let found = read
                     .wait()
-                    .and_then(|(tail, file_len)| self.foot(name, &tail, file_len, deadline));
+                    .and_then(|(tail, file_len)| self.footer(name, &tail, file_len, deadline));
                 match found {
-                    Ok(Ok(foot)) => {
+                    Ok(Ok(footer)) => {
                         let known = Known {
                             name,
-                            part: foot.part,
+                            part: footer.part,
                             private: false,
-                            sealed_ns: foot.sealed_ns,
+                            sealed_ns: footer.sealed_ns,
                             used_ns: meta.mtime_ns,
                             len: meta.len,
                         };
                         if let Some(number) = self.index.begin(known) {
-                            self.index.add(number, &foot.entries);
+                            self.index.add(number, &footer.entries);
                         }
                     }
                     // It was removed meanwhile, belongs to another listing, or the medium does not answer now, which says
@@ -269,14 +269,14 @@ impl Segments {
         }
     }
 
-    /// The foot of a segment, of whose end `tail` was read. Two kinds of failure: of the medium, and of what it holds.
-    pub(super) fn foot(
+    /// The footer of a segment, of whose end `tail` was read. Two kinds of failure: of the medium, and of what it holds.
+    pub(super) fn footer(
         &self,
         name: SegmentName,
         tail: &[u8],
         file_len: u64,
-        deadline: Mono,
-    ) -> Result<Result<Foot, MissReason>> {
+        deadline: MonotonicTime,
+    ) -> Result<Result<Footer, MissReason>> {
         let trailer = match Trailer::decode(tail, file_len) {
             Ok(trailer) => trailer,
             Err(reason) => return Ok(Err(reason)),
@@ -287,16 +287,16 @@ impl Segments {
         if trailer.owner.name != name {
             return Ok(Err(MissReason::ForeignId));
         }
-        let len = trailer.foot.end - trailer.foot.start;
+        let len = trailer.footer.end - trailer.footer.start;
         let entries = if len <= tail.len() as u64 {
             trailer.entries(&tail[tail.len() - len as usize..])
-        } else if len <= LONGEST_FOOT {
-            let read = self.begin_read(name, trailer.foot.start, len, ReadMode::Default, deadline);
+        } else if len <= LONGEST_FOOTER {
+            let read = self.begin_read(name, trailer.footer.start, len, ReadMode::Default, deadline);
             trailer.entries(&read.wait()?.0)
         } else {
             Err(MissReason::BadHeader)
         };
-        Ok(entries.map(|entries| Foot {
+        Ok(entries.map(|entries| Footer {
             sealed_ns: trailer.owner.time_ns,
             part: trailer.owner.part,
             entries,
@@ -310,7 +310,7 @@ impl Segments {
         offset: u64,
         len: u64,
         mode: ReadMode,
-        deadline: Mono,
+        deadline: MonotonicTime,
     ) -> Pending<(Vec<u8>, u64)> {
         let (path, len) = (self.shared.layout.segment(name), (len as usize).max(TRAILER_LEN));
         let read = move |io: &IoJob| {

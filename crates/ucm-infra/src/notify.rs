@@ -1,6 +1,6 @@
 //! How a thread sleeps until there is news, without ever missing any.
 //!
-//! A bell counts how often it was rung. A waiter reads the count, looks at whatever it waits for, and sleeps only
+//! A notify counts how often it was rung. A waiter reads the count, looks at whatever it waits for, and sleeps only
 //! if the count is still the same: news that came between looking and sleeping is in the count.
 
 use std::fmt;
@@ -9,21 +9,21 @@ use std::time::Instant;
 
 use crate::sync::{Condvar, Mutex};
 
-/// A counter that threads sleep on. Clones are the same bell.
+/// A counter that threads sleep on. Clones are the same notify.
 ///
 /// Use it in this order, or news can be missed: [`seen`](Self::seen), look at the condition, then sleep with the
 /// count that was seen, normally through [`Clock::sleep`](crate::Clock::sleep). Who changes the condition rings
 /// *after* the change.
 #[derive(Clone)]
-pub struct Bell(Arc<Inner>);
+pub struct Notify(Arc<Inner>);
 
 struct Inner {
     rung: Mutex<u64>,
     news: Condvar,
 }
 
-impl Bell {
-    /// A bell that was never rung.
+impl Notify {
+    /// A notify that was never rung.
     pub fn new() -> Self {
         Self(Arc::new(Inner {
             rung: Mutex::new(0),
@@ -37,12 +37,12 @@ impl Bell {
     }
 
     /// Wakes every sleeper, and lets those about to sleep return at once.
-    pub fn ring(&self) {
+    pub fn notify(&self) {
         *self.0.rung.lock() += 1;
         self.0.news.notify_all();
     }
 
-    /// Sleeps until the bell was rung after the count `seen` was read; returns at once if it was already.
+    /// Sleeps until the notify was rung after the count `seen` was read; returns at once if it was already.
     pub fn wait(&self, seen: u64) {
         let mut rung = self.0.rung.lock();
         while *rung == seen {
@@ -58,21 +58,21 @@ impl Bell {
         }
     }
 
-    /// Whether both are the same bell.
+    /// Whether both are the same notify.
     pub(crate) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 }
 
-impl Default for Bell {
+impl Default for Notify {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl fmt::Debug for Bell {
+impl fmt::Debug for Notify {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Bell").field(&self.seen()).finish()
+        f.debug_tuple("Notify").field(&self.seen()).finish()
     }
 }
 
@@ -82,29 +82,29 @@ mod tests {
 
     #[test]
     fn news_before_sleeping_is_not_lost() {
-        let bell = Bell::new();
-        let seen = bell.seen();
-        bell.ring();
-        bell.wait(seen);
-        assert_eq!(bell.seen(), seen + 1);
+        let notify = Notify::new();
+        let seen = notify.seen();
+        notify.notify();
+        notify.wait(seen);
+        assert_eq!(notify.seen(), seen + 1);
     }
 
     #[test]
     fn a_deadline_in_the_past_returns_without_news() {
-        let bell = Bell::new();
-        bell.wait_until(bell.seen(), Instant::now());
-        assert_eq!(bell.seen(), 0);
+        let notify = Notify::new();
+        notify.wait_until(notify.seen(), Instant::now());
+        assert_eq!(notify.seen(), 0);
     }
 
     #[test]
     fn one_ring_wakes_every_sleeper() {
-        let bell = Bell::new();
-        let seen = bell.seen();
+        let notify = Notify::new();
+        let seen = notify.seen();
         std::thread::scope(|scope| {
             for _ in 0..3 {
-                scope.spawn(|| bell.wait(seen));
+                scope.spawn(|| notify.wait(seen));
             }
-            bell.ring();
+            notify.notify();
         });
     }
 }
