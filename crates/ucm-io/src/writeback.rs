@@ -55,7 +55,7 @@ fn is_pressing(memory: &str) -> bool {
         let line = memory.lines().find_map(|line| line.strip_prefix(key))?;
         line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()
     };
-    match (kib("MemAvailable:"), kib("WritebackThrottle:"), kib("Writeback:")) {
+    match (kib("MemAvailable:"), kib("Dirty:"), kib("Writeback:")) {
         (Some(available), Some(dirty), Some(writeback)) => dirty + writeback > available / SHARE,
         _ => false,
     }
@@ -94,7 +94,7 @@ mod tests {
     #[test]
     fn this_machine_says_what_is_asked() {
         let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-        for key in ["MemAvailable:", "WritebackThrottle:", "Writeback:"] {
+        for key in ["MemAvailable:", "Dirty:", "Writeback:"] {
             let line = memory.lines().find(|line| line.starts_with(key));
             assert!(line.is_some_and(|line| line.ends_with(" kB")), "{key}");
         }
