@@ -325,6 +325,8 @@ impl Tiers {
                 let text = format!("open: {}: {words}", tier.name);
                 *tier.words.lock() = words;
                 let first = !tier.ready.swap(true, Ordering::AcqRel);
+                // One whose time off is over is let through by this; one that is held off longer stays off.
+                tier.breaker.allows(self.request(deadline).number, now);
                 self.changed(number, tier.answered(), None);
                 if first && self.announced.load(Ordering::Acquire) {
                     self.say(Level::Info, text);
@@ -390,6 +392,16 @@ impl Tiers {
             self.look_later(number);
         }
         admission == Admission::Yes
+    }
+
+    /// Notes that a request was answered, where that may say nothing of the medium.
+    fn note_answer(&self, number: usize, request: Request) {
+        let tier = &self.tiers[number];
+        if tier.knows_by_itself() {
+            tier.breaker.undecided(self.clock.now());
+        } else {
+            self.note(number, request, None);
+        }
     }
 
     /// Notes how an operation of a request ended.

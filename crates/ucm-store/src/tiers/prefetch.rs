@@ -254,8 +254,9 @@ impl Tiers {
                 Ok(_) => None,
                 Err(error) => Some(error),
             };
-            if failed.is_some() || matches!(result, Ok(Fetched::Here(_))) {
-                tiers.note(number, request, failed);
+            match &result {
+                Ok(Fetched::Below(_, None) | Fetched::AtTop) => tiers.note_answer(number, request),
+                _ => tiers.note(number, request, failed),
             }
             match result {
                 Ok(Fetched::Here(read)) => tiers.keep_fetched(number, id, read),

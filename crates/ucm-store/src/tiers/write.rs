@@ -95,8 +95,9 @@ impl Tiers {
     /// Notes how a write ended.
     fn written(&self, number: usize, id: BlockId, len: usize, request: Request, result: &Result<Written>) {
         let tier = &self.tiers[number];
-        if !(matches!(result, Ok(Written::Present)) && tier.knows_by_itself()) {
-            self.note(number, request, result.as_ref().err());
+        match result {
+            Ok(Written::Present) => self.note_answer(number, request),
+            result => self.note(number, request, result.as_ref().err()),
         }
         match result {
             Ok(Written::Published) => {
