@@ -51,7 +51,7 @@ const LANE_PUMP: usize = 1;
 const LEAST_SLOTS: usize = 4;
 /// Most memory of records on their way between tiers, and most of them.
 const SPARE_BYTES: usize = 64 << 20;
-pub(crate) const SPARE_SLOTS: usize = 32;
+const SPARE_SLOTS: usize = 32;
 /// Most header hints remembered.
 const REMEMBERED: usize = 1 << 16;
 /// Longest deadline a load may be given: no wait is without one.
