@@ -70,7 +70,7 @@ pub struct Row {
     pub shard: u32,
     /// Where they lie.
     pub pieces: Pieces,
-    /// What must be done before they are read or written.
+    /// What must be done before they are read or written; the row fails where it is not by the deadline of its task.
     pub ready: Option<Arc<dyn Event>>,
 }
 
