@@ -7,7 +7,7 @@ use numpy::{PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use ucm_core::{BlockId, Error, Geometry, MissReason};
-use ucm_device::{DeviceSpan, HostDevice, KvLayout, KvPiece};
+use ucm_device::{DeviceSpan, KvLayout, KvPiece};
 use ucm_infra::SystemClock;
 use ucm_store::builder::StoreSpec;
 use ucm_store::engine::{self, Engine, Hint, Pieces, Row};
@@ -55,8 +55,7 @@ impl Store {
     /// `setup`: the description as JSON text, see [`Setup`].
     #[new]
     fn new(py: Python<'_>, setup: &str) -> PyResult<Self> {
-        let opened =
-            py.detach(|| StoreSpec::parse(setup)?.open(Arc::new(HostDevice::new()), SystemClock::shared()));
+        let opened = py.detach(|| StoreSpec::parse(setup)?.open(SystemClock::shared()));
         to_py(py, opened).map(|engine| Self(Arc::new(engine), OnceLock::new()))
     }
 
@@ -467,8 +466,12 @@ impl Store {
                 // SAFETY: the caller of the store vouches that each address names that many bytes of device memory,
                 // valid until the task ended; that is the contract of load_data and dump_data.
                 let spans = to_py(py, unsafe { spans(geometry, number, addrs.iter().copied()) })?;
-                let pieces = Pieces::Listed(spans);
-                Ok(Row { id, shard, pieces })
+                Ok(Row {
+                    id,
+                    shard,
+                    pieces: Pieces::Listed(spans),
+                    ready: None,
+                })
             })
             .collect()
     }

@@ -160,18 +160,21 @@ impl Core {
             let lost = || Error::internal("the record in the making was lost");
             (inner.slot.take().ok_or_else(lost)?, wanted)
         };
-        let mut crcs = Vec::new();
-        for (_, shard, pieces) in &wanted {
-            self.with_stream(|stream| {
-                self.each_layer(*shard, pieces, |layer, spans| {
-                    let data = self.layout.layer_data(layer);
-                    stream.gather(spans, &mut slot.as_mut_slice()[data])?;
-                    crcs.push((layer, self.layout.seal_layer(slot.as_mut_slice(), layer)));
-                    Ok(())
-                })
+        let pieces = self.pieces(wanted.iter().copied())?;
+        let layers: Vec<u32> = wanted.iter().flat_map(|row| self.layers_of(row.1)).collect();
+        let mut crcs = Vec::with_capacity(layers.len());
+        // Each layer as soon as its last piece is there: its bytes are in the caches then.
+        let mut seal = |record: &mut [u8], landed: usize| {
+            for &layer in &layers[crcs.len()..landed / self.geometry.tensors().len()] {
+                crcs.push((layer, self.layout.seal_layer(record, layer)));
+            }
+        };
+        self.streams
+            .with(&rows.ready, builder.request.deadline, |stream| {
+                stream.gather(&pieces, slot.as_mut_slice(), &mut seal)
             })?;
-            Stats::add(&self.stats.bytes_staged, self.shard_len());
-        }
+        seal(slot.as_mut_slice(), pieces.len());
+        Stats::add(&self.stats.bytes_staged, wanted.len() as u64 * self.shard_len());
         let mut inner = builder.inner.lock();
         if matches!(inner.stage, Stage::Filling) {
             wanted

@@ -16,6 +16,7 @@ mod reads;
 mod rejected;
 mod report;
 mod task;
+mod transfer;
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -25,7 +26,7 @@ use std::time::Duration;
 use hashlink::LruCache;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result, limits};
-use ucm_device::{Device, DeviceSpan, HostArena, KvLayout, SlotPool, Stream};
+use ucm_device::{ArenaOptions, Device, KvLayout, SlotPool};
 use ucm_infra::{Clock, IdSet, Lane, MonotonicTime, WorkerPool};
 use ucm_record::RecordLayout;
 use ucm_tier::backend::{Flush, LocallyVisible};
@@ -39,6 +40,7 @@ pub use lookup::{Asked, Located};
 use rejected::RejectedRecords;
 use task::OpenTasks;
 pub use task::{Task, Until};
+use transfer::Streams;
 
 /// Threads for lookups that nobody waits for, and how many of these may be queued.
 const ASK_THREADS: usize = 3;
@@ -75,8 +77,7 @@ pub struct Core {
     deadlines: Deadlines,
     clock: Arc<dyn Clock>,
     tiers: Arc<Tiers>,
-    device: Arc<dyn Device>,
-    streams: Mutex<Vec<Box<dyn Stream>>>,
+    streams: Streams,
     slots: Arc<SlotPool>,
     reserved_slots: usize,
     copies: Arc<WorkerPool>,
@@ -136,7 +137,7 @@ impl Engine {
             .with("staging_capacity", config.staging_bytes)
             .with("at_least", LEAST_SLOTS as u64 * slot_len));
         }
-        let arena = HostArena::new((slots.max(1) * slot_len) as usize)?;
+        let arena = device.make_arena((slots.max(1) * slot_len) as usize, ArenaOptions::default())?;
         let pages = arena.paging().name();
         let slots = SlotPool::new(arena, slot_len as usize)?;
         let reserved_slots = (slots.capacity() / 4).max(1);
@@ -157,7 +158,7 @@ impl Engine {
             spare_slots: (SPARE_BYTES / slot_len as usize).clamp(2, SPARE_SLOTS),
             staging,
         };
-        let tiers = Tiers::new(below, Arc::clone(&clock))?;
+        let tiers = Tiers::new(below, &*device, Arc::clone(&clock))?;
         let copy_limit = (slots.capacity() * 2 + 64).min(MAX_COPIES);
         let copies = WorkerPool::builder("ucm-copy")
             .on_demand()
@@ -212,8 +213,7 @@ impl Engine {
             deadlines: config.deadlines,
             clock,
             tiers,
-            device,
-            streams: Mutex::new(Vec::new()),
+            streams: Streams::of(device),
             copies,
             asks,
             reads: Mutex::default(),
@@ -283,6 +283,7 @@ impl Engine {
             id,
             shard: 0,
             pieces: Pieces::Block(Arc::clone(&layout), number),
+            ready: None,
         };
         Ok(blocks.into_iter().map(row).collect())
     }
@@ -304,6 +305,7 @@ impl Engine {
             id,
             shard: 0,
             pieces: Pieces::Slot,
+            ready: None,
         };
         let rows = ids.iter().map(row).collect();
         self.0.start_load(rows, self.load_deadline(deadline))
@@ -437,6 +439,11 @@ impl Core {
         self.slots.available().saturating_sub(self.reserved_slots)
     }
 
+    /// The device whose memory it loads into and dumps from; it makes the events of rows and tasks.
+    pub fn device(&self) -> &dyn Device {
+        self.streams.device()
+    }
+
     /// The engine's clock, for waiting on its tasks.
     pub fn clock(&self) -> &dyn Clock {
         &*self.clock
@@ -530,31 +537,7 @@ impl Core {
         self.slots.capacity() < LEAST_SLOTS
     }
 
-    /// Calls back with the layers of a shard and the device pieces of each, until one fails.
-    fn each_layer(
-        &self,
-        shard: u32,
-        pieces: &Pieces,
-        mut copy: impl FnMut(u32, &[DeviceSpan]) -> Result<()>,
-    ) -> Result<()> {
-        let first = shard * self.geometry.layers_per_shard();
-        let spans = pieces.spans(shard, self.geometry.tensors_per_shard());
-        let mut layers = (first..).zip(spans.chunks_exact(self.geometry.tensors().len()));
-        layers.try_for_each(|(layer, spans)| copy(layer, spans))
-    }
-
     fn shard_len(&self) -> u64 {
         self.geometry.layer_len() * u64::from(self.geometry.layers_per_shard())
-    }
-
-    fn with_stream<T>(&self, run: impl FnOnce(&mut dyn Stream) -> Result<T>) -> Result<T> {
-        let pooled = self.streams.lock().pop();
-        let mut stream = match pooled {
-            Some(stream) => stream,
-            None => self.device.make_stream()?,
-        };
-        let result = run(&mut *stream)?; // a stream that failed is not used again
-        self.streams.lock().push(stream);
-        Ok(result)
     }
 }

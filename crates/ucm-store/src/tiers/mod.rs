@@ -22,7 +22,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use serde::Serialize;
 use ucm_core::{BlockId, Error, ErrorKind, Identity, MissReason, Part, Result};
-use ucm_device::{HostArena, SlotPool};
+use ucm_device::{ArenaOptions, Device, SlotPool};
 use ucm_infra::{Clock, Completion, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::IoPool;
 use ucm_quota::evidence::is_damage;
@@ -193,12 +193,13 @@ pub(crate) struct Tiers {
 
 impl Tiers {
     /// Puts tiers together; nothing is touched before [`Tiers::open`]. `Config` where they make no sense together.
-    pub(crate) fn new(config: TiersConfig, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
+    pub(crate) fn new(config: TiersConfig, device: &dyn Device, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
         check(&config.tiers)?;
         let slot_len = config.record.record_len();
         let count = config.tiers.len();
         let spare = if count == 1 { 1 } else { config.spare_slots.max(1) };
-        let arena = HostArena::new(spare * slot_len.next_multiple_of(4096))?;
+        let spare_len = spare * slot_len.next_multiple_of(4096);
+        let arena = device.make_arena(spare_len, ArenaOptions::default())?;
         let pool = WorkerPool::builder("ucm-tier")
             .on_demand()
             .size(count + 1)

@@ -25,7 +25,6 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tempfile::TempDir;
 use ucm_core::{BlockId, DType, Identity};
-use ucm_device::HostDevice;
 use ucm_infra::{Clock, LANE_DUMP, LANE_LOAD, LANE_LOOKUP, SystemClock};
 use ucm_io::{Fault, FaultyEngine, Gate, IoOptions, IoPool, OpKind, PsyncEngine, Rule};
 use ucm_store::engine::{Engine, EngineConfig, Task, Until};
@@ -232,7 +231,7 @@ impl Store {
         };
         let device: Arc<dyn ucm_device::Device> = match &setup.device {
             Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,
-            None => Arc::new(HostDevice::new()),
+            None => ucm_device::open_device("host", Arc::clone(&clock))?,
         };
         let engine = Engine::open(config, tiers, device, clock)?;
         let store = Self {

@@ -123,7 +123,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         if prerequisite_handle:
             raise UnsupportedError(
                 "this device has no events: pass prerequisite_handle 0 once the source is written",
-                context={"device": "host"},
+                context={"platform": self.settings.platform},
             )
         return PosixTask(self._open().dump(block_ids, shard_index, _matrix(addrs)), "dump")
 
