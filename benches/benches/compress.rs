@@ -93,6 +93,7 @@ fn contest(dtype: DType, numbers: &[u8], blocks: usize) -> Result<[f64; 3]> {
     let config = CompressConfig {
         record: record.clone(),
         identity: identity.clone(),
+        writer: 1,
         part: Part::default(),
         io: IoPool::psync(false, &IoOptions::with_workers(2))?,
     };

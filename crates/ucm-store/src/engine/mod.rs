@@ -29,7 +29,6 @@ use ucm_device::{Device, DeviceSpan, HostArena, KvLayout, SlotPool, Stream};
 use ucm_infra::{Clock, IdSet, Lane, MonotonicTime, WorkerPool};
 use ucm_record::RecordLayout;
 use ucm_tier::backend::{Flush, LocallyVisible};
-use ucm_tier::events::Events;
 
 use crate::stats::Stats;
 use crate::tiers::{Priority, TierConfig, Tiers, TiersConfig};
@@ -104,7 +103,6 @@ pub struct Core {
     flushed: AtomicU64,
     pid: u32,
     stats: Stats,
-    events: Events,
 }
 
 impl Deref for Engine {
@@ -150,6 +148,7 @@ impl Engine {
             record: layout.clone(),
             identity: config.identity.clone(),
             part: config.part,
+            writer: config.writer,
             breaker: config.breaker,
             probe: config.deadlines.probe,
             copy: config.deadlines.dump,
@@ -231,7 +230,6 @@ impl Engine {
             flushed: AtomicU64::new(0),
             pid: std::process::id(),
             stats: Stats::default(),
-            events: Events::default(),
         });
         let weak = Arc::downgrade(&core);
         core.slots.on_release(move || {
@@ -438,6 +436,12 @@ impl Core {
     /// The engine's clock, for waiting on its tasks.
     pub fn clock(&self) -> &dyn Clock {
         &*self.clock
+    }
+
+    /// Number that tells this store from all others: in the header of what it writes, and in the field `store` of what it
+    /// logs.
+    pub fn writer(&self) -> u64 {
+        self.writer
     }
 
     /// The sizes the engine was opened with.

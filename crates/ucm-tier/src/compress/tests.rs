@@ -31,6 +31,7 @@ fn stage(dtype: DType) -> CompressBackend {
         record: layout(dtype),
         identity: identity(),
         part: Part::default(),
+        writer: 1,
         io: IoPool::psync(false, &IoOptions::default()).unwrap(),
     };
     CompressBackend::new(config, Arc::new(Nothing), SystemClock::shared()).unwrap()
