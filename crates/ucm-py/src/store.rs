@@ -474,7 +474,8 @@ impl Store {
                         py,
                         &Error::invalid("shard index out of range")
                             .with("row", number)
-                            .with("shard", shard),
+                            .with("shard", shard)
+                            .with("shards", geometry.shards()),
                     )
                 })?;
                 // SAFETY: the caller of the store vouches that each address names that many bytes of device memory,

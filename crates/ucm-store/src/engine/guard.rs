@@ -8,7 +8,7 @@ use tracing::{info, warn};
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::MonotonicTime;
 use ucm_quota::evidence::is_damage;
-use ucm_record::{Expect, RecordHeader, verify, verify_layers};
+use ucm_record::{Expect, RecordHeader, Refusal, verify, verify_layers};
 use ucm_tier::backend::{Quarantined, ReadDone};
 
 use super::{COPY_REPLACEMENTS, Core};
@@ -49,7 +49,7 @@ impl Core {
     }
 
     /// Judges what was read: why it is not the record asked for, if so.
-    pub(super) fn verify(&self, id: BlockId, read: &ReadDone) -> Result<RecordHeader, MissReason> {
+    pub(super) fn verify(&self, id: BlockId, read: &ReadDone) -> Result<RecordHeader, Refusal> {
         let expect = Expect {
             id,
             namespace: *self.identity.digest(),
@@ -65,16 +65,11 @@ impl Core {
         id: BlockId,
         read: &ReadDone,
         layers: Range<u32>,
-    ) -> Result<RecordHeader, MissReason> {
-        if read.read
-            < self
-                .layout
-                .parts(layers.clone())
-                .iter()
-                .map(Range::len)
-                .sum::<usize>()
-        {
-            return Err(MissReason::Truncated);
+    ) -> Result<RecordHeader, Refusal> {
+        let parts = self.layout.parts(layers.clone());
+        let len = parts.iter().map(Range::len).sum::<usize>();
+        if read.read < len {
+            return Err(Refusal::new(MissReason::Truncated, "length", read.read, len));
         }
         let expect = Expect {
             id,

@@ -380,7 +380,9 @@ impl Core {
     pub fn prefetch(&self, ids: &[BlockId], priority: Priority) -> Result<usize> {
         self.usable()?;
         if ids.len() > limits::MAX_IDS_PER_CALL {
-            return Err(Error::invalid("too many ids in one call").with("ids", ids.len()));
+            return Err(Error::invalid("too many ids in one call")
+                .with("ids", ids.len())
+                .with("most", limits::MAX_IDS_PER_CALL));
         }
         if self.looks_up_only() || !self.tiers.is_ready() {
             return Ok(0);
@@ -482,7 +484,9 @@ impl Core {
     fn check_count(&self, rows: usize) -> Result<()> {
         self.usable()?;
         if rows > limits::MAX_IDS_PER_CALL {
-            return Err(Error::invalid("too many rows in one call").with("rows", rows));
+            return Err(Error::invalid("too many rows in one call")
+                .with("rows", rows)
+                .with("most", limits::MAX_IDS_PER_CALL));
         }
         if self.looks_up_only() {
             return Err(Error::new(

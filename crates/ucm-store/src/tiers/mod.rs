@@ -455,7 +455,7 @@ impl Tiers {
             part: self.part,
             layout: &self.record,
         };
-        verify(bytes, stored_len, &expect).map(|header| header.meta.ordinal)
+        Ok(verify(bytes, stored_len, &expect)?.meta.ordinal)
     }
 
     /// The copy in this tier was refused for this reason: it is no hit any more, and if it is damaged it is kept as
@@ -594,7 +594,13 @@ fn names(tiers: &[TierConfig]) -> Vec<String> {
 }
 
 fn check(tiers: &[TierConfig]) -> Result<()> {
-    let wrong = |text: &'static str| Err(Error::new(ErrorKind::Config, text).with("tiers", tiers.len()));
+    let wrong = |text: &'static str| {
+        let found = tiers
+            .iter()
+            .map(|tier| format!("{} {}", tier.backend.name(), tier.policy.name()));
+        let found = found.collect::<Vec<_>>().join(", ");
+        Err(Error::new(ErrorKind::Config, text).with("tiers", found))
+    };
     if !(1..=MAX_TIERS).contains(&tiers.len()) {
         return wrong("a store has one to four tiers");
     }

@@ -98,7 +98,7 @@ impl CompressBackend {
     pub fn new(config: CompressConfig, inner: Arc<dyn Backend>, clock: Arc<dyn Clock>) -> Result<Self> {
         if inner.memory().is_some() {
             let wrong = "memory is faster than any codec; Compress stands before a stage of segments";
-            return Err(Error::new(ErrorKind::Config, wrong));
+            return Err(Error::new(ErrorKind::Config, wrong).with("below", inner.name()));
         }
         let shared = Arc::new(Shared {
             codec: codec_of(&config.record),
