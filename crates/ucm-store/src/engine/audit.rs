@@ -7,10 +7,10 @@
 
 use std::sync::Arc;
 
+use tracing::warn;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::{Piece, Slot, Stream};
 use ucm_tier::backend::{BlockRead, ReadDone, WriteOptions, Written};
-use ucm_tier::events::Level;
 
 use super::Core;
 use super::block_builder::BlockBuilder;
@@ -98,11 +98,14 @@ impl Core {
             return;
         }
         Stats::add(&self.stats.audit_deviations, 1);
-        let text = format!(
+        warn!(
+            store = self.writer,
+            block = %id,
+            deviation,
+            tolerance,
             "block {id}, computed again, differs from the stored one by {deviation:.3} of its largest value (up to \
              {tolerance} is usual): look at what writes and what computes before blaming the record"
         );
-        self.say(Level::Warning, text);
     }
 }
 

@@ -8,12 +8,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use tracing::{info, warn};
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
 use ucm_infra::{LANE_DUMP, MonotonicTime, Ticket};
 use ucm_record::{RecordMeta, encode_header};
 use ucm_tier::backend::{Flush, WriteOptions, Written};
-use ucm_tier::events::Level;
 
 use super::block_builder::{After, BlockBuilder, Stage};
 use super::load::{BlockRowList, by_block};
@@ -334,7 +334,7 @@ impl Core {
         match &result {
             Ok(written) => {
                 if *written == Written::Published && self.unwritable.swap(false, Ordering::AcqRel) {
-                    self.say(Level::Info, "blocks are stored again".to_owned());
+                    info!(store = self.writer, "blocks are stored again");
                 }
                 if *written == Written::Present {
                     Stats::add(&self.stats.blocks_present, 1);
@@ -345,8 +345,8 @@ impl Core {
                 }
                 if replaced && *written == Written::Published && self.refused.forgive(builder.id) {
                     Stats::add(&self.stats.records_replaced, 1);
-                    let text = format!("a refused record was replaced: {}", builder.id);
-                    self.say(Level::Info, text);
+                    let id = builder.id;
+                    info!(store = self.writer, block = %id, "a refused record was replaced: {id}");
                 }
             }
             Err(error) => {
@@ -354,7 +354,8 @@ impl Core {
                 if matches!(error.kind(), ErrorKind::Io | ErrorKind::Foreign)
                     && !self.unwritable.swap(true, Ordering::AcqRel)
                 {
-                    self.say(Level::Warning, format!("a block could not be stored: {error}"));
+                    let (id, kind) = (builder.id, error.kind().name());
+                    warn!(store = self.writer, block = %id, error = kind, "a block could not be stored: {error}");
                 }
             }
         }

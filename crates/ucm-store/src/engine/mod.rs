@@ -30,7 +30,6 @@ use ucm_device::{ArenaOptions, Device, KvLayout, SlotPool};
 use ucm_infra::{Clock, IdSet, Lane, MonotonicTime, WorkerPool};
 use ucm_record::RecordLayout;
 use ucm_tier::backend::{Flush, LocallyVisible};
-use ucm_tier::events::Events;
 
 use crate::stats::Stats;
 use crate::tiers::{Priority, TierConfig, Tiers, TiersConfig};
@@ -106,7 +105,6 @@ pub struct Core {
     flushed: AtomicU64,
     pid: u32,
     stats: Stats,
-    events: Events,
 }
 
 impl Deref for Engine {
@@ -152,6 +150,7 @@ impl Engine {
             record: layout.clone(),
             identity: config.identity.clone(),
             part: config.part,
+            writer: config.writer,
             breaker: config.breaker,
             probe: config.deadlines.probe,
             copy: config.deadlines.dump,
@@ -233,7 +232,6 @@ impl Engine {
             flushed: AtomicU64::new(0),
             pid: std::process::id(),
             stats: Stats::default(),
-            events: Events::default(),
         });
         let weak = Arc::downgrade(&core);
         core.slots.on_release(move || {
@@ -386,7 +384,9 @@ impl Core {
     pub fn prefetch(&self, ids: &[BlockId], priority: Priority) -> Result<usize> {
         self.usable()?;
         if ids.len() > limits::MAX_IDS_PER_CALL {
-            return Err(Error::invalid("too many ids in one call").with("ids", ids.len()));
+            return Err(Error::invalid("too many ids in one call")
+                .with("ids", ids.len())
+                .with("most", limits::MAX_IDS_PER_CALL));
         }
         if self.looks_up_only() || !self.tiers.is_ready() {
             return Ok(0);
@@ -449,6 +449,12 @@ impl Core {
         &*self.clock
     }
 
+    /// Number that tells this store from all others: in the header of what it writes, and in the field `store` of what it
+    /// logs.
+    pub fn writer(&self) -> u64 {
+        self.writer
+    }
+
     /// The sizes the engine was opened with.
     pub fn geometry(&self) -> &Geometry {
         &self.geometry
@@ -487,7 +493,9 @@ impl Core {
     fn check_count(&self, rows: usize) -> Result<()> {
         self.usable()?;
         if rows > limits::MAX_IDS_PER_CALL {
-            return Err(Error::invalid("too many rows in one call").with("rows", rows));
+            return Err(Error::invalid("too many rows in one call")
+                .with("rows", rows)
+                .with("most", limits::MAX_IDS_PER_CALL));
         }
         if self.looks_up_only() {
             return Err(Error::new(
