@@ -43,7 +43,6 @@ use ucm_device::Slot;
 use ucm_infra::{Clock, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::{IoJob, IoPool};
 use ucm_quota::Capacity;
-use ucm_quota::layout::SEGMENTS;
 
 use crate::backend::{
     Backend, BlockRead, Done, Features, Flush, Listed, LocallyVisible, MediumStats, Outcome, Presence,
@@ -51,6 +50,7 @@ use crate::backend::{
 };
 use crate::events::{Event, Events};
 use crate::posix::{PosixConfig, Shared};
+use crate::root_layout::LayoutKind;
 use crate::writing::Write;
 use discovery::SegmentDiscovery;
 use early::EarlyNews;
@@ -132,7 +132,7 @@ impl SegmentBackend {
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
         Self::over(
-            Arc::new(Shared::new(config, Some(SEGMENTS), io, clock)?),
+            Arc::new(Shared::new(config, Some(LayoutKind::Segment), io, clock)?),
             segments,
         )
     }
