@@ -113,7 +113,10 @@ impl Directory {
             if now < due {
                 return;
             }
-            *next = (now.after(gap.max(LOOK_AGAIN)), (gap * 2).clamp(LOOK_AGAIN * 2, LOOK_SELDOM));
+            *next = (
+                now.after(gap.max(LOOK_AGAIN)),
+                (gap * 2).clamp(LOOK_AGAIN * 2, LOOK_SELDOM),
+            );
         }
         let (directory, deadline) = (Arc::clone(self), now.after(LOOK));
         let look = move || match directory.decided.get() {
@@ -180,11 +183,16 @@ mod tests {
         let methods = |source: &'static str, from: &str| -> BTreeSet<&'static str> {
             let body = source.split_once(from).unwrap().1;
             let body = body.split_once("\n}\n").unwrap().0;
-            let lines = body.lines().filter_map(|line| line.trim_start().strip_prefix("fn "));
+            let lines = body
+                .lines()
+                .filter_map(|line| line.trim_start().strip_prefix("fn "));
             lines.filter_map(|line| line.split(['(', '<']).next()).collect()
         };
         let of_trait = methods(include_str!("backend.rs"), "pub trait Backend: Send + Sync {");
-        let handed_on = methods(include_str!("directory.rs"), "impl Backend for DirectoryBackend {");
+        let handed_on = methods(
+            include_str!("directory.rs"),
+            "impl Backend for DirectoryBackend {",
+        );
         assert!(of_trait.len() > 8, "{of_trait:?}");
         assert_eq!(handed_on, of_trait);
     }

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
-use ucm_infra::MonotonicTime;
+use ucm_infra::{LANE_SPACE, MonotonicTime};
 use ucm_io::{FileMeta, Finish, IoJob, ReadMode};
 use ucm_quota::evidence::is_damage;
 use ucm_quota::layout::SegmentName;
@@ -60,6 +60,14 @@ pub(super) struct CopyOptions<'a> {
     pub(super) pace: &'a dyn Fn(u64) -> Result<()>,
     /// Whether it is worth waiting for room, and other records' making room where the medium is full.
     pub(super) needed: bool,
+    /// When it has to be over.
+    pub(super) until: MonotonicTime,
+}
+
+impl CopyOptions<'_> {
+    fn step(&self, segments: &Segments) -> MonotonicTime {
+        segments.step().min(self.until)
+    }
 }
 
 /// A segment that was made of copies.
@@ -78,7 +86,7 @@ impl Segments {
         let room = HEAD_LEN + records + footer_len(pieces.len());
         let space = &self.shared.space;
         let ticket = if manner.needed {
-            space.admitted(room)
+            space.admitted(room, manner.until)
         } else {
             space.spared(room)
         }?;
@@ -97,7 +105,8 @@ impl Segments {
         self.shared.space.settled(ticket, kept, error);
         if !matches!(copied, Ok((Some(_), _))) {
             let paths = [self.private(name)];
-            let _ = self.shared.call(self.step(), move |io| io.remove(&paths)); // else swept by its age
+            let remove = move |io: &IoJob| io.remove(&paths).map(|_| ());
+            self.shared.io.job(LANE_SPACE, self.step(), remove, |_| {}); // else swept by its age
         }
         copied.map(|(known, carried)| Copied { known, carried })
     }
@@ -114,11 +123,15 @@ impl Segments {
             time_ns: manner.sealed_ns.unwrap_or(begun.time_ns),
             ..begun
         };
-        self.create_private(path.clone(), encode_head(&begun, &config.process))?;
+        self.create_private(
+            path.clone(),
+            encode_head(&begun, &config.process),
+            manner.step(self),
+        )?;
         let (mut end, mut first) = (HEAD_LEN, u32::MAX);
         let (mut entries, mut carried) = (Vec::new(), Vec::with_capacity(pieces.len()));
         for piece in pieces {
-            let (meta, bytes) = match self.sound(piece)? {
+            let (meta, bytes) = match self.sound(piece, manner)? {
                 Ok(found) => found,
                 Err(unsound) => {
                     carried.push(unsound);
@@ -127,7 +140,7 @@ impl Segments {
             };
             let path = path.clone();
             self.shared
-                .call(self.step(), move |io| io.write_at(&path, end, &bytes))?;
+                .call(manner.step(self), move |io| io.write_at(&path, end, &bytes))?;
             let entry = Entry {
                 offset: end,
                 ..piece.entry
@@ -155,7 +168,7 @@ impl Segments {
                 mtime_ns: used_ns,
             })
         };
-        let FileMeta { len, .. } = self.shared.call(self.step(), finish)?;
+        let FileMeta { len, .. } = self.shared.call(manner.step(self), finish)?;
         let known = Known {
             name,
             part: config.part,
@@ -168,11 +181,15 @@ impl Segments {
     }
 
     /// Reads a record that is to be copied. What looks damaged is read once more past every cache before that is believed.
-    fn sound(&self, piece: &Piece) -> Result<std::result::Result<(RecordMeta, Vec<u8>), Carried>> {
+    fn sound(
+        &self,
+        piece: &Piece,
+        manner: &CopyOptions<'_>,
+    ) -> Result<std::result::Result<(RecordMeta, Vec<u8>), Carried>> {
         let mut reason = MissReason::Absent;
         for mode in [ReadMode::Default, ReadMode::FreshDirect] {
             let Entry { id, offset, len } = piece.entry;
-            let read = self.read_piece(piece.from.clone(), offset, len as usize, mode)?;
+            let read = self.read_piece(piece.from.clone(), offset, len as usize, mode, manner.step(self))?;
             let Some(bytes) = read else {
                 return Ok(Err(Carried::Gone));
             };
@@ -199,18 +216,19 @@ impl Segments {
         offset: u64,
         len: usize,
         mode: ReadMode,
+        deadline: MonotonicTime,
     ) -> Result<Option<Vec<u8>>> {
         let read = self
             .shared
-            .call(self.step(), move |io| io.read_piece(&path, offset, len, mode))?;
+            .call(deadline, move |io| io.read_piece(&path, offset, len, mode))?;
         Ok(read.map(|(bytes, _)| bytes))
     }
 
     /// Makes a private file with these first bytes.
-    pub(super) fn create_private(&self, path: PathBuf, head: Vec<u8>) -> Result<()> {
+    pub(super) fn create_private(&self, path: PathBuf, head: Vec<u8>, deadline: MonotonicTime) -> Result<()> {
         let mode = self.shared.config.modes.file;
         self.shared
-            .call(self.step(), move |io| io.create(&path, &head, 0, mode))
+            .call(deadline, move |io| io.create(&path, &head, 0, mode))
     }
 
     /// A name that was never used.

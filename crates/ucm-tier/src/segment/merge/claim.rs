@@ -84,7 +84,7 @@ impl Segments {
     fn make_claim(&self) -> Result<bool> {
         let config = &self.shared.config;
         let head = encode_head(&self.owner(self.next_name()), &config.process);
-        match self.create_private(self.claim_path(), head) {
+        match self.create_private(self.claim_path(), head, self.step()) {
             Ok(()) => Ok(true),
             Err(error) if error.os_code() == Some(EEXIST) => Ok(false),
             Err(error) => Err(error),
@@ -96,7 +96,14 @@ impl Segments {
         let Some(meta) = self.claim_meta()? else {
             return Ok(true); // released a moment ago
         };
-        let Some(head) = self.read_piece(self.claim_path(), 0, HEAD_LEN as usize, ReadMode::Default)? else {
+        let Some(head) = self.read_piece(
+            self.claim_path(),
+            0,
+            HEAD_LEN as usize,
+            ReadMode::Default,
+            self.step(),
+        )?
+        else {
             return Ok(true);
         };
         let held = match decode_head(&head) {

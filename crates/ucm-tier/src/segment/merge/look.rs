@@ -38,7 +38,14 @@ impl Segments {
     pub(super) fn footer_of(&self, census: &SegmentStats) -> Result<Option<Footer>> {
         let path = self.shared.layout.segment(census.name);
         let len = census.len.min(TAIL);
-        let Some(tail) = self.read_piece(path, census.len - len, len as usize, ReadMode::Default)? else {
+        let Some(tail) = self.read_piece(
+            path,
+            census.len - len,
+            len as usize,
+            ReadMode::Default,
+            self.step(),
+        )?
+        else {
             return Ok(None);
         };
         Ok(self.footer(census.name, &tail, census.len, self.step())?.ok())

@@ -280,6 +280,7 @@ impl Segments {
             used,
             pace: &|bytes| self.pace(begun, copied.fetch_add(bytes, Ordering::Relaxed) + bytes),
             needed: false,
+            until: MonotonicTime::NEVER,
         };
         let known: Vec<bool> = pieces
             .iter()
