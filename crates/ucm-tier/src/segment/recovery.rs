@@ -17,8 +17,8 @@ use ucm_quota::layout::SegmentName;
 use ucm_record::{MAGIC, RecordHeader};
 
 use super::Segments;
-use super::copy::{Carried, CopyOptions, Piece};
 use super::format::{Entry, HEAD_LEN, MAX_ENTRIES, decode_head};
+use super::reclaim::reinsert::{Piece, Reinsertion};
 
 /// Time between two looks for private segments.
 const LOOK_AGAIN: Duration = Duration::from_secs(60);
@@ -206,34 +206,24 @@ impl Recovery<'_> {
         Ok((judged.is_ok() && bytes.len() as u64 == header.record_len).then_some(entry))
     }
 
-    /// Copies records into a segment of our own and seals it.
+    /// Appends records to a segment of our own.
     fn take_over(&self, from: &Path, found: Vec<Entry>) -> Result<()> {
         let piece = |entry| Piece {
             from: from.to_owned(),
             entry,
+            source: None,
+            found: true,
         };
         let pieces: Vec<Piece> = found.into_iter().map(piece).collect();
-        let used = |name: SegmentName, ordinal| {
-            let shared = &self.segments.shared;
-            Ok(shared
-                .recency
-                .published(name.as_id(), ordinal, shared.clock.wall_ns()))
-        };
-        let manner = CopyOptions {
+        let reinsertion = Reinsertion {
+            segments: self.segments,
             sealed_ns: None,
-            used: &used,
+            as_young_as: &[],
             pace: &|_| self.go_on(),
             needed: true,
             until: self.until,
         };
-        let copied = self.segments.copy(&pieces, &manner)?;
-        if let Some(known) = copied.known
-            && let Some(number) = self.segments.index.begin(known)
-        {
-            let there: Vec<Entry> = copied.carried.iter().filter_map(Carried::entry).collect();
-            self.segments.index.add(number, &there);
-        }
-        Ok(())
+        reinsertion.append(&pieces).map(|_| ())
     }
 
     /// Between two steps: an error once the store closes, and those who wait for a look around get one.
