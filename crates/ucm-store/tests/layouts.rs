@@ -55,7 +55,7 @@ fn a_new_root_gets_segments_and_says_so() {
     let dir = directory();
     let store = Store::open(dir.path(), unnamed());
     assert!(
-        says(&store).starts_with(" segment (the default)"),
+        says(&store).starts_with(" segment (marked: default)"),
         "{}",
         says(&store)
     );
@@ -81,7 +81,7 @@ fn what_the_marker_says_is_kept() {
         marked(dir.path(), &layout);
         let store = Store::open(dir.path(), unnamed());
         assert!(
-            says(&store).starts_with(&format!(" {kind} (")),
+            says(&store).starts_with(&format!(" {kind} (marked: {why})")),
             "{}",
             says(&store)
         );
@@ -105,10 +105,7 @@ fn records_that_are_there_decide() {
         let kept = marker(dir.path())["layout"].clone();
         assert_eq!((&kept["kind"], &kept["why"]), (&json!(name), &json!("records")));
         let said = says(&store);
-        assert!(
-            said.starts_with(&format!(" {name} (the root had records in it)")),
-            "{said}"
-        );
+        assert!(said.starts_with(&format!(" {name} (marked: records)")), "{said}");
     }
 }
 

@@ -158,7 +158,7 @@ impl Backend for DirectoryBackend {
         fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>>;
         fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome>;
         fn look(&self, done: Done<()>);
-        fn write(&self, id: BlockId, slot: Slot, options: WriteOptions, deadline: MonotonicTime, done: Done<Written>);
+        fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>);
         fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime);
         fn delete(&self, io: &IoJob, ids: &[BlockId]) -> Result<usize>;
         fn list(&self, io: &IoJob) -> Result<Vec<Listed>>;

@@ -305,7 +305,7 @@ impl Shared {
     /// Marks the root, with the layout that was decided if one was; the answer is the marker that counts.
     pub(crate) fn mark(&self, deadline: MonotonicTime) -> Result<Marker> {
         let (total, free) = self.space_info(deadline)?;
-        let layout = self.root.lock().layout.and_then(RootLayout::to_value);
+        let layout = self.root.lock().layout.as_ref().and_then(RootLayout::to_value);
         let marker = Marker {
             format: FORMAT,
             uuid: crate::random_hex(),

@@ -47,25 +47,13 @@ impl LayoutKind {
     }
 }
 
-/// Why it was decided so.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum Why {
-    /// The root was new.
-    Default,
-    /// The root held records in this layout, and none in files if it is the other.
-    Records,
-    /// Both were measured, by an early version.
-    Measured,
-    /// Blocks were so large that a file for each cost next to nothing, to an early version.
-    Large,
-}
-
 /// What was decided: `layout` in the marker.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct RootLayout {
     kind: LayoutKind,
-    why: Why,
+    /// `default` where the root was new, `records` where it held records in this layout, and none in files if it is the
+    /// other; early versions had other reasons too.
+    why: String,
     /// Unix time of the decision, seconds.
     decided: u64,
 }
@@ -89,20 +77,14 @@ impl Decision {
 
 impl RootLayout {
     /// As it is kept in a marker.
-    pub(crate) fn to_value(self) -> Option<serde_json::Value> {
+    pub(crate) fn to_value(&self) -> Option<serde_json::Value> {
         serde_json::to_value(self).ok()
     }
 
-    fn decision(self) -> Decision {
-        let why = match self.why {
-            Why::Default => "the default",
-            Why::Records => "the root had records in it",
-            Why::Measured => "measured on this root",
-            Why::Large => "blocks are large",
-        };
+    fn decision(&self) -> Decision {
         Decision {
             kind: self.kind,
-            words: format!("layout {} ({why})", self.kind.name()),
+            words: format!("layout {} (marked: {})", self.kind.name(), self.why),
         }
     }
 }
@@ -123,12 +105,12 @@ impl Shared {
                 let why = format!("what lies below the root could not be seen: {error}");
                 return Ok(Some(Decision::for_now(&why)));
             }
-            Ok(Some(kind)) => (kind, Why::Records),
-            Ok(None) => (LayoutKind::Segment, Why::Default),
+            Ok(Some(kind)) => (kind, "records"),
+            Ok(None) => (LayoutKind::Segment, "default"),
         };
         let layout = RootLayout {
             kind,
-            why,
+            why: why.to_owned(),
             decided: self.clock.wall_ns() / 1_000_000_000,
         };
         self.keep_layout(layout, marker, deadline).map(Some)
@@ -138,9 +120,10 @@ impl Shared {
     fn as_marked(&self, marker: &Marker) -> Option<Decision> {
         let said = marker.layout.as_ref()?;
         let layout = RootLayout::deserialize(said).ok();
-        self.root.lock().layout = layout;
         let unknown = "the root's marker names a layout that this version does not know";
-        Some(layout.map_or_else(|| Decision::for_now(unknown), RootLayout::decision))
+        let decision = layout.as_ref().map(RootLayout::decision);
+        self.root.lock().layout = layout;
+        Some(decision.unwrap_or_else(|| Decision::for_now(unknown)))
     }
 
     /// The layout of the records below the root, of any namespace; where some are in files, that one.
@@ -180,7 +163,7 @@ impl Shared {
         marker: Option<Marker>,
         deadline: MonotonicTime,
     ) -> Result<Decision> {
-        self.root.lock().layout = Some(layout);
+        self.root.lock().layout = Some(layout.clone());
         let there = match marker {
             Some(marker) => marker,
             None => {

@@ -266,19 +266,12 @@ impl Backend for SegmentBackend {
         self.segments.after_look(done);
     }
 
-    fn write(
-        &self,
-        id: BlockId,
-        slot: Slot,
-        options: WriteOptions,
-        deadline: MonotonicTime,
-        done: Done<Written>,
-    ) {
+    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
         let write = Write {
             id,
             slot,
             options,
-            deadline,
+            deadline: io.deadline(),
             done,
         };
         if !options.replace && self.is_published(id) {
@@ -288,7 +281,7 @@ impl Backend for SegmentBackend {
             let full = "the index of segments is full: this block could be written and never be found";
             return write.end(Err(Error::new(ErrorKind::NoSpace, full)));
         }
-        self.segments.append(write);
+        self.segments.append(io, write);
     }
 
     fn is_published(&self, id: BlockId) -> bool {
@@ -342,18 +335,15 @@ impl Backend for SegmentBackend {
     }
 
     fn stats(&self) -> MediumStats {
-        let (gathered, carried) = self.segments.reclaimed();
+        let reclaim = &self.segments.reclaim;
         MediumStats {
             more: vec![
                 ("segments_open", self.segments.taking_records() as u64),
-                ("segments_merged", gathered),
-                ("records_carried", carried),
+                ("segments_merged", reclaim.gathered.load(Ordering::Relaxed)),
+                ("records_carried", reclaim.carried.load(Ordering::Relaxed)),
                 ("records_not_indexed", self.segments.index.left_out()),
                 ("reads_awaiting_a_look", self.segments.awaiting_look() as u64),
-                (
-                    "storage_short",
-                    u64::from(self.segments.reclaim.uses.is_room_short()),
-                ),
+                ("storage_short", u64::from(reclaim.uses.is_room_short())),
             ],
             ..self.segments.shared.stats()
         }

@@ -101,11 +101,16 @@ impl Recovery<'_> {
     fn dead_segments(&self) -> Result<Vec<(SegmentName, FileMeta)>> {
         let (own, config) = (self.segments.living(), &self.segments.shared.config);
         let (mut dead, mut unsure) = (Vec::new(), Vec::new());
-        for (name, meta) in self
-            .private_segments()?
-            .into_iter()
-            .filter(|(name, _)| !own.contains(name))
-        {
+        let dir = self.segments.shared.layout.tmp();
+        let files = self
+            .segments
+            .shared
+            .call(self.step(), move |io| io.list_if_there(&dir))?;
+        for (file, meta) in files {
+            let name = SegmentName::parse_private(&file).filter(|name| !own.contains(name));
+            let Some(name) = name.filter(|_| !meta.is_dir && meta.len > HEAD_LEN) else {
+                continue;
+            };
             let Some(head) = self.read(self.segments.private(name), 0, HEAD_LEN)? else {
                 continue; // sealed or removed meanwhile
             };
@@ -127,16 +132,6 @@ impl Recovery<'_> {
             dead.append(&mut unsure);
         }
         Ok(dead)
-    }
-
-    fn private_segments(&self) -> Result<Vec<(SegmentName, FileMeta)>> {
-        let dir = self.segments.shared.layout.tmp();
-        let shared = &self.segments.shared;
-        let mut files = shared.call(self.step(), move |io| io.list_if_there(&dir))?;
-        files.retain(|(_, meta)| !meta.is_dir && meta.len > HEAD_LEN);
-        let named =
-            |(name, meta): (std::ffi::OsString, FileMeta)| Some((SegmentName::parse_private(&name)?, meta));
-        Ok(files.into_iter().filter_map(named).collect())
     }
 
     fn rescue(&self, dead: SegmentName, meta: &FileMeta) -> Result<()> {

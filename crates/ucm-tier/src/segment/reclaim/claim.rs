@@ -7,11 +7,10 @@
 use std::path::PathBuf;
 
 use ucm_core::{ErrorKind, Result};
-use ucm_io::ReadMode;
+use ucm_io::{IoJob, ReadMode};
 use ucm_quota::Reservation;
 use ucm_quota::layout::SegmentName;
 
-use super::reinsert::spared;
 use crate::segment::Segments;
 use crate::segment::format::{HEAD_LEN, decode_head, encode_head};
 use crate::segment::recovery::SILENCE_NS;
@@ -21,12 +20,28 @@ const MARK: [u8; 4] = *b"merg";
 /// The error number of a name that is taken.
 const EEXIST: i32 = 17;
 
-/// The right to reclaim.
+/// The right to reclaim, until it is dropped.
 pub(super) struct Claim<'a> {
     segments: &'a Segments,
     /// The name that stands for it.
     path: PathBuf,
     room: Reservation,
+    /// Whether it is this writer's turn.
+    held: bool,
+}
+
+impl Drop for Claim<'_> {
+    /// It is somebody else's turn.
+    fn drop(&mut self) {
+        let (segments, path) = (self.segments, self.path.clone());
+        let remove = move |io: &IoJob| Ok(io.remove(&[path])?.iter().all(Result::is_ok));
+        let gone = !self.held || segments.shared.call(segments.step(), remove).unwrap_or(false);
+        // What stays is known by its writer, or swept by its age. Where the medium is full nobody is to make room for this.
+        segments
+            .shared
+            .space
+            .settled(self.room, if gone { 0 } else { HEAD_LEN }, None);
+    }
 }
 
 impl<'a> Claim<'a> {
@@ -40,36 +55,18 @@ impl<'a> Claim<'a> {
             writer: number(u32::from_be_bytes(MARK), part.group),
             sequence: number(part.pipeline_rank, part.tensor_rank),
         };
-        let claim = Self {
+        let mut claim = Self {
             segments,
             path: segments.private(name),
             room: segments.shared.space.spared(HEAD_LEN)?,
+            held: false,
         };
-        match claim
-            .make()
-            .and_then(|made| Ok(made || (claim.take_away()? && claim.make()?)))
-        {
-            Ok(true) => {
-                segments.find_all(segments.step());
-                Ok(Some(claim))
-            }
-            other => {
-                let settled = Some(spared());
-                segments.shared.space.settled(claim.room, 0, settled.as_ref());
-                other.map(|_| None)
-            }
+        claim.held = claim.make()? || (claim.take_away()? && claim.make()?);
+        if !claim.held {
+            return Ok(None);
         }
-    }
-
-    /// It is somebody else's turn.
-    pub(super) fn release(self) {
-        let (shared, path) = (&self.segments.shared, self.path);
-        let removed = shared.call(self.segments.step(), move |io| io.remove(&[path]));
-        let gone = removed.is_ok_and(|files| files.iter().all(Result::is_ok));
-        // What stays is known by its writer, or swept by its age.
-        shared
-            .space
-            .settled(self.room, if gone { 0 } else { HEAD_LEN }, None);
+        segments.find_all(segments.step());
+        Ok(Some(claim))
     }
 
     /// Whether there was none.

@@ -29,29 +29,26 @@ impl Segments {
         if !self.has_room_to_gather(state) || choose(&self.worth_a_look(state), self.room()).is_empty() {
             return Ok(false);
         }
-        let Some(claim) = Claim::take(self)? else {
+        let Some(_claim) = Claim::take(self)? else {
             return Ok(false);
         };
-        let chosen = self.with_times(self.worth_a_look(state));
-        let gathered = chosen.and_then(|some| match choose(&some, self.room()) {
+        match choose(&self.with_times(self.worth_a_look(state))?, self.room()) {
             chosen if chosen.is_empty() => Ok(false),
             chosen => self.gather_these(state, chosen).map(|()| true),
-        });
-        claim.release();
-        gathered
+        }
     }
 
     /// Whether there is room for a copy of a whole segment that costs nobody else's records their place.
     fn has_room_to_gather(&self, state: &State) -> bool {
         let (usage, room) = (self.shared.space.usage(), self.room());
-        let waiting: u64 = state.retiring.iter().map(Retiring::bytes).sum();
+        let waiting: u64 = state.waiting().map(|segment| segment.len).sum();
         let free = usage.used.saturating_add(room) <= usage.capacity / 100 * FULL;
         waiting < (usage.capacity / SHARE).max(room) && usage.counted && !usage.paused && free
     }
 
     /// Segments of this part that are small or sparse and were known at the last look, the youngest use first.
     fn worth_a_look(&self, state: &State) -> Vec<SegmentStats> {
-        let waiting: HashSet<SegmentNumber> = state.retiring.iter().flat_map(Retiring::numbers).collect();
+        let waiting: HashSet<SegmentNumber> = state.waiting().map(|segment| segment.number).collect();
         let mut all = self.index.stats();
         all.retain(|segment| {
             segment.number <= state.upto
@@ -108,7 +105,11 @@ impl Segments {
         if !sources.segments.is_empty() {
             let count = sources.segments.len() as u64;
             let due = self.shared.clock.now().after(self.config.merging.grace);
-            state.retiring.push(Retiring::new(due, sources.segments, relied));
+            state.retiring.push(Retiring {
+                due,
+                segments: sources.segments,
+                relied,
+            });
             self.reclaim.gathered.fetch_add(count, Ordering::Relaxed);
         }
         Ok(())

@@ -23,7 +23,7 @@ mod retire;
 mod uses;
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -87,6 +87,13 @@ struct State {
     retiring: Vec<Retiring>,
     /// Those that cannot be gathered, as was seen when it was tried.
     unfit: HashSet<SegmentNumber>,
+}
+
+impl State {
+    /// Segments that wait for their removal.
+    fn waiting(&self) -> impl Iterator<Item = &SegmentStats> {
+        self.retiring.iter().flat_map(|retiring| &retiring.segments)
+    }
 }
 
 /// Segments that go, and what of them is appended again.
@@ -218,13 +225,5 @@ impl Segments {
             return Ok(None);
         };
         Ok(self.footer(segment.name, &tail, segment.len, self.step())?.ok())
-    }
-
-    /// Segments that were gathered into others, and records in use that outlived theirs, so far.
-    pub(super) fn reclaimed(&self) -> (u64, u64) {
-        let Reclaim {
-            gathered, carried, ..
-        } = &self.reclaim;
-        (gathered.load(Ordering::Relaxed), carried.load(Ordering::Relaxed))
     }
 }

@@ -81,7 +81,8 @@ impl Reinsertion<'_> {
         let mut done = Reinserted::default();
         let made = self.write(name, pieces, &mut copies, &mut done);
         let error = made.as_ref().err().map(|error| match error.kind() {
-            ErrorKind::NoSpace if !self.needed => spared(),
+            // Nobody is to make room for it.
+            ErrorKind::NoSpace if !self.needed => Error::new(ErrorKind::Busy, "there is no room for copies"),
             _ => error.clone(),
         });
         let kept = match (&made, &error) {
@@ -228,11 +229,6 @@ impl Reinsertion<'_> {
     fn step(&self) -> MonotonicTime {
         self.segments.step().min(self.until)
     }
-}
-
-/// In place of the word that a medium is full, where nobody is to make room.
-pub(super) fn spared() -> Error {
-    Error::new(ErrorKind::Busy, "there is no room for copies")
 }
 
 impl Segments {

@@ -45,14 +45,8 @@ impl Segments {
             return;
         }
         // Several engines and ranks may use the same records, and know of it at the same time: one of them copies.
-        let relieved = Claim::take(self).and_then(|claim| match claim {
-            Some(claim) => {
-                let relieved = self.relieve_these(&all);
-                claim.release();
-                relieved
-            }
-            None => Ok(()),
-        });
+        let claim = Claim::take(self);
+        let relieved = claim.and_then(|claim| claim.map_or(Ok(()), |_claim| self.relieve_these(&all)));
         if relieved.is_err() && self.unless_closing().is_ok() {
             let _ = self.renew(&all); // what cannot be told either is removed for its age
         }

@@ -13,33 +13,10 @@ use crate::segment::index::stats::SegmentStats;
 
 /// Segments that go together.
 pub(super) struct Retiring {
-    due: MonotonicTime,
-    segments: Vec<SegmentStats>,
+    pub(super) due: MonotonicTime,
+    pub(super) segments: Vec<SegmentStats>,
     /// Segments that have what these had, all of them: while one of them is gone, these stay.
-    relied: BTreeSet<SegmentNumber>,
-}
-
-impl Retiring {
-    pub(super) fn new(
-        due: MonotonicTime,
-        segments: Vec<SegmentStats>,
-        relied: BTreeSet<SegmentNumber>,
-    ) -> Self {
-        Self {
-            due,
-            segments,
-            relied,
-        }
-    }
-
-    /// What they take up.
-    pub(super) fn bytes(&self) -> u64 {
-        self.segments.iter().map(|segment| segment.len).sum()
-    }
-
-    pub(super) fn numbers(&self) -> impl Iterator<Item = SegmentNumber> {
-        self.segments.iter().map(|segment| segment.number)
-    }
+    pub(super) relied: BTreeSet<SegmentNumber>,
 }
 
 impl Segments {
