@@ -63,9 +63,6 @@ pub(in crate::segment) struct Reinserted {
     pub(in crate::segment) unsound: HashSet<SegmentNumber>,
 }
 
-/// A record as it was read, or why it is none; nothing where its file is gone.
-type Sound = Option<std::result::Result<(RecordMeta, Vec<u8>), MissReason>>;
-
 impl Reinsertion<'_> {
     /// Appends these records to a segment of our own and tells the index.
     pub(in crate::segment) fn append(&self, pieces: &[Piece]) -> Result<Reinserted> {
@@ -119,13 +116,8 @@ impl Reinsertion<'_> {
         segments.create_private(path.clone(), head, self.step())?;
         let (mut end, mut first) = (HEAD_LEN, u32::MAX);
         for piece in pieces {
-            let (meta, bytes) = match self.sound(piece)? {
-                Some(Ok(found)) => found,
-                Some(Err(_)) => {
-                    done.unsound.extend(piece.source);
-                    continue;
-                }
-                None => continue,
+            let Some((meta, bytes)) = self.read(piece, done)? else {
+                continue;
             };
             let into = path.clone();
             shared.call(self.step(), move |io| io.write_at(&into, end, &bytes))?;
@@ -200,24 +192,23 @@ impl Reinsertion<'_> {
         Some(number)
     }
 
-    /// Reads a record that is to be copied. What looks damaged is read once more past every cache before that is believed.
-    fn sound(&self, piece: &Piece) -> Result<Sound> {
+    /// Reads a record that is to be copied; `None` where it is not sound, or its file is gone. What looks damaged is read once
+    /// more past every cache before that is believed.
+    fn read(&self, piece: &Piece, done: &mut Reinserted) -> Result<Option<(RecordMeta, Vec<u8>)>> {
         let Entry { id, offset, len } = piece.entry;
-        let mut reason = MissReason::Absent;
         for mode in [ReadMode::Default, ReadMode::FreshDirect] {
             let (from, step) = (piece.from.clone(), self.step());
             let Some(bytes) = self.segments.read_piece(from, offset, len as usize, mode, step)? else {
                 return Ok(None);
             };
             match self.judged(id, &bytes, len) {
-                Ok(meta) => return Ok(Some(Ok((meta, bytes)))),
-                Err(other) => reason = other,
-            }
-            if !is_damage(reason) {
-                break;
+                Ok(meta) => return Ok(Some((meta, bytes))),
+                Err(reason) if !is_damage(reason) => break,
+                Err(_) => {}
             }
         }
-        Ok(Some(Err(reason)))
+        done.unsound.extend(piece.source);
+        Ok(None)
     }
 
     fn judged(&self, id: BlockId, bytes: &[u8], len: u64) -> std::result::Result<RecordMeta, MissReason> {
