@@ -4,12 +4,16 @@
 
 mod common;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use ucm_core::ErrorKind;
+use ucm_infra::{Clock, ManualClock};
 use ucm_store::engine::{Deadlines, Until};
+use ucm_tier::segment::SegmentConfig;
 
-use common::{Device, Layout, Setup, Store, directory, ended, eventually, failed_as, ids, manual};
+use common::shared::LONG;
+use common::{Device, Layout, Setup, Store, directory, eventually, ids};
 
 /// One thread of the tier for writes, and two that copy.
 fn two_that_copy() -> Setup {
@@ -44,23 +48,31 @@ fn who_gathered_a_block_writes_it() {
 
 #[test]
 fn a_writing_that_hangs_is_the_tiers_and_gathering_goes_on() {
-    let setup = two_that_copy();
-    let (_dir, store, clock) = manual(&setup);
+    let (dir, clock, setup) = (directory(), ManualClock::new(), two_that_copy());
+    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     let gate = store.hang(Layout::of_this_run().writing());
     let device = Device::filled(&setup, &ids(12));
     let first = store.engine.dump(device.rows(&ids(6))).unwrap();
     gate.await_waiting(2);
     assert!(first.wait(store.engine.clock(), Until::Staged, None));
     clock.advance(Deadlines::default().dump + Duration::from_secs(1));
-    eventually("the dump is given up", || ended(&store, &first));
-    assert!(failed_as(&first, ErrorKind::Timeout));
+    eventually("the dump is given up", || {
+        first.check(store.engine.clock(), Until::Published)
+    });
+    let failures = first.failures();
+    assert_eq!(failures.len(), 6);
+    assert!(
+        failures
+            .iter()
+            .all(|(_, error)| error.kind() == ErrorKind::Timeout)
+    );
     eventually("both are lost", || store.stat("workers_stuck") == 2);
     assert_eq!(store.stat("blocks_in_flight"), 0);
     gate.open();
+    store.faults.clear();
     eventually("they come back", || {
         store.stat("workers_stuck") == 0 && store.stat("slots_free") == store.stat("slots")
     });
-    clock.advance(Duration::from_secs(60));
     eventually("blocks are stored again", || {
         clock.advance(Duration::from_secs(1));
         store.dump(&device, &ids(12)).is_ok()
@@ -68,18 +80,26 @@ fn a_writing_that_hangs_is_the_tiers_and_gathering_goes_on() {
 }
 
 #[test]
-fn somebody_who_waits_waits_for_what_is_parked_and_not_for_the_age_of_a_segment() {
-    let (dir, setup) = (directory(), two_that_copy());
+fn who_waits_for_blocks_waits_for_the_medium_to_have_them_and_for_no_age() {
+    let dir = directory();
+    let setup = Setup {
+        layout: Layout::Segment(SegmentConfig {
+            age: LONG,
+            ..SegmentConfig::default()
+        }),
+        ..two_that_copy()
+    };
     let store = Store::open(dir.path(), setup.clone());
-    let gate = store.hang(Layout::of_this_run().writing());
+    let gate = store.hang(setup.layout.writing());
     let blocks = ids(16);
     let device = Device::filled(&setup, &blocks);
     let task = store.engine.dump(device.rows(&blocks)).unwrap();
     gate.await_waiting(2);
     assert!(task.wait(store.engine.clock(), Until::Staged, None));
-    // It waits before the medium has all of it; what comes after is published for it all the same.
-    task.flush_soon();
-    gate.open();
-    store.outcome(&task).unwrap();
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| store.outcome(&task).unwrap()); // before the medium has all of it
+        gate.open();
+        waits.join().unwrap();
+    });
     assert_eq!(store.stat("blocks_published"), 16);
 }
