@@ -106,7 +106,8 @@ def test_keys_of_a_stage_are_its_own_and_the_others_hold_for_all() -> None:
     ("extra", "words"),
     [
         ({"store_pipeline": "Cache|Posx", "path": "/d"}, 'did you mean "posix"'),
-        ({"store_pipeline": "Cache|Compress|Posix", "path": "/d"}, "layout: auto"),
+        ({"store_pipeline": "Cache|Compress|Posix", "path": "/d"}, "without layout: segment"),
+        ({"store_pipeline": "Cache|Compress|Posix", "path": "/d", "layout": "file"}, "with layout: file"),
         ({"store_pipeline": "Cache|Delegator|Posix", "path": "/d"}, "no stage that ucm has"),
         ({"store_pipeline": "Compress|Cache|Pc", "path": "/d"}, "write it below: Cache|Compress|Pc"),
         ({"store_pipeline": "Pc|Compress", "path": "/d"}, "Compress is the last stage"),

@@ -107,8 +107,9 @@ def _compressed(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[st
         elif below.store not in IN_SEGMENTS:
             layout = below.layout if "layout" in below.model_fields_set else settings.layout
             if layout != "segment":
+                with_it = f"with layout: {layout}" if layout else "without layout: segment"
                 yield (
-                    f"Compress stands before {word_of(below.store)} with layout: {layout}; compressed blocks live in "
+                    f"Compress stands before {word_of(below.store)} {with_it}; compressed blocks live in "
                     "segments only, as the lengths of block files are fixed: write layout: segment, or Pc"
                 )
 

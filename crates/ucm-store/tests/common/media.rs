@@ -9,9 +9,9 @@ use ucm_infra::Clock;
 use ucm_io::{FaultyEngine, IoEngine, IoOptions, IoPool};
 use ucm_quota::Capacity;
 use ucm_record::RecordLayout;
-use ucm_tier::auto::AutoBackend;
 use ucm_tier::backend::Backend;
 use ucm_tier::compress::{CompressBackend, CompressConfig};
+use ucm_tier::directory::DirectoryBackend;
 use ucm_tier::memory::{MemoryConfig, Policy};
 use ucm_tier::posix::{PosixBackend, PosixConfig};
 use ucm_tier::registry::{self, BuildContext, TierKind};
@@ -130,8 +130,8 @@ pub(super) fn posix(
     };
     let io = IoPool::new(engine, &options)?;
     let pool = Arc::clone(&io);
-    if setup.auto {
-        return Ok((auto(posix, setup, io, clock)?, pool));
+    if setup.unnamed {
+        return Ok((unnamed(posix, setup, io, clock)?, pool));
     }
     let record = posix.record.clone();
     let backend: Arc<dyn Backend> = match setup.layout {
@@ -165,7 +165,7 @@ pub(super) fn posix(
 }
 
 /// A backend that finds out the layout by itself: segments, unless files lie in a namespace that no test uses.
-fn auto(
+fn unnamed(
     posix: PosixConfig,
     setup: &Setup,
     io: Arc<IoPool>,
@@ -182,5 +182,5 @@ fn auto(
             posix.root.join("0".repeat(32)).join("blocks/00"),
         ));
     }
-    Ok(Arc::new(AutoBackend::new(posix, segments, io, clock)?))
+    Ok(Arc::new(DirectoryBackend::new(posix, segments, io, clock)?))
 }

@@ -69,7 +69,7 @@ pub(crate) struct Setup {
     /// How records lie below the root.
     pub(crate) layout: Layout,
     /// Nobody names the layout: the root has records in it already.
-    pub(crate) auto: bool,
+    pub(crate) unnamed: bool,
     /// Whether they are compressed, which needs segments and records of more than a page; [`Setup::compressed`].
     pub(crate) compress: bool,
 }
@@ -82,13 +82,13 @@ pub(crate) enum Layout {
 }
 
 impl Layout {
-    /// What most tests run over: files, unless `UCM_TEST_LAYOUT` is `segment`. With `auto-file` or `auto-segment` that
+    /// What most tests run over: files, unless `UCM_TEST_LAYOUT` is `segment`. With `unnamed-file` or `unnamed-segment` that
     /// is what the backend finds.
     pub(crate) fn of_this_run() -> Self {
         match std::env::var("UCM_TEST_LAYOUT").as_deref() {
             _ if compressing() => Self::segments(),
-            Err(_) | Ok("file" | "auto-file") => Self::File,
-            Ok("segment" | "auto-segment") => Self::segments(),
+            Err(_) | Ok("file" | "unnamed-file") => Self::File,
+            Ok("segment" | "unnamed-segment") => Self::segments(),
             Ok(other) => unreachable!("UCM_TEST_LAYOUT is no layout: {other}"),
         }
     }
@@ -177,7 +177,7 @@ impl Default for Setup {
             copy_threads: 1,
             device: None,
             layout: Layout::of_this_run(),
-            auto: std::env::var("UCM_TEST_LAYOUT").is_ok_and(|layout| layout.starts_with("auto")),
+            unnamed: std::env::var("UCM_TEST_LAYOUT").is_ok_and(|layout| layout.starts_with("unnamed")),
             compress: compressing(),
         }
     }
