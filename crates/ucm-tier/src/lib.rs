@@ -8,8 +8,6 @@
 pub mod auto;
 pub mod backend;
 mod builtin;
-#[cfg(feature = "compress")]
-pub mod compress;
 pub mod events;
 mod kind;
 pub mod memory;

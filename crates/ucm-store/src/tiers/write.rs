@@ -41,7 +41,7 @@ impl Tiers {
     pub(crate) fn write(
         self: &Arc<Self>,
         id: BlockId,
-        slot: Slot,
+        mut slot: Slot,
         options: WriteOptions,
         request: Request,
         done: Done<Written>,
@@ -83,11 +83,12 @@ impl Tiers {
             replace: options.replace || tier.replaces(id),
             ..options
         };
-        let tiers = Arc::clone(self);
+        let (tiers, len) = (Arc::clone(self), options.len);
         let written = move |result: Result<Written>| {
-            tiers.written(number, id, options.len, request, &result);
+            tiers.written(number, id, len, request, &result);
             done(result);
         };
+        let options = self.encode(number, id, &mut slot, options);
         tier.backend
             .write(id, slot, options, request.deadline, Box::new(written));
     }
@@ -141,7 +142,7 @@ impl Tiers {
     }
 
     /// Writes what is in a spare slot; `over` is called when that has ended.
-    fn write_copy(self: &Arc<Self>, moving: Moving, slot: Slot, over: impl FnOnce() + Send + 'static) {
+    fn write_copy(self: &Arc<Self>, moving: Moving, mut slot: Slot, over: impl FnOnce() + Send + 'static) {
         let tier = &self.tiers[moving.number];
         if !self.admits(moving.number, moving.request.number, self.clock.now()) {
             add(&tier.counts.copies_dropped, 1);
@@ -154,6 +155,7 @@ impl Tiers {
             replace: moving.keep.replace || tier.replaces(moving.id),
             read_back: false,
         };
+        let options = self.encode(moving.number, moving.id, &mut slot, options);
         let (tiers, id, deadline) = (Arc::clone(self), moving.id, moving.request.deadline);
         let written = move |result| {
             tiers.copied(&moving, &result);

@@ -15,7 +15,7 @@ use ucm_quota::{Capacity, Rules};
 use crate::auto::AutoBackend;
 use crate::backend::Backend;
 use crate::kind::{
-    Age, Amount, BuildContext, BuiltTier, Directories, Mode, Size, StoreName, TierKind, seconds,
+    Age, Amount, BuildContext, BuiltTier, CodecName, Directories, Mode, Size, StoreName, TierKind, seconds,
 };
 use crate::posix::{PosixBackend, PosixConfig};
 use crate::segment::{Merging, SegmentBackend, SegmentConfig};
@@ -60,6 +60,9 @@ struct PosixOptions {
     /// how blocks lie below the root: each in its own file, or many in a segment; auto keeps what the root has, a new one
     /// gets segments. See below
     layout: Layout,
+    /// how blocks are stored: as they are, or in a shorter form that comes back to the byte; in segments only. See
+    /// [stores.md](stores.md#compression)
+    codec: CodecName,
     /// length at which a segment is sealed; never more than a 64th of `storage_capacity`, and never less than one block
     #[schemars(range(min = 1_048_576, max = 1_073_741_824))]
     segment_size: Size,
@@ -125,6 +128,7 @@ impl Default for PosixOptions {
             dir_mode: Mode(modes.dir),
             io_direct: false,
             layout: Layout::Auto,
+            codec: CodecName::Off,
             segment_size: Size(segments.size),
             segment_age: segments.age.as_secs_f64(),
             segment_merge_rate: Size(segments.merging.rate),
@@ -163,10 +167,12 @@ fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltTier> 
         let wrong = Error::new(ErrorKind::Config, "storage_backends names one directory");
         wrong.with("given", several.len())
     })?;
-    if context.compressed && matches!(options.layout, Layout::File) {
-        let wrong = "compressed records live in segments only, as the lengths of block files are fixed; give the stage \
-                     below layout: segment, or leave the one that compresses out";
-        return Err(Error::new(ErrorKind::Config, wrong).with("root", root.display()));
+    let codec = options.codec.algorithm();
+    if let Some(algorithm) = codec.filter(|_| matches!(options.layout, Layout::File)) {
+        let wrong = "compressed records live in segments only, as the lengths of block files are fixed; write layout: \
+                     segment, or codec: off";
+        let error = Error::new(ErrorKind::Config, wrong).with("codec", algorithm.name());
+        return Err(error.with("root", root.display()));
     }
     let threads = if context.lookup_only {
         options.posix_lookup_concurrency
@@ -215,12 +221,12 @@ fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltTier> 
             rate: options.segment_merge_rate.0,
             ..Merging::default()
         },
-        compressed: context.compressed,
+        shorter: codec.is_some(),
         ..SegmentConfig::default()
     };
     let backend: Arc<dyn Backend> = match options.layout {
         // Compressed records live in segments only.
-        Layout::Auto if context.compressed => Arc::new(SegmentBackend::new(posix, segments, io, clock)?),
+        Layout::Auto if codec.is_some() => Arc::new(SegmentBackend::new(posix, segments, io, clock)?),
         Layout::Auto => Arc::new(AutoBackend::new(posix, segments, io, clock)?),
         Layout::File => Arc::new(PosixBackend::new(posix, io, clock)?),
         Layout::Segment => Arc::new(SegmentBackend::new(posix, segments, io, clock)?),
@@ -228,6 +234,7 @@ fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltTier> 
     Ok(BuiltTier {
         backend,
         pool,
+        codec,
         // As many as are replaced: from there on workers are missing.
         max_stuck: threads.max(2),
     })
