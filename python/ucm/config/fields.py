@@ -142,5 +142,6 @@ def _unless_none(read: Reader, value: Any) -> Any:
 
 def _choice(choices: tuple[str, ...], value: Any) -> Any:
     """The choice that is meant, however it is spelled; what is none is refused by its type."""
-    folded = word(value)
+    # YAML 1.1 reads a bare `off` as false.
+    folded = "off" if value is False and "off" in choices else word(value)
     return folded if folded in choices or not isinstance(folded, str) else folded.replace("-", "").replace("_", "")
