@@ -35,7 +35,10 @@ fn run() -> Result<()> {
         "codec  type       ratio  encode MB/s  decode MB/s  memcpy MB/s  encode  decode   even writing  even reading MB/s"
     );
     let dtypes = [DType::Bf16, DType::F16, DType::F32, DType::Fp8E4m3];
-    for (algorithm, dtype) in Algorithm::ALL.into_iter().flat_map(|of| dtypes.map(|dtype| (of, dtype))) {
+    for (algorithm, dtype) in Algorithm::ALL
+        .into_iter()
+        .flat_map(|of| dtypes.map(|dtype| (of, dtype)))
+    {
         let numbers = numbers(dtype);
         let (mut ratio, mut encode, mut decode, mut copy) = (0.0, 0f64, 0f64, 0f64);
         for _ in 0..rounds {
@@ -88,7 +91,9 @@ fn contest(algorithm: Algorithm, dtype: DType, numbers: &[u8], blocks: usize) ->
         }
         record.seal(&meta, &mut bytes)?;
         let began = Instant::now();
-        let len = coder.encode(codec, &mut bytes, false)?.unwrap_or(record.record_len());
+        let len = coder
+            .encode(codec, &mut bytes, false)?
+            .unwrap_or(record.record_len());
         encoding += began.elapsed();
         stored += len;
         let expect = Expect {

@@ -80,7 +80,6 @@ def stored(root: Path) -> int:
         ("Compress|Pc", {}),
         ("Cache|Compress|Pc", {"cache_size": "1MiB"}),
         ("Compress|Posix", {"layout": "segment"}),
-        ("Compress|Posix", {}),
         (["cache", {"type": "pc", "codec": "zstd"}], {"cache_size": "1MiB"}),
         (["cache", {"type": "compress"}, "pc"], {"cache_size": "1MiB"}),
     ],

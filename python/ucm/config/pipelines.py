@@ -127,7 +127,7 @@ def _codecs(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
             yield "Compress stands before Cache; memory is faster than any codec, so write it below: Cache|Compress|Pc"
         elif "codec" not in STORES[below.store].kind.options:
             yield f"Compress stands before {word_of(below.store)}, which has no codec; leave Compress out"
-        elif "codec" in below.model_fields_set and below.codec == "off":
+        elif any("codec" in of.model_fields_set and of.codec == "off" for of in (stage, below)):
             yield f"Compress stands before {word_of(below.store)} with codec: off; leave one of the two out"
     for stage in with_codecs(stages, settings):
         of_stage = stage.codec if "codec" in stage.model_fields_set else settings.codec

@@ -31,7 +31,7 @@ pub struct Compression {
     pub records_as_is: u64,
     /// Records read that were compressed.
     pub records_decompressed: u64,
-    /// Records that were whole as stored and could not be decompressed.
+    /// Records that did not come back from their compressed form, though that was whole: read, or about to be written.
     pub records_undecodable: u64,
     /// Bytes of the records that were encoded.
     pub bytes_compressed: u64,
@@ -113,6 +113,7 @@ impl TierCodec {
             add(&self.stored_bytes, len as u64);
         } else {
             add(&self.as_is, 1);
+            add(&self.undecodable, u64::from(encoded.is_err()));
         }
         encoded.map(|len| len.unwrap_or(options.len))
     }

@@ -92,7 +92,8 @@ pub struct StoreName {
     pub class: &'static str,
     /// One line for the documentation.
     pub summary: &'static str,
-    /// Options that are always this under this name, whatever is configured.
+    /// Options that are always this under this name, whatever is configured; of a layer those of the tier below it that says
+    /// nothing else.
     pub fixed: Map<String, Value>,
 }
 
