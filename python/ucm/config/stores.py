@@ -22,8 +22,8 @@ class Kind:
 
     #: What the core calls it.
     word: str
-    #: ``medium`` keeps blocks, ``layer`` is a word before one that does and sets keys of it, ``python`` is a store class
-    #: without the core, ``declared`` is not built yet.
+    #: ``medium`` keeps blocks, ``layer`` is a word before one that does and sets keys of it, ``python`` is a store
+    #: class without the core, ``declared`` is not built yet.
     role: Literal["medium", "layer", "python", "declared"]
     #: Whether it is memory that the processes of a host share.
     memory: bool
