@@ -7,8 +7,6 @@
 
 pub mod backend;
 mod builtin;
-#[cfg(feature = "compress")]
-pub mod compress;
 pub mod directory;
 mod kind;
 pub mod memory;

@@ -147,5 +147,6 @@ def _unless_none(read: Reader, value: Any) -> Any:
 
 def _choice(several: tuple[str, ...], value: Any) -> Any:
     """The choice that is meant, however it is spelled; what is none is refused by its type."""
-    folded = word(value)
+    # YAML 1.1 reads a bare `off` as false.
+    folded = "off" if value is False and "off" in several else word(value)
     return folded if folded in several or not isinstance(folded, str) else folded.replace("-", "").replace("_", "")

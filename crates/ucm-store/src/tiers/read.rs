@@ -36,7 +36,8 @@ impl Tiers {
     pub(crate) fn reads_parts(&self, number: usize) -> bool {
         let above = &self.tiers[..number];
         let kept = above.iter().any(|tier| tier.policy != WritePolicy::Never);
-        !kept && self.tiers[number].backend.features().reads_parts
+        let tier = &self.tiers[number];
+        !kept && tier.codec.is_none() && tier.backend.features().reads_parts
     }
 
     /// Reads records of one tier. `ended` is called once for each, on a thread of the tier, when the record is in its slot;
@@ -133,8 +134,8 @@ impl Tiers {
             .into_iter()
             .map(|one| (one.read, (one.request, one.whose)))
             .unzip();
-        let (tiers, backend) = (Arc::clone(self), Arc::clone(&self.tiers[number].backend));
-        let work = move |io: &IoJob| Ok(backend.read(io, reads));
+        let (tiers, reader) = (Arc::clone(self), Arc::clone(self));
+        let work = move |io: &IoJob| Ok(reader.read_here(number, io, reads));
         let told = move |outcomes: Result<Vec<Outcome>>| {
             let mut moved = Vec::new();
             let (mut outcomes, failed) = match outcomes {

@@ -10,7 +10,6 @@ use ucm_io::{FaultyEngine, IoEngine, IoOptions, IoPool};
 use ucm_quota::Capacity;
 use ucm_record::RecordLayout;
 use ucm_tier::backend::Backend;
-use ucm_tier::compress::{CompressBackend, CompressConfig};
 use ucm_tier::directory::DirectoryBackend;
 use ucm_tier::memory::{MemoryConfig, Policy};
 use ucm_tier::posix::{PosixBackend, PosixConfig};
@@ -63,7 +62,6 @@ pub(super) fn of_kind(
         processes: 1,
         scheduler_elsewhere: false,
         clock: Arc::clone(clock),
-        compressed: false,
     };
     let kind = registry::find(word)?;
     let options = kind.sample(root).unwrap(); // a medium without them is no column
@@ -133,12 +131,11 @@ pub(super) fn posix(
     if setup.unnamed {
         return Ok((unnamed(posix, setup, io, clock)?, pool));
     }
-    let record = posix.record.clone();
     let backend: Arc<dyn Backend> = match setup.layout {
         Layout::File => Arc::new(PosixBackend::new(posix, Arc::clone(&io), Arc::clone(&clock))?),
         Layout::Segment(config) => {
             let config = SegmentConfig {
-                compressed: setup.compress,
+                shorter: setup.codec.is_some(),
                 ..config
             };
             Arc::new(SegmentBackend::new(
@@ -149,19 +146,7 @@ pub(super) fn posix(
             )?)
         }
     };
-    match (setup.compress, setup.layout) {
-        (true, Layout::Segment(_)) => {
-            let config = CompressConfig {
-                record,
-                identity: identity.clone(),
-                part: setup.part,
-                writer,
-                io,
-            };
-            Ok((Arc::new(CompressBackend::new(config, backend, clock)?), pool))
-        }
-        _ => Ok((backend, pool)),
-    }
+    Ok((backend, pool))
 }
 
 /// A backend that finds out the layout by itself: segments, unless files lie in a namespace that no test uses.

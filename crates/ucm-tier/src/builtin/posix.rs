@@ -15,7 +15,7 @@ use ucm_quota::{Capacity, Rules};
 use crate::backend::Backend;
 use crate::directory::DirectoryBackend;
 use crate::kind::{
-    Age, Amount, BuildContext, BuiltTier, Directories, Mode, Size, StoreName, TierKind, seconds,
+    Age, Amount, BuildContext, BuiltTier, CodecName, Directories, Mode, Size, StoreName, TierKind, seconds,
 };
 use crate::posix::{PosixBackend, PosixConfig};
 use crate::root_layout::LayoutKind;
@@ -61,6 +61,9 @@ struct PosixOptions {
     /// how blocks lie below the root: each in its own file, or many in a segment. See below
     #[schemars(extend("unset" = "what the root has, segment for a new one"))]
     layout: Option<LayoutKind>,
+    /// how blocks are stored: as they are, or in a shorter form that comes back to the byte; in segments only. See
+    /// [stores.md](stores.md#compression)
+    codec: CodecName,
     /// length at which a segment is sealed; never more than a 64th of `storage_capacity`, and never less than one block
     #[schemars(range(min = 1_048_576, max = 1_073_741_824))]
     segment_size: Size,
@@ -116,6 +119,7 @@ impl Default for PosixOptions {
             dir_mode: Mode(modes.dir),
             io_direct: false,
             layout: None,
+            codec: CodecName::Off,
             segment_size: Size(segments.size),
             segment_age: segments.age.as_secs_f64(),
             segment_merge_rate: Size(segments.merging.rate),
@@ -154,10 +158,12 @@ fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltTier> 
         let wrong = Error::new(ErrorKind::Config, "storage_backends names one directory");
         wrong.with("given", several.len())
     })?;
-    if context.compressed && options.layout == Some(LayoutKind::File) {
-        let wrong = "compressed records live in segments only, as the lengths of block files are fixed; give the stage \
-                     below layout: segment, or leave the one that compresses out";
-        return Err(Error::new(ErrorKind::Config, wrong).with("root", root.display()));
+    let codec = options.codec.algorithm();
+    if let Some(algorithm) = codec.filter(|_| options.layout == Some(LayoutKind::File)) {
+        let wrong = "compressed records live in segments only, as the lengths of block files are fixed; write layout: \
+                     segment, or codec: off";
+        let error = Error::new(ErrorKind::Config, wrong).with("codec", algorithm.name());
+        return Err(error.with("root", root.display()));
     }
     let threads = if context.lookup_only {
         options.posix_lookup_concurrency
@@ -206,18 +212,19 @@ fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltTier> 
             rate: options.segment_merge_rate.0,
             ..Merging::default()
         },
-        compressed: context.compressed,
+        shorter: codec.is_some(),
         ..SegmentConfig::default()
     };
     let backend: Arc<dyn Backend> = match options.layout {
         // Compressed records live in segments only.
-        None if !context.compressed => Arc::new(DirectoryBackend::new(posix, segments, io, clock)?),
+        None if codec.is_none() => Arc::new(DirectoryBackend::new(posix, segments, io, clock)?),
         Some(LayoutKind::File) => Arc::new(PosixBackend::new(posix, io, clock)?),
         _ => Arc::new(SegmentBackend::new(posix, segments, io, clock)?),
     };
     Ok(BuiltTier {
         backend,
         pool,
+        codec,
         // As many as are replaced: from there on workers are missing.
         max_stuck: threads.max(2),
     })

@@ -76,8 +76,8 @@ pub struct SegmentConfig {
     pub most_blocks: usize,
     /// How segments are reclaimed.
     pub merging: Merging,
-    /// Whether records that are stored in another, shorter form are hits: there is a stage above that decodes them.
-    pub compressed: bool,
+    /// Whether records may be shorter than the layout says, as stored in another form that whoever asks can read.
+    pub shorter: bool,
 }
 
 impl Default for SegmentConfig {
@@ -87,7 +87,7 @@ impl Default for SegmentConfig {
             age: Duration::from_secs(1),
             most_blocks: 1 << 24,
             merging: Merging::default(),
-            compressed: false,
+            shorter: false,
         }
     }
 }
@@ -198,7 +198,7 @@ impl Segments {
         )
     }
 
-    /// Whether a record of this place is one of ours whole, by its length. A compressed one is shorter.
+    /// Whether a record of this place is one of ours whole, by its length.
     fn presence(&self, hit: Option<Hit>) -> Presence {
         match hit {
             Some(hit) if self.is_ours(hit.len) => Ok(()),
@@ -210,7 +210,7 @@ impl Segments {
     /// Whether a record of so many bytes can be one of ours whole.
     fn is_ours(&self, len: u64) -> bool {
         let whole = self.shared.config.record.record_len() as u64;
-        len == whole || (len < whole && self.config.compressed)
+        len == whole || (len < whole && self.config.shorter)
     }
 
     fn now_ns(&self) -> i64 {
