@@ -17,7 +17,6 @@ use crate::backend::{
     Backend, BlockRead, Done, Features, Flush, Listed, LocallyVisible, MediumStats, Memory, Outcome,
     Presence, Quarantined, WriteOptions, Written,
 };
-use crate::events::Event;
 use crate::posix::{PosixBackend, PosixConfig, Shared};
 use crate::root_layout::LayoutKind;
 use crate::segment::{SegmentBackend, SegmentConfig};
@@ -169,7 +168,6 @@ impl Backend for DirectoryBackend {
         fn stats(&self) -> MediumStats;
         fn close(&self, drain: Duration);
         fn memory(&self) -> Option<&dyn Memory>;
-        fn events(&self) -> Vec<Event>;
     }
 }
 

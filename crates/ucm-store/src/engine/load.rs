@@ -7,13 +7,15 @@
 //! reaches the device after that (rule 1). Loads of one block by several tasks join one read.
 
 use std::collections::HashMap;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, MissReason, Result};
+use ucm_device::Event;
 use ucm_infra::{BlockState, Cancelled, LoadState, MonotonicTime};
 
+use super::audit::compare;
 use super::guard::reason_of;
 use super::reads::MAX_PENDING;
 use super::task::{Task, TaskState};
@@ -72,8 +74,20 @@ impl Cuts {
     }
 }
 
-/// The rows of one block: (row number, shard, device pieces).
-pub(super) type BlockRowList = Vec<(usize, u32, Pieces)>;
+/// The rows of one block: (row number, shard, device pieces); and the events that copies of them wait for.
+#[derive(Default)]
+pub(super) struct BlockRowList {
+    rows: Vec<(usize, u32, Pieces)>,
+    pub(super) ready: Vec<Arc<dyn Event>>,
+}
+
+impl Deref for BlockRowList {
+    type Target = [(usize, u32, Pieces)];
+
+    fn deref(&self) -> &Self::Target {
+        &self.rows
+    }
+}
 
 /// Groups rows by block, keeping the order of first appearance.
 pub(super) fn by_block(rows: Vec<Row>) -> Vec<(BlockId, BlockRowList)> {
@@ -81,10 +95,12 @@ pub(super) fn by_block(rows: Vec<Row>) -> Vec<(BlockId, BlockRowList)> {
     let mut blocks: Vec<(BlockId, BlockRowList)> = Vec::new();
     for (number, row) in rows.into_iter().enumerate() {
         let at = *index.entry(row.id).or_insert_with(|| {
-            blocks.push((row.id, Vec::new()));
+            blocks.push((row.id, BlockRowList::default()));
             blocks.len() - 1
         });
-        blocks[at].1.push((number, row.shard, row.pieces));
+        let block = &mut blocks[at].1;
+        block.rows.push((number, row.shard, row.pieces));
+        block.ready.extend(row.ready);
     }
     blocks
 }
@@ -180,21 +196,19 @@ impl Core {
         if !task.gate.begin_scatter(index) {
             return false;
         }
-        let copied = self.with_stream(|stream| {
-            for (_, shard, pieces) in &task.blocks[index].rows {
-                self.each_layer(*shard, pieces, |layer, spans| {
-                    stream.scatter(&record[self.layout.layer_data(layer)], spans)
-                })?;
-            }
-            if self.paranoid {
-                self.compare(stream, &task.blocks[index].rows, record)?;
-            }
-            Ok(())
+        let rows = &task.blocks[index].rows;
+        let copied = self.pieces(&**rows).and_then(|pieces| {
+            self.streams.with(&rows.ready, task.state.deadline, |stream| {
+                stream.scatter(record, &pieces)?;
+                if self.paranoid {
+                    compare(stream, &pieces, record)?;
+                }
+                Ok(())
+            })
         });
         match copied {
             Ok(()) => {
                 task.state.serve(tier);
-                let rows = &task.blocks[index].rows;
                 let shards = rows.iter().filter(|(_, _, pieces)| !pieces.in_slot()).count();
                 if shards == 0 {
                     Stats::add(&self.stats.blocks_verified, 1);
@@ -238,7 +252,7 @@ impl Core {
 
     fn record_failure(&self, task: &LoadTask, index: usize, error: &Error) {
         let block = &task.blocks[index];
-        for (row, _, _) in &block.rows {
+        for (row, _, _) in &*block.rows {
             task.state.fail_row(*row, error.clone().with("block", block.id));
         }
     }

@@ -317,7 +317,7 @@ impl Core {
                         };
                         return self.read_ended(id, request, Ok(sound));
                     }
-                    Err(reason) if is_damage(reason) && !reading.again => {
+                    Err(refusal) if is_damage(refusal.reason) && !reading.again => {
                         // The medium or the way from it? A second read past every cache tells.
                         Stats::add(&self.stats.second_reads, 1);
                         let again = Reading {
@@ -331,7 +331,10 @@ impl Core {
                         };
                         return self.hand_over(&mut batch);
                     }
-                    Err(reason) => (Some(read.slot), Failed::Refused(reason, None)),
+                    Err(refusal) => (
+                        Some(read.slot),
+                        Failed::Refused(refusal.reason, Some(refusal.into())),
+                    ),
                 }
             }
         };

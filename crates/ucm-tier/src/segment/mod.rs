@@ -44,7 +44,6 @@ use crate::backend::{
     Backend, BlockRead, Done, Features, Flush, Listed, LocallyVisible, MediumStats, Outcome, Presence,
     Quarantined, WriteOptions, Written,
 };
-use crate::events::{Event, Events};
 use crate::posix::{PosixConfig, Shared};
 use crate::root_layout::LayoutKind;
 use crate::writing::Write;
@@ -107,7 +106,6 @@ pub(crate) struct Segments {
     writer: Writer,
     discovery: SegmentDiscovery,
     reclaim: Reclaim,
-    events: Events,
     pool: Arc<WorkerPool>,
     /// Rung when a segment may have to be sealed.
     seal_notify: Notify,
@@ -161,7 +159,6 @@ impl SegmentBackend {
             writer: Writer::default(),
             discovery: SegmentDiscovery::default(),
             reclaim: Reclaim::default(),
-            events: Events::default(),
             pool,
             seal_notify: Notify::new(),
             started: AtomicBool::new(false),
@@ -347,10 +344,6 @@ impl Backend for SegmentBackend {
             ],
             ..self.segments.shared.stats()
         }
-    }
-
-    fn events(&self) -> Vec<Event> {
-        self.segments.events.drain()
     }
 
     fn close(&self, drain: Duration) {

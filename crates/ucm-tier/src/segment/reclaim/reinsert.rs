@@ -213,7 +213,7 @@ impl Reinsertion<'_> {
 
     fn judged(&self, id: BlockId, bytes: &[u8], len: u64) -> std::result::Result<RecordMeta, MissReason> {
         self.segments.shared.judge(id, bytes, len)?;
-        RecordHeader::decode(bytes).map(|header| header.meta)
+        Ok(RecordHeader::decode(bytes)?.meta)
     }
 
     /// Until when the next step may take.
