@@ -251,8 +251,8 @@ pub trait Backend: Send + Sync {
     fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome>;
 
     /// Learns what others have stored of late, where it does not ask the medium for each record anyway. Calls back when that
-    /// is done, and never waits: neither here nor on a thread for reads.
-    fn look(&self, done: Done<()>) {
+    /// is done, with `Timeout` at the deadline, and never waits: neither here nor on a thread for reads.
+    fn look(&self, _deadline: MonotonicTime, done: Done<()>) {
         done(Ok(()));
     }
 

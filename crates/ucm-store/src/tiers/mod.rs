@@ -175,8 +175,9 @@ pub(crate) struct Tiers {
     freed: Notify,
     pool: Arc<WorkerPool>,
     prefetch: Mutex<prefetch::Queue>,
-    /// Reads of loads under way.
+    /// Reads of loads under way, and those of them that wait for a look.
     loading: AtomicUsize,
+    awaiting_look: AtomicUsize,
     early: Merged,
     events: Events,
     staging: String,
@@ -233,6 +234,7 @@ impl Tiers {
             pool,
             prefetch: Mutex::default(),
             loading: AtomicUsize::new(0),
+            awaiting_look: AtomicUsize::new(0),
             early: Merged::default(),
             events: Events::default(),
             staging: config.staging,

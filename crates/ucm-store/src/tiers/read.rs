@@ -67,30 +67,48 @@ impl Tiers {
         self.begin(number, begun, ended);
     }
 
-    /// Begins what can be read now, run by run; the rest waits, on no thread, until the medium has looked for it.
+    /// Begins what can be read now; the rest waits, on no thread, until the medium has looked for it.
     fn begin<R: Send + 'static>(
         self: &Arc<Self>,
         number: usize,
-        mut reads: Vec<TierRead<R>>,
+        reads: Vec<TierRead<R>>,
         ended: &Arc<impl Fn(R, Result<ReadDone>) + Send + Sync + 'static>,
     ) {
+        let unknown = self.begin_known(number, reads, false, ended);
+        self.look_for(number, unknown, ended);
+    }
+
+    /// Begins what can be read now, run by run, and gives back what the medium does not know. `looked`: there is no other
+    /// look for what is begun here.
+    fn begin_known<R: Send + 'static>(
+        self: &Arc<Self>,
+        number: usize,
+        mut reads: Vec<TierRead<R>>,
+        looked: bool,
+        ended: &Arc<impl Fn(R, Result<ReadDone>) + Send + Sync + 'static>,
+    ) -> Vec<TierRead<R>> {
         let tier = &self.tiers[number];
         let asked: Vec<&BlockRead> = reads.iter().map(|one| &one.read).collect();
-        let mut runs = tier.backend.runs(&asked, tier.pool.width(LANE_LOAD));
+        let runs = tier.backend.runs(&asked, tier.pool.width(LANE_LOAD));
+        if looked {
+            reads.iter_mut().for_each(|one| one.read.looked = true);
+        }
         if runs.len() == 1 && runs[0].len() == reads.len() && runs[0].is_sorted() {
-            return self.read_run(number, reads, Arc::clone(ended));
+            self.read_run(number, reads, Arc::clone(ended));
+            return Vec::new();
         }
         let mut left: Vec<_> = reads.drain(..).map(Some).collect();
-        for run in runs.drain(..) {
+        for run in runs {
             let run = run
                 .iter()
                 .filter_map(|&at| left.get_mut(at).and_then(Option::take));
             self.read_run(number, run.collect(), Arc::clone(ended));
         }
-        self.look_for(number, left.into_iter().flatten().collect(), ended);
+        left.into_iter().flatten().collect()
     }
 
-    /// Reads that the medium does not know, or not any more, begin again when it has looked.
+    /// Reads that the medium does not know, or not any more, begin again when it has looked. Where it could not look, those
+    /// that it knows by then.
     fn look_for<R: Send + 'static>(
         self: &Arc<Self>,
         number: usize,
@@ -103,20 +121,32 @@ impl Tiers {
             let gone = Error::new(ErrorKind::NotFound, "the record is not there any more");
             self.read_ended(number, one, Err(gone), ended);
         }
-        if reads.is_empty() {
-            return;
+        reads.sort_by_key(|one| one.read.deadline);
+        self.awaiting_look.fetch_add(reads.len(), Ordering::AcqRel);
+        while let Some(deadline) = reads.last().map(|one| one.read.deadline) {
+            let mut alike = reads.split_off(reads.partition_point(|one| one.read.deadline < deadline));
+            let (tiers, ended) = (Arc::clone(self), Arc::clone(ended));
+            let looked = move |result: Result<()>| {
+                tiers.awaiting_look.fetch_sub(alike.len(), Ordering::AcqRel);
+                match result {
+                    Ok(()) => {
+                        alike.iter_mut().for_each(|one| one.read.looked = true);
+                        tiers.begin(number, alike, &ended);
+                    }
+                    Err(error) => {
+                        for one in tiers.begin_known(number, alike, true, &ended) {
+                            tiers.read_ended(number, one, Err(error.clone()), &ended);
+                        }
+                    }
+                }
+            };
+            self.tiers[number].backend.look(deadline, Box::new(looked));
         }
-        let (tiers, ended) = (Arc::clone(self), Arc::clone(ended));
-        let looked = move |result: Result<()>| match result {
-            Ok(()) => {
-                reads.iter_mut().for_each(|one| one.read.looked = true);
-                tiers.begin(number, reads, &ended);
-            }
-            Err(error) => reads
-                .into_iter()
-                .for_each(|one| tiers.read_ended(number, one, Err(error.clone()), &ended)),
-        };
-        self.tiers[number].backend.look(Box::new(looked));
+    }
+
+    /// Reads that wait for a look.
+    pub(crate) fn awaiting_look(&self) -> usize {
+        self.awaiting_look.load(Ordering::Acquire)
     }
 
     /// Reads a run on one thread.

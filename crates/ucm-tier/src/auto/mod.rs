@@ -187,8 +187,8 @@ impl Backend for AutoBackend {
         self.now().read(io, run)
     }
 
-    fn look(&self, done: Done<()>) {
-        self.now().look(done);
+    fn look(&self, deadline: MonotonicTime, done: Done<()>) {
+        self.now().look(deadline, done);
     }
 
     fn write(

@@ -206,8 +206,8 @@ impl Backend for CompressBackend {
         decoded.collect()
     }
 
-    fn look(&self, done: Done<()>) {
-        self.inner.look(done);
+    fn look(&self, deadline: MonotonicTime, done: Done<()>) {
+        self.inner.look(deadline, done);
     }
 
     fn write(

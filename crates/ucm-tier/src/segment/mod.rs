@@ -273,8 +273,8 @@ impl Backend for SegmentBackend {
         self.segments.read(io, run)
     }
 
-    fn look(&self, done: Done<()>) {
-        self.segments.after_look(done);
+    fn look(&self, deadline: MonotonicTime, done: Done<()>) {
+        self.segments.after_look(deadline, done);
     }
 
     fn write(
@@ -360,7 +360,6 @@ impl Backend for SegmentBackend {
                 ("segments_merged", segments),
                 ("records_carried", carried),
                 ("records_not_indexed", self.segments.index.left_out()),
-                ("reads_awaiting_a_look", self.segments.awaiting_look() as u64),
                 ("storage_short", u64::from(self.segments.is_room_short())),
             ],
             ..self.segments.shared.stats()

@@ -56,6 +56,7 @@ impl Segments {
                 return again(); // the next turn goes on
             }
             left -= meta.len;
+            self.look_if_asked();
             if self.rescue_one(name, &meta).is_err() {
                 again();
             }
@@ -69,6 +70,7 @@ impl Segments {
         let mut unsure = Vec::new();
         let mut dead = Vec::new();
         for (name, meta) in listed.into_iter().filter(|(name, _)| !own.contains(name)) {
+            self.look_if_asked();
             let Some(head) = self.read_piece(self.private(name), 0, HEAD_LEN as usize, ReadMode::Default)?
             else {
                 continue; // sealed or removed meanwhile
