@@ -20,7 +20,7 @@ mod verify;
 pub use codec::Codec;
 pub use header::{LayerEntry, RecordHeader, RecordMeta, SideEntry, encode_header};
 pub use layout::{RecordLayout, SideSpec};
-pub use verify::{Expect, has_layout, verify, verify_layers, verify_side, verify_stored};
+pub use verify::{Expect, has_layout, verify, verify_layers, verify_rest, verify_side, verify_stored};
 
 /// First four bytes of a record.
 pub const MAGIC: [u8; 4] = *b"UCMB";

@@ -28,7 +28,17 @@ pub struct Expect<'a> {
 /// Identity and part are asked before the id, because a record of another part always has another id too. A record that
 /// is stored in another form is `NewerVersion` to whoever reads it as it is, unless even that form is damaged.
 pub fn verify(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Result<RecordHeader, MissReason> {
-    let header = verify_stored(bytes, stored_len, expected)?;
+    verify_rest(bytes, stored_len, expected, 0)
+}
+
+/// [`verify`] of a record whose first `verified` layers were judged by [`verify_layers`] as they arrived.
+pub fn verify_rest(
+    bytes: &[u8],
+    stored_len: u64,
+    expected: &Expect<'_>,
+    verified: u32,
+) -> Result<RecordHeader, MissReason> {
+    let header = judge_stored(bytes, stored_len, expected, verified)?;
     if header.codec.is_as_is() {
         Ok(header)
     } else {
@@ -42,6 +52,15 @@ pub fn verify_stored(
     bytes: &[u8],
     stored_len: u64,
     expected: &Expect<'_>,
+) -> Result<RecordHeader, MissReason> {
+    judge_stored(bytes, stored_len, expected, 0)
+}
+
+fn judge_stored(
+    bytes: &[u8],
+    stored_len: u64,
+    expected: &Expect<'_>,
+    verified: u32,
 ) -> Result<RecordHeader, MissReason> {
     let header = judge_header(bytes, expected)?;
     let (len, kv_len) = (bytes.len() as u64, header.kv_len());
@@ -57,7 +76,7 @@ pub fn verify_stored(
         .skip(1)
         .map(|entry| entry.offset)
         .chain([kv_len]);
-    for (entry, end) in header.table.iter().zip(ends) {
+    for (entry, end) in header.table.iter().zip(ends).skip(verified as usize) {
         check(bytes, entry.offset, end, entry.crc)?;
     }
     if len == header.record_len {

@@ -14,7 +14,7 @@ use ucm_tier::events::Level;
 
 use super::Core;
 use super::block_builder::BlockBuilder;
-use super::load::BlockRowList;
+use super::load::BlockRow;
 use crate::numeric_diff::{deviation, tolerance};
 use crate::stats::Stats;
 use crate::tiers::TierRead;
@@ -56,7 +56,7 @@ impl Core {
         };
         let (core, builder) = (Arc::clone(self), Arc::clone(builder));
         let ended = Arc::new(move |slot: Slot, result: Result<ReadDone>| match result {
-            Ok(stored) if core.verify(id, &stored).is_ok() => {
+            Ok(stored) if core.verify(id, &stored, 0).is_ok() => {
                 core.audited(id, core.deviation(stored.slot.as_slice(), slot.as_slice()));
                 drop((stored, slot));
                 core.write_done(&builder, false, Ok(Written::Present));
@@ -107,7 +107,12 @@ impl Core {
     }
 
     /// Whether the device holds what was copied to it.
-    pub(super) fn compare(&self, stream: &mut dyn Stream, rows: &BlockRowList, record: &[u8]) -> Result<()> {
+    pub(super) fn compare<'a>(
+        &self,
+        stream: &mut dyn Stream,
+        rows: impl Iterator<Item = &'a BlockRow>,
+        record: &[u8],
+    ) -> Result<()> {
         let mut arrived = Vec::new();
         for (_, shard, pieces) in rows {
             self.each_layer(*shard, pieces, |layer, spans| {

@@ -34,9 +34,13 @@ impl Tiers {
     /// Whether parts of a record can be read by themselves from this tier, and that is of use: not where a tier above would
     /// keep the whole.
     pub(crate) fn reads_parts(&self, number: usize) -> bool {
+        !self.is_kept_above(number) && self.tiers[number].backend.features().reads_parts
+    }
+
+    /// Whether what is read from this tier is brought up to one above it.
+    pub(crate) fn is_kept_above(&self, number: usize) -> bool {
         let above = &self.tiers[..number];
-        let kept = above.iter().any(|tier| tier.policy != WritePolicy::Never);
-        !kept && self.tiers[number].backend.features().reads_parts
+        above.iter().any(|tier| tier.policy != WritePolicy::Never)
     }
 
     /// Reads records of one tier. `ended` is called once for each, on a thread of the tier, when the record is in its slot;
