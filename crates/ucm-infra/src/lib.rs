@@ -42,6 +42,7 @@ pub mod seqlock;
 mod sync;
 #[cfg(not(loom))]
 mod threads;
+mod ticket;
 
 pub use clock::{Clock, ManualClock, MonotonicTime, SystemClock};
 pub use completion::Completion;
@@ -59,3 +60,4 @@ pub use random::random_u64;
 pub use ring::{PopError, PushError, RingConsumer, RingProducer, SpscRing};
 #[cfg(not(loom))]
 pub use threads::{begin_thread, run_threads_on};
+pub use ticket::Ticket;

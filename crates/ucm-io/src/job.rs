@@ -4,10 +4,9 @@ use std::ffi::OsString;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{Clock, MonotonicTime};
+use ucm_infra::{Clock, MonotonicTime, Ticket};
 
 use crate::engine::IoEngine;
 use crate::op::{FileMeta, Finish, IoDone, IoOp, Publish, ReadMode, SpaceInfo};
@@ -34,7 +33,7 @@ pub struct IoJob {
 }
 
 /// The clock, the deadline, and whether the end of the job was told already.
-type Until = (Arc<dyn Clock>, MonotonicTime, Arc<AtomicBool>);
+type Until = (Arc<dyn Clock>, MonotonicTime, Arc<Ticket>);
 
 impl IoJob {
     pub(crate) fn new(engine: Arc<dyn IoEngine>, lane: usize, until: Option<Until>) -> Self {
@@ -48,8 +47,7 @@ impl IoJob {
 
     /// Whether somebody still waits for this job.
     pub fn is_wanted(&self) -> bool {
-        let waits =
-            |(clock, deadline, over): &Until| !over.load(Ordering::Acquire) && clock.now() < *deadline;
+        let waits = |(clock, deadline, ticket): &Until| !ticket.is_over() && clock.now() < *deadline;
         self.until.as_ref().is_none_or(waits)
     }
 
@@ -67,6 +65,21 @@ impl IoJob {
             Error::new(ErrorKind::Timeout, text)
         };
         self.is_wanted().then_some(()).ok_or_else(late)
+    }
+
+    /// Does `work` here and now. `ended` hears exactly once how that ended: from this thread, or, where it is written off
+    /// meanwhile, from whoever keeps the time, with `Timeout`; what `work` brings after that is dropped.
+    pub fn here<T>(
+        &self,
+        work: impl FnOnce(&Self) -> Result<T>,
+        ended: impl FnOnce(Result<T>) + Send + 'static,
+    ) where
+        T: 'static,
+    {
+        match &self.until {
+            Some((_, _, ticket)) => ticket.run(|| work(self), ended),
+            None => ended(work(self)),
+        }
     }
 
     fn run(&self, mut op: IoOp<'_>) -> Result<IoDone> {

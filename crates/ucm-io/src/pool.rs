@@ -3,13 +3,13 @@
 //! is written off with whatever its job holds, and another takes its place.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicIsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{
-    Clock, Completion, LANE_LOAD, LANE_SPACE, Lane, MonotonicTime, PoolStats, SystemClock, WorkerPool,
+    Clock, Completion, LANE_LOAD, LANE_SPACE, Lane, MonotonicTime, PoolStats, SystemClock, Ticket, WorkerPool,
 };
 
 use crate::engine::{Close, IoEngine};
@@ -76,6 +76,8 @@ pub struct IoPool {
     /// Jobs of each lane that run at once.
     widths: Vec<usize>,
     clock: Arc<dyn Clock>,
+    /// Threads of others that were written off in a job lent to them.
+    lost: Arc<AtomicIsize>,
     /// Descriptors for which there was no thread in time; the next that are closed take them along.
     unclosed: Arc<Mutex<Vec<Arc<KeptFile>>>>,
 }
@@ -99,6 +101,7 @@ impl IoPool {
             workers,
             widths: widths.collect(),
             clock: Arc::clone(&options.clock),
+            lost: Arc::default(),
             unclosed: Arc::default(),
         }))
     }
@@ -119,12 +122,15 @@ impl IoPool {
         work: impl FnOnce(&IoJob) -> Result<T> + Send + 'static,
         done: impl FnOnce(Result<T>) + Send + 'static,
     ) {
-        let over = Arc::new(AtomicBool::new(false));
-        let until = (Arc::clone(&self.clock), deadline, Arc::clone(&over));
+        let ticket = Arc::new(Ticket::default());
+        let until = (Arc::clone(&self.clock), deadline, Arc::clone(&ticket));
         let job = IoJob::new(Arc::clone(&self.engine), lane, Some(until));
         let work = move || work(&job);
         let tell = move |result: Result<Result<T>>| {
-            over.store(true, Ordering::Release);
+            match &result {
+                Ok(_) => ticket.end(),
+                Err(error) => ticket.write_off(error),
+            }
             done(result.and_then(|inner| inner));
         };
         if let Err(refused) = self.workers.offer(lane, deadline, work, tell) {
@@ -168,6 +174,29 @@ impl IoPool {
         IoJob::new(Arc::clone(&self.engine), lane, Some(until))
     }
 
+    /// Runs `work` on the thread that calls, which is another pool's: that one keeps the time, by `ticket`.
+    pub fn lend<T>(
+        &self,
+        lane: usize,
+        deadline: MonotonicTime,
+        ticket: &Arc<Ticket>,
+        work: impl FnOnce(&IoJob) -> T,
+    ) -> T {
+        let until = (Arc::clone(&self.clock), deadline, Arc::clone(ticket));
+        let job = IoJob::new(Arc::clone(&self.engine), lane, Some(until));
+        let lost = Arc::clone(&self.lost);
+        let watched = ticket.watch(Box::new(move |error: Error| {
+            if error.kind() != ErrorKind::Internal {
+                lost.fetch_add(1, Ordering::AcqRel); // else it panicked, and is back
+            }
+        }));
+        let result = work(&job);
+        if watched.is_ok() && !ticket.unwatch() {
+            self.lost.fetch_sub(1, Ordering::AcqRel); // it came back
+        }
+        result
+    }
+
     /// How many jobs of a lane run at once: by this callers divide what they ask for.
     pub fn width(&self, lane: usize) -> usize {
         self.widths.get(lane).copied().unwrap_or(1)
@@ -207,9 +236,16 @@ impl IoPool {
         self.engine.kept()
     }
 
-    /// Threads whose job has timed out and has not returned yet; each still owns what its job holds.
+    /// Threads whose job has timed out and has not returned yet; each still owns what its job holds. Those of others
+    /// count too ([`IoPool::lent_stuck`]).
     pub fn stuck(&self) -> usize {
-        self.workers.stuck()
+        self.workers.stuck() + self.lent_stuck()
+    }
+
+    /// Threads of other pools that hang in a job lent to them.
+    pub fn lent_stuck(&self) -> usize {
+        // Whoever comes back may be seen before whoever wrote it off.
+        usize::try_from(self.lost.load(Ordering::Acquire)).unwrap_or(0)
     }
 
     /// The threads' counters.

@@ -2,13 +2,15 @@
 //!
 //! A backend moves named records between slots and one medium. It is asked on a thread of a pool that keeps the time, and
 //! blocks that thread: straight-line code that looks at its [`IoJob`] before every effect, because nobody waits for what
-//! comes late. Writing alone answers later, since records may be published together. A backend owns a slot until the
+//! comes late. Writing alone may answer later, since records may be published together. A backend owns a slot until the
 //! operation has really ended, never touches device memory, and knows nothing of tasks, other media or vLLM. A new one is
 //! one file that implements this trait.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use serde::Serialize;
 use ucm_core::{BlockId, MissReason, Result};
 use ucm_device::Slot;
@@ -20,6 +22,20 @@ use crate::events::Event;
 
 /// Called exactly once with the outcome, on a thread of the backend.
 pub type Done<T> = Box<dyn FnOnce(Result<T>) + Send>;
+
+/// The same callback for two who may both tell how it ended: the first is heard.
+pub fn either<T: 'static>(done: Done<T>) -> (Done<T>, Done<T>) {
+    let shared = Arc::new(Mutex::new(Some(done)));
+    let half = |shared: Arc<Mutex<Option<Done<T>>>>| {
+        Box::new(move |result| {
+            let done = shared.lock().take();
+            if let Some(done) = done {
+                done(result);
+            }
+        })
+    };
+    (half(Arc::clone(&shared)), half(shared))
+}
 
 /// Whether a record is there whole, or why it is no hit.
 pub type Presence = std::result::Result<(), MissReason>;
@@ -286,16 +302,10 @@ pub trait Backend: Send + Sync {
         done(Ok(()));
     }
 
-    /// Writes a record privately and publishes it whole, on threads of its own. A record of a newer version stays, and counts
-    /// as present.
-    fn write(
-        &self,
-        id: BlockId,
-        slot: Slot,
-        options: WriteOptions,
-        deadline: MonotonicTime,
-        done: Done<Written>,
-    );
+    /// Writes a record privately and publishes it whole. The bytes are written here; `done` hears before this returns, or
+    /// later where records are published together or room has to be made first, and by the deadline of `io` in any case. A
+    /// record of a newer version stays, and counts as present.
+    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>);
 
     /// These records were used by a request: ids with their ordinals. Fire and forget, throttled by the backend.
     fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime);

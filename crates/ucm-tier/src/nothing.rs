@@ -32,14 +32,7 @@ impl Backend for Nothing {
         run.into_iter().map(nothing).collect()
     }
 
-    fn write(
-        &self,
-        _id: BlockId,
-        slot: Slot,
-        _: WriteOptions,
-        _deadline: MonotonicTime,
-        done: Done<Written>,
-    ) {
+    fn write(&self, _io: &IoJob, _id: BlockId, slot: Slot, _: WriteOptions, done: Done<Written>) {
         drop(slot);
         done(Err(Error::new(ErrorKind::NoSpace, "nothing is kept here")));
     }

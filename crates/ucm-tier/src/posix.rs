@@ -217,21 +217,15 @@ impl Backend for PosixBackend {
             .collect()
     }
 
-    fn write(
-        &self,
-        id: BlockId,
-        slot: Slot,
-        options: WriteOptions,
-        deadline: MonotonicTime,
-        done: Done<Written>,
-    ) {
-        self.shared.write(Write {
+    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
+        let write = Write {
             id,
             slot,
             options,
-            deadline,
+            deadline: io.deadline(),
             done,
-        });
+        };
+        self.shared.write(io, write);
     }
 
     fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {

@@ -10,7 +10,7 @@ use ucm_io::{IoJob, Publish, ReadMode};
 use ucm_quota::Room;
 use ucm_record::RecordHeader;
 
-use crate::backend::{Done, WriteOptions, Written};
+use crate::backend::{Done, WriteOptions, Written, either};
 use crate::posix::{MAKE_DIRS, Shared};
 
 /// A write on its way.
@@ -32,11 +32,11 @@ impl Write {
 
 impl Shared {
     /// Writes a record, unless it is there.
-    pub(crate) fn write(self: &Arc<Self>, write: Write) {
-        self.begin_write(write, Room::new(&self.space));
+    pub(crate) fn write(self: &Arc<Self>, io: &IoJob, write: Write) {
+        self.write_with(io, write, Room::new(&self.space));
     }
 
-    fn begin_write(self: &Arc<Self>, write: Write, room: Arc<Room>) {
+    fn write_with(self: &Arc<Self>, io: &IoJob, write: Write, room: Arc<Room>) {
         let Write {
             id,
             mut slot,
@@ -71,17 +71,37 @@ impl Shared {
                 done(Err(error));
             }
         };
-        self.io.job(LANE_DUMP, deadline, work, ended);
+        io.here(work, ended);
     }
 
-    /// Waits for room, on nobody's thread, and begins again.
+    /// Waits for room, on nobody's thread, and begins again on one of ours.
     fn make_room(self: &Arc<Self>, write: Write, room: Arc<Room>) {
         let (shared, held) = (Arc::clone(self), Arc::clone(&room));
         let deadline = write.deadline;
         room.make(write.options.len as u64, deadline, move |made| match made {
-            Ok(()) => shared.begin_write(write, held),
+            Ok(()) => {
+                let again = Arc::clone(&shared);
+                shared.on_a_thread(write, move |io, write| again.write_with(io, write, held));
+            }
             Err(error) => write.end(Err(error)),
         });
+    }
+
+    /// Goes on with a write on a thread for dumps; where there is none, or not in time, the write ends.
+    pub(crate) fn on_a_thread(&self, write: Write, go_on: impl FnOnce(&IoJob, Write) + Send + 'static) {
+        let deadline = write.deadline;
+        let (done, unless) = either(write.done);
+        let write = Write { done, ..write };
+        let work = move |io: &IoJob| {
+            go_on(io, write);
+            Ok(())
+        };
+        let ended = move |result: Result<()>| {
+            if let Err(error) = result {
+                unless(Err(error));
+            }
+        };
+        self.io.job(LANE_DUMP, deadline, work, ended);
     }
 
     /// Looks, takes room, publishes; `None`: room has to be made first.

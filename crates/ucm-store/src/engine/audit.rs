@@ -52,7 +52,7 @@ impl Core {
         let tier = self.tiers.place(id, 0, request.number);
         let room = tier.and_then(|_| self.slots.try_acquire_above(self.reserved_slots));
         let (Some(tier), Some(room)) = (tier, room) else {
-            return self.write(builder, slot, options);
+            return self.write(builder, slot, options, None);
         };
         let (core, builder) = (Arc::clone(self), Arc::clone(builder));
         let ended = Arc::new(move |slot: Slot, result: Result<ReadDone>| match result {
@@ -63,7 +63,7 @@ impl Core {
             }
             answer => {
                 drop(answer); // with the slot that was read into
-                core.write(&builder, slot, options);
+                core.write(&builder, slot, options, None);
             }
         });
         let read = TierRead {

@@ -29,6 +29,8 @@ pub(super) struct Inner {
     pub(super) layer_crcs: Vec<u32>,
     /// Rows that end when the block is published.
     pub(super) waiting: Vec<(Arc<TaskState>, Vec<usize>)>,
+    /// The medium has it, or never will.
+    pub(super) placed: bool,
     pub(super) stage: Stage,
 }
 
@@ -67,6 +69,7 @@ impl BlockBuilder {
                 have: vec![false; geometry.shards() as usize],
                 layer_crcs: vec![0; geometry.layers() as usize],
                 waiting: Vec::new(),
+                placed: false,
                 stage: Stage::Filling,
             }),
         }
@@ -83,6 +86,9 @@ impl BlockBuilder {
             Stage::Filling => {}
         }
         inner.waiting.push((Arc::clone(task), rows.to_vec()));
+        if inner.placed {
+            task.rows_placed(rows.len());
+        }
         match inner.slot.take() {
             Some(slot) => {
                 inner.stage = Stage::Publishing;

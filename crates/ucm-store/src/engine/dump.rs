@@ -6,11 +6,11 @@
 //! dropped and counted.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
-use ucm_infra::{LANE_DUMP, MonotonicTime};
+use ucm_infra::{LANE_DUMP, MonotonicTime, Ticket};
 use ucm_record::{RecordMeta, encode_header};
 use ucm_tier::backend::{Flush, WriteOptions, Written};
 use ucm_tier::events::Level;
@@ -20,23 +20,20 @@ use super::load::{BlockRowList, by_block};
 use super::task::{Task, TaskState};
 use super::{Core, Hint, Row};
 use crate::stats::Stats;
-use crate::tiers::Request;
+use crate::tiers::{Request, TierWrite};
 
-/// Rows of one block that a thread copies.
-struct Gather {
-    builder: Arc<BlockBuilder>,
-    rows: BlockRowList,
-    /// How that ended was told.
-    told: AtomicBool,
+/// The blocks of one dump. The threads that copy take one after the other.
+struct Run {
+    blocks: Vec<(Arc<BlockBuilder>, BlockRowList)>,
+    /// The next one that nobody has taken.
+    next: AtomicUsize,
+    task: Arc<TaskState>,
 }
 
-impl From<(Arc<BlockBuilder>, BlockRowList)> for Gather {
-    fn from((builder, rows): (Arc<BlockBuilder>, BlockRowList)) -> Self {
-        Self {
-            builder,
-            rows,
-            told: AtomicBool::new(false),
-        }
+impl Run {
+    fn take(&self) -> Option<usize> {
+        let next = self.next.fetch_add(1, Ordering::AcqRel);
+        (next < self.blocks.len()).then_some(next)
     }
 }
 
@@ -63,36 +60,52 @@ impl Core {
         let work = self.take_slots(by_block(rows), self.tiers.request(deadline))?;
         self.open_tasks.add(&state);
         Stats::add(&self.stats.dump_tasks, 1);
-        let each = work.len().div_ceil(self.copy_threads);
-        let mut work = work.into_iter();
-        loop {
-            let share: Vec<Gather> = work.by_ref().take(each).map(Gather::from).collect();
-            if share.is_empty() {
-                return Ok(task);
-            }
-            let share = Arc::new(share);
-            let (core, task, blocks) = (Arc::clone(self), Arc::clone(&state), Arc::clone(&share));
-            let gather = move || {
-                for block in &*blocks {
-                    core.gathered(block, &task, core.gather(&block.builder, &block.rows));
+        let threads = self.copy_threads.min(work.len());
+        let run = Arc::new(Run {
+            blocks: work,
+            next: AtomicUsize::new(0),
+            task: state,
+        });
+        for _ in 0..threads {
+            let ticket = Arc::new(Ticket::default());
+            let (core, blocks, watched) = (Arc::clone(self), Arc::clone(&run), Arc::clone(&ticket));
+            let work = move || core.dump_blocks(&blocks, &watched);
+            let (core, blocks) = (Arc::clone(self), Arc::clone(&run));
+            let done = move |result: Result<()>| match result {
+                Ok(()) => ticket.end(),
+                Err(error) => {
+                    ticket.write_off(&error);
+                    core.leave(&blocks, &ticket, &error);
                 }
             };
-            let (core, task) = (Arc::clone(self), Arc::clone(&state));
-            let done = move |result: Result<()>| {
-                if let Err(error) = result {
-                    share
-                        .iter()
-                        .for_each(|block| core.gathered(block, &task, Err(error.clone())));
-                }
-            };
-            if let Err(refused) = self.copies.offer(LANE_DUMP, deadline, gather, done) {
+            if let Err(refused) = self.copies.offer(LANE_DUMP, deadline, work, done) {
                 drop(refused.work);
                 (refused.done)(Err(refused.error)); // closed meanwhile
             }
         }
+        Ok(task)
     }
 
-    /// An builder with a slot and a place in the queue of copies for every block, or Busy and nothing changed.
+    /// Takes one block of a dump after the other and carries it as far as it goes.
+    fn dump_blocks(self: &Arc<Self>, run: &Arc<Run>, ticket: &Arc<Ticket>) {
+        while !ticket.is_over()
+            && let Some(index) = run.take()
+        {
+            let (builder, rows) = &run.blocks[index];
+            let (core, of, here) = (Arc::clone(self), Arc::clone(run), Arc::clone(ticket));
+            let gathered = move |result| core.gathered(&of, index, &here, result);
+            ticket.run(|| self.gather(builder, rows), gathered);
+        }
+    }
+
+    /// Nobody takes what is left of a dump any more.
+    fn leave(self: &Arc<Self>, run: &Arc<Run>, ticket: &Arc<Ticket>, error: &Error) {
+        while let Some(index) = run.take() {
+            self.gathered(run, index, ticket, Err(error.clone()));
+        }
+    }
+
+    /// A builder with a slot and a place in the queue of copies for every block, or Busy and nothing changed.
     fn take_slots(
         &self,
         blocks: Vec<(BlockId, BlockRowList)>,
@@ -174,15 +187,11 @@ impl Core {
         Ok(())
     }
 
-    /// The rows of one block were gathered, or will not be: counts them, and sends a whole record on its way. Of two that
-    /// say so, a copy that returns late and the pool that gave it up, the first is heard.
-    fn gathered(self: &Arc<Self>, block: &Gather, task: &Arc<TaskState>, result: Result<()>) {
-        if block.told.swap(true, Ordering::AcqRel) {
-            return;
-        }
+    /// The rows of one block were gathered, or will not be: counts them, and sends a whole record on its way.
+    fn gathered(self: &Arc<Self>, run: &Run, index: usize, here: &Arc<Ticket>, result: Result<()>) {
         self.copying.fetch_sub(1, Ordering::AcqRel);
-        let builder = &block.builder;
-        let rows: Vec<usize> = block.rows.iter().map(|(row, _, _)| *row).collect();
+        let ((builder, rows), task) = (&run.blocks[index], &run.task);
+        let rows: Vec<usize> = rows.iter().map(|(row, _, _)| *row).collect();
         let count = rows.len();
         let after = match result {
             Ok(()) => builder.after(task, &rows),
@@ -198,17 +207,47 @@ impl Core {
             self.stats.stage_latency.observe(self.elapsed(task));
         }
         match after {
-            After::Ended(_) => self.finish_rows(task, count),
+            After::Ended(_) => {
+                task.rows_placed(count);
+                self.finish_rows(task, count);
+            }
             After::Wait => {}
-            After::Publish(slot, crcs) => self.publish(builder, slot, &crcs),
+            After::Publish(slot, crcs) => self.publish(builder, slot, &crcs, here),
         }
+        self.flush_if_wanted(task);
+    }
+
+    /// Publishes what a task waits for, once the medium has all of it.
+    fn flush_if_wanted(&self, task: &TaskState) {
         let flushed = task.started.0 < self.flushed.load(Ordering::Acquire);
         if task.only_waits() || flushed && task.is_handed_over() {
             self.tiers.flush(Flush::Soon);
         }
     }
 
-    fn publish(self: &Arc<Self>, builder: &Arc<BlockBuilder>, mut slot: Slot, layer_crcs: &[u32]) {
+    /// The medium has a block, or never will.
+    fn placed(&self, builder: &BlockBuilder) {
+        let waiting: Vec<_> = {
+            let mut inner = builder.inner.lock();
+            if std::mem::replace(&mut inner.placed, true) {
+                return;
+            }
+            let rows = |(task, rows): &(Arc<TaskState>, Vec<usize>)| (Arc::clone(task), rows.len());
+            inner.waiting.iter().map(rows).collect()
+        };
+        for (task, rows) in waiting {
+            task.rows_placed(rows);
+            self.flush_if_wanted(&task);
+        }
+    }
+
+    fn publish(
+        self: &Arc<Self>,
+        builder: &Arc<BlockBuilder>,
+        mut slot: Slot,
+        layer_crcs: &[u32],
+        here: &Arc<Ticket>,
+    ) {
         let hint = self.hints.lock().get(&builder.id).copied().unwrap_or_default();
         let Hint {
             parent,
@@ -242,14 +281,39 @@ impl Core {
         if self.marked.remove(&builder.id) && !replace {
             self.write_audited(builder, slot, options);
         } else {
-            self.write(builder, slot, options);
+            self.write(builder, slot, options, Some(here));
         }
     }
 
-    pub(super) fn write(self: &Arc<Self>, builder: &Arc<BlockBuilder>, slot: Slot, options: WriteOptions) {
+    /// Writes a whole record: `here`, while it is in the cache of the core that gathered it, or on a thread of the tier. One
+    /// thread that copies from the device never writes, so that the device waits for no medium.
+    pub(super) fn write(
+        self: &Arc<Self>,
+        builder: &Arc<BlockBuilder>,
+        slot: Slot,
+        options: WriteOptions,
+        here: Option<&Arc<Ticket>>,
+    ) {
         let (core, done_for, replace) = (Arc::clone(self), Arc::clone(builder), options.replace);
         let done = Box::new(move |result| core.write_done(&done_for, replace, result));
-        self.tiers.write(builder.id, slot, options, builder.request, done);
+        let (core, placed_for) = (Arc::clone(self), Arc::clone(builder));
+        let write = TierWrite {
+            id: builder.id,
+            slot,
+            options,
+            request: builder.request,
+            placed: Box::new(move || core.placed(&placed_for)),
+        };
+        let may = |writing: usize| (writing + 1 < self.copy_threads).then_some(writing + 1);
+        let here = here.filter(|_| {
+            self.writing
+                .fetch_update(Ordering::AcqRel, Ordering::Acquire, may)
+                .is_ok()
+        });
+        self.tiers.write(write, here, done);
+        if here.is_some() {
+            self.writing.fetch_sub(1, Ordering::AcqRel);
+        }
     }
 
     pub(super) fn write_done(
@@ -292,6 +356,7 @@ impl Core {
             }
         }
         let result = result.map(|_| ());
+        self.placed(builder);
         let waiting = {
             let mut inner = builder.inner.lock();
             inner.stage = Stage::Ended(result.clone());

@@ -38,13 +38,18 @@ impl Core {
     /// The error that says that too many slots are lost in calls that do not return: each of these may hold one, and half of
     /// them is too many.
     pub(super) fn lost(&self) -> Option<Error> {
-        let (slots, io, copies) = (self.slots.capacity(), self.tiers.stuck(), self.copies.stuck());
+        let (slots, io, copies) = (self.slots.capacity(), self.tiers.stuck(), self.copies_stuck());
         let too_many = !self.looks_up_only() && io > slots / 2 || copies >= COPY_REPLACEMENTS;
         too_many.then(|| {
             Error::new(ErrorKind::Timeout, "too many operations never returned")
                 .with("stuck", io + copies)
                 .with("slots", slots)
         })
+    }
+
+    /// Threads that hang in copies from the device. Those that hang in a write that they carried on with are their tier's.
+    pub(super) fn copies_stuck(&self) -> usize {
+        self.copies.stuck().saturating_sub(self.tiers.lent_stuck())
     }
 
     pub(super) fn say(&self, level: Level, text: String) {

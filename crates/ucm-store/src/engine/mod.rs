@@ -87,8 +87,9 @@ pub struct Core {
     /// Copies from the device that are queued or running, and how many there may be.
     copying: AtomicUsize,
     copy_limit: usize,
-    /// Threads that copy from the device.
+    /// Threads that copy from the device, and how many of them are writing what they copied.
     copy_threads: usize,
+    writing: AtomicUsize,
     refused: RejectedRecords,
     hints: Mutex<LruCache<BlockId, Hint>>,
     /// Where the KV lies, once somebody said so.
@@ -221,6 +222,7 @@ impl Engine {
             copying: AtomicUsize::new(0),
             copy_limit,
             copy_threads: config.copy_threads.max(1),
+            writing: AtomicUsize::new(0),
             refused: RejectedRecords::default(),
             hints: Mutex::new(LruCache::new(REMEMBERED)),
             kv: Mutex::default(),

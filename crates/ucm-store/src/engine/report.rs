@@ -29,7 +29,7 @@ impl Core {
             ("blocks_in_flight", self.builders.lock().len() as u64),
             (
                 "workers_stuck",
-                (self.tiers.stuck() + self.copies.stuck() + self.asks.stuck()) as u64,
+                (self.tiers.stuck() + self.copies_stuck() + self.asks.stuck()) as u64,
             ),
             ("breaker_opened", self.tiers.breaker_opened()),
             ("refused_now", self.refused.len() as u64),

@@ -28,6 +28,8 @@ pub(crate) struct TaskState {
     pub(crate) started: MonotonicTime,
     pub(crate) deadline: MonotonicTime,
     unstaged: AtomicUsize,
+    /// Rows whose block the medium does not have yet.
+    unplaced: AtomicUsize,
     unfinished: AtomicUsize,
     staged: Arc<Completion<()>>,
     finished: Arc<Completion<()>>,
@@ -48,6 +50,7 @@ impl TaskState {
             started,
             deadline,
             unstaged: AtomicUsize::new(rows),
+            unplaced: AtomicUsize::new(rows),
             unfinished: AtomicUsize::new(rows),
             staged: Completion::new(),
             finished: Completion::new(),
@@ -67,6 +70,11 @@ impl TaskState {
     /// `n` rows' device memory is free again. True for the call that completed the level.
     pub(crate) fn rows_staged(&self, n: usize) -> bool {
         n > 0 && self.unstaged.fetch_sub(n, Ordering::AcqRel) == n && self.staged.complete(())
+    }
+
+    /// The medium has the blocks of `n` rows, or never will.
+    pub(crate) fn rows_placed(&self, n: usize) {
+        self.unplaced.fetch_sub(n, Ordering::AcqRel);
     }
 
     /// `n` rows are finished for good (well, or recorded as failed before). True for the call that completed it.
@@ -113,7 +121,7 @@ impl TaskState {
 
     /// Whether everything of it was handed to the backend that ever will be, and is not published yet.
     pub(crate) fn is_handed_over(&self) -> bool {
-        self.staged.peek().is_some() && !self.is_finished()
+        self.unplaced.load(Ordering::Acquire) == 0 && !self.is_finished()
     }
 
     /// A block arrived that was read from this stage.

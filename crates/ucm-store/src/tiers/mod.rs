@@ -39,6 +39,7 @@ use tier::{Admission, Tier, add};
 pub(crate) use lookup::{LEAST_WINDOW, WINDOW};
 pub use prefetch::{MAX_WAITING as MAX_PREFETCH, Priority};
 pub(crate) use read::TierRead;
+pub(crate) use write::TierWrite;
 
 /// Most tiers of a store.
 pub const MAX_TIERS: usize = 4;
@@ -554,6 +555,11 @@ impl Tiers {
     /// Operations stuck past their deadline, each of which may hold a slot.
     pub(crate) fn stuck(&self) -> usize {
         self.tiers.iter().map(|tier| tier.pool.stuck()).sum::<usize>() + self.pool.stuck()
+    }
+
+    /// Threads of the engine among them, which hang in writes of their own.
+    pub(crate) fn lent_stuck(&self) -> usize {
+        self.tiers.iter().map(|tier| tier.pool.lent_stuck()).sum()
     }
 
     /// What each tier did and holds, top first.

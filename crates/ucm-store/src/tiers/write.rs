@@ -8,11 +8,23 @@ use std::sync::Arc;
 
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
-use ucm_tier::backend::{Done, Flush, Keep, ReadDone, Victim, WriteOptions, Written};
+use ucm_infra::{LANE_DUMP, Ticket};
+use ucm_io::IoJob;
+use ucm_tier::backend::{Done, Flush, Keep, ReadDone, Victim, WriteOptions, Written, either};
 use ucm_tier::events::Level;
 
 use super::tier::{Tier, add};
 use super::{LANE_MOVE, Request, Tiers, WritePolicy};
+
+/// A record that is to be written.
+pub(crate) struct TierWrite {
+    pub(crate) id: BlockId,
+    pub(crate) slot: Slot,
+    pub(crate) options: WriteOptions,
+    pub(crate) request: Request,
+    /// Called when the medium has it, so that a flush from then on is one of this record too; not where that failed.
+    pub(crate) placed: Box<dyn FnOnce() + Send>,
+}
 
 /// Why a copy is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,15 +49,16 @@ struct Moving {
 }
 
 impl Tiers {
-    /// Writes a record to every tier that is written through. `done` hears from the one that decides.
-    pub(crate) fn write(
-        self: &Arc<Self>,
-        id: BlockId,
-        slot: Slot,
-        options: WriteOptions,
-        request: Request,
-        done: Done<Written>,
-    ) {
+    /// Writes a record to every tier that is written through: on the thread that calls, whose pool keeps the time by
+    /// `here`, or else on one of the tier's. `done` hears from the tier that decides.
+    pub(crate) fn write(self: &Arc<Self>, write: TierWrite, here: Option<&Arc<Ticket>>, done: Done<Written>) {
+        let TierWrite {
+            id,
+            slot,
+            options,
+            request,
+            placed,
+        } = write;
         let now = self.clock.now();
         let through = |tier: &Tier| tier.policy == WritePolicy::Through;
         let lasting = |&n: &usize| through(&self.tiers[n]) && !self.tiers[n].memory;
@@ -88,8 +101,43 @@ impl Tiers {
             tiers.written(number, id, options.len, request, &result);
             done(result);
         };
-        tier.backend
-            .write(id, slot, options, request.deadline, Box::new(written));
+        let write = TierWrite {
+            id,
+            slot,
+            options,
+            request,
+            placed,
+        };
+        self.write_to(number, write, here, Box::new(written));
+    }
+
+    /// Writes a record to one tier, here or on a thread of its own; `done` hears exactly once, by the deadline.
+    fn write_to(&self, number: usize, write: TierWrite, here: Option<&Arc<Ticket>>, done: Done<Written>) {
+        let tier = &self.tiers[number];
+        let TierWrite {
+            id,
+            slot,
+            options,
+            request,
+            placed,
+        } = write;
+        let (done, unless) = either(done);
+        let ended = move |result: Result<()>| {
+            if let Err(error) = result {
+                unless(Err(error));
+            }
+        };
+        let backend = Arc::clone(&tier.backend);
+        let write = move |io: &IoJob| {
+            backend.write(io, id, slot, options, done);
+            placed();
+            Ok(())
+        };
+        let (pool, deadline) = (&tier.pool, request.deadline);
+        match here {
+            Some(ticket) => pool.lend(LANE_DUMP, deadline, ticket, |io| io.here(write, ended)),
+            None => pool.job(LANE_DUMP, deadline, write, ended),
+        }
     }
 
     /// Notes how a write ended.
@@ -154,12 +202,19 @@ impl Tiers {
             replace: moving.keep.replace || tier.replaces(moving.id),
             read_back: false,
         };
-        let (tiers, id, deadline) = (Arc::clone(self), moving.id, moving.request.deadline);
+        let (tiers, number, id, request) = (Arc::clone(self), moving.number, moving.id, moving.request);
         let written = move |result| {
             tiers.copied(&moving, &result);
             over();
         };
-        tier.backend.write(id, slot, options, deadline, Box::new(written));
+        let write = TierWrite {
+            id,
+            slot,
+            options,
+            request,
+            placed: Box::new(|| ()),
+        };
+        self.write_to(number, write, None, Box::new(written));
     }
 
     fn copied(&self, moving: &Moving, result: &Result<Written>) {

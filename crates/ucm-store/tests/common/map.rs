@@ -203,14 +203,7 @@ impl Backend for MapStage {
             .collect()
     }
 
-    fn write(
-        &self,
-        id: BlockId,
-        slot: Slot,
-        options: WriteOptions,
-        _deadline: MonotonicTime,
-        done: Done<Written>,
-    ) {
+    fn write(&self, _io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
         let written = self
             .0
             .insert(id, &slot.as_slice()[..options.len], options.replace);

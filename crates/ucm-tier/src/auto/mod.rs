@@ -191,15 +191,8 @@ impl Backend for AutoBackend {
         self.now().look(deadline, done);
     }
 
-    fn write(
-        &self,
-        id: BlockId,
-        slot: Slot,
-        options: WriteOptions,
-        deadline: MonotonicTime,
-        done: Done<Written>,
-    ) {
-        self.now().write(id, slot, options, deadline, done);
+    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
+        self.now().write(io, id, slot, options, done);
     }
 
     fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {

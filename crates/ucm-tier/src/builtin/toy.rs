@@ -117,14 +117,7 @@ impl Backend for Toy {
             .collect()
     }
 
-    fn write(
-        &self,
-        id: BlockId,
-        slot: Slot,
-        options: WriteOptions,
-        _deadline: MonotonicTime,
-        done: Done<Written>,
-    ) {
+    fn write(&self, _io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
         let written = self.insert(id, &slot.as_slice()[..options.len], options.replace);
         drop(slot);
         done(written);

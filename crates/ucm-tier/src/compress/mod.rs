@@ -23,7 +23,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, DType, Error, ErrorKind, Identity, Part, Result};
 use ucm_device::Slot;
-use ucm_infra::{Clock, LANE_DUMP, LANE_LOAD, MonotonicTime, Notify};
+use ucm_infra::{Clock, LANE_LOAD, MonotonicTime, Notify};
 use ucm_io::{IoJob, IoPool};
 use ucm_record::{Codec, RecordLayout};
 
@@ -53,7 +53,6 @@ pub struct CompressConfig {
 pub struct CompressBackend {
     inner: Arc<dyn Backend>,
     shared: Arc<Shared>,
-    io: Arc<IoPool>,
 }
 
 struct Shared {
@@ -114,11 +113,7 @@ impl CompressBackend {
             hurried: AtomicBool::new(false),
             events: Events::default(),
         });
-        Ok(Self {
-            inner,
-            shared,
-            io: config.io,
-        })
+        Ok(Self { inner, shared })
     }
 }
 
@@ -210,35 +205,18 @@ impl Backend for CompressBackend {
         self.inner.look(deadline, done);
     }
 
-    fn write(
-        &self,
-        id: BlockId,
-        slot: Slot,
-        options: WriteOptions,
-        deadline: MonotonicTime,
-        done: Done<Written>,
-    ) {
+    fn write(&self, io: &IoJob, id: BlockId, mut slot: Slot, options: WriteOptions, done: Done<Written>) {
         if !options.replace && self.inner.is_published(id) {
-            return self.inner.write(id, slot, options, deadline, done);
+            return self.inner.write(io, id, slot, options, done);
         }
-        let shared = Arc::clone(&self.shared);
-        let encode = move |_: &IoJob| {
-            let mut slot = slot;
-            let len = shared.encode(&mut slot, options);
-            Ok((slot, WriteOptions { len, ..options }))
-        };
-        let (inner, shared) = (Arc::clone(&self.inner), Arc::clone(&self.shared));
+        let shared = &self.shared;
         shared.encoding.fetch_add(1, Ordering::SeqCst);
-        let told = move |result: Result<(Slot, WriteOptions)>| {
-            match result {
-                Ok((slot, options)) => inner.write(id, slot, options, deadline, done),
-                Err(error) => done(Err(error)),
-            }
-            shared.encoding.fetch_sub(1, Ordering::SeqCst);
-            shared.encoded.notify();
-            shared.hurry_on(&*inner);
-        };
-        self.io.job(LANE_DUMP, deadline, encode, told);
+        let len = shared.encode(&mut slot, options);
+        self.inner
+            .write(io, id, slot, WriteOptions { len, ..options }, done);
+        shared.encoding.fetch_sub(1, Ordering::SeqCst);
+        shared.encoded.notify();
+        shared.hurry_on(&*self.inner);
     }
 
     fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime) {

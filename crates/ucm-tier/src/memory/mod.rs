@@ -36,7 +36,7 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, Identity, MissReason, Part, Result};
 use ucm_device::{MachineMemory, Pinned, Slot};
-use ucm_infra::{Clock, LANE_DUMP, Lane, MonotonicTime};
+use ucm_infra::{Clock, Lane, MonotonicTime};
 use ucm_io::{IoJob, IoOptions, IoPool};
 use ucm_quota::Capacity;
 use ucm_record::RecordLayout;
@@ -245,6 +245,25 @@ impl MemoryBackend {
 /// Most jobs that wait in one lane.
 const QUEUE: usize = 1 << 16;
 
+impl MemoryBackend {
+    fn put(&self, id: BlockId, slot: Slot, options: &WriteOptions) -> Result<Written> {
+        let tier = &self.tier;
+        if !options.replace && self.neighbours.contains(id) && !tier.holds(id) {
+            return Ok(Written::Present);
+        }
+        let record = slot.as_slice().get(..options.len).unwrap_or_default();
+        match tier.put(id, record, options.ordinal, options.replace)? {
+            Inserted::Present => return Ok(Written::Present),
+            Inserted::Kept if options.read_back => {}
+            Inserted::Kept => return Ok(Written::Published),
+        }
+        // One that went already is not unsound.
+        let kept = tier.pin(id);
+        let judged = kept.as_ref().map_or(Ok(()), |kept| tier.verify(id, kept));
+        Ok(judged.map_or_else(Written::Unsound, |()| Written::Published))
+    }
+}
+
 impl Backend for MemoryBackend {
     fn name(&self) -> &'static str {
         "memory"
@@ -291,31 +310,8 @@ impl Backend for MemoryBackend {
         run.into_iter().map(|read| Outcome::Came(copy(read))).collect()
     }
 
-    fn write(
-        &self,
-        id: BlockId,
-        slot: Slot,
-        options: WriteOptions,
-        deadline: MonotonicTime,
-        done: Done<Written>,
-    ) {
-        let (tier, neighbours) = (Arc::clone(&self.tier), Arc::clone(&self.neighbours));
-        let write = move |_: &IoJob| {
-            if !options.replace && neighbours.contains(id) && !tier.holds(id) {
-                return Ok(Written::Present);
-            }
-            let record = slot.as_slice().get(..options.len).unwrap_or_default();
-            match tier.put(id, record, options.ordinal, options.replace)? {
-                Inserted::Present => return Ok(Written::Present),
-                Inserted::Kept if options.read_back => {}
-                Inserted::Kept => return Ok(Written::Published),
-            }
-            // One that went already is not unsound.
-            let kept = tier.pin(id);
-            let judged = kept.as_ref().map_or(Ok(()), |kept| tier.verify(id, kept));
-            Ok(judged.map_or_else(Written::Unsound, |()| Written::Published))
-        };
-        self.pool.job(LANE_DUMP, deadline, write, done);
+    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
+        io.here(|_| self.put(id, slot, &options), done);
     }
 
     fn touch(&self, ids: &[(BlockId, u32)], _deadline: MonotonicTime) {

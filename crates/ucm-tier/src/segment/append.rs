@@ -1,82 +1,63 @@
-//! The way of a record into an open segment: its turn, the write, the read back if that is wanted, and what came of it.
-//!
-//! Through the page cache of a local file system a segment is written by one thread at a time ([`Shared::serializes_writes`]).
-//! On a network each write waits for its server, and they go side by side.
-//!
-//! [`Shared::serializes_writes`]: crate::posix::Shared::serializes_writes
+//! The way of a record into an open segment: the write, the read back if that is wanted, and what came of it.
 
 use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{LANE_DUMP, MonotonicTime};
+use ucm_device::Slot;
+use ucm_infra::LANE_DUMP;
 use ucm_io::IoJob;
 
 use super::Segments;
 use super::format::Entry;
 use super::open::{Append, Next, OpenSegment};
-use crate::backend::{Done, Written};
+use crate::backend::{Done, WriteOptions, Written};
 use crate::writing::Write;
 
 impl Segments {
-    /// Writes a record to its place as soon as it is in turn.
-    pub(super) fn enqueue(self: &Arc<Self>, open: &Arc<OpenSegment>, append: Append) {
-        if !self.shared.serializes_writes() {
-            return self.write_into(open, append, false);
-        }
-        if open.enqueue(append) {
-            self.seal_notify.notify(); // the timer keeps its deadline
-        }
-        self.go_on(open);
-    }
-
-    fn go_on(self: &Arc<Self>, open: &Arc<OpenSegment>) {
-        open.start_writes(|append| self.write_into(open, append, true));
-    }
-
-    fn write_into(self: &Arc<Self>, open: &Arc<OpenSegment>, append: Append, queued: bool) {
+    /// Writes a record to its place, here.
+    pub(super) fn write_into(self: &Arc<Self>, io: &IoJob, open: &Arc<OpenSegment>, append: Append) {
         let Append { number, entry, write } = append;
         let Write {
-            mut slot,
+            slot, options, done, ..
+        } = write;
+        let (segments, sealed) = (Arc::clone(self), Arc::clone(open));
+        let written = move |result| segments.written(&sealed, (number, entry), done, result);
+        io.here(|io| self.write_slot(io, open, slot, &entry, &options), written);
+    }
+
+    /// The same on a thread for dumps.
+    pub(super) fn write_elsewhere(self: &Arc<Self>, open: &Arc<OpenSegment>, append: Append) {
+        let Append { number, entry, write } = append;
+        let Write {
+            slot,
             options,
             deadline,
             done,
             ..
         } = write;
-        let (segments, path) = (Arc::clone(self), self.private(open.name));
-        let work = move |io: &IoJob| {
-            let whole = &mut slot.as_mut_slice()[..entry.len as usize];
-            io.write_at(&path, entry.offset, &whole[..options.len])?;
-            if options.read_back {
-                let (shared, len) = (&segments.shared, Some(entry.len));
-                return shared.read_back(io, entry.id, &path, entry.offset, len, whole);
-            }
-            Ok(Written::Published)
-        };
-        let (segments, open) = (Arc::clone(self), Arc::clone(open));
-        let written = move |result: Result<Written>| {
-            if queued {
-                open.write_ended();
-                segments.go_on(&open);
-            }
-            segments.written(&open, (number, entry), done, result);
-        };
+        let (segments, into) = (Arc::clone(self), Arc::clone(open));
+        let work = move |io: &IoJob| segments.write_slot(io, &into, slot, &entry, &options);
+        let (segments, sealed) = (Arc::clone(self), Arc::clone(open));
+        let written = move |result| segments.written(&sealed, (number, entry), done, result);
         self.shared.io.job(LANE_DUMP, deadline, work, written);
     }
 
-    /// Ends the writes that wait for their turn and whose time is over; when that of the next one is.
-    pub(super) fn end_late_appends(
-        self: &Arc<Self>,
-        open: &Arc<OpenSegment>,
-        now: MonotonicTime,
-    ) -> Option<MonotonicTime> {
-        let (late, next) = open.late_appends(now);
-        for Append { number, entry, write } in late {
-            drop(write.slot);
-            let text = "the writes of other records to this segment did not end in time";
-            let error = Error::new(ErrorKind::Timeout, text);
-            self.written(open, (number, entry), write.done, Err(error));
+    fn write_slot(
+        &self,
+        io: &IoJob,
+        open: &OpenSegment,
+        mut slot: Slot,
+        entry: &Entry,
+        options: &WriteOptions,
+    ) -> Result<Written> {
+        let path = self.private(open.name);
+        let whole = &mut slot.as_mut_slice()[..entry.len as usize];
+        io.write_at(&path, entry.offset, &whole[..options.len])?;
+        if options.read_back {
+            let (shared, len) = (&self.shared, Some(entry.len));
+            return shared.read_back(io, entry.id, &path, entry.offset, len, whole);
         }
-        next
+        Ok(Written::Published)
     }
 
     /// A write ended. Its slot is free by now.
@@ -103,11 +84,11 @@ impl Segments {
             }
             Ok(other) => {
                 done(Ok(other));
-                open.failed(&Error::internal("not published"), true, at_once, now)
+                open.failed(&Error::internal("not published"), true, at_once)
             }
             Err(error) => {
                 self.shared.missed(&error);
-                let next = open.failed(&error, error.kind() == ErrorKind::Busy, at_once, now);
+                let next = open.failed(&error, error.kind() == ErrorKind::Busy, at_once);
                 done(Err(error));
                 next
             }

@@ -277,19 +277,12 @@ impl Backend for SegmentBackend {
         self.segments.after_look(deadline, done);
     }
 
-    fn write(
-        &self,
-        id: BlockId,
-        slot: Slot,
-        options: WriteOptions,
-        deadline: MonotonicTime,
-        done: Done<Written>,
-    ) {
+    fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
         let write = Write {
             id,
             slot,
             options,
-            deadline,
+            deadline: io.deadline(),
             done,
         };
         if !options.replace && self.is_published(id) {
@@ -299,7 +292,7 @@ impl Backend for SegmentBackend {
             let full = "the index of segments is full: this block could be written and never be found";
             return write.end(Err(Error::new(ErrorKind::NoSpace, full)));
         }
-        self.segments.append(write);
+        self.segments.append(io, write);
     }
 
     fn is_published(&self, id: BlockId) -> bool {

@@ -1,9 +1,8 @@
-//! One segment being written: places for records are reserved in order, writes take turns or go side by side, then it is
-//! closed to new ones, and when the last write has ended it can be sealed.
+//! One segment being written: places for records are reserved in order, then it is closed to new ones, and when the last
+//! write has ended it can be sealed.
 //!
 //! A write that failed or came too late leaves a hole that the footer does not name. Nothing here touches a file.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -35,30 +34,6 @@ pub(crate) struct OpenSegment {
     pub(crate) room: u64,
     pub(crate) admitted: Arc<Room>,
     inner: Mutex<Inner>,
-    turns: Mutex<Turns>,
-}
-
-/// Somebody starts writes; should a callback panic meanwhile, others can start them.
-struct Handing<'a>(&'a Mutex<Turns>);
-
-impl Drop for Handing<'_> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.0.lock().handing = false;
-        }
-    }
-}
-
-/// Whose turn it is to be written.
-#[derive(Default)]
-struct Turns {
-    waiting: VecDeque<Append>,
-    /// A write is under way.
-    writing: bool,
-    /// Somebody starts the next write, and the one after it if that ended meanwhile.
-    handing: bool,
-    /// The earliest deadline that the timer knows of.
-    watched: Option<MonotonicTime>,
 }
 
 struct Inner {
@@ -71,8 +46,6 @@ struct Inner {
     closed: bool,
     /// Somebody seals it.
     taken: bool,
-    /// Since when it has held nothing, and nothing was on its way.
-    empty_since: Option<MonotonicTime>,
     /// When its oldest record was written.
     oldest: Option<MonotonicTime>,
     /// When it is to be sealed whatever its age, because somebody waits for it.
@@ -106,7 +79,7 @@ pub(crate) struct Contents {
 /// What to do when a write has ended.
 pub(crate) enum Next {
     Wait,
-    /// It holds its first record now, or still none: the timer counts from here on.
+    /// It holds its first record now: the timer counts from here on.
     Begin,
     /// Nothing is being written any more, and nothing will be.
     Seal,
@@ -125,13 +98,11 @@ impl OpenSegment {
                 members: Vec::new(),
                 closed: false,
                 taken: false,
-                empty_since: None,
                 oldest: None,
                 hurried: None,
                 first_ordinal: u32::MAX,
                 trouble: None,
             }),
-            turns: Mutex::default(),
         }
     }
 
@@ -159,61 +130,9 @@ impl OpenSegment {
         Ok(Append { number, entry, write })
     }
 
-    /// Puts a write behind those that wait for their turn; whether the timer has to be told of its deadline.
-    pub(crate) fn enqueue(&self, append: Append) -> bool {
-        let mut turns = self.turns.lock();
-        let deadline = append.write.deadline;
-        turns.waiting.push_back(append);
-        let behind = turns.writing || turns.waiting.len() > 1;
-        let news = behind && turns.watched.is_none_or(|watched| deadline < watched);
-        if news {
-            turns.watched = Some(deadline);
-        }
-        news
-    }
-
-    /// Calls `start` with the write that is in turn, if none is under way; and with the next one, if that ended meanwhile.
-    /// One that ends before `start` returns starts none itself, however many there are.
-    pub(crate) fn start_writes(&self, start: impl Fn(Append)) {
-        if std::mem::replace(&mut self.turns.lock().handing, true) {
-            return; // somebody is at it, and will see what is new
-        }
-        let _handing = Handing(&self.turns);
-        loop {
-            let next = self.turns.lock().next();
-            let Some(append) = next else { return };
-            start(append);
-        }
-    }
-
-    /// The write under way ended, well or not.
-    pub(crate) fn write_ended(&self) {
-        self.turns.lock().writing = false;
-    }
-
     /// How many records have their place and are not written yet.
     pub(crate) fn backlog(&self) -> usize {
         self.inner.lock().in_flight
-    }
-
-    /// Takes those whose time was over before their turn came out; when that of the next one is.
-    pub(crate) fn late_appends(&self, now: MonotonicTime) -> (Vec<Append>, Option<MonotonicTime>) {
-        let mut turns = self.turns.lock();
-        if turns.watched.is_none_or(|watched| now < watched) {
-            return (Vec::new(), turns.watched);
-        }
-        let (late, waiting) = turns
-            .waiting
-            .drain(..)
-            .partition(|append| append.write.deadline <= now);
-        turns.waiting = waiting;
-        turns.watched = turns.waiting.iter().map(|append| append.write.deadline).min();
-        (Vec::from(late as VecDeque<_>), turns.watched)
-    }
-
-    /// Nothing waited for it to be opened: should nothing come, it ends as if it held a record since then.
-    pub(crate) fn opened_for_nobody(&self, now: MonotonicTime) {
-        self.inner.lock().empty_since = Some(now);
     }
 
     /// A record was written; `done` is to be called when it is published.
@@ -238,20 +157,13 @@ impl OpenSegment {
     }
 
     /// A write ended without a record; nothing is added behind it any more, unless it was only refused a place in a queue.
-    pub(crate) fn failed(&self, error: &Error, go_on: bool, at_once: bool, now: MonotonicTime) -> Next {
+    pub(crate) fn failed(&self, error: &Error, go_on: bool, at_once: bool) -> Next {
         let mut inner = self.inner.lock();
         inner.closed |= !go_on || (at_once && inner.in_flight == 1);
         if !go_on {
             inner.trouble.get_or_insert_with(|| error.clone());
         }
-        let empty = inner.in_flight == 1 && inner.oldest.is_none();
-        if empty {
-            inner.empty_since = Some(now);
-        }
-        match inner.one_less() {
-            Next::Wait if empty => Next::Begin,
-            next => next,
-        }
+        inner.one_less()
     }
 
     /// Adds nothing any more; whether it can be sealed now.
@@ -267,11 +179,11 @@ impl OpenSegment {
         inner.hurried = Some(inner.hurried.map_or(due, |other| other.min(due)));
     }
 
-    /// When it is to be sealed, if it holds a record (or nobody wants it) and still takes more: `age` after the oldest was
+    /// When it is to be sealed, if it holds a record and still takes more: `age` after the oldest was
     /// written, sooner if somebody waits, and early enough for those that do, whatever the age.
     pub(crate) fn due(&self, age: Duration) -> Option<MonotonicTime> {
         let inner = self.inner.lock();
-        let oldest = inner.oldest.or(inner.empty_since).filter(|_| !inner.closed)?;
+        let oldest = inner.oldest.filter(|_| !inner.closed)?;
         let waiting = inner.members.iter().filter(|member| member.done.is_some());
         let first = waiting.map(|member| member.deadline).min();
         let in_time = first.map(|deadline| oldest.after(deadline.since(oldest) / 4 * 3));
@@ -316,20 +228,6 @@ impl OpenSegment {
             .iter_mut()
             .filter_map(|member| member.done.take())
             .collect()
-    }
-}
-
-impl Turns {
-    /// The write that is under way from now on; `None`, and nobody starts more, while another is, or when none waits.
-    fn next(&mut self) -> Option<Append> {
-        let next = if self.writing {
-            None
-        } else {
-            self.waiting.pop_front()
-        };
-        self.writing |= next.is_some();
-        self.handing = next.is_some();
-        next
     }
 }
 

@@ -131,9 +131,6 @@ impl Segments {
                 done(Err(Error::new(ErrorKind::Timeout, text)));
             }
             next_late.into_iter().for_each(&mut sooner);
-            self.end_late_appends(&open, now)
-                .into_iter()
-                .for_each(&mut sooner);
         }
         next
     }

@@ -1,9 +1,8 @@
 //! Which segments are open, and which of them takes the next record.
 //!
-//! One segment takes records; those before it are being sealed. Where one file alone cannot keep up (the page cache is
-//! filled by one thread at a time for each file), some are open side by side and take [`STRIPE_BYTES`] bytes each in turn, so that
-//! neighbours of a chain still lie together. Room for all of a segment is admitted when it is opened, and what it did not
-//! need is given back when it ended, so an append asks nobody.
+//! One segment takes records; those before it are being sealed. Through the page cache a file is written by one thread at a
+//! time, so a thread that finds all of them busy opens another one, and they are filled side by side. Room for all of a
+//! segment is admitted when it is opened, and what it did not need is given back when it ended, so an append asks nobody.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -22,6 +21,7 @@ use super::index::Known;
 use super::open::{Append, OpenSegment};
 use super::sealing::unsure;
 use super::{SegmentConfig, Segments};
+use crate::backend::{Done, either};
 use crate::posix::Shared;
 use crate::writing::Write;
 
@@ -30,10 +30,8 @@ const SHARE: u64 = 64;
 /// Time that opening or sealing a segment has at least, whatever is left of its records' time.
 pub(super) const LEAST_TIME: Duration = Duration::from_secs(5);
 
-/// Bytes that one segment takes before another one may be in turn.
-const STRIPE_BYTES: u64 = 4 << 20;
 /// Most segments that take records side by side.
-const STRIPES: usize = 4;
+const ABREAST: usize = 4;
 /// Least time between two times that what is open is sealed because somebody waits.
 const SPACING: Duration = Duration::from_millis(50);
 
@@ -43,12 +41,13 @@ pub(crate) struct Writer(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    /// Those that take records, the one in turn last.
+    /// Those that take records, the last written to last.
     open: Vec<Arc<OpenSegment>>,
-    /// One is being opened; these wait for it, none if others are open. Each of them holds a slot, so they are not many.
+    /// One is being opened; these wait for it. Each of them holds a slot, so they are not many.
     opening: Option<Vec<Write>>,
-    /// Bytes that the one in turn took.
-    taken: u64,
+    /// Those that waited and have their place by now, and those that found none; whoever opened the segment writes them.
+    placed: Vec<(Arc<OpenSegment>, Append)>,
+    left: Vec<Write>,
     /// Segments that were opened and have not ended, those that take records too.
     living: Vec<Arc<OpenSegment>>,
     /// What is being opened now is to be closed as soon as it holds what waits for it.
@@ -69,52 +68,54 @@ enum Created {
     NeedsRoom,
 }
 
-/// What an append has to do once the lock is free.
-struct AppendPlan {
-    /// Where the write goes; `None`: it waits for a segment to be opened.
-    into: Option<(Arc<OpenSegment>, Append)>,
-    /// These have no more room.
-    full: Vec<Arc<OpenSegment>>,
-    /// Another one is to be opened.
-    another: bool,
+/// Where a record goes.
+enum Place {
+    /// Into this segment.
+    Into(Arc<OpenSegment>, Append),
+    /// One has to be opened for it; `Err`: all that are open are being written to, and one beside them would be better.
+    Open(Result<Write, Write>),
+    /// It waits for the one that is being opened.
+    Waits,
 }
 
 impl State {
-    fn way(&mut self, mut write: Write, len: u64, abreast: usize) -> AppendPlan {
-        let mut another = false;
-        if self.taken >= STRIPE_BYTES {
-            self.taken = 0;
-            let idlest = (0..self.open.len()).min_by_key(|&at| self.open[at].backlog());
-            if let Some(at) = idlest {
-                let next = self.open.remove(at);
-                another = next.backlog() > 1 && self.open.len() + 1 < abreast && self.opening.is_none();
-                self.open.push(next);
-            }
-        }
+    /// Finds a place for a record of `len` bytes, in a segment that nobody writes to if there is one, and the segments that
+    /// had no more room. `beside`: how many may be open for that.
+    fn place(&mut self, mut write: Write, len: u64, beside: usize) -> (Place, Vec<Arc<OpenSegment>>) {
         let mut full = Vec::new();
-        while let Some(current) = self.open.last() {
-            match current.reserve(write, len) {
+        loop {
+            // The last one written to comes first, so that few are open.
+            let idlest = (0..self.open.len())
+                .rev()
+                .min_by_key(|&at| self.open[at].backlog());
+            let Some(at) = idlest else { break };
+            let open = self.open.remove(at);
+            let busy = open.backlog() > 0;
+            if busy && self.open.len() + 1 < beside && self.opening.is_none() {
+                self.open.push(open);
+                self.opening = Some(Vec::new());
+                return (Place::Open(Err(write)), full);
+            }
+            match open.reserve(write, len) {
                 Ok(append) => {
-                    self.taken += len;
-                    let into = Some((Arc::clone(current), append));
-                    if another {
-                        self.opening = Some(Vec::new());
-                    }
-                    return AppendPlan { into, full, another };
+                    self.open.push(Arc::clone(&open));
+                    return (Place::Into(open, append), full);
                 }
                 Err(again) => {
                     write = again;
-                    full.extend(self.open.pop());
-                    self.taken = 0;
+                    full.push(open);
                 }
             }
         }
-        let another = self.opening.is_none();
-        self.opening.get_or_insert_default().push(write);
-        AppendPlan {
-            into: None,
-            full,
-            another,
+        match &mut self.opening {
+            Some(waiting) => {
+                waiting.push(write);
+                (Place::Waits, full)
+            }
+            None => {
+                self.opening = Some(Vec::new());
+                (Place::Open(Ok(write)), full)
+            }
         }
     }
 
@@ -128,14 +129,14 @@ impl State {
     }
 }
 
-/// How many segments of that room are filled side by side below a root with this limit: where records take turns in each,
-/// as many as are written at once and no more than are a 64th of the limit together.
+/// How many segments of that room are filled side by side below a root with this limit: where one file is written by one
+/// thread at a time, no more than are a 64th of the limit together.
 fn side_by_side(shared: &Shared, limit: u64, room: u64) -> usize {
     if !shared.serializes_writes() {
         return 1;
     }
-    let most = usize::try_from(limit / SHARE / room.max(1)).unwrap_or(STRIPES);
-    shared.io.width(LANE_DUMP).min(STRIPES).min(most).max(1)
+    let most = usize::try_from(limit / SHARE / room.max(1)).unwrap_or(ABREAST);
+    most.clamp(1, ABREAST)
 }
 
 /// Length at which segments are sealed below a root with this limit, bytes, where no record is longer.
@@ -160,28 +161,26 @@ impl Segments {
         room_below(&self.config, self.shared.space.usage().capacity).max(least)
     }
 
-    /// Writes a record, unless it is there.
-    pub(super) fn append(self: &Arc<Self>, write: Write) {
-        let (len, deadline) = (room_of(&write), write.deadline);
-        let abreast = self.abreast(self.room_for(len));
-        let way = self.writer.0.lock().way(write, len, abreast);
-        self.go(way, len, deadline);
+    /// Writes a record into a segment, and opens one for it if need be.
+    pub(super) fn append(self: &Arc<Self>, io: &IoJob, write: Write) {
+        let room = self.room_for(room_of(&write));
+        self.append_into(io, write, self.abreast(room));
     }
 
-    /// Does what a record of `len` bytes takes that has its way.
-    fn go(self: &Arc<Self>, way: AppendPlan, len: u64, deadline: MonotonicTime) {
-        way.full
-            .iter()
+    fn append_into(self: &Arc<Self>, io: &IoJob, write: Write, beside: usize) {
+        let len = room_of(&write);
+        let (place, full) = self.writer.0.lock().place(write, len, beside);
+        full.iter()
             .filter(|full| full.close())
             .for_each(|full| self.seal(full));
-        if way.into.is_none() || way.another {
-            self.seal_notify.notify(); // the timer keeps the deadline of what waits
-        }
-        if way.another {
-            self.open(self.room_for(len), deadline, way.into.is_none());
-        }
-        if let Some((open, append)) = way.into {
-            self.enqueue(&open, append);
+        match place {
+            Place::Into(open, append) => self.write_into(io, &open, append),
+            Place::Waits => self.seal_notify.notify(), // the timer keeps its deadline
+            Place::Open(Ok(write)) => self.open(io, Some(write), self.room_for(len)),
+            Place::Open(Err(write)) => {
+                self.open(io, None, self.room_for(len));
+                self.append_into(io, write, 1);
+            }
         }
     }
 
@@ -198,24 +197,48 @@ impl Segments {
         side_by_side(&self.shared, self.shared.space.usage().capacity, room)
     }
 
-    /// Opens a segment: is the root still ours, is there room, and then the file. With `needed` nothing else takes what is
-    /// to be written; without, only room that is granted already is taken.
-    fn open(self: &Arc<Self>, room: u64, deadline: MonotonicTime, needed: bool) {
-        let deadline = deadline.max(self.shared.clock.now().after(LEAST_TIME));
-        self.begin_open(room, deadline, needed, Room::new(&self.shared.space));
+    /// Opens a segment: is the root still ours, is there room, and then the file. Without a record that needs it only room
+    /// that is granted already is taken.
+    fn open(self: &Arc<Self>, io: &IoJob, write: Option<Write>, room: u64) {
+        let needed = write.is_some();
+        if let Some(write) = write
+            && let Some(waiting) = &mut self.writer.0.lock().opening
+        {
+            waiting.push(write);
+        }
+        let admitted = Room::new(&self.shared.space);
+        let created = self.when_created(room, io.deadline(), &admitted);
+        self.open_with(io, room, needed, admitted, created);
     }
 
-    fn begin_open(self: &Arc<Self>, room: u64, deadline: MonotonicTime, needed: bool, admitted: Arc<Room>) {
-        let (segments, taken) = (Arc::clone(self), Arc::clone(&admitted));
-        let work = move |io: &IoJob| segments.create(io, room, needed, &taken);
-        let segments = Arc::clone(self);
-        let created = move |result: Result<Created>| match result {
+    fn open_with(
+        self: &Arc<Self>,
+        io: &IoJob,
+        room: u64,
+        needed: bool,
+        admitted: Arc<Room>,
+        created: Done<Created>,
+    ) {
+        io.here(|io| self.create(io, room, needed, &admitted), created);
+        self.write_waiting(io);
+    }
+
+    /// What follows once a segment was created, or not.
+    fn when_created(
+        self: &Arc<Self>,
+        room: u64,
+        deadline: MonotonicTime,
+        admitted: &Arc<Room>,
+    ) -> Done<Created> {
+        let (segments, admitted) = (Arc::clone(self), Arc::clone(admitted));
+        Box::new(move |result| match result {
             Ok(Created::File(name)) => segments.opened(segments.begin(name, room, admitted)),
             Ok(Created::Unwanted) => segments.seal_notify.notify(), // whoever waits until nothing is written any more
             Ok(Created::NeedsRoom) => {
                 let held = Arc::clone(&admitted);
+                let deadline = deadline.max(segments.shared.clock.now().after(LEAST_TIME));
                 admitted.make(room, deadline, move |made| match made {
-                    Ok(()) => segments.begin_open(room, deadline, true, held),
+                    Ok(()) => segments.open_later(room, deadline, held),
                     Err(error) => segments.opened(Err(error)),
                 });
             }
@@ -224,8 +247,23 @@ impl Segments {
                 segments.shared.missed(&error);
                 segments.opened(Err(error));
             }
+        })
+    }
+
+    /// Opens the segment for which room was made, on a thread for dumps.
+    fn open_later(self: &Arc<Self>, room: u64, deadline: MonotonicTime, admitted: Arc<Room>) {
+        let (created, unless) = either(self.when_created(room, deadline, &admitted));
+        let segments = Arc::clone(self);
+        let work = move |io: &IoJob| {
+            segments.open_with(io, room, true, admitted, created);
+            Ok(())
         };
-        self.shared.io.job(LANE_DUMP, deadline, work, created);
+        let ended = move |result: Result<()>| {
+            if let Err(error) = result {
+                unless(Err(error));
+            }
+        };
+        self.shared.io.job(LANE_DUMP, deadline, work, ended);
     }
 
     /// Takes a segment into the index whose file was made.
@@ -270,48 +308,63 @@ impl Segments {
         Ok(Created::File(name))
     }
 
-    /// A segment was opened, or not: those that wait for it go on.
+    /// A segment was opened, or not. The first that waits for it has its place there; the others too where it is closed at
+    /// once, else each looks for one that nobody writes to.
     fn opened(self: &Arc<Self>, result: Result<OpenSegment>) {
         let open = result.map(Arc::new);
-        let (now, abreast) = (self.shared.clock.now(), self.abreast(self.room()));
-        let mut ways = Vec::new();
-        let (waiting, hurry) = {
-            let mut state = self.writer.0.lock();
-            let mut waiting = state.opening.take().unwrap_or_default();
-            let hurry = std::mem::take(&mut state.hurry) || state.last && waiting.is_empty();
-            if hurry {
-                state.closed = Some(now);
+        let mut state = self.writer.0.lock();
+        let mut waiting = state.opening.take().unwrap_or_default();
+        let hurry = std::mem::take(&mut state.hurry) || state.last && waiting.is_empty();
+        if hurry {
+            state.closed = Some(self.shared.clock.now());
+        }
+        if let Ok(open) = &open {
+            state.living.push(Arc::clone(open));
+            state.open.push(Arc::clone(open));
+            for write in std::mem::take(&mut waiting) {
+                let len = room_of(&write);
+                let place = if hurry || state.placed.is_empty() {
+                    open.reserve(write, len)
+                } else {
+                    Err(write)
+                };
+                match place {
+                    Ok(append) => state.placed.push((Arc::clone(open), append)),
+                    Err(write) => state.left.push(write),
+                }
             }
-            if let Ok(open) = &open {
-                state.living.push(Arc::clone(open));
-                state.open.push(Arc::clone(open));
-                state.taken = 0;
-                // All at once, so that nothing that comes now gets between neighbours.
-                ways.extend(waiting.drain(..).map(|write| {
-                    let (len, deadline) = (room_of(&write), write.deadline);
-                    (state.way(write, len, abreast), len, deadline)
-                }));
-            }
-            (waiting, hurry)
-        };
+        }
+        drop(state);
         match open {
-            Ok(open) => {
-                if ways.is_empty() {
-                    open.opened_for_nobody(now);
-                    self.seal_notify.notify();
-                }
-                ways.into_iter()
-                    .for_each(|(way, len, deadline)| self.go(way, len, deadline));
-                if hurry {
-                    self.close(&open);
-                }
-            }
-            Err(error) => {
-                waiting
-                    .into_iter()
-                    .for_each(|write| write.end(Err(error.clone())));
-                self.seal_notify.notify();
-            }
+            Ok(open) if hurry => self.close(&open),
+            Ok(_) => {}
+            Err(error) => waiting
+                .into_iter()
+                .for_each(|write| write.end(Err(error.clone()))),
+        }
+        self.seal_notify.notify();
+    }
+
+    /// Writes what waited for a segment: one here, and the others on threads for dumps.
+    fn write_waiting(self: &Arc<Self>, io: &IoJob) {
+        let (placed, left) = {
+            let mut state = self.writer.0.lock();
+            (std::mem::take(&mut state.placed), std::mem::take(&mut state.left))
+        };
+        for write in left {
+            let segments = Arc::clone(self);
+            self.shared
+                .on_a_thread(write, move |io, write| segments.append(io, write));
+        }
+        let mut placed = placed.into_iter();
+        let first = placed.next();
+        for (open, append) in placed {
+            self.write_elsewhere(&open, append);
+        }
+        match first {
+            Some((open, append)) if io.is_wanted() => self.write_into(io, &open, append),
+            Some((open, append)) => self.write_elsewhere(&open, append),
+            None => {}
         }
     }
 
@@ -336,13 +389,6 @@ impl Segments {
     /// The next record goes into another one.
     pub(super) fn leave(&self, open: &Arc<OpenSegment>) {
         let mut state = self.writer.0.lock();
-        if state
-            .open
-            .last()
-            .is_some_and(|current| Arc::ptr_eq(current, open))
-        {
-            state.taken = 0;
-        }
         state.open.retain(|other| !Arc::ptr_eq(other, open));
     }
 
