@@ -16,7 +16,7 @@ use ucm_device::Slot;
 use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::evidence::is_damage;
-use ucm_record::verify_layers;
+use ucm_record::{RecordHeader, verify_layers};
 use ucm_tier::backend::{BlockRead, Part, Parts, ReadDone};
 
 use super::guard::{reason_of, refusal};
@@ -59,6 +59,15 @@ struct Wanted {
     so_far: Option<Failed>,
 }
 
+/// A block whose read begins.
+struct Begun {
+    wanted: Wanted,
+    slot: Slot,
+    request: Request,
+    /// The layers that are wanted, if few.
+    layers: Option<Range<u32>>,
+}
+
 /// A read under way.
 struct Reading {
     id: BlockId,
@@ -87,21 +96,6 @@ enum Failed {
     Refused(MissReason, Option<Error>),
     /// It is not there, or could not be read.
     Unread(Error),
-}
-
-/// What the thread that starts reads does next.
-enum Step {
-    /// Starts this one, of these layers if not of all.
-    Start(Wanted, Slot, Request, Option<Range<u32>>),
-    /// Hands over what it has collected: nothing more can start.
-    HandOver,
-}
-
-/// Reads of one tier that are handed over together.
-#[derive(Default)]
-struct Batch {
-    tier: usize,
-    reads: Vec<TierRead<Reading>>,
 }
 
 impl Wanted {
@@ -160,20 +154,49 @@ impl Core {
         }
     }
 
-    /// Starts waiting reads while slots are free; drops those that nobody waits for any more. One thread pumps at a
-    /// time: a call from inside (an operation that failed at once) or beside has nothing to do, because that thread
-    /// looks again, under the lock, before it stops.
+    /// Starts waiting reads while slots are free, those of one tier together. One thread pumps at a time: a call from inside (an
+    /// operation that failed at once) or beside has nothing to do, because that thread looks again, under the lock, before it
+    /// stops.
     pub(super) fn pump(self: &Arc<Self>) {
         if std::mem::replace(&mut self.reads.lock().pumping, true) {
             return;
         }
-        let mut batch = Batch::default();
-        while let Some(step) = self.next_step(batch.reads.is_empty()) {
-            match step {
-                Step::Start(wanted, slot, request, layers) => {
-                    self.start(wanted, slot, request, layers, &mut batch);
+        loop {
+            let begun = self.take_slots_for_reads();
+            if begun.is_empty() {
+                return;
+            }
+            let mut batches: Vec<(usize, Vec<TierRead<Reading>>)> = Vec::new();
+            for Begun {
+                wanted,
+                slot,
+                request,
+                layers,
+            } in begun
+            {
+                let Wanted { id, from, so_far } = wanted;
+                let Some(tier) = self.tiers.place(id, from, request.number) else {
+                    drop(slot);
+                    self.read_failed(id, request, self.nowhere(id, so_far));
+                    continue;
+                };
+                let reading = Reading {
+                    id,
+                    tier,
+                    layers: layers.filter(|_| self.tiers.reads_parts(tier)),
+                    again: false,
+                    verified: Arc::default(),
+                    request,
+                    so_far,
+                };
+                let read = self.tier_read(reading, slot);
+                match batches.last_mut() {
+                    Some((last, batch)) if *last == tier => batch.push(read),
+                    _ => batches.push((tier, vec![read])),
                 }
-                Step::HandOver => self.hand_over(&mut batch),
+            }
+            for (tier, batch) in batches {
+                self.tiers.read(tier, batch, &self.way_on());
             }
         }
     }
@@ -187,36 +210,36 @@ impl Core {
         }
     }
 
-    /// What comes next; `None` ends the pumping, which is only where nothing collected waits to be handed over.
-    fn next_step(&self, none_collected: bool) -> Option<Step> {
-        let mut reads = self.reads.lock();
-        while let Some(id) = reads.pending.front().map(|wanted| wanted.id) {
-            let waiters = reads.waiters.entry(id).or_default();
+    /// Reads that can begin now, at most a batch of them; none ends the pumping. What nobody waits for any more is dropped.
+    fn take_slots_for_reads(&self) -> Vec<Begun> {
+        let (mut begun, mut reads) = (Vec::new(), self.reads.lock());
+        let reads = &mut *reads;
+        while begun.len() < TOGETHER
+            && let Some(wanted) = reads.pending.pop_front()
+        {
+            let waiters = reads.waiters.entry(wanted.id).or_default();
             waiters.retain(|(task, index)| task.reads(*index));
             let requests = waiters.iter().map(|(task, _)| task.request);
             let Some(request) = requests.max_by_key(|request| request.deadline) else {
-                reads.pending.pop_front();
-                reads.waiters.remove(&id);
+                reads.waiters.remove(&wanted.id);
                 continue;
             };
             let room = reads.running < READS_AT_ONCE;
-            if let Some(slot) = room.then(|| self.slots.try_acquire()).flatten()
-                && let Some(wanted) = reads.pending.pop_front()
-            {
-                reads.running += 1;
-                let layers = reads
-                    .waiters
-                    .get(&id)
-                    .and_then(|waiters| self.few_layers(waiters));
-                return Some(Step::Start(wanted, slot, request, layers));
-            }
-            break;
+            let Some(slot) = room.then(|| self.slots.try_acquire()).flatten() else {
+                reads.pending.push_front(wanted);
+                break;
+            };
+            let layers = self.few_layers(waiters);
+            reads.running += 1;
+            begun.push(Begun {
+                wanted,
+                slot,
+                request,
+                layers,
+            });
         }
-        if none_collected {
-            reads.pumping = false;
-            return None;
-        }
-        Some(Step::HandOver)
+        reads.pumping = !begun.is_empty();
+        begun
     }
 
     /// The layers that all who wait for a block want together, if they are few enough to be read by themselves.
@@ -233,44 +256,10 @@ impl Core {
         (bytes + WORTH.max(whole / 2) <= whole).then_some(all)
     }
 
-    /// Collects a read with others of the same tier.
-    fn start(
-        self: &Arc<Self>,
-        wanted: Wanted,
-        slot: Slot,
-        request: Request,
-        layers: Option<Range<u32>>,
-        batch: &mut Batch,
-    ) {
-        let Wanted { id, from, so_far } = wanted;
-        let Some(tier) = self.tiers.place(id, from, request.number) else {
-            drop(slot);
-            return self.read_failed(id, request, self.nowhere(id, so_far));
-        };
-        if batch.tier != tier || batch.reads.len() >= TOGETHER {
-            self.hand_over(batch);
-        }
-        batch.tier = tier;
-        let reading = Reading {
-            id,
-            tier,
-            layers: layers.filter(|_| self.tiers.reads_parts(tier)),
-            again: false,
-            verified: Arc::default(),
-            request,
-            so_far,
-        };
-        batch.reads.push(self.tier_read(reading, slot));
-    }
-
-    fn hand_over(self: &Arc<Self>, batch: &mut Batch) {
-        if batch.reads.is_empty() {
-            return;
-        }
+    /// Where a block goes that a tier has read, or has not.
+    fn way_on(self: &Arc<Self>) -> Arc<impl Fn(Reading, Result<ReadDone>) + Send + Sync + 'static + use<>> {
         let core = Arc::clone(self);
-        let ended = Arc::new(move |reading, result| core.read_done(reading, result));
-        self.tiers
-            .read(batch.tier, std::mem::take(&mut batch.reads), &ended);
+        Arc::new(move |reading, result| core.load_block(reading, result))
     }
 
     /// What a tier is asked for.
@@ -382,38 +371,19 @@ impl Core {
         taken.filter(|(_, _, taken)| !taken.is_empty()).collect()
     }
 
-    /// The way of a block on the thread that has read it: verify, scatter, report, promote. What is damaged is read again, what
-    /// cannot be had here is asked of the next tier.
-    fn read_done(self: &Arc<Self>, reading: Reading, result: Result<ReadDone>) {
-        let verified = reading.verified.load(Ordering::Acquire);
-        let judged = result.map(|read| {
-            let judged = match &reading.layers {
-                Some(layers) => self.verify_layers(reading.id, &read, layers, verified),
-                None => self.verify(reading.id, &read, verified),
-            };
-            (read, judged)
-        });
-        match judged {
-            Ok((read, Ok(header))) => self.arrived(reading, read, header.meta.ordinal),
-            Ok((read, Err(reason))) if is_damage(reason) && !reading.again => {
-                self.read_again(reading, read.slot);
+    /// The way of a block on the thread that has read it: verify, scatter, report, promote.
+    fn load_block(self: &Arc<Self>, reading: Reading, result: Result<ReadDone>) {
+        let (read, header) = match self.verified(&reading, result) {
+            Ok(sound) => sound,
+            Err((Failed::Refused(reason, _), Some(slot))) if is_damage(reason) && !reading.again => {
+                return self.read_again(reading, slot);
             }
-            Ok((read, Err(reason))) => {
-                self.ask_below(reading, Failed::Refused(reason, None), Some(read.slot))
-            }
-            Err(error) if error.kind() == ErrorKind::Foreign => {
-                self.ask_below(reading, Failed::Refused(MissReason::IoError, Some(error)), None);
-            }
-            Err(error) => self.ask_below(reading, Failed::Unread(error), None),
-        }
-    }
-
-    /// A block is sound in its slot: what did not go to the device before goes there now.
-    fn arrived(self: &Arc<Self>, reading: Reading, read: ReadDone, ordinal: u32) {
+            Err((failed, slot)) => return self.ask_below(reading, failed, slot),
+        };
         let (id, tier) = (reading.id, reading.tier);
         let waiters = self.end_read(id, None, reading.layers.as_ref());
         let scattered = |(task, index): &(Arc<LoadTask>, usize)| {
-            let taken = task.take(*index, |_| true);
+            let taken = task.take(*index, |_| true); // what did not go to the device before
             !taken.is_empty() && self.scatter(task, *index, &taken, read.slot.as_slice(), tier)
         };
         let over: Vec<_> = waiters.into_iter().filter(scattered).collect();
@@ -421,9 +391,31 @@ impl Core {
         let kept = (reading.layers.is_none() && self.tiers.is_kept_above(tier)).then_some(read);
         over.iter().for_each(|(task, _)| self.report(task));
         if let Some(ReadDone { slot, read, .. }) = kept {
-            self.tiers.promote(tier, id, &slot.as_slice()[..read], ordinal);
+            let record = &slot.as_slice()[..read];
+            self.tiers.promote(tier, id, record, header.meta.ordinal);
         }
         self.pump(); // one read less is running
+    }
+
+    /// What was read, if it is sound; or why not, and its slot.
+    fn verified(
+        &self,
+        reading: &Reading,
+        result: Result<ReadDone>,
+    ) -> Result<(ReadDone, RecordHeader), (Failed, Option<Slot>)> {
+        let read = result.map_err(|error| match error.kind() {
+            ErrorKind::Foreign => (Failed::Refused(MissReason::IoError, Some(error)), None),
+            _ => (Failed::Unread(error), None),
+        })?;
+        let before = reading.verified.load(Ordering::Acquire);
+        let judged = match &reading.layers {
+            Some(layers) => self.verify_layers(reading.id, &read, layers, before),
+            None => self.verify(reading.id, &read, before),
+        };
+        match judged {
+            Ok(header) => Ok((read, header)),
+            Err(reason) => Err((Failed::Refused(reason, None), Some(read.slot))),
+        }
     }
 
     /// The medium or the way from it? A second read past every cache tells.
@@ -435,11 +427,9 @@ impl Core {
             verified: Arc::default(),
             ..reading
         };
-        let mut batch = Batch {
-            tier: again.tier,
-            reads: vec![self.tier_read(again, slot)],
-        };
-        self.hand_over(&mut batch);
+        let tier = again.tier;
+        let read = self.tier_read(again, slot);
+        self.tiers.read(tier, vec![read], &self.way_on());
     }
 
     /// A copy could not be had: the next tier is asked, with the next slot that is free, or those who wait are told.

@@ -68,23 +68,13 @@ impl Tiers {
             }
         }
         self.loading.fetch_add(begun.len(), Ordering::AcqRel);
-        self.begin(number, begun, ended);
-    }
-
-    /// Begins what can be read now; the rest waits, on no thread, until the medium has looked for it.
-    fn begin<R: Send + 'static>(
-        self: &Arc<Self>,
-        number: usize,
-        reads: Vec<TierRead<R>>,
-        ended: &Arc<impl Fn(R, Result<ReadDone>) + Send + Sync + 'static>,
-    ) {
-        let unknown = self.begin_known(number, reads, false, ended);
+        let unknown = self.begin(number, begun, false, ended);
         self.look_for(number, unknown, ended);
     }
 
     /// Begins what can be read now, run by run, and gives back what the medium does not know. `looked`: there is no other
     /// look for what is begun here.
-    fn begin_known<R: Send + 'static>(
+    fn begin<R: Send + 'static>(
         self: &Arc<Self>,
         number: usize,
         mut reads: Vec<TierRead<R>>,
@@ -119,11 +109,10 @@ impl Tiers {
         mut reads: Vec<TierRead<R>>,
         ended: &Arc<impl Fn(R, Result<ReadDone>) + Send + Sync + 'static>,
     ) {
+        let gone = || Error::new(ErrorKind::NotFound, "the record is not there any more");
         let again = reads.extract_if(.., |one| one.read.looked).collect::<Vec<_>>();
         for one in again {
-            // It was looked for, and went once more.
-            let gone = Error::new(ErrorKind::NotFound, "the record is not there any more");
-            self.read_ended(number, one, Err(gone), ended);
+            self.read_ended(number, one, Err(gone()), ended); // it was looked for, and went once more
         }
         reads.sort_by_key(|one| one.read.deadline);
         self.awaiting_look.fetch_add(reads.len(), Ordering::AcqRel);
@@ -132,16 +121,12 @@ impl Tiers {
             let (tiers, ended) = (Arc::clone(self), Arc::clone(ended));
             let looked = move |result: Result<()>| {
                 tiers.awaiting_look.fetch_sub(alike.len(), Ordering::AcqRel);
-                match result {
-                    Ok(()) => {
-                        alike.iter_mut().for_each(|one| one.read.looked = true);
-                        tiers.begin(number, alike, &ended);
-                    }
-                    Err(error) => {
-                        for one in tiers.begin_known(number, alike, true, &ended) {
-                            tiers.read_ended(number, one, Err(error.clone()), &ended);
-                        }
-                    }
+                if result.is_ok() {
+                    alike.iter_mut().for_each(|one| one.read.looked = true);
+                }
+                for one in tiers.begin(number, alike, true, &ended) {
+                    let error = result.clone().err().unwrap_or_else(gone);
+                    tiers.read_ended(number, one, Err(error), &ended);
                 }
             };
             self.tiers[number].backend.look(deadline, Box::new(looked));
