@@ -70,7 +70,7 @@ test: test-rust loom test-wheel test-kinds test-py ## everything this machine ca
 .PHONY: test-rust
 # Suites that say of every test what store it needs (crates/ucm-store/tests/common/over.rs), and what they run over:
 # layout, what stands above. The first run below is over file,none; the other columns are for test-long.
-SUITES := rules first_failure ends audit paranoid verifying trust quarantine health lost_roots room model
+SUITES := rules first_failure ends transfer audit paranoid verifying trust quarantine health lost_roots room model
 COLUMNS := segment,none file,memory
 MORE_COLUMNS := segment,memory file,map
 SKIPPED := build/skipped-tests.txt

@@ -93,6 +93,7 @@ fn contest(dtype: DType, numbers: &[u8], blocks: usize) -> Result<[f64; 3]> {
     let config = CompressConfig {
         record: record.clone(),
         identity: identity.clone(),
+        writer: 1,
         part: Part::default(),
         io: IoPool::psync(false, &IoOptions::with_workers(2))?,
     };
@@ -143,7 +144,7 @@ fn contest(dtype: DType, numbers: &[u8], blocks: usize) -> Result<[f64; 3]> {
             layout: &record,
         };
         verify(&read.slot.as_slice()[..read.read], read.stored_len, &expect)
-            .map_err(|reason| format!("what came back is {}", reason.name()))?;
+            .map_err(|refusal| format!("what came back: {refusal}"))?;
     }
     let told = stage.stats().compression.ok_or("no figures")?;
     stage.close(Duration::from_secs(10));

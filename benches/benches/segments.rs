@@ -276,9 +276,7 @@ impl Bench {
                         layout: &record,
                     };
                     let judged = verify(&read.slot.as_slice()[..read.read], read.stored_len, &expect);
-                    judged
-                        .map(|_| ())
-                        .map_err(|reason| ucm_core::Error::internal(reason.name()))
+                    judged.map(|_| ()).map_err(ucm_core::Error::from)
                 }));
             };
             let (backend, deadline) = (Arc::clone(&self.backend), self.deadline());

@@ -209,8 +209,8 @@ class Store:
     def stats(self) -> str:
         """Counters, gauges and histograms as JSON text."""
 
-    def events(self) -> list[tuple[bool, str]]:
-        """Messages for the log since the last call: (is a warning, text)."""
+    def take_log(self) -> list[tuple[int, str, dict[str, str]]]:
+        """What the core logged for this store since the last call: (level of ``logging``, message, fields)."""
 
     def close(self) -> None:
         """Ends the store; repeatable."""

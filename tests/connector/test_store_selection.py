@@ -268,6 +268,13 @@ def test_memory_is_divided_among_the_ranks_of_one_host(
         assert (one.config["processes"], one.config["scheduler_elsewhere"]) == (processes, several_hosts)
 
 
+def test_a_store_of_the_core_is_told_the_platform() -> None:
+    keys = {"ucm_connector_name": "UcmPosixStore", "storage_backends": "/d"}
+    for written, told in (({}, None), ({"platform": "simu"}, "host"), ({"platform": "cuda"}, "cuda")):
+        (one,) = stores_of(load(keys | written, {}), 1)
+        assert one.config.get("platform") == told
+
+
 # Real stores ------------------------------------------------------------------------------------------------
 
 

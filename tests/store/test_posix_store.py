@@ -430,3 +430,15 @@ def test_keys_name_tokens_and_all_before_them(store: UcmPosixStore) -> None:
     store.wait(store.dump_data(one, [0, 0], memory.rows(0, 1)))
     assert store.lookup_on_prefix(one) == 1
     assert store.lookup_on_prefix(other) == -1
+
+
+def test_a_platform_that_is_not_built_is_refused_with_those_that_are(opened: Open) -> None:
+    with pytest.raises(ConfigError, match="cuda.*known=host"):
+        opened(platform="cuda")
+    for same in ("host", "simu", "CPU"):
+        store = opened(platform=same)
+        source, target = Memory(1), Memory(1, fill=0)
+        store.wait(store.dump_data(ids(1), [0], source.rows(0)))
+        store.wait(store.load_data(ids(1), [0], target.rows(0)))
+        assert target.equals(source, 0)
+        store.close()

@@ -7,6 +7,7 @@ import logging
 import math
 import multiprocessing
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,46 @@ def test_the_start_says_what_is_used(config: dict[str, Any], caplog: pytest.LogC
     first = caplog.messages[0]
     for words in ("16 I/O threads", "buffered I/O", "staging slots of 8192 bytes", f"{1 << 30} bytes"):
         assert words in first
+
+
+def test_a_line_of_the_core_carries_what_it_is_about(
+    config: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    in_the_way = str(tmp_path / "file")
+    with caplog.at_level(logging.INFO, logger="ucm.store.posix"):
+        store = UcmPosixStore(config | {"storage_backends": [in_the_way]})
+        other = UcmPosixStore(config)
+        lines = [(record.getMessage(), record.levelno, vars(record)["fields"]) for record in caplog.records]
+        store.close()
+        other.close()
+    (off, level, fields), (opened, _, _) = lines
+    assert off.startswith(f"{in_the_way}: posix is switched off")
+    assert (level, fields["tier"], set(fields)) == (logging.WARNING, "posix", {"tier", "error"})
+    assert store.trouble() in off
+    assert opened.startswith(f"{config['storage_backends']}: open: ")
+    assert other.trouble() == ""
+
+
+def _says_in_a_child(config: dict[str, Any], answer: Any) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("ucm.store.posix")
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    UcmPosixStore(config).close()
+    answer.send(said)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_store_of_a_forked_child_says_what_it_uses(store: UcmPosixStore, config: dict[str, Any]) -> None:
+    receive, send = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_says_in_a_child, args=(config, send))
+    child.start()
+    assert receive.poll(60)
+    assert ": open: " in receive.recv()[0]
+    child.join(60)
 
 
 def test_what_is_written_past_the_page_cache_is_read_back(config: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ class Faults:
     ``hold-lookup``, ``hold-load``, ``hold-dump``: while the file is there, the operation does not go on; a number in
     it is a deadline in seconds after which the operation fails. ``fail-lookup``, ``fail-load``, ``fail-dump``: it
     fails, for all blocks or for the ids (hex, one a line) in the file; a line ``rank=N`` fails that tensor rank's.
-    ``busy-dump``: refused at once.
+    ``busy-dump``: refused at once, always or as often as a number in the file says.
     """
 
     def __init__(self, control: Path) -> None:
@@ -154,7 +154,12 @@ class FaultStore(UcmKVStoreBaseV1):
     def dump_data(
         self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Addresses, prerequisite_handle: int = 0
     ) -> Task:
-        if self._faults.active("busy-dump") is not None:
+        busy = self._faults.active("busy-dump")
+        if busy is not None:
+            if busy == "1":
+                self._faults.clear("busy-dump")
+            elif busy:
+                self._faults.set("busy-dump", str(int(busy) - 1))
             self._faults.say("busy", block_ids, self._rank)
             raise BusyError("the test made this dump be refused")
         rows = (list(block_ids), list(shard_index), addrs.copy())

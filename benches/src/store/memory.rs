@@ -84,6 +84,7 @@ impl Stock {
                     .map(|at| span(at, tensor))
                     .collect(),
             ),
+            ready: None,
         };
         ids.iter().zip(memory).map(row).collect()
     }

@@ -246,7 +246,7 @@ impl Rig {
                 let judged = result.and_then(|read| {
                     let bytes = &read.slot.as_slice()[..read.read];
                     match judge.then(|| verify(bytes, read.stored_len, &shape.expect(id))) {
-                        Some(Err(reason)) => Err(ucm_core::Error::internal(reason.name())),
+                        Some(Err(refusal)) => Err(refusal.into()),
                         _ if bytes.len() == shape.layout.record_len() => Ok(read.slot),
                         _ => Err(ucm_core::Error::internal("a record is short")),
                     }

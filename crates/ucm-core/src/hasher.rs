@@ -186,7 +186,9 @@ impl BlockHasher {
             }
         };
         if tail.len() > limits::MAX_TOKENS_PER_CALL {
-            return Err(Error::invalid("too many tokens in one call").with("tokens", tail.len()));
+            return Err(Error::invalid("too many tokens in one call")
+                .with("tokens", tail.len())
+                .with("most", limits::MAX_TOKENS_PER_CALL));
         }
         let blocks = tail.len() / self.block_size;
         let extra = self.frames(extra, start, start.saturating_add(blocks))?;
@@ -223,7 +225,9 @@ impl BlockHasher {
     /// The frames of the blocks in `first..end`, checked and in the order they are hashed.
     fn frames<'a>(&self, extra: &[ExtraKey<'a>], first: usize, end: usize) -> Result<Vec<ExtraKey<'a>>> {
         if extra.len() > limits::MAX_EXTRA_KEYS {
-            return Err(Error::invalid("too many extra keys in one call").with("extra", extra.len()));
+            return Err(Error::invalid("too many extra keys in one call")
+                .with("extra", extra.len())
+                .with("most", limits::MAX_EXTRA_KEYS));
         }
         let long = |key: &&ExtraKey<'_>| key.bytes.len() > limits::MAX_EXTRA_KEY_BYTES;
         if let Some(key) = extra.iter().find(long) {

@@ -8,6 +8,7 @@ use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 
 use ucm_core::{Error, Result};
 
+use crate::device::Landed;
 use crate::span::{DeviceSpan, Piece};
 
 /// Checks pairs of a batch copy: sound spans, equal lengths.
@@ -59,10 +60,10 @@ pub(crate) fn batch(pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()> {
     Ok(())
 }
 
-/// Device pieces into the host buffer.
-pub(crate) fn gather(src: &[Piece], dst: &mut [u8]) -> Result<()> {
+/// Device pieces into the host buffer, each told of at once.
+pub(crate) fn gather(src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()> {
     check_pieces(src, dst.len())?;
-    for piece in src {
+    for (piece, count) in src.iter().zip(1..) {
         let to = &mut dst[piece.at..piece.at + piece.span.len() as usize];
         // SAFETY: the maker of the span promised that it can be read until this operation ends; `to` is a slice of
         // exactly that length; `copy` allows overlap, should the span name memory of the same arena.
@@ -73,6 +74,7 @@ pub(crate) fn gather(src: &[Piece], dst: &mut [u8]) -> Result<()> {
                 to.len(),
             );
         }
+        landed(dst, count);
     }
     Ok(())
 }

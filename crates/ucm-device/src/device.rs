@@ -11,13 +11,16 @@ use ucm_infra::MonotonicTime;
 
 use crate::arena::{ArenaOptions, HostArena};
 use crate::slots::HostBuf;
-use crate::span::{DeviceSpan, Piece, end_to_end};
+use crate::span::{DeviceSpan, Piece};
 
 /// Called once with the outcome of an asynchronous copy between device pieces; must not block.
 pub type CopyDone = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// Called once with the host buffer of an asynchronous gather or scatter and its outcome; must not block.
 pub type HostDone = Box<dyn FnOnce(HostBuf, Result<()>) + Send>;
+
+/// Called while a gather goes on, with the host buffer and how many of its pieces, from the first on, are in it.
+pub type Landed<'a> = dyn FnMut(&mut [u8], usize) + 'a;
 
 /// A kind of memory that KV lives in.
 pub trait Device: Send + Sync {
@@ -29,15 +32,21 @@ pub trait Device: Send + Sync {
 
     /// Host memory that this device copies to and from at full speed.
     fn make_arena(&self, bytes: usize, options: ArenaOptions) -> Result<Arc<HostArena>>;
+
+    /// An event that is done once somebody [records](Event::record) it.
+    fn make_event(&self) -> Result<Arc<dyn Event>>;
 }
 
-/// A point in a stream: done when everything submitted before it has ended.
+/// A point in time on a device: of a stream, done when everything submitted before it has ended, or of whoever records it.
 pub trait Event: Any + Send + Sync {
     /// Whether it is done. Never waits.
     fn done(&self) -> bool;
 
     /// Waits until it is done; `Timeout` when `deadline` comes first (`None`: for ever).
     fn wait(&self, deadline: Option<MonotonicTime>) -> Result<()>;
+
+    /// Makes it done, because what it stands for has ended. Never waits.
+    fn record(&self);
 }
 
 /// An ordered queue of copies.
@@ -52,23 +61,14 @@ pub trait Stream: Send {
     /// Copies many pieces (source, destination). No pair may write what another reads or writes.
     fn batch(&mut self, pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()>;
 
-    /// Many device pieces into one host buffer, end to end; together they must be exactly as long as `dst`.
-    fn gather(&mut self, src: &[DeviceSpan], dst: &mut [u8]) -> Result<()> {
-        fits(src, dst.len())?;
-        self.gather_pieces(&end_to_end(0, src), dst)
-    }
+    /// Many device pieces into one host buffer, each at its own offset; the bytes between them are left alone. All
+    /// pieces of a block come in one call, so that neighbours can be moved at once and small pieces by way of one staged
+    /// transfer. Where it has them in order while others are still to come, the device says so to `landed`, as often as it
+    /// sees fit: what is made of them (a checksum) is made while they are in the processor's caches.
+    fn gather(&mut self, src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()>;
 
-    /// One host buffer into many device pieces, end to end; together they must be exactly as long as `src`.
-    fn scatter(&mut self, src: &[u8], dst: &[DeviceSpan]) -> Result<()> {
-        fits(dst, src.len())?;
-        self.scatter_pieces(src, &end_to_end(0, dst))
-    }
-
-    /// Many device pieces into one host buffer, each at its own offset; the bytes between them are left alone.
-    fn gather_pieces(&mut self, src: &[Piece], dst: &mut [u8]) -> Result<()>;
-
-    /// One host buffer into many device pieces, each from its own offset.
-    fn scatter_pieces(&mut self, src: &[u8], dst: &[Piece]) -> Result<()>;
+    /// One host buffer into many device pieces, each from its own offset; in one call as for [`Stream::gather`].
+    fn scatter(&mut self, src: &[u8], dst: &[Piece]) -> Result<()>;
 
     /// As [`Stream::copy`], without waiting. `done` is called exactly once, with `Busy` when the stream's queue is full.
     fn copy_async(&mut self, src: DeviceSpan, dst: DeviceSpan, done: CopyDone) {
@@ -78,11 +78,11 @@ pub trait Stream: Send {
     /// As [`Stream::batch`], without waiting; `done` as in [`Stream::copy_async`].
     fn batch_async(&mut self, pairs: Vec<(DeviceSpan, DeviceSpan)>, done: CopyDone);
 
-    /// As [`Stream::gather_pieces`], without waiting. The operation owns `dst` and gives it to `done`, which is called
+    /// As [`Stream::gather`], without waiting. The operation owns `dst` and gives it to `done`, which is called
     /// exactly once, with `Busy` when the stream's queue is full.
     fn gather_async(&mut self, src: Vec<Piece>, dst: HostBuf, done: HostDone);
 
-    /// As [`Stream::scatter_pieces`], without waiting; `src` and `done` as in [`Stream::gather_async`].
+    /// As [`Stream::scatter`], without waiting; `src` and `done` as in [`Stream::gather_async`].
     fn scatter_async(&mut self, src: HostBuf, dst: Vec<Piece>, done: HostDone);
 
     /// Calls `call` when everything submitted before has ended. It must not block. `Busy` when the queue is full; then
@@ -92,28 +92,11 @@ pub trait Stream: Send {
     /// An event at this point of the stream. `Busy` when the queue is full.
     fn record(&mut self) -> Result<Arc<dyn Event>>;
 
-    /// Lets everything submitted later start only when `event` is done. `Busy` when the queue is full, `Unsupported` for
+    /// Lets everything submitted later start only when `event` is done; never waits itself. Where the event is not done by
+    /// `deadline`, no later copy moves a byte: each fails with `Timeout`. `Busy` when the queue is full, `Unsupported` for
     /// an event of a device this one cannot wait for.
-    fn wait_event(&mut self, event: Arc<dyn Event>) -> Result<()>;
+    fn wait_event(&mut self, event: Arc<dyn Event>, deadline: MonotonicTime) -> Result<()>;
 
     /// Waits until everything submitted has ended; `Timeout` when `deadline` comes first (`None`: for ever).
     fn synchronize(&mut self, deadline: Option<MonotonicTime>) -> Result<()>;
-}
-
-/// Checks that the spans are together exactly as long as the host buffer.
-fn fits(spans: &[DeviceSpan], host: usize) -> Result<()> {
-    let total = spans
-        .iter()
-        .try_fold(0u64, |sum, span| sum.checked_add(span.len()));
-    if total == Some(host as u64) {
-        return Ok(());
-    }
-    Err(
-        ucm_core::Error::invalid("device pieces and host buffer differ in length")
-            .with(
-                "pieces",
-                total.map_or_else(|| "too long".to_owned(), |n| n.to_string()),
-            )
-            .with("host", host),
-    )
 }

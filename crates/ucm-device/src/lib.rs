@@ -7,6 +7,7 @@ mod arena;
 mod copy;
 mod crc;
 mod device;
+mod devices;
 mod host;
 mod kv;
 mod machine;
@@ -16,7 +17,8 @@ mod span;
 
 pub use arena::{ArenaOptions, HostArena, HugePages, Paging};
 pub use crc::crc32c;
-pub use device::{CopyDone, Device, Event, HostDone, Stream};
+pub use device::{CopyDone, Device, Event, HostDone, Landed, Stream};
+pub use devices::{DEFAULT_DEVICE, open_device};
 pub use host::{HostDevice, HostDeviceOptions};
 pub use kv::{KvLayout, KvPiece};
 pub use machine::MachineMemory;
@@ -24,4 +26,4 @@ pub use region::{
     OwnFd, Pinned, RegionOptions, RegionView, Registry, Scan, SharedRegion, Wanted, WriteLease,
 };
 pub use slots::{HostBuf, Slot, SlotPool};
-pub use span::{DeviceSpan, Piece, end_to_end};
+pub use span::{DeviceSpan, Piece};

@@ -75,19 +75,6 @@ pub struct Piece {
     pub span: DeviceSpan,
 }
 
-/// Pieces that lie one after the other in the host buffer, the first at `at`.
-pub fn end_to_end(at: usize, spans: &[DeviceSpan]) -> Vec<Piece> {
-    let mut at = at;
-    spans
-        .iter()
-        .map(|&span| {
-            let piece = Piece { at, span };
-            at = at.saturating_add(usize::try_from(span.len()).unwrap_or(usize::MAX));
-            piece
-        })
-        .collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -116,13 +103,5 @@ mod tests {
         assert!(null.check().is_err());
         assert!(wraps.check().is_err());
         assert!(empty.check().is_ok());
-    }
-
-    #[test]
-    fn end_to_end_places_each_piece_after_the_one_before() {
-        // SAFETY: the spans are never read or written.
-        let spans = unsafe { [DeviceSpan::new(8, 3), DeviceSpan::new(80, 5)] };
-        let at: Vec<_> = end_to_end(10, &spans).iter().map(|p| p.at).collect();
-        assert_eq!(at, [10, 13]);
     }
 }

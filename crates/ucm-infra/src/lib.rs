@@ -7,6 +7,7 @@
 //! * [`Completion`]: one result, waited for by many;
 //! * [`SpscRing`]: a bounded ring between two threads, whose ends spin, yield, then park;
 //! * [`IdSet`]: a concurrent set;
+//! * [`log`]: what the core logs, until somebody takes it to the log;
 //! * [`random_u64`]: a number that no other process has;
 //! * [`seqlock`]: bytes that one process writes while others read them, without a lock;
 //! * [`LoadState`]: the states of the blocks of one load, so that no byte arrives late and the end is told once.
@@ -32,6 +33,8 @@ mod ids;
 #[cfg(not(loom))]
 mod lanes;
 mod load_state;
+#[cfg(not(loom))]
+pub mod log;
 mod notify;
 #[cfg(not(loom))]
 mod pool;

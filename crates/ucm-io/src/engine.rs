@@ -1,15 +1,27 @@
 //! The seam between a backend and files: what does one operation.
 
-use std::path::PathBuf;
+use std::ffi::OsString;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ucm_core::Result;
 
 use crate::fd_cache::KeptFile;
-use crate::op::{IoDone, IoOp};
+use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, SpaceInfo};
+use crate::probe::Probe;
 
 /// Whether the result of an operation is still wanted; asked between its steps and before what cannot be undone.
 pub type StillWanted<'a> = &'a dyn Fn() -> bool;
+
+/// Who asks for an operation.
+#[derive(Clone, Copy)]
+pub struct Caller<'a> {
+    /// The lane of the job: 0 load, 1 prefetch and lookup, 2 dump, 3 space.
+    pub lane: usize,
+    /// Whether anybody waits for it.
+    pub wanted: StillWanted<'a>,
+}
 
 /// Which of the descriptors that are kept ([`IoJob::read_into`](crate::IoJob::read_into)) are closed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -26,11 +38,67 @@ pub enum Close<'a> {
 #[derive(Default)]
 pub struct Closed(pub(crate) Vec<Arc<KeptFile>>);
 
-/// Does operations on files, each to its end on the thread that calls.
+/// Does operations on files, each to its end on the thread that calls. What is no longer wanted gets no name and is removed
+/// nowhere: it fails with `Timeout`. The methods of [`IoJob`](crate::IoJob) say what each does and answers.
+#[allow(missing_docs, reason = "the methods of the same names of IoJob say it")]
 pub trait IoEngine: Send + Sync {
-    /// Does `op` for whoever asks in that lane (0 load, 1 prefetch and lookup, 2 dump, 3 space). What is no longer wanted
-    /// gets no name and is removed nowhere: it fails with `Timeout`.
-    fn run(&self, lane: usize, op: &mut IoOp<'_>, wanted: StillWanted<'_>) -> Result<IoDone>;
+    fn read(
+        &self,
+        by: &Caller<'_>,
+        path: &Path,
+        offset: u64,
+        len: usize,
+        buf: &mut [u8],
+        mode: ReadMode,
+    ) -> Result<Read>;
+
+    fn read_into(
+        &self,
+        by: &Caller<'_>,
+        path: &Path,
+        offset: u64,
+        into: &mut [(&mut [u8], usize)],
+        keep: bool,
+    ) -> Result<usize>;
+
+    fn read_parts(
+        &self,
+        by: &Caller<'_>,
+        path: &Path,
+        offset: u64,
+        parts: &[Range<usize>],
+        buf: &mut [u8],
+        keep: bool,
+    ) -> Result<usize>;
+
+    fn publish(&self, by: &Caller<'_>, publish: &Publish<'_>) -> Result<Option<FileMeta>>;
+
+    fn create(&self, by: &Caller<'_>, path: &Path, head: &[u8], room: u64, mode: u32) -> Result<()>;
+
+    fn write_at(&self, by: &Caller<'_>, path: &Path, offset: u64, bytes: &[u8]) -> Result<()>;
+
+    fn finish(&self, by: &Caller<'_>, finish: &Finish<'_>) -> Result<FileMeta>;
+
+    fn stat(
+        &self,
+        by: &Caller<'_>,
+        paths: &[PathBuf],
+        stop_at_missing: bool,
+    ) -> Result<Vec<Option<FileMeta>>>;
+
+    fn touch(&self, by: &Caller<'_>, files: &[(PathBuf, i64)]) -> Result<Vec<Result<bool>>>;
+
+    fn remove(&self, by: &Caller<'_>, paths: &[PathBuf]) -> Result<Vec<Result<bool>>>;
+
+    fn rename(&self, by: &Caller<'_>, from: &Path, to: &Path, ino: u64) -> Result<bool>;
+
+    fn list(&self, by: &Caller<'_>, dir: &Path) -> Result<Vec<(OsString, FileMeta)>>;
+
+    fn make_dir(&self, by: &Caller<'_>, path: &Path, mode: u32) -> Result<bool>;
+
+    fn space(&self, by: &Caller<'_>, path: &Path) -> Result<SpaceInfo>;
+
+    fn probe(&self, by: &Caller<'_>, dir: &Path) -> Result<Probe>;
 
     /// Keeps these descriptors no longer. Never blocks.
     fn close(&self, _which: Close<'_>) -> Closed {

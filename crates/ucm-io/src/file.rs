@@ -12,7 +12,7 @@ use crate::bounce_buffer::BounceBuffer;
 use crate::engine::StillWanted;
 use crate::fd_cache::FdCache;
 use crate::meta::{failed, is_absent, set_mtime, stat_one, to_meta};
-use crate::op::{FileMeta, Publish, ReadMode};
+use crate::op::{FileMeta, Publish, Read, ReadMode};
 use crate::probe::{Stated, stated_align};
 use crate::sys::{File, SECTOR, read_full, retry, write_full};
 use crate::writeback::WritebackThrottle;
@@ -69,7 +69,7 @@ impl Files {
         len: usize,
         buf: &mut [u8],
         mode: ReadMode,
-    ) -> Result<(usize, u64)> {
+    ) -> Result<Read> {
         let room = buf.len();
         check_read(path, offset, len, room)?;
         let fresh = mode == ReadMode::FreshDirect;
@@ -100,7 +100,10 @@ impl Files {
             read_full(&mut file, &mut buf[..ask], offset, len).map_err(fail)?
         };
         self.note(&file, meta.dev, fresh || self.direct);
-        Ok((read.min(len), meta.len))
+        Ok(Read {
+            bytes: read.min(len),
+            file_len: meta.len,
+        })
     }
 
     pub(crate) fn publish(&self, job: &Publish<'_>, wanted: StillWanted<'_>) -> Result<Option<FileMeta>> {

@@ -8,18 +8,9 @@ use std::sync::Arc;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime, Ticket};
 
-use crate::engine::IoEngine;
-use crate::op::{FileMeta, Finish, IoDone, IoOp, Publish, ReadMode, SpaceInfo};
+use crate::engine::{Caller, IoEngine};
+use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, SpaceInfo};
 use crate::probe::Probe;
-
-/// What a read brought.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Read {
-    /// Bytes in the buffer; fewer than asked for only at the end of the file.
-    pub bytes: usize,
-    /// Length of the whole file when it was opened.
-    pub file_len: u64,
-}
 
 /// Straight-line code on one thread, as the files see it. Everything is done on the thread that calls; nothing more is done
 /// once nobody waits for the job, and then everything fails with `Timeout`.
@@ -82,26 +73,21 @@ impl IoJob {
         }
     }
 
-    fn run(&self, mut op: IoOp<'_>) -> Result<IoDone> {
+    /// Asks the engine for one operation.
+    fn run<T>(&self, op: impl FnOnce(&dyn IoEngine, &Caller<'_>) -> Result<T>) -> Result<T> {
         self.still_wanted()?;
-        self.engine.run(self.lane, &mut op, &|| self.is_wanted())
+        let by = Caller {
+            lane: self.lane,
+            wanted: &|| self.is_wanted(),
+        };
+        op(&*self.engine, &by)
     }
 
     /// Reads `len` bytes at `offset` into the start of `buf`. The last name of `path` must not be a symbolic link. Past the
     /// page cache where the engine is set up so and `buf` begins on a page, as slots do; what `buf` has room for behind
     /// `len` may be filled up to a whole sector then.
     pub fn read(&self, path: &Path, offset: u64, len: usize, buf: &mut [u8], mode: ReadMode) -> Result<Read> {
-        let op = IoOp::Read {
-            path,
-            offset,
-            len,
-            buf,
-            mode,
-        };
-        match self.run(op)? {
-            IoDone::Read(bytes, file_len) => Ok(Read { bytes, file_len }),
-            other => Err(unexpected(&other)),
-        }
+        self.run(|io, by| io.read(by, path, offset, len, buf, mode))
     }
 
     /// Reads one stretch of a file into several buffers: so many bytes for the first from `offset` on, for the next what
@@ -112,19 +98,10 @@ impl IoJob {
         &self,
         path: &Path,
         offset: u64,
-        into: Vec<(&mut [u8], usize)>,
+        mut into: Vec<(&mut [u8], usize)>,
         keep: bool,
     ) -> Result<usize> {
-        let op = IoOp::ReadInto {
-            path,
-            offset,
-            into,
-            keep,
-        };
-        match self.run(op)? {
-            IoDone::ReadInto(bytes) => Ok(bytes),
-            other => Err(unexpected(&other)),
-        }
+        self.run(|io, by| io.read_into(by, path, offset, &mut into, keep))
     }
 
     /// Reads parts of one stretch of a file to where they lie in it: byte `n` of `buf` is byte `offset + n` of the file,
@@ -138,64 +115,35 @@ impl IoJob {
         buf: &mut [u8],
         keep: bool,
     ) -> Result<usize> {
-        let op = IoOp::ReadParts {
-            path,
-            offset,
-            parts,
-            buf,
-            keep,
-        };
-        match self.run(op)? {
-            IoDone::ReadInto(bytes) => Ok(bytes),
-            other => Err(unexpected(&other)),
-        }
+        self.run(|io, by| io.read_parts(by, path, offset, parts, buf, keep))
     }
 
     /// Publishes a file; its metadata as it was closed, or `None` where there was one of that name, which stays.
     pub fn publish(&self, publish: Publish<'_>) -> Result<Option<FileMeta>> {
-        match self.run(IoOp::Publish(publish))? {
-            IoDone::Published(meta) => Ok(meta),
-            other => Err(unexpected(&other)),
-        }
+        self.run(|io, by| io.publish(by, &publish))
     }
 
     /// Creates a private file that is to be filled by [`IoJob::write_at`] and named by [`IoJob::finish`]: with these first
     /// bytes, and room set aside up to a length of `room` bytes, best effort. `mode`: permission bits, before the umask.
     /// When it fails there is no such file, or it is that of somebody else.
     pub fn create(&self, path: &Path, head: &[u8], room: u64, mode: u32) -> Result<()> {
-        self.run(IoOp::Create {
-            path,
-            head,
-            room,
-            mode,
-        })
-        .map(|_| ())
+        self.run(|io, by| io.create(by, path, head, room, mode))
     }
 
     /// Writes at `offset` of a file that is there, and closes it with the error of the close seen.
     pub fn write_at(&self, path: &Path, offset: u64, bytes: &[u8]) -> Result<()> {
-        self.run(IoOp::WriteAt { path, offset, bytes }).map(|_| ())
+        self.run(|io, by| io.write_at(by, path, offset, bytes))
     }
 
     /// Gives a filled private file its end and its name; its metadata as it was closed.
     pub fn finish(&self, finish: Finish<'_>) -> Result<FileMeta> {
-        match self.run(IoOp::Finish(finish))? {
-            IoDone::Finished(meta) => Ok(meta),
-            other => Err(unexpected(&other)),
-        }
+        self.run(|io, by| io.finish(by, &finish))
     }
 
     /// Metadata of each path, links followed; a name that does not exist (ENOENT, ENOTDIR, ESTALE) is `None`. With
     /// `stop_at_missing` the answer ends with the first of these.
     pub fn stat(&self, paths: &[PathBuf], stop_at_missing: bool) -> Result<Vec<Option<FileMeta>>> {
-        let op = IoOp::Stat {
-            paths,
-            stop_at_missing,
-        };
-        match self.run(op)? {
-            IoDone::Stat(metas) => Ok(metas),
-            other => Err(unexpected(&other)),
-        }
+        self.run(|io, by| io.stat(by, paths, stop_at_missing))
     }
 
     /// Metadata of one path, as of [`IoJob::stat`].
@@ -205,45 +153,28 @@ impl IoJob {
 
     /// Sets modification times (ns since 1970): for each file whether it was there; an error stops none of the others.
     pub fn touch(&self, files: &[(PathBuf, i64)]) -> Result<Vec<Result<bool>>> {
-        self.each(IoOp::Touch { files })
+        self.run(|io, by| io.touch(by, files))
     }
 
     /// Removes files, never directories: for each whether it was there; an error stops none of the others.
     pub fn remove(&self, paths: &[PathBuf]) -> Result<Vec<Result<bool>>> {
-        self.each(IoOp::Remove { paths })
-    }
-
-    fn each(&self, op: IoOp<'_>) -> Result<Vec<Result<bool>>> {
-        match self.run(op)? {
-            IoDone::Each(answers) => Ok(answers),
-            other => Err(unexpected(&other)),
-        }
+        self.run(|io, by| io.remove(by, paths))
     }
 
     /// Gives the file with this inode another name on the same file system, over an existing one: whether it was done;
     /// not where the file is not there or another one has taken its name.
     pub fn rename(&self, from: &Path, to: &Path, ino: u64) -> Result<bool> {
-        self.was(IoOp::Rename { from, to, ino })
+        self.run(|io, by| io.rename(by, from, to, ino))
     }
 
     /// Makes one directory, whose parent must exist: whether it is new. `mode`: permission bits, before the umask.
     pub fn make_dir(&self, path: &Path, mode: u32) -> Result<bool> {
-        self.was(IoOp::MakeDir { path, mode })
-    }
-
-    fn was(&self, op: IoOp<'_>) -> Result<bool> {
-        match self.run(op)? {
-            IoDone::Was(so) => Ok(so),
-            other => Err(unexpected(&other)),
-        }
+        self.run(|io, by| io.make_dir(by, path, mode))
     }
 
     /// Names and metadata in one directory, links not followed, in no order; at most [`MAX_LIST`](crate::MAX_LIST).
     pub fn list(&self, dir: &Path) -> Result<Vec<(OsString, FileMeta)>> {
-        match self.run(IoOp::List { dir })? {
-            IoDone::List(entries) => Ok(entries),
-            other => Err(unexpected(&other)),
-        }
+        self.run(|io, by| io.list(by, dir))
     }
 
     /// The same, and nothing where there is no such directory.
@@ -276,23 +207,11 @@ impl IoJob {
 
     /// Size of the file system that has this name.
     pub fn space(&self, path: &Path) -> Result<SpaceInfo> {
-        match self.run(IoOp::Space { path })? {
-            IoDone::Space(space) => Ok(space),
-            other => Err(unexpected(&other)),
-        }
+        self.run(|io, by| io.space(by, path))
     }
 
     /// What the file system of a directory is and what it can do; writes and removes one nameless page in it.
     pub fn probe(&self, dir: &Path) -> Result<Probe> {
-        match self.run(IoOp::Probe { dir })? {
-            IoDone::Probe(probe) => Ok(probe),
-            other => Err(unexpected(&other)),
-        }
+        self.run(|io, by| io.probe(by, dir))
     }
-}
-
-/// An engine that answers one operation as another is not one.
-fn unexpected(answer: &IoDone) -> Error {
-    Error::internal("an I/O engine answered something else than it was asked")
-        .with("answer", format!("{answer:?}"))
 }

@@ -1,13 +1,14 @@
 //! How bytes reach files: the engine that does operations, the threads that it works on, its fault-injecting twin.
 //!
-//! [`IoEngine`] does one operation ([`IoOp`]) on the thread that calls; [`PsyncEngine`] with plain system calls. [`IoPool`]
+//! [`IoEngine`] does one operation on the thread that calls; [`PsyncEngine`] with plain system calls. [`IoPool`]
 //! has the threads, and bounds how long anybody waits for them: a job is straight-line code there, which does to files what
-//! its [`IoJob`] has a method for. [`FaultyEngine`] stands
+//! its [`IoJob`] has a method for. With the feature `test-utils` there is a `FaultyEngine` too, which stands
 //! before an engine in tests and makes it fail, stall, tear and lie by script.
 
 mod append;
 mod bounce_buffer;
 mod engine;
+#[cfg(feature = "test-utils")]
 mod fault;
 mod fd_cache;
 mod file;
@@ -26,10 +27,11 @@ mod writeback;
 /// The error number of a read-only file system, the same on every Linux.
 pub const EROFS: i32 = 30;
 
-pub use engine::{Close, Closed, IoEngine, StillWanted};
-pub use fault::{Fault, FaultyEngine, Gate, Rule, RuleId, Seen, Tail, errno};
-pub use job::{IoJob, Read};
-pub use op::{FileMeta, Finish, IoDone, IoOp, MAX_LIST, OpKind, Publish, ReadMode, SpaceInfo};
+pub use engine::{Caller, Close, Closed, IoEngine, StillWanted};
+#[cfg(feature = "test-utils")]
+pub use fault::{Fault, FaultyEngine, Gate, OpKind, Rule, RuleId, Seen, Tail, errno};
+pub use job::IoJob;
+pub use op::{FileMeta, Finish, MAX_LIST, Publish, Read, ReadMode, SpaceInfo};
 pub use pool::{IoOptions, IoPool, Pending};
 pub use probe::{DirectAlign, FsType, Probe};
 pub use process::Process;

@@ -1,14 +1,17 @@
 //! The engine of plain system calls: right for every file system, the only sane one for network mounts.
 
+use std::ffi::OsString;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ucm_core::Result;
 
-use crate::engine::{Close, Closed, IoEngine, StillWanted};
+use crate::engine::{Caller, Close, Closed, IoEngine};
 use crate::file::Files;
 use crate::meta;
-use crate::op::{IoDone, IoOp};
-use crate::probe::probe;
+use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, SpaceInfo};
+use crate::probe::{Probe, probe};
 
 /// Plain system calls.
 pub struct PsyncEngine {
@@ -30,60 +33,94 @@ impl PsyncEngine {
 }
 
 impl IoEngine for PsyncEngine {
-    fn run(&self, _lane: usize, op: &mut IoOp<'_>, wanted: StillWanted<'_>) -> Result<IoDone> {
-        let files = &self.files;
-        match op {
-            IoOp::Read {
-                path,
-                offset,
-                len,
-                buf,
-                mode,
-            } => files
-                .read(path, *offset, *len, buf, *mode)
-                .map(|(read, len)| IoDone::Read(read, len)),
-            IoOp::ReadInto {
-                path,
-                offset,
-                into,
-                keep,
-            } => files.read_into(path, *offset, into, *keep).map(IoDone::ReadInto),
-            IoOp::ReadParts {
-                path,
-                offset,
-                parts,
-                buf,
-                keep,
-            } => files
-                .read_parts(path, *offset, parts, buf, *keep)
-                .map(IoDone::ReadInto),
-            IoOp::Publish(job) => files.publish(job, wanted).map(IoDone::Published),
-            IoOp::Create {
-                path,
-                head,
-                room,
-                mode,
-            } => files.create(path, head, *room, *mode).map(|()| IoDone::Wrote),
-            IoOp::WriteAt { path, offset, bytes } => {
-                files.write_at(path, *offset, bytes).map(|()| IoDone::Wrote)
-            }
-            IoOp::Finish(job) => files.finish(job, wanted).map(IoDone::Finished),
-            IoOp::Stat {
-                paths,
-                stop_at_missing,
-            } => meta::stat(paths, *stop_at_missing, wanted).map(IoDone::Stat),
-            IoOp::Touch { files } => Ok(IoDone::Each(meta::touch(files, wanted))),
-            IoOp::Remove { paths } => {
-                let removed = meta::remove(paths, wanted);
-                drop(files.kept.take(paths, false));
-                Ok(IoDone::Each(removed))
-            }
-            IoOp::Rename { from, to, ino } => meta::rename(from, to, *ino, wanted).map(IoDone::Was),
-            IoOp::List { dir } => meta::list(dir, wanted).map(IoDone::List),
-            IoOp::MakeDir { path, mode } => meta::make_dir(path, *mode).map(IoDone::Was),
-            IoOp::Space { path } => meta::space(path).map(IoDone::Space),
-            IoOp::Probe { dir } => probe(dir).map(IoDone::Probe),
-        }
+    fn read(
+        &self,
+        _by: &Caller<'_>,
+        path: &Path,
+        offset: u64,
+        len: usize,
+        buf: &mut [u8],
+        mode: ReadMode,
+    ) -> Result<Read> {
+        self.files.read(path, offset, len, buf, mode)
+    }
+
+    fn read_into(
+        &self,
+        _by: &Caller<'_>,
+        path: &Path,
+        offset: u64,
+        into: &mut [(&mut [u8], usize)],
+        keep: bool,
+    ) -> Result<usize> {
+        self.files.read_into(path, offset, into, keep)
+    }
+
+    fn read_parts(
+        &self,
+        _by: &Caller<'_>,
+        path: &Path,
+        offset: u64,
+        parts: &[Range<usize>],
+        buf: &mut [u8],
+        keep: bool,
+    ) -> Result<usize> {
+        self.files.read_parts(path, offset, parts, buf, keep)
+    }
+
+    fn publish(&self, by: &Caller<'_>, publish: &Publish<'_>) -> Result<Option<FileMeta>> {
+        self.files.publish(publish, by.wanted)
+    }
+
+    fn create(&self, _by: &Caller<'_>, path: &Path, head: &[u8], room: u64, mode: u32) -> Result<()> {
+        self.files.create(path, head, room, mode)
+    }
+
+    fn write_at(&self, _by: &Caller<'_>, path: &Path, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.files.write_at(path, offset, bytes)
+    }
+
+    fn finish(&self, by: &Caller<'_>, finish: &Finish<'_>) -> Result<FileMeta> {
+        self.files.finish(finish, by.wanted)
+    }
+
+    fn stat(
+        &self,
+        by: &Caller<'_>,
+        paths: &[PathBuf],
+        stop_at_missing: bool,
+    ) -> Result<Vec<Option<FileMeta>>> {
+        meta::stat(paths, stop_at_missing, by.wanted)
+    }
+
+    fn touch(&self, by: &Caller<'_>, files: &[(PathBuf, i64)]) -> Result<Vec<Result<bool>>> {
+        Ok(meta::touch(files, by.wanted))
+    }
+
+    fn remove(&self, by: &Caller<'_>, paths: &[PathBuf]) -> Result<Vec<Result<bool>>> {
+        let removed = meta::remove(paths, by.wanted);
+        drop(self.files.kept.take(paths, false));
+        Ok(removed)
+    }
+
+    fn rename(&self, by: &Caller<'_>, from: &Path, to: &Path, ino: u64) -> Result<bool> {
+        meta::rename(from, to, ino, by.wanted)
+    }
+
+    fn list(&self, by: &Caller<'_>, dir: &Path) -> Result<Vec<(OsString, FileMeta)>> {
+        meta::list(dir, by.wanted)
+    }
+
+    fn make_dir(&self, _by: &Caller<'_>, path: &Path, mode: u32) -> Result<bool> {
+        meta::make_dir(path, mode)
+    }
+
+    fn space(&self, _by: &Caller<'_>, path: &Path) -> Result<SpaceInfo> {
+        meta::space(path)
+    }
+
+    fn probe(&self, _by: &Caller<'_>, dir: &Path) -> Result<Probe> {
+        probe(dir)
     }
 
     fn close(&self, which: Close<'_>) -> Closed {

@@ -46,7 +46,7 @@ enum Brought {
 }
 
 impl Files {
-    /// As `IoOp::ReadInto`.
+    /// As [`IoJob::read_into`](crate::IoJob::read_into).
     pub(crate) fn read_into(
         &self,
         path: &Path,
@@ -65,7 +65,7 @@ impl Files {
         self.read_stretch(&mut stretch, keep)
     }
 
-    /// As `IoOp::ReadParts`.
+    /// As [`IoJob::read_parts`](crate::IoJob::read_parts).
     pub(crate) fn read_parts(
         &self,
         path: &Path,

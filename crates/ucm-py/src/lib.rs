@@ -37,6 +37,7 @@ mod _core {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        ucm_infra::log::keep();
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

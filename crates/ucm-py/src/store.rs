@@ -1,18 +1,19 @@
 //! The store for Python: one engine over one medium or a pipeline of several.
 #![allow(unsafe_code, reason = "device addresses come from Python as numbers")]
 
+use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 
 use numpy::{PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use ucm_core::{BlockId, Error, Geometry, MissReason};
-use ucm_device::{DeviceSpan, HostDevice, KvLayout, KvPiece};
+use ucm_device::{DeviceSpan, KvLayout, KvPiece};
 use ucm_infra::SystemClock;
+use ucm_infra::log::{self, Level};
 use ucm_store::builder::StoreSpec;
 use ucm_store::engine::{self, Engine, Hint, Pieces, Row};
 use ucm_store::tiers::Priority;
-use ucm_tier::events::Level;
 
 use crate::convert::{id_list, ids, raise, to_py};
 use crate::ffi::Published;
@@ -55,8 +56,7 @@ impl Store {
     /// `setup`: the description as JSON text, see [`Setup`].
     #[new]
     fn new(py: Python<'_>, setup: &str) -> PyResult<Self> {
-        let opened =
-            py.detach(|| StoreSpec::parse(setup)?.open(Arc::new(HostDevice::new()), SystemClock::shared()));
+        let opened = py.detach(|| StoreSpec::parse(setup)?.open(SystemClock::shared()));
         to_py(py, opened).map(|engine| Self(Arc::new(engine), OnceLock::new()))
     }
 
@@ -322,13 +322,14 @@ impl Store {
         Ok(py.detach(|| self.0.stats().to_string()))
     }
 
-    /// Messages for the log since the last call: (is a warning, text); none in a forked child.
-    fn events(&self) -> Vec<(bool, String)> {
-        self.0
-            .events()
-            .into_iter()
-            .map(|event| (event.level == Level::Warning, event.text))
-            .collect()
+    /// What the core logged for this store since the last call: (level of `logging`, message, fields).
+    fn take_log(&self) -> Vec<(u32, String, HashMap<&'static str, String>)> {
+        let records = log::take(self.0.writer()).into_iter();
+        let record = |record: log::Record| {
+            let fields = record.fields.into_iter().collect();
+            (level(record.level), record.message, fields)
+        };
+        records.map(record).collect()
     }
 
     /// Address of the store's C table (`ucm_store.h`): the same every time, refused to further calls once it is closed.
@@ -353,6 +354,17 @@ impl Drop for Store {
         if Python::try_attach(|py| py.detach(close)).is_none() {
             close();
         }
+        log::forget(self.0.writer());
+    }
+}
+
+/// The number that Python's `logging` has for a level.
+fn level(level: Level) -> u32 {
+    match level {
+        Level::ERROR => 40,
+        Level::WARN => 30,
+        Level::INFO => 20,
+        Level::DEBUG | Level::TRACE => 10,
     }
 }
 
@@ -461,14 +473,19 @@ impl Store {
                         py,
                         &Error::invalid("shard index out of range")
                             .with("row", number)
-                            .with("shard", shard),
+                            .with("shard", shard)
+                            .with("shards", geometry.shards()),
                     )
                 })?;
                 // SAFETY: the caller of the store vouches that each address names that many bytes of device memory,
                 // valid until the task ended; that is the contract of load_data and dump_data.
                 let spans = to_py(py, unsafe { spans(geometry, number, addrs.iter().copied()) })?;
-                let pieces = Pieces::Listed(spans);
-                Ok(Row { id, shard, pieces })
+                Ok(Row {
+                    id,
+                    shard,
+                    pieces: Pieces::Listed(spans),
+                    ready: None,
+                })
             })
             .collect()
     }

@@ -253,7 +253,8 @@ impl Marker {
                 ErrorKind::Foreign,
                 "the root was made by a newer ucm; upgrade or use another directory",
             )
-            .with("format", marker.format));
+            .with("format", marker.format)
+            .with("newest_known", FORMAT));
         }
         Ok(marker)
     }

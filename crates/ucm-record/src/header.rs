@@ -1,9 +1,12 @@
 //! The header: what it says, how it is written, and how it is read back without trusting a byte of it.
 
+use std::fmt::Display;
+
 use ucm_core::{BlockId, Error, MissReason, PAGE, Part, crc32c, limits, round_up};
 
 use super::codec::Codec;
 use super::layout::RecordLayout;
+use super::refusal::{Refusal, same};
 use super::{MAGIC, MARK, MAX_SIDES, PREAMBLE_LEN, VERSION, at};
 use crate::bytes::{array, part_at, u32_at, u64_at};
 
@@ -171,29 +174,40 @@ pub(super) fn seal_header(out: &mut [u8]) {
     out[end..].copy_from_slice(&whole.to_le_bytes());
 }
 
+/// A header that no record has.
+fn bad(field: &'static str, found: impl Display, expected: impl Display) -> Refusal {
+    Refusal::new(MissReason::BadHeader, field, found, expected)
+}
+
 /// Judges the preamble: magic, form, its checksum, version. Gives the header's length.
-fn check_preamble(bytes: &[u8]) -> Result<usize, MissReason> {
+fn check_preamble(bytes: &[u8]) -> Result<usize, Refusal> {
     let seen = bytes.len().min(MAGIC.len());
     if bytes[..seen] != MAGIC[..seen] {
-        return Err(MissReason::NotARecord);
+        let (found, expected) = (bytes[..seen].escape_ascii(), MAGIC.escape_ascii());
+        return Err(Refusal::new(MissReason::NotARecord, "magic", found, expected));
     }
     if bytes.len() < PREAMBLE_LEN {
-        return Err(MissReason::Truncated);
+        return Err(Refusal::truncated(bytes.len() as u64, PREAMBLE_LEN as u64));
     }
     // The seed reserved these bytes; in a record of ours the mark is there in every version.
+    let mark = &bytes[at::MARK..][..MARK.len()];
+    let (found, expected) = (mark.escape_ascii(), MARK.escape_ascii());
     if bytes[at::MARK..PREAMBLE_LEN].iter().all(|&byte| byte == 0) {
-        return Err(MissReason::SeedForm);
+        return Err(Refusal::new(MissReason::SeedForm, "mark", found, expected));
     }
-    let right = bytes[at::MARK..][..MARK.len()] == MARK
-        && crc32c(&bytes[..at::PREAMBLE_CRC]) == u32_at(bytes, at::PREAMBLE_CRC);
+    if mark != MARK {
+        return Err(bad("mark", found, expected));
+    }
     // Before the version is believed: a flipped bit must not make a record one that is left alone.
-    if !right {
-        return Err(MissReason::BadHeader);
-    }
+    let (found, expected) = (
+        crc32c(&bytes[..at::PREAMBLE_CRC]),
+        u32_at(bytes, at::PREAMBLE_CRC),
+    );
+    same(MissReason::BadHeader, "checksum of the preamble", found, expected)?;
     match u32_at(bytes, at::VERSION) {
-        0 => Err(MissReason::BadHeader),
+        0 => Err(bad("version", 0, VERSION)),
         VERSION => Ok(u32_at(bytes, at::HEADER_LEN) as usize),
-        _ => Err(MissReason::NewerVersion),
+        newer => Err(Refusal::new(MissReason::NewerVersion, "version", newer, VERSION)),
     }
 }
 
@@ -209,35 +223,45 @@ impl RecordHeader {
     pub fn is_newer(bytes: &[u8]) -> bool {
         match Self::decode(bytes) {
             Ok(header) => !header.codec.is_as_is(),
-            Err(reason) => reason == MissReason::NewerVersion,
+            Err(refusal) => refusal.reason == MissReason::NewerVersion,
         }
     }
 
     /// Reads the header at the start of `bytes`, which may be longer or, for a damaged file, shorter. The reason says
     /// why there is none that can be believed. Payload and expectations are the business of [`super::verify`].
-    pub fn decode(bytes: &[u8]) -> Result<Self, MissReason> {
+    pub fn decode(bytes: &[u8]) -> Result<Self, Refusal> {
         let header_len = check_preamble(bytes)?;
         if !(header_len as u64).is_multiple_of(PAGE) || header_len == 0 || header_len > Self::LONGEST {
-            return Err(MissReason::BadHeader);
+            let pages = format_args!("whole pages, at most {}", Self::LONGEST);
+            return Err(bad("header_len", header_len, pages));
         }
-        let bytes = bytes.get(..header_len).ok_or(MissReason::Truncated)?;
+        let short = || Refusal::truncated(bytes.len() as u64, header_len as u64);
+        let bytes = bytes.get(..header_len).ok_or_else(short)?;
         let end = header_len - at::CRC_LEN;
-        if crc32c(&bytes[..end]) != u32_at(bytes, end) {
-            return Err(MissReason::BadHeader);
-        }
+        let (found, expected) = (crc32c(&bytes[..end]), u32_at(bytes, end));
+        same(MissReason::BadHeader, "checksum of the header", found, expected)?;
         // Whoever wrote flags or a codec that this version does not have knew more than it does.
         let (shards, sides) = (
             u32_at(bytes, at::SHARDS) as usize,
             u32_at(bytes, at::SIDES) as usize,
         );
-        let codec = Codec::from_code(u32_at(bytes, at::CODEC)).ok_or(MissReason::NewerVersion)?;
-        // A codec of this version goes without side shards.
-        if u32_at(bytes, at::FLAGS) != 0 || (!codec.is_as_is() && sides != 0) {
-            return Err(MissReason::NewerVersion);
+        let newer =
+            |field, found, expected: &str| Refusal::new(MissReason::NewerVersion, field, found, expected);
+        let code = u32_at(bytes, at::CODEC);
+        let codec = Codec::from_code(code).ok_or_else(|| newer("codec", code, "a known one"))?;
+        let flags = u32_at(bytes, at::FLAGS);
+        if flags != 0 {
+            return Err(newer("flags", flags, "0"));
+        }
+        if !codec.is_as_is() && sides != 0 {
+            return Err(newer("side shards", sides as u32, "0 beside a codec"));
         }
         let room = (end - at::SHARD_TABLE) / at::SHARD_ENTRY;
-        if shards == 0 || shards > room || sides > MAX_SIDES {
-            return Err(MissReason::BadHeader);
+        if shards == 0 || shards > room {
+            return Err(bad("shards", shards, format_args!("1 to {room}")));
+        }
+        if sides > MAX_SIDES {
+            return Err(bad("side shards", sides, format_args!("at most {MAX_SIDES}")));
         }
         let header = Self {
             meta: RecordMeta {
@@ -267,13 +291,10 @@ impl RecordHeader {
             sides: (0..sides)
                 .map(|i| side_entry(bytes, i))
                 .collect::<Option<_>>()
-                .ok_or(MissReason::BadHeader)?,
+                .ok_or_else(|| bad("name of a side shard", "no text", "UTF-8"))?,
         };
-        if header.is_whole() {
-            Ok(header)
-        } else {
-            Err(MissReason::BadHeader)
-        }
+        header.check_whole()?;
+        Ok(header)
     }
 
     /// Bytes of header and payload.
@@ -287,33 +308,34 @@ impl RecordHeader {
     }
 
     /// Whether layers and side shards follow each other without a gap that no checksum covers, up to the record's end.
-    fn is_whole(&self) -> bool {
-        let Some(kv_end) = self.header_len.checked_add(self.stored_len) else {
-            return false;
-        };
+    fn check_whole(&self) -> Result<(), Refusal> {
+        let kv_end = self.kv_len(); // the largest number where there is no end: it is no whole page
         let mut free = self.header_len;
         for (i, entry) in self.table.iter().enumerate() {
-            let touches = if i == 0 {
-                entry.offset == free
-            } else {
-                entry.offset >= free
-            };
-            match entry.offset.checked_add(entry.len) {
-                Some(end) if touches && end <= kv_end => free = end,
-                _ => return false,
+            let (offset, end) = (entry.offset, entry.offset.saturating_add(entry.len));
+            if offset < free || (i == 0 && offset != free) {
+                return Err(bad("offset of a layer", offset, free));
             }
+            if end > kv_end {
+                return Err(bad("end of a layer", end, format_args!("at most {kv_end}")));
+            }
+            free = end;
         }
         let mut page = kv_end;
         for side in &self.sides {
-            if side.offset != page || side.len == 0 || side.len > limits::MAX_BLOCK_BYTES {
-                return false;
+            if side.offset != page {
+                return Err(bad("offset of a side shard", side.offset, page));
             }
-            let Some(end) = page.checked_add(round_up(side.len, PAGE)) else {
-                return false;
-            };
-            page = end;
+            if side.len == 0 || side.len > limits::MAX_BLOCK_BYTES {
+                let range = format_args!("1 to {}", limits::MAX_BLOCK_BYTES);
+                return Err(bad("length of a side shard", side.len, range));
+            }
+            page = page.saturating_add(round_up(side.len, PAGE));
         }
-        kv_end.is_multiple_of(PAGE) && page == self.record_len
+        if !page.is_multiple_of(PAGE) {
+            return Err(bad("stored_len", self.stored_len, "whole pages with the header"));
+        }
+        same(MissReason::BadHeader, "record_len", self.record_len, page)
     }
 }
 

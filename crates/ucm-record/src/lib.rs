@@ -13,6 +13,7 @@ mod codec;
 pub mod encoded;
 mod header;
 mod layout;
+mod refusal;
 #[cfg(test)]
 mod tests;
 mod verify;
@@ -20,6 +21,7 @@ mod verify;
 pub use codec::Codec;
 pub use header::{LayerEntry, RecordHeader, RecordMeta, SideEntry, encode_header};
 pub use layout::{RecordLayout, SideSpec};
+pub use refusal::Refusal;
 pub use verify::{Expect, has_layout, verify, verify_layers, verify_rest, verify_side, verify_stored};
 
 /// First four bytes of a record.

@@ -65,7 +65,7 @@ fn expect(layout: &RecordLayout) -> Expect<'_> {
 }
 
 fn judge(bytes: &[u8], layout: &RecordLayout) -> Result<RecordHeader, MissReason> {
-    verify(bytes, bytes.len() as u64, &expect(layout))
+    Ok(verify(bytes, bytes.len() as u64, &expect(layout))?)
 }
 
 /// Writes over a header and makes its checksums right again.
@@ -163,7 +163,7 @@ fn some_layers_are_judged_by_themselves_from_their_parts_alone() {
                 let range = layout.layer_data(layer);
                 assert_eq!(bytes[range.clone()], whole[range.clone()]);
                 bytes[range.start] ^= 1;
-                assert_eq!(judge(&bytes, len).unwrap_err(), MissReason::BadChecksum);
+                assert_eq!(judge(&bytes, len).unwrap_err().reason, MissReason::BadChecksum);
                 bytes[range.start] ^= 1;
             }
             for at in (0..layout.header_len()).step_by(97) {
@@ -171,9 +171,12 @@ fn some_layers_are_judged_by_themselves_from_their_parts_alone() {
                 assert!(judge(&bytes, len).is_err(), "byte {at} of the header");
                 bytes[at] ^= 1;
             }
-            assert_eq!(judge(&bytes, len + 1).unwrap_err(), MissReason::WrongLength);
+            assert_eq!(
+                judge(&bytes, len + 1).unwrap_err().reason,
+                MissReason::WrongLength
+            );
             let short = layout.kv_len() as u64 - 1;
-            assert_eq!(judge(&bytes, short).unwrap_err(), MissReason::Truncated);
+            assert_eq!(judge(&bytes, short).unwrap_err().reason, MissReason::Truncated);
             let cut = parts.last().map_or(0, |part| part.end) - 4096;
             assert!(judge(&bytes[..cut], len).is_err());
         }
@@ -221,6 +224,26 @@ fn another_shape_is_foreign_even_with_the_same_length() {
 }
 
 #[test]
+fn a_refusal_says_field_found_and_expected() {
+    let ours = layout(&[300], 2, vec![]);
+    let good = record(&ours, &meta(), 0);
+    let said = |bytes: &[u8], layout: &RecordLayout| {
+        let refused = verify(bytes, bytes.len() as u64, &expect(layout));
+        refused.unwrap_err().to_string()
+    };
+    assert_eq!(said(&good, &layout(&[300], 3, vec![])), "layers is 2, expected 3");
+    assert_eq!(said(b"PK\x03\x04", &ours), "magic is PK\\x03\\x04, expected UCMB");
+    assert_eq!(said(&good[..8000], &ours), "length is 8000, expected 8192");
+    let mut flipped = good;
+    flipped[4096] ^= 1;
+    let checksum = said(&flipped, &ours);
+    assert!(
+        checksum.starts_with("checksum is 0x") && checksum.contains(" from byte 4096 to "),
+        "{checksum}"
+    );
+}
+
+#[test]
 fn side_shards_do_not_change_who_may_read_the_kv() {
     let plain = layout(&[300], 2, vec![]);
     let sided = layout(&[300], 2, vec![side("mean-k", 40), side("codes", 4096)]);
@@ -237,14 +260,12 @@ fn side_shards_do_not_change_who_may_read_the_kv() {
         let range = sided.side_data(i).unwrap();
         let pages = &record[range.start..][..4096];
         assert_eq!(verify_side(entry, pages), Ok(&record[range]));
-        assert_eq!(verify_side(entry, &pages[..4095]), Err(MissReason::Truncated));
-        assert_eq!(
-            verify_side(entry, &[pages, &[0]].concat()),
-            Err(MissReason::WrongLength)
-        );
+        let refused = |bytes: &[u8]| verify_side(entry, bytes).unwrap_err().reason;
+        assert_eq!(refused(&pages[..4095]), MissReason::Truncated);
+        assert_eq!(refused(&[pages, &[0]].concat()), MissReason::WrongLength);
         let mut flipped = pages.to_vec();
         flipped[4095] ^= 1;
-        assert_eq!(verify_side(entry, &flipped), Err(MissReason::BadChecksum));
+        assert_eq!(refused(&flipped), MissReason::BadChecksum);
     }
     assert_eq!(header.side("other"), None);
 }

@@ -5,8 +5,10 @@ use std::ops::Range;
 use ucm_core::{BlockId, MissReason, PAGE, Part, round_up};
 use ucm_device::crc32c;
 
+use super::codec::Codec;
 use super::header::{RecordHeader, SideEntry};
 use super::layout::RecordLayout;
+use super::refusal::{Refusal, same};
 
 /// What a reader asked for.
 #[derive(Debug, Clone, Copy)]
@@ -27,7 +29,7 @@ pub struct Expect<'a> {
 ///
 /// Identity and part are asked before the id, because a record of another part always has another id too. A record that
 /// is stored in another form is `NewerVersion` to whoever reads it as it is, unless even that form is damaged.
-pub fn verify(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Result<RecordHeader, MissReason> {
+pub fn verify(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
     verify_rest(bytes, stored_len, expected, 0)
 }
 
@@ -37,22 +39,25 @@ pub fn verify_rest(
     stored_len: u64,
     expected: &Expect<'_>,
     verified: u32,
-) -> Result<RecordHeader, MissReason> {
+) -> Result<RecordHeader, Refusal> {
     let header = judge_stored(bytes, stored_len, expected, verified)?;
-    if header.codec.is_as_is() {
-        Ok(header)
-    } else {
-        Err(MissReason::NewerVersion)
-    }
+    as_is(&header)?;
+    Ok(header)
+}
+
+/// Whether a record is stored as it is used.
+fn as_is(header: &RecordHeader) -> Result<(), Refusal> {
+    same(
+        MissReason::NewerVersion,
+        "codec",
+        header.codec.code(),
+        Codec::AS_IS.code(),
+    )
 }
 
 /// [`verify`] for whoever takes a record in any form of this version. What is in another form is judged as it is stored;
 /// what comes out of it is to be judged by [`verify`].
-pub fn verify_stored(
-    bytes: &[u8],
-    stored_len: u64,
-    expected: &Expect<'_>,
-) -> Result<RecordHeader, MissReason> {
+pub fn verify_stored(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
     judge_stored(bytes, stored_len, expected, 0)
 }
 
@@ -61,14 +66,21 @@ fn judge_stored(
     stored_len: u64,
     expected: &Expect<'_>,
     verified: u32,
-) -> Result<RecordHeader, MissReason> {
+) -> Result<RecordHeader, Refusal> {
     let header = judge_header(bytes, expected)?;
     let (len, kv_len) = (bytes.len() as u64, header.kv_len());
-    if len > header.record_len || stored_len > header.record_len {
-        return Err(MissReason::WrongLength);
+    let longest = len.max(stored_len);
+    if longest > header.record_len {
+        let found = format_args!("{longest} bytes");
+        return Err(Refusal::new(
+            MissReason::WrongLength,
+            "length",
+            found,
+            header.record_len,
+        ));
     }
     if len != header.record_len && len != kv_len {
-        return Err(MissReason::Truncated);
+        return Err(Refusal::truncated(len, kv_len));
     }
     let ends = header
         .table
@@ -99,20 +111,25 @@ pub fn verify_layers(
     stored_len: u64,
     expected: &Expect<'_>,
     layers: Range<u32>,
-) -> Result<RecordHeader, MissReason> {
+) -> Result<RecordHeader, Refusal> {
     let header = judge_header(bytes, expected)?;
-    if !header.codec.is_as_is() {
-        return Err(MissReason::NewerVersion);
-    }
+    as_is(&header)?;
     if stored_len > header.record_len {
-        return Err(MissReason::WrongLength);
+        let found = format_args!("{stored_len} bytes");
+        return Err(Refusal::new(
+            MissReason::WrongLength,
+            "length",
+            found,
+            header.record_len,
+        ));
     }
     if stored_len < header.kv_len() {
-        return Err(MissReason::Truncated);
+        return Err(Refusal::truncated(stored_len, header.kv_len()));
     }
     for layer in layers {
         let at = layer as usize;
-        let entry = header.table.get(at).ok_or(MissReason::ForeignShape)?;
+        let none = || Refusal::new(MissReason::ForeignShape, "layers", header.layers, at + 1);
+        let entry = header.table.get(at).ok_or_else(none)?;
         let end = header
             .table
             .get(at + 1)
@@ -123,70 +140,108 @@ pub fn verify_layers(
 }
 
 /// Whether a header is sound and that of what was asked for.
-fn judge_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, MissReason> {
+fn judge_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
     let header = RecordHeader::decode(bytes)?;
-    if header.meta.namespace != expected.namespace {
-        return Err(MissReason::ForeignIdentity);
+    let meta = &header.meta;
+    if meta.namespace != expected.namespace {
+        let (found, expected) = (hex(&meta.namespace), hex(&expected.namespace));
+        return Err(Refusal::new(
+            MissReason::ForeignIdentity,
+            "namespace",
+            found,
+            expected,
+        ));
     }
-    if header.meta.part != expected.part {
-        return Err(MissReason::ForeignPart);
+    if meta.part != expected.part {
+        return Err(Refusal::new(
+            MissReason::ForeignPart,
+            "part",
+            meta.part,
+            expected.part,
+        ));
     }
-    if header.meta.id != expected.id {
-        return Err(MissReason::ForeignId);
-    }
-    if !has_layout(&header, expected.layout) {
-        return Err(MissReason::ForeignShape);
-    }
+    same(MissReason::ForeignId, "id", meta.id, expected.id)?;
+    check_layout(&header, expected.layout)?;
     Ok(header)
 }
 
 /// Judges the bytes of one side shard, read alone from its offset up to the end of its last page.
-pub fn verify_side<'a>(side: &SideEntry, bytes: &'a [u8]) -> Result<&'a [u8], MissReason> {
+pub fn verify_side<'a>(side: &SideEntry, bytes: &'a [u8]) -> Result<&'a [u8], Refusal> {
     let padded = round_up(side.len, PAGE);
-    match (bytes.len() as u64).cmp(&padded) {
-        std::cmp::Ordering::Less => return Err(MissReason::Truncated),
-        std::cmp::Ordering::Greater => return Err(MissReason::WrongLength),
-        std::cmp::Ordering::Equal => {}
+    let len = bytes.len() as u64;
+    if len < padded {
+        return Err(Refusal::truncated(len, padded));
     }
+    same(MissReason::WrongLength, "length", len, padded)?;
     check(bytes, 0, padded, side.crc)?;
     Ok(&bytes[..side.len as usize])
 }
 
 /// Checks one stretch; a stretch that is not all there is truncated.
-fn check(bytes: &[u8], start: u64, end: u64, crc: u32) -> Result<(), MissReason> {
+fn check(bytes: &[u8], start: u64, end: u64, crc: u32) -> Result<(), Refusal> {
     let range = usize::try_from(start).ok().zip(usize::try_from(end).ok());
     let stretch = range
         .and_then(|(start, end)| bytes.get(start..end))
-        .ok_or(MissReason::Truncated)?;
-    if crc32c(stretch) == crc {
-        Ok(())
-    } else {
-        Err(MissReason::BadChecksum)
+        .ok_or_else(|| Refusal::truncated(bytes.len() as u64, end))?;
+    let found = crc32c(stretch);
+    if found == crc {
+        return Ok(());
     }
+    let found = format_args!("{found:#010x} from byte {start} to {end}");
+    let expected = format_args!("{crc:#010x}");
+    Err(Refusal::new(MissReason::BadChecksum, "checksum", found, expected))
 }
 
-/// Whether the KV lies where the layout says, and is made as it says. Where another form lies is its own business, but it
-/// is never longer.
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Whether the KV lies where the layout says, and is made as it says.
 pub fn has_layout(header: &RecordHeader, layout: &RecordLayout) -> bool {
-    let lies = || {
-        if !header.codec.is_as_is() {
-            return header.stored_len <= layout.payload_len && header.codec.fits(layout.layer_len);
-        }
-        let mut table = (0..layout.layers).zip(&header.table);
-        header.stored_len == layout.payload_len
-            && table.all(|(layer, entry)| {
-                let range = layout.layer_data(layer);
-                entry.offset == range.start as u64 && entry.len == range.len() as u64
-            })
-    };
-    header.layers == layout.layers
-        && header.table.len() == layout.layers as usize
-        && header.block_tokens == layout.block_tokens
-        && header.dtype == layout.dtype.code()
-        && header.tensors == layout.tensors
-        && header.layer_len == layout.layer_len
-        && header.shape == layout.shape
-        && header.raw_len == layout.raw_len
-        && header.header_len == layout.header_len() as u64
-        && lies()
+    check_layout(header, layout).is_ok()
+}
+
+/// [`has_layout`], or what is different. Where another form lies is its own business, but it is never longer.
+fn check_layout(header: &RecordHeader, layout: &RecordLayout) -> Result<(), Refusal> {
+    for (field, found, expected) in [
+        ("layers", header.layers.into(), layout.layers.into()),
+        ("shards", header.table.len() as u64, layout.layers.into()),
+        (
+            "block_tokens",
+            header.block_tokens.into(),
+            layout.block_tokens.into(),
+        ),
+        ("dtype", header.dtype.into(), layout.dtype.code().into()),
+        ("tensors", header.tensors.into(), layout.tensors.into()),
+        ("layer_len", header.layer_len, layout.layer_len),
+        ("shape", header.shape.into(), layout.shape.into()),
+        ("raw_len", header.raw_len, layout.raw_len),
+        ("header_len", header.header_len, layout.header_len() as u64),
+    ] {
+        same(MissReason::ForeignShape, field, found, expected)?;
+    }
+    if !header.codec.is_as_is() {
+        let fits = header.stored_len <= layout.payload_len && header.codec.fits(layout.layer_len);
+        let (found, most) = (header.stored_len, format_args!("at most {}", layout.payload_len));
+        let refusal = || Refusal::new(MissReason::ForeignShape, "stored_len", found, most);
+        return fits.then_some(()).ok_or_else(refusal);
+    }
+    same(
+        MissReason::ForeignShape,
+        "stored_len",
+        header.stored_len,
+        layout.payload_len,
+    )?;
+    for (layer, entry) in (0..).zip(&header.table) {
+        let range = layout.layer_data(layer);
+        let (offset, len) = (range.start as u64, range.len() as u64);
+        same(
+            MissReason::ForeignShape,
+            "offset of a layer",
+            entry.offset,
+            offset,
+        )?;
+        same(MissReason::ForeignShape, "length of a layer", entry.len, len)?;
+    }
+    Ok(())
 }

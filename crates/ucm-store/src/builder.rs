@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 use ucm_core::{DType, Error, ErrorKind, Geometry, Identity, Part, Result};
-use ucm_device::Device;
+use ucm_device::{DEFAULT_DEVICE, open_device};
 use ucm_infra::Clock;
 use ucm_record::RecordLayout;
 use ucm_tier::registry::{BuildContext, seconds};
@@ -25,6 +25,9 @@ use stages::make_all;
 pub struct StoreSpec {
     /// The stages, top first.
     pub stages: Vec<TierSpec>,
+    /// Name of the device whose memory blocks are loaded into and dumped from; the host if nothing is said.
+    #[serde(default = "default_device")]
+    pub device: String,
     /// The identity's JSON text.
     pub identity: String,
     /// KV group, pipeline rank, tensor rank.
@@ -85,7 +88,8 @@ impl StoreSpec {
     }
 
     /// Opens the engine over its stages.
-    pub fn open(self, device: Arc<dyn Device>, clock: Arc<dyn Clock>) -> Result<Engine> {
+    pub fn open(self, clock: Arc<dyn Clock>) -> Result<Engine> {
+        let device = open_device(&self.device, Arc::clone(&clock))?;
         let identity = Identity::parse(&self.identity)?;
         let (group, pipeline_rank, tensor_rank) = self.part;
         let part = Part {
@@ -147,4 +151,8 @@ impl StoreSpec {
         };
         Engine::open(config, tiers.collect(), device, clock)
     }
+}
+
+fn default_device() -> String {
+    DEFAULT_DEVICE.to_owned()
 }

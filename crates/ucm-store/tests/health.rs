@@ -300,7 +300,7 @@ fn opening_and_recovery_are_said_once_each() {
         "a lookup of segments asks no file system, and a tier has its own words: tiers.rs"
     );
     let (_dir, store, clock) = opened(2, usize::MAX);
-    store.engine.events();
+    store.said();
     store.fault(Rule::on(OpKind::Stat, Fault::Errno(5)));
     for _ in 0..5 {
         // Two failures open it; then each cool-down lets one through, which fails.
@@ -335,8 +335,8 @@ fn failures_far_apart_do_not_open_it() {
 #[test]
 fn the_log_says_at_the_start_what_is_used() {
     let (dir, store, _clock) = opened(1, usize::MAX);
-    let events = store.engine.events();
-    assert_eq!(events.len(), 1);
+    let said = store.said();
+    assert_eq!(said.len(), 1);
     let root = dir.path().display().to_string();
     for word in [
         &*root,
@@ -345,6 +345,6 @@ fn the_log_says_at_the_start_what_is_used() {
         "16 staging slots of 8192 bytes",
         "1073741824 bytes",
     ] {
-        assert!(events[0].text.contains(word), "{word}: {}", events[0].text);
+        assert!(said[0].contains(word), "{word}: {}", said[0]);
     }
 }

@@ -61,8 +61,7 @@ fn finds(store: &Store, blocks: &[BlockId], expected: &[bool]) {
 }
 
 fn said(store: &Store, text: &str) -> usize {
-    let events = store.engine.events();
-    events.iter().filter(|event| event.text.contains(text)).count()
+    store.said().iter().filter(|line| line.contains(text)).count()
 }
 
 /// Files below a directory.

@@ -243,8 +243,8 @@ fn healing_does_not_depend_on_it() {
     bench.refuse_own(id(0));
     let mut said = Vec::new();
     eventually("the log says so", || {
-        said.extend(bench.store.engine.events());
-        said.iter().any(|event| event.text.contains("could not be moved"))
+        said.extend(bench.store.said());
+        said.iter().any(|line| line.contains("could not be moved"))
     });
     assert_eq!(
         (
@@ -338,8 +338,8 @@ fn nothing_is_moved_below_a_root_that_lost_its_marker() {
     bench.refuse(id(0));
     let mut said = Vec::new();
     eventually("the log says so", || {
-        said.extend(bench.store.engine.events());
-        said.iter().any(|event| event.text.contains("lost its marker"))
+        said.extend(bench.store.said());
+        said.iter().any(|line| line.contains("lost its marker"))
     });
     assert!(bench.evidence().is_empty());
     bench.assert_gone(id(0), false);

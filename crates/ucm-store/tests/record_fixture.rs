@@ -140,7 +140,7 @@ fn judge(bytes: &[u8]) -> Result<RecordHeader, MissReason> {
         part: meta.part,
         layout: &layout,
     };
-    verify(bytes, bytes.len() as u64, &expect)
+    Ok(verify(bytes, bytes.len() as u64, &expect)?)
 }
 
 #[test]

@@ -4,12 +4,9 @@
 
 mod common;
 
-use std::sync::Arc;
-
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use ucm_device::HostDevice;
 use ucm_infra::SystemClock;
 use ucm_store::builder;
 use ucm_store::engine::{Engine, Until};
@@ -19,17 +16,22 @@ use common::{Device, Medium, Setup, directory, id, identity, ids, media, shape};
 
 /// An engine over these stages, with blocks as most tests have them.
 fn open(stages: &Value) -> ucm_core::Result<Engine> {
+    open_on("host", stages)
+}
+
+/// The same on a device of this name.
+fn open_on(device: &str, stages: &Value) -> ucm_core::Result<Engine> {
     let sizes = Setup::default();
     let block = shape(&sizes).0.raw_len();
     let described = json!({
-        "stages": stages, "identity": identity("w").json(), "part": [0, 0, 0], "tensor_sizes": sizes.tensors,
+        "stages": stages, "device": device, "identity": identity("w").json(), "part": [0, 0, 0], "tensor_sizes": sizes.tensors,
         "shard_size": block, "block_size": block, "block_tokens": 16, "dtype": "f32", "labels": {}, "processes": 1,
         "scheduler_elsewhere": false, "lookup_only": false, "staging_bytes": 1 << 20, "copy_threads": 1,
         "lookup_s": 20.0, "load_s": 5.0, "dump_s": 30.0, "probe_s": 5.0, "shutdown_s": 3.0, "paranoid": false,
         "breaker_threshold": 4, "breaker_window_s": 60.0, "breaker_cool_down_s": 10.0,
     });
     let setup = builder::StoreSpec::parse(&described.to_string())?;
-    setup.open(Arc::new(HostDevice::new()), SystemClock::shared())
+    setup.open(SystemClock::shared())
 }
 
 /// Dumps two blocks, looks them up and loads them.
@@ -79,6 +81,17 @@ struct OtherOptions {
 fn make(context: &BuildContext<'_>, options: OtherOptions) -> ucm_core::Result<BuiltTier> {
     let toy = json!({"toy_records": options.other_records});
     registry::find("toy")?.build(context, toy.as_object().cloned().unwrap_or_default())
+}
+
+#[test]
+fn a_device_that_is_not_built_is_refused_with_those_that_are() {
+    let error = open_on("cuda", &json!([{"kind": "toy"}])).err().unwrap();
+    assert_eq!(error.kind(), ucm_core::ErrorKind::Config);
+    let text = error.to_string();
+    assert!(
+        text.contains("device=cuda") && text.contains("known=host"),
+        "{text}"
+    );
 }
 
 #[test]

@@ -130,7 +130,7 @@ fn a_limit_too_small_for_anything_is_an_error_that_says_so() {
         },
     );
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
-    assert!(store.engine.events()[0].text.contains("storage_capacity"));
+    assert!(store.said()[0].contains("storage_capacity"));
 }
 
 #[test]
@@ -163,7 +163,7 @@ fn lookups_do_not_trust_a_root_of_a_newer_format() {
     let store = Store::open(dir.path(), setup);
     assert_eq!(store.engine.lookup(&ids(1)).unwrap(), [false]);
     assert_eq!((store.stat("healthy"), store.missed("unhealthy")), (0, 1));
-    assert!(store.engine.events()[0].text.contains("newer"));
+    assert!(store.said()[0].contains("newer"));
 }
 
 #[test]

@@ -18,8 +18,6 @@ use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::Usage;
 
-use crate::events::Event;
-
 /// Called exactly once with the outcome, on a thread of the backend.
 pub type Done<T> = Box<dyn FnOnce(Result<T>) + Send>;
 
@@ -346,10 +344,5 @@ pub trait Backend: Send + Sync {
     /// The same as memory of this host, where it is that: it ends with the processes that use it.
     fn memory(&self) -> Option<&dyn Memory> {
         None
-    }
-
-    /// What its log should say since the last call.
-    fn events(&self) -> Vec<Event> {
-        Vec::new()
     }
 }

@@ -10,7 +10,6 @@ pub mod backend;
 mod builtin;
 #[cfg(feature = "compress")]
 pub mod compress;
-pub mod events;
 mod kind;
 pub mod memory;
 #[cfg(any(test, feature = "test-utils"))]

@@ -81,7 +81,8 @@ impl Shared {
             part: self.config.part,
             layout: &self.config.record,
         };
-        verify_stored(bytes, stored_len, &expect).map(|_| ())
+        verify_stored(bytes, stored_len, &expect)?;
+        Ok(())
     }
 }
 

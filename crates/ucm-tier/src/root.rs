@@ -43,7 +43,8 @@ impl Shared {
         })?;
         match read {
             Some((_, file_len)) if file_len > len as u64 => {
-                Err(Error::new(ErrorKind::Config, "this document is too long to be ours").with("path", at))
+                let long = Error::new(ErrorKind::Config, "this document is too long to be ours");
+                Err(long.with("path", at).with("bytes", file_len).with("most", len))
             }
             found => Ok(found.map(|(bytes, _)| bytes)),
         }
@@ -158,7 +159,8 @@ impl Shared {
             *self.device.lock() = None; // a newer format: writing stops
         }
         let Some(marker) = marker? else {
-            return Err(Error::new(ErrorKind::Io, "the root lost its marker"));
+            let lost = Error::new(ErrorKind::Io, "the root lost its marker");
+            return Err(lost.with("path", self.layout.marker().display()));
         };
         *self.uuid.lock() = Some(marker.uuid.clone());
         self.furnish(deadline)?;

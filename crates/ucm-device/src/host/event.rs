@@ -1,4 +1,4 @@
-//! Events of the host: set by the stream's thread when it comes to them.
+//! Events of the host: set by the stream's thread when it comes to them, or by whoever records them.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use ucm_infra::{Clock, Completion, MonotonicTime};
 
 use crate::device::Event;
 
-/// A point in a host stream.
+/// A point in a host stream, or of whoever records it.
 pub(super) struct HostEvent {
     reached: Arc<Completion<()>>,
     clock: Arc<dyn Clock>,
@@ -20,10 +20,6 @@ impl HostEvent {
             clock,
         })
     }
-
-    pub(super) fn complete(&self) {
-        self.reached.complete(());
-    }
 }
 
 impl Event for HostEvent {
@@ -34,6 +30,10 @@ impl Event for HostEvent {
     fn wait(&self, deadline: Option<MonotonicTime>) -> Result<()> {
         self.reached
             .wait(&*self.clock, deadline)
-            .ok_or_else(|| Error::new(ErrorKind::Timeout, "the stream did not get to its event in time"))
+            .ok_or_else(|| Error::new(ErrorKind::Timeout, "the event was not done in time"))
+    }
+
+    fn record(&self) {
+        self.reached.complete(());
     }
 }

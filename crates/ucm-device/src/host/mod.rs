@@ -7,7 +7,7 @@ mod event;
 mod thread;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ucm_core::{Error, ErrorKind, Result};
@@ -15,11 +15,11 @@ use ucm_infra::{Clock, MonotonicTime, PushError, RingProducer, SystemClock};
 
 use crate::arena::{ArenaOptions, HostArena};
 use crate::copy;
-use crate::device::{CopyDone, Device, Event, HostDone, Stream};
+use crate::device::{CopyDone, Device, Event, HostDone, Landed, Stream};
 use crate::slots::HostBuf;
 use crate::span::{DeviceSpan, Piece};
 use event::HostEvent;
-use thread::Task;
+use thread::{Progress, Task};
 
 /// How a [`HostDevice`] is set up.
 #[derive(Clone, Debug)]
@@ -76,12 +76,17 @@ impl Device for HostDevice {
             feed: None,
             submitted: 0,
             waited: 0,
-            ended: Arc::new(AtomicU64::new(0)),
+            events_until: MonotonicTime::default(),
+            progress: Arc::default(),
         }))
     }
 
     fn make_arena(&self, bytes: usize, options: ArenaOptions) -> Result<Arc<HostArena>> {
         HostArena::with(bytes, options)
+    }
+
+    fn make_event(&self) -> Result<Arc<dyn Event>> {
+        Ok(HostEvent::new(Arc::clone(&self.options.clock)))
     }
 }
 
@@ -95,8 +100,9 @@ struct HostStream {
     /// How many of them a wait has seen the end of. The thread counts a task after its event is set, so that a count
     /// read right after a wait may still be one short.
     waited: u64,
-    /// Tasks the thread has ended, callbacks included.
-    ended: Arc<AtomicU64>,
+    /// When the last event that the thread may wait for is done, or late.
+    events_until: MonotonicTime,
+    progress: Arc<Progress>,
 }
 
 impl HostStream {
@@ -104,7 +110,7 @@ impl HostStream {
     fn give(&mut self, task: Task) -> Result<(), (Task, Error)> {
         let feed = match &mut self.feed {
             Some(feed) => feed,
-            none => match thread::start(self.options.queue, Arc::clone(&self.ended)) {
+            none => match thread::start(self.options.queue, Arc::clone(&self.progress)) {
                 Ok(feed) => none.insert(feed),
                 Err(error) => return Err((task, error)),
             },
@@ -129,7 +135,7 @@ impl HostStream {
     /// Whether nothing submitted is left to do.
     fn is_idle(&self) -> bool {
         // Acquire: what the thread wrote before it counted is seen by what the caller does next.
-        self.waited == self.submitted || self.ended.load(Ordering::Acquire) == self.submitted
+        self.waited == self.submitted || self.progress.ended.load(Ordering::Acquire) == self.submitted
     }
 
     /// Starts a task, or tells its owner why not.
@@ -141,11 +147,11 @@ impl HostStream {
 
     /// Lets what was submitted before a synchronous copy end first.
     fn drain(&mut self) -> Result<()> {
-        if self.is_idle() {
-            return Ok(());
+        if !self.is_idle() {
+            let drained = self.options.clock.now().after(self.options.drain);
+            self.synchronize(Some(drained.max(self.events_until)))?;
         }
-        let deadline = self.options.clock.now().after(self.options.drain);
-        self.synchronize(Some(deadline))
+        self.progress.check()
     }
 }
 
@@ -155,12 +161,12 @@ impl Stream for HostStream {
         copy::batch(pairs)
     }
 
-    fn gather_pieces(&mut self, src: &[Piece], dst: &mut [u8]) -> Result<()> {
+    fn gather(&mut self, src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()> {
         self.drain()?;
-        copy::gather(src, dst)
+        copy::gather(src, dst, landed)
     }
 
-    fn scatter_pieces(&mut self, src: &[u8], dst: &[Piece]) -> Result<()> {
+    fn scatter(&mut self, src: &[u8], dst: &[Piece]) -> Result<()> {
         self.drain()?;
         copy::scatter(src, dst)
     }
@@ -184,7 +190,7 @@ impl Stream for HostStream {
     fn record(&mut self) -> Result<Arc<dyn Event>> {
         let event = HostEvent::new(Arc::clone(&self.options.clock));
         if self.is_idle() {
-            event.complete();
+            event.record();
         } else {
             self.give(Task::Record(Arc::clone(&event)))
                 .map_err(|(_, error)| error)?;
@@ -192,11 +198,12 @@ impl Stream for HostStream {
         Ok(event)
     }
 
-    fn wait_event(&mut self, event: Arc<dyn Event>) -> Result<()> {
+    fn wait_event(&mut self, event: Arc<dyn Event>, deadline: MonotonicTime) -> Result<()> {
         if event.done() {
             return Ok(());
         }
-        self.give(Task::Wait(event)).map_err(|(_, error)| error)
+        self.events_until = self.events_until.max(deadline);
+        self.give(Task::Wait(event, deadline)).map_err(|(_, error)| error)
     }
 
     fn synchronize(&mut self, deadline: Option<MonotonicTime>) -> Result<()> {

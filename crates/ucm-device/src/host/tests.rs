@@ -12,7 +12,6 @@ use ucm_infra::ManualClock;
 
 use super::*;
 use crate::slots::SlotPool;
-use crate::span::end_to_end;
 
 /// Ordinary memory that plays the device's part.
 struct Memory(Vec<u8>);
@@ -33,6 +32,31 @@ impl Memory {
         // SAFETY: inside the vector, which the test keeps until all operations ended and does not touch meanwhile.
         unsafe { DeviceSpan::new((base + at) as u64, len as u64) }
     }
+}
+
+/// Pieces that lie one after the other in the host buffer, the first at `at`.
+fn end_to_end(mut at: usize, spans: &[DeviceSpan]) -> Vec<Piece> {
+    let piece = |&span: &DeviceSpan| {
+        let piece = Piece { at, span };
+        at += span.len() as usize;
+        piece
+    };
+    spans.iter().map(piece).collect()
+}
+
+/// Gathers, with no interest in how that goes on.
+fn gather(stream: &mut dyn Stream, src: &[Piece], dst: &mut [u8]) -> Result<()> {
+    stream.gather(src, dst, &mut |_, _| {})
+}
+
+/// A device whose waits end when the test says so.
+fn device_with_clock() -> (HostDevice, Arc<ManualClock>) {
+    let clock = ManualClock::new();
+    let options = HostDeviceOptions {
+        clock: Arc::clone(&clock) as Arc<dyn Clock>,
+        ..HostDeviceOptions::default()
+    };
+    (HostDevice::with(options).unwrap(), clock)
 }
 
 fn stream() -> Box<dyn Stream> {
@@ -58,11 +82,12 @@ fn held_stream(device: &HostDevice) -> (Box<dyn Stream>, mpsc::Sender<()>) {
 fn scatter_and_gather_are_inverse() {
     let mut device = Memory::zeroed(1000);
     let spans = [device.span(500, 100), device.span(10, 300), device.span(900, 0)];
+    let pieces = end_to_end(0, &spans);
     let source: Vec<u8> = (0..400).map(|i| i as u8).collect();
     let mut stream = stream();
-    stream.scatter(&source, &spans).unwrap();
+    stream.scatter(&source, &pieces).unwrap();
     let mut back = vec![0; 400];
-    stream.gather(&spans, &mut back).unwrap();
+    gather(&mut *stream, &pieces, &mut back).unwrap();
     assert_eq!(back, source);
     assert_eq!(device.0[500..600], source[..100]);
     assert_eq!(device.0[10..310], source[100..]);
@@ -83,7 +108,7 @@ fn pieces_leave_the_bytes_between_them_alone() {
         },
     ];
     let mut host = vec![0xEE; 128];
-    stream().gather_pieces(&pieces, &mut host).unwrap();
+    gather(&mut *stream(), &pieces, &mut host).unwrap();
     assert_eq!(host[..20], device.0[32..52]);
     assert_eq!(host[64..74], device.0[..10]);
     assert!(host[20..64].iter().chain(&host[74..]).all(|&byte| byte == 0xEE));
@@ -92,7 +117,7 @@ fn pieces_leave_the_bytes_between_them_alone() {
         at: 64,
         span: other.span(5, 10),
     }];
-    stream().scatter_pieces(&host, &to).unwrap();
+    stream().scatter(&host, &to).unwrap();
     assert_eq!(other.0[5..15], device.0[..10]);
 }
 
@@ -120,28 +145,21 @@ fn wrong_lengths_are_refused_before_the_first_byte_moves() {
     let mut host = vec![0xEE; 20];
     let kind = |result: Result<()>| result.unwrap_err().kind();
     assert_eq!(kind(stream.copy(short, long)), ErrorKind::InvalidInput);
-    assert_eq!(
-        kind(stream.gather(&[short, long], &mut host)),
-        ErrorKind::InvalidInput
-    );
-    assert_eq!(kind(stream.scatter(&host, &[short])), ErrorKind::InvalidInput);
-    let outside = [Piece { at: 0, span: short }, Piece { at: 10, span: long }];
-    assert_eq!(
-        kind(stream.gather_pieces(&outside, &mut host)),
-        ErrorKind::InvalidInput
-    );
-    let wraps = [Piece {
-        at: usize::MAX,
-        span: short,
-    }];
-    assert_eq!(
-        kind(stream.gather_pieces(&wraps, &mut host)),
-        ErrorKind::InvalidInput
-    );
-    assert!(host.iter().all(|&byte| byte == 0xEE));
     // SAFETY: refused before it is read.
     let null = unsafe { DeviceSpan::new(0, 20) };
-    assert_eq!(kind(stream.gather(&[null], &mut host)), ErrorKind::InvalidInput);
+    let wraps = Piece {
+        at: usize::MAX,
+        span: short,
+    };
+    for wrong in [end_to_end(0, &[short, long]), vec![wraps], end_to_end(0, &[null])] {
+        let mut none = |_: &mut [u8], landed| panic!("{landed} pieces landed");
+        assert_eq!(
+            kind(stream.gather(&wrong, &mut host, &mut none)),
+            ErrorKind::InvalidInput
+        );
+        assert_eq!(kind(stream.scatter(&host, &wrong)), ErrorKind::InvalidInput);
+    }
+    assert!(host.iter().all(|&byte| byte == 0xEE));
     assert_eq!(device.0, Memory::counted(100).0);
 }
 
@@ -196,7 +214,7 @@ fn one_stream_keeps_its_order_across_sync_and_async() {
     }
     // A synchronous copy sees all that was submitted before it.
     let mut host = [0; 16];
-    stream.gather(&[span], &mut host).unwrap();
+    gather(&mut *stream, &end_to_end(0, &[span]), &mut host).unwrap();
     assert_eq!(host, [100; 16]);
     assert_eq!(*order.lock(), (1..=100).collect::<Vec<u8>>());
 }
@@ -256,12 +274,7 @@ fn a_full_queue_is_busy_and_everything_comes_back() {
 
 #[test]
 fn waits_end_at_their_deadline_on_the_injected_clock() {
-    let clock = ManualClock::new();
-    let device = HostDevice::with(HostDeviceOptions {
-        clock: Arc::clone(&clock) as Arc<dyn Clock>,
-        ..HostDeviceOptions::default()
-    })
-    .unwrap();
+    let (device, clock) = device_with_clock();
     let (mut stream, release) = held_stream(&device);
     let event = stream.record().unwrap();
     assert!(!event.done());
@@ -293,11 +306,12 @@ fn a_synchronous_copy_gives_up_on_a_stalled_stream() {
     let (mut stream, release) = held_stream(&device);
     let mut memory = Memory::counted(4);
     let mut host = [0; 4];
-    let error = stream.gather(&[memory.span(0, 4)], &mut host).unwrap_err();
+    let pieces = end_to_end(0, &[memory.span(0, 4)]);
+    let error = gather(&mut *stream, &pieces, &mut host).unwrap_err();
     assert_eq!((error.kind(), host), (ErrorKind::Timeout, [0; 4]));
     drop(release);
     stream.synchronize(None).unwrap();
-    stream.gather(&[memory.span(0, 4)], &mut host).unwrap();
+    gather(&mut *stream, &pieces, &mut host).unwrap();
     assert_eq!(host[..], memory.0);
 }
 
@@ -314,7 +328,9 @@ fn one_stream_waits_for_the_event_of_another() {
     );
     let event = first.record().unwrap();
     let mut second = device.make_stream().unwrap();
-    second.wait_event(Arc::clone(&event)).unwrap();
+    second
+        .wait_event(Arc::clone(&event), MonotonicTime::NEVER)
+        .unwrap();
     let (send, got) = mpsc::channel();
     second.gather_async(
         end_to_end(0, &[span]),
@@ -329,7 +345,84 @@ fn one_stream_waits_for_the_event_of_another() {
     assert_eq!(got.recv().unwrap(), [5; 8]);
     assert!(event.done());
     // An event that is done costs nothing.
-    second.wait_event(event).unwrap();
+    second.wait_event(event, MonotonicTime(0)).unwrap();
+    gather(&mut *second, &[], &mut []).unwrap();
+}
+
+#[test]
+fn what_landed_is_told_while_a_gather_goes_on() {
+    let mut device = Memory::counted(96);
+    let spans = [device.span(64, 32), device.span(0, 32), device.span(32, 32)];
+    let pieces = end_to_end(8, &spans);
+    let (mut host, mut told) = (vec![0; 128], 0);
+    let mut landed = |host: &mut [u8], count: usize| {
+        let bytes = |piece: &Piece| host[piece.at..piece.at + 32].to_vec();
+        let there: Vec<u8> = pieces[..count].iter().flat_map(bytes).collect();
+        assert_eq!(there, [&device.0[64..], &device.0[..64]].concat()[..32 * count]);
+        host[0] += 1; // whoever is told may write beside the pieces
+        told = count;
+    };
+    stream().gather(&pieces, &mut host, &mut landed).unwrap();
+    assert_eq!(told, 3, "at last all are there");
+    assert!(host[0] >= 1);
+}
+
+#[test]
+fn a_synchronous_copy_waits_for_an_event_that_is_recorded_later() {
+    let (device, clock) = device_with_clock();
+    let event = device.make_event().unwrap();
+    let mut memory = Memory::zeroed(8);
+    let pieces = end_to_end(0, &[memory.span(0, 8)]);
+    let (mut stream, mut other) = (device.make_stream().unwrap(), device.make_stream().unwrap());
+    stream
+        .wait_event(Arc::clone(&event), MonotonicTime::NEVER)
+        .unwrap();
+    std::thread::scope(|scope| {
+        let pieces = &pieces;
+        let gathered = scope.spawn(move || {
+            let mut host = [0; 8];
+            gather(&mut *stream, pieces, &mut host).map(|()| host)
+        });
+        clock.await_sleepers(2); // the stream's thread, and who waits for that
+        other.scatter(&[7; 8], pieces).unwrap();
+        event.record();
+        assert_eq!(gathered.join().unwrap().unwrap(), [7; 8]);
+    });
+    assert!(event.done());
+}
+
+#[test]
+fn a_stream_whose_event_comes_too_late_copies_nothing_more() {
+    let (device, clock) = device_with_clock();
+    let event = device.make_event().unwrap();
+    let mut memory = Memory::counted(8);
+    let pieces = end_to_end(0, &[memory.span(0, 8)]);
+    let mut stream = device.make_stream().unwrap();
+    stream.wait_event(Arc::clone(&event), MonotonicTime(5)).unwrap();
+    let (send, got) = mpsc::channel();
+    let (back, called) = (send.clone(), send.clone());
+    stream.gather_async(
+        pieces.clone(),
+        vec![0xEE; 8].into(),
+        Box::new(move |buf, result| back.send((buf.to_vec(), result)).unwrap()),
+    );
+    let after = Box::new(move || called.send((Vec::new(), Ok(()))).unwrap());
+    stream.callback(after).unwrap();
+    clock.await_sleepers(1);
+    assert!(got.try_recv().is_err(), "nothing moves before");
+    clock.advance(Duration::from_nanos(5));
+    let (buf, result) = got.recv().unwrap();
+    assert_eq!(
+        (buf, result.unwrap_err().kind()),
+        (vec![0xEE; 8], ErrorKind::Timeout)
+    );
+    assert!(got.recv().unwrap().1.is_ok(), "callbacks are called");
+    event.record();
+    let mut host = [0; 8];
+    let error = gather(&mut *stream, &pieces, &mut host).unwrap_err();
+    assert_eq!((error.kind(), host), (ErrorKind::Timeout, [0; 8]));
+    gather(&mut *device.make_stream().unwrap(), &pieces, &mut host).unwrap();
+    assert_eq!(host[..], memory.0);
 }
 
 #[test]

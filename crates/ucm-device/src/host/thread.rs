@@ -2,10 +2,10 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use ucm_core::{Error, Result};
-use ucm_infra::{RingProducer, SpscRing, SystemClock, begin_thread};
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::{MonotonicTime, RingProducer, SpscRing, SystemClock, begin_thread};
 
 use super::event::HostEvent;
 use crate::copy;
@@ -31,7 +31,27 @@ pub(super) enum Task {
     },
     Call(Box<dyn FnOnce() + Send>),
     Record(Arc<HostEvent>),
-    Wait(Arc<dyn Event>),
+    Wait(Arc<dyn Event>, MonotonicTime),
+}
+
+/// How far a stream's thread is.
+#[derive(Default)]
+pub(super) struct Progress {
+    /// Tasks it has ended, callbacks included.
+    pub(super) ended: AtomicU64,
+    /// An event was not done in time: nothing is copied any more.
+    late: AtomicBool,
+}
+
+impl Progress {
+    /// Fails once an event was not done in time.
+    pub(super) fn check(&self) -> Result<()> {
+        if !self.late.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let late = "an event that this stream waits for was not done in time";
+        Err(Error::new(ErrorKind::Timeout, late))
+    }
 }
 
 impl Task {
@@ -42,15 +62,26 @@ impl Task {
             Self::Gather { dst: buf, done, .. } | Self::Scatter { src: buf, done, .. } => {
                 done(buf, Err(error))
             }
-            Self::Call(_) | Self::Record(_) | Self::Wait(_) => {}
+            Self::Call(_) | Self::Record(_) | Self::Wait(..) => {}
         }
     }
 
-    fn run(self) {
+    /// Whether it moves bytes.
+    fn copies(&self) -> bool {
+        matches!(
+            self,
+            Self::Batch { .. } | Self::Gather { .. } | Self::Scatter { .. }
+        )
+    }
+
+    fn run(self, progress: &Progress) {
+        if let (true, Err(late)) = (self.copies(), progress.check()) {
+            return self.refuse(late);
+        }
         match self {
             Self::Batch { pairs, done } => done(copy::batch(&pairs)),
             Self::Gather { src, mut dst, done } => {
-                let result = copy::gather(&src, &mut dst);
+                let result = copy::gather(&src, &mut dst, &mut |_, _| {});
                 done(dst, result);
             }
             Self::Scatter { src, dst, done } => {
@@ -58,24 +89,24 @@ impl Task {
                 done(src, result);
             }
             Self::Call(call) => call(),
-            Self::Record(event) => event.complete(),
-            // Without a deadline an event of ours only ends; waiting longer is what the caller asked for.
-            Self::Wait(event) => {
-                let _ = event.wait(None);
+            Self::Record(event) => event.record(),
+            Self::Wait(event, deadline) => {
+                let late = event.wait(Some(deadline)).is_err();
+                progress.late.fetch_or(late, Ordering::AcqRel);
             }
         }
     }
 }
 
 /// Starts a stream's thread; it ends when the ring is closed and empty.
-pub(super) fn start(queue: usize, ended: Arc<AtomicU64>) -> Result<RingProducer<Task>> {
+pub(super) fn start(queue: usize, progress: Arc<Progress>) -> Result<RingProducer<Task>> {
     let (feed, mut tasks) = SpscRing::bounded(queue)?;
     let serve = move || {
         // The real clock whatever the device has: this wait has no deadline, only news end it.
         tasks.run(&SystemClock, |task: Task| {
             // A panic of a callback is its owner's: the stream and whoever waits for it go on.
-            let _ = catch_unwind(AssertUnwindSafe(|| task.run()));
-            ended.fetch_add(1, Ordering::Release);
+            let _ = catch_unwind(AssertUnwindSafe(|| task.run(&progress)));
+            progress.ended.fetch_add(1, Ordering::Release);
         });
     };
     begin_thread("ucm-stream", serve)

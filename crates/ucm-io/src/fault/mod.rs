@@ -3,22 +3,26 @@
 //! faults. For tests, ours and those of backends written elsewhere.
 
 mod gate;
+mod harm;
 mod hidden;
 mod rule;
-mod strike;
 
 use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use ucm_core::Result;
+use ucm_core::{Error, ErrorKind, Result};
 
 pub use gate::Gate;
-pub use rule::{Fault, Rule, Tail, errno};
+pub use rule::{Fault, OpKind, Rule, Tail, errno};
 
-use crate::engine::{Close, Closed, IoEngine, StillWanted};
-use crate::op::{IoDone, IoOp, OpKind};
+use crate::engine::{Caller, Close, Closed, IoEngine};
+use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, SpaceInfo};
+use crate::probe::Probe;
+use harm::{Harm, died, os_error};
 use hidden::Hidden;
 use rule::{Active, draw};
 
@@ -109,52 +113,236 @@ impl FaultyEngine {
     }
 
     /// Notes the operation and decides its fault; with it a random number for that fault.
-    fn judge(&self, lane: usize, op: &IoOp<'_>) -> (Option<Fault>, u64) {
+    fn judge(&self, lane: usize, kind: OpKind, paths: &[&Path]) -> (Option<Fault>, u64) {
         let mut state = self.state.lock();
         let number = state.ops;
         state.ops += 1;
-        state.counts[op.kind() as usize] += 1;
+        state.counts[kind as usize] += 1;
         let fault = state
             .rules
             .iter_mut()
             .zip(1u64..)
-            .find_map(|(rule, salt)| rule.strike(lane, op, draw(self.seed, number, salt)));
+            .find_map(|(rule, salt)| rule.strike(lane, kind, paths, draw(self.seed, number, salt)));
         if state.log.len() == MAX_LOG {
             state.log.pop_front();
         }
         state.log.push_back(Seen {
-            kind: op.kind(),
+            kind,
             lane,
-            paths: op.paths().into_iter().map(Path::to_path_buf).collect(),
+            paths: paths.iter().map(|path| path.to_path_buf()).collect(),
             fault: fault.as_ref().map(Fault::name),
         });
         (fault, draw(self.seed, number, 0))
     }
 
-    /// Passes an operation on, with what is still invisible taken out of its answer.
-    fn pass(&self, lane: usize, op: &mut IoOp<'_>, wanted: StillWanted<'_>) -> Result<IoDone> {
-        let look = self.hidden.lock().look(op);
-        if look.hides_read() {
-            return Err(strike::os_error(errno::ENOENT));
-        }
-        let stop = matches!(
-            op,
-            IoOp::Stat {
-                stop_at_missing: true,
-                ..
+    /// Does an operation on these names by `act`, with what befalls it; `act` is told what befalls its bytes.
+    fn befall<T>(
+        &self,
+        by: &Caller<'_>,
+        kind: OpKind,
+        paths: &[&Path],
+        mut act: impl FnMut(&Harm) -> Result<T>,
+    ) -> Result<T> {
+        let (fault, random) = self.judge(by.lane, kind, paths);
+        let mut pass = || act(&Harm(None, random));
+        match fault {
+            Some(Fault::Errno(code)) => Err(os_error(code)),
+            Some(Fault::Busy) => Err(Error::new(ErrorKind::Busy, "the lane is full (scripted)")),
+            Some(Fault::LostReply(code)) => pass().and(Err(os_error(code))),
+            Some(Fault::HangBefore(gate)) => {
+                gate.pass();
+                if (by.wanted)() {
+                    return pass();
+                }
+                Err(Error::new(ErrorKind::Timeout, "it hung too long (scripted)"))
             }
-        );
-        let answer = self.inner.run(lane, op, wanted)?;
-        Ok(look.filter(answer, stop))
+            Some(Fault::HangAfter(gate)) => {
+                let result = pass();
+                gate.pass();
+                result
+            }
+            Some(Fault::Replay) => {
+                let first = pass()?;
+                // A client that has its bytes does not ask for them again.
+                if kind == OpKind::Read { Ok(first) } else { pass() }
+            }
+            of_bytes => act(&Harm(of_bytes, random)),
+        }
+    }
+
+    /// Reads what is visible by now.
+    fn see<T>(&self, path: &Path, read: impl FnOnce() -> Result<T>) -> Result<T> {
+        if self.hidden.lock().misses(path) {
+            return Err(os_error(errno::ENOENT));
+        }
+        read()
     }
 }
 
+/// The names of an operation.
+fn names<'a, T>(items: &'a [T], name: impl Fn(&'a T) -> &'a PathBuf) -> Vec<&'a Path> {
+    items.iter().map(|item| name(item).as_path()).collect()
+}
+
 impl IoEngine for FaultyEngine {
-    fn run(&self, lane: usize, op: &mut IoOp<'_>, wanted: StillWanted<'_>) -> Result<IoDone> {
-        match self.judge(lane, op) {
-            (Some(fault), draw) => self.strike(fault, draw, lane, op, wanted),
-            (None, _) => self.pass(lane, op, wanted),
-        }
+    fn read(
+        &self,
+        by: &Caller<'_>,
+        path: &Path,
+        offset: u64,
+        len: usize,
+        buf: &mut [u8],
+        mode: ReadMode,
+    ) -> Result<Read> {
+        self.befall(by, OpKind::Read, &[path], |harm| {
+            let mut read = self.see(path, || self.inner.read(by, path, offset, len, buf, mode))?;
+            harm.flip(&mut buf[..read.bytes]);
+            read.bytes = harm.arriving(read.bytes);
+            Ok(read)
+        })
+    }
+
+    fn read_into(
+        &self,
+        by: &Caller<'_>,
+        path: &Path,
+        offset: u64,
+        into: &mut [(&mut [u8], usize)],
+        keep: bool,
+    ) -> Result<usize> {
+        self.befall(by, OpKind::Read, &[path], |harm| {
+            let read = self.see(path, || self.inner.read_into(by, path, offset, into, keep))?;
+            harm.flip_all(into, read);
+            Ok(harm.arriving(read))
+        })
+    }
+
+    fn read_parts(
+        &self,
+        by: &Caller<'_>,
+        path: &Path,
+        offset: u64,
+        parts: &[Range<usize>],
+        buf: &mut [u8],
+        keep: bool,
+    ) -> Result<usize> {
+        self.befall(by, OpKind::Read, &[path], |harm| {
+            let read = self.see(path, || self.inner.read_parts(by, path, offset, parts, buf, keep))?;
+            harm.flip(&mut buf[..parts.last().map_or(0, |part| part.end)]);
+            Ok(harm.arriving(read))
+        })
+    }
+
+    fn publish(&self, by: &Caller<'_>, publish: &Publish<'_>) -> Result<Option<FileMeta>> {
+        self.befall(by, OpKind::Publish, &[publish.target], |harm| {
+            let bytes = &*harm.written(publish.bytes);
+            if harm.kills() {
+                let mut name = publish.private.as_os_str().to_owned();
+                name.push(".dying");
+                let left = Publish {
+                    private: name.as_ref(),
+                    target: publish.private,
+                    replace: true,
+                    bytes,
+                    mtime_ns: None,
+                    durable: false,
+                    ..*publish
+                };
+                return self.inner.publish(by, &left).and(died());
+            }
+            let mut published = self.inner.publish(by, &Publish { bytes, ..*publish })?;
+            if let Some(meta) = &mut published {
+                meta.len = publish.bytes.len() as u64; // as if all of them were there
+            }
+            self.hidden.lock().hide(publish.target, harm.hides());
+            Ok(published)
+        })
+    }
+
+    fn create(&self, by: &Caller<'_>, path: &Path, head: &[u8], room: u64, mode: u32) -> Result<()> {
+        let create = |_: &Harm| self.inner.create(by, path, head, room, mode);
+        self.befall(by, OpKind::Create, &[path], create)
+    }
+
+    fn write_at(&self, by: &Caller<'_>, path: &Path, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.befall(by, OpKind::WriteAt, &[path], |harm| {
+            self.inner.write_at(by, path, offset, &harm.written(bytes))?;
+            if harm.kills() { died() } else { Ok(()) }
+        })
+    }
+
+    fn finish(&self, by: &Caller<'_>, finish: &Finish<'_>) -> Result<FileMeta> {
+        self.befall(by, OpKind::Finish, &[finish.target], |harm| {
+            let footer = &*harm.written(finish.footer);
+            if harm.kills() {
+                let left = self.inner.write_at(by, finish.private, finish.offset, footer);
+                return left.and(died());
+            }
+            let meta = self.inner.finish(by, &Finish { footer, ..*finish })?;
+            self.hidden.lock().hide(finish.target, harm.hides());
+            Ok(meta)
+        })
+    }
+
+    fn stat(
+        &self,
+        by: &Caller<'_>,
+        paths: &[PathBuf],
+        stop_at_missing: bool,
+    ) -> Result<Vec<Option<FileMeta>>> {
+        self.befall(by, OpKind::Stat, &names(paths, |path| path), |_| {
+            let mut hidden = self.hidden.lock();
+            let unseen: Vec<bool> = paths.iter().map(|path| hidden.misses(path)).collect();
+            drop(hidden);
+            let mut found = self.inner.stat(by, paths, stop_at_missing)?;
+            for (meta, unseen) in found.iter_mut().zip(unseen) {
+                if unseen {
+                    *meta = None;
+                }
+            }
+            if stop_at_missing && let Some(first) = found.iter().position(Option::is_none) {
+                found.truncate(first + 1);
+            }
+            Ok(found)
+        })
+    }
+
+    fn touch(&self, by: &Caller<'_>, files: &[(PathBuf, i64)]) -> Result<Vec<Result<bool>>> {
+        let paths = names(files, |(path, _)| path);
+        self.befall(by, OpKind::Touch, &paths, |_| self.inner.touch(by, files))
+    }
+
+    fn remove(&self, by: &Caller<'_>, paths: &[PathBuf]) -> Result<Vec<Result<bool>>> {
+        let remove = |_: &Harm| self.inner.remove(by, paths);
+        self.befall(by, OpKind::Remove, &names(paths, |path| path), remove)
+    }
+
+    fn rename(&self, by: &Caller<'_>, from: &Path, to: &Path, ino: u64) -> Result<bool> {
+        let rename = |_: &Harm| self.inner.rename(by, from, to, ino);
+        self.befall(by, OpKind::Rename, &[from, to], rename)
+    }
+
+    fn list(&self, by: &Caller<'_>, dir: &Path) -> Result<Vec<(OsString, FileMeta)>> {
+        self.befall(by, OpKind::List, &[dir], |_| {
+            let unseen = self.hidden.lock().unseen_in(dir);
+            let mut found = self.inner.list(by, dir)?;
+            found.retain(|(name, _)| !unseen.contains(&dir.join(name)));
+            Ok(found)
+        })
+    }
+
+    fn make_dir(&self, by: &Caller<'_>, path: &Path, mode: u32) -> Result<bool> {
+        self.befall(by, OpKind::MakeDir, &[path], |_| {
+            self.inner.make_dir(by, path, mode)
+        })
+    }
+
+    fn space(&self, by: &Caller<'_>, path: &Path) -> Result<SpaceInfo> {
+        self.befall(by, OpKind::Space, &[path], |_| self.inner.space(by, path))
+    }
+
+    fn probe(&self, by: &Caller<'_>, dir: &Path) -> Result<Probe> {
+        self.befall(by, OpKind::Probe, &[dir], |_| self.inner.probe(by, dir))
     }
 
     fn close(&self, which: Close<'_>) -> Closed {

@@ -2,9 +2,76 @@
 
 use std::path::Path;
 
-use crate::op::{IoOp, OpKind};
-
 use super::gate::Gate;
+
+/// Kind of an operation.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum OpKind {
+    /// A read of any kind.
+    Read,
+    /// [`IoEngine::publish`](crate::IoEngine::publish).
+    Publish,
+    /// [`IoEngine::stat`](crate::IoEngine::stat).
+    Stat,
+    /// [`IoEngine::touch`](crate::IoEngine::touch).
+    Touch,
+    /// [`IoEngine::remove`](crate::IoEngine::remove).
+    Remove,
+    /// [`IoEngine::rename`](crate::IoEngine::rename).
+    Rename,
+    /// [`IoEngine::list`](crate::IoEngine::list).
+    List,
+    /// [`IoEngine::make_dir`](crate::IoEngine::make_dir).
+    MakeDir,
+    /// [`IoEngine::space`](crate::IoEngine::space).
+    Space,
+    /// [`IoEngine::probe`](crate::IoEngine::probe).
+    Probe,
+    /// [`IoEngine::create`](crate::IoEngine::create).
+    Create,
+    /// [`IoEngine::write_at`](crate::IoEngine::write_at).
+    WriteAt,
+    /// [`IoEngine::finish`](crate::IoEngine::finish).
+    Finish,
+}
+
+impl OpKind {
+    /// Every kind, in order.
+    pub const ALL: [Self; 13] = [
+        Self::Read,
+        Self::Publish,
+        Self::Stat,
+        Self::Touch,
+        Self::Remove,
+        Self::Rename,
+        Self::List,
+        Self::MakeDir,
+        Self::Space,
+        Self::Probe,
+        Self::Create,
+        Self::WriteAt,
+        Self::Finish,
+    ];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Publish => "publish",
+            Self::Stat => "stat",
+            Self::Touch => "touch",
+            Self::Remove => "remove",
+            Self::Rename => "rename",
+            Self::List => "list",
+            Self::MakeDir => "make_dir",
+            Self::Space => "space",
+            Self::Probe => "probe",
+            Self::Create => "create",
+            Self::WriteAt => "write_at",
+            Self::Finish => "finish",
+        }
+    }
+}
 
 /// Error numbers that scripts need most (Linux values).
 pub mod errno {
@@ -179,12 +246,12 @@ impl Rule {
         self
     }
 
-    fn matches(&self, lane: usize, op: &IoOp<'_>) -> bool {
+    fn matches(&self, lane: usize, kind: OpKind, paths: &[&Path]) -> bool {
         let named = |text: &String| {
             let has = |path: &&Path| path.to_string_lossy().contains(text.as_str());
-            op.paths().iter().any(has)
+            paths.iter().any(has)
         };
-        self.kind.is_none_or(|kind| kind == op.kind())
+        self.kind.is_none_or(|wanted| wanted == kind)
             && self.lane.is_none_or(|wanted| wanted == lane)
             && self.path.as_ref().is_none_or(named)
     }
@@ -207,8 +274,8 @@ impl Active {
     }
 
     /// The fault for this operation, if the rule strikes. `draw` is a random number for this operation and rule.
-    pub(super) fn strike(&mut self, lane: usize, op: &IoOp<'_>, draw: u64) -> Option<Fault> {
-        if !self.rule.matches(lane, op) || draw % 1000 >= self.rule.per_mille {
+    pub(super) fn strike(&mut self, lane: usize, kind: OpKind, paths: &[&Path], draw: u64) -> Option<Fault> {
+        if !self.rule.matches(lane, kind, paths) || draw % 1000 >= self.rule.per_mille {
             return None;
         }
         self.seen += 1;
@@ -234,8 +301,9 @@ pub(super) fn draw(seed: u64, op: u64, salt: u64) -> u64 {
 mod tests {
     use super::*;
 
-    fn read(path: &str) -> IoOp<'_> {
-        IoOp::List { dir: Path::new(path) }
+    /// Whether a rule befalls a listing.
+    fn strikes(rule: &mut Active, lane: usize, dir: &str, draw: u64) -> bool {
+        rule.strike(lane, OpKind::List, &[Path::new(dir)], draw).is_some()
     }
 
     #[test]
@@ -243,7 +311,7 @@ mod tests {
         let mut rule = Active::new(Rule::on(OpKind::List, Fault::Busy).path("x").nth(2));
         let struck: Vec<bool> = ["/x/1", "/y/1", "/x/2", "/x/3"]
             .iter()
-            .map(|path| rule.strike(0, &read(path), 0).is_some())
+            .map(|path| strikes(&mut rule, 0, path, 0))
             .collect();
         assert_eq!(struck, [false, false, true, false]);
         assert_eq!(rule.hits, 1);
@@ -252,26 +320,26 @@ mod tests {
     #[test]
     fn kind_and_lane_narrow() {
         let mut rule = Active::new(Rule::on(OpKind::Stat, Fault::Busy));
-        assert!(rule.strike(0, &read("/x"), 0).is_none());
+        assert!(!strikes(&mut rule, 0, "/x", 0));
         let mut rule = Active::new(Rule::always(Fault::Busy).lane(2).skip(1).times(1));
         let struck: Vec<bool> = [2, 0, 2, 2]
             .iter()
-            .map(|&lane| rule.strike(lane, &read("/x"), 0).is_some())
+            .map(|&lane| strikes(&mut rule, lane, "/x", 0))
             .collect();
         assert_eq!(struck, [false, false, true, false]);
     }
 
     #[test]
     fn chance_is_decided_by_the_seed() {
-        let strikes = |seed| -> Vec<bool> {
+        let struck = |seed| -> Vec<bool> {
             let mut rule = Active::new(Rule::always(Fault::Busy).chance(300));
             (0..1000)
-                .map(|op| rule.strike(0, &read("/x"), draw(seed, op, 0)).is_some())
+                .map(|op| strikes(&mut rule, 0, "/x", draw(seed, op, 0)))
                 .collect()
         };
-        assert_eq!(strikes(1), strikes(1));
-        assert_ne!(strikes(1), strikes(2));
-        let count = strikes(3).iter().filter(|&&hit| hit).count();
+        assert_eq!(struck(1), struck(1));
+        assert_ne!(struck(1), struck(2));
+        let count = struck(3).iter().filter(|&&hit| hit).count();
         assert!((200..400).contains(&count), "{count}");
     }
 }

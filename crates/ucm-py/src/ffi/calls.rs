@@ -128,8 +128,12 @@ unsafe fn rows_of(
     let row = |(number, ((id, &shard), addrs)): (usize, ((BlockId, &u32), &[u64]))| {
         // SAFETY: as the caller of this function vouches for its addresses.
         let spans = unsafe { crate::store::spans(geometry, number, addrs.iter().copied()) }?;
-        let pieces = Pieces::Listed(spans);
-        Ok(Row { id, shard, pieces })
+        Ok(Row {
+            id,
+            shard,
+            pieces: Pieces::Listed(spans),
+            ready: None,
+        })
     };
     let addrs = addrs.chunks_exact(pieces.max(1));
     ids.into_iter()

@@ -7,14 +7,13 @@
 
 use std::sync::Arc;
 
+use tracing::warn;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
-use ucm_device::{Slot, Stream};
+use ucm_device::{Piece, Slot, Stream};
 use ucm_tier::backend::{BlockRead, ReadDone, WriteOptions, Written};
-use ucm_tier::events::Level;
 
 use super::Core;
 use super::block_builder::BlockBuilder;
-use super::load::BlockRow;
 use crate::numeric_diff::{deviation, tolerance};
 use crate::stats::Stats;
 use crate::tiers::TierRead;
@@ -99,33 +98,30 @@ impl Core {
             return;
         }
         Stats::add(&self.stats.audit_deviations, 1);
-        let text = format!(
+        warn!(
+            store = self.writer,
+            block = %id,
+            deviation,
+            tolerance,
             "block {id}, computed again, differs from the stored one by {deviation:.3} of its largest value (up to \
              {tolerance} is usual): look at what writes and what computes before blaming the record"
         );
-        self.say(Level::Warning, text);
     }
+}
 
-    /// Whether the device holds what was copied to it.
-    pub(super) fn compare<'a>(
-        &self,
-        stream: &mut dyn Stream,
-        rows: impl Iterator<Item = &'a BlockRow>,
-        record: &[u8],
-    ) -> Result<()> {
-        let mut arrived = Vec::new();
-        for (_, shard, pieces) in rows {
-            self.each_layer(*shard, pieces, |layer, spans| {
-                let data = &record[self.layout.layer_data(layer)];
-                arrived.resize(data.len(), 0);
-                stream.gather(spans, &mut arrived)?;
-                if arrived != data {
-                    let wrong = "the device does not hold what was copied to it";
-                    return Err(Error::new(ErrorKind::Io, wrong).with("layer", layer));
-                }
-                Ok(())
-            })?;
+/// Whether the device holds what was copied to it.
+pub(super) fn compare(stream: &mut dyn Stream, pieces: &[Piece], record: &[u8]) -> Result<()> {
+    let mut arrived = vec![0; record.len()];
+    stream.gather(pieces, &mut arrived, &mut |_, _| {})?;
+    let differs = |piece: &Piece| {
+        let bytes = piece.at..piece.at + piece.span.len() as usize;
+        arrived[bytes.clone()] != record[bytes]
+    };
+    match pieces.iter().position(differs) {
+        Some(piece) => {
+            let wrong = "the device does not hold what was copied to it";
+            Err(Error::new(ErrorKind::Io, wrong).with("piece", piece))
         }
-        Ok(())
+        None => Ok(()),
     }
 }

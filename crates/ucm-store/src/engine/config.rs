@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
-use ucm_device::{DeviceSpan, KvLayout};
+use ucm_device::{DeviceSpan, Event, KvLayout};
 
 use crate::health::BreakerConfig;
 
@@ -70,6 +70,8 @@ pub struct Row {
     pub shard: u32,
     /// Where they lie.
     pub pieces: Pieces,
+    /// What must be done before they are read or written; the row fails where it is not by the deadline of its task.
+    pub ready: Option<Arc<dyn Event>>,
 }
 
 /// Where the pieces of a row lie on the device.

@@ -8,12 +8,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use tracing::{info, warn};
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
 use ucm_infra::{LANE_DUMP, MonotonicTime, Ticket};
 use ucm_record::{RecordMeta, encode_header};
 use ucm_tier::backend::{Flush, WriteOptions, Written};
-use ucm_tier::events::Level;
 
 use super::block_builder::{After, BlockBuilder, Stage};
 use super::load::{BlockRowList, by_block};
@@ -160,18 +160,21 @@ impl Core {
             let lost = || Error::internal("the record in the making was lost");
             (inner.slot.take().ok_or_else(lost)?, wanted)
         };
-        let mut crcs = Vec::new();
-        for (_, shard, pieces) in &wanted {
-            self.with_stream(|stream| {
-                self.each_layer(*shard, pieces, |layer, spans| {
-                    let data = self.layout.layer_data(layer);
-                    stream.gather(spans, &mut slot.as_mut_slice()[data])?;
-                    crcs.push((layer, self.layout.seal_layer(slot.as_mut_slice(), layer)));
-                    Ok(())
-                })
+        let pieces = self.pieces(wanted.iter().copied())?;
+        let layers: Vec<u32> = wanted.iter().flat_map(|row| self.layers_of(row.1)).collect();
+        let mut crcs = Vec::with_capacity(layers.len());
+        // Each layer as soon as its last piece is there: its bytes are in the caches then.
+        let mut seal = |record: &mut [u8], landed: usize| {
+            for &layer in &layers[crcs.len()..landed / self.geometry.tensors().len()] {
+                crcs.push((layer, self.layout.seal_layer(record, layer)));
+            }
+        };
+        self.streams
+            .with(&rows.ready, builder.request.deadline, |stream| {
+                stream.gather(&pieces, slot.as_mut_slice(), &mut seal)
             })?;
-            Stats::add(&self.stats.bytes_staged, self.shard_len());
-        }
+        seal(slot.as_mut_slice(), pieces.len());
+        Stats::add(&self.stats.bytes_staged, wanted.len() as u64 * self.shard_len());
         let mut inner = builder.inner.lock();
         if matches!(inner.stage, Stage::Filling) {
             wanted
@@ -331,7 +334,7 @@ impl Core {
         match &result {
             Ok(written) => {
                 if *written == Written::Published && self.unwritable.swap(false, Ordering::AcqRel) {
-                    self.say(Level::Info, "blocks are stored again".to_owned());
+                    info!(store = self.writer, "blocks are stored again");
                 }
                 if *written == Written::Present {
                     Stats::add(&self.stats.blocks_present, 1);
@@ -342,8 +345,8 @@ impl Core {
                 }
                 if replaced && *written == Written::Published && self.refused.forgive(builder.id) {
                     Stats::add(&self.stats.records_replaced, 1);
-                    let text = format!("a refused record was replaced: {}", builder.id);
-                    self.say(Level::Info, text);
+                    let id = builder.id;
+                    info!(store = self.writer, block = %id, "a refused record was replaced: {id}");
                 }
             }
             Err(error) => {
@@ -351,7 +354,8 @@ impl Core {
                 if matches!(error.kind(), ErrorKind::Io | ErrorKind::Foreign)
                     && !self.unwritable.swap(true, Ordering::AcqRel)
                 {
-                    self.say(Level::Warning, format!("a block could not be stored: {error}"));
+                    let (id, kind) = (builder.id, error.kind().name());
+                    warn!(store = self.writer, block = %id, error = kind, "a block could not be stored: {error}");
                 }
             }
         }

@@ -4,12 +4,12 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use tracing::{info, warn};
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::MonotonicTime;
 use ucm_quota::evidence::is_damage;
-use ucm_record::{Expect, RecordHeader, verify_layers, verify_rest};
+use ucm_record::{Expect, RecordHeader, Refusal, verify_layers, verify_rest};
 use ucm_tier::backend::{Quarantined, ReadDone};
-use ucm_tier::events::Level;
 
 use super::{COPY_REPLACEMENTS, Core};
 use crate::stats::Stats;
@@ -22,10 +22,11 @@ impl Core {
         let was = self.overrun.swap(lost.is_some(), Ordering::AcqRel);
         match &lost {
             Some(error) if !was => {
-                let text = format!("the store is switched off until they do, every lookup misses: {error}");
-                self.say(Level::Warning, text);
+                let kind = error.kind().name();
+                let text = "the store is switched off until enough of them have, every lookup misses";
+                warn!(store = self.writer, error = kind, "{error}: {text}");
             }
-            None if was => self.say(Level::Info, "the store answers again".to_owned()),
+            None if was => info!(store = self.writer, "the store answers again"),
             _ => {}
         }
         if lost.is_none() && self.tiers.may_answer(now) {
@@ -52,17 +53,13 @@ impl Core {
         self.copies.stuck().saturating_sub(self.tiers.lent_stuck())
     }
 
-    pub(super) fn say(&self, level: Level, text: String) {
-        self.events.push(level, text, self.clock.now());
-    }
-
     /// Judges what was read: why it is not the record asked for, if so. Its first `verified` layers were judged before.
     pub(super) fn verify(
         &self,
         id: BlockId,
         read: &ReadDone,
         verified: u32,
-    ) -> Result<RecordHeader, MissReason> {
+    ) -> Result<RecordHeader, Refusal> {
         let bytes = &read.slot.as_slice()[..read.read];
         verify_rest(bytes, read.stored_len, &self.expect(id), verified)
     }
@@ -74,10 +71,11 @@ impl Core {
         read: &ReadDone,
         layers: &Range<u32>,
         verified: u32,
-    ) -> Result<RecordHeader, MissReason> {
+    ) -> Result<RecordHeader, Refusal> {
         let parts = self.layout.parts(layers.clone());
-        if read.read < parts.iter().map(Range::len).sum::<usize>() {
-            return Err(MissReason::Truncated);
+        let len = parts.iter().map(Range::len).sum::<usize>();
+        if read.read < len {
+            return Err(Refusal::new(MissReason::Truncated, "length", read.read, len));
         }
         let rest = verified.max(layers.start)..layers.end;
         verify_layers(read.slot.as_slice(), read.stored_len, &self.expect(id), rest)
@@ -99,9 +97,11 @@ impl Core {
         let error = self.refuse_id(id, reason);
         Stats::add(&self.stats.records_refused, 1);
         let name = reason.name();
-        self.say(
-            Level::Warning,
-            format!("record {id} was refused ({name}) and will be recomputed"),
+        warn!(
+            store = self.writer,
+            block = %id,
+            reason = name,
+            "record {id} was refused ({name}) and will be recomputed"
         );
         self.set_aside(id, tier, reason);
         error
@@ -118,9 +118,11 @@ impl Core {
     pub(super) fn discard(self: &Arc<Self>, id: BlockId, tier: usize, reason: MissReason) {
         Stats::add(&self.stats.records_refused, 1);
         let name = reason.name();
-        self.say(
-            Level::Warning,
-            format!("a copy of record {id} was refused ({name}); another tier is asked for it"),
+        warn!(
+            store = self.writer,
+            block = %id,
+            reason = name,
+            "a copy of record {id} was refused ({name}); another tier is asked for it"
         );
         self.set_aside(id, Some(tier), reason);
     }
@@ -145,17 +147,24 @@ impl Core {
             Ok(Quarantined::LeftAlone) => {}
             Ok(Quarantined::Kept) => {
                 Stats::add(&self.stats.records_quarantined, 1);
-                self.say(
-                    Level::Info,
-                    format!("record {id} was moved to quarantine ({reason})"),
+                info!(
+                    store = self.writer,
+                    block = %id,
+                    reason,
+                    "record {id} was moved to quarantine ({reason})"
                 );
             }
             Ok(Quarantined::Stopped) => {
                 Stats::add(&self.stats.quarantine_stopped, 1);
             }
             Err(error) => {
-                let text = format!("record {id} ({reason}) could not be moved to quarantine: {error}");
-                self.say(Level::Info, text);
+                info!(
+                    store = self.writer,
+                    block = %id,
+                    reason,
+                    error = error.kind().name(),
+                    "record {id} ({reason}) could not be moved to quarantine: {error}"
+                );
             }
         }
     }

@@ -8,13 +8,15 @@
 //! block by several tasks join one read.
 
 use std::collections::HashMap;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, MissReason, Result};
+use ucm_device::Event;
 use ucm_infra::{BlockState, Cancelled, LoadState, MonotonicTime};
 
+use super::audit::compare;
 use super::guard::reason_of;
 use super::reads::MAX_PENDING;
 use super::task::{Task, TaskState};
@@ -107,8 +109,20 @@ impl Cuts {
 /// Number of a row, its shard, and its device pieces.
 pub(super) type BlockRow = (usize, u32, Pieces);
 
-/// The rows of one block.
-pub(super) type BlockRowList = Vec<BlockRow>;
+/// The rows of one block, and the events that copies of them wait for.
+#[derive(Default)]
+pub(super) struct BlockRowList {
+    rows: Vec<BlockRow>,
+    pub(super) ready: Vec<Arc<dyn Event>>,
+}
+
+impl Deref for BlockRowList {
+    type Target = [BlockRow];
+
+    fn deref(&self) -> &Self::Target {
+        &self.rows
+    }
+}
 
 /// Groups rows by block, keeping the order of first appearance.
 pub(super) fn by_block(rows: Vec<Row>) -> Vec<(BlockId, BlockRowList)> {
@@ -116,10 +130,12 @@ pub(super) fn by_block(rows: Vec<Row>) -> Vec<(BlockId, BlockRowList)> {
     let mut blocks: Vec<(BlockId, BlockRowList)> = Vec::new();
     for (number, row) in rows.into_iter().enumerate() {
         let at = *index.entry(row.id).or_insert_with(|| {
-            blocks.push((row.id, Vec::new()));
+            blocks.push((row.id, BlockRowList::default()));
             blocks.len() - 1
         });
-        blocks[at].1.push((number, row.shard, row.pieces));
+        let block = &mut blocks[at].1;
+        block.rows.push((number, row.shard, row.pieces));
+        block.ready.extend(row.ready);
     }
     blocks
 }
@@ -222,16 +238,15 @@ impl Core {
     ) -> bool {
         let block = &task.blocks[index];
         let rows = || taken.iter().map(|&at| &block.rows[at]);
-        let copied = self.with_stream(|stream| {
-            for (_, shard, pieces) in rows() {
-                self.each_layer(*shard, pieces, |layer, spans| {
-                    stream.scatter(&record[self.layout.layer_data(layer)], spans)
-                })?;
-            }
-            if self.paranoid {
-                self.compare(stream, rows(), record)?;
-            }
-            Ok(())
+        let copied = self.pieces(rows()).and_then(|pieces| {
+            let ready = &block.rows.ready;
+            self.streams.with(ready, task.state.deadline, |stream| {
+                stream.scatter(record, &pieces)?;
+                if self.paranoid {
+                    compare(stream, &pieces, record)?;
+                }
+                Ok(())
+            })
         });
         match copied {
             Ok(()) => {
@@ -284,7 +299,7 @@ impl Core {
 
     fn record_failure(&self, task: &LoadTask, index: usize, error: &Error) {
         let block = &task.blocks[index];
-        for (row, _, _) in &block.rows {
+        for (row, _, _) in &*block.rows {
             task.state.fail_row(*row, error.clone().with("block", block.id));
         }
     }

@@ -108,7 +108,9 @@ impl Core {
     fn begin(self: &Arc<Self>, ids: &[BlockId]) -> Result<(MonotonicTime, bool)> {
         self.usable()?;
         if ids.len() > limits::MAX_IDS_PER_CALL {
-            return Err(Error::invalid("too many ids in one call").with("ids", ids.len()));
+            return Err(Error::invalid("too many ids in one call")
+                .with("ids", ids.len())
+                .with("most", limits::MAX_IDS_PER_CALL));
         }
         let now = self.clock.now();
         Stats::add(&self.stats.lookups, 1);

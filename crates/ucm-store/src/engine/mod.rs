@@ -16,6 +16,7 @@ mod reads;
 mod rejected;
 mod report;
 mod task;
+mod transfer;
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -25,11 +26,10 @@ use std::time::Duration;
 use hashlink::LruCache;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result, limits};
-use ucm_device::{Device, DeviceSpan, HostArena, KvLayout, SlotPool, Stream};
+use ucm_device::{ArenaOptions, Device, KvLayout, SlotPool};
 use ucm_infra::{Clock, IdSet, Lane, MonotonicTime, WorkerPool};
 use ucm_record::RecordLayout;
 use ucm_tier::backend::{Flush, LocallyVisible};
-use ucm_tier::events::Events;
 
 use crate::stats::Stats;
 use crate::tiers::{Priority, TierConfig, Tiers, TiersConfig};
@@ -39,6 +39,7 @@ pub use lookup::{Asked, Located};
 use rejected::RejectedRecords;
 use task::OpenTasks;
 pub use task::{Task, Until};
+use transfer::Streams;
 
 /// Threads for lookups that nobody waits for, and how many of these may be queued.
 const ASK_THREADS: usize = 3;
@@ -75,8 +76,7 @@ pub struct Core {
     deadlines: Deadlines,
     clock: Arc<dyn Clock>,
     tiers: Arc<Tiers>,
-    device: Arc<dyn Device>,
-    streams: Mutex<Vec<Box<dyn Stream>>>,
+    streams: Streams,
     slots: Arc<SlotPool>,
     reserved_slots: usize,
     copies: Arc<WorkerPool>,
@@ -105,7 +105,6 @@ pub struct Core {
     flushed: AtomicU64,
     pid: u32,
     stats: Stats,
-    events: Events,
 }
 
 impl Deref for Engine {
@@ -136,7 +135,7 @@ impl Engine {
             .with("staging_capacity", config.staging_bytes)
             .with("at_least", LEAST_SLOTS as u64 * slot_len));
         }
-        let arena = HostArena::new((slots.max(1) * slot_len) as usize)?;
+        let arena = device.make_arena((slots.max(1) * slot_len) as usize, ArenaOptions::default())?;
         let pages = arena.paging().name();
         let slots = SlotPool::new(arena, slot_len as usize)?;
         let reserved_slots = (slots.capacity() / 4).max(1);
@@ -151,13 +150,14 @@ impl Engine {
             record: layout.clone(),
             identity: config.identity.clone(),
             part: config.part,
+            writer: config.writer,
             breaker: config.breaker,
             probe: config.deadlines.probe,
             copy: config.deadlines.dump,
             spare_slots: (SPARE_BYTES / slot_len as usize).clamp(2, SPARE_SLOTS),
             staging,
         };
-        let tiers = Tiers::new(below, Arc::clone(&clock))?;
+        let tiers = Tiers::new(below, &*device, Arc::clone(&clock))?;
         let copy_limit = (slots.capacity() * 2 + 64).min(MAX_COPIES);
         let copies = WorkerPool::builder("ucm-copy")
             .on_demand()
@@ -212,8 +212,7 @@ impl Engine {
             deadlines: config.deadlines,
             clock,
             tiers,
-            device,
-            streams: Mutex::new(Vec::new()),
+            streams: Streams::of(device),
             copies,
             asks,
             reads: Mutex::default(),
@@ -233,7 +232,6 @@ impl Engine {
             flushed: AtomicU64::new(0),
             pid: std::process::id(),
             stats: Stats::default(),
-            events: Events::default(),
         });
         let weak = Arc::downgrade(&core);
         core.slots.on_release(move || {
@@ -283,6 +281,7 @@ impl Engine {
             id,
             shard: 0,
             pieces: Pieces::Block(Arc::clone(&layout), number),
+            ready: None,
         };
         Ok(blocks.into_iter().map(row).collect())
     }
@@ -304,6 +303,7 @@ impl Engine {
             id,
             shard: 0,
             pieces: Pieces::Slot,
+            ready: None,
         };
         let rows = ids.iter().map(row).collect();
         self.0.start_load(rows, self.load_deadline(deadline))
@@ -384,7 +384,9 @@ impl Core {
     pub fn prefetch(&self, ids: &[BlockId], priority: Priority) -> Result<usize> {
         self.usable()?;
         if ids.len() > limits::MAX_IDS_PER_CALL {
-            return Err(Error::invalid("too many ids in one call").with("ids", ids.len()));
+            return Err(Error::invalid("too many ids in one call")
+                .with("ids", ids.len())
+                .with("most", limits::MAX_IDS_PER_CALL));
         }
         if self.looks_up_only() || !self.tiers.is_ready() {
             return Ok(0);
@@ -437,9 +439,20 @@ impl Core {
         self.slots.available().saturating_sub(self.reserved_slots)
     }
 
+    /// The device whose memory it loads into and dumps from; it makes the events of rows and tasks.
+    pub fn device(&self) -> &dyn Device {
+        self.streams.device()
+    }
+
     /// The engine's clock, for waiting on its tasks.
     pub fn clock(&self) -> &dyn Clock {
         &*self.clock
+    }
+
+    /// Number that tells this store from all others: in the header of what it writes, and in the field `store` of what it
+    /// logs.
+    pub fn writer(&self) -> u64 {
+        self.writer
     }
 
     /// The sizes the engine was opened with.
@@ -480,7 +493,9 @@ impl Core {
     fn check_count(&self, rows: usize) -> Result<()> {
         self.usable()?;
         if rows > limits::MAX_IDS_PER_CALL {
-            return Err(Error::invalid("too many rows in one call").with("rows", rows));
+            return Err(Error::invalid("too many rows in one call")
+                .with("rows", rows)
+                .with("most", limits::MAX_IDS_PER_CALL));
         }
         if self.looks_up_only() {
             return Err(Error::new(
@@ -530,31 +545,7 @@ impl Core {
         self.slots.capacity() < LEAST_SLOTS
     }
 
-    /// Calls back with the layers of a shard and the device pieces of each, until one fails.
-    fn each_layer(
-        &self,
-        shard: u32,
-        pieces: &Pieces,
-        mut copy: impl FnMut(u32, &[DeviceSpan]) -> Result<()>,
-    ) -> Result<()> {
-        let first = shard * self.geometry.layers_per_shard();
-        let spans = pieces.spans(shard, self.geometry.tensors_per_shard());
-        let mut layers = (first..).zip(spans.chunks_exact(self.geometry.tensors().len()));
-        layers.try_for_each(|(layer, spans)| copy(layer, spans))
-    }
-
     fn shard_len(&self) -> u64 {
         self.geometry.layer_len() * u64::from(self.geometry.layers_per_shard())
-    }
-
-    fn with_stream<T>(&self, run: impl FnOnce(&mut dyn Stream) -> Result<T>) -> Result<T> {
-        let pooled = self.streams.lock().pop();
-        let mut stream = match pooled {
-            Some(stream) => stream,
-            None => self.device.make_stream()?,
-        };
-        let result = run(&mut *stream)?; // a stream that failed is not used again
-        self.streams.lock().push(stream);
-        Ok(result)
     }
 }

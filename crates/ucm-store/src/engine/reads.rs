@@ -414,7 +414,10 @@ impl Core {
         };
         match judged {
             Ok(header) => Ok((read, header)),
-            Err(reason) => Err((Failed::Refused(reason, None), Some(read.slot))),
+            Err(refusal) => {
+                let failed = Failed::Refused(refusal.reason, Some(refusal.into()));
+                Err((failed, Some(read.slot)))
+            }
         }
     }
 
@@ -469,7 +472,8 @@ impl Core {
             return;
         }
         let (error, reason) = match failed {
-            Failed::Refused(reason, _) => (refusal(*reason), *reason),
+            Failed::Refused(reason, Some(cause)) => (refusal(*reason).caused_by(cause.clone()), *reason),
+            Failed::Refused(reason, None) => (refusal(*reason), *reason),
             Failed::Unread(error) => (error.clone(), reason_of(error)),
         };
         let mut miss = Some(reason);

@@ -1,6 +1,4 @@
-//! What an engine tells of itself: counters and gauges, and messages for the log.
-
-use ucm_tier::events::Event;
+//! What an engine tells of itself: counters and gauges.
 
 use super::Core;
 
@@ -47,15 +45,5 @@ impl Core {
 
     fn is_healthy(&self) -> bool {
         self.tiers.is_well() && self.lost().is_none()
-    }
-
-    /// Messages for the log since the last call; none in a forked child.
-    pub fn events(&self) -> Vec<Event> {
-        if self.check_process().is_err() {
-            return Vec::new();
-        }
-        let mut events = self.tiers.events();
-        events.extend(self.events.drain());
-        events
     }
 }

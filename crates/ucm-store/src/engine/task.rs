@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::Error;
+use ucm_device::Event;
 use ucm_infra::{Clock, Completion, MonotonicTime, Notify};
 
 use crate::tiers::MAX_TIERS;
@@ -207,6 +208,12 @@ impl Task {
         self.level(until)
             .wait(clock, Some(limit.map_or(grace, |limit| limit.min(grace))))
             .is_some()
+    }
+
+    /// Records `event` once the device memory of the task is free, whatever became of it: no copy of it is under way
+    /// (other than one of a dump that hung and was given up), and none will begin. At once if that is so already.
+    pub fn record(&self, event: Arc<dyn Event>) {
+        self.state.staged.on_complete(move |()| event.record());
     }
 
     /// Whether a row of a load has arrived: its bytes were verified and are on the device, and stay there. The rows of a

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use tracing::warn;
 use ucm_core::{BlockId, Result};
 use ucm_device::Slot;
 use ucm_infra::{LANE_LOAD, LANE_SPACE, MonotonicTime, Notify};
 use ucm_io::IoJob;
 use ucm_tier::backend::{BlockRead, Listed, Outcome, ReadDone};
-use ucm_tier::events::Level;
 
 use super::{Tiers, WritePolicy};
 
@@ -46,13 +46,14 @@ impl Tiers {
         self.await_until(until, || under_way.load(Ordering::Acquire) == 0);
         let left = records.len() - begun + under_way.load(Ordering::Acquire);
         if left > 0 {
-            let name = &self.tiers[number].name;
-            let text = format!(
-                "{left} of {} blocks in memory were not written back to {name} in the time for shutting down; they will \
-                 be computed again",
-                records.len()
+            let (name, all) = (&self.tiers[number].name, records.len());
+            warn!(
+                store = self.writer,
+                tier = name,
+                left,
+                "{left} of {all} blocks in memory were not written back to {name} in the time for shutting down; they will \
+                 be computed again"
             );
-            self.say(Level::Warning, text);
         }
     }
 

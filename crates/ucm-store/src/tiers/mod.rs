@@ -21,8 +21,9 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde::Serialize;
+use tracing::{info, warn};
 use ucm_core::{BlockId, Error, ErrorKind, Identity, MissReason, Part, Result};
-use ucm_device::{HostArena, SlotPool};
+use ucm_device::{ArenaOptions, Device, SlotPool};
 use ucm_infra::{Clock, Completion, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::IoPool;
 use ucm_quota::evidence::is_damage;
@@ -30,7 +31,6 @@ use ucm_record::{Expect, RecordLayout, verify};
 use ucm_tier::backend::{
     Backend, Compression, Done, Flush, LocallyVisible, MediumStats, Quarantined, Victim,
 };
-use ucm_tier::events::{Event, Events, Level};
 
 use crate::health::{BreakerConfig, Change};
 use early::Merged;
@@ -150,6 +150,8 @@ pub(crate) struct TiersConfig {
     pub(crate) identity: Identity,
     /// Which part of a block.
     pub(crate) part: Part,
+    /// The store, as its log lines name it.
+    pub(crate) writer: u64,
     /// When the breaker of a tier opens; `max_stuck` is that of each tier.
     pub(crate) breaker: BreakerConfig,
     /// How long a look at a tier may take.
@@ -169,6 +171,7 @@ pub(crate) struct Tiers {
     record: RecordLayout,
     identity: Identity,
     part: Part,
+    writer: u64,
     probe: Duration,
     copy_deadline: Duration,
     spare: Arc<SlotPool>,
@@ -180,7 +183,6 @@ pub(crate) struct Tiers {
     loading: AtomicUsize,
     awaiting_look: AtomicUsize,
     early: Merged,
-    events: Events,
     staging: String,
     /// Somebody waits for all tiers to be looked at for the first time.
     opening: AtomicBool,
@@ -194,12 +196,13 @@ pub(crate) struct Tiers {
 
 impl Tiers {
     /// Puts tiers together; nothing is touched before [`Tiers::open`]. `Config` where they make no sense together.
-    pub(crate) fn new(config: TiersConfig, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
+    pub(crate) fn new(config: TiersConfig, device: &dyn Device, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
         check(&config.tiers)?;
         let slot_len = config.record.record_len();
         let count = config.tiers.len();
         let spare = if count == 1 { 1 } else { config.spare_slots.max(1) };
-        let arena = HostArena::new(spare * slot_len.next_multiple_of(4096))?;
+        let spare_len = spare * slot_len.next_multiple_of(4096);
+        let arena = device.make_arena(spare_len, ArenaOptions::default())?;
         let pool = WorkerPool::builder("ucm-tier")
             .on_demand()
             .size(count + 1)
@@ -228,6 +231,7 @@ impl Tiers {
             record: config.record,
             identity: config.identity,
             part: config.part,
+            writer: config.writer,
             probe: config.probe,
             copy_deadline: config.copy,
             spare: SlotPool::new(arena, slot_len)?,
@@ -237,7 +241,6 @@ impl Tiers {
             loading: AtomicUsize::new(0),
             awaiting_look: AtomicUsize::new(0),
             early: Merged::default(),
-            events: Events::default(),
             staging: config.staging,
             opening: AtomicBool::new(true),
             announced: AtomicBool::new(false),
@@ -325,14 +328,14 @@ impl Tiers {
         let now = self.clock.now();
         match opened {
             Ok(words) => {
-                let text = format!("open: {}: {words}", tier.name);
-                *tier.words.lock() = words;
+                *tier.words.lock() = words.clone();
                 let first = !tier.ready.swap(true, Ordering::AcqRel);
                 // One whose time off is over is let through by this; one that is held off longer stays off.
                 tier.breaker.allows(self.request(deadline).number, now);
                 self.changed(number, tier.answered(), None);
                 if first && self.announced.load(Ordering::Acquire) {
-                    self.say(Level::Info, text);
+                    let name = &tier.name;
+                    info!(store = self.writer, tier = name, "open: {name}: {words}");
                 } else if !self.opening.load(Ordering::Acquire) {
                     self.announce();
                 }
@@ -356,7 +359,7 @@ impl Tiers {
             }
         });
         let words = words.collect::<Vec<_>>().join("; below it ");
-        self.say(Level::Info, format!("open: {words}; {}", self.staging));
+        info!(store = self.writer, "open: {words}; {}", self.staging);
     }
 
     /// Whether a tier was usable once.
@@ -433,16 +436,19 @@ impl Tiers {
                     || "too many operations never returned".to_owned(),
                     ToString::to_string,
                 );
-                let text = format!("{tier}{name} is switched off for now, {rest}: {why}");
-                self.say(Level::Warning, text);
+                let kind = error.map_or("timeout", |error| error.kind().name());
+                warn!(
+                    store = self.writer,
+                    tier = name,
+                    error = kind,
+                    "{tier}{name} is switched off for now, {rest}: {why}"
+                );
             }
-            Some(Change::Recovered) => self.say(Level::Info, format!("{tier}{name} answers again")),
+            Some(Change::Recovered) => {
+                info!(store = self.writer, tier = name, "{tier}{name} answers again");
+            }
             None => {}
         }
-    }
-
-    fn say(&self, level: Level, text: String) {
-        self.events.push(level, text, self.clock.now());
     }
 
     /// Judges a record that was read; its ordinal if it is sound.
@@ -453,7 +459,7 @@ impl Tiers {
             part: self.part,
             layout: &self.record,
         };
-        verify(bytes, stored_len, &expect).map(|header| header.meta.ordinal)
+        Ok(verify(bytes, stored_len, &expect)?.meta.ordinal)
     }
 
     /// The copy in this tier was refused for this reason: it is no hit any more, and if it is damaged it is kept as
@@ -567,22 +573,6 @@ impl Tiers {
         self.tiers.iter().map(Tier::stats).collect()
     }
 
-    /// What the log should say since the last call.
-    pub(crate) fn events(&self) -> Vec<Event> {
-        let mut events = self.events.drain();
-        for tier in &self.tiers {
-            let told = tier.backend.events().into_iter();
-            events.extend(told.map(|event| match self.tiers.len() {
-                1 => event,
-                _ => Event {
-                    text: format!("tier {}: {}", tier.name, event.text),
-                    ..event
-                },
-            }));
-        }
-        events
-    }
-
     /// Ends: finishes or fails what is under way within `drain`.
     pub(crate) fn shutdown(self: &Arc<Self>, drain: Duration) {
         let until = self.clock.now().after(drain);
@@ -613,7 +603,13 @@ fn names(tiers: &[TierConfig]) -> Vec<String> {
 }
 
 fn check(tiers: &[TierConfig]) -> Result<()> {
-    let wrong = |text: &'static str| Err(Error::new(ErrorKind::Config, text).with("tiers", tiers.len()));
+    let wrong = |text: &'static str| {
+        let found = tiers
+            .iter()
+            .map(|tier| format!("{} {}", tier.backend.name(), tier.policy.name()));
+        let found = found.collect::<Vec<_>>().join(", ");
+        Err(Error::new(ErrorKind::Config, text).with("tiers", found))
+    };
     if !(1..=MAX_TIERS).contains(&tiers.len()) {
         return wrong("a store has one to four tiers");
     }

@@ -6,12 +6,12 @@
 
 use std::sync::Arc;
 
+use tracing::warn;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
 use ucm_infra::{LANE_DUMP, Ticket};
 use ucm_io::IoJob;
 use ucm_tier::backend::{Done, Flush, Keep, ReadDone, Victim, WriteOptions, Written, either};
-use ucm_tier::events::Level;
 
 use super::tier::{Tier, add};
 use super::{LANE_MOVE, Request, Tiers, WritePolicy};
@@ -337,8 +337,12 @@ impl Tiers {
             Err(reason) => {
                 add(&self.tiers[number].counts.copies_dropped, 1);
                 let why = reason.name();
-                let text = format!("record {id} was damaged in memory ({why}) and is not written back");
-                self.say(Level::Warning, text);
+                warn!(
+                    store = self.writer,
+                    block = %id,
+                    reason = why,
+                    "record {id} was damaged in memory ({why}) and is not written back"
+                );
                 return over();
             }
         };

@@ -1,11 +1,14 @@
-//! Memory that plays the device, and a device whose copies hang.
+//! Memory that plays the device, and a device whose copies hang and are counted.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use parking_lot::{Condvar, Mutex};
-use ucm_core::{BlockId, Error};
-use ucm_device::{HostDevice, KvLayout, KvPiece};
+use ucm_core::{BlockId, Error, Result};
+use ucm_device::{
+    CopyDone, DeviceSpan, Event, HostBuf, HostDevice, HostDone, KvLayout, KvPiece, Landed, Piece, Stream,
+};
+use ucm_infra::MonotonicTime;
 use ucm_store::engine::{Pieces, Row};
 
 use super::{Setup, id};
@@ -73,7 +76,12 @@ impl Device {
             let first = count * shard as usize;
             Pieces::Listed(layout.spans(0, first..first + count).collect())
         };
-        Row { id, shard, pieces }
+        Row {
+            id,
+            shard,
+            pieces,
+            ready: None,
+        }
     }
 
     /// Whether the block holds what its id stands for.
@@ -109,6 +117,8 @@ pub(crate) struct SlowDevice {
     failing: bool,
     state: Mutex<(usize, usize)>,
     news: Condvar,
+    /// Pieces of each transfer to and from a slot.
+    transfers: Arc<Mutex<Vec<usize>>>,
 }
 
 impl SlowDevice {
@@ -128,7 +138,13 @@ impl SlowDevice {
             failing,
             state: Mutex::new((copies, 0)),
             news: Condvar::new(),
+            transfers: Arc::default(),
         })
+    }
+
+    /// How many pieces each transfer had so far.
+    pub(crate) fn transfers(&self) -> Vec<usize> {
+        self.transfers.lock().clone()
     }
 
     /// Waits until so many copies hang.
@@ -152,7 +168,7 @@ impl ucm_device::Device for SlowDevice {
     }
 
     /// A copy that finds no stream in the engine's pool makes one: here it hangs.
-    fn make_stream(&self) -> ucm_core::Result<Box<dyn ucm_device::Stream>> {
+    fn make_stream(&self) -> Result<Box<dyn Stream>> {
         let mut state = self.state.lock();
         if state.0 > 0 {
             state.0 -= 1;
@@ -166,14 +182,71 @@ impl ucm_device::Device for SlowDevice {
             }
         }
         drop(state);
-        self.inner.make_stream()
+        Ok(Box::new(CountedStream {
+            inner: self.inner.make_stream()?,
+            transfers: Arc::clone(&self.transfers),
+        }))
     }
 
     fn make_arena(
         &self,
         bytes: usize,
         options: ucm_device::ArenaOptions,
-    ) -> ucm_core::Result<Arc<ucm_device::HostArena>> {
+    ) -> Result<Arc<ucm_device::HostArena>> {
         self.inner.make_arena(bytes, options)
+    }
+
+    fn make_event(&self) -> Result<Arc<dyn Event>> {
+        self.inner.make_event()
+    }
+}
+
+/// A stream of such a device. It has nothing to tell before all of a gather is there.
+struct CountedStream {
+    inner: Box<dyn Stream>,
+    transfers: Arc<Mutex<Vec<usize>>>,
+}
+
+impl Stream for CountedStream {
+    fn batch(&mut self, pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()> {
+        self.inner.batch(pairs)
+    }
+
+    fn gather(&mut self, src: &[Piece], dst: &mut [u8], _landed: &mut Landed<'_>) -> Result<()> {
+        self.transfers.lock().push(src.len());
+        self.inner.gather(src, dst, &mut |_, _| {})
+    }
+
+    fn scatter(&mut self, src: &[u8], dst: &[Piece]) -> Result<()> {
+        self.transfers.lock().push(dst.len());
+        self.inner.scatter(src, dst)
+    }
+
+    fn batch_async(&mut self, pairs: Vec<(DeviceSpan, DeviceSpan)>, done: CopyDone) {
+        self.inner.batch_async(pairs, done);
+    }
+
+    fn gather_async(&mut self, src: Vec<Piece>, dst: HostBuf, done: HostDone) {
+        self.inner.gather_async(src, dst, done);
+    }
+
+    fn scatter_async(&mut self, src: HostBuf, dst: Vec<Piece>, done: HostDone) {
+        self.inner.scatter_async(src, dst, done);
+    }
+
+    fn callback(&mut self, call: Box<dyn FnOnce() + Send>) -> Result<()> {
+        self.inner.callback(call)
+    }
+
+    fn record(&mut self) -> Result<Arc<dyn Event>> {
+        self.inner.record()
+    }
+
+    fn wait_event(&mut self, event: Arc<dyn Event>, deadline: MonotonicTime) -> Result<()> {
+        self.inner.wait_event(event, deadline)
+    }
+
+    fn synchronize(&mut self, deadline: Option<MonotonicTime>) -> Result<()> {
+        self.inner.synchronize(deadline)
     }
 }

@@ -155,6 +155,7 @@ pub(super) fn posix(
                 record,
                 identity: identity.clone(),
                 part: setup.part,
+                writer,
                 io,
             };
             Ok((Arc::new(CompressBackend::new(config, backend, clock)?), pool))

@@ -25,8 +25,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tempfile::TempDir;
 use ucm_core::{BlockId, DType, Identity};
-use ucm_device::HostDevice;
-use ucm_infra::{Clock, LANE_DUMP, LANE_LOAD, LANE_LOOKUP, SystemClock};
+use ucm_infra::{Clock, LANE_DUMP, LANE_LOAD, LANE_LOOKUP, SystemClock, log};
 use ucm_io::{Fault, FaultyEngine, Gate, IoOptions, IoPool, OpKind, PsyncEngine, Rule};
 use ucm_store::engine::{Engine, EngineConfig, Task, Until};
 use ucm_store::tiers::{TierConfig, WritePolicy};
@@ -158,6 +157,7 @@ impl Store {
         rules: Vec<Rule>,
         counted: bool,
     ) -> ucm_core::Result<Self> {
+        log::keep();
         let faults = engine();
         for rule in rules {
             faults.add(rule);
@@ -232,7 +232,7 @@ impl Store {
         };
         let device: Arc<dyn ucm_device::Device> = match &setup.device {
             Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,
-            None => Arc::new(HostDevice::new()),
+            None => ucm_device::open_device("host", Arc::clone(&clock))?,
         };
         let engine = Engine::open(config, tiers, device, clock)?;
         let store = Self {
@@ -348,8 +348,8 @@ impl Store {
 
     /// What was said since this was last asked, oldest first.
     pub(crate) fn said(&self) -> Vec<String> {
-        let events = self.engine.events();
-        events.into_iter().map(|event| event.text).collect()
+        let records = log::take(self.engine.writer()).into_iter();
+        records.map(|record| record.message).collect()
     }
 
     pub(crate) fn missed(&self, reason: &str) -> u64 {

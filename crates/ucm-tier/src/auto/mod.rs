@@ -24,7 +24,6 @@ use crate::backend::{
     Backend, BlockRead, Done, Features, Flush, Listed, LocallyVisible, MediumStats, Memory, Outcome,
     Presence, Quarantined, WriteOptions, Written,
 };
-use crate::events::Event;
 use crate::posix::{PosixBackend, PosixConfig, Shared};
 use crate::segment::{SegmentBackend, SegmentConfig};
 
@@ -233,10 +232,6 @@ impl Backend for AutoBackend {
 
     fn memory(&self) -> Option<&dyn Memory> {
         self.now().memory()
-    }
-
-    fn events(&self) -> Vec<Event> {
-        self.now().events()
     }
 }
 

@@ -29,6 +29,7 @@ fn make(context: &BuildContext<'_>, _: CompressOptions, below: BuiltTier) -> Res
         record: context.record.clone(),
         identity: context.identity.clone(),
         part: context.part,
+        writer: context.writer,
         io: Arc::clone(&below.pool),
     };
     let backend = CompressBackend::new(config, below.backend, Arc::clone(&context.clock))?;

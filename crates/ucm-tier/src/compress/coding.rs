@@ -2,6 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
+use tracing::warn;
 use ucm_core::{BlockId, PAGE, Result};
 use ucm_device::Slot;
 use ucm_record::encoded::{claimed_codec, restore_header, seal_stored};
@@ -9,7 +10,6 @@ use ucm_record::{Expect, MAGIC, RecordHeader, has_layout, verify_stored};
 
 use super::{Shared, Tools};
 use crate::backend::{ReadDone, WriteOptions};
-use crate::events::Level;
 
 /// Of so many records that are encoded one is decoded again before it is written, and compared.
 const PROVEN: u64 = 64;
@@ -158,8 +158,10 @@ impl Shared {
 
     fn undecodable(&self, id: BlockId, so: &str) {
         self.counts.undecodable.fetch_add(1, Ordering::Relaxed);
-        let text =
-            format!("record {id} does not come back from its compressed form, though that is whole; {so}");
-        self.events.push(Level::Warning, text, self.clock.now());
+        warn!(
+            store = self.writer,
+            block = %id,
+            "record {id} does not come back from its compressed form, though that is whole; {so}"
+        );
     }
 }

@@ -31,7 +31,6 @@ use crate::backend::{
     Backend, BlockRead, Compression, Done, Features, Flush, Listed, LocallyVisible, MediumStats, Outcome,
     Presence, Quarantined, ReadDone, WriteOptions, Written,
 };
-use crate::events::{Event, Events};
 use layers::Coder;
 
 /// Different lengths that stored records may have, about: an index of places keeps a table of them.
@@ -45,6 +44,8 @@ pub struct CompressConfig {
     pub identity: Identity,
     /// Which part of a block.
     pub part: Part,
+    /// The store, as its log lines name it.
+    pub writer: u64,
     /// The threads of the medium below, which encode what they are about to write.
     pub io: Arc<IoPool>,
 }
@@ -59,6 +60,7 @@ struct Shared {
     record: RecordLayout,
     identity: Identity,
     part: Part,
+    writer: u64,
     codec: Codec,
     granule: u64,
     clock: Arc<dyn Clock>,
@@ -66,7 +68,6 @@ struct Shared {
     tools: Mutex<Vec<Tools>>,
     most_tools: usize,
     counts: Counts,
-    events: Events,
     /// Records that are being encoded, rung when one was; and whether somebody waits for what was handed over by now.
     encoding: AtomicUsize,
     encoded: Notify,
@@ -96,7 +97,7 @@ impl CompressBackend {
     pub fn new(config: CompressConfig, inner: Arc<dyn Backend>, clock: Arc<dyn Clock>) -> Result<Self> {
         if inner.memory().is_some() {
             let wrong = "memory is faster than any codec; Compress stands before a stage of segments";
-            return Err(Error::new(ErrorKind::Config, wrong));
+            return Err(Error::new(ErrorKind::Config, wrong).with("below", inner.name()));
         }
         let shared = Arc::new(Shared {
             codec: codec_of(&config.record),
@@ -104,6 +105,7 @@ impl CompressBackend {
             record: config.record,
             identity: config.identity,
             part: config.part,
+            writer: config.writer,
             clock,
             tools: Mutex::default(),
             most_tools: config.io.width(LANE_LOAD),
@@ -111,7 +113,6 @@ impl CompressBackend {
             encoding: AtomicUsize::new(0),
             encoded: Notify::new(),
             hurried: AtomicBool::new(false),
-            events: Events::default(),
         });
         Ok(Self { inner, shared })
     }
@@ -280,11 +281,5 @@ impl Backend for CompressBackend {
             shared.clock.sleep(&shared.encoded, seen, Some(quarter));
         }
         self.inner.close(until.since(shared.clock.now()));
-    }
-
-    fn events(&self) -> Vec<Event> {
-        let mut events = self.inner.events();
-        events.extend(self.shared.events.drain());
-        events
     }
 }

@@ -31,6 +31,7 @@ fn stage(dtype: DType) -> CompressBackend {
         record: layout(dtype),
         identity: identity(),
         part: Part::default(),
+        writer: 1,
         io: IoPool::psync(false, &IoOptions::default()).unwrap(),
     };
     CompressBackend::new(config, Arc::new(Nothing), SystemClock::shared()).unwrap()
@@ -118,7 +119,11 @@ fn judge(read: &ReadDone, dtype: DType) -> std::result::Result<RecordHeader, Mis
         part: Part::default(),
         layout: &layout,
     };
-    verify(&read.slot.as_slice()[..read.read], read.stored_len, &expect)
+    Ok(verify(
+        &read.slot.as_slice()[..read.read],
+        read.stored_len,
+        &expect,
+    )?)
 }
 
 #[test]
@@ -188,12 +193,12 @@ fn the_stored_form_is_whole_in_itself_and_newer_to_who_reads_records_as_they_are
     );
     assert_eq!(header.record_len, stored.len() as u64);
     let newer = verify(&stored, stored.len() as u64, &expect);
-    assert_eq!(newer.unwrap_err(), MissReason::NewerVersion);
+    assert_eq!(newer.unwrap_err().reason, MissReason::NewerVersion);
     // A damaged one is damage, to both.
     let mut bad = stored.clone();
     bad[4096 + 100] ^= 1;
     assert_eq!(
-        verify(&bad, bad.len() as u64, &expect).unwrap_err(),
+        verify(&bad, bad.len() as u64, &expect).unwrap_err().reason,
         MissReason::BadChecksum
     );
     assert!(

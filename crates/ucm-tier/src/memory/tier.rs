@@ -265,7 +265,8 @@ impl Tier {
             part: self.config.part,
             layout: &self.config.record,
         };
-        verify(record, record.len() as u64, &expect).map(|_| ())
+        verify(record, record.len() as u64, &expect)?;
+        Ok(())
     }
 
     /// Counts a use; false if it is not there.

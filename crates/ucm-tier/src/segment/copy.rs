@@ -189,7 +189,7 @@ impl Segments {
 
     fn judged(&self, id: BlockId, bytes: &[u8], len: u64) -> std::result::Result<RecordMeta, MissReason> {
         self.shared.judge(id, bytes, len)?;
-        RecordHeader::decode(bytes).map(|header| header.meta)
+        Ok(RecordHeader::decode(bytes)?.meta)
     }
 
     /// Reads a piece of a file; `None` when the file is gone.

@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use tracing::warn;
 use ucm_core::{Error, ErrorKind, MissReason, Part, Result};
 use ucm_infra::{LANE_LOOKUP, MonotonicTime};
 use ucm_io::{Close, FileMeta, IoJob, MAX_LIST, Pending, ReadMode};
@@ -21,7 +22,6 @@ use super::index::Known;
 use super::recheck::Rechecked;
 use super::timer::TURN;
 use crate::backend::Done;
-use crate::events::Level;
 
 /// Most that wait for a listing.
 const MAX_WAITING: usize = 1 << 16;
@@ -180,11 +180,14 @@ impl Segments {
         }
         *told = Some((now, no_room));
         let root = self.shared.layout.root().display();
-        let text = format!(
+        warn!(
+            store = self.shared.config.writer,
+            path = %root,
+            most,
+            no_room,
             "the index of {root} is full: it has room for {most} blocks, {no_room} more that are stored there are misses for \
              this process; lower storage_capacity, or store larger blocks"
         );
-        self.events.push(Level::Warning, text, now);
     }
 
     /// Closes segments that nobody has read for a while: one that was removed elsewhere must not hold its space, and a

@@ -49,7 +49,6 @@ use crate::backend::{
     Backend, BlockRead, Done, Features, Flush, Listed, LocallyVisible, MediumStats, Outcome, Presence,
     Quarantined, WriteOptions, Written,
 };
-use crate::events::{Event, Events};
 use crate::posix::{PosixConfig, Shared};
 use crate::writing::Write;
 use discovery::SegmentDiscovery;
@@ -113,7 +112,6 @@ pub(crate) struct Segments {
     discovery: SegmentDiscovery,
     merger: Merger,
     heat: Heat,
-    events: Events,
     pool: Arc<WorkerPool>,
     /// Rung when a segment may have to be sealed, when others' segments should be looked for, and when merging ends.
     seal_notify: Notify,
@@ -170,7 +168,6 @@ impl SegmentBackend {
             discovery: SegmentDiscovery::default(),
             merger: Merger::default(),
             heat: Heat::default(),
-            events: Events::default(),
             pool,
             seal_notify: Notify::new(),
             find_notify: Notify::new(),
@@ -357,10 +354,6 @@ impl Backend for SegmentBackend {
             ],
             ..self.segments.shared.stats()
         }
-    }
-
-    fn events(&self) -> Vec<Event> {
-        self.segments.events.drain()
     }
 
     fn close(&self, drain: Duration) {

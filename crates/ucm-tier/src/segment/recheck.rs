@@ -8,6 +8,7 @@
 use std::ops::Bound;
 use std::time::Duration;
 
+use tracing::warn;
 use ucm_infra::MonotonicTime;
 use ucm_io::ReadMode;
 use ucm_quota::layout::SegmentName;
@@ -15,7 +16,6 @@ use ucm_quota::layout::SegmentName;
 use super::Segments;
 use super::discovery::TAIL;
 use super::index::SegmentNumber;
-use crate::events::Level;
 
 /// Time between two looks, and footers that are read in each: about a MiB a minute at most.
 const AGAIN: Duration = Duration::from_secs(30);
@@ -53,13 +53,14 @@ impl Segments {
             }
         }
         if let Some(first) = bad.first() {
-            let text = format!(
-                "the index in {} is damaged (one of {} such segments): others miss its blocks, so they are stored again when \
-                 they are next computed; check the medium",
-                first.display(),
-                bad.len()
+            let (first, count) = (first.display(), bad.len());
+            warn!(
+                store = self.shared.config.writer,
+                path = %first,
+                count,
+                "the index in {first} is damaged (one of {count} such segments): others miss its blocks, so they are stored \
+                 again when they are next computed; check the medium"
             );
-            self.events.push(Level::Warning, text, self.shared.clock.now());
         }
     }
 

@@ -68,7 +68,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         if len(self._tiers) > 1:
             self.tier_names = tuple(tier["name"] for tier in self._tiers)
         self.has_own_memory = any(tier["memory"] for tier in self._tiers)
-        self._drain_events()
+        self._hand_over_log()
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> EngineSettings:
@@ -77,27 +77,27 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
         found = self._open().lookup(block_ids)
-        self._drain_events()
+        self._hand_over_log()
         return found
 
     def lookup_on_prefix(self, block_ids: Sequence[bytes]) -> int:
         last = self._open().lookup_on_prefix(block_ids) - 1
-        self._drain_events()
+        self._hand_over_log()
         return last
 
     def explain_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[int, str]:
         run, reason = self._open().explain_on_prefix(block_ids)
-        self._drain_events()
+        self._hand_over_log()
         return run - 1, reason or "absent"
 
     def locate_on_prefix(self, block_ids: Sequence[bytes]) -> tuple[bytes, str]:
         tiers, reason = self._open().locate_on_prefix(block_ids)
-        self._drain_events()
+        self._hand_over_log()
         return tiers, reason or "absent"
 
     def begin_locate_on_prefix(self, block_ids: Sequence[bytes]) -> Asked:
         asked = self._open().begin_locate_on_prefix(block_ids)
-        self._drain_events()
+        self._hand_over_log()
         return asked
 
     @property
@@ -132,7 +132,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         if prerequisite_handle:
             raise UnsupportedError(
                 "this device has no events: pass prerequisite_handle 0 once the source is written",
-                context={"device": "host"},
+                context={"platform": self.settings.platform},
             )
         return PosixTask(self._open().dump(block_ids, shard_index, _matrix(addrs)), "dump")
 
@@ -169,7 +169,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
             return
         handle = _handle(task)
         finished = handle.wait(until, timeout)
-        self._drain_events()
+        self._hand_over_log()
         if not finished:
             raise DeadlineError(f"the {task.kind} is not {until} yet", context={"timeout": timeout})
         task.completed = task.completed or until == "published" or task.kind == "load"
@@ -254,7 +254,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return self._open().cc_store()
 
     def stats(self) -> dict[str, Any]:
-        self._drain_events()
+        self._hand_over_log()
         stats: dict[str, Any] = json.loads(self._core.stats())
         return stats
 
@@ -265,7 +265,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return self._open().early()
 
     def trouble(self) -> str:
-        self._drain_events()
+        self._hand_over_log()
         return self._last_warning
 
     def free_dump_slots(self) -> int | None:
@@ -279,7 +279,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     def close(self) -> None:
         super().close()
         self._core.close()
-        self._drain_events()
+        self._hand_over_log()
 
     def _told_tiers(self) -> list[dict[str, Any]]:
         tiers: list[dict[str, Any]] = json.loads(self._core.stats())["tiers"]
@@ -290,11 +290,12 @@ class UcmPosixStore(UcmKVStoreBaseV1):
             raise ClosedError("the store is closed")
         return self._core
 
-    def _drain_events(self) -> None:
-        for warning, text in self._core.events():
-            if warning:
-                self._last_warning = text
-            logger.log(logging.WARNING if warning else logging.INFO, "%s: %s", self.settings.label, text)
+    def _hand_over_log(self) -> None:
+        """Writes what the core logged for this store since the last call: no thread of the core takes the GIL for it."""
+        for level, message, fields in self._core.take_log():
+            if level >= logging.WARNING:
+                self._last_warning = message
+            logger.log(level, "%s: %s", self.settings.label, message, extra={"fields": fields})
 
 
 def _handle(task: Any) -> CoreTask:

@@ -14,7 +14,7 @@ from ucm.config.fields import section_of
 from ucm.config.layer import gibibytes
 from ucm.config.model import BreakerConfig, Deadlines, StoreSettings
 from ucm.config.stores import DEFAULT_STORE, STORES, own_keys
-from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, UNUSED, nearest, without_effect
+from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, PLATFORMS, UNUSED, nearest, without_effect
 from ucm.errors import ConfigError, InvalidInputError
 
 #: Top-level keys of an identity, in order (``docs/format.md``); here those of a caller who names none.
@@ -64,6 +64,8 @@ class EngineSettings(StoreSettings):
     block_tokens: Annotated[int, Field(ge=0)] = 0
     #: Element type, for the record's header.
     dtype: str = "opaque"
+    #: Where the KV lies: a device of the core, by the words of a configuration's ``platform``.
+    platform: str = "host"
     #: -1 opens the store for lookups only.
     device_id: Annotated[int, Field(ge=-1)] = 0
     #: Words for the manifest, outside the identity.
@@ -108,6 +110,7 @@ class EngineSettings(StoreSettings):
         return json.dumps(
             {
                 "stages": self.stages(),
+                "device": PLATFORMS.get(self.platform.lower(), self.platform),
                 "identity": self.identity_json,
                 "part": self.part,
                 "tensor_sizes": self.tensors,
@@ -120,7 +123,7 @@ class EngineSettings(StoreSettings):
                 "scheduler_elsewhere": self.scheduler_elsewhere,
                 "lookup_only": self.device_id < 0,
                 "staging_bytes": self.staging_capacity,
-                "copy_threads": 1,
+                "copy_threads": 2,  # one writes what it gathered while the other gathers on
                 "lookup_s": self.deadlines.lookup_ms / 1000,
                 "load_s": self.deadlines.load_unknown_s,
                 "dump_s": self.deadlines.dump_s,

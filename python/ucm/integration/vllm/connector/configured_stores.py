@@ -52,6 +52,8 @@ def _configured_store(config: UcmConfig, processes: int, several_hosts: bool) ->
         return UcmConnectorFactoryV1.create_connector(name, store_config, module)
 
     told = config.store_config()
+    if not config.user_store and config.platform is not None:
+        told["platform"] = config.platform
     if not config.user_store and name in _IN_MEMORY:
         told["processes"] = processes
         told["scheduler_elsewhere"] = several_hosts

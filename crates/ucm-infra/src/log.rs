@@ -1,0 +1,256 @@
+//! Where what the core logs waits for the log: a subscriber of [`tracing`] with a bounded list for each store.
+//!
+//! Python writes the log, and no thread of the core ever takes the GIL. So whoever logs only puts a [`Record`] into the list
+//! of its store, which the event names in its field `store`; whoever uses that store takes them out ([`take`]). Of one
+//! part of the code so many records a minute are kept, so that a medium full of damage does not fill the log too; those
+//! dropped are counted, and said.
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::sync::{Once, OnceLock};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+pub use tracing::Level;
+use tracing::field::{Field, Visit};
+use tracing::level_filters::LevelFilter;
+use tracing::span::{Attributes, Id};
+use tracing::{Event, Metadata, Subscriber};
+
+use crate::{Clock, MonotonicTime, SystemClock};
+
+/// Most records of one part of the code in one window of time.
+const LIMIT: usize = 64;
+/// Length of that window.
+const WINDOW: Duration = Duration::from_secs(60);
+/// Most records of one store kept between two calls of [`take`].
+const KEPT: usize = 4 * LIMIT;
+
+/// One line of the log.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Record {
+    /// How loud.
+    pub level: Level,
+    /// The line.
+    pub message: String,
+    /// What the line is about, as its code named it: `tier`, `block`, `reason`, `error`, `path` and the like.
+    pub fields: Vec<(&'static str, String)>,
+}
+
+/// What one store has to say.
+#[derive(Default)]
+struct Said {
+    records: VecDeque<Record>,
+    dropped: u64,
+    /// When the current window of each part of the code began, and how many records it has brought.
+    windows: HashMap<&'static str, (MonotonicTime, usize)>,
+}
+
+impl Said {
+    fn push(&mut self, part: &'static str, record: Record, now: MonotonicTime) {
+        let (began, brought) = self.windows.entry(part).or_insert((now, 0));
+        if now.since(*began) >= WINDOW {
+            (*began, *brought) = (now, 0);
+        }
+        *brought += 1;
+        if *brought <= LIMIT && self.records.len() < KEPT {
+            self.records.push_back(record);
+        } else {
+            self.dropped += 1;
+        }
+    }
+
+    fn take(&mut self) -> Vec<Record> {
+        let mut records: Vec<Record> = self.records.drain(..).collect();
+        let dropped = std::mem::take(&mut self.dropped);
+        if dropped > 0 {
+            records.push(Record {
+                level: Level::WARN,
+                message: format!("{dropped} further messages were dropped"),
+                fields: vec![("dropped", dropped.to_string())],
+            });
+        }
+        records
+    }
+}
+
+/// The lists of one process. A forked child has lists of its own: a thread that it does not have may hold the lock of its
+/// parent's for ever.
+struct Lists {
+    pid: u32,
+    stores: Mutex<HashMap<u64, Said>>,
+    of_child: OnceLock<Box<Lists>>,
+}
+
+static LISTS: OnceLock<Lists> = OnceLock::new();
+
+impl Lists {
+    fn new() -> Self {
+        Self {
+            pid: std::process::id(),
+            stores: Mutex::default(),
+            of_child: OnceLock::new(),
+        }
+    }
+
+    /// Those of this process.
+    fn here() -> &'static Self {
+        let (pid, mut lists) = (std::process::id(), LISTS.get_or_init(Self::new));
+        while lists.pid != pid {
+            lists = lists.of_child.get_or_init(|| Box::new(Self::new()));
+        }
+        lists
+    }
+}
+
+/// Keeps what this process logs from now on, unless it has another subscriber already.
+pub fn keep() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        Lists::here(); // made now, while no other thread can fork
+        let _ = tracing::subscriber::set_global_default(Collector);
+    });
+}
+
+/// What was logged for a store since the last call, oldest first; a last record tells how many were dropped.
+pub fn take(store: u64) -> Vec<Record> {
+    let mut stores = Lists::here().stores.lock();
+    stores.get_mut(&store).map(Said::take).unwrap_or_default()
+}
+
+/// This store has ended: nobody will take its records.
+pub fn forget(store: u64) {
+    Lists::here().stores.lock().remove(&store);
+}
+
+/// Puts the events of our own crates into the lists. It knows no spans.
+struct Collector;
+
+impl Subscriber for Collector {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.is_event() && *metadata.level() <= Level::INFO && metadata.target().starts_with("ucm_")
+    }
+
+    fn max_level_hint(&self) -> Option<LevelFilter> {
+        Some(LevelFilter::INFO)
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        let mut read = Fields::default();
+        event.record(&mut read);
+        let Some(store) = read.store else {
+            return; // nobody would take it
+        };
+        let record = Record {
+            level: *event.metadata().level(),
+            message: read.message,
+            fields: read.fields,
+        };
+        let (part, now) = (event.metadata().target(), SystemClock.now());
+        let mut stores = Lists::here().stores.lock();
+        stores.entry(store).or_default().push(part, record, now);
+    }
+
+    fn new_span(&self, _span: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _span: &Id, _values: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _span: &Id, _follows: &Id) {}
+
+    fn enter(&self, _span: &Id) {}
+
+    fn exit(&self, _span: &Id) {}
+}
+
+/// The fields of one event.
+#[derive(Default)]
+struct Fields {
+    store: Option<u64>,
+    message: String,
+    fields: Vec<(&'static str, String)>,
+}
+
+impl Visit for Fields {
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        match field.name() {
+            "store" => self.store = Some(value),
+            name => self.fields.push((name, value.to_string())),
+        }
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.fields.push((field.name(), value.to_owned()));
+    }
+
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        let text = format!("{value:?}");
+        match field.name() {
+            "message" => self.message = text,
+            name => self.fields.push((name, text)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(text: &str) -> Record {
+        Record {
+            level: Level::INFO,
+            message: text.to_owned(),
+            fields: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn bounded_and_honest_about_it() {
+        let mut said = Said::default();
+        let push = |said: &mut Said, n: usize, now| (0..n).for_each(|_| said.push("a", record("x"), now));
+        push(&mut said, LIMIT + 3, MonotonicTime(0));
+        let taken = said.take();
+        assert_eq!(taken.len(), LIMIT + 1);
+        assert!(taken[LIMIT].message.starts_with("3 further"));
+        push(&mut said, 1, MonotonicTime(1));
+        said.push("b", record("another part is heard"), MonotonicTime(1));
+        assert_eq!(
+            said.take().len(),
+            2,
+            "the same minute: b's, and how many were dropped"
+        );
+        let minute = |n: u32| MonotonicTime(0).after(WINDOW * n);
+        (1..=9).for_each(|n| push(&mut said, LIMIT, minute(n)));
+        assert_eq!(said.take().len(), KEPT + 1);
+        assert!(said.take().is_empty());
+    }
+
+    #[test]
+    fn each_store_gets_its_own_with_level_and_fields() {
+        keep();
+        keep(); // as often as anybody likes
+        let (one, two) = (crate::random_u64(), crate::random_u64());
+        let said = std::thread::spawn(move || {
+            tracing::warn!(store = one, tier = "posix", left = 3, path = %"/a b", "{} of it", "most");
+            tracing::info!(store = two, "the other's");
+            tracing::info!("nobody's");
+            tracing::debug!(store = one, "not kept");
+        });
+        said.join().unwrap();
+        let expected = Record {
+            level: Level::WARN,
+            message: "most of it".to_owned(),
+            fields: vec![
+                ("tier", "posix".to_owned()),
+                ("left", "3".to_owned()),
+                ("path", "/a b".to_owned()),
+            ],
+        };
+        assert_eq!((take(one), take(two).len()), (vec![expected], 1));
+        assert!(take(one).is_empty());
+        tracing::info!(store = two, "ended");
+        forget(two);
+        assert!(take(two).is_empty());
+    }
+}

@@ -1,0 +1,69 @@
+//! Why a record is refused: the reason that is counted, and what of the record says so.
+
+use std::fmt;
+
+use ucm_core::{Error, ErrorKind, MissReason};
+
+/// What is wrong with a record.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// The reason, as it is counted.
+    pub reason: MissReason,
+    /// What of the record is wrong.
+    pub field: &'static str,
+    /// What it is.
+    pub found: String,
+    /// What it should be.
+    pub expected: String,
+}
+
+impl Refusal {
+    /// `field` is `found` and not `expected`.
+    pub fn new(
+        reason: MissReason,
+        field: &'static str,
+        found: impl fmt::Display,
+        expected: impl fmt::Display,
+    ) -> Self {
+        Self {
+            reason,
+            field,
+            found: found.to_string(),
+            expected: expected.to_string(),
+        }
+    }
+
+    /// There are fewer bytes than there should be.
+    pub(crate) fn truncated(found: u64, expected: u64) -> Self {
+        Self::new(MissReason::Truncated, "length", found, expected)
+    }
+}
+
+/// Whether a field is what it should be.
+pub(crate) fn same<T: PartialEq + fmt::Display>(
+    reason: MissReason,
+    field: &'static str,
+    found: T,
+    expected: T,
+) -> Result<(), Refusal> {
+    let refusal = || Refusal::new(reason, field, &found, &expected);
+    (found == expected).then_some(()).ok_or_else(refusal)
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} is {}, expected {}", self.field, self.found, self.expected)
+    }
+}
+
+impl From<Refusal> for MissReason {
+    fn from(refusal: Refusal) -> Self {
+        refusal.reason
+    }
+}
+
+impl From<Refusal> for Error {
+    fn from(refusal: Refusal) -> Self {
+        Self::new(ErrorKind::Corrupt, refusal.to_string())
+    }
+}

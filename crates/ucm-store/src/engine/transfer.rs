@@ -1,0 +1,86 @@
+//! What is moved between the device and a record in its slot: all pieces of a block in one transfer.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use ucm_core::{Error, Result};
+use ucm_device::{Device, Event, Piece, Stream};
+use ucm_infra::MonotonicTime;
+
+use super::{Core, Pieces};
+
+/// The device, and those of its streams that nobody uses.
+pub(super) struct Streams {
+    device: Arc<dyn Device>,
+    idle: Mutex<Vec<Box<dyn Stream>>>,
+}
+
+impl Streams {
+    pub(super) fn of(device: Arc<dyn Device>) -> Self {
+        Self {
+            device,
+            idle: Mutex::default(),
+        }
+    }
+
+    pub(super) fn device(&self) -> &dyn Device {
+        &*self.device
+    }
+
+    /// Runs a transfer on a stream that nobody else uses, once the events of `ready` are done; `Timeout` where they are
+    /// not by `deadline`.
+    pub(super) fn with(
+        &self,
+        ready: &[Arc<dyn Event>],
+        deadline: MonotonicTime,
+        transfer: impl FnOnce(&mut dyn Stream) -> Result<()>,
+    ) -> Result<()> {
+        let idle = self.idle.lock().pop();
+        let mut stream = match idle {
+            Some(stream) => stream,
+            None => self.device.make_stream()?,
+        };
+        for event in ready {
+            stream.wait_event(Arc::clone(event), deadline)?;
+        }
+        transfer(&mut *stream)?; // a stream that failed is not used again
+        self.idle.lock().push(stream);
+        Ok(())
+    }
+}
+
+impl Core {
+    /// The layers of a shard.
+    pub(super) fn layers_of(&self, shard: u32) -> Range<u32> {
+        let count = self.geometry.layers_per_shard();
+        shard * count..(shard + 1) * count
+    }
+
+    /// The device pieces of rows (row number, shard, pieces) of one block, layer by layer, each with its place in the
+    /// record. `InvalidInput` for a piece that is not as long as its tensor.
+    pub(super) fn pieces<'a>(
+        &self,
+        rows: impl IntoIterator<Item = &'a (usize, u32, Pieces)>,
+    ) -> Result<Vec<Piece>> {
+        let sizes = self.geometry.tensors();
+        let mut all = Vec::new();
+        for (row, shard, pieces) in rows {
+            let spans = pieces.spans(*shard, self.geometry.tensors_per_shard());
+            all.reserve(spans.len());
+            for (layer, spans) in self.layers_of(*shard).zip(spans.chunks_exact(sizes.len())) {
+                let mut at = self.layout.layer_data(layer).start;
+                for (&span, &size) in spans.iter().zip(sizes) {
+                    if span.len() != size {
+                        let wrong = Error::invalid("a device piece is not as long as its tensor");
+                        let wrong = wrong.with("row", row).with("layer", layer);
+                        return Err(wrong.with("given", span.len()).with("expected", size));
+                    }
+                    all.push(Piece { at, span });
+                    at += size as usize;
+                }
+            }
+        }
+        Ok(all)
+    }
+}

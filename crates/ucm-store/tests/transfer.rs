@@ -1,0 +1,202 @@
+//! What moves between the device and the store: in one transfer for each block, after the events that it is told to wait
+//! for, and before those that it is told to record.
+
+#![allow(
+    unsafe_code,
+    clippy::unwrap_used,
+    reason = "device spans over the tests' own buffers; a test may fail"
+)]
+
+mod common;
+
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use ucm_core::{ErrorKind, Result};
+use ucm_device::{DeviceSpan, Event};
+use ucm_infra::{Clock, ManualClock, MonotonicTime};
+use ucm_store::engine::{Deadlines, Pieces, Row, Task, Until};
+
+use common::{Device, Setup, SlowDevice, Store, directory, eventually, id, ids, media, on};
+
+/// An event that says when somebody begins to wait for it.
+struct Watched {
+    inner: Arc<dyn Event>,
+    waiting: Mutex<mpsc::Sender<()>>,
+}
+
+impl Watched {
+    fn of(store: &Store) -> (Arc<dyn Event>, mpsc::Receiver<()>) {
+        let (waiting, told) = mpsc::channel();
+        let inner = store.engine.device().make_event().unwrap();
+        let waiting = Mutex::new(waiting);
+        (Arc::new(Self { inner, waiting }), told)
+    }
+}
+
+impl Event for Watched {
+    fn done(&self) -> bool {
+        self.inner.done()
+    }
+
+    fn wait(&self, deadline: Option<MonotonicTime>) -> Result<()> {
+        let _ = self.waiting.lock().send(());
+        self.inner.wait(deadline)
+    }
+
+    fn record(&self) {
+        self.inner.record();
+    }
+}
+
+/// These rows, once the event is done.
+fn after(event: &Arc<dyn Event>, mut rows: Vec<Row>) -> Vec<Row> {
+    rows.iter_mut()
+        .for_each(|row| row.ready = Some(Arc::clone(event)));
+    rows
+}
+
+/// An event that the task records.
+fn recorded_by(store: &Store, task: &Task) -> Arc<dyn Event> {
+    let event = store.engine.device().make_event().unwrap();
+    assert!(!event.done());
+    task.record(Arc::clone(&event));
+    event
+}
+
+#[test]
+fn a_dump_reads_nothing_before_its_event_is_recorded() {
+    for medium in media() {
+        let (dir, setup) = (directory(), on(medium));
+        let store = Store::open(dir.path(), setup.clone());
+        let (event, waiting) = Watched::of(&store);
+        let (mut source, right) = (Device::blank(&setup, &ids(1)), common::content(&setup, id(0)));
+        let task = store.engine.dump(after(&event, source.rows(&ids(1)))).unwrap();
+        let staged = recorded_by(&store, &task);
+        waiting.recv().unwrap();
+        assert!(!task.check(store.engine.clock(), Until::Staged) && !staged.done());
+        source.change(id(0), |bytes| bytes.copy_from_slice(&right));
+        event.record();
+        staged.wait(None).unwrap();
+        assert!(task.check(store.engine.clock(), Until::Staged));
+        store.outcome(&task).unwrap();
+        let target = Device::blank(&setup, &ids(1));
+        store.load(&target, &ids(1)).unwrap();
+        assert!(target.is_right(id(0)));
+        // One that is done costs nothing.
+        let task = store.engine.dump(after(&event, source.rows(&ids(1)))).unwrap();
+        store.outcome(&task).unwrap();
+        assert!(waiting.try_recv().is_err());
+    }
+}
+
+#[test]
+fn a_load_writes_nothing_before_its_event_and_records_one_after_its_last_byte() {
+    for medium in media() {
+        let (dir, setup) = (directory(), on(medium));
+        let store = Store::open(dir.path(), setup.clone());
+        store.dump(&Device::filled(&setup, &ids(3)), &ids(3)).unwrap();
+        let (event, waiting) = Watched::of(&store);
+        let target = Device::blank(&setup, &ids(3));
+        let mut rows = target.rows(&ids(2));
+        rows.extend(after(&event, target.rows(&[id(2)])));
+        let task = store.engine.load(rows, None).unwrap();
+        let over = recorded_by(&store, &task);
+        waiting.recv().unwrap();
+        eventually("the others arrive", || store.stat("blocks_loaded") == 2);
+        assert!(target.is_blank(id(2)) && !over.done());
+        event.record();
+        over.wait(None).unwrap();
+        assert!(ids(3).into_iter().all(|id| target.is_right(id)));
+        store.outcome(&task).unwrap();
+        let late = store.engine.device().make_event().unwrap();
+        task.record(Arc::clone(&late));
+        assert!(late.done(), "of a task that is over, at once");
+    }
+}
+
+#[test]
+fn a_load_that_fails_records_its_event_too() {
+    let (dir, setup) = (directory(), Setup::default());
+    let store = Store::open(dir.path(), setup.clone());
+    let target = Device::blank(&setup, &ids(1));
+    let task = store.engine.load(target.rows(&ids(1)), None).unwrap();
+    recorded_by(&store, &task).wait(None).unwrap();
+    store.outcome(&task).unwrap_err();
+    assert!(target.is_blank(id(0)));
+}
+
+#[test]
+fn an_event_that_does_not_come_ends_its_task_at_the_deadline_and_no_other() {
+    let (dir, clock, setup) = (directory(), ManualClock::new(), Setup::default());
+    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let device = Device::filled(&setup, &ids(2));
+    store.dump(&device, &[id(1)]).unwrap();
+    let target = Device::blank(&setup, &[id(1)]);
+    let second = Duration::from_secs(1);
+    for loads in [false, true] {
+        let (event, waiting) = Watched::of(&store);
+        let task = if loads {
+            let rows = after(&event, target.rows(&[id(1)]));
+            store.engine.load(rows, Some(second)).unwrap()
+        } else {
+            store.engine.dump(after(&event, device.rows(&ids(1)))).unwrap()
+        };
+        waiting.recv().unwrap();
+        clock.advance(if loads { second } else { Deadlines::default().dump });
+        eventually("it is given up", || {
+            task.check(store.engine.clock(), Until::Published)
+        });
+        let failures = task.failures();
+        assert_eq!((failures.len(), failures[0].1.kind()), (1, ErrorKind::Timeout));
+        eventually("the slots come back", || {
+            store.stat("slots_free") == store.stat("slots")
+        });
+        event.record();
+        assert!(target.is_blank(id(1)), "nothing late");
+        store.dump(&device, &ids(1)).unwrap();
+    }
+    store.load(&target, &[id(1)]).unwrap();
+    assert!(target.is_right(id(1)));
+}
+
+#[test]
+fn all_pieces_of_a_block_are_one_transfer() {
+    for layers_per_shard in [1, Setup::default().layers] {
+        let counted = SlowDevice::new(0);
+        let setup = Setup {
+            layers_per_shard,
+            device: Some(Arc::clone(&counted)),
+            ..Setup::default()
+        };
+        let dir = directory();
+        let store = Store::open(dir.path(), setup.clone());
+        store.dump(&Device::filled(&setup, &ids(2)), &ids(2)).unwrap();
+        let target = Device::blank(&setup, &ids(2));
+        store.load(&target, &ids(2)).unwrap();
+        assert!(ids(2).into_iter().all(|id| target.is_right(id)));
+        let pieces = setup.tensors.len() * setup.layers as usize;
+        assert_eq!(counted.transfers(), [pieces; 4]);
+    }
+}
+
+#[test]
+fn a_piece_that_is_not_as_long_as_its_tensor_fails_its_block_untouched() {
+    let (dir, setup) = (directory(), Setup::default());
+    let store = Store::open(dir.path(), setup.clone());
+    let device = Device::filled(&setup, &ids(2));
+    store.dump(&device, &ids(2)).unwrap();
+    let target = Device::blank(&setup, &ids(2));
+    let mut rows = target.rows(&ids(2));
+    let Pieces::Listed(spans) = &mut rows[0].pieces else {
+        unreachable!("the rows of this block list their pieces");
+    };
+    // SAFETY: it lies in the buffer of the target, which outlives the task.
+    spans[1] = unsafe { DeviceSpan::new(spans[1].addr(), spans[1].len() - 1) };
+    let task = store.engine.load(rows, None).unwrap();
+    let failures = store.outcome(&task).unwrap_err();
+    assert_eq!(failures[0].1.kind(), ErrorKind::InvalidInput);
+    assert!(failures[0].1.to_string().contains("expected"), "{failures:?}");
+    assert!(target.is_blank(id(0)));
+}
