@@ -96,6 +96,12 @@ class Task:
     def wait(self, level: str, timeout: float | None) -> bool:
         """Waits for the level, at most ``timeout`` seconds; false if that came first."""
 
+    def shard_done(self, row: int) -> bool:
+        """Whether a row of a load has arrived, verified, perhaps before the rest of its block; never waits."""
+
+    def wait_shard(self, row: int, timeout: float | None) -> bool:
+        """Waits for that, at most ``timeout`` seconds; false if that came first, or the row will not arrive any more."""
+
     def served(self) -> list[int]:
         """Blocks of a load that arrived, by the stage they came from; final once it is finished."""
 

@@ -67,6 +67,22 @@ impl Task {
         }))
     }
 
+    /// Whether a row of a load has arrived, verified, perhaps before the rest of its block; never waits.
+    fn shard_done(&self, py: Python<'_>, row: usize) -> PyResult<bool> {
+        self.check_process(py)?;
+        Ok(self.task.shard_done(row))
+    }
+
+    /// Waits for that, at most `timeout` seconds; false if that came first, or the row will not arrive any more.
+    fn wait_shard(&self, py: Python<'_>, row: usize, timeout: Option<f64>) -> PyResult<bool> {
+        self.check_process(py)?;
+        let limit = limit(py, timeout)?;
+        Ok(py.detach(|| {
+            let limit = limit.map(|limit| self.clock.now().after(limit));
+            self.task.wait_shard(&*self.clock, row, limit)
+        }))
+    }
+
     /// Blocks of a load that arrived, by the stage they came from; final once it is finished.
     fn served(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
         self.check_process(py)?;

@@ -24,7 +24,7 @@ pub use coder::{Coder, stored_form};
 pub use header::{LayerEntry, RecordHeader, RecordMeta, SideEntry, encode_header};
 pub use layout::{RecordLayout, SideSpec};
 pub use refusal::Refusal;
-pub use verify::{Expect, has_layout, verify, verify_layers, verify_side, verify_stored};
+pub use verify::{Expect, has_layout, verify, verify_layers, verify_rest, verify_side, verify_stored};
 
 /// First four bytes of a record.
 pub const MAGIC: [u8; 4] = *b"UCMB";

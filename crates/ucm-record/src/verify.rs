@@ -30,7 +30,17 @@ pub struct Expect<'a> {
 /// Identity and part are asked before the id, because a record of another part always has another id too. A record that
 /// is stored in another form is `NewerVersion` to whoever reads it as it is, unless even that form is damaged.
 pub fn verify(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
-    let header = verify_stored(bytes, stored_len, expected)?;
+    verify_rest(bytes, stored_len, expected, 0)
+}
+
+/// [`verify`] of a record whose first `verified` layers were judged by [`verify_layers`] as they arrived.
+pub fn verify_rest(
+    bytes: &[u8],
+    stored_len: u64,
+    expected: &Expect<'_>,
+    verified: u32,
+) -> Result<RecordHeader, Refusal> {
+    let header = judge_stored(bytes, stored_len, expected, verified)?;
     as_is(&header)?;
     Ok(header)
 }
@@ -48,6 +58,15 @@ fn as_is(header: &RecordHeader) -> Result<(), Refusal> {
 /// [`verify`] for whoever takes a record in any form of this version. What is in another form is judged as it is stored;
 /// what comes out of it is to be judged by [`verify`].
 pub fn verify_stored(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
+    judge_stored(bytes, stored_len, expected, 0)
+}
+
+fn judge_stored(
+    bytes: &[u8],
+    stored_len: u64,
+    expected: &Expect<'_>,
+    verified: u32,
+) -> Result<RecordHeader, Refusal> {
     let header = judge_header(bytes, expected)?;
     let (len, kv_len) = (bytes.len() as u64, header.kv_len());
     let longest = len.max(stored_len);
@@ -69,7 +88,7 @@ pub fn verify_stored(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Re
         .skip(1)
         .map(|entry| entry.offset)
         .chain([kv_len]);
-    for (entry, end) in header.table.iter().zip(ends) {
+    for (entry, end) in header.table.iter().zip(ends).skip(verified as usize) {
         check(bytes, entry.offset, end, entry.crc)?;
     }
     if len == header.record_len {

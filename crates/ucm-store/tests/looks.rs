@@ -10,6 +10,7 @@ use std::time::Duration;
 use common::segments::{self, finds, loads, write};
 use common::shared::on;
 use common::{Above, Device, Setup, Store, directory, eventually, id, ids};
+use ucm_core::ErrorKind;
 use ucm_infra::{LANE_LOAD, ManualClock};
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::Until;
@@ -72,8 +73,8 @@ fn what_is_known_is_read_while_others_wait_for_a_look_that_hangs() {
     let device = Device::blank(&setup, &ids(20));
     let load = |n| store.engine.load(device.rows(&[id(n)]), Some(LONG)).unwrap();
     let unknown: Vec<_> = (10..18).map(load).collect();
-    eventually("they wait for a look", || {
-        store.stat("reads_awaiting_a_look") + gate.waiting() as u64 > 0
+    eventually("all of them wait for the look that hangs", || {
+        (store.stat("reads_awaiting_a_look"), gate.waiting()) == (8, 1)
     });
     let known = load(0);
     eventually("the known one is there", || {
@@ -84,6 +85,57 @@ fn what_is_known_is_read_while_others_wait_for_a_look_that_hangs() {
     assert!(!unknown.iter().any(over), "nobody has looked for them");
     gate.open();
     eventually("the others are over", || unknown.iter().all(over));
+}
+
+#[test]
+fn a_read_waits_for_a_look_no_longer_than_it_has_time() {
+    let (dir, clock, setup) = (directory(), ManualClock::new(), roomy(segments::quick()));
+    let store = on(&clock, dir.path(), &setup);
+    let gate = store.hang(OpKind::List);
+    let device = Device::blank(&setup, &ids(2));
+    let load = |n, time| store.engine.load(device.rows(&[id(n)]), Some(time)).unwrap();
+    let (short, long) = (load(0, Duration::from_secs(1)), load(1, LONG));
+    eventually("both wait for the look that hangs", || {
+        (store.stat("reads_awaiting_a_look"), gate.waiting()) == (2, 1)
+    });
+    clock.advance(Duration::from_secs(1));
+    eventually("one has ended, and its slot is free", || {
+        (
+            store.stat("reads_awaiting_a_look"),
+            store.stat("slots") - store.stat("slots_free"),
+        ) == (1, 1)
+    });
+    let failed = store.outcome(&short).unwrap_err();
+    assert_eq!(failed[0].1.kind(), ErrorKind::Timeout);
+    assert!(!segments::is_over(&store, &long), "nobody has looked for it");
+    gate.open();
+    let failed = store.outcome(&long).unwrap_err();
+    assert_eq!(failed[0].1.kind(), ErrorKind::NotFound);
+}
+
+#[test]
+fn a_look_that_fails_is_no_error_of_what_is_known_by_then() {
+    let (dir, clock, setup) = (directory(), ManualClock::new(), roomy(segments::quick()));
+    let store = on(&clock, dir.path(), &setup);
+    store.dump(&Device::filled(&setup, &ids(1)), &ids(1)).unwrap();
+    let gate = store.gate();
+    let hang = Rule::on(OpKind::Stat, Fault::HangBefore(gate.clone())).path("segments");
+    store.fault(hang.times(1));
+    store.fault(Rule::on(OpKind::List, Fault::Errno(5)).path("segments"));
+    let device = Device::blank(&setup, &ids(3));
+    let tasks: Vec<_> = (1..3)
+        .map(|n| store.engine.load(device.rows(&[id(n)]), Some(LONG)).unwrap())
+        .collect();
+    eventually("both wait for the look that hangs", || {
+        (store.stat("reads_awaiting_a_look"), gate.waiting()) == (2, 1)
+    });
+    store
+        .dump(&Device::filled(&setup, &ids(2)), &ids(2)[1..])
+        .unwrap();
+    gate.open();
+    assert!(store.outcome(&tasks[0]).is_ok() && device.is_right(id(1)));
+    let failed = store.outcome(&tasks[1]).unwrap_err();
+    assert_eq!(failed[0].1.kind(), ErrorKind::Io);
 }
 
 #[test]

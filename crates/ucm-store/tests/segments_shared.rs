@@ -16,7 +16,7 @@ use ucm_store::engine::Until;
 use common::merging::gone;
 use common::segments::{change, die_at_seal, finds, loads, quick};
 use common::shared::{LONG, elsewhere, in_time, on};
-use common::{Device, Layout, Setup, Store, directory, eventually, ids};
+use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 /// Leaves the private segment of a writer that died at its seal, with these blocks in it.
 fn die(root: &Path, setup: &Setup, blocks: &[BlockId]) -> std::path::PathBuf {
@@ -207,6 +207,49 @@ fn a_read_waits_for_a_look_around_and_not_for_a_rescue() {
     third.open();
     eventually("the others are taken over", || {
         finds(&reader, &ids(4)) == [true; 4]
+    });
+}
+
+#[test]
+fn a_read_waits_for_a_look_around_and_not_for_many_dead_writers() {
+    let wanted = [ids(9)[8]];
+    let device = Device::blank(&quick(), &wanted);
+    let (dir, clock) = (directory(), ManualClock::new());
+    let writer = on(&ManualClock::new(), dir.path(), &quick()); // whose time stands still: it rescues nothing
+    let reader = on(&clock, dir.path(), &quick());
+    let dead = Setup {
+        process: gone(),
+        ..quick()
+    };
+    let tmp = reader.namespace().join("tmp");
+    std::fs::create_dir_all(&tmp).unwrap();
+    for n in 0..3u8 {
+        let left = die(&dir.path().join(format!("there{n}")), &dead, &[id(n)]);
+        std::fs::rename(&left, tmp.join(left.file_name().unwrap())).unwrap();
+    }
+    // Their heads are read one after the other.
+    let (second, third) = (reader.gate(), reader.gate());
+    for (n, gate) in [(2, &second), (2, &third)] {
+        let hang = Fault::HangBefore(gate.clone());
+        reader.fault(Rule::on(OpKind::Read, hang).path(".tmp").nth(n));
+    }
+    eventually("the second head is asked for", || {
+        clock.advance(Duration::from_millis(500));
+        second.waiting() == 1
+    });
+    writer.dump(&Device::filled(&quick(), &wanted), &wanted).unwrap();
+    let task = reader.engine.load(device.rows(&wanted), None).unwrap();
+    eventually("it waits for a look", || {
+        reader.stat("reads_awaiting_a_look") == 1
+    });
+    second.open();
+    eventually("it is read while there are dead ones left", || {
+        task.wait(reader.engine.clock(), Until::Published, Some(MonotonicTime(0)))
+    });
+    assert!(reader.outcome(&task).is_ok() && device.is_right(wanted[0]));
+    third.open();
+    eventually("the others are taken over", || {
+        finds(&reader, &ids(3)) == [true; 3]
     });
 }
 

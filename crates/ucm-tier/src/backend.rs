@@ -47,15 +47,45 @@ pub struct ReadDone {
     pub stored_len: u64,
 }
 
+/// A part of a record that has arrived in its slot.
+pub struct Part<'a> {
+    /// The slot from its start, in which this part and those before it are.
+    pub record: &'a [u8],
+    /// Where it lies. One that begins at 0 begins the record anew: what was told of it before holds no more.
+    pub range: Range<usize>,
+    /// Length of the record on the medium.
+    pub stored_len: u64,
+}
+
+impl<'a> Part<'a> {
+    /// What one operation brought; nothing begins the record anew.
+    pub fn of(step: &[Range<usize>], record: &'a [u8], stored_len: u64) -> Self {
+        let start = step.first().map_or(0, |first| first.start);
+        Self {
+            record,
+            range: start..step.last().map_or(0, |last| last.end),
+            stored_len,
+        }
+    }
+}
+
+/// How a record is read part by part. A medium may bring more than is wanted ([`Features::reads_parts`]), and may bring all at
+/// once and tell nobody.
+pub struct Parts {
+    /// What one operation after the other brings, in order: stretches, each to where it lies in the whole.
+    pub steps: Vec<Vec<Range<usize>>>,
+    /// Told of each, on the thread that reads.
+    pub arrived: Box<dyn FnMut(&IoJob, Part<'_>) + Send>,
+}
+
 /// A record that is to be read.
 pub struct BlockRead {
     /// The record id.
     pub id: BlockId,
     /// Where it goes, from the start.
     pub slot: Slot,
-    /// Parts of it that are wanted, each to where it lies in the whole; `None`: all of it. A medium may bring more than
-    /// is wanted ([`Features::reads_parts`]).
-    pub parts: Option<Vec<Range<usize>>>,
+    /// Part by part; `None`: all of it at once.
+    pub parts: Option<Parts>,
     /// Past every cache (after a failed checksum).
     pub again: bool,
     /// When nobody waits for it any more.
@@ -245,8 +275,8 @@ pub trait Backend: Send + Sync {
     fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome>;
 
     /// Learns what others have stored of late, where it does not ask the medium for each record anyway. Calls back when that
-    /// is done, and never waits: neither here nor on a thread for reads.
-    fn look(&self, done: Done<()>) {
+    /// is done, with `Timeout` at the deadline, and never waits: neither here nor on a thread for reads.
+    fn look(&self, _deadline: MonotonicTime, done: Done<()>) {
         done(Ok(()));
     }
 

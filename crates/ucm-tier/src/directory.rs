@@ -156,7 +156,7 @@ impl Backend for DirectoryBackend {
         fn features(&self) -> Features;
         fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>>;
         fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome>;
-        fn look(&self, done: Done<()>);
+        fn look(&self, deadline: MonotonicTime, done: Done<()>);
         fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>);
         fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime);
         fn delete(&self, io: &IoJob, ids: &[BlockId]) -> Result<usize>;

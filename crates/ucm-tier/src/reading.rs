@@ -7,7 +7,7 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_io::{IoJob, ReadMode};
 use ucm_record::{Expect, verify_stored};
 
-use crate::backend::{BlockRead, ReadDone, Written};
+use crate::backend::{BlockRead, Part, Parts, ReadDone, Written};
 use crate::posix::Shared;
 
 /// Error numbers of what is there for others but never for us as a record: no permission (of the file, or of a
@@ -16,7 +16,7 @@ const FORBIDDEN: [i32; 2] = [1, 13];
 const NO_FILE: [i32; 2] = [21, 40];
 
 impl Shared {
-    /// Reads a record into a slot, from its start.
+    /// Reads a record into a slot, from its start, or the parts of it that are wanted.
     pub(crate) fn read(&self, io: &IoJob, read: BlockRead) -> Result<ReadDone> {
         let BlockRead {
             id, mut slot, again, ..
@@ -27,13 +27,32 @@ impl Shared {
         } else {
             ReadMode::Default
         };
-        let len = len.min(slot.len());
-        let read = io.read(&path, 0, len, slot.as_mut_slice(), mode);
-        let read = read.map_err(|error| explain(io, path, error))?;
+        let whole = 0..len.min(slot.len());
+        let Parts { steps, mut arrived } = read.parts.unwrap_or_else(|| Parts {
+            steps: vec![vec![whole]],
+            arrived: Box::new(|_, _| {}),
+        });
+        let (mut brought, mut stored_len) = (0, 0);
+        for step in &steps {
+            for part in step {
+                let room = &mut slot.as_mut_slice()[part.start..];
+                let read = io.read(&path, part.start as u64, part.len(), room, mode);
+                let read = read.map_err(|error| explain(io, path.clone(), error))?;
+                (brought, stored_len) = (brought + read.bytes, read.file_len);
+                if read.bytes < part.len() {
+                    return Ok(ReadDone {
+                        slot,
+                        read: brought,
+                        stored_len,
+                    });
+                }
+            }
+            arrived(io, Part::of(step, slot.as_slice(), stored_len));
+        }
         Ok(ReadDone {
             slot,
-            read: read.bytes,
-            stored_len: read.file_len,
+            read: brought,
+            stored_len,
         })
     }
 

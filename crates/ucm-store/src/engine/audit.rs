@@ -55,7 +55,7 @@ impl Core {
         };
         let (core, builder) = (Arc::clone(self), Arc::clone(builder));
         let ended = Arc::new(move |slot: Slot, result: Result<ReadDone>| match result {
-            Ok(stored) if core.verify(id, &stored).is_ok() => {
+            Ok(stored) if core.verify(id, &stored, 0).is_ok() => {
                 core.audited(id, core.deviation(stored.slot.as_slice(), slot.as_slice()));
                 drop((stored, slot));
                 core.write_done(&builder, false, Ok(Written::Present));

@@ -8,7 +8,7 @@ use tracing::{info, warn};
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::MonotonicTime;
 use ucm_quota::evidence::is_damage;
-use ucm_record::{Expect, RecordHeader, Refusal, verify, verify_layers};
+use ucm_record::{Expect, RecordHeader, Refusal, verify_layers, verify_rest};
 use ucm_tier::backend::{Quarantined, ReadDone};
 
 use super::{COPY_REPLACEMENTS, Core};
@@ -53,36 +53,42 @@ impl Core {
         self.copies.stuck().saturating_sub(self.tiers.lent_stuck())
     }
 
-    /// Judges what was read: why it is not the record asked for, if so.
-    pub(super) fn verify(&self, id: BlockId, read: &ReadDone) -> Result<RecordHeader, Refusal> {
-        let expect = Expect {
-            id,
-            namespace: *self.identity.digest(),
-            part: self.part,
-            layout: &self.layout,
-        };
-        verify(&read.slot.as_slice()[..read.read], read.stored_len, &expect)
+    /// Judges what was read: why it is not the record asked for, if so. Its first `verified` layers were judged before.
+    pub(super) fn verify(
+        &self,
+        id: BlockId,
+        read: &ReadDone,
+        verified: u32,
+    ) -> Result<RecordHeader, Refusal> {
+        let bytes = &read.slot.as_slice()[..read.read];
+        verify_rest(bytes, read.stored_len, &self.expect(id), verified)
     }
 
-    /// The same of a read of some layers.
+    /// The same of a read of some layers, those up to number `verified` judged before.
     pub(super) fn verify_layers(
         &self,
         id: BlockId,
         read: &ReadDone,
-        layers: Range<u32>,
+        layers: &Range<u32>,
+        verified: u32,
     ) -> Result<RecordHeader, Refusal> {
         let parts = self.layout.parts(layers.clone());
         let len = parts.iter().map(Range::len).sum::<usize>();
         if read.read < len {
             return Err(Refusal::new(MissReason::Truncated, "length", read.read, len));
         }
-        let expect = Expect {
+        let rest = verified.max(layers.start)..layers.end;
+        verify_layers(read.slot.as_slice(), read.stored_len, &self.expect(id), rest)
+    }
+
+    /// What a record must be.
+    pub(super) fn expect(&self, id: BlockId) -> Expect<'_> {
+        Expect {
             id,
             namespace: *self.identity.digest(),
             part: self.part,
             layout: &self.layout,
-        };
-        verify_layers(read.slot.as_slice(), read.stored_len, &expect, layers)
+        }
     }
 
     /// Remembers that a record is not what it should be, in the last tier that had it (`None`: where it was just
@@ -104,17 +110,8 @@ impl Core {
     /// The same where the copy itself was told of and set aside before.
     pub(super) fn refuse_id(&self, id: BlockId, reason: MissReason) -> Error {
         self.stats.misses.add(reason, 1);
-        let kind = match reason {
-            MissReason::ForeignId
-            | MissReason::ForeignIdentity
-            | MissReason::ForeignPart
-            | MissReason::ForeignShape
-            | MissReason::NewerVersion
-            | MissReason::IoError => ErrorKind::Foreign,
-            _ => ErrorKind::Corrupt,
-        };
         self.refused.add(id, reason);
-        Error::new(kind, "the stored record is not what it should be").with("reason", reason.name())
+        refusal(reason)
     }
 
     /// The copy of one tier is not what it should be; a lower one is asked instead.
@@ -171,6 +168,20 @@ impl Core {
             }
         }
     }
+}
+
+/// What those are told who wanted a record that is refused.
+pub(super) fn refusal(reason: MissReason) -> Error {
+    let kind = match reason {
+        MissReason::ForeignId
+        | MissReason::ForeignIdentity
+        | MissReason::ForeignPart
+        | MissReason::ForeignShape
+        | MissReason::NewerVersion
+        | MissReason::IoError => ErrorKind::Foreign,
+        _ => ErrorKind::Corrupt,
+    };
+    Error::new(kind, "the stored record is not what it should be").with("reason", reason.name())
 }
 
 /// The miss reason of an operation that failed before anything could be verified.

@@ -1,10 +1,11 @@
 //! The way of a block from the medium to the device.
 //!
-//! Every block of a load has its own slot and its own state (a [`LoadState`]): *reading* until it was verified in its
-//! slot, then *scattering*, then done. At the first failure the blocks after the failed one, in the order of their first
-//! rows, that are still reading are cancelled; those before it finish, because a reader of a prefix can use them. When one
-//! of those fails too, the cut moves up to it. The load is reported once, when none is reading or scattering, so no byte
-//! reaches the device after that (rule 1). Loads of one block by several tasks join one read.
+//! Every block of a load has its own slot, and each of its rows its own state (a [`LoadState`]): *reading* until it was
+//! verified in the slot, then *scattering* for the length of the copy, then done. At the first failure the rows of that block
+//! and of the blocks after it, in the order of their first rows, that are still reading are cancelled; the blocks before it
+//! finish, because a reader of a prefix can use them. When one of those fails too, the cut moves up to it. The load is
+//! reported once, when nothing is reading or scattering, so no byte reaches the device after that (rule 1). Loads of one
+//! block by several tasks join one read.
 
 use std::collections::HashMap;
 use std::ops::{Deref, Range};
@@ -27,6 +28,8 @@ use crate::tiers::Request;
 pub(super) struct BlockRows {
     pub(super) id: BlockId,
     rows: BlockRowList,
+    /// The number of the first of them in the load's [`LoadState`], where the others follow.
+    first: usize,
 }
 
 impl BlockRows {
@@ -41,6 +44,10 @@ impl BlockRows {
         let end = shards.max().map_or(0, |last| last + 1);
         first * per_shard..end * per_shard
     }
+
+    fn states(&self) -> Range<usize> {
+        self.first..self.first + self.rows.len()
+    }
 }
 
 pub(super) struct LoadTask {
@@ -51,38 +58,66 @@ pub(super) struct LoadTask {
     cancelled: Mutex<Cuts>,
 }
 
-/// Why blocks of a load were cancelled, for those that did not fail themselves: the first block of each cut, and its reason;
-/// each lies before the one that came earlier.
+/// Why blocks of a load were cancelled, for those that did not fail themselves: each cut lies before the one that came
+/// earlier.
 #[derive(Default)]
-struct Cuts(Vec<(usize, Error)>);
+struct Cuts(Vec<Cut>);
+
+struct Cut {
+    /// The first block that is cancelled.
+    first: usize,
+    error: Error,
+    /// What is counted for each.
+    miss: Option<MissReason>,
+}
 
 impl LoadTask {
-    /// Whether a block is still to be read.
+    /// Whether rows of a block are still to be read.
     pub(super) fn reads(&self, index: usize) -> bool {
-        self.gate.state(index) == Some(BlockState::Reading)
+        self.has(index, |state| state == BlockState::Reading)
+    }
+
+    /// Whether rows of a block went to the device, or are on their way there.
+    pub(super) fn has_begun(&self, index: usize) -> bool {
+        self.has(index, |state| {
+            matches!(state, BlockState::Scattering | BlockState::Done)
+        })
+    }
+
+    fn has(&self, index: usize, so: impl Fn(BlockState) -> bool) -> bool {
+        let mut states = self.blocks[index].states();
+        states.any(|at| self.gate.state(at).is_some_and(&so))
+    }
+
+    /// Takes the rows of a block that are still wanted and are `ready`, by their places in it: who has them copies them, with
+    /// [`Core::scatter`].
+    pub(super) fn take(&self, index: usize, ready: impl Fn(&BlockRow) -> bool) -> Vec<usize> {
+        let block = &self.blocks[index];
+        let rows = block.rows.iter().enumerate().filter(|(_, row)| ready(row));
+        let taken = rows.filter(|(at, _)| self.gate.begin_scatter(block.first + at));
+        taken.map(|(at, _)| at).collect()
     }
 }
 
 impl Cuts {
     /// Why this block was cancelled: by the first cut that it lies behind.
-    fn cause(&self, index: usize) -> Error {
-        let cut = self.0.iter().find(|(first, _)| *first <= index);
-        cut.map_or_else(
-            || Error::internal("a load ended without a cause"),
-            |(_, error)| error.clone(),
-        )
+    fn cause(&self, index: usize) -> Option<&Cut> {
+        self.0.iter().find(|cut| cut.first <= index)
     }
 }
 
-/// The rows of one block: (row number, shard, device pieces); and the events that copies of them wait for.
+/// Number of a row, its shard, and its device pieces.
+pub(super) type BlockRow = (usize, u32, Pieces);
+
+/// The rows of one block, and the events that copies of them wait for.
 #[derive(Default)]
 pub(super) struct BlockRowList {
-    rows: Vec<(usize, u32, Pieces)>,
+    rows: Vec<BlockRow>,
     pub(super) ready: Vec<Arc<dyn Event>>,
 }
 
 impl Deref for BlockRowList {
-    type Target = [(usize, u32, Pieces)];
+    type Target = [BlockRow];
 
     fn deref(&self) -> &Self::Target {
         &self.rows
@@ -109,14 +144,17 @@ impl Core {
     pub(super) fn start_load(self: &Arc<Self>, rows: Vec<Row>, deadline: MonotonicTime) -> Result<Task> {
         let now = self.clock.now();
         let state = TaskState::new(rows.len(), now, deadline);
-        let blocks: Vec<BlockRows> = by_block(rows)
-            .into_iter()
-            .map(|(id, rows)| BlockRows { id, rows })
-            .collect();
+        let mut states = 0;
+        let block = |(id, rows): (BlockId, BlockRowList)| {
+            let first = states;
+            states += rows.len();
+            BlockRows { id, rows, first }
+        };
+        let blocks: Vec<BlockRows> = by_block(rows).into_iter().map(block).collect();
         let task = Arc::new(LoadTask {
             state: Arc::clone(&state),
             request: self.tiers.request(deadline),
-            gate: LoadState::new(blocks.len()),
+            gate: LoadState::new(states),
             blocks,
             cancelled: Mutex::default(),
         });
@@ -175,9 +213,7 @@ impl Core {
             return; // over, or only copies to the device are under way
         }
         let late = Error::new(ErrorKind::Timeout, "the load did not finish by its deadline");
-        let killed = self.cancel_from(task, 0, late);
-        self.stats.misses.add(MissReason::Timeout, killed.count as u64);
-        if killed.last {
+        if self.cancel_from(task, 0, late, Some(MissReason::Timeout)).last {
             self.report(task);
         }
     }
@@ -190,15 +226,21 @@ impl Core {
         }
     }
 
-    /// Copies one verified block, read from `tier`, to the device, if the task still wants it there. True if that ended the load: the caller
-    /// reports it.
-    pub(super) fn scatter(&self, task: &LoadTask, index: usize, record: &[u8], tier: usize) -> bool {
-        if !task.gate.begin_scatter(index) {
-            return false;
-        }
-        let rows = &task.blocks[index].rows;
-        let copied = self.pieces(&**rows).and_then(|pieces| {
-            self.streams.with(&rows.ready, task.state.deadline, |stream| {
+    /// Copies verified rows of a block, read from `tier`, to the device, those that the caller has taken. True if that ended the
+    /// load: the caller reports it.
+    pub(super) fn scatter(
+        &self,
+        task: &LoadTask,
+        index: usize,
+        taken: &[usize],
+        record: &[u8],
+        tier: usize,
+    ) -> bool {
+        let block = &task.blocks[index];
+        let rows = || taken.iter().map(|&at| &block.rows[at]);
+        let copied = self.pieces(rows()).and_then(|pieces| {
+            let ready = &block.rows.ready;
+            self.streams.with(ready, task.state.deadline, |stream| {
                 stream.scatter(record, &pieces)?;
                 if self.paranoid {
                     compare(stream, &pieces, record)?;
@@ -208,22 +250,26 @@ impl Core {
         });
         match copied {
             Ok(()) => {
-                task.state.serve(tier);
-                let shards = rows.iter().filter(|(_, _, pieces)| !pieces.in_slot()).count();
-                if shards == 0 {
-                    Stats::add(&self.stats.blocks_verified, 1);
-                } else {
-                    Stats::add(&self.stats.blocks_loaded, 1);
-                    Stats::add(&self.stats.bytes_loaded, shards as u64 * self.shard_len());
+                task.state.rows_arrived(rows().map(|(row, _, _)| *row));
+                let shards = rows().filter(|(_, _, pieces)| !pieces.in_slot()).count();
+                Stats::add(&self.stats.bytes_loaded, shards as u64 * self.shard_len());
+                if block.rows.iter().all(|(row, _, _)| task.state.has_arrived(*row)) {
+                    task.state.serve(tier);
+                    let counted = match shards {
+                        0 => &self.stats.blocks_verified,
+                        _ => &self.stats.blocks_loaded,
+                    };
+                    Stats::add(counted, 1);
                 }
             }
             Err(error) => {
                 self.record_failure(task, index, &error);
                 self.stats.misses.add(MissReason::IoError, 1);
-                let _ = self.cancel_from(task, index + 1, given_up(error)); // never the last: this block is still open
+                let _ = self.cancel_from(task, index, given_up(error), None); // never the last: these rows are still open
             }
         }
-        task.gate.finish(index)
+        let ended = taken.iter().filter(|&&at| task.gate.finish(block.first + at));
+        ended.count() > 0
     }
 
     /// A read failed: that is this block's own failure if it was still wanted, and the end of the blocks after it; at the
@@ -235,17 +281,18 @@ impl Core {
         error: Error,
         miss: &mut Option<MissReason>,
     ) {
-        if !task.gate.begin_fail(index) {
+        let mut states = task.blocks[index].states();
+        let Some(held) = states.find(|&at| task.gate.begin_fail(at)) else {
             return; // cancelled before, or of a load that is over
-        }
+        };
         if let Some(reason) = miss.take() {
             self.stats.misses.add(reason, 1);
         }
         self.record_failure(task, index, &error);
         let late = error.kind() == ErrorKind::Timeout && self.clock.now() >= task.state.deadline;
-        let first = if late { 0 } else { index + 1 };
-        let _ = self.cancel_from(task, first, given_up(error)); // never the last: this block is still open
-        if task.gate.finish(index) {
+        let first = if late { 0 } else { index };
+        let _ = self.cancel_from(task, first, given_up(error), None); // never the last: one row is still open
+        if task.gate.finish(held) {
             self.report(task);
         }
     }
@@ -259,19 +306,25 @@ impl Core {
 
     /// Cancels everything that is still reading; if nothing scatters, the task is over here.
     fn end_load(self: &Arc<Self>, task: &Arc<LoadTask>, error: Error) {
-        if self.cancel_from(task, 0, error).last {
+        if self.cancel_from(task, 0, error, None).last {
             self.report(task);
         }
     }
 
-    /// Cancels the blocks from `first` on that are still reading.
-    fn cancel_from(&self, task: &LoadTask, first: usize, error: Error) -> Cancelled {
+    /// Cancels what is still reading of the blocks from `first` on; for each `miss` is counted.
+    fn cancel_from(
+        &self,
+        task: &LoadTask,
+        first: usize,
+        error: Error,
+        miss: Option<MissReason>,
+    ) -> Cancelled {
         let mut cancelled = task.cancelled.lock();
-        if cancelled.0.last().is_none_or(|(cut, _)| first < *cut) {
-            cancelled.0.push((first, error));
+        if cancelled.0.last().is_none_or(|cut| first < cut.first) {
+            cancelled.0.push(Cut { first, error, miss });
         }
         drop(cancelled); // the reason is there before the first block is cancelled: whoever reports finds it
-        task.gate.cancel_from(first)
+        task.gate.cancel_from(task.blocks[first].first)
     }
 
     /// Runs once per load: names the rows that were cancelled, then lets the waiters go.
@@ -279,11 +332,16 @@ impl Core {
         let cancelled = task.cancelled.lock();
         let mut lost = 0;
         for (index, block) in task.blocks.iter().enumerate() {
-            if task.gate.state(index) == Some(BlockState::Cancelled) {
-                lost += 1;
-                self.record_failure(task, index, &cancelled.cause(index));
-            } else if task.state.failed(block.rows.first().map_or(0, |row| row.0)) {
+            if task.state.failed(block.rows.first().map_or(0, |row| row.0)) {
                 lost += 1; // by itself: its read or its copy to the device
+            } else if task.has(index, |state| state == BlockState::Cancelled)
+                && let Some(cut) = cancelled.cause(index)
+            {
+                lost += 1;
+                self.record_failure(task, index, &cut.error);
+                if let Some(miss) = cut.miss {
+                    self.stats.misses.add(miss, 1);
+                }
             }
         }
         drop(cancelled);

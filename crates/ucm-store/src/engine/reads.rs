@@ -8,16 +8,19 @@
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
 use ucm_device::Slot;
 use ucm_infra::MonotonicTime;
+use ucm_io::IoJob;
 use ucm_quota::evidence::is_damage;
-use ucm_tier::backend::{BlockRead, ReadDone};
+use ucm_record::{RecordHeader, verify_layers};
+use ucm_tier::backend::{BlockRead, Part, Parts, ReadDone};
 
-use super::guard::reason_of;
-use super::load::LoadTask;
+use super::guard::{reason_of, refusal};
+use super::load::{BlockRow, LoadTask};
 use super::{Core, LANE_PUMP};
 use crate::stats::Stats;
 use crate::tiers::{Request, TierRead};
@@ -28,6 +31,8 @@ const READS_AT_ONCE: usize = 1024;
 const TOGETHER: usize = 256;
 /// Bytes that reading a part of a record must save: less is read sooner than asked for by itself. And at least half.
 const WORTH: usize = 256 << 10;
+/// Bytes that an operation brings at least where a block is read part by part.
+const STEP: usize = 256 << 10;
 /// How long starting reads can take at most on a machine that gives every thread a turn.
 const MOMENTS: Duration = Duration::from_secs(1);
 /// Most blocks waiting for a slot; a load that would make them more is refused.
@@ -54,6 +59,15 @@ struct Wanted {
     so_far: Option<Failed>,
 }
 
+/// A block whose read begins.
+struct Begun {
+    wanted: Wanted,
+    slot: Slot,
+    request: Request,
+    /// The layers that are wanted, if few.
+    layers: Option<Range<u32>>,
+}
+
 /// A read under way.
 struct Reading {
     id: BlockId,
@@ -62,21 +76,18 @@ struct Reading {
     layers: Option<Range<u32>>,
     /// The second read of the same copy, of all of it.
     again: bool,
+    /// Layers before this one were verified as they arrived.
+    verified: Arc<AtomicU32>,
     request: Request,
     so_far: Option<Failed>,
 }
 
-/// A record that was read and is what was asked for.
-struct Sound {
-    slot: Slot,
-    /// The tier it came from.
+/// A read that brings a block part by part, as those parts are told of it.
+struct Early {
+    id: BlockId,
     tier: usize,
-    /// Its bytes in the slot.
-    len: usize,
-    /// Its position in its chain.
-    ordinal: u32,
-    /// The layers that are in the slot, if not all.
-    layers: Option<Range<u32>>,
+    layers: Range<u32>,
+    verified: Arc<AtomicU32>,
 }
 
 /// Why a copy could not be had.
@@ -85,21 +96,6 @@ enum Failed {
     Refused(MissReason, Option<Error>),
     /// It is not there, or could not be read.
     Unread(Error),
-}
-
-/// What the thread that starts reads does next.
-enum Step {
-    /// Starts this one, of these layers if not of all.
-    Start(Wanted, Slot, Request, Option<Range<u32>>),
-    /// Hands over what it has collected: nothing more can start.
-    HandOver,
-}
-
-/// Reads of one tier that are handed over together.
-#[derive(Default)]
-struct Batch {
-    tier: usize,
-    reads: Vec<TierRead<Reading>>,
 }
 
 impl Wanted {
@@ -158,20 +154,49 @@ impl Core {
         }
     }
 
-    /// Starts waiting reads while slots are free; drops those that nobody waits for any more. One thread pumps at a
-    /// time: a call from inside (an operation that failed at once) or beside has nothing to do, because that thread
-    /// looks again, under the lock, before it stops.
+    /// Starts waiting reads while slots are free, those of one tier together. One thread pumps at a time: a call from inside (an
+    /// operation that failed at once) or beside has nothing to do, because that thread looks again, under the lock, before it
+    /// stops.
     pub(super) fn pump(self: &Arc<Self>) {
         if std::mem::replace(&mut self.reads.lock().pumping, true) {
             return;
         }
-        let mut batch = Batch::default();
-        while let Some(step) = self.next_step(batch.reads.is_empty()) {
-            match step {
-                Step::Start(wanted, slot, request, layers) => {
-                    self.start(wanted, slot, request, layers, &mut batch);
+        loop {
+            let begun = self.take_slots_for_reads();
+            if begun.is_empty() {
+                return;
+            }
+            let mut batches: Vec<(usize, Vec<TierRead<Reading>>)> = Vec::new();
+            for Begun {
+                wanted,
+                slot,
+                request,
+                layers,
+            } in begun
+            {
+                let Wanted { id, from, so_far } = wanted;
+                let Some(tier) = self.tiers.place(id, from, request.number) else {
+                    drop(slot);
+                    self.read_failed(id, request, self.nowhere(id, so_far));
+                    continue;
+                };
+                let reading = Reading {
+                    id,
+                    tier,
+                    layers: layers.filter(|_| self.tiers.reads_parts(tier)),
+                    again: false,
+                    verified: Arc::default(),
+                    request,
+                    so_far,
+                };
+                let read = self.tier_read(reading, slot);
+                match batches.last_mut() {
+                    Some((last, batch)) if *last == tier => batch.push(read),
+                    _ => batches.push((tier, vec![read])),
                 }
-                Step::HandOver => self.hand_over(&mut batch),
+            }
+            for (tier, batch) in batches {
+                self.tiers.read(tier, batch, &self.way_on());
             }
         }
     }
@@ -185,36 +210,36 @@ impl Core {
         }
     }
 
-    /// What comes next; `None` ends the pumping, which is only where nothing collected waits to be handed over.
-    fn next_step(&self, none_collected: bool) -> Option<Step> {
-        let mut reads = self.reads.lock();
-        while let Some(id) = reads.pending.front().map(|wanted| wanted.id) {
-            let waiters = reads.waiters.entry(id).or_default();
+    /// Reads that can begin now, at most a batch of them; none ends the pumping. What nobody waits for any more is dropped.
+    fn take_slots_for_reads(&self) -> Vec<Begun> {
+        let (mut begun, mut reads) = (Vec::new(), self.reads.lock());
+        let reads = &mut *reads;
+        while begun.len() < TOGETHER
+            && let Some(wanted) = reads.pending.pop_front()
+        {
+            let waiters = reads.waiters.entry(wanted.id).or_default();
             waiters.retain(|(task, index)| task.reads(*index));
             let requests = waiters.iter().map(|(task, _)| task.request);
             let Some(request) = requests.max_by_key(|request| request.deadline) else {
-                reads.pending.pop_front();
-                reads.waiters.remove(&id);
+                reads.waiters.remove(&wanted.id);
                 continue;
             };
             let room = reads.running < READS_AT_ONCE;
-            if let Some(slot) = room.then(|| self.slots.try_acquire()).flatten()
-                && let Some(wanted) = reads.pending.pop_front()
-            {
-                reads.running += 1;
-                let layers = reads
-                    .waiters
-                    .get(&id)
-                    .and_then(|waiters| self.few_layers(waiters));
-                return Some(Step::Start(wanted, slot, request, layers));
-            }
-            break;
+            let Some(slot) = room.then(|| self.slots.try_acquire()).flatten() else {
+                reads.pending.push_front(wanted);
+                break;
+            };
+            let layers = self.few_layers(waiters);
+            reads.running += 1;
+            begun.push(Begun {
+                wanted,
+                slot,
+                request,
+                layers,
+            });
         }
-        if none_collected {
-            reads.pumping = false;
-            return None;
-        }
-        Some(Step::HandOver)
+        reads.pumping = !begun.is_empty();
+        begun
     }
 
     /// The layers that all who wait for a block want together, if they are few enough to be read by themselves.
@@ -231,58 +256,18 @@ impl Core {
         (bytes + WORTH.max(whole / 2) <= whole).then_some(all)
     }
 
-    /// Collects a read with others of the same tier.
-    fn start(
-        self: &Arc<Self>,
-        wanted: Wanted,
-        slot: Slot,
-        request: Request,
-        layers: Option<Range<u32>>,
-        batch: &mut Batch,
-    ) {
-        let Wanted { id, from, so_far } = wanted;
-        let Some(tier) = self.tiers.place(id, from, request.number) else {
-            drop(slot);
-            return self.read_ended(id, request, Err(self.nowhere(id, so_far)));
-        };
-        if batch.tier != tier || batch.reads.len() >= TOGETHER {
-            self.hand_over(batch);
-        }
-        batch.tier = tier;
-        let reading = Reading {
-            id,
-            tier,
-            layers: layers.filter(|_| self.tiers.reads_parts(tier)),
-            again: false,
-            request,
-            so_far,
-        };
-        batch.reads.push(self.tier_read(reading, slot));
-    }
-
-    fn hand_over(self: &Arc<Self>, batch: &mut Batch) {
-        if batch.reads.is_empty() {
-            return;
-        }
+    /// Where a block goes that a tier has read, or has not.
+    fn way_on(self: &Arc<Self>) -> Arc<impl Fn(Reading, Result<ReadDone>) + Send + Sync + 'static + use<>> {
         let core = Arc::clone(self);
-        let ended = Arc::new(move |reading, result| core.read_done(reading, result));
-        self.tiers
-            .read(batch.tier, std::mem::take(&mut batch.reads), &ended);
-    }
-
-    /// Reads a block from the tier whose turn it is.
-    fn read(self: &Arc<Self>, wanted: Wanted, slot: Slot, request: Request) {
-        let mut batch = Batch::default();
-        self.start(wanted, slot, request, None, &mut batch);
-        self.hand_over(&mut batch);
+        Arc::new(move |reading, result| core.load_block(reading, result))
     }
 
     /// What a tier is asked for.
-    fn tier_read(&self, reading: Reading, slot: Slot) -> TierRead<Reading> {
+    fn tier_read(self: &Arc<Self>, reading: Reading, slot: Slot) -> TierRead<Reading> {
         let read = BlockRead {
             id: reading.id,
             slot,
-            parts: reading.layers.clone().map(|layers| self.layout.parts(layers)),
+            parts: self.parts(&reading),
             again: reading.again,
             deadline: reading.request.deadline,
             looked: false,
@@ -294,79 +279,206 @@ impl Core {
         }
     }
 
-    fn read_done(self: &Arc<Self>, reading: Reading, result: Result<ReadDone>) {
-        let (id, tier, request) = (reading.id, reading.tier, reading.request);
-        let (slot, failed) = match result {
-            Err(error) if error.kind() == ErrorKind::Foreign => {
-                (None, Failed::Refused(MissReason::IoError, Some(error)))
-            }
-            Err(error) => (None, Failed::Unread(error)),
-            Ok(read) => {
-                let judged = match &reading.layers {
-                    Some(layers) => self.verify_layers(id, &read, layers.clone()),
-                    None => self.verify(id, &read),
-                };
-                match judged {
-                    Ok(header) => {
-                        let sound = Sound {
-                            slot: read.slot,
-                            tier,
-                            len: read.read,
-                            ordinal: header.meta.ordinal,
-                            layers: reading.layers,
-                        };
-                        return self.read_ended(id, request, Ok(sound));
-                    }
-                    Err(refusal) if is_damage(refusal.reason) && !reading.again => {
-                        // The medium or the way from it? A second read past every cache tells.
-                        Stats::add(&self.stats.second_reads, 1);
-                        let again = Reading {
-                            layers: None,
-                            again: true,
-                            ..reading
-                        };
-                        let mut batch = Batch {
-                            tier,
-                            reads: vec![self.tier_read(again, read.slot)],
-                        };
-                        return self.hand_over(&mut batch);
-                    }
-                    Err(refusal) => (
-                        Some(read.slot),
-                        Failed::Refused(refusal.reason, Some(refusal.into())),
-                    ),
-                }
+    /// How a block is read whose layers go to the device as they arrive, or of which only some are wanted.
+    fn parts(self: &Arc<Self>, reading: &Reading) -> Option<Parts> {
+        if self.geometry.shards() == 1 || reading.again {
+            return None;
+        }
+        let layers = reading.layers.clone().unwrap_or(0..self.geometry.layers());
+        let steps = self.steps(layers.clone());
+        if steps.len() == 1 && reading.layers.is_none() {
+            return None;
+        }
+        let end = steps
+            .last()
+            .and_then(|step| step.last())
+            .map_or(0, |last| last.end);
+        let (core, early) = (
+            Arc::downgrade(self),
+            Early {
+                id: reading.id,
+                tier: reading.tier,
+                layers,
+                verified: Arc::clone(&reading.verified),
+            },
+        );
+        let arrived = move |io: &IoJob, part: Part<'_>| {
+            // The last one is judged with the whole.
+            if let Some(core) = core.upgrade().filter(|_| part.range.end < end) {
+                core.part_arrived(io, &early, &part);
             }
         };
+        Some(Parts {
+            steps,
+            arrived: Box::new(arrived),
+        })
+    }
+
+    /// The operations that bring these layers of a record: each some whole shards, if they are enough to be worth one.
+    fn steps(&self, layers: Range<u32>) -> Vec<Vec<Range<usize>>> {
+        let (mut steps, mut step) = (Vec::new(), self.layout.parts(layers.clone()));
+        let per_shard = self.geometry.layers_per_shard();
+        for upto in (layers.start + per_shard..layers.end).step_by(per_shard as usize) {
+            let end = self
+                .layout
+                .parts(layers.start..upto)
+                .last()
+                .map_or(0, |part| part.end);
+            if let Some(last) = step.last_mut()
+                && last.start + STEP <= end
+                && end + STEP <= last.end
+            {
+                let rest = end..std::mem::replace(&mut last.end, end);
+                steps.push(std::mem::replace(&mut step, vec![rest]));
+            }
+        }
+        steps.push(step);
+        steps
+    }
+
+    /// Part of a record has arrived: the layers that are whole by now are verified and go where they are wanted, before the
+    /// rest of it is there.
+    fn part_arrived(self: &Arc<Self>, io: &IoJob, early: &Early, part: &Part<'_>) {
+        let from = match part.range.start {
+            0 => early.layers.start, // it begins anew
+            _ => early.verified.load(Ordering::Acquire),
+        };
+        let is_whole = |&layer: &u32| self.layout.layer_data(layer + 1).start <= part.range.end;
+        let upto = (from..early.layers.end).take_while(is_whole).last();
+        let upto = upto.map_or(from, |last| last + 1);
+        let judged = verify_layers(part.record, part.stored_len, &self.expect(early.id), from..upto);
+        let sound = if judged.is_ok() { upto } else { from }; // what is bad is judged with the whole
+        early.verified.store(sound, Ordering::Release);
+        for (task, index, taken) in self.take_ready(io, early, sound) {
+            if self.scatter(&task, index, &taken, part.record, early.tier) {
+                self.report(&task);
+            }
+        }
+    }
+
+    /// The rows whose layers lie before `upto`, of those who wait for a block and want no other layers than are read.
+    fn take_ready(&self, io: &IoJob, early: &Early, upto: u32) -> Vec<(Arc<LoadTask>, usize, Vec<usize>)> {
+        let per_shard = self.geometry.layers_per_shard();
+        let ready = |(_, shard, pieces): &BlockRow| !pieces.in_slot() && (shard + 1) * per_shard <= upto;
+        let reads = self.reads.lock();
+        // Whoever ends a read that was written off does it under this lock: nothing of it goes to the device after that.
+        let waiters = reads.waiters.get(&early.id).filter(|_| io.is_wanted());
+        let covered = waiters.into_iter().flatten().filter(|(task, index)| {
+            let wanted = task.blocks[*index].layers(&self.geometry);
+            early.layers.start <= wanted.start && wanted.end <= early.layers.end
+        });
+        let taken = covered.map(|(task, index)| (Arc::clone(task), *index, task.take(*index, ready)));
+        taken.filter(|(_, _, taken)| !taken.is_empty()).collect()
+    }
+
+    /// The way of a block on the thread that has read it: verify, scatter, report, promote.
+    fn load_block(self: &Arc<Self>, reading: Reading, result: Result<ReadDone>) {
+        let (read, header) = match self.verified(&reading, result) {
+            Ok(sound) => sound,
+            Err((Failed::Refused(reason, _), Some(slot))) if is_damage(reason) && !reading.again => {
+                return self.read_again(reading, slot);
+            }
+            Err((failed, slot)) => return self.ask_below(reading, failed, slot),
+        };
+        let (id, tier) = (reading.id, reading.tier);
+        let waiters = self.end_read(id, None, reading.layers.as_ref());
+        let scattered = |(task, index): &(Arc<LoadTask>, usize)| {
+            let taken = task.take(*index, |_| true); // what did not go to the device before
+            !taken.is_empty() && self.scatter(task, *index, &taken, read.slot.as_slice(), tier)
+        };
+        let over: Vec<_> = waiters.into_iter().filter(scattered).collect();
+        // Where nothing takes it up, whoever learns that its load is over finds the slot free.
+        let kept = (reading.layers.is_none() && self.tiers.is_kept_above(tier)).then_some(read);
+        over.iter().for_each(|(task, _)| self.report(task));
+        if let Some(ReadDone { slot, read, .. }) = kept {
+            let record = &slot.as_slice()[..read];
+            self.tiers.promote(tier, id, record, header.meta.ordinal);
+        }
+        self.pump(); // one read less is running
+    }
+
+    /// What was read, if it is sound; or why not, and its slot.
+    fn verified(
+        &self,
+        reading: &Reading,
+        result: Result<ReadDone>,
+    ) -> Result<(ReadDone, RecordHeader), (Failed, Option<Slot>)> {
+        let read = result.map_err(|error| match error.kind() {
+            ErrorKind::Foreign => (Failed::Refused(MissReason::IoError, Some(error)), None),
+            _ => (Failed::Unread(error), None),
+        })?;
+        let before = reading.verified.load(Ordering::Acquire);
+        let judged = match &reading.layers {
+            Some(layers) => self.verify_layers(reading.id, &read, layers, before),
+            None => self.verify(reading.id, &read, before),
+        };
+        match judged {
+            Ok(header) => Ok((read, header)),
+            Err(refusal) => {
+                let failed = Failed::Refused(refusal.reason, Some(refusal.into()));
+                Err((failed, Some(read.slot)))
+            }
+        }
+    }
+
+    /// The medium or the way from it? A second read past every cache tells.
+    fn read_again(self: &Arc<Self>, reading: Reading, slot: Slot) {
+        Stats::add(&self.stats.second_reads, 1);
+        let again = Reading {
+            layers: None,
+            again: true,
+            verified: Arc::default(),
+            ..reading
+        };
+        let tier = again.tier;
+        let read = self.tier_read(again, slot);
+        self.tiers.read(tier, vec![read], &self.way_on());
+    }
+
+    /// A copy could not be had: the next tier is asked, with the next slot that is free, or those who wait are told.
+    fn ask_below(self: &Arc<Self>, reading: Reading, failed: Failed, slot: Option<Slot>) {
+        let (id, tier) = (reading.id, reading.tier);
         let closed = matches!(&failed, Failed::Unread(error) if error.kind() == ErrorKind::Closed);
-        let below = if closed {
-            None
-        } else {
-            self.tiers.place(id, tier + 1, request.number)
-        };
-        let Some(below) = below else {
+        let below = self.tiers.place(id, tier + 1, reading.request.number);
+        let Some(below) = below.filter(|_| !closed) else {
             let error = self.no_copy(&reading, failed);
             drop(slot);
-            return self.read_ended(id, request, Err(error));
+            return self.read_failed(id, reading.request, error);
         };
         if let Failed::Refused(reason, _) = &failed {
             self.discard(id, tier, *reason);
         }
-        let wanted = Wanted {
+        self.fail_begun(id, &failed);
+        let mut reads = self.reads.lock();
+        reads.running -= 1;
+        reads.pending.push_front(Wanted {
             id,
             from: below,
             so_far: Some(tell(reading.so_far, failed)),
+        });
+        drop(reads);
+        drop(slot);
+        self.pump();
+    }
+
+    /// The layers of one block never come from two tiers: those of whose rows some came from this one have failed with it.
+    fn fail_begun(self: &Arc<Self>, id: BlockId, failed: &Failed) {
+        let mut reads = self.reads.lock();
+        let waiters = reads.waiters.get_mut(&id).filter(|_| self.geometry.shards() > 1);
+        let begun = |(task, index): &mut (Arc<LoadTask>, usize)| task.has_begun(*index);
+        let begun: Vec<_> = waiters.map_or_else(Vec::new, |waiters| waiters.extract_if(.., begun).collect());
+        drop(reads);
+        if begun.is_empty() {
+            return;
+        }
+        let (error, reason) = match failed {
+            Failed::Refused(reason, Some(cause)) => (refusal(*reason).caused_by(cause.clone()), *reason),
+            Failed::Refused(reason, None) => (refusal(*reason), *reason),
+            Failed::Unread(error) => (error.clone(), reason_of(error)),
         };
-        match slot {
-            Some(slot) => self.read(wanted, slot, request),
-            None => {
-                // The slot went with the read; the next one free is for this block.
-                let mut reads = self.reads.lock();
-                reads.running -= 1;
-                reads.pending.push_front(wanted);
-                drop(reads);
-                self.pump();
-            }
+        let mut miss = Some(reason);
+        for (task, index) in begun {
+            self.fail_block(&task, index, error.clone(), &mut miss);
         }
     }
 
@@ -407,37 +519,15 @@ impl Core {
         }
     }
 
-    /// A block was read and is sound, or it could not be had.
-    fn read_ended(self: &Arc<Self>, id: BlockId, request: Request, outcome: Result<Sound>) {
-        let late = |error: &Error| error.kind() == ErrorKind::Timeout;
-        let layers = outcome.as_ref().ok().and_then(|sound| sound.layers.clone());
-        let waiters = self.end_read(
-            id,
-            outcome.as_ref().is_err_and(late).then_some(request.deadline),
-            layers,
-        );
-        let outcome = outcome.map_err(|error| self.judge_failure(id, error));
-        match outcome {
-            Ok(sound) => {
-                let slot = sound.slot;
-                let scattered = |(task, index): &(Arc<LoadTask>, usize)| {
-                    self.scatter(task, *index, slot.as_slice(), sound.tier)
-                };
-                let over: Vec<_> = waiters.into_iter().filter(scattered).collect();
-                if sound.layers.is_none() {
-                    let record = &slot.as_slice()[..sound.len];
-                    self.tiers.promote(sound.tier, id, record, sound.ordinal);
-                }
-                drop(slot); // whoever learns that its load is over finds the slot free
-                over.iter().for_each(|(task, _)| self.report(task));
-            }
-            Err(error) => {
-                // Of a late one whoever notices it first counts it: this, or the load itself.
-                let mut late_miss = late(&error).then(|| reason_of(&error));
-                for (task, index) in waiters {
-                    self.fail_block(&task, index, error.clone(), &mut late_miss);
-                }
-            }
+    /// A block could not be had.
+    fn read_failed(self: &Arc<Self>, id: BlockId, request: Request, error: Error) {
+        let late = error.kind() == ErrorKind::Timeout;
+        let waiters = self.end_read(id, late.then_some(request.deadline), None);
+        let error = self.judge_failure(id, error);
+        // Of a late one whoever notices it first counts it: this, or the load itself.
+        let mut late_miss = late.then(|| reason_of(&error));
+        for (task, index) in waiters {
+            self.fail_block(&task, index, error.clone(), &mut late_miss);
         }
         self.pump(); // one read less is running
     }
@@ -448,18 +538,18 @@ impl Core {
         &self,
         id: BlockId,
         deadline: Option<MonotonicTime>,
-        layers: Option<Range<u32>>,
+        layers: Option<&Range<u32>>,
     ) -> Vec<(Arc<LoadTask>, usize)> {
         let mut reads = self.reads.lock();
         reads.running -= 1;
         let waiters = reads.waiters.remove(&id).unwrap_or_default();
         let goes_on = |(task, index): &(Arc<LoadTask>, usize)| {
             let has_time = deadline.is_some_and(|late| task.state.deadline > late);
-            let wants_more = layers.as_ref().is_some_and(|layers| {
+            let wants_more = layers.is_some_and(|layers| {
                 let wanted = task.blocks[*index].layers(&self.geometry);
                 wanted.start < layers.start || wanted.end > layers.end
             });
-            (has_time || wants_more) && task.reads(*index)
+            (has_time || wants_more) && task.reads(*index) && !task.has_begun(*index)
         };
         let (more, over): (Vec<_>, Vec<_>) = waiters.into_iter().partition(goes_on);
         if !more.is_empty() {

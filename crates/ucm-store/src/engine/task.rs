@@ -35,6 +35,10 @@ pub(crate) struct TaskState {
     staged: Arc<Completion<()>>,
     finished: Arc<Completion<()>>,
     failures: Mutex<BTreeMap<usize, Error>>,
+    /// Rows of a load that have arrived.
+    arrived: Box<[AtomicBool]>,
+    /// Rung when rows have arrived or failed, and at the end.
+    news: Notify,
     /// Somebody waits for it to be published.
     hurried: AtomicBool,
     /// Blocks that arrived, by the stage they were read from.
@@ -52,6 +56,8 @@ impl TaskState {
             staged: Completion::new(),
             finished: Completion::new(),
             failures: Mutex::default(),
+            arrived: (0..rows).map(|_| AtomicBool::new(false)).collect(),
+            news: Notify::new(),
             hurried: AtomicBool::new(false),
             served: Default::default(),
         };
@@ -74,12 +80,30 @@ impl TaskState {
 
     /// `n` rows are finished for good (well, or recorded as failed before). True for the call that completed it.
     pub(crate) fn rows_finished(&self, n: usize) -> bool {
-        n > 0 && self.unfinished.fetch_sub(n, Ordering::AcqRel) == n && self.finished.complete(())
+        let last = n > 0 && self.unfinished.fetch_sub(n, Ordering::AcqRel) == n && self.finished.complete(());
+        if last {
+            self.news.notify();
+        }
+        last
+    }
+
+    /// These rows of a load were verified and are where they were wanted.
+    pub(crate) fn rows_arrived(&self, rows: impl Iterator<Item = usize>) {
+        for row in rows {
+            self.arrived[row].store(true, Ordering::Release);
+        }
+        self.news.notify();
+    }
+
+    pub(crate) fn has_arrived(&self, row: usize) -> bool {
+        let arrived = self.arrived.get(row);
+        arrived.is_some_and(|arrived| arrived.load(Ordering::Acquire))
     }
 
     /// Records why a row failed, unless it failed before; the row is still to be counted as finished.
     pub(crate) fn fail_row(&self, row: usize, error: Error) {
         self.failures.lock().entry(row).or_insert(error);
+        self.news.notify();
     }
 
     pub(crate) fn failed(&self, row: usize) -> bool {
@@ -190,6 +214,35 @@ impl Task {
     /// (other than one of a dump that hung and was given up), and none will begin. At once if that is so already.
     pub fn record(&self, event: Arc<dyn Event>) {
         self.state.staged.on_complete(move |()| event.record());
+    }
+
+    /// Whether a row of a load has arrived: its bytes were verified and are on the device, and stay there. The rows of a
+    /// block arrive in the order of its layers, and each before the rest of its block, where the medium reads it in parts. If
+    /// a later one of its block fails, the block has failed ([`Task::failures`] names all of its rows then). Never waits.
+    pub fn shard_done(&self, row: usize) -> bool {
+        self.state.has_arrived(row)
+    }
+
+    /// Waits until a row of a load has arrived, at most until `limit` and never past the task's own deadline. False where it
+    /// has not: the limit came first, or it will not any more.
+    pub fn wait_shard(&self, clock: &dyn Clock, row: usize, limit: Option<MonotonicTime>) -> bool {
+        let (deadline, limit) = (self.state.deadline, limit.unwrap_or(MonotonicTime::NEVER));
+        loop {
+            let seen = self.state.news.seen();
+            if self.shard_done(row) || self.state.failed(row) || self.check(clock, Until::Published) {
+                return self.shard_done(row);
+            }
+            let now = clock.now();
+            let last = if now < deadline {
+                deadline
+            } else {
+                deadline.after(GRACE)
+            };
+            if now >= last.min(limit) {
+                return false;
+            }
+            clock.sleep(&self.state.news, seen, Some(last.min(limit)));
+        }
     }
 
     /// The rows that failed, with why; final once the task is finished.

@@ -181,8 +181,9 @@ pub(crate) struct Tiers {
     freed: Notify,
     pool: Arc<WorkerPool>,
     prefetch: Mutex<prefetch::Queue>,
-    /// Reads of loads under way.
+    /// Reads of loads under way, and those of them that wait for a look.
     loading: AtomicUsize,
+    awaiting_look: AtomicUsize,
     early: Merged,
     staging: String,
     /// Somebody waits for all tiers to be looked at for the first time.
@@ -240,6 +241,7 @@ impl Tiers {
             pool,
             prefetch: Mutex::default(),
             loading: AtomicUsize::new(0),
+            awaiting_look: AtomicUsize::new(0),
             early: Merged::default(),
             staging: config.staging,
             opening: AtomicBool::new(true),

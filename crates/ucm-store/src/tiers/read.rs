@@ -34,10 +34,14 @@ impl Tiers {
     /// Whether parts of a record can be read by themselves from this tier, and that is of use: not where a tier above would
     /// keep the whole.
     pub(crate) fn reads_parts(&self, number: usize) -> bool {
-        let above = &self.tiers[..number];
-        let kept = above.iter().any(|tier| tier.policy != WritePolicy::Never);
         let tier = &self.tiers[number];
-        !kept && tier.codec.is_none() && tier.backend.features().reads_parts
+        !self.is_kept_above(number) && tier.codec.is_none() && tier.backend.features().reads_parts
+    }
+
+    /// Whether what is read from this tier is brought up to one above it.
+    pub(crate) fn is_kept_above(&self, number: usize) -> bool {
+        let above = &self.tiers[..number];
+        above.iter().any(|tier| tier.policy != WritePolicy::Never)
     }
 
     /// Reads records of one tier. `ended` is called once for each, on a thread of the tier, when the record is in its slot;
@@ -65,59 +69,74 @@ impl Tiers {
             }
         }
         self.loading.fetch_add(begun.len(), Ordering::AcqRel);
-        self.begin(number, begun, ended);
+        let unknown = self.begin(number, begun, false, ended);
+        self.look_for(number, unknown, ended);
     }
 
-    /// Begins what can be read now, run by run; the rest waits, on no thread, until the medium has looked for it.
+    /// Begins what can be read now, run by run, and gives back what the medium does not know. `looked`: there is no other
+    /// look for what is begun here.
     fn begin<R: Send + 'static>(
         self: &Arc<Self>,
         number: usize,
         mut reads: Vec<TierRead<R>>,
+        looked: bool,
         ended: &Arc<impl Fn(R, Result<ReadDone>) + Send + Sync + 'static>,
-    ) {
+    ) -> Vec<TierRead<R>> {
         let tier = &self.tiers[number];
         let asked: Vec<&BlockRead> = reads.iter().map(|one| &one.read).collect();
-        let mut runs = tier.backend.runs(&asked, tier.pool.width(LANE_LOAD));
+        let runs = tier.backend.runs(&asked, tier.pool.width(LANE_LOAD));
+        if looked {
+            reads.iter_mut().for_each(|one| one.read.looked = true);
+        }
         if runs.len() == 1 && runs[0].len() == reads.len() && runs[0].is_sorted() {
-            return self.read_run(number, reads, Arc::clone(ended));
+            self.read_run(number, reads, Arc::clone(ended));
+            return Vec::new();
         }
         let mut left: Vec<_> = reads.drain(..).map(Some).collect();
-        for run in runs.drain(..) {
+        for run in runs {
             let run = run
                 .iter()
                 .filter_map(|&at| left.get_mut(at).and_then(Option::take));
             self.read_run(number, run.collect(), Arc::clone(ended));
         }
-        self.look_for(number, left.into_iter().flatten().collect(), ended);
+        left.into_iter().flatten().collect()
     }
 
-    /// Reads that the medium does not know, or not any more, begin again when it has looked.
+    /// Reads that the medium does not know, or not any more, begin again when it has looked. Where it could not look, those
+    /// that it knows by then.
     fn look_for<R: Send + 'static>(
         self: &Arc<Self>,
         number: usize,
         mut reads: Vec<TierRead<R>>,
         ended: &Arc<impl Fn(R, Result<ReadDone>) + Send + Sync + 'static>,
     ) {
+        let gone = || Error::new(ErrorKind::NotFound, "the record is not there any more");
         let again = reads.extract_if(.., |one| one.read.looked).collect::<Vec<_>>();
         for one in again {
-            // It was looked for, and went once more.
-            let gone = Error::new(ErrorKind::NotFound, "the record is not there any more");
-            self.read_ended(number, one, Err(gone), ended);
+            self.read_ended(number, one, Err(gone()), ended); // it was looked for, and went once more
         }
-        if reads.is_empty() {
-            return;
+        reads.sort_by_key(|one| one.read.deadline);
+        self.awaiting_look.fetch_add(reads.len(), Ordering::AcqRel);
+        while let Some(deadline) = reads.last().map(|one| one.read.deadline) {
+            let mut alike = reads.split_off(reads.partition_point(|one| one.read.deadline < deadline));
+            let (tiers, ended) = (Arc::clone(self), Arc::clone(ended));
+            let looked = move |result: Result<()>| {
+                tiers.awaiting_look.fetch_sub(alike.len(), Ordering::AcqRel);
+                if result.is_ok() {
+                    alike.iter_mut().for_each(|one| one.read.looked = true);
+                }
+                for one in tiers.begin(number, alike, true, &ended) {
+                    let error = result.clone().err().unwrap_or_else(gone);
+                    tiers.read_ended(number, one, Err(error), &ended);
+                }
+            };
+            self.tiers[number].backend.look(deadline, Box::new(looked));
         }
-        let (tiers, ended) = (Arc::clone(self), Arc::clone(ended));
-        let looked = move |result: Result<()>| match result {
-            Ok(()) => {
-                reads.iter_mut().for_each(|one| one.read.looked = true);
-                tiers.begin(number, reads, &ended);
-            }
-            Err(error) => reads
-                .into_iter()
-                .for_each(|one| tiers.read_ended(number, one, Err(error.clone()), &ended)),
-        };
-        self.tiers[number].backend.look(Box::new(looked));
+    }
+
+    /// Reads that wait for a look.
+    pub(crate) fn awaiting_look(&self) -> usize {
+        self.awaiting_look.load(Ordering::Acquire)
     }
 
     /// Reads a run on one thread.

@@ -56,8 +56,7 @@ pub(super) struct Footer {
 #[derive(Default)]
 pub(crate) struct SegmentDiscovery {
     state: Mutex<State>,
-    /// Who waits for the next look.
-    waiting: Mutex<Vec<Done<()>>>,
+    waiting: Mutex<Waiting>,
     /// When the log was last told that the index is full, and how many records had found no room by then.
     told_full: Mutex<Option<(MonotonicTime, u64)>>,
     /// When segments that nobody reads were last closed.
@@ -68,6 +67,15 @@ pub(crate) struct SegmentDiscovery {
     pub(super) notify: Notify,
     /// When the segments of dead writers were last looked for.
     pub(super) rescued: Mutex<Option<MonotonicTime>>,
+}
+
+/// Who waits for a look, and until when.
+#[derive(Default)]
+struct Waiting {
+    /// For the next one.
+    next: Vec<(MonotonicTime, Done<()>)>,
+    /// For the one that is under way.
+    now: Vec<(MonotonicTime, Done<()>)>,
 }
 
 #[derive(Default)]
@@ -88,40 +96,54 @@ impl Segments {
         while self.find(deadline) && self.shared.clock.now() < deadline {}
     }
 
-    /// Calls back after the next look: with an error when it could not be made, or too many wait for it.
-    pub(super) fn after_look(&self, done: Done<()>) {
+    /// Calls back after the next look: with an error when it could not be made by the deadline, or too many wait for it.
+    pub(super) fn after_look(&self, deadline: MonotonicTime, done: Done<()>) {
         let mut waiting = self.discovery.waiting.lock();
         // Once it is closing nobody may look any more, see [`Segments::end_waiting`].
         if self.closing.load(Ordering::Acquire) {
             drop(waiting);
             return done(Err(Error::new(ErrorKind::Closed, "the store is closed")));
         }
-        if waiting.len() >= MAX_WAITING {
+        if waiting.next.len() >= MAX_WAITING {
             drop(waiting);
             let text = "too many reads wait for a look at what others have stored";
             return done(Err(Error::new(ErrorKind::Busy, text)));
         }
-        waiting.push(done);
+        waiting.next.push((deadline, done));
         drop(waiting);
         self.discovery.notify.notify();
+        self.seal_notify.notify(); // whoever keeps the time
     }
 
-    /// How many wait for the next look.
-    pub(super) fn awaiting_look(&self) -> usize {
-        self.discovery.waiting.lock().len()
+    /// Those whose time is over are told so, however long the look takes; when the next ones are late, if any wait.
+    pub(super) fn end_late_looks(&self, now: MonotonicTime) -> Option<MonotonicTime> {
+        let mut waiting = self.discovery.waiting.lock();
+        let Waiting { next, now: looking } = &mut *waiting;
+        let over = |(deadline, _): &mut (MonotonicTime, Done<()>)| *deadline <= now;
+        let late: Vec<_> = next
+            .extract_if(.., over)
+            .chain(looking.extract_if(.., over))
+            .collect();
+        let soonest = next.iter().chain(&*looking).map(|(deadline, _)| *deadline).min();
+        drop(waiting);
+        for (_, done) in late {
+            let text = "nobody has looked in time at what others have stored";
+            done(Err(Error::new(ErrorKind::Timeout, text)));
+        }
+        soonest
     }
 
     /// Those who wait for a look are told, after `closing` was set, that none will come.
     pub(super) fn end_waiting(&self) {
-        let waiting = std::mem::take(&mut *self.discovery.waiting.lock());
-        for done in waiting {
+        let Waiting { next, now } = std::mem::take(&mut *self.discovery.waiting.lock());
+        for (_, done) in next.into_iter().chain(now) {
             done(Err(Error::new(ErrorKind::Closed, "the store is closed")));
         }
     }
 
     /// Looks around for those who wait for that: between two steps of something that keeps the finder's thread.
     pub(super) fn look_if_asked(&self) {
-        let asked = !self.discovery.waiting.lock().is_empty();
+        let asked = !self.discovery.waiting.lock().next.is_empty();
         if asked {
             self.find(self.shared.clock.now().after(TURN));
         }
@@ -129,14 +151,19 @@ impl Segments {
 
     /// One look around; whether there is more to read at once.
     pub(super) fn find(&self, deadline: MonotonicTime) -> bool {
-        let waiting = std::mem::take(&mut *self.discovery.waiting.lock());
-        let mut state = self.discovery.state.lock();
+        let mut state = self.discovery.state.lock(); // one look at a time: `now` is that of this one
+        let asked = {
+            let mut waiting = self.discovery.waiting.lock();
+            waiting.now = std::mem::take(&mut waiting.next);
+            !waiting.now.is_empty()
+        };
         // What fails is looked at again with the next turn; until then everything is as it was.
-        let listed = self.list_if_changed(&mut state, !waiting.is_empty(), deadline);
+        let listed = self.list_if_changed(&mut state, asked, deadline);
         self.read_footers(&mut state, deadline);
         let more = !state.queue.is_empty();
+        let waited = std::mem::take(&mut self.discovery.waiting.lock().now);
         drop(state);
-        waiting.into_iter().for_each(|done| done(listed.clone()));
+        waited.into_iter().for_each(|(_, done)| done(listed.clone()));
         self.close_unused();
         self.recheck_footers(deadline);
         self.index.sweep_if_due();

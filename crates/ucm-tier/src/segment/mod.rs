@@ -259,8 +259,8 @@ impl Backend for SegmentBackend {
         self.segments.read(io, run)
     }
 
-    fn look(&self, done: Done<()>) {
-        self.segments.after_look(done);
+    fn look(&self, deadline: MonotonicTime, done: Done<()>) {
+        self.segments.after_look(deadline, done);
     }
 
     fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
@@ -339,7 +339,6 @@ impl Backend for SegmentBackend {
                 ("segments_merged", reclaim.gathered.load(Ordering::Relaxed)),
                 ("records_carried", reclaim.carried.load(Ordering::Relaxed)),
                 ("records_not_indexed", self.segments.index.left_out()),
-                ("reads_awaiting_a_look", self.segments.awaiting_look() as u64),
                 ("storage_short", u64::from(reclaim.uses.is_room_short())),
             ],
             ..self.segments.shared.stats()

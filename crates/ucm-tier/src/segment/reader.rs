@@ -13,7 +13,7 @@ use ucm_io::{IoJob, ReadMode};
 
 use super::Segments;
 use super::index::Hit;
-use crate::backend::{BlockRead, Outcome, ReadDone};
+use crate::backend::{BlockRead, Outcome, Part, Parts, ReadDone};
 use crate::reading::explain;
 
 /// Bytes of one operation for several records: at least so many that reading takes longer than starting another thread,
@@ -114,9 +114,9 @@ impl Segments {
     /// One record, from wherever the index knows it to be.
     fn read_alone(&self, io: &IoJob, mut read: BlockRead) -> Outcome {
         while let Some(hit) = self.index.find(read.id) {
-            let parts = read.parts.take();
-            let got = match parts.filter(|_| !read.again && self.is_as_is(&hit)) {
-                Some(parts) => self.read_parts(io, Placed { hit, read }, &parts),
+            let parts = read.parts.take_if(|_| !read.again && self.is_as_is(&hit));
+            let got = match parts {
+                Some(parts) => self.read_parts(io, Placed { hit, read }, parts),
                 None => self.read_one(io, Placed { hit, read }),
             };
             match got {
@@ -138,13 +138,22 @@ impl Segments {
     }
 
     /// Parts of a record, to their places. Whatever goes wrong with them, the whole is read.
-    fn read_parts(&self, io: &IoJob, mut one: Placed, parts: &[Range<usize>]) -> Outcome {
-        let (path, bytes) = (self.path(&one.hit), one.read.slot.as_mut_slice());
-        let want = parts.iter().map(Range::len).sum::<usize>();
-        match io.read_parts(&path, one.hit.offset, parts, bytes, !one.hit.private) {
-            Ok(read) if read == want => Outcome::Came(Ok(one.read(want))),
-            _ => self.read_one(io, one),
+    fn read_parts(&self, io: &IoJob, mut one: Placed, parts: Parts) -> Outcome {
+        let Parts { steps, mut arrived } = parts;
+        let (path, mut brought) = (self.path(&one.hit), 0);
+        for step in &steps {
+            let want = step.iter().map(Range::len).sum::<usize>();
+            let slot = one.read.slot.as_mut_slice();
+            match io.read_parts(&path, one.hit.offset, step, slot, !one.hit.private) {
+                Ok(read) if read == want => arrived(io, Part::of(step, slot, one.hit.len)),
+                _ => {
+                    arrived(io, Part::of(&[], slot, one.hit.len)); // what was read before is read again
+                    return self.read_one(io, one);
+                }
+            }
+            brought += want;
         }
+        Outcome::Came(Ok(one.read(brought)))
     }
 
     pub(super) fn path(&self, hit: &Hit) -> PathBuf {

@@ -92,6 +92,7 @@ impl Recovery<'_> {
             }
             self.segments.unless_closing()?;
             left -= meta.len;
+            self.segments.look_if_asked();
             all &= self.rescue(name, &meta).is_ok();
         }
         Ok(all)
@@ -111,6 +112,7 @@ impl Recovery<'_> {
             let Some(name) = name.filter(|_| !meta.is_dir && meta.len > HEAD_LEN) else {
                 continue;
             };
+            self.segments.look_if_asked();
             let Some(head) = self.read(self.segments.private(name), 0, HEAD_LEN)? else {
                 continue; // sealed or removed meanwhile
             };

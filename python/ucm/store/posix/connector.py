@@ -37,6 +37,15 @@ class PosixTask(Task):
     def _is_over(self) -> bool:
         return self.handle.check("published")
 
+    def shard_done(self, row: int) -> bool:
+        """Whether row ``row`` of a load is where it was wanted, verified, while others of its block may still be read.
+        Never waits."""
+        return self.handle.shard_done(row)
+
+    def wait_shard(self, row: int, timeout: float | None = None) -> bool:
+        """Wait for that, ``timeout`` seconds at most; False if it is not so: the time was up, or the row has failed."""
+        return self.handle.wait_shard(row, timeout)
+
 
 class UcmPosixStore(UcmKVStoreBaseV1):
     """Records below a directory: host memory for staging, checksums on every read, bounded space.
