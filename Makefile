@@ -86,7 +86,7 @@ comma := ,
 test-rust: ## unit, property and documentation tests of the crates
 ifneq ($(NEXTEST),)
 	@$(STAGE) "cargo nextest" cargo nextest run --locked --workspace --exclude ucm-py
-	@$(STAGE) "the store over compressed segments" env UCM_TEST_COMPRESS=1 UCM_TEST_LAYOUT=segment \
+	@$(STAGE) "the store over compressed segments" env UCM_TEST_COMPRESS=zstd UCM_TEST_LAYOUT=segment \
 	    cargo nextest run --locked -p ucm-store -E '$(COMPRESSED)'
 else
 	@$(STAGE) "cargo test" cargo test --locked --quiet --workspace --exclude ucm-py --lib --bins --tests
@@ -131,6 +131,7 @@ test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## the wheel in a clean envi
 lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## formatting, lints and types of Rust and Python
 	@$(STAGE) "cargo fmt" cargo fmt --all --check
 	@$(STAGE) "clippy" cargo clippy --locked --quiet --workspace --all-targets -- -D warnings
+	@$(STAGE) "without codecs" cargo check --locked --quiet -p ucm-store --no-default-features --lib
 	@$(STAGE) "ruff" bash -c '$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .'
 	@$(STAGE) "mypy" $(BIN)/mypy
 	@$(STAGE) "mypy demo" $(BIN)/mypy demo/run.py demo/engine.py

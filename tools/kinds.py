@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ucm.config.fields import Schema, json_type
+from ucm.config.fields import Schema, choices, json_type
 from ucm.config.sizes import show_size
 from ucm.config.stores import KINDS, PIPELINE, STORES, Kind
 
@@ -72,8 +72,8 @@ def default_of(schema: Schema, default: Any) -> str:
 
 def unit_of(schema: Schema) -> str:
     """What may be written for an option, with its bounds."""
-    if "enum" in schema:
-        return ", ".join(schema["enum"])
+    if several := choices(schema):
+        return ", ".join(several)
     unit = schema.get("unit") or UNITS.get(schema.get("format", "")) or UNITS_OF_TYPES[json_type(schema)]
     least, most = schema.get("minimum", 0), schema.get("maximum")
     if json_type(schema) not in ("integer", "number") or schema.get("format") in ("mode", "age", "amount"):

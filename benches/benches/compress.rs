@@ -1,29 +1,18 @@
-//! The codec of the compression stage on numbers like those of a KV cache: how much shorter they become, what one core
-//! encodes and decodes, beside memcpy in the same run, and the medium at which it breaks even.
+//! The codecs on numbers like those of a KV cache: how much shorter they become, what one core encodes and decodes, beside
+//! memcpy in the same run, and the medium at which it breaks even.
 //!
 //! Values are normally distributed, with a scale of their own for each channel, as keys and values of attention are; a layer
 //! has 64 KiB, a block 1 MiB. The fastest of some rounds counts, taken in turns. A medium below `(1 - 1/ratio) * rate` gains.
 #![allow(clippy::print_stdout, reason = "a bench prints its table")]
 
-use std::collections::HashMap;
 use std::hint::black_box;
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
 use ucm_benches::cli::program;
 use ucm_benches::store::Result;
-use ucm_core::{BlockId, DType, Error, ErrorKind, Geometry, Identity, MissReason, Part};
-use ucm_device::{HostArena, Slot, SlotPool};
-use ucm_infra::{MonotonicTime, SystemClock};
-use ucm_io::{IoJob, IoOptions, IoPool, PsyncEngine};
-use ucm_record::{Expect, RecordLayout, RecordMeta, verify};
-use ucm_tier::backend::{
-    Backend, BlockRead, Done, Listed, MediumStats, Outcome, Presence, ReadDone, WriteOptions, Written,
-};
-use ucm_tier::compress::{CompressBackend, CompressConfig};
+use ucm_core::{BlockId, DType, Geometry, Part};
+use ucm_record::{Algorithm, Codec, Coder, Expect, RecordLayout, RecordMeta, stored_form, verify};
 
 const LAYER: usize = 64 << 10;
 const LAYERS: usize = 16;
@@ -43,19 +32,24 @@ fn run() -> Result<()> {
         BLOCK >> 10
     );
     println!(
-        "type       ratio  encode MB/s  decode MB/s  memcpy MB/s  encode  decode   even writing  even reading MB/s"
+        "codec  type       ratio  encode MB/s  decode MB/s  memcpy MB/s  encode  decode   even writing  even reading MB/s"
     );
-    for dtype in [DType::Bf16, DType::F16, DType::F32, DType::Fp8E4m3] {
+    let dtypes = [DType::Bf16, DType::F16, DType::F32, DType::Fp8E4m3];
+    for (algorithm, dtype) in Algorithm::ALL
+        .into_iter()
+        .flat_map(|of| dtypes.map(|dtype| (of, dtype)))
+    {
         let numbers = numbers(dtype);
         let (mut ratio, mut encode, mut decode, mut copy) = (0.0, 0f64, 0f64, 0f64);
         for _ in 0..rounds {
             copy = copy.max(memcpy(blocks));
-            let round = contest(dtype, &numbers, blocks)?;
+            let round = contest(algorithm, dtype, &numbers, blocks)?;
             (ratio, encode, decode) = (round[0], encode.max(round[1]), decode.max(round[2]));
         }
         let gain = (1.0 - 1.0 / ratio).max(0.0);
         println!(
-            "{:9}  {ratio:5.2}  {:11.0}  {:11.0}  {:11.0}  {:6.3}  {:6.3}  {:13.0}  {:12.0}",
+            "{:5}  {:9}  {ratio:5.2}  {:11.0}  {:11.0}  {:11.0}  {:6.3}  {:6.3}  {:13.0}  {:12.0}",
+            algorithm.name(),
             dtype.name(),
             encode / 1e6,
             decode / 1e6,
@@ -79,81 +73,46 @@ fn memcpy(blocks: usize) -> f64 {
     (BLOCK * blocks) as f64 / start.elapsed().as_secs_f64()
 }
 
-/// Ratio, and bytes in a second that one thread encodes and decodes, a copy to the shelf and from it included.
-fn contest(dtype: DType, numbers: &[u8], blocks: usize) -> Result<[f64; 3]> {
+/// Ratio, and bytes in a second that one thread encodes and decodes in place, the judgement of what is stored included.
+fn contest(algorithm: Algorithm, dtype: DType, numbers: &[u8], blocks: usize) -> Result<[f64; 3]> {
     let geometry = Geometry::new(vec![LAYER as u64], LAYERS as u32, LAYERS as u32)?;
     let record = RecordLayout::new(&geometry).describing(16, dtype);
-    let identity = Identity::parse(concat!(
-        r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32","weights":"w","model_config":{},"#,
-        r#""position":{},"kv_dtype":"f32","attention_backend":"a","kv_packing":{},"kv_layout":"l","kv_groups":[],"#,
-        r#""block_tokens":16,"tensor_parallel":1,"pipeline_parallel":1,"decode_context_parallel":1}"#
-    ))?;
-    let slots = SlotPool::new(HostArena::new(2 * record.record_len())?, record.record_len())?;
-    let shelf = Arc::new(Shelf(Mutex::default(), Arc::clone(&slots)));
-    let config = CompressConfig {
-        record: record.clone(),
-        identity: identity.clone(),
-        writer: 1,
-        part: Part::default(),
-        io: IoPool::psync(false, &IoOptions::with_workers(2))?,
-    };
-    let stage = CompressBackend::new(config, shelf, SystemClock::shared())?;
-    let here = IoJob::alone(PsyncEngine::new(false));
-    let mut sealed = vec![0; record.record_len()];
-    let (mut encoding, mut decoding) = (Duration::ZERO, Duration::ZERO);
+    let (codec, mut coder) = (Codec::of(algorithm, &record), Coder::new(&record)?);
+    let mut bytes = vec![0; record.record_len()];
+    let (mut encoding, mut decoding, mut stored) = (Duration::ZERO, Duration::ZERO, 0);
     for block in 0..blocks {
-        let id = BlockId((block as u128 + 1).to_le_bytes());
-        for layer in 0..LAYERS {
-            let from = ((block + layer) * 4096) % (numbers.len() - LAYER);
-            sealed[record.layer_data(layer as u32)].copy_from_slice(&numbers[from..from + LAYER]);
-        }
         let meta = RecordMeta {
-            id,
-            namespace: *identity.digest(),
+            id: BlockId((block as u128 + 1).to_le_bytes()),
             ..RecordMeta::default()
         };
-        record.seal(&meta, &mut sealed)?;
-        let mut slot = slots.try_acquire().ok_or("no slot")?;
-        slot.as_mut_slice()[..sealed.len()].copy_from_slice(&sealed);
-        let options = WriteOptions {
-            len: sealed.len(),
-            ordinal: 0,
-            replace: false,
-            read_back: false,
-        };
-        let (tell, hear) = channel();
-        let written = Box::new(move |result| drop(tell.send(result)));
+        for layer in 0..LAYERS {
+            let from = ((block + layer) * 4096) % (numbers.len() - LAYER);
+            bytes[record.layer_data(layer as u32)].copy_from_slice(&numbers[from..from + LAYER]);
+        }
+        record.seal(&meta, &mut bytes)?;
         let began = Instant::now();
-        stage.write(id, slot, options, MonotonicTime::NEVER, written);
-        hear.recv()??;
+        let len = coder
+            .encode(codec, &mut bytes, false)?
+            .unwrap_or(record.record_len());
         encoding += began.elapsed();
-        let slot = slots.try_acquire().ok_or("no slot")?;
-        let began = Instant::now();
-        let read = stage
-            .read(&here, vec![BlockRead::whole(id, slot, MonotonicTime::NEVER)])
-            .pop();
-        let Some(Outcome::Came(read)) = read else {
-            return Err("no outcome".into());
-        };
-        let read = read?;
-        decoding += began.elapsed();
+        stored += len;
         let expect = Expect {
-            id,
-            namespace: *identity.digest(),
+            id: meta.id,
+            namespace: meta.namespace,
             part: Part::default(),
             layout: &record,
         };
-        verify(&read.slot.as_slice()[..read.read], read.stored_len, &expect)
-            .map_err(|refusal| format!("what came back: {refusal}"))?;
+        let began = Instant::now();
+        if let Some(header) = stored_form(&bytes[..len], len as u64, &expect) {
+            coder.decode(&header, &mut bytes);
+        }
+        decoding += began.elapsed();
+        verify(&bytes, bytes.len() as u64, &expect)
+            .map_err(|reason| format!("what came back is {}", reason.reason.name()))?;
     }
-    let told = stage.stats().compression.ok_or("no figures")?;
-    stage.close(Duration::from_secs(10));
-    let ratio = match told.records_compressed {
-        0 => 1.0,
-        _ => told.bytes_compressed as f64 / told.bytes_stored as f64,
-    };
-    let rate = |took: Duration| (blocks * record.record_len()) as f64 / took.as_secs_f64();
-    Ok([ratio, rate(encoding), rate(decoding)])
+    let all = (blocks * record.record_len()) as f64;
+    let rate = |took: Duration| all / took.as_secs_f64();
+    Ok([all / stored as f64, rate(encoding), rate(decoding)])
 }
 
 /// Four blocks of numbers of a type, little endian.
@@ -195,68 +154,4 @@ fn small(number: f32, exponent: u32, mantissa: u32) -> u16 {
         power => (power as u32) << mantissa | (bits & 0x7f_ffff) >> (23 - mantissa),
     };
     (sign | value) as u16
-}
-
-/// A medium that keeps what it is given, as it is given.
-struct Shelf(Mutex<HashMap<BlockId, Vec<u8>>>, Arc<SlotPool>);
-
-impl Backend for Shelf {
-    fn name(&self) -> &'static str {
-        "shelf"
-    }
-
-    fn open(&self, _deadline: MonotonicTime) -> ucm_core::Result<String> {
-        Ok(format!("a shelf, {} slots", self.1.capacity()))
-    }
-
-    fn lookup(&self, _io: &IoJob, ids: &[BlockId], _stop: bool) -> ucm_core::Result<Vec<Presence>> {
-        let kept = self.0.lock();
-        let there = |id| kept.contains_key(id).then_some(()).ok_or(MissReason::Absent);
-        Ok(ids.iter().map(there).collect())
-    }
-
-    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
-        let take = |BlockRead { id, mut slot, .. }: BlockRead| -> ucm_core::Result<ReadDone> {
-            let absent = || Error::new(ErrorKind::NotFound, "not on the shelf");
-            let record = self.0.lock().get(&id).cloned().ok_or_else(absent)?;
-            let read = record.len();
-            slot.as_mut_slice()[..read].copy_from_slice(&record);
-            Ok(ReadDone {
-                slot,
-                read,
-                stored_len: read as u64,
-            })
-        };
-        run.into_iter().map(|read| Outcome::Came(take(read))).collect()
-    }
-
-    fn write(
-        &self,
-        id: BlockId,
-        slot: Slot,
-        options: WriteOptions,
-        _deadline: MonotonicTime,
-        done: Done<Written>,
-    ) {
-        let record = slot.as_slice()[..options.len].to_vec();
-        self.0.lock().insert(id, record);
-        drop(slot);
-        done(Ok(Written::Published));
-    }
-
-    fn touch(&self, _ids: &[(BlockId, u32)], _deadline: MonotonicTime) {}
-
-    fn delete(&self, _io: &IoJob, _ids: &[BlockId]) -> ucm_core::Result<usize> {
-        Ok(0)
-    }
-
-    fn list(&self, _io: &IoJob) -> ucm_core::Result<Vec<Listed>> {
-        Ok(Vec::new())
-    }
-
-    fn stats(&self) -> MediumStats {
-        MediumStats::default()
-    }
-
-    fn close(&self, _drain: Duration) {}
 }

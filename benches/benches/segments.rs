@@ -16,13 +16,13 @@ use ucm_benches::cli::program;
 use ucm_benches::store::Result;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostArena, Slot, SlotPool};
-use ucm_infra::{Clock, Completion, LANE_LOAD, LANE_LOOKUP, MonotonicTime, SystemClock};
+use ucm_infra::{Clock, Completion, LANE_DUMP, LANE_LOAD, LANE_LOOKUP, MonotonicTime, SystemClock};
 use ucm_io::{IoJob, IoOptions, IoPool, Process};
 use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
 use ucm_record::{Expect, RecordLayout, RecordMeta, verify};
-use ucm_tier::backend::{Backend, BlockRead, Outcome, WriteOptions};
+use ucm_tier::backend::{Backend, BlockRead, Outcome, WriteOptions, either};
 use ucm_tier::posix::{PosixBackend, PosixConfig};
 use ucm_tier::segment::{SegmentBackend, SegmentConfig};
 
@@ -246,8 +246,18 @@ impl Bench {
                 read_back: false,
             };
             let (over, answer) = answer();
-            self.backend
-                .write(id(n), slot, options, self.deadline(), Box::new(answer));
+            let backend = Arc::clone(&self.backend);
+            let (done, unless) = either(Box::new(answer));
+            let write = move |io: &IoJob| {
+                backend.write(io, id(n), slot, options, done);
+                Ok(())
+            };
+            let ended = move |result: ucm_core::Result<()>| {
+                if let Err(error) = result {
+                    unless(Err(error));
+                }
+            };
+            self.pool.job(LANE_DUMP, self.deadline(), write, ended);
             waits.push(over);
         }
         for over in waits {

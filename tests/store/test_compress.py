@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from blocks import BLOCK, PIECES, Memory, ids
 
@@ -23,6 +24,15 @@ def like_a_model(count: int) -> Memory:
     for pieces in memory.pieces:
         for piece in pieces:
             piece[1::2] &= 3
+    return memory
+
+
+def repeating(count: int) -> Memory:
+    """Blocks that repeat themselves, so that every codec makes them shorter."""
+    memory = Memory(count)
+    for pieces in memory.pieces:
+        for piece in pieces:
+            piece[64:] = np.resize(piece[:64], len(piece) - 64)
     return memory
 
 
@@ -70,6 +80,7 @@ def stored(root: Path) -> int:
         ("Compress|Pc", {}),
         ("Cache|Compress|Pc", {"cache_size": "1MiB"}),
         ("Compress|Posix", {"layout": "segment"}),
+        (["cache", {"type": "pc", "codec": "zstd"}], {"cache_size": "1MiB"}),
         (["cache", {"type": "compress"}, "pc"], {"cache_size": "1MiB"}),
     ],
 )
@@ -152,4 +163,21 @@ def test_it_is_told_at_the_start_and_a_store_for_lookups_has_no_threads_for_it(o
 
 def test_over_files_it_is_refused(opened: Open) -> None:
     with pytest.raises(ConfigError, match="segments only"):
-        opened("Compress|Posix")
+        opened("Compress|Posix", layout="file")
+    with pytest.raises(ConfigError, match="segments only"):
+        opened("Posix", layout="file", codec="lz4")
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_the_codec_of_a_store_of_one_tier(opened: Open, tmp_path: Path, codec: str) -> None:
+    memory, every = repeating(COUNT), range(COUNT)
+    store = opened("Pc", codec=codec)
+    dump(store, memory, *every)
+    check_load(store, memory, *every)
+    compression = lowest(store)["compression"]
+    assert (compression["records_compressed"], compression["records_decompressed"]) == (COUNT, COUNT)
+    store.close()
+    assert stored(tmp_path / "root") == compression["bytes_stored"] < compression["bytes_compressed"]
+    other = opened("Pc", codec={"lz4": "zstd", "zstd": "lz4"}[codec])
+    check_load(other, memory, *every)
+    assert lowest(other)["compression"]["records_decompressed"] == COUNT

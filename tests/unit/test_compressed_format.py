@@ -1,4 +1,4 @@
-"""Compressed records by ``docs/format.md`` section 5: the frozen one, an older reader, and decoding."""
+"""Compressed records by ``docs/format.md`` section 5: the frozen ones, an older reader, and decoding."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from ucm.reasons import MissReason
 from ucm.store import planes, record
-from ucm.store.planes import Zstd, decode_layer, find_zstd
+from ucm.store.planes import Zstd, decode_layer, find_zstd, unpack_lz4
 from ucm.store.record import Expect, Part, Refused, Shape
 
-FROZEN = (Path(__file__).resolve().parents[1] / "fixtures" / "record-v1" / "planes.bin").read_bytes()
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "record-v1"
+FROZEN = (FIXTURES / "planes.bin").read_bytes()
+FROZEN_LZ4 = (FIXTURES / "planes-lz4.bin").read_bytes()
 LAYERS, LAYER, STRIDE = 4, 8000, 8000
 IDENTITY = (
     '{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32","weights":"w","model_config":{},"position":{},'
@@ -29,18 +31,21 @@ EXPECT = Expect(
     Shape(tensors=(5000, 3000), layers=LAYERS, block_tokens=16, dtype=2),
 )
 
-#: Of frames that need none: a frame is its bytes.
-PLAIN = Zstd("nothing", lambda frame, most: frame[:most])
+
+def plain(packed: bytes, most: int) -> bytes:
+    """Unpacks what is packed as it is."""
+    return packed[:most]
 
 
-def contents() -> list[bytes]:
-    """What the layers of the frozen record were before they were compressed."""
+def contents(lz4: bool = False) -> list[bytes]:
+    """What the layers of a frozen record were before they were compressed."""
     state, layers = 1, []
     for _ in range(LAYERS):
         layer = bytearray()
         for at in range(LAYER):
             state = (state * 1664525 + 1013904223) % 2**32
-            layer.append(state >> 30 if at % 2 else state >> 24)
+            noise = state >> 24
+            layer.append((noise if at % 256 < 64 else at // 256) if lz4 else noise >> 6 if at % 2 else noise)
         layers.append(bytes(layer))
     return layers
 
@@ -91,7 +96,39 @@ def test_what_is_stored_is_whole_and_its_fields_lie_where_the_format_says() -> N
 
 def test_the_frozen_record_is_decoded() -> None:
     header = record.verify(FROZEN, EXPECT, zstd=zstd())
-    assert list(record.decoded_layers(FROZEN, header, zstd())) == padded(contents())
+    assert list(record.decoded_layers(FROZEN, header, zstd().decode)) == padded(contents())
+
+
+def test_the_frozen_record_of_lz4_is_decoded_without_any_library() -> None:
+    header = record.verify(FROZEN_LZ4, EXPECT)
+    assert (header.codec, len(FROZEN_LZ4) < 4096 + LAYERS * LAYER) == (0x202, True)
+    assert list(record.decoded_layers(FROZEN_LZ4, header, unpack_lz4)) == padded(contents(lz4=True))
+
+
+@pytest.mark.parametrize(
+    ("block", "data"),
+    [
+        (b"\x00", b""),
+        (b"\x30abc", b"abc"),
+        (b"\xf0\x00" + b"x" * 15, b"x" * 15),
+        (b"\xf0\xff\x02" + b"y" * 272, b"y" * 272),
+        (b"\x30abc\x03\x00\x10d", b"abcabcad"),
+        (b"\x1fz\x01\x00\x05\x10!", b"z" * 25 + b"!"),
+    ],
+)
+def test_a_block_of_lz4(block: bytes, data: bytes) -> None:
+    assert unpack_lz4(block, len(data)) == data
+    if data:
+        with pytest.raises(ValueError, match="bytes"):
+            unpack_lz4(block, len(data) - 1)
+
+
+@pytest.mark.parametrize(
+    "block", [b"", b"\xf0", b"\x40abc", b"\x30abc\x03", b"\x30abc\x00\x00", b"\x30abc\x04\x00", b"\x30abc\x03\x00"]
+)
+def test_what_is_no_block_of_lz4_is_refused(block: bytes) -> None:
+    with pytest.raises((ValueError, IndexError)):
+        unpack_lz4(block, 100)
 
 
 def test_to_a_reader_without_this_codec_it_is_newer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +140,7 @@ def test_to_a_reader_without_this_codec_it_is_newer(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("offset", "value"),
-    [(136, b"\2\2"), (136, b"\1\3"), (138, b"\1"), (216, b"\1")],
+    [(136, b"\3\2"), (136, b"\1\3"), (138, b"\1"), (216, b"\1")],
     ids=["another codec", "another width", "more bits", "side shards"],
 )
 def test_what_this_version_does_not_write_is_newer(offset: int, value: bytes) -> None:
@@ -124,13 +161,15 @@ def test_any_flipped_byte_is_refused(offset: int, mask: int) -> None:
     assert refusal(bytes(data)) == reason
 
 
-def test_what_is_whole_as_stored_and_does_not_decode_is_refused() -> None:
-    data = bytearray(FROZEN)
+@pytest.mark.parametrize("frozen", [FROZEN, FROZEN_LZ4], ids=["zstd", "lz4"])
+def test_what_is_whole_as_stored_and_does_not_decode_is_refused(frozen: bytes) -> None:
+    data = bytearray(frozen)
     first, second = struct.unpack_from("<Q", data, 576)[0], struct.unpack_from("<Q", data, 600)[0]
     data[first + 100] ^= 1
     data[592:596] = record.crc32c(bytes(data[first:second])).to_bytes(4, "little")
     data[4092:4096] = record.crc32c(bytes(data[:4092])).to_bytes(4, "little")
-    record.verify(bytes(data), EXPECT)
+    if frozen is FROZEN:
+        record.verify(bytes(data), EXPECT)
     assert refusal(bytes(data), zstd()) == MissReason.BAD_CHECKSUM
 
 
@@ -143,7 +182,7 @@ def test_planes_are_put_together_element_by_element(width: int, data: bytes) -> 
     rotated = [(n << 1 | n >> (bits - 1)) % 2**bits if bits else n for n in numbers]
     pieces = [bytes(n >> 8 * place & 255 for n in rotated) for place in range(width)]
     stored = b"".join((count | 1 << 31).to_bytes(4, "little") for _ in pieces) + b"".join(pieces)
-    assert decode_layer(stored, width, count * width, PLAIN) == data[: count * width]
+    assert decode_layer(stored, width, count * width, plain) == data[: count * width]
 
 
 @pytest.mark.parametrize(
@@ -160,4 +199,4 @@ def test_planes_are_put_together_element_by_element(width: int, data: bytes) -> 
 )
 def test_what_is_no_layer_is_refused(stored: bytes) -> None:
     with pytest.raises(ValueError, match="plane"):
-        decode_layer(stored, 1, 4, PLAIN)
+        decode_layer(stored, 1, 4, plain)

@@ -11,6 +11,7 @@ from config_cases import fails
 
 from ucm.config import load, pipelines
 from ucm.config.sizes import Capacity
+from ucm.store.pipeline.settings import read_pipeline_settings
 
 Extra = dict[str, Any]
 
@@ -106,7 +107,16 @@ def test_keys_of_a_stage_are_its_own_and_the_others_hold_for_all() -> None:
     ("extra", "words"),
     [
         ({"store_pipeline": "Cache|Posx", "path": "/d"}, 'did you mean "posix"'),
-        ({"store_pipeline": "Cache|Compress|Posix", "path": "/d"}, "layout: auto"),
+        ({"store_pipeline": "Cache|Compress|Posix", "path": "/d", "layout": "file"}, "segments only"),
+        (
+            {"store_pipeline": "Cache|Posix", "path": "/d", "layout": "file", "codec": "lz4"},
+            "codec: lz4 and layout: file",
+        ),
+        ({"storage_backend": "posix", "path": "/d", "layout": "file", "codec": "zstd"}, "segments only"),
+        ({"storage_backend": "posix", "path": "/d", "codec": "zst"}, "'off', 'lz4' or 'zstd'"),
+        ({"store_pipeline": ["compress", {"type": "pc", "codec": "off"}], "path": "/d"}, "leave one of the two out"),
+        ({"store_pipeline": [{"type": "compress", "codec": "off"}, "pc"], "path": "/d"}, "leave one of the two out"),
+        ({"store_pipeline": [{"type": "cache", "codec": "lz4"}, "pc"], "path": "/d"}, "lz4 of Cache, which has none"),
         ({"store_pipeline": "Cache|Delegator|Posix", "path": "/d"}, "no stage that ucm has"),
         ({"store_pipeline": "Compress|Cache|Pc", "path": "/d"}, "write it below: Cache|Compress|Pc"),
         ({"store_pipeline": "Pc|Compress", "path": "/d"}, "Compress is the last stage"),
@@ -167,6 +177,7 @@ def test_nonsense_is_refused_with_a_reason(extra: Extra, words: str) -> None:
         {"store_pipeline": "Compress|Pc", "path": "/d"},
         {"store_pipeline": "Cache|Compress|Pc", "path": "/d"},
         {"store_pipeline": "Cache|Compress|Posix", "path": "/d", "layout": "segment"},
+        {"store_pipeline": "Cache|Compress|Posix", "path": "/d"},
         {"store_pipeline": ["compress", {"type": "nfs", "path": "/d", "layout": "segment"}]},
         {"store_pipeline": ["cache", "compress", {"type": "pc", "path": "/d", "write_policy": "back"}]},
         {"store_pipeline": "Cache|Compress|Pc|Compress|Pc|Posix", "storage_backends": "/a:/b:/c"},
@@ -180,13 +191,38 @@ def test_compress_stands_before_segments(extra: Extra) -> None:
     assert compress.options == {}
 
 
+@pytest.mark.parametrize(
+    ("extra", "codecs"),
+    [
+        ({"store_pipeline": "Pc|Posix"}, ["off", "off"]),
+        ({"store_pipeline": "Compress|Pc|Posix"}, ["zstd", "off"]),
+        ({"store_pipeline": "Compress|Pc|Posix", "codec": "lz4"}, ["lz4", "lz4"]),
+        ({"store_pipeline": "Compress|Pc|Posix", "codec": False}, ["zstd", "off"]),
+        ({"store_pipeline": [{"type": "compress", "codec": "lz4"}, "pc", "posix"], "codec": "zstd"}, ["lz4", "zstd"]),
+        ({"store_pipeline": ["compress", {"type": "pc", "codec": "LZ4"}, "posix"]}, ["lz4", "off"]),
+        ({"store_pipeline": ["pc", {"type": "posix", "codec": "off"}], "codec": "zstd"}, ["zstd", "off"]),
+    ],
+)
+def test_which_codec_the_core_is_told_of_each_stage(extra: Extra, codecs: list[str]) -> None:
+    sizes = {"tensor_size": 8, "shard_size": 8, "block_size": 8}
+    stages = read_pipeline_settings({"storage_backends": "/a:/b", **sizes, **extra}).stages()
+    assert [(stage["kind"], stage["write_policy"]) for stage in stages] == [("posix", "through")] * 2
+    assert [stage["codec"] for stage in stages] == codecs
+
+
+def test_off_is_read_as_yaml_has_it() -> None:
+    for written in ("off", False, "OFF"):
+        assert load({"path": "/d", "codec": written}, {}).store_config()["codec"] == "off"
+    assert "'off', 'lz4' or 'zstd'" in fails({"path": "/d", "codec": True})
+
+
 def test_compress_has_no_keys_and_those_of_the_original_mean_nothing() -> None:
     old = {"compress_ratio": 22, "data_type": 1, "decompress_thread_num": 8, "compress_mode": "always"}
     config = load({"store_pipeline": "Compress|Pc", "path": "/d", **old}, {})
     assert config.store_config()["store_pipeline"][0] == {"type": "UcmCompressStage"}
     told = " ".join(config.warnings)
     assert all(f'"{key}"' in told for key in old)
-    assert "`posix_data_trans_concurrency`" in told and "leave it out" in told
+    assert "`posix_data_trans_concurrency`" in told and "use `codec`" in told
 
 
 def test_the_same_directory_by_two_names(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{HostDevice, Slot};
-use ucm_infra::{Clock, Completion, LANE_LOAD, MonotonicTime, SystemClock};
+use ucm_infra::{Clock, Completion, LANE_DUMP, LANE_LOAD, MonotonicTime, SystemClock};
 use ucm_io::{IoJob, IoOptions, IoPool, Process, PsyncEngine};
 use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Layout;
@@ -201,6 +201,7 @@ impl Rig {
             backend: Arc::clone(&backend),
             pool: Arc::clone(&io.pool),
             policy: WritePolicy::Through,
+            codec: None,
             max_stuck: usize::MAX,
         };
         let engine = Engine::open(config, vec![tier], Arc::new(HostDevice::new()), clock)?;
@@ -309,15 +310,28 @@ impl Rig {
             read_back: false,
         };
         let (watch, deadline) = (Watch::start(), self.deadline());
+        let to_place = Arc::new(AtomicUsize::new(ids.len()));
         for (&id, mut slot) in ids.iter().zip(slots) {
             if seal {
                 self.shape.seal(id, &mut slot)?;
             }
-            let batch = Arc::clone(&batch);
-            let done = move |result: ucm_core::Result<_>| batch.one(result.map(|_| None));
-            self.backend.write(id, slot, options, deadline, Box::new(done));
+            let (told, refused) = (Arc::clone(&batch), Arc::clone(&batch));
+            let done = move |result: ucm_core::Result<_>| told.one(result.map(|_| None));
+            let (backend, left) = (Arc::clone(&self.backend), Arc::clone(&to_place));
+            let write = move |io: &IoJob| {
+                backend.write(io, id, slot, options, Box::new(done));
+                if left.fetch_sub(1, Ordering::AcqRel) == 1 {
+                    backend.flush(Flush::Soon); // as for a dump that is waited for
+                }
+                Ok(())
+            };
+            let ended = move |result: ucm_core::Result<()>| {
+                if let Err(error) = result {
+                    refused.one(Err(error));
+                }
+            };
+            self.io.pool.job(LANE_DUMP, deadline, write, ended);
         }
-        self.backend.flush(Flush::Soon); // as for a dump that is waited for
         batch.wait()?;
         Ok(watch.stop())
     }

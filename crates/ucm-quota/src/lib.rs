@@ -209,18 +209,18 @@ impl Quota {
         }
     }
 
-    /// Asks to write `bytes` and waits for the answer, for the control path.
-    pub fn admitted(&self, bytes: u64) -> Result<Reservation> {
+    /// Asks to write `bytes` and waits for the answer, no longer than until then; for the control path.
+    pub fn admitted(&self, bytes: u64, until: MonotonicTime) -> Result<Reservation> {
         let completion = Completion::new();
         let answer = Arc::clone(&completion);
         self.admit(
             bytes,
-            MonotonicTime::NEVER,
+            until,
             Box::new(move |ticket| {
                 answer.complete(ticket);
             }),
         );
-        let until = self.clock.now().after(STEP);
+        let until = self.clock.now().after(STEP).min(until);
         let late = || Error::new(ErrorKind::Timeout, "nobody said whether there is room");
         completion.wait(&*self.clock, Some(until)).ok_or_else(late)?
     }

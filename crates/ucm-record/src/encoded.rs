@@ -16,7 +16,7 @@ use super::layout::RecordLayout;
 /// bytes each, and has room to the end of the padded payload; `raw` is the header of the record itself and `head` its
 /// bytes. The payload is padded with zeros to a multiple of `granule` bytes (whole pages). Gives the length of the whole
 /// stored form; `None` where it does not fit `out`.
-pub fn seal_stored(
+pub(super) fn seal_stored(
     raw: &RecordHeader,
     head: &[u8],
     codec: Codec,
@@ -54,7 +54,7 @@ pub fn seal_stored(
 }
 
 /// Turns the header of a stored form, at the start of `record`, into that of the record itself.
-pub fn restore_header(stored: &RecordHeader, layout: &RecordLayout, record: &mut [u8]) {
+pub(super) fn restore_header(stored: &RecordHeader, layout: &RecordLayout, record: &mut [u8]) {
     let header = &mut record[..layout.header_len()];
     for (i, layer) in stored.table.iter().enumerate() {
         let range = layout.layer_data(i as u32);
@@ -75,7 +75,7 @@ pub fn restore_header(stored: &RecordHeader, layout: &RecordLayout, record: &mut
 }
 
 /// What the first bytes of a record that was read say of its form, if they are there; judged by nobody yet.
-pub fn claimed_codec(bytes: &[u8]) -> Option<Codec> {
+pub(super) fn claimed_codec(bytes: &[u8]) -> Option<Codec> {
     let code = bytes.get(at::CODEC..at::CODEC + 4)?;
     Codec::from_code(crate::bytes::u32_at(code, 0))
 }

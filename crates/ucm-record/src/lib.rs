@@ -4,13 +4,14 @@
 //! shards. The header names everything the bytes depend on; checksums cover every byte, padding too, so a record
 //! proves itself without any other file. [`RecordLayout`] knows where things lie, [`RecordLayout::seal_layer`] and
 //! [`encode_header`] finish a filled buffer, [`verify`] judges what was read. A record may be stored in another form
-//! than it is used in ([`Codec`]): [`encoded`] makes the header of the one from that of the other.
+//! than it is used in ([`Codec`]): a [`Coder`] makes the one of the other.
 
 #![forbid(unsafe_code)]
 
 pub mod bytes;
 mod codec;
-pub mod encoded;
+mod coder;
+mod encoded;
 mod header;
 mod layout;
 mod refusal;
@@ -18,7 +19,8 @@ mod refusal;
 mod tests;
 mod verify;
 
-pub use codec::Codec;
+pub use codec::{Algorithm, Codec};
+pub use coder::{Coder, stored_form};
 pub use header::{LayerEntry, RecordHeader, RecordMeta, SideEntry, encode_header};
 pub use layout::{RecordLayout, SideSpec};
 pub use refusal::Refusal;

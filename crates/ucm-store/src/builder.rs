@@ -127,13 +127,13 @@ impl StoreSpec {
             processes: self.processes,
             scheduler_elsewhere: self.scheduler_elsewhere,
             clock: Arc::clone(&clock),
-            compressed: false,
         };
         let built = make_all(self.stages, &context)?.into_iter();
         let tiers = built.map(|(built, policy)| TierConfig {
             backend: built.backend,
             pool: built.pool,
             policy,
+            codec: built.codec.filter(|_| !self.lookup_only), // else nothing is moved
             max_stuck: built.max_stuck,
         });
         let config = EngineConfig {

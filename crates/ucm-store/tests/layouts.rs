@@ -17,7 +17,7 @@ use common::{Device, Layout, Setup, Store, directory, eventually, ids};
 /// A store whose layout nobody named. Where it decides on segments, they are sealed at once.
 fn unnamed() -> Setup {
     Setup {
-        auto: true,
+        unnamed: true,
         layout: Layout::segments(),
         ..Setup::default()
     }
@@ -25,7 +25,7 @@ fn unnamed() -> Setup {
 
 fn named(layout: Layout) -> Setup {
     Setup {
-        auto: false,
+        unnamed: false,
         layout,
         ..Setup::default()
     }
@@ -55,7 +55,7 @@ fn a_new_root_gets_segments_and_says_so() {
     let dir = directory();
     let store = Store::open(dir.path(), unnamed());
     assert!(
-        says(&store).starts_with(" segment (auto: the default)"),
+        says(&store).starts_with(" segment (marked: default)"),
         "{}",
         says(&store)
     );
@@ -81,7 +81,7 @@ fn what_the_marker_says_is_kept() {
         marked(dir.path(), &layout);
         let store = Store::open(dir.path(), unnamed());
         assert!(
-            says(&store).starts_with(&format!(" {kind} (auto:")),
+            says(&store).starts_with(&format!(" {kind} (marked: {why})")),
             "{}",
             says(&store)
         );
@@ -105,10 +105,7 @@ fn records_that_are_there_decide() {
         let kept = marker(dir.path())["layout"].clone();
         assert_eq!((&kept["kind"], &kept["why"]), (&json!(name), &json!("records")));
         let said = says(&store);
-        assert!(
-            said.starts_with(&format!(" {name} (auto: the root had records in it)")),
-            "{said}"
-        );
+        assert!(said.starts_with(&format!(" {name} (marked: records)")), "{said}");
     }
 }
 
@@ -118,7 +115,7 @@ fn a_root_that_cannot_be_listed_is_used_with_files() {
     let denied = Rule::on(OpKind::List, Fault::Errno(13)).times(1);
     let store = Store::open_faulty(dir.path(), unnamed(), vec![denied]);
     let said = says(&store);
-    assert!(said.starts_with(" file for now (auto: what lies below"), "{said}");
+    assert!(said.starts_with(" file for now (what lies below"), "{said}");
     assert_eq!(marker(dir.path()).get("layout"), None);
 }
 
@@ -200,7 +197,7 @@ fn a_layout_of_a_newer_version_is_left_in_the_marker() {
     marked(dir.path(), &other);
     let said = says(&Store::open(dir.path(), unnamed()));
     assert!(
-        said.starts_with(" file for now (auto: the root's marker names a layout"),
+        said.starts_with(" file for now (the root's marker names a layout"),
         "{said}"
     );
     assert_eq!(marker(dir.path())["layout"], other);

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use ucm_core::BlockId;
+use ucm_core::{BlockId, Part};
 use ucm_infra::{Clock, ManualClock, MonotonicTime};
 use ucm_io::{Fault, OpKind, Rule};
 use ucm_store::engine::Until;
@@ -46,6 +46,26 @@ fn small_segments_become_one_from_which_everything_is_read() {
     eventually("no claim is left", || privates(&store).is_empty());
     drop((reader, store));
     assert!(loads(&Store::open(dir.path(), filling()), &ids(8)));
+}
+
+#[test]
+fn segments_of_another_part_are_left_alone() {
+    let dir = directory();
+    let part = Part {
+        tensor_rank: 1,
+        ..Part::default()
+    };
+    fill(dir.path(), &Setup { part, ..filling() }, &many(100..108));
+    let theirs = BTreeSet::from_iter(Store::open(dir.path(), filling()).segments());
+    let store = Store::open(dir.path(), filling());
+    let device = Device::filled(&store.setup, &ids(8));
+    ids(8).iter().for_each(|block| seal(&store, &device, &[*block]));
+    drop(store);
+    let store = Store::open(dir.path(), eager(Duration::ZERO));
+    eventually("its own are merged", || store.segments().len() == 9);
+    assert!(BTreeSet::from_iter(store.segments()).is_superset(&theirs));
+    assert_eq!(store.stat("segments_merged"), 8);
+    assert!(loads(&store, &ids(8)));
 }
 
 #[test]

@@ -27,7 +27,7 @@ const RUN: usize = 8;
 fn large(slots: u64, age: Duration) -> Setup {
     Setup {
         above: Above::Nothing,
-        compress: false,
+        codec: None,
         tensors: vec![BLOCK],
         layers: 1,
         layers_per_shard: 1,

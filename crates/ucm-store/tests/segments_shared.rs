@@ -5,16 +5,17 @@
 mod common;
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use ucm_core::BlockId;
-use ucm_infra::{ManualClock, MonotonicTime};
-use ucm_io::{Fault, OpKind, Rule};
+use ucm_infra::{Clock, ManualClock, MonotonicTime};
+use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::Until;
 
 use common::merging::gone;
 use common::segments::{change, die_at_seal, finds, loads, quick};
-use common::shared::{elsewhere, on};
+use common::shared::{LONG, elsewhere, in_time, on};
 use common::{Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 /// Leaves the private segment of a writer that died at its seal, with these blocks in it.
@@ -129,6 +130,36 @@ fn a_rescue_that_fails_is_tried_again_by_the_next() {
         assert!(loads(&store, &ids(3)), "{kind:?}");
         assert!(store.privates().is_empty(), "{kind:?}");
     }
+}
+
+#[test]
+fn an_opening_keeps_its_time_and_the_rescue_goes_on_behind_it() {
+    let (dir, clock, gate) = (directory(), ManualClock::new(), Gate::new());
+    let dead = Setup {
+        process: gone(),
+        ..quick()
+    };
+    die(dir.path(), &dead, &ids(4));
+    // The head is read, then the records.
+    let hang = Rule::on(OpKind::Read, Fault::HangBefore(gate.clone())).path(".tmp");
+    let (root, at) = (dir.path().to_owned(), Arc::clone(&clock));
+    let opening = std::thread::spawn(move || {
+        let clock = Arc::clone(&at) as Arc<dyn Clock>;
+        Store::faulty_with_clock(&root, quick(), vec![hang.nth(3)], clock)
+    });
+    gate.await_waiting(1);
+    let probe = quick().deadlines.probe + Duration::from_secs(1);
+    in_time(&clock, probe, "it is open", || opening.is_finished());
+    let store = opening.join().unwrap();
+    assert_eq!(
+        (store.stat("healthy"), finds(&store, &ids(4))),
+        (1, vec![false; 4])
+    );
+    gate.open();
+    in_time(&clock, LONG, "they are taken over", || {
+        finds(&store, &ids(4)) == [true; 4]
+    });
+    assert!(loads(&store, &ids(4)));
 }
 
 #[test]

@@ -11,7 +11,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use serde::Serialize;
 use ucm_core::{BlockId, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::MonotonicTime;
@@ -210,23 +209,6 @@ pub trait Victim: Send {
 /// Called with every record that is given up, on the thread that needs the room; must not wait.
 pub type Evicted = Box<dyn Fn(Box<dyn Victim>) + Send + Sync>;
 
-/// What a stage that compresses did; counters since the start, lengths of records with their headers.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct Compression {
-    /// Records written compressed.
-    pub records_compressed: u64,
-    /// Records written as they are: compressing does not make them shorter.
-    pub records_as_is: u64,
-    /// Records read that were compressed.
-    pub records_decompressed: u64,
-    /// Records that were whole as stored and could not be decompressed.
-    pub records_undecodable: u64,
-    /// Bytes of the records that were written compressed.
-    pub bytes_compressed: u64,
-    /// Bytes that these take on the medium.
-    pub bytes_stored: u64,
-}
-
 /// What a medium is and can do.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Features {
@@ -250,8 +232,6 @@ pub struct MediumStats {
     pub bytes_removed: u64,
     /// Blocks whose use was noted.
     pub blocks_touched: u64,
-    /// What it does to store less than it is given, where it does.
-    pub compression: Option<Compression>,
     /// Further counters and gauges of its own, by name.
     pub more: Vec<(&'static str, u64)>,
 }

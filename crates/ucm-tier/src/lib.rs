@@ -5,11 +5,9 @@
 //! line there, or a call of [`registry::register`] from another crate.
 #![forbid(unsafe_code)]
 
-pub mod auto;
 pub mod backend;
 mod builtin;
-#[cfg(feature = "compress")]
-pub mod compress;
+pub mod directory;
 mod kind;
 pub mod memory;
 #[cfg(any(test, feature = "test-utils"))]
@@ -20,6 +18,7 @@ mod reading;
 pub mod recency;
 pub mod registry;
 mod root;
+mod root_layout;
 pub mod segment;
 mod writing;
 

@@ -15,16 +15,16 @@ use ucm_device::Slot;
 use ucm_infra::{Clock, LANE_SPACE, MonotonicTime};
 use ucm_io::{FileMeta, IoJob, IoPool, Probe, Process};
 use ucm_quota::evidence::QuarantineConfig;
-use ucm_quota::layout::{BLOCKS, Layout, Modes};
+use ucm_quota::layout::{Layout, Modes};
 use ucm_quota::{Capacity, Quota, QuotaConfig, Rules, visit_records};
 use ucm_record::RecordLayout;
 
-use crate::auto::Kept;
 use crate::backend::{
     Backend, BlockRead, Done, Listed, MediumStats, Outcome, Presence, Quarantined, WriteOptions, Written,
 };
 use crate::quarantine::Waiting;
 use crate::recency::Recency;
+use crate::root_layout::{LayoutKind, RootLayout};
 use crate::writing::Write;
 
 /// How long making the namespace's directories again may take.
@@ -71,20 +71,11 @@ pub struct PosixBackend {
 pub(crate) struct Shared {
     pub(crate) config: PosixConfig,
     pub(crate) layout: Layout,
-    /// Directory of the records below the namespace, once it is known.
-    pub(crate) below: Mutex<Option<&'static str>>,
-    /// The layout that was decided for this root, if it was not named.
-    pub(crate) decided: Mutex<Option<Kept>>,
     pub(crate) io: Arc<IoPool>,
     pub(crate) clock: Arc<dyn Clock>,
-    /// Device of the root when it was first seen; another one means that a share was unmounted.
-    pub(crate) device: Mutex<Option<u64>>,
-    /// The mark of that root, by which it is known again on another device (a share mounted anew).
-    pub(crate) uuid: Mutex<Option<String>>,
+    pub(crate) root: Mutex<Root>,
     /// Somebody is looking whether the root is back.
     pub(crate) looking: AtomicBool,
-    /// What the file system can do.
-    pub(crate) probed: Mutex<Option<Probe>>,
     /// Which of the 256 record directories are known to exist.
     pub(crate) dirs: Mutex<[bool; 256]>,
     pub(crate) sequence: AtomicU64,
@@ -93,11 +84,26 @@ pub(crate) struct Shared {
     pub(crate) waiting: Waiting,
 }
 
+/// What is known of the root itself.
+#[derive(Default)]
+pub(crate) struct Root {
+    /// Its device when it was first seen; another one means that a share was unmounted.
+    pub(crate) device: Option<u64>,
+    /// Its mark, by which it is known again on another device (a share mounted anew).
+    pub(crate) uuid: Option<String>,
+    /// What the file system can do.
+    pub(crate) probed: Option<Probe>,
+    /// How records lie below it, once that is known.
+    pub(crate) kind: Option<LayoutKind>,
+    /// What its marker says of that, or is to say.
+    pub(crate) layout: Option<RootLayout>,
+}
+
 impl PosixBackend {
     /// A backend over an I/O engine; nothing is touched before [`Backend::open`]. `Config` if the limit is too small.
     pub fn new(config: PosixConfig, io: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Self> {
         Ok(Self {
-            shared: Arc::new(Shared::new(config, Some(BLOCKS), io, clock)?),
+            shared: Arc::new(Shared::new(config, Some(LayoutKind::File), io, clock)?),
         })
     }
 
@@ -111,7 +117,7 @@ impl Shared {
     /// What both layouts go by; nothing is touched yet. `Config` if the limit is too small.
     pub(crate) fn new(
         config: PosixConfig,
-        below: Option<&'static str>,
+        kind: Option<LayoutKind>,
         io: Arc<IoPool>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
@@ -126,14 +132,13 @@ impl Shared {
         let space = Quota::new(space, Arc::clone(&io), Arc::clone(&clock))?;
         let shared = Self {
             layout,
-            below: Mutex::new(below),
-            decided: Mutex::new(None),
             io,
             clock,
-            device: Mutex::new(None),
-            uuid: Mutex::new(None),
+            root: Mutex::new(Root {
+                kind,
+                ..Root::default()
+            }),
             looking: AtomicBool::new(false),
-            probed: Mutex::new(None),
             dirs: Mutex::new([false; 256]),
             sequence: AtomicU64::new(0),
             space,
@@ -173,7 +178,7 @@ impl Shared {
     /// thread at once can fill the pages of a file of a local file system (ext4 and XFS hold the inode's lock meanwhile),
     /// and the others would not sleep but spin. Not as long as nobody knows where the root lies.
     pub(crate) fn serializes_writes(&self) -> bool {
-        let Some(probe) = *self.probed.lock() else {
+        let Some(probe) = self.root.lock().probed else {
             return false;
         };
         let direct = self.config.direct && probe.direct.is_some();
@@ -183,7 +188,7 @@ impl Shared {
     /// The marker is there and on the device it was on: writing is safe. Else `Foreign`: the medium answers, but it is
     /// not the root that was opened.
     pub(crate) fn check_root(&self, marker: Option<FileMeta>) -> Result<()> {
-        let device = *self.device.lock();
+        let device = self.root.lock().device;
         if marker.is_some_and(|meta| Some(meta.dev) == device) {
             return Ok(());
         }

@@ -12,8 +12,8 @@ use ucm_io::{EROFS, FileMeta, IoJob, Publish, ReadMode};
 use ucm_quota::Capacity;
 use ucm_quota::layout::{FORMAT, Manifest, Marker};
 
-use crate::auto::Kept;
 use crate::posix::{MAKE_DIRS, Shared};
+use crate::root_layout::RootLayout;
 
 /// Records that must fit below the limit.
 const LEAST_RECORDS: u64 = 8;
@@ -114,8 +114,10 @@ impl Shared {
             self.probe_io(deadline)?;
         }
         let limit = self.limit(&marker, deadline)?;
-        *self.uuid.lock() = Some(marker.uuid);
-        *self.device.lock() = Some(meta.dev);
+        {
+            let mut known = self.root.lock();
+            (known.uuid, known.device) = (Some(marker.uuid), Some(meta.dev));
+        }
         let gone = || Error::new(ErrorKind::Closed, "the backend is gone");
         let weak = Arc::downgrade(self);
         let check = move |deadline| {
@@ -140,7 +142,7 @@ impl Shared {
     pub(crate) fn probe_io(&self, deadline: MonotonicTime) -> Result<()> {
         let dir = self.layout.tmp();
         if let Some(probe) = unless_read_only(self.call(deadline, move |io| io.probe(&dir)))? {
-            *self.probed.lock() = Some(probe);
+            self.root.lock().probed = Some(probe);
         }
         Ok(())
     }
@@ -156,13 +158,13 @@ impl Shared {
         }
         let marker = self.read_marker(deadline);
         if let Err(ErrorKind::Foreign) = marker.as_ref().map_err(Error::kind) {
-            *self.device.lock() = None; // a newer format: writing stops
+            self.root.lock().device = None; // a newer format: writing stops
         }
         let Some(marker) = marker? else {
             let lost = Error::new(ErrorKind::Io, "the root lost its marker");
             return Err(lost.with("path", self.layout.marker().display()));
         };
-        *self.uuid.lock() = Some(marker.uuid.clone());
+        self.root.lock().uuid = Some(marker.uuid.clone());
         self.furnish(deadline)?;
         let limit = self.limit(&marker, deadline)?;
         self.sweep_quarantine(limit, deadline)?;
@@ -194,7 +196,7 @@ impl Shared {
     /// place of one that was removed, if nothing was unmounted there. Another root, or none, is an error.
     fn readmit(self: &Arc<Self>, deadline: MonotonicTime) -> Result<()> {
         if let Some(marker) = self.read_marker(deadline)? {
-            let known = self.uuid.lock().clone();
+            let known = self.root.lock().uuid.clone();
             if known.is_none_or(|known| known != marker.uuid) {
                 let text = "another root was mounted or put in the place of the one that was opened";
                 return Err(Error::new(ErrorKind::Foreign, text).with("root", self.layout.root().display()));
@@ -204,13 +206,13 @@ impl Shared {
             };
             *self.dirs.lock() = [false; 256];
             self.make_dirs(deadline)?;
-            *self.device.lock() = Some(meta.dev);
+            self.root.lock().device = Some(meta.dev);
             self.space.lost();
             return Ok(());
         }
         // Removed, not unmounted: it is not there at all, and what it lay in is on the same device. An unmounted share
         // leaves a directory behind, or what it was mounted in, which is another device.
-        let (mut above, device) = (None, *self.device.lock());
+        let (mut above, device) = (None, self.root.lock().device);
         for path in self.layout.root().ancestors() {
             above = self.stat(path.to_owned(), deadline)?;
             if above.is_some() {
@@ -254,7 +256,7 @@ impl Shared {
     /// The directories of the namespace; also later, when somebody removed them.
     pub(crate) fn make_dirs(&self, deadline: MonotonicTime) -> Result<()> {
         let namespace = self.layout.namespace();
-        let records = self.below.lock().map(|below| namespace.join(below));
+        let records = self.root.lock().kind.map(|kind| namespace.join(kind.directory()));
         for dir in [namespace, self.layout.tmp()].into_iter().chain(records) {
             self.make_dir(dir, deadline)?;
         }
@@ -264,7 +266,7 @@ impl Shared {
     /// The root, the engine and the file system in words.
     pub(crate) fn words(&self) -> String {
         let (root, io) = (self.layout.root().display(), self.io.width(LANE_LOAD));
-        let Some(probe) = *self.probed.lock() else {
+        let Some(probe) = self.root.lock().probed else {
             return format!("{root}, {io} I/O threads");
         };
         let fs = probe.fs.name();
@@ -305,6 +307,7 @@ impl Shared {
     /// Marks the root, with the layout that was decided if one was; the answer is the marker that counts.
     pub(crate) fn mark(&self, deadline: MonotonicTime) -> Result<Marker> {
         let (total, free) = self.space_info(deadline)?;
+        let layout = self.root.lock().layout.as_ref().and_then(RootLayout::to_value);
         let marker = Marker {
             format: FORMAT,
             uuid: crate::random_hex(),
@@ -313,7 +316,7 @@ impl Shared {
                 Some(capacity) => capacity.bytes(total),
                 None => Capacity::default_bytes(total, free),
             },
-            layout: self.decided.lock().and_then(Kept::to_value),
+            layout,
         };
         self.publish_marker(&marker, false, deadline)?;
         // Another process may have done the same at the same time: of all markers one stays.

@@ -116,7 +116,7 @@ class Judge:
         self.reader = Reader(root)
         self._checksum = checksum
         self._pace = pace
-        #: Decodes compressed records; None: they are judged by the checksums of what is stored.
+        #: Decodes records of zstd; None: they are judged by the checksums of what is stored.
         self.zstd: Zstd | None = find_zstd()
 
     def judge(self, found: Found, manifest: Manifest) -> Verdict:

@@ -245,9 +245,11 @@ def _show(result: dict[str, Any]) -> None:
     click.echo(f"root {result['root']}: {what}, {show.size(result['bytes'])}{sampled}")
     rows: list[tuple[str, object]] = [("reader", f"second reader with CRC-32C by {result['reader']}, {way}")]
     if result["compressed"]:
-        how = f"decoded by {result['decoder']} and judged by the checksums of what came out"
+        how = f"decoded (zstd by {result['decoder']}) and judged by the checksums of what came out"
         if result["decoder"] is None:
-            how = "judged by the checksums of what is stored alone: there is no zstd here (pip install zstandard)"
+            how = (
+                "those of zstd judged by the checksums of what is stored alone: it is not here (pip install zstandard)"
+            )
         rows.append(("compressed", f"{show.many(result['compressed'], 'record')}, {how}"))
     took = result["seconds"]
     rate = f", {show.size(result['bytes_read'] / took)}/s" if took > 0 else ""

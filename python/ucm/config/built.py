@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ucm.config.model import UcmConfig
-from ucm.config.pipelines import pipeline_problems
+from ucm.config.pipelines import codec_problems, pipeline_problems
 from ucm.config.stores import BUILT_STORES, instead_of, needs_directory, why_not_alone
 
 
@@ -48,6 +48,8 @@ def _store_problems(config: UcmConfig) -> Iterator[str]:
             f"several storage_backends ({', '.join(config.storage_backends)}) are not built yet; give one directory, "
             "on a file system that joins them if need be"
         )
+    else:
+        yield from codec_problems(name, config.codec, config.layout)
 
 
 def _connector_problems(config: UcmConfig) -> Iterator[str]:

@@ -66,6 +66,11 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def choices(schema: Schema) -> tuple[str, ...]:
+    """What may be chosen for an option, without the null of one that may be left out; empty for one that is no choice."""
+    return tuple(choice for choice in schema.get("enum", ()) if choice is not None)
+
+
 def json_type(schema: Schema) -> str:
     """The JSON type of an option, without the null of one that may be left out."""
     types = schema["type"]
@@ -97,8 +102,8 @@ def section_of(
 
 def _reading(schema: Schema) -> tuple[Any, Reader]:
     """Type of an option's value, and what reads it."""
-    if "enum" in schema:
-        return Literal[tuple(schema["enum"])], partial(_choice, tuple(schema["enum"]))
+    if several := choices(schema):
+        return Literal[several], partial(_choice, several)
     match schema.get("format"):
         case "directories":
             return tuple[str, ...], parse_paths
@@ -140,7 +145,8 @@ def _unless_none(read: Reader, value: Any) -> Any:
     return None if value is None else read(value)
 
 
-def _choice(choices: tuple[str, ...], value: Any) -> Any:
+def _choice(several: tuple[str, ...], value: Any) -> Any:
     """The choice that is meant, however it is spelled; what is none is refused by its type."""
-    folded = word(value)
-    return folded if folded in choices or not isinstance(folded, str) else folded.replace("-", "").replace("_", "")
+    # YAML 1.1 reads a bare `off` as false.
+    folded = "off" if value is False and "off" in several else word(value)
+    return folded if folded in several or not isinstance(folded, str) else folded.replace("-", "").replace("_", "")

@@ -140,6 +140,7 @@ if TYPE_CHECKING:
 
         storage_backends: tuple[str, ...] = ()
         layout: str = ""
+        codec: str = ""
 
 else:
     _TierKeys = section_of("_TierKeys", COMMON.options, COMMON.defaults)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ucm.config.stores import IN_SEGMENTS, KNOWN_STORES, STORES, instead_of, needs_directory
+from ucm.config.stores import COMMON, IN_SEGMENTS, KNOWN_STORES, STORES, instead_of, needs_directory
 from ucm.config.words import hint
 
 if TYPE_CHECKING:
@@ -37,6 +37,28 @@ def word_of(store: str) -> str:
 def media(stages: Sequence[Stage]) -> list[Stage]:
     """The stages that keep blocks."""
     return [stage for stage in stages if not is_layer(stage)]
+
+
+def with_codecs(stages: Sequence[Stage], settings: StoreSettings) -> list[Stage]:
+    """The stages that keep blocks, each with what the word before it stands for: ``Compress`` for a codec.
+
+    The stage itself says which one, else the word, else what is written beside the pipeline; else the word has one.
+    """
+    kept: list[Stage] = []
+    words: list[Stage] = []
+    for stage in stages:
+        if is_layer(stage):
+            words.append(stage)
+            continue
+        update = {}
+        for word in words:
+            for key, meant in STORES[word.store].fixed.items():
+                said = [getattr(of, key) for of in (stage, word) if key in of.model_fields_set]
+                named = [value for value in (*said, getattr(settings, key)) if value != COMMON.defaults[key]]
+                update[key] = next(iter(named), meant)
+        kept.append(stage.model_copy(update=update))
+        words = []
+    return kept
 
 
 def _is_memory(stage: Stage) -> bool:
@@ -74,7 +96,7 @@ def pipeline_problems(stages: Sequence[Stage], settings: StoreSettings) -> Itera
     if unknown:
         return
     yield from _order(stages)
-    yield from _compressed(stages, settings)
+    yield from _codecs(stages, settings)
     yield from _policies(media(stages))
     yield from _roots(stages, settings)
 
@@ -91,26 +113,38 @@ def _order(stages: Sequence[Stage]) -> Iterator[str]:
         yield f"Cache stands below {above}; memory is faster than any file, so write it first: Cache|{above}"
 
 
-def _compressed(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
-    for number, stage in enumerate(stages):
+def _codecs(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
+    for stage, below in zip(stages, [*stages[1:], None], strict=True):
         if not is_layer(stage):
             continue
         if "write_policy" in stage.model_fields_set:
             yield "write_policy of Compress: it keeps nothing; write it in the stage below"
-        below = stages[number + 1] if number + 1 < len(stages) else None
         if below is None:
             yield "Compress is the last stage; write below it the stage it compresses for: Compress|Pc"
         elif is_layer(below):
             yield "Compress stands twice before one stage; once is enough"
         elif _is_memory(below):
             yield "Compress stands before Cache; memory is faster than any codec, so write it below: Cache|Compress|Pc"
-        elif below.store not in IN_SEGMENTS:
-            layout = below.layout if "layout" in below.model_fields_set else settings.layout
-            if layout != "segment":
-                yield (
-                    f"Compress stands before {word_of(below.store)} with layout: {layout}; compressed blocks live in "
-                    "segments only, as the lengths of block files are fixed: write layout: segment, or Pc"
-                )
+        elif "codec" not in STORES[below.store].kind.options:
+            yield f"Compress stands before {word_of(below.store)}, which has no codec; leave Compress out"
+        elif any("codec" in of.model_fields_set and of.codec == "off" for of in (stage, below)):
+            yield f"Compress stands before {word_of(below.store)} with codec: off; leave one of the two out"
+    for stage in with_codecs(stages, settings):
+        of_stage = stage.codec if "codec" in stage.model_fields_set else settings.codec
+        layout = stage.layout if "layout" in stage.model_fields_set else settings.layout
+        if "codec" in STORES[stage.store].kind.options:
+            yield from codec_problems(stage.store, of_stage, layout)
+        elif "codec" in stage.model_fields_set and stage.codec != "off":
+            yield f"codec: {stage.codec} of {word_of(stage.store)}, which has none; write it in a stage of segments"
+
+
+def codec_problems(store: str, codec: str, layout: str | None) -> Iterator[str]:
+    """Why this store cannot have this codec."""
+    if codec != "off" and layout == "file" and store not in IN_SEGMENTS:
+        yield (
+            f"{word_of(store)} has codec: {codec} and layout: file; compressed blocks live in segments only, as the "
+            "lengths of block files are fixed: write layout: segment, or leave the codec (or Compress) out"
+        )
 
 
 def _policies(stages: Sequence[Stage]) -> Iterator[str]:

@@ -22,8 +22,8 @@ class Kind:
 
     #: What the core calls it.
     word: str
-    #: ``medium`` keeps blocks, ``layer`` stands before one that does, ``python`` is a store class without the core,
-    #: ``declared`` is not built yet.
+    #: ``medium`` keeps blocks, ``layer`` is a word before one that does and sets keys of it, ``python`` is a store
+    #: class without the core, ``declared`` is not built yet.
     role: Literal["medium", "layer", "python", "declared"]
     #: Whether it is memory that the processes of a host share.
     memory: bool
@@ -52,7 +52,7 @@ class StoreName:
     store: str
     #: One line about it, and whether it is built.
     summary: str
-    #: Keys that always have these values under this name.
+    #: Keys that always have these values under this name; of a layer those of the stage below that says nothing else.
     fixed: Mapping[str, Any]
     kind: Kind
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ucm.reasons import MissReason
-from ucm.store.planes import WIDTHS, Zstd, decode_layer
+from ucm.store.planes import WIDTHS, Unpack, Zstd, decode_layer, unpacker
 
 MAGIC = b"UCMB"
 MARK = b"UCMR"
@@ -249,7 +249,7 @@ def parse_header(data: bytes, crc: Crc = crc32c) -> Header:
 def verify(data: bytes, expect: Expect | None = None, crc: Crc = crc32c, zstd: Zstd | None = None) -> Header:
     """Judges a record read whole, or up to the end of its payload; raises :class:`Refused` with the reason.
 
-    One that is compressed is judged as it is stored, and where there is ``zstd`` by what comes out of it too.
+    One that is compressed is judged as it is stored, and by what comes out of it too; of zstd where there is ``zstd``.
     """
     header, expect = parse_header(data, crc), expect or Expect()
     if expect.namespace is not None and header.namespace[: len(expect.namespace)] != expect.namespace:
@@ -269,13 +269,13 @@ def verify(data: bytes, expect: Expect | None = None, crc: Crc = crc32c, zstd: Z
     for what, start, end, written in _stretches(header):
         if end <= len(data):
             _check_crc(crc, data, start, end, written, MissReason.BAD_CHECKSUM, what)
-    if header.compressed and zstd is not None:
-        for i, raw in enumerate(decoded_layers(data, header, zstd)):
+    if header.compressed and (unpack := unpacker(header.codec, zstd)) is not None:
+        for i, raw in enumerate(decoded_layers(data, header, unpack)):
             _check_crc(crc, raw, 0, len(raw), header.table[i].raw_crc, MissReason.BAD_CHECKSUM, f"decoded layer {i}")
     return header
 
 
-def decoded_layers(data: bytes, header: Header, zstd: Zstd) -> Iterator[bytes]:
+def decoded_layers(data: bytes, header: Header, unpack: Unpack) -> Iterator[bytes]:
     """The layers of a compressed record as they are used, with the zeros behind them.
 
     Raises :class:`Refused` where there is none.
@@ -284,7 +284,7 @@ def decoded_layers(data: bytes, header: Header, zstd: Zstd) -> Iterator[bytes]:
     for i, layer in enumerate(header.table):
         stored = data[layer.offset : layer.offset + layer.length]
         try:
-            raw = decode_layer(stored, WIDTHS[header.codec], header.layer_len, zstd)
+            raw = decode_layer(stored, WIDTHS[header.codec], header.layer_len, unpack)
         except ValueError as error:
             raise Refused(MissReason.BAD_CHECKSUM, f"layer {i} cannot be decoded: {error}") from None
         last = i + 1 == len(header.table)

@@ -7,41 +7,17 @@ use ucm_tier::registry::{self, BuildContext, BuiltTier};
 
 use crate::tiers::WritePolicy;
 
-/// Makes the media of a store, top first, each with its policy. `Config` for stages that make no sense together.
+/// Makes the media of a store, top first, each with its policy. `Config` for options that make no sense.
 pub(super) fn make_all(
     stages: Vec<TierSpec>,
     context: &BuildContext<'_>,
 ) -> Result<Vec<(BuiltTier, WritePolicy)>> {
-    let mut media = Vec::with_capacity(stages.len());
-    let mut layer: Option<TierSpec> = None;
-    for stage in stages {
-        let kind = registry::find(&stage.kind)?;
-        if kind.is_layer() {
-            if let Some(above) = layer.replace(stage) {
-                let text = "a stage that compresses stands before a medium, and one is enough; leave one of the two out";
-                return Err(Error::new(ErrorKind::Config, text).with("stage", above.kind));
-            }
-            continue;
-        }
-        let context = BuildContext {
-            compressed: layer.is_some(),
-            ..context.clone()
-        };
+    let made = stages.into_iter().map(|stage| {
         let policy = stage.policy()?;
-        let built = kind.build(&context, stage.options)?;
-        let built = match layer.take() {
-            Some(above) => above.build_before(&context, built)?,
-            None => built,
-        };
-        media.push((built, policy));
-    }
-    match layer {
-        Some(above) => {
-            let text = "a stage that compresses is the last one; write below it the stage it compresses for";
-            Err(Error::new(ErrorKind::Config, text).with("stage", above.kind))
-        }
-        None => Ok(media),
-    }
+        let built = registry::find(&stage.kind)?.build(context, stage.options)?;
+        Ok((built, policy))
+    });
+    made.collect()
 }
 
 /// One stage as it is asked for: its kind, when it is written to, and the options of its kind.
@@ -58,16 +34,6 @@ pub struct TierSpec {
 }
 
 impl TierSpec {
-    /// Puts this layer before a medium.
-    fn build_before(self, context: &BuildContext<'_>, below: BuiltTier) -> Result<BuiltTier> {
-        if self.write_policy.is_some() {
-            let text =
-                "write_policy belongs to the stage that keeps the records, not to the one that compresses";
-            return Err(Error::new(ErrorKind::Config, text).with("stage", self.kind));
-        }
-        registry::find(&self.kind)?.build_before(context, self.options, below)
-    }
-
     /// When the stage is written to.
     fn policy(&self) -> Result<WritePolicy> {
         let Some(name) = &self.write_policy else {
@@ -79,7 +45,6 @@ impl TierSpec {
     }
 }
 
-#[cfg(feature = "compress")]
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
@@ -96,12 +61,8 @@ mod tests {
         serde_json::from_value(written).unwrap()
     }
 
-    fn compress() -> TierSpec {
-        stage(json!({"kind": "compress"}))
-    }
-
-    fn posix(layout: &str) -> TierSpec {
-        stage(json!({"kind": "posix", "storage_backends": ["/nowhere"], "layout": layout}))
+    fn posix(layout: &str, codec: &str) -> TierSpec {
+        stage(json!({"kind": "posix", "storage_backends": ["/nowhere"], "layout": layout, "codec": codec}))
     }
 
     /// Why these stages make no store; nothing where they do.
@@ -124,21 +85,24 @@ mod tests {
             processes: 1,
             scheduler_elsewhere: false,
             clock: SystemClock::shared(),
-            compressed: false,
         };
         make_all(stages, &context).err().map(|error| error.to_string())
     }
 
     #[test]
-    fn a_stage_that_compresses_stands_before_segments_and_nothing_else() {
-        assert_eq!(refusal(vec![compress(), posix("segment")]), None);
-        let cache = || stage(json!({"kind": "cache", "cache_size": 1 << 20}));
+    fn a_codec_is_for_segments_and_nothing_else() {
+        for codec in ["off", "lz4", "zstd"] {
+            assert_eq!(refusal(vec![posix("segment", codec)]), None);
+        }
+        assert_eq!(refusal(vec![posix("file", "off")]), None);
         for (stages, words) in [
-            (vec![compress(), posix("file")], "segments only"),
-            (vec![compress(), cache()], "below Cache"),
-            (vec![posix("segment"), compress()], "the last one"),
-            (vec![compress()], "the last one"),
-            (vec![compress(), compress(), posix("segment")], "one is enough"),
+            (vec![posix("file", "zstd")], "segments only"),
+            (vec![posix("segment", "zip")], "unknown variant `zip`"),
+            (
+                vec![stage(json!({"kind": "cache", "codec": "lz4"}))],
+                "unknown field `codec`",
+            ),
+            (vec![stage(json!({"kind": "compress"}))], "keeps nothing"),
             (vec![stage(json!({"kind": "zip"}))], "no such kind"),
             (vec![stage(json!({"kind": "redis"}))], "not built yet"),
             (vec![stage(json!({"kind": "fake"}))], "store of Python"),
@@ -151,9 +115,5 @@ mod tests {
             let why = refusal(stages).unwrap_or_default();
             assert!(why.contains(words), "{why}");
         }
-        let mut told = compress();
-        told.write_policy = Some("through".into());
-        let why = refusal(vec![told, posix("segment")]).unwrap();
-        assert!(why.contains("write_policy"), "{why}");
     }
 }

@@ -6,6 +6,7 @@
 //! own, so one that is sick costs its bound once and the others work on. Nobody ever waits for a copy that is made between
 //! tiers.
 
+mod codec;
 mod drain;
 mod early;
 mod lookup;
@@ -27,15 +28,14 @@ use ucm_device::{ArenaOptions, Device, SlotPool};
 use ucm_infra::{Clock, Completion, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::IoPool;
 use ucm_quota::evidence::is_damage;
-use ucm_record::{Expect, RecordLayout, verify};
-use ucm_tier::backend::{
-    Backend, Compression, Done, Flush, LocallyVisible, MediumStats, Quarantined, Victim,
-};
+use ucm_record::{Algorithm, Expect, RecordLayout, verify};
+use ucm_tier::backend::{Backend, Done, Flush, LocallyVisible, MediumStats, Quarantined, Victim};
 
 use crate::health::{BreakerConfig, Change};
 use early::Merged;
 use tier::{Admission, Tier, add};
 
+pub use codec::Compression;
 pub(crate) use lookup::{LEAST_WINDOW, WINDOW};
 pub use prefetch::{MAX_WAITING as MAX_PREFETCH, Priority};
 pub(crate) use read::TierRead;
@@ -85,6 +85,8 @@ pub struct TierConfig {
     pub pool: Arc<IoPool>,
     /// When it is written to.
     pub policy: WritePolicy,
+    /// What makes its records shorter, if anything; of a medium that takes such.
+    pub codec: Option<Algorithm>,
     /// Workers lost in operations stuck past their deadline that switch it off at once.
     pub max_stuck: usize,
 }
@@ -135,7 +137,7 @@ pub struct TierStats {
     pub capacity_bytes: u64,
     /// Whether it is used now.
     pub healthy: bool,
-    /// Of one that compresses.
+    /// Of one with a codec.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub compression: Option<Compression>,
 }
@@ -225,8 +227,8 @@ impl Tiers {
         let made = config.tiers.into_iter().zip(names);
         let tiers = Arc::new(Self {
             tiers: made
-                .map(|(tier, name)| Tier::new(tier, name, config.breaker))
-                .collect(),
+                .map(|(tier, name)| Tier::new(tier, name, config.breaker, &config.record))
+                .collect::<Result<_>>()?,
             clock,
             record: config.record,
             identity: config.identity,
@@ -324,7 +326,7 @@ impl Tiers {
     /// Looks at a tier, and notes whether it is usable; not what comes when the look was written off.
     fn look(&self, number: usize, deadline: MonotonicTime, late: MonotonicTime) {
         let tier = &self.tiers[number];
-        let opened = tier.backend.open(deadline);
+        let opened = tier.backend.open(deadline).map(|words| tier.told(words));
         let now = self.clock.now();
         match opened {
             Ok(words) => {
@@ -453,13 +455,17 @@ impl Tiers {
 
     /// Judges a record that was read; its ordinal if it is sound.
     fn verify(&self, id: BlockId, bytes: &[u8], stored_len: u64) -> Result<u32, MissReason> {
-        let expect = Expect {
+        Ok(verify(bytes, stored_len, &self.expect(id))?.meta.ordinal)
+    }
+
+    /// What a record is judged by.
+    fn expect(&self, id: BlockId) -> Expect<'_> {
+        Expect {
             id,
             namespace: *self.identity.digest(),
             part: self.part,
             layout: &self.record,
-        };
-        Ok(verify(bytes, stored_len, &expect)?.meta.ordinal)
+        }
     }
 
     /// The copy in this tier was refused for this reason: it is no hit any more, and if it is damaged it is kept as
@@ -615,6 +621,10 @@ fn check(tiers: &[TierConfig]) -> Result<()> {
     }
     if tiers.iter().skip(1).any(|tier| tier.backend.memory().is_some()) {
         return wrong("memory can only be the top tier");
+    }
+    let in_memory = |tier: &TierConfig| tier.codec.is_some() && tier.backend.memory().is_some();
+    if tiers.iter().any(in_memory) {
+        return wrong("memory is faster than any codec; give the codec to a tier below it");
     }
     if tiers[0].policy == WritePolicy::Back {
         return wrong("the top tier has none above it to be written back from");

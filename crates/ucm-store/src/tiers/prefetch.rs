@@ -230,7 +230,7 @@ impl Tiers {
             drop(slot); // it is at the top already
             return self.fetched(id);
         }
-        let backend = Arc::clone(&tier.backend);
+        let (tiers, backend) = (Arc::clone(self), Arc::clone(&tier.backend));
         let asks = number + 1 < self.tiers.len() || tier.backend.features().answers_at_once;
         let work = move |io: &IoJob| {
             // A read that finds nothing would cost the slot.
@@ -240,7 +240,7 @@ impl Tiers {
                 _ if number == 0 => return Ok(Fetched::AtTop),
                 _ => {}
             }
-            let mut read = backend.read(io, vec![BlockRead::whole(id, slot, io.deadline())]);
+            let mut read = tiers.read_here(number, io, vec![BlockRead::whole(id, slot, io.deadline())]);
             match read.pop() {
                 Some(Outcome::Came(read)) => read.map(Fetched::Here),
                 Some(Outcome::Moved(read)) => Ok(Fetched::Below(read.slot, None)),

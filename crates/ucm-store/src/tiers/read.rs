@@ -34,7 +34,8 @@ impl Tiers {
     /// Whether parts of a record can be read by themselves from this tier, and that is of use: not where a tier above would
     /// keep the whole.
     pub(crate) fn reads_parts(&self, number: usize) -> bool {
-        !self.is_kept_above(number) && self.tiers[number].backend.features().reads_parts
+        let tier = &self.tiers[number];
+        !self.is_kept_above(number) && tier.codec.is_none() && tier.backend.features().reads_parts
     }
 
     /// Whether what is read from this tier is brought up to one above it.
@@ -152,8 +153,8 @@ impl Tiers {
             .into_iter()
             .map(|one| (one.read, (one.request, one.whose)))
             .unzip();
-        let (tiers, backend) = (Arc::clone(self), Arc::clone(&self.tiers[number].backend));
-        let work = move |io: &IoJob| Ok(backend.read(io, reads));
+        let (tiers, reader) = (Arc::clone(self), Arc::clone(self));
+        let work = move |io: &IoJob| Ok(reader.read_here(number, io, reads));
         let told = move |outcomes: Result<Vec<Outcome>>| {
             let mut moved = Vec::new();
             let (mut outcomes, failed) = match outcomes {

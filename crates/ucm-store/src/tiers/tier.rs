@@ -5,11 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, MissReason};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_infra::{IdSet, MonotonicTime};
 use ucm_io::IoPool;
+use ucm_record::RecordLayout;
 use ucm_tier::backend::{Backend, MediumStats};
 
+use super::codec::TierCodec;
 use super::{TierConfig, TierStats, WritePolicy};
 use crate::health::{Breaker, BreakerConfig, Change};
 
@@ -27,6 +29,8 @@ pub(crate) struct Tier {
     pub(super) pool: Arc<IoPool>,
     pub(super) name: String,
     pub(super) policy: WritePolicy,
+    /// What makes its records shorter, if anything.
+    pub(super) codec: Option<TierCodec>,
     /// Answers at once and ends with its processes.
     pub(super) memory: bool,
     /// What it said when it was opened.
@@ -78,12 +82,22 @@ pub(super) enum Admission {
 }
 
 impl Tier {
-    pub(super) fn new(config: TierConfig, name: String, breaker: BreakerConfig) -> Self {
+    /// A tier for records of this layout. `Unsupported` if it has a codec that this build has not.
+    pub(super) fn new(
+        config: TierConfig,
+        name: String,
+        breaker: BreakerConfig,
+        layout: &RecordLayout,
+    ) -> Result<Self> {
         let breaker = BreakerConfig {
             max_stuck: config.max_stuck,
             ..breaker
         };
-        Self {
+        let codec = config
+            .codec
+            .map(|algorithm| TierCodec::new(algorithm, layout, &config.pool));
+        Ok(Self {
+            codec: codec.transpose()?,
             memory: config.backend.memory().is_some(),
             words: Mutex::default(),
             backend: config.backend,
@@ -99,7 +113,13 @@ impl Tier {
             demoting: AtomicUsize::new(0),
             newer: IdSet::default(),
             counts: Counts::default(),
-        }
+        })
+    }
+
+    /// What it says when it was opened: what its medium says, and how records get there.
+    pub(super) fn told(&self, words: String) -> String {
+        let codec = self.codec.as_ref().map(TierCodec::words).unwrap_or_default();
+        codec + &words
     }
 
     /// A record comes down from the tier above, which keeps its place until it is published here; that few are on their
@@ -212,9 +232,7 @@ impl Tier {
 
     pub(super) fn stats(&self) -> TierStats {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let MediumStats {
-            usage, compression, ..
-        } = self.backend.stats();
+        let MediumStats { usage, .. } = self.backend.stats();
         TierStats {
             name: self.name.clone(),
             hits: get(&self.counts.hits),
@@ -231,7 +249,7 @@ impl Tier {
             used_bytes: usage.used,
             capacity_bytes: usage.capacity,
             healthy: self.is_well(),
-            compression,
+            compression: self.codec.as_ref().map(TierCodec::stats),
         }
     }
 }
@@ -240,6 +258,7 @@ impl Tier {
 mod tests {
     use std::time::Duration;
 
+    use ucm_core::Geometry;
     use ucm_io::IoOptions;
     use ucm_tier::nothing::Nothing;
 
@@ -256,9 +275,11 @@ mod tests {
             backend: Arc::new(Nothing),
             pool: IoPool::psync(false, &IoOptions::with_workers(2)).unwrap(),
             policy: WritePolicy::Through,
+            codec: None,
             max_stuck: 4,
         };
-        let tier = Tier::new(config, "nothing".into(), breaker);
+        let layout = RecordLayout::new(&Geometry::new(vec![64], 1, 1).unwrap());
+        let tier = Tier::new(config, "nothing".into(), breaker, &layout).unwrap();
         tier.ready.store(true, Ordering::Release);
         tier
     }

@@ -112,11 +112,17 @@ impl Tiers {
     }
 
     /// Writes a record to one tier, here or on a thread of its own; `done` hears exactly once, by the deadline.
-    fn write_to(&self, number: usize, write: TierWrite, here: Option<&Arc<Ticket>>, done: Done<Written>) {
+    fn write_to(
+        self: &Arc<Self>,
+        number: usize,
+        write: TierWrite,
+        here: Option<&Arc<Ticket>>,
+        done: Done<Written>,
+    ) {
         let tier = &self.tiers[number];
         let TierWrite {
             id,
-            slot,
+            mut slot,
             options,
             request,
             placed,
@@ -127,9 +133,10 @@ impl Tiers {
                 unless(Err(error));
             }
         };
-        let backend = Arc::clone(&tier.backend);
+        let tiers = Arc::clone(self);
         let write = move |io: &IoJob| {
-            backend.write(io, id, slot, options, done);
+            let options = tiers.encode(number, id, &mut slot, options);
+            tiers.tiers[number].backend.write(io, id, slot, options, done);
             placed();
             Ok(())
         };

@@ -9,9 +9,8 @@ use ucm_infra::Clock;
 use ucm_io::{FaultyEngine, IoEngine, IoOptions, IoPool};
 use ucm_quota::Capacity;
 use ucm_record::RecordLayout;
-use ucm_tier::auto::AutoBackend;
 use ucm_tier::backend::Backend;
-use ucm_tier::compress::{CompressBackend, CompressConfig};
+use ucm_tier::directory::DirectoryBackend;
 use ucm_tier::memory::{MemoryConfig, Policy};
 use ucm_tier::posix::{PosixBackend, PosixConfig};
 use ucm_tier::registry::{self, BuildContext, TierKind};
@@ -63,7 +62,6 @@ pub(super) fn of_kind(
         processes: 1,
         scheduler_elsewhere: false,
         clock: Arc::clone(clock),
-        compressed: false,
     };
     let kind = registry::find(word)?;
     let options = kind.sample(root).unwrap(); // a medium without them is no column
@@ -130,15 +128,14 @@ pub(super) fn posix(
     };
     let io = IoPool::new(engine, &options)?;
     let pool = Arc::clone(&io);
-    if setup.auto {
-        return Ok((auto(posix, setup, io, clock)?, pool));
+    if setup.unnamed {
+        return Ok((unnamed(posix, setup, io, clock)?, pool));
     }
-    let record = posix.record.clone();
     let backend: Arc<dyn Backend> = match setup.layout {
         Layout::File => Arc::new(PosixBackend::new(posix, Arc::clone(&io), Arc::clone(&clock))?),
         Layout::Segment(config) => {
             let config = SegmentConfig {
-                compressed: setup.compress,
+                shorter: setup.codec.is_some(),
                 ..config
             };
             Arc::new(SegmentBackend::new(
@@ -149,23 +146,11 @@ pub(super) fn posix(
             )?)
         }
     };
-    match (setup.compress, setup.layout) {
-        (true, Layout::Segment(_)) => {
-            let config = CompressConfig {
-                record,
-                identity: identity.clone(),
-                part: setup.part,
-                writer,
-                io,
-            };
-            Ok((Arc::new(CompressBackend::new(config, backend, clock)?), pool))
-        }
-        _ => Ok((backend, pool)),
-    }
+    Ok((backend, pool))
 }
 
 /// A backend that finds out the layout by itself: segments, unless files lie in a namespace that no test uses.
-fn auto(
+fn unnamed(
     posix: PosixConfig,
     setup: &Setup,
     io: Arc<IoPool>,
@@ -182,5 +167,5 @@ fn auto(
             posix.root.join("0".repeat(32)).join("blocks/00"),
         ));
     }
-    Ok(Arc::new(AutoBackend::new(posix, segments, io, clock)?))
+    Ok(Arc::new(DirectoryBackend::new(posix, segments, io, clock)?))
 }

@@ -174,7 +174,9 @@ impl Store {
             }
             Medium::Kind(word) => media::of_kind(word, root, &setup, writer, &clock)?,
         };
-        let tier = |(backend, pool), policy| TierConfig {
+        let in_segments = setup.medium == Medium::Posix && matches!(setup.layout, Layout::Segment(_));
+        let tier = |(backend, pool): (Arc<dyn Backend>, _), policy| TierConfig {
+            codec: setup.codec.filter(|_| in_segments && backend.memory().is_none()),
             backend,
             pool,
             policy,

@@ -8,6 +8,7 @@ use ucm_io::{OpKind, Process};
 use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
+use ucm_record::Algorithm;
 use ucm_store::engine::Deadlines;
 use ucm_store::health::BreakerConfig;
 use ucm_store::tiers::WritePolicy;
@@ -69,9 +70,9 @@ pub(crate) struct Setup {
     /// How records lie below the root.
     pub(crate) layout: Layout,
     /// Nobody names the layout: the root has records in it already.
-    pub(crate) auto: bool,
-    /// Whether they are compressed, which needs segments and records of more than a page; [`Setup::compressed`].
-    pub(crate) compress: bool,
+    pub(crate) unnamed: bool,
+    /// What makes them shorter, which needs segments and records of more than a page; [`Setup::compressed`].
+    pub(crate) codec: Option<Algorithm>,
 }
 
 /// How records lie below the root.
@@ -82,13 +83,13 @@ pub(crate) enum Layout {
 }
 
 impl Layout {
-    /// What most tests run over: files, unless `UCM_TEST_LAYOUT` is `segment`. With `auto-file` or `auto-segment` that
+    /// What most tests run over: files, unless `UCM_TEST_LAYOUT` is `segment`. With `unnamed-file` or `unnamed-segment` that
     /// is what the backend finds.
     pub(crate) fn of_this_run() -> Self {
         match std::env::var("UCM_TEST_LAYOUT").as_deref() {
-            _ if compressing() => Self::segments(),
-            Err(_) | Ok("file" | "auto-file") => Self::File,
-            Ok("segment" | "auto-segment") => Self::segments(),
+            _ if codec_of_this_run().is_some() => Self::segments(),
+            Err(_) | Ok("file" | "unnamed-file") => Self::File,
+            Ok("segment" | "unnamed-segment") => Self::segments(),
             Ok(other) => unreachable!("UCM_TEST_LAYOUT is no layout: {other}"),
         }
     }
@@ -116,9 +117,13 @@ impl Layout {
     }
 }
 
-/// Whether most tests compress: not unless `UCM_TEST_COMPRESS` is set.
-fn compressing() -> bool {
-    std::env::var_os("UCM_TEST_COMPRESS").is_some()
+/// The codec of most tests: none, unless `UCM_TEST_COMPRESS` names one.
+fn codec_of_this_run() -> Option<Algorithm> {
+    let name = std::env::var("UCM_TEST_COMPRESS").ok()?;
+    let named = Algorithm::ALL
+        .into_iter()
+        .find(|algorithm| algorithm.name() == name);
+    Some(named.unwrap_or_else(|| unreachable!("UCM_TEST_COMPRESS is zstd or lz4, not {name}")))
 }
 
 /// Pieces of one layer.
@@ -127,10 +132,16 @@ const TENSORS: [u64; 2] = [96, 32];
 const LARGE_TENSORS: [u64; 2] = [6144, 2048];
 
 impl Setup {
-    /// Larger records, compressed, in segments.
+    /// Larger records, compressed by zstd unless this run names another, in segments.
     pub(crate) fn compressed(self) -> Self {
+        let algorithm = self.codec.unwrap_or(Algorithm::Zstd);
+        self.compressed_by(algorithm)
+    }
+
+    /// The same by this algorithm.
+    pub(crate) fn compressed_by(self, algorithm: Algorithm) -> Self {
         Self {
-            compress: true,
+            codec: Some(algorithm),
             tensors: LARGE_TENSORS.to_vec(),
             layout: match self.layout {
                 Layout::File => Layout::segments(),
@@ -152,7 +163,12 @@ impl Default for Setup {
         Self {
             above: Above::of_this_run(),
             medium: Medium::Posix,
-            tensors: if compressing() { LARGE_TENSORS } else { TENSORS }.to_vec(),
+            tensors: if codec_of_this_run().is_some() {
+                LARGE_TENSORS
+            } else {
+                TENSORS
+            }
+            .to_vec(),
             layers: 3,
             layers_per_shard: 3,
             slots: 16,
@@ -177,8 +193,8 @@ impl Default for Setup {
             copy_threads: 1,
             device: None,
             layout: Layout::of_this_run(),
-            auto: std::env::var("UCM_TEST_LAYOUT").is_ok_and(|layout| layout.starts_with("auto")),
-            compress: compressing(),
+            unnamed: std::env::var("UCM_TEST_LAYOUT").is_ok_and(|layout| layout.starts_with("unnamed")),
+            codec: codec_of_this_run(),
         }
     }
 }

@@ -5,7 +5,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::kind::{Size, StoreName, TierKind};
+use crate::kind::{NoOptions, Size, StoreName, TierKind};
 
 /// What to use instead of a store that is reached by other means than a file system.
 const A_DIRECTORY: &str = "use UcmPosixStore (storage_backend: posix) on a directory";
@@ -71,11 +71,6 @@ impl Default for MooncakeOptions {
         }
     }
 }
-
-/// None are known yet.
-#[derive(Default, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-struct NoOptions {}
 
 pub(super) fn ds3fs() -> TierKind {
     let instead = "use UcmPosixStore (storage_backend: posix) on the mount point of 3FS";

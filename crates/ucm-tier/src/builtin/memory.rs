@@ -52,10 +52,6 @@ pub(super) fn kind() -> TierKind {
 }
 
 fn make(context: &BuildContext<'_>, options: CacheOptions) -> Result<BuiltTier> {
-    if context.compressed {
-        let wrong = "memory is faster than any codec; write the stage that compresses below Cache";
-        return Err(Error::new(ErrorKind::Config, wrong));
-    }
     let nothing = || Error::new(ErrorKind::Config, "cache_size is nothing; give it a size");
     let asked = options.cache_size.limit().ok_or_else(nothing)?;
     let bytes = if context.lookup_only {
@@ -81,6 +77,7 @@ fn make(context: &BuildContext<'_>, options: CacheOptions) -> Result<BuiltTier> 
     Ok(BuiltTier {
         pool: Arc::clone(backend.pool()),
         backend,
+        codec: None,
         max_stuck: THREADS,
     })
 }

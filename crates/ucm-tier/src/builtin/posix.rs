@@ -12,12 +12,13 @@ use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
 
-use crate::auto::AutoBackend;
 use crate::backend::Backend;
+use crate::directory::DirectoryBackend;
 use crate::kind::{
-    Age, Amount, BuildContext, BuiltTier, Directories, Mode, Size, StoreName, TierKind, seconds,
+    Age, Amount, BuildContext, BuiltTier, CodecName, Directories, Mode, Size, StoreName, TierKind, seconds,
 };
 use crate::posix::{PosixBackend, PosixConfig};
+use crate::root_layout::LayoutKind;
 use crate::segment::{Merging, SegmentBackend, SegmentConfig};
 
 /// The options.
@@ -57,9 +58,12 @@ struct PosixOptions {
     /// read and write past the page cache where the file system can
     #[schemars(extend("aliases" = ["use_direct"], "env" = ["UCM_IO_DIRECT"]))]
     io_direct: bool,
-    /// how blocks lie below the root: each in its own file, or many in a segment; auto keeps what the root has, a new one
-    /// gets segments. See below
-    layout: Layout,
+    /// how blocks lie below the root: each in its own file, or many in a segment. See below
+    #[schemars(extend("unset" = "what the root has, segment for a new one"))]
+    layout: Option<LayoutKind>,
+    /// how blocks are stored: as they are, or in a shorter form that comes back to the byte; in segments only. See
+    /// [stores.md](stores.md#compression)
+    codec: CodecName,
     /// length at which a segment is sealed; never more than a 64th of `storage_capacity`, and never less than one block
     #[schemars(range(min = 1_048_576, max = 1_073_741_824))]
     segment_size: Size,
@@ -102,16 +106,6 @@ struct QuarantineOptions {
     keep_s: f64,
 }
 
-/// How records lie below the root.
-#[derive(Clone, Copy, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-enum Layout {
-    // What the root has; segments on a new one.
-    Auto,
-    File,
-    Segment,
-}
-
 impl Default for PosixOptions {
     fn default() -> Self {
         let (modes, segments) = (Modes::default(), SegmentConfig::default());
@@ -124,7 +118,8 @@ impl Default for PosixOptions {
             file_mode: Mode(modes.file),
             dir_mode: Mode(modes.dir),
             io_direct: false,
-            layout: Layout::Auto,
+            layout: None,
+            codec: CodecName::Off,
             segment_size: Size(segments.size),
             segment_age: segments.age.as_secs_f64(),
             segment_merge_rate: Size(segments.merging.rate),
@@ -163,10 +158,12 @@ fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltTier> 
         let wrong = Error::new(ErrorKind::Config, "storage_backends names one directory");
         wrong.with("given", several.len())
     })?;
-    if context.compressed && matches!(options.layout, Layout::File) {
-        let wrong = "compressed records live in segments only, as the lengths of block files are fixed; give the stage \
-                     below layout: segment, or leave the one that compresses out";
-        return Err(Error::new(ErrorKind::Config, wrong).with("root", root.display()));
+    let codec = options.codec.algorithm();
+    if let Some(algorithm) = codec.filter(|_| options.layout == Some(LayoutKind::File)) {
+        let wrong = "compressed records live in segments only, as the lengths of block files are fixed; write layout: \
+                     segment, or codec: off";
+        let error = Error::new(ErrorKind::Config, wrong).with("codec", algorithm.name());
+        return Err(error.with("root", root.display()));
     }
     let threads = if context.lookup_only {
         options.posix_lookup_concurrency
@@ -215,19 +212,19 @@ fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltTier> 
             rate: options.segment_merge_rate.0,
             ..Merging::default()
         },
-        compressed: context.compressed,
+        shorter: codec.is_some(),
         ..SegmentConfig::default()
     };
     let backend: Arc<dyn Backend> = match options.layout {
         // Compressed records live in segments only.
-        Layout::Auto if context.compressed => Arc::new(SegmentBackend::new(posix, segments, io, clock)?),
-        Layout::Auto => Arc::new(AutoBackend::new(posix, segments, io, clock)?),
-        Layout::File => Arc::new(PosixBackend::new(posix, io, clock)?),
-        Layout::Segment => Arc::new(SegmentBackend::new(posix, segments, io, clock)?),
+        None if codec.is_none() => Arc::new(DirectoryBackend::new(posix, segments, io, clock)?),
+        Some(LayoutKind::File) => Arc::new(PosixBackend::new(posix, io, clock)?),
+        _ => Arc::new(SegmentBackend::new(posix, segments, io, clock)?),
     };
     Ok(BuiltTier {
         backend,
         pool,
+        codec,
         // As many as are replaced: from there on workers are missing.
         max_stuck: threads.max(2),
     })

@@ -9,18 +9,18 @@ use std::time::Duration;
 
 use schemars::JsonSchema;
 use schemars::generate::SchemaSettings;
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Map, Value};
 use ucm_core::{Error, ErrorKind, Geometry, Identity, Part, Result};
 use ucm_infra::Clock;
 use ucm_io::{IoOptions, IoPool};
-use ucm_record::RecordLayout;
+use ucm_record::{Algorithm, RecordLayout};
 
 use crate::backend::Backend;
 
-pub use options::{Age, Amount, Directories, Mode, Size};
+pub use options::{Age, Amount, CodecName, Directories, Mode, Size};
 
 /// The options of a kind: a struct with `#[serde(default, deny_unknown_fields)]` whose fields are the keys of the
 /// configuration. Keys that must be given stand in `"required"` of its schema.
@@ -53,8 +53,6 @@ pub struct BuildContext<'a> {
     pub scheduler_elsewhere: bool,
     /// The clock of every deadline.
     pub clock: Arc<dyn Clock>,
-    /// The layer above compresses for this tier.
-    pub compressed: bool,
 }
 
 impl BuildContext<'_> {
@@ -79,6 +77,8 @@ pub struct BuiltTier {
     pub backend: Arc<dyn Backend>,
     /// Its threads.
     pub pool: Arc<IoPool>,
+    /// What makes its records shorter, as its options say; the medium takes records of any length up to the layout's then.
+    pub codec: Option<Algorithm>,
     /// So many threads stuck in operations switch it off.
     pub max_stuck: usize,
 }
@@ -92,7 +92,8 @@ pub struct StoreName {
     pub class: &'static str,
     /// One line for the documentation.
     pub summary: &'static str,
-    /// Options that are always this under this name, whatever is configured.
+    /// Options that are always this under this name, whatever is configured; of a layer those of the tier below it that says
+    /// nothing else.
     pub fixed: Map<String, Value>,
 }
 
@@ -116,7 +117,6 @@ impl StoreName {
 }
 
 type MakeMedium = dyn Fn(&BuildContext<'_>, Map<String, Value>) -> Result<BuiltTier> + Send + Sync;
-type MakeLayer = dyn Fn(&BuildContext<'_>, Map<String, Value>, BuiltTier) -> Result<BuiltTier> + Send + Sync;
 
 type Sample = fn(&Path) -> Value;
 
@@ -124,8 +124,8 @@ type Sample = fn(&Path) -> Value;
 enum Build {
     /// It is a medium.
     Medium(Box<MakeMedium>),
-    /// It keeps nothing: it stands before the medium below it and becomes one with it.
-    Layer(Box<MakeLayer>),
+    /// A word that keeps nothing and stands for options of the tier below it.
+    Layer,
     /// A store class written in Python, without an engine of the core.
     Python,
     /// It is not built yet; what to use instead.
@@ -141,6 +141,11 @@ pub struct TierKind {
     options: Value,
     defaults: Box<RawValue>,
 }
+
+/// The options of what has none.
+#[derive(Default, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct NoOptions {}
 
 /// A kind as Python is told of it.
 #[derive(Serialize)]
@@ -167,14 +172,10 @@ impl TierKind {
         Self::new::<O>(name, Build::Medium(Box::new(make)))
     }
 
-    /// A kind that keeps nothing and changes what the medium below it is given.
-    pub fn layer<O: TierOptions>(
-        name: StoreName,
-        make: fn(&BuildContext<'_>, O, BuiltTier) -> Result<BuiltTier>,
-    ) -> Self {
-        let word = name.word;
-        let make = move |context: &BuildContext<'_>, given, below| make(context, read(word, given)?, below);
-        Self::new::<O>(name, Build::Layer(Box::new(make)))
+    /// A word that is no tier: written before one, it stands for what is fixed under its name, in the options of that tier
+    /// and as far as those say nothing else. Whoever reads the configuration puts it there.
+    pub fn layer(name: StoreName) -> Self {
+        Self::new::<NoOptions>(name, Build::Layer)
     }
 
     /// A kind that is a store class of Python.
@@ -247,34 +248,16 @@ impl TierKind {
         matches!(self.build, Build::Medium(_))
     }
 
-    /// Whether it stands before a medium.
-    pub fn is_layer(&self) -> bool {
-        matches!(self.build, Build::Layer(_))
-    }
-
     /// Makes the medium. `Config` for an option that does not exist or is wrong, `Unsupported` for a kind that the core
     /// has no medium of.
     pub fn build(&self, context: &BuildContext<'_>, options: Map<String, Value>) -> Result<BuiltTier> {
         match &self.build {
             Build::Medium(make) => make(context, options),
-            Build::Layer(_) => {
-                Err(self.unsupported("it keeps nothing; write the tier it stands before below it"))
+            Build::Layer => {
+                Err(self.unsupported("it keeps nothing; give what it stands for to the tier below it"))
             }
             Build::Python => Err(self.unsupported("it is a store of Python and no tier of the core")),
             Build::Declared(instead) => Err(self.unsupported(&format!("it is not built yet; {instead}"))),
-        }
-    }
-
-    /// Puts this layer before a medium. Errors as of [`TierKind::build`].
-    pub fn build_before(
-        &self,
-        context: &BuildContext<'_>,
-        options: Map<String, Value>,
-        below: BuiltTier,
-    ) -> Result<BuiltTier> {
-        match &self.build {
-            Build::Layer(make) => make(context, options, below),
-            _ => Err(self.unsupported("it does not stand before another tier")),
         }
     }
 
@@ -286,7 +269,7 @@ impl TierKind {
     pub(crate) fn described(&self) -> Described<'_> {
         let (role, instead) = match &self.build {
             Build::Medium(_) => ("medium", None),
-            Build::Layer(_) => ("layer", None),
+            Build::Layer => ("layer", None),
             Build::Python => ("python", None),
             Build::Declared(instead) => ("declared", Some(*instead)),
         };

@@ -20,6 +20,7 @@ use std::path::PathBuf;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use ucm_quota::Capacity;
+use ucm_record::Algorithm;
 
 /// Directories, as absolute paths.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,6 +41,29 @@ pub struct Age(pub u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Mode(pub u32);
+
+/// What makes the records of a tier shorter, by its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CodecName {
+    /// Nothing.
+    Off,
+    /// [`Algorithm::Lz4`].
+    Lz4,
+    /// [`Algorithm::Zstd`].
+    Zstd,
+}
+
+impl CodecName {
+    /// The algorithm; none if it is off.
+    pub fn algorithm(self) -> Option<Algorithm> {
+        match self {
+            Self::Off => None,
+            Self::Lz4 => Some(Algorithm::Lz4),
+            Self::Zstd => Some(Algorithm::Zstd),
+        }
+    }
+}
 
 /// A number of bytes, or a share of something that the option names, in percent: `1048576` or `"20%"`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -110,6 +134,7 @@ macro_rules! described {
 
 described! {
     Directories: { "type": "array", "items": { "type": "string" }, "format": "directories" },
+    CodecName: { "type": "string", "enum": ["off", "lz4", "zstd"] },
     Size: { "type": "integer", "minimum": 0, "format": "size" },
     Age: { "type": "integer", "minimum": 0, "format": "age" },
     Mode: { "type": "integer", "minimum": 0, "maximum": 511, "format": "mode" },

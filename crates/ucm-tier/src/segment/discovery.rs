@@ -12,7 +12,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tracing::warn;
 use ucm_core::{Error, ErrorKind, MissReason, Part, Result};
-use ucm_infra::{LANE_LOOKUP, MonotonicTime};
+use ucm_infra::{LANE_LOOKUP, MonotonicTime, Notify};
 use ucm_io::{Close, FileMeta, IoJob, MAX_LIST, Pending, ReadMode};
 use ucm_quota::layout::SegmentName;
 
@@ -63,6 +63,8 @@ pub(crate) struct SegmentDiscovery {
     closed: Mutex<Option<MonotonicTime>>,
     /// Which footers were last read again.
     pub(super) rechecked: Mutex<Rechecked>,
+    /// Rung when others' segments should be looked for.
+    pub(super) notify: Notify,
     /// When the segments of dead writers were last looked for.
     pub(super) rescued: Mutex<Option<MonotonicTime>>,
 }
@@ -109,7 +111,7 @@ impl Segments {
         }
         waiting.next.push((deadline, done));
         drop(waiting);
-        self.find_notify.notify();
+        self.discovery.notify.notify();
         self.seal_notify.notify(); // whoever keeps the time
     }
 

@@ -100,7 +100,7 @@ impl Segments {
         let dir = self.shared.layout.namespace().join(DIR);
         self.shared.make_dir(dir.clone(), deadline)?;
         let seconds = self.shared.clock.wall_ns() / 1_000_000_000;
-        let ticket = self.shared.space.admitted(bytes.len() as u64)?;
+        let ticket = self.shared.space.admitted(bytes.len() as u64, deadline)?;
         let private = self.shared.next_private();
         let target = dir.join(evidence_name(id, reason, seconds));
         let mode = self.shared.config.modes.file;

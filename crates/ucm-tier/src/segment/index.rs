@@ -6,7 +6,7 @@
 //!
 //! A segment that is gone leaves at once, its blocks later: whoever meets one of a segment that is not there takes it
 //! out, and a sweep takes the rest. Of several copies the newest counts, by the time its segment was sealed and then by
-//! that segment's name, so that all who know the same segments take the same copy. [`census`]: what a segment is still
+//! that segment's name, so that all who know the same segments take the same copy. [`stats`]: what a segment is still
 //! good for.
 
 use std::collections::HashMap;
@@ -18,7 +18,7 @@ use ucm_quota::layout::SegmentName;
 
 use super::format::Entry;
 
-pub(crate) mod census;
+pub(crate) mod stats;
 #[cfg(test)]
 mod tests;
 

@@ -11,27 +11,23 @@
 //! * [`discovery`]: the segments of others; [`recheck`]: whether their footers, and ours, are still there for the next one;
 //!   [`reader`]: reading records; [`recovery`]: what dead writers left;
 //!   [`evidence`]: what is damaged;
-//! * [`merge`]: small and sparse segments become one, records in use outlive their segment; [`copy`]: how; [`touch`] and
-//!   [`heat`]: which are in use.
+//! * [`reclaim`]: small and sparse segments become one, records in use outlive their segment.
 //!
 //! Root, space and everything else that is not about records are those of the file layout.
 
 mod append;
-mod copy;
 mod discovery;
 mod early;
 mod evidence;
 mod format;
-mod heat;
 mod index;
-mod merge;
 mod open;
 mod reader;
 mod recheck;
+mod reclaim;
 mod recovery;
 mod sealing;
 mod timer;
-mod touch;
 mod writer;
 
 use std::sync::Arc;
@@ -43,24 +39,23 @@ use ucm_device::Slot;
 use ucm_infra::{Clock, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::{IoJob, IoPool};
 use ucm_quota::Capacity;
-use ucm_quota::layout::SEGMENTS;
 
 use crate::backend::{
     Backend, BlockRead, Done, Features, Flush, Listed, LocallyVisible, MediumStats, Outcome, Presence,
     Quarantined, WriteOptions, Written,
 };
 use crate::posix::{PosixConfig, Shared};
+use crate::root_layout::LayoutKind;
 use crate::writing::Write;
 use discovery::SegmentDiscovery;
 use early::EarlyNews;
-use heat::Heat;
 use index::{Hit, Index};
-use merge::Merger;
+use reclaim::Reclaim;
 use writer::Writer;
 
-pub use merge::Merging;
+pub use reclaim::Merging;
 
-/// Lanes of the background threads: when to seal, what others wrote, what can be merged.
+/// Lanes of the background threads: when to seal, what others wrote, what can be reclaimed.
 const LANE_TIMER: usize = 0;
 const LANE_FINDER: usize = 1;
 const LANE_MERGER: usize = 2;
@@ -79,10 +74,10 @@ pub struct SegmentConfig {
     pub age: Duration,
     /// Most records in the index in memory; further ones are misses.
     pub most_blocks: usize,
-    /// How small and sparse segments are merged.
+    /// How segments are reclaimed.
     pub merging: Merging,
-    /// Whether records that are stored in another, shorter form are hits: there is a stage above that decodes them.
-    pub compressed: bool,
+    /// Whether records may be shorter than the layout says, as stored in another form that whoever asks can read.
+    pub shorter: bool,
 }
 
 impl Default for SegmentConfig {
@@ -92,7 +87,7 @@ impl Default for SegmentConfig {
             age: Duration::from_secs(1),
             most_blocks: 1 << 24,
             merging: Merging::default(),
-            compressed: false,
+            shorter: false,
         }
     }
 }
@@ -110,13 +105,10 @@ pub(crate) struct Segments {
     early: EarlyNews,
     writer: Writer,
     discovery: SegmentDiscovery,
-    merger: Merger,
-    heat: Heat,
+    reclaim: Reclaim,
     pool: Arc<WorkerPool>,
-    /// Rung when a segment may have to be sealed, when others' segments should be looked for, and when merging ends.
+    /// Rung when a segment may have to be sealed.
     seal_notify: Notify,
-    find_notify: Notify,
-    merge_notify: Notify,
     started: AtomicBool,
     closing: AtomicBool,
 }
@@ -130,7 +122,7 @@ impl SegmentBackend {
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
         Self::over(
-            Arc::new(Shared::new(config, Some(SEGMENTS), io, clock)?),
+            Arc::new(Shared::new(config, Some(LayoutKind::Segment), io, clock)?),
             segments,
         )
     }
@@ -166,12 +158,9 @@ impl SegmentBackend {
             early: EarlyNews::default(),
             writer: Writer::default(),
             discovery: SegmentDiscovery::default(),
-            merger: Merger::default(),
-            heat: Heat::default(),
+            reclaim: Reclaim::default(),
             pool,
             seal_notify: Notify::new(),
-            find_notify: Notify::new(),
-            merge_notify: Notify::new(),
             started: AtomicBool::new(false),
             closing: AtomicBool::new(false),
         });
@@ -209,7 +198,7 @@ impl Segments {
         )
     }
 
-    /// Whether a record of this place is one of ours whole, by its length. A compressed one is shorter.
+    /// Whether a record of this place is one of ours whole, by its length.
     fn presence(&self, hit: Option<Hit>) -> Presence {
         match hit {
             Some(hit) if self.is_ours(hit.len) => Ok(()),
@@ -221,7 +210,7 @@ impl Segments {
     /// Whether a record of so many bytes can be one of ours whole.
     fn is_ours(&self, len: u64) -> bool {
         let whole = self.shared.config.record.record_len() as u64;
-        len == whole || (len < whole && self.config.compressed)
+        len == whole || (len < whole && self.config.shorter)
     }
 
     fn now_ns(&self) -> i64 {
@@ -343,14 +332,14 @@ impl Backend for SegmentBackend {
     }
 
     fn stats(&self) -> MediumStats {
-        let (segments, carried) = self.segments.merged();
+        let reclaim = &self.segments.reclaim;
         MediumStats {
             more: vec![
                 ("segments_open", self.segments.taking_records() as u64),
-                ("segments_merged", segments),
-                ("records_carried", carried),
+                ("segments_merged", reclaim.gathered.load(Ordering::Relaxed)),
+                ("records_carried", reclaim.carried.load(Ordering::Relaxed)),
                 ("records_not_indexed", self.segments.index.left_out()),
-                ("storage_short", u64::from(self.segments.is_room_short())),
+                ("storage_short", u64::from(reclaim.uses.is_room_short())),
             ],
             ..self.segments.shared.stats()
         }
@@ -362,13 +351,13 @@ impl Backend for SegmentBackend {
         let until = clock.now().after(drain);
         let left = || until.since(clock.now());
         segments.closing.store(true, Ordering::Release);
-        segments.merge_notify.notify();
+        segments.reclaim.notify.notify();
         segments.end_waiting();
         segments.flush(true);
         segments.await_sealed(clock.now().after(left() / 2));
         segments.seal_notify.notify();
-        segments.find_notify.notify();
-        // A merging that is not over holds room, and who holds room cannot say to the others that it is not there any
+        segments.discovery.notify.notify();
+        // A reclaiming that is not over holds room, and who holds room cannot say to the others that it is not there any
         // more: they would wait for its silence.
         segments.pool.shutdown(left() / 2);
         segments.shared.space.shutdown(left() / 2);
@@ -381,7 +370,7 @@ impl Drop for SegmentBackend {
         self.segments.closing.store(true, Ordering::Release);
         self.segments.end_waiting();
         self.segments.seal_notify.notify();
-        self.segments.find_notify.notify();
-        self.segments.merge_notify.notify();
+        self.segments.discovery.notify.notify();
+        self.segments.reclaim.notify.notify();
     }
 }

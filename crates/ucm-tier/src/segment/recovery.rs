@@ -7,7 +7,6 @@
 //! that has a name is never written. A record counts only if its header and every checksum are right.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -18,8 +17,8 @@ use ucm_quota::layout::SegmentName;
 use ucm_record::{MAGIC, RecordHeader};
 
 use super::Segments;
-use super::copy::{Carried, CopyOptions, Piece};
 use super::format::{Entry, HEAD_LEN, MAX_ENTRIES, decode_head};
+use super::reclaim::reinsert::{Piece, Reinsertion};
 
 /// Time between two looks for private segments.
 const LOOK_AGAIN: Duration = Duration::from_secs(60);
@@ -29,14 +28,19 @@ pub(super) const SILENCE_NS: i64 = 600_000_000_000;
 const PER_TURN: usize = 4;
 /// Bytes looked through at once for the beginnings of records.
 const LOOK_AT: u64 = 1 << 20;
-/// How long one step may take.
-const STEP: Duration = Duration::from_secs(30);
+
+/// One turn of it.
+struct Recovery<'a> {
+    segments: &'a Segments,
+    /// When it has to be over.
+    until: MonotonicTime,
+}
 
 impl Segments {
     /// Takes up what dead writers left, if it is time to look, as far as `most` bytes and the deadline allow; best effort:
-    /// what fails is tried again with a later turn. Whoever opens a root waits for little of it only, the finder's thread
-    /// does the rest.
-    pub(super) fn recover(self: &Arc<Self>, most: u64, deadline: MonotonicTime) {
+    /// what fails or is not done by then is tried again with a later turn. Whoever opens a root waits for little of it
+    /// only, the finder's thread does the rest.
+    pub(super) fn recover(&self, most: u64, until: MonotonicTime) {
         let now = self.shared.clock.now();
         {
             let mut last = self.discovery.rescued.lock();
@@ -45,65 +49,13 @@ impl Segments {
             }
             *last = Some(now);
         }
-        let again = || *self.discovery.rescued.lock() = None;
-        let Ok(dead) = self.dead_segments(now.after(STEP).min(deadline)) else {
-            return again();
+        let recovery = Recovery {
+            segments: self,
+            until,
         };
-        let mut left = most;
-        for (number, (name, meta)) in dead.into_iter().enumerate() {
-            let over = self.shared.clock.now() >= deadline || number >= PER_TURN || meta.len > left;
-            if over || self.closing.load(Ordering::Acquire) {
-                return again(); // the next turn goes on
-            }
-            left -= meta.len;
-            self.look_if_asked();
-            if self.rescue_one(name, &meta).is_err() {
-                again();
-            }
+        if !recovery.turn(most).unwrap_or(false) {
+            *self.discovery.rescued.lock() = None;
         }
-    }
-
-    /// Private segments of this namespace and part whose writers are dead.
-    fn dead_segments(&self, deadline: MonotonicTime) -> Result<Vec<(SegmentName, FileMeta)>> {
-        let own = self.living();
-        let listed = self.list(self.shared.layout.tmp(), deadline)?;
-        let mut unsure = Vec::new();
-        let mut dead = Vec::new();
-        for (name, meta) in listed.into_iter().filter(|(name, _)| !own.contains(name)) {
-            self.look_if_asked();
-            let Some(head) = self.read_piece(self.private(name), 0, HEAD_LEN as usize, ReadMode::Default)?
-            else {
-                continue; // sealed or removed meanwhile
-            };
-            let Ok((owner, process)) = decode_head(&head) else {
-                continue; // no segment, or not one yet
-            };
-            let config = &self.shared.config;
-            if owner.namespace != *config.identity.digest() || owner.part != config.part {
-                continue; // another rank takes it up, or its age does
-            }
-            if process.is_gone() {
-                dead.push((name, meta));
-            } else if process != config.process {
-                unsure.push((name, meta));
-            }
-        }
-        if !unsure.is_empty() {
-            let now = self.server_time(deadline)?;
-            unsure.retain(|(_, meta)| now.saturating_sub(meta.mtime_ns) >= SILENCE_NS);
-            dead.append(&mut unsure);
-        }
-        Ok(dead)
-    }
-
-    fn list(&self, dir: PathBuf, deadline: MonotonicTime) -> Result<Vec<(SegmentName, FileMeta)>> {
-        let entries = self.shared.call(deadline, move |io| io.list_if_there(&dir))?;
-        let segments = entries
-            .into_iter()
-            .filter(|(_, meta)| !meta.is_dir && meta.len > HEAD_LEN);
-        Ok(segments
-            .filter_map(|(name, meta)| Some((SegmentName::parse_private(&name)?, meta)))
-            .collect())
     }
 
     /// The time of the file server: that of a file made just now.
@@ -120,22 +72,83 @@ impl Segments {
         Ok(meta.mtime_ns)
     }
 
-    fn rescue_one(self: &Arc<Self>, dead: SegmentName, meta: &FileMeta) -> Result<()> {
-        let claimed = self.private(self.next_name());
-        let before = self.shared.space.counts(); // one that runs meanwhile may see both copies
-        let (from, to, ino) = (self.private(dead), claimed.clone(), meta.ino);
-        if !self
+    /// An error once the store closes.
+    pub(super) fn unless_closing(&self) -> Result<()> {
+        if self.closing.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::Closed, "the store is closed"));
+        }
+        Ok(())
+    }
+}
+
+impl Recovery<'_> {
+    /// Whether nothing is left for the next one.
+    fn turn(&self, most: u64) -> Result<bool> {
+        let (mut left, mut all) = (most, true);
+        for (number, (name, meta)) in self.dead_segments()?.into_iter().enumerate() {
+            let over = self.segments.shared.clock.now() >= self.until;
+            if over || number >= PER_TURN || meta.len > left {
+                return Ok(false);
+            }
+            self.go_on()?;
+            left -= meta.len;
+            all &= self.rescue(name, &meta).is_ok();
+        }
+        Ok(all)
+    }
+
+    /// Private segments of this namespace and part whose writers are dead.
+    fn dead_segments(&self) -> Result<Vec<(SegmentName, FileMeta)>> {
+        let (own, config) = (self.segments.living(), &self.segments.shared.config);
+        let (mut dead, mut unsure) = (Vec::new(), Vec::new());
+        let dir = self.segments.shared.layout.tmp();
+        let files = self
+            .segments
             .shared
-            .call(self.step(), move |io| io.rename(&from, &to, ino))?
-        {
+            .call(self.step(), move |io| io.list_if_there(&dir))?;
+        for (file, meta) in files {
+            let name = SegmentName::parse_private(&file).filter(|name| !own.contains(name));
+            let Some(name) = name.filter(|_| !meta.is_dir && meta.len > HEAD_LEN) else {
+                continue;
+            };
+            self.go_on()?;
+            let Some(head) = self.read(self.segments.private(name), 0, HEAD_LEN)? else {
+                continue; // sealed or removed meanwhile
+            };
+            let Ok((owner, process)) = decode_head(&head) else {
+                continue; // no segment, or not one yet
+            };
+            if owner.namespace != *config.identity.digest() || owner.part != config.part {
+                continue; // another rank takes it up, or its age does
+            }
+            if process.is_gone() {
+                dead.push((name, meta));
+            } else if process != config.process {
+                unsure.push((name, meta));
+            }
+        }
+        if !unsure.is_empty() {
+            let now = self.segments.server_time(self.step())?;
+            unsure.retain(|(_, meta)| now.saturating_sub(meta.mtime_ns) >= SILENCE_NS);
+            dead.append(&mut unsure);
+        }
+        Ok(dead)
+    }
+
+    fn rescue(&self, dead: SegmentName, meta: &FileMeta) -> Result<()> {
+        let (segments, shared) = (self.segments, &self.segments.shared);
+        let claimed = segments.private(segments.next_name());
+        let before = shared.space.counts(); // one that runs meanwhile may see both copies
+        let (from, to, ino) = (segments.private(dead), claimed.clone(), meta.ino);
+        if !shared.call(self.step(), move |io| io.rename(&from, &to, ino))? {
             return Ok(()); // somebody else has it
         }
         let found = self.whole_records(&claimed, meta.len)?;
         if !found.is_empty() {
             self.take_over(&claimed, found)?;
         }
-        self.shared.call(self.step(), move |io| io.remove(&[claimed]))?;
-        self.shared.space.cleared(meta.len, before);
+        shared.call(self.step(), move |io| io.remove(&[claimed]))?;
+        shared.space.cleared(meta.len, before);
         Ok(())
     }
 
@@ -149,7 +162,7 @@ impl Segments {
         {
             let whole = self.whole_record(path, page)?;
             offset = page + whole.map_or(PAGE, |entry| entry.len);
-            found.extend(whole.filter(|entry| self.index.find(entry.id).is_none()));
+            found.extend(whole.filter(|entry| self.segments.index.find(entry.id).is_none()));
         }
         Ok(found)
     }
@@ -158,16 +171,11 @@ impl Segments {
     fn next_record(&self, path: &Path, mut offset: u64, file_len: u64) -> Result<Option<u64>> {
         let mut look = PAGE; // mostly the next one begins where the one before ended
         while offset < file_len {
-            self.unless_closing()?;
-            self.look_if_asked();
+            self.go_on()?;
             let len = look.min(file_len - offset);
-            let piece = self.read_piece(path.to_owned(), offset, len as usize, ReadMode::Default)?;
-            let piece =
-                piece.ok_or_else(|| Error::new(ErrorKind::NotFound, "the private segment is gone"))?;
-            let page = piece
-                .chunks(PAGE as usize)
-                .position(|page| page.starts_with(&MAGIC));
-            if let Some(page) = page {
+            let piece = self.read(path.to_owned(), offset, len)?.ok_or_else(gone)?;
+            let mut pages = piece.chunks(PAGE as usize);
+            if let Some(page) = pages.position(|page| page.starts_with(&MAGIC)) {
                 return Ok(Some(offset + page as u64 * PAGE));
             }
             offset += len;
@@ -178,15 +186,14 @@ impl Segments {
 
     /// Where the record at a place lies, if it is whole.
     fn whole_record(&self, path: &Path, offset: u64) -> Result<Option<Entry>> {
-        let len = self.shared.config.record.record_len();
-        let Some(mut bytes) = self.read_piece(path.to_owned(), offset, len, ReadMode::Default)? else {
-            return Err(Error::new(ErrorKind::NotFound, "the private segment is gone"));
-        };
+        let shared = &self.segments.shared;
+        let len = shared.config.record.record_len() as u64;
+        let mut bytes = self.read(path.to_owned(), offset, len)?.ok_or_else(gone)?;
         let Ok(header) = RecordHeader::decode(&bytes) else {
             return Ok(None);
         };
         bytes.truncate(usize::try_from(header.record_len).unwrap_or(usize::MAX));
-        let judged = self.shared.judge(header.meta.id, &bytes, header.record_len);
+        let judged = shared.judge(header.meta.id, &bytes, header.record_len);
         let entry = Entry {
             id: header.meta.id,
             offset,
@@ -195,41 +202,43 @@ impl Segments {
         Ok((judged.is_ok() && bytes.len() as u64 == header.record_len).then_some(entry))
     }
 
-    /// Copies records into a segment of our own and seals it.
+    /// Appends records to a segment of our own.
     fn take_over(&self, from: &Path, found: Vec<Entry>) -> Result<()> {
         let piece = |entry| Piece {
             from: from.to_owned(),
             entry,
+            source: None,
+            found: true,
         };
         let pieces: Vec<Piece> = found.into_iter().map(piece).collect();
-        let used = |name: SegmentName, ordinal| {
-            let (recency, wall) = (&self.shared.recency, self.shared.clock.wall_ns());
-            Ok(recency.published(name.as_id(), ordinal, wall))
-        };
-        let manner = CopyOptions {
+        let reinsertion = Reinsertion {
+            segments: self.segments,
             sealed_ns: None,
-            used: &used,
-            pace: &|_| {
-                self.look_if_asked();
-                self.unless_closing()
-            },
+            as_young_as: &[],
+            pace: &|_| self.go_on(),
             needed: true,
+            until: self.until,
         };
-        let copied = self.copy(&pieces, &manner)?;
-        if let Some(known) = copied.known
-            && let Some(number) = self.index.begin(known)
-        {
-            let there: Vec<Entry> = copied.carried.iter().filter_map(Carried::entry).collect();
-            self.index.add(number, &there);
-        }
-        Ok(())
+        reinsertion.append(&pieces).map(|_| ())
     }
 
-    /// An error once the store closes.
-    pub(super) fn unless_closing(&self) -> Result<()> {
-        if self.closing.load(Ordering::Acquire) {
-            return Err(Error::new(ErrorKind::Closed, "the store is closed"));
-        }
-        Ok(())
+    /// Between two steps: an error once the store closes, and those who wait for a look around get one.
+    fn go_on(&self) -> Result<()> {
+        self.segments.look_if_asked();
+        self.segments.unless_closing()
     }
+
+    fn read(&self, path: PathBuf, offset: u64, len: u64) -> Result<Option<Vec<u8>>> {
+        self.segments
+            .read_piece(path, offset, len as usize, ReadMode::Default, self.step())
+    }
+
+    /// Until when the next step may take.
+    fn step(&self) -> MonotonicTime {
+        self.segments.step().min(self.until)
+    }
+}
+
+fn gone() -> Error {
+    Error::new(ErrorKind::NotFound, "the private segment is gone")
 }

@@ -1,5 +1,5 @@
 //! The three background threads of a backend: one seals segments when they are old enough, one looks for those of others,
-//! one merges small ones. None does anything on a quiet root but look at the clock, once a second at the time of one
+//! one reclaims. None does anything on a quiet root but look at the clock, once a second at the time of one
 //! directory, and twice a minute at a few footers.
 
 use std::sync::Arc;
@@ -34,7 +34,7 @@ impl Segments {
             clock.sleep(&notify, seen, next);
         };
         let clock = Arc::clone(&self.shared.clock);
-        let (weak, notify) = (Arc::downgrade(self), self.find_notify.clone());
+        let (weak, notify) = (Arc::downgrade(self), self.discovery.notify.clone());
         let find = move || loop {
             let seen = notify.seen();
             let Some(segments) = weak.upgrade() else { return };
@@ -52,14 +52,14 @@ impl Segments {
             }
         };
         let clock = Arc::clone(&self.shared.clock);
-        let (weak, notify) = (Arc::downgrade(self), self.merge_notify.clone());
+        let (weak, notify) = (Arc::downgrade(self), self.reclaim.notify.clone());
         let merge = move || loop {
             let seen = notify.seen();
             let Some(segments) = weak.upgrade() else { return };
             if segments.closing.load(Ordering::Acquire) {
                 return;
             }
-            let next = segments.merge_turn(segments.shared.clock.now());
+            let next = segments.reclaim_turn(segments.shared.clock.now());
             drop(segments);
             clock.sleep(&notify, seen, Some(next));
         };

@@ -8,7 +8,7 @@ from typing import Any
 
 from ucm.config import parse, warn_once
 from ucm.config.model import Stage, StoreSettings
-from ucm.config.pipelines import is_layer, with_roots, word_of
+from ucm.config.pipelines import with_codecs, with_roots, word_of
 from ucm.config.stores import PIPELINE, STORES
 from ucm.config.words import UNUSED
 from ucm.errors import ConfigError
@@ -23,8 +23,11 @@ class PipelineSettings(EngineSettings):
 
     def stages(self) -> list[dict[str, Any]]:
         """What the core is told of each stage, top first."""
-        stages = with_roots(self.store_pipeline, self.storage_backends)
-        return [STORES[stage.store].told(partial(self._of_stage, stage)) | _written_to(stage) for stage in stages]
+        stages = with_codecs(with_roots(self.store_pipeline, self.storage_backends), self)
+        return [
+            STORES[stage.store].told(partial(self._of_stage, stage)) | {"write_policy": stage.write_policy}
+            for stage in stages
+        ]
 
     def _of_stage(self, stage: Stage, key: str) -> Any:
         """What a key of a stage is set to: its own, else what is written beside the pipeline."""
@@ -37,10 +40,6 @@ class PipelineSettings(EngineSettings):
     def label(self) -> str:
         """What stands before its messages in the log."""
         return "|".join(word_of(stage.store) for stage in self.store_pipeline)
-
-
-def _written_to(stage: Stage) -> dict[str, Any]:
-    return {} if is_layer(stage) else {"write_policy": stage.write_policy}
 
 
 #: Keys of this store that are none of a configuration file, or mean something else there.

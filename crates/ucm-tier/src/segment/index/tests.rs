@@ -128,13 +128,13 @@ fn a_private_segment_is_told_apart_until_it_is_named() {
 
 #[test]
 fn what_is_taken_from_elsewhere_is_counted_and_told() {
-    use super::census::CopyStatus;
+    use super::stats::CopyStatus;
 
     let index = Index::new(100);
     let old = with(&index, 1, 10, &[entry(1, 1), entry(2, 3), entry(3, 5)]);
     let new = with(&index, 2, 20, &[entry(1, 1), entry(2, 3)]);
     let passed = |number| {
-        let all = index.census();
+        let all = index.stats();
         let found = all.into_iter().find(|segment| segment.number == number);
         found.map(|segment| (segment.passed_over, segment.blocks, segment.is_sparse()))
     };

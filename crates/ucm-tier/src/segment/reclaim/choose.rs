@@ -1,9 +1,9 @@
-//! Which segments are merged: of about one age, so that removal still takes the oldest use first, and so many small ones
+//! Which segments are gathered: of about one age, so that removal still takes the oldest use first, and so many small ones
 //! that no record is copied often.
 
 use ucm_core::PAGE;
 
-use crate::segment::index::census::SegmentStats;
+use crate::segment::index::stats::SegmentStats;
 
 /// Part of a full segment below which one is small.
 const SMALL: u64 = 4;

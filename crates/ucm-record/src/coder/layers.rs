@@ -1,20 +1,19 @@
-//! One layer to its stored form and back: byte planes, each a zstd frame or, where that gains nothing, as it is.
+//! One layer to its stored form and back: byte planes, each made shorter or, where that gains nothing, as it is.
 //!
 //! The stored layer begins with four bytes for each plane, the lowest first: its stored length, and in the highest bit
 //! whether it is stored as it is. The planes follow one behind the other. Nothing here believes a length that it reads:
 //! whatever the bytes say, no more is written than the layer has.
 
-use ucm_core::{Error, Result};
-use zstd_safe::{CCtx, CParameter, DCtx, ParamSwitch, Strategy};
+use ucm_core::Result;
 
+use super::packer::Packer;
 use super::planes::{join, split};
+use crate::codec::Codec;
 
 /// Most bytes of an element.
 const MAX_WIDTH: usize = 4;
 /// In a plane's length: it is stored as it is.
 const AS_IS: u32 = 1 << 31;
-/// How far apart repetitions are looked for.
-const STRIDE: u32 = 64;
 /// A plane must lose at least this share to be worth decoding.
 const LEAST_GAIN: usize = 32;
 /// After so many planes of one place in a row that did not shrink ...
@@ -23,10 +22,9 @@ const HOPELESS: u32 = 4;
 const SKIPPED: u32 = 60;
 
 /// What one thread works with, on one layer at a time.
-pub(super) struct Coder {
+pub(super) struct LayerCoder {
     planes: Vec<u8>,
-    compressor: CCtx<'static>,
-    decompressor: DCtx<'static>,
+    packer: Packer,
     hopes: [Hope; MAX_WIDTH],
 }
 
@@ -54,31 +52,19 @@ impl Hope {
     }
 }
 
-impl Coder {
-    /// Memory for layers of this length, bytes. `Internal` when there is none.
+impl LayerCoder {
+    /// Memory for layers of this length, bytes. `Internal` when there is none, `Unsupported` in a build without codecs.
     pub(super) fn new(layer_len: usize) -> Result<Self> {
-        let none = || Error::internal("there is no memory to compress with");
-        let mut compressor = CCtx::try_create().ok_or_else(none)?;
-        // Exponents hardly repeat, so looking for repetitions is nearly skipped; the entropy coder does the work. Three times
-        // as fast as level 1 on them, and shorter.
-        for parameter in [
-            CParameter::CompressionLevel(1),
-            CParameter::Strategy(Strategy::ZSTD_fast),
-            CParameter::TargetLength(STRIDE),
-            CParameter::LiteralCompressionMode(ParamSwitch::Enable),
-        ] {
-            compressor.set_parameter(parameter).map_err(|_| none())?;
-        }
         Ok(Self {
             planes: vec![0; layer_len],
-            compressor,
-            decompressor: DCtx::try_create().ok_or_else(none)?,
+            packer: Packer::new()?,
             hopes: [Hope::default(); MAX_WIDTH],
         })
     }
 
     /// Writes the stored form of a layer at the start of `out`: its length, or `None` where it does not fit.
-    pub(super) fn encode(&mut self, width: usize, layer: &[u8], out: &mut [u8]) -> Option<usize> {
+    pub(super) fn encode(&mut self, codec: Codec, layer: &[u8], out: &mut [u8]) -> Option<usize> {
+        let (algorithm, width) = (codec.algorithm()?, codec.width());
         split(width, layer, self.planes.get_mut(..layer.len())?);
         let count = layer.len() / width;
         let mut end = 4 * width;
@@ -87,7 +73,7 @@ impl Coder {
             let room = out.get_mut(end..)?;
             let most = room.len().min(count - count / LEAST_GAIN);
             let packed = if hope.worth_trying() {
-                let packed = self.compressor.compress2(&mut room[..most], plane).ok();
+                let packed = self.packer.pack(algorithm, plane, &mut room[..most]);
                 hope.tried(packed.is_some());
                 packed
             } else {
@@ -108,7 +94,10 @@ impl Coder {
     }
 
     /// Writes a layer from its stored form; false, with anything in `layer`, where that is none.
-    pub(super) fn decode(&mut self, width: usize, stored: &[u8], layer: &mut [u8]) -> bool {
+    pub(super) fn decode(&mut self, codec: Codec, stored: &[u8], layer: &mut [u8]) -> bool {
+        let (Some(algorithm), width) = (codec.algorithm(), codec.width()) else {
+            return false;
+        };
         let count = layer.len() / width;
         let (Some(planes), Some((heads, mut rest))) = (
             self.planes.get_mut(..layer.len()),
@@ -123,7 +112,7 @@ impl Coder {
             };
             rest = more;
             let whole = if word & AS_IS == 0 {
-                self.decompressor.decompress(plane, packed) == Ok(count)
+                self.packer.unpack(algorithm, packed, plane)
             } else {
                 packed.len() == count && {
                     plane.copy_from_slice(packed);
@@ -145,6 +134,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::codec::Algorithm;
 
     /// Numbers like those of a model: bytes of bfloat16, little exponents, mantissas of anything.
     fn numbers(count: usize) -> Vec<u8> {
@@ -163,20 +153,36 @@ mod tests {
         bytes.collect()
     }
 
-    fn coder(len: usize) -> Coder {
-        Coder::new(len).unwrap()
+    fn coder(len: usize) -> LayerCoder {
+        LayerCoder::new(len).unwrap()
+    }
+
+    fn planes(algorithm: Algorithm, width: usize) -> Codec {
+        Codec::planes(algorithm, width).unwrap()
+    }
+
+    fn zstd(width: usize) -> Codec {
+        planes(Algorithm::Zstd, width)
+    }
+
+    fn any_codec() -> impl Strategy<Value = Codec> {
+        (0usize..2, 0usize..3)
+            .prop_map(|(algorithm, width)| planes(Algorithm::ALL[algorithm], [1, 2, 4][width]))
     }
 
     #[test]
     fn the_numbers_of_a_model_shrink_and_come_back() {
         let layer = numbers(8192);
-        let mut coder = coder(layer.len());
-        let mut out = vec![0; layer.len()];
-        let len = coder.encode(2, &layer, &mut out).unwrap();
-        assert!(len * 5 < layer.len() * 4, "{len} of {}", layer.len());
-        let mut back = vec![0; layer.len()];
-        assert!(coder.decode(2, &out[..len], &mut back));
-        assert_eq!(back, layer);
+        for (algorithm, tenths) in [(Algorithm::Zstd, 8), (Algorithm::Lz4, 10)] {
+            let (codec, mut coder) = (planes(algorithm, 2), coder(layer.len()));
+            let mut out = vec![0; layer.len()];
+            let len = coder.encode(codec, &layer, &mut out).unwrap();
+            assert!(len * 10 < layer.len() * tenths, "{len} of {}", layer.len());
+            let mut back = vec![0; layer.len()];
+            assert!(coder.decode(codec, &out[..len], &mut back));
+            assert_eq!(back, layer);
+            assert!(!coder.decode(Codec::AS_IS, &out[..len], &mut back));
+        }
     }
 
     #[test]
@@ -192,14 +198,15 @@ mod tests {
         let mut coder = coder(noise.len());
         let mut out = vec![0; noise.len() + 16];
         for _ in 0..2 * SKIPPED {
-            let len = coder.encode(1, &noise, &mut out).unwrap();
+            let len = coder.encode(zstd(1), &noise, &mut out).unwrap();
             assert_eq!(len, noise.len() + 4);
             let mut back = vec![0; noise.len()];
-            assert!(coder.decode(1, &out[..len], &mut back));
+            assert!(coder.decode(zstd(1), &out[..len], &mut back));
             assert_eq!(back, noise);
         }
         let zeros = vec![0; noise.len()];
-        let shrank = |coder: &mut Coder, out: &mut Vec<u8>| coder.encode(1, &zeros, out).unwrap() < 100;
+        let shrank =
+            |coder: &mut LayerCoder, out: &mut Vec<u8>| coder.encode(zstd(1), &zeros, out).unwrap() < 100;
         assert!(
             (0..=SKIPPED).any(|_| shrank(&mut coder, &mut out)),
             "it is tried again"
@@ -212,9 +219,9 @@ mod tests {
         let layer = numbers(2048);
         let mut coder = coder(layer.len());
         let mut out = vec![0; layer.len()];
-        let len = coder.encode(2, &layer, &mut out).unwrap();
+        let len = coder.encode(zstd(2), &layer, &mut out).unwrap();
         for room in [0, 3, 8, len / 2, len - 1] {
-            assert_eq!(coder.encode(2, &layer, &mut out[..room]), None, "{room}");
+            assert_eq!(coder.encode(zstd(2), &layer, &mut out[..room]), None, "{room}");
         }
     }
 
@@ -222,14 +229,13 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
         #[test]
-        fn any_layer_comes_back(quads in vec(any::<[u8; 4]>(), 1..2000), width in 0usize..3) {
+        fn any_layer_comes_back(quads in vec(any::<[u8; 4]>(), 1..2000), codec in any_codec()) {
             let layer = quads.concat();
-            let width = [1, 2, 4][width];
             let mut coder = coder(layer.len());
             let mut out = vec![0; layer.len() + 16];
-            let len = coder.encode(width, &layer, &mut out).unwrap();
+            let len = coder.encode(codec, &layer, &mut out).unwrap();
             let mut back = vec![0xee; layer.len()];
-            prop_assert!(coder.decode(width, &out[..len], &mut back));
+            prop_assert!(coder.decode(codec, &out[..len], &mut back));
             prop_assert_eq!(back, layer);
         }
 
@@ -239,12 +245,12 @@ mod tests {
             changes in vec((any::<prop::sample::Index>(), any::<u8>()), 1..40),
             cut in any::<prop::sample::Index>(),
             cuts in any::<bool>(),
-            width in 0usize..3,
+            codec in any_codec(),
         ) {
-            let (layer, width) = (numbers(1024), [1, 2, 4][width]);
+            let layer = numbers(1024);
             let mut coder = coder(layer.len());
             let mut out = vec![0; layer.len() + 16];
-            let len = coder.encode(width, &layer, &mut out).unwrap();
+            let len = coder.encode(codec, &layer, &mut out).unwrap();
             out.truncate(len);
             for (at, byte) in changes {
                 out[at.index(len)] = byte;
@@ -253,18 +259,18 @@ mod tests {
                 out.truncate(cut.index(len));
             }
             let mut back = vec![0; layer.len()];
-            coder.decode(width, &out, &mut back);
+            coder.decode(codec, &out, &mut back);
             // The coder is as good as new.
             let mut again = vec![0; layer.len() + 16];
-            let len = coder.encode(width, &layer, &mut again).unwrap();
-            prop_assert!(coder.decode(width, &again[..len], &mut back));
+            let len = coder.encode(codec, &layer, &mut again).unwrap();
+            prop_assert!(coder.decode(codec, &again[..len], &mut back));
             prop_assert_eq!(back, layer);
         }
 
         #[test]
-        fn anything_at_all_is_no_danger(stored in vec(any::<u8>(), 0..300), width in 0usize..3) {
+        fn anything_at_all_is_no_danger(stored in vec(any::<u8>(), 0..300), codec in any_codec()) {
             let mut back = vec![0; 1024];
-            coder(1024).decode([1, 2, 4][width], &stored, &mut back);
+            coder(1024).decode(codec, &stored, &mut back);
         }
     }
 }

@@ -56,7 +56,7 @@ pub(crate) enum CopyStatus {
 
 impl Index {
     /// Every segment that others can see too.
-    pub(crate) fn census(&self) -> Vec<SegmentStats> {
+    pub(crate) fn stats(&self) -> Vec<SegmentStats> {
         let segments = self.segments.read();
         let all = segments.known.iter();
         let public = all.filter(|(_, segment)| !segment.known.private);
@@ -85,11 +85,6 @@ impl Index {
     /// The number of the segment that was taken up last.
     pub(crate) fn last(&self) -> SegmentNumber {
         self.segments.read().last
-    }
-
-    /// Whether this segment is still there, as far as is known.
-    pub(crate) fn has(&self, number: SegmentNumber) -> bool {
-        self.segments.read().known.contains_key(&number)
     }
 
     /// The number of a segment, if one of that name is known.

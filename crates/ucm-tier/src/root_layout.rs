@@ -1,0 +1,189 @@
+//! Which layout a root has, where no configuration names one: a root keeps what it has, a new one gets segments.
+//!
+//! What the marker says counts; where it says nothing, the records that are there; where there are none, the default, and
+//! the marker says so from then on. On a new root the decision stands in the marker from its first byte on: of several
+//! processes that begin at the same time one has its marker stay, and the others go by that. A root that was marked without
+//! a decision (by a process whose configuration names a layout) gets it by writing the marker again; two that do so at
+//! the same time and differ may use both layouts until they are started again, which costs misses.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use ucm_core::Result;
+use ucm_infra::MonotonicTime;
+use ucm_io::FileMeta;
+use ucm_quota::layout::{BLOCKS, Marker, SEGMENTS, SegmentName, is_namespace, shard_name};
+
+use crate::posix::Shared;
+use crate::root::unless_read_only;
+
+/// How records lie below a root.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum LayoutKind {
+    // One record per file.
+    File,
+    // Many records per file.
+    Segment,
+}
+
+impl LayoutKind {
+    /// Its name, as in the configuration.
+    fn name(self) -> &'static str {
+        match self {
+            Self::File => "file",
+            Self::Segment => "segment",
+        }
+    }
+
+    /// Where its records lie below their namespace.
+    pub(crate) fn directory(self) -> &'static str {
+        match self {
+            Self::File => BLOCKS,
+            Self::Segment => SEGMENTS,
+        }
+    }
+}
+
+/// What was decided: `layout` in the marker.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct RootLayout {
+    kind: LayoutKind,
+    /// `default` where the root was new, `records` where it held records in this layout, and none in files if it is the
+    /// other; early versions had other reasons too.
+    why: String,
+    /// Unix time of the decision, seconds.
+    decided: u64,
+}
+
+/// What this process goes by.
+pub(crate) struct Decision {
+    pub(crate) kind: LayoutKind,
+    /// Which layout and why, for the log.
+    pub(crate) words: String,
+}
+
+impl Decision {
+    /// Files, until the next start.
+    fn for_now(why: &str) -> Self {
+        Self {
+            kind: LayoutKind::File,
+            words: format!("layout file for now ({why})"),
+        }
+    }
+}
+
+impl RootLayout {
+    /// As it is kept in a marker.
+    pub(crate) fn to_value(&self) -> Option<serde_json::Value> {
+        serde_json::to_value(self).ok()
+    }
+
+    fn decision(&self) -> Decision {
+        Decision {
+            kind: self.kind,
+            words: format!("layout {} (marked: {})", self.kind.name(), self.why),
+        }
+    }
+}
+
+impl Shared {
+    /// Reads which layout was decided on; decides, where nobody has and this process writes. `None` where it does not.
+    pub(crate) fn decide_layout(&self, deadline: MonotonicTime) -> Result<Option<Decision>> {
+        let marker = self.read_marker(deadline)?;
+        if let Some(decision) = marker.as_ref().and_then(|marker| self.as_marked(marker)) {
+            return Ok(Some(decision));
+        }
+        if self.config.lookup_only {
+            return Ok(None);
+        }
+        let (kind, why) = match self.layout_of_records(deadline) {
+            // As in a namespace of another user: no reason not to use the root.
+            Err(error) => {
+                let why = format!("what lies below the root could not be seen: {error}");
+                return Ok(Some(Decision::for_now(&why)));
+            }
+            Ok(Some(kind)) => (kind, "records"),
+            Ok(None) => (LayoutKind::Segment, "default"),
+        };
+        let layout = RootLayout {
+            kind,
+            why: why.to_owned(),
+            decided: self.clock.wall_ns() / 1_000_000_000,
+        };
+        self.keep_layout(layout, marker, deadline).map(Some)
+    }
+
+    /// What a marker says, remembered for the day on which the root has to be marked again.
+    fn as_marked(&self, marker: &Marker) -> Option<Decision> {
+        let said = marker.layout.as_ref()?;
+        let layout = RootLayout::deserialize(said).ok();
+        let unknown = "the root's marker names a layout that this version does not know";
+        let decision = layout.as_ref().map(RootLayout::decision);
+        self.root.lock().layout = layout;
+        Some(decision.unwrap_or_else(|| Decision::for_now(unknown)))
+    }
+
+    /// The layout of the records below the root, of any namespace; where some are in files, that one.
+    fn layout_of_records(&self, deadline: MonotonicTime) -> Result<Option<LayoutKind>> {
+        let root = self.layout.root();
+        let mut found = None;
+        for (name, meta) in self.list(root.to_owned(), deadline)? {
+            if !meta.is_dir || !is_namespace(&name) {
+                continue;
+            }
+            let namespace = root.join(&name);
+            // Such a directory is made with its first record.
+            let blocks = self.list(namespace.join(BLOCKS), deadline)?;
+            let shard = |(name, meta): &(OsString, FileMeta)| meta.is_dir && shard_name(name).is_some();
+            if blocks.iter().any(shard) {
+                return Ok(Some(LayoutKind::File));
+            }
+            let segments = self.list(namespace.join(SEGMENTS), deadline)?;
+            if segments
+                .iter()
+                .any(|(name, _)| SegmentName::parse(name).is_some())
+            {
+                found = Some(LayoutKind::Segment);
+            }
+        }
+        Ok(found)
+    }
+
+    fn list(&self, dir: PathBuf, deadline: MonotonicTime) -> Result<Vec<(OsString, FileMeta)>> {
+        self.call(deadline, move |io| io.list_if_there(&dir))
+    }
+
+    /// Writes a decision down; the answer is the one that counts.
+    fn keep_layout(
+        &self,
+        layout: RootLayout,
+        marker: Option<Marker>,
+        deadline: MonotonicTime,
+    ) -> Result<Decision> {
+        self.root.lock().layout = Some(layout.clone());
+        let there = match marker {
+            Some(marker) => marker,
+            None => {
+                self.make_root(deadline)?;
+                self.mark(deadline)?
+            }
+        };
+        if let Some(decision) = self.as_marked(&there) {
+            return Ok(decision);
+        }
+        let with = Marker {
+            layout: layout.to_value(),
+            ..there
+        };
+        // Where nothing can be written it counts all the same, for nothing is written there.
+        let there = match unless_read_only(self.publish_marker(&with, true, deadline))? {
+            Some(()) => self.read_marker(deadline)?,
+            None => None,
+        };
+        let decision = there.and_then(|marker| self.as_marked(&marker));
+        Ok(decision.unwrap_or_else(|| layout.decision()))
+    }
+}

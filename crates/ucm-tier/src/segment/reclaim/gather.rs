@@ -1,0 +1,117 @@
+//! Many small segments become one, and sparse ones are thinned out: never those of other namespaces and parts, and only
+//! within room that is granted already, so that no record is removed for a copy.
+
+use std::collections::{BTreeSet, HashSet};
+use std::sync::atomic::Ordering;
+
+use ucm_core::Result;
+
+use super::choose::{choose, is_small};
+use super::claim::Claim;
+use super::retire::Retiring;
+use super::{Sources, State};
+use crate::segment::Segments;
+use crate::segment::index::SegmentNumber;
+use crate::segment::index::stats::{CopyStatus, SegmentStats};
+
+/// Most segments whose times are asked for in one look.
+const MOST_ASKED: usize = 1024;
+/// Part of the root's limit that may wait for removal beside what it was gathered into, and must be free for that.
+const SHARE: u64 = 64;
+/// Use of the root's limit above which nothing is gathered, in percent. With what writers are granted ahead of their use
+/// that is where records are removed, and copies shall cost none its place.
+const FULL: u64 = 82;
+
+impl Segments {
+    /// Gathers once, if there is anything to gather, it is nobody else's turn, and there is room. Whether it did.
+    pub(super) fn gather(&self, state: &mut State) -> Result<bool> {
+        self.unless_closing()?;
+        if !self.has_room_to_gather(state) || choose(&self.worth_a_look(state), self.room()).is_empty() {
+            return Ok(false);
+        }
+        let Some(_claim) = Claim::take(self)? else {
+            return Ok(false);
+        };
+        match choose(&self.with_times(self.worth_a_look(state))?, self.room()) {
+            chosen if chosen.is_empty() => Ok(false),
+            chosen => self.gather_these(state, chosen).map(|()| true),
+        }
+    }
+
+    /// Whether there is room for a copy of a whole segment that costs nobody else's records their place.
+    fn has_room_to_gather(&self, state: &State) -> bool {
+        let (usage, room) = (self.shared.space.usage(), self.room());
+        let waiting: u64 = state.waiting().map(|segment| segment.len).sum();
+        let free = usage.used.saturating_add(room) <= usage.capacity / 100 * FULL;
+        waiting < (usage.capacity / SHARE).max(room) && usage.counted && !usage.paused && free
+    }
+
+    /// Segments of this part that are small or sparse and were known at the last look, the youngest use first.
+    fn worth_a_look(&self, state: &State) -> Vec<SegmentStats> {
+        let waiting: HashSet<SegmentNumber> = state.waiting().map(|segment| segment.number).collect();
+        let mut all = self.index.stats();
+        all.retain(|segment| {
+            segment.number <= state.upto
+                && segment.part == self.shared.config.part
+                && (is_small(segment, self.room()) || segment.is_sparse())
+                && !waiting.contains(&segment.number)
+                && !state.unfit.contains(&segment.number)
+        });
+        all.sort_unstable_by_key(|segment| std::cmp::Reverse((segment.used_ns, segment.name)));
+        all.truncate(MOST_ASKED);
+        all
+    }
+
+    /// Appends what is still taken from these segments again, and has them removed after a while.
+    fn gather_these(&self, state: &mut State, chosen: Vec<SegmentStats>) -> Result<()> {
+        let (mut sources, mut relied) = (Sources::default(), BTreeSet::new());
+        for segment in chosen {
+            self.unless_closing()?;
+            let footer = self.footer_of(&segment)?;
+            // One with a record of another shape is not this writer's to judge.
+            let footer = footer.filter(|footer| footer.entries.iter().all(|entry| self.is_ours(entry.len)));
+            let Some(footer) = footer else {
+                state.unfit.insert(segment.number);
+                continue;
+            };
+            self.add_source(&mut sources, segment, footer, |entry| {
+                match self.index.standing(entry.id, segment.number, entry.offset) {
+                    CopyStatus::Superseded(by) => {
+                        relied.insert(by);
+                        None
+                    }
+                    CopyStatus::Twice => None,
+                    status => Some(status != CopyStatus::Unknown),
+                }
+            });
+        }
+        if !sources.pieces.is_empty() {
+            // The others could not be gathered with it.
+            if let [only] = &sources.segments[..]
+                && !only.is_sparse()
+            {
+                state.unfit.insert(only.number);
+                return Ok(());
+            }
+            // As young as the youngest of them: they may be used meanwhile.
+            let made = self.append_again(&sources, &sources.segments)?;
+            relied.extend(made.number);
+            // What is damaged, as far as can be seen, or not for this writer to judge goes by its age.
+            sources
+                .segments
+                .retain(|segment| !made.unsound.contains(&segment.number));
+            state.unfit.extend(made.unsound);
+        }
+        if !sources.segments.is_empty() {
+            let count = sources.segments.len() as u64;
+            let due = self.shared.clock.now().after(self.config.merging.grace);
+            state.retiring.push(Retiring {
+                due,
+                segments: sources.segments,
+                relied,
+            });
+            self.reclaim.gathered.fetch_add(count, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,263 @@
+//! Reinsertion: records that outlive their file are appended to a new segment of our own. What reclaiming keeps of segments
+//! that go and what recovery finds in those of dead writers goes this one way.
+//!
+//! Every record is judged on its way, so what is copied is what was judged. The new segment gets its name with all of
+//! them or not at all; room for all of it is admitted first, like that of any other segment. It is none of those that take
+//! records of dumps: those are as new as the clock says, and are used now.
+
+use std::collections::HashSet;
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+use ucm_infra::{LANE_SPACE, MonotonicTime};
+use ucm_io::{FileMeta, Finish, IoJob, ReadMode};
+use ucm_quota::evidence::is_damage;
+use ucm_quota::layout::SegmentName;
+use ucm_record::{RecordHeader, RecordMeta};
+
+use crate::segment::Segments;
+use crate::segment::format::{Entry, HEAD_LEN, Owner, encode_footer, encode_head, footer_len};
+use crate::segment::index::stats::SegmentStats;
+use crate::segment::index::{Known, SegmentNumber};
+use crate::segment::sealing::unsure;
+
+/// How long one step may take.
+const STEP: Duration = Duration::from_secs(30);
+
+/// A record to append again.
+pub(in crate::segment) struct Piece {
+    pub(in crate::segment) from: PathBuf,
+    /// Where it lies there, and which it must be.
+    pub(in crate::segment) entry: Entry,
+    /// The segment that is; none: a dead writer's.
+    pub(in crate::segment) source: Option<SegmentNumber>,
+    /// Whether it can be found here afterwards: not if it was dropped here before.
+    pub(in crate::segment) found: bool,
+}
+
+/// How the new segment is made.
+pub(in crate::segment) struct Reinsertion<'a> {
+    pub(in crate::segment) segments: &'a Segments,
+    /// By which its records are told from other copies; `None`: now.
+    pub(in crate::segment) sealed_ns: Option<u64>,
+    /// It is as young as the youngest of these is when it gets its name; none: it is used now.
+    pub(in crate::segment) as_young_as: &'a [SegmentStats],
+    /// Called after every record with the bytes of all so far; an error ends it.
+    pub(in crate::segment) pace: &'a dyn Fn(u64) -> Result<()>,
+    /// Whether it is worth waiting for room, and other records' making room where the medium is full.
+    pub(in crate::segment) needed: bool,
+    /// When it has to be over.
+    pub(in crate::segment) until: MonotonicTime,
+}
+
+/// What came of it.
+#[derive(Default)]
+pub(in crate::segment) struct Reinserted {
+    /// The new segment, as the index knows it; `None`: not one record could be appended, and there is none.
+    pub(in crate::segment) number: Option<SegmentNumber>,
+    /// How many records are in it.
+    pub(in crate::segment) records: u64,
+    /// Segments that had a record which is not whole, by two looks where it is damaged.
+    pub(in crate::segment) unsound: HashSet<SegmentNumber>,
+}
+
+impl Reinsertion<'_> {
+    /// Appends these records to a segment of our own and tells the index.
+    pub(in crate::segment) fn append(&self, pieces: &[Piece]) -> Result<Reinserted> {
+        let (segments, space) = (self.segments, &self.segments.shared.space);
+        let name = segments.next_name();
+        let records: u64 = pieces.iter().map(|piece| piece.entry.len).sum();
+        let room = HEAD_LEN + records + footer_len(pieces.len());
+        let ticket = match self.needed {
+            true => space.admitted(room, self.until),
+            false => space.spared(room),
+        }?;
+        let mut copies = Vec::new();
+        let mut done = Reinserted::default();
+        let made = self.write(name, pieces, &mut copies, &mut done);
+        let error = made.as_ref().err().map(|error| match error.kind() {
+            // Nobody is to make room for it.
+            ErrorKind::NoSpace if !self.needed => Error::new(ErrorKind::Busy, "there is no room for copies"),
+            _ => error.clone(),
+        });
+        let kept = match (&made, &error) {
+            (Ok(Some(known)), _) => known.len,
+            (_, Some(error)) if unsure(error) => room,
+            _ => 0,
+        };
+        space.settled(ticket, kept, error.as_ref());
+        if let Ok(Some(known)) = &made {
+            done.number = self.take_up(known, &copies);
+            if done.number.is_none() {
+                return Err(Error::new(ErrorKind::NotFound, "the new segment is gone already"));
+            }
+        } else {
+            let paths = [segments.private(name)];
+            let remove = move |io: &IoJob| io.remove(&paths).map(|_| ());
+            let until = segments.step();
+            segments.shared.io.job(LANE_SPACE, until, remove, |_| {}); // else swept by its age
+        }
+        made.map(|_| done)
+    }
+
+    /// Writes the file and gives it its name. `copies`: where every record that it has lies there.
+    fn write<'p>(
+        &self,
+        name: SegmentName,
+        pieces: &'p [Piece],
+        copies: &mut Vec<(&'p Piece, Entry)>,
+        done: &mut Reinserted,
+    ) -> Result<Option<Known>> {
+        let (segments, shared) = (self.segments, &self.segments.shared);
+        let (begun, path) = (segments.owner(name), segments.private(name));
+        let head = encode_head(&begun, &shared.config.process);
+        segments.create_private(path.clone(), head, self.step())?;
+        let (mut end, mut first) = (HEAD_LEN, u32::MAX);
+        for piece in pieces {
+            let Some((meta, bytes)) = self.read(piece, done)? else {
+                continue;
+            };
+            let into = path.clone();
+            shared.call(self.step(), move |io| io.write_at(&into, end, &bytes))?;
+            let entry = Entry {
+                offset: end,
+                ..piece.entry
+            };
+            copies.push((piece, entry));
+            first = first.min(meta.ordinal);
+            end += entry.len;
+            (self.pace)(end)?;
+        }
+        done.records = copies.len() as u64;
+        if copies.is_empty() {
+            return Ok(None);
+        }
+        let owner = Owner {
+            time_ns: self.sealed_ns.unwrap_or(begun.time_ns),
+            ..begun
+        };
+        let entries: Vec<Entry> = copies.iter().map(|(_, entry)| *entry).collect();
+        let (used_ns, target) = (self.used(name, first)?, shared.layout.segment(name));
+        let footer = encode_footer(&owner, end, &entries);
+        let finish = move |io: &IoJob| {
+            io.finish(Finish {
+                private: &path,
+                target: &target,
+                footer: &footer,
+                offset: end,
+                mtime_ns: used_ns,
+            })
+        };
+        let FileMeta { len, .. } = shared.call(self.step(), finish)?;
+        Ok(Some(Known {
+            name,
+            part: shared.config.part,
+            private: false,
+            sealed_ns: owner.time_ns,
+            used_ns,
+            len,
+        }))
+    }
+
+    /// Its time of use, ns of Unix time.
+    fn used(&self, name: SegmentName, ordinal: u32) -> Result<i64> {
+        let (segments, shared) = (self.segments, &self.segments.shared);
+        if self.as_young_as.is_empty() {
+            let now = shared.clock.wall_ns();
+            return Ok(shared.recency.published(name.as_id(), ordinal, now));
+        }
+        let times = segments.look_at(self.as_young_as)?.into_iter().flatten();
+        let known = self.as_young_as.iter().map(|segment| segment.used_ns);
+        Ok(times.map(|meta| meta.mtime_ns).chain(known).max().unwrap_or(0))
+    }
+
+    /// Tells the index, and which of the records are in use; the finder may have been faster.
+    fn take_up(&self, known: &Known, copies: &[(&Piece, Entry)]) -> Option<SegmentNumber> {
+        let (index, uses) = (&self.segments.index, &self.segments.reclaim.uses);
+        let Some(number) = index.begin(*known) else {
+            return index.number_of(known.name);
+        };
+        let found = copies.iter().filter(|(piece, _)| piece.found);
+        index.add(number, &found.map(|(_, entry)| *entry).collect::<Vec<_>>());
+        for (piece, entry) in copies {
+            if piece
+                .source
+                .is_some_and(|source| uses.has(source, piece.entry.offset))
+            {
+                uses.note(number, entry.offset);
+            }
+        }
+        Some(number)
+    }
+
+    /// Reads a record that is to be copied; `None` where it is not sound, or its file is gone. What looks damaged is read once
+    /// more past every cache before that is believed.
+    fn read(&self, piece: &Piece, done: &mut Reinserted) -> Result<Option<(RecordMeta, Vec<u8>)>> {
+        let Entry { id, offset, len } = piece.entry;
+        for mode in [ReadMode::Default, ReadMode::FreshDirect] {
+            let (from, step) = (piece.from.clone(), self.step());
+            let Some(bytes) = self.segments.read_piece(from, offset, len as usize, mode, step)? else {
+                return Ok(None);
+            };
+            match self.judged(id, &bytes, len) {
+                Ok(meta) => return Ok(Some((meta, bytes))),
+                Err(reason) if !is_damage(reason) => break,
+                Err(_) => {}
+            }
+        }
+        done.unsound.extend(piece.source);
+        Ok(None)
+    }
+
+    fn judged(&self, id: BlockId, bytes: &[u8], len: u64) -> std::result::Result<RecordMeta, MissReason> {
+        self.segments.shared.judge(id, bytes, len)?;
+        Ok(RecordHeader::decode(bytes)?.meta)
+    }
+
+    /// Until when the next step may take.
+    fn step(&self) -> MonotonicTime {
+        self.segments.step().min(self.until)
+    }
+}
+
+impl Segments {
+    /// Reads a piece of a file; `None` when the file is gone.
+    pub(in crate::segment) fn read_piece(
+        &self,
+        path: PathBuf,
+        offset: u64,
+        len: usize,
+        mode: ReadMode,
+        deadline: MonotonicTime,
+    ) -> Result<Option<Vec<u8>>> {
+        let read = move |io: &IoJob| io.read_piece(&path, offset, len, mode);
+        Ok(self.shared.call(deadline, read)?.map(|(bytes, _)| bytes))
+    }
+
+    /// Makes a private file with these first bytes.
+    pub(in crate::segment) fn create_private(
+        &self,
+        path: PathBuf,
+        head: Vec<u8>,
+        deadline: MonotonicTime,
+    ) -> Result<()> {
+        let mode = self.shared.config.modes.file;
+        self.shared
+            .call(deadline, move |io| io.create(&path, &head, 0, mode))
+    }
+
+    /// A name that was never used.
+    pub(in crate::segment) fn next_name(&self) -> SegmentName {
+        SegmentName {
+            writer: self.shared.config.writer,
+            sequence: self.shared.sequence.fetch_add(1, Ordering::Relaxed),
+        }
+    }
+
+    /// Until when the next step may take.
+    pub(in crate::segment) fn step(&self) -> MonotonicTime {
+        self.shared.clock.now().after(STEP)
+    }
+}

@@ -1,0 +1,148 @@
+//! Which records are in use, and telling the file system: a segment has one time for all its records, so that of the
+//! latest use.
+//!
+//! While room is short a few of them in use shall not keep all the others. Then it is only noted which those are, by the
+//! pages at which they begin, so that records of any length are told apart; they are appended again before their segment
+//! goes. Once a good part of a segment is in use it counts as used whole and is forgotten here, so that what is kept is a
+//! few bytes for each record in use.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+use ucm_core::{BlockId, PAGE};
+use ucm_infra::{LANE_SPACE, MonotonicTime};
+use ucm_io::IoJob;
+
+use crate::segment::Segments;
+use crate::segment::index::{Hit, SegmentNumber};
+
+/// Part of a segment's records that must be in use for the whole of it to count as used.
+const SHARE: u64 = 4;
+
+/// See the module.
+#[derive(Default)]
+pub(in crate::segment) struct Uses {
+    /// Little is free: segments will be removed for room.
+    short: AtomicBool,
+    pages: Mutex<HashMap<SegmentNumber, BTreeSet<u32>>>,
+}
+
+/// The page at which a record begins: a segment is at most 4 GiB long.
+fn page(offset: u64) -> u32 {
+    u32::try_from(offset / PAGE).unwrap_or(u32::MAX)
+}
+
+impl Uses {
+    /// Whether segments will be removed for room, as was seen with the last turn.
+    pub(in crate::segment) fn is_room_short(&self) -> bool {
+        self.short.load(Ordering::Relaxed)
+    }
+
+    /// Room is short, or not any more; of segments that are not there nothing is kept.
+    pub(super) fn room_is_short(&self, short: bool, there: impl Fn(SegmentNumber) -> bool) {
+        self.short.store(short, Ordering::Relaxed);
+        self.pages.lock().retain(|segment, _| there(*segment));
+    }
+
+    /// The record at this offset was used.
+    pub(super) fn note(&self, segment: SegmentNumber, offset: u64) {
+        self.pages.lock().entry(segment).or_default().insert(page(offset));
+    }
+
+    /// Records of a segment that were used.
+    pub(super) fn count(&self, segment: SegmentNumber) -> u64 {
+        self.pages
+            .lock()
+            .get(&segment)
+            .map_or(0, |pages| pages.len() as u64)
+    }
+
+    /// Whether the record at this offset was used.
+    pub(super) fn has(&self, segment: SegmentNumber, offset: u64) -> bool {
+        let segments = self.pages.lock();
+        segments
+            .get(&segment)
+            .is_some_and(|pages| pages.contains(&page(offset)))
+    }
+
+    /// The segment's own time says it now, or it is gone.
+    pub(super) fn forget(&self, segment: SegmentNumber) {
+        self.pages.lock().remove(&segment);
+    }
+}
+
+impl Segments {
+    /// Tells the file system, of every segment of which these records are and that was not told this minute, that it was
+    /// used. While room is short, only if much of it is in use.
+    pub(in crate::segment) fn touch(self: &Arc<Self>, ids: &[(BlockId, u32)], deadline: MonotonicTime) {
+        let (uses, short) = (&self.reclaim.uses, self.reclaim.uses.is_room_short());
+        // By the segment's name: a record of it, the least ordinal, and how many.
+        let mut used: HashMap<BlockId, (Hit, u32, u64)> = HashMap::new();
+        for &(id, ordinal) in ids {
+            let Some(hit) = self.index.find(id).filter(|hit| !hit.private) else {
+                continue;
+            };
+            if short {
+                uses.note(hit.segment, hit.offset);
+            }
+            let (_, least, blocks) = used.entry(hit.name.as_id()).or_insert((hit, ordinal, 0));
+            (*least, *blocks) = ((*least).min(ordinal), *blocks + 1);
+        }
+        used.retain(|_, (hit, _, _)| {
+            let whole = !short || uses.count(hit.segment) * SHARE >= self.index.blocks_of(hit.segment);
+            if whole {
+                uses.forget(hit.segment); // it is about to be told
+            }
+            whole
+        });
+        let asked = used.iter().map(|(name, (_, ordinal, _))| (*name, *ordinal));
+        let asked: Vec<_> = asked.collect();
+        let due = self.shared.recency.due(&asked, self.shared.clock.wall_ns());
+        let (mut files, mut blocks) = (Vec::new(), Vec::new());
+        for (id, time) in due {
+            if let Some((hit, _, count)) = used.get(&id) {
+                self.index.used(hit.segment, time);
+                files.push((self.shared.layout.segment(hit.name), time));
+                blocks.push(*count);
+            }
+        }
+        if files.is_empty() {
+            return;
+        }
+        let shared = Arc::clone(&self.shared);
+        let touch = move |io: &IoJob| {
+            let touched = io.touch(&files)?;
+            let there = touched
+                .iter()
+                .zip(blocks)
+                .filter(|(file, _)| matches!(file, Ok(true)));
+            shared.recency.count(there.map(|(_, blocks)| blocks).sum());
+            Ok(())
+        };
+        self.shared.io.job(LANE_SPACE, deadline, touch, |_| {});
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_of_any_length_are_told_apart_and_counted_once() {
+        let uses = Uses::default();
+        for pages in [1, 3, 3, 4, 141] {
+            uses.note(3, pages * PAGE);
+        }
+        assert_eq!(
+            (uses.count(3), uses.count(4)),
+            (4, 0),
+            "side by side, a page each"
+        );
+        assert!(uses.has(3, 141 * PAGE) && uses.has(3, 4 * PAGE));
+        assert!(!uses.has(3, 2 * PAGE) && !uses.has(3, 5 * PAGE) && !uses.has(4, PAGE));
+        uses.room_is_short(true, |segment| segment != 3);
+        assert!(uses.is_room_short() && !uses.has(3, PAGE));
+    }
+}
