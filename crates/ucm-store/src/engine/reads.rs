@@ -281,7 +281,7 @@ impl Core {
 
     /// How a block is read whose layers go to the device as they arrive, or of which only some are wanted.
     fn parts(self: &Arc<Self>, reading: &Reading) -> Option<Parts> {
-        if self.geometry.shards() == 1 || reading.again {
+        if self.geometry.shards() == 1 || reading.again || self.tiers.has_codec(reading.tier) {
             return None;
         }
         let layers = reading.layers.clone().unwrap_or(0..self.geometry.layers());

@@ -34,8 +34,13 @@ impl Tiers {
     /// Whether parts of a record can be read by themselves from this tier, and that is of use: not where a tier above would
     /// keep the whole.
     pub(crate) fn reads_parts(&self, number: usize) -> bool {
-        let tier = &self.tiers[number];
-        !self.is_kept_above(number) && tier.codec.is_none() && tier.backend.features().reads_parts
+        let whole = self.is_kept_above(number) || self.has_codec(number);
+        !whole && self.tiers[number].backend.features().reads_parts
+    }
+
+    /// Whether records lie in another form there, so that only a whole one can be read.
+    pub(crate) fn has_codec(&self, number: usize) -> bool {
+        self.tiers[number].codec.is_some()
     }
 
     /// Whether what is read from this tier is brought up to one above it.
