@@ -82,6 +82,7 @@ def test_cache_above_a_directory(opened: Open, tmp_path: Path) -> None:
     check_load(opened("UcmPosixStore"), source, 5)
     second = opened("UcmPipelineStore", store_pipeline="Cache|Posix", cache_size="1MiB")
     check_load(second, source, 5)
+    comes_up(second, 5)
     assert tiers(second)["memory"]["promotions"] == 5
 
 

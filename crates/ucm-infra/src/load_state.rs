@@ -1,4 +1,5 @@
-//! The gate of one load: which of its blocks may touch device memory, and when the load is over.
+//! The gate of one load: which of its blocks may touch device memory, and when the load is over. What is a block here is
+//! whatever is copied by itself: where blocks are split into shards, each shard.
 //!
 //! A load reads its blocks into slots and then scatters them to device memory. Once it was reported, nothing of it
 //! may touch that memory again, because its owner uses it for something else. So each block leaves *reading* by one

@@ -232,6 +232,52 @@ fn what_joins_a_read_gets_its_layers_when_they_are_there() {
 }
 
 #[test]
+fn what_joins_and_has_more_time_gets_a_read_of_its_own() {
+    for layout in LAYOUTS {
+        let (setup, clock) = (setup(layout()), ManualClock::new());
+        let (_dir, store) = stored(&setup, &ids(1), &clock);
+        let (second, third) = (hang(&store, 2), hang(&store, 2));
+        let mut devices = [0, 1].map(|_| Device::blank(&setup, &ids(1)));
+        let load = |n: usize, seconds| {
+            let rows: &Device = &devices[n];
+            let time = Some(Duration::from_secs(seconds));
+            store.engine.load(rows.rows(&ids(1)), time).unwrap()
+        };
+        let short = load(0, 1);
+        second.await_waiting(1);
+        let long = load(1, 100);
+        eventually("it waits with it", || store.stat("loads_joined") == 1);
+        second.open();
+        third.await_waiting(1);
+        assert_eq!(
+            (done(&short, LAYERS), done(&long, LAYERS)),
+            (first(2 * STEP), vec![])
+        );
+        clock.advance(Duration::from_secs(1));
+        store.outcome(&short).unwrap_err();
+        store.outcome(&long).unwrap();
+        third.open();
+        slots_come_back(&store);
+        assert!(holds(&mut devices[0], &setup, id(0), &first(2 * STEP)));
+        assert!(devices[1].is_right(id(0)));
+    }
+}
+
+#[test]
+fn few_layers_of_a_file_are_read_by_themselves() {
+    let setup = setup(Layout::File);
+    let (_dir, store) = stored(&setup, &ids(1), &ManualClock::new());
+    damage(&store, id(0), 3);
+    let mut device = Device::blank(&setup, &ids(1));
+    for (layer, loads) in [(9, true), (3, false)] {
+        let task = begin(&store, &device, &ids(1), layer..layer + 1);
+        assert_eq!(store.outcome(&task).is_ok(), loads);
+    }
+    assert!(holds(&mut device, &setup, id(0), &[9]));
+    assert_eq!(store.stat("records_refused"), 1);
+}
+
+#[test]
 fn what_was_cancelled_gets_no_further_layers() {
     for layout in LAYOUTS {
         let setup = setup(layout());

@@ -20,7 +20,8 @@ use ucm_quota::{Capacity, Quota, QuotaConfig, Rules, visit_records};
 use ucm_record::RecordLayout;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Listed, MediumStats, Outcome, Presence, Quarantined, WriteOptions, Written,
+    Backend, BlockRead, Done, Features, Listed, MediumStats, Outcome, Presence, Quarantined, WriteOptions,
+    Written,
 };
 use crate::quarantine::Waiting;
 use crate::recency::Recency;
@@ -208,6 +209,13 @@ impl Backend for PosixBackend {
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
         self.shared.open_root(deadline)?;
         Ok(self.shared.words())
+    }
+
+    fn features(&self) -> Features {
+        Features {
+            reads_parts: true,
+            ..Features::default()
+        }
     }
 
     fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {

@@ -33,6 +33,8 @@ const TOGETHER: usize = 256;
 const WORTH: usize = 256 << 10;
 /// Bytes that an operation brings at least where a block is read part by part.
 const STEP: usize = 256 << 10;
+/// How much earlier than at its deadline a block may fail because the read that it joined after others was late.
+const LITTLE: Duration = Duration::from_secs(1);
 /// How long starting reads can take at most on a machine that gives every thread a turn.
 const MOMENTS: Duration = Duration::from_secs(1);
 /// Most blocks waiting for a slot; a load that would make them more is refused.
@@ -88,6 +90,7 @@ struct Early {
     tier: usize,
     layers: Range<u32>,
     verified: Arc<AtomicU32>,
+    deadline: MonotonicTime,
 }
 
 /// Why a copy could not be had.
@@ -300,6 +303,7 @@ impl Core {
                 tier: reading.tier,
                 layers,
                 verified: Arc::clone(&reading.verified),
+                deadline: reading.request.deadline,
             },
         );
         let arrived = move |io: &IoJob, part: Part<'_>| {
@@ -356,7 +360,8 @@ impl Core {
         }
     }
 
-    /// The rows whose layers lie before `upto`, of those who wait for a block and want no other layers than are read.
+    /// The rows whose layers lie before `upto`, of those who wait for a block and want no other layers than are read. Whoever
+    /// has much more time than the read gets all of them at its end, or from another read.
     fn take_ready(&self, io: &IoJob, early: &Early, upto: u32) -> Vec<(Arc<LoadTask>, usize, Vec<usize>)> {
         let per_shard = self.geometry.layers_per_shard();
         let ready = |(_, shard, pieces): &BlockRow| !pieces.in_slot() && (shard + 1) * per_shard <= upto;
@@ -365,7 +370,8 @@ impl Core {
         let waiters = reads.waiters.get(&early.id).filter(|_| io.is_wanted());
         let covered = waiters.into_iter().flatten().filter(|(task, index)| {
             let wanted = task.blocks[*index].layers(&self.geometry);
-            early.layers.start <= wanted.start && wanted.end <= early.layers.end
+            let covered = early.layers.start <= wanted.start && wanted.end <= early.layers.end;
+            covered && task.state.deadline <= early.deadline.after(LITTLE)
         });
         let taken = covered.map(|(task, index)| (Arc::clone(task), *index, task.take(*index, ready)));
         taken.filter(|(_, _, taken)| !taken.is_empty()).collect()
