@@ -433,7 +433,7 @@ def test_keys_name_tokens_and_all_before_them(store: UcmPosixStore) -> None:
 
 
 def test_a_platform_that_is_not_built_is_refused_with_those_that_are(opened: Open) -> None:
-    with pytest.raises(ConfigError, match="cuda.*known=host"):
+    with pytest.raises(ConfigError, match=r"cuda.*known=host"):
         opened(platform="cuda")
     for same in ("host", "simu", "CPU"):
         store = opened(platform=same)
