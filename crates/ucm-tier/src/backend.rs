@@ -69,13 +69,16 @@ impl<'a> Part<'a> {
     }
 }
 
+/// Told of the parts of a record as they arrive, on the thread that reads.
+pub type Arrived = Box<dyn FnMut(&IoJob, Part<'_>) + Send>;
+
 /// How a record is read part by part. A medium may bring more than is wanted ([`Features::reads_parts`]), and may bring all at
 /// once and tell nobody.
 pub struct Parts {
     /// What one operation after the other brings, in order: stretches, each to where it lies in the whole.
     pub steps: Vec<Vec<Range<usize>>>,
-    /// Told of each, on the thread that reads.
-    pub arrived: Box<dyn FnMut(&IoJob, Part<'_>) + Send>,
+    /// Told of each.
+    pub arrived: Arrived,
 }
 
 /// A record that is to be read.

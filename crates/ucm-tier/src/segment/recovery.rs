@@ -90,9 +90,8 @@ impl Recovery<'_> {
             if over || number >= PER_TURN || meta.len > left {
                 return Ok(false);
             }
-            self.segments.unless_closing()?;
+            self.go_on()?;
             left -= meta.len;
-            self.segments.look_if_asked();
             all &= self.rescue(name, &meta).is_ok();
         }
         Ok(all)
@@ -112,7 +111,7 @@ impl Recovery<'_> {
             let Some(name) = name.filter(|_| !meta.is_dir && meta.len > HEAD_LEN) else {
                 continue;
             };
-            self.segments.look_if_asked();
+            self.go_on()?;
             let Some(head) = self.read(self.segments.private(name), 0, HEAD_LEN)? else {
                 continue; // sealed or removed meanwhile
             };
