@@ -100,6 +100,7 @@ fn a_segment_that_is_full_is_sealed_at_once() {
             age: LONG,
             ..SegmentConfig::default()
         }),
+        workers: 2, // one of them writes: nothing is open beside
         ..Setup::default()
     };
     let store = Store::open(dir.path(), setup.clone());
@@ -107,6 +108,9 @@ fn a_segment_that_is_full_is_sealed_at_once() {
     let task = begin(&store, &device, &ids(6));
     eventually("two segments are sealed", || store.segments().len() == 2);
     assert!(!is_over(&store, &task), "the last two wait for more");
+    eventually("they are written", || {
+        store.engine.lookup(&ids(6)).unwrap().iter().all(|&found| found)
+    });
     store.backend.flush(Flush::Now);
     store.outcome(&task).unwrap();
     for file in store.segments() {
