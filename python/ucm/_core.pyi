@@ -100,7 +100,7 @@ class Task:
         """Whether a row of a load has arrived, verified, perhaps before the rest of its block; never waits."""
 
     def wait_shard(self, row: int, timeout: float | None) -> bool:
-        """Waits for that, at most ``timeout`` seconds; false if that came first, or the row will not arrive any more."""
+        """Waits for that, at most ``timeout`` seconds; false if that came first, or the row will never arrive."""
 
     def served(self) -> list[int]:
         """Blocks of a load that arrived, by the stage they came from; final once it is finished."""

@@ -67,7 +67,7 @@ def plain(value: Any) -> Any:
 
 
 def choices(schema: Schema) -> tuple[str, ...]:
-    """What may be chosen for an option, without the null of one that may be left out; empty for one that is no choice."""
+    """What may be chosen for an option, without the null of one that may be left out; empty for others."""
     return tuple(choice for choice in schema.get("enum", ()) if choice is not None)
 
 

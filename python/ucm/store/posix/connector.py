@@ -291,7 +291,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return self._core
 
     def _hand_over_log(self) -> None:
-        """Writes what the core logged for this store since the last call: no thread of the core takes the GIL for it."""
+        """Writes what the core logged for this store since then: no thread of the core takes the GIL for it."""
         for level, message, fields in self._core.take_log():
             if level >= logging.WARNING:
                 self._last_warning = message
