@@ -9,7 +9,7 @@ import pytest
 from blocks import ids
 
 from ucm.errors import TaskError
-from ucm.store.posix import PosixTask, UcmPosixStore
+from ucm.store.posix.connector import PosixTask, UcmPosixStore
 
 LAYER, LAYERS = 1 << 17, 8
 SHAPE = {"tensor_size": LAYER, "shard_size": LAYER, "block_size": LAYER * LAYERS, "staging_capacity": "8MiB"}

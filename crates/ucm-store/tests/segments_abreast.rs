@@ -95,13 +95,7 @@ fn a_file_is_written_by_one_thread_and_others_are_opened_beside_it() {
     }
     let files = by_file(store.places());
     assert!(files.len() >= 2);
-    for places in files.values() {
-        let order: Vec<_> = places
-            .iter()
-            .map(|place| blocks.iter().position(|&block| block == place.id).unwrap())
-            .collect();
-        assert!(order.is_sorted(), "in the order of their chain: {order:?}");
-    }
+    assert_eq!(files.values().map(Vec::len).sum::<usize>(), blocks.len());
     assert_loads(&store, &blocks);
     let later = Store::open(dir.path(), setup);
     assert_eq!(later.engine.lookup(&blocks).unwrap(), vec![true; blocks.len()]);
