@@ -51,7 +51,7 @@ class Column:
         """A store of this kind below ``root``."""
         keys: dict[str, Any] = {"io_direct": self.direct, "storage_backends": ":".join(map(str, self.roots(root)))}
         if self.in_segments:
-            keys["segment_age"] = 0  # else every dump waits for more
+            keys["segment_age"] = 0.05  # else what nobody waits for is early for long
         above = ["Cache"] * self.memory + ["Compress"] * self.compressed
         if above:
             lower = "Pc" if self.in_segments else "Posix"

@@ -152,7 +152,7 @@ class Ground:
         """Every block is found and loaded, byte for byte."""
         assert self.store.lookup(blocks) == [True] * len(blocks)
         states, failures = self.load(blocks)
-        assert not failures
+        assert not failures, failures
         assert states == ["right"] * len(blocks)
 
     def is_healthy(self, blocks: Sequence[bytes]) -> bool:

@@ -218,6 +218,24 @@ impl Core {
             After::Publish(slot, crcs) => self.publish(builder, slot, &crcs, here),
         }
         self.flush_if_wanted(task);
+        self.moved_on.notify();
+    }
+
+    /// Waits until all that was begun is gathered and the media have it, by `until` at the latest.
+    pub(super) fn await_placed(&self, until: MonotonicTime) {
+        let on_its_way = |builder: &Arc<BlockBuilder>| {
+            let inner = builder.inner.lock();
+            matches!(inner.stage, Stage::Publishing) && !inner.placed
+        };
+        loop {
+            let seen = self.moved_on.seen();
+            let builders: Vec<_> = self.builders.lock().values().cloned().collect();
+            let all = self.copying.load(Ordering::Acquire) == 0 && !builders.iter().any(on_its_way);
+            if all || self.clock.now() >= until {
+                return;
+            }
+            self.clock.sleep(&self.moved_on, seen, Some(until));
+        }
     }
 
     /// Publishes what a task waits for, once the medium has all of it.
@@ -238,6 +256,7 @@ impl Core {
             let rows = |(task, rows): &(Arc<TaskState>, Vec<usize>)| (Arc::clone(task), rows.len());
             inner.waiting.iter().map(rows).collect()
         };
+        self.moved_on.notify();
         for (task, rows) in waiting {
             task.rows_placed(rows);
             self.flush_if_wanted(&task);

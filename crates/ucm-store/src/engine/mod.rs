@@ -27,7 +27,7 @@ use hashlink::LruCache;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result, limits};
 use ucm_device::{ArenaOptions, Device, KvLayout, SlotPool};
-use ucm_infra::{Clock, IdSet, Lane, MonotonicTime, WorkerPool};
+use ucm_infra::{Clock, IdSet, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_record::RecordLayout;
 use ucm_tier::backend::{Flush, LocallyVisible};
 
@@ -90,6 +90,8 @@ pub struct Core {
     /// Threads that copy from the device, and how many of them are writing what they copied.
     copy_threads: usize,
     writing: AtomicUsize,
+    /// Rung when a block was gathered, and when the medium has it.
+    moved_on: Notify,
     refused: RejectedRecords,
     hints: Mutex<LruCache<BlockId, Hint>>,
     /// Where the KV lies, once somebody said so.
@@ -222,6 +224,7 @@ impl Engine {
             copy_limit,
             copy_threads: config.copy_threads.max(1),
             writing: AtomicUsize::new(0),
+            moved_on: Notify::new(),
             refused: RejectedRecords::default(),
             hints: Mutex::new(LruCache::new(REMEMBERED)),
             kv: Mutex::default(),
@@ -324,6 +327,8 @@ impl Engine {
         }
         let until = self.clock.now().after(self.deadlines.shutdown);
         let left = || until.since(self.clock.now());
+        // What comes after the last flush is published alone, so first the media have what is on its way to them.
+        self.await_placed(self.clock.now().after(left() / 2));
         self.tiers.flush(Flush::Last);
         // First the tasks, then the pools: a task is many jobs, and a pool that ends takes no next one.
         self.open_tasks.wait(&*self.clock, until);
