@@ -63,6 +63,7 @@ impl Ticket {
             }
         }));
         if let Err(late) = watched {
+            drop(work); // with what it holds, before anybody hears
             let text = "the job ran past its deadline, and nothing more is done for it";
             return late(Error::new(ErrorKind::Timeout, text));
         }

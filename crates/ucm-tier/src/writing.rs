@@ -80,7 +80,12 @@ impl Shared {
         let deadline = write.deadline;
         room.make(write.options.len as u64, deadline, move |made| match made {
             Ok(()) => {
-                let again = Arc::clone(&shared);
+                let (again, made, done) = (Arc::clone(&shared), Arc::clone(&held), write.done);
+                let done: Done<Written> = Box::new(move |result| {
+                    made.settle(0, None); // where no thread had begun with it
+                    done(result);
+                });
+                let write = Write { done, ..write };
                 shared.on_a_thread(write, move |io, write| again.write_with(io, write, held));
             }
             Err(error) => write.end(Err(error)),

@@ -192,7 +192,6 @@ impl Core {
 
     /// The rows of one block were gathered, or will not be: counts them, and sends a whole record on its way.
     fn gathered(self: &Arc<Self>, run: &Run, index: usize, here: &Arc<Ticket>, result: Result<()>) {
-        self.copying.fetch_sub(1, Ordering::AcqRel);
         let ((builder, rows), task) = (&run.blocks[index], &run.task);
         let rows: Vec<usize> = rows.iter().map(|(row, _, _)| *row).collect();
         let count = rows.len();
@@ -203,6 +202,7 @@ impl Core {
                 After::Ended(Err(error))
             }
         };
+        self.copying.fetch_sub(1, Ordering::AcqRel); // now that its stage says where it is
         if let After::Ended(Err(error)) = &after {
             rows.iter().for_each(|&row| task.fail_row(row, error.clone()));
         }

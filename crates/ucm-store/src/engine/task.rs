@@ -75,7 +75,7 @@ impl TaskState {
 
     /// The medium has the blocks of `n` rows, or never will.
     pub(crate) fn rows_placed(&self, n: usize) {
-        self.unplaced.fetch_sub(n, Ordering::AcqRel);
+        self.unplaced.fetch_sub(n, Ordering::SeqCst);
     }
 
     /// `n` rows are finished for good (well, or recorded as failed before). True for the call that completed it.
@@ -112,17 +112,17 @@ impl TaskState {
 
     /// Somebody waits for it to be published.
     pub(crate) fn flush_soon(&self) {
-        self.hurried.store(true, Ordering::Release);
+        self.hurried.store(true, Ordering::SeqCst); // whoever places the last row sees it, or it is seen to be placed
     }
 
     /// Whether somebody waits, and everything of it was handed to the backend that ever will be.
     pub(crate) fn only_waits(&self) -> bool {
-        self.hurried.load(Ordering::Acquire) && self.is_handed_over()
+        self.hurried.load(Ordering::SeqCst) && self.is_handed_over()
     }
 
     /// Whether everything of it was handed to the backend that ever will be, and is not published yet.
     pub(crate) fn is_handed_over(&self) -> bool {
-        self.unplaced.load(Ordering::Acquire) == 0 && !self.is_finished()
+        self.unplaced.load(Ordering::SeqCst) == 0 && !self.is_finished()
     }
 
     /// A block arrived that was read from this stage.

@@ -78,7 +78,7 @@ impl Tiers {
             };
             match result.map(|mut read| read.pop()) {
                 Ok(Some(Outcome::Came(Ok(ReadDone { slot, read, .. })))) => {
-                    tiers.move_down(number, id, slot, read, request, over);
+                    tiers.move_down(number, id, slot, (read, false), request, over);
                 }
                 _ => over(), // it went meanwhile
             }

@@ -46,6 +46,8 @@ struct Moving {
     keep: Keep,
     request: Request,
     why: Copy,
+    /// As many as are published together are on their way: that is not to wait for more.
+    enough: bool,
 }
 
 impl Tiers {
@@ -83,6 +85,7 @@ impl Tiers {
                 keep,
                 request,
                 why: Copy::Dump,
+                enough: false,
             };
             self.copy(moving, &slot.as_slice()[..options.len]);
         }
@@ -210,6 +213,12 @@ impl Tiers {
             read_back: false,
         };
         let (tiers, number, id, request) = (Arc::clone(self), moving.number, moving.id, moving.request);
+        let (below, enough) = (Arc::clone(&tier.backend), moving.enough);
+        let placed = Box::new(move || {
+            if enough {
+                below.flush(Flush::Now);
+            }
+        });
         let written = move |result| {
             tiers.copied(&moving, &result);
             over();
@@ -219,7 +228,7 @@ impl Tiers {
             slot,
             options,
             request,
-            placed: Box::new(|| ()),
+            placed,
         };
         self.write_to(number, write, None, Box::new(written));
     }
@@ -283,6 +292,7 @@ impl Tiers {
             },
             request: self.request(self.clock.now().after(self.copy_deadline)),
             why: Copy::Promotion,
+            enough: false,
         }
     }
 
@@ -305,10 +315,7 @@ impl Tiers {
                 ended.tiers[number].demotion_ended();
             };
             let enough = tiers.tiers[number].demotion_begins();
-            tiers.move_down(number, id, slot, len, request, over);
-            if enough {
-                tiers.tiers[number].backend.flush(Flush::Now);
-            }
+            tiers.move_down(number, id, slot, (len, enough), request, over);
         };
         if self
             .pool
@@ -319,13 +326,13 @@ impl Tiers {
         }
     }
 
-    /// Judges a record that leaves memory, and writes it below; `over` is called when that has ended.
+    /// Judges a record of `len` bytes that leaves memory, and writes it below; `over` is called when that has ended.
     pub(super) fn move_down(
         self: &Arc<Self>,
         number: usize,
         id: BlockId,
         slot: Slot,
-        len: usize,
+        (len, enough): (usize, bool),
         request: Request,
         over: impl FnOnce() + Send + 'static,
     ) {
@@ -340,6 +347,7 @@ impl Tiers {
                 },
                 request,
                 why: Copy::Demotion,
+                enough,
             },
             Err(reason) => {
                 add(&self.tiers[number].counts.copies_dropped, 1);

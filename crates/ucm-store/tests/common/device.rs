@@ -89,6 +89,14 @@ impl Device {
         self.blocks[&id] == content(&self.setup, id)
     }
 
+    /// Whether each shard of it is right, or was not written: what a load of shards that failed may leave.
+    pub(crate) fn is_right_as_far(&self, id: BlockId) -> bool {
+        let (block, right) = (&self.blocks[&id], content(&self.setup, id));
+        let shard = block.len() / (self.setup.layers / self.setup.layers_per_shard) as usize;
+        let mut shards = block.chunks(shard).zip(right.chunks(shard));
+        shards.all(|(shard, right)| shard == right || shard.iter().all(|&byte| byte == 0xee))
+    }
+
     /// Whether both hold the same blocks.
     pub(crate) fn equals(&self, other: &Self) -> bool {
         self.blocks == other.blocks

@@ -33,6 +33,8 @@ pub(crate) struct OpenSegment {
     /// Bytes that were admitted for it.
     pub(crate) room: u64,
     pub(crate) admitted: Arc<Room>,
+    /// When it was: one that nobody writes to ends as if it held a record since then.
+    opened: MonotonicTime,
     inner: Mutex<Inner>,
 }
 
@@ -79,15 +81,22 @@ pub(crate) struct Contents {
 /// What to do when a write has ended.
 pub(crate) enum Next {
     Wait,
-    /// It holds its first record now: the timer counts from here on.
+    /// It holds its first record now, or none after all: the timer counts from here on.
     Begin,
     /// Nothing is being written any more, and nothing will be.
     Seal,
 }
 
 impl OpenSegment {
-    pub(crate) fn new(number: SegmentNumber, name: SegmentName, room: u64, admitted: Arc<Room>) -> Self {
+    pub(crate) fn new(
+        number: SegmentNumber,
+        name: SegmentName,
+        room: u64,
+        admitted: Arc<Room>,
+        now: MonotonicTime,
+    ) -> Self {
         Self {
+            opened: now,
             number,
             name,
             room,
@@ -163,7 +172,10 @@ impl OpenSegment {
         if !go_on {
             inner.trouble.get_or_insert_with(|| error.clone());
         }
-        inner.one_less()
+        match inner.one_less() {
+            Next::Wait if inner.in_flight == 0 => Next::Begin, // it may hold nothing
+            next => next,
+        }
     }
 
     /// Adds nothing any more; whether it can be sealed now.
@@ -179,11 +191,12 @@ impl OpenSegment {
         inner.hurried = Some(inner.hurried.map_or(due, |other| other.min(due)));
     }
 
-    /// When it is to be sealed, if it holds a record and still takes more: `age` after the oldest was
+    /// When it is to be sealed, if it holds a record (or nobody writes one) and still takes more: `age` after the oldest was
     /// written, sooner if somebody waits, and early enough for those that do, whatever the age.
     pub(crate) fn due(&self, age: Duration) -> Option<MonotonicTime> {
         let inner = self.inner.lock();
-        let oldest = inner.oldest.filter(|_| !inner.closed)?;
+        let empty = (inner.in_flight == 0).then_some(self.opened);
+        let oldest = inner.oldest.or(empty).filter(|_| !inner.closed)?;
         let waiting = inner.members.iter().filter(|member| member.done.is_some());
         let first = waiting.map(|member| member.deadline).min();
         let in_time = first.map(|deadline| oldest.after(deadline.since(oldest) / 4 * 3));

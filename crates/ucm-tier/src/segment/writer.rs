@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use ucm_core::{Error, PAGE, Result, round_up};
+use ucm_core::{Error, ErrorKind, PAGE, Result, round_up};
 use ucm_infra::{LANE_DUMP, MonotonicTime};
 use ucm_io::IoJob;
 use ucm_quota::Room;
@@ -164,10 +164,14 @@ impl Segments {
     /// Writes a record into a segment, and opens one for it if need be.
     pub(super) fn append(self: &Arc<Self>, io: &IoJob, write: Write) {
         let room = self.room_for(room_of(&write));
-        self.append_into(io, write, self.abreast(room));
+        let beside = if self.is_short(io) { 1 } else { self.abreast(room) };
+        self.append_into(io, write, beside);
     }
 
     fn append_into(self: &Arc<Self>, io: &IoJob, write: Write, beside: usize) {
+        if let Err(late) = io.still_wanted() {
+            return write.end(Err(late));
+        }
         let len = room_of(&write);
         let (place, full) = self.writer.0.lock().place(write, len, beside);
         full.iter()
@@ -182,6 +186,11 @@ impl Segments {
                 self.append_into(io, write, 1);
             }
         }
+    }
+
+    /// Whether what is left of a job's time is too little to open a segment for others too.
+    fn is_short(&self, io: &IoJob) -> bool {
+        io.deadline() < self.shared.clock.now().after(LEAST_TIME)
     }
 
     /// Bytes of the segment that is opened for a record of `len` bytes.
@@ -201,12 +210,21 @@ impl Segments {
     /// that is granted already is taken.
     fn open(self: &Arc<Self>, io: &IoJob, write: Option<Write>, room: u64) {
         let needed = write.is_some();
-        if let Some(write) = write
-            && let Some(waiting) = &mut self.writer.0.lock().opening
-        {
+        if let Some(write) = write {
+            let mut state = self.writer.0.lock();
+            let Some(waiting) = &mut state.opening else {
+                drop(state);
+                let text = "the segment for this record was given up by a thread that came late";
+                return write.end(Err(Error::new(ErrorKind::Busy, text)));
+            };
             waiting.push(write);
         }
         let admitted = Room::new(&self.shared.space);
+        if needed && self.is_short(io) {
+            self.seal_notify.notify(); // the timer keeps the deadline of what waits
+            let deadline = self.shared.clock.now().after(LEAST_TIME);
+            return self.open_later(room, deadline, admitted);
+        }
         let created = self.when_created(room, io.deadline(), &admitted);
         self.open_with(io, room, needed, admitted, created);
     }
@@ -250,7 +268,7 @@ impl Segments {
         })
     }
 
-    /// Opens the segment for which room was made, on a thread for dumps.
+    /// Opens a segment on a thread for dumps: one for which room was made, or that needs more time than its record has.
     fn open_later(self: &Arc<Self>, room: u64, deadline: MonotonicTime, admitted: Arc<Room>) {
         let (created, unless) = either(self.when_created(room, deadline, &admitted));
         let segments = Arc::clone(self);
@@ -277,7 +295,10 @@ impl Segments {
             len: 0,
         });
         match number {
-            Some(number) => Ok(OpenSegment::new(number, name, room, admitted)),
+            Some(number) => {
+                let now = self.shared.clock.now();
+                Ok(OpenSegment::new(number, name, room, admitted, now))
+            }
             None => {
                 let twice = Error::internal("two segments have one name");
                 admitted.settle(room, Some(&twice));
@@ -362,7 +383,9 @@ impl Segments {
             self.write_elsewhere(&open, append);
         }
         match first {
-            Some((open, append)) if io.is_wanted() => self.write_into(io, &open, append),
+            Some((open, append)) if append.write.deadline == io.deadline() => {
+                self.write_into(io, &open, append);
+            }
             Some((open, append)) => self.write_elsewhere(&open, append),
             None => {}
         }
