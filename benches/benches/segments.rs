@@ -247,15 +247,10 @@ impl Bench {
             };
             let (over, answer) = answer();
             let backend = Arc::clone(&self.backend);
-            let (done, unless) = either(Box::new(answer));
+            let (done, ended) = either(Box::new(answer));
             let write = move |io: &IoJob| {
                 backend.write(io, id(n), slot, options, done);
                 Ok(())
-            };
-            let ended = move |result: ucm_core::Result<()>| {
-                if let Err(error) = result {
-                    unless(Err(error));
-                }
             };
             self.pool.job(LANE_DUMP, self.deadline(), write, ended);
             waits.push(over);

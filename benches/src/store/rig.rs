@@ -20,7 +20,7 @@ use ucm_record::{Expect, RecordLayout, RecordMeta, verify};
 use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Until};
 use ucm_store::health::BreakerConfig;
 use ucm_store::tiers::{TierConfig, WritePolicy};
-use ucm_tier::backend::{Backend, BlockRead, Flush, Outcome, ReadDone, WriteOptions};
+use ucm_tier::backend::{Backend, BlockRead, Flush, Outcome, ReadDone, WriteOptions, either};
 use ucm_tier::posix::{PosixBackend, PosixConfig};
 use ucm_tier::segment::{SegmentBackend, SegmentConfig};
 
@@ -315,20 +315,15 @@ impl Rig {
             if seal {
                 self.shape.seal(id, &mut slot)?;
             }
-            let (told, refused) = (Arc::clone(&batch), Arc::clone(&batch));
-            let done = move |result: ucm_core::Result<_>| told.one(result.map(|_| None));
+            let batch = Arc::clone(&batch);
+            let (done, ended) = either(Box::new(move |result| batch.one(result.map(|_| None))));
             let (backend, left) = (Arc::clone(&self.backend), Arc::clone(&to_place));
             let write = move |io: &IoJob| {
-                backend.write(io, id, slot, options, Box::new(done));
+                backend.write(io, id, slot, options, done);
                 if left.fetch_sub(1, Ordering::AcqRel) == 1 {
                     backend.flush(Flush::Soon); // as for a dump that is waited for
                 }
                 Ok(())
-            };
-            let ended = move |result: ucm_core::Result<()>| {
-                if let Err(error) = result {
-                    refused.one(Err(error));
-                }
             };
             self.io.pool.job(LANE_DUMP, deadline, write, ended);
         }

@@ -20,18 +20,23 @@ use ucm_quota::Usage;
 /// Called exactly once with the outcome, on a thread of the backend.
 pub type Done<T> = Box<dyn FnOnce(Result<T>) + Send>;
 
-/// The same callback for two who may both tell how it ended: the first is heard.
-pub fn either<T: 'static>(done: Done<T>) -> (Done<T>, Done<T>) {
+/// A callback for work that is handed on as a job, and what that job's end is told to: the callback hears the job's error
+/// where the work did not come to call it. The first of both is heard.
+pub fn either<T: 'static>(done: Done<T>) -> (Done<T>, impl FnOnce(Result<()>) + Send + 'static) {
     let shared = Arc::new(Mutex::new(Some(done)));
-    let half = |shared: Arc<Mutex<Option<Done<T>>>>| {
-        Box::new(move |result| {
-            let done = shared.lock().take();
-            if let Some(done) = done {
-                done(result);
-            }
-        })
+    let tell = |shared: &Mutex<Option<Done<T>>>, result| {
+        let done = shared.lock().take();
+        if let Some(done) = done {
+            done(result);
+        }
     };
-    (half(Arc::clone(&shared)), half(shared))
+    let of_work = Arc::clone(&shared);
+    let ended = move |result: Result<()>| {
+        if let Err(error) = result {
+            tell(&shared, Err(error));
+        }
+    };
+    (Box::new(move |result| tell(&of_work, result)), ended)
 }
 
 /// Whether a record is there whole, or why it is no hit.

@@ -95,16 +95,11 @@ impl Shared {
     /// Goes on with a write on a thread for dumps; where there is none, or not in time, the write ends.
     pub(crate) fn on_a_thread(&self, write: Write, go_on: impl FnOnce(&IoJob, Write) + Send + 'static) {
         let deadline = write.deadline;
-        let (done, unless) = either(write.done);
+        let (done, ended) = either(write.done);
         let write = Write { done, ..write };
         let work = move |io: &IoJob| {
             go_on(io, write);
             Ok(())
-        };
-        let ended = move |result: Result<()>| {
-            if let Err(error) = result {
-                unless(Err(error));
-            }
         };
         self.io.job(LANE_DUMP, deadline, work, ended);
     }

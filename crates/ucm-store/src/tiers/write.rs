@@ -54,13 +54,7 @@ impl Tiers {
     /// Writes a record to every tier that is written through: on the thread that calls, whose pool keeps the time by
     /// `here`, or else on one of the tier's. `done` hears from the tier that decides.
     pub(crate) fn write(self: &Arc<Self>, write: TierWrite, here: Option<&Arc<Ticket>>, done: Done<Written>) {
-        let TierWrite {
-            id,
-            slot,
-            options,
-            request,
-            placed,
-        } = write;
+        let (id, options, request) = (write.id, write.options, write.request);
         let now = self.clock.now();
         let through = |tier: &Tier| tier.policy == WritePolicy::Through;
         let lasting = |&n: &usize| through(&self.tiers[n]) && !self.tiers[n].memory;
@@ -87,10 +81,10 @@ impl Tiers {
                 why: Copy::Dump,
                 enough: false,
             };
-            self.copy(moving, &slot.as_slice()[..options.len]);
+            self.copy(moving, &write.slot.as_slice()[..options.len]);
         }
         let Some(number) = decides else {
-            drop(slot);
+            drop(write);
             let off = "no tier that outlives this process can be written to now";
             return done(Err(Error::new(ErrorKind::Unhealthy, off)));
         };
@@ -104,13 +98,7 @@ impl Tiers {
             tiers.written(number, id, options.len, request, &result);
             done(result);
         };
-        let write = TierWrite {
-            id,
-            slot,
-            options,
-            request,
-            placed,
-        };
+        let write = TierWrite { options, ..write };
         self.write_to(number, write, here, Box::new(written));
     }
 
@@ -130,12 +118,7 @@ impl Tiers {
             request,
             placed,
         } = write;
-        let (done, unless) = either(done);
-        let ended = move |result: Result<()>| {
-            if let Err(error) = result {
-                unless(Err(error));
-            }
-        };
+        let (done, ended) = either(done);
         let tiers = Arc::clone(self);
         let write = move |io: &IoJob| {
             let options = tiers.encode(number, id, &mut slot, options);

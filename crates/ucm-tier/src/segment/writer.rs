@@ -270,16 +270,11 @@ impl Segments {
 
     /// Opens a segment on a thread for dumps: one for which room was made, or that needs more time than its record has.
     fn open_later(self: &Arc<Self>, room: u64, deadline: MonotonicTime, admitted: Arc<Room>) {
-        let (created, unless) = either(self.when_created(room, deadline, &admitted));
+        let (created, ended) = either(self.when_created(room, deadline, &admitted));
         let segments = Arc::clone(self);
         let work = move |io: &IoJob| {
             segments.open_with(io, room, true, admitted, created);
             Ok(())
-        };
-        let ended = move |result: Result<()>| {
-            if let Err(error) = result {
-                unless(Err(error));
-            }
         };
         self.shared.io.job(LANE_DUMP, deadline, work, ended);
     }
