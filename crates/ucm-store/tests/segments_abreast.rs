@@ -7,10 +7,12 @@ mod common;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ucm_core::BlockId;
-use ucm_io::{Fault, OpKind, Rule};
+use ucm_infra::{Clock, ManualClock};
+use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_store::engine::{Task, Until};
 use ucm_tier::segment::SegmentConfig;
 
@@ -152,5 +154,30 @@ fn writes_that_fail_at_once_cost_only_themselves_however_many_wait() {
     gate.open();
     assert_eq!(store.outcome(&task).unwrap_err().len(), 20);
     store.dump(&device, &blocks).unwrap();
+    assert_loads(&store, &blocks);
+}
+
+#[test]
+fn who_waits_for_a_dump_does_not_wait_for_the_age_of_segments_its_records_had_still_to_find() {
+    let (dir, setup, clock) = (directory(), large(64, LONG), ManualClock::new());
+    let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
+    let blocks = ids(RUN as u8);
+    let device = Device::filled(&setup, &blocks);
+    // A segment is opened while all others wait for it. Then both threads hang at a write, and the rest has no place yet
+    // when one of the two ends and the dump is flushed.
+    let (opening, first, second) = (store.gate(), store.gate(), store.gate());
+    let hang = |kind, gate: &Gate| Rule::on(kind, Fault::HangBefore(gate.clone())).times(1);
+    store.fault(hang(OpKind::Create, &opening));
+    store.fault(hang(OpKind::WriteAt, &first));
+    store.fault(hang(OpKind::WriteAt, &second));
+    let task = begin(&store, &device, &blocks);
+    opening.await_waiting(1);
+    assert!(!task.wait(store.engine.clock(), Until::Published, Some(clock.now())));
+    opening.open();
+    first.await_waiting(1);
+    second.await_waiting(1);
+    first.open();
+    second.open();
+    store.outcome(&task).unwrap(); // and no time has passed
     assert_loads(&store, &blocks);
 }

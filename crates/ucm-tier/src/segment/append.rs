@@ -71,13 +71,7 @@ impl Segments {
         let (at_once, now) = (self.seals_at_once(), self.shared.clock.now());
         let next = match result {
             Ok(Written::Published) => {
-                self.index.add(open.number, &[entry]);
-                let mut place = self.index.find(entry.id);
-                while let Some(other) = place.filter(|hit| hit.private && hit.segment != open.number) {
-                    self.index.drop_copy(entry.id, &other); // in a segment beside this one: the last written counts
-                    place = self.index.find(entry.id);
-                }
-                if place.is_some_and(|hit| hit.segment == open.number) {
+                if self.add_newest(open, &entry) {
                     self.early.gained(entry.id); // else the index was full, and it cannot be read
                 }
                 open.written(number, done, now, at_once)
@@ -101,5 +95,18 @@ impl Segments {
                 self.seal(open);
             }
         }
+    }
+
+    /// Takes a record that was written into the index, the last written in place of copies in segments beside this one;
+    /// whether it is found there.
+    fn add_newest(&self, open: &OpenSegment, entry: &Entry) -> bool {
+        let _one_at_a_time = self.writer.adding.lock(); // or two copies drop each other
+        self.index.add(open.number, &[*entry]);
+        let mut place = self.index.find(entry.id);
+        while let Some(other) = place.filter(|hit| hit.private && hit.segment != open.number) {
+            self.index.drop_copy(entry.id, &other);
+            place = self.index.find(entry.id);
+        }
+        place.is_some_and(|hit| hit.segment == open.number)
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use ucm_core::Error;
+use ucm_core::{Error, PAGE, round_up};
 use ucm_infra::MonotonicTime;
 use ucm_quota::Room;
 use ucm_quota::layout::SegmentName;
@@ -87,6 +87,11 @@ pub(crate) enum Next {
     Seal,
 }
 
+/// Bytes that a record takes in a segment.
+pub(super) fn room_of(write: &Write) -> u64 {
+    round_up(write.options.len as u64, PAGE)
+}
+
 impl OpenSegment {
     pub(crate) fn new(
         number: SegmentNumber,
@@ -115,8 +120,9 @@ impl OpenSegment {
         }
     }
 
-    /// A place for a record of `len` bytes (whole pages); the write again when there is no room.
-    pub(crate) fn reserve(&self, write: Write, len: u64) -> Result<Append, Write> {
+    /// A place for a record; the write again when there is no room.
+    pub(crate) fn reserve(&self, write: Write) -> Result<Append, Write> {
+        let len = room_of(&write);
         let mut inner = self.inner.lock();
         let (number, offset, end) = (inner.members.len(), inner.end, inner.end + len);
         if inner.closed || end + footer_len(number + 1) > self.room {

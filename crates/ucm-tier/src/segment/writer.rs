@@ -18,7 +18,7 @@ use ucm_quota::layout::SegmentName;
 
 use super::format::{HEAD_LEN, Owner, encode_head, footer_len};
 use super::index::Known;
-use super::open::{Append, OpenSegment};
+use super::open::{Append, OpenSegment, room_of};
 use super::sealing::unsure;
 use super::{SegmentConfig, Segments};
 use crate::backend::{Done, either};
@@ -37,25 +37,36 @@ const SPACING: Duration = Duration::from_millis(50);
 
 /// Which segment takes records.
 #[derive(Default)]
-pub(crate) struct Writer(Mutex<State>);
+pub(crate) struct Writer {
+    state: Mutex<State>,
+    /// Held while a record goes into the index in place of copies in segments beside it.
+    pub(super) adding: Mutex<()>,
+}
 
 #[derive(Default)]
 struct State {
     /// Those that take records, the last written to last.
     open: Vec<Arc<OpenSegment>>,
     /// One is being opened; these wait for it. Each of them holds a slot, so they are not many.
-    opening: Option<Vec<Write>>,
+    opening: Option<Vec<Coming>>,
     /// Those that waited and have their place by now, and those that found none; whoever opened the segment writes them.
     placed: Vec<(Arc<OpenSegment>, Append)>,
-    left: Vec<Write>,
+    left: Vec<Coming>,
     /// Segments that were opened and have not ended, those that take records too.
     living: Vec<Arc<OpenSegment>>,
-    /// What is being opened now is to be closed as soon as it holds what waits for it.
-    hurry: bool,
+    /// How often somebody wanted what had come by then to be published: a segment that takes some of it later is sealed soon.
+    flushes: u64,
     /// Nothing waits for more any more.
     last: bool,
     /// When a segment was last closed for its age or because somebody waited.
     closed: Option<MonotonicTime>,
+}
+
+/// A write that looks for its place.
+struct Coming {
+    write: Write,
+    /// [`State::flushes`] when it came.
+    came: u64,
 }
 
 /// What opening a segment came to.
@@ -73,15 +84,20 @@ enum Place {
     /// Into this segment.
     Into(Arc<OpenSegment>, Append),
     /// One has to be opened for it; `Err`: all that are open are being written to, and one beside them would be better.
-    Open(Result<Write, Write>),
+    Open(Result<Coming, Coming>),
     /// It waits for the one that is being opened.
     Waits,
 }
 
 impl State {
-    /// Finds a place for a record of `len` bytes, in a segment that nobody writes to if there is one, and the segments that
-    /// had no more room. `beside`: how many may be open for that.
-    fn place(&mut self, mut write: Write, len: u64, beside: usize) -> (Place, Vec<Arc<OpenSegment>>) {
+    /// Finds a place for a record, in a segment that nobody writes to if there is one, and the segments that had no more
+    /// room. `beside`: how many may be open for that.
+    fn place(
+        &mut self,
+        mut coming: Coming,
+        beside: usize,
+        now: MonotonicTime,
+    ) -> (Place, Vec<Arc<OpenSegment>>) {
         let mut full = Vec::new();
         loop {
             // The last one written to comes first, so that few are open.
@@ -94,27 +110,30 @@ impl State {
             if busy && self.open.len() + 1 < beside && self.opening.is_none() {
                 self.open.push(open);
                 self.opening = Some(Vec::new());
-                return (Place::Open(Err(write)), full);
+                return (Place::Open(Err(coming)), full);
             }
-            match open.reserve(write, len) {
+            match open.reserve(coming.write) {
                 Ok(append) => {
+                    if coming.came < self.flushes {
+                        open.seal_by(now);
+                    }
                     self.open.push(Arc::clone(&open));
                     return (Place::Into(open, append), full);
                 }
-                Err(again) => {
-                    write = again;
+                Err(write) => {
+                    coming.write = write;
                     full.push(open);
                 }
             }
         }
         match &mut self.opening {
             Some(waiting) => {
-                waiting.push(write);
+                waiting.push(coming);
                 (Place::Waits, full)
             }
             None => {
                 self.opening = Some(Vec::new());
-                (Place::Open(Ok(write)), full)
+                (Place::Open(Ok(coming)), full)
             }
         }
     }
@@ -144,11 +163,6 @@ fn room_below(config: &SegmentConfig, limit: u64) -> u64 {
     config.size.min(limit / SHARE)
 }
 
-/// Bytes that a record takes in a segment.
-fn room_of(write: &Write) -> u64 {
-    round_up(write.options.len as u64, PAGE)
-}
-
 impl Segments {
     /// Bytes of a segment with one record of `len` bytes.
     pub(super) fn least_room(&self, len: u64) -> u64 {
@@ -163,27 +177,38 @@ impl Segments {
 
     /// Writes a record into a segment, and opens one for it if need be.
     pub(super) fn append(self: &Arc<Self>, io: &IoJob, write: Write) {
-        let room = self.room_for(room_of(&write));
-        let beside = if self.is_short(io) { 1 } else { self.abreast(room) };
-        self.append_into(io, write, beside);
+        let came = self.writer.state.lock().flushes;
+        self.append_coming(io, Coming { write, came });
     }
 
-    fn append_into(self: &Arc<Self>, io: &IoJob, write: Write, beside: usize) {
+    fn append_coming(self: &Arc<Self>, io: &IoJob, coming: Coming) {
+        let room = self.room_for(room_of(&coming.write));
+        let beside = if self.is_short(io) { 1 } else { self.abreast(room) };
+        self.append_into(io, coming, room, beside);
+    }
+
+    fn append_into(self: &Arc<Self>, io: &IoJob, coming: Coming, room: u64, beside: usize) {
         if let Err(late) = io.still_wanted() {
-            return write.end(Err(late));
+            return coming.write.end(Err(late));
         }
-        let len = room_of(&write);
-        let (place, full) = self.writer.0.lock().place(write, len, beside);
+        let now = self.shared.clock.now();
+        let (hurried, (place, full)) = {
+            let mut state = self.writer.state.lock();
+            (coming.came < state.flushes, state.place(coming, beside, now))
+        };
+        if hurried || matches!(place, Place::Waits) {
+            self.seal_notify.notify(); // the timer keeps when it is sealed, and the deadline of what waits
+        }
         full.iter()
             .filter(|full| full.close())
             .for_each(|full| self.seal(full));
         match place {
             Place::Into(open, append) => self.write_into(io, &open, append),
-            Place::Waits => self.seal_notify.notify(), // the timer keeps its deadline
-            Place::Open(Ok(write)) => self.open(io, Some(write), self.room_for(len)),
-            Place::Open(Err(write)) => {
-                self.open(io, None, self.room_for(len));
-                self.append_into(io, write, 1);
+            Place::Waits => {}
+            Place::Open(Ok(coming)) => self.open(io, Some(coming), room),
+            Place::Open(Err(coming)) => {
+                self.open(io, None, room);
+                self.append_into(io, coming, room, 1);
             }
         }
     }
@@ -208,16 +233,16 @@ impl Segments {
 
     /// Opens a segment: is the root still ours, is there room, and then the file. Without a record that needs it only room
     /// that is granted already is taken.
-    fn open(self: &Arc<Self>, io: &IoJob, write: Option<Write>, room: u64) {
-        let needed = write.is_some();
-        if let Some(write) = write {
-            let mut state = self.writer.0.lock();
+    fn open(self: &Arc<Self>, io: &IoJob, coming: Option<Coming>, room: u64) {
+        let needed = coming.is_some();
+        if let Some(coming) = coming {
+            let mut state = self.writer.state.lock();
             let Some(waiting) = &mut state.opening else {
                 drop(state);
                 let text = "the segment for this record was given up by a thread that came late";
-                return write.end(Err(Error::new(ErrorKind::Busy, text)));
+                return coming.write.end(Err(Error::new(ErrorKind::Busy, text)));
             };
-            waiting.push(write);
+            waiting.push(coming);
         }
         let admitted = Room::new(&self.shared.space);
         if needed && self.is_short(io) {
@@ -311,7 +336,7 @@ impl Segments {
             .inspect_err(|_| self.shared.look_again())?;
         if needed || admitted.take_spare(room).is_err() {
             io.still_wanted()?;
-            if !needed && self.writer.0.lock().gives_up_opening() {
+            if !needed && self.writer.state.lock().gives_up_opening() {
                 return Ok(Created::Unwanted);
             }
             if !admitted.take(room)? {
@@ -325,28 +350,31 @@ impl Segments {
     }
 
     /// A segment was opened, or not. The first that waits for it has its place there; the others too where it is closed at
-    /// once, else each looks for one that nobody writes to.
+    /// once or no other is filled beside it, else each looks for one that nobody writes to.
     fn opened(self: &Arc<Self>, result: Result<OpenSegment>) {
         let open = result.map(Arc::new);
-        let mut state = self.writer.0.lock();
+        let alone = open.as_ref().is_ok_and(|open| self.abreast(open.room) == 1);
+        let mut state = self.writer.state.lock();
         let mut waiting = state.opening.take().unwrap_or_default();
-        let hurry = std::mem::take(&mut state.hurry) || state.last && waiting.is_empty();
+        let hurry = match waiting.is_empty() {
+            true => state.last,
+            false => waiting.iter().any(|coming| coming.came < state.flushes),
+        };
         if hurry {
             state.closed = Some(self.shared.clock.now());
         }
         if let Ok(open) = &open {
             state.living.push(Arc::clone(open));
             state.open.push(Arc::clone(open));
-            for write in std::mem::take(&mut waiting) {
-                let len = room_of(&write);
-                let place = if hurry || state.placed.is_empty() {
-                    open.reserve(write, len)
+            for Coming { write, came } in std::mem::take(&mut waiting) {
+                let place = if hurry || alone || state.placed.is_empty() {
+                    open.reserve(write)
                 } else {
                     Err(write)
                 };
                 match place {
                     Ok(append) => state.placed.push((Arc::clone(open), append)),
-                    Err(write) => state.left.push(write),
+                    Err(write) => state.left.push(Coming { write, came }),
                 }
             }
         }
@@ -356,7 +384,7 @@ impl Segments {
             Ok(_) => {}
             Err(error) => waiting
                 .into_iter()
-                .for_each(|write| write.end(Err(error.clone()))),
+                .for_each(|coming| coming.write.end(Err(error.clone()))),
         }
         self.seal_notify.notify();
     }
@@ -364,13 +392,14 @@ impl Segments {
     /// Writes what waited for a segment: one here, and the others on threads for dumps.
     fn write_waiting(self: &Arc<Self>, io: &IoJob) {
         let (placed, left) = {
-            let mut state = self.writer.0.lock();
+            let mut state = self.writer.state.lock();
             (std::mem::take(&mut state.placed), std::mem::take(&mut state.left))
         };
-        for write in left {
+        for Coming { write, came } in left {
             let segments = Arc::clone(self);
-            self.shared
-                .on_a_thread(write, move |io, write| segments.append(io, write));
+            self.shared.on_a_thread(write, move |io, write| {
+                segments.append_coming(io, Coming { write, came });
+            });
         }
         let mut placed = placed.into_iter();
         let first = placed.next();
@@ -378,7 +407,7 @@ impl Segments {
             self.write_elsewhere(&open, append);
         }
         match first {
-            Some((open, append)) if append.write.deadline == io.deadline() => {
+            Some((open, append)) if append.write.deadline == io.deadline() && io.still_wanted().is_ok() => {
                 self.write_into(io, &open, append);
             }
             Some((open, append)) => self.write_elsewhere(&open, append),
@@ -388,12 +417,13 @@ impl Segments {
 
     /// Those that wait for a segment to be opened and whose time is over, and when that of the next one is.
     pub(super) fn late_waiting(&self, now: MonotonicTime) -> (Vec<Write>, Option<MonotonicTime>) {
-        let mut state = self.writer.0.lock();
+        let mut state = self.writer.state.lock();
         let Some(waiting) = &mut state.opening else {
             return (Vec::new(), None);
         };
-        let late: Vec<_> = waiting.extract_if(.., |write| write.deadline <= now).collect();
-        (late, waiting.iter().map(|write| write.deadline).min())
+        let late = waiting.extract_if(.., |coming| coming.write.deadline <= now);
+        let late = late.map(|coming| coming.write).collect();
+        (late, waiting.iter().map(|coming| coming.write.deadline).min())
     }
 
     /// Takes no more records into this segment.
@@ -406,24 +436,21 @@ impl Segments {
 
     /// The next record goes into another one.
     pub(super) fn leave(&self, open: &Arc<OpenSegment>) {
-        let mut state = self.writer.0.lock();
+        let mut state = self.writer.state.lock();
         state.open.retain(|other| !Arc::ptr_eq(other, open));
     }
 
     /// Whether nothing waits for more any more, so that a segment is sealed as soon as nothing is written to it.
     pub(super) fn seals_at_once(&self) -> bool {
-        self.config.age.is_zero() || self.writer.0.lock().last
+        self.config.age.is_zero() || self.writer.state.lock().last
     }
 
     /// Closes what is open; with `last`, from now on nothing waits for more.
     pub(super) fn flush(self: &Arc<Self>, last: bool) {
         let open = {
-            let mut state = self.writer.0.lock();
+            let mut state = self.writer.state.lock();
             state.last |= last;
-            state.hurry |= state
-                .opening
-                .as_ref()
-                .is_some_and(|waiting| last || !waiting.is_empty());
+            state.flushes += 1;
             state.open.clone()
         };
         open.iter().for_each(|open| self.close(open));
@@ -431,7 +458,7 @@ impl Segments {
 
     /// Closes a segment that is due.
     pub(super) fn close_due(self: &Arc<Self>, open: &Arc<OpenSegment>, now: MonotonicTime) {
-        self.writer.0.lock().closed = Some(now);
+        self.writer.state.lock().closed = Some(now);
         self.close(open);
     }
 
@@ -439,8 +466,8 @@ impl Segments {
     pub(super) fn hurry(self: &Arc<Self>) {
         let now = self.shared.clock.now();
         let (open, due) = {
-            let mut state = self.writer.0.lock();
-            state.hurry |= state.opening.as_ref().is_some_and(|waiting| !waiting.is_empty());
+            let mut state = self.writer.state.lock();
+            state.flushes += 1;
             if state.open.is_empty() {
                 return;
             }
@@ -459,29 +486,35 @@ impl Segments {
 
     /// How many segments take records.
     pub(super) fn taking_records(&self) -> usize {
-        self.writer.0.lock().open.len()
+        self.writer.state.lock().open.len()
     }
 
     /// The segments that were opened and have not ended.
     pub(super) fn open_segments(&self) -> Vec<Arc<OpenSegment>> {
-        self.writer.0.lock().living.clone()
+        self.writer.state.lock().living.clone()
     }
 
     /// A segment has ended.
     pub(super) fn forget(&self, open: &Arc<OpenSegment>) {
-        let mut state = self.writer.0.lock();
+        let mut state = self.writer.state.lock();
         state.living.retain(|living| !Arc::ptr_eq(living, open));
     }
 
     /// Whether a segment has not ended yet.
     pub(super) fn is_writing(&self) -> bool {
-        let state = self.writer.0.lock();
+        let state = self.writer.state.lock();
         !state.living.is_empty() || state.opening.is_some()
     }
 
     /// Names of the segments that were opened and have not ended.
     pub(super) fn living(&self) -> HashSet<SegmentName> {
-        self.writer.0.lock().living.iter().map(|open| open.name).collect()
+        self.writer
+            .state
+            .lock()
+            .living
+            .iter()
+            .map(|open| open.name)
+            .collect()
     }
 
     pub(super) fn private(&self, name: SegmentName) -> PathBuf {
