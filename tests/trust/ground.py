@@ -208,9 +208,9 @@ class Ground:
         return places.files(self.root)
 
     def bytes_stored(self) -> int:
-        """Bytes of all of these; the collector may be at work."""
+        """Bytes of all of these and of what is not published yet; the collector may be at work."""
         total = 0
-        for path in self.files():
+        for path in [*self.files(), *places.private_files(self.root)]:
             try:
                 total += path.stat().st_size
             except FileNotFoundError:

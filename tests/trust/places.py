@@ -70,6 +70,11 @@ def files(root: Path) -> list[Path]:
     return sorted([*single, *(path for path in root.glob("*/segments/*.seg") if NAME.fullmatch(path.name))])
 
 
+def private_files(root: Path) -> list[Path]:
+    """Every file that is being written, or that somebody left who died meanwhile."""
+    return list(root.glob("*/tmp/*.tmp"))
+
+
 def feet(root: Path) -> Iterator[tuple[Path, Foot]]:
     """Every segment whose foot can be believed."""
     for path in files(root):

@@ -70,6 +70,9 @@ pub(super) struct QuotaAgent {
     /// A count ended since this process opened the root.
     counted: bool,
     last_count: MonotonicTime,
+    /// What all writers had begun when that was last seen to have changed, and when.
+    admitted: u64,
+    quiet_since: MonotonicTime,
     count_not_before: MonotonicTime,
     /// Counts in a row that could not do what was wanted.
     vain: u32,
@@ -345,6 +348,9 @@ impl Quota {
         ledger.counted |= keeper.counted;
         drop(ledger);
         self.show(&book);
+        if std::mem::replace(&mut keeper.admitted, book.admitted()) != keeper.admitted {
+            keeper.quiet_since = now;
+        }
         let due = self.is_count_due(keeper, &book, short, now);
         drop(book);
         if due && !self.counting.is_running() {
@@ -376,6 +382,7 @@ impl Quota {
             || book.has_gone_unseen()
             || book.is_in_doubt()
             || book.since_count() > book.limit / 16
+            || book.is_blurred() && now.since(keeper.quiet_since) >= BEAT
             || now.since(keeper.last_count) >= again
     }
 }

@@ -52,6 +52,8 @@ pub(crate) struct GrantTable {
     accounts: BTreeMap<u64, Account>,
     /// Something was removed that no count has missed yet for sure.
     stale: bool,
+    /// Somebody wrote while the last count listed, so that some of it may be counted twice.
+    blurred: bool,
 }
 
 impl GrantTable {
@@ -76,6 +78,7 @@ impl GrantTable {
             records: left.records,
             accounts: left.writers.iter().filter_map(account).collect(),
             stale: false,
+            blurred: false,
         }
     }
 
@@ -143,6 +146,16 @@ impl GrantTable {
             .map(|account| account.admitted.saturating_sub(account.seen))
             .sum();
         self.counted.unwrap_or(0).saturating_add(written)
+    }
+
+    /// Whether the last count may have seen some of what is charged beyond it too.
+    pub(crate) fn is_blurred(&self) -> bool {
+        self.blurred
+    }
+
+    /// Bytes of all writes that were begun.
+    pub(crate) fn admitted(&self) -> u64 {
+        self.accounts.values().map(|account| account.admitted).sum()
     }
 
     /// Bytes written since the last count.
@@ -236,6 +249,8 @@ impl GrantTable {
             }
             None => true,
         });
+        let beyond = |account: &Account| account.admitted > account.seen;
+        self.blurred = self.accounts.values().any(beyond);
         forgotten
     }
 

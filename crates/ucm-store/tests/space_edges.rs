@@ -11,13 +11,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ucm_core::{MissReason, crc32c};
-use ucm_infra::{Clock, ManualClock, MonotonicTime};
+use ucm_infra::{Clock, LANE_SPACE, ManualClock, MonotonicTime};
 use ucm_io::{Fault, Gate, OpKind, Rule};
 use ucm_quota::evidence::evidence_name;
 use ucm_quota::{Capacity, Rules};
 use ucm_store::engine::{Task, Until};
 
 use common::mount::{Place, copy_all};
+use common::only_over;
 use common::shared::{LONG, RECORD, attempt, documents, elsewhere, in_time, on, small, stored};
 use common::{Device, Setup, Store, directory, eventually, id, identity, ids};
 
@@ -407,4 +408,33 @@ fn what_another_host_writes_is_not_dead_because_its_clock_or_ours_is_wrong() {
     let store = on(&ahead, dir.path(), &setup);
     assert_eq!(store.stat("storage_used_bytes"), 1000);
     assert!(theirs.exists());
+}
+
+#[test]
+fn what_was_written_while_it_was_counted_is_counted_once_when_nobody_writes() {
+    only_over!(FilesAlone, "it hangs the count at the directory of a block");
+    let (dir, clock) = (directory(), ManualClock::new());
+    let store = on(&clock, dir.path(), &small(64));
+    let mut twin = id(0); // in the same directory
+    twin.0[1] ^= 1;
+    let blocks = [ids(5), vec![twin]].concat();
+    let device = Device::filled(&store.setup, &blocks);
+    for &block in &blocks[..4] {
+        attempt(&store, &clock, &device, block).unwrap();
+    }
+    in_time(&clock, LONG, "it was counted", || {
+        store.stat("storage_counted") == 1
+    });
+    let (gate, shard) = (store.gate(), store.file(twin));
+    let hang = Rule::on(OpKind::List, Fault::HangBefore(gate.clone())).lane(LANE_SPACE);
+    store.fault(hang.path(shard.parent().unwrap().to_string_lossy()).times(1));
+    attempt(&store, &clock, &device, blocks[4]).unwrap(); // more than a 16th of the limit: time for another count
+    in_time(&clock, LONG, "it is counted again", || gate.waiting() == 1);
+    attempt(&store, &clock, &device, twin).unwrap();
+    gate.open();
+    let uses = |records| store.stat("storage_used_bytes") == records * RECORD;
+    in_time(&clock, LONG, "the count has seen one that is charged too", || {
+        uses(7)
+    });
+    in_time(&clock, LONG, "it is counted once", || uses(6));
 }
