@@ -276,7 +276,10 @@ impl Rig {
         done: &mut [Option<D>],
     ) {
         let asked: Vec<&BlockRead> = reads.iter().collect();
-        let runs = self.backend.runs(&asked, self.io.pool.width(LANE_LOAD));
+        let runs = self
+            .backend
+            .features()
+            .runs(&asked, self.io.pool.width(LANE_LOAD));
         let mut reads: Vec<_> = reads.into_iter().map(Some).collect();
         for run in runs {
             let (backend, deadline) = (Arc::clone(&self.backend), self.deadline());

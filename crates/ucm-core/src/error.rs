@@ -95,6 +95,15 @@ impl ErrorKind {
 
 /// An error: kind, message, context pairs (where), and the cause. Cheap to clone, so that one failure can be
 /// reported for many blocks.
+///
+/// ```
+/// use ucm_core::{Error, ErrorKind};
+///
+/// let full = Error::new(ErrorKind::NoSpace, "the medium is full; make room on it").with("free", 512);
+/// assert_eq!(full.kind(), ErrorKind::NoSpace);
+/// assert!(full.retryable(), "it may be better a moment later");
+/// assert!(full.to_string().contains("free=512"));
+/// ```
 #[derive(Clone)]
 pub struct Error(Arc<Inner>);
 

@@ -14,6 +14,15 @@ pub const LAYER_ALIGN: u64 = 64;
 pub const PAGE: u64 = 4096;
 
 /// Validated sizes of one part's blocks, in bytes.
+///
+/// ```
+/// use ucm_core::Geometry;
+///
+/// // K and V of 4 KiB each, eight layers, four of them in each row of a load or dump.
+/// let geometry = Geometry::new(vec![4096, 4096], 8, 4).unwrap();
+/// assert_eq!((geometry.shards(), geometry.layer_len(), geometry.raw_len()), (2, 8192, 65536));
+/// assert!(Geometry::new(vec![4096], 8, 3).is_err(), "rows are alike");
+/// ```
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Geometry {
     tensors: Vec<u64>,

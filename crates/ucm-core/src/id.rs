@@ -9,6 +9,15 @@ use crate::error::{Error, Result};
 
 /// Sixteen bytes that name a block: a *block key* (the hash chain over tokens) or a *record id* (the key of one
 /// part of it). Stores see record ids only.
+///
+/// ```
+/// use ucm_core::BlockId;
+///
+/// let id = BlockId::from_slice(&[7; 16]).unwrap();
+/// assert_eq!(id.to_hex(), "07070707070707070707070707070707");
+/// assert_eq!(id.to_hex().parse::<BlockId>().unwrap(), id);
+/// assert!(BlockId::from_slice(&[7; 4]).is_err());
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub struct BlockId(pub [u8; 16]);
 

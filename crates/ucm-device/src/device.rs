@@ -23,6 +23,20 @@ pub type HostDone = Box<dyn FnOnce(HostBuf, Result<()>) + Send>;
 pub type Landed<'a> = dyn FnMut(&mut [u8], usize) + 'a;
 
 /// A kind of memory that KV lives in.
+///
+/// ```
+/// use ucm_device::{DeviceSpan, Piece, open_device};
+/// use ucm_infra::SystemClock;
+///
+/// let device = open_device("host", SystemClock::shared()).unwrap();
+/// let mut stream = device.make_stream().unwrap();
+/// let mut page = vec![7u8; 64];
+/// // SAFETY: the page outlives the stream's work, and nobody touches it meanwhile.
+/// let span = unsafe { DeviceSpan::new(page.as_mut_ptr() as u64, 64) };
+/// let mut record = vec![0; 96];
+/// stream.gather(&[Piece { at: 32, span }], &mut record, &mut |_, _| {}).unwrap();
+/// assert_eq!(record[31..34], [0, 7, 7]);
+/// ```
 pub trait Device: Send + Sync {
     /// Name in logs and configuration ("host", "cuda:0").
     fn name(&self) -> &str;

@@ -22,6 +22,20 @@ use crate::arena::HostArena;
 type ReleaseHook = Box<dyn Fn() + Send + Sync>;
 
 /// A pool of equal slots cut from one range of an arena.
+///
+/// ```
+/// use ucm_device::{ArenaOptions, SlotPool, open_device};
+/// use ucm_infra::SystemClock;
+///
+/// let device = open_device("host", SystemClock::shared()).unwrap();
+/// let arena = device.make_arena(8192, ArenaOptions::default()).unwrap();
+/// let slots = SlotPool::new(arena, 4000).unwrap();
+/// let mut slot = slots.try_acquire().unwrap();
+/// slot.as_mut_slice().fill(1);
+/// assert_eq!((slots.slot_len(), slots.available()), (4096, 1));
+/// drop(slot);
+/// assert_eq!(slots.available(), 2);
+/// ```
 pub struct SlotPool {
     arena: Arc<HostArena>,
     /// Offset of the first slot in the arena.

@@ -17,6 +17,19 @@ use crate::probe::Probe;
 ///
 /// The errors of all of them: `NotFound` for ENOENT and ESTALE, `NoSpace` for a full medium or quota, else `Io` with the
 /// number of the operating system; `InvalidInput` for what does not fit its buffer or the offsets of a file.
+///
+/// ```
+/// use std::path::PathBuf;
+/// use ucm_infra::{LANE_LOAD, MonotonicTime};
+/// use ucm_io::{IoOptions, IoPool};
+///
+/// let pool = IoPool::psync(false, &IoOptions::with_workers(1)).unwrap();
+/// let found = pool.call(LANE_LOAD, MonotonicTime::NEVER, |io| {
+///     io.still_wanted()?; // before every effect that no method of it makes
+///     io.look(PathBuf::from("/no such file"))
+/// });
+/// assert!(found.unwrap().is_none());
+/// ```
 pub struct IoJob {
     engine: Arc<dyn IoEngine>,
     lane: usize,

@@ -20,6 +20,34 @@ pub struct SideSpec {
 }
 
 /// Offsets and lengths of the records of one part, all in bytes.
+///
+/// ```
+/// use ucm_core::{BlockId, Geometry, MissReason, Part};
+/// use ucm_record::{Expect, RecordLayout, RecordMeta, verify};
+///
+/// let layout = RecordLayout::new(&Geometry::new(vec![4096], 2, 2).unwrap());
+/// let mut record = vec![0; layout.record_len()];
+/// for layer in 0..layout.layers() {
+///     record[layout.layer_data(layer)].fill(layer as u8 + 1);
+/// }
+/// let meta = RecordMeta {
+///     id: BlockId([7; 16]),
+///     namespace: [1; 32],
+///     part: Part::default(),
+///     parent: BlockId::default(),
+///     ordinal: 0,
+///     tokens: 16,
+///     time_ns: 0,
+///     writer: 0,
+/// };
+/// layout.seal(&meta, &mut record).unwrap();
+///
+/// let asked = Expect { id: meta.id, namespace: meta.namespace, part: meta.part, layout: &layout };
+/// verify(&record, record.len() as u64, &asked).unwrap();
+/// record[layout.layer_data(1).start] ^= 1;
+/// let refused = verify(&record, record.len() as u64, &asked).unwrap_err();
+/// assert_eq!(refused.reason, MissReason::BadChecksum);
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordLayout {
     pub(super) layers: u32,

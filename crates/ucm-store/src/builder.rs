@@ -20,6 +20,42 @@ pub use stages::TierSpec;
 use stages::make_all;
 
 /// What a store is made from; sizes in bytes, times in seconds.
+///
+/// ```
+/// use ucm_core::BlockId;
+/// use ucm_device::DeviceSpan;
+/// use ucm_infra::SystemClock;
+/// use ucm_store::builder::StoreSpec;
+/// use ucm_store::engine::{Pieces, Row, Until};
+///
+/// let identity = r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32","weights":"w","model_config":{},
+///     "position":{},"kv_dtype":"f32","attention_backend":"a","kv_packing":{},"kv_layout":"l","kv_groups":[],
+///     "block_tokens":16,"tensor_parallel":1,"pipeline_parallel":1,"decode_context_parallel":1}"#
+///     .replace("\n    ", "");
+/// let spec = serde_json::json!({
+///     "stages": [{"kind": "toy"}], "identity": identity, "part": [0, 0, 0], "tensor_sizes": [4096],
+///     "shard_size": 4096, "block_size": 4096, "block_tokens": 16, "dtype": "f32", "labels": {}, "processes": 1,
+///     "scheduler_elsewhere": false, "lookup_only": false, "staging_bytes": 1 << 20, "copy_threads": 1,
+///     "lookup_s": 20.0, "load_s": 5.0, "dump_s": 30.0, "probe_s": 5.0, "shutdown_s": 3.0, "paranoid": false,
+///     "breaker_threshold": 4, "breaker_window_s": 60.0, "breaker_cool_down_s": 10.0,
+/// });
+/// let engine = StoreSpec::parse(&spec.to_string()).unwrap().open(SystemClock::shared()).unwrap();
+///
+/// let (id, mut page) = (BlockId([7; 16]), vec![7u8; 4096]);
+/// let rows = |page: &mut Vec<u8>| {
+///     // SAFETY: the page outlives the tasks below, and nobody touches it before they ended.
+///     let span = unsafe { DeviceSpan::new(page.as_mut_ptr() as u64, page.len() as u64) };
+///     vec![Row { id, shard: 0, pieces: Pieces::Listed(vec![span]), ready: None }]
+/// };
+/// let dump = engine.dump(rows(&mut page)).unwrap();
+/// assert!(dump.wait(engine.clock(), Until::Published, None) && dump.failures().is_empty());
+/// assert_eq!(engine.lookup(&[id, BlockId([8; 16])]).unwrap(), [true, false]);
+///
+/// page.fill(0);
+/// let load = engine.load(rows(&mut page), None).unwrap();
+/// assert!(load.wait(engine.clock(), Until::Published, None) && load.failures().is_empty());
+/// assert_eq!(page, vec![7; 4096]);
+/// ```
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StoreSpec {

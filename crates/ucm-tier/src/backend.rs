@@ -98,7 +98,7 @@ pub struct BlockRead {
     pub again: bool,
     /// When nobody waits for it any more.
     pub deadline: MonotonicTime,
-    /// [`Backend::look`] has been since it was missed: what is missed again is not there.
+    /// [`Indexed::look`] has been since it was missed: what is missed again is not there.
     pub looked: bool,
 }
 
@@ -107,7 +107,7 @@ pub enum Outcome {
     /// The record, or why it could not be read. The error is `Foreign` where something has the record's name that can never
     /// be read as one, so that nothing is wrong with the medium.
     Came(Result<ReadDone>),
-    /// It is not where it was known to be: to be read again after [`Backend::look`].
+    /// It is not where it was known to be: to be read again after [`Indexed::look`].
     Moved(BlockRead),
 }
 
@@ -215,8 +215,10 @@ pub trait Victim: Send {
 pub type Evicted = Box<dyn Fn(Box<dyn Victim>) + Send + Sync>;
 
 /// What a medium is and can do.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Features {
+#[derive(Clone, Copy, Default)]
+pub struct Features<'a> {
+    /// Name in logs and metrics.
+    pub name: &'static str,
     /// Lookups are answered from memory and without a system call, so that they may be asked on any thread.
     pub answers_at_once: bool,
     /// Parts of a record can be read by themselves.
@@ -224,6 +226,40 @@ pub struct Features {
     /// Uses that another process of the same engine has told its own medium must be told here too: they reach only what a
     /// process has to itself, its memory, and what it knows of the segments that it merges.
     pub own_touches: bool,
+    /// The same as memory of this host, where it is that: it ends with the processes that use it.
+    pub memory: Option<&'a dyn Memory>,
+    /// Where its records lie, if it knows that without asking the medium.
+    pub index: Option<&'a dyn Indexed>,
+    /// What this process has of it before others, if there can be such.
+    pub local: Option<&'a dyn Local>,
+}
+
+impl Features<'_> {
+    /// Which of these reads one thread should do together: see [`Indexed::runs`]; without an index each by itself.
+    pub fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
+        match self.index {
+            Some(index) => index.runs(reads, threads),
+            None => (0..reads.len()).map(|read| vec![read]).collect(),
+        }
+    }
+
+    /// Learns what others have stored of late: see [`Indexed::look`]; without an index every lookup asks the medium.
+    pub fn look(&self, deadline: MonotonicTime, done: Done<()>) {
+        match self.index {
+            Some(index) => index.look(deadline, done),
+            None => done(Ok(())),
+        }
+    }
+
+    /// Whether a write would only find this record there, as far as that is known without asking the medium.
+    pub fn is_published(&self, id: BlockId) -> bool {
+        self.index.is_some_and(|index| index.is_published(id))
+    }
+
+    /// What became readable for this process before others can see it: see [`Local::early`].
+    pub fn early(&self) -> LocallyVisible {
+        self.local.map(Local::early).unwrap_or_default()
+    }
 }
 
 /// What a medium holds and did; counters since the start.
@@ -253,40 +289,117 @@ pub trait Memory {
     fn on_evicted(&self, hook: Evicted) -> bool;
 }
 
+/// An index in memory of what lies on a medium.
+pub trait Indexed {
+    /// Which of these reads one thread should do together, by their numbers, and in which order; each comes once at most.
+    /// What is left out is not known to be here, and comes again after [`Indexed::look`]; with [`BlockRead::looked`] none is
+    /// left out. Never waits. `threads`: how many there are for reads.
+    fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>>;
+
+    /// Learns what others have stored of late. Calls back when that is done, with `Timeout` at the deadline, and never waits:
+    /// neither here nor on a thread for reads.
+    fn look(&self, deadline: MonotonicTime, done: Done<()>);
+
+    /// Whether a write would only find this record there.
+    fn is_published(&self, id: BlockId) -> bool;
+}
+
+/// Records that this process can read and others cannot see yet.
+pub trait Local {
+    /// What became readable for this process before others can see it, and what no longer is, since the last call. Who
+    /// asks is the scheduler of the same engine, through its workers; nobody else may count on these. At most as many
+    /// ids as [`ucm_core::limits::MAX_IDS_PER_CALL`], the rest with the next call.
+    fn early(&self) -> LocallyVisible;
+}
+
 /// A medium that keeps records. It knows nothing of other media or of engines.
 ///
 /// Every medium implements the methods without a body; default bodies say what holds for those that have nothing to add.
+///
+/// ```
+/// use std::collections::BTreeMap;
+/// use std::sync::Mutex;
+/// use std::time::Duration;
+///
+/// use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
+/// use ucm_device::Slot;
+/// use ucm_infra::MonotonicTime;
+/// use ucm_io::IoJob;
+/// use ucm_tier::backend::*;
+///
+/// /// Keeps records in a map of this process.
+/// struct Shelf(Mutex<BTreeMap<BlockId, Vec<u8>>>);
+///
+/// impl Backend for Shelf {
+///     fn features(&self) -> Features<'_> {
+///         Features { name: "shelf", ..Features::default() }
+///     }
+///
+///     fn open(&self, _: MonotonicTime) -> Result<String> {
+///         Ok("a map".into())
+///     }
+///
+///     fn lookup(&self, _: &IoJob, ids: &[BlockId], _: bool) -> Result<Vec<Presence>> {
+///         let records = self.0.lock().unwrap();
+///         let there = |id| if records.contains_key(id) { Ok(()) } else { Err(MissReason::Absent) };
+///         Ok(ids.iter().map(there).collect())
+///     }
+///
+///     fn read(&self, _: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
+///         let records = self.0.lock().unwrap();
+///         let copy = |mut read: BlockRead| {
+///             let absent = || Error::new(ErrorKind::NotFound, "it is not on the shelf");
+///             let record = records.get(&read.id).ok_or_else(absent)?;
+///             read.slot.as_mut_slice()[..record.len()].copy_from_slice(record);
+///             Ok(ReadDone { slot: read.slot, read: record.len(), stored_len: record.len() as u64 })
+///         };
+///         run.into_iter().map(|read| Outcome::Came(copy(read))).collect()
+///     }
+///
+///     fn write(&self, _: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
+///         let record = slot.as_slice()[..options.len].to_vec();
+///         self.0.lock().unwrap().insert(id, record);
+///         drop(slot); // before the answer
+///         done(Ok(Written::Published));
+///     }
+///
+///     fn touch(&self, _: &[(BlockId, u32)], _: MonotonicTime) {}
+///
+///     fn delete(&self, _: &IoJob, ids: &[BlockId]) -> Result<usize> {
+///         let mut records = self.0.lock().unwrap();
+///         Ok(ids.iter().filter(|&id| records.remove(id).is_some()).count())
+///     }
+///
+///     fn list(&self, _: &IoJob) -> Result<Vec<Listed>> {
+///         let records = self.0.lock().unwrap();
+///         let listed = |(&id, record): (&BlockId, &Vec<u8>)| Listed { id, len: record.len() as u64, used_ns: 0 };
+///         Ok(records.iter().map(listed).collect())
+///     }
+///
+///     fn stats(&self) -> MediumStats {
+///         MediumStats::default()
+///     }
+///
+///     fn close(&self, _: Duration) {}
+/// }
+///
+/// let shelf = Shelf(Mutex::default());
+/// assert_eq!(shelf.features().name, "shelf");
+/// assert!(shelf.features().memory.is_none());
+/// ```
 pub trait Backend: Send + Sync {
-    /// Name in logs and metrics.
-    fn name(&self) -> &'static str;
-
     /// Makes the medium usable or says why it is not, by the deadline; again after a failure. The answer is what it uses and
     /// why, in words for the log.
     fn open(&self, deadline: MonotonicTime) -> Result<String>;
 
     /// What it is and can do. May change until it was opened.
-    fn features(&self) -> Features {
-        Features::default()
-    }
+    fn features(&self) -> Features<'_>;
 
     /// Whether each record is present whole. With `stop_at_missing` the answer may end with the first that is not.
     fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>>;
 
-    /// Which of these reads one thread should do together, by their numbers, and in which order; each comes once at most.
-    /// What is left out is not known to be here, and comes again after [`Backend::look`]; with [`BlockRead::looked`] none is
-    /// left out. Never waits. `threads`: how many there are for reads.
-    fn runs(&self, reads: &[&BlockRead], _threads: usize) -> Vec<Vec<usize>> {
-        (0..reads.len()).map(|read| vec![read]).collect()
-    }
-
     /// Reads the records of one run: an outcome for each, in the same order, whatever became of the others.
     fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome>;
-
-    /// Learns what others have stored of late, where it does not ask the medium for each record anyway. Calls back when that
-    /// is done, with `Timeout` at the deadline, and never waits: neither here nor on a thread for reads.
-    fn look(&self, _deadline: MonotonicTime, done: Done<()>) {
-        done(Ok(()));
-    }
 
     /// Writes a record privately and publishes it whole. The bytes are written here; `done` hears before this returns, or
     /// later where records are published together or room has to be made first, and by the deadline of `io` in any case. A
@@ -302,18 +415,6 @@ pub trait Backend: Send + Sync {
     /// Every record of this namespace that [`Backend::delete`] would find.
     fn list(&self, io: &IoJob) -> Result<Vec<Listed>>;
 
-    /// Whether a write would only find this record there, as far as that is known without asking the medium.
-    fn is_published(&self, _id: BlockId) -> bool {
-        false
-    }
-
-    /// What became readable for this process before others can see it, and what no longer is, since the last call. Who
-    /// asks is the scheduler of the same engine, through its workers; nobody else may count on these. At most as many
-    /// ids as [`ucm_core::limits::MAX_IDS_PER_CALL`], the rest with the next call.
-    fn early(&self) -> LocallyVisible {
-        LocallyVisible::default()
-    }
-
     /// Publishes what is written and waits for others to be published with it. Never blocks.
     fn flush(&self, _how: Flush) {}
 
@@ -328,9 +429,4 @@ pub trait Backend: Send + Sync {
 
     /// Ends: finishes or fails what is under way within `drain`.
     fn close(&self, drain: Duration);
-
-    /// The same as memory of this host, where it is that: it ends with the processes that use it.
-    fn memory(&self) -> Option<&dyn Memory> {
-        None
-    }
 }

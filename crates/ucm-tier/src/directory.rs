@@ -14,8 +14,8 @@ use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{IoJob, IoPool};
 
 use crate::backend::{
-    Backend, BlockRead, Done, Features, Flush, Listed, LocallyVisible, MediumStats, Memory, Outcome,
-    Presence, Quarantined, WriteOptions, Written,
+    Backend, BlockRead, Done, Features, Flush, Listed, MediumStats, Outcome, Presence, Quarantined,
+    WriteOptions, Written,
 };
 use crate::posix::{PosixBackend, PosixConfig, Shared};
 use crate::root_layout::LayoutKind;
@@ -152,22 +152,16 @@ impl Backend for DirectoryBackend {
     }
 
     of_the_layout! {
-        fn name(&self) -> &'static str;
-        fn features(&self) -> Features;
-        fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>>;
+        fn features(&self) -> Features<'_>;
         fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome>;
-        fn look(&self, deadline: MonotonicTime, done: Done<()>);
         fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>);
         fn touch(&self, ids: &[(BlockId, u32)], deadline: MonotonicTime);
         fn delete(&self, io: &IoJob, ids: &[BlockId]) -> Result<usize>;
         fn list(&self, io: &IoJob) -> Result<Vec<Listed>>;
-        fn is_published(&self, id: BlockId) -> bool;
-        fn early(&self) -> LocallyVisible;
         fn flush(&self, how: Flush);
         fn quarantine(&self, id: BlockId, done: Done<Quarantined>);
         fn stats(&self) -> MediumStats;
         fn close(&self, drain: Duration);
-        fn memory(&self) -> Option<&dyn Memory>;
     }
 }
 

@@ -8,15 +8,18 @@ use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Listed, MediumStats, Outcome, Presence, WriteOptions, Written,
+    Backend, BlockRead, Done, Features, Listed, MediumStats, Outcome, Presence, WriteOptions, Written,
 };
 
 /// Has nothing and keeps nothing.
 pub struct Nothing;
 
 impl Backend for Nothing {
-    fn name(&self) -> &'static str {
-        "nothing"
+    fn features(&self) -> Features<'_> {
+        Features {
+            name: "nothing",
+            ..Features::default()
+        }
     }
 
     fn open(&self, _deadline: MonotonicTime) -> Result<String> {

@@ -202,17 +202,14 @@ impl Shared {
 }
 
 impl Backend for PosixBackend {
-    fn name(&self) -> &'static str {
-        "posix"
-    }
-
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
         self.shared.open_root(deadline)?;
         Ok(self.shared.words())
     }
 
-    fn features(&self) -> Features {
+    fn features(&self) -> Features<'_> {
         Features {
+            name: "posix",
             reads_parts: true,
             ..Features::default()
         }

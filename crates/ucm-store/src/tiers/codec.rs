@@ -130,7 +130,7 @@ impl Tiers {
         options: WriteOptions,
     ) -> WriteOptions {
         let tier = &self.tiers[number];
-        let present = || !options.replace && tier.backend.is_published(id);
+        let present = || !options.replace && tier.backend.features().is_published(id);
         let Some(codec) = tier.codec.as_ref().filter(|_| !present()) else {
             return options;
         };

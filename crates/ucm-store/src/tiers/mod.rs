@@ -266,7 +266,7 @@ impl Tiers {
                     tiers.demote(number, victim);
                 }
             });
-            let above = tiers.tiers[number - 1].backend.memory();
+            let above = tiers.tiers[number - 1].backend.features().memory;
             if !above.is_some_and(|memory| memory.on_evicted(hook)) {
                 let wrong = "a tier is written back to from a memory directly above it";
                 return Err(Error::new(ErrorKind::Config, wrong).with("tier", &tiers.tiers[number].name));
@@ -540,7 +540,8 @@ impl Tiers {
     /// What can be read here before others can see it, and what no longer is, since the last call.
     pub(crate) fn early(&self) -> LocallyVisible {
         let tiers = self.tiers.iter();
-        self.early.merge(tiers.map(|tier| tier.backend.early()))
+        self.early
+            .merge(tiers.map(|tier| tier.backend.features().early()))
     }
 
     /// Publishes what waits for others to be published with it.
@@ -597,7 +598,7 @@ impl Tiers {
 fn names(tiers: &[TierConfig]) -> Vec<String> {
     let mut seen: HashMap<&'static str, usize> = HashMap::new();
     let mut name = |tier: &TierConfig| {
-        let name = tier.backend.name();
+        let name = tier.backend.features().name;
         let count = seen.entry(name).or_default();
         *count += 1;
         match *count {
@@ -612,17 +613,21 @@ fn check(tiers: &[TierConfig]) -> Result<()> {
     let wrong = |text: &'static str| {
         let found = tiers
             .iter()
-            .map(|tier| format!("{} {}", tier.backend.name(), tier.policy.name()));
+            .map(|tier| format!("{} {}", tier.backend.features().name, tier.policy.name()));
         let found = found.collect::<Vec<_>>().join(", ");
         Err(Error::new(ErrorKind::Config, text).with("tiers", found))
     };
     if !(1..=MAX_TIERS).contains(&tiers.len()) {
         return wrong("a store has one to four tiers");
     }
-    if tiers.iter().skip(1).any(|tier| tier.backend.memory().is_some()) {
+    if tiers
+        .iter()
+        .skip(1)
+        .any(|tier| tier.backend.features().memory.is_some())
+    {
         return wrong("memory can only be the top tier");
     }
-    let in_memory = |tier: &TierConfig| tier.codec.is_some() && tier.backend.memory().is_some();
+    let in_memory = |tier: &TierConfig| tier.codec.is_some() && tier.backend.features().memory.is_some();
     if tiers.iter().any(in_memory) {
         return wrong("memory is faster than any codec; give the codec to a tier below it");
     }

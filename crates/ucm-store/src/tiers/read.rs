@@ -89,7 +89,7 @@ impl Tiers {
     ) -> Vec<TierRead<R>> {
         let tier = &self.tiers[number];
         let asked: Vec<&BlockRead> = reads.iter().map(|one| &one.read).collect();
-        let runs = tier.backend.runs(&asked, tier.pool.width(LANE_LOAD));
+        let runs = tier.backend.features().runs(&asked, tier.pool.width(LANE_LOAD));
         if looked {
             reads.iter_mut().for_each(|one| one.read.looked = true);
         }
@@ -135,7 +135,10 @@ impl Tiers {
                     tiers.read_ended(number, one, Err(error), &ended);
                 }
             };
-            self.tiers[number].backend.look(deadline, Box::new(looked));
+            self.tiers[number]
+                .backend
+                .features()
+                .look(deadline, Box::new(looked));
         }
     }
 

@@ -98,7 +98,7 @@ impl Tier {
             .map(|algorithm| TierCodec::new(algorithm, layout, &config.pool));
         Ok(Self {
             codec: codec.transpose()?,
-            memory: config.backend.memory().is_some(),
+            memory: config.backend.features().memory.is_some(),
             words: Mutex::default(),
             backend: config.backend,
             pool: config.pool,
@@ -155,7 +155,7 @@ impl Tier {
 
     /// Whether a read has a chance, without asking the medium: false only where it is known that the record is not here.
     pub(super) fn may_have(&self, id: BlockId) -> bool {
-        self.backend.memory().is_none_or(|memory| memory.has(id))
+        self.backend.features().memory.is_none_or(|memory| memory.has(id))
     }
 
     /// Whether lookups are answered without asking the medium, so that they say nothing of its health.

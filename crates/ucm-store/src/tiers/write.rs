@@ -154,7 +154,7 @@ impl Tiers {
     /// Gives a tier a copy of its own, if that can be had without waiting.
     fn copy(self: &Arc<Self>, moving: Moving, record: &[u8]) {
         let tier = &self.tiers[moving.number];
-        let Some(memory) = tier.backend.memory() else {
+        let Some(memory) = tier.backend.features().memory else {
             match self.spare_copy(&moving, record) {
                 Some(slot) => self.write_copy(moving, slot, || ()),
                 None => add(&tier.counts.copies_dropped, 1),

@@ -76,7 +76,7 @@ impl Bench {
     pub(crate) fn assert_gone(&self, block: BlockId, gone: bool) {
         match self.store.setup.layout {
             Layout::File => assert_ne!(self.store.file(block).exists(), gone),
-            Layout::Segment(_) => assert_ne!(self.store.backend.is_published(block), gone),
+            Layout::Segment(_) => assert_ne!(self.store.backend.features().is_published(block), gone),
         }
     }
 

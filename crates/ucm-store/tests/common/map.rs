@@ -11,8 +11,8 @@ use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::Usage;
 use ucm_tier::backend::{
-    Backend, BlockRead, Done, Evicted, Keep, Listed, LocallyVisible, MediumStats, Memory, Outcome, Presence,
-    ReadDone, Victim, WriteOptions, Written,
+    Backend, BlockRead, Done, Evicted, Features, Keep, Listed, Local, LocallyVisible, MediumStats, Memory,
+    Outcome, Presence, ReadDone, Victim, WriteOptions, Written,
 };
 
 /// Keeps records until there are too many.
@@ -172,8 +172,13 @@ impl MapStage {
 }
 
 impl Backend for MapStage {
-    fn name(&self) -> &'static str {
-        "map"
+    fn features(&self) -> Features<'_> {
+        Features {
+            name: "map",
+            memory: Some(self),
+            local: Some(self),
+            ..Features::default()
+        }
     }
 
     fn open(&self, _deadline: MonotonicTime) -> Result<String> {
@@ -230,10 +235,6 @@ impl Backend for MapStage {
         Ok(listed.collect())
     }
 
-    fn early(&self) -> LocallyVisible {
-        std::mem::take(&mut self.0.inner.lock().early)
-    }
-
     fn stats(&self) -> MediumStats {
         let usage = Usage {
             records: self.0.len() as u64,
@@ -246,9 +247,11 @@ impl Backend for MapStage {
     }
 
     fn close(&self, _drain: Duration) {}
+}
 
-    fn memory(&self) -> Option<&dyn Memory> {
-        Some(self)
+impl Local for MapStage {
+    fn early(&self) -> LocallyVisible {
+        std::mem::take(&mut self.0.inner.lock().early)
     }
 }
 

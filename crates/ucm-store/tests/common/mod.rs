@@ -176,7 +176,9 @@ impl Store {
         };
         let in_segments = setup.medium == Medium::Posix && matches!(setup.layout, Layout::Segment(_));
         let tier = |(backend, pool): (Arc<dyn Backend>, _), policy| TierConfig {
-            codec: setup.codec.filter(|_| in_segments && backend.memory().is_none()),
+            codec: setup
+                .codec
+                .filter(|_| in_segments && backend.features().memory.is_none()),
             backend,
             pool,
             policy,

@@ -16,7 +16,8 @@ use ucm_io::IoJob;
 use ucm_quota::Usage;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Listed, MediumStats, Outcome, Presence, ReadDone, WriteOptions, Written,
+    Backend, BlockRead, Done, Features, Listed, MediumStats, Outcome, Presence, ReadDone, WriteOptions,
+    Written,
 };
 use crate::kind::{BuildContext, BuiltTier, StoreName, TierKind};
 
@@ -98,8 +99,11 @@ impl Toy {
 }
 
 impl Backend for Toy {
-    fn name(&self) -> &'static str {
-        "toy"
+    fn features(&self) -> Features<'_> {
+        Features {
+            name: "toy",
+            ..Features::default()
+        }
     }
 
     fn open(&self, _deadline: MonotonicTime) -> Result<String> {

@@ -1,4 +1,4 @@
-//! What `Backend::early` tells: changes since the last time it was asked.
+//! What `Local::early` tells: changes since the last time it was asked.
 
 use std::collections::HashMap;
 

@@ -20,7 +20,7 @@
 //!
 //! # Locally visible records
 //! A scheduler on this host sees the records of a region by itself, as soon as it has found the region, so
-//! [`Backend::early`] names own records only while the region is not announced. One on another host sees none of them:
+//! [`Local::early`] names own records only while the region is not announced. One on another host sees none of them:
 //! for an engine that spans hosts [`MemoryConfig::scheduler_elsewhere`] has all of them named.
 
 mod early;
@@ -42,8 +42,8 @@ use ucm_quota::Capacity;
 use ucm_record::RecordLayout;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Evicted, Features, Keep, Listed, LocallyVisible, MediumStats, Memory, Outcome,
-    Presence, ReadDone, WriteOptions, Written,
+    Backend, BlockRead, Done, Evicted, Features, Keep, Listed, Local, LocallyVisible, MediumStats, Memory,
+    Outcome, Presence, ReadDone, WriteOptions, Written,
 };
 
 pub use eviction::Policy;
@@ -265,20 +265,19 @@ impl MemoryBackend {
 }
 
 impl Backend for MemoryBackend {
-    fn name(&self) -> &'static str {
-        "memory"
-    }
-
     /// Waits for the first look at the registry; without one the tier is this process's alone for now.
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
         self.neighbours.await_first(&*self.clock, deadline);
         Ok(format!("{}; {}", self.tier.words(), self.neighbours.words()))
     }
 
-    fn features(&self) -> Features {
+    fn features(&self) -> Features<'_> {
         Features {
+            name: "memory",
             answers_at_once: true,
             own_touches: true,
+            memory: Some(self),
+            local: Some(self),
             ..Features::default()
         }
     }
@@ -327,10 +326,6 @@ impl Backend for MemoryBackend {
         Ok(self.tier.list())
     }
 
-    fn early(&self) -> LocallyVisible {
-        self.tier.early()
-    }
-
     fn stats(&self) -> MediumStats {
         let counts = self.tier.counts();
         let records = counts.evicted.saturating_sub(counts.returned) + counts.deleted;
@@ -349,9 +344,11 @@ impl Backend for MemoryBackend {
         self.neighbours.stop();
         self.neighbours.await_end(&*self.clock, until);
     }
+}
 
-    fn memory(&self) -> Option<&dyn Memory> {
-        Some(self)
+impl Local for MemoryBackend {
+    fn early(&self) -> LocallyVisible {
+        self.tier.early()
     }
 }
 

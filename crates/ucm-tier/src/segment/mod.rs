@@ -41,8 +41,8 @@ use ucm_io::{IoJob, IoPool};
 use ucm_quota::Capacity;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Features, Flush, Listed, LocallyVisible, MediumStats, Outcome, Presence,
-    Quarantined, WriteOptions, Written,
+    Backend, BlockRead, Done, Features, Flush, Indexed, Listed, Local, LocallyVisible, MediumStats, Outcome,
+    Presence, Quarantined, WriteOptions, Written,
 };
 use crate::posix::{PosixConfig, Shared};
 use crate::root_layout::LayoutKind;
@@ -219,10 +219,6 @@ impl Segments {
 }
 
 impl Backend for SegmentBackend {
-    fn name(&self) -> &'static str {
-        "posix"
-    }
-
     fn open(&self, deadline: MonotonicTime) -> Result<String> {
         self.segments.shared.open_root(deadline)?;
         self.segments.find_all(deadline);
@@ -231,11 +227,15 @@ impl Backend for SegmentBackend {
         Ok(self.segments.words())
     }
 
-    fn features(&self) -> Features {
+    fn features(&self) -> Features<'_> {
         Features {
+            name: "posix",
             answers_at_once: true,
             reads_parts: true,
             own_touches: true,
+            memory: None,
+            index: Some(self),
+            local: Some(self),
         }
     }
 
@@ -251,16 +251,8 @@ impl Backend for SegmentBackend {
         Ok(found)
     }
 
-    fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
-        self.segments.runs(reads, threads)
-    }
-
     fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
         self.segments.read(io, run)
-    }
-
-    fn look(&self, deadline: MonotonicTime, done: Done<()>) {
-        self.segments.after_look(deadline, done);
     }
 
     fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
@@ -279,11 +271,6 @@ impl Backend for SegmentBackend {
             return write.end(Err(Error::new(ErrorKind::NoSpace, full)));
         }
         self.segments.append(io, write);
-    }
-
-    fn is_published(&self, id: BlockId) -> bool {
-        let there = self.segments.index.find(id);
-        there.is_some_and(|hit| !hit.private) && self.segments.presence(there).is_ok()
     }
 
     /// Who only looks up tells nothing: whether a use is one of the whole segment is known where segments are merged.
@@ -313,10 +300,6 @@ impl Backend for SegmentBackend {
         Ok(all
             .map(|(id, len, used_ns)| Listed { id, len, used_ns })
             .collect())
-    }
-
-    fn early(&self) -> LocallyVisible {
-        self.segments.early.take(self.segments.shared.clock.now())
     }
 
     fn flush(&self, how: Flush) {
@@ -362,6 +345,27 @@ impl Backend for SegmentBackend {
         segments.pool.shutdown(left() / 2);
         segments.shared.space.shutdown(left() / 2);
         segments.shared.io.shutdown(left());
+    }
+}
+
+impl Indexed for SegmentBackend {
+    fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
+        self.segments.runs(reads, threads)
+    }
+
+    fn look(&self, deadline: MonotonicTime, done: Done<()>) {
+        self.segments.after_look(deadline, done);
+    }
+
+    fn is_published(&self, id: BlockId) -> bool {
+        let there = self.segments.index.find(id);
+        there.is_some_and(|hit| !hit.private) && self.segments.presence(there).is_ok()
+    }
+}
+
+impl Local for SegmentBackend {
+    fn early(&self) -> LocallyVisible {
+        self.segments.early.take(self.segments.shared.clock.now())
     }
 }
 
