@@ -8,5 +8,6 @@ pub mod builder;
 pub mod engine;
 pub mod health;
 pub mod numeric_diff;
+mod records;
 pub mod stats;
 pub mod tiers;

@@ -27,8 +27,8 @@ impl Core {
     pub fn audit(&self, ids: &[BlockId]) -> Result<()> {
         self.usable()?;
         for &id in ids {
-            if self.marked.insert(id) && self.marked.len() > MOST_MARKED {
-                self.marked.clear();
+            if self.dumps.marked.insert(id) && self.dumps.marked.len() > MOST_MARKED {
+                self.dumps.marked.clear();
             }
         }
         Ok(())
@@ -36,7 +36,7 @@ impl Core {
 
     /// The deviation up to which two computations of a block count as the same.
     pub fn audit_tolerance(&self) -> f64 {
-        tolerance(self.layout.dtype())
+        tolerance(self.records.layout.dtype())
     }
 
     /// Reads the stored block and compares it with the whole record in `slot`; writes as usual if there is none to
@@ -49,7 +49,7 @@ impl Core {
     ) {
         let (id, request) = (builder.id, builder.request);
         let tier = self.tiers.place(id, 0, request.number);
-        let room = tier.and_then(|_| self.slots.try_acquire_above(self.reserved_slots));
+        let room = tier.and_then(|_| self.device.slots.try_acquire_above(self.device.reserved_slots));
         let (Some(tier), Some(room)) = (tier, room) else {
             return self.write(builder, slot, options, None);
         };
@@ -76,13 +76,13 @@ impl Core {
     /// The largest deviation of any tensor of two records.
     fn deviation(&self, stored: &[u8], computed: &[u8]) -> f64 {
         let mut most = 0f64;
-        for layer in 0..self.geometry.layers() {
-            let mut at = self.layout.layer_data(layer).start;
-            for &size in self.geometry.tensors() {
+        for layer in 0..self.records.geometry.layers() {
+            let mut at = self.records.layout.layer_data(layer).start;
+            for &size in self.records.geometry.tensors() {
                 let tensor = at..at + size as usize;
                 at = tensor.end;
                 most = most.max(deviation(
-                    self.layout.dtype(),
+                    self.records.layout.dtype(),
                     &stored[tensor.clone()],
                     &computed[tensor],
                 ));
@@ -99,7 +99,7 @@ impl Core {
         }
         Stats::add(&self.stats.audit_deviations, 1);
         warn!(
-            store = self.writer,
+            store = self.records.writer,
             block = %id,
             deviation,
             tolerance,

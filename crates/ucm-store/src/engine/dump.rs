@@ -6,21 +6,63 @@
 //! dropped and counted.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
+use hashlink::LruCache;
+use parking_lot::Mutex;
 use tracing::{info, warn};
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
-use ucm_infra::{LANE_DUMP, MonotonicTime, Ticket};
+use ucm_infra::{IdSet, LANE_DUMP, MonotonicTime, Notify, Ticket};
 use ucm_record::{RecordMeta, encode_header};
 use ucm_tier::backend::{Flush, WriteOptions, Written};
 
-use super::block_builder::{After, BlockBuilder, Stage};
+use super::block_builder::{After, BlockBuilder, BlockBuilders, Stage};
 use super::load::{BlockRowList, by_block};
 use super::task::{Task, TaskState};
 use super::{Core, Hint, Row};
 use crate::stats::Stats;
 use crate::tiers::{Request, TierWrite};
+
+/// Most header hints remembered.
+const REMEMBERED: usize = 1 << 16;
+
+/// The dumps of an engine: what is under way, and how much of it there may be.
+pub(super) struct Dumps {
+    pub(super) builders: BlockBuilders,
+    pub(super) hints: Mutex<LruCache<BlockId, Hint>>,
+    /// Blocks whose next dump is compared with what is stored.
+    pub(super) marked: IdSet<BlockId>,
+    /// Copies from the device that are queued or running, and how many there may be.
+    copying: AtomicUsize,
+    copy_limit: usize,
+    /// Threads that copy from the device, and how many of them are writing what they copied.
+    copy_threads: usize,
+    writing: AtomicUsize,
+    /// Rung when a block was gathered, and when the medium has it.
+    moved_on: Notify,
+    /// Blocks cannot be stored for a reason that somebody must remove, and the log said so.
+    unwritable: AtomicBool,
+    /// Just after [`Core::flush`] was last called: dumps begun before are published soon.
+    pub(super) flushed: AtomicU64,
+}
+
+impl Dumps {
+    pub(super) fn new(copy_limit: usize, copy_threads: usize) -> Self {
+        Self {
+            builders: Mutex::default(),
+            hints: Mutex::new(LruCache::new(REMEMBERED)),
+            marked: IdSet::default(),
+            copying: AtomicUsize::new(0),
+            copy_limit,
+            copy_threads,
+            writing: AtomicUsize::new(0),
+            moved_on: Notify::new(),
+            unwritable: AtomicBool::new(false),
+            flushed: AtomicU64::new(0),
+        }
+    }
+}
 
 /// The blocks of one dump. The threads that copy take one after the other.
 struct Run {
@@ -58,9 +100,9 @@ impl Core {
         self.admit(now)?;
         self.drop_incomplete(now);
         let work = self.take_slots(by_block(rows), self.tiers.request(deadline))?;
-        self.open_tasks.add(&state);
+        self.life.open_tasks.add(&state);
         Stats::add(&self.stats.dump_tasks, 1);
-        let threads = self.copy_threads.min(work.len());
+        let threads = self.dumps.copy_threads.min(work.len());
         let run = Arc::new(Run {
             blocks: work,
             next: AtomicUsize::new(0),
@@ -78,7 +120,7 @@ impl Core {
                     core.leave(&blocks, &ticket, &error);
                 }
             };
-            if let Err(refused) = self.copies.offer(LANE_DUMP, deadline, work, done) {
+            if let Err(refused) = self.device.copies.offer(LANE_DUMP, deadline, work, done) {
                 drop(refused.work);
                 (refused.done)(Err(refused.error)); // closed meanwhile
             }
@@ -112,19 +154,19 @@ impl Core {
         request: Request,
     ) -> Result<Vec<(Arc<BlockBuilder>, BlockRowList)>> {
         let (mut work, mut fresh) = (Vec::with_capacity(blocks.len()), Vec::new());
-        let mut builders = self.builders.lock();
+        let mut builders = self.dumps.builders.lock();
         let blocks_wanted = blocks.len();
-        let mut full = self.copying.load(Ordering::Acquire) + blocks_wanted > self.copy_limit;
+        let mut full = self.dumps.copying.load(Ordering::Acquire) + blocks_wanted > self.dumps.copy_limit;
         for (id, rows) in blocks {
             let builder = match builders.get(&id) {
                 _ if full => break,
                 Some(builder) => Arc::clone(builder),
                 None => {
-                    let Some(slot) = self.slots.try_acquire_above(self.reserved_slots) else {
+                    let Some(slot) = self.device.slots.try_acquire_above(self.device.reserved_slots) else {
                         full = true;
                         break;
                     };
-                    let builder = Arc::new(BlockBuilder::new(id, request, slot, &self.geometry));
+                    let builder = Arc::new(BlockBuilder::new(id, request, slot, &self.records.geometry));
                     fresh.push(Arc::clone(&builder));
                     builder
                 }
@@ -137,11 +179,17 @@ impl Core {
             let busy = Error::new(ErrorKind::Busy, "no staging slot is free for this dump");
             let busy = busy
                 .with("blocks", blocks_wanted)
-                .with("slots", self.slots.capacity());
-            return Err(busy.with("free", self.slots.available().saturating_sub(self.reserved_slots)));
+                .with("slots", self.device.slots.capacity());
+            return Err(busy.with(
+                "free",
+                self.device
+                    .slots
+                    .available()
+                    .saturating_sub(self.device.reserved_slots),
+            ));
         }
         // Counted under the lock, so that two dumps cannot both take the last places.
-        self.copying.fetch_add(work.len(), Ordering::AcqRel);
+        self.dumps.copying.fetch_add(work.len(), Ordering::AcqRel);
         builders.extend(fresh.into_iter().map(|builder| (builder.id, builder)));
         Ok(work)
     }
@@ -165,11 +213,12 @@ impl Core {
         let mut crcs = Vec::with_capacity(layers.len());
         // Each layer as soon as its last piece is there: its bytes are in the caches then.
         let mut seal = |record: &mut [u8], landed: usize| {
-            for &layer in &layers[crcs.len()..landed / self.geometry.tensors().len()] {
-                crcs.push((layer, self.layout.seal_layer(record, layer)));
+            for &layer in &layers[crcs.len()..landed / self.records.geometry.tensors().len()] {
+                crcs.push((layer, self.records.layout.seal_layer(record, layer)));
             }
         };
-        self.streams
+        self.device
+            .streams
             .with(&rows.ready, builder.request.deadline, |stream| {
                 stream.gather(&pieces, slot.as_mut_slice(), &mut seal)
             })?;
@@ -202,7 +251,7 @@ impl Core {
                 After::Ended(Err(error))
             }
         };
-        self.copying.fetch_sub(1, Ordering::AcqRel); // now that its stage says where it is
+        self.dumps.copying.fetch_sub(1, Ordering::AcqRel); // now that its stage says where it is
         if let After::Ended(Err(error)) = &after {
             rows.iter().for_each(|&row| task.fail_row(row, error.clone()));
         }
@@ -218,7 +267,7 @@ impl Core {
             After::Publish(slot, crcs) => self.publish(builder, slot, &crcs, here),
         }
         self.flush_if_wanted(task);
-        self.moved_on.notify();
+        self.dumps.moved_on.notify();
     }
 
     /// Waits until all that was begun is gathered and the media have it, by `until` at the latest.
@@ -228,19 +277,19 @@ impl Core {
             matches!(inner.stage, Stage::Publishing) && !inner.placed
         };
         loop {
-            let seen = self.moved_on.seen();
-            let builders: Vec<_> = self.builders.lock().values().cloned().collect();
-            let all = self.copying.load(Ordering::Acquire) == 0 && !builders.iter().any(on_its_way);
+            let seen = self.dumps.moved_on.seen();
+            let builders: Vec<_> = self.dumps.builders.lock().values().cloned().collect();
+            let all = self.dumps.copying.load(Ordering::Acquire) == 0 && !builders.iter().any(on_its_way);
             if all || self.clock.now() >= until {
                 return;
             }
-            self.clock.sleep(&self.moved_on, seen, Some(until));
+            self.clock.sleep(&self.dumps.moved_on, seen, Some(until));
         }
     }
 
     /// Publishes what a task waits for, once the medium has all of it.
     fn flush_if_wanted(&self, task: &TaskState) {
-        let flushed = task.started.0 < self.flushed.load(Ordering::Acquire);
+        let flushed = task.started.0 < self.dumps.flushed.load(Ordering::Acquire);
         if task.only_waits() || flushed && task.is_handed_over() {
             self.tiers.flush(Flush::Soon);
         }
@@ -256,7 +305,7 @@ impl Core {
             let rows = |(task, rows): &(Arc<TaskState>, Vec<usize>)| (Arc::clone(task), rows.len());
             inner.waiting.iter().map(rows).collect()
         };
-        self.moved_on.notify();
+        self.dumps.moved_on.notify();
         for (task, rows) in waiting {
             task.rows_placed(rows);
             self.flush_if_wanted(&task);
@@ -270,7 +319,13 @@ impl Core {
         layer_crcs: &[u32],
         here: &Arc<Ticket>,
     ) {
-        let hint = self.hints.lock().get(&builder.id).copied().unwrap_or_default();
+        let hint = self
+            .dumps
+            .hints
+            .lock()
+            .get(&builder.id)
+            .copied()
+            .unwrap_or_default();
         let Hint {
             parent,
             ordinal,
@@ -280,27 +335,27 @@ impl Core {
             id: builder.id,
             parent,
             ordinal,
-            namespace: *self.identity.digest(),
-            part: self.part,
+            namespace: *self.records.identity.digest(),
+            part: self.records.part,
             tokens: if tokens == 0 {
-                self.layout.block_tokens()
+                self.records.layout.block_tokens()
             } else {
                 tokens
             },
             time_ns: self.clock.wall_ns(),
-            writer: self.writer,
+            writer: self.records.writer,
         };
-        if let Err(error) = encode_header(&self.layout, &meta, layer_crcs, slot.as_mut_slice()) {
+        if let Err(error) = encode_header(&self.records.layout, &meta, layer_crcs, slot.as_mut_slice()) {
             return self.write_done(builder, false, Err(error));
         }
         let replace = self.refused.replaces(builder.id);
         let options = WriteOptions {
-            len: self.layout.record_len(),
+            len: self.records.layout.record_len(),
             ordinal,
             replace,
             read_back: self.paranoid,
         };
-        if self.marked.remove(&builder.id) && !replace {
+        if self.dumps.marked.remove(&builder.id) && !replace {
             self.write_audited(builder, slot, options);
         } else {
             self.write(builder, slot, options, Some(here));
@@ -326,15 +381,16 @@ impl Core {
             request: builder.request,
             placed: Box::new(move || core.placed(&placed_for)),
         };
-        let may = |writing: usize| (writing + 1 < self.copy_threads).then_some(writing + 1);
+        let may = |writing: usize| (writing + 1 < self.dumps.copy_threads).then_some(writing + 1);
         let here = here.filter(|_| {
-            self.writing
+            self.dumps
+                .writing
                 .fetch_update(Ordering::AcqRel, Ordering::Acquire, may)
                 .is_ok()
         });
         self.tiers.write(write, here, done);
         if here.is_some() {
-            self.writing.fetch_sub(1, Ordering::AcqRel);
+            self.dumps.writing.fetch_sub(1, Ordering::AcqRel);
         }
     }
 
@@ -344,37 +400,40 @@ impl Core {
         replaced: bool,
         result: Result<Written>,
     ) {
-        self.builders.lock().remove(&builder.id);
-        self.hints.lock().remove(&builder.id);
+        self.dumps.builders.lock().remove(&builder.id);
+        self.dumps.hints.lock().remove(&builder.id);
         let result = match result {
             Ok(Written::Unsound(reason)) => Err(self.refuse(builder.id, None, reason)),
             result => result,
         };
         match &result {
             Ok(written) => {
-                if *written == Written::Published && self.unwritable.swap(false, Ordering::AcqRel) {
-                    info!(store = self.writer, "blocks are stored again");
+                if *written == Written::Published && self.dumps.unwritable.swap(false, Ordering::AcqRel) {
+                    info!(store = self.records.writer, "blocks are stored again");
                 }
                 if *written == Written::Present {
                     Stats::add(&self.stats.blocks_present, 1);
                 } else {
                     Stats::add(&self.stats.blocks_published, 1);
                     self.refused.published(builder.id);
-                    Stats::add(&self.stats.bytes_published, self.layout.record_len() as u64);
+                    Stats::add(
+                        &self.stats.bytes_published,
+                        self.records.layout.record_len() as u64,
+                    );
                 }
                 if replaced && *written == Written::Published && self.refused.forgive(builder.id) {
                     Stats::add(&self.stats.records_replaced, 1);
                     let id = builder.id;
-                    info!(store = self.writer, block = %id, "a refused record was replaced: {id}");
+                    info!(store = self.records.writer, block = %id, "a refused record was replaced: {id}");
                 }
             }
             Err(error) => {
                 Stats::add(&self.stats.publishes_failed, 1);
                 if matches!(error.kind(), ErrorKind::Io | ErrorKind::Foreign)
-                    && !self.unwritable.swap(true, Ordering::AcqRel)
+                    && !self.dumps.unwritable.swap(true, Ordering::AcqRel)
                 {
                     let (id, kind) = (builder.id, error.kind().name());
-                    warn!(store = self.writer, block = %id, error = kind, "a block could not be stored: {error}");
+                    warn!(store = self.records.writer, block = %id, error = kind, "a block could not be stored: {error}");
                 }
             }
         }
@@ -406,7 +465,7 @@ impl Core {
             inner.slot.take() // or a copy that hangs has it, and drops it when it returns
         };
         // Still this one: it leaves the list once, here or when its publishing ended, and no other takes its place before.
-        self.builders.lock().remove(&builder.id);
+        self.dumps.builders.lock().remove(&builder.id);
         drop(slot);
         true
     }
@@ -420,6 +479,7 @@ impl Core {
     /// Drops blocks whose last shard did not come by their deadline.
     pub(super) fn drop_incomplete(&self, now: MonotonicTime) {
         let late: Vec<Arc<BlockBuilder>> = self
+            .dumps
             .builders
             .lock()
             .values()

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use tracing::{info, warn};
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
@@ -11,22 +11,44 @@ use ucm_quota::evidence::is_damage;
 use ucm_record::{Expect, RecordHeader, Refusal, verify_layers, verify_rest};
 use ucm_tier::backend::{Quarantined, ReadDone};
 
+use super::task::OpenTasks;
 use super::{COPY_REPLACEMENTS, Core};
 use crate::stats::Stats;
+
+/// How an engine lives: since when it is whose, what is under way in it, and whether it goes on.
+pub(super) struct Life {
+    pub(super) open_tasks: Arc<OpenTasks>,
+    /// So much is lost in calls that do not return that nothing more is begun.
+    overrun: AtomicBool,
+    pub(super) closed: AtomicBool,
+    /// The process that opened it.
+    pub(super) pid: u32,
+}
+
+impl Life {
+    pub(super) fn new() -> Self {
+        Self {
+            open_tasks: Arc::default(),
+            overrun: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
+            pid: std::process::id(),
+        }
+    }
+}
 
 impl Core {
     /// Whether work may go to the tiers now: one of them may answer, and not too much is lost.
     pub(super) fn admit(&self, now: MonotonicTime) -> Result<()> {
         self.usable()?;
         let lost = self.lost();
-        let was = self.overrun.swap(lost.is_some(), Ordering::AcqRel);
+        let was = self.life.overrun.swap(lost.is_some(), Ordering::AcqRel);
         match &lost {
             Some(error) if !was => {
                 let kind = error.kind().name();
                 let text = "the store is switched off until enough of them have, every lookup misses";
-                warn!(store = self.writer, error = kind, "{error}: {text}");
+                warn!(store = self.records.writer, error = kind, "{error}: {text}");
             }
-            None if was => info!(store = self.writer, "the store answers again"),
+            None if was => info!(store = self.records.writer, "the store answers again"),
             _ => {}
         }
         if lost.is_none() && self.tiers.may_answer(now) {
@@ -39,7 +61,11 @@ impl Core {
     /// The error that says that too many slots are lost in calls that do not return: each of these may hold one, and half of
     /// them is too many.
     pub(super) fn lost(&self) -> Option<Error> {
-        let (slots, io, copies) = (self.slots.capacity(), self.tiers.stuck(), self.copies_stuck());
+        let (slots, io, copies) = (
+            self.device.slots.capacity(),
+            self.tiers.stuck(),
+            self.copies_stuck(),
+        );
         let too_many = !self.looks_up_only() && io > slots / 2 || copies >= COPY_REPLACEMENTS;
         too_many.then(|| {
             Error::new(ErrorKind::Timeout, "too many operations never returned")
@@ -50,7 +76,7 @@ impl Core {
 
     /// Threads that hang in copies from the device. Those that hang in a write that they carried on with are their tier's.
     pub(super) fn copies_stuck(&self) -> usize {
-        self.copies.stuck().saturating_sub(self.tiers.lent_stuck())
+        self.device.copies.stuck().saturating_sub(self.tiers.lent_stuck())
     }
 
     /// Judges what was read: why it is not the record asked for, if so. Its first `verified` layers were judged before.
@@ -72,7 +98,7 @@ impl Core {
         layers: &Range<u32>,
         verified: u32,
     ) -> Result<RecordHeader, Refusal> {
-        let parts = self.layout.parts(layers.clone());
+        let parts = self.records.layout.parts(layers.clone());
         let len = parts.iter().map(Range::len).sum::<usize>();
         if read.read < len {
             return Err(Refusal::new(MissReason::Truncated, "length", read.read, len));
@@ -85,9 +111,9 @@ impl Core {
     pub(super) fn expect(&self, id: BlockId) -> Expect<'_> {
         Expect {
             id,
-            namespace: *self.identity.digest(),
-            part: self.part,
-            layout: &self.layout,
+            namespace: *self.records.identity.digest(),
+            part: self.records.part,
+            layout: &self.records.layout,
         }
     }
 
@@ -98,7 +124,7 @@ impl Core {
         Stats::add(&self.stats.records_refused, 1);
         let name = reason.name();
         warn!(
-            store = self.writer,
+            store = self.records.writer,
             block = %id,
             reason = name,
             "record {id} was refused ({name}) and will be recomputed"
@@ -119,7 +145,7 @@ impl Core {
         Stats::add(&self.stats.records_refused, 1);
         let name = reason.name();
         warn!(
-            store = self.writer,
+            store = self.records.writer,
             block = %id,
             reason = name,
             "a copy of record {id} was refused ({name}); another tier is asked for it"
@@ -148,7 +174,7 @@ impl Core {
             Ok(Quarantined::Kept) => {
                 Stats::add(&self.stats.records_quarantined, 1);
                 info!(
-                    store = self.writer,
+                    store = self.records.writer,
                     block = %id,
                     reason,
                     "record {id} was moved to quarantine ({reason})"
@@ -159,7 +185,7 @@ impl Core {
             }
             Err(error) => {
                 info!(
-                    store = self.writer,
+                    store = self.records.writer,
                     block = %id,
                     reason,
                     error = error.kind().name(),

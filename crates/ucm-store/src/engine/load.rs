@@ -164,7 +164,7 @@ impl Core {
                 core.expire_load(&task);
             }
         });
-        self.open_tasks.add(&state);
+        self.life.open_tasks.add(&state);
         Stats::add(&self.stats.load_tasks, 1);
         if !task.blocks.is_empty() {
             self.begin_load(&task, now);
@@ -240,7 +240,7 @@ impl Core {
         let rows = || taken.iter().map(|&at| &block.rows[at]);
         let copied = self.pieces(rows()).and_then(|pieces| {
             let ready = &block.rows.ready;
-            self.streams.with(ready, task.state.deadline, |stream| {
+            self.device.streams.with(ready, task.state.deadline, |stream| {
                 stream.scatter(record, &pieces)?;
                 if self.paranoid {
                     compare(stream, &pieces, record)?;

@@ -20,26 +20,27 @@ mod transfer;
 
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use hashlink::LruCache;
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, Part, Result, limits};
+use ucm_core::{BlockId, Error, ErrorKind, Geometry, Result, limits};
 use ucm_device::{ArenaOptions, Device, KvLayout, SlotPool};
-use ucm_infra::{Clock, IdSet, Lane, MonotonicTime, Notify, WorkerPool};
+use ucm_infra::{Clock, Lane, MonotonicTime, WorkerPool};
 use ucm_record::RecordLayout;
 use ucm_tier::backend::{Flush, LocallyVisible};
 
+use crate::records::StoredRecords;
 use crate::stats::Stats;
 use crate::tiers::{Priority, TierConfig, Tiers, TiersConfig};
 
 pub use config::{Deadlines, EngineConfig, Hint, Pieces, Row};
+use dump::Dumps;
+use guard::Life;
 pub use lookup::{Asked, Located};
 use rejected::RejectedRecords;
-use task::OpenTasks;
 pub use task::{Task, Until};
-use transfer::Streams;
+use transfer::{DeviceSide, Streams};
 
 /// Threads for lookups that nobody waits for, and how many of these may be queued.
 const ASK_THREADS: usize = 3;
@@ -53,8 +54,6 @@ const LEAST_SLOTS: usize = 4;
 /// Most memory of records on their way between tiers, and most of them.
 const SPARE_BYTES: usize = 64 << 20;
 const SPARE_SLOTS: usize = 32;
-/// Most header hints remembered.
-const REMEMBERED: usize = 1 << 16;
 /// Longest deadline a load may be given: no wait is without one.
 const LONGEST_LOAD: Duration = Duration::from_secs(600);
 /// Times a copy worker that hangs is replaced; as many stuck copies open the breaker.
@@ -67,45 +66,17 @@ pub struct Engine(Arc<Core>);
 
 /// Shared by the handle and the callbacks under way.
 pub struct Core {
-    geometry: Geometry,
-    layout: RecordLayout,
-    identity: Identity,
-    part: Part,
-    writer: u64,
+    records: Arc<StoredRecords>,
     paranoid: bool,
     deadlines: Deadlines,
     clock: Arc<dyn Clock>,
     tiers: Arc<Tiers>,
-    streams: Streams,
-    slots: Arc<SlotPool>,
-    reserved_slots: usize,
-    copies: Arc<WorkerPool>,
+    device: DeviceSide,
     asks: Arc<WorkerPool>,
     reads: Mutex<reads::Reads>,
-    builders: block_builder::BlockBuilders,
-    open_tasks: Arc<OpenTasks>,
-    /// Copies from the device that are queued or running, and how many there may be.
-    copying: AtomicUsize,
-    copy_limit: usize,
-    /// Threads that copy from the device, and how many of them are writing what they copied.
-    copy_threads: usize,
-    writing: AtomicUsize,
-    /// Rung when a block was gathered, and when the medium has it.
-    moved_on: Notify,
+    dumps: Dumps,
     refused: RejectedRecords,
-    hints: Mutex<LruCache<BlockId, Hint>>,
-    /// Where the KV lies, once somebody said so.
-    kv: Mutex<Option<Arc<KvLayout>>>,
-    /// Blocks whose next dump is compared with what is stored.
-    marked: IdSet<BlockId>,
-    /// So much is lost in calls that do not return that nothing more is begun.
-    overrun: AtomicBool,
-    /// Blocks cannot be stored for a reason that somebody must remove, and the log said so.
-    unwritable: AtomicBool,
-    closed: AtomicBool,
-    /// Just after [`Core::flush`] was last called: dumps begun before are published soon.
-    flushed: AtomicU64,
-    pid: u32,
+    life: Life,
     stats: Stats,
 }
 
@@ -128,6 +99,13 @@ impl Engine {
     ) -> Result<Self> {
         let layout = RecordLayout::new(&config.geometry).describing(config.block_tokens, config.dtype);
         let slot_len = layout.record_len() as u64;
+        let records = Arc::new(StoredRecords {
+            geometry: config.geometry,
+            layout,
+            identity: config.identity,
+            part: config.part,
+            writer: config.writer,
+        });
         let slots = config.staging_bytes / slot_len;
         if config.staging_bytes > 0 && slots < LEAST_SLOTS as u64 {
             return Err(Error::new(
@@ -149,10 +127,7 @@ impl Engine {
         };
         let below = TiersConfig {
             tiers,
-            record: layout.clone(),
-            identity: config.identity.clone(),
-            part: config.part,
-            writer: config.writer,
+            records: Arc::clone(&records),
             breaker: config.breaker,
             probe: config.deadlines.probe,
             copy: config.deadlines.dump,
@@ -203,41 +178,27 @@ impl Engine {
             .clock(Arc::clone(&clock))
             .build()?;
         let core = Arc::new(Core {
-            reserved_slots,
-            slots,
-            layout,
-            geometry: config.geometry,
-            identity: config.identity,
-            part: config.part,
-            writer: config.writer,
+            records,
             paranoid: config.paranoid,
             deadlines: config.deadlines,
             clock,
             tiers,
-            streams: Streams::of(device),
-            copies,
+            device: DeviceSide {
+                streams: Streams::of(device),
+                slots,
+                reserved_slots,
+                copies,
+                kv: Mutex::default(),
+            },
             asks,
             reads: Mutex::default(),
-            builders: Mutex::default(),
-            open_tasks: Arc::default(),
-            copying: AtomicUsize::new(0),
-            copy_limit,
-            copy_threads: config.copy_threads.max(1),
-            writing: AtomicUsize::new(0),
-            moved_on: Notify::new(),
+            dumps: Dumps::new(copy_limit, config.copy_threads.max(1)),
             refused: RejectedRecords::default(),
-            hints: Mutex::new(LruCache::new(REMEMBERED)),
-            kv: Mutex::default(),
-            marked: IdSet::default(),
-            overrun: AtomicBool::new(false),
-            unwritable: AtomicBool::new(false),
-            closed: AtomicBool::new(false),
-            flushed: AtomicU64::new(0),
-            pid: std::process::id(),
+            life: Life::new(),
             stats: Stats::default(),
         });
         let weak = Arc::downgrade(&core);
-        core.slots.on_release(move || {
+        core.device.slots.on_release(move || {
             if let Some(core) = weak.upgrade() {
                 core.pump(); // a load may be waiting for this slot
             }
@@ -252,8 +213,8 @@ impl Engine {
     /// # Errors
     /// `InvalidInput` where its pieces are not those of the geometry.
     pub fn register_kv(&self, layout: KvLayout) -> Result<()> {
-        let sizes = self.geometry.tensors();
-        let expected = sizes.len() * self.geometry.layers() as usize;
+        let sizes = self.records.geometry.tensors();
+        let expected = sizes.len() * self.records.geometry.layers() as usize;
         let lengths = layout.spans(0, 0..layout.pieces()).map(|span| span.len());
         if layout.pieces() != expected || !lengths.eq(sizes.iter().copied().cycle().take(expected)) {
             return Err(
@@ -262,7 +223,7 @@ impl Engine {
                     .with("expected", expected),
             );
         }
-        *self.kv.lock() = Some(Arc::new(layout));
+        *self.device.kv.lock() = Some(Arc::new(layout));
         Ok(())
     }
 
@@ -271,14 +232,16 @@ impl Engine {
     /// # Errors
     /// `InvalidInput` before [`Engine::register_kv`], `Unsupported` where a block has several shards.
     pub fn rows_of_blocks(&self, blocks: impl IntoIterator<Item = (BlockId, u64)>) -> Result<Vec<Row>> {
-        let Some(layout) = self.kv.lock().clone() else {
+        let Some(layout) = self.device.kv.lock().clone() else {
             return Err(Error::invalid(
                 "no KV is registered with this store: name addresses, or register it first",
             ));
         };
-        if self.geometry.shards() > 1 {
+        if self.records.geometry.shards() > 1 {
             let text = "this store splits its blocks into shards, which are named with their addresses";
-            return Err(Error::new(ErrorKind::Unsupported, text).with("shards", self.geometry.shards()));
+            return Err(
+                Error::new(ErrorKind::Unsupported, text).with("shards", self.records.geometry.shards())
+            );
         }
         let row = |(id, number)| Row {
             id,
@@ -322,7 +285,7 @@ impl Engine {
     /// Ends the engine: no new work, what is under way gets the shutdown deadline, then every task has ended.
     /// Idempotent; in a forked child it does nothing.
     pub fn close(&self) {
-        if self.check_process().is_err() || self.closed.swap(true, Ordering::AcqRel) {
+        if self.check_process().is_err() || self.life.closed.swap(true, Ordering::AcqRel) {
             return;
         }
         let until = self.clock.now().after(self.deadlines.shutdown);
@@ -331,9 +294,9 @@ impl Engine {
         self.await_placed(self.clock.now().after(left() / 2));
         self.tiers.flush(Flush::Last);
         // First the tasks, then the pools: a task is many jobs, and a pool that ends takes no next one.
-        self.open_tasks.wait(&*self.clock, until);
+        self.life.open_tasks.wait(&*self.clock, until);
         self.asks.shutdown(Duration::ZERO);
-        self.copies.shutdown(left());
+        self.device.copies.shutdown(left());
         self.tiers.shutdown(left());
         self.await_pump();
         self.end_loads();
@@ -355,7 +318,7 @@ impl Core {
     /// Remembers what the ids of a coming dump do not say.
     pub fn describe(&self, hints: impl IntoIterator<Item = (BlockId, Hint)>) -> Result<()> {
         self.usable()?;
-        let mut known = self.hints.lock();
+        let mut known = self.dumps.hints.lock();
         for (id, hint) in hints {
             known.insert(id, hint);
         }
@@ -408,7 +371,9 @@ impl Core {
     /// Publishes soon what was dumped and waits for more to be published with it (a segment). Never waits.
     pub fn flush(&self) -> Result<()> {
         self.usable()?;
-        self.flushed.fetch_max(self.clock.now().0 + 1, Ordering::AcqRel);
+        self.dumps
+            .flushed
+            .fetch_max(self.clock.now().0 + 1, Ordering::AcqRel);
         self.tiers.flush(Flush::Now);
         Ok(())
     }
@@ -441,12 +406,15 @@ impl Core {
     /// How many more blocks a dump could take now.
     pub fn free_dump_slots(&self) -> usize {
         self.drop_incomplete(self.clock.now());
-        self.slots.available().saturating_sub(self.reserved_slots)
+        self.device
+            .slots
+            .available()
+            .saturating_sub(self.device.reserved_slots)
     }
 
     /// The device whose memory it loads into and dumps from; it makes the events of rows and tasks.
     pub fn device(&self) -> &dyn Device {
-        self.streams.device()
+        self.device.streams.device()
     }
 
     /// The engine's clock, for waiting on its tasks.
@@ -457,22 +425,22 @@ impl Core {
     /// Number that tells this store from all others: in the header of what it writes, and in the field `store` of what it
     /// logs.
     pub fn writer(&self) -> u64 {
-        self.writer
+        self.records.writer
     }
 
     /// The sizes the engine was opened with.
     pub fn geometry(&self) -> &Geometry {
-        &self.geometry
+        &self.records.geometry
     }
 
     /// Bytes of one record on the medium.
     pub fn record_len(&self) -> usize {
-        self.layout.record_len()
+        self.records.layout.record_len()
     }
 
     /// Fails with `Forked` in a child process: nothing else of the store may be called there.
     pub fn check_process(&self) -> Result<()> {
-        if self.pid == std::process::id() {
+        if self.life.pid == std::process::id() {
             return Ok(());
         }
         Err(Error::new(
@@ -483,7 +451,7 @@ impl Core {
 
     fn usable(&self) -> Result<()> {
         self.check_process()?;
-        if self.closed.load(Ordering::Acquire) {
+        if self.life.closed.load(Ordering::Acquire) {
             return Err(Error::new(ErrorKind::Closed, "the store is closed"));
         }
         Ok(())
@@ -513,7 +481,10 @@ impl Core {
 
     fn check_rows(&self, rows: &[Row]) -> Result<()> {
         self.check_count(rows.len())?;
-        let (shards, pieces) = (self.geometry.shards(), self.geometry.tensors_per_shard());
+        let (shards, pieces) = (
+            self.records.geometry.shards(),
+            self.records.geometry.tensors_per_shard(),
+        );
         for (number, row) in rows.iter().enumerate() {
             if row.shard >= shards {
                 return Err(Error::invalid("shard index out of range")
@@ -547,10 +518,10 @@ impl Core {
 
     /// Whether it was opened for lookups only, with one slot for what a lookup may need.
     fn looks_up_only(&self) -> bool {
-        self.slots.capacity() < LEAST_SLOTS
+        self.device.slots.capacity() < LEAST_SLOTS
     }
 
     fn shard_len(&self) -> u64 {
-        self.geometry.layer_len() * u64::from(self.geometry.layers_per_shard())
+        self.records.geometry.layer_len() * u64::from(self.records.geometry.layers_per_shard())
     }
 }

@@ -228,7 +228,7 @@ impl Core {
                 continue;
             };
             let room = reads.running < READS_AT_ONCE;
-            let Some(slot) = room.then(|| self.slots.try_acquire()).flatten() else {
+            let Some(slot) = room.then(|| self.device.slots.try_acquire()).flatten() else {
                 reads.pending.push_front(wanted);
                 break;
             };
@@ -247,15 +247,21 @@ impl Core {
 
     /// The layers that all who wait for a block want together, if they are few enough to be read by themselves.
     fn few_layers(&self, waiters: &[(Arc<LoadTask>, usize)]) -> Option<Range<u32>> {
-        if self.geometry.shards() == 1 {
+        if self.records.geometry.shards() == 1 {
             return None;
         }
         let wanted = waiters
             .iter()
-            .map(|(task, index)| task.blocks[*index].layers(&self.geometry));
+            .map(|(task, index)| task.blocks[*index].layers(&self.records.geometry));
         let all = wanted.reduce(|one, other| one.start.min(other.start)..one.end.max(other.end))?;
-        let bytes: usize = self.layout.parts(all.clone()).iter().map(Range::len).sum();
-        let whole = self.layout.record_len();
+        let bytes: usize = self
+            .records
+            .layout
+            .parts(all.clone())
+            .iter()
+            .map(Range::len)
+            .sum();
+        let whole = self.records.layout.record_len();
         (bytes + WORTH.max(whole / 2) <= whole).then_some(all)
     }
 
@@ -284,10 +290,13 @@ impl Core {
 
     /// How a block is read whose layers go to the device as they arrive, or of which only some are wanted.
     fn parts(self: &Arc<Self>, reading: &Reading) -> Option<Parts> {
-        if self.geometry.shards() == 1 || reading.again || self.tiers.has_codec(reading.tier) {
+        if self.records.geometry.shards() == 1 || reading.again || self.tiers.has_codec(reading.tier) {
             return None;
         }
-        let layers = reading.layers.clone().unwrap_or(0..self.geometry.layers());
+        let layers = reading
+            .layers
+            .clone()
+            .unwrap_or(0..self.records.geometry.layers());
         let steps = self.steps(layers.clone());
         if steps.len() == 1 && reading.layers.is_none() {
             return None;
@@ -320,10 +329,11 @@ impl Core {
 
     /// The operations that bring these layers of a record: each some whole shards, if they are enough to be worth one.
     fn steps(&self, layers: Range<u32>) -> Vec<Vec<Range<usize>>> {
-        let (mut steps, mut step) = (Vec::new(), self.layout.parts(layers.clone()));
-        let per_shard = self.geometry.layers_per_shard();
+        let (mut steps, mut step) = (Vec::new(), self.records.layout.parts(layers.clone()));
+        let per_shard = self.records.geometry.layers_per_shard();
         for upto in (layers.start + per_shard..layers.end).step_by(per_shard as usize) {
             let end = self
+                .records
                 .layout
                 .parts(layers.start..upto)
                 .last()
@@ -347,7 +357,7 @@ impl Core {
             0 => early.layers.start, // it begins anew
             _ => early.verified.load(Ordering::Acquire),
         };
-        let is_whole = |&layer: &u32| self.layout.layer_data(layer + 1).start <= part.range.end;
+        let is_whole = |&layer: &u32| self.records.layout.layer_data(layer + 1).start <= part.range.end;
         let upto = (from..early.layers.end).take_while(is_whole).last();
         let upto = upto.map_or(from, |last| last + 1);
         let judged = verify_layers(part.record, part.stored_len, &self.expect(early.id), from..upto);
@@ -363,13 +373,13 @@ impl Core {
     /// The rows whose layers lie before `upto`, of those who wait for a block and want no other layers than are read. Whoever
     /// has much more time than the read gets all of them at its end, or from another read.
     fn take_ready(&self, io: &IoJob, early: &Early, upto: u32) -> Vec<(Arc<LoadTask>, usize, Vec<usize>)> {
-        let per_shard = self.geometry.layers_per_shard();
+        let per_shard = self.records.geometry.layers_per_shard();
         let ready = |(_, shard, pieces): &BlockRow| !pieces.in_slot() && (shard + 1) * per_shard <= upto;
         let reads = self.reads.lock();
         // Whoever ends a read that was written off does it under this lock: nothing of it goes to the device after that.
         let waiters = reads.waiters.get(&early.id).filter(|_| io.is_wanted());
         let covered = waiters.into_iter().flatten().filter(|(task, index)| {
-            let wanted = task.blocks[*index].layers(&self.geometry);
+            let wanted = task.blocks[*index].layers(&self.records.geometry);
             let covered = early.layers.start <= wanted.start && wanted.end <= early.layers.end;
             covered && task.state.deadline <= early.deadline.after(LITTLE)
         });
@@ -470,7 +480,10 @@ impl Core {
     /// The layers of one block never come from two tiers: those of whose rows some came from this one have failed with it.
     fn fail_begun(self: &Arc<Self>, id: BlockId, failed: &Failed) {
         let mut reads = self.reads.lock();
-        let waiters = reads.waiters.get_mut(&id).filter(|_| self.geometry.shards() > 1);
+        let waiters = reads
+            .waiters
+            .get_mut(&id)
+            .filter(|_| self.records.geometry.shards() > 1);
         let begun = |(task, index): &mut (Arc<LoadTask>, usize)| task.has_begun(*index);
         let begun: Vec<_> = waiters.map_or_else(Vec::new, |waiters| waiters.extract_if(.., begun).collect());
         drop(reads);
@@ -552,7 +565,7 @@ impl Core {
         let goes_on = |(task, index): &(Arc<LoadTask>, usize)| {
             let has_time = deadline.is_some_and(|late| task.state.deadline > late);
             let wants_more = layers.is_some_and(|layers| {
-                let wanted = task.blocks[*index].layers(&self.geometry);
+                let wanted = task.blocks[*index].layers(&self.records.geometry);
                 wanted.start < layers.start || wanted.end > layers.end
             });
             (has_time || wants_more) && task.reads(*index) && !task.has_begun(*index)

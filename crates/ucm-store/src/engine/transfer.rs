@@ -5,10 +5,21 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use ucm_core::{Error, Result};
-use ucm_device::{Device, Event, Piece, Stream};
-use ucm_infra::MonotonicTime;
+use ucm_device::{Device, Event, KvLayout, Piece, SlotPool, Stream};
+use ucm_infra::{MonotonicTime, WorkerPool};
 
 use super::{Core, Pieces};
+
+/// The device of an engine, the memory on the way to it, and the threads that copy from it.
+pub(super) struct DeviceSide {
+    pub(super) streams: Streams,
+    pub(super) slots: Arc<SlotPool>,
+    /// So many of these stay out of reach of dumps.
+    pub(super) reserved_slots: usize,
+    pub(super) copies: Arc<WorkerPool>,
+    /// Where the KV lies, once somebody said so.
+    pub(super) kv: Mutex<Option<Arc<KvLayout>>>,
+}
 
 /// The device, and those of its streams that nobody uses.
 pub(super) struct Streams {
@@ -53,7 +64,7 @@ impl Streams {
 impl Core {
     /// The layers of a shard.
     pub(super) fn layers_of(&self, shard: u32) -> Range<u32> {
-        let count = self.geometry.layers_per_shard();
+        let count = self.records.geometry.layers_per_shard();
         shard * count..(shard + 1) * count
     }
 
@@ -63,13 +74,13 @@ impl Core {
         &self,
         rows: impl IntoIterator<Item = &'a (usize, u32, Pieces)>,
     ) -> Result<Vec<Piece>> {
-        let sizes = self.geometry.tensors();
+        let sizes = self.records.geometry.tensors();
         let mut all = Vec::new();
         for (row, shard, pieces) in rows {
-            let spans = pieces.spans(*shard, self.geometry.tensors_per_shard());
+            let spans = pieces.spans(*shard, self.records.geometry.tensors_per_shard());
             all.reserve(spans.len());
             for (layer, spans) in self.layers_of(*shard).zip(spans.chunks_exact(sizes.len())) {
-                let mut at = self.layout.layer_data(layer).start;
+                let mut at = self.records.layout.layer_data(layer).start;
                 for (&span, &size) in spans.iter().zip(sizes) {
                     if span.len() != size {
                         let wrong = Error::invalid("a device piece is not as long as its tensor");

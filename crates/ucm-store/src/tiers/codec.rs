@@ -136,7 +136,7 @@ impl Tiers {
         };
         let len = codec.encode(slot, &options).unwrap_or_else(|error| {
             warn!(
-                store = self.writer,
+                store = self.records.writer,
                 block = %id,
                 tier = tier.name,
                 error = %error,
@@ -179,12 +179,12 @@ impl Tiers {
         } else {
             add(&codec.undecodable, 1);
             warn!(
-                store = self.writer,
+                store = self.records.writer,
                 block = %id,
                 "record {id} does not come back from its compressed form, though that is whole; it will be recomputed"
             );
         }
-        read.read = self.record.kv_len();
+        read.read = self.records.layout.kv_len();
         read.stored_len = read.read as u64;
         Ok(read)
     }

@@ -48,7 +48,7 @@ impl Tiers {
         if left > 0 {
             let (name, all) = (&self.tiers[number].name, records.len());
             warn!(
-                store = self.writer,
+                store = self.records.writer,
                 tier = name,
                 left,
                 "{left} of {all} blocks in memory were not written back to {name} in the time for shutting down; they will \
@@ -74,7 +74,7 @@ impl Tiers {
                 if ended.clock.now() < until {
                     under_way.fetch_sub(1, Ordering::AcqRel);
                 }
-                ended.freed.notify();
+                ended.moves.freed.notify();
             };
             match result.map(|mut read| read.pop()) {
                 Ok(Some(Outcome::Came(Ok(ReadDone { slot, read, .. })))) => {
@@ -92,14 +92,14 @@ impl Tiers {
     fn await_spare(&self, until: MonotonicTime) -> Option<Slot> {
         let mut slot = None;
         self.await_until(until, || {
-            slot = slot.take().or_else(|| self.spare.try_acquire());
+            slot = slot.take().or_else(|| self.moves.spare.try_acquire());
             slot.is_some()
         });
         slot
     }
 
     fn await_until(&self, until: MonotonicTime, mut so: impl FnMut() -> bool) {
-        let notify: &Notify = &self.freed;
+        let notify: &Notify = &self.moves.freed;
         loop {
             let seen = notify.seen();
             if so() || self.clock.now() >= until {

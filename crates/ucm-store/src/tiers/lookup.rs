@@ -104,7 +104,7 @@ impl Tiers {
     /// question it is looked at in the background.
     fn admits_lookup(self: &Arc<Self>, number: usize, request: Request, now: MonotonicTime) -> bool {
         let tier = &self.tiers[number];
-        if !tier.knows_by_itself() || !tier.ready.load(Ordering::Acquire) {
+        if !tier.knows_by_itself() || !tier.state.ready.load(Ordering::Acquire) {
             return self.admits(number, request.number, now);
         }
         self.changed(number, tier.trip_if_overrun(now), None);

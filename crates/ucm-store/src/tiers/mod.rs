@@ -23,15 +23,16 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use serde::Serialize;
 use tracing::{info, warn};
-use ucm_core::{BlockId, Error, ErrorKind, Identity, MissReason, Part, Result};
+use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_device::{ArenaOptions, Device, SlotPool};
 use ucm_infra::{Clock, Completion, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::IoPool;
 use ucm_quota::evidence::is_damage;
-use ucm_record::{Algorithm, Expect, RecordLayout, verify};
+use ucm_record::{Algorithm, Expect, verify};
 use ucm_tier::backend::{Backend, Done, Flush, LocallyVisible, MediumStats, Quarantined, Victim};
 
 use crate::health::{BreakerConfig, Change};
+use crate::records::StoredRecords;
 use early::Merged;
 use tier::{Admission, Tier, add};
 
@@ -146,14 +147,8 @@ pub struct TierStats {
 pub(crate) struct TiersConfig {
     /// Top first; at most [`MAX_TIERS`].
     pub(crate) tiers: Vec<TierConfig>,
-    /// Where things lie in the records, by which copies are judged before they are kept.
-    pub(crate) record: RecordLayout,
-    /// Whose KV it is.
-    pub(crate) identity: Identity,
-    /// Which part of a block.
-    pub(crate) part: Part,
-    /// The store, as its log lines name it.
-    pub(crate) writer: u64,
+    /// What the records are; copies are judged by it before they are kept.
+    pub(crate) records: Arc<StoredRecords>,
     /// When the breaker of a tier opens; `max_stuck` is that of each tier.
     pub(crate) breaker: BreakerConfig,
     /// How long a look at a tier may take.
@@ -170,26 +165,43 @@ pub(crate) struct TiersConfig {
 pub(crate) struct Tiers {
     tiers: Vec<Tier>,
     clock: Arc<dyn Clock>,
-    record: RecordLayout,
-    identity: Identity,
-    part: Part,
-    writer: u64,
-    probe: Duration,
-    copy_deadline: Duration,
+    records: Arc<StoredRecords>,
+    moves: Moves,
+    prefetch: Mutex<prefetch::Queue>,
+    early: Merged,
+    start: Start,
+    tally: Tally,
+}
+
+/// What records move between tiers by.
+struct Moves {
+    /// A record on its way has one of these.
     spare: Arc<SlotPool>,
-    /// Rung when a spare slot came back.
+    /// Rung when one came back.
     freed: Notify,
     pool: Arc<WorkerPool>,
-    prefetch: Mutex<prefetch::Queue>,
-    /// Reads of loads under way, and those of them that wait for a look.
-    loading: AtomicUsize,
-    awaiting_look: AtomicUsize,
-    early: Merged,
+    /// How long one may take.
+    deadline: Duration,
+}
+
+/// The first look at the tiers.
+struct Start {
+    /// How long a look may take.
+    probe: Duration,
+    /// What the log says of the engine when the first tier is usable.
     staging: String,
     /// Somebody waits for all tiers to be looked at for the first time.
     opening: AtomicBool,
     /// The log was told what is used; tiers that become usable later are told of apart.
     announced: AtomicBool,
+}
+
+/// What is counted of all of them together.
+#[derive(Default)]
+struct Tally {
+    /// Reads of loads under way, and those of them that wait for a look.
+    loading: AtomicUsize,
+    awaiting_look: AtomicUsize,
     /// Requests so far.
     requests: AtomicU64,
     /// Times a breaker opened.
@@ -200,7 +212,7 @@ impl Tiers {
     /// Puts tiers together; nothing is touched before [`Tiers::open`]. `Config` where they make no sense together.
     pub(crate) fn new(config: TiersConfig, device: &dyn Device, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
         check(&config.tiers)?;
-        let slot_len = config.record.record_len();
+        let slot_len = config.records.layout.record_len();
         let count = config.tiers.len();
         let spare = if count == 1 { 1 } else { config.spare_slots.max(1) };
         let spare_len = spare * slot_len.next_multiple_of(4096);
@@ -227,32 +239,30 @@ impl Tiers {
         let made = config.tiers.into_iter().zip(names);
         let tiers = Arc::new(Self {
             tiers: made
-                .map(|(tier, name)| Tier::new(tier, name, config.breaker, &config.record))
+                .map(|(tier, name)| Tier::new(tier, name, config.breaker, &config.records.layout))
                 .collect::<Result<_>>()?,
             clock,
-            record: config.record,
-            identity: config.identity,
-            part: config.part,
-            writer: config.writer,
-            probe: config.probe,
-            copy_deadline: config.copy,
-            spare: SlotPool::new(arena, slot_len)?,
-            freed: Notify::new(),
-            pool,
+            records: config.records,
+            moves: Moves {
+                spare: SlotPool::new(arena, slot_len)?,
+                freed: Notify::new(),
+                pool,
+                deadline: config.copy,
+            },
             prefetch: Mutex::default(),
-            loading: AtomicUsize::new(0),
-            awaiting_look: AtomicUsize::new(0),
             early: Merged::default(),
-            staging: config.staging,
-            opening: AtomicBool::new(true),
-            announced: AtomicBool::new(false),
-            requests: AtomicU64::new(0),
-            opened: AtomicU64::new(0),
+            start: Start {
+                probe: config.probe,
+                staging: config.staging,
+                opening: AtomicBool::new(true),
+                announced: AtomicBool::new(false),
+            },
+            tally: Tally::default(),
         });
         let weak = Arc::downgrade(&tiers);
-        tiers.spare.on_release(move || {
+        tiers.moves.spare.on_release(move || {
             if let Some(tiers) = weak.upgrade() {
-                tiers.freed.notify();
+                tiers.moves.freed.notify();
                 tiers.pump_prefetch();
             }
         });
@@ -277,7 +287,7 @@ impl Tiers {
 
     /// A new request that is waited for until `deadline`.
     pub(crate) fn request(&self, deadline: MonotonicTime) -> Request {
-        let number = self.requests.fetch_add(1, Ordering::Relaxed);
+        let number = self.tally.requests.fetch_add(1, Ordering::Relaxed);
         Request { number, deadline }
     }
 
@@ -291,32 +301,32 @@ impl Tiers {
                 look.wait(&*self.clock, Some(deadline.after(GRACE)));
             }
         }
-        self.opening.store(false, Ordering::Release);
+        self.start.opening.store(false, Ordering::Release);
         self.announce();
     }
 
     /// Looks at a tier in the background, unless somebody does.
     fn look_later(self: &Arc<Self>, number: usize) {
-        if !self.tiers[number].probing.load(Ordering::Acquire) {
-            self.look_at(number, self.clock.now().after(self.probe));
+        if !self.tiers[number].state.probing.load(Ordering::Acquire) {
+            self.look_at(number, self.clock.now().after(self.start.probe));
         }
     }
 
     /// Looks at a tier on a thread, which has until `deadline` and is written off some time after that.
     fn look_at(self: &Arc<Self>, number: usize, deadline: MonotonicTime) -> Arc<Completion<()>> {
         let looked = Completion::new();
-        if self.tiers[number].probing.swap(true, Ordering::AcqRel) {
+        if self.tiers[number].state.probing.swap(true, Ordering::AcqRel) {
             looked.complete(());
             return looked;
         }
         let (tiers, ended, answer) = (Arc::clone(self), Arc::clone(self), Arc::clone(&looked));
-        let late = deadline.after(self.probe.max(GRACE));
+        let late = deadline.after(self.start.probe.max(GRACE));
         let look = move || tiers.look(number, deadline, late);
         let done = move |_: Result<()>| {
-            ended.tiers[number].probing.store(false, Ordering::Release);
+            ended.tiers[number].state.probing.store(false, Ordering::Release);
             answer.complete(());
         };
-        if let Err(refused) = self.pool.offer(LANE_PROBE, late, look, done) {
+        if let Err(refused) = self.moves.pool.offer(LANE_PROBE, late, look, done) {
             drop(refused.work);
             (refused.done)(Err(refused.error));
         }
@@ -330,15 +340,15 @@ impl Tiers {
         let now = self.clock.now();
         match opened {
             Ok(words) => {
-                *tier.words.lock() = words.clone();
-                let first = !tier.ready.swap(true, Ordering::AcqRel);
+                *tier.state.words.lock() = words.clone();
+                let first = !tier.state.ready.swap(true, Ordering::AcqRel);
                 // One whose time off is over is let through by this; one that is held off longer stays off.
                 tier.breaker.allows(self.request(deadline).number, now);
                 self.changed(number, tier.answered(), None);
-                if first && self.announced.load(Ordering::Acquire) {
+                if first && self.start.announced.load(Ordering::Acquire) {
                     let name = &tier.name;
-                    info!(store = self.writer, tier = name, "open: {name}: {words}");
-                } else if !self.opening.load(Ordering::Acquire) {
+                    info!(store = self.records.writer, tier = name, "open: {name}: {words}");
+                } else if !self.start.opening.load(Ordering::Acquire) {
                     self.announce();
                 }
             }
@@ -349,24 +359,29 @@ impl Tiers {
 
     /// Says in the log what is used and why, once, as soon as a tier is usable.
     fn announce(&self) {
-        if !self.is_ready() || self.announced.swap(true, Ordering::AcqRel) {
+        if !self.is_ready() || self.start.announced.swap(true, Ordering::AcqRel) {
             return;
         }
         let words = self.tiers.iter().map(|tier| {
             let (name, policy) = (&tier.name, tier.policy.name());
-            match tier.ready.load(Ordering::Acquire) {
-                true if self.tiers.len() == 1 => tier.words.lock().clone(),
-                true => format!("{name} (written {policy}): {}", tier.words.lock()),
+            match tier.state.ready.load(Ordering::Acquire) {
+                true if self.tiers.len() == 1 => tier.state.words.lock().clone(),
+                true => format!("{name} (written {policy}): {}", tier.state.words.lock()),
                 false => format!("{name} (written {policy}): not usable yet"),
             }
         });
         let words = words.collect::<Vec<_>>().join("; below it ");
-        info!(store = self.writer, "open: {words}; {}", self.staging);
+        info!(
+            store = self.records.writer,
+            "open: {words}; {}", self.start.staging
+        );
     }
 
     /// Whether a tier was usable once.
     pub(crate) fn is_ready(&self) -> bool {
-        self.tiers.iter().any(|tier| tier.ready.load(Ordering::Acquire))
+        self.tiers
+            .iter()
+            .any(|tier| tier.state.ready.load(Ordering::Acquire))
     }
 
     /// Whether there is a tier that everything passes to.
@@ -385,7 +400,7 @@ impl Tiers {
         for (number, tier) in self.tiers.iter().enumerate() {
             self.changed(number, tier.trip_if_overrun(now), None);
             any |= tier.may(u64::MAX, now);
-            if !tier.ready.load(Ordering::Acquire) {
+            if !tier.state.ready.load(Ordering::Acquire) {
                 self.admits(number, u64::MAX, now);
             }
         }
@@ -433,21 +448,25 @@ impl Tiers {
         };
         match change {
             Some(Change::Opened) => {
-                add(&self.opened, 1);
+                add(&self.tally.opened, 1);
                 let why = error.map_or_else(
                     || "too many operations never returned".to_owned(),
                     ToString::to_string,
                 );
                 let kind = error.map_or("timeout", |error| error.kind().name());
                 warn!(
-                    store = self.writer,
+                    store = self.records.writer,
                     tier = name,
                     error = kind,
                     "{tier}{name} is switched off for now, {rest}: {why}"
                 );
             }
             Some(Change::Recovered) => {
-                info!(store = self.writer, tier = name, "{tier}{name} answers again");
+                info!(
+                    store = self.records.writer,
+                    tier = name,
+                    "{tier}{name} answers again"
+                );
             }
             None => {}
         }
@@ -462,9 +481,9 @@ impl Tiers {
     fn expect(&self, id: BlockId) -> Expect<'_> {
         Expect {
             id,
-            namespace: *self.identity.digest(),
-            part: self.part,
-            layout: &self.record,
+            namespace: *self.records.identity.digest(),
+            part: self.records.part,
+            layout: &self.records.layout,
         }
     }
 
@@ -562,12 +581,12 @@ impl Tiers {
 
     /// Times a breaker opened.
     pub(crate) fn breaker_opened(&self) -> u64 {
-        self.opened.load(Ordering::Relaxed)
+        self.tally.opened.load(Ordering::Relaxed)
     }
 
     /// Operations stuck past their deadline, each of which may hold a slot.
     pub(crate) fn stuck(&self) -> usize {
-        self.tiers.iter().map(|tier| tier.pool.stuck()).sum::<usize>() + self.pool.stuck()
+        self.tiers.iter().map(|tier| tier.pool.stuck()).sum::<usize>() + self.moves.pool.stuck()
     }
 
     /// Threads of the engine among them, which hang in writes of their own.
@@ -586,7 +605,7 @@ impl Tiers {
         let left = || until.since(self.clock.now());
         self.end_prefetch();
         self.write_back(self.clock.now().after(drain / 2));
-        self.pool.shutdown(left() / 4);
+        self.moves.pool.shutdown(left() / 4);
         for (number, tier) in self.tiers.iter().enumerate() {
             let share = left() / u32::try_from(self.tiers.len() - number).unwrap_or(1);
             tier.backend.close(share);

@@ -205,9 +205,9 @@ impl Tiers {
     /// The next id with a slot to read it into; `None` ends the pumping. No slot is let go here, which would pump.
     fn next_prefetch(&self) -> Option<(BlockId, Slot)> {
         let mut queue = self.prefetch.lock();
-        let loading = self.loading.load(Ordering::Acquire) > 0;
+        let loading = self.tally.loading.load(Ordering::Acquire) > 0;
         if let Some((id, priority)) = queue.next(loading) {
-            match self.spare.try_acquire() {
+            match self.moves.spare.try_acquire() {
                 Some(slot) => return Some((id, slot)),
                 None => queue.put_back(id, priority),
             }
@@ -218,7 +218,7 @@ impl Tiers {
 
     /// Reads a block in the first tier from number `from` on that has it, unless that is the top one.
     fn fetch(self: &Arc<Self>, id: BlockId, slot: Slot, from: usize) {
-        let request = self.request(self.clock.now().after(self.copy_deadline));
+        let request = self.request(self.clock.now().after(self.moves.deadline));
         let number = self.place(id, from, request.number);
         let Some(number) = number.filter(|&number| self.admits(number, request.number, self.clock.now()))
         else {

@@ -73,7 +73,7 @@ impl Tiers {
                 ended(one.whose, Err(off.with("tier", &self.tiers[number].name)));
             }
         }
-        self.loading.fetch_add(begun.len(), Ordering::AcqRel);
+        self.tally.loading.fetch_add(begun.len(), Ordering::AcqRel);
         let unknown = self.begin(number, begun, false, ended);
         self.look_for(number, unknown, ended);
     }
@@ -121,12 +121,12 @@ impl Tiers {
             self.read_ended(number, one, Err(gone()), ended); // it was looked for, and went once more
         }
         reads.sort_by_key(|one| one.read.deadline);
-        self.awaiting_look.fetch_add(reads.len(), Ordering::AcqRel);
+        self.tally.awaiting_look.fetch_add(reads.len(), Ordering::AcqRel);
         while let Some(deadline) = reads.last().map(|one| one.read.deadline) {
             let mut alike = reads.split_off(reads.partition_point(|one| one.read.deadline < deadline));
             let (tiers, ended) = (Arc::clone(self), Arc::clone(ended));
             let looked = move |result: Result<()>| {
-                tiers.awaiting_look.fetch_sub(alike.len(), Ordering::AcqRel);
+                tiers.tally.awaiting_look.fetch_sub(alike.len(), Ordering::AcqRel);
                 if result.is_ok() {
                     alike.iter_mut().for_each(|one| one.read.looked = true);
                 }
@@ -144,7 +144,7 @@ impl Tiers {
 
     /// Reads that wait for a look.
     pub(crate) fn awaiting_look(&self) -> usize {
-        self.awaiting_look.load(Ordering::Acquire)
+        self.tally.awaiting_look.load(Ordering::Acquire)
     }
 
     /// Reads a run on one thread.
@@ -209,7 +209,7 @@ impl Tiers {
             add(&counts.bytes_read, read.read as u64);
         }
         ended(whose, result);
-        if self.loading.fetch_sub(1, Ordering::AcqRel) == 1 {
+        if self.tally.loading.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.pump_prefetch();
         }
     }

@@ -33,23 +33,35 @@ pub(crate) struct Tier {
     pub(super) codec: Option<TierCodec>,
     /// Answers at once and ends with its processes.
     pub(super) memory: bool,
+    pub(super) breaker: Breaker,
+    pub(super) state: State,
+    copies: RefusedCopies,
+    /// Records that the tier above gives up and that are not published here yet.
+    demoting: AtomicUsize,
+    pub(super) counts: Counts,
+}
+
+/// How well a tier is.
+#[derive(Default)]
+pub(super) struct State {
     /// What it said when it was opened.
     pub(super) words: Mutex<String>,
-    pub(super) breaker: Breaker,
     /// It was usable once.
     pub(super) ready: AtomicBool,
     /// Somebody looks at it for the first time, or again.
     pub(super) probing: AtomicBool,
     /// The requests that failed last: what fails of one is one failure.
     failed_requests: Mutex<VecDeque<u64>>,
+}
+
+/// Copies of a tier that are no hits.
+#[derive(Default)]
+struct RefusedCopies {
     refused: IdSet<BlockId>,
     /// Whether there was ever one: mostly there was none, and every id of a lookup asks.
     any_refused: AtomicBool,
-    /// Records that the tier above gives up and that are not published here yet.
-    demoting: AtomicUsize,
-    /// Refused because they are of a newer version: no hits, and never replaced.
+    /// Refused because they are of a newer version: never replaced.
     newer: IdSet<BlockId>,
-    pub(super) counts: Counts,
 }
 
 /// What [`TierStats`] says, as it is counted.
@@ -99,19 +111,14 @@ impl Tier {
         Ok(Self {
             codec: codec.transpose()?,
             memory: config.backend.features().memory.is_some(),
-            words: Mutex::default(),
             backend: config.backend,
             pool: config.pool,
             name,
             policy: config.policy,
             breaker: Breaker::new(breaker),
-            ready: AtomicBool::new(false),
-            probing: AtomicBool::new(false),
-            failed_requests: Mutex::default(),
-            refused: IdSet::default(),
-            any_refused: AtomicBool::new(false),
+            state: State::default(),
+            copies: RefusedCopies::default(),
             demoting: AtomicUsize::new(0),
-            newer: IdSet::default(),
             counts: Counts::default(),
         })
     }
@@ -142,7 +149,7 @@ impl Tier {
         if !self.breaker.allows(request, now) {
             return (Admission::No, None);
         }
-        if !self.ready.load(Ordering::Acquire) {
+        if !self.state.ready.load(Ordering::Acquire) {
             return (Admission::Look, None);
         }
         (Admission::Yes, None)
@@ -150,7 +157,7 @@ impl Tier {
 
     /// Whether an operation of that request would pass now, as far as the breaker knows.
     pub(super) fn may(&self, request: u64, now: MonotonicTime) -> bool {
-        self.ready.load(Ordering::Acquire) && self.breaker.would_allow(request, now)
+        self.state.ready.load(Ordering::Acquire) && self.breaker.would_allow(request, now)
     }
 
     /// Whether a read has a chance, without asking the medium: false only where it is known that the record is not here.
@@ -165,7 +172,7 @@ impl Tier {
 
     /// Whether everything passes.
     pub(super) fn is_well(&self) -> bool {
-        self.ready.load(Ordering::Acquire) && self.breaker.is_closed()
+        self.state.ready.load(Ordering::Acquire) && self.breaker.is_closed()
     }
 
     /// Switches it off while too many of its threads are lost.
@@ -189,7 +196,7 @@ impl Tier {
     pub(super) fn failed(&self, error: &Error, request: u64, now: MonotonicTime) -> (bool, Option<Change>) {
         let of_medium = matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Io);
         if of_medium {
-            let mut requests = self.failed_requests.lock();
+            let mut requests = self.state.failed_requests.lock();
             if requests.contains(&request) && self.breaker.is_closed() {
                 return (of_medium, None); // the pieces of one request are one failure
             }
@@ -204,10 +211,10 @@ impl Tier {
     /// This copy is no hit until another takes its place.
     pub(super) fn refuse(&self, id: BlockId, reason: MissReason) {
         let ids = match reason {
-            MissReason::NewerVersion => &self.newer,
-            _ => &self.refused,
+            MissReason::NewerVersion => &self.copies.newer,
+            _ => &self.copies.refused,
         };
-        self.any_refused.store(true, Ordering::Release);
+        self.copies.any_refused.store(true, Ordering::Release);
         if ids.insert(id) && ids.len() > REMEMBERED {
             ids.clear();
         }
@@ -215,19 +222,20 @@ impl Tier {
 
     /// Another copy took the place of one that may have been refused.
     pub(super) fn forgive(&self, id: BlockId) {
-        if self.any_refused.load(Ordering::Acquire) {
-            self.refused.remove(&id);
-            self.newer.remove(&id);
+        if self.copies.any_refused.load(Ordering::Acquire) {
+            self.copies.refused.remove(&id);
+            self.copies.newer.remove(&id);
         }
     }
 
     pub(super) fn has_refused(&self, id: BlockId) -> bool {
-        self.replaces(id) || self.any_refused.load(Ordering::Acquire) && self.newer.contains(&id)
+        self.replaces(id)
+            || self.copies.any_refused.load(Ordering::Acquire) && self.copies.newer.contains(&id)
     }
 
     /// Whether the next copy takes the place of the one that is there.
     pub(super) fn replaces(&self, id: BlockId) -> bool {
-        self.any_refused.load(Ordering::Acquire) && self.refused.contains(&id)
+        self.copies.any_refused.load(Ordering::Acquire) && self.copies.refused.contains(&id)
     }
 
     pub(super) fn stats(&self) -> TierStats {
@@ -280,7 +288,7 @@ mod tests {
         };
         let layout = RecordLayout::new(&Geometry::new(vec![64], 1, 1).unwrap());
         let tier = Tier::new(config, "nothing".into(), breaker, &layout).unwrap();
-        tier.ready.store(true, Ordering::Release);
+        tier.state.ready.store(true, Ordering::Release);
         tier
     }
 
@@ -313,7 +321,7 @@ mod tests {
     #[test]
     fn before_it_was_ready_somebody_must_look() {
         let tier = tier(1);
-        tier.ready.store(false, Ordering::Release);
+        tier.state.ready.store(false, Ordering::Release);
         assert_eq!(tier.admit(1, MonotonicTime(0)).0, Admission::Look);
         assert!(!tier.may(1, MonotonicTime(0)));
     }
@@ -340,7 +348,7 @@ mod tests {
         assert!(!tier.has_refused(id));
         for n in 0..=REMEMBERED as u128 {
             tier.refuse(BlockId(n.to_le_bytes()), MissReason::BadChecksum);
-            assert!(tier.refused.len() <= REMEMBERED);
+            assert!(tier.copies.refused.len() <= REMEMBERED);
         }
     }
 }

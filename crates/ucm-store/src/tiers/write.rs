@@ -176,7 +176,7 @@ impl Tiers {
         if !self.tiers[moving.number].may(moving.request.number, self.clock.now()) {
             return None;
         }
-        let mut slot = self.spare.try_acquire()?;
+        let mut slot = self.moves.spare.try_acquire()?;
         slot.as_mut_slice()[..record.len()].copy_from_slice(record);
         Some(slot)
     }
@@ -273,7 +273,7 @@ impl Tiers {
                 ordinal,
                 replace: false,
             },
-            request: self.request(self.clock.now().after(self.copy_deadline)),
+            request: self.request(self.clock.now().after(self.moves.deadline)),
             why: Copy::Promotion,
             enough: false,
         }
@@ -283,9 +283,9 @@ impl Tiers {
     /// above when it is below.
     pub(super) fn demote(self: &Arc<Self>, number: usize, victim: Box<dyn Victim>) {
         let counts = &self.tiers[number].counts;
-        let request = self.request(self.clock.now().after(self.copy_deadline));
+        let request = self.request(self.clock.now().after(self.moves.deadline));
         let well = self.tiers[number].may(request.number, self.clock.now());
-        let Some(slot) = well.then(|| self.spare.try_acquire()).flatten() else {
+        let Some(slot) = well.then(|| self.moves.spare.try_acquire()).flatten() else {
             return add(&counts.copies_dropped, 1);
         };
         let tiers = Arc::clone(self);
@@ -301,6 +301,7 @@ impl Tiers {
             tiers.move_down(number, id, slot, (len, enough), request, over);
         };
         if self
+            .moves
             .pool
             .submit(LANE_MOVE, request.deadline, work, |_| {})
             .is_err()
@@ -336,7 +337,7 @@ impl Tiers {
                 add(&self.tiers[number].counts.copies_dropped, 1);
                 let why = reason.name();
                 warn!(
-                    store = self.writer,
+                    store = self.records.writer,
                     block = %id,
                     reason = why,
                     "record {id} was damaged in memory ({why}) and is not written back"
