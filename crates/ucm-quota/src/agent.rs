@@ -58,25 +58,38 @@ pub(super) struct QuotaAgent {
     /// This writer's last note, and when that was.
     pub(super) note: Note,
     pub(super) note_at: MonotonicTime,
-    free_looked: Option<MonotonicTime>,
     pub(super) published: Option<Grants>,
     grants_read: Option<GrantsRead>,
-    /// The medium was full for somebody.
+    pub(super) medium: Medium,
+    counts: Counts,
+}
+
+/// What the keeper knows of the room on the medium.
+#[derive(Default)]
+pub(super) struct Medium {
+    /// When the free space was last asked for.
+    looked: Option<MonotonicTime>,
+    /// It was full for somebody, and how often it had been for this writer.
     pub(super) full: bool,
+    own_full: u64,
     below_floor: bool,
     /// Until when what was removed for the floor may not show yet.
     settles_until: MonotonicTime,
-    own_full: u64,
-    /// A count ended since this process opened the root.
-    counted: bool,
-    last_count: MonotonicTime,
+}
+
+/// The counts of this process as collector, and when the next one makes sense.
+#[derive(Default)]
+struct Counts {
+    /// One ended since this process opened the root.
+    done: bool,
+    last: MonotonicTime,
+    not_before: MonotonicTime,
     /// What all writers had begun when that was last seen to have changed, and when.
     admitted: u64,
     quiet_since: MonotonicTime,
-    count_not_before: MonotonicTime,
     /// Counts in a row that could not do what was wanted.
     vain: u32,
-    count_trouble: Option<Error>,
+    trouble: Option<Error>,
 }
 
 /// The grants as a writer last read them.
@@ -97,7 +110,7 @@ impl GrantsRead {
 impl QuotaAgent {
     /// Whether records should go because too little of the medium is free.
     fn is_below_floor(&self, now: MonotonicTime) -> bool {
-        self.below_floor && now >= self.settles_until
+        self.medium.below_floor && now >= self.medium.settles_until
     }
 }
 
@@ -108,7 +121,7 @@ impl Quota {
         let work = move || loop {
             let seen = notify.seen();
             let Some(space) = weak.upgrade() else { return };
-            if space.leaving.load(Ordering::Acquire) {
+            if space.life.leaving.load(Ordering::Acquire) {
                 return space.resign();
             }
             let next = space.turn();
@@ -130,7 +143,7 @@ impl Quota {
         let mut answers = Answers::new();
         let mut ledger = self.ledger.lock();
         let failed = looked.is_err();
-        ledger.trouble = looked.as_ref().err().or(keeper.count_trouble.as_ref()).cloned();
+        ledger.trouble = looked.as_ref().err().or(keeper.counts.trouble.as_ref()).cloned();
         let now = self.clock.now();
         ledger.settle_waiting(now, &mut answers);
         let late = ledger.next_late();
@@ -149,16 +162,16 @@ impl Quota {
         if self.check_root(deadline).is_err() {
             self.tend(deadline)?;
         }
-        if keeper.free_looked.is_none_or(|at| now.since(at) >= BEAT) || self.ledger.lock().is_half_free() {
+        if keeper.medium.looked.is_none_or(|at| now.since(at) >= BEAT) || self.ledger.lock().is_half_free() {
             let (free, floor) = self.free_and_floor(deadline)?;
             let mut ledger = self.ledger.lock();
-            (ledger.free_left, ledger.free_at) = (Some(free.saturating_sub(floor)), ledger.admitted);
+            (ledger.free.left, ledger.free.at) = (Some(free.saturating_sub(floor)), ledger.admitted);
             drop(ledger);
-            keeper.free_looked = Some(now);
-            keeper.below_floor = free < floor;
+            keeper.medium.looked = Some(now);
+            keeper.medium.below_floor = free < floor;
         }
-        let full = self.ledger.lock().full;
-        keeper.full |= std::mem::replace(&mut keeper.own_full, full) < full;
+        let full = self.ledger.lock().pause.full;
+        keeper.medium.full |= std::mem::replace(&mut keeper.medium.own_full, full) < full;
         let look = self.look(deadline)?;
         let office = self.office.load(Ordering::Acquire);
         if office > 0 && look.highest().is_none_or(|highest| highest <= office) {
@@ -180,29 +193,29 @@ impl Quota {
         };
         let vain = match outcome {
             Ok(outcome) => {
-                keeper.count_trouble = None;
-                keeper.counted = true;
-                keeper.last_count = now;
+                keeper.counts.trouble = None;
+                keeper.counts.done = true;
+                keeper.counts.last = now;
                 if outcome.floor && outcome.freed > 0 {
-                    keeper.settles_until = now.after(SETTLES);
-                    keeper.free_looked = None; // most give it back at once
+                    keeper.medium.settles_until = now.after(SETTLES);
+                    keeper.medium.looked = None; // most give it back at once
                 }
                 outcome.in_vain && outcome.freed == 0
             }
             Err(error) => {
                 // One that came too late had its pause.
                 let at_once = error.kind() != ErrorKind::Timeout;
-                keeper.count_trouble = Some(error);
+                keeper.counts.trouble = Some(error);
                 at_once
             }
         };
-        keeper.vain = if vain { keeper.vain + 1 } else { 0 };
+        keeper.counts.vain = if vain { keeper.counts.vain + 1 } else { 0 };
         // The first one is tried again at once.
-        let pause = match keeper.vain {
+        let pause = match keeper.counts.vain {
             0 | 1 => Duration::ZERO,
             times => VAIN.saturating_mul(1 << times.min(16)).min(LONGEST_VAIN),
         };
-        keeper.count_not_before = now.after(pause);
+        keeper.counts.not_before = now.after(pause);
     }
 
     /// A turn of a writer that is not collector.
@@ -213,14 +226,14 @@ impl Quota {
         now: MonotonicTime,
         deadline: MonotonicTime,
     ) -> Result<bool> {
-        keeper.count_trouble = None; // that is the collector's, and this is not it any more
+        keeper.counts.trouble = None; // that is the collector's, and this is not it any more
         let Some(term) = look.highest() else {
             return Ok(true);
         };
         let (limit, writers) = keeper
             .published
             .as_ref()
-            .map_or((self.ledger.lock().limit, 1), |grants| {
+            .map_or((self.ledger.lock().told.limit, 1), |grants| {
                 (grants.limit, grants.writers.len())
             });
         let (writer, mut note) = self.my_note(now, ahead(limit, writers));
@@ -248,9 +261,10 @@ impl Quota {
                 // Not in the book, so not counted on: it was forgotten (this machine slept), or its document removed.
                 None => ledger.granted = ledger.granted.min(ledger.admitted),
             }
-            ledger.limit = grants.limit;
-            ledger.counted = grants.counted.is_some();
-            (ledger.others, ledger.seen, ledger.records) = (grants.used, ledger.admitted, grants.records);
+            ledger.told.limit = grants.limit;
+            ledger.told.counted = grants.counted.is_some();
+            (ledger.told.others, ledger.told.seen, ledger.told.records) =
+                (grants.used, ledger.admitted, grants.records);
             drop(ledger);
             keeper.published = Some(grants);
             keeper.grants_read = Some(GrantsRead {
@@ -345,16 +359,16 @@ impl Quota {
             .map_or(0, |mine| mine.granted);
         ledger.adopt(granted);
         ledger.holds_until = keeper.beat_at.after(HOLDS);
-        ledger.counted |= keeper.counted;
+        ledger.told.counted |= keeper.counts.done;
         drop(ledger);
         self.show(&book);
-        if std::mem::replace(&mut keeper.admitted, book.admitted()) != keeper.admitted {
-            keeper.quiet_since = now;
+        if std::mem::replace(&mut keeper.counts.admitted, book.admitted()) != keeper.counts.admitted {
+            keeper.counts.quiet_since = now;
         }
         let due = self.is_count_due(keeper, &book, short, now);
         drop(book);
         if due && !self.counting.is_running() {
-            let full = std::mem::take(&mut keeper.full);
+            let full = std::mem::take(&mut keeper.medium.full);
             self.start_count(Why {
                 term: Some(term),
                 short,
@@ -366,7 +380,7 @@ impl Quota {
     }
 
     fn is_count_due(&self, keeper: &QuotaAgent, book: &GrantTable, short: bool, now: MonotonicTime) -> bool {
-        if now < keeper.count_not_before {
+        if now < keeper.counts.not_before {
             return false;
         }
         let rules = &self.config.rules;
@@ -374,15 +388,15 @@ impl Quota {
             (None, None) => COUNT_AGAIN,
             (expire, _) => COUNT_RULES.min(expire.unwrap_or(COUNT_RULES) / 4).max(IDLE),
         };
-        !keeper.counted
+        !keeper.counts.done
             || short
-            || keeper.full
+            || keeper.medium.full
             || keeper.is_below_floor(now)
             || book.bound().is_none_or(|bound| bound > high(book.limit))
             || book.has_gone_unseen()
             || book.is_in_doubt()
             || book.since_count() > book.limit / 16
-            || book.is_blurred() && now.since(keeper.quiet_since) >= BEAT
-            || now.since(keeper.last_count) >= again
+            || book.is_blurred() && now.since(keeper.counts.quiet_since) >= BEAT
+            || now.since(keeper.counts.last) >= again
     }
 }

@@ -113,12 +113,12 @@ impl Quota {
         let in_office = why
             .term
             .is_none_or(|term| self.office.load(Ordering::Acquire) == term);
-        in_office && !self.closing.load(Ordering::Acquire)
+        in_office && !self.life.closing.load(Ordering::Acquire)
     }
 
     fn count_and_remove(&self, why: Why) -> Result<Outcome> {
         let limit = self.tend(MonotonicTime::NEVER)?;
-        self.ledger.lock().limit = limit;
+        self.ledger.lock().told.limit = limit;
         let before = {
             let mut book = self.book.lock();
             book.limit = limit;
@@ -206,8 +206,8 @@ impl Quota {
         self.show(&book);
         drop(book);
         let mut ledger = self.ledger.lock();
-        ledger.removed_records += count;
-        ledger.removed_bytes += freed;
+        ledger.removed.records += count;
+        ledger.removed.bytes += freed;
         Ok(freed + gone)
     }
 

@@ -131,7 +131,7 @@ impl Quota {
             }
         }
         let mut book = GrantTable::taken_over(left.as_ref());
-        book.limit = self.ledger.lock().limit;
+        book.limit = self.ledger.lock().told.limit;
         if let Some(beat) = keeper.watched.beat.take()
             && (beat.resigned || beat.process.is_gone())
             && let Ok(writer) = u64::from_str_radix(&beat.writer, 16)
@@ -141,7 +141,7 @@ impl Quota {
         *self.book.lock() = book;
         keeper.published = None;
         keeper.heard.clear();
-        keeper.full = false; // that was for the one before
+        keeper.medium.full = false; // that was for the one before
         keeper.watched.claimed = None;
         if now.since(keeper.beat_at) > Duration::ZERO {
             self.beat(keeper, term, false, now, deadline)?;

@@ -107,13 +107,19 @@ pub struct Quota {
     /// Term in which this is the collector; 0: it is not.
     office: AtomicU64,
     notify: Notify,
-    /// Jobs of [`Quota::in_background`] that have not ended, and what is rung when one has.
-    background: Arc<(AtomicUsize, Notify)>,
+    life: Life,
+    below: OnceLock<Root>,
+}
+
+/// From opening to the end.
+#[derive(Default)]
+struct Life {
     open: AtomicBool,
     closing: AtomicBool,
     /// Nothing is written any more: the keeper resigns and ends.
     leaving: AtomicBool,
-    below: OnceLock<Root>,
+    /// Jobs of [`Quota::in_background`] that have not ended, and what is rung when one has.
+    background: Arc<(AtomicUsize, Notify)>,
 }
 
 impl Quota {
@@ -142,10 +148,7 @@ impl Quota {
             counting: Counting::default(),
             office: AtomicU64::new(0),
             notify: Notify::new(),
-            background: Arc::default(),
-            open: AtomicBool::new(false),
-            closing: AtomicBool::new(false),
-            leaving: AtomicBool::new(false),
+            life: Life::default(),
             below: OnceLock::new(),
         }))
     }
@@ -159,10 +162,10 @@ impl Quota {
         check: impl Fn(MonotonicTime) -> Result<()> + Send + Sync + 'static,
         tend: impl Fn(MonotonicTime) -> Result<u64> + Send + Sync + 'static,
     ) {
-        self.ledger.lock().limit = limit;
+        self.ledger.lock().told.limit = limit;
         let (check, tend) = (Box::new(check), Box::new(tend));
         let _ = self.below.set(Root { check, tend }); // the same ones, when a root is opened again
-        if !self.open.swap(true, Ordering::AcqRel) {
+        if !self.life.open.swap(true, Ordering::AcqRel) {
             self.keep();
         }
         self.notify.notify();
@@ -272,9 +275,9 @@ impl Quota {
         let ledger = self.ledger.lock();
         Usage {
             used: ledger.used(),
-            capacity: ledger.limit,
-            records: ledger.records,
-            counted: ledger.counted,
+            capacity: ledger.told.limit,
+            records: ledger.told.records,
+            counted: ledger.told.counted,
             collector: self.office.load(Ordering::Acquire) > 0,
             paused: ledger.is_barred(self.clock.now()),
         }
@@ -283,7 +286,7 @@ impl Quota {
     /// Records and bytes removed so far.
     pub fn removed(&self) -> (u64, u64) {
         let ledger = self.ledger.lock();
-        (ledger.removed_records, ledger.removed_bytes)
+        (ledger.removed.records, ledger.removed.bytes)
     }
 
     /// Runs a longer job of the control path on a background thread.
@@ -293,8 +296,8 @@ impl Quota {
         work: impl FnOnce() -> Result<T> + Send + 'static,
         done: impl FnOnce(Result<T>) + Send + 'static,
     ) {
-        self.background.0.fetch_add(1, Ordering::AcqRel);
-        let background = Arc::clone(&self.background);
+        self.life.background.0.fetch_add(1, Ordering::AcqRel);
+        let background = Arc::clone(&self.life.background);
         let tell = move |result: Result<Result<T>>| {
             done(result.and_then(|inner| inner));
             background.0.fetch_sub(1, Ordering::AcqRel);
@@ -307,7 +310,7 @@ impl Quota {
 
     /// Resigns, refuses what waits, and ends the background threads.
     pub fn shutdown(&self, drain: Duration) {
-        self.closing.store(true, Ordering::Release); // a count ends here
+        self.life.closing.store(true, Ordering::Release); // a count ends here
         let mut answers = Answers::new();
         self.ledger.lock().close(&mut answers);
         answer(answers);
@@ -315,14 +318,14 @@ impl Quota {
         let now = self.clock.now();
         let (until, half) = (now.after(drain), now.after(drain / 2));
         loop {
-            let (running, ends) = &*self.background;
+            let (running, ends) = &*self.life.background;
             let seen = ends.seen();
             if running.load(Ordering::Acquire) == 0 || self.clock.now() >= half {
                 break;
             }
             self.clock.sleep(ends, seen, Some(half));
         }
-        self.leaving.store(true, Ordering::Release);
+        self.life.leaving.store(true, Ordering::Release);
         self.notify.notify();
         self.worker.shutdown(until.since(self.clock.now()));
     }
@@ -335,8 +338,8 @@ impl Quota {
     /// Tells the ledger what the book knows, for those who ask for the usage.
     fn show(&self, book: &GrantTable) {
         let mut ledger = self.ledger.lock();
-        (ledger.others, ledger.seen) = book.used_by_others(ledger.writer);
-        ledger.records = book.records();
+        (ledger.told.others, ledger.told.seen) = book.used_by_others(ledger.writer);
+        ledger.told.records = book.records();
     }
 
     fn call<T: Send + 'static>(
@@ -349,7 +352,7 @@ impl Quota {
     }
 
     fn entries(&self, dir: PathBuf, deadline: MonotonicTime) -> Result<Entries> {
-        if self.closing.load(Ordering::Acquire) {
+        if self.life.closing.load(Ordering::Acquire) {
             return Err(Error::new(ErrorKind::Closed, "the store is closed"));
         }
         self.call(deadline, move |io| io.list_if_there(&dir)) // it may be removed meanwhile

@@ -44,7 +44,7 @@ impl Quota {
             } else {
                 0
             },
-            full: ledger.full,
+            full: ledger.pause.full,
             closed: false,
         };
         (ledger.writer, note)
@@ -90,7 +90,7 @@ impl Quota {
                 if known.is_none_or(|seen| note.sequence != seen.note.sequence) {
                     keeper.heard.insert(id, now);
                 }
-                keeper.full |= known.is_some_and(|seen| note.full > seen.note.full);
+                keeper.medium.full |= known.is_some_and(|seen| note.full > seen.note.full);
                 self.book.lock().note(id, &note);
                 keeper.notes.insert(
                     id,

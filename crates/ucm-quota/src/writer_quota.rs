@@ -45,7 +45,6 @@ pub(super) type Answers = Vec<(Admitted, Result<Reservation>)>;
 pub(super) struct WriterQuota {
     /// Its id among the writers of the root; another one after a silence that made its grant void.
     pub(super) writer: u64,
-    pub(super) limit: u64,
     /// Total of the writes that were begun.
     pub(super) admitted: u64,
     /// Bytes of them whose write has not ended.
@@ -55,28 +54,59 @@ pub(super) struct WriterQuota {
     pub(super) holds_until: MonotonicTime,
     /// Bytes of the largest write so far.
     pub(super) unit: u64,
+    pub(super) told: Told,
+    pub(super) removed: Removed,
+    pub(super) free: Free,
+    pub(super) pause: Pause,
+    pub(super) queue: Queue,
+    /// Why the last look at the root failed, if it did.
+    pub(super) trouble: Option<Error>,
+}
+
+/// What the collector told of the root.
+#[derive(Default)]
+pub(super) struct Told {
+    pub(super) limit: u64,
     /// Bytes below the root without those of this writer since `seen`.
     pub(super) others: u64,
     pub(super) seen: u64,
     pub(super) records: u64,
     pub(super) counted: bool,
-    pub(super) removed_records: u64,
-    pub(super) removed_bytes: u64,
-    /// Bytes that may still be written before too little of the medium is free, from `free_at` on.
-    pub(super) free_left: Option<u64>,
-    pub(super) free_at: u64,
-    /// Times the medium was full.
+}
+
+/// What this writer removed as the collector.
+#[derive(Default)]
+pub(super) struct Removed {
+    pub(super) records: u64,
+    pub(super) bytes: u64,
+}
+
+/// Bytes that may still be written before too little of the medium is free.
+#[derive(Default)]
+pub(super) struct Free {
+    pub(super) left: Option<u64>,
+    /// The total of writes begun from which on they count.
+    pub(super) at: u64,
+}
+
+/// The times when the medium was full.
+#[derive(Default)]
+pub(super) struct Pause {
+    /// How many there were.
     pub(super) full: u64,
-    pause: Duration,
-    paused_until: MonotonicTime,
+    length: Duration,
+    until: MonotonicTime,
+}
+
+/// Writes that wait for more.
+#[derive(Default)]
+pub(super) struct Queue {
     waiting: VecDeque<Waiting>,
     /// Waiting was in vain; until there is a grant nobody waits.
     pub(super) hopeless: bool,
     /// When the keeper was last asked to look although nobody waits.
     asked: Option<MonotonicTime>,
     closed: bool,
-    /// Why the last look at the root failed, if it did.
-    pub(super) trouble: Option<Error>,
 }
 
 impl WriterQuota {
@@ -96,8 +126,9 @@ impl WriterQuota {
 
     /// Bytes below the root, as far as is known.
     pub(super) fn used(&self) -> u64 {
-        self.others
-            .saturating_add(self.admitted.saturating_sub(self.seen))
+        self.told
+            .others
+            .saturating_add(self.admitted.saturating_sub(self.told.seen))
     }
 
     /// Bytes of the grant that are left.
@@ -110,12 +141,12 @@ impl WriterQuota {
 
     /// Whether more should be asked for, when a grant reaches so far ahead.
     pub(super) fn is_low(&self, ahead: u64, now: MonotonicTime) -> bool {
-        !self.waiting.is_empty() || self.left(now) < (ahead / 2).max(self.unit)
+        !self.queue.waiting.is_empty() || self.left(now) < (ahead / 2).max(self.unit)
     }
 
     /// Bytes that a write waits for, at least one record.
     pub(super) fn wanted(&self) -> u64 {
-        let front = self.waiting.front().map_or(0, |waiting| waiting.bytes);
+        let front = self.queue.waiting.front().map_or(0, |waiting| waiting.bytes);
         front.max(self.unit).max(1)
     }
 
@@ -125,12 +156,19 @@ impl WriterQuota {
             return false;
         }
         // What is under way still counts with the old id, and ends within its deadline.
-        self.others = self.used();
+        self.told.others = self.used();
         self.writer = id();
-        self.free_left = self
-            .free_left
-            .map(|left| left.saturating_sub(self.admitted.saturating_sub(self.free_at)));
-        (self.admitted, self.pending, self.granted, self.seen, self.free_at) = (0, 0, 0, 0, 0);
+        self.free.left = self
+            .free
+            .left
+            .map(|left| left.saturating_sub(self.admitted.saturating_sub(self.free.at)));
+        (
+            self.admitted,
+            self.pending,
+            self.granted,
+            self.told.seen,
+            self.free.at,
+        ) = (0, 0, 0, 0, 0);
         self.holds_until = MonotonicTime::default();
         true
     }
@@ -147,15 +185,15 @@ impl WriterQuota {
 
     /// Why nothing may be written now, if so.
     fn barred(&self, bytes: u64, now: MonotonicTime) -> Option<Error> {
-        if self.closed {
+        if self.queue.closed {
             return Some(Error::new(ErrorKind::Closed, "the store is closed"));
         }
-        if now < self.paused_until {
+        if now < self.pause.until {
             let text = "the medium was full a moment ago; dumps pause while room is made";
             return Some(Error::new(ErrorKind::NoSpace, text));
         }
-        let written = self.admitted.saturating_sub(self.free_at);
-        let left = self.free_left?;
+        let written = self.admitted.saturating_sub(self.free.at);
+        let left = self.free.left?;
         (written.saturating_add(bytes) > left).then(|| {
             Error::new(
                 ErrorKind::NoSpace,
@@ -170,13 +208,13 @@ impl WriterQuota {
         if let Some(error) = self.barred(bytes, now) {
             return (Err(error), false);
         }
-        if self.waiting.is_empty() && bytes <= self.left(now) {
+        if self.queue.waiting.is_empty() && bytes <= self.left(now) {
             let ticket = self.take(bytes);
             let low = self.is_half_free() || self.left(now) < self.unit.max(self.ahead_hint() / 2);
             return (Ok(Some(ticket)), low && self.may_ask(now));
         }
         self.unit = self.unit.max(bytes);
-        if self.hopeless || self.waiting.len() >= MOST_WAITING {
+        if self.queue.hopeless || self.queue.waiting.len() >= MOST_WAITING {
             return (Err(self.refusal()), self.may_ask(now));
         }
         (Ok(None), true)
@@ -196,46 +234,47 @@ impl WriterQuota {
         let until = now.after(PATIENCE).min(deadline);
         match had.transpose() {
             Some(answer) => answers.push((then, answer)),
-            None => self.waiting.push_back(Waiting { bytes, until, then }),
+            None => self.queue.waiting.push_back(Waiting { bytes, until, then }),
         }
         look
     }
 
     /// What can be had of the grant at once; nobody is asked for more.
     pub(super) fn spare(&mut self, bytes: u64, now: MonotonicTime) -> Option<Reservation> {
-        let free = self.waiting.is_empty() && bytes <= self.left(now) && self.barred(bytes, now).is_none();
+        let free =
+            self.queue.waiting.is_empty() && bytes <= self.left(now) && self.barred(bytes, now).is_none();
         free.then(|| self.take(bytes))
     }
 
     /// Whether the keeper may be asked to look; not with every write, for one look is several calls on the medium.
     fn may_ask(&mut self, now: MonotonicTime) -> bool {
-        let may = self.asked.is_none_or(|asked| now.since(asked) >= ASK_AGAIN);
+        let may = self.queue.asked.is_none_or(|asked| now.since(asked) >= ASK_AGAIN);
         if may {
-            self.asked = Some(now);
+            self.queue.asked = Some(now);
         }
         may
     }
 
     fn ahead_hint(&self) -> u64 {
-        super::grant_table::ahead(self.limit, 1)
+        super::grant_table::ahead(self.told.limit, 1)
     }
 
     /// After news: answers those that wait and can have theirs, or have waited too long.
     pub(super) fn settle_waiting(&mut self, now: MonotonicTime, answers: &mut Answers) {
-        while let Some(front) = self.waiting.front() {
+        while let Some(front) = self.queue.waiting.front() {
             let (bytes, late) = (front.bytes, now >= front.until);
             let answer = if let Some(error) = self.barred(bytes, now) {
                 Err(error)
             } else if bytes <= self.left(now) {
-                self.hopeless = false;
+                self.queue.hopeless = false;
                 Ok(self.take(bytes))
             } else if late || self.trouble.is_some() {
-                self.hopeless = true;
+                self.queue.hopeless = true;
                 Err(self.refusal())
             } else {
                 return;
             };
-            if let Some(front) = self.waiting.pop_front() {
+            if let Some(front) = self.queue.waiting.pop_front() {
                 answers.push((front.then, answer));
             }
         }
@@ -243,20 +282,20 @@ impl WriterQuota {
 
     /// When the first of those that wait has waited too long.
     pub(super) fn next_late(&self) -> Option<MonotonicTime> {
-        self.waiting.front().map(|front| front.until)
+        self.queue.waiting.front().map(|front| front.until)
     }
 
     /// Whether half of what may be written above the floor was written since that was looked at.
     pub(super) fn is_half_free(&self) -> bool {
-        let written = self.admitted.saturating_sub(self.free_at);
-        self.free_left.is_some_and(|left| written > left / 2)
+        let written = self.admitted.saturating_sub(self.free.at);
+        self.free.left.is_some_and(|left| written > left / 2)
     }
 
     /// A larger grant.
     pub(super) fn adopt(&mut self, granted: u64) {
         if granted > self.granted {
             self.granted = granted;
-            self.hopeless = false;
+            self.queue.hopeless = false;
         }
     }
 
@@ -297,19 +336,19 @@ impl WriterQuota {
     /// What the end of a write says of the medium; whether it was full.
     fn judge_medium(&mut self, error: Option<&Error>, now: MonotonicTime) -> bool {
         let Some(error) = error else {
-            if now >= self.paused_until {
-                self.pause = Duration::ZERO;
+            if now >= self.pause.until {
+                self.pause.length = Duration::ZERO;
             }
             return false;
         };
         if error.kind() != ErrorKind::NoSpace {
             return false;
         }
-        if now >= self.paused_until {
-            self.pause = (self.pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
-            self.paused_until = now.after(self.pause);
+        if now >= self.pause.until {
+            self.pause.length = (self.pause.length * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+            self.pause.until = now.after(self.pause.length);
         }
-        self.full += 1;
+        self.pause.full += 1;
         true
     }
 
@@ -320,8 +359,8 @@ impl WriterQuota {
 
     /// No more writes; those that wait are refused.
     pub(super) fn close(&mut self, answers: &mut Answers) {
-        self.closed = true;
-        while let Some(waiting) = self.waiting.pop_front() {
+        self.queue.closed = true;
+        while let Some(waiting) = self.queue.waiting.pop_front() {
             let error = Error::new(ErrorKind::Closed, "the store is closed");
             answers.push((waiting.then, Err(error)));
         }
@@ -333,13 +372,13 @@ impl WriterQuota {
         if let Some(trouble) = self.trouble.as_ref().filter(read_only) {
             return trouble.clone();
         }
-        let text = if self.counted {
+        let text = if self.told.counted {
             "the configured storage_capacity is used up, or nobody grants more of it; making room"
         } else {
             "what lies below the root is still being counted"
         };
         let error = Error::new(ErrorKind::NoSpace, text)
-            .with("limit", self.limit)
+            .with("limit", self.told.limit)
             .with("used", self.used());
         match &self.trouble {
             Some(trouble) => error.caused_by(trouble.clone()),
@@ -359,7 +398,10 @@ mod tests {
     fn granted(granted: u64) -> WriterQuota {
         WriterQuota {
             writer: 1,
-            limit: 1000,
+            told: Told {
+                limit: 1000,
+                ..Told::default()
+            },
             granted,
             holds_until: at(300_000),
             ..WriterQuota::default()
@@ -445,7 +487,7 @@ mod tests {
         assert!(ledger.spare(60, at(0)).is_some());
         assert!(ledger.spare(60, at(0)).is_none());
         assert!(
-            !ledger.hopeless && ledger.next_late().is_none(),
+            !ledger.queue.hopeless && ledger.next_late().is_none(),
             "nobody waits for it"
         );
         assert!(ask(&mut ledger, 40, at(0)).unwrap().is_ok());
@@ -475,13 +517,13 @@ mod tests {
     #[test]
     fn the_floor_is_not_written_through() {
         let mut ledger = granted(1000);
-        (ledger.free_left, ledger.free_at) = (Some(50), 0);
+        (ledger.free.left, ledger.free.at) = (Some(50), 0);
         assert!(ask(&mut ledger, 40, at(0)).unwrap().is_ok());
         assert_eq!(
             ask(&mut ledger, 40, at(0)).unwrap().unwrap_err().kind(),
             ErrorKind::NoSpace
         );
-        (ledger.free_left, ledger.free_at) = (Some(50), 40);
+        (ledger.free.left, ledger.free.at) = (Some(50), 40);
         assert!(ask(&mut ledger, 40, at(0)).unwrap().is_ok());
     }
 }
