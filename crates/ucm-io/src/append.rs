@@ -9,9 +9,9 @@ use rustix::fs::{Advice, AtFlags, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, PAGE, Result};
 
-use crate::engine::StillWanted;
 use crate::file::{Files, is_named, name_once, on_a_page};
 use crate::meta::{failed, is_absent, set_mtime, stat_one, to_meta};
+use crate::op::StillWanted;
 use crate::op::{FileMeta, Finish};
 use crate::probe::stated_align;
 use crate::sys::{File, SECTOR, read_full, retry, write_full};

@@ -8,11 +8,8 @@ use std::sync::Arc;
 use ucm_core::Result;
 
 use crate::fd_cache::KeptFile;
-use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, SpaceInfo};
+use crate::op::{FileMeta, Finish, Publish, Read, ReadMode, SpaceInfo, StillWanted};
 use crate::probe::Probe;
-
-/// Whether the result of an operation is still wanted; asked between its steps and before what cannot be undone.
-pub type StillWanted<'a> = &'a dyn Fn() -> bool;
 
 /// Who asks for an operation.
 #[derive(Clone, Copy)]

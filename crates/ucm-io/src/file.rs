@@ -9,9 +9,9 @@ use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, PAGE, Result};
 
 use crate::bounce_buffer::BounceBuffer;
-use crate::engine::StillWanted;
 use crate::fd_cache::FdCache;
 use crate::meta::{failed, is_absent, set_mtime, stat_one, to_meta};
+use crate::op::StillWanted;
 use crate::op::{FileMeta, Publish, Read, ReadMode};
 use crate::probe::{Stated, stated_align};
 use crate::sys::{File, SECTOR, read_full, retry, write_full};

@@ -27,11 +27,11 @@ mod writeback;
 /// The error number of a read-only file system, the same on every Linux.
 pub const EROFS: i32 = 30;
 
-pub use engine::{Caller, Close, Closed, IoEngine, StillWanted};
+pub use engine::{Caller, Close, Closed, IoEngine};
 #[cfg(feature = "test-utils")]
 pub use fault::{Fault, FaultyEngine, Gate, OpKind, Rule, RuleId, Seen, Tail, errno};
 pub use job::IoJob;
-pub use op::{FileMeta, Finish, MAX_LIST, Publish, Read, ReadMode, SpaceInfo};
+pub use op::{FileMeta, Finish, MAX_LIST, Publish, Read, ReadMode, SpaceInfo, StillWanted};
 pub use pool::{IoOptions, IoPool, Pending};
 pub use probe::{DirectAlign, FsType, Probe};
 pub use process::Process;

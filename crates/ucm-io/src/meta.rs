@@ -9,7 +9,7 @@ use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Stat, Timespec, Timestamp
 use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, Result};
 
-use crate::engine::StillWanted;
+use crate::op::StillWanted;
 use crate::op::{FileMeta, MAX_LIST, SpaceInfo};
 use crate::sys::retry;
 

@@ -2,6 +2,9 @@
 
 use std::path::Path;
 
+/// Whether the result of an operation is still wanted; asked between its steps and before what cannot be undone.
+pub type StillWanted<'a> = &'a dyn Fn() -> bool;
+
 /// Most entries one `List` returns; the rest shows on a later call, after some were removed.
 pub const MAX_LIST: usize = 1 << 20;
 

@@ -7,8 +7,8 @@ use std::sync::{Arc, OnceLock};
 use numpy::{PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
-use ucm_core::{BlockId, Error, Geometry, MissReason};
-use ucm_device::{DeviceSpan, KvLayout, KvPiece};
+use ucm_core::{BlockId, Error, MissReason};
+use ucm_device::{KvLayout, KvPiece};
 use ucm_infra::SystemClock;
 use ucm_infra::log::{self, Level};
 use ucm_store::builder::StoreSpec;
@@ -16,7 +16,7 @@ use ucm_store::engine::{self, Engine, Hint, Pieces, Row};
 use ucm_store::tiers::Priority;
 
 use crate::convert::{id_list, ids, raise, to_py};
-use crate::ffi::Published;
+use crate::ffi::{Published, spans};
 use crate::task::{Task, limit, same_process};
 
 /// Most ids that are looked up with the GIL held, where memory answers: a thousand take 0.2 ms.
@@ -366,27 +366,6 @@ fn level(level: Level) -> u32 {
         Level::INFO => 20,
         Level::DEBUG | Level::TRACE => 10,
     }
-}
-
-/// The pieces of one row on the device.
-///
-/// # Safety
-/// Each address is that of memory of its piece's size, valid until the task it is used for has ended.
-pub(crate) unsafe fn spans(
-    geometry: &Geometry,
-    row: usize,
-    addrs: impl Iterator<Item = u64>,
-) -> ucm_core::Result<Vec<DeviceSpan>> {
-    let sizes = geometry.tensors().iter().cycle();
-    let span = |(column, (address, &size))| {
-        if address == 0 {
-            let error = Error::invalid("an address is null").with("row", row);
-            return Err(error.with("column", column));
-        }
-        // SAFETY: as the caller of this function vouches.
-        Ok(unsafe { DeviceSpan::new(address, size) })
-    };
-    addrs.zip(sizes).enumerate().map(span).collect()
 }
 
 impl Store {

@@ -3,21 +3,18 @@
 //! It wakes about once a second, at once when the grant runs low, and ten times a second while somebody waits for an
 //! answer. Every turn lists one small directory and reads what changed there.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::MonotonicTime;
-use ucm_io::FileMeta;
 
+use super::agent_state::{BEAT, GrantsRead, LEASE, QuotaAgent};
 use super::count::Why;
 use super::documents::{Grants, Name, Note, hex};
 use super::documents_io::Look;
-use super::election::Watched;
 use super::grant_table::{GrantTable, ahead};
-use super::notes::{READ_AGAIN, Seen};
 use super::remove::high;
 use super::writer_quota::{Answers, HOLDS};
 use super::{LANE_KEEP, Quota, answer};
@@ -25,10 +22,6 @@ use super::{LANE_KEEP, Quota, answer};
 /// Time between two turns when nothing happens, and while somebody waits for an answer.
 const IDLE: Duration = Duration::from_secs(1);
 const ACTIVE: Duration = Duration::from_millis(100);
-/// Time between heartbeats, and between two looks at the free space.
-pub(super) const BEAT: Duration = Duration::from_secs(5);
-/// How long after its last heartbeat a collector may grant.
-pub(super) const LEASE: Duration = Duration::from_secs(10);
 /// Time between two notes of a writer that wants nothing, and least time between two of one that does.
 const NOTE: Duration = Duration::from_secs(60);
 const NOTE_AGAIN: Duration = Duration::from_millis(50);
@@ -44,75 +37,6 @@ const LONGEST_VAIN: Duration = Duration::from_secs(60);
 
 /// How long a medium may take until what was removed is free: btrfs and ZFS give it back with their next commit.
 const SETTLES: Duration = Duration::from_secs(30);
-
-/// What the keeper remembers between two turns.
-#[derive(Default)]
-pub(super) struct QuotaAgent {
-    pub(super) watched: Watched,
-    pub(super) beat_sequence: u64,
-    pub(super) beat_at: MonotonicTime,
-    /// Notes of others, as last read.
-    pub(super) notes: BTreeMap<u64, Seen>,
-    /// When each writer was last heard of.
-    pub(super) heard: BTreeMap<u64, MonotonicTime>,
-    /// This writer's last note, and when that was.
-    pub(super) note: Note,
-    pub(super) note_at: MonotonicTime,
-    pub(super) published: Option<Grants>,
-    grants_read: Option<GrantsRead>,
-    pub(super) medium: Medium,
-    counts: Counts,
-}
-
-/// What the keeper knows of the room on the medium.
-#[derive(Default)]
-pub(super) struct Medium {
-    /// When the free space was last asked for.
-    looked: Option<MonotonicTime>,
-    /// It was full for somebody, and how often it had been for this writer.
-    pub(super) full: bool,
-    own_full: u64,
-    below_floor: bool,
-    /// Until when what was removed for the floor may not show yet.
-    settles_until: MonotonicTime,
-}
-
-/// The counts of this process as collector, and when the next one makes sense.
-#[derive(Default)]
-struct Counts {
-    /// One ended since this process opened the root.
-    done: bool,
-    last: MonotonicTime,
-    not_before: MonotonicTime,
-    /// What all writers had begun when that was last seen to have changed, and when.
-    admitted: u64,
-    quiet_since: MonotonicTime,
-    /// Counts in a row that could not do what was wanted.
-    vain: u32,
-    trouble: Option<Error>,
-}
-
-/// The grants as a writer last read them.
-#[derive(Clone, Copy)]
-struct GrantsRead {
-    term: u64,
-    meta: FileMeta,
-    at: MonotonicTime,
-}
-
-impl GrantsRead {
-    /// Whether there may be others by now.
-    fn is_old(&self, term: u64, meta: &FileMeta, now: MonotonicTime) -> bool {
-        self.term != term || self.meta != *meta || now.since(self.at) >= READ_AGAIN
-    }
-}
-
-impl QuotaAgent {
-    /// Whether records should go because too little of the medium is free.
-    fn is_below_floor(&self, now: MonotonicTime) -> bool {
-        self.medium.below_floor && now >= self.medium.settles_until
-    }
-}
 
 impl Quota {
     /// Starts the thread.

@@ -13,7 +13,7 @@ use ucm_core::{ErrorKind, Result};
 use ucm_infra::MonotonicTime;
 
 use super::Quota;
-use super::agent::QuotaAgent;
+use super::agent_state::QuotaAgent;
 use super::count::Why;
 use super::documents::{Grants, Heartbeat, Name, Who, hex};
 use super::documents_io::Look;
@@ -22,20 +22,6 @@ use crate::layout::FORMAT;
 
 /// Silence of a collector after which another one takes over.
 const STILL: Duration = Duration::from_secs(20);
-
-/// The collector in office as a writer sees it.
-#[derive(Default)]
-pub(super) struct Watched {
-    term: u64,
-    sequence: u64,
-    /// When its sequence moved last, on this clock.
-    moved: MonotonicTime,
-    beat: Option<Heartbeat>,
-    /// The writer of this process's last heartbeat.
-    said: String,
-    /// A term this process owns and has not taken up yet.
-    claimed: Option<u64>,
-}
 
 impl Quota {
     /// Becomes collector if nobody is. The answer: the term, once its book is there.

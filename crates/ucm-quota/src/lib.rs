@@ -15,6 +15,7 @@
 #![forbid(unsafe_code)]
 
 mod agent;
+mod agent_state;
 mod capacity;
 mod count;
 mod documents;
@@ -37,7 +38,7 @@ use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_infra::{Clock, Completion, LANE_SPACE, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::{FileMeta, IoJob, IoPool, Process};
 
-use agent::QuotaAgent;
+use agent_state::QuotaAgent;
 use count::Counting;
 use grant_table::GrantTable;
 use layout::{BLOCKS, Modes, record_name, shard_name};

@@ -5,28 +5,19 @@ use std::time::Duration;
 
 use ucm_core::Result;
 use ucm_infra::MonotonicTime;
-use ucm_io::FileMeta;
 
 use super::Quota;
-use super::agent::{BEAT, LEASE, QuotaAgent};
+use super::agent_state::{BEAT, LEASE, QuotaAgent, READ_AGAIN, Seen};
 use super::documents::{Name, Note, Who};
 use super::documents_io::Look;
 use super::grant_table::GrantTable;
 use crate::layout::FORMAT;
 
-/// A note is read again after this, changed or not: a network file system may hide the change.
-pub(super) const READ_AGAIN: Duration = Duration::from_secs(30);
 /// Silence after which a writer has no grant any more, by the collector's clock; twice what the writer allows itself.
 const SILENCE: Duration = Duration::from_secs(600);
 /// Time to resign in, about as much as closing a store takes at most: on a busy disk a document takes its time, and
 /// whoever leaves without a word is waited for.
 const RESIGN: Duration = Duration::from_secs(2);
-/// A note of another writer, as last read.
-pub(super) struct Seen {
-    meta: FileMeta,
-    read_at: MonotonicTime,
-    note: Note,
-}
 
 impl Quota {
     /// What this writer would say of itself in a note.

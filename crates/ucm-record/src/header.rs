@@ -96,6 +96,18 @@ pub struct RecordHeader {
     pub sides: Vec<SideEntry>,
 }
 
+impl RecordLayout {
+    /// Makes a record of a buffer whose layers and side shards are all filled in. Fails when the buffer is shorter
+    /// than [`RecordLayout::record_len`].
+    pub fn seal(&self, meta: &RecordMeta, record: &mut [u8]) -> ucm_core::Result<()> {
+        let mut checksums: Vec<_> = (0..self.layers())
+            .map(|layer| self.seal_layer(record, layer))
+            .collect();
+        checksums.extend((0..self.sides().len()).map(|index| self.seal_side(record, index)));
+        encode_header(self, meta, &checksums, record)
+    }
+}
+
 /// Writes the header over the first bytes of `record`, the buffer of the whole record. `checksums` are those of
 /// [`RecordLayout::seal_layer`] for every layer, then of [`RecordLayout::seal_side`] for every side shard.
 /// Fails when the buffer is shorter than the record or the number of checksums is wrong.

@@ -5,7 +5,6 @@ use std::ops::Range;
 use ucm_core::{DType, Error, Geometry, LAYER_ALIGN, PAGE, Result, round_up};
 use ucm_device::crc32c;
 
-use super::header::{RecordMeta, encode_header};
 use super::{MAX_SIDE_NAME, MAX_SIDES, at};
 
 /// A side shard to make room for: something about the block that can be read without the KV.
@@ -195,7 +194,7 @@ impl RecordLayout {
     /// Finishes one layer whose bytes are filled in, while they are still in cache: zeroes the padding behind it, so
     /// that a record depends on its content alone and nothing left over in a reused buffer leaves the process, and
     /// gives its CRC-32C, which covers that padding. `record` is the whole record's buffer; one that is shorter gives
-    /// 0 and fails in [`encode_header`].
+    /// 0 and fails in [`encode_header`](super::encode_header).
     pub fn seal_layer(&self, record: &mut [u8], layer: u32) -> u32 {
         let data = self.layer_data(layer);
         let last = layer + 1 == self.layers;
@@ -214,16 +213,6 @@ impl RecordLayout {
         };
         let end = round_up(data.end as u64, PAGE) as usize;
         seal_stretch(record, data, end)
-    }
-
-    /// Makes a record of a buffer whose layers and side shards are all filled in. Fails when the buffer is shorter
-    /// than [`RecordLayout::record_len`].
-    pub fn seal(&self, meta: &RecordMeta, record: &mut [u8]) -> Result<()> {
-        let mut checksums: Vec<_> = (0..self.layers)
-            .map(|layer| self.seal_layer(record, layer))
-            .collect();
-        checksums.extend((0..self.sides.len()).map(|index| self.seal_side(record, index)));
-        encode_header(self, meta, &checksums, record)
     }
 }
 

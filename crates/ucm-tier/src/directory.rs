@@ -17,9 +17,10 @@ use crate::backend::{
     Backend, BlockRead, Done, Features, Flush, Listed, MediumStats, Outcome, Presence, Quarantined,
     WriteOptions, Written,
 };
-use crate::posix::{PosixBackend, PosixConfig, Shared};
-use crate::root_layout::LayoutKind;
+use crate::layout_kind::LayoutKind;
+use crate::posix::PosixBackend;
 use crate::segment::{SegmentBackend, SegmentConfig};
+use crate::shared::{PosixConfig, Shared};
 
 /// How soon a process that only looks up reads the marker again; the time between two looks doubles, up to the other.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);

@@ -9,6 +9,7 @@ pub mod backend;
 mod builtin;
 pub mod directory;
 mod kind;
+mod layout_kind;
 pub mod memory;
 #[cfg(any(test, feature = "test-utils"))]
 pub mod nothing;
@@ -20,6 +21,8 @@ pub mod registry;
 mod root;
 mod root_layout;
 pub mod segment;
+mod shared;
+mod waiting;
 mod writing;
 
 /// 128 random bits as 32 hex digits.

@@ -8,7 +8,7 @@ use ucm_io::{IoJob, ReadMode};
 use ucm_record::{Expect, verify_stored};
 
 use crate::backend::{BlockRead, Part, Parts, ReadDone, Written};
-use crate::posix::Shared;
+use crate::shared::Shared;
 
 /// Error numbers of what is there for others but never for us as a record: no permission (of the file, or of a
 /// directory above it), a directory, a link.

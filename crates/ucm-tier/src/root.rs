@@ -12,8 +12,8 @@ use ucm_io::{EROFS, FileMeta, IoJob, Publish, ReadMode};
 use ucm_quota::Capacity;
 use ucm_quota::layout::{FORMAT, Manifest, Marker};
 
-use crate::posix::{MAKE_DIRS, Shared};
-use crate::root_layout::RootLayout;
+use crate::layout_kind::RootLayout;
+use crate::shared::{MAKE_DIRS, Shared};
 
 /// Records that must fit below the limit.
 const LEAST_RECORDS: u64 = 8;

@@ -9,85 +9,15 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use ucm_core::Result;
 use ucm_infra::MonotonicTime;
 use ucm_io::FileMeta;
 use ucm_quota::layout::{BLOCKS, Marker, SEGMENTS, SegmentName, is_namespace, shard_name};
 
-use crate::posix::Shared;
+use crate::layout_kind::{Decision, LayoutKind, RootLayout};
 use crate::root::unless_read_only;
-
-/// How records lie below a root.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum LayoutKind {
-    // One record per file.
-    File,
-    // Many records per file.
-    Segment,
-}
-
-impl LayoutKind {
-    /// Its name, as in the configuration.
-    fn name(self) -> &'static str {
-        match self {
-            Self::File => "file",
-            Self::Segment => "segment",
-        }
-    }
-
-    /// Where its records lie below their namespace.
-    pub(crate) fn directory(self) -> &'static str {
-        match self {
-            Self::File => BLOCKS,
-            Self::Segment => SEGMENTS,
-        }
-    }
-}
-
-/// What was decided: `layout` in the marker.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct RootLayout {
-    kind: LayoutKind,
-    /// `default` where the root was new, `records` where it held records in this layout, and none in files if it is the
-    /// other; early versions had other reasons too.
-    why: String,
-    /// Unix time of the decision, seconds.
-    decided: u64,
-}
-
-/// What this process goes by.
-pub(crate) struct Decision {
-    pub(crate) kind: LayoutKind,
-    /// Which layout and why, for the log.
-    pub(crate) words: String,
-}
-
-impl Decision {
-    /// Files, until the next start.
-    fn for_now(why: &str) -> Self {
-        Self {
-            kind: LayoutKind::File,
-            words: format!("layout file for now ({why})"),
-        }
-    }
-}
-
-impl RootLayout {
-    /// As it is kept in a marker.
-    pub(crate) fn to_value(&self) -> Option<serde_json::Value> {
-        serde_json::to_value(self).ok()
-    }
-
-    fn decision(&self) -> Decision {
-        Decision {
-            kind: self.kind,
-            words: format!("layout {} (marked: {})", self.kind.name(), self.why),
-        }
-    }
-}
+use crate::shared::Shared;
 
 impl Shared {
     /// Reads which layout was decided on; decides, where nobody has and this process writes. `None` where it does not.

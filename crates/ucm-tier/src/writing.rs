@@ -11,7 +11,7 @@ use ucm_quota::Room;
 use ucm_record::RecordHeader;
 
 use crate::backend::{Done, WriteOptions, Written, either};
-use crate::posix::{MAKE_DIRS, Shared};
+use crate::shared::{MAKE_DIRS, Shared};
 
 /// A write on its way.
 pub(crate) struct Write {

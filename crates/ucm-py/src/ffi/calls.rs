@@ -127,7 +127,7 @@ unsafe fn rows_of(
     };
     let row = |(number, ((id, &shard), addrs)): (usize, ((BlockId, &u32), &[u64]))| {
         // SAFETY: as the caller of this function vouches for its addresses.
-        let spans = unsafe { crate::store::spans(geometry, number, addrs.iter().copied()) }?;
+        let spans = unsafe { super::spans(geometry, number, addrs.iter().copied()) }?;
         Ok(Row {
             id,
             shard,

@@ -18,7 +18,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, RwLock};
-use ucm_core::{Error, ErrorKind, Result};
+use ucm_core::{Error, ErrorKind, Geometry, Result};
+use ucm_device::DeviceSpan;
 use ucm_store::engine::{Engine, Task};
 
 /// `UCM_STORE_VERSION`: changes when something of the table changes its meaning or place; a longer table does not.
@@ -219,4 +220,25 @@ fn run(store: *mut c_void, work: impl FnOnce(&Open) -> Result<i32>) -> i32 {
             ErrorKind::Internal.code()
         }
     }
+}
+
+/// The pieces of one row on the device.
+///
+/// # Safety
+/// Each address is that of memory of its piece's size, valid until the task it is used for has ended.
+pub(crate) unsafe fn spans(
+    geometry: &Geometry,
+    row: usize,
+    addrs: impl Iterator<Item = u64>,
+) -> ucm_core::Result<Vec<DeviceSpan>> {
+    let sizes = geometry.tensors().iter().cycle();
+    let span = |(column, (address, &size))| {
+        if address == 0 {
+            let error = Error::invalid("an address is null").with("row", row);
+            return Err(error.with("column", column));
+        }
+        // SAFETY: as the caller of this function vouches.
+        Ok(unsafe { DeviceSpan::new(address, size) })
+    };
+    addrs.zip(sizes).enumerate().map(span).collect()
 }

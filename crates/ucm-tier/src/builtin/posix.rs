@@ -17,8 +17,8 @@ use crate::directory::DirectoryBackend;
 use crate::kind::{
     Age, Amount, BuildContext, BuiltTier, CodecName, Directories, Mode, Size, StoreName, TierKind, seconds,
 };
+use crate::layout_kind::LayoutKind;
 use crate::posix::{PosixBackend, PosixConfig};
-use crate::root_layout::LayoutKind;
 use crate::segment::{Merging, SegmentBackend, SegmentConfig};
 
 /// The options.

@@ -44,8 +44,8 @@ use crate::backend::{
     Backend, BlockRead, Done, Features, Flush, Indexed, Listed, Local, LocallyVisible, MediumStats, Outcome,
     Presence, Quarantined, WriteOptions, Written,
 };
-use crate::posix::{PosixConfig, Shared};
-use crate::root_layout::LayoutKind;
+use crate::layout_kind::LayoutKind;
+use crate::shared::{PosixConfig, Shared};
 use crate::writing::Write;
 use discovery::SegmentDiscovery;
 use early::EarlyNews;

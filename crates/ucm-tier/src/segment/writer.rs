@@ -22,7 +22,7 @@ use super::open::{Append, OpenSegment, room_of};
 use super::sealing::unsure;
 use super::{SegmentConfig, Segments};
 use crate::backend::{Done, either};
-use crate::posix::Shared;
+use crate::shared::Shared;
 use crate::writing::Write;
 
 /// Part of the root's limit that a segment may be.

@@ -1,0 +1,74 @@
+"""The modules of each Rust crate use each other in one direction, and no struct of theirs has grown into a heap."""
+
+from __future__ import annotations
+
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+CRATES = Path(__file__).resolve().parents[2] / "crates"
+
+#: Plain records of options, counters or a format: a struct may be long where it only lists what there is.
+PLAIN = {"StoreSpec", "PosixConfig", "PosixOptions", "TierStats", "RecordHeader", "Table"}
+
+#: Most fields of any other struct.
+MOST_FIELDS = 12
+
+TEST_MODULE = re.compile(r"#\[cfg\([^\]]*test[^\]]*\)\]\s*mod \w+ \{.*?\n\}\n", re.DOTALL)
+STRUCT = re.compile(r"^( *)(?:pub(?:\([a-z]+\))? )?struct (\w+)[^;{(]*\{\n(.*?)^\1\}", re.MULTILINE | re.DOTALL)
+FIELD = re.compile(r"^ +(?:pub(?:\([a-z]+\))? )?\w+: ", re.MULTILINE)
+
+
+def sources(crate: Path) -> dict[Path, str]:
+    """The text of each file that is built, without comments and modules of tests."""
+    found = {}
+    for path in (crate / "src").rglob("*.rs"):
+        if "tests" not in path.parts and not path.stem.startswith("tests"):
+            found[path.relative_to(crate / "src")] = re.sub("//.*", "", TEST_MODULE.sub("", path.read_text()))
+    return found
+
+
+def used(text: str, start: str) -> set[str]:
+    """The first names of all paths that begin with ``start``, in lists of them too."""
+    names = set(re.findall(rf"\b{start}::(\w+)", text))
+    for group in re.findall(rf"\b{start}::\{{([^;]*)\}};", text):
+        names |= set(re.findall(r"(?:^|[,{])\s*(\w+)", group))
+    return names
+
+
+def graph(crate: Path) -> dict[str, set[str]]:
+    """Which modules directly below a crate's root use which; a directory is one module."""
+    uses: dict[str, set[str]] = {}
+    for path, text in sources(crate).items():
+        if path.name == "lib.rs":
+            continue
+        names = used(text, "crate")
+        if len(path.parts) == 1 or path.parts[1:] == ("mod.rs",):
+            names |= used(text, "super")
+        uses.setdefault(path.parts[0].removesuffix(".rs"), set()).update(names)
+    return {module: (names & set(uses)) - {module} for module, names in uses.items()}
+
+
+@pytest.mark.parametrize("crate", sorted(path.name for path in CRATES.iterdir() if (path / "src").is_dir()))
+def test_modules_have_no_cycles(crate: str) -> None:
+    modules = graph(CRATES / crate)
+    assert len(list(TopologicalSorter(modules).static_order())) == len(modules) > 3
+
+
+def test_there_are_edges_to_judge() -> None:
+    modules = graph(CRATES / "ucm-tier")
+    assert modules["segment"] >= {"shared", "backend"}
+    assert "posix" not in modules["shared"]
+
+
+def test_no_struct_is_a_heap() -> None:
+    fields = [
+        (name, len(FIELD.findall(body)))
+        for crate in CRATES.iterdir()
+        for text in sources(crate).values()
+        for _, name, body in STRUCT.findall(text)
+    ]
+    assert len(fields) > 200
+    assert {name for name, count in fields if count > MOST_FIELDS} == PLAIN
