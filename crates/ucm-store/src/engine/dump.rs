@@ -80,8 +80,11 @@ impl Run {
 }
 
 impl Core {
-    pub(super) fn start_dump(self: &Arc<Self>, rows: Vec<Row>, deadline: MonotonicTime) -> Result<Task> {
+    /// Starts dumping rows, or refuses at once (Busy: no slot; Unhealthy: the breaker is open).
+    pub fn dump(self: &Arc<Self>, rows: Vec<Row>) -> Result<Task> {
+        self.check_rows(&rows, false)?;
         let now = self.clock.now();
+        let deadline = now.after(self.deadlines.dump);
         let state = TaskState::new(rows.len(), now, deadline);
         let (tiers, hurried) = (Arc::clone(&self.tiers), Arc::clone(&state));
         let task = Task {
@@ -264,7 +267,13 @@ impl Core {
                 self.finish_rows(task, count);
             }
             After::Wait => {}
-            After::Publish(slot, crcs) => self.publish(builder, slot, &crcs, here),
+            After::Publish(mut slot, crcs) => match self.seal(builder, &mut slot, &crcs) {
+                Err(error) => self.write_done(builder, false, Err(error)),
+                Ok(options) if self.dumps.marked.remove(&builder.id) && !options.replace => {
+                    self.write_audited(builder, slot, options);
+                }
+                Ok(options) => self.write(builder, slot, options, Some(here)),
+            },
         }
         self.flush_if_wanted(task);
         self.dumps.moved_on.notify();
@@ -312,13 +321,8 @@ impl Core {
         }
     }
 
-    fn publish(
-        self: &Arc<Self>,
-        builder: &Arc<BlockBuilder>,
-        mut slot: Slot,
-        layer_crcs: &[u32],
-        here: &Arc<Ticket>,
-    ) {
+    /// Makes a record of what was gathered, and says how it is to be written.
+    fn seal(&self, builder: &BlockBuilder, slot: &mut Slot, layer_crcs: &[u32]) -> Result<WriteOptions> {
         let hint = self
             .dumps
             .hints
@@ -345,21 +349,13 @@ impl Core {
             time_ns: self.clock.wall_ns(),
             writer: self.records.writer,
         };
-        if let Err(error) = encode_header(&self.records.layout, &meta, layer_crcs, slot.as_mut_slice()) {
-            return self.write_done(builder, false, Err(error));
-        }
-        let replace = self.refused.replaces(builder.id);
-        let options = WriteOptions {
+        encode_header(&self.records.layout, &meta, layer_crcs, slot.as_mut_slice())?;
+        Ok(WriteOptions {
             len: self.records.layout.record_len(),
             ordinal,
-            replace,
+            replace: self.refused.replaces(builder.id),
             read_back: self.paranoid,
-        };
-        if self.dumps.marked.remove(&builder.id) && !replace {
-            self.write_audited(builder, slot, options);
-        } else {
-            self.write(builder, slot, options, Some(here));
-        }
+        })
     }
 
     /// Writes a whole record: `here`, while it is in the cache of the core that gathered it, or on a thread of the tier. One

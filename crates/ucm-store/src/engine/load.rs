@@ -10,6 +10,7 @@
 use std::collections::HashMap;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, MissReason, Result};
@@ -57,6 +58,9 @@ pub(super) struct LoadTask {
     gate: LoadState,
     cancelled: Mutex<Cuts>,
 }
+
+/// Longest deadline a load may be given: no wait is without one.
+const LONGEST_LOAD: Duration = Duration::from_secs(600);
 
 /// Why blocks of a load were cancelled, for those that did not fail themselves: each cut lies before the one that came
 /// earlier.
@@ -141,8 +145,13 @@ pub(super) fn by_block(rows: Vec<Row>) -> Vec<(BlockId, BlockRowList)> {
 }
 
 impl Core {
-    pub(super) fn start_load(self: &Arc<Self>, rows: Vec<Row>, deadline: MonotonicTime) -> Result<Task> {
+    /// Starts loading rows. A block that is absent, refused or late fails the task; see [`Task::failures`]. Blocks go by
+    /// the order of their first rows: those before the first that failed arrive, of those after it what was still being read
+    /// is given up. `deadline`: from now, the configured one if `None`, ten minutes at most; it ends all of them.
+    pub fn load(self: &Arc<Self>, rows: Vec<Row>, deadline: Option<Duration>) -> Result<Task> {
+        self.check_rows(&rows, true)?;
         let now = self.clock.now();
+        let deadline = now.after(deadline.unwrap_or(self.deadlines.load).min(LONGEST_LOAD));
         let state = TaskState::new(rows.len(), now, deadline);
         let mut states = 0;
         let block = |(id, rows): (BlockId, BlockRowList)| {

@@ -54,8 +54,6 @@ const LEAST_SLOTS: usize = 4;
 /// Most memory of records on their way between tiers, and most of them.
 const SPARE_BYTES: usize = 64 << 20;
 const SPARE_SLOTS: usize = 32;
-/// Longest deadline a load may be given: no wait is without one.
-const LONGEST_LOAD: Duration = Duration::from_secs(600);
 /// Times a copy worker that hangs is replaced; as many stuck copies open the breaker.
 const COPY_REPLACEMENTS: usize = 4;
 /// Most copies queued, however large the arena.
@@ -252,34 +250,17 @@ impl Engine {
         Ok(blocks.into_iter().map(row).collect())
     }
 
-    /// Starts loading rows. A block that is absent, refused or late fails the task; see [`Task::failures`]. Blocks go by
-    /// the order of their first rows: those before the first that failed arrive, of those after it what was still being read
-    /// is given up. `deadline`: from now, the configured one if `None`, ten minutes at most; it ends all of them.
-    pub fn load(&self, rows: Vec<Row>, deadline: Option<Duration>) -> Result<Task> {
-        self.check_rows(&rows)?;
-        self.0.start_load(rows, self.load_deadline(deadline))
-    }
-
     /// Loads whole blocks into staging slots and no further: they are read and verified as for a load, which fails where
     /// that one would and leaves behind what that one would (a refused record is no hit any more), and no device memory
-    /// is touched. `deadline` as of [`Engine::load`].
+    /// is touched. `deadline` as of [`Core::load`].
     pub fn verify(&self, ids: &[BlockId], deadline: Option<Duration>) -> Result<Task> {
-        self.check_count(ids.len())?;
         let row = |&id| Row {
             id,
             shard: 0,
             pieces: Pieces::Slot,
             ready: None,
         };
-        let rows = ids.iter().map(row).collect();
-        self.0.start_load(rows, self.load_deadline(deadline))
-    }
-
-    /// Starts dumping rows, or refuses at once (Busy: no slot; Unhealthy: the breaker is open).
-    pub fn dump(&self, rows: Vec<Row>) -> Result<Task> {
-        self.check_rows(&rows)?;
-        self.0
-            .start_dump(rows, self.clock.now().after(self.deadlines.dump))
+        self.load(ids.iter().map(row).collect(), deadline)
     }
 
     /// Ends the engine: no new work, what is under way gets the shutdown deadline, then every task has ended.
@@ -457,12 +438,6 @@ impl Core {
         Ok(())
     }
 
-    /// When a load that begins now is over.
-    fn load_deadline(&self, given: Option<Duration>) -> MonotonicTime {
-        let deadline = given.unwrap_or(self.deadlines.load).min(LONGEST_LOAD);
-        self.clock.now().after(deadline)
-    }
-
     fn check_count(&self, rows: usize) -> Result<()> {
         self.usable()?;
         if rows > limits::MAX_IDS_PER_CALL {
@@ -479,7 +454,8 @@ impl Core {
         Ok(())
     }
 
-    fn check_rows(&self, rows: &[Row]) -> Result<()> {
+    /// Whether these rows can be loaded or dumped; `in_slots`: whether they may be wanted in their slots alone.
+    fn check_rows(&self, rows: &[Row], in_slots: bool) -> Result<()> {
         self.check_count(rows.len())?;
         let (shards, pieces) = (
             self.records.geometry.shards(),
@@ -495,6 +471,7 @@ impl Core {
             let given = match &row.pieces {
                 Pieces::Listed(spans) => spans.len(),
                 Pieces::Block(layout, _) => layout.pieces() / shards as usize,
+                Pieces::Slot if in_slots => pieces,
                 Pieces::Slot => 0,
             };
             if given != pieces {

@@ -3,61 +3,58 @@
 use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_device::Slot;
 use ucm_infra::LANE_DUMP;
 use ucm_io::IoJob;
 
 use super::Segments;
 use super::format::Entry;
 use super::open::{Append, Next, OpenSegment};
-use crate::backend::{Done, WriteOptions, Written};
+use crate::backend::{Done, Written};
 use crate::writing::Write;
 
 impl Segments {
     /// Writes a record to its place, here.
     pub(super) fn write_into(self: &Arc<Self>, io: &IoJob, open: &Arc<OpenSegment>, append: Append) {
-        let Append { number, entry, write } = append;
-        let Write {
-            slot, options, done, ..
-        } = write;
-        let (segments, sealed) = (Arc::clone(self), Arc::clone(open));
-        let written = move |result| segments.written(&sealed, (number, entry), done, result);
-        io.here(|io| self.write_slot(io, open, slot, &entry, &options), written);
+        let (write, written) = self.placed_write(open, append);
+        io.here(write, written);
     }
 
     /// The same on a thread for dumps.
     pub(super) fn write_elsewhere(self: &Arc<Self>, open: &Arc<OpenSegment>, append: Append) {
+        let deadline = append.write.deadline;
+        let (write, written) = self.placed_write(open, append);
+        self.shared.io.job(LANE_DUMP, deadline, write, written);
+    }
+
+    /// What writes a record that has its place, and what is told of it.
+    fn placed_write(
+        self: &Arc<Self>,
+        open: &Arc<OpenSegment>,
+        append: Append,
+    ) -> (
+        impl FnOnce(&IoJob) -> Result<Written> + Send + 'static,
+        impl FnOnce(Result<Written>) + Send + 'static,
+    ) {
         let Append { number, entry, write } = append;
         let Write {
-            slot,
+            mut slot,
             options,
-            deadline,
             done,
             ..
         } = write;
-        let (segments, into) = (Arc::clone(self), Arc::clone(open));
-        let work = move |io: &IoJob| segments.write_slot(io, &into, slot, &entry, &options);
-        let (segments, sealed) = (Arc::clone(self), Arc::clone(open));
-        let written = move |result| segments.written(&sealed, (number, entry), done, result);
-        self.shared.io.job(LANE_DUMP, deadline, work, written);
-    }
-
-    fn write_slot(
-        &self,
-        io: &IoJob,
-        open: &OpenSegment,
-        mut slot: Slot,
-        entry: &Entry,
-        options: &WriteOptions,
-    ) -> Result<Written> {
-        let path = self.private(open.name);
-        let whole = &mut slot.as_mut_slice()[..entry.len as usize];
-        io.write_at(&path, entry.offset, &whole[..options.len])?;
-        if options.read_back {
-            let (shared, len) = (&self.shared, Some(entry.len));
-            return shared.read_back(io, entry.id, &path, entry.offset, len, whole);
-        }
-        Ok(Written::Published)
+        let (segments, path) = (Arc::clone(self), self.private(open.name));
+        let write = move |io: &IoJob| {
+            let whole = &mut slot.as_mut_slice()[..entry.len as usize];
+            io.write_at(&path, entry.offset, &whole[..options.len])?;
+            if options.read_back {
+                let (shared, len) = (&segments.shared, Some(entry.len));
+                return shared.read_back(io, entry.id, &path, entry.offset, len, whole);
+            }
+            Ok(Written::Published)
+        };
+        let (segments, open) = (Arc::clone(self), Arc::clone(open));
+        let written = move |result| segments.written(&open, (number, entry), done, result);
+        (write, written)
     }
 
     /// A write ended. Its slot is free by now.

@@ -270,7 +270,8 @@ impl Backend for SegmentBackend {
             let full = "the index of segments is full: this block could be written and never be found";
             return write.end(Err(Error::new(ErrorKind::NoSpace, full)));
         }
-        self.segments.append(io, write);
+        let coming = self.segments.coming(write);
+        self.segments.append(io, coming);
     }
 
     /// Who only looks up tells nothing: whether a use is one of the whole segment is known where segments are merged.

@@ -63,7 +63,7 @@ struct State {
 }
 
 /// A write that looks for its place.
-struct Coming {
+pub(super) struct Coming {
     write: Write,
     /// [`State::flushes`] when it came.
     came: u64,
@@ -175,40 +175,39 @@ impl Segments {
         room_below(&self.config, self.shared.space.usage().capacity).max(least)
     }
 
-    /// Writes a record into a segment, and opens one for it if need be.
-    pub(super) fn append(self: &Arc<Self>, io: &IoJob, write: Write) {
+    /// A write that looks for its place from now on.
+    pub(super) fn coming(&self, write: Write) -> Coming {
         let came = self.writer.state.lock().flushes;
-        self.append_coming(io, Coming { write, came });
+        Coming { write, came }
     }
 
-    fn append_coming(self: &Arc<Self>, io: &IoJob, coming: Coming) {
+    /// Writes a record into a segment, and opens one for it if need be.
+    pub(super) fn append(self: &Arc<Self>, io: &IoJob, mut coming: Coming) {
         let room = self.room_for(room_of(&coming.write));
-        let beside = if self.is_short(io) { 1 } else { self.abreast(room) };
-        self.append_into(io, coming, room, beside);
-    }
-
-    fn append_into(self: &Arc<Self>, io: &IoJob, coming: Coming, room: u64, beside: usize) {
-        if let Err(late) = io.still_wanted() {
-            return coming.write.end(Err(late));
-        }
-        let now = self.shared.clock.now();
-        let (hurried, (place, full)) = {
-            let mut state = self.writer.state.lock();
-            (coming.came < state.flushes, state.place(coming, beside, now))
-        };
-        if hurried || matches!(place, Place::Waits) {
-            self.seal_notify.notify(); // the timer keeps when it is sealed, and the deadline of what waits
-        }
-        full.iter()
-            .filter(|full| full.close())
-            .for_each(|full| self.seal(full));
-        match place {
-            Place::Into(open, append) => self.write_into(io, &open, append),
-            Place::Waits => {}
-            Place::Open(Ok(coming)) => self.open(io, Some(coming), room),
-            Place::Open(Err(coming)) => {
-                self.open(io, None, room);
-                self.append_into(io, coming, room, 1);
+        let mut beside = if self.is_short(io) { 1 } else { self.abreast(room) };
+        loop {
+            if let Err(late) = io.still_wanted() {
+                return coming.write.end(Err(late));
+            }
+            let now = self.shared.clock.now();
+            let (hurried, (place, full)) = {
+                let mut state = self.writer.state.lock();
+                (coming.came < state.flushes, state.place(coming, beside, now))
+            };
+            if hurried || matches!(place, Place::Waits) {
+                self.seal_notify.notify(); // the timer keeps when it is sealed, and the deadline of what waits
+            }
+            full.iter()
+                .filter(|full| full.close())
+                .for_each(|full| self.seal(full));
+            match place {
+                Place::Into(open, append) => return self.write_into(io, &open, append),
+                Place::Waits => return,
+                Place::Open(Ok(coming)) => return self.open(io, Some(coming), room),
+                Place::Open(Err(again)) => {
+                    self.open(io, None, room);
+                    (coming, beside) = (again, 1);
+                }
             }
         }
     }
@@ -398,7 +397,7 @@ impl Segments {
         for Coming { write, came } in left {
             let segments = Arc::clone(self);
             self.shared.on_a_thread(write, move |io, write| {
-                segments.append_coming(io, Coming { write, came });
+                segments.append(io, Coming { write, came });
             });
         }
         let mut placed = placed.into_iter();
