@@ -210,7 +210,7 @@ class Ground:
     def bytes_stored(self) -> int:
         """Bytes of all of these and of what is not published yet; the collector may be at work."""
         total = 0
-        for path in [*self.files(), *places.private_files(self.root)]:
+        for path in [*places.private_files(self.root), *self.files()]:
             try:
                 total += path.stat().st_size
             except FileNotFoundError:

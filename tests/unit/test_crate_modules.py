@@ -1,4 +1,5 @@
-"""The modules of each Rust crate use each other in one direction, and no struct of theirs has grown into a heap."""
+"""The modules directly below the root of each Rust crate use each other in one direction (a directory is one module), and no
+struct has grown into a heap."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ PLAIN = {"StoreSpec", "PosixConfig", "PosixOptions", "TierStats", "RecordHeader"
 MOST_FIELDS = 12
 
 TEST_MODULE = re.compile(r"#\[cfg\([^\]]*test[^\]]*\)\]\s*mod \w+ \{.*?\n\}\n", re.DOTALL)
-STRUCT = re.compile(r"^( *)(?:pub(?:\([a-z]+\))? )?struct (\w+)[^;{(]*\{\n(.*?)^\1\}", re.MULTILINE | re.DOTALL)
-FIELD = re.compile(r"^ +(?:pub(?:\([a-z]+\))? )?\w+: ", re.MULTILINE)
+STRUCT = re.compile(r"^( *)(?:pub(?:\([^)]*\))? )?struct (\w+)[^;{(]*\{\n(.*?)^\1\}", re.MULTILINE | re.DOTALL)
+FIELD = re.compile(r"^ +(?:pub(?:\([^)]*\))? )?\w+: ", re.MULTILINE)
 
 
 def sources(crate: Path) -> dict[Path, str]:
@@ -41,12 +42,20 @@ def used(text: str, start: str) -> set[str]:
 def graph(crate: Path) -> dict[str, set[str]]:
     """Which modules directly below a crate's root use which; a directory is one module."""
     uses: dict[str, set[str]] = {}
-    for path, text in sources(crate).items():
+    files = sources(crate)
+    # What the root passes on comes from the module that has it.
+    passed_on = {
+        name: module
+        for module, group in re.findall(r"\buse (\w+)::(\w+|\{[^;]*\});", files[Path("lib.rs")])
+        for name in re.findall(r"\w+", group)
+    }
+    for path, text in files.items():
         if path.name == "lib.rs":
             continue
         names = used(text, "crate")
         if len(path.parts) == 1 or path.parts[1:] == ("mod.rs",):
             names |= used(text, "super")
+        names |= {passed_on[name] for name in names if name in passed_on}
         uses.setdefault(path.parts[0].removesuffix(".rs"), set()).update(names)
     return {module: (names & set(uses)) - {module} for module, names in uses.items()}
 

@@ -134,6 +134,7 @@ impl Quota {
             return Err(Error::new(ErrorKind::Closed, "another collector took over"));
         }
         let records = everything.files.iter().map(Found::records).sum();
+        self.tell_of_myself(&mut book); // what this process wrote while it was counted
         let forgotten = match why.term {
             Some(_) => book.end_count(&before, everything.total, records),
             None => Vec::new(),

@@ -28,6 +28,8 @@ struct Account {
     seen: u64,
     admitted: u64,
     settled: u64,
+    /// Bytes of writes that had not ended by its last note.
+    in_flight: u64,
     wanted: u64,
     /// It writes no more; a count that begins now sees all it ever wrote.
     gone: bool,
@@ -52,7 +54,8 @@ pub(crate) struct GrantTable {
     accounts: BTreeMap<u64, Account>,
     /// Something was removed that no count has missed yet for sure.
     stale: bool,
-    /// Somebody wrote while the last count listed, so that some of it may be counted twice.
+    /// Somebody wrote while the last count listed, so that some of it may be counted twice. What a writer of another process
+    /// has not told by then is not known here, and waits for the next count.
     blurred: bool,
 }
 
@@ -148,9 +151,9 @@ impl GrantTable {
         self.counted.unwrap_or(0).saturating_add(written)
     }
 
-    /// Whether the last count may have seen some of what is charged beyond it too.
+    /// Whether the last count may have seen some of what is charged beyond it too, and another one would see that for sure.
     pub(crate) fn is_blurred(&self) -> bool {
-        self.blurred
+        self.blurred && self.since_count() > 0
     }
 
     /// Bytes of all writes that were begun.
@@ -174,6 +177,7 @@ impl GrantTable {
         }
         account.admitted = account.admitted.max(note.admitted);
         account.settled = account.settled.max(note.settled);
+        account.in_flight = note.admitted.saturating_sub(note.settled);
         // It may know of a grant that we do not: the directory was emptied.
         account.granted = account.granted.max(note.granted);
         account.wanted = note.wanted;
@@ -249,8 +253,8 @@ impl GrantTable {
             }
             None => true,
         });
-        let beyond = |account: &Account| account.admitted > account.seen;
-        self.blurred = self.accounts.values().any(beyond);
+        let wrote = |account: &Account| account.settled > account.seen || account.in_flight > 0;
+        self.blurred = self.accounts.values().any(wrote);
         forgotten
     }
 
@@ -333,6 +337,27 @@ mod tests {
         let mut book = counted(1600, 1595);
         book.note(1, &note(0, 0, 10));
         assert_eq!(book.grant(), (false, true), "too little to be of use");
+    }
+
+    #[test]
+    fn another_count_is_wanted_only_where_it_would_see_more() {
+        let mut book = counted(1600, 0);
+        let count = |book: &mut GrantTable, meanwhile: Option<Note>, total| {
+            let before = book.begin_count();
+            meanwhile.iter().for_each(|note| book.note(1, note));
+            book.end_count(&before, total, 1);
+        };
+        book.note(1, &note(64, 0, 0)); // a segment is open
+        count(&mut book, None, 64);
+        assert!(!book.is_blurred(), "nothing has ended since");
+        book.note(1, &note(10, 10, 0)); // and was sealed with less in it
+        assert!(book.is_blurred());
+        count(&mut book, None, 10);
+        assert!(!book.is_blurred(), "though it had been granted more");
+        count(&mut book, Some(note(20, 20, 0)), 20);
+        assert!(book.is_blurred() && book.used() > 20);
+        count(&mut book, None, 20);
+        assert!(!book.is_blurred());
     }
 
     #[test]

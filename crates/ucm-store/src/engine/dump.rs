@@ -62,6 +62,24 @@ impl Dumps {
             flushed: AtomicU64::new(0),
         }
     }
+
+    /// Lets a thread that copies write, unless it is the last one that does not.
+    fn begin_writing(&self) -> Option<Writes<'_>> {
+        let may = |writing: usize| (writing + 1 < self.copy_threads).then_some(writing + 1);
+        let began = self
+            .writing
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, may);
+        began.is_ok().then(|| Writes(self))
+    }
+}
+
+/// A thread that copies writes for as long as this is there.
+struct Writes<'a>(&'a Dumps);
+
+impl Drop for Writes<'_> {
+    fn drop(&mut self) {
+        self.0.writing.fetch_sub(1, Ordering::AcqRel);
+    }
 }
 
 /// The blocks of one dump. The threads that copy take one after the other.
@@ -377,17 +395,8 @@ impl Core {
             request: builder.request,
             placed: Box::new(move || core.placed(&placed_for)),
         };
-        let may = |writing: usize| (writing + 1 < self.dumps.copy_threads).then_some(writing + 1);
-        let here = here.filter(|_| {
-            self.dumps
-                .writing
-                .fetch_update(Ordering::AcqRel, Ordering::Acquire, may)
-                .is_ok()
-        });
-        self.tiers.write(write, here, done);
-        if here.is_some() {
-            self.dumps.writing.fetch_sub(1, Ordering::AcqRel);
-        }
+        let writes = here.and_then(|_| self.dumps.begin_writing());
+        self.tiers.write(write, here.filter(|_| writes.is_some()), done);
     }
 
     pub(super) fn write_done(

@@ -148,6 +148,7 @@ impl Core {
     /// Starts loading rows. A block that is absent, refused or late fails the task; see [`Task::failures`]. Blocks go by
     /// the order of their first rows: those before the first that failed arrive, of those after it what was still being read
     /// is given up. `deadline`: from now, the configured one if `None`, ten minutes at most; it ends all of them.
+    /// A block whose row is wanted in its slot is read and verified whole, as by [`Engine::verify`](super::Engine::verify).
     pub fn load(self: &Arc<Self>, rows: Vec<Row>, deadline: Option<Duration>) -> Result<Task> {
         self.check_rows(&rows, true)?;
         let now = self.clock.now();

@@ -51,7 +51,7 @@ use discovery::SegmentDiscovery;
 use early::EarlyNews;
 use index::{Hit, Index};
 use reclaim::Reclaim;
-use writer::Writer;
+use writer::{Coming, Writer};
 
 pub use reclaim::Merging;
 
@@ -270,8 +270,7 @@ impl Backend for SegmentBackend {
             let full = "the index of segments is full: this block could be written and never be found";
             return write.end(Err(Error::new(ErrorKind::NoSpace, full)));
         }
-        let coming = self.segments.coming(write);
-        self.segments.append(io, coming);
+        self.segments.append(io, Coming::new(write));
     }
 
     /// Who only looks up tells nothing: whether a use is one of the whole segment is known where segments are merged.

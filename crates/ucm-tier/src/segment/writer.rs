@@ -65,8 +65,19 @@ struct State {
 /// A write that looks for its place.
 pub(super) struct Coming {
     write: Write,
-    /// [`State::flushes`] when it came.
-    came: u64,
+    /// [`State::flushes`] since when it waits, if it does: who is placed at once was flushed by nobody yet.
+    came: Option<u64>,
+}
+
+impl Coming {
+    pub(super) fn new(write: Write) -> Self {
+        Self { write, came: None }
+    }
+
+    /// Whether somebody wanted it to be published while it waited.
+    fn is_flushed(&self, state: &State) -> bool {
+        self.came.is_some_and(|came| came < state.flushes)
+    }
 }
 
 /// What opening a segment came to.
@@ -112,9 +123,10 @@ impl State {
                 self.opening = Some(Vec::new());
                 return (Place::Open(Err(coming)), full);
             }
+            let flushed = coming.is_flushed(self);
             match open.reserve(coming.write) {
                 Ok(append) => {
-                    if coming.came < self.flushes {
+                    if flushed {
                         open.seal_by(now);
                     }
                     self.open.push(Arc::clone(&open));
@@ -128,6 +140,7 @@ impl State {
         }
         match &mut self.opening {
             Some(waiting) => {
+                coming.came.get_or_insert(self.flushes);
                 waiting.push(coming);
                 (Place::Waits, full)
             }
@@ -175,12 +188,6 @@ impl Segments {
         room_below(&self.config, self.shared.space.usage().capacity).max(least)
     }
 
-    /// A write that looks for its place from now on.
-    pub(super) fn coming(&self, write: Write) -> Coming {
-        let came = self.writer.state.lock().flushes;
-        Coming { write, came }
-    }
-
     /// Writes a record into a segment, and opens one for it if need be.
     pub(super) fn append(self: &Arc<Self>, io: &IoJob, mut coming: Coming) {
         let room = self.room_for(room_of(&coming.write));
@@ -192,7 +199,7 @@ impl Segments {
             let now = self.shared.clock.now();
             let (hurried, (place, full)) = {
                 let mut state = self.writer.state.lock();
-                (coming.came < state.flushes, state.place(coming, beside, now))
+                (coming.is_flushed(&state), state.place(coming, beside, now))
             };
             if hurried || matches!(place, Place::Waits) {
                 self.seal_notify.notify(); // the timer keeps when it is sealed, and the deadline of what waits
@@ -234,8 +241,9 @@ impl Segments {
     /// that is granted already is taken.
     fn open(self: &Arc<Self>, io: &IoJob, coming: Option<Coming>, room: u64) {
         let needed = coming.is_some();
-        if let Some(coming) = coming {
+        if let Some(mut coming) = coming {
             let mut state = self.writer.state.lock();
+            coming.came.get_or_insert(state.flushes);
             let Some(waiting) = &mut state.opening else {
                 drop(state);
                 let text = "the segment for this record was given up by a thread that came late";
@@ -357,7 +365,7 @@ impl Segments {
         let mut waiting = state.opening.take().unwrap_or_default();
         let hurry = match waiting.is_empty() {
             true => state.last,
-            false => waiting.iter().any(|coming| coming.came < state.flushes),
+            false => waiting.iter().any(|coming| coming.is_flushed(&state)),
         };
         if hurry {
             state.closed = Some(self.shared.clock.now());
