@@ -1,5 +1,7 @@
-"""The modules directly below the root of each Rust crate use each other in one direction (a directory is one module), and no
-struct has grown into a heap."""
+"""The modules directly below the root of each Rust crate use each other in one direction (a directory is one module).
+
+And no struct has grown into a heap.
+"""
 
 from __future__ import annotations
 
