@@ -33,7 +33,7 @@ use stages::make_all;
 ///     "block_tokens":16,"tensor_parallel":1,"pipeline_parallel":1,"decode_context_parallel":1}"#
 ///     .replace("\n    ", "");
 /// let spec = serde_json::json!({
-///     "stages": [{"kind": "toy"}], "identity": identity, "part": [0, 0, 0], "tensor_sizes": [4096],
+///     "stages": [{"kind": "cache", "cache_size": 1 << 22}], "identity": identity, "part": [0, 0, 0], "tensor_sizes": [4096],
 ///     "shard_size": 4096, "block_size": 4096, "block_tokens": 16, "dtype": "f32", "labels": {}, "processes": 1,
 ///     "scheduler_elsewhere": false, "lookup_only": false, "staging_bytes": 1 << 20, "copy_threads": 1,
 ///     "lookup_s": 20.0, "load_s": 5.0, "dump_s": 30.0, "probe_s": 5.0, "shutdown_s": 3.0, "paranoid": false,
