@@ -21,7 +21,7 @@ PATIENCE = 60.0
 class Ucm(Peer):
     """Options: ``config``, keys of the store beside those that every arm is given."""
 
-    threads = f"{THREADS} for I/O (half of them for dumps), 2 that gather, one of which writes too"
+    threads = f"{THREADS} for I/O (half of them for dumps), 3 that gather: two write too, the third where these wait"
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)

@@ -1,6 +1,6 @@
 """The process that holds one vLLM engine for :mod:`harness`: commands come and answers go through one connection.
 
-Run as ``engine_child.py <fd>``. The first message is that of :meth:`specs.EngineSpec.first_message`; the answer
+The first message is that of :meth:`specs.EngineSpec.first_message`; the answer
 ``("ready", {})`` says that the engine runs. Then every command is ``(number, name, arguments)`` and is answered by
 ``(number, True, value)`` or ``(number, False, text)``. Commands may overlap: only ``collect`` waits for requests.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -245,15 +244,11 @@ async def serve(connection: Connection) -> None:
     connection.send((command[0], True, None))
 
 
-def main() -> None:
-    """Entry point; an exception before the engine runs is told to the other side."""
-    connection = Connection(int(sys.argv[1]))
+def main(descriptor: int) -> None:
+    """Serves the connection of that descriptor; an exception before the engine runs is told to the other side."""
+    connection = Connection(descriptor)
     try:
         asyncio.run(serve(connection))
     except Exception:
         connection.send(("failed", traceback.format_exc()))
         raise
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,7 +22,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specs import HERE, Ask, EngineSpec, Result
+from nursery import Nursery
+from specs import Ask, EngineSpec, Result
 
 #: Seconds. They end hangs; no test passes or fails by them on a machine that is merely slow.
 START_DEADLINE = 300.0
@@ -78,15 +78,8 @@ class Engine:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs, self.log.open("wb") as log:
-            self.process: subprocess.Popen[bytes] = subprocess.Popen(
-                [sys.executable, str(HERE / "engine_child.py"), str(theirs.fileno())],
-                env=self.spec.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            nursery = Nursery.of(self.spec.environment())
+            self.process = nursery.fork(theirs.fileno(), log.fileno())
         self.connection = Connection(ours.detach())
         self.connection.send(self.spec.first_message())
         state, value = self._receive(START_DEADLINE, "start")

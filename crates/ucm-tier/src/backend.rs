@@ -223,6 +223,8 @@ pub struct Features<'a> {
     pub answers_at_once: bool,
     /// Parts of a record can be read by themselves.
     pub reads_parts: bool,
+    /// Writes fill memory, the page cache if nothing else, and wait for no device as long as all is well.
+    pub writes_cached: bool,
     /// Uses that another process of the same engine has told its own medium must be told here too: they reach only what a
     /// process has to itself, its memory, and what it knows of the segments that it merges.
     pub own_touches: bool,

@@ -50,6 +50,7 @@ impl Backend for PosixBackend {
         Features {
             name: "posix",
             reads_parts: true,
+            writes_cached: self.shared.writes_cached(),
             ..Features::default()
         }
     }

@@ -148,10 +148,10 @@ impl Shared {
         }
     }
 
-    /// Whether writes to one file go one after the other, and several files are written side by side instead: only one
-    /// thread at once can fill the pages of a file of a local file system (ext4 and XFS hold the inode's lock meanwhile),
-    /// and the others would not sleep but spin. Not as long as nobody knows where the root lies.
-    pub(crate) fn serializes_writes(&self) -> bool {
+    /// Whether writes fill the page cache of a local file system. Only one thread at once can fill the pages of one file
+    /// there (ext4 and XFS hold the inode's lock meanwhile), and the others would not sleep but spin: so several files are
+    /// written side by side. Not as long as nobody knows where the root lies.
+    pub(crate) fn writes_cached(&self) -> bool {
         let Some(probe) = self.root.lock().probed else {
             return false;
         };

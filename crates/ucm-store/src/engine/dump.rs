@@ -18,6 +18,7 @@ use ucm_record::{RecordMeta, encode_header};
 use ucm_tier::backend::{Flush, WriteOptions, Written};
 
 use super::block_builder::{After, BlockBuilder, BlockBuilders, Stage};
+use super::carriers::{Carriers, Carries};
 use super::load::{BlockRowList, by_block};
 use super::task::{Task, TaskState};
 use super::{Core, Hint, Row};
@@ -36,9 +37,9 @@ pub(super) struct Dumps {
     /// Copies from the device that are queued or running, and how many there may be.
     copying: AtomicUsize,
     copy_limit: usize,
-    /// Threads that copy from the device, and how many of them are writing what they copied.
+    /// Threads that copy from the device, and those of them that also write what they copied.
     copy_threads: usize,
-    writing: AtomicUsize,
+    carriers: Carriers,
     /// Rung when a block was gathered, and when the medium has it.
     moved_on: Notify,
     /// Blocks cannot be stored for a reason that somebody must remove, and the log said so.
@@ -56,29 +57,11 @@ impl Dumps {
             copying: AtomicUsize::new(0),
             copy_limit,
             copy_threads,
-            writing: AtomicUsize::new(0),
+            carriers: Carriers::new(copy_threads.saturating_sub(1)),
             moved_on: Notify::new(),
             unwritable: AtomicBool::new(false),
             flushed: AtomicU64::new(0),
         }
-    }
-
-    /// Lets a thread that copies write, unless it is the last one that does not.
-    fn begin_writing(&self) -> Option<Writes<'_>> {
-        let may = |writing: usize| (writing + 1 < self.copy_threads).then_some(writing + 1);
-        let began = self
-            .writing
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, may);
-        began.is_ok().then(|| Writes(self))
-    }
-}
-
-/// A thread that copies writes for as long as this is there.
-struct Writes<'a>(&'a Dumps);
-
-impl Drop for Writes<'_> {
-    fn drop(&mut self) {
-        self.0.writing.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -138,7 +121,7 @@ impl Core {
                 Ok(()) => ticket.end(),
                 Err(error) => {
                     ticket.write_off(&error);
-                    core.leave(&blocks, &ticket, &error);
+                    core.leave(&blocks, &error);
                 }
             };
             if let Err(refused) = self.device.copies.offer(LANE_DUMP, deadline, work, done) {
@@ -149,22 +132,30 @@ impl Core {
         Ok(task)
     }
 
-    /// Takes one block of a dump after the other and carries it as far as it goes.
+    /// Takes one block of a dump after the other and carries it as far as it goes: to the medium, or, on the thread that is
+    /// kept from media so that the device waits for none, to a thread of the tier. That one stands by where the others need
+    /// nothing but their processors.
     fn dump_blocks(self: &Arc<Self>, run: &Arc<Run>, ticket: &Arc<Ticket>) {
-        while !ticket.is_over()
-            && let Some(index) = run.take()
-        {
+        let (carriers, mut stalled_at) = (&self.dumps.carriers, None);
+        let (mut carries, cached) = (carriers.join(), self.tiers.writes_cached());
+        while !ticket.is_over() {
+            if carries.is_none() && cached {
+                carries = carriers.stand_by(&mut stalled_at);
+            }
+            let Some(index) = run.take() else { return };
             let (builder, rows) = &run.blocks[index];
-            let (core, of, here) = (Arc::clone(self), Arc::clone(run), Arc::clone(ticket));
-            let gathered = move |result| core.gathered(&of, index, &here, result);
+            let here = carries.as_ref().map(|_| Arc::clone(ticket));
+            let (core, of) = (Arc::clone(self), Arc::clone(run));
+            let gathered = move |result| core.gathered(&of, index, here.as_ref(), result);
             ticket.run(|| self.gather(builder, rows), gathered);
+            carries.as_ref().map(Carries::moved_on);
         }
     }
 
     /// Nobody takes what is left of a dump any more.
-    fn leave(self: &Arc<Self>, run: &Arc<Run>, ticket: &Arc<Ticket>, error: &Error) {
+    fn leave(self: &Arc<Self>, run: &Arc<Run>, error: &Error) {
         while let Some(index) = run.take() {
-            self.gathered(run, index, ticket, Err(error.clone()));
+            self.gathered(run, index, None, Err(error.clone()));
         }
     }
 
@@ -261,7 +252,7 @@ impl Core {
     }
 
     /// The rows of one block were gathered, or will not be: counts them, and sends a whole record on its way.
-    fn gathered(self: &Arc<Self>, run: &Run, index: usize, here: &Arc<Ticket>, result: Result<()>) {
+    fn gathered(self: &Arc<Self>, run: &Run, index: usize, here: Option<&Arc<Ticket>>, result: Result<()>) {
         let ((builder, rows), task) = (&run.blocks[index], &run.task);
         let rows: Vec<usize> = rows.iter().map(|(row, _, _)| *row).collect();
         let count = rows.len();
@@ -290,7 +281,7 @@ impl Core {
                 Ok(options) if self.dumps.marked.remove(&builder.id) && !options.replace => {
                     self.write_audited(builder, slot, options);
                 }
-                Ok(options) => self.write(builder, slot, options, Some(here)),
+                Ok(options) => self.write(builder, slot, options, here),
             },
         }
         self.flush_if_wanted(task);
@@ -376,8 +367,7 @@ impl Core {
         })
     }
 
-    /// Writes a whole record: `here`, while it is in the cache of the core that gathered it, or on a thread of the tier. One
-    /// thread that copies from the device never writes, so that the device waits for no medium.
+    /// Writes a whole record: `here`, while it is in the cache of the core that gathered it, or on a thread of the tier.
     pub(super) fn write(
         self: &Arc<Self>,
         builder: &Arc<BlockBuilder>,
@@ -395,8 +385,7 @@ impl Core {
             request: builder.request,
             placed: Box::new(move || core.placed(&placed_for)),
         };
-        let writes = here.and_then(|_| self.dumps.begin_writing());
-        self.tiers.write(write, here.filter(|_| writes.is_some()), done);
+        self.tiers.write(write, here, done);
     }
 
     pub(super) fn write_done(

@@ -7,6 +7,7 @@
 
 mod audit;
 mod block_builder;
+mod carriers;
 mod config;
 mod dump;
 mod guard;

@@ -384,6 +384,13 @@ impl Tiers {
             .any(|tier| tier.state.ready.load(Ordering::Acquire))
     }
 
+    /// Whether what a dump writes costs a processor and waits for no device as long as all is well.
+    pub(crate) fn writes_cached(&self) -> bool {
+        let through = |tier: &&Tier| tier.policy == WritePolicy::Through;
+        let cached = |tier: &Tier| tier.codec.is_none() && tier.backend.features().writes_cached;
+        self.tiers.iter().filter(through).all(cached)
+    }
+
     /// Whether there is a tier that everything passes to.
     pub(crate) fn is_well(&self) -> bool {
         self.tiers.iter().any(Tier::is_well)

@@ -275,6 +275,7 @@ impl Backend for MemoryBackend {
         Features {
             name: "memory",
             answers_at_once: true,
+            writes_cached: true,
             own_touches: true,
             memory: Some(self),
             local: Some(self),

@@ -232,6 +232,7 @@ impl Backend for SegmentBackend {
             name: "posix",
             answers_at_once: true,
             reads_parts: true,
+            writes_cached: self.segments.shared.writes_cached(),
             own_touches: true,
             memory: None,
             index: Some(self),

@@ -164,7 +164,7 @@ impl State {
 /// How many segments of that room are filled side by side below a root with this limit: where one file is written by one
 /// thread at a time, no more than are a 64th of the limit together.
 fn side_by_side(shared: &Shared, limit: u64, room: u64) -> usize {
-    if !shared.serializes_writes() {
+    if !shared.writes_cached() {
         return 1;
     }
     let most = usize::try_from(limit / SHARE / room.max(1)).unwrap_or(ABREAST);

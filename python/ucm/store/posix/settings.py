@@ -123,7 +123,7 @@ class EngineSettings(StoreSettings):
                 "scheduler_elsewhere": self.scheduler_elsewhere,
                 "lookup_only": self.device_id < 0,
                 "staging_bytes": self.staging_capacity,
-                "copy_threads": 2,  # one writes what it gathered while the other gathers on
+                "copy_threads": 3,  # two write what they gathered; the third gathers on where these wait for a medium
                 "lookup_s": self.deadlines.lookup_ms / 1000,
                 "load_s": self.deadlines.load_unknown_s,
                 "dump_s": self.deadlines.dump_s,
