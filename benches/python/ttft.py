@@ -123,13 +123,13 @@ def main() -> None:
                 if "failed" in times:
                     missing[variant] = times  # it will not start the next time either
                 rounds[-1][variant] = times
-    rows = summary(rounds)
-    if chosen.json:
-        date = dt.datetime.now(dt.UTC).strftime("%Y-%m-%d")
-        settings = {"tokens": chosen.tokens, "prompts": chosen.prompts, "rounds": chosen.rounds}
-        document = {"date": date, "settings": settings, "rows": rows, "rounds": rounds}
-        chosen.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(table(rows))
+            rows = summary(rounds)
+            if chosen.json:  # after every round: who ends it early keeps what there is
+                date = dt.datetime.now(dt.UTC).strftime("%Y-%m-%d")
+                settings = {"tokens": chosen.tokens, "prompts": chosen.prompts, "rounds": number + 1}
+                document = {"date": date, "settings": settings, "rows": rows, "rounds": rounds}
+                chosen.json.write_text(json.dumps(document, indent=1) + "\n")
+            print(table(rows), flush=True)
 
 
 if __name__ == "__main__":

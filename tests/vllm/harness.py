@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nursery import Nursery
+from fork_server import ForkServer
 from specs import Ask, EngineSpec, Result
 
 #: Seconds. They end hangs; no test passes or fails by them on a machine that is merely slow.
@@ -77,9 +77,12 @@ class Engine:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        with theirs, self.log.open("wb") as log:
-            nursery = Nursery.of(self.spec.environment())
-            self.process = nursery.fork(theirs.fileno(), log.fileno())
+        try:
+            with theirs, self.log.open("wb") as log:
+                server = ForkServer.of(self.spec.environment(), log.fileno())
+                self.process = server.fork(theirs.fileno(), log.fileno())
+        except OSError as error:
+            raise EngineError(f"no process for the engine: {error}\n{self.log_tail()}") from error
         self.connection = Connection(ours.detach())
         self.connection.send(self.spec.first_message())
         state, value = self._receive(START_DEADLINE, "start")

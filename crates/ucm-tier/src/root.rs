@@ -142,7 +142,7 @@ impl Shared {
     pub(crate) fn probe_io(&self, deadline: MonotonicTime) -> Result<()> {
         let dir = self.layout.tmp();
         if let Some(probe) = unless_read_only(self.call(deadline, move |io| io.probe(&dir)))? {
-            self.root.lock().probed = Some(probe);
+            self.learn(probe);
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -62,6 +62,8 @@ pub(crate) struct Shared {
     pub(crate) io: Arc<IoPool>,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) root: Mutex<Root>,
+    /// See [`Shared::writes_cached`].
+    writes_cached: AtomicBool,
     /// Somebody is looking whether the root is back.
     pub(crate) looking: AtomicBool,
     /// Which of the 256 record directories are known to exist.
@@ -112,6 +114,7 @@ impl Shared {
                 kind,
                 ..Root::default()
             }),
+            writes_cached: AtomicBool::new(false),
             looking: AtomicBool::new(false),
             dirs: Mutex::new([false; 256]),
             sequence: AtomicU64::new(0),
@@ -150,13 +153,17 @@ impl Shared {
 
     /// Whether writes fill the page cache of a local file system. Only one thread at once can fill the pages of one file
     /// there (ext4 and XFS hold the inode's lock meanwhile), and the others would not sleep but spin: so several files are
-    /// written side by side. Not as long as nobody knows where the root lies.
+    /// written side by side. Not as long as it is not known where the root lies.
     pub(crate) fn writes_cached(&self) -> bool {
-        let Some(probe) = self.root.lock().probed else {
-            return false;
-        };
+        self.writes_cached.load(Ordering::Acquire)
+    }
+
+    /// What the file system of the root can do.
+    pub(crate) fn learn(&self, probe: Probe) {
         let direct = self.config.direct && probe.direct.is_some();
-        !direct && !probe.fs.maybe_shared()
+        let cached = !direct && !probe.fs.maybe_shared();
+        self.writes_cached.store(cached, Ordering::Release);
+        self.root.lock().probed = Some(probe);
     }
 
     /// The marker is there and on the device it was on: writing is safe. Else `Foreign`: the medium answers, but it is

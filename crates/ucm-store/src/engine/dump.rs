@@ -7,24 +7,27 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::Instant;
 
 use hashlink::LruCache;
 use parking_lot::Mutex;
 use tracing::{info, warn};
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
-use ucm_infra::{IdSet, LANE_DUMP, MonotonicTime, Notify, Ticket};
+use ucm_infra::{IdSet, MonotonicTime, Notify, Ticket};
 use ucm_record::{RecordMeta, encode_header};
 use ucm_tier::backend::{Flush, WriteOptions, Written};
 
 use super::block_builder::{After, BlockBuilder, BlockBuilders, Stage};
-use super::carriers::{Carriers, Carries};
+use super::inline_writers::InlineWriters;
 use super::load::{BlockRowList, by_block};
 use super::task::{Task, TaskState};
 use super::{Core, Hint, Row};
 use crate::stats::Stats;
 use crate::tiers::{Request, TierWrite};
 
+/// The lane of the pool that copies: it has one.
+const LANE_COPIES: usize = 0;
 /// Most header hints remembered.
 const REMEMBERED: usize = 1 << 16;
 
@@ -39,7 +42,7 @@ pub(super) struct Dumps {
     copy_limit: usize,
     /// Threads that copy from the device, and those of them that also write what they copied.
     copy_threads: usize,
-    carriers: Carriers,
+    inline_writers: InlineWriters,
     /// Rung when a block was gathered, and when the medium has it.
     moved_on: Notify,
     /// Blocks cannot be stored for a reason that somebody must remove, and the log said so.
@@ -49,7 +52,7 @@ pub(super) struct Dumps {
 }
 
 impl Dumps {
-    pub(super) fn new(copy_limit: usize, copy_threads: usize) -> Self {
+    pub(super) fn new(copy_limit: usize, copy_threads: usize, record_len: u64) -> Self {
         Self {
             builders: Mutex::default(),
             hints: Mutex::new(LruCache::new(REMEMBERED)),
@@ -57,7 +60,7 @@ impl Dumps {
             copying: AtomicUsize::new(0),
             copy_limit,
             copy_threads,
-            carriers: Carriers::new(copy_threads.saturating_sub(1)),
+            inline_writers: InlineWriters::new(copy_threads.saturating_sub(1), record_len),
             moved_on: Notify::new(),
             unwritable: AtomicBool::new(false),
             flushed: AtomicU64::new(0),
@@ -77,6 +80,10 @@ impl Run {
     fn take(&self) -> Option<usize> {
         let next = self.next.fetch_add(1, Ordering::AcqRel);
         (next < self.blocks.len()).then_some(next)
+    }
+
+    fn has_more(&self) -> bool {
+        self.next.load(Ordering::Acquire) < self.blocks.len()
     }
 }
 
@@ -124,7 +131,7 @@ impl Core {
                     core.leave(&blocks, &error);
                 }
             };
-            if let Err(refused) = self.device.copies.offer(LANE_DUMP, deadline, work, done) {
+            if let Err(refused) = self.device.copies.offer(LANE_COPIES, deadline, work, done) {
                 drop(refused.work);
                 (refused.done)(Err(refused.error)); // closed meanwhile
             }
@@ -136,19 +143,21 @@ impl Core {
     /// kept from media so that the device waits for none, to a thread of the tier. That one stands by where the others need
     /// nothing but their processors.
     fn dump_blocks(self: &Arc<Self>, run: &Arc<Run>, ticket: &Arc<Ticket>) {
-        let (carriers, mut stalled_at) = (&self.dumps.carriers, None);
-        let (mut carries, cached) = (carriers.join(), self.tiers.writes_cached());
+        let (writers, cached) = (&self.dumps.inline_writers, self.tiers.writes_cached());
+        let mut writer = writers.begin();
         while !ticket.is_over() {
-            if carries.is_none() && cached {
-                carries = carriers.stand_by(&mut stalled_at);
+            if writer.is_none() && cached {
+                writer = writers.stand_by(|| !ticket.is_over() && run.has_more());
             }
             let Some(index) = run.take() else { return };
             let (builder, rows) = &run.blocks[index];
-            let here = carries.as_ref().map(|_| Arc::clone(ticket));
             let (core, of) = (Arc::clone(self), Arc::clone(run));
+            let (here, began) = (writer.as_ref().map(|_| Arc::clone(ticket)), Instant::now());
             let gathered = move |result| core.gathered(&of, index, here.as_ref(), result);
             ticket.run(|| self.gather(builder, rows), gathered);
-            carries.as_ref().map(Carries::moved_on);
+            if let Some(writer) = &writer {
+                writer.wrote(began.elapsed());
+            }
         }
     }
 

@@ -7,10 +7,10 @@
 
 mod audit;
 mod block_builder;
-mod carriers;
 mod config;
 mod dump;
 mod guard;
+mod inline_writers;
 mod load;
 mod lookup;
 mod reads;
@@ -138,23 +138,11 @@ impl Engine {
         let copies = WorkerPool::builder("ucm-copy")
             .on_demand()
             .size(config.copy_threads.max(1))
-            .lanes(&[
-                Lane {
-                    name: "load",
-                    capacity: 16,
-                    max_running: 1,
-                },
-                Lane {
-                    name: "control",
-                    capacity: 16,
-                    max_running: 1,
-                },
-                Lane {
-                    name: "dump",
-                    capacity: copy_limit,
-                    max_running: config.copy_threads.max(1),
-                },
-            ])
+            .lanes(&[Lane {
+                name: "dump",
+                capacity: copy_limit,
+                max_running: config.copy_threads.max(1),
+            }])
             .max_replacements(COPY_REPLACEMENTS)
             .clock(Arc::clone(&clock))
             .build()?;
@@ -191,7 +179,7 @@ impl Engine {
             },
             asks,
             reads: Mutex::default(),
-            dumps: Dumps::new(copy_limit, config.copy_threads.max(1)),
+            dumps: Dumps::new(copy_limit, config.copy_threads.max(1), slot_len),
             refused: RejectedRecords::default(),
             life: Life::new(),
             stats: Stats::default(),

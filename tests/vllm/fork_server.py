@@ -1,7 +1,7 @@
-"""Processes of engines, forked from one that has imported vLLM: to import it takes as long as all else of a start.
+"""Processes of engines, forked from one that has imported vLLM: to import it takes longer than all else of a start.
 
-Run as ``nursery.py <fd>``: a socket by which the files of one engine come at a time, until its other end is closed. An
-engine finds the same environment as if it were started anew: what was imported in another one is not for it.
+Run as ``fork_server.py <fd>``: a socket that brings the files of one engine after the other, until its other end is
+closed. There is a server for each environment, for vLLM reads it while it is imported.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import ClassVar
 
 #: What every engine imports; nothing of ucm, which engines are to find by themselves.
 IMPORTED = [
@@ -31,59 +32,73 @@ IMPORTED = [
     "vllm.model_executor.models.llama",
     "prometheus_client",
 ]
-#: Most nurseries kept. Each holds what vLLM needs once it is imported, half a GiB.
+#: Most servers kept. Each holds what vLLM needs once it is imported, half a GiB.
 KEPT = 2
+#: Seconds that importing vLLM may take, or ending a server. They end hangs.
+DEADLINE = 300.0
 
 
 class EngineProcess:
     """The process of an engine, which leads a group of its own, as ``subprocess.Popen`` shows one."""
 
-    def __init__(self, minder: Connection) -> None:
-        self._minder = minder
+    def __init__(self, status: Connection) -> None:
+        self._status = status
         self._code: int | None = None
-        self.pid: int = minder.recv()
+        try:
+            if not status.poll(DEADLINE):
+                raise TimeoutError(f"vLLM was not imported within {DEADLINE:.0f} s")
+            self.pid: int = status.recv()
+        except EOFError:
+            raise ChildProcessError("vLLM could not be imported; the end of the engine's log says why") from None
 
     def poll(self) -> int | None:
         """How it ended, if it did: as :func:`os.waitstatus_to_exitcode` says it."""
-        if self._code is None and self._minder.poll():
-            self._code = self._minder.recv()
+        try:
+            if self._code is None and self._status.poll():
+                self._code = self._status.recv()
+        except EOFError:  # the process that waited for it was killed
+            self._code = -signal.SIGKILL
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
         """The same, once it ended; ``subprocess.TimeoutExpired`` after so many seconds."""
-        wait([self._minder], timeout)
+        wait([self._status], timeout)
         if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired(f"engine {self.pid}", timeout or 0.0)
         return code
 
 
-class Nursery:
+class ForkServer:
     """A process that has imported vLLM under one environment."""
 
-    _kept: dict[frozenset[tuple[str, str]], Nursery] = {}
+    _kept: ClassVar[dict[frozenset[tuple[str, str]], ForkServer]] = {}
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], log: int) -> None:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())],
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Nursery:
-        """The one of that environment, which is started if it has to be; the one used longest ago is ended for it."""
+    def of(cls, environment: Mapping[str, str], log: int) -> ForkServer:
+        """The one of that environment. If it has to be started, it writes to this log, and the one used longest
+        ago is ended."""
         key = frozenset(environment.items())
-        nursery = cls._kept.pop(key, None)
-        if nursery is None or nursery._process.poll() is not None:
-            nursery = cls(environment)
+        server = cls._kept.pop(key, None)
+        if server is not None and server._process.poll() is not None:
+            server.close()
+            server = None
         while len(cls._kept) >= KEPT:
             cls._kept.pop(next(iter(cls._kept))).close()
-        cls._kept[key] = nursery
-        return nursery
+        cls._kept[key] = server = server or cls(environment, log)
+        return server
 
     def fork(self, connection: int, log: int) -> EngineProcess:
         """An engine with the end of its connection that has this descriptor; what it says goes to that of ``log``."""
@@ -95,7 +110,11 @@ class Nursery:
     def close(self) -> None:
         """Ends it; its engines go on."""
         self._control.close()
-        self._process.wait()
+        try:
+            self._process.wait(DEADLINE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     @classmethod
     def close_all(cls) -> None:
@@ -104,37 +123,40 @@ class Nursery:
             cls._kept.popitem()[1].close()
 
 
-atexit.register(Nursery.close_all)
+atexit.register(ForkServer.close_all)
 
 
 def serve(control: socket.socket) -> int | None:
-    """Forks engines until nobody wants more; in an engine's process it returns the descriptor of its connection."""
+    """Forks engines until no more are wanted; in an engine's process it returns the descriptor of its connection."""
     for name in IMPORTED:
         importlib.import_module(name)
+    sys.stdout.flush()
     gc.freeze()  # or the first collection of every engine would copy all of it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while files := socket.recv_fds(control, 1, 3)[1]:
         if os.fork() == 0:
             control.close()
-            return mind(*files)
+            return fork_engine(*files)
         for file in files:
             os.close(file)
     return None
 
 
-def mind(connection: int, log: int, status: int) -> int:
-    """Forks an engine, tells its id and then how it ended; returns in the engine."""
+def fork_engine(connection: int, log: int, status: int) -> int:
+    """Forks an engine, waits for its end and tells how that was; returns in the engine, whose id was told first."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     engine = os.fork()
     if engine:
-        os.close(connection)
-        os.close(log)
-        minder = Connection(status)
-        minder.send(engine)
-        minder.send(os.waitstatus_to_exitcode(os.waitpid(engine, 0)[1]))
-        os._exit(0)
-    os.close(status)
+        try:
+            os.close(connection)
+            os.close(log)
+            code = os.waitstatus_to_exitcode(os.waitpid(engine, 0)[1])
+            Connection(status).send(code)
+        finally:
+            os._exit(0)  # also where whoever asked is gone: what follows is an engine's
     os.setsid()
+    with Connection(status) as told:
+        told.send(os.getpid())
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
     os.close(log)
@@ -142,7 +164,7 @@ def mind(connection: int, log: int, status: int) -> int:
 
 
 if __name__ == "__main__":
-    if (connection := serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
+    if (descriptor := serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
         import engine_child
 
-        engine_child.main(connection)
+        engine_child.main(descriptor)
