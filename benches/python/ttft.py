@@ -35,15 +35,16 @@ def one_engine(variant: str, model: Path, work: Path, number: int, chosen: argpa
     try:
         with engine(variant, model, root, blocks, chosen.tokens + BLOCK) as spec, Engine(spec, log) as running:
             running.ask(prompt(1, BLOCK // 2), 1)
-            for tokens in prompts:
-                times["cold"].append(running.ask(tokens, 1).first)
-                running.wait_idle()
-            running.reset()
-            for tokens in prompts:
-                answer = running.ask(tokens, 1)
-                times["warm"].append(answer.first)
-                times["cached"].append(answer.cached)
-                running.wait_idle()
+            for run in ("cold", "warm"):
+                for tokens in prompts:
+                    answer = running.ask(tokens, 1)
+                    if answer.first is None:
+                        return {"failed": f"a {run} prompt got no token: {answer.finish}"}
+                    times[run].append(answer.first)
+                    if run == "warm":
+                        times["cached"].append(answer.cached)
+                    running.wait_idle()
+                running.reset()
     except UnavailableError as error:
         return {"failed": str(error)}
     except EngineError as error:

@@ -15,6 +15,8 @@ use ucm_infra::Notify;
 const QUICK: u64 = 256 << 20;
 /// Least time for one block: a busy processor gives a thread its turn within it.
 const LEAST: Duration = Duration::from_millis(2);
+/// Times that one block may take, for which a thread stands by at most: other dumps may keep the others busy for long.
+const LONGEST: u32 = 8;
 
 /// The threads of an engine that write inline. Their times are the system's, not those of a test's clock: these decide which
 /// thread works, not what comes of it.
@@ -53,18 +55,19 @@ impl InlineWriters {
         began.is_ok().then(|| InlineWriter(self))
     }
 
-    /// Waits while there is work left and the others are quick. Returns as one of them once one has ended.
+    /// Waits for a while, as long as there is work left and the others are quick. Returns as one of them once one has ended.
     pub(super) fn stand_by(&self, is_work_left: impl Fn() -> bool) -> Option<InlineWriter<'_>> {
+        let longest = Instant::now() + self.patience * LONGEST;
         loop {
             let (ended, quick) = (self.ended.seen(), self.quick.load(Ordering::Acquire));
             if self.most == 0 || !is_work_left() {
                 return None;
             }
-            let writer = self.begin();
-            if writer.is_some() || self.stalled_at.load(Ordering::Acquire) == quick {
+            let (writer, now) = (self.begin(), Instant::now());
+            if writer.is_some() || now >= longest || self.stalled_at.load(Ordering::Acquire) == quick {
                 return writer;
             }
-            let until = Instant::now() + self.patience;
+            let until = now + self.patience;
             self.ended.wait_until(ended, until);
             if Instant::now() >= until && self.quick.load(Ordering::Acquire) == quick {
                 self.stalled_at.store(quick, Ordering::Release);
@@ -141,6 +144,20 @@ mod tests {
         one.wrote(Duration::ZERO);
         assert!(writers.stand_by(|| true).is_none());
         assert_eq!(writers.stalled_at.load(Ordering::Acquire), 1);
+    }
+
+    #[test]
+    fn no_thread_stands_by_for_ever() {
+        let writers = writers(1);
+        let one = writers.begin().unwrap();
+        std::thread::scope(|scope| {
+            let stands_by = scope.spawn(|| writers.stand_by(|| true).is_none());
+            while !stands_by.is_finished() {
+                one.wrote(Duration::ZERO);
+                std::thread::yield_now();
+            }
+            assert!(stands_by.join().unwrap());
+        });
     }
 
     #[test]
