@@ -165,6 +165,4 @@ def fork_engine(connection: int, log: int, status: int) -> int:
 
 if __name__ == "__main__":
     if (descriptor := serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
-        import engine_child
-
-        engine_child.main(descriptor)
+        importlib.import_module("engine_child").main(descriptor)
