@@ -3,7 +3,8 @@
 //! * [`Clock`] ([`SystemClock`], [`ManualClock`]): every wait in ucm sleeps on one, so that tests move time themselves;
 //! * [`Notify`]: the one way a thread sleeps until there is news; [`Clock::sleep`] adds the deadline;
 //! * [`WorkerPool`]: named threads with lanes, bounded queues, deadlines and a monitor that writes stuck threads off;
-//! * [`begin_thread`]: how a thread of ucm begins, on processors that [`run_threads_on`] names;
+//! * [`begin_thread`]: how a thread of ucm begins, on processors that [`run_threads_on`] names, with what
+//!   [`threads_begin_with`] names;
 //! * [`Completion`]: one result, waited for by many;
 //! * [`SpscRing`]: a bounded ring between two threads, whose ends spin, yield, then park;
 //! * [`IdSet`]: a concurrent set;
@@ -62,5 +63,5 @@ pub use pool::{
 pub use random::random_u64;
 pub use ring::{PopError, PushError, RingConsumer, RingProducer, SpscRing};
 #[cfg(not(loom))]
-pub use threads::{begin_thread, run_threads_on};
+pub use threads::{begin_thread, run_threads_on, threads_begin_with};
 pub use ticket::Ticket;

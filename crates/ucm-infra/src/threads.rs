@@ -1,6 +1,7 @@
-//! How the threads of ucm begin: named, and where they may run.
+//! How the threads of ucm begin: named, where they may run, and what they do first.
 
 use std::io;
+use std::sync::OnceLock;
 use std::thread::JoinHandle;
 
 use parking_lot::Mutex;
@@ -35,6 +36,15 @@ pub fn run_threads_on(processors: &[usize]) -> Result<()> {
     Ok(())
 }
 
+/// What a thread of ucm does before its work.
+static FIRST: OnceLock<fn()> = OnceLock::new();
+
+/// Lets the threads that ucm begins from now on call `first` before their work, in the whole process. What was told first
+/// stays.
+pub fn threads_begin_with(first: fn()) {
+    FIRST.get_or_init(|| first);
+}
+
 /// Begins a thread of ucm; its name has at most 15 bytes that the system shows.
 ///
 /// # Errors
@@ -49,6 +59,9 @@ pub fn begin_thread<T: Send + 'static>(
         // What the user took away since, or a container does not have: it stays where it was born.
         if let Some(set) = told {
             let _ = rustix::thread::sched_setaffinity(None, &set);
+        }
+        if let Some(first) = FIRST.get() {
+            first();
         }
         body()
     })
@@ -79,5 +92,14 @@ mod tests {
         let (one, born, told) = bound.join().unwrap();
         assert_eq!(born, one);
         assert_eq!(told, all);
+    }
+
+    #[test]
+    fn threads_do_first_what_was_told_first() {
+        thread_local!(static DONE: std::cell::Cell<bool> = const { std::cell::Cell::new(false) });
+        threads_begin_with(|| DONE.set(true));
+        threads_begin_with(|| DONE.set(false));
+        assert!(begin_thread("ucm-test", || DONE.get()).unwrap().join().unwrap());
+        assert!(!DONE.get());
     }
 }

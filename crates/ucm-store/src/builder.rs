@@ -125,6 +125,7 @@ impl StoreSpec {
 
     /// Opens the engine over its stages.
     pub fn open(self, clock: Arc<dyn Clock>) -> Result<Engine> {
+        ucm_infra::threads_begin_with(ucm_io::use_batch_policy);
         let device = open_device(&self.device, Arc::clone(&clock))?;
         let identity = Identity::parse(&self.identity)?;
         let (group, pipeline_rank, tensor_rank) = self.part;

@@ -119,24 +119,33 @@ impl Core {
             next: AtomicUsize::new(0),
             task: state,
         });
-        for _ in 0..threads {
-            let ticket = Arc::new(Ticket::default());
-            let (core, blocks, watched) = (Arc::clone(self), Arc::clone(&run), Arc::clone(&ticket));
-            let work = move || core.dump_blocks(&blocks, &watched);
-            let (core, blocks) = (Arc::clone(self), Arc::clone(&run));
-            let done = move |result: Result<()>| match result {
-                Ok(()) => ticket.end(),
-                Err(error) => {
-                    ticket.write_off(&error);
-                    core.leave(&blocks, &error);
-                }
-            };
-            if let Err(refused) = self.device.copies.offer(LANE_COPIES, deadline, work, done) {
-                drop(refused.work);
-                (refused.done)(Err(refused.error)); // closed meanwhile
-            }
-        }
+        self.spread(&run, threads, deadline);
         Ok(task)
+    }
+
+    /// Puts `threads` of the copy pool to a dump. Each begins the next: to wake a thread takes a system call, and the caller
+    /// has a model to compute.
+    fn spread(self: &Arc<Self>, run: &Arc<Run>, threads: usize, deadline: MonotonicTime) {
+        let ticket = Arc::new(Ticket::default());
+        let (core, blocks, watched) = (Arc::clone(self), Arc::clone(run), Arc::clone(&ticket));
+        let work = move || {
+            if threads > 1 {
+                core.spread(&blocks, threads - 1, deadline);
+            }
+            core.dump_blocks(&blocks, &watched);
+        };
+        let (core, blocks) = (Arc::clone(self), Arc::clone(run));
+        let done = move |result: Result<()>| match result {
+            Ok(()) => ticket.end(),
+            Err(error) => {
+                ticket.write_off(&error);
+                core.leave(&blocks, &error);
+            }
+        };
+        if let Err(refused) = self.device.copies.offer(LANE_COPIES, deadline, work, done) {
+            drop(refused.work);
+            (refused.done)(Err(refused.error)); // closed meanwhile
+        }
     }
 
     /// Takes one block of a dump after the other and carries it as far as it goes: to the medium, or, on the thread that is
