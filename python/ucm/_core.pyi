@@ -148,14 +148,17 @@ class Store:
     ) -> Task:
         """Start a load of whole blocks into device blocks by number."""
 
-    def dump_blocks(self, block_ids: Sequence[bytes], blocks: npt.NDArray[np.int64]) -> Task:
-        """Start a dump of whole device blocks by number, or refuse it at once."""
+    def dump_blocks(self, block_ids: Sequence[bytes], blocks: npt.NDArray[np.int64], event: int = 0) -> Task:
+        """Start a dump of whole device blocks by number, or refuse it at once; ``event`` as of :meth:`dump`."""
 
     def verify(self, block_ids: Sequence[bytes], timeout: float | None = None) -> Task:
         """Starts reading and verifying whole blocks as a load does, without a place to copy them to."""
 
-    def dump(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64]) -> Task:
-        """Starts a dump, or refuses it at once."""
+    def dump(
+        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64], event: int = 0
+    ) -> Task:
+        """Starts a dump, or refuses it at once. The source is read once the device's event of this handle is done (0: at
+        once)."""
 
     def describe(
         self,

@@ -8,6 +8,8 @@
     reason = "maps, advises and unmaps memory; hands out disjoint ranges of it"
 )]
 
+use std::any::Any;
+use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -102,9 +104,21 @@ impl Drop for Mapping {
     }
 }
 
+/// Something that lives as long as an arena and ends before its memory does.
+#[derive(Default)]
+struct Kept(Option<Arc<dyn Any + Send + Sync>>);
+
+impl fmt::Debug for Kept {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Kept").field(&self.0.is_some()).finish()
+    }
+}
+
 /// One anonymous private mapping of host memory, cut into slots by slot pools.
 #[derive(Debug)]
 pub struct HostArena {
+    /// What a device knows of the mapping; let go of before it is unmapped.
+    kept: Kept,
     mapping: Mapping,
     /// Where the usable bytes start in the mapping; page aligned, and huge-page aligned where they are huge.
     offset: usize,
@@ -162,6 +176,7 @@ impl HostArena {
         // A cgroup may refuse reserved pages at the first touch, with SIGBUS; touched here it is an error instead.
         mapping.advise(0, mapped, Advice::LinuxPopulateWrite).ok()?;
         Some(Self {
+            kept: Kept::default(),
             mapping,
             offset: 0,
             len,
@@ -176,6 +191,7 @@ impl HostArena {
         // One huge page more, so that the usable part can start on the border of one.
         let mapping = Mapping::new(if try_huge { len + HUGE } else { len }, MapFlags::empty())?;
         let mut arena = Self {
+            kept: Kept::default(),
             offset: 0,
             len,
             paging: Paging::Ordinary,
@@ -204,6 +220,11 @@ impl HostArena {
             Err(e) if e.kind() == std::io::ErrorKind::InvalidInput => Ok(()),
             other => other,
         }
+    }
+
+    /// Keeps something until the arena ends.
+    pub(crate) fn keep(&mut self, kept: Arc<dyn Any + Send + Sync>) {
+        self.kept = Kept(Some(kept));
     }
 
     /// Usable bytes.

@@ -6,7 +6,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use ucm_core::Result;
+use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::MonotonicTime;
 
 use crate::arena::{ArenaOptions, HostArena};
@@ -25,10 +25,10 @@ pub type Landed<'a> = dyn FnMut(&mut [u8], usize) + 'a;
 /// A kind of memory that KV lives in.
 ///
 /// ```
-/// use ucm_device::{DeviceSpan, Piece, open_device};
+/// use ucm_device::{DeviceSpan, Piece, Transfer, open_device};
 /// use ucm_infra::SystemClock;
 ///
-/// let device = open_device("host", SystemClock::shared()).unwrap();
+/// let device = open_device("host", Transfer::Auto, SystemClock::shared()).unwrap();
 /// let mut stream = device.make_stream().unwrap();
 /// let mut page = vec![7u8; 64];
 /// // SAFETY: the page outlives the stream's work, and nobody touches it meanwhile.
@@ -49,6 +49,13 @@ pub trait Device: Send + Sync {
 
     /// An event that is done once somebody [records](Event::record) it.
     fn make_event(&self) -> Result<Arc<dyn Event>>;
+
+    /// An event of the device's runtime by its handle (torch: `event.cuda_event`), which a caller recorded and keeps until
+    /// all work that waits for it has ended. `Unsupported` where the device has none.
+    fn event_of(&self, handle: u64) -> Result<Arc<dyn Event>> {
+        let none = "this device has no events: pass 0 once the source is written";
+        Err(Error::new(ErrorKind::Unsupported, none).with("handle", handle))
+    }
 }
 
 /// A point in time on a device: of a stream, done when everything submitted before it has ended, or of whoever records it.
@@ -67,7 +74,7 @@ pub trait Event: Any + Send + Sync {
 ///
 /// Lengths are checked before the first byte moves: an `InvalidInput` error has changed nothing.
 pub trait Stream: Send {
-    /// Copies one piece of the device to another of the same length; they may overlap.
+    /// Copies one piece of the device to another of the same length. Only the host lets them overlap.
     fn copy(&mut self, src: DeviceSpan, dst: DeviceSpan) -> Result<()> {
         self.batch(&[(src, dst)])
     }

@@ -5,30 +5,38 @@ use std::sync::Arc;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::Clock;
 
+use crate::accelerator::{Accelerator, Transfer};
 use crate::device::Device;
-use crate::host::{HostDevice, HostDeviceOptions};
+use crate::host::HostDevice;
+use crate::queued::QueueOptions;
 
 /// The device of a store whose description names none.
 pub const DEFAULT_DEVICE: &str = "host";
 
-/// Makes a device whose waits are measured on this clock.
-type Open = fn(Arc<dyn Clock>) -> Result<Arc<dyn Device>>;
+/// Makes device number so and so of a kind, whose waits are measured on this clock.
+type Open = fn(u32, Transfer, Arc<dyn Clock>) -> Result<Arc<dyn Device>>;
 
-/// Every device: its name, and what makes it.
-const DEVICES: &[(&str, Open)] = &[(DEFAULT_DEVICE, open_host)];
+/// Every kind of device: its name, and what makes one.
+const DEVICES: &[(&str, Open)] = &[
+    (DEFAULT_DEVICE, |_, _, clock| {
+        Ok(Arc::new(HostDevice::with(QueueOptions::on(clock))?))
+    }),
+    ("cuda", |number, transfer, clock| {
+        Ok(Arc::new(Accelerator::cuda(number, transfer, clock)?))
+    }),
+];
 
-fn open_host(clock: Arc<dyn Clock>) -> Result<Arc<dyn Device>> {
-    Ok(Arc::new(HostDevice::with(HostDeviceOptions {
-        clock,
-        ..HostDeviceOptions::default()
-    })?))
-}
-
-/// The device of this name, on the clock of whoever uses it: their deadlines are points on it. `Config` for a device that
-/// this build does not have.
-pub fn open_device(name: &str, clock: Arc<dyn Clock>) -> Result<Arc<dyn Device>> {
-    if let Some((_, open)) = DEVICES.iter().find(|(known, _)| *known == name) {
-        return open(clock);
+/// The device of this name (`host`, `cuda`, `cuda:1`), on the clock of whoever uses it: their deadlines are points on it. It
+/// belongs to the process that opens it, not to its children. `Config` for a device that this build or machine does not have,
+/// `Unsupported` where the library of its vendor is not there or lacks what is needed.
+pub fn open_device(name: &str, transfer: Transfer, clock: Arc<dyn Clock>) -> Result<Arc<dyn Device>> {
+    let (kind, number) = name.split_once(':').unwrap_or((name, "0"));
+    let number = number.parse().map_err(|_| {
+        let wrong = "a device is named by its kind and, behind a colon, its number";
+        Error::new(ErrorKind::Config, wrong).with("device", name)
+    })?;
+    if let Some((_, open)) = DEVICES.iter().find(|(known, _)| *known == kind) {
+        return open(number, transfer, clock);
     }
     let known: Vec<&str> = DEVICES.iter().map(|(name, _)| *name).collect();
     let unknown = "this build has no such device; name one that it knows";
@@ -42,17 +50,21 @@ mod tests {
 
     use super::*;
 
+    fn open(name: &str) -> Result<Arc<dyn Device>> {
+        open_device(name, Transfer::Auto, SystemClock::shared())
+    }
+
     #[test]
-    fn every_device_is_opened_by_its_name_and_no_other_is() {
-        for (name, _) in DEVICES {
-            assert_eq!(open_device(name, SystemClock::shared()).unwrap().name(), *name);
-        }
-        let error = open_device("abacus", SystemClock::shared()).err().unwrap();
-        assert_eq!(error.kind(), ErrorKind::Config);
-        let text = error.to_string();
+    fn devices_are_opened_by_name_and_no_others_are() {
+        assert_eq!(open("host").unwrap().name(), "host");
+        let refused = |name| open(name).err().unwrap();
+        let unknown = refused("abacus");
+        assert_eq!(unknown.kind(), ErrorKind::Config);
+        let text = unknown.to_string();
         assert!(
-            text.contains("device=abacus") && text.contains("known=host"),
+            text.contains("device=abacus") && text.contains("known=host, cuda"),
             "{text}"
         );
+        assert_eq!(refused("cuda:first").kind(), ErrorKind::Config);
     }
 }

@@ -3,6 +3,7 @@
 //! `Device` hands out streams and arenas; a `Stream` moves bytes between device pieces ([`DeviceSpan`]) and slots of
 //! host memory. A [`SharedRegion`] is memory that other processes read. [`HostDevice`] is the platform of vLLM on a CPU, a real one and not a mock.
 
+mod accelerator;
 mod arena;
 mod copy;
 mod crc;
@@ -11,17 +12,20 @@ mod devices;
 mod host;
 mod kv;
 mod machine;
+mod queued;
 mod region;
 mod slots;
 mod span;
 
+pub use accelerator::Transfer;
 pub use arena::{ArenaOptions, HostArena, HugePages, Paging};
 pub use crc::crc32c;
 pub use device::{CopyDone, Device, Event, HostDone, Landed, Stream};
 pub use devices::{DEFAULT_DEVICE, open_device};
-pub use host::{HostDevice, HostDeviceOptions};
+pub use host::HostDevice;
 pub use kv::{KvLayout, KvPiece};
 pub use machine::MachineMemory;
+pub use queued::QueueOptions;
 pub use region::{
     OwnFd, Pinned, RegionOptions, RegionView, Registry, Scan, SharedRegion, Wanted, WriteLease,
 };

@@ -24,10 +24,10 @@ type ReleaseHook = Box<dyn Fn() + Send + Sync>;
 /// A pool of equal slots cut from one range of an arena.
 ///
 /// ```
-/// use ucm_device::{ArenaOptions, SlotPool, open_device};
+/// use ucm_device::{ArenaOptions, SlotPool, Transfer, open_device};
 /// use ucm_infra::SystemClock;
 ///
-/// let device = open_device("host", SystemClock::shared()).unwrap();
+/// let device = open_device("host", Transfer::Auto, SystemClock::shared()).unwrap();
 /// let arena = device.make_arena(8192, ArenaOptions::default()).unwrap();
 /// let slots = SlotPool::new(arena, 4000).unwrap();
 /// let mut slot = slots.try_acquire().unwrap();

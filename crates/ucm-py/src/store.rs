@@ -166,14 +166,16 @@ impl Store {
     }
 
     /// Starts a dump of whole device blocks by number, or refuses it at once.
+    #[pyo3(signature = (block_ids, blocks, event = 0))]
     fn dump_blocks(
         &self,
         py: Python<'_>,
         block_ids: &Bound<'_, PyAny>,
         blocks: PyReadonlyArray1<'_, i64>,
+        event: u64,
     ) -> PyResult<Task> {
         let rows = self.numbered(py, block_ids, &blocks)?;
-        self.begin(py, rows, |rows| self.0.dump(rows))
+        self.begin(py, rows, |rows| self.0.dump(self.after(rows, event)?))
     }
 
     /// Starts reading and verifying whole blocks as a load does, without a place to copy them to.
@@ -185,16 +187,18 @@ impl Store {
         to_py(py, task).map(|task| self.task(task))
     }
 
-    /// Starts a dump, or refuses it at once.
+    /// Starts a dump, or refuses it at once. The source is read once the device's event of this handle is done (0: at once).
+    #[pyo3(signature = (block_ids, shard_index, addrs, event = 0))]
     fn dump(
         &self,
         py: Python<'_>,
         block_ids: &Bound<'_, PyAny>,
         shard_index: Vec<i64>,
         addrs: PyReadonlyArray2<'_, u64>,
+        event: u64,
     ) -> PyResult<Task> {
         let rows = self.rows(py, block_ids, &shard_index, &addrs)?;
-        self.begin(py, rows, |rows| self.0.dump(rows))
+        self.begin(py, rows, |rows| self.0.dump(self.after(rows, event)?))
     }
 
     /// Hints for the header: parallel lists of ids, parents, ordinals and token counts.
@@ -413,6 +417,17 @@ impl Store {
         // A negative number is beyond every layout's last block as well.
         let numbers = blocks.iter().map(|&number| number as u64);
         to_py(py, self.0.rows_of_blocks(ids.into_iter().zip(numbers)))
+    }
+
+    /// Rows that wait for an event of the device, where its handle is not 0.
+    fn after(&self, mut rows: Vec<Row>, event: u64) -> ucm_core::Result<Vec<Row>> {
+        if event != 0 {
+            let event = self.0.event_of(event)?;
+            for row in &mut rows {
+                row.ready = Some(Arc::clone(&event));
+            }
+        }
+        Ok(rows)
     }
 
     fn rows(

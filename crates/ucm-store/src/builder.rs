@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 use ucm_core::{DType, Error, ErrorKind, Geometry, Identity, Part, Result};
-use ucm_device::{DEFAULT_DEVICE, open_device};
+use ucm_device::{DEFAULT_DEVICE, Transfer, open_device};
 use ucm_infra::Clock;
 use ucm_record::RecordLayout;
 use ucm_tier::registry::{BuildContext, seconds};
@@ -64,6 +64,9 @@ pub struct StoreSpec {
     /// Name of the device whose memory blocks are loaded into and dumped from; the host if nothing is said.
     #[serde(default = "default_device")]
     pub device: String,
+    /// How a device that has a choice copies: auto, dma, sm or staging.
+    #[serde(default = "default_transfer")]
+    pub transfer: String,
     /// The identity's JSON text.
     pub identity: String,
     /// KV group, pipeline rank, tensor rank.
@@ -126,7 +129,12 @@ impl StoreSpec {
     /// Opens the engine over its stages.
     pub fn open(self, clock: Arc<dyn Clock>) -> Result<Engine> {
         ucm_infra::threads_begin_with(ucm_io::use_batch_policy);
-        let device = open_device(&self.device, Arc::clone(&clock))?;
+        // Who only looks up copies nothing: it touches no device, which may belong to other processes.
+        let device = open_device(
+            if self.lookup_only { DEFAULT_DEVICE } else { &self.device },
+            Transfer::from_word(&self.transfer)?,
+            Arc::clone(&clock),
+        )?;
         let identity = Identity::parse(&self.identity)?;
         let (group, pipeline_rank, tensor_rank) = self.part;
         let part = Part {
@@ -188,6 +196,10 @@ impl StoreSpec {
         };
         Engine::open(config, tiers.collect(), device, clock)
     }
+}
+
+fn default_transfer() -> String {
+    "auto".to_owned()
 }
 
 fn default_device() -> String {

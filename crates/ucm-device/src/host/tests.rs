@@ -5,10 +5,11 @@
 )]
 
 use std::sync::mpsc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::ErrorKind;
-use ucm_infra::ManualClock;
+use ucm_infra::{Clock, ManualClock, MonotonicTime};
 
 use super::*;
 use crate::slots::SlotPool;
@@ -52,9 +53,9 @@ fn gather(stream: &mut dyn Stream, src: &[Piece], dst: &mut [u8]) -> Result<()> 
 /// A device whose waits end when the test says so.
 fn device_with_clock() -> (HostDevice, Arc<ManualClock>) {
     let clock = ManualClock::new();
-    let options = HostDeviceOptions {
+    let options = QueueOptions {
         clock: Arc::clone(&clock) as Arc<dyn Clock>,
-        ..HostDeviceOptions::default()
+        ..QueueOptions::default()
     };
     (HostDevice::with(options).unwrap(), clock)
 }
@@ -240,9 +241,9 @@ fn wrong_async_copies_report_and_return_their_buffer() {
 
 #[test]
 fn a_full_queue_is_busy_and_everything_comes_back() {
-    let device = HostDevice::with(HostDeviceOptions {
+    let device = HostDevice::with(QueueOptions {
         queue: 1,
-        ..HostDeviceOptions::default()
+        ..QueueOptions::default()
     })
     .unwrap();
     let (mut stream, release) = held_stream(&device);
@@ -264,9 +265,9 @@ fn a_full_queue_is_busy_and_everything_comes_back() {
     stream.synchronize(None).unwrap();
     stream.callback(Box::new(|| ())).unwrap();
     assert!(
-        HostDevice::with(HostDeviceOptions {
+        HostDevice::with(QueueOptions {
             queue: 0,
-            ..HostDeviceOptions::default()
+            ..QueueOptions::default()
         })
         .is_err()
     );
@@ -297,10 +298,10 @@ fn waits_end_at_their_deadline_on_the_injected_clock() {
 
 #[test]
 fn a_synchronous_copy_gives_up_on_a_stalled_stream() {
-    let device = HostDevice::with(HostDeviceOptions {
+    let device = HostDevice::with(QueueOptions {
         drain: Duration::ZERO,
         clock: ManualClock::new(),
-        ..HostDeviceOptions::default()
+        ..QueueOptions::default()
     })
     .unwrap();
     let (mut stream, release) = held_stream(&device);

@@ -26,7 +26,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Result, limits};
-use ucm_device::{ArenaOptions, Device, KvLayout, SlotPool};
+use ucm_device::{ArenaOptions, Device, Event, KvLayout, SlotPool};
 use ucm_infra::{Clock, Lane, MonotonicTime, WorkerPool};
 use ucm_record::RecordLayout;
 use ucm_tier::backend::{Flush, LocallyVisible};
@@ -192,6 +192,11 @@ impl Engine {
         });
         core.tiers.open(core.clock.now().after(core.deadlines.probe));
         Ok(Self(core))
+    }
+
+    /// An event of the device by its runtime's handle, for [`Row::ready`]; see [`Device::event_of`].
+    pub fn event_of(&self, handle: u64) -> Result<Arc<dyn Event>> {
+        self.device.streams.device().event_of(handle)
     }
 
     /// Learns where the KV lies whose blocks [`Engine::rows_of_blocks`] names by number, in place of what was told before.

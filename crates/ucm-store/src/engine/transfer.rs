@@ -47,14 +47,15 @@ impl Streams {
         deadline: MonotonicTime,
         transfer: impl FnOnce(&mut dyn Stream) -> Result<()>,
     ) -> Result<()> {
+        // Waited for here and not by the stream: what is given to a device cannot be taken back at a deadline.
+        for event in ready {
+            event.wait(Some(deadline))?;
+        }
         let idle = self.idle.lock().pop();
         let mut stream = match idle {
             Some(stream) => stream,
             None => self.device.make_stream()?,
         };
-        for event in ready {
-            stream.wait_event(Arc::clone(event), deadline)?;
-        }
         transfer(&mut *stream)?; // a stream that failed is not used again
         self.idle.lock().push(stream);
         Ok(())

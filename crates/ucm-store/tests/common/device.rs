@@ -6,12 +6,23 @@ use std::sync::Arc;
 use parking_lot::{Condvar, Mutex};
 use ucm_core::{BlockId, Error, Result};
 use ucm_device::{
-    CopyDone, DeviceSpan, Event, HostBuf, HostDevice, HostDone, KvLayout, KvPiece, Landed, Piece, Stream,
+    CopyDone, DEFAULT_DEVICE, DeviceSpan, Event, HostBuf, HostDevice, HostDone, KvLayout, KvPiece, Landed, Piece, Stream, Transfer,
 };
-use ucm_infra::MonotonicTime;
+use ucm_infra::{Clock, MonotonicTime};
 use ucm_store::engine::{Pieces, Row};
 
 use super::{Setup, id};
+
+/// The device of this run: the host, unless `UCM_TEST_DEVICE` names another (over the software driver that
+/// `UCM_TEST_CUDA_DRIVER` names; the memory below plays the device's there too).
+pub(crate) fn of_this_run(clock: &Arc<dyn Clock>) -> Result<Arc<dyn ucm_device::Device>> {
+    let name = std::env::var("UCM_TEST_DEVICE");
+    ucm_device::open_device(
+        name.as_deref().unwrap_or(DEFAULT_DEVICE),
+        Transfer::Auto,
+        Arc::clone(clock),
+    )
+}
 
 /// Memory that plays the device: one buffer per block, all layers in a row.
 pub(crate) struct Device {

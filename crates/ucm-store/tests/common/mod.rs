@@ -236,7 +236,7 @@ impl Store {
         };
         let device: Arc<dyn ucm_device::Device> = match &setup.device {
             Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,
-            None => ucm_device::open_device("host", Arc::clone(&clock))?,
+            None => device::of_this_run(&clock)?,
         };
         let engine = Engine::open(config, tiers, device, clock)?;
         let store = Self {

@@ -129,12 +129,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         addrs: npt.NDArray[np.uint64],
         prerequisite_handle: int = 0,
     ) -> PosixTask:
-        if prerequisite_handle:
-            raise UnsupportedError(
-                "this device has no events: pass prerequisite_handle 0 once the source is written",
-                context={"platform": self.settings.platform},
-            )
-        return PosixTask(self._open().dump(block_ids, shard_index, _matrix(addrs)), "dump")
+        return PosixTask(self._open().dump(block_ids, shard_index, _matrix(addrs), prerequisite_handle), "dump")
 
     def register_kv(self, layout: KVLayout) -> None:
         if self._by_number:
@@ -159,9 +154,9 @@ class UcmPosixStore(UcmKVStoreBaseV1):
     def dump_blocks(
         self, block_ids: Sequence[bytes], blocks: Sequence[int] | npt.NDArray[np.int64], prerequisite_handle: int = 0
     ) -> Task:
-        if not self._by_number or prerequisite_handle:
+        if not self._by_number:
             return super().dump_blocks(block_ids, blocks, prerequisite_handle)
-        return PosixTask(self._open().dump_blocks(block_ids, block_numbers(blocks)), "dump")
+        return PosixTask(self._open().dump_blocks(block_ids, block_numbers(blocks), prerequisite_handle), "dump")
 
     def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
         if isinstance(task, list | tuple):

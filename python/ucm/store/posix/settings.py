@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Mapping
 from functools import cache, partial
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -66,6 +66,8 @@ class EngineSettings(StoreSettings):
     dtype: str = "opaque"
     #: Where the KV lies: a device of the core, by the words of a configuration's ``platform``.
     platform: str = "host"
+    #: How a device that has a choice copies; ``auto``: what it measures to be the cheapest.
+    transfer: Literal["auto", "dma", "sm", "staging"] = "auto"
     #: -1 opens the store for lookups only.
     device_id: Annotated[int, Field(ge=-1)] = 0
     #: Words for the manifest, outside the identity.
@@ -101,6 +103,12 @@ class EngineSettings(StoreSettings):
         found = STORES[self.store_name]
         return self.storage_backends[0] if found.kind.needs_directory and self.storage_backends else found.word
 
+    @property
+    def device(self) -> str:
+        """What the core calls the device, with its number where it has one."""
+        kind = PLATFORMS.get(self.platform.lower(), self.platform)
+        return kind if kind == "host" else f"{kind}:{max(self.device_id, 0)}"
+
     def stages(self) -> list[dict[str, Any]]:
         """What the core is told of each stage, top first."""
         return [STORES[self.store_name].told(partial(getattr, self))]
@@ -110,7 +118,8 @@ class EngineSettings(StoreSettings):
         return json.dumps(
             {
                 "stages": self.stages(),
-                "device": PLATFORMS.get(self.platform.lower(), self.platform),
+                "device": self.device,
+                "transfer": self.transfer,
                 "identity": self.identity_json,
                 "part": self.part,
                 "tensor_sizes": self.tensors,

@@ -1,4 +1,4 @@
-//! Events of the host: set by the stream's thread when it comes to them, or by whoever records them.
+//! Events that the host records: set by the stream's thread when it comes to them, or by whoever records them.
 
 use std::sync::Arc;
 
@@ -8,13 +8,13 @@ use ucm_infra::{Clock, Completion, MonotonicTime};
 use crate::device::Event;
 
 /// A point in a host stream, or of whoever records it.
-pub(super) struct HostEvent {
+pub(crate) struct HostEvent {
     reached: Arc<Completion<()>>,
     clock: Arc<dyn Clock>,
 }
 
 impl HostEvent {
-    pub(super) fn new(clock: Arc<dyn Clock>) -> Arc<Self> {
+    pub(crate) fn new(clock: Arc<dyn Clock>) -> Arc<Self> {
         Arc::new(Self {
             reached: Completion::new(),
             clock,

@@ -1,14 +1,15 @@
-//! The thread of a host stream: runs what was submitted, in order, and calls back.
+//! The thread of a stream: runs what was submitted, in order, and calls back.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use parking_lot::Mutex;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{MonotonicTime, RingProducer, SpscRing, SystemClock, begin_thread};
 
+use super::Copier;
 use super::event::HostEvent;
-use crate::copy;
 use crate::device::{CopyDone, Event, HostDone};
 use crate::slots::HostBuf;
 use crate::span::{DeviceSpan, Piece};
@@ -74,18 +75,21 @@ impl Task {
         )
     }
 
-    fn run(self, progress: &Progress) {
+    fn run(self, copier: &Mutex<impl Copier>, progress: &Progress) {
         if let (true, Err(late)) = (self.copies(), progress.check()) {
             return self.refuse(late);
         }
         match self {
-            Self::Batch { pairs, done } => done(copy::batch(&pairs)),
+            Self::Batch { pairs, done } => {
+                let result = copier.lock().batch(&pairs);
+                done(result);
+            },
             Self::Gather { src, mut dst, done } => {
-                let result = copy::gather(&src, &mut dst, &mut |_, _| {});
+                let result = copier.lock().gather(&src, &mut dst, &mut |_, _| {});
                 done(dst, result);
             }
             Self::Scatter { src, dst, done } => {
-                let result = copy::scatter(&src, &dst);
+                let result = copier.lock().scatter(&src, &dst);
                 done(src, result);
             }
             Self::Call(call) => call(),
@@ -99,13 +103,17 @@ impl Task {
 }
 
 /// Starts a stream's thread; it ends when the ring is closed and empty.
-pub(super) fn start(queue: usize, progress: Arc<Progress>) -> Result<RingProducer<Task>> {
+pub(super) fn start<C: Copier>(
+    queue: usize,
+    copier: Arc<Mutex<C>>,
+    progress: Arc<Progress>,
+) -> Result<RingProducer<Task>> {
     let (feed, mut tasks) = SpscRing::bounded(queue)?;
     let serve = move || {
         // The real clock whatever the device has: this wait has no deadline, only news end it.
         tasks.run(&SystemClock, |task: Task| {
             // A panic of a callback is its owner's: the stream and whoever waits for it go on.
-            let _ = catch_unwind(AssertUnwindSafe(|| task.run(&progress)));
+            let _ = catch_unwind(AssertUnwindSafe(|| task.run(&copier, &progress)));
             progress.ended.fetch_add(1, Ordering::Release);
         });
     };

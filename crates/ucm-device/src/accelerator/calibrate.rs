@@ -1,0 +1,143 @@
+//! What copies cost on a device: measured in a few milliseconds when it is first opened, by the device's own clock.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use ucm_core::Result;
+
+use super::check::Bench;
+use super::plan::{Costs, Method, Run};
+use super::runtime::{Direction, RawEvent, Runtime};
+
+/// Bytes of the large copies.
+const BYTES: usize = 4 << 20;
+/// Bytes of a fragment where there are many.
+const FRAGMENT: usize = 4 << 10;
+/// Small copies, one after the other.
+const CALLS: usize = 64;
+/// Each is measured so often; the fastest counts.
+const ROUNDS: usize = 3;
+
+/// What was measured in this process, by what the device and its driver are.
+static KNOWN: Mutex<Option<HashMap<String, Costs>>> = Mutex::new(None);
+
+/// The costs of a device; those of its kernels are measured where they may be used.
+pub(super) fn costs(runtime: &Arc<dyn Runtime>, methods: &[Vec<Method>; 2]) -> Result<Costs> {
+    let mut known = KNOWN.lock();
+    let known = known.get_or_insert_default();
+    if let Some(costs) = known.get(runtime.description()) {
+        return Ok(*costs);
+    }
+    let costs = Measure::new(runtime)?.costs(methods)?;
+    known.insert(runtime.description().to_owned(), costs);
+    Ok(costs)
+}
+
+/// Buffers, and two events between which something is done.
+struct Measure {
+    bench: Bench,
+    runtime: Arc<dyn Runtime>,
+    events: [RawEvent; 2],
+}
+
+impl Measure {
+    fn new(runtime: &Arc<dyn Runtime>) -> Result<Self> {
+        let bench = Bench::new(runtime, BYTES)?;
+        let first = runtime.make_event()?;
+        let second = runtime.make_event().inspect_err(|_| runtime.end_event(first))?;
+        Ok(Self {
+            bench,
+            runtime: Arc::clone(runtime),
+            events: [first, second],
+        })
+    }
+
+    fn costs(&mut self, methods: &[Vec<Method>; 2]) -> Result<Costs> {
+        let device = self.bench.device;
+        let whole = |len| {
+            vec![Run {
+                at: 0,
+                address: device,
+                len,
+            }]
+        };
+        // Apart on the device, so that no two are one.
+        let small: Vec<Run> = (0..BYTES / FRAGMENT / 2)
+            .map(|i| Run {
+                at: i * FRAGMENT,
+                address: device + (2 * i * FRAGMENT) as u64,
+                len: FRAGMENT,
+            })
+            .collect();
+        let tiny: Vec<Run> = small.iter().take(CALLS).map(|run| Run { len: 64, ..*run }).collect();
+        let ways = [Direction::ToDevice, Direction::ToHost];
+        let mut dma = [1.0; 2];
+        for way in ways {
+            let took = self.time(Method::Dma, way, &whole(BYTES))?;
+            dma[way as usize] = BYTES as f64 / took;
+        }
+        let calls = self.time(Method::Dma, Direction::ToHost, &tiny)?;
+        let call = calls / CALLS as f64;
+        let mut costs = Costs {
+            call,
+            launch: call,
+            dma,
+            mapped: dma,
+            device: f64::INFINITY,
+        };
+        for way in ways {
+            let may = |method| methods[way as usize].contains(&method);
+            if may(Method::Kernel) {
+                let [nothing, all] = [&small[..1], &small[..]].map(|runs| self.time(Method::Kernel, way, runs));
+                let (nothing, all) = (nothing?, all?);
+                costs.launch = (nothing - call).max(0.0);
+                costs.mapped[way as usize] = bytes_of(&small[1..]) / (all - nothing).max(1.0);
+            }
+            if may(Method::Staging) {
+                let took = self.time(Method::Staging, way, &small)?;
+                let without = Costs {
+                    device: f64::INFINITY,
+                    ..costs
+                };
+                let bytes = bytes_of(&small);
+                let moved = without.of(Method::Staging, way, small.len(), 1, bytes as usize);
+                costs.device = costs.device.min(bytes / (took - moved).max(bytes / MOST));
+            }
+        }
+        Ok(costs)
+    }
+
+    /// Nanoseconds from the beginning to the end of a transfer.
+    fn time(&mut self, method: Method, direction: Direction, runs: &[Run]) -> Result<f64> {
+        let mut least = f64::INFINITY;
+        for _ in 0..ROUNDS {
+            let stream = self.bench.lane.stream(direction);
+            self.runtime.record(self.events[0], stream)?;
+            self.bench.begin(method, direction, runs)?;
+            self.runtime.record(self.events[1], stream)?;
+            self.bench.lane.wait(direction)?;
+            let took = self.runtime.elapsed_ms(self.events[0], self.events[1])?;
+            least = least.min(f64::from(took) * 1e6);
+        }
+        Ok(least.max(1.0))
+    }
+}
+
+/// Bytes a nanosecond that no device's memory moves: above it a difference is noise.
+const MOST: f64 = 10_000.0;
+
+fn bytes_of(runs: &[Run]) -> f64 {
+    runs.iter().map(|run| run.len).sum::<usize>() as f64
+}
+
+impl Drop for Measure {
+    fn drop(&mut self) {
+        for direction in [Direction::ToDevice, Direction::ToHost] {
+            let _ = self.bench.lane.wait(direction);
+        }
+        for event in self.events {
+            self.runtime.end_event(event);
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! Whether a device copies right: each method on random bytes, beside plain copies, when it is opened.
+#![allow(unsafe_code, reason = "copies of memory that is allocated here")]
+
+use std::sync::Arc;
+
+use ucm_core::{Error, ErrorKind, Result};
+
+use super::lane::{Host, Lane};
+use super::pinned::Pinned;
+use super::plan::{Method, Run};
+use super::runtime::{Direction, Runtime};
+use super::switched_off;
+use crate::arena::{ArenaOptions, HostArena};
+
+/// Bytes of each side.
+const BYTES: usize = 256 << 10;
+
+/// What the target holds before.
+const POISON: u8 = 0xa5;
+
+/// What is copied: lengths with all alignments, a tail, and more than one tile.
+const LENGTHS: [usize; 10] = [16, 4096, 1, 40 << 10, 7, 8, 12, 1000, 16 << 10, 33];
+
+/// A host buffer and a device buffer of the same size, with a lane between them.
+pub(super) struct Bench {
+    pub(super) lane: Lane,
+    runtime: Arc<dyn Runtime>,
+    pub(super) device: u64,
+    pub(super) pinned: Pinned,
+    pub(super) arena: Arc<HostArena>,
+}
+
+impl Bench {
+    pub(super) fn new(runtime: &Arc<dyn Runtime>, bytes: usize) -> Result<Self> {
+        let arena = HostArena::with(bytes, ArenaOptions::default())?;
+        // SAFETY: the arena is dropped after it.
+        let pinned = unsafe { Pinned::new(Arc::clone(runtime), arena.at(0), arena.len()) };
+        pinned.pin(arena.at(0).expose_provenance(), arena.len());
+        Ok(Self {
+            lane: Lane::new(Arc::clone(runtime))?,
+            device: runtime.allocate(bytes)?,
+            runtime: Arc::clone(runtime),
+            pinned,
+            arena,
+        })
+    }
+
+    /// Begins to move runs, which lie inside the two buffers; whatever happens, `drop` waits for them.
+    pub(super) fn begin(&mut self, method: Method, direction: Direction, runs: &[Run]) -> Result<()> {
+        let host = Host {
+            first: self.arena.at(0),
+            pinned: Some(&self.pinned),
+        };
+        // SAFETY: the buffers are ours alone, and are kept until the lane's work is over.
+        unsafe { self.lane.begin(method, direction, runs, host) }
+    }
+
+    /// Moves runs and waits.
+    fn copy(&mut self, method: Method, direction: Direction, runs: &[Run]) -> Result<()> {
+        let begun = self.begin(method, direction, runs);
+        self.lane.wait(direction).and(begun)
+    }
+
+    fn host(&mut self) -> &mut [u8] {
+        // SAFETY: the arena's bytes are mapped and zeroed, nobody claimed any, and nothing is under way on the lane.
+        unsafe { std::slice::from_raw_parts_mut(self.arena.at(0), BYTES) }
+    }
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        for direction in [Direction::ToDevice, Direction::ToHost] {
+            let _ = self.lane.wait(direction);
+        }
+        self.runtime.free(self.device);
+    }
+}
+
+/// Runs that lie apart on the device and end to end, but for one gap, in the host buffer.
+fn runs(device: u64) -> Vec<Run> {
+    let (mut at, mut address) = (64, device + 128);
+    let mut runs = Vec::new();
+    for (number, len) in LENGTHS.into_iter().enumerate() {
+        runs.push(Run { at, address, len });
+        at += len + if number == 4 { 4096 } else { 0 };
+        address += (len + 32 + number) as u64;
+    }
+    runs
+}
+
+/// Bytes that no pattern of a fault gives.
+fn noise(buffer: &mut [u8], seed: u64) {
+    let mut state = seed | 1;
+    for byte in buffer {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        *byte = (state >> 32) as u8;
+    }
+}
+
+/// The methods that give right bytes, by direction. An error where not even plain copies do.
+pub(super) fn methods(runtime: &Arc<dyn Runtime>) -> Result<[Vec<Method>; 2]> {
+    let mut right = [Vec::new(), Vec::new()];
+    for method in Method::ALL.into_iter().rev() {
+        for direction in [Direction::ToDevice, Direction::ToHost] {
+            let mut bench = Bench::new(runtime, BYTES)?; // buffers of its own: one that failed is not used again
+            if !bench.lane.can(method) || method == Method::Kernel && !bench.is_mapped() {
+                continue;
+            }
+            match bench.check(method, direction) {
+                Ok(()) => right[direction as usize].push(method),
+                Err(error) if method == Method::Dma => return Err(error),
+                Err(error) => switched_off(&**runtime, method, direction, &error),
+            }
+        }
+    }
+    Ok(right)
+}
+
+impl Bench {
+    fn is_mapped(&self) -> bool {
+        self.pinned.mapped(self.arena.at(0).expose_provenance()).is_some()
+    }
+
+    /// Moves random bytes by a method, and everything else by plain copies; all of the target is looked at.
+    fn check(&mut self, method: Method, direction: Direction) -> Result<()> {
+        let runs = runs(self.device);
+        let whole = [Run {
+            at: 0,
+            address: self.device,
+            len: BYTES,
+        }];
+        let on_device = |run: &Run| (run.address - whole[0].address) as usize;
+        let mut source = vec![0; BYTES];
+        noise(&mut source, 2 + direction as u64);
+        let mut expected = vec![POISON; BYTES];
+        for run in &runs {
+            let (from, to) = match direction {
+                Direction::ToHost => (on_device(run), run.at),
+                Direction::ToDevice => (run.at, on_device(run)),
+            };
+            expected[to..to + run.len].copy_from_slice(&source[from..from + run.len]);
+        }
+        match direction {
+            Direction::ToHost => {
+                self.host().copy_from_slice(&source);
+                self.copy(Method::Dma, Direction::ToDevice, &whole)?;
+                self.host().fill(POISON);
+                self.copy(method, direction, &runs)?;
+            }
+            Direction::ToDevice => {
+                self.host().fill(POISON);
+                self.copy(Method::Dma, Direction::ToDevice, &whole)?;
+                self.host().copy_from_slice(&source);
+                self.copy(method, direction, &runs)?;
+                self.host().fill(0);
+                self.copy(Method::Dma, Direction::ToHost, &whole)?;
+            }
+        }
+        let wrong = self.host().iter().zip(&expected).filter(|(is, should)| is != should).count();
+        if wrong > 0 {
+            let differ = Error::new(ErrorKind::Corrupt, "bytes that were copied differ");
+            return Err(differ.with("bytes", wrong).with("of", BYTES));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,361 @@
+//! The way of copies through a device: its streams, the buffer on the device through which small pieces go, and the memory
+//! that descriptors come from. A lane makes one transfer at a time.
+#![allow(unsafe_code, reason = "begins copies of ranges that their makers vouched for, and waits for them")]
+
+use std::sync::Arc;
+
+use tracing::warn;
+use ucm_core::{Error, Result};
+
+use super::pinned::Pinned;
+use super::plan::{DESCRIPTOR, Method, Run};
+use super::runtime::{Direction, Kernel, RawStream, Runtime};
+use crate::arena::{ArenaOptions, HostArena};
+
+/// Bytes that are staged at once.
+pub(super) const STAGED: usize = 8 << 20;
+
+/// Descriptors of one round; a transfer of more makes several, each after the one before it.
+const DESCRIPTORS: usize = 16 << 10;
+
+/// Segments in the buffer begin at multiples of this.
+const ALIGNED: usize = 256;
+
+/// Bytes that the kernels copy by one block of threads at a time.
+const TILE: usize = 16 << 10;
+
+/// Most blocks of threads of a kernel between places on the device, and of one that reads or writes the host's memory:
+/// a few keep the bus busy.
+const BLOCKS: [u32; 2] = [512, 32];
+
+/// The host's side of a transfer.
+#[derive(Clone, Copy)]
+pub(super) struct Host<'a> {
+    pub(super) first: *mut u8,
+    /// Where it is pinned.
+    pub(super) pinned: Option<&'a Pinned>,
+}
+
+impl Host<'_> {
+    fn at(self, at: usize) -> *mut u8 {
+        self.first.wrapping_add(at)
+    }
+
+    fn mapped(self, at: usize) -> Option<u64> {
+        self.pinned?.mapped(self.at(at).expose_provenance())
+    }
+
+    /// Whether pinned memory of its own begins at this offset: no copy goes over it.
+    fn is_border(self, at: usize) -> bool {
+        let address = self.at(at).expose_provenance();
+        at > 0 && self.pinned.is_some_and(|pinned| pinned.next_border(address - 1) == address)
+    }
+
+    /// Whether kernels can reach the host's side of runs.
+    pub(super) fn is_mapped(self, runs: &[Run]) -> bool {
+        runs.iter().all(|run| self.mapped(run.at).is_some())
+    }
+}
+
+/// Some runs that are staged together, each with its offset in the buffer.
+struct Chunk {
+    first: usize,
+    offsets: Vec<usize>,
+}
+
+/// A contiguous part of the host buffer and of a chunk.
+struct Segment {
+    at: usize,
+    offset: usize,
+    len: usize,
+}
+
+/// Streams and memory of one user of a device.
+pub(super) struct Lane {
+    runtime: Arc<dyn Runtime>,
+    streams: [RawStream; 2],
+    /// On the device: the staged bytes, then descriptors.
+    memory: Option<u64>,
+    /// On the host, pinned: descriptors.
+    descriptors: Option<(Arc<HostArena>, Arc<Pinned>)>,
+}
+
+impl Lane {
+    pub(super) fn new(runtime: Arc<dyn Runtime>) -> Result<Self> {
+        let to_device = runtime.make_stream()?;
+        let to_host = runtime.make_stream().inspect_err(|_| runtime.end_stream(to_device))?;
+        let mut lane = Self {
+            runtime,
+            streams: [to_device, to_host],
+            memory: None,
+            descriptors: None,
+        };
+        if lane.runtime.has_kernels() {
+            // A model may have taken all of the device's memory: then there are plain copies.
+            if let Err(error) = lane.make_room() {
+                warn!(%error, "no memory for staged copies: small copies are slow");
+            }
+        }
+        Ok(lane)
+    }
+
+    fn make_room(&mut self) -> Result<()> {
+        let arena = HostArena::with(DESCRIPTORS * DESCRIPTOR, ArenaOptions::default())?;
+        // SAFETY: both are kept together, and the arena is dropped last.
+        let pinned = unsafe { Pinned::new(Arc::clone(&self.runtime), arena.at(0), arena.len()) };
+        pinned.pin(arena.at(0).expose_provenance(), arena.len());
+        self.memory = Some(self.runtime.allocate(STAGED + DESCRIPTORS * DESCRIPTOR)?);
+        self.descriptors = Some((arena, Arc::new(pinned)));
+        Ok(())
+    }
+
+    /// Whether it can do a method at all.
+    pub(super) fn can(&self, method: Method) -> bool {
+        method == Method::Dma || self.descriptors.is_some()
+    }
+
+    pub(super) fn stream(&self, direction: Direction) -> RawStream {
+        self.streams[direction as usize]
+    }
+
+    /// Waits until a direction's work is over, failed or not.
+    pub(super) fn wait(&self, direction: Direction) -> Result<()> {
+        self.runtime.synchronize(self.stream(direction))
+    }
+
+    /// Begins to move runs; where there are more than one round of descriptors, waits for all rounds but the last.
+    ///
+    /// # Safety
+    /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of every run, and the host's side is readable (and for
+    /// [`Direction::ToHost`] writable, by nobody else) until [`Lane::wait`] has returned.
+    pub(super) unsafe fn begin(
+        &mut self,
+        method: Method,
+        direction: Direction,
+        runs: &[Run],
+        host: Host<'_>,
+    ) -> Result<()> {
+        if method == Method::Dma {
+            for run in runs {
+                // SAFETY: as the caller vouches.
+                unsafe { self.copy(direction, run.address, host.at(run.at), run.len) }?;
+            }
+            return Ok(());
+        }
+        for (number, round) in runs.chunks(DESCRIPTORS).enumerate() {
+            if number > 0 {
+                self.wait(direction)?; // the descriptors before are in use until then
+            }
+            // SAFETY: as the caller vouches.
+            unsafe {
+                match method {
+                    Method::Kernel => self.round_mapped(direction, round, host)?,
+                    _ => self.round_staged(direction, round, host)?,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// One copy between a device address and a host address.
+    ///
+    /// # Safety
+    /// As [`Lane::begin`].
+    unsafe fn copy(&self, direction: Direction, device: u64, host: *mut u8, len: usize) -> Result<()> {
+        let stream = self.stream(direction);
+        // SAFETY: as the caller vouches.
+        unsafe {
+            match direction {
+                Direction::ToDevice => self.runtime.to_device(device, host, len, stream),
+                Direction::ToHost => self.runtime.to_host(host, device, len, stream),
+            }
+        }
+    }
+
+    /// The kernel reads or writes the host's memory itself.
+    ///
+    /// # Safety
+    /// As [`Lane::begin`].
+    unsafe fn round_mapped(&mut self, direction: Direction, runs: &[Run], host: Host<'_>) -> Result<()> {
+        let mut pairs = Vec::with_capacity(runs.len());
+        for run in runs {
+            let Some(mapped) = host.mapped(run.at) else {
+                return Err(Error::internal("a kernel was to reach host memory that the device cannot"));
+            };
+            let (from, to) = match direction {
+                Direction::ToDevice => (mapped, run.address),
+                Direction::ToHost => (run.address, mapped),
+            };
+            pairs.push([from, to, run.len as u64]);
+        }
+        let stream = self.stream(direction);
+        let descriptors = self.upload(&pairs, stream)?;
+        let grid = grid(runs, BLOCKS[1]);
+        // SAFETY: as the caller vouches; the descriptors are in the lane's own memory until the stream's work is over.
+        unsafe { self.runtime.launch(Kernel::Batch, descriptors, pairs.len() as u64, 0, grid, stream) }
+    }
+
+    /// By way of the buffer on the device.
+    ///
+    /// # Safety
+    /// As [`Lane::begin`].
+    unsafe fn round_staged(&mut self, direction: Direction, runs: &[Run], host: Host<'_>) -> Result<()> {
+        let chunks = chunks(runs);
+        let mut pieces = Vec::with_capacity(runs.len());
+        for chunk in &chunks {
+            for (run, &offset) in runs[chunk.first..].iter().zip(&chunk.offsets) {
+                pieces.push([run.address, offset as u64, run.len as u64]);
+            }
+        }
+        let stream = self.stream(direction);
+        let descriptors = self.upload(&pieces, stream)?;
+        let buffer = self.memory()?;
+        for chunk in &chunks {
+            let some = &runs[chunk.first..chunk.first + chunk.offsets.len()];
+            let (first, count) = (descriptors + (chunk.first * DESCRIPTOR) as u64, some.len() as u64);
+            let grid = grid(some, BLOCKS[0]);
+            // SAFETY: as the caller vouches; the buffer is the lane's own, and what is done with it is done in the order of
+            // one stream.
+            unsafe {
+                if direction == Direction::ToHost {
+                    self.runtime.launch(Kernel::Gather, first, count, buffer, grid, stream)?;
+                }
+                for segment in segments(some, &chunk.offsets, |at| host.is_border(at)) {
+                    let (device, host) = (buffer + segment.offset as u64, host.at(segment.at));
+                    self.copy(direction, device, host, segment.len)?;
+                }
+                if direction == Direction::ToDevice {
+                    self.runtime.launch(Kernel::Scatter, first, count, buffer, grid, stream)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies between places on the device, by one kernel where there is one.
+    ///
+    /// # Safety
+    /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of all; no pair writes what another reads or writes.
+    pub(super) unsafe fn begin_on_device(&mut self, pairs: &[[u64; 3]]) -> Result<()> {
+        let direction = Direction::ToDevice;
+        let stream = self.stream(direction);
+        if pairs.len() < 2 || !self.can(Method::Kernel) {
+            for &[from, to, len] in pairs {
+                // SAFETY: as the caller vouches.
+                unsafe { self.runtime.on_device(to, from, len as usize, stream) }?;
+            }
+            return Ok(());
+        }
+        for (number, round) in pairs.chunks(DESCRIPTORS).enumerate() {
+            if number > 0 {
+                self.wait(direction)?;
+            }
+            let descriptors = self.upload(round, stream)?;
+            let longest = round.iter().map(|pair| pair[2]).max().unwrap_or(0);
+            let grid = tiles(round.len(), longest as usize, BLOCKS[0]);
+            // SAFETY: as the caller vouches.
+            unsafe {
+                self.runtime.launch(Kernel::Batch, descriptors, round.len() as u64, 0, grid, stream)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn memory(&self) -> Result<u64> {
+        self.memory
+            .ok_or_else(|| Error::internal("a kernel was begun on a device without any"))
+    }
+
+    /// Begins to bring descriptors to the device; where they are there. The ones before must not be in use any more.
+    fn upload(&mut self, descriptors: &[[u64; 3]], stream: RawStream) -> Result<u64> {
+        let to = self.memory()? + STAGED as u64;
+        let Some((arena, _)) = &self.descriptors else {
+            return Err(Error::internal("a lane without memory for descriptors"));
+        };
+        let from = arena.at(0);
+        debug_assert!(descriptors.len() <= DESCRIPTORS);
+        // SAFETY: the arena is the lane's own, of room for so many, and nothing on the device reads it now; the range on
+        // the device is the lane's too.
+        unsafe {
+            let words = from.cast::<u64>();
+            std::ptr::copy_nonoverlapping(descriptors.as_ptr().cast(), words, 3 * descriptors.len());
+            self.runtime.to_device(to, from, descriptors.len() * DESCRIPTOR, stream)?;
+        }
+        Ok(to)
+    }
+}
+
+/// Memory is free again only when the driver says that all work is over; where that call never returns, the thread that
+/// drops the lane keeps it, and what it holds besides.
+impl Drop for Lane {
+    fn drop(&mut self) {
+        for stream in self.streams {
+            let _ = self.runtime.synchronize(stream);
+            self.runtime.end_stream(stream);
+        }
+        if let Some(memory) = self.memory {
+            self.runtime.free(memory);
+        }
+        if let Some((arena, pinned)) = self.descriptors.take() {
+            drop(pinned);
+            drop(arena);
+        }
+    }
+}
+
+/// Runs in the order of the host buffer, as many as fit into the buffer at a time; neighbours in the one are neighbours in
+/// the other. None is longer than the buffer.
+fn chunks(runs: &[Run]) -> Vec<Chunk> {
+    let mut chunks: Vec<Chunk> = Vec::new();
+    let mut end = 0_usize; // of what is in the last chunk, and in the host buffer
+    let mut host_end = usize::MAX;
+    for (number, run) in runs.iter().enumerate() {
+        let offset = if run.at == host_end { end } else { end.next_multiple_of(ALIGNED) };
+        match chunks.last_mut() {
+            Some(chunk) if offset + run.len <= STAGED => {
+                chunk.offsets.push(offset);
+                end = offset + run.len;
+            }
+            _ => {
+                chunks.push(Chunk {
+                    first: number,
+                    offsets: vec![0],
+                });
+                end = run.len;
+            }
+        }
+        host_end = run.at + run.len;
+    }
+    chunks
+}
+
+/// The contiguous parts of a chunk, none over a border.
+fn segments(runs: &[Run], offsets: &[usize], is_border: impl Fn(usize) -> bool) -> Vec<Segment> {
+    let mut segments: Vec<Segment> = Vec::new();
+    for (run, &offset) in runs.iter().zip(offsets) {
+        match segments.last_mut() {
+            Some(last)
+                if last.at + last.len == run.at && last.offset + last.len == offset && !is_border(run.at) =>
+            {
+                last.len += run.len;
+            }
+            _ => segments.push(Segment {
+                at: run.at,
+                offset,
+                len: run.len,
+            }),
+        }
+    }
+    segments
+}
+
+fn grid(runs: &[Run], blocks: u32) -> [u32; 2] {
+    tiles(runs.len(), runs.iter().map(|run| run.len).max().unwrap_or(0), blocks)
+}
+
+/// A grid over descriptors and tiles of at most so many blocks of threads.
+fn tiles(count: usize, longest: usize, blocks: u32) -> [u32; 2] {
+    let x = u32::try_from(count).unwrap_or(u32::MAX).clamp(1, blocks);
+    let y = u32::try_from(longest.div_ceil(TILE)).unwrap_or(u32::MAX).clamp(1, (blocks / x).max(1));
+    [x, y]
+}

@@ -1,0 +1,199 @@
+//! How a transfer is made: which copies, by which method.
+
+use crate::span::Piece;
+
+use super::runtime::Direction;
+
+/// A contiguous copy between a host buffer and the device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Run {
+    /// Offset in the host buffer.
+    pub(super) at: usize,
+    /// Address on the device.
+    pub(super) address: u64,
+    /// Bytes.
+    pub(super) len: usize,
+}
+
+/// How runs are moved.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Method {
+    /// One asynchronous copy each.
+    Dma,
+    /// One kernel that reads or writes the mapped host memory itself.
+    Kernel,
+    /// One kernel between the runs and a buffer on the device, and a copy of that.
+    Staging,
+}
+
+impl Method {
+    pub(super) const ALL: [Self; 3] = [Self::Staging, Self::Kernel, Self::Dma];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Dma => "dma",
+            Self::Kernel => "sm",
+            Self::Staging => "staging",
+        }
+    }
+}
+
+/// Pieces as runs in the order of the host buffer, neighbours on both sides joined. Where the buffer lies in memory that was
+/// pinned in parts, no run crosses the border of two: `next_border` tells, of an offset, where the next one is.
+pub(super) fn runs(pieces: &[Piece], next_border: impl Fn(usize) -> usize) -> Vec<Run> {
+    let mut sorted: Vec<&Piece> = pieces.iter().filter(|piece| !piece.span.is_empty()).collect();
+    if !sorted.is_sorted_by_key(|piece| piece.at) {
+        sorted.sort_by_key(|piece| piece.at);
+    }
+    let mut runs: Vec<Run> = Vec::new();
+    for piece in sorted {
+        let (mut at, mut address, mut left) = (piece.at, piece.span.addr(), piece.span.len() as usize);
+        while left > 0 {
+            let border = next_border(at);
+            let len = left.min(border - at);
+            match runs.last_mut() {
+                Some(last)
+                    if last.at + last.len == at
+                        && last.address + last.len as u64 == address
+                        && next_border(last.at) == border =>
+                {
+                    last.len += len;
+                }
+                _ => runs.push(Run { at, address, len }),
+            }
+            (at, address, left) = (at + len, address + len as u64, left - len);
+        }
+    }
+    runs
+}
+
+/// What things cost on a device, as measured or published. Rates are bytes a nanosecond, that is GB/s.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(super) struct Costs {
+    /// Nanoseconds that the host takes to begin a copy.
+    pub(super) call: f64,
+    /// Nanoseconds that a kernel takes without doing anything.
+    pub(super) launch: f64,
+    /// Of one large copy, to the device and to the host.
+    pub(super) dma: [f64; 2],
+    /// Of a kernel that reads the host's memory, and one that writes it.
+    pub(super) mapped: [f64; 2],
+    /// Of a kernel between two places on the device; each byte is read and written.
+    pub(super) device: f64,
+}
+
+/// Bytes of a descriptor on the device.
+pub(super) const DESCRIPTOR: usize = 24;
+
+impl Costs {
+    /// Runs of so many bytes are moved by copies of their own: the next call is made while one goes on.
+    pub(super) fn large(&self, direction: Direction) -> usize {
+        (self.call * self.dma[direction as usize]) as usize
+    }
+
+    /// Nanoseconds of a transfer of `count` runs of `bytes` in all, which make `segments` contiguous parts of the host
+    /// buffer.
+    pub(super) fn of(
+        &self,
+        method: Method,
+        direction: Direction,
+        count: usize,
+        segments: usize,
+        bytes: usize,
+    ) -> f64 {
+        let way = direction as usize;
+        let (n, parts, bytes) = (count as f64, segments as f64, bytes as f64);
+        let descriptors = self.call + n * DESCRIPTOR as f64 / self.dma[Direction::ToDevice as usize];
+        let moved = bytes / self.dma[way];
+        match method {
+            Method::Dma => (n * self.call + moved / n.max(1.0)).max(self.call + moved),
+            Method::Kernel => descriptors + self.launch + bytes / self.mapped[way],
+            Method::Staging => {
+                let copied = (parts * self.call + moved / parts.max(1.0)).max(self.call + moved);
+                descriptors + self.launch + bytes / self.device + copied
+            }
+        }
+    }
+
+    /// The cheapest of `methods`; the last one of [`Method::ALL`] where there is none.
+    pub(super) fn cheapest(&self, methods: &[Method], direction: Direction, runs: &[Run]) -> Method {
+        let bytes = runs.iter().map(|run| run.len).sum();
+        let segments = segments(runs);
+        let cost = |method: &Method| self.of(*method, direction, runs.len(), segments, bytes);
+        let cheapest = methods.iter().min_by(|a, b| cost(a).total_cmp(&cost(b)));
+        cheapest.copied().unwrap_or(Method::Dma)
+    }
+}
+
+/// How many contiguous parts of the host buffer the runs make.
+fn segments(runs: &[Run]) -> usize {
+    let broken = runs.windows(2).filter(|two| two[0].at + two[0].len != two[1].at);
+    broken.count() + usize::from(!runs.is_empty())
+}
+
+#[cfg(test)]
+#[allow(unsafe_code, reason = "spans that nobody reads or writes")]
+mod tests {
+    use super::*;
+    use crate::span::DeviceSpan;
+
+    fn piece(at: usize, address: u64, len: u64) -> Piece {
+        // SAFETY: the span is never read or written.
+        let span = unsafe { DeviceSpan::new(address, len) };
+        Piece { at, span }
+    }
+
+    fn run(at: usize, address: u64, len: usize) -> Run {
+        Run { at, address, len }
+    }
+
+    #[test]
+    fn neighbours_on_both_sides_are_one_run() {
+        let pieces = [
+            piece(200, 5000, 50),
+            piece(0, 1000, 100),
+            piece(100, 1100, 100),
+            piece(250, 9000, 0),
+            piece(250, 6000, 10),
+        ];
+        let far = |_| usize::MAX;
+        assert_eq!(
+            runs(&pieces, far),
+            [run(0, 1000, 200), run(200, 5000, 50), run(250, 6000, 10)]
+        );
+        assert_eq!(segments(&runs(&pieces, far)), 1);
+        assert!(runs(&[], far).is_empty());
+    }
+
+    #[test]
+    fn no_run_crosses_a_border() {
+        let border = |at: usize| (at / 64 + 1) * 64;
+        assert_eq!(
+            runs(&[piece(60, 1000, 100), piece(160, 1100, 32)], border),
+            [run(60, 1000, 4), run(64, 1004, 64), run(128, 1068, 64)]
+        );
+    }
+
+    /// The published figures of an H100, `docs/devices.md`.
+    const PUBLISHED: Costs = Costs {
+        call: 2300.0,
+        launch: 5000.0,
+        dma: [55.0; 2],
+        mapped: [35.0; 2],
+        device: 1500.0,
+    };
+
+    #[test]
+    fn small_fragments_are_staged_and_large_ones_copied() {
+        let of = |len: usize, count: usize| {
+            let runs: Vec<_> = (0..count).map(|i| run(i * len, (i * 3 * len) as u64, len)).collect();
+            PUBLISHED.cheapest(&Method::ALL, Direction::ToHost, &runs)
+        };
+        assert_eq!(of(8 << 10, 4096), Method::Staging);
+        assert_eq!(of(32 << 10, 1024), Method::Staging);
+        assert_eq!(of(1 << 20, 32), Method::Dma);
+        assert_eq!(of(256, 4), Method::Kernel);
+        assert_eq!(of(4096, 1), Method::Dma);
+        assert_eq!(PUBLISHED.large(Direction::ToHost), 126_500);
+    }
+}

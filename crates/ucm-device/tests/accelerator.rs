@@ -1,0 +1,262 @@
+//! Devices of CUDA over the software driver: right bytes by every method, order, failures, what is left behind.
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, STREAMS, TO_DEVICE, TO_HOST, open};
+use ucm_core::ErrorKind;
+use ucm_device::{ArenaOptions, Device, Piece, Slot, SlotPool, Stream, Transfer};
+use ucm_infra::{Clock, SystemClock};
+
+const TRANSFERS: [Transfer; 4] = [Transfer::Auto, Transfer::Dma, Transfer::Sm, Transfer::Staging];
+
+/// Pieces of random lengths and alignments that do not overlap, in an order of its own.
+fn pieces(random: &mut Random, memory: &Memory, host: usize) -> Vec<Piece> {
+    let longest = [64, 1000, 20_000, 300_000][random.below(4)];
+    let (mut at, mut address) = (random.below(100), random.below(100));
+    let mut pieces = Vec::new();
+    loop {
+        let align = [1, 4, 8, 16, 64][random.below(5)];
+        at = at.next_multiple_of(align);
+        address = address.next_multiple_of(align);
+        let len = random.below(longest + 1);
+        if at + len > host || address + len > memory.len || pieces.len() == 200 {
+            break;
+        }
+        pieces.push(Piece {
+            at,
+            span: memory.span(address, len),
+        });
+        at += len + [0, 0, 0, 7, 64][random.below(5)];
+        address += len + [0, 16, 33, 4096][random.below(4)];
+    }
+    for i in (1..pieces.len()).rev().filter(|_| longest == 1000) {
+        pieces.swap(i, random.below(i + 1));
+    }
+    pieces
+}
+
+fn place(memory: &Memory, piece: &Piece) -> usize {
+    (piece.span.addr() - memory.address) as usize
+}
+
+/// What a gather should give.
+fn gathered(pieces: &[Piece], memory: &Memory, device: &[u8], host: &[u8]) -> Vec<u8> {
+    let mut host = host.to_vec();
+    for piece in pieces {
+        let (from, len) = (place(memory, piece), piece.span.len() as usize);
+        host[piece.at..piece.at + len].copy_from_slice(&device[from..from + len]);
+    }
+    host
+}
+
+/// What a scatter should leave on the device.
+fn scattered(pieces: &[Piece], memory: &Memory, device: &[u8], host: &[u8]) -> Vec<u8> {
+    let mut device = device.to_vec();
+    for piece in pieces {
+        let (to, len) = (place(memory, piece), piece.span.len() as usize);
+        device[to..to + len].copy_from_slice(&host[piece.at..piece.at + len]);
+    }
+    device
+}
+
+fn slot(device: &dyn Device, len: usize) -> Slot {
+    let arena = device.make_arena(len, ArenaOptions::default()).unwrap();
+    SlotPool::new(arena, len).unwrap().try_acquire().unwrap()
+}
+
+fn gather(stream: &mut dyn Stream, src: &[Piece], dst: &mut [u8]) -> ucm_core::Result<()> {
+    stream.gather(src, dst, &mut |_, _| {})
+}
+
+#[test]
+fn every_way_moves_the_bytes_it_should_and_no_others() {
+    let driver = Driver::load();
+    let memory = driver.memory(3 << 20);
+    for (number, transfer) in TRANSFERS.into_iter().enumerate() {
+        let device = open(transfer);
+        let mut stream = device.make_stream().unwrap();
+        let mut slot = slot(&*device, 2 << 20);
+        for round in 0..12 {
+            let mut random = Random::new(1 + round + 100 * number as u64);
+            driver.jitter(round, 50);
+            let pieces = pieces(&mut random, &memory, slot.len());
+            let (before, host) = (random.bytes(memory.len), random.bytes(slot.len()));
+            memory.fill(&before);
+            slot.as_mut_slice().copy_from_slice(&host);
+            gather(&mut *stream, &pieces, slot.as_mut_slice()).unwrap();
+            assert!(
+                slot.as_slice() == gathered(&pieces, &memory, &before, &host),
+                "{transfer:?}, round {round}"
+            );
+            slot.as_mut_slice().copy_from_slice(&host);
+            stream.scatter(slot.as_slice(), &pieces).unwrap();
+            assert!(
+                memory.bytes() == scattered(&pieces, &memory, &before, &host),
+                "{transfer:?}, round {round}"
+            );
+        }
+    }
+}
+
+/// A buffer that the device did not make is not pinned: kernels cannot reach it, and the driver stages its copies.
+#[test]
+fn ordinary_memory_is_copied_too() {
+    let driver = Driver::load();
+    let memory = driver.memory(1 << 20);
+    for transfer in TRANSFERS {
+        let device = open(transfer);
+        let mut stream = device.make_stream().unwrap();
+        let mut random = Random::new(5);
+        let before = random.bytes(memory.len);
+        let mut host = random.bytes(700_000);
+        let pieces = pieces(&mut random, &memory, host.len());
+        memory.fill(&before);
+        let expected = gathered(&pieces, &memory, &before, &host);
+        gather(&mut *stream, &pieces, &mut host).unwrap();
+        assert!(host == expected, "{transfer:?}");
+    }
+}
+
+#[test]
+fn copies_between_places_on_the_device_do_not_overlap() {
+    let driver = Driver::load();
+    let memory = driver.memory(1 << 20);
+    let before = Random::new(9).bytes(memory.len);
+    memory.fill(&before);
+    let device = open(Transfer::Auto);
+    let mut stream = device.make_stream().unwrap();
+    let pairs: Vec<_> = (0..40)
+        .map(|i| (memory.span(i * 1000, 900 + i), memory.span(500_000 + i * 1001, 900 + i)))
+        .collect();
+    stream.batch(&pairs).unwrap();
+    let mut expected = before;
+    for i in 0..40 {
+        expected.copy_within(i * 1000..i * 1000 + 900 + i, 500_000 + i * 1001);
+    }
+    assert!(memory.bytes() == expected);
+    let overlap = stream.copy(memory.span(0, 100), memory.span(99, 100)).unwrap_err();
+    assert_eq!(overlap.kind(), ErrorKind::InvalidInput);
+}
+
+/// The caller's stream writes what is gathered; the copy begins when its event is done, or never.
+#[test]
+fn a_copy_waits_for_the_callers_event_and_not_longer_than_it_may() {
+    let driver = Driver::load();
+    let memory = driver.memory(4096);
+    memory.fill(&[1; 4096]);
+    let device = open(Transfer::Auto);
+    driver.hold();
+    let event = device.event_of(driver.recorded_event(&memory)).unwrap();
+    assert!(!event.done());
+    let late = event.wait(Some(SystemClock.now().after(Duration::from_millis(5)))).unwrap_err();
+    assert_eq!(late.kind(), ErrorKind::Timeout);
+    let waiting = std::thread::spawn({
+        let event = Arc::clone(&event);
+        move || event.wait(None)
+    });
+    driver.release();
+    waiting.join().unwrap().unwrap();
+    let mut host = vec![0; 4096];
+    let mut stream = device.make_stream().unwrap();
+    let whole = [Piece {
+        at: 0,
+        span: memory.span(0, 4096),
+    }];
+    gather(&mut *stream, &whole, &mut host).unwrap();
+    assert_eq!(host, [0x5a; 4096]);
+    assert_eq!(device.event_of(0).err().unwrap().kind(), ErrorKind::InvalidInput);
+}
+
+/// Each call that a copy makes fails once, the first and later ones: the copy fails or is right, the next one is right, and
+/// nothing is left behind.
+#[test]
+fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
+    let driver = Driver::load();
+    let memory = driver.memory(1 << 20);
+    let failing = [
+        "cuCtxSetCurrent",
+        "cuMemcpyDtoHAsync_v2",
+        "cuMemcpyHtoDAsync_v2",
+        "cuLaunchKernel",
+        "cuStreamSynchronize",
+        "cuStreamCreateWithPriority",
+        "cuMemAlloc_v2",
+        "cuMemHostRegister_v2",
+        "cuMemHostGetDevicePointer_v2",
+    ];
+    let left = |driver: &Driver| [ALLOCATIONS, REGISTRATIONS, STREAMS].map(|kind| driver.live(kind));
+    let before = left(driver);
+    for transfer in TRANSFERS {
+        let device = open(transfer);
+        for (number, function) in failing.into_iter().enumerate() {
+            for nth in 1..4 {
+                let mut stream = device.make_stream().unwrap();
+                let mut slot = slot(&*device, 1 << 20);
+                let mut random = Random::new(number as u64 * 8 + nth);
+                let pieces = pieces(&mut random, &memory, slot.len());
+                let (bytes, host) = (random.bytes(memory.len), random.bytes(slot.len()));
+                memory.fill(&bytes);
+                slot.as_mut_slice().copy_from_slice(&host);
+                driver.fail(function, nth, 999);
+                let right = gathered(&pieces, &memory, &bytes, &host);
+                let first = gather(&mut *stream, &pieces, slot.as_mut_slice());
+                let second = gather(&mut *stream, &pieces, slot.as_mut_slice());
+                driver.mend();
+                assert!(first.is_err() || second.is_ok() || function == "cuCtxSetCurrent");
+                gather(&mut *stream, &pieces, slot.as_mut_slice()).unwrap();
+                assert!(slot.as_slice() == right, "{transfer:?}, {function}, {nth}");
+            }
+        }
+    }
+    assert_eq!(left(driver), before);
+}
+
+/// 32 MiB in pieces that lie apart on the device: by the published costs no fragment is a call of its own.
+#[test]
+fn small_pieces_cross_the_bus_in_large_copies() {
+    let driver = Driver::load();
+    driver.model(true);
+    let memory = driver.memory(64 << 20);
+    let device = open(Transfer::Auto);
+    let mut stream = device.make_stream().unwrap();
+    let mut slot = slot(&*device, 32 << 20);
+    let time = |copy: &mut dyn FnMut()| {
+        let began = driver.now_ns();
+        copy();
+        (driver.now_ns() - began) as f64
+    };
+    let whole = [Piece {
+        at: 0,
+        span: memory.span(0, 32 << 20),
+    }];
+    gather(&mut *stream, &whole, slot.as_mut_slice()).unwrap(); // pins, and makes what a stream has
+    for (len, goal) in [(8 << 10, 0.8), (32 << 10, 0.9), (128 << 10, 0.9), (1 << 20, 0.95)] {
+        let count = (32 << 20) / len;
+        let apart: Vec<_> = (0..count)
+            .map(|i| Piece {
+                at: i * len,
+                span: memory.span(2 * i * len, len),
+            })
+            .collect();
+        for direction in [TO_DEVICE, TO_HOST] {
+            let calls = ["cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuLaunchKernel"];
+            let before = calls.map(|call| driver.calls(call));
+            let bytes = driver.bytes(direction);
+            let mut run = |pieces: &[Piece]| match direction {
+                TO_HOST => time(&mut || gather(&mut *stream, pieces, slot.as_mut_slice()).unwrap()),
+                _ => time(&mut || stream.scatter(slot.as_slice(), pieces).unwrap()),
+            };
+            let took = run(&apart);
+            let moved = driver.bytes(direction) - bytes;
+            let made: u64 = calls.iter().zip(before).map(|(call, before)| driver.calls(call) - before).sum();
+            let large = run(&whole);
+            assert!(large / took >= goal, "{len} bytes, {direction}: {large} of {took}");
+            assert!(moved < (33 << 20), "{moved}");
+            assert!(len >= 128 << 10 || made < 32, "{made} calls for {count} pieces");
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! The software CUDA driver (`tests/softcuda`) as the driver of this process, and its controls.
+#![allow(unsafe_code, reason = "calls into the driver's library")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a helper of tests may fail the test")]
+#![allow(dead_code, reason = "each test file uses its part of this")]
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::path::PathBuf;
+use std::ptr::null_mut;
+use std::sync::{Arc, OnceLock};
+
+use libloading::Library;
+use ucm_device::{Device, DeviceSpan, Transfer, open_device};
+use ucm_infra::SystemClock;
+
+/// What [`Driver::bytes`] and [`Driver::live`] count.
+pub(crate) const TO_DEVICE: c_int = 0;
+pub(crate) const TO_HOST: c_int = 1;
+pub(crate) const ALLOCATIONS: c_int = 0;
+pub(crate) const REGISTRATIONS: c_int = 1;
+pub(crate) const STREAMS: c_int = 2;
+
+/// The loaded driver.
+pub(crate) struct Driver(Library);
+
+/// Where cargo puts the driver, which it builds with the tests: beside or one above the test's own program.
+fn path() -> PathBuf {
+    let program = std::env::current_exe().unwrap();
+    let found = program.ancestors().skip(1).take(2).map(|dir| dir.join("libsoftcuda.so"));
+    found.into_iter().find(|path| path.exists()).unwrap()
+}
+
+impl Driver {
+    /// Puts it in the place of the driver, once in a process and before any device is opened.
+    pub(crate) fn load() -> &'static Self {
+        static LOADED: OnceLock<Driver> = OnceLock::new();
+        LOADED.get_or_init(|| {
+            // SAFETY: before anything else of this test begins a thread; every test file does this first.
+            unsafe { std::env::set_var("UCM_TEST_CUDA_DRIVER", path()) };
+            // SAFETY: our own library.
+            Self(unsafe { Library::new(path()) }.unwrap())
+        })
+    }
+
+    /// A function of it.
+    fn function<F: Copy>(&self, name: &CStr) -> F {
+        // SAFETY: the callers below name functions with the types that the driver gives them.
+        *unsafe { self.0.get::<F>(name.to_bytes_with_nul()) }.unwrap()
+    }
+
+    /// Lets the `nth` call from now on of a function answer an error.
+    pub(crate) fn fail(&self, function: &str, nth: u64, code: c_int) {
+        let fail: unsafe extern "C" fn(*const c_char, u64, c_int) = self.function(c"softcuda_fail");
+        let name = CString::new(function).unwrap();
+        // SAFETY: reads the name during the call.
+        unsafe { fail(name.as_ptr(), nth, code) }
+    }
+
+    /// No call fails any more.
+    pub(crate) fn mend(&self) {
+        let mend: unsafe extern "C" fn() = self.function(c"softcuda_mend");
+        // SAFETY: no arguments.
+        unsafe { mend() }
+    }
+
+    /// No stream begins anything more.
+    pub(crate) fn hold(&self) {
+        let hold: unsafe extern "C" fn(*mut c_void) = self.function(c"softcuda_hold");
+        // SAFETY: null is all streams.
+        unsafe { hold(null_mut()) }
+    }
+
+    pub(crate) fn release(&self) {
+        let release: unsafe extern "C" fn(*mut c_void) = self.function(c"softcuda_release");
+        // SAFETY: as above.
+        unsafe { release(null_mut()) }
+    }
+
+    /// Random pauses before operations.
+    pub(crate) fn jitter(&self, seed: u64, most_us: u64) {
+        let jitter: unsafe extern "C" fn(u64, u64) = self.function(c"softcuda_jitter");
+        // SAFETY: two numbers.
+        unsafe { jitter(seed, most_us) }
+    }
+
+    pub(crate) fn calls(&self, function: &str) -> u64 {
+        let calls: unsafe extern "C" fn(*const c_char) -> u64 = self.function(c"softcuda_calls");
+        let name = CString::new(function).unwrap();
+        // SAFETY: reads the name during the call.
+        unsafe { calls(name.as_ptr()) }
+    }
+
+    pub(crate) fn bytes(&self, kind: c_int) -> u64 {
+        let bytes: unsafe extern "C" fn(c_int) -> u64 = self.function(c"softcuda_bytes");
+        // SAFETY: a number.
+        unsafe { bytes(kind) }
+    }
+
+    pub(crate) fn live(&self, kind: c_int) -> u64 {
+        let live: unsafe extern "C" fn(c_int) -> u64 = self.function(c"softcuda_live");
+        // SAFETY: a number.
+        unsafe { live(kind) }
+    }
+
+    /// The virtual clock.
+    pub(crate) fn now_ns(&self) -> u64 {
+        let now: unsafe extern "C" fn() -> u64 = self.function(c"softcuda_now_ns");
+        // SAFETY: no arguments.
+        unsafe { now() }
+    }
+
+    /// Whether calls and copies cost what is published.
+    pub(crate) fn model(&self, on: bool) {
+        let model: unsafe extern "C" fn(c_int) = self.function(c"softcuda_model");
+        // SAFETY: a number.
+        unsafe { model(c_int::from(on)) }
+    }
+
+    /// Memory of the device for a test, in the primary context, which it retains.
+    pub(crate) fn memory(&'static self, len: usize) -> Memory {
+        type Retain = unsafe extern "C" fn(*mut *mut c_void, c_int) -> c_int;
+        let (mut context, mut address) = (null_mut(), 0);
+        let init: unsafe extern "C" fn(u32) -> c_int = self.function(c"cuInit");
+        let retain: Retain = self.function(c"cuDevicePrimaryCtxRetain");
+        let current: unsafe extern "C" fn(*mut c_void) -> c_int = self.function(c"cuCtxSetCurrent");
+        let allocate: unsafe extern "C" fn(*mut u64, usize) -> c_int = self.function(c"cuMemAlloc_v2");
+        // SAFETY: each call writes one handle or address.
+        let answers = unsafe {
+            [
+                init(0),
+                retain(&raw mut context, 0),
+                current(context),
+                allocate(&raw mut address, len),
+            ]
+        };
+        assert_eq!(answers, [0; 4]);
+        Memory {
+            driver: self,
+            address,
+            len,
+        }
+    }
+
+    /// An event of the caller's, recorded on a stream of theirs behind work that [`Driver::hold`] keeps.
+    pub(crate) fn recorded_event(&self, memory: &Memory) -> u64 {
+        let (mut stream, mut event) = (null_mut::<c_void>(), null_mut::<c_void>());
+        let make: unsafe extern "C" fn(*mut *mut c_void, u32) -> c_int = self.function(c"cuStreamCreate");
+        let event_of: unsafe extern "C" fn(*mut *mut c_void, u32) -> c_int = self.function(c"cuEventCreate");
+        let set: unsafe extern "C" fn(u64, u8, usize, *mut c_void) -> c_int = self.function(c"cuMemsetD8Async");
+        let record: unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int = self.function(c"cuEventRecord");
+        // SAFETY: the memory is the test's; each call writes one handle or none.
+        let answers = unsafe {
+            [
+                make(&raw mut stream, 1),
+                event_of(&raw mut event, 0),
+                set(memory.address, 0x5a, memory.len, stream),
+                record(event, stream),
+            ]
+        };
+        assert_eq!(answers, [0; 4]);
+        event.expose_provenance() as u64
+    }
+}
+
+/// Memory of the device.
+pub(crate) struct Memory {
+    driver: &'static Driver,
+    pub(crate) address: u64,
+    pub(crate) len: usize,
+}
+
+impl Memory {
+    pub(crate) fn span(&self, at: usize, len: usize) -> DeviceSpan {
+        assert!(at + len <= self.len);
+        // SAFETY: inside the memory, which the test keeps until all work ended and does not touch meanwhile.
+        unsafe { DeviceSpan::new(self.address + at as u64, len as u64) }
+    }
+
+    pub(crate) fn fill(&self, bytes: &[u8]) {
+        assert_eq!(bytes.len(), self.len);
+        let write: unsafe extern "C" fn(u64, *const u8, usize) = self.driver.function(c"softcuda_write");
+        // SAFETY: as many bytes as there are.
+        unsafe { write(self.address, bytes.as_ptr(), bytes.len()) }
+    }
+
+    pub(crate) fn bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.len];
+        let read: unsafe extern "C" fn(u64, *mut u8, usize) = self.driver.function(c"softcuda_read");
+        // SAFETY: as many bytes as there is room for.
+        unsafe { read(self.address, bytes.as_mut_ptr(), bytes.len()) };
+        bytes
+    }
+}
+
+/// The device over the driver.
+pub(crate) fn open(transfer: Transfer) -> Arc<dyn Device> {
+    Driver::load();
+    open_device("cuda", transfer, SystemClock::shared()).unwrap()
+}
+
+/// Numbers that differ from seed to seed.
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    pub(crate) fn below(&mut self, bound: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        ((self.0 >> 11) % bound.max(1) as u64) as usize
+    }
+
+    pub(crate) fn bytes(&mut self, len: usize) -> Vec<u8> {
+        (0..len).map(|_| self.below(256) as u8).collect()
+    }
+}
