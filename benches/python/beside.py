@@ -170,9 +170,10 @@ class RestartCase(Case):
         return answers
 
     def _await_opened(self, running: Engine) -> None:
-        """Asks for prompts that were stored too, each once, until one is found: a cache opens in the background, and until
-        then an engine misses. (What a prompt that is asked again finds may be the engine's own; and to empty the engine's
-        own begins a new generation of the cache, which has to open again.)
+        """Asks for prompts that were stored too, each once, until one is found.
+
+        A cache opens in the background, and until then an engine misses. What a prompt that is asked again finds may be
+        the engine's own; and to empty the engine's own begins a new generation of the cache, which has to open again.
         """
         for tokens in self.early:
             found = running.ask(tokens, 1).cached > 0
