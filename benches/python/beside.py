@@ -34,7 +34,7 @@ import paired
 from arm_process import ArmProcess
 from arms import Arm
 from builds import Build, BuildError, of_revision, of_this_tree
-from harness import Engine, EngineError, wait_until
+from harness import Engine, EngineError
 from scratch import hollow
 from specs import prompt
 
@@ -44,8 +44,8 @@ ROWS = ("load", "dump", "lookup", "ttft", "idle")
 LAYOUTS = {"file": "files", "segment": "segments"}
 MODES = {"buffered": "page cache", "direct": "O_DIRECT"}
 BLOCKS_KIB = (256, 1024, 2048)
-#: Seconds within which a started engine finds what was stored; a bound, not an expectation.
-OPEN_WITHIN = 60.0
+#: Prompts that a restarted engine is asked at most until it finds one of them.
+EARLY = 6
 #: Blocks of the lookup rows: their size does not matter to a lookup, and so many are dumped fast.
 SMALL = 4096
 #: Those of idle.py that both are asked about; stores that only look up use too little to be compared.
@@ -130,7 +130,7 @@ class RestartCase(Case):
         self.label = f"restarted, {LAYOUTS[layout]}"
         self.rows = [("ttft", "s", "less")]
         self.layout, self.tokens, self.kept = layout, tokens, kept / layout
-        self.first = prompt(999, tokens)
+        self.early = [prompt(999 - index, tokens) for index in range(EARLY)]
         self.prompts = [prompt(1000 + index, tokens) for index in range(prompts)]
 
     def turn(self, build: Build, work: Path) -> Figures:
@@ -140,8 +140,10 @@ class RestartCase(Case):
             told(f"{self.label}: {build.name} computes and stores the prompts first")
             self._life(build, root, work / "filling.log", stored=False)
         answers = self._life(build, root, work / "engine.log", stored=True)
-        if (least := min(reused for _, reused in answers)) < self.tokens - 2 * BLOCK:
-            raise FailedError(f"the restarted engine reused {least} of {self.tokens} tokens only")
+        reused = [tokens for _, tokens in answers]
+        missed = sum(tokens < self.tokens - 2 * BLOCK for tokens in reused)
+        if 4 * missed > len(reused):  # a median does not mind a prompt that was not found in time
+            raise FailedError(f"the restarted engine reused {reused} of {self.tokens} tokens each")
         return {"ttft": statistics.median(first for first, _ in answers)}
 
     def _life(self, build: Build, root: Path, log: Path, *, stored: bool) -> list[tuple[float, int]]:
@@ -158,13 +160,10 @@ class RestartCase(Case):
                 seen = running.scheduler_eval("__import__('ucm').__file__")
                 if str(build.site) not in seen:
                     raise FailedError(f"the engine runs {seen}, not the build in {build.site}")
-                running.ask(self.first if not stored else prompt(1, BLOCK // 2), 1)
-                if stored:  # the cache opens in the background, and until then an engine misses
-                    try:
-                        wait_until(lambda: self._reuses(running), "the engine reuses what was stored", OPEN_WITHIN)
-                    except AssertionError as error:
-                        raise FailedError(str(error)) from error
-                for tokens in self.prompts:
+                running.ask(prompt(1, BLOCK // 2), 1)
+                if stored:
+                    self._await_opened(running)
+                for tokens in self.prompts if stored else self.early + self.prompts:
                     answer = running.ask(tokens, 1)
                     if answer.first is None:
                         raise FailedError(f"no token for a prompt; {log}")
@@ -172,12 +171,18 @@ class RestartCase(Case):
                     running.wait_idle()
         return answers
 
-    def _reuses(self, running: Engine) -> bool:
-        """Whether the engine finds one more prompt that was stored before those that are measured."""
-        found = running.ask(self.first, 1).cached > 0
-        running.wait_idle()
-        running.reset()
-        return found
+    def _await_opened(self, running: Engine) -> None:
+        """Asks for prompts that were stored too, each once, until one is found.
+
+        A cache opens in the background, and until then an engine misses. What a prompt that is asked again finds may be
+        the engine's own; and to empty the engine's own begins a new generation of the cache, which has to open again.
+        """
+        for tokens in self.early:
+            found = running.ask(tokens, 1).cached > 0
+            running.wait_idle()
+            if found:
+                return
+        raise FailedError(f"the restarted engine reused nothing of {len(self.early)} prompts")
 
 
 def cases(chosen: argparse.Namespace, kept: Path) -> Iterator[Case]:
