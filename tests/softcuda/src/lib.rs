@@ -1,5 +1,57 @@
-//! A CUDA driver in software, over which the device code is tested on machines without a GPU.
+//! A software CUDA driver for tests.
 //!
-//! [`ptx`] executes the kernels that are shipped, instruction by instruction.
+//! A shared library with the SONAME `libcuda.so`: whoever opens it by its path first gives the code under test, which asks for
+//! that name, this driver. It has the driver's functions with their C ABI, two devices, and the rules that matter:
+//!
+//! * device memory faults when the host touches it, and is never at the same address twice; registered host memory has a
+//!   device address of its own,
+//! * each stream is a queue with a thread: work runs later than the call, in order, and is ordered with other streams by events
+//!   only,
+//! * contexts, handles and address ranges are checked; a kernel that leaves its memory breaks its context for good,
+//! * kernels are PTX, and run ([`ptx`]),
+//! * mistakes that real hardware answers with corrupt data or a hang end the process with a line on standard error: freeing
+//!   memory that queued work uses, the legacy stream, `cuCtxSynchronize`, a call of the driver from inside a callback,
+//! * in a process forked after `cuInit`, calls answer `CUDA_ERROR_NOT_INITIALIZED`.
+//!
+//! # Controls
+//! Exported beside the driver's functions:
+//!
+//! | function | what it does |
+//! |---|---|
+//! | [`softcuda_fail`]`(name, nth, result)` | the nth call of a function from now fails |
+//! | [`softcuda_hold`]`(stream)`, [`softcuda_release`]`(stream)` | a stream (null: all) begins nothing until released |
+//! | [`softcuda_jitter`]`(seed, max_us)` | random delays before operations |
+//! | [`softcuda_accept`]`(start, len)`, [`softcuda_forget`]`(start)` | host memory that counts as device memory |
+//! | [`softcuda_read`]`(address, into, len)`, [`softcuda_write`]`(address, from, len)` | device memory, at once |
+//! | [`softcuda_calls`]`(name)` | how often a function was called |
+//! | [`softcuda_bytes`]`(kind)` | bytes moved: 0 H2D, 1 D2H, 2 D2D, 3 host memory by kernels, 4 device memory by kernels |
+//! | [`softcuda_live`]`(kind)` | what exists: 0 allocations, 1 registrations, 2 streams, 3 events, 4 modules, 5 contexts |
+//! | [`softcuda_now_ns`]`()` | the host's time on the virtual clock |
+//! | [`softcuda_model`]`(on)` | whether work in streams takes virtual time |
+//!
+//! # The virtual clock
+//! A call in a context takes the host 2.3 µs, a launch 5 µs. With the cost model on, copies between host and device take a DMA
+//! engine (one for each direction) at 55 GB/s, kernels read and write mapped host memory at 35 GB/s and device memory at
+//! 3 TB/s. An operation begins when its stream has come to it, it was submitted, and its engine is free for long enough.
+//! Events carry the time they were reached at; waiting for one, on the host or in a stream, takes the waiter there.
 
+mod call;
+mod clock;
+mod context;
+mod control;
+mod copy;
+mod device;
+mod error;
+mod event;
+mod exports;
+mod map;
+mod memory;
+mod module;
 pub mod ptx;
+mod state;
+mod stream;
+
+pub use control::*;
+pub use error::*;
+pub use exports::*;
+pub use state::Handle;

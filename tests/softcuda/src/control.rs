@@ -1,0 +1,241 @@
+//! What a test asks of the driver and does to it: the functions whose names begin with `softcuda_`.
+//!
+//! They work from every thread, with or without a context, and take no virtual time. A name or a stream that does not exist
+//! ends the process: a misspelt test must not pass.
+#![allow(unsafe_code, reason = "the C ABI, and the memory that tests name")]
+
+use std::ffi::{CStr, c_char};
+use std::time::Duration;
+
+use crate::call::{self, abort};
+use crate::clock::Cost;
+use crate::error::{CUDA_SUCCESS, CUresult, Outcome};
+use crate::exports::NAMES;
+use crate::memory::Kind;
+use crate::state::{Handle, State, lock};
+use crate::stream;
+
+/// What tests have set, and what was counted for them.
+pub(crate) struct Control {
+    /// Calls that will fail: function, number of the call, result.
+    failures: Vec<(usize, u64, CUresult)>,
+    pub(crate) holds_new_streams: bool,
+    jitter: Option<Jitter>,
+    /// By the kinds of [`softcuda_bytes`].
+    bytes: [u64; 5],
+}
+
+struct Jitter {
+    seed: u64,
+    most: u64,
+}
+
+impl Control {
+    pub(crate) const fn new() -> Self {
+        Self {
+            failures: Vec::new(),
+            holds_new_streams: false,
+            jitter: None,
+            bytes: [0; 5],
+        }
+    }
+
+    /// The result planned for this call, if one is.
+    pub(crate) fn failure(&mut self, function: usize, number: u64) -> Option<CUresult> {
+        let is_this = |it: &(usize, u64, CUresult)| it.0 == function && it.1 == number;
+        let index = self.failures.iter().position(is_this)?;
+        Some(self.failures.swap_remove(index).2)
+    }
+
+    /// How long the next operation is kept back.
+    pub(crate) fn delay(&mut self) -> Option<Duration> {
+        let Jitter { seed, most } = self.jitter.as_mut()?;
+        // Marsaglia's xorshift.
+        *seed ^= *seed << 13;
+        *seed ^= *seed >> 7;
+        *seed ^= *seed << 17;
+        Some(Duration::from_micros(*seed % (*most + 1)))
+    }
+
+    /// Counts what an operation moved.
+    pub(crate) fn moved(&mut self, cost: Cost) {
+        match cost {
+            Cost::None | Cost::Fill(_) => {}
+            Cost::ToDevice(len) => self.bytes[0] += len,
+            Cost::ToHost(len) => self.bytes[1] += len,
+            Cost::OnDevice(len) => self.bytes[2] += len,
+            Cost::Kernel { host, device } => {
+                self.bytes[3] += host;
+                self.bytes[4] += device;
+            }
+        }
+    }
+}
+
+/// Lets a call fail: the `nth` one of `function` from now on (the next is 1) answers `result` and does nothing else. May be
+/// asked for several calls.
+///
+/// # Safety
+/// `function` is a name with its zero byte.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn softcuda_fail(function: *const c_char, nth: u64, result: CUresult) {
+    // SAFETY: the caller's promise.
+    let function = unsafe { index(function) };
+    if nth == 0 || result == CUDA_SUCCESS {
+        abort("softcuda_fail: calls count from 1, and success is no failure");
+    }
+    let mut state = lock();
+    let number = call::calls(function) + nth;
+    state.control.failures.push((function, number, result));
+}
+
+/// Forgets the failures that were asked for and did not come.
+#[unsafe(no_mangle)]
+pub extern "C" fn softcuda_mend() {
+    lock().control.failures.clear();
+}
+
+/// Holds a stream: no further operation of it begins until it is released. Null holds all streams, those to come too.
+#[unsafe(no_mangle)]
+pub extern "C" fn softcuda_hold(stream: Handle) {
+    set_held(stream, true);
+}
+
+/// Releases a held stream (one of those held by null too); null releases all.
+#[unsafe(no_mangle)]
+pub extern "C" fn softcuda_release(stream: Handle) {
+    set_held(stream, false);
+}
+
+/// Keeps each operation of every stream back for a random time of at most `max_us` microseconds; 0 ends it.
+#[unsafe(no_mangle)]
+pub extern "C" fn softcuda_jitter(seed: u64, max_us: u64) {
+    // A xorshift stays at 0 for ever.
+    let jitter = Jitter {
+        seed: seed.max(1),
+        most: max_us,
+    };
+    lock().control.jitter = (max_us > 0).then_some(jitter);
+}
+
+/// Takes host memory as memory of the first device, at its own address: copies and kernels of both devices may use it.
+/// `CUDA_ERROR_INVALID_VALUE` where it overlaps memory that is known already.
+#[unsafe(no_mangle)]
+pub extern "C" fn softcuda_accept(start: usize, len: usize) -> CUresult {
+    code(lock().memory.accept(start, len))
+}
+
+/// Ends [`softcuda_accept`]; the process, where queued work still uses the memory.
+#[unsafe(no_mangle)]
+pub extern "C" fn softcuda_forget(start: usize) -> CUresult {
+    code(lock().memory.forget(start))
+}
+
+/// Reads device memory (any device address), as it is now.
+///
+/// # Safety
+/// `len` bytes can be written at `into`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn softcuda_read(address: u64, into: *mut u8, len: usize) -> CUresult {
+    let state = lock();
+    let read = state.memory.any_place(address, len).map(|place| {
+        // SAFETY: the place is checked and in use, the caller promises the other end.
+        unsafe { stream::move_bytes(place.address(), into.expose_provenance(), len) };
+    });
+    code(read)
+}
+
+/// Writes device memory (any device address), at once.
+///
+/// # Safety
+/// `len` bytes can be read at `from`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn softcuda_write(address: u64, from: *const u8, len: usize) -> CUresult {
+    let state = lock();
+    let written = state.memory.any_place(address, len).map(|place| {
+        // SAFETY: as in `softcuda_read`.
+        unsafe { stream::move_bytes(from.expose_provenance(), place.address(), len) };
+    });
+    code(written)
+}
+
+/// How often a function was called, those calls that failed too.
+///
+/// # Safety
+/// `function` is a name with its zero byte.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn softcuda_calls(function: *const c_char) -> u64 {
+    // SAFETY: the caller's promise.
+    call::calls(unsafe { index(function) })
+}
+
+/// Bytes moved so far: 0 host to device, 1 device to host, 2 inside of device memory, and by kernels (read and written)
+/// 3 of mapped host memory, 4 of device memory.
+#[unsafe(no_mangle)]
+pub extern "C" fn softcuda_bytes(kind: u32) -> u64 {
+    let bytes = lock().control.bytes;
+    match bytes.get(kind as usize) {
+        Some(&bytes) => bytes,
+        None => abort("softcuda_bytes: no such kind"),
+    }
+}
+
+/// The host's time on the virtual clock, in nanoseconds.
+#[unsafe(no_mangle)]
+pub extern "C" fn softcuda_now_ns() -> u64 {
+    lock().clock.now()
+}
+
+/// Switches the cost model: whether work in streams takes virtual time (0: no).
+#[unsafe(no_mangle)]
+pub extern "C" fn softcuda_model(on: u32) {
+    lock().clock.model = on != 0;
+}
+
+/// What exists now: 0 allocations (of devices and of pinned host memory), 1 registrations, 2 streams, 3 events, 4 modules,
+/// 5 contexts.
+#[unsafe(no_mangle)]
+pub extern "C" fn softcuda_live(kind: u32) -> u64 {
+    let state = lock();
+    match kind {
+        0 => state.memory.count(&[Kind::Device, Kind::HostAllocated]),
+        1 => state.memory.count(&[Kind::Registered]),
+        2 => state.streams.values().filter(|it| !it.is_closed).count() as u64,
+        3 => state.events.len() as u64,
+        4 => state.modules.len() as u64,
+        5 => state.contexts.iter().flatten().count() as u64,
+        _ => abort("softcuda_live: no such kind"),
+    }
+}
+
+fn set_held(stream: Handle, held: bool) {
+    let mut state = lock();
+    let State { streams, control, .. } = &mut *state;
+    if stream == 0 {
+        control.holds_new_streams = held;
+    } else if !streams.contains_key(&stream) {
+        abort("softcuda_hold or softcuda_release: no such stream");
+    }
+    let meant = streams
+        .iter_mut()
+        .filter(|(handle, _)| stream == 0 || **handle == stream);
+    for (_, found) in meant {
+        found.is_held = held;
+        found.wake();
+    }
+}
+
+/// The place of a function in the list of names.
+///
+/// # Safety
+/// `function` is a name with its zero byte.
+unsafe fn index(function: *const c_char) -> usize {
+    // SAFETY: the caller's promise.
+    let name = unsafe { CStr::from_ptr(function) };
+    let index = NAMES.iter().position(|known| known.as_bytes() == name.to_bytes());
+    index.unwrap_or_else(|| abort(&format!("no function {name:?}")))
+}
+
+fn code(outcome: Outcome) -> CUresult {
+    outcome.err().unwrap_or(CUDA_SUCCESS)
+}

@@ -1,0 +1,72 @@
+//! The one state of the process, behind one lock.
+//!
+//! Calls and the threads of streams take the lock for bookkeeping only; bytes are moved and kernels run without it.
+
+use std::collections::BTreeMap;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use crate::clock::Clock;
+use crate::context::Context;
+use crate::control::Control;
+use crate::device::DEVICES;
+use crate::event::Event;
+use crate::memory::Memory;
+use crate::module::{Function, Module};
+use crate::stream::Stream;
+
+/// A context, stream, event, module or function: an opaque pointer to the caller, a key here. It is no address that could be
+/// read, and it is never used twice, so that a handle kept too long is found out.
+pub type Handle = usize;
+
+/// The locked state.
+pub(crate) type Locked = MutexGuard<'static, State>;
+
+static STATE: Mutex<State> = Mutex::new(State::new());
+
+/// Notified whenever an operation of a stream has ended: what calls that wait wait for.
+pub(crate) static ENDED: Condvar = Condvar::new();
+
+/// Everything the driver knows.
+pub(crate) struct State {
+    pub(crate) initialized: bool,
+    /// The primary context of each device, while it is retained.
+    pub(crate) contexts: [Option<Context>; DEVICES],
+    pub(crate) streams: BTreeMap<Handle, Stream>,
+    pub(crate) events: BTreeMap<Handle, Event>,
+    pub(crate) modules: BTreeMap<Handle, Module>,
+    pub(crate) functions: BTreeMap<Handle, Function>,
+    pub(crate) memory: Memory,
+    pub(crate) clock: Clock,
+    pub(crate) control: Control,
+    handles: usize,
+}
+
+impl State {
+    const fn new() -> Self {
+        Self {
+            initialized: false,
+            contexts: [const { None }; DEVICES],
+            streams: BTreeMap::new(),
+            events: BTreeMap::new(),
+            modules: BTreeMap::new(),
+            functions: BTreeMap::new(),
+            memory: Memory::new(),
+            clock: Clock::new(),
+            control: Control::new(),
+            handles: 0,
+        }
+    }
+
+    /// A handle that was never given out before.
+    pub(crate) fn new_handle(&mut self) -> Handle {
+        self.handles += 1;
+        // Bit 52 lies outside of every address a program can have.
+        (1 << 52) | (self.handles << 4)
+    }
+}
+
+/// Takes the lock.
+pub(crate) fn lock() -> Locked {
+    STATE.lock()
+}

@@ -1,0 +1,362 @@
+//! Streams: queues of operations, each with a thread that does them in order, later than the calls that submit them.
+#![allow(
+    unsafe_code,
+    reason = "moves bytes between regions and the memory that callers name, and calls their callbacks"
+)]
+
+use std::collections::VecDeque;
+use std::ffi::c_void;
+use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
+use std::sync::Arc;
+
+use parking_lot::{Condvar, MutexGuard};
+
+use crate::call::{abort, in_callback, say};
+use crate::clock::Cost;
+use crate::context;
+use crate::error::{
+    CUDA_ERROR_ILLEGAL_ADDRESS, CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_READY,
+    CUDA_ERROR_OUT_OF_MEMORY, Outcome,
+};
+use crate::event::Mark;
+use crate::memory::{KernelMemory, Place};
+use crate::module::Launch;
+use crate::state::{ENDED, Handle, Locked, State, lock};
+
+const NON_BLOCKING: u32 = 1;
+
+/// The handles that mean the legacy stream and the streams of threads.
+const LEGACY: std::ops::RangeInclusive<Handle> = 0..=2;
+
+/// A callback of `cuLaunchHostFunc`.
+pub(crate) type HostFunction = unsafe extern "C" fn(*mut c_void);
+
+/// A stream.
+pub(crate) struct Stream {
+    pub(crate) context: Handle,
+    /// Whether copies without a stream wait for it.
+    is_blocking: bool,
+    queue: VecDeque<Submitted>,
+    submitted: u64,
+    ended: u64,
+    pub(crate) is_held: bool,
+    /// Destroyed: what is queued is done, then it is gone.
+    pub(crate) is_closed: bool,
+    /// Virtual time at which its last operation ended.
+    time: u64,
+    wake: Arc<Condvar>,
+}
+
+struct Submitted {
+    work: Work,
+    /// The host's virtual time.
+    at: u64,
+}
+
+/// An operation.
+pub(crate) enum Work {
+    /// Copies bytes; the cost says which way.
+    Copy {
+        from: Place,
+        to: Place,
+        len: usize,
+        cost: Cost,
+    },
+    /// Fills bytes.
+    Fill { to: Place, len: usize, value: u8 },
+    /// Sets a mark.
+    Record(Mark),
+    /// Waits for a mark.
+    Wait(Mark),
+    /// Calls the host.
+    Call { function: HostFunction, data: usize },
+    /// Runs a kernel.
+    Launch(Launch),
+}
+
+impl Stream {
+    /// Whether all that was submitted has ended.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.ended == self.submitted
+    }
+
+    /// No more work comes.
+    pub(crate) fn close(&mut self) {
+        self.is_closed = true;
+        self.wake();
+    }
+
+    /// Lets its thread look anew.
+    pub(crate) fn wake(&self) {
+        self.wake.notify_one();
+    }
+
+    /// Whether its next operation may begin.
+    fn is_ready(&self) -> bool {
+        !self.is_held
+            && self.queue.front().is_some_and(|next| match &next.work {
+                Work::Wait(mark) => mark.get().is_some(),
+                _ => true,
+            })
+    }
+}
+
+/// `cuStreamCreateWithPriority`; priorities are all the same here.
+pub(crate) fn create(state: &mut State, context: Handle, flags: u32) -> Outcome<Handle> {
+    if flags & !NON_BLOCKING != 0 {
+        return Err(CUDA_ERROR_INVALID_VALUE);
+    }
+    let handle = state.new_handle();
+    let wake = Arc::new(Condvar::new());
+    let stream = Stream {
+        context,
+        is_blocking: flags & NON_BLOCKING == 0,
+        queue: VecDeque::new(),
+        submitted: 0,
+        ended: 0,
+        is_held: state.control.holds_new_streams,
+        is_closed: false,
+        time: 0,
+        wake: Arc::clone(&wake),
+    };
+    std::thread::Builder::new()
+        .name("softcuda stream".into())
+        .spawn(move || work(handle, &wake))
+        .map_err(|_| CUDA_ERROR_OUT_OF_MEMORY)?;
+    // The thread comes in here once the caller gives the lock back.
+    state.streams.insert(handle, stream);
+    Ok(handle)
+}
+
+/// `cuStreamDestroy_v2`: returns at once, what is queued is still done.
+pub(crate) fn destroy(state: &mut State, context: Handle, stream: Handle) -> Outcome {
+    check(state, context, stream)?;
+    if let Some(stream) = state.streams.get_mut(&stream) {
+        stream.close();
+    }
+    Ok(())
+}
+
+/// Checks that a stream exists and is of this context. The legacy stream ends the process: it waits for every other stream
+/// of the device, which is a mistake wherever it is used.
+pub(crate) fn check(state: &State, context: Handle, stream: Handle) -> Outcome {
+    if LEGACY.contains(&stream) {
+        abort("the legacy stream was given to a call that takes a stream");
+    }
+    match state.streams.get(&stream) {
+        Some(stream) if stream.context == context && !stream.is_closed => Ok(()),
+        _ => Err(CUDA_ERROR_INVALID_HANDLE),
+    }
+}
+
+/// Puts an operation at the end of a checked stream; returns its number, to wait for.
+pub(crate) fn submit(state: &mut State, stream: Handle, work: Work) -> u64 {
+    let at = state.clock.now();
+    let Some(stream) = state.streams.get_mut(&stream) else {
+        abort("work for a stream that was not checked");
+    };
+    stream.queue.push_back(Submitted { work, at });
+    stream.submitted += 1;
+    stream.wake();
+    stream.submitted
+}
+
+/// Waits until an operation has ended, which also takes the host to that time.
+pub(crate) fn wait(state: &mut Locked, stream: Handle, number: u64) {
+    loop {
+        // A stream that is gone has done all its work.
+        let Some(found) = state.streams.get(&stream) else {
+            return;
+        };
+        if found.ended >= number {
+            let time = found.time;
+            return state.clock.waited(time);
+        }
+        ENDED.wait(state);
+    }
+}
+
+/// `cuStreamSynchronize`.
+pub(crate) fn synchronize(state: &mut Locked, context: Handle, stream: Handle) -> Outcome {
+    check(state, context, stream)?;
+    let last = state.streams.get(&stream).map_or(0, |stream| stream.submitted);
+    wait(state, stream, last);
+    context::check(state, context)
+}
+
+/// `cuStreamQuery`.
+pub(crate) fn query(state: &mut State, context: Handle, stream: Handle) -> Outcome {
+    check(state, context, stream)?;
+    let stream = state.streams.get(&stream).filter(|stream| stream.is_idle());
+    let time = stream.ok_or(CUDA_ERROR_NOT_READY)?.time;
+    state.clock.waited(time);
+    Ok(())
+}
+
+/// Waits as copies without a stream do: for the streams of the context that are not made `NON_BLOCKING`.
+pub(crate) fn wait_for_blocking(state: &mut Locked, context: Handle) -> Outcome {
+    let streams = state.streams.iter();
+    let before: Vec<(Handle, u64)> = streams
+        .filter(|(_, stream)| stream.context == context && stream.is_blocking)
+        .map(|(&handle, stream)| (handle, stream.submitted))
+        .collect();
+    for (stream, last) in before {
+        wait(state, stream, last);
+    }
+    context::check(state, context)
+}
+
+/// Moves bytes, which may overlap.
+///
+/// # Safety
+/// Both ranges are mapped. Others may work on them at the same time only as they may with a device's own copies.
+pub(crate) unsafe fn move_bytes(from: usize, to: usize, len: usize) {
+    let (from, to) = (
+        with_exposed_provenance::<u8>(from),
+        with_exposed_provenance_mut::<u8>(to),
+    );
+    // SAFETY: the caller's promise.
+    unsafe { std::ptr::copy(from, to, len) };
+}
+
+/// A stream's thread.
+fn work(handle: Handle, wake: &Condvar) {
+    let mut state = lock();
+    let mut delayed = false;
+    while let Some(stream) = state.streams.get(&handle) {
+        if stream.queue.is_empty() && stream.is_closed {
+            state.streams.remove(&handle);
+            break;
+        }
+        let context = stream.context;
+        if context::check(&state, context).is_err() {
+            drop_queue(&mut state, handle);
+            if state.streams.get(&handle).is_some_and(|stream| !stream.is_closed) {
+                wake.wait(&mut state);
+            }
+            continue;
+        }
+        if !stream.is_ready() {
+            wake.wait(&mut state);
+            continue;
+        }
+        if let Some(delay) = state.control.delay().filter(|_| !delayed) {
+            // Afterwards it may be held, or its context broken: look again.
+            delayed = true;
+            MutexGuard::unlocked(&mut state, || std::thread::sleep(delay));
+            continue;
+        }
+        delayed = false;
+        perform(&mut state, handle, context);
+    }
+    ENDED.notify_all();
+}
+
+/// Does the next operation of a stream that is ready, without the lock.
+fn perform(state: &mut Locked, handle: Handle, context: Handle) {
+    let Some(next) = state
+        .streams
+        .get_mut(&handle)
+        .and_then(|stream| stream.queue.pop_front())
+    else {
+        return;
+    };
+    let (outcome, work) = match next.work {
+        Work::Record(_) | Work::Wait(_) => (Ok(Cost::None), next.work),
+        Work::Launch(launch) => {
+            let memory = KernelMemory::new(state.memory.in_reach_of(context));
+            let outcome = MutexGuard::unlocked(state, || launch.run(&memory));
+            let (host, device) = memory.moved();
+            let cost = outcome.map(|()| Cost::Kernel { host, device });
+            (cost, Work::Launch(launch))
+        }
+        other => {
+            let cost = MutexGuard::unlocked(state, || move_or_call(&other));
+            (Ok(cost), other)
+        }
+    };
+    match outcome {
+        Ok(cost) => end(state, handle, next.at, &work, cost),
+        Err(fault) => {
+            let (address, len) = (fault.address, fault.len);
+            say(&format!(
+                "a kernel used {len} bytes at {address:#x}, where it has no memory"
+            ));
+            context::poison(state, context, CUDA_ERROR_ILLEGAL_ADDRESS);
+            end(state, handle, next.at, &work, Cost::None);
+        }
+    }
+}
+
+/// Copies, fills and callbacks; what they cost.
+fn move_or_call(work: &Work) -> Cost {
+    match work {
+        Work::Copy { from, to, len, cost } => {
+            // SAFETY: places of regions are checked and in use until this ends, staged bytes are owned, and a caller whose
+            // memory this is waits.
+            unsafe { move_bytes(from.address(), to.address(), *len) };
+            *cost
+        }
+        Work::Fill { to, len, value } => {
+            let to = with_exposed_provenance_mut::<u8>(to.address());
+            // SAFETY: as for copies.
+            unsafe { to.write_bytes(*value, *len) };
+            Cost::Fill(*len as u64)
+        }
+        Work::Call { function, data } => {
+            // SAFETY: who gave the callback promised that it can be called with this.
+            in_callback(|| unsafe { function(with_exposed_provenance_mut(*data)) });
+            Cost::None
+        }
+        Work::Record(_) | Work::Wait(_) | Work::Launch(_) => Cost::None,
+    }
+}
+
+/// Enters the end of an operation and tells who waits.
+fn end(state: &mut State, handle: Handle, submitted: u64, work: &Work, cost: Cost) {
+    let State {
+        streams,
+        clock,
+        control,
+        ..
+    } = state;
+    let Some(stream) = streams.get_mut(&handle) else {
+        return;
+    };
+    let mut begin = stream.time.max(submitted);
+    if let Work::Wait(mark) = work {
+        begin = begin.max(mark.get().copied().unwrap_or(0));
+    }
+    stream.time = clock.spend(begin, cost);
+    stream.ended += 1;
+    control.moved(cost);
+    if let Work::Record(mark) = work {
+        reach(mark, stream.time);
+        streams.values().for_each(Stream::wake);
+    }
+    ENDED.notify_all();
+}
+
+/// Drops what a stream of a broken context still had to do. Its marks are set: another context may wait for them.
+fn drop_queue(state: &mut State, handle: Handle) {
+    let Some(stream) = state
+        .streams
+        .get_mut(&handle)
+        .filter(|stream| !stream.queue.is_empty())
+    else {
+        return;
+    };
+    stream.ended += stream.queue.len() as u64;
+    for dropped in std::mem::take(&mut stream.queue) {
+        if let Work::Record(mark) = dropped.work {
+            reach(&mark, stream.time);
+        }
+    }
+    state.streams.values().for_each(Stream::wake);
+    ENDED.notify_all();
+}
+
+/// Sets a mark, which only its one operation does.
+fn reach(mark: &Mark, time: u64) {
+    let _ = mark.set(time);
+}
