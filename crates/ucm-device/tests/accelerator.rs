@@ -203,10 +203,15 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
                 slot.as_mut_slice().copy_from_slice(&host);
                 driver.fail(function, nth, 999);
                 let right = gathered(&pieces, &memory, &bytes, &host);
-                let first = gather(&mut *stream, &pieces, slot.as_mut_slice());
-                let second = gather(&mut *stream, &pieces, slot.as_mut_slice());
+                let mut failed = 0;
+                for _ in 0..3 {
+                    match gather(&mut *stream, &pieces, slot.as_mut_slice()) {
+                        Ok(()) => assert!(slot.as_slice() == right, "{transfer:?}, {function}, {nth}"),
+                        Err(_) => failed += 1,
+                    }
+                }
                 driver.mend();
-                assert!(first.is_err() || second.is_ok() || function == "cuCtxSetCurrent");
+                assert!(failed < 2, "{transfer:?}, {function}, {nth}");
                 gather(&mut *stream, &pieces, slot.as_mut_slice()).unwrap();
                 assert!(slot.as_slice() == right, "{transfer:?}, {function}, {nth}");
             }
