@@ -40,14 +40,19 @@ pub(super) struct Type {
 }
 
 impl Type {
-    /// The number that a slot holds for this type.
-    fn read(self, slot: u64) -> i128 {
+    /// The number that a slot holds for this type, extended by its sign to 64 bits.
+    fn read(self, slot: u64) -> u64 {
         let unused = 64 - self.bits;
         if self.signed {
-            i128::from((slot << unused) as i64 >> unused)
+            ((slot << unused) as i64 >> unused) as u64
         } else {
-            i128::from((slot << unused) >> unused)
+            (slot << unused) >> unused
         }
+    }
+
+    /// Whether one number [read](Self::read) is below another.
+    fn less(self, x: u64, y: u64) -> bool {
+        if self.signed { (x as i64) < y as i64 } else { x < y }
     }
 
     pub(super) fn bytes(self) -> usize {
@@ -77,30 +82,43 @@ pub(super) enum Binary {
 }
 
 impl Binary {
-    /// The result, of which the low bits count. 128 bits hold every exact result but the product of two large unsigned
-    /// 64-bit numbers, whose upper half is right nevertheless.
+    /// The result, of which the low bits count.
     #[inline]
     fn of(self, ty: Type, a: u64, b: u64) -> u64 {
         let (x, y) = (ty.read(a), ty.read(b));
-        let exact = match self {
-            Self::Add => x + y,
-            Self::Sub => x - y,
+        // Of shifts: a 32-bit number whatever the type.
+        let amount = (b as u32).min(ty.bits);
+        match self {
+            Self::Add => x.wrapping_add(y),
+            Self::Sub => x.wrapping_sub(y),
             Self::Mul => x.wrapping_mul(y),
-            Self::MulHigh => x.wrapping_mul(y) >> ty.bits,
-            Self::Min => x.min(y),
-            Self::Max => x.max(y),
+            Self::MulHigh if ty.signed => ((i128::from(x as i64) * i128::from(y as i64)) >> ty.bits) as u64,
+            Self::MulHigh => ((u128::from(x) * u128::from(y)) >> ty.bits) as u64,
+            Self::Min => {
+                if ty.less(x, y) {
+                    x
+                } else {
+                    y
+                }
+            }
+            Self::Max => {
+                if ty.less(x, y) {
+                    y
+                } else {
+                    x
+                }
+            }
             Self::And => x & y,
             Self::Or => x | y,
             Self::Xor => x ^ y,
-            // The amount is a 32-bit number whatever the type.
-            Self::ShiftLeft => x << (b as u32).min(ty.bits),
-            Self::ShiftRight => x >> (b as u32).min(ty.bits),
-            Self::Equal => i128::from(x == y),
-            Self::NotEqual => i128::from(x != y),
-            Self::Less => i128::from(x < y),
-            Self::LessEqual => i128::from(x <= y),
-        };
-        exact as u64
+            Self::ShiftLeft => x.checked_shl(amount).unwrap_or(0),
+            Self::ShiftRight if ty.signed => (x as i64 >> amount.min(63)) as u64,
+            Self::ShiftRight => x.checked_shr(amount).unwrap_or(0),
+            Self::Equal => u64::from(x == y),
+            Self::NotEqual => u64::from(x != y),
+            Self::Less => u64::from(ty.less(x, y)),
+            Self::LessEqual => u64::from(!ty.less(y, x)),
+        }
     }
 }
 
@@ -152,7 +170,7 @@ impl Access {
 fn number(ty: Type, bytes: &[u8]) -> u64 {
     let mut word = [0; 8];
     word[..bytes.len()].copy_from_slice(bytes);
-    ty.read(u64::from_le_bytes(word)) as u64
+    ty.read(u64::from_le_bytes(word))
 }
 
 /// One operation.
@@ -277,8 +295,8 @@ impl Kernel {
             }
             match *op {
                 Op::Convert { to, from, dst, a } => {
-                    let value = from.read(get(slots, a)) as u64;
-                    slots[usize::from(dst)] = to.read(value) as u64;
+                    let value = from.read(get(slots, a));
+                    slots[usize::from(dst)] = to.read(value);
                 }
                 Op::Binary { op, ty, dst, a, b } => {
                     slots[usize::from(dst)] = op.of(ty, get(slots, a), get(slots, b));
