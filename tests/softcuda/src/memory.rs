@@ -488,3 +488,35 @@ fn overlapping(regions: &BTreeMap<u64, Arc<Region>>, address: u64, len: usize) -
 fn pages_of(len: usize) -> usize {
     len.next_multiple_of(PAGE)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{DEVICE_MAP, KernelMemory, Kind, Memory};
+
+    #[test]
+    fn a_running_kernel_loses_what_is_freed_and_its_use_is_known() {
+        let (mut memory, context, other) = (Memory::new(), 16, 32);
+        for start in [1000, 2000] {
+            memory.enter(
+                start,
+                100,
+                start as usize + 5,
+                Kind::Registered,
+                context,
+                DEVICE_MAP,
+            );
+        }
+        assert!(memory.in_reach_of(other).is_empty(), "not portable");
+        let kernel = KernelMemory::new(memory.in_reach_of(context));
+        assert_eq!(kernel.access(1098, 2), Some(1103));
+        assert_eq!(kernel.access(1099, 2), None);
+        assert_eq!(kernel.access(999, 1), None);
+        memory.remove(2000, "the test");
+        assert_eq!(kernel.access(2000, 1), None);
+        assert_eq!(kernel.moved(), (2, 0));
+        let uses = |memory: &Memory| memory.regions[&1000].uses.load(super::Ordering::SeqCst);
+        assert_eq!(uses(&memory), 1);
+        drop(kernel);
+        assert_eq!(uses(&memory), 0);
+    }
+}
