@@ -401,7 +401,7 @@ fn the_limit_holds_and_the_oldest_use_goes_first() {
         eventually("room is made", || match store.dump(&device, &[block]) {
             Ok(()) => true,
             Err(failures) => {
-                assert_eq!(failures[0].1.kind(), ErrorKind::NoSpace);
+                assert_eq!(failures[0].1.kind(), ErrorKind::NoSpace, "{}", failures[0].1);
                 false
             }
         });
