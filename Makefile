@@ -74,9 +74,13 @@ SUITES := rules first_failure ends transfer audit paranoid verifying trust quara
 COLUMNS := segment,none file,memory
 MORE_COLUMNS := segment,memory file,map
 SKIPPED := build/skipped-tests.txt
-over = $(STAGE) "the store over $(1)" env UCM_TEST_SKIPPED=$(CURDIR)/$(SKIPPED) \
+over = $(STAGE) "the store over $(1)$(2)" env UCM_TEST_SKIPPED=$(CURDIR)/$(SKIPPED) \
 	UCM_TEST_LAYOUT=$(word 1,$(subst $(comma), ,$(1))) UCM_TEST_TIERS=$(word 2,$(subst $(comma), ,$(1))) $(if $(NEXTEST),cargo nextest run,cargo test --quiet) \
 	--locked -p ucm-store $(SUITES:%=--test %)
+# And over the software CUDA driver (tests/softcuda): every copy goes through streams, staging and kernels.
+SOFTCUDA := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/debug/libsoftcuda.so
+over_cuda = cargo build --locked --quiet -p softcuda; \
+	UCM_TEST_DEVICE=cuda UCM_TEST_CUDA_DRIVER=$(SOFTCUDA) $(call over,$(1), on cuda)
 # And with compressed records, in segments; three tests count bytes of segments of records as they are.
 COMPRESSED := (binary(/^(rules|first_failure|ends|audit|paranoid|segments|segments_sealing|merging|merging_faults)$$/)) \
 	- test(/a_segment_that_is_full|a_damaged_segment_gives|the_limit_holds_while_both/)
@@ -93,6 +97,7 @@ else
 endif
 	@mkdir -p build && rm -f $(SKIPPED)
 	@$(foreach column,$(COLUMNS),$(call over,$(column));) $(skipped)
+	@$(call over_cuda,segment$(comma)none)
 	@$(STAGE) "doc tests" cargo test --locked --quiet --workspace --exclude ucm-py --doc
 
 .PHONY: loom
@@ -117,6 +122,7 @@ test-kinds: $(VENV)/.stamp-dev ## a new kind of tier from Python, with a core bu
 test-long: $(RUN_ENV) ## the trust matrix, long (its table goes to build/trust.md), and the store over all columns
 	@mkdir -p build && rm -f $(SKIPPED)
 	@$(foreach column,$(COLUMNS) $(MORE_COLUMNS),$(call over,$(column));) $(skipped)
+	@$(call over_cuda,segment$(comma)none); $(call over_cuda,file$(comma)memory)
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
 		--trust-table build/trust.md
 

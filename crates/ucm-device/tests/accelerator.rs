@@ -130,7 +130,12 @@ fn copies_between_places_on_the_device_do_not_overlap() {
     let device = open(Transfer::Auto);
     let mut stream = device.make_stream().unwrap();
     let pairs: Vec<_> = (0..40)
-        .map(|i| (memory.span(i * 1000, 900 + i), memory.span(500_000 + i * 1001, 900 + i)))
+        .map(|i| {
+            (
+                memory.span(i * 1000, 900 + i),
+                memory.span(500_000 + i * 1001, 900 + i),
+            )
+        })
         .collect();
     stream.batch(&pairs).unwrap();
     let mut expected = before;
@@ -138,7 +143,9 @@ fn copies_between_places_on_the_device_do_not_overlap() {
         expected.copy_within(i * 1000..i * 1000 + 900 + i, 500_000 + i * 1001);
     }
     assert!(memory.bytes() == expected);
-    let overlap = stream.copy(memory.span(0, 100), memory.span(99, 100)).unwrap_err();
+    let overlap = stream
+        .copy(memory.span(0, 100), memory.span(99, 100))
+        .unwrap_err();
     assert_eq!(overlap.kind(), ErrorKind::InvalidInput);
 }
 
@@ -152,7 +159,9 @@ fn a_copy_waits_for_the_callers_event_and_not_longer_than_it_may() {
     driver.hold();
     let event = device.event_of(driver.recorded_event(&memory)).unwrap();
     assert!(!event.done());
-    let late = event.wait(Some(SystemClock.now().after(Duration::from_millis(5)))).unwrap_err();
+    let late = event
+        .wait(Some(SystemClock.now().after(Duration::from_millis(5))))
+        .unwrap_err();
     assert_eq!(late.kind(), ErrorKind::Timeout);
     let waiting = std::thread::spawn({
         let event = Arc::clone(&event);
@@ -257,9 +266,16 @@ fn small_pieces_cross_the_bus_in_large_copies() {
             };
             let took = run(&apart);
             let moved = driver.bytes(direction) - bytes;
-            let made: u64 = calls.iter().zip(before).map(|(call, before)| driver.calls(call) - before).sum();
+            let made: u64 = calls
+                .iter()
+                .zip(before)
+                .map(|(call, before)| driver.calls(call) - before)
+                .sum();
             let large = run(&whole);
-            assert!(large / took >= goal, "{len} bytes, {direction}: {large} of {took}");
+            assert!(
+                large / took >= goal,
+                "{len} bytes, {direction}: {large} of {took}"
+            );
             assert!(moved < (33 << 20), "{moved}");
             assert!(len >= 128 << 10 || made < 32, "{made} calls for {count} pieces");
         }

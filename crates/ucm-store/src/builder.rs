@@ -131,7 +131,11 @@ impl StoreSpec {
         ucm_infra::threads_begin_with(ucm_io::use_batch_policy);
         // Who only looks up copies nothing: it touches no device, which may belong to other processes.
         let device = open_device(
-            if self.lookup_only { DEFAULT_DEVICE } else { &self.device },
+            if self.lookup_only {
+                DEFAULT_DEVICE
+            } else {
+                &self.device
+            },
             Transfer::from_word(&self.transfer)?,
             Arc::clone(&clock),
         )?;

@@ -172,10 +172,8 @@ fn a_write_that_may_have_happened_counts() {
     let setup = Setup::default();
     let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     store.fault(of_records(OpKind::Publish, Fault::HangAfter(gate.clone())));
-    let task = store
-        .engine
-        .dump(Device::filled(&setup, &ids(1)).rows(&ids(1)))
-        .unwrap();
+    let device = Device::filled(&setup, &ids(1));
+    let task = store.engine.dump(device.rows(&ids(1))).unwrap();
     gate.await_waiting(1);
     clock.advance(Deadlines::default().dump);
     assert!(task.wait(store.engine.clock(), Until::Published, None));

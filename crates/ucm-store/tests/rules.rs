@@ -274,10 +274,8 @@ fn a_hung_dump_is_written_off_and_its_slot_stays_away_until_the_call_returns() {
     let clock = ManualClock::new();
     let store = Store::with_clock(dir.path(), setup.clone(), Arc::clone(&clock) as Arc<dyn Clock>);
     let gate = store.hang(Layout::of_this_run().writing());
-    let task = store
-        .engine
-        .dump(Device::filled(&setup, &ids(1)).rows(&ids(1)))
-        .unwrap();
+    let device = Device::filled(&setup, &ids(1));
+    let task = store.engine.dump(device.rows(&ids(1))).unwrap();
     gate.await_waiting(1);
     clock.advance(Deadlines::default().dump);
     assert_eq!(kinds(store.outcome(&task)), [(0, ErrorKind::Timeout)]);

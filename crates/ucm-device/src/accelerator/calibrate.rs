@@ -70,7 +70,11 @@ impl Measure {
                 len: FRAGMENT,
             })
             .collect();
-        let tiny: Vec<Run> = small.iter().take(CALLS).map(|run| Run { len: 64, ..*run }).collect();
+        let tiny: Vec<Run> = small
+            .iter()
+            .take(CALLS)
+            .map(|run| Run { len: 64, ..*run })
+            .collect();
         let ways = [Direction::ToDevice, Direction::ToHost];
         let mut dma = [1.0; 2];
         for way in ways {
@@ -89,7 +93,8 @@ impl Measure {
         for way in ways {
             let may = |method| methods[way as usize].contains(&method);
             if may(Method::Kernel) {
-                let [nothing, all] = [&small[..1], &small[..]].map(|runs| self.time(Method::Kernel, way, runs));
+                let [nothing, all] =
+                    [&small[..1], &small[..]].map(|runs| self.time(Method::Kernel, way, runs));
                 let (nothing, all) = (nothing?, all?);
                 costs.launch = (nothing - call).max(0.0);
                 costs.mapped[way as usize] = bytes_of(&small[1..]) / (all - nothing).max(1.0);

@@ -158,7 +158,12 @@ impl Bench {
                 self.copy(Method::Dma, Direction::ToHost, &whole)?;
             }
         }
-        let wrong = self.host().iter().zip(&expected).filter(|(is, should)| is != should).count();
+        let wrong = self
+            .host()
+            .iter()
+            .zip(&expected)
+            .filter(|(is, should)| is != should)
+            .count();
         if wrong > 0 {
             let differ = Error::new(ErrorKind::Corrupt, "bytes that were copied differ");
             return Err(differ.with("bytes", wrong).with("of", BYTES));

@@ -167,7 +167,11 @@ impl Cuda {
         // SAFETY: each call writes one number, or at most so many bytes of a name with its end.
         unsafe {
             driver!(cuDeviceGet(&raw mut device, ordinal as c_int))?;
-            driver!(cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int - 1, device))?;
+            driver!(cuDeviceGetName(
+                name.as_mut_ptr(),
+                name.len() as c_int - 1,
+                device
+            ))?;
             driver!(cuDriverGetVersion(&raw mut version))?;
             driver!(cuDevicePrimaryCtxRetain(&raw mut context, device))?;
         }
@@ -393,8 +397,11 @@ impl Runtime for Cuda {
             return Err(Error::internal("a kernel was begun on a device without any"));
         };
         let _bound = self.bind()?;
-        let mut parameters: [*mut c_void; 3] =
-            [(&raw mut descriptors).cast(), (&raw mut count).cast(), (&raw mut base).cast()];
+        let mut parameters: [*mut c_void; 3] = [
+            (&raw mut descriptors).cast(),
+            (&raw mut count).cast(),
+            (&raw mut base).cast(),
+        ];
         // SAFETY: the function is that of a loaded module, which takes two or three words; the driver reads them during the
         // call. The caller vouches for what they name.
         unsafe {

@@ -1,6 +1,9 @@
 //! The way of copies through a device: its streams, the buffer on the device through which small pieces go, and the memory
 //! that descriptors come from. A lane makes one transfer at a time.
-#![allow(unsafe_code, reason = "begins copies of ranges that their makers vouched for, and waits for them")]
+#![allow(
+    unsafe_code,
+    reason = "begins copies of ranges that their makers vouched for, and waits for them"
+)]
 
 use std::sync::Arc;
 
@@ -48,7 +51,10 @@ impl Host<'_> {
     /// Whether pinned memory of its own begins at this offset: no copy goes over it.
     fn is_border(self, at: usize) -> bool {
         let address = self.at(at).expose_provenance();
-        at > 0 && self.pinned.is_some_and(|pinned| pinned.next_border(address - 1) == address)
+        at > 0
+            && self
+                .pinned
+                .is_some_and(|pinned| pinned.next_border(address - 1) == address)
     }
 
     /// Whether kernels can reach the host's side of runs.
@@ -83,7 +89,9 @@ pub(super) struct Lane {
 impl Lane {
     pub(super) fn new(runtime: Arc<dyn Runtime>) -> Result<Self> {
         let to_device = runtime.make_stream()?;
-        let to_host = runtime.make_stream().inspect_err(|_| runtime.end_stream(to_device))?;
+        let to_host = runtime
+            .make_stream()
+            .inspect_err(|_| runtime.end_stream(to_device))?;
         let mut lane = Self {
             runtime,
             streams: [to_device, to_host],
@@ -180,7 +188,9 @@ impl Lane {
         let mut pairs = Vec::with_capacity(runs.len());
         for run in runs {
             let Some(mapped) = host.mapped(run.at) else {
-                return Err(Error::internal("a kernel was to reach host memory that the device cannot"));
+                return Err(Error::internal(
+                    "a kernel was to reach host memory that the device cannot",
+                ));
             };
             let (from, to) = match direction {
                 Direction::ToDevice => (mapped, run.address),
@@ -192,7 +202,10 @@ impl Lane {
         let descriptors = self.upload(&pairs, stream)?;
         let grid = grid(runs, BLOCKS[1]);
         // SAFETY: as the caller vouches; the descriptors are in the lane's own memory until the stream's work is over.
-        unsafe { self.runtime.launch(Kernel::Batch, descriptors, pairs.len() as u64, 0, grid, stream) }
+        unsafe {
+            self.runtime
+                .launch(Kernel::Batch, descriptors, pairs.len() as u64, 0, grid, stream)
+        }
     }
 
     /// By way of the buffer on the device.
@@ -218,14 +231,16 @@ impl Lane {
             // one stream.
             unsafe {
                 if direction == Direction::ToHost {
-                    self.runtime.launch(Kernel::Gather, first, count, buffer, grid, stream)?;
+                    self.runtime
+                        .launch(Kernel::Gather, first, count, buffer, grid, stream)?;
                 }
                 for segment in segments(some, &chunk.offsets, |at| host.is_border(at)) {
                     let (device, host) = (buffer + segment.offset as u64, host.at(segment.at));
                     self.copy(direction, device, host, segment.len)?;
                 }
                 if direction == Direction::ToDevice {
-                    self.runtime.launch(Kernel::Scatter, first, count, buffer, grid, stream)?;
+                    self.runtime
+                        .launch(Kernel::Scatter, first, count, buffer, grid, stream)?;
                 }
             }
         }
@@ -255,7 +270,8 @@ impl Lane {
             let grid = tiles(round.len(), longest as usize, BLOCKS[0]);
             // SAFETY: as the caller vouches.
             unsafe {
-                self.runtime.launch(Kernel::Batch, descriptors, round.len() as u64, 0, grid, stream)?;
+                self.runtime
+                    .launch(Kernel::Batch, descriptors, round.len() as u64, 0, grid, stream)?;
             }
         }
         Ok(())
@@ -279,7 +295,8 @@ impl Lane {
         unsafe {
             let words = from.cast::<u64>();
             std::ptr::copy_nonoverlapping(descriptors.as_ptr().cast(), words, 3 * descriptors.len());
-            self.runtime.to_device(to, from, descriptors.len() * DESCRIPTOR, stream)?;
+            self.runtime
+                .to_device(to, from, descriptors.len() * DESCRIPTOR, stream)?;
         }
         Ok(to)
     }
@@ -310,7 +327,11 @@ fn chunks(runs: &[Run]) -> Vec<Chunk> {
     let mut end = 0_usize; // of what is in the last chunk, and in the host buffer
     let mut host_end = usize::MAX;
     for (number, run) in runs.iter().enumerate() {
-        let offset = if run.at == host_end { end } else { end.next_multiple_of(ALIGNED) };
+        let offset = if run.at == host_end {
+            end
+        } else {
+            end.next_multiple_of(ALIGNED)
+        };
         match chunks.last_mut() {
             Some(chunk) if offset + run.len <= STAGED => {
                 chunk.offsets.push(offset);
@@ -350,12 +371,18 @@ fn segments(runs: &[Run], offsets: &[usize], is_border: impl Fn(usize) -> bool) 
 }
 
 fn grid(runs: &[Run], blocks: u32) -> [u32; 2] {
-    tiles(runs.len(), runs.iter().map(|run| run.len).max().unwrap_or(0), blocks)
+    tiles(
+        runs.len(),
+        runs.iter().map(|run| run.len).max().unwrap_or(0),
+        blocks,
+    )
 }
 
 /// A grid over descriptors and tiles of at most so many blocks of threads.
 fn tiles(count: usize, longest: usize, blocks: u32) -> [u32; 2] {
     let x = u32::try_from(count).unwrap_or(u32::MAX).clamp(1, blocks);
-    let y = u32::try_from(longest.div_ceil(TILE)).unwrap_or(u32::MAX).clamp(1, (blocks / x).max(1));
+    let y = u32::try_from(longest.div_ceil(TILE))
+        .unwrap_or(u32::MAX)
+        .clamp(1, (blocks / x).max(1));
     [x, y]
 }

@@ -94,7 +94,12 @@ struct Shared {
 impl Accelerator {
     /// Device number `ordinal` of CUDA.
     pub(crate) fn cuda(ordinal: u32, transfer: Transfer, clock: Arc<dyn Clock>) -> Result<Self> {
-        Self::over(format!("cuda:{ordinal}"), Arc::new(cuda::Cuda::open(ordinal)?), transfer, clock)
+        Self::over(
+            format!("cuda:{ordinal}"),
+            Arc::new(cuda::Cuda::open(ordinal)?),
+            transfer,
+            clock,
+        )
     }
 
     /// Checks and measures a device.
@@ -106,7 +111,12 @@ impl Accelerator {
     ) -> Result<Self> {
         let methods = check::methods(&runtime)?;
         let costs = calibrate::costs(&runtime, &methods)?;
-        let words = |way: &[Method]| way.iter().map(|method| method.name()).collect::<Vec<_>>().join(", ");
+        let words = |way: &[Method]| {
+            way.iter()
+                .map(|method| method.name())
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
         info!(
             device = name,
             is = runtime.description(),
@@ -297,7 +307,9 @@ impl Copier for AcceleratorCopier {
         let mut words = Vec::with_capacity(pairs.len());
         for (number, (src, dst)) in pairs.iter().enumerate() {
             if src.addr() < dst.addr() + dst.len() && dst.addr() < src.addr() + src.len() {
-                return Err(Error::invalid("source and destination overlap on the device").with("pair", number));
+                return Err(
+                    Error::invalid("source and destination overlap on the device").with("pair", number)
+                );
             }
             words.push([src.addr(), dst.addr(), src.len()]);
         }
@@ -333,4 +345,3 @@ fn switched_off(runtime: &dyn Runtime, method: Method, direction: Direction, rea
         "a way of copying is wrong on this device and is not used"
     );
 }
-

@@ -68,7 +68,10 @@ impl Pinned {
             }
         }
         if parts[first] == Part::Refused {
-            parts.iter_mut().filter(|part| **part == Part::Untouched).for_each(|part| *part = Part::Refused);
+            parts
+                .iter_mut()
+                .filter(|part| **part == Part::Untouched)
+                .for_each(|part| *part = Part::Refused);
         }
     }
 
@@ -94,7 +97,8 @@ impl Drop for Pinned {
     fn drop(&mut self) {
         for (number, part) in self.parts.get_mut().iter().enumerate() {
             if matches!(part, Part::Pinned(_)) {
-                self.runtime.unregister(with_exposed_provenance_mut(self.start + number * PART));
+                self.runtime
+                    .unregister(with_exposed_provenance_mut(self.start + number * PART));
             }
         }
     }

@@ -186,7 +186,9 @@ mod tests {
     #[test]
     fn small_fragments_are_staged_and_large_ones_copied() {
         let of = |len: usize, count: usize| {
-            let runs: Vec<_> = (0..count).map(|i| run(i * len, (i * 3 * len) as u64, len)).collect();
+            let runs: Vec<_> = (0..count)
+                .map(|i| run(i * len, (i * 3 * len) as u64, len))
+                .collect();
             PUBLISHED.cheapest(&Method::ALL, Direction::ToHost, &runs)
         };
         assert_eq!(of(8 << 10, 4096), Method::Staging);

@@ -83,7 +83,7 @@ impl Task {
             Self::Batch { pairs, done } => {
                 let result = copier.lock().batch(&pairs);
                 done(result);
-            },
+            }
             Self::Gather { src, mut dst, done } => {
                 let result = copier.lock().gather(&src, &mut dst, &mut |_, _| {});
                 done(dst, result);

@@ -1,6 +1,10 @@
 //! The software CUDA driver (`tests/softcuda`) as the driver of this process, and its controls.
 #![allow(unsafe_code, reason = "calls into the driver's library")]
-#![allow(clippy::unwrap_used, clippy::panic, reason = "a helper of tests may fail the test")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a helper of tests may fail the test"
+)]
 #![allow(dead_code, reason = "each test file uses its part of this")]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -25,7 +29,11 @@ pub(crate) struct Driver(Library);
 /// Where cargo puts the driver, which it builds with the tests: beside or one above the test's own program.
 fn path() -> PathBuf {
     let program = std::env::current_exe().unwrap();
-    let found = program.ancestors().skip(1).take(2).map(|dir| dir.join("libsoftcuda.so"));
+    let found = program
+        .ancestors()
+        .skip(1)
+        .take(2)
+        .map(|dir| dir.join("libsoftcuda.so"));
     found.into_iter().find(|path| path.exists()).unwrap()
 }
 
@@ -145,7 +153,8 @@ impl Driver {
         let (mut stream, mut event) = (null_mut::<c_void>(), null_mut::<c_void>());
         let make: unsafe extern "C" fn(*mut *mut c_void, u32) -> c_int = self.function(c"cuStreamCreate");
         let event_of: unsafe extern "C" fn(*mut *mut c_void, u32) -> c_int = self.function(c"cuEventCreate");
-        let set: unsafe extern "C" fn(u64, u8, usize, *mut c_void) -> c_int = self.function(c"cuMemsetD8Async");
+        let set: unsafe extern "C" fn(u64, u8, usize, *mut c_void) -> c_int =
+            self.function(c"cuMemsetD8Async");
         let record: unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int = self.function(c"cuEventRecord");
         // SAFETY: the memory is the test's; each call writes one handle or none.
         let answers = unsafe {

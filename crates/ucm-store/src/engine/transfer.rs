@@ -48,7 +48,7 @@ impl Streams {
         transfer: impl FnOnce(&mut dyn Stream) -> Result<()>,
     ) -> Result<()> {
         // Waited for here and not by the stream: what is given to a device cannot be taken back at a deadline.
-        for event in ready {
+        for event in ready.iter().filter(|event| !event.done()) {
             event.wait(Some(deadline))?;
         }
         let idle = self.idle.lock().pop();

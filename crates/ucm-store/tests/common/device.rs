@@ -1,20 +1,20 @@
 //! Memory that plays the device, and a device whose copies hang and are counted.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Condvar, Mutex};
 use ucm_core::{BlockId, Error, Result};
 use ucm_device::{
-    CopyDone, DEFAULT_DEVICE, DeviceSpan, Event, HostBuf, HostDevice, HostDone, KvLayout, KvPiece, Landed, Piece, Stream, Transfer,
+    CopyDone, DEFAULT_DEVICE, DeviceSpan, Event, HostBuf, HostDevice, HostDone, KvLayout, KvPiece, Landed,
+    Piece, Stream, Transfer,
 };
 use ucm_infra::{Clock, MonotonicTime};
 use ucm_store::engine::{Pieces, Row};
 
 use super::{Setup, id};
 
-/// The device of this run: the host, unless `UCM_TEST_DEVICE` names another (over the software driver that
-/// `UCM_TEST_CUDA_DRIVER` names; the memory below plays the device's there too).
+/// The device of this run: the host, unless `UCM_TEST_DEVICE` names another.
 pub(crate) fn of_this_run(clock: &Arc<dyn Clock>) -> Result<Arc<dyn ucm_device::Device>> {
     let name = std::env::var("UCM_TEST_DEVICE");
     ucm_device::open_device(
@@ -22,6 +22,44 @@ pub(crate) fn of_this_run(clock: &Arc<dyn Clock>) -> Result<Arc<dyn ucm_device::
         Transfer::Auto,
         Arc::clone(clock),
     )
+}
+
+/// The software driver that stands for CUDA's in this run, told that memory of the tests' own is the device's.
+struct SoftCuda(libloading::Library);
+
+impl SoftCuda {
+    fn of_this_run() -> Option<&'static Self> {
+        static LOADED: OnceLock<Option<SoftCuda>> = OnceLock::new();
+        let load = || {
+            let path = std::env::var_os("UCM_TEST_CUDA_DRIVER")?;
+            // SAFETY: a library that is built with the tests.
+            Some(Self(unsafe { libloading::Library::new(path) }.unwrap()))
+        };
+        LOADED.get_or_init(load).as_ref()
+    }
+
+    fn accept(&self, memory: &[u8]) {
+        // SAFETY: the function has this type.
+        let accept = unsafe {
+            self.0
+                .get::<unsafe extern "C" fn(usize, usize) -> i32>(b"softcuda_accept\0")
+        };
+        // SAFETY: the memory is there until it is forgotten.
+        assert_eq!(
+            unsafe { accept.unwrap()(memory.as_ptr() as usize, memory.len()) },
+            0
+        );
+    }
+
+    fn forget(&self, memory: &[u8]) {
+        // SAFETY: the function has this type.
+        let forget = unsafe {
+            self.0
+                .get::<unsafe extern "C" fn(usize) -> i32>(b"softcuda_forget\0")
+        };
+        // SAFETY: it was accepted.
+        assert_eq!(unsafe { forget.unwrap()(memory.as_ptr() as usize) }, 0);
+    }
 }
 
 /// Memory that plays the device: one buffer per block, all layers in a row.
@@ -33,7 +71,13 @@ pub(crate) struct Device {
 impl Device {
     /// Blocks filled with what their id stands for.
     pub(crate) fn filled(setup: &Setup, ids: &[BlockId]) -> Self {
-        let blocks = ids.iter().map(|&id| (id, content(setup, id))).collect();
+        Self::of(setup, ids.iter().map(|&id| (id, content(setup, id))).collect())
+    }
+
+    fn of(setup: &Setup, blocks: BTreeMap<BlockId, Vec<u8>>) -> Self {
+        if let Some(driver) = SoftCuda::of_this_run() {
+            blocks.values().for_each(|block| driver.accept(block));
+        }
         Self {
             setup: setup.clone(),
             blocks,
@@ -43,11 +87,7 @@ impl Device {
     /// Blocks filled with rubbish, to be loaded into.
     pub(crate) fn blank(setup: &Setup, ids: &[BlockId]) -> Self {
         let len = content(setup, id(0)).len();
-        let blocks = ids.iter().map(|&id| (id, vec![0xee; len])).collect();
-        Self {
-            setup: setup.clone(),
-            blocks,
-        }
+        Self::of(setup, ids.iter().map(|&id| (id, vec![0xee; len])).collect())
     }
 
     /// Changes what a block holds.
@@ -115,6 +155,14 @@ impl Device {
 
     pub(crate) fn is_blank(&self, id: BlockId) -> bool {
         self.blocks[&id].iter().all(|&byte| byte == 0xee)
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        if let Some(driver) = SoftCuda::of_this_run() {
+            self.blocks.values().for_each(|block| driver.forget(block));
+        }
     }
 }
 
