@@ -44,11 +44,10 @@ impl SoftCuda {
             self.0
                 .get::<unsafe extern "C" fn(usize, usize) -> i32>(b"softcuda_accept\0")
         };
+        let accept = accept.unwrap();
         // SAFETY: the memory is there until it is forgotten.
-        assert_eq!(
-            unsafe { accept.unwrap()(memory.as_ptr() as usize, memory.len()) },
-            0
-        );
+        let answer = unsafe { accept(memory.as_ptr() as usize, memory.len()) };
+        assert_eq!(answer, 0);
     }
 
     fn forget(&self, memory: &[u8]) {
@@ -57,8 +56,10 @@ impl SoftCuda {
             self.0
                 .get::<unsafe extern "C" fn(usize) -> i32>(b"softcuda_forget\0")
         };
+        let forget = forget.unwrap();
         // SAFETY: it was accepted.
-        assert_eq!(unsafe { forget.unwrap()(memory.as_ptr() as usize) }, 0);
+        let answer = unsafe { forget(memory.as_ptr() as usize) };
+        assert_eq!(answer, 0);
     }
 }
 

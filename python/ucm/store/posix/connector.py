@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ucm._core import Asked, Store
 from ucm._core import Task as CoreTask
 from ucm.config.stores import DEFAULT_STORE
-from ucm.errors import ClosedError, DeadlineError, InvalidInputError, TaskError, UcmError, UnsupportedError
+from ucm.errors import ClosedError, DeadlineError, InvalidInputError, TaskError, UcmError
 from ucm.store.kv_layout import KVLayout, block_numbers
 from ucm.store.posix.settings import EngineSettings, read_settings, settings_of
 from ucm.store.ucmstore_v1 import Priority, Task, UcmKVStoreBaseV1, Until
