@@ -157,7 +157,7 @@ class Store:
     def dump(
         self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64], event: int = 0
     ) -> Task:
-        """Starts a dump, or refuses it at once. The source is read once the event of this handle is done (0: at once)."""
+        """Starts a dump, or refuses it at once. It reads once the event of this handle is done (0: at once)."""
 
     def describe(
         self,
