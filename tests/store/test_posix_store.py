@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import hashlib
 import json
 import multiprocessing
@@ -432,9 +433,18 @@ def test_keys_name_tokens_and_all_before_them(store: UcmPosixStore) -> None:
     assert store.lookup_on_prefix(other) == -1
 
 
-def test_a_platform_that_is_not_built_is_refused_with_those_that_are(opened: Open) -> None:
-    with pytest.raises(ConfigError, match=r"cuda.*known=host"):
+@pytest.mark.skipif(ctypes.util.find_library("cuda") is not None, reason="a CUDA driver is here")
+def test_without_a_driver_its_platform_is_refused_but_for_lookups(opened: Open) -> None:
+    with pytest.raises(UnsupportedError, match="no CUDA driver is installed here"):
         opened(platform="cuda")
+    with pytest.raises(InvalidInputError, match="transfer"):
+        opened(transfer="by hand")
+    assert opened(platform="cuda", device_id=-1).lookup(ids(1)) == [False]
+
+
+def test_a_platform_that_is_not_built_is_refused_with_those_that_are(opened: Open) -> None:
+    with pytest.raises(ConfigError, match=r"ascend.*known=host, cuda"):
+        opened(platform="ascend")
     for same in ("host", "simu", "CPU"):
         store = opened(platform=same)
         source, target = Memory(1), Memory(1, fill=0)
