@@ -75,12 +75,15 @@ def new_root(base: Path, kind: Kind, size: str = "8m", inodes: int = 400) -> Ite
 
 
 @contextmanager
-def as_nobody(root: Path) -> Iterator[None]:
-    """This process, all its threads, without the rights of root; it owns ``root`` and can reach it."""
+def as_nobody(*roots: Path) -> Iterator[None]:
+    """This process, all its threads, without the rights of root; it owns these directories and can reach them."""
     need_root()
-    for path in [root, *root.rglob("*")]:
-        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
-    shut = [path for path in root.parents if path.stat().st_mode & 0o777 == 0o700]  # those that pytest made
+    for root in roots:
+        root.mkdir(exist_ok=True)
+        for path in [root, *root.rglob("*")]:
+            os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    above = {path for root in roots for path in root.parents}
+    shut = [path for path in above if path.stat().st_mode & 0o777 == 0o700]  # those that pytest made
     for path in shut:
         path.chmod(0o711)
     os.seteuid(NOBODY)

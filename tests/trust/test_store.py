@@ -179,7 +179,7 @@ def test_one_of_two_copies(row: FileRow, column: Column, tmp_path: Path, stack: 
 def test_root(row: RootRow, column: Column, tmp_path: Path, stack: ExitStack) -> None:
     root = stack.enter_context(roots.new_root(tmp_path, row.kind))
     if row.nobody:
-        stack.enter_context(roots.as_nobody(root))
+        stack.enter_context(roots.as_nobody(*column.roots(root)))
     ground = Ground(root)
     stack.callback(lambda: ground.close())
     names = block_ids(6, row.name)
