@@ -10,7 +10,7 @@ use ucm_core::{Error, ErrorKind, PAGE, Result};
 
 use crate::bounce_buffer::BounceBuffer;
 use crate::fd_cache::FdCache;
-use crate::meta::{failed, is_absent, set_mtime, stat_one, to_meta};
+use crate::meta::{dated, failed, is_absent, stat_one, to_meta};
 use crate::op::StillWanted;
 use crate::op::{FileMeta, Publish, Read, ReadMode};
 use crate::probe::{Stated, stated_align};
@@ -147,12 +147,9 @@ impl Files {
         file.close().map_err(|e| failed(e, CANNOT_CLOSE, job.private))
     }
 
-    /// Gives the closed file its time and its name; none if the name is taken.
+    /// Gives the closed file its name and then its time; none if the name is taken. Under its private name it keeps the time
+    /// of its last byte: by that others tell whether its writer lives.
     fn name(&self, job: &Publish<'_>, wanted: StillWanted<'_>) -> Result<Option<FileMeta>> {
-        if let Some(mtime_ns) = job.mtime_ns {
-            set_mtime(job.private, mtime_ns)
-                .map_err(|e| failed(e, "cannot set the file's time", job.private))?;
-        }
         // After the close, for that is when a network file system has settled length and time.
         let meta = stat_one(job.private, AtFlags::SYMLINK_NOFOLLOW)
             .map_err(|e| failed(e, "cannot look at the written file", job.private))?;
@@ -178,7 +175,10 @@ impl Files {
             name_once(job.private, job.target)
         };
         if is_named(named, job.target, &meta) {
-            return Ok(Some(meta));
+            return Ok(Some(match job.mtime_ns {
+                Some(mtime_ns) => dated(job.target, meta, mtime_ns),
+                None => meta,
+            }));
         }
         let errno = named.err().unwrap_or(Errno::IO);
         if !job.replace && errno == Errno::EXIST {
@@ -336,6 +336,29 @@ mod tests {
         assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 0);
         publish(place.path(), true).unwrap();
         assert_eq!(std::fs::read(place.path().join("target")).unwrap(), [1, 2, 3]);
+    }
+
+    /// Its writer's clock may be an hour behind: by such a time others would take the private file for a dead one's.
+    #[test]
+    fn a_private_file_keeps_the_time_of_its_last_byte() {
+        let place = tempfile::tempdir().unwrap();
+        let (private, target) = (place.path().join("private"), place.path().join("target"));
+        let job = Publish {
+            private: &private,
+            target: &target,
+            replace: true,
+            bytes: &[1, 2, 3],
+            mode: 0o600,
+            mtime_ns: Some(5_000_000_000),
+            durable: false,
+        };
+        let time = |path| stat_one(path, AtFlags::SYMLINK_NOFOLLOW).unwrap().mtime_ns;
+        let before_its_name = || time(&private) > 5_000_000_000;
+        let meta = Files::new(false)
+            .publish(&job, &before_its_name)
+            .unwrap()
+            .unwrap();
+        assert_eq!((meta.mtime_ns, time(&target)), (5_000_000_000, 5_000_000_000));
     }
 
     #[test]

@@ -168,6 +168,14 @@ pub(crate) fn touch(files: &[(PathBuf, i64)], wanted: StillWanted<'_>) -> Vec<Re
     files.iter().map(one).collect()
 }
 
+/// Gives a named file its time, best effort: it is whole and has its name, and only its age would be wrong.
+pub(crate) fn dated(path: &Path, meta: FileMeta, mtime_ns: i64) -> FileMeta {
+    match set_mtime(path, mtime_ns) {
+        Ok(()) => FileMeta { mtime_ns, ..meta },
+        Err(_) => meta,
+    }
+}
+
 /// Sets a file's modification time, in ns since 1970; the time of access stays.
 pub(crate) fn set_mtime(path: &Path, mtime_ns: i64) -> rustix::io::Result<()> {
     let times = Timestamps {
