@@ -76,11 +76,11 @@ MORE_COLUMNS := segment,memory file,map
 SKIPPED := build/skipped-tests.txt
 over = $(STAGE) "the store over $(1)$(2)" env UCM_TEST_SKIPPED=$(CURDIR)/$(SKIPPED) \
 	UCM_TEST_LAYOUT=$(word 1,$(subst $(comma), ,$(1))) UCM_TEST_TIERS=$(word 2,$(subst $(comma), ,$(1))) $(if $(NEXTEST),cargo nextest run,cargo test --quiet) \
-	--locked -p ucm-store $(SUITES:%=--test %)
+	--locked -p ucm-store $(or $(3),$(SUITES:%=--test %))
 # And over the software CUDA driver (tests/softcuda): every copy goes through streams, staging and kernels.
 SOFTCUDA := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/debug/libsoftcuda.so
 over_cuda = cargo build --locked --quiet -p softcuda; \
-	UCM_TEST_DEVICE=cuda UCM_TEST_CUDA_DRIVER=$(SOFTCUDA) $(call over,$(1), on cuda)
+	UCM_TEST_DEVICE=cuda UCM_TEST_CUDA_DRIVER=$(SOFTCUDA) $(call over,$(1), on cuda,$(2))
 # And with compressed records, in segments; three tests count bytes of segments of records as they are.
 COMPRESSED := (binary(/^(rules|first_failure|ends|audit|paranoid|segments|segments_sealing|merging|merging_faults)$$/)) \
 	- test(/a_segment_that_is_full|a_damaged_segment_gives|the_limit_holds_while_both/)
@@ -97,7 +97,7 @@ else
 endif
 	@mkdir -p build && rm -f $(SKIPPED)
 	@$(foreach column,$(COLUMNS),$(call over,$(column));) $(skipped)
-	@$(call over_cuda,segment$(comma)none)
+	@$(call over_cuda,segment$(comma)none,--test rules --test transfer)
 	@$(STAGE) "doc tests" cargo test --locked --quiet --workspace --exclude ucm-py --doc
 
 .PHONY: loom

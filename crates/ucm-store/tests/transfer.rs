@@ -101,7 +101,8 @@ fn a_load_writes_nothing_before_its_event_and_records_one_after_its_last_byte() 
         let target = Device::blank(&setup, &ids(3));
         let mut rows = target.rows(&ids(2));
         rows.extend(after(&event, target.rows(&[id(2)])));
-        let task = store.engine.load(rows, None).unwrap();
+        let patience = Some(Duration::from_secs(60)); // a busy machine may need more than a load's own
+        let task = store.engine.load(rows, patience).unwrap();
         let over = recorded_by(&store, &task);
         waiting.recv().unwrap();
         eventually("the others arrive", || store.stat("blocks_loaded") == 2);
