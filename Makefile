@@ -80,7 +80,7 @@ over = $(STAGE) "the store over $(1)$(2)" env UCM_TEST_SKIPPED=$(CURDIR)/$(SKIPP
 # And over the software CUDA driver (tests/softcuda): every copy goes through streams, staging and kernels.
 SOFTCUDA := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/debug/libsoftcuda.so
 over_cuda = cargo build --locked --quiet -p softcuda; \
-	UCM_TEST_DEVICE=cuda UCM_TEST_CUDA_DRIVER=$(SOFTCUDA) $(call over,$(1), on cuda,$(2))
+	UCM_TEST_DEVICE=cuda UCM_TEST_DRIVER=$(SOFTCUDA) $(call over,$(1), on cuda,$(2))
 # And with compressed records, in segments; three tests count bytes of segments of records as they are.
 COMPRESSED := (binary(/^(rules|first_failure|ends|audit|paranoid|segments|segments_sealing|merging|merging_faults)$$/)) \
 	- test(/a_segment_that_is_full|a_damaged_segment_gives|the_limit_holds_while_both/)

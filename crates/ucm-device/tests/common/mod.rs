@@ -43,7 +43,7 @@ impl Driver {
         static LOADED: OnceLock<Driver> = OnceLock::new();
         LOADED.get_or_init(|| {
             // SAFETY: before anything else of this test begins a thread; every test file does this first.
-            unsafe { std::env::set_var("UCM_TEST_CUDA_DRIVER", path()) };
+            unsafe { std::env::set_var("UCM_TEST_DRIVER", path()) };
             // SAFETY: our own library.
             Self(unsafe { Library::new(path()) }.unwrap())
         })
