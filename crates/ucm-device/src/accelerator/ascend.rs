@@ -366,3 +366,26 @@ impl Runtime for Ascend {
         Err(Error::internal("a kernel was begun on a device without any"))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::accelerator::library::tests::stub;
+
+    #[test]
+    fn a_function_that_is_missing_is_named_and_pinning_is_not_needed() {
+        for missing in Calls::NAMES {
+            let there = Calls::NAMES.iter().copied().filter(|name| name != missing);
+            let (_directory, library) = stub("acl", there);
+            let error = Calls::load(&library, VENDOR, "acl").err().unwrap();
+            assert_eq!(error.kind(), ErrorKind::Unsupported);
+            let text = error.to_string();
+            assert!(text.contains(&format!("function=acl{missing}")), "{text}");
+        }
+        let (_directory, whole) = stub("acl", Calls::NAMES.iter().copied());
+        assert!(Calls::load(&whole, VENDOR, "acl").is_ok());
+        assert!(Pins::load(&whole, VENDOR, "acl").is_err());
+        let (_directory, newer) = stub("acl", Pins::NAMES.iter().copied());
+        assert!(Pins::load(&newer, VENDOR, "acl").is_ok());
+    }
+}

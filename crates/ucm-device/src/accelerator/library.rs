@@ -115,6 +115,9 @@ macro_rules! functions {
         }
 
         impl $holder {
+            #[cfg(test)]
+            const NAMES: &[&str] = &[$(stringify!($name)),*];
+
             /// Looks them all up; `Unsupported` names the first that is missing.
             fn load(
                 library: &libloading::os::unix::Library,
@@ -140,3 +143,53 @@ macro_rules! functions {
 }
 
 pub(super) use functions;
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// A library of these functions, which do nothing, in a directory that is gone when it is dropped.
+    pub(in super::super) fn stub(
+        prefix: &str,
+        names: impl Iterator<Item = &'static str>,
+    ) -> (tempfile::TempDir, Library) {
+        let directory = tempfile::tempdir().unwrap();
+        let source: String = names
+            .map(|name| format!("int {prefix}{name}(void) {{ return 0; }}\n"))
+            .collect();
+        let (text, built) = (
+            directory.path().join("stub.c"),
+            directory.path().join("libstub.so"),
+        );
+        std::fs::write(&text, source).unwrap();
+        let mut compiler = std::process::Command::new("cc");
+        let compiled = compiler.args(["-shared", "-fPIC", "-o"]).args([&built, &text]);
+        assert!(compiled.status().unwrap().success());
+        let library = open(&built, MODE).unwrap();
+        (directory, library)
+    }
+
+    #[test]
+    fn a_library_is_found_in_the_process_below_a_directory_or_not_at_all() {
+        let place = |known_by, names, below| Places {
+            vendor: "abacus",
+            known_by,
+            names,
+            below,
+        };
+        let here = find(&place("malloc", &["libabacus.so"], None)).unwrap();
+        assert!(function(&here, "free").is_some());
+        let (directory, _library) = stub("abacus", ["Count"].into_iter());
+        let path: &'static str = Box::leak(directory.path().to_str().unwrap().into());
+        let below = find(&place("abacusAdd", &["libstub.so"], Some(("PATH", path)))).unwrap();
+        assert!(function(&below, "abacusCount").is_some());
+        let none = find(&place("abacusAdd", &["libabacus.so", "libabacus.so.2"], None));
+        let none = none.err().unwrap();
+        assert_eq!(none.kind(), ErrorKind::Unsupported);
+        let text = none.to_string();
+        assert!(
+            text.contains("vendor=abacus") && text.contains("libabacus.so, libabacus.so.2"),
+            "{text}"
+        );
+    }
+}

@@ -385,3 +385,33 @@ impl Runtime for Device {
         Err(Error::internal("a kernel was begun on a device without any"))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::accelerator::library::tests::stub;
+
+    /// What loading says where this function is missing.
+    fn without(vendor: &Vendor, missing: &str) -> Error {
+        let there = Calls::NAMES.iter().copied().filter(|&name| name != missing);
+        let (_directory, library) = stub(vendor.prefix, there);
+        let loaded = Calls::load(&library, vendor.name, vendor.prefix);
+        loaded.err().unwrap()
+    }
+
+    #[test]
+    fn a_function_that_is_missing_is_named() {
+        let hip = Calls::NAMES.iter().map(|&name| (&HIP, name));
+        for (vendor, name) in hip.chain([(&MUSA, "Malloc"), (&MACA, "MemcpyAsync")]) {
+            let error = without(vendor, name);
+            assert_eq!(error.kind(), ErrorKind::Unsupported);
+            let text = error.to_string();
+            assert!(
+                text.contains(&format!("function={}{name}", vendor.prefix)),
+                "{text}"
+            );
+        }
+        let (_directory, whole) = stub("mc", Calls::NAMES.iter().copied());
+        assert!(Calls::load(&whole, "maca", "mc").is_ok());
+    }
+}

@@ -109,6 +109,19 @@ impl Driver {
         unsafe { live(kind) }
     }
 
+    /// What a runtime shaped as CUDA's keeps as this thread's last error; the others keep none.
+    pub(crate) fn last_error(&self, vendor: &str) -> Option<c_int> {
+        let name = match vendor {
+            "hip" => c"hipGetLastError",
+            "musa" => c"musaGetLastError",
+            "maca" => c"mcGetLastError",
+            _ => return None,
+        };
+        let last: unsafe extern "C" fn() -> c_int = self.function(name);
+        // SAFETY: no arguments.
+        Some(unsafe { last() })
+    }
+
     /// The virtual clock.
     pub(crate) fn now_ns(&self) -> u64 {
         let now: unsafe extern "C" fn() -> u64 = self.function(c"softcuda_now_ns");
