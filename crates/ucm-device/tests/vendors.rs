@@ -225,7 +225,7 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
             for nth in 1..5 {
                 // Each on a thread of its own: one whose device could not be given back has another one from then on.
                 std::thread::scope(|scope| {
-                    scope.spawn(|| fails_once(&driver, &*device, &memory, &function, nth));
+                    scope.spawn(|| fails_once(driver, &*device, &memory, &function, nth));
                 });
             }
         }
