@@ -106,7 +106,9 @@ loom: ## every interleaving of what was written here with atomics
 		$(STAGE) "loom" cargo test --locked --quiet -p ucm-infra --test loom
 
 .PHONY: test-py
+test-py: export UCM_TEST_CUDA_DRIVER = $(SOFTCUDA)
 test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines last
+	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py
 	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py

@@ -75,6 +75,8 @@ class EngineSpec:
     fork: bool = True
     #: Scheduler and worker live in the process of their user, who calls every step.
     in_process: bool = False
+    #: Its KV counts as the memory of an accelerator (see ``accelerated.py``).
+    accelerated: bool = os.environ.get("UCM_TEST_DEVICE") == "cuda"
 
     def but(self, **changes: Any) -> EngineSpec:
         """The same with some fields changed."""
@@ -121,7 +123,9 @@ class EngineSpec:
             return dict(self.transfer)
         if self.store is None:
             return None
-        module = {"kv_connector_module_path": self.connector_module} if self.connector_module else {}
+        path = "accelerated" if self.accelerated else self.connector_module
+        module = {"kv_connector_module_path": path} if path else {}
+        platform = {"platform": "cuda"} if self.accelerated else {}
         return module | {
             "kv_connector": "UCMConnector",
             "kv_role": "kv_both",
@@ -129,6 +133,7 @@ class EngineSpec:
                 "ucm_connectors": [self.store.entry()],
                 "deadlines": PATIENT,
                 "admission": "always",  # these models compute faster than anything loads
+                **platform,
                 **self.extra_config,
             },
         }
@@ -151,6 +156,8 @@ class EngineSpec:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
+        if self.accelerated:
+            env["UCM_TEST_CUDA_DRIVER"] = os.environ["UCM_TEST_CUDA_DRIVER"]
         if self.runner == "v2":
             env["TRITON_INTERPRET"] = "1"
             path.insert(0, str(HERE / "triton_cpu"))
