@@ -13,6 +13,9 @@ PYTHON ?= $(firstword $(shell command -v python3.11 python3))
 # A wheel to test or to demonstrate instead of the source tree: make demo WHEEL=dist/<file>
 WHEEL ?=
 
+# Where the KV of the demo lies: the host's memory, or a device behind the software driver of the tests.
+DEVICE ?= host
+
 # For the one peer of bench-peers that has no wheel for another version.
 PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python3.12; do \
 	"$$python" -c "" 2>/dev/null && echo "$$python" && break; done)
@@ -58,8 +61,11 @@ help: ## list the targets
 	@echo "  demo and test-py take WHEEL=<file> and then run from that wheel instead of the source tree"
 
 .PHONY: demo
-demo: $(RUN_ENV) ## one prompt, three engines: cold, warm, and with a damaged block; ends with a table
-	@$(RUN_BIN)/python demo/run.py
+demo: $(RUN_ENV) ## one prompt, three engines: cold, warm, and with a damaged block (DEVICE=softcuda)
+ifeq ($(DEVICE),softcuda)
+	@$(STAGE) "build the software driver" cargo build --locked --quiet --release -p softcuda
+endif
+	@$(RUN_BIN)/python demo/run.py --device $(DEVICE) --driver $(subst /debug/,/release/,$(SOFTCUDA))
 
 # --- tests ---------------------------------------------------------------------------------------------------------
 

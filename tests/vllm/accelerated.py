@@ -9,12 +9,12 @@ stream, streams that lag, staging and kernels.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import torch
+from software_driver import driver, ok, use_device
 
 from ucm.integration.vllm.connector import UCMConnector as OurConnector
 from ucm.integration.vllm.connector.platforms import PLATFORMS, Platform
@@ -26,24 +26,10 @@ _NO_TIMING = 2
 
 
 @cache
-def driver() -> ctypes.CDLL:
-    """The software driver: the one that the core loads from the same path."""
-    return ctypes.CDLL(os.environ["UCM_TEST_CUDA_DRIVER"])
-
-
-def ok(result: int) -> None:
-    """Raises where a call of the driver failed."""
-    if result != 0:
-        raise RuntimeError(f"the software driver answered {result}")
-
-
-@cache
 def stream() -> ctypes.c_void_p:
     """The model's stream, in the device's primary context, as torch makes it."""
-    context, made = ctypes.c_void_p(), ctypes.c_void_p()
-    ok(driver().cuInit(0))
-    ok(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
-    ok(driver().cuCtxSetCurrent(context))
+    made = ctypes.c_void_p()
+    use_device()
     ok(driver().cuStreamCreateWithPriority(ctypes.byref(made), _NON_BLOCKING, 0))
     driver().softcuda_jitter(ctypes.c_uint64(1), ctypes.c_uint64(LATE_US))
     return made
@@ -91,9 +77,3 @@ class UCMConnector(OurConnector):
 def hold(held: bool) -> None:
     """Has the model's stream stand still, and with it every event that is recorded from now on, or go on."""
     (driver().softcuda_hold if held else driver().softcuda_release)(stream())
-
-
-def calls(*functions: str) -> list[int]:
-    """How often functions of the driver were called in this process."""
-    driver().softcuda_calls.restype = ctypes.c_uint64
-    return [driver().softcuda_calls(function.encode()) for function in functions]

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from software_driver import IN_USE
 from specs import EngineSpec, Result, StoreSpec
 from stores import Faults
 
@@ -47,7 +48,7 @@ class Disk:
 
 def over_device() -> dict[str, str]:
     """What a store is told of where the KV lies, in a run over the software driver: small pieces go by its kernels."""
-    return {"platform": "cuda", "transfer": "staging"} if EngineSpec.accelerated else {}
+    return {"platform": "cuda", "transfer": "staging"} if IN_USE else {}
 
 
 def store_under_test() -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from models import MAX_LEN, VOCAB
+from software_driver import IN_USE
 
 HERE = Path(__file__).resolve().parent
 BLOCK = 32
@@ -76,7 +77,7 @@ class EngineSpec:
     #: Scheduler and worker live in the process of their user, who calls every step.
     in_process: bool = False
     #: Its KV counts as the memory of an accelerator (see ``accelerated.py``).
-    accelerated: bool = os.environ.get("UCM_TEST_DEVICE") == "cuda"
+    accelerated: bool = IN_USE
 
     def but(self, **changes: Any) -> EngineSpec:
         """The same with some fields changed."""

@@ -40,7 +40,7 @@ def engine(runner: str, host: EngineHost, model: Path, disk: Disk) -> Iterator[E
 
 def calls(engine: Engine) -> list[int]:
     """Calls of the driver so far, in the worker's process."""
-    (said,) = engine.rpc("probe_worker_eval", f"__import__('accelerated').calls(*{FUNCTIONS})")
+    (said,) = engine.rpc("probe_worker_eval", f"__import__('software_driver').calls(*{FUNCTIONS})")
     return list(ast.literal_eval(said))
 
 
