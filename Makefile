@@ -105,7 +105,7 @@ else
 endif
 	@mkdir -p build && rm -f $(SKIPPED)
 	@$(foreach column,$(COLUMNS),$(call over,$(column));) $(skipped)
-	@$(call over_device,cuda,segment$(comma)none,--test rules --test transfer)
+	@$(foreach device,cuda $(VENDORS),$(call over_device,$(device),segment$(comma)none,--test rules --test transfer);)
 	@$(STAGE) "doc tests" cargo test --locked --quiet --workspace --exclude ucm-py --doc
 
 .PHONY: loom
@@ -133,7 +133,7 @@ test-long: $(RUN_ENV) ## the trust matrix, long (its table goes to build/trust.m
 	@mkdir -p build && rm -f $(SKIPPED)
 	@$(foreach column,$(COLUMNS) $(MORE_COLUMNS),$(call over,$(column));) $(skipped)
 	@$(call over_device,cuda,segment$(comma)none); $(call over_device,cuda,file$(comma)memory)
-	@$(foreach vendor,$(VENDORS),$(call over_device,$(vendor),segment$(comma)none,--test rules --test transfer);)
+	@$(foreach vendor,$(VENDORS),$(call over_device,$(vendor),segment$(comma)none);)
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
 		--trust-table build/trust.md
 

@@ -1,4 +1,5 @@
-//! Devices of every vendor over the software driver, which has their functions too: right bytes, order, failures, threads.
+//! Devices of every vendor over the software driver, which has their functions too: right bytes, order, failures,
+//! threads.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 mod common;
@@ -192,7 +193,8 @@ fn fails_once(driver: &Driver, device: &dyn Device, memory: &Memory, function: &
     assert!(slot.as_slice() == right, "{function}, {nth}");
 }
 
-/// Each call that a copy makes fails once: the copy fails or is right, the next one is right, and nothing is left behind.
+/// Each call that a copy makes fails once: the copy fails or is right, the next one is right, and nothing is left
+/// behind.
 #[test]
 fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
     let driver = Driver::load();

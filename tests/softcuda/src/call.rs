@@ -39,8 +39,8 @@ impl Export {
     }
 }
 
-/// Exports functions under their names: each goes through one of the functions below, or one like them, and then does what
-/// stands behind the arrow.
+/// Exports functions under their names: each goes through one of the functions below, or one like them, and then does
+/// what stands behind the arrow.
 macro_rules! exports {
     ($names:ident: $($needs:ident $name:ident($($arg:ident: $type:ty),* $(,)?) [$($with:ident),*] => $does:expr;)*) => {
         /// What is known of each, in the order of the names.

@@ -48,7 +48,8 @@ const VENDORS: [Vendor; 3] = [
         stream hipStreamCreateWithPriority copy hipMemcpyAsync wait hipStreamSynchronize event hipEventCreateWithFlags
         record hipEventRecord query hipEventQuery synchronize_device hipDeviceSynchronize; hipMalloc),
     vendor!(34 set_device musaSetDevice device musaGetDevice last_error musaGetLastError
-        stream musaStreamCreateWithPriority copy musaMemcpyAsync wait musaStreamSynchronize event musaEventCreateWithFlags
+        stream musaStreamCreateWithPriority copy musaMemcpyAsync wait musaStreamSynchronize
+        event musaEventCreateWithFlags
         record musaEventRecord query musaEventQuery synchronize_device musaDeviceSynchronize; musaMalloc),
     vendor!(600 set_device mcSetDevice device mcGetDevice last_error mcGetLastError
         stream mcStreamCreateWithPriority copy mcMemcpyAsync wait mcStreamSynchronize event mcEventCreateWithFlags

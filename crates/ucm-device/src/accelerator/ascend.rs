@@ -1,8 +1,8 @@
-//! Ascend's ACL, found at run time. It is not shaped as CUDA's: copies name the room at their target, events answer the other
-//! way round, and a thread has no device before it sets one. Nobody has run it on hardware with this code.
+//! Ascend's ACL, found at run time. It is not shaped as CUDA's: copies name the room at their target, events answer
+//! the other way round, and a thread has no device before it sets one. Nobody has run it on hardware with this code.
 //!
-//! All values and signatures: `acl_rt.h` and `acl_base_rt.h` of ACL 1.17.0 (their `ACL_*_VERSION`) and `rt_error_codes.h`, in
-//! the wheel `torch-npu` 2.14.0.
+//! All values and signatures: `acl_rt.h` and `acl_base_rt.h` of ACL 1.17.0 (their `ACL_*_VERSION`) and
+//! `rt_error_codes.h`, in the wheel `torch-npu` 2.14.0.
 #![allow(unsafe_code, reason = "calls into the runtime's library")]
 
 use std::ffi::{CStr, c_char, c_int, c_void};

@@ -42,7 +42,8 @@ pub(super) fn stand_in() -> Result<Option<Library>> {
     })
 }
 
-/// A vendor's library: the one that the process has (torch's), or else the first that can be loaded. `Unsupported` without.
+/// A vendor's library: the one that the process has (torch's), or else the first that can be loaded. `Unsupported`
+/// without.
 pub(super) fn find(places: &Places) -> Result<Library> {
     if let Some(library) = stand_in()? {
         return Ok(library);

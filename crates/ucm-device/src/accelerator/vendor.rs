@@ -1,5 +1,5 @@
-//! Runtimes that are shaped as CUDA's: the same calls under another prefix, found at run time. Nobody has run them on hardware
-//! with this code; what a device does is checked when it is opened.
+//! Runtimes that are shaped as CUDA's: the same calls under another prefix, found at run time. Nobody has run them on
+//! hardware with this code; what a device does is checked when it is opened.
 #![allow(unsafe_code, reason = "calls into the runtime's library")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -27,8 +27,9 @@ pub(crate) struct Vendor {
     not_ready: &'static [c_int],
 }
 
-/// AMD. All values and signatures: `driver_types.h` and `hip_runtime_api.h` of HIP 5.2.21153, in Debian's `libamdhip64-dev`
-/// 5.2.3. The name with `.5` is Debian's; those with other numbers follow ROCm's releases and are unverified.
+/// AMD. All values and signatures: `driver_types.h` and `hip_runtime_api.h` of HIP 5.2.21153, in Debian's
+/// `libamdhip64-dev` 5.2.3. The name with `.5` is Debian's; those with other numbers follow ROCm's releases and are
+/// unverified.
 pub(crate) const HIP: Vendor = Vendor {
     name: "hip",
     prefix: "hip",
@@ -49,8 +50,8 @@ pub(crate) const HIP: Vendor = Vendor {
     not_ready: &[600],
 };
 
-/// Moore Threads. **Unverified**: no header of MUSA's was at hand; names and shapes are those that public callers of it use,
-/// and the values are CUDA's. CUDA's own number for "not ready" was 34 before 10.1, so both are taken for it.
+/// Moore Threads. **Unverified**: no header of MUSA's was at hand; names and shapes are those that public callers of
+/// it use, and the values are CUDA's. CUDA's own number for "not ready" was 34 before 10.1, so both are taken for it.
 pub(crate) const MUSA: Vendor = Vendor {
     name: "musa",
     prefix: "musa",
@@ -160,13 +161,14 @@ impl Device {
         Ok(device)
     }
 
-    /// An error where a call did not succeed. The runtime keeps it for the thread's next question for it, which is another's:
-    /// it is taken away.
+    /// An error where a call did not succeed. The runtime keeps it for the thread's next question for it, which is
+    /// another's: it is taken away.
     fn check(&self, call: &str, answer: c_int) -> Result<()> {
         if answer == SUCCESS {
             return Ok(());
         }
-        // SAFETY: no arguments; and a number, for which the answer is null or a string that lives as long as the library.
+        // SAFETY: no arguments; and a number, for which the answer is null or a string that lives as long as the
+        // library.
         let name = unsafe {
             (self.calls.GetLastError)();
             let name = (self.calls.GetErrorName)(answer);
