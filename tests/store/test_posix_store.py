@@ -441,7 +441,7 @@ def test_without_a_driver_its_platform_is_refused_but_for_lookups(
     monkeypatch.delenv("UCM_TEST_DRIVER", raising=False)
     with pytest.raises(UnsupportedError, match="no CUDA driver is installed here"):
         opened(platform="cuda")
-    with pytest.raises(InvalidInputError, match="transfer"):
+    with pytest.raises(ConfigError, match="transfer"):
         opened(transfer="by hand")
     assert opened(platform="cuda", device_id=-1).lookup(ids(1)) == [False]
 
@@ -467,7 +467,9 @@ def test_without_its_library_a_vendors_platform_is_refused_with_its_name(
     [("hip", "hip:1"), ("musa", "musa:1"), ("maca", "maca:1"), ("ascend", "ascend:1"), ("simu", "host")],
 )
 def test_a_platform_names_a_device_of_the_core(config: dict[str, Any], platform: str, device: str) -> None:
-    settings = read_settings(config | {"platform": platform, "device_id": 1}, settings_of("Posix"), "Posix")
+    settings = read_settings(
+        config | {"platform": platform, "device_id": 1}, settings_of(UcmPosixStore.store_name), "tests"
+    )
     assert settings.device == device
     assert json.loads(settings.setup())["device"] == device
 
