@@ -167,32 +167,6 @@ fn a_copy_waits_for_the_callers_event_and_not_longer_than_it_may() {
     }
 }
 
-/// One call fails while something is gathered three times.
-fn fails_once(driver: &Driver, device: &dyn Device, memory: &Memory, function: &str, nth: u64) {
-    let mut stream = device.make_stream().unwrap();
-    let mut slot = slot(device, MIB);
-    let mut random = Random::new(nth);
-    let pieces = pieces(&mut random, memory, slot.len());
-    let (bytes, host) = (random.bytes(memory.len), random.bytes(slot.len()));
-    memory.fill(&bytes);
-    slot.as_mut_slice().copy_from_slice(&host);
-    let right = moved(&pieces, memory, TO_HOST, &bytes, &host);
-    let calls = driver.calls(function);
-    driver.fail(function, nth, 999);
-    let mut failed = 0;
-    for _ in 0..3 {
-        match gather(&mut *stream, &pieces, slot.as_mut_slice()) {
-            Ok(()) => assert!(slot.as_slice() == right, "{function}, {nth}"),
-            Err(_) => failed += 1,
-        }
-    }
-    assert!(driver.calls(function) > calls, "{function}");
-    driver.mend();
-    assert!(failed < 2, "{function}, {nth}");
-    gather(&mut *stream, &pieces, slot.as_mut_slice()).unwrap();
-    assert!(slot.as_slice() == right, "{function}, {nth}");
-}
-
 /// Each call that a copy makes fails once: the copy fails or is right, the next one is right, and nothing is left
 /// behind.
 #[test]
@@ -213,6 +187,31 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
         "CreateStreamWithConfig",
         "HostRegisterV2",
     ];
+    // One call fails while something is gathered three times.
+    let fails_once = |device: &dyn Device, function: &str, nth: u64| {
+        let mut stream = device.make_stream().unwrap();
+        let mut slot = slot(device, MIB);
+        let mut random = Random::new(nth);
+        let pieces = pieces(&mut random, &memory, slot.len());
+        let (bytes, host) = (random.bytes(memory.len), random.bytes(slot.len()));
+        memory.fill(&bytes);
+        slot.as_mut_slice().copy_from_slice(&host);
+        let right = moved(&pieces, &memory, TO_HOST, &bytes, &host);
+        let calls = driver.calls(function);
+        driver.fail(function, nth, 999);
+        let mut failed = 0;
+        for _ in 0..3 {
+            match gather(&mut *stream, &pieces, slot.as_mut_slice()) {
+                Ok(()) => assert!(slot.as_slice() == right, "{function}, {nth}"),
+                Err(_) => failed += 1,
+            }
+        }
+        assert!(driver.calls(function) > calls, "{function}");
+        driver.mend();
+        assert!(failed < 2, "{function}, {nth}");
+        gather(&mut *stream, &pieces, slot.as_mut_slice()).unwrap();
+        assert!(slot.as_slice() == right, "{function}, {nth}");
+    };
     let left = || [ALLOCATIONS, REGISTRATIONS, STREAMS].map(|kind| driver.live(kind));
     let before = left();
     let vendors = [
@@ -227,7 +226,7 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
             for nth in 1..5 {
                 // Each on a thread of its own: one whose device could not be given back has another one from then on.
                 std::thread::scope(|scope| {
-                    scope.spawn(|| fails_once(driver, &*device, &memory, &function, nth));
+                    scope.spawn(|| fails_once(&*device, &function, nth));
                 });
             }
         }
