@@ -255,9 +255,9 @@ fn a_device_that_does_not_answer_is_not_opened() {
     let driver = Driver::load();
     for (name, function) in [
         ("hip", "hipGetDeviceCount"),
-        ("musa", "musaMalloc"),
-        ("maca", "mcStreamCreateWithPriority"),
-        ("ascend", "aclrtMalloc"),
+        ("musa", "musaRuntimeGetVersion"),
+        ("maca", "mcGetDeviceCount"),
+        ("ascend", "aclInit"),
     ] {
         let fresh = format!("{name}:1");
         driver.fail(function, 1, 999);
