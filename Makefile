@@ -136,7 +136,7 @@ test-long: $(RUN_ENV) ## the trust matrix, long (its table goes to build/trust.m
 	@$(foreach vendor,$(VENDORS),$(call over_device,$(vendor),segment$(comma)none);)
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
 		--trust-table build/trust.md
-	@UCM_TEST_DEVICE=cuda UCM_TEST_CUDA_DRIVER=$(SOFTCUDA) $(STAGE) "trust matrix and engines on cuda" \
+	@UCM_TEST_DEVICE=cuda UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "trust matrix and engines on cuda" \
 		$(RUN_BIN)/python -m pytest --timeout 1800 tests/trust tests/vllm
 
 .PHONY: test-wheel
