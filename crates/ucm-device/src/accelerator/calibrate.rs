@@ -81,8 +81,9 @@ impl Measure {
             let took = self.time(Method::Dma, way, &whole(BYTES))?;
             dma[way as usize] = BYTES as f64 / took;
         }
+        let nothing = self.time(Method::Dma, Direction::ToHost, &[])?; // from one event to the next
         let calls = self.time(Method::Dma, Direction::ToHost, &tiny)?;
-        let call = calls / CALLS as f64;
+        let call = (calls - nothing).max(1.0) / CALLS as f64;
         let mut costs = Costs {
             call,
             launch: call,
@@ -93,11 +94,10 @@ impl Measure {
         for way in ways {
             let may = |method| methods[way as usize].contains(&method);
             if may(Method::Kernel) {
-                let [nothing, all] =
-                    [&small[..1], &small[..]].map(|runs| self.time(Method::Kernel, way, runs));
-                let (nothing, all) = (nothing?, all?);
-                costs.launch = (nothing - call).max(0.0);
-                costs.mapped[way as usize] = bytes_of(&small[1..]) / (all - nothing).max(1.0);
+                let [one, all] = [&tiny[..1], &small[..]].map(|runs| self.time(Method::Kernel, way, runs));
+                let one = one? - nothing;
+                costs.launch = (one - call).max(0.0);
+                costs.mapped[way as usize] = bytes_of(&small) / (all? - one).max(1.0);
             }
             if may(Method::Staging) {
                 let took = self.time(Method::Staging, way, &small)?;

@@ -103,14 +103,21 @@ impl Costs {
     ) -> f64 {
         let way = direction as usize;
         let (n, parts, bytes) = (count as f64, segments as f64, bytes as f64);
-        let descriptors = self.call + n * DESCRIPTOR as f64 / self.dma[Direction::ToDevice as usize];
         let moved = bytes / self.dma[way];
-        match method {
-            Method::Dma => (n * self.call + moved / n.max(1.0)).max(self.call + moved),
-            Method::Kernel => descriptors + self.launch + bytes / self.mapped[way],
-            Method::Staging => {
-                let copied = (parts * self.call + moved / parts.max(1.0)).max(self.call + moved);
-                descriptors + self.launch + bytes / self.device + copied
+        let copies = (parts * self.call + moved / parts.max(1.0)).max(self.call + moved);
+        // The kernel begins when its descriptors are there and the host, which goes on meanwhile, has begun it.
+        let descriptors = self.call + n * DESCRIPTOR as f64 / self.dma[Direction::ToDevice as usize];
+        let kernel = descriptors.max(self.call + self.launch);
+        match (method, direction) {
+            (Method::Dma, _) => (n * self.call + moved / n.max(1.0)).max(self.call + moved),
+            (Method::Kernel, _) => kernel + bytes / self.mapped[way],
+            (Method::Staging, Direction::ToHost) => {
+                let gathered = kernel + bytes / self.device;
+                (gathered + moved).max(kernel + copies)
+            }
+            (Method::Staging, Direction::ToDevice) => {
+                let begun = self.call + parts * self.call + self.launch;
+                (descriptors + copies).max(begun) + bytes / self.device
             }
         }
     }
