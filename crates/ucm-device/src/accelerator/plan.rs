@@ -104,22 +104,24 @@ impl Costs {
         let way = direction as usize;
         let (n, parts, bytes) = (count as f64, segments as f64, bytes as f64);
         let moved = bytes / self.dma[way];
-        let copies = (parts * self.call + moved / parts.max(1.0)).max(self.call + moved);
-        // The kernel begins when its descriptors are there and the host, which goes on meanwhile, has begun it.
+        // So many copies end: the host begins the next one while one goes on.
+        let copies = |n: f64| (n * self.call + moved / n.max(1.0)).max(self.call + moved);
+        // A kernel begins when its descriptors are there and the host has begun it.
         let descriptors = self.call + n * DESCRIPTOR as f64 / self.dma[Direction::ToDevice as usize];
         let kernel = descriptors.max(self.call + self.launch);
-        match (method, direction) {
-            (Method::Dma, _) => (n * self.call + moved / n.max(1.0)).max(self.call + moved),
-            (Method::Kernel, _) => kernel + bytes / self.mapped[way],
-            (Method::Staging, Direction::ToHost) => {
-                let gathered = kernel + bytes / self.device;
-                (gathered + moved).max(kernel + copies)
+        let (host, device) = match (method, direction) {
+            (Method::Dma, _) => (n * self.call, copies(n)),
+            (Method::Kernel, _) => (self.call + self.launch, kernel + bytes / self.mapped[way]),
+            (Method::Staging, _) => {
+                let host = self.call + self.launch + parts * self.call;
+                let on_device = bytes / self.device;
+                match direction {
+                    Direction::ToHost => (host, (kernel + on_device + moved).max(kernel + copies(parts))),
+                    Direction::ToDevice => (host, (descriptors + copies(parts)).max(host) + on_device),
+                }
             }
-            (Method::Staging, Direction::ToDevice) => {
-                let begun = self.call + parts * self.call + self.launch;
-                (descriptors + copies).max(begun) + bytes / self.device
-            }
-        }
+        };
+        (host + self.call).max(device) // waiting is a call too
     }
 
     /// The cheapest of `methods`; the last one of [`Method::ALL`] where there is none.

@@ -237,6 +237,11 @@ impl Random {
     }
 
     pub(crate) fn bytes(&mut self, len: usize) -> Vec<u8> {
-        (0..len).map(|_| self.below(256) as u8).collect()
+        let mut bytes = vec![0; len];
+        for eight in bytes.chunks_mut(8) {
+            self.below(1);
+            eight.copy_from_slice(&self.0.to_ne_bytes()[..eight.len()]);
+        }
+        bytes
     }
 }
