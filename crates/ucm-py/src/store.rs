@@ -328,7 +328,8 @@ impl Store {
 
     /// What the core logged for this store since the last call: (level of `logging`, message, fields).
     fn take_log(&self) -> Vec<(u32, String, HashMap<&'static str, String>)> {
-        let records = log::take(self.0.writer()).into_iter();
+        let of_process = log::take(log::PROCESS).into_iter();
+        let records = of_process.chain(log::take(self.0.writer()));
         let record = |record: log::Record| {
             let fields = record.fields.into_iter().collect();
             (level(record.level), record.message, fields)

@@ -36,7 +36,7 @@ const TEST_LIBRARY: &str = "UCM_TEST_CUDA_DRIVER";
 static STAND_IN: OnceLock<libloading::Library> = OnceLock::new();
 
 /// What we call. A driver that lacks one of them is none for us: the bindings would panic at its first use.
-const NEEDED: [&str; 32] = [
+const NEEDED: [&str; 34] = [
     "cuCtxGetCurrent",
     "cuCtxGetStreamPriorityRange",
     "cuCtxPopCurrent_v2",
@@ -63,7 +63,9 @@ const NEEDED: [&str; 32] = [
     "cuMemHostUnregister",
     "cuMemcpyDtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyDtoH_v2",
     "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyHtoD_v2",
     "cuModuleGetFunction",
     "cuModuleLoadData",
     "cuStreamCreateWithPriority",
@@ -354,6 +356,18 @@ impl Runtime for Cuda {
         let _bound = self.bind()?;
         // SAFETY: as above.
         unsafe { driver!(cuMemcpyDtoHAsync_v2(to.cast(), from, len, stream_of(stream))) }
+    }
+
+    unsafe fn to_device_now(&self, to: u64, from: *const u8, len: usize) -> Result<()> {
+        let _bound = self.bind()?;
+        // SAFETY: the caller vouches for both ranges.
+        unsafe { driver!(cuMemcpyHtoD_v2(to, from.cast(), len)) }
+    }
+
+    unsafe fn to_host_now(&self, to: *mut u8, from: u64, len: usize) -> Result<()> {
+        let _bound = self.bind()?;
+        // SAFETY: as above.
+        unsafe { driver!(cuMemcpyDtoH_v2(to.cast(), from, len)) }
     }
 
     unsafe fn on_device(&self, to: u64, from: u64, len: usize, stream: RawStream) -> Result<()> {

@@ -269,6 +269,11 @@ impl AcceleratorCopier {
 }
 
 impl Shared {
+    /// How a run is copied by itself.
+    fn single(&self, direction: Direction) -> Method {
+        check::single(&self.methods[direction as usize])
+    }
+
     /// Begins all copies of a transfer.
     ///
     /// # Safety
@@ -292,10 +297,11 @@ impl Shared {
             .filter(|&method| lane.can(method) && (method != Method::Kernel || host.is_mapped(&small)))
             .collect();
         let wanted = self.wanted.filter(|wanted| usable.contains(wanted));
+        let single = self.single(direction);
         let method = wanted.unwrap_or_else(|| self.costs.cheapest(&usable, direction, &small));
         // SAFETY: as the caller vouches.
         unsafe {
-            lane.begin(Method::Dma, direction, &large, host)?;
+            lane.begin(single, direction, &large, host)?;
             lane.begin(method, direction, &small, host)
         }
     }
@@ -314,9 +320,10 @@ impl Copier for AcceleratorCopier {
             words.push([src.addr(), dst.addr(), src.len()]);
         }
         words.retain(|pair| pair[2] > 0);
+        let kernel = self.shared.methods[Direction::ToDevice as usize].contains(&Method::Kernel);
         self.with_lane(Direction::ToDevice, |lane| {
             // SAFETY: the spans' makers vouched for them until this call returns, and it returns when the work is over.
-            unsafe { lane.begin_on_device(&words) }
+            unsafe { lane.begin_on_device(&words, kernel) }
         })
     }
 

@@ -10,7 +10,7 @@
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ops::Deref;
 use std::path::PathBuf;
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 use std::sync::{Arc, OnceLock};
 
 use libloading::Library;
@@ -87,6 +87,20 @@ impl Driver {
         let mend: unsafe extern "C" fn() = self.function(c"softcuda_mend");
         // SAFETY: no arguments.
         unsafe { mend() }
+    }
+
+    /// Lets copies by a function, or launches of a kernel, write wrong bytes.
+    pub(crate) fn corrupt(&self, name: &CStr) {
+        let corrupt: unsafe extern "C" fn(*const c_char) = self.function(c"softcuda_corrupt");
+        // SAFETY: reads the name during the call.
+        unsafe { corrupt(name.as_ptr()) }
+    }
+
+    /// Nothing writes wrong bytes any more.
+    pub(crate) fn sound(&self) {
+        let corrupt: unsafe extern "C" fn(*const c_char) = self.function(c"softcuda_corrupt");
+        // SAFETY: null ends it.
+        unsafe { corrupt(null()) }
     }
 
     /// No stream begins anything more.
