@@ -10,6 +10,7 @@ use tracing::warn;
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::runtime::{Kernel, RawEvent, RawStream, Runtime};
+use crate::numa;
 
 /// The copy kernels, for every driver from 450 on: `tools/ptx.py` makes them from `kernels/copy.cu`.
 const PTX: &CStr = match CStr::from_bytes_with_nul(
@@ -36,7 +37,7 @@ const TEST_LIBRARY: &str = "UCM_TEST_CUDA_DRIVER";
 static STAND_IN: OnceLock<libloading::Library> = OnceLock::new();
 
 /// What we call. A driver that lacks one of them is none for us: the bindings would panic at its first use.
-const NEEDED: [&str; 34] = [
+const NEEDED: [&str; 35] = [
     "cuCtxGetCurrent",
     "cuCtxGetStreamPriorityRange",
     "cuCtxPopCurrent_v2",
@@ -45,6 +46,7 @@ const NEEDED: [&str; 34] = [
     "cuDeviceGet",
     "cuDeviceGetCount",
     "cuDeviceGetName",
+    "cuDeviceGetPCIBusId",
     "cuDevicePrimaryCtxRelease_v2",
     "cuDevicePrimaryCtxRetain",
     "cuDriverGetVersion",
@@ -143,6 +145,8 @@ pub(super) struct Cuda {
     device: sys::CUdevice,
     context: sys::CUcontext,
     description: String,
+    /// Of the memory that is nearest.
+    node: Option<u32>,
     /// The process that made it; the driver does not survive a fork.
     process: u32,
     kernels: Option<[sys::CUfunction; 3]>,
@@ -158,7 +162,7 @@ impl Cuda {
     pub(super) fn open(ordinal: u32) -> Result<Self> {
         load()?;
         let (mut count, mut device, mut version): (c_int, _, c_int) = (0, 0, 0);
-        let mut name = [0 as c_char; 128];
+        let (mut name, mut pci) = ([0 as c_char; 128], [0 as c_char; 32]);
         let mut context = null_mut();
         // SAFETY: writes one number.
         unsafe { driver!(cuDeviceGetCount(&raw mut count)) }?;
@@ -177,12 +181,23 @@ impl Cuda {
             driver!(cuDriverGetVersion(&raw mut version))?;
             driver!(cuDevicePrimaryCtxRetain(&raw mut context, device))?;
         }
+        // SAFETY: writes at most so many bytes of a text with its end.
+        let placed = unsafe {
+            driver!(cuDeviceGetPCIBusId(
+                pci.as_mut_ptr(),
+                pci.len() as c_int - 1,
+                device
+            ))
+        };
+        // SAFETY: the last byte is still zero.
+        let pci = unsafe { CStr::from_ptr(pci.as_ptr()) }.to_string_lossy();
         // SAFETY: the last byte is still zero.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy();
         let mut cuda = Self {
             device,
             context,
             description: format!("{name}, CUDA driver {}.{}", version / 1000, version % 1000 / 10),
+            node: placed.ok().and_then(|()| numa::node_of(&pci)),
             process: std::process::id(),
             kernels: None,
         };
@@ -265,6 +280,10 @@ fn event_of(event: RawEvent) -> sys::CUevent {
 impl Runtime for Cuda {
     fn description(&self) -> &str {
         &self.description
+    }
+
+    fn node(&self) -> Option<u32> {
+        self.node
     }
 
     fn make_stream(&self) -> Result<RawStream> {

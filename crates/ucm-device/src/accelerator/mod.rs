@@ -156,7 +156,8 @@ impl Device for Accelerator {
     }
 
     fn make_arena(&self, bytes: usize, options: ArenaOptions) -> Result<Arc<HostArena>> {
-        let mut arena = HostArena::with(bytes, options)?;
+        let node = options.node.or(self.shared.runtime.node());
+        let mut arena = HostArena::with(bytes, ArenaOptions { node, ..options })?;
         if let Some(arena) = Arc::get_mut(&mut arena) {
             // SAFETY: the arena keeps it, and lets go of it before it unmaps.
             let pinned = unsafe { Pinned::new(Arc::clone(&self.shared.runtime), arena.at(0), arena.len()) };

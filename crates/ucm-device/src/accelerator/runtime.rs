@@ -36,6 +36,11 @@ pub(super) trait Runtime: Send + Sync {
     /// What the device and its driver are, for logs and for what was measured of them.
     fn description(&self) -> &str;
 
+    /// The node of the machine's memory that is nearest to the device, where there are several and it is known.
+    fn node(&self) -> Option<u32> {
+        None
+    }
+
     /// A stream that does not wait for the default stream, of the highest priority there is.
     fn make_stream(&self) -> Result<RawStream>;
 
