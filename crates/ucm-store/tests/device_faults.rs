@@ -1,10 +1,6 @@
 //! A store over the software CUDA driver, each of whose calls fails once: a dump that fails or a miss, never a wrong byte,
 //! and afterwards everything works.
-#![allow(
-    unsafe_code,
-    clippy::unwrap_used,
-    reason = "names the driver before any thread begins; a test may fail"
-)]
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;
 
@@ -32,23 +28,6 @@ const OPENING: [&CStr; 4] = [
     c"cuEventElapsedTime",
     c"cuMemAlloc_v2",
 ];
-
-/// The driver of this process, where none is named: cargo builds it with the tests.
-fn driver() -> &'static SoftCuda {
-    let program = std::env::current_exe().unwrap();
-    let beside = program
-        .ancestors()
-        .skip(1)
-        .take(2)
-        .map(|dir| dir.join("libsoftcuda.so"));
-    let found = beside.into_iter().find(|path| path.exists()).unwrap();
-    // SAFETY: the only test of this program, which does this first.
-    unsafe {
-        std::env::set_var("UCM_TEST_CUDA_DRIVER", found);
-        std::env::set_var("UCM_TEST_DEVICE", "cuda");
-    }
-    SoftCuda::of_this_run().unwrap()
-}
 
 /// Rows that wait for an event of the caller's.
 fn after(store: &Store, event: u64, mut rows: Vec<Row>) -> Vec<Row> {
@@ -117,7 +96,7 @@ fn fail_once(driver: &SoftCuda, event: u64, store: &Store, call: &CStr, nth: u64
 
 #[test]
 fn a_call_of_the_driver_that_fails_is_a_miss_or_a_failed_dump() {
-    let driver = driver();
+    let driver = SoftCuda::beside();
     let event = driver.recorded_event();
     let mut failed = [0; CALLS.len()];
     for transfer in [Transfer::Auto, Transfer::Dma, Transfer::Sm, Transfer::Staging] {

@@ -17,6 +17,7 @@ mod pinned;
 mod plan;
 mod runtime;
 
+use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -28,6 +29,7 @@ use crate::arena::{ArenaOptions, HostArena};
 use crate::copy::{check_pairs, check_pieces};
 use crate::device::{Device, Event, Landed, Stream};
 use crate::queued::{Copier, HostEvent, QueueOptions, QueuedStream};
+use crate::region::SharedRegion;
 use crate::span::{DeviceSpan, Piece};
 use lane::{Host, Lane, STAGED};
 use pinned::{Arenas, Pinned};
@@ -168,6 +170,21 @@ impl Device for Accelerator {
         Ok(arena)
     }
 
+    fn attach(&self, region: &Arc<SharedRegion>) -> Option<Arc<dyn Any + Send + Sync>> {
+        let (start, len) = region.mapped();
+        if len == 0 {
+            return None;
+        }
+        // SAFETY: the region is kept beside it, and dropped after it.
+        let pinned = unsafe { Pinned::new(Arc::clone(&self.shared.runtime), start, len) };
+        let pinned = Arc::new(pinned);
+        self.shared.arenas.add(&pinned);
+        Some(Arc::new(Attached {
+            _pinned: pinned,
+            _region: Arc::clone(region),
+        }))
+    }
+
     fn make_event(&self) -> Result<Arc<dyn Event>> {
         Ok(HostEvent::new(Arc::clone(&self.options.clock)))
     }
@@ -182,6 +199,12 @@ impl Device for Accelerator {
             clock: Arc::clone(&self.options.clock),
         }))
     }
+}
+
+/// A region that copies go to and from; fields are dropped in their order.
+struct Attached {
+    _pinned: Arc<Pinned>,
+    _region: Arc<SharedRegion>,
 }
 
 /// An event that a caller recorded on a stream of theirs and keeps until the work that waits for it has ended.

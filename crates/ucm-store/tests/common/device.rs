@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Once, OnceLock};
 
 use parking_lot::{Condvar, Mutex};
 use ucm_core::{BlockId, Error, Result};
@@ -39,6 +39,47 @@ impl SoftCuda {
             Some(Self(unsafe { libloading::Library::new(path) }.unwrap()))
         };
         LOADED.get_or_init(load).as_ref()
+    }
+
+    /// The one that cargo builds with the tests, as the device of this process. Called first by the tests of a file that run
+    /// over it alone.
+    pub(crate) fn beside() -> &'static Self {
+        static NAMED: Once = Once::new();
+        NAMED.call_once(|| {
+            let program = std::env::current_exe().unwrap();
+            let beside = program
+                .ancestors()
+                .skip(1)
+                .take(2)
+                .map(|dir| dir.join("libsoftcuda.so"));
+            let found = beside.into_iter().find(|path| path.exists()).unwrap();
+            // SAFETY: the first thing that any test of this process does.
+            unsafe {
+                std::env::set_var("UCM_TEST_CUDA_DRIVER", found);
+                std::env::set_var("UCM_TEST_DEVICE", "cuda");
+            }
+        });
+        Self::of_this_run().unwrap()
+    }
+
+    /// How many ranges of host memory are registered, but for those of streams: two streams have one.
+    pub(crate) fn registrations(&self) -> u64 {
+        let live: unsafe extern "C" fn(c_int) -> u64 = self.function(c"softcuda_live");
+        // SAFETY: numbers.
+        let (all, streams) = unsafe { (live(1), live(2)) };
+        all.saturating_sub(streams / 2)
+    }
+
+    /// No stream begins anything more, or all do again.
+    pub(crate) fn hold(&self, held: bool) {
+        let name = if held {
+            c"softcuda_hold"
+        } else {
+            c"softcuda_release"
+        };
+        let hold: unsafe extern "C" fn(*mut c_void) = self.function(name);
+        // SAFETY: null is all streams.
+        unsafe { hold(null_mut()) }
     }
 
     /// A function of it.
