@@ -131,6 +131,8 @@ test-long: $(RUN_ENV) ## the trust matrix, long (its table goes to build/trust.m
 	@mkdir -p build && rm -f $(SKIPPED)
 	@$(foreach column,$(COLUMNS) $(MORE_COLUMNS),$(call over,$(column));) $(skipped)
 	@$(call over_cuda,segment$(comma)none); $(call over_cuda,file$(comma)memory)
+	@UCM_TEST_LONG=1 $(STAGE) "copies over the software driver" cargo test --locked --quiet -p ucm-device \
+		--test policy --test properties
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
 		--trust-table build/trust.md
 

@@ -12,7 +12,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use common::{ALLOCATIONS, Driver, EVENTS, Memory, REGISTRATIONS, Random, STREAMS, open};
+use common::{ALLOCATIONS, Driver, EVENTS, MODULES, Memory, REGISTRATIONS, Random, STREAMS};
 use ucm_core::Result;
 use ucm_device::{ArenaOptions, Device, DeviceSpan, HostBuf, Piece, SlotPool, Stream, Transfer};
 use ucm_infra::SystemClock;
@@ -20,7 +20,7 @@ use ucm_infra::SystemClock;
 const TRANSFERS: [Transfer; 4] = [Transfer::Auto, Transfer::Dma, Transfer::Sm, Transfer::Staging];
 
 /// Calls of which one fails now and then.
-const FAILING: [&str; 12] = [
+const FAILING: [&str; 14] = [
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyDtoDAsync_v2",
@@ -31,6 +31,8 @@ const FAILING: [&str; 12] = [
     "cuStreamCreateWithPriority",
     "cuStreamSynchronize",
     "cuMemAlloc_v2",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
     "cuMemHostRegister_v2",
     "cuMemHostGetDevicePointer_v2",
 ];
@@ -254,8 +256,7 @@ fn round(driver: &Driver, memory: &Memory, random: &mut Random) -> u64 {
 fn random_transfers_with_delays_and_failures_give_right_bytes_or_an_error() {
     let driver = Driver::load();
     let memory = driver.memory(DEVICE);
-    drop(open(Transfer::Auto)); // what a process keeps of a device is there from now on
-    let left = || [ALLOCATIONS, REGISTRATIONS, STREAMS, EVENTS].map(|kind| driver.live(kind));
+    let left = || [ALLOCATIONS, REGISTRATIONS, STREAMS, EVENTS, MODULES].map(|kind| driver.live(kind));
     let before = left();
     let rounds = if std::env::var_os("UCM_TEST_LONG").is_some() {
         1000

@@ -37,7 +37,7 @@ const TEST_LIBRARY: &str = "UCM_TEST_CUDA_DRIVER";
 static STAND_IN: OnceLock<libloading::Library> = OnceLock::new();
 
 /// What we call. A driver that lacks one of them is none for us: the bindings would panic at its first use.
-const NEEDED: [&str; 35] = [
+const NEEDED: [&str; 36] = [
     "cuCtxGetCurrent",
     "cuCtxGetStreamPriorityRange",
     "cuCtxPopCurrent_v2",
@@ -70,6 +70,7 @@ const NEEDED: [&str; 35] = [
     "cuMemcpyHtoD_v2",
     "cuModuleGetFunction",
     "cuModuleLoadData",
+    "cuModuleUnload",
     "cuStreamCreateWithPriority",
     "cuStreamDestroy_v2",
     "cuStreamSynchronize",
@@ -149,7 +150,13 @@ pub(super) struct Cuda {
     node: Option<u32>,
     /// The process that made it; the driver does not survive a fork.
     process: u32,
-    kernels: Option<[sys::CUfunction; 3]>,
+    kernels: Option<Kernels>,
+}
+
+/// The loaded kernels, in the order of [`Kernel`].
+struct Kernels {
+    module: sys::CUmodule,
+    functions: [sys::CUfunction; 3],
 }
 
 // SAFETY: handles of the driver, which may be used by any thread; what depends on a thread is set by `bind`.
@@ -208,8 +215,7 @@ impl Cuda {
         Ok(cuda)
     }
 
-    /// The module stays loaded for as long as the process has the context.
-    fn load_kernels(&self) -> Result<[sys::CUfunction; 3]> {
+    fn load_kernels(&self) -> Result<Kernels> {
         let _bound = self.bind()?;
         let mut module = null_mut();
         // SAFETY: the text ends with a zero and is read during the call.
@@ -217,9 +223,14 @@ impl Cuda {
         let mut functions = [null_mut(); 3];
         for (function, name) in functions.iter_mut().zip(KERNELS) {
             // SAFETY: the module was loaded just now, and the name ends with a zero.
-            unsafe { driver!(cuModuleGetFunction(function, module, name.as_ptr())) }?;
+            let found = unsafe { driver!(cuModuleGetFunction(function, module, name.as_ptr())) };
+            if let Err(error) = found {
+                // SAFETY: loaded just now, and nothing uses it. The answer would help nobody.
+                let _ = unsafe { driver!(cuModuleUnload(module)) };
+                return Err(error);
+            }
         }
-        Ok(functions)
+        Ok(Kernels { module, functions })
     }
 
     /// Makes the device current on this thread, until what is given ends where the thread had another one.
@@ -263,6 +274,10 @@ impl Drop for Bound {
 impl Drop for Cuda {
     fn drop(&mut self) {
         if let Ok(_bound) = self.bind() {
+            if let Some(kernels) = &self.kernels {
+                // SAFETY: loaded in `open`; what launched its kernels has ended. The answer would help nobody.
+                let _ = unsafe { driver!(cuModuleUnload(kernels.module)) };
+            }
             // SAFETY: retained in `open`; nothing of ours uses it any more. The answer would help nobody.
             let _ = unsafe { driver!(cuDevicePrimaryCtxRelease_v2(self.device)) };
         }
@@ -439,7 +454,7 @@ impl Runtime for Cuda {
         // call. The caller vouches for what they name.
         unsafe {
             driver!(cuLaunchKernel(
-                kernels[kernel as usize],
+                kernels.functions[kernel as usize],
                 grid[0],
                 grid[1],
                 1,

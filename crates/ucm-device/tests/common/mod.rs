@@ -25,6 +25,7 @@ pub(crate) const ALLOCATIONS: c_int = 0;
 pub(crate) const REGISTRATIONS: c_int = 1;
 pub(crate) const STREAMS: c_int = 2;
 pub(crate) const EVENTS: c_int = 3;
+pub(crate) const MODULES: c_int = 4;
 
 /// The loaded driver.
 pub(crate) struct Driver(Library);
