@@ -1,8 +1,8 @@
 //! Where what the core logs waits for the log: a subscriber of [`tracing`] with a bounded list for each store.
 //!
 //! Python writes the log, and no thread of the core ever takes the GIL. So whoever logs only puts a [`Record`] into the list
-//! of its store, which the event names in its field `store`; whoever uses that store takes them out ([`take`]). What names
-//! none is of the [`PROCESS`], and whoever uses any store takes that. Of one
+//! of its store, which the event names in its field `store`; whoever uses that store takes them out ([`take`]). What is said
+//! for no store (of a device, which many may use) waits for whoever takes first. Of one
 //! part of the code so many records a minute are kept, so that a medium full of damage does not fill the log too; those
 //! dropped are counted, and said.
 
@@ -26,9 +26,8 @@ const LIMIT: usize = 64;
 const WINDOW: Duration = Duration::from_secs(60);
 /// Most records of one store kept between two calls of [`take`].
 const KEPT: usize = 4 * LIMIT;
-
-/// Names what is logged for no store: of devices, which all stores of a process share.
-pub const PROCESS: u64 = 0;
+/// The list of what is said for no store.
+const NOBODY: u64 = 0;
 
 /// One line of the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -116,10 +115,12 @@ pub fn keep() {
     });
 }
 
-/// What was logged for a store, or for the [`PROCESS`], since the last call, oldest first; a last record tells how many were dropped.
+/// What was logged for a store since the last call, oldest first, behind what was logged for none; a last record of each
+/// tells how many were dropped.
 pub fn take(store: u64) -> Vec<Record> {
     let mut stores = Lists::here().stores.lock();
-    stores.get_mut(&store).map(Said::take).unwrap_or_default()
+    let said = [NOBODY, store].map(|of| stores.get_mut(&of).map(Said::take).unwrap_or_default());
+    said.concat()
 }
 
 /// This store has ended: nobody will take its records.
@@ -142,7 +143,7 @@ impl Subscriber for Collector {
     fn event(&self, event: &Event<'_>) {
         let mut read = Fields::default();
         event.record(&mut read);
-        let store = read.store.unwrap_or(PROCESS);
+        let store = read.store.unwrap_or(NOBODY);
         let record = Record {
             level: *event.metadata().level(),
             message: read.message,
@@ -236,7 +237,7 @@ mod tests {
         let said = std::thread::spawn(move || {
             tracing::warn!(store = one, tier = "posix", left = 3, path = %"/a b", "{} of it", "most");
             tracing::info!(store = two, "the other's");
-            tracing::info!("the process's");
+            tracing::info!("for no store");
             tracing::debug!(store = one, "not kept");
         });
         said.join().unwrap();
@@ -249,9 +250,10 @@ mod tests {
                 ("path", "/a b".to_owned()),
             ],
         };
-        assert_eq!((take(one), take(two).len()), (vec![expected], 1));
+        let first = take(one);
+        assert_eq!(first[0].message, "for no store");
+        assert_eq!((&first[1..], take(two).len()), (&[expected][..], 1));
         assert!(take(one).is_empty());
-        assert!(take(PROCESS).iter().any(|it| it.message == "the process's"));
         tracing::info!(store = two, "ended");
         forget(two);
         assert!(take(two).is_empty());

@@ -328,8 +328,7 @@ impl Store {
 
     /// What the core logged for this store since the last call: (level of `logging`, message, fields).
     fn take_log(&self) -> Vec<(u32, String, HashMap<&'static str, String>)> {
-        let of_process = log::take(log::PROCESS).into_iter();
-        let records = of_process.chain(log::take(self.0.writer()));
+        let records = log::take(self.0.writer()).into_iter();
         let record = |record: log::Record| {
             let fields = record.fields.into_iter().collect();
             (level(record.level), record.message, fields)

@@ -111,7 +111,10 @@ pub(super) fn methods(runtime: &Arc<dyn Runtime>) -> Result<[Vec<Method>; 2]> {
     let beside = |method| DIRECTIONS.iter().try_for_each(|&way| judge(method, way, method));
     let single = match beside(Method::Dma) {
         Ok(()) => Method::Dma,
-        Err(_) => beside(Method::Plain).map(|()| Method::Plain)?,
+        Err(error) => {
+            beside(Method::Plain).map_err(|plain| error.caused_by(plain))?;
+            Method::Plain
+        }
     };
     let mut right = [Vec::new(), Vec::new()];
     for method in [Method::Dma, Method::Kernel, Method::Staging] {

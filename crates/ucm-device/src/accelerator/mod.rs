@@ -293,11 +293,6 @@ impl AcceleratorCopier {
 }
 
 impl Shared {
-    /// How a run is copied by itself.
-    fn single(&self, direction: Direction) -> Method {
-        check::single(&self.methods[direction as usize])
-    }
-
     /// Begins all copies of a transfer.
     ///
     /// # Safety
@@ -321,7 +316,7 @@ impl Shared {
             .filter(|&method| lane.can(method) && (method != Method::Kernel || host.is_mapped(&small)))
             .collect();
         let wanted = self.wanted.filter(|wanted| usable.contains(wanted));
-        let single = self.single(direction);
+        let single = check::single(&self.methods[direction as usize]);
         let method = wanted.unwrap_or_else(|| self.costs.cheapest(&usable, direction, &small));
         // SAFETY: as the caller vouches.
         unsafe {
