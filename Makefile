@@ -134,6 +134,8 @@ test-long: $(RUN_ENV) ## the trust matrix, long (its table goes to build/trust.m
 	@$(foreach column,$(COLUMNS) $(MORE_COLUMNS),$(call over,$(column));) $(skipped)
 	@$(call over_device,cuda,segment$(comma)none); $(call over_device,cuda,file$(comma)memory)
 	@$(foreach vendor,$(VENDORS),$(call over_device,$(vendor),segment$(comma)none);)
+	@UCM_TEST_LONG=1 $(STAGE) "copies over the software driver" cargo test --locked --quiet -p ucm-device \
+		--test policy --test properties
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
 		--trust-table build/trust.md
 	@UCM_TEST_DEVICE=cuda UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "trust matrix and engines on cuda" \

@@ -31,6 +31,7 @@ impl Stock {
         let options = ArenaOptions {
             huge: HugePages::Try,
             prefault: true,
+            node: None,
         };
         let len = shape.layout.record_len();
         let arena = HostArena::with(len * count, options)?;

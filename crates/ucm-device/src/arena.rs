@@ -18,6 +18,8 @@ use parking_lot::Mutex;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use ucm_core::{Error, PAGE, Result, round_up};
 
+use crate::numa;
+
 /// Size and alignment of a huge page we ask for.
 const HUGE: usize = 2 << 20;
 
@@ -62,6 +64,8 @@ pub struct ArenaOptions {
     pub huge: HugePages,
     /// Touch every page now, so that the first load does not pay for it and a shortage shows as an error here.
     pub prefault: bool,
+    /// The node whose memory is preferred, of machines with several.
+    pub node: Option<u32>,
 }
 
 /// An anonymous private mapping, unmapped when dropped.
@@ -72,7 +76,7 @@ struct Mapping {
 }
 
 impl Mapping {
-    fn new(len: usize, flags: MapFlags) -> std::io::Result<Self> {
+    fn new(len: usize, flags: MapFlags, node: Option<u32>) -> std::io::Result<Self> {
         // SAFETY: an anonymous mapping at an address the kernel chooses touches no memory in use.
         let start = unsafe {
             mmap_anonymous(
@@ -82,6 +86,10 @@ impl Mapping {
                 MapFlags::PRIVATE | flags,
             )
         }?;
+        if let Some(node) = node {
+            // SAFETY: the mapping, which is whole pages, and which nobody has touched.
+            unsafe { numa::prefer(start, len, node) };
+        }
         let start = NonNull::new(start.cast()).ok_or(std::io::ErrorKind::OutOfMemory)?;
         Ok(Self { start, len })
     }
@@ -153,9 +161,9 @@ impl HostArena {
         let refused = |e: std::io::Error| {
             Error::from_io(e, "the system refuses memory for the host arena; give it less").with("bytes", len)
         };
-        let arena = match Self::reserved(len, options.huge) {
+        let arena = match Self::reserved(len, options) {
             Some(arena) => arena,
-            None => Self::ordinary(len, options.huge).map_err(refused)?,
+            None => Self::ordinary(len, options).map_err(refused)?,
         };
         // Advice only: an old kernel that knows neither still gives a working arena.
         let _ = arena.mapping.advise(0, arena.mapping.len, Advice::LinuxDontFork);
@@ -167,12 +175,12 @@ impl HostArena {
     }
 
     /// On reserved huge pages; `None` where there are none to have.
-    fn reserved(len: usize, huge: HugePages) -> Option<Self> {
-        if huge != HugePages::Try {
+    fn reserved(len: usize, options: ArenaOptions) -> Option<Self> {
+        if options.huge != HugePages::Try {
             return None;
         }
         let mapped = round_up(len as u64, HUGE as u64) as usize;
-        let mapping = Mapping::new(mapped, MapFlags::HUGETLB | MapFlags::HUGE_2MB).ok()?;
+        let mapping = Mapping::new(mapped, MapFlags::HUGETLB | MapFlags::HUGE_2MB, options.node).ok()?;
         // A cgroup may refuse reserved pages at the first touch, with SIGBUS; touched here it is an error instead.
         mapping.advise(0, mapped, Advice::LinuxPopulateWrite).ok()?;
         Some(Self {
@@ -186,10 +194,11 @@ impl HostArena {
     }
 
     /// On ordinary pages, joined by the kernel if it accepts the advice.
-    fn ordinary(len: usize, huge: HugePages) -> std::io::Result<Self> {
-        let try_huge = huge != HugePages::Off && len >= HUGE;
+    fn ordinary(len: usize, options: ArenaOptions) -> std::io::Result<Self> {
+        let try_huge = options.huge != HugePages::Off && len >= HUGE;
         // One huge page more, so that the usable part can start on the border of one.
-        let mapping = Mapping::new(if try_huge { len + HUGE } else { len }, MapFlags::empty())?;
+        let mapped = if try_huge { len + HUGE } else { len };
+        let mapping = Mapping::new(mapped, MapFlags::empty(), options.node)?;
         let mut arena = Self {
             kept: Kept::default(),
             offset: 0,
@@ -272,7 +281,15 @@ mod tests {
     fn every_kind_of_page_gives_aligned_memory() {
         for huge in [HugePages::Try, HugePages::Transparent, HugePages::Off] {
             for prefault in [false, true] {
-                let arena = HostArena::with((4 << 20) + 1, ArenaOptions { huge, prefault }).unwrap();
+                let arena = HostArena::with(
+                    (4 << 20) + 1,
+                    ArenaOptions {
+                        huge,
+                        prefault,
+                        node: None,
+                    },
+                )
+                .unwrap();
                 assert_eq!(arena.len(), (4 << 20) + 4096);
                 assert!((arena.at(0) as usize).is_multiple_of(4096));
                 if huge == HugePages::Off {

@@ -10,6 +10,7 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::MonotonicTime;
 
 use crate::arena::{ArenaOptions, HostArena};
+use crate::region::SharedRegion;
 use crate::slots::HostBuf;
 use crate::span::{DeviceSpan, Piece};
 
@@ -46,6 +47,12 @@ pub trait Device: Send + Sync {
 
     /// Host memory that this device copies to and from at full speed.
     fn make_arena(&self, bytes: usize, options: ArenaOptions) -> Result<Arc<HostArena>>;
+
+    /// Lets copies to and from memory that this process shares go at full speed, for as long as what is given lives. Nothing
+    /// where the device needs not know of it.
+    fn attach(&self, _region: &Arc<SharedRegion>) -> Option<Arc<dyn Any + Send + Sync>> {
+        None
+    }
 
     /// An event that is done once somebody [records](Event::record) it.
     fn make_event(&self) -> Result<Arc<dyn Event>>;

@@ -12,6 +12,7 @@ mod devices;
 mod host;
 mod kv;
 mod machine;
+mod numa;
 mod queued;
 mod region;
 mod slots;

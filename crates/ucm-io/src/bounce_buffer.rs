@@ -10,6 +10,7 @@ pub(crate) fn page_slots<const N: usize>(len: usize) -> Result<[Slot; N]> {
     let options = ArenaOptions {
         huge: HugePages::Off,
         prefault: false,
+        node: None,
     };
     let len = round_up(len as u64, PAGE) as usize;
     let arena = HostArena::with(len.saturating_mul(N), options)?;

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use ucm_core::{BlockId, MissReason, Result};
-use ucm_device::Slot;
+use ucm_device::{Pinned, SharedRegion, Slot};
 use ucm_infra::MonotonicTime;
 use ucm_io::IoJob;
 use ucm_quota::Usage;
@@ -50,6 +50,19 @@ pub struct ReadDone {
     pub read: usize,
     /// Length of the record on the medium.
     pub stored_len: u64,
+    /// The record where it lies, in place of the slot's bytes; what a medium lends to those who ask so
+    /// ([`BlockRead::in_place`]).
+    pub lent: Option<Pinned>,
+}
+
+impl ReadDone {
+    /// What was read.
+    pub fn bytes(&self) -> &[u8] {
+        match &self.lent {
+            Some(lent) => lent,
+            None => &self.slot.as_slice()[..self.read],
+        }
+    }
 }
 
 /// A part of a record that has arrived in its slot.
@@ -100,6 +113,8 @@ pub struct BlockRead {
     pub deadline: MonotonicTime,
     /// [`Indexed::look`] has been since it was missed: what is missed again is not there.
     pub looked: bool,
+    /// Whoever reads takes the record where it lies, if this process's own memory has it: [`ReadDone::lent`].
+    pub in_place: bool,
 }
 
 /// What a read came to.
@@ -121,6 +136,7 @@ impl BlockRead {
             again: false,
             deadline,
             looked: false,
+            in_place: false,
         }
     }
 }
@@ -289,6 +305,11 @@ pub trait Memory {
 
     /// Sets, once, who is handed what is given up to make room. False where there is somebody already.
     fn on_evicted(&self, hook: Evicted) -> bool;
+
+    /// This process's own memory, from which records are lent: a device copies from it at full speed once it knows of it.
+    fn region(&self) -> Option<&Arc<SharedRegion>> {
+        None
+    }
 }
 
 /// An index in memory of what lies on a medium.
@@ -353,7 +374,7 @@ pub trait Local {
 ///             let absent = || Error::new(ErrorKind::NotFound, "it is not on the shelf");
 ///             let record = records.get(&read.id).ok_or_else(absent)?;
 ///             read.slot.as_mut_slice()[..record.len()].copy_from_slice(record);
-///             Ok(ReadDone { slot: read.slot, read: record.len(), stored_len: record.len() as u64 })
+///             Ok(ReadDone { slot: read.slot, read: record.len(), stored_len: record.len() as u64, lent: None })
 ///         };
 ///         run.into_iter().map(|read| Outcome::Came(copy(read))).collect()
 ///     }

@@ -44,6 +44,7 @@ impl Shared {
                         slot,
                         read: brought,
                         stored_len,
+                        lent: None,
                     });
                 }
             }
@@ -53,6 +54,7 @@ impl Shared {
             slot,
             read: brought,
             stored_len,
+            lent: None,
         })
     }
 

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use crate::call::{Export, abort};
 use crate::clock::Cost;
+use crate::copy;
 use crate::error::{CUDA_SUCCESS, CUresult, Outcome};
 use crate::memory::Kind;
 use crate::state::{Handle, State, lock};
@@ -20,6 +21,8 @@ pub(crate) struct Control {
     failures: Vec<(&'static str, u64, CUresult)>,
     pub(crate) holds_new_streams: bool,
     jitter: Option<Jitter>,
+    /// Functions and kernels that move wrong bytes.
+    wrong: Vec<String>,
     /// By the kinds of [`softcuda_bytes`].
     bytes: [u64; 5],
 }
@@ -35,6 +38,7 @@ impl Control {
             failures: Vec::new(),
             holds_new_streams: false,
             jitter: None,
+            wrong: Vec::new(),
             bytes: [0; 5],
         }
     }
@@ -44,6 +48,11 @@ impl Control {
         let is_this = |it: &(&str, u64, CUresult)| it.0 == function && it.1 == number;
         let index = self.failures.iter().position(is_this)?;
         Some(self.failures.swap_remove(index).2)
+    }
+
+    /// Whether a function or kernel is to move a wrong byte.
+    pub(crate) fn is_wrong(&self, name: &str) -> bool {
+        self.wrong.iter().any(|wrong| wrong == name)
     }
 
     /// How long the next operation is kept back.
@@ -92,6 +101,28 @@ pub unsafe extern "C" fn softcuda_fail(function: *const c_char, nth: u64, result
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_mend() {
     lock().control.failures.clear();
+}
+
+/// Lets every copy that this function begins, or every launch of this kernel of a loaded module, write a wrong byte; null ends
+/// that for all.
+///
+/// # Safety
+/// `name` is null or a name with its zero byte.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn softcuda_corrupt(name: *const c_char) {
+    let mut state = lock();
+    if name.is_null() {
+        state.control.wrong.clear();
+        return;
+    }
+    // SAFETY: the caller's promise.
+    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
+    let copies =
+        [Cost::ToDevice(0), Cost::ToHost(0)].map(|cost| [copy::name(cost, false), copy::name(cost, true)]);
+    if !copies.as_flattened().contains(&&*name) && !state.functions.values().any(|it| it.name() == name) {
+        abort(&format!("softcuda_corrupt: no copy and no kernel {name:?}"));
+    }
+    state.control.wrong.push(name);
 }
 
 /// Holds a stream: no further operation of it begins until it is released. Null holds all streams, those to come too.

@@ -13,6 +13,17 @@ use crate::memory::Place;
 use crate::state::{Handle, Locked, State};
 use crate::stream::{self, Work};
 
+/// The function that copies so, and waits or does not.
+pub(crate) fn name(cost: Cost, waits: bool) -> &'static str {
+    match (cost, waits) {
+        (Cost::ToDevice(_), false) => "cuMemcpyHtoDAsync_v2",
+        (Cost::ToHost(_), false) => "cuMemcpyDtoHAsync_v2",
+        (Cost::ToDevice(_), true) => "cuMemcpyHtoD_v2",
+        (Cost::ToHost(_), true) => "cuMemcpyDtoH_v2",
+        _ => "",
+    }
+}
+
 /// `cuMemcpyHtoDAsync_v2`.
 ///
 /// # Safety
@@ -171,6 +182,10 @@ unsafe fn now(
     stream::wait_for_blocking(state, context)?;
     // SAFETY: the caller's promise.
     unsafe { stream::move_bytes(from.address(), to.address(), len) };
+    if state.control.is_wrong(name(cost, true)) {
+        // SAFETY: as above.
+        unsafe { stream::spoil(to.address(), len) };
+    }
     let now = state.clock.now();
     let end = state.clock.spend(now, cost);
     state.clock.waited(end);

@@ -47,6 +47,25 @@ pub(crate) unsafe fn put<T>(to: *mut T, value: T) -> Outcome {
 /// `name` is null or has room for `len` bytes.
 pub(crate) unsafe fn name(name: *mut c_char, len: i32, device: i32) -> Outcome {
     let own = format!("Software CUDA device {}", index(device)?);
+    // SAFETY: the caller's promise.
+    unsafe { put_cut(name, len, &own) }
+}
+
+/// `cuDeviceGetPCIBusId`, as [`attribute`] numbers the bus.
+///
+/// # Safety
+/// As for [`name`].
+pub(crate) unsafe fn bus_id(text: *mut c_char, len: i32, device: i32) -> Outcome {
+    let own = format!("0000:{:02X}:00.0", index(device)? + 1);
+    // SAFETY: the caller's promise.
+    unsafe { put_cut(text, len, &own) }
+}
+
+/// Writes a text, cut where the caller's buffer ends.
+///
+/// # Safety
+/// As for [`name`].
+unsafe fn put_cut(name: *mut c_char, len: i32, own: &str) -> Outcome {
     let room = usize::try_from(len).unwrap_or(0);
     if name.is_null() || room == 0 {
         return Err(CUDA_ERROR_INVALID_VALUE);

@@ -31,6 +31,8 @@ exports! {
         device::index(ordinal).and_then(|_| put(device, ordinal));
     process cuDeviceGetName(name: *mut c_char, len: i32, device: i32) [_state] =>
         device::name(name, len, device);
+    process cuDeviceGetPCIBusId(text: *mut c_char, len: i32, device: i32) [_state] =>
+        device::bus_id(text, len, device);
     process cuDeviceGetAttribute(value: *mut i32, attribute: u32, device: i32) [_state] =>
         put(value, device::attribute(attribute, device)?);
 

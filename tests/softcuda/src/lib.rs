@@ -25,6 +25,7 @@
 //! | function | what it does |
 //! |---|---|
 //! | [`softcuda_fail`]`(name, nth, result)` | the nth call of a function from now fails |
+//! | [`softcuda_corrupt`]`(name)` | copies of a function, or launches of a kernel, write a wrong byte (null: none) |
 //! | [`softcuda_hold`]`(stream)`, [`softcuda_release`]`(stream)` | a stream (null: all) begins nothing until released |
 //! | [`softcuda_jitter`]`(seed, max_us)` | random delays before operations |
 //! | [`softcuda_accept`]`(start, len)`, [`softcuda_forget`]`(start)` | host memory that counts as device memory |

@@ -418,11 +418,14 @@ pub(crate) struct KernelMemory {
     used: Vec<AtomicBool>,
     host: AtomicU64,
     device: AtomicU64,
+    /// Whether it writes wrong bytes.
+    pub(crate) wrong: bool,
 }
 
 impl KernelMemory {
-    pub(crate) fn new(regions: Vec<Arc<Region>>) -> Self {
+    pub(crate) fn new(regions: Vec<Arc<Region>>, wrong: bool) -> Self {
         Self {
+            wrong,
             used: regions.iter().map(|_| AtomicBool::new(false)).collect(),
             regions,
             host: AtomicU64::new(0),
@@ -507,7 +510,7 @@ mod tests {
             );
         }
         assert!(memory.in_reach_of(other).is_empty(), "not portable");
-        let kernel = KernelMemory::new(memory.in_reach_of(context));
+        let kernel = KernelMemory::new(memory.in_reach_of(context), false);
         assert_eq!(kernel.access(1098, 2), Some(1103));
         assert_eq!(kernel.access(1099, 2), None);
         assert_eq!(kernel.access(999, 1), None);

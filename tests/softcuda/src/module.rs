@@ -40,7 +40,18 @@ pub(crate) struct Launch {
     _uses: Vec<Use>,
 }
 
+impl Function {
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+}
+
 impl Launch {
+    /// Of its kernel.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
     /// Runs it.
     pub(crate) fn run(&self, memory: &KernelMemory) -> Result<(), Fault> {
         match self.code.kernel(&self.name) {
@@ -192,7 +203,12 @@ impl ptx::Memory for KernelMemory {
         let len = from.len();
         let to = self.access(address, len).ok_or(Fault { address, len })?;
         // SAFETY: as for loads.
-        unsafe { stream::move_bytes(from.as_ptr().expose_provenance(), to, len) };
+        unsafe {
+            stream::move_bytes(from.as_ptr().expose_provenance(), to, len);
+            if self.wrong {
+                stream::spoil(to, len);
+            }
+        }
         Ok(())
     }
 }

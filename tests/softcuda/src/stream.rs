@@ -14,6 +14,7 @@ use parking_lot::{Condvar, MutexGuard};
 use crate::call::{abort, in_callback, say};
 use crate::clock::Cost;
 use crate::context;
+use crate::copy;
 use crate::error::{
     CUDA_ERROR_ILLEGAL_ADDRESS, CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_READY,
     CUDA_ERROR_OUT_OF_MEMORY, Outcome,
@@ -219,6 +220,16 @@ pub(crate) unsafe fn move_bytes(from: usize, to: usize, len: usize) {
     unsafe { std::ptr::copy(from, to, len) };
 }
 
+/// Makes a byte of a copy wrong.
+///
+/// # Safety
+/// As [`move_bytes`].
+pub(crate) unsafe fn spoil(to: usize, len: usize) {
+    let byte = with_exposed_provenance_mut::<u8>(to + len / 2);
+    // SAFETY: the caller's promise.
+    unsafe { *byte ^= 1 };
+}
+
 /// A stream's thread.
 fn work(handle: Handle, wake: &Condvar) {
     let mut state = lock();
@@ -264,14 +275,17 @@ fn perform(state: &mut Locked, handle: Handle, context: Handle) {
     let (outcome, work) = match next.work {
         Work::Record(_) | Work::Wait(_) => (Ok(Cost::None), next.work),
         Work::Launch(launch) => {
-            let memory = KernelMemory::new(state.memory.in_reach_of(context));
+            let wrong = state.control.is_wrong(launch.name());
+            let memory = KernelMemory::new(state.memory.in_reach_of(context), wrong);
             let outcome = MutexGuard::unlocked(state, || launch.run(&memory));
             let (host, device) = memory.moved();
             let cost = outcome.map(|()| Cost::Kernel { host, device });
             (cost, Work::Launch(launch))
         }
         other => {
-            let cost = MutexGuard::unlocked(state, || move_or_call(&other));
+            let wrong =
+                matches!(other, Work::Copy { cost, .. } if state.control.is_wrong(copy::name(cost, false)));
+            let cost = MutexGuard::unlocked(state, || move_or_call(&other, wrong));
             (Ok(cost), other)
         }
     };
@@ -289,12 +303,17 @@ fn perform(state: &mut Locked, handle: Handle, context: Handle) {
 }
 
 /// Copies, fills and callbacks; what they cost.
-fn move_or_call(work: &Work) -> Cost {
+fn move_or_call(work: &Work, wrong: bool) -> Cost {
     match work {
         Work::Copy { from, to, len, cost } => {
             // SAFETY: places of regions are checked and in use until this ends, staged bytes are owned, and a caller whose
             // memory this is waits.
-            unsafe { move_bytes(from.address(), to.address(), *len) };
+            unsafe {
+                move_bytes(from.address(), to.address(), *len);
+                if wrong {
+                    spoil(to.address(), *len);
+                }
+            }
             *cost
         }
         Work::Fill { to, len, value } => {

@@ -11,6 +11,7 @@ use std::ptr::null;
 use common::{alone, ok};
 
 const DRIVER: &str = "cuInit cuDriverGetVersion cuGetErrorName cuGetErrorString cuDeviceGetCount cuDeviceGet cuDeviceGetName \
+    cuDeviceGetPCIBusId \
     cuDeviceGetAttribute cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxGetState cuCtxSetCurrent \
     cuCtxGetCurrent cuCtxPushCurrent_v2 cuCtxPopCurrent_v2 cuCtxGetDevice cuCtxGetStreamPriorityRange cuCtxSynchronize \
     cuStreamCreateWithPriority cuStreamCreate cuStreamDestroy_v2 cuStreamSynchronize cuStreamQuery cuStreamWaitEvent \
@@ -20,7 +21,7 @@ const DRIVER: &str = "cuInit cuDriverGetVersion cuGetErrorName cuGetErrorString 
     cuMemcpyHtoD_v2 cuMemcpyDtoH_v2 cuMemsetD8Async cuLaunchHostFunc cuModuleLoadData cuModuleUnload cuModuleGetFunction \
     cuLaunchKernel cuGetProcAddress_v2";
 
-const CONTROLS: &str = "softcuda_fail softcuda_hold softcuda_release softcuda_jitter softcuda_accept softcuda_forget \
+const CONTROLS: &str = "softcuda_fail softcuda_corrupt softcuda_hold softcuda_release softcuda_jitter softcuda_accept softcuda_forget \
     softcuda_read softcuda_write softcuda_calls softcuda_bytes softcuda_now_ns softcuda_model softcuda_live";
 
 /// Functions of other vendors that answer with a text, which no call can fail on demand.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use ucm_core::Result;
 
-use super::check::Bench;
+use super::check::{Bench, single};
 use super::plan::{Costs, Method, Run};
 use super::runtime::{Direction, RawEvent, Runtime};
 
@@ -78,11 +78,13 @@ impl Measure {
         let ways = [Direction::ToDevice, Direction::ToHost];
         let mut dma = [1.0; 2];
         for way in ways {
-            let took = self.time(Method::Dma, way, &whole(BYTES))?;
+            let took = self.time(single(&methods[way as usize]), way, &whole(BYTES))?;
             dma[way as usize] = BYTES as f64 / took;
         }
-        let calls = self.time(Method::Dma, Direction::ToHost, &tiny)?;
-        let call = calls / CALLS as f64;
+        let copy = single(&methods[Direction::ToHost as usize]);
+        let nothing = self.time(copy, Direction::ToHost, &[])?; // from one event to the next
+        let calls = self.time(copy, Direction::ToHost, &tiny)?;
+        let call = (calls - nothing).max(1.0) / CALLS as f64;
         let mut costs = Costs {
             call,
             launch: call,
@@ -93,11 +95,10 @@ impl Measure {
         for way in ways {
             let may = |method| methods[way as usize].contains(&method);
             if may(Method::Kernel) {
-                let [nothing, all] =
-                    [&small[..1], &small[..]].map(|runs| self.time(Method::Kernel, way, runs));
-                let (nothing, all) = (nothing?, all?);
-                costs.launch = (nothing - call).max(0.0);
-                costs.mapped[way as usize] = bytes_of(&small[1..]) / (all - nothing).max(1.0);
+                let [one, all] = [&tiny[..1], &small[..]].map(|runs| self.time(Method::Kernel, way, runs));
+                let one = one? - nothing;
+                costs.launch = (one - call).max(0.0);
+                costs.mapped[way as usize] = bytes_of(&small) / (all? - one).max(1.0);
             }
             if may(Method::Staging) {
                 let took = self.time(Method::Staging, way, &small)?;

@@ -1,4 +1,4 @@
-//! Whether a device copies right: each method on random bytes, beside plain copies, when it is opened.
+//! Whether a device copies right: each method on random bytes, beside single copies, when it is opened.
 #![allow(unsafe_code, reason = "copies of memory that is allocated here")]
 
 use std::sync::Arc;
@@ -99,23 +99,63 @@ fn noise(buffer: &mut [u8], seed: u64) {
     }
 }
 
-/// The methods that give right bytes, by direction. An error where not even plain copies do.
+const DIRECTIONS: [Direction; 2] = [Direction::ToDevice, Direction::ToHost];
+
+/// The methods that give right bytes, by direction. Each is compared with single copies, in both directions: those of streams
+/// where they are right, otherwise the driver's plain ones, which are used then. An error where not even those are right.
 pub(super) fn methods(runtime: &Arc<dyn Runtime>) -> Result<[Vec<Method>; 2]> {
+    let judge = |method, direction, beside| {
+        let mut bench = Bench::new(runtime, BYTES)?; // buffers of its own: one that failed is not used again
+        bench.check(method, direction, beside)
+    };
+    let beside = |method| DIRECTIONS.iter().try_for_each(|&way| judge(method, way, method));
+    let single = match beside(Method::Dma) {
+        Ok(()) => Method::Dma,
+        Err(error) => {
+            beside(Method::Plain).map_err(|plain| error.caused_by(plain))?;
+            Method::Plain
+        }
+    };
     let mut right = [Vec::new(), Vec::new()];
-    for method in Method::ALL.into_iter().rev() {
-        for direction in [Direction::ToDevice, Direction::ToHost] {
-            let mut bench = Bench::new(runtime, BYTES)?; // buffers of its own: one that failed is not used again
+    for method in [Method::Dma, Method::Kernel, Method::Staging] {
+        for direction in DIRECTIONS {
+            let bench = Bench::new(runtime, BYTES)?;
             if !bench.lane.can(method) || method == Method::Kernel && !bench.is_mapped() {
                 continue;
             }
-            match bench.check(method, direction) {
-                Ok(()) => right[direction as usize].push(method),
-                Err(error) if method == Method::Dma => return Err(error),
-                Err(error) => switched_off(&**runtime, method, direction, &error),
+            drop(bench);
+            // What kernels read of what to do comes by a copy: were it wrong, they would write anywhere.
+            let judged = match method {
+                Method::Dma if single == Method::Dma => Ok(()),
+                Method::Kernel | Method::Staging
+                    if !right[Direction::ToDevice as usize].contains(&Method::Dma) =>
+                {
+                    Err(Error::new(ErrorKind::Corrupt, "copies to the device are wrong"))
+                }
+                _ => judge(method, direction, single),
+            };
+            let methods = &mut right[direction as usize];
+            match judged {
+                Ok(()) => methods.push(method),
+                Err(error) => {
+                    switched_off(&**runtime, method, direction, &error);
+                    if method == Method::Dma {
+                        methods.push(Method::Plain);
+                    }
+                }
             }
         }
     }
     Ok(right)
+}
+
+/// How a run is copied by itself where these methods are right.
+pub(super) fn single(methods: &[Method]) -> Method {
+    if methods.contains(&Method::Dma) {
+        Method::Dma
+    } else {
+        Method::Plain
+    }
 }
 
 impl Bench {
@@ -123,8 +163,8 @@ impl Bench {
         self.pinned.mapped(self.arena.at(0).expose_provenance()).is_some()
     }
 
-    /// Moves random bytes by a method, and everything else by plain copies; all of the target is looked at.
-    fn check(&mut self, method: Method, direction: Direction) -> Result<()> {
+    /// Moves random bytes by a method, and everything else by single copies; all of the target is looked at.
+    fn check(&mut self, method: Method, direction: Direction, single: Method) -> Result<()> {
         let runs = runs(self.device);
         let whole = [Run {
             at: 0,
@@ -145,17 +185,17 @@ impl Bench {
         match direction {
             Direction::ToHost => {
                 self.host().copy_from_slice(&source);
-                self.copy(Method::Dma, Direction::ToDevice, &whole)?;
+                self.copy(single, Direction::ToDevice, &whole)?;
                 self.host().fill(POISON);
                 self.copy(method, direction, &runs)?;
             }
             Direction::ToDevice => {
                 self.host().fill(POISON);
-                self.copy(Method::Dma, Direction::ToDevice, &whole)?;
+                self.copy(single, Direction::ToDevice, &whole)?;
                 self.host().copy_from_slice(&source);
                 self.copy(method, direction, &runs)?;
                 self.host().fill(0);
-                self.copy(Method::Dma, Direction::ToHost, &whole)?;
+                self.copy(single, Direction::ToHost, &whole)?;
             }
         }
         let wrong = self

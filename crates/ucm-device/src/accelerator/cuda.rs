@@ -11,6 +11,7 @@ use ucm_core::{Error, ErrorKind, Result};
 
 use super::library;
 use super::runtime::{Kernel, RawEvent, RawStream, Runtime};
+use crate::numa;
 
 /// The copy kernels, for every driver from 450 on: `tools/ptx.py` makes them from `kernels/copy.cu`.
 const PTX: &CStr = match CStr::from_bytes_with_nul(
@@ -31,7 +32,7 @@ const KERNELS: [&CStr; 3] = [c"ucm_batch", c"ucm_gather", c"ucm_scatter"];
 const THREADS: c_uint = 256;
 
 /// What we call. A driver that lacks one of them is none for us: the bindings would panic at its first use.
-const NEEDED: [&str; 32] = [
+const NEEDED: [&str; 36] = [
     "cuCtxGetCurrent",
     "cuCtxGetStreamPriorityRange",
     "cuCtxPopCurrent_v2",
@@ -40,6 +41,7 @@ const NEEDED: [&str; 32] = [
     "cuDeviceGet",
     "cuDeviceGetCount",
     "cuDeviceGetName",
+    "cuDeviceGetPCIBusId",
     "cuDevicePrimaryCtxRelease_v2",
     "cuDevicePrimaryCtxRetain",
     "cuDriverGetVersion",
@@ -58,9 +60,12 @@ const NEEDED: [&str; 32] = [
     "cuMemHostUnregister",
     "cuMemcpyDtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyDtoH_v2",
     "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyHtoD_v2",
     "cuModuleGetFunction",
     "cuModuleLoadData",
+    "cuModuleUnload",
     "cuStreamCreateWithPriority",
     "cuStreamDestroy_v2",
     "cuStreamSynchronize",
@@ -127,9 +132,17 @@ pub(super) struct Cuda {
     device: sys::CUdevice,
     context: sys::CUcontext,
     description: String,
+    /// Of the memory that is nearest.
+    node: Option<u32>,
     /// The process that made it; the driver does not survive a fork.
     process: u32,
-    kernels: Option<[sys::CUfunction; 3]>,
+    kernels: Option<Kernels>,
+}
+
+/// The loaded kernels, in the order of [`Kernel`].
+struct Kernels {
+    module: sys::CUmodule,
+    functions: [sys::CUfunction; 3],
 }
 
 // SAFETY: handles of the driver, which may be used by any thread; what depends on a thread is set by `bind`.
@@ -142,7 +155,7 @@ impl Cuda {
     pub(super) fn open(ordinal: u32) -> Result<Self> {
         load()?;
         let (mut count, mut device, mut version): (c_int, _, c_int) = (0, 0, 0);
-        let mut name = [0 as c_char; 128];
+        let (mut name, mut pci) = ([0 as c_char; 128], [0 as c_char; 32]);
         let mut context = null_mut();
         // SAFETY: writes one number.
         unsafe { driver!(cuDeviceGetCount(&raw mut count)) }?;
@@ -161,12 +174,23 @@ impl Cuda {
             driver!(cuDriverGetVersion(&raw mut version))?;
             driver!(cuDevicePrimaryCtxRetain(&raw mut context, device))?;
         }
+        // SAFETY: writes at most so many bytes of a text with its end.
+        let placed = unsafe {
+            driver!(cuDeviceGetPCIBusId(
+                pci.as_mut_ptr(),
+                pci.len() as c_int - 1,
+                device
+            ))
+        };
+        // SAFETY: the last byte is still zero.
+        let pci = unsafe { CStr::from_ptr(pci.as_ptr()) }.to_string_lossy();
         // SAFETY: the last byte is still zero.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy();
         let mut cuda = Self {
             device,
             context,
             description: format!("{name}, CUDA driver {}.{}", version / 1000, version % 1000 / 10),
+            node: placed.ok().and_then(|()| numa::node_of(&pci)),
             process: std::process::id(),
             kernels: None,
         };
@@ -177,8 +201,7 @@ impl Cuda {
         Ok(cuda)
     }
 
-    /// The module stays loaded for as long as the process has the context.
-    fn load_kernels(&self) -> Result<[sys::CUfunction; 3]> {
+    fn load_kernels(&self) -> Result<Kernels> {
         let _bound = self.bind()?;
         let mut module = null_mut();
         // SAFETY: the text ends with a zero and is read during the call.
@@ -186,9 +209,14 @@ impl Cuda {
         let mut functions = [null_mut(); 3];
         for (function, name) in functions.iter_mut().zip(KERNELS) {
             // SAFETY: the module was loaded just now, and the name ends with a zero.
-            unsafe { driver!(cuModuleGetFunction(function, module, name.as_ptr())) }?;
+            let found = unsafe { driver!(cuModuleGetFunction(function, module, name.as_ptr())) };
+            if let Err(error) = found {
+                // SAFETY: loaded just now, and nothing uses it. The answer would help nobody.
+                let _ = unsafe { driver!(cuModuleUnload(module)) };
+                return Err(error);
+            }
         }
-        Ok(functions)
+        Ok(Kernels { module, functions })
     }
 
     /// Makes the device current on this thread, until what is given ends where the thread had another one.
@@ -229,6 +257,10 @@ impl Drop for Bound {
 impl Drop for Cuda {
     fn drop(&mut self) {
         if let Ok(_bound) = self.bind() {
+            if let Some(kernels) = &self.kernels {
+                // SAFETY: loaded in `open`; what launched its kernels has ended. The answer would help nobody.
+                let _ = unsafe { driver!(cuModuleUnload(kernels.module)) };
+            }
             // SAFETY: retained in `open`; nothing of ours uses it any more. The answer would help nobody.
             let _ = unsafe { driver!(cuDevicePrimaryCtxRelease_v2(self.device)) };
         }
@@ -246,6 +278,10 @@ fn event_of(event: RawEvent) -> sys::CUevent {
 impl Runtime for Cuda {
     fn description(&self) -> &str {
         &self.description
+    }
+
+    fn node(&self) -> Option<u32> {
+        self.node
     }
 
     fn make_stream(&self) -> Result<RawStream> {
@@ -339,6 +375,18 @@ impl Runtime for Cuda {
         unsafe { driver!(cuMemcpyDtoHAsync_v2(to.cast(), from, len, stream_of(stream))) }
     }
 
+    unsafe fn to_device_now(&self, to: u64, from: *const u8, len: usize) -> Result<()> {
+        let _bound = self.bind()?;
+        // SAFETY: the caller vouches for both ranges.
+        unsafe { driver!(cuMemcpyHtoD_v2(to, from.cast(), len)) }
+    }
+
+    unsafe fn to_host_now(&self, to: *mut u8, from: u64, len: usize) -> Result<()> {
+        let _bound = self.bind()?;
+        // SAFETY: as above.
+        unsafe { driver!(cuMemcpyDtoH_v2(to.cast(), from, len)) }
+    }
+
     unsafe fn on_device(&self, to: u64, from: u64, len: usize, stream: RawStream) -> Result<()> {
         let _bound = self.bind()?;
         // SAFETY: as above.
@@ -389,7 +437,7 @@ impl Runtime for Cuda {
         // call. The caller vouches for what they name.
         unsafe {
             driver!(cuLaunchKernel(
-                kernels[kernel as usize],
+                kernels.functions[kernel as usize],
                 grid[0],
                 grid[1],
                 1,

@@ -119,7 +119,7 @@ impl Lane {
 
     /// Whether it can do a method at all.
     pub(super) fn can(&self, method: Method) -> bool {
-        method == Method::Dma || self.descriptors.is_some()
+        matches!(method, Method::Dma | Method::Plain) || self.descriptors.is_some()
     }
 
     pub(super) fn stream(&self, direction: Direction) -> RawStream {
@@ -147,6 +147,19 @@ impl Lane {
             for run in runs {
                 // SAFETY: as the caller vouches.
                 unsafe { self.copy(direction, run.address, host.at(run.at), run.len) }?;
+            }
+            return Ok(());
+        }
+        if method == Method::Plain {
+            for run in runs {
+                let (device, host) = (run.address, host.at(run.at));
+                // SAFETY: as the caller vouches.
+                unsafe {
+                    match direction {
+                        Direction::ToDevice => self.runtime.to_device_now(device, host, run.len)?,
+                        Direction::ToHost => self.runtime.to_host_now(host, device, run.len)?,
+                    }
+                }
             }
             return Ok(());
         }
@@ -247,14 +260,14 @@ impl Lane {
         Ok(())
     }
 
-    /// Copies between places on the device, by one kernel where there is one.
+    /// Copies between places on the device, by one kernel where it may be used.
     ///
     /// # Safety
     /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of all; no pair writes what another reads or writes.
-    pub(super) unsafe fn begin_on_device(&mut self, pairs: &[[u64; 3]]) -> Result<()> {
+    pub(super) unsafe fn begin_on_device(&mut self, pairs: &[[u64; 3]], kernel: bool) -> Result<()> {
         let direction = Direction::ToDevice;
         let stream = self.stream(direction);
-        if pairs.len() < 2 || !self.can(Method::Kernel) {
+        if pairs.len() < 2 || !kernel || !self.can(Method::Kernel) {
             for &[from, to, len] in pairs {
                 // SAFETY: as the caller vouches.
                 unsafe { self.runtime.on_device(to, from, len as usize, stream) }?;

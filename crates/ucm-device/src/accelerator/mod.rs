@@ -20,6 +20,7 @@ mod plan;
 mod runtime;
 mod vendor;
 
+use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -31,6 +32,7 @@ use crate::arena::{ArenaOptions, HostArena};
 use crate::copy::{check_pairs, check_pieces};
 use crate::device::{Device, Event, Landed, Stream};
 use crate::queued::{Copier, HostEvent, QueueOptions, QueuedStream};
+use crate::region::SharedRegion;
 use crate::span::{DeviceSpan, Piece};
 use lane::{Host, Lane, STAGED};
 use pinned::{Arenas, Pinned};
@@ -186,7 +188,8 @@ impl Device for Accelerator {
     }
 
     fn make_arena(&self, bytes: usize, options: ArenaOptions) -> Result<Arc<HostArena>> {
-        let mut arena = HostArena::with(bytes, options)?;
+        let node = options.node.or(self.shared.runtime.node());
+        let mut arena = HostArena::with(bytes, ArenaOptions { node, ..options })?;
         if let Some(arena) = Arc::get_mut(&mut arena) {
             // SAFETY: the arena keeps it, and lets go of it before it unmaps.
             let pinned = unsafe { Pinned::new(Arc::clone(&self.shared.runtime), arena.at(0), arena.len()) };
@@ -195,6 +198,21 @@ impl Device for Accelerator {
             arena.keep(pinned);
         }
         Ok(arena)
+    }
+
+    fn attach(&self, region: &Arc<SharedRegion>) -> Option<Arc<dyn Any + Send + Sync>> {
+        let (start, len) = region.mapped();
+        if len == 0 {
+            return None;
+        }
+        // SAFETY: the region is kept beside it, and dropped after it.
+        let pinned = unsafe { Pinned::new(Arc::clone(&self.shared.runtime), start, len) };
+        let pinned = Arc::new(pinned);
+        self.shared.arenas.add(&pinned);
+        Some(Arc::new(Attached {
+            _pinned: pinned,
+            _region: Arc::clone(region),
+        }))
     }
 
     fn make_event(&self) -> Result<Arc<dyn Event>> {
@@ -211,6 +229,12 @@ impl Device for Accelerator {
             clock: Arc::clone(&self.options.clock),
         }))
     }
+}
+
+/// A region that copies go to and from; fields are dropped in their order.
+struct Attached {
+    _pinned: Arc<Pinned>,
+    _region: Arc<SharedRegion>,
 }
 
 /// An event that a caller recorded on a stream of theirs and keeps until the work that waits for it has ended.
@@ -322,10 +346,11 @@ impl Shared {
             .filter(|&method| lane.can(method) && (method != Method::Kernel || host.is_mapped(&small)))
             .collect();
         let wanted = self.wanted.filter(|wanted| usable.contains(wanted));
+        let single = check::single(&self.methods[direction as usize]);
         let method = wanted.unwrap_or_else(|| self.costs.cheapest(&usable, direction, &small));
         // SAFETY: as the caller vouches.
         unsafe {
-            lane.begin(Method::Dma, direction, &large, host)?;
+            lane.begin(single, direction, &large, host)?;
             lane.begin(method, direction, &small, host)
         }
     }
@@ -344,9 +369,10 @@ impl Copier for AcceleratorCopier {
             words.push([src.addr(), dst.addr(), src.len()]);
         }
         words.retain(|pair| pair[2] > 0);
+        let kernel = self.shared.methods[Direction::ToDevice as usize].contains(&Method::Kernel);
         self.with_lane(Direction::ToDevice, |lane| {
             // SAFETY: the spans' makers vouched for them until this call returns, and it returns when the work is over.
-            unsafe { lane.begin_on_device(&words) }
+            unsafe { lane.begin_on_device(&words, kernel) }
         })
     }
 

@@ -24,16 +24,17 @@ pub(super) enum Method {
     Kernel,
     /// One kernel between the runs and a buffer on the device, and a copy of that.
     Staging,
+    /// One copy each, of which every one ends before the next begins: where the asynchronous ones are wrong.
+    Plain,
 }
 
 impl Method {
-    pub(super) const ALL: [Self; 3] = [Self::Staging, Self::Kernel, Self::Dma];
-
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Dma => "dma",
             Self::Kernel => "sm",
             Self::Staging => "staging",
+            Self::Plain => "plain",
         }
     }
 }
@@ -103,19 +104,29 @@ impl Costs {
     ) -> f64 {
         let way = direction as usize;
         let (n, parts, bytes) = (count as f64, segments as f64, bytes as f64);
-        let descriptors = self.call + n * DESCRIPTOR as f64 / self.dma[Direction::ToDevice as usize];
         let moved = bytes / self.dma[way];
-        match method {
-            Method::Dma => (n * self.call + moved / n.max(1.0)).max(self.call + moved),
-            Method::Kernel => descriptors + self.launch + bytes / self.mapped[way],
-            Method::Staging => {
-                let copied = (parts * self.call + moved / parts.max(1.0)).max(self.call + moved);
-                descriptors + self.launch + bytes / self.device + copied
+        // So many copies end: the host begins the next one while one goes on.
+        let copies = |n: f64| (n * self.call + moved / n.max(1.0)).max(self.call + moved);
+        // A kernel begins when its descriptors are there and the host has begun it.
+        let descriptors = self.call + n * DESCRIPTOR as f64 / self.dma[Direction::ToDevice as usize];
+        let kernel = descriptors.max(self.call + self.launch);
+        let (host, device) = match (method, direction) {
+            (Method::Dma, _) => (n * self.call, copies(n)),
+            (Method::Plain, _) => (0.0, n * self.call + moved),
+            (Method::Kernel, _) => (self.call + self.launch, kernel + bytes / self.mapped[way]),
+            (Method::Staging, _) => {
+                let host = self.call + self.launch + parts * self.call;
+                let on_device = bytes / self.device;
+                match direction {
+                    Direction::ToHost => (host, (kernel + on_device + moved).max(kernel + copies(parts))),
+                    Direction::ToDevice => (host, (descriptors + copies(parts)).max(host) + on_device),
+                }
             }
-        }
+        };
+        (host + self.call).max(device) // waiting is a call too
     }
 
-    /// The cheapest of `methods`; the last one of [`Method::ALL`] where there is none.
+    /// The cheapest of `methods`.
     pub(super) fn cheapest(&self, methods: &[Method], direction: Direction, runs: &[Run]) -> Method {
         let bytes = runs.iter().map(|run| run.len).sum();
         let segments = segments(runs);
@@ -185,11 +196,12 @@ mod tests {
 
     #[test]
     fn small_fragments_are_staged_and_large_ones_copied() {
+        let all = [Method::Staging, Method::Kernel, Method::Dma];
         let of = |len: usize, count: usize| {
             let runs: Vec<_> = (0..count)
                 .map(|i| run(i * len, (i * 3 * len) as u64, len))
                 .collect();
-            PUBLISHED.cheapest(&Method::ALL, Direction::ToHost, &runs)
+            PUBLISHED.cheapest(&all, Direction::ToHost, &runs)
         };
         assert_eq!(of(8 << 10, 4096), Method::Staging);
         assert_eq!(of(32 << 10, 1024), Method::Staging);

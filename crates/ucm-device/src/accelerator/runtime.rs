@@ -1,6 +1,6 @@
 //! What an accelerator's runtime does for us: the one seam between the copies of this crate and the libraries of vendors.
 
-use ucm_core::Result;
+use ucm_core::{Error, ErrorKind, Result};
 
 /// A stream of the runtime's own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -35,6 +35,11 @@ pub(super) enum Kernel {
 pub(super) trait Runtime: Send + Sync {
     /// What the device and its driver are, for logs and for what was measured of them.
     fn description(&self) -> &str;
+
+    /// The node of the machine's memory that is nearest to the device, where there are several and it is known.
+    fn node(&self) -> Option<u32> {
+        None
+    }
 
     /// A stream that does not wait for the default stream, of the highest priority there is.
     fn make_stream(&self) -> Result<RawStream>;
@@ -77,6 +82,23 @@ pub(super) trait Runtime: Send + Sync {
     /// As [`Runtime::to_device`]; nobody reads `to` before the stream's work is over.
     unsafe fn to_host(&self, to: *mut u8, from: u64, len: usize, stream: RawStream) -> Result<()>;
 
+    /// Copies from the host to the device and returns when that is over: the last resort, where no copy of a stream gives right
+    /// bytes. `Unsupported` where the runtime has no such copy.
+    ///
+    /// # Safety
+    /// As [`Runtime::to_device`], until it returns.
+    unsafe fn to_device_now(&self, _to: u64, _from: *const u8, _len: usize) -> Result<()> {
+        Err(no_copies())
+    }
+
+    /// The same from the device to the host.
+    ///
+    /// # Safety
+    /// As [`Runtime::to_host`], until it returns.
+    unsafe fn to_host_now(&self, _to: *mut u8, _from: u64, _len: usize) -> Result<()> {
+        Err(no_copies())
+    }
+
     /// Begins a copy on the device between ranges that do not overlap.
     ///
     /// # Safety
@@ -109,4 +131,9 @@ pub(super) trait Runtime: Send + Sync {
         grid: [u32; 2],
         stream: RawStream,
     ) -> Result<()>;
+}
+
+fn no_copies() -> Error {
+    let none = "this runtime has no copies but those of streams";
+    Error::new(ErrorKind::Unsupported, none)
 }

@@ -248,6 +248,12 @@ impl SharedRegion {
         self.shape.stride()
     }
 
+    /// Its mapping, which stays until this is dropped; nothing in a forked child.
+    pub(crate) fn mapped(&self) -> (*mut u8, usize) {
+        let words = self.mapping.words();
+        (words.as_ptr().cast_mut().cast(), std::mem::size_of_val(words))
+    }
+
     /// The number that tells this region from every other.
     pub fn nonce(&self) -> u64 {
         self.shape.nonce

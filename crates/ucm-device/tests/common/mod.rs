@@ -8,11 +8,13 @@
 #![allow(dead_code, reason = "each test file uses its part of this")]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ops::Deref;
 use std::path::PathBuf;
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 use std::sync::{Arc, OnceLock};
 
 use libloading::Library;
+use parking_lot::{Mutex, MutexGuard};
 use ucm_device::{Device, DeviceSpan, Transfer, open_device};
 use ucm_infra::SystemClock;
 
@@ -22,9 +24,22 @@ pub(crate) const TO_HOST: c_int = 1;
 pub(crate) const ALLOCATIONS: c_int = 0;
 pub(crate) const REGISTRATIONS: c_int = 1;
 pub(crate) const STREAMS: c_int = 2;
+pub(crate) const EVENTS: c_int = 3;
+pub(crate) const MODULES: c_int = 4;
 
 /// The loaded driver.
 pub(crate) struct Driver(Library);
+
+/// The driver while no other test of the process has it.
+pub(crate) struct Alone(MutexGuard<'static, ()>);
+
+impl Deref for Alone {
+    type Target = Driver;
+
+    fn deref(&self) -> &Driver {
+        Driver::of_process()
+    }
+}
 
 /// Where cargo puts the driver, which it builds with the tests: beside or one above the test's own program.
 fn path() -> PathBuf {
@@ -38,8 +53,13 @@ fn path() -> PathBuf {
 }
 
 impl Driver {
-    /// Puts it in the place of the driver, once in a process and before any device is opened.
-    pub(crate) fn load() -> &'static Self {
+    /// Puts it in the place of the driver, before any device is opened. Its state is the process's: a test has it alone.
+    pub(crate) fn load() -> Alone {
+        static ALONE: Mutex<()> = Mutex::new(());
+        Alone(ALONE.lock())
+    }
+
+    fn of_process() -> &'static Self {
         static LOADED: OnceLock<Driver> = OnceLock::new();
         LOADED.get_or_init(|| {
             // SAFETY: before anything else of this test begins a thread; every test file does this first.
@@ -68,6 +88,20 @@ impl Driver {
         let mend: unsafe extern "C" fn() = self.function(c"softcuda_mend");
         // SAFETY: no arguments.
         unsafe { mend() }
+    }
+
+    /// Lets copies by a function, or launches of a kernel, write wrong bytes.
+    pub(crate) fn corrupt(&self, name: &CStr) {
+        let corrupt: unsafe extern "C" fn(*const c_char) = self.function(c"softcuda_corrupt");
+        // SAFETY: reads the name during the call.
+        unsafe { corrupt(name.as_ptr()) }
+    }
+
+    /// Nothing writes wrong bytes any more.
+    pub(crate) fn sound(&self) {
+        let corrupt: unsafe extern "C" fn(*const c_char) = self.function(c"softcuda_corrupt");
+        // SAFETY: null ends it.
+        unsafe { corrupt(null()) }
     }
 
     /// No stream begins anything more.
@@ -137,7 +171,7 @@ impl Driver {
     }
 
     /// Memory of the device for a test, in the primary context, which it retains.
-    pub(crate) fn memory(&'static self, len: usize) -> Memory {
+    pub(crate) fn memory(&self, len: usize) -> Memory {
         type Retain = unsafe extern "C" fn(*mut *mut c_void, c_int) -> c_int;
         let (mut context, mut address) = (null_mut(), 0);
         let init: unsafe extern "C" fn(u32) -> c_int = self.function(c"cuInit");
@@ -154,11 +188,7 @@ impl Driver {
             ]
         };
         assert_eq!(answers, [0; 4]);
-        Memory {
-            driver: self,
-            address,
-            len,
-        }
+        Memory { address, len }
     }
 
     /// An event of the caller's, recorded on a stream of theirs behind work that [`Driver::hold`] keeps.
@@ -185,7 +215,6 @@ impl Driver {
 
 /// Memory of the device.
 pub(crate) struct Memory {
-    driver: &'static Driver,
     pub(crate) address: u64,
     pub(crate) len: usize,
 }
@@ -199,14 +228,15 @@ impl Memory {
 
     pub(crate) fn fill(&self, bytes: &[u8]) {
         assert_eq!(bytes.len(), self.len);
-        let write: unsafe extern "C" fn(u64, *const u8, usize) = self.driver.function(c"softcuda_write");
+        let write: unsafe extern "C" fn(u64, *const u8, usize) =
+            Driver::of_process().function(c"softcuda_write");
         // SAFETY: as many bytes as there are.
         unsafe { write(self.address, bytes.as_ptr(), bytes.len()) }
     }
 
     pub(crate) fn bytes(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.len];
-        let read: unsafe extern "C" fn(u64, *mut u8, usize) = self.driver.function(c"softcuda_read");
+        let read: unsafe extern "C" fn(u64, *mut u8, usize) = Driver::of_process().function(c"softcuda_read");
         // SAFETY: as many bytes as there is room for.
         unsafe { read(self.address, bytes.as_mut_ptr(), bytes.len()) };
         bytes
@@ -215,7 +245,7 @@ impl Memory {
 
 /// The device over the driver.
 pub(crate) fn open(transfer: Transfer) -> Arc<dyn Device> {
-    Driver::load();
+    Driver::of_process();
     open_device("cuda", transfer, SystemClock::shared()).unwrap()
 }
 
@@ -235,6 +265,11 @@ impl Random {
     }
 
     pub(crate) fn bytes(&mut self, len: usize) -> Vec<u8> {
-        (0..len).map(|_| self.below(256) as u8).collect()
+        let mut bytes = vec![0; len];
+        for eight in bytes.chunks_mut(8) {
+            self.below(1);
+            eight.copy_from_slice(&self.0.to_ne_bytes()[..eight.len()]);
+        }
+        bytes
     }
 }

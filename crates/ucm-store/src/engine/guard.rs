@@ -86,8 +86,7 @@ impl Core {
         read: &ReadDone,
         verified: u32,
     ) -> Result<RecordHeader, Refusal> {
-        let bytes = &read.slot.as_slice()[..read.read];
-        verify_rest(bytes, read.stored_len, &self.expect(id), verified)
+        verify_rest(read.bytes(), read.stored_len, &self.expect(id), verified)
     }
 
     /// The same of a read of some layers, those up to number `verified` judged before.

@@ -115,6 +115,10 @@ impl Engine {
             .with("at_least", LEAST_SLOTS as u64 * slot_len));
         }
         let arena = device.make_arena((slots.max(1) * slot_len) as usize, ArenaOptions::default())?;
+        let lends = tiers
+            .iter()
+            .filter_map(|tier| tier.backend.features().memory?.region());
+        let attached = lends.filter_map(|region| device.attach(region)).collect();
         let pages = arena.paging().name();
         let slots = SlotPool::new(arena, slot_len as usize)?;
         let reserved_slots = (slots.capacity() / 4).max(1);
@@ -176,6 +180,7 @@ impl Engine {
                 reserved_slots,
                 copies,
                 kv: Mutex::default(),
+                _attached: attached,
             },
             asks,
             reads: Mutex::default(),

@@ -280,6 +280,7 @@ impl Core {
             again: reading.again,
             deadline: reading.request.deadline,
             looked: false,
+            in_place: !reading.again && reading.layers.is_none(),
         };
         TierRead {
             read,
@@ -398,17 +399,17 @@ impl Core {
         };
         let (id, tier) = (reading.id, reading.tier);
         let waiters = self.end_read(id, None, reading.layers.as_ref());
+        let record = read.lent.as_deref().unwrap_or(read.slot.as_slice());
         let scattered = |(task, index): &(Arc<LoadTask>, usize)| {
             let taken = task.take(*index, |_| true); // what did not go to the device before
-            !taken.is_empty() && self.scatter(task, *index, &taken, read.slot.as_slice(), tier)
+            !taken.is_empty() && self.scatter(task, *index, &taken, record, tier)
         };
         let over: Vec<_> = waiters.into_iter().filter(scattered).collect();
         // Where nothing takes it up, whoever learns that its load is over finds the slot free.
         let kept = (reading.layers.is_none() && self.tiers.is_kept_above(tier)).then_some(read);
         over.iter().for_each(|(task, _)| self.report(task));
-        if let Some(ReadDone { slot, read, .. }) = kept {
-            let record = &slot.as_slice()[..read];
-            self.tiers.promote(tier, id, record, header.meta.ordinal);
+        if let Some(read) = kept {
+            self.tiers.promote(tier, id, read.bytes(), header.meta.ordinal);
         }
         self.pump(); // one read less is running
     }

@@ -1,5 +1,6 @@
 //! What is moved between the device and a record in its slot: all pieces of a block in one transfer.
 
+use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -19,6 +20,8 @@ pub(super) struct DeviceSide {
     pub(super) copies: Arc<WorkerPool>,
     /// Where the KV lies, once somebody said so.
     pub(super) kv: Mutex<Option<Arc<KvLayout>>>,
+    /// What the device knows of the memory that tiers lend records from, until the engine ends.
+    pub(super) _attached: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
 /// The device, and those of its streams that nobody uses.

@@ -1,7 +1,9 @@
 //! Memory that plays the device, and a device whose copies hang and are counted.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, OnceLock};
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ptr::null_mut;
+use std::sync::{Arc, Once, OnceLock};
 
 use parking_lot::{Condvar, Mutex};
 use ucm_core::{BlockId, Error, Result};
@@ -15,20 +17,21 @@ use ucm_store::engine::{Pieces, Row};
 use super::{Setup, id};
 
 /// The device of this run: the host, unless `UCM_TEST_DEVICE` names another.
-pub(crate) fn of_this_run(clock: &Arc<dyn Clock>) -> Result<Arc<dyn ucm_device::Device>> {
+pub(crate) fn of_this_run(transfer: Transfer, clock: &Arc<dyn Clock>) -> Result<Arc<dyn ucm_device::Device>> {
     let name = std::env::var("UCM_TEST_DEVICE");
     ucm_device::open_device(
         name.as_deref().unwrap_or(DEFAULT_DEVICE),
-        Transfer::Auto,
+        transfer,
         Arc::clone(clock),
     )
 }
 
 /// The software driver that stands for CUDA's in this run, told that memory of the tests' own is the device's.
-struct SoftCuda(libloading::Library);
+pub(crate) struct SoftCuda(libloading::Library);
 
 impl SoftCuda {
-    fn of_this_run() -> Option<&'static Self> {
+    /// The one that `UCM_TEST_DRIVER` names.
+    pub(crate) fn of_this_run() -> Option<&'static Self> {
         static LOADED: OnceLock<Option<SoftCuda>> = OnceLock::new();
         let load = || {
             let path = std::env::var_os("UCM_TEST_DRIVER")?;
@@ -38,28 +41,105 @@ impl SoftCuda {
         LOADED.get_or_init(load).as_ref()
     }
 
-    fn accept(&self, memory: &[u8]) {
-        // SAFETY: the function has this type.
-        let accept = unsafe {
-            self.0
-                .get::<unsafe extern "C" fn(usize, usize) -> i32>(b"softcuda_accept\0")
+    /// The one that cargo builds with the tests, as the device of this process. Called first by the tests of a file that run
+    /// over it alone.
+    pub(crate) fn beside() -> &'static Self {
+        static NAMED: Once = Once::new();
+        NAMED.call_once(|| {
+            let program = std::env::current_exe().unwrap();
+            let beside = program
+                .ancestors()
+                .skip(1)
+                .take(2)
+                .map(|dir| dir.join("libsoftcuda.so"));
+            let found = beside.into_iter().find(|path| path.exists()).unwrap();
+            // SAFETY: the first thing that any test of this process does.
+            unsafe {
+                std::env::set_var("UCM_TEST_DRIVER", found);
+                std::env::set_var("UCM_TEST_DEVICE", "cuda");
+            }
+        });
+        Self::of_this_run().unwrap()
+    }
+
+    /// How many ranges of host memory are registered, but for those of streams: two streams have one.
+    pub(crate) fn registrations(&self) -> u64 {
+        let live: unsafe extern "C" fn(c_int) -> u64 = self.function(c"softcuda_live");
+        // SAFETY: numbers.
+        let (all, streams) = unsafe { (live(1), live(2)) };
+        all.saturating_sub(streams / 2)
+    }
+
+    /// No stream begins anything more, or all do again.
+    pub(crate) fn hold(&self, held: bool) {
+        let name = if held {
+            c"softcuda_hold"
+        } else {
+            c"softcuda_release"
         };
-        let accept = accept.unwrap();
+        let hold: unsafe extern "C" fn(*mut c_void) = self.function(name);
+        // SAFETY: null is all streams.
+        unsafe { hold(null_mut()) }
+    }
+
+    /// A function of it.
+    fn function<F: Copy>(&self, name: &CStr) -> F {
+        // SAFETY: the callers below name functions with the types that the driver gives them.
+        *unsafe { self.0.get::<F>(name.to_bytes_with_nul()) }.unwrap()
+    }
+
+    fn accept(&self, memory: &[u8]) {
+        let accept: unsafe extern "C" fn(usize, usize) -> c_int = self.function(c"softcuda_accept");
         // SAFETY: the memory is there until it is forgotten.
         let answer = unsafe { accept(memory.as_ptr() as usize, memory.len()) };
         assert_eq!(answer, 0);
     }
 
     fn forget(&self, memory: &[u8]) {
-        // SAFETY: the function has this type.
-        let forget = unsafe {
-            self.0
-                .get::<unsafe extern "C" fn(usize) -> i32>(b"softcuda_forget\0")
-        };
-        let forget = forget.unwrap();
+        let forget: unsafe extern "C" fn(usize) -> c_int = self.function(c"softcuda_forget");
         // SAFETY: it was accepted.
         let answer = unsafe { forget(memory.as_ptr() as usize) };
         assert_eq!(answer, 0);
+    }
+
+    /// Lets the `nth` call from now on of a function answer an error.
+    pub(crate) fn fail(&self, function: &CStr, nth: u64, code: c_int) {
+        let fail: unsafe extern "C" fn(*const c_char, u64, c_int) = self.function(c"softcuda_fail");
+        // SAFETY: reads the name during the call.
+        unsafe { fail(function.as_ptr(), nth, code) }
+    }
+
+    /// No call fails any more.
+    pub(crate) fn mend(&self) {
+        let mend: unsafe extern "C" fn() = self.function(c"softcuda_mend");
+        // SAFETY: no arguments.
+        unsafe { mend() }
+    }
+
+    /// The handle of an event that a stream of the caller's recorded, in the primary context, which is retained.
+    pub(crate) fn recorded_event(&self) -> u64 {
+        type Make = unsafe extern "C" fn(*mut *mut c_void, u32) -> c_int;
+        type Retain = unsafe extern "C" fn(*mut *mut c_void, c_int) -> c_int;
+        let (mut context, mut stream, mut event) = (null_mut(), null_mut(), null_mut::<c_void>());
+        let init: unsafe extern "C" fn(u32) -> c_int = self.function(c"cuInit");
+        let retain: Retain = self.function(c"cuDevicePrimaryCtxRetain");
+        let current: unsafe extern "C" fn(*mut c_void) -> c_int = self.function(c"cuCtxSetCurrent");
+        let make_stream: Make = self.function(c"cuStreamCreate");
+        let make_event: Make = self.function(c"cuEventCreate");
+        let record: unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int = self.function(c"cuEventRecord");
+        // SAFETY: each call writes one handle or none.
+        let answers = unsafe {
+            [
+                init(0),
+                retain(&raw mut context, 0),
+                current(context),
+                make_stream(&raw mut stream, 1),
+                make_event(&raw mut event, 0),
+                record(event, stream),
+            ]
+        };
+        assert_eq!(answers, [0; 6]);
+        event.expose_provenance() as u64
     }
 }
 

@@ -167,6 +167,7 @@ impl MapStage {
             slot,
             read: len,
             stored_len: len as u64,
+            lent: None,
         })
     }
 }

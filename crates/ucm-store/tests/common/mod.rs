@@ -39,7 +39,7 @@ pub(crate) use over::only_over;
 pub(crate) use setup::{Above, Layout, Setup};
 
 #[allow(unused_imports, reason = "each test file uses its part of this")]
-pub(crate) use device::{Device, SlowDevice, content};
+pub(crate) use device::{Device, SlowDevice, SoftCuda, content};
 #[allow(unused_imports, reason = "each test file uses its part of this")]
 pub(crate) use media::{Medium, media, memory_config, on, shape};
 
@@ -236,7 +236,7 @@ impl Store {
         };
         let device: Arc<dyn ucm_device::Device> = match &setup.device {
             Some(device) => Arc::clone(device) as Arc<dyn ucm_device::Device>,
-            None => device::of_this_run(&clock)?,
+            None => device::of_this_run(setup.transfer, &clock)?,
         };
         let engine = Engine::open(config, tiers, device, clock)?;
         let store = Self {

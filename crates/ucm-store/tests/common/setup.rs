@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ucm_core::Part;
+use ucm_device::Transfer;
 use ucm_io::{OpKind, Process};
 use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Modes;
@@ -67,6 +68,8 @@ pub(crate) struct Setup {
     pub(crate) workers: usize,
     pub(crate) copy_threads: usize,
     pub(crate) device: Option<Arc<SlowDevice>>,
+    /// How an accelerator copies.
+    pub(crate) transfer: Transfer,
     /// How records lie below the root.
     pub(crate) layout: Layout,
     /// Nobody names the layout: the root has records in it already.
@@ -192,6 +195,7 @@ impl Default for Setup {
             workers: 4,
             copy_threads: 1,
             device: None,
+            transfer: Transfer::Auto,
             layout: Layout::of_this_run(),
             unnamed: std::env::var("UCM_TEST_LAYOUT").is_ok_and(|layout| layout.starts_with("unnamed")),
             codec: codec_of_this_run(),

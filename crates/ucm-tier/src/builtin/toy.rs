@@ -94,6 +94,7 @@ impl Toy {
             slot,
             read: record.len(),
             stored_len: record.len() as u64,
+            lent: None,
         })
     }
 }

@@ -35,7 +35,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, Identity, MissReason, Part, Result};
-use ucm_device::{MachineMemory, Pinned, Slot};
+use ucm_device::{MachineMemory, Pinned, SharedRegion, Slot};
 use ucm_infra::{Clock, Lane, MonotonicTime};
 use ucm_io::{IoJob, IoOptions, IoPool};
 use ucm_quota::Capacity;
@@ -136,6 +136,8 @@ pub struct MemoryCounts {
     pub deleted: u64,
     /// Uses told by [`Backend::touch`].
     pub touched: u64,
+    /// Reads that took a record where it lies.
+    pub lent: u64,
     /// Regions of other processes that are mapped.
     pub neighbours: u64,
 }
@@ -297,7 +299,18 @@ impl Backend for MemoryBackend {
     }
 
     fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
-        let copy = |BlockRead { id, mut slot, .. }: BlockRead| {
+        let copy = |read: BlockRead| {
+            let (id, mut slot) = (read.id, read.slot);
+            if read.in_place
+                && let Some(record) = self.tier.lend(id)
+            {
+                return Ok(ReadDone {
+                    slot,
+                    read: record.len(),
+                    stored_len: record.len() as u64,
+                    lent: Some(record),
+                });
+            }
             let absent =
                 || Error::new(ErrorKind::NotFound, "the record is not in memory any more").with("block", id);
             let read = self.copy_out(id, slot.as_mut_slice()).ok_or_else(absent)?;
@@ -305,6 +318,7 @@ impl Backend for MemoryBackend {
                 slot,
                 read,
                 stored_len: read as u64,
+                lent: None,
             })
         };
         run.into_iter().map(|read| Outcome::Came(copy(read))).collect()
@@ -367,6 +381,10 @@ impl Memory for MemoryBackend {
 
     fn has(&self, id: BlockId) -> bool {
         self.contains(id)
+    }
+
+    fn region(&self) -> Option<&Arc<SharedRegion>> {
+        self.tier.region()
     }
 
     fn on_evicted(&self, hook: Evicted) -> bool {

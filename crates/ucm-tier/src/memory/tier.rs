@@ -45,6 +45,7 @@ pub(super) struct Tier {
     returned: AtomicU64,
     deleted: AtomicU64,
     touched: AtomicU64,
+    lent: AtomicU64,
 }
 
 struct State {
@@ -88,6 +89,7 @@ impl Tier {
             returned: AtomicU64::new(0),
             deleted: AtomicU64::new(0),
             touched: AtomicU64::new(0),
+            lent: AtomicU64::new(0),
         }))
     }
 
@@ -252,9 +254,21 @@ impl Tier {
     pub(super) fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
         let record = self.pin(id)?;
         out.get_mut(..record.len())?.copy_from_slice(&record);
+        self.used(&record);
+        Some(record.len())
+    }
+
+    /// Lends a record of the own region, which counts as a use.
+    pub(super) fn lend(&self, id: BlockId) -> Option<Pinned> {
+        let record = self.pin(id)?;
+        self.used(&record);
+        self.lent.fetch_add(1, Ordering::Relaxed);
+        Some(record)
+    }
+
+    fn used(&self, record: &Pinned) {
         let now = self.now();
         self.state.lock().uses(record.slot(), record.ordinal(), now);
-        Some(record.len())
     }
 
     /// Judges a record.
@@ -377,6 +391,7 @@ impl Tier {
             returned: get(&self.returned),
             deleted: get(&self.deleted),
             touched: get(&self.touched),
+            lent: get(&self.lent),
             neighbours: 0,
         }
     }

@@ -52,6 +52,7 @@ impl Placed {
             slot: self.read.slot,
             read,
             stored_len: self.hit.len,
+            lent: None,
         }
     }
 }
