@@ -108,7 +108,9 @@ loom: ## every interleaving of what was written here with atomics
 .PHONY: test-py
 test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines last
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
-		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py
+		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans
+	@cargo build --locked --quiet -p softcuda
+	@UCM_TEST_CUDA_DRIVER=$(SOFTCUDA) $(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans
 	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py
 
 # A kind of tier in one file and one line, from Python: with a core that has a toy, beside the usual one.
@@ -183,16 +185,19 @@ bench-beside: $(VENV)/.stamp-vllm ## this tree beside another revision, in turns
 wheel: $(VENV)/.stamp-wheel ## build the wheel into dist/
 	@ls dist/*.whl
 
+# What ucmtrans.commit_id says.
+COMMIT = env UCM_COMMIT_ID=$(or $(shell git rev-parse HEAD 2>/dev/null),unknown)
+
 $(VENV)/.stamp-wheel: $(VENV)/.stamp-core $(PYTHON_SOURCES) README.md LICENSE THIRD-PARTY-LICENSES.txt
 	@rm -f dist/*.whl
-	@$(STAGE) "build the wheel" $(BIN)/maturin build --quiet --release --locked --out dist
+	@$(STAGE) "build the wheel" $(COMMIT) $(BIN)/maturin build --quiet --release --locked --out dist
 	@touch $@
 
 # The extension is built once, optimised as in the wheel. It lies in the source tree and the package is an editable
 # install: tests see edited Python files at once, and vLLM finds the entry point.
 $(VENV)/.stamp-core: $(VENV)/.stamp-dev $(RUST_SOURCES) pyproject.toml
 	@VIRTUAL_ENV=$(abspath $(VENV)) PATH="$(abspath .tools/bin):$$PATH" \
-		$(STAGE) "build ucm._core" $(BIN)/maturin develop --quiet --uv --release --locked
+		$(STAGE) "build ucm._core" $(COMMIT) $(BIN)/maturin develop --quiet --uv --release --locked
 	@touch $@
 
 # --- environments --------------------------------------------------------------------------------------------------

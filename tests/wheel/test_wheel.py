@@ -40,7 +40,7 @@ def test_wheel_carries_types_licence_and_nothing_of_the_repository(names: list[s
     assert any(name.endswith("/LICENSE") for name in names)
     assert any(name.endswith("/THIRD-PARTY-LICENSES.txt") for name in names)
     tops = {name.split("/")[0] for name in names}
-    assert {top.rpartition(".")[2] if "-" in top else top for top in tops} <= {"ucm", "dist-info", "libs"}
+    assert {top.rpartition(".")[2] if "-" in top else top for top in tops} <= {"ucm", "ucmtrans", "dist-info", "libs"}
 
 
 def test_only_small_things_are_required_and_vllm_is_an_extra(wheel: Path) -> None:
