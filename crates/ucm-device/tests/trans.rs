@@ -20,10 +20,17 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn host_bytes(buffer: &Buffer) -> &mut [u8] {
-    let first = std::ptr::with_exposed_provenance_mut(buffer.address() as usize);
-    // SAFETY: a buffer on the host, which nothing else uses while the test looks at it.
-    unsafe { std::slice::from_raw_parts_mut(first, buffer.len()) }
+/// The bytes of a buffer on the host.
+fn host_bytes(buffer: &Buffer) -> Vec<u8> {
+    let first = std::ptr::with_exposed_provenance::<u8>(buffer.address() as usize);
+    // SAFETY: so many bytes are there, and nothing writes to them while the test looks.
+    unsafe { std::slice::from_raw_parts(first, buffer.len()) }.to_vec()
+}
+
+fn poison(buffer: &Buffer) {
+    let first = std::ptr::with_exposed_provenance_mut::<u8>(buffer.address() as usize);
+    // SAFETY: so many bytes are there, and nothing uses them while the test writes.
+    unsafe { first.write_bytes(0xee, buffer.len()) }
 }
 
 /// Pieces of `size` bytes, `stride` apart on the device, in turns in one and the other buffer of the host.
@@ -60,17 +67,18 @@ fn pieces_in_several_arenas_and_in_none_are_one_transfer() {
             let before = random.bytes(memory.len);
             memory.fill(&before);
             for buffer in [&pinned, &other] {
-                host_bytes(buffer).fill(0xee);
+                poison(buffer);
             }
             copies.transfer(Direction::ToHost, &pairs).unwrap();
+            let after = [host_bytes(&pinned), host_bytes(&other)];
             for (i, (_, side)) in pairs.iter().enumerate() {
-                let buffer = [&pinned, &other][i % 2];
-                let at = (side.addr() - buffer.address()) as usize;
+                let at = (side.addr() - [&pinned, &other][i % 2].address()) as usize;
+                let (piece, gap) = after[i % 2][at..at + size + 5].split_at(size);
                 assert!(
-                    host_bytes(buffer)[at..at + size] == before[i * stride..i * stride + size],
+                    piece == &before[i * stride..i * stride + size],
                     "{transfer:?}, {size}, piece {i}"
                 );
-                assert!(host_bytes(buffer)[at + size..at + size + 5] == [0xee; 5]);
+                assert_eq!(gap, [0xee; 5], "{transfer:?}, {size}, piece {i}");
             }
             memory.fill(&vec![0; memory.len]);
             copies.transfer(Direction::ToDevice, &pairs).unwrap();
