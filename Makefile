@@ -13,6 +13,9 @@ PYTHON ?= $(firstword $(shell command -v python3.11 python3))
 # A wheel to test or to demonstrate instead of the source tree: make demo WHEEL=dist/<file>
 WHEEL ?=
 
+# Where the KV of the demo lies: the host's memory, or a device behind the software driver of the tests.
+DEVICE ?= host
+
 # For the one peer of bench-peers that has no wheel for another version.
 PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python3.12; do \
 	"$$python" -c "" 2>/dev/null && echo "$$python" && break; done)
@@ -58,8 +61,11 @@ help: ## list the targets
 	@echo "  demo and test-py take WHEEL=<file> and then run from that wheel instead of the source tree"
 
 .PHONY: demo
-demo: $(RUN_ENV) ## one prompt, three engines: cold, warm, and with a damaged block; ends with a table
-	@$(RUN_BIN)/python demo/run.py
+demo: $(RUN_ENV) ## one prompt, three engines: cold, warm, and with a damaged block (DEVICE=softcuda)
+ifeq ($(DEVICE),softcuda)
+	@$(STAGE) "build the software driver" cargo build --locked --quiet --release -p softcuda
+endif
+	@$(RUN_BIN)/python demo/run.py --device $(DEVICE) --driver $(subst /debug/,/release/,$(SOFTCUDA))
 
 # --- tests ---------------------------------------------------------------------------------------------------------
 
@@ -106,11 +112,11 @@ loom: ## every interleaving of what was written here with atomics
 		$(STAGE) "loom" cargo test --locked --quiet -p ucm-infra --test loom
 
 .PHONY: test-py
+test-py: export UCM_TEST_CUDA_DRIVER = $(SOFTCUDA)
 test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines last
+	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
-		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans
-	@cargo build --locked --quiet -p softcuda
-	@UCM_TEST_CUDA_DRIVER=$(SOFTCUDA) $(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans
+		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py
 	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py
 
 # A kind of tier in one file and one line, from Python: with a core that has a toy, beside the usual one.

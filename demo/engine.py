@@ -45,7 +45,13 @@ def main(job_file: pathlib.Path) -> None:
             kv_connector="UCMConnector",
             kv_role="kv_both",
             # A file for each block, so that there is something to look at; left out, the quicker layout is found out.
-            kv_connector_extra_config={"storage_backend": "posix", "storage_path": job["store"], "layout": "file"},
+            kv_connector_extra_config={
+                "storage_backend": "posix",
+                "storage_path": job["store"],
+                "layout": "file",
+                **job["device"]["config"],
+            },
+            kv_connector_module_path=job["device"]["connector"],
         ),
     )
     tell("ready")

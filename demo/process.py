@@ -95,7 +95,10 @@ def run_engine(name: str, job: dict[str, Any], out: pathlib.Path, progress: Prog
 def _child(job_file: pathlib.Path, log_file: Any) -> Iterator[subprocess.Popen[bytes]]:
     """The engine as a session of its own, so that nothing of it stays behind when the demo is interrupted."""
     command = [sys.executable, str(pathlib.Path(__file__).with_name("engine.py")), str(job_file)]
-    child = subprocess.Popen(command, stdout=log_file, stderr=subprocess.STDOUT, start_new_session=True)
+    environment = os.environ | json.loads(job_file.read_text())["device"]["environment"]
+    child = subprocess.Popen(
+        command, stdout=log_file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+    )
     try:
         yield child
     finally:

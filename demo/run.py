@@ -4,6 +4,9 @@
 2. warm: a new process finds the blocks and loads them instead of computing.
 3. one byte of one stored block is flipped; the blocks before it are loaded, it is refused, computed again and replaced.
 
+With ``--device softcuda`` the KV counts as the memory of a GPU, and every block goes there and back through the
+software driver of the tests: its streams, its events and the kernels that it interprets.
+
 Ends with one table, a small SVG of the timings, and exit code 0 only if everything was as promised.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import pathlib
 import shutil
 import sys
@@ -33,9 +37,14 @@ def main() -> int:
     """Run the demo; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("demo-out"), help="where files go")
-    out = parser.parse_args().out
+    parser.add_argument("--device", choices=["host", "softcuda"], default="host", help="where the KV lies")
+    parser.add_argument("--driver", type=pathlib.Path, help="the library of the software driver (make demo builds it)")
+    options = parser.parse_args()
+    out = options.out
+    if options.device == "softcuda" and (options.driver is None or not options.driver.exists()):
+        parser.error("--device softcuda needs --driver, the library that `cargo build -p softcuda` makes")
     try:
-        runs, checks = demo(out)
+        runs, checks = demo(out, device(options.driver if options.device == "softcuda" else None))
     except DemoError as error:
         print(f"\nThe demo failed: {error}", file=sys.stderr)
         return 1
@@ -48,7 +57,21 @@ def main() -> int:
     return 0 if all(kept for _, kept in checks) else 1
 
 
-def demo(out: pathlib.Path) -> tuple[list[report.Run], list[tuple[str, bool]]]:
+def device(driver: pathlib.Path | None) -> dict[str, Any]:
+    """What an engine is told of where its KV lies: in the host's memory, or in that of a device behind this driver."""
+    if driver is None:
+        return {"connector": None, "config": {}, "environment": {}}
+    tests = pathlib.Path(__file__).resolve().parent.parent / "tests" / "vllm"
+    path = os.pathsep.join(filter(None, [str(tests), os.environ.get("PYTHONPATH")]))
+    return {
+        "connector": "accelerated",
+        # The driver interprets its kernels, so that they are never what is measured to be the cheapest.
+        "config": {"platform": "cuda", "transfer": "staging"},
+        "environment": {"UCM_TEST_CUDA_DRIVER": str(driver.resolve()), "PYTHONPATH": path},
+    }
+
+
+def demo(out: pathlib.Path, device: dict[str, Any]) -> tuple[list[report.Run], list[tuple[str, bool]]]:
     """The three runs and what must hold of them."""
     progress = Progress()
     print(f"ucm {importlib.metadata.version('ucm-kv')}, vLLM {_vllm_version()}, {_model_line()}")
@@ -64,6 +87,7 @@ def demo(out: pathlib.Path) -> tuple[list[report.Run], list[tuple[str, bool]]]:
         "prompt": model.prompt(PROMPT_TOKENS),
         "warm_up": model.prompt(BLOCK_SIZE // 4),
         "max_tokens": OUTPUT_TOKENS,
+        "device": device,
     }
 
     empty = StoreFiles(root)

@@ -269,9 +269,10 @@ def test_memory_is_divided_among_the_ranks_of_one_host(
 
 
 def test_a_store_of_the_core_is_told_the_platform() -> None:
-    keys = {"ucm_connector_name": "UcmPosixStore", "storage_backends": "/d"}
-    for written, told in (({}, None), ({"platform": "simu"}, "host"), ({"platform": "cuda"}, "cuda")):
-        (one,) = stores_of(load(keys | written, {}), 1)
+    ours = {"ucm_connector_name": "UcmPosixStore", "storage_backends": "/d"}
+    theirs = {"ucm_connector_name": "Theirs", "ucm_connector_module_path": "theirs"}
+    for keys, told in ((ours, "cuda"), (theirs, None)):
+        (one,) = stores_of(load(keys, {}), 1, "cuda")
         assert one.config.get("platform") == told
 
 

@@ -36,6 +36,7 @@ from ucm.integration.vllm.connector.metadata import (  # noqa: E402
     join_keys,
     split_keys,
 )
+from ucm.integration.vllm.connector.platforms import PLATFORMS, Platform  # noqa: E402
 from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker  # noqa: E402
 from ucm.store import part_mask, record_ids  # noqa: E402
 from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1  # noqa: E402
@@ -60,6 +61,7 @@ class Scripted(UcmKVStoreBaseV1):
         self.distrusted: list[bytes] = []
         self.trusted: list[bytes] = []
         self.slots: int | None = None
+        self.events: list[int] = []
         self.sizes = config["tensor_size_list"] * (config["shard_size"] // sum(config["tensor_size_list"]))
 
     def _task(self, failures: dict[int, Any] | None = None) -> Task:
@@ -88,6 +90,7 @@ class Scripted(UcmKVStoreBaseV1):
     def dump_data(self, block_ids: Sequence[bytes], shard_index: Any, addrs: Any, prerequisite_handle: int = 0) -> Task:
         if self.refusal:
             raise self.refusal
+        self.events.append(prerequisite_handle)
         for block, pieces in zip(block_ids, addrs, strict=True):
             self.kept[block] = b"".join(ctypes.string_at(int(a), n) for a, n in zip(pieces, self.sizes, strict=True))
         return self._task()
@@ -136,6 +139,7 @@ class Worker:
             block_tokens=BLOCK,
             wanted_block_size=settings.pop("wanted_block_size", None),
             identity=lambda: {"dtype": "float32"},
+            platform=settings.pop("platform", PLATFORMS[0]),
             stores=settings.pop("stores", None) or [configured_store("Scripted", self.make)],
             health=settings.pop("health", None),
             clock=Clock(),
@@ -202,6 +206,33 @@ def test_a_block_goes_out_and_comes_back_bit_for_bit() -> None:
     assert worker.step()[:2] == ({"r"}, set())
     assert worker.step() == (set(), set(), None)  # once
     assert all(torch.equal(cache[5], cache[2]) for cache in worker.caches.values())
+
+
+def test_dumps_wait_for_the_event_of_the_platform_and_are_refused_without_one() -> None:
+    marks: list[tuple[int, Any] | Exception] = [(7, "kept"), RuntimeError("a device that failed")]
+
+    def mark(device: torch.device) -> tuple[int, Any]:
+        assert device.type == "cpu"
+        made = marks.pop(0)
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    worker = Worker(platform=Platform("toy", (), "cpu", mark))
+    store = worker.open()
+    worker.step(dumps=[dump(1, [2], first=1)])
+    assert store.events == [7]
+    store.end("staged", "published")
+    worker.step()
+    report = worker.step(dumps=[dump(2, [2], first=1)])[2]
+    assert report is not None
+    assert [(result.job, result.failed) for result in report.ranks[0].done] == [(2, (0,))]
+    assert store.events == [7]
+
+
+def test_kv_on_another_device_than_the_platforms_is_said() -> None:
+    worker = Worker(platform=Platform("toy", (), "cuda", PLATFORMS[0].mark))
+    assert worker.connector.handshake().problem == "the KV lies on cpu, not on cuda as for toy"
 
 
 @pytest.mark.parametrize("answer", [(1, 2), None])

@@ -57,6 +57,21 @@ def test_one_head_and_padding() -> None:
     assert step.tolist() == [(TOKENS + 1) * SIZE * 2]
 
 
+def test_a_layer_may_be_several_tensors() -> None:
+    """K and V apart, and the parts of MLA, which are not of one size."""
+    nope, rope = torch.zeros(BLOCKS, TOKENS, 1, 16), torch.zeros(BLOCKS, TOKENS, 1, 4)
+    other = torch.zeros(BLOCKS, TOKENS, 1, 16), torch.zeros(BLOCKS, TOKENS, 1, 4)
+    layout = KVLayout({"layers.1": other, "layers.0": (nope, rope), "layers.2": (nope, rope)}, [])
+    sizes = [TOKENS * 16 * 4, TOKENS * 4 * 4]
+    assert layout.sizes() == {"tensor_size_list": sizes, "shard_size": 2 * sum(sizes), "block_size": 2 * sum(sizes)}
+    (pieces,) = layout.addresses([2])
+    bases = [tensor.data_ptr() for tensor in (nope, rope, *other)]
+    assert pieces.tolist() == [base + 2 * size for base, size in zip(bases, sizes * 2, strict=True)]
+    assert layout.device_type == "cpu"
+    with pytest.raises(InvalidInputError, match="different devices"):
+        KVLayout({"layers.0": (nope, rope.to("meta"))}, [])
+
+
 def test_layers_that_share_kv_count_once() -> None:
     tensor = torch.zeros(BLOCKS, HEADS, TOKENS, SIZE)
     assert KVLayout({"layers.0": tensor, "layers.7": tensor}, []).names == ["layers.0"]

@@ -1,7 +1,6 @@
 """Devices to copy with: the host always; CUDA over the software driver where the environment names its library.
 
-``make test-py`` builds that library and runs this directory by itself: what stands for the driver is chosen once in a
-process.
+``make test-py`` builds that library and names it.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ground import Ground, Memory, block_ids, counted

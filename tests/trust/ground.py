@@ -20,6 +20,7 @@ import numpy.typing as npt
 import places
 from harm import Victim
 from places import Place
+from software_driver import IN_USE, DeviceMemory
 
 from ucm.errors import TaskError
 from ucm.store.record import Shape
@@ -61,6 +62,8 @@ def config(**changes: Any) -> dict[str, Any]:
         "block_size": BLOCK,
         "block_tokens": BLOCK_TOKENS,
         "dtype": "bfloat16",
+        # The software driver interprets its kernels, so that they are never measured to be the cheapest.
+        **({"platform": "cuda", "transfer": "staging"} if IN_USE else {}),
     }
     return config | changes
 
@@ -82,19 +85,23 @@ class Memory:
 
     def __init__(self, blocks: Sequence[bytes], filled: bool) -> None:
         self.blocks = list(blocks)
-        self.rows = [right_bytes(b) if filled else np.full(BLOCK, BLANK, np.uint8) for b in self.blocks]
+        content = [right_bytes(b) if filled else np.full(BLOCK, BLANK, np.uint8) for b in self.blocks]
+        self.rows = [DeviceMemory(row.tobytes()) for row in content] if IN_USE else content
 
     def addresses(self) -> npt.NDArray[np.uint64]:
         """One row of addresses per block."""
         sizes = np.array([0, *(TENSORS * LAYERS)[:-1]], dtype=np.uint64).cumsum(dtype=np.uint64)
-        return np.array([np.uint64(row.ctypes.data) + sizes for row in self.rows], dtype=np.uint64)
+        first = [row.address if isinstance(row, DeviceMemory) else row.ctypes.data for row in self.rows]
+        return np.array([np.uint64(address) + sizes for address in first], dtype=np.uint64)
 
     def states(self) -> list[str]:
         """Of each block: ``right``, ``blank`` (not a byte of it was written) or ``wrong``."""
         return [self._state(block, row) for block, row in zip(self.blocks, self.rows, strict=True)]
 
     @staticmethod
-    def _state(block: bytes, row: npt.NDArray[np.uint8]) -> str:
+    def _state(block: bytes, row: npt.NDArray[np.uint8] | DeviceMemory) -> str:
+        if isinstance(row, DeviceMemory):
+            row = np.frombuffer(row.read(), np.uint8)
         if np.array_equal(row, right_bytes(block)):
             return "right"
         return "blank" if bool((row == BLANK).all()) else "wrong"

@@ -13,7 +13,7 @@ ROOT = Path(ucm.__file__).parent / "integration" / "vllm" / "connector"
 
 #: Parts, each of which imports only those before it; a package is one part. The two halves do not import each other.
 ORDER: tuple[frozenset[str], ...] = (
-    frozenset({"guard", "device", "root_file"}),
+    frozenset({"guard", "platforms", "cores", "root_file"}),
     frozenset({"background", "configured_stores", "miss_stats", "tier_counts"}),
     frozenset({"metrics"}),
     frozenset({"identity"}),

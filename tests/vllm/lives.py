@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from software_driver import IN_USE
 from specs import EngineSpec, Result, StoreSpec
 from stores import Faults
 
@@ -31,7 +32,7 @@ class Disk:
     def store(self) -> StoreSpec:
         """The store under test: ``UCM_TEST_STORE`` is ``plain`` or ``posix``, else posix where it is built."""
         if store_under_test() == "posix":
-            return StoreSpec(self.root, "UcmPosixStore", options={"layout": "file"})
+            return StoreSpec(self.root, "UcmPosixStore", options={"layout": "file"} | over_device())
         return StoreSpec(self.root, "PlainStore", "stores")
 
     def faulty(self) -> StoreSpec:
@@ -43,6 +44,11 @@ class Disk:
     def files(self) -> list[Path]:
         """The files of published blocks."""
         return sorted(path for path in self.root.rglob("*") if path.is_file() and BLOCK_FILE.fullmatch(path.name))
+
+
+def over_device() -> dict[str, str]:
+    """What a store is told of where the KV lies, in a run over the software driver: small pieces go by its kernels."""
+    return {"platform": "cuda", "transfer": "staging"} if IN_USE else {}
 
 
 def store_under_test() -> str:

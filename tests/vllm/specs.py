@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from models import MAX_LEN, VOCAB
+from software_driver import IN_USE
 
 HERE = Path(__file__).resolve().parent
 BLOCK = 32
@@ -75,6 +76,8 @@ class EngineSpec:
     fork: bool = True
     #: Scheduler and worker live in the process of their user, who calls every step.
     in_process: bool = False
+    #: Its KV counts as the memory of an accelerator (see ``accelerated.py``).
+    accelerated: bool = IN_USE
 
     def but(self, **changes: Any) -> EngineSpec:
         """The same with some fields changed."""
@@ -121,7 +124,9 @@ class EngineSpec:
             return dict(self.transfer)
         if self.store is None:
             return None
-        module = {"kv_connector_module_path": self.connector_module} if self.connector_module else {}
+        path = "accelerated" if self.accelerated else self.connector_module
+        module = {"kv_connector_module_path": path} if path else {}
+        platform = {"platform": "cuda"} if self.accelerated else {}
         return module | {
             "kv_connector": "UCMConnector",
             "kv_role": "kv_both",
@@ -129,6 +134,7 @@ class EngineSpec:
                 "ucm_connectors": [self.store.entry()],
                 "deadlines": PATIENT,
                 "admission": "always",  # these models compute faster than anything loads
+                **platform,
                 **self.extra_config,
             },
         }
@@ -151,6 +157,8 @@ class EngineSpec:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
+        if self.accelerated:
+            env["UCM_TEST_CUDA_DRIVER"] = os.environ["UCM_TEST_CUDA_DRIVER"]
         if self.runner == "v2":
             env["TRITON_INTERPRET"] = "1"
             path.insert(0, str(HERE / "triton_cpu"))

@@ -151,6 +151,7 @@ class StoreSettings(_TierKeys):
 
     storage_policy: Annotated[Literal["tiered", "round_robin", "random"], BeforeValidator(word)] = "round_robin"
     staging_capacity: Annotated[Size, Field(ge=1 << 20)] = 256 << 20
+    transfer: Annotated[Literal["auto", "dma", "sm", "staging"], BeforeValidator(word)] = "auto"
     verify: Annotated[Literal["on", "paranoid"], BeforeValidator(_verify_word)] = "on"
 
 

@@ -1,7 +1,8 @@
 """From the KV tensors of a model to the addresses of the pieces of a block. Arithmetic only; torch is never imported.
 
 Since vLLM 0.30 every layer is a view ``[block, head, token, element]`` of one buffer in one of several physical orders;
-MLA has one head. A block of a layer is one or several contiguous runs of bytes: which ones is read off the strides.
+MLA has one head. Others keep several tensors for a layer: K and V, or the parts of MLA with and without a position. A
+block of a tensor is one or several contiguous runs of bytes: which ones is read off the strides.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from ucm.errors import InvalidInputError
 
 
 @dataclass(slots=True, frozen=True)
-class LayerView:
-    """One layer: where block 0 begins, bytes from block to block, and the runs inside a block."""
+class TensorView:
+    """One tensor of a layer: where block 0 begins, bytes from block to block, and the runs inside a block."""
 
     base: int
     stride: int
@@ -28,7 +29,7 @@ class LayerView:
     run: int  # bytes of each run
 
     @classmethod
-    def of(cls, name: str, tensor: Any) -> LayerView:
+    def of(cls, name: str, tensor: Any) -> TensorView:
         """Read from a registered tensor whose first dimension counts blocks."""
         if isinstance(tensor, np.ndarray):
             base, size = tensor.ctypes.data, tensor.itemsize
@@ -73,33 +74,45 @@ class KVLayout:
     """
 
     def __init__(self, caches: Mapping[str, Any], layers: Sequence[str] = ()) -> None:
-        """``caches``: a tensor ``[block, ...]`` for each layer, by name, as vLLM registers them; ``layers``: names of
-        those that are meant, all if empty. Raises :class:`~ucm.errors.InvalidInputError` for a form that has no such
-        addresses.
+        """``caches``: a tensor ``[block, ...]`` for each layer, by name, as vLLM registers them, or several;
+        ``layers``: names of those that are meant, all if empty. Raises :class:`~ucm.errors.InvalidInputError` for a
+        form that has no such addresses.
         """
         names = [name for name in model_order(caches) if not layers or name in set(layers)]
-        seen: set[tuple[int, int]] = set()
+        seen: set[tuple[tuple[int, int], ...]] = set()
         self.names: list[str] = []
-        self.views: list[LayerView] = []
+        self.layers: list[list[TensorView]] = []
         blocks: set[int] = set()
+        devices: set[str] = set()
         for name in names:
-            tensor = caches[name]
-            view = LayerView.of(name, tensor)
-            if (view.base, view.stride) in seen:
-                continue  # a layer that shares the KV of another one
-            seen.add((view.base, view.stride))
+            tensors = caches[name] if isinstance(caches[name], tuple | list) else (caches[name],)
+            layer = [TensorView.of(name, tensor) for tensor in tensors]
+            place = tuple((view.base, view.stride) for view in layer)
+            if not layer or place in seen:
+                continue  # a layer without KV, or one that shares the KV of another one
+            seen.add(place)
             self.names.append(name)
-            self.views.append(view)
-            blocks.add(int(tensor.shape[0]))
-            self.dtype: Any = tensor.dtype
-            self.device: Any = getattr(tensor, "device", None)  # of torch's tensors
-        if not self.views:
+            self.layers.append(layer)
+            for tensor in tensors:
+                blocks.add(int(tensor.shape[0]))
+                self.dtype: Any = tensor.dtype
+                self.device: Any = getattr(tensor, "device", None)  # of torch's tensors
+                devices.add(str(self.device))
+        if not self.layers:
             raise InvalidInputError("there is no KV cache")
         if len(blocks) != 1:
             raise InvalidInputError(f"layers with different numbers of blocks: {sorted(blocks)}")
+        if len(devices) != 1:
+            raise InvalidInputError(f"layers on different devices: {sorted(devices)}")
         self.num_blocks = blocks.pop()
-        self.first = np.array([v.base + offset for v in self.views for offset in v.offsets], dtype=np.uint64)
-        self.stride = np.array([v.stride for v in self.views for _ in v.offsets], dtype=np.uint64)
+        views = [view for layer in self.layers for view in layer]
+        self.first = np.array([v.base + offset for v in views for offset in v.offsets], dtype=np.uint64)
+        self.stride = np.array([v.stride for v in views for _ in v.offsets], dtype=np.uint64)
+
+    @property
+    def device_type(self) -> str:
+        """What torch calls the kind of device that the tensors lie on."""
+        return str(getattr(self.device, "type", "cpu"))
 
     @property
     def pieces(self) -> int:
@@ -109,11 +122,11 @@ class KVLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of this worker, without padding."""
-        return sum(view.run * len(view.offsets) for view in self.views)
+        return sum(view.run * len(view.offsets) for layer in self.layers for view in layer)
 
     def sizes(self) -> dict[str, Any]:
         """The store's size keys. Layers of one form are told apart; otherwise the block counts as one layer."""
-        per_layer = [[view.run] * len(view.offsets) for view in self.views]
+        per_layer = [[view.run for view in layer for _ in view.offsets] for layer in self.layers]
         uniform = all(sizes == per_layer[0] for sizes in per_layer)
         return {
             "tensor_size_list": per_layer[0] if uniform else [size for sizes in per_layer for size in sizes],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Mapping
 from functools import cache, partial
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -66,8 +66,6 @@ class EngineSettings(StoreSettings):
     dtype: str = "opaque"
     #: Where the KV lies: a device of the core, by the words of a configuration's ``platform``.
     platform: str = "host"
-    #: How a device that has a choice copies; ``auto``: what it measures to be the cheapest.
-    transfer: Literal["auto", "dma", "sm", "staging"] = "auto"
     #: -1 opens the store for lookups only.
     device_id: Annotated[int, Field(ge=-1)] = 0
     #: Words for the manifest, outside the identity.

@@ -2,7 +2,7 @@
 
 vLLM makes one connector in its scheduler and one in every worker. In this order, each part imports only parts above it:
 
-- ``guard``, ``device``, ``root_file``, ``background``, ``configured_stores``: what both halves need;
+- ``guard``, ``platforms``, ``cores``, ``root_file``, ``background``, ``configured_stores``: what both halves need;
   ``miss_stats``, ``tier_counts``, ``metrics``: what they count
 - ``identity``: the names under which KV is stored: the engine's identity and the keys of its blocks
 - ``metadata``: what the scheduler half and the workers send each other in every step
@@ -14,7 +14,7 @@ vLLM makes one connector in its scheduler and one in every worker. In this order
 import os
 
 from ucm.integration.vllm.connector.connector import UCMConnector, UCMDirectConnector
-from ucm.integration.vllm.connector.device import cores_here, keep_a_core
+from ucm.integration.vllm.connector.cores import cores_here, keep_a_core
 
 keep_a_core(cores_here(), os.environ)  # vLLM asks for the class before it starts a rank
 

@@ -29,31 +29,33 @@ class ConfiguredStore:
 _IN_MEMORY = frozenset({PIPELINE, *(name for name, store in STORES.items() if store.kind.memory)})
 
 
-def engine_stores(config: UcmConfig, parallel: Any) -> list[ConfiguredStore]:
-    """The stores for an engine with this ``ParallelConfig`` of vLLM.
+def engine_stores(config: UcmConfig, parallel: Any, platform: str = "host") -> list[ConfiguredStore]:
+    """The stores for an engine with this ``ParallelConfig`` of vLLM, whose KV lies on this platform.
 
     Memory is divided among the ranks of one host; where vLLM says nothing of hosts all ranks are on this one.
     """
     world = parallel.world_size
     here = getattr(parallel, "local_world_size", world)
     replicas = max(1, getattr(parallel, "data_parallel_size_local", 1))
-    return stores_of(config, here * replicas, several_hosts=here < world)
+    return stores_of(config, here * replicas, platform, several_hosts=here < world)
 
 
-def stores_of(config: UcmConfig, processes: int, *, several_hosts: bool = False) -> list[ConfiguredStore]:
+def stores_of(
+    config: UcmConfig, processes: int, platform: str = "host", *, several_hosts: bool = False
+) -> list[ConfiguredStore]:
     """The stores a configuration names, in order, where so many processes of this host each open one."""
-    return [_configured_store(one, processes, several_hosts) for one in (config, *config.alternatives)]
+    return [_configured_store(one, processes, platform, several_hosts) for one in (config, *config.alternatives)]
 
 
-def _configured_store(config: UcmConfig, processes: int, several_hosts: bool) -> ConfiguredStore:
+def _configured_store(config: UcmConfig, processes: int, platform: str, several_hosts: bool) -> ConfiguredStore:
     name, module = config.ucm_connector_name, config.ucm_connector_module_path
 
     def make(store_config: dict[str, Any]) -> UcmKVStoreBaseV1:
         return UcmConnectorFactoryV1.create_connector(name, store_config, module)
 
     told = config.store_config()
-    if not config.user_store and config.platform is not None:
-        told["platform"] = config.platform
+    if not config.user_store:
+        told["platform"] = platform
     if not config.user_store and name in _IN_MEMORY:
         told["processes"] = processes
         told["scheduler_elsewhere"] = several_hosts

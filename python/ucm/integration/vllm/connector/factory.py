@@ -14,7 +14,7 @@ from ucm.integration.vllm.connector.admission.compute_rate import ComputeRate
 from ucm.integration.vllm.connector.admission.rate_memory import RateMemory
 from ucm.integration.vllm.connector.background import IDLE, Background
 from ucm.integration.vllm.connector.configured_stores import engine_stores
-from ucm.integration.vllm.connector.device import cores_here, why_not_here, why_slower
+from ucm.integration.vllm.connector.cores import cores_here, why_slower
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.identity.adapters import AdapterDigests
 from ucm.integration.vllm.connector.identity.engine_identity import (
@@ -30,6 +30,7 @@ from ucm.integration.vllm.connector.identity.live_identity import LiveIdentity
 from ucm.integration.vllm.connector.identity.model_memory import ModelMemory
 from ucm.integration.vllm.connector.identity.packing import layer_specs
 from ucm.integration.vllm.connector.identity.weight_files import weight_source
+from ucm.integration.vllm.connector.platforms import Platform, platform_of
 from ucm.integration.vllm.connector.root_file import state_directory
 from ucm.integration.vllm.connector.scheduler.lookup import Lookups
 from ucm.integration.vllm.connector.scheduler.readiness import Readiness
@@ -54,9 +55,8 @@ def why_off(
         return MissReason.DISABLED, "UCM_DISABLE is set"
     if not config.enable_prefix_cache:
         return MissReason.DISABLED, "enable_prefix_cache is false"
-    from vllm.platforms import current_platform
-
-    if text := why_not_here(config.platform, current_platform) or _unsupported(vllm_config, kv_cache_config):
+    platform = _platform(config)
+    if text := platform if isinstance(platform, str) else _unsupported(vllm_config, kv_cache_config):
         return MissReason.UNSUPPORTED, text
     try:
         engine_identity(vllm_config, kv_cache_config, "")
@@ -64,6 +64,20 @@ def why_off(
         return MissReason.IDENTITY_UNKNOWN, f"this engine has no identity: {error}"
     text = unidentifiable(vllm_config, kv_cache_config)
     return (MissReason.IDENTITY_UNKNOWN, text) if text else None
+
+
+def _platform(config: UcmConfig) -> Platform | str:
+    from vllm.platforms import current_platform
+
+    return platform_of(config.platform, current_platform)
+
+
+def _served_platform(config: UcmConfig) -> Platform:
+    """That of an engine which :func:`why_off` found to be served."""
+    platform = _platform(config)
+    if isinstance(platform, str):
+        raise ConfigError(platform)
+    return platform
 
 
 def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
@@ -146,10 +160,13 @@ def make_scheduler(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
     rates = RateMemory(root, admission, background)
     parallel = vllm_config.parallel_config
     world = parallel.world_size
+    platform = _served_platform(config)
+    logger.info("the KV lies on %s (%s)", platform.word, "configured" if config.platform else "what vLLM runs on")
+    stores = engine_stores(config, parallel, platform.word)
     readiness = Readiness(
         own_identity=identity_without_weights(own),
         identity=identity,
-        selection=StoreSelection(engine_stores(config, parallel), world, background, config.deadlines.probe_s),
+        selection=StoreSelection(stores, world, background, config.deadlines.probe_s),
         world=world,
         open_allowance=config.deadlines.probe_s,
     )
@@ -199,6 +216,7 @@ def make_worker(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVC
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     pipeline, tensor = get_pp_group().rank_in_group, get_tp_group().rank_in_group
+    platform = _served_platform(config)
     _leave_the_bound_core()
     replicas = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
     if config.load_only_first_rank and replicas < vllm_config.parallel_config.tensor_parallel_size:
@@ -211,7 +229,8 @@ def make_worker(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVC
         block_tokens=block_tokens(vllm_config, kv_cache_config),
         wanted_block_size=config.block_size,
         identity=lambda: identity_without_weights(engine_identity(vllm_config, kv_cache_config, "")),
-        stores=engine_stores(config, vllm_config.parallel_config),
+        platform=platform,
+        stores=engine_stores(config, vllm_config.parallel_config, platform.word),
         memory=ModelMemory(lambda: _layers(vllm_config, kv_cache_config), lambda: weight_source(vllm_config)),
         only_stores=_only_stores(vllm_config),
         shutdown_allowance=config.deadlines.shutdown_s,

@@ -326,8 +326,3 @@ def _rows(dump: Dump) -> list[bytes]:
     """Keys of a dump whose stored records some rank could not use."""
     keys = split_keys(dump.keys)
     return [keys[row] for row in dump.refused]
-
-
-def no_event() -> tuple[int, Any]:
-    """For devices whose work is done when the call returns."""
-    return 0, None

@@ -15,7 +15,7 @@ import torch
 
 from ucm.errors import ConfigError, InvalidInputError
 from ucm.integration.vllm.connector.configured_stores import ConfiguredStore
-from ucm.integration.vllm.connector.guard import logger
+from ucm.integration.vllm.connector.guard import logger, throttle
 from ucm.integration.vllm.connector.identity.model_memory import ModelMemory
 from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 from ucm.integration.vllm.connector.metadata import (
@@ -27,6 +27,7 @@ from ucm.integration.vllm.connector.metadata import (
     UCMConnectorWorkerMetadata,
 )
 from ucm.integration.vllm.connector.metrics import DUMP_SECONDS, LOAD_SECONDS, LOADED_BYTES, PUBLISHED_BYTES
+from ucm.integration.vllm.connector.platforms import Platform
 from ucm.integration.vllm.connector.tier_counts import TierCounts
 from ucm.integration.vllm.connector.worker.store_health import StoreHealth
 from ucm.integration.vllm.connector.worker.store_hints import (
@@ -35,7 +36,7 @@ from ucm.integration.vllm.connector.worker.store_hints import (
     take_locally_visible,
     wants_touches,
 )
-from ucm.integration.vllm.connector.worker.transfers import Dumps, Loads, no_event
+from ucm.integration.vllm.connector.worker.transfers import Dumps, Loads
 from ucm.store import part_mask
 from ucm.store.factory_v1 import why_unavailable
 from ucm.store.kv_layout import KVLayout
@@ -60,6 +61,7 @@ class UCMConnectorWorker:
         block_tokens: int,
         wanted_block_size: int | None,
         identity: Callable[[], dict[str, Any]],
+        platform: Platform,
         stores: Sequence[ConfiguredStore],
         memory: ModelMemory | None = None,
         only_stores: str = "",
@@ -80,6 +82,7 @@ class UCMConnectorWorker:
         self._block_tokens = block_tokens
         self._wanted_block_size = wanted_block_size
         self._identity = identity
+        self._platform = platform
         self._stores = list(stores)
         self._only_stores = only_stores
         self._shutdown_allowance = shutdown_allowance
@@ -119,6 +122,9 @@ class UCMConnectorWorker:
         except InvalidInputError as error:
             self._problem = f"this KV layout cannot be addressed: {error}"
             return
+        if (there := self._layout.device_type) != self._platform.device:
+            self._problem = f"the KV lies on {there}, not on {self._platform.device} as for {self._platform.word}"
+            return
         wanted, size = self._wanted_block_size, self._layout.block_bytes
         if wanted not in (None, self._block_tokens, size):
             raise ConfigError(
@@ -155,7 +161,7 @@ class UCMConnectorWorker:
             return
         device = layout.device
         config = setup.config | self.handshake().shapes | {"identity": setup.identity, "part": self._part}
-        config["device_id"] = device.index or 0
+        config["device_id"] = getattr(device, "index", None) or 0
         attempt, make = setup.attempt, self._stores[setup.choice].make
         # Another store was tried before this one, perhaps opened since the last step, or served until the weights were
         # replaced: what is under way on that one ends with it.
@@ -246,12 +252,14 @@ class UCMConnectorWorker:
             for dump in dumps:
                 self.dumps.skip(dump, self._store, self._mask)
             return
-        event = no_event()
-        if self._layout is not None and self._layout.device.type == "cuda":
-            mark = torch.cuda.Event()
-            mark.record(torch.cuda.current_stream(self._layout.device))
-            event = (int(mark.cuda_event), mark)
-        self.dumps.start(dumps, self._store, self._mask, event, self._block_tokens)
+        store, event = self._store, (0, None)
+        if store is not None and self._layout is not None:
+            try:
+                event = self._platform.mark(self._layout.device)
+            except Exception as error:  # nobody knows when the blocks are written: none is stored
+                throttle.warning("event", "no event was recorded, so nothing is stored: %r", error)
+                store = None
+        self.dumps.start(dumps, store, self._mask, event, self._block_tokens)
 
     def take_ended_loads(self) -> set[str]:
         """Requests whose load ended, each named once, failed ones too."""

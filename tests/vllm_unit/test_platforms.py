@@ -1,55 +1,104 @@
-"""What vLLM runs on: anything but a CPU is left alone, with one sentence of the scheduler half."""
+"""What vLLM runs on: a platform of the table, or left alone with one sentence of the scheduler half."""
 
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from ucm.config import parse
+from ucm.config.words import PLATFORMS as WORDS
 from ucm.errors import ConfigError
 from ucm.integration.vllm.connector import UCMConnector
-from ucm.integration.vllm.connector.device import cores_here, keep_a_core, why_not_here, why_slower
 from ucm.integration.vllm.connector.factory import why_off
+from ucm.integration.vllm.connector.platforms import PLATFORMS, Platform, event, nothing, platform_of
 from ucm.reasons import MissReason
 
-CPU = SimpleNamespace(is_cpu=lambda: True, device_type="cpu")
-CUDA = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
+
+class Unwilling:
+    """Raises when it is asked."""
+
+    @property
+    def device_name(self) -> str:
+        return str(1 / 0)
 
 
-@pytest.mark.parametrize("wanted", [None, "host"])
-def test_a_cpu_is_served(wanted: str | None) -> None:
-    assert why_not_here(wanted, CPU) == ""
+CPU = SimpleNamespace(device_name="cpu")
+XPU = SimpleNamespace(device_name="xpu")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "name", "word", "device"),
+    [
+        (None, "cpu", "host", "cpu"),
+        ("host", "cpu", "host", "cpu"),
+        (None, "cuda", "cuda", "cuda"),
+        ("cuda", "cuda", "cuda", "cuda"),
+        ("maca", "cuda", "maca", "cuda"),  # a plugin of vLLM's may call it so
+        (None, "rocm", "hip", "cuda"),
+        (None, "npu", "ascend", "npu"),
+        (None, "musa", "musa", "musa"),
+    ],
+)
+def test_the_platform_is_the_one_vllm_runs_on(wanted: str | None, name: str, word: str, device: str) -> None:
+    found = platform_of(wanted, SimpleNamespace(device_name=name))
+    assert isinstance(found, Platform)
+    assert (found.word, found.device) == (word, device)
 
 
 @pytest.mark.parametrize(
     ("wanted", "running", "named"),
     [
-        (None, CUDA, "cuda"),
-        ("host", CUDA, "cuda"),  # a word does not make a processor of it
-        ("cuda", CPU, "cuda"),
+        ("host", SimpleNamespace(device_name="cuda"), "write cuda or maca"),  # a word does not make a processor of it
+        ("cuda", CPU, "write host"),
         ("ascend", CPU, "ascend"),
-        ("cuda", CUDA, "cuda"),
-        (None, SimpleNamespace(is_cpu=lambda: False, device_type="xpu"), "xpu"),
-        (None, SimpleNamespace(is_cpu=lambda: False, device_type=""), "SimpleNamespace"),
-        (None, SimpleNamespace(is_cpu=lambda: 1 / 0), "ZeroDivisionError"),
+        (None, XPU, "xpu"),
+        (None, SimpleNamespace(device_name="", device_type="tpu"), "tpu"),
+        (None, SimpleNamespace(), "SimpleNamespace"),
+        (None, Unwilling(), "ZeroDivisionError"),
     ],
 )
 def test_anything_else_is_named_and_left_alone(wanted: str | None, running: Any, named: str) -> None:
-    why = why_not_here(wanted, running)
+    why = platform_of(wanted, running)
+    assert isinstance(why, str)
     assert named in why
     assert "nothing is claimed or stored" in why
+
+
+def test_every_platform_is_a_word_of_the_configuration() -> None:
+    assert {platform.word for platform in PLATFORMS} == set(WORDS.values())
+
+
+def test_work_is_marked_by_an_event_on_the_stream_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch has it for every accelerator: a module of its own, with streams and events."""
+    recorded = []
+
+    class Event:
+        cuda_event = 0x1234
+
+        def record(self, stream: Any) -> None:
+            recorded.append((self, stream))
+
+    module = SimpleNamespace(Event=Event, current_stream=lambda device: f"the stream of {device}")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    handle, owner = event("cuda_event")(torch.device("cuda:1"))
+    assert handle == 0x1234
+    assert recorded == [(owner, "the stream of cuda:1")]
+    assert nothing(torch.device("cpu")) == (0, None)
+    monkeypatch.delattr(Event, "cuda_event")
+    with pytest.raises(AttributeError, match="cuda_event"):
+        event("cuda_event")(torch.device("cuda:1"))
 
 
 @pytest.mark.parametrize(
     ("platform", "extra", "environ"),
     [
-        (CUDA, {}, {}),
+        (XPU, {}, {}),
         (CPU, {"platform": "cuda"}, {}),
         (CPU, {}, {"PLATFORM": "ascend"}),
         (None, {}, {"PLATFORM": "cuda"}),  # on the platform of the tests themselves
@@ -105,25 +154,3 @@ def test_a_connector_that_is_made_as_the_original_makes_it_needs_the_layout() ->
     config: Any = None
     with pytest.raises(ConfigError, match="KVCacheConfig as third argument"):
         UCMConnector.create(config, KVConnectorRole.SCHEDULER)
-
-
-def test_few_cores_are_told_with_what_to_write() -> None:
-    assert "VLLM_CPU_NUM_OF_RESERVED_CPU=1 has it keep" in why_slower(1, 2, {})
-    assert "VLLM_CPU_NUM_OF_RESERVED_CPU=2 has it keep" in why_slower(2, 4, {})
-    assert why_slower(1, 1, {}) == why_slower(1, 3, {}) == ""  # the same with and without
-    assert why_slower(1, 2, {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}) == ""
-    assert why_slower(1, 2, {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) == ""
-    assert why_slower(1, 2, {"VLLM_CPU_OMP_THREADS_BIND": "auto"}) != ""
-
-
-def test_on_two_cores_vllm_keeps_the_core_that_it_keeps_without_a_connector() -> None:
-    def after(cores: int, **environ: str) -> dict[str, str]:
-        keep_a_core(cores, environ)
-        return environ
-
-    assert after(2) == {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
-    assert why_slower(1, 2, after(2)) == ""
-    assert after(0) == after(1) == after(3) == after(4) == {}  # two ranks or one: nobody knows yet
-    for name in ("VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_SIM_MULTI_NUMA"):
-        assert after(2, **{name: "0"}) == {name: "0"}
-    assert 1 <= cores_here() <= len(os.sched_getaffinity(0))

@@ -1,39 +1,15 @@
-"""Which devices ucm serves, and what vLLM is told about processor cores.
-
-ucm copies with the processor, so the KV has to lie in the host's memory: only vLLM on a CPU is served.
-"""
+"""What vLLM on a CPU is told about processor cores."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
 
 #: Processors that vLLM keeps free of computing on a CPU, and where its threads compute: what the user sets for both.
 _RESERVED, _BOUND = "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND"
 #: Ranks share the processors of one memory node, which vLLM has for tests.
 _SHARED = "VLLM_CPU_SIM_MULTI_NUMA"
-
-
-def why_not_here(wanted: str | None, running: Any) -> str:
-    """Why ucm leaves an engine on this device alone, as a sentence; empty on a CPU.
-
-    ``running`` is vLLM's ``current_platform``, which alone says what the engine runs on. ``wanted`` is ``platform`` of
-    our configuration: it can name a device that is not built yet, never turn one into another.
-    """
-    if wanted not in (None, "host"):
-        return (
-            f"platform {wanted} is configured, which is not built yet, so nothing is claimed or stored; on vLLM for a "
-            "CPU write host, or unset PLATFORM"
-        )
-    try:
-        if running.is_cpu():
-            return ""
-        name = getattr(running, "device_type", "") or type(running).__name__
-    except Exception as error:
-        return f"vLLM does not say what it runs on ({error!r}): nothing is claimed or stored"
-    return f"vLLM runs on {name}, which is not built yet, only a CPU is: nothing is claimed or stored"
 
 
 def keep_a_core(cores: int, environ: MutableMapping[str, str]) -> None:

@@ -1,0 +1,84 @@
+"""The platforms ucm serves: what vLLM calls each, which device of the core it is, and how its work is waited for.
+
+A dump may read a block once the model has written it. On an accelerator that is later than when the call returns, so
+a rank records an event on the model's stream and passes its handle to the store, which waits for it. This table is the
+only place that tells platforms apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+#: The handle of an event, 0 where there is none, and what keeps it alive.
+Mark = tuple[int, Any]
+
+
+@dataclass(frozen=True)
+class Platform:
+    """One platform."""
+
+    #: ``platform`` of a configuration, and the kind of device of the core.
+    word: str
+    #: What vLLM calls it: ``device_name`` of its platform.
+    names: tuple[str, ...]
+    #: Type of the device that torch says the KV lies on.
+    device: str
+    #: Marks the work that was given to the device so far.
+    mark: Callable[[torch.device], Mark]
+
+
+def nothing(device: torch.device) -> Mark:
+    """No event: what was given to a processor is done when the call returns."""
+    del device
+    return 0, None
+
+
+def event(handle: str) -> Callable[[torch.device], Mark]:
+    """An event of torch on the stream that the model runs on; ``handle`` names its handle of the device's runtime."""
+
+    def mark(device: torch.device) -> Mark:
+        module = torch.get_device_module(device)
+        made = module.Event()
+        made.record(module.current_stream(device))
+        return int(getattr(made, handle)), made
+
+    return mark
+
+
+#: Those of torch are named after its own: torch for HIP and for MACA calls its device, and its events, those of CUDA.
+#: Unverified are the names that vLLM has for MUSA and MACA, and the name of the handle in torch for MUSA.
+PLATFORMS: list[Platform] = [
+    Platform("host", ("cpu",), "cpu", nothing),
+    Platform("cuda", ("cuda",), "cuda", event("cuda_event")),
+    Platform("hip", ("rocm",), "cuda", event("cuda_event")),
+    Platform("maca", ("maca", "cuda"), "cuda", event("cuda_event")),
+    Platform("musa", ("musa",), "musa", event("musa_event")),
+    Platform("ascend", ("npu",), "npu", event("npu_event")),
+]
+
+
+def platform_of(wanted: str | None, running: Any) -> Platform | str:
+    """The platform of an engine, or why ucm leaves it alone, as a sentence.
+
+    ``running`` is vLLM's ``current_platform``, which alone says what the engine runs on; ``wanted`` is ``platform`` of
+    our configuration, which can choose among those that vLLM calls alike, and never turns one into another.
+    """
+    try:
+        name = getattr(running, "device_name", "") or getattr(running, "device_type", "") or type(running).__name__
+    except Exception as error:
+        return f"vLLM does not say what it runs on ({error!r}): nothing is claimed or stored"
+    served = [platform for platform in PLATFORMS if name in platform.names]
+    if not served:
+        return f"vLLM runs on {name}, for which ucm has no device: nothing is claimed or stored"
+    for platform in served:
+        if wanted in (None, platform.word):
+            return platform
+    words = " or ".join(platform.word for platform in served)
+    return (
+        f"platform {wanted} is configured, but vLLM runs on {name}, so nothing is claimed or stored; write {words}, or "
+        "unset PLATFORM"
+    )
