@@ -116,7 +116,8 @@ test-py: export UCM_TEST_CUDA_DRIVER = $(SOFTCUDA)
 test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines last
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
-		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py
+		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans
+	@$(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans
 	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py
 
 # A kind of tier in one file and one line, from Python: with a core that has a toy, beside the usual one.

@@ -1,6 +1,6 @@
 """Devices to copy with: the host always; CUDA over the software driver where the environment names its library.
 
-``make test-py`` builds that library and names it.
+``make test-py`` builds and names it, and runs this directory by itself: a process looks for its driver once.
 """
 
 from __future__ import annotations
