@@ -62,6 +62,17 @@ def test_the_command_line_is_installed(clean_python: Path, clean_env: dict[str, 
     assert "is no root of ucm" in done.stderr
 
 
+@pytest.mark.parametrize("script", ["tests/gpu/checks.py", "benches/python/gpu.py"])
+def test_what_a_machine_with_a_gpu_runs_needs_nothing_else(
+    clean_python: Path, clean_env: dict[str, str], tmp_path: Path, script: str
+) -> None:
+    command = [str(clean_python), str(Path(__file__).parents[2] / script), "--quick", "--device", "host"]
+    done = subprocess.run(
+        command, env=clean_env, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_environment_is_clean(clean_python: Path, clean_env: dict[str, str], tmp_path: Path) -> None:
     program = """
 import importlib.util, shutil
