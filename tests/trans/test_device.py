@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,3 +151,25 @@ def test_the_example_of_the_documentation(
     monkeypatch.setenv("PLATFORM", memory.platform)
     exec(compile(program, "docs/devices.md", "exec"), {})
     assert capsys.readouterr().out == "copied\n"
+
+
+NO_GPU = """
+import ctypes, sys
+from ucm import trans
+from ucm.errors import UnsupportedError
+ctypes.CDLL(sys.argv[1]).softcuda_fail(b"cuInit", ctypes.c_uint64(1), 100)
+try:
+    trans.Device("cuda").setup(0)
+except UnsupportedError as error:
+    print(error)
+device = trans.Device()
+device.setup(0)
+print(device.name)
+"""
+
+
+def test_a_driver_that_finds_no_gpu_is_as_good_as_none(soft: Any) -> None:
+    command = [sys.executable, "-c", NO_GPU, soft.library._name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    error, name = done.stdout.splitlines()
+    assert "CUDA_ERROR_NO_DEVICE" in error and name == "host"

@@ -66,7 +66,8 @@ def test_the_command_line_is_installed(clean_python: Path, clean_env: dict[str, 
 def test_what_a_machine_with_a_gpu_runs_needs_nothing_else(
     clean_python: Path, clean_env: dict[str, str], tmp_path: Path, script: str
 ) -> None:
-    command = [str(clean_python), str(Path(__file__).parents[2] / script), "--quick", "--device", "host"]
+    root = Path(__file__).parents[2]
+    command = [str(clean_python), str(root / script), "--quick", "--device", "host"]
     done = subprocess.run(
         command, env=clean_env, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
     )

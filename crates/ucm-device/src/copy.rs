@@ -131,8 +131,8 @@ pub(crate) fn transfer(direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -
             Direction::ToDevice => (host.addr(), device.addr()),
             Direction::ToHost => (device.addr(), host.addr()),
         };
-        // SAFETY: the makers of both spans promised that they can be read and written until this operation ends and that
-        // nobody interferes; the lengths are equal; `copy` allows overlap, should both lie in one buffer.
+        // SAFETY: the makers of both spans promised that they can be read and written until this operation ends and
+        // that nobody interferes; the lengths are equal; `copy` allows overlap, should both lie in one buffer.
         unsafe {
             std::ptr::copy(
                 with_exposed_provenance::<u8>(from as usize),

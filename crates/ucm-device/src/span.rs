@@ -83,8 +83,8 @@ impl HostSpan {
     /// Names `len` bytes at `addr`.
     ///
     /// # Safety
-    /// What [`DeviceSpan::new`] asks, of this process's memory; and where the span is registered with a device, the memory
-    /// stays mapped until that has ended.
+    /// What [`DeviceSpan::new`] asks, of this process's memory; and where the span is registered with a device, the
+    /// memory stays mapped until that has ended.
     pub const unsafe fn new(addr: u64, len: u64) -> Self {
         Self(DeviceSpan { addr, len })
     }

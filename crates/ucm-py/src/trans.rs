@@ -3,11 +3,11 @@
 
 use std::cell::Cell;
 use std::ptr::with_exposed_provenance_mut;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use numpy::{PyReadonlyArray1, PyUntypedArray};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Condvar, Mutex};
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -112,7 +112,8 @@ impl TransBuffer {
     fn register(&self, py: Python<'_>, address: &Bound<'_, PyAny>, size: &Bound<'_, PyAny>) -> PyResult<()> {
         same_process(py, self.pid)?;
         let (address, size) = (number(address)?, count(size, "size")?);
-        // SAFETY: the caller of `register_host_buffer` vouches that the memory stays until it is told to be unregistered.
+        // SAFETY: the caller of `register_host_buffer` vouches that the memory stays until it is told to be
+        // unregistered.
         let host = unsafe { HostSpan::new(address, size as u64) };
         to_py(py, py.detach(|| self.pools.register(host)))
     }
@@ -246,8 +247,9 @@ struct Job {
 
 #[pymethods]
 impl TransStream {
-    /// Copies pieces of `size` bytes between the device and the host. Each side is one address, or an array of `number`
-    /// addresses; where only the host's is one, its pieces lie one behind the other. Without `wait` the copy is only begun.
+    /// Copies pieces of `size` bytes between the device and the host. Each side is one address, or an array of
+    /// `number` addresses; where only the host's is one, its pieces lie one behind the other. Without `wait` the copy
+    /// is only begun.
     #[allow(clippy::too_many_arguments, reason = "one function for twelve of Python's")]
     fn copy(
         &self,
@@ -276,7 +278,6 @@ impl TransStream {
 
     /// Calls a function on the stream's thread when everything submitted before has ended, with whether all went well.
     fn append_callback(&self, py: Python<'_>, call: Py<PyAny>) -> PyResult<()> {
-        Callbacks::begin();
         self.with(py, |copies| {
             copies.callback(move |well| Callbacks::run(&call, well))
         })
@@ -329,14 +330,23 @@ fn end<T: Send>(mut value: Option<T>) {
     }
 }
 
-/// Python functions that streams call, on threads of theirs.
-struct Callbacks;
+/// The Python functions of a process that streams call on threads of theirs.
+struct Callbacks {
+    process: u32,
+    /// How many run now.
+    running: usize,
+    /// No more are begun.
+    ended: bool,
+}
 
-/// Whether the interpreter is about to end: held for reading while a callback runs, so that its end waits for that.
-static ENDED: RwLock<bool> = RwLock::new(false);
+static CALLBACKS: Mutex<Callbacks> = Mutex::new(Callbacks {
+    process: 0,
+    running: 0,
+    ended: false,
+});
 
-/// The process that appended callbacks: in a forked child nothing of it runs, but its lock may look held.
-static PROCESS: OnceLock<u32> = OnceLock::new();
+/// Told when one has ended.
+static ONE_ENDED: Condvar = Condvar::new();
 
 thread_local! {
     /// Whether this thread is in a callback.
@@ -344,13 +354,22 @@ thread_local! {
 }
 
 impl Callbacks {
-    fn begin() {
-        PROCESS.get_or_init(std::process::id);
+    /// Counts one that is to run; `false` where none may any more. What a forked child inherited does not run there.
+    fn begin() -> bool {
+        let (mut callbacks, process) = (CALLBACKS.lock(), std::process::id());
+        if callbacks.process != process {
+            *callbacks = Self {
+                process,
+                running: 0,
+                ended: false,
+            };
+        }
+        callbacks.running += usize::from(!callbacks.ended);
+        !callbacks.ended
     }
 
     fn run(call: &Py<PyAny>, well: bool) {
-        let ended = ENDED.read();
-        if *ended {
+        if !Self::begin() {
             return;
         }
         INSIDE.set(true);
@@ -360,15 +379,26 @@ impl Callbacks {
             }
         });
         INSIDE.set(false);
+        CALLBACKS.lock().running -= 1;
+        ONE_ENDED.notify_all();
     }
 }
 
 /// From now on no stream calls into Python; returns when the callbacks that run have ended.
 #[pyfunction]
 pub(crate) fn end_callbacks(py: Python<'_>) {
-    if PROCESS.get() == Some(&std::process::id()) {
-        py.detach(|| *ENDED.write() = true);
-    }
+    py.detach(|| {
+        let mut callbacks = CALLBACKS.lock();
+        while callbacks.process == std::process::id() && callbacks.running > 0 {
+            callbacks.ended = true;
+            ONE_ENDED.wait(&mut callbacks);
+        }
+        *callbacks = Callbacks {
+            process: std::process::id(),
+            running: 0,
+            ended: true,
+        };
+    });
 }
 
 /// What waits is refused to callbacks: what they would wait for may be waiting for them.
@@ -454,8 +484,8 @@ fn many(
             return Err(raise(py, &Error::invalid(unknown)));
         };
         let array = self::number(value)?;
-        // SAFETY: the caller vouches that the address is that of an array of so many pointers; nobody writes to it while the
-        // GIL is held by whoever could know of it.
+        // SAFETY: the caller vouches that the address is that of an array of so many pointers; nobody writes to it
+        // while the GIL is held by whoever could know of it.
         to_py(py, unsafe { addresses_at(array, number) })?
     } else {
         let wrong = "addresses are a NumPy array of uint64, a list, or the address of an array of pointers";
@@ -473,8 +503,8 @@ fn many(
     Ok(addresses)
 }
 
-/// Reads what a copy is of: `shape` is "one" (an address on both sides), "batch" (many on both) or "together" (many on the
-/// device, one buffer on the host).
+/// Reads what a copy is of: `shape` is "one" (an address on both sides), "batch" (many on both) or "together" (many
+/// on the device, one buffer on the host).
 fn job(
     py: Python<'_>,
     shape: &str,
@@ -498,8 +528,8 @@ fn job(
         ("together", &[first]) => Sides::Together(first),
         (_, each) => Sides::Each(each),
     };
-    // SAFETY: the caller of a stream vouches for each address and the bytes from it on, until the copy has ended; buffers of
-    // ours are kept until then.
+    // SAFETY: the caller of a stream vouches for each address and the bytes from it on, until the copy has ended;
+    // buffers of ours are kept until then.
     let pairs = to_py(py, unsafe { pairs(&devices, sides, size) })?;
     Ok(Job {
         direction,

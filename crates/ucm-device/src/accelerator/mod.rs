@@ -255,8 +255,8 @@ impl AcceleratorCopier {
     /// Makes a transfer of pieces that are all in what is pinned, if anything is; over when it returns.
     ///
     /// # Safety
-    /// Each piece names bytes behind `host` that live through the call and that nobody else writes, or, where the device
-    /// writes them, reads.
+    /// Each piece names bytes behind `host` that live through the call and that nobody else writes, or, where the
+    /// device writes them, reads.
     unsafe fn begin(
         &mut self,
         direction: Direction,

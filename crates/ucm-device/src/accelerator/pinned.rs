@@ -147,7 +147,8 @@ impl Arenas {
         Some(arena)
     }
 
-    /// Pieces of a buffer that begins at the address zero: those of each arena, with their bytes pinned, and those of none.
+    /// Pieces of a buffer that begins at the address zero: those of each arena, with their bytes pinned, and those of
+    /// none.
     pub(super) fn split(&self, pairs: &[(DeviceSpan, HostSpan)]) -> Vec<(Option<Arc<Pinned>>, Vec<Piece>)> {
         let arenas: Vec<Arc<Pinned>> = self.0.lock().iter().filter_map(Weak::upgrade).collect();
         let mut parts: Vec<(Option<Arc<Pinned>>, Vec<Piece>)> = arenas

@@ -19,8 +19,9 @@ pub enum Sides<'a> {
     Together(u64),
 }
 
-/// Pieces of `size` bytes at these addresses of a device, each with its side on the host. `InvalidInput`, which names the
-/// piece, for an address that is null or whose end wraps around, for no piece, no byte, and sides that are not equally many.
+/// Pieces of `size` bytes at these addresses of a device, each with its side on the host. `InvalidInput`, which names
+/// the piece, for an address that is null or whose end wraps around, for no piece, no byte, and sides that are not
+/// equally many.
 ///
 /// # Safety
 /// [`DeviceSpan::new`] and [`HostSpan::new`] say what must hold of each address and the `size` bytes from it on.
@@ -66,8 +67,8 @@ pub unsafe fn pairs(device: &[u64], host: Sides<'_>, size: usize) -> Result<Vec<
     Ok(pairs)
 }
 
-/// The `count` addresses of an array that begins at `array`. `InvalidInput` for a null address, and for none or more than fit
-/// into the address space.
+/// The `count` addresses of an array that begins at `array`. `InvalidInput` for a null address, and for none or more
+/// than fit into the address space.
 ///
 /// # Safety
 /// So many words of 8 bytes are readable there and nobody writes to them meanwhile; they need no alignment.

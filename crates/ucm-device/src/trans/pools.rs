@@ -50,8 +50,8 @@ struct Part {
     at: usize,
 }
 
-/// Some bytes on the device or the host, the caller's until it is dropped: then they go back to their pool, if they are of
-/// one, and are freed otherwise.
+/// Some bytes on the device or the host, the caller's until it is dropped: then they go back to their pool, if they
+/// are of one, and are freed otherwise.
 pub struct Buffer {
     part: Part,
     len: usize,
@@ -103,7 +103,8 @@ impl Pools {
         }
     }
 
-    /// A buffer of `size` bytes that is of no pool. `InvalidInput` for none, `NoSpace` or `Io` where there is not so much.
+    /// A buffer of `size` bytes that is of no pool. `InvalidInput` for none, `NoSpace` or `Io` where there is not so
+    /// much.
     pub fn make(&self, place: Place, size: usize) -> Result<Buffer> {
         let memory = self.memory(place, size)?;
         Ok(Buffer {
@@ -117,7 +118,8 @@ impl Pools {
         })
     }
 
-    /// Adds `number` buffers of `size` bytes to the pool of that size. Errors as of [`Pools::make`]; then nothing was added.
+    /// Adds `number` buffers of `size` bytes to the pool of that size. Errors as of [`Pools::make`]; then nothing was
+    /// added.
     pub fn fill(&self, place: Place, size: usize, number: usize) -> Result<()> {
         let stride = size
             .checked_next_multiple_of(ALIGNED)
@@ -141,8 +143,9 @@ impl Pools {
         Ok(())
     }
 
-    /// A buffer of at least `size` bytes from the pool of the smallest that hold so many. One that is empty is waited for:
-    /// `Timeout` when `deadline` comes first (`None`: for ever). `InvalidInput` where no pool has buffers so large.
+    /// A buffer of at least `size` bytes from the pool of the smallest that hold so many. One that is empty is waited
+    /// for: `Timeout` when `deadline` comes first (`None`: for ever). `InvalidInput` where no pool has buffers so
+    /// large.
     pub fn get(&self, place: Place, size: usize, deadline: Option<MonotonicTime>) -> Result<Buffer> {
         let found = self.pools.lock()[place as usize]
             .range(size.max(1)..)
@@ -182,8 +185,8 @@ impl Pools {
         Ok(())
     }
 
-    /// Ends what [`Pools::register`] began at this address; no copy may use the range any more. `InvalidInput` where nothing
-    /// was.
+    /// Ends what [`Pools::register`] began at this address; no copy may use the range any more. `InvalidInput` where
+    /// nothing was.
     pub fn unregister(&self, address: u64) -> Result<()> {
         let ended = self.registered.lock().remove(&address);
         ended.map(drop).ok_or_else(|| {
