@@ -136,6 +136,8 @@ test-long: $(RUN_ENV) ## the trust matrix, long (its table goes to build/trust.m
 	@$(call over_cuda,segment$(comma)none); $(call over_cuda,file$(comma)memory)
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
 		--trust-table build/trust.md
+	@UCM_TEST_DEVICE=cuda UCM_TEST_CUDA_DRIVER=$(SOFTCUDA) $(STAGE) "trust matrix and engines on cuda" \
+		$(RUN_BIN)/python -m pytest --timeout 1800 tests/trust tests/vllm
 
 .PHONY: test-wheel
 test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## the wheel in a clean environment, without Rust, vLLM or torch

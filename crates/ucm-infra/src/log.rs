@@ -1,7 +1,8 @@
 //! Where what the core logs waits for the log: a subscriber of [`tracing`] with a bounded list for each store.
 //!
 //! Python writes the log, and no thread of the core ever takes the GIL. So whoever logs only puts a [`Record`] into the list
-//! of its store, which the event names in its field `store`; whoever uses that store takes them out ([`take`]). Of one
+//! of its store, which the event names in its field `store`; whoever uses that store takes them out ([`take`]). What is said
+//! for no store (of a device, which many may use) waits for whoever takes first. Of one
 //! part of the code so many records a minute are kept, so that a medium full of damage does not fill the log too; those
 //! dropped are counted, and said.
 
@@ -25,6 +26,8 @@ const LIMIT: usize = 64;
 const WINDOW: Duration = Duration::from_secs(60);
 /// Most records of one store kept between two calls of [`take`].
 const KEPT: usize = 4 * LIMIT;
+/// The list of what is said for no store.
+const NOBODY: u64 = 0;
 
 /// One line of the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -112,10 +115,12 @@ pub fn keep() {
     });
 }
 
-/// What was logged for a store since the last call, oldest first; a last record tells how many were dropped.
+/// What was logged for a store since the last call, oldest first, behind what was logged for none; a last record of each
+/// tells how many were dropped.
 pub fn take(store: u64) -> Vec<Record> {
     let mut stores = Lists::here().stores.lock();
-    stores.get_mut(&store).map(Said::take).unwrap_or_default()
+    let said = [NOBODY, store].map(|of| stores.get_mut(&of).map(Said::take).unwrap_or_default());
+    said.concat()
 }
 
 /// This store has ended: nobody will take its records.
@@ -138,9 +143,7 @@ impl Subscriber for Collector {
     fn event(&self, event: &Event<'_>) {
         let mut read = Fields::default();
         event.record(&mut read);
-        let Some(store) = read.store else {
-            return; // nobody would take it
-        };
+        let store = read.store.unwrap_or(NOBODY);
         let record = Record {
             level: *event.metadata().level(),
             message: read.message,
@@ -234,7 +237,7 @@ mod tests {
         let said = std::thread::spawn(move || {
             tracing::warn!(store = one, tier = "posix", left = 3, path = %"/a b", "{} of it", "most");
             tracing::info!(store = two, "the other's");
-            tracing::info!("nobody's");
+            tracing::info!("for no store");
             tracing::debug!(store = one, "not kept");
         });
         said.join().unwrap();
@@ -247,7 +250,9 @@ mod tests {
                 ("path", "/a b".to_owned()),
             ],
         };
-        assert_eq!((take(one), take(two).len()), (vec![expected], 1));
+        let first = take(one);
+        assert_eq!(first[0].message, "for no store");
+        assert_eq!((&first[1..], take(two).len()), (&[expected][..], 1));
         assert!(take(one).is_empty());
         tracing::info!(store = two, "ended");
         forget(two);
