@@ -237,6 +237,9 @@ class TransDevice:
     def name(self) -> str:
         """Its name, with its number."""
 
+    def take_log(self) -> list[tuple[int, str, dict[str, str]]]:
+        """What the core logged of devices since the last call: (level of ``logging``, message, fields)."""
+
     def make_stream(self, transfer: str) -> TransStream:
         """A stream that copies this way: auto, dma, sm or staging."""
 

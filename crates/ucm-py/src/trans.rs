@@ -15,9 +15,11 @@ use pyo3::types::{PyBool, PyInt, PyList, PyTuple};
 use ucm_core::{Error, ErrorKind};
 use ucm_device::trans::{Buffer, Copies, Place, Pools, Sides, addresses_at, pairs};
 use ucm_device::{Device, DeviceSpan, Direction, HostSpan, Transfer, open_device};
+use ucm_infra::log::NOBODY;
 use ucm_infra::{Clock, MonotonicTime, SystemClock};
 
 use crate::convert::{raise, to_py};
+use crate::store::{Line, lines_of};
 use crate::task::{limit, same_process};
 
 /// An open device.
@@ -41,6 +43,11 @@ impl TransDevice {
     #[getter]
     fn name(&self) -> &str {
         self.device.name()
+    }
+
+    /// What the core logged of devices since the last call: (level of `logging`, message, fields).
+    fn take_log(&self) -> Vec<Line> {
+        lines_of(NOBODY)
     }
 
     /// A stream that copies this way: auto, dma, sm or staging.

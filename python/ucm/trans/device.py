@@ -43,6 +43,7 @@ class Device:
             raise InvalidInputError("the number of a device is 0 or more", context={"device_id": device_id})
         self._own = None
         self._core = self._open(device_id)
+        self._hand_over_log()
         logger.info("device %s", self._core.name)
 
     def _open(self, device_id: int) -> TransDevice:
@@ -111,6 +112,12 @@ class Device:
         """Wait for one stream, or for all of this device that still exist."""
         for each in [stream] if stream is not None else list(self._streams):
             each.synchronize(timeout)
+        self._hand_over_log()
+
+    def _hand_over_log(self) -> None:
+        """Writes what the core logged of its devices since then: no thread of the core takes the GIL for it."""
+        for level, message, fields in self._device().take_log():
+            logger.log(level, message, extra={"fields": fields})
 
     create_stream = make_stream
     Setup = setup
