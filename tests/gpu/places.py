@@ -17,7 +17,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 #: Names the library that stands for the CUDA driver in tests.
-HOOK = "UCM_TEST_CUDA_DRIVER"
+HOOK = "UCM_TEST_DRIVER"
 
 #: The words of ``--device``.
 WORDS = ("cuda", "host", "softcuda")

@@ -1,4 +1,4 @@
-"""Devices to copy with: the host always; CUDA over the software driver where the environment names its library.
+"""Devices to copy with: the host always; the others over the software driver where the environment names its library.
 
 ``make test-py`` builds and names it, and runs this directory by itself: a process looks for its driver once.
 """
@@ -15,8 +15,11 @@ import pytest
 
 from ucm import trans
 
-#: Names the library that stands for the CUDA driver.
-HOOK = "UCM_TEST_CUDA_DRIVER"
+#: Names the library that stands for a vendor's.
+HOOK = "UCM_TEST_DRIVER"
+
+#: What that library can stand for.
+SOFT = ["cuda", "hip", "musa", "maca", "ascend"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -38,9 +41,8 @@ class Host:
 class Soft:
     """The software driver: looks at its devices' memory, and disturbs it."""
 
-    platform = "cuda"
-
-    def __init__(self) -> None:
+    def __init__(self, platform: str) -> None:
+        self.platform = platform
         self.library = ctypes.CDLL(os.environ[HOOK])
         self.library.softcuda_calls.restype = ctypes.c_uint64
 
@@ -74,10 +76,10 @@ class Soft:
         self.library.softcuda_jitter(ctypes.c_uint64(seed), ctypes.c_uint64(most_us))
 
 
-@pytest.fixture(scope="session", params=["host", *(["cuda"] if HOOK in os.environ else [])])
+@pytest.fixture(scope="session", params=["host", *(SOFT if HOOK in os.environ else [])])
 def memory(request: pytest.FixtureRequest) -> Host | Soft:
     """What looks at the device's memory."""
-    return Soft() if request.param == "cuda" else Host()
+    return Host() if request.param == "host" else Soft(request.param)
 
 
 @pytest.fixture(scope="session")
@@ -91,8 +93,8 @@ def device(memory: Host | Soft) -> trans.Device:
 @pytest.fixture
 def soft(memory: Host | Soft) -> Iterator[Soft]:
     """The software driver, undisturbed again at the end."""
-    if not isinstance(memory, Soft):
-        pytest.skip("the host has no driver to disturb")
+    if not isinstance(memory, Soft) or memory.platform != "cuda":
+        pytest.skip("what disturbs the driver knows calls of CUDA")
     yield memory
     memory.release()
     memory.jitter(1, 0)

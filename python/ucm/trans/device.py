@@ -24,7 +24,7 @@ class Device:
     """A device of this machine, once :meth:`setup` has opened it. It belongs to the process that does.
 
     ``platform`` names its kind (``cuda``, ``host`` ...); without it the environment's ``PLATFORM`` does, and without
-    that a kind whose driver is installed is taken, or else the host. The log says which, and why.
+    that it is CUDA where its driver is installed, or else the host. The log says which, and why.
     """
 
     def __init__(self, platform: str | None = None) -> None:

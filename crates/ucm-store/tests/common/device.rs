@@ -31,7 +31,7 @@ impl SoftCuda {
     fn of_this_run() -> Option<&'static Self> {
         static LOADED: OnceLock<Option<SoftCuda>> = OnceLock::new();
         let load = || {
-            let path = std::env::var_os("UCM_TEST_CUDA_DRIVER")?;
+            let path = std::env::var_os("UCM_TEST_DRIVER")?;
             // SAFETY: a library that is built with the tests.
             Some(Self(unsafe { libloading::Library::new(path) }.unwrap()))
         };
