@@ -122,6 +122,8 @@ test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines last
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu
 	@$(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans tests/gpu
+	@$(foreach device,$(VENDORS),UCM_TEST_DEVICE=$(device) \
+		$(STAGE) "pytest trans on $(device)" $(RUN_BIN)/python -m pytest --quiet tests/trans -k $(device);)
 	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py
 
 # A kind of tier in one file and one line, from Python: with a core that has a toy, beside the usual one.
