@@ -137,7 +137,7 @@ def test_without_a_name_the_log_says_what_was_taken_and_why(
         device.setup(0)
     expected = {"host": "host", "cuda": "cuda:0"}[memory.platform]
     assert device.name == expected and f"device {expected}" in caplog.text
-    assert ("device opened" in caplog.text) == (memory.platform == "cuda")
+    assert (" opened: " in caplog.text) == (memory.platform == "cuda")
     assert ("nothing for cuda:0 here" in caplog.text) == (memory.platform == "host")
 
 
