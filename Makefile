@@ -83,10 +83,12 @@ SKIPPED := build/skipped-tests.txt
 over = $(STAGE) "the store over $(1)$(2)" env UCM_TEST_SKIPPED=$(CURDIR)/$(SKIPPED) \
 	UCM_TEST_LAYOUT=$(word 1,$(subst $(comma), ,$(1))) UCM_TEST_TIERS=$(word 2,$(subst $(comma), ,$(1))) $(if $(NEXTEST),cargo nextest run,cargo test --quiet) \
 	--locked -p ucm-store $(or $(3),$(SUITES:%=--test %))
-# And over the software CUDA driver (tests/softcuda): every copy goes through streams, staging and kernels.
+# And over the software driver (tests/softcuda), as CUDA's, where every copy goes through streams, staging and kernels, or as
+# the runtime of another vendor.
 SOFTCUDA := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/debug/libsoftcuda.so
-over_cuda = cargo build --locked --quiet -p softcuda; \
-	UCM_TEST_DEVICE=cuda UCM_TEST_CUDA_DRIVER=$(SOFTCUDA) $(call over,$(1), on cuda,$(2))
+over_device = cargo build --locked --quiet -p softcuda; \
+	UCM_TEST_DEVICE=$(1) UCM_TEST_DRIVER=$(SOFTCUDA) $(call over,$(2), on $(1),$(3))
+VENDORS := hip musa maca ascend
 # And with compressed records, in segments; three tests count bytes of segments of records as they are.
 COMPRESSED := (binary(/^(rules|first_failure|ends|audit|paranoid|segments|segments_sealing|merging|merging_faults)$$/)) \
 	- test(/a_segment_that_is_full|a_damaged_segment_gives|the_limit_holds_while_both/)
@@ -103,7 +105,7 @@ else
 endif
 	@mkdir -p build && rm -f $(SKIPPED)
 	@$(foreach column,$(COLUMNS),$(call over,$(column));) $(skipped)
-	@$(call over_cuda,segment$(comma)none,--test rules --test transfer)
+	@$(foreach device,cuda $(VENDORS),$(call over_device,$(device),segment$(comma)none,--test rules --test transfer);)
 	@$(STAGE) "doc tests" cargo test --locked --quiet --workspace --exclude ucm-py --doc
 
 .PHONY: loom
@@ -112,7 +114,7 @@ loom: ## every interleaving of what was written here with atomics
 		$(STAGE) "loom" cargo test --locked --quiet -p ucm-infra --test loom
 
 .PHONY: test-py
-test-py: export UCM_TEST_CUDA_DRIVER = $(SOFTCUDA)
+test-py: export UCM_TEST_DRIVER = $(SOFTCUDA)
 test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines last
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
@@ -130,12 +132,13 @@ test-kinds: $(VENV)/.stamp-dev ## a new kind of tier from Python, with a core bu
 test-long: $(RUN_ENV) ## the trust matrix, long (its table goes to build/trust.md), and the store over all columns
 	@mkdir -p build && rm -f $(SKIPPED)
 	@$(foreach column,$(COLUMNS) $(MORE_COLUMNS),$(call over,$(column));) $(skipped)
-	@$(call over_cuda,segment$(comma)none); $(call over_cuda,file$(comma)memory)
+	@$(call over_device,cuda,segment$(comma)none); $(call over_device,cuda,file$(comma)memory)
+	@$(foreach vendor,$(VENDORS),$(call over_device,$(vendor),segment$(comma)none);)
 	@UCM_TEST_LONG=1 $(STAGE) "copies over the software driver" cargo test --locked --quiet -p ucm-device \
 		--test policy --test properties
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
 		--trust-table build/trust.md
-	@UCM_TEST_DEVICE=cuda UCM_TEST_CUDA_DRIVER=$(SOFTCUDA) $(STAGE) "trust matrix and engines on cuda" \
+	@UCM_TEST_DEVICE=cuda UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "trust matrix and engines on cuda" \
 		$(RUN_BIN)/python -m pytest --timeout 1800 tests/trust tests/vllm
 
 .PHONY: test-wheel

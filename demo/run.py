@@ -67,7 +67,7 @@ def device(driver: pathlib.Path | None) -> dict[str, Any]:
         "connector": "accelerated",
         # The driver interprets its kernels, so that they are never what is measured to be the cheapest.
         "config": {"platform": "cuda", "transfer": "staging"},
-        "environment": {"UCM_TEST_CUDA_DRIVER": str(driver.resolve()), "PYTHONPATH": path},
+        "environment": {"UCM_TEST_DRIVER": str(driver.resolve()), "PYTHONPATH": path},
     }
 
 

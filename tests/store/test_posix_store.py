@@ -33,6 +33,7 @@ from ucm.reasons import MissReason, reason_of
 from ucm.store import BlockHasher, UcmConnectorFactoryV1
 from ucm.store.pipeline import UcmPipelineStore
 from ucm.store.posix import UcmPosixStore
+from ucm.store.posix.settings import read_settings, settings_of
 from ucm.store.record import Expect, Part, verify, verify_file
 from ucm.store.segment import parse_foot
 
@@ -434,17 +435,48 @@ def test_keys_name_tokens_and_all_before_them(store: UcmPosixStore) -> None:
 
 
 @pytest.mark.skipif(ctypes.util.find_library("cuda") is not None, reason="a CUDA driver is here")
-def test_without_a_driver_its_platform_is_refused_but_for_lookups(opened: Open) -> None:
+def test_without_a_driver_its_platform_is_refused_but_for_lookups(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UCM_TEST_DRIVER", raising=False)
     with pytest.raises(UnsupportedError, match="no CUDA driver is installed here"):
         opened(platform="cuda")
-    with pytest.raises(InvalidInputError, match="transfer"):
+    with pytest.raises(ConfigError, match="transfer"):
         opened(transfer="by hand")
     assert opened(platform="cuda", device_id=-1).lookup(ids(1)) == [False]
 
 
+@pytest.mark.parametrize(
+    ("word", "library"),
+    [("hip", "amdhip64"), ("musa", "musart"), ("maca", "mcruntime"), ("Ascend", "ascendcl")],
+)
+def test_without_its_library_a_vendors_platform_is_refused_with_its_name(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, word: str, library: str
+) -> None:
+    monkeypatch.delenv("UCM_TEST_DRIVER", raising=False)
+    monkeypatch.delenv("MACA_PATH", raising=False)
+    if ctypes.util.find_library(library) is not None:
+        pytest.skip(f"lib{library} is here")
+    with pytest.raises(UnsupportedError, match=rf"vendor={word.lower()}.*lib{library}\.so"):
+        opened(platform=word)
+    assert opened(platform=word, device_id=-1).lookup(ids(1)) == [False]
+
+
+@pytest.mark.parametrize(
+    ("platform", "device"),
+    [("hip", "hip:1"), ("musa", "musa:1"), ("maca", "maca:1"), ("ascend", "ascend:1"), ("simu", "host")],
+)
+def test_a_platform_names_a_device_of_the_core(config: dict[str, Any], platform: str, device: str) -> None:
+    settings = read_settings(
+        config | {"platform": platform, "device_id": 1}, settings_of(UcmPosixStore.store_name), "tests"
+    )
+    assert settings.device == device
+    assert json.loads(settings.setup())["device"] == device
+
+
 def test_a_platform_that_is_not_built_is_refused_with_those_that_are(opened: Open) -> None:
-    with pytest.raises(ConfigError, match=r"ascend.*known=host, cuda"):
-        opened(platform="ascend")
+    with pytest.raises(ConfigError, match=r"abacus.*known=host, simu, cuda, hip, musa, maca, ascend"):
+        opened(platform="abacus")
     for same in ("host", "simu", "CPU"):
         store = opened(platform=same)
         source, target = Memory(1), Memory(1, fill=0)

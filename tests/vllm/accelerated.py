@@ -1,6 +1,6 @@
 """vLLM on a CPU, whose KV counts as the memory of an accelerator: ``platform: cuda`` over the software driver.
 
-Named to vLLM as ``kv_connector_module_path``, in processes where ``UCM_TEST_CUDA_DRIVER`` names the driver's library
+Named to vLLM as ``kv_connector_module_path``, in processes where ``UCM_TEST_DRIVER`` names the driver's library
 (``tests/softcuda``). The tensors stay where they are, and the driver takes them for its own memory: a host that reads
 them is not found out here, as it is in the suites of the crates. Everything else is as on a GPU: events of the model's
 stream, streams that lag, staging and kernels.

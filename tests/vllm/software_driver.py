@@ -1,4 +1,4 @@
-"""The software CUDA driver (``tests/softcuda``) from Python, where ``UCM_TEST_CUDA_DRIVER`` names its library."""
+"""The software CUDA driver (``tests/softcuda``) from Python, where ``UCM_TEST_DRIVER`` names its library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IN_USE = os.environ.get("UCM_TEST_DEVICE") == "cuda"
 @cache
 def driver() -> ctypes.CDLL:
     """The driver: the one that the core loads from the same path."""
-    return ctypes.CDLL(os.environ["UCM_TEST_CUDA_DRIVER"])
+    return ctypes.CDLL(os.environ["UCM_TEST_DRIVER"])
 
 
 def ok(result: int) -> None:

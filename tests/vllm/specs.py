@@ -158,7 +158,7 @@ class EngineSpec:
             "HF_HUB_OFFLINE": "1",
         }
         if self.accelerated:
-            env["UCM_TEST_CUDA_DRIVER"] = os.environ["UCM_TEST_CUDA_DRIVER"]
+            env["UCM_TEST_DRIVER"] = os.environ["UCM_TEST_DRIVER"]
         if self.runner == "v2":
             env["TRITON_INTERPRET"] = "1"
             path.insert(0, str(HERE / "triton_cpu"))

@@ -21,8 +21,8 @@ FUNCTIONS = ("cuEventQuery", "cuLaunchKernel", "cuMemcpyDtoHAsync_v2", "cuMemcpy
 
 @pytest.fixture(scope="module")
 def disk(runner: str, work: Path) -> Disk:
-    if not os.path.exists(os.environ.get("UCM_TEST_CUDA_DRIVER", "")):
-        pytest.skip("UCM_TEST_CUDA_DRIVER names no software driver; make test-py builds one")
+    if not os.path.exists(os.environ.get("UCM_TEST_DRIVER", "")):
+        pytest.skip("UCM_TEST_DRIVER names no software driver; make test-py builds one")
     return new_disk(work, f"accelerated-{runner}")
 
 

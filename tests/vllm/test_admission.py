@@ -13,7 +13,7 @@ import pytest
 from cases import STORED
 from checks import assert_same
 from harness import Engine, EngineHost, wait_until
-from lives import Disk, new_disk, store_under_test
+from lives import Disk, new_disk, over_device, store_under_test
 from specs import BLOCK, PATIENT, EngineSpec, Result, StoreSpec
 from throttled import Throttle
 
@@ -41,7 +41,7 @@ def throttle(disk: Disk) -> Throttle:
 @pytest.fixture
 def engine(runner: str, disk: Disk, host: EngineHost, model: Path) -> Iterator[Engine]:
     """An engine with measured admission over the throttled tier."""
-    options = {"control": str(disk.faults.control), "layout": "file"}
+    options = {"control": str(disk.faults.control), "layout": "file"} | over_device()
     store = StoreSpec(disk.root, "ThrottledStore", "throttled", options)
     extra = {"admission": "measured", "deadlines": DEADLINES}
     return host.get(EngineSpec(model, runner, store, extra_config=extra, label=f"throttled-{runner}"))

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::Clock;
 
-use crate::accelerator::{Accelerator, Transfer};
+use crate::accelerator::{Accelerator, HIP, MACA, MUSA, Transfer};
 use crate::device::Device;
 use crate::host::HostDevice;
 use crate::queued::QueueOptions;
@@ -18,13 +18,19 @@ type Open = fn(u32, Transfer, Arc<dyn Clock>) -> Result<Arc<dyn Device>>;
 
 /// Every kind of device: its name, and what makes one.
 const DEVICES: &[(&str, Open)] = &[
-    (DEFAULT_DEVICE, |_, _, clock| {
-        Ok(Arc::new(HostDevice::with(QueueOptions::on(clock))?))
-    }),
-    ("cuda", |number, transfer, clock| {
-        Ok(Arc::new(Accelerator::cuda(number, transfer, clock)?))
-    }),
+    (DEFAULT_DEVICE, host),
+    ("simu", host),
+    ("cuda", Accelerator::cuda),
+    ("hip", |at, how, on| Accelerator::vendor(&HIP, at, how, on)),
+    ("musa", |at, how, on| Accelerator::vendor(&MUSA, at, how, on)),
+    ("maca", |at, how, on| Accelerator::vendor(&MACA, at, how, on)),
+    ("ascend", Accelerator::ascend),
 ];
+
+/// The host's memory is one device, whatever its number.
+fn host(_number: u32, _transfer: Transfer, clock: Arc<dyn Clock>) -> Result<Arc<dyn Device>> {
+    Ok(Arc::new(HostDevice::with(QueueOptions::on(clock))?))
+}
 
 /// The device of this name (`host`, `cuda`, `cuda:1`), on the clock of whoever uses it: their deadlines are points on it. It
 /// belongs to the process that opens it, not to its children. `Config` for a device that this build or machine does not have,
@@ -56,13 +62,16 @@ mod tests {
 
     #[test]
     fn devices_are_opened_by_name_and_no_others_are() {
-        assert_eq!(open("host").unwrap().name(), "host");
+        for host in ["host", "simu", "simu:1"] {
+            assert_eq!(open(host).unwrap().name(), "host");
+        }
         let refused = |name| open(name).err().unwrap();
         let unknown = refused("abacus");
         assert_eq!(unknown.kind(), ErrorKind::Config);
         let text = unknown.to_string();
         assert!(
-            text.contains("device=abacus") && text.contains("known=host, cuda"),
+            text.contains("device=abacus")
+                && text.contains("known=host, simu, cuda, hip, musa, maca, ascend"),
             "{text}"
         );
         assert_eq!(refused("cuda:first").kind(), ErrorKind::Config);

@@ -1,36 +1,92 @@
 //! What every call goes through: counting, failures planned by the test, and the checks of process, thread and context.
 
 use std::cell::Cell;
+use std::ffi::c_void;
 use std::io::Write;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
 use crate::context;
 use crate::error::{CUDA_ERROR_NOT_INITIALIZED, CUDA_SUCCESS, CUresult, Outcome};
-use crate::exports::{Function, NAMES};
 use crate::state::{Handle, Locked, lock};
 
 /// The process that called `cuInit`; 0 before.
 static PROCESS: AtomicI32 = AtomicI32::new(0);
 
-static CALLS: [AtomicU64; NAMES.len()] = [const { AtomicU64::new(0) }; NAMES.len()];
-
 thread_local! {
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
 }
 
+/// A function that the library exports.
+pub(crate) struct Export {
+    pub(crate) name: &'static str,
+    /// Where it is.
+    pub(crate) address: fn() -> *const c_void,
+    calls: AtomicU64,
+}
+
+impl Export {
+    pub(crate) const fn new(name: &'static str, address: fn() -> *const c_void) -> Self {
+        Self {
+            name,
+            address,
+            calls: AtomicU64::new(0),
+        }
+    }
+
+    /// Calls so far.
+    pub(crate) fn calls(&self) -> u64 {
+        self.calls.load(Ordering::Relaxed)
+    }
+}
+
+/// Exports functions under their names: each goes through one of the functions below, or one like them, and then does
+/// what stands behind the arrow.
+macro_rules! exports {
+    ($names:ident: $($needs:ident $name:ident($($arg:ident: $type:ty),* $(,)?) [$($with:ident),*] => $does:expr;)*) => {
+        /// What is known of each, in the order of the names.
+        mod export {
+            use crate::call::Export;
+
+            $(pub(super) static $name: Export = Export::new(stringify!($name), || super::$name as *const _);)*
+        }
+
+        /// Names of functions that the library exports.
+        pub const $names: &[&str] = &[$(stringify!($name),)*];
+
+        /// The functions themselves.
+        pub(crate) static EXPORTS: &[&crate::call::Export] = &[$(&export::$name,)*];
+
+        $(
+            #[doc = concat!("`", stringify!($name), "`, as its vendor's.")]
+            ///
+            /// # Safety
+            /// As the vendor's documentation asks: pointers are null or name memory of the kind and size that it says.
+            #[unsafe(no_mangle)]
+            #[allow(unused_unsafe, reason = "functions without pointers need none")]
+            #[allow(clippy::too_many_arguments, reason = "the vendor's own lists")]
+            pub unsafe extern "C" fn $name($($arg: $type),*) -> $crate::error::CUresult {
+                // SAFETY: the caller's promise.
+                $needs(&export::$name, |$($with),*| unsafe { $does })
+            }
+        )*
+    };
+}
+
+pub(crate) use exports;
+
 /// A call that is answered anywhere, even in a process that was forked.
-pub(crate) fn anywhere(function: Function, act: impl FnOnce() -> Outcome) -> CUresult {
+pub(crate) fn anywhere(function: &'static Export, act: impl FnOnce() -> Outcome) -> CUresult {
     count(function);
     code(act())
 }
 
 /// A call that needs no `cuInit`.
-pub(crate) fn before_init(function: Function, act: impl FnOnce(&mut Locked) -> Outcome) -> CUresult {
+pub(crate) fn before_init(function: &'static Export, act: impl FnOnce(&mut Locked) -> Outcome) -> CUresult {
     code(enter(function).and_then(|mut state| act(&mut state)))
 }
 
 /// A call that needs `cuInit` and no context. It costs no time on the virtual clock.
-pub(crate) fn process(function: Function, act: impl FnOnce(&mut Locked) -> Outcome) -> CUresult {
+pub(crate) fn process(function: &'static Export, act: impl FnOnce(&mut Locked) -> Outcome) -> CUresult {
     code(enter(function).and_then(|mut state| {
         check_init(&state)?;
         act(&mut state)
@@ -38,11 +94,14 @@ pub(crate) fn process(function: Function, act: impl FnOnce(&mut Locked) -> Outco
 }
 
 /// A call that needs a context that is current to the thread and sound.
-pub(crate) fn context(function: Function, act: impl FnOnce(&mut Locked, Handle) -> Outcome) -> CUresult {
+pub(crate) fn context(
+    function: &'static Export,
+    act: impl FnOnce(&mut Locked, Handle) -> Outcome,
+) -> CUresult {
     code(enter(function).and_then(|mut state| {
         check_init(&state)?;
         let current = context::current(&state)?;
-        state.clock.call(function == Function::cuLaunchKernel);
+        state.clock.call(function.name == "cuLaunchKernel");
         act(&mut state, current)
     }))
 }
@@ -50,11 +109,6 @@ pub(crate) fn context(function: Function, act: impl FnOnce(&mut Locked, Handle) 
 /// Remembers which process initialized the driver.
 pub(crate) fn initialized() {
     PROCESS.store(own_pid(), Ordering::Release);
-}
-
-/// Calls of a function so far.
-pub(crate) fn calls(function: usize) -> u64 {
-    CALLS[function].load(Ordering::Relaxed)
 }
 
 /// Runs a callback of `cuLaunchHostFunc`, in which no function of the driver may be called.
@@ -76,7 +130,7 @@ pub(crate) fn say(what: &str) {
     let _ = writeln!(std::io::stderr(), "softcuda: {what}");
 }
 
-fn enter(function: Function) -> Outcome<Locked> {
+fn enter(function: &'static Export) -> Outcome<Locked> {
     let number = count(function);
     let process = PROCESS.load(Ordering::Acquire);
     // In a forked process another thread's lock may be held for ever, so nothing is locked before this.
@@ -84,20 +138,20 @@ fn enter(function: Function) -> Outcome<Locked> {
         return Err(CUDA_ERROR_NOT_INITIALIZED);
     }
     let mut state = lock();
-    match state.control.failure(function as usize, number) {
+    match state.control.failure(function.name, number) {
         None => Ok(state),
         Some(code) => Err(code),
     }
 }
 
-fn count(function: Function) -> u64 {
+fn count(function: &'static Export) -> u64 {
     if IN_CALLBACK.get() {
-        let name = NAMES[function as usize];
+        let name = function.name;
         abort(&format!(
             "{name} was called from inside a cuLaunchHostFunc callback"
         ));
     }
-    CALLS[function as usize].fetch_add(1, Ordering::Relaxed) + 1
+    function.calls.fetch_add(1, Ordering::Relaxed) + 1
 }
 
 fn check_init(state: &Locked) -> Outcome {

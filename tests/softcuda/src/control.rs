@@ -7,19 +7,18 @@
 use std::ffi::{CStr, c_char};
 use std::time::Duration;
 
-use crate::call::{self, abort};
+use crate::call::{Export, abort};
 use crate::clock::Cost;
 use crate::copy;
 use crate::error::{CUDA_SUCCESS, CUresult, Outcome};
-use crate::exports::NAMES;
 use crate::memory::Kind;
 use crate::state::{Handle, State, lock};
-use crate::stream;
+use crate::{exports, stream, vendors};
 
 /// What tests have set, and what was counted for them.
 pub(crate) struct Control {
     /// Calls that will fail: function, number of the call, result.
-    failures: Vec<(usize, u64, CUresult)>,
+    failures: Vec<(&'static str, u64, CUresult)>,
     pub(crate) holds_new_streams: bool,
     jitter: Option<Jitter>,
     /// Functions and kernels that move wrong bytes.
@@ -45,8 +44,8 @@ impl Control {
     }
 
     /// The result planned for this call, if one is.
-    pub(crate) fn failure(&mut self, function: usize, number: u64) -> Option<CUresult> {
-        let is_this = |it: &(usize, u64, CUresult)| it.0 == function && it.1 == number;
+    pub(crate) fn failure(&mut self, function: &str, number: u64) -> Option<CUresult> {
+        let is_this = |it: &(&str, u64, CUresult)| it.0 == function && it.1 == number;
         let index = self.failures.iter().position(is_this)?;
         Some(self.failures.swap_remove(index).2)
     }
@@ -89,13 +88,13 @@ impl Control {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn softcuda_fail(function: *const c_char, nth: u64, result: CUresult) {
     // SAFETY: the caller's promise.
-    let function = unsafe { index(function) };
+    let function = unsafe { export(function) };
     if nth == 0 || result == CUDA_SUCCESS {
         abort("softcuda_fail: calls count from 1, and success is no failure");
     }
     let mut state = lock();
-    let number = call::calls(function) + nth;
-    state.control.failures.push((function, number, result));
+    let number = function.calls() + nth;
+    state.control.failures.push((function.name, number, result));
 }
 
 /// Forgets the failures that were asked for and did not come.
@@ -197,7 +196,7 @@ pub unsafe extern "C" fn softcuda_write(address: u64, from: *const u8, len: usiz
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn softcuda_calls(function: *const c_char) -> u64 {
     // SAFETY: the caller's promise.
-    call::calls(unsafe { index(function) })
+    unsafe { export(function) }.calls()
 }
 
 /// Bytes moved so far: 0 host to device, 1 device to host, 2 inside of device memory, and by kernels (read and written)
@@ -256,15 +255,16 @@ fn set_held(stream: Handle, held: bool) {
     }
 }
 
-/// The place of a function in the list of names.
+/// A function by its name.
 ///
 /// # Safety
 /// `function` is a name with its zero byte.
-unsafe fn index(function: *const c_char) -> usize {
+unsafe fn export(function: *const c_char) -> &'static Export {
     // SAFETY: the caller's promise.
     let name = unsafe { CStr::from_ptr(function) };
-    let index = NAMES.iter().position(|known| known.as_bytes() == name.to_bytes());
-    index.unwrap_or_else(|| abort(&format!("no function {name:?}")))
+    let mut all = exports::EXPORTS.iter().chain(vendors::EXPORTS);
+    let found = all.find(|known| known.name.as_bytes() == name.to_bytes());
+    found.unwrap_or_else(|| abort(&format!("no function {name:?}")))
 }
 
 fn code(outcome: Outcome) -> CUresult {

@@ -14,7 +14,7 @@ use crate::stream::{self, Work};
 pub(crate) type Mark = Arc<OnceLock<u64>>;
 
 const BLOCKING_SYNC: u32 = 1;
-const DISABLE_TIMING: u32 = 2;
+pub(crate) const DISABLE_TIMING: u32 = 2;
 
 /// An event.
 pub(crate) struct Event {
@@ -83,6 +83,11 @@ pub(crate) fn query(state: &mut State, context: Handle, event: Handle) -> Outcom
     let time = *mark.get().ok_or(CUDA_ERROR_NOT_READY)?;
     state.clock.waited(time);
     Ok(())
+}
+
+/// Whether an event was ever recorded.
+pub(crate) fn is_recorded(state: &mut State, context: Handle, event: Handle) -> Outcome<bool> {
+    Ok(find(state, context, event)?.last.is_some())
 }
 
 /// `cuEventSynchronize`.

@@ -1,11 +1,11 @@
 //! The functions that the library exports under the driver's names, each in one line; [`crate::call`] has what they share.
 #![allow(unsafe_code, reason = "the driver's C ABI")]
-#![allow(non_snake_case, non_camel_case_types, reason = "the driver's names")]
+#![allow(non_snake_case, non_upper_case_globals, reason = "the driver's names")]
 
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr::null;
 
-use crate::call::{self, abort};
+use crate::call::{abort, anywhere, before_init, context, exports, initialized, process};
 use crate::device::{self, put};
 use crate::error::{
     self, CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_FOUND, CUDA_ERROR_NOT_SUPPORTED, CUresult, Outcome,
@@ -15,45 +15,8 @@ use crate::state::{Handle, State};
 use crate::stream::{HostFunction, Work};
 use crate::{context, copy, event, memory, module, stream};
 
-macro_rules! exports {
-    ($($needs:ident $name:ident($($arg:ident: $type:ty),* $(,)?) [$($with:ident),*] => $does:expr;)*) => {
-        /// The functions of the driver, in the order of [`NAMES`].
-        #[derive(Clone, Copy, PartialEq, Eq)]
-        #[allow(clippy::enum_variant_names, reason = "one happens to end so")]
-        pub(crate) enum Function {
-            $($name,)*
-        }
-
-        /// Their names.
-        pub const NAMES: &[&str] = &[$(stringify!($name),)*];
-
-        /// Where a function is.
-        fn address(name: &str) -> Option<*const c_void> {
-            $(
-                if name == stringify!($name) {
-                    return Some($name as *const c_void);
-                }
-            )*
-            None
-        }
-
-        $(
-            #[doc = concat!("`", stringify!($name), "` of the CUDA driver.")]
-            ///
-            /// # Safety
-            /// As the driver's documentation asks: pointers are null or name memory of the kind and size that it says.
-            #[unsafe(no_mangle)]
-            #[allow(unused_unsafe, reason = "functions without pointers need none")]
-            #[allow(clippy::too_many_arguments, reason = "the driver's own lists")]
-            pub unsafe extern "C" fn $name($($arg: $type),*) -> CUresult {
-                // SAFETY: the caller's promise.
-                call::$needs(Function::$name, |$($with),*| unsafe { $does })
-            }
-        )*
-    };
-}
-
 exports! {
+    NAMES:
     before_init cuInit(flags: u32) [state] => init(state, flags);
     before_init cuDriverGetVersion(version: *mut i32) [_state] => put(version, VERSION);
     anywhere cuGetErrorName(code: CUresult, text: *mut *const c_char) [] => put_text(text, error::name(code));
@@ -164,11 +127,12 @@ const GREATEST_PRIORITY: i32 = -5;
 const MEMORY_TYPE_HOST: u32 = 1;
 const MEMORY_TYPE_DEVICE: u32 = 2;
 
-fn init(state: &mut State, flags: u32) -> Outcome {
+/// `cuInit`.
+pub(crate) fn init(state: &mut State, flags: u32) -> Outcome {
     if flags != 0 {
         return Err(CUDA_ERROR_INVALID_VALUE);
     }
-    call::initialized();
+    initialized();
     state.initialized = true;
     Ok(())
 }
@@ -211,6 +175,7 @@ unsafe fn proc_address(
     }
     // SAFETY: the caller promises a text with its end.
     let symbol = unsafe { CStr::from_ptr(symbol) }.to_string_lossy();
+    let address = |name: &str| Some((EXPORTS.iter().find(|known| known.name == name)?.address)());
     let found = address(&format!("{symbol}_v2")).or_else(|| address(&symbol));
     // SAFETY: the caller's promise.
     unsafe { put(function, found.unwrap_or(null())) }?;

@@ -13,6 +13,12 @@
 //!   memory that queued work uses, the legacy stream, `cuCtxSynchronize`, a call of the driver from inside a callback,
 //! * in a process forked after `cuInit`, calls answer `CUDA_ERROR_NOT_INITIALIZED`.
 //!
+//! The same driver is the runtime of other vendors under their names ([`VENDOR_NAMES`]): `hip*`, `musa*` and `mc*`,
+//! where a thread has device 0 before it sets one and the last error of a thread is kept for its next question, and
+//! `aclrt*`, where it has none, copies name the room at their target, events answer the other way round and copies on
+//! the device are aligned. A copy of the wrong kind is refused. All these share contexts, memory and streams with the
+//! functions of CUDA.
+//!
 //! # Controls
 //! Exported beside the driver's functions:
 //!
@@ -51,8 +57,10 @@ mod module;
 pub mod ptx;
 mod state;
 mod stream;
+mod vendors;
 
 pub use control::*;
 pub use error::*;
 pub use exports::*;
 pub use state::Handle;
+pub use vendors::*;

@@ -24,7 +24,7 @@ const ALIGNMENT: usize = 512;
 /// Memory of a device. Pages that nobody has written take no room.
 const CAPACITY: usize = 80 << 30;
 
-const PORTABLE: u32 = 1;
+pub(crate) const PORTABLE: u32 = 1;
 const DEVICE_MAP: u32 = 2;
 const WRITE_COMBINED: u32 = 4;
 

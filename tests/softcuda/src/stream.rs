@@ -24,7 +24,7 @@ use crate::memory::{KernelMemory, Place};
 use crate::module::Launch;
 use crate::state::{ENDED, Handle, Locked, State, lock};
 
-const NON_BLOCKING: u32 = 1;
+pub(crate) const NON_BLOCKING: u32 = 1;
 
 /// The handles that mean the legacy stream and the streams of threads.
 const LEGACY: std::ops::RangeInclusive<Handle> = 0..=2;

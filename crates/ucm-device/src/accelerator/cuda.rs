@@ -9,6 +9,7 @@ use cudarc::driver::sys::{self, CUresult};
 use tracing::warn;
 use ucm_core::{Error, ErrorKind, Result};
 
+use super::library;
 use super::runtime::{Kernel, RawEvent, RawStream, Runtime};
 use crate::numa;
 
@@ -29,12 +30,6 @@ const KERNELS: [&CStr; 3] = [c"ucm_batch", c"ucm_gather", c"ucm_scatter"];
 
 /// Threads of a block of theirs.
 const THREADS: c_uint = 256;
-
-/// Tests name a library here that stands for the driver's.
-const TEST_LIBRARY: &str = "UCM_TEST_CUDA_DRIVER";
-
-/// That library; it is never closed, as the driver's is not.
-static STAND_IN: OnceLock<libloading::Library> = OnceLock::new();
 
 /// What we call. A driver that lacks one of them is none for us: the bindings would panic at its first use.
 const NEEDED: [&str; 36] = [
@@ -113,16 +108,7 @@ fn load() -> Result<()> {
 }
 
 fn find() -> Result<()> {
-    if let Some(path) = std::env::var_os(TEST_LIBRARY) {
-        warn!(path = %path.display(), "a library of tests stands for the CUDA driver");
-        // SAFETY: a library that tests built; its name is that of the driver's, so the search below meets it.
-        let opened = unsafe { libloading::Library::new(&path) };
-        let library = opened.map_err(|error| {
-            let wrong = Error::new(ErrorKind::Config, "the library of tests cannot be opened");
-            wrong.with("variable", TEST_LIBRARY).with("error", error)
-        })?;
-        STAND_IN.get_or_init(|| library);
-    }
+    library::stand_in()?; // its name is that of the driver's, so the search below meets it
     // SAFETY: loads the driver's library, as torch does.
     if !unsafe { sys::is_culib_present() } {
         let none = "no CUDA driver is installed here: libcuda.so.1 cannot be loaded";
@@ -235,10 +221,7 @@ impl Cuda {
 
     /// Makes the device current on this thread, until what is given ends where the thread had another one.
     fn bind(&self) -> Result<Bound> {
-        if std::process::id() != self.process {
-            let forked = "this device was opened before a fork; open it in the process that uses it";
-            return Err(Error::new(ErrorKind::Unsupported, forked));
-        }
+        library::check_process(self.process)?;
         let mut current = null_mut();
         // SAFETY: writes one handle.
         unsafe { driver!(cuCtxGetCurrent(&raw mut current)) }?;

@@ -9,13 +9,16 @@
 //! the watch of its pool, and keeps what it holds: the memory that may still be written.
 #![allow(unsafe_code, reason = "begins copies of ranges that their makers vouched for")]
 
+mod ascend;
 mod calibrate;
 mod check;
 mod cuda;
 mod lane;
+mod library;
 mod pinned;
 mod plan;
 mod runtime;
+mod vendor;
 
 use std::any::Any;
 use std::sync::Arc;
@@ -35,6 +38,8 @@ use lane::{Host, Lane, STAGED};
 use pinned::{Arenas, Pinned};
 use plan::{Costs, Method, Run};
 use runtime::{Direction, RawEvent, Runtime};
+use vendor::Vendor;
+pub(crate) use vendor::{HIP, MACA, MUSA};
 
 /// Which copies to use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -95,10 +100,35 @@ struct Shared {
 
 impl Accelerator {
     /// Device number `ordinal` of CUDA.
-    pub(crate) fn cuda(ordinal: u32, transfer: Transfer, clock: Arc<dyn Clock>) -> Result<Self> {
+    pub(crate) fn cuda(ordinal: u32, transfer: Transfer, clock: Arc<dyn Clock>) -> Result<Arc<dyn Device>> {
         Self::over(
             format!("cuda:{ordinal}"),
             Arc::new(cuda::Cuda::open(ordinal)?),
+            transfer,
+            clock,
+        )
+    }
+
+    /// Device number `ordinal` of a vendor whose runtime is shaped as CUDA's.
+    pub(crate) fn vendor(
+        vendor: &'static Vendor,
+        ordinal: u32,
+        transfer: Transfer,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Arc<dyn Device>> {
+        Self::over(
+            format!("{}:{ordinal}", vendor.name),
+            Arc::new(vendor::Device::open(vendor, ordinal)?),
+            transfer,
+            clock,
+        )
+    }
+
+    /// Device number `ordinal` of Ascend.
+    pub(crate) fn ascend(ordinal: u32, transfer: Transfer, clock: Arc<dyn Clock>) -> Result<Arc<dyn Device>> {
+        Self::over(
+            format!("ascend:{ordinal}"),
+            Arc::new(ascend::Ascend::open(ordinal)?),
             transfer,
             clock,
         )
@@ -110,7 +140,7 @@ impl Accelerator {
         runtime: Arc<dyn Runtime>,
         transfer: Transfer,
         clock: Arc<dyn Clock>,
-    ) -> Result<Self> {
+    ) -> Result<Arc<dyn Device>> {
         let methods = check::methods(&runtime)?;
         let costs = calibrate::costs(&runtime, &methods)?;
         let words = |way: &[Method]| {
@@ -130,7 +160,7 @@ impl Accelerator {
             gb_s_to_host = costs.dma[Direction::ToHost as usize],
             "device opened"
         );
-        Ok(Self {
+        Ok(Arc::new(Self {
             name,
             shared: Arc::new(Shared {
                 runtime,
@@ -140,7 +170,7 @@ impl Accelerator {
                 costs,
             }),
             options: QueueOptions::on(clock),
-        })
+        }))
     }
 }
 

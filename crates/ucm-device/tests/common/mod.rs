@@ -63,7 +63,7 @@ impl Driver {
         static LOADED: OnceLock<Driver> = OnceLock::new();
         LOADED.get_or_init(|| {
             // SAFETY: before anything else of this test begins a thread; every test file does this first.
-            unsafe { std::env::set_var("UCM_TEST_CUDA_DRIVER", path()) };
+            unsafe { std::env::set_var("UCM_TEST_DRIVER", path()) };
             // SAFETY: our own library.
             Self(unsafe { Library::new(path()) }.unwrap())
         })
@@ -141,6 +141,19 @@ impl Driver {
         let live: unsafe extern "C" fn(c_int) -> u64 = self.function(c"softcuda_live");
         // SAFETY: a number.
         unsafe { live(kind) }
+    }
+
+    /// What a runtime shaped as CUDA's keeps as this thread's last error; the others keep none.
+    pub(crate) fn last_error(&self, vendor: &str) -> Option<c_int> {
+        let name = match vendor {
+            "hip" => c"hipGetLastError",
+            "musa" => c"musaGetLastError",
+            "maca" => c"mcGetLastError",
+            _ => return None,
+        };
+        let last: unsafe extern "C" fn() -> c_int = self.function(name);
+        // SAFETY: no arguments.
+        Some(unsafe { last() })
     }
 
     /// The virtual clock.

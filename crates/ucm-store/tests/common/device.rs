@@ -30,11 +30,11 @@ pub(crate) fn of_this_run(transfer: Transfer, clock: &Arc<dyn Clock>) -> Result<
 pub(crate) struct SoftCuda(libloading::Library);
 
 impl SoftCuda {
-    /// The one that `UCM_TEST_CUDA_DRIVER` names.
+    /// The one that `UCM_TEST_DRIVER` names.
     pub(crate) fn of_this_run() -> Option<&'static Self> {
         static LOADED: OnceLock<Option<SoftCuda>> = OnceLock::new();
         let load = || {
-            let path = std::env::var_os("UCM_TEST_CUDA_DRIVER")?;
+            let path = std::env::var_os("UCM_TEST_DRIVER")?;
             // SAFETY: a library that is built with the tests.
             Some(Self(unsafe { libloading::Library::new(path) }.unwrap()))
         };
@@ -55,7 +55,7 @@ impl SoftCuda {
             let found = beside.into_iter().find(|path| path.exists()).unwrap();
             // SAFETY: the first thing that any test of this process does.
             unsafe {
-                std::env::set_var("UCM_TEST_CUDA_DRIVER", found);
+                std::env::set_var("UCM_TEST_DRIVER", found);
                 std::env::set_var("UCM_TEST_DEVICE", "cuda");
             }
         });

@@ -1,0 +1,196 @@
+//! Libraries of vendors, found at run time, and their functions by name.
+#![allow(unsafe_code, reason = "loads libraries and looks up their functions")]
+
+use std::ffi::c_int;
+use std::path::Path;
+
+use libloading::AsFilename;
+use libloading::os::unix::Library;
+use tracing::warn;
+use ucm_core::{Error, ErrorKind, Result};
+
+/// Tests name a library here that stands for the vendor's.
+const TEST_LIBRARY: &str = "UCM_TEST_DRIVER";
+
+/// A library is never unloaded: a runtime has threads of its own.
+const MODE: c_int = libc::RTLD_NOW | libc::RTLD_NODELETE;
+
+/// Some function of a library; it is called by its own type.
+pub(super) type Function = unsafe extern "C" fn();
+
+/// Where a vendor's library may be.
+pub(super) struct Places {
+    /// Whose it is, for errors.
+    pub(super) vendor: &'static str,
+    /// A function that only it has: where the process has that already, the library is there.
+    pub(super) known_by: &'static str,
+    /// Its names, the most likely one first.
+    pub(super) names: &'static [&'static str],
+    /// An environment variable that names a directory, and a path in that, where to look before the loader does.
+    pub(super) below: Option<(&'static str, &'static str)>,
+}
+
+/// The library that tests put in the place of every vendor's.
+pub(super) fn stand_in() -> Result<Option<Library>> {
+    let Some(path) = std::env::var_os(TEST_LIBRARY) else {
+        return Ok(None);
+    };
+    warn!(path = %Path::new(&path).display(), "a library of tests stands for the driver of the vendor");
+    open(&path, MODE).map(Some).map_err(|error| {
+        let wrong = Error::new(ErrorKind::Config, "the library of tests cannot be opened");
+        wrong.with("variable", TEST_LIBRARY).with("error", error)
+    })
+}
+
+/// A vendor's library: the one that the process has (torch's), or else the first that can be loaded. `Unsupported`
+/// without.
+pub(super) fn find(places: &Places) -> Result<Library> {
+    if let Some(library) = stand_in()? {
+        return Ok(library);
+    }
+    let process = Library::this();
+    if function(&process, places.known_by).is_some() {
+        return Ok(process);
+    }
+    let loaded = places
+        .names
+        .iter()
+        .map(|name| open(*name, MODE | libc::RTLD_NOLOAD));
+    let below = places
+        .below
+        .and_then(|(variable, path)| Some(Path::new(&std::env::var_os(variable)?).join(path)));
+    let below = below.iter().flat_map(|directory| {
+        let paths = places.names.iter().map(move |name| directory.join(name));
+        paths.map(|path| open(path, MODE))
+    });
+    let by_loader = places.names.iter().map(|name| open(*name, MODE));
+    loaded
+        .chain(below)
+        .chain(by_loader)
+        .find_map(std::result::Result::ok)
+        .ok_or_else(|| {
+            let none = "the runtime of this device is not installed here, or not where the loader looks";
+            let none = Error::new(ErrorKind::Unsupported, none).with("vendor", places.vendor);
+            none.with("libraries", places.names.join(", "))
+        })
+}
+
+fn open(name: impl AsFilename, mode: c_int) -> std::result::Result<Library, libloading::Error> {
+    // SAFETY: the library of a vendor, as torch loads it, or one that tests built.
+    unsafe { Library::open(Some(name), mode) }
+}
+
+/// A function of a library by its name.
+pub(super) fn function(library: &Library, name: &str) -> Option<Function> {
+    // SAFETY: looked up and not called; whoever calls it gives it its type.
+    let found = unsafe { library.get::<Option<Function>>(name.as_bytes()) };
+    found.ok().and_then(|found| *found)
+}
+
+/// As [`function`]; `Unsupported` where the library has none.
+pub(super) fn needed(library: &Library, vendor: &'static str, name: &str) -> Result<Function> {
+    function(library, name).ok_or_else(|| {
+        let lacks =
+            "the runtime of this device lacks a function that ucm calls: it is too old, or another one";
+        let lacks = Error::new(ErrorKind::Unsupported, lacks).with("vendor", vendor);
+        lacks.with("function", name)
+    })
+}
+
+/// An error in a process that was forked from the one that opened a device: runtimes do not survive that.
+pub(super) fn check_process(opened_by: u32) -> Result<()> {
+    if std::process::id() == opened_by {
+        return Ok(());
+    }
+    let forked = "this device was opened before a fork; open it in the process that uses it";
+    Err(Error::new(ErrorKind::Unsupported, forked))
+}
+
+/// Functions of a library, by names that begin alike, as fields of what holds them.
+macro_rules! functions {
+    ($(#[$attribute:meta])* $holder:ident { $($name:ident($($type:ty),*) -> $answer:ty;)* }) => {
+        $(#[$attribute])*
+        #[allow(non_snake_case, reason = "the vendor's names")]
+        struct $holder {
+            $($name: unsafe extern "C" fn($($type),*) -> $answer,)*
+        }
+
+        impl $holder {
+            #[cfg(test)]
+            const NAMES: &[&str] = &[$(stringify!($name)),*];
+
+            /// Looks them all up; `Unsupported` names the first that is missing.
+            fn load(
+                library: &libloading::os::unix::Library,
+                vendor: &'static str,
+                prefix: &str,
+            ) -> ucm_core::Result<Self> {
+                Ok(Self {
+                    $($name: {
+                        let name = format!("{prefix}{}", stringify!($name));
+                        let found = $crate::accelerator::library::needed(library, vendor, &name)?;
+                        // SAFETY: the type is that of the vendor's header, or, as the table says, of a guess.
+                        unsafe {
+                            std::mem::transmute::<
+                                $crate::accelerator::library::Function,
+                                unsafe extern "C" fn($($type),*) -> $answer,
+                            >(found)
+                        }
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+pub(super) use functions;
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// A library of these functions, which do nothing, in a directory that is gone when it is dropped.
+    pub(in super::super) fn stub(
+        prefix: &str,
+        names: impl Iterator<Item = &'static str>,
+    ) -> (tempfile::TempDir, Library) {
+        let directory = tempfile::tempdir().unwrap();
+        let source: String = names
+            .map(|name| format!("int {prefix}{name}(void) {{ return 0; }}\n"))
+            .collect();
+        let (text, built) = (
+            directory.path().join("stub.c"),
+            directory.path().join("libstub.so"),
+        );
+        std::fs::write(&text, source).unwrap();
+        let mut compiler = std::process::Command::new("cc");
+        let compiled = compiler.args(["-shared", "-fPIC", "-o"]).args([&built, &text]);
+        assert!(compiled.status().unwrap().success());
+        let library = open(&built, MODE).unwrap();
+        (directory, library)
+    }
+
+    #[test]
+    fn a_library_is_found_in_the_process_below_a_directory_or_not_at_all() {
+        let place = |known_by, names, below| Places {
+            vendor: "abacus",
+            known_by,
+            names,
+            below,
+        };
+        let here = find(&place("malloc", &["libabacus.so"], None)).unwrap();
+        assert!(function(&here, "free").is_some());
+        let (directory, _library) = stub("abacus", ["Count"].into_iter());
+        let path: &'static str = Box::leak(directory.path().to_str().unwrap().into());
+        let below = find(&place("abacusAdd", &["libstub.so"], Some(("PATH", path)))).unwrap();
+        assert!(function(&below, "abacusCount").is_some());
+        let none = find(&place("abacusAdd", &["libabacus.so", "libabacus.so.2"], None));
+        let none = none.err().unwrap();
+        assert_eq!(none.kind(), ErrorKind::Unsupported);
+        let text = none.to_string();
+        assert!(
+            text.contains("vendor=abacus") && text.contains("libabacus.so, libabacus.so.2"),
+            "{text}"
+        );
+    }
+}

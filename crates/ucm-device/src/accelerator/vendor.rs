@@ -1,0 +1,419 @@
+//! Runtimes that are shaped as CUDA's: the same calls under another prefix, found at run time. Nobody has run them on
+//! hardware with this code; what a device does is checked when it is opened.
+#![allow(unsafe_code, reason = "calls into the runtime's library")]
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ptr::{null_mut, with_exposed_provenance, with_exposed_provenance_mut};
+
+use ucm_core::{Error, ErrorKind, Result};
+
+use super::library::{self, Places, functions};
+use super::runtime::{Direction, Kernel, RawEvent, RawStream, Runtime};
+
+/// What tells a vendor's runtime from another one.
+pub(crate) struct Vendor {
+    /// Its name here.
+    pub(super) name: &'static str,
+    /// What its functions begin with.
+    prefix: &'static str,
+    library: Places,
+    /// The kinds of copies: as [`Direction`], then on the device.
+    kinds: [c_int; 3],
+    /// Of memory that is registered: pinned for every device.
+    portable: c_uint,
+    /// Of streams: they do not wait for the default stream.
+    non_blocking: c_uint,
+    /// Answers of an event that is not done.
+    not_ready: &'static [c_int],
+}
+
+/// AMD. All values and signatures: `driver_types.h` and `hip_runtime_api.h` of HIP 5.2.21153, in Debian's
+/// `libamdhip64-dev` 5.2.3. The name with `.5` is Debian's; those with other numbers follow ROCm's releases and are
+/// unverified.
+pub(crate) const HIP: Vendor = Vendor {
+    name: "hip",
+    prefix: "hip",
+    library: Places {
+        vendor: "hip",
+        known_by: "hipStreamCreateWithPriority",
+        names: &[
+            "libamdhip64.so",
+            "libamdhip64.so.7",
+            "libamdhip64.so.6",
+            "libamdhip64.so.5",
+        ],
+        below: None,
+    },
+    kinds: [1, 2, 3],
+    portable: 1,
+    non_blocking: 1,
+    not_ready: &[600],
+};
+
+/// Moore Threads. **Unverified**: no header of MUSA's was at hand; names and shapes are those that public callers of
+/// it use, and the values are CUDA's. CUDA's own number for "not ready" was 34 before 10.1, so both are taken for it.
+pub(crate) const MUSA: Vendor = Vendor {
+    name: "musa",
+    prefix: "musa",
+    library: Places {
+        vendor: "musa",
+        known_by: "musaStreamCreateWithPriority",
+        names: &["libmusart.so", "libmusart.so.5", "libmusart.so.4"],
+        below: None,
+    },
+    kinds: [1, 2, 3],
+    portable: 1,
+    non_blocking: 1,
+    not_ready: &[600, 34],
+};
+
+/// MetaX. **Unverified**, as [`MUSA`] is; public callers open `lib/libmcruntime.so` below `$MACA_PATH`.
+pub(crate) const MACA: Vendor = Vendor {
+    name: "maca",
+    prefix: "mc",
+    library: Places {
+        vendor: "maca",
+        known_by: "mcStreamCreateWithPriority",
+        names: &["libmcruntime.so"],
+        below: Some(("MACA_PATH", "lib")),
+    },
+    kinds: [1, 2, 3],
+    portable: 1,
+    non_blocking: 1,
+    not_ready: &[600, 34],
+};
+
+functions! {
+    /// What we call, as HIP's header has it.
+    Calls {
+        GetDeviceCount(*mut c_int) -> c_int;
+        GetDevice(*mut c_int) -> c_int;
+        SetDevice(c_int) -> c_int;
+        RuntimeGetVersion(*mut c_int) -> c_int;
+        GetErrorName(c_int) -> *const c_char;
+        GetLastError() -> c_int;
+        DeviceGetStreamPriorityRange(*mut c_int, *mut c_int) -> c_int;
+        StreamCreateWithPriority(*mut *mut c_void, c_uint, c_int) -> c_int;
+        StreamDestroy(*mut c_void) -> c_int;
+        StreamSynchronize(*mut c_void) -> c_int;
+        EventCreateWithFlags(*mut *mut c_void, c_uint) -> c_int;
+        EventDestroy(*mut c_void) -> c_int;
+        EventRecord(*mut c_void, *mut c_void) -> c_int;
+        EventQuery(*mut c_void) -> c_int;
+        EventElapsedTime(*mut f32, *mut c_void, *mut c_void) -> c_int;
+        Malloc(*mut *mut c_void, usize) -> c_int;
+        Free(*mut c_void) -> c_int;
+        HostRegister(*mut c_void, usize, c_uint) -> c_int;
+        HostUnregister(*mut c_void) -> c_int;
+        MemcpyAsync(*mut c_void, *const c_void, usize, c_int, *mut c_void) -> c_int;
+    }
+}
+
+/// Answers that mean the same to all: success, a wrong argument, no memory.
+const SUCCESS: c_int = 0;
+const INVALID_VALUE: c_int = 1;
+const OUT_OF_MEMORY: c_int = 2;
+
+/// Calls the runtime and checks the answer; the call is made in the caller's `unsafe`.
+macro_rules! call {
+    ($device:ident, $call:ident($($argument:expr),* $(,)?)) => {
+        $device.check(stringify!($call), ($device.calls.$call)($($argument),*))
+    };
+}
+
+/// A device of a vendor.
+pub(super) struct Device {
+    vendor: &'static Vendor,
+    calls: Calls,
+    ordinal: c_int,
+    description: String,
+    /// The process that made it; runtimes do not survive a fork.
+    process: u32,
+}
+
+impl Device {
+    /// Device number `ordinal`; `Unsupported` without a runtime, `Config` for a number there is none of.
+    pub(super) fn open(vendor: &'static Vendor, ordinal: u32) -> Result<Self> {
+        let library = library::find(&vendor.library)?;
+        let mut device = Self {
+            vendor,
+            calls: Calls::load(&library, vendor.name, vendor.prefix)?,
+            ordinal: c_int::try_from(ordinal).unwrap_or(c_int::MAX),
+            description: String::new(),
+            process: std::process::id(),
+        };
+        let (mut count, mut version) = (0, 0);
+        // SAFETY: each call writes one number.
+        unsafe {
+            call!(device, GetDeviceCount(&raw mut count))?;
+            call!(device, RuntimeGetVersion(&raw mut version))?;
+        }
+        if device.ordinal >= count {
+            let none = Error::new(
+                ErrorKind::Config,
+                "the machine has no device of this kind and number",
+            );
+            return Err(none
+                .with("device", format!("{}:{ordinal}", vendor.name))
+                .with("devices", count));
+        }
+        device.description = format!("{} device {ordinal}, runtime {version}", vendor.name);
+        Ok(device)
+    }
+
+    /// An error where a call did not succeed. The runtime keeps it for the thread's next question for it, which is
+    /// another's: it is taken away.
+    fn check(&self, call: &str, answer: c_int) -> Result<()> {
+        if answer == SUCCESS {
+            return Ok(());
+        }
+        // SAFETY: no arguments; and a number, for which the answer is null or a string that lives as long as the
+        // library.
+        let name = unsafe {
+            (self.calls.GetLastError)();
+            let name = (self.calls.GetErrorName)(answer);
+            (!name.is_null()).then(|| CStr::from_ptr(name).to_string_lossy().into_owned())
+        };
+        let kind = match answer {
+            OUT_OF_MEMORY => ErrorKind::NoSpace,
+            INVALID_VALUE => ErrorKind::InvalidInput,
+            _ => ErrorKind::Io,
+        };
+        let failed = Error::new(kind, "a call of the device's runtime failed");
+        let failed = failed.with("call", format!("{}{call}", self.vendor.prefix));
+        Err(failed.with("answer", name.unwrap_or_else(|| format!("error {answer}"))))
+    }
+
+    /// Makes the device current on this thread, until what is given ends where the thread had another one.
+    fn bind(&self) -> Result<Bound<'_>> {
+        library::check_process(self.process)?;
+        let mut before = 0;
+        // SAFETY: writes one number.
+        unsafe { call!(self, GetDevice(&raw mut before)) }?;
+        if before == self.ordinal {
+            return Ok(Bound {
+                device: self,
+                before: None,
+            });
+        }
+        // SAFETY: a number.
+        unsafe { call!(self, SetDevice(self.ordinal)) }?;
+        Ok(Bound {
+            device: self,
+            before: Some(before),
+        })
+    }
+
+    /// Begins a copy; `kind` is an index of [`Vendor::kinds`].
+    ///
+    /// # Safety
+    /// As [`Runtime::to_device`].
+    unsafe fn copy(
+        &self,
+        to: *mut c_void,
+        from: *const c_void,
+        len: usize,
+        kind: usize,
+        stream: RawStream,
+    ) -> Result<()> {
+        let _bound = self.bind()?;
+        let kind = self.vendor.kinds[kind];
+        // SAFETY: the caller vouches for both ranges until the stream's work is over.
+        unsafe { call!(self, MemcpyAsync(to, from, len, kind, handle(stream.0))) }
+    }
+}
+
+/// The device that a thread had is its current one again when this ends: torch's threads keep theirs.
+#[must_use]
+struct Bound<'a> {
+    device: &'a Device,
+    before: Option<c_int>,
+}
+
+impl Drop for Bound<'_> {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            let device = self.device;
+            // SAFETY: a number that the runtime gave. The answer would help nobody.
+            let _ = unsafe { call!(device, SetDevice(before)) };
+        }
+    }
+}
+
+fn handle(number: u64) -> *mut c_void {
+    with_exposed_provenance_mut(number as usize)
+}
+
+impl Runtime for Device {
+    fn description(&self) -> &str {
+        &self.description
+    }
+
+    fn make_stream(&self) -> Result<RawStream> {
+        let _bound = self.bind()?;
+        let (mut least, mut greatest, mut stream) = (0, 0, null_mut());
+        // SAFETY: the calls write two numbers and one handle.
+        unsafe {
+            call!(
+                self,
+                DeviceGetStreamPriorityRange(&raw mut least, &raw mut greatest)
+            )?;
+            call!(
+                self,
+                StreamCreateWithPriority(&raw mut stream, self.vendor.non_blocking, greatest)
+            )?;
+        }
+        Ok(RawStream(stream.expose_provenance() as u64))
+    }
+
+    fn end_stream(&self, stream: RawStream) {
+        if let Ok(_bound) = self.bind() {
+            // SAFETY: a stream of ours that nobody uses any more; the runtime ends it after its work.
+            let _ = unsafe { call!(self, StreamDestroy(handle(stream.0))) };
+        }
+    }
+
+    fn synchronize(&self, stream: RawStream) -> Result<()> {
+        let _bound = self.bind()?;
+        // SAFETY: a stream of ours.
+        unsafe { call!(self, StreamSynchronize(handle(stream.0))) }
+    }
+
+    fn make_event(&self) -> Result<RawEvent> {
+        let _bound = self.bind()?;
+        let mut event = null_mut();
+        // SAFETY: writes one handle.
+        unsafe { call!(self, EventCreateWithFlags(&raw mut event, 0)) }?;
+        Ok(RawEvent(event.expose_provenance() as u64))
+    }
+
+    fn end_event(&self, event: RawEvent) {
+        if let Ok(_bound) = self.bind() {
+            // SAFETY: an event of ours that nobody uses any more.
+            let _ = unsafe { call!(self, EventDestroy(handle(event.0))) };
+        }
+    }
+
+    fn record(&self, event: RawEvent, stream: RawStream) -> Result<()> {
+        let _bound = self.bind()?;
+        // SAFETY: an event and a stream of ours.
+        unsafe { call!(self, EventRecord(handle(event.0), handle(stream.0))) }
+    }
+
+    fn is_done(&self, event: RawEvent) -> Result<bool> {
+        let _bound = self.bind()?;
+        // SAFETY: an event of ours, or one whose maker keeps it while it is asked about.
+        let answer = unsafe { (self.calls.EventQuery)(handle(event.0)) };
+        let asked = self.check("EventQuery", answer);
+        if self.vendor.not_ready.contains(&answer) {
+            return Ok(false);
+        }
+        asked.map(|()| true)
+    }
+
+    fn elapsed_ms(&self, from: RawEvent, to: RawEvent) -> Result<f32> {
+        let _bound = self.bind()?;
+        let mut elapsed = 0.0;
+        // SAFETY: two events of ours; writes one number.
+        unsafe {
+            call!(
+                self,
+                EventElapsedTime(&raw mut elapsed, handle(from.0), handle(to.0))
+            )
+        }?;
+        Ok(elapsed)
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<u64> {
+        let _bound = self.bind()?;
+        let mut address = null_mut();
+        // SAFETY: writes one address.
+        unsafe { call!(self, Malloc(&raw mut address, bytes)) }?;
+        Ok(address.expose_provenance() as u64)
+    }
+
+    fn free(&self, address: u64) {
+        if let Ok(_bound) = self.bind() {
+            // SAFETY: allocated above, and the caller says that nothing uses it any more.
+            let _ = unsafe { call!(self, Free(handle(address))) };
+        }
+    }
+
+    unsafe fn to_device(&self, to: u64, from: *const u8, len: usize, stream: RawStream) -> Result<()> {
+        // SAFETY: the caller vouches for both ranges.
+        unsafe { self.copy(handle(to), from.cast(), len, Direction::ToDevice as usize, stream) }
+    }
+
+    unsafe fn to_host(&self, to: *mut u8, from: u64, len: usize, stream: RawStream) -> Result<()> {
+        let from = with_exposed_provenance(from as usize);
+        // SAFETY: as above.
+        unsafe { self.copy(to.cast(), from, len, Direction::ToHost as usize, stream) }
+    }
+
+    unsafe fn on_device(&self, to: u64, from: u64, len: usize, stream: RawStream) -> Result<()> {
+        let from = with_exposed_provenance(from as usize);
+        // SAFETY: as above.
+        unsafe { self.copy(handle(to), from, len, 2, stream) }
+    }
+
+    /// There are no kernels, so nobody asks for the device's address.
+    unsafe fn register(&self, start: *mut u8, len: usize) -> Result<Option<u64>> {
+        let _bound = self.bind()?;
+        // SAFETY: the caller vouches for the range.
+        unsafe { call!(self, HostRegister(start.cast(), len, self.vendor.portable)) }?;
+        Ok(None)
+    }
+
+    fn unregister(&self, start: *mut u8) {
+        if let Ok(_bound) = self.bind() {
+            // SAFETY: registered above, and the caller says that nothing uses it any more.
+            let _ = unsafe { call!(self, HostUnregister(start.cast())) };
+        }
+    }
+
+    fn has_kernels(&self) -> bool {
+        false
+    }
+
+    unsafe fn launch(
+        &self,
+        _kernel: Kernel,
+        _descriptors: u64,
+        _count: u64,
+        _base: u64,
+        _grid: [u32; 2],
+        _stream: RawStream,
+    ) -> Result<()> {
+        Err(Error::internal("a kernel was begun on a device without any"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::accelerator::library::tests::stub;
+
+    /// What loading says where this function is missing.
+    fn without(vendor: &Vendor, missing: &str) -> Error {
+        let there = Calls::NAMES.iter().copied().filter(|&name| name != missing);
+        let (_directory, library) = stub(vendor.prefix, there);
+        let loaded = Calls::load(&library, vendor.name, vendor.prefix);
+        loaded.err().unwrap()
+    }
+
+    #[test]
+    fn a_function_that_is_missing_is_named() {
+        let hip = Calls::NAMES.iter().map(|&name| (&HIP, name));
+        for (vendor, name) in hip.chain([(&MUSA, "Malloc"), (&MACA, "MemcpyAsync")]) {
+            let error = without(vendor, name);
+            assert_eq!(error.kind(), ErrorKind::Unsupported);
+            let text = error.to_string();
+            assert!(
+                text.contains(&format!("function={}{name}", vendor.prefix)),
+                "{text}"
+            );
+        }
+        let (_directory, whole) = stub("mc", Calls::NAMES.iter().copied());
+        assert!(Calls::load(&whole, "maca", "mc").is_ok());
+    }
+}

@@ -1,0 +1,271 @@
+//! Devices of every vendor over the software driver, which has their functions too: right bytes, order, failures,
+//! threads.
+#![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, STREAMS, TO_DEVICE, TO_HOST};
+use ucm_core::ErrorKind;
+use ucm_device::{ArenaOptions, Device, Piece, Slot, SlotPool, Stream, Transfer, open_device};
+use ucm_infra::{Clock, SystemClock};
+
+/// Every vendor, on the device that a thread has by itself and on another.
+const DEVICES: [&str; 8] = [
+    "hip", "hip:1", "musa", "musa:1", "maca", "maca:1", "ascend", "ascend:1",
+];
+
+const MIB: usize = 1 << 20;
+
+fn open(name: &str, transfer: Transfer) -> Arc<dyn Device> {
+    open_device(name, transfer, SystemClock::shared()).unwrap()
+}
+
+fn slot(device: &dyn Device, len: usize) -> Slot {
+    let arena = device.make_arena(len, ArenaOptions::default()).unwrap();
+    SlotPool::new(arena, len).unwrap().try_acquire().unwrap()
+}
+
+fn gather(stream: &mut dyn Stream, src: &[Piece], dst: &mut [u8]) -> ucm_core::Result<()> {
+    stream.gather(src, dst, &mut |_, _| {})
+}
+
+/// Pieces of random lengths, some of them neighbours on both sides.
+fn pieces(random: &mut Random, memory: &Memory, host: usize) -> Vec<Piece> {
+    let (mut at, mut address) = (random.below(100), random.below(100));
+    let mut pieces = Vec::new();
+    while pieces.len() < 60 {
+        let len = [1, 7, 512, 4096, 40_000][random.below(5)];
+        if at + len > host || address + len > memory.len {
+            break;
+        }
+        pieces.push(Piece {
+            at,
+            span: memory.span(address, len),
+        });
+        let gap = [0, 0, 5, 64][random.below(4)];
+        at += len + gap;
+        address += len + gap * random.below(3);
+    }
+    pieces
+}
+
+/// Copies each piece from where it is in one to where it is in the other.
+fn moved(pieces: &[Piece], memory: &Memory, direction: i32, from: &[u8], into: &[u8]) -> Vec<u8> {
+    let mut into = into.to_vec();
+    for piece in pieces {
+        let (device, len) = (
+            (piece.span.addr() - memory.address) as usize,
+            piece.span.len() as usize,
+        );
+        let (from_at, to_at) = if direction == TO_HOST {
+            (device, piece.at)
+        } else {
+            (piece.at, device)
+        };
+        into[to_at..to_at + len].copy_from_slice(&from[from_at..from_at + len]);
+    }
+    into
+}
+
+#[test]
+fn every_vendor_moves_the_bytes_it_should_and_no_others() {
+    let driver = Driver::load();
+    let memory = driver.memory(MIB);
+    for (number, name) in DEVICES.into_iter().enumerate() {
+        for transfer in [Transfer::Auto, Transfer::Staging] {
+            let device = open(name, transfer);
+            let mut stream = device.make_stream().unwrap();
+            let mut slot = slot(&*device, MIB);
+            for round in 0..3 {
+                let mut random = Random::new(1 + round + 50 * number as u64);
+                driver.jitter(round, 50);
+                let pieces = pieces(&mut random, &memory, slot.len());
+                let (on_device, on_host) = (random.bytes(memory.len), random.bytes(slot.len()));
+                memory.fill(&on_device);
+                slot.as_mut_slice().copy_from_slice(&on_host);
+                gather(&mut *stream, &pieces, slot.as_mut_slice()).unwrap();
+                let right = moved(&pieces, &memory, TO_HOST, &on_device, &on_host);
+                assert!(slot.as_slice() == right, "{name}, {transfer:?}, round {round}");
+                slot.as_mut_slice().copy_from_slice(&on_host);
+                stream.scatter(slot.as_slice(), &pieces).unwrap();
+                let right = moved(&pieces, &memory, TO_DEVICE, &on_host, &on_device);
+                assert!(memory.bytes() == right, "{name}, {transfer:?}, round {round}");
+            }
+            // Memory that the device does not pin.
+            let mut random = Random::new(7);
+            let mut ordinary = random.bytes(300_000);
+            let pieces = pieces(&mut random, &memory, ordinary.len());
+            let right = moved(&pieces, &memory, TO_HOST, &memory.bytes(), &ordinary);
+            gather(&mut *stream, &pieces, &mut ordinary).unwrap();
+            assert!(ordinary == right, "{name}");
+            driver.jitter(0, 0);
+        }
+    }
+}
+
+#[test]
+fn copies_on_the_device_are_by_its_rules() {
+    let driver = Driver::load();
+    let memory = driver.memory(MIB);
+    let before = Random::new(3).bytes(memory.len);
+    for name in DEVICES {
+        memory.fill(&before);
+        let mut stream = open(name, Transfer::Auto).make_stream().unwrap();
+        let pair = |from, to| (memory.span(from, 100), memory.span(to, 100));
+        stream
+            .batch(&[pair(0, 4096), pair(128, 8192), pair(256, 64 * 1000)])
+            .unwrap();
+        let mut expected = before.clone();
+        for (from, to) in [(0, 4096), (128, 8192), (256, 64 * 1000)] {
+            expected.copy_within(from..from + 100, to);
+        }
+        assert!(memory.bytes() == expected, "{name}");
+        let unaligned = stream.batch(&[pair(1, 5000)]);
+        if name.starts_with("ascend") {
+            assert_eq!(unaligned.err().unwrap().kind(), ErrorKind::InvalidInput);
+        } else {
+            unaligned.unwrap();
+        }
+    }
+}
+
+/// What the caller's stream writes is gathered when its event is done, whatever the vendor calls done.
+#[test]
+fn a_copy_waits_for_the_callers_event_and_not_longer_than_it_may() {
+    let driver = Driver::load();
+    let memory = driver.memory(4096);
+    for name in ["hip", "musa", "maca", "ascend"] {
+        let device = open(name, Transfer::Auto);
+        memory.fill(&[1; 4096]);
+        driver.hold();
+        let event = device.event_of(driver.recorded_event(&memory)).unwrap();
+        assert!(!event.done(), "{name}");
+        // The caller's runtime is not told that somebody asked too early.
+        if let Some(last_error) = driver.last_error(name) {
+            assert_eq!(last_error, 0, "{name}");
+        }
+        let late = event.wait(Some(SystemClock.now().after(Duration::from_millis(2))));
+        assert_eq!(late.err().unwrap().kind(), ErrorKind::Timeout, "{name}");
+        let waiting = std::thread::spawn({
+            let event = Arc::clone(&event);
+            move || event.wait(None)
+        });
+        driver.release();
+        waiting.join().unwrap().unwrap();
+        assert!(event.done(), "{name}");
+        let mut host = vec![0; 4096];
+        let whole = [Piece {
+            at: 0,
+            span: memory.span(0, 4096),
+        }];
+        let mut stream = device.make_stream().unwrap();
+        gather(&mut *stream, &whole, &mut host).unwrap();
+        assert_eq!(host, [0x5a; 4096], "{name}");
+    }
+}
+
+/// Each call that a copy makes fails once: the copy fails or is right, the next one is right, and nothing is left
+/// behind.
+#[test]
+fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
+    let driver = Driver::load();
+    let memory = driver.memory(MIB);
+    let of_shape = [
+        "SetDevice",
+        "MemcpyAsync",
+        "StreamSynchronize",
+        "StreamCreateWithPriority",
+        "HostRegister",
+    ];
+    let of_acl = [
+        "SetDevice",
+        "MemcpyAsync",
+        "SynchronizeStream",
+        "CreateStreamWithConfig",
+        "HostRegisterV2",
+    ];
+    // One call fails while something is gathered three times.
+    let fails_once = |device: &dyn Device, function: &str, nth: u64| {
+        let mut stream = device.make_stream().unwrap();
+        let mut slot = slot(device, MIB);
+        let mut random = Random::new(nth);
+        let pieces = pieces(&mut random, &memory, slot.len());
+        let (bytes, host) = (random.bytes(memory.len), random.bytes(slot.len()));
+        memory.fill(&bytes);
+        slot.as_mut_slice().copy_from_slice(&host);
+        let right = moved(&pieces, &memory, TO_HOST, &bytes, &host);
+        let calls = driver.calls(function);
+        driver.fail(function, nth, 999);
+        let mut failed = 0;
+        for _ in 0..3 {
+            match gather(&mut *stream, &pieces, slot.as_mut_slice()) {
+                Ok(()) => assert!(slot.as_slice() == right, "{function}, {nth}"),
+                Err(_) => failed += 1,
+            }
+        }
+        assert!(driver.calls(function) > calls, "{function}");
+        driver.mend();
+        assert!(failed < 2, "{function}, {nth}");
+        gather(&mut *stream, &pieces, slot.as_mut_slice()).unwrap();
+        assert!(slot.as_slice() == right, "{function}, {nth}");
+    };
+    let left = || [ALLOCATIONS, REGISTRATIONS, STREAMS].map(|kind| driver.live(kind));
+    let before = left();
+    let vendors = [
+        ("hip:1", "hip", of_shape),
+        ("musa:1", "musa", of_shape),
+        ("maca:1", "mc", of_shape),
+        ("ascend:1", "aclrt", of_acl),
+    ];
+    for (name, prefix, functions) in vendors {
+        let device = open(name, Transfer::Auto);
+        for function in functions.map(|function| format!("{prefix}{function}")) {
+            for nth in 1..5 {
+                // Each on a thread of its own: one whose device could not be given back has another one from then on.
+                std::thread::scope(|scope| {
+                    scope.spawn(|| fails_once(&*device, &function, nth));
+                });
+            }
+        }
+    }
+    assert_eq!(left(), before);
+}
+
+#[test]
+fn a_device_that_is_not_there_is_refused_by_its_name() {
+    let driver = Driver::load();
+    driver.mend();
+    for name in ["hip:2", "musa:2", "maca:2", "ascend:2"] {
+        let refused = open_device(name, Transfer::Auto, SystemClock::shared());
+        let error = refused.err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Config);
+        let text = error.to_string();
+        assert!(
+            text.contains(&format!("device={name}")) && text.contains("devices=2"),
+            "{text}"
+        );
+    }
+}
+
+/// A call that fails while a device is opened is an error that names it, and the device can be opened afterwards.
+#[test]
+fn a_device_that_does_not_answer_is_not_opened() {
+    let driver = Driver::load();
+    for (name, function) in [
+        ("hip", "hipGetDeviceCount"),
+        ("musa", "musaRuntimeGetVersion"),
+        ("maca", "mcGetDeviceCount"),
+        ("ascend", "aclInit"),
+    ] {
+        let fresh = format!("{name}:1");
+        driver.fail(function, 1, 999);
+        let opened = open_device(&fresh, Transfer::Auto, SystemClock::shared());
+        driver.mend();
+        let refused = opened.err().unwrap().to_string();
+        assert!(refused.contains(function), "{refused}");
+        open(&fresh, Transfer::Auto);
+    }
+}
