@@ -24,6 +24,8 @@ PEERS_ARGS ?=
 # What Git calls the other side of bench-beside, and arguments: make bench-beside REV=HEAD~1 BESIDE_ARGS=--quick
 REV ?=
 BESIDE_ARGS ?=
+# Arguments of tests/gpu/checks.py and benches/python/gpu.py.
+GPU_ARGS ?=
 # Arguments of benches/python/ttft.py and chat.py, and what they run over: ucm's ways, and the connectors of others.
 TTFT_ARGS ?=
 CHAT_ARGS ?=
@@ -118,7 +120,10 @@ test-py: export UCM_TEST_DRIVER = $(SOFTCUDA)
 test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines last
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
-		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py
+		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu
+	@$(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans tests/gpu
+	@$(foreach device,$(VENDORS),UCM_TEST_DEVICE=$(device) \
+		$(STAGE) "pytest trans on $(device)" $(RUN_BIN)/python -m pytest --quiet tests/trans -k $(device);)
 	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py
 
 # A kind of tier in one file and one line, from Python: with a core that has a toy, beside the usual one.
@@ -146,6 +151,12 @@ test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## the wheel in a clean envi
 	@UCM_TEST_WHEEL=$$(ls $(CURDIR)/dist/*.whl) UCM_TEST_UV=$(abspath $(UV)) \
 		$(STAGE) "pytest wheel" $(BIN)/python -m pytest --quiet tests/wheel
 
+# On a machine with a GPU; where there is none they say so. Without make: tests/gpu/checks.py and benches/python/gpu.py with
+# any Python that has torch and the wheel.
+.PHONY: test-gpu
+test-gpu: $(RUN_ENV) ## copies, order, processes and errors on a GPU (GPU_ARGS=--quick)
+	@$(RUN_BIN)/python tests/gpu/checks.py $(GPU_ARGS)
+
 # --- checks --------------------------------------------------------------------------------------------------------
 
 .PHONY: lint
@@ -156,7 +167,7 @@ lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## formatting, lints and types of R
 	@$(STAGE) "ruff" bash -c '$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .'
 	@$(STAGE) "mypy" $(BIN)/mypy
 	@$(STAGE) "mypy demo" $(BIN)/mypy demo/run.py demo/engine.py
-	@$(STAGE) "mypy benches" env MYPYPATH=python:demo:tests/vllm:benches/peers:benches/python \
+	@$(STAGE) "mypy benches" env MYPYPATH=python:demo:tests/vllm:tests/gpu:benches/peers:benches/python \
 		$(BIN)/mypy benches/peers/*.py benches/python/*.py
 	@$(STAGE) "stubtest" env MYPYPATH=python $(BIN)/python -m mypy.stubtest --concise ucm._core
 
@@ -187,6 +198,10 @@ bench-ttft: $(PEERS)/.stamp-mooncake $(VENV)/.stamp-core ## first token of engin
 bench-chat: $(PEERS)/.stamp-mooncake $(VENV)/.stamp-core ## the chat of many turns over the same (CHAT_ARGS=)
 	@PYTHONPATH=python $(PEERS)/bin/python benches/python/chat.py --variant $(CHAT_OVER) $(CHAT_ARGS)
 
+.PHONY: bench-gpu
+bench-gpu: $(RUN_ENV) ## copies of small pieces on a GPU beside one large copy and torch's (GPU_ARGS=--quick)
+	@$(RUN_BIN)/python benches/python/gpu.py $(GPU_ARGS)
+
 .PHONY: bench-beside
 bench-beside: $(VENV)/.stamp-vllm ## this tree beside another revision, in turns (REV=<revision> BESIDE_ARGS=--quick)
 	@test -n "$(REV)" || { echo "say which revision: make bench-beside REV=<revision>"; exit 2; }
@@ -198,16 +213,19 @@ bench-beside: $(VENV)/.stamp-vllm ## this tree beside another revision, in turns
 wheel: $(VENV)/.stamp-wheel ## build the wheel into dist/
 	@ls dist/*.whl
 
+# What ucmtrans.commit_id says.
+COMMIT = env UCM_COMMIT_ID=$(or $(shell git rev-parse HEAD 2>/dev/null),unknown)
+
 $(VENV)/.stamp-wheel: $(VENV)/.stamp-core $(PYTHON_SOURCES) README.md LICENSE THIRD-PARTY-LICENSES.txt
 	@rm -f dist/*.whl
-	@$(STAGE) "build the wheel" $(BIN)/maturin build --quiet --release --locked --out dist
+	@$(STAGE) "build the wheel" $(COMMIT) $(BIN)/maturin build --quiet --release --locked --out dist
 	@touch $@
 
 # The extension is built once, optimised as in the wheel. It lies in the source tree and the package is an editable
 # install: tests see edited Python files at once, and vLLM finds the entry point.
 $(VENV)/.stamp-core: $(VENV)/.stamp-dev $(RUST_SOURCES) pyproject.toml
 	@VIRTUAL_ENV=$(abspath $(VENV)) PATH="$(abspath .tools/bin):$$PATH" \
-		$(STAGE) "build ucm._core" $(BIN)/maturin develop --quiet --uv --release --locked
+		$(STAGE) "build ucm._core" $(COMMIT) $(BIN)/maturin develop --quiet --uv --release --locked
 	@touch $@
 
 # --- environments --------------------------------------------------------------------------------------------------

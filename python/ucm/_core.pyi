@@ -1,6 +1,6 @@
 """The compiled core of ucm: conversions between Python and Rust, no logic."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -13,8 +13,15 @@ __all__ = [
     "QuietSha256",
     "Store",
     "Task",
+    "TransBuffer",
+    "TransDevice",
+    "TransMemory",
+    "TransStream",
+    "__build_type__",
+    "__commit_id__",
     "__version__",
     "crc32c",
+    "end_callbacks",
     "part_mask",
     "record_ids",
     "run_threads_on",
@@ -22,6 +29,8 @@ __all__ = [
 ]
 
 __version__: str
+__build_type__: str
+__commit_id__: str
 
 @final
 class Asked:
@@ -216,3 +225,94 @@ class Store:
 
     def close(self) -> None:
         """Ends the store; repeatable."""
+
+@final
+class TransDevice:
+    """An open device, for ``ucm.trans``."""
+
+    def __new__(cls, name: str) -> TransDevice:
+        """``name``: "host", "cuda:0"."""
+
+    @property
+    def name(self) -> str:
+        """Its name, with its number."""
+
+    def take_log(self) -> list[tuple[int, str, dict[str, str]]]:
+        """What the core logged of devices since the last call: (level of ``logging``, message, fields)."""
+
+    def make_stream(self, transfer: str) -> TransStream:
+        """A stream that copies this way: auto, dma, sm or staging."""
+
+    def make_buffer(self) -> TransBuffer:
+        """Where buffers come from; no pool has any yet."""
+
+@final
+class TransBuffer:
+    """Buffers of a device and of the host for it. A place is "device" or "host"."""
+
+    def make(self, place: str, size: int) -> TransMemory:
+        """A buffer of no pool."""
+
+    def fill(self, place: str, size: int, number: int) -> None:
+        """Adds to the pool of this size."""
+
+    def get(self, place: str, size: int, timeout: float | None) -> TransMemory:
+        """A buffer from a pool, waited for at most ``timeout`` seconds."""
+
+    def register(self, address: int | TransMemory, size: int) -> None:
+        """Pins memory of the caller's."""
+
+    def unregister(self, address: int | TransMemory) -> None:
+        """Ends that."""
+
+@final
+class TransMemory(Buffer):
+    """Some bytes on a device or on the host for it; copies under way keep them.
+
+    ``close()`` or the end of a ``with`` block gives them back. Those on the host can be viewed, as by
+    ``numpy.frombuffer(memory, "uint8")``; they stay until the view ends.
+    """
+
+    @property
+    def address(self) -> int:
+        """The address of the first byte; an error once it was given back."""
+
+    @property
+    def size(self) -> int:
+        """How many bytes may be used."""
+
+    def __index__(self) -> int: ...
+    def close(self) -> None:
+        """Gives it back to its pool or frees it, once no copy and no view uses it; repeatable."""
+
+    def __enter__(self) -> TransMemory: ...
+    def __exit__(self, *_exception: object) -> None: ...
+
+@final
+class TransStream:
+    """A stream of copies; its calls are made one after the other."""
+
+    def copy(
+        self,
+        shape: str,
+        to_device: bool,
+        device: Any,
+        host: Any,
+        size: int,
+        number: int | None,
+        wait: bool,
+    ) -> None:
+        """Copies pieces of ``size`` bytes; ``shape`` is "one", "batch" (many addresses on both sides) or "together"
+        (many on the device, one buffer on the host). Without ``wait`` it is only begun."""
+
+    def append_callback(self, call: Callable[[bool], object]) -> None:
+        """Calls a function on the stream's thread when everything submitted before has ended."""
+
+    def synchronize(self, timeout: float | None) -> None:
+        """Waits for everything submitted, at most ``timeout`` seconds."""
+
+    def close(self) -> None:
+        """Takes no more; what was submitted is still done, and nobody waits for it. Repeatable."""
+
+def end_callbacks() -> None:
+    """From now on no stream calls into Python; returns when the callbacks that run have ended."""

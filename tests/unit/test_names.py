@@ -49,6 +49,14 @@ CORE = [
     "ucm.store.pcstore.pcstore_connector_v1.UcmPcStore",
     "ucm.store.empty.connector.UcmEmptyStore",
     "ucm.store.fake.connector.UcmFakeStore",
+    "ucm.trans.Device",
+    "ucm.trans.PlatformAbstraction",
+    "ucmtrans.Device",
+    "ucmtrans.Stream",
+    "ucmtrans.project",
+    "ucmtrans.version",
+    "ucmtrans.commit_id",
+    "ucmtrans.build_type",
 ]
 
 #: Names that need vLLM.

@@ -40,7 +40,7 @@ def test_wheel_carries_types_licence_and_nothing_of_the_repository(names: list[s
     assert any(name.endswith("/LICENSE") for name in names)
     assert any(name.endswith("/THIRD-PARTY-LICENSES.txt") for name in names)
     tops = {name.split("/")[0] for name in names}
-    assert {top.rpartition(".")[2] if "-" in top else top for top in tops} <= {"ucm", "dist-info", "libs"}
+    assert {top.rpartition(".")[2] if "-" in top else top for top in tops} <= {"ucm", "ucmtrans", "dist-info", "libs"}
 
 
 def test_only_small_things_are_required_and_vllm_is_an_extra(wheel: Path) -> None:
@@ -60,6 +60,18 @@ def test_the_command_line_is_installed(clean_python: Path, clean_env: dict[str, 
     done = subprocess.run(command, env=clean_env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "is no root of ucm" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["tests/gpu/checks.py", "benches/python/gpu.py"])
+def test_what_a_machine_with_a_gpu_runs_needs_nothing_else(
+    clean_python: Path, clean_env: dict[str, str], tmp_path: Path, script: str
+) -> None:
+    root = Path(__file__).parents[2]
+    command = [str(clean_python), str(root / script), "--quick", "--device", "host"]
+    done = subprocess.run(
+        command, env=clean_env, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_environment_is_clean(clean_python: Path, clean_env: dict[str, str], tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 use ucm_core::{Error, Result};
 
 use crate::device::Landed;
-use crate::span::{DeviceSpan, Piece};
+use crate::span::{DeviceSpan, HostSpan, Piece};
+use crate::transfer::Direction;
 
 /// Checks pairs of a batch copy: sound spans, equal lengths.
 pub(crate) fn check_pairs(pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()> {
@@ -41,6 +42,31 @@ pub(crate) fn check_pieces(pieces: &[Piece], host: usize) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Checks pairs of device and host: sound spans, equal lengths.
+pub(crate) fn check_host_pairs(pairs: &[(DeviceSpan, HostSpan)]) -> Result<()> {
+    for (i, (device, host)) in pairs.iter().enumerate() {
+        device
+            .check()
+            .and_then(|()| host.check())
+            .map_err(|e| e.with("pair", i))?;
+        if device.len() != host.len() {
+            return Err(Error::invalid("the sides of device and host differ in length")
+                .with("pair", i)
+                .with("device", device.len())
+                .with("host", host.len()));
+        }
+    }
+    Ok(())
+}
+
+/// Checks a range that is to be registered.
+pub(crate) fn check_registered(host: HostSpan) -> Result<()> {
+    if host.is_empty() {
+        return Err(Error::invalid("a registered range has at least one byte"));
+    }
+    host.check()
 }
 
 /// Copies checked pairs.
@@ -91,6 +117,27 @@ pub(crate) fn scatter(src: &[u8], dst: &[Piece]) -> Result<()> {
                 from.as_ptr(),
                 with_exposed_provenance_mut::<u8>(piece.span.addr() as usize),
                 from.len(),
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Pairs of device and host, one way.
+pub(crate) fn transfer(direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -> Result<()> {
+    check_host_pairs(pairs)?;
+    for (device, host) in pairs {
+        let (from, to) = match direction {
+            Direction::ToDevice => (host.addr(), device.addr()),
+            Direction::ToHost => (device.addr(), host.addr()),
+        };
+        // SAFETY: the makers of both spans promised that they can be read and written until this operation ends and
+        // that nobody interferes; the lengths are equal; `copy` allows overlap, should both lie in one buffer.
+        unsafe {
+            std::ptr::copy(
+                with_exposed_provenance::<u8>(from as usize),
+                with_exposed_provenance_mut::<u8>(to as usize),
+                device.len() as usize,
             );
         }
     }

@@ -10,9 +10,11 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::MonotonicTime;
 
 use crate::arena::{ArenaOptions, HostArena};
+use crate::memory::DeviceMemory;
 use crate::region::SharedRegion;
 use crate::slots::HostBuf;
-use crate::span::{DeviceSpan, Piece};
+use crate::span::{DeviceSpan, HostSpan, Piece};
+use crate::transfer::{Direction, Transfer};
 
 /// Called once with the outcome of an asynchronous copy between device pieces; must not block.
 pub type CopyDone = Box<dyn FnOnce(Result<()>) + Send>;
@@ -44,6 +46,19 @@ pub trait Device: Send + Sync {
 
     /// A new stream. Streams are not shared between threads; each worker makes its own.
     fn make_stream(&self) -> Result<Box<dyn Stream>>;
+
+    /// As [`Device::make_stream`], by copies of this kind where they can be used; a device that has one kind only
+    /// makes the same stream.
+    fn make_stream_by(&self, transfer: Transfer) -> Result<Box<dyn Stream>>;
+
+    /// So many bytes of this device's memory, whatever was in them. `InvalidInput` for none, `NoSpace` where there is
+    /// not so much.
+    fn allocate(&self, bytes: usize) -> Result<DeviceMemory>;
+
+    /// Pins memory of this process until what is given is dropped: copies to and from it are fast, and kernels of the
+    /// device can reach it. No copy may use it any more then. `InvalidInput` for no byte, another error where the
+    /// device's library refuses.
+    fn register(&self, host: HostSpan) -> Result<Box<dyn Any + Send + Sync>>;
 
     /// Host memory that this device copies to and from at full speed.
     fn make_arena(&self, bytes: usize, options: ArenaOptions) -> Result<Arc<HostArena>>;
@@ -97,6 +112,19 @@ pub trait Stream: Send {
 
     /// One host buffer into many device pieces, each from its own offset; in one call as for [`Stream::gather`].
     fn scatter(&mut self, src: &[u8], dst: &[Piece]) -> Result<()>;
+
+    /// Pieces of the device and places of this process's memory that no slot holds, all in one transfer. No pair may
+    /// write what another reads or writes.
+    fn transfer(&mut self, direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -> Result<()>;
+
+    /// As [`Stream::transfer`], without waiting. `done` is called exactly once; `Busy` when the queue is full, and
+    /// then it is dropped without a call.
+    fn transfer_async(
+        &mut self,
+        direction: Direction,
+        pairs: Vec<(DeviceSpan, HostSpan)>,
+        done: CopyDone,
+    ) -> Result<()>;
 
     /// As [`Stream::copy`], without waiting. `done` is called exactly once, with `Busy` when the stream's queue is full.
     fn copy_async(&mut self, src: DeviceSpan, dst: DeviceSpan, done: CopyDone) {

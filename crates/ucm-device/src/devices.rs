@@ -5,10 +5,11 @@ use std::sync::Arc;
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::Clock;
 
-use crate::accelerator::{Accelerator, HIP, MACA, MUSA, Transfer};
+use crate::accelerator::{Accelerator, HIP, MACA, MUSA};
 use crate::device::Device;
 use crate::host::HostDevice;
 use crate::queued::QueueOptions;
+use crate::transfer::Transfer;
 
 /// The device of a store whose description names none.
 pub const DEFAULT_DEVICE: &str = "host";

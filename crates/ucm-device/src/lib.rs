@@ -12,13 +12,15 @@ mod devices;
 mod host;
 mod kv;
 mod machine;
+mod memory;
 mod numa;
 mod queued;
 mod region;
 mod slots;
 mod span;
+pub mod trans;
+mod transfer;
 
-pub use accelerator::Transfer;
 pub use arena::{ArenaOptions, HostArena, HugePages, Paging};
 pub use crc::crc32c;
 pub use device::{CopyDone, Device, Event, HostDone, Landed, Stream};
@@ -26,9 +28,11 @@ pub use devices::{DEFAULT_DEVICE, open_device};
 pub use host::HostDevice;
 pub use kv::{KvLayout, KvPiece};
 pub use machine::MachineMemory;
+pub use memory::DeviceMemory;
 pub use queued::QueueOptions;
 pub use region::{
     OwnFd, Pinned, RegionOptions, RegionView, Registry, Scan, SharedRegion, Wanted, WriteLease,
 };
 pub use slots::{HostBuf, Slot, SlotPool};
-pub use span::{DeviceSpan, Piece};
+pub use span::{DeviceSpan, HostSpan, Piece};
+pub use transfer::{Direction, Transfer};

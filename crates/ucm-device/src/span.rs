@@ -60,7 +60,7 @@ impl DeviceSpan {
         if self.is_empty() || (self.addr != 0 && self.addr.checked_add(self.len).is_some()) {
             return Ok(());
         }
-        Err(Error::invalid("a device span has a null address or wraps around")
+        Err(Error::invalid("an address is null, or its range wraps around")
             .with("addr", format_args!("{:#x}", self.addr))
             .with("len", self.len))
     }
@@ -73,6 +73,41 @@ pub struct Piece {
     pub at: usize,
     /// The device side.
     pub span: DeviceSpan,
+}
+
+/// `len` bytes at `addr` in this process's memory, which belong to nobody that this crate knows.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct HostSpan(DeviceSpan);
+
+impl HostSpan {
+    /// Names `len` bytes at `addr`.
+    ///
+    /// # Safety
+    /// What [`DeviceSpan::new`] asks, of this process's memory; and where the span is registered with a device, the
+    /// memory stays mapped until that has ended.
+    pub const unsafe fn new(addr: u64, len: u64) -> Self {
+        Self(DeviceSpan { addr, len })
+    }
+
+    /// First address.
+    pub const fn addr(self) -> u64 {
+        self.0.addr
+    }
+
+    /// Length in bytes.
+    pub const fn len(self) -> u64 {
+        self.0.len
+    }
+
+    /// Whether it names no byte at all.
+    pub const fn is_empty(self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// As [`DeviceSpan::check`].
+    pub(crate) fn check(self) -> Result<()> {
+        self.0.check()
+    }
 }
 
 #[cfg(test)]

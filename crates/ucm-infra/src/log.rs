@@ -26,8 +26,8 @@ const LIMIT: usize = 64;
 const WINDOW: Duration = Duration::from_secs(60);
 /// Most records of one store kept between two calls of [`take`].
 const KEPT: usize = 4 * LIMIT;
-/// The list of what is said for no store.
-const NOBODY: u64 = 0;
+/// The list of what is said for no store; to be given to [`take`] by who has none.
+pub const NOBODY: u64 = 0;
 
 /// One line of the log.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,8 +1,9 @@
 //! `ucm._core`: conversions between Python and the Rust core, no logic.
 //!
-//! Every call that can wait releases the GIL; no thread of the core ever takes it. Short calls keep it: on a machine
-//! where every processor is busy, getting it back can take far longer than the call. Ids are 16 `bytes`, addresses
-//! NumPy `uint64` arrays, errors the tree of `ucm.errors`.
+//! Every call that can wait releases the GIL; no thread of the core ever takes it, but that of a stream of
+//! `ucm.trans` for the callbacks that a user appended. Short calls keep it: on a machine where every processor is
+//! busy, getting it back can take far longer than the call. Ids are 16 `bytes`, addresses NumPy `uint64` arrays,
+//! errors the tree of `ucm.errors`.
 
 mod convert;
 mod ffi;
@@ -12,6 +13,7 @@ mod quiet;
 mod store;
 mod task;
 mod threads;
+mod trans;
 
 use pyo3::prelude::*;
 
@@ -32,12 +34,23 @@ mod _core {
     use super::task::Task;
     #[pymodule_export]
     use super::threads::run_threads_on;
+    #[pymodule_export]
+    use super::trans::{TransBuffer, TransDevice, TransMemory, TransStream, end_callbacks};
 
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         ucm_infra::log::keep();
+        module.add("__commit_id__", option_env!("UCM_COMMIT_ID").unwrap_or("unknown"))?;
+        module.add(
+            "__build_type__",
+            if cfg!(debug_assertions) {
+                "debug"
+            } else {
+                "release"
+            },
+        )?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

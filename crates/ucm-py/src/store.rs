@@ -327,13 +327,8 @@ impl Store {
     }
 
     /// What the core logged for this store since the last call: (level of `logging`, message, fields).
-    fn take_log(&self) -> Vec<(u32, String, HashMap<&'static str, String>)> {
-        let records = log::take(self.0.writer()).into_iter();
-        let record = |record: log::Record| {
-            let fields = record.fields.into_iter().collect();
-            (level(record.level), record.message, fields)
-        };
-        records.map(record).collect()
+    fn take_log(&self) -> Vec<Line> {
+        lines_of(self.0.writer())
     }
 
     /// Address of the store's C table (`ucm_store.h`): the same every time, refused to further calls once it is closed.
@@ -360,6 +355,18 @@ impl Drop for Store {
         }
         log::forget(self.0.writer());
     }
+}
+
+/// A line of the log: the level of `logging`, the message, the fields.
+pub(crate) type Line = (u32, String, HashMap<&'static str, String>);
+
+/// What was logged for a store since the last call, see [`log::take`].
+pub(crate) fn lines_of(store: u64) -> Vec<Line> {
+    let line = |record: log::Record| {
+        let fields = record.fields.into_iter().collect();
+        (level(record.level), record.message, fields)
+    };
+    log::take(store).into_iter().map(line).collect()
 }
 
 /// The number that Python's `logging` has for a level.

@@ -88,6 +88,8 @@ fn check(call: &'static str, result: CUresult) -> Result<()> {
     let kind = match result {
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => ErrorKind::NoSpace,
         CUresult::CUDA_ERROR_INVALID_VALUE => ErrorKind::InvalidInput,
+        // A driver that finds no GPU, and what stands in for one where programs are linked.
+        CUresult::CUDA_ERROR_NO_DEVICE | CUresult::CUDA_ERROR_STUB_LIBRARY => ErrorKind::Unsupported,
         _ => ErrorKind::Io,
     };
     let failed = Error::new(kind, "a call of the CUDA driver failed");

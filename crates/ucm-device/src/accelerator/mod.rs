@@ -21,6 +21,7 @@ mod runtime;
 mod vendor;
 
 use std::any::Any;
+use std::ptr::null_mut;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -29,47 +30,21 @@ use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, MonotonicTime};
 
 use crate::arena::{ArenaOptions, HostArena};
-use crate::copy::{check_pairs, check_pieces};
+use crate::copy::{check_host_pairs, check_pairs, check_pieces, check_registered};
 use crate::device::{Device, Event, Landed, Stream};
+use crate::memory::DeviceMemory;
 use crate::queued::{Copier, HostEvent, QueueOptions, QueuedStream};
 use crate::region::SharedRegion;
-use crate::span::{DeviceSpan, Piece};
+use crate::span::{DeviceSpan, HostSpan, Piece};
+use crate::transfer::{Direction, Transfer};
 use lane::{Host, Lane, STAGED};
 use pinned::{Arenas, Pinned};
 use plan::{Costs, Method, Run};
-use runtime::{Direction, RawEvent, Runtime};
+use runtime::{RawEvent, Runtime};
 use vendor::Vendor;
 pub(crate) use vendor::{HIP, MACA, MUSA};
 
-/// Which copies to use.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Transfer {
-    /// What is cheapest by what was measured of the device.
-    #[default]
-    Auto,
-    /// Plain copies, one for each run of bytes.
-    Dma,
-    /// Kernels that reach the host's memory.
-    Sm,
-    /// Kernels between the pieces and a buffer on the device, and copies of that.
-    Staging,
-}
-
 impl Transfer {
-    /// By the word of a configuration; `Config` for another.
-    pub fn from_word(word: &str) -> Result<Self> {
-        match word {
-            "auto" => Ok(Self::Auto),
-            "dma" => Ok(Self::Dma),
-            "sm" => Ok(Self::Sm),
-            "staging" => Ok(Self::Staging),
-            _ => {
-                let unknown = "transfer is one of auto, dma, sm, staging";
-                Err(Error::new(ErrorKind::Config, unknown).with("transfer", word))
-            }
-        }
-    }
-
     fn method(self) -> Option<Method> {
         match self {
             Self::Auto => None,
@@ -84,6 +59,8 @@ impl Transfer {
 pub(crate) struct Accelerator {
     name: String,
     shared: Arc<Shared>,
+    /// How its streams copy where nothing else is said.
+    transfer: Transfer,
     options: QueueOptions,
 }
 
@@ -93,8 +70,6 @@ struct Shared {
     arenas: Arenas,
     /// Methods that gave right bytes, by direction.
     methods: [Vec<Method>; 2],
-    /// The one to use where it can be.
-    wanted: Option<Method>,
     costs: Costs,
 }
 
@@ -151,14 +126,14 @@ impl Accelerator {
         };
         info!(
             device = name,
-            is = runtime.description(),
-            to_device = words(&methods[Direction::ToDevice as usize]),
-            to_host = words(&methods[Direction::ToHost as usize]),
             call_ns = costs.call,
             launch_ns = costs.launch,
             gb_s_to_device = costs.dma[Direction::ToDevice as usize],
             gb_s_to_host = costs.dma[Direction::ToHost as usize],
-            "device opened"
+            "{name} opened: {}; copies to it by {}, from it by {}",
+            runtime.description(),
+            words(&methods[Direction::ToDevice as usize]),
+            words(&methods[Direction::ToHost as usize]),
         );
         Ok(Arc::new(Self {
             name,
@@ -166,9 +141,9 @@ impl Accelerator {
                 runtime,
                 arenas: Arenas::default(),
                 methods,
-                wanted: transfer.method(),
                 costs,
             }),
+            transfer,
             options: QueueOptions::on(clock),
         }))
     }
@@ -180,8 +155,13 @@ impl Device for Accelerator {
     }
 
     fn make_stream(&self) -> Result<Box<dyn Stream>> {
+        self.make_stream_by(self.transfer)
+    }
+
+    fn make_stream_by(&self, transfer: Transfer) -> Result<Box<dyn Stream>> {
         let copier = AcceleratorCopier {
             shared: Arc::clone(&self.shared),
+            wanted: transfer.method(),
             lane: None,
         };
         Ok(Box::new(QueuedStream::new(copier, self.options.clone())))
@@ -215,6 +195,24 @@ impl Device for Accelerator {
         }))
     }
 
+    fn allocate(&self, bytes: usize) -> Result<DeviceMemory> {
+        if bytes == 0 {
+            return Err(Error::invalid("memory of a device has at least one byte"));
+        }
+        let memory = Allocation {
+            runtime: Arc::clone(&self.shared.runtime),
+            address: self.shared.runtime.allocate(bytes)?,
+        };
+        Ok(DeviceMemory::new(memory.address, bytes, memory))
+    }
+
+    fn register(&self, host: HostSpan) -> Result<Box<dyn Any + Send + Sync>> {
+        check_registered(host)?;
+        let pinned = Arc::new(Pinned::registered(Arc::clone(&self.shared.runtime), host)?);
+        self.shared.arenas.add(&pinned);
+        Ok(Box::new(pinned))
+    }
+
     fn make_event(&self) -> Result<Arc<dyn Event>> {
         Ok(HostEvent::new(Arc::clone(&self.options.clock)))
     }
@@ -235,6 +233,18 @@ impl Device for Accelerator {
 struct Attached {
     _pinned: Arc<Pinned>,
     _region: Arc<SharedRegion>,
+}
+
+/// Memory of the device that is ours.
+struct Allocation {
+    runtime: Arc<dyn Runtime>,
+    address: u64,
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        self.runtime.free(self.address);
+    }
 }
 
 /// An event that a caller recorded on a stream of theirs and keeps until the work that waits for it has ended.
@@ -272,6 +282,8 @@ impl Event for CallersEvent {
 /// Copies of one stream.
 struct AcceleratorCopier {
     shared: Arc<Shared>,
+    /// The method to use where it can be.
+    wanted: Option<Method>,
     /// Made when it is first needed, and again after a failure.
     lane: Option<Lane>,
 }
@@ -280,17 +292,32 @@ impl AcceleratorCopier {
     /// A transfer between the device and a host buffer.
     ///
     /// # Safety
-    /// `host` is the first of `len` bytes that live through the call and that nobody else writes, or, where the device
-    /// writes them, reads.
-    unsafe fn transfer(
+    /// As [`AcceleratorCopier::begin`], of the `len` bytes at `host`.
+    unsafe fn transfer_buffer(
         &mut self,
         direction: Direction,
         pieces: &[Piece],
         host: *mut u8,
         len: usize,
     ) -> Result<()> {
+        let pinned = self.shared.arenas.pin(host.expose_provenance(), len);
+        // SAFETY: as the caller vouches.
+        unsafe { self.begin(direction, pieces, host, pinned) }
+    }
+
+    /// Makes a transfer of pieces that are all in what is pinned, if anything is; over when it returns.
+    ///
+    /// # Safety
+    /// Each piece names bytes behind `host` that live through the call and that nobody else writes, or, where the
+    /// device writes them, reads.
+    unsafe fn begin(
+        &mut self,
+        direction: Direction,
+        pieces: &[Piece],
+        host: *mut u8,
+        pinned: Option<Arc<Pinned>>,
+    ) -> Result<()> {
         let first = host.expose_provenance();
-        let pinned = self.shared.arenas.pin(first, len);
         let runs = plan::runs(pieces, |at| match &pinned {
             Some(pinned) => pinned.next_border(first + at) - first,
             None => usize::MAX,
@@ -299,11 +326,11 @@ impl AcceleratorCopier {
             first: host,
             pinned: pinned.as_deref(),
         };
-        let shared = Arc::clone(&self.shared);
+        let (shared, wanted) = (Arc::clone(&self.shared), self.wanted);
         self.with_lane(direction, |lane| {
             // SAFETY: the pieces' makers vouched for them until this call returns, and it returns when the lane's work is
             // over; so for the buffer, as the caller says.
-            unsafe { shared.begin(lane, direction, runs, host) }
+            unsafe { shared.begin(lane, wanted, direction, runs, host) }
         })
     }
 
@@ -330,23 +357,32 @@ impl Shared {
     unsafe fn begin(
         &self,
         lane: &mut Lane,
+        wanted: Option<Method>,
         direction: Direction,
         runs: Vec<Run>,
         host: Host<'_>,
     ) -> Result<()> {
-        let large = match self.wanted {
+        let can = |method: Method, runs: &[Run]| {
+            lane.can(method) && (method != Method::Kernel || host.is_mapped(runs))
+        };
+        let methods = &self.methods[direction as usize];
+        let large = match wanted {
             Some(Method::Dma) => 0,
+            // Kernels need no room for what they move.
+            Some(Method::Kernel) if methods.contains(&Method::Kernel) && can(Method::Kernel, &runs) => {
+                usize::MAX
+            }
             Some(_) => STAGED / 2,
             None => self.costs.large(direction).min(STAGED / 2),
         };
         let (large, small): (Vec<Run>, Vec<Run>) = runs.into_iter().partition(|run| run.len > large);
-        let usable: Vec<Method> = self.methods[direction as usize]
+        let usable: Vec<Method> = methods
             .iter()
             .copied()
-            .filter(|&method| lane.can(method) && (method != Method::Kernel || host.is_mapped(&small)))
+            .filter(|&method| can(method, &small))
             .collect();
-        let wanted = self.wanted.filter(|wanted| usable.contains(wanted));
-        let single = check::single(&self.methods[direction as usize]);
+        let wanted = wanted.filter(|wanted| usable.contains(wanted));
+        let single = check::single(methods);
         let method = wanted.unwrap_or_else(|| self.costs.cheapest(&usable, direction, &small));
         // SAFETY: as the caller vouches.
         unsafe {
@@ -379,7 +415,7 @@ impl Copier for AcceleratorCopier {
     fn gather(&mut self, src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()> {
         check_pieces(src, dst.len())?;
         // SAFETY: the buffer is borrowed for the call, by us alone.
-        unsafe { self.transfer(Direction::ToHost, src, dst.as_mut_ptr(), dst.len()) }?;
+        unsafe { self.transfer_buffer(Direction::ToHost, src, dst.as_mut_ptr(), dst.len()) }?;
         landed(dst, src.len());
         Ok(())
     }
@@ -387,7 +423,17 @@ impl Copier for AcceleratorCopier {
     fn scatter(&mut self, src: &[u8], dst: &[Piece]) -> Result<()> {
         check_pieces(dst, src.len())?;
         // SAFETY: the buffer is borrowed for the call, and only read.
-        unsafe { self.transfer(Direction::ToDevice, dst, src.as_ptr().cast_mut(), src.len()) }
+        unsafe { self.transfer_buffer(Direction::ToDevice, dst, src.as_ptr().cast_mut(), src.len()) }
+    }
+
+    /// One transfer for what lies in one arena: of a buffer that begins at the address zero.
+    fn transfer(&mut self, direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -> Result<()> {
+        check_host_pairs(pairs)?;
+        for (pinned, pieces) in self.shared.arenas.split(pairs) {
+            // SAFETY: the pairs' makers vouched for both sides until this call returns.
+            unsafe { self.begin(direction, &pieces, null_mut(), pinned) }?;
+        }
+        Ok(())
     }
 }
 

@@ -2,6 +2,8 @@
 
 use ucm_core::{Error, ErrorKind, Result};
 
+pub(super) use crate::transfer::Direction;
+
 /// A stream of the runtime's own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct RawStream(pub(super) u64);
@@ -9,15 +11,6 @@ pub(super) struct RawStream(pub(super) u64);
 /// An event of the runtime's own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct RawEvent(pub(super) u64);
-
-/// Which way bytes go.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Direction {
-    /// From the host to the device: what a load does.
-    ToDevice,
-    /// From the device to the host: what a dump does.
-    ToHost,
-}
 
 /// A kernel of `kernels/copy.cu`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

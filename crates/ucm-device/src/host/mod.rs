@@ -1,5 +1,6 @@
 //! The host platform: KV in ordinary memory of this process, as vLLM keeps it on a CPU.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use ucm_core::{Error, Result};
@@ -7,8 +8,10 @@ use ucm_core::{Error, Result};
 use crate::arena::{ArenaOptions, HostArena};
 use crate::copy;
 use crate::device::{Device, Event, Landed, Stream};
+use crate::memory::DeviceMemory;
 use crate::queued::{Copier, HostEvent, QueueOptions, QueuedStream};
-use crate::span::{DeviceSpan, Piece};
+use crate::span::{DeviceSpan, HostSpan, Piece};
+use crate::transfer::{Direction, Transfer};
 
 /// The memory of this process as a device.
 #[derive(Clone, Debug, Default)]
@@ -42,6 +45,25 @@ impl Device for HostDevice {
         Ok(Box::new(QueuedStream::new(HostCopier, self.options.clone())))
     }
 
+    fn make_stream_by(&self, _transfer: Transfer) -> Result<Box<dyn Stream>> {
+        self.make_stream()
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<DeviceMemory> {
+        let arena = HostArena::new(bytes)?;
+        Ok(DeviceMemory::new(
+            arena.at(0).expose_provenance() as u64,
+            bytes,
+            arena,
+        ))
+    }
+
+    /// The processor reaches everything as it is.
+    fn register(&self, host: HostSpan) -> Result<Box<dyn Any + Send + Sync>> {
+        copy::check_registered(host)?;
+        Ok(Box::new(()))
+    }
+
     fn make_arena(&self, bytes: usize, options: ArenaOptions) -> Result<Arc<HostArena>> {
         HostArena::with(bytes, options)
     }
@@ -65,6 +87,10 @@ impl Copier for HostCopier {
 
     fn scatter(&mut self, src: &[u8], dst: &[Piece]) -> Result<()> {
         copy::scatter(src, dst)
+    }
+
+    fn transfer(&mut self, direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -> Result<()> {
+        copy::transfer(direction, pairs)
     }
 }
 

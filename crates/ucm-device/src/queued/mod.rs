@@ -15,7 +15,8 @@ use ucm_infra::{Clock, MonotonicTime, PushError, RingProducer, SystemClock};
 
 use crate::device::{CopyDone, Event, HostDone, Landed, Stream};
 use crate::slots::HostBuf;
-use crate::span::{DeviceSpan, Piece};
+use crate::span::{DeviceSpan, HostSpan, Piece};
+use crate::transfer::Direction;
 pub(crate) use event::HostEvent;
 use thread::{Progress, Task};
 
@@ -25,6 +26,7 @@ pub(crate) trait Copier: Send + 'static {
     fn batch(&mut self, pairs: &[(DeviceSpan, DeviceSpan)]) -> Result<()>;
     fn gather(&mut self, src: &[Piece], dst: &mut [u8], landed: &mut Landed<'_>) -> Result<()>;
     fn scatter(&mut self, src: &[u8], dst: &[Piece]) -> Result<()>;
+    fn transfer(&mut self, direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -> Result<()>;
 }
 
 /// How the streams of a device queue.
@@ -155,6 +157,25 @@ impl<C: Copier> Stream for QueuedStream<C> {
     fn scatter(&mut self, src: &[u8], dst: &[Piece]) -> Result<()> {
         self.drain()?;
         self.copier.lock().scatter(src, dst)
+    }
+
+    fn transfer(&mut self, direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -> Result<()> {
+        self.drain()?;
+        self.copier.lock().transfer(direction, pairs)
+    }
+
+    fn transfer_async(
+        &mut self,
+        direction: Direction,
+        pairs: Vec<(DeviceSpan, HostSpan)>,
+        done: CopyDone,
+    ) -> Result<()> {
+        let task = Task::Transfer {
+            direction,
+            pairs,
+            done,
+        };
+        self.give(task).map_err(|(_, error)| error)
     }
 
     fn batch_async(&mut self, pairs: Vec<(DeviceSpan, DeviceSpan)>, done: CopyDone) {

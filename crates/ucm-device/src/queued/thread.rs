@@ -12,7 +12,8 @@ use super::Copier;
 use super::event::HostEvent;
 use crate::device::{CopyDone, Event, HostDone};
 use crate::slots::HostBuf;
-use crate::span::{DeviceSpan, Piece};
+use crate::span::{DeviceSpan, HostSpan, Piece};
+use crate::transfer::Direction;
 
 /// One submitted operation with all it needs.
 pub(super) enum Task {
@@ -29,6 +30,11 @@ pub(super) enum Task {
         src: HostBuf,
         dst: Vec<Piece>,
         done: HostDone,
+    },
+    Transfer {
+        direction: Direction,
+        pairs: Vec<(DeviceSpan, HostSpan)>,
+        done: CopyDone,
     },
     Call(Box<dyn FnOnce() + Send>),
     Record(Arc<HostEvent>),
@@ -59,7 +65,7 @@ impl Task {
     /// Tells its owner that it was not started.
     pub(super) fn refuse(self, error: Error) {
         match self {
-            Self::Batch { done, .. } => done(Err(error)),
+            Self::Batch { done, .. } | Self::Transfer { done, .. } => done(Err(error)),
             Self::Gather { dst: buf, done, .. } | Self::Scatter { src: buf, done, .. } => {
                 done(buf, Err(error))
             }
@@ -71,7 +77,7 @@ impl Task {
     fn copies(&self) -> bool {
         matches!(
             self,
-            Self::Batch { .. } | Self::Gather { .. } | Self::Scatter { .. }
+            Self::Batch { .. } | Self::Gather { .. } | Self::Scatter { .. } | Self::Transfer { .. }
         )
     }
 
@@ -91,6 +97,14 @@ impl Task {
             Self::Scatter { src, dst, done } => {
                 let result = copier.lock().scatter(&src, &dst);
                 done(src, result);
+            }
+            Self::Transfer {
+                direction,
+                pairs,
+                done,
+            } => {
+                let result = copier.lock().transfer(direction, &pairs);
+                done(result);
             }
             Self::Call(call) => call(),
             Self::Record(event) => event.record(),

@@ -8,8 +8,8 @@ use std::sync::{Arc, Once, OnceLock};
 use parking_lot::{Condvar, Mutex};
 use ucm_core::{BlockId, Error, Result};
 use ucm_device::{
-    CopyDone, DEFAULT_DEVICE, DeviceSpan, Event, HostBuf, HostDevice, HostDone, KvLayout, KvPiece, Landed,
-    Piece, Stream, Transfer,
+    CopyDone, DEFAULT_DEVICE, DeviceSpan, Direction, Event, HostBuf, HostDevice, HostDone, HostSpan,
+    KvLayout, KvPiece, Landed, Piece, Stream, Transfer,
 };
 use ucm_infra::{Clock, MonotonicTime};
 use ucm_store::engine::{Pieces, Row};
@@ -336,6 +336,18 @@ impl ucm_device::Device for SlowDevice {
         }))
     }
 
+    fn make_stream_by(&self, _transfer: ucm_device::Transfer) -> Result<Box<dyn Stream>> {
+        self.make_stream()
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<ucm_device::DeviceMemory> {
+        self.inner.allocate(bytes)
+    }
+
+    fn register(&self, host: ucm_device::HostSpan) -> Result<Box<dyn std::any::Any + Send + Sync>> {
+        self.inner.register(host)
+    }
+
     fn make_arena(
         &self,
         bytes: usize,
@@ -380,6 +392,19 @@ impl Stream for CountedStream {
 
     fn scatter_async(&mut self, src: HostBuf, dst: Vec<Piece>, done: HostDone) {
         self.inner.scatter_async(src, dst, done);
+    }
+
+    fn transfer(&mut self, direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -> Result<()> {
+        self.inner.transfer(direction, pairs)
+    }
+
+    fn transfer_async(
+        &mut self,
+        direction: Direction,
+        pairs: Vec<(DeviceSpan, HostSpan)>,
+        done: CopyDone,
+    ) -> Result<()> {
+        self.inner.transfer_async(direction, pairs, done)
     }
 
     fn callback(&mut self, call: Box<dyn FnOnce() + Send>) -> Result<()> {

@@ -1,0 +1,188 @@
+"""How fast small pieces go between a device and the host, by each method, beside one large copy and torch's own ways.
+
+Run: ``python benches/python/gpu.py`` on a machine with a GPU, torch, NumPy and the wheel of ucm; neither Rust nor a
+network is needed. Where there is no GPU it says so and ends with 0. ``--device host`` copies on the host instead,
+``--quick`` runs a few points, ``--json FILE`` keeps the figures.
+
+Pieces of one size lie in a random order on the device and side by side in pinned memory of the host. Every figure is a
+ratio: the time of one large copy of as many bytes (torch's, or where torch has no such device ucm's own) by the time of
+the method, the median of rounds in which all take turns. 1.0 is as fast as the bus; more is noise. ``index`` is torch's
+``index_select`` or ``index_copy_`` with one copy, ``loop`` a ``copy_`` for each piece. Where vLLM is installed a tiny
+model's first token follows, cold and warm, by ``demo/run.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ucm
+from ucm import trans
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+
+from places import WORDS, MissingError, Place, place  # noqa: E402
+
+METHODS = ("dma", "sm", "staging", "auto")
+SIZES = [256, 1024, 4096, 8192, 16_384, 32_768, 65_536, 262_144, 1_048_576, 4_194_304]
+COUNTS = [16, 256, 4096]
+MOST_BYTES = 256 << 20
+
+#: Something that copies, and waits until it has.
+Work = Callable[[], object]
+
+
+class Point:
+    """Pieces of ``size`` bytes, ``count`` of them, in one direction."""
+
+    def __init__(self, where: Place, device: trans.Device, size: int, count: int) -> None:
+        self.size, self.count, self.bytes = size, count, size * count
+        self.device = device
+        self.order = np.random.default_rng(size).permutation(2 * count)[:count]
+        self.torch: Any = importlib.import_module("torch") if where.word == "cuda" else None
+        self._buffers = device.make_buffer()
+        self.host = self._buffers.make_host_buffer(self.bytes)
+        if self.torch is not None:
+            self.pages = self.torch.zeros((2 * count, size), dtype=self.torch.uint8, device="cuda")
+            self.pinned = self.torch.zeros((count, size), dtype=self.torch.uint8, pin_memory=True)
+            self.index = self.torch.from_numpy(self.order).cuda()
+            first = int(self.pages.data_ptr())
+        else:
+            self._memory = self._buffers.make_device_buffer(2 * self.bytes)
+            first = self._memory.address
+        self.first = first
+        self.addresses = np.uint64(first) + self.order.astype(np.uint64) * np.uint64(size)
+
+    def works(self, to_device: bool) -> dict[str, Work]:
+        """What takes turns, the yardstick first."""
+        streams = {method: self.device.make_stream(method) for method in METHODS}
+        works = {"one copy": self._one_copy(streams["dma"], to_device)}
+        for method, stream in streams.items():
+            works[method] = self._pieces(stream, to_device)
+        if self.torch is not None:
+            works |= {"index": self._index(to_device), "loop": self._loop(to_device)}
+        return works
+
+    def _one_copy(self, stream: trans.Stream, to_device: bool) -> Work:
+        if self.torch is not None:
+            flat = self.pages[: self.count]
+            return self._of_torch(lambda: _copy(flat, self.pinned) if to_device else _copy(self.pinned, flat))
+        if to_device:
+            return lambda: stream.host_to_device(self.host, self.first, self.bytes)
+        return lambda: stream.device_to_host(self.first, self.host, self.bytes)
+
+    def _pieces(self, stream: trans.Stream, to_device: bool) -> Work:
+        if to_device:
+            return lambda: stream.host_to_device_scatter(self.host, self.addresses, self.size)
+        return lambda: stream.device_to_host_gather(self.addresses, self.host, self.size)
+
+    def _index(self, to_device: bool) -> Work:
+        if to_device:
+            return self._of_torch(
+                lambda: self.pages.index_copy_(0, self.index, self.pinned.to("cuda", non_blocking=True))
+            )
+        return self._of_torch(lambda: _copy(self.pinned, self.pages.index_select(0, self.index)))
+
+    def _loop(self, to_device: bool) -> Work:
+        pairs = [(self.pages[number], self.pinned[i]) for i, number in enumerate(self.order.tolist())]
+
+        def loop() -> None:
+            for page, side in pairs:
+                _copy(page, side) if to_device else _copy(side, page)
+
+        return self._of_torch(loop)
+
+    def _of_torch(self, work: Work) -> Work:
+        def run() -> None:
+            work()
+            self.torch.cuda.synchronize()
+
+        return run
+
+
+def _copy(to: Any, from_: Any) -> object:
+    return to.copy_(from_, non_blocking=True)
+
+
+def seconds(work: Work) -> float:
+    """How long it takes once."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def measure(works: dict[str, Work], rounds: int) -> tuple[float, dict[str, float]]:
+    """Median seconds of the first, and of each other the median of its ratios to the first in the same round."""
+    for work in works.values():
+        work()
+    taken = [{name: seconds(work) for name, work in works.items()} for _ in range(rounds)]
+    yardstick, *others = works
+    ratios = {name: statistics.median(one[yardstick] / one[name] for one in taken) for name in others}
+    return statistics.median(one[yardstick] for one in taken), ratios
+
+
+def rows(where: Place, quick: bool) -> list[dict[str, Any]]:
+    """Every point of the grid; each is printed when it is known."""
+    device = trans.Device(where.platform)
+    device.setup(0)
+    found: list[dict[str, Any]] = []
+    for size in [256, 32_768] if quick else SIZES:
+        for count in [16] if quick else COUNTS:
+            if size * count > MOST_BYTES:
+                continue
+            point = Point(where, device, size, count)
+            for direction in ("to device", "to host"):
+                taken, ratios = measure(point.works(direction == "to device"), 3 if quick else 15)
+                row = {"size": size, "count": count, "direction": direction, "gb_s": point.bytes / taken / 1e9}
+                found.append(row | {"ratios": ratios})
+                if len(found) == 1:
+                    print(f"{'bytes':>8} {'pieces':>6} {'direction':9} {'GB/s':>7}", *(f"{name:>8}" for name in ratios))
+                ratio = (f"{ratio:8.3f}" for ratio in ratios.values())
+                print(f"{size:8} {count:6} {direction:9} {row['gb_s']:7.2f}", *ratio, flush=True)
+    return found
+
+
+def vllm(where: Place) -> str:
+    """The demo over a GPU: cold, warm, damaged. What came of it, in words."""
+    if where.word != "cuda" or importlib.util.find_spec("vllm") is None:
+        return "left out: it needs a GPU and vLLM"
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, str(ROOT / "demo" / "run.py"), "--out", out]
+        return "as promised" if subprocess.run(command, check=False).returncode == 0 else "failed"
+
+
+def main() -> int:
+    """Prints one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=WORDS, default="cuda")
+    parser.add_argument("--quick", action="store_true", help="a few points and rounds")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there")
+    arguments = parser.parse_args()
+    try:
+        where = place(arguments.device)
+    except MissingError as missing:
+        print(f"skipped, all of it: {missing}")
+        return 0
+    print(f"ucm {ucm.__version__} on {where.word}; GB/s of one large copy, and the ratio of each method to it")
+    found = rows(where, arguments.quick)
+    came = vllm(where)
+    print(f"vLLM, cold and warm: {came}")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"device": where.word, "rows": found, "vllm": came}, indent=1) + "\n")
+    return 1 if came == "failed" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+//! Memory of a device that ucm took itself; the KV of a model is never of this kind.
+
+use std::any::Any;
+use std::fmt;
+
+/// Some bytes of a device, given back when this is dropped. Nothing may use them any more then.
+pub struct DeviceMemory {
+    address: u64,
+    len: usize,
+    /// Gives them back when it is dropped.
+    _owner: Box<dyn Any + Send + Sync>,
+}
+
+impl DeviceMemory {
+    /// `len` bytes at `address`, which live as long as `owner`.
+    pub(crate) fn new(address: u64, len: usize, owner: impl Any + Send + Sync) -> Self {
+        Self {
+            address,
+            len,
+            _owner: Box::new(owner),
+        }
+    }
+
+    /// Address of the first byte, on the device.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// How many bytes.
+    #[allow(clippy::len_without_is_empty, reason = "there is always at least one")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl fmt::Debug for DeviceMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceMemory({} bytes at {:#x})", self.len, self.address)
+    }
+}

@@ -1,0 +1,307 @@
+//! Buffers on a device and on the host, alone or from pools that never grow by themselves.
+
+use std::any::Any;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::{Clock, MonotonicTime, Notify};
+
+use crate::arena::ArenaOptions;
+use crate::device::Device;
+use crate::memory::DeviceMemory;
+use crate::span::HostSpan;
+
+/// Buffers of a pool begin at multiples of this.
+const ALIGNED: usize = 256;
+
+/// Where a buffer is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Place {
+    /// In the device's memory.
+    Device,
+    /// In the host's, pinned.
+    Host,
+}
+
+/// Where buffers of one device come from.
+pub struct Pools {
+    device: Arc<dyn Device>,
+    clock: Arc<dyn Clock>,
+    /// By place, then by the size of the buffers.
+    pools: Mutex<[BTreeMap<usize, Arc<Pool>>; 2]>,
+    /// By the first address.
+    registered: Mutex<HashMap<u64, Box<dyn Any + Send + Sync>>>,
+}
+
+/// Buffers of one size.
+#[derive(Default)]
+struct Pool {
+    free: Mutex<Vec<Part>>,
+    came_back: Notify,
+}
+
+/// A part of some memory, which lives as long as one of its parts.
+#[derive(Clone)]
+struct Part {
+    memory: Arc<DeviceMemory>,
+    at: usize,
+}
+
+/// Some bytes on the device or the host, the caller's until it is dropped: then they go back to their pool, if they
+/// are of one, and are freed otherwise.
+pub struct Buffer {
+    part: Part,
+    len: usize,
+    place: Place,
+    pool: Option<Arc<Pool>>,
+}
+
+impl Buffer {
+    /// Where it is.
+    pub fn place(&self) -> Place {
+        self.place
+    }
+
+    /// Address of the first byte.
+    pub fn address(&self) -> u64 {
+        self.part.memory.address() + self.part.at as u64
+    }
+
+    /// How many bytes may be used.
+    #[allow(clippy::len_without_is_empty, reason = "there is always at least one")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if let Some(pool) = &self.pool {
+            pool.free.lock().push(self.part.clone());
+            pool.came_back.notify();
+        }
+    }
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Buffer({} bytes at {:#x})", self.len, self.address())
+    }
+}
+
+impl Pools {
+    /// None at first, of this device; waits are measured on `clock`.
+    pub fn new(device: Arc<dyn Device>, clock: Arc<dyn Clock>) -> Self {
+        Self {
+            device,
+            clock,
+            pools: Mutex::default(),
+            registered: Mutex::default(),
+        }
+    }
+
+    /// A buffer of `size` bytes that is of no pool. `InvalidInput` for none, `NoSpace` or `Io` where there is not so
+    /// much.
+    pub fn make(&self, place: Place, size: usize) -> Result<Buffer> {
+        let memory = self.memory(place, size)?;
+        Ok(Buffer {
+            part: Part {
+                memory: Arc::new(memory),
+                at: 0,
+            },
+            len: size,
+            place,
+            pool: None,
+        })
+    }
+
+    /// Adds `number` buffers of `size` bytes to the pool of that size. Errors as of [`Pools::make`]; then nothing was
+    /// added.
+    pub fn fill(&self, place: Place, size: usize, number: usize) -> Result<()> {
+        let stride = size
+            .checked_next_multiple_of(ALIGNED)
+            .filter(|_| size > 0 && number > 0);
+        let bytes = stride.and_then(|stride| stride.checked_mul(number));
+        let (Some(stride), Some(bytes)) = (stride, bytes) else {
+            return Err(Error::invalid(
+                "a pool has at least one buffer of at least one byte, and fits into memory",
+            )
+            .with("size", size)
+            .with("number", number));
+        };
+        let memory = Arc::new(self.memory(place, bytes)?);
+        let parts = (0..number).map(|i| Part {
+            memory: Arc::clone(&memory),
+            at: i * stride,
+        });
+        let pool = Arc::clone(self.pools.lock()[place as usize].entry(size).or_default());
+        pool.free.lock().extend(parts);
+        pool.came_back.notify();
+        Ok(())
+    }
+
+    /// A buffer of at least `size` bytes from the pool of the smallest that hold so many. One that is empty is waited
+    /// for: `Timeout` when `deadline` comes first (`None`: for ever). `InvalidInput` where no pool has buffers so
+    /// large.
+    pub fn get(&self, place: Place, size: usize, deadline: Option<MonotonicTime>) -> Result<Buffer> {
+        let found = self.pools.lock()[place as usize]
+            .range(size.max(1)..)
+            .next()
+            .map(|(&len, pool)| (len, Arc::clone(pool)));
+        let Some((len, pool)) = found.filter(|_| size > 0) else {
+            let none = Error::invalid("no pool has buffers of this size: make some first");
+            return Err(none.with("size", size).with("place", format_args!("{place:?}")));
+        };
+        loop {
+            let seen = pool.came_back.seen();
+            if let Some(part) = pool.free.lock().pop() {
+                return Ok(Buffer {
+                    part,
+                    len,
+                    place,
+                    pool: Some(Arc::clone(&pool)),
+                });
+            }
+            if deadline.is_some_and(|deadline| self.clock.now() >= deadline) {
+                let late = "no buffer came back to the pool in time; give some back or make more";
+                return Err(Error::new(ErrorKind::Timeout, late).with("size", len));
+            }
+            self.clock.sleep(&pool.came_back, seen, deadline);
+        }
+    }
+
+    /// Pins a range of this process's memory until [`Pools::unregister`] is told its first address, or these pools end.
+    /// `InvalidInput` for a range that begins where another one does; other errors as of [`Device::register`].
+    pub fn register(&self, host: HostSpan) -> Result<()> {
+        let mut registered = self.registered.lock();
+        if registered.contains_key(&host.addr()) {
+            let twice = Error::invalid("a range that begins here is registered already");
+            return Err(twice.with("address", format_args!("{:#x}", host.addr())));
+        }
+        registered.insert(host.addr(), self.device.register(host)?);
+        Ok(())
+    }
+
+    /// Ends what [`Pools::register`] began at this address; no copy may use the range any more. `InvalidInput` where
+    /// nothing was.
+    pub fn unregister(&self, address: u64) -> Result<()> {
+        let ended = self.registered.lock().remove(&address);
+        ended.map(drop).ok_or_else(|| {
+            let none = Error::invalid("no range that begins here is registered");
+            none.with("address", format_args!("{address:#x}"))
+        })
+    }
+
+    fn memory(&self, place: Place, bytes: usize) -> Result<DeviceMemory> {
+        match place {
+            Place::Device => self.device.allocate(bytes),
+            Place::Host => {
+                let arena = self.device.make_arena(bytes, ArenaOptions::default())?;
+                let address = arena.at(0).expose_provenance() as u64;
+                Ok(DeviceMemory::new(address, bytes, arena))
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Pools {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pools")
+            .field("device", &self.device.name())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use ucm_infra::ManualClock;
+
+    use super::*;
+    use crate::host::HostDevice;
+
+    fn pools() -> (Arc<Pools>, Arc<ManualClock>) {
+        let clock = ManualClock::new();
+        let pools = Pools::new(Arc::new(HostDevice::new()), Arc::clone(&clock) as Arc<dyn Clock>);
+        (Arc::new(pools), clock)
+    }
+
+    #[test]
+    fn a_pool_waits_to_its_deadline_and_never_grows() {
+        let (pools, clock) = pools();
+        for place in [Place::Device, Place::Host] {
+            pools.fill(place, 100, 2).unwrap();
+            let (one, two) = (
+                pools.get(place, 100, None).unwrap(),
+                pools.get(place, 1, None).unwrap(),
+            );
+            assert_ne!(one.address(), two.address());
+            assert_eq!((one.len(), two.len()), (100, 100));
+            let now = Some(clock.now());
+            assert_eq!(pools.get(place, 100, now).unwrap_err().kind(), ErrorKind::Timeout);
+            let address = two.address();
+            drop(two);
+            assert_eq!(pools.get(place, 100, now).unwrap().address(), address);
+        }
+    }
+
+    #[test]
+    fn who_waits_gets_the_buffer_that_comes_back() {
+        let (pools, clock) = pools();
+        pools.fill(Place::Host, 64, 1).unwrap();
+        let held = pools.get(Place::Host, 64, None).unwrap();
+        let address = held.address();
+        let deadline = clock.now().after(Duration::from_secs(1));
+        let waiting = Arc::clone(&pools);
+        let got = std::thread::spawn(move || waiting.get(Place::Host, 64, Some(deadline)));
+        drop(held);
+        assert_eq!(got.join().unwrap().unwrap().address(), address);
+        let held = pools.get(Place::Host, 64, None).unwrap();
+        let waiting = Arc::clone(&pools);
+        let got = std::thread::spawn(move || waiting.get(Place::Host, 64, Some(deadline)));
+        clock.advance(Duration::from_secs(2));
+        assert_eq!(got.join().unwrap().unwrap_err().kind(), ErrorKind::Timeout);
+        drop(held);
+    }
+
+    #[test]
+    fn the_smallest_that_holds_it() {
+        let (pools, _) = pools();
+        pools.fill(Place::Host, 4096, 1).unwrap();
+        pools.fill(Place::Host, 100, 1).unwrap();
+        pools.fill(Place::Host, 100, 1).unwrap();
+        let small = [100, 7].map(|size| pools.get(Place::Host, size, None).unwrap());
+        assert_eq!(small.each_ref().map(Buffer::len), [100, 100]);
+        assert_eq!(pools.get(Place::Host, 101, None).unwrap().len(), 4096);
+        assert!(pools.get(Place::Host, 4097, None).is_err());
+        assert!(pools.get(Place::Host, 0, None).is_err());
+        assert!(pools.get(Place::Device, 1, None).is_err());
+    }
+
+    #[test]
+    fn a_buffer_outlives_its_pools() {
+        let (pools, _) = pools();
+        pools.fill(Place::Device, 64, 1).unwrap();
+        let held = pools.get(Place::Device, 64, None).unwrap();
+        let alone = pools.make(Place::Host, 10).unwrap();
+        drop(pools);
+        assert_eq!((held.len(), alone.len()), (64, 10));
+    }
+
+    #[test]
+    fn impossible_buffers_are_errors() {
+        let (pools, _) = pools();
+        for place in [Place::Device, Place::Host] {
+            assert!(pools.make(place, 0).is_err());
+            assert!(pools.make(place, usize::MAX).is_err());
+            assert!(pools.fill(place, 0, 1).is_err());
+            assert!(pools.fill(place, 1, 0).is_err());
+            assert!(pools.fill(place, usize::MAX / 2, 3).is_err());
+            assert!(pools.fill(place, usize::MAX, 1).is_err());
+        }
+    }
+}

@@ -1,0 +1,546 @@
+//! Copies by address for Python: devices, streams, buffers. The face that users see is `ucm.trans`.
+#![allow(unsafe_code, reason = "addresses come from Python as numbers")]
+
+use std::cell::Cell;
+use std::ptr::with_exposed_provenance_mut;
+use std::sync::Arc;
+use std::time::Duration;
+
+use numpy::{PyReadonlyArray1, PyUntypedArray};
+use parking_lot::{Condvar, Mutex};
+use pyo3::exceptions::PyBufferError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyInt, PyList, PyTuple};
+use ucm_core::{Error, ErrorKind};
+use ucm_device::trans::{Buffer, Copies, Place, Pools, Sides, addresses_at, pairs};
+use ucm_device::{Device, DeviceSpan, Direction, HostSpan, Transfer, open_device};
+use ucm_infra::log::NOBODY;
+use ucm_infra::{Clock, MonotonicTime, SystemClock};
+
+use crate::convert::{raise, to_py};
+use crate::store::{Line, lines_of};
+use crate::task::{limit, same_process};
+
+/// An open device.
+#[pyclass(frozen, module = "ucm._core")]
+pub(crate) struct TransDevice {
+    device: Arc<dyn Device>,
+    pid: u32,
+}
+
+#[pymethods]
+impl TransDevice {
+    /// `name`: "host", "cuda:0".
+    #[new]
+    fn new(py: Python<'_>, name: &str) -> PyResult<Self> {
+        let opened = py.detach(|| open_device(name, Transfer::Auto, SystemClock::shared()));
+        let pid = std::process::id();
+        to_py(py, opened).map(|device| Self { device, pid })
+    }
+
+    /// Its name, with its number.
+    #[getter]
+    fn name(&self) -> &str {
+        self.device.name()
+    }
+
+    /// What the core logged of devices since the last call: (level of `logging`, message, fields).
+    fn take_log(&self) -> Vec<Line> {
+        lines_of(NOBODY)
+    }
+
+    /// A stream that copies this way: auto, dma, sm or staging.
+    fn make_stream(&self, py: Python<'_>, transfer: &str) -> PyResult<TransStream> {
+        same_process(py, self.pid)?;
+        let transfer = to_py(py, Transfer::from_word(transfer))?;
+        let stream = to_py(py, py.detach(|| self.device.make_stream_by(transfer)))?;
+        Ok(TransStream {
+            copies: Mutex::new(Some(Copies::new(stream))),
+            pid: self.pid,
+        })
+    }
+
+    /// Where buffers come from; no pool has any yet.
+    fn make_buffer(&self, py: Python<'_>) -> PyResult<TransBuffer> {
+        same_process(py, self.pid)?;
+        Ok(TransBuffer {
+            pools: Pools::new(Arc::clone(&self.device), SystemClock::shared()),
+            pid: self.pid,
+        })
+    }
+}
+
+/// Buffers of a device and of the host for it.
+#[pyclass(frozen, module = "ucm._core")]
+pub(crate) struct TransBuffer {
+    pools: Pools,
+    pid: u32,
+}
+
+#[pymethods]
+impl TransBuffer {
+    /// A buffer of no pool; `place` is "device" or "host", as below.
+    fn make(&self, py: Python<'_>, place: &str, size: &Bound<'_, PyAny>) -> PyResult<TransMemory> {
+        let (place, size) = (self.place(py, place)?, count(size, "size")?);
+        let made = py.detach(|| self.pools.make(place, size));
+        to_py(py, made).map(|buffer| TransMemory::new(buffer, self.pid))
+    }
+
+    /// Adds to the pool of this size.
+    fn fill(
+        &self,
+        py: Python<'_>,
+        place: &str,
+        size: &Bound<'_, PyAny>,
+        number: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let place = self.place(py, place)?;
+        let (size, number) = (count(size, "size")?, count(number, "number")?);
+        to_py(py, py.detach(|| self.pools.fill(place, size, number)))
+    }
+
+    /// A buffer from a pool, waited for at most `timeout` seconds.
+    fn get(
+        &self,
+        py: Python<'_>,
+        place: &str,
+        size: &Bound<'_, PyAny>,
+        timeout: Option<f64>,
+    ) -> PyResult<TransMemory> {
+        let (place, size) = (self.place(py, place)?, count(size, "size")?);
+        let limit = limit(py, timeout)?;
+        may_wait(py)?;
+        let got = py.detach(|| self.pools.get(place, size, until(limit)));
+        to_py(py, got).map(|buffer| TransMemory::new(buffer, self.pid))
+    }
+
+    /// Pins memory of the caller's.
+    fn register(&self, py: Python<'_>, address: &Bound<'_, PyAny>, size: &Bound<'_, PyAny>) -> PyResult<()> {
+        same_process(py, self.pid)?;
+        let (address, size) = (number(address)?, count(size, "size")?);
+        // SAFETY: the caller of `register_host_buffer` vouches that the memory stays until it is told to be
+        // unregistered.
+        let host = unsafe { HostSpan::new(address, size as u64) };
+        to_py(py, py.detach(|| self.pools.register(host)))
+    }
+
+    /// Ends that.
+    fn unregister(&self, py: Python<'_>, address: &Bound<'_, PyAny>) -> PyResult<()> {
+        same_process(py, self.pid)?;
+        let address = number(address)?;
+        to_py(py, py.detach(|| self.pools.unregister(address)))
+    }
+}
+
+impl TransBuffer {
+    fn place(&self, py: Python<'_>, place: &str) -> PyResult<Place> {
+        same_process(py, self.pid)?;
+        match place {
+            "device" => Ok(Place::Device),
+            "host" => Ok(Place::Host),
+            _ => {
+                let unknown = Error::invalid("a place is \"device\" or \"host\"").with("place", place);
+                Err(raise(py, &unknown))
+            }
+        }
+    }
+}
+
+/// Some bytes on the device or the host. Copies under way keep them.
+#[pyclass(frozen, module = "ucm._core")]
+pub(crate) struct TransMemory {
+    buffer: Mutex<Option<Arc<Buffer>>>,
+    pid: u32,
+}
+
+#[pymethods]
+impl TransMemory {
+    /// The address of its first byte; an error once it was given back.
+    #[getter]
+    fn address(&self, py: Python<'_>) -> PyResult<u64> {
+        self.held(py).map(|buffer| buffer.address())
+    }
+
+    /// How many bytes may be used.
+    #[getter]
+    fn size(&self, py: Python<'_>) -> PyResult<usize> {
+        self.held(py).map(|buffer| buffer.len())
+    }
+
+    fn __index__(&self, py: Python<'_>) -> PyResult<u64> {
+        self.address(py)
+    }
+
+    /// Gives it back to its pool or frees it, once no copy and no view uses it; repeatable.
+    fn close(&self, py: Python<'_>) {
+        let buffer = self.buffer.lock().take();
+        py.detach(|| drop(buffer));
+    }
+
+    fn __enter__(this: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        this
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) {
+        self.close(py);
+    }
+
+    /// The bytes of a buffer on the host; it stays until the view ends.
+    ///
+    /// # Safety
+    /// As Python calls it.
+    unsafe fn __getbuffer__(
+        this: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: std::ffi::c_int,
+    ) -> PyResult<()> {
+        let py = this.py();
+        let buffer = this.get().held(py)?;
+        if buffer.place() != Place::Host {
+            return Err(PyBufferError::new_err(
+                "the host cannot reach a buffer on the device",
+            ));
+        }
+        let first = with_exposed_provenance_mut(buffer.address() as usize);
+        let len = buffer.len() as ffi::Py_ssize_t;
+        // SAFETY: `view` is Python's to be filled in; the bytes stay until it is released, because it keeps the buffer.
+        unsafe {
+            if ffi::PyBuffer_FillInfo(view, this.as_ptr(), first, len, 0, flags) != 0 {
+                return Err(PyErr::fetch(py));
+            }
+            (*view).internal = Arc::into_raw(buffer).cast_mut().cast();
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As Python calls it: once for each view that was filled in.
+    unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
+        // SAFETY: filled in above.
+        end(Some(unsafe { Arc::from_raw((*view).internal.cast::<Buffer>()) }));
+    }
+}
+
+impl TransMemory {
+    fn new(buffer: Buffer, pid: u32) -> Self {
+        Self {
+            buffer: Mutex::new(Some(Arc::new(buffer))),
+            pid,
+        }
+    }
+
+    fn held(&self, py: Python<'_>) -> PyResult<Arc<Buffer>> {
+        same_process(py, self.pid)?;
+        let held = self.buffer.lock().clone();
+        held.ok_or_else(|| raise(py, &Error::new(ErrorKind::Closed, "this buffer was given back")))
+    }
+}
+
+/// A stream of copies; its calls are made one after the other.
+#[pyclass(frozen, module = "ucm._core")]
+pub(crate) struct TransStream {
+    copies: Mutex<Option<Copies>>,
+    pid: u32,
+}
+
+/// What a copy is of, read from Python's objects.
+struct Job {
+    direction: Direction,
+    pairs: Vec<(DeviceSpan, HostSpan)>,
+    kept: Vec<Arc<Buffer>>,
+}
+
+#[pymethods]
+impl TransStream {
+    /// Copies pieces of `size` bytes between the device and the host. Each side is one address, or an array of
+    /// `number` addresses; where only the host's is one, its pieces lie one behind the other. Without `wait` the copy
+    /// is only begun.
+    #[allow(clippy::too_many_arguments, reason = "one function for twelve of Python's")]
+    fn copy(
+        &self,
+        py: Python<'_>,
+        shape: &str,
+        to_device: bool,
+        device: &Bound<'_, PyAny>,
+        host: &Bound<'_, PyAny>,
+        size: &Bound<'_, PyAny>,
+        number: Option<&Bound<'_, PyAny>>,
+        wait: bool,
+    ) -> PyResult<()> {
+        let direction = if to_device {
+            Direction::ToDevice
+        } else {
+            Direction::ToHost
+        };
+        let job = job(py, shape, direction, [device, host], size, number)?;
+        self.with(py, move |copies| {
+            if wait {
+                return copies.transfer(job.direction, &job.pairs);
+            }
+            copies.transfer_async(job.direction, job.pairs, job.kept)
+        })
+    }
+
+    /// Calls a function on the stream's thread when everything submitted before has ended, with whether all went well.
+    fn append_callback(&self, py: Python<'_>, call: Py<PyAny>) -> PyResult<()> {
+        self.with(py, |copies| {
+            copies.callback(move |well| Callbacks::run(&call, well))
+        })
+    }
+
+    /// Waits for everything submitted, at most `timeout` seconds.
+    fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let limit = limit(py, timeout)?;
+        self.with(py, |copies| copies.synchronize(until(limit)))
+    }
+
+    /// Takes no more; what was submitted is still done, and nobody waits for it. Repeatable.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| drop(self.copies.lock().take()));
+    }
+}
+
+impl TransStream {
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut Copies) -> ucm_core::Result<T> + Send,
+    ) -> PyResult<T> {
+        same_process(py, self.pid)?;
+        may_wait(py)?;
+        let result = py.detach(|| match self.copies.lock().as_mut() {
+            Some(copies) => call(copies),
+            None => Err(Error::new(ErrorKind::Closed, "this stream was closed")),
+        });
+        to_py(py, result)
+    }
+}
+
+impl Drop for TransStream {
+    fn drop(&mut self) {
+        end(self.copies.get_mut().take());
+    }
+}
+
+impl Drop for TransMemory {
+    fn drop(&mut self) {
+        end(self.buffer.get_mut().take());
+    }
+}
+
+/// Ends something that may wait for the device: not with the GIL held.
+fn end<T: Send>(mut value: Option<T>) {
+    if value.is_some() {
+        Python::try_attach(|py| py.detach(|| drop(value.take())));
+    }
+}
+
+/// The Python functions of a process that streams call on threads of theirs.
+struct Callbacks {
+    process: u32,
+    /// How many run now.
+    running: usize,
+    /// No more are begun.
+    ended: bool,
+}
+
+static CALLBACKS: Mutex<Callbacks> = Mutex::new(Callbacks {
+    process: 0,
+    running: 0,
+    ended: false,
+});
+
+/// Told when one has ended.
+static ONE_ENDED: Condvar = Condvar::new();
+
+thread_local! {
+    /// Whether this thread is in a callback.
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+impl Callbacks {
+    /// Counts one that is to run; `false` where none may any more. What a forked child inherited does not run there.
+    fn begin() -> bool {
+        let (mut callbacks, process) = (CALLBACKS.lock(), std::process::id());
+        if callbacks.process != process {
+            *callbacks = Self {
+                process,
+                running: 0,
+                ended: false,
+            };
+        }
+        callbacks.running += usize::from(!callbacks.ended);
+        !callbacks.ended
+    }
+
+    fn run(call: &Py<PyAny>, well: bool) {
+        if !Self::begin() {
+            return;
+        }
+        INSIDE.set(true);
+        Python::try_attach(|py| {
+            if let Err(error) = call.call1(py, (well,)) {
+                error.write_unraisable(py, Some(call.bind(py)));
+            }
+        });
+        INSIDE.set(false);
+        CALLBACKS.lock().running -= 1;
+        ONE_ENDED.notify_all();
+    }
+}
+
+/// From now on no stream calls into Python; returns when the callbacks that run have ended.
+#[pyfunction]
+pub(crate) fn end_callbacks(py: Python<'_>) {
+    py.detach(|| {
+        let mut callbacks = CALLBACKS.lock();
+        while callbacks.process == std::process::id() && callbacks.running > 0 {
+            callbacks.ended = true;
+            ONE_ENDED.wait(&mut callbacks);
+        }
+        *callbacks = Callbacks {
+            process: std::process::id(),
+            running: 0,
+            ended: true,
+        };
+    });
+}
+
+/// What waits is refused to callbacks: what they would wait for may be waiting for them.
+fn may_wait(py: Python<'_>) -> PyResult<()> {
+    if !INSIDE.get() {
+        return Ok(());
+    }
+    let inside = Error::invalid("a callback of a stream uses no stream and waits for no buffer");
+    Err(raise(py, &inside))
+}
+
+fn until(limit: Option<Duration>) -> Option<MonotonicTime> {
+    limit.map(|limit| SystemClock.now().after(limit))
+}
+
+/// How often, or how many bytes: a whole number above zero.
+fn count(value: &Bound<'_, PyAny>, what: &'static str) -> PyResult<usize> {
+    match value.extract::<usize>() {
+        Ok(count) if count > 0 && !value.is_instance_of::<PyBool>() => Ok(count),
+        _ => {
+            let wrong = Error::invalid("a size or number is a whole number above zero").with("what", what);
+            Err(raise(value.py(), &wrong.with("value", text(value))))
+        }
+    }
+}
+
+/// An address, not null.
+fn number(value: &Bound<'_, PyAny>) -> PyResult<u64> {
+    if let Ok(memory) = value.cast::<TransMemory>() {
+        return memory.get().address(value.py());
+    }
+    let address = value.extract::<u64>().ok().filter(|&address| address > 0);
+    address.ok_or_else(|| {
+        let wrong = Error::invalid("an address is a whole number above zero, or a buffer of ucm.trans");
+        raise(value.py(), &wrong.with("value", text(value)))
+    })
+}
+
+/// An object as an error names it.
+fn text(value: &Bound<'_, PyAny>) -> String {
+    let text = value.repr().map(|text| text.to_string()).unwrap_or_default();
+    text.chars().take(80).collect()
+}
+
+/// An address of at least `size` bytes. A buffer of ours is checked for them, and kept.
+fn one(value: &Bound<'_, PyAny>, size: usize, kept: &mut Vec<Arc<Buffer>>) -> PyResult<u64> {
+    let Ok(memory) = value.cast::<TransMemory>() else {
+        return number(value);
+    };
+    let buffer = memory.get().held(value.py())?;
+    if buffer.len() < size {
+        let small = Error::invalid("the buffer is smaller than what is copied");
+        let small = small.with("buffer", buffer.len()).with("copied", size);
+        return Err(raise(value.py(), &small));
+    }
+    let address = buffer.address();
+    kept.push(buffer);
+    Ok(address)
+}
+
+/// Addresses of `size` bytes each: an array of them, a list or tuple, or the address of an array.
+fn many(
+    value: &Bound<'_, PyAny>,
+    size: usize,
+    number: Option<usize>,
+    kept: &mut Vec<Arc<Buffer>>,
+) -> PyResult<Vec<u64>> {
+    let py = value.py();
+    let mut addresses = if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() {
+        let items = value.try_iter()?;
+        items
+            .map(|item| one(&item?, size, kept))
+            .collect::<PyResult<Vec<_>>>()?
+    } else if value.is_instance_of::<PyUntypedArray>() {
+        let array = value.extract::<PyReadonlyArray1<'_, u64>>().map_err(|_| {
+            let wrong = Error::invalid("an array of addresses has one dimension and the type uint64");
+            raise(py, &wrong)
+        })?;
+        array.as_array().iter().copied().collect()
+    } else if value.is_instance_of::<PyInt>() {
+        let Some(number) = number else {
+            let unknown = "say how many addresses (number) lie at the address of an array";
+            return Err(raise(py, &Error::invalid(unknown)));
+        };
+        let array = self::number(value)?;
+        // SAFETY: the caller vouches that the address is that of an array of so many pointers; nobody writes to it
+        // while the GIL is held by whoever could know of it.
+        to_py(py, unsafe { addresses_at(array, number) })?
+    } else {
+        let wrong = "addresses are a NumPy array of uint64, a list, or the address of an array of pointers";
+        return Err(raise(py, &Error::invalid(wrong).with("value", text(value))));
+    };
+    let number = number.unwrap_or(addresses.len());
+    if number > addresses.len() {
+        let few = Error::invalid("fewer addresses than the number says");
+        return Err(raise(
+            py,
+            &few.with("addresses", addresses.len()).with("number", number),
+        ));
+    }
+    addresses.truncate(number);
+    Ok(addresses)
+}
+
+/// Reads what a copy is of: `shape` is "one" (an address on both sides), "batch" (many on both) or "together" (many
+/// on the device, one buffer on the host).
+fn job(
+    py: Python<'_>,
+    shape: &str,
+    direction: Direction,
+    [device, host]: [&Bound<'_, PyAny>; 2],
+    size: &Bound<'_, PyAny>,
+    number: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Job> {
+    let size = count(size, "size")?;
+    let number = number.map(|number| count(number, "number")).transpose()?;
+    let mut kept = Vec::new();
+    let devices = match shape {
+        "one" => vec![one(device, size, &mut kept)?],
+        _ => many(device, size, number, &mut kept)?,
+    };
+    let hosts = match shape {
+        "batch" => many(host, size, number, &mut kept)?,
+        _ => vec![one(host, size.saturating_mul(devices.len()), &mut kept)?],
+    };
+    let sides = match (shape, &*hosts) {
+        ("together", &[first]) => Sides::Together(first),
+        (_, each) => Sides::Each(each),
+    };
+    // SAFETY: the caller of a stream vouches for each address and the bytes from it on, until the copy has ended;
+    // buffers of ours are kept until then.
+    let pairs = to_py(py, unsafe { pairs(&devices, sides, size) })?;
+    Ok(Job {
+        direction,
+        pairs,
+        kept,
+    })
+}
