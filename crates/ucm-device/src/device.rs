@@ -63,8 +63,8 @@ pub trait Device: Send + Sync {
     /// Host memory that this device copies to and from at full speed.
     fn make_arena(&self, bytes: usize, options: ArenaOptions) -> Result<Arc<HostArena>>;
 
-    /// Lets copies to and from memory that this process shares go at full speed, for as long as what is given lives. Nothing
-    /// where the device needs not know of it.
+    /// Lets copies to and from memory that this process shares go at full speed, for as long as what is given lives.
+    /// Nothing where the device needs not know of it.
     fn attach(&self, _region: &Arc<SharedRegion>) -> Option<Arc<dyn Any + Send + Sync>> {
         None
     }

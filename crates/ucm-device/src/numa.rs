@@ -12,8 +12,8 @@ const SYSFS: &str = "/sys";
 /// Words of a set of nodes: as many nodes as Linux can have.
 const WORDS: usize = 1024 / 64;
 
-/// The node of the device at this address of the PCI bus (`0000:3B:00.0`). `None` where the machine has one node only, or does
-/// not say.
+/// The node of the device at this address of the PCI bus (`0000:3B:00.0`). `None` where the machine has one node only,
+/// or does not say.
 pub(crate) fn node_of(pci: &str) -> Option<u32> {
     node_in(Path::new(SYSFS), pci)
 }

@@ -1,5 +1,5 @@
-//! Ways of copying that give wrong bytes: each is found out when the device is opened, said and not used; the next one is
-//! taken, down to plain copies, and where those are wrong too there is no device.
+//! Ways of copying that give wrong bytes: each is found out when the device is opened, said and not used; the next one
+//! is taken, down to plain copies, and where those are wrong too there is no device.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 mod common;
@@ -32,7 +32,8 @@ fn said() -> Vec<String> {
     said
 }
 
-/// Moves small and large pieces there and back by a device on which these are wrong; how many plain copies were made each way.
+/// Moves small and large pieces there and back by a device on which these are wrong; how many plain copies were made
+/// each way.
 fn moves(driver: &Driver, transfer: Transfer, wrong: &[&CStr]) -> [u64; 2] {
     let memory = driver.memory(3 << 20);
     wrong.iter().for_each(|name| driver.corrupt(name));

@@ -1,5 +1,5 @@
-//! The choice of a method, judged by the software driver's clock, which follows published costs and no real time: `auto`
-//! beside each method forced, over fragments of 256 B to 4 MiB. What is said here holds of that model.
+//! The choice of a method, judged by the software driver's clock, which follows published costs and no real time:
+//! `auto` beside each method forced, over fragments of 256 B to 4 MiB. What is said here holds of that model.
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 
 mod common;
@@ -17,8 +17,8 @@ const DESCRIPTOR: u64 = 24;
 
 const CALLS: [&str; 3] = ["cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuLaunchKernel"];
 
-/// What a transfer took: nanoseconds of the model, calls by [`CALLS`], bytes that crossed the bus by DMA to the device and to
-/// the host.
+/// What a transfer took: nanoseconds of the model, calls by [`CALLS`], bytes that crossed the bus by DMA to the device
+/// and to the host.
 #[derive(Clone, Copy, Debug)]
 struct Took {
     ns: f64,
@@ -145,7 +145,8 @@ fn auto_is_as_fast_as_the_cheapest_method() {
             let (n, bytes) = (count as u64, (len * count) as u64);
             let copies = took.calls[way];
             if len <= 64 << 10 {
-                // One copy for each 8 MiB and 16384 descriptors, a kernel for each copy, and the descriptors' own copies.
+                // One copy for each 8 MiB and 16384 descriptors, a kernel for each copy, and the descriptors' own
+                // copies.
                 let rounds = n.div_ceil(16 << 10);
                 let staged = rounds * (bytes / rounds).div_ceil((8 << 20) - len as u64);
                 let uploads = if way == 0 { rounds } else { 0 };

@@ -1,5 +1,5 @@
-//! Random transfers over the software driver, whose work comes late and whose calls fail: what was reported as good is right,
-//! nothing outside of the destinations is written, the stream works afterwards, and nothing is left behind.
+//! Random transfers over the software driver, whose work comes late and whose calls fail: what was reported as good is
+//! right, nothing outside of the destinations is written, the stream works afterwards, and nothing is left behind.
 #![allow(
     clippy::unwrap_used,
     clippy::panic,
@@ -44,8 +44,8 @@ const ANSWERS: [i32; 3] = [2, 700, 999];
 const DEVICE: usize = 3 << 19;
 const SLOT: usize = 1 << 20;
 
-/// Lengths of pieces, up to the largest of some size, and where each begins: behind the one before it or some bytes later, on
-/// the host and on the device, where their order may be another one.
+/// Lengths of pieces, up to the largest of some size, and where each begins: behind the one before it or some bytes
+/// later, on the host and on the device, where their order may be another one.
 fn pieces(random: &mut Random, memory: &Memory, host: usize) -> Vec<Piece> {
     let most = [1, 3, 20, 300][random.below(4)];
     let longest = [16, 300, 5000, 70_000, 600_000][random.below(5)];

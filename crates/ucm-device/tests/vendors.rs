@@ -236,7 +236,8 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
 
 #[test]
 fn a_device_that_is_not_there_is_refused_by_its_name() {
-    Driver::load().mend();
+    let driver = Driver::load();
+    driver.mend();
     for name in ["hip:2", "musa:2", "maca:2", "ascend:2"] {
         let refused = open_device(name, Transfer::Auto, SystemClock::shared());
         let error = refused.err().unwrap();

@@ -1,5 +1,5 @@
-//! A store over the software CUDA driver, each of whose calls fails once: a dump that fails or a miss, never a wrong byte,
-//! and afterwards everything works.
+//! A store over the software CUDA driver, each of whose calls fails once: a dump that fails or a miss, never a wrong
+//! byte, and afterwards everything works.
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;

@@ -306,7 +306,8 @@ pub trait Memory {
     /// Sets, once, who is handed what is given up to make room. False where there is somebody already.
     fn on_evicted(&self, hook: Evicted) -> bool;
 
-    /// This process's own memory, from which records are lent: a device copies from it at full speed once it knows of it.
+    /// This process's own memory, from which records are lent: a device copies from it at full speed once it knows of
+    /// it.
     fn region(&self) -> Option<&Arc<SharedRegion>> {
         None
     }

@@ -103,8 +103,8 @@ pub extern "C" fn softcuda_mend() {
     lock().control.failures.clear();
 }
 
-/// Lets every copy that this function begins, or every launch of this kernel of a loaded module, write a wrong byte; null ends
-/// that for all.
+/// Lets every copy that this function begins, or every launch of this kernel of a loaded module, write a wrong byte;
+/// null ends that for all.
 ///
 /// # Safety
 /// `name` is null or a name with its zero byte.

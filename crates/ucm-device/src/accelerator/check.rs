@@ -101,8 +101,9 @@ fn noise(buffer: &mut [u8], seed: u64) {
 
 const DIRECTIONS: [Direction; 2] = [Direction::ToDevice, Direction::ToHost];
 
-/// The methods that give right bytes, by direction. Each is compared with single copies, in both directions: those of streams
-/// where they are right, otherwise the driver's plain ones, which are used then. An error where not even those are right.
+/// The methods that give right bytes, by direction. Each is compared with single copies, in both directions: those of
+/// streams where they are right, otherwise the driver's plain ones, which are used then. An error where not even those
+/// are right.
 pub(super) fn methods(runtime: &Arc<dyn Runtime>) -> Result<[Vec<Method>; 2]> {
     let judge = |method, direction, beside| {
         let mut bench = Bench::new(runtime, BYTES)?; // buffers of its own: one that failed is not used again

@@ -75,8 +75,8 @@ pub(super) trait Runtime: Send + Sync {
     /// As [`Runtime::to_device`]; nobody reads `to` before the stream's work is over.
     unsafe fn to_host(&self, to: *mut u8, from: u64, len: usize, stream: RawStream) -> Result<()>;
 
-    /// Copies from the host to the device and returns when that is over: the last resort, where no copy of a stream gives right
-    /// bytes. `Unsupported` where the runtime has no such copy.
+    /// Copies from the host to the device and returns when that is over: the last resort, where no copy of a stream
+    /// gives right bytes. `Unsupported` where the runtime has no such copy.
     ///
     /// # Safety
     /// As [`Runtime::to_device`], until it returns.

@@ -53,7 +53,8 @@ fn path() -> PathBuf {
 }
 
 impl Driver {
-    /// Puts it in the place of the driver, before any device is opened. Its state is the process's: a test has it alone.
+    /// Puts it in the place of the driver, before any device is opened. Its state is the process's: a test has it
+    /// alone.
     pub(crate) fn load() -> Alone {
         static ALONE: Mutex<()> = Mutex::new(());
         Alone(ALONE.lock())

@@ -41,8 +41,8 @@ impl SoftCuda {
         LOADED.get_or_init(load).as_ref()
     }
 
-    /// The one that cargo builds with the tests, as the device of this process. Called first by the tests of a file that run
-    /// over it alone.
+    /// The one that cargo builds with the tests, as the device of this process. Called first by the tests of a file
+    /// that run over it alone.
     pub(crate) fn beside() -> &'static Self {
         static NAMED: Once = Once::new();
         NAMED.call_once(|| {
