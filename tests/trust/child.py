@@ -65,7 +65,7 @@ def write_many(root: Path, seed: int) -> None:
 def write_as_host(root: Path, seed: int) -> None:
     """A few blocks that nobody else writes, then those that all do."""
     ground = Ground(root)
-    assert not ground.dump(block_ids(3, f"of {seed}"))
+    ground.fill(block_ids(3, f"of {seed}"))
     ground.close()
     write(root, seed)
 
@@ -74,7 +74,7 @@ def starve(root: Path, seed: int) -> None:
     """Uses the store where no descriptor can be had, then where there are some again."""
     names = block_ids(6, f"starved {seed}")
     ground = Ground(root)
-    assert not ground.dump(names[:3])
+    ground.fill(names[:3])
     before = ground.counts()
     # The lowest ones are in use: none can be had, whatever the store's own threads give back meanwhile.
     usual, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -113,7 +113,7 @@ def hunger(root: Path, seed: int) -> None:
     """Uses the store with no memory left that a buffer or a thread could have, and again when there is some."""
     names = block_ids(6, f"hungry {seed}")
     ground = Ground(root)
-    assert not ground.dump(names[:3])
+    ground.fill(names[:3])
     memory = [Memory([name], filled=False) for name in names]
     filled = [Memory([name], filled=True) for name in names]
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -142,6 +142,11 @@ class Ground:
             return dict(error.failures)
         return {}
 
+    def fill(self, blocks: Sequence[bytes]) -> None:
+        """Dumps the blocks into a root that may be new: on a busy machine its first count may take longer than one dump
+        waits for room."""
+        wait_until(lambda: not self.dump(blocks), "blocks are stored")
+
     def load(self, blocks: Sequence[bytes]) -> tuple[list[str], dict[int, Exception]]:
         """Loads the blocks; the state of each, and the failures by row. A block that did not fail is right."""
         memory = Memory(blocks, filled=False)

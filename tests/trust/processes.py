@@ -65,10 +65,14 @@ def assert_all_exact(ground: Ground, judged: set[tuple[str, int, int]] | None = 
     judged = set() if judged is None else judged
     found = set()
     for place in ground.places():
+        try:
+            seen = (place.path.name, place.path.stat().st_ino, place.offset)
+            if seen not in judged:
+                place.judge(SHAPE)
+        except FileNotFoundError:
+            continue  # removed meanwhile, to make room
         found.add(place.record_id)
-        if (seen := (place.path.name, place.path.stat().st_ino, place.offset)) not in judged:
-            place.judge(SHAPE)
-            judged.add(seen)
+        judged.add(seen)
     for first in range(0, len(found), 32):
         ground.assert_hits(sorted(found)[first : first + 32])
     return found
@@ -158,7 +162,7 @@ def much_damage(base: Path, long: bool) -> None:
     del long
     names = block_ids(12, "much")
     ground = Ground(base / "root", quarantine={"max_per_minute": 4})
-    assert not ground.dump(names)
+    ground.fill(names)
     ground.assert_hits(names)
     for name in names:
         for victim in ground.victims(name, names[0], "much"):
@@ -268,15 +272,15 @@ def missing_root(base: Path, long: bool) -> None:
 def owned_by_another(base: Path, long: bool) -> None:
     """One record that this user may not read: refused, and replaced by a file of this user's own."""
     del long
-    with roots.new_root(base, "tmpfs") as root, roots.as_nobody(root):
+    with roots.new_root(base, "tmpfs") as root, roots.as_nobody(*columns.current().roots(root)):
         ground = Ground(root)
         names = block_ids(3)
-        assert not ground.dump(names)
+        ground.fill(names)
         with roots.as_root():
             for victim in ground.victims(names[1], names[0], "owned"):
                 os.chown(victim.path, 0, 0)
+        before = {} if ground.column.memory else ground.counts()  # another store is asked where this one has memory
         ground.forget()
-        before = ground.counts()
         states, failures = ground.load(names)
         assert states[1] == "blank"
         assert 1 in failures

@@ -64,7 +64,7 @@ def test_file(row: FileRow, column: Column, tmp_path: Path, stack: ExitStack) ->
     ground = Ground(tmp_path / "root")
     stack.callback(lambda: ground.close())
     names = block_ids(3, row.name)
-    assert not ground.dump(names)
+    ground.fill(names)
     ground.assert_hits(names)
     known = [ground.place(name) for name in names]
     assert known[1].judge(SHAPE).compressed == column.compressed
@@ -107,7 +107,7 @@ def test_file(row: FileRow, column: Column, tmp_path: Path, stack: ExitStack) ->
         ground.forget()
         # Who knew the segment that is gone with other records in it finds out by looking, about once a second.
         wait_until(lambda: ground.is_healthy(names), "all are stored again")
-    assert not ground.dump(names)
+    ground.fill(names)
     ground.assert_hits(names)
     for name in names:
         ground.place(name).judge(SHAPE)
@@ -154,7 +154,7 @@ def test_one_of_two_copies(row: FileRow, column: Column, tmp_path: Path, stack: 
     ground = Ground(tmp_path / "root")
     stack.callback(lambda: ground.close())
     names = block_ids(3, row.name)
-    assert not ground.dump(names)
+    ground.fill(names)
     ground.settle(names)
     ground.forget()
     victim: Victim = ground.victims(names[1], names[2], row.name)[0]
@@ -184,7 +184,7 @@ def test_root(row: RootRow, column: Column, tmp_path: Path, stack: ExitStack) ->
     stack.callback(lambda: ground.close())
     names = block_ids(6, row.name)
     old, new, held = names[:3], names[3:], block_ids(2, f"{row.name}, in memory")
-    assert not ground.dump(old)
+    ground.fill(old)
     ground.assert_hits(old)
     ground.settle(old)
     ground.forget()
@@ -259,17 +259,14 @@ def test_file_system(row: FuseRow, column: Column, system: Fuse, tmp_path: Path,
         place.mkdir()
         place = stack.enter_context(Disk(place / "image", tmp_path / "disk")).mount_point
     stack.callback(system.behave)  # before anything that may wait for it
-    ground = Ground(place / "root", deadlines=deadlines, io_direct=row.disk)
+    ground = Ground(place / "root", io_direct=row.disk)
     stack.callback(lambda: ground.close())
     stack.callback(system.behave)
     names, warm = block_ids(6, row.name), block_ids(1, f"{row.name}, before")
     old, new = names[:3], names[3:]
-    # With a short deadline a busy machine may need another go.
-    wait_until(lambda: ground.is_healthy(old), "blocks are stored")
+    ground.fill(old)
     ground.settle(old)
-    ground.forget()
-    if column.in_segments and row.call == "load":
-        ground.reopen()  # it keeps no segment open that it would read on
+    ground.reopen(deadlines=deadlines)  # it has nothing in memory, and keeps no segment open that it would read on
     # A process that was just opened waits for room first.
     wait_until(lambda: ground.is_healthy(warm), "there is room")
 
