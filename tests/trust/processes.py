@@ -285,7 +285,9 @@ def owned_by_another(base: Path, long: bool) -> None:
         assert states[1] == "blank"
         assert 1 in failures
         news = counted(before, ground.counts())
-        assert "io_error" in news
+        # A process that opens the store anew cannot read the foot either, and knows of no record.
+        anew = ground.column.memory and ground.column.in_segments
+        assert ("absent" if anew else "io_error") in news, f"counted: {news}"
         assert_no_wait(news)
         assert not ground.dump(names)
         ground.assert_hits(names)
