@@ -89,7 +89,7 @@ fn a_device_that_is_not_built_is_refused_with_those_that_are() {
     assert_eq!(error.kind(), ucm_core::ErrorKind::Config);
     let text = error.to_string();
     assert!(
-        text.contains("device=abacus") && text.contains("known=host"),
+        text.contains("device=abacus") && text.contains("known=host, simu, cuda"),
         "{text}"
     );
 }

@@ -11,7 +11,7 @@ use std::ptr::{null, null_mut, with_exposed_provenance, with_exposed_provenance_
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::library::{self, Places, functions};
-use super::runtime::{Kernel, RawEvent, RawStream, Runtime};
+use super::runtime::{RawEvent, RawStream, Runtime};
 
 const VENDOR: &str = "ascend";
 
@@ -348,22 +348,6 @@ impl Runtime for Ascend {
             // SAFETY: registered above, and the caller says that nothing uses it any more.
             let _ = unsafe { call!(pins, rtHostUnregister(start.cast())) };
         }
-    }
-
-    fn has_kernels(&self) -> bool {
-        false
-    }
-
-    unsafe fn launch(
-        &self,
-        _kernel: Kernel,
-        _descriptors: u64,
-        _count: u64,
-        _base: u64,
-        _grid: [u32; 2],
-        _stream: RawStream,
-    ) -> Result<()> {
-        Err(Error::internal("a kernel was begun on a device without any"))
     }
 }
 

@@ -107,8 +107,10 @@ pub(super) trait Runtime: Send + Sync {
     /// Nothing may use the pinned memory any more.
     fn unregister(&self, start: *mut u8);
 
-    /// Whether [`Runtime::launch`] can be used.
-    fn has_kernels(&self) -> bool;
+    /// Whether [`Runtime::launch`] can be used; not where a runtime does not say.
+    fn has_kernels(&self) -> bool {
+        false
+    }
 
     /// Begins a kernel over `count` descriptors of three words at `descriptors`, in the device's memory; `grid` is over
     /// descriptors and over the tiles of one.
@@ -117,13 +119,15 @@ pub(super) trait Runtime: Send + Sync {
     /// As [`Runtime::to_device`], of all ranges that the descriptors name, and of themselves.
     unsafe fn launch(
         &self,
-        kernel: Kernel,
-        descriptors: u64,
-        count: u64,
-        base: u64,
-        grid: [u32; 2],
-        stream: RawStream,
-    ) -> Result<()>;
+        _kernel: Kernel,
+        _descriptors: u64,
+        _count: u64,
+        _base: u64,
+        _grid: [u32; 2],
+        _stream: RawStream,
+    ) -> Result<()> {
+        Err(Error::internal("a kernel was begun on a device without any"))
+    }
 }
 
 fn no_copies() -> Error {

@@ -8,7 +8,7 @@ use std::ptr::{null_mut, with_exposed_provenance, with_exposed_provenance_mut};
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::library::{self, Places, functions};
-use super::runtime::{Direction, Kernel, RawEvent, RawStream, Runtime};
+use super::runtime::{Direction, RawEvent, RawStream, Runtime};
 
 /// What tells a vendor's runtime from another one.
 pub(crate) struct Vendor {
@@ -82,6 +82,9 @@ pub(crate) const MACA: Vendor = Vendor {
     non_blocking: 1,
     not_ready: &[600, 34],
 };
+
+/// Where [`Vendor::kinds`] has that of copies on the device, behind those of both [`Direction`]s.
+const ON_DEVICE: usize = 2;
 
 functions! {
     /// What we call, as HIP's header has it.
@@ -353,7 +356,7 @@ impl Runtime for Device {
     unsafe fn on_device(&self, to: u64, from: u64, len: usize, stream: RawStream) -> Result<()> {
         let from = with_exposed_provenance(from as usize);
         // SAFETY: as above.
-        unsafe { self.copy(handle(to), from, len, 2, stream) }
+        unsafe { self.copy(handle(to), from, len, ON_DEVICE, stream) }
     }
 
     /// There are no kernels, so nobody asks for the device's address.
@@ -369,22 +372,6 @@ impl Runtime for Device {
             // SAFETY: registered above, and the caller says that nothing uses it any more.
             let _ = unsafe { call!(self, HostUnregister(start.cast())) };
         }
-    }
-
-    fn has_kernels(&self) -> bool {
-        false
-    }
-
-    unsafe fn launch(
-        &self,
-        _kernel: Kernel,
-        _descriptors: u64,
-        _count: u64,
-        _base: u64,
-        _grid: [u32; 2],
-        _stream: RawStream,
-    ) -> Result<()> {
-        Err(Error::internal("a kernel was begun on a device without any"))
     }
 }
 
