@@ -34,6 +34,8 @@ pub struct IoJob {
     engine: Arc<dyn IoEngine>,
     lane: usize,
     until: Option<Until>,
+    /// On a thread of another pool.
+    lent: bool,
 }
 
 /// The clock, the deadline, and whether the end of the job was told already.
@@ -41,7 +43,23 @@ type Until = (Arc<dyn Clock>, MonotonicTime, Arc<Ticket>);
 
 impl IoJob {
     pub(crate) fn new(engine: Arc<dyn IoEngine>, lane: usize, until: Option<Until>) -> Self {
-        Self { engine, lane, until }
+        let lent = false;
+        Self {
+            engine,
+            lane,
+            until,
+            lent,
+        }
+    }
+
+    /// A job on the thread of another pool, which brought what the job is about.
+    pub(crate) fn lent(self) -> Self {
+        Self { lent: true, ..self }
+    }
+
+    /// Whether the thread is another pool's ([`IoPool::lend`](crate::IoPool::lend)): it may wait for threads of this one.
+    pub fn is_lent(&self) -> bool {
+        self.lent
     }
 
     /// A job on no pool's thread, that nobody writes off.

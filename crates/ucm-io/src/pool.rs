@@ -183,7 +183,7 @@ impl IoPool {
         work: impl FnOnce(&IoJob) -> T,
     ) -> T {
         let until = (Arc::clone(&self.clock), deadline, Arc::clone(ticket));
-        let job = IoJob::new(Arc::clone(&self.engine), lane, Some(until));
+        let job = IoJob::new(Arc::clone(&self.engine), lane, Some(until)).lent();
         let lost = Arc::clone(&self.lost);
         let watched = ticket.watch(Box::new(move |error: Error| {
             if error.kind() != ErrorKind::Internal {

@@ -104,6 +104,22 @@ fn a_file_is_written_by_one_thread_and_others_are_opened_beside_it() {
 }
 
 #[test]
+fn a_thread_opens_a_segment_of_its_own_while_another_opens_one() {
+    let (dir, setup) = (directory(), large(64, LONG));
+    let store = Store::open(dir.path(), setup.clone());
+    let blocks = ids(3 * RUN as u8);
+    let device = Device::filled(&setup, &blocks);
+    store.dump(&device, &blocks[..RUN]).unwrap(); // from now on there is granted room
+    let gate = store.hang(OpKind::Create);
+    let task = begin(&store, &device, &blocks[RUN..]);
+    gate.await_waiting(2);
+    gate.open();
+    store.faults.clear();
+    store.outcome(&task).unwrap();
+    assert_loads(&store, &blocks);
+}
+
+#[test]
 fn all_that_are_open_are_no_more_than_a_share_of_the_limit() {
     let dir = directory();
     let setup = Setup {

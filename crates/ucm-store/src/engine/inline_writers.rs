@@ -14,7 +14,7 @@ use ucm_infra::Notify;
 /// memory takes.
 const QUICK: u64 = 256 << 20;
 /// Least time for one block: a busy processor gives a thread its turn within it.
-const LEAST: Duration = Duration::from_millis(2);
+const LEAST: Duration = Duration::from_millis(25);
 /// Times that one block may take, for which a thread stands by at most: other dumps may keep the others busy for long.
 const LONGEST: u32 = 8;
 

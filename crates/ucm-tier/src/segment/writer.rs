@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use ucm_core::{Error, ErrorKind, PAGE, Result, round_up};
-use ucm_infra::{LANE_DUMP, MonotonicTime};
+use ucm_core::{Error, PAGE, Result, round_up};
+use ucm_infra::{LANE_DUMP, MonotonicTime, Notify};
 use ucm_io::IoJob;
 use ucm_quota::Room;
 use ucm_quota::layout::SegmentName;
@@ -39,6 +39,8 @@ const SPACING: Duration = Duration::from_millis(50);
 #[derive(Default)]
 pub(crate) struct Writer {
     state: Mutex<State>,
+    /// Rung when one was opened, or not.
+    opened: Notify,
     /// Held while a record goes into the index in place of copies in segments beside it.
     pub(super) adding: Mutex<()>,
 }
@@ -47,8 +49,10 @@ pub(crate) struct Writer {
 struct State {
     /// Those that take records, the last written to last.
     open: Vec<Arc<OpenSegment>>,
-    /// One is being opened; these wait for it. Each of them holds a slot, so they are not many.
-    opening: Option<Vec<Coming>>,
+    /// How many are being opened.
+    opening: usize,
+    /// These wait for one of them. Each holds a slot, so they are not many.
+    waiting: Vec<Coming>,
     /// Those that waited and have their place by now, and those that found none; whoever opened the segment writes them.
     placed: Vec<(Arc<OpenSegment>, Append)>,
     left: Vec<Coming>,
@@ -96,17 +100,20 @@ enum Place {
     Into(Arc<OpenSegment>, Append),
     /// One has to be opened for it; `Err`: all that are open are being written to, and one beside them would be better.
     Open(Result<Coming, Coming>),
-    /// It waits for the one that is being opened.
+    /// It waits for one that is being opened.
     Waits,
+    /// The same, on the thread that brought it: it would go cold if that went on.
+    StandsBy(Coming),
 }
 
 impl State {
     /// Finds a place for a record, in a segment that nobody writes to if there is one, and the segments that had no more
-    /// room. `beside`: how many may be open for that.
+    /// room. `beside`: how many may be open for that; `stands_by`: whether the thread that brings it may wait.
     fn place(
         &mut self,
         mut coming: Coming,
         beside: usize,
+        stands_by: bool,
         now: MonotonicTime,
     ) -> (Place, Vec<Arc<OpenSegment>>) {
         let mut full = Vec::new();
@@ -118,9 +125,9 @@ impl State {
             let Some(at) = idlest else { break };
             let open = self.open.remove(at);
             let busy = open.backlog() > 0;
-            if busy && self.open.len() + 1 < beside && self.opening.is_none() {
+            if busy && self.open.len() + 1 + self.opening < beside {
                 self.open.push(open);
-                self.opening = Some(Vec::new());
+                self.opening += 1;
                 return (Place::Open(Err(coming)), full);
             }
             let flushed = coming.is_flushed(self);
@@ -138,24 +145,28 @@ impl State {
                 }
             }
         }
-        match &mut self.opening {
-            Some(waiting) => {
-                coming.came.get_or_insert(self.flushes);
-                waiting.push(coming);
-                (Place::Waits, full)
-            }
-            None => {
-                self.opening = Some(Vec::new());
-                (Place::Open(Ok(coming)), full)
-            }
+        if self.opening == 0 {
+            self.opening = 1;
+            return (Place::Open(Ok(coming)), full);
         }
+        // Not to go cold while another thread opens one.
+        if self.open.len() + self.opening < beside {
+            self.opening += 1;
+            return (Place::Open(Err(coming)), full);
+        }
+        coming.came.get_or_insert(self.flushes);
+        if stands_by {
+            return (Place::StandsBy(coming), full);
+        }
+        self.waiting.push(coming);
+        (Place::Waits, full)
     }
 
-    /// Opens none after all, unless something waits for it by now.
+    /// Opens none after all, unless it is the only one that something waits for by now.
     fn gives_up_opening(&mut self) -> bool {
-        let unwanted = self.opening.as_ref().is_none_or(Vec::is_empty);
+        let unwanted = self.opening > 1 || self.waiting.is_empty();
         if unwanted {
-            self.opening = None;
+            self.opening -= 1;
         }
         unwanted
     }
@@ -197,9 +208,11 @@ impl Segments {
                 return coming.write.end(Err(late));
             }
             let now = self.shared.clock.now();
+            let opened = self.writer.opened.seen();
             let (hurried, (place, full)) = {
                 let mut state = self.writer.state.lock();
-                (coming.is_flushed(&state), state.place(coming, beside, now))
+                let hurried = coming.is_flushed(&state);
+                (hurried, state.place(coming, beside, io.is_lent(), now))
             };
             if hurried || matches!(place, Place::Waits) {
                 self.seal_notify.notify(); // the timer keeps when it is sealed, and the deadline of what waits
@@ -214,6 +227,11 @@ impl Segments {
                 Place::Open(Err(again)) => {
                     self.open(io, None, room);
                     (coming, beside) = (again, 1);
+                }
+                Place::StandsBy(again) => {
+                    let until = Some(io.deadline());
+                    self.shared.clock.sleep(&self.writer.opened, opened, until);
+                    coming = again;
                 }
             }
         }
@@ -244,12 +262,7 @@ impl Segments {
         if let Some(mut coming) = coming {
             let mut state = self.writer.state.lock();
             coming.came.get_or_insert(state.flushes);
-            let Some(waiting) = &mut state.opening else {
-                drop(state);
-                let text = "the segment for this record was given up by a thread that came late";
-                return coming.write.end(Err(Error::new(ErrorKind::Busy, text)));
-            };
-            waiting.push(coming);
+            state.waiting.push(coming);
         }
         let admitted = Room::new(&self.shared.space);
         if needed && self.is_short(io) {
@@ -283,7 +296,10 @@ impl Segments {
         let (segments, admitted) = (Arc::clone(self), Arc::clone(admitted));
         Box::new(move |result| match result {
             Ok(Created::File(name)) => segments.opened(segments.begin(name, room, admitted)),
-            Ok(Created::Unwanted) => segments.seal_notify.notify(), // whoever waits until nothing is written any more
+            Ok(Created::Unwanted) => {
+                segments.writer.opened.notify();
+                segments.seal_notify.notify(); // whoever waits until nothing is written any more
+            }
             Ok(Created::NeedsRoom) => {
                 let held = Arc::clone(&admitted);
                 let deadline = deadline.max(segments.shared.clock.now().after(LEAST_TIME));
@@ -362,7 +378,12 @@ impl Segments {
         let open = result.map(Arc::new);
         let alone = open.as_ref().is_ok_and(|open| self.abreast(open.room) == 1);
         let mut state = self.writer.state.lock();
-        let mut waiting = state.opening.take().unwrap_or_default();
+        state.opening -= 1;
+        // A segment that could not be opened fails those that have no other to wait for.
+        let mut waiting = match &open {
+            Err(_) if state.opening > 0 => Vec::new(),
+            _ => std::mem::take(&mut state.waiting),
+        };
         let hurry = match waiting.is_empty() {
             true => state.last,
             false => waiting.iter().any(|coming| coming.is_flushed(&state)),
@@ -386,6 +407,7 @@ impl Segments {
             }
         }
         drop(state);
+        self.writer.opened.notify();
         match open {
             Ok(open) if hurry => self.close(&open),
             Ok(_) => {}
@@ -425,12 +447,14 @@ impl Segments {
     /// Those that wait for a segment to be opened and whose time is over, and when that of the next one is.
     pub(super) fn late_waiting(&self, now: MonotonicTime) -> (Vec<Write>, Option<MonotonicTime>) {
         let mut state = self.writer.state.lock();
-        let Some(waiting) = &mut state.opening else {
-            return (Vec::new(), None);
-        };
-        let late = waiting.extract_if(.., |coming| coming.write.deadline <= now);
+        let late = state
+            .waiting
+            .extract_if(.., |coming| coming.write.deadline <= now);
         let late = late.map(|coming| coming.write).collect();
-        (late, waiting.iter().map(|coming| coming.write.deadline).min())
+        (
+            late,
+            state.waiting.iter().map(|coming| coming.write.deadline).min(),
+        )
     }
 
     /// Takes no more records into this segment.
@@ -510,7 +534,7 @@ impl Segments {
     /// Whether a segment has not ended yet.
     pub(super) fn is_writing(&self) -> bool {
         let state = self.writer.state.lock();
-        !state.living.is_empty() || state.opening.is_some()
+        !state.living.is_empty() || state.opening > 0
     }
 
     /// Names of the segments that were opened and have not ended.
