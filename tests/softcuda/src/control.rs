@@ -117,8 +117,8 @@ pub unsafe extern "C" fn softcuda_corrupt(name: *const c_char) {
     }
     // SAFETY: the caller's promise.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
-    let copies =
-        [Cost::ToDevice(0), Cost::ToHost(0)].map(|cost| [copy::name(cost, false), copy::name(cost, true)]);
+    let copies = [Cost::ToDevice(0), Cost::ToHost(0), Cost::OnDevice(0)]
+        .map(|cost| [copy::name(cost, false), copy::name(cost, true)]);
     if !copies.as_flattened().contains(&&*name) && !state.functions.values().any(|it| it.name() == name) {
         abort(&format!("softcuda_corrupt: no copy and no kernel {name:?}"));
     }

@@ -20,6 +20,7 @@ pub(crate) fn name(cost: Cost, waits: bool) -> &'static str {
         (Cost::ToHost(_), false) => "cuMemcpyDtoHAsync_v2",
         (Cost::ToDevice(_), true) => "cuMemcpyHtoD_v2",
         (Cost::ToHost(_), true) => "cuMemcpyDtoH_v2",
+        (Cost::OnDevice(_), _) => "cuMemcpyDtoDAsync_v2",
         _ => "",
     }
 }

@@ -116,6 +116,11 @@ vendors! {
     (to: u64, from: u64, len: usize, kind: i32, stream: Handle) [state, current] =>
         copy_by_kind(state, current, to, from, len, kind, stream);
 
+    current [hipMemcpy musaMemcpy mcMemcpy] (to: u64, from: u64, len: usize, kind: i32) [state, current] =>
+        copy_now_by_kind(state, current, to, from, len, kind);
+    process [hipDeviceGetPCIBusId musaDeviceGetPCIBusId mcDeviceGetPCIBusId]
+    (text: *mut c_char, len: i32, device: i32) [_state] => device::bus_id(text, len, device);
+
     acl_first [aclInit] (config: *const c_char) [state] => acl_init(state, config);
     acl [aclrtGetDeviceCount] (count: *mut u32) [_state] => put(count, device::DEVICES as u32);
     acl [aclrtGetVersion] (major: *mut i32, minor: *mut i32, patch: *mut i32) [_state] =>
@@ -161,6 +166,12 @@ vendors! {
             Err(ACL_PARAM_INVALID)
         } else {
             copy_by_kind(state, current, to, from, len, kind, stream)
+        };
+    acl_current [aclrtMemcpy] (to: u64, room: usize, from: u64, len: usize, kind: i32) [state, current] =>
+        if len > room {
+            Err(ACL_PARAM_INVALID)
+        } else {
+            copy_now_by_kind(state, current, to, from, len, kind)
         };
 }
 
@@ -282,6 +293,28 @@ unsafe fn copy_by_kind(
             TO_DEVICE => copy::to_device(state, context, to, from as usize, len, stream),
             TO_HOST => copy::to_host(state, context, to as usize, from, len, stream),
             ON_DEVICE => copy::on_device(state, context, to, from, len, stream),
+            _ => Err(CUDA_ERROR_INVALID_VALUE),
+        }
+    }
+}
+
+/// The same, over when it returns.
+///
+/// # Safety
+/// As for the copies of [`copy`].
+unsafe fn copy_now_by_kind(
+    state: &mut Locked,
+    context: Handle,
+    to: u64,
+    from: u64,
+    len: usize,
+    kind: i32,
+) -> Outcome {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match kind {
+            TO_DEVICE => copy::to_device_now(state, context, to, from as usize, len),
+            TO_HOST => copy::to_host_now(state, context, to as usize, from, len),
             _ => Err(CUDA_ERROR_INVALID_VALUE),
         }
     }

@@ -42,6 +42,7 @@ functions! {
         rtMalloc(*mut *mut c_void, usize, c_int) -> c_int;
         rtFree(*mut c_void) -> c_int;
         rtMemcpyAsync(*mut c_void, usize, *const c_void, usize, c_int, *mut c_void) -> c_int;
+        rtMemcpy(*mut c_void, usize, *const c_void, usize, c_int) -> c_int;
     }
 }
 
@@ -199,6 +200,16 @@ impl Ascend {
             )
         }
     }
+
+    /// Copies, and returns when that is over; else as [`Ascend::copy`].
+    ///
+    /// # Safety
+    /// As [`Runtime::to_device_now`].
+    unsafe fn copy_now(&self, to: *mut c_void, from: *const c_void, len: usize, kind: c_int) -> Result<()> {
+        let _bound = self.bind()?;
+        // SAFETY: the caller vouches for both ranges until this returns.
+        unsafe { call!(self.calls, rtMemcpy(to, len, from, len, kind)) }
+    }
 }
 
 /// The device that a thread had is its current one again when this ends: torch's threads keep theirs.
@@ -319,6 +330,17 @@ impl Runtime for Ascend {
         let from = with_exposed_provenance(from as usize);
         // SAFETY: as above.
         unsafe { self.copy(to.cast(), from, len, DEVICE_TO_HOST, stream) }
+    }
+
+    unsafe fn to_device_now(&self, to: u64, from: *const u8, len: usize) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { self.copy_now(handle(to), from.cast(), len, HOST_TO_DEVICE) }
+    }
+
+    unsafe fn to_host_now(&self, to: *mut u8, from: u64, len: usize) -> Result<()> {
+        let from = with_exposed_provenance(from as usize);
+        // SAFETY: as above.
+        unsafe { self.copy_now(to.cast(), from, len, DEVICE_TO_HOST) }
     }
 
     unsafe fn on_device(&self, to: u64, from: u64, len: usize, stream: RawStream) -> Result<()> {

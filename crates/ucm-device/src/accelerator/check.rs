@@ -150,6 +150,32 @@ pub(super) fn methods(runtime: &Arc<dyn Runtime>) -> Result<[Vec<Method>; 2]> {
     Ok(right)
 }
 
+/// Whether copies on the device, by the driver, give right bytes.
+pub(super) fn copies_on_device(runtime: &Arc<dyn Runtime>, single: Method) -> Result<()> {
+    let mut bench = Bench::new(runtime, BYTES)?;
+    let (first, second) = (bench.device, bench.device + (BYTES / 2) as u64);
+    let whole = [Run {
+        at: 0,
+        address: first,
+        len: BYTES,
+    }];
+    let half = BYTES / 2;
+    noise(&mut bench.host()[..half], 5);
+    bench.host()[half..].fill(POISON);
+    let mut expected = bench.host().to_vec();
+    bench.copy(single, Direction::ToDevice, &whole)?;
+    for (at, len) in [(0, 4096), (8192, 100), (64 << 10, 40 << 10)] {
+        // SAFETY: both ranges lie in the buffer, in different halves of it, and it is kept until the lane's work is over.
+        unsafe { bench.lane.copy_on_device(second + at, first + at, len)? };
+        let at = at as usize;
+        expected.copy_within(at..at + len, half + at);
+    }
+    bench.lane.wait(Direction::ToDevice)?;
+    bench.host().fill(0);
+    bench.copy(single, Direction::ToHost, &whole)?;
+    compare(bench.host(), &expected)
+}
+
 /// How a run is copied by itself where these methods are right.
 pub(super) fn single(methods: &[Method]) -> Method {
     if methods.contains(&Method::Dma) {
@@ -199,16 +225,16 @@ impl Bench {
                 self.copy(single, Direction::ToHost, &whole)?;
             }
         }
-        let wrong = self
-            .host()
-            .iter()
-            .zip(&expected)
-            .filter(|(is, should)| is != should)
-            .count();
-        if wrong > 0 {
-            let differ = Error::new(ErrorKind::Corrupt, "bytes that were copied differ");
-            return Err(differ.with("bytes", wrong).with("of", BYTES));
-        }
-        Ok(())
+        compare(self.host(), &expected)
     }
+}
+
+fn compare(copied: &[u8], expected: &[u8]) -> Result<()> {
+    let pairs = copied.iter().zip(expected);
+    let wrong = pairs.filter(|(is, should)| is != should).count();
+    if wrong > 0 {
+        let differ = Error::new(ErrorKind::Corrupt, "bytes that were copied differ");
+        return Err(differ.with("bytes", wrong).with("of", expected.len()));
+    }
+    Ok(())
 }

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use tracing::warn;
-use ucm_core::{Error, Result};
+use ucm_core::{Error, ErrorKind, Result};
 
 use super::pinned::Pinned;
 use super::plan::{DESCRIPTOR, Method, Run};
@@ -260,19 +260,40 @@ impl Lane {
         Ok(())
     }
 
-    /// Copies between places on the device, by one kernel where it may be used.
+    /// Begins one copy on the device by the driver.
+    ///
+    /// # Safety
+    /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of both ranges, which do not overlap.
+    pub(super) unsafe fn copy_on_device(&self, to: u64, from: u64, len: usize) -> Result<()> {
+        let stream = self.stream(Direction::ToDevice);
+        // SAFETY: as the caller vouches.
+        unsafe { self.runtime.on_device(to, from, len, stream) }
+    }
+
+    /// Copies between places on the device: several by one kernel, where `kernel` says that it is right, one by the driver,
+    /// where `copies` says so of its copies.
     ///
     /// # Safety
     /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of all; no pair writes what another reads or writes.
-    pub(super) unsafe fn begin_on_device(&mut self, pairs: &[[u64; 3]], kernel: bool) -> Result<()> {
+    pub(super) unsafe fn begin_on_device(
+        &mut self,
+        pairs: &[[u64; 3]],
+        kernel: bool,
+        copies: bool,
+    ) -> Result<()> {
         let direction = Direction::ToDevice;
         let stream = self.stream(direction);
-        if pairs.len() < 2 || !kernel || !self.can(Method::Kernel) {
+        let kernel = kernel && self.can(Method::Kernel);
+        if copies && (pairs.len() < 2 || !kernel) {
             for &[from, to, len] in pairs {
                 // SAFETY: as the caller vouches.
-                unsafe { self.runtime.on_device(to, from, len as usize, stream) }?;
+                unsafe { self.copy_on_device(to, from, len as usize) }?;
             }
             return Ok(());
+        }
+        if !kernel {
+            let wrong = "copies on this device were wrong when it was opened, and are not used";
+            return Err(Error::new(ErrorKind::Unsupported, wrong));
         }
         for (number, round) in pairs.chunks(DESCRIPTORS).enumerate() {
             if number > 0 {

@@ -70,6 +70,8 @@ struct Shared {
     arenas: Arenas,
     /// Methods that gave right bytes, by direction.
     methods: [Vec<Method>; 2],
+    /// So did the driver's copies on the device.
+    copies_on_device: bool,
     costs: Costs,
 }
 
@@ -117,6 +119,10 @@ impl Accelerator {
         clock: Arc<dyn Clock>,
     ) -> Result<Arc<dyn Device>> {
         let methods = check::methods(&runtime)?;
+        let on_device = check::copies_on_device(&runtime, check::single(&methods[0]));
+        if let Err(reason) = &on_device {
+            error!(device = runtime.description(), %reason, "copies on this device are wrong and are not used");
+        }
         let costs = calibrate::costs(&runtime, &methods)?;
         let words = |way: &[Method]| {
             way.iter()
@@ -141,6 +147,7 @@ impl Accelerator {
                 runtime,
                 arenas: Arenas::default(),
                 methods,
+                copies_on_device: on_device.is_ok(),
                 costs,
             }),
             transfer,
@@ -406,9 +413,10 @@ impl Copier for AcceleratorCopier {
         }
         words.retain(|pair| pair[2] > 0);
         let kernel = self.shared.methods[Direction::ToDevice as usize].contains(&Method::Kernel);
+        let copies = self.shared.copies_on_device;
         self.with_lane(Direction::ToDevice, |lane| {
             // SAFETY: the spans' makers vouched for them until this call returns, and it returns when the work is over.
-            unsafe { lane.begin_on_device(&words, kernel) }
+            unsafe { lane.begin_on_device(&words, kernel, copies) }
         })
     }
 

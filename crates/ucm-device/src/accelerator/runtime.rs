@@ -1,6 +1,6 @@
 //! What an accelerator's runtime does for us: the one seam between the copies of this crate and the libraries of vendors.
 
-use ucm_core::{Error, ErrorKind, Result};
+use ucm_core::{Error, Result};
 
 pub(super) use crate::transfer::Direction;
 
@@ -76,21 +76,17 @@ pub(super) trait Runtime: Send + Sync {
     unsafe fn to_host(&self, to: *mut u8, from: u64, len: usize, stream: RawStream) -> Result<()>;
 
     /// Copies from the host to the device and returns when that is over: the last resort, where no copy of a stream
-    /// gives right bytes. `Unsupported` where the runtime has no such copy.
+    /// gives right bytes.
     ///
     /// # Safety
     /// As [`Runtime::to_device`], until it returns.
-    unsafe fn to_device_now(&self, _to: u64, _from: *const u8, _len: usize) -> Result<()> {
-        Err(no_copies())
-    }
+    unsafe fn to_device_now(&self, to: u64, from: *const u8, len: usize) -> Result<()>;
 
     /// The same from the device to the host.
     ///
     /// # Safety
     /// As [`Runtime::to_host`], until it returns.
-    unsafe fn to_host_now(&self, _to: *mut u8, _from: u64, _len: usize) -> Result<()> {
-        Err(no_copies())
-    }
+    unsafe fn to_host_now(&self, to: *mut u8, from: u64, len: usize) -> Result<()>;
 
     /// Begins a copy on the device between ranges that do not overlap.
     ///
@@ -128,9 +124,4 @@ pub(super) trait Runtime: Send + Sync {
     ) -> Result<()> {
         Err(Error::internal("a kernel was begun on a device without any"))
     }
-}
-
-fn no_copies() -> Error {
-    let none = "this runtime has no copies but those of streams";
-    Error::new(ErrorKind::Unsupported, none)
 }

@@ -9,6 +9,7 @@ use ucm_core::{Error, ErrorKind, Result};
 
 use super::library::{self, Places, functions};
 use super::runtime::{Direction, RawEvent, RawStream, Runtime};
+use crate::numa;
 
 /// What tells a vendor's runtime from another one.
 pub(crate) struct Vendor {
@@ -87,6 +88,13 @@ pub(crate) const MACA: Vendor = Vendor {
 const ON_DEVICE: usize = 2;
 
 functions! {
+    /// What says where a device is; without it memory comes from where the thread runs.
+    Placed {
+        DeviceGetPCIBusId(*mut c_char, c_int, c_int) -> c_int;
+    }
+}
+
+functions! {
     /// What we call, as HIP's header has it.
     Calls {
         GetDeviceCount(*mut c_int) -> c_int;
@@ -109,6 +117,7 @@ functions! {
         HostRegister(*mut c_void, usize, c_uint) -> c_int;
         HostUnregister(*mut c_void) -> c_int;
         MemcpyAsync(*mut c_void, *const c_void, usize, c_int, *mut c_void) -> c_int;
+        Memcpy(*mut c_void, *const c_void, usize, c_int) -> c_int;
     }
 }
 
@@ -130,6 +139,7 @@ pub(super) struct Device {
     calls: Calls,
     ordinal: c_int,
     description: String,
+    node: Option<u32>,
     /// The process that made it; runtimes do not survive a fork.
     process: u32,
 }
@@ -143,6 +153,7 @@ impl Device {
             calls: Calls::load(&library, vendor.name, vendor.prefix)?,
             ordinal: c_int::try_from(ordinal).unwrap_or(c_int::MAX),
             description: String::new(),
+            node: None,
             process: std::process::id(),
         };
         let (mut count, mut version) = (0, 0);
@@ -161,7 +172,23 @@ impl Device {
                 .with("devices", count));
         }
         device.description = format!("{} device {ordinal}, runtime {version}", vendor.name);
+        device.node = Placed::load(&library, vendor.name, vendor.prefix)
+            .ok()
+            .and_then(|placed| device.bus_id(&placed))
+            .and_then(|pci| numa::node_of(&pci));
         Ok(device)
+    }
+
+    /// The address of the device on the PCI bus, where the runtime says it.
+    fn bus_id(&self, placed: &Placed) -> Option<String> {
+        let mut text = [0; 32];
+        let len = text.len() as c_int;
+        // SAFETY: writes at most so many characters.
+        let answer = unsafe { (placed.DeviceGetPCIBusId)(text.as_mut_ptr(), len, self.ordinal) };
+        self.check("DeviceGetPCIBusId", answer).ok()?;
+        let text = text.map(c_char::cast_unsigned);
+        let text = CStr::from_bytes_until_nul(&text).ok()?;
+        Some(text.to_string_lossy().into_owned())
     }
 
     /// An error where a call did not succeed. The runtime keeps it for the thread's next question for it, which is
@@ -224,6 +251,16 @@ impl Device {
         // SAFETY: the caller vouches for both ranges until the stream's work is over.
         unsafe { call!(self, MemcpyAsync(to, from, len, kind, handle(stream.0))) }
     }
+
+    /// Copies, and returns when that is over; `kind` as in [`Device::copy`].
+    ///
+    /// # Safety
+    /// As [`Runtime::to_device_now`].
+    unsafe fn copy_now(&self, to: *mut c_void, from: *const c_void, len: usize, kind: usize) -> Result<()> {
+        let _bound = self.bind()?;
+        // SAFETY: the caller vouches for both ranges until this returns.
+        unsafe { call!(self, Memcpy(to, from, len, self.vendor.kinds[kind])) }
+    }
 }
 
 /// The device that a thread had is its current one again when this ends: torch's threads keep theirs.
@@ -250,6 +287,10 @@ fn handle(number: u64) -> *mut c_void {
 impl Runtime for Device {
     fn description(&self) -> &str {
         &self.description
+    }
+
+    fn node(&self) -> Option<u32> {
+        self.node
     }
 
     fn make_stream(&self) -> Result<RawStream> {
@@ -353,6 +394,17 @@ impl Runtime for Device {
         unsafe { self.copy(to.cast(), from, len, Direction::ToHost as usize, stream) }
     }
 
+    unsafe fn to_device_now(&self, to: u64, from: *const u8, len: usize) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { self.copy_now(handle(to), from.cast(), len, Direction::ToDevice as usize) }
+    }
+
+    unsafe fn to_host_now(&self, to: *mut u8, from: u64, len: usize) -> Result<()> {
+        let from = with_exposed_provenance(from as usize);
+        // SAFETY: as above.
+        unsafe { self.copy_now(to.cast(), from, len, Direction::ToHost as usize) }
+    }
+
     unsafe fn on_device(&self, to: u64, from: u64, len: usize, stream: RawStream) -> Result<()> {
         let from = with_exposed_provenance(from as usize);
         // SAFETY: as above.
@@ -402,5 +454,8 @@ mod tests {
         }
         let (_directory, whole) = stub("mc", Calls::NAMES.iter().copied());
         assert!(Calls::load(&whole, "maca", "mc").is_ok());
+        assert!(Placed::load(&whole, "maca", "mc").is_err(), "and is not needed");
+        let (_directory, placed) = stub("mc", Placed::NAMES.iter().copied());
+        assert!(Placed::load(&placed, "maca", "mc").is_ok());
     }
 }
