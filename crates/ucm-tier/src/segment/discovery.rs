@@ -41,7 +41,7 @@ pub(super) const TAIL: u64 = 32 << 10;
 const LONGEST_FOOTER: u64 = 64 << 20;
 /// How often a segment whose footer cannot be used is looked at: it may not be seen whole yet.
 const TRIES: u8 = 3;
-/// Time between two messages that the index is full.
+/// Time between two messages that the index is full, or that segments cannot be read.
 const TELL_AGAIN: Duration = Duration::from_secs(600);
 
 /// What a segment's footer says.
@@ -59,6 +59,8 @@ pub(crate) struct SegmentDiscovery {
     waiting: Mutex<Waiting>,
     /// When the log was last told that the index is full, and how many records had found no room by then.
     told_full: Mutex<Option<(MonotonicTime, u64)>>,
+    /// When the log was last told that the end of a segment cannot be read.
+    told_unreadable: Mutex<Option<MonotonicTime>>,
     /// When segments that nobody reads were last closed.
     closed: Mutex<Option<MonotonicTime>>,
     /// Which footers were last read again.
@@ -192,6 +194,26 @@ impl Segments {
         );
     }
 
+    /// Says in the log, once in a while, that what a segment holds is a miss because its end cannot be read.
+    fn tell_unreadable(&self, name: SegmentName, error: &Error) {
+        if error.kind() != ErrorKind::Io {
+            return;
+        }
+        let now = self.shared.clock.now();
+        let mut told = self.discovery.told_unreadable.lock();
+        if told.is_some_and(|at| now.since(at) < TELL_AGAIN) {
+            return;
+        }
+        *told = Some(now);
+        let path = self.shared.layout.segment(name);
+        warn!(
+            store = self.shared.config.writer,
+            path = %path.display(),
+            error = %error,
+            "a segment cannot be read, so its blocks are misses here: {error}"
+        );
+    }
+
     /// Closes segments that nobody has read for a while: one that was removed elsewhere must not hold its space, and a
     /// share can be unmounted then.
     fn close_unused(&self) {
@@ -288,7 +310,7 @@ impl Segments {
                     }
                     // It was removed meanwhile, belongs to another listing, or the medium does not answer now, which says
                     // nothing of the segment: it is looked at again after the next listing.
-                    Err(_) => {}
+                    Err(error) => self.tell_unreadable(name, &error),
                     Ok(Err(MissReason::NewerVersion)) => {
                         state.odd.insert(name, (meta, TRIES));
                     }
