@@ -117,13 +117,22 @@ loom: ## every interleaving of what was written here with atomics
 
 .PHONY: test-py
 test-py: export UCM_TEST_DRIVER = $(SOFTCUDA)
-test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines last
+test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines beside them
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda
+	@tools/beside build/test-engines.log "$(MAKE) test-without-engines" "$(MAKE) test-engines"
+
+.PHONY: test-without-engines
+test-without-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
+test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that start no engine of vLLM
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu
 	@$(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans tests/gpu
 	@$(foreach device,$(VENDORS),UCM_TEST_DEVICE=$(device) \
 		$(STAGE) "pytest trans on $(device)" $(RUN_BIN)/python -m pytest --quiet tests/trans -k $(device);)
+
+.PHONY: test-engines
+test-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
+test-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that do, one at a time
 	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py
 
 # A kind of tier in one file and one line, from Python: with a core that has a toy, beside the usual one.
