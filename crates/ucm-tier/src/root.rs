@@ -352,7 +352,9 @@ impl Shared {
             let mut manifest = stored
                 .and_then(|bytes| serde_json::from_slice::<Manifest>(&bytes).ok())
                 .unwrap_or_else(|| Manifest::new(&config.identity, config.labels.clone()));
-            if !manifest.add(config.part, &config.record, &config.geometry) {
+            let changed = manifest.add(config.part, &config.record, &config.geometry);
+            self.lengths.learn(manifest.lengths(config.part));
+            if !changed {
                 return Ok(());
             }
             self.publish_document(

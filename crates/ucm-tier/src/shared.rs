@@ -17,6 +17,7 @@ use ucm_record::RecordLayout;
 
 use crate::backend::{MediumStats, Presence};
 use crate::layout_kind::{LayoutKind, RootLayout};
+use crate::lengths::Lengths;
 use crate::recency::Recency;
 use crate::waiting::Waiting;
 
@@ -72,6 +73,7 @@ pub(crate) struct Shared {
     pub(crate) space: Arc<Quota>,
     pub(crate) recency: Recency,
     pub(crate) waiting: Waiting,
+    pub(crate) lengths: Lengths,
 }
 
 /// What is known of the root itself.
@@ -121,6 +123,7 @@ impl Shared {
             space,
             recency: Recency::default(),
             waiting: Waiting::default(),
+            lengths: Lengths::of(&config.record),
             config,
         };
         if let (Some(Capacity::Bytes(limit)), false) = (shared.config.capacity, shared.config.lookup_only) {
@@ -145,7 +148,7 @@ impl Shared {
     pub(crate) fn presence(&self, meta: Option<FileMeta>) -> Presence {
         match meta {
             Some(meta) if meta.is_dir => Err(MissReason::Absent),
-            Some(meta) if meta.len != self.config.record.record_len() as u64 => Err(MissReason::WrongLength),
+            Some(meta) if !self.lengths.has_kv(meta.len) => Err(MissReason::WrongLength),
             Some(_) => Ok(()),
             None => Err(MissReason::Absent),
         }
