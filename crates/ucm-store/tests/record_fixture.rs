@@ -201,7 +201,11 @@ fn a_side_shard_that_lies_alone_is_a_hit_byte_for_byte() {
     assert_eq!(verify_stored(&bytes, len, &expect).unwrap().meta, meta);
     let data = judge_side(&bytes, len, &expect, &layout.sides()[0]).unwrap();
     assert!(data.iter().enumerate().all(|(j, &byte)| byte == content(2, j)));
-    assert_eq!(judge(&bytes), Err(MissReason::ForeignId), "it has a name of its own");
+    assert_eq!(
+        judge(&bytes),
+        Err(MissReason::ForeignId),
+        "it has a name of its own"
+    );
 }
 
 #[test]

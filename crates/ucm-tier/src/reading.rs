@@ -20,7 +20,11 @@ impl Shared {
     /// Reads a record into a slot, from its start, or the parts of it that are wanted.
     pub(crate) fn read(&self, io: &IoJob, read: BlockRead) -> Result<ReadDone> {
         let BlockRead {
-            id, mut slot, again, ..
+            id,
+            mut slot,
+            again,
+            sides,
+            ..
         } = read;
         let (path, len) = (self.layout.record(id), self.config.record.record_len());
         let mode = if again {
@@ -40,7 +44,8 @@ impl Shared {
                 let read = io.read(&path, part.start as u64, part.len(), room, mode);
                 let read = read.map_err(|error| explain(io, path.clone(), error))?;
                 (brought, stored_len) = (brought + read.bytes, read.file_len);
-                if read.bytes < part.len() {
+                // A record may be without side shards, or have others that lie elsewhere.
+                if read.bytes < part.len() && !sides {
                     return Ok(ReadDone {
                         slot,
                         read: brought,

@@ -144,16 +144,18 @@ impl Core {
         true
     }
 
-    /// [`Core::pump`] on another thread: whoever begins a load has a model to compute.
+    /// Starts waiting reads on another thread: whoever begins a load has a model to compute.
     pub(super) fn pump_elsewhere(self: &Arc<Self>) {
         let core = Arc::clone(self);
+        let pump = move || {
+            core.pump();
+            core.pump_sides();
+        };
         // Nothing in it waits, so it has no deadline. What is refused has others before it that have not begun.
-        if let Err(refused) = self
-            .asks
-            .offer(LANE_PUMP, MonotonicTime::NEVER, move || core.pump(), |_| {})
+        if let Err(refused) = self.asks.offer(LANE_PUMP, MonotonicTime::NEVER, pump, |_| {})
             && refused.error.kind() != ErrorKind::Busy
         {
-            self.pump(); // closed meanwhile
+            (refused.work)(); // closed meanwhile
         }
     }
 
@@ -277,6 +279,7 @@ impl Core {
             id: reading.id,
             slot,
             parts: self.parts(&reading),
+            sides: false,
             again: reading.again,
             deadline: reading.request.deadline,
             looked: false,
@@ -321,6 +324,7 @@ impl Core {
             if let Some(core) = core.upgrade().filter(|_| part.range.end < end) {
                 core.part_arrived(io, &early, &part);
             }
+            None
         };
         Some(Parts {
             steps,

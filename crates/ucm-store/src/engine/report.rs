@@ -23,6 +23,7 @@ impl Core {
             ("slots_free", self.device.slots.available() as u64),
             ("slot_bytes", self.records.layout.record_len() as u64),
             ("loads_queued", self.reads.lock().queued() as u64),
+            ("sides_queued", self.side_reads.lock().queued() as u64),
             ("reads_awaiting_a_look", self.tiers.awaiting_look() as u64),
             ("blocks_in_flight", self.dumps.builders.lock().len() as u64),
             (

@@ -223,6 +223,7 @@ impl Store {
             part: setup.part,
             block_tokens: 16,
             dtype: DType::F32,
+            sides: setup.side_specs(),
             staging_bytes: if setup.lookup_only {
                 0
             } else {
