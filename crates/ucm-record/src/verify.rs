@@ -184,7 +184,7 @@ pub fn judge_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader,
 
 /// The bytes of the side shard that was asked for, sound: `bytes` begins with the header of a record of `stored_len` bytes,
 /// which is judged here, and the pages of the side shard lie in it where they lie in the whole. Nothing else is looked at.
-/// `Absent` where the record has none of that name, version and length, or ends before it.
+/// `Absent` where the record has none of that name, version and length, or ends before it, or `bytes` do.
 pub fn judge_side<'a>(
     bytes: &'a [u8],
     stored_len: u64,
@@ -200,7 +200,7 @@ pub fn judge_side<'a>(
     if stored_len < pages.end as u64 {
         return Err(absent("length", stored_len, format!("at least {}", pages.end)));
     }
-    let short = || Refusal::truncated(bytes.len() as u64, pages.end as u64);
+    let short = || absent("room", bytes.len() as u64, format!("at least {}", pages.end));
     verify_side(side, bytes.get(pages.clone()).ok_or_else(short)?)
 }
 

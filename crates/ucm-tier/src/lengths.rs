@@ -7,11 +7,7 @@ use std::time::Duration;
 use parking_lot::{Mutex, RwLock};
 use ucm_core::limits;
 use ucm_infra::MonotonicTime;
-use ucm_io::{IoJob, ReadMode};
-use ucm_quota::layout::Manifest;
 use ucm_record::RecordLayout;
-
-use crate::shared::Shared;
 
 /// Time between two looks at the manifest, however many lengths are not known.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
@@ -66,32 +62,38 @@ impl Lengths {
         known.sort_unstable();
         known.dedup();
     }
-}
 
-impl Shared {
-    /// Whether a record was met whose length is not known, and it is time to look what the manifest says of that.
-    pub(crate) fn has_lengths_to_learn(&self) -> bool {
-        let now = self.clock.now();
-        let mut next = self.lengths.next_look.lock();
-        let due = now >= *next && self.lengths.met_unknown.swap(false, Ordering::Relaxed);
+    /// Whether a record was met whose length is not known, and it is time to look what the manifest says of that; the next
+    /// time is some time later.
+    pub(crate) fn is_look_due(&self, now: MonotonicTime) -> bool {
+        let mut next = self.next_look.lock();
+        let due = now >= *next && self.met_unknown.swap(false, Ordering::Relaxed);
         if due {
             *next = now.after(LOOK_AGAIN);
         }
         due
     }
+}
 
-    /// Reads which lengths records may have. Where that fails, those that are not known stay misses for now.
-    pub(crate) fn learn_lengths(&self, io: &IoJob) {
-        let read = io.read_piece(
-            &self.layout.manifest(),
-            0,
-            limits::MAX_DOCUMENT_BYTES,
-            ReadMode::Default,
+#[cfg(test)]
+mod tests {
+    use ucm_core::Geometry;
+
+    use super::*;
+
+    #[test]
+    fn what_is_not_known_is_looked_up_now_and_then() {
+        let lengths = Lengths::of(&RecordLayout::new(&Geometry::new(vec![4096], 1, 1).unwrap()));
+        let at = |seconds: u64| MonotonicTime(seconds * 1_000_000_000);
+        assert!(lengths.has_kv(8192) && lengths.is_record(8192) && !lengths.is_look_due(at(1)));
+        assert!(!lengths.has_kv(12288) && !lengths.has_kv(4096) && lengths.longest() == 8192);
+        assert!(
+            lengths.is_look_due(at(1)) && !lengths.is_look_due(at(1)),
+            "nothing was met since"
         );
-        if let Ok(Some((bytes, _))) = read
-            && let Ok(manifest) = serde_json::from_slice::<Manifest>(&bytes)
-        {
-            self.lengths.learn(manifest.lengths(self.config.part));
-        }
+        assert!(!lengths.is_record(12288) && !lengths.is_look_due(at(10)) && lengths.is_look_due(at(11)));
+        lengths.learn(&[12288, 4096, u64::MAX, 12288]);
+        assert!(lengths.has_kv(12288) && lengths.is_record(4096) && lengths.longest() == 12288);
+        assert!(!lengths.has_kv(4096), "too short for KV");
     }
 }

@@ -65,8 +65,6 @@ pub(crate) struct Shared {
     pub(crate) root: Mutex<Root>,
     /// See [`Shared::writes_cached`].
     writes_cached: AtomicBool,
-    /// Somebody is looking whether the root is back.
-    pub(crate) looking: AtomicBool,
     /// Which of the 256 record directories are known to exist.
     pub(crate) dirs: Mutex<[bool; 256]>,
     pub(crate) sequence: AtomicU64,
@@ -89,6 +87,8 @@ pub(crate) struct Root {
     pub(crate) kind: Option<LayoutKind>,
     /// What its marker says of that, or is to say.
     pub(crate) layout: Option<RootLayout>,
+    /// Somebody is looking whether it is back.
+    pub(crate) looking: bool,
 }
 
 impl Shared {
@@ -117,7 +117,6 @@ impl Shared {
                 ..Root::default()
             }),
             writes_cached: AtomicBool::new(false),
-            looking: AtomicBool::new(false),
             dirs: Mutex::new([false; 256]),
             sequence: AtomicU64::new(0),
             space,

@@ -298,21 +298,22 @@ def verify(data: bytes, expect: Expect | None = None, crc: Crc = crc32c, zstd: Z
     for what, start, end, written in _stretches(header):
         _check_crc(crc, data, start, end, written, MissReason.BAD_CHECKSUM, what)
     if header.without_kv and (lost := lost_sides(data, header, crc)):
-        raise Refused(MissReason.BAD_CHECKSUM, next(iter(lost.values())))
+        raise next(iter(lost.values()))
     if header.compressed and (unpack := unpacker(header.codec, zstd)) is not None:
         for i, raw in enumerate(decoded_layers(data, header, unpack)):
             _check_crc(crc, raw, 0, len(raw), header.table[i].raw_crc, MissReason.BAD_CHECKSUM, f"decoded layer {i}")
     return header
 
 
-def lost_sides(data: bytes, header: Header, crc: Crc = crc32c) -> dict[str, str]:
-    """Side shards that the record should have and that are no hits, with what is wrong with each."""
+def lost_sides(data: bytes, header: Header, crc: Crc = crc32c) -> dict[str, Refused]:
+    """Side shards that the header names and that are no hits, by name, and why: damaged, or, in a copy that ends before
+    them, absent."""
     lost = {}
     for side in header.sides:
         try:
             read_side(data, side, crc)
         except Refused as refused:
-            lost[side.name] = refused.found
+            lost[side.name] = refused
     return lost
 
 

@@ -92,6 +92,16 @@ pub enum RowSides {
     Alone(usize, Box<[u8]>),
 }
 
+impl RowSides {
+    /// The side shard that is all of its record.
+    pub(super) fn alone(&self) -> Option<usize> {
+        match self {
+            Self::Alone(index, _) => Some(*index),
+            Self::None | Self::Beside(_) => None,
+        }
+    }
+}
+
 /// Where the pieces of a row lie on the device.
 pub enum Pieces {
     /// One by one; as many and as long as the geometry says.

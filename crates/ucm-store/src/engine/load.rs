@@ -245,7 +245,7 @@ impl Core {
 
     /// Ends every load that still reads, because the engine is closed.
     pub(super) fn end_loads(self: &Arc<Self>) {
-        let waiters = self.reads.lock().take_waiters();
+        let waiters = self.reads.blocks.lock().take_waiters();
         for (task, _) in waiters {
             self.end_load(&task, Error::new(ErrorKind::Closed, "the store is closed"));
         }

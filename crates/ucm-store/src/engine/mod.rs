@@ -16,6 +16,7 @@ mod lookup;
 mod reads;
 mod rejected;
 mod report;
+mod side_reads;
 mod sides;
 mod task;
 mod transfer;
@@ -41,7 +42,7 @@ use dump::Dumps;
 use guard::Life;
 pub use lookup::{Asked, Located};
 use rejected::RejectedRecords;
-pub use sides::SidesTask;
+pub use side_reads::SidesTask;
 pub use task::{Task, Until};
 use transfer::{DeviceSide, Streams};
 
@@ -74,12 +75,18 @@ pub struct Core {
     tiers: Arc<Tiers>,
     device: DeviceSide,
     asks: Arc<WorkerPool>,
-    reads: Mutex<reads::Reads>,
-    side_reads: Mutex<sides::SideReads>,
+    reads: ReadQueues,
     dumps: Dumps,
     refused: RejectedRecords,
     life: Life,
     stats: Stats,
+}
+
+/// What waits for a slot to be read into, and what is being read.
+#[derive(Default)]
+struct ReadQueues {
+    blocks: Mutex<reads::Reads>,
+    sides: Mutex<side_reads::SideReads>,
 }
 
 impl Deref for Engine {
@@ -188,8 +195,7 @@ impl Engine {
                 _attached: attached,
             },
             asks,
-            reads: Mutex::default(),
-            side_reads: Mutex::default(),
+            reads: ReadQueues::default(),
             dumps: Dumps::new(copy_limit, config.copy_threads.max(1), slot_len),
             refused: RejectedRecords::default(),
             life: Life::new(),

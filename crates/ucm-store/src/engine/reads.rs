@@ -126,7 +126,7 @@ impl Reads {
 impl Core {
     /// Joins reads under way or queues new ones, for the blocks not cancelled yet; false if that would be too many.
     pub(super) fn enqueue(&self, task: &Arc<LoadTask>) -> bool {
-        let mut reads = self.reads.lock();
+        let mut reads = self.reads.blocks.lock();
         if reads.pending.len() + task.blocks.len() > MAX_PENDING {
             return false;
         }
@@ -163,7 +163,7 @@ impl Core {
     /// operation that failed at once) or beside has nothing to do, because that thread looks again, under the lock, before it
     /// stops.
     pub(super) fn pump(self: &Arc<Self>) {
-        if std::mem::replace(&mut self.reads.lock().pumping, true) {
+        if std::mem::replace(&mut self.reads.blocks.lock().pumping, true) {
             return;
         }
         loop {
@@ -210,14 +210,15 @@ impl Core {
     /// after this one has looked.
     pub(super) fn await_pump(&self) {
         let begun = std::time::Instant::now();
-        while self.reads.lock().pumping && begun.elapsed() < MOMENTS {
+        let pumping = || self.reads.blocks.lock().pumping || self.reads.sides.lock().is_pumping();
+        while pumping() && begun.elapsed() < MOMENTS {
             std::thread::yield_now();
         }
     }
 
     /// Reads that can begin now, at most a batch of them; none ends the pumping. What nobody waits for any more is dropped.
     fn take_slots_for_reads(&self) -> Vec<Begun> {
-        let (mut begun, mut reads) = (Vec::new(), self.reads.lock());
+        let (mut begun, mut reads) = (Vec::new(), self.reads.blocks.lock());
         let reads = &mut *reads;
         while begun.len() < TOGETHER
             && let Some(wanted) = reads.pending.pop_front()
@@ -380,7 +381,7 @@ impl Core {
     fn take_ready(&self, io: &IoJob, early: &Early, upto: u32) -> Vec<(Arc<LoadTask>, usize, Vec<usize>)> {
         let per_shard = self.records.geometry.layers_per_shard();
         let ready = |(_, shard, pieces): &BlockRow| !pieces.in_slot() && (shard + 1) * per_shard <= upto;
-        let reads = self.reads.lock();
+        let reads = self.reads.blocks.lock();
         // Whoever ends a read that was written off does it under this lock: nothing of it goes to the device after that.
         let waiters = reads.waiters.get(&early.id).filter(|_| io.is_wanted());
         let covered = waiters.into_iter().flatten().filter(|(task, index)| {
@@ -470,7 +471,7 @@ impl Core {
             self.discard(id, tier, *reason);
         }
         self.fail_begun(id, &failed);
-        let mut reads = self.reads.lock();
+        let mut reads = self.reads.blocks.lock();
         reads.running -= 1;
         reads.pending.push_front(Wanted {
             id,
@@ -484,7 +485,7 @@ impl Core {
 
     /// The layers of one block never come from two tiers: those of whose rows some came from this one have failed with it.
     fn fail_begun(self: &Arc<Self>, id: BlockId, failed: &Failed) {
-        let mut reads = self.reads.lock();
+        let mut reads = self.reads.blocks.lock();
         let waiters = reads
             .waiters
             .get_mut(&id)
@@ -564,7 +565,7 @@ impl Core {
         deadline: Option<MonotonicTime>,
         layers: Option<&Range<u32>>,
     ) -> Vec<(Arc<LoadTask>, usize)> {
-        let mut reads = self.reads.lock();
+        let mut reads = self.reads.blocks.lock();
         reads.running -= 1;
         let waiters = reads.waiters.remove(&id).unwrap_or_default();
         let goes_on = |(task, index): &(Arc<LoadTask>, usize)| {

@@ -16,6 +16,7 @@ pub(crate) mod pages;
 pub(crate) mod segments;
 pub(crate) mod setup;
 pub(crate) mod shared;
+pub(crate) mod sides;
 pub(crate) mod tiers;
 
 use std::path::{Path, PathBuf};
