@@ -11,7 +11,6 @@ use ucm_store::engine::{RowSides, SidesTask};
 use ucm_tier::memory::Policy;
 
 use common::device::side_content;
-use common::merging::gone;
 use common::segments::patient;
 use common::sides::{
     CODES, MEAN, columns, default, dump, dump_alone, each_way, has_all, loads, plain, sided, sides,

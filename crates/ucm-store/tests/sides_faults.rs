@@ -12,7 +12,7 @@ use ucm_store::engine::Until;
 
 use common::device::side_content;
 use common::sides::{CODES, MEAN, alone, default, dump, dump_alone, has_all, loads, of_one_root, sides};
-use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids, on};
+use common::{Above, Device, Layout, Setup, Store, directory, eventually, id, ids};
 
 #[test]
 fn damage_in_a_side_shard_is_a_miss_of_that_one_alone() {

@@ -266,7 +266,7 @@ impl Drop for Device {
 pub(crate) fn side_content(id: BlockId, number: usize, len: u64) -> Vec<u8> {
     let first = usize::from(id.0[0]) * 31 + number * 101;
     (first..first + len as usize)
-        .map(|at| (at * 7 >> 3) as u8)
+        .map(|at| ((at * 7) >> 3) as u8)
         .collect()
 }
 
