@@ -119,7 +119,11 @@ enum Truth {
 
 /// With side shards or without, by how much is done.
 fn run(setup: Setup, acts: &[Act]) {
-    let setup = if acts.len().is_multiple_of(2) { sided(setup) } else { setup };
+    let setup = if acts.len().is_multiple_of(2) {
+        sided(setup)
+    } else {
+        setup
+    };
     let (medium, above, layers_per_shard) = (setup.medium, setup.above, setup.layers_per_shard);
     let layout = setup.layout;
     let dir = directory();

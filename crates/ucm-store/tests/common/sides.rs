@@ -12,10 +12,11 @@ use super::{Above, Device, Layout, Setup, Store};
 pub(crate) const MEAN: &str = "mean-k";
 pub(crate) const CODES: &str = "codes";
 
-/// With two side shards, one of which is longer than a page.
+/// With two side shards, one of which is longer than a page. The layout is named.
 pub(crate) fn sided(setup: Setup) -> Setup {
     Setup {
         sides: vec![(MEAN, 96), (CODES, 6000)],
+        unnamed: false,
         ..setup
     }
 }
