@@ -222,7 +222,9 @@ impl Store {
     /// Side shards that blocks may have here: name, version of the content, bytes.
     fn sides(&self) -> Vec<(String, u32, u64)> {
         let sides = self.0.sides().iter();
-        sides.map(|side| (side.name.clone(), side.version, side.len)).collect()
+        sides
+            .map(|side| (side.name.clone(), side.version, side.len))
+            .collect()
     }
 
     /// Starts reading and verifying whole blocks as a load does, without a place to copy them to.

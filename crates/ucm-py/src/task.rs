@@ -21,6 +21,9 @@ pub(crate) struct Task {
     pub(crate) pid: u32,
 }
 
+/// The bytes of side shards, a row for each id, and which of them are there.
+type SideArrays<'py> = (Bound<'py, PyArray2<u8>>, Bound<'py, PyArray1<bool>>);
+
 /// Side shards being read.
 #[pyclass(frozen, module = "ucm._core")]
 pub(crate) struct Sides {
@@ -52,13 +55,12 @@ impl Sides {
 
     /// The bytes, a row for each id (zeros where it is not there), and for each whether it is there; final once the task is
     /// finished.
-    fn result<'py>(
-        &self,
-        py: Python<'py>,
-    ) -> PyResult<(Bound<'py, PyArray2<u8>>, Bound<'py, PyArray1<bool>>)> {
+    fn result<'py>(&self, py: Python<'py>) -> PyResult<SideArrays<'py>> {
         self.task.get().check_process(py)?;
         let bytes = py.detach(|| self.sides.bytes());
-        let found = (0..self.shape[0]).map(|row| self.sides.task.shard_done(row)).collect();
+        let found = (0..self.shape[0])
+            .map(|row| self.sides.task.shard_done(row))
+            .collect();
         let bytes = PyArray1::from_vec(py, bytes).reshape(self.shape)?;
         Ok((bytes, PyArray1::from_vec(py, found)))
     }
