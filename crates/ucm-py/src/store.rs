@@ -198,8 +198,8 @@ impl Store {
         Sides::new(py, task, sides, shape)
     }
 
-    /// Starts writing side shards of blocks that are stored without them, or refuses at once: by name the bytes of each, a
-    /// row for each block.
+    /// Starts writing side shards of blocks that are stored without them, or refuses at once: by name the bytes of
+    /// each, a row for each block.
     fn dump_sides(
         &self,
         py: Python<'_>,

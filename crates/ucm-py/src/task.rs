@@ -53,8 +53,8 @@ impl Sides {
         self.task.clone_ref(py)
     }
 
-    /// The bytes, a row for each id (zeros where it is not there), and for each whether it is there; final once the task is
-    /// finished.
+    /// The bytes, a row for each id (zeros where it is not there), and for each whether it is there; final once the
+    /// task is finished.
     fn result<'py>(&self, py: Python<'py>) -> PyResult<SideArrays<'py>> {
         self.task.get().check_process(py)?;
         let bytes = py.detach(|| self.sides.bytes());

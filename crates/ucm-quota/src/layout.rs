@@ -318,7 +318,8 @@ impl Manifest {
         }
     }
 
-    /// Adds a part, and to one that is there already the lengths of this writer's records; whether that changed anything.
+    /// Adds a part, and to one that is there already the lengths of this writer's records; whether that changed
+    /// anything.
     pub fn add(&mut self, part: Part, layout: &RecordLayout, geometry: &Geometry) -> bool {
         let own = layout.record_lengths();
         let mut entry = PartEntry {
@@ -422,8 +423,8 @@ mod tests {
                 }])
                 .unwrap()
         };
-        let text = r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32","weights":"w","model_config":{},"#;
-        let more = r#""position":{},"kv_dtype":"f32","attention_backend":"a","kv_packing":{},"kv_layout":"l","kv_groups":[],"#;
+        let text = r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32","weights":"w","model_config":{}"#;
+        let more = r#","position":{},"kv_dtype":"f32","attention_backend":"a","kv_packing":{},"kv_layout":"l","kv_groups":[]"#;
         let last =
             r#""block_tokens":16,"tensor_parallel":1,"pipeline_parallel":1,"decode_context_parallel":1}"#;
         let identity = Identity::parse(&[text, more, last].concat()).unwrap();

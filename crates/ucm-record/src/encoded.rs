@@ -1,9 +1,9 @@
 //! A record in another form than it is used in: the header of the stored form made from that of the record, and back.
 //!
-//! Both headers say the same but for the length, the codec, and where the layers lie. The stored form keeps the checksum
-//! of every layer as it is used beside that of its stored bytes, so the record's own header comes back to the byte,
-//! and whoever reads it judges the same bytes by the same checksums as if it had never been stored in another form. Side
-//! shards are stored as they are, behind the payload; only their offsets are other ones.
+//! Both headers say the same but for the length, the codec, and where the layers lie. The stored form keeps the
+//! checksum of every layer as it is used beside that of its stored bytes, so the record's own header comes back to the
+//! byte, and whoever reads it judges the same bytes by the same checksums as if it had never been stored in another
+//! form. Side shards are stored as they are, behind the payload; only their offsets are other ones.
 
 use ucm_core::{PAGE, round_up};
 use ucm_device::crc32c;
@@ -13,10 +13,10 @@ use super::codec::Codec;
 use super::header::{RecordHeader, seal_header};
 use super::layout::RecordLayout;
 
-/// Finishes a stored form. `out` holds, from the end of the header on, the stored layers one behind the other, of `lens`
-/// bytes each, and has room to the end of the padded payload; `raw` is the header of the record itself and `head` its
-/// bytes. The payload is padded with zeros to a multiple of `granule` bytes (whole pages). Gives the length of header and
-/// payload, behind which the side shards belong; `None` where it does not fit `out`.
+/// Finishes a stored form. `out` holds, from the end of the header on, the stored layers one behind the other, of
+/// `lens` bytes each, and has room to the end of the padded payload; `raw` is the header of the record itself and
+/// `head` its bytes. The payload is padded with zeros to a multiple of `granule` bytes (whole pages). Gives the length
+/// of header and payload, behind which the side shards belong; `None` where it does not fit `out`.
 pub(super) fn seal_stored(
     raw: &RecordHeader,
     head: &[u8],

@@ -120,9 +120,9 @@ impl RecordLayout {
 }
 
 /// Writes the header over the first bytes of `record`, the buffer of the whole record. `checksums` are those of
-/// [`RecordLayout::seal_layer`] for every layer, then of [`RecordLayout::seal_side`] for every side shard; of the layers
-/// alone, the record ends with its payload.
-/// Fails when the buffer is shorter than the record or the number of checksums is wrong.
+/// [`RecordLayout::seal_layer`] for every layer, then of [`RecordLayout::seal_side`] for every side shard; of the
+/// layers alone, the record ends with its payload. Fails when the buffer is shorter than the record or the number of
+/// checksums is wrong.
 pub fn encode_header(
     layout: &RecordLayout,
     meta: &RecordMeta,
@@ -153,9 +153,9 @@ pub fn encode_header(
     write_header(layout, meta, &contents, record)
 }
 
-/// Makes the record in which the side shard at `index` lies alone, at the start of `record`, where its bytes are filled in
-/// ([`RecordLayout::side_alone`]): its length. `meta` is that of this record, with its own id.
-/// Fails when there is no such side shard, or the buffer is shorter than the record.
+/// Makes the record in which the side shard at `index` lies alone, at the start of `record`, where its bytes are filled
+/// in ([`RecordLayout::side_alone`]): its length. `meta` is that of this record, with its own id. Fails when there is
+/// no such side shard, or the buffer is shorter than the record.
 pub fn seal_side_alone(
     layout: &RecordLayout,
     index: usize,

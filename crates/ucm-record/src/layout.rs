@@ -168,8 +168,8 @@ impl RecordLayout {
         self.kv_len() + sides as usize
     }
 
-    /// The lengths that records of this layout have as they are used, each once and in order: without side shards, with all
-    /// of them, and those in which one lies alone.
+    /// The lengths that records of this layout have as they are used, each once and in order: without side shards, with
+    /// all of them, and those in which one lies alone.
     pub fn record_lengths(&self) -> Vec<u64> {
         let alone = (0..self.sides.len())
             .filter_map(|index| Some(self.side_alone(index)?.end.next_multiple_of(ALIGN)));

@@ -1,11 +1,12 @@
 //! The record: one block of one part as it lies on a medium, byte for byte as in `docs/format.md`.
 //!
 //! A header of whole pages, the payload (layers in model order, 64-byte aligned, padded to a page), then optional side
-//! shards, each with a checksum of its own: what is wrong with one says nothing of the KV. Side shards that are made later
-//! lie in a record of their own, without KV ([`seal_side_alone`]). The header names everything the bytes depend on; checksums cover every byte, padding too, so a record
-//! proves itself without any other file. [`RecordLayout`] knows where things lie, [`RecordLayout::seal_layer`] and
-//! [`encode_header`] finish a filled buffer, [`verify`] judges what was read. A record may be stored in another form
-//! than it is used in ([`Codec`]): a [`Coder`] makes the one of the other.
+//! shards, each with a checksum of its own: what is wrong with one says nothing of the KV. Side shards that are made
+//! later lie in a record of their own, without KV ([`seal_side_alone`]). The header names everything the bytes depend
+//! on; checksums cover every byte, padding too, so a record proves itself without any other file. [`RecordLayout`]
+//! knows where things lie, [`RecordLayout::seal_layer`] and [`encode_header`] finish a filled buffer, [`verify`] judges
+//! what was read. A record may be stored in another form than it is used in ([`Codec`]): a [`Coder`] makes the one of
+//! the other.
 
 #![forbid(unsafe_code)]
 

@@ -24,9 +24,9 @@ pub struct Expect<'a> {
     pub layout: &'a RecordLayout,
 }
 
-/// Judges `bytes`, what was read of a record that has `stored_len` bytes: all of it, or at least all up to the end of its
-/// payload ([`RecordLayout::kv_len`]). Side shards are not looked at: what is wrong with one is a miss of that one alone
-/// ([`verify_side`]). On success the KV lies at the layout's layer ranges.
+/// Judges `bytes`, what was read of a record that has `stored_len` bytes: all of it, or at least all up to the end of
+/// its payload ([`RecordLayout::kv_len`]). Side shards are not looked at: what is wrong with one is a miss of that one
+/// alone ([`verify_side`]). On success the KV lies at the layout's layer ranges.
 ///
 /// Identity and part are asked before the id, because a record of another part always has another id too. A record that
 /// is stored in another form is `NewerVersion` to whoever reads it as it is, unless even that form is damaged.
@@ -63,9 +63,9 @@ fn as_is(header: &RecordHeader) -> Result<(), Refusal> {
     )
 }
 
-/// [`verify`] for whoever takes a record in any form of this version. What is in another form is judged as it is stored;
-/// what comes out of it is to be judged by [`verify`]. Of a record without KV its side shards are judged, which are all it
-/// has.
+/// [`verify`] for whoever takes a record in any form of this version. What is in another form is judged as it is
+/// stored; what comes out of it is to be judged by [`verify`]. Of a record without KV its side shards are judged, which
+/// are all it has.
 pub fn verify_stored(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
     let header = judge_stored(bytes, stored_len, expected, 0)?;
     if header.without_kv {
@@ -155,8 +155,8 @@ fn judge_kv_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, 
     Ok(header)
 }
 
-/// Judges the header at the start of `bytes`, and nothing behind it: it is sound and that of what was asked for, in any form
-/// of this version, with KV or without.
+/// Judges the header at the start of `bytes`, and nothing behind it: it is sound and that of what was asked for, in any
+/// form of this version, with KV or without.
 pub fn judge_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
     let header = RecordHeader::decode(bytes)?;
     let meta = &header.meta;
@@ -182,9 +182,9 @@ pub fn judge_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader,
     Ok(header)
 }
 
-/// The bytes of the side shard that was asked for, sound: `bytes` begins with the header of a record of `stored_len` bytes,
-/// which is judged here, and the pages of the side shard lie in it where they lie in the whole. Nothing else is looked at.
-/// `Absent` where the record has none of that name, version and length, or ends before it, or `bytes` do.
+/// The bytes of the side shard that was asked for, sound: `bytes` begins with the header of a record of `stored_len`
+/// bytes, which is judged here, and the pages of the side shard lie in it where they lie in the whole. Nothing else is
+/// looked at. `Absent` where the record has none of that name, version and length, or ends before it, or `bytes` do.
 pub fn judge_side<'a>(
     bytes: &'a [u8],
     stored_len: u64,

@@ -1,4 +1,5 @@
-//! Side shards on a root that others use too: stores without any or with others, those that merge, clear away and remove.
+//! Side shards on a root that others use too: stores without any or with others, those that merge, clear away and
+//! remove.
 
 #![allow(clippy::unwrap_used, reason = "a helper of tests may fail the test")]
 

@@ -1,5 +1,5 @@
-//! Lengths that the records of a part may have on a medium: those of the own layout, and those that other writers of the
-//! namespace, who keep other side shards, have added to its manifest.
+//! Lengths that the records of a part may have on a medium: those of the own layout, and those that other writers of
+//! the namespace, who keep other side shards, have added to its manifest.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -63,8 +63,8 @@ impl Lengths {
         known.dedup();
     }
 
-    /// Whether a record was met whose length is not known, and it is time to look what the manifest says of that; the next
-    /// time is some time later.
+    /// Whether a record was met whose length is not known, and it is time to look what the manifest says of that; the
+    /// next time is some time later.
     pub(crate) fn is_look_due(&self, now: MonotonicTime) -> bool {
         let mut next = self.next_look.lock();
         let due = now >= *next && self.met_unknown.swap(false, Ordering::Relaxed);

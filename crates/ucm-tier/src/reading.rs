@@ -64,8 +64,8 @@ impl Shared {
         })
     }
 
-    /// Reads a record that was just written past every cache, over the bytes it was written from, and tells whether all of it
-    /// is sound. It lies at `offset` of the file and is `len` bytes long; none: it is all of the file.
+    /// Reads a record that was just written past every cache, over the bytes it was written from, and tells whether all
+    /// of it is sound. It lies at `offset` of the file and is `len` bytes long; none: it is all of the file.
     pub(crate) fn read_back(
         &self,
         io: &IoJob,
@@ -83,8 +83,8 @@ impl Shared {
         Ok(judged.map_or_else(Written::Unsound, |()| Written::Published))
     }
 
-    /// Judges the bytes of a record that was read, in whatever form it is stored: what is wrong with them, if anything. Of
-    /// one that has KV its side shards are not looked at.
+    /// Judges the bytes of a record that was read, in whatever form it is stored: what is wrong with them, if anything.
+    /// Of one that has KV its side shards are not looked at.
     pub(crate) fn judge(
         &self,
         id: BlockId,

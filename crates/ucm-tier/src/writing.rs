@@ -135,9 +135,9 @@ impl Shared {
         Ok(Some(Written::Published))
     }
 
-    /// Whether what has a record's name is not written over: one of a newer version, whose writer knows what it is, or, unless
-    /// it is to be replaced, this record with other side shards, as long as it says itself. An error where nobody looked, so
-    /// that it may be one; what cannot be read is no record.
+    /// Whether what has a record's name is not written over: one of a newer version, whose writer knows what it is, or,
+    /// unless it is to be replaced, this record with other side shards, as long as it says itself. An error where
+    /// nobody looked, so that it may be one; what cannot be read is no record.
     fn stays(&self, io: &IoJob, id: BlockId, record: &Path, len: u64, replace: bool) -> Result<bool> {
         let bytes = match io.read_piece(record, 0, RecordHeader::LONGEST, ReadMode::Default) {
             Ok(found) => found.map(|(bytes, _)| bytes).unwrap_or_default(),

@@ -130,9 +130,9 @@ impl<'a> Table<'a> {
         (len <= out.len()).then_some(len)
     }
 
-    /// Copies parts of a record, as far as it goes, each to where it lies in the whole; the record's length, or `None` if it
-    /// is not there, went meanwhile, or `out` is too short. Parts begin at words. The bytes are all of one record, those its
-    /// writer put there.
+    /// Copies parts of a record, as far as it goes, each to where it lies in the whole; the record's length, or `None`
+    /// if it is not there, went meanwhile, or `out` is too short. Parts begin at words. The bytes are all of one
+    /// record, those its writer put there.
     pub(crate) fn copy_parts(&self, id: BlockId, parts: &[Range<usize>], out: &mut [u8]) -> Option<usize> {
         for _ in 0..AGAIN {
             let found = self.find(id)?;

@@ -77,9 +77,9 @@ impl RegionView {
         self.table().copy_out(id, out)
     }
 
-    /// Copies parts of a record, as far as it goes, each to where it lies in the whole, and tells the record's length; `None`
-    /// if it is not there, went meanwhile, or a part does not fit `out`. Parts begin at multiples of 8. A hint like
-    /// [`RegionView::copy_out`].
+    /// Copies parts of a record, as far as it goes, each to where it lies in the whole, and tells the record's length;
+    /// `None` if it is not there, went meanwhile, or a part does not fit `out`. Parts begin at multiples of 8. A hint
+    /// like [`RegionView::copy_out`].
     pub fn copy_parts(&self, id: BlockId, parts: &[Range<usize>], out: &mut [u8]) -> Option<usize> {
         self.table().copy_parts(id, parts, out)
     }

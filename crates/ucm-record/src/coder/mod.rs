@@ -108,10 +108,10 @@ impl Coder {
         })
     }
 
-    /// Puts the record in the place of its stored form, whose judged header this is and the first `read` bytes of which lie
-    /// at the start of `bytes`. Gives the length of the record, which ends with its payload where its side shards were not
-    /// read or do not fit, and whether all of its payload could be decoded. What could not comes to be zeros, which its
-    /// checksum refuses. Of a header that is none of this layout nothing is decoded.
+    /// Puts the record in the place of its stored form, whose judged header this is and the first `read` bytes of which
+    /// lie at the start of `bytes`. Gives the length of the record, which ends with its payload where its side shards
+    /// were not read or do not fit, and whether all of its payload could be decoded. What could not comes to be zeros,
+    /// which its checksum refuses. Of a header that is none of this layout nothing is decoded.
     pub fn decode(&mut self, header: &RecordHeader, bytes: &mut [u8], read: usize) -> (usize, bool) {
         let (start, kv_len, stored_len) = (
             self.layout.header_len(),

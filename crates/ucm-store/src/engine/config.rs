@@ -85,7 +85,8 @@ pub enum RowSides {
     /// Nothing. A block has its side shards where every one of its rows brings them.
     #[default]
     None,
-    /// Its share of every side shard of the store, in their order, one behind the other: the row of shard *i* of *n* brings the
+    /// Its share of every side shard of the store, in their order, one behind the other: the row of shard *i* of *n*
+    /// brings the
     /// *i*-th *n*-th of each.
     Beside(Box<[u8]>),
     /// The side shard of this index, whole, for a record of its own and of this row's id; there is no KV.

@@ -113,7 +113,8 @@ impl Cuts {
 /// Number of a row, its shard, and its device pieces.
 pub(super) type BlockRow = (usize, u32, Pieces);
 
-/// The rows of one block, what some of them bring beside the KV (by shard), and the events that copies of them wait for.
+/// The rows of one block, what some of them bring beside the KV (by shard), and the events that copies of them wait
+/// for.
 #[derive(Default)]
 pub(super) struct BlockRowList {
     rows: Vec<BlockRow>,

@@ -1,8 +1,9 @@
 //! Reading side shards without the KV of their blocks.
 //!
 //! A read brings the header and the pages of the side shard and nothing else, into a slot like any other read. It looks
-//! through the tiers from the top for the record of the block, then for the one in which the side shard lies alone. Each id
-//! is for itself: one that is missing says nothing of the next, and what is wrong with a side shard says nothing of the KV.
+//! through the tiers from the top for the record of the block, then for the one in which the side shard lies alone.
+//! Each id is for itself: one that is missing says nothing of the next, and what is wrong with a side shard says
+//! nothing of the KV.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -35,8 +36,8 @@ const SHARE: usize = 4;
 /// Side shards of one name being read, for a list of blocks.
 #[derive(Clone)]
 pub struct SidesTask {
-    /// Its row *i* is the *i*-th id; one that has arrived ([`Task::shard_done`]) is there and sound, the others have failed
-    /// by themselves, most of them because there is no such side shard ([`ErrorKind::NotFound`]).
+    /// Its row *i* is the *i*-th id; one that has arrived ([`Task::shard_done`]) is there and sound, the others have
+    /// failed by themselves, most of them because there is no such side shard ([`ErrorKind::NotFound`]).
     pub task: Task,
     load: Arc<SideLoad>,
 }
@@ -47,7 +48,8 @@ impl SidesTask {
         self.load.len
     }
 
-    /// The bytes of the side shards, one behind the other; zeros where one is not there. Final once the task is finished.
+    /// The bytes of the side shards, one behind the other; zeros where one is not there. Final once the task is
+    /// finished.
     pub fn bytes(&self) -> Vec<u8> {
         self.load.bytes.lock().clone()
     }
@@ -122,8 +124,8 @@ impl SideRead {
 }
 
 impl Core {
-    /// Starts reading the side shard of that name of each block, without its KV. `deadline` as of [`Core::load`]. A side
-    /// shard that is missing, late or not sound fails its own row and no other.
+    /// Starts reading the side shard of that name of each block, without its KV. `deadline` as of [`Core::load`]. A
+    /// side shard that is missing, late or not sound fails its own row and no other.
     ///
     /// # Errors
     /// `InvalidInput` for a name that the store was not opened with, too many ids, or more than 1 GiB of side shards.
@@ -199,7 +201,8 @@ impl Core {
         }
     }
 
-    /// Starts waiting reads while slots are free, those of one tier together. One thread at a time, as in [`Core::pump`].
+    /// Starts waiting reads while slots are free, those of one tier together. One thread at a time, as in
+    /// [`Core::pump`].
     pub(super) fn pump_sides(self: &Arc<Self>) {
         if std::mem::replace(&mut self.reads.sides.lock().pumping, true) {
             return;
@@ -249,8 +252,8 @@ impl Core {
         begun
     }
 
-    /// Where a side shard may be: in its block's record, in this tier or one below, then alone. Where it is nowhere its row has
-    /// ended, and so has its place among those that run.
+    /// Where a side shard may be: in its block's record, in this tier or one below, then alone. Where it is nowhere its
+    /// row has ended, and so has its place among those that run.
     fn place_side(self: &Arc<Self>, mut read: SideRead) -> Option<Reading> {
         loop {
             let id = read.id(&self.records.layout);
@@ -274,8 +277,8 @@ impl Core {
         None
     }
 
-    /// What a tier is asked for: the header, and the pages where the side shard lies in records of this store. Where the header
-    /// names other pages, these are read then.
+    /// What a tier is asked for: the header, and the pages where the side shard lies in records of this store. Where
+    /// the header names other pages, these are read then.
     fn tier_read_of_side(&self, reading: Reading, slot: Slot) -> TierRead<Reading> {
         let (layout, index) = (&self.records.layout, reading.read.load.index);
         let pages = |range: Range<usize>| range.start..range.end.next_multiple_of(PAGE as usize);
@@ -383,8 +386,8 @@ impl Core {
         self.pump_sides();
     }
 
-    /// A copy of a side shard is not sound. The record of a block is left alone: its KV is judged by whoever loads it. One
-    /// that is nothing else is refused like any record, so that the next dump replaces it.
+    /// A copy of a side shard is not sound. The record of a block is left alone: its KV is judged by whoever loads it.
+    /// One that is nothing else is refused like any record, so that the next dump replaces it.
     fn side_refused(self: &Arc<Self>, read: &SideRead, id: BlockId, tier: usize, reason: MissReason) {
         Stats::add(&self.stats.sides_refused, 1);
         if read.alone {

@@ -1,8 +1,10 @@
-//! Side shards: what is kept beside the KV of a block, written with it or later, and read without it ([`super::side_reads`]).
+//! Side shards: what is kept beside the KV of a block, written with it or later, and read without it
+//! ([`super::side_reads`]).
 //!
-//! A side shard lies in the record of its block, behind the KV; of a block that was stored without, it may lie alone in a
-//! record of its own ([`IdMask::of_side`]), which is made and written as any other.
+//! A side shard lies in the record of its block, behind the KV; of a block that was stored without, it may lie alone in
+//! a record of its own ([`IdMask::of_side`]), which is made and written as any other.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, IdMask, Result};
@@ -36,12 +38,13 @@ pub(super) fn check_shares(layout: &RecordLayout, geometry: &Geometry) -> Result
 }
 
 impl Core {
-    /// Starts writing side shards of blocks that are stored without them, each as a record of its own: for each of these, by
-    /// name, the bytes of every block, one behind the other. Or refuses at once, as [`Core::dump`]. The task has a row for
-    /// each, those of one name after those of another.
+    /// Starts writing side shards of blocks that are stored without them, each as a record of its own: for each of
+    /// these, by name, the bytes of every block, one behind the other. Or refuses at once, as [`Core::dump`]. The task
+    /// has a row for each, those of one name after those of another.
     ///
     /// # Errors
-    /// `InvalidInput` for a name that the store was not opened with, and where there are not as many bytes as belong there.
+    /// `InvalidInput` for a name that the store was not opened with, and where there are not as many bytes as belong
+    /// there.
     pub fn dump_sides(self: &Arc<Self>, ids: &[BlockId], sides: &[(&str, &[u8])]) -> Result<Task> {
         let mut rows = Vec::with_capacity(ids.len() * sides.len());
         for &(name, bytes) in sides {
@@ -80,7 +83,10 @@ impl Core {
     }
 
     /// These records, and behind each those in which its side shards may lie alone.
-    pub(super) fn with_sides(&self, ids: &[(BlockId, u32)]) -> Vec<(BlockId, u32)> {
+    pub(super) fn with_sides<'a>(&self, ids: &'a [(BlockId, u32)]) -> Cow<'a, [(BlockId, u32)]> {
+        if self.records.layout.sides().is_empty() {
+            return Cow::Borrowed(ids);
+        }
         let masks: Vec<IdMask> = self.records.layout.sides().iter().map(mask).collect();
         let with = |&(id, ordinal): &(BlockId, u32)| {
             let sides = masks.iter().map(move |&mask| (id.xor(mask), ordinal));

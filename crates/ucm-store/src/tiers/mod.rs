@@ -481,7 +481,8 @@ impl Tiers {
         }
     }
 
-    /// Judges a record that was read, with KV or without; its ordinal if it is sound and in the form in which it is used.
+    /// Judges a record that was read, with KV or without; its ordinal if it is sound and in the form in which it is
+    /// used.
     fn verify(&self, id: BlockId, bytes: &[u8], stored_len: u64) -> Result<u32, MissReason> {
         let header = verify_stored(bytes, stored_len, &self.expect(id))?;
         let used = header.codec.is_as_is().then_some(header.meta.ordinal);

@@ -21,8 +21,8 @@ pub(crate) struct TierWrite {
     pub(crate) id: BlockId,
     pub(crate) slot: Slot,
     pub(crate) options: WriteOptions,
-    /// It is a record of a side shard alone: it goes to the tier that decides and to no other. In a memory above it would take
-    /// the place of a whole block, and it is read soon enough from where it lasts.
+    /// It is a record of a side shard alone: it goes to the tier that decides and to no other. In a memory above it
+    /// would take the place of a whole block, and it is read soon enough from where it lasts.
     pub(crate) alone: bool,
     pub(crate) request: Request,
     /// Called when the medium has it, so that a flush from then on is one of this record too; not where that failed.

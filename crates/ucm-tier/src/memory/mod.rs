@@ -12,7 +12,8 @@
 //! * A process that dies leaves a file whose lock is free, which the next look of another one removes; its memory goes
 //!   with the last process that maps it.
 //!
-//! A record of side shards alone has a slot like any other, so whoever has a medium that lasts keeps it there and not here.
+//! A record of side shards alone has a slot like any other, so whoever has a medium that lasts keeps it there and not
+//! here.
 //!
 //! What a cached block costs beside its record, rounded up to pages: 48 to 64 bytes in the region, and in its writer 12
 //! for slots and times and what its policy needs (some 30 with LRU, 90 with S3-FIFO).
@@ -252,7 +253,8 @@ impl MemoryBackend {
 const QUEUE: usize = 1 << 16;
 
 impl MemoryBackend {
-    /// Lends a record of the own region, or copies one into its slot: all of it, or the few pages that a side shard takes.
+    /// Lends a record of the own region, or copies one into its slot: all of it, or the few pages that a side shard
+    /// takes.
     fn copy(&self, io: &IoJob, read: BlockRead) -> Result<ReadDone> {
         let (id, mut slot) = (read.id, read.slot);
         let lent = read.in_place.then(|| self.tier.lend(id)).flatten();

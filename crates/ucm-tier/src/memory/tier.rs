@@ -252,8 +252,8 @@ impl Tier {
         }
     }
 
-    /// Copies parts of a record of the own region, as far as it goes, each to where it lies in the whole: the record's length.
-    /// That counts as a use.
+    /// Copies parts of a record of the own region, as far as it goes, each to where it lies in the whole: the record's
+    /// length. That counts as a use.
     pub(super) fn copy_parts(&self, id: BlockId, parts: &[Range<usize>], out: &mut [u8]) -> Option<usize> {
         let record = self.pin(id)?;
         for part in parts {
