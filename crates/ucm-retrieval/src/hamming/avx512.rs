@@ -14,6 +14,8 @@ use std::ops::Range;
 use super::{HammingScores, NONE, each_block, queries, words};
 use crate::rows::ScoreRows;
 
+/// How many bytes ahead memory is asked for: the processor by itself stops at every page.
+const AHEAD: usize = 4096;
 /// Bytes of a register.
 const WIDTH: usize = 64;
 
@@ -89,7 +91,11 @@ fn least<const WORDS: usize, const REGISTERS: usize>(
         for at in 0..whole {
             for (register, least) in least.iter_mut().enumerate() {
                 // SAFETY: the period is within the block.
-                let keys = unsafe { _mm512_loadu_si512(codes.add(at * period + register * WIDTH).cast()) };
+                let keys = unsafe {
+                    let from = codes.add(at * period + register * WIDTH);
+                    _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD).cast());
+                    _mm512_loadu_si512(from.cast())
+                };
                 *least = _mm512_min_epu32(*least, distances::<WORDS>(keys, query[register]));
             }
         }
