@@ -26,6 +26,7 @@ __all__ = [
     "hamming_scores",
     "hash_encode",
     "hash_encode_query",
+    "paged_attention",
     "part_mask",
     "record_ids",
     "retrieval_isas",
@@ -375,3 +376,14 @@ def select_blocks(
     run: _Run,
 ) -> None:
     """The best blocks of every row, into (table, logical places, counts, tokens)."""
+
+def paged_attention(
+    query: _Tensor,
+    pages: _Tensor,
+    table: _Tensor,
+    tokens: _Tensor,
+    out: _Tensor,
+    scale: float,
+    run: _Run,
+) -> None:
+    """Decode attention over a block table."""

@@ -10,8 +10,8 @@ use std::ptr::with_exposed_provenance_mut;
 use pyo3::prelude::*;
 use ucm_core::{DType, Error, Result};
 use ucm_retrieval::{
-    Blocks, Codes, DotScores, Element, Encoder, HammingScores, Heads, Ints, Isa, Metric, Representations,
-    Reps, Rows, Scores, Selected, Team, Vectors, Windows,
+    Blocks, Codes, DotScores, Element, Encoder, HammingScores, Heads, Ints, Isa, Metric, Output, Pages,
+    Representations, Reps, Rows, Scores, Selected, Team, Vectors, Windows,
 };
 
 use crate::convert::to_py;
@@ -200,6 +200,18 @@ impl Tensor {
         Ok((ints, stride))
     }
 
+    /// Vectors `[token, head, dim]`.
+    ///
+    /// # Safety
+    /// They can be read and are not written for `'a`.
+    unsafe fn vectors<'a>(&self, name: &'static str) -> Result<Vectors<'a>> {
+        let shape = self.sizes(name)?;
+        self.packed(name, 2)?;
+        let strides = [self.strides[0], self.strides[1]];
+        // SAFETY: as the caller of this function vouches.
+        Ok(unsafe { Vectors::from_raw(self.at(name)?, self.element(name)?, shape, strides) })
+    }
+
     /// What is kept of each block, `[block, ...]`; the dimensions from `first` on lie without gaps, and `span` elements
     /// are read of each.
     ///
@@ -355,28 +367,15 @@ pub(crate) fn dot_scores(
 /// Queries `[row, heads * group, dim]` as means of the groups.
 ///
 /// # Safety
-/// They can be read.
+/// As for [`Tensor::vectors`].
 unsafe fn mean_queries(query: &Tensor, rows: usize, heads: usize, dim: usize) -> Result<Vec<f32>> {
-    let [count, query_heads, query_dim] = query.sizes("query")?;
-    if count != rows || query_dim != dim || heads == 0 || query_heads == 0 || query_heads % heads != 0 {
-        let error = query.wrong("query", "the queries do not fit the rows or the representations");
-        return Err(error.with("rows", rows).with("heads", heads).with("dim", dim));
-    }
-    query.packed("query", 2)?;
-    let mut means = vec![0.0; rows * heads * dim];
-    let shape = [rows, heads, query_heads / heads, dim];
-    let strides = [query.strides[0], query.strides[1]];
     // SAFETY: as the caller vouches.
-    unsafe {
-        ucm_retrieval::group_mean(
-            query.at("query")?,
-            query.element("query")?,
-            shape,
-            strides,
-            &mut means,
-        )?;
+    let queries = unsafe { query.vectors("query")? };
+    if queries.tokens() != rows || queries.dim() != dim {
+        let error = query.wrong("query", "the queries do not fit the rows or the representations");
+        return Err(error.with("rows", rows).with("dim", dim));
     }
-    Ok(means)
+    ucm_retrieval::group_mean(&queries, heads)
 }
 
 fn metric(word: &str) -> Result<Metric> {
@@ -419,12 +418,8 @@ pub(crate) fn hash_encode(
     let work = || -> Result<()> {
         let (isa, team) = run.how()?;
         let encoder = encoder(&weights)?;
-        let [tokens, heads, dim] = vectors.sizes("vectors")?;
-        vectors.packed("vectors", 2)?;
-        let (base, element) = (vectors.at("vectors")?, vectors.element("vectors")?);
-        let strides = [vectors.strides[0], vectors.strides[1]];
         // SAFETY: Python says that these tensors may be read.
-        let vectors = unsafe { Vectors::from_raw(base, element, [tokens, heads, dim], strides) };
+        let vectors = unsafe { vectors.vectors("vectors")? };
         // SAFETY: Python says that these tensors may be read.
         let slots = slots
             .as_ref()
@@ -433,7 +428,7 @@ pub(crate) fn hash_encode(
         let [blocks, block_size, code_heads, code_len] = codes.sizes("codes")?;
         codes.is("codes", "torch.uint8")?;
         codes.packed("codes", 2)?;
-        if (code_heads, code_len) != (heads, encoder.code_len()) {
+        if (code_heads, code_len) != (vectors.heads(), encoder.code_len()) {
             return Err(codes.wrong("codes", "the places for codes have another shape than the codes"));
         }
         let (base, strides) = (codes.at("codes")?, [codes.strides[0], codes.strides[1]]);
@@ -591,6 +586,60 @@ pub(crate) fn select_blocks(
             };
             ucm_retrieval::select(read, stride, heads, &rows, &budgets, run.windows(), kept, team)
         }
+    };
+    let done = py.detach(work);
+    to_py(py, done)
+}
+
+/// Decode attention over a block table; see `ucm.sparse.retrieval.paged_attention`.
+#[pyfunction]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "each is a tensor or one number of the caller"
+)]
+pub(crate) fn paged_attention(
+    py: Python<'_>,
+    query: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    out: Tensor,
+    scale: f32,
+    run: Run,
+) -> PyResult<()> {
+    let work = || -> Result<()> {
+        let (isa, team) = run.how()?;
+        let [_, heads, block_size, both] = pages.sizes("pages")?;
+        if both % 2 != 0 {
+            return Err(pages.wrong("pages", "a page holds keys and values of the same size"));
+        }
+        let element = pages.element("pages")?;
+        let [_, out_heads, out_dim] = out.sizes("out")?;
+        out.packed("out", 2)?;
+        let (out_base, out_element) = (out.at("out")?, out.element("out")?);
+        // SAFETY: Python says that these tensors may be read, and that `out` is its own to write.
+        let (queries, blocks, rows, mut target) = unsafe {
+            let queries = query.vectors("query")?;
+            let blocks = pages.blocks("pages", element.size(), 1, heads * block_size * both)?;
+            let rows = rows(&table, &tokens, block_size)?;
+            let strides = [out.strides[0], out.strides[1]];
+            (
+                queries,
+                blocks,
+                rows,
+                Output::from_raw(out_base, out_element, out.shape[0], strides),
+            )
+        };
+        if (out_heads, out_dim) != (queries.heads(), queries.dim()) {
+            return Err(out.wrong("out", "the result has the shape of the queries"));
+        }
+        let pages = Pages {
+            blocks,
+            element,
+            heads,
+            dim: both / 2,
+        };
+        ucm_retrieval::attention(&queries, &pages, &rows, scale, &mut target, isa, team)
     };
     let done = py.detach(work);
     to_py(py, done)

@@ -180,43 +180,6 @@ pub fn dot_scores(spec: &DotScores<'_>, out: &mut [f32], stride: usize, isa: Isa
     })
 }
 
-/// The mean of the query heads that share a KV head: `[row, heads * group, dim]` becomes `[row, heads, dim]`, in `to`.
-/// `strides` are the elements from one row and from one head to the next.
-///
-/// # Safety
-///
-/// The elements of all rows can be read.
-///
-/// # Errors
-///
-/// `InvalidInput` where `to` has another size.
-pub unsafe fn group_mean(
-    from: *const u8,
-    element: Element,
-    shape: [usize; 4],
-    strides: [usize; 2],
-    to: &mut [f32],
-) -> Result<()> {
-    let [rows, heads, group, dim] = shape;
-    if to.len() != rows * heads * dim || group == 0 {
-        let error = Error::invalid("the place for the mean queries has the wrong size");
-        return Err(error
-            .with("numbers", to.len())
-            .with("rows", rows)
-            .with("heads", heads));
-    }
-    // SAFETY: as the caller of this function vouches.
-    unsafe {
-        match element {
-            Element::Bf16 => mean_of(from.cast::<Bf16>(), shape, strides, to),
-            Element::F16 => mean_of(from.cast::<F16>(), shape, strides, to),
-            Element::F32 => mean_of(from.cast::<f32>(), shape, strides, to),
-            Element::I8 => mean_of(from.cast::<i8>(), shape, strides, to),
-        }
-    }
-    Ok(())
-}
-
 /// The two queries of Quest's bound for each of `queries [row, dim]`: `[row, 2, dim]`, the negative part, which meets the
 /// least key of a block, and the positive part, which meets the largest.
 ///
@@ -230,30 +193,6 @@ pub fn quest_queries(queries: &[f32], dim: usize) -> Vec<f32> {
         parts.extend(query.iter().map(|value| value.max(0.0)));
     }
     parts
-}
-
-/// As [`group_mean`], whose checks the caller has made.
-unsafe fn mean_of<N: Load>(from: *const N, shape: [usize; 4], strides: [usize; 2], to: &mut [f32]) {
-    let [_, heads, group, dim] = shape;
-    if dim == 0 || heads == 0 {
-        return;
-    }
-    let share = 1.0 / group as f32;
-    for (place, mean) in to.chunks_exact_mut(dim).enumerate() {
-        let (row, head) = (place / heads, place % heads);
-        mean.fill(0.0);
-        for member in 0..group {
-            // SAFETY: the element is one of those that the caller vouches for.
-            let from = unsafe { from.add(row * strides[0] + (head * group + member) * strides[1]) };
-            for (at, mean) in mean.iter_mut().enumerate() {
-                // SAFETY: as above.
-                *mean += unsafe { from.add(at).read_unaligned() }.to_f32();
-            }
-        }
-        if group > 1 {
-            mean.iter_mut().for_each(|mean| *mean *= share);
-        }
-    }
 }
 
 /// That the kernels may read everything that the sizes say.

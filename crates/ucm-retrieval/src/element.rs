@@ -91,7 +91,6 @@ impl Number for i8 {
 }
 
 /// The nearest bfloat16, ties to even.
-#[cfg(test)]
 pub(crate) fn to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     if value.is_nan() {
@@ -101,7 +100,6 @@ pub(crate) fn to_bf16(value: f32) -> u16 {
 }
 
 /// The nearest half, ties to even; what is too large becomes infinite.
-#[cfg(test)]
 pub(crate) fn to_f16(value: f32) -> u16 {
     let sign = (value.to_bits() >> 16) as u16 & 0x8000;
     let magnitude = value.abs();

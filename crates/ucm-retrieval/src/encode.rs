@@ -14,13 +14,13 @@ use std::ops::Range;
 
 use ucm_core::{Error, Result};
 
-use crate::element::{Bf16, Element, F16, Number};
 use crate::isa::Isa;
 #[cfg(target_arch = "x86_64")]
 use crate::lanes::{Avx2, Avx512};
 use crate::lanes::{Lanes, Scalar};
 use crate::rows::Ints;
 use crate::team::Team;
+use crate::vectors::Vectors;
 
 /// The directions that codes are made with.
 #[derive(Debug, Clone, Copy)]
@@ -56,64 +56,6 @@ impl<'a> Encoder<'a> {
     /// Bytes of a code.
     pub fn code_len(&self) -> usize {
         self.bits / 8
-    }
-}
-
-/// Vectors `[token, head, dim]`, the last dimension without gaps.
-#[derive(Debug, Clone, Copy)]
-pub struct Vectors<'a> {
-    base: *const u8,
-    element: Element,
-    tokens: usize,
-    heads: usize,
-    dim: usize,
-    token_stride: usize,
-    head_stride: usize,
-    held: PhantomData<&'a [u8]>,
-}
-
-impl<'a> Vectors<'a> {
-    /// Vectors without gaps in `bytes`; `shape` is tokens, heads, dim.
-    ///
-    /// # Errors
-    ///
-    /// `InvalidInput` where there are other bytes than they need.
-    pub fn new(bytes: &'a [u8], element: Element, shape: [usize; 3]) -> Result<Self> {
-        let [_, heads, dim] = shape;
-        let size = shape
-            .iter()
-            .try_fold(element.size(), |size, &part| size.checked_mul(part));
-        if size != Some(bytes.len()) {
-            let error =
-                Error::invalid("there are other bytes than the vectors need").with("bytes", bytes.len());
-            return Err(error.with("shape", format!("{shape:?}")));
-        }
-        // SAFETY: all of it lies in `bytes`.
-        Ok(unsafe { Self::from_raw(bytes.as_ptr(), element, shape, [heads * dim, dim]) })
-    }
-
-    /// Vectors at an address; `strides` are the elements from one token, and from one head, to the next.
-    ///
-    /// # Safety
-    ///
-    /// For `'a` all of their elements can be read, and nobody writes to them.
-    pub unsafe fn from_raw(
-        base: *const u8,
-        element: Element,
-        shape: [usize; 3],
-        strides: [usize; 2],
-    ) -> Self {
-        let ([tokens, heads, dim], [token_stride, head_stride]) = (shape, strides);
-        Self {
-            base,
-            element,
-            tokens,
-            heads,
-            dim,
-            token_stride,
-            head_stride,
-            held: PhantomData,
-        }
     }
 }
 
@@ -214,8 +156,8 @@ pub fn encode(
     };
     // Where heads share the directions a vector is a vector; else one head is done after the other.
     let per_head = match encoder.heads {
-        1 => vectors.tokens * vectors.heads,
-        _ => vectors.tokens,
+        1 => vectors.tokens() * vectors.heads(),
+        _ => vectors.tokens(),
     };
     let chunks = per_head.div_ceil(CHUNK);
     team.run(chunks * encoder.heads, |item| {
@@ -226,13 +168,16 @@ pub fn encode(
 }
 
 fn check(encoder: &Encoder<'_>, vectors: &Vectors<'_>, codes: &Codes<'_>) -> Result<()> {
-    let code = encoder.code_len() * vectors.heads;
-    if encoder.heads != 1 && encoder.heads != vectors.heads {
+    let code = encoder.code_len() * vectors.heads();
+    if encoder.heads != 1 && encoder.heads != vectors.heads() {
         let error = Error::invalid("hash weights are for one head, or for each of the vectors' heads");
-        return Err(error.with("weights", encoder.heads).with("heads", vectors.heads));
+        return Err(error
+            .with("weights", encoder.heads)
+            .with("heads", vectors.heads()));
     }
-    if encoder.dim != vectors.dim {
-        let error = Error::invalid("hash weights are for vectors of another length").with("dim", vectors.dim);
+    if encoder.dim != vectors.dim() {
+        let error =
+            Error::invalid("hash weights are for vectors of another length").with("dim", vectors.dim());
         return Err(error.with("weights", encoder.dim));
     }
     let block = codes.slot_stride.checked_mul(codes.block_size);
@@ -243,14 +188,14 @@ fn check(encoder: &Encoder<'_>, vectors: &Vectors<'_>, codes: &Codes<'_>) -> Res
     }
     let room = codes.blocks.saturating_mul(codes.block_size);
     let Some(slots) = codes.slots else {
-        if vectors.tokens > room {
+        if vectors.tokens() > room {
             let error = Error::invalid("there are more tokens than places for codes");
-            return Err(error.with("tokens", vectors.tokens).with("places", room));
+            return Err(error.with("tokens", vectors.tokens()).with("places", room));
         }
         return Ok(());
     };
-    if slots.len() != vectors.tokens {
-        let error = Error::invalid("every token has one slot").with("tokens", vectors.tokens);
+    if slots.len() != vectors.tokens() {
+        let error = Error::invalid("every token has one slot").with("tokens", vectors.tokens());
         return Err(error.with("slots", slots.len()));
     }
     for token in 0..slots.len() {
@@ -276,7 +221,7 @@ impl Job<'_> {
     /// Token and head of a vector.
     fn place(&self, head: usize, vector: usize) -> (usize, usize) {
         match self.encoder.heads {
-            1 => (vector / self.vectors.heads, vector % self.vectors.heads),
+            1 => (vector / self.vectors.heads(), vector % self.vectors.heads()),
             _ => (vector, head),
         }
     }
@@ -292,35 +237,6 @@ impl Job<'_> {
         let at = block * codes.block_stride + slot * codes.slot_stride + head * self.encoder.code_len();
         // SAFETY: the slot is one of those that there are.
         Some(unsafe { codes.base.add(at) })
-    }
-
-    /// The elements of a vector as singles.
-    ///
-    /// # Safety
-    ///
-    /// Token and head are among the vectors.
-    unsafe fn read(&self, token: usize, head: usize, to: &mut [f32]) {
-        let vectors = self.vectors;
-        let at = token * vectors.token_stride + head * vectors.head_stride;
-        // SAFETY: as the caller vouches.
-        unsafe {
-            match vectors.element {
-                Element::Bf16 => copy(vectors.base.cast::<Bf16>().add(at), to),
-                Element::F16 => copy(vectors.base.cast::<F16>().add(at), to),
-                Element::F32 => copy(vectors.base.cast::<f32>().add(at), to),
-                Element::I8 => copy(vectors.base.cast::<i8>().add(at), to),
-            }
-        }
-    }
-}
-
-/// # Safety
-///
-/// There are as many elements as `to` has places.
-unsafe fn copy<N: Number>(from: *const N, to: &mut [f32]) {
-    for (at, to) in to.iter_mut().enumerate() {
-        // SAFETY: as the caller vouches.
-        *to = unsafe { from.add(at).read_unaligned() }.to_f32();
     }
 }
 
@@ -379,7 +295,7 @@ unsafe fn range<L: Lanes, const COLUMNS: usize>(job: &Job<'_>, head: usize, vect
             let (token, head) = job.place(head, first + row);
             targets[row] = job.target(token, head);
             // SAFETY: the vector is one of those that there are.
-            unsafe { job.read(token, head, values) };
+            unsafe { job.vectors.read(token, head, values) };
         }
         let mut bit = 0;
         while bit < bits {

@@ -14,6 +14,7 @@
 //!
 //! Formulas and their sources are in `docs/sparse.md`.
 
+mod attention;
 mod dot;
 mod element;
 mod encode;
@@ -23,12 +24,15 @@ mod lanes;
 mod rows;
 mod select;
 mod team;
+mod vectors;
 
-pub use dot::{DotScores, Heads, Metric, Representations, Reps, dot_scores, group_mean, quest_queries};
+pub use attention::{Output, Pages, attention};
+pub use dot::{DotScores, Heads, Metric, Representations, Reps, dot_scores, quest_queries};
 pub use element::Element;
-pub use encode::{Codes, Encoder, Vectors, encode};
+pub use encode::{Codes, Encoder, encode};
 pub use hamming::{HammingScores, hamming_scores};
 pub use isa::Isa;
 pub use rows::{Blocks, Ints, Rows, Windows};
 pub use select::{Scores, Selected, select};
 pub use team::{MAX_THREADS, Team, has_openmp};
+pub use vectors::{Vectors, group_mean};

@@ -275,6 +275,45 @@ def select_blocks(
     return made
 
 
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    scale: float,
+    out: Tensor | None = None,
+    *,
+    threads: int | None = None,
+    isa: str = "auto",
+) -> Tensor:
+    """Attention of one query in each row over the tokens of its table, ``[r, hq, d]``: a decode step without the masks
+    that only longer queries need.
+
+    ``query [r, hq, d]`` are the newest tokens' queries; ``kv_cache [n, h, b, 2 * d]`` pages as vLLM's CPU backend packs
+    them for its instruction sets "vec" and "vec16": of each head the keys as ``[d, b]``, behind them the values as ``[b,
+    d]``. Pages it packs for others ("amx", "neon") must not be given: they look the same and hold something else.
+    ``table [r, N]`` and ``tokens [r]`` are the blocks of a row and the tokens in them, or ``[r, h, N]`` and ``[r, h]``
+    where every KV head has blocks of its own; a row without tokens gives zeros. Head size and block size are multiples
+    of 16. Logits, probabilities and sums are float32. The result is written to ``out`` where it is given.
+    """
+    import torch
+
+    if out is None:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if table.dim() == 3:
+        table, tokens = table.flatten(0, 1), tokens.flatten()
+    _core.paged_attention(
+        _tensor("query", query),
+        _tensor("kv_cache", kv_cache),
+        _tensor("table", table),
+        _tensor("tokens", tokens),
+        _tensor("out", out),
+        scale,
+        _run(0, 0, threads, isa),
+    )
+    return out
+
+
 def _tensor(name: str, tensor: Tensor) -> _AsCore:
     """A tensor as the core takes it."""
     if not tensor.is_cpu:

@@ -31,6 +31,7 @@ pub(super) unsafe fn sum_of_eight(lanes: __m256) -> f32 {
 impl Lanes for Avx2 {
     const WIDTH: usize = 16;
     const SUMS: usize = 4;
+    const REGISTERS: usize = 16;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
@@ -93,6 +94,43 @@ impl Lanes for Avx2 {
                 _mm256_movemask_ps(above) as u32
             };
             half(self.0) | half(self.1) << 8
+        }
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        unsafe {
+            _mm256_storeu_ps(to, self.0);
+            _mm256_storeu_ps(to.add(8), self.1);
+        }
+    }
+    #[inline(always)]
+    unsafe fn max(self, other: Self) -> Self {
+        unsafe { Self(_mm256_max_ps(self.0, other.0), _mm256_max_ps(self.1, other.1)) }
+    }
+    #[inline(always)]
+    unsafe fn round(self) -> Self {
+        unsafe {
+            let half = |lanes| _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(lanes);
+            Self(half(self.0), half(self.1))
+        }
+    }
+    #[inline(always)]
+    unsafe fn scale_by_power(self, power: Self) -> Self {
+        unsafe {
+            let half = |lanes, power| {
+                let exponent = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(power));
+                _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(lanes), exponent))
+            };
+            Self(half(self.0, power.0), half(self.1, power.1))
+        }
+    }
+    #[inline(always)]
+    unsafe fn most(self) -> f32 {
+        unsafe {
+            let eight = _mm256_max_ps(self.0, self.1);
+            let four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+            let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)))
         }
     }
     #[inline(always)]

@@ -16,6 +16,7 @@ pub(crate) struct Avx512(pub(crate) __m512);
 impl Lanes for Avx512 {
     const WIDTH: usize = 16;
     const SUMS: usize = 4;
+    const REGISTERS: usize = 32;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
@@ -58,6 +59,32 @@ impl Lanes for Avx512 {
     #[inline(always)]
     unsafe fn positive(self) -> u32 {
         u32::from(unsafe { _mm512_cmp_ps_mask::<_CMP_GT_OQ>(self.0, _mm512_setzero_ps()) })
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        unsafe { _mm512_storeu_ps(to, self.0) }
+    }
+    #[inline(always)]
+    unsafe fn max(self, other: Self) -> Self {
+        Self(unsafe { _mm512_max_ps(self.0, other.0) })
+    }
+    #[inline(always)]
+    unsafe fn round(self) -> Self {
+        Self(unsafe { _mm512_roundscale_ps::<_MM_FROUND_TO_NEAREST_INT>(self.0) })
+    }
+    #[inline(always)]
+    unsafe fn scale_by_power(self, power: Self) -> Self {
+        unsafe {
+            let exponent = _mm512_slli_epi32::<23>(_mm512_cvtps_epi32(power.0));
+            Self(_mm512_castsi512_ps(_mm512_add_epi32(
+                _mm512_castps_si512(self.0),
+                exponent,
+            )))
+        }
+    }
+    #[inline(always)]
+    unsafe fn most(self) -> f32 {
+        unsafe { _mm512_reduce_max_ps(self.0) }
     }
     #[inline(always)]
     unsafe fn sum(self) -> f32 {

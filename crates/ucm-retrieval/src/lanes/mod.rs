@@ -31,9 +31,12 @@ pub(crate) trait Lanes: Copy {
     const WIDTH: usize;
     /// Independent sums that hide the latency of an addition.
     const SUMS: usize;
+    /// Registers of sixteen singles, or of eight.
+    const REGISTERS: usize;
 
     unsafe fn splat(value: f32) -> Self;
     unsafe fn load_f32(from: *const f32) -> Self;
+    unsafe fn store(self, to: *mut f32);
     unsafe fn load_bf16(from: *const Bf16) -> Self;
     unsafe fn load_f16(from: *const F16) -> Self;
     unsafe fn load_i8(from: *const i8) -> Self;
@@ -44,8 +47,16 @@ pub(crate) trait Lanes: Copy {
     unsafe fn add(self, other: Self) -> Self;
     /// A bit for each lane, the first one lowest: whether it is above zero.
     unsafe fn positive(self) -> u32;
+    /// The larger ones of two.
+    unsafe fn max(self, other: Self) -> Self;
+    /// The nearest whole numbers, ties to even.
+    unsafe fn round(self) -> Self;
+    /// Each times two to the power of a whole number.
+    unsafe fn scale_by_power(self, power: Self) -> Self;
     /// The sum of all.
     unsafe fn sum(self) -> f32;
+    /// The largest.
+    unsafe fn most(self) -> f32;
     /// Asks for the cache line at an address, which need not be mapped.
     unsafe fn prefetch(at: *const u8);
 }
@@ -95,6 +106,7 @@ pub(crate) struct Scalar(f32);
 impl Lanes for Scalar {
     const WIDTH: usize = 1;
     const SUMS: usize = 1;
+    const REGISTERS: usize = 1;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> Self {
@@ -137,11 +149,69 @@ impl Lanes for Scalar {
         u32::from(self.0 > 0.0)
     }
     #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        // SAFETY: as the caller vouches.
+        unsafe { to.write_unaligned(self.0) }
+    }
+    #[inline(always)]
+    unsafe fn max(self, other: Self) -> Self {
+        Self(self.0.max(other.0))
+    }
+    #[inline(always)]
+    unsafe fn round(self) -> Self {
+        Self(self.0.round_ties_even())
+    }
+    #[inline(always)]
+    unsafe fn scale_by_power(self, power: Self) -> Self {
+        Self(self.0 * power.0.exp2())
+    }
+    #[inline(always)]
     unsafe fn sum(self) -> f32 {
         self.0
     }
     #[inline(always)]
+    unsafe fn most(self) -> f32 {
+        self.0
+    }
+    #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
+}
+
+/// `e` to the power of each, of numbers up to 88: relatively within 2e-7, down to `e^-87`, which stands for all below.
+///
+/// A power of two times `e^r`, with `r` at most half of `ln 2` away from zero: `1 + r + r²·(polynomial of Cephes' expf)`.
+///
+/// # Safety
+///
+/// As for [`Lanes`].
+#[inline(always)]
+pub(crate) unsafe fn exp<L: Lanes>(of: L) -> L {
+    const POLYNOMIAL: [f32; 6] = [
+        1.987_569_1e-4,
+        1.398_199_9e-3,
+        8.333_452e-3,
+        4.166_579_6e-2,
+        0.166_666_65,
+        0.5,
+    ];
+    // SAFETY: as the caller vouches.
+    unsafe {
+        let of = of.max(L::splat(-87.0));
+        let power = L::splat(0.0)
+            .add_product(of, L::splat(std::f32::consts::LOG2_E))
+            .round();
+        // ln 2 in two parts, of which the first has few digits: its products are exact.
+        let rest = of.add_product(power, L::splat(-0.693_359_4));
+        let rest = rest.add_product(power, L::splat(2.121_944_4e-4));
+        let mut sum = L::splat(POLYNOMIAL[0]);
+        for term in POLYNOMIAL.into_iter().skip(1) {
+            sum = L::splat(term).add_product(sum, rest);
+        }
+        let square = L::splat(0.0).add_product(rest, rest);
+        rest.add_product(sum, square)
+            .add(L::splat(1.0))
+            .scale_by_power(power)
+    }
 }
 
 /// `Σ a·b` over `len` elements, or `Σ (a - scale·b)²`.
@@ -195,5 +265,71 @@ pub(crate) unsafe fn reduce<L: Lanes, N: Load, const SQUARED_DISTANCE: bool>(
             at += 1;
         }
         total
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// On every set of this processor, sixteen at a time.
+    fn exps(of: &[f32; 16]) -> Vec<[f32; 16]> {
+        #[inline(always)]
+        unsafe fn on<L: Lanes>(of: &[f32; 16]) -> [f32; 16] {
+            let mut found = [0.0; 16];
+            for at in (0..16).step_by(L::WIDTH) {
+                // SAFETY: the arrays have sixteen numbers.
+                unsafe { exp(L::load_f32(of.as_ptr().add(at))).store(found.as_mut_ptr().add(at)) };
+            }
+            found
+        }
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx2,fma")]
+        unsafe fn on_avx2(of: &[f32; 16]) -> [f32; 16] {
+            // SAFETY: the caller asked the processor.
+            unsafe { on::<Avx2>(of) }
+        }
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx512f,avx512dq")]
+        unsafe fn on_avx512(of: &[f32; 16]) -> [f32; 16] {
+            // SAFETY: the caller asked the processor.
+            unsafe { on::<Avx512>(of) }
+        }
+        // SAFETY: one number at a time needs nothing; the others are asked for.
+        unsafe {
+            let mut found = vec![on::<Scalar>(of)];
+            #[cfg(target_arch = "x86_64")]
+            if crate::Isa::Avx2.supported() {
+                found.push(on_avx2(of));
+            }
+            #[cfg(target_arch = "x86_64")]
+            if crate::Isa::Avx512.supported() {
+                found.push(on_avx512(of));
+            }
+            found
+        }
+    }
+
+    #[test]
+    fn powers_of_e() {
+        for step in 0..20_000_u16 {
+            let of: [f32; 16] =
+                std::array::from_fn(|i| (f32::from(step) + i as f32 / 16.0) * -0.0043 - 0.0001);
+            for found in exps(&of) {
+                for (found, of) in found.into_iter().zip(of) {
+                    let right = f64::from(of.max(-87.0)).exp();
+                    assert!((f64::from(found) / right - 1.0).abs() < 2e-7, "e^{of} is {found}");
+                }
+            }
+        }
+        for found in exps(&[f32::NEG_INFINITY; 16])
+            .into_iter()
+            .chain(exps(&[-1e30; 16]))
+        {
+            assert!(found.into_iter().all(|found| (0.0..1e-37).contains(&found)));
+        }
+        for found in exps(&[0.0; 16]) {
+            assert_eq!(found, [1.0; 16]);
+        }
     }
 }
