@@ -281,7 +281,7 @@ def test_wrong_arguments_say_what_and_where() -> None:
     refused("beyond the last", table=torch.full((2, 4), 3))
     refused("no room for its tokens", blocks=torch.tensor([5, 1]))
     refused("no room for its tokens", blocks=torch.tensor([-1, 1]))
-    refused("queries do not fit", query=torch.randn(2, 3, 8))
+    refused("same number of query heads", query=torch.randn(2, 3, 8))
     refused("queries do not fit", query=torch.randn(1, 4, 8))
     refused("another dtype", blocks=torch.tensor([4.0, 2.0]))
     refused("elements are", reps=reps.double())
@@ -291,8 +291,8 @@ def test_wrong_arguments_say_what_and_where() -> None:
     refused("at least one thread", threads=0)
     refused("instruction set", isa="mmx")
     refused("tensors of the host", query=query.to("meta"))
+    codes = torch.zeros(1, 4, 1, 8, dtype=torch.uint8)
     with pytest.raises(InvalidInputError, match="beyond the last block"):
-        codes = torch.zeros(1, 4, 1, 8, dtype=torch.uint8)
         retrieval.hash_encode(torch.randn(1, 1, 8), torch.randn(8, 64), codes, torch.tensor([4]))
     with pytest.raises(InvalidInputError, match="more blocks than there are places"):
         retrieval.select_blocks(torch.zeros(2, 1, 4), table, blocks, 1, [2, 2], width=2)

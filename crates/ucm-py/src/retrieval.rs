@@ -1,7 +1,8 @@
 //! Sparse retrieval on tensors of the host for Python. The face that users see is `ucm.sparse.retrieval`.
 //!
-//! A tensor is a tuple `(address, dtype, shape, strides)` with strides in elements, as torch has them. What its sizes say
-//! may be read (or written, for an output) while a call runs; everything else about it is checked. The GIL is released
+//! A tensor is a tuple `(address, dtype, shape, strides, owner)` with strides in elements, as torch has them; the owner
+//! is whatever keeps its memory, and lives as long as the call's arguments. What its sizes say may be read (or written,
+//! for an output) while a call runs; everything else about it is checked. The GIL is released
 //! while anything is computed.
 #![allow(unsafe_code, reason = "addresses come from Python as numbers")]
 
@@ -28,7 +29,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Tensor {
     type Error = PyErr;
 
     fn extract(tuple: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        let (address, dtype, shape, strides) = tuple.extract()?;
+        let (address, dtype, shape, strides, _): (_, _, _, _, Bound<'py, PyAny>) = tuple.extract()?;
         Ok(Self {
             address,
             dtype,

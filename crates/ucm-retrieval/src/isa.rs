@@ -12,7 +12,7 @@ pub enum Isa {
     Scalar,
     /// x86-64 with AVX2, FMA, F16C and POPCNT.
     Avx2,
-    /// x86-64 with AVX-512 F, BW, DQ, VL, BF16 and VPOPCNTDQ, besides what [`Isa::Avx2`] needs.
+    /// x86-64 with AVX-512 F, BW, DQ, VL and VPOPCNTDQ, besides what [`Isa::Avx2`] needs.
     Avx512,
 }
 
@@ -47,7 +47,6 @@ impl Isa {
                     && is_x86_feature_detected!("avx512bw")
                     && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512vl")
-                    && is_x86_feature_detected!("avx512bf16")
                     && is_x86_feature_detected!("avx512vpopcntdq")
             }
             #[cfg(not(target_arch = "x86_64"))]
