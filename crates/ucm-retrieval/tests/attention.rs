@@ -110,6 +110,47 @@ proptest! {
     }
 }
 
+/// Parts are whole blocks, which need not divide them: every token is seen once, however many parts there are.
+#[test]
+fn every_token_of_a_long_row_is_seen() {
+    let (dim, block_size, element) = (16, 48, Element::F32);
+    let tokens = 70_000;
+    // Keys are zero, so all weights are equal; the values of the two blocks are 0 and 1.
+    let mut kv = vec![0.0; 2 * 2 * block_size * dim];
+    kv[3 * block_size * dim..].fill(1.0);
+    let bytes = as_bytes(&kv, element);
+    let blocks = Blocks::new(&bytes, 2 * block_size * dim * 4).unwrap();
+    let pages = Pages {
+        blocks,
+        element,
+        heads: 1,
+        dim,
+    };
+    let stride = usize::div_ceil(tokens, block_size);
+    for ones in [0, stride / 2, stride - 1] {
+        // All blocks but one hold zeros.
+        let table: Vec<i32> = (0..stride).map(|block| i32::from(block == ones)).collect();
+        let rows = Rows::new(Ints::I32(&table), stride, Ints::I64(&[70_000]), block_size).unwrap();
+        let asked = as_bytes(&vec![1.0; dim], element);
+        let vectors = Vectors::new(&asked, element, [1, 1, dim]).unwrap();
+        let len = if ones == stride - 1 {
+            tokens % block_size
+        } else {
+            block_size
+        };
+        for (isa, team) in ways() {
+            let mut out = vec![0; dim * 4];
+            let mut target = Output::new(&mut out, element, [1, 1, dim]).unwrap();
+            attention(&vectors, &pages, &rows, 1.0, &mut target, isa, team).unwrap();
+            let right = len as f32 / tokens as f32;
+            assert!(
+                (value(&out[..4], element) / right - 1.0).abs() < 1e-3,
+                "{ones} on {isa}"
+            );
+        }
+    }
+}
+
 /// Slots behind the last token may hold anything, and a request is the same alone and in a batch.
 #[test]
 fn what_lies_behind_the_last_token_is_not_seen() {

@@ -56,6 +56,9 @@ pub struct Output<'a> {
     held: PhantomData<&'a mut [u8]>,
 }
 
+// SAFETY: threads of a call write to different heads of it.
+unsafe impl Sync for Output<'_> {}
+
 impl<'a> Output<'a> {
     /// A result without gaps in `bytes`; `shape` is rows, query heads, head size.
     ///
@@ -93,7 +96,7 @@ impl<'a> Output<'a> {
     }
 }
 
-/// Tokens of a part that one thread computes; parts of a row are put together afterwards.
+/// About how many tokens of a row one thread computes; such parts are put together afterwards.
 const PART: usize = 1024;
 
 /// Attention of one query in each row over the tokens of its table.
@@ -116,6 +119,7 @@ pub fn attention(
 ) -> Result<()> {
     let isa = isa.checked()?;
     let heads_apart = check(queries, pages, rows, out)?;
+    let part_size = (PART / rows.block_size()).max(1) * rows.block_size();
     let job = Job {
         queries,
         pages,
@@ -123,14 +127,16 @@ pub fn attention(
         scale,
         heads_apart,
         group: queries.heads() / pages.heads,
-        parts: (rows.most_blocks() * rows.block_size()).div_ceil(PART).max(1),
+        part_size,
+        parts: (rows.most_blocks() * rows.block_size())
+            .div_ceil(part_size)
+            .max(1),
     };
     let kernel = kernel(isa, pages.element);
     let places = queries.tokens() * pages.heads;
     SCRATCH.with_borrow_mut(|scratch| {
-        scratch.clear();
         scratch.resize(places * job.parts * job.part_len(), 0.0);
-        let parts = Shared(scratch.as_mut_ptr());
+        let parts = Parts(scratch.as_mut_ptr());
         team.run(places * job.parts, |item| {
             let (place, part) = (item / job.parts, item % job.parts);
             let tokens = job.tokens(place, part);
@@ -139,37 +145,36 @@ pub fn attention(
                 unsafe { kernel(&job, place, tokens, parts.at(item * job.part_len())) };
             }
         })?;
-        let out = Shared(std::ptr::from_mut(out));
-        team.run(places, |place| {
+        let out = &*out;
+        let done = team.run(places, |place| {
             // SAFETY: nobody writes to the parts any more, and each thread writes to the heads of its place.
-            unsafe {
-                put_together(
-                    &job,
-                    place,
-                    parts.at(place * job.parts * job.part_len()),
-                    &*out.at(0),
-                )
-            };
-        })
+            unsafe { put_together(&job, place, parts.at(place * job.parts * job.part_len()), out) };
+        });
+        scratch.truncate(MOST_KEPT);
+        scratch.shrink_to(MOST_KEPT);
+        done
     })
 }
+
+/// Most numbers of parts that a thread keeps room for between calls: 16 MiB.
+const MOST_KEPT: usize = 4 << 20;
 
 thread_local! {
     /// Parts of the last call of this thread: a step calls for every layer, with the same sizes.
     static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// An address that threads of a team write to, each elsewhere.
-struct Shared<T>(*mut T);
+/// Where the parts lie: threads of a team write to them, each to its own.
+struct Parts(*mut f32);
 
 // SAFETY: users say why they do not meet.
-unsafe impl<T> Sync for Shared<T> {}
+unsafe impl Sync for Parts {}
 
-impl<T> Shared<T> {
+impl Parts {
     /// # Safety
     ///
     /// The place is there.
-    unsafe fn at(&self, place: usize) -> *mut T {
+    unsafe fn at(&self, place: usize) -> *mut f32 {
         // SAFETY: as the caller vouches.
         unsafe { self.0.add(place) }
     }
@@ -182,6 +187,9 @@ struct Job<'a> {
     scale: f32,
     heads_apart: bool,
     group: usize,
+    /// Tokens of a part: whole blocks.
+    part_size: usize,
+    /// Parts of the longest row.
     parts: usize,
 }
 
@@ -215,11 +223,10 @@ impl Job<'_> {
         }
     }
 
-    /// Tokens of a part; parts begin with a block.
+    /// The tokens of a part.
     fn tokens(&self, place: usize, part: usize) -> Range<usize> {
-        let size = (PART / self.rows.block_size()).max(1) * self.rows.block_size();
         let tokens = self.rows.tokens(self.row(place));
-        (part * size).min(tokens)..((part + 1) * size).min(tokens)
+        (part * self.part_size).min(tokens)..((part + 1) * self.part_size).min(tokens)
     }
 }
 
