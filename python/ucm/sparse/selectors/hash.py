@@ -15,6 +15,7 @@ here.
 from __future__ import annotations
 
 import hashlib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,6 @@ def _load(path: str) -> tuple[dict[str, Any], str]:
         data = Path(path).read_bytes()
         with np.load(path, allow_pickle=False) as file:
             found = {name: np.asarray(file[name], dtype=np.float64) for name in file.files}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigError(f"hash_weights_file {path} cannot be read as an .npz of arrays: {error}") from None
     return found, "learned." + hashlib.sha256(data).hexdigest()[:16]

@@ -47,7 +47,7 @@ def paged_attention(q: Tensor, cache: Tensor, table: Tensor, length: int) -> Ten
 
 
 @dataclass
-class Sequence_:
+class Request:
     """A request of the small engine."""
 
     name: str
@@ -64,8 +64,8 @@ class Sequence_:
 class Engine:
     """A model without a model: K, V and Q of each (request, position, layer) are given by a seed, attention is real.
 
-    It keeps the cache in the plain layout, gives its method the hooks in the order of an engine, and computes what comes
-    out with a paged kernel that knows nothing of sparse attention.
+    It keeps the cache in the plain layout, gives its method the hooks in the order of an engine, and computes what
+    comes out with a paged kernel that knows nothing of sparse attention.
     """
 
     method: BlockSparse | None
@@ -73,13 +73,15 @@ class Engine:
     layers: int = 2
     blocks: int = 64
     group: int = GROUP
-    requests: dict[str, Sequence_] = field(default_factory=dict)
+    requests: dict[str, Request] = field(default_factory=dict)
     finished: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         g = self.geometry
         self.names = [f"model.layers.{layer}.self_attn.attn" for layer in range(self.layers)]
-        self.caches = [torch.full((2, self.blocks, g.block_size, g.kv_heads, g.head_dim), torch.nan) for _ in self.names]
+        self.caches = [
+            torch.full((2, self.blocks, g.block_size, g.kv_heads, g.head_dim), torch.nan) for _ in self.names
+        ]
         self.free = list(range(self.blocks - 1, 0, -1))
         self.kept: dict[tuple[str, int, int], list[int]] = {}
         if self.method is not None:
@@ -95,8 +97,12 @@ class Engine:
 
     def add(self, name: str, prompt: int, shared: Sequence[int] = (), physical: Sequence[int] | None = None) -> None:
         """A request whose first blocks may be those of another one (a prefix hit)."""
-        own = list(physical) if physical is not None else [self.free.pop() for _ in range(-(-prompt // BLOCK) - len(shared))]
-        self.requests[name] = Sequence_(name, prompt, [*shared, *own], tokens=len(shared) * self.geometry.block_size)
+        own = (
+            list(physical)
+            if physical is not None
+            else [self.free.pop() for _ in range(-(-prompt // BLOCK) - len(shared))]
+        )
+        self.requests[name] = Request(name, prompt, [*shared, *own], tokens=len(shared) * self.geometry.block_size)
 
     def step(self, counts: dict[str, int], content: str = "text") -> dict[str, list[Tensor]]:
         """Compute so many tokens of each request; the attention outputs of the last token of each, by layer."""
