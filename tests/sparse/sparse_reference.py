@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,15 @@ def paged_attention(q: Tensor, cache: Tensor, table: Tensor, length: int) -> Ten
     blocks = -(-length // cache.shape[2])
     k, v = (part[table[:blocks].long()].flatten(0, 1)[:length] for part in cache)
     return masked_attention(q, k, v, torch.ones(length, dtype=torch.bool))
+
+
+@cache
+def token_rows(content: str, position: int, layer: int, g: Geometry, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of one token of one layer."""
+    seed = sum(ord(letter) * 31**i for i, letter in enumerate(content)) * 1_000_003 + position * 101 + layer
+    generator = torch.Generator().manual_seed(seed % 2**62)
+    kv = torch.randn(2, g.kv_heads, g.head_dim, generator=generator)
+    return torch.randn(g.kv_heads * group, g.head_dim, generator=generator), kv[0], kv[1]
 
 
 @dataclass
@@ -89,11 +99,7 @@ class Engine:
 
     def qkv(self, content: str, position: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of one token: they depend on what the prompt says, not on the request's name."""
-        g = self.geometry
-        seed = sum(ord(letter) * 31**i for i, letter in enumerate(content)) * 1_000_003 + position * 101 + layer
-        generator = torch.Generator().manual_seed(seed % 2**62)
-        kv = torch.randn(2, g.kv_heads, g.head_dim, generator=generator)
-        return torch.randn(g.kv_heads * self.group, g.head_dim, generator=generator), kv[0], kv[1]
+        return token_rows(content, position, layer, self.geometry, self.group)
 
     def add(self, name: str, prompt: int, shared: Sequence[int] = (), physical: Sequence[int] | None = None) -> None:
         """A request whose first blocks may be those of another one (a prefix hit)."""

@@ -123,7 +123,7 @@ def test_what_was_no_candidate_yet_stays_until_the_next_choice() -> None:
 @FEW
 @given(st.integers(1, 60), st.integers(0, 2**31), st.floats(0.05, 1))
 def test_a_paged_kernel_with_the_short_table_is_masked_attention(tokens: int, seed: int, ratio: float) -> None:
-    """o = softmax over the kept tokens of (q·k/sqrt d) v, whatever the ids of the blocks and wherever the last one ends."""
+    """o = softmax over the kept tokens of (q·k/sqrt d) v, whatever the ids and wherever the last block ends."""
     generator = torch.Generator().manual_seed(seed)
     n = -(-tokens // BLOCK)
     physical = torch.randperm(64, generator=generator)[:n].int()

@@ -97,7 +97,9 @@ class OpenBlocks:
         ready[unique[whole]] = True
         # A token of a block that is ready is written again with the value it had (the last one of a prompt that was
         # hit).
-        held = ~of_whole & ~ready[blocks]
+        # And a block whose first tokens are not held can never be full.
+        known = begun | np.isin(unique, np.fromiter(self._rows, dtype=np.int64, count=len(self._rows)))
+        held = ~of_whole & ~ready[blocks] & known[inverse]
         rows, full = self._hold(blocks[held], places[held])
         ready[full] = True
         self._leaving = full
@@ -127,7 +129,7 @@ class OpenBlocks:
             self._rows.move_to_end(block)
             return row
         # The longest unused row belongs to a sequence that has ended; if not, its block never gets ready, and the
-        # sequence attends to it as if there were no selection.
+        # sequence attends to every block.
         row = self._free.pop() if self._free else self._rows.popitem(last=False)[1]
         self._rows[block] = row
         self._there[row] = False

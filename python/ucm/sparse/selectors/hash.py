@@ -127,7 +127,7 @@ def code(x: Tensor, weights: Tensor) -> Tensor:
     little-endian."""
     # On a CPU in float64: rounding depends on how many vectors are encoded together, and must not turn a bit.
     wide = torch.float64 if x.device.type == "cpu" else torch.float32
-    bits = (x.to(wide) @ weights.to(wide) > 0).view(*x.shape[:-1], -1, 8)
+    bits = (x.to(wide) @ weights.to(wide) > 0).view(*x.shape[:-1], weights.shape[1] // 8, 8)
     powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
     return (bits * powers).sum(dim=-1, dtype=torch.int32).to(torch.uint8)
 
