@@ -28,7 +28,7 @@ from ucm.integration.vllm.connector.identity.items import Items
 from ucm.integration.vllm.connector.identity.keys import KeyMaker
 from ucm.integration.vllm.connector.identity.live_identity import LiveIdentity
 from ucm.integration.vllm.connector.identity.model_memory import ModelMemory
-from ucm.integration.vllm.connector.identity.packing import layer_specs
+from ucm.integration.vllm.connector.identity.packing import layer_specs, spec_kind
 from ucm.integration.vllm.connector.identity.weight_files import weight_source
 from ucm.integration.vllm.connector.platforms import Platform, platform_of
 from ucm.integration.vllm.connector.root_file import state_directory
@@ -85,7 +85,7 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         return f"a model with {len(groups)} KV cache groups {nothing}"
-    other = {type(spec).__name__ for spec in layer_specs(groups[0].kv_cache_spec)} - _WHOLE_PREFIX
+    other = {spec_kind(spec) for spec in layer_specs(groups[0].kv_cache_spec)} - _WHOLE_PREFIX
     if other:
         return f"KV of kind {', '.join(sorted(other))} {nothing}"
     if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
