@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from ucm.config.layer import Entry, Layer, algorithm_name, algorithm_of, gibibytes, is_zero, store_of_word
 from ucm.config.model import StoreSettings, UcmConfig
 from ucm.config.sizes import check_local
+from ucm.config.sparse_keys import read_algorithm
 from ucm.config.stores import BACKEND_WORDS, DEFAULT_STORE, KNOWN_STORES, OPTION_OWNER, PIPELINE
 from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, PLATFORMS, SPARSE_ALGORITHMS, hint
 from ucm.errors import ConfigError
@@ -307,7 +308,7 @@ def _read_sparse_config(layer: Layer, value: Any, written: str) -> None:
 
 def _choose(layer: Layer, algorithm: str, keys: Mapping[str, Any], written: str, where: str) -> None:
     """Keys of an algorithm say that it is wanted, unless another is named; of several the first that stands there."""
-    layer.put(f"sparse.config.{algorithm}", dict(keys), written)
+    read_algorithm(layer, algorithm, keys, written)
     chosen = layer.values.setdefault("sparse.first", Entry([], layer.source, where)).value
     if algorithm not in chosen:
         chosen.append(algorithm)

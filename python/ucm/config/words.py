@@ -132,6 +132,11 @@ SPARSE_ALGORITHMS: dict[str, str] = {
     "rerope": "ReRoPE",
     "quest": "Quest",
     "infllm": "InfLLM",
+    "periodic": "Periodic",
+    "random": "Random",
+    "windows": "Windows",
+    "oracle": "Oracle",
+    "auto": "Auto",
 }
 
 #: Environment name -> key of the model.

@@ -1,0 +1,368 @@
+"""The host of the selectors: a method of sparse attention that chooses blocks for each decode row of each layer.
+
+An engine's side calls, for each step: :meth:`BlockSparse.bind_sparse_metadata` with a
+:class:`~ucm.sparse.batch.SparseBatch`; for each layer :meth:`BlockSparse.write_keys` when keys are written to the
+cache, then :meth:`BlockSparse.attention_begin`, which replaces block table and lengths in the layer's copy of the
+metadata (or :meth:`BlockSparse.select_rows`, where attention reads the kept blocks in a way of its own); and at the end
+:meth:`BlockSparse.clear_sparse_metadata`. Rows that compute a prompt, and requests that the policy calls dense, are
+left alone; where all are, nothing is changed at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ucm.config.sparse import AlgorithmConfig
+from ucm.errors import ConfigError, InvalidInputError
+from ucm.sparse.base import INVALID_SLOT, UcmSparseBase, UcmSparseMetadata, UcmSparseRole
+from ucm.sparse.batch import SparseBatch
+from ucm.sparse.config import Method, method_of, policy_of, resolve_auto, settings_of
+from ucm.sparse.factory import config_of
+from ucm.sparse.open_blocks import WritePlan
+from ucm.sparse.policy import Policy
+from ucm.sparse.recall import RecallProbe
+from ucm.sparse.rep_store import RepStore
+from ucm.sparse.retriever import Middle, Retriever, Rows, make_retriever
+from ucm.sparse.selection import Selection, choose, compact, with_windows
+from ucm.sparse.selector import Combine, Geometry
+from ucm.sparse.stats import SparseStats
+from ucm.sparse.step import Step
+
+_log = logging.getLogger("ucm.sparse")
+
+#: Adds up (or takes the greatest of) int64 scores over the tensor ranks; every rank gets the result.
+Reduce = Callable[[Tensor, Combine], Tensor]
+
+#: What a score is multiplied by before it becomes an integer that ranks add up.
+FIXED_POINT = 1 << 20
+
+
+class BlockSparse(UcmSparseBase):
+    """A method that chooses blocks. Subclasses name their algorithm; the rest is configuration."""
+
+    algorithm: ClassVar[str] = "Auto"
+
+    def __init__(
+        self, vllm_config: Any, role: Any, settings: AlgorithmConfig | Mapping[str, Any] | None = None
+    ) -> None:
+        """``vllm_config`` is vLLM's, or the keys of the algorithm; ``settings`` are the keys where they are given
+        beside it. The order of document 002, ``GSA(role, config)``, is understood as well."""
+        if isinstance(vllm_config, UcmSparseRole):
+            vllm_config, role = role, vllm_config
+        super().__init__(vllm_config, role)
+        if settings is None and (vllm_config is None or isinstance(vllm_config, Mapping | AlgorithmConfig)):
+            settings = vllm_config
+        if settings is None and vllm_config is not None:
+            configured = config_of(vllm_config).sparse.settings
+            settings = configured if isinstance(configured, AlgorithmConfig) else None
+        self.model = str(getattr(getattr(vllm_config, "model_config", None), "model", "") or "")
+        self.settings = resolve_auto(settings_of(self.algorithm, settings), self.model)
+        self.stats = SparseStats()
+        #: Requests shorter than this are dense where ``min_tokens`` is not configured: what was measured to pay.
+        self.break_even_tokens = 0
+        self._method: Method | None = None
+        self._scheduler_policy: Policy | None = None
+
+    # Scheduler's side ------------------------------------------------------------------------------------------------
+
+    def estimate_num_slots_sparsed(self, request: Any) -> int:
+        """Slots of the blocks that a decoding request keeps on the device when the others are kept elsewhere."""
+        if not self.settings.offload or request.num_output_tokens < 1:
+            return INVALID_SLOT
+        size = int(self._vllm_config.cache_config.block_size)
+        if self._scheduler_policy is None:
+            self._scheduler_policy = policy_of(self.settings, size, self.model)
+        tokens = int(request.num_tokens)
+        blocks = -(-tokens // size)
+        kept = self._scheduler_policy.kept(blocks, tokens)
+        return INVALID_SLOT if kept >= blocks else (kept - 1) * size + (tokens - 1) % size + 1
+
+    # Set-up in a worker ----------------------------------------------------------------------------------------------
+
+    def setup(
+        self,
+        geometry: Geometry,
+        layer_names: Sequence[str],
+        num_blocks: int,
+        *,
+        device: str | torch.device = "cpu",
+        max_sequences: int = 256,
+        key_dtype: torch.dtype = torch.float32,
+        spare_blocks: int = 0,
+        per_head: bool = False,
+        reduce: Reduce | None = None,
+    ) -> None:
+        """Get ready for keys of this shape, in these layers (in the order of the model) and so many physical blocks.
+
+        ``max_sequences`` bounds how many run at once; ``spare_blocks`` are rows for the representations of offloaded
+        blocks; ``per_head``: the attention that reads the selection can read another one for each KV head; ``reduce``
+        is needed for ``shared_selection`` where there are several tensor ranks. Raises :class:`~ucm.errors.ConfigError`
+        where the settings do not fit.
+        """
+        self._layers = {name: layer_index(name, place) for place, name in enumerate(layer_names)}
+        count = max(self._layers.values(), default=-1) + 1
+        method = method_of(self.settings, geometry, self.model, count)
+        policy = method.policy
+        if policy.heads == "kv" and not per_head:
+            raise ConfigError("heads: kv needs attention that reads a block table for each head; write heads: shared")
+        if policy.heads == "kv" and policy.shared_ranks:
+            raise ConfigError("heads: kv and shared_selection exclude each other: ranks have different heads")
+        selecting = [layer for layer in policy.selecting_layers(count) if layer in set(self._layers.values())]
+        self._method, self.policy, self.selector, self._reduce = method, policy, method.selector, reduce
+        self.store = RepStore(
+            method.selector,
+            selecting,
+            num_blocks,
+            device=device,
+            spare=spare_blocks,
+            open_blocks=2 * max_sequences,
+            key_dtype=key_dtype,
+        )
+        self.retriever: Retriever = make_retriever(
+            policy,
+            self._find,
+            self.stats,
+            threads=self.settings.retrieval_threads,
+            bound_s=self.settings.retrieval_ms / 1000,
+        )
+        recall = self.settings.measure_recall
+        self._probe = RecallProbe(geometry, selecting, num_blocks, device, key_dtype) if recall else None
+        self._queries: dict[str, dict[int, Tensor]] = {}
+        self._rep_rows: dict[str, Tensor] = {}
+        self._chosen: dict[int, Selection | None] = {}
+        self._steps: dict[tuple[int, ...], Step] = {}
+        self._plan: tuple[Any, WritePlan] | None = None
+
+    def writes(self, layer_name: str) -> bool:
+        """Whether :meth:`write_keys` is wanted for a layer."""
+        return self._layers.get(layer_name) in self.store.layers
+
+    def selects(self, layer_name: str) -> bool:
+        """Whether rows of a layer may keep fewer blocks than all: it chooses, or takes the choice of another one."""
+        layer = self._layers.get(layer_name)
+        return layer is not None and layer not in self.policy.dense_layers
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def bind_sparse_metadata(self, metadata: UcmSparseMetadata | None) -> None:
+        """A step begins, with these rows; None, or a batch without rows, is a step in which nothing is chosen."""
+        super().bind_sparse_metadata(metadata)
+        self._forget_step()
+        if isinstance(metadata, SparseBatch):
+            for request_id in metadata.finished:
+                self.request_finished_in_worker(request_id)
+            for row in metadata.rows:
+                if not row.decodes:
+                    self.retriever.forget(row.request_id)
+            self.retriever.begin_step()
+
+    def clear_sparse_metadata(self) -> None:
+        """The step is over."""
+        super().clear_sparse_metadata()
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._chosen, self._steps, self._plan = {}, {}, None
+
+    def write_keys(self, layer_name: str, key: Tensor, slot_mapping: Any) -> None:
+        """Keys ``[t, h, d]`` of a layer are written to the slots ``slot_mapping [t]`` of the cache (negative:
+        padding)."""
+        if not self.writes(layer_name):
+            return
+        if self._plan is None or self._plan[0] is not slot_mapping:
+            host = slot_mapping.cpu() if isinstance(slot_mapping, Tensor) else slot_mapping
+            self._plan = (slot_mapping, self.store.plan_write(host))
+        layer = self._layers[layer_name]
+        self.store.write(layer, key, self._plan[1])
+        if self._probe is not None:
+            self._probe.write(layer, key, self._plan[1])
+
+    def attention_begin(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        layer_name: str,
+        forward_context: Any,
+        output: Any = None,
+        phase: str | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any, Any, Any]:
+        """Replace block table and lengths in the layer's copy of the metadata by those of the kept blocks.
+
+        With latent attention the query is ``decode_ql_nope`` and ``decode_q_pe`` of ``kwargs``, and the metadata that
+        of ``metadata.decode``.
+        """
+        del phase
+        metadata = forward_context.attn_metadata
+        metadata = metadata[layer_name] if isinstance(metadata, Mapping) else metadata
+        latent = kwargs.get("decode_ql_nope")
+        asked = query if latent is None else torch.cat([latent, kwargs["decode_q_pe"]], dim=-1)
+        place = metadata if latent is None else metadata.decode
+        selection = self.select_rows(layer_name, asked, place.block_table)
+        if selection is not None:
+            place.block_table, place.seq_lens = compact_rows(
+                selection, place.block_table, place.seq_lens, self.selector.geometry.block_size
+            )
+        return query, key, value, output
+
+    def select_rows(self, layer_name: str, query: Tensor, block_table: Tensor) -> Selection | None:
+        """The blocks that each row of the step keeps in a layer; None: every row keeps all.
+
+        ``query [tokens, heads, d]`` are the queries of the step's rows one after the other, ``block_table [rows, N]``
+        their physical blocks. With latent attention both hold the decode rows alone.
+        """
+        batch = self._sparse_metadata
+        layer = self._layers.get(layer_name)
+        if not isinstance(batch, SparseBatch) or not batch.rows or layer is None or layer in self.policy.dense_layers:
+            return None
+        source = self.policy.reuse_from.get(layer)
+        if source is not None:
+            return self._chosen.get(source)
+        step = self._step(block_table)
+        if step.ends[-1] > query.shape[0]:
+            raise InvalidInputError(
+                "fewer queries than the rows of the step have tokens",
+                context={"queries": query.shape[0], "tokens": step.ends[-1], "layer": layer_name},
+            )
+        self._chosen[layer] = self._select(layer, step, query, block_table)
+        return self._chosen[layer]
+
+    def request_finished_in_worker(self, request_id: str) -> None:
+        """Forget a request."""
+        self.retriever.forget(request_id)
+        self._queries.pop(request_id, None)
+        rows = self._rep_rows.pop(request_id, None)
+        if rows is not None:
+            self.store.release([int(row) for row in rows if row >= self.store.num_blocks])
+
+    def set_rep_rows(self, request_id: str, rows: Sequence[int]) -> None:
+        """The rows of :attr:`store` that hold a request's representations, by logical block, from now on: of a request
+        some of whose blocks are not on the device (:meth:`~ucm.sparse.rep_store.RepStore.adopt`). Blocks beyond them
+        are found by the block table."""
+        self._rep_rows[request_id] = torch.tensor(list(rows), dtype=torch.int64)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        if self._method is not None:
+            self.retriever.close()
+
+    # Choosing --------------------------------------------------------------------------------------------------------
+
+    def _step(self, block_table: Tensor) -> Step:
+        """What holds for every layer of the step that reads this table."""
+        assert isinstance(self._sparse_metadata, SparseBatch)
+        key = (block_table.data_ptr(), *block_table.shape)
+        if key not in self._steps:
+            self._steps[key] = Step(
+                self._sparse_metadata,
+                block_table,
+                self.policy,
+                self.store,
+                self._rep_rows,
+                self.break_even_tokens if self.settings.min_tokens is None else 0,
+            )
+            self.stats.add(rows_unready=self._steps[key].unready)
+        return self._steps[key]
+
+    def _select(self, layer: int, step: Step, query: Tensor, block_table: Tensor) -> Selection | None:
+        if self.selector.queries > 1:
+            self._keep_queries(layer, step, query)
+        if not step.sparse:
+            return None
+        choices = self.retriever.step(layer, self._rows(layer, step, query))
+        heads = self.selector.geometry.kv_heads if self.policy.heads == "kv" else 1
+        kept = [[ids] * heads for ids in step.whole]
+        for i, choice in zip(step.sparse, choices, strict=True):
+            if choice is not None:
+                kept[i] = [with_windows(self.policy, ids, choice.blocks, step.blocks[i]) for ids in choice.middle]
+            self.stats.add(
+                blocks_kept=sum(map(len, kept[i])) / heads, blocks_seen=step.blocks[i], rows_sparse=choice is not None
+            )
+            if self._probe is not None:
+                asked = query[step.ends[i] - 1]
+                seen = self._probe.mass(layer, asked, block_table[i, : step.blocks[i]], step.rows[i].tokens)
+                held = [seen[h if heads > 1 else slice(None)][..., ids].sum() for h, ids in enumerate(kept[i])]
+                self.stats.add(mass_seen=float(seen.sum()), mass_kept=float(sum(held)))
+        selection = Selection.of(kept, step.blocks)
+        return None if selection.dense else selection
+
+    def _rows(self, layer: int, step: Step, query: Tensor) -> Rows:
+        """The rows that choose, with their latest queries."""
+        rows, wanted = [step.rows[i] for i in step.sparse], self.selector.queries
+        if wanted == 1:
+            asked, counts = query.index_select(0, step.last.to(query.device))[:, None], [1] * len(rows)
+        else:
+            kept = [self._queries[row.request_id][layer] for row in rows]
+            asked = torch.stack([torch.nn.functional.pad(q, (0, 0, 0, 0, wanted - len(q), 0)) for q in kept])
+            counts = [len(q) for q in kept]
+        names, steps = [row.request_id for row in rows], [row.step for row in rows]
+        blocks = [step.blocks[i] for i in step.sparse]
+        return Rows(names, steps, blocks, asked, counts, step.table, [n - self.policy.windows for n in blocks])
+
+    def _keep_queries(self, layer: int, step: Step, query: Tensor) -> None:
+        """Keep the latest queries of each row, for an algorithm that scores with several."""
+        wanted = self.selector.queries
+        for row, end in zip(step.rows, step.ends, strict=True):
+            kept = self._queries.setdefault(row.request_id, {})
+            new = query[end - min(row.queries, wanted) : end]
+            kept[layer] = torch.cat([kept.get(layer, new[:0]), new])[-wanted:]
+
+    def _find(self, layer: int, rows: Rows) -> list[Middle]:
+        """Choices of some rows: each is a function of that row alone."""
+        fused = self.selector.fused_scores(layer, rows.query, self.store, rows.table, torch.tensor(rows.candidates))
+        scores = []
+        for i, n in enumerate(rows.candidates):
+            if fused is not None:
+                scores.append(self._combined(fused[i, :, :n]))
+                continue
+            reps = self.store.get(layer, rows.table[i, :n])
+            asked = rows.query[i, rows.query.shape[1] - rows.queries[i] :]
+            scores.append(self._combined(self.selector.score(layer, asked, reps)))
+        if self.policy.shared_ranks and self._reduce is not None:
+            scores = list(self._reduce(torch.cat(scores, dim=1), self.selector.combine).split(rows.candidates, dim=1))
+        return [
+            choose(self.policy, row, n, self._weights(row) if self.policy.mass is not None else None)
+            for row, n in zip(scores, rows.blocks, strict=True)
+        ]
+
+    def _combined(self, scores: Tensor) -> Tensor:
+        """One score for all heads ``[1, n]``, unless each has its own; integers where ranks add them up."""
+        if self.policy.shared_ranks and not self.selector.exact:
+            scores = torch.nan_to_num(scores.double() * FIXED_POINT, nan=-(2.0**52)).clamp(-(2.0**52), 2.0**52)
+            scores = scores.round().long()
+        if self.policy.heads == "kv":
+            return scores
+        if self.selector.combine == "max":
+            return scores.amax(dim=0, keepdim=True)
+        wide = scores.double() if scores.is_floating_point() else scores.long()
+        summed = wide.sum(dim=0, keepdim=True)
+        return summed.float() if summed.is_floating_point() else summed
+
+    def _weights(self, scores: Tensor) -> Tensor:
+        """Estimated attention mass of the candidates; that of the windows is not estimated."""
+        scale = FIXED_POINT if self.policy.shared_ranks and not self.selector.exact else 1
+        return self.selector.weights(scores / scale)
+
+
+def compact_rows(selection: Selection, block_table: Tensor, seq_lens: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """:func:`~ucm.sparse.selection.compact` in a table as wide as the one that came in, for metadata that other rows,
+    and kernels that know its width, read as well."""
+    table, lens = compact(selection, block_table, seq_lens, block_size)
+    if table.dim() != 2:
+        return table, lens
+    wide = block_table.clone()
+    wide[: table.shape[0], : table.shape[1]] = table
+    return wide, lens
+
+
+def layer_index(name: str, place: int) -> int:
+    """The number of a layer by its name (``model.layers.12.self_attn.attn``), else its place."""
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return int(found[1]) if found else place

@@ -1,0 +1,50 @@
+"""Quest: a block is the least and the greatest value of each channel, which bound every dot product with its keys.
+
+``s_{b,H} = sum_c max(q_{H,c} * lo_{b,c}, q_{H,c} * hi_{b,c}) >= q_H · K[t]`` for every token of the block; the query
+heads of a KV head are added up. Bounds are rounded outwards, so they hold in bf16 too.
+
+Source: Quest (Tang et al., ICML 2024).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ucm.sparse.selector import BlockSelector
+
+
+class Quest(BlockSelector):
+    """Bounds by channel."""
+
+    name = "quest"
+
+    def rep_shape(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """``[2, h, d]``: least and greatest."""
+        return (2, self.geometry.kv_heads, self.geometry.head_dim), torch.bfloat16
+
+    def encode(self, layer: int, keys: Tensor) -> Tensor:
+        """Bounds over the tokens of each block."""
+        del layer
+        wide = keys.float()
+        return torch.stack([_outwards(wide.amin(dim=1), -torch.inf), _outwards(wide.amax(dim=1), torch.inf)], dim=1)
+
+    def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
+        """The bound of each block, added up over the query heads of a KV head."""
+        del layer
+        r = reps.float()  # [n, 2, h, d]
+        found = torch.zeros(r.shape[2], r.shape[0], device=r.device)
+        for q in self.grouped(query[-1:])[0].unbind(dim=1):  # [h, d], one query head of each group at a time
+            found += torch.maximum(q * r[:, 0], q * r[:, 1]).sum(dim=-1).T
+        return found
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """Softmax of the bounds at attention's scale."""
+        return super().weights(scores * self.geometry.softmax_scale)
+
+
+def _outwards(values: Tensor, towards: float) -> Tensor:
+    """In bf16, no nearer to zero's other side than the value: at most one step of bf16 further out."""
+    narrow = values.to(torch.bfloat16)
+    inside = narrow.float() > values if towards < 0 else narrow.float() < values
+    return torch.where(inside, torch.nextafter(narrow, torch.full_like(narrow, towards)), narrow)
