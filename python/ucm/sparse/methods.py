@@ -4,46 +4,46 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ucm.sparse.method import BlockSparse
+from ucm.sparse.positional import PositionalMethod
 
 
-class Auto(BlockSparse):
+class Auto(PositionalMethod):
     """The algorithm that is known to be best: see :func:`ucm.sparse.config.resolve_auto`."""
 
     algorithm: ClassVar[str] = "Auto"
 
 
-class Quest(BlockSparse):
+class Quest(PositionalMethod):
     """Bounds of keys, by channel."""
 
     algorithm: ClassVar[str] = "Quest"
 
 
-class InfLLM(BlockSparse):
+class InfLLM(PositionalMethod):
     """A few representative keys of each block."""
 
     algorithm: ClassVar[str] = "InfLLM"
 
 
-class Periodic(BlockSparse):
+class Periodic(PositionalMethod):
     """Blocks at equal distances."""
 
     algorithm: ClassVar[str] = "Periodic"
 
 
-class Random(BlockSparse):
+class Random(PositionalMethod):
     """Control: blocks by lot."""
 
     algorithm: ClassVar[str] = "Random"
 
 
-class Windows(BlockSparse):
+class Windows(PositionalMethod):
     """Control: the windows alone."""
 
     algorithm: ClassVar[str] = "Windows"
 
 
-class Oracle(BlockSparse):
+class Oracle(PositionalMethod):
     """Control: the true attention mass of each block."""
 
     algorithm: ClassVar[str] = "Oracle"
