@@ -325,7 +325,7 @@ def test_a_backend_that_packs_like_its_base_counts_as_that(engines: Any, tiny: P
 
 
 def test_a_spec_with_the_pages_of_its_base_counts_as_that(engines: Any, tiny: Path) -> None:
-    """One kind of group, the same fields, and a whole prefix as before; a spec that claims nothing is served no more."""
+    """One kind of group, the same fields, a whole prefix as before; a spec that claims nothing is not served."""
     from dataclasses import dataclass, fields
     from typing import ClassVar
 

@@ -121,6 +121,16 @@ class Policy:
         """Most blocks that a request of this length keeps, windows included."""
         return blocks if self.is_dense(blocks, tokens) else self.windows + self.budget(blocks)
 
+    def dense_until(self, block_size: int, most: int, min_tokens: int = 0) -> int:
+        """Length in tokens up to which a request keeps every block; at most ``most``. Requests with fewer than
+        ``min_tokens`` are dense besides."""
+        for blocks in range(self.windows + 1, -(-most // block_size) + 1):
+            shortest = max((blocks - 1) * block_size + 1, self.min_tokens, min_tokens)
+            chooses = blocks >= self.min_blocks and self.least(blocks) < blocks - self.windows
+            if chooses and shortest <= blocks * block_size:
+                return min(shortest - 1, most)
+        return most
+
     def selecting_layers(self, layers: int) -> list[int]:
         """Of ``layers`` layers those that choose, and so need representations."""
         return [layer for layer in range(layers) if layer not in self.dense_layers and layer not in self.reuse_from]

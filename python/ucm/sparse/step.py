@@ -27,8 +27,8 @@ class Step:
         """``block_table [rows, N]`` has the physical blocks of the rows; ``rep_rows`` the rows of ``store`` of requests
         whose representations are not where their blocks are; requests below ``break_even_tokens`` are dense."""
         geometry = store.selector.geometry
-        # With latent attention the table is that of the decode rows alone.
-        self.rows: list[SparseRow] = [row for row in batch.rows if row.decodes or not geometry.rope_dim]
+        # With latent attention the table is that of the rows of one token alone, which come first.
+        self.rows: list[SparseRow] = list(batch.rows[: block_table.shape[0]])
         #: How many blocks each row has, and all of them.
         self.blocks = [-(-row.tokens // geometry.block_size) for row in self.rows]
         self.whole = [torch.arange(blocks) for blocks in self.blocks]
