@@ -290,9 +290,16 @@ class BlockSparse(UcmSparseBase):
                 self.store,
                 self._rep_rows,
                 self._break_even,
+                self._agree if self.policy.shared_ranks and self._reduce is not None else None,
             )
             self.stats.add(rows_unready=self._steps[key].unready)
         return self._steps[key]
+
+    def _agree(self, ready: list[bool]) -> list[bool]:
+        """Which rows have their representations on every rank: ranks that add up scores choose for the same rows."""
+        assert self._reduce is not None
+        missing = self._reduce(torch.tensor([not each for each in ready], dtype=torch.int64), "max")
+        return [not each for each in missing.tolist()]
 
     def _select(self, layer: int, step: Step, query: Tensor, block_table: Tensor) -> Selection | None:
         if self.selector.queries > 1:

@@ -72,6 +72,11 @@ class Policy:
             raise ConfigError(f"k_max ({self.k_max}) lies below k_min ({max(self.k_min, 1)})")
         if any(layer < 0 for layer in self.dense_layers):
             raise ConfigError(f"dense_layers are counted from 0, got {sorted(self.dense_layers)}")
+        if self.shared_ranks and self.lag:
+            raise ConfigError(
+                f"shared_selection needs lag 0, got {self.lag}: ranks add up their scores within the step, one layer "
+                "after the other"
+            )
         for layer, source in self.reuse_from.items():
             if not 0 <= source < layer:
                 raise ConfigError(

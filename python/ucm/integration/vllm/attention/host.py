@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ucm.integration.vllm.attention.rewriting import Rewriter, copy_of
+from ucm.integration.vllm.attention.per_head import HeadRows, metadata_of
+from ucm.integration.vllm.attention.rewriting import Rewriter, copy_of, cpu_plan
 from ucm.integration.vllm.attention.rows import SparsePlan, in_order
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.sparse.base import UcmSparseBase
@@ -70,7 +71,7 @@ class SparseHost:
     def __init__(self, method: UcmSparseBase, layers: Mapping[str, Any]) -> None:
         """``layers``: vLLM's attention layers whose KV is in the one group that is served, by name."""
         self.method = method
-        self._layers = dict(layers)
+        self.layers = self._layers = dict(layers)
         self._names = {id(layer.impl): name for name, layer in self._layers.items()}
         self._rewriter = Rewriter()
         self._context: Any = None
@@ -211,6 +212,11 @@ class SparseHost:
         except Exception as error:
             throttle.warning("metadata", "changed metadata could not be used, a layer is dense: %r", error)
         return run(metadata)
+
+    def metadata_of_heads(self, impl: Any, call: LayerCall, rows: HeadRows) -> Any:
+        """The metadata of rows that are split by KV head."""
+        group = impl.num_heads // rows.heads
+        return metadata_of(call.made, rows, lambda made: cpu_plan(impl, call.layer, made, made.seq_lens, group, 1))
 
     def attention_finished(self, call: LayerCall, query: Any, key: Any, value: Any, output: Any) -> None:
         """The hook after attention."""

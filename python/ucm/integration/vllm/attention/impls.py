@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ucm.integration.vllm.attention.host import LayerCall, active_host
+from ucm.integration.vllm.attention.per_head import HeadRows
 
 
 def derive_impl(base: type, *, latent: bool) -> type:
@@ -57,7 +59,14 @@ class _Grouped:
         if host.rewrites_kv and k is not None and v is not None:
             slots = attn_metadata.slot_mapping[: k.shape[0]]
             super().do_kv_cache_update(layer, k[: len(slots)], v[: len(slots)], kv_cache, slots)  # type: ignore[misc]
-        host.compute(self, call, lambda metadata: compute(layer, q, k, v, kv_cache, metadata, out, *args, **kwargs))
+        if call.made.block_table.dim() == 3:
+            rows = HeadRows.of(attn_metadata.query_start_loc, *call.made.block_table.shape[:2])
+            metadata = host.metadata_of_heads(self, call, rows)
+            parts, pages = torch.empty_like(rows.split(q)), kv_cache.flatten(0, 1)[:, None]
+            compute(layer, rows.split(q), k, v, pages, metadata, parts, *args, **kwargs)
+            rows.join(parts, out)
+        else:
+            host.compute(self, call, lambda metadata: compute(layer, q, k, v, kv_cache, metadata, out, *args, **kwargs))
         host.attention_finished(call, q, k, v, out)
         if out is not output:
             output.copy_(out)

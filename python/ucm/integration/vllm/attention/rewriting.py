@@ -85,7 +85,7 @@ class Rewriter:
             part.scheduler_metadata = self._planned(
                 ("cpu", impl.num_heads, impl.num_kv_heads, impl.head_size, impl.sliding_window),
                 part.seq_lens,
-                lambda lens: _cpu_plan(impl, layer, part, lens),
+                lambda lens: cpu_plan(impl, layer, part, lens, impl.num_heads, impl.num_kv_heads),
             )
         elif name == "flashmla":
             heads = impl.num_heads * max(1, made.num_decode_tokens // max(1, made.num_decodes))
@@ -128,14 +128,15 @@ def _drop_notes(part: Any) -> None:
         delattr(part, name)
 
 
-def _cpu_plan(impl: Any, layer: Any, part: Any, lens: Tensor) -> Any:
+def cpu_plan(impl: Any, layer: Any, part: Any, lens: Tensor, heads: int, kv_heads: int) -> Any:
+    """What vLLM's CPU kernel computes ahead from the lengths of its rows."""
     from vllm import _custom_ops as ops
     from vllm import envs
 
     return ops.cpu_attn_get_scheduler_metadata(
         num_reqs=lens.shape[0],
-        num_heads=impl.num_heads,
-        num_kv_heads=impl.num_kv_heads,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
         head_dim=impl.head_size,
         seq_lens=lens,
         dtype=layer.dtype,

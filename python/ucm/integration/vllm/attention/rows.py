@@ -23,6 +23,8 @@ class SparsePlan:
     block_tokens: int
     #: Requests with fewer tokens are dense.
     break_even: int
+    #: The workers are to measure it: see :mod:`.break_even`.
+    measure: bool = False
     #: The requests of the step, in any order, and the device block of the last token of each.
     rows: list[SparseRow] = field(default_factory=list)
     last_blocks: list[int] = field(default_factory=list)

@@ -35,7 +35,7 @@ class _Beside:
         """The KV of the longest request and what lies beside it, of one layer."""
         pages: int = super().max_memory_usage_bytes(vllm_config)  # type: ignore[misc]
         blocks = -(-vllm_config.model_config.max_model_len // self.block_size)
-        return pages + blocks * self.beside_bytes
+        return pages + int(blocks) * self.beside_bytes
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
@@ -47,7 +47,7 @@ class _Beside:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseFullAttentionSpec(_Beside, FullAttentionSpec):  # type: ignore[misc]
+class SparseFullAttentionSpec(_Beside, FullAttentionSpec):
     """Full attention, some of whose rows select."""
 
     ucm_packs_like: ClassVar[type] = FullAttentionSpec
@@ -56,7 +56,7 @@ class SparseFullAttentionSpec(_Beside, FullAttentionSpec):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseMLAAttentionSpec(_Beside, MLAAttentionSpec):  # type: ignore[misc]
+class SparseMLAAttentionSpec(_Beside, MLAAttentionSpec):
     """Latent attention, some of whose rows select."""
 
     ucm_packs_like: ClassVar[type] = MLAAttentionSpec
@@ -80,7 +80,7 @@ def customize_spec(spec: KVCacheSpec, vllm_config: VllmConfig) -> KVCacheSpec:
     return made
 
 
-class SparseManager(FullAttentionManager):  # type: ignore[misc]
+class SparseManager(FullAttentionManager):
     """vLLM's manager of full attention, which puts only blocks with exact KV into the prefix cache."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -26,9 +26,10 @@ from ucm.errors import ConfigError
 from ucm.integration.vllm.attention.configured import refuse_unsupported
 from ucm.integration.vllm.connector.factory import make_scheduler, make_worker, why_off
 from ucm.integration.vllm.connector.guard import harmless, logger
-from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata
+from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata, UCMConnectorWorkerMetadata
 from ucm.integration.vllm.connector.metrics import UcmPromMetrics, UcmStats
 from ucm.integration.vllm.connector.miss_stats import MissStats
+from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN
 from ucm.integration.vllm.connector.scheduler.scheduler import NOTHING, UCMConnectorScheduler
 from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker
 from ucm.logger import init_logger
@@ -184,11 +185,15 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         plan = NOTHING if self._scheduler is None else self._scheduler.build_connector_meta(scheduler_output)
         if self._sparse_scheduler is None:
             return plan
-        return replace(plan, sparse=self._sparse_scheduler.plan(scheduler_output))
+        settled = self._scheduler is None or self._scheduler.readiness.phase in (OPEN, OFF)
+        return replace(plan, sparse=self._sparse_scheduler.plan(scheduler_output, settled))
 
     @harmless(None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers did."""
+        news = connector_output.kv_connector_worker_meta
+        if self._sparse_scheduler is not None and isinstance(news, UCMConnectorWorkerMetadata):
+            self._sparse_scheduler.measured(news.break_even)
         if self._scheduler is not None:
             self._scheduler.update_connector_output(connector_output)
 
@@ -211,6 +216,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless(False)
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine should go on stepping."""
+        if self._sparse_scheduler is not None and self._sparse_scheduler.measuring:
+            return True
         return self._scheduler is not None and self._scheduler.has_pending_push_work
 
     @harmless(None)
@@ -273,7 +280,12 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless(None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """News for the scheduler half."""
-        return None if self._worker is None else self._worker.build_connector_worker_meta()
+        news = None if self._worker is None else self._worker.build_connector_worker_meta()
+        measured = None if self._sparse_worker is None else self._sparse_worker.take_measured()
+        if measured is not None:
+            news = news or UCMConnectorWorkerMetadata()
+            news.break_even = [measured]
+        return news
 
     # Both ---------------------------------------------------------------------------------------------------
 

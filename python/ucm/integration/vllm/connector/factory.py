@@ -165,7 +165,7 @@ def make_scheduler(
     items = Items(lambda job: background.submit(job, IDLE))
     extra = ExtraKeys.for_engine(vllm_config, tokens, adapters, items)
     admission = _admission(config, vllm_config)
-    rates = RateMemory(root, admission, background)
+    rates = RateMemory(root, admission, background, beside=None if sparse is None else sparse.break_even)
     parallel = vllm_config.parallel_config
     world = parallel.world_size
     platform = _served_platform(config)

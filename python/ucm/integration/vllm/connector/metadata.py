@@ -177,9 +177,11 @@ class UCMConnectorWorkerMetadata(KVConnectorWorkerMetadata):
 
     version: int = VERSION
     ranks: list[RankReport] = field(default_factory=list)
+    break_even: list[int] = field(default_factory=list)  # tokens from which on sparse attention pays, of each rank
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> UCMConnectorWorkerMetadata:
         """Both sets of reports; vLLM merges the workers' answers with this."""
         if not isinstance(other, UCMConnectorWorkerMetadata):
             return self
-        return UCMConnectorWorkerMetadata(self.version, self.ranks + other.ranks)
+        measured = self.break_even + other.break_even
+        return UCMConnectorWorkerMetadata(self.version, self.ranks + other.ranks, measured)

@@ -3,6 +3,7 @@ loaded, and passes the step's plan on."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 
 from ucm.config import UcmConfig
 from ucm.errors import ConfigError, UnsupportedError
+from ucm.integration.vllm.attention.break_even import NEVER, length_text, measure
 from ucm.integration.vllm.attention.eager_hooks import EagerHooks
 from ucm.integration.vllm.attention.host import SparseHost, served_layers, set_active_host
 from ucm.integration.vllm.attention.making import make_method, set_up
@@ -42,6 +44,8 @@ class SparseWorker:
         self.host: SparseHost | None = None
         self.representations: Representations | None = None
         self._eager: EagerHooks | None = None
+        self._measured: int | None = None
+        self._num_blocks = 0
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Where the KV lies: get ready. Raises :class:`~ucm.errors.ConfigError` where this engine cannot be served."""
@@ -55,6 +59,7 @@ class SparseWorker:
         backend = _backend_of(layers)
         spec = layer_specs(group.kv_cache_spec)[0]
         cache = caches[next(iter(layers))]
+        self._num_blocks = int(cache.shape[0])
         _check_kernel_blocks(next(iter(layers.values())), spec)
         if isinstance(self.method, BlockSparse):
             set_up(
@@ -62,9 +67,9 @@ class SparseWorker:
                 layers,
                 spec,
                 self._vllm_config,
-                int(cache.shape[0]),
+                self._num_blocks,
                 device=cache.device,
-                per_head=backend in _PER_HEAD,
+                per_head=backend in _PER_HEAD and all(layer.impl.sinks is None for layer in layers.values()),
                 reduce=_reduce_over_ranks(),
             )
             self._prepare_representations(self.method, layers, backend, caches, int(spec.block_size))
@@ -108,8 +113,29 @@ class SparseWorker:
 
     def begin_step(self, plan: SparsePlan, context: Any) -> None:
         """Before the model runs."""
-        if self.host is not None:
-            self.host.begin_step(plan, context)
+        if self.host is None:
+            return
+        if plan.measure:
+            self._measured = self._measure(self.host)
+        self.host.begin_step(plan, context)
+
+    def _measure(self, host: SparseHost) -> int:
+        """From which length on choosing pays; where that cannot be measured, nothing is chosen."""
+        spec = layer_specs(self._kv_cache_config.kv_cache_groups[0].kv_cache_spec)[0]
+        began = time.perf_counter()
+        try:
+            found = measure(host, host.layers, spec, self._vllm_config, self._num_blocks)
+        except Exception as error:
+            logger.warning("sparse attention: what it gains could not be measured, so requests stay dense: %r", error)
+            return NEVER
+        took = time.perf_counter() - began
+        logger.info("sparse attention pays from %s tokens on (measured in %.1f s)", length_text(found), took)
+        return found
+
+    def take_measured(self) -> int | None:
+        """What was measured since the last call."""
+        measured, self._measured = self._measured, None
+        return measured
 
     def end_step(self) -> None:
         """After it."""
