@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from ucm.config.built import problems_of
 from ucm.config.effective import show
-from ucm.config.layer import Entry, Layer
+from ucm.config.layer import Entry, Layer, algorithm_name
 from ucm.config.model import StoreSettings, UcmConfig
 from ucm.config.sizes import Capacity
 from ucm.config.sparse_keys import NEEDS, WHY, read_algorithm
@@ -71,6 +72,8 @@ def _resolve_sparse(values: Values, warnings: list[str], ignored: Layer) -> None
                 "it stands first; write `sparse_type` to choose"
             )
     kind = values.get("sparse.type")
+    if kind is not None and "sparse.module_path" not in values:  # else it is the class of a user's method
+        kind = values["sparse.type"] = replace(kind, value=algorithm_name(kind.value, kind.written))
     if kind is not None and "sparse.enabled" not in values:
         values["sparse.enabled"] = Entry(True, kind.origin, kind.written)
     if keys is not None and kind is not None:

@@ -37,6 +37,7 @@ DEFAULT_TEXT: dict[str, str] = {
     "block_size": "vLLM's",
     "platform": "the one vLLM runs on",
     "ucm_connector_module_path": "none",
+    "sparse.module_path": "none",
     "store_pipeline": "none",
     "metrics.port": "none",
     "metrics.config_path": "none",

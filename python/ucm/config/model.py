@@ -122,12 +122,14 @@ class SparseConfig(Section):
 
     enabled: Flag = False
     type: str | None = None
+    module_path: str | None = None
     config: AlgorithmSections = AlgorithmSections()
 
     @property
     def settings(self) -> Section | None:
-        """The keys of the algorithm that is wanted, its defaults where none are written; None where none is."""
-        if not self.enabled or self.type is None:
+        """The keys of the algorithm that is wanted, its defaults where none are written; None where none is, and for a
+        method of a user's own."""
+        if not self.enabled or self.type is None or self.module_path is not None:
             return None
         written: Section | None = getattr(self.config, self.type)
         return ALGORITHMS[self.type]() if written is None else written

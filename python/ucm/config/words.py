@@ -18,6 +18,7 @@ ALIASES: dict[str, str] = {
     "load_tokens_threshold": "min_hit_tokens",
     "sparse_type": "sparse.type",
     "ucm_sparse_method": "sparse.type",
+    "ucm_sparse_module_path": "sparse.module_path",
     "metrics_config_path": "metrics.config_path",
     "log_level": "log.level",
     "log_file": "log.file",

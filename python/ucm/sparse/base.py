@@ -21,6 +21,12 @@ from typing import Any
 #: Answer of :meth:`UcmSparseBase.estimate_num_slots_sparsed`: this request is allocated as without sparse attention.
 INVALID_SLOT = -1
 
+#: Hooks by which a method may change what is computed.
+CHANGING_HOOKS: tuple[str, ...] = ("attention_begin", "layer_begin", "layer_finished", "ffn_begin", "ffn_finished")
+
+#: More tokens than a request can have.
+ALL_TOKENS = 1 << 62
+
 #: Hooks that an engine can call only where the model runs eagerly: no graph is captured around a layer.
 EAGER_HOOKS: tuple[str, ...] = ("layer_begin", "layer_finished", "ffn_begin", "ffn_finished")
 
@@ -69,6 +75,16 @@ class UcmSparseBase:
         method keeps the rest elsewhere; :data:`INVALID_SLOT`: all of them, as without a method."""
         del request
         return INVALID_SLOT
+
+    def exact_tokens(self, prefill_tokens: int) -> int:
+        """How many of a request's first tokens have the KV that they would have without the method, when
+        ``prefill_tokens`` are computed before its first decode step. Only their blocks are stored and shared.
+
+        Here: all tokens where no hook can change anything, else none. A method of a user's own that leaves prompts
+        alone returns ``prefill_tokens``.
+        """
+        del prefill_tokens
+        return 0 if any(self.overrides(hook) for hook in CHANGING_HOOKS) else ALL_TOKENS
 
     def update_state_after_alloc(self, request: Any, num_blocks: int) -> None:
         """``request`` was given blocks; it holds ``num_blocks`` now."""

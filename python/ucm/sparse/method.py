@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ucm.config.sparse import AlgorithmConfig
 from ucm.errors import ConfigError, InvalidInputError
-from ucm.sparse.base import INVALID_SLOT, UcmSparseBase, UcmSparseMetadata, UcmSparseRole
+from ucm.sparse.base import CHANGING_HOOKS, INVALID_SLOT, UcmSparseBase, UcmSparseMetadata, UcmSparseRole
 from ucm.sparse.batch import SparseBatch
 from ucm.sparse.config import Method, method_of, policy_of, resolve_auto, settings_of
 from ucm.sparse.factory import config_of
@@ -68,6 +68,7 @@ class BlockSparse(UcmSparseBase):
         self.break_even_tokens = 0
         self._method: Method | None = None
         self._scheduler_policy: Policy | None = None
+        self._dense_until: tuple[int, int] | None = None  # for these break-even tokens
 
     # Scheduler's side ------------------------------------------------------------------------------------------------
 
@@ -82,6 +83,24 @@ class BlockSparse(UcmSparseBase):
         blocks = -(-tokens // size)
         kept = self._scheduler_policy.kept(blocks, tokens)
         return INVALID_SLOT if kept >= blocks else (kept - 1) * size + (tokens - 1) % size + 1
+
+    def exact_tokens(self, prefill_tokens: int) -> int:
+        """Prompts are dense, and so are the tokens decoded before a request is long enough to be chosen from. None is
+        exact where a subclass has hooks of its own that may change more, unless it says otherwise here."""
+        if any(not getattr(type(self), hook).__module__.startswith("ucm.sparse.") for hook in CHANGING_HOOKS):
+            return 0
+        config = self._vllm_config
+        size, most = int(config.cache_config.block_size), int(config.model_config.max_model_len)
+        gate = self._break_even
+        if self._dense_until is None or self._dense_until[0] != gate:
+            policy = policy_of(self.settings, size, self.model)
+            self._dense_until = gate, policy.dense_until(size, most, gate)
+        return max(prefill_tokens, self._dense_until[1])
+
+    @property
+    def _break_even(self) -> int:
+        """Requests with fewer tokens are dense, by measurement."""
+        return self.break_even_tokens if self.settings.min_tokens is None else 0
 
     # Set-up in a worker ----------------------------------------------------------------------------------------------
 
@@ -138,6 +157,10 @@ class BlockSparse(UcmSparseBase):
         self._chosen: dict[int, Selection | None] = {}
         self._steps: dict[tuple[int, ...], Step] = {}
         self._plan: tuple[Any, WritePlan] | None = None
+
+    def layer_number(self, layer_name: str) -> int:
+        """The number of a layer of :meth:`setup`, by which :attr:`store` knows it."""
+        return self._layers[layer_name]
 
     def writes(self, layer_name: str) -> bool:
         """Whether :meth:`write_keys` is wanted for a layer."""
@@ -266,10 +289,17 @@ class BlockSparse(UcmSparseBase):
                 self.policy,
                 self.store,
                 self._rep_rows,
-                self.break_even_tokens if self.settings.min_tokens is None else 0,
+                self._break_even,
+                self._agree if self.policy.shared_ranks and self._reduce is not None else None,
             )
             self.stats.add(rows_unready=self._steps[key].unready)
         return self._steps[key]
+
+    def _agree(self, ready: list[bool]) -> list[bool]:
+        """Which rows have their representations on every rank: ranks that add up scores choose for the same rows."""
+        assert self._reduce is not None
+        missing = self._reduce(torch.tensor([not each for each in ready], dtype=torch.int64), "max")
+        return [not each for each in missing.tolist()]
 
     def _select(self, layer: int, step: Step, query: Tensor, block_table: Tensor) -> Selection | None:
         if self.selector.queries > 1:

@@ -72,6 +72,11 @@ class Policy:
             raise ConfigError(f"k_max ({self.k_max}) lies below k_min ({max(self.k_min, 1)})")
         if any(layer < 0 for layer in self.dense_layers):
             raise ConfigError(f"dense_layers are counted from 0, got {sorted(self.dense_layers)}")
+        if self.shared_ranks and self.lag:
+            raise ConfigError(
+                f"shared_selection needs lag 0, got {self.lag}: ranks add up their scores within the step, one layer "
+                "after the other"
+            )
         for layer, source in self.reuse_from.items():
             if not 0 <= source < layer:
                 raise ConfigError(
@@ -120,6 +125,16 @@ class Policy:
     def kept(self, blocks: int, tokens: int) -> int:
         """Most blocks that a request of this length keeps, windows included."""
         return blocks if self.is_dense(blocks, tokens) else self.windows + self.budget(blocks)
+
+    def dense_until(self, block_size: int, most: int, min_tokens: int = 0) -> int:
+        """Length in tokens up to which a request keeps every block; at most ``most``. Requests with fewer than
+        ``min_tokens`` are dense besides."""
+        for blocks in range(self.windows + 1, -(-most // block_size) + 1):
+            shortest = max((blocks - 1) * block_size + 1, self.min_tokens, min_tokens)
+            chooses = blocks >= self.min_blocks and self.least(blocks) < blocks - self.windows
+            if chooses and shortest <= blocks * block_size:
+                return min(shortest - 1, most)
+        return most
 
     def selecting_layers(self, layers: int) -> list[int]:
         """Of ``layers`` layers those that choose, and so need representations."""

@@ -19,6 +19,11 @@ class SparseStats:
         with self._lock:
             self._sums.update(amounts)
 
+    def clear(self) -> None:
+        """Begin anew."""
+        with self._lock:
+            self._sums.clear()
+
     def snapshot(self) -> dict[str, float]:
         """All counters, and the ratios made from them:
 

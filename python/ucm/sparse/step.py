@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,12 +23,15 @@ class Step:
         store: RepStore,
         rep_rows: Mapping[str, Tensor],
         break_even_tokens: int,
+        agree: Callable[[list[bool]], list[bool]] | None = None,
     ) -> None:
         """``block_table [rows, N]`` has the physical blocks of the rows; ``rep_rows`` the rows of ``store`` of requests
-        whose representations are not where their blocks are; requests below ``break_even_tokens`` are dense."""
+        whose representations are not where their blocks are; requests below ``break_even_tokens`` are dense; ``agree``
+        is told for each long row whether its representations are there, and answers whether they are on every rank that
+        has to choose the same."""
         geometry = store.selector.geometry
-        # With latent attention the table is that of the decode rows alone.
-        self.rows: list[SparseRow] = [row for row in batch.rows if row.decodes or not geometry.rope_dim]
+        # With latent attention the table is that of the rows of one token alone, which come first.
+        self.rows: list[SparseRow] = list(batch.rows[: block_table.shape[0]])
         #: How many blocks each row has, and all of them.
         self.blocks = [-(-row.tokens // geometry.block_size) for row in self.rows]
         self.whole = [torch.arange(blocks) for blocks in self.blocks]
@@ -50,7 +53,10 @@ class Step:
             for i in long
         }
         #: Places of the rows that choose, and how many there are besides of which representations are missing.
-        self.sparse = [i for i in long if store.ready(tables[i].numpy())]
+        there = [store.ready(tables[i].numpy()) for i in long]
+        if agree is not None and long:
+            there = agree(there)
+        self.sparse = [i for i, ready in zip(long, there, strict=True) if ready]
         self.unready = len(long) - len(self.sparse)
         #: Rows of the store for the candidates of those, ``[r, most]``, and the place of the last query of each.
         self.table = _stacked([tables[i] for i in self.sparse])

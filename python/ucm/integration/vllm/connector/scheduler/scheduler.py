@@ -79,6 +79,7 @@ class UCMConnectorScheduler:
         may_load: bool = True,
         audit_one_in: int = 0,
         items_used: Callable[[Any, int], None] | None = None,
+        exact_tokens: Callable[[Request], int] | None = None,
         closers: Sequence[Callable[[], None]] = (),
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
@@ -86,7 +87,8 @@ class UCMConnectorScheduler:
         """``block_tokens``: tokens of one device block; ``lookup_allowance``: seconds from vLLM's first question;
         ``rates``: where the measured speeds are kept; ``may_load``: whether vLLM hands out only blocks that no step
         under way still writes; ``audit_one_in``: one hit in so many is computed and compared, 0 for none;
-        ``items_used``: told which requests a step begins with, and how many tokens of each were computed before."""
+        ``items_used``: told which requests a step begins with, and how many tokens of each were computed before;
+        ``exact_tokens``: how many of a request's first tokens have exact KV, all where it is None."""
         self.readiness = readiness
         self._make_keys = make_keys
         self._make_lookups = make_lookups
@@ -98,6 +100,7 @@ class UCMConnectorScheduler:
         self._rates = rates
         self._may_load = may_load
         self._items_used = items_used
+        self._exact_tokens = exact_tokens
         self._hit_policy = HitPolicy(
             admission, audit_one_in, block_tokens, lambda: readiness.block_bytes, min_hit_tokens
         )
@@ -379,9 +382,9 @@ class UCMConnectorScheduler:
             dumps += plans
 
     def _limit(self, request: Request) -> int:
-        """Tokens of which blocks may be offered; only final ones count."""
+        """Tokens of which blocks may be offered: final ones, with exact KV."""
         limit: int = request.num_tokens if self._dump_output else request.num_prompt_tokens
-        return limit
+        return limit if self._exact_tokens is None else min(limit, self._exact_tokens(request))
 
     def _offer(self, tracker: RequestTracker, computed: int, settled: int, room: int) -> list[Dump]:
         """Offer the full blocks of the first ``computed`` tokens, at most ``room``; steps that have ended computed

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ucm.errors import BusyError, TaskError, UcmError
 from ucm.integration.vllm.connector.guard import throttle
@@ -27,6 +27,9 @@ from ucm.integration.vllm.connector.miss_stats import TIMES
 from ucm.reasons import MissReason, reason_of
 from ucm.store import record_ids
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+
+if TYPE_CHECKING:
+    from ucm.integration.vllm.attention.representations import Representations
 
 #: Kinds of failure that say nothing about the record. After any other it is not trusted until it was written again.
 _TRANSIENT = frozenset({"timeout", "busy", "unhealthy", "closed", "no_space"})
@@ -116,9 +119,13 @@ class Loads:
         self._failures: list[LoadFailure] = []
         self._served: list[LoadServed] = []
         self.blocks = 0  # brought so far
+        #: Where blocks are selected from: makes what a loaded block needs for that, before its load is told to be over.
+        self.representations: Representations | None = None
 
     def start(self, load: Load, store: UcmKVStoreBaseV1 | None, mask: bytes) -> None:
         """Begin; if that is impossible the load has failed already."""
+        if self.representations is not None:
+            self.representations.begin_load(load.blocks)
         if store is None:
             return self._fail_all(load, MissReason.UNHEALTHY)
         try:
@@ -154,10 +161,17 @@ class Loads:
                 why = [reason_of(failures[row]) if row in failures else MissReason.LOAD_FAILED for row in behind]
                 self._fail(load, first, bad, why, [keys[row] for row in newer])
             else:
-                self._ended.add(load.request)
+                self._arrived(load)
                 if tiers := served_tiers(store, running.task):
                     self._served.append(LoadServed(load.request, tiers))
         self._running = still
+        if self.representations is not None:
+            self._ended.update(self.representations.work())
+
+    def _arrived(self, load: Load) -> None:
+        """All blocks of a load are there."""
+        if self.representations is None or self.representations.arrived(load.request, load.blocks):
+            self._ended.add(load.request)
 
     def _fail_all(self, load: Load, reason: MissReason) -> None:
         self._fail(load, 0, [], [reason] * len(load.blocks))

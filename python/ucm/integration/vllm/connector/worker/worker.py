@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,6 +42,9 @@ from ucm.store.factory_v1 import why_unavailable
 from ucm.store.kv_layout import KVLayout
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
+if TYPE_CHECKING:
+    from ucm.integration.vllm.connector.worker.sparse import SparseWorker
+
 #: Of the shutdown allowance, the seconds kept for closing the store.
 CLOSE_S = 0.5
 #: Below so many free slots the scheduler half is told about every change.
@@ -65,13 +68,14 @@ class UCMConnectorWorker:
         stores: Sequence[ConfiguredStore],
         memory: ModelMemory | None = None,
         only_stores: str = "",
+        sparse: SparseWorker | None = None,
         shutdown_allowance: float = 3.0,
         health: StoreHealth | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``wanted_block_size``: what the user wrote, tokens or bytes; ``identity`` gives this rank's identity without
         weights; ``memory``: the weights in memory, None where they cannot be reached; ``only_stores`` says why nothing
-        may be loaded, if so; ``shutdown_allowance`` is in seconds."""
+        may be loaded, if so; ``sparse``: sparse attention on this rank; ``shutdown_allowance`` is in seconds."""
         self.rank = rank
         self._memory = memory
         self._weights: WeightsReport | None = None  # to be told
@@ -102,6 +106,7 @@ class UCMConnectorWorker:
         self._prefetch_room = 0
         self._plan: UCMConnectorMetadata | None = None
         self._closed = False
+        self._sparse = sparse
         self.loads = Loads(clock)
         self.dumps = Dumps(clock)
         self.health = health or StoreHealth()
@@ -240,6 +245,8 @@ class UCMConnectorWorker:
         """Begin this step's loads."""
         if self._plan is not None and self._plan.loads:
             loads, self._plan.loads = self._plan.loads, []
+            if self._sparse is not None:
+                self.loads.representations = self._sparse.representations
             for load in loads:
                 self.loads.start(load, self._store, self._mask)
 
@@ -343,7 +350,8 @@ class UCMConnectorWorker:
     def stats(self) -> dict[str, Any]:
         """Counters of this rank's store."""
         store = {} if self._store is None else self._store.stats()
-        return store | {"rank": self.rank}
+        sparse = {} if self._sparse is None else {"sparse": self._sparse.stats()}
+        return store | {"rank": self.rank} | sparse
 
     def _slots(self) -> tuple[bool, int | None]:
         store, told = self._store, self._told_slots
