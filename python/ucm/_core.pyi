@@ -21,10 +21,17 @@ __all__ = [
     "__commit_id__",
     "__version__",
     "crc32c",
+    "dot_scores",
     "end_callbacks",
+    "hamming_scores",
+    "hash_encode",
+    "hash_encode_query",
     "part_mask",
     "record_ids",
+    "retrieval_isas",
+    "retrieval_openmp",
     "run_threads_on",
+    "select_blocks",
     "tier_kinds",
 ]
 
@@ -316,3 +323,55 @@ class TransStream:
 
 def end_callbacks() -> None:
     """From now on no stream calls into Python; returns when the callbacks that run have ended."""
+
+# Sparse retrieval; ucm.sparse.retrieval is its face. A tensor of the host is (address, dtype, shape, strides in
+# elements); how a call is run is (init window, local window, threads, instruction set).
+_Tensor = tuple[int, str, Sequence[int], Sequence[int]]
+_Run = tuple[int, int, int, str]
+
+def retrieval_isas() -> list[str]:
+    """Instruction sets of this processor, the poorest first."""
+
+def retrieval_openmp() -> bool:
+    """Whether calls of several threads run on the threads of an OpenMP runtime of this process."""
+
+def dot_scores(
+    query: _Tensor,
+    reps: _Tensor,
+    scales: _Tensor | None,
+    table: _Tensor,
+    blocks: _Tensor,
+    out: _Tensor,
+    words: tuple[str, str, str],
+    run: _Run,
+) -> None:
+    """Scores of blocks from products of queries and representations; ``words`` are the metric and what is done over
+    representations ("quest": they are bounds) and heads."""
+
+def hash_encode(vectors: _Tensor, weights: _Tensor, codes: _Tensor, slots: _Tensor | None, run: _Run) -> None:
+    """Hash codes of vectors, into pages by slot or one behind the other."""
+
+def hash_encode_query(query: _Tensor, weights: _Tensor, codes: _Tensor, run: _Run) -> None:
+    """Hash codes of queries, one for each KV head."""
+
+def hamming_scores(
+    queries: _Tensor,
+    codes: _Tensor,
+    table: _Tensor,
+    tokens: _Tensor,
+    out: _Tensor,
+    heads_apart: bool,
+    run: _Run,
+) -> None:
+    """Scores of blocks from hash codes."""
+
+def select_blocks(
+    scores: _Tensor,
+    table: _Tensor,
+    tokens: _Tensor,
+    block_size: int,
+    budgets: Sequence[int],
+    kept: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
+    run: _Run,
+) -> None:
+    """The best blocks of every row, into (table, logical places, counts, tokens)."""

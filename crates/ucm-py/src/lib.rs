@@ -10,6 +10,7 @@ mod ffi;
 mod hasher;
 mod kinds;
 mod quiet;
+mod retrieval;
 mod store;
 mod task;
 mod threads;
@@ -28,6 +29,11 @@ mod _core {
     use super::kinds::tier_kinds;
     #[pymodule_export]
     use super::quiet::QuietSha256;
+    #[pymodule_export]
+    use super::retrieval::{
+        dot_scores, hamming_scores, hash_encode, hash_encode_query, retrieval_isas, retrieval_openmp,
+        select_blocks,
+    };
     #[pymodule_export]
     use super::store::{Asked, Store};
     #[pymodule_export]
