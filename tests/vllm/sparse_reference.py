@@ -15,6 +15,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ucm.config.sparse import AlgorithmConfig
+from ucm.sparse.config import method_of
+from ucm.sparse.selection import choose, with_windows
+from ucm.sparse.selector import Geometry
+
 #: ``(layer, query [heads, d], keys [tokens, kv heads, d]) -> blocks``: logical ids, ascending; None: all.
 Keep = Callable[[int, Tensor, Tensor], Tensor | None]
 
@@ -45,14 +50,16 @@ class Llama:
         answer = Answer()
         cache: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * self.config["num_hidden_layers"]
         tokens = list(prompt)
+        torch.set_num_threads(1)  # the cores are the engine's
         with torch.no_grad():
             for _ in range(length):
                 at = len(prompt) + len(answer.tokens) - len(tokens)
                 asked = keep if answer.tokens and len(tokens) + at > dense_tokens else None
                 logits = torch.log_softmax(self._run(torch.tensor(tokens), at, cache, asked, answer), dim=-1)
-                tokens = [int(logits.argmax())]
+                end = self.config["eos_token_id"]  # engines of these tests never end an answer
+                tokens = [int(logits.index_fill(0, torch.tensor([end]), -torch.inf).argmax())]
                 answer.tokens += tokens
-                answer.logprobs.append(float(logits.max()))
+                answer.logprobs.append(float(logits[tokens[0]]))
         return answer
 
     def _run(
@@ -120,3 +127,32 @@ class Llama:
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def choosing(settings: AlgorithmConfig, block: int, kv_heads: int, size: int) -> Callable[[], Keep]:
+    """Makes what names the blocks that an algorithm keeps, for one answer: its selector over all candidates at once,
+    in the order of the tokens, with nothing of an engine in between."""
+    method = method_of(settings, Geometry(block, kv_heads, size))
+    policy, selector = method.policy, method.selector
+
+    def begin() -> Keep:
+        made: dict[int, Tensor] = {}
+
+        def keep(layer: int, query: Tensor, keys: Tensor) -> Tensor | None:
+            blocks = -(-len(keys) // block)
+            if policy.is_dense(blocks, len(keys)):
+                return None
+            known = made.get(layer)
+            begin, full = 0 if known is None else len(known), len(keys) // block
+            if full > begin:
+                new = selector.encode(layer, keys[begin * block : full * block].view(-1, block, kv_heads, size))
+                made[layer] = new if known is None else torch.cat([known, new])
+            reps = made[layer][policy.init : blocks - policy.local]
+            scores = selector.score(layer, query[None], reps)
+            wide = scores.double() if scores.is_floating_point() else scores.long()
+            one = wide.sum(0, keepdim=True) if selector.combine == "sum" else wide.amax(0, keepdim=True)
+            return with_windows(policy, choose(policy, one, blocks)[0], blocks, blocks)
+
+        return keep
+
+    return begin
