@@ -76,7 +76,7 @@ class Representations:
     def work(self) -> list[str]:
         """Go on with what is to be made; the requests whose loads are over with it."""
         deadline = self._clock() + STEP_S
-        while self._jobs and self._clock() < deadline:
+        while self._jobs:
             job = self._jobs[0]
             try:
                 over = self._piece(job)
@@ -86,6 +86,8 @@ class Representations:
             if over:
                 self._jobs.popleft()
                 self._done.append(job.request)
+            if self._clock() >= deadline:
+                break
         done, self._done = self._done, []
         return done
 
