@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from ucm.errors import ConfigError
-from ucm.sparse.selector import BlockSelector, Combine, Geometry
+from ucm.sparse import retrieval
+from ucm.sparse.selector import BlockSelector, Combine, Geometry, on_cpu
 from ucm.sparse.selectors.haar import directions
 
 #: Version of how directions are drawn and bits packed; codes of another one are foreign.
@@ -97,22 +98,48 @@ class Hash(BlockSelector):
     def encode(self, layer: int, keys: Tensor) -> Tensor:
         """Codes ``[m, b, h, bytes]``."""
         parts = keys.split([size for size, _ in self.parts], dim=-1)
-        return torch.cat([code(x, w) for x, w in zip(parts, self.weights_of(layer, keys.device), strict=True)], dim=-1)
+        weights = self.weights_of(layer, keys.device)
+        found = [made_code(x, w) for x, w in zip(parts, weights, strict=True)]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
     def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
         """Minus the least distance in each block."""
-        if self.geometry.rope_dim:
-            heads = query[-1].float()
-            if self.reduction > 1:
-                if heads.shape[0] % self.reduction:
-                    raise ConfigError(f"reduction_heads: {heads.shape[0]} heads are no multiple of {self.reduction}")
-                heads = heads.view(self.reduction, -1, heads.shape[-1]).mean(dim=0)
-            codes = self.encode(layer, heads)  # [heads, bytes]
-            dist = sum(distance(one, reps[:, :, 0]) for one in codes)  # [n, b]
-            assert isinstance(dist, Tensor)
-            return -dist.amin(dim=1)[None]
-        codes = self.encode(layer, self.grouped(query[-1:])[0].mean(dim=1))  # [h, bytes]
-        return -distance(codes, reps).amin(dim=1).T.contiguous()
+        codes = self._query_codes(layer, query[-1:])[0]
+        if not self.geometry.rope_dim:
+            return -distance(codes, reps).amin(dim=1).T.contiguous()
+        dist = sum(distance(one, reps[:, :, 0]) for one in codes[0])  # [n, b]
+        assert isinstance(dist, Tensor)
+        return -dist.amin(dim=1)[None]
+
+    def fused_scores(
+        self,
+        layer: int,
+        query: Tensor,
+        reps: Tensor,
+        table: Tensor,
+        blocks: Tensor,
+        *,
+        init: int,
+        local: int,
+        apart: bool,
+    ) -> Tensor | None:
+        """The CPU's kernel."""
+        if not on_cpu(query, reps):
+            return None
+        codes = self._query_codes(layer, query)
+        tokens = blocks * self.geometry.block_size
+        return retrieval.hamming_scores(codes, reps, table, tokens, heads_apart=apart, init=init, local=local)
+
+    def _query_codes(self, layer: int, query: Tensor) -> Tensor:
+        """Codes of queries ``[r, h*g, d]``: ``[r, h, bytes]``, with latent attention ``[r, 1, heads, bytes]``."""
+        if not self.geometry.rope_dim:
+            return self.encode(layer, self.grouped(query).mean(dim=2))
+        heads = query.float()
+        if self.reduction > 1:
+            if heads.shape[1] % self.reduction:
+                raise ConfigError(f"reduction_heads: {heads.shape[1]} heads are no multiple of {self.reduction}")
+            heads = heads.view(len(heads), self.reduction, -1, heads.shape[-1]).mean(dim=1)
+        return self.encode(layer, heads)[:, None]
 
     def weights(self, scores: Tensor) -> Tensor:
         """A key at angle ``a`` to a query of the same length weighs ``exp(2 sqrt(d) cos a)``: how far apart codes are
@@ -120,6 +147,13 @@ class Hash(BlockSelector):
         bits = sum(bits for _, bits in self.parts)
         angle = torch.pi * (-scores.double()).clamp(0, bits) / bits
         return torch.softmax(2 * self.geometry.head_dim**0.5 * torch.cos(angle), dim=-1)
+
+
+def made_code(x: Tensor, weights: Tensor) -> Tensor:
+    """:func:`code` by a kernel, where there is one: the same bits, but where ``x·W`` is as small as its rounding."""
+    if not on_cpu(x) or x.dim() < 2 or not x.numel():
+        return code(x, weights)
+    return retrieval.hash_encode(x.reshape(-1, *x.shape[-2:]), weights).view(*x.shape[:-1], -1)
 
 
 def code(x: Tensor, weights: Tensor) -> Tensor:
