@@ -14,9 +14,6 @@ here.
 
 from __future__ import annotations
 
-import hashlib
-import zipfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +23,8 @@ from torch import Tensor
 from ucm.errors import ConfigError
 from ucm.sparse import retrieval
 from ucm.sparse.selector import BlockSelector, Combine, Geometry, on_cpu
-from ucm.sparse.selectors.haar import directions
+from ucm.sparse.selectors.codes import distance, made_code
+from ucm.sparse.selectors.haar import directions, load_directions
 
 #: Version of how directions are drawn and bits packed; codes of another one are foreign.
 VERSION = 1
@@ -63,7 +61,7 @@ class Hash(BlockSelector):
         self._learned: dict[str, Any] | None = None
         self._digest = ""
         if weights_file:
-            self._learned, self._digest = _load(weights_file)
+            self._learned, self._digest = load_directions(weights_file)
         self._weights: dict[tuple[int, torch.device], list[Tensor]] = {}
 
     def settings(self) -> dict[str, Any]:
@@ -147,38 +145,3 @@ class Hash(BlockSelector):
         bits = sum(bits for _, bits in self.parts)
         angle = torch.pi * (-scores.double()).clamp(0, bits) / bits
         return torch.softmax(2 * self.geometry.head_dim**0.5 * torch.cos(angle), dim=-1)
-
-
-def made_code(x: Tensor, weights: Tensor) -> Tensor:
-    """:func:`code` by a kernel, where there is one: the same bits, but where ``x·W`` is as small as its rounding."""
-    if not on_cpu(x) or x.dim() < 2 or not x.numel():
-        return code(x, weights)
-    return retrieval.hash_encode(x.reshape(-1, *x.shape[-2:]), weights).view(*x.shape[:-1], -1)
-
-
-def code(x: Tensor, weights: Tensor) -> Tensor:
-    """Codes ``[..., bits/8]`` of vectors ``x [..., d]`` by directions ``weights [d, bits]``: uint8, packed
-    little-endian."""
-    # On a CPU in float64: rounding depends on how many vectors are encoded together, and must not turn a bit.
-    wide = torch.float64 if x.device.type == "cpu" else torch.float32
-    bits = (x.to(wide) @ weights.to(wide) > 0).view(*x.shape[:-1], weights.shape[1] // 8, 8)
-    powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
-    return (bits * powers).sum(dim=-1, dtype=torch.int32).to(torch.uint8)
-
-
-def distance(a: Tensor, b: Tensor) -> Tensor:
-    """Bits in which codes differ, over the last dimension; the others are broadcast. int32."""
-    x = a ^ b
-    x = x - ((x >> 1) & 0x55)
-    x = (x & 0x33) + ((x >> 2) & 0x33)
-    return ((x + (x >> 4)) & 0x0F).sum(dim=-1, dtype=torch.int32)
-
-
-def _load(path: str) -> tuple[dict[str, Any], str]:
-    try:
-        data = Path(path).read_bytes()
-        with np.load(path, allow_pickle=False) as file:
-            found = {name: np.asarray(file[name], dtype=np.float64) for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"hash_weights_file {path} cannot be read as an .npz of arrays: {error}") from None
-    return found, "learned." + hashlib.sha256(data).hexdigest()[:16]
