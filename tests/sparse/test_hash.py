@@ -17,7 +17,7 @@ from sparse_reference import BLOCK, DIM, GEOMETRY, GROUP, HEADS, keys, query
 
 from ucm.errors import ConfigError
 from ucm.sparse.selector import Geometry
-from ucm.sparse.selectors.codes import code, distance
+from ucm.sparse.selectors.codes import code, distance, made_code
 from ucm.sparse.selectors.haar import directions
 from ucm.sparse.selectors.hash import Hash
 

@@ -283,6 +283,17 @@ def test_kernels_choose_what_torch_chooses(
             assert torch.equal(a, b)
 
 
+def test_generated_blocks_become_candidates() -> None:
+    """After a long answer as many blocks are kept as the budget says, and of the generated ones not all."""
+    engine = engine_of("Oracle", topk_blocks=4)
+    engine.run("a", PROMPT, 60)
+    generated = set(range(-(-PROMPT // BLOCK), -(-(PROMPT + 60) // BLOCK)))
+    kept = [set(engine.kept["a", step, 0]) for step in range(40, 61)]
+    assert {len(ids) for ids in kept} == {7}
+    assert all(generated - ids for ids in kept)
+    assert set.union(*(ids & generated for ids in kept)) > {max(generated), max(generated) - 1}
+
+
 # Rhythm --------------------------------------------------------------------------------------------------------------
 
 
