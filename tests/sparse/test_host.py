@@ -283,6 +283,27 @@ def test_kernels_choose_what_torch_chooses(
             assert torch.equal(a, b)
 
 
+def test_layers_may_be_told_their_slots_by_tensors_of_their_own() -> None:
+    """And two parts of a batch may be written in turns, layer by layer."""
+    method, engine = method_of("Quest"), Engine(None)
+    method.setup(GEOMETRY, engine.names, 64)
+    halves = [list(range(2 * BLOCK)), list(range(5 * BLOCK, 6 * BLOCK + 1))]
+    for extra in (0, 1):
+        method.bind_sparse_metadata(SparseBatch())
+        for layer, name in enumerate(engine.names):
+            for half in halves:
+                slots = torch.tensor(half if not extra else [half[-1] + 1])
+                method.write_keys(name, torch.full((len(slots), HEADS, DIM), layer + 1.0), slots)
+        method.clear_sparse_metadata()
+    for place in (2, 3):
+        method.bind_sparse_metadata(SparseBatch())
+        for layer, name in enumerate(engine.names):
+            method.write_keys(name, torch.full((1, HEADS, DIM), layer + 1.0), torch.tensor([6 * BLOCK + place]))
+    assert method.store.missing([0, 1, 5, 6]) == []
+    for layer in range(2):
+        assert bool((method.store.get(layer, [0, 1, 5, 6]) == layer + 1).all())
+
+
 def test_generated_blocks_become_candidates() -> None:
     """After a long answer as many blocks are kept as the budget says, and of the generated ones not all."""
     engine = engine_of("Oracle", topk_blocks=4)

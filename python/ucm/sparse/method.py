@@ -153,7 +153,7 @@ class BlockSparse(UcmSparseBase):
         self._rep_rows: dict[str, Tensor] = {}
         self._chosen: dict[int, Selection | None] = {}
         self._steps: dict[tuple[int, ...], Step] = {}
-        self._plan: tuple[Any, WritePlan] | None = None
+        self._plans: list[tuple[Tensor, WritePlan]] = []
 
     def layer_number(self, layer_name: str) -> int:
         """The number of a layer of :meth:`setup`, by which :attr:`store` knows it."""
@@ -188,20 +188,25 @@ class BlockSparse(UcmSparseBase):
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._chosen, self._steps, self._plan = {}, {}, None
+        self._chosen, self._steps, self._plans = {}, {}, []
 
     def write_keys(self, layer_name: str, key: Tensor, slot_mapping: Any) -> None:
         """Keys ``[t, h, d]`` of a layer are written to the slots ``slot_mapping [t]`` of the cache (negative:
         padding)."""
         if not self.writes(layer_name):
             return
-        if self._plan is None or self._plan[0] is not slot_mapping:
-            host = slot_mapping.cpu() if isinstance(slot_mapping, Tensor) else slot_mapping
-            self._plan = (slot_mapping, self.store.plan_write(host))
-        layer = self._layers[layer_name]
-        self.store.write(layer, key, self._plan[1])
+        layer, plan = self._layers[layer_name], self._write_plan(torch.as_tensor(slot_mapping))
+        self.store.write(layer, key, plan)
         if self._probe is not None:
-            self._probe.write(layer, key, self._plan[1])
+            self._probe.write(layer, key, plan)
+
+    def _write_plan(self, slots: Tensor) -> WritePlan:
+        """The plan of these slots: made once a step, for the first layer, and the same for all others."""
+        for known, plan in self._plans:
+            if known is slots or (known.shape == slots.shape and torch.equal(known, slots)):
+                return plan
+        self._plans.append((slots, self.store.plan_write(slots.cpu())))
+        return self._plans[-1][1]
 
     def attention_begin(
         self,
