@@ -313,15 +313,16 @@ class BlockSparse(UcmSparseBase):
         selection = None
         if self.policy.stride == 1 and self.policy.lag == 0:
             selection = self.chooser.now(layer, step, self._last_queries(step, query))
-        if selection is None:
-            selection = self._retrieve(layer, step, query)
-        else:
+        if selection is not None:
             self._sample_turnover(layer, step, selection)
-        kept = selection.counts.sum() / selection.counts.shape[1]
-        self.stats.add(blocks_kept=float(kept), blocks_seen=sum(step.blocks), rows_sparse=len(step.sparse))
+            kept, dense = step.kept, step.kept == step.seen
+        else:
+            selection = self._retrieve(layer, step, query)
+            kept, dense = float(selection.counts.sum()) / selection.counts.shape[1], selection.dense
+        self.stats.add(blocks_kept=kept, blocks_seen=step.seen, rows_sparse=len(step.sparse))
         if self._probe is not None:
             self._measure_recall(self._probe, layer, step, query, block_table, selection)
-        return None if selection.dense else selection
+        return None if dense else selection
 
     def _retrieve(self, layer: int, step: Step, query: Tensor) -> Selection:
         """By the retriever: choices that are used for several steps, or later than they were asked for."""

@@ -60,6 +60,9 @@ class Step:
         #: Of the rows that choose: how many blocks they have, and how many they may choose between the windows.
         self.blocks = [blocks[i] for i in self.sparse]
         self.budgets = [policy.budget(n) for n in self.blocks]
+        #: Blocks of all of them, and how many are kept by a budget that is a number.
+        self.seen = sum(self.blocks)
+        self.kept = sum(self.budgets) + policy.windows * len(self.blocks)
         device = block_table.device
         #: The same for kernels: place, blocks and tokens of each row, place of its last query, and ``[s, most]`` its
         #: blocks and the rows of the store that hold their representations.
