@@ -54,8 +54,7 @@ class BlockSparse(UcmSparseBase):
         if settings is None and (vllm_config is None or isinstance(vllm_config, Mapping | AlgorithmConfig)):
             settings = vllm_config
         if settings is None and vllm_config is not None:
-            configured = config_of(vllm_config).sparse.settings
-            settings = configured if isinstance(configured, AlgorithmConfig) else None
+            settings = getattr(config_of(vllm_config).sparse.config, self.algorithm)
         self.model = str(getattr(getattr(vllm_config, "model_config", None), "model", "") or "")
         self.settings = resolve_auto(settings_of(self.algorithm, settings), self.model)
         self.stats = SparseStats()
