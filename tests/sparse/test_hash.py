@@ -17,8 +17,9 @@ from sparse_reference import BLOCK, DIM, GEOMETRY, GROUP, HEADS, keys, query
 
 from ucm.errors import ConfigError
 from ucm.sparse.selector import Geometry
+from ucm.sparse.selectors.codes import code, distance, made_code
 from ucm.sparse.selectors.haar import directions
-from ucm.sparse.selectors.hash import Hash, code, distance
+from ucm.sparse.selectors.hash import Hash
 
 FEW = settings(max_examples=30, deadline=None)
 #: Codes of the two heads of the first token of the keys that the test makes.
@@ -180,3 +181,15 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, content: bytes | None) -
 def test_bits_fill_bytes(geometry: Geometry, given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="multiple of 8"):
         Hash(geometry, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [8, 64, 200])
+def test_the_kernels_codes_are_those_of_torch(dtype: torch.dtype, bits: int) -> None:
+    """Bit by bit, but where the product is as small as its rounding."""
+    x = torch.randn(5, 7, 2, 48, generator=torch.Generator().manual_seed(bits)).to(dtype)
+    w = torch.from_numpy(directions(48, bits, seed=1, layer=0)).float()
+    differ = bits_of(made_code(x, w)) != bits_of(code(x, w))
+    product = (x.double() @ w.double()).abs()
+    assert not bool((differ.bool() & (product > 1e-5)).any())
+    assert int(differ.sum()) <= 2

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +17,10 @@ from torch import Tensor
 from ucm.errors import ConfigError, InvalidInputError
 from ucm.sparse.base import INVALID_SLOT, UcmSparseRole
 from ucm.sparse.batch import SparseBatch, SparseRow
+from ucm.sparse.chooser import Reduce
 from ucm.sparse.factory import UcmSparseFactory
 from ucm.sparse.method import BlockSparse
-from ucm.sparse.selection import Selection
+from ucm.sparse.selection import Selection, compact_rows
 from ucm.sparse.selector import Combine, Geometry
 
 #: Keys of each algorithm with which a prompt of ten blocks is sparse.
@@ -225,6 +230,91 @@ def test_a_request_with_the_name_of_one_that_ended_starts_anew() -> None:
     assert same(engine.run("a", PROMPT, 3), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("ESA", {"rep_dtype": "bf16"}),
+        ("ESA", {"rep_dtype": "int8"}),
+        ("ESA", {"score": "key_max", "rep_dtype": "int8"}),
+        ("GSA", {"score": "l2", "rep_dtype": "fp16"}),
+        ("GSA", {"score": "key_max"}),
+        ("GSAOnDevice", {}),
+        ("Quest", {}),
+        ("InfLLM", {}),
+    ],
+)
+def test_kernels_choose_what_torch_chooses(
+    name: str, given: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of several lengths, each KV head or all of them; equal scores aside, which rounding may order otherwise."""
+    geometry = Geometry(block_size=16, kv_heads=4, head_dim=64)
+    generator = torch.Generator().manual_seed(4)
+    lengths = [16 * 20 + 3, 16 * 6, 16 * 33 + 16]
+    keys = torch.randn(sum(lengths), 4, 64, generator=generator).to(dtype)
+    q = torch.randn(len(lengths), 8, 64, generator=generator).to(dtype)
+    table = torch.randperm(120, generator=generator)[: 3 * 34].int().view(3, 34)
+    slots = torch.cat(
+        [
+            (row[: -(-n // 16)].long()[:, None] * 16 + torch.arange(16)).flatten()[:n]
+            for row, n in zip(table, lengths, strict=True)
+        ]
+    )
+    for heads in ("shared", "kv"):
+        found = []
+        for kernels in (True, False):
+            method = method_of(name, heads=heads, topk_blocks=5, **given)
+            method.setup(geometry, ["layers.0"], 120, per_head=True)
+            method.bind_sparse_metadata(SparseBatch([SparseRow(str(n), n, n - 1, n - 1) for n in lengths]))
+            method.write_keys("layers.0", keys, slots)
+            if not kernels:
+                monkeypatch.setattr(method.selector, "fused_scores", lambda *args, **kwargs: None)
+            selection = method.select_rows("layers.0", q, table)
+            assert selection is not None
+            torch_alone = given.get("score") == "key_max" and given.get("rep_dtype") == "int8"
+            assert (selection.table is not None) == (kernels and not torch_alone)
+            found.append(selection)
+        assert found[0].counts.tolist() == found[1].counts.tolist()
+        for row in range(len(found[0].blocks)):
+            for head in range(found[0].ids.shape[1]):
+                assert found[0].kept(row, head).tolist() == found[1].kept(row, head).tolist()
+        lens = torch.tensor(lengths, dtype=torch.int32)
+        for a, b in zip(compact_rows(found[0], table, lens, 16), compact_rows(found[1], table, lens, 16), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_layers_may_be_told_their_slots_by_tensors_of_their_own() -> None:
+    """And two parts of a batch may be written in turns, layer by layer."""
+    method, engine = method_of("Quest"), Engine(None)
+    method.setup(GEOMETRY, engine.names, 64)
+    halves = [list(range(2 * BLOCK)), list(range(5 * BLOCK, 6 * BLOCK + 1))]
+    for extra in (0, 1):
+        method.bind_sparse_metadata(SparseBatch())
+        for layer, name in enumerate(engine.names):
+            for half in halves:
+                slots = torch.tensor(half if not extra else [half[-1] + 1])
+                method.write_keys(name, torch.full((len(slots), HEADS, DIM), layer + 1.0), slots)
+        method.clear_sparse_metadata()
+    for place in (2, 3):
+        method.bind_sparse_metadata(SparseBatch())
+        for layer, name in enumerate(engine.names):
+            method.write_keys(name, torch.full((1, HEADS, DIM), layer + 1.0), torch.tensor([6 * BLOCK + place]))
+    assert method.store.missing([0, 1, 5, 6]) == []
+    for layer in range(2):
+        assert bool((method.store.get(layer, [0, 1, 5, 6]) == layer + 1).all())
+
+
+def test_generated_blocks_become_candidates() -> None:
+    """After a long answer as many blocks are kept as the budget says, and of the generated ones not all."""
+    engine = engine_of("Oracle", topk_blocks=4)
+    engine.run("a", PROMPT, 60)
+    generated = set(range(-(-PROMPT // BLOCK), -(-(PROMPT + 60) // BLOCK)))
+    kept = [set(engine.kept["a", step, 0]) for step in range(40, 61)]
+    assert {len(ids) for ids in kept} == {7}
+    assert all(generated - ids for ids in kept)
+    assert set.union(*(ids & generated for ids in kept)) > {max(generated), max(generated) - 1}
+
+
 # Rhythm --------------------------------------------------------------------------------------------------------------
 
 
@@ -311,45 +401,68 @@ def test_a_choice_for_each_head_is_that_of_the_head_alone() -> None:
         assert alone is not None and torch.equal(alone.ids[0, 0], chosen.ids[0, head])
 
 
+class Ranks:
+    """Tensor ranks as threads: each hands over its scores, and gets what they come to."""
+
+    def __init__(self, count: int) -> None:
+        self.given: list[Tensor] = [torch.empty(0)] * count
+        self.barrier = threading.Barrier(count, timeout=60)
+
+    def reduce(self, rank: int, scores: Tensor, combine: Combine) -> Tensor:
+        assert scores.dtype == torch.int64
+        self.given[rank] = scores
+        self.barrier.wait()
+        both = torch.stack(self.given)
+        self.barrier.wait()
+        return both.amax(0) if combine == "max" else both.sum(0)
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        with ThreadPoolExecutor(len(self.given)) as pool:
+            return list(pool.map(work, range(len(self.given))))
+
+
 @pytest.mark.parametrize("name", ["ESA", "GSAOnDevice", "Quest", "KVStarMultiStep", "InfLLM", "Oracle"])
 def test_ranks_that_share_a_selection_choose_what_one_rank_chooses(name: str) -> None:
     """Two ranks with one KV head each add up integer scores; one rank with both heads has the same sums."""
     names = [f"layers.{layer}" for layer in range(2)]
-    engine = Engine(None)
-    tokens, table = PROMPT + 3, torch.arange(1, 13, dtype=torch.int32)[None]
-    batch = SparseBatch([SparseRow("a", tokens, PROMPT, PROMPT)])
-    exchanged: list[Tensor] = []
+    engine, tokens = Engine(None), PROMPT + 3
+    table = torch.arange(1, 13, dtype=torch.int32)[None]
+    ranks = Ranks(HEADS)
 
-    def first_rank(scores: Tensor, combine: Combine) -> Tensor:
-        if scores.dim() == 1:
-            return scores  # whether representations are missing on any rank: on neither
-        exchanged.append(scores)
-        raise StopIteration
+    def chosen(rank: int, heads: slice, reduce: Reduce | None) -> list[Selection | None]:
+        method = method_of(name, shared_selection=True)
+        method.setup(Geometry(BLOCK, heads.stop - heads.start, DIM), names, 64, reduce=reduce)
+        method.bind_sparse_metadata(SparseBatch([SparseRow("a", tokens, PROMPT, PROMPT)]))
+        found = []
+        for layer in range(2):
+            q, k, _ = (torch.stack(x) for x in zip(*(engine.qkv("text", p, layer) for p in range(tokens)), strict=True))
+            method.write_keys(names[layer], k[:, heads], torch.arange(tokens) + BLOCK)
+            asked = q[-1:, heads.start * GROUP : heads.stop * GROUP]
+            found.append(method.select_rows(names[layer], asked, table))
+        return found
 
-    def second_rank(scores: Tensor, combine: Combine) -> Tensor:
-        assert not scores.is_floating_point()
-        if scores.dim() == 1:
-            return scores
-        both = torch.stack([exchanged.pop(0), scores])
-        return both.amax(0) if combine == "max" else both.sum(0)
-
-    whole = method_of(name, shared_selection=True)
-    whole.setup(GEOMETRY, names, 64)
-    ranks = [method_of(name, shared_selection=True) for _ in range(HEADS)]
-    for rank, reduce in zip(ranks, (first_rank, second_rank), strict=True):
-        rank.setup(Geometry(BLOCK, 1, DIM), names, 64, reduce=reduce)
+    whole = chosen(0, slice(0, HEADS), None)
+    parts = ranks.run(lambda rank: chosen(rank, slice(rank, rank + 1), partial(ranks.reduce, rank)))
     for layer in range(2):
-        q, k, _ = (torch.stack(x) for x in zip(*(engine.qkv("text", p, layer) for p in range(tokens)), strict=True))
-        for rank, heads in ((whole, slice(0, HEADS)), (ranks[0], slice(0, 1)), (ranks[1], slice(1, 2))):
-            if layer == 0:
-                rank.bind_sparse_metadata(batch)
-            rank.write_keys(names[layer], k[:, heads], torch.arange(tokens) + BLOCK)
-        found: list[Selection | None] = [whole.select_rows(names[layer], q[-1:], table)]
-        ranks[0].select_rows(names[layer], q[-1:, :GROUP], table)  # hands over its scores, and stops there
-        found.append(ranks[1].select_rows(names[layer], q[-1:, GROUP:], table))
-        assert found[0] is not None and found[1] is not None
-        assert torch.equal(found[0].ids, found[1].ids)
-        assert found[0].ids.shape[2] < 11
+        for part in parts:
+            assert whole[layer] is not None and part[layer] is not None
+            assert torch.equal(part[layer].ids, whole[layer].ids)
+            assert part[layer].ids.shape[2] < 11
+
+
+def test_where_one_rank_lacks_representations_all_are_dense() -> None:
+    names, tokens, ranks = ["layers.0"], PROMPT + 3, Ranks(2)
+
+    def chosen(rank: int) -> Selection | None:
+        method = method_of("Quest", shared_selection=True)
+        method.setup(Geometry(BLOCK, 1, DIM), names, 64, reduce=partial(ranks.reduce, rank))
+        method.bind_sparse_metadata(SparseBatch([SparseRow("a", tokens, PROMPT, PROMPT)]))
+        method.write_keys(names[0], torch.zeros(tokens, 1, DIM), torch.arange(tokens) + BLOCK)
+        if rank == 1:
+            method.store.invalidate([5])
+        return method.select_rows(names[0], torch.zeros(1, GROUP, DIM), torch.arange(1, 13, dtype=torch.int32)[None])
+
+    assert ranks.run(chosen) == [None, None]
 
 
 def test_ranks_by_default_choose_for_their_own_heads() -> None:

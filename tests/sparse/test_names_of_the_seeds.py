@@ -162,6 +162,9 @@ def test_the_form_of_the_original_takes_the_engines_configuration(monkeypatch: p
     assert isinstance(made, UcmSparseBase)
     with pytest.raises(ConfigError, match="names no sparse method"):
         UcmSparseFactory.create_sparse_method(vllm_config(), WORKER)
+    mixed = vllm_config(sparse_type="KVStar", KVStar={"stride": 4}, GSA={"stride": 9})
+    assert GSA(mixed, WORKER).settings.stride == 9  # its own section, whichever was chosen
+    assert ESA(mixed, WORKER).settings.stride == 16
     monkeypatch.setenv("UCM_SPARSE_TYPE", "esa")
     assert isinstance(UcmSparseFactory.create_configured(vllm_config(), WORKER), ESA)
     monkeypatch.setenv("ENABLE_SPARSE", "0")

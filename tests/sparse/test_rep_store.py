@@ -140,26 +140,37 @@ def test_more_open_blocks_than_there_is_room_for_cost_only_selection() -> None:
 
 
 @FEW
-@given(st.lists(st.integers(0, 5), max_size=30), st.integers(1, 3))
-def test_whatever_is_written_what_is_ready_is_right(order: list[int], room: int) -> None:
-    """Sequences begin, grow and end in any order, in blocks that are used again: a block that is ready holds the mean
-    of what was last written into it."""
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), max_size=24), st.integers(1, 3))
+def test_whatever_is_written_what_is_ready_is_right(steps: list[list[int]], room: int) -> None:
+    """Sequences begin, grow and end in any order, several in a step, in blocks that are used again: a block that is
+    ready holds the mean of what was last written into it."""
     store = store_of(open_blocks=room, blocks=6)
     written: dict[int, list[torch.Tensor]] = {}
-    for i, block in enumerate(order):
-        if len(written.get(block, [])) in (0, BLOCK):
-            written[block] = []
-        key = torch.full((1, HEADS, DIM), float(i))
-        place = len(written[block])
-        written[block].append(key[0])
-        plan = store.plan_write([block * BLOCK + place])
+    for number, blocks in enumerate(steps):
+        slots = []
+        for block in blocks:
+            if len(written.get(block, [])) in (0, BLOCK):
+                written[block] = []
+            slots.append(block * BLOCK + len(written[block]))
+            written[block].append(torch.full((HEADS, DIM), float(number * 10 + block)))
+        plan = store.plan_write(slots)
         for layer in LAYERS:
-            store.write(layer, key, plan)
+            store.write(layer, torch.stack([written[block][-1] for block in blocks]), plan)
         for known, tokens in written.items():
             if store.ready([known]):
                 assert len(tokens) == BLOCK
                 expected = store.selector.encode(0, torch.stack(tokens)[None])
                 assert torch.equal(store.get(0, [known]), expected)
+
+
+def test_a_step_with_more_new_blocks_than_rows_holds_what_it_can() -> None:
+    store, k = store_of(open_blocks=2), keys(1).flatten(0, 1)
+    for place in range(BLOCK):
+        plan = store.plan_write([block * BLOCK + place for block in (1, 2, 3)])
+        for layer in LAYERS:
+            store.write(layer, k[place].expand(3, -1, -1), plan)
+    assert store.missing([1, 2, 3]) == [3]
+    assert torch.equal(store.get(0, [1, 2]), store.selector.encode(0, keys(1)).expand(2, -1, -1))
 
 
 def test_bytes_are_counted() -> None:

@@ -29,7 +29,6 @@ def rows_of(step: int, names: list[str], blocks: int = 10) -> Rows:
         asked,
         [1] * len(names),
         torch.zeros(len(names), 1),
-        [1] * len(names),
     )
 
 
@@ -126,9 +125,7 @@ def test_rows_of_a_batch_share_one_retrieval_and_not_their_choices() -> None:
     retriever.step(0, rows_of(1, ["a", "b"]))
     retriever.step(
         0,
-        Rows(
-            ["b", "c"], [2, 1], [10, 10], torch.tensor([2.0, 1.0]).view(2, 1, 1, 1), [1, 1], torch.zeros(2, 1), [1, 1]
-        ),
+        Rows(["b", "c"], [2, 1], [10, 10], torch.tensor([2.0, 1.0]).view(2, 1, 1, 1), [1, 1], torch.zeros(2, 1)),
     )
     retriever.step(0, rows_of(4, ["a", "b", "c"]))
     assert asked == [["a", "b"], ["c"], ["a", "b", "c"]]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sparse_reference import BLOCK, DIM, HEADS, keys, masked_attention, paged_attention, query
 
 from ucm.sparse.policy import Policy
-from ucm.sparse.selection import NO_BLOCK, Selection, choose, compact, select, with_windows
+from ucm.sparse.selection import NO_BLOCK, Selection, choose, compact, compact_rows, select, with_windows
 
 FEW = settings(max_examples=60, deadline=None)
 
@@ -162,10 +162,20 @@ def test_rows_of_different_lengths_and_heads() -> None:
     assert selection.ids.tolist()[0][0] == [0, 2, NO_BLOCK, NO_BLOCK]
     assert table.tolist() == [[[5, 7, 7, 7], [6, 7, 7, 7]], [[8, 9, 1, 2], [8, 2, 2, 2]]]
     assert lens.tolist() == [[6, 6], [16, 8]]
-    assert selection.mask().tolist() == [
-        [[True, False, True, False], [False, True, True, False]],
-        [[True, True, True, True], [True, False, False, True]],
-    ]
+    assert selection.kept(1, 1).tolist() == [0, 3] and selection.rows.tolist() == [0, 1]
+
+
+def test_other_rows_of_the_batch_stay_as_they_are() -> None:
+    table, lens = torch.arange(15, dtype=torch.int32).view(3, 5), torch.tensor([20, 18, 7], dtype=torch.int32)
+    shared = Selection.of([[torch.tensor([0, 4])]], [5], torch.tensor([1]))
+    wide, lengths = compact_rows(shared, table, lens, BLOCK)
+    assert wide[0].tolist() == table[0].tolist() and wide[2].tolist() == table[2].tolist()
+    assert wide[1].tolist()[:2] == [5, 9] and lengths.tolist() == [20, 6, 7]
+    apart = Selection.of([[torch.tensor([0, 4]), torch.tensor([1, 3, 4])]], [5], torch.tensor([1]))
+    wide, lengths = compact_rows(apart, table, lens, BLOCK)
+    assert wide.shape == (3, 2, 5) and wide[0].tolist() == [table[0].tolist()] * 2
+    assert wide[1, 1, :3].tolist() == [6, 8, 9] and lengths.tolist() == [[20, 20], [6, 10], [7, 7]]
+    assert table.tolist() == torch.arange(15).view(3, 5).tolist() and lens.tolist() == [20, 18, 7]
 
 
 def test_nothing_that_came_in_is_written_to() -> None:

@@ -275,16 +275,13 @@ def test_quest_bounds_every_dot_product_and_is_the_tightest_bound_by_channel() -
     selector = Quest(GEOMETRY)
     for seed in range(20):
         k, q = keys(6, seed), query(seed)
-        q_heads = q[0].view(HEADS, GROUP, DIM)
-        best = torch.einsum("hgd,nbhd->hgnb", q_heads, k).amax(-1).sum(1)
+        mean = q[0].view(HEADS, GROUP, DIM).mean(1)
+        best = torch.einsum("hd,nbhd->hnb", mean, k).amax(-1)
         scores = selector.score(0, q, selector.encode(0, k))
         assert bool((scores >= best - 1e-5).all())
-        lo, hi = k.amin(1), k.amax(1)
-        exact = torch.maximum(
-            q_heads[:, :, None] * lo.transpose(0, 1)[:, None], q_heads[:, :, None] * hi.transpose(0, 1)[:, None]
-        )
-        exact = exact.sum(dim=(1, 3))
-        assert bool((scores - exact <= q_heads.abs().sum(dim=(1, 2))[:, None] * 4 * 2**-7).all())
+        lo, hi = k.amin(1).transpose(0, 1), k.amax(1).transpose(0, 1)  # [h, n, d]
+        exact = torch.maximum(mean[:, None] * lo, mean[:, None] * hi).sum(-1)
+        assert bool((scores - exact <= mean.abs().sum(-1)[:, None] * 4 * 2**-7).all())
 
 
 def test_the_bounds_of_quest_are_rounded_outwards() -> None:
@@ -300,7 +297,7 @@ def test_a_block_of_one_token_is_bounded_by_its_dot_product() -> None:
     single = Geometry(block_size=1, kv_heads=HEADS, head_dim=DIM)
     k, q = keys(5, geometry=single).bfloat16().float(), query()
     selector = Quest(single)
-    expected = torch.einsum("hgd,nhd->hn", q[0].view(HEADS, GROUP, DIM), k[:, 0])
+    expected = torch.einsum("hd,nhd->hn", q[0].view(HEADS, GROUP, DIM).mean(1), k[:, 0])
     torch.testing.assert_close(selector.score(0, q, selector.encode(0, k)), expected)
 
 
@@ -380,3 +377,55 @@ def test_a_new_selector_is_a_small_class(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(known, "_SELECTORS", dict(known._SELECTORS))
     register_selector("Quest", FirstKey)
     assert isinstance(selector_of("Quest", {}), FirstKey)
+
+
+# What they find ------------------------------------------------------------------------------------------------------
+
+
+def planted(seed: int, *, common: float = 0.0, outlier: float = 1.0) -> tuple[Tensor, Tensor, int]:
+    """Forty blocks of noise and one key that the query asks for; keys may have a mean, or a channel that is large."""
+    wide = Geometry(block_size=16, kv_heads=HEADS, head_dim=64)
+    k, generator = keys(40, seed, wide), torch.Generator().manual_seed(seed + 1)
+    q = torch.randn(HEADS, 64, generator=generator)
+    where = int(torch.randint(40, (1,), generator=generator))
+    k[where, int(torch.randint(16, (1,), generator=generator))] = 2 * q + 0.5 * torch.randn(
+        HEADS, 64, generator=generator
+    )
+    k[..., 3] *= outlier
+    q[:, 3] /= outlier
+    mean = torch.randn(HEADS, 64, generator=generator)
+    return k + common * mean, q[:, None].expand(-1, GROUP, -1).reshape(1, HEADS * GROUP, 64), where
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "given"),
+    [
+        ("GSAOnDevice", {}),
+        ("Quest", {}),
+        ("KVStarMultiStep", {"merge": 1, "prune_ratio": 1.0}),
+        ("KVStarMultiStep", {"merge": 1, "prune_ratio": 0.5}),
+        ("ESA", {"score": "key_max"}),
+        ("InfLLM", {}),
+        ("Oracle", {}),
+    ],
+)
+@pytest.mark.parametrize("trap", [{}, {"common": 0.3}, {"outlier": 8.0}])
+def test_a_key_that_is_asked_for_is_found(algorithm: str, given: dict[str, Any], trap: dict[str, float]) -> None:
+    """Among the best four of forty blocks, in 30 of 30 prompts, with a common mean and with an outlier channel too."""
+    wide = Geometry(block_size=16, kv_heads=HEADS, head_dim=64)
+    selector = selector_of(algorithm, given, wide)
+    for seed in range(30):
+        k, q, where = planted(seed, **trap)
+        scores = shared(selector.score(0, q, selector.encode(0, k)), selector)
+        assert where in torch.sort(scores, descending=True, stable=True).indices[:4].tolist()
+
+
+def test_by_lot_it_is_found_as_often_as_by_lot() -> None:
+    """The control of the test above: a tenth of the blocks, a tenth of the prompts."""
+    wide = Geometry(block_size=16, kv_heads=HEADS, head_dim=64)
+    selector, found = selector_of("Random", {}, wide), 0
+    for seed in range(100):
+        k, q, where = planted(seed)
+        scores = shared(selector.score(0, q, selector.encode(0, k)), selector)
+        found += where in torch.sort(scores, descending=True, stable=True).indices[:4].tolist()
+    assert found <= 25

@@ -421,15 +421,10 @@ pub(crate) fn hash_encode(
         let encoder = encoder(&weights)?;
         let [tokens, heads, dim] = vectors.sizes("vectors")?;
         vectors.packed("vectors", 2)?;
-        let vectors = Vectors {
-            base: vectors.at("vectors")?,
-            element: vectors.element("vectors")?,
-            tokens,
-            heads,
-            dim,
-            token_stride: vectors.strides[0],
-            head_stride: vectors.strides[1],
-        };
+        let (base, element) = (vectors.at("vectors")?, vectors.element("vectors")?);
+        let strides = [vectors.strides[0], vectors.strides[1]];
+        // SAFETY: Python says that these tensors may be read.
+        let vectors = unsafe { Vectors::from_raw(base, element, [tokens, heads, dim], strides) };
         // SAFETY: Python says that these tensors may be read.
         let slots = slots
             .as_ref()
@@ -441,16 +436,11 @@ pub(crate) fn hash_encode(
         if (code_heads, code_len) != (heads, encoder.code_len()) {
             return Err(codes.wrong("codes", "the places for codes have another shape than the codes"));
         }
-        let codes = Codes {
-            base: codes.at("codes")?,
-            blocks,
-            block_size,
-            block_stride: codes.strides[0],
-            slot_stride: codes.strides[1],
-            slots: slots.map(|(slots, _)| slots),
-        };
+        let (base, strides) = (codes.at("codes")?, [codes.strides[0], codes.strides[1]]);
+        let slots = slots.map(|(slots, _)| slots);
         // SAFETY: Python says that the codes are its own to write, and names no slot twice.
-        unsafe { ucm_retrieval::encode(&encoder, &vectors, &codes, isa, team) }
+        let mut codes = unsafe { Codes::from_raw(base, [blocks, block_size], strides, slots) };
+        ucm_retrieval::encode(&encoder, &vectors, &mut codes, isa, team)
     };
     let done = py.detach(work);
     to_py(py, done)
@@ -489,25 +479,13 @@ pub(crate) fn hash_encode_query(
         }
         // SAFETY: Python says that these tensors may be read.
         let means = unsafe { mean_queries(&query, rows, heads, dim)? };
-        let vectors = Vectors {
-            base: means.as_ptr().cast(),
-            element: Element::F32,
-            tokens: rows,
-            heads,
-            dim,
-            token_stride: heads * dim,
-            head_stride: dim,
+        // SAFETY: Python says that the codes are its own to write; the means are here.
+        let (vectors, mut codes) = unsafe {
+            let shape = [rows, heads, dim];
+            let vectors = Vectors::from_raw(means.as_ptr().cast(), Element::F32, shape, [heads * dim, dim]);
+            (vectors, Codes::new(codes.slice_mut("codes")?, heads * code_len)?)
         };
-        let codes = Codes {
-            base: codes.at("codes")?,
-            blocks: 1,
-            block_size: rows,
-            block_stride: 0,
-            slot_stride: heads * code_len,
-            slots: None,
-        };
-        // SAFETY: Python says that the codes are its own to write.
-        unsafe { ucm_retrieval::encode(&encoder, &vectors, &codes, isa, team) }
+        ucm_retrieval::encode(&encoder, &vectors, &mut codes, isa, team)
     };
     let done = py.detach(work);
     to_py(py, done)

@@ -108,7 +108,8 @@ pub struct DotScores<'a> {
 
 /// Blocks that one thread scores at a time.
 const CHUNK: usize = 64;
-/// Bytes of the next block that are asked for ahead; the processor finds more by itself.
+/// How many blocks ahead memory is asked for, and at most how many bytes of one; the processor finds more by itself.
+const AHEAD: usize = 2;
 const MOST_AHEAD: usize = 4096;
 
 /// Scores of every block of every row, into `out [row, 1, stride]`, or `[row, heads, stride]` where heads stay apart.
@@ -409,9 +410,9 @@ unsafe fn score<L: Lanes, N: Load>(job: &Job<'_>, row: usize, blocks: Range<usiz
                 }
                 continue;
             };
-            // Blocks lie anywhere: what comes next is asked for while this one is summed up.
-            if block + 1 < end
-                && let Ok(next) = usize::try_from(spec.rows.id(row, block + 1))
+            // Blocks lie anywhere: what comes next is asked for while these are summed up.
+            if block + AHEAD < end
+                && let Ok(next) = usize::try_from(spec.rows.id(row, block + AHEAD))
             {
                 let next = spec.reps.blocks.at(next);
                 for line in (0..spec.reps.blocks.len().min(MOST_AHEAD)).step_by(64) {

@@ -9,6 +9,7 @@
     reason = "kernels that read and write by address and are compiled for instruction sets"
 )]
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use ucm_core::{Error, Result};
@@ -60,39 +61,116 @@ impl<'a> Encoder<'a> {
 
 /// Vectors `[token, head, dim]`, the last dimension without gaps.
 #[derive(Debug, Clone, Copy)]
-pub struct Vectors {
-    /// Where the first one lies.
-    pub base: *const u8,
-    /// Type of their elements.
-    pub element: Element,
-    /// Tokens.
-    pub tokens: usize,
-    /// Heads of a token.
-    pub heads: usize,
-    /// Their length.
-    pub dim: usize,
-    /// Elements from one token to the next.
-    pub token_stride: usize,
-    /// Elements from one head to the next.
-    pub head_stride: usize,
+pub struct Vectors<'a> {
+    base: *const u8,
+    element: Element,
+    tokens: usize,
+    heads: usize,
+    dim: usize,
+    token_stride: usize,
+    head_stride: usize,
+    held: PhantomData<&'a [u8]>,
+}
+
+impl<'a> Vectors<'a> {
+    /// Vectors without gaps in `bytes`; `shape` is tokens, heads, dim.
+    ///
+    /// # Errors
+    ///
+    /// `InvalidInput` where there are other bytes than they need.
+    pub fn new(bytes: &'a [u8], element: Element, shape: [usize; 3]) -> Result<Self> {
+        let [_, heads, dim] = shape;
+        let size = shape
+            .iter()
+            .try_fold(element.size(), |size, &part| size.checked_mul(part));
+        if size != Some(bytes.len()) {
+            let error =
+                Error::invalid("there are other bytes than the vectors need").with("bytes", bytes.len());
+            return Err(error.with("shape", format!("{shape:?}")));
+        }
+        // SAFETY: all of it lies in `bytes`.
+        Ok(unsafe { Self::from_raw(bytes.as_ptr(), element, shape, [heads * dim, dim]) })
+    }
+
+    /// Vectors at an address; `strides` are the elements from one token, and from one head, to the next.
+    ///
+    /// # Safety
+    ///
+    /// For `'a` all of their elements can be read, and nobody writes to them.
+    pub unsafe fn from_raw(
+        base: *const u8,
+        element: Element,
+        shape: [usize; 3],
+        strides: [usize; 2],
+    ) -> Self {
+        let ([tokens, heads, dim], [token_stride, head_stride]) = (shape, strides);
+        Self {
+            base,
+            element,
+            tokens,
+            heads,
+            dim,
+            token_stride,
+            head_stride,
+            held: PhantomData,
+        }
+    }
 }
 
 /// Where codes go: `[block, slot, head, bytes]`, the last two dimensions without gaps.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub struct Codes<'a> {
-    /// Where the first one goes.
-    pub base: *mut u8,
-    /// Blocks that there are.
-    pub blocks: usize,
-    /// Tokens of a block.
-    pub block_size: usize,
-    /// Bytes from one block to the next.
-    pub block_stride: usize,
-    /// Bytes from one slot to the next.
-    pub slot_stride: usize,
-    /// The slot of every token: its block times the block size, plus its place there. Tokens with a negative one are
-    /// left out. None: token `i` goes to slot `i`.
-    pub slots: Option<Ints<'a>>,
+    base: *mut u8,
+    blocks: usize,
+    block_size: usize,
+    block_stride: usize,
+    slot_stride: usize,
+    slots: Option<Ints<'a>>,
+    held: PhantomData<&'a mut [u8]>,
+}
+
+impl<'a> Codes<'a> {
+    /// Codes one behind the other in `bytes`, `token_len` bytes for each token.
+    ///
+    /// # Errors
+    ///
+    /// `InvalidInput` where `bytes` are no whole number of those.
+    pub fn new(bytes: &'a mut [u8], token_len: usize) -> Result<Self> {
+        if token_len == 0 || !bytes.len().is_multiple_of(token_len) {
+            let error =
+                Error::invalid("these bytes hold no whole number of codes").with("bytes", bytes.len());
+            return Err(error.with("token", token_len));
+        }
+        let tokens = bytes.len() / token_len;
+        // SAFETY: all of it lies in `bytes`.
+        Ok(unsafe { Self::from_raw(bytes.as_mut_ptr(), [1, tokens], [0, token_len], None) })
+    }
+
+    /// Codes at an address: `shape` is blocks and the tokens of one, `strides` are the bytes from one block, and from
+    /// one slot, to the next. `slots` says where the code of each token goes: its block times the block size, plus its
+    /// place there; tokens with a negative one are left out. None: token `i` goes to slot `i`.
+    ///
+    /// # Safety
+    ///
+    /// For `'a` the codes of all slots can be written, nobody else reads or writes those that are, and `slots` names
+    /// none twice.
+    pub unsafe fn from_raw(
+        base: *mut u8,
+        shape: [usize; 2],
+        strides: [usize; 2],
+        slots: Option<Ints<'a>>,
+    ) -> Self {
+        let ([blocks, block_size], [block_stride, slot_stride]) = (shape, strides);
+        Self {
+            base,
+            blocks,
+            block_size,
+            block_stride,
+            slot_stride,
+            slots,
+            held: PhantomData,
+        }
+    }
 }
 
 /// Vectors that are multiplied at once, so that a weight is read once for all of them.
@@ -102,24 +180,33 @@ const CHUNK: usize = 64;
 
 /// Encodes vectors and writes their codes.
 ///
-/// # Safety
+/// ```
+/// use ucm_retrieval::*;
 ///
-/// The vectors can be read, the codes of all blocks can be written, nobody else reads or writes them meanwhile, and no
-/// two tokens have the same slot.
+/// // Two directions along each axis of a plane, and their opposites, twice: eight bits.
+/// let weights = [1.0, 0.0, -1.0, 0.0, 1.0, 0.0, -1.0, 0.0, 0.0, 1.0, 0.0, -1.0, 0.0, 1.0, 0.0, -1.0];
+/// let encoder = Encoder::new(&weights, 1, 2, 8).unwrap();
+/// let vector: Vec<u8> = [3.0f32, -2.0].iter().flat_map(|x| x.to_ne_bytes()).collect();
+/// let vectors = Vectors::new(&vector, Element::F32, [1, 1, 2]).unwrap();
+/// let mut code = [0];
+/// encode(&encoder, &vectors, &mut Codes::new(&mut code, 1).unwrap(), Isa::best(), Team::ONE).unwrap();
+/// assert_eq!(code, [0b1001_1001]);
+/// ```
 ///
 /// # Errors
 ///
 /// `InvalidInput` for sizes that do not fit each other, or a slot beyond the last block; nothing is written then.
 /// `Unsupported` for instructions that this processor lacks.
-pub unsafe fn encode(
+pub fn encode(
     encoder: &Encoder<'_>,
-    vectors: &Vectors,
-    codes: &Codes<'_>,
+    vectors: &Vectors<'_>,
+    codes: &mut Codes<'_>,
     isa: Isa,
     team: Team,
 ) -> Result<()> {
     let kernel = kernel(isa.checked()?);
     check(encoder, vectors, codes)?;
+    let codes = &*codes;
     let job = Job {
         encoder,
         vectors,
@@ -138,7 +225,7 @@ pub unsafe fn encode(
     })
 }
 
-fn check(encoder: &Encoder<'_>, vectors: &Vectors, codes: &Codes<'_>) -> Result<()> {
+fn check(encoder: &Encoder<'_>, vectors: &Vectors<'_>, codes: &Codes<'_>) -> Result<()> {
     let code = encoder.code_len() * vectors.heads;
     if encoder.heads != 1 && encoder.heads != vectors.heads {
         let error = Error::invalid("hash weights are for one head, or for each of the vectors' heads");
@@ -178,7 +265,7 @@ fn check(encoder: &Encoder<'_>, vectors: &Vectors, codes: &Codes<'_>) -> Result<
 
 struct Job<'a> {
     encoder: &'a Encoder<'a>,
-    vectors: &'a Vectors,
+    vectors: &'a Vectors<'a>,
     codes: &'a Codes<'a>,
 }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,25 +22,20 @@ from ucm.config.sparse import AlgorithmConfig
 from ucm.errors import ConfigError, InvalidInputError
 from ucm.sparse.base import CHANGING_HOOKS, INVALID_SLOT, UcmSparseBase, UcmSparseMetadata, UcmSparseRole
 from ucm.sparse.batch import SparseBatch
+from ucm.sparse.chooser import Chooser, Reduce
 from ucm.sparse.config import Method, method_of, policy_of, resolve_auto, settings_of
 from ucm.sparse.factory import config_of
 from ucm.sparse.open_blocks import WritePlan
 from ucm.sparse.policy import Policy
 from ucm.sparse.recall import RecallProbe
 from ucm.sparse.rep_store import RepStore
-from ucm.sparse.retriever import Middle, Retriever, Rows, make_retriever
-from ucm.sparse.selection import Selection, choose, compact, with_windows
-from ucm.sparse.selector import Combine, Geometry
+from ucm.sparse.retriever import Retriever, Rows, make_retriever
+from ucm.sparse.selection import Selection, compact_rows, with_windows
+from ucm.sparse.selector import Geometry
 from ucm.sparse.stats import SparseStats
-from ucm.sparse.step import Step
+from ucm.sparse.step import SAMPLE_EVERY, Step
 
 _log = logging.getLogger("ucm.sparse")
-
-#: Adds up (or takes the greatest of) int64 scores over the tensor ranks; every rank gets the result.
-Reduce = Callable[[Tensor, Combine], Tensor]
-
-#: What a score is multiplied by before it becomes an integer that ranks add up.
-FIXED_POINT = 1 << 20
 
 
 class BlockSparse(UcmSparseBase):
@@ -59,8 +54,7 @@ class BlockSparse(UcmSparseBase):
         if settings is None and (vllm_config is None or isinstance(vllm_config, Mapping | AlgorithmConfig)):
             settings = vllm_config
         if settings is None and vllm_config is not None:
-            configured = config_of(vllm_config).sparse.settings
-            settings = configured if isinstance(configured, AlgorithmConfig) else None
+            settings = getattr(config_of(vllm_config).sparse.config, self.algorithm)
         self.model = str(getattr(getattr(vllm_config, "model_config", None), "model", "") or "")
         self.settings = resolve_auto(settings_of(self.algorithm, settings), self.model)
         self.stats = SparseStats()
@@ -143,9 +137,10 @@ class BlockSparse(UcmSparseBase):
             open_blocks=2 * max_sequences,
             key_dtype=key_dtype,
         )
+        self.chooser = Chooser(policy, method.selector, self.store, reduce)
         self.retriever: Retriever = make_retriever(
             policy,
-            self._find,
+            self.chooser.find,
             self.stats,
             threads=self.settings.retrieval_threads,
             bound_s=self.settings.retrieval_ms / 1000,
@@ -153,10 +148,11 @@ class BlockSparse(UcmSparseBase):
         recall = self.settings.measure_recall
         self._probe = RecallProbe(geometry, selecting, num_blocks, device, key_dtype) if recall else None
         self._queries: dict[str, dict[int, Tensor]] = {}
+        self._sampled: dict[tuple[str, int], set[int]] = {}
         self._rep_rows: dict[str, Tensor] = {}
         self._chosen: dict[int, Selection | None] = {}
         self._steps: dict[tuple[int, ...], Step] = {}
-        self._plan: tuple[Any, WritePlan] | None = None
+        self._plans: list[tuple[Tensor, WritePlan]] = []
 
     def layer_number(self, layer_name: str) -> int:
         """The number of a layer of :meth:`setup`, by which :attr:`store` knows it."""
@@ -191,20 +187,25 @@ class BlockSparse(UcmSparseBase):
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._chosen, self._steps, self._plan = {}, {}, None
+        self._chosen, self._steps, self._plans = {}, {}, []
 
     def write_keys(self, layer_name: str, key: Tensor, slot_mapping: Any) -> None:
         """Keys ``[t, h, d]`` of a layer are written to the slots ``slot_mapping [t]`` of the cache (negative:
         padding)."""
         if not self.writes(layer_name):
             return
-        if self._plan is None or self._plan[0] is not slot_mapping:
-            host = slot_mapping.cpu() if isinstance(slot_mapping, Tensor) else slot_mapping
-            self._plan = (slot_mapping, self.store.plan_write(host))
-        layer = self._layers[layer_name]
-        self.store.write(layer, key, self._plan[1])
+        layer, plan = self._layers[layer_name], self._write_plan(torch.as_tensor(slot_mapping))
+        self.store.write(layer, key, plan)
         if self._probe is not None:
-            self._probe.write(layer, key, self._plan[1])
+            self._probe.write(layer, key, plan)
+
+    def _write_plan(self, slots: Tensor) -> WritePlan:
+        """The plan of these slots: made once a step, for the first layer, and the same for all others."""
+        for known, plan in self._plans:
+            if known is slots or (known.shape == slots.shape and torch.equal(known, slots)):
+                return plan
+        self._plans.append((slots, self.store.plan_write(slots.cpu())))
+        return self._plans[-1][1]
 
     def attention_begin(
         self,
@@ -261,6 +262,8 @@ class BlockSparse(UcmSparseBase):
         """Forget a request."""
         self.retriever.forget(request_id)
         self._queries.pop(request_id, None)
+        for layer in self.store.layers:
+            self._sampled.pop((request_id, layer), None)
         rows = self._rep_rows.pop(request_id, None)
         if rows is not None:
             self.store.release([int(row) for row in rows if row >= self.store.num_blocks])
@@ -306,35 +309,46 @@ class BlockSparse(UcmSparseBase):
             self._keep_queries(layer, step, query)
         if not step.sparse:
             return None
+        selection = None
+        if self.policy.stride == 1 and self.policy.lag == 0:
+            selection = self.chooser.now(layer, step, self._last_queries(step, query))
+        if selection is not None:
+            self._sample_turnover(layer, step, selection)
+            kept, dense = step.kept, step.kept == step.seen
+        else:
+            selection = self._retrieve(layer, step, query)
+            kept, dense = float(selection.counts.sum()) / selection.counts.shape[1], selection.dense
+        self.stats.add(blocks_kept=kept, blocks_seen=step.seen, rows_sparse=len(step.sparse))
+        if self._probe is not None:
+            self._measure_recall(self._probe, layer, step, query, block_table, selection)
+        return None if dense else selection
+
+    def _retrieve(self, layer: int, step: Step, query: Tensor) -> Selection:
+        """By the retriever: choices that are used for several steps, or later than they were asked for."""
         choices = self.retriever.step(layer, self._rows(layer, step, query))
         heads = self.selector.geometry.kv_heads if self.policy.heads == "kv" else 1
-        kept = [[ids] * heads for ids in step.whole]
-        for i, choice in zip(step.sparse, choices, strict=True):
-            if choice is not None:
-                kept[i] = [with_windows(self.policy, ids, choice.blocks, step.blocks[i]) for ids in choice.middle]
-            self.stats.add(
-                blocks_kept=sum(map(len, kept[i])) / heads, blocks_seen=step.blocks[i], rows_sparse=choice is not None
-            )
-            if self._probe is not None:
-                asked = query[step.ends[i] - 1]
-                seen = self._probe.mass(layer, asked, block_table[i, : step.blocks[i]], step.rows[i].tokens)
-                held = [seen[h if heads > 1 else slice(None)][..., ids].sum() for h, ids in enumerate(kept[i])]
-                self.stats.add(mass_seen=float(seen.sum()), mass_kept=float(sum(held)))
-        selection = Selection.of(kept, step.blocks)
-        return None if selection.dense else selection
+        kept = []
+        for blocks, choice in zip(step.blocks, choices, strict=True):
+            if choice is None:
+                kept.append([torch.arange(blocks)] * heads)
+            else:
+                kept.append([with_windows(self.policy, ids, choice.blocks, blocks) for ids in choice.middle])
+        return Selection.of(kept, step.blocks, step.places)
+
+    def _last_queries(self, step: Step, query: Tensor) -> Tensor:
+        return query if len(step.sparse) == query.shape[0] else query.index_select(0, step.last)
 
     def _rows(self, layer: int, step: Step, query: Tensor) -> Rows:
         """The rows that choose, with their latest queries."""
         rows, wanted = [step.rows[i] for i in step.sparse], self.selector.queries
         if wanted == 1:
-            asked, counts = query.index_select(0, step.last.to(query.device))[:, None], [1] * len(rows)
+            asked, counts = self._last_queries(step, query)[:, None], [1] * len(rows)
         else:
             kept = [self._queries[row.request_id][layer] for row in rows]
             asked = torch.stack([torch.nn.functional.pad(q, (0, 0, 0, 0, wanted - len(q), 0)) for q in kept])
             counts = [len(q) for q in kept]
         names, steps = [row.request_id for row in rows], [row.step for row in rows]
-        blocks = [step.blocks[i] for i in step.sparse]
-        return Rows(names, steps, blocks, asked, counts, step.table, [n - self.policy.windows for n in blocks])
+        return Rows(names, steps, step.blocks, asked, counts, step.reps)
 
     def _keep_queries(self, layer: int, step: Step, query: Tensor) -> None:
         """Keep the latest queries of each row, for an algorithm that scores with several."""
@@ -344,52 +358,31 @@ class BlockSparse(UcmSparseBase):
             new = query[end - min(row.queries, wanted) : end]
             kept[layer] = torch.cat([kept.get(layer, new[:0]), new])[-wanted:]
 
-    def _find(self, layer: int, rows: Rows) -> list[Middle]:
-        """Choices of some rows: each is a function of that row alone."""
-        fused = self.selector.fused_scores(layer, rows.query, self.store, rows.table, torch.tensor(rows.candidates))
-        scores = []
-        for i, n in enumerate(rows.candidates):
-            if fused is not None:
-                scores.append(self._combined(fused[i, :, :n]))
-                continue
-            reps = self.store.get(layer, rows.table[i, :n])
-            asked = rows.query[i, rows.query.shape[1] - rows.queries[i] :]
-            scores.append(self._combined(self.selector.score(layer, asked, reps)))
-        if self.policy.shared_ranks and self._reduce is not None:
-            scores = list(self._reduce(torch.cat(scores, dim=1), self.selector.combine).split(rows.candidates, dim=1))
-        return [
-            choose(self.policy, row, n, self._weights(row) if self.policy.mass is not None else None)
-            for row, n in zip(scores, rows.blocks, strict=True)
-        ]
+    # Measuring -------------------------------------------------------------------------------------------------------
 
-    def _combined(self, scores: Tensor) -> Tensor:
-        """One score for all heads ``[1, n]``, unless each has its own; integers where ranks add them up."""
-        if self.policy.shared_ranks and not self.selector.exact:
-            scores = torch.nan_to_num(scores.double() * FIXED_POINT, nan=-(2.0**52)).clamp(-(2.0**52), 2.0**52)
-            scores = scores.round().long()
-        if self.policy.heads == "kv":
-            return scores
-        if self.selector.combine == "max":
-            return scores.amax(dim=0, keepdim=True)
-        wide = scores.double() if scores.is_floating_point() else scores.long()
-        summed = wide.sum(dim=0, keepdim=True)
-        return summed.float() if summed.is_floating_point() else summed
+    def _sample_turnover(self, layer: int, step: Step, selection: Selection) -> None:
+        """How much of a choice is new, for two steps in every :data:`~ucm.sparse.step.SAMPLE_EVERY`; where choices go
+        through the retriever, it counts all of them."""
+        for number in step.sampled:
+            row = step.rows[step.sparse[number]]
+            key = (row.request_id, layer)
+            chosen = set(selection.kept(number).tolist()[self.policy.init : -self.policy.local])
+            before = self._sampled.pop(key, None)
+            if row.step % SAMPLE_EVERY == 0:
+                self._sampled[key] = chosen
+            elif before is not None:
+                self.stats.add(blocks_new=len(chosen - before), blocks_chosen=len(chosen))
 
-    def _weights(self, scores: Tensor) -> Tensor:
-        """Estimated attention mass of the candidates; that of the windows is not estimated."""
-        scale = FIXED_POINT if self.policy.shared_ranks and not self.selector.exact else 1
-        return self.selector.weights(scores / scale)
-
-
-def compact_rows(selection: Selection, block_table: Tensor, seq_lens: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """:func:`~ucm.sparse.selection.compact` in a table as wide as the one that came in, for metadata that other rows,
-    and kernels that know its width, read as well."""
-    table, lens = compact(selection, block_table, seq_lens, block_size)
-    if table.dim() != 2:
-        return table, lens
-    wide = block_table.clone()
-    wide[: table.shape[0], : table.shape[1]] = table
-    return wide, lens
+    def _measure_recall(
+        self, probe: RecallProbe, layer: int, step: Step, query: Tensor, block_table: Tensor, selection: Selection
+    ) -> None:
+        for number, i in enumerate(step.sparse):
+            seen = probe.mass(
+                layer, query[step.ends[i] - 1], block_table[i, : step.blocks[number]], step.rows[i].tokens
+            )
+            heads = selection.ids.shape[1]
+            held = [seen[h if heads > 1 else slice(None)][..., selection.kept(number, h)].sum() for h in range(heads)]
+            self.stats.add(mass_seen=float(seen.sum()), mass_kept=float(sum(held)))
 
 
 def layer_index(name: str, place: int) -> int:

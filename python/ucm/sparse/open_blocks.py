@@ -8,7 +8,7 @@ pages are packed for the instruction set.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,11 +96,12 @@ class OpenBlocks:
         whole_tokens[rank[inverse[of_whole]], places[of_whole]] = tokens[of_whole]
         ready[unique[whole]] = True
         # A token of a block that is ready is written again with the value it had (the last one of a prompt that was
-        # hit).
-        # And a block whose first tokens are not held can never be full.
+        # hit), and a block whose first tokens are not held can never be full.
         known = begun | np.isin(unique, np.fromiter(self._rows, dtype=np.int64, count=len(self._rows)))
         held = ~of_whole & ~ready[blocks] & known[inverse]
         rows, full = self._hold(blocks[held], places[held])
+        held[held] = rows >= 0
+        rows = rows[rows >= 0]
         ready[full] = True
         self._leaving = full
         full_rows = [self._rows[block] for block in full]
@@ -111,11 +112,14 @@ class OpenBlocks:
         )
 
     def _hold(self, blocks: Ids, places: Ids) -> tuple[Ids, list[int]]:
-        """Rows for these tokens, and the blocks that are full with them."""
-        rows = np.empty(len(blocks), dtype=np.int64)
-        full = []
-        for block in dict.fromkeys(blocks.tolist()):
-            row = self._row(block)
+        """Rows for these tokens, -1 where there is none, and the blocks that are full with them."""
+        rows = np.full(len(blocks), -1, dtype=np.int64)
+        full: list[int] = []
+        now = dict.fromkeys(blocks.tolist())
+        for block in now:
+            row = self._row(block, now)
+            if row is None:
+                continue
             mine = blocks == block
             rows[mine] = row
             self._there[row, places[mine]] = True
@@ -123,14 +127,21 @@ class OpenBlocks:
                 full.append(block)
         return rows, full
 
-    def _row(self, block: int) -> int:
+    def _row(self, block: int, now: Container[int]) -> int | None:
+        """The row of a block, one that was given up for it, or None where all are in use by this step."""
         row = self._rows.get(block)
         if row is not None:
             self._rows.move_to_end(block)
             return row
-        # The longest unused row belongs to a sequence that has ended; if not, its block never gets ready, and the
-        # sequence attends to every block.
-        row = self._free.pop() if self._free else self._rows.popitem(last=False)[1]
+        if self._free:
+            row = self._free.pop()
+        else:
+            # The longest unused row belongs to a sequence that has ended; if not, its block never gets ready, and the
+            # sequence attends to every block.
+            oldest = next((known for known in self._rows if known not in now), None)
+            if oldest is None:
+                return None
+            row = self._rows.pop(oldest)
         self._rows[block] = row
         self._there[row] = False
         return row

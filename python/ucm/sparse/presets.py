@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cache
 
 _log = logging.getLogger("ucm.sparse")
 
@@ -35,8 +36,9 @@ PRESETS: tuple[Preset, ...] = (
 )
 
 
+@cache
 def preset_for(model: str) -> Preset | None:
-    """The preset of the model of this name or path; None, and a line in the log, where there is none."""
+    """The preset of the model of this name or path; None, and a line in the log, once, where there is none."""
     folded = model.lower()
     for preset in PRESETS:
         if preset.name.lower() in folded:

@@ -1,15 +1,15 @@
 """Sparse retrieval on a CPU: how much each block matters to a query, the best of them, and their block table.
 
 The Rust kernels behind this (``crates/ucm-retrieval``) work on tensors of the host where they lie, are written for
-AVX-512, AVX2 and plain Rust (chosen at run time), share a call among ``threads`` threads (the calling one and, where the
-process has an OpenMP runtime, that runtime's), and run without the GIL. A block's score and a row's choice are computed
-from that block and that row alone, in one order: they depend neither on the batch nor on the number of threads. AVX2
-and AVX-512 give the same bits.
+AVX-512, AVX2 and plain Rust (chosen at run time), share a call among ``threads`` threads (the calling one and, where
+the process has an OpenMP runtime, that runtime's), and run without the GIL. A block's score and a row's choice are
+computed from that block and that row alone, in one order: they depend neither on the batch nor on the number of
+threads. AVX2 and AVX-512 give the same bits.
 
-Shapes: ``r`` rows of a batch, ``N`` places of a row in a table, ``hq`` query heads, ``h`` KV heads (``hq`` is a multiple
-of it), ``d`` head size, ``n`` physical blocks, ``b`` tokens of a block, ``t`` tokens. Tables and lengths are int32 or
-int64. A table's ids are places in the representations (or in the codes, or in the KV); a negative one stands for a block
-that is not there.
+Shapes: ``r`` rows of a batch, ``N`` places of a row in a table, ``hq`` query heads, ``h`` KV heads (``hq`` is a
+multiple of it), ``d`` head size, ``n`` physical blocks, ``b`` tokens of a block, ``t`` tokens. Tables and lengths are
+int32 or int64. A table's ids are places in the representations (or in the codes, or in the KV); a negative one stands
+for a block that is not there.
 
 Scores are higher for blocks that matter more. The first ``init`` and the last ``local`` blocks of a row need none,
 because they are always kept: they get the largest number. Blocks that are not there, and the places of a row behind its
@@ -74,10 +74,10 @@ def dot_scores(
     """Scores of blocks by their representations: ``over_heads(over_reps(q_h · r_jh))``, float32 ``[r, 1, N]``, or ``[r,
     h, N]`` with ``over_heads="apart"``.
 
-    ``query [r, hq, d]`` is one query of each row (bf16, fp16, fp32); ``q_h`` is the mean of the query heads that share a
-    KV head. ``reps [n, h, d]``, or ``[n, j, h, d]`` with ``j`` of each block, are bf16, fp16, fp32 or int8, which needs
-    ``scales [n, j, h]`` (float32). ``table [r, N]`` and ``blocks [r]`` say which blocks a row has. With ``metric="l2"``
-    minus the distance ``|q_h - r_jh|`` stands for the product.
+    ``query [r, hq, d]`` is one query of each row (bf16, fp16, fp32); ``q_h`` is the mean of the query heads that share
+    a KV head. ``reps [n, h, d]``, or ``[n, j, h, d]`` with ``j`` of each block, are bf16, fp16, fp32 or int8, which
+    needs ``scales [n, j, h]`` (float32). ``table [r, N]`` and ``blocks [r]`` say which blocks a row has. With
+    ``metric="l2"`` minus the distance ``|q_h - r_jh|`` stands for the product.
     """
     import torch
 
@@ -112,11 +112,11 @@ def quest_scores(
     threads: int | None = None,
     isa: str = "auto",
 ) -> Tensor:
-    """Quest's bound of a block: ``over_heads(Σ_d max(q_hd · min_hd, q_hd · max_hd))``, float32 ``[r, 1, N]`` or ``[r, h,
-    N]``.
+    """Quest's bound of a block: ``over_heads(Σ_d max(q_hd · min_hd, q_hd · max_hd))``, float32 ``[r, 1, N]`` or ``[r,
+    h, N]``.
 
-    ``bounds [n, 2, h, d]`` are the least and the largest value of each channel of a block's keys; ``query`` and the rest
-    as for :func:`dot_scores`.
+    ``bounds [n, 2, h, d]`` are the least and the largest value of each channel of a block's keys; ``query`` and the
+    rest as for :func:`dot_scores`.
     """
     import torch
 
@@ -144,13 +144,13 @@ def hash_encode(
     threads: int | None = None,
     isa: str = "auto",
 ) -> Tensor:
-    """Hash codes of ``vectors [t, h, d]`` (bf16, fp16, fp32): bit ``j`` is whether ``Σ_d x_d·W_dj > 0``, and is bit ``j %
-    8`` of byte ``j // 8``.
+    """Hash codes of ``vectors [t, h, d]`` (bf16, fp16, fp32): bit ``j`` is whether ``Σ_d x_d·W_dj > 0``, and is bit ``j
+    % 8`` of byte ``j // 8``.
 
     ``weights`` are float32 ``[d, bits]``, or ``[h, d, bits]`` for other directions in each head; ``bits`` is a multiple
-    of 8. Returns uint8 ``[t, h, bits / 8]``. With ``codes [n, b, h, bits / 8]`` and ``slots [t]`` the code of a token is
-    written to its slot (block times ``b`` plus place; a negative one is left out) instead, and ``codes`` is returned. No
-    slot may be named twice.
+    of 8. Returns uint8 ``[t, h, bits / 8]``. With ``codes [n, b, h, bits / 8]`` and ``slots [t]`` the code of a token
+    is written to its slot (block times ``b`` plus place; a negative one is left out) instead, and ``codes`` is
+    returned. No slot may be named twice.
 
     The codes of a vector are the same on every instruction set, in every batch and on every machine.
     """
@@ -177,8 +177,8 @@ def hash_encode(
 def hash_encode_query(
     query: Tensor, weights: Tensor, kv_heads: int, *, threads: int | None = None, isa: str = "auto"
 ) -> Tensor:
-    """Hash codes of the mean of the query heads that share a KV head: ``query [r, hq, d]`` becomes uint8 ``[r, kv_heads,
-    bits / 8]``; ``weights`` as for :func:`hash_encode`."""
+    """Hash codes of the mean of the query heads that share a KV head: ``query [r, hq, d]`` becomes uint8 ``[r,
+    kv_heads, bits / 8]``; ``weights`` as for :func:`hash_encode`."""
     import torch
 
     codes = torch.empty((query.shape[0], kv_heads, weights.shape[-1] // 8), dtype=torch.uint8)
@@ -200,8 +200,8 @@ def hamming_scores(
     threads: int | None = None,
     isa: str = "auto",
 ) -> Tensor:
-    """Scores of blocks by hash codes: minus the least distance of any of its tokens in any head, int32 ``[r, 1, N]``, or
-    ``[r, h, N]`` with ``heads_apart``.
+    """Scores of blocks by hash codes: minus the least distance of any of its tokens in any head, int32 ``[r, 1, N]``,
+    or ``[r, h, N]`` with ``heads_apart``.
 
     ``queries`` are codes ``[r, h, bytes]`` of one query for each KV head, or ``[r, h, q, bytes]`` of several, whose
     distances add up (latent attention: one head, and the reduced query heads). ``codes [n, b, h, bytes]`` are those of
@@ -240,10 +240,10 @@ def select_blocks(
 ) -> Kept:
     """The ``budgets[row]`` best blocks between the windows of every row, and the windows.
 
-    ``scores [r, heads, N]`` (float32 or int32) are those of one of the functions above; among equal ones the lower place
-    wins. ``table [r, N]`` are the ids to keep from, those of the KV; ``tokens [r]`` how many tokens a row has. A row with
-    no more blocks than windows and budget keeps all. Blocks with the smallest score are never chosen, and those that the
-    table says are not there are never kept. ``local`` is at least 1: the last block may be partial.
+    ``scores [r, heads, N]`` (float32 or int32) are those of one of the functions above; among equal ones the lower
+    place wins. ``table [r, N]`` are the ids to keep from, those of the KV; ``tokens [r]`` how many tokens a row has. A
+    row with no more blocks than windows and budget keeps all. Blocks with the smallest score are never chosen, and
+    those that the table says are not there are never kept. ``local`` is at least 1: the last block may be partial.
 
     ``width`` is how wide the new tables are; by default as wide as the row that keeps most.
     """

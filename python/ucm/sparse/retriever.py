@@ -42,9 +42,8 @@ class Rows:
     query: Tensor
     #: How many of them each row has had.
     queries: Sequence[int]
-    #: Rows of the representations of the candidates, ``[r, most]``, of which each row's first ``candidates`` count.
+    #: Rows of the representations, ``[r, most]``, of which each row's first ``blocks`` count.
     table: Tensor
-    candidates: Sequence[int]
 
     def pick(self, places: list[int]) -> Rows:
         """Some of these rows, in copies that stay as they are."""
@@ -56,7 +55,6 @@ class Rows:
             self.query.index_select(0, at),
             [self.queries[i] for i in places],
             self.table.index_select(0, at.to(self.table.device)),
-            [self.candidates[i] for i in places],
         )
 
 

@@ -71,49 +71,73 @@ def with_windows(policy: Policy, middle: Tensor, chosen_at: int, blocks: int) ->
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The blocks kept by each row of a batch: ``ids [rows, heads, most]``, ascending, filled with :data:`NO_BLOCK`;
-    ``counts [rows, heads]``, ``blocks [rows]`` how many there are. ``heads`` is 1 where all heads share a choice."""
+    """The blocks that some rows of a batch keep; ``heads`` is 1 where all heads share a choice. Rows that are not named
+    keep everything."""
 
+    #: Places of the rows in the batch, ``[s]``.
+    rows: Tensor
+    #: Logical blocks, ascending, ``[s, heads, most]``, filled with :data:`NO_BLOCK`, and how many there are.
     ids: Tensor
     counts: Tensor
+    #: How many blocks the rows have, ``[s]``.
     blocks: Tensor
+    #: The physical blocks and the lengths that :func:`compact` would make, where a kernel has made them already.
+    table: Tensor | None = None
+    tokens: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[Tensor]], blocks: Sequence[int]) -> Selection:
-        """From the ids of each row and head. There is at least one row."""
-        counts = torch.tensor([[len(ids) for ids in row] for row in rows])
-        device = rows[0][0].device
+    def of(cls, kept: Sequence[Sequence[Tensor]], blocks: Sequence[int], rows: Tensor | None = None) -> Selection:
+        """From the ids that each row and head keeps; ``rows`` are their places, the first ones where none are given.
+        There is at least one row."""
+        counts = torch.tensor([[len(ids) for ids in row] for row in kept])
+        device = kept[0][0].device
         table = torch.full((*counts.shape, int(counts.max())), NO_BLOCK, dtype=torch.int64, device=device)
-        for i, row in enumerate(rows):
+        for i, row in enumerate(kept):
             for j, ids in enumerate(row):
                 table[i, j, : len(ids)] = ids
-        return cls(table, counts.to(device), torch.tensor(list(blocks), device=device))
+        places = torch.arange(len(kept), device=device) if rows is None else rows
+        return cls(places, table, counts.to(device), torch.tensor(list(blocks), device=device))
 
     @property
     def dense(self) -> bool:
         """Whether every row keeps everything, so that the table and the lengths may stay as they are."""
         return bool((self.counts == self.blocks[:, None]).all())
 
-    def mask(self) -> Tensor:
-        """Whether a block is kept, ``[rows, heads, most blocks]``."""
-        rows, heads, _ = self.ids.shape
-        mask = torch.zeros(rows, heads, int(self.blocks.max()) + 1, dtype=torch.bool, device=self.ids.device)
-        mask.scatter_(2, torch.where(self.ids < 0, mask.shape[2] - 1, self.ids), value=True)
-        return mask[:, :, :-1]
+    def kept(self, row: int, head: int = 0) -> Tensor:
+        """The logical blocks of one of the rows, by its number among them."""
+        return self.ids[row, head, : int(self.counts[row, head])].long()
 
 
 def compact(selection: Selection, block_table: Tensor, seq_lens: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """The block table and the lengths with which attention reads the kept blocks alone.
 
-    ``block_table [rows, N]`` has physical ids, ``seq_lens [rows]`` tokens, the current one included. Returns ``[rows,
-    most]`` and ``[rows]`` where the heads share a choice, else ``[rows, heads, most]`` and ``[rows, heads]``, in the
-    types that came in. New tensors: nothing that came in is written to. Beyond a row's count the table repeats its last
-    block, a valid id that no kernel reads.
+    ``block_table [rows, N]`` has physical ids, ``seq_lens [rows]`` tokens, the current one included. Returns ``[s,
+    most]`` and ``[s]`` for the rows of the selection where the heads share a choice, else ``[s, heads, most]`` and
+    ``[s, heads]``, in the types that came in. New tensors: nothing that came in is written to. Beyond a row's count the
+    table repeats its last block, a valid id that no kernel reads.
     """
-    last = (selection.counts - 1).clamp(min=0)[:, :, None]
-    ids = torch.where(selection.ids < 0, selection.ids.gather(2, last), selection.ids)
-    rows, heads, most = ids.shape
-    table = block_table.gather(1, ids.view(rows, heads * most).to(block_table.device)).view(rows, heads, most)
-    counts = selection.counts.to(seq_lens.device, seq_lens.dtype)
-    lens = (counts - 1) * block_size + ((seq_lens - 1) % block_size + 1)[:, None]
-    return (table[:, 0], lens[:, 0]) if heads == 1 else (table, lens)
+    if selection.table is not None and selection.tokens is not None:
+        table, lens = selection.table.to(block_table.dtype), selection.tokens.to(seq_lens.dtype)
+    else:
+        last = (selection.counts - 1).clamp(min=0)[:, :, None]
+        ids = torch.where(selection.ids < 0, selection.ids.gather(2, last), selection.ids)
+        count, heads, most = ids.shape
+        own = block_table[selection.rows]
+        table = own.gather(1, ids.view(count, heads * most).to(own.device)).view(count, heads, most)
+        counts = selection.counts.to(seq_lens.device, seq_lens.dtype)
+        lens = (counts - 1) * block_size + ((seq_lens[selection.rows] - 1) % block_size + 1)[:, None]
+    return (table[:, 0], lens[:, 0]) if table.shape[1] == 1 else (table, lens)
+
+
+def compact_rows(selection: Selection, block_table: Tensor, seq_lens: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Block table and lengths of the whole batch with those of the selection's rows in them: :func:`compact`, as wide
+    as what came in, for rows that keep everything are read from it as well; ``[rows, heads, N]`` where heads choose
+    apart."""
+    table, lens = compact(selection, block_table, seq_lens, block_size)
+    if table.dim() == 3:
+        heads = table.shape[1]
+        block_table, seq_lens = block_table[:, None].expand(-1, heads, -1), seq_lens[:, None].expand(-1, heads)
+    wide, lengths = block_table.clone(), seq_lens.clone()
+    wide[selection.rows, ..., : table.shape[-1]] = table
+    lengths[selection.rows] = lens
+    return wide, lengths

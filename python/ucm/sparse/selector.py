@@ -94,11 +94,24 @@ class Selector(Protocol):
         to 1. Used by budgets given as a share of the mass."""
         ...
 
-    def fused_scores(self, layer: int, query: Tensor, store: Any, table: Tensor, counts: Tensor) -> Tensor | None:
-        """:meth:`score` of several requests by a kernel: ``[r, h, N]``, of which each row's first ``counts[r]`` count.
+    def fused_scores(
+        self,
+        layer: int,
+        query: Tensor,
+        reps: Tensor,
+        table: Tensor,
+        blocks: Tensor,
+        *,
+        init: int,
+        local: int,
+        apart: bool,
+    ) -> Tensor | None:
+        """:meth:`score` of several requests by a kernel, with the heads joined unless they are to be kept ``apart``:
+        ``[r, h or 1, N]``. None: there is no kernel for these tensors, use :meth:`score`.
 
-        ``query [r, w, h*g, d]``; ``store`` is the :class:`~ucm.sparse.rep_store.RepStore`, ``table [r, N]`` the rows of
-        it that hold each request's representations. None: there is no kernel for these tensors, use :meth:`score`.
+        ``query [r, h*g, d]`` are the latest queries, ``reps`` all representations of the layer, ``table [r, N]`` the
+        rows of them that are each request's, of which ``blocks [r]`` count. The first ``init`` and the last ``local``
+        are windows: their representations are not read, and their scores, like those beyond, mean nothing.
         """
         ...
 
@@ -129,9 +142,20 @@ class BlockSelector:
         """Softmax over the blocks: scores are taken for logits."""
         return torch.softmax(scores.double(), dim=-1)
 
-    def fused_scores(self, layer: int, query: Tensor, store: Any, table: Tensor, counts: Tensor) -> Tensor | None:
+    def fused_scores(
+        self,
+        layer: int,
+        query: Tensor,
+        reps: Tensor,
+        table: Tensor,
+        blocks: Tensor,
+        *,
+        init: int,
+        local: int,
+        apart: bool,
+    ) -> Tensor | None:
         """No kernel."""
-        del layer, query, store, table, counts
+        del layer, query, reps, table, blocks, init, local, apart
         return None
 
     def grouped(self, query: Tensor) -> Tensor:
@@ -143,6 +167,14 @@ class BlockSelector:
                 f"a query of {heads} heads of size {dim} does not fit {kv} KV heads of size {self.geometry.head_dim}"
             )
         return query.float().view(w, kv, heads // kv, dim)
+
+
+def on_cpu(*tensors: Tensor) -> bool:
+    """Whether kernels of the CPU read these tensors: they lie in the host's memory, in a type that kernels know."""
+    return all(tensor.is_cpu and tensor.dtype in _KERNEL_TYPES for tensor in tensors)
+
+
+_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8)
 
 
 def rep_bytes(selector: Selector) -> int:

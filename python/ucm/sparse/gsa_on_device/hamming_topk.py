@@ -8,7 +8,7 @@ from torch import Tensor
 from ucm.errors import InvalidInputError
 from ucm.sparse.policy import Policy
 from ucm.sparse.selection import Selection, compact, select
-from ucm.sparse.selectors.hash import distance
+from ucm.sparse.selectors.codes import distance
 
 
 def hamming_distance(hash_a: Tensor, hash_b: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ucm.errors import InvalidInputError
+from ucm.sparse.selectors.codes import made_code
 from ucm.sparse.selectors.haar import directions
-from ucm.sparse.selectors.hash import code
 
 
 class HashEncoder:
@@ -50,7 +50,7 @@ def torch_hash_code(x: Tensor, hash_weights: Tensor, bit_masks: Tensor | None = 
     """Codes ``[n, bits/8]`` of ``x [n, d]`` by directions ``[d, bits]``, little-endian; ``bit_masks`` are the powers of
     2."""
     del bit_masks
-    return code(x, hash_weights)
+    return made_code(x[:, None], hash_weights)[:, 0]
 
 
 def triton_hash_code(x: Tensor, hash_weights: Tensor, bit_masks: Tensor | None = None) -> Tensor:

@@ -8,8 +8,14 @@ generator keyed by seed, layer and block, and nothing else.
 
 from __future__ import annotations
 
+import hashlib
+import zipfile
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
+
+from ucm.errors import ConfigError
 
 
 def directions(size: int, bits: int, *, seed: int, layer: int, part: int = 0) -> npt.NDArray[np.float64]:
@@ -30,3 +36,15 @@ def _gaussian(count: int, key: tuple[int, int]) -> npt.NDArray[np.float64]:
     raw = np.random.Philox(key=np.array(key, dtype=np.uint64)).random_raw(2 * count)
     uniform = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     return np.asarray(np.sqrt(-2.0 * np.log(uniform[:count])) * np.cos(2.0 * np.pi * uniform[count:]))
+
+
+def load_directions(path: str) -> tuple[dict[str, npt.NDArray[np.float64]], str]:
+    """Learned directions from an ``.npz``, by name, and a name for all of them. Raises
+    :class:`~ucm.errors.ConfigError`."""
+    try:
+        data = Path(path).read_bytes()
+        with np.load(path, allow_pickle=False) as file:
+            found = {name: np.asarray(file[name], dtype=np.float64) for name in file.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"hash_weights_file {path} cannot be read as an .npz of arrays: {error}") from None
+    return found, "learned." + hashlib.sha256(data).hexdigest()[:16]

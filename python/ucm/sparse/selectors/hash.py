@@ -14,9 +14,6 @@ here.
 
 from __future__ import annotations
 
-import hashlib
-import zipfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +21,10 @@ import torch
 from torch import Tensor
 
 from ucm.errors import ConfigError
-from ucm.sparse.selector import BlockSelector, Combine, Geometry
-from ucm.sparse.selectors.haar import directions
+from ucm.sparse import retrieval
+from ucm.sparse.selector import BlockSelector, Combine, Geometry, on_cpu
+from ucm.sparse.selectors.codes import distance, made_code
+from ucm.sparse.selectors.haar import directions, load_directions
 
 #: Version of how directions are drawn and bits packed; codes of another one are foreign.
 VERSION = 1
@@ -62,7 +61,7 @@ class Hash(BlockSelector):
         self._learned: dict[str, Any] | None = None
         self._digest = ""
         if weights_file:
-            self._learned, self._digest = _load(weights_file)
+            self._learned, self._digest = load_directions(weights_file)
         self._weights: dict[tuple[int, torch.device], list[Tensor]] = {}
 
     def settings(self) -> dict[str, Any]:
@@ -97,22 +96,48 @@ class Hash(BlockSelector):
     def encode(self, layer: int, keys: Tensor) -> Tensor:
         """Codes ``[m, b, h, bytes]``."""
         parts = keys.split([size for size, _ in self.parts], dim=-1)
-        return torch.cat([code(x, w) for x, w in zip(parts, self.weights_of(layer, keys.device), strict=True)], dim=-1)
+        weights = self.weights_of(layer, keys.device)
+        found = [made_code(x, w) for x, w in zip(parts, weights, strict=True)]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
     def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
         """Minus the least distance in each block."""
-        if self.geometry.rope_dim:
-            heads = query[-1].float()
-            if self.reduction > 1:
-                if heads.shape[0] % self.reduction:
-                    raise ConfigError(f"reduction_heads: {heads.shape[0]} heads are no multiple of {self.reduction}")
-                heads = heads.view(self.reduction, -1, heads.shape[-1]).mean(dim=0)
-            codes = self.encode(layer, heads)  # [heads, bytes]
-            dist = sum(distance(one, reps[:, :, 0]) for one in codes)  # [n, b]
-            assert isinstance(dist, Tensor)
-            return -dist.amin(dim=1)[None]
-        codes = self.encode(layer, self.grouped(query[-1:])[0].mean(dim=1))  # [h, bytes]
-        return -distance(codes, reps).amin(dim=1).T.contiguous()
+        codes = self._query_codes(layer, query[-1:])[0]
+        if not self.geometry.rope_dim:
+            return -distance(codes, reps).amin(dim=1).T.contiguous()
+        dist = sum(distance(one, reps[:, :, 0]) for one in codes[0])  # [n, b]
+        assert isinstance(dist, Tensor)
+        return -dist.amin(dim=1)[None]
+
+    def fused_scores(
+        self,
+        layer: int,
+        query: Tensor,
+        reps: Tensor,
+        table: Tensor,
+        blocks: Tensor,
+        *,
+        init: int,
+        local: int,
+        apart: bool,
+    ) -> Tensor | None:
+        """The CPU's kernel."""
+        if not on_cpu(query, reps):
+            return None
+        codes = self._query_codes(layer, query)
+        tokens = blocks * self.geometry.block_size
+        return retrieval.hamming_scores(codes, reps, table, tokens, heads_apart=apart, init=init, local=local)
+
+    def _query_codes(self, layer: int, query: Tensor) -> Tensor:
+        """Codes of queries ``[r, h*g, d]``: ``[r, h, bytes]``, with latent attention ``[r, 1, heads, bytes]``."""
+        if not self.geometry.rope_dim:
+            return self.encode(layer, self.grouped(query).mean(dim=2))
+        heads = query.float()
+        if self.reduction > 1:
+            if heads.shape[1] % self.reduction:
+                raise ConfigError(f"reduction_heads: {heads.shape[1]} heads are no multiple of {self.reduction}")
+            heads = heads.view(len(heads), self.reduction, -1, heads.shape[-1]).mean(dim=1)
+        return self.encode(layer, heads)[:, None]
 
     def weights(self, scores: Tensor) -> Tensor:
         """A key at angle ``a`` to a query of the same length weighs ``exp(2 sqrt(d) cos a)``: how far apart codes are
@@ -120,31 +145,3 @@ class Hash(BlockSelector):
         bits = sum(bits for _, bits in self.parts)
         angle = torch.pi * (-scores.double()).clamp(0, bits) / bits
         return torch.softmax(2 * self.geometry.head_dim**0.5 * torch.cos(angle), dim=-1)
-
-
-def code(x: Tensor, weights: Tensor) -> Tensor:
-    """Codes ``[..., bits/8]`` of vectors ``x [..., d]`` by directions ``weights [d, bits]``: uint8, packed
-    little-endian."""
-    # On a CPU in float64: rounding depends on how many vectors are encoded together, and must not turn a bit.
-    wide = torch.float64 if x.device.type == "cpu" else torch.float32
-    bits = (x.to(wide) @ weights.to(wide) > 0).view(*x.shape[:-1], weights.shape[1] // 8, 8)
-    powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
-    return (bits * powers).sum(dim=-1, dtype=torch.int32).to(torch.uint8)
-
-
-def distance(a: Tensor, b: Tensor) -> Tensor:
-    """Bits in which codes differ, over the last dimension; the others are broadcast. int32."""
-    x = a ^ b
-    x = x - ((x >> 1) & 0x55)
-    x = (x & 0x33) + ((x >> 2) & 0x33)
-    return ((x + (x >> 4)) & 0x0F).sum(dim=-1, dtype=torch.int32)
-
-
-def _load(path: str) -> tuple[dict[str, Any], str]:
-    try:
-        data = Path(path).read_bytes()
-        with np.load(path, allow_pickle=False) as file:
-            found = {name: np.asarray(file[name], dtype=np.float64) for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"hash_weights_file {path} cannot be read as an .npz of arrays: {error}") from None
-    return found, "learned." + hashlib.sha256(data).hexdigest()[:16]

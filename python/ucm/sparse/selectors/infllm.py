@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ucm.sparse.selector import BlockSelector, Geometry
+from ucm.sparse import retrieval
+from ucm.sparse.selector import BlockSelector, Geometry, on_cpu
 
 
 class InfLLM(BlockSelector):
@@ -46,6 +47,33 @@ class InfLLM(BlockSelector):
         del layer
         mean = self.grouped(query[-1:])[0].mean(dim=1)  # [h, d]
         return (reps.float().sum(dim=1) * mean).sum(dim=-1).T
+
+    def fused_scores(
+        self,
+        layer: int,
+        query: Tensor,
+        reps: Tensor,
+        table: Tensor,
+        blocks: Tensor,
+        *,
+        init: int,
+        local: int,
+        apart: bool,
+    ) -> Tensor | None:
+        """The CPU's kernel."""
+        del layer
+        if not on_cpu(query, reps):
+            return None
+        return retrieval.dot_scores(
+            query,
+            reps,
+            table,
+            blocks,
+            over_reps="sum",
+            over_heads="apart" if apart else "sum",
+            init=init,
+            local=local,
+        )
 
     def weights(self, scores: Tensor) -> Tensor:
         """Softmax of the mean dot product at attention's scale."""

@@ -87,7 +87,7 @@ class KVStar(BlockSelector):
         if self.channels < self.geometry.head_dim:
             r, channels = r[:, :-1], r[:, -1].long()  # [n, h, d']
         n, j, h, _ = r.shape
-        found = torch.zeros(h, n)
+        found = torch.zeros(h, n, device=r.device)
         for x in q.transpose(1, 2).reshape(-1, h, q.shape[-1]):  # one query head at a time, to bound memory
             seen = x[None] if channels is None else x.expand(n, -1, -1).gather(2, channels)  # [n, h, d']
             logits = (r * seen[:, None]).sum(dim=-1) * self.scale  # [n, j, h]

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ucm.sparse.selector import BlockSelector, Combine, Geometry
+from ucm.sparse import retrieval
+from ucm.sparse.selector import BlockSelector, Combine, Geometry, on_cpu
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 #: Bytes of the scale behind a vector of int8.
@@ -42,11 +43,13 @@ class MeanK(BlockSelector):
         return {"pool": "none" if self.token_wise else self.pool, "dtype": self.rep_dtype}
 
     def rep_shape(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """``[h, d]``, with ``key_max`` ``[b, h, d]``; int8 has the scale's bytes behind each vector."""
+        """``[h, d]``, with ``key_max`` ``[b, h, d]``; in int8 ``[h * d + h * 4]`` (of each token), the heads' scales,
+        as float32, behind their vectors."""
         g = self.geometry
-        width = g.head_dim + (_SCALE if self.rep_dtype == "int8" else 0)
         tokens = (g.block_size,) if self.token_wise else ()
-        return (*tokens, g.kv_heads, width), _TYPES[self.rep_dtype]
+        if self.rep_dtype == "int8":
+            return (*tokens, g.kv_heads * (g.head_dim + _SCALE)), torch.int8
+        return (*tokens, g.kv_heads, g.head_dim), _TYPES[self.rep_dtype]
 
     def encode(self, layer: int, keys: Tensor) -> Tensor:
         """Pool over the tokens of each block."""
@@ -73,13 +76,57 @@ class MeanK(BlockSelector):
         dots = (r * mean).sum(dim=-1)
         return (dots.amax(dim=1) if self.token_wise else dots).T
 
+    def fused_scores(
+        self,
+        layer: int,
+        query: Tensor,
+        reps: Tensor,
+        table: Tensor,
+        blocks: Tensor,
+        *,
+        init: int,
+        local: int,
+        apart: bool,
+    ) -> Tensor | None:
+        """The CPU's kernel, for all but ``dot_max``, and int8 keys of single tokens."""
+        del layer
+        scales = None
+        if self.how == "dot_max" or not on_cpu(query, reps):
+            return None
+        if self.rep_dtype == "int8":
+            if self.token_wise or self.geometry.head_dim % _SCALE:
+                return None
+            reps, scales = self._parts(reps)
+        return retrieval.dot_scores(
+            query,
+            reps,
+            table,
+            blocks,
+            scales=scales,
+            metric="l2" if self.how == "l2" else "dot",
+            over_heads="apart" if apart else "sum",
+            init=init,
+            local=local,
+        )
+
     def _narrow(self, wide: Tensor) -> Tensor:
         if self.rep_dtype != "int8":
             return wide.to(_TYPES[self.rep_dtype])
         scale = wide.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        return torch.cat([(wide / scale).round().to(torch.int8), scale.contiguous().view(torch.int8)], dim=-1)
+        vectors = (wide / scale).round().to(torch.int8).flatten(-2)
+        return torch.cat([vectors, scale[..., 0].contiguous().view(torch.int8)], dim=-1)
 
     def _wide(self, reps: Tensor) -> Tensor:
         if self.rep_dtype != "int8":
             return reps.float()
-        return reps[..., :-_SCALE].float() * reps[..., -_SCALE:].contiguous().view(torch.float32)
+        vectors, scales = self._parts(reps.contiguous())
+        return vectors.float() * scales[..., None]
+
+    def _parts(self, reps: Tensor) -> tuple[Tensor, Tensor]:
+        """Vectors ``[..., h, d]`` and scales ``[..., h]`` of int8 representations."""
+        g = self.geometry
+        split = g.kv_heads * g.head_dim
+        scales = reps[..., split:] if g.head_dim % _SCALE else reps.view(torch.float32)[..., split // _SCALE :]
+        if scales.dtype == torch.int8:
+            scales = scales.contiguous().view(torch.float32)
+        return reps[..., :split].unflatten(-1, (g.kv_heads, g.head_dim)), scales

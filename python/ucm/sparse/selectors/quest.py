@@ -1,7 +1,8 @@
 """Quest: a block is the least and the greatest value of each channel, which bound every dot product with its keys.
 
-``s_{b,H} = sum_c max(q_{H,c} * lo_{b,c}, q_{H,c} * hi_{b,c}) >= q_H · K[t]`` for every token of the block; the query
-heads of a KV head are added up. Bounds are rounded outwards, so they hold in bf16 too.
+``s_{b,h} = sum_c max(q̄_{h,c} * lo_{b,c}, q̄_{h,c} * hi_{b,c}) >= q̄_h · K[t,h]`` for every token of the block, with
+``q̄_h`` the mean of the query heads of KV head ``h``; the heads are added up. Bounds are rounded outwards, so they hold
+in bf16.
 
 Source: Quest (Tang et al., ICML 2024).
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ucm.sparse.selector import BlockSelector
+from ucm.sparse import retrieval
+from ucm.sparse.selector import BlockSelector, on_cpu
 
 
 class Quest(BlockSelector):
@@ -30,13 +32,30 @@ class Quest(BlockSelector):
         return torch.stack([_outwards(wide.amin(dim=1), -torch.inf), _outwards(wide.amax(dim=1), torch.inf)], dim=1)
 
     def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
-        """The bound of each block, added up over the query heads of a KV head."""
+        """The bound of each block."""
         del layer
-        r = reps.float()  # [n, 2, h, d]
-        found = torch.zeros(r.shape[2], r.shape[0], device=r.device)
-        for q in self.grouped(query[-1:])[0].unbind(dim=1):  # [h, d], one query head of each group at a time
-            found += torch.maximum(q * r[:, 0], q * r[:, 1]).sum(dim=-1).T
-        return found
+        r, q = reps.float(), self.grouped(query[-1:])[0].mean(dim=1)  # [n, 2, h, d], [h, d]
+        return torch.maximum(q * r[:, 0], q * r[:, 1]).sum(dim=-1).T
+
+    def fused_scores(
+        self,
+        layer: int,
+        query: Tensor,
+        reps: Tensor,
+        table: Tensor,
+        blocks: Tensor,
+        *,
+        init: int,
+        local: int,
+        apart: bool,
+    ) -> Tensor | None:
+        """The CPU's kernel."""
+        del layer
+        if not on_cpu(query, reps):
+            return None
+        return retrieval.quest_scores(
+            query, reps, table, blocks, over_heads="apart" if apart else "sum", init=init, local=local
+        )
 
     def weights(self, scores: Tensor) -> Tensor:
         """Softmax of the bounds at attention's scale."""

@@ -9,6 +9,11 @@
 //! keys, and the distances of several queries to it add up. Everything is an integer, and exact.
 #![allow(unsafe_code, reason = "kernels that read blocks by address")]
 
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod words;
+
 use std::ops::Range;
 
 use ucm_core::{Error, Result};
@@ -139,43 +144,75 @@ type Kernel = unsafe fn(&HammingScores<'_>, &ScoreRows<i32>, usize, Range<usize>
 
 fn kernel(isa: Isa) -> Kernel {
     match isa {
-        Isa::Scalar | Isa::Avx2 | Isa::Avx512 => scalar,
+        Isa::Scalar => scalar,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => words::score,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => avx512::score,
+        #[cfg(not(target_arch = "x86_64"))]
+        Isa::Avx2 | Isa::Avx512 => scalar,
     }
 }
 
 /// See [`Kernel`]; byte by byte.
 unsafe fn scalar(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: usize, blocks: Range<usize>) {
     let (heads, len, per_head) = (spec.heads, spec.code_len, spec.queries_per_head);
-    let queries = &spec.queries[row * heads * per_head * len..(row + 1) * heads * per_head * len];
-    for block in blocks {
-        let to = out.at(row, block);
-        let slots = slots(spec, row, block);
-        let mut least = i32::MAX;
-        for (head, queries) in queries.chunks_exact(per_head * len).enumerate() {
-            let mut of_head = i32::MAX;
-            if let Some((codes, slots)) = slots {
-                for slot in 0..slots {
-                    // SAFETY: the slot and the head are within the block.
-                    let code = unsafe { codes.add((slot * heads + head) * len) };
-                    let mut distance = 0;
-                    for query in queries.chunks_exact(len) {
-                        for (at, query) in query.iter().enumerate() {
-                            // SAFETY: as above.
-                            distance += (query ^ unsafe { *code.add(at) }).count_ones() as i32;
-                        }
+    let queries = queries(spec, row);
+    each_block(spec, out, row, blocks, |codes, slots, least| {
+        for (head, (queries, least)) in queries.chunks_exact(per_head * len).zip(least).enumerate() {
+            for slot in 0..slots {
+                // SAFETY: the slot and the head are within the block.
+                let code = unsafe { codes.add((slot * heads + head) * len) };
+                let mut distance = 0;
+                for query in queries.chunks_exact(len) {
+                    for (at, query) in query.iter().enumerate() {
+                        // SAFETY: as above.
+                        distance += (query ^ unsafe { *code.add(at) }).count_ones();
                     }
-                    of_head = of_head.min(distance);
                 }
+                *least = distance.min(*least);
             }
-            if spec.heads_apart {
-                // SAFETY: each head has its place.
-                unsafe { to.add(head * out.stride()).write(score_of(of_head)) };
-            }
-            least = least.min(of_head);
         }
-        if !spec.heads_apart {
-            // SAFETY: this place is this block's.
-            unsafe { to.write(score_of(least)) };
+    });
+}
+
+/// Codes of a row's queries, `[heads, queries, code_len]`.
+fn queries<'a>(spec: &HammingScores<'a>, row: usize) -> &'a [u8] {
+    let len = spec.heads * spec.queries_per_head * spec.code_len;
+    &spec.queries[row * len..(row + 1) * len]
+}
+
+/// Stands for the least distance where there is none.
+const NONE: u32 = u32::MAX;
+
+/// Scores the blocks of a range: `find` lowers the least distance of each head, from the codes of the block and the
+/// number of its slots that count.
+#[inline(always)]
+fn each_block(
+    spec: &HammingScores<'_>,
+    out: &ScoreRows<i32>,
+    row: usize,
+    blocks: Range<usize>,
+    mut find: impl FnMut(*const u8, usize, &mut [u32]),
+) {
+    let mut least = vec![NONE; spec.heads];
+    for block in blocks {
+        least.fill(NONE);
+        if let Some((codes, slots)) = slots(spec, row, block) {
+            find(codes, slots, &mut least);
+        }
+        let scores = least
+            .iter()
+            .map(|&least| if least == NONE { i32::MIN } else { -(least as i32) });
+        let to = out.at(row, block);
+        if spec.heads_apart {
+            for (head, score) in scores.enumerate() {
+                // SAFETY: each head has its place, and this thread alone writes to this block's.
+                unsafe { to.add(head * out.stride()).write(score) };
+            }
+        } else {
+            // SAFETY: as above.
+            unsafe { to.write(scores.max().unwrap_or(i32::MIN)) };
         }
     }
 }
@@ -191,10 +228,4 @@ fn slots(spec: &HammingScores<'_>, row: usize, block: usize) -> Option<(*const u
     };
     // SAFETY: `check` has compared the ids with the number of blocks.
     Some((unsafe { spec.codes.at(id) }, slots))
-}
-
-/// The score of a least distance; the largest number stands for none.
-#[inline(always)]
-fn score_of(distance: i32) -> i32 {
-    if distance == i32::MAX { i32::MIN } else { -distance }
 }
