@@ -11,6 +11,7 @@ __all__ = [
     "Asked",
     "BlockHasher",
     "QuietSha256",
+    "Sides",
     "Store",
     "Task",
     "TransBuffer",
@@ -125,6 +126,18 @@ class Task:
         """The rows that failed, each with its exception."""
 
 @final
+class Sides:
+    """Side shards being read."""
+
+    @property
+    def task(self) -> Task:
+        """The task whose row *i* is the *i*-th id."""
+
+    def result(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
+        """The bytes, a row for each id (zeros where it is not there), and for each whether it is there; final once the
+        task is finished."""
+
+@final
 class Store:
     """An engine over its stages. All sizes in bytes, all times in seconds."""
 
@@ -164,16 +177,38 @@ class Store:
     ) -> Task:
         """Start a load of whole blocks into device blocks by number."""
 
-    def dump_blocks(self, block_ids: Sequence[bytes], blocks: npt.NDArray[np.int64], event: int = 0) -> Task:
-        """Start a dump of whole device blocks by number, or refuse it at once; ``event`` as of :meth:`dump`."""
+    def dump_blocks(
+        self,
+        block_ids: Sequence[bytes],
+        blocks: npt.NDArray[np.int64],
+        event: int = 0,
+        sides: npt.NDArray[np.uint8] | None = None,
+    ) -> Task:
+        """Start a dump of whole device blocks by number, or refuse it at once; the rest as of :meth:`dump`."""
+
+    def load_sides(self, block_ids: Sequence[bytes], name: str, timeout: float | None = None) -> Sides:
+        """Starts reading the side shard of that name of each block, without its KV."""
+
+    def dump_sides(self, block_ids: Sequence[bytes], sides: Sequence[tuple[str, npt.NDArray[np.uint8]]]) -> Task:
+        """Starts writing side shards of blocks that are stored without them, or refuses at once: by name the bytes of
+        each, a row for each block."""
+
+    def sides(self) -> list[tuple[str, int, int]]:
+        """Side shards that blocks may have here: name, version of the content, bytes."""
 
     def verify(self, block_ids: Sequence[bytes], timeout: float | None = None) -> Task:
         """Starts reading and verifying whole blocks as a load does, without a place to copy them to."""
 
     def dump(
-        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64], event: int = 0
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        addrs: npt.NDArray[np.uint64],
+        event: int = 0,
+        sides: npt.NDArray[np.uint8] | None = None,
     ) -> Task:
-        """Starts a dump, or refuses it at once. It reads once the event of this handle is done (0: at once)."""
+        """Starts a dump, or refuses it at once. It reads once the event of this handle is done (0: at once). ``sides``:
+        for each row its share of every side shard, in their order; copied before this returns."""
 
     def describe(
         self,

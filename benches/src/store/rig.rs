@@ -185,6 +185,7 @@ impl Rig {
             part: Part::default(),
             block_tokens: BLOCK_TOKENS,
             dtype: DType::F32,
+            sides: Vec::new(),
             staging_bytes: (slots * shape.layout.record_len()) as u64,
             copy_threads: 1,
             paranoid: false,

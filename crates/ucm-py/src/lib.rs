@@ -37,7 +37,7 @@ mod _core {
     #[pymodule_export]
     use super::store::{Asked, Store};
     #[pymodule_export]
-    use super::task::Task;
+    use super::task::{Sides, Task};
     #[pymodule_export]
     use super::threads::run_threads_on;
     #[pymodule_export]

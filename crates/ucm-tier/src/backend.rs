@@ -87,8 +87,9 @@ impl<'a> Part<'a> {
     }
 }
 
-/// Told of the parts of a record as they arrive, on the thread that reads.
-pub type Arrived = Box<dyn FnMut(&IoJob, Part<'_>) + Send>;
+/// Told of the parts of a record as they arrive, on the thread that reads. What it answers is read besides, after the steps
+/// that are left.
+pub type Arrived = Box<dyn FnMut(&IoJob, Part<'_>) -> Option<Vec<Range<usize>>> + Send>;
 
 /// How a record is read part by part. A medium may bring more than is wanted ([`Features::reads_parts`]), and may bring all at
 /// once and tell nobody.
@@ -105,8 +106,11 @@ pub struct BlockRead {
     pub id: BlockId,
     /// Where it goes, from the start.
     pub slot: Slot,
-    /// Part by part; `None`: all of it at once.
+    /// Part by part; `None`: all of it at once, or as much as the slot has room for.
     pub parts: Option<Parts>,
+    /// Its parts are the header and a side shard, a few pages of it in the form in which it is stored: a medium reads many
+    /// such one after the other on a thread.
+    pub sides: bool,
     /// Past every cache (after a failed checksum).
     pub again: bool,
     /// When nobody waits for it any more.
@@ -133,6 +137,7 @@ impl BlockRead {
             id,
             slot,
             parts: None,
+            sides: false,
             again: false,
             deadline,
             looked: false,

@@ -10,6 +10,7 @@ mod builtin;
 pub mod directory;
 mod kind;
 mod layout_kind;
+mod lengths;
 pub mod memory;
 #[cfg(any(test, feature = "test-utils"))]
 pub mod nothing;

@@ -182,13 +182,13 @@ impl Shared {
 
     /// Looks in the background whether a root that was lost is back; one look at a time.
     pub(crate) fn look_again(self: &Arc<Self>) {
-        if self.looking.swap(true, Ordering::AcqRel) {
+        if std::mem::replace(&mut self.root.lock().looking, true) {
             return;
         }
         let deadline = self.clock.now().after(MAKE_DIRS);
         let (shared, done) = (Arc::clone(self), Arc::clone(self));
         let look = move || shared.readmit(deadline);
-        let ended = Box::new(move |_| done.looking.store(false, Ordering::Release));
+        let ended = Box::new(move |_| done.root.lock().looking = false);
         self.space.in_background(deadline, look, ended);
     }
 
@@ -340,6 +340,21 @@ impl Shared {
         )
     }
 
+    /// Whether a record was met whose length is not known, and it is time to look what the manifest says of that.
+    pub(crate) fn has_lengths_to_learn(&self) -> bool {
+        self.lengths.is_look_due(self.clock.now())
+    }
+
+    /// Reads which lengths records may have. Where that fails, those that are not known stay misses for now.
+    pub(crate) fn learn_lengths(&self, io: &IoJob) {
+        let (path, len) = (self.layout.manifest(), limits::MAX_DOCUMENT_BYTES);
+        if let Ok(Some((bytes, _))) = io.read_piece(&path, 0, len, ReadMode::Default)
+            && let Ok(manifest) = serde_json::from_slice::<Manifest>(&bytes)
+        {
+            self.lengths.learn(manifest.lengths(self.config.part));
+        }
+    }
+
     /// Adds this part to the manifest. Ranks do so at the same time: whoever finds its part lost adds it again, at the
     /// latest with the next count.
     fn describe_part(&self, deadline: MonotonicTime) -> Result<()> {
@@ -352,7 +367,9 @@ impl Shared {
             let mut manifest = stored
                 .and_then(|bytes| serde_json::from_slice::<Manifest>(&bytes).ok())
                 .unwrap_or_else(|| Manifest::new(&config.identity, config.labels.clone()));
-            if !manifest.add(config.part, &config.record, &config.geometry) {
+            let changed = manifest.add(config.part, &config.record, &config.geometry);
+            self.lengths.learn(manifest.lengths(config.part));
+            if !changed {
                 return Ok(());
             }
             self.publish_document(

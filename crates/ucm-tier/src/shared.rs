@@ -17,6 +17,7 @@ use ucm_record::RecordLayout;
 
 use crate::backend::{MediumStats, Presence};
 use crate::layout_kind::{LayoutKind, RootLayout};
+use crate::lengths::Lengths;
 use crate::recency::Recency;
 use crate::waiting::Waiting;
 
@@ -64,14 +65,13 @@ pub(crate) struct Shared {
     pub(crate) root: Mutex<Root>,
     /// See [`Shared::writes_cached`].
     writes_cached: AtomicBool,
-    /// Somebody is looking whether the root is back.
-    pub(crate) looking: AtomicBool,
     /// Which of the 256 record directories are known to exist.
     pub(crate) dirs: Mutex<[bool; 256]>,
     pub(crate) sequence: AtomicU64,
     pub(crate) space: Arc<Quota>,
     pub(crate) recency: Recency,
     pub(crate) waiting: Waiting,
+    pub(crate) lengths: Lengths,
 }
 
 /// What is known of the root itself.
@@ -87,6 +87,8 @@ pub(crate) struct Root {
     pub(crate) kind: Option<LayoutKind>,
     /// What its marker says of that, or is to say.
     pub(crate) layout: Option<RootLayout>,
+    /// Somebody is looking whether it is back.
+    pub(crate) looking: bool,
 }
 
 impl Shared {
@@ -115,12 +117,12 @@ impl Shared {
                 ..Root::default()
             }),
             writes_cached: AtomicBool::new(false),
-            looking: AtomicBool::new(false),
             dirs: Mutex::new([false; 256]),
             sequence: AtomicU64::new(0),
             space,
             recency: Recency::default(),
             waiting: Waiting::default(),
+            lengths: Lengths::of(&config.record),
             config,
         };
         if let (Some(Capacity::Bytes(limit)), false) = (shared.config.capacity, shared.config.lookup_only) {
@@ -145,7 +147,7 @@ impl Shared {
     pub(crate) fn presence(&self, meta: Option<FileMeta>) -> Presence {
         match meta {
             Some(meta) if meta.is_dir => Err(MissReason::Absent),
-            Some(meta) if meta.len != self.config.record.record_len() as u64 => Err(MissReason::WrongLength),
+            Some(meta) if !self.lengths.has_kv(meta.len) => Err(MissReason::WrongLength),
             Some(_) => Ok(()),
             None => Err(MissReason::Absent),
         }

@@ -63,7 +63,7 @@ def verify(
 ) -> None:
     """Judge every record below ROOT by all its checksums.
 
-    Exit status: 0 all good, 1 bad records found, 2 it could not be done, 130 interrupted.
+    Exit status: 0 all good, 1 bad records or side shards found, 2 it could not be done, 130 interrupted.
     """
     with Root(path) as root:
         scrub = Scrub(root, rate.bytes, quarantine)
@@ -74,7 +74,7 @@ def verify(
         _show(result)
     if result["interrupted"]:
         ctx.exit(130)
-    ctx.exit(1 if result["bad"] or result["unreadable"] else 0)
+    ctx.exit(1 if result["bad"] or result["unreadable"] or result["bad_sides"] else 0)
 
 
 @dataclass
@@ -104,6 +104,9 @@ class Scrub:
     bad: list[dict[str, Any]] = field(default_factory=list)
     records: int = 0
     compressed: int = 0
+    sides: int = 0
+    sides_alone: int = 0
+    bad_sides: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, namespaces: list[str], percent: float) -> dict[str, Any]:
         """Judges the records of these namespaces; the answer is the JSON document."""
@@ -142,6 +145,8 @@ class Scrub:
             "sample_percent": percent,
             "reader": checksum.name,
             "compressed": self.compressed,
+            "sides": self.sides,
+            "sides_alone": self.sides_alone,
             "decoder": judge.zstd.name if judge.zstd is not None else None,
             "direct_io": judge.reader.direct,
             "rate": self.rate,
@@ -153,11 +158,13 @@ class Scrub:
             **{state: self.states[state] for state in ("good", "bad", "unreadable", "newer", "removed", "quarantined")},
             "reasons": dict(sorted(self.reasons.items())),
             "bad_records": self.bad,
+            "bad_sides": self.bad_sides,
             "interrupted": interrupted,
         }
 
     def _take(self, found: Found, verdict: Verdict, room: _Room) -> None:
         self.states[verdict.state] += 1
+        self._see_sides(found.path, verdict)
         if verdict.state not in ("bad", "unreadable"):
             return
         self.reasons[verdict.reason] += 1
@@ -194,7 +201,16 @@ class Scrub:
             self.records += 1
             verdict = judge.judge_entry(found, entry, manifest)
             self.compressed += verdict.state == "good" and verdict.header is not None and verdict.header.compressed
+            self._see_sides(f"{found.path}@{entry.offset}", verdict)
             self._blame(found, f"@{entry.offset}", verdict)
+
+    def _see_sides(self, path: str, verdict: Verdict) -> None:
+        """Counts the side shards of a good record. One that is damaged is told and left: its KV is good."""
+        if verdict.state == "good" and verdict.header is not None:
+            self.sides += len(verdict.header.sides)
+            self.sides_alone += verdict.header.without_kv
+            damaged = verdict.damaged_sides.items()
+            self.bad_sides += [{"path": path, "name": name, "found": what} for name, what in damaged]
 
     def _blame(self, found: Found, where: str, verdict: Verdict) -> None:
         self.states[verdict.state] += 1
@@ -251,6 +267,9 @@ def _show(result: dict[str, Any]) -> None:
                 "those of zstd judged by the checksums of what is stored alone: it is not here (pip install zstandard)"
             )
         rows.append(("compressed", f"{show.many(result['compressed'], 'record')}, {how}"))
+    if result["sides"]:
+        alone = f", {result['sides_alone']} of them alone" if result["sides_alone"] else ""
+        rows.append(("side shards", f"{result['sides']}{alone}, {len(result['bad_sides'])} bad"))
     took = result["seconds"]
     rate = f", {show.size(result['bytes_read'] / took)}/s" if took > 0 else ""
     rows.append(("read", f"{show.size(result['bytes_read'])} in {show.span(took)}{rate}"))
@@ -264,5 +283,11 @@ def _show(result: dict[str, Any]) -> None:
         )
         if len(result["bad_records"]) > _SHOWN:
             click.echo(f"  and {len(result['bad_records']) - _SHOWN} more; --json lists all")
+    if result["bad_sides"]:
+        click.echo("\nbad side shards: their KV is good, so nothing was moved")
+        sides = [(bad["name"], bad["path"], bad["found"]) for bad in result["bad_sides"][:_SHOWN]]
+        show.table(("name", "path", "found"), sides)
+        if len(result["bad_sides"]) > _SHOWN:
+            click.echo(f"  and {len(result['bad_sides']) - _SHOWN} more; --json lists all")
     if result["interrupted"]:
         click.echo("\ninterrupted: this is what was seen until then")

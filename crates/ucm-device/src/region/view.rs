@@ -1,5 +1,6 @@
 //! A region that another process writes, mapped read-only.
 
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 
@@ -74,6 +75,13 @@ impl RegionView {
     /// longer than `out`. A hint: whether the bytes are right their checksums say.
     pub fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
         self.table().copy_out(id, out)
+    }
+
+    /// Copies parts of a record, as far as it goes, each to where it lies in the whole, and tells the record's length; `None`
+    /// if it is not there, went meanwhile, or a part does not fit `out`. Parts begin at multiples of 8. A hint like
+    /// [`RegionView::copy_out`].
+    pub fn copy_parts(&self, id: BlockId, parts: &[Range<usize>], out: &mut [u8]) -> Option<usize> {
+        self.table().copy_parts(id, parts, out)
     }
 
     /// Ids of all records, in no order, with their lengths.

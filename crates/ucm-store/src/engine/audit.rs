@@ -58,7 +58,7 @@ impl Core {
             Ok(stored) if core.verify(id, &stored, 0).is_ok() => {
                 core.audited(id, core.deviation(stored.slot.as_slice(), slot.as_slice()));
                 drop((stored, slot));
-                core.write_done(&builder, false, Ok(Written::Present));
+                core.write_done(&builder, None, Ok(Written::Present));
             }
             answer => {
                 drop(answer); // with the slot that was read into

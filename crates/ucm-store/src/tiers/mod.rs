@@ -28,7 +28,7 @@ use ucm_device::{ArenaOptions, Device, SlotPool};
 use ucm_infra::{Clock, Completion, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::IoPool;
 use ucm_quota::evidence::is_damage;
-use ucm_record::{Algorithm, Expect, verify};
+use ucm_record::{Algorithm, Expect, verify_stored};
 use ucm_tier::backend::{Backend, Done, Flush, LocallyVisible, MediumStats, Quarantined, Victim};
 
 use crate::health::{BreakerConfig, Change};
@@ -114,8 +114,10 @@ pub struct TierStats {
     pub hits: u64,
     /// Blocks read here for loads.
     pub blocks_read: u64,
-    /// Bytes read here for loads.
+    /// Bytes read here for loads, of side shards too.
     pub bytes_read: u64,
+    /// Reads of side shards here: a header, and a side shard where the record has it.
+    pub sides_read: u64,
     /// Blocks written here, promoted ones included.
     pub blocks_written: u64,
     /// Bytes written here.
@@ -479,9 +481,11 @@ impl Tiers {
         }
     }
 
-    /// Judges a record that was read; its ordinal if it is sound.
+    /// Judges a record that was read, with KV or without; its ordinal if it is sound and in the form in which it is used.
     fn verify(&self, id: BlockId, bytes: &[u8], stored_len: u64) -> Result<u32, MissReason> {
-        Ok(verify(bytes, stored_len, &self.expect(id))?.meta.ordinal)
+        let header = verify_stored(bytes, stored_len, &self.expect(id))?;
+        let used = header.codec.is_as_is().then_some(header.meta.ordinal);
+        used.ok_or(MissReason::NewerVersion)
     }
 
     /// What a record is judged by.

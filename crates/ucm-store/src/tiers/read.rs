@@ -157,6 +157,7 @@ impl Tiers {
         let Some(deadline) = run.iter().map(|one| one.read.deadline).max() else {
             return;
         };
+        let sides = run.iter().all(|one| one.read.sides); // reads of one call are all of one kind
         let (reads, whose): (Vec<_>, Vec<_>) = run
             .into_iter()
             .map(|one| (one.read, (one.request, one.whose)))
@@ -172,7 +173,12 @@ impl Tiers {
             for (request, whose) in whose {
                 let outcome = outcomes.next();
                 match outcome.unwrap_or_else(|| Outcome::Came(Err(failed.clone()))) {
-                    Outcome::Came(result) => tiers.tell(number, request, whose, result, &*ended),
+                    Outcome::Came(result) => {
+                        if let Ok(read) = &result {
+                            tiers.count_read(number, sides, read);
+                        }
+                        tiers.tell(number, request, whose, result, &*ended);
+                    }
                     Outcome::Moved(read) => moved.push(TierRead { read, request, whose }),
                 }
             }
@@ -203,15 +209,21 @@ impl Tiers {
         ended: &impl Fn(R, Result<ReadDone>),
     ) {
         self.note(number, request, result.as_ref().err());
-        if let Ok(read) = &result {
-            let counts = &self.tiers[number].counts;
-            add(&counts.blocks_read, 1);
-            add(&counts.bytes_read, read.read as u64);
-        }
         ended(whose, result);
         if self.tally.loading.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.pump_prefetch();
         }
+    }
+
+    fn count_read(&self, number: usize, sides: bool, read: &ReadDone) {
+        let counts = &self.tiers[number].counts;
+        let reads = if sides {
+            &counts.sides_read
+        } else {
+            &counts.blocks_read
+        };
+        add(reads, 1);
+        add(&counts.bytes_read, read.read as u64);
     }
 
     /// How long a read may take here: one that may yet be asked below must leave time for that.

@@ -21,6 +21,9 @@ pub(crate) struct TierWrite {
     pub(crate) id: BlockId,
     pub(crate) slot: Slot,
     pub(crate) options: WriteOptions,
+    /// It is a record of a side shard alone: it goes to the tier that decides and to no other. In a memory above it would take
+    /// the place of a whole block, and it is read soon enough from where it lasts.
+    pub(crate) alone: bool,
     pub(crate) request: Request,
     /// Called when the medium has it, so that a flush from then on is one of this record too; not where that failed.
     pub(crate) placed: Box<dyn FnOnce() + Send>,
@@ -71,7 +74,8 @@ impl Tiers {
             ordinal: options.ordinal,
             replace: options.replace,
         };
-        for number in (0..self.tiers.len()).filter(|&n| Some(n) != decides && through(&self.tiers[n])) {
+        let copied = |&n: &usize| !write.alone && Some(n) != decides && through(&self.tiers[n]);
+        for number in (0..self.tiers.len()).filter(copied) {
             let moving = Moving {
                 number,
                 id,
@@ -117,6 +121,7 @@ impl Tiers {
             options,
             request,
             placed,
+            ..
         } = write;
         let (done, ended) = either(done);
         let tiers = Arc::clone(self);
@@ -210,6 +215,7 @@ impl Tiers {
             id,
             slot,
             options,
+            alone: false,
             request,
             placed,
         };

@@ -16,6 +16,7 @@ pub(crate) mod pages;
 pub(crate) mod segments;
 pub(crate) mod setup;
 pub(crate) mod shared;
+pub(crate) mod sides;
 pub(crate) mod tiers;
 
 use std::path::{Path, PathBuf};
@@ -223,6 +224,7 @@ impl Store {
             part: setup.part,
             block_tokens: 16,
             dtype: DType::F32,
+            sides: setup.side_specs(),
             staging_bytes: if setup.lookup_only {
                 0
             } else {

@@ -9,7 +9,7 @@ use ucm_io::{OpKind, Process};
 use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
-use ucm_record::Algorithm;
+use ucm_record::{Algorithm, SideSpec};
 use ucm_store::engine::Deadlines;
 use ucm_store::health::BreakerConfig;
 use ucm_store::tiers::WritePolicy;
@@ -74,6 +74,8 @@ pub(crate) struct Setup {
     pub(crate) layout: Layout,
     /// Nobody names the layout: the root has records in it already.
     pub(crate) unnamed: bool,
+    /// What blocks have beside their KV, by name and bytes; dumps bring it ([`super::side_content`]).
+    pub(crate) sides: Vec<(&'static str, u64)>,
     /// What makes them shorter, which needs segments and records of more than a page; [`Setup::compressed`].
     pub(crate) codec: Option<Algorithm>,
 }
@@ -135,6 +137,16 @@ const TENSORS: [u64; 2] = [96, 32];
 const LARGE_TENSORS: [u64; 2] = [6144, 2048];
 
 impl Setup {
+    /// What blocks have beside their KV, as a store is told.
+    pub(crate) fn side_specs(&self) -> Vec<SideSpec> {
+        let spec = |&(name, len): &(&str, u64)| SideSpec {
+            name: name.to_owned(),
+            version: 1,
+            len,
+        };
+        self.sides.iter().map(spec).collect()
+    }
+
     /// Larger records, compressed by zstd unless this run names another, in segments.
     pub(crate) fn compressed(self) -> Self {
         let algorithm = self.codec.unwrap_or(Algorithm::Zstd);
@@ -197,6 +209,7 @@ impl Default for Setup {
             device: None,
             transfer: Transfer::Auto,
             layout: Layout::of_this_run(),
+            sides: Vec::new(),
             unnamed: std::env::var("UCM_TEST_LAYOUT").is_ok_and(|layout| layout.starts_with("unnamed")),
             codec: codec_of_this_run(),
         }

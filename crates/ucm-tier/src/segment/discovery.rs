@@ -6,6 +6,7 @@
 //! there, and every half minute whatever its time says (a network file system may show an old one).
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -160,6 +161,7 @@ impl Segments {
         // What fails is looked at again with the next turn; until then everything is as it was.
         let listed = self.list_if_changed(&mut state, asked, deadline);
         self.read_footers(&mut state, deadline);
+        self.learn_lengths(deadline);
         let more = !state.queue.is_empty();
         let waited = std::mem::take(&mut self.discovery.waiting.lock().now);
         drop(state);
@@ -169,6 +171,18 @@ impl Segments {
         self.index.sweep_if_due();
         self.tell_if_full();
         more
+    }
+
+    /// Asks the manifest about records whose lengths are not known: those of writers that keep other side shards.
+    fn learn_lengths(&self, deadline: MonotonicTime) {
+        if self.shared.has_lengths_to_learn() {
+            let shared = Arc::clone(&self.shared);
+            let learn = move |io: &IoJob| {
+                shared.learn_lengths(io);
+                Ok(())
+            };
+            let _ = self.shared.call(deadline, learn); // late: with the next record that is met
+        }
     }
 
     /// Says in the log, once in a while, that the index is full.
@@ -284,6 +298,9 @@ impl Segments {
                         };
                         if let Some(number) = self.index.begin(known) {
                             self.index.add(number, &footer.entries);
+                            footer.entries.iter().for_each(|entry| {
+                                self.is_ours(entry.len); // or the manifest is asked about it
+                            });
                         }
                     }
                     // It was removed meanwhile, belongs to another listing, or the medium does not answer now, which says

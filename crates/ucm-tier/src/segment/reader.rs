@@ -5,6 +5,7 @@
 //! and the open, or published so lately that nobody here has seen it: another look at the directory tells, once. What
 //! goes wrong with several at once is asked again for each by itself, so that each has an outcome of its own.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::path::PathBuf;
 
@@ -35,15 +36,16 @@ fn want(hit: &Hit, room: usize) -> usize {
     usize::try_from(hit.len).unwrap_or(usize::MAX).min(room)
 }
 
-/// Whether a record follows another one directly, so that one operation brings both.
+/// Whether a record follows another one directly, and one operation is to bring both.
 fn follows((before, first): (&Hit, &BlockRead), (hit, read): (&Hit, &BlockRead)) -> bool {
     hit.segment == before.segment
         && hit.private == before.private
         && hit.offset == before.offset + before.len
         && want(before, first.slot.len()) as u64 == before.len
         && read.deadline == first.deadline
-        && !read.again
-        && !first.again
+        && [first, read]
+            .iter()
+            .all(|read| !read.again && read.parts.is_none())
 }
 
 impl Placed {
@@ -61,16 +63,25 @@ impl Segments {
     /// Neighbours together, but in so many runs that every thread for loads has some; what is not known to be here is left
     /// out until somebody has looked.
     pub(super) fn runs(&self, reads: &[&BlockRead], threads: usize) -> Vec<Vec<usize>> {
-        let (mut placed, mut runs) = (Vec::with_capacity(reads.len()), Vec::new());
+        let (mut placed, mut sides, mut runs) = (Vec::with_capacity(reads.len()), Vec::new(), Vec::new());
         for (at, read) in reads.iter().enumerate() {
             match self.index.find(read.id) {
+                Some(hit) if read.sides => sides.push((hit, at)),
                 Some(_) if read.parts.is_some() => runs.push(vec![at]),
                 Some(hit) => placed.push((hit, at)),
                 None if read.looked => runs.push(vec![at]),
                 None => {}
             }
         }
-        placed.sort_by_key(|(hit, _)| (hit.segment, hit.offset));
+        for found in [&mut placed, &mut sides] {
+            found.sort_by_key(|(hit, _)| (hit.segment, hit.offset));
+        }
+        // A few pages each, which no operation brings together: as many for each thread.
+        let each = sides.len().div_ceil(threads.max(1)).clamp(1, MOST_RECORDS);
+        let shared_out = sides
+            .chunks(each)
+            .map(|some| some.iter().map(|(_, at)| *at).collect());
+        runs.extend(shared_out);
         let len = |(hit, at): &(Hit, usize)| want(hit, reads[*at].slot.len());
         let bytes: usize = placed.iter().map(len).sum();
         let share = (bytes / threads.max(1)).clamp(LEAST, MOST);
@@ -115,7 +126,9 @@ impl Segments {
     /// One record, from wherever the index knows it to be.
     fn read_alone(&self, io: &IoJob, mut read: BlockRead) -> Outcome {
         while let Some(hit) = self.index.find(read.id) {
-            let parts = read.parts.take_if(|_| !read.again && self.is_as_is(&hit));
+            let parts = read
+                .parts
+                .take_if(|_| !read.again && (read.sides || self.is_as_is(&hit)));
             let got = match parts {
                 Some(parts) => self.read_parts(io, Placed { hit, read }, parts),
                 None => self.read_one(io, Placed { hit, read }),
@@ -133,20 +146,21 @@ impl Segments {
         Outcome::Came(Err(Error::new(ErrorKind::NotFound, text).with("block", read.id)))
     }
 
-    /// Whether a record is stored in the form in which it is used.
+    /// Whether a record is stored in the form in which it is used, by its length.
     fn is_as_is(&self, hit: &Hit) -> bool {
-        hit.len == self.shared.config.record.record_len() as u64
+        self.shared.lengths.is_record(hit.len)
     }
 
     /// Parts of a record, to their places. Whatever goes wrong with them, the whole is read.
     fn read_parts(&self, io: &IoJob, mut one: Placed, parts: Parts) -> Outcome {
         let Parts { steps, mut arrived } = parts;
-        let (path, mut brought) = (self.path(&one.hit), 0);
-        for step in &steps {
+        let (path, mut brought, mut steps) = (self.path(&one.hit), 0, VecDeque::from(steps));
+        while let Some(mut step) = steps.pop_front() {
+            step.retain(|part| part.end as u64 <= one.hit.len); // a record may be without side shards
             let want = step.iter().map(Range::len).sum::<usize>();
             let slot = one.read.slot.as_mut_slice();
-            match io.read_parts(&path, one.hit.offset, step, slot, !one.hit.private) {
-                Ok(read) if read == want => arrived(io, Part::of(step, slot, one.hit.len)),
+            match io.read_parts(&path, one.hit.offset, &step, slot, !one.hit.private) {
+                Ok(read) if read == want => steps.extend(arrived(io, Part::of(&step, slot, one.hit.len))),
                 _ => {
                     arrived(io, Part::of(&[], slot, one.hit.len)); // what was read before is read again
                     return self.read_one(io, one);

@@ -7,10 +7,10 @@ from collections.abc import Container, Mapping
 from functools import cache, partial
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from ucm.config import warn_once
-from ucm.config.fields import section_of
+from ucm.config.fields import Section, section_of
 from ucm.config.layer import gibibytes
 from ucm.config.model import BreakerConfig, Deadlines, StoreSettings
 from ucm.config.stores import DEFAULT_STORE, STORES, own_keys
@@ -42,6 +42,19 @@ _Bytes = Annotated[int, Field(ge=1)]
 T = TypeVar("T", bound="EngineSettings")
 
 
+def _of_bytes(side: Any) -> Any:
+    """The bytes alone are as good as a section."""
+    return side if isinstance(side, Mapping | Section) else {"bytes": side}
+
+
+class SideConfig(Section):
+    """A side shard. Its content has a version: one of another version is another side shard."""
+
+    #: Bytes of a whole block.
+    bytes: _Bytes
+    version: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+
 class EngineSettings(StoreSettings):
     """Keys of every store of the core; sizes in bytes."""
 
@@ -60,6 +73,9 @@ class EngineSettings(StoreSettings):
     identity: str = ""
     #: KV group, pipeline rank, tensor rank.
     part: tuple[int, int, int] = (0, 0, 0)
+    #: Side shards that blocks may have beside their KV, by name (1 to 16 of a-z, 0-9, _, -, .): the bytes of each for a
+    #: whole block, or those and the version of its content. At most 8, and 16 MiB together.
+    sides: dict[str, Annotated[SideConfig, BeforeValidator(_of_bytes)]] = Field(default_factory=dict)
     #: Tokens in a block, for the record's header.
     block_tokens: Annotated[int, Field(ge=0)] = 0
     #: Element type, for the record's header.
@@ -111,6 +127,10 @@ class EngineSettings(StoreSettings):
         """What the core is told of each stage, top first."""
         return [STORES[self.store_name].told(partial(getattr, self))]
 
+    def side_specs(self) -> list[tuple[str, int, int]]:
+        """Name, version and bytes of every side shard, in order."""
+        return [(name, side.version, side.bytes) for name, side in self.sides.items()]
+
     def setup(self) -> str:
         """The description that the core takes, as JSON; times in seconds."""
         return json.dumps(
@@ -125,6 +145,7 @@ class EngineSettings(StoreSettings):
                 "block_size": self.block_size,
                 "block_tokens": self.block_tokens,
                 "dtype": self.dtype,
+                "sides": self.side_specs(),
                 "labels": self.labels,
                 "processes": self.processes,
                 "scheduler_elsewhere": self.scheduler_elsewhere,
