@@ -1,7 +1,7 @@
 """The compiled core of ucm: conversions between Python and Rust, no logic."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -361,8 +361,8 @@ def end_callbacks() -> None:
 
 # Sparse retrieval; ucm.sparse.retrieval is its face. A tensor of the host is (address, dtype, shape, strides in
 # elements); how a call is run is (init window, local window, threads, instruction set).
-_Tensor = tuple[int, str, Sequence[int], Sequence[int]]
-_Run = tuple[int, int, int, str]
+_Tensor: TypeAlias = tuple[int, str, Sequence[int], Sequence[int]]
+_Run: TypeAlias = tuple[int, int, int, str]
 
 def retrieval_isas() -> list[str]:
     """Instruction sets of this processor, the poorest first."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sparse_parts import BLOCK, HEADS, KV_HEADS, SIZE, Layer, Rows, context_of
@@ -26,8 +27,29 @@ from ucm.sparse.batch import SparseRow
 from ucm.sparse.method import BlockSparse
 from ucm.sparse.methods import Quest, Windows
 from ucm.sparse.selector import Geometry
+from ucm.store.ucmstore_v1 import SidesTask, Task, UcmKVStoreBaseV1
 
 pytestmark = pytest.mark.timeout(300)
+
+
+class PlainBase(UcmKVStoreBaseV1):
+    """A store that is asked for side shards alone."""
+
+    def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
+        return [False] * len(block_ids)
+
+    def load_data(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Any) -> Task:
+        raise AssertionError
+
+    def dump_data(self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0) -> Task:
+        raise AssertionError
+
+    def wait(self, task: Any, timeout: float | None = None, until: Any = "published") -> None:
+        pass
+
+    def check(self, task: Any, until: Any = "published") -> bool:
+        return True
+
 
 NAMES = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 
@@ -352,7 +374,8 @@ def test_loaded_blocks_get_what_computed_ones_have(config: Any) -> None:
     caches = {method.layer_number(name): layer.kv_cache for name, layer in rig.layers.items()}
     read = key_reader(rig.layers[NAMES[0]], "CPU_ATTN", rig.layers[NAMES[0]].kv_cache, BLOCK)
     work = Representations(method, caches, read, clock)
-    work.begin_load(blocks)
+    store = Beside(work.sides)
+    work.begin_load("r0", IDS[:9], blocks, store)
     for layer in method.store.layers:
         method.store.put(layer, blocks, torch.zeros_like(before[layer]))
     assert torch.equal(rig.attend(), Rig(config, None, rows).attend()), "blocks without representation are dense"
@@ -367,6 +390,47 @@ def test_loaded_blocks_get_what_computed_ones_have(config: Any) -> None:
     assert rounds > 1
     assert all(torch.equal(method.store.get(layer, blocks), before[layer]) for layer in before)
     assert torch.equal(rig.attend(), computed)
+    assert [sorted(ids) for ids, _ in store.stored] == [sorted(IDS[:9])], "what was made from keys is stored once"
+    # Another process, or the same one later: they come from the store, of the blocks that it has them of.
+    for layer in method.store.layers:
+        method.store.put(layer, blocks, torch.zeros_like(before[layer]))
+    store.kept.pop(IDS[4])
+    work = Representations(method, caches, read)
+    work.begin_load("r1", IDS[:9], blocks, store)
+    assert not work.arrived("r1", blocks)
+    assert work.work() == ["r1"]
+    assert (work.loaded, work.rebuilt) == (8, 1)
+    assert all(torch.equal(method.store.get(layer, blocks), before[layer]) for layer in before)
+    assert [ids for ids, _ in store.stored][1:] == [[IDS[4]]]
+    assert list(work.beside(blocks, store) or {}) == [work.name]
+    assert work.beside(blocks, Beside({})) is None
+
+
+IDS = [bytes([number]) * 16 for number in range(16)]
+
+
+class Beside(PlainBase):
+    """A store that keeps side shards in a dictionary."""
+
+    def __init__(self, sides: dict[str, int]) -> None:
+        super().__init__({})
+        self.side_sizes = sides
+        self.kept: dict[bytes, Any] = {}
+        self.stored: list[Any] = []
+
+    def load_sides(self, block_ids: Sequence[bytes], name: str, timeout: float | None = None) -> SidesTask:
+        found = np.array([block in self.kept for block in block_ids])
+        data = np.zeros((len(block_ids), self.side_sizes[name]), dtype=np.uint8)
+        for row, block in enumerate(block_ids):
+            if found[row]:
+                data[row] = self.kept[block]
+        return SidesTask(None, None, (data, found))
+
+    def dump_sides(self, block_ids: Sequence[bytes], sides: Any) -> Task:
+        ((_, rows),) = sides.items()
+        self.stored.append((list(block_ids), rows))
+        self.kept.update(zip(block_ids, rows, strict=True))
+        return Task()
 
 
 def test_blocks_that_cannot_be_encoded_are_reported_all_the_same(config: Any) -> None:
@@ -378,7 +442,7 @@ def test_blocks_that_cannot_be_encoded_are_reported_all_the_same(config: Any) ->
 
     work = Representations(method, {0: torch.zeros(1), 1: torch.zeros(1)}, unreadable)
     blocks = rig.rows.table[0, :9].long().numpy()
-    work.begin_load(blocks)
+    work.begin_load("r0", IDS[:9], blocks, Beside({}))
     assert not work.arrived("r0", blocks)
     assert work.work() == ["r0"]
     assert not method.store.ready(blocks)

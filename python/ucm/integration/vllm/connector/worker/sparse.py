@@ -43,6 +43,7 @@ class SparseWorker:
         self.method = make_method(config, vllm_config, UcmSparseRole.WORKER)
         self.host: SparseHost | None = None
         self.representations: Representations | None = None
+        self._writer = _writes(kv_cache_config)
         self._eager: EagerHooks | None = None
         self._measured: int | None = None
         self._num_blocks = 0
@@ -89,7 +90,9 @@ class SparseWorker:
         except UnsupportedError as error:
             read = None
             logger.warning("sparse attention: prompts that are loaded from the store stay dense: %s", error)
-        self.representations = Representations(method, caches_by_layer(method, list(layers), caches), read)
+        self.representations = Representations(
+            method, caches_by_layer(method, list(layers), caches), read, writer=self._writer
+        )
 
     def _say(self, layers: dict[str, Any], backend: str, cache: torch.Tensor, count: int) -> None:
         method = self.method
@@ -153,6 +156,13 @@ class SparseWorker:
         if self.host is not None:
             self.host.close()
             set_ucm_sparse(None)
+
+
+def _writes(kv_cache_config: Any) -> bool:
+    """Whether this rank is the one that stores its part: of ranks that hold the same KV, the first."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return bool(get_tp_group().rank_in_group % max(1, getattr(kv_cache_config, "kv_tp_replicas", 1)) == 0)
 
 
 def _backend_of(layers: Mapping[str, Any]) -> str:

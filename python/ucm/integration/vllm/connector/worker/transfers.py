@@ -124,12 +124,13 @@ class Loads:
 
     def start(self, load: Load, store: UcmKVStoreBaseV1 | None, mask: bytes) -> None:
         """Begin; if that is impossible the load has failed already."""
-        if self.representations is not None:
-            self.representations.begin_load(load.blocks)
         if store is None:
             return self._fail_all(load, MissReason.UNHEALTHY)
+        ids = record_ids(load.keys, mask)
+        if self.representations is not None:
+            self.representations.begin_load(load.request, ids, load.blocks, store, load.timeout)
         try:
-            task = store.load_blocks(record_ids(load.keys, mask), load.blocks, load.timeout)
+            task = store.load_blocks(ids, load.blocks, load.timeout)
         except Exception as error:
             throttle.warning("load", "a load was refused: %s", error)
             return self._fail_all(load, reason_of(error))
@@ -184,6 +185,8 @@ class Loads:
         why: Sequence[MissReason],
         newer: Sequence[bytes] = (),
     ) -> None:
+        if self.representations is not None:
+            self.representations.failed(load.request)
         self._bad_blocks.update(load.blocks[row:].tolist())
         reasons = tuple(str(reason) for reason in why)
         failure = LoadFailure(load.request, load.first + row, join_keys(bad), reasons, join_keys(newer))
@@ -243,8 +246,10 @@ class Dumps:
         mask: bytes,
         event: tuple[int, Any],
         block_tokens: int,
+        representations: Representations | None = None,
     ) -> None:
-        """Begin; a refused one ends the rest of its request's chain for this step. ``event``: handle and its owner."""
+        """Begin; a refused one ends the rest of its request's chain for this step. ``event``: handle and its owner;
+        ``representations``: what is stored beside the KV."""
         refused: set[str] = set()
         for dump in dumps:
             self.last_job = max(self.last_job, dump.job)
@@ -264,7 +269,9 @@ class Dumps:
                     store.audit(ids)
                 if dump.refused:
                     store.distrust([ids[row] for row in dump.refused])
-                task = store.dump_blocks(ids, dump.blocks, event[0])
+                sides = None if representations is None else representations.beside(dump.blocks, store)
+                with_sides = {} if sides is None else {"sides": sides}
+                task = store.dump_blocks(ids, dump.blocks, event[0], **with_sides)
             except BusyError:
                 refused.add(dump.request)
                 self._refuse(dump, busy=True)

@@ -167,6 +167,9 @@ class UCMConnectorWorker:
         device = layout.device
         config = setup.config | self.handshake().shapes | {"identity": setup.identity, "part": self._part}
         config["device_id"] = getattr(device, "index", None) or 0
+        if self._sparse is not None and self._sparse.representations is not None:
+            self.loads.representations = self._sparse.representations
+            config["sides"] = self._sparse.representations.sides
         attempt, make = setup.attempt, self._stores[setup.choice].make
         # Another store was tried before this one, perhaps opened since the last step, or served until the weights were
         # replaced: what is under way on that one ends with it.
@@ -245,8 +248,6 @@ class UCMConnectorWorker:
         """Begin this step's loads."""
         if self._plan is not None and self._plan.loads:
             loads, self._plan.loads = self._plan.loads, []
-            if self._sparse is not None:
-                self.loads.representations = self._sparse.representations
             for load in loads:
                 self.loads.start(load, self._store, self._mask)
 
@@ -266,7 +267,8 @@ class UCMConnectorWorker:
             except Exception as error:  # nobody knows when the blocks are written: none is stored
                 throttle.warning("event", "no event was recorded, so nothing is stored: %r", error)
                 store = None
-        self.dumps.start(dumps, store, self._mask, event, self._block_tokens)
+        representations = None if self._sparse is None else self._sparse.representations
+        self.dumps.start(dumps, store, self._mask, event, self._block_tokens, representations)
 
     def take_ended_loads(self) -> set[str]:
         """Requests whose load ended, each named once, failed ones too."""
