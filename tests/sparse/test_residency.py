@@ -169,7 +169,7 @@ def test_hybrid_is_the_formula_with_ages_in_steps() -> None:
     assert [policy.evict() for _ in range(3)] == [2, 3, 1]
 
 
-def test_a_block_that_nobody_used_leaves_before_all_others() -> None:
+def test_a_block_that_was_never_used_leaves_before_all_others() -> None:
     for name in ("lru", "score", "hybrid"):
         policy = make_eviction(name)
         policy.access(1, 0.0)

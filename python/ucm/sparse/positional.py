@@ -28,7 +28,7 @@ class PositionalMethod(BlockSparse):
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """Where the KV lies, by layer name in the order of the model: ``[2, blocks, b, h, d]``, or keys alone in
-        ``[blocks, b, h, d]``. Whoever calls :meth:`setup` needs no shapes from here."""
+        ``[blocks, b, h, d]``. Nothing is learned from it once :meth:`setup` was called."""
         super().register_kv_caches(kv_caches)
         if self._method is not None or not kv_caches:
             return

@@ -1,8 +1,8 @@
 """Representations of blocks, one row for each physical block of the device, beside the KV and never in its pages.
 
 Because rows are physical ids, prefix hits, forks and preemption need no code: a block's representation is where the
-block is, whoever uses it. Whose bytes a row holds is known by :meth:`RepStore.ready`: a row that is not ready belongs
-to a block whose tokens were not all encoded here, and is never scored.
+block is, for every request that uses it. A row that is not :meth:`RepStore.ready` belongs to a block whose tokens were
+not all encoded here, and is never scored.
 
 Spare rows behind those of the device hold the representations of blocks that are not on the device at all (offload).
 """

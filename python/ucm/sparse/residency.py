@@ -95,7 +95,7 @@ class Residency:
         self._eviction.tick()
         for place, block in enumerate(wanted):
             self._eviction.access(block, 1 - place / len(wanted))
-        # A slot that is being written to is nobody else's, whether its block is still wanted or not.
+        # A slot that a load still writes to is given to no other block, even if its own is not wanted any more.
         held = list(dict.fromkeys([*pinned, *self._loading]))
         plan = plan_residency(
             {**self._there, **self._loading}, wanted, self.capacity, pinned=held, rank=self._eviction.rank

@@ -1,4 +1,4 @@
-"""The method of this process: one at most, made when an engine starts, found by whoever calls its hooks."""
+"""The method of this process: one at most, made when an engine starts, found by the code that calls its hooks."""
 
 from __future__ import annotations
 
