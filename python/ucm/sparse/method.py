@@ -71,12 +71,16 @@ class BlockSparse(UcmSparseBase):
         if not self.settings.offload or request.num_output_tokens < 1:
             return INVALID_SLOT
         size = int(self._vllm_config.cache_config.block_size)
-        if self._scheduler_policy is None:
-            self._scheduler_policy = policy_of(self.settings, size, self.model)
         tokens = int(request.num_tokens)
         blocks = -(-tokens // size)
-        kept = self._scheduler_policy.kept(blocks, tokens)
+        kept = self.policy_of_blocks(size).kept(blocks, tokens)
         return INVALID_SLOT if kept >= blocks else (kept - 1) * size + (tokens - 1) % size + 1
+
+    def policy_of_blocks(self, block_size: int) -> Policy:
+        """The policy, on a side that has no layers."""
+        if self._scheduler_policy is None:
+            self._scheduler_policy = policy_of(self.settings, block_size, self.model)
+        return self._scheduler_policy
 
     def exact_tokens(self, prefill_tokens: int) -> int:
         """Prompts are dense, and so are the tokens decoded before a request is long enough to be chosen from. None is
@@ -87,8 +91,7 @@ class BlockSparse(UcmSparseBase):
         size, most = int(config.cache_config.block_size), int(config.model_config.max_model_len)
         gate = self._break_even
         if self._dense_until is None or self._dense_until[0] != gate:
-            policy = policy_of(self.settings, size, self.model)
-            self._dense_until = gate, policy.dense_until(size, most, gate)
+            self._dense_until = gate, self.policy_of_blocks(size).dense_until(size, most, gate)
         return max(prefill_tokens, self._dense_until[1])
 
     @property

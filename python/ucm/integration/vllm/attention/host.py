@@ -17,13 +17,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ucm.integration.vllm.attention.offload import Offload
 from ucm.integration.vllm.attention.per_head import HeadRows, metadata_of
 from ucm.integration.vllm.attention.rewriting import Rewriter, copy_of, cpu_plan
 from ucm.integration.vllm.attention.rows import SparsePlan, in_order
 from ucm.integration.vllm.connector.guard import throttle
 from ucm.sparse.base import UcmSparseBase
-from ucm.sparse.batch import SparseBatch
+from ucm.sparse.batch import SparseBatch, SparseRow
 from ucm.sparse.method import BlockSparse
+from ucm.sparse.selection import compact_rows
 
 T = TypeVar("T")
 
@@ -74,6 +76,9 @@ class SparseHost:
         self.layers = self._layers = dict(layers)
         self._names = {id(layer.impl): name for name, layer in self._layers.items()}
         self._rewriter = Rewriter()
+        #: Where blocks may be elsewhere than vLLM put them.
+        self.offload: Offload | None = None
+        self._rows: Sequence[SparseRow] = ()
         self._context: Any = None
         self._phase: str | None = None
         self._latent: dict[str, tuple[Tensor, Tensor]] = {}
@@ -92,9 +97,12 @@ class SparseHost:
         """The model is about to run, with vLLM's forward context of the step; an empty step has no metadata in it."""
         self._rewriter.begin_step()
         self._latent = {}
+        if self.offload is not None:
+            self.offload.begin_step(plan.offloaded, [*plan.given_back, *plan.finished])
         for request_id in plan.finished:
             self._call("request_finished_in_worker", None, request_id)
         batch = self._batch(plan, context)
+        self._rows = batch.rows if isinstance(batch, SparseBatch) else ()
         if self.blocks is not None:
             self.blocks.break_even_tokens = plan.break_even
         self._call("bind_sparse_metadata", None, batch)
@@ -172,9 +180,31 @@ class SparseHost:
     ) -> tuple[Tensor, Any, Any, Tensor]:
         """The hook before attention: what it returns is used."""
         given = (query, key, value, output)
+        if self.offload is not None and self.offload.has_any(self._rows):
+            self._choose(call, query, call.made)
+            return given
         arguments = (query, key, value, call.name, call.context, output, call.phase)
         found = self._call("attention_begin", None, *arguments)
         return given if found is None else found
+
+    def _choose(self, call: LayerCall, query: Tensor, part: Any) -> None:
+        """As the method does by itself, with blocks that have left where they are now. Nothing here may fail into a
+        dense layer: what has left is not where vLLM's table says."""
+        assert self.blocks is not None
+        assert self.offload is not None
+        table, lens = part.block_table, part.seq_lens
+        selection = None
+        try:
+            selection = self.blocks.select_rows(call.name, query, table)
+        except Exception as error:
+            throttle.warning("choose", "blocks could not be chosen; what is there is attended to: %r", error)
+        if selection is None:
+            part.block_table, part.seq_lens = table.clone(), lens.clone()
+        else:
+            size = self.blocks.selector.geometry.block_size
+            part.block_table, part.seq_lens = compact_rows(selection, table, lens, size)
+        layer = self.blocks.layer_number(call.name)
+        self.offload.place(layer, self._rows, selection, table, part.block_table, part.seq_lens)
 
     def latent_attention_begin(self, call: LayerCall, query: Any) -> Any:
         """The same for rows of one token with latent attention; the query is that over the latent, in two parts or
@@ -183,6 +213,9 @@ class SparseHost:
         rank = getattr(call.layer, "kv_lora_rank", 0)
         latent, rope = parts if parts is not None else (query[..., :rank], query[..., rank:])
         tokens = latent.shape[0]
+        if self.offload is not None and self.offload.has_any(self._rows):
+            self._choose(call, torch.cat([latent, rope], dim=-1), call.made.decode)
+            return query
         keys = call.keys or (None, None)
         key, value = (None if each is None else each[:tokens] for each in keys)
         joined = query if self.selects_only else torch.cat([latent, rope], dim=-1)

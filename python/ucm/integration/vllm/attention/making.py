@@ -83,6 +83,7 @@ def set_up(
     device: Any,
     per_head: bool,
     reduce: Any,
+    spare_blocks: int = 0,
 ) -> None:
     """Get a worker's method ready for the KV cache of its rank. Raises :class:`~ucm.errors.ConfigError` where settings
     and engine do not fit."""
@@ -95,5 +96,6 @@ def set_up(
         max_sequences=vllm_config.scheduler_config.max_num_seqs,
         key_dtype=first.dtype if hasattr(first, "dtype") else vllm_config.model_config.dtype,
         per_head=per_head,
+        spare_blocks=spare_blocks,
         reduce=reduce,
     )

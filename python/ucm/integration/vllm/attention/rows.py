@@ -11,8 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ucm.sparse.base import UcmSparseMetadata
 from ucm.sparse.batch import SparseRow
+
+
+@dataclass(slots=True)
+class OffloadChange:
+    """Blocks of a request that leave the device, and hot blocks that it was given for those that have left."""
+
+    request: str
+    begin: int  # logical: the first of its blocks that may leave
+    blocks: npt.NDArray[np.int64]  # the device blocks that leave now, which follow those that left before
+    keys: bytes  # and their keys in the store
+    hot: list[int] = field(default_factory=list)  # device blocks, further ones
 
 
 @dataclass(slots=True)
@@ -30,6 +44,9 @@ class SparsePlan:
     last_blocks: list[int] = field(default_factory=list)
     #: Requests that have ended since the step before.
     finished: list[str] = field(default_factory=list)
+    #: Blocks that leave the device, and requests all of whose blocks have been given back.
+    offloaded: list[OffloadChange] = field(default_factory=list)
+    given_back: list[str] = field(default_factory=list)
     #: What the method's scheduler side has to say, None where it says nothing.
     metadata: UcmSparseMetadata | None = None
 

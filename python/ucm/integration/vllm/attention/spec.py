@@ -19,7 +19,10 @@ from ucm.integration.vllm.attention.making import bytes_beside
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
+
+    from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
 
 #: More tokens than a request can have.
 ALL = 1 << 62
@@ -88,10 +91,58 @@ class SparseManager(FullAttentionManager):
         #: Tokens of a request with exact KV. The connector gives it when vLLM hands it this manager, before there are
         #: requests; without one nothing is selected, and all are exact.
         self.exact_tokens: Callable[[Request], int] = lambda _request: ALL
+        #: Which blocks leave the device; None: none does.
+        self.offload: OffloadPlanner | None = None
+        self._hot: dict[str, list[KVCacheBlock]] = {}
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Blocks of the first ``num_tokens`` tokens are full: cache those that are exact."""
         super().cache_blocks(request, min(num_tokens, self.exact_tokens(request)), *args, **kwargs)
+
+    # Offload: a request that decodes holds its windows, and hot blocks for what is chosen between them ---------------
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Give back the blocks that are in the store and not in a window."""
+        super().remove_skipped_blocks(request_id, processed_computed_tokens, num_prompt_tokens)
+        blocks = self.req_to_blocks.get(request_id)
+        if self.offload is None or not blocks:
+            return
+        leaving = self.offload.leaving(request_id, processed_computed_tokens, len(blocks))
+        if not leaving:
+            return
+        gone = blocks[leaving.start : leaving.stop]
+        self.offload.left(request_id, leaving, [block.block_id for block in gone])
+        blocks[leaving.start : leaving.stop] = [self._null_block] * len(leaving)
+        self.block_pool.free_blocks(reversed(gone))
+
+    def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
+        """Blocks for new tokens, and hot ones that are still to be given."""
+        needed: int = super().get_num_blocks_to_allocate(request_id, *args, **kwargs)
+        return needed + self._hot_missing(request_id)
+
+    def allocate_new_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
+        """Blocks for new tokens; hot ones are not among them, for the workers' block tables do not have them."""
+        new: list[KVCacheBlock] = super().allocate_new_blocks(request_id, *args, **kwargs)
+        missing = self._hot_missing(request_id)
+        if missing > 0 and self.offload is not None:
+            hot = self.block_pool.get_new_blocks(missing)
+            self._hot.setdefault(request_id, []).extend(hot)
+            self.offload.given(request_id, [block.block_id for block in hot])
+        return new
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """All that a request holds."""
+        blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
+        if self.offload is not None:
+            self.offload.gave_back(request_id)
+        return [*self._hot.pop(request_id, ()), *blocks]
+
+    def _hot_missing(self, request_id: str) -> int:
+        if self.offload is None:
+            return 0
+        return max(0, self.offload.hot(request_id) - len(self._hot.get(request_id, ())))
 
 
 KVCacheSpecRegistry._ensure_registered()  # it registers vLLM's own only where nothing is registered yet

@@ -196,6 +196,7 @@ def make_scheduler(
         audit_one_in=config.audit_one_in,
         items_used=extra.used,
         exact_tokens=None if sparse is None else sparse.exact_tokens,
+        offload=None if sparse is None else sparse.offload,
         closers=(rates.close, identity.close, adapters.close, background.close),
     )
 

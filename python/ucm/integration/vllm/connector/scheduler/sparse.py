@@ -10,10 +10,12 @@ from ucm.config import UcmConfig
 from ucm.integration.vllm.attention.break_even import NEVER, length_text
 from ucm.integration.vllm.attention.exactness import ExactTokens
 from ucm.integration.vllm.attention.making import make_method
+from ucm.integration.vllm.attention.offload import spare_rows
 from ucm.integration.vllm.attention.rows import SparsePlan
 from ucm.integration.vllm.attention.spec import SparseManager
 from ucm.integration.vllm.connector.guard import logger, throttle
 from ucm.integration.vllm.connector.identity.engine_identity import block_tokens
+from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
 from ucm.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm.sparse.batch import SparseRow
 from ucm.sparse.method import BlockSparse
@@ -88,8 +90,8 @@ class BreakEven:
 class SparseScheduler:
     """One engine's method, on the scheduler's side."""
 
-    def __init__(self, method: UcmSparseBase, block_tokens: int, world: int = 1) -> None:
-        """``world`` is the number of ranks."""
+    def __init__(self, method: UcmSparseBase, block_tokens: int, world: int = 1, num_blocks: int = 0) -> None:
+        """``world`` is the number of ranks, ``num_blocks`` of device blocks."""
         self.method = method
         self.break_even = BreakEven(method, world)
         self._block_tokens = block_tokens
@@ -98,6 +100,11 @@ class SparseScheduler:
         self._manager: KVCacheManager | None = None
         #: Tokens of a request whose KV is exact: the dump planner and vLLM's prefix cache stop there.
         self.exact_tokens = ExactTokens(method)
+        #: Which blocks leave the device; None where all stay.
+        self.offload: OffloadPlanner | None = None
+        if isinstance(method, BlockSparse) and method.settings.offload:
+            spare = spare_rows(num_blocks)
+            self.offload = OffloadPlanner(method, self._requests, self.exact_tokens, block_tokens, spare)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """The block tables, and the managers that fill vLLM's prefix cache."""
@@ -105,6 +112,7 @@ class SparseScheduler:
         for each in manager.coordinator.single_type_managers:
             if isinstance(each, SparseManager):
                 each.exact_tokens = self.exact_tokens
+                each.offload = self.offload
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived."""
@@ -139,6 +147,8 @@ class SparseScheduler:
         plan = SparsePlan(block_tokens=self._block_tokens, break_even=self.break_even.tokens)
         plan.measure = settled and self.break_even.ask()
         plan.finished, self._finished = self._finished, []
+        if self.offload is not None:
+            plan.offloaded, plan.given_back = self.offload.take()
         plan.metadata = self._hook("build_sparse_meta", output, self._requests)
         cached = output.scheduled_cached_reqs
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
@@ -186,4 +196,5 @@ def make_sparse_scheduler(
     if not has_ucm_sparse():  # a worker in the same process is the one that others want
         set_ucm_sparse(method)
     tokens = block_tokens(vllm_config, kv_cache_config)
-    return SparseScheduler(method, tokens, vllm_config.parallel_config.world_size)
+    world = vllm_config.parallel_config.world_size
+    return SparseScheduler(method, tokens, world, int(kv_cache_config.num_blocks))

@@ -4,7 +4,7 @@ loaded, and passes the step's plan on."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,15 +15,19 @@ from ucm.integration.vllm.attention.break_even import NEVER, length_text, measur
 from ucm.integration.vllm.attention.eager_hooks import EagerHooks
 from ucm.integration.vllm.attention.host import SparseHost, served_layers, set_active_host
 from ucm.integration.vllm.attention.making import make_method, set_up
+from ucm.integration.vllm.attention.offload import Offload, spare_rows
 from ucm.integration.vllm.attention.pages import key_reader
 from ucm.integration.vllm.attention.registering import OVERRIDDEN
 from ucm.integration.vllm.attention.representations import Representations, caches_by_layer
 from ucm.integration.vllm.attention.rows import SparsePlan
 from ucm.integration.vllm.connector.guard import logger
 from ucm.integration.vllm.connector.identity.packing import layer_specs
+from ucm.integration.vllm.connector.worker.layered_store import layer_bytes
 from ucm.sparse.base import UcmSparseRole
 from ucm.sparse.method import BlockSparse
 from ucm.sparse.state import set_ucm_sparse
+from ucm.store import record_ids
+from ucm.store.kv_layout import KVLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,10 +47,17 @@ class SparseWorker:
         self.method = make_method(config, vllm_config, UcmSparseRole.WORKER)
         self.host: SparseHost | None = None
         self.representations: Representations | None = None
+        self.offload: Offload | None = None
+        self._store: Callable[[], Any] = lambda: None
+        self._mask = b""
         self._writer = _writes(kv_cache_config)
         self._eager: EagerHooks | None = None
         self._measured: int | None = None
         self._num_blocks = 0
+
+    def bind_store(self, store: Callable[[], Any], mask: bytes) -> None:
+        """Where the store is once it is open, and the mask of this rank's part."""
+        self._store, self._mask = store, mask
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Where the KV lies: get ready. Raises :class:`~ucm.errors.ConfigError` where this engine cannot be served."""
@@ -72,10 +83,14 @@ class SparseWorker:
                 device=cache.device,
                 per_head=backend in _PER_HEAD and all(layer.impl.sinks is None for layer in layers.values()),
                 reduce=_reduce_over_ranks(),
+                spare_blocks=spare_rows(self._num_blocks) if self.method.settings.offload else 0,
             )
             self._prepare_representations(self.method, layers, backend, caches, int(spec.block_size))
+            if self.method.settings.offload:
+                self.offload = self._make_offload(self.method, group.layer_names, caches)
         self.method.register_kv_caches(caches)
         self.host = SparseHost(self.method, layers)
+        self.host.offload = self.offload
         self._eager = EagerHooks(self.method, eager=bool(self._vllm_config.model_config.enforce_eager))
         set_ucm_sparse(self.method)
         set_active_host(self.host)
@@ -93,6 +108,21 @@ class SparseWorker:
         self.representations = Representations(
             method, caches_by_layer(method, list(layers), caches), read, writer=self._writer
         )
+
+    def _make_offload(self, method: BlockSparse, names: Sequence[str], caches: Mapping[str, torch.Tensor]) -> Offload:
+        """Raises :class:`~ucm.errors.ConfigError` where a layer could want a block that has left."""
+        dense = [name for name in names if not method.selects(name)]
+        if dense:
+            raise ConfigError(
+                f"offload: {len(dense)} layers attend to all blocks ({dense[0]}, ...), so none can leave the device; "
+                "write `dense_layers: []`, or leave `offload` out"
+            )
+        if method.policy.heads == "kv" or method.policy.min_concurrency > 1:
+            raise ConfigError("offload needs `heads: shared` and `min_concurrency: 1`")
+        layout = KVLayout(caches, names)
+        layer_bytes(layout)
+        places = {method.layer_number(name): place for place, name in enumerate(layout.names)}
+        return Offload(method, places, lambda: self._store(), lambda keys: record_ids(keys, self._mask))
 
     def _say(self, layers: dict[str, Any], backend: str, cache: torch.Tensor, count: int) -> None:
         method = self.method

@@ -29,6 +29,7 @@ from ucm.integration.vllm.connector.metadata import (
 from ucm.integration.vllm.connector.metrics import DUMP_SECONDS, LOAD_SECONDS, LOADED_BYTES, PUBLISHED_BYTES
 from ucm.integration.vllm.connector.platforms import Platform
 from ucm.integration.vllm.connector.tier_counts import TierCounts
+from ucm.integration.vllm.connector.worker.layered_store import LayeredStore, layer_bytes
 from ucm.integration.vllm.connector.worker.store_health import StoreHealth
 from ucm.integration.vllm.connector.worker.store_hints import (
     pass_hints,
@@ -107,6 +108,8 @@ class UCMConnectorWorker:
         self._plan: UCMConnectorMetadata | None = None
         self._closed = False
         self._sparse = sparse
+        if sparse is not None:
+            sparse.bind_store(lambda: self._store, self._mask)
         self.loads = Loads(clock)
         self.dumps = Dumps(clock)
         self.health = health or StoreHealth()
@@ -170,6 +173,9 @@ class UCMConnectorWorker:
         if self._sparse is not None and self._sparse.representations is not None:
             self.loads.representations = self._sparse.representations
             config["sides"] = self._sparse.representations.sides
+        by_layer = self._sparse is not None and self._sparse.offload is not None
+        if by_layer:
+            config["shard_size"] = layer_bytes(layout)
         attempt, make = setup.attempt, self._stores[setup.choice].make
         # Another store was tried before this one, perhaps opened since the last step, or served until the weights were
         # replaced: what is under way on that one ends with it.
@@ -197,7 +203,8 @@ class UCMConnectorWorker:
                 self._unavailable = (attempt, why)
                 store.close()
                 return
-            self._opened = (attempt, store)
+            # It does all that a store does, as far as this half asks for it.
+            self._opened = (attempt, LayeredStore(store, layout) if by_layer else store)  # type: ignore[assignment]
             if self._closed or attempt != self._attempt:
                 store.close()
 
