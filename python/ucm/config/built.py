@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from ucm.config.model import UcmConfig
 from ucm.config.pipelines import codec_problems, pipeline_problems
 from ucm.config.stores import BUILT_STORES, instead_of, needs_directory, why_not_alone
+from ucm.config.words import SPARSE_ALGORITHMS
 
 
 def problems_of(config: UcmConfig) -> list[str]:
@@ -58,10 +59,16 @@ def _connector_problems(config: UcmConfig) -> Iterator[str]:
     if config.kv_connector == "UCMBlendConnector":
         yield "UCMBlendConnector is not built yet; use UCMConnector"
     if config.sparse.enabled:
-        kind = config.sparse.type or "no algorithm named"
-        yield (
-            f"sparse attention ({kind}) is not built yet; leave out the sparse keys "
-            "(ucm_sparse_config, ucm_sparse_method, sparse_type, sparse) or set ENABLE_SPARSE=false"
-        )
+        yield from _sparse_problems(config)
     if config.rerope.enabled:
         yield "ReRoPE is not built yet; leave out rerope and VLLM_USE_REROPE (REROPE_WINDOW, TRAINING_LENGTH)"
+
+
+def _sparse_problems(config: UcmConfig) -> Iterator[str]:
+    if config.sparse.type is None:
+        known = ", ".join(dict.fromkeys(SPARSE_ALGORITHMS.values()))
+        yield f"sparse.enabled: true names no algorithm; write sparse.type: one of {known}"
+    elif config.sparse.type in ("Blend", "ReRoPE"):
+        yield (
+            f"sparse attention ({config.sparse.type}) is not built yet; leave out its keys or set ENABLE_SPARSE=false"
+        )

@@ -26,6 +26,7 @@ from ucm.config.fields import (
     section_of,
     word,
 )
+from ucm.config.sparse import ALGORITHMS, AlgorithmSections
 from ucm.config.stores import COMMON, DEFAULT_STORE, KNOWN_STORES
 from ucm.config.words import UNUSED
 from ucm.errors import ConfigError
@@ -121,7 +122,17 @@ class SparseConfig(Section):
 
     enabled: Flag = False
     type: str | None = None
-    config: dict[str, dict[str, Any]] = Field(default_factory=dict, repr=False)
+    module_path: str | None = None
+    config: AlgorithmSections = AlgorithmSections()
+
+    @property
+    def settings(self) -> Section | None:
+        """The keys of the algorithm that is wanted, its defaults where none are written; None where none is, and for a
+        method of a user's own."""
+        if not self.enabled or self.type is None or self.module_path is not None:
+            return None
+        written: Section | None = getattr(self.config, self.type)
+        return ALGORITHMS[self.type]() if written is None else written
 
 
 class ReropeConfig(Section):

@@ -18,6 +18,7 @@ ALIASES: dict[str, str] = {
     "load_tokens_threshold": "min_hit_tokens",
     "sparse_type": "sparse.type",
     "ucm_sparse_method": "sparse.type",
+    "ucm_sparse_module_path": "sparse.module_path",
     "metrics_config_path": "metrics.config_path",
     "log_level": "log.level",
     "log_file": "log.file",
@@ -132,6 +133,11 @@ SPARSE_ALGORITHMS: dict[str, str] = {
     "rerope": "ReRoPE",
     "quest": "Quest",
     "infllm": "InfLLM",
+    "periodic": "Periodic",
+    "random": "Random",
+    "windows": "Windows",
+    "oracle": "Oracle",
+    "auto": "Auto",
 }
 
 #: Environment name -> key of the model.
