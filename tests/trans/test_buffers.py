@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import threading
 from collections.abc import Callable
@@ -113,6 +114,34 @@ def _in_child(device: trans.Device, stream: trans.Stream, memory: trans.Memory, 
         except ForkedError:
             told.append("forked")
     tell.send(told)
+
+
+def _end_in_child(memories: list[trans.Memory], stream: trans.Stream, tell: Connection) -> None:
+    maps = [mmap.mmap(-1, size) for size in [4096, 1 << 20] * 16]
+    for each in maps:
+        each[:] = b"\x07" * len(each)
+    for memory in memories[::2]:
+        memory.close()
+    stream.close()
+    del memories[:], memory, stream
+    tell.send(all(each[:] == b"\x07" * len(each) for each in maps))
+
+
+def test_a_forked_child_ends_nothing_of_its_parents(device: trans.Device, memory: Any) -> None:
+    buffers, stream = device.make_buffer(), device.make_stream()
+    buffers.make_host_buffers(4096, 2)
+    memories = [buffers.make_host_buffer(4096), buffers.make_host_buffer(1 << 20)]
+    memories += [buffers.get_host_buffer(4096), buffers.get_host_buffer(4096), device.allocate_memory(4096)]
+    receive, send = multiprocessing.Pipe(duplex=False)
+    stream.host_to_device_async(memories[1], memories[-1], 4096)  # it has a thread now
+    stream.synchronize()
+    child = multiprocessing.get_context("fork").Process(target=_end_in_child, args=(memories, stream, send))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0 and receive.poll() and receive.recv()
+    page = memories[-1]
+    stream.host_to_device(memories[1], page, 4096)
+    assert (memory.read(page.address, 4096) == np.frombuffer(memories[1], np.uint8)[:4096]).all()
 
 
 def test_a_forked_child_is_told(device: trans.Device) -> None:
