@@ -8,8 +8,8 @@
     reason = "maps, advises and unmaps memory; hands out disjoint ranges of it"
 )]
 
-use std::any::Any;
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -117,9 +117,15 @@ impl Drop for Mapping {
     }
 }
 
-/// Something that lives as long as an arena and ends before its memory does.
+/// What knows of an arena's memory.
+pub(crate) trait LetGo: Send + Sync {
+    /// Uses the memory no more from now on; false where it may, for ever: then the memory is never unmapped.
+    fn let_go(&self) -> bool;
+}
+
+/// What lets go of an arena before it is unmapped.
 #[derive(Default)]
-struct Kept(Option<Arc<dyn Any + Send + Sync>>);
+struct Kept(Option<Box<dyn LetGo>>);
 
 impl fmt::Debug for Kept {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -130,9 +136,9 @@ impl fmt::Debug for Kept {
 /// One anonymous private mapping of host memory, cut into slots by slot pools.
 #[derive(Debug)]
 pub struct HostArena {
-    /// What a device knows of the mapping; let go of before it is unmapped.
+    /// What a device knows of the mapping.
     kept: Kept,
-    mapping: Mapping,
+    mapping: ManuallyDrop<Mapping>,
     /// Where the usable bytes start in the mapping; page aligned, and huge-page aligned where they are huge.
     offset: usize,
     /// Usable bytes, a multiple of 4096.
@@ -192,7 +198,7 @@ impl HostArena {
         mapping.advise(0, mapped, Advice::LinuxPopulateWrite).ok()?;
         Some(Self {
             kept: Kept::default(),
-            mapping,
+            mapping: ManuallyDrop::new(mapping),
             offset: 0,
             len,
             paging: Paging::Reserved,
@@ -212,7 +218,7 @@ impl HostArena {
             len,
             paging: Paging::Ordinary,
             claimed: Mutex::new(0),
-            mapping,
+            mapping: ManuallyDrop::new(mapping),
         };
         if try_huge {
             arena.offset = arena.mapping.start.as_ptr().align_offset(HUGE);
@@ -238,8 +244,8 @@ impl HostArena {
         }
     }
 
-    /// Keeps something until the arena ends.
-    pub(crate) fn keep(&mut self, kept: Arc<dyn Any + Send + Sync>) {
+    /// Keeps what knows of the memory.
+    pub(crate) fn keep(&mut self, kept: Box<dyn LetGo>) {
         self.kept = Kept(Some(kept));
     }
 
@@ -277,6 +283,15 @@ impl HostArena {
         debug_assert!(offset <= self.len);
         // SAFETY: `offset` is inside the usable part (or one past it), which lies inside the mapping.
         unsafe { self.mapping.start.as_ptr().add(self.offset + offset) }
+    }
+}
+
+impl Drop for HostArena {
+    fn drop(&mut self) {
+        if self.kept.0.as_ref().is_none_or(|kept| kept.let_go()) {
+            // SAFETY: dropped here, once, and not used afterwards.
+            unsafe { ManuallyDrop::drop(&mut self.mapping) };
+        }
     }
 }
 

@@ -13,7 +13,7 @@ use crate::copy;
 use crate::error::{CUDA_SUCCESS, CUresult, Outcome};
 use crate::memory::Kind;
 use crate::state::{Handle, State, lock};
-use crate::{exports, stream, vendors};
+use crate::{context, exports, stream, vendors};
 
 /// What tests have set, and what was counted for them.
 pub(crate) struct Control {
@@ -101,6 +101,21 @@ pub unsafe extern "C" fn softcuda_fail(function: *const c_char, nth: u64, result
 #[unsafe(no_mangle)]
 pub extern "C" fn softcuda_mend() {
     lock().control.failures.clear();
+}
+
+/// Breaks the primary context of a device, if it has one: every later call in it answers `result`, and what its streams still
+/// had to do is dropped.
+#[unsafe(no_mangle)]
+pub extern "C" fn softcuda_break(device: i32, result: CUresult) {
+    let mut state = lock();
+    let index = usize::try_from(device).unwrap_or(usize::MAX);
+    match state.contexts.get(index).and_then(|context| context.as_ref()) {
+        Some(context) if result != CUDA_SUCCESS => {
+            let context = context.handle;
+            context::poison(&mut state, context, result);
+        }
+        _ => abort("softcuda_break: no such context, or success, which breaks nothing"),
+    }
 }
 
 /// Lets every copy that this function begins, or every launch of this kernel of a loaded module, write a wrong byte;
@@ -230,7 +245,13 @@ pub extern "C" fn softcuda_live(kind: u32) -> u64 {
     match kind {
         0 => state.memory.count(&[Kind::Device, Kind::HostAllocated]),
         1 => state.memory.count(&[Kind::Registered]),
-        2 => state.streams.values().filter(|it| !it.is_closed).count() as u64,
+        2 => {
+            let made = state
+                .streams
+                .values()
+                .filter(|it| !it.is_closed && !it.is_default);
+            made.count() as u64
+        }
         3 => state.events.len() as u64,
         4 => state.modules.len() as u64,
         5 => state.contexts.iter().flatten().count() as u64,
