@@ -6,7 +6,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, STREAMS, open};
+use common::{ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, STREAMS, gather, open, slot};
 use ucm_core::ErrorKind;
 use ucm_device::{ArenaOptions, Device, Piece, Slot, SlotPool, Stream, Transfer};
 use ucm_infra::{Clock, SystemClock};
@@ -61,15 +61,6 @@ fn scattered(pieces: &[Piece], memory: &Memory, device: &[u8], host: &[u8]) -> V
         device[to..to + len].copy_from_slice(&host[piece.at..piece.at + len]);
     }
     device
-}
-
-fn slot(device: &dyn Device, len: usize) -> Slot {
-    let arena = device.make_arena(len, ArenaOptions::default()).unwrap();
-    SlotPool::new(arena, len).unwrap().try_acquire().unwrap()
-}
-
-fn gather(stream: &mut dyn Stream, src: &[Piece], dst: &mut [u8]) -> ucm_core::Result<()> {
-    stream.gather(src, dst, &mut |_, _| {})
 }
 
 #[test]
@@ -221,7 +212,7 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
     let driver = Driver::load();
     let memory = driver.memory(1 << 20);
     let failing = [
-        "cuCtxSetCurrent",
+        "cuCtxPushCurrent_v2",
         "cuMemcpyDtoHAsync_v2",
         "cuMemcpyHtoDAsync_v2",
         "cuLaunchKernel",

@@ -7,7 +7,10 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, STREAMS, TO_DEVICE, TO_HOST};
+use common::{
+    ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, STREAMS, TO_DEVICE, TO_HOST, gather,
+    open_named as open, slot,
+};
 use ucm_core::ErrorKind;
 use ucm_device::{ArenaOptions, Device, Piece, Slot, SlotPool, Stream, Transfer, open_device};
 use ucm_infra::{Clock, SystemClock};
@@ -18,19 +21,6 @@ const DEVICES: [&str; 8] = [
 ];
 
 const MIB: usize = 1 << 20;
-
-fn open(name: &str, transfer: Transfer) -> Arc<dyn Device> {
-    open_device(name, transfer, SystemClock::shared()).unwrap()
-}
-
-fn slot(device: &dyn Device, len: usize) -> Slot {
-    let arena = device.make_arena(len, ArenaOptions::default()).unwrap();
-    SlotPool::new(arena, len).unwrap().try_acquire().unwrap()
-}
-
-fn gather(stream: &mut dyn Stream, src: &[Piece], dst: &mut [u8]) -> ucm_core::Result<()> {
-    stream.gather(src, dst, &mut |_, _| {})
-}
 
 /// Pieces of random lengths, some of them neighbours on both sides.
 fn pieces(random: &mut Random, memory: &Memory, host: usize) -> Vec<Piece> {

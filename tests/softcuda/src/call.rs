@@ -6,7 +6,7 @@ use std::io::Write;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
 use crate::error::{CUDA_ERROR_NOT_INITIALIZED, CUDA_SUCCESS, CUresult, Outcome};
-use crate::state::{Handle, Locked, lock};
+use crate::state::{ENDED, Handle, Locked, lock};
 use crate::{capture, context};
 
 /// The process that called `cuInit`; 0 before.
@@ -138,6 +138,9 @@ fn enter(function: &'static Export) -> Outcome<Locked> {
         return Err(CUDA_ERROR_NOT_INITIALIZED);
     }
     let mut state = lock();
+    while state.control.is_blocked(function.name) {
+        ENDED.wait(&mut state);
+    }
     if let Some(code) = state.control.failure(function.name, number) {
         return Err(code);
     }

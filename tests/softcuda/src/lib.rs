@@ -29,6 +29,7 @@
 //! |---|---|
 //! | [`softcuda_fail`]`(name, nth, result)` | the nth call of a function from now fails |
 //! | [`softcuda_corrupt`]`(name)` | copies of a function, or launches of a kernel, write a wrong byte (null: none) |
+//! | [`softcuda_block`]`(name)` | calls of a function wait (null: none) |
 //! | [`softcuda_break`]`(device, result)` | breaks the context of a device for good |
 //! | [`softcuda_hold`]`(stream)`, [`softcuda_release`]`(stream)` | a stream (null: all) begins nothing until released |
 //! | [`softcuda_jitter`]`(seed, max_us)` | random delays before operations |

@@ -24,7 +24,7 @@ pub(crate) type Locked = MutexGuard<'static, State>;
 
 static STATE: Mutex<State> = Mutex::new(State::new());
 
-/// Notified whenever an operation of a stream has ended: what calls that wait wait for.
+/// Notified whenever an operation of a stream has ended, or a test lets calls go on: what calls that wait wait for.
 pub(crate) static ENDED: Condvar = Condvar::new();
 
 /// Everything the driver knows.

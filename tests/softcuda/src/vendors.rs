@@ -71,8 +71,8 @@ vendors! {
     process [hipRuntimeGetVersion musaRuntimeGetVersion mcRuntimeGetVersion] (version: *mut i32) [_state] =>
         put(version, VERSION);
     process [hipSetDevice musaSetDevice mcSetDevice] (device: i32) [state] => set_device(state, device).map(drop);
-    current [hipGetDevice musaGetDevice mcGetDevice] (device: *mut i32) [state, current] =>
-        put(device, context::device_of(state, current).unwrap_or(0));
+    process [hipGetDevice musaGetDevice mcGetDevice] (device: *mut i32) [state] =>
+        put(device, context::device_of(state, context::top()?).unwrap_or(0));
     last [hipGetLastError musaGetLastError mcGetLastError] () [] => LAST.take();
     current [hipDeviceSynchronize musaDeviceSynchronize mcDeviceSynchronize] () [_state, _current] =>
         abort("a synchronization of the device waits for the work of everybody");

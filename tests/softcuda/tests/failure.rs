@@ -34,6 +34,30 @@ fn the_nth_call_fails_and_does_nothing() {
 }
 
 #[test]
+fn a_blocked_call_waits() {
+    alone(|| {
+        let context = open(0);
+        // SAFETY: a name.
+        unsafe { softcuda_block(c"cuMemAlloc_v2".as_ptr()) };
+        std::thread::scope(|scope| {
+            let blocked = scope.spawn(|| {
+                ok(cu!(cuCtxSetCurrent(context)));
+                alloc(8)
+            });
+            while calls("cuMemAlloc_v2") == 0 {
+                std::thread::yield_now();
+            }
+            stream(); // others go on
+            assert_eq!(softcuda_live(0), 0);
+            // SAFETY: null ends it.
+            unsafe { softcuda_block(std::ptr::null()) };
+            assert!(blocked.join().is_ok());
+        });
+        assert_eq!(softcuda_live(0), 1);
+    });
+}
+
+#[test]
 fn a_context_that_is_broken_answers_nothing_else() {
     alone(|| {
         open(0);

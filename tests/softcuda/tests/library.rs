@@ -22,7 +22,7 @@ const DRIVER: &str = "cuInit cuDriverGetVersion cuGetErrorName cuGetErrorString 
     cuMemcpyHtoD_v2 cuMemcpyDtoH_v2 cuMemsetD8Async cuLaunchHostFunc cuModuleLoadData cuModuleUnload cuModuleGetFunction \
     cuLaunchKernel cuGetProcAddress_v2";
 
-const CONTROLS: &str = "softcuda_fail softcuda_break softcuda_corrupt softcuda_hold softcuda_release softcuda_jitter softcuda_accept \
+const CONTROLS: &str = "softcuda_fail softcuda_block softcuda_break softcuda_corrupt softcuda_hold softcuda_release softcuda_jitter softcuda_accept \
     softcuda_forget \
     softcuda_read softcuda_write softcuda_calls softcuda_bytes softcuda_now_ns softcuda_model softcuda_live";
 

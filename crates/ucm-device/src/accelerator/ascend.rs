@@ -501,7 +501,9 @@ mod tests {
         assert!(Calls::load(&whole, VENDOR, "acl").is_ok());
         assert!(Pins::load(&whole, VENDOR, "acl").is_err());
         assert!(Captures::load(&whole, VENDOR, "acl").is_err());
-        let (_directory, newer) = stub("acl", Pins::NAMES.iter().copied());
+        let newer = Pins::NAMES.iter().chain(Captures::NAMES);
+        let (_directory, newer) = stub("acl", newer.copied());
         assert!(Pins::load(&newer, VENDOR, "acl").is_ok());
+        assert!(Captures::load(&newer, VENDOR, "acl").is_ok());
     }
 }

@@ -576,5 +576,7 @@ mod tests {
         }
         let (_directory, whole) = stub("", Calls::NAMES.iter().copied());
         assert!(Calls::load(&whole, VENDOR, "").is_ok());
+        let unnamed = Names::load(&whole, VENDOR, "").err().unwrap().to_string();
+        assert!(unnamed.contains(Names::NAMES[0]), "{unnamed}");
     }
 }

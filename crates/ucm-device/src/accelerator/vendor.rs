@@ -504,7 +504,9 @@ mod tests {
         assert!(Calls::load(&whole, "maca", "mc").is_ok());
         assert!(Placed::load(&whole, "maca", "mc").is_err(), "and is not needed");
         assert!(Captures::load(&whole, "maca", "mc").is_err(), "neither");
-        let (_directory, placed) = stub("mc", Placed::NAMES.iter().copied());
-        assert!(Placed::load(&placed, "maca", "mc").is_ok());
+        let newer = Placed::NAMES.iter().chain(Captures::NAMES);
+        let (_directory, newer) = stub("mc", newer.copied());
+        assert!(Placed::load(&newer, "maca", "mc").is_ok());
+        assert!(Captures::load(&newer, "maca", "mc").is_ok());
     }
 }
