@@ -180,6 +180,7 @@ fn a_callers_event_is_not_asked_about_at_its_deadline() {
     });
     eventually("it is asked", || driver.calls("cuEventQuery") > asked);
     clock.advance(Duration::from_millis(9990));
+    eventually("the wait ends", || waiting.is_finished());
     assert_eq!(waiting.join().unwrap().unwrap_err().kind(), ErrorKind::Timeout);
     let asked = driver.calls("cuEventQuery");
     clock.advance(Duration::from_secs(1));

@@ -25,6 +25,7 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tracing::{error, info};
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::{Clock, Completion, MonotonicTime, begin_thread};
@@ -111,14 +112,19 @@ impl Accelerator {
         transfer: Transfer,
         clock: Arc<dyn Clock>,
     ) -> Result<Arc<dyn Device>> {
-        let (opened, deadline) = (Completion::new(), clock.now().after(OPEN_WITHIN));
-        let tell = Arc::clone(&opened);
+        let (opened, ended) = (Arc::new(Mutex::new(None)), Completion::new());
+        let (tell, end) = (Arc::clone(&opened), Arc::clone(&ended));
         let opening = move || {
-            tell.complete(open().and_then(Shared::over).map(Arc::new));
+            let result = open().and_then(Shared::over);
+            *tell.lock() = Some(result);
+            end.complete(());
         };
+        let deadline = clock.now().after(OPEN_WITHIN);
         begin_thread("ucm-open", opening)
             .map_err(|error| Error::from_io(error, "cannot start the thread that opens a device"))?;
-        let shared = opened.wait(&*clock, Some(deadline)).unwrap_or_else(|| {
+        ended.wait(&*clock, Some(deadline));
+        let result = opened.lock().take();
+        let shared = result.unwrap_or_else(|| {
             let late =
                 "the device did not answer in time while it was opened: its driver hangs, or it is busy";
             let late = Error::new(ErrorKind::Timeout, late).with("device", &name);
@@ -144,7 +150,7 @@ impl Accelerator {
         );
         Ok(Arc::new(Self {
             name,
-            shared,
+            shared: Arc::new(shared),
             transfer,
             options: QueueOptions::on(clock),
         }))
