@@ -63,5 +63,5 @@ pub use pool::{
 pub use random::random_u64;
 pub use ring::{PopError, PushError, RingConsumer, RingProducer, SpscRing};
 #[cfg(not(loom))]
-pub use threads::{begin_thread, run_threads_on, threads_begin_with};
+pub use threads::{begin_thread, is_own_thread, run_threads_on, threads_begin_with};
 pub use ticket::Ticket;

@@ -15,9 +15,9 @@ use rustix::fs::{
 use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, Result};
 
-use super::fork::{Origin, OwnFd, forks};
 use super::shape::Shape;
 use super::view::RegionView;
+use crate::fork::{Origin, OwnFd, forks};
 
 /// First line of a registry file.
 const FIRST: &str = "ucm region 1";

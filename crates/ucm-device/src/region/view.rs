@@ -7,12 +7,12 @@ use std::sync::atomic::Ordering;
 use rustix::fs::{Mode, OFlags, open, readlink};
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 
-use super::fork::hold_forks;
 use super::mapping::Mapping;
 use super::own::memfd_name;
 use super::registry::Notice;
 use super::shape::{HEADER_WORDS, Shape};
 use super::table::Table;
+use crate::fork::hold_forks;
 
 /// A region of another process (or of another store of this one), for reading. Its memory stays mapped when its writer
 /// dies; [`super::Registry::scan`] says when it counts no more.
