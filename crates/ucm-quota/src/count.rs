@@ -12,7 +12,7 @@ use ucm_infra::MonotonicTime;
 use super::capacity::Capacity;
 use super::documents::Name;
 use super::remove::{Found, Kind, Need, high, low, plan};
-use super::{LANE_WORK, Quota, visit_records};
+use super::{LANE_WORK, Leaving, Quota, visit_records};
 use crate::evidence::{self, evidence_bytes};
 use crate::layout::{SEGMENTS, SegmentName, is_marker_private, is_namespace, is_private};
 
@@ -167,13 +167,7 @@ impl Quota {
                 .map(|age| wall.saturating_sub(i64::try_from(age.as_nanos()).unwrap_or(i64::MAX))),
         };
         let going = plan(everything.files, everything.namespaces.len(), &need);
-        let mut freed = 0;
-        for batch in going.chunks(BATCH) {
-            if !self.goes_on(why) {
-                break;
-            }
-            freed += self.remove(batch, &everything.namespaces)?;
-        }
+        let freed = self.remove_all(going, &everything.namespaces, &need, why)?;
         Ok(Outcome {
             freed,
             in_vain: freed < surplus,
@@ -187,6 +181,46 @@ impl Quota {
         let space = self.call(deadline, move |io| io.space(&path))?;
         let floor = self.config.rules.free_floor.unwrap_or(FLOOR);
         Ok((space.free, floor.bytes(space.total)))
+    }
+
+    /// Removes what was planned; the answer is how many bytes that freed. Who has to be asked may take long: what that is
+    /// about goes last, each file as soon as it may.
+    fn remove_all(&self, going: Vec<Found>, namespaces: &[PathBuf], need: &Need, why: Why) -> Result<u64> {
+        let asks = self.leaving.get().is_some();
+        let expired = |record: &Found| need.expired_before.is_some_and(|line| record.used_ns < line);
+        let (at_once, asked): (Vec<_>, Vec<_>) =
+            going.into_iter().partition(|record| !asks || expired(record));
+        let mut freed = 0;
+        for batch in at_once.chunks(BATCH) {
+            if !self.goes_on(why) {
+                return Ok(freed);
+            }
+            freed += self.remove(batch, namespaces)?;
+        }
+        for record in asked {
+            if !self.goes_on(why) {
+                break;
+            }
+            if self.may_leave(&record, namespaces, why) {
+                freed += self.remove(&[record], namespaces)?;
+            }
+        }
+        Ok(freed)
+    }
+
+    /// Whether this file may be removed to make room: whoever wants to know of it was told, and agrees.
+    fn may_leave(&self, record: &Found, namespaces: &[PathBuf], why: Why) -> bool {
+        let path = record.path(namespaces);
+        let (Some(leaving), Ok(below)) = (self.leaving.get(), path.strip_prefix(&self.config.root)) else {
+            return true;
+        };
+        let leaves = Leaving {
+            below,
+            len: record.len,
+            records: record.records(),
+            used_ns: record.used_ns,
+        };
+        leaving(leaves, &|| self.goes_on(why)) && self.goes_on(why)
     }
 
     /// Removes records; the answer is how many bytes that freed. What somebody else removed before counts too, but not in

@@ -15,9 +15,10 @@ use ucm_quota::layout::{Layout, Modes};
 use ucm_quota::{Capacity, Quota, QuotaConfig, Rules};
 use ucm_record::RecordLayout;
 
-use crate::backend::{MediumStats, Presence};
+use crate::backend::{Bounded, MediumStats, Presence};
 use crate::layout_kind::{LayoutKind, RootLayout};
 use crate::recency::Recency;
+use crate::spread::RootFacts;
 use crate::waiting::Waiting;
 
 /// How long making the namespace's directories again may take.
@@ -53,6 +54,19 @@ pub struct PosixConfig {
     pub modes: Modes,
     /// What is kept of damaged records.
     pub quarantine: QuarantineConfig,
+    /// Its place among several roots; [`Place::default`] for one alone.
+    pub place: Place,
+}
+
+/// A root's place among those that records are spread over.
+#[derive(Debug, Clone, Default)]
+pub struct Place {
+    /// Its number. Files of one process have names of their own in all roots, by this.
+    pub number: u16,
+    /// Whether how fast it is has to be known.
+    pub measured: bool,
+    /// Where what is learnt of it is told.
+    pub facts: Arc<RootFacts>,
 }
 
 /// See the module.
@@ -72,6 +86,14 @@ pub(crate) struct Shared {
     pub(crate) space: Arc<Quota>,
     pub(crate) recency: Recency,
     pub(crate) waiting: Waiting,
+    pub(crate) moved: Moved,
+}
+
+/// Records that other roots gave up and that came here, or should have.
+#[derive(Default)]
+pub(crate) struct Moved {
+    pub(crate) here: AtomicU64,
+    pub(crate) dropped: AtomicU64,
 }
 
 /// What is known of the root itself.
@@ -117,10 +139,11 @@ impl Shared {
             writes_cached: AtomicBool::new(false),
             looking: AtomicBool::new(false),
             dirs: Mutex::new([false; 256]),
-            sequence: AtomicU64::new(0),
+            sequence: AtomicU64::new(u64::from(config.place.number) << 48),
             space,
             recency: Recency::default(),
             waiting: Waiting::default(),
+            moved: Moved::default(),
             config,
         };
         if let (Some(Capacity::Bytes(limit)), false) = (shared.config.capacity, shared.config.lookup_only) {
@@ -137,6 +160,8 @@ impl Shared {
             records_removed,
             bytes_removed,
             blocks_touched: self.recency.touched(),
+            records_moved_here: self.moved.here.load(Ordering::Relaxed),
+            moves_dropped: self.moved.dropped.load(Ordering::Relaxed),
             ..MediumStats::default()
         }
     }
@@ -178,5 +203,11 @@ impl Shared {
             "the root lost its marker or changed its device; writing stops",
         )
         .with("root", self.layout.root().display()))
+    }
+}
+
+impl Bounded for Shared {
+    fn has_room(&self, bytes: u64) -> bool {
+        self.space.has_room(bytes)
     }
 }

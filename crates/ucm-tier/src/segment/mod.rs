@@ -237,6 +237,7 @@ impl Backend for SegmentBackend {
             memory: None,
             index: Some(self),
             local: Some(self),
+            bounded: Some(&*self.segments.shared),
         }
     }
 
@@ -361,6 +362,10 @@ impl Indexed for SegmentBackend {
     fn is_published(&self, id: BlockId) -> bool {
         let there = self.segments.index.find(id);
         there.is_some_and(|hit| !hit.private) && self.segments.presence(there).is_ok()
+    }
+
+    fn knows(&self, id: BlockId) -> bool {
+        self.segments.index.find(id).is_some()
     }
 }
 
