@@ -128,7 +128,6 @@ pub struct Quota {
     notify: Notify,
     life: Life,
     below: OnceLock<Root>,
-    leaving: OnceLock<OnLeaving>,
 }
 
 /// From opening to the end.
@@ -170,7 +169,6 @@ impl Quota {
             notify: Notify::new(),
             life: Life::default(),
             below: OnceLock::new(),
-            leaving: OnceLock::new(),
         }))
     }
 
@@ -194,7 +192,7 @@ impl Quota {
 
     /// Sets, once, who is asked before a file is removed to make room; not before one that is removed for its age.
     pub fn on_leaving(&self, hook: OnLeaving) {
-        let _ = self.leaving.set(hook);
+        let _ = self.counting.leaving.set(hook);
     }
 
     /// Whether `bytes` fit, and the collector has nothing to remove for them yet. Where it says no for what is used, the

@@ -11,7 +11,6 @@
 //! do.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -114,7 +113,7 @@ impl Demotion {
             };
             match moved.make() {
                 Ok(()) => {
-                    to.moved.here.fetch_add(leaving.records, Ordering::Relaxed);
+                    to.config.place.facts.came(leaving.records, true);
                     return true;
                 }
                 Err(_) if !go_on() => return false,
@@ -125,7 +124,7 @@ impl Demotion {
             }
         }
         if let Some(next) = next {
-            next.moved.dropped.fetch_add(leaving.records, Ordering::Relaxed);
+            next.config.place.facts.came(leaving.records, false);
         }
         true
     }

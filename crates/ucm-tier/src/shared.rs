@@ -86,14 +86,6 @@ pub(crate) struct Shared {
     pub(crate) space: Arc<Quota>,
     pub(crate) recency: Recency,
     pub(crate) waiting: Waiting,
-    pub(crate) moved: Moved,
-}
-
-/// Records that other roots gave up and that came here, or should have.
-#[derive(Default)]
-pub(crate) struct Moved {
-    pub(crate) here: AtomicU64,
-    pub(crate) dropped: AtomicU64,
 }
 
 /// What is known of the root itself.
@@ -143,7 +135,6 @@ impl Shared {
             space,
             recency: Recency::default(),
             waiting: Waiting::default(),
-            moved: Moved::default(),
             config,
         };
         if let (Some(Capacity::Bytes(limit)), false) = (shared.config.capacity, shared.config.lookup_only) {
@@ -155,13 +146,14 @@ impl Shared {
     /// What the root holds, and what was removed of it.
     pub(crate) fn stats(&self) -> MediumStats {
         let (records_removed, bytes_removed) = self.space.removed();
+        let (records_moved_here, moves_dropped) = self.config.place.facts.moved();
         MediumStats {
             usage: self.space.usage(),
             records_removed,
             bytes_removed,
             blocks_touched: self.recency.touched(),
-            records_moved_here: self.moved.here.load(Ordering::Relaxed),
-            moves_dropped: self.moved.dropped.load(Ordering::Relaxed),
+            records_moved_here,
+            moves_dropped,
             ..MediumStats::default()
         }
     }

@@ -48,13 +48,16 @@ pub enum Heat {
     Cold,
 }
 
-/// What is learnt of a root when it is opened, for whoever spreads records over it and others.
+/// What is known of a root to whoever spreads records over it and others: what its marker says, and what came from there.
 #[derive(Debug, Default)]
 pub struct RootFacts {
     /// From its UUID; 0 before it was opened.
     seed: AtomicU64,
     /// What reading a MiB took, ns; 0: not measured.
     read_ns: AtomicU64,
+    /// Records that other roots gave up: those that came here, and those that could not.
+    moved_here: AtomicU64,
+    moves_dropped: AtomicU64,
 }
 
 impl RootFacts {
@@ -65,6 +68,22 @@ impl RootFacts {
             .and_then(|digits| u64::from_str_radix(digits, 16).ok());
         self.seed.store(seed.unwrap_or(0), Ordering::Release);
         self.read_ns.store(read_ns.unwrap_or(0), Ordering::Release);
+    }
+
+    /// So many records that a root beside this one gave up came here, or could not.
+    pub(crate) fn came(&self, records: u64, here: bool) {
+        let count = if here {
+            &self.moved_here
+        } else {
+            &self.moves_dropped
+        };
+        count.fetch_add(records, Ordering::Relaxed);
+    }
+
+    /// How many came, and how many could not.
+    pub(crate) fn moved(&self) -> (u64, u64) {
+        let get = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        (get(&self.moved_here), get(&self.moves_dropped))
     }
 }
 
