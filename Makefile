@@ -151,6 +151,13 @@ test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## the wheel in a clean envi
 	@UCM_TEST_WHEEL=$$(ls $(CURDIR)/dist/*.whl) UCM_TEST_UV=$(abspath $(UV)) \
 		$(STAGE) "pytest wheel" $(BIN)/python -m pytest --quiet tests/wheel
 
+# Over mount points of a real NFS server: ROOT=/mnt/kv, or two mounts of one export, ROOT=/mnt/a:/mnt/b (nosharecache).
+# Without ROOT over the file system of tests/trust/nfs.py, which make test runs too.
+ROOT ?=
+.PHONY: test-nfs
+test-nfs: $(RUN_ENV) ## stores over NFS, two hosts on one export (ROOT=<mount point>[:<another of the same export>])
+	@UCM_NFS_ROOT=$(ROOT) UCM_TEST_LONG=1 $(STAGE) "pytest nfs" $(RUN_BIN)/python -m pytest --quiet -rs tests/trust/test_nfs.py
+
 # On a machine with a GPU; where there is none they say so. Without make: tests/gpu/checks.py and benches/python/gpu.py with
 # any Python that has torch and the wheel.
 .PHONY: test-gpu
