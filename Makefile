@@ -15,6 +15,8 @@ WHEEL ?=
 
 # Where the KV of the demo lies: the host's memory, or a device behind the software driver of the tests.
 DEVICE ?= host
+# What its blocks are kept in: posix, a directory, or nfs, a share that two hosts mount.
+STORE ?= posix
 
 # For the one peer of bench-peers that has no wheel for another version.
 PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python3.12; do \
@@ -63,11 +65,11 @@ help: ## list the targets
 	@echo "  demo and test-py take WHEEL=<file> and then run from that wheel instead of the source tree"
 
 .PHONY: demo
-demo: $(RUN_ENV) ## one prompt, three engines: cold, warm, and with a damaged block (DEVICE=softcuda)
+demo: $(RUN_ENV) ## one prompt, three engines: cold, warm, and with a damaged block (DEVICE=softcuda, STORE=nfs)
 ifeq ($(DEVICE),softcuda)
 	@$(STAGE) "build the software driver" cargo build --locked --quiet --release -p softcuda
 endif
-	@$(RUN_BIN)/python demo/run.py --device $(DEVICE) --driver $(subst /debug/,/release/,$(SOFTCUDA))
+	@$(RUN_BIN)/python demo/run.py --store $(STORE) --device $(DEVICE) --driver $(subst /debug/,/release/,$(SOFTCUDA))
 
 # --- tests ---------------------------------------------------------------------------------------------------------
 

@@ -78,6 +78,9 @@ class Fuse:
 class Server:
     """The other side of the device."""
 
+    #: Bytes of the longest request.
+    longest = 1 << 20
+
     def __init__(self, shown: Path, device: int) -> None:
         self.shown = shown
         self.device = device
@@ -92,7 +95,7 @@ class Server:
         """Reads requests until the end; each is answered on a thread of its own, for it may stall."""
         while True:
             try:
-                request = os.read(self.device, 1 << 20)
+                request = os.read(self.device, self.longest)
             except OSError as error:
                 if error.errno == errno.ENODEV:
                     return

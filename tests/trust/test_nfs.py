@@ -152,7 +152,7 @@ def test_a_file_that_is_open_when_its_name_goes(mounts: Mounts, column: Column, 
         for path in left.files():
             open_files.enter_context(path.open("rb"))
             path.unlink()
-        assert not REAL or list(mounts.export.rglob(".nfs*"))
+        assert REAL or list(mounts.export.rglob(".nfs*"))
         left.load(names)
         wait_until(lambda: left.is_healthy(names), "they are stored again beside what is hidden")
         assert_usage_of_names(left)
