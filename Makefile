@@ -15,6 +15,8 @@ WHEEL ?=
 
 # Where the KV of the demo lies: the host's memory, or a device behind the software driver of the tests.
 DEVICE ?= host
+# What its blocks are kept in: posix, a directory, or nfs, a share that two hosts mount.
+STORE ?= posix
 
 # For the one peer of bench-peers that has no wheel for another version.
 PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python3.12; do \
@@ -63,11 +65,11 @@ help: ## list the targets
 	@echo "  demo and test-py take WHEEL=<file> and then run from that wheel instead of the source tree"
 
 .PHONY: demo
-demo: $(RUN_ENV) ## one prompt, three engines: cold, warm, and with a damaged block (DEVICE=softcuda)
+demo: $(RUN_ENV) ## one prompt, three engines: cold, warm, and with a damaged block (DEVICE=softcuda, STORE=nfs)
 ifeq ($(DEVICE),softcuda)
 	@$(STAGE) "build the software driver" cargo build --locked --quiet --release -p softcuda
 endif
-	@$(RUN_BIN)/python demo/run.py --device $(DEVICE) --driver $(subst /debug/,/release/,$(SOFTCUDA))
+	@$(RUN_BIN)/python demo/run.py --store $(STORE) --device $(DEVICE) --driver $(subst /debug/,/release/,$(SOFTCUDA))
 
 # --- tests ---------------------------------------------------------------------------------------------------------
 
@@ -159,6 +161,13 @@ test-long: $(RUN_ENV) ## the trust matrix, long (its table goes to build/trust.m
 test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## the wheel in a clean environment, without Rust, vLLM or torch
 	@UCM_TEST_WHEEL=$$(ls $(CURDIR)/dist/*.whl) UCM_TEST_UV=$(abspath $(UV)) \
 		$(STAGE) "pytest wheel" $(BIN)/python -m pytest --quiet tests/wheel
+
+# Over mount points of a real NFS server: ROOT=/mnt/kv, or two mounts of one export, ROOT=/mnt/a:/mnt/b (nosharecache).
+# Without ROOT over the file system of tests/trust/nfs.py, which make test runs too.
+ROOT ?=
+.PHONY: test-nfs
+test-nfs: $(RUN_ENV) ## stores over NFS, two hosts on one export (ROOT=<mount point>[:<another of the same export>])
+	@UCM_NFS_ROOT=$(ROOT) UCM_TEST_LONG=1 $(STAGE) "pytest nfs" $(RUN_BIN)/python -m pytest --quiet -rs tests/trust/test_nfs.py
 
 # On a machine with a GPU; where there is none they say so. Without make: tests/gpu/checks.py and benches/python/gpu.py with
 # any Python that has torch and the wheel.

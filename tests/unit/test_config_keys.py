@@ -85,7 +85,6 @@ def test_there_is_one_way_of_reading_and_writing_files(key: str) -> None:
         ({}, {"UCM_STORAGE_BACKEND": "mooncake"}, "UcmMooncakeStore is not built yet"),
         ({"storage_backend": "ds3fs"}, {}, "UcmDs3fsStore is not built yet"),
         ({"storage_backend": "object"}, {}, "UcmObjectStore is not built yet"),
-        ({"storage_path": "/a:/b"}, {}, "several storage_backends"),
     ],
 )
 def test_what_is_not_built_parses_and_then_says_so(

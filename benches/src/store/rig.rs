@@ -21,7 +21,7 @@ use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Until};
 use ucm_store::health::BreakerConfig;
 use ucm_store::tiers::{TierConfig, WritePolicy};
 use ucm_tier::backend::{Backend, BlockRead, Flush, Outcome, ReadDone, WriteOptions, either};
-use ucm_tier::posix::{PosixBackend, PosixConfig};
+use ucm_tier::posix::{Place, PosixBackend, PosixConfig};
 use ucm_tier::segment::{SegmentBackend, SegmentConfig};
 
 use super::Result;
@@ -177,6 +177,7 @@ impl Rig {
             process: Process::this(),
             modes: Modes::default(),
             quarantine: QuarantineConfig::default(),
+            place: Place::default(),
             writer: ucm_infra::random_u64(),
         };
         let config = EngineConfig {

@@ -14,7 +14,7 @@ use ucm_tier::registry::{BuildContext, seconds};
 
 use crate::engine::{Deadlines, Engine, EngineConfig};
 use crate::health::BreakerConfig;
-use crate::tiers::TierConfig;
+use crate::tiers::{LevelConfig, TierConfig};
 
 pub use stages::TierSpec;
 use stages::make_all;
@@ -186,12 +186,18 @@ impl StoreSpec {
             clock: Arc::clone(&clock),
         };
         let built = make_all(self.stages, &context)?.into_iter();
-        let tiers = built.map(|(built, policy)| TierConfig {
-            backend: built.backend,
-            pool: built.pool,
-            policy,
-            codec: built.codec.filter(|_| !self.lookup_only), // else nothing is moved
-            max_stuck: built.max_stuck,
+        let levels = built.map(|(built, policy)| {
+            let tiers = built.tiers.into_iter().map(|built| TierConfig {
+                backend: built.backend,
+                pool: built.pool,
+                policy,
+                codec: built.codec.filter(|_| !self.lookup_only), // else nothing is moved
+                max_stuck: built.max_stuck,
+            });
+            LevelConfig {
+                tiers: tiers.collect(),
+                spread: built.spread,
+            }
         });
         let config = EngineConfig {
             geometry,
@@ -207,7 +213,7 @@ impl StoreSpec {
             writer,
             paranoid: self.paranoid,
         };
-        Engine::open(config, tiers.collect(), device, clock)
+        Engine::open(config, levels, device, clock)
     }
 }
 

@@ -7,9 +7,10 @@
 
 pub mod backend;
 mod builtin;
+mod demotion;
 pub mod directory;
 mod kind;
-mod layout_kind;
+pub mod layout_kind;
 mod lengths;
 pub mod memory;
 #[cfg(any(test, feature = "test-utils"))]
@@ -23,6 +24,9 @@ mod root;
 mod root_layout;
 pub mod segment;
 mod shared;
+pub mod side_by_side;
+mod speed;
+pub mod spread;
 mod waiting;
 mod writing;
 

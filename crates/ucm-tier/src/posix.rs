@@ -17,8 +17,8 @@ use crate::backend::{
     Written,
 };
 use crate::layout_kind::LayoutKind;
-pub use crate::shared::PosixConfig;
 use crate::shared::Shared;
+pub use crate::shared::{Place, PosixConfig};
 use crate::writing::Write;
 
 /// One record per file.
@@ -51,6 +51,7 @@ impl Backend for PosixBackend {
             name: "posix",
             reads_parts: true,
             writes_cached: self.shared.writes_cached(),
+            bounded: Some(&*self.shared),
             ..Features::default()
         }
     }

@@ -32,8 +32,8 @@ use ucm_core::{Error, ErrorKind, Result};
 
 use crate::builtin;
 pub use crate::kind::{
-    Age, Amount, BuildContext, BuiltTier, CodecName, Directories, Mode, Size, StoreName, TierKind,
-    TierOptions, seconds,
+    Age, Amount, BuildContext, BuiltLevel, BuiltTier, CodecName, Directories, Heats, Mode, Size, StoreName,
+    TierKind, TierOptions, seconds,
 };
 
 /// All kinds in order; the first is that of the store that is used where none is named.

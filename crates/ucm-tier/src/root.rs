@@ -36,7 +36,7 @@ impl Shared {
         self.io.call(LANE_SPACE, deadline, work)
     }
 
-    fn read_document(&self, path: PathBuf, deadline: MonotonicTime) -> Result<Option<Vec<u8>>> {
+    pub(crate) fn read_document(&self, path: PathBuf, deadline: MonotonicTime) -> Result<Option<Vec<u8>>> {
         let (len, at) = (limits::MAX_DOCUMENT_BYTES, path.display().to_string());
         let read = self.call(deadline, move |io| {
             io.read_piece(&path, 0, len, ReadMode::Default)
@@ -52,7 +52,7 @@ impl Shared {
 
     /// Publishes the marker or a manifest, durably: they are few, and without its marker a root is no root. A name that a
     /// power cut left without bytes would switch it off for good.
-    fn publish_document(
+    pub(crate) fn publish_document(
         &self,
         private: PathBuf,
         target: PathBuf,
@@ -100,7 +100,9 @@ impl Shared {
         let root = self.layout.root().to_owned();
         if self.config.lookup_only {
             // Nothing there yet means that nothing is stored yet; but what is there must be ours to read.
-            return self.read_marker(deadline).map(|_| ());
+            let marker = self.read_marker(deadline)?;
+            marker.iter().for_each(|marker| self.told_by(marker));
+            return Ok(());
         }
         self.make_root(deadline)?;
         let marker = match self.read_marker(deadline)? {
@@ -114,6 +116,8 @@ impl Shared {
             self.probe_io(deadline)?;
         }
         let limit = self.limit(&marker, deadline)?;
+        let marker = self.measured(marker, deadline)?;
+        self.told_by(&marker);
         {
             let mut known = self.root.lock();
             (known.uuid, known.device) = (Some(marker.uuid), Some(meta.dev));
@@ -164,6 +168,7 @@ impl Shared {
             let lost = Error::new(ErrorKind::Io, "the root lost its marker");
             return Err(lost.with("path", self.layout.marker().display()));
         };
+        self.told_by(&marker);
         self.root.lock().uuid = Some(marker.uuid.clone());
         self.furnish(deadline)?;
         let limit = self.limit(&marker, deadline)?;
@@ -317,6 +322,7 @@ impl Shared {
                 None => Capacity::default_bytes(total, free),
             },
             layout,
+            read_ns: None,
         };
         self.publish_marker(&marker, false, deadline)?;
         // Another process may have done the same at the same time: of all markers one stays.

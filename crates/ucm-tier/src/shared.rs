@@ -15,10 +15,11 @@ use ucm_quota::layout::{Layout, Modes};
 use ucm_quota::{Capacity, Quota, QuotaConfig, Rules};
 use ucm_record::RecordLayout;
 
-use crate::backend::{MediumStats, Presence};
+use crate::backend::{Bounded, MediumStats, Presence};
 use crate::layout_kind::{LayoutKind, RootLayout};
 use crate::lengths::Lengths;
 use crate::recency::Recency;
+use crate::spread::RootFacts;
 use crate::waiting::Waiting;
 
 /// How long making the namespace's directories again may take.
@@ -54,6 +55,19 @@ pub struct PosixConfig {
     pub modes: Modes,
     /// What is kept of damaged records.
     pub quarantine: QuarantineConfig,
+    /// Its place among several roots; [`Place::default`] for one alone.
+    pub place: Place,
+}
+
+/// A root's place among those that records are spread over.
+#[derive(Debug, Clone, Default)]
+pub struct Place {
+    /// Its number. Files of one process have names of their own in all roots, by this.
+    pub number: u16,
+    /// Whether how fast it is has to be known.
+    pub measured: bool,
+    /// Where what is learnt of it is told.
+    pub facts: Arc<RootFacts>,
 }
 
 /// See the module.
@@ -118,7 +132,7 @@ impl Shared {
             }),
             writes_cached: AtomicBool::new(false),
             dirs: Mutex::new([false; 256]),
-            sequence: AtomicU64::new(0),
+            sequence: AtomicU64::new(u64::from(config.place.number) << 48),
             space,
             recency: Recency::default(),
             waiting: Waiting::default(),
@@ -134,11 +148,14 @@ impl Shared {
     /// What the root holds, and what was removed of it.
     pub(crate) fn stats(&self) -> MediumStats {
         let (records_removed, bytes_removed) = self.space.removed();
+        let (records_moved_here, moves_dropped) = self.config.place.facts.moved();
         MediumStats {
             usage: self.space.usage(),
             records_removed,
             bytes_removed,
             blocks_touched: self.recency.touched(),
+            records_moved_here,
+            moves_dropped,
             ..MediumStats::default()
         }
     }
@@ -180,5 +197,11 @@ impl Shared {
             "the root lost its marker or changed its device; writing stops",
         )
         .with("root", self.layout.root().display()))
+    }
+}
+
+impl Bounded for Shared {
+    fn has_room(&self, bytes: u64) -> bool {
+        self.space.has_room(bytes)
     }
 }

@@ -35,7 +35,7 @@ _SHOWN = 10
 
 
 @click.command()
-@click.argument("paths", metavar="ROOT...", nargs=-1, required=True, type=click.Path(exists=True))
+@options.roots
 @options.json_output
 def inspect(paths: Sequence[str], as_json: bool) -> None:
     """Show what lies below each ROOT, or what a record says if ROOT is a file.
@@ -53,10 +53,7 @@ def inspect(paths: Sequence[str], as_json: bool) -> None:
     if as_json:
         show.document({"command": "inspect", "roots": roots, "records": records})
         return
-    for at, found in enumerate(roots):
-        if at:
-            click.echo()
-        _show_root(found)
+    show.each(_show_root, roots)
     for at, record in enumerate(records):
         if at or roots:
             click.echo()

@@ -6,11 +6,15 @@ click calls; what is wrong is a :class:`click.BadParameter`, to which click adds
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import click
 
+from ucm.cli.roots import Root
 from ucm.errors import ConfigError
 
 _AGE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|m|h|d|w)\s*")
@@ -18,8 +22,16 @@ _AGES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%?\s*")
 
 
-#: The one root a command works on.
-one_root = click.argument("path", metavar="ROOT", type=click.Path(exists=True))
+def _split(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    """The directories of ``a:b:c``, as ``storage_backends`` names several; a path that is there stays as it is."""
+    paths = [piece for text in given for piece in ([text] if os.path.exists(text) else filter(None, text.split(":")))]
+    if missing := [path for path in paths if not os.path.exists(path)]:
+        raise click.BadParameter(f"{missing[0]!r} does not exist")
+    return tuple(paths)
+
+
+#: The roots a command works on.
+roots = click.argument("paths", metavar="ROOT...", nargs=-1, required=True, callback=_split)
 #: For programs.
 json_output = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
@@ -90,6 +102,19 @@ def pick(names: list[str], wanted: tuple[str, ...], where: str) -> list[str]:
             raise ConfigError(f"{problem} with {start!r}; there are: {known}")
         picked.add(fits[0])
     return sorted(picked) if wanted else names
+
+
+def pick_each(roots: Sequence[Root], wanted: tuple[str, ...]) -> Iterable[tuple[Root, list[str]]]:
+    """The same of each of several roots: a beginning has to fit one namespace of all of them together."""
+    names = {root: root.namespaces() for root in roots}
+    every = sorted({name for some in names.values() for name in some})
+    picked = set(pick(every, wanted, ", ".join(str(root.path) for root in roots)))
+    return [(root, [name for name in some if name in picked]) for root, some in names.items()]
+
+
+def together(command: str, documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """The JSON document of a command: that of its one root, or those of several."""
+    return documents[0] if len(documents) == 1 else {"command": command, "roots": documents}
 
 
 def _size(text: str, otherwise: str) -> int:

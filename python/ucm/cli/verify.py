@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,7 @@ _DEFAULT_RATE = "256MiB"
 
 
 @click.command()
-@options.one_root
+@options.roots
 @click.option(
     "--rate",
     type=options.rate,
@@ -54,27 +55,31 @@ _DEFAULT_RATE = "256MiB"
 @click.pass_context
 def verify(
     ctx: click.Context,
-    path: str,
+    paths: tuple[str, ...],
     rate: Rate,
     sample: float,
     wanted: tuple[str, ...],
     quarantine: bool,
     as_json: bool,
 ) -> None:
-    """Judge every record below ROOT by all its checksums.
+    """Judge every record below each ROOT by all its checksums.
 
     Exit status: 0 all good, 1 bad records or side shards found, 2 it could not be done, 130 interrupted.
     """
-    with Root(path) as root:
-        scrub = Scrub(root, rate.bytes, quarantine)
-        result = scrub.run(options.pick(root.namespaces(), wanted, str(root.path)), sample)
+    results: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        roots = [stack.enter_context(Root(path)) for path in paths]
+        for root, names in options.pick_each(roots, wanted):
+            results.append(Scrub(root, rate.bytes, quarantine).run(names, sample))
+            if results[-1]["interrupted"]:
+                break
     if as_json:
-        show.document(result)
+        show.document(options.together("verify", results))
     else:
-        _show(result)
-    if result["interrupted"]:
+        show.each(_show, results)
+    if results[-1]["interrupted"]:
         ctx.exit(130)
-    ctx.exit(1 if result["bad"] or result["unreadable"] or result["bad_sides"] else 0)
+    ctx.exit(1 if any(result[key] for result in results for key in ("bad", "unreadable", "bad_sides")) else 0)
 
 
 @dataclass

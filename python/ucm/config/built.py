@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ucm.config.model import UcmConfig
-from ucm.config.pipelines import codec_problems, pipeline_problems
+from ucm.config.pipelines import codec_problems, pipeline_problems, root_problems
 from ucm.config.stores import BUILT_STORES, instead_of, needs_directory, why_not_alone
 from ucm.config.words import SPARSE_ALGORITHMS
 
@@ -44,12 +44,8 @@ def _store_problems(config: UcmConfig) -> Iterator[str]:
             "no directory is given to keep blocks in; write storage_backends: /some/directory "
             "(kv_connector_extra_config or file), or set UCM_STORAGE_PATH"
         )
-    elif len(config.storage_backends) > 1:
-        yield (
-            f"several storage_backends ({', '.join(config.storage_backends)}) are not built yet; give one directory, "
-            "on a file system that joins them if need be"
-        )
     else:
+        yield from root_problems(config, config.storage_backends)
         yield from codec_problems(name, config.codec, config.layout)
 
 

@@ -150,6 +150,8 @@ if TYPE_CHECKING:
         """Those that are read here by name."""
 
         storage_backends: tuple[str, ...] = ()
+        storage_policy: str = ""
+        tiers: tuple[tuple[str, str], ...] = ()
         layout: str = ""
         codec: str = ""
 
@@ -160,7 +162,6 @@ else:
 class StoreSettings(_TierKeys):
     """Keys that every store of ucm has: those of the default kind of tier, and those of the engine."""
 
-    storage_policy: Annotated[Literal["tiered", "round_robin", "random"], BeforeValidator(word)] = "round_robin"
     staging_capacity: Annotated[Size, Field(ge=1 << 20)] = 256 << 20
     transfer: Annotated[Literal["auto", "dma", "sm", "staging"], BeforeValidator(word)] = "auto"
     verify: Annotated[Literal["on", "paranoid"], BeforeValidator(_verify_word)] = "on"

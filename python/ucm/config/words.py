@@ -114,7 +114,6 @@ MEANINGLESS: dict[str, str] = {
 
 #: Key of the model that is read and checked, but does nothing yet -> what to write instead, as above.
 UNUSED: dict[str, str] = {
-    "storage_policy": "`store_pipeline`, whose stages have a directory each",
     "kv_connector": "`kv_connector` of vLLM's `--kv-transfer-config`; ours are all the same",
     "metrics.port": _EXPORTED,
     "metrics.config_path": _EXPORTED,

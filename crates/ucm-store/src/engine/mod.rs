@@ -35,7 +35,7 @@ use ucm_tier::backend::{Flush, LocallyVisible};
 
 use crate::records::StoredRecords;
 use crate::stats::Stats;
-use crate::tiers::{Priority, TierConfig, Tiers, TiersConfig};
+use crate::tiers::{LevelConfig, Priority, Tiers, TiersConfig};
 
 pub use config::{Deadlines, EngineConfig, Hint, Pieces, Row, RowSides};
 use dump::Dumps;
@@ -99,10 +99,10 @@ impl Deref for Engine {
 
 impl Engine {
     /// Sets everything up and looks at the tiers once, top first, within the probe deadline. One that does not answer
-    /// is retried later; until one does every lookup is a miss.
+    /// is retried later; until one does every lookup is a miss. `levels`: top first, each a tier or several side by side.
     pub fn open(
         config: EngineConfig,
-        tiers: Vec<TierConfig>,
+        levels: impl IntoIterator<Item = impl Into<LevelConfig>>,
         device: Arc<dyn Device>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
@@ -127,8 +127,10 @@ impl Engine {
             .with("at_least", LEAST_SLOTS as u64 * slot_len));
         }
         let arena = device.make_arena((slots.max(1) * slot_len) as usize, ArenaOptions::default())?;
-        let lends = tiers
+        let levels: Vec<LevelConfig> = levels.into_iter().map(Into::into).collect();
+        let lends = levels
             .iter()
+            .flat_map(|level| &level.tiers)
             .filter_map(|tier| tier.backend.features().memory?.region());
         let attached = lends.filter_map(|region| device.attach(region)).collect();
         let pages = arena.paging().name();
@@ -141,7 +143,7 @@ impl Engine {
             ),
         };
         let below = TiersConfig {
-            tiers,
+            levels,
             records: Arc::clone(&records),
             breaker: config.breaker,
             probe: config.deadlines.probe,

@@ -55,8 +55,8 @@ pub(super) struct Reads {
 /// A block to be read, and how far that is.
 struct Wanted {
     id: BlockId,
-    /// The tier to ask, or the next below it that can be asked.
-    from: usize,
+    /// The tier that was asked last: the next one behind it that can be asked is.
+    after: Option<usize>,
     /// What the tiers above said; the last word if none below has it either.
     so_far: Option<Failed>,
 }
@@ -105,7 +105,7 @@ impl Wanted {
     fn new(id: BlockId) -> Self {
         Self {
             id,
-            from: 0,
+            after: None,
             so_far: None,
         }
     }
@@ -179,8 +179,8 @@ impl Core {
                 layers,
             } in begun
             {
-                let Wanted { id, from, so_far } = wanted;
-                let Some(tier) = self.tiers.place(id, from, request.number) else {
+                let Wanted { id, after, so_far } = wanted;
+                let Some(tier) = self.tiers.place(id, after, request.number) else {
                     drop(slot);
                     self.read_failed(id, request, self.nowhere(id, so_far));
                     continue;
@@ -195,9 +195,9 @@ impl Core {
                     so_far,
                 };
                 let read = self.tier_read(reading, slot);
-                match batches.last_mut() {
-                    Some((last, batch)) if *last == tier => batch.push(read),
-                    _ => batches.push((tier, vec![read])),
+                match batches.iter_mut().find(|(other, _)| *other == tier) {
+                    Some((_, batch)) => batch.push(read),
+                    None => batches.push((tier, vec![read])),
                 }
             }
             for (tier, batch) in batches {
@@ -411,10 +411,16 @@ impl Core {
         };
         let over: Vec<_> = waiters.into_iter().filter(scattered).collect();
         // Where nothing takes it up, whoever learns that its load is over finds the slot free.
-        let kept = (reading.layers.is_none() && self.tiers.is_kept_above(tier)).then_some(read);
+        let len = read.bytes().len();
+        let whole = reading.layers.is_none();
+        let rises_to = whole.then(|| self.tiers.rises_to(tier, id, len)).flatten();
+        let kept = (rises_to.is_some() || whole && self.tiers.is_kept_above(tier)).then_some(read);
         over.iter().for_each(|(task, _)| self.report(task));
         if let Some(read) = kept {
             self.tiers.promote(tier, id, read.bytes(), header.meta.ordinal);
+            if let Some(hotter) = rises_to {
+                self.tiers.rise(hotter, id, read.bytes(), header.meta.ordinal);
+            }
         }
         self.pump(); // one read less is running
     }
@@ -461,12 +467,12 @@ impl Core {
     fn ask_below(self: &Arc<Self>, reading: Reading, failed: Failed, slot: Option<Slot>) {
         let (id, tier) = (reading.id, reading.tier);
         let closed = matches!(&failed, Failed::Unread(error) if error.kind() == ErrorKind::Closed);
-        let below = self.tiers.place(id, tier + 1, reading.request.number);
-        let Some(below) = below.filter(|_| !closed) else {
+        let below = self.tiers.place(id, Some(tier), reading.request.number);
+        if closed || below.is_none() {
             let error = self.no_copy(&reading, failed);
             drop(slot);
             return self.read_failed(id, reading.request, error);
-        };
+        }
         if let Failed::Refused(reason, _) = &failed {
             self.discard(id, tier, *reason);
         }
@@ -475,7 +481,7 @@ impl Core {
         reads.running -= 1;
         reads.pending.push_front(Wanted {
             id,
-            from: below,
+            after: Some(tier),
             so_far: Some(tell(reading.so_far, failed)),
         });
         drop(reads);

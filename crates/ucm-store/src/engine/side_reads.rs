@@ -93,8 +93,8 @@ struct SideRead {
     row: usize,
     /// In the record in which it lies alone.
     alone: bool,
-    /// The tier to ask, or the next below it that can be asked.
-    from: usize,
+    /// The tier that was asked last: the next one behind it that can be asked is.
+    after: Option<usize>,
     /// What was told of copies above that is more than that they are not there.
     told: Option<Error>,
 }
@@ -182,7 +182,7 @@ impl Core {
             load: Arc::clone(load),
             row,
             alone: false,
-            from: 0,
+            after: None,
             told: None,
         };
         {
@@ -257,7 +257,7 @@ impl Core {
     fn place_side(self: &Arc<Self>, mut read: SideRead) -> Option<Reading> {
         loop {
             let id = read.id(&self.records.layout);
-            if let Some(tier) = self.tiers.place(id, read.from, read.load.request.number) {
+            if let Some(tier) = self.tiers.place(id, read.after, read.load.request.number) {
                 return Some(Reading {
                     read,
                     id,
@@ -268,7 +268,7 @@ impl Core {
             if read.alone {
                 break;
             }
-            (read.alone, read.from) = (true, 0);
+            (read.alone, read.after) = (true, None);
         }
         self.reads.sides.lock().running -= 1;
         let nowhere = || Error::new(ErrorKind::NotFound, "no record has this side shard");
@@ -378,7 +378,7 @@ impl Core {
         if reason != MissReason::Absent {
             read.told.get_or_insert(error);
         }
-        read.from = tier + 1;
+        read.after = Some(tier);
         let mut reads = self.reads.sides.lock();
         reads.running -= 1;
         reads.pending.push_front(read);

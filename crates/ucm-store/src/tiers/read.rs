@@ -22,13 +22,23 @@ pub(crate) struct TierRead<R> {
 }
 
 impl Tiers {
-    /// The first tier from number `from` on that a record may be read from for this request. Never waits.
-    pub(crate) fn place(&self, id: BlockId, from: usize, request: u64) -> Option<usize> {
+    /// The next tier behind `after`, or the first, that a record may be read from for this request: one that knows of it, or
+    /// could only be asked, before those that do not know of it. Never waits.
+    pub(crate) fn place(&self, id: BlockId, after: Option<usize>, request: u64) -> Option<usize> {
         let now = self.clock.now();
-        (from..self.tiers.len()).find(|&number| {
+        let may = |number: usize| self.tiers[number].may(request, now);
+        let order = self.order(id);
+        let behind = after.and_then(|after| order.iter().position(|&number| number == after));
+        let rest = &order[behind.map_or(0, |at| at + 1)..];
+        let can = |&number: &usize| {
             let tier = &self.tiers[number];
-            tier.may_have(id) && !tier.has_refused(id) && tier.may(request, now)
-        })
+            tier.may_have(id) && !tier.has_refused(id) && may(number)
+        };
+        let expects = |number: &usize| can(number) && self.expects(*number, id, may);
+        rest.iter()
+            .copied()
+            .find(expects)
+            .or_else(|| rest.iter().copied().find(can))
     }
 
     /// Whether parts of a record can be read by themselves from this tier, and that is of use: not where a tier above would
@@ -45,8 +55,8 @@ impl Tiers {
 
     /// Whether what is read from this tier is brought up to one above it.
     pub(crate) fn is_kept_above(&self, number: usize) -> bool {
-        let above = &self.tiers[..number];
-        above.iter().any(|tier| tier.policy != WritePolicy::Never)
+        let above = &self.levels[..self.tiers[number].level];
+        above.iter().any(|level| level.policy != WritePolicy::Never)
     }
 
     /// Reads records of one tier. `ended` is called once for each, on a thread of the tier, when the record is in its slot;
@@ -229,7 +239,7 @@ impl Tiers {
     /// How long a read may take here: one that may yet be asked below must leave time for that.
     fn time_for<R>(&self, number: usize, one: &TierRead<R>, now: MonotonicTime) -> MonotonicTime {
         let (id, deadline) = (one.read.id, one.read.deadline);
-        let below = !self.tiers[number].memory && self.place(id, number + 1, one.request.number).is_some();
+        let below = !self.tiers[number].memory && self.place(id, Some(number), one.request.number).is_some();
         if below {
             now.after(deadline.since(now) / 2)
         } else {

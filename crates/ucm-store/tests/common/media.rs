@@ -12,7 +12,7 @@ use ucm_record::RecordLayout;
 use ucm_tier::backend::Backend;
 use ucm_tier::directory::DirectoryBackend;
 use ucm_tier::memory::{MemoryConfig, Policy};
-use ucm_tier::posix::{PosixBackend, PosixConfig};
+use ucm_tier::posix::{Place, PosixBackend, PosixConfig};
 use ucm_tier::registry::{self, BuildContext, TierKind};
 use ucm_tier::segment::{SegmentBackend, SegmentConfig};
 
@@ -65,7 +65,7 @@ pub(super) fn of_kind(
     };
     let kind = registry::find(word)?;
     let options = kind.sample(root).unwrap(); // a medium without them is no column
-    let built = kind.build(&context, options)?;
+    let built = kind.build(&context, options)?.tiers.remove(0);
     Ok((built.backend, built.pool))
 }
 
@@ -93,17 +93,10 @@ pub(crate) fn memory_config(setup: &Setup, records: Option<u64>) -> MemoryConfig
     MemoryConfig::new(identity(setup.weights), setup.part, record, capacity)
 }
 
-/// A backend over files.
-pub(super) fn posix(
-    root: &Path,
-    setup: &Setup,
-    identity: &Identity,
-    writer: u64,
-    faults: &Arc<FaultyEngine>,
-    clock: &Arc<dyn Clock>,
-) -> ucm_core::Result<(Arc<dyn Backend>, Arc<IoPool>)> {
+/// What a test's root goes by.
+pub(super) fn posix_config(root: &Path, setup: &Setup, identity: &Identity, writer: u64) -> PosixConfig {
     let (geometry, record) = shape(setup);
-    let posix = PosixConfig {
+    PosixConfig {
         root: root.to_owned(),
         identity: identity.clone(),
         labels: BTreeMap::new(),
@@ -121,7 +114,20 @@ pub(super) fn posix(
         writer,
         modes: setup.modes,
         quarantine: setup.quarantine,
-    };
+        place: Place::default(),
+    }
+}
+
+/// A backend over files.
+pub(super) fn posix(
+    root: &Path,
+    setup: &Setup,
+    identity: &Identity,
+    writer: u64,
+    faults: &Arc<FaultyEngine>,
+    clock: &Arc<dyn Clock>,
+) -> ucm_core::Result<(Arc<dyn Backend>, Arc<IoPool>)> {
+    let posix = posix_config(root, setup, identity, writer);
     let (engine, clock) = (Arc::clone(faults) as Arc<dyn IoEngine>, Arc::clone(clock));
     let options = IoOptions {
         clock: Arc::clone(&clock),

@@ -4,6 +4,7 @@
 #![allow(dead_code, reason = "each test file uses its part of this")]
 
 pub(crate) mod bench;
+pub(crate) mod beside;
 pub(crate) mod device;
 pub(crate) mod harm;
 pub(crate) mod map;

@@ -22,10 +22,18 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use ucm_quota::Capacity;
 use ucm_record::Algorithm;
 
+use crate::layout_kind::LayoutKind;
+use crate::spread::{Heat, StoragePolicy};
+
 /// Directories, as absolute paths.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Directories(pub Vec<PathBuf>);
+
+/// Which directory is how fast, as far as anything is said.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Heats(pub Vec<(PathBuf, Heat)>);
 
 /// A number of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -134,7 +142,10 @@ macro_rules! described {
 
 described! {
     Directories: { "type": "array", "items": { "type": "string" }, "format": "directories" },
+    Heats: { "type": "array", "items": { "enum": ["hot", "warm", "cold"] }, "format": "heats" },
     CodecName: { "type": "string", "enum": ["off", "lz4", "zstd"] },
+    LayoutKind: { "type": "string", "enum": ["file", "segment"] },
+    StoragePolicy: { "type": "string", "enum": ["tiered", "round_robin", "random"] },
     Size: { "type": "integer", "minimum": 0, "format": "size" },
     Age: { "type": "integer", "minimum": 0, "format": "age" },
     Mode: { "type": "integer", "minimum": 0, "maximum": 511, "format": "mode" },

@@ -242,6 +242,7 @@ impl Backend for SegmentBackend {
             memory: None,
             index: Some(self),
             local: Some(self),
+            bounded: Some(&*self.segments.shared),
         }
     }
 
@@ -366,6 +367,10 @@ impl Indexed for SegmentBackend {
     fn is_published(&self, id: BlockId) -> bool {
         let there = self.segments.index.find(id).filter(|hit| !hit.private);
         there.is_some_and(|hit| self.segments.is_ours(hit.len))
+    }
+
+    fn knows(&self, id: BlockId) -> bool {
+        self.segments.index.find(id).is_some()
     }
 }
 

@@ -22,7 +22,7 @@ from ucm.store.ucmstore_v1 import Priority, Sides, SidesTask, Task, UcmKVStoreBa
 
 logger = logging.getLogger("ucm.store.posix")
 
-#: Part of the top tier that prefetches may fill ahead of need (one in so many), and most blocks of them.
+#: Part of the top level that prefetches may fill ahead of need (one in so many), and most blocks of them.
 PREFETCH_SHARE, MAX_PREFETCH = 8, 1024
 
 
@@ -286,10 +286,11 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return _handle(task).served()[: len(self._tiers)]
 
     def prefetch_room(self) -> int:
-        """A part of the top tier, so that what is brought up does not push out what is in use there."""
-        if len(self._tiers) < 2:
+        """A part of the top level, so that what is brought up does not push out what is in use there."""
+        tiers = self._told_tiers()
+        if tiers[-1]["level"] == 0:
             return 0
-        top = int(self._told_tiers()[0]["capacity_bytes"]) // self.record_len
+        top = sum(int(tier["capacity_bytes"]) for tier in tiers if tier["level"] == 0) // self.record_len
         return min(top // PREFETCH_SHARE, MAX_PREFETCH)
 
     def prefetch(self, block_ids: Sequence[bytes], priority: Priority = "normal") -> int:

@@ -13,6 +13,7 @@ from ucm.config import warn_once
 from ucm.config.fields import Section, section_of
 from ucm.config.layer import gibibytes
 from ucm.config.model import BreakerConfig, Deadlines, StoreSettings
+from ucm.config.pipelines import root_problems
 from ucm.config.stores import DEFAULT_STORE, STORES, own_keys
 from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, PLATFORMS, UNUSED, nearest, without_effect
 from ucm.errors import ConfigError, InvalidInputError
@@ -115,7 +116,7 @@ class EngineSettings(StoreSettings):
     def label(self) -> str:
         """What stands before its messages in the log."""
         found = STORES[self.store_name]
-        return self.storage_backends[0] if found.kind.needs_directory and self.storage_backends else found.word
+        return ":".join(self.storage_backends) if found.kind.needs_directory and self.storage_backends else found.word
 
     @property
     def device(self) -> str:
@@ -168,11 +169,13 @@ class TierSettings(EngineSettings):
     """Keys of a store of one tier."""
 
     @model_validator(mode="after")
-    def _one_root(self) -> Self:
-        if STORES[self.store_name].kind.needs_directory and len(self.storage_backends) != 1:
-            raise ValueError(
-                f"storage_backends names {len(self.storage_backends)} directories; this version uses exactly one"
-            )
+    def _has_roots(self) -> Self:
+        if not STORES[self.store_name].kind.needs_directory:
+            return self
+        if not self.storage_backends:
+            raise ConfigError("storage_backends names no directory; give one, or several")
+        for problem in root_problems(self, self.storage_backends):
+            raise ConfigError(problem)
         return self
 
 
@@ -218,7 +221,10 @@ def read_settings(config: Mapping[str, Any], kind: type[T], store: str) -> T:
         given = {key: value for key, value in config.items() if key != "storage_backends" or value}
         return kind.model_validate(given)  # no directory is as good as none given
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
+        first = error.errors(include_url=False)[0]
+        said = first.get("ctx", {}).get("error")
+        if isinstance(said, ConfigError):
+            raise ConfigError(said.message, context={"store": store}) from None
         where = ".".join(str(part) for part in first["loc"])
         cause = ConfigError if where.partition(".")[0] in StoreSettings.model_fields else InvalidInputError
         raise cause(f"{where + ': ' if where else ''}{first['msg']}", context={"store": store}) from None
