@@ -81,7 +81,7 @@ def main() -> int:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     progress = Progress()
-    job = {
+    job: dict[str, Any] = {
         "model": str(QUALITY / "weights"),
         "block_size": BLOCK,
         "max_tokens": TIMED,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import statistics
 import sys
 import time
 from typing import Any
@@ -70,12 +71,12 @@ def counters() -> dict[str, float]:
 
 def token_ms(llm: Any, questions: list[dict[str, Any]], tokens: int) -> float:
     """Milliseconds from one token to the next, one request at a time; the median over the requests."""
-    times = []
+    times: list[float] = []
     for question in questions:
         began = time.perf_counter()
         answer = ask(llm, question["tokens"], tokens)
         times.append((time.perf_counter() - began - answer.metrics.first_token_latency) / (tokens - 1) * 1e3)
-    return sorted(times)[len(times) // 2]
+    return statistics.median(times)
 
 
 if __name__ == "__main__":

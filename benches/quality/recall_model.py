@@ -158,4 +158,5 @@ class Recall(nn.Module):
         model = cls()
         weights = load_file(str(directory / "model.safetensors"))
         model.load_state_dict({name.removeprefix("model."): value.float() for name, value in weights.items()})
-        return model.eval().requires_grad_(False)
+        model.eval().requires_grad_(False)
+        return model

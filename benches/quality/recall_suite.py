@@ -208,9 +208,10 @@ class Decoder:
         table = self._table[:, : -(-tokens // BLOCK)]
         metadata = SimpleNamespace(block_table=table, seq_lens=torch.full((len(table),), tokens, dtype=torch.int32))
         if self._method is not None:
-            self._method.write_keys(name, k.flatten(0, 1), slots)
             context = SimpleNamespace(attn_metadata={name: metadata})
-            self._method.attention_begin(*(x.flatten(0, 1) for x in (q, k, v)), name, context)
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+            self._method.write_keys(name, k, slots)
+            self._method.attention_begin(q, k, v, name, context)
         return metadata.block_table, metadata.seq_lens
 
 

@@ -1,4 +1,4 @@
-"""Train the recall model: ``python benches/quality/train.py --out DIR``, some ten minutes of one core, no download.
+"""Train the recall model: ``python benches/quality/recall_train.py --out DIR``; ten minutes of one core, no download.
 
 Two things make it learn in minutes. The names grow from 16 to 128 while sequences are short, and only then sequences
 grow: with 128 names from the start it stays where it guesses one of the values it has seen. And matrices are trained
