@@ -169,14 +169,6 @@ class BlockSelector:
         return query.float().view(w, kv, heads // kv, dim)
 
 
-def on_cpu(*tensors: Tensor) -> bool:
-    """Whether kernels of the CPU read these tensors: they lie in the host's memory, in a type that kernels know."""
-    return all(tensor.is_cpu and tensor.dtype in _KERNEL_TYPES for tensor in tensors)
-
-
-_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8)
-
-
 def rep_bytes(selector: Selector) -> int:
     """Bytes of one block's representation in one layer."""
     shape, dtype = selector.rep_shape()

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ucm.errors import ConfigError
-from ucm.sparse import retrieval
-from ucm.sparse.selector import BlockSelector, Combine, Geometry, on_cpu
+from ucm.sparse.kernels import kernels_for
+from ucm.sparse.selector import BlockSelector, Combine, Geometry
 from ucm.sparse.selectors.codes import distance, made_code
 from ucm.sparse.selectors.haar import directions, load_directions
 
@@ -121,12 +121,14 @@ class Hash(BlockSelector):
         local: int,
         apart: bool,
     ) -> Tensor | None:
-        """The CPU's kernel."""
-        if not on_cpu(query, reps):
+        """The kernel."""
+        kernels = kernels_for(query, reps)
+        if kernels is None:
             return None
         codes = self._query_codes(layer, query)
         tokens = blocks * self.geometry.block_size
-        return retrieval.hamming_scores(codes, reps, table, tokens, heads_apart=apart, init=init, local=local)
+        found: Tensor = kernels.hamming_scores(codes, reps, table, tokens, heads_apart=apart, init=init, local=local)
+        return found
 
     def _query_codes(self, layer: int, query: Tensor) -> Tensor:
         """Codes of queries ``[r, h*g, d]``: ``[r, h, bytes]``, with latent attention ``[r, 1, heads, bytes]``."""
