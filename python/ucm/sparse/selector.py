@@ -80,6 +80,11 @@ class Selector(Protocol):
         others."""
         ...
 
+    def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, blocks: Tensor, places: Tensor) -> None:
+        """Encode single tokens ``keys [t, h, d]`` into ``reps [n, *rep]``, where :attr:`token_wise`: into place
+        ``places [t]`` of block ``blocks [t]``, on the device of ``reps``."""
+        ...
+
     def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
         """How much each block of one request matters, ``[h, n]`` (float32, or int32 where exact): higher is better.
 
@@ -137,6 +142,14 @@ class BlockSelector:
     def settings(self) -> dict[str, Any]:
         """Settings that shape the bytes of a representation."""
         return {}
+
+    def encode(self, layer: int, keys: Tensor) -> Tensor:
+        """A subclass defines it."""
+        raise NotImplementedError
+
+    def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, blocks: Tensor, places: Tensor) -> None:
+        """As blocks of one token."""
+        reps[blocks, places] = self.encode(layer, keys[:, None])[:, 0].to(reps.device)
 
     def weights(self, scores: Tensor) -> Tensor:
         """Softmax over the blocks: scores are taken for logits."""

@@ -100,6 +100,18 @@ class Hash(BlockSelector):
         found = [made_code(x, w) for x, w in zip(parts, weights, strict=True)]
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
+    def encode_tokens(self, layer: int, keys: Tensor, reps: Tensor, blocks: Tensor, places: Tensor) -> None:
+        """On a GPU by one kernel for each part of a key, which writes codes where they belong."""
+        kernels = kernels_for(keys, reps) if reps.is_cuda else None
+        if kernels is None:
+            super().encode_tokens(layer, keys, reps, blocks, places)
+            return
+        slots, start, byte = blocks * self.geometry.block_size + places, 0, 0
+        for (size, bits), weights in zip(self.parts, self.weights_of(layer, keys.device), strict=True):
+            part, of = keys[..., start : start + size], reps[..., byte : byte + bits // 8]
+            kernels.hash_encode(part, weights, of, slots)
+            start, byte = start + size, byte + bits // 8
+
     def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
         """Minus the least distance in each block."""
         codes = self._query_codes(layer, query[-1:])[0]
