@@ -219,7 +219,8 @@ def outcome(model: Recall, filled: Filled, algorithm: str | None, **keys: Any) -
     """Decode densely (None), or by an algorithm."""
     method = None if algorithm is None else method_of(algorithm, keys)
     try:
-        return Decoder(model, filled, method).run()
+        found: Outcome = Decoder(model, filled, method).run()
+        return found
     finally:
         if method is not None:
             method.close()
