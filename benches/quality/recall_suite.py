@@ -238,7 +238,7 @@ def table_of_selectors(model: Recall, filled: Filled) -> list[str]:
     """Shares of right answers, by method and density."""
     dense = outcome(model, filled, None)
     lines = [
-        "| method | " + " | ".join(f"density {density}" for density in BUDGETS) + " | of these, second of two hops |",
+        "| method | " + " | ".join(f"density {density}" for density in BUDGETS) + " | at 0.156, second of two hops |",
         "|---|" + "---|" * (len(BUDGETS) + 1),
         "| dense | " + " | ".join([_share(dense)] * len(BUDGETS)) + f" | {_share(dense, SECOND)} |",
     ]
