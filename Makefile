@@ -127,7 +127,9 @@ test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines beside them
 test-without-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
 test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that start no engine of vLLM
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
-		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu
+		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu \
+		--ignore tests/mooncake
+	@$(MAKE) --no-print-directory test-mooncake
 	@$(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans tests/gpu
 	@$(foreach device,$(VENDORS),UCM_TEST_DEVICE=$(device) \
 		$(STAGE) "pytest trans on $(device)" $(RUN_BIN)/python -m pytest --quiet tests/trans -k $(device);)
@@ -136,6 +138,11 @@ test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that start no engine o
 test-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
 test-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that do, one at a time
 	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py
+
+# Mooncake's client brings threads and a runtime of its own into the process that loads it, so these have one to themselves.
+.PHONY: test-mooncake
+test-mooncake: $(if $(WHEEL),,$(RUN_ENV)) .tools/.stamp-mooncake ## the store over a pool of Mooncake, with a real master
+	@$(STAGE) "pytest mooncake" $(RUN_BIN)/python -m pytest --quiet -rs --timeout 120 tests/mooncake
 
 # A kind of tier in one file and one line, from Python: with a core that has a toy, beside the usual one.
 .PHONY: test-kinds
@@ -250,6 +257,15 @@ $(VENV)/.stamp-core: $(VENV)/.stamp-dev $(RUST_SOURCES) pyproject.toml
 
 .tools/.stamp-uv: requirements/uv.txt
 	@$(STAGE) "set up uv" bash -c '$(PYTHON) -m venv .tools && .tools/bin/python -m pip install --quiet -r $<'
+	@touch $@
+
+.tools/.stamp-mooncake: .tools/.stamp-uv requirements/mooncake.txt
+	@$(STAGE) "install Mooncake" $(UV) pip install --quiet --python $(PYTHON) --no-deps --target .tools/mooncake \
+		-r requirements/mooncake.txt
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && \
+		! $(PYTHON) -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2> /dev/null; then \
+		$(STAGE) "install libibverbs1" env DEBIAN_FRONTEND=noninteractive bash -c \
+			"apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends libibverbs1" || true; fi
 	@touch $@
 
 $(VENV)/.stamp-dev: .tools/.stamp-uv requirements/dev.txt requirements/lock.txt requirements/overrides.txt

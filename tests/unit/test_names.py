@@ -54,6 +54,8 @@ CORE = [
     "ucm.store.nfsstore.nfsstore_connector.UcmNfsStore",
     "ucm.store.pc.connector.UcmPcStore",
     "ucm.store.pcstore.pcstore_connector_v1.UcmPcStore",
+    "ucm.store.mooncake.connector.UcmMooncakeStore",
+    "ucm.store.mooncakestore.mooncake_connector.UcmMooncakeStore",
     "ucm.store.empty.connector.UcmEmptyStore",
     "ucm.store.fake.connector.UcmFakeStore",
     "ucm.trans.Device",

@@ -259,6 +259,11 @@ impl HostArena {
         self.len == 0
     }
 
+    /// Address of the first usable byte, for a library that has to know of the memory before it moves bytes of slots.
+    pub fn address(&self) -> u64 {
+        self.at(0) as u64
+    }
+
     /// Which pages it got.
     pub fn paging(&self) -> Paging {
         self.paging

@@ -5,7 +5,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::kind::{NoOptions, Size, StoreName, TierKind};
+use crate::kind::{NoOptions, StoreName, TierKind};
 
 /// What to use instead of a store that is reached by other means than a file system.
 const A_DIRECTORY: &str = "use UcmPosixStore (storage_backend: posix) on a directory";
@@ -36,50 +36,9 @@ impl Default for Ds3fsOptions {
     }
 }
 
-/// Options of the Mooncake store.
-#[derive(Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-struct MooncakeOptions {
-    /// name or address of this host
-    local_hostname: Option<String>,
-    /// address of the metadata server
-    metadata_server: Option<String>,
-    /// address of the master
-    master_server_address: Option<String>,
-    /// name of the network device
-    device_name: String,
-    /// how bytes travel
-    protocol: String,
-    /// memory lent to the others
-    #[schemars(range(min = 1))]
-    global_segment_size: Size,
-    /// memory for transfers
-    #[schemars(range(min = 1))]
-    local_buffer_size: Size,
-}
-
-impl Default for MooncakeOptions {
-    fn default() -> Self {
-        Self {
-            local_hostname: None,
-            metadata_server: None,
-            master_server_address: None,
-            device_name: String::new(),
-            protocol: "tcp".to_owned(),
-            global_segment_size: Size(25 << 27),
-            local_buffer_size: Size(1 << 30),
-        }
-    }
-}
-
 pub(super) fn ds3fs() -> TierKind {
     let instead = "use UcmPosixStore (storage_backend: posix) on the mount point of 3FS";
     TierKind::declared::<Ds3fsOptions>(StoreName::new("ds3fs", "UcmDs3fsStore", SUMMARY), instead)
-}
-
-pub(super) fn mooncake() -> TierKind {
-    let name = StoreName::new("mooncake", "UcmMooncakeStore", SUMMARY);
-    TierKind::declared::<MooncakeOptions>(name, A_DIRECTORY)
 }
 
 pub(super) fn object() -> TierKind {

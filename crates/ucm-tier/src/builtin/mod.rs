@@ -19,7 +19,6 @@ pub(crate) fn built_in() -> Vec<TierKind> {
         memory::kind(),
         compress::kind(),
         declared::ds3fs(),
-        declared::mooncake(),
         declared::object(),
         declared::redis(),
         python::empty(),
