@@ -1,8 +1,8 @@
 //! What the engine sees of a Mooncake pool.
 //!
-//! A value appears whole or not at all, is evicted by Mooncake when the pool is full, and goes with the process whose memory
-//! it lies in; so there is neither index nor collector here, and what is not there (any more) is a miss. Every record is
-//! verified by the engine as ever, also one that was overwritten while it was read.
+//! A value appears whole or not at all, is evicted by Mooncake when the pool is full, and goes with the process whose
+//! memory it lies in; so there is neither index nor collector here, and what is not there (any more) is a miss. Every
+//! record is verified by the engine as ever, also one that was overwritten while it was read.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -73,8 +73,8 @@ impl Mooncake {
     /// What was read, or why it is none of ours.
     fn came(&self, id: BlockId, slot: Slot, len: usize) -> Result<ReadDone> {
         if is_safetensors(&slot.as_slice()[..len.min(slot.len())]) {
-            let text = "this value is in the form of safetensors, which says neither whose it is nor whether it is whole; \
-                        ucm keeps records of its own in Mooncake and does not read it";
+            let text = "this value is in the form of safetensors, which says neither whose it is nor whether it is \
+                        whole; ucm keeps records of its own in Mooncake and does not read it";
             self.told
                 .call_once(|| warn!(store = self.whose.writer, block = %id, "{text}"));
             return Err(Error::new(ErrorKind::Foreign, text).with("block", id));

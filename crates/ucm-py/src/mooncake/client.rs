@@ -1,13 +1,13 @@
 //! The one thread that calls Mooncake's client, and how threads of the tier hand it their work.
 //!
-//! A thread of the tier puts its work in line and waits until its own deadline, never longer. The thread here takes what
-//! waits together, of one sort and up to [`BATCH`] bytes, and makes one call of it; it holds the slots while a call runs,
-//! which no deadline ends. So a master that hangs costs each request its deadline, then the breaker opens; a slot comes
-//! back when the call does.
+//! A thread of the tier puts its work in line and waits until its own deadline, never longer. The thread here takes
+//! what waits together, of one sort and up to [`BATCH`] bytes, and makes one call of it; it holds the slots while a
+//! call runs, which no deadline ends. So a master that hangs costs each request its deadline, then the breaker opens;
+//! a slot comes back when the call does.
 //!
-//! There are two clients. The first lends this process's memory to the pool and moves nothing. The second moves bytes: when
-//! a transfer of it failed half-way, Mooncake may still write to its buffers, so it is closed and set up anew, at no
-//! cost for what the first one lends.
+//! There are two clients. The first lends this process's memory to the pool and moves nothing. The second moves bytes:
+//! when a transfer of it failed half-way, Mooncake may still write to its buffers, so it is closed and set up anew, at
+//! no cost for what the first one lends.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -141,8 +141,8 @@ impl Client {
         Ok(Self(shared))
     }
 
-    /// Hands `work` over and waits for the answer. `Timeout` at the deadline: what was not begun by then is not done, and
-    /// what was keeps its slots until it has ended.
+    /// Hands `work` over and waits for the answer. `Timeout` at the deadline: what was not begun by then is not done,
+    /// and what was keeps its slots until it has ended.
     pub(super) fn ask(&self, work: Work, deadline: MonotonicTime) -> Result<Answer> {
         let answer = Arc::new(Told::default());
         {
@@ -356,8 +356,8 @@ impl Thread {
         self.batch(&[], |_| Ok(()))
     }
 
-    /// Makes calls for one batch, whose slots lie in these arenas; sets up the client if need be. Where Python raised, the
-    /// client is closed: nothing says what it still does.
+    /// Makes calls for one batch, whose slots lie in these arenas; sets up the client if need be. Where Python
+    /// raised, the client is closed: nothing says what it still does.
     fn batch<T>(
         &mut self,
         arenas: &[Arc<HostArena>],
@@ -477,8 +477,8 @@ impl Thread {
         counted(codes, keys.len()).inspect_err(|_| self.abandon())
     }
 
-    /// Stores records: one call that asks which are there, one for all that are not. Those that replace others have calls
-    /// of their own.
+    /// Stores records: one call that asks which are there, one for all that are not. Those that replace others have
+    /// calls of their own.
     fn write(&mut self, items: Vec<(Record, Arc<Told>)>) {
         let (replacing, new): (Vec<_>, Vec<_>) = items.into_iter().partition(|(record, _)| record.replace);
         if !new.is_empty() {

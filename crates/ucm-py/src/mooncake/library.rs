@@ -42,8 +42,8 @@ pub(super) struct Pool {
 }
 
 impl Pool {
-    /// The name of this host for a new client, once the master was seen to accept connections: Mooncake itself tries for
-    /// minutes. `Io` where it does not.
+    /// The name of this host for a new client, once the master was seen to accept connections: Mooncake itself tries
+    /// for minutes. `Io` where it does not.
     pub(super) fn host(&self) -> Result<String> {
         let given = self.host.clone().filter(|host| !host.is_empty());
         if self.master.contains("://") {
@@ -115,8 +115,8 @@ pub(super) fn attached<T>(work: impl FnOnce(Python<'_>) -> PyResult<T>) -> Resul
 pub(super) struct Handle(Py<PyAny>);
 
 impl Handle {
-    /// A client under this name that lends so many bytes. May take minutes where the master accepts connections and does
-    /// not answer.
+    /// A client under this name that lends so many bytes. May take minutes where the master accepts connections and
+    /// does not answer.
     pub(super) fn set_up(pool: &Pool, host: &str, lent: u64) -> Result<Self> {
         let (handle, code) = attached(|py| {
             let client = py
@@ -166,8 +166,8 @@ impl Handle {
     }
 }
 
-/// A client within one batch. Addresses are of registered memory that belongs to the caller until the call returned; see
-/// [`is_settled`] for when it may be used again.
+/// A client within one batch. Addresses are of registered memory that belongs to the caller until the call returned;
+/// see [`is_settled`] for when it may be used again.
 pub(super) struct Calls<'py>(Bound<'py, PyAny>);
 
 impl Calls<'_> {
@@ -223,8 +223,8 @@ impl Calls<'_> {
     }
 }
 
-/// Whether an operation with this answer is over in every respect. After any other failure Mooncake may still move bytes of
-/// the buffer, which is nobody else's then until the client was closed.
+/// Whether an operation with this answer is over in every respect. After any other failure Mooncake may still move
+/// bytes of the buffer, which is nobody else's then until the client was closed.
 pub(super) fn is_settled(code: i64) -> bool {
     code >= OK
         || code == NO_SPACE

@@ -1,8 +1,8 @@
 //! The kind `mooncake`: one value per record in the pool of a Mooncake Store, through its Python client.
 //!
-//! Mooncake's C API comes in no wheel, so the client is the Python object that users have installed, and the kind lives
-//! here, where Python may be called. [`client`] has the one thread that calls it, [`library`] the calls, [`backend`] what
-//! the engine sees.
+//! Mooncake's C API comes in no wheel, so the client is the Python object that users have installed, and the kind
+//! lives here, where Python may be called. [`client`] has the one thread that calls it, [`library`] the calls,
+//! [`backend`] what the engine sees.
 
 mod backend;
 mod client;
@@ -45,8 +45,8 @@ struct MooncakeOptions {
     device_name: String,
     /// how bytes travel; `rdma` is untested
     protocol: String,
-    /// memory that each process that stores lends to the pool; 0: none, where others lend theirs. The pool is the sum of
-    /// it, and Mooncake evicts by itself when it is full
+    /// memory that each process that stores lends to the pool; 0: none, where others lend theirs. The pool is the sum
+    /// of it, and Mooncake evicts by itself when it is full
     global_segment_size: Size,
     /// memory that Mooncake's client takes for transfers of its own
     #[schemars(range(min = 1))]

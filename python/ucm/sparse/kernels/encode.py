@@ -101,7 +101,9 @@ def hash_encode_query(query: Tensor, weights: Tensor, kv_heads: int) -> Tensor:
     return encode_means(query.unflatten(1, (kv_heads, -1)), weights)
 
 
-def encode_means(vectors: Tensor, weights: Tensor, codes: Tensor | None = None, slots: Tensor | None = None) -> Tensor:
+def encode_means(
+    vectors: Tensor, weights: Tensor, codes: Tensor | None = None, slots: Tensor | None = None
+) -> Tensor:
     """Codes of the means over ``g`` of ``vectors [t, h, g, d]``, where :func:`hash_encode` writes them. ``codes`` may be
     a part of the bytes of longer codes, and lie in any order of blocks, slots and heads."""
     tokens, heads, members, size = vectors.shape
@@ -155,21 +157,7 @@ def encode_means(vectors: Tensor, weights: Tensor, codes: Tensor | None = None, 
 
 
 @triton.jit(do_not_specialize=["slot_count"])
-def scatter(
-    codes,
-    slots,
-    cache,
-    slot_count,
-    block_size,
-    elements,
-    code_token,
-    code_head,
-    cache_block,
-    cache_slot,
-    cache_head,
-    WORDS: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-):
+def scatter(codes, slots, cache, slot_count, block_size, elements, code_token, code_head, cache_block, cache_slot, cache_head, WORDS: tl.constexpr, ELEMENTS: tl.constexpr):
     """Codes of one token, ``[heads, WORDS]``, into its slot. Programs: (a token)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)

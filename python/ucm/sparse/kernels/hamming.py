@@ -103,9 +103,7 @@ def hamming_block(
 
 
 @triton.jit
-def count_bits(
-    queries, out, count, words, slices: tl.constexpr, BITS: tl.constexpr, QUERIES: tl.constexpr, WORDS: tl.constexpr
-):
+def count_bits(queries, out, count, words, slices: tl.constexpr, BITS: tl.constexpr, QUERIES: tl.constexpr, WORDS: tl.constexpr):
     """Slices ``out [rows, slices, words]`` of how many of ``queries [rows, count, words]`` have each bit set. ``BITS``
     are those of a word. Programs: (a row)."""
     row = tl.program_id(0).to(tl.int64)
