@@ -26,6 +26,9 @@ use super::library::{Calls, FOUND, Handle, OK, Pool, error_of, is_settled};
 /// Most bytes of one call; a single record may be larger.
 const BATCH: usize = 8 << 20;
 
+/// Values that are to be read: keys, and where each goes.
+type Reads = Vec<(String, Slot)>;
+
 /// What is asked of the client.
 pub(super) enum Work {
     /// Sets up the clients, if that was not done, and sees whether they reach the master.
@@ -33,7 +36,7 @@ pub(super) enum Work {
     /// Which of these keys have a value.
     Exist(Vec<String>),
     /// Reads these values, each into its slot.
-    Read(Vec<(String, Slot)>),
+    Read(Reads),
     /// Stores a record.
     Write(Record),
     /// Removes these values.
@@ -429,7 +432,7 @@ impl Thread {
     }
 
     /// Reads values with one call.
-    fn read(&mut self, items: Vec<(Vec<(String, Slot)>, Arc<Told>)>) {
+    fn read(&mut self, items: Vec<(Reads, Arc<Told>)>) {
         let (mut reads, mut answers) = (Vec::new(), Vec::new());
         for (own, answer) in items {
             answers.push((own.len(), answer));
