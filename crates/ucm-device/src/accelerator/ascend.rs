@@ -215,8 +215,8 @@ impl Ascend {
         Ok(device)
     }
 
-    /// Makes the device current on this thread, by the context that it has by itself, and calls of this thread no trouble to
-    /// a graph that some thread captures, until what is given ends.
+    /// Makes the device current on this thread, by the context that it has by itself, and calls of this thread no
+    /// trouble to a graph that some thread captures, until what is given ends.
     fn bind(&self) -> Result<Bound<'_>, Failed> {
         self.origin.check(library::FORKED).map_err(Failed::of_parent)?;
         let mut bound = Bound {
@@ -281,8 +281,8 @@ impl Ascend {
     }
 }
 
-/// When this ends, the context that a thread of the caller's had is its current one again: torch's threads keep theirs. A
-/// thread that had none keeps ours: ACL has no call that takes it away.
+/// When this ends, the context that a thread of the caller's had is its current one again: torch's threads keep theirs.
+/// A thread that had none keeps ours: ACL has no call that takes it away.
 #[must_use]
 struct Bound<'a> {
     device: &'a Ascend,

@@ -19,7 +19,8 @@ use crate::numa;
 
 const VENDOR: &str = "cuda";
 
-/// The number is the driver's. The name without it may be a library that programs are linked with and that does nothing.
+/// The number is the driver's. The name without it may be a library that programs are linked with and that does
+/// nothing.
 const LIBRARY: Places = Places {
     vendor: VENDOR,
     known_by: None, // a tool that watches calls of the driver may have some of them too
@@ -280,8 +281,8 @@ impl Cuda {
         Ok(Kernels { module, functions })
     }
 
-    /// Makes the device current on this thread, and calls of this thread no trouble to a graph that some thread captures,
-    /// until what is given ends.
+    /// Makes the device current on this thread, and calls of this thread no trouble to a graph that some thread
+    /// captures, until what is given ends.
     fn bind(&self) -> Result<Bound, Failed> {
         self.origin.check(library::FORKED).map_err(Failed::of_parent)?;
         let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -299,8 +300,8 @@ impl Cuda {
     }
 }
 
-/// When this ends, what the thread had current is current again, or nothing if it had nothing: torch takes the device of
-/// what is current.
+/// When this ends, what the thread had current is current again, or nothing if it had nothing: torch takes the device
+/// of what is current.
 #[must_use]
 struct Bound {
     driver: &'static Driver,
@@ -536,8 +537,8 @@ impl Runtime for Cuda {
             (&raw mut count).cast(),
             (&raw mut base).cast(),
         ];
-        // SAFETY: the function is that of a loaded module, which takes two or three words; the driver reads them during the
-        // call. The caller vouches for what they name.
+        // SAFETY: the function is that of a loaded module, which takes two or three words; the driver reads them during
+        // the call. The caller vouches for what they name.
         unsafe {
             Ok(call!(
                 self.driver,

@@ -102,8 +102,8 @@ functions! {
 }
 
 functions! {
-    /// What lets calls of a thread be no trouble to a graph that some thread captures. A runtime without it captures none,
-    /// or refuses such calls while one does.
+    /// What lets calls of a thread be no trouble to a graph that some thread captures. A runtime without it captures
+    /// none, or refuses such calls while one does.
     Captures {
         ThreadExchangeStreamCaptureMode(*mut c_int) -> c_int;
     }
@@ -242,8 +242,8 @@ impl Device {
         })
     }
 
-    /// Makes the device current on this thread, and calls of this thread no trouble to a graph that some thread captures,
-    /// until what is given ends.
+    /// Makes the device current on this thread, and calls of this thread no trouble to a graph that some thread
+    /// captures, until what is given ends.
     fn bind(&self) -> Result<Bound<'_>, Failed> {
         self.origin.check(library::FORKED).map_err(Failed::of_parent)?;
         let mut bound = Bound {
