@@ -13,7 +13,7 @@ use tracing::warn;
 use ucm_core::{Error, ErrorKind, Result};
 
 use super::library::{self, Places, functions};
-use super::runtime::{Failed, Kernel, RawEvent, RawStream, Runtime, ends_context};
+use super::runtime::{Failed, Kernel, RawEvent, RawStream, Runtime, ends_context, insist};
 use crate::fork::Origin;
 use crate::numa;
 
@@ -325,7 +325,7 @@ impl Drop for Bound {
 
 impl Drop for Cuda {
     fn drop(&mut self) {
-        if let Ok(_bound) = self.bind() {
+        if let Ok(_bound) = insist(|| self.bind()) {
             if let Some(kernels) = &self.kernels {
                 // SAFETY: loaded in `open`; what launched its kernels has ended. The answer would help nobody.
                 let _ = unsafe { call!(self.driver, cuModuleUnload(kernels.module)) };
@@ -373,7 +373,7 @@ impl Runtime for Cuda {
     }
 
     fn end_stream(&self, stream: RawStream) {
-        if let Ok(_bound) = self.bind() {
+        if let Ok(_bound) = insist(|| self.bind()) {
             // SAFETY: a stream of ours that nobody uses any more; the driver ends it after its work.
             let _ = unsafe { call!(self.driver, cuStreamDestroy_v2(stream_of(stream))) };
         }
@@ -401,7 +401,7 @@ impl Runtime for Cuda {
     }
 
     fn end_event(&self, event: RawEvent) {
-        if let Ok(_bound) = self.bind() {
+        if let Ok(_bound) = insist(|| self.bind()) {
             // SAFETY: an event of ours that nobody uses any more.
             let _ = unsafe { call!(self.driver, cuEventDestroy_v2(event_of(event))) };
         }
@@ -442,7 +442,7 @@ impl Runtime for Cuda {
     }
 
     fn free(&self, address: u64) {
-        if let Ok(_bound) = self.bind() {
+        if let Ok(_bound) = insist(|| self.bind()) {
             // SAFETY: allocated above, and the caller says that nothing uses it any more.
             let _ = unsafe { call!(self.driver, cuMemFree_v2(address)) };
         }
@@ -510,7 +510,7 @@ impl Runtime for Cuda {
     }
 
     fn unregister(&self, start: *mut u8) -> Result<()> {
-        let _bound = self.bind()?;
+        let _bound = insist(|| self.bind())?;
         // SAFETY: registered above, and the caller says that nothing uses it any more.
         Ok(unsafe { call!(self.driver, cuMemHostUnregister(start.cast())) }?)
     }

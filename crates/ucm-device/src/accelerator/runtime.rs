@@ -63,6 +63,21 @@ pub(super) fn ends_context(answer: impl Into<i64>) -> bool {
     CONTEXT_ENDED.contains(&answer.into())
 }
 
+/// How often what ends something is tried.
+const TRIES: usize = 8;
+
+/// Makes a device current for what ends something, which nobody does again: where that fails it is tried a few times.
+pub(super) fn insist<T>(bind: impl Fn() -> Result<T, Failed>) -> Result<T, Failed> {
+    let mut bound = bind();
+    for _ in 1..TRIES {
+        if bound.is_ok() {
+            break;
+        }
+        bound = bind();
+    }
+    bound
+}
+
 /// Waits until all work of a stream is over, failed or not. Every wait for work is this one: what the work uses is free
 /// when it returns, and never if it does not.
 ///
