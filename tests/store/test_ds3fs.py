@@ -93,7 +93,8 @@ def test_without_3fs_blocks_go_through_the_mount_and_that_is_said_once(
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"), [({"ior_entries": 0}, "ior_entries"), ({"ior_dept": 4}, "ior_depth"), ({"numa_id": -2}, "numa_id")]
+    ("keys", "words"),
+    [({"ior_entries": 0}, "ior_entries"), ({"ior_dept": 4}, "ior_depth"), ({"numa_id": -2}, "numa_id")],
 )
 def test_refusals(opened: Open, keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

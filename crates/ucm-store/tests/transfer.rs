@@ -87,7 +87,7 @@ fn a_dump_reads_nothing_before_its_event_is_recorded() {
         // One that is done costs nothing.
         let task = store.engine.dump(after(&event, source.rows(&ids(1)))).unwrap();
         store.outcome(&task).unwrap();
-        assert!(waiting.try_recv().is_err());
+        assert!(waiting.try_recv().is_err(), "{medium:?}");
     }
 }
 

@@ -100,7 +100,7 @@ impl Rings {
     /// Whether rings can be used on the file system of this open file, which lies in this directory: why not, in words. It
     /// counts from then on.
     pub(crate) fn look(&self, dir: &Path, fd: &OwnedFd) -> Result<(), String> {
-        *self.mount.lock() = None;
+        self.give_up();
         let library = self.load()?;
         if !library.is_on_3fs(fd.as_raw_fd()) {
             return Err("this is no mount of 3FS".to_owned());
@@ -119,9 +119,25 @@ impl Rings {
         Ok(())
     }
 
-    /// Gives rings up again, for what a look found does not hold.
+    /// Uses no ring from now on.
     pub(crate) fn give_up(&self) {
         *self.mount.lock() = None;
+        for pool in &self.pools {
+            let free = {
+                let mut state = pool.state.lock();
+                state.count -= state.free.len();
+                std::mem::take(&mut state.free)
+            };
+            drop(free); // with no lock held
+        }
+    }
+
+    /// Whether this is the mount that counts now, and no earlier one at the same place.
+    fn is_current(&self, mount: &Arc<CStr>) -> bool {
+        self.mount
+            .lock()
+            .as_ref()
+            .is_some_and(|now| Arc::ptr_eq(now, mount))
     }
 
     fn load(&self) -> Result<Arc<Library>, String> {
@@ -149,11 +165,14 @@ impl Rings {
     fn with_ring<T>(
         &self,
         library: &Arc<Library>,
-        mount: &CStr,
+        mount: &Arc<CStr>,
         for_read: bool,
         work: impl FnOnce(&mut Ring) -> rustix::io::Result<T>,
     ) -> Option<rustix::io::Result<T>> {
         let pool = &self.pools[usize::from(for_read)];
+        if !self.is_current(mount) {
+            return None;
+        }
         let mut ring = match pool.take()? {
             Some(ring) => ring,
             None => match Ring::new(library, mount, &self.options, for_read) {
@@ -167,7 +186,12 @@ impl Rings {
         let result = work(&mut ring);
         // One that is broken is dropped, which leaves its memory alone, and goes on counting.
         if !ring.is_broken() {
-            pool.state.lock().free.push(ring);
+            let mut state = pool.state.lock();
+            if self.is_current(mount) {
+                state.free.push(ring);
+            } else {
+                state.count -= 1; // of a mount that was left meanwhile
+            }
         }
         Some(result)
     }

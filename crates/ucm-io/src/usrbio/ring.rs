@@ -17,8 +17,8 @@ use super::UsrbioOptions;
 use super::abi::{Cqe, Ior, Iov, Library};
 
 /// Bytes of one operation at most, and of the memory of a ring: so many operations are under way together.
-pub(super) const PIECE: usize = 512 << 10;
-pub(super) const BUFFER: usize = 8 << 20;
+pub(super) const PIECE: usize = 256 << 10;
+pub(super) const BUFFER: usize = 4 << 20;
 /// Operations of a batch at most.
 const BATCH: usize = BUFFER / PIECE;
 /// How long one call waits; what is under way is waited for again and again, as in a call of the kernel.
