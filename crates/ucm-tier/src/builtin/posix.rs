@@ -175,7 +175,7 @@ pub(super) fn kind() -> TierKind {
 }
 
 fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltLevel> {
-    make_over(context, &options, |direct| PsyncEngine::new(direct))
+    make_over(context, &options, PsyncEngine::new)
 }
 
 /// The same over an engine of I/O for each directory; what that is told is whether it goes past the page cache.
