@@ -119,12 +119,14 @@ loom: ## every interleaving of what was written here with atomics
 
 .PHONY: test-py
 test-py: export UCM_TEST_DRIVER = $(SOFTCUDA)
+test-py: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
 test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines beside them
-	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda
+	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
 	@tools/beside build/test-engines.log "$(MAKE) test-without-engines" "$(MAKE) test-engines"
 
 .PHONY: test-without-engines
 test-without-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
+test-without-engines: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
 test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that start no engine of vLLM
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu --ignore tests/triton
