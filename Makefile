@@ -221,6 +221,11 @@ bench-chat: $(PEERS)/.stamp-mooncake $(VENV)/.stamp-core ## the chat of many tur
 bench-gpu: $(RUN_ENV) ## copies of small pieces on a GPU beside one large copy and torch's (GPU_ARGS=--quick)
 	@$(RUN_BIN)/python benches/python/gpu.py $(GPU_ARGS)
 
+.PHONY: bench-sparse
+bench-sparse: $(RUN_ENV) ## decoding over long prompts on a CPU, dense and sparse: a kernel, and whole steps of vLLM (SPARSE_ARGS=)
+	@$(RUN_BIN)/python benches/python/retrieval.py
+	@$(RUN_BIN)/python benches/python/sparse.py $(SPARSE_ARGS)
+
 .PHONY: bench-beside
 bench-beside: $(VENV)/.stamp-vllm ## this tree beside another revision, in turns (REV=<revision> BESIDE_ARGS=--quick)
 	@test -n "$(REV)" || { echo "say which revision: make bench-beside REV=<revision>"; exit 2; }
