@@ -25,8 +25,8 @@ def _launched(function: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Conca
     the model has not set."""
 
     @wraps(function)
-    def there(first: Tensor, *rest: _P.args, **named: _P.kwargs) -> _R:
-        if not first.is_cuda:
+    def there(first: Tensor, /, *rest: _P.args, **named: _P.kwargs) -> _R:
+        if first.device.type != "cuda":  # interpreted, or compiled ahead of time
             return function(first, *rest, **named)
         with torch.cuda.device(first.device):
             return function(first, *rest, **named)
