@@ -117,8 +117,15 @@ class SparseWorker:
                 f"offload: {len(dense)} layers attend to all blocks ({dense[0]}, ...), so none can leave the device; "
                 "write `dense_layers: []`, or leave `offload` out"
             )
-        if method.policy.heads == "kv" or method.policy.min_concurrency > 1:
-            raise ConfigError("offload needs `heads: shared` and `min_concurrency: 1`")
+        if method.policy.heads == "kv" or method.policy.min_concurrency > 1 or method.settings.measure_recall:
+            raise ConfigError("offload needs `heads: shared`, `min_concurrency: 1` and `measure_recall: false`")
+        if type(method).attention_begin is not BlockSparse.attention_begin:
+            raise ConfigError(
+                f"offload: {type(method).__name__} has an attention_begin of its own, which would be given blocks that "
+                "have left the device; leave `offload` out"
+            )
+        if getattr(self._vllm_config.parallel_config, "enable_dbo", False):
+            raise ConfigError("offload and --enable-dbo exclude each other: rows of half a batch cannot be told apart")
         layout = KVLayout(caches, names)
         layer_bytes(layout)
         places = {method.layer_number(name): place for place, name in enumerate(layout.names)}
