@@ -22,6 +22,8 @@ from ucm.sparse.selector import Geometry
 
 #: ``(layer, query [heads, d], keys [tokens, kv heads, d]) -> blocks``: logical ids, ascending; None: all.
 Keep = Callable[[int, Tensor, Tensor], Tensor | None]
+#: A prompt is computed in parts of so many tokens, to bound memory.
+CHUNK = 1024
 
 
 @dataclass
@@ -55,7 +57,10 @@ class Llama:
             for _ in range(length):
                 at = len(prompt) + len(answer.tokens) - len(tokens)
                 asked = keep if answer.tokens and len(tokens) + at > dense_tokens else None
-                logits = torch.log_softmax(self._run(torch.tensor(tokens), at, cache, asked, answer), dim=-1)
+                for chunk in torch.tensor(tokens).split(CHUNK):
+                    raw = self._run(chunk, at, cache, asked, answer)
+                    at += len(chunk)
+                logits = torch.log_softmax(raw, dim=-1)
                 end = self.config["eos_token_id"]  # engines of these tests never end an answer
                 tokens = [int(logits.index_fill(0, torch.tensor([end]), -torch.inf).argmax())]
                 answer.tokens += tokens
