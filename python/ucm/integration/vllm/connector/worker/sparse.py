@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 #: Backends whose pages can be read with a block table for each KV head: a page is one head after the other.
 _PER_HEAD = ("CPU_ATTN",)
 
+#: Keys of ucm.sparse.prefetch.PrefetchEngine, for engines of a user's own.
+_OF_OWN_ENGINES = {"prefetch_ahead", "prefetch_workers", "max_pending_prefetch", "prefetch_cache_size"}
+
 
 class SparseWorker:
     """One rank's method and what it needs."""
@@ -126,6 +129,11 @@ class SparseWorker:
             )
         if getattr(self._vllm_config.parallel_config, "enable_dbo", False):
             raise ConfigError("offload and --enable-dbo exclude each other: rows of half a batch cannot be told apart")
+        if idle := sorted(_OF_OWN_ENGINES & method.settings.model_fields_set):
+            logger.warning(
+                "sparse attention: %s do nothing under vLLM: the store's own queue brings up what is foreseen",
+                ", ".join(idle),
+            )
         layout = KVLayout(caches, names)
         layer_bytes(layout)
         places = {method.layer_number(name): place for place, name in enumerate(layout.names)}
