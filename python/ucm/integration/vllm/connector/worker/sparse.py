@@ -122,13 +122,11 @@ class SparseWorker:
             )
         if method.policy.heads == "kv" or method.policy.min_concurrency > 1 or method.settings.measure_recall:
             raise ConfigError("offload needs `heads: shared`, `min_concurrency: 1` and `measure_recall: false`")
-        if type(method).attention_begin is not BlockSparse.attention_begin:
+        if not type(method).attention_begin.__module__.startswith("ucm.sparse."):
             raise ConfigError(
                 f"offload: {type(method).__name__} has an attention_begin of its own, which would be given blocks that "
                 "have left the device; leave `offload` out"
             )
-        if getattr(self._vllm_config.parallel_config, "enable_dbo", False):
-            raise ConfigError("offload and --enable-dbo exclude each other: rows of half a batch cannot be told apart")
         if idle := sorted(_OF_OWN_ENGINES & method.settings.model_fields_set):
             logger.warning(
                 "sparse attention: %s do nothing under vLLM: the store's own queue brings up what is foreseen",
