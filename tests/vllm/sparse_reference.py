@@ -46,9 +46,16 @@ class Llama:
         self.heads, self.kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         self.size = self.config["head_dim"]
 
-    def answer(self, prompt: Sequence[int], length: int, keep: Keep | None, dense_tokens: int = 0) -> Answer:
-        """``length`` tokens after ``prompt``, each the likeliest; ``keep`` is asked once a sequence is longer than
-        ``dense_tokens``."""
+    def answer(
+        self,
+        prompt: Sequence[int],
+        length: int,
+        keep: Keep | None,
+        dense_tokens: int = 0,
+        forced: Sequence[int] | None = None,
+    ) -> Answer:
+        """``length`` tokens after ``prompt``, each the likeliest, or those of ``forced``; ``keep`` is asked once a
+        sequence is longer than ``dense_tokens``."""
         answer = Answer()
         cache: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * self.config["num_hidden_layers"]
         tokens = list(prompt)
@@ -62,7 +69,8 @@ class Llama:
                     at += len(chunk)
                 logits = torch.log_softmax(raw, dim=-1)
                 end = self.config["eos_token_id"]  # engines of these tests never end an answer
-                tokens = [int(logits.index_fill(0, torch.tensor([end]), -torch.inf).argmax())]
+                likeliest = int(logits.index_fill(0, torch.tensor([end]), -torch.inf).argmax())
+                tokens = [likeliest if forced is None else forced[len(answer.tokens)]]
                 answer.tokens += tokens
                 answer.logprobs.append(float(logits[tokens[0]]))
         return answer
