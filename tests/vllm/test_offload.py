@@ -126,6 +126,26 @@ def test_a_request_holds_few_blocks_and_answers_the_same(engine: Engine, long_mo
     assert state["free_blocks"] == state["total_blocks"]
 
 
+def test_a_preempted_request_gives_all_back_and_goes_on(engine: Engine, long_model: Path) -> None:
+    """What it had answered is computed again, densely, as if it were of the prompt."""
+    case = Case(prompt(89, 900), 70)
+    (name,) = engine.submit(case.ask())
+    held = Held("", 0, 0, POOL)
+    while held.blocks > held.bound or held.answered < 20:
+        engine.step(1)
+        (held,) = (Held(*each) for each in ast.literal_eval(engine.scheduler_eval(RUNNING)))
+    assert held.answered < case.max_tokens - 10, "nothing left the device in time"
+    assert engine.call("reset_prefix_cache", reset_running_requests=True)
+    state = engine.scheduler()
+    assert state["free_blocks"] == state["total_blocks"]
+    ((before, _),) = engine.progress(name)
+    (result,) = engine.collect([name])
+    again = Case(case.tokens + result.tokens[:before], case.max_tokens - before)
+    assert result.tokens[before:] == torch_answer(long_model, again).tokens
+    stats = sparse_stats(engine)
+    assert stats.get("blocks_absent", 0) == stats.get("blocks_without_slot", 0) == 0
+
+
 def test_what_was_answered_is_stored_for_its_own_request_alone(engine: Engine) -> None:
     case = Case(prompt(91, 500), 80)
     first = engine.ask(case.tokens, case.max_tokens)
