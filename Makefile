@@ -159,6 +159,8 @@ test-long: $(RUN_ENV) ## the trust matrix, long (its table goes to build/trust.m
 		--trust-table build/trust.md
 	@UCM_TEST_DEVICE=cuda UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "trust matrix and engines on cuda" \
 		$(RUN_BIN)/python -m pytest --timeout 1800 tests/trust tests/vllm
+	@UCM_TEST_LONG=1 $(STAGE) "offload on both runners, and examples" $(RUN_BIN)/python -m pytest \
+		tests/vllm/test_offload.py tests/vllm/test_examples.py
 
 .PHONY: test-wheel
 test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## the wheel in a clean environment, without Rust, vLLM or torch
@@ -187,7 +189,7 @@ lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## formatting, lints and types of R
 	@$(STAGE) "without codecs" cargo check --locked --quiet -p ucm-store --no-default-features --lib
 	@$(STAGE) "ruff" bash -c '$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .'
 	@$(STAGE) "mypy" $(BIN)/mypy
-	@$(STAGE) "mypy demo" $(BIN)/mypy demo/run.py demo/engine.py
+	@$(STAGE) "mypy demo" $(BIN)/mypy demo/run.py demo/engine.py examples/*.py
 	@$(STAGE) "mypy benches" env MYPYPATH=python:demo:tests/vllm:tests/gpu:benches/peers:benches/python \
 		$(BIN)/mypy benches/peers/*.py benches/python/*.py
 	@$(STAGE) "stubtest" env MYPYPATH=python $(BIN)/python -m mypy.stubtest --concise ucm._core
