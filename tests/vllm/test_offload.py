@@ -133,7 +133,8 @@ def test_a_preempted_request_gives_all_back_and_goes_on(engine: Engine, long_mod
     held = Held("", 0, 0, POOL)
     while held.blocks > held.bound or held.answered < 20:
         engine.step(1)
-        (held,) = (Held(*each) for each in ast.literal_eval(engine.scheduler_eval(RUNNING)))
+        for each in ast.literal_eval(engine.scheduler_eval(RUNNING)):  # none while the store is asked
+            held = Held(*each)
     assert held.answered < case.max_tokens - 10, "nothing left the device in time"
     assert engine.call("reset_prefix_cache", reset_running_requests=True)
     state = engine.scheduler()
