@@ -17,6 +17,8 @@ WHEEL ?=
 DEVICE ?= host
 # What its blocks are kept in: posix, a directory, or nfs, a share that two hosts mount.
 STORE ?= posix
+# An algorithm of sparse attention to show instead: gsa_on_device, esa, gsa, kvstar, quest, infllm.
+SPARSE ?=
 
 # For the one peer of bench-peers that has no wheel for another version.
 PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python3.12; do \
@@ -65,11 +67,15 @@ help: ## list the targets
 	@echo "  demo and test-py take WHEEL=<file> and then run from that wheel instead of the source tree"
 
 .PHONY: demo
-demo: $(RUN_ENV) ## one prompt, three engines: cold, warm, and with a damaged block (DEVICE=softcuda, STORE=nfs)
+demo: $(RUN_ENV) ## one prompt, three engines: cold, warm, a damaged block (DEVICE=softcuda, STORE=nfs, or SPARSE=NAME)
+ifneq ($(SPARSE),)
+	@$(RUN_BIN)/python demo/sparse.py $(SPARSE)
+else
 ifeq ($(DEVICE),softcuda)
 	@$(STAGE) "build the software driver" cargo build --locked --quiet --release -p softcuda
 endif
 	@$(RUN_BIN)/python demo/run.py --store $(STORE) --device $(DEVICE) --driver $(subst /debug/,/release/,$(SOFTCUDA))
+endif
 
 # --- tests ---------------------------------------------------------------------------------------------------------
 
@@ -196,9 +202,10 @@ lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## formatting, lints and types of R
 	@$(STAGE) "without codecs" cargo check --locked --quiet -p ucm-store --no-default-features --lib
 	@$(STAGE) "ruff" bash -c '$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .'
 	@$(STAGE) "mypy" $(BIN)/mypy
-	@$(STAGE) "mypy demo" $(BIN)/mypy demo/run.py demo/engine.py examples/*.py
-	@$(STAGE) "mypy benches" env MYPYPATH=python:demo:tests/vllm:tests/gpu:benches/peers:benches/python \
-		$(BIN)/mypy benches/peers/*.py benches/python/*.py
+	@$(STAGE) "mypy demo" env MYPYPATH=python:demo:benches/quality $(BIN)/mypy demo/run.py demo/engine.py demo/sparse.py \
+		demo/sparse_engine.py examples/*.py
+	@$(STAGE) "mypy benches" env MYPYPATH=python:demo:tests/vllm:tests/gpu:benches/peers:benches/python:benches/quality \
+		$(BIN)/mypy benches/peers/*.py benches/python/*.py benches/quality/*.py
 	@$(STAGE) "stubtest" env MYPYPATH=python $(BIN)/python -m mypy.stubtest --concise ucm._core
 
 .PHONY: format
@@ -236,6 +243,10 @@ bench-gpu: $(RUN_ENV) ## copies of small pieces on a GPU beside one large copy a
 bench-sparse: $(RUN_ENV) ## decoding over long prompts on a CPU, dense and sparse: a kernel, and whole steps of vLLM (SPARSE_ARGS=)
 	@$(RUN_BIN)/python benches/python/retrieval.py
 	@$(RUN_BIN)/python benches/python/sparse.py $(SPARSE_ARGS)
+
+.PHONY: bench-quality
+bench-quality: $(RUN_ENV) ## answers of the recall model under every selector, into docs/sparse.md (QUALITY_ARGS=--quick)
+	@$(RUN_BIN)/python benches/quality/recall_suite.py $(or $(QUALITY_ARGS),--write docs/sparse.md)
 
 .PHONY: bench-beside
 bench-beside: $(VENV)/.stamp-vllm ## this tree beside another revision, in turns (REV=<revision> BESIDE_ARGS=--quick)

@@ -49,8 +49,8 @@ def main(job_file: pathlib.Path) -> None:
         ),
     )
     tell("ready")
-    _ask(llm, job["warm_up"], 2)  # shorter than a block: it wakes the threads up and leaves nothing in the store
-    answer = _ask(llm, job["prompt"], job["max_tokens"])
+    ask(llm, job["warm_up"], 2)  # shorter than a block: it wakes the threads up and leaves nothing in the store
+    answer = ask(llm, job["prompt"], job["max_tokens"])
     result = {
         "reused": answer.num_cached_tokens,
         "first_token_s": answer.metrics.first_token_latency,
@@ -61,7 +61,8 @@ def main(job_file: pathlib.Path) -> None:
     tell("stopped", **result)
 
 
-def _ask(llm: Any, prompt: list[int], tokens: int) -> Any:
+def ask(llm: Any, prompt: list[int], tokens: int) -> Any:
+    """vLLM's answer of so many tokens, each the likeliest."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)

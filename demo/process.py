@@ -21,6 +21,7 @@ LABELS = {
     "imported": "vLLM imported, starting the engine",
     "ready": "engine ready, asking",
     "answered": "first token after {first_token_s:.2f} s, {reused} prompt tokens reused",
+    "decoded": "all questions answered, {reused} prompt tokens reused",
     "stopped": "engine stopped",
 }
 
@@ -58,14 +59,17 @@ class Progress:
         return time.monotonic() - self._start
 
 
-def run_engine(name: str, job: dict[str, Any], out: pathlib.Path, progress: Progress) -> dict[str, Any]:
-    """Start an engine, wait for it, return what it answered. Raises :class:`DemoError` when it fails."""
+def run_engine(
+    name: str, job: dict[str, Any], out: pathlib.Path, progress: Progress, program: str = "engine.py"
+) -> dict[str, Any]:
+    """Start an engine, wait for it, return what it answered. Raises :class:`DemoError` when it fails. ``program`` is
+    the file beside this one that runs it."""
     log, events, job_file = (out / f"{name}.{ending}" for ending in ("log", "events", "job"))
     events.write_text("")
     job_file.write_text(json.dumps({**job, "events": str(events)}))
     progress.line(name, f"new process, importing vLLM (log: {log})")
     result: dict[str, Any] | None = None
-    with log.open("wb") as log_file, _child(job_file, log_file) as child:
+    with log.open("wb") as log_file, _child(program, job_file, log_file) as child:
         seen = 0
         deadline = time.monotonic() + PATIENCE
         while True:
@@ -73,7 +77,7 @@ def run_engine(name: str, job: dict[str, Any], out: pathlib.Path, progress: Prog
             complete = events.read_text().rpartition("\n")[0].splitlines()
             for text in complete[seen:]:
                 event = json.loads(text)
-                if event["event"] in ("answered", "stopped"):
+                if "reused" in event:
                     event["reused"] = max(0, event["reused"] - _computed_after_all(log))
                 progress.line(name, LABELS[event["event"]].format(**event))
                 result = event if event["event"] == "stopped" else result
@@ -92,9 +96,9 @@ def run_engine(name: str, job: dict[str, Any], out: pathlib.Path, progress: Prog
 
 
 @contextlib.contextmanager
-def _child(job_file: pathlib.Path, log_file: Any) -> Iterator[subprocess.Popen[bytes]]:
+def _child(program: str, job_file: pathlib.Path, log_file: Any) -> Iterator[subprocess.Popen[bytes]]:
     """The engine as a session of its own, so that nothing of it stays behind when the demo is interrupted."""
-    command = [sys.executable, str(pathlib.Path(__file__).with_name("engine.py")), str(job_file)]
+    command = [sys.executable, str(pathlib.Path(__file__).with_name(program)), str(job_file)]
     environment = os.environ | json.loads(job_file.read_text())["device"]["environment"]
     child = subprocess.Popen(
         command, stdout=log_file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
