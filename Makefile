@@ -125,16 +125,20 @@ loom: ## every interleaving of what was written here with atomics
 
 .PHONY: test-py
 test-py: export UCM_TEST_DRIVER = $(SOFTCUDA)
+test-py: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
 test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines beside them
-	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda
+	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda -p soft3fs
 	@tools/beside build/test-engines.log "$(MAKE) test-without-engines" "$(MAKE) test-engines"
 
 .PHONY: test-without-engines
 test-without-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
+test-without-engines: export UCM_TEST_SOFT3FS = $(dir $(SOFTCUDA))libsoft3fs.so
 test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that start no engine of vLLM
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
-		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu --ignore tests/triton
+		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu \
+		--ignore tests/triton --ignore tests/mooncake
 	@TRITON_INTERPRET=1 $(STAGE) "pytest triton, interpreted" $(RUN_BIN)/python -m pytest --quiet tests/triton
+	@$(MAKE) --no-print-directory test-mooncake
 	@$(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans tests/gpu
 	@$(foreach device,$(VENDORS),UCM_TEST_DEVICE=$(device) \
 		$(STAGE) "pytest trans on $(device)" $(RUN_BIN)/python -m pytest --quiet tests/trans -k $(device);)
@@ -143,6 +147,11 @@ test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that start no engine o
 test-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
 test-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that do, one at a time
 	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py
+
+# Mooncake's client brings threads and a runtime of its own into the process that loads it, so these have one to themselves.
+.PHONY: test-mooncake
+test-mooncake: $(if $(WHEEL),,$(RUN_ENV)) .tools/.stamp-mooncake ## the store over a pool of Mooncake, with a real master
+	@$(STAGE) "pytest mooncake" $(RUN_BIN)/python -m pytest --quiet -rs --timeout 120 tests/mooncake
 
 # A kind of tier in one file and one line, from Python: with a core that has a toy, beside the usual one.
 .PHONY: test-kinds
@@ -163,6 +172,8 @@ test-long: $(RUN_ENV) ## the trust matrix, long (its table goes to build/trust.m
 		--trust-table build/trust.md
 	@UCM_TEST_DEVICE=cuda UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "trust matrix and engines on cuda" \
 		$(RUN_BIN)/python -m pytest --timeout 1800 tests/trust tests/vllm
+	@UCM_TEST_LONG=1 $(STAGE) "offload on both runners, and examples" $(RUN_BIN)/python -m pytest \
+		tests/vllm/test_offload.py tests/vllm/test_examples.py
 
 .PHONY: test-wheel
 test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## the wheel in a clean environment, without Rust, vLLM or torch
@@ -192,7 +203,7 @@ lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## formatting, lints and types of R
 	@$(STAGE) "ruff" bash -c '$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .'
 	@$(STAGE) "mypy" $(BIN)/mypy
 	@$(STAGE) "mypy demo" env MYPYPATH=python:demo:benches/quality $(BIN)/mypy demo/run.py demo/engine.py demo/sparse.py \
-		demo/sparse_engine.py
+		demo/sparse_engine.py examples/*.py
 	@$(STAGE) "mypy benches" env MYPYPATH=python:demo:tests/vllm:tests/gpu:benches/peers:benches/python:benches/quality \
 		$(BIN)/mypy benches/peers/*.py benches/python/*.py benches/quality/*.py
 	@$(STAGE) "stubtest" env MYPYPATH=python $(BIN)/python -m mypy.stubtest --concise ucm._core
@@ -267,6 +278,15 @@ $(VENV)/.stamp-core: $(VENV)/.stamp-dev $(RUST_SOURCES) pyproject.toml
 
 .tools/.stamp-uv: requirements/uv.txt
 	@$(STAGE) "set up uv" bash -c '$(PYTHON) -m venv .tools && .tools/bin/python -m pip install --quiet -r $<'
+	@touch $@
+
+.tools/.stamp-mooncake: .tools/.stamp-uv requirements/mooncake.txt
+	@$(STAGE) "install Mooncake" $(UV) pip install --quiet --python $(PYTHON) --no-deps --target .tools/mooncake \
+		-r requirements/mooncake.txt
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && \
+		! $(PYTHON) -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2> /dev/null; then \
+		$(STAGE) "install libibverbs1" env DEBIAN_FRONTEND=noninteractive bash -c \
+			"apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends libibverbs1" || true; fi
 	@touch $@
 
 $(VENV)/.stamp-dev: .tools/.stamp-uv requirements/dev.txt requirements/lock.txt requirements/overrides.txt

@@ -49,7 +49,7 @@ def test_registering_and_importing_the_factory_imports_no_store() -> None:
         "print(F.registered())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    words = ("Cache", "Empty", "Fake", "Nfs", "Pc", "Pipeline", "Posix")
+    words = ("Cache", "Empty", "Fake", "Mooncake", "Nfs", "Pc", "Pipeline", "Posix")
     assert done.stdout == f"{('Mine', *(f'Ucm{word}Store' for word in words))}\n"
 
 

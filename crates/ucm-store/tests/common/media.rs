@@ -41,6 +41,15 @@ pub(crate) fn media() -> Vec<Medium> {
     kinds.map(column).collect()
 }
 
+/// 3FS's client library in software, where cargo puts it: beside or one above the test's own program.
+pub(crate) fn soft3fs() -> String {
+    let program = std::env::current_exe().unwrap();
+    let dirs = program.ancestors().skip(1).take(2);
+    let mut found = dirs.map(|dir| dir.join("libsoft3fs.so"));
+    let path = found.find(|path| path.exists()).unwrap();
+    path.into_os_string().into_string().unwrap()
+}
+
 /// A backend as the registry makes it.
 pub(super) fn of_kind(
     word: &str,
@@ -64,7 +73,11 @@ pub(super) fn of_kind(
         clock: Arc::clone(clock),
     };
     let kind = registry::find(word)?;
-    let options = kind.sample(root).unwrap(); // a medium without them is no column
+    let mut options = kind.sample(root).unwrap(); // a medium without them is no column
+    if word == "ds3fs" {
+        std::fs::create_dir_all(root.join("3fs-virt")).unwrap(); // by which its library knows 3FS
+        options.insert("hf3fs_library".into(), soft3fs().into());
+    }
     let built = kind.build(&context, options)?.tiers.remove(0);
     Ok((built.backend, built.pool))
 }

@@ -2,85 +2,11 @@
 //!
 //! One that is built moves to a file of its own and gets something that makes it.
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
-
-use crate::kind::{NoOptions, Size, StoreName, TierKind};
+use crate::kind::{NoOptions, StoreName, TierKind};
 
 /// What to use instead of a store that is reached by other means than a file system.
 const A_DIRECTORY: &str = "use UcmPosixStore (storage_backend: posix) on a directory";
 const SUMMARY: &str = "not built yet";
-
-/// Options of the 3FS store.
-#[derive(Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-struct Ds3fsOptions {
-    /// entries of a ring
-    #[schemars(range(min = 1))]
-    ior_entries: u32,
-    /// entries that are handed over together
-    #[schemars(range(min = 1))]
-    ior_depth: u32,
-    /// node of memory and threads; -1: any
-    #[schemars(range(min = -1))]
-    numa_id: i32,
-}
-
-impl Default for Ds3fsOptions {
-    fn default() -> Self {
-        Self {
-            ior_entries: 1024,
-            ior_depth: 32,
-            numa_id: 0,
-        }
-    }
-}
-
-/// Options of the Mooncake store.
-#[derive(Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-struct MooncakeOptions {
-    /// name or address of this host
-    local_hostname: Option<String>,
-    /// address of the metadata server
-    metadata_server: Option<String>,
-    /// address of the master
-    master_server_address: Option<String>,
-    /// name of the network device
-    device_name: String,
-    /// how bytes travel
-    protocol: String,
-    /// memory lent to the others
-    #[schemars(range(min = 1))]
-    global_segment_size: Size,
-    /// memory for transfers
-    #[schemars(range(min = 1))]
-    local_buffer_size: Size,
-}
-
-impl Default for MooncakeOptions {
-    fn default() -> Self {
-        Self {
-            local_hostname: None,
-            metadata_server: None,
-            master_server_address: None,
-            device_name: String::new(),
-            protocol: "tcp".to_owned(),
-            global_segment_size: Size(25 << 27),
-            local_buffer_size: Size(1 << 30),
-        }
-    }
-}
-
-pub(super) fn ds3fs() -> TierKind {
-    let instead = "use UcmPosixStore (storage_backend: posix) on the mount point of 3FS";
-    TierKind::declared::<Ds3fsOptions>(StoreName::new("ds3fs", "UcmDs3fsStore", SUMMARY), instead)
-}
-
-pub(super) fn mooncake() -> TierKind {
-    let name = StoreName::new("mooncake", "UcmMooncakeStore", SUMMARY);
-    TierKind::declared::<MooncakeOptions>(name, A_DIRECTORY)
-}
 
 pub(super) fn object() -> TierKind {
     TierKind::declared::<NoOptions>(StoreName::new("object", "UcmObjectStore", SUMMARY), A_DIRECTORY)

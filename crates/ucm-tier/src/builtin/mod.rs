@@ -4,6 +4,7 @@
 
 mod compress;
 mod declared;
+mod ds3fs;
 mod memory;
 mod posix;
 mod python;
@@ -18,8 +19,7 @@ pub(crate) fn built_in() -> Vec<TierKind> {
         posix::kind(),
         memory::kind(),
         compress::kind(),
-        declared::ds3fs(),
-        declared::mooncake(),
+        ds3fs::kind(),
         declared::object(),
         declared::redis(),
         python::empty(),

@@ -1,0 +1,258 @@
+//! Mooncake's Python client: what is called of it, and what its numbers mean.
+//!
+//! Every call releases the GIL while it waits, so holding it here costs other threads no more than the arguments take.
+
+use std::net::{TcpStream, ToSocketAddrs};
+use std::time::Duration;
+
+use pyo3::exceptions::PyImportError;
+use pyo3::prelude::*;
+use ucm_core::{Error, ErrorKind, Result};
+
+/// How long the master may take to accept a connection.
+const REACH: Duration = Duration::from_secs(2);
+
+/// A value was found.
+pub(super) const FOUND: i64 = 1;
+/// No error.
+pub(super) const OK: i64 = 0;
+const NO_SPACE: i64 = -200;
+const WRONG_ARGUMENT: i64 = -600;
+/// Something about the object itself: absent, evicted meanwhile, not written to its end, its lease over.
+const OF_THE_OBJECT: std::ops::RangeInclusive<i64> = -799..=-702;
+/// The master did not answer.
+const NO_MASTER: std::ops::RangeInclusive<i64> = -999..=-900;
+
+/// Where the pool is, and what this process brings to it.
+pub(super) struct Pool {
+    /// Address of the master.
+    pub(super) master: String,
+    /// Address of the metadata server, or Mooncake's word for none.
+    pub(super) metadata: String,
+    /// Under which name others reach this host, if that is given.
+    pub(super) host: Option<String>,
+    /// How bytes travel.
+    pub(super) protocol: String,
+    /// The network device.
+    pub(super) device: String,
+    /// Bytes that this process lends.
+    pub(super) lent: u64,
+    /// Bytes for the client itself.
+    pub(super) buffer: u64,
+}
+
+impl Pool {
+    /// The name of this host for a new client, once the master was seen to accept connections: Mooncake itself tries
+    /// for minutes. `Io` where it does not.
+    pub(super) fn host(&self) -> Result<String> {
+        let given = self.host.clone().filter(|host| !host.is_empty());
+        if self.master.contains("://") {
+            return given.ok_or_else(|| {
+                let text = "local_hostname is not given, and cannot be found out from a master behind another service";
+                Error::new(ErrorKind::Config, text).with("master", &self.master)
+            });
+        }
+        let unreachable = |error| {
+            let text = "Mooncake's master cannot be reached";
+            Error::from_io(error, text).with("master", &self.master)
+        };
+        let mut last = std::io::Error::from(std::io::ErrorKind::NotFound);
+        for address in self.master.to_socket_addrs().map_err(unreachable)? {
+            match TcpStream::connect_timeout(&address, REACH) {
+                Ok(stream) => {
+                    let found = || {
+                        stream
+                            .local_addr()
+                            .map(|here| here.ip().to_string())
+                            .map_err(unreachable)
+                    };
+                    return given.map_or_else(found, Ok);
+                }
+                Err(error) => last = error,
+            }
+        }
+        Err(unreachable(last))
+    }
+}
+
+/// Refuses, with what to do, where the client cannot be imported.
+pub(super) fn check_installed() -> Result<()> {
+    let imported = Python::try_attach(|py| {
+        quiet(py)?;
+        py.import("mooncake.store").map(drop)
+    });
+    match imported {
+        Some(Ok(())) => Ok(()),
+        Some(Err(error)) => {
+            let missing = Python::try_attach(|py| error.is_instance_of::<PyImportError>(py)).unwrap_or(false);
+            let kind = if missing { ErrorKind::Config } else { ErrorKind::Io };
+            let text = "UcmMooncakeStore needs Mooncake's client, which cannot be imported; install \
+                        mooncake-transfer-engine (or -non-cuda, and the system's libibverbs1), or name another store";
+            Err(Error::new(kind, text).caused_by(error))
+        }
+        None => Err(ending()),
+    }
+}
+
+/// Mooncake logs every step to the error stream unless it was told before it is loaded.
+fn quiet(py: Python<'_>) -> PyResult<()> {
+    let environment = py.import("os")?.getattr("environ")?;
+    environment.call_method1("setdefault", ("MC_LOG_LEVEL", "ERROR"))?;
+    Ok(())
+}
+
+fn ending() -> Error {
+    Error::new(ErrorKind::Closed, "the Python interpreter ends")
+}
+
+/// Works with Python for one batch. `Io` for what it raises, `Closed` once the interpreter ends.
+pub(super) fn attached<T>(work: impl FnOnce(Python<'_>) -> PyResult<T>) -> Result<T> {
+    let raised = |error: PyErr| Error::new(ErrorKind::Io, "Mooncake's client raised").caused_by(error);
+    Python::try_attach(|py| work(py).map_err(raised)).unwrap_or_else(|| Err(ending()))
+}
+
+/// A client. It must not be called any more once it was closed: it would crash.
+pub(super) struct Handle(Py<PyAny>);
+
+impl Handle {
+    /// A client under this name that lends so many bytes. May take minutes where the master accepts connections and
+    /// does not answer.
+    pub(super) fn set_up(pool: &Pool, host: &str, lent: u64) -> Result<Self> {
+        let (handle, code) = attached(|py| {
+            let client = py
+                .import("mooncake.store")?
+                .getattr("MooncakeDistributedStore")?
+                .call0()?;
+            let what = (
+                host,
+                &pool.metadata,
+                lent,
+                pool.buffer,
+                &pool.protocol,
+                &pool.device,
+                &pool.master,
+            );
+            let code: i64 = client.call_method1("setup", what)?.extract()?;
+            Ok((Self(client.unbind()), code))
+        })?;
+        if code == OK {
+            return Ok(handle);
+        }
+        let text = "Mooncake refused to set up a client; its own log (MC_LOG_LEVEL=INFO) says why";
+        Err(Error::new(ErrorKind::Io, text)
+            .with("code", code)
+            .with("master", &pool.master))
+    }
+
+    /// Works with the client for one batch; `None`, and nothing was done, where it has lost its master.
+    pub(super) fn batch<T>(&self, work: impl FnOnce(&Calls<'_>) -> PyResult<T>) -> Result<Option<T>> {
+        attached(|py| {
+            let calls = Calls(self.0.bind(py).clone());
+            let health: i64 = calls.0.call_method0("health_check")?.extract()?;
+            if health == OK {
+                work(&calls).map(Some)
+            } else {
+                Ok(None)
+            }
+        })
+    }
+
+    /// Ends the client and every transfer of it.
+    pub(super) fn close(self) {
+        let _ended = attached(|py| {
+            let client = self.0.into_bound(py);
+            client.call_method0("close").map(drop)
+        });
+    }
+}
+
+/// A client within one batch. Addresses are of registered memory that belongs to the caller until the call returned;
+/// see [`is_settled`] for when it may be used again.
+pub(super) struct Calls<'py>(Bound<'py, PyAny>);
+
+impl Calls<'_> {
+    /// For each key 1, 0 or an error.
+    pub(super) fn exist(&self, keys: &[&str]) -> PyResult<Vec<i64>> {
+        self.0.call_method1("batch_is_exist", (keys,))?.extract()
+    }
+
+    /// Reads each value to an address with room for so many bytes; its length, or an error.
+    pub(super) fn get(&self, keys: &[&str], addresses: &[u64], room: &[usize]) -> PyResult<Vec<i64>> {
+        self.0
+            .call_method1("batch_get_into", (keys, addresses, room))?
+            .extract()
+    }
+
+    /// Reads the first bytes of one value; how many, or an error.
+    pub(super) fn head(&self, key: &str, address: u64, len: usize) -> PyResult<i64> {
+        let (addresses, keys, offset) = ([address], [[key]], [[[0usize]]]);
+        let what = (addresses, keys, offset, offset, [[[len]]]);
+        let read: Vec<Vec<Vec<i64>>> = self.0.call_method1("get_into_ranges", what)?.extract()?;
+        Ok(read
+            .into_iter()
+            .flatten()
+            .flatten()
+            .next()
+            .unwrap_or(WRONG_ARGUMENT))
+    }
+
+    /// Stores each value; one that is there stays, unless it is to be replaced.
+    pub(super) fn put(
+        &self,
+        keys: &[&str],
+        addresses: &[u64],
+        lengths: &[usize],
+        replace: bool,
+    ) -> PyResult<Vec<i64>> {
+        let call = if replace {
+            "batch_upsert_from"
+        } else {
+            "batch_put_from"
+        };
+        self.0.call_method1(call, (keys, addresses, lengths))?.extract()
+    }
+
+    /// Removes each value, also one that was read just now.
+    pub(super) fn remove(&self, keys: &[&str]) -> PyResult<Vec<i64>> {
+        self.0.call_method1("batch_remove", (keys, true))?.extract()
+    }
+
+    /// Makes memory known.
+    pub(super) fn register(&self, address: u64, len: usize) -> PyResult<i64> {
+        self.0.call_method1("register_buffer", (address, len))?.extract()
+    }
+}
+
+/// Whether an operation with this answer is over in every respect. After any other failure Mooncake may still move
+/// bytes of the buffer, which is nobody else's then until the client was closed.
+pub(super) fn is_settled(code: i64) -> bool {
+    code >= OK
+        || code == NO_SPACE
+        || code == WRONG_ARGUMENT
+        || OF_THE_OBJECT.contains(&code)
+        || NO_MASTER.contains(&code)
+}
+
+/// The error that a number stands for.
+pub(super) fn error_of(code: i64) -> Error {
+    let (kind, text) = match code {
+        NO_SPACE => (
+            ErrorKind::NoSpace,
+            "the pool has no room for this record now; Mooncake evicts by itself",
+        ),
+        WRONG_ARGUMENT => (
+            ErrorKind::Foreign,
+            "the value with this record's key is longer than a record",
+        ),
+        code if OF_THE_OBJECT.contains(&code) => (
+            ErrorKind::NotFound,
+            "the pool does not have this record (any more)",
+        ),
+        code if NO_MASTER.contains(&code) => (ErrorKind::Io, "Mooncake's master does not answer"),
+        _ => (
+            ErrorKind::Io,
+            "Mooncake could not move the bytes; their owner may be gone",
+        ),
+    };
+    Error::new(kind, text).with("code", code)
+}

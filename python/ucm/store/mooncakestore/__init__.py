@@ -1,0 +1,1 @@
+"""The store in a pool of Mooncake, where the original has it."""

@@ -1,0 +1,65 @@
+"""A real master of Mooncake and processes that lend it memory, over TCP on loopback.
+
+``make test-mooncake`` installs the package in ``.tools/mooncake``. It is loaded into this process, threads and all, so
+these tests have a run of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+PACKAGE = HERE.parents[1] / ".tools" / "mooncake"
+sys.path[:0] = [str(HERE), str(HERE.parent / "store"), str(PACKAGE)]
+
+from mooncake_pool import Pool  # noqa: E402
+
+
+def why_not() -> str:
+    """Why Mooncake does not run here; empty where it does."""
+    if not (PACKAGE / "mooncake" / "mooncake_master").exists():
+        return "Mooncake's package is not installed; run: make .tools/.stamp-mooncake"
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return "Mooncake needs libibverbs.so.1; install libibverbs1, a package of the system"
+    return ""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _mooncake() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    pytest.importorskip("ucm._core", reason="the core is not compiled here")
+
+
+@pytest.fixture(scope="session")
+def shared_pool(_mooncake: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """A pool for tests that leave it as it is, each with an identity of its own."""
+    with Pool(tmp_path_factory.mktemp("pool")) as pool:
+        pool.lend(128 << 20)
+        yield pool
+
+
+@pytest.fixture
+def own_pool(_mooncake: None, tmp_path: Path) -> Iterator[Callable[..., Pool]]:
+    """Pools for tests that kill and stop things in them."""
+    pools: list[Pool] = []
+
+    def make(lent: int = 64 << 20, **flags: Any) -> Pool:
+        pool = Pool(tmp_path / f"pool-{len(pools)}", **flags)
+        pools.append(pool)
+        pool.__enter__()
+        if lent:
+            pool.lend(lent)
+        return pool
+
+    yield make
+    for pool in pools:
+        pool.__exit__(None, None, None)

@@ -1,0 +1,394 @@
+"""``UcmMooncakeStore`` over a real master, with memory that other processes lend, over TCP on loopback."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import mmap
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blocks import BLOCK, PIECES, Memory, ids
+from mooncake_pool import HERE, PACKAGE, Pool
+
+from ucm._core import crc32c
+from ucm.config import load
+from ucm.errors import ConfigError, TaskError
+from ucm.store import UcmConnectorFactoryV1
+from ucm.store.posix import UcmPosixStore
+
+Open = Callable[..., UcmPosixStore]
+SHAPE = {"tensor_size_list": PIECES, "shard_size": BLOCK, "block_size": BLOCK}
+#: As short as the tests need it, and longer than this machine ever takes.
+PATIENT = {"deadlines": {"lookup_ms": 20_000, "load_unknown_s": 20, "probe_s": 20}}
+#: A breaker that opens at the first failure and looks again soon.
+HASTY = {
+    "deadlines": {"lookup_ms": 200, "load_unknown_s": 1, "dump_s": 1, "probe_s": 1, "shutdown_s": 1},
+    "breaker": {"threshold": 1, "cool_down_s": 0.2},
+}
+
+
+#: Less than Mooncake takes.
+TOO_LITTLE = {"master_server_address": "127.0.0.1:1", "global_segment_size": "1MiB"}
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    """Opens stores over a pool, with an identity of the test's; closes what it left open."""
+    stores: list[UcmPosixStore] = []
+
+    def make(pool: Pool, name: str = "UcmMooncakeStore", **keys: Any) -> UcmPosixStore:
+        common = {"identity": str(tmp_path), "staging_capacity": "4MiB", **SHAPE, **PATIENT}
+        store = UcmConnectorFactoryV1.create_connector(name, {**common, **pool.config, **keys})
+        assert isinstance(store, UcmPosixStore)
+        stores.append(store)
+        return store
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def dump(store: UcmPosixStore, count: int) -> Memory:
+    source = Memory(count)
+    store.wait(store.dump_data(ids(count), [0] * count, source.rows(*range(count))))
+    return source
+
+
+def loaded(store: UcmPosixStore, source: Memory, count: int) -> list[bool]:
+    """Which blocks a load brings; every one it brings is exact."""
+    target = Memory(count, fill=0)
+    task = store.load_data(ids(count), [0] * count, target.rows(*range(count)))
+    try:
+        store.wait(task)
+    except TaskError:
+        pass
+    failed = task.handle.failures()
+    for block in range(count):
+        assert block in failed or source.equals(target, block)
+    return [block not in failed for block in range(count)]
+
+
+def loaded_alone(store: UcmPosixStore, source: Memory, block: int) -> bool:
+    """Whether a load of one block brings it: after the first that fails, a load gives up those behind it."""
+    target = Memory(len(source.pieces), fill=0)
+    try:
+        store.wait(store.load_data([ids(block + 1)[block]], [0], target.rows(block)))
+    except TaskError:
+        return False
+    assert source.equals(target, block)
+    return True
+
+
+def eventually(what: Callable[[], bool]) -> None:
+    """Returns when that is so; the time limit of the test ends it otherwise."""
+    pause = threading.Event()
+    while not what():
+        pause.wait(0.05)
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """Returns when every thread of it stands still."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+class Raw:
+    """Mooncake's own client, which reads and writes values under our keys."""
+
+    def __init__(self, pool: Pool) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        self.client = MooncakeDistributedStore()
+        assert self.client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", pool.address) == 0
+        self.memory = mmap.mmap(-1, 1 << 20)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        assert self.client.register_buffer(self.address, len(self.memory)) == 0
+
+    def get(self, key: str) -> bytes:
+        (length,) = self.client.batch_get_into([key], [self.address], [len(self.memory)])
+        assert length > 0, length
+        return self.memory[:length]
+
+    def set(self, key: str, value: bytes) -> None:
+        self.memory[: len(value)] = value
+        assert self.client.batch_upsert_from([key], [self.address], [len(value)]) == [0]
+
+
+@pytest.fixture(scope="module")
+def raw(shared_pool: Pool) -> Iterator[Raw]:
+    client = Raw(shared_pool)
+    yield client
+    client.client.close()
+
+
+def key(store: UcmPosixStore, block: bytes) -> str:
+    """The key of a block."""
+    namespace = hashlib.sha256(store.settings.identity_json.encode()).hexdigest()[:32]
+    return f"ucm:{namespace}:{block.hex()}"
+
+
+def test_blocks_come_back_from_the_memory_of_another_process(shared_pool: Pool, opened: Open) -> None:
+    store = opened(shared_pool)
+    assert store.lookup(ids(5)) == [False] * 5
+    source = dump(store, 40)
+    other = opened(shared_pool)
+    assert other.lookup(ids(41)) == [True] * 40 + [False]
+    assert other.lookup_on_prefix(ids(41)) == 39
+    assert loaded(other, source, 40) == [True] * 40
+    (tier,) = other.stats()["tiers"]
+    assert (tier["name"], tier["blocks_read"]) == ("mooncake", 40)
+
+
+def test_one_call_is_for_many_records(shared_pool: Pool, opened: Open) -> None:
+    store = opened(shared_pool)
+    source = dump(store, 100)
+    assert all(loaded(store, source, 100))
+    stats = store.stats()
+    assert stats["mooncake_records"] == 200
+    assert stats["mooncake_calls"] < 150
+
+
+def test_what_is_there_is_not_written_again(shared_pool: Pool, opened: Open, raw: Raw) -> None:
+    store = opened(shared_pool)
+    dump(store, 3)
+    before = [raw.get(key(store, block)) for block in ids(3)]
+    again = opened(shared_pool)
+    dump(again, 3)
+    assert [raw.get(key(store, block)) for block in ids(3)] == before
+
+
+def _flip(record: bytes) -> bytes:
+    middle = len(record) // 2
+    return record[:middle] + bytes([record[middle] ^ 1]) + record[middle + 1 :]
+
+
+def _safetensors(record: bytes) -> bytes:
+    header = json.dumps({"tensor": {"dtype": "U8", "shape": [100], "data_offsets": [0, 100]}}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(100)
+
+
+HARMS: dict[str, Callable[[bytes], bytes]] = {
+    "a flipped bit": _flip,
+    "a truncated value": lambda record: record[:-4096],
+    "a longer value": lambda record: record + bytes(4096),
+    "a value that is too long for a slot": lambda record: record + bytes(1 << 19),
+    "something else": lambda record: b"x" * 10,
+    "nothing but zeros": lambda record: bytes(len(record)),
+    "the form of safetensors": _safetensors,
+}
+
+
+def test_a_damaged_value_is_a_miss_and_is_replaced(shared_pool: Pool, opened: Open, raw: Raw) -> None:
+    store, count = opened(shared_pool), len(HARMS) + 1
+    source = dump(store, count)
+    for block, harm in zip(ids(count), HARMS.values(), strict=False):
+        raw.set(key(store, block), harm(raw.get(key(store, block))))
+    last_alone = [False] * len(HARMS) + [True]
+    assert [loaded_alone(store, source, block) for block in range(count)] == last_alone
+    assert store.lookup(ids(count)) == last_alone
+    dump(store, count)
+    assert store.lookup(ids(count)) == [True] * count
+    assert loaded(store, source, count) == [True] * count
+    assert loaded(opened(shared_pool), source, count) == [True] * count
+
+
+def test_a_record_under_anothers_key_is_a_miss(shared_pool: Pool, opened: Open, raw: Raw) -> None:
+    store = opened(shared_pool)
+    source = dump(store, 2)
+    first, second = (key(store, block) for block in ids(2))
+    raw.set(first, raw.get(second))
+    assert [loaded_alone(store, source, block) for block in range(2)] == [False, True]
+
+
+def test_safetensors_are_refused_with_a_sentence(shared_pool: Pool, opened: Open, raw: Raw) -> None:
+    store = opened(shared_pool)
+    dump(store, 1)
+    raw.set(key(store, ids(1)[0]), _safetensors(b""))
+    task = store.verify(ids(1))
+    with pytest.raises(TaskError, match="form of safetensors"):
+        store.wait(task)
+
+
+def test_a_record_of_a_newer_version_stays(shared_pool: Pool, opened: Open, raw: Raw) -> None:
+    store = opened(shared_pool)
+    source = dump(store, 2)
+    first, second = (key(store, block) for block in ids(2))
+    newer = {place: bytearray(raw.get(place)) for place in (first, second)}
+    for record in newer.values():
+        record[4:8] = struct.pack("<I", 99)
+        record[60:64] = struct.pack("<I", crc32c(bytes(record[:60])))
+    raw.set(first, bytes(newer[first]))
+    raw.set(second, _flip(raw.get(second)))  # refused here, and written anew by a newer version before our next dump
+    assert [loaded_alone(store, source, block) for block in range(2)] == [False, False]
+    raw.set(second, bytes(newer[second]))
+    dump(store, 2)
+    assert {place: raw.get(place) for place in newer} == newer
+
+
+def test_memory_above_it(shared_pool: Pool, opened: Open) -> None:
+    store = opened(shared_pool, "UcmPipelineStore", store_pipeline="Cache|Mooncake", cache_size="1MiB")
+    assert store.tier_names == ("memory", "mooncake")
+    source = dump(store, 60)  # more than the memory takes
+    assert all(loaded(store, source, 60))
+    assert opened(shared_pool).lookup(ids(60)) == [True] * 60
+
+
+def test_a_configuration_names_it(shared_pool: Pool, tmp_path: Path) -> None:
+    for config in (
+        {"storage_backend": "mooncake", **shared_pool.config},
+        {"ucm_connectors": [{"ucm_connector_name": "UcmMooncakeStore", "ucm_connector_config": shared_pool.config}]},
+        {"store_pipeline": "Cache|Mooncake", "cache_size": "1MiB", **shared_pool.config},
+        {"pipeline": [{"type": "cache", "size_gb": 0.001}, {"type": "mooncake", **shared_pool.config}]},
+    ):
+        read = load({**config, **PATIENT}, {})
+        given = {**read.store_config(), **SHAPE, "staging_capacity": "4MiB", "identity": str(tmp_path)}
+        with UcmConnectorFactoryV1.create_connector(read.ucm_connector_name, given) as store:
+            source = dump(store, 3)
+            assert loaded(store, source, 3) == [True] * 3
+
+
+def test_without_a_master_or_the_package_it_says_what_to_do(shared_pool: Pool) -> None:
+    with pytest.raises(ConfigError, match="write master_server_address: host:port"):
+        UcmConnectorFactoryV1.create_connector("UcmMooncakeStore", {**SHAPE, "staging_capacity": "4MiB"})
+    with pytest.raises(ConfigError, match="at least 16 MiB"):
+        UcmConnectorFactoryV1.create_connector("UcmMooncakeStore", {**SHAPE, **TOO_LITTLE})
+    code = (
+        "import sys; sys.modules['mooncake'] = None\n"
+        "from ucm.store import UcmConnectorFactoryV1\n"
+        f"UcmConnectorFactoryV1.create_connector('UcmMooncakeStore', {{**{SHAPE!r}, 'master_server_address': 'x:1'}})"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "install mooncake-transfer-engine" in run.stderr and "ConfigError" in run.stderr
+
+
+def test_a_killed_master_is_misses_and_a_new_one_is_used(own_pool: Callable[..., Pool], opened: Open) -> None:
+    pool = own_pool()
+    store = opened(pool, **HASTY)
+    source = dump(store, 3)
+    pool.kill_master()
+    assert not all(loaded(store, source, 3))
+    eventually(lambda: not store.healthy())
+    assert store.lookup(ids(3)) == [False] * 3
+    pool.start()  # it has forgotten everything, and lenders come back to it by themselves
+
+    def again() -> bool:
+        task = store.dump_data(ids(3), [0] * 3, source.rows(0, 1, 2))
+        try:
+            store.wait(task)
+        except TaskError:
+            return False
+        return store.lookup(ids(3)) == [True] * 3
+
+    eventually(again)
+    assert loaded(store, source, 3) == [True] * 3
+
+
+def test_a_master_that_hangs_costs_deadlines_and_then_nothing(own_pool: Callable[..., Pool], opened: Open) -> None:
+    pool = own_pool()
+    store = opened(pool, **HASTY)
+    source = dump(store, 3)
+    assert pool.master is not None
+    stop(pool.master)
+    assert loaded(store, source, 3) == [False] * 3
+    assert store.lookup(ids(3)) == [False] * 3
+    assert not store.healthy()
+    pool.master.send_signal(signal.SIGCONT)
+    eventually(lambda: store.lookup(ids(3)) == [True] * 3)
+    assert loaded(store, source, 3) == [True] * 3
+
+
+def test_a_store_ends_while_its_master_hangs(own_pool: Callable[..., Pool], opened: Open) -> None:
+    pool = own_pool()
+    store = opened(pool, **HASTY)
+    source = dump(store, 3)
+    assert pool.master is not None
+    stop(pool.master)
+    assert loaded(store, source, 3) == [False] * 3
+    store.close()
+
+
+def test_a_killed_lender_is_misses_of_what_it_lent(own_pool: Callable[..., Pool], opened: Open) -> None:
+    pool = own_pool(client_ttl=2)
+    store = opened(pool, **HASTY)
+    source = dump(store, 3)
+    (lender,) = pool.lenders
+    lender.kill()
+    lender.wait()
+    assert loaded(store, source, 3) == [False] * 3
+    pool.lend(64 << 20)
+
+    def again() -> bool:
+        dumped = store.dump_data(ids(3), [0] * 3, source.rows(0, 1, 2))
+        try:
+            store.wait(dumped)
+        except TaskError:
+            return False
+        return all(loaded(store, source, 3))
+
+    eventually(again)
+
+
+def test_eviction_under_a_reader(own_pool: Callable[..., Pool], opened: Open) -> None:
+    """What is read is exact or a miss while Mooncake evicts, with leases that end soon."""
+    pool = own_pool(lent=16 << 20, default_kv_lease_ttl=200)
+    store, reader = opened(pool), opened(pool)
+    count = 900  # 24 KiB each: more than the pool takes
+    source, rows = Memory(count), range(count)
+    over, reads = threading.Event(), []
+
+    def read() -> None:
+        while not over.is_set():
+            reads.append(loaded(reader, source, 100))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for start in range(0, count, 100):
+            some = rows[start : start + 100]
+            task = store.dump_data([ids(count)[n] for n in some], [0] * 100, source.rows(*some))
+            try:
+                store.wait(task)
+            except TaskError as error:
+                assert "no room" in str(error)
+    finally:
+        over.set()
+        thread.join()
+    assert reads
+    there = reader.lookup(ids(count))
+    assert any(there) and not all(there)
+    assert any(loaded_alone(reader, source, block) for block in rows if there[block])
+
+
+def test_a_store_lends_memory_and_only_one_that_stores(own_pool: Callable[..., Pool], opened: Open) -> None:
+    pool = own_pool(lent=0)
+    opened(pool, global_segment_size="64MiB", device_id=-1).lookup(ids(1))
+    store = opened(pool)
+    with pytest.raises(TaskError, match="no room"):
+        dump(store, 1)  # nobody lends anything yet
+    lending = opened(pool, global_segment_size="64MiB")
+    source = dump(lending, 3)
+    assert loaded(store, source, 3) == [True] * 3
+    lending.close()
+    assert loaded(store, source, 3) == [False] * 3
+
+
+def test_an_interpreter_that_ends_without_closing_it(shared_pool: Pool, tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.path[:0] = [{str(PACKAGE)!r}, {str(HERE.parent / 'store')!r}]\n"
+        "from ucm.store import UcmConnectorFactoryV1; from blocks import ids\n"
+        f"config = {{**{SHAPE!r}, **{shared_pool.config!r}, **{PATIENT!r}, 'staging_capacity': '4MiB'}}\n"
+        "store = UcmConnectorFactoryV1.create_connector('UcmMooncakeStore', config)\n"
+        "print(store.lookup(ids(2)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (0, "[False, False]\n"), run.stderr
