@@ -204,7 +204,7 @@ lint: $(VENV)/.stamp-dev $(VENV)/.stamp-core ## formatting, lints and types of R
 	@$(STAGE) "mypy" $(BIN)/mypy
 	@$(STAGE) "mypy demo" env MYPYPATH=python:demo:benches/quality $(BIN)/mypy demo/run.py demo/engine.py demo/sparse.py \
 		demo/sparse_engine.py examples/*.py
-	@$(STAGE) "mypy benches" env MYPYPATH=python:demo:tests/vllm:tests/gpu:benches/peers:benches/python:benches/quality \
+	@$(STAGE) "mypy benches" env MYPYPATH=python:tests/vllm:demo:tests/gpu:benches/peers:benches/python:benches/quality \
 		$(BIN)/mypy benches/peers/*.py benches/python/*.py benches/quality/*.py
 	@$(STAGE) "stubtest" env MYPYPATH=python $(BIN)/python -m mypy.stubtest --concise ucm._core
 
