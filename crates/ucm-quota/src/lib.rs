@@ -25,6 +25,7 @@ pub mod evidence;
 mod grant_table;
 pub mod layout;
 mod notes;
+mod pause;
 mod remove;
 mod writer_quota;
 
@@ -45,6 +46,7 @@ use layout::{BLOCKS, Modes, record_name, shard_name};
 use writer_quota::{Answers, WriterQuota};
 
 pub use capacity::Capacity;
+pub use pause::Pause;
 pub use remove::Rules;
 pub use writer_quota::{Admitted, Reservation};
 

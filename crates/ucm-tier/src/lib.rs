@@ -7,16 +7,21 @@
 
 pub mod backend;
 mod builtin;
+mod damage_rate;
 pub mod directory;
 mod kind;
 mod layout_kind;
 pub mod memory;
+#[cfg(feature = "network")]
+mod network;
 #[cfg(any(test, feature = "test-utils"))]
 pub mod nothing;
 pub mod posix;
 mod quarantine;
 mod reading;
 pub mod recency;
+#[cfg(feature = "redis")]
+pub mod redis;
 pub mod registry;
 mod root;
 mod root_layout;

@@ -32,7 +32,7 @@ use ucm_core::{Error, ErrorKind, Result};
 
 use crate::builtin;
 pub use crate::kind::{
-    Age, Amount, BuildContext, BuiltTier, CodecName, Directories, Mode, Size, StoreName, TierKind,
+    Addresses, Age, Amount, BuildContext, BuiltTier, CodecName, Directories, Mode, Size, StoreName, TierKind,
     TierOptions, seconds,
 };
 

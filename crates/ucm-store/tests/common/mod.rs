@@ -13,6 +13,7 @@ pub(crate) mod merging;
 pub(crate) mod mount;
 pub(crate) mod over;
 pub(crate) mod pages;
+pub(crate) mod servers;
 pub(crate) mod segments;
 pub(crate) mod setup;
 pub(crate) mod shared;
@@ -41,7 +42,7 @@ pub(crate) use setup::{Above, Layout, Setup};
 #[allow(unused_imports, reason = "each test file uses its part of this")]
 pub(crate) use device::{Device, SlowDevice, SoftCuda, content};
 #[allow(unused_imports, reason = "each test file uses its part of this")]
-pub(crate) use media::{Medium, media, memory_config, on, shape};
+pub(crate) use media::{Medium, is_here, media, memory_config, on, sample, shape};
 
 /// A store, the faults before it, and the directory below it.
 pub(crate) struct Store {

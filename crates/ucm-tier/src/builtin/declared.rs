@@ -85,7 +85,3 @@ pub(super) fn mooncake() -> TierKind {
 pub(super) fn object() -> TierKind {
     TierKind::declared::<NoOptions>(StoreName::new("object", "UcmObjectStore", SUMMARY), A_DIRECTORY)
 }
-
-pub(super) fn redis() -> TierKind {
-    TierKind::declared::<NoOptions>(StoreName::new("redis", "UcmRedisStore", SUMMARY), A_DIRECTORY)
-}

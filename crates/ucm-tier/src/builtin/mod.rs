@@ -7,6 +7,7 @@ mod declared;
 mod memory;
 mod posix;
 mod python;
+mod redis;
 #[cfg(feature = "test-utils")]
 mod toy;
 
@@ -21,7 +22,7 @@ pub(crate) fn built_in() -> Vec<TierKind> {
         declared::ds3fs(),
         declared::mooncake(),
         declared::object(),
-        declared::redis(),
+        redis::kind(),
         python::empty(),
         python::fake(),
         #[cfg(feature = "test-utils")]

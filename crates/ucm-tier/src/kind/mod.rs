@@ -20,7 +20,7 @@ use ucm_record::{Algorithm, RecordLayout};
 
 use crate::backend::Backend;
 
-pub use options::{Age, Amount, CodecName, Directories, Mode, Size};
+pub use options::{Addresses, Age, Amount, CodecName, Directories, Mode, Size};
 
 /// The options of a kind: a struct with `#[serde(default, deny_unknown_fields)]` whose fields are the keys of the
 /// configuration. Keys that must be given stand in `"required"` of its schema.

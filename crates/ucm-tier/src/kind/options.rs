@@ -11,6 +11,7 @@
 //! | `"env"` | variables of the environment that set it |
 //! | `"unit"` | unit of the value, or what may be written, for the documentation |
 //! | `"unset"` | what holds where nothing is given, for the documentation |
+//! | `"schemes"` | what addresses begin with |
 //!
 //! Bounds are `#[schemars(range(min = ..., max = ...))]`, the description is the field's doc comment.
 
@@ -26,6 +27,11 @@ use ucm_record::Algorithm;
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Directories(pub Vec<PathBuf>);
+
+/// Addresses of servers, as written. The field's `"schemes"` are those that it takes.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Addresses(pub Vec<String>);
 
 /// A number of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -134,6 +140,7 @@ macro_rules! described {
 
 described! {
     Directories: { "type": "array", "items": { "type": "string" }, "format": "directories" },
+    Addresses: { "type": "array", "items": { "type": "string" }, "format": "addresses" },
     CodecName: { "type": "string", "enum": ["off", "lz4", "zstd"] },
     Size: { "type": "integer", "minimum": 0, "format": "size" },
     Age: { "type": "integer", "minimum": 0, "format": "age" },
