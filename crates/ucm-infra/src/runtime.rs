@@ -62,7 +62,8 @@ impl Runtime {
     pub fn handle(&self) -> Result<&Handle> {
         let here = self.tokio.as_ref().filter(|_| self.pid == std::process::id());
         here.map(tokio::runtime::Runtime::handle).ok_or_else(|| {
-            let text = "this store was opened before a fork, and the child has none of its threads; open it there";
+            let text =
+                "this store was opened before a fork, and the child has none of its threads; open it there";
             Error::new(ErrorKind::Forked, text)
         })
     }
@@ -132,7 +133,11 @@ impl<T> Teller<T> {
 
 impl<T> Drop for Teller<T> {
     fn drop(&mut self) {
-        let silent = || Err(Error::internal("work for a network medium panicked or was given up; please report"));
+        let silent = || {
+            Err(Error::internal(
+                "work for a network medium panicked or was given up; please report",
+            ))
+        };
         self.0.result.lock().get_or_insert_with(silent);
         self.0.told.notify();
     }

@@ -80,7 +80,13 @@ pub(super) fn of_kind(
         clock: Arc::clone(clock),
     };
     let kind = registry::find(word)?;
-    let options = sample(&kind, root);
+    let mut options = sample(&kind, root);
+    options.extend(
+        setup
+            .options
+            .iter()
+            .map(|(key, value)| ((*key).to_owned(), value.clone())),
+    );
     let built = kind.build(&context, options)?;
     Ok((built.backend, built.pool))
 }

@@ -13,10 +13,11 @@ pub(crate) mod merging;
 pub(crate) mod mount;
 pub(crate) mod over;
 pub(crate) mod pages;
-pub(crate) mod servers;
 pub(crate) mod segments;
+pub(crate) mod servers;
 pub(crate) mod setup;
 pub(crate) mod shared;
+pub(crate) mod stored;
 pub(crate) mod tiers;
 
 use std::path::{Path, PathBuf};

@@ -2,7 +2,7 @@
 
 #![allow(clippy::print_stderr, reason = "a test says why it is skipped")]
 
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 /// A server and where it listens.
 pub(crate) struct Server {
     pub(crate) port: u16,
+    /// Its process.
+    pid: String,
     /// A shell that ends the server when this process does, however that ends: its standard input is closed then.
     keeper: Child,
 }
@@ -19,22 +21,50 @@ pub(crate) struct Server {
 impl Server {
     /// Runs a program until this process ends, or the server is dropped.
     fn start(port: u16, dir: &Path, command: &str) -> Self {
-        let script = format!("{command} & pid=$!; read -r _; kill -9 $pid; wait $pid");
+        let script =
+            format!("{command} >/dev/null 2>&1 & pid=$!; echo $pid; read -r _; kill -9 $pid; wait $pid");
         let mut keeper = Command::new("sh")
             .args(["-c", &script])
             .current_dir(dir)
             .stdin(Stdio::piped())
-            .stdout(Stdio::null())
+            .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
+        let mut pid = String::new();
+        let said = keeper.stdout.take().unwrap();
+        BufReader::new(said).read_line(&mut pid).unwrap();
+        let pid = pid.trim().to_owned();
         let start = Instant::now();
         while TcpStream::connect(("127.0.0.1", port)).is_err() {
             assert!(keeper.try_wait().unwrap().is_none(), "{command} ended");
-            assert!(start.elapsed() < Duration::from_secs(60), "{command} does not listen");
+            assert!(
+                start.elapsed() < Duration::from_secs(60),
+                "{command} does not listen"
+            );
             std::thread::yield_now();
         }
-        Self { port, keeper }
+        Self { port, pid, keeper }
+    }
+
+    /// From now on it answers nothing, and its connections stay open.
+    pub(crate) fn freeze(&self) {
+        self.signal("-STOP");
+    }
+
+    /// It goes on.
+    pub(crate) fn thaw(&self) {
+        self.signal("-CONT");
+    }
+
+    fn signal(&self, signal: &str) {
+        assert!(
+            Command::new("kill")
+                .args([signal, &self.pid])
+                .status()
+                .unwrap()
+                .success()
+        );
     }
 }
 
@@ -82,8 +112,11 @@ pub(crate) fn shared_redis() -> Option<&'static str> {
 
 /// Whether the machine has this program. A test that needs it is skipped where not, and says so; it fails where
 /// `UCM_REQUIRE_ROOT_TESTS` is set, as it is for whoever could have installed it.
-fn has_program(name: &str) -> bool {
-    let found = Command::new("sh").args(["-c", &format!("command -v {name}")]).output().unwrap();
+pub(crate) fn has_program(name: &str) -> bool {
+    let found = Command::new("sh")
+        .args(["-c", &format!("command -v {name}")])
+        .output()
+        .unwrap();
     if !found.status.success() {
         let required = std::env::var_os("UCM_REQUIRE_ROOT_TESTS").is_some();
         assert!(!required, "{name} is not installed (apt-get install {name})");

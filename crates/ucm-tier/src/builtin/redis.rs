@@ -103,7 +103,10 @@ mod built {
     /// A prefix for the keys of a test.
     fn prefix_of(scratch: &Path) -> String {
         let path = scratch.display().to_string();
-        let plain: String = path.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+        let plain: String = path
+            .chars()
+            .map(|c| if c.is_ascii_alphanumeric() { c } else { '-' })
+            .collect();
         plain[plain.len().saturating_sub(60)..].to_owned()
     }
 

@@ -52,12 +52,19 @@ impl Address {
                         for / @ : and the like, or given apart (redis_password)";
             Error::new(ErrorKind::Config, text).with("wrong", why)
         };
-        if !["redis://", "rediss://"].iter().any(|scheme| written.starts_with(scheme)) {
+        if !["redis://", "rediss://"]
+            .iter()
+            .any(|scheme| written.starts_with(scheme))
+        {
             return Err(wrong("the scheme"));
         }
-        let info = written.into_connection_info().map_err(|_| wrong("what follows the scheme"))?;
+        let info = written
+            .into_connection_info()
+            .map_err(|_| wrong("what follows the scheme"))?;
         if matches!(info.addr(), ConnectionAddr::TcpTls { insecure: true, .. }) {
-            return Err(wrong("#insecure, which trusts whoever answers; name the authority with redis_tls_ca"));
+            return Err(wrong(
+                "#insecure, which trusts whoever answers; name the authority with redis_tls_ca",
+            ));
         }
         let mut settings = info.redis_settings().clone();
         if let Some(username) = &login.username {

@@ -38,6 +38,9 @@ const QUEUE: usize = 256;
 /// Keys that one step of a listing asks for.
 const SCAN: usize = 1000;
 
+/// What is said where user and password are not right, or have not the right.
+const NO_LOGIN: &str = "the server does not let us in; check user and password (redis_username, redis_password) and their rights";
+
 /// What a question is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Traffic {
@@ -122,7 +125,10 @@ impl Connections {
 
     /// Looks what answers at the addresses, by this deadline, and uses that from now on.
     pub(super) fn discover(&self, deadline: MonotonicTime) -> Result<ServerInfo> {
-        let clients = self.addresses.iter().map(|address| Ok((address.to_string(), self.client(address)?)));
+        let clients = self
+            .addresses
+            .iter()
+            .map(|address| Ok((address.to_string(), self.client(address)?)));
         let clients: Vec<_> = clients.collect::<Result<_>>()?;
         let first = async move {
             let mut failed = Error::internal("no address was given");
@@ -182,10 +188,18 @@ impl Connections {
 
     /// Asks these questions and waits for all answers, for as long as somebody waits for this job: an answer or a refusal for
     /// each, in order, or why none came.
-    pub(super) fn ask(&self, io: &IoJob, traffic: Traffic, questions: Vec<Cmd>) -> Result<Vec<Result<Value>>> {
+    pub(super) fn ask(
+        &self,
+        io: &IoJob,
+        traffic: Traffic,
+        questions: Vec<Cmd>,
+    ) -> Result<Vec<Result<Value>>> {
         let asked = questions.len();
-        let answers =
-            self.with_link(io, traffic, move |mut link| async move { link.ask(&questions).await })?;
+        let answers = self.with_link(
+            io,
+            traffic,
+            move |mut link| async move { link.ask(&questions).await },
+        )?;
         if answers.len() != asked {
             return Err(Error::internal("the server did not answer every question"));
         }
@@ -195,12 +209,16 @@ impl Connections {
     /// [`Connections::ask`] with one question.
     pub(super) fn ask_one(&self, io: &IoJob, traffic: Traffic, question: Cmd) -> Result<Value> {
         let mut answers = self.ask(io, traffic, vec![question])?;
-        answers.pop().unwrap_or_else(|| Err(Error::internal("a question has no answer")))
+        answers
+            .pop()
+            .unwrap_or_else(|| Err(Error::internal("a question has no answer")))
     }
 
     /// Every key of this pattern, on all nodes.
     pub(super) fn scan(&self, io: &IoJob, pattern: String) -> Result<Vec<Vec<u8>>> {
-        self.with_link(io, Traffic::Short, move |mut link| async move { link.scan(&pattern).await })
+        self.with_link(io, Traffic::Short, move |mut link| async move {
+            link.scan(&pattern).await
+        })
     }
 
     /// What the server says of itself, of a cluster all nodes together.
@@ -253,7 +271,9 @@ impl Line {
         }
         let line = Arc::clone(self);
         let connecting = tokio::spawn(async move { line.connect(server).await });
-        connecting.await.unwrap_or_else(|_| Err(Error::internal("making a connection panicked")))
+        connecting
+            .await
+            .unwrap_or_else(|_| Err(Error::internal("making a connection panicked")))
     }
 
     fn usable(&self, state: &State) -> Option<(u64, Link)> {
@@ -293,7 +313,10 @@ impl Line {
     fn note(&self, error: Option<&Error>, began: MonotonicTime, now: MonotonicTime) {
         let mut health = self.health.lock();
         if !error.is_some_and(|error| error.kind() == ErrorKind::Timeout) {
-            *health = Health { heard: now, unanswered: None };
+            *health = Health {
+                heard: now,
+                unanswered: None,
+            };
         } else if health.heard < began {
             let since = *health.unanswered.get_or_insert(began);
             if now.since(since) >= SILENCE {
@@ -353,8 +376,12 @@ impl Link {
             (Self::One(connection), [one]) => vec![connection.req_packed_command(one).await],
             (Self::One(connection), several) => {
                 let mut pipeline = redis::pipe();
-                several.iter().for_each(|question| _ = pipeline.add_command(question.clone()));
-                let answers = connection.req_packed_commands(&pipeline, 0, several.len()).await?;
+                several
+                    .iter()
+                    .for_each(|question| _ = pipeline.add_command(question.clone()));
+                let answers = connection
+                    .req_packed_commands(&pipeline, 0, several.len())
+                    .await?;
                 answers.into_iter().map(Ok).collect()
             }
             // The nodes are asked side by side; over each connection that is a pipeline again.
@@ -396,14 +423,21 @@ impl Link {
             let mut cursor = "0".to_owned();
             loop {
                 let mut question = redis::cmd("SCAN");
-                question.arg(&cursor).arg("MATCH").arg(pattern).arg("COUNT").arg(SCAN);
+                question
+                    .arg(&cursor)
+                    .arg("MATCH")
+                    .arg(pattern)
+                    .arg("COUNT")
+                    .arg(SCAN);
                 let answer = match (&mut *self, &node) {
                     (Self::Cluster(connection), Some((host, port))) => {
                         let node = SingleNodeRoutingInfo::ByAddress {
                             host: host.clone(),
                             port: *port,
                         };
-                        connection.route_command(question, RoutingInfo::SingleNode(node)).await
+                        connection
+                            .route_command(question, RoutingInfo::SingleNode(node))
+                            .await
                     }
                     (Self::One(connection), _) => connection.req_packed_command(&question).await,
                     (Self::Cluster(_), None) => break,
@@ -429,7 +463,9 @@ async fn primaries(connection: &mut ClusterConnection) -> Result<Vec<(String, u1
     let any = RoutingInfo::SingleNode(SingleNodeRoutingInfo::Random);
     let ranges = connection.route_command(question, any).await?.extract_error()?;
     let mut nodes = Vec::new();
-    let Value::Array(ranges) = ranges else { return Ok(nodes) };
+    let Value::Array(ranges) = ranges else {
+        return Ok(nodes);
+    };
     for range in ranges {
         // First slot, last slot, the primary (host, port, ...), replicas.
         let Value::Array(range) = range else { continue };
@@ -463,6 +499,9 @@ fn no_client(error: RedisError) -> Error {
 fn no_answer(error: RedisError) -> Error {
     match error.code() {
         Some(_) => refusal(&error),
+        None if error.kind() == redis::ErrorKind::AuthenticationFailed => {
+            Error::new(ErrorKind::Io, NO_LOGIN).caused_by(error)
+        }
         None if error.is_timeout() => late().caused_by(error),
         None => Error::new(ErrorKind::Io, "the server cannot be reached").caused_by(error),
     }
@@ -471,13 +510,16 @@ fn no_answer(error: RedisError) -> Error {
 /// Why the server refused. A server that keeps no more, or cannot save what it has, is full.
 fn refusal(error: &RedisError) -> Error {
     let (kind, text) = match error.code() {
-        Some("OOM") => (ErrorKind::NoSpace, "the server is full (maxmemory) and removes nothing by itself"),
-        Some("MISCONF") => (ErrorKind::NoSpace, "the server takes no writes, for it cannot save them"),
-        Some("WRONGTYPE") => (ErrorKind::Foreign, "what has this record's key is no record"),
-        Some("NOAUTH" | "WRONGPASS" | "NOPERM") => (
-            ErrorKind::Io,
-            "the server does not let us; check user and password (redis_username, redis_password) and their rights",
+        Some("OOM") => (
+            ErrorKind::NoSpace,
+            "the server is full (maxmemory) and removes nothing by itself",
         ),
+        Some("MISCONF") => (
+            ErrorKind::NoSpace,
+            "the server takes no writes, for it cannot save them",
+        ),
+        Some("WRONGTYPE") => (ErrorKind::Foreign, "what has this record's key is no record"),
+        Some("NOAUTH" | "WRONGPASS" | "NOPERM") => (ErrorKind::Io, NO_LOGIN),
         _ => (ErrorKind::Io, "the server refused"),
     };
     Error::new(kind, text).caused_by(error.clone())

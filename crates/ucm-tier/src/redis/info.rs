@@ -70,7 +70,10 @@ mod tests {
                     maxmemory_policy:allkeys-lru\r\n# Replication\r\nrole:master\r\n# Cluster\r\ncluster_enabled:1\r\n";
         let node = Value::BulkString(text.as_bytes().to_vec());
         let info = ServerInfo::parse(&node);
-        assert_eq!((info.version.as_str(), info.is_cluster, info.is_replica), ("7.0.15", true, false));
+        assert_eq!(
+            (info.version.as_str(), info.is_cluster, info.is_replica),
+            ("7.0.15", true, false)
+        );
         assert_eq!((info.used, info.limit), (1000, Some(5000)));
         let at = |port| Value::SimpleString(format!("h:{port}"));
         let all = ServerInfo::parse(&Value::Map(vec![(at(1), node.clone()), (at(2), node)]));

@@ -41,6 +41,8 @@ use known::Known;
 
 /// Bytes of small records that one thread reads together.
 const RUN: usize = 512 << 10;
+/// Bytes of a record from which on it is asked for before it is sent.
+const ASK_FIRST: usize = 128 << 10;
 /// Records that one step of a listing asks for.
 const TOGETHER: usize = 1024;
 /// Damaged records in a minute above which the server counts as sick.
@@ -115,7 +117,10 @@ struct Seen {
 impl RedisBackend {
     /// A backend over these threads; nothing is touched before [`Backend::open`]. `Config` for addresses that are none.
     pub fn new(config: RedisConfig, pool: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Self> {
-        let addresses = config.addresses.iter().map(|written| Address::parse(written, &config.login));
+        let addresses = config
+            .addresses
+            .iter()
+            .map(|written| Address::parse(written, &config.login));
         let addresses: Vec<Address> = addresses.collect::<Result<_>>()?;
         if addresses.is_empty() {
             let text = "storage_backends names no server; write redis://host:port, or rediss:// for TLS";
@@ -167,7 +172,9 @@ impl Backend for RedisBackend {
     }
 
     fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {
-        let written = self.shared.write(io, id, &slot.as_slice()[..options.len], &options);
+        let written = self
+            .shared
+            .write(io, id, &slot.as_slice()[..options.len], &options);
         drop(slot); // before the answer
         done(written);
     }
@@ -194,8 +201,16 @@ impl Backend for RedisBackend {
     }
 
     fn quarantine(&self, _id: BlockId, done: Done<Quarantined>) {
-        let few = self.shared.damage.lock().count(self.shared.clock.now(), MOST_DAMAGED);
-        done(Ok(if few { Quarantined::LeftAlone } else { Quarantined::Stopped }));
+        let few = self
+            .shared
+            .damage
+            .lock()
+            .count(self.shared.clock.now(), MOST_DAMAGED);
+        done(Ok(if few {
+            Quarantined::LeftAlone
+        } else {
+            Quarantined::Stopped
+        }));
     }
 
     fn stats(&self) -> MediumStats {
@@ -257,8 +272,8 @@ impl Indexed for RedisBackend {
         done(Ok(())); // every read asks the server
     }
 
-    fn is_published(&self, id: BlockId) -> bool {
-        self.shared.known.is(id, self.shared.clock.now())
+    fn is_published(&self, _id: BlockId) -> bool {
+        false // what is known may have gone since, and a dump that is not made must not be a hit
     }
 }
 
@@ -273,7 +288,11 @@ impl Shared {
         let mut server = self.server.lock();
         let info = &server.info;
         let (version, bound) = (&info.version, info.bound());
-        let what = if info.is_cluster { "a cluster" } else { "one server" };
+        let what = if info.is_cluster {
+            "a cluster"
+        } else {
+            "one server"
+        };
         let (connections, expire) = (self.config.connections, self.config.expire_after.as_secs());
         let words = format!(
             "Redis {version}, {what}, {connections} connections for blocks, {bound}, blocks live {expire} s after their last \
@@ -295,7 +314,13 @@ impl Shared {
         let mut manifest = Manifest::new(&config.identity, config.labels.clone());
         manifest.add(config.part, &config.record, &config.geometry);
         let expire = config.expire_after.max(2 * DESCRIBE_AGAIN);
-        match self.put(io, &self.keys.manifest(config.part), &manifest.to_bytes(), expire, true) {
+        match self.put(
+            io,
+            &self.keys.manifest(config.part),
+            &manifest.to_bytes(),
+            expire,
+            true,
+        ) {
             // A full server can be read all the same, and may have room again.
             Err(error) if error.kind() != ErrorKind::NoSpace => return Err(error),
             _ => {}
@@ -375,7 +400,11 @@ impl Shared {
                 let text = "the server does not have this record (any more)";
                 return Err(Error::new(ErrorKind::NotFound, text).with("block", id));
             }
-            _ => return Err(Error::internal("the server answered a question for a record with something else")),
+            _ => {
+                return Err(Error::internal(
+                    "the server answered a question for a record with something else",
+                ));
+            }
         };
         let len = record.len().min(slot.len());
         slot.as_mut_slice()[..len].copy_from_slice(&record[..len]);
@@ -389,11 +418,7 @@ impl Shared {
     }
 
     fn write(&self, io: &IoJob, id: BlockId, record: &[u8], options: &WriteOptions) -> Result<Written> {
-        let now = self.clock.now();
-        if !options.replace && self.known.is(id, now) {
-            return Ok(Written::Present);
-        }
-        self.pause.lock().check(now)?;
+        self.pause.lock().check(self.clock.now())?;
         let written = self.write_record(io, id, record, options);
         let now = self.clock.now();
         self.pause.lock().judge(written.as_ref().err(), now);
@@ -404,8 +429,20 @@ impl Shared {
     }
 
     /// Stores a record unless it is there; what has its name and is none makes way.
-    fn write_record(&self, io: &IoJob, id: BlockId, record: &[u8], options: &WriteOptions) -> Result<Written> {
+    fn write_record(
+        &self,
+        io: &IoJob,
+        id: BlockId,
+        record: &[u8],
+        options: &WriteOptions,
+    ) -> Result<Written> {
         let (key, expire) = (self.keys.record(id), self.config.expire_after);
+        if !options.replace && (record.len() >= ASK_FIRST || self.known.is(id, self.clock.now())) {
+            let there = self.ask_each(io, &[id], |key| question("STRLEN", &key))?;
+            if there.into_iter().any(|len| self.presence(len).is_ok()) {
+                return Ok(Written::Present);
+            }
+        }
         if options.replace || !self.put(io, &key, record, expire, false)? {
             if self.stays(io, &key, options.replace)? {
                 return Ok(Written::Present);
@@ -414,8 +451,12 @@ impl Shared {
         }
         self.recency.published(id, options.ordinal, self.clock.wall_ns());
         if options.read_back {
-            let back = self.connections.ask_one(io, Traffic::Record, question("GET", &key))?;
-            return Ok(self.judge(id, &back).map_or_else(Written::Unsound, |()| Written::Published));
+            let back = self
+                .connections
+                .ask_one(io, Traffic::Record, question("GET", &key))?;
+            return Ok(self
+                .judge(id, &back)
+                .map_or_else(Written::Unsound, |()| Written::Published));
         }
         Ok(Written::Published)
     }
@@ -425,7 +466,9 @@ impl Shared {
     fn stays(&self, io: &IoJob, key: &str, refused: bool) -> Result<bool> {
         let mut head = question("GETRANGE", key);
         head.arg(0).arg(RecordHeader::LONGEST - 1);
-        let answers = self.connections.ask(io, Traffic::Short, vec![question("STRLEN", key), head])?;
+        let answers = self
+            .connections
+            .ask(io, Traffic::Short, vec![question("STRLEN", key), head])?;
         match <[Result<Value>; 2]>::try_from(answers) {
             Ok([Ok(Value::Int(len)), Ok(Value::BulkString(head))]) => {
                 let newer = match RecordHeader::decode(&head) {
@@ -464,7 +507,8 @@ impl Shared {
         })?;
         let (there, gone): (Vec<_>, Vec<_>) = ids.iter().zip(touched).partition(|(_, touched)| *touched == 1);
         self.recency.count(there.len() as u64);
-        self.known.learn(there.into_iter().map(|(id, _)| *id), self.clock.now());
+        self.known
+            .learn(there.into_iter().map(|(id, _)| *id), self.clock.now());
         gone.into_iter().for_each(|(id, _)| self.known.forget(*id));
         let described = self.server.lock().described;
         if self.clock.now().since(described) >= DESCRIBE_AGAIN {
