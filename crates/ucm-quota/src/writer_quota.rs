@@ -17,7 +17,7 @@ const MOST_WAITING: usize = 1 << 16;
 /// Least time between two times that the keeper is asked to look although nobody waits for it.
 const ASK_AGAIN: Duration = Duration::from_millis(50);
 /// How long a grant holds without news from its writer, by the writer's own clock; half of what the collector waits.
-pub(super) const HOLDS: Duration = Duration::from_secs(300);
+pub const HOLDS: Duration = Duration::from_secs(300);
 
 /// What an admitted write hands back when it ended.
 #[derive(Debug, Clone, Copy)]

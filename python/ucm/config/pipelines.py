@@ -7,7 +7,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ucm.config.stores import COMMON, IN_SEGMENTS, KNOWN_STORES, STORES, instead_of, needs_directory
+from ucm.config.sizes import scheme_of, without_login
+from ucm.config.stores import (
+    COMMON,
+    IN_SEGMENTS,
+    KNOWN_STORES,
+    STORE_OF_SCHEME,
+    STORES,
+    instead_of,
+    needs_directory,
+    schemes_of,
+)
 from ucm.config.words import hint
 
 if TYPE_CHECKING:
@@ -69,9 +79,20 @@ def _is_file(stage: Stage) -> bool:
     return is_stage(stage.store) and needs_directory(stage.store)
 
 
+def _has_place(stage: Stage) -> bool:
+    """Whether it keeps blocks in a directory or at an address that has to be named."""
+    return _is_file(stage) or bool(is_stage(stage.store) and schemes_of(stage.store))
+
+
 def with_roots(stages: Sequence[Stage], common: Sequence[str]) -> tuple[Stage, ...]:
-    """The stages with the directories written beside the pipeline: one for each file stage without its own."""
-    without = [stage for stage in stages if _is_file(stage) and not stage.storage_backends]
+    """The stages with the places written beside the pipeline: one for each stage that needs one and has none of its own;
+    of a single stage of servers all of them."""
+    without = [stage for stage in stages if _has_place(stage) and not stage.storage_backends]
+    if len(without) == 1 and not _is_file(without[0]):
+        return tuple(
+            stage.model_copy(update={"storage_backends": tuple(common)}) if stage in without else stage
+            for stage in stages
+        )
     if len(without) != len(common):
         return tuple(stages)
     given = iter(common)
@@ -163,14 +184,32 @@ def _policies(stages: Sequence[Stage]) -> Iterator[str]:
         yield "no stage of the pipeline has write_policy: through, so no block would ever be stored"
 
 
+def place_problems(store: str, places: Sequence[str]) -> Iterator[str]:
+    """Why this store cannot keep blocks at these places: an address for a directory, or another store's address."""
+    schemes = schemes_of(store)
+    if schemes and not places:
+        yield (
+            f"{store} is given no address to keep blocks at; write storage_backends: {schemes[0]}://... "
+            "(kv_connector_extra_config or file), or set UCM_STORAGE_PATH"
+        )
+    for place in places:
+        scheme = scheme_of(place)
+        if scheme in schemes or not (scheme or schemes):
+            continue
+        wanted = " or ".join(f"{known}://..." for known in schemes) or "a local directory"
+        owner = STORE_OF_SCHEME.get(scheme)
+        instead = f", or name {owner}, which takes it" if owner else ""
+        yield f"{without_login(place)} is no place for {store}; give {wanted}{instead}"
+
+
 def _roots(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
     seen: dict[str, str] = {}
-    files = [stage for stage in with_roots(stages, settings.storage_backends) if _is_file(stage)]
-    missing = [word_of(stage.store) for stage in files if not stage.storage_backends]
-    own = all(stage.storage_backends for stage in stages if _is_file(stage))
+    placed = [stage for stage in with_roots(stages, settings.storage_backends) if _has_place(stage)]
+    missing = [word_of(stage.store) for stage in placed if not stage.storage_backends]
+    own = all(stage.storage_backends for stage in stages if _has_place(stage))
     if own and settings.storage_backends:
         yield (
-            f"storage_backends names {', '.join(settings.storage_backends)} beside a pipeline whose stages all have a "
+            f"storage_backends names {_shown(settings.storage_backends)} beside a pipeline whose stages all have a "
             "directory of their own; leave one of the two out"
         )
     if missing:
@@ -180,15 +219,20 @@ def _roots(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
             f"names {given or 'none'}; give each its own (path: /some/directory in the stage), or name in "
             "storage_backends as many as there are such stages, top first"
         )
-    several = sum(len(stage.storage_backends[:1]) for stage in files) > 1
-    for stage in files:
-        if len(stage.storage_backends) > 1:
+    several = sum(len(stage.storage_backends[:1]) for stage in placed) > 1
+    for stage in placed:
+        yield from place_problems(stage.store, stage.storage_backends) if stage.storage_backends else ()
+        if len(stage.storage_backends) > 1 and _is_file(stage):
             yield f"{word_of(stage.store)} has several directories ({', '.join(stage.storage_backends)}); give it one"
         for root in stage.storage_backends[:1]:
-            real = _real(root) if several else root
+            real = _real(root) if several and not scheme_of(root) else root
             if real in seen:
-                yield f"two stages of the pipeline have the same directory {root}; give each its own"
+                yield f"two stages of the pipeline have the same directory {without_login(root)}; give each its own"
             seen[real] = root
+
+
+def _shown(places: Sequence[str]) -> str:
+    return ", ".join(map(without_login, places))
 
 
 def _real(path: str) -> str:

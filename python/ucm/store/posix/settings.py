@@ -13,6 +13,8 @@ from ucm.config import warn_once
 from ucm.config.fields import section_of
 from ucm.config.layer import gibibytes
 from ucm.config.model import BreakerConfig, Deadlines, StoreSettings
+from ucm.config.pipelines import place_problems
+from ucm.config.sizes import without_login
 from ucm.config.stores import DEFAULT_STORE, STORES, own_keys
 from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, PLATFORMS, UNUSED, nearest, without_effect
 from ucm.errors import ConfigError, InvalidInputError
@@ -98,8 +100,9 @@ class EngineSettings(StoreSettings):
     @property
     def label(self) -> str:
         """What stands before its messages in the log."""
-        found = STORES[self.store_name]
-        return self.storage_backends[0] if found.kind.needs_directory and self.storage_backends else found.word
+        kind = STORES[self.store_name].kind
+        placed = (kind.needs_directory or kind.schemes) and self.storage_backends
+        return without_login(self.storage_backends[0]) if placed else STORES[self.store_name].word
 
     @property
     def device(self) -> str:
@@ -145,6 +148,12 @@ class EngineSettings(StoreSettings):
 
 class TierSettings(EngineSettings):
     """Keys of a store of one tier."""
+
+    @model_validator(mode="after")
+    def _fitting_places(self) -> Self:
+        for why in place_problems(self.store_name, self.storage_backends):
+            raise ValueError(why)
+        return self
 
     @model_validator(mode="after")
     def _one_root(self) -> Self:
