@@ -97,7 +97,7 @@ COMPRESSED := (binary(/^(rules|first_failure|ends|audit|paranoid|segments|segmen
 skipped = echo "$$(sort -u $(SKIPPED) 2>/dev/null | wc -l) tests mean nothing over some of these; why: $(SKIPPED)"
 comma := ,
 
-test-rust: ## unit, property and documentation tests of the crates
+test-rust: servers ## unit, property and documentation tests of the crates
 ifneq ($(NEXTEST),)
 	@$(STAGE) "cargo nextest" cargo nextest run --locked --workspace --exclude ucm-py
 	@$(STAGE) "the store over compressed segments" env UCM_TEST_COMPRESS=zstd UCM_TEST_LAYOUT=segment \
@@ -117,14 +117,15 @@ loom: ## every interleaving of what was written here with atomics
 
 .PHONY: test-py
 test-py: export UCM_TEST_DRIVER = $(SOFTCUDA)
-test-py: $(RUN_ENV) ## the Python tests, with vLLM's engines last
+test-py: $(RUN_ENV) servers ## the Python tests, with vLLM's engines last
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
-		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu
+		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu \
+		--ignore tests/remote/test_engine.py
 	@$(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans tests/gpu
 	@$(foreach device,$(VENDORS),UCM_TEST_DEVICE=$(device) \
 		$(STAGE) "pytest trans on $(device)" $(RUN_BIN)/python -m pytest --quiet tests/trans -k $(device);)
-	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py
+	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py tests/remote/test_engine.py
 
 # A kind of tier in one file and one line, from Python: with a core that has a toy, beside the usual one.
 .PHONY: test-kinds
@@ -227,6 +228,24 @@ $(VENV)/.stamp-core: $(VENV)/.stamp-dev $(RUST_SOURCES) pyproject.toml
 	@VIRTUAL_ENV=$(abspath $(VENV)) PATH="$(abspath .tools/bin):$$PATH" \
 		$(STAGE) "build ucm._core" $(COMMIT) $(BIN)/maturin develop --quiet --uv --release --locked
 	@touch $@
+
+# --- servers -------------------------------------------------------------------------------------------------------
+
+# What stores of the network are tested on and shown with. redis-server and openssl are packages of Debian, installed
+# where that is allowed; s3s-fs is built once, apart from everything of ours.
+S3S_FS := .tools/bin/s3s-fs
+.PHONY: servers
+servers: $(S3S_FS) ## the servers that stores of the network are tested on
+	@for program in redis-server openssl; do command -v $$program > /dev/null || missing="$${missing:-} $$program"; done; \
+	if [ -z "$${missing:-}" ]; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    $(STAGE) "install$$missing" env DEBIAN_FRONTEND=noninteractive bash -c \
+	        "apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends $$missing"; \
+	else echo "not there:$$missing; tests that need it are skipped (apt-get install$$missing)"; fi
+
+$(S3S_FS): | .tools/.stamp-uv
+	@$(STAGE) "build s3s-fs" env CARGO_TARGET_DIR=target/servers CARGO_PROFILE_DEV_OPT_LEVEL=1 \
+		cargo install --quiet --debug --locked --root .tools s3s-fs@0.14.1 --features binary
 
 # --- environments --------------------------------------------------------------------------------------------------
 

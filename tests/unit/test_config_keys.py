@@ -83,7 +83,6 @@ def test_there_is_one_way_of_reading_and_writing_files(key: str) -> None:
         ({}, {"UCM_SPARSE_TYPE": "kvstar"}, "sparse attention (KVStarMultiStep) is not built yet"),
         ({}, {"UCM_STORAGE_BACKEND": "mooncake"}, "UcmMooncakeStore is not built yet"),
         ({"storage_backend": "ds3fs"}, {}, "UcmDs3fsStore is not built yet"),
-        ({"storage_backend": "object"}, {}, "UcmObjectStore is not built yet"),
         ({"storage_path": "/a:/b"}, {}, "several storage_backends"),
     ],
 )
@@ -190,7 +189,6 @@ def test_values(extra: dict[str, Any], key: str, value: object) -> None:
         ({"metrics": {"port": 70000}}, "less than or equal to 65535"),
         ({"storage_backends": []}, "names no directory"),
         ({"storage_backends": 7}, "is not a directory"),
-        ({"storage_backends": "s3://bucket/prefix"}, "object stores are not built yet"),
         ({"storage_backends": "server:/export"}, "mount it"),
         ({"storage_backends": ["server:/export"]}, "mount it"),
         ({"ucm_connectors": []}, "a list of one to 8"),

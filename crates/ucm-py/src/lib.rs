@@ -9,6 +9,7 @@ mod convert;
 mod ffi;
 mod hasher;
 mod kinds;
+mod places;
 mod quiet;
 mod store;
 mod task;
@@ -26,6 +27,8 @@ mod _core {
     use super::hasher::{BlockHasher, part_mask, record_ids};
     #[pymodule_export]
     use super::kinds::tier_kinds;
+    #[pymodule_export]
+    use super::places::Place;
     #[pymodule_export]
     use super::quiet::QuietSha256;
     #[pymodule_export]

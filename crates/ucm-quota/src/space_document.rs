@@ -85,7 +85,11 @@ impl SpaceDocument {
     /// The document as it is written.
     pub fn to_bytes(&self) -> Vec<u8> {
         let format = FORMAT;
-        serde_json::to_vec(&Self { format, ..self.clone() }).unwrap_or_default()
+        serde_json::to_vec(&Self {
+            format,
+            ..self.clone()
+        })
+        .unwrap_or_default()
     }
 
     fn table(&self) -> GrantTable {
@@ -106,7 +110,8 @@ impl SpaceDocument {
     fn keep(&mut self, table: &GrantTable) {
         self.grants = table.document();
         let known = table.writers();
-        self.writers.retain(|id, _| u64::from_str_radix(id, 16).is_ok_and(|id| known.contains(&id)));
+        self.writers
+            .retain(|id, _| u64::from_str_radix(id, 16).is_ok_and(|id| known.contains(&id)));
     }
 
     /// Whether this writer is known: one that is not, and has a grant, was dropped, and is to take another id.
@@ -160,7 +165,11 @@ impl SpaceDocument {
 
     /// Bytes used as far as is known, the limit, and whether all was ever counted.
     pub fn usage(&self) -> (u64, u64, bool) {
-        (self.table().used(), self.grants.limit, self.grants.counted.is_some())
+        (
+            self.table().used(),
+            self.grants.limit,
+            self.grants.counted.is_some(),
+        )
     }
 
     /// The most that can lie there, whatever the writers do with their grants; none before a count.
@@ -174,10 +183,17 @@ impl SpaceDocument {
     }
 
     /// This writer counts, unless another one does that was heard of lately; what the count will see for sure.
-    pub fn begin_count(&mut self, writer: u64, silence: &mut Silence, now: MonotonicTime) -> Option<Snapshot> {
+    pub fn begin_count(
+        &mut self,
+        writer: u64,
+        silence: &mut Silence,
+        now: MonotonicTime,
+    ) -> Option<Snapshot> {
         let mine = hex(writer);
         let beat = match &self.counting {
-            Some(other) if other.writer != mine && !silence.is_over(&other.writer, other.beat, COUNTS_FOR, now) => {
+            Some(other)
+                if other.writer != mine && !silence.is_over(&other.writer, other.beat, COUNTS_FOR, now) =>
+            {
                 return None;
             }
             before => before.as_ref().map_or(0, |before| before.beat) + 1,
@@ -232,7 +248,9 @@ mod tests {
     fn counted(limit: u64) -> SpaceDocument {
         let mut document = SpaceDocument::default();
         document.ask(1, Use::default(), limit);
-        let before = document.begin_count(1, &mut Silence::default(), MonotonicTime(0)).unwrap();
+        let before = document
+            .begin_count(1, &mut Silence::default(), MonotonicTime(0))
+            .unwrap();
         document.end_count(&before, 0, 0);
         document
     }
@@ -248,13 +266,19 @@ mod tests {
         let before = document.begin_count(3, &mut silence, at(120)).unwrap();
         document.end_count(&before, 5, 1);
         assert_eq!(document.usage(), (5, 1600, true));
-        assert!(document.begin_count(1, &mut silence, at(121)).is_some(), "nobody counts");
+        assert!(
+            document.begin_count(1, &mut silence, at(121)).is_some(),
+            "nobody counts"
+        );
     }
 
     #[test]
     fn a_writer_that_was_not_heard_of_is_dropped_with_its_grant() {
         let (mut document, mut silence) = (counted(1600), Silence::default());
-        let want = |wanted| Use { wanted, ..Use::default() };
+        let want = |wanted| Use {
+            wanted,
+            ..Use::default()
+        };
         assert!(document.ask(7, want(50), 1600) >= 50);
         let bound = document.bound().unwrap();
         assert!(bound >= 50);
@@ -271,8 +295,20 @@ mod tests {
     #[test]
     fn who_leaves_gives_back_what_it_did_not_use() {
         let mut document = counted(1600);
-        let granted = document.ask(7, Use { wanted: 10, ..Use::default() }, 1600);
-        let used = Use { admitted: 10, settled: 10, granted, wanted: 0 };
+        let granted = document.ask(
+            7,
+            Use {
+                wanted: 10,
+                ..Use::default()
+            },
+            1600,
+        );
+        let used = Use {
+            admitted: 10,
+            settled: 10,
+            granted,
+            wanted: 0,
+        };
         document.leave(7, used);
         assert_eq!(again(&document).bound(), Some(10));
     }

@@ -16,7 +16,7 @@ use ucm_tier::backend::Backend;
 use ucm_tier::memory::Policy;
 use ucm_tier::segment::Merging;
 
-use common::servers::shared_redis;
+use common::servers::{shared_redis, shared_s3};
 use common::{Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, pages};
 
 /// One thing a test does.
@@ -358,6 +358,14 @@ fn in_segments(layers_per_shard: u32, above: Above) -> Setup {
     }
 }
 
+/// Segments that are objects, each put at once.
+fn in_a_bucket(layers_per_shard: u32) -> Setup {
+    Setup {
+        layout: Layout::segments(),
+        ..made(layers_per_shard, Medium::Kind("object"), Above::Nothing)
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -428,6 +436,20 @@ proptest! {
     fn layerwise_rows_on_a_redis_server(acts in prop::collection::vec(act(), 1..30)) {
         if shared_redis().is_some() {
             run(made(1, Medium::Kind("redis"), Above::Nothing), &acts);
+        }
+    }
+
+    #[test]
+    fn direct_rows_in_a_bucket(acts in prop::collection::vec(act(), 1..30)) {
+        if shared_s3().is_some() {
+            run(in_a_bucket(3), &acts);
+        }
+    }
+
+    #[test]
+    fn layerwise_rows_in_a_bucket(acts in prop::collection::vec(act(), 1..30)) {
+        if shared_s3().is_some() {
+            run(in_a_bucket(1), &acts);
         }
     }
 

@@ -16,6 +16,9 @@ pub mod memory;
 mod network;
 #[cfg(any(test, feature = "test-utils"))]
 pub mod nothing;
+#[cfg(feature = "object")]
+pub mod object;
+pub mod place;
 pub mod posix;
 mod quarantine;
 mod reading;

@@ -15,11 +15,34 @@ from ucm.errors import ConfigError
 
 _AGE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|m|h|d|w)\s*")
 _AGES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_PATH = click.Path(exists=True)
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%?\s*")
 
 
+def place(text: str) -> str:
+    """A path that is there, or an address of a server or a bucket."""
+    return text if "://" in text else str(_PATH.convert(text, None, None))
+
+
+def _told(_context: click.Context, _parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:
+    told = dict(pair.partition("=")[::2] for pair in pairs)
+    if unclear := next((pair for pair in pairs if "=" not in pair), None):
+        raise click.BadParameter(f"{unclear!r} is no KEY=VALUE")
+    return told
+
+
 #: The one root a command works on.
-one_root = click.argument("path", metavar="ROOT", type=click.Path(exists=True))
+one_root = click.argument("path", metavar="ROOT", type=place)
+#: How a server or a bucket is reached.
+of_store = click.option(
+    "-o",
+    "--option",
+    "told",
+    multiple=True,
+    callback=_told,
+    metavar="KEY=VALUE",
+    help="A key of the store, where ROOT is an address: object_endpoint=http://host:port; repeatable.",
+)
 #: For programs.
 json_output = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 

@@ -85,8 +85,8 @@ def _has_place(stage: Stage) -> bool:
 
 
 def with_roots(stages: Sequence[Stage], common: Sequence[str]) -> tuple[Stage, ...]:
-    """The stages with the places written beside the pipeline: one for each stage that needs one and has none of its own;
-    of a single stage of servers all of them."""
+    """The stages with the places written beside the pipeline: one for each stage that needs one and has none of its
+    own; of a single stage of servers all of them."""
     without = [stage for stage in stages if _has_place(stage) and not stage.storage_backends]
     if len(without) == 1 and not _is_file(without[0]):
         return tuple(

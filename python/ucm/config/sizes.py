@@ -164,7 +164,7 @@ def without_login(text: str) -> str:
 
 def check_local(path: str) -> None:
     """Refuse what looks like a directory and is none of this machine: ``server:/dir``."""
-    if match := _NFS_ADDRESS.match(path):
+    if not scheme_of(path) and _NFS_ADDRESS.match(path):
         raise ValueError(
             f"{path!r} is an NFS address, not a directory; mount it (mount -t nfs {path} /mnt/kv) and give the mount "
             "point (storage_backends: /mnt/kv)"

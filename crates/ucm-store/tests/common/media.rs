@@ -17,7 +17,7 @@ use ucm_tier::posix::{PosixBackend, PosixConfig};
 use ucm_tier::registry::{self, BuildContext, TierKind};
 use ucm_tier::segment::{SegmentBackend, SegmentConfig};
 
-use super::servers::shared_redis;
+use super::servers::{S3, shared_redis, shared_s3};
 use super::{Layout, Setup, identity};
 
 /// What a test's store keeps its records on.
@@ -45,14 +45,26 @@ pub(crate) fn media() -> Vec<Medium> {
 
 /// Whether a kind is a medium, and its server, if it has one, is on this machine.
 pub(crate) fn is_here(kind: &TierKind) -> bool {
-    kind.is_medium() && (kind.word() != "redis" || shared_redis().is_some())
+    kind.is_medium()
+        && match kind.word() {
+            "redis" => shared_redis().is_some(),
+            "object" => shared_s3().is_some(),
+            _ => true,
+        }
 }
 
 /// What a test configures of a medium that is here.
 pub(crate) fn sample(kind: &TierKind, root: &Path) -> Map<String, Value> {
     let mut options = kind.sample(root).unwrap(); // a medium without them is no column
-    if kind.word() == "redis" {
-        options.insert("storage_backends".to_owned(), json!([shared_redis().unwrap()]));
+    match kind.word() {
+        "redis" => {
+            options.insert("storage_backends".to_owned(), json!([shared_redis().unwrap()]));
+        }
+        "object" => {
+            let told = shared_s3().map(S3::options).unwrap_or_default();
+            options.extend(told.into_iter().map(|(key, value)| (key.to_owned(), value)));
+        }
+        _ => {}
     }
     options
 }

@@ -4,10 +4,13 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
 
 /// A server and where it listens.
 pub(crate) struct Server {
@@ -110,6 +113,65 @@ pub(crate) fn shared_redis() -> Option<&'static str> {
     made.as_ref().map(|(address, _)| address.as_str())
 }
 
+/// An S3 server that keeps its objects in files, as they are.
+pub(crate) struct S3 {
+    pub(crate) server: Server,
+    dir: PathBuf,
+}
+
+/// Where it keeps its bucket, beside the file with its keys.
+pub(crate) const BUCKET: &str = "data/bucket";
+const KEYS: [&str; 2] = ["ucm-tests", "ucm-tests-secret"];
+
+impl S3 {
+    /// What a store is told of it.
+    pub(crate) fn options(&self) -> Vec<(&'static str, Value)> {
+        vec![
+            (
+                "object_endpoint",
+                json!(format!("http://127.0.0.1:{}", self.server.port)),
+            ),
+            ("object_credentials", json!(self.dir.join("keys"))),
+        ]
+    }
+
+    /// Where the objects of its bucket are.
+    pub(crate) fn bucket(&self) -> PathBuf {
+        self.dir.join(BUCKET)
+    }
+}
+
+/// An S3 server; none where it was not built.
+pub(crate) fn s3(dir: &Path) -> Option<S3> {
+    s3_at(free_port(), dir)
+}
+
+/// The same on this port, with what one had there that ended.
+pub(crate) fn s3_at(port: u16, dir: &Path) -> Option<S3> {
+    let program = concat!(env!("CARGO_MANIFEST_DIR"), "/../../.tools/bin/s3s-fs");
+    has_program(program).then(|| {
+        let dir = dir.to_owned();
+        std::fs::create_dir_all(dir.join(BUCKET)).unwrap();
+        let [id, secret] = KEYS;
+        let text = format!("[default]\naws_access_key_id = {id}\naws_secret_access_key = {secret}\n");
+        std::fs::write(dir.join("keys"), text).unwrap();
+        let keys = format!("--access-key {id} --secret-key {secret}");
+        let command = format!("{program} --host 127.0.0.1 --port {port} {keys} data");
+        let server = Server::start(port, &dir, &command);
+        S3 { server, dir }
+    })
+}
+
+/// The S3 server of the tests of this process that leave it as it is.
+pub(crate) fn shared_s3() -> Option<&'static S3> {
+    static SERVER: OnceLock<Option<(S3, TempDir)>> = OnceLock::new();
+    let made = SERVER.get_or_init(|| {
+        let dir = TempDir::new().unwrap();
+        s3(dir.path()).map(|server| (server, dir))
+    });
+    made.as_ref().map(|(server, _)| server)
+}
+
 /// Whether the machine has this program. A test that needs it is skipped where not, and says so; it fails where
 /// `UCM_REQUIRE_ROOT_TESTS` is set, as it is for whoever could have installed it.
 pub(crate) fn has_program(name: &str) -> bool {
@@ -119,8 +181,8 @@ pub(crate) fn has_program(name: &str) -> bool {
         .unwrap();
     if !found.status.success() {
         let required = std::env::var_os("UCM_REQUIRE_ROOT_TESTS").is_some();
-        assert!(!required, "{name} is not installed (apt-get install {name})");
-        eprintln!("skipped: {name} is not installed (apt-get install {name})");
+        assert!(!required, "{name} is not there (make servers)");
+        eprintln!("skipped: {name} is not there (make servers)");
     }
     found.status.success()
 }

@@ -5,7 +5,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::kind::{NoOptions, Size, StoreName, TierKind};
+use crate::kind::{Size, StoreName, TierKind};
 
 /// What to use instead of a store that is reached by other means than a file system.
 const A_DIRECTORY: &str = "use UcmPosixStore (storage_backend: posix) on a directory";
@@ -80,8 +80,4 @@ pub(super) fn ds3fs() -> TierKind {
 pub(super) fn mooncake() -> TierKind {
     let name = StoreName::new("mooncake", "UcmMooncakeStore", SUMMARY);
     TierKind::declared::<MooncakeOptions>(name, A_DIRECTORY)
-}
-
-pub(super) fn object() -> TierKind {
-    TierKind::declared::<NoOptions>(StoreName::new("object", "UcmObjectStore", SUMMARY), A_DIRECTORY)
 }

@@ -5,6 +5,7 @@
 mod compress;
 mod declared;
 mod memory;
+mod object;
 mod posix;
 mod python;
 mod redis;
@@ -21,7 +22,7 @@ pub(crate) fn built_in() -> Vec<TierKind> {
         compress::kind(),
         declared::ds3fs(),
         declared::mooncake(),
-        declared::object(),
+        object::kind(),
         redis::kind(),
         python::empty(),
         python::fake(),

@@ -88,16 +88,19 @@ mod built {
 
     use super::{RedisOptions, TierKind, name};
     use crate::kind::{BuildContext, BuiltTier};
-    use crate::redis::{Login, RedisBackend, RedisConfig, TlsFiles};
+    use crate::place::Place;
+    use crate::redis::{Login, RedisBackend, RedisConfig, RedisPlace, TlsFiles};
 
     /// How long a record lives after its last use where nothing else is said.
     const DAY: Duration = Duration::from_secs(24 * 3600);
 
     pub(in crate::builtin) fn kind() -> TierKind {
-        TierKind::medium(name(), make).tested_with(|scratch| {
-            let address = "redis://127.0.0.1:6379"; // a test puts that of its own server here
-            json!({"storage_backends": [address], "redis_key_prefix": prefix_of(scratch)})
-        })
+        TierKind::medium(name(), make)
+            .seen_by_tools(place)
+            .tested_with(|scratch| {
+                let address = "redis://127.0.0.1:6379"; // a test puts that of its own server here
+                json!({"storage_backends": [address], "redis_key_prefix": prefix_of(scratch)})
+            })
     }
 
     /// A prefix for the keys of a test.
@@ -110,26 +113,55 @@ mod built {
         plain[plain.len().saturating_sub(60)..].to_owned()
     }
 
+    /// Where blocks are, who asks for them, and how long they live.
+    struct Server {
+        login: Login,
+        tls: TlsFiles,
+        life: Duration,
+    }
+
+    impl Server {
+        fn of(options: &RedisOptions) -> Result<Self> {
+            let path = |file: &Option<String>| file.as_ref().map(PathBuf::from);
+            let certificate = match (path(&options.redis_tls_cert), path(&options.redis_tls_key)) {
+                (None, None) => None,
+                (Some(certificate), Some(key)) => Some((certificate, key)),
+                _ => {
+                    let text = "redis_tls_cert and redis_tls_key belong together; give both";
+                    return Err(Error::new(ErrorKind::Config, text));
+                }
+            };
+            Ok(Self {
+                login: Login {
+                    username: options.redis_username.clone(),
+                    password: options.redis_password.clone(),
+                },
+                tls: TlsFiles {
+                    ca: path(&options.redis_tls_ca),
+                    certificate,
+                },
+                life: options
+                    .expire_after
+                    .as_ref()
+                    .map_or(DAY, |age| Duration::from_secs(age.0)),
+            })
+        }
+    }
+
+    fn place(options: RedisOptions) -> Result<Box<dyn Place>> {
+        let Server { login, tls, life } = Server::of(&options)?;
+        let addresses = options.storage_backends.0;
+        let place = RedisPlace::open(&addresses, &login, tls, options.redis_key_prefix, life)?;
+        Ok(Box::new(place))
+    }
+
     fn make(context: &BuildContext<'_>, options: RedisOptions) -> Result<BuiltTier> {
-        let certificate = match (options.redis_tls_cert, options.redis_tls_key) {
-            (None, None) => None,
-            (Some(certificate), Some(key)) => Some((PathBuf::from(certificate), PathBuf::from(key))),
-            _ => {
-                let text = "redis_tls_cert and redis_tls_key belong together; give both";
-                return Err(Error::new(ErrorKind::Config, text));
-            }
-        };
+        let Server { login, tls, life } = Server::of(&options)?;
         let codec = options.codec.algorithm();
         let config = RedisConfig {
             addresses: options.storage_backends.0,
-            login: Login {
-                username: options.redis_username,
-                password: options.redis_password,
-            },
-            tls: TlsFiles {
-                ca: options.redis_tls_ca.map(PathBuf::from),
-                certificate,
-            },
+            login,
+            tls,
             prefix: options.redis_key_prefix,
             identity: context.identity.clone(),
             labels: context.labels.clone(),
@@ -138,7 +170,7 @@ mod built {
             record: context.record.clone(),
             shorter: codec.is_some(),
             lookup_only: context.lookup_only,
-            expire_after: options.expire_after.map_or(DAY, |age| Duration::from_secs(age.0)),
+            expire_after: life,
             connections: options.redis_connections as usize,
             writer: context.writer,
         };

@@ -66,8 +66,8 @@ pub(super) struct Connections {
 /// What answers: one server, or a cluster.
 #[derive(Clone)]
 enum Server {
-    One(Client),
-    Cluster(ClusterClient),
+    One(Box<Client>),
+    Cluster(Box<ClusterClient>),
 }
 
 /// A connection that is open.
@@ -147,8 +147,8 @@ impl Connections {
             return Err(Error::new(ErrorKind::Config, text));
         }
         let server = match (info.is_cluster, self.addresses.len()) {
-            (true, _) => Server::Cluster(self.cluster_client()?),
-            (false, 1) => Server::One(client),
+            (true, _) => Server::Cluster(Box::new(self.cluster_client()?)),
+            (false, 1) => Server::One(Box::new(client)),
             (false, several) => {
                 let text = "several addresses are nodes of one cluster, but the one that answered is no node of a cluster";
                 return Err(Error::new(ErrorKind::Config, text).with("addresses", several));

@@ -7,6 +7,7 @@
 //! Only keys of exactly these forms are read or removed. No braces: the records of a namespace go to all nodes of a cluster.
 
 use ucm_core::{BlockId, Error, ErrorKind, Part, Result};
+use ucm_quota::layout::is_namespace;
 
 /// Longest prefix.
 const LONGEST: usize = 64;
@@ -53,6 +54,44 @@ impl Keys {
     }
 }
 
+/// What a key of any namespace is of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Named {
+    Record(String, BlockId),
+    /// Of a part, as the manifest writes it.
+    Manifest(String, String),
+}
+
+impl Named {
+    /// What a key with this prefix is of; none for one that is none of ours.
+    pub(super) fn parse(prefix: &str, key: &str) -> Option<Self> {
+        let rest = key.strip_prefix(prefix)?.strip_prefix(':')?;
+        let (namespace, name) = rest.split_once(':')?;
+        if !is_namespace(namespace.as_ref()) {
+            return None;
+        }
+        let namespace = namespace.to_owned();
+        match name.strip_prefix("manifest:") {
+            Some(part) => part
+                .parse::<Part>()
+                .ok()
+                .map(|_| Self::Manifest(namespace, part.to_owned())),
+            None => name.parse().ok().map(|id| Self::Record(namespace, id)),
+        }
+    }
+
+    /// Where it would lie below a root.
+    pub(super) fn path(&self) -> String {
+        match self {
+            Self::Record(namespace, id) => {
+                let id = id.to_string();
+                format!("{namespace}/blocks/{}/{id}.bin", &id[..2])
+            }
+            Self::Manifest(namespace, part) => format!("{namespace}/manifest-{part}.json"),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -64,6 +103,22 @@ mod tests {
         let key = keys.record(id);
         assert_eq!(key, format!("ucm:{}:{}", "a".repeat(32), "cd".repeat(16)));
         assert_eq!(keys.id(key.as_bytes()), Some(id));
+        let namespace = "a".repeat(32);
+        let named = Named::parse("ucm", &key).unwrap();
+        assert_eq!(
+            named.path(),
+            format!("{namespace}/blocks/cd/{}.bin", "cd".repeat(16))
+        );
+        let manifest = Named::parse("ucm", &keys.manifest(Part::default())).unwrap();
+        assert_eq!(manifest.path(), format!("{namespace}/manifest-g0p0t0.json"));
+        for other in [
+            format!("{key}0"),
+            format!("x{key}"),
+            format!("ucm:{namespace}:manifest:x"),
+            "ucm:".to_owned(),
+        ] {
+            assert_eq!(Named::parse("ucm", &other), None, "{other}");
+        }
         for other in [
             format!("{key}0"),
             key.to_uppercase(),

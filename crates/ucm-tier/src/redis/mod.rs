@@ -10,6 +10,7 @@ mod connections;
 mod info;
 mod keys;
 mod known;
+mod place;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -38,6 +39,7 @@ use connections::{Connections, Traffic};
 use info::ServerInfo;
 use keys::Keys;
 use known::Known;
+pub(crate) use place::RedisPlace;
 
 /// Bytes of small records that one thread reads together.
 const RUN: usize = 512 << 10;
