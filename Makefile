@@ -15,6 +15,8 @@ WHEEL ?=
 
 # Where the KV of the demo lies: the host's memory, or a device behind the software driver of the tests.
 DEVICE ?= host
+# What its blocks are kept in: posix, a directory, or nfs, a share that two hosts mount.
+STORE ?= posix
 
 # For the one peer of bench-peers that has no wheel for another version.
 PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python3.12; do \
@@ -59,15 +61,15 @@ endif
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo "  demo and test-py take WHEEL=<file> and then run from that wheel instead of the source tree"
 
 .PHONY: demo
-demo: $(RUN_ENV) ## one prompt, three engines: cold, warm, and with a damaged block (DEVICE=softcuda)
+demo: $(RUN_ENV) ## one prompt, three engines: cold, warm, and with a damaged block (DEVICE=softcuda, STORE=nfs)
 ifeq ($(DEVICE),softcuda)
 	@$(STAGE) "build the software driver" cargo build --locked --quiet --release -p softcuda
 endif
-	@$(RUN_BIN)/python demo/run.py --device $(DEVICE) --driver $(subst /debug/,/release/,$(SOFTCUDA))
+	@$(RUN_BIN)/python demo/run.py --store $(STORE) --device $(DEVICE) --driver $(subst /debug/,/release/,$(SOFTCUDA))
 
 # --- tests ---------------------------------------------------------------------------------------------------------
 
@@ -117,15 +119,25 @@ loom: ## every interleaving of what was written here with atomics
 
 .PHONY: test-py
 test-py: export UCM_TEST_DRIVER = $(SOFTCUDA)
-test-py: $(RUN_ENV) servers ## the Python tests, with vLLM's engines last
+test-py: $(RUN_ENV) servers ## the Python tests, with vLLM's engines beside them
 	@$(STAGE) "build the software driver" cargo build --locked --quiet -p softcuda
+	@tools/beside build/test-engines.log "$(MAKE) test-without-engines" "$(MAKE) test-engines"
+
+.PHONY: test-without-engines
+test-without-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
+test-without-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that start no engine of vLLM
 	@$(STAGE) "pytest" $(RUN_BIN)/python -m pytest --quiet --timeout 120 tests \
 		--ignore tests/vllm --ignore tests/wheel --ignore tests/trust/test_engine.py --ignore tests/trans --ignore tests/gpu \
 		--ignore tests/remote/test_engine.py
 	@$(STAGE) "pytest trans" $(RUN_BIN)/python -m pytest --quiet tests/trans tests/gpu
 	@$(foreach device,$(VENDORS),UCM_TEST_DEVICE=$(device) \
 		$(STAGE) "pytest trans on $(device)" $(RUN_BIN)/python -m pytest --quiet tests/trans -k $(device);)
-	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py tests/remote/test_engine.py
+
+.PHONY: test-engines
+test-engines: export UCM_TEST_DRIVER = $(SOFTCUDA)
+test-engines: $(if $(WHEEL),,$(RUN_ENV)) ## those that do, one at a time
+	@$(STAGE) "pytest vllm" $(RUN_BIN)/python -m pytest --durations 20 tests/vllm tests/trust/test_engine.py \
+		tests/remote/test_engine.py
 
 # A kind of tier in one file and one line, from Python: with a core that has a toy, beside the usual one.
 .PHONY: test-kinds
@@ -151,6 +163,13 @@ test-long: $(RUN_ENV) ## the trust matrix, long (its table goes to build/trust.m
 test-wheel: $(VENV)/.stamp-dev $(VENV)/.stamp-wheel ## the wheel in a clean environment, without Rust, vLLM or torch
 	@UCM_TEST_WHEEL=$$(ls $(CURDIR)/dist/*.whl) UCM_TEST_UV=$(abspath $(UV)) \
 		$(STAGE) "pytest wheel" $(BIN)/python -m pytest --quiet tests/wheel
+
+# Over mount points of a real NFS server: ROOT=/mnt/kv, or two mounts of one export, ROOT=/mnt/a:/mnt/b (nosharecache).
+# Without ROOT over the file system of tests/trust/nfs.py, which make test runs too.
+ROOT ?=
+.PHONY: test-nfs
+test-nfs: $(RUN_ENV) ## stores over NFS, two hosts on one export (ROOT=<mount point>[:<another of the same export>])
+	@UCM_NFS_ROOT=$(ROOT) UCM_TEST_LONG=1 $(STAGE) "pytest nfs" $(RUN_BIN)/python -m pytest --quiet -rs tests/trust/test_nfs.py
 
 # On a machine with a GPU; where there is none they say so. Without make: tests/gpu/checks.py and benches/python/gpu.py with
 # any Python that has torch and the wheel.

@@ -44,13 +44,7 @@ def main(job_file: pathlib.Path) -> None:
         kv_transfer_config=KVTransferConfig(
             kv_connector="UCMConnector",
             kv_role="kv_both",
-            # A file for each block, so that there is something to look at; left out, the quicker layout is found out.
-            kv_connector_extra_config={
-                "storage_backend": "posix",
-                "storage_path": job["store"],
-                "layout": "file",
-                **job["device"]["config"],
-            },
+            kv_connector_extra_config={**job["store"], **job["device"]["config"]},
             kv_connector_module_path=job["device"]["connector"],
         ),
     )

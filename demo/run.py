@@ -4,8 +4,9 @@
 2. warm: a new process finds the blocks and loads them instead of computing.
 3. one byte of one stored block is flipped; the blocks before it are loaded, it is refused, computed again and replaced.
 
-With ``--device softcuda`` the KV counts as the memory of a GPU, and every block goes there and back through the
-software driver of the tests: its streams, its events and the kernels that it interprets.
+With ``--store nfs`` the store is a share that two hosts mount, each over a client of the tests. With ``--device
+softcuda`` the KV counts as the memory of a GPU, and every block goes there and back through the software driver of the
+tests: its streams, its events and the kernels that it interprets.
 
 Ends with one table, a small SVG of the timings, and exit code 0 only if everything was as promised.
 """
@@ -25,6 +26,7 @@ import model
 import report
 from process import DemoError, Progress, run_engine
 from store_files import StoreFiles, flip_byte, verdict
+from stores import STORES, Place
 
 BLOCK_SIZE = 32
 PROMPT_TOKENS = 125 * BLOCK_SIZE + 5
@@ -39,12 +41,16 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("demo-out"), help="where files go")
     parser.add_argument("--device", choices=["host", "softcuda"], default="host", help="where the KV lies")
     parser.add_argument("--driver", type=pathlib.Path, help="the library of the software driver (make demo builds it)")
+    parser.add_argument("--store", choices=STORES, default="posix", help="what the blocks are kept in")
     options = parser.parse_args()
     out = options.out
     if options.device == "softcuda" and (options.driver is None or not options.driver.exists()):
         parser.error("--device softcuda needs --driver, the library that `cargo build -p softcuda` makes")
     try:
-        runs, checks = demo(out, device(options.driver if options.device == "softcuda" else None))
+        shutil.rmtree(out / "store", ignore_errors=True)
+        out.mkdir(parents=True, exist_ok=True)
+        with STORES[options.store](out) as place:
+            runs, checks = demo(out, place, device(options.driver if options.device == "softcuda" else None))
     except DemoError as error:
         print(f"\nThe demo failed: {error}", file=sys.stderr)
         return 1
@@ -71,18 +77,16 @@ def device(driver: pathlib.Path | None) -> dict[str, Any]:
     }
 
 
-def demo(out: pathlib.Path, device: dict[str, Any]) -> tuple[list[report.Run], list[tuple[str, bool]]]:
+def demo(out: pathlib.Path, place: Place, device: dict[str, Any]) -> tuple[list[report.Run], list[tuple[str, bool]]]:
     """The three runs and what must hold of them."""
     progress = Progress()
     print(f"ucm {importlib.metadata.version('ucm-kv')}, vLLM {_vllm_version()}, {_model_line()}")
-    root = out / "store"
-    shutil.rmtree(root, ignore_errors=True)
-    out.mkdir(parents=True, exist_ok=True)
+    root = place.files
+    progress.line("store", place.words)
     size = model.write(out / "model")
     progress.line("model", f"{size / 1e6:.0f} MB of random weights in {out / 'model'}")
     job = {
         "model": str((out / "model").resolve()),
-        "store": str(root.resolve()),
         "block_size": BLOCK_SIZE,
         "prompt": model.prompt(PROMPT_TOKENS),
         "warm_up": model.prompt(BLOCK_SIZE // 4),
@@ -91,14 +95,14 @@ def demo(out: pathlib.Path, device: dict[str, Any]) -> tuple[list[report.Run], l
     }
 
     empty = StoreFiles(root)
-    cold_answer = run_engine("cold", job, out, progress)
+    cold_answer = run_engine("cold", job | {"store": place.config["cold"]}, out, progress)
     after_cold = StoreFiles(root)
     cold = _figures("cold", cold_answer, empty, after_cold)
     progress.line("store", f"{len(after_cold)} block files, {cold.stored_bytes / 1e6:.1f} MB")
     if len(after_cold) == 0:
         raise DemoError(f"the cold engine stored no block; its log is {out / 'cold.log'}")
 
-    warm_answer = run_engine("warm", job, out, progress)
+    warm_answer = run_engine("warm", job | {"store": place.config["warm"]}, out, progress)
     after_warm = StoreFiles(root)
     warm = _figures("warm", warm_answer, after_cold, after_warm)
 
@@ -107,7 +111,7 @@ def demo(out: pathlib.Path, device: dict[str, Any]) -> tuple[list[report.Run], l
     flip_byte(victim)
     damaged, refusal = StoreFiles(root), verdict(victim)
     progress.line("damage", f"one byte flipped in block {ordinal}, {victim.name}; a second reader says: {refusal}")
-    damaged_answer = run_engine("damaged", job, out, progress)
+    damaged_answer = run_engine("damaged", job | {"store": place.config["damaged"]}, out, progress)
     after_damaged = StoreFiles(root)
     repaired = _figures("one byte flipped", damaged_answer, damaged, after_damaged)
 

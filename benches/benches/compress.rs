@@ -104,7 +104,7 @@ fn contest(algorithm: Algorithm, dtype: DType, numbers: &[u8], blocks: usize) ->
         };
         let began = Instant::now();
         if let Some(header) = stored_form(&bytes[..len], len as u64, &expect) {
-            coder.decode(&header, &mut bytes);
+            coder.decode(&header, &mut bytes, len);
         }
         decoding += began.elapsed();
         verify(&bytes, bytes.len() as u64, &expect)

@@ -23,7 +23,7 @@ use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
 use ucm_record::{Expect, RecordLayout, RecordMeta, verify};
 use ucm_tier::backend::{Backend, BlockRead, Outcome, WriteOptions, either};
-use ucm_tier::posix::{PosixBackend, PosixConfig};
+use ucm_tier::posix::{Place, PosixBackend, PosixConfig};
 use ucm_tier::segment::{SegmentBackend, SegmentConfig};
 
 /// Threads of the I/O pool; dumps may use half.
@@ -188,6 +188,7 @@ impl Bench {
             writer: ucm_infra::random_u64(),
             modes: Modes::default(),
             quarantine: QuarantineConfig::default(),
+            place: Place::default(),
         };
         let io = IoPool::psync(
             direct,

@@ -22,7 +22,7 @@ use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
 use ucm_record::RecordLayout;
 use ucm_tier::backend::Backend;
-use ucm_tier::posix::{PosixBackend, PosixConfig};
+use ucm_tier::posix::{Place, PosixBackend, PosixConfig};
 
 /// Rounds of which the fastest counts.
 const ROUNDS: usize = 3;
@@ -127,6 +127,7 @@ fn count(root: &Path, blocks: u64) -> Result<Duration> {
         writer: 1,
         modes: Modes::default(),
         quarantine: QuarantineConfig::default(),
+        place: Place::default(),
     };
     let io = IoPool::psync(false, &IoOptions::default())?;
     let backend = PosixBackend::new(config, io, Arc::clone(&clock))?;

@@ -5,7 +5,7 @@ pub mod store;
 
 use std::time::{Duration, Instant};
 
-/// Rounds of which the fastest counts.
+/// Rounds of which the fastest counts, where a bench has no other number.
 const ROUNDS: usize = 60;
 
 fn time(work: &mut dyn FnMut()) -> Duration {
@@ -15,12 +15,17 @@ fn time(work: &mut dyn FnMut()) -> Duration {
 }
 
 /// The fastest of many runs of each, taken in turns after a warm-up. The fastest is the one least disturbed.
-pub fn in_turns<const N: usize>(mut work: [&mut dyn FnMut(); N]) -> [Duration; N] {
+pub fn in_turns<const N: usize>(work: [&mut dyn FnMut(); N]) -> [Duration; N] {
+    in_turns_of(ROUNDS, work)
+}
+
+/// The same with so many rounds.
+pub fn in_turns_of<const N: usize>(rounds: usize, mut work: [&mut dyn FnMut(); N]) -> [Duration; N] {
     let mut best = [Duration::MAX; N];
     for work in &mut work {
         time(work);
     }
-    for _ in 0..ROUNDS {
+    for _ in 0..rounds {
         for (best, work) in best.iter_mut().zip(&mut work) {
             *best = time(work).min(*best);
         }

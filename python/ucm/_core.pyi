@@ -1,7 +1,7 @@
 """The compiled core of ucm: conversions between Python and Rust, no logic."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ __all__ = [
     "BlockHasher",
     "Place",
     "QuietSha256",
+    "Sides",
     "Store",
     "Task",
     "TransBuffer",
@@ -22,10 +23,18 @@ __all__ = [
     "__commit_id__",
     "__version__",
     "crc32c",
+    "dot_scores",
     "end_callbacks",
+    "hamming_scores",
+    "hash_encode",
+    "hash_encode_query",
+    "paged_attention",
     "part_mask",
     "record_ids",
+    "retrieval_isas",
+    "retrieval_openmp",
     "run_threads_on",
+    "select_blocks",
     "tier_kinds",
 ]
 
@@ -139,6 +148,18 @@ class Task:
         """The rows that failed, each with its exception."""
 
 @final
+class Sides:
+    """Side shards being read."""
+
+    @property
+    def task(self) -> Task:
+        """The task whose row *i* is the *i*-th id."""
+
+    def result(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
+        """The bytes, a row for each id (zeros where it is not there), and for each whether it is there; final once the
+        task is finished."""
+
+@final
 class Store:
     """An engine over its stages. All sizes in bytes, all times in seconds."""
 
@@ -178,16 +199,38 @@ class Store:
     ) -> Task:
         """Start a load of whole blocks into device blocks by number."""
 
-    def dump_blocks(self, block_ids: Sequence[bytes], blocks: npt.NDArray[np.int64], event: int = 0) -> Task:
-        """Start a dump of whole device blocks by number, or refuse it at once; ``event`` as of :meth:`dump`."""
+    def dump_blocks(
+        self,
+        block_ids: Sequence[bytes],
+        blocks: npt.NDArray[np.int64],
+        event: int = 0,
+        sides: npt.NDArray[np.uint8] | None = None,
+    ) -> Task:
+        """Start a dump of whole device blocks by number, or refuse it at once; the rest as of :meth:`dump`."""
+
+    def load_sides(self, block_ids: Sequence[bytes], name: str, timeout: float | None = None) -> Sides:
+        """Starts reading the side shard of that name of each block, without its KV."""
+
+    def dump_sides(self, block_ids: Sequence[bytes], sides: Sequence[tuple[str, npt.NDArray[np.uint8]]]) -> Task:
+        """Starts writing side shards of blocks that are stored without them, or refuses at once: by name the bytes of
+        each, a row for each block."""
+
+    def sides(self) -> list[tuple[str, int, int]]:
+        """Side shards that blocks may have here: name, version of the content, bytes."""
 
     def verify(self, block_ids: Sequence[bytes], timeout: float | None = None) -> Task:
         """Starts reading and verifying whole blocks as a load does, without a place to copy them to."""
 
     def dump(
-        self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: npt.NDArray[np.uint64], event: int = 0
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        addrs: npt.NDArray[np.uint64],
+        event: int = 0,
+        sides: npt.NDArray[np.uint8] | None = None,
     ) -> Task:
-        """Starts a dump, or refuses it at once. It reads once the event of this handle is done (0: at once)."""
+        """Starts a dump, or refuses it at once. It reads once the event of this handle is done (0: at once). ``sides``:
+        for each row its share of every side shard, in their order; copied before this returns."""
 
     def describe(
         self,
@@ -337,3 +380,66 @@ class TransStream:
 
 def end_callbacks() -> None:
     """From now on no stream calls into Python; returns when the callbacks that run have ended."""
+
+# Sparse retrieval; ucm.sparse.retrieval is its face. A tensor of the host is (address, dtype, shape, strides in
+# elements, its owner); how a call is run is (init window, local window, threads, instruction set).
+_Tensor: TypeAlias = tuple[int, str, Sequence[int], Sequence[int], object]
+_Run: TypeAlias = tuple[int, int, int, str]
+
+def retrieval_isas() -> list[str]:
+    """Instruction sets of this processor, the poorest first."""
+
+def retrieval_openmp() -> bool:
+    """Whether calls of several threads run on the threads of an OpenMP runtime of this process."""
+
+def dot_scores(
+    query: _Tensor,
+    reps: _Tensor,
+    scales: _Tensor | None,
+    table: _Tensor,
+    blocks: _Tensor,
+    out: _Tensor,
+    words: tuple[str, str, str],
+    run: _Run,
+) -> None:
+    """Scores of blocks from products of queries and representations; ``words`` are the metric and what is done over
+    representations ("quest": they are bounds) and heads."""
+
+def hash_encode(vectors: _Tensor, weights: _Tensor, codes: _Tensor, slots: _Tensor | None, run: _Run) -> None:
+    """Hash codes of vectors, into pages by slot or one behind the other."""
+
+def hash_encode_query(query: _Tensor, weights: _Tensor, codes: _Tensor, run: _Run) -> None:
+    """Hash codes of queries, one for each KV head."""
+
+def hamming_scores(
+    queries: _Tensor,
+    codes: _Tensor,
+    table: _Tensor,
+    tokens: _Tensor,
+    out: _Tensor,
+    heads_apart: bool,
+    run: _Run,
+) -> None:
+    """Scores of blocks from hash codes."""
+
+def select_blocks(
+    scores: _Tensor,
+    table: _Tensor,
+    tokens: _Tensor,
+    block_size: int,
+    budgets: Sequence[int],
+    kept: tuple[_Tensor, _Tensor, _Tensor, _Tensor],
+    run: _Run,
+) -> None:
+    """The best blocks of every row, into (table, logical places, counts, tokens)."""
+
+def paged_attention(
+    query: _Tensor,
+    pages: _Tensor,
+    table: _Tensor,
+    tokens: _Tensor,
+    out: _Tensor,
+    scale: float,
+    run: _Run,
+) -> None:
+    """Decode attention over a block table."""

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from places import HOOK, WORDS, Bytes, MissingError, Place, place
 
 from ucm import trans
 from ucm.errors import UcmError
+from ucm.store.cache.connector import UcmCacheStore
 from ucm.store.posix import UcmPosixStore
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
 
@@ -33,6 +35,7 @@ POISON = 0xEE
 GAP = 13
 
 PIECE, PIECES = 24_576, 8
+SIZES = {"tensor_size": PIECE, "shard_size": PIECE * PIECES, "block_size": PIECE * PIECES}
 BLOCKS = 16
 
 
@@ -128,9 +131,18 @@ class Blocks:
 
 def store_of(where: Place, root: Path, **keys: Any) -> UcmPosixStore:
     """A store on files whose blocks lie on the device of a place."""
-    sizes = {"tensor_size": PIECE, "shard_size": PIECE * PIECES, "block_size": PIECE * PIECES}
     config = {"storage_backends": str(root), "identity": "checks", "platform": where.platform}
-    return UcmPosixStore(config | sizes | keys)
+    return UcmPosixStore(config | SIZES | keys)
+
+
+def memory_of(where: Place, root: Path) -> UcmCacheStore:
+    """A store in memory that the processes of this run share: each reads the memory of the others."""
+    config = {"cache_size": "64MiB", "identity": f"checks of {root}", "platform": where.platform}
+    return UcmCacheStore(config | SIZES)
+
+
+#: Two stores of processes that share: on files below a directory, and in memory.
+SHARED: dict[str, Callable[[Place, Path], UcmPosixStore]] = {"root": store_of, "memory": memory_of}
 
 
 def ids(seed: int) -> list[bytes]:
@@ -159,18 +171,30 @@ def a_dump_waits_for_its_event(where: Place, quick: bool) -> str:
 
 
 def two_processes_on_one_root(where: Place, quick: bool) -> str:
-    """Each loads what the other dumped, while both dump and load."""
+    """Each loads what the other dumped to files, while both dump and load."""
+    return two_processes(where, "root")
+
+
+def two_processes_on_one_memory(where: Place, quick: bool) -> str:
+    """Each loads what lies in the memory of the other, which is mapped by both."""
+    return two_processes(where, "memory")
+
+
+def two_processes(where: Place, shared: str) -> str:
+    """This process and another one, over stores that they share."""
     with tempfile.TemporaryDirectory() as root:
-        command = [sys.executable, __file__, "--device", where.word, "--peer", root]
+        command = [sys.executable, __file__, "--device", where.word, "--peer", root, "--shared", shared]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
             assert peer.stdin is not None and peer.stdout is not None
-            with store_of(where, Path(root)) as store:
+            with SHARED[shared](where, Path(root)) as store:
                 dump(store, where, 1)
                 assert peer.stdout.readline() == "dumped\n", "the other process dumped nothing"
                 peer.stdin.write("load\n")
                 peer.stdin.flush()
                 load_and_check(store, where, 2)
-            assert peer.stdout.readline() == "loaded\n", "the other process did not load what this one dumped"
+                assert peer.stdout.readline() == "loaded\n", "the other process did not load what this one dumped"
+            peer.stdin.write("end\n")
+            peer.stdin.flush()
     assert peer.returncode == 0
     return f"{2 * BLOCKS} blocks"
 
@@ -183,21 +207,26 @@ def dump(store: UcmKVStoreBaseV1, where: Place, seed: int) -> None:
 
 
 def load_and_check(store: UcmKVStoreBaseV1, where: Place, seed: int) -> None:
-    """Loads the blocks of a process."""
+    """Loads the blocks of a process, once they can be found: memory of others is looked for about once a second."""
+    until = time.monotonic() + 60
+    while not all(store.lookup(ids(seed))):
+        assert time.monotonic() < until, "what the other process dumped is not found"
+        time.sleep(0.01)
     target = Blocks(where)
     where.write(target.first, poison(target.size))
     store.wait(store.load_data(ids(seed), [0] * BLOCKS, target.rows))
     assert target.holds(random_bytes(seed, target.size))
 
 
-def be_the_peer(where: Place, root: Path) -> None:
-    """The other process of :func:`two_processes_on_one_root`."""
-    with store_of(where, root) as store:
+def be_the_peer(where: Place, root: Path, shared: str) -> None:
+    """The other process of :func:`two_processes`."""
+    with SHARED[shared](where, root) as store:
         dump(store, where, 2)
         print("dumped", flush=True)
         assert sys.stdin.readline() == "load\n"
         load_and_check(store, where, 1)
         print("loaded", flush=True)
+        assert sys.stdin.readline() == "end\n"  # until then this process has its memory
 
 
 def errors_are_told(where: Place, quick: bool) -> str:
@@ -299,6 +328,7 @@ CHECKS: list[Callable[[Place, bool], str]] = [
     every_copy_shape,
     a_dump_waits_for_its_event,
     two_processes_on_one_root,
+    two_processes_on_one_memory,
     callbacks_and_threads,
     errors_are_told,
     a_missing_driver_is_told,
@@ -311,6 +341,7 @@ def main() -> int:
     parser.add_argument("--device", choices=WORDS, default="cuda")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     parser.add_argument("--peer", metavar="ROOT", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--shared", choices=SHARED, default="root", help=argparse.SUPPRESS)
     parser.add_argument("--freed", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     try:
@@ -319,7 +350,7 @@ def main() -> int:
         print(f"skipped, all of it: {missing}")
         return 0
     if arguments.peer is not None:
-        be_the_peer(where, arguments.peer)
+        be_the_peer(where, arguments.peer, arguments.shared)
         return 0
     if arguments.freed:
         copy_what_was_freed(where)

@@ -1,9 +1,9 @@
-//! Names the shared library as its users look it up.
+//! Names the shared library as nobody else looks for one.
 
-/// The SONAME is what cudarc opens first. It is not `libcuda.so.1`: another library in the process that asks for the real
-/// driver must not be given this one. Calls inside the library stay inside, whatever else the process has loaded.
+/// It is opened by its path; whoever asks for the real driver by name must not be given this one. Calls inside the library
+/// stay inside, whatever else the process has loaded.
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libcuda.so");
+    println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libsoftcuda.so");
     println!("cargo:rustc-cdylib-link-arg=-Wl,-Bsymbolic");
 }

@@ -215,11 +215,11 @@ def test_what_means_nothing_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ucm.config.loading._said", set())
-    tuned = {"stream_number": 8, "scatter_gather_enable": True, "unique_id": "x", "storage_policy": "tiered"}
+    tuned = {"stream_number": 8, "scatter_gather_enable": True, "unique_id": "x"}
     with caplog.at_level(logging.WARNING, "ucm.config"):
         for _ in range(2):
             UcmPcStore({**roomy(tmp_path), **tuned}).close()
-    assert [sum(f'.{key}"' in record.getMessage() for record in caplog.records) for key in tuned] == [1, 1, 1, 1]
+    assert [sum(f'.{key}"' in record.getMessage() for record in caplog.records) for key in tuned] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("extra", [{}, {"pipeline": "Cache|Posix"}, {"storage_backend": "pc"}])

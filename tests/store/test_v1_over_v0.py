@@ -230,17 +230,26 @@ def test_keys_of_all_stores_mean_the_same_here(made: Callable[..., V1OverV0]) ->
             V1OverV0(v0, DIRECT | wrong)
 
 
-def test_what_waits_when_the_store_is_closed_fails(made: Callable[..., V1OverV0]) -> None:
+def test_closing_ends_what_runs_too_and_nothing_is_written_afterwards(made: Callable[..., V1OverV0]) -> None:
     v0 = UsersV0({})
-    store, target = made(v0), Memory(1, 0)
+    store, target, before = made(v0), Memory(1, 0), Memory(1, 0)
+    store.wait(store.dump_data(ids(1), [0], Memory(1, 1).rows))
+    v0.at_wait.clear()
     v0.go.clear()
-    store.load_data(ids(1), [0], target.rows)
+    running = store.load_data(ids(1), [0], target.rows)
     assert v0.at_wait.wait(60)
     waiting = store.load_data(ids(1), [0], target.rows)
+    threads = [thread for thread in threading.enumerate() if thread.name == "ucm-v0-load"]
     store.close()
     store.close()
-    with pytest.raises(TaskError, match="closed"):
-        store.wait(waiting)
+    for task in (running, waiting):
+        with pytest.raises(TaskError, match="closed"):
+            store.wait(task)
+    v0.go.set()  # the call that was under way returns with its bytes
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert target.same(before)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,9 @@ NO_GPU = """
 import ctypes, sys
 from ucm import trans
 from ucm.errors import UnsupportedError
-ctypes.CDLL(sys.argv[1]).softcuda_fail(b"cuInit", ctypes.c_uint64(1), 100)
+for call in sys.argv[2:]:
+    name, answer = call.split("=")
+    ctypes.CDLL(sys.argv[1]).softcuda_fail(name.encode(), ctypes.c_uint64(1), int(answer))
 try:
     trans.Device("cuda").setup(0)
 except UnsupportedError as error:
@@ -170,9 +172,58 @@ device.setup(0)
 print(device.name)
 """
 
+#: What each runtime answers where it finds no device, in the order in which they are tried.
+NONE = {
+    "cuda": "cuInit=100",
+    "hip": "hipGetDeviceCount=100",
+    "musa": "musaGetDeviceCount=100",
+    "maca": "mcGetDeviceCount=100",
+    "ascend": "aclrtGetDeviceCount=207004",
+}
 
-def test_a_driver_that_finds_no_gpu_is_as_good_as_none(soft: Any) -> None:
-    command = [sys.executable, "-c", NO_GPU, soft.library._name]
+
+@pytest.mark.parametrize("found", [*list(NONE)[1:], "host"])
+def test_a_driver_that_finds_no_device_is_as_good_as_none(soft: Any, found: str) -> None:
+    none = list(NONE.values())[: [*NONE, "host"].index(found)]
+    command = [sys.executable, "-c", NO_GPU, soft.library._name, *none]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     error, name = done.stdout.splitlines()
-    assert "CUDA_ERROR_NO_DEVICE" in error and name == "host"
+    assert "CUDA_ERROR_NO_DEVICE" in error and name == ("host" if found == "host" else f"{found}:0")
+
+
+def test_a_driver_that_lacks_something_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(name: str) -> Any:
+        raise UnsupportedError("too old", context={"function": "cuStreamQuery"})
+
+    monkeypatch.delenv("PLATFORM", raising=False)
+    monkeypatch.setattr("ucm.trans.device.TransDevice", lacks)
+    with pytest.raises(UnsupportedError, match="too old"):
+        trans.Device().setup(0)
+
+
+FORKS = """
+import ctypes, os, sys
+from ucm import trans
+from ucm.errors import ForkedError
+if sys.argv[2] == "ucm":
+    trans.Device(sys.argv[3]).setup(0)
+else:
+    ctypes.CDLL(sys.argv[1]).cuInit(0)  # as torch does
+if os.fork() == 0:
+    for platform in (sys.argv[3], None):
+        try:
+            trans.Device(platform).setup(0)
+        except ForkedError as error:
+            print(error, flush=True)
+    os._exit(0)
+os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.parametrize("first", ["ucm", "torch"])
+def test_a_child_of_a_process_that_uses_a_device_is_told(memory: Any, first: str) -> None:
+    if memory.platform == "host" or first == "torch" and memory.platform != "cuda":
+        pytest.skip("the host survives a fork; of the others only CUDA says who began")
+    command = [sys.executable, "-c", FORKS, memory.library._name, first, memory.platform]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert len(re.findall("open it in the process that uses it", done.stdout)) == 2, done.stdout

@@ -34,12 +34,16 @@ _SILENT = {2, 36, 38, 42}
 class Fuse:
     """The mounted file system, seen from a test."""
 
+    #: Its server, and what that is told after the two directories.
+    program = __file__
+    arguments: tuple[str, ...] = ()
+
     def __init__(self, shown: Path, mount_point: Path) -> None:
         self.mount_point = mount_point
         for place in (shown, mount_point):
             place.mkdir(exist_ok=True)
         self._server = subprocess.Popen(
-            [sys.executable, __file__, str(shown), str(mount_point)],
+            [sys.executable, self.program, str(shown), str(mount_point), *self.arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -74,6 +78,9 @@ class Fuse:
 class Server:
     """The other side of the device."""
 
+    #: Bytes of the longest request.
+    longest = 1 << 20
+
     def __init__(self, shown: Path, device: int) -> None:
         self.shown = shown
         self.device = device
@@ -88,7 +95,7 @@ class Server:
         """Reads requests until the end; each is answered on a thread of its own, for it may stall."""
         while True:
             try:
-                request = os.read(self.device, 1 << 20)
+                request = os.read(self.device, self.longest)
             except OSError as error:
                 if error.errno == errno.ENODEV:
                     return
@@ -277,14 +284,14 @@ def say(word: str) -> None:
     os.write(1, f"{word}\n".encode())
 
 
-def main() -> None:
+def main(kind: Callable[[Path, int], Server] = Server) -> None:
     """Mounts and serves until standard input ends."""
     device = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other".encode()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"ucm-trust", os.fsencode(sys.argv[2]), b"fuse", 6, options) != 0:
         raise OSError(ctypes.get_errno(), "mount of FUSE")
-    server = Server(Path(sys.argv[1]), device)
+    server = kind(Path(sys.argv[1]), device)
     threading.Thread(target=server.run, daemon=True).start()
     say("mounted")
     for line in sys.stdin:

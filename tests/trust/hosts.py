@@ -10,7 +10,8 @@ from __future__ import annotations
 import random
 import signal
 import subprocess
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import columns
@@ -19,6 +20,8 @@ from ground import Ground, block_ids, wait_until
 from harm import header_of
 from processes import assert_all_exact, child, ended_well, new_seed
 
+#: Mounts an export at a place, for as long as it is entered.
+Mounted = Callable[[Path, Path], AbstractContextManager[object]]
 #: Seconds by which a host is before or behind the file system.
 APART = 3600
 #: Bytes that one model may take, and all together.
@@ -67,12 +70,15 @@ def clock_library(base: Path) -> Path:
     return library
 
 
-def two_hosts(base: Path, long: bool) -> None:
-    """Two hosts whose clocks are apart write the same ids, then write, read and remove in a small room."""
+def two_hosts(base: Path, long: bool, mounted: Mounted | None = None) -> None:
+    """Two hosts whose clocks are apart write the same ids, then write, read and remove in a small room.
+
+    ``mounted`` mounts an export where a host sees it; else each has a mount namespace in which it is bound there.
+    """
     source, library = random.Random(new_seed()), clock_library(base)
     for number in range(4 if long else 1):
         place = base / f"{number}-wide"
-        _run_hosts("write_as_host", place, library, source)
+        _run_hosts("write_as_host", place, library, source, mounted)
         ground = Ground(place / "export" / "root")
         assert assert_all_exact(ground) >= set(block_ids(BLOCKS, "shared"))
         headers = [header_of(place.read()) for place in ground.places()]
@@ -81,7 +87,7 @@ def two_hosts(base: Path, long: bool) -> None:
         assert len({header.writer for header in headers}) > 1, "one of the hosts stored nothing"
         ground.close()
         place = base / f"{number}-small"
-        _run_hosts("mix", place, library, source)
+        _run_hosts("mix", place, library, source, mounted)
         ground = Ground(place / "export" / "root", storage_capacity=SMALL)
         assert_usage(ground)
         assert_all_exact(ground)
@@ -90,7 +96,7 @@ def two_hosts(base: Path, long: bool) -> None:
         ground.close()
 
 
-def _run_hosts(work: str, base: Path, library: Path, source: random.Random) -> None:
+def _run_hosts(work: str, base: Path, library: Path, source: random.Random, mounted: Mounted | None) -> None:
     """Both hosts at this work, until they end."""
     (base / "export").mkdir(parents=True)
     with ExitStack() as stack:
@@ -98,7 +104,22 @@ def _run_hosts(work: str, base: Path, library: Path, source: random.Random) -> N
         for name, shift in (("left", -APART), ("right", APART)):
             place = base / f"seen-by-{name}"
             place.mkdir(exist_ok=True)
-            enter = ["unshare", "--mount", "--uts", "sh", "-c", _ENTER, "sh", name, str(base / "export"), str(place)]
+            if mounted is None:
+                enter = [
+                    "unshare",
+                    "--mount",
+                    "--uts",
+                    "sh",
+                    "-c",
+                    _ENTER,
+                    "sh",
+                    name,
+                    str(base / "export"),
+                    str(place),
+                ]
+            else:
+                stack.enter_context(mounted(base / "export", place))
+                enter = ["unshare", "--uts", "sh", "-c", 'hostname "$1" && shift && exec "$@"', "sh", name]
             env = {"LD_PRELOAD": str(library), "TRUST_CLOCK_SHIFT": str(shift)}
             host, _ = stack.enter_context(child(work, place / "root", source.randrange(1 << 32), enter, env))
             hosts.append(host)

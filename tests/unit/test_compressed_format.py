@@ -18,6 +18,7 @@ from ucm.store.record import Expect, Part, Refused, Shape
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "record-v1"
 FROZEN = (FIXTURES / "planes.bin").read_bytes()
 FROZEN_LZ4 = (FIXTURES / "planes-lz4.bin").read_bytes()
+FROZEN_SIDED = (FIXTURES / "planes-sided.bin").read_bytes()
 LAYERS, LAYER, STRIDE = 4, 8000, 8000
 IDENTITY = (
     '{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32","weights":"w","model_config":{},"position":{},'
@@ -105,6 +106,23 @@ def test_the_frozen_record_of_lz4_is_decoded_without_any_library() -> None:
     assert list(record.decoded_layers(FROZEN_LZ4, header, unpack_lz4)) == padded(contents(lz4=True))
 
 
+def test_side_shards_of_a_compressed_record_are_stored_as_they_are() -> None:
+    header = record.verify(FROZEN_SIDED, EXPECT)
+    assert (header.codec, header.record_len) == (0x202, len(FROZEN_SIDED))
+    assert list(record.decoded_layers(FROZEN_SIDED, header, unpack_lz4)) == padded(contents(lz4=True))
+    lengths = {"mean-k": 100, "codes": 5000}
+    assert {side.name: side.length for side in header.sides} == lengths
+    for side in header.sides:
+        content = bytes((at * 7 + 3) % 256 for at in range(side.length))
+        assert record.read_side(FROZEN_SIDED, side) == content
+    assert [side.offset for side in header.sides] == [header.kv_len, header.kv_len + 4096]
+    assert FROZEN_SIDED[4096 : header.kv_len] == FROZEN_LZ4[4096:], "the payload is that without side shards"
+    for at, name in [(header.kv_len, "mean-k"), (len(FROZEN_SIDED) - 1, "codes")]:
+        data = bytearray(FROZEN_SIDED)
+        data[at] ^= 1
+        assert list(record.lost_sides(bytes(data), record.verify(bytes(data), EXPECT))) == [name]
+
+
 @pytest.mark.parametrize(
     ("block", "data"),
     [
@@ -140,8 +158,8 @@ def test_to_a_reader_without_this_codec_it_is_newer(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("offset", "value"),
-    [(136, b"\3\2"), (136, b"\1\3"), (138, b"\1"), (216, b"\1")],
-    ids=["another codec", "another width", "more bits", "side shards"],
+    [(136, b"\3\2"), (136, b"\1\3"), (138, b"\1"), (64, b"\1")],
+    ids=["another codec", "another width", "more bits", "no KV"],
 )
 def test_what_this_version_does_not_write_is_newer(offset: int, value: bytes) -> None:
     data = bytearray(FROZEN)

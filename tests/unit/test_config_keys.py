@@ -80,10 +80,10 @@ def test_there_is_one_way_of_reading_and_writing_files(key: str) -> None:
         ({"vllm": {"kv_connector": "UCMBlendConnector"}}, {}, "UCMBlendConnector is not built yet"),
         ({"rerope": {"window": 1024}}, {}, "ReRoPE is not built yet"),
         ({}, {"VLLM_USE_REROPE": "1"}, "ReRoPE is not built yet"),
-        ({}, {"UCM_SPARSE_TYPE": "kvstar"}, "sparse attention (KVStarMultiStep) is not built yet"),
+        ({}, {"UCM_SPARSE_TYPE": "blend"}, "sparse attention (Blend) is not built yet"),
+        ({"sparse": {"enabled": True}}, {}, "sparse.enabled: true names no algorithm"),
         ({}, {"UCM_STORAGE_BACKEND": "mooncake"}, "UcmMooncakeStore is not built yet"),
         ({"storage_backend": "ds3fs"}, {}, "UcmDs3fsStore is not built yet"),
-        ({"storage_path": "/a:/b"}, {}, "several storage_backends"),
     ],
 )
 def test_what_is_not_built_parses_and_then_says_so(

@@ -140,10 +140,10 @@ def test_keys_of_a_stage_are_its_own_and_the_others_hold_for_all() -> None:
         ({"store_pipeline": "Empty|Posix", "path": "/d"}, "below Empty"),
         ({"store_pipeline": "Cache|Posix"}, "stages without a directory (Posix)"),
         ({"store_pipeline": "Cache|Posix|Posix", "path": "/d"}, "2 stages without a directory"),
-        ({"store_pipeline": "Cache|Posix", "storage_backends": "/a:/b"}, "1 stages without a directory"),
+        ({"store_pipeline": "Cache|Posix|Nfs", "storage_backends": "/a:/b:/c"}, "2 stages without a directory"),
         ({"store_pipeline": "Posix|Nfs", "posix": {"path": "/d"}, "nfs": {"path": "/d/"}}, "same directory"),
         ({"store_pipeline": ["cache", {"type": "posix", "path": "/d"}], "path": "/e"}, "leave one of the two out"),
-        ({"store_pipeline": ["cache", {"type": "posix", "path": ["/d", "/e"]}]}, "several directories"),
+        ({"store_pipeline": ["nfs", {"type": "posix", "path": ["/d", "/e"]}], "nfs": {"path": "/e"}}, "same directory"),
         (
             {
                 "store_pipeline": [{"type": "posix", "write_policy": "back"}, {"type": "nfs", "path": "/e"}],

@@ -20,9 +20,11 @@ from config_cases import FIXTURES, REPOSITORY, shape
 from ucm.config import UcmConfig, parse
 from ucm.config.effective import flatten
 from ucm.config.layer import algorithm_of
+from ucm.config.sparse import AlgorithmConfig
 from ucm.errors import ConfigError, UcmError
 
 pytest.importorskip("ucm._core")
+pytest.importorskip("torch")  # what a selector makes of its keys needs it
 
 Sample = dict[str, Any]
 Path = tuple[str | int, ...]
@@ -80,7 +82,23 @@ def judged(sample: Sample) -> Judgement:
     assert len(set(config.warnings)) == len(config.warnings)
     engine = {key: value for key, value in flatten(config) if key in READ}
     stores = [told(one) for one in (config, *config.alternatives)]
-    return Judgement(frozenset(config.problems), frozenset(config.warnings), (engine, stores))
+    try:
+        chosen = selected(config)
+    except ConfigError as error:  # keys that do not fit the shape of the KV
+        return Judgement(frozenset([str(error)]), frozenset())
+    return Judgement(frozenset(config.problems), frozenset(config.warnings), (engine, stores, chosen))
+
+
+def selected(config: UcmConfig) -> Any:
+    """What the host of the selectors makes of the keys of the algorithm, for blocks of 16 tokens."""
+    from ucm.sparse.config import method_of
+    from ucm.sparse.selector import Geometry
+
+    settings = config.sparse.settings
+    if not isinstance(settings, AlgorithmConfig):
+        return None
+    method = method_of(settings, Geometry(block_size=16, kv_heads=2, head_dim=64))
+    return type(method.selector), vars(method.selector), method.policy
 
 
 def told(config: UcmConfig) -> Any:
@@ -206,10 +224,19 @@ def outcome(sample: Sample, path: Path) -> str:
         whole = judged(sample)
     if is_warned_about(sample, path, whole):
         return "warned"
-    alone = {path[0]: {path[1]: value_at(sample, path[:2])}}  # for what another key of the sample says as well
-    if works(sample, path) or works(alone, path):
+    if works(sample, path) or works(alone(sample, path), path):
         return "works"
     return "refused" if is_part_of_refused(sample, path, whole) else "silent"
+
+
+def alone(sample: Sample, path: Path) -> Sample:
+    """The sample with this key alone, or the list it stands in: for what another key of it says as well."""
+    depth = next((place for place, step in enumerate(path) if isinstance(step, int)), len(path))
+    found = value_at(sample, path[:depth])
+    for step in reversed(path[:depth]):
+        found = {step: found}
+    assert isinstance(found, dict)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -234,27 +261,41 @@ def test_all_three_happen_and_a_key_that_nobody_reads_would_be_found() -> None:
         "stream_number": "warned",
         "use_layerwise": "refused",
     }
-    off = {"config": {"storage_path": "/d", "sparse": {"enabled": False, "config": {}, "type": "GSA"}}}
-    assert outcome(off, ("config", "sparse", "type")) == "silent"  # whoever writes enabled: false wants that
+    off = {"config": {"storage_path": "/d", "sparse": {"enabled": False, "config": {"ratio": 0.2}, "type": "GSA"}}}
+    assert outcome(off, ("config", "sparse", "config", "ratio")) == "silent"  # whoever writes enabled: false wants that
 
 
 @pytest.mark.parametrize(
     ("config", "environment", "sentence"),
     [
         ({"blend": {"compute_meta": {}}}, {}, "sparse attention (Blend) is not built yet"),
-        ({"GSA": {"topk_ratio": 0.3}}, {}, "sparse attention (GSA) is not built yet"),
-        ({"ESA": {}, "GSA": {}}, {}, "sparse attention (ESA) is not built yet"),
-        ({"ESA": {}}, {"UCM_SPARSE_TYPE": "GSA"}, "sparse attention (GSA) is not built yet"),
+        ({"ReRoPE": {}}, {}, "sparse attention (ReRoPE) is not built yet"),
     ],
 )
-def test_an_algorithm_at_the_top_means_that_it_is_wanted(
+def test_an_algorithm_at_the_top_that_is_not_built_is_refused(
     config: dict[str, Any], environment: dict[str, str], sentence: str
 ) -> None:
     assert sentence in "; ".join(parse({"storage_path": "/d", **config}, environment).problems)
 
 
+@pytest.mark.parametrize(
+    ("config", "environment", "algorithm"),
+    [
+        ({"GSA": {"topk_ratio": 0.3}}, {}, "GSA"),
+        ({"ESA": {}, "GSA": {}}, {}, "ESA"),
+        ({"ESA": {}}, {"UCM_SPARSE_TYPE": "GSA"}, "GSA"),
+    ],
+)
+def test_an_algorithm_at_the_top_means_that_it_is_wanted(
+    config: dict[str, Any], environment: dict[str, str], algorithm: str
+) -> None:
+    sparse = parse({"storage_path": "/d", **config}, environment).sparse
+    assert (sparse.enabled, sparse.type) == (True, algorithm)
+    assert isinstance(sparse.settings, AlgorithmConfig) and sparse.settings.algorithm == algorithm
+
+
 def test_an_algorithm_at_the_top_may_be_switched_off() -> None:
-    assert parse({"storage_path": "/d", "GSA": {"topk_ratio": 0.3}}, {"ENABLE_SPARSE": "false"}).problems == ()
+    assert parse({"storage_path": "/d", "GSA": {"topk_ratio": 0.3}}, {"ENABLE_SPARSE": "false"}).sparse.settings is None
 
 
 def test_the_build_flag_alone_does_not_refuse_the_start() -> None:
@@ -265,7 +306,7 @@ def test_the_build_flag_alone_does_not_refuse_the_start() -> None:
     assert "ENABLE_SPARSE" in warning
     assert "UCM_SPARSE_TYPE" in warning
     named = parse({"storage_path": "/d"}, {"ENABLE_SPARSE": "true", "UCM_SPARSE_TYPE": "GSA"})
-    assert len(named.problems) == 1
+    assert named.sparse.enabled is True
 
 
 def test_metrics_that_are_exported_are_not_said_to_be_missing() -> None:

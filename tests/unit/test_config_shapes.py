@@ -8,9 +8,10 @@ import pytest
 from config_cases import FIXTURES, fails, shape
 
 from ucm.config import load, parse
+from ucm.config.sparse import EsaConfig, GsaOnDeviceConfig
 
 
-def test_shape_a_parses_and_names_what_is_not_built() -> None:
+def test_shape_a_with_three_algorithms() -> None:
     config = parse({"ucm_config_path": str(FIXTURES / "a_connectors.yaml")}, {})
     assert config.ucm_connector_name == "UcmNfsStore"
     assert config.storage_backends == ("/mnt/nfs/kv_cache",)
@@ -18,11 +19,11 @@ def test_shape_a_parses_and_names_what_is_not_built() -> None:
     assert (config.load_only_first_rank, config.enable_prefix_cache) == (False, True)
     assert config.metrics.config_path == "/etc/ucm/metrics.yaml"
     assert config.sparse.type == "ESA"  # the first of three, and said so
-    assert set(config.sparse.config) == {"ESA", "GSA", "GSAOnDevice"}
-    assert config.sparse.config["GSA"]["topk_ratio"] == 0.3
+    assert config.sparse.config.model_fields_set == {"ESA", "GSA", "GSAOnDevice"}
+    assert config.sparse.config.GSA is not None and config.sparse.config.GSA.ratio == 0.3
+    assert isinstance(config.sparse.settings, EsaConfig) and config.sparse.settings.stride == 16
     assert sum("ESA is taken because it stands first" in warning for warning in config.warnings) == 1
-    text = fails({"ucm_config_path": str(FIXTURES / "a_connectors.yaml")})
-    assert "sparse attention (ESA) is not built yet" in text
+    assert load({"ucm_config_path": str(FIXTURES / "a_connectors.yaml")}, {}).sparse.enabled
 
 
 def test_shape_a_with_what_is_built_loads() -> None:
@@ -44,9 +45,7 @@ def test_shape_b_sizes_mean_nothing_and_are_said_once() -> None:
     assert len(sizes) == 1
     assert "tensor_size" in sizes[0]
     assert "KV layout" in sizes[0]
-    text = fails({"UCM_CONFIG_FILE": str(FIXTURES / "b_pipeline_store.yaml")})
-    assert text.count("not built yet") == text.count("sparse attention (GSA)") == 1
-    assert load({"UCM_CONFIG_FILE": str(FIXTURES / "b_pipeline_store.yaml")}, {"ENABLE_SPARSE": "0"}).store_pipeline
+    assert load({"UCM_CONFIG_FILE": str(FIXTURES / "b_pipeline_store.yaml")}, {}).store_pipeline
 
 
 def test_shape_c_sections() -> None:
@@ -57,9 +56,10 @@ def test_shape_c_sections() -> None:
     assert config.io_direct is True
     assert config.kv_connector == "UCMDirectConnector"
     assert config.sparse.type == "GSAOnDevice"
-    assert config.sparse.config["GSAOnDevice"] == {"hash_topk_tokens": 4096, "sink_token": 64, "recent_token": 512}
+    settings = config.sparse.settings
+    assert isinstance(settings, GsaOnDeviceConfig)
+    assert (settings.topk_tokens, settings.init_tokens, settings.local_tokens) == (4096, 64, 512)
     assert sum("enable_prefix_caching" in warning for warning in config.warnings) == 1
-    assert "sparse attention (GSAOnDevice) is not built yet" in fails({"ucm_config_path": path})
     assert load({"ucm_config_path": path}, {"ENABLE_SPARSE": "0"}).sparse.enabled is False
 
 

@@ -47,6 +47,7 @@ TOKENS = [(i * 2654435761) % 2**32 for i in range(40)]
 SALT = (0, 3, b"salt")
 PART = Part(0, 0, 1)
 SHAPE = Shape(tensors=(100, 60), layers=2, block_tokens=16, dtype=2)
+SIDE = bytes((2 * 131 + j * 7 + 3) % 256 for j in range(50))
 
 #: Key before block 0, keys of 3 blocks of 1 token, of 2 blocks of 16, of the same with frames; also in the core.
 KNOWN = {
@@ -237,6 +238,71 @@ def test_frozen_records_are_read(name: str) -> None:
     assert record.verify(data[: header.kv_len], expected()) == header
 
 
+def side_mask(name: bytes, version: int) -> bytes:
+    """The mask of a record in which a side shard lies alone, by hashlib."""
+    return hashlib.sha256(b"UCMSIDE" + name.ljust(16, b"\0") + version.to_bytes(4, "little")).digest()[:16]
+
+
+def alone() -> Expect:
+    """What the record must be in which the side shard of the frozen block lies alone."""
+    record_id = expected().record_id
+    assert record_id is not None
+    return Expect(xor(record_id, side_mask(b"mean-k", 3)), DIGEST, PART, SHAPE)
+
+
+def test_a_side_shard_is_read_without_the_kv() -> None:
+    data = fixture("sided.bin")
+    header = record.parse_header(data[:4096])
+    (side,) = header.sides
+    assert (side.version, side.offset, side.end) == (3, 8192, 12288)
+    without = data[:4096] + bytes(4096) + data[8192:]
+    assert record.read_side(without, side) == SIDE
+    with pytest.raises(Refused) as refused:
+        record.read_side(data[: side.end - 1], side)
+    assert refused.value.reason == MissReason.ABSENT
+
+
+def test_a_side_shard_that_lies_alone_is_read() -> None:
+    data = fixture("side-alone.bin")
+    header = record.verify(data, alone())
+    assert (header.without_kv, header.record_len, header.kv_len, header.table) == (True, 8192, 4096, ())
+    assert (header.block_record_id, header.layers) == (expected().record_id, 2)
+    assert header.block_key == chain("sha256", DIGEST, TOKENS, 16, [SALT])[2]
+    assert record.read_side(data, header.sides[0]) == SIDE
+    assert struct.unpack_from("<I", data, 64) == (1,)
+    assert struct.unpack_from("<I", data, 140) == (0,)
+    assert struct.unpack_from("<QQ", data, 144) == (0, 0)
+    assert refusal(data, expected()) == MissReason.FOREIGN_ID
+    assert refusal(data, Expect(shape=Shape((100, 60), 3, 16, 2))) == MissReason.FOREIGN_SHAPE
+    for length in range(0, 8192, 7):
+        assert refusal(data[:length], alone()) == MissReason.TRUNCATED
+
+
+@settings(max_examples=100, deadline=None)
+@given(offset=st.integers(4, 8191), mask=st.integers(1, 255))
+def test_any_flipped_byte_of_a_side_shard_that_lies_alone_is_refused(offset: int, mask: int) -> None:
+    data = bytearray(fixture("side-alone.bin"))
+    data[offset] ^= mask
+    assert refusal(bytes(data), alone()) == (MissReason.BAD_HEADER if offset < 4096 else MissReason.BAD_CHECKSUM)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "reason"),
+    [
+        (64, b"\3", MissReason.NEWER_VERSION),
+        (64, b"\0", MissReason.BAD_HEADER),
+        (136, b"\1\1", MissReason.NEWER_VERSION),
+        (140, b"\1", MissReason.BAD_HEADER),
+        (144, b"\1", MissReason.BAD_HEADER),
+        (152, b"\0\x10", MissReason.BAD_HEADER),
+        (216, b"\0", MissReason.BAD_HEADER),
+    ],
+)
+def test_a_record_without_kv_says_so_soundly(offset: int, value: bytes, reason: MissReason) -> None:
+    data = resealed(fixture("side-alone.bin"), offset, value)
+    assert refusal(data, alone()) == reason
+
+
 def test_frozen_newer_and_seed_files_are_named() -> None:
     assert refusal(fixture("newer.bin")) == MissReason.NEWER_VERSION
     assert refusal(fixture("seed.bin")) == MissReason.SEED_FORM
@@ -285,16 +351,26 @@ def test_what_belongs_to_another_is_refused() -> None:
 def test_any_flipped_byte_is_refused(offset: int, mask: int) -> None:
     data = bytearray(fixture("sided.bin"))
     data[offset] ^= mask
+    if offset >= 8192:  # in the side shard: a miss of that alone
+        header = record.verify(bytes(data), expected())
+        assert list(record.lost_sides(bytes(data), header)) == ["mean-k"]
+        return
     reason = (
         MissReason.NOT_A_RECORD if offset < 4 else MissReason.BAD_HEADER if offset < 4096 else MissReason.BAD_CHECKSUM
     )
     assert refusal(bytes(data)) == reason
+    if offset >= 4096:  # in the KV: the side shard is still good
+        assert record.lost_sides(bytes(data), record.parse_header(bytes(data))) == {}
 
 
 @settings(max_examples=100, deadline=None)
-@given(length=st.integers(0, 12287).filter(lambda length: length != 8192))
+@given(length=st.integers(0, 12287))
 def test_any_truncation_is_refused(length: int) -> None:
-    assert refusal(fixture("sided.bin")[:length]) == MissReason.TRUNCATED
+    data = fixture("sided.bin")[:length]
+    if length < 8192:
+        assert refusal(data) == MissReason.TRUNCATED
+    else:
+        assert list(record.lost_sides(data, record.verify(data, expected()))) == ["mean-k"]
 
 
 def test_bytes_beyond_the_end_are_refused() -> None:
@@ -303,7 +379,11 @@ def test_bytes_beyond_the_end_are_refused() -> None:
 
 def forged(offset: int, value: bytes) -> bytes:
     """The frozen record with other words in its header and checksums that agree."""
-    data = bytearray(fixture("sided.bin"))
+    return resealed(fixture("sided.bin"), offset, value)
+
+
+def resealed(frozen: bytes, offset: int, value: bytes) -> bytes:
+    data = bytearray(frozen)
     data[offset : offset + len(value)] = value
     data[60:64] = record.crc32c(bytes(data[:60])).to_bytes(4, "little")
     data[4092:4096] = record.crc32c(bytes(data[:4092])).to_bytes(4, "little")
@@ -319,7 +399,8 @@ def forged(offset: int, value: bytes) -> bytes:
         (40, b"\1", MissReason.BAD_HEADER),
         (40, b"\0\0\0\1", MissReason.BAD_HEADER),
         (44, b"\xff" * 8, MissReason.BAD_HEADER),
-        (64, b"\1", MissReason.NEWER_VERSION),
+        (64, b"\1", MissReason.BAD_HEADER),
+        (64, b"\2", MissReason.NEWER_VERSION),
         (136, b"\1", MissReason.NEWER_VERSION),
         (140, b"\0", MissReason.BAD_HEADER),
         (140, b"\xff", MissReason.BAD_HEADER),

@@ -23,6 +23,13 @@ LIGHT = [
     "ucm.utils.estimate_storage_requirements",
     "ucm.config.load",
     "ucm.cli.main",
+    "ucm.sparse.base.UcmSparseBase",
+    "ucm.sparse.base.UcmSparseMetadata",
+    "ucm.sparse.base.UcmSparseRole",
+    "ucm.sparse.base.INVALID_SLOT",
+    "ucm.sparse.state.get_ucm_sparse",
+    "ucm.sparse.state.has_ucm_sparse",
+    "ucm.sparse.state.ensure_ucm_sparse_initialized",
 ]
 
 #: Names that need the compiled core.
@@ -57,6 +64,40 @@ CORE = [
     "ucmtrans.version",
     "ucmtrans.commit_id",
     "ucmtrans.build_type",
+    "ucm.sparse.factory.UcmSparseFactory",
+]
+
+#: Names of sparse attention that compute, and so need torch.
+TORCH = [
+    "ucm.sparse.esa.esa.ESA",
+    "ucm.sparse.esa.esa.ESASparse",
+    "ucm.sparse.esa.esa.ESARetrievalEngine",
+    "ucm.sparse.esa.esa.BlockReprPool",
+    "ucm.sparse.gsa.gsa.GSA",
+    "ucm.sparse.gsa.gsa.GSAReqStat",
+    "ucm.sparse.gsa.gsa.GSASparseKernel",
+    "ucm.sparse.gsa.gsa.compute_block_scores",
+    "ucm.sparse.gsa.gsa.compute_topk_len",
+    "ucm.sparse.gsa.gsa.select_topk_blocks",
+    "ucm.sparse.gsa.gsa.LRUEvictionPolicy",
+    "ucm.sparse.gsa.gsa.ScoreBasedEvictionPolicy",
+    "ucm.sparse.gsa.gsa.HybridEvictionPolicy",
+    "ucm.sparse.gsa.prefetch.prefetch_engine.GSAPrefetchEngineC",
+    "ucm.sparse.gsa.prefetch.prefetch_engine.PrefetchEngine",
+    "ucm.sparse.gsa.prefetch.prefetch_engine.PrefetchHandle",
+    "ucm.sparse.gsa.prefetch.prefetch_engine.PrefetchPriority",
+    "ucm.sparse.gsa.prefetch.prefetch_engine.PrefetchTask",
+    "ucm.sparse.gsa_on_device.gsa_on_device.GSAOnDevice",
+    "ucm.sparse.gsa_on_device.hash_encoder.HashEncoder",
+    "ucm.sparse.gsa_on_device.hash_encoder.torch_hash_code",
+    "ucm.sparse.gsa_on_device.hash_encoder.triton_hash_code",
+    "ucm.sparse.gsa_on_device.hash_encoder.reshape_and_cache_khash_triton",
+    "ucm.sparse.gsa_on_device.hamming_topk.cuda_hamming_topk",
+    "ucm.sparse.gsa_on_device.hamming_topk.hamming_distance",
+    "ucm.sparse.gsa_on_device.hamming_topk.update_seq_lens",
+    "ucm.sparse.kvstar.multistep.KVStarMultiStep",
+    "ucm.sparse.kvstar.multistep.ReqMeta",
+    "ucm.sparse.kvstar.multistep.ReqStage",
 ]
 
 #: Names that need vLLM.
@@ -98,6 +139,14 @@ def test_names_of_the_core_import_neither_vllm_nor_torch() -> None:
     wrong, imported = importable(CORE)
     assert wrong == []
     assert not imported & {"vllm", "torch"}
+
+
+def test_names_of_sparse_attention_do_not_import_vllm() -> None:
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("ucm._core") is None:
+        pytest.skip("torch or the core is missing here")
+    wrong, imported = importable(TORCH)
+    assert wrong == []
+    assert "vllm" not in imported
 
 
 @pytest.mark.vllm

@@ -39,6 +39,7 @@ def _turn(item: pytest.Item) -> tuple[str, int]:
     call = getattr(item, "callspec", None)
     runner = str(call.params.get("runner", "")) if call is not None else ""
     order = [
+        "test_sparse",  # its last tests ask the warm engine, which test_reuse goes on with
         "test_reuse",
         "test_faults",
         "test_shutdown",
@@ -87,7 +88,7 @@ def cold(runner: str, work: Path, host: EngineHost, model: Path, reference: dict
     for name, case in STORED.items():
         answers[name] = engine.generate(case.ask())[0]
     host.stop()
-    return Life(runner, model, life.disk, answers, module, policy)
+    return Life(runner, model, life.disk, answers, module, policy, len(life.disk.files()))
 
 
 @pytest.fixture

@@ -162,7 +162,9 @@ def asked(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         name, number, path = request["lora"]
         lora = LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
     params = SamplingParams(
-        temperature=0.0,
+        n=request.get("sequences", 1),
+        temperature=0.0 if request.get("sequences", 1) == 1 else 1.0,  # vLLM refuses several of temperature 0
+        top_k=1,
         max_tokens=request["max_tokens"],
         min_tokens=request["max_tokens"],
         ignore_eos=True,
@@ -190,6 +192,7 @@ def answered(request_id: str, last: Any, first: float | None) -> dict[str, Any]:
         "logprobs": [step[token].logprob for token, step in zip(tokens, answer.logprobs or [], strict=False)],
         "cached": last.num_cached_tokens or 0,
         "finish": answer.finish_reason,
+        "others": [list(other.token_ids) for other in last.outputs[1:]],
         "first": first,
     }
 

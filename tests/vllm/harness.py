@@ -103,6 +103,7 @@ class Engine:
                 "priority": ask.priority,
                 "extra_args": dict(ask.extra_args) if ask.extra_args else None,
                 "picture": ask.picture,
+                "sequences": ask.sequences,
             }
             for ask in asks
         ]

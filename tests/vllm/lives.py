@@ -74,6 +74,7 @@ class Life:
     answers: dict[str, Result]
     runner_module: str
     policy: str
+    stored: int = 0  # blocks on the disk when it had ended
 
     @property
     def cold_spec(self) -> EngineSpec:

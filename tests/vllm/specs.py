@@ -176,6 +176,7 @@ class Result:
     cached: int
     finish: str
     first: float | None
+    others: list[list[int]] = field(default_factory=list)  # tokens of further sequences
 
     @property
     def cached_blocks(self) -> int:
@@ -185,7 +186,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. ``lora`` is (name, number, directory); ``picture`` is (seed, the client's name for it)."""
+    """One request. ``lora`` is (name, number, directory); ``picture`` is (seed, the client's name for it);
+    ``sequences`` answers are drawn, each the likeliest."""
 
     tokens: Sequence[int]
     max_tokens: int = 8
@@ -194,6 +196,7 @@ class Ask:
     priority: int = 0
     extra_args: Mapping[str, Any] | None = None
     picture: tuple[int, str | None] | None = None
+    sequences: int = 1
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -26,6 +26,7 @@ def _load(name: str) -> ModuleType:
 
 
 _engine_free = _load("engine_free")
+sys.modules["sparse_parts"] = _load("sparse_parts")  # what two modules of tests import
 
 
 @pytest.fixture(scope="session")

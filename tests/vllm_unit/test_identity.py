@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ucm.errors import InvalidInputError
 from ucm.integration.vllm.connector.identity import packing
 from ucm.integration.vllm.connector.identity.engine_identity import (
     FIELDS,
@@ -289,6 +290,74 @@ def test_an_attention_backend_from_outside_counts(engines: Any, tiny: Path) -> N
     assert first == "CPU_ATTN"
     assert second.startswith("CPU_ATTN (")
     assert second.endswith("Packed)")
+
+
+def test_a_backend_that_packs_like_its_base_counts_as_that(engines: Any, tiny: Path) -> None:
+    """Only where it says so itself: what is derived from it may pack differently again."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    class Selecting(CPUAttentionBackend):
+        ucm_packs_like = CPUAttentionBackend
+
+    class Again(Selecting):
+        ucm_packs_like = Selecting
+
+    class Repacked(Selecting):
+        """Claims nothing."""
+
+    class Lying(CPUAttentionBackend):
+        ucm_packs_like = dict
+
+    config = engines.engine_config(tiny)
+    scheduler, _ = engines.kv_configs(config)
+    groups = packing.transferable_groups(scheduler)
+    context = config.compilation_config.static_forward_context
+
+    def names(backend: type) -> list[str]:
+        layer = SimpleNamespace(get_attn_backend=lambda: backend)
+        context.update(dict.fromkeys(scheduler.kv_cache_groups[0].layer_names, layer))
+        return packing.attention_backends(config, groups)[0]
+
+    assert names(Selecting) == names(Again) == ["CPU_ATTN"]
+    assert names(Repacked) != ["CPU_ATTN"]
+    with pytest.raises(InvalidInputError, match="ucm_packs_like"):
+        names(Lying)
+
+
+def test_a_spec_with_the_pages_of_its_base_counts_as_that(engines: Any, tiny: Path) -> None:
+    """One kind of group, the same fields, a whole prefix as before; a spec that claims nothing is not served."""
+    from dataclasses import dataclass, fields
+    from typing import ClassVar
+
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from ucm.integration.vllm.connector.factory import _unsupported
+
+    @dataclass(frozen=True, kw_only=True)
+    class Selected(FullAttentionSpec):  # type: ignore[misc]
+        beside: int = 7
+        ucm_packs_like: ClassVar[type] = FullAttentionSpec
+
+    @dataclass(frozen=True, kw_only=True)
+    class Unknown(FullAttentionSpec):  # type: ignore[misc]
+        beside: int = 7
+
+    config = engines.engine_config(tiny)
+    dense = engines.layer_specs(config)
+
+    def groups_of(kind: type) -> Any:
+        def made(spec: Any) -> Any:
+            return kind(**{field.name: getattr(spec, field.name) for field in fields(spec)})
+
+        scheduler, _ = engines.kv_configs(config)
+        scheduler.kv_cache_groups[0].kv_cache_spec = made(next(iter(dense.values())))
+        return scheduler
+
+    texts = [identity_text(engine_identity(config, groups_of(kind), "w")) for kind in (FullAttentionSpec, Selected)]
+    assert texts[0] == texts[1]
+    assert identity_text(engine_identity(config, groups_of(Unknown), "w")) != texts[0]
+    assert _unsupported(config, groups_of(Selected)) == ""
+    assert "Unknown" in _unsupported(config, groups_of(Unknown))
 
 
 def test_weights_are_filled_in_and_left_out(engines: Any, tiny: Path) -> None:

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ucm_core::BlockId;
 use ucm_device::{ArenaOptions, DeviceSpan, HostArena, HugePages, Slot, SlotPool};
-use ucm_store::engine::{Pieces, Row};
+use ucm_store::engine::{Pieces, Row, RowSides};
 
 use super::Result;
 use super::rig::Shape;
@@ -86,6 +86,7 @@ impl Stock {
                     .collect(),
             ),
             ready: None,
+            sides: RowSides::None,
         };
         ids.iter().zip(memory).map(row).collect()
     }

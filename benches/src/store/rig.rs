@@ -21,7 +21,7 @@ use ucm_store::engine::{Deadlines, Engine, EngineConfig, Row, Until};
 use ucm_store::health::BreakerConfig;
 use ucm_store::tiers::{TierConfig, WritePolicy};
 use ucm_tier::backend::{Backend, BlockRead, Flush, Outcome, ReadDone, WriteOptions, either};
-use ucm_tier::posix::{PosixBackend, PosixConfig};
+use ucm_tier::posix::{Place, PosixBackend, PosixConfig};
 use ucm_tier::segment::{SegmentBackend, SegmentConfig};
 
 use super::Result;
@@ -177,6 +177,7 @@ impl Rig {
             process: Process::this(),
             modes: Modes::default(),
             quarantine: QuarantineConfig::default(),
+            place: Place::default(),
             writer: ucm_infra::random_u64(),
         };
         let config = EngineConfig {
@@ -185,6 +186,7 @@ impl Rig {
             part: Part::default(),
             block_tokens: BLOCK_TOKENS,
             dtype: DType::F32,
+            sides: Vec::new(),
             staging_bytes: (slots * shape.layout.record_len()) as u64,
             copy_threads: 1,
             paranoid: false,

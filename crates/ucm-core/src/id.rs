@@ -41,9 +41,10 @@ impl BlockId {
         self.to_string()
     }
 
-    /// XOR with a part's mask: block key to record id and back.
+    /// XOR with a mask: with a part's, block key to record id and back; with that of a side shard, the record id of a
+    /// block to that of the record in which the side shard lies alone, and back.
     #[must_use]
-    pub fn xor(self, mask: PartMask) -> Self {
+    pub fn xor(self, mask: IdMask) -> Self {
         Self((u128::from_ne_bytes(self.0) ^ u128::from_ne_bytes(mask.0)).to_ne_bytes())
     }
 }
@@ -103,21 +104,35 @@ pub struct Part {
     pub tensor_rank: u32,
 }
 
-/// First 16 bytes of SHA-256("UCMPART" ‖ group ‖ pipeline rank ‖ tensor rank), numbers as u32 LE.
+/// What makes an id of another: see [`BlockId::xor`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct PartMask(pub [u8; 16]);
+pub struct IdMask(pub [u8; 16]);
 
-impl Part {
-    /// The mask of this part: one hash per part, none per block.
-    pub fn mask(self) -> PartMask {
+impl IdMask {
+    /// The first 16 bytes of the SHA-256 of these, one behind the other.
+    fn of(pieces: &[&[u8]]) -> Self {
         let mut hash = Sha256::new();
-        hash.update(b"UCMPART");
-        for number in [self.group, self.pipeline_rank, self.tensor_rank] {
-            hash.update(number.to_le_bytes());
-        }
+        pieces.iter().for_each(|piece| hash.update(piece));
         let mut mask = [0; 16];
         mask.copy_from_slice(&hash.finalize()[..16]);
-        PartMask(mask)
+        Self(mask)
+    }
+
+    /// The mask of the records in which a side shard lies alone: the first 16 bytes of SHA-256("UCMSIDE" ‖ its name,
+    /// padded with zeros to 16 bytes ‖ the version of its content as u32 LE).
+    pub fn of_side(name: &str, version: u32) -> Self {
+        let mut padded = [0; 16];
+        let len = name.len().min(padded.len());
+        padded[..len].copy_from_slice(&name.as_bytes()[..len]);
+        Self::of(&[b"UCMSIDE", &padded, &version.to_le_bytes()])
+    }
+}
+
+impl Part {
+    /// The mask of this part, one hash per part and none per block: the first 16 bytes of SHA-256("UCMPART" ‖ group ‖
+    /// pipeline rank ‖ tensor rank), numbers as u32 LE.
+    pub fn mask(self) -> IdMask {
+        IdMask::of(&[b"UCMPART", &self.to_bytes()])
     }
 
     /// The three numbers as 12 bytes, little endian, as in the record header.
@@ -197,6 +212,18 @@ mod tests {
         };
         assert_ne!(key.xor(a.mask()), key.xor(b.mask()));
         assert_eq!(key.xor(b.mask()).xor(b.mask()), key);
+    }
+
+    #[test]
+    fn side_shards_mask_by_name_and_version() {
+        let hex = |name, version| BlockId(IdMask::of_side(name, version).0).to_hex();
+        // hashlib.sha256(b"UCMSIDE" + name.ljust(16, b"\0") + version.to_bytes(4, "little")).hexdigest()[:32]
+        assert_eq!(hex("mean-k", 3), "44b758b0cd51aaddb9007f5f71670773");
+        assert_eq!(hex("mean-k", 0), "0887bff16beda62a662b4fa1aca0f092");
+        assert_ne!(hex("mean-q", 3), hex("mean-k", 3));
+        let (id, mask) = (BlockId([7; 16]), IdMask::of_side("mean-k", 3));
+        assert_ne!(id.xor(mask), id);
+        assert_eq!(id.xor(mask).xor(mask), id);
     }
 
     #[test]

@@ -18,6 +18,6 @@ pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
 pub use geometry::{Geometry, LAYER_ALIGN, PAGE, round_up};
 pub use hasher::{BlockHasher, ExtraKey, HashMethod};
-pub use id::{BlockId, Part, PartMask};
+pub use id::{BlockId, IdMask, Part};
 pub use identity::{IDENTITY_KEYS, Identity, namespace_of};
 pub use miss::MissReason;

@@ -6,6 +6,8 @@ pub const MAX_LAYERS: u32 = 4096;
 pub const MAX_TENSORS: u64 = 65_536;
 /// Most payload bytes in a block.
 pub const MAX_BLOCK_BYTES: u64 = 1 << 30;
+/// Most bytes of all side shards of a block together, each padded to a page.
+pub const MAX_SIDES_BYTES: u64 = 16 << 20;
 /// Most ids in one call of the store.
 pub const MAX_IDS_PER_CALL: usize = 1 << 20;
 /// Most tokens in one call of the hasher.

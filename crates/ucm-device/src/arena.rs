@@ -8,8 +8,8 @@
     reason = "maps, advises and unmaps memory; hands out disjoint ranges of it"
 )]
 
-use std::any::Any;
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use ucm_core::{Error, PAGE, Result, round_up};
 
+use crate::fork::Origin;
 use crate::numa;
 
 /// Size and alignment of a huge page we ask for.
@@ -68,15 +69,16 @@ pub struct ArenaOptions {
     pub node: Option<u32>,
 }
 
-/// An anonymous private mapping, unmapped when dropped.
+/// An anonymous private mapping, unmapped when dropped by the process that made it.
 #[derive(Debug)]
 struct Mapping {
     start: NonNull<u8>,
     len: usize,
+    origin: Origin,
 }
 
 impl Mapping {
-    fn new(len: usize, flags: MapFlags, node: Option<u32>) -> std::io::Result<Self> {
+    fn new(len: usize, flags: MapFlags, node: Option<u32>, origin: Origin) -> std::io::Result<Self> {
         // SAFETY: an anonymous mapping at an address the kernel chooses touches no memory in use.
         let start = unsafe {
             mmap_anonymous(
@@ -91,7 +93,7 @@ impl Mapping {
             unsafe { numa::prefer(start, len, node) };
         }
         let start = NonNull::new(start.cast()).ok_or(std::io::ErrorKind::OutOfMemory)?;
-        Ok(Self { start, len })
+        Ok(Self { start, len, origin })
     }
 
     /// Advises the range from `offset` to the end.
@@ -106,15 +108,24 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and whoever holds a range of it holds the arena, so no one is left.
-        // An error is not possible for an existing mapping, and there would be nobody to tell.
-        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+        if self.origin.here() {
+            // SAFETY: the mapping is ours, and whoever holds a range of it holds the arena, so no one is left. In a forked
+            // child it is not mapped, and something else may be there.
+            // An error is not possible for an existing mapping, and there would be nobody to tell.
+            let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+        }
     }
 }
 
-/// Something that lives as long as an arena and ends before its memory does.
+/// What knows of an arena's memory.
+pub(crate) trait LetGo: Send + Sync {
+    /// Uses the memory no more from now on; false where it may, for ever: then the memory is never unmapped.
+    fn let_go(&self) -> bool;
+}
+
+/// What lets go of an arena before it is unmapped.
 #[derive(Default)]
-struct Kept(Option<Arc<dyn Any + Send + Sync>>);
+struct Kept(Option<Box<dyn LetGo>>);
 
 impl fmt::Debug for Kept {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -125,9 +136,9 @@ impl fmt::Debug for Kept {
 /// One anonymous private mapping of host memory, cut into slots by slot pools.
 #[derive(Debug)]
 pub struct HostArena {
-    /// What a device knows of the mapping; let go of before it is unmapped.
+    /// What a device knows of the mapping.
     kept: Kept,
-    mapping: Mapping,
+    mapping: ManuallyDrop<Mapping>,
     /// Where the usable bytes start in the mapping; page aligned, and huge-page aligned where they are huge.
     offset: usize,
     /// Usable bytes, a multiple of 4096.
@@ -161,9 +172,10 @@ impl HostArena {
         let refused = |e: std::io::Error| {
             Error::from_io(e, "the system refuses memory for the host arena; give it less").with("bytes", len)
         };
-        let arena = match Self::reserved(len, options) {
+        let origin = Origin::this()?;
+        let arena = match Self::reserved(len, options, origin) {
             Some(arena) => arena,
-            None => Self::ordinary(len, options).map_err(refused)?,
+            None => Self::ordinary(len, options, origin).map_err(refused)?,
         };
         // Advice only: an old kernel that knows neither still gives a working arena.
         let _ = arena.mapping.advise(0, arena.mapping.len, Advice::LinuxDontFork);
@@ -175,17 +187,18 @@ impl HostArena {
     }
 
     /// On reserved huge pages; `None` where there are none to have.
-    fn reserved(len: usize, options: ArenaOptions) -> Option<Self> {
+    fn reserved(len: usize, options: ArenaOptions, origin: Origin) -> Option<Self> {
         if options.huge != HugePages::Try {
             return None;
         }
         let mapped = round_up(len as u64, HUGE as u64) as usize;
-        let mapping = Mapping::new(mapped, MapFlags::HUGETLB | MapFlags::HUGE_2MB, options.node).ok()?;
+        let flags = MapFlags::HUGETLB | MapFlags::HUGE_2MB;
+        let mapping = Mapping::new(mapped, flags, options.node, origin).ok()?;
         // A cgroup may refuse reserved pages at the first touch, with SIGBUS; touched here it is an error instead.
         mapping.advise(0, mapped, Advice::LinuxPopulateWrite).ok()?;
         Some(Self {
             kept: Kept::default(),
-            mapping,
+            mapping: ManuallyDrop::new(mapping),
             offset: 0,
             len,
             paging: Paging::Reserved,
@@ -194,18 +207,18 @@ impl HostArena {
     }
 
     /// On ordinary pages, joined by the kernel if it accepts the advice.
-    fn ordinary(len: usize, options: ArenaOptions) -> std::io::Result<Self> {
+    fn ordinary(len: usize, options: ArenaOptions, origin: Origin) -> std::io::Result<Self> {
         let try_huge = options.huge != HugePages::Off && len >= HUGE;
         // One huge page more, so that the usable part can start on the border of one.
         let mapped = if try_huge { len + HUGE } else { len };
-        let mapping = Mapping::new(mapped, MapFlags::empty(), options.node)?;
+        let mapping = Mapping::new(mapped, MapFlags::empty(), options.node, origin)?;
         let mut arena = Self {
             kept: Kept::default(),
             offset: 0,
             len,
             paging: Paging::Ordinary,
             claimed: Mutex::new(0),
-            mapping,
+            mapping: ManuallyDrop::new(mapping),
         };
         if try_huge {
             arena.offset = arena.mapping.start.as_ptr().align_offset(HUGE);
@@ -231,8 +244,8 @@ impl HostArena {
         }
     }
 
-    /// Keeps something until the arena ends.
-    pub(crate) fn keep(&mut self, kept: Arc<dyn Any + Send + Sync>) {
+    /// Keeps what knows of the memory.
+    pub(crate) fn keep(&mut self, kept: Box<dyn LetGo>) {
         self.kept = Kept(Some(kept));
     }
 
@@ -273,9 +286,19 @@ impl HostArena {
     }
 }
 
+impl Drop for HostArena {
+    fn drop(&mut self) {
+        if self.kept.0.as_ref().is_none_or(|kept| kept.let_go()) {
+            // SAFETY: dropped here, once, and not used afterwards.
+            unsafe { ManuallyDrop::drop(&mut self.mapping) };
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fork::tests::in_child;
 
     #[test]
     fn every_kind_of_page_gives_aligned_memory() {
@@ -319,6 +342,33 @@ mod tests {
         // A size the address space has but no machine gives.
         let error = HostArena::new(1 << 60).unwrap_err();
         assert!(error.to_string().contains("give it less"), "{error}");
+    }
+
+    /// The child has memory of its own where the arena is in its parent.
+    #[test]
+    fn a_forked_child_that_drops_an_arena_unmaps_nothing() {
+        let arena = HostArena::new(1 << 20).unwrap();
+        let (start, len) = (arena.mapping.start.as_ptr(), arena.mapping.len);
+        let status = in_child(move || {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+            // SAFETY: maps memory where there is none; an access of memory that is not mapped any more ends the child.
+            unsafe {
+                let own = libc::mmap(
+                    start.cast(),
+                    len,
+                    libc::PROT_READ | libc::PROT_WRITE,
+                    flags,
+                    -1,
+                    0,
+                );
+                own == start.cast() && {
+                    start.write_volatile(7);
+                    drop(arena);
+                    start.read_volatile() == 7
+                }
+            }
+        });
+        assert_eq!(status, 0, "how the child ended");
     }
 
     #[test]

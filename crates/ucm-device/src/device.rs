@@ -73,7 +73,8 @@ pub trait Device: Send + Sync {
     fn make_event(&self) -> Result<Arc<dyn Event>>;
 
     /// An event of the device's runtime by its handle (torch: `event.cuda_event`), which a caller recorded and keeps until
-    /// all work that waits for it has ended. `Unsupported` where the device has none.
+    /// all work that waits for it has ended, or the deadline of the wait has passed: shortly before that a wait ends.
+    /// `Unsupported` where the device has none.
     fn event_of(&self, handle: u64) -> Result<Arc<dyn Event>> {
         let none = "this device has no events: pass 0 once the source is written";
         Err(Error::new(ErrorKind::Unsupported, none).with("handle", handle))

@@ -9,6 +9,7 @@ mod copy;
 mod crc;
 mod device;
 mod devices;
+mod fork;
 mod host;
 mod kv;
 mod machine;
@@ -25,14 +26,13 @@ pub use arena::{ArenaOptions, HostArena, HugePages, Paging};
 pub use crc::crc32c;
 pub use device::{CopyDone, Device, Event, HostDone, Landed, Stream};
 pub use devices::{DEFAULT_DEVICE, open_device};
+pub use fork::OwnFd;
 pub use host::HostDevice;
 pub use kv::{KvLayout, KvPiece};
 pub use machine::MachineMemory;
 pub use memory::DeviceMemory;
 pub use queued::QueueOptions;
-pub use region::{
-    OwnFd, Pinned, RegionOptions, RegionView, Registry, Scan, SharedRegion, Wanted, WriteLease,
-};
+pub use region::{Pinned, RegionOptions, RegionView, Registry, Scan, SharedRegion, Wanted, WriteLease};
 pub use slots::{HostBuf, Slot, SlotPool};
 pub use span::{DeviceSpan, HostSpan, Piece};
 pub use transfer::{Direction, Transfer};

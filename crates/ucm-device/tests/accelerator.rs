@@ -6,9 +6,9 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, STREAMS, open};
+use common::{ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, STREAMS, gather, open, slot};
 use ucm_core::ErrorKind;
-use ucm_device::{ArenaOptions, Device, Piece, Slot, SlotPool, Stream, Transfer};
+use ucm_device::{Piece, Transfer};
 use ucm_infra::{Clock, SystemClock};
 
 const TRANSFERS: [Transfer; 4] = [Transfer::Auto, Transfer::Dma, Transfer::Sm, Transfer::Staging];
@@ -61,15 +61,6 @@ fn scattered(pieces: &[Piece], memory: &Memory, device: &[u8], host: &[u8]) -> V
         device[to..to + len].copy_from_slice(&host[piece.at..piece.at + len]);
     }
     device
-}
-
-fn slot(device: &dyn Device, len: usize) -> Slot {
-    let arena = device.make_arena(len, ArenaOptions::default()).unwrap();
-    SlotPool::new(arena, len).unwrap().try_acquire().unwrap()
-}
-
-fn gather(stream: &mut dyn Stream, src: &[Piece], dst: &mut [u8]) -> ucm_core::Result<()> {
-    stream.gather(src, dst, &mut |_, _| {})
 }
 
 #[test]
@@ -218,47 +209,101 @@ fn a_copy_waits_for_the_callers_event_and_not_longer_than_it_may() {
 /// nothing is left behind.
 #[test]
 fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
-    let driver = Driver::load();
-    let memory = driver.memory(1 << 20);
-    let failing = [
-        "cuCtxSetCurrent",
+    const FAILING: [&str; 11] = [
+        "cuCtxPopCurrent_v2",
+        "cuCtxPushCurrent_v2",
+        "cuLaunchKernel",
+        "cuMemAlloc_v2",
+        "cuMemHostGetDevicePointer_v2",
+        "cuMemHostRegister_v2",
         "cuMemcpyDtoHAsync_v2",
         "cuMemcpyHtoDAsync_v2",
-        "cuLaunchKernel",
-        "cuStreamSynchronize",
         "cuStreamCreateWithPriority",
-        "cuMemAlloc_v2",
-        "cuMemHostRegister_v2",
-        "cuMemHostGetDevicePointer_v2",
+        "cuStreamSynchronize",
+        "cuThreadExchangeStreamCaptureMode",
     ];
+    const LEN: usize = 256 << 10;
+    let driver = Driver::load();
+    let memory = driver.memory(LEN);
     let left = |driver: &Driver| [ALLOCATIONS, REGISTRATIONS, STREAMS].map(|kind| driver.live(kind));
     let before = left(&driver);
+    let mut calls = [0; FAILING.len()];
     for transfer in TRANSFERS {
         let device = open(transfer);
-        for (number, function) in failing.into_iter().enumerate() {
-            for nth in 1..4 {
-                let mut stream = device.make_stream().unwrap();
-                let mut slot = slot(&*device, 1 << 20);
-                let mut random = Random::new(number as u64 * 8 + nth);
-                let pieces = pieces(&mut random, &memory, slot.len());
-                let (bytes, host) = (random.bytes(memory.len), random.bytes(slot.len()));
-                memory.fill(&bytes);
-                slot.as_mut_slice().copy_from_slice(&host);
-                driver.fail(function, nth, 999);
-                let right = gathered(&pieces, &memory, &bytes, &host);
-                let mut failed = 0;
-                for _ in 0..3 {
-                    match gather(&mut *stream, &pieces, slot.as_mut_slice()) {
-                        Ok(()) => assert!(slot.as_slice() == right, "{transfer:?}, {function}, {nth}"),
-                        Err(_) => failed += 1,
-                    }
+        let mut fails_once = |number: usize, nth: u64| {
+            let function = FAILING[number];
+            let mut stream = device.make_stream().unwrap();
+            let mut slot = slot(&*device, LEN);
+            let mut random = Random::new(number as u64 * 8 + nth);
+            let pieces = pieces(&mut random, &memory, slot.len());
+            let (bytes, host) = (random.bytes(memory.len), random.bytes(slot.len()));
+            memory.fill(&bytes);
+            slot.as_mut_slice().copy_from_slice(&host);
+            // The lane that there is is not used again: what makes another can fail too.
+            driver.fail("cuStreamSynchronize", 1, 999);
+            gather(&mut *stream, &[], &mut []).unwrap_err();
+            let made = driver.calls(function);
+            driver.fail(function, nth, 999);
+            let right = gathered(&pieces, &memory, &bytes, &host);
+            let mut failed = 0;
+            for _ in 0..3 {
+                match gather(&mut *stream, &pieces, slot.as_mut_slice()) {
+                    Ok(()) => assert!(slot.as_slice() == right, "{transfer:?}, {function}, {nth}"),
+                    Err(_) => failed += 1,
                 }
-                driver.mend();
-                assert!(failed < 2, "{transfer:?}, {function}, {nth}");
-                gather(&mut *stream, &pieces, slot.as_mut_slice()).unwrap();
-                assert!(slot.as_slice() == right, "{transfer:?}, {function}, {nth}");
+            }
+            calls[number] += driver.calls(function) - made;
+            driver.mend();
+            assert!(failed < 2, "{transfer:?}, {function}, {nth}");
+            gather(&mut *stream, &pieces, slot.as_mut_slice()).unwrap();
+            assert!(slot.as_slice() == right, "{transfer:?}, {function}, {nth}");
+        };
+        for number in 0..FAILING.len() {
+            for nth in 1..4 {
+                // Each on a thread of its own: one whose context could not be taken back keeps it.
+                std::thread::scope(|scope| {
+                    scope.spawn(|| fails_once(number, nth));
+                });
             }
         }
     }
+    assert!(calls.iter().all(|&calls| calls > 0), "{calls:?}");
     assert_eq!(left(&driver), before);
+}
+
+/// To free memory of a device makes some drivers wait for all that goes on there.
+#[test]
+fn a_device_is_opened_with_one_set_of_buffers() {
+    const CALLS: [&str; 4] = [
+        "cuMemAlloc_v2",
+        "cuMemFree_v2",
+        "cuMemHostRegister_v2",
+        "cuMemHostUnregister",
+    ];
+    let driver = Driver::load();
+    let count = || CALLS.map(|call| driver.calls(call));
+    let before = count();
+    let device = open(Transfer::Auto);
+    let opened = count();
+    let since =
+        |before: [u64; 4], after: [u64; 4]| -> [u64; 4] { std::array::from_fn(|i| after[i] - before[i]) };
+    // Those of the first lane are kept for it.
+    assert_eq!(since(before, opened), [2, 1, 2, 1]);
+    let memory = driver.memory(1 << 20);
+    let memory_taken = count();
+    let whole = [Piece {
+        at: 0,
+        span: memory.span(0, 1 << 20),
+    }];
+    let mut host = vec![0; 1 << 20];
+    for _ in 0..3 {
+        gather(&mut *device.make_stream().unwrap(), &whole, &mut host).unwrap();
+    }
+    assert_eq!(
+        since(memory_taken, count()),
+        [0; 4],
+        "copies take and free nothing"
+    );
+    drop(device);
+    assert_eq!(since(memory_taken, count()), [0, 1, 0, 1]);
 }

@@ -133,3 +133,75 @@ fn a_device_whose_plain_copies_are_wrong_too_is_refused() {
         assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
     }
 }
+
+#[test]
+fn runtimes_of_other_vendors_have_plain_copies_too() {
+    let driver = Driver::load();
+    let memory = driver.memory(1 << 20);
+    let names = [
+        ("hip", ["hipMemcpy", "hipMemcpyAsync"]),
+        ("musa", ["musaMemcpy", "musaMemcpyAsync"]),
+        ("maca", ["mcMemcpy", "mcMemcpyAsync"]),
+        ("ascend", ["aclrtMemcpy", "aclrtMemcpyAsync"]),
+    ];
+    for (name, calls) in names {
+        // What is wrong is so for every vendor: the copies below their names are the same.
+        [TO_DEVICE, TO_HOST].iter().for_each(|name| driver.corrupt(name));
+        let device = open_device(name, Transfer::Auto, SystemClock::shared()).unwrap();
+        let before = calls.map(|call| driver.calls(call));
+        let mut stream = device.make_stream().unwrap();
+        let pieces: Vec<Piece> = (0..7)
+            .map(|i| Piece {
+                at: i * 1000,
+                span: memory.span(i * 3000, 1000),
+            })
+            .collect();
+        let content = Random::new(5).bytes(7000);
+        stream.scatter(&content, &pieces).unwrap();
+        let mut back = vec![0; 7000];
+        stream.gather(&pieces, &mut back, &mut |_, _| {}).unwrap();
+        assert!(back == content, "{name}");
+        let made: Vec<u64> = (0..2).map(|i| driver.calls(calls[i]) - before[i]).collect();
+        assert_eq!(made, [14, 0], "{name}: a plain copy for each piece each way");
+        driver.corrupt(c"cuMemcpyHtoD_v2");
+        let refused = open_device(name, Transfer::Auto, SystemClock::shared());
+        driver.sound();
+        assert_eq!(refused.err().unwrap().kind(), ErrorKind::Corrupt, "{name}");
+    }
+}
+
+/// By a kernel where that is right; else nothing is copied.
+#[test]
+fn copies_on_the_device_that_are_wrong_are_not_used() {
+    const ON_DEVICE: &CStr = c"cuMemcpyDtoDAsync_v2";
+    let driver = Driver::load();
+    let memory = driver.memory(1 << 20);
+    let _loaded = open(Transfer::Auto); // its kernels can be named
+    let pair = |from, to| (memory.span(from, 1000), memory.span(to, 1000));
+    let bytes = Random::new(9).bytes(memory.len);
+    for (wrong, can) in [
+        (&[][..], true),
+        (&[ON_DEVICE][..], true),
+        (&[ON_DEVICE, c"ucm_batch"][..], false),
+    ] {
+        memory.fill(&bytes);
+        wrong.iter().for_each(|name| driver.corrupt(name));
+        let device = open(Transfer::Auto);
+        let mut stream = device.make_stream().unwrap();
+        for pairs in [vec![pair(0, 4096)], vec![pair(0, 8192), pair(3000, 20_000)]] {
+            let copied = stream.batch(&pairs);
+            assert_eq!(copied.is_ok(), can, "{wrong:?}");
+            if let Err(error) = copied {
+                assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+            }
+        }
+        driver.sound();
+        let mut expected = bytes.clone();
+        if can {
+            [(0, 4096), (0, 8192), (3000, 20_000)]
+                .into_iter()
+                .for_each(|(from, to)| expected.copy_within(from..from + 1000, to));
+        }
+        assert!(memory.bytes() == expected, "{wrong:?}");
+    }
+}

@@ -19,8 +19,8 @@ use ucm_infra::SystemClock;
 
 const TRANSFERS: [Transfer; 4] = [Transfer::Auto, Transfer::Dma, Transfer::Sm, Transfer::Staging];
 
-/// Calls of which one fails now and then.
-const FAILING: [&str; 14] = [
+/// Calls of which one fails now and then, or a few in a row.
+const FAILING: [&str; 18] = [
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyDtoDAsync_v2",
@@ -28,8 +28,12 @@ const FAILING: [&str; 14] = [
     "cuEventCreate",
     "cuEventRecord",
     "cuEventElapsedTime",
+    "cuEventQuery",
+    "cuCtxPushCurrent_v2",
+    "cuThreadExchangeStreamCaptureMode",
     "cuStreamCreateWithPriority",
     "cuStreamSynchronize",
+    "cuStreamQuery",
     "cuMemAlloc_v2",
     "cuModuleLoadData",
     "cuModuleGetFunction",
@@ -37,8 +41,17 @@ const FAILING: [&str; 14] = [
     "cuMemHostGetDevicePointer_v2",
 ];
 
-/// What a failing call answers: out of memory, an illegal address, something unknown.
-const ANSWERS: [i32; 3] = [2, 700, 999];
+/// What a failing call answers: out of memory, not while a graph is captured, something unknown.
+const ANSWERS: [i32; 3] = [2, 900, 999];
+
+/// Of calls that say nothing of whether work is over, an illegal address too. Of those that do it would be a lie: with it
+/// all work of a context has ended.
+const ILLEGAL_ADDRESS: i32 = 700;
+const SAY_WHAT_IS_OVER: [&str; 3] = [
+    "cuCtxPushCurrent_v2",
+    "cuStreamQuery",
+    "cuThreadExchangeStreamCaptureMode",
+];
 
 /// Bytes of the device's memory and of a slot.
 const DEVICE: usize = 3 << 19;
@@ -94,14 +107,17 @@ struct Bench {
     device: Arc<dyn Device>,
     stream: Box<dyn Stream>,
     pool: Arc<SlotPool>,
+    /// One of the caller's that is done.
+    event: u64,
 }
 
 impl Bench {
-    fn new(device: Arc<dyn Device>) -> Result<Self> {
+    fn new(device: Arc<dyn Device>, event: u64) -> Result<Self> {
         let arena = device.make_arena(SLOT, ArenaOptions::default())?;
         Ok(Self {
             stream: device.make_stream()?,
             pool: SlotPool::new(arena, SLOT)?,
+            event,
             device,
         })
     }
@@ -110,6 +126,10 @@ impl Bench {
     fn transfer(&mut self, random: &mut Random, memory: &Memory) -> bool {
         let before = random.bytes(memory.len);
         memory.fill(&before);
+        let event = self.device.event_of(self.event).unwrap();
+        if random.below(3) == 0 && event.wait(None).is_err() {
+            return false;
+        }
         match random.below(5) {
             0 => self.on_device(random, memory, &before),
             1 | 2 => self.gather(random, memory, &before),
@@ -218,18 +238,24 @@ fn judge(memory: &Memory, before: &[u8], sources: &[(&[u8], std::ops::Range<usiz
 }
 
 /// One device, opened, used and closed, with calls that fail. How many transfers failed.
-fn round(driver: &Driver, memory: &Memory, random: &mut Random) -> u64 {
+fn round(driver: &Driver, memory: &Memory, event: u64, random: &mut Random) -> u64 {
     let transfer = TRANSFERS[random.below(4)];
     driver.jitter(random.below(1 << 30) as u64, [0, 0, 30, 300][random.below(4)]);
     let fail = |random: &mut Random, within: usize| {
-        let (call, answer) = (FAILING[random.below(FAILING.len())], ANSWERS[random.below(3)]);
-        driver.fail(call, 1 + random.below(within) as u64, answer);
+        let call = FAILING[random.below(FAILING.len())];
+        let mut answer = ANSWERS[random.below(3)];
+        if !SAY_WHAT_IS_OVER.contains(&call) && random.below(3) == 0 {
+            answer = ILLEGAL_ADDRESS;
+        }
+        let (nth, times) = (1 + random.below(within) as u64, [1, 1, 2, 4][random.below(4)]);
+        driver.fail_times(call, nth, times, answer);
     };
     let ends_early = random.below(8) == 0;
     if ends_early {
         fail(random, 20);
     }
-    let opened = ucm_device::open_device("cuda", transfer, SystemClock::shared()).and_then(Bench::new);
+    let opened = ucm_device::open_device("cuda", transfer, SystemClock::shared());
+    let opened = opened.and_then(|device| Bench::new(device, event));
     driver.mend();
     let Ok(mut bench) = opened else {
         assert!(ends_early, "{:?}", opened.err());
@@ -256,6 +282,7 @@ fn round(driver: &Driver, memory: &Memory, random: &mut Random) -> u64 {
 fn random_transfers_with_delays_and_failures_give_right_bytes_or_an_error() {
     let driver = Driver::load();
     let memory = driver.memory(DEVICE);
+    let event = driver.recorded_event(&memory);
     let left = || [ALLOCATIONS, REGISTRATIONS, STREAMS, EVENTS, MODULES].map(|kind| driver.live(kind));
     let before = left();
     let rounds = if std::env::var_os("UCM_TEST_LONG").is_some() {
@@ -267,7 +294,7 @@ fn random_transfers_with_delays_and_failures_give_right_bytes_or_an_error() {
     let mut failed = 0;
     for seed in first..first + rounds {
         let mut random = Random::new(seed);
-        match catch_unwind(AssertUnwindSafe(|| round(&driver, &memory, &mut random))) {
+        match catch_unwind(AssertUnwindSafe(|| round(&driver, &memory, event, &mut random))) {
             Ok(some) => failed += some,
             Err(panic) => {
                 eprintln!("UCM_TEST_SEED={seed} shows it");

@@ -149,7 +149,7 @@ impl Drop for Other {
 fn look(dir: &Path, known: &[Arc<RegionView>]) -> Scan {
     let wanted = Wanted {
         namespace: NAMESPACE,
-        record_len: LEN,
+        record_len: (LEN, LEN),
         own: None,
     };
     Registry::new(dir).scan(&wanted, known).unwrap()

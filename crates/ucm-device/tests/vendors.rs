@@ -7,9 +7,12 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, STREAMS, TO_DEVICE, TO_HOST};
+use common::{
+    ALLOCATIONS, Driver, Memory, REGISTRATIONS, Random, STREAMS, TO_DEVICE, TO_HOST, gather,
+    open_named as open, slot,
+};
 use ucm_core::ErrorKind;
-use ucm_device::{ArenaOptions, Device, Piece, Slot, SlotPool, Stream, Transfer, open_device};
+use ucm_device::{Device, Piece, Transfer, open_device};
 use ucm_infra::{Clock, SystemClock};
 
 /// Every vendor, on the device that a thread has by itself and on another.
@@ -18,19 +21,6 @@ const DEVICES: [&str; 8] = [
 ];
 
 const MIB: usize = 1 << 20;
-
-fn open(name: &str, transfer: Transfer) -> Arc<dyn Device> {
-    open_device(name, transfer, SystemClock::shared()).unwrap()
-}
-
-fn slot(device: &dyn Device, len: usize) -> Slot {
-    let arena = device.make_arena(len, ArenaOptions::default()).unwrap();
-    SlotPool::new(arena, len).unwrap().try_acquire().unwrap()
-}
-
-fn gather(stream: &mut dyn Stream, src: &[Piece], dst: &mut [u8]) -> ucm_core::Result<()> {
-    stream.gather(src, dst, &mut |_, _| {})
-}
 
 /// Pieces of random lengths, some of them neighbours on both sides.
 fn pieces(random: &mut Random, memory: &Memory, host: usize) -> Vec<Piece> {
@@ -173,6 +163,7 @@ fn a_copy_waits_for_the_callers_event_and_not_longer_than_it_may() {
 fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
     let driver = Driver::load();
     let memory = driver.memory(MIB);
+    const WAIT: usize = 2;
     let of_shape = [
         "SetDevice",
         "MemcpyAsync",
@@ -181,14 +172,14 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
         "HostRegister",
     ];
     let of_acl = [
-        "SetDevice",
+        "GetCurrentContext",
         "MemcpyAsync",
         "SynchronizeStream",
         "CreateStreamWithConfig",
         "HostRegisterV2",
     ];
     // One call fails while something is gathered three times.
-    let fails_once = |device: &dyn Device, function: &str, nth: u64| {
+    let fails_once = |device: &dyn Device, wait: &str, function: &str, nth: u64| {
         let mut stream = device.make_stream().unwrap();
         let mut slot = slot(device, MIB);
         let mut random = Random::new(nth);
@@ -197,6 +188,9 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
         memory.fill(&bytes);
         slot.as_mut_slice().copy_from_slice(&host);
         let right = moved(&pieces, &memory, TO_HOST, &bytes, &host);
+        // The lane that there is is not used again: what makes another can fail too.
+        driver.fail(wait, 1, 999);
+        gather(&mut *stream, &[], &mut []).unwrap_err();
         let calls = driver.calls(function);
         driver.fail(function, nth, 999);
         let mut failed = 0;
@@ -222,11 +216,12 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
     ];
     for (name, prefix, functions) in vendors {
         let device = open(name, Transfer::Auto);
-        for function in functions.map(|function| format!("{prefix}{function}")) {
+        let functions = functions.map(|function| format!("{prefix}{function}"));
+        for function in &functions {
             for nth in 1..5 {
                 // Each on a thread of its own: one whose device could not be given back has another one from then on.
                 std::thread::scope(|scope| {
-                    scope.spawn(|| fails_once(&*device, &function, nth));
+                    scope.spawn(|| fails_once(&*device, &functions[WAIT], function, nth));
                 });
             }
         }
@@ -237,6 +232,22 @@ fn a_call_that_fails_costs_one_copy_and_leaves_nothing() {
 #[test]
 fn a_device_that_is_not_there_is_refused_by_its_name() {
     let driver = Driver::load();
+    for (name, count) in [
+        ("hip", "hipGetDeviceCount"),
+        ("musa", "musaGetDeviceCount"),
+        ("maca", "mcGetDeviceCount"),
+    ] {
+        driver.fail(count, 1, 100);
+        let none = open_device(name, Transfer::Auto, SystemClock::shared())
+            .err()
+            .unwrap();
+        assert_eq!(none.kind(), ErrorKind::Unsupported, "{none}"); // as good as no runtime
+    }
+    driver.fail("aclrtGetDeviceCount", 1, 207_004);
+    let none = open_device("ascend", Transfer::Auto, SystemClock::shared())
+        .err()
+        .unwrap();
+    assert_eq!(none.kind(), ErrorKind::Unsupported, "{none}");
     driver.mend();
     for name in ["hip:2", "musa:2", "maca:2", "ascend:2"] {
         let refused = open_device(name, Transfer::Auto, SystemClock::shared());

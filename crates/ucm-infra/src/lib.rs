@@ -70,5 +70,5 @@ pub use ring::{PopError, PushError, RingConsumer, RingProducer, SpscRing};
 #[cfg(all(feature = "runtime", not(loom)))]
 pub use runtime::Runtime;
 #[cfg(not(loom))]
-pub use threads::{begin_thread, run_threads_on, threads_begin_with};
+pub use threads::{begin_thread, is_own_thread, run_threads_on, threads_begin_with};
 pub use ticket::Ticket;

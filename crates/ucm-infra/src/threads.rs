@@ -1,5 +1,6 @@
 //! How the threads of ucm begin: named, where they may run, and what they do first.
 
+use std::cell::Cell;
 use std::io;
 use std::sync::OnceLock;
 use std::thread::JoinHandle;
@@ -36,6 +37,15 @@ pub fn run_threads_on(processors: &[usize]) -> Result<()> {
     Ok(())
 }
 
+thread_local! {
+    static IS_OWN: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether ucm began this thread, by [`begin_thread`]: nothing on it is anybody else's.
+pub fn is_own_thread() -> bool {
+    IS_OWN.get()
+}
+
 /// What a thread of ucm does before its work.
 static FIRST: OnceLock<fn()> = OnceLock::new();
 
@@ -62,6 +72,7 @@ pub fn begin_thread<T: Send + 'static>(
 
 /// What every thread of ucm begins with.
 pub(crate) fn start_thread() {
+    IS_OWN.set(true);
     let told = *PROCESSORS.lock();
     // What the user took away since, or a container does not have: it stays where it was born.
     if let Some(set) = told {
@@ -75,6 +86,12 @@ pub(crate) fn start_thread() {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_thread_knows_whether_it_is_of_ucm() {
+        assert!(!is_own_thread());
+        assert!(begin_thread("own", is_own_thread).unwrap().join().unwrap());
+    }
 
     fn here() -> CpuSet {
         rustix::thread::sched_getaffinity(None).unwrap()

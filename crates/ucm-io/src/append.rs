@@ -118,7 +118,7 @@ fn end_and_name(mut file: File, job: &Finish<'_>, wanted: StillWanted<'_>) -> Re
         return Err(Error::new(ErrorKind::Timeout, text).with("path", job.target.display()));
     }
     let named = name_once(job.private, job.target);
-    if is_named(named, job.target, &meta) {
+    if is_named(named, job.private, job.target, &meta) {
         return Ok(dated(job.target, meta, job.mtime_ns));
     }
     let errno = named.err().unwrap_or(Errno::IO);

@@ -174,7 +174,7 @@ impl Files {
         } else {
             name_once(job.private, job.target)
         };
-        if is_named(named, job.target, &meta) {
+        if is_named(named, job.private, job.target, &meta) {
             return Ok(Some(match job.mtime_ns {
                 Some(mtime_ns) => dated(job.target, meta, mtime_ns),
                 None => meta,
@@ -298,17 +298,24 @@ pub(crate) fn name_once(private: &Path, target: &Path) -> rustix::io::Result<()>
     }
 }
 
-/// Whether the file with this metadata has its name now. A network file system may repeat a call whose answer was
+/// Whether the private file with this metadata has its name now. A network file system may repeat a call whose answer was
 /// lost, and then finds the private name gone or the target there: it is done all the same if the target is our file.
-pub(crate) fn is_named(renamed: rustix::io::Result<()>, target: &Path, meta: &FileMeta) -> bool {
-    match renamed {
-        Ok(()) => true,
-        Err(errno) => {
-            (is_absent(errno) || errno == Errno::EXIST)
-                && stat_one(target, AtFlags::SYMLINK_NOFOLLOW)
-                    .is_ok_and(|found| (found.dev, found.ino) == (meta.dev, meta.ino))
-        }
+pub(crate) fn is_named(
+    renamed: rustix::io::Result<()>,
+    private: &Path,
+    target: &Path,
+    meta: &FileMeta,
+) -> bool {
+    let Err(errno) = renamed else {
+        return true;
+    };
+    let ours = (is_absent(errno) || errno == Errno::EXIST)
+        && stat_one(target, AtFlags::SYMLINK_NOFOLLOW)
+            .is_ok_and(|found| (found.dev, found.ino) == (meta.dev, meta.ino));
+    if ours && errno == Errno::EXIST {
+        let _ = retry(|| rustix::fs::unlink(private)); // a second name, which the repeated call left
     }
+    ours
 }
 
 #[cfg(test)]
@@ -371,13 +378,18 @@ mod tests {
             ino: ours.ino + 1,
             ..ours
         };
-        assert!(is_named(Err(Errno::NOENT), &target, &ours));
-        assert!(is_named(Err(Errno::EXIST), &target, &ours), "a repeated link");
-        assert!(!is_named(Err(Errno::EXIST), &target, &other));
-        assert!(!is_named(Err(Errno::NOENT), &target, &other));
-        assert!(!is_named(Err(Errno::NOENT), &place.path().join("absent"), &ours));
-        assert!(!is_named(Err(Errno::ACCESS), &target, &ours));
-        assert!(is_named(Ok(()), &target, &ours));
+        let private = place.path().join("private");
+        let named = |renamed, target: &Path, meta| is_named(renamed, &private, target, meta);
+        assert!(named(Err(Errno::NOENT), &target, &ours));
+        std::fs::hard_link(&target, &private).unwrap();
+        assert!(named(Err(Errno::EXIST), &target, &ours), "a repeated link");
+        assert!(!private.exists() && target.exists(), "one name is left");
+        std::fs::write(&private, b"another").unwrap();
+        assert!(!named(Err(Errno::EXIST), &target, &other) && private.exists());
+        assert!(!named(Err(Errno::NOENT), &target, &other));
+        assert!(!named(Err(Errno::NOENT), &place.path().join("absent"), &ours));
+        assert!(!named(Err(Errno::ACCESS), &target, &ours));
+        assert!(named(Ok(()), &target, &ours));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
-use ucm_core::{BlockId, ExtraKey, HashMethod, Part, PartMask};
+use ucm_core::{BlockId, ExtraKey, HashMethod, IdMask, Part};
 
 use crate::convert::{Tokens, id, id_list, ids, raise, to_py};
 
@@ -118,7 +118,7 @@ pub(crate) fn record_ids<'py>(
     keys: &Bound<'py, PyAny>,
     mask: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyList>> {
-    let mask = PartMask(id(mask)?.0);
+    let mask = IdMask(id(mask)?.0);
     let keys = match keys.cast::<PyBytes>() {
         Ok(joined) => to_py(
             py,

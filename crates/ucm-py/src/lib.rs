@@ -11,6 +11,7 @@ mod hasher;
 mod kinds;
 mod places;
 mod quiet;
+mod retrieval;
 mod store;
 mod task;
 mod threads;
@@ -32,9 +33,14 @@ mod _core {
     #[pymodule_export]
     use super::quiet::QuietSha256;
     #[pymodule_export]
+    use super::retrieval::{
+        dot_scores, hamming_scores, hash_encode, hash_encode_query, paged_attention, retrieval_isas,
+        retrieval_openmp, select_blocks,
+    };
+    #[pymodule_export]
     use super::store::{Asked, Store};
     #[pymodule_export]
-    use super::task::Task;
+    use super::task::{Sides, Task};
     #[pymodule_export]
     use super::threads::run_threads_on;
     #[pymodule_export]

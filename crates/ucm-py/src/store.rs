@@ -12,12 +12,12 @@ use ucm_device::{KvLayout, KvPiece};
 use ucm_infra::SystemClock;
 use ucm_infra::log::{self, Level};
 use ucm_store::builder::StoreSpec;
-use ucm_store::engine::{self, Engine, Hint, Pieces, Row};
+use ucm_store::engine::{self, Engine, Hint, Pieces, Row, RowSides};
 use ucm_store::tiers::Priority;
 
 use crate::convert::{id_list, ids, raise, to_py};
 use crate::ffi::{Published, spans};
-use crate::task::{Task, limit, same_process};
+use crate::task::{Sides, Task, limit, same_process};
 
 /// Most ids that are looked up with the GIL held, where memory answers: a thousand take 0.2 ms.
 const AT_ONCE: usize = 4096;
@@ -165,17 +165,66 @@ impl Store {
         self.begin(py, rows, |rows| self.0.load(rows, deadline))
     }
 
-    /// Starts a dump of whole device blocks by number, or refuses it at once.
-    #[pyo3(signature = (block_ids, blocks, event = 0))]
+    /// Starts a dump of whole device blocks by number, or refuses it at once; `event` and `sides` as of `dump`.
+    #[pyo3(signature = (block_ids, blocks, event = 0, sides = None))]
     fn dump_blocks(
         &self,
         py: Python<'_>,
         block_ids: &Bound<'_, PyAny>,
         blocks: PyReadonlyArray1<'_, i64>,
         event: u64,
+        sides: Option<PyReadonlyArray2<'_, u8>>,
     ) -> PyResult<Task> {
         let rows = self.numbered(py, block_ids, &blocks)?;
+        let rows = to_py(py, beside(rows, sides.as_ref()))?;
         self.begin(py, rows, |rows| self.0.dump(self.after(rows, event)?))
+    }
+
+    /// Starts reading the side shard of that name of each block, without its KV.
+    #[pyo3(signature = (block_ids, name, timeout = None))]
+    fn load_sides(
+        &self,
+        py: Python<'_>,
+        block_ids: &Bound<'_, PyAny>,
+        name: &str,
+        timeout: Option<f64>,
+    ) -> PyResult<Sides> {
+        let (deadline, ids) = (limit(py, timeout)?, ids(block_ids)?);
+        let rows = ids.len();
+        let begun = py.detach(|| self.0.load_sides(ids, name, deadline));
+        let sides = to_py(py, begun)?;
+        let task = self.task(sides.task.clone());
+        let shape = [rows, sides.side_len()];
+        Sides::new(py, task, sides, shape)
+    }
+
+    /// Starts writing side shards of blocks that are stored without them, or refuses at once: by name the bytes of
+    /// each, a row for each block.
+    fn dump_sides(
+        &self,
+        py: Python<'_>,
+        block_ids: &Bound<'_, PyAny>,
+        sides: Vec<(String, PyReadonlyArray2<'_, u8>)>,
+    ) -> PyResult<Task> {
+        let ids = ids(block_ids)?;
+        let bytes = |(name, rows): &(String, PyReadonlyArray2<'_, u8>)| {
+            let bytes: Vec<u8> = rows.as_array().iter().copied().collect();
+            (name.clone(), bytes)
+        };
+        let sides: Vec<_> = sides.iter().map(bytes).collect();
+        let task = py.detach(|| {
+            let sides: Vec<_> = sides.iter().map(|(name, bytes)| (&**name, &bytes[..])).collect();
+            self.0.dump_sides(&ids, &sides)
+        });
+        to_py(py, task).map(|task| self.task(task))
+    }
+
+    /// Side shards that blocks may have here: name, version of the content, bytes.
+    fn sides(&self) -> Vec<(String, u32, u64)> {
+        let sides = self.0.sides().iter();
+        sides
+            .map(|side| (side.name.clone(), side.version, side.len))
+            .collect()
     }
 
     /// Starts reading and verifying whole blocks as a load does, without a place to copy them to.
@@ -188,7 +237,8 @@ impl Store {
     }
 
     /// Starts a dump, or refuses it at once. The source is read once the device's event of this handle is done (0: at once).
-    #[pyo3(signature = (block_ids, shard_index, addrs, event = 0))]
+    /// `sides`: for each row its share of every side shard, in their order; copied here.
+    #[pyo3(signature = (block_ids, shard_index, addrs, event = 0, sides = None))]
     fn dump(
         &self,
         py: Python<'_>,
@@ -196,8 +246,10 @@ impl Store {
         shard_index: Vec<i64>,
         addrs: PyReadonlyArray2<'_, u64>,
         event: u64,
+        sides: Option<PyReadonlyArray2<'_, u8>>,
     ) -> PyResult<Task> {
         let rows = self.rows(py, block_ids, &shard_index, &addrs)?;
+        let rows = to_py(py, beside(rows, sides.as_ref()))?;
         self.begin(py, rows, |rows| self.0.dump(self.after(rows, event)?))
     }
 
@@ -486,8 +538,24 @@ impl Store {
                     shard,
                     pieces: Pieces::Listed(spans),
                     ready: None,
+                    sides: RowSides::None,
                 })
             })
             .collect()
     }
+}
+
+/// Rows with what each brings beside its KV.
+fn beside(mut rows: Vec<Row>, sides: Option<&PyReadonlyArray2<'_, u8>>) -> ucm_core::Result<Vec<Row>> {
+    let Some(sides) = sides.map(PyReadonlyArray2::as_array) else {
+        return Ok(rows);
+    };
+    if sides.nrows() != rows.len() {
+        let error = Error::invalid("sides must have a row for each row of the dump");
+        return Err(error.with("given", sides.nrows()).with("expected", rows.len()));
+    }
+    for (row, sides) in rows.iter_mut().zip(sides.rows()) {
+        row.sides = RowSides::Beside(sides.iter().copied().collect());
+    }
+    Ok(rows)
 }

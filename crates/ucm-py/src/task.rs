@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use ucm_core::{Error, ErrorKind};
@@ -18,6 +19,51 @@ pub(crate) struct Task {
     pub(crate) clock: Arc<dyn Clock>,
     /// Whose task it is: a forked child must not even look at it.
     pub(crate) pid: u32,
+}
+
+/// The bytes of side shards, a row for each id, and which of them are there.
+type SideArrays<'py> = (Bound<'py, PyArray2<u8>>, Bound<'py, PyArray1<bool>>);
+
+/// Side shards being read.
+#[pyclass(frozen, module = "ucm._core")]
+pub(crate) struct Sides {
+    task: Py<Task>,
+    sides: engine::SidesTask,
+    /// Ids, and bytes of each.
+    shape: [usize; 2],
+}
+
+impl Sides {
+    pub(crate) fn new(
+        py: Python<'_>,
+        task: Task,
+        sides: engine::SidesTask,
+        shape: [usize; 2],
+    ) -> PyResult<Self> {
+        let task = Py::new(py, task)?;
+        Ok(Self { task, sides, shape })
+    }
+}
+
+#[pymethods]
+impl Sides {
+    /// The task whose row *i* is the *i*-th id.
+    #[getter]
+    fn task(&self, py: Python<'_>) -> Py<Task> {
+        self.task.clone_ref(py)
+    }
+
+    /// The bytes, a row for each id (zeros where it is not there), and for each whether it is there; final once the
+    /// task is finished.
+    fn result<'py>(&self, py: Python<'py>) -> PyResult<SideArrays<'py>> {
+        self.task.get().check_process(py)?;
+        let bytes = py.detach(|| self.sides.bytes());
+        let found = (0..self.shape[0])
+            .map(|row| self.sides.task.shard_done(row))
+            .collect();
+        let bytes = PyArray1::from_vec(py, bytes).reshape(self.shape)?;
+        Ok((bytes, PyArray1::from_vec(py, found)))
+    }
 }
 
 /// A limit of a caller in seconds: what is negative is over already, what is endless gets the longest there is.

@@ -2,6 +2,7 @@
 #![allow(unsafe_code, reason = "addresses come from Python as numbers")]
 
 use std::cell::Cell;
+use std::mem::ManuallyDrop;
 use std::ptr::with_exposed_provenance_mut;
 use std::sync::Arc;
 use std::time::Duration;
@@ -172,10 +173,12 @@ impl TransMemory {
         self.address(py)
     }
 
-    /// Gives it back to its pool or frees it, once no copy and no view uses it; repeatable.
+    /// Gives it back to its pool or frees it, once no copy and no view uses it; repeatable. Nothing in a forked child.
     fn close(&self, py: Python<'_>) {
-        let buffer = self.buffer.lock().take();
-        py.detach(|| drop(buffer));
+        if self.pid == std::process::id() {
+            let buffer = self.buffer.lock().take();
+            py.detach(|| drop(buffer));
+        }
     }
 
     fn __enter__(this: PyRef<'_, Self>) -> PyRef<'_, Self> {
@@ -219,7 +222,8 @@ impl TransMemory {
     /// As Python calls it: once for each view that was filled in.
     unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
         // SAFETY: filled in above.
-        end(Some(unsafe { Arc::from_raw((*view).internal.cast::<Buffer>()) }));
+        let kept = unsafe { Arc::from_raw((*view).internal.cast::<Buffer>()) };
+        end(Some(kept), self.pid);
     }
 }
 
@@ -296,9 +300,11 @@ impl TransStream {
         self.with(py, |copies| copies.synchronize(until(limit)))
     }
 
-    /// Takes no more; what was submitted is still done, and nobody waits for it. Repeatable.
+    /// Takes no more; what was submitted is still done, and nobody waits for it. Repeatable. Nothing in a forked child.
     fn close(&self, py: Python<'_>) {
-        py.detach(|| drop(self.copies.lock().take()));
+        if self.pid == std::process::id() {
+            py.detach(|| drop(self.copies.lock().take()));
+        }
     }
 }
 
@@ -320,18 +326,23 @@ impl TransStream {
 
 impl Drop for TransStream {
     fn drop(&mut self) {
-        end(self.copies.get_mut().take());
+        end(self.copies.get_mut().take(), self.pid);
     }
 }
 
 impl Drop for TransMemory {
     fn drop(&mut self) {
-        end(self.buffer.get_mut().take());
+        end(self.buffer.get_mut().take(), self.pid);
     }
 }
 
-/// Ends something that may wait for the device: not with the GIL held.
-fn end<T: Send>(mut value: Option<T>) {
+/// Ends something that may wait for the device: not with the GIL held. A child of the process that it is of leaves it as
+/// it is: what it holds is its parent's, and a thread that the child does not have may hold its locks.
+fn end<T: Send>(mut value: Option<T>, pid: u32) {
+    if pid != std::process::id() {
+        let _left = ManuallyDrop::new(value);
+        return;
+    }
     if value.is_some() {
         Python::try_attach(|py| py.detach(|| drop(value.take())));
     }

@@ -236,6 +236,9 @@ pub struct Marker {
     /// Which layout was decided on here; see docs/stores.md.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layout: Option<serde_json::Value>,
+    /// What reading a MiB past the caches took when that was measured, ns: once, by the first that had to know.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read_ns: Option<u64>,
 }
 
 impl Marker {
@@ -276,9 +279,13 @@ pub struct PartEntry {
     pub block_tokens: u32,
     /// Element type.
     pub dtype: String,
-    /// Lengths a record of this part may have.
+    /// Lengths a record of this part may have as it is used, in order: those of every writer, with its side shards and
+    /// without. At most [`MAX_LENGTHS`].
     pub record_lengths: Vec<u64>,
 }
+
+/// Most lengths that the manifest names for a part.
+pub const MAX_LENGTHS: usize = 64;
 
 /// A namespace's manifest: what its digest stands for.
 #[derive(Serialize, Deserialize, Debug, Clone)]
@@ -314,16 +321,27 @@ impl Manifest {
         }
     }
 
-    /// Adds a part; whether that changed anything.
+    /// Adds a part, and to one that is there already the lengths of this writer's records; whether that changed
+    /// anything.
     pub fn add(&mut self, part: Part, layout: &RecordLayout, geometry: &Geometry) -> bool {
-        let entry = PartEntry {
+        let own = layout.record_lengths();
+        let mut entry = PartEntry {
             tensors: geometry.tensors().to_vec(),
             layers: geometry.layers(),
             block_tokens: layout.block_tokens(),
             dtype: layout.dtype().to_string(),
-            record_lengths: vec![layout.record_len() as u64],
+            record_lengths: Vec::new(),
         };
+        let others = self.lengths(part).iter().filter(|len| !own.contains(len));
+        entry.record_lengths = own.iter().chain(others).copied().take(MAX_LENGTHS).collect();
+        entry.record_lengths.sort_unstable();
         self.parts.insert(part.to_string(), entry.clone()) != Some(entry)
+    }
+
+    /// Lengths that records of a part may have.
+    pub fn lengths(&self, part: Part) -> &[u64] {
+        let entry = self.parts.get(&part.to_string());
+        entry.map_or(&[], |entry| &entry.record_lengths)
     }
 
     /// The manifest as a document.
@@ -392,6 +410,45 @@ mod tests {
     }
 
     #[test]
+    fn writers_add_the_lengths_of_their_records() {
+        use ucm_record::SideSpec;
+
+        let geometry = Geometry::new(vec![4096], 1, 1).unwrap();
+        let plain = RecordLayout::new(&geometry);
+        let sided = |len| {
+            let name = "mean-k".to_owned();
+            plain
+                .clone()
+                .with_sides(vec![SideSpec {
+                    name,
+                    version: 0,
+                    len,
+                }])
+                .unwrap()
+        };
+        let text = r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32","weights":"w","model_config":{}"#;
+        let more = r#","position":{},"kv_dtype":"f32","attention_backend":"a","kv_packing":{},"kv_layout":"l","kv_groups":[]"#;
+        let last =
+            r#""block_tokens":16,"tensor_parallel":1,"pipeline_parallel":1,"decode_context_parallel":1}"#;
+        let identity = Identity::parse(&[text, more, last].concat()).unwrap();
+        let (part, mut manifest) = (Part::default(), Manifest::new(&identity, BTreeMap::new()));
+        assert_eq!(manifest.lengths(part), [0; 0]);
+        assert!(manifest.add(part, &plain, &geometry) && !manifest.add(part, &plain, &geometry));
+        assert_eq!(manifest.lengths(part), [8192]);
+        assert!(manifest.add(part, &sided(8192), &geometry));
+        assert_eq!(manifest.lengths(part), [8192, 12288, 16384]);
+        assert!(!manifest.add(part, &plain, &geometry), "what others write stays");
+        for pages in 3..200 {
+            manifest.add(part, &sided(pages * 4096), &geometry);
+            assert!(manifest.lengths(part).len() <= MAX_LENGTHS);
+            assert!(
+                manifest.lengths(part).contains(&(8192 + pages * 4096)),
+                "its own are always there"
+            );
+        }
+    }
+
+    #[test]
     fn a_newer_root_is_left_alone() {
         let marker = Marker {
             format: 1,
@@ -399,6 +456,7 @@ mod tests {
             created: 1,
             storage_capacity: 2,
             layout: None,
+            read_ns: None,
         };
         assert_eq!(Marker::parse(&marker.to_bytes()).unwrap(), marker);
         let newer = Marker { format: 2, ..marker };

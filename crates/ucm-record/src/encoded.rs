@@ -1,8 +1,9 @@
 //! A record in another form than it is used in: the header of the stored form made from that of the record, and back.
 //!
-//! Both headers say the same but for the length, the codec, and where the layers lie. The stored form keeps the checksum
-//! of every layer as it is used beside that of its stored bytes, so the record's own header comes back to the byte,
-//! and whoever reads it judges the same bytes by the same checksums as if it had never been stored in another form.
+//! Both headers say the same but for the length, the codec, and where the layers lie. The stored form keeps the
+//! checksum of every layer as it is used beside that of its stored bytes, so the record's own header comes back to the
+//! byte, and whoever reads it judges the same bytes by the same checksums as if it had never been stored in another
+//! form. Side shards are stored as they are, behind the payload; only their offsets are other ones.
 
 use ucm_core::{PAGE, round_up};
 use ucm_device::crc32c;
@@ -12,10 +13,10 @@ use super::codec::Codec;
 use super::header::{RecordHeader, seal_header};
 use super::layout::RecordLayout;
 
-/// Finishes a stored form. `out` holds, from the end of the header on, the stored layers one behind the other, of `lens`
-/// bytes each, and has room to the end of the padded payload; `raw` is the header of the record itself and `head` its
-/// bytes. The payload is padded with zeros to a multiple of `granule` bytes (whole pages). Gives the length of the whole
-/// stored form; `None` where it does not fit `out`.
+/// Finishes a stored form. `out` holds, from the end of the header on, the stored layers one behind the other, of
+/// `lens` bytes each, and has room to the end of the padded payload; `raw` is the header of the record itself and
+/// `head` its bytes. The payload is padded with zeros to a multiple of `granule` bytes (whole pages). Gives the length
+/// of header and payload, behind which the side shards belong; `None` where it does not fit `out`.
 pub(super) fn seal_stored(
     raw: &RecordHeader,
     head: &[u8],
@@ -48,9 +49,23 @@ pub(super) fn seal_stored(
     }
     put(header, at::CODEC, &codec.code().to_le_bytes());
     put(header, at::STORED_LEN, &payload.to_le_bytes());
-    put(header, at::RECORD_LEN, &(len as u64).to_le_bytes());
+    put_sides(raw, len as u64, header);
     seal_header(header);
     Some(len)
+}
+
+/// Says where the side shards of a record lie whose payload ends at `kv_len` now, and where it ends.
+fn put_sides(before: &RecordHeader, kv_len: u64, header: &mut [u8]) {
+    for (i, side) in before.sides.iter().enumerate() {
+        let entry = at::SIDE_TABLE + i * at::SIDE_ENTRY;
+        let offset = kv_len + (side.offset - before.kv_len());
+        put(header, entry + 24, &offset.to_le_bytes());
+    }
+    put(
+        header,
+        at::RECORD_LEN,
+        &(kv_len + before.sides_len()).to_le_bytes(),
+    );
 }
 
 /// Turns the header of a stored form, at the start of `record`, into that of the record itself.
@@ -70,7 +85,7 @@ pub(super) fn restore_header(stored: &RecordHeader, layout: &RecordLayout, recor
         at::STORED_LEN,
         &(layout.payload_len() as u64).to_le_bytes(),
     );
-    put(header, at::RECORD_LEN, &(layout.kv_len() as u64).to_le_bytes());
+    put_sides(stored, layout.kv_len() as u64, header);
     seal_header(header);
 }
 

@@ -1,13 +1,14 @@
 //! The header: what it says, how it is written, and how it is read back without trusting a byte of it.
 
 use std::fmt::Display;
+use std::ops::Range;
 
 use ucm_core::{BlockId, Error, MissReason, PAGE, Part, crc32c, limits, round_up};
 
 use super::codec::Codec;
-use super::layout::RecordLayout;
+use super::layout::{RecordLayout, SideSpec, seal_pages};
 use super::refusal::{Refusal, same};
-use super::{MAGIC, MARK, MAX_SIDES, PREAMBLE_LEN, VERSION, at};
+use super::{MAGIC, MARK, MAX_SIDES, PREAMBLE_LEN, VERSION, WITHOUT_KV, at};
 use crate::bytes::{array, part_at, u32_at, u64_at};
 
 /// What a writer says about one record; the rest of the header follows from the layout.
@@ -66,6 +67,8 @@ pub struct RecordHeader {
     pub meta: RecordMeta,
     /// Format version.
     pub version: u32,
+    /// Whether it is a record of side shards alone.
+    pub without_kv: bool,
     /// How the layers are stored.
     pub codec: Codec,
     /// Number of layers.
@@ -96,6 +99,14 @@ pub struct RecordHeader {
     pub sides: Vec<SideEntry>,
 }
 
+impl SideEntry {
+    /// The pages it touches, from the start of the record.
+    pub fn pages(&self) -> Range<usize> {
+        let end = self.offset.saturating_add(round_up(self.len, PAGE));
+        self.offset as usize..usize::try_from(end).unwrap_or(usize::MAX)
+    }
+}
+
 impl RecordLayout {
     /// Makes a record of a buffer whose layers and side shards are all filled in. Fails when the buffer is shorter
     /// than [`RecordLayout::record_len`].
@@ -109,28 +120,94 @@ impl RecordLayout {
 }
 
 /// Writes the header over the first bytes of `record`, the buffer of the whole record. `checksums` are those of
-/// [`RecordLayout::seal_layer`] for every layer, then of [`RecordLayout::seal_side`] for every side shard.
-/// Fails when the buffer is shorter than the record or the number of checksums is wrong.
+/// [`RecordLayout::seal_layer`] for every layer, then of [`RecordLayout::seal_side`] for every side shard; of the
+/// layers alone, the record ends with its payload. Fails when the buffer is shorter than the record or the number of
+/// checksums is wrong.
 pub fn encode_header(
     layout: &RecordLayout,
     meta: &RecordMeta,
     checksums: &[u32],
     record: &mut [u8],
 ) -> ucm_core::Result<()> {
-    if checksums.len() != layout.layers as usize + layout.sides.len() {
-        return Err(
-            Error::invalid("a record has one checksum per layer and side shard")
-                .with("checksums", checksums.len())
-                .with("layers", layout.layers)
-                .with("sides", layout.sides.len()),
-        );
+    let layers = layout.layers as usize;
+    if checksums.len() != layers && checksums.len() != layers + layout.sides.len() {
+        return Err(Error::invalid(
+            "a record has one checksum per layer and, with side shards, per side shard",
+        )
+        .with("checksums", checksums.len())
+        .with("layers", layout.layers)
+        .with("sides", layout.sides.len()));
     }
-    if record.len() < layout.record_len() {
+    let (of_layers, of_sides) = checksums.split_at(layers);
+    let sides = (0..)
+        .zip(of_sides)
+        .filter_map(|(index, &crc)| Some((index, layout.side_data(index)?, crc)));
+    let contents = Contents {
+        flags: 0,
+        header_len: layout.header_len(),
+        raw_len: layout.raw_len,
+        stored_len: layout.payload_len,
+        layers: of_layers,
+        sides: sides.collect(),
+    };
+    write_header(layout, meta, &contents, record)
+}
+
+/// Makes the record in which the side shard at `index` lies alone, at the start of `record`, where its bytes are filled
+/// in ([`RecordLayout::side_alone`]): its length. `meta` is that of this record, with its own id. Fails when there is
+/// no such side shard, or the buffer is shorter than the record.
+pub fn seal_side_alone(
+    layout: &RecordLayout,
+    index: usize,
+    meta: &RecordMeta,
+    record: &mut [u8],
+) -> ucm_core::Result<usize> {
+    let none = || Error::invalid("there is no such side shard").with("index", index);
+    let range = layout.side_alone(index).ok_or_else(none)?;
+    let (header_len, end) = (range.start, range.end.next_multiple_of(range.start));
+    let crc = seal_pages(record, range.clone());
+    let contents = Contents {
+        flags: WITHOUT_KV,
+        header_len,
+        raw_len: 0,
+        stored_len: 0,
+        layers: &[],
+        sides: vec![(index, range, crc)],
+    };
+    write_header(layout, meta, &contents, record)?;
+    Ok(end)
+}
+
+/// What a header says that its layout does not.
+struct Contents<'a> {
+    flags: u32,
+    header_len: usize,
+    raw_len: u64,
+    stored_len: u64,
+    /// Checksums of the layers.
+    layers: &'a [u32],
+    /// Side shards by their index in the layout: where they lie, and their checksums.
+    sides: Vec<(usize, Range<usize>, u32)>,
+}
+
+fn write_header(
+    layout: &RecordLayout,
+    meta: &RecordMeta,
+    contents: &Contents<'_>,
+    record: &mut [u8],
+) -> ucm_core::Result<()> {
+    let payload_end = contents.header_len + contents.stored_len as usize;
+    let end = contents
+        .sides
+        .last()
+        .map_or(payload_end, |(_, range, _)| range.end);
+    let record_len = round_up(end as u64, PAGE);
+    if (record.len() as u64) < record_len {
         return Err(Error::invalid("the buffer is shorter than the record")
             .with("len", record.len())
-            .with("record_len", layout.record_len()));
+            .with("record_len", record_len));
     }
-    let out = &mut record[..layout.header_len()];
+    let out = &mut record[..contents.header_len];
     out.fill(0);
     let mut put = |offset: usize, bytes: &[u8]| out[offset..offset + bytes.len()].copy_from_slice(bytes);
     put(at::MAGIC, &MAGIC);
@@ -140,33 +217,32 @@ pub fn encode_header(
     put(at::BLOCK_TOKENS, &layout.block_tokens.to_le_bytes());
     put(at::DTYPE, &layout.dtype.code().to_le_bytes());
     put(at::MARK, &MARK);
-    put(at::HEADER_LEN, &(layout.header_len() as u32).to_le_bytes());
-    put(at::RECORD_LEN, &(layout.record_len() as u64).to_le_bytes());
+    put(at::HEADER_LEN, &(contents.header_len as u32).to_le_bytes());
+    put(at::RECORD_LEN, &record_len.to_le_bytes());
+    put(at::FLAGS, &contents.flags.to_le_bytes());
     put(at::ORDINAL, &meta.ordinal.to_le_bytes());
     put(at::PARENT, &meta.parent.0);
     put(at::NAMESPACE, &meta.namespace);
     put(at::PART, &meta.part.to_bytes());
     put(at::TOKENS, &meta.tokens.to_le_bytes());
-    put(at::SHARDS, &layout.layers.to_le_bytes());
-    put(at::RAW_LEN, &layout.raw_len.to_le_bytes());
-    put(at::STORED_LEN, &layout.payload_len.to_le_bytes());
+    put(at::SHARDS, &(contents.layers.len() as u32).to_le_bytes());
+    put(at::RAW_LEN, &contents.raw_len.to_le_bytes());
+    put(at::STORED_LEN, &contents.stored_len.to_le_bytes());
     put(at::TIME, &meta.time_ns.to_le_bytes());
     put(at::WRITER, &meta.writer.to_le_bytes());
-    put(at::SIDES, &(layout.sides.len() as u32).to_le_bytes());
+    put(at::SIDES, &(contents.sides.len() as u32).to_le_bytes());
     put(at::TENSORS, &layout.tensors.to_le_bytes());
     put(at::LAYER_LEN, &layout.layer_len.to_le_bytes());
     put(at::SHAPE, &layout.shape.to_le_bytes());
-    let (of_layers, of_sides) = checksums.split_at(layout.layers as usize);
-    for (i, crc) in of_layers.iter().enumerate() {
+    for (i, crc) in contents.layers.iter().enumerate() {
         let range = layout.layer_data(i as u32);
         let entry = at::SHARD_TABLE + i * at::SHARD_ENTRY;
         put(entry, &(range.start as u64).to_le_bytes());
         put(entry + 8, &(range.len() as u64).to_le_bytes());
         put(entry + 16, &crc.to_le_bytes());
     }
-    for (i, (side, crc)) in layout.sides.iter().zip(of_sides).enumerate() {
-        let range = layout.side_data(i).unwrap_or_default();
-        let entry = at::SIDE_TABLE + i * at::SIDE_ENTRY;
+    for (i, (index, range, crc)) in contents.sides.iter().enumerate() {
+        let (side, entry) = (&layout.sides[*index], at::SIDE_TABLE + i * at::SIDE_ENTRY);
         put(entry, side.name.as_bytes());
         put(entry + 16, &side.version.to_le_bytes());
         put(entry + 20, &crc.to_le_bytes());
@@ -262,18 +338,25 @@ impl RecordHeader {
         let code = u32_at(bytes, at::CODEC);
         let codec = Codec::from_code(code).ok_or_else(|| newer("codec", code, "a known one"))?;
         let flags = u32_at(bytes, at::FLAGS);
-        if flags != 0 {
-            return Err(newer("flags", flags, "0"));
+        if flags & !WITHOUT_KV != 0 {
+            return Err(newer("flags", flags, "0 or 1"));
         }
-        if !codec.is_as_is() && sides != 0 {
-            return Err(newer("side shards", sides as u32, "0 beside a codec"));
+        let without_kv = flags & WITHOUT_KV != 0;
+        if without_kv && !codec.is_as_is() {
+            return Err(newer("codec", code, "0 of a record without KV"));
         }
-        let room = (end - at::SHARD_TABLE) / at::SHARD_ENTRY;
-        if shards == 0 || shards > room {
-            return Err(bad("shards", shards, format_args!("1 to {room}")));
+        let room = if without_kv {
+            0
+        } else {
+            (end - at::SHARD_TABLE) / at::SHARD_ENTRY
+        };
+        if shards > room || (shards == 0) != without_kv {
+            let least = u32::from(!without_kv);
+            return Err(bad("shards", shards, format_args!("{least} to {room}")));
         }
-        if sides > MAX_SIDES {
-            return Err(bad("side shards", sides, format_args!("at most {MAX_SIDES}")));
+        if sides > MAX_SIDES || (sides == 0 && without_kv) {
+            let least = u32::from(without_kv);
+            return Err(bad("side shards", sides, format_args!("{least} to {MAX_SIDES}")));
         }
         let header = Self {
             meta: RecordMeta {
@@ -287,6 +370,7 @@ impl RecordHeader {
                 writer: u64_at(bytes, at::WRITER),
             },
             version: VERSION,
+            without_kv,
             codec,
             layers: u32_at(bytes, at::LAYERS),
             block_tokens: u32_at(bytes, at::BLOCK_TOKENS),
@@ -319,8 +403,23 @@ impl RecordHeader {
         self.sides.iter().find(|side| side.name == name)
     }
 
+    /// The side shard that was asked for: of that name, that version and that length.
+    pub fn side_of(&self, spec: &SideSpec) -> Option<&SideEntry> {
+        self.side(&spec.name)
+            .filter(|side| (side.version, side.len) == (spec.version, spec.len))
+    }
+
+    /// Bytes of its side shards, padding included.
+    pub fn sides_len(&self) -> u64 {
+        self.record_len.saturating_sub(self.kv_len())
+    }
+
     /// Whether layers and side shards follow each other without a gap that no checksum covers, up to the record's end.
     fn check_whole(&self) -> Result<(), Refusal> {
+        if self.without_kv {
+            same(MissReason::BadHeader, "stored_len", self.stored_len, 0)?;
+            same(MissReason::BadHeader, "raw_len", self.raw_len, 0)?;
+        }
         let kv_end = self.kv_len(); // the largest number where there is no end: it is no whole page
         let mut free = self.header_len;
         for (i, entry) in self.table.iter().enumerate() {

@@ -1,8 +1,9 @@
 //! Where things lie in the records of one part, derived from its geometry alone, and sealing a filled buffer.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
-use ucm_core::{DType, Error, Geometry, LAYER_ALIGN, PAGE, Result, round_up};
+use ucm_core::{DType, Error, Geometry, LAYER_ALIGN, PAGE, Result, limits, round_up};
 use ucm_device::crc32c;
 
 use super::{MAX_SIDE_NAME, MAX_SIDES, at};
@@ -93,11 +94,15 @@ impl RecordLayout {
     }
 
     /// Adds side shards behind the payload. The KV lies where it lay without them.
-    /// Fails on a name that is malformed or given twice, a length of zero or too long, or more than [`MAX_SIDES`].
+    /// Fails on a name that is malformed or given twice, a length of zero, more than [`MAX_SIDES`], or more than
+    /// [`limits::MAX_SIDES_BYTES`] of all.
     pub fn with_sides(mut self, sides: Vec<SideSpec>) -> Result<Self> {
         if sides.len() > MAX_SIDES {
-            return Err(Error::invalid("a record has at most 8 side shards").with("sides", sides.len()));
+            let names: Vec<&str> = sides.iter().map(|side| side.name.as_str()).collect();
+            let many = Error::invalid("a record has at most 8 side shards").with("sides", sides.len());
+            return Err(many.with("names", names.join(", ")));
         }
+        let mut all = 0u64;
         let named = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit() || b"_-.".contains(&c);
         for (i, side) in sides.iter().enumerate() {
             let bad = |why: &'static str| Error::invalid(why).with("name", &side.name).with("len", side.len);
@@ -107,8 +112,14 @@ impl RecordLayout {
             if sides[..i].iter().any(|other| other.name == side.name) {
                 return Err(bad("two side shards have the same name"));
             }
-            if side.len == 0 || side.len > ucm_core::limits::MAX_BLOCK_BYTES {
-                return Err(bad("a side shard has between 1 byte and 1 GiB"));
+            if side.len == 0 {
+                return Err(bad("a side shard has at least 1 byte"));
+            }
+            all = all.saturating_add(side.len.min(limits::MAX_BLOCK_BYTES).next_multiple_of(PAGE));
+            if all > limits::MAX_SIDES_BYTES {
+                let long =
+                    bad("the side shards of a block have at most 16 MiB together, each padded to 4096 bytes");
+                return Err(long.with("upto_this", all));
             }
         }
         self.sides = sides;
@@ -157,6 +168,16 @@ impl RecordLayout {
         self.kv_len() + sides as usize
     }
 
+    /// The lengths that records of this layout have as they are used, each once and in order: without side shards, with
+    /// all of them, and those in which one lies alone.
+    pub fn record_lengths(&self) -> Vec<u64> {
+        let alone = (0..self.sides.len())
+            .filter_map(|index| Some(self.side_alone(index)?.end.next_multiple_of(ALIGN)));
+        let lengths = alone.chain([self.kv_len(), self.record_len()]);
+        let lengths: BTreeSet<u64> = lengths.map(|len| len as u64).collect();
+        lengths.into_iter().collect()
+    }
+
     /// Where the bytes of layer `layer` lie in the record. A layer that is not there lies behind the last one.
     pub fn layer_data(&self, layer: u32) -> Range<usize> {
         let start = self.header_len() + (round_up(self.layer_len, LAYER_ALIGN) * u64::from(layer)) as usize;
@@ -191,6 +212,12 @@ impl RecordLayout {
         Some(start..start + side.len as usize)
     }
 
+    /// Where the side shard at `index` lies in a record of its own; `None` when there is no such side shard.
+    pub fn side_alone(&self, index: usize) -> Option<Range<usize>> {
+        let side = self.sides.get(index)?;
+        Some(ALIGN..ALIGN + side.len as usize)
+    }
+
     /// Finishes one layer whose bytes are filled in, while they are still in cache: zeroes the padding behind it, so
     /// that a record depends on its content alone and nothing left over in a reused buffer leaves the process, and
     /// gives its CRC-32C, which covers that padding. `record` is the whole record's buffer; one that is shorter gives
@@ -208,12 +235,17 @@ impl RecordLayout {
 
     /// As [`RecordLayout::seal_layer`], for the side shard at `index`; 0 when there is no such side shard.
     pub fn seal_side(&self, record: &mut [u8], index: usize) -> u32 {
-        let Some(data) = self.side_data(index) else {
-            return 0;
-        };
-        let end = round_up(data.end as u64, PAGE) as usize;
-        seal_stretch(record, data, end)
+        self.side_data(index).map_or(0, |data| seal_pages(record, data))
     }
+}
+
+/// [`PAGE`] as a length in memory.
+const ALIGN: usize = PAGE as usize;
+
+/// Zeroes the rest of the last page of `data` and gives the checksum of all of its pages.
+pub(super) fn seal_pages(record: &mut [u8], data: Range<usize>) -> u32 {
+    let end = data.end.next_multiple_of(ALIGN);
+    seal_stretch(record, data, end)
 }
 
 /// Zeroes from the end of `data` to `end` and gives the checksum of all of it.

@@ -1,10 +1,12 @@
 //! The record: one block of one part as it lies on a medium, byte for byte as in `docs/format.md`.
 //!
 //! A header of whole pages, the payload (layers in model order, 64-byte aligned, padded to a page), then optional side
-//! shards. The header names everything the bytes depend on; checksums cover every byte, padding too, so a record
-//! proves itself without any other file. [`RecordLayout`] knows where things lie, [`RecordLayout::seal_layer`] and
-//! [`encode_header`] finish a filled buffer, [`verify`] judges what was read. A record may be stored in another form
-//! than it is used in ([`Codec`]): a [`Coder`] makes the one of the other.
+//! shards, each with a checksum of its own: what is wrong with one says nothing of the KV. Side shards that are made
+//! later lie in a record of their own, without KV ([`seal_side_alone`]). The header names everything the bytes depend
+//! on; checksums cover every byte, padding too, so a record proves itself without any other file. [`RecordLayout`]
+//! knows where things lie, [`RecordLayout::seal_layer`] and [`encode_header`] finish a filled buffer, [`verify`] judges
+//! what was read. A record may be stored in another form than it is used in ([`Codec`]): a [`Coder`] makes the one of
+//! the other.
 
 #![forbid(unsafe_code)]
 
@@ -21,10 +23,13 @@ mod verify;
 
 pub use codec::{Algorithm, Codec};
 pub use coder::{Coder, stored_form};
-pub use header::{LayerEntry, RecordHeader, RecordMeta, SideEntry, encode_header};
+pub use header::{LayerEntry, RecordHeader, RecordMeta, SideEntry, encode_header, seal_side_alone};
 pub use layout::{RecordLayout, SideSpec};
 pub use refusal::Refusal;
-pub use verify::{Expect, has_layout, verify, verify_layers, verify_rest, verify_side, verify_stored};
+pub use verify::{
+    Expect, has_layout, judge_header, judge_side, verify, verify_layers, verify_rest, verify_side,
+    verify_sides, verify_stored,
+};
 
 /// First four bytes of a record.
 pub const MAGIC: [u8; 4] = *b"UCMB";
@@ -34,6 +39,8 @@ pub const MARK: [u8; 4] = *b"UCMR";
 pub const VERSION: u32 = 1;
 /// Bytes whose form is the same in every version; they carry their own checksum.
 pub const PREAMBLE_LEN: usize = 64;
+/// The flag of a record that has no KV: side shards of a block whose own record is without them.
+pub const WITHOUT_KV: u32 = 1;
 /// Most side shards of a record.
 pub const MAX_SIDES: usize = 8;
 /// Longest name of a side shard, in bytes.

@@ -119,11 +119,143 @@ fn every_flipped_bit_is_refused_with_its_reason() {
         };
         for bit in 0..8 {
             record[at] ^= 1 << bit;
-            assert_eq!(judge(&record, &layout), Err(reason), "byte {at}, bit {bit}");
+            let (kv, side) = (
+                judge(&record, &layout).map(|_| ()),
+                judge_first_side(&record, &layout),
+            );
+            let expected = match at {
+                0..4096 => (Err(reason), Err(reason)),
+                _ if at < layout.kv_len() => (Err(reason), Ok(())),
+                _ => (Ok(()), Err(reason)),
+            };
+            assert_eq!((kv, side), expected, "byte {at}, bit {bit}");
             record[at] ^= 1 << bit;
         }
     }
-    assert!(judge(&record, &layout).is_ok());
+    assert!(judge(&record, &layout).is_ok() && judge_first_side(&record, &layout).is_ok());
+}
+
+/// The first side shard of the layout, by the parts of the record that have to be read for it.
+fn judge_first_side(record: &[u8], layout: &RecordLayout) -> Result<(), MissReason> {
+    let mut parts = vec![0xee; record.len()];
+    let pages = layout.side_data(0).unwrap().start..record.len();
+    for part in [0..layout.header_len().min(record.len()), pages] {
+        let part = part.start.min(record.len())..part.end;
+        parts[part.clone()].copy_from_slice(&record[part]);
+    }
+    let expect = expect(layout);
+    judge_side(&parts, record.len() as u64, &expect, &layout.sides()[0])?;
+    Ok(())
+}
+
+#[test]
+fn a_record_without_its_side_shards_is_that_of_a_layout_without_any() {
+    let (plain, sided) = (
+        layout(&[300], 2, vec![]),
+        layout(&[300], 2, vec![side("mean-k", 40)]),
+    );
+    let mut bytes = record(&sided, &meta(), 0xff);
+    let checksums: Vec<u32> = (0..2).map(|layer| sided.seal_layer(&mut bytes, layer)).collect();
+    encode_header(&sided, &meta(), &checksums, &mut bytes).unwrap();
+    assert_eq!(bytes[..sided.kv_len()], record(&plain, &meta(), 0)[..]);
+    let absent = judge_first_side(&bytes[..sided.kv_len()], &sided);
+    assert_eq!(absent, Err(MissReason::Absent));
+    assert!(encode_header(&sided, &meta(), &checksums[..1], &mut bytes).is_err());
+}
+
+#[test]
+fn another_name_version_or_length_is_another_side_shard() {
+    let sided = layout(&[300], 2, vec![side("mean-k", 40), side("codes", 4096)]);
+    let record = record(&sided, &meta(), 0);
+    let judge = |wanted: &SideSpec| {
+        let judged = judge_side(&record, record.len() as u64, &expect(&sided), wanted);
+        judged.map(<[u8]>::len).map_err(MissReason::from)
+    };
+    assert_eq!(judge(&side("codes", 4096)), Ok(4096));
+    let newer = SideSpec {
+        version: 8,
+        ..side("codes", 4096)
+    };
+    for wanted in [side("code", 4096), side("codes", 4095), newer] {
+        assert_eq!(judge(&wanted), Err(MissReason::Absent), "{wanted:?}");
+    }
+}
+
+#[test]
+fn a_side_shard_may_lie_alone() {
+    let layout = layout(&[300], 2, vec![side("mean-k", 40), side("codes", 5000)]);
+    assert_eq!(layout.record_lengths(), [8192, 12288, 20480]);
+    let mut record = vec![0xff; layout.record_len()];
+    let data = layout.side_alone(1).unwrap();
+    assert_eq!(data, 4096..9096);
+    record[data.clone()].fill(7);
+    let len = seal_side_alone(&layout, 1, &meta(), &mut record).unwrap();
+    record.truncate(len);
+    assert_eq!(len, 12288);
+    assert!(
+        record[data.end..].iter().all(|&byte| byte == 0),
+        "nothing left over leaves the process"
+    );
+    let stored = |record: &[u8]| {
+        let judged = verify_stored(record, record.len() as u64, &expect(&layout));
+        judged.map_err(MissReason::from)
+    };
+    let header = stored(&record).unwrap();
+    assert_eq!(
+        (header.without_kv, header.record_len, header.sides_len()),
+        (true, 12288, 8192)
+    );
+    let one = |wanted| judge_side(&record, record.len() as u64, &expect(&layout), wanted);
+    assert_eq!(one(&layout.sides()[1]), Ok(&[7; 5000][..]));
+    assert_eq!(one(&layout.sides()[0]).unwrap_err().reason, MissReason::Absent);
+    assert_eq!(
+        judge(&record, &layout),
+        Err(MissReason::ForeignShape),
+        "it is no KV"
+    );
+    assert_eq!(
+        verify_layers(&record, 12288, &expect(&layout), 0..1)
+            .unwrap_err()
+            .reason,
+        MissReason::ForeignShape
+    );
+    for at in (0..record.len()).step_by(7) {
+        record[at] ^= 0x10;
+        assert!(stored(&record).is_err(), "byte {at}");
+        record[at] ^= 0x10;
+    }
+    for len in (0..record.len()).step_by(101) {
+        assert!(stored(&record[..len]).is_err(), "{len} bytes");
+    }
+    assert!(seal_side_alone(&layout, 2, &meta(), &mut record).is_err());
+    assert!(seal_side_alone(&layout, 1, &meta(), &mut record[..12287]).is_err());
+}
+
+#[test]
+fn a_record_without_kv_says_so_soundly() {
+    let layout = layout(&[300], 2, vec![side("mean-k", 40)]);
+    let mut alone = vec![0; 8192];
+    seal_side_alone(&layout, 0, &meta(), &mut alone).unwrap();
+    let forged = |offset, bytes: &[u8]| {
+        let mut record = alone.clone();
+        forge(&mut record, offset, bytes);
+        let judged = verify_stored(&record, 8192, &expect(&layout));
+        judged.map(|_| ()).map_err(MissReason::from)
+    };
+    assert_eq!(forged(at::FLAGS, &[1]), Ok(()));
+    for (offset, bytes, reason) in [
+        (at::FLAGS, &[3][..], MissReason::NewerVersion),
+        (at::CODEC, &[1, 1], MissReason::NewerVersion),
+        (at::FLAGS, &[0], MissReason::BadHeader),
+        (at::SHARDS, &[1], MissReason::BadHeader),
+        (at::SIDES, &[0], MissReason::BadHeader),
+        (at::STORED_LEN, &[0, 16], MissReason::BadHeader),
+        (at::RAW_LEN, &[1], MissReason::BadHeader),
+        (at::LAYER_LEN, &[1], MissReason::ForeignShape),
+        (at::DTYPE, &[7], MissReason::ForeignShape),
+    ] {
+        assert_eq!(forged(offset, bytes), Err(reason), "{bytes:?} at {offset}");
+    }
 }
 
 #[test]
@@ -132,8 +264,10 @@ fn every_truncation_is_refused_and_the_kv_alone_is_enough() {
     let mut record = record(&layout, &meta(), 0);
     for len in 0..record.len() {
         let judged = judge(&record[..len], &layout);
-        if len == layout.kv_len() {
+        if len >= layout.kv_len() {
             assert_eq!(judged.unwrap().side("mean-k").unwrap().version, 7);
+            let side = judge_first_side(&record[..len], &layout);
+            assert_eq!(side, Err(MissReason::Absent), "{len} bytes");
         } else {
             assert_eq!(judged, Err(MissReason::Truncated), "{len} bytes");
         }
@@ -282,6 +416,7 @@ fn side_shards_are_named_well_and_once() {
         vec![side("a", u64::MAX)],
         vec![side("a", 1), side("a", 2)],
         (0..=MAX_SIDES).map(|i| side(&i.to_string(), 1)).collect(),
+        vec![side("a", 16 << 20), side("b", 1)],
     ] {
         assert!(
             RecordLayout::new(&geometry).with_sides(sides.clone()).is_err(),
@@ -308,7 +443,7 @@ fn a_newer_record_is_left_alone_and_only_if_it_says_so_soundly() {
         Err(MissReason::NewerVersion)
     );
     assert_eq!(
-        judge(&forged(at::FLAGS, &1u32.to_le_bytes()), &layout),
+        judge(&forged(at::FLAGS, &2u32.to_le_bytes()), &layout),
         Err(MissReason::NewerVersion)
     );
     assert_eq!(
@@ -457,9 +592,12 @@ proptest! {
             _ if at < layout.header_len() => MissReason::BadHeader,
             _ => MissReason::BadChecksum,
         };
-        prop_assert_eq!(judge(&flipped, &layout), Err(reason));
-        if at != layout.kv_len() {
+        if at < layout.kv_len() {
+            prop_assert_eq!(judge(&flipped, &layout), Err(reason));
             prop_assert_eq!(judge(&good[..at], &layout), Err(MissReason::Truncated));
+        } else {
+            let header = judge(&flipped, &layout).unwrap();
+            prop_assert!(verify_sides(&flipped, &header).is_err() && verify_sides(&good, &header).is_ok());
         }
         if other.layer_data(1) != layout.layer_data(1) || other.layers() != layout.layers() {
             prop_assert_eq!(judge(&good, &other), Err(MissReason::ForeignShape));

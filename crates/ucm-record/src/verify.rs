@@ -7,8 +7,9 @@ use ucm_device::crc32c;
 
 use super::codec::Codec;
 use super::header::{RecordHeader, SideEntry};
-use super::layout::RecordLayout;
+use super::layout::{RecordLayout, SideSpec};
 use super::refusal::{Refusal, same};
+use crate::WITHOUT_KV;
 
 /// What a reader asked for.
 #[derive(Debug, Clone, Copy)]
@@ -23,9 +24,9 @@ pub struct Expect<'a> {
     pub layout: &'a RecordLayout,
 }
 
-/// Judges `bytes`, what was read of a record that has `stored_len` bytes: all of it, or up to the end of its payload
-/// ([`RecordLayout::kv_len`]). Side shards are judged too where they are there. On success the KV lies at the layout's
-/// layer ranges.
+/// Judges `bytes`, what was read of a record that has `stored_len` bytes: all of it, or at least all up to the end of
+/// its payload ([`RecordLayout::kv_len`]). Side shards are not looked at: what is wrong with one is a miss of that one
+/// alone ([`verify_side`]). On success the KV lies at the layout's layer ranges.
 ///
 /// Identity and part are asked before the id, because a record of another part always has another id too. A record that
 /// is stored in another form is `NewerVersion` to whoever reads it as it is, unless even that form is damaged.
@@ -42,7 +43,14 @@ pub fn verify_rest(
 ) -> Result<RecordHeader, Refusal> {
     let header = judge_stored(bytes, stored_len, expected, verified)?;
     as_is(&header)?;
+    with_kv(&header)?;
     Ok(header)
+}
+
+/// Whether a record has KV.
+fn with_kv(header: &RecordHeader) -> Result<(), Refusal> {
+    let flags = if header.without_kv { WITHOUT_KV } else { 0 };
+    same(MissReason::ForeignShape, "flags", flags, 0)
 }
 
 /// Whether a record is stored as it is used.
@@ -55,10 +63,21 @@ fn as_is(header: &RecordHeader) -> Result<(), Refusal> {
     )
 }
 
-/// [`verify`] for whoever takes a record in any form of this version. What is in another form is judged as it is stored;
-/// what comes out of it is to be judged by [`verify`].
+/// [`verify`] for whoever takes a record in any form of this version. What is in another form is judged as it is
+/// stored; what comes out of it is to be judged by [`verify`]. Of a record without KV its side shards are judged, which
+/// are all it has.
 pub fn verify_stored(bytes: &[u8], stored_len: u64, expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
-    judge_stored(bytes, stored_len, expected, 0)
+    let header = judge_stored(bytes, stored_len, expected, 0)?;
+    if header.without_kv {
+        verify_sides(bytes, &header)?;
+    }
+    Ok(header)
+}
+
+/// Judges every side shard of a record whose judged header this is.
+pub fn verify_sides(bytes: &[u8], header: &RecordHeader) -> Result<(), Refusal> {
+    let mut sides = header.sides.iter();
+    sides.try_for_each(|side| check(bytes, side.offset, side.pages().end as u64, side.crc))
 }
 
 fn judge_stored(
@@ -79,7 +98,7 @@ fn judge_stored(
             header.record_len,
         ));
     }
-    if len != header.record_len && len != kv_len {
+    if len < kv_len {
         return Err(Refusal::truncated(len, kv_len));
     }
     let ends = header
@@ -90,16 +109,6 @@ fn judge_stored(
         .chain([kv_len]);
     for (entry, end) in header.table.iter().zip(ends).skip(verified as usize) {
         check(bytes, entry.offset, end, entry.crc)?;
-    }
-    if len == header.record_len {
-        for side in &header.sides {
-            check(
-                bytes,
-                side.offset,
-                side.offset + round_up(side.len, PAGE),
-                side.crc,
-            )?;
-        }
     }
     Ok(header)
 }
@@ -112,7 +121,7 @@ pub fn verify_layers(
     expected: &Expect<'_>,
     layers: Range<u32>,
 ) -> Result<RecordHeader, Refusal> {
-    let header = judge_header(bytes, expected)?;
+    let header = judge_kv_header(bytes, expected)?;
     as_is(&header)?;
     if stored_len > header.record_len {
         let found = format_args!("{stored_len} bytes");
@@ -139,8 +148,16 @@ pub fn verify_layers(
     Ok(header)
 }
 
-/// Whether a header is sound and that of what was asked for.
-fn judge_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
+/// Whether a header is sound and that of what was asked for, with KV.
+fn judge_kv_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
+    let header = judge_header(bytes, expected)?;
+    with_kv(&header)?;
+    Ok(header)
+}
+
+/// Judges the header at the start of `bytes`, and nothing behind it: it is sound and that of what was asked for, in any
+/// form of this version, with KV or without.
+pub fn judge_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, Refusal> {
     let header = RecordHeader::decode(bytes)?;
     let meta = &header.meta;
     if meta.namespace != expected.namespace {
@@ -163,6 +180,28 @@ fn judge_header(bytes: &[u8], expected: &Expect<'_>) -> Result<RecordHeader, Ref
     same(MissReason::ForeignId, "id", meta.id, expected.id)?;
     check_layout(&header, expected.layout)?;
     Ok(header)
+}
+
+/// The bytes of the side shard that was asked for, sound: `bytes` begins with the header of a record of `stored_len`
+/// bytes, which is judged here, and the pages of the side shard lie in it where they lie in the whole. Nothing else is
+/// looked at. `Absent` where the record has none of that name, version and length, or ends before it, or `bytes` do.
+pub fn judge_side<'a>(
+    bytes: &'a [u8],
+    stored_len: u64,
+    expected: &Expect<'_>,
+    wanted: &SideSpec,
+) -> Result<&'a [u8], Refusal> {
+    let header = judge_header(bytes, expected)?;
+    let absent = |field, found: u64, expected| Refusal::new(MissReason::Absent, field, found, expected);
+    let side = header
+        .side_of(wanted)
+        .ok_or_else(|| absent("side shards of this name", 0, "1".to_owned()))?;
+    let pages = side.pages();
+    if stored_len < pages.end as u64 {
+        return Err(absent("length", stored_len, format!("at least {}", pages.end)));
+    }
+    let short = || absent("room", bytes.len() as u64, format!("at least {}", pages.end));
+    verify_side(side, bytes.get(pages.clone()).ok_or_else(short)?)
 }
 
 /// Judges the bytes of one side shard, read alone from its offset up to the end of its last page.
@@ -201,11 +240,11 @@ pub fn has_layout(header: &RecordHeader, layout: &RecordLayout) -> bool {
     check_layout(header, layout).is_ok()
 }
 
-/// [`has_layout`], or what is different. Where another form lies is its own business, but it is never longer.
+/// [`has_layout`], or what is different. Where another form lies is its own business, but it is never longer. A record
+/// without KV says of which blocks it is, and has no payload.
 fn check_layout(header: &RecordHeader, layout: &RecordLayout) -> Result<(), Refusal> {
     for (field, found, expected) in [
         ("layers", header.layers.into(), layout.layers.into()),
-        ("shards", header.table.len() as u64, layout.layers.into()),
         (
             "block_tokens",
             header.block_tokens.into(),
@@ -215,6 +254,14 @@ fn check_layout(header: &RecordHeader, layout: &RecordLayout) -> Result<(), Refu
         ("tensors", header.tensors.into(), layout.tensors.into()),
         ("layer_len", header.layer_len, layout.layer_len),
         ("shape", header.shape.into(), layout.shape.into()),
+    ] {
+        same(MissReason::ForeignShape, field, found, expected)?;
+    }
+    if header.without_kv {
+        return same(MissReason::ForeignShape, "header_len", header.header_len, PAGE);
+    }
+    for (field, found, expected) in [
+        ("shards", header.table.len() as u64, layout.layers.into()),
         ("raw_len", header.raw_len, layout.raw_len),
         ("header_len", header.header_len, layout.header_len() as u64),
     ] {

@@ -9,12 +9,12 @@ use serde::Deserialize;
 use ucm_core::{DType, Error, ErrorKind, Geometry, Identity, Part, Result};
 use ucm_device::{DEFAULT_DEVICE, Transfer, open_device};
 use ucm_infra::Clock;
-use ucm_record::RecordLayout;
+use ucm_record::{RecordLayout, SideSpec};
 use ucm_tier::registry::{BuildContext, seconds};
 
 use crate::engine::{Deadlines, Engine, EngineConfig};
 use crate::health::BreakerConfig;
-use crate::tiers::TierConfig;
+use crate::tiers::{LevelConfig, TierConfig};
 
 pub use stages::TierSpec;
 use stages::make_all;
@@ -26,7 +26,7 @@ use stages::make_all;
 /// use ucm_device::DeviceSpan;
 /// use ucm_infra::SystemClock;
 /// use ucm_store::builder::StoreSpec;
-/// use ucm_store::engine::{Pieces, Row, Until};
+/// use ucm_store::engine::{Pieces, Row, RowSides, Until};
 ///
 /// let identity = r#"{"format_version":1,"architecture":"A","world_size":1,"dtype":"f32","weights":"w","model_config":{},
 ///     "position":{},"kv_dtype":"f32","attention_backend":"a","kv_packing":{},"kv_layout":"l","kv_groups":[],
@@ -45,7 +45,7 @@ use stages::make_all;
 /// let rows = |page: &mut Vec<u8>| {
 ///     // SAFETY: the page outlives the tasks below, and nobody touches it before they ended.
 ///     let span = unsafe { DeviceSpan::new(page.as_mut_ptr() as u64, page.len() as u64) };
-///     vec![Row { id, shard: 0, pieces: Pieces::Listed(vec![span]), ready: None }]
+///     vec![Row { id, shard: 0, pieces: Pieces::Listed(vec![span]), ready: None, sides: RowSides::None }]
 /// };
 /// let dump = engine.dump(rows(&mut page)).unwrap();
 /// assert!(dump.wait(engine.clock(), Until::Published, None) && dump.failures().is_empty());
@@ -81,6 +81,9 @@ pub struct StoreSpec {
     pub block_tokens: u32,
     /// Name of the element type, for the header.
     pub dtype: String,
+    /// Side shards that blocks may have beside their KV: name, version of the content, bytes.
+    #[serde(default)]
+    pub sides: Vec<(String, u32, u64)>,
     /// Words for people who look at what is stored, outside the identity.
     pub labels: BTreeMap<String, String>,
     /// Processes of this host that will each have such a store.
@@ -148,7 +151,12 @@ impl StoreSpec {
         };
         let geometry = Geometry::from_sizes(self.tensor_sizes, self.shard_size, self.block_size)?;
         let dtype = DType::from_name(&self.dtype);
+        let sides = self.sides.into_iter();
+        let sides: Vec<_> = sides
+            .map(|(name, version, len)| SideSpec { name, version, len })
+            .collect();
         let record = RecordLayout::new(&geometry).describing(self.block_tokens, dtype);
+        let record = record.with_sides(sides.clone())?;
         let staging_bytes = if self.lookup_only { 0 } else { self.staging_bytes };
         let deadlines = Deadlines {
             lookup: seconds("lookup_s", self.lookup_s)?,
@@ -178,12 +186,18 @@ impl StoreSpec {
             clock: Arc::clone(&clock),
         };
         let built = make_all(self.stages, &context)?.into_iter();
-        let tiers = built.map(|(built, policy)| TierConfig {
-            backend: built.backend,
-            pool: built.pool,
-            policy,
-            codec: built.codec.filter(|_| !self.lookup_only), // else nothing is moved
-            max_stuck: built.max_stuck,
+        let levels = built.map(|(built, policy)| {
+            let tiers = built.tiers.into_iter().map(|built| TierConfig {
+                backend: built.backend,
+                pool: built.pool,
+                policy,
+                codec: built.codec.filter(|_| !self.lookup_only), // else nothing is moved
+                max_stuck: built.max_stuck,
+            });
+            LevelConfig {
+                tiers: tiers.collect(),
+                spread: built.spread,
+            }
         });
         let config = EngineConfig {
             geometry,
@@ -191,6 +205,7 @@ impl StoreSpec {
             part,
             block_tokens: self.block_tokens,
             dtype,
+            sides,
             staging_bytes,
             copy_threads: self.copy_threads,
             deadlines,
@@ -198,7 +213,7 @@ impl StoreSpec {
             writer,
             paranoid: self.paranoid,
         };
-        Engine::open(config, tiers.collect(), device, clock)
+        Engine::open(config, levels, device, clock)
     }
 }
 

@@ -141,7 +141,7 @@ counters! {
     dump_tasks,
     /// Dump calls refused because no slot was free.
     dumps_refused,
-    /// Blocks published.
+    /// Blocks published, with side shards or without.
     blocks_published,
     /// Blocks of dumps that were stored already.
     blocks_present,
@@ -149,6 +149,16 @@ counters! {
     publishes_failed,
     /// Blocks dropped because their last shard did not come in time.
     blocks_incomplete,
+    /// Side shards read, verified and handed over.
+    sides_loaded,
+    /// Side shards that were asked for and are stored nowhere, or could not be had in time.
+    sides_missing,
+    /// Copies of side shards that are not sound; another is asked for.
+    sides_refused,
+    /// Side shards published in records of their own.
+    sides_published,
+    /// Of those to be published, side shards that were stored so already.
+    sides_present,
     /// Bytes of KV read from the device.
     bytes_staged,
     /// Bytes of records published.

@@ -16,7 +16,9 @@ use ucm_tier::backend::Backend;
 use ucm_tier::memory::Policy;
 use ucm_tier::segment::Merging;
 
+use common::device::side_content;
 use common::servers::{shared_redis, shared_s3};
+use common::sides::{CODES, MEAN, sided, sides};
 use common::{Above, Device, Layout, Medium, Setup, Store, directory, eventually, id, pages};
 
 /// One thing a test does.
@@ -25,6 +27,10 @@ enum Act {
     Dump(Vec<u8>),
     Load(Vec<u8>),
     Lookup(Vec<u8>),
+    /// Side shards, read.
+    LoadSides(Vec<u8>),
+    /// Side shards, written to records of their own.
+    DumpSides(Vec<u8>),
     Flip(u8, usize),
     Cut(u8, usize),
     Grow(u8),
@@ -41,6 +47,8 @@ fn act() -> impl Strategy<Value = Act> {
         4 => some().prop_map(Act::Dump),
         4 => some().prop_map(Act::Load),
         2 => some().prop_map(Act::Lookup),
+        2 => some().prop_map(Act::LoadSides),
+        1 => some().prop_map(Act::DumpSides),
         2 => (one.clone(), any::<usize>()).prop_map(|(n, at)| Act::Flip(n, at)),
         1 => (one.clone(), any::<usize>()).prop_map(|(n, len)| Act::Cut(n, len)),
         1 => one.clone().prop_map(Act::Grow),
@@ -110,7 +118,13 @@ enum Truth {
     Unsure,
 }
 
+/// With side shards or without, by how much is done.
 fn run(setup: Setup, acts: &[Act]) {
+    let setup = if acts.len().is_multiple_of(2) {
+        sided(setup)
+    } else {
+        setup
+    };
     let (medium, above, layers_per_shard) = (setup.medium, setup.above, setup.layers_per_shard);
     let layout = setup.layout;
     let dir = directory();
@@ -122,6 +136,7 @@ fn run(setup: Setup, acts: &[Act]) {
     // Whatever was stored may be gone again.
     let scarce = matches!(medium, Medium::Memory(slots, _) if slots < 6);
     let (mut faulty, mut lasting) = (scarce, scarce);
+    let mut alone = BTreeSet::new();
     for act in acts {
         match act {
             Act::Dump(ns) => {
@@ -182,6 +197,31 @@ fn run(setup: Setup, acts: &[Act]) {
                         Truth::Unsure => {}
                     }
                 }
+            }
+            Act::LoadSides(_) | Act::DumpSides(_) if setup.sides.is_empty() => {}
+            Act::LoadSides(ns) => {
+                let ids = in_order(ns);
+                for name in [MEAN, CODES] {
+                    let there = sides(&store, &ids, name); // what is a hit is exact
+                    let stored = |id: &BlockId| truth[id] != Truth::Absent || alone.contains(id);
+                    assert!(
+                        ids.iter().zip(there).all(|(id, there)| !there || stored(id)),
+                        "a hit on nothing"
+                    );
+                }
+            }
+            Act::DumpSides(ns) => {
+                let ids = unique(ns);
+                let bytes: Vec<u8> = ids
+                    .iter()
+                    .flat_map(|&id| side_content(id, 0, setup.sides[0].1))
+                    .collect();
+                let ended = store.engine.dump_sides(&ids, &[(MEAN, &bytes)]);
+                let ended = ended
+                    .map_err(|error| vec![(0, error)])
+                    .and_then(|task| store.outcome(&task));
+                assert!(ended.is_ok() || faulty, "{ended:?}");
+                alone.extend(ids);
             }
             Act::Flip(n, at) if !lasts => {
                 let region = store.memory.as_ref().and_then(|memory| memory.region()).unwrap();

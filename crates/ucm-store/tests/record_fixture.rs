@@ -12,10 +12,11 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use ucm_core::{
-    BlockHasher, BlockId, DType, ExtraKey, Geometry, HashMethod, Identity, MissReason, Part, crc32c,
+    BlockHasher, BlockId, DType, ExtraKey, Geometry, HashMethod, IdMask, Identity, MissReason, Part, crc32c,
 };
 use ucm_record::{
-    Expect, MAGIC, MARK, PREAMBLE_LEN, RecordHeader, RecordLayout, RecordMeta, SideSpec, verify, verify_side,
+    Expect, MAGIC, MARK, PREAMBLE_LEN, RecordHeader, RecordLayout, RecordMeta, SideSpec, judge_side,
+    seal_side_alone, verify, verify_side, verify_stored,
 };
 
 const IDENTITY: &str = concat!(
@@ -97,6 +98,25 @@ fn sealed(layout: &RecordLayout) -> Vec<u8> {
     record
 }
 
+/// The record in which the side shard lies alone.
+fn side_alone() -> Vec<u8> {
+    let layout = sided_layout();
+    let mut record = vec![0; layout.record_len()];
+    for (j, byte) in record[layout.side_alone(0).unwrap()].iter_mut().enumerate() {
+        *byte = content(2, j);
+    }
+    let len = seal_side_alone(&layout, 0, &side_meta(), &mut record).unwrap();
+    record.truncate(len);
+    record
+}
+
+fn side_meta() -> RecordMeta {
+    RecordMeta {
+        id: meta().id.xor(IdMask::of_side(SIDE, 3)),
+        ..meta()
+    }
+}
+
 /// A record of version 2: only its preamble follows a form that is known.
 fn newer() -> Vec<u8> {
     let mut record = vec![0xee; 4096];
@@ -122,10 +142,11 @@ fn seed() -> Vec<u8> {
     file
 }
 
-fn files() -> [(&'static str, Vec<u8>); 4] {
+fn files() -> [(&'static str, Vec<u8>); 5] {
     [
         ("plain.bin", sealed(&layout())),
         ("sided.bin", sealed(&sided_layout())),
+        ("side-alone.bin", side_alone()),
         ("newer.bin", newer()),
         ("seed.bin", seed()),
     ]
@@ -165,6 +186,26 @@ fn plain_and_sided_are_hits_byte_for_byte() {
     let data = verify_side(side, &bytes[side.offset as usize..]).unwrap();
     assert_eq!((side.version, data.len()), (3, 50));
     assert!(data.iter().enumerate().all(|(j, &byte)| byte == content(2, j)));
+}
+
+#[test]
+fn a_side_shard_that_lies_alone_is_a_hit_byte_for_byte() {
+    let (bytes, layout, meta) = (read("side-alone.bin"), sided_layout(), side_meta());
+    let expect = Expect {
+        id: meta.id,
+        namespace: meta.namespace,
+        part: meta.part,
+        layout: &layout,
+    };
+    let len = bytes.len() as u64;
+    assert_eq!(verify_stored(&bytes, len, &expect).unwrap().meta, meta);
+    let data = judge_side(&bytes, len, &expect, &layout.sides()[0]).unwrap();
+    assert!(data.iter().enumerate().all(|(j, &byte)| byte == content(2, j)));
+    assert_eq!(
+        judge(&bytes),
+        Err(MissReason::ForeignId),
+        "it has a name of its own"
+    );
 }
 
 #[test]

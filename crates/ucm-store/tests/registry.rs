@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use ucm_infra::SystemClock;
 use ucm_store::builder;
 use ucm_store::engine::{Engine, Until};
-use ucm_tier::registry::{self, BuildContext, BuiltTier, StoreName, TierKind};
+use ucm_tier::registry::{self, BuildContext, BuiltLevel, StoreName, TierKind};
 
 use common::{Device, Medium, Setup, directory, id, identity, ids, is_here, media, sample, shape};
 
@@ -78,7 +78,7 @@ struct OtherOptions {
     other_records: u32,
 }
 
-fn make(context: &BuildContext<'_>, options: OtherOptions) -> ucm_core::Result<BuiltTier> {
+fn make(context: &BuildContext<'_>, options: OtherOptions) -> ucm_core::Result<BuiltLevel> {
     let toy = json!({"toy_records": options.other_records});
     registry::find("toy")?.build(context, toy.as_object().cloned().unwrap_or_default())
 }

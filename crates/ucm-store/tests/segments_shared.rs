@@ -266,6 +266,25 @@ fn stored(dir: &Path) -> u64 {
 }
 
 #[test]
+fn a_segment_whose_end_cannot_be_read_is_said() {
+    let dir = directory();
+    let writer = Store::open(dir.path(), quick());
+    for block in ids(2) {
+        let device = Device::filled(&quick(), &[block]);
+        writer.dump(&device, &[block]).unwrap();
+    }
+    let denied = Rule::on(OpKind::Read, Fault::Errno(13)).path(".seg");
+    let clock = ManualClock::new() as Arc<dyn Clock>;
+    let reader = Store::faulty_with_clock(dir.path(), quick(), vec![denied], clock);
+    assert_eq!(finds(&reader, &ids(2)), [false, false]);
+    let said = reader.said();
+    let lines = said
+        .iter()
+        .filter(|line| line.contains("a segment cannot be read"));
+    assert_eq!(lines.count(), 1, "{said:?}");
+}
+
+#[test]
 fn the_limit_holds_over_segments_and_files_of_one_root() {
     let dir = directory();
     let limit = 40 * 8192;

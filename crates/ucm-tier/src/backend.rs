@@ -87,8 +87,9 @@ impl<'a> Part<'a> {
     }
 }
 
-/// Told of the parts of a record as they arrive, on the thread that reads.
-pub type Arrived = Box<dyn FnMut(&IoJob, Part<'_>) + Send>;
+/// Told of the parts of a record as they arrive, on the thread that reads. What it answers is read besides, after the
+/// steps that are left.
+pub type Arrived = Box<dyn FnMut(&IoJob, Part<'_>) -> Option<Vec<Range<usize>>> + Send>;
 
 /// How a record is read part by part. A medium may bring more than is wanted ([`Features::reads_parts`]), and may bring all at
 /// once and tell nobody.
@@ -105,8 +106,11 @@ pub struct BlockRead {
     pub id: BlockId,
     /// Where it goes, from the start.
     pub slot: Slot,
-    /// Part by part; `None`: all of it at once.
+    /// Part by part; `None`: all of it at once, or as much as the slot has room for.
     pub parts: Option<Parts>,
+    /// Its parts are the header and a side shard, a few pages of it in the form in which it is stored: a medium reads
+    /// many such one after the other on a thread.
+    pub sides: bool,
     /// Past every cache (after a failed checksum).
     pub again: bool,
     /// When nobody waits for it any more.
@@ -133,6 +137,7 @@ impl BlockRead {
             id,
             slot,
             parts: None,
+            sides: false,
             again: false,
             deadline,
             looked: false,
@@ -250,6 +255,8 @@ pub struct Features<'a> {
     pub index: Option<&'a dyn Indexed>,
     /// What this process has of it before others, if there can be such.
     pub local: Option<&'a dyn Local>,
+    /// Where its space is bounded and it knows how much of it is left.
+    pub bounded: Option<&'a dyn Bounded>,
 }
 
 impl Features<'_> {
@@ -274,6 +281,11 @@ impl Features<'_> {
         self.index.is_some_and(|index| index.is_published(id))
     }
 
+    /// Whether a record of so many bytes has room without another's having to go, as far as that is known.
+    pub fn has_room(&self, bytes: u64) -> bool {
+        self.bounded.is_none_or(|bounded| bounded.has_room(bytes))
+    }
+
     /// What became readable for this process before others can see it: see [`Local::early`].
     pub fn early(&self) -> LocallyVisible {
         self.local.map(Local::early).unwrap_or_default()
@@ -291,6 +303,10 @@ pub struct MediumStats {
     pub bytes_removed: u64,
     /// Blocks whose use was noted.
     pub blocks_touched: u64,
+    /// Records that came here from a medium beside it that had to make room, about.
+    pub records_moved_here: u64,
+    /// Records that would have, and did not: it could not take them.
+    pub moves_dropped: u64,
     /// Further counters and gauges of its own, by name.
     pub more: Vec<(&'static str, u64)>,
 }
@@ -326,6 +342,15 @@ pub trait Indexed {
 
     /// Whether a write would only find this record there.
     fn is_published(&self, id: BlockId) -> bool;
+
+    /// Whether it knows where this record lies, also one that only this process can read yet.
+    fn knows(&self, id: BlockId) -> bool;
+}
+
+/// A medium with a limit that several writers keep to.
+pub trait Bounded {
+    /// Whether so many bytes are stored without something's being removed for them. Never asks the medium.
+    fn has_room(&self, bytes: u64) -> bool;
 }
 
 /// Records that this process can read and others cannot see yet.

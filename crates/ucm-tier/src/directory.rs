@@ -55,14 +55,21 @@ impl DirectoryBackend {
         io: Arc<IoPool>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
-        let shared = Arc::new(Shared::new(config, None, io, clock)?);
-        Ok(Self(Arc::new(Directory {
+        Ok(Self::over(
+            Arc::new(Shared::new(config, None, io, clock)?),
+            segments,
+        ))
+    }
+
+    /// The same over a root that is known already.
+    pub(crate) fn over(shared: Arc<Shared>, segments: SegmentConfig) -> Self {
+        Self(Arc::new(Directory {
             files: PosixBackend::over(Arc::clone(&shared)),
             shared,
             config: segments,
             decided: OnceLock::new(),
             next_look: Mutex::default(),
-        })))
+        }))
     }
 
     fn layout(&self) -> &dyn Backend {

@@ -1,16 +1,15 @@
 //! The layouts of a root, and what was decided for one.
 
-use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use ucm_quota::layout::{BLOCKS, SEGMENTS};
 
 /// How records lie below a root.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum LayoutKind {
-    // One record per file.
+pub enum LayoutKind {
+    /// One record per file.
     File,
-    // Many records per file.
+    /// Many records per file.
     Segment,
 }
 

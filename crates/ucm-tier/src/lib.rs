@@ -8,9 +8,11 @@
 pub mod backend;
 mod builtin;
 mod damage_rate;
+mod demotion;
 pub mod directory;
 mod kind;
-mod layout_kind;
+pub mod layout_kind;
+mod lengths;
 pub mod memory;
 #[cfg(feature = "network")]
 mod network;
@@ -30,6 +32,9 @@ mod root;
 mod root_layout;
 pub mod segment;
 mod shared;
+pub mod side_by_side;
+mod speed;
+pub mod spread;
 mod waiting;
 mod writing;
 

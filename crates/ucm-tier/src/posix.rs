@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ucm_core::{BlockId, Result};
+use ucm_core::{BlockId, MissReason, Result};
 use ucm_device::Slot;
 use ucm_infra::{Clock, LANE_SPACE, MonotonicTime};
 use ucm_io::{IoJob, IoPool};
@@ -17,8 +17,8 @@ use crate::backend::{
     Written,
 };
 use crate::layout_kind::LayoutKind;
-pub use crate::shared::PosixConfig;
 use crate::shared::Shared;
+pub use crate::shared::{Place, PosixConfig};
 use crate::writing::Write;
 
 /// One record per file.
@@ -51,6 +51,7 @@ impl Backend for PosixBackend {
             name: "posix",
             reads_parts: true,
             writes_cached: self.shared.writes_cached(),
+            bounded: Some(&*self.shared),
             ..Features::default()
         }
     }
@@ -58,7 +59,12 @@ impl Backend for PosixBackend {
     fn lookup(&self, io: &IoJob, ids: &[BlockId], stop_at_missing: bool) -> Result<Vec<Presence>> {
         let paths: Vec<_> = ids.iter().map(|&id| self.shared.layout.record(id)).collect();
         let metas = io.stat(&paths, stop_at_missing)?;
-        Ok(metas.into_iter().map(|meta| self.shared.presence(meta)).collect())
+        let mut found: Vec<_> = metas.iter().map(|&meta| self.shared.presence(meta)).collect();
+        if found.contains(&Err(MissReason::WrongLength)) && self.shared.has_lengths_to_learn() {
+            self.shared.learn_lengths(io);
+            found = metas.iter().map(|&meta| self.shared.presence(meta)).collect();
+        }
+        Ok(found)
     }
 
     fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
@@ -98,11 +104,16 @@ impl Backend for PosixBackend {
         let shared = &self.shared;
         let paths: Vec<_> = ids.iter().map(|&id| shared.layout.record(id)).collect();
         let before = shared.space.counts();
-        let removed = io.remove(&paths)?;
-        let removed = removed.iter().filter(|file| matches!(file, Ok(true))).count();
-        let freed = removed as u64 * shared.config.record.record_len() as u64;
-        shared.space.deleted(freed, before);
-        Ok(removed)
+        let lengths = io
+            .stat(&paths, false)?
+            .into_iter()
+            .map(|meta| meta.map_or(0, |meta| meta.len));
+        let removed = io.remove(&paths)?.into_iter().zip(lengths);
+        let removed: Vec<u64> = removed
+            .filter_map(|(file, len)| matches!(file, Ok(true)).then_some(len))
+            .collect();
+        shared.space.deleted(removed.iter().sum(), before);
+        Ok(removed.len())
     }
 
     fn list(&self, io: &IoJob) -> Result<Vec<Listed>> {

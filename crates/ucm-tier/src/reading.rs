@@ -1,11 +1,12 @@
 //! Reading records, for a load and for a judgement on the medium's side: one just published is read back before it
 //! counts (`verify: paranoid`), a refused one is looked at once more before it is moved ([`crate::quarantine`]).
 
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result};
 use ucm_io::{IoJob, ReadMode};
-use ucm_record::{Expect, verify_stored};
+use ucm_record::{Expect, RecordHeader, verify_sides, verify_stored};
 
 use crate::backend::{BlockRead, Part, Parts, ReadDone, Written};
 use crate::shared::Shared;
@@ -19,7 +20,11 @@ impl Shared {
     /// Reads a record into a slot, from its start, or the parts of it that are wanted.
     pub(crate) fn read(&self, io: &IoJob, read: BlockRead) -> Result<ReadDone> {
         let BlockRead {
-            id, mut slot, again, ..
+            id,
+            mut slot,
+            again,
+            sides,
+            ..
         } = read;
         let (path, len) = (self.layout.record(id), self.config.record.record_len());
         let mode = if again {
@@ -30,16 +35,17 @@ impl Shared {
         let whole = 0..len.min(slot.len());
         let Parts { steps, mut arrived } = read.parts.unwrap_or_else(|| Parts {
             steps: vec![vec![whole]],
-            arrived: Box::new(|_, _| {}),
+            arrived: Box::new(|_, _| None),
         });
-        let (mut brought, mut stored_len) = (0, 0);
-        for step in &steps {
-            for part in step {
+        let (mut brought, mut stored_len, mut steps) = (0, 0, VecDeque::from(steps));
+        while let Some(step) = steps.pop_front() {
+            for part in &step {
                 let room = &mut slot.as_mut_slice()[part.start..];
                 let read = io.read(&path, part.start as u64, part.len(), room, mode);
                 let read = read.map_err(|error| explain(io, path.clone(), error))?;
                 (brought, stored_len) = (brought + read.bytes, read.file_len);
-                if read.bytes < part.len() {
+                // A record may be without side shards, or have others that lie elsewhere.
+                if read.bytes < part.len() && !sides {
                     return Ok(ReadDone {
                         slot,
                         read: brought,
@@ -48,7 +54,7 @@ impl Shared {
                     });
                 }
             }
-            arrived(io, Part::of(step, slot.as_slice(), stored_len));
+            steps.extend(arrived(io, Part::of(&step, slot.as_slice(), stored_len)));
         }
         Ok(ReadDone {
             slot,
@@ -58,8 +64,8 @@ impl Shared {
         })
     }
 
-    /// Reads a record that was just written past every cache, over the bytes it was written from, and tells whether it is
-    /// sound. It lies at `offset` of the file and is `len` bytes long; none: it is all of the file.
+    /// Reads a record that was just written past every cache, over the bytes it was written from, and tells whether all
+    /// of it is sound. It lies at `offset` of the file and is `len` bytes long; none: it is all of the file.
     pub(crate) fn read_back(
         &self,
         io: &IoJob,
@@ -71,20 +77,31 @@ impl Shared {
     ) -> Result<Written> {
         bytes.fill(0); // a read that brings nothing must not find the right bytes there
         let read = io.read(path, offset, bytes.len(), bytes, ReadMode::FreshDirect)?;
-        let judged = self.judge(id, &bytes[..read.bytes], len.unwrap_or(read.file_len));
+        let bytes = &bytes[..read.bytes];
+        let judged = self.judge(id, bytes, len.unwrap_or(read.file_len));
+        let judged = judged.and_then(|header| Ok(verify_sides(bytes, &header)?));
         Ok(judged.map_or_else(Written::Unsound, |()| Written::Published))
     }
 
     /// Judges the bytes of a record that was read, in whatever form it is stored: what is wrong with them, if anything.
-    pub(crate) fn judge(&self, id: BlockId, bytes: &[u8], stored_len: u64) -> Result<(), MissReason> {
-        let expect = Expect {
+    /// Of one that has KV its side shards are not looked at.
+    pub(crate) fn judge(
+        &self,
+        id: BlockId,
+        bytes: &[u8],
+        stored_len: u64,
+    ) -> Result<RecordHeader, MissReason> {
+        Ok(verify_stored(bytes, stored_len, &self.expect(id))?)
+    }
+
+    /// What a record must be.
+    pub(crate) fn expect(&self, id: BlockId) -> Expect<'_> {
+        Expect {
             id,
             namespace: *self.config.identity.digest(),
             part: self.config.part,
             layout: &self.config.record,
-        };
-        verify_stored(bytes, stored_len, &expect)?;
-        Ok(())
+        }
     }
 }
 

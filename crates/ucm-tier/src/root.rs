@@ -36,7 +36,7 @@ impl Shared {
         self.io.call(LANE_SPACE, deadline, work)
     }
 
-    fn read_document(&self, path: PathBuf, deadline: MonotonicTime) -> Result<Option<Vec<u8>>> {
+    pub(crate) fn read_document(&self, path: PathBuf, deadline: MonotonicTime) -> Result<Option<Vec<u8>>> {
         let (len, at) = (limits::MAX_DOCUMENT_BYTES, path.display().to_string());
         let read = self.call(deadline, move |io| {
             io.read_piece(&path, 0, len, ReadMode::Default)
@@ -52,7 +52,7 @@ impl Shared {
 
     /// Publishes the marker or a manifest, durably: they are few, and without its marker a root is no root. A name that a
     /// power cut left without bytes would switch it off for good.
-    fn publish_document(
+    pub(crate) fn publish_document(
         &self,
         private: PathBuf,
         target: PathBuf,
@@ -100,7 +100,9 @@ impl Shared {
         let root = self.layout.root().to_owned();
         if self.config.lookup_only {
             // Nothing there yet means that nothing is stored yet; but what is there must be ours to read.
-            return self.read_marker(deadline).map(|_| ());
+            let marker = self.read_marker(deadline)?;
+            marker.iter().for_each(|marker| self.told_by(marker));
+            return Ok(());
         }
         self.make_root(deadline)?;
         let marker = match self.read_marker(deadline)? {
@@ -114,6 +116,8 @@ impl Shared {
             self.probe_io(deadline)?;
         }
         let limit = self.limit(&marker, deadline)?;
+        let marker = self.measured(marker, deadline)?;
+        self.told_by(&marker);
         {
             let mut known = self.root.lock();
             (known.uuid, known.device) = (Some(marker.uuid), Some(meta.dev));
@@ -164,6 +168,7 @@ impl Shared {
             let lost = Error::new(ErrorKind::Io, "the root lost its marker");
             return Err(lost.with("path", self.layout.marker().display()));
         };
+        self.told_by(&marker);
         self.root.lock().uuid = Some(marker.uuid.clone());
         self.furnish(deadline)?;
         let limit = self.limit(&marker, deadline)?;
@@ -182,13 +187,13 @@ impl Shared {
 
     /// Looks in the background whether a root that was lost is back; one look at a time.
     pub(crate) fn look_again(self: &Arc<Self>) {
-        if self.looking.swap(true, Ordering::AcqRel) {
+        if std::mem::replace(&mut self.root.lock().looking, true) {
             return;
         }
         let deadline = self.clock.now().after(MAKE_DIRS);
         let (shared, done) = (Arc::clone(self), Arc::clone(self));
         let look = move || shared.readmit(deadline);
-        let ended = Box::new(move |_| done.looking.store(false, Ordering::Release));
+        let ended = Box::new(move |_| done.root.lock().looking = false);
         self.space.in_background(deadline, look, ended);
     }
 
@@ -317,6 +322,7 @@ impl Shared {
                 None => Capacity::default_bytes(total, free),
             },
             layout,
+            read_ns: None,
         };
         self.publish_marker(&marker, false, deadline)?;
         // Another process may have done the same at the same time: of all markers one stays.
@@ -340,6 +346,21 @@ impl Shared {
         )
     }
 
+    /// Whether a record was met whose length is not known, and it is time to look what the manifest says of that.
+    pub(crate) fn has_lengths_to_learn(&self) -> bool {
+        self.lengths.is_look_due(self.clock.now())
+    }
+
+    /// Reads which lengths records may have. Where that fails, those that are not known stay misses for now.
+    pub(crate) fn learn_lengths(&self, io: &IoJob) {
+        let (path, len) = (self.layout.manifest(), limits::MAX_DOCUMENT_BYTES);
+        if let Ok(Some((bytes, _))) = io.read_piece(&path, 0, len, ReadMode::Default)
+            && let Ok(manifest) = serde_json::from_slice::<Manifest>(&bytes)
+        {
+            self.lengths.learn(manifest.lengths(self.config.part));
+        }
+    }
+
     /// Adds this part to the manifest. Ranks do so at the same time: whoever finds its part lost adds it again, at the
     /// latest with the next count.
     fn describe_part(&self, deadline: MonotonicTime) -> Result<()> {
@@ -352,7 +373,9 @@ impl Shared {
             let mut manifest = stored
                 .and_then(|bytes| serde_json::from_slice::<Manifest>(&bytes).ok())
                 .unwrap_or_else(|| Manifest::new(&config.identity, config.labels.clone()));
-            if !manifest.add(config.part, &config.record, &config.geometry) {
+            let changed = manifest.add(config.part, &config.record, &config.geometry);
+            self.lengths.learn(manifest.lengths(config.part));
+            if !changed {
                 return Ok(());
             }
             self.publish_document(

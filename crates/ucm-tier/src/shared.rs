@@ -15,9 +15,11 @@ use ucm_quota::layout::{Layout, Modes};
 use ucm_quota::{Capacity, Quota, QuotaConfig, Rules};
 use ucm_record::RecordLayout;
 
-use crate::backend::{MediumStats, Presence};
+use crate::backend::{Bounded, MediumStats, Presence};
 use crate::layout_kind::{LayoutKind, RootLayout};
+use crate::lengths::Lengths;
 use crate::recency::Recency;
+use crate::spread::RootFacts;
 use crate::waiting::Waiting;
 
 /// How long making the namespace's directories again may take.
@@ -53,6 +55,19 @@ pub struct PosixConfig {
     pub modes: Modes,
     /// What is kept of damaged records.
     pub quarantine: QuarantineConfig,
+    /// Its place among several roots; [`Place::default`] for one alone.
+    pub place: Place,
+}
+
+/// A root's place among those that records are spread over.
+#[derive(Debug, Clone, Default)]
+pub struct Place {
+    /// Its number. Files of one process have names of their own in all roots, by this.
+    pub number: u16,
+    /// Whether how fast it is has to be known.
+    pub measured: bool,
+    /// Where what is learnt of it is told.
+    pub facts: Arc<RootFacts>,
 }
 
 /// See the module.
@@ -64,14 +79,13 @@ pub(crate) struct Shared {
     pub(crate) root: Mutex<Root>,
     /// See [`Shared::writes_cached`].
     writes_cached: AtomicBool,
-    /// Somebody is looking whether the root is back.
-    pub(crate) looking: AtomicBool,
     /// Which of the 256 record directories are known to exist.
     pub(crate) dirs: Mutex<[bool; 256]>,
     pub(crate) sequence: AtomicU64,
     pub(crate) space: Arc<Quota>,
     pub(crate) recency: Recency,
     pub(crate) waiting: Waiting,
+    pub(crate) lengths: Lengths,
 }
 
 /// What is known of the root itself.
@@ -87,6 +101,8 @@ pub(crate) struct Root {
     pub(crate) kind: Option<LayoutKind>,
     /// What its marker says of that, or is to say.
     pub(crate) layout: Option<RootLayout>,
+    /// Somebody is looking whether it is back.
+    pub(crate) looking: bool,
 }
 
 impl Shared {
@@ -115,12 +131,12 @@ impl Shared {
                 ..Root::default()
             }),
             writes_cached: AtomicBool::new(false),
-            looking: AtomicBool::new(false),
             dirs: Mutex::new([false; 256]),
-            sequence: AtomicU64::new(0),
+            sequence: AtomicU64::new(u64::from(config.place.number) << 48),
             space,
             recency: Recency::default(),
             waiting: Waiting::default(),
+            lengths: Lengths::of(&config.record),
             config,
         };
         if let (Some(Capacity::Bytes(limit)), false) = (shared.config.capacity, shared.config.lookup_only) {
@@ -132,11 +148,14 @@ impl Shared {
     /// What the root holds, and what was removed of it.
     pub(crate) fn stats(&self) -> MediumStats {
         let (records_removed, bytes_removed) = self.space.removed();
+        let (records_moved_here, moves_dropped) = self.config.place.facts.moved();
         MediumStats {
             usage: self.space.usage(),
             records_removed,
             bytes_removed,
             blocks_touched: self.recency.touched(),
+            records_moved_here,
+            moves_dropped,
             ..MediumStats::default()
         }
     }
@@ -145,7 +164,7 @@ impl Shared {
     pub(crate) fn presence(&self, meta: Option<FileMeta>) -> Presence {
         match meta {
             Some(meta) if meta.is_dir => Err(MissReason::Absent),
-            Some(meta) if meta.len != self.config.record.record_len() as u64 => Err(MissReason::WrongLength),
+            Some(meta) if !self.lengths.has_kv(meta.len) => Err(MissReason::WrongLength),
             Some(_) => Ok(()),
             None => Err(MissReason::Absent),
         }
@@ -178,5 +197,11 @@ impl Shared {
             "the root lost its marker or changed its device; writing stops",
         )
         .with("root", self.layout.root().display()))
+    }
+}
+
+impl Bounded for Shared {
+    fn has_room(&self, bytes: u64) -> bool {
+        self.space.has_room(bytes)
     }
 }

@@ -8,7 +8,7 @@ use ucm_device::Slot;
 use ucm_infra::{LANE_DUMP, MonotonicTime};
 use ucm_io::{IoJob, Publish, ReadMode};
 use ucm_quota::Room;
-use ucm_record::RecordHeader;
+use ucm_record::{RecordHeader, judge_header};
 
 use crate::backend::{Done, WriteOptions, Written, either};
 use crate::shared::{MAKE_DIRS, Shared};
@@ -117,12 +117,10 @@ impl Shared {
         let found = io.stat(&[self.layout.marker(), record.clone()], false)?;
         let (marker, present) = (found.first().copied().flatten(), found.get(1).copied().flatten());
         self.check_root(marker).inspect_err(|_| self.look_again())?;
-        if let Some(meta) = present {
-            if !options.replace && self.presence(Some(meta)).is_ok() {
+        if let Some(meta) = present.filter(|meta| !meta.is_dir) {
+            let known = meta.len == bytes.len() as u64 || self.lengths.has_kv(meta.len);
+            if !options.replace && known || self.stays(io, id, &record, meta.len, options.replace)? {
                 return Ok(Some(Written::Present));
-            }
-            if !meta.is_dir && is_newer(io, &record)? {
-                return Ok(Some(Written::Present)); // its writer knows what it is
             }
         }
         if !room.take(bytes.len() as u64)? {
@@ -135,6 +133,32 @@ impl Shared {
             return self.read_back(io, id, &record, 0, None, bytes).map(Some);
         }
         Ok(Some(Written::Published))
+    }
+
+    /// Whether what has a record's name is not written over: one of a newer version, whose writer knows what it is, or,
+    /// unless it is to be replaced, this record with other side shards, as long as it says itself. An error where
+    /// nobody looked, so that it may be one; what cannot be read is no record.
+    fn stays(&self, io: &IoJob, id: BlockId, record: &Path, len: u64, replace: bool) -> Result<bool> {
+        let bytes = match io.read_piece(record, 0, RecordHeader::LONGEST, ReadMode::Default) {
+            Ok(found) => found.map(|(bytes, _)| bytes).unwrap_or_default(),
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    ErrorKind::Timeout | ErrorKind::Busy | ErrorKind::Closed
+                ) =>
+            {
+                return Err(error);
+            }
+            Err(_) => return Ok(false),
+        };
+        if RecordHeader::is_newer(&bytes) {
+            return Ok(true);
+        }
+        let sided = judge_header(&bytes, &self.expect(id)).is_ok_and(|header| header.record_len == len);
+        if sided {
+            self.lengths.learn(&[len]);
+        }
+        Ok(sided && !replace)
     }
 
     fn publish(&self, io: &IoJob, id: BlockId, record: &Path, bytes: &[u8], ordinal: u32) -> Result<()> {
@@ -167,22 +191,5 @@ impl Shared {
         let shared = Arc::clone(self);
         let make = move || shared.furnish(deadline).map(|_| ());
         self.space.in_background(deadline, make, Box::new(|_| {}));
-    }
-}
-
-/// Whether what has a record's name is one of a newer version. An error where nobody looked, so that it may be one; what
-/// cannot be read is no record.
-fn is_newer(io: &IoJob, record: &Path) -> Result<bool> {
-    match io.read_piece(record, 0, RecordHeader::LONGEST, ReadMode::Default) {
-        Ok(found) => Ok(found.is_some_and(|(bytes, _)| RecordHeader::is_newer(&bytes))),
-        Err(error)
-            if matches!(
-                error.kind(),
-                ErrorKind::Timeout | ErrorKind::Busy | ErrorKind::Closed
-            ) =>
-        {
-            Err(error)
-        }
-        Err(_) => Ok(false),
     }
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ _BATCH = 256
 
 
 @click.command()
-@options.one_root
+@options.roots
 @click.option(
     "--to",
     type=options.target,
@@ -46,7 +47,7 @@ _BATCH = 256
 @click.pass_context
 def gc(
     ctx: click.Context,
-    path: str,
+    paths: tuple[str, ...],
     to: Target | None,
     older_than: float | None,
     wanted: tuple[str, ...],
@@ -57,25 +58,29 @@ def gc(
     told: Mapping[str, str],
     as_json: bool,
 ) -> None:
-    """Remove records below ROOT, those used longest ago first. Without --yes: say what would be removed.
+    """Remove records below each ROOT, those used longest ago first. Without --yes: say what would be removed.
 
     Exit status: 0 done, 1 something could not be removed, 2 it could not be done, 130 interrupted.
     """
     if to is not None and older_than is not None:
         raise click.UsageError("--to and --older-than exclude each other; run gc twice")
-    with open_root(path, told) as root:
-        names = options.pick(root.namespaces(), wanted, root.shown)
-        wish = Wish(to, older_than, bool(wanted), stale, quarantine)
-        plan = make_plan(root, names, wish)
-        outcome = carry_out(root, plan) if yes else Outcome()
-    result = _document(root, plan, outcome, yes, listing)
+    wish = Wish(to, older_than, bool(wanted), stale, quarantine)
+    results: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        roots = [stack.enter_context(open_root(path, told)) for path in paths]
+        for root, names in options.pick_each(roots, wanted):
+            plan = make_plan(root, names, wish)
+            outcome = carry_out(root, plan) if yes else Outcome()
+            results.append(_document(root, plan, outcome, yes, listing))
+            if outcome.interrupted:
+                break
     if as_json:
-        show.document(result)
+        show.document(options.together("gc", results))
     else:
-        _show(result)
-    if outcome.interrupted:
+        show.each(_show, results)
+    if results[-1]["interrupted"]:
         ctx.exit(130)
-    ctx.exit(1 if outcome.failed else 0)
+    ctx.exit(1 if any(result["failed"] for result in results) else 0)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ _SHOWN = 10
 
 
 @click.command()
-@click.argument("paths", metavar="ROOT...", nargs=-1, required=True, type=options.place)
+@options.roots
 @options.of_store
 @options.json_output
 def inspect(paths: Sequence[str], told: Mapping[str, str], as_json: bool) -> None:
@@ -55,10 +55,7 @@ def inspect(paths: Sequence[str], told: Mapping[str, str], as_json: bool) -> Non
     if as_json:
         show.document({"command": "inspect", "roots": roots, "records": records})
         return
-    for at, found in enumerate(roots):
-        if at:
-            click.echo()
-        _show_root(found)
+    show.each(_show_root, roots)
     for at, record in enumerate(records):
         if at or roots:
             click.echo()
@@ -114,7 +111,7 @@ def describe(root: AnyRoot) -> dict[str, Any]:
 def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: manifests.Manifest) -> dict[str, Any]:
     used = [found.mtime_ns for found in (*contents.records, *contents.segments)]
     sample = _spread(contents.records, HEADERS)
-    parts, reasons = _headers(root, sample)
+    parts, sides, reasons = _headers(root, sample)
     in_segments, feet_refused = _feet(root, contents.segments)
     segment_bytes = sum(found.size for found in contents.segments)
     return {
@@ -126,6 +123,7 @@ def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: manifests
         "identity": manifest.identity,
         "parts_described": sorted(part_name(part) for part in manifest.shapes),
         "parts_present": dict(sorted((Counter(parts) + in_segments).items())),
+        "sides_present": sides,
         "headers_read": len(sample),
         "headers_refused": reasons,
         "records": len(contents.records) + in_segments.total(),
@@ -144,21 +142,25 @@ def _namespace(root: AnyRoot, name: str, contents: Contents, manifest: manifests
     }
 
 
-def _headers(root: AnyRoot, sample: list[Found]) -> tuple[dict[str, int], dict[str, int]]:
-    """How many of these records are of which part, and how many headers are refused for which reason."""
+def _headers(root: AnyRoot, sample: list[Found]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """How many of these records are of which part, how many side shards of which name they have, and how many headers
+    are refused for which reason."""
     reader = reader_of(root)
     parts: Counter[str] = Counter()
+    sides: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     for found in sample:
         try:
-            parts[part_name(parse_header(reader.read(found, _HEADER_MOST)[0]).part)] += 1
+            header = parse_header(reader.read(found, _HEADER_MOST)[0])
+            parts[part_name(header.part)] += 1
+            sides.update(side.name for side in header.sides)
         except Refused as refused:
             reasons[str(refused.reason)] += 1
         except FileNotFoundError:
             continue
         except OSError:
             reasons["io_error"] += 1
-    return dict(sorted(parts.items())), dict(sorted(reasons.items()))
+    return dict(sorted(parts.items())), dict(sorted(sides.items())), dict(sorted(reasons.items()))
 
 
 def _feet(root: AnyRoot, segments: list[Found]) -> tuple[Counter[str], dict[str, int]]:
@@ -245,10 +247,11 @@ def _show_root(root: dict[str, Any]) -> None:
     for space in root["namespaces"]:
         click.echo(f"\nnamespace {space['namespace']}")
         show.pairs(list(space["words"].items()) or [("identity", f"not known: the manifest is {space['manifest']}")])
-        for what in ("headers_refused", "quarantined_reasons"):
+        for what in ("sides_present", "headers_refused", "quarantined_reasons"):
             if space[what]:
                 reasons = ", ".join(f"{count} {reason}" for reason, count in space[what].items())
-                of = f" of {space['headers_read']} headers read" if what == "headers_refused" else ""
+                preposition = {"sides_present": "in", "headers_refused": "of"}.get(what)
+                of = f" {preposition} {space['headers_read']} headers read" if preposition else ""
                 click.echo(f"  {what.replace('_', ' ')}: {reasons}{of}")
     _show_differences(root)
     if root["foreign_files"]:

@@ -10,8 +10,8 @@ import errno
 import mmap
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from ucm.cli.checksum import Checksum
 from ucm.cli.manifest import Manifest
@@ -19,7 +19,7 @@ from ucm.cli.remote import AnyRoot, RemoteReader, RemoteRoot
 from ucm.cli.roots import Found, Root
 from ucm.reasons import MissReason
 from ucm.store.planes import Zstd, find_zstd
-from ucm.store.record import PAGE, Crc, Expect, Header, Refused, parse_header, verify
+from ucm.store.record import PAGE, Crc, Expect, Header, Refused, lost_sides, parse_header, verify
 from ucm.store.segment import Entry, Foot, foot_length, parse_foot
 
 #: Bytes of the first read: nearly every record whole, and longer than every header.
@@ -30,13 +30,22 @@ _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a record is: ``good``, ``newer``, ``bad``, ``unreadable`` or ``removed``; why, in words; its header."""
+    """What a record is: ``good``, ``newer``, ``bad``, ``unreadable`` or ``removed``; why, in words; its header.
+
+    ``damaged_sides``: side shards of a good one that are none, with what is wrong with each.
+    """
 
     state: str
     reason: str = ""
     found: str = ""
     header: Header | None = None
     inode: int = 0
+    damaged_sides: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def looks_bad(self) -> bool:
+        """Whether something is wrong, so that a second look is due."""
+        return self.state in ("bad", "unreadable") or bool(self.damaged_sides)
 
 
 class Pace:
@@ -128,7 +137,7 @@ class Judge:
     def judge(self, found: Found, manifest: Manifest) -> Verdict:
         """The verdict on a record, after a second look if the first was bad."""
         verdict = self._once(found, manifest)
-        return self._once(found, manifest) if verdict.state in ("bad", "unreadable") else verdict
+        return self._once(found, manifest) if verdict.looks_bad else verdict
 
     def _once(self, found: Found, manifest: Manifest) -> Verdict:
         self._pace.spend(found.size)
@@ -144,7 +153,7 @@ class Judge:
             expect = Expect(
                 bytes.fromhex(found.name[:32]), bytes.fromhex(found.namespace), shape=manifest.shapes.get(header.part)
             )
-            return Verdict("good", header=verify(data, expect, self._checksum.of, self.zstd), inode=inode)
+            return self._good(data, expect, inode)
         except (FileNotFoundError, NotADirectoryError):
             return Verdict("removed")
         except OSError as error:
@@ -152,6 +161,13 @@ class Judge:
         except Refused as refused:
             state = "newer" if refused.reason is MissReason.NEWER_VERSION else "bad"
             return Verdict(state, str(refused.reason), refused.found, header, inode)
+
+    def _good(self, data: bytes, expect: Expect, inode: int = 0) -> Verdict:
+        """The verdict on a record that is sound; raises :class:`~ucm.store.record.Refused` for another."""
+        header = verify(data, expect, self._checksum.of, self.zstd)
+        lost = lost_sides(data, header, self._checksum.of).items()
+        damaged = {name: why.found for name, why in lost if why.reason is not MissReason.ABSENT}
+        return Verdict("good", header=header, inode=inode, damaged_sides=damaged)
 
     def foot(self, found: Found) -> Foot:
         """The foot of a segment, after a second look if the first was bad.
@@ -166,7 +182,7 @@ class Judge:
     def judge_entry(self, found: Found, entry: Entry, manifest: Manifest) -> Verdict:
         """The verdict on a record of a segment, after a second look if the first was bad."""
         verdict = self._entry_once(found, entry, manifest)
-        return self._entry_once(found, entry, manifest) if verdict.state in ("bad", "unreadable") else verdict
+        return self._entry_once(found, entry, manifest) if verdict.looks_bad else verdict
 
     def _entry_once(self, found: Found, entry: Entry, manifest: Manifest) -> Verdict:
         self._pace.spend(entry.length)
@@ -176,7 +192,7 @@ class Judge:
             header = parse_header(data, self._checksum.of)
             namespace = bytes.fromhex(found.namespace)
             expect = Expect(entry.record_id, namespace, shape=manifest.shapes.get(header.part))
-            return Verdict("good", header=verify(data, expect, self._checksum.of, self.zstd))
+            return self._good(data, expect)
         except (FileNotFoundError, NotADirectoryError):
             return Verdict("removed")
         except OSError as error:

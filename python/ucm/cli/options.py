@@ -6,22 +6,20 @@ click calls; what is wrong is a :class:`click.BadParameter`, to which click adds
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import click
 
+from ucm.cli.remote import AnyRoot, scheme_of
 from ucm.errors import ConfigError
 
 _AGE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|m|h|d|w)\s*")
 _AGES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_PATH = click.Path(exists=True)
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%?\s*")
-
-
-def place(text: str) -> str:
-    """A path that is there, or an address of a server or a bucket."""
-    return text if "://" in text else str(_PATH.convert(text, None, None))
 
 
 def _told(_context: click.Context, _parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:
@@ -31,8 +29,6 @@ def _told(_context: click.Context, _parameter: click.Parameter, pairs: tuple[str
     return told
 
 
-#: The one root a command works on.
-one_root = click.argument("path", metavar="ROOT", type=place)
 #: How a server or a bucket is reached.
 of_store = click.option(
     "-o",
@@ -43,6 +39,24 @@ of_store = click.option(
     metavar="KEY=VALUE",
     help="A key of the store, where ROOT is an address: object_endpoint=http://host:port; repeatable.",
 )
+
+
+def _split(_ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    """The directories of ``a:b:c``, as ``storage_backends`` names several; a path that is there and an address of a
+    server or a bucket stay as they are."""
+    whole = [bool(scheme_of(text)) or os.path.exists(text) for text in given]
+    paths = [piece for text, one in zip(given, whole, strict=True) for piece in ([text] if one else _pieces(text))]
+    if missing := [path for path in paths if not scheme_of(path) and not os.path.exists(path)]:
+        raise click.BadParameter(f"{missing[0]!r} does not exist")
+    return tuple(paths)
+
+
+def _pieces(text: str) -> list[str]:
+    return [piece for piece in text.split(":") if piece]
+
+
+#: The roots a command works on.
+roots = click.argument("paths", metavar="ROOT...", nargs=-1, required=True, callback=_split)
 #: For programs.
 json_output = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
@@ -113,6 +127,19 @@ def pick(names: list[str], wanted: tuple[str, ...], where: str) -> list[str]:
             raise ConfigError(f"{problem} with {start!r}; there are: {known}")
         picked.add(fits[0])
     return sorted(picked) if wanted else names
+
+
+def pick_each(roots: Sequence[AnyRoot], wanted: tuple[str, ...]) -> Iterable[tuple[AnyRoot, list[str]]]:
+    """The same of each of several roots: a beginning has to fit one namespace of all of them together."""
+    names = {root: root.namespaces() for root in roots}
+    every = sorted({name for some in names.values() for name in some})
+    picked = set(pick(every, wanted, ", ".join(root.shown for root in roots)))
+    return [(root, [name for name in some if name in picked]) for root, some in names.items()]
+
+
+def together(command: str, documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """The JSON document of a command: that of its one root, or those of several."""
+    return documents[0] if len(documents) == 1 else {"command": command, "roots": documents}
 
 
 def _size(text: str, otherwise: str) -> int:

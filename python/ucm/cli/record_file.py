@@ -16,7 +16,7 @@ from ucm.cli.manifest import part_name
 from ucm.cli.roots import MARKER, Root
 from ucm.errors import UcmError
 from ucm.store.planes import find_zstd
-from ucm.store.record import Expect, Header, Part, Refused, Shape, parse_header, verify
+from ucm.store.record import Expect, Header, Part, Refused, Shape, lost_sides, parse_header, verify
 
 #: Longer than every header.
 _HEAD = 128 << 10
@@ -36,8 +36,12 @@ def inspect_file(path: str) -> dict[str, Any]:
             shape = _shapes(Path(path).absolute().parents[3], named[1]).get(header.part)
             expect = Expect(bytes.fromhex(named[3]), bytes.fromhex(named[1]), shape=shape)
         # Not further than the header says, whatever lies there.
-        verify(_read(path, header.record_len + 1), expect, checksum.of, find_zstd())
+        data = _read(path, header.record_len + 1)
+        verify(data, expect, checksum.of, find_zstd())
         document |= {"verdict": "good", "reason": None, "found": None}
+        lost = lost_sides(data, header, checksum.of)
+        for side in document["header"]["sides"]:
+            side["verdict"] = str(lost[side["name"]].reason) if side["name"] in lost else "good"
     except Refused as refused:
         document.setdefault("header", None)
         document |= {"verdict": "refused", "reason": str(refused.reason), "found": refused.found}
@@ -56,10 +60,15 @@ def show_file(record: dict[str, Any]) -> None:
         rows.append(("name", "not that of a record in a root, so id and namespace were not compared with it"))
     if header := record["header"]:
         rows += [(name.replace("_", " "), value) for name, value in header.items() if name != "sides"]
-        rows += [(f"side shard {side['name']}", f"{side['bytes']} bytes") for side in header["sides"]]
+        rows += [(f"side shard {side['name']}", _side(side)) for side in header["sides"]]
         at = rows.index(("time", header["time"]))
         rows[at] = ("time", show.ago(int(header["time"]) * 10**9, show.wall_ns()))
     show.pairs(rows)
+
+
+def _side(side: dict[str, Any]) -> str:
+    verdict = side.get("verdict")
+    return f"{side['bytes']} bytes, version {side['version']}" + (f", {verdict}" if verdict else "")
 
 
 def _read(path: str, most: int) -> bytes:
@@ -72,6 +81,8 @@ def _fields(header: Header) -> dict[str, Any]:
         "version": header.version,
         "record_id": header.record_id.hex(),
         "block_key": header.block_key.hex(),
+        "without_kv": header.without_kv,
+        "block_record_id": header.block_record_id.hex(),
         "namespace_digest": header.namespace.hex(),
         "part": part_name(header.part),
         "dtype": header.dtype_name,

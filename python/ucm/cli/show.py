@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -68,6 +68,14 @@ def pairs(rows: Sequence[tuple[str, object]], indent: str = "  ") -> None:
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
         click.echo(f"{indent}{_plain(name).ljust(width)}  {_plain(value)}".rstrip())
+
+
+def each(show: Callable[[dict[str, Any]], None], documents: Sequence[dict[str, Any]]) -> None:
+    """Several results for people, with an empty line between."""
+    for at, document in enumerate(documents):
+        if at:
+            click.echo()
+        show(document)
 
 
 def document(value: Any) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,7 @@ _DEFAULT_RATE = "256MiB"
 
 
 @click.command()
-@options.one_root
+@options.roots
 @click.option(
     "--rate",
     type=options.rate,
@@ -57,7 +58,7 @@ _DEFAULT_RATE = "256MiB"
 @click.pass_context
 def verify(
     ctx: click.Context,
-    path: str,
+    paths: tuple[str, ...],
     rate: Rate,
     sample: float,
     wanted: tuple[str, ...],
@@ -65,22 +66,26 @@ def verify(
     told: Mapping[str, str],
     as_json: bool,
 ) -> None:
-    """Judge every record below ROOT by all its checksums.
+    """Judge every record below each ROOT by all its checksums.
 
-    Exit status: 0 all good, 1 bad records found, 2 it could not be done, 130 interrupted.
+    Exit status: 0 all good, 1 bad records or side shards found, 2 it could not be done, 130 interrupted.
     """
-    if quarantine and scheme_of(path):
+    if quarantine and any(map(scheme_of, paths)):
         raise click.UsageError("--quarantine is for directories; damage on a server is replaced by the next dump")
-    with open_root(path, told) as root:
-        scrub = Scrub(root, rate.bytes, quarantine)
-        result = scrub.run(options.pick(root.namespaces(), wanted, root.shown), sample)
+    results: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        roots = [stack.enter_context(open_root(path, told)) for path in paths]
+        for root, names in options.pick_each(roots, wanted):
+            results.append(Scrub(root, rate.bytes, quarantine).run(names, sample))
+            if results[-1]["interrupted"]:
+                break
     if as_json:
-        show.document(result)
+        show.document(options.together("verify", results))
     else:
-        _show(result)
-    if result["interrupted"]:
+        show.each(_show, results)
+    if results[-1]["interrupted"]:
         ctx.exit(130)
-    ctx.exit(1 if result["bad"] or result["unreadable"] else 0)
+    ctx.exit(1 if any(result[key] for result in results for key in ("bad", "unreadable", "bad_sides")) else 0)
 
 
 @dataclass
@@ -110,6 +115,9 @@ class Scrub:
     bad: list[dict[str, Any]] = field(default_factory=list)
     records: int = 0
     compressed: int = 0
+    sides: int = 0
+    sides_alone: int = 0
+    bad_sides: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, namespaces: list[str], percent: float) -> dict[str, Any]:
         """Judges the records of these namespaces; the answer is the JSON document."""
@@ -148,6 +156,8 @@ class Scrub:
             "sample_percent": percent,
             "reader": checksum.name,
             "compressed": self.compressed,
+            "sides": self.sides,
+            "sides_alone": self.sides_alone,
             "decoder": judge.zstd.name if judge.zstd is not None else None,
             "direct_io": judge.reader.direct,
             "rate": self.rate,
@@ -159,11 +169,13 @@ class Scrub:
             **{state: self.states[state] for state in ("good", "bad", "unreadable", "newer", "removed", "quarantined")},
             "reasons": dict(sorted(self.reasons.items())),
             "bad_records": self.bad,
+            "bad_sides": self.bad_sides,
             "interrupted": interrupted,
         }
 
     def _take(self, found: Found, verdict: Verdict, room: _Room) -> None:
         self.states[verdict.state] += 1
+        self._see_sides(found.path, verdict)
         if verdict.state not in ("bad", "unreadable"):
             return
         self.reasons[verdict.reason] += 1
@@ -200,7 +212,16 @@ class Scrub:
             self.records += 1
             verdict = judge.judge_entry(found, entry, manifest)
             self.compressed += verdict.state == "good" and verdict.header is not None and verdict.header.compressed
+            self._see_sides(f"{found.path}@{entry.offset}", verdict)
             self._blame(found, f"@{entry.offset}", verdict)
+
+    def _see_sides(self, path: str, verdict: Verdict) -> None:
+        """Counts the side shards of a good record. One that is damaged is told and left: its KV is good."""
+        if verdict.state == "good" and verdict.header is not None:
+            self.sides += len(verdict.header.sides)
+            self.sides_alone += verdict.header.without_kv
+            damaged = verdict.damaged_sides.items()
+            self.bad_sides += [{"path": path, "name": name, "found": what} for name, what in damaged]
 
     def _blame(self, found: Found, where: str, verdict: Verdict) -> None:
         self.states[verdict.state] += 1
@@ -257,6 +278,9 @@ def _show(result: dict[str, Any]) -> None:
                 "those of zstd judged by the checksums of what is stored alone: it is not here (pip install zstandard)"
             )
         rows.append(("compressed", f"{show.many(result['compressed'], 'record')}, {how}"))
+    if result["sides"]:
+        alone = f", {result['sides_alone']} of them alone" if result["sides_alone"] else ""
+        rows.append(("side shards", f"{result['sides']}{alone}, {len(result['bad_sides'])} bad"))
     took = result["seconds"]
     rate = f", {show.size(result['bytes_read'] / took)}/s" if took > 0 else ""
     rows.append(("read", f"{show.size(result['bytes_read'])} in {show.span(took)}{rate}"))
@@ -270,5 +294,11 @@ def _show(result: dict[str, Any]) -> None:
         )
         if len(result["bad_records"]) > _SHOWN:
             click.echo(f"  and {len(result['bad_records']) - _SHOWN} more; --json lists all")
+    if result["bad_sides"]:
+        click.echo("\nbad side shards: their KV is good, so nothing was moved")
+        sides = [(bad["name"], bad["path"], bad["found"]) for bad in result["bad_sides"][:_SHOWN]]
+        show.table(("name", "path", "found"), sides)
+        if len(result["bad_sides"]) > _SHOWN:
+            click.echo(f"  and {len(result['bad_sides']) - _SHOWN} more; --json lists all")
     if result["interrupted"]:
         click.echo("\ninterrupted: this is what was seen until then")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from ucm.config.built import problems_of
 from ucm.config.effective import show
-from ucm.config.layer import Entry, Layer
+from ucm.config.layer import Entry, Layer, algorithm_name
 from ucm.config.model import StoreSettings, UcmConfig
 from ucm.config.sizes import Capacity, scheme_of
+from ucm.config.sparse_keys import NEEDS, WHY, read_algorithm
 from ucm.config.stores import (
     DEFAULT_STORE,
     KNOWN_STORES,
@@ -80,12 +82,22 @@ def _resolve_sparse(values: Values, warnings: list[str], ignored: Layer) -> None
                 "it stands first; write `sparse_type` to choose"
             )
     kind = values.get("sparse.type")
+    if kind is not None and "sparse.module_path" not in values:  # else it is the class of a user's method
+        kind = values["sparse.type"] = replace(kind, value=algorithm_name(kind.value, kind.written))
     if kind is not None and "sparse.enabled" not in values:
         values["sparse.enabled"] = Entry(True, kind.origin, kind.written)
     if keys is not None and kind is not None:
-        values.setdefault(f"sparse.config.{kind.value}", keys)
+        section = Layer(keys.origin)
+        read_algorithm(section, kind.value, keys.value, keys.written)
+        for key, entry in section.values.items():
+            values.setdefault(key, entry)
+        for instead, written in section.meaningless.items():
+            for key in written:
+                ignored.ignore(instead, key)
     elif keys is not None:
         ignored.ignore("`sparse.type` beside it, which names the algorithm", keys.written)
+    if kind is not None:
+        _ignore_useless(values, f"sparse.config.{kind.value}", ignored)
     switch = values.get("sparse.enabled")
     if kind is None and switch is not None and switch.written == BUILD_FLAG:
         del values["sparse.enabled"]
@@ -102,6 +114,14 @@ def _choose_by_address(values: Values) -> None:
     store = STORE_OF_SCHEME.get(scheme_of(first)) if isinstance(first, str) else None
     if store is not None:
         values["ucm_connector_name"] = Entry(store, place.origin, place.written)
+
+
+def _ignore_useless(values: Values, section: str, ignored: Layer) -> None:
+    """Keys of the chosen algorithm that do nothing without another one, which is not written."""
+    for key, needed in NEEDS.items():
+        entry, other = values.get(f"{section}.{key}"), values.get(f"{section}.{needed}")
+        if entry is not None and (other is None or other.value in (False, 0, "false", "0")):
+            ignored.ignore(WHY[needed], entry.written)
 
 
 def _ignore_unused(values: Values, ignored: Layer) -> None:
@@ -184,7 +204,9 @@ def _build(values: Values, options: dict[str, Any]) -> UcmConfig:
             continue
         head, _, rest = key.partition(".")
         if head == "sparse" and rest.startswith("config."):
-            nested.setdefault("sparse", {}).setdefault("config", {})[rest.partition(".")[2]] = entry.value
+            _, algorithm, *keys = rest.split(".")
+            section = nested.setdefault("sparse", {}).setdefault("config", {}).setdefault(algorithm, {})
+            section.update(dict.fromkeys(keys, entry.value))
         elif rest:
             nested.setdefault(head, {})[rest] = entry.value
         else:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ucm.config.model import UcmConfig
-from ucm.config.pipelines import codec_problems, pipeline_problems, place_problems
+from ucm.config.pipelines import codec_problems, pipeline_problems, place_problems, root_problems
 from ucm.config.stores import BUILT_STORES, instead_of, needs_directory, schemes_of, why_not_alone
+from ucm.config.words import SPARSE_ALGORITHMS
 
 
 def problems_of(config: UcmConfig) -> list[str]:
@@ -46,12 +47,8 @@ def _store_problems(config: UcmConfig) -> Iterator[str]:
             "no directory is given to keep blocks in; write storage_backends: /some/directory "
             "(kv_connector_extra_config or file), or set UCM_STORAGE_PATH"
         )
-    elif len(config.storage_backends) > 1:
-        yield (
-            f"several storage_backends ({', '.join(config.storage_backends)}) are not built yet; give one directory, "
-            "on a file system that joins them if need be"
-        )
     else:
+        yield from root_problems(config, config.storage_backends)
         yield from codec_problems(name, config.codec, config.layout)
 
 
@@ -61,10 +58,16 @@ def _connector_problems(config: UcmConfig) -> Iterator[str]:
     if config.kv_connector == "UCMBlendConnector":
         yield "UCMBlendConnector is not built yet; use UCMConnector"
     if config.sparse.enabled:
-        kind = config.sparse.type or "no algorithm named"
-        yield (
-            f"sparse attention ({kind}) is not built yet; leave out the sparse keys "
-            "(ucm_sparse_config, ucm_sparse_method, sparse_type, sparse) or set ENABLE_SPARSE=false"
-        )
+        yield from _sparse_problems(config)
     if config.rerope.enabled:
         yield "ReRoPE is not built yet; leave out rerope and VLLM_USE_REROPE (REROPE_WINDOW, TRAINING_LENGTH)"
+
+
+def _sparse_problems(config: UcmConfig) -> Iterator[str]:
+    if config.sparse.type is None:
+        known = ", ".join(dict.fromkeys(SPARSE_ALGORITHMS.values()))
+        yield f"sparse.enabled: true names no algorithm; write sparse.type: one of {known}"
+    elif config.sparse.type in ("Blend", "ReRoPE"):
+        yield (
+            f"sparse attention ({config.sparse.type}) is not built yet; leave out its keys or set ENABLE_SPARSE=false"
+        )

@@ -24,12 +24,16 @@ SIZES: frozenset[str] = TIER_SIZES | {"staging_capacity"}
 #: Keys whose numbers are permission bits.
 MODES: frozenset[str] = TIER_MODES
 
+#: Where the sections of sparse algorithms stand, of which nothing is shown that was not written and has no default.
+SPARSE_SECTIONS = "sparse.config."
+
 #: What a default of "nothing given" means, for keys where that says more than `null`.
 DEFAULT_TEXT: dict[str, str] = {
     **TIER_UNSET,
     "block_size": "vLLM's",
     "platform": "the one vLLM runs on",
     "ucm_connector_module_path": "none",
+    "sparse.module_path": "none",
     "store_pipeline": "none",
     "metrics.port": "none",
     "metrics.config_path": "none",
@@ -78,7 +82,7 @@ def flatten(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
         value = getattr(model, key)
         if isinstance(value, BaseModel):
             yield from flatten(value, f"{prefix}{key}.")
-        else:
+        elif value is not None or not prefix.startswith(SPARSE_SECTIONS):
             yield f"{prefix}{key}", value
 
 

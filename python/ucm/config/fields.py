@@ -18,6 +18,7 @@ from ucm.config.sizes import (
     parse_capacity,
     parse_flag,
     parse_floor,
+    parse_heats,
     parse_mode,
     parse_paths,
     parse_size,
@@ -107,6 +108,8 @@ def _reading(schema: Schema) -> tuple[Any, Reader]:
     match schema.get("format"):
         case "directories" | "addresses":
             return tuple[str, ...], parse_paths
+        case "heats":
+            return tuple[tuple[str, str], ...], parse_heats
         case "size":
             return int, parse_size
         case "age":

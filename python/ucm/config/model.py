@@ -27,6 +27,7 @@ from ucm.config.fields import (
     word,
 )
 from ucm.config.sizes import scheme_of
+from ucm.config.sparse import ALGORITHMS, AlgorithmSections
 from ucm.config.stores import COMMON, DEFAULT_STORE, KNOWN_STORES
 from ucm.config.words import UNUSED
 from ucm.errors import ConfigError
@@ -122,7 +123,17 @@ class SparseConfig(Section):
 
     enabled: Flag = False
     type: str | None = None
-    config: dict[str, dict[str, Any]] = Field(default_factory=dict, repr=False)
+    module_path: str | None = None
+    config: AlgorithmSections = AlgorithmSections()
+
+    @property
+    def settings(self) -> Section | None:
+        """The keys of the algorithm that is wanted, its defaults where none are written; None where none is, and for a
+        method of a user's own."""
+        if not self.enabled or self.type is None or self.module_path is not None:
+            return None
+        written: Section | None = getattr(self.config, self.type)
+        return ALGORITHMS[self.type]() if written is None else written
 
 
 class ReropeConfig(Section):
@@ -140,6 +151,8 @@ if TYPE_CHECKING:
         """Those that are read here by name."""
 
         storage_backends: tuple[str, ...] = ()
+        storage_policy: str = ""
+        tiers: tuple[tuple[str, str], ...] = ()
         layout: str = ""
         codec: str = ""
 
@@ -150,7 +163,6 @@ else:
 class StoreSettings(_TierKeys):
     """Keys that every store of ucm has: those of the default kind of tier, and those of the engine."""
 
-    storage_policy: Annotated[Literal["tiered", "round_robin", "random"], BeforeValidator(word)] = "round_robin"
     staging_capacity: Annotated[Size, Field(ge=1 << 20)] = 256 << 20
     transfer: Annotated[Literal["auto", "dma", "sm", "staging"], BeforeValidator(word)] = "auto"
     verify: Annotated[Literal["on", "paranoid"], BeforeValidator(_verify_word)] = "on"

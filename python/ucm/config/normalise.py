@@ -12,9 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ucm.config.layer import Entry, Layer, algorithm_name, algorithm_of, gibibytes, is_zero, store_of_word
+from ucm.config.layer import Entry, Layer, algorithm_of, gibibytes, is_zero, store_of_word
 from ucm.config.model import StoreSettings, UcmConfig
 from ucm.config.sizes import check_local
+from ucm.config.sparse_keys import read_algorithm
 from ucm.config.stores import BACKEND_WORDS, DEFAULT_STORE, KNOWN_STORES, OPTION_OWNER, PIPELINE
 from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, PLATFORMS, SPARSE_ALGORITHMS, hint
 from ucm.errors import ConfigError
@@ -107,8 +108,6 @@ def _put_plain(layer: Layer, key: str, value: Any, written: str) -> None:
 
 def _read_alias(layer: Layer, key: str, value: Any, written: str) -> None:
     target = ALIASES[key]
-    if target == "sparse.type":
-        value = algorithm_name(value, written)
     if key in GIBIBYTES:
         if target == "storage_capacity" and is_zero(value):
             _unbounded(layer, written)
@@ -139,8 +138,6 @@ def _read_section(layer: Layer, section: str, value: Any, written: str) -> None:
             )
         if item is None:
             continue
-        if section == "sparse" and key == "type":
-            item = algorithm_name(item, inner)
         if section == "sparse" and key == "config":
             _read_sparse_keys(layer, item, inner)
             continue
@@ -296,7 +293,7 @@ def _read_sparse_config(layer: Layer, value: Any, written: str) -> None:
         inner = f"{written}.{key}"
         algorithm = algorithm_of(str(key))
         if key in ("sparse_type", "type"):
-            layer.put("sparse.type", algorithm_name(item, inner), inner)
+            layer.put("sparse.type", item, inner)
         elif algorithm is not None and (item is None or isinstance(item, Mapping)):
             _choose(layer, algorithm, item or {}, inner, written)
         else:
@@ -307,7 +304,7 @@ def _read_sparse_config(layer: Layer, value: Any, written: str) -> None:
 
 def _choose(layer: Layer, algorithm: str, keys: Mapping[str, Any], written: str, where: str) -> None:
     """Keys of an algorithm say that it is wanted, unless another is named; of several the first that stands there."""
-    layer.put(f"sparse.config.{algorithm}", dict(keys), written)
+    read_algorithm(layer, algorithm, keys, written)
     chosen = layer.values.setdefault("sparse.first", Entry([], layer.source, where)).value
     if algorithm not in chosen:
         chosen.append(algorithm)

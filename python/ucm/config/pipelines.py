@@ -23,6 +23,8 @@ from ucm.config.words import hint
 if TYPE_CHECKING:
     from ucm.config.model import Stage, StoreSettings
 
+#: Most directories side by side.
+MAX_ROOTS = 16
 #: Most stages of one pipeline; those that only stand before another do not count.
 MAX_STAGES = 4
 #: Seconds in which a file system says where a directory really is.
@@ -86,18 +88,15 @@ def _has_place(stage: Stage) -> bool:
 
 def with_roots(stages: Sequence[Stage], common: Sequence[str]) -> tuple[Stage, ...]:
     """The stages with the places written beside the pipeline: one for each stage that needs one and has none of its
-    own; of a single stage of servers all of them."""
-    without = [stage for stage in stages if _has_place(stage) and not stage.storage_backends]
-    if len(without) == 1 and not _is_file(without[0]):
-        return tuple(
-            stage.model_copy(update={"storage_backends": tuple(common)}) if stage in without else stage
-            for stage in stages
-        )
-    if len(without) != len(common):
+    own, and all of them for one such stage alone."""
+    without = [number for number, stage in enumerate(stages) if _has_place(stage) and not stage.storage_backends]
+    shares = [tuple(common)] if len(without) == 1 and common else [(root,) for root in common]
+    if len(without) != len(shares):
         return tuple(stages)
-    given = iter(common)
+    given = dict(zip(without, shares, strict=True))
     return tuple(
-        stage.model_copy(update={"storage_backends": (next(given),)}) if stage in without else stage for stage in stages
+        stage.model_copy(update={"storage_backends": given[number]}) if number in given else stage
+        for number, stage in enumerate(stages)
     )
 
 
@@ -219,16 +218,42 @@ def _roots(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
             f"names {given or 'none'}; give each its own (path: /some/directory in the stage), or name in "
             "storage_backends as many as there are such stages, top first"
         )
-    several = sum(len(stage.storage_backends[:1]) for stage in placed) > 1
     for stage in placed:
         yield from place_problems(stage.store, stage.storage_backends) if stage.storage_backends else ()
-        if len(stage.storage_backends) > 1 and _is_file(stage):
-            yield f"{word_of(stage.store)} has several directories ({', '.join(stage.storage_backends)}); give it one"
-        for root in stage.storage_backends[:1]:
-            real = _real(root) if several and not scheme_of(root) else root
-            if real in seen:
-                yield f"two stages of the pipeline have the same directory {without_login(root)}; give each its own"
-            seen[real] = root
+        if _is_file(stage):
+            yield from root_problems(settings, stage.storage_backends, stage)
+    # Several addresses are nodes of one cluster, of which the first tells it from others.
+    roots = [
+        root for stage in placed for root in stage.storage_backends[: None if _is_file(stage) else 1]
+    ]
+    for root in roots:
+        real = _real(root) if len(roots) > 1 and not scheme_of(root) else root
+        if real in seen:
+            yield f"two stages of the pipeline have the same directory {without_login(root)}; give each its own"
+        seen[real] = root
+
+
+def root_problems(settings: StoreSettings, roots: Sequence[str], stage: Stage | None = None) -> Iterator[str]:
+    """What is wrong with the directories of a store, or of a stage and what is written beside its pipeline."""
+    if len(roots) > MAX_ROOTS:
+        yield f"storage_backends names {len(roots)} directories; {MAX_ROOTS} are the most"
+    said, policy = (
+        getattr(stage if stage is not None and key in stage.model_fields_set else settings, key)
+        for key in ("tiers", "storage_policy")
+    )
+    if not said or (stage is not None and "tiers" not in stage.model_fields_set and len(roots) == 1):
+        return
+    if policy != "tiered":
+        yield (
+            f"tiers says how fast directories are, and storage_policy is {policy}; write storage_policy: tiered, or "
+            "leave tiers out"
+        )
+    for directory, heat in said:
+        if directory not in roots:
+            yield (
+                f"tiers calls {directory} {heat}, which is none of the directories ({', '.join(roots)}); name one of "
+                "these, or add it to storage_backends"
+            )
 
 
 def _shown(places: Sequence[str]) -> str:

@@ -6,10 +6,11 @@ adds the key and where it stands.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +134,10 @@ def parse_paths(value: Any) -> tuple[str, ...]:
         text = os.fspath(value)
         check_local(text)
         pieces: Sequence[Any] = [text] if scheme_of(text) else [piece for piece in text.split(":") if piece]
+        for piece, following in itertools.pairwise(pieces):
+            check_local(f"{piece}:{following}")
+            if scheme_of(f"{piece}:{following}"):
+                raise ValueError(f"{text!r} has an address among directories; write a list, [/some/directory, s3://...]")
     elif isinstance(value, list | tuple):
         pieces = value
     else:
@@ -160,6 +165,28 @@ def scheme_of(place: str) -> str:
 def without_login(text: str) -> str:
     """A text with what stands for user and password in an address replaced by ``<hidden>``."""
     return _LOGIN.sub(HIDDEN, text)
+
+
+#: How fast a directory may be said to be.
+HEATS: tuple[str, ...] = ("hot", "warm", "cold")
+
+
+def parse_heats(value: Any) -> tuple[tuple[str, str], ...]:
+    """Which directory is how fast: ``{/mnt/ssd: hot, /mnt/nfs: cold}``, or pairs; as pairs of absolute paths."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, list | tuple) or any(
+        not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs
+    ):
+        raise ValueError(f"{value!r} says of no directory how fast it is; write {{/mnt/ssd: hot, /mnt/nfs: cold}}")
+    heats: dict[str, str] = {}
+    for directory, heat in pairs:
+        (path,) = parse_paths([directory])
+        said = heat.strip().lower() if isinstance(heat, str) else heat
+        if said not in HEATS:
+            raise ValueError(f"{heat!r} of {path} is no word for how fast it is; write {', '.join(HEATS)}")
+        if heats.setdefault(path, said) != said:
+            raise ValueError(f"{path} is said to be {heats[path]} and {said}; keep one of them")
+    return tuple(heats.items())
 
 
 def check_local(path: str) -> None:

@@ -18,6 +18,7 @@ ALIASES: dict[str, str] = {
     "load_tokens_threshold": "min_hit_tokens",
     "sparse_type": "sparse.type",
     "ucm_sparse_method": "sparse.type",
+    "ucm_sparse_module_path": "sparse.module_path",
     "metrics_config_path": "metrics.config_path",
     "log_level": "log.level",
     "log_file": "log.file",
@@ -113,7 +114,6 @@ MEANINGLESS: dict[str, str] = {
 
 #: Key of the model that is read and checked, but does nothing yet -> what to write instead, as above.
 UNUSED: dict[str, str] = {
-    "storage_policy": "`store_pipeline`, whose stages have a directory each",
     "kv_connector": "`kv_connector` of vLLM's `--kv-transfer-config`; ours are all the same",
     "metrics.port": _EXPORTED,
     "metrics.config_path": _EXPORTED,
@@ -132,6 +132,11 @@ SPARSE_ALGORITHMS: dict[str, str] = {
     "rerope": "ReRoPE",
     "quest": "Quest",
     "infllm": "InfLLM",
+    "periodic": "Periodic",
+    "random": "Random",
+    "windows": "Windows",
+    "oracle": "Oracle",
+    "auto": "Auto",
 }
 
 #: Environment name -> key of the model.

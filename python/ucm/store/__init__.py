@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from ucm.store.factory_v1 import UcmConnectorFactoryV1, select_storage
     from ucm.store.request_hasher import RequestHasher
     from ucm.store.ucmstore import UcmKVStoreBase
-    from ucm.store.ucmstore_v1 import Task, UcmKVStoreBaseV1
+    from ucm.store.ucmstore_v1 import SidesTask, Task, UcmKVStoreBaseV1
 
 __all__ = [
     "BlockHasher",
     "BlockId",
     "RequestHasher",
+    "SidesTask",
     "Task",
     "UcmConnectorFactory",
     "UcmConnectorFactoryV1",
@@ -43,6 +44,7 @@ _WHERE = {
     "UcmConnectorFactory": "ucm.store.factory",
     "UcmConnectorFactoryV1": "ucm.store.factory_v1",
     "UcmKVStoreBase": "ucm.store.ucmstore",
+    "SidesTask": "ucm.store.ucmstore_v1",
     "Task": "ucm.store.ucmstore_v1",
     "UcmKVStoreBaseV1": "ucm.store.ucmstore_v1",
 }

@@ -26,6 +26,8 @@ LAYER_ALIGN = 64
 MAX_LAYERS = 4096
 MAX_SIDES = 8
 MAX_STRETCH = 1 << 30
+#: The flag of a record that has no KV: side shards of a block whose own record is without them.
+WITHOUT_KV = 1
 _SIDE_TABLE, _SIDE_ENTRY = 256, 40
 _SHARD_TABLE, _SHARD_ENTRY = 576, 24
 _CRC_LEN = 4
@@ -85,6 +87,16 @@ class Side:
     offset: int
     length: int
 
+    @property
+    def end(self) -> int:
+        """End of its last page."""
+        return self.offset + _round_up(self.length, PAGE)
+
+    def mask(self) -> bytes:
+        """What the id of a record is XORed with to give that of the record in which this side shard lies alone."""
+        name = self.name.encode().ljust(16, b"\0")
+        return hashlib.sha256(b"UCMSIDE" + name + struct.pack("<I", self.version)).digest()[:16]
+
 
 @dataclass(frozen=True)
 class Header:
@@ -113,6 +125,7 @@ class Header:
     shape: int
     table: tuple[Layer, ...]
     sides: tuple[Side, ...]
+    without_kv: bool = False
 
     @property
     def kv_len(self) -> int:
@@ -130,9 +143,14 @@ class Header:
         return DTYPES[self.dtype] if self.dtype < len(DTYPES) else f"unknown ({self.dtype})"
 
     @property
+    def block_record_id(self) -> bytes:
+        """The id of the record that has the block's KV: its own, unless it is a record of side shards."""
+        return _xor(self.record_id, self.sides[0].mask()) if self.without_kv else self.record_id
+
+    @property
     def block_key(self) -> bytes:
         """The key of the whole block, which its other parts share."""
-        return bytes(a ^ b for a, b in zip(self.record_id, self.part.mask(), strict=True))
+        return _xor(self.block_record_id, self.part.mask())
 
 
 @dataclass(frozen=True)
@@ -164,9 +182,15 @@ class Shape:
         length = sum(self.tensors)
         table = [(self.header_len + i * self.stride, length) for i in range(self.layers)]
         sizes = b"".join(size.to_bytes(8, "little") for size in self.tensors)
+        of_this = (header.layers, header.block_tokens, header.dtype) == (
+            self.layers,
+            self.block_tokens,
+            self.dtype,
+        ) and (header.tensors, header.layer_len, header.shape) == (len(self.tensors), length, crc32c(sizes))
+        if header.without_kv:
+            return of_this and header.header_len == PAGE
         return (
-            (header.layers, header.block_tokens, header.dtype) == (self.layers, self.block_tokens, self.dtype)
-            and (header.tensors, header.layer_len, header.shape) == (len(self.tensors), length, crc32c(sizes))
+            of_this
             and (header.header_len, header.raw_len) == (self.header_len, length * self.layers)
             and (
                 len(header.table) == self.layers
@@ -210,12 +234,14 @@ def parse_header(data: bytes, crc: Crc = crc32c) -> Header:
     _check_crc(crc, data, 0, end, _u32(data, end), MissReason.BAD_HEADER, "header")
     flags, codec = _u32(data, 64), _u32(data, 136)
     shards, sides = _u32(data, 140), _u32(data, 216)
-    if flags or (codec and codec not in WIDTHS):
+    if flags & ~WITHOUT_KV or (codec and codec not in WIDTHS):
         known = ", ".join(f"{number:#x}" for number in (0, *WIDTHS))
-        raise Refused(MissReason.NEWER_VERSION, f"flags {flags:#x} and codec {codec:#x}, known are 0 and {known}")
-    if codec and sides:
-        raise Refused(MissReason.NEWER_VERSION, f"codec {codec:#x} with side shards")
-    if shards == 0 or shards > (end - _SHARD_TABLE) // _SHARD_ENTRY or sides > MAX_SIDES:
+        raise Refused(MissReason.NEWER_VERSION, f"flags {flags:#x} and codec {codec:#x}, known are 0, 1 and {known}")
+    without_kv = bool(flags & WITHOUT_KV)
+    if without_kv and codec:
+        raise Refused(MissReason.NEWER_VERSION, f"codec {codec:#x} without KV")
+    most = 0 if without_kv else (end - _SHARD_TABLE) // _SHARD_ENTRY
+    if shards > most or (shards == 0) != without_kv or sides > MAX_SIDES or (sides == 0 and without_kv):
         raise Refused(MissReason.BAD_HEADER, f"{shards} shards and {sides} side shards in {header_len} bytes")
     header = Header(
         version=VERSION,
@@ -241,15 +267,17 @@ def parse_header(data: bytes, crc: Crc = crc32c) -> Header:
         shape=_u32(data, 232),
         table=tuple(_layer(data, _SHARD_TABLE + i * _SHARD_ENTRY, codec) for i in range(shards)),
         sides=tuple(_side(data, _SIDE_TABLE + i * _SIDE_ENTRY) for i in range(sides)),
+        without_kv=without_kv,
     )
     _check_table(header)
     return header
 
 
 def verify(data: bytes, expect: Expect | None = None, crc: Crc = crc32c, zstd: Zstd | None = None) -> Header:
-    """Judges a record read whole, or up to the end of its payload; raises :class:`Refused` with the reason.
+    """Judges a record read whole, or at least up to the end of its payload; raises :class:`Refused` with the reason.
 
     One that is compressed is judged as it is stored, and by what comes out of it too; of zstd where there is ``zstd``.
+    What is wrong with a side shard says nothing of the KV (:func:`lost_sides`), unless the record has nothing else.
     """
     header, expect = parse_header(data, crc), expect or Expect()
     if expect.namespace is not None and header.namespace[: len(expect.namespace)] != expect.namespace:
@@ -264,15 +292,40 @@ def verify(data: bytes, expect: Expect | None = None, crc: Crc = crc32c, zstd: Z
         )
     if len(data) > header.record_len:
         raise Refused(MissReason.WRONG_LENGTH, f"{len(data)} bytes, the header says {header.record_len}")
-    if len(data) not in (header.record_len, header.kv_len):
+    least = header.record_len if header.without_kv else header.kv_len
+    if len(data) < least:
         raise Refused(MissReason.TRUNCATED, f"{len(data)} bytes, the header says {header.record_len}")
     for what, start, end, written in _stretches(header):
-        if end <= len(data):
-            _check_crc(crc, data, start, end, written, MissReason.BAD_CHECKSUM, what)
+        _check_crc(crc, data, start, end, written, MissReason.BAD_CHECKSUM, what)
+    if header.without_kv and (lost := lost_sides(data, header, crc)):
+        raise next(iter(lost.values()))
     if header.compressed and (unpack := unpacker(header.codec, zstd)) is not None:
         for i, raw in enumerate(decoded_layers(data, header, unpack)):
             _check_crc(crc, raw, 0, len(raw), header.table[i].raw_crc, MissReason.BAD_CHECKSUM, f"decoded layer {i}")
     return header
+
+
+def lost_sides(data: bytes, header: Header, crc: Crc = crc32c) -> dict[str, Refused]:
+    """Side shards that the header names and that are no hits, by name, and why: damaged, or, in a copy that ends before
+    them, absent."""
+    lost = {}
+    for side in header.sides:
+        try:
+            read_side(data, side, crc)
+        except Refused as refused:
+            lost[side.name] = refused
+    return lost
+
+
+def read_side(data: bytes, side: Side, crc: Crc = crc32c) -> bytes:
+    """The bytes of a side shard. Only its pages are looked at: the KV need not be there.
+
+    Raises :class:`Refused`; ``absent`` where the record ends before it.
+    """
+    if len(data) < side.end:
+        raise Refused(MissReason.ABSENT, f"side shard {side.name}: {len(data)} bytes, it ends at {side.end}")
+    _check_crc(crc, data, side.offset, side.end, side.crc, MissReason.BAD_CHECKSUM, f"side shard {side.name}")
+    return data[side.offset : side.offset + side.length]
 
 
 def decoded_layers(data: bytes, header: Header, unpack: Unpack) -> Iterator[bytes]:
@@ -309,10 +362,8 @@ def verify_file(path: Path, shape: Shape | None = None) -> Header:
 
 def _stretches(header: Header) -> Iterator[tuple[str, int, int, int]]:
     ends = [layer.offset for layer in header.table[1:]] + [header.kv_len]
-    for i, (layer, end) in enumerate(zip(header.table, ends, strict=True)):
+    for i, (layer, end) in enumerate(zip(header.table, ends, strict=False)):
         yield f"layer {i}", layer.offset, end, layer.crc
-    for side in header.sides:
-        yield f"side shard {side.name}", side.offset, side.offset + _round_up(side.length, PAGE), side.crc
 
 
 def _check_preamble(data: bytes, crc: Crc) -> int:
@@ -336,6 +387,8 @@ def _check_preamble(data: bytes, crc: Crc) -> int:
 
 def _check_table(header: Header) -> None:
     """Layers and side shards follow each other without a gap that no checksum covers, up to the record's end."""
+    if header.without_kv and (header.stored_len or header.raw_len):
+        raise Refused(MissReason.BAD_HEADER, f"{header.stored_len} bytes of a record without KV")
     free, kv_len = header.header_len, header.kv_len
     for i, layer in enumerate(header.table):
         if layer.offset < free or (i == 0 and layer.offset != free) or layer.offset + layer.length > kv_len:
@@ -345,7 +398,7 @@ def _check_table(header: Header) -> None:
     for side in header.sides:
         if side.offset != page or not 0 < side.length <= MAX_STRETCH:
             raise Refused(MissReason.BAD_HEADER, f"side shard {side.name} lies at {side.offset}, {side.length} bytes")
-        page += _round_up(side.length, PAGE)
+        page = side.end
     if kv_len % PAGE or page != header.record_len:
         raise Refused(MissReason.BAD_HEADER, f"a record of {header.record_len} bytes whose parts make {page}")
 
@@ -367,6 +420,10 @@ def _check_crc(crc: Crc, data: bytes, start: int, end: int, written: int, reason
     found = crc(memoryview(data)[start:end])
     if found != written:
         raise Refused(reason, f"{what}: CRC-32C {found:08x}, written was {written:08x}")
+
+
+def _xor(one: bytes, other: bytes) -> bytes:
+    return bytes(a ^ b for a, b in zip(one, other, strict=True))
 
 
 def _round_up(number: int, to: int) -> int:

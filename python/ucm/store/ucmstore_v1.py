@@ -11,17 +11,21 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ucm.errors import BusyError, ClosedError, InvalidInputError, UcmError
+from ucm.errors import BusyError, ClosedError, InvalidInputError, UcmError, UnsupportedError
 from ucm.store.kv_layout import KVLayout
 from ucm.store.tensors import address_of
 
 #: ``"published"``: visible to others and survives this process. ``"staged"``: device memory may be reused.
 Until = Literal["staged", "published"]
+
+#: What is kept beside the KV, by the name of the side shard: an array with a row of bytes for each row of the call.
+Sides = Mapping[str, npt.NDArray[Any]]
 
 #: How soon a prefetched block will be asked for, the soonest first.
 Priority = Literal["urgent", "next_batch", "normal", "speculative"]
@@ -73,6 +77,27 @@ class Task:
             self._store = store
 
 
+class SidesTask(Task):
+    """Side shards being read. A store that has them at once hands them over here; others override :meth:`result`."""
+
+    def __init__(
+        self,
+        handle: Any = None,
+        store: UcmKVStoreBaseV1 | None = None,
+        sides: tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]] | None = None,
+    ) -> None:
+        super().__init__(handle, store)
+        self._sides = sides
+        self._completed = sides is not None
+
+    def result(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
+        """The bytes, of shape (ids, bytes of the side), and for each id whether they are there and sound; the bytes of
+        one that is not are zero. Raises :class:`~ucm.errors.InvalidInputError` before the task is finished."""
+        if self._sides is None:
+            raise InvalidInputError("the side shards are not there yet: wait for the task first")
+        return self._sides
+
+
 class UcmKVStoreBaseV1(ABC):
     """Base of every store. ``config`` is a plain dictionary; its keys are those of ``docs/configuration.md``."""
 
@@ -87,6 +112,11 @@ class UcmKVStoreBaseV1(ABC):
 
     #: Names of the tiers, the top one first, of a store that has several.
     tier_names: tuple[str, ...] = ()
+
+    #: Side shards that this store keeps beside the KV of a block, by name: the bytes of each for a whole block. A store
+    #: with any takes ``sides``, a keyword of :meth:`dump_data`, and overrides :meth:`load_sides` and
+    #: :meth:`dump_sides`. Ask this before using sides; a store without them needs none of the three.
+    side_sizes: Mapping[str, int] = MappingProxyType({})
 
     #: A store sets this whose processes each keep memory of their own, which :meth:`touch` of another does not reach.
     has_own_memory: bool = False
@@ -119,7 +149,8 @@ class UcmKVStoreBaseV1(ABC):
     ) -> Task:
         """Start writing. ``prerequisite_handle`` is a device event to wait for before reading, 0 for none.
 
-        Raises :class:`~ucm.errors.BusyError` at once when no slot is free; the source is then untouched.
+        Raises :class:`~ucm.errors.BusyError` at once when no slot is free; the source is then untouched. A store with
+        :attr:`side_sizes` takes a keyword ``sides`` besides: as of :meth:`dump`.
         """
 
     @abstractmethod
@@ -152,11 +183,54 @@ class UcmKVStoreBaseV1(ABC):
         return self.load_data(block_ids, shards, addresses)
 
     def dump_blocks(
-        self, block_ids: Sequence[bytes], blocks: Sequence[int] | npt.NDArray[np.int64], prerequisite_handle: int = 0
+        self,
+        block_ids: Sequence[bytes],
+        blocks: Sequence[int] | npt.NDArray[np.int64],
+        prerequisite_handle: int = 0,
+        *,
+        sides: Sides | None = None,
     ) -> Task:
-        """:meth:`dump_data` of whole blocks, block *i* from the device block number ``blocks[i]``."""
+        """:meth:`dump_data` of whole blocks, block *i* from the device block number ``blocks[i]``.
+
+        ``sides``: what is kept beside the KV, for each name of :attr:`side_sizes` an array whose row *i* belongs to
+        block *i*. Arrays lie in host memory and are copied before this returns. A block that is stored already stays
+        as it is, with the sides it has or without: see :meth:`dump_sides`.
+        """
         addresses = self._registered().addresses(blocks)
-        return self.dump_data(block_ids, [0] * len(block_ids), addresses, prerequisite_handle)
+        return self._dump_rows(block_ids, [0] * len(block_ids), addresses, prerequisite_handle, sides)
+
+    def _dump_rows(
+        self,
+        block_ids: Sequence[bytes],
+        shard_index: Sequence[int],
+        addrs: npt.NDArray[np.uint64],
+        prerequisite_handle: int,
+        sides: Sides | None,
+    ) -> Task:
+        """:meth:`dump_data`, which is told of ``sides`` only where there are any."""
+        if not sides:
+            return self.dump_data(block_ids, shard_index, addrs, prerequisite_handle)
+        if not self.side_sizes:
+            raise _without_sides(self)
+        return self.dump_data(block_ids, shard_index, addrs, prerequisite_handle, sides=sides)  # type: ignore[call-arg]
+
+    def load_sides(self, block_ids: Sequence[bytes], name: str, timeout: float | None = None) -> SidesTask:
+        """Start reading the side shard of that name of each block, without its KV; ``timeout`` in seconds, the deadline
+        of a load if None.
+
+        Each is looked for in the record of its block, then in a record of its own (:meth:`dump_sides`). One that is
+        nowhere, or is not sound, or comes too late, fails nothing: :meth:`SidesTask.result` says which are there.
+        """
+        del block_ids, name, timeout
+        raise _without_sides(self)
+
+    def dump_sides(self, block_ids: Sequence[bytes], sides: Sides) -> Task:
+        """Start writing side shards of blocks that are stored without them: made again from their KV, each becomes a
+        record of its own, which :meth:`load_sides` finds. ``sides`` as of :meth:`dump_blocks`, but some of the names
+        will do. Raises :class:`~ucm.errors.BusyError` at once when no slot is free.
+        """
+        del block_ids, sides
+        raise _without_sides(self)
 
     def _registered(self) -> KVLayout:
         if self._kv is None:
@@ -282,9 +356,16 @@ class UcmKVStoreBaseV1(ABC):
         shard_index: Sequence[int],
         tensors: Sequence[Sequence[Any]],
         prerequisite_handle: int = 0,
+        *,
+        sides: Sides | None = None,
     ) -> Task:
-        """:meth:`dump_data` from tensors: ``tensors[i][j]`` is piece *j* of row *i*."""
-        task: Task = self._own(self.dump_data(block_ids, shard_index, _addresses(tensors), prerequisite_handle))
+        """:meth:`dump_data` from tensors: ``tensors[i][j]`` is piece *j* of row *i*.
+
+        ``sides`` as of :meth:`dump_blocks`; where a block is split into shards, row *i* of an array is the share of row
+        *i* of the call: a side shard is the shares of all shards, one behind the other.
+        """
+        rows = _addresses(tensors)
+        task: Task = self._own(self._dump_rows(block_ids, shard_index, rows, prerequisite_handle, sides))
         return task
 
     def _own(self, task: Any) -> Any:
@@ -332,6 +413,13 @@ class UcmKVStoreBaseV1(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _without_sides(store: UcmKVStoreBaseV1) -> UnsupportedError:
+    return UnsupportedError(
+        "this store keeps no side shards; one of the core does where its key `sides` names them",
+        context={"store": type(store).__name__},
+    )
 
 
 def _addresses(tensors: Sequence[Sequence[Any]]) -> npt.NDArray[np.uint64]:
@@ -405,4 +493,4 @@ def _mark(task: Any) -> None:
         pass
 
 
-__all__ = ["BusyError", "ClosedError", "Priority", "Task", "UcmKVStoreBaseV1", "Until"]
+__all__ = ["BusyError", "ClosedError", "Priority", "Sides", "SidesTask", "Task", "UcmKVStoreBaseV1", "Until"]

@@ -105,9 +105,10 @@ class Lane:
         return running is not None and self._clock() > running.deadline
 
     def close(self) -> None:
-        """No more jobs; what waits fails, what runs is left alone."""
+        """No more jobs. What waits fails, and so does what runs: what its call still brings is thrown away."""
         with self._lock:
             self._closed = True
+            running = self._running
             while True:
                 try:
                     waiting = self._jobs.get_nowait()
@@ -116,11 +117,17 @@ class Lane:
                 if waiting is not None:
                     waiting[0].end(ClosedError("the store was closed"))
             self._jobs.put_nowait(None)
+        if running is not None:
+            running.end(ClosedError("the store was closed"))
 
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:
             task, job = item
-            self._running = task
+            with self._lock:
+                self._running = task
+                closed = self._closed
+            if closed:
+                task.end(ClosedError("the store was closed"))
             try:
                 job()
                 task.end()

@@ -16,15 +16,16 @@ from ucm.trans.stream import Stream
 
 logger = logging.getLogger("ucm.trans")
 
-#: What is looked for where no platform is named; without any of them it is the host.
-AUTOMATIC = ("cuda",)
+#: What is looked for where no platform is named, in this order; without any of them it is the host.
+AUTOMATIC = ("cuda", "hip", "musa", "maca", "ascend")
 
 
 class Device:
     """A device of this machine, once :meth:`setup` has opened it. It belongs to the process that does.
 
     ``platform`` names its kind (``cuda``, ``host`` ...); without it the environment's ``PLATFORM`` does, and without
-    that it is CUDA where its driver is installed, or else the host. The log says which, and why.
+    that it is the first kind whose runtime is installed and finds a device, or else the host. The log says which, and
+    why. A runtime that is there and cannot be used is an error: the host cannot reach the memory of its devices.
     """
 
     def __init__(self, platform: str | None = None) -> None:
@@ -36,8 +37,10 @@ class Device:
     def setup(self, device_id: int = 0) -> None:
         """Open device number ``device_id``; the host has one, whatever its number.
 
-        Raises :class:`~ucm.errors.UnsupportedError` where the driver is missing or too old, and
-        :class:`~ucm.errors.ConfigError` for a number that the machine does not have.
+        Raises :class:`~ucm.errors.UnsupportedError` where the driver is missing or too old,
+        :class:`~ucm.errors.ConfigError` for a number that the machine does not have,
+        :class:`~ucm.errors.DeadlineError` where the device does not answer within 30 seconds, and
+        :class:`~ucm.errors.ForkedError` in a child of a process that has opened one.
         """
         if type(device_id) is not int or device_id < 0:
             raise InvalidInputError("the number of a device is 0 or more", context={"device_id": device_id})
@@ -54,6 +57,8 @@ class Device:
             try:
                 return TransDevice(_name(platform, device_id))
             except UnsupportedError as error:
+                if "function" in error.context:  # a driver is there, and lacks this one
+                    raise
                 missing.append(str(error))
         logger.info("platform host, because: %s", "; ".join(missing))
         return TransDevice("host")

@@ -5,9 +5,9 @@ use std::ffi::c_void;
 use std::io::Write;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
-use crate::context;
 use crate::error::{CUDA_ERROR_NOT_INITIALIZED, CUDA_SUCCESS, CUresult, Outcome};
-use crate::state::{Handle, Locked, lock};
+use crate::state::{ENDED, Handle, Locked, lock};
+use crate::{capture, context};
 
 /// The process that called `cuInit`; 0 before.
 static PROCESS: AtomicI32 = AtomicI32::new(0);
@@ -138,10 +138,14 @@ fn enter(function: &'static Export) -> Outcome<Locked> {
         return Err(CUDA_ERROR_NOT_INITIALIZED);
     }
     let mut state = lock();
-    match state.control.failure(function.name, number) {
-        None => Ok(state),
-        Some(code) => Err(code),
+    while state.control.is_blocked(function.name) {
+        ENDED.wait(&mut state);
     }
+    if let Some(code) = state.control.failure(function.name, number) {
+        return Err(code);
+    }
+    capture::check(&mut state, function.name)?;
+    Ok(state)
 }
 
 fn count(function: &'static Export) -> u64 {

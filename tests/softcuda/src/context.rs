@@ -113,6 +113,19 @@ pub(crate) fn release(state: &mut Locked, device: i32) -> Outcome {
     Ok(())
 }
 
+/// `aclrtCreateContext`: one besides the primary one, current to this thread.
+pub(crate) fn create(state: &mut State, device: i32) -> Outcome<Handle> {
+    let index = device::index(device)?;
+    let handle = state.new_handle();
+    let context = Context {
+        handle,
+        references: 1,
+        sticky: None,
+    };
+    state.others.push((index, context));
+    set_current(state, handle).map(|()| handle)
+}
+
 /// Whether the primary context of a device exists.
 pub(crate) fn is_active(state: &State, device: i32) -> Outcome<bool> {
     Ok(state.contexts[device::index(device)?].is_some())
@@ -143,6 +156,10 @@ pub(crate) fn pop() -> Outcome<Handle> {
 }
 
 fn find(state: &State, handle: Handle) -> Option<(usize, &Context)> {
-    let mut contexts = state.contexts.iter().enumerate();
-    contexts.find_map(|(index, context)| Some((index, context.as_ref().filter(|it| it.handle == handle)?)))
+    let primary = state.contexts.iter().enumerate();
+    let primary = primary.filter_map(|(index, context)| Some((index, context.as_ref()?)));
+    let others = state.others.iter().map(|(index, context)| (*index, context));
+    primary
+        .chain(others)
+        .find(|(_, context)| context.handle == handle)
 }

@@ -12,14 +12,16 @@ use crate::clock::Cost;
 use crate::copy;
 use crate::error::{CUDA_SUCCESS, CUresult, Outcome};
 use crate::memory::Kind;
-use crate::state::{Handle, State, lock};
-use crate::{exports, stream, vendors};
+use crate::state::{ENDED, Handle, State, lock};
+use crate::{context, exports, stream, vendors};
 
 /// What tests have set, and what was counted for them.
 pub(crate) struct Control {
     /// Calls that will fail: function, number of the call, result.
     failures: Vec<(&'static str, u64, CUresult)>,
     pub(crate) holds_new_streams: bool,
+    /// The function whose calls do not go on.
+    blocked: Option<&'static str>,
     jitter: Option<Jitter>,
     /// Functions and kernels that move wrong bytes.
     wrong: Vec<String>,
@@ -37,6 +39,7 @@ impl Control {
         Self {
             failures: Vec::new(),
             holds_new_streams: false,
+            blocked: None,
             jitter: None,
             wrong: Vec::new(),
             bytes: [0; 5],
@@ -48,6 +51,11 @@ impl Control {
         let is_this = |it: &(&str, u64, CUresult)| it.0 == function && it.1 == number;
         let index = self.failures.iter().position(is_this)?;
         Some(self.failures.swap_remove(index).2)
+    }
+
+    /// Whether calls of a function wait.
+    pub(crate) fn is_blocked(&self, function: &str) -> bool {
+        self.blocked == Some(function)
     }
 
     /// Whether a function or kernel is to move a wrong byte.
@@ -103,6 +111,33 @@ pub extern "C" fn softcuda_mend() {
     lock().control.failures.clear();
 }
 
+/// Lets calls of a function, which are counted, go on no further; null lets all go on.
+///
+/// # Safety
+/// `function` is null or a name with its zero byte.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn softcuda_block(function: *const c_char) {
+    // SAFETY: the caller's promise.
+    let blocked = (!function.is_null()).then(|| unsafe { export(function) }.name);
+    lock().control.blocked = blocked;
+    ENDED.notify_all();
+}
+
+/// Breaks the primary context of a device, if it has one: every later call in it answers `result`, and what its streams still
+/// had to do is dropped.
+#[unsafe(no_mangle)]
+pub extern "C" fn softcuda_break(device: i32, result: CUresult) {
+    let mut state = lock();
+    let index = usize::try_from(device).unwrap_or(usize::MAX);
+    match state.contexts.get(index).and_then(|context| context.as_ref()) {
+        Some(context) if result != CUDA_SUCCESS => {
+            let context = context.handle;
+            context::poison(&mut state, context, result);
+        }
+        _ => abort("softcuda_break: no such context, or success, which breaks nothing"),
+    }
+}
+
 /// Lets every copy that this function begins, or every launch of this kernel of a loaded module, write a wrong byte;
 /// null ends that for all.
 ///
@@ -117,8 +152,8 @@ pub unsafe extern "C" fn softcuda_corrupt(name: *const c_char) {
     }
     // SAFETY: the caller's promise.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
-    let copies =
-        [Cost::ToDevice(0), Cost::ToHost(0)].map(|cost| [copy::name(cost, false), copy::name(cost, true)]);
+    let copies = [Cost::ToDevice(0), Cost::ToHost(0), Cost::OnDevice(0)]
+        .map(|cost| [copy::name(cost, false), copy::name(cost, true)]);
     if !copies.as_flattened().contains(&&*name) && !state.functions.values().any(|it| it.name() == name) {
         abort(&format!("softcuda_corrupt: no copy and no kernel {name:?}"));
     }
@@ -230,7 +265,13 @@ pub extern "C" fn softcuda_live(kind: u32) -> u64 {
     match kind {
         0 => state.memory.count(&[Kind::Device, Kind::HostAllocated]),
         1 => state.memory.count(&[Kind::Registered]),
-        2 => state.streams.values().filter(|it| !it.is_closed).count() as u64,
+        2 => {
+            let made = state
+                .streams
+                .values()
+                .filter(|it| !it.is_closed && !it.is_default);
+            made.count() as u64
+        }
         3 => state.events.len() as u64,
         4 => state.modules.len() as u64,
         5 => state.contexts.iter().flatten().count() as u64,

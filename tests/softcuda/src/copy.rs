@@ -20,6 +20,7 @@ pub(crate) fn name(cost: Cost, waits: bool) -> &'static str {
         (Cost::ToHost(_), false) => "cuMemcpyDtoHAsync_v2",
         (Cost::ToDevice(_), true) => "cuMemcpyHtoD_v2",
         (Cost::ToHost(_), true) => "cuMemcpyDtoH_v2",
+        (Cost::OnDevice(_), _) => "cuMemcpyDtoDAsync_v2",
         _ => "",
     }
 }
@@ -121,7 +122,8 @@ pub(crate) fn fill(
     Ok(())
 }
 
-/// `cuMemcpyHtoD_v2`, which waits for the streams that are not made `NON_BLOCKING`, as the legacy stream does.
+/// `cuMemcpyHtoD_v2`, which waits for the streams that are not made `NON_BLOCKING`, as the legacy stream does. From memory that
+/// is not pinned it returns once the bytes were taken: they come to the device as work of the default stream.
 ///
 /// # Safety
 /// `len` bytes can be read at `from`.
@@ -136,12 +138,17 @@ pub(crate) unsafe fn to_device_now(
         return Ok(());
     }
     let to = state.memory.device_place(to, len, context)?;
-    let from = host_place(state, context, from, len)?;
-    // SAFETY: the device's end is checked and in use, the caller promises the host's.
-    unsafe { now(state, context, &from, &to, len, Cost::ToDevice(len as u64)) }
+    let pinned = state.memory.pinned_place(from, len, context)?;
+    let waits = pinned.is_some();
+    let from = pinned.unwrap_or_else(|| {
+        let from = with_exposed_provenance(from);
+        // SAFETY: the caller promises that they can be read.
+        Place::Staged(unsafe { std::slice::from_raw_parts(from, len) }.into())
+    });
+    now(state, context, from, to, len, Cost::ToDevice(len as u64), waits)
 }
 
-/// `cuMemcpyDtoH_v2`; waits as [`to_device_now`] does.
+/// `cuMemcpyDtoH_v2`; waits as [`to_device_now`] does, and for the copy.
 ///
 /// # Safety
 /// `len` bytes can be written at `to`.
@@ -156,39 +163,27 @@ pub(crate) unsafe fn to_host_now(
         return Ok(());
     }
     let from = state.memory.device_place(from, len, context)?;
-    let to = host_place(state, context, to, len)?;
-    // SAFETY: as in `to_device_now`.
-    unsafe { now(state, context, &from, &to, len, Cost::ToHost(len as u64)) }
+    let pinned = state.memory.pinned_place(to, len, context)?;
+    let to = pinned.unwrap_or(Place::Caller(to));
+    now(state, context, from, to, len, Cost::ToHost(len as u64), true)
 }
 
-/// The host's end of a copy that its caller waits for.
-fn host_place(state: &State, context: Handle, address: usize, len: usize) -> Outcome<Place> {
-    let pinned = state.memory.pinned_place(address, len, context)?;
-    Ok(pinned.unwrap_or(Place::Caller(address)))
-}
-
-/// Copies on the caller's thread.
-///
-/// # Safety
-/// Both places hold `len` bytes, until this returns.
-unsafe fn now(
+/// Copies on the default stream, and waits for it or does not.
+fn now(
     state: &mut Locked,
     context: Handle,
-    from: &Place,
-    to: &Place,
+    from: Place,
+    to: Place,
     len: usize,
     cost: Cost,
+    waits: bool,
 ) -> Outcome {
     stream::wait_for_blocking(state, context)?;
-    // SAFETY: the caller's promise.
-    unsafe { stream::move_bytes(from.address(), to.address(), len) };
-    if state.control.is_wrong(name(cost, true)) {
-        // SAFETY: as above.
-        unsafe { stream::spoil(to.address(), len) };
+    let stream = stream::default_of(state, context)?;
+    let number = stream::submit(state, stream, Work::Copy { from, to, len, cost });
+    if waits {
+        stream::wait(state, stream, number);
+        context::check(state, context)?;
     }
-    let now = state.clock.now();
-    let end = state.clock.spend(now, cost);
-    state.clock.waited(end);
-    state.control.moved(cost);
     Ok(())
 }

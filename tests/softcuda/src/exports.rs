@@ -13,7 +13,7 @@ use crate::error::{
 use crate::memory::Region;
 use crate::state::{Handle, State};
 use crate::stream::{HostFunction, Work};
-use crate::{context, copy, event, memory, module, stream};
+use crate::{capture, context, copy, event, memory, module, stream};
 
 exports! {
     NAMES:
@@ -59,6 +59,11 @@ exports! {
     context cuStreamDestroy_v2(stream: Handle) [state, current] => stream::destroy(state, current, stream);
     context cuStreamSynchronize(stream: Handle) [state, current] =>
         stream::synchronize(state, current, stream);
+    context cuStreamBeginCapture_v2(stream: Handle, mode: u32) [state, current] =>
+        capture::begin(state, current, stream, mode);
+    context cuStreamEndCapture(stream: Handle, graph: *mut Handle) [state, current] =>
+        put(graph, capture::end(state, current, stream)?);
+    process cuThreadExchangeStreamCaptureMode(mode: *mut u32) [_state] => exchange_mode(mode);
     context cuStreamQuery(stream: Handle) [state, current] => stream::query(state, current, stream);
     context cuStreamWaitEvent(stream: Handle, event: Handle, flags: u32) [state, current] =>
         event::stream_wait(state, current, stream, event, flags);
@@ -135,6 +140,18 @@ pub(crate) fn init(state: &mut State, flags: u32) -> Outcome {
     initialized();
     state.initialized = true;
     Ok(())
+}
+
+/// `cuThreadExchangeStreamCaptureMode`, and what is like it.
+///
+/// # Safety
+/// `mode` is null or may be read and written.
+pub(crate) unsafe fn exchange_mode(mode: *mut u32) -> Outcome {
+    if mode.is_null() {
+        return Err(CUDA_ERROR_INVALID_VALUE);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { put(mode, capture::exchange(*mode)?) }
 }
 
 /// Writes an answer where one is wanted.

@@ -1,13 +1,16 @@
 //! A software CUDA driver for tests.
 //!
-//! A shared library with the SONAME `libcuda.so`: whoever opens it by its path first gives the code under test, which asks for
-//! that name, this driver. It has the driver's functions with their C ABI, two devices, and the rules that matter:
+//! A shared library that the code under test opens by its path, in the place of the driver. It has the driver's functions with
+//! their C ABI, two devices, and the rules that matter:
 //!
 //! * device memory faults when the host touches it, and is never at the same address twice; registered host memory has a
 //!   device address of its own,
 //! * each stream is a queue with a thread: work runs later than the call, in order, and is ordered with other streams by events
 //!   only,
 //! * contexts, handles and address ranges are checked; a kernel that leaves its memory breaks its context for good,
+//! * a copy without a stream, from memory that is not pinned to the device, returns before its bytes are there: the default
+//!   stream may be waited for, and given to no other call,
+//! * while a thread captures a graph, calls that disturb it are refused and spoil it ([`capture`]),
 //! * kernels are PTX, and run ([`ptx`]),
 //! * mistakes that real hardware answers with corrupt data or a hang end the process with a line on standard error: freeing
 //!   memory that queued work uses, the legacy stream, `cuCtxSynchronize`, a call of the driver from inside a callback,
@@ -15,9 +18,9 @@
 //!
 //! The same driver is the runtime of other vendors under their names ([`VENDOR_NAMES`]): `hip*`, `musa*` and `mc*`,
 //! where a thread has device 0 before it sets one and the last error of a thread is kept for its next question, and
-//! `aclrt*`, where it has none, copies name the room at their target, events answer the other way round and copies on
-//! the device are aligned. A copy of the wrong kind is refused. All these share contexts, memory and streams with the
-//! functions of CUDA.
+//! `aclrt*`, where it has none, copies name the room at their target, events answer the other way round, copies on the
+//! device and registered memory are aligned, and a device has other contexts than its own. A copy of the wrong kind is
+//! refused. All these share contexts, memory and streams with the functions of CUDA.
 //!
 //! # Controls
 //! Exported beside the driver's functions:
@@ -26,6 +29,8 @@
 //! |---|---|
 //! | [`softcuda_fail`]`(name, nth, result)` | the nth call of a function from now fails |
 //! | [`softcuda_corrupt`]`(name)` | copies of a function, or launches of a kernel, write a wrong byte (null: none) |
+//! | [`softcuda_block`]`(name)` | calls of a function wait (null: none) |
+//! | [`softcuda_break`]`(device, result)` | breaks the context of a device for good |
 //! | [`softcuda_hold`]`(stream)`, [`softcuda_release`]`(stream)` | a stream (null: all) begins nothing until released |
 //! | [`softcuda_jitter`]`(seed, max_us)` | random delays before operations |
 //! | [`softcuda_accept`]`(start, len)`, [`softcuda_forget`]`(start)` | host memory that counts as device memory |
@@ -43,6 +48,7 @@
 //! Events carry the time they were reached at; waiting for one, on the host or in a stream, takes the waiter there.
 
 mod call;
+mod capture;
 mod clock;
 mod context;
 mod control;

@@ -24,7 +24,7 @@ pub(crate) type Locked = MutexGuard<'static, State>;
 
 static STATE: Mutex<State> = Mutex::new(State::new());
 
-/// Notified whenever an operation of a stream has ended: what calls that wait wait for.
+/// Notified whenever an operation of a stream has ended, or a test lets calls go on: what calls that wait wait for.
 pub(crate) static ENDED: Condvar = Condvar::new();
 
 /// Everything the driver knows.
@@ -32,6 +32,8 @@ pub(crate) struct State {
     pub(crate) initialized: bool,
     /// The primary context of each device, while it is retained.
     pub(crate) contexts: [Option<Context>; DEVICES],
+    /// Contexts besides, each with the index of its device.
+    pub(crate) others: Vec<(usize, Context)>,
     pub(crate) streams: BTreeMap<Handle, Stream>,
     pub(crate) events: BTreeMap<Handle, Event>,
     pub(crate) modules: BTreeMap<Handle, Module>,
@@ -39,6 +41,8 @@ pub(crate) struct State {
     pub(crate) memory: Memory,
     pub(crate) clock: Clock,
     pub(crate) control: Control,
+    /// How many streams capture.
+    pub(crate) captures: usize,
     handles: usize,
 }
 
@@ -47,6 +51,7 @@ impl State {
         Self {
             initialized: false,
             contexts: [const { None }; DEVICES],
+            others: Vec::new(),
             streams: BTreeMap::new(),
             events: BTreeMap::new(),
             modules: BTreeMap::new(),
@@ -54,6 +59,7 @@ impl State {
             memory: Memory::new(),
             clock: Clock::new(),
             control: Control::new(),
+            captures: 0,
             handles: 0,
         }
     }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use parking_lot::{Condvar, MutexGuard};
 
 use crate::call::{abort, in_callback, say};
+use crate::capture::Capture;
 use crate::clock::Cost;
 use crate::context;
 use crate::copy;
@@ -29,6 +30,9 @@ pub(crate) const NON_BLOCKING: u32 = 1;
 /// The handles that mean the legacy stream and the streams of threads.
 const LEGACY: std::ops::RangeInclusive<Handle> = 0..=2;
 
+/// The one of them that is the default stream where a stream is waited for or asked.
+const DEFAULT: Handle = 0;
+
 /// A callback of `cuLaunchHostFunc`.
 pub(crate) type HostFunction = unsafe extern "C" fn(*mut c_void);
 
@@ -37,6 +41,9 @@ pub(crate) struct Stream {
     pub(crate) context: Handle,
     /// Whether copies without a stream wait for it.
     is_blocking: bool,
+    /// Whether it is that of copies without a stream.
+    pub(crate) is_default: bool,
+    pub(crate) capture: Option<Capture>,
     queue: VecDeque<Submitted>,
     submitted: u64,
     ended: u64,
@@ -112,6 +119,8 @@ pub(crate) fn create(state: &mut State, context: Handle, flags: u32) -> Outcome<
     let stream = Stream {
         context,
         is_blocking: flags & NON_BLOCKING == 0,
+        is_default: false,
+        capture: None,
         queue: VecDeque::new(),
         submitted: 0,
         ended: 0,
@@ -138,6 +147,29 @@ pub(crate) fn destroy(state: &mut State, context: Handle, stream: Handle) -> Out
     Ok(())
 }
 
+/// The stream of a context's copies without a stream.
+pub(crate) fn default_of(state: &mut State, context: Handle) -> Outcome<Handle> {
+    let mut streams = state.streams.iter();
+    let made =
+        streams.find(|(_, stream)| stream.context == context && stream.is_default && !stream.is_closed);
+    if let Some((&handle, _)) = made {
+        return Ok(handle);
+    }
+    let handle = create(state, context, NON_BLOCKING)?;
+    if let Some(stream) = state.streams.get_mut(&handle) {
+        stream.is_default = true;
+    }
+    Ok(handle)
+}
+
+/// A stream that is waited for or asked, which may be the default one.
+fn asked(state: &mut State, context: Handle, stream: Handle) -> Outcome<Handle> {
+    match stream {
+        DEFAULT => default_of(state, context),
+        other => check(state, context, other).map(|()| other),
+    }
+}
+
 /// Checks that a stream exists and is of this context. The legacy stream ends the process: it waits for every other stream
 /// of the device, which is a mistake wherever it is used.
 pub(crate) fn check(state: &State, context: Handle, stream: Handle) -> Outcome {
@@ -150,12 +182,15 @@ pub(crate) fn check(state: &State, context: Handle, stream: Handle) -> Outcome {
     }
 }
 
-/// Puts an operation at the end of a checked stream; returns its number, to wait for.
+/// Puts an operation at the end of a checked stream; returns its number, to wait for. A stream that captures does not do it.
 pub(crate) fn submit(state: &mut State, stream: Handle, work: Work) -> u64 {
     let at = state.clock.now();
     let Some(stream) = state.streams.get_mut(&stream) else {
         abort("work for a stream that was not checked");
     };
+    if stream.capture.is_some() {
+        return stream.submitted;
+    }
     stream.queue.push_back(Submitted { work, at });
     stream.submitted += 1;
     stream.wake();
@@ -179,7 +214,7 @@ pub(crate) fn wait(state: &mut Locked, stream: Handle, number: u64) {
 
 /// `cuStreamSynchronize`.
 pub(crate) fn synchronize(state: &mut Locked, context: Handle, stream: Handle) -> Outcome {
-    check(state, context, stream)?;
+    let stream = asked(state, context, stream)?;
     let last = state.streams.get(&stream).map_or(0, |stream| stream.submitted);
     wait(state, stream, last);
     context::check(state, context)
@@ -187,7 +222,7 @@ pub(crate) fn synchronize(state: &mut Locked, context: Handle, stream: Handle) -
 
 /// `cuStreamQuery`.
 pub(crate) fn query(state: &mut State, context: Handle, stream: Handle) -> Outcome {
-    check(state, context, stream)?;
+    let stream = asked(state, context, stream)?;
     let stream = state.streams.get(&stream).filter(|stream| stream.is_idle());
     let time = stream.ok_or(CUDA_ERROR_NOT_READY)?.time;
     state.clock.waited(time);
@@ -265,13 +300,11 @@ fn work(handle: Handle, wake: &Condvar) {
 
 /// Does the next operation of a stream that is ready, without the lock.
 fn perform(state: &mut Locked, handle: Handle, context: Handle) {
-    let Some(next) = state
-        .streams
-        .get_mut(&handle)
-        .and_then(|stream| stream.queue.pop_front())
-    else {
+    let Some(stream) = state.streams.get_mut(&handle) else {
         return;
     };
+    let (next, waits) = (stream.queue.pop_front(), stream.is_default);
+    let Some(next) = next else { return };
     let (outcome, work) = match next.work {
         Work::Record(_) | Work::Wait(_) => (Ok(Cost::None), next.work),
         Work::Launch(launch) => {
@@ -284,7 +317,7 @@ fn perform(state: &mut Locked, handle: Handle, context: Handle) {
         }
         other => {
             let wrong =
-                matches!(other, Work::Copy { cost, .. } if state.control.is_wrong(copy::name(cost, false)));
+                matches!(other, Work::Copy { cost, .. } if state.control.is_wrong(copy::name(cost, waits)));
             let cost = MutexGuard::unlocked(state, || move_or_call(&other, wrong));
             (Ok(cost), other)
         }

@@ -12,8 +12,8 @@ use crate::device::{self, put};
 use crate::error::{
     self, CUDA_ERROR_CONTEXT_IS_DESTROYED, CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED,
     CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE, CUDA_ERROR_INVALID_VALUE,
-    CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_NOT_READY, CUDA_ERROR_OUT_OF_MEMORY, CUDA_SUCCESS, CUresult,
-    Outcome,
+    CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_NOT_READY, CUDA_ERROR_OUT_OF_MEMORY,
+    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, CUDA_SUCCESS, CUresult, Outcome,
 };
 use crate::memory::PORTABLE;
 use crate::state::{Handle, Locked, State};
@@ -36,6 +36,7 @@ const ACL_REPEAT_INITIALIZE: CUresult = 100_002;
 const ACL_UNINITIALIZE: CUresult = 100_001;
 const ACL_PARAM_INVALID: CUresult = 107_000;
 const ACL_CONTEXT_NULL: CUresult = 107_002;
+const ACL_CAPTURE_MODE_NOT_SUPPORT: CUresult = 107_030;
 const ACL_MEMORY_ALLOCATION: CUresult = 207_001;
 const ACL_INTERNAL: CUresult = 507_000;
 const ACL_HOST_MEMORY_ALREADY_REGISTERED: CUresult = 507_910;
@@ -47,6 +48,7 @@ const ACL_EVENT_FLAGS: u32 = 1 | 2 | ACL_EVENT_TIME_LINE;
 const ACL_HOST_MAPPED: u32 = 2;
 const ACL_HOST_PINNED: u32 = 0x1000_0000;
 const ACL_ALIGNED: u64 = 64;
+const ACL_HOST_ALIGNED: usize = 4096;
 
 static ACL_INITIALIZED: AtomicBool = AtomicBool::new(false);
 
@@ -69,8 +71,8 @@ vendors! {
     process [hipRuntimeGetVersion musaRuntimeGetVersion mcRuntimeGetVersion] (version: *mut i32) [_state] =>
         put(version, VERSION);
     process [hipSetDevice musaSetDevice mcSetDevice] (device: i32) [state] => set_device(state, device).map(drop);
-    current [hipGetDevice musaGetDevice mcGetDevice] (device: *mut i32) [state, current] =>
-        put(device, context::device_of(state, current).unwrap_or(0));
+    process [hipGetDevice musaGetDevice mcGetDevice] (device: *mut i32) [state] =>
+        put(device, context::device_of(state, context::top()?).unwrap_or(0));
     last [hipGetLastError musaGetLastError mcGetLastError] () [] => LAST.take();
     current [hipDeviceSynchronize musaDeviceSynchronize mcDeviceSynchronize] () [_state, _current] =>
         abort("a synchronization of the device waits for the work of everybody");
@@ -87,6 +89,11 @@ vendors! {
         stream::destroy(state, current, stream);
     current [hipStreamSynchronize musaStreamSynchronize mcStreamSynchronize] (stream: Handle) [state, current] =>
         stream::synchronize(state, current, stream);
+    current [hipStreamQuery mcStreamQuery] (stream: Handle) [state, current] => stream::query(state, current, stream);
+    current [musaStreamQuery] (stream: Handle) [state, current] =>
+        stream::query(state, current, stream).map_err(of_musa);
+    process [hipThreadExchangeStreamCaptureMode musaThreadExchangeStreamCaptureMode mcThreadExchangeStreamCaptureMode]
+    (mode: *mut u32) [_state] => driver::exchange_mode(mode);
 
     current [hipEventCreateWithFlags musaEventCreateWithFlags mcEventCreateWithFlags]
     (event: *mut Handle, flags: u32) [state, current] => put(event, event::create(state, current, flags)?);
@@ -96,10 +103,7 @@ vendors! {
         event::record(state, current, event, stream);
     current [hipEventQuery mcEventQuery] (event: Handle) [state, current] => event::query(state, current, event);
     current [musaEventQuery] (event: Handle) [state, current] =>
-        event::query(state, current, event).map_err(|code| match code {
-            CUDA_ERROR_NOT_READY => MUSA_NOT_READY,
-            other => other,
-        });
+        event::query(state, current, event).map_err(of_musa);
     current [hipEventElapsedTime musaEventElapsedTime mcEventElapsedTime]
     (ms: *mut f32, start: Handle, end: Handle) [state, current] =>
         put(ms, event::elapsed(state, current, start, end)?);
@@ -116,11 +120,22 @@ vendors! {
     (to: u64, from: u64, len: usize, kind: i32, stream: Handle) [state, current] =>
         copy_by_kind(state, current, to, from, len, kind, stream);
 
+    current [hipMemcpy musaMemcpy mcMemcpy] (to: u64, from: u64, len: usize, kind: i32) [state, current] =>
+        copy_now_by_kind(state, current, to, from, len, kind);
+    process [hipDeviceGetPCIBusId musaDeviceGetPCIBusId mcDeviceGetPCIBusId]
+    (text: *mut c_char, len: i32, device: i32) [_state] => device::bus_id(text, len, device);
+
     acl_first [aclInit] (config: *const c_char) [state] => acl_init(state, config);
     acl [aclrtGetDeviceCount] (count: *mut u32) [_state] => put(count, device::DEVICES as u32);
     acl [aclrtGetVersion] (major: *mut i32, minor: *mut i32, patch: *mut i32) [_state] =>
         put(major, ACL_VERSION[0]).and(put(minor, ACL_VERSION[1])).and(put(patch, ACL_VERSION[2]));
     acl [aclrtSetDevice] (device: i32) [state] => set_device(state, device).map(drop);
+    acl_current [aclrtGetCurrentContext] (context: *mut Handle) [_state, current] => put(context, current);
+    acl [aclrtSetCurrentContext] (context: Handle) [state] =>
+        if context == 0 { Err(ACL_PARAM_INVALID) } else { context::set_current(state, context) };
+    acl [aclrtCreateContext] (context: *mut Handle, device: i32) [state] =>
+        put(context, context::create(state, device)?);
+    acl [aclmdlRICaptureThreadExchangeMode] (mode: *mut u32) [_state] => driver::exchange_mode(mode);
     acl_current [aclrtGetDevice] (device: *mut i32) [state, current] =>
         put(device, context::device_of(state, current).unwrap_or(0));
     acl_current [aclrtSynchronizeDevice] () [_state, _current] =>
@@ -136,6 +151,12 @@ vendors! {
     acl_current [aclrtDestroyStream] (stream: Handle) [state, current] => stream::destroy(state, current, stream);
     acl_current [aclrtSynchronizeStream] (stream: Handle) [state, current] =>
         stream::synchronize(state, current, stream);
+    acl_current [aclrtStreamQuery] (stream: Handle, status: *mut i32) [state, current] =>
+        match stream::query(state, current, stream) {
+            Ok(()) => put(status, 0),
+            Err(CUDA_ERROR_NOT_READY) => put(status, 1),
+            Err(other) => Err(other),
+        };
     acl_current [aclrtCreateEventWithFlag] (event: *mut Handle, flags: u32) [state, current] =>
         put(event, acl_event(state, current, flags)?);
     acl_current [aclrtDestroyEvent] (event: Handle) [state, current] => event::destroy(state, current, event);
@@ -149,7 +170,10 @@ vendors! {
         put(address, memory::alloc(state, current, len)?);
     acl_current [aclrtFree] (address: u64) [state, _current] => memory::free(state, address);
     acl_current [aclrtHostRegisterV2] (address: usize, len: u64, flags: u32) [state, current] =>
-        if flags & !(ACL_HOST_MAPPED | ACL_HOST_PINNED) != 0 || flags & ACL_HOST_PINNED == 0 {
+        if flags & !(ACL_HOST_MAPPED | ACL_HOST_PINNED) != 0
+            || flags & ACL_HOST_PINNED == 0
+            || !address.is_multiple_of(ACL_HOST_ALIGNED)
+        {
             Err(ACL_PARAM_INVALID)
         } else {
             memory::register(state, current, address, len as usize, PORTABLE)
@@ -161,6 +185,12 @@ vendors! {
             Err(ACL_PARAM_INVALID)
         } else {
             copy_by_kind(state, current, to, from, len, kind, stream)
+        };
+    acl_current [aclrtMemcpy] (to: u64, room: usize, from: u64, len: usize, kind: i32) [state, current] =>
+        if len > room {
+            Err(ACL_PARAM_INVALID)
+        } else {
+            copy_now_by_kind(state, current, to, from, len, kind)
         };
 }
 
@@ -183,6 +213,14 @@ error_names!(hipGetErrorName musaGetErrorName mcGetErrorName);
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtGetSocName() -> *const c_char {
     c"SoftAscend".as_ptr()
+}
+
+/// An answer as MUSA may give it.
+fn of_musa(code: CUresult) -> CUresult {
+    match code {
+        CUDA_ERROR_NOT_READY => MUSA_NOT_READY,
+        other => other,
+    }
 }
 
 /// A call of a runtime shaped as CUDA's, which initializes itself at the first one.
@@ -250,6 +288,7 @@ fn acl_code(code: CUresult) -> CUresult {
         CUDA_ERROR_OUT_OF_MEMORY => ACL_MEMORY_ALLOCATION,
         CUDA_ERROR_NOT_INITIALIZED => ACL_UNINITIALIZE,
         CUDA_ERROR_INVALID_CONTEXT | CUDA_ERROR_CONTEXT_IS_DESTROYED => ACL_CONTEXT_NULL,
+        CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED => ACL_CAPTURE_MODE_NOT_SUPPORT,
         CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED => ACL_HOST_MEMORY_ALREADY_REGISTERED,
         own if own >= ACL_UNINITIALIZE => own,
         _ => ACL_INTERNAL,
@@ -282,6 +321,28 @@ unsafe fn copy_by_kind(
             TO_DEVICE => copy::to_device(state, context, to, from as usize, len, stream),
             TO_HOST => copy::to_host(state, context, to as usize, from, len, stream),
             ON_DEVICE => copy::on_device(state, context, to, from, len, stream),
+            _ => Err(CUDA_ERROR_INVALID_VALUE),
+        }
+    }
+}
+
+/// The same, over when it returns.
+///
+/// # Safety
+/// As for the copies of [`copy`].
+unsafe fn copy_now_by_kind(
+    state: &mut Locked,
+    context: Handle,
+    to: u64,
+    from: u64,
+    len: usize,
+    kind: i32,
+) -> Outcome {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match kind {
+            TO_DEVICE => copy::to_device_now(state, context, to, from as usize, len),
+            TO_HOST => copy::to_host_now(state, context, to as usize, from, len),
             _ => Err(CUDA_ERROR_INVALID_VALUE),
         }
     }

@@ -29,7 +29,49 @@ fn the_nth_call_fails_and_does_nothing() {
         assert_eq!(calls("cuMemFree_v2"), 0);
     });
     aborts("no function \"cuMemAlloc\"", || fail("cuMemAlloc", 1, 2));
+    aborts("softcuda_break", || softcuda_break(0, 700));
     aborts("no such stream", || softcuda_hold(4096));
+}
+
+#[test]
+fn a_blocked_call_waits() {
+    alone(|| {
+        let context = open(0);
+        // SAFETY: a name.
+        unsafe { softcuda_block(c"cuMemAlloc_v2".as_ptr()) };
+        std::thread::scope(|scope| {
+            let blocked = scope.spawn(|| {
+                ok(cu!(cuCtxSetCurrent(context)));
+                alloc(8)
+            });
+            while calls("cuMemAlloc_v2") == 0 {
+                std::thread::yield_now();
+            }
+            stream(); // others go on
+            assert_eq!(softcuda_live(0), 0);
+            // SAFETY: null ends it.
+            unsafe { softcuda_block(std::ptr::null()) };
+            assert!(blocked.join().is_ok());
+        });
+        assert_eq!(softcuda_live(0), 1);
+    });
+}
+
+#[test]
+fn a_context_that_is_broken_answers_nothing_else() {
+    alone(|| {
+        open(0);
+        let (stream, memory) = (stream(), alloc(8));
+        softcuda_hold(stream);
+        ok(cu!(cuMemsetD8Async(memory, 9, 8, stream)));
+        softcuda_break(0, CUDA_ERROR_LAUNCH_FAILED);
+        for code in [cu!(cuStreamSynchronize(stream)), cu!(cuMemFree_v2(memory))] {
+            assert_eq!(code, CUDA_ERROR_LAUNCH_FAILED);
+        }
+        assert_eq!(peek(memory, 8), [0; 8]);
+        open(1);
+        alloc(8);
+    });
 }
 
 #[test]

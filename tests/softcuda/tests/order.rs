@@ -212,7 +212,34 @@ fn copies_without_a_stream_wait_for_blocking_streams_only() {
             bytes.as_ptr().expose_provenance(),
             8
         )));
+        synchronize(0);
         assert_eq!(peek(memory, 8), b"straight");
+    });
+}
+
+#[test]
+fn a_copy_of_memory_that_is_not_pinned_ends_after_its_call() {
+    alone(|| {
+        open(0);
+        let (memory, host) = (alloc(8), Pinned::new(8));
+        let mut bytes = *b"pageable";
+        softcuda_hold(0);
+        ok(cu!(cuMemcpyHtoD_v2(
+            memory,
+            bytes.as_ptr().expose_provenance(),
+            8
+        )));
+        bytes.fill(0); // they were taken
+        assert_eq!(peek(memory, 8), [0; 8]);
+        assert_eq!(cu!(cuStreamQuery(0)), CUDA_ERROR_NOT_READY);
+        softcuda_release(0);
+        synchronize(0);
+        ok(cu!(cuStreamQuery(0)));
+        assert_eq!(peek(memory, 8), b"pageable");
+        host.set(b"pinned!!");
+        ok(cu!(cuMemcpyHtoD_v2(memory, host.at, 8)));
+        assert_eq!(peek(memory, 8), b"pinned!!");
+        assert_eq!(softcuda_live(2), 0, "the default stream is nobody's");
     });
 }
 

@@ -134,7 +134,7 @@ fn events_calls_and_forbidden_calls_answer_as_the_vendors() {
             cu!((vendor.synchronize_device)());
         });
         aborts("the legacy stream", || {
-            cu!((vendor.wait)(0));
+            cu!((vendor.record)(0, 0));
         });
     }
 }
@@ -197,6 +197,67 @@ fn acl_copies_name_the_room_and_their_kind() {
         for flags in [0, 2, 1] {
             assert_eq!(cu!(aclrtHostRegisterV2(host.at, 4096, flags)), PARAM_INVALID);
         }
+    });
+}
+
+#[test]
+fn acl_pins_pages() {
+    alone(|| {
+        begin();
+        let host = Pinned::pageable(8192);
+        for at in [1, 64, 512] {
+            let refused = cu!(aclrtHostRegisterV2(host.at + at, 4096, 0x1000_0000));
+            assert_eq!(refused, PARAM_INVALID, "{at}");
+        }
+        ok(cu!(aclrtHostRegisterV2(host.at + 4096, 100, 0x1000_0000)));
+    });
+}
+
+#[test]
+fn acl_has_contexts_besides_a_devices_own() {
+    alone(|| {
+        ok(cu!(aclInit(null())));
+        let mut current = 0;
+        assert_eq!(cu!(aclrtGetCurrentContext(&mut current)), CONTEXT_NULL);
+        ok(cu!(aclrtSetDevice(0)));
+        let own = get!(Handle, aclrtGetCurrentContext());
+        let other = get!(Handle, aclrtCreateContext(0));
+        assert_eq!(get!(Handle, aclrtGetCurrentContext()), other);
+        assert_eq!(get!(i32, aclrtGetDevice()), 0);
+        let stream = acl_stream();
+        ok(cu!(aclrtSetDevice(0)));
+        assert_eq!(get!(Handle, aclrtGetCurrentContext()), own);
+        assert_eq!(cu!(aclrtSynchronizeStream(stream)), PARAM_INVALID);
+        ok(cu!(aclrtSetCurrentContext(other)));
+        ok(cu!(aclrtSynchronizeStream(stream)));
+        assert_eq!(cu!(aclrtSetCurrentContext(0)), PARAM_INVALID);
+    });
+}
+
+#[test]
+fn streams_say_whether_they_are_over() {
+    alone(|| {
+        begin();
+        let stream = acl_stream();
+        let event = get!(Handle, aclrtCreateEventWithFlag(8));
+        softcuda_hold(stream);
+        ok(cu!(aclrtRecordEvent(event, stream)));
+        let acl = || {
+            let mut status = 7;
+            ok(cu!(aclrtStreamQuery(stream, &mut status)));
+            status
+        };
+        assert_eq!(acl(), 1);
+        let asked = [
+            cu!(hipStreamQuery(stream)),
+            cu!(musaStreamQuery(stream)),
+            cu!(mcStreamQuery(stream)),
+        ];
+        assert_eq!(asked, [600, 34, 600]);
+        softcuda_release(stream);
+        ok(cu!(aclrtSynchronizeStream(stream)));
+        assert_eq!(acl(), 0);
+        ok(cu!(musaStreamQuery(stream)));
     });
 }
 

@@ -8,16 +8,18 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::{null, null_mut, with_exposed_provenance, with_exposed_provenance_mut};
 
-use ucm_core::{Error, ErrorKind, Result};
+use ucm_core::{Error, ErrorKind, PAGE, Result};
+use ucm_infra::is_own_thread;
 
 use super::library::{self, Places, functions};
-use super::runtime::{RawEvent, RawStream, Runtime};
+use super::runtime::{Failed, RawEvent, RawStream, Runtime};
+use crate::fork::Origin;
 
 const VENDOR: &str = "ascend";
 
 const LIBRARY: Places = Places {
     vendor: VENDOR,
-    known_by: "aclrtCreateStreamWithConfig",
+    known_by: Some("aclrtCreateStreamWithConfig"),
     names: &["libascendcl.so"],
     below: None,
 };
@@ -27,13 +29,15 @@ functions! {
     Calls {
         Init(*const c_char) -> c_int;
         rtGetDeviceCount(*mut u32) -> c_int;
-        rtGetDevice(*mut i32) -> c_int;
+        rtGetCurrentContext(*mut *mut c_void) -> c_int;
+        rtSetCurrentContext(*mut c_void) -> c_int;
         rtSetDevice(i32) -> c_int;
         rtGetSocName() -> *const c_char;
         rtGetVersion(*mut i32, *mut i32, *mut i32) -> c_int;
         rtCreateStreamWithConfig(*mut *mut c_void, u32, u32) -> c_int;
         rtDestroyStream(*mut c_void) -> c_int;
         rtSynchronizeStream(*mut c_void) -> c_int;
+        rtStreamQuery(*mut c_void, *mut c_int) -> c_int;
         rtCreateEventWithFlag(*mut *mut c_void, u32) -> c_int;
         rtDestroyEvent(*mut c_void) -> c_int;
         rtRecordEvent(*mut c_void, *mut c_void) -> c_int;
@@ -42,6 +46,7 @@ functions! {
         rtMalloc(*mut *mut c_void, usize, c_int) -> c_int;
         rtFree(*mut c_void) -> c_int;
         rtMemcpyAsync(*mut c_void, usize, *const c_void, usize, c_int, *mut c_void) -> c_int;
+        rtMemcpy(*mut c_void, usize, *const c_void, usize, c_int) -> c_int;
     }
 }
 
@@ -53,14 +58,22 @@ functions! {
     }
 }
 
+functions! {
+    /// What lets calls of a thread be no trouble to a graph that some thread captures; older versions capture none.
+    Captures {
+        mdlRICaptureThreadExchangeMode(*mut c_int) -> c_int;
+    }
+}
+
 const SUCCESS: c_int = 0;
 const INVALID_PARAM: c_int = 100_000;
 /// Of `aclInit`, which torch has called before.
 const REPEAT_INITIALIZE: c_int = 100_002;
 const RT_PARAM_INVALID: c_int = 107_000;
-/// Of `aclrtGetDevice` on a thread that has none yet.
+/// Of `aclrtGetCurrentContext` on a thread that has none yet.
 const RT_CONTEXT_NULL: c_int = 107_002;
 const RT_MEMORY_ALLOCATION: c_int = 207_001;
+const RT_NO_DEVICE: c_int = 207_004;
 
 /// `ACL_MEMCPY_*`.
 const HOST_TO_DEVICE: c_int = 1;
@@ -80,11 +93,23 @@ const EVENT_TIME_LINE: u32 = 8;
 /// `ACL_EVENT_RECORDED_STATUS_COMPLETE`; CUDA's success is 0, and this one's 0 is "not ready".
 const RECORDED_COMPLETE: c_int = 1;
 
+/// `ACL_STREAM_STATUS_COMPLETE`.
+const STREAM_COMPLETE: c_int = 0;
+
+/// `ACL_MODEL_RI_CAPTURE_MODE_RELAXED`.
+const RELAXED: c_int = 2;
+
 /// `ACL_MEM_MALLOC_HUGE_FIRST`.
 const HUGE_FIRST: c_int = 0;
 
 /// `ACL_HOST_REG_PINNED`.
 const PINNED: u32 = 0x1000_0000;
+
+/// Up to this version of Linux memory that ACL did not allocate cannot be registered: using it "leads to exceptions".
+const TOO_OLD_TO_PIN: (u32, u32) = (5, 10);
+
+/// Where Linux says its version.
+const OSRELEASE: &str = "/proc/sys/kernel/osrelease";
 
 /// Calls the runtime and checks the answer; the call is made in the caller's `unsafe`.
 macro_rules! call {
@@ -93,35 +118,58 @@ macro_rules! call {
     };
 }
 
-/// An error where a call did not succeed.
-fn check(call: &str, answer: c_int) -> Result<()> {
+/// An error where a call did not succeed. None is known after which it is certain that work is over.
+fn check(call: &str, answer: c_int) -> Result<(), Failed> {
     let kind = match answer {
         SUCCESS => return Ok(()),
         RT_MEMORY_ALLOCATION => ErrorKind::NoSpace,
         INVALID_PARAM | RT_PARAM_INVALID => ErrorKind::InvalidInput,
+        RT_NO_DEVICE => ErrorKind::Unsupported,
         _ => ErrorKind::Io,
     };
     let failed = Error::new(kind, "a call of the device's runtime failed");
-    Err(failed
-        .with("call", format!("acl{call}"))
-        .with("answer", format!("error {answer}")))
+    Err(Failed {
+        error: failed
+            .with("call", format!("acl{call}"))
+            .with("answer", format!("error {answer}")),
+        is_end: false,
+    })
+}
+
+/// Whether memory of ours can be pinned under this version of Linux.
+fn can_pin(osrelease: &str) -> bool {
+    let mut numbers = osrelease.split(['.', '-', '+']).map(str::parse);
+    match (numbers.next(), numbers.next()) {
+        (Some(Ok(major)), Some(Ok(minor))) => (major, minor) > TOO_OLD_TO_PIN,
+        _ => false,
+    }
 }
 
 /// A device of Ascend.
 pub(super) struct Ascend {
     calls: Calls,
-    pins: Option<Pins>,
+    /// Or why memory is not pinned.
+    pins: Result<Pins>,
+    captures: Option<Captures>,
     ordinal: i32,
+    /// The context that is the device's by itself.
+    context: *mut c_void,
     description: String,
     /// The process that made it; the runtime does not survive a fork.
-    process: u32,
+    origin: Origin,
 }
+
+// SAFETY: a handle of the runtime, which may be used by any thread; what depends on a thread is set by `bind`.
+unsafe impl Send for Ascend {}
+// SAFETY: as above.
+unsafe impl Sync for Ascend {}
 
 impl Ascend {
     /// Device number `ordinal`; `Unsupported` without a runtime, `Config` for a number there is none of.
     pub(super) fn open(ordinal: u32) -> Result<Self> {
         let library = library::find(&LIBRARY)?;
         let calls = Calls::load(&library, VENDOR, "acl")?;
+        library::check_begun()?;
         let (mut count, mut version) = (0_u32, [0_i32; 3]);
         let [major, minor, patch] = &mut version;
         // SAFETY: no configuration.
@@ -136,46 +184,72 @@ impl Ascend {
             let chip = (calls.rtGetSocName)();
             (!chip.is_null()).then(|| CStr::from_ptr(chip).to_string_lossy().into_owned())
         };
+        library::begun()?;
         if ordinal >= count {
-            let none = Error::new(
-                ErrorKind::Config,
-                "the machine has no device of this kind and number",
-            );
-            return Err(none
-                .with("device", format!("{VENDOR}:{ordinal}"))
-                .with("devices", count));
+            return Err(library::no_device(VENDOR, ordinal, count));
         }
+        let osrelease = std::fs::read_to_string(OSRELEASE).unwrap_or_default();
+        let pins = if can_pin(&osrelease) {
+            Pins::load(&library, VENDOR, "acl")
+        } else {
+            let old = "ACL pins no memory of ours under a version of Linux as old as this one";
+            Err(Error::new(ErrorKind::Unsupported, old).with("linux", osrelease.trim()))
+        };
         let chip = chip.as_deref().unwrap_or(VENDOR);
-        Ok(Self {
+        let mut device = Self {
             calls,
-            pins: Pins::load(&library, VENDOR, "acl").ok(),
+            pins,
+            captures: Captures::load(&library, VENDOR, "acl").ok(),
             ordinal: ordinal.cast_signed(),
+            context: null_mut(),
             description: format!(
                 "{chip} device {ordinal}, ACL {}.{}.{}",
                 version[0], version[1], version[2]
             ),
-            process: std::process::id(),
-        })
+            origin: Origin::this()?,
+        };
+        let bound = device.bind()?;
+        let context = device.current()?;
+        drop(bound);
+        device.context = context;
+        Ok(device)
     }
 
-    /// Makes the device current on this thread, until what is given ends where the thread had another one.
-    fn bind(&self) -> Result<Bound<'_>> {
-        library::check_process(self.process)?;
-        let mut before = 0;
-        // SAFETY: writes one number.
-        let answer = unsafe { (self.calls.rtGetDevice)(&raw mut before) };
-        if answer != RT_CONTEXT_NULL {
-            check("rtGetDevice", answer)?;
+    /// Makes the device current on this thread, by the context that it has by itself, and calls of this thread no trouble to
+    /// a graph that some thread captures, until what is given ends.
+    fn bind(&self) -> Result<Bound<'_>, Failed> {
+        self.origin.check(library::FORKED).map_err(Failed::of_parent)?;
+        let mut bound = Bound {
+            device: self,
+            mode: None,
+            before: null_mut(),
+        };
+        if let Some(captures) = &self.captures {
+            let mut mode = RELAXED;
+            // SAFETY: exchanges one number.
+            unsafe { call!(captures, mdlRICaptureThreadExchangeMode(&raw mut mode)) }?;
+            bound.mode = Some(mode);
         }
-        let before = (answer == SUCCESS).then_some(before);
-        if before != Some(self.ordinal) {
+        let before = self.current()?;
+        if before.is_null() || before != self.context {
             // SAFETY: a number.
             unsafe { call!(self.calls, rtSetDevice(self.ordinal)) }?;
+            if !is_own_thread() {
+                bound.before = before;
+            }
         }
-        Ok(Bound {
-            calls: &self.calls,
-            before: before.filter(|&before| before != self.ordinal),
-        })
+        Ok(bound)
+    }
+
+    /// The context of this thread; null where it has none.
+    fn current(&self) -> Result<*mut c_void, Failed> {
+        let mut context = null_mut();
+        // SAFETY: writes one handle.
+        let answer = unsafe { (self.calls.rtGetCurrentContext)(&raw mut context) };
+        if answer == RT_CONTEXT_NULL {
+            return Ok(null_mut());
+        }
+        check("rtGetCurrentContext", answer).map(|()| context)
     }
 
     /// Begins a copy. What follows the target is not ours, so the room there is what is copied.
@@ -191,28 +265,41 @@ impl Ascend {
         stream: RawStream,
     ) -> Result<()> {
         let _bound = self.bind()?;
+        let stream = handle(stream.0);
         // SAFETY: the caller vouches for both ranges until the stream's work is over.
-        unsafe {
-            call!(
-                self.calls,
-                rtMemcpyAsync(to, len, from, len, kind, handle(stream.0))
-            )
-        }
+        Ok(unsafe { call!(self.calls, rtMemcpyAsync(to, len, from, len, kind, stream)) }?)
+    }
+
+    /// Copies without a stream; else as [`Ascend::copy`].
+    ///
+    /// # Safety
+    /// As [`Runtime::to_device_now`].
+    unsafe fn copy_now(&self, to: *mut c_void, from: *const c_void, len: usize, kind: c_int) -> Result<()> {
+        let _bound = self.bind()?;
+        // SAFETY: the caller vouches for both ranges until the work of the default stream is over.
+        Ok(unsafe { call!(self.calls, rtMemcpy(to, len, from, len, kind)) }?)
     }
 }
 
-/// The device that a thread had is its current one again when this ends: torch's threads keep theirs.
+/// When this ends, the context that a thread of the caller's had is its current one again: torch's threads keep theirs. A
+/// thread that had none keeps ours: ACL has no call that takes it away.
 #[must_use]
 struct Bound<'a> {
-    calls: &'a Calls,
-    before: Option<i32>,
+    device: &'a Ascend,
+    /// The thread's own way with captures.
+    mode: Option<c_int>,
+    before: *mut c_void,
 }
 
 impl Drop for Bound<'_> {
     fn drop(&mut self) {
-        if let Some(before) = self.before {
-            // SAFETY: a number that the runtime gave. The answer would help nobody.
-            let _ = unsafe { call!(self.calls, rtSetDevice(before)) };
+        if !self.before.is_null() {
+            // SAFETY: a context that the runtime gave. The answer would help nobody.
+            let _ = unsafe { call!(self.device.calls, rtSetCurrentContext(self.before)) };
+        }
+        if let (Some(captures), Some(mode)) = (&self.device.captures, &mut self.mode) {
+            // SAFETY: as above.
+            let _ = unsafe { call!(captures, mdlRICaptureThreadExchangeMode(mode)) };
         }
     }
 }
@@ -248,8 +335,16 @@ impl Runtime for Ascend {
 
     fn synchronize(&self, stream: RawStream) -> Result<()> {
         let _bound = self.bind()?;
-        // SAFETY: a stream of ours.
-        unsafe { call!(self.calls, rtSynchronizeStream(handle(stream.0))) }
+        // SAFETY: a stream of ours, or the default one.
+        Ok(unsafe { call!(self.calls, rtSynchronizeStream(handle(stream.0))) }?)
+    }
+
+    fn is_over(&self, stream: RawStream) -> Result<bool, Failed> {
+        let _bound = self.bind()?;
+        let mut status = 0;
+        // SAFETY: a stream of ours, or the default one; writes one number.
+        unsafe { call!(self.calls, rtStreamQuery(handle(stream.0), &raw mut status)) }?;
+        Ok(status == STREAM_COMPLETE)
     }
 
     fn make_event(&self) -> Result<RawEvent> {
@@ -270,7 +365,7 @@ impl Runtime for Ascend {
     fn record(&self, event: RawEvent, stream: RawStream) -> Result<()> {
         let _bound = self.bind()?;
         // SAFETY: an event and a stream of ours.
-        unsafe { call!(self.calls, rtRecordEvent(handle(event.0), handle(stream.0))) }
+        Ok(unsafe { call!(self.calls, rtRecordEvent(handle(event.0), handle(stream.0))) }?)
     }
 
     /// An event that nobody recorded is not done here.
@@ -321,6 +416,17 @@ impl Runtime for Ascend {
         unsafe { self.copy(to.cast(), from, len, DEVICE_TO_HOST, stream) }
     }
 
+    unsafe fn to_device_now(&self, to: u64, from: *const u8, len: usize) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { self.copy_now(handle(to), from.cast(), len, HOST_TO_DEVICE) }
+    }
+
+    unsafe fn to_host_now(&self, to: *mut u8, from: u64, len: usize) -> Result<()> {
+        let from = with_exposed_provenance(from as usize);
+        // SAFETY: as above.
+        unsafe { self.copy_now(to.cast(), from, len, DEVICE_TO_HOST) }
+    }
+
     unsafe fn on_device(&self, to: u64, from: u64, len: usize, stream: RawStream) -> Result<()> {
         if !to.is_multiple_of(ALIGNED) || !from.is_multiple_of(ALIGNED) {
             let unaligned = Error::invalid("copies on this device begin at multiples of 64 bytes");
@@ -333,21 +439,22 @@ impl Runtime for Ascend {
 
     /// There are no kernels, so nobody asks for the device's address.
     unsafe fn register(&self, start: *mut u8, len: usize) -> Result<Option<u64>> {
-        let Some(pins) = &self.pins else {
-            let old = Error::new(ErrorKind::Unsupported, "this version of ACL does not pin memory");
-            return Err(old.with("function", "aclrtHostRegisterV2"));
-        };
+        let pins = self.pins.as_ref().map_err(Clone::clone)?;
+        if !start.addr().is_multiple_of(PAGE as usize) {
+            let unaligned = Error::invalid("memory that ACL pins begins at a multiple of 4096");
+            return Err(unaligned.with("address", format_args!("{start:p}")));
+        }
         let _bound = self.bind()?;
         // SAFETY: the caller vouches for the range.
         unsafe { call!(pins, rtHostRegisterV2(start.cast(), len as u64, PINNED)) }?;
         Ok(None)
     }
 
-    fn unregister(&self, start: *mut u8) {
-        if let (Some(pins), Ok(_bound)) = (&self.pins, self.bind()) {
-            // SAFETY: registered above, and the caller says that nothing uses it any more.
-            let _ = unsafe { call!(pins, rtHostUnregister(start.cast())) };
-        }
+    fn unregister(&self, start: *mut u8) -> Result<()> {
+        let pins = self.pins.as_ref().map_err(Clone::clone)?;
+        let _bound = self.bind()?;
+        // SAFETY: registered above, and the caller says that nothing uses it any more.
+        Ok(unsafe { call!(pins, rtHostUnregister(start.cast())) }?)
     }
 }
 
@@ -355,6 +462,30 @@ impl Runtime for Ascend {
 mod tests {
     use super::*;
     use crate::accelerator::library::tests::stub;
+
+    #[test]
+    fn old_versions_of_linux_pin_nothing() {
+        for old in [
+            "5.10.0-60.18.0.50.oe2203.aarch64",
+            "5.10",
+            "4.19.90-2102",
+            "3.10.0-1160.el7",
+            "",
+            "5",
+            "new",
+        ] {
+            assert!(!can_pin(old), "{old}");
+        }
+        for new in [
+            "5.11.0",
+            "5.15.0-91-generic",
+            "6.1.0-13-amd64\n",
+            "6.18.44-fc-v669",
+            "10.0",
+        ] {
+            assert!(can_pin(new), "{new}");
+        }
+    }
 
     #[test]
     fn a_function_that_is_missing_is_named_and_pinning_is_not_needed() {
@@ -369,7 +500,10 @@ mod tests {
         let (_directory, whole) = stub("acl", Calls::NAMES.iter().copied());
         assert!(Calls::load(&whole, VENDOR, "acl").is_ok());
         assert!(Pins::load(&whole, VENDOR, "acl").is_err());
-        let (_directory, newer) = stub("acl", Pins::NAMES.iter().copied());
+        assert!(Captures::load(&whole, VENDOR, "acl").is_err());
+        let newer = Pins::NAMES.iter().chain(Captures::NAMES);
+        let (_directory, newer) = stub("acl", newer.copied());
         assert!(Pins::load(&newer, VENDOR, "acl").is_ok());
+        assert!(Captures::load(&newer, VENDOR, "acl").is_ok());
     }
 }

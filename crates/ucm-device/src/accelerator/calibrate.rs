@@ -1,17 +1,17 @@
 //! What copies cost on a device: measured in a few milliseconds when it is first opened, by the device's own clock.
+#![allow(unsafe_code, reason = "copies between the buffers of a bench")]
 
 use std::collections::HashMap;
-use std::sync::Arc;
 
 use parking_lot::Mutex;
 use ucm_core::Result;
 
 use super::check::{Bench, single};
 use super::plan::{Costs, Method, Run};
-use super::runtime::{Direction, RawEvent, Runtime};
+use super::runtime::{Direction, RawEvent};
 
 /// Bytes of the large copies.
-const BYTES: usize = 4 << 20;
+const BYTES: usize = Bench::LEN;
 /// Bytes of a fragment where there are many.
 const FRAGMENT: usize = 4 << 10;
 /// Small copies, one after the other.
@@ -23,38 +23,39 @@ const ROUNDS: usize = 3;
 static KNOWN: Mutex<Option<HashMap<String, Costs>>> = Mutex::new(None);
 
 /// The costs of a device; those of its kernels are measured where they may be used.
-pub(super) fn costs(runtime: &Arc<dyn Runtime>, methods: &[Vec<Method>; 2]) -> Result<Costs> {
-    let mut known = KNOWN.lock();
-    let known = known.get_or_insert_default();
-    if let Some(costs) = known.get(runtime.description()) {
-        return Ok(*costs);
+pub(super) fn costs(bench: &mut Bench<'_>, methods: &[Vec<Method>; 2]) -> Result<Costs> {
+    let device = bench.runtime().description().to_owned();
+    let known = KNOWN.lock().get_or_insert_default().get(&device).copied();
+    if let Some(costs) = known {
+        return Ok(costs);
     }
-    let costs = Measure::new(runtime)?.costs(methods)?;
-    known.insert(runtime.description().to_owned(), costs);
-    Ok(costs)
+    let costs = Measure::new(bench)?.costs(methods)?; // which may hang: not with the lock
+    Ok(*KNOWN
+        .lock()
+        .get_or_insert_default()
+        .entry(device)
+        .or_insert(costs))
 }
 
-/// Buffers, and two events between which something is done.
-struct Measure {
-    bench: Bench,
-    runtime: Arc<dyn Runtime>,
+/// Two events between which something is done.
+struct Measure<'a, 'b> {
+    bench: &'a mut Bench<'b>,
     events: [RawEvent; 2],
 }
 
-impl Measure {
-    fn new(runtime: &Arc<dyn Runtime>) -> Result<Self> {
-        let bench = Bench::new(runtime, BYTES)?;
+impl<'a, 'b> Measure<'a, 'b> {
+    fn new(bench: &'a mut Bench<'b>) -> Result<Self> {
+        let runtime = bench.runtime();
         let first = runtime.make_event()?;
         let second = runtime.make_event().inspect_err(|_| runtime.end_event(first))?;
         Ok(Self {
             bench,
-            runtime: Arc::clone(runtime),
             events: [first, second],
         })
     }
 
     fn costs(&mut self, methods: &[Vec<Method>; 2]) -> Result<Costs> {
-        let device = self.bench.device;
+        let device = self.bench.device();
         let whole = |len| {
             vec![Run {
                 at: 0,
@@ -118,12 +119,14 @@ impl Measure {
     fn time(&mut self, method: Method, direction: Direction, runs: &[Run]) -> Result<f64> {
         let mut least = f64::INFINITY;
         for _ in 0..ROUNDS {
-            let stream = self.bench.lane.stream(direction);
-            self.runtime.record(self.events[0], stream)?;
-            self.bench.begin(method, direction, runs)?;
-            self.runtime.record(self.events[1], stream)?;
-            self.bench.lane.wait(direction)?;
-            let took = self.runtime.elapsed_ms(self.events[0], self.events[1])?;
+            let [first, second] = self.events;
+            // SAFETY: the buffers are the bench's alone, and are kept until the lane's work is over.
+            self.bench.run(direction, |lane, host| unsafe {
+                lane.record(first, direction)?;
+                lane.begin(method, direction, runs, host)?;
+                lane.record(second, direction)
+            })?;
+            let took = self.bench.runtime().elapsed_ms(first, second)?;
             least = least.min(f64::from(took) * 1e6);
         }
         Ok(least.max(1.0))
@@ -137,13 +140,10 @@ fn bytes_of(runs: &[Run]) -> f64 {
     runs.iter().map(|run| run.len).sum::<usize>() as f64
 }
 
-impl Drop for Measure {
+impl Drop for Measure<'_, '_> {
     fn drop(&mut self) {
-        for direction in [Direction::ToDevice, Direction::ToHost] {
-            let _ = self.bench.lane.wait(direction);
-        }
         for event in self.events {
-            self.runtime.end_event(event);
+            self.bench.runtime().end_event(event);
         }
     }
 }

@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use ucm_core::{Error, ErrorKind, Result};
 
-use super::lane::{Host, Lane};
+use super::lane::{Host, Lane, Lanes};
 use super::pinned::Pinned;
 use super::plan::{Method, Run};
 use super::runtime::{Direction, Runtime};
-use super::switched_off;
+use super::{Allocation, switched_off};
 use crate::arena::{ArenaOptions, HostArena};
 
-/// Bytes of each side.
+/// Bytes of each side that are copied.
 const BYTES: usize = 256 << 10;
 
 /// What the target holds before.
@@ -21,58 +21,75 @@ const POISON: u8 = 0xa5;
 /// What is copied: lengths with all alignments, a tail, and more than one tile.
 const LENGTHS: [usize; 10] = [16, 4096, 1, 40 << 10, 7, 8, 12, 1000, 16 << 10, 33];
 
-/// A host buffer and a device buffer of the same size, with a lane between them.
-pub(super) struct Bench {
+/// A host buffer and a device buffer of the same size, with a lane between them: all that a device is tried with when it is
+/// opened. Fields are dropped in their order: when the lane is, nothing uses the buffers any more.
+pub(super) struct Bench<'a> {
+    lanes: &'a Lanes,
     pub(super) lane: Lane,
-    runtime: Arc<dyn Runtime>,
-    pub(super) device: u64,
-    pub(super) pinned: Pinned,
-    pub(super) arena: Arc<HostArena>,
+    memory: Allocation,
+    pinned: Option<Arc<Pinned>>,
+    arena: Arc<HostArena>,
 }
 
-impl Bench {
-    pub(super) fn new(runtime: &Arc<dyn Runtime>, bytes: usize) -> Result<Self> {
-        let arena = HostArena::with(bytes, ArenaOptions::default())?;
-        // SAFETY: the arena is dropped after it.
-        let pinned = unsafe { Pinned::new(Arc::clone(runtime), arena.at(0), arena.len()) };
-        pinned.pin(arena.at(0).expose_provenance(), arena.len());
+impl<'a> Bench<'a> {
+    /// Bytes of each buffer.
+    pub(super) const LEN: usize = 4 << 20;
+
+    pub(super) fn new(lanes: &'a Lanes) -> Result<Self> {
+        let arena = lanes.arenas.make(Self::LEN, ArenaOptions::default())?;
         Ok(Self {
-            lane: Lane::new(Arc::clone(runtime))?,
-            device: runtime.allocate(bytes)?,
-            runtime: Arc::clone(runtime),
-            pinned,
+            lane: lanes.take()?,
+            memory: Allocation::new(&lanes.arenas.runtime, Self::LEN)?,
+            pinned: lanes.arenas.pin(arena.at(0).expose_provenance(), arena.len()),
             arena,
+            lanes,
         })
     }
 
-    /// Begins to move runs, which lie inside the two buffers; whatever happens, `drop` waits for them.
-    pub(super) fn begin(&mut self, method: Method, direction: Direction, runs: &[Run]) -> Result<()> {
+    /// Nothing is tried any more: the lane is the first that the device has.
+    pub(super) fn end(self) {
+        self.lanes.give(self.lane);
+    }
+
+    pub(super) fn runtime(&self) -> &dyn Runtime {
+        &*self.lanes.arenas.runtime
+    }
+
+    /// Address of the device's buffer.
+    pub(super) fn device(&self) -> u64 {
+        self.memory.address
+    }
+
+    /// Begins something on the lane and waits until it is over; a lane that failed is not used again.
+    pub(super) fn run(
+        &mut self,
+        direction: Direction,
+        begin: impl FnOnce(&mut Lane, Host<'_>) -> Result<()>,
+    ) -> Result<()> {
         let host = Host {
             first: self.arena.at(0),
-            pinned: Some(&self.pinned),
+            pinned: self.pinned.as_deref(),
         };
-        // SAFETY: the buffers are ours alone, and are kept until the lane's work is over.
-        unsafe { self.lane.begin(method, direction, runs, host) }
+        let begun = begin(&mut self.lane, host);
+        let result = self.lane.wait(direction).and(begun);
+        if result.is_err() {
+            self.lane = self.lanes.take()?;
+        }
+        result
     }
 
-    /// Moves runs and waits.
+    /// Moves runs, which lie inside the two buffers.
     fn copy(&mut self, method: Method, direction: Direction, runs: &[Run]) -> Result<()> {
-        let begun = self.begin(method, direction, runs);
-        self.lane.wait(direction).and(begun)
+        // SAFETY: the buffers are ours alone, and are kept until the lane's work is over.
+        self.run(direction, |lane, host| unsafe {
+            lane.begin(method, direction, runs, host)
+        })
     }
 
+    /// What is copied of the host's buffer.
     fn host(&mut self) -> &mut [u8] {
         // SAFETY: the arena's bytes are mapped and zeroed, nobody claimed any, and nothing is under way on the lane.
         unsafe { std::slice::from_raw_parts_mut(self.arena.at(0), BYTES) }
-    }
-}
-
-impl Drop for Bench {
-    fn drop(&mut self) {
-        for direction in [Direction::ToDevice, Direction::ToHost] {
-            let _ = self.lane.wait(direction);
-        }
-        self.runtime.free(self.device);
     }
 }
 
@@ -104,12 +121,12 @@ const DIRECTIONS: [Direction; 2] = [Direction::ToDevice, Direction::ToHost];
 /// The methods that give right bytes, by direction. Each is compared with single copies, in both directions: those of
 /// streams where they are right, otherwise the driver's plain ones, which are used then. An error where not even those
 /// are right.
-pub(super) fn methods(runtime: &Arc<dyn Runtime>) -> Result<[Vec<Method>; 2]> {
-    let judge = |method, direction, beside| {
-        let mut bench = Bench::new(runtime, BYTES)?; // buffers of its own: one that failed is not used again
-        bench.check(method, direction, beside)
+pub(super) fn methods(bench: &mut Bench<'_>) -> Result<[Vec<Method>; 2]> {
+    let mut beside = |method| {
+        DIRECTIONS
+            .iter()
+            .try_for_each(|&way| bench.check(method, way, method))
     };
-    let beside = |method| DIRECTIONS.iter().try_for_each(|&way| judge(method, way, method));
     let single = match beside(Method::Dma) {
         Ok(()) => Method::Dma,
         Err(error) => {
@@ -120,11 +137,9 @@ pub(super) fn methods(runtime: &Arc<dyn Runtime>) -> Result<[Vec<Method>; 2]> {
     let mut right = [Vec::new(), Vec::new()];
     for method in [Method::Dma, Method::Kernel, Method::Staging] {
         for direction in DIRECTIONS {
-            let bench = Bench::new(runtime, BYTES)?;
-            if !bench.lane.can(method) || method == Method::Kernel && !bench.is_mapped() {
+            if !bench.can(method) {
                 continue;
             }
-            drop(bench);
             // What kernels read of what to do comes by a copy: were it wrong, they would write anywhere.
             let judged = match method {
                 Method::Dma if single == Method::Dma => Ok(()),
@@ -133,13 +148,13 @@ pub(super) fn methods(runtime: &Arc<dyn Runtime>) -> Result<[Vec<Method>; 2]> {
                 {
                     Err(Error::new(ErrorKind::Corrupt, "copies to the device are wrong"))
                 }
-                _ => judge(method, direction, single),
+                _ => bench.check(method, direction, single),
             };
             let methods = &mut right[direction as usize];
             match judged {
                 Ok(()) => methods.push(method),
                 Err(error) => {
-                    switched_off(&**runtime, method, direction, &error);
+                    switched_off(bench.runtime(), method, direction, &error);
                     if method == Method::Dma {
                         methods.push(Method::Plain);
                     }
@@ -148,6 +163,32 @@ pub(super) fn methods(runtime: &Arc<dyn Runtime>) -> Result<[Vec<Method>; 2]> {
         }
     }
     Ok(right)
+}
+
+/// Whether copies on the device, by the driver, give right bytes.
+pub(super) fn copies_on_device(bench: &mut Bench<'_>, single: Method) -> Result<()> {
+    let half = BYTES / 2;
+    let (first, second) = (bench.device(), bench.device() + half as u64);
+    let whole = bench.whole();
+    noise(&mut bench.host()[..half], 5);
+    bench.host()[half..].fill(POISON);
+    let mut expected = bench.host().to_vec();
+    bench.copy(single, Direction::ToDevice, &whole)?;
+    let copies = [(0, 4096), (8192, 100), (64 << 10, 40 << 10)];
+    bench.run(Direction::ToDevice, |lane, _| {
+        copies.iter().try_for_each(|&(at, len)| {
+            // SAFETY: both ranges lie in the buffer, in different halves of it, and it is kept until the lane's work is
+            // over.
+            unsafe { lane.copy_on_device(second + at, first + at, len) }
+        })
+    })?;
+    for (at, len) in copies {
+        let at = at as usize;
+        expected.copy_within(at..at + len, half + at);
+    }
+    bench.host().fill(0);
+    bench.copy(single, Direction::ToHost, &whole)?;
+    compare(bench.host(), &expected)
 }
 
 /// How a run is copied by itself where these methods are right.
@@ -159,19 +200,25 @@ pub(super) fn single(methods: &[Method]) -> Method {
     }
 }
 
-impl Bench {
-    fn is_mapped(&self) -> bool {
-        self.pinned.mapped(self.arena.at(0).expose_provenance()).is_some()
+impl Bench<'_> {
+    /// Whether a method can be tried at all.
+    fn can(&self, method: Method) -> bool {
+        let mapped = |pinned: &Arc<Pinned>| pinned.mapped(self.arena.at(0).expose_provenance());
+        self.lane.can(method) && (method != Method::Kernel || self.pinned.as_ref().and_then(mapped).is_some())
+    }
+
+    /// All that is copied.
+    fn whole(&self) -> [Run; 1] {
+        [Run {
+            at: 0,
+            address: self.device(),
+            len: BYTES,
+        }]
     }
 
     /// Moves random bytes by a method, and everything else by single copies; all of the target is looked at.
     fn check(&mut self, method: Method, direction: Direction, single: Method) -> Result<()> {
-        let runs = runs(self.device);
-        let whole = [Run {
-            at: 0,
-            address: self.device,
-            len: BYTES,
-        }];
+        let (runs, whole) = (runs(self.device()), self.whole());
         let on_device = |run: &Run| (run.address - whole[0].address) as usize;
         let mut source = vec![0; BYTES];
         noise(&mut source, 2 + direction as u64);
@@ -199,16 +246,16 @@ impl Bench {
                 self.copy(single, Direction::ToHost, &whole)?;
             }
         }
-        let wrong = self
-            .host()
-            .iter()
-            .zip(&expected)
-            .filter(|(is, should)| is != should)
-            .count();
-        if wrong > 0 {
-            let differ = Error::new(ErrorKind::Corrupt, "bytes that were copied differ");
-            return Err(differ.with("bytes", wrong).with("of", BYTES));
-        }
-        Ok(())
+        compare(self.host(), &expected)
     }
+}
+
+fn compare(copied: &[u8], expected: &[u8]) -> Result<()> {
+    let pairs = copied.iter().zip(expected);
+    let wrong = pairs.filter(|(is, should)| is != should).count();
+    if wrong > 0 {
+        let differ = Error::new(ErrorKind::Corrupt, "bytes that were copied differ");
+        return Err(differ.with("bytes", wrong).with("of", expected.len()));
+    }
+    Ok(())
 }

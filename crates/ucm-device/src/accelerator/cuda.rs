@@ -5,13 +5,27 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr::{null_mut, with_exposed_provenance_mut};
 use std::sync::OnceLock;
 
-use cudarc::driver::sys::{self, CUresult};
+use cudarc::driver::sys::{
+    self, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmodule, CUresult, CUstream,
+    CUstreamCaptureMode,
+};
 use tracing::warn;
 use ucm_core::{Error, ErrorKind, Result};
 
-use super::library;
-use super::runtime::{Kernel, RawEvent, RawStream, Runtime};
+use super::library::{self, Places, functions};
+use super::runtime::{Failed, Kernel, RawEvent, RawStream, Runtime, ends_context};
+use crate::fork::Origin;
 use crate::numa;
+
+const VENDOR: &str = "cuda";
+
+/// The number is the driver's. The name without it may be a library that programs are linked with and that does nothing.
+const LIBRARY: Places = Places {
+    vendor: VENDOR,
+    known_by: None, // a tool that watches calls of the driver may have some of them too
+    names: &["libcuda.so.1", "libcuda.so"],
+    below: None,
+};
 
 /// The copy kernels, for every driver from 450 on: `tools/ptx.py` makes them from `kernels/copy.cu`.
 const PTX: &CStr = match CStr::from_bytes_with_nul(
@@ -31,120 +45,170 @@ const KERNELS: [&CStr; 3] = [c"ucm_batch", c"ucm_gather", c"ucm_scatter"];
 /// Threads of a block of theirs.
 const THREADS: c_uint = 256;
 
-/// What we call. A driver that lacks one of them is none for us: the bindings would panic at its first use.
-const NEEDED: [&str; 36] = [
-    "cuCtxGetCurrent",
-    "cuCtxGetStreamPriorityRange",
-    "cuCtxPopCurrent_v2",
-    "cuCtxPushCurrent_v2",
-    "cuCtxSetCurrent",
-    "cuDeviceGet",
-    "cuDeviceGetCount",
-    "cuDeviceGetName",
-    "cuDeviceGetPCIBusId",
-    "cuDevicePrimaryCtxRelease_v2",
-    "cuDevicePrimaryCtxRetain",
-    "cuDriverGetVersion",
-    "cuEventCreate",
-    "cuEventDestroy_v2",
-    "cuEventElapsedTime",
-    "cuEventQuery",
-    "cuEventRecord",
-    "cuGetErrorName",
-    "cuInit",
-    "cuLaunchKernel",
-    "cuMemAlloc_v2",
-    "cuMemFree_v2",
-    "cuMemHostGetDevicePointer_v2",
-    "cuMemHostRegister_v2",
-    "cuMemHostUnregister",
-    "cuMemcpyDtoDAsync_v2",
-    "cuMemcpyDtoHAsync_v2",
-    "cuMemcpyDtoH_v2",
-    "cuMemcpyHtoDAsync_v2",
-    "cuMemcpyHtoD_v2",
-    "cuModuleGetFunction",
-    "cuModuleLoadData",
-    "cuModuleUnload",
-    "cuStreamCreateWithPriority",
-    "cuStreamDestroy_v2",
-    "cuStreamSynchronize",
-];
+/// What we call. The answer is a number: a newer driver may give one that the bindings do not have.
+macro_rules! driver_calls {
+    ($($name:ident($($type:ty),*);)*) => {
+        functions! {
+            Calls { $($name($($type),*) -> c_uint;)* }
+        }
 
-/// An error where a call did not succeed.
-fn check(call: &'static str, result: CUresult) -> Result<()> {
-    if result == CUresult::CUDA_SUCCESS {
-        return Ok(());
+        // The types above are those of the bindings.
+        $(const _: unsafe fn($($type),*) -> CUresult = sys::$name;)*
+    };
+}
+
+driver_calls! {
+    cuCtxGetStreamPriorityRange(*mut c_int, *mut c_int);
+    cuCtxPopCurrent_v2(*mut CUcontext);
+    cuCtxPushCurrent_v2(CUcontext);
+    cuDeviceGet(*mut CUdevice, c_int);
+    cuDeviceGetCount(*mut c_int);
+    cuDeviceGetName(*mut c_char, c_int, CUdevice);
+    cuDeviceGetPCIBusId(*mut c_char, c_int, CUdevice);
+    cuDevicePrimaryCtxRelease_v2(CUdevice);
+    cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice);
+    cuDriverGetVersion(*mut c_int);
+    cuEventCreate(*mut CUevent, c_uint);
+    cuEventDestroy_v2(CUevent);
+    cuEventElapsedTime(*mut f32, CUevent, CUevent);
+    cuEventQuery(CUevent);
+    cuEventRecord(CUevent, CUstream);
+    cuInit(c_uint);
+    cuLaunchKernel(
+        CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void, *mut *mut c_void
+    );
+    cuMemAlloc_v2(*mut CUdeviceptr, usize);
+    cuMemFree_v2(CUdeviceptr);
+    cuMemHostGetDevicePointer_v2(*mut CUdeviceptr, *mut c_void, c_uint);
+    cuMemHostRegister_v2(*mut c_void, usize, c_uint);
+    cuMemHostUnregister(*mut c_void);
+    cuMemcpyDtoDAsync_v2(CUdeviceptr, CUdeviceptr, usize, CUstream);
+    cuMemcpyDtoHAsync_v2(*mut c_void, CUdeviceptr, usize, CUstream);
+    cuMemcpyDtoH_v2(*mut c_void, CUdeviceptr, usize);
+    cuMemcpyHtoDAsync_v2(CUdeviceptr, *const c_void, usize, CUstream);
+    cuMemcpyHtoD_v2(CUdeviceptr, *const c_void, usize);
+    cuModuleGetFunction(*mut CUfunction, CUmodule, *const c_char);
+    cuModuleLoadData(*mut CUmodule, *const c_void);
+    cuModuleUnload(CUmodule);
+    cuStreamCreateWithPriority(*mut CUstream, c_uint, c_int);
+    cuStreamDestroy_v2(CUstream);
+    cuStreamQuery(CUstream);
+    cuStreamSynchronize(CUstream);
+    cuThreadExchangeStreamCaptureMode(*mut CUstreamCaptureMode);
+}
+
+functions! {
+    /// What names an answer.
+    Names {
+        cuGetErrorName(c_uint, *mut *const c_char) -> c_uint;
     }
-    let mut name: *const c_char = std::ptr::null();
-    // SAFETY: the call writes one pointer, to a string that lives as long as the library.
-    let named = unsafe { sys::cuGetErrorName(result, &raw mut name) };
-    let name = if named == CUresult::CUDA_SUCCESS && !name.is_null() {
-        // SAFETY: as above.
-        unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
-    } else {
-        format!("error {}", result as u32)
-    };
-    let kind = match result {
-        CUresult::CUDA_ERROR_OUT_OF_MEMORY => ErrorKind::NoSpace,
-        CUresult::CUDA_ERROR_INVALID_VALUE => ErrorKind::InvalidInput,
-        // A driver that finds no GPU, and what stands in for one where programs are linked.
-        CUresult::CUDA_ERROR_NO_DEVICE | CUresult::CUDA_ERROR_STUB_LIBRARY => ErrorKind::Unsupported,
-        _ => ErrorKind::Io,
-    };
-    let failed = Error::new(kind, "a call of the CUDA driver failed");
-    Err(failed.with("call", call).with("answer", name))
+}
+
+const SUCCESS: c_uint = CUresult::CUDA_SUCCESS as c_uint;
+const INVALID_VALUE: c_uint = CUresult::CUDA_ERROR_INVALID_VALUE as c_uint;
+const OUT_OF_MEMORY: c_uint = CUresult::CUDA_ERROR_OUT_OF_MEMORY as c_uint;
+/// Of a process that was forked from one that had begun to use the driver.
+const NOT_INITIALIZED: c_uint = CUresult::CUDA_ERROR_NOT_INITIALIZED as c_uint;
+/// Of a driver that finds no GPU, and of what stands in for one where programs are linked.
+const NO_DEVICE: [c_uint; 2] = [
+    CUresult::CUDA_ERROR_NO_DEVICE as c_uint,
+    CUresult::CUDA_ERROR_STUB_LIBRARY as c_uint,
+];
+const NOT_READY: c_uint = CUresult::CUDA_ERROR_NOT_READY as c_uint;
+
+/// The driver's library.
+struct Driver {
+    calls: Calls,
+    names: Names,
 }
 
 /// Calls the driver and checks the answer; the call is made in the caller's `unsafe`.
-macro_rules! driver {
-    ($call:ident($($argument:expr),* $(,)?)) => {
-        check(stringify!($call), sys::$call($($argument),*))
+macro_rules! call {
+    ($driver:expr, $call:ident($($argument:expr),* $(,)?)) => {
+        $driver.check(stringify!($call), ($driver.calls.$call)($($argument),*))
     };
 }
 
-/// Loads the library, once in a process.
-fn load() -> Result<()> {
-    static LOADED: OnceLock<Result<()>> = OnceLock::new();
-    LOADED.get_or_init(find).clone()
-}
+impl Driver {
+    /// The one of this process, loaded and begun once.
+    fn get() -> Result<&'static Self> {
+        static LOADED: OnceLock<Result<Driver>> = OnceLock::new();
+        let driver = LOADED.get_or_init(Self::load).as_ref().map_err(Clone::clone)?;
+        library::check_begun()?;
+        Ok(driver)
+    }
 
-fn find() -> Result<()> {
-    library::stand_in()?; // its name is that of the driver's, so the search below meets it
-    // SAFETY: loads the driver's library, as torch does.
-    if !unsafe { sys::is_culib_present() } {
-        let none = "no CUDA driver is installed here: libcuda.so.1 cannot be loaded";
-        return Err(Error::new(ErrorKind::Unsupported, none));
-    }
-    // SAFETY: it is there.
-    let library = unsafe { sys::culib() };
-    for name in NEEDED {
-        // SAFETY: the symbol is looked up and not used.
-        if unsafe { library.get::<*const c_void>(name.as_bytes()) }.is_err() {
-            let lacks = "the CUDA driver is too old: it lacks a function that ucm calls";
-            return Err(Error::new(ErrorKind::Unsupported, lacks).with("function", name));
+    fn load() -> Result<Self> {
+        let library = library::find(&LIBRARY)?;
+        let driver = Self {
+            calls: Calls::load(&library, VENDOR, "")?,
+            names: Names::load(&library, VENDOR, "")?,
+        };
+        library::check_begun()?;
+        // SAFETY: the first call, as the driver wants it.
+        let answer = unsafe { (driver.calls.cuInit)(0) };
+        if answer == NOT_INITIALIZED {
+            // Torch, or whoever else, had begun before the fork.
+            return Err(Error::new(ErrorKind::Forked, library::FORKED));
         }
+        driver.check("cuInit", answer)?;
+        library::begun()?;
+        Ok(driver)
     }
-    // SAFETY: the first call, as the driver wants it.
-    unsafe { driver!(cuInit(0)) }
+
+    /// What the answer to a question for the end of work says.
+    fn is_done(&self, call: &'static str, answer: c_uint) -> Result<bool, Failed> {
+        if answer == NOT_READY {
+            return Ok(false);
+        }
+        self.check(call, answer).map(|()| true)
+    }
+
+    /// An error where a call did not succeed.
+    fn check(&self, call: &'static str, answer: c_uint) -> Result<(), Failed> {
+        if answer == SUCCESS {
+            return Ok(());
+        }
+        let mut name: *const c_char = std::ptr::null();
+        // SAFETY: the call writes one pointer, to a string that lives as long as the library.
+        let named = unsafe { (self.names.cuGetErrorName)(answer, &raw mut name) };
+        let name = if named == SUCCESS && !name.is_null() {
+            // SAFETY: as above.
+            unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+        } else {
+            format!("error {answer}")
+        };
+        let kind = match answer {
+            OUT_OF_MEMORY => ErrorKind::NoSpace,
+            INVALID_VALUE => ErrorKind::InvalidInput,
+            none if NO_DEVICE.contains(&none) => ErrorKind::Unsupported,
+            _ => ErrorKind::Io,
+        };
+        let failed = Error::new(kind, "a call of the CUDA driver failed");
+        Err(Failed {
+            error: failed.with("call", call).with("answer", name),
+            is_end: ends_context(answer),
+        })
+    }
 }
 
 /// A device of CUDA.
 pub(super) struct Cuda {
-    device: sys::CUdevice,
-    context: sys::CUcontext,
+    driver: &'static Driver,
+    device: CUdevice,
+    context: CUcontext,
     description: String,
     /// Of the memory that is nearest.
     node: Option<u32>,
     /// The process that made it; the driver does not survive a fork.
-    process: u32,
+    origin: Origin,
     kernels: Option<Kernels>,
 }
 
 /// The loaded kernels, in the order of [`Kernel`].
 struct Kernels {
-    module: sys::CUmodule,
-    functions: [sys::CUfunction; 3],
+    module: CUmodule,
+    functions: [CUfunction; 3],
 }
 
 // SAFETY: handles of the driver, which may be used by any thread; what depends on a thread is set by `bind`.
@@ -155,45 +219,35 @@ unsafe impl Sync for Cuda {}
 impl Cuda {
     /// Device number `ordinal`; `Unsupported` without a driver, `Config` for a number there is none of.
     pub(super) fn open(ordinal: u32) -> Result<Self> {
-        load()?;
+        let driver = Driver::get()?;
         let (mut count, mut device, mut version): (c_int, _, c_int) = (0, 0, 0);
         let (mut name, mut pci) = ([0 as c_char; 128], [0 as c_char; 32]);
         let mut context = null_mut();
         // SAFETY: writes one number.
-        unsafe { driver!(cuDeviceGetCount(&raw mut count)) }?;
+        unsafe { call!(driver, cuDeviceGetCount(&raw mut count)) }?;
         if i64::from(ordinal) >= i64::from(count) {
-            let none = Error::new(ErrorKind::Config, "the machine has no CUDA device of this number");
-            return Err(none.with("device", ordinal).with("devices", count));
+            return Err(library::no_device(VENDOR, ordinal, count));
         }
+        let (name_len, pci_len) = (name.len() as c_int - 1, pci.len() as c_int - 1);
         // SAFETY: each call writes one number, or at most so many bytes of a name with its end.
-        unsafe {
-            driver!(cuDeviceGet(&raw mut device, ordinal as c_int))?;
-            driver!(cuDeviceGetName(
-                name.as_mut_ptr(),
-                name.len() as c_int - 1,
-                device
-            ))?;
-            driver!(cuDriverGetVersion(&raw mut version))?;
-            driver!(cuDevicePrimaryCtxRetain(&raw mut context, device))?;
-        }
-        // SAFETY: writes at most so many bytes of a text with its end.
         let placed = unsafe {
-            driver!(cuDeviceGetPCIBusId(
-                pci.as_mut_ptr(),
-                pci.len() as c_int - 1,
-                device
-            ))
+            call!(driver, cuDeviceGet(&raw mut device, ordinal as c_int))?;
+            call!(driver, cuDeviceGetName(name.as_mut_ptr(), name_len, device))?;
+            call!(driver, cuDriverGetVersion(&raw mut version))?;
+            call!(driver, cuDevicePrimaryCtxRetain(&raw mut context, device))?;
+            call!(driver, cuDeviceGetPCIBusId(pci.as_mut_ptr(), pci_len, device))
         };
         // SAFETY: the last byte is still zero.
         let pci = unsafe { CStr::from_ptr(pci.as_ptr()) }.to_string_lossy();
         // SAFETY: the last byte is still zero.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy();
         let mut cuda = Self {
+            driver,
             device,
             context,
             description: format!("{name}, CUDA driver {}.{}", version / 1000, version % 1000 / 10),
             node: placed.ok().and_then(|()| numa::node_of(&pci)),
-            process: std::process::id(),
+            origin: Origin::this()?,
             kernels: None,
         };
         cuda.kernels = cuda
@@ -207,51 +261,63 @@ impl Cuda {
         let _bound = self.bind()?;
         let mut module = null_mut();
         // SAFETY: the text ends with a zero and is read during the call.
-        unsafe { driver!(cuModuleLoadData(&raw mut module, PTX.as_ptr().cast())) }?;
+        unsafe {
+            call!(
+                self.driver,
+                cuModuleLoadData(&raw mut module, PTX.as_ptr().cast())
+            )
+        }?;
         let mut functions = [null_mut(); 3];
         for (function, name) in functions.iter_mut().zip(KERNELS) {
             // SAFETY: the module was loaded just now, and the name ends with a zero.
-            let found = unsafe { driver!(cuModuleGetFunction(function, module, name.as_ptr())) };
-            if let Err(error) = found {
+            let found = unsafe { call!(self.driver, cuModuleGetFunction(function, module, name.as_ptr())) };
+            if let Err(failed) = found {
                 // SAFETY: loaded just now, and nothing uses it. The answer would help nobody.
-                let _ = unsafe { driver!(cuModuleUnload(module)) };
-                return Err(error);
+                let _ = unsafe { call!(self.driver, cuModuleUnload(module)) };
+                return Err(failed.into());
             }
         }
         Ok(Kernels { module, functions })
     }
 
-    /// Makes the device current on this thread, until what is given ends where the thread had another one.
-    fn bind(&self) -> Result<Bound> {
-        library::check_process(self.process)?;
-        let mut current = null_mut();
-        // SAFETY: writes one handle.
-        unsafe { driver!(cuCtxGetCurrent(&raw mut current)) }?;
-        if current == self.context {
-            return Ok(Bound(false));
-        }
+    /// Makes the device current on this thread, and calls of this thread no trouble to a graph that some thread captures,
+    /// until what is given ends.
+    fn bind(&self) -> Result<Bound, Failed> {
+        self.origin.check(library::FORKED).map_err(Failed::of_parent)?;
+        let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: exchanges one number.
+        unsafe { call!(self.driver, cuThreadExchangeStreamCaptureMode(&raw mut mode)) }?;
+        let mut bound = Bound {
+            driver: self.driver,
+            mode,
+            is_pushed: false,
+        };
         // SAFETY: the context is ours until `drop`.
-        unsafe {
-            if current.is_null() {
-                driver!(cuCtxSetCurrent(self.context))?;
-            } else {
-                driver!(cuCtxPushCurrent_v2(self.context))?;
-            }
-        }
-        Ok(Bound(!current.is_null()))
+        unsafe { call!(self.driver, cuCtxPushCurrent_v2(self.context)) }?;
+        bound.is_pushed = true;
+        Ok(bound)
     }
 }
 
-/// What a thread had current is current again when this ends, if it had something: torch's threads keep their device.
+/// When this ends, what the thread had current is current again, or nothing if it had nothing: torch takes the device of
+/// what is current.
 #[must_use]
-struct Bound(bool);
+struct Bound {
+    driver: &'static Driver,
+    /// The thread's own way with captures.
+    mode: CUstreamCaptureMode,
+    is_pushed: bool,
+}
 
 impl Drop for Bound {
     fn drop(&mut self) {
-        if self.0 {
-            let mut ours = null_mut();
-            // SAFETY: pops what `bind` pushed. The answer would help nobody.
-            let _ = unsafe { driver!(cuCtxPopCurrent_v2(&raw mut ours)) };
+        let mut ours = null_mut();
+        // SAFETY: takes back what `bind` did. The answers would help nobody.
+        unsafe {
+            if self.is_pushed {
+                let _ = call!(self.driver, cuCtxPopCurrent_v2(&raw mut ours));
+            }
+            let _ = call!(self.driver, cuThreadExchangeStreamCaptureMode(&raw mut self.mode));
         }
     }
 }
@@ -261,19 +327,19 @@ impl Drop for Cuda {
         if let Ok(_bound) = self.bind() {
             if let Some(kernels) = &self.kernels {
                 // SAFETY: loaded in `open`; what launched its kernels has ended. The answer would help nobody.
-                let _ = unsafe { driver!(cuModuleUnload(kernels.module)) };
+                let _ = unsafe { call!(self.driver, cuModuleUnload(kernels.module)) };
             }
             // SAFETY: retained in `open`; nothing of ours uses it any more. The answer would help nobody.
-            let _ = unsafe { driver!(cuDevicePrimaryCtxRelease_v2(self.device)) };
+            let _ = unsafe { call!(self.driver, cuDevicePrimaryCtxRelease_v2(self.device)) };
         }
     }
 }
 
-fn stream_of(stream: RawStream) -> sys::CUstream {
+fn stream_of(stream: RawStream) -> CUstream {
     with_exposed_provenance_mut(stream.0 as usize)
 }
 
-fn event_of(event: RawEvent) -> sys::CUevent {
+fn event_of(event: RawEvent) -> CUevent {
     with_exposed_provenance_mut(event.0 as usize)
 }
 
@@ -289,12 +355,18 @@ impl Runtime for Cuda {
     fn make_stream(&self) -> Result<RawStream> {
         let _bound = self.bind()?;
         let (mut least, mut greatest): (c_int, c_int) = (0, 0);
-        let mut stream: sys::CUstream = null_mut();
+        let mut stream: CUstream = null_mut();
         let apart = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
         // SAFETY: the calls write two numbers and one handle.
         unsafe {
-            driver!(cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest))?;
-            driver!(cuStreamCreateWithPriority(&raw mut stream, apart, greatest))?;
+            call!(
+                self.driver,
+                cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest)
+            )?;
+            call!(
+                self.driver,
+                cuStreamCreateWithPriority(&raw mut stream, apart, greatest)
+            )?;
         }
         Ok(RawStream(stream.expose_provenance() as u64))
     }
@@ -302,51 +374,61 @@ impl Runtime for Cuda {
     fn end_stream(&self, stream: RawStream) {
         if let Ok(_bound) = self.bind() {
             // SAFETY: a stream of ours that nobody uses any more; the driver ends it after its work.
-            let _ = unsafe { driver!(cuStreamDestroy_v2(stream_of(stream))) };
+            let _ = unsafe { call!(self.driver, cuStreamDestroy_v2(stream_of(stream))) };
         }
     }
 
     fn synchronize(&self, stream: RawStream) -> Result<()> {
         let _bound = self.bind()?;
-        // SAFETY: a stream of ours.
-        unsafe { driver!(cuStreamSynchronize(stream_of(stream))) }
+        // SAFETY: a stream of ours, or the default one.
+        Ok(unsafe { call!(self.driver, cuStreamSynchronize(stream_of(stream))) }?)
+    }
+
+    fn is_over(&self, stream: RawStream) -> Result<bool, Failed> {
+        let _bound = self.bind()?;
+        // SAFETY: a stream of ours, or the default one.
+        let answer = unsafe { (self.driver.calls.cuStreamQuery)(stream_of(stream)) };
+        self.driver.is_done("cuStreamQuery", answer)
     }
 
     fn make_event(&self) -> Result<RawEvent> {
         let _bound = self.bind()?;
-        let mut event: sys::CUevent = null_mut();
+        let mut event: CUevent = null_mut();
         // SAFETY: writes one handle.
-        unsafe { driver!(cuEventCreate(&raw mut event, 0)) }?;
+        unsafe { call!(self.driver, cuEventCreate(&raw mut event, 0)) }?;
         Ok(RawEvent(event.expose_provenance() as u64))
     }
 
     fn end_event(&self, event: RawEvent) {
         if let Ok(_bound) = self.bind() {
             // SAFETY: an event of ours that nobody uses any more.
-            let _ = unsafe { driver!(cuEventDestroy_v2(event_of(event))) };
+            let _ = unsafe { call!(self.driver, cuEventDestroy_v2(event_of(event))) };
         }
     }
 
     fn record(&self, event: RawEvent, stream: RawStream) -> Result<()> {
         let _bound = self.bind()?;
         // SAFETY: an event and a stream of ours.
-        unsafe { driver!(cuEventRecord(event_of(event), stream_of(stream))) }
+        Ok(unsafe { call!(self.driver, cuEventRecord(event_of(event), stream_of(stream))) }?)
     }
 
     fn is_done(&self, event: RawEvent) -> Result<bool> {
         let _bound = self.bind()?;
         // SAFETY: an event of ours, or one whose maker keeps it while it is asked about.
-        match unsafe { sys::cuEventQuery(event_of(event)) } {
-            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            other => check("cuEventQuery", other).map(|()| true),
-        }
+        let answer = unsafe { (self.driver.calls.cuEventQuery)(event_of(event)) };
+        Ok(self.driver.is_done("cuEventQuery", answer)?)
     }
 
     fn elapsed_ms(&self, from: RawEvent, to: RawEvent) -> Result<f32> {
         let _bound = self.bind()?;
         let mut elapsed = 0.0;
         // SAFETY: two events of ours; writes one number.
-        unsafe { driver!(cuEventElapsedTime(&raw mut elapsed, event_of(from), event_of(to))) }?;
+        unsafe {
+            call!(
+                self.driver,
+                cuEventElapsedTime(&raw mut elapsed, event_of(from), event_of(to))
+            )
+        }?;
         Ok(elapsed)
     }
 
@@ -354,63 +436,82 @@ impl Runtime for Cuda {
         let _bound = self.bind()?;
         let mut address = 0;
         // SAFETY: writes one address.
-        unsafe { driver!(cuMemAlloc_v2(&raw mut address, bytes)) }?;
+        unsafe { call!(self.driver, cuMemAlloc_v2(&raw mut address, bytes)) }?;
         Ok(address)
     }
 
     fn free(&self, address: u64) {
         if let Ok(_bound) = self.bind() {
             // SAFETY: allocated above, and the caller says that nothing uses it any more.
-            let _ = unsafe { driver!(cuMemFree_v2(address)) };
+            let _ = unsafe { call!(self.driver, cuMemFree_v2(address)) };
         }
     }
 
     unsafe fn to_device(&self, to: u64, from: *const u8, len: usize, stream: RawStream) -> Result<()> {
         let _bound = self.bind()?;
         // SAFETY: the caller vouches for both ranges until the stream's work is over.
-        unsafe { driver!(cuMemcpyHtoDAsync_v2(to, from.cast(), len, stream_of(stream))) }
+        Ok(unsafe {
+            call!(
+                self.driver,
+                cuMemcpyHtoDAsync_v2(to, from.cast(), len, stream_of(stream))
+            )
+        }?)
     }
 
     unsafe fn to_host(&self, to: *mut u8, from: u64, len: usize, stream: RawStream) -> Result<()> {
         let _bound = self.bind()?;
         // SAFETY: as above.
-        unsafe { driver!(cuMemcpyDtoHAsync_v2(to.cast(), from, len, stream_of(stream))) }
+        Ok(unsafe {
+            call!(
+                self.driver,
+                cuMemcpyDtoHAsync_v2(to.cast(), from, len, stream_of(stream))
+            )
+        }?)
     }
 
     unsafe fn to_device_now(&self, to: u64, from: *const u8, len: usize) -> Result<()> {
         let _bound = self.bind()?;
         // SAFETY: the caller vouches for both ranges.
-        unsafe { driver!(cuMemcpyHtoD_v2(to, from.cast(), len)) }
+        Ok(unsafe { call!(self.driver, cuMemcpyHtoD_v2(to, from.cast(), len)) }?)
     }
 
     unsafe fn to_host_now(&self, to: *mut u8, from: u64, len: usize) -> Result<()> {
         let _bound = self.bind()?;
         // SAFETY: as above.
-        unsafe { driver!(cuMemcpyDtoH_v2(to.cast(), from, len)) }
+        Ok(unsafe { call!(self.driver, cuMemcpyDtoH_v2(to.cast(), from, len)) }?)
     }
 
     unsafe fn on_device(&self, to: u64, from: u64, len: usize, stream: RawStream) -> Result<()> {
         let _bound = self.bind()?;
         // SAFETY: as above.
-        unsafe { driver!(cuMemcpyDtoDAsync_v2(to, from, len, stream_of(stream))) }
+        Ok(unsafe {
+            call!(
+                self.driver,
+                cuMemcpyDtoDAsync_v2(to, from, len, stream_of(stream))
+            )
+        }?)
     }
 
     unsafe fn register(&self, start: *mut u8, len: usize) -> Result<Option<u64>> {
         let _bound = self.bind()?;
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
         // SAFETY: the caller vouches for the range.
-        unsafe { driver!(cuMemHostRegister_v2(start.cast(), len, flags)) }?;
+        unsafe { call!(self.driver, cuMemHostRegister_v2(start.cast(), len, flags)) }?;
         let mut address = 0;
         // SAFETY: registered just now; writes one address.
-        let mapped = unsafe { driver!(cuMemHostGetDevicePointer_v2(&raw mut address, start.cast(), 0)) };
+        let mapped = unsafe {
+            call!(
+                self.driver,
+                cuMemHostGetDevicePointer_v2(&raw mut address, start.cast(), 0)
+            )
+        };
         Ok(mapped.is_ok().then_some(address))
     }
 
-    fn unregister(&self, start: *mut u8) {
-        if let Ok(_bound) = self.bind() {
-            // SAFETY: registered above, and the caller says that nothing uses it any more.
-            let _ = unsafe { driver!(cuMemHostUnregister(start.cast())) };
-        }
+    fn unregister(&self, start: *mut u8) -> Result<()> {
+        let _bound = self.bind()?;
+        // SAFETY: registered above, and the caller says that nothing uses it any more.
+        Ok(unsafe { call!(self.driver, cuMemHostUnregister(start.cast())) }?)
     }
 
     fn has_kernels(&self) -> bool {
@@ -438,19 +539,44 @@ impl Runtime for Cuda {
         // SAFETY: the function is that of a loaded module, which takes two or three words; the driver reads them during the
         // call. The caller vouches for what they name.
         unsafe {
-            driver!(cuLaunchKernel(
-                kernels.functions[kernel as usize],
-                grid[0],
-                grid[1],
-                1,
-                THREADS,
-                1,
-                1,
-                0,
-                stream_of(stream),
-                parameters.as_mut_ptr(),
-                null_mut(),
-            ))
+            Ok(call!(
+                self.driver,
+                cuLaunchKernel(
+                    kernels.functions[kernel as usize],
+                    grid[0],
+                    grid[1],
+                    1,
+                    THREADS,
+                    1,
+                    1,
+                    0,
+                    stream_of(stream),
+                    parameters.as_mut_ptr(),
+                    null_mut(),
+                )
+            )?)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::accelerator::library::tests::stub;
+
+    #[test]
+    fn a_function_that_is_missing_is_named() {
+        for missing in Calls::NAMES.iter().step_by(9) {
+            let there = Calls::NAMES.iter().copied().filter(|name| name != missing);
+            let (_directory, library) = stub("", there);
+            let error = Calls::load(&library, VENDOR, "").err().unwrap();
+            assert_eq!(error.kind(), ErrorKind::Unsupported);
+            let text = error.to_string();
+            assert!(text.contains(&format!("function={missing}")), "{text}");
+        }
+        let (_directory, whole) = stub("", Calls::NAMES.iter().copied());
+        assert!(Calls::load(&whole, VENDOR, "").is_ok());
+        let unnamed = Names::load(&whole, VENDOR, "").err().unwrap().to_string();
+        assert!(unnamed.contains(Names::NAMES[0]), "{unnamed}");
     }
 }

@@ -6,13 +6,15 @@
 )]
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
+use parking_lot::Mutex;
 use tracing::warn;
-use ucm_core::{Error, Result};
+use ucm_core::{Error, ErrorKind, Result};
 
-use super::pinned::Pinned;
+use super::pinned::{Arenas, Pinned};
 use super::plan::{DESCRIPTOR, Method, Run};
-use super::runtime::{Direction, Kernel, RawStream, Runtime};
+use super::runtime::{Direction, Kernel, RawEvent, RawStream, Runtime, wait_until_over};
 use crate::arena::{ArenaOptions, HostArena};
 
 /// Bytes that are staged at once.
@@ -20,6 +22,10 @@ pub(super) const STAGED: usize = 8 << 20;
 
 /// Descriptors of one round; a transfer of more makes several, each after the one before it.
 const DESCRIPTORS: usize = 16 << 10;
+
+/// Lanes of a device that have such a buffer, and room for descriptors: 8.4 MiB of its memory each. More would not be
+/// faster: two keep the bus busy in a direction.
+const ROOMS: usize = 4;
 
 /// Segments in the buffer begin at multiples of this.
 const ALIGNED: usize = 256;
@@ -76,59 +82,124 @@ struct Segment {
     len: usize,
 }
 
-/// Streams and memory of one user of a device.
-pub(super) struct Lane {
-    runtime: Arc<dyn Runtime>,
-    streams: [RawStream; 2],
-    /// On the device: the staged bytes, then descriptors.
-    memory: Option<u64>,
-    /// On the host, pinned: descriptors.
-    descriptors: Option<(Arc<HostArena>, Arc<Pinned>)>,
+/// The lanes of a device that nobody uses.
+pub(super) struct Lanes {
+    pub(super) arenas: Arenas,
+    idle: Mutex<Vec<Lane>>,
+    rooms: Arc<AtomicUsize>,
 }
 
-impl Lane {
+impl Lanes {
     pub(super) fn new(runtime: Arc<dyn Runtime>) -> Result<Self> {
+        Ok(Self {
+            arenas: Arenas::new(runtime)?,
+            idle: Mutex::default(),
+            rooms: Arc::default(),
+        })
+    }
+
+    /// One that nobody uses, with room if there is one, or a new one: as many as there are transfers at a time.
+    pub(super) fn take(&self) -> Result<Lane> {
+        let mut idle = self.idle.lock();
+        let last = idle.len().checked_sub(1);
+        if let Some(at) = idle.iter().rposition(|lane| lane.room.is_some()).or(last) {
+            return Ok(idle.swap_remove(at));
+        }
+        drop(idle);
+        self.make()
+    }
+
+    /// Gives back one whose last transfer went well.
+    pub(super) fn give(&self, lane: Lane) {
+        self.idle.lock().push(lane);
+    }
+
+    fn make(&self) -> Result<Lane> {
+        let runtime = Arc::clone(&self.arenas.runtime);
         let to_device = runtime.make_stream()?;
         let to_host = runtime
             .make_stream()
             .inspect_err(|_| runtime.end_stream(to_device))?;
-        let mut lane = Self {
+        let mut lane = Lane {
             runtime,
             streams: [to_device, to_host],
-            memory: None,
-            descriptors: None,
+            room: None,
         };
         if lane.runtime.has_kernels() {
-            // A model may have taken all of the device's memory: then there are plain copies.
-            if let Err(error) = lane.make_room() {
-                warn!(%error, "no memory for staged copies: small copies are slow");
-            }
+            lane.room = self.make_room();
         }
         Ok(lane)
     }
 
-    fn make_room(&mut self) -> Result<()> {
-        let arena = HostArena::with(DESCRIPTORS * DESCRIPTOR, ArenaOptions::default())?;
-        // SAFETY: both are kept together, and the arena is dropped last.
-        let pinned = unsafe { Pinned::new(Arc::clone(&self.runtime), arena.at(0), arena.len()) };
-        pinned.pin(arena.at(0).expose_provenance(), arena.len());
-        self.memory = Some(self.runtime.allocate(STAGED + DESCRIPTORS * DESCRIPTOR)?);
-        self.descriptors = Some((arena, Arc::new(pinned)));
-        Ok(())
+    /// `None` where there are enough, or no memory: a model may have taken all that the device has.
+    fn make_room(&self) -> Option<Room> {
+        let counted = Counted(Arc::clone(&self.rooms));
+        if self.rooms.fetch_add(1, Ordering::Relaxed) >= ROOMS {
+            return None;
+        }
+        let made = || -> Result<(Arc<HostArena>, u64)> {
+            let arena = self
+                .arenas
+                .make(DESCRIPTORS * DESCRIPTOR, ArenaOptions::default())?;
+            self.arenas.pin(arena.at(0).expose_provenance(), arena.len());
+            Ok((
+                arena,
+                self.arenas.runtime.allocate(STAGED + DESCRIPTORS * DESCRIPTOR)?,
+            ))
+        };
+        let refused = |error: &Error| warn!(%error, "no memory for staged copies: small copies are slow");
+        let (descriptors, memory) = made().inspect_err(refused).ok()?;
+        Some(Room {
+            memory,
+            descriptors,
+            _counted: counted,
+        })
     }
+}
 
+/// One of so many; given back when it is dropped.
+struct Counted(Arc<AtomicUsize>);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Memory through which small pieces go.
+struct Room {
+    /// On the device: the staged bytes, then descriptors.
+    memory: u64,
+    /// On the host, pinned: descriptors.
+    descriptors: Arc<HostArena>,
+    _counted: Counted,
+}
+
+/// Streams of one user of a device, and memory, where it has some.
+pub(super) struct Lane {
+    runtime: Arc<dyn Runtime>,
+    streams: [RawStream; 2],
+    room: Option<Room>,
+}
+
+impl Lane {
     /// Whether it can do a method at all.
     pub(super) fn can(&self, method: Method) -> bool {
-        matches!(method, Method::Dma | Method::Plain) || self.descriptors.is_some()
+        matches!(method, Method::Dma | Method::Plain) || self.room.is_some()
     }
 
-    pub(super) fn stream(&self, direction: Direction) -> RawStream {
+    fn stream(&self, direction: Direction) -> RawStream {
         self.streams[direction as usize]
+    }
+
+    /// Records an event behind what was begun in a direction.
+    pub(super) fn record(&self, event: RawEvent, direction: Direction) -> Result<()> {
+        self.runtime.record(event, self.stream(direction))
     }
 
     /// Waits until a direction's work is over, failed or not.
     pub(super) fn wait(&self, direction: Direction) -> Result<()> {
-        self.runtime.synchronize(self.stream(direction))
+        wait_until_over(&*self.runtime, self.stream(direction))
     }
 
     /// Begins to move runs; where there are more than one round of descriptors, waits for all rounds but the last.
@@ -143,6 +214,9 @@ impl Lane {
         runs: &[Run],
         host: Host<'_>,
     ) -> Result<()> {
+        if runs.is_empty() {
+            return Ok(());
+        }
         if method == Method::Dma {
             for run in runs {
                 // SAFETY: as the caller vouches.
@@ -151,17 +225,17 @@ impl Lane {
             return Ok(());
         }
         if method == Method::Plain {
-            for run in runs {
+            let copied = runs.iter().try_for_each(|run| {
                 let (device, host) = (run.address, host.at(run.at));
-                // SAFETY: as the caller vouches.
+                // SAFETY: as the caller vouches, and waited for here.
                 unsafe {
                     match direction {
-                        Direction::ToDevice => self.runtime.to_device_now(device, host, run.len)?,
-                        Direction::ToHost => self.runtime.to_host_now(host, device, run.len)?,
+                        Direction::ToDevice => self.runtime.to_device_now(device, host, run.len),
+                        Direction::ToHost => self.runtime.to_host_now(host, device, run.len),
                     }
                 }
-            }
-            return Ok(());
+            });
+            return wait_until_over(&*self.runtime, RawStream::DEFAULT).and(copied);
         }
         for (number, round) in runs.chunks(DESCRIPTORS).enumerate() {
             if number > 0 {
@@ -235,7 +309,7 @@ impl Lane {
         }
         let stream = self.stream(direction);
         let descriptors = self.upload(&pieces, stream)?;
-        let buffer = self.memory()?;
+        let buffer = self.room()?.memory;
         for chunk in &chunks {
             let some = &runs[chunk.first..chunk.first + chunk.offsets.len()];
             let (first, count) = (descriptors + (chunk.first * DESCRIPTOR) as u64, some.len() as u64);
@@ -260,19 +334,40 @@ impl Lane {
         Ok(())
     }
 
-    /// Copies between places on the device, by one kernel where it may be used.
+    /// Begins one copy on the device by the driver.
+    ///
+    /// # Safety
+    /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of both ranges, which do not overlap.
+    pub(super) unsafe fn copy_on_device(&self, to: u64, from: u64, len: usize) -> Result<()> {
+        let stream = self.stream(Direction::ToDevice);
+        // SAFETY: as the caller vouches.
+        unsafe { self.runtime.on_device(to, from, len, stream) }
+    }
+
+    /// Copies between places on the device: several by one kernel, where `kernel` says that it is right, one by the driver,
+    /// where `copies` says so of its copies.
     ///
     /// # Safety
     /// What [`DeviceSpan::new`](crate::DeviceSpan::new) asks holds of all; no pair writes what another reads or writes.
-    pub(super) unsafe fn begin_on_device(&mut self, pairs: &[[u64; 3]], kernel: bool) -> Result<()> {
+    pub(super) unsafe fn begin_on_device(
+        &mut self,
+        pairs: &[[u64; 3]],
+        kernel: bool,
+        copies: bool,
+    ) -> Result<()> {
         let direction = Direction::ToDevice;
         let stream = self.stream(direction);
-        if pairs.len() < 2 || !kernel || !self.can(Method::Kernel) {
+        let kernel = kernel && self.can(Method::Kernel);
+        if copies && (pairs.len() < 2 || !kernel) {
             for &[from, to, len] in pairs {
                 // SAFETY: as the caller vouches.
-                unsafe { self.runtime.on_device(to, from, len as usize, stream) }?;
+                unsafe { self.copy_on_device(to, from, len as usize) }?;
             }
             return Ok(());
+        }
+        if !kernel {
+            let wrong = "copies on this device were wrong when it was opened, and are not used";
+            return Err(Error::new(ErrorKind::Unsupported, wrong));
         }
         for (number, round) in pairs.chunks(DESCRIPTORS).enumerate() {
             if number > 0 {
@@ -290,18 +385,15 @@ impl Lane {
         Ok(())
     }
 
-    fn memory(&self) -> Result<u64> {
-        self.memory
-            .ok_or_else(|| Error::internal("a kernel was begun on a device without any"))
+    fn room(&self) -> Result<&Room> {
+        let none = || Error::internal("a kernel was begun on a lane without room");
+        self.room.as_ref().ok_or_else(none)
     }
 
     /// Begins to bring descriptors to the device; where they are there. The ones before must not be in use any more.
     fn upload(&mut self, descriptors: &[[u64; 3]], stream: RawStream) -> Result<u64> {
-        let to = self.memory()? + STAGED as u64;
-        let Some((arena, _)) = &self.descriptors else {
-            return Err(Error::internal("a lane without memory for descriptors"));
-        };
-        let from = arena.at(0);
+        let room = self.room()?;
+        let (to, from) = (room.memory + STAGED as u64, room.descriptors.at(0));
         debug_assert!(descriptors.len() <= DESCRIPTORS);
         // SAFETY: the arena is the lane's own, of room for so many, and nothing on the device reads it now; the range on
         // the device is the lane's too.
@@ -315,20 +407,14 @@ impl Lane {
     }
 }
 
-/// Memory is free again only when the driver says that all work is over; where that call never returns, the thread that
-/// drops the lane keeps it, and what it holds besides.
 impl Drop for Lane {
     fn drop(&mut self) {
         for stream in self.streams {
-            let _ = self.runtime.synchronize(stream);
+            let _ = wait_until_over(&*self.runtime, stream); // its error is told to who began the work
             self.runtime.end_stream(stream);
         }
-        if let Some(memory) = self.memory {
-            self.runtime.free(memory);
-        }
-        if let Some((arena, pinned)) = self.descriptors.take() {
-            drop(pinned);
-            drop(arena);
+        if let Some(room) = &self.room {
+            self.runtime.free(room.memory);
         }
     }
 }

@@ -3,11 +3,14 @@
 
 use std::ffi::c_int;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use libloading::AsFilename;
 use libloading::os::unix::Library;
 use tracing::warn;
 use ucm_core::{Error, ErrorKind, Result};
+
+use crate::fork::Origin;
 
 /// Tests name a library here that stands for the vendor's.
 const TEST_LIBRARY: &str = "UCM_TEST_DRIVER";
@@ -22,8 +25,8 @@ pub(super) type Function = unsafe extern "C" fn();
 pub(super) struct Places {
     /// Whose it is, for errors.
     pub(super) vendor: &'static str,
-    /// A function that only it has: where the process has that already, the library is there.
-    pub(super) known_by: &'static str,
+    /// A function that only it has: where the process shows that to everybody already, the library is there.
+    pub(super) known_by: Option<&'static str>,
     /// Its names, the most likely one first.
     pub(super) names: &'static [&'static str],
     /// An environment variable that names a directory, and a path in that, where to look before the loader does.
@@ -31,7 +34,7 @@ pub(super) struct Places {
 }
 
 /// The library that tests put in the place of every vendor's.
-pub(super) fn stand_in() -> Result<Option<Library>> {
+fn stand_in() -> Result<Option<Library>> {
     let Some(path) = std::env::var_os(TEST_LIBRARY) else {
         return Ok(None);
     };
@@ -49,7 +52,10 @@ pub(super) fn find(places: &Places) -> Result<Library> {
         return Ok(library);
     }
     let process = Library::this();
-    if function(&process, places.known_by).is_some() {
+    if places
+        .known_by
+        .is_some_and(|name| function(&process, name).is_some())
+    {
         return Ok(process);
     }
     let loaded = places
@@ -97,13 +103,35 @@ pub(super) fn needed(library: &Library, vendor: &'static str, name: &str) -> Res
     })
 }
 
-/// An error in a process that was forked from the one that opened a device: runtimes do not survive that.
-pub(super) fn check_process(opened_by: u32) -> Result<()> {
-    if std::process::id() == opened_by {
-        return Ok(());
-    }
-    let forked = "this device was opened before a fork; open it in the process that uses it";
-    Err(Error::new(ErrorKind::Unsupported, forked))
+/// The first process of this one and its parents that used a vendor's library.
+static BEGUN: OnceLock<Origin> = OnceLock::new();
+
+/// What a child of a process that opened a device is told: runtimes do not survive a fork.
+pub(super) const FORKED: &str = "this device was opened before a fork; open it in the process that uses it";
+
+/// `Forked` where a parent of this process used a vendor's library; asked before the first call of one.
+pub(super) fn check_begun() -> Result<()> {
+    BEGUN.get().map_or(Ok(()), |begun| begun.check(FORKED))
+}
+
+/// Remembers that this process uses a vendor's library; told after the first call that went well.
+pub(super) fn begun() -> Result<Origin> {
+    let origin = Origin::this()?;
+    BEGUN.get_or_init(|| origin);
+    Ok(origin)
+}
+
+/// There is no device of this kind and number: `Unsupported` where there is none of the kind at all.
+pub(super) fn no_device(vendor: &str, ordinal: u32, count: impl Into<i64>) -> Error {
+    let count = count.into();
+    let kind = if count > 0 {
+        ErrorKind::Config
+    } else {
+        ErrorKind::Unsupported
+    };
+    let none = Error::new(kind, "the machine has no device of this kind and number");
+    none.with("device", format!("{vendor}:{ordinal}"))
+        .with("devices", count)
 }
 
 /// Functions of a library, by names that begin alike, as fields of what holds them.
@@ -129,7 +157,7 @@ macro_rules! functions {
                     $($name: {
                         let name = format!("{prefix}{}", stringify!($name));
                         let found = $crate::accelerator::library::needed(library, vendor, &name)?;
-                        // SAFETY: the type is that of the vendor's header, or, as the table says, of a guess.
+                        // SAFETY: the type is that of the vendor's header, or, where the table says so, a guess.
                         unsafe {
                             std::mem::transmute::<
                                 $crate::accelerator::library::Function,
@@ -174,7 +202,7 @@ pub(super) mod tests {
     fn a_library_is_found_in_the_process_below_a_directory_or_not_at_all() {
         let place = |known_by, names, below| Places {
             vendor: "abacus",
-            known_by,
+            known_by: Some(known_by),
             names,
             below,
         };

@@ -5,8 +5,7 @@
 //! was opened, and a way that gave wrong bytes then is not used ([`check`]).
 //!
 //! **No copy outlives its call.** A copy that failed, or whose beginning failed half-way, has ended when the call returns,
-//! because the call waits until the driver says so; where the driver never does, the thread waits for ever, is written off by
-//! the watch of its pool, and keeps what it holds: the memory that may still be written.
+//! because the call waits until the driver says so ([`runtime::wait_until_over`]).
 #![allow(unsafe_code, reason = "begins copies of ranges that their makers vouched for")]
 
 mod ascend;
@@ -21,15 +20,17 @@ mod runtime;
 mod vendor;
 
 use std::any::Any;
+use std::mem::ManuallyDrop;
 use std::ptr::null_mut;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tracing::{error, info};
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_infra::{Clock, MonotonicTime};
+use ucm_infra::{Clock, Completion, MonotonicTime, begin_thread};
 
-use crate::arena::{ArenaOptions, HostArena};
+use crate::arena::{ArenaOptions, HostArena, LetGo};
 use crate::copy::{check_host_pairs, check_pairs, check_pieces, check_registered};
 use crate::device::{Device, Event, Landed, Stream};
 use crate::memory::DeviceMemory;
@@ -37,8 +38,9 @@ use crate::queued::{Copier, HostEvent, QueueOptions, QueuedStream};
 use crate::region::SharedRegion;
 use crate::span::{DeviceSpan, HostSpan, Piece};
 use crate::transfer::{Direction, Transfer};
-use lane::{Host, Lane, STAGED};
-use pinned::{Arenas, Pinned};
+use check::Bench;
+use lane::{Host, Lane, Lanes, STAGED};
+use pinned::{Owner, Pinned};
 use plan::{Costs, Method, Run};
 use runtime::{RawEvent, Runtime};
 use vendor::Vendor;
@@ -67,21 +69,22 @@ pub(crate) struct Accelerator {
 /// What all streams of a device use.
 struct Shared {
     runtime: Arc<dyn Runtime>,
-    arenas: Arenas,
+    lanes: Lanes,
     /// Methods that gave right bytes, by direction.
     methods: [Vec<Method>; 2],
+    /// So did the driver's copies on the device.
+    copies_on_device: bool,
     costs: Costs,
 }
+
+/// How long a device may take until it is open. A driver's first call takes some seconds on a machine of many devices.
+const OPEN_WITHIN: Duration = Duration::from_secs(30);
 
 impl Accelerator {
     /// Device number `ordinal` of CUDA.
     pub(crate) fn cuda(ordinal: u32, transfer: Transfer, clock: Arc<dyn Clock>) -> Result<Arc<dyn Device>> {
-        Self::over(
-            format!("cuda:{ordinal}"),
-            Arc::new(cuda::Cuda::open(ordinal)?),
-            transfer,
-            clock,
-        )
+        let open = move || Ok(Arc::new(cuda::Cuda::open(ordinal)?) as _);
+        Self::over(format!("cuda:{ordinal}"), open, transfer, clock)
     }
 
     /// Device number `ordinal` of a vendor whose runtime is shaped as CUDA's.
@@ -91,39 +94,49 @@ impl Accelerator {
         transfer: Transfer,
         clock: Arc<dyn Clock>,
     ) -> Result<Arc<dyn Device>> {
-        Self::over(
-            format!("{}:{ordinal}", vendor.name),
-            Arc::new(vendor::Device::open(vendor, ordinal)?),
-            transfer,
-            clock,
-        )
+        let open = move || Ok(Arc::new(vendor::Device::open(vendor, ordinal)?) as _);
+        Self::over(format!("{}:{ordinal}", vendor.name), open, transfer, clock)
     }
 
     /// Device number `ordinal` of Ascend.
     pub(crate) fn ascend(ordinal: u32, transfer: Transfer, clock: Arc<dyn Clock>) -> Result<Arc<dyn Device>> {
-        Self::over(
-            format!("ascend:{ordinal}"),
-            Arc::new(ascend::Ascend::open(ordinal)?),
-            transfer,
-            clock,
-        )
+        let open = move || Ok(Arc::new(ascend::Ascend::open(ordinal)?) as _);
+        Self::over(format!("ascend:{ordinal}"), open, transfer, clock)
     }
 
-    /// Checks and measures a device.
+    /// Opens a device on a thread of its own, which a driver that does not answer keeps with all that it holds; `Timeout`
+    /// then.
     fn over(
         name: String,
-        runtime: Arc<dyn Runtime>,
+        open: impl FnOnce() -> Result<Arc<dyn Runtime>> + Send + 'static,
         transfer: Transfer,
         clock: Arc<dyn Clock>,
     ) -> Result<Arc<dyn Device>> {
-        let methods = check::methods(&runtime)?;
-        let costs = calibrate::costs(&runtime, &methods)?;
+        let (opened, ended) = (Arc::new(Mutex::new(None)), Completion::new());
+        let (tell, end) = (Arc::clone(&opened), Arc::clone(&ended));
+        let opening = move || {
+            let result = open().and_then(Shared::over);
+            *tell.lock() = Some(result);
+            end.complete(());
+        };
+        let deadline = clock.now().after(OPEN_WITHIN);
+        begin_thread("ucm-open", opening)
+            .map_err(|error| Error::from_io(error, "cannot start the thread that opens a device"))?;
+        ended.wait(&*clock, Some(deadline));
+        let result = opened.lock().take();
+        let shared = result.unwrap_or_else(|| {
+            let late =
+                "the device did not answer in time while it was opened: its driver hangs, or it is busy";
+            let late = Error::new(ErrorKind::Timeout, late).with("device", &name);
+            Err(late.with("seconds", OPEN_WITHIN.as_secs()))
+        })?;
         let words = |way: &[Method]| {
             way.iter()
                 .map(|method| method.name())
                 .collect::<Vec<_>>()
                 .join(", ")
         };
+        let (costs, methods) = (&shared.costs, &shared.methods);
         info!(
             device = name,
             call_ns = costs.call,
@@ -131,21 +144,38 @@ impl Accelerator {
             gb_s_to_device = costs.dma[Direction::ToDevice as usize],
             gb_s_to_host = costs.dma[Direction::ToHost as usize],
             "{name} opened: {}; copies to it by {}, from it by {}",
-            runtime.description(),
+            shared.runtime.description(),
             words(&methods[Direction::ToDevice as usize]),
             words(&methods[Direction::ToHost as usize]),
         );
         Ok(Arc::new(Self {
             name,
-            shared: Arc::new(Shared {
-                runtime,
-                arenas: Arenas::default(),
-                methods,
-                costs,
-            }),
+            shared: Arc::new(shared),
             transfer,
             options: QueueOptions::on(clock),
         }))
+    }
+}
+
+impl Shared {
+    /// Checks and measures a device.
+    fn over(runtime: Arc<dyn Runtime>) -> Result<Self> {
+        let lanes = Lanes::new(Arc::clone(&runtime))?;
+        let mut bench = Bench::new(&lanes)?;
+        let methods = check::methods(&mut bench)?;
+        let on_device = check::copies_on_device(&mut bench, check::single(&methods[0]));
+        if let Err(reason) = &on_device {
+            error!(device = runtime.description(), %reason, "copies on this device are wrong and are not used");
+        }
+        let costs = calibrate::costs(&mut bench, &methods)?;
+        bench.end();
+        Ok(Self {
+            runtime,
+            lanes,
+            methods,
+            copies_on_device: on_device.is_ok(),
+            costs,
+        })
     }
 }
 
@@ -162,22 +192,12 @@ impl Device for Accelerator {
         let copier = AcceleratorCopier {
             shared: Arc::clone(&self.shared),
             wanted: transfer.method(),
-            lane: None,
         };
         Ok(Box::new(QueuedStream::new(copier, self.options.clone())))
     }
 
     fn make_arena(&self, bytes: usize, options: ArenaOptions) -> Result<Arc<HostArena>> {
-        let node = options.node.or(self.shared.runtime.node());
-        let mut arena = HostArena::with(bytes, ArenaOptions { node, ..options })?;
-        if let Some(arena) = Arc::get_mut(&mut arena) {
-            // SAFETY: the arena keeps it, and lets go of it before it unmaps.
-            let pinned = unsafe { Pinned::new(Arc::clone(&self.shared.runtime), arena.at(0), arena.len()) };
-            let pinned = Arc::new(pinned);
-            self.shared.arenas.add(&pinned);
-            arena.keep(pinned);
-        }
-        Ok(arena)
+        self.shared.lanes.arenas.make(bytes, options)
     }
 
     fn attach(&self, region: &Arc<SharedRegion>) -> Option<Arc<dyn Any + Send + Sync>> {
@@ -185,13 +205,11 @@ impl Device for Accelerator {
         if len == 0 {
             return None;
         }
-        // SAFETY: the region is kept beside it, and dropped after it.
-        let pinned = unsafe { Pinned::new(Arc::clone(&self.shared.runtime), start, len) };
-        let pinned = Arc::new(pinned);
-        self.shared.arenas.add(&pinned);
+        // SAFETY: the region is kept beside it until the driver has let go.
+        let owner = unsafe { self.shared.lanes.arenas.add(start, len) };
         Some(Arc::new(Attached {
-            _pinned: pinned,
-            _region: Arc::clone(region),
+            owner,
+            region: ManuallyDrop::new(Arc::clone(region)),
         }))
     }
 
@@ -199,18 +217,13 @@ impl Device for Accelerator {
         if bytes == 0 {
             return Err(Error::invalid("memory of a device has at least one byte"));
         }
-        let memory = Allocation {
-            runtime: Arc::clone(&self.shared.runtime),
-            address: self.shared.runtime.allocate(bytes)?,
-        };
+        let memory = Allocation::new(&self.shared.runtime, bytes)?;
         Ok(DeviceMemory::new(memory.address, bytes, memory))
     }
 
     fn register(&self, host: HostSpan) -> Result<Box<dyn Any + Send + Sync>> {
         check_registered(host)?;
-        let pinned = Arc::new(Pinned::registered(Arc::clone(&self.shared.runtime), host)?);
-        self.shared.arenas.add(&pinned);
-        Ok(Box::new(pinned))
+        Ok(Box::new(self.shared.lanes.arenas.register(host)?))
     }
 
     fn make_event(&self) -> Result<Arc<dyn Event>> {
@@ -229,16 +242,34 @@ impl Device for Accelerator {
     }
 }
 
-/// A region that copies go to and from; fields are dropped in their order.
+/// A region that copies go to and from.
 struct Attached {
-    _pinned: Arc<Pinned>,
-    _region: Arc<SharedRegion>,
+    owner: Owner,
+    region: ManuallyDrop<Arc<SharedRegion>>,
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        if self.owner.let_go() {
+            // SAFETY: dropped here, once, and not used afterwards.
+            unsafe { ManuallyDrop::drop(&mut self.region) };
+        }
+    }
 }
 
 /// Memory of the device that is ours.
 struct Allocation {
     runtime: Arc<dyn Runtime>,
     address: u64,
+}
+
+impl Allocation {
+    fn new(runtime: &Arc<dyn Runtime>, bytes: usize) -> Result<Self> {
+        Ok(Self {
+            address: runtime.allocate(bytes)?,
+            runtime: Arc::clone(runtime),
+        })
+    }
 }
 
 impl Drop for Allocation {
@@ -257,6 +288,10 @@ struct CallersEvent {
 /// How often the driver is asked about an event, first and last.
 const ASKED: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(1)];
 
+/// So long before a deadline the driver is asked for the last time: at the deadline a task is over, and its caller may drop
+/// the event.
+const MARGIN: Duration = Duration::from_millis(50);
+
 impl Event for CallersEvent {
     /// An event that the driver knows nothing good of is not done: who waits for it fails at the deadline.
     fn done(&self) -> bool {
@@ -265,14 +300,16 @@ impl Event for CallersEvent {
 
     fn wait(&self, deadline: Option<MonotonicTime>) -> Result<()> {
         let mut pause = ASKED[0];
-        while !self.runtime.is_done(self.event)? {
-            if deadline.is_some_and(|deadline| self.clock.now() >= deadline) {
+        loop {
+            if deadline.is_some_and(|deadline| self.clock.now().after(MARGIN) >= deadline) {
                 return Err(Error::new(ErrorKind::Timeout, "the event was not done in time"));
+            }
+            if self.runtime.is_done(self.event)? {
+                return Ok(());
             }
             std::thread::sleep(pause);
             pause = (2 * pause).min(ASKED[1]);
         }
-        Ok(())
     }
 
     /// The caller's stream records it.
@@ -284,8 +321,6 @@ struct AcceleratorCopier {
     shared: Arc<Shared>,
     /// The method to use where it can be.
     wanted: Option<Method>,
-    /// Made when it is first needed, and again after a failure.
-    lane: Option<Lane>,
 }
 
 impl AcceleratorCopier {
@@ -294,13 +329,13 @@ impl AcceleratorCopier {
     /// # Safety
     /// As [`AcceleratorCopier::begin`], of the `len` bytes at `host`.
     unsafe fn transfer_buffer(
-        &mut self,
+        &self,
         direction: Direction,
         pieces: &[Piece],
         host: *mut u8,
         len: usize,
     ) -> Result<()> {
-        let pinned = self.shared.arenas.pin(host.expose_provenance(), len);
+        let pinned = self.shared.lanes.arenas.pin(host.expose_provenance(), len);
         // SAFETY: as the caller vouches.
         unsafe { self.begin(direction, pieces, host, pinned) }
     }
@@ -311,7 +346,7 @@ impl AcceleratorCopier {
     /// Each piece names bytes behind `host` that live through the call and that nobody else writes, or, where the
     /// device writes them, reads.
     unsafe fn begin(
-        &mut self,
+        &self,
         direction: Direction,
         pieces: &[Piece],
         host: *mut u8,
@@ -326,30 +361,24 @@ impl AcceleratorCopier {
             first: host,
             pinned: pinned.as_deref(),
         };
-        let (shared, wanted) = (Arc::clone(&self.shared), self.wanted);
-        self.with_lane(direction, |lane| {
+        self.shared.with_lane(direction, |lane| {
             // SAFETY: the pieces' makers vouched for them until this call returns, and it returns when the lane's work is
             // over; so for the buffer, as the caller says.
-            unsafe { shared.begin(lane, wanted, direction, runs, host) }
+            unsafe { self.shared.begin(lane, self.wanted, direction, runs, host) }
         })
-    }
-
-    /// Begins something on the lane and waits until it is over; a lane that failed is not used again.
-    fn with_lane(&mut self, direction: Direction, begin: impl FnOnce(&mut Lane) -> Result<()>) -> Result<()> {
-        let lane = match &mut self.lane {
-            Some(lane) => lane,
-            none => none.insert(Lane::new(Arc::clone(&self.shared.runtime))?),
-        };
-        let begun = begin(lane);
-        let result = lane.wait(direction).and(begun);
-        if result.is_err() {
-            self.lane = None;
-        }
-        result
     }
 }
 
 impl Shared {
+    /// Begins something on a lane and waits until it is over; a lane that failed is not used again.
+    fn with_lane(&self, direction: Direction, begin: impl FnOnce(&mut Lane) -> Result<()>) -> Result<()> {
+        let mut lane = self.lanes.take()?;
+        let begun = begin(&mut lane);
+        lane.wait(direction).and(begun)?;
+        self.lanes.give(lane);
+        Ok(())
+    }
+
     /// Begins all copies of a transfer.
     ///
     /// # Safety
@@ -406,9 +435,10 @@ impl Copier for AcceleratorCopier {
         }
         words.retain(|pair| pair[2] > 0);
         let kernel = self.shared.methods[Direction::ToDevice as usize].contains(&Method::Kernel);
-        self.with_lane(Direction::ToDevice, |lane| {
+        let copies = self.shared.copies_on_device;
+        self.shared.with_lane(Direction::ToDevice, |lane| {
             // SAFETY: the spans' makers vouched for them until this call returns, and it returns when the work is over.
-            unsafe { lane.begin_on_device(&words, kernel) }
+            unsafe { lane.begin_on_device(&words, kernel, copies) }
         })
     }
 
@@ -429,7 +459,7 @@ impl Copier for AcceleratorCopier {
     /// One transfer for what lies in one arena: of a buffer that begins at the address zero.
     fn transfer(&mut self, direction: Direction, pairs: &[(DeviceSpan, HostSpan)]) -> Result<()> {
         check_host_pairs(pairs)?;
-        for (pinned, pieces) in self.shared.arenas.split(pairs) {
+        for (pinned, pieces) in self.shared.lanes.arenas.split(pairs) {
             // SAFETY: the pairs' makers vouched for both sides until this call returns.
             unsafe { self.begin(direction, &pieces, null_mut(), pinned) }?;
         }

@@ -6,9 +6,12 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr::{null_mut, with_exposed_provenance, with_exposed_provenance_mut};
 
 use ucm_core::{Error, ErrorKind, Result};
+use ucm_infra::is_own_thread;
 
 use super::library::{self, Places, functions};
-use super::runtime::{Direction, RawEvent, RawStream, Runtime};
+use super::runtime::{Direction, Failed, RawEvent, RawStream, Runtime, ends_context};
+use crate::fork::Origin;
+use crate::numa;
 
 /// What tells a vendor's runtime from another one.
 pub(crate) struct Vendor {
@@ -23,7 +26,9 @@ pub(crate) struct Vendor {
     portable: c_uint,
     /// Of streams: they do not wait for the default stream.
     non_blocking: c_uint,
-    /// Answers of an event that is not done.
+    /// Of threads: their calls are no trouble to a graph that a thread captures.
+    relaxed: c_int,
+    /// Answers of an event or a stream that is not done.
     not_ready: &'static [c_int],
 }
 
@@ -35,7 +40,7 @@ pub(crate) const HIP: Vendor = Vendor {
     prefix: "hip",
     library: Places {
         vendor: "hip",
-        known_by: "hipStreamCreateWithPriority",
+        known_by: Some("hipStreamCreateWithPriority"),
         names: &[
             "libamdhip64.so",
             "libamdhip64.so.7",
@@ -47,6 +52,7 @@ pub(crate) const HIP: Vendor = Vendor {
     kinds: [1, 2, 3],
     portable: 1,
     non_blocking: 1,
+    relaxed: 2,
     not_ready: &[600],
 };
 
@@ -57,13 +63,14 @@ pub(crate) const MUSA: Vendor = Vendor {
     prefix: "musa",
     library: Places {
         vendor: "musa",
-        known_by: "musaStreamCreateWithPriority",
+        known_by: Some("musaStreamCreateWithPriority"),
         names: &["libmusart.so", "libmusart.so.5", "libmusart.so.4"],
         below: None,
     },
     kinds: [1, 2, 3],
     portable: 1,
     non_blocking: 1,
+    relaxed: 2,
     not_ready: &[600, 34],
 };
 
@@ -73,18 +80,34 @@ pub(crate) const MACA: Vendor = Vendor {
     prefix: "mc",
     library: Places {
         vendor: "maca",
-        known_by: "mcStreamCreateWithPriority",
+        known_by: Some("mcStreamCreateWithPriority"),
         names: &["libmcruntime.so"],
         below: Some(("MACA_PATH", "lib")),
     },
     kinds: [1, 2, 3],
     portable: 1,
     non_blocking: 1,
+    relaxed: 2,
     not_ready: &[600, 34],
 };
 
 /// Where [`Vendor::kinds`] has that of copies on the device, behind those of both [`Direction`]s.
 const ON_DEVICE: usize = 2;
+
+functions! {
+    /// What says where a device is; without it memory comes from where the thread runs.
+    Placed {
+        DeviceGetPCIBusId(*mut c_char, c_int, c_int) -> c_int;
+    }
+}
+
+functions! {
+    /// What lets calls of a thread be no trouble to a graph that some thread captures. A runtime without it captures none,
+    /// or refuses such calls while one does.
+    Captures {
+        ThreadExchangeStreamCaptureMode(*mut c_int) -> c_int;
+    }
+}
 
 functions! {
     /// What we call, as HIP's header has it.
@@ -99,6 +122,7 @@ functions! {
         StreamCreateWithPriority(*mut *mut c_void, c_uint, c_int) -> c_int;
         StreamDestroy(*mut c_void) -> c_int;
         StreamSynchronize(*mut c_void) -> c_int;
+        StreamQuery(*mut c_void) -> c_int;
         EventCreateWithFlags(*mut *mut c_void, c_uint) -> c_int;
         EventDestroy(*mut c_void) -> c_int;
         EventRecord(*mut c_void, *mut c_void) -> c_int;
@@ -109,13 +133,15 @@ functions! {
         HostRegister(*mut c_void, usize, c_uint) -> c_int;
         HostUnregister(*mut c_void) -> c_int;
         MemcpyAsync(*mut c_void, *const c_void, usize, c_int, *mut c_void) -> c_int;
+        Memcpy(*mut c_void, *const c_void, usize, c_int) -> c_int;
     }
 }
 
-/// Answers that mean the same to all: success, a wrong argument, no memory.
+/// Answers that mean the same to all: success, a wrong argument, no memory, no device.
 const SUCCESS: c_int = 0;
 const INVALID_VALUE: c_int = 1;
 const OUT_OF_MEMORY: c_int = 2;
+const NO_DEVICE: c_int = 100;
 
 /// Calls the runtime and checks the answer; the call is made in the caller's `unsafe`.
 macro_rules! call {
@@ -128,10 +154,12 @@ macro_rules! call {
 pub(super) struct Device {
     vendor: &'static Vendor,
     calls: Calls,
+    captures: Option<Captures>,
     ordinal: c_int,
     description: String,
+    node: Option<u32>,
     /// The process that made it; runtimes do not survive a fork.
-    process: u32,
+    origin: Origin,
 }
 
 impl Device {
@@ -141,32 +169,55 @@ impl Device {
         let mut device = Self {
             vendor,
             calls: Calls::load(&library, vendor.name, vendor.prefix)?,
+            captures: Captures::load(&library, vendor.name, vendor.prefix).ok(),
             ordinal: c_int::try_from(ordinal).unwrap_or(c_int::MAX),
             description: String::new(),
-            process: std::process::id(),
+            node: None,
+            origin: Origin::this()?,
         };
+        library::check_begun()?;
         let (mut count, mut version) = (0, 0);
         // SAFETY: each call writes one number.
         unsafe {
             call!(device, GetDeviceCount(&raw mut count))?;
             call!(device, RuntimeGetVersion(&raw mut version))?;
         }
+        library::begun()?;
         if device.ordinal >= count {
-            let none = Error::new(
-                ErrorKind::Config,
-                "the machine has no device of this kind and number",
-            );
-            return Err(none
-                .with("device", format!("{}:{ordinal}", vendor.name))
-                .with("devices", count));
+            return Err(library::no_device(vendor.name, ordinal, count));
         }
         device.description = format!("{} device {ordinal}, runtime {version}", vendor.name);
+        device.node = Placed::load(&library, vendor.name, vendor.prefix)
+            .ok()
+            .and_then(|placed| device.bus_id(&placed))
+            .and_then(|pci| numa::node_of(&pci));
         Ok(device)
+    }
+
+    /// The address of the device on the PCI bus, where the runtime says it.
+    fn bus_id(&self, placed: &Placed) -> Option<String> {
+        let mut text = [0; 32];
+        let len = text.len() as c_int;
+        // SAFETY: writes at most so many characters.
+        let answer = unsafe { (placed.DeviceGetPCIBusId)(text.as_mut_ptr(), len, self.ordinal) };
+        self.check("DeviceGetPCIBusId", answer).ok()?;
+        let text = text.map(c_char::cast_unsigned);
+        let text = CStr::from_bytes_until_nul(&text).ok()?;
+        Some(text.to_string_lossy().into_owned())
+    }
+
+    /// What the answer to a question for the end of work says.
+    fn is_done(&self, call: &str, answer: c_int) -> Result<bool, Failed> {
+        let asked = self.check(call, answer);
+        if self.vendor.not_ready.contains(&answer) {
+            return Ok(false);
+        }
+        asked.map(|()| true)
     }
 
     /// An error where a call did not succeed. The runtime keeps it for the thread's next question for it, which is
     /// another's: it is taken away.
-    fn check(&self, call: &str, answer: c_int) -> Result<()> {
+    fn check(&self, call: &str, answer: c_int) -> Result<(), Failed> {
         if answer == SUCCESS {
             return Ok(());
         }
@@ -180,31 +231,43 @@ impl Device {
         let kind = match answer {
             OUT_OF_MEMORY => ErrorKind::NoSpace,
             INVALID_VALUE => ErrorKind::InvalidInput,
+            NO_DEVICE => ErrorKind::Unsupported,
             _ => ErrorKind::Io,
         };
         let failed = Error::new(kind, "a call of the device's runtime failed");
         let failed = failed.with("call", format!("{}{call}", self.vendor.prefix));
-        Err(failed.with("answer", name.unwrap_or_else(|| format!("error {answer}"))))
+        Err(Failed {
+            error: failed.with("answer", name.unwrap_or_else(|| format!("error {answer}"))),
+            is_end: ends_context(answer),
+        })
     }
 
-    /// Makes the device current on this thread, until what is given ends where the thread had another one.
-    fn bind(&self) -> Result<Bound<'_>> {
-        library::check_process(self.process)?;
+    /// Makes the device current on this thread, and calls of this thread no trouble to a graph that some thread captures,
+    /// until what is given ends.
+    fn bind(&self) -> Result<Bound<'_>, Failed> {
+        self.origin.check(library::FORKED).map_err(Failed::of_parent)?;
+        let mut bound = Bound {
+            device: self,
+            mode: None,
+            before: None,
+        };
+        if let Some(captures) = &self.captures {
+            let mut mode = self.vendor.relaxed;
+            // SAFETY: exchanges one number.
+            let answer = unsafe { (captures.ThreadExchangeStreamCaptureMode)(&raw mut mode) };
+            self.check(EXCHANGE, answer)?;
+            bound.mode = Some(mode);
+        }
         let mut before = 0;
         // SAFETY: writes one number.
         unsafe { call!(self, GetDevice(&raw mut before)) }?;
-        if before == self.ordinal {
-            return Ok(Bound {
-                device: self,
-                before: None,
-            });
+        if before != self.ordinal {
+            // SAFETY: a number.
+            unsafe { call!(self, SetDevice(self.ordinal)) }?;
+            // A thread of ours has no device that anybody chose: to set the first one again would begin to use that.
+            bound.before = (!is_own_thread()).then_some(before);
         }
-        // SAFETY: a number.
-        unsafe { call!(self, SetDevice(self.ordinal)) }?;
-        Ok(Bound {
-            device: self,
-            before: Some(before),
-        })
+        Ok(bound)
     }
 
     /// Begins a copy; `kind` is an index of [`Vendor::kinds`].
@@ -222,23 +285,43 @@ impl Device {
         let _bound = self.bind()?;
         let kind = self.vendor.kinds[kind];
         // SAFETY: the caller vouches for both ranges until the stream's work is over.
-        unsafe { call!(self, MemcpyAsync(to, from, len, kind, handle(stream.0))) }
+        Ok(unsafe { call!(self, MemcpyAsync(to, from, len, kind, handle(stream.0))) }?)
+    }
+
+    /// Copies without a stream; `kind` as in [`Device::copy`].
+    ///
+    /// # Safety
+    /// As [`Runtime::to_device_now`].
+    unsafe fn copy_now(&self, to: *mut c_void, from: *const c_void, len: usize, kind: usize) -> Result<()> {
+        let _bound = self.bind()?;
+        // SAFETY: the caller vouches for both ranges until the work of the default stream is over.
+        Ok(unsafe { call!(self, Memcpy(to, from, len, self.vendor.kinds[kind])) }?)
     }
 }
 
-/// The device that a thread had is its current one again when this ends: torch's threads keep theirs.
+/// The function of [`Captures`].
+const EXCHANGE: &str = "ThreadExchangeStreamCaptureMode";
+
+/// When this ends, the device that a thread of the caller's had is its current one again: torch's threads keep theirs.
 #[must_use]
 struct Bound<'a> {
     device: &'a Device,
+    /// The thread's own way with captures.
+    mode: Option<c_int>,
     before: Option<c_int>,
 }
 
 impl Drop for Bound<'_> {
     fn drop(&mut self) {
+        let device = self.device;
         if let Some(before) = self.before {
-            let device = self.device;
             // SAFETY: a number that the runtime gave. The answer would help nobody.
             let _ = unsafe { call!(device, SetDevice(before)) };
+        }
+        if let (Some(captures), Some(mode)) = (&device.captures, &mut self.mode) {
+            // SAFETY: as above.
+            let answer = unsafe { (captures.ThreadExchangeStreamCaptureMode)(mode) };
+            let _ = device.check(EXCHANGE, answer);
         }
     }
 }
@@ -250,6 +333,10 @@ fn handle(number: u64) -> *mut c_void {
 impl Runtime for Device {
     fn description(&self) -> &str {
         &self.description
+    }
+
+    fn node(&self) -> Option<u32> {
+        self.node
     }
 
     fn make_stream(&self) -> Result<RawStream> {
@@ -278,8 +365,15 @@ impl Runtime for Device {
 
     fn synchronize(&self, stream: RawStream) -> Result<()> {
         let _bound = self.bind()?;
-        // SAFETY: a stream of ours.
-        unsafe { call!(self, StreamSynchronize(handle(stream.0))) }
+        // SAFETY: a stream of ours, or the default one.
+        Ok(unsafe { call!(self, StreamSynchronize(handle(stream.0))) }?)
+    }
+
+    fn is_over(&self, stream: RawStream) -> Result<bool, Failed> {
+        let _bound = self.bind()?;
+        // SAFETY: a stream of ours, or the default one.
+        let answer = unsafe { (self.calls.StreamQuery)(handle(stream.0)) };
+        self.is_done("StreamQuery", answer)
     }
 
     fn make_event(&self) -> Result<RawEvent> {
@@ -300,18 +394,14 @@ impl Runtime for Device {
     fn record(&self, event: RawEvent, stream: RawStream) -> Result<()> {
         let _bound = self.bind()?;
         // SAFETY: an event and a stream of ours.
-        unsafe { call!(self, EventRecord(handle(event.0), handle(stream.0))) }
+        Ok(unsafe { call!(self, EventRecord(handle(event.0), handle(stream.0))) }?)
     }
 
     fn is_done(&self, event: RawEvent) -> Result<bool> {
         let _bound = self.bind()?;
         // SAFETY: an event of ours, or one whose maker keeps it while it is asked about.
         let answer = unsafe { (self.calls.EventQuery)(handle(event.0)) };
-        let asked = self.check("EventQuery", answer);
-        if self.vendor.not_ready.contains(&answer) {
-            return Ok(false);
-        }
-        asked.map(|()| true)
+        Ok(self.is_done("EventQuery", answer)?)
     }
 
     fn elapsed_ms(&self, from: RawEvent, to: RawEvent) -> Result<f32> {
@@ -353,6 +443,17 @@ impl Runtime for Device {
         unsafe { self.copy(to.cast(), from, len, Direction::ToHost as usize, stream) }
     }
 
+    unsafe fn to_device_now(&self, to: u64, from: *const u8, len: usize) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { self.copy_now(handle(to), from.cast(), len, Direction::ToDevice as usize) }
+    }
+
+    unsafe fn to_host_now(&self, to: *mut u8, from: u64, len: usize) -> Result<()> {
+        let from = with_exposed_provenance(from as usize);
+        // SAFETY: as above.
+        unsafe { self.copy_now(to.cast(), from, len, Direction::ToHost as usize) }
+    }
+
     unsafe fn on_device(&self, to: u64, from: u64, len: usize, stream: RawStream) -> Result<()> {
         let from = with_exposed_provenance(from as usize);
         // SAFETY: as above.
@@ -367,11 +468,10 @@ impl Runtime for Device {
         Ok(None)
     }
 
-    fn unregister(&self, start: *mut u8) {
-        if let Ok(_bound) = self.bind() {
-            // SAFETY: registered above, and the caller says that nothing uses it any more.
-            let _ = unsafe { call!(self, HostUnregister(start.cast())) };
-        }
+    fn unregister(&self, start: *mut u8) -> Result<()> {
+        let _bound = self.bind()?;
+        // SAFETY: registered above, and the caller says that nothing uses it any more.
+        Ok(unsafe { call!(self, HostUnregister(start.cast())) }?)
     }
 }
 
@@ -402,5 +502,11 @@ mod tests {
         }
         let (_directory, whole) = stub("mc", Calls::NAMES.iter().copied());
         assert!(Calls::load(&whole, "maca", "mc").is_ok());
+        assert!(Placed::load(&whole, "maca", "mc").is_err(), "and is not needed");
+        assert!(Captures::load(&whole, "maca", "mc").is_err(), "neither");
+        let newer = Placed::NAMES.iter().chain(Captures::NAMES);
+        let (_directory, newer) = stub("mc", newer.copied());
+        assert!(Placed::load(&newer, "maca", "mc").is_ok());
+        assert!(Captures::load(&newer, "maca", "mc").is_ok());
     }
 }

@@ -17,8 +17,8 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use ucm_core::{Error, ErrorKind, Result};
 use ucm_infra::seqlock::AtomicU64;
 
-use super::fork::Origin;
 use super::shape::WORD;
+use crate::fork::Origin;
 
 /// What makes it impossible that an access faults.
 const SIZE_IS_FIXED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
@@ -137,6 +137,12 @@ impl Mapping {
         // those (std::sync::atomic, "Atomic accesses to read-only memory"), and stores are only ever done by the type
         // that holds a writable one.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.words) }
+    }
+
+    /// `Forked` in a child of the process that mapped it.
+    pub(crate) fn check_here(&self) -> Result<()> {
+        self.origin
+            .check("this region belongs to the parent of this process")
     }
 
     /// Whether this is the process that mapped it.

@@ -12,7 +12,6 @@
 //! After a fork the child has no region: finds, pins and slots come out empty there, and nothing of the parent's is
 //! kept open.
 
-mod fork;
 mod lease;
 mod mapping;
 mod own;
@@ -23,7 +22,6 @@ mod table;
 mod tests;
 mod view;
 
-pub use fork::OwnFd;
 pub use lease::{Pinned, WriteLease};
 pub use own::{RegionOptions, SharedRegion};
 pub use registry::{Registry, Scan, Wanted};

@@ -8,15 +8,15 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use ucm_core::{BlockId, Error, ErrorKind, Result};
+use ucm_core::{BlockId, Result};
 use ucm_infra::seqlock;
 
-use super::fork::{OwnFd, hold_forks};
 use super::lease::{Pinned, WriteLease};
 use super::mapping::{Mapping, take_pages};
 use super::registry::{Announcement, Registry};
 use super::shape::Shape;
 use super::table::{Field, Table};
+use crate::fork::{OwnFd, hold_forks};
 
 /// How to make a region.
 #[derive(Clone, Copy, Debug)]
@@ -97,12 +97,7 @@ impl SharedRegion {
     /// Lets the other processes of this host and user find it; again if its file was removed meanwhile. Touches the
     /// file system.
     pub fn announce(&self, registry: &Registry) -> Result<()> {
-        if !self.mapping.here() {
-            return Err(Error::new(
-                ErrorKind::Forked,
-                "this region belongs to the parent of this process",
-            ));
-        }
+        self.mapping.check_here()?;
         let mut announced = self.announced.lock();
         if !announced
             .as_ref()

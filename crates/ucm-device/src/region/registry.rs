@@ -15,9 +15,9 @@ use rustix::fs::{
 use rustix::io::Errno;
 use ucm_core::{Error, ErrorKind, Result};
 
-use super::fork::{Origin, OwnFd, forks};
 use super::shape::Shape;
 use super::view::RegionView;
+use crate::fork::{Origin, OwnFd, forks};
 
 /// First line of a registry file.
 const FIRST: &str = "ucm region 1";
@@ -68,8 +68,8 @@ pub struct Scan {
 pub struct Wanted {
     /// Digest of the identity.
     pub namespace: [u8; 32],
-    /// Bytes of its records.
-    pub record_len: usize,
+    /// Fewest and most bytes of its longest records.
+    pub record_len: (usize, usize),
     /// The reader's own region, if it has one.
     pub own: Option<u64>,
 }
@@ -194,7 +194,7 @@ impl Registry {
             let Some(notice) = read(&file).filter(|notice| {
                 notice.nonce == nonce
                     && notice.namespace == wanted.namespace
-                    && notice.record_len == wanted.record_len
+                    && (wanted.record_len.0..=wanted.record_len.1).contains(&notice.record_len)
             }) else {
                 continue;
             };

@@ -1,5 +1,6 @@
 //! Finding and copying records of a region without a lock, as every reader does it, its writer too.
 
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use ucm_core::BlockId;
@@ -9,6 +10,9 @@ use super::shape::{ENTRY, MOVES, Shape, halves, whole};
 
 /// Times a search or a copy is tried when the writer was at work there meanwhile.
 const AGAIN: usize = 4;
+
+/// Bytes of a word.
+const WORD: usize = size_of::<u64>();
 
 /// A record that was there a moment ago.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -121,10 +125,25 @@ impl<'a> Table<'a> {
     /// Copies a record to the start of `out`; its length, or `None` if it is not there, went meanwhile, or is longer
     /// than `out`. The bytes are those its writer put there; whether they are right their checksums say.
     pub(crate) fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
+        let whole = 0..out.len();
+        let len = self.copy_parts(id, &[whole], out)?;
+        (len <= out.len()).then_some(len)
+    }
+
+    /// Copies parts of a record, as far as it goes, each to where it lies in the whole; the record's length, or `None`
+    /// if it is not there, went meanwhile, or `out` is too short. Parts begin at words. The bytes are all of one
+    /// record, those its writer put there.
+    pub(crate) fn copy_parts(&self, id: BlockId, parts: &[Range<usize>], out: &mut [u8]) -> Option<usize> {
         for _ in 0..AGAIN {
             let found = self.find(id)?;
-            let entry = self.entry(found.slot)?;
-            seqlock::copy(self.record(found.slot)?, out.get_mut(..found.len)?);
+            let (entry, words) = (self.entry(found.slot)?, self.record(found.slot)?);
+            for part in parts {
+                let part = part.start..part.end.min(found.len);
+                if !part.is_empty() {
+                    let from = words.get(part.start / WORD..)?;
+                    seqlock::copy(from, out.get_mut(part)?);
+                }
+            }
             if seqlock::unchanged(&entry[Field::Generation as usize], found.generation) {
                 return Some(found.len);
             }

@@ -1,17 +1,18 @@
 //! A region that another process writes, mapped read-only.
 
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 
 use rustix::fs::{Mode, OFlags, open, readlink};
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 
-use super::fork::hold_forks;
 use super::mapping::Mapping;
 use super::own::memfd_name;
 use super::registry::Notice;
 use super::shape::{HEADER_WORDS, Shape};
 use super::table::Table;
+use crate::fork::hold_forks;
 
 /// A region of another process (or of another store of this one), for reading. Its memory stays mapped when its writer
 /// dies; [`super::Registry::scan`] says when it counts no more.
@@ -74,6 +75,13 @@ impl RegionView {
     /// longer than `out`. A hint: whether the bytes are right their checksums say.
     pub fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
         self.table().copy_out(id, out)
+    }
+
+    /// Copies parts of a record, as far as it goes, each to where it lies in the whole, and tells the record's length;
+    /// `None` if it is not there, went meanwhile, or a part does not fit `out`. Parts begin at multiples of 8. A hint
+    /// like [`RegionView::copy_out`].
+    pub fn copy_parts(&self, id: BlockId, parts: &[Range<usize>], out: &mut [u8]) -> Option<usize> {
+        self.table().copy_parts(id, parts, out)
     }
 
     /// Ids of all records, in no order, with their lengths.

@@ -11,6 +11,7 @@ use ucm_infra::{Clock, MonotonicTime, Notify};
 
 use crate::arena::ArenaOptions;
 use crate::device::Device;
+use crate::fork::Origin;
 use crate::memory::DeviceMemory;
 use crate::span::HostSpan;
 
@@ -57,6 +58,7 @@ pub struct Buffer {
     len: usize,
     place: Place,
     pool: Option<Arc<Pool>>,
+    origin: Origin,
 }
 
 impl Buffer {
@@ -77,9 +79,10 @@ impl Buffer {
     }
 }
 
+/// In a forked child nothing goes back: a thread that the child does not have may hold the pool's lock.
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if let Some(pool) = &self.pool {
+        if let Some(pool) = self.pool.as_ref().filter(|_| self.origin.here()) {
             pool.free.lock().push(self.part.clone());
             pool.came_back.notify();
         }
@@ -115,6 +118,7 @@ impl Pools {
             len: size,
             place,
             pool: None,
+            origin: Origin::this()?,
         })
     }
 
@@ -155,6 +159,7 @@ impl Pools {
             let none = Error::invalid("no pool has buffers of this size: make some first");
             return Err(none.with("size", size).with("place", format_args!("{place:?}")));
         };
+        let origin = Origin::this()?;
         loop {
             let seen = pool.came_back.seen();
             if let Some(part) = pool.free.lock().pop() {
@@ -163,6 +168,7 @@ impl Pools {
                     len,
                     place,
                     pool: Some(Arc::clone(&pool)),
+                    origin,
                 });
             }
             if deadline.is_some_and(|deadline| self.clock.now() >= deadline) {
@@ -222,6 +228,7 @@ mod tests {
     use ucm_infra::ManualClock;
 
     use super::*;
+    use crate::fork::tests::in_child;
     use crate::host::HostDevice;
 
     fn pools() -> (Arc<Pools>, Arc<ManualClock>) {
@@ -290,6 +297,18 @@ mod tests {
         let alone = pools.make(Place::Host, 10).unwrap();
         drop(pools);
         assert_eq!((held.len(), alone.len()), (64, 10));
+    }
+
+    #[test]
+    fn a_forked_child_gives_nothing_back() {
+        let (pools, _) = pools();
+        pools.fill(Place::Host, 64, 1).unwrap();
+        let mut held = Some(pools.get(Place::Host, 64, None).unwrap());
+        let pool = Arc::clone(pools.pools.lock()[Place::Host as usize].get(&64).unwrap());
+        let locked = pool.free.lock(); // as by another thread at that moment
+        let status = in_child(|| held.take().is_some());
+        drop(locked);
+        assert_eq!(status, 0, "how the child ended");
     }
 
     #[test]

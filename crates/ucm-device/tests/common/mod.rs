@@ -11,11 +11,15 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ops::Deref;
 use std::path::PathBuf;
 use std::ptr::{null, null_mut};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, mpsc};
+use std::time::{Duration, Instant};
 
 use libloading::Library;
 use parking_lot::{Mutex, MutexGuard};
-use ucm_device::{Device, DeviceSpan, Transfer, open_device};
+use ucm_core::Result;
+use ucm_device::{
+    ArenaOptions, Device, DeviceSpan, HostBuf, Piece, Slot, SlotPool, Stream, Transfer, open_device,
+};
 use ucm_infra::SystemClock;
 
 /// What [`Driver::bytes`] and [`Driver::live`] count.
@@ -26,6 +30,7 @@ pub(crate) const REGISTRATIONS: c_int = 1;
 pub(crate) const STREAMS: c_int = 2;
 pub(crate) const EVENTS: c_int = 3;
 pub(crate) const MODULES: c_int = 4;
+pub(crate) const CONTEXTS: c_int = 5;
 
 /// The loaded driver.
 pub(crate) struct Driver(Library);
@@ -82,6 +87,25 @@ impl Driver {
         let name = CString::new(function).unwrap();
         // SAFETY: reads the name during the call.
         unsafe { fail(name.as_ptr(), nth, code) }
+    }
+
+    /// Lets so many calls from the `nth` one on answer an error.
+    pub(crate) fn fail_times(&self, function: &str, nth: u64, times: u64, code: c_int) {
+        (nth..nth + times).for_each(|nth| self.fail(function, nth, code));
+    }
+
+    /// Calls of a function go no further, or all do again.
+    pub(crate) fn block(&self, function: Option<&CStr>) {
+        let block: unsafe extern "C" fn(*const c_char) = self.function(c"softcuda_block");
+        // SAFETY: reads the name during the call, or null, which ends it.
+        unsafe { block(function.map_or(null(), CStr::as_ptr)) }
+    }
+
+    /// Breaks the context of a device.
+    pub(crate) fn break_context(&self, device: c_int, code: c_int) {
+        let it: unsafe extern "C" fn(c_int, c_int) = self.function(c"softcuda_break");
+        // SAFETY: two numbers.
+        unsafe { it(device, code) }
     }
 
     /// No call fails any more.
@@ -142,6 +166,56 @@ impl Driver {
         let live: unsafe extern "C" fn(c_int) -> u64 = self.function(c"softcuda_live");
         // SAFETY: a number.
         unsafe { live(kind) }
+    }
+
+    /// The context of CUDA that this thread has; 0 for none.
+    pub(crate) fn current(&self) -> usize {
+        let (mut context, get) = (
+            7,
+            self.function::<unsafe extern "C" fn(*mut usize) -> c_int>(c"cuCtxGetCurrent"),
+        );
+        // SAFETY: writes one handle.
+        assert_eq!(unsafe { get(&raw mut context) }, 0);
+        context
+    }
+
+    /// Takes this thread's contexts from it.
+    pub(crate) fn clear_current(&self) {
+        let set: unsafe extern "C" fn(usize) -> c_int = self.function(c"cuCtxSetCurrent");
+        while self.current() != 0 {
+            // SAFETY: null takes the last one off.
+            assert_eq!(unsafe { set(0) }, 0);
+        }
+    }
+
+    /// Begins the capture of a graph by this thread, in the primary context of the first device, in the way that forbids
+    /// most to others. The stream.
+    pub(crate) fn begin_capture(&self) -> usize {
+        let make: unsafe extern "C" fn(*mut usize, u32) -> c_int = self.function(c"cuStreamCreate");
+        let begin: unsafe extern "C" fn(usize, u32) -> c_int = self.function(c"cuStreamBeginCapture_v2");
+        let mut stream = 0;
+        // SAFETY: writes one handle.
+        let answers = unsafe { [make(&raw mut stream, 1), begin(stream, 0)] };
+        assert_eq!(answers, [0; 2]);
+        stream
+    }
+
+    /// Ends it; 0 where nothing disturbed it.
+    pub(crate) fn end_capture(&self, stream: usize) -> c_int {
+        let end: unsafe extern "C" fn(usize, *mut usize) -> c_int = self.function(c"cuStreamEndCapture");
+        let destroy: unsafe extern "C" fn(usize) -> c_int = self.function(c"cuStreamDestroy_v2");
+        let mut graph = 0;
+        // SAFETY: writes one handle.
+        let (answer, destroyed) = unsafe { (end(stream, &raw mut graph), destroy(stream)) };
+        assert_eq!(destroyed, 0);
+        answer
+    }
+
+    /// Calls a function of ACL's, or another, that takes and gives numbers.
+    pub(crate) fn call<A, B>(&self, function: &CStr, first: A, second: B) -> c_int {
+        let it: unsafe extern "C" fn(A, B) -> c_int = self.function(function);
+        // SAFETY: the tests name functions of these types, with pointers to variables of theirs.
+        unsafe { it(first, second) }
     }
 
     /// What a runtime shaped as CUDA's keeps as this thread's last error; the others keep none.
@@ -244,10 +318,51 @@ impl Memory {
     }
 }
 
+/// A device over the driver, by its name.
+pub(crate) fn open_named(name: &str, transfer: Transfer) -> Arc<dyn Device> {
+    Driver::of_process();
+    open_device(name, transfer, SystemClock::shared()).unwrap()
+}
+
 /// The device over the driver.
 pub(crate) fn open(transfer: Transfer) -> Arc<dyn Device> {
-    Driver::of_process();
-    open_device("cuda", transfer, SystemClock::shared()).unwrap()
+    open_named("cuda", transfer)
+}
+
+/// A slot of host memory that the device pins.
+pub(crate) fn slot(device: &dyn Device, len: usize) -> Slot {
+    let arena = device.make_arena(len, ArenaOptions::default()).unwrap();
+    SlotPool::new(arena, len).unwrap().try_acquire().unwrap()
+}
+
+pub(crate) fn gather(stream: &mut dyn Stream, src: &[Piece], dst: &mut [u8]) -> Result<()> {
+    stream.gather(src, dst, &mut |_, _| {})
+}
+
+/// Copies to memory of a device's own and back, by this thread and by one of a stream's.
+pub(crate) fn copy_on(device: &dyn Device) {
+    let memory = device.allocate(64).unwrap();
+    let mut stream = device.make_stream().unwrap();
+    // SAFETY: the memory is there until the copies have ended.
+    let span = unsafe { DeviceSpan::new(memory.address(), 64) };
+    let piece = [Piece { at: 0, span }];
+    stream.scatter(&[9; 64], &piece).unwrap();
+    let (tell, told) = mpsc::channel();
+    let done = Box::new(move |buffer: HostBuf, result| tell.send((buffer, result)).unwrap());
+    stream.gather_async(piece.to_vec(), HostBuf::Heap(vec![0; 64]), done);
+    let (buffer, result) = told.recv().unwrap();
+    result.unwrap();
+    assert_eq!(*buffer, [9; 64]);
+}
+
+/// Waits for what comes about on another thread.
+#[track_caller]
+pub(crate) fn eventually(what: &str, is: impl Fn() -> bool) {
+    let until = Instant::now() + Duration::from_secs(60);
+    while !is() {
+        assert!(Instant::now() < until, "not in time: {what}");
+        std::thread::yield_now();
+    }
 }
 
 /// Numbers that differ from seed to seed.

@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use ucm_core::{BlockId, Error, Result, limits};
-use ucm_store::engine::{Pieces, Row, Until};
+use ucm_store::engine::{Pieces, Row, RowSides, Until};
 
 use super::{LAST_ERROR, OK, OWN_DEADLINE, Open, PENDING, run};
 
@@ -133,6 +133,7 @@ unsafe fn rows_of(
             shard,
             pieces: Pieces::Listed(spans),
             ready: None,
+            sides: RowSides::None,
         })
     };
     let addrs = addrs.chunks_exact(pieces.max(1));

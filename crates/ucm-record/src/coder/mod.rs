@@ -52,27 +52,28 @@ impl Coder {
         let Some((header, lens)) = self.encode_layers(codec, record) else {
             return Ok(None);
         };
-        let out = &mut self.scratch;
-        let len = seal_stored(&header, record, codec, &lens, self.granule, out);
-        let Some(len) = len.filter(|&len| len < record.len()) else {
+        let (kv_len, out) = (self.layout.kv_len(), &mut self.scratch);
+        let stored = seal_stored(&header, record, codec, &lens, self.granule, out);
+        let Some(stored) = stored.filter(|&stored| stored < kv_len) else {
             return Ok(None);
         };
         if prove && !self.proves(codec, record, &lens) {
             return Err(Error::internal("what was compressed does not come back"));
         }
-        record[..len].copy_from_slice(&self.scratch[..len]);
-        Ok(Some(len))
+        record[..stored].copy_from_slice(&self.scratch[..stored]);
+        record.copy_within(kv_len.., stored); // the side shards, as they are
+        Ok(Some(stored + record.len() - kv_len))
     }
 
     /// Encodes every layer into the scratch, one behind the other behind the room for the header; the header of the record,
     /// and the lengths of the stored layers.
     fn encode_layers(&mut self, codec: Codec, record: &[u8]) -> Option<(RecordHeader, Vec<usize>)> {
         let header = RecordHeader::decode(record).ok()?;
-        let ours = header.codec.is_as_is() && header.sides.is_empty() && has_layout(&header, &self.layout);
+        let ours = header.codec.is_as_is() && !header.without_kv && has_layout(&header, &self.layout);
         if !ours || header.record_len != record.len() as u64 || !self.has_zeros_between(record) {
             return None;
         }
-        let (mut at, end) = (self.layout.header_len(), record.len() - PAGE as usize);
+        let (mut at, end) = (self.layout.header_len(), self.layout.kv_len() - PAGE as usize);
         let mut lens = Vec::with_capacity(self.layout.layers as usize);
         for layer in 0..self.layout.layers {
             let out = self.scratch.get_mut(at..end)?;
@@ -90,7 +91,7 @@ impl Coder {
         let data = |layer| self.layout.layer_data(layer);
         let starts = (1..self.layout.layers).map(|layer| data(layer).start);
         let gaps = (0..self.layout.layers)
-            .zip(starts.chain([record.len()]))
+            .zip(starts.chain([self.layout.kv_len()]))
             .map(|(layer, end)| data(layer).end..end);
         let zeros = |gap: &[u8]| gap.iter().all(|&byte| byte == 0);
         gaps.into_iter().all(|gap| record.get(gap).is_some_and(zeros))
@@ -107,19 +108,24 @@ impl Coder {
         })
     }
 
-    /// Puts the record in the place of its stored form, whose judged header this is and which lies at the start of `bytes`:
-    /// whether all of it could be decoded. What could not comes to be zeros, which its checksum refuses. Of a header that is
-    /// none of this layout nothing is decoded.
-    pub fn decode(&mut self, header: &RecordHeader, bytes: &mut [u8]) -> bool {
+    /// Puts the record in the place of its stored form, whose judged header this is and the first `read` bytes of which
+    /// lie at the start of `bytes`. Gives the length of the record, which ends with its payload where its side shards
+    /// were not read or do not fit, and whether all of its payload could be decoded. What could not comes to be zeros,
+    /// which its checksum refuses. Of a header that is none of this layout nothing is decoded.
+    pub fn decode(&mut self, header: &RecordHeader, bytes: &mut [u8], read: usize) -> (usize, bool) {
         let (start, kv_len, stored_len) = (
             self.layout.header_len(),
             self.layout.kv_len(),
-            header.record_len as usize,
+            header.kv_len() as usize,
         );
         let ours = !header.codec.is_as_is() && has_layout(header, &self.layout);
-        if !ours || stored_len > kv_len || bytes.len() < kv_len {
-            return false;
+        if !ours || stored_len > kv_len || read < stored_len || bytes.len() < kv_len {
+            return (read, false);
         }
+        let sides = header.record_len as usize - stored_len;
+        let fit = read >= stored_len + sides && bytes.len() >= kv_len + sides;
+        let sides = if fit { sides } else { 0 };
+        bytes.copy_within(stored_len..stored_len + sides, kv_len); // first, since the payload grows over them
         self.scratch[start..stored_len].copy_from_slice(&bytes[start..stored_len]);
         let (mut whole, mut free) = (true, start);
         for (layer, entry) in (0..).zip(&header.table) {
@@ -139,7 +145,7 @@ impl Coder {
         }
         bytes[free..kv_len].fill(0);
         restore_header(header, &self.layout, bytes);
-        whole
+        (kv_len + sides, whole)
     }
 }
 

@@ -5,7 +5,7 @@ use ucm_core::{BlockId, DType, Geometry, MissReason, Part};
 
 use super::*;
 use crate::codec::Algorithm;
-use crate::{RecordMeta, verify};
+use crate::{RecordMeta, SideSpec, judge_side, verify};
 
 const LAYERS: u32 = 4;
 /// Digest of the identity of the frozen records.
@@ -19,13 +19,27 @@ fn layout(dtype: DType) -> RecordLayout {
     RecordLayout::new(&geometry).describing(16, dtype)
 }
 
+/// The same with side shards of 100 and of 5000 bytes.
+fn sided_layout() -> RecordLayout {
+    let sides = [("mean-k", 100), ("codes", 5000)];
+    let sides = sides.map(|(name, len)| SideSpec {
+        name: name.to_owned(),
+        version: 3,
+        len,
+    });
+    layout(DType::Bf16).with_sides(sides.to_vec()).unwrap()
+}
+
 fn id() -> BlockId {
     BlockId([7; 16])
 }
 
 /// A sealed record with what the algorithm makes shorter: numbers that are alike, as those of a model are, or repetitions.
 fn record(algorithm: Algorithm, dtype: DType) -> Vec<u8> {
-    let layout = layout(dtype);
+    record_of(algorithm, &layout(dtype))
+}
+
+fn record_of(algorithm: Algorithm, layout: &RecordLayout) -> Vec<u8> {
     let mut record = vec![0xaa; layout.record_len()];
     let mut state = 1u32;
     for layer in 0..LAYERS {
@@ -36,6 +50,11 @@ fn record(algorithm: Algorithm, dtype: DType) -> Vec<u8> {
                 Algorithm::Lz4 if at % 256 >= 64 => (at / 256) as u8,
                 _ => (state >> 24) as u8,
             };
+        }
+    }
+    for range in (0..layout.sides().len()).filter_map(|index| layout.side_data(index)) {
+        for (at, byte) in record[range].iter_mut().enumerate() {
+            *byte = (at * 7 + 3) as u8;
         }
     }
     let meta = RecordMeta {
@@ -53,10 +72,14 @@ fn record(algorithm: Algorithm, dtype: DType) -> Vec<u8> {
 
 /// The stored form, or the record as it is.
 fn stored_of(algorithm: Algorithm, dtype: DType, record: &[u8]) -> Vec<u8> {
-    let (layout, mut bytes) = (layout(dtype), record.to_vec());
-    let mut coder = Coder::new(&layout).unwrap();
+    encoded(algorithm, &layout(dtype), record)
+}
+
+fn encoded(algorithm: Algorithm, layout: &RecordLayout, record: &[u8]) -> Vec<u8> {
+    let mut bytes = record.to_vec();
+    let mut coder = Coder::new(layout).unwrap();
     let len = coder
-        .encode(Codec::of(algorithm, &layout), &mut bytes, true)
+        .encode(Codec::of(algorithm, layout), &mut bytes, true)
         .unwrap();
     bytes.truncate(len.unwrap_or(record.len()));
     bytes
@@ -82,8 +105,10 @@ fn read(stored: &[u8]) -> Vec<u8> {
     let Some(header) = stored_form(&bytes, bytes.len() as u64, &expect(&layout)) else {
         return bytes;
     };
-    bytes.resize(layout.kv_len().max(bytes.len()), 0xee);
-    Coder::new(&layout).unwrap().decode(&header, &mut bytes);
+    let read = bytes.len();
+    bytes.resize(layout.kv_len().max(read), 0xee);
+    let (len, _) = Coder::new(&layout).unwrap().decode(&header, &mut bytes, read);
+    bytes.truncate(len);
     bytes
 }
 
@@ -104,11 +129,66 @@ fn a_record_of_every_type_comes_back_to_the_byte() {
             assert!(stored.len() * 10 < record.len() * 9, "{algorithm:?} {dtype:?}");
             assert!(stored.len().is_multiple_of(4096));
             let header = stored_form(&stored, stored.len() as u64, &expect(&layout)).unwrap();
+            let read = stored.len();
             stored.resize(record.len(), 0xee);
-            assert!(Coder::new(&layout).unwrap().decode(&header, &mut stored));
+            let decoded = Coder::new(&layout).unwrap().decode(&header, &mut stored, read);
+            assert_eq!(decoded, (record.len(), true));
             assert_eq!(stored, record, "{algorithm:?} {dtype:?}");
         }
     }
+}
+
+#[test]
+fn side_shards_are_stored_as_they_are_behind_the_payload() {
+    let layout = sided_layout();
+    for algorithm in Algorithm::ALL {
+        let record = record_of(algorithm, &layout);
+        let mut stored = encoded(algorithm, &layout, &record);
+        let (read, plain) = (
+            stored.len(),
+            stored_of(algorithm, DType::Bf16, &record[..layout.kv_len()]),
+        );
+        assert!(read < record.len());
+        assert_eq!(
+            plain.len(),
+            record[..layout.kv_len()].len(),
+            "what is not whole is left as it is"
+        );
+        let header = stored_form(&stored, read as u64, &expect(&layout)).unwrap();
+        for (index, wanted) in layout.sides().iter().enumerate() {
+            let side = judge_side(&stored, read as u64, &expect(&layout), wanted).unwrap();
+            assert_eq!(side, &record[layout.side_data(index).unwrap()]);
+        }
+        stored.resize(layout.record_len(), 0xee);
+        let decode = |bytes: &mut [u8], read| Coder::new(&layout).unwrap().decode(&header, bytes, read);
+        // Into a slot for the KV alone, and of what was read of it.
+        for (room, read) in [
+            (layout.kv_len(), read),
+            (layout.record_len(), header.kv_len() as usize),
+        ] {
+            let mut kv = stored[..room].to_vec();
+            assert_eq!(decode(&mut kv, read), (layout.kv_len(), true));
+            kv.truncate(layout.kv_len());
+            assert_eq!(kv, record[..layout.kv_len()]);
+            verify(&kv, kv.len() as u64, &expect(&layout)).unwrap();
+        }
+        assert_eq!(decode(&mut stored, read), (layout.record_len(), true));
+        assert_eq!(stored, record, "{algorithm:?}");
+    }
+}
+
+#[test]
+fn a_record_without_kv_is_stored_as_it_is() {
+    let layout = sided_layout();
+    let mut alone = vec![0; layout.record_len()];
+    let meta = RecordMeta {
+        id: id(),
+        namespace: NAMESPACE,
+        ..RecordMeta::default()
+    };
+    let len = crate::seal_side_alone(&layout, 0, &meta, &mut alone).unwrap();
+    alone.truncate(len);
+    assert_eq!(encoded(Algorithm::Zstd, &layout, &alone), alone);
 }
 
 fn fixture(algorithm: Algorithm) -> std::path::PathBuf {
@@ -116,6 +196,10 @@ fn fixture(algorithm: Algorithm) -> std::path::PathBuf {
         Algorithm::Zstd => "planes.bin",
         Algorithm::Lz4 => "planes-lz4.bin",
     };
+    fixture_named(name)
+}
+
+fn fixture_named(name: &str) -> std::path::PathBuf {
     [env!("CARGO_MANIFEST_DIR"), "../../tests/fixtures/record-v1", name]
         .iter()
         .collect()
@@ -127,16 +211,22 @@ fn fixture(algorithm: Algorithm) -> std::path::PathBuf {
 fn writes_the_fixtures() {
     use std::io::Write;
 
-    for algorithm in Algorithm::ALL {
-        let stored = stored(algorithm);
-        let file = std::fs::File::options()
-            .write(true)
-            .create_new(true)
-            .open(fixture(algorithm));
+    let sided = (fixture_named(SIDED), sided_stored());
+    let plain = Algorithm::ALL.map(|algorithm| (fixture(algorithm), stored(algorithm)));
+    for (path, stored) in plain.into_iter().chain([sided]) {
+        let file = std::fs::File::options().write(true).create_new(true).open(path);
         if let Ok(mut file) = file {
             file.write_all(&stored).unwrap();
         }
     }
+}
+
+/// A compressed record with side shards.
+const SIDED: &str = "planes-sided.bin";
+
+fn sided_stored() -> Vec<u8> {
+    let layout = sided_layout();
+    encoded(Algorithm::Lz4, &layout, &record_of(Algorithm::Lz4, &layout))
 }
 
 /// The same files are decoded by `tests/unit/test_compressed_format.py`, which shares no code with this.
@@ -145,6 +235,14 @@ fn the_frozen_compressed_records_stay_readable() {
     for algorithm in Algorithm::ALL {
         let frozen = std::fs::read(fixture(algorithm)).unwrap();
         assert_eq!(read(&frozen), record(algorithm, DType::Bf16), "{algorithm:?}");
+    }
+    let frozen = std::fs::read(fixture_named(SIDED)).unwrap();
+    let (layout, whole) = (sided_layout(), record_of(Algorithm::Lz4, &sided_layout()));
+    let kv = read(&frozen); // by a reader that has no room for them
+    assert_eq!(kv, whole[..layout.kv_len()]);
+    for (index, wanted) in layout.sides().iter().enumerate() {
+        let side = judge_side(&frozen, frozen.len() as u64, &expect(&layout), wanted).unwrap();
+        assert_eq!(side, &whole[layout.side_data(index).unwrap()]);
     }
 }
 
@@ -224,7 +322,10 @@ fn a_header_of_another_layout_decodes_nothing() {
     let mut coder = Coder::new(&layout(DType::Bf16)).unwrap();
     let mut bytes = stored.clone();
     bytes.resize(layout(DType::Bf16).kv_len(), 0);
-    assert!(!coder.decode(&header, &mut bytes));
+    assert_eq!(
+        coder.decode(&header, &mut bytes, stored.len()),
+        (stored.len(), false)
+    );
     assert_eq!(&bytes[..stored.len()], stored);
 }
 

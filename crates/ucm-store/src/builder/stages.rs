@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use ucm_core::{Error, ErrorKind, Result};
-use ucm_tier::registry::{self, BuildContext, BuiltTier};
+use ucm_tier::registry::{self, BuildContext, BuiltLevel};
 
 use crate::tiers::WritePolicy;
 
@@ -11,7 +11,7 @@ use crate::tiers::WritePolicy;
 pub(super) fn make_all(
     stages: Vec<TierSpec>,
     context: &BuildContext<'_>,
-) -> Result<Vec<(BuiltTier, WritePolicy)>> {
+) -> Result<Vec<(BuiltLevel, WritePolicy)>> {
     let made = stages.into_iter().map(|stage| {
         let policy = stage.policy()?;
         let built = registry::find(&stage.kind)?.build(context, stage.options)?;

@@ -48,7 +48,7 @@ impl Core {
         options: WriteOptions,
     ) {
         let (id, request) = (builder.id, builder.request);
-        let tier = self.tiers.place(id, 0, request.number);
+        let tier = self.tiers.place(id, None, request.number);
         let room = tier.and_then(|_| self.device.slots.try_acquire_above(self.device.reserved_slots));
         let (Some(tier), Some(room)) = (tier, room) else {
             return self.write(builder, slot, options, None);
@@ -58,7 +58,7 @@ impl Core {
             Ok(stored) if core.verify(id, &stored, 0).is_ok() => {
                 core.audited(id, core.deviation(stored.slot.as_slice(), slot.as_slice()));
                 drop((stored, slot));
-                core.write_done(&builder, false, Ok(Written::Present));
+                core.write_done(&builder, None, Ok(Written::Present));
             }
             answer => {
                 drop(answer); // with the slot that was read into

@@ -13,6 +13,8 @@ use crate::tiers::Request;
 /// One block being put together from its shards.
 pub(super) struct BlockBuilder {
     pub(super) id: BlockId,
+    /// The side shard that is all of its record, where that is no block's.
+    pub(super) alone: Option<usize>,
     /// The dump that brought its first shard.
     pub(super) request: Request,
     /// Held while shards are copied from the device, perhaps for ever; never taken for anything else.
@@ -27,6 +29,8 @@ pub(super) struct Inner {
     /// Which shards were gathered.
     pub(super) have: Vec<bool>,
     pub(super) layer_crcs: Vec<u32>,
+    /// Which of them brought their share of the side shards.
+    pub(super) sided: Vec<bool>,
     /// Rows that end when the block is published.
     pub(super) waiting: Vec<(Arc<TaskState>, Vec<usize>)>,
     /// The medium has it, or never will.
@@ -50,23 +54,36 @@ pub(super) enum After {
     Ended(Result<()>),
     /// They end with their block.
     Wait,
-    /// They completed their block: its record and the checksums of its layers.
-    Publish(Slot, Vec<u32>),
+    /// They completed their block: its record, the checksums of its layers, and whether it has its side shards.
+    Publish(Slot, Vec<u32>, bool),
 }
 
 /// Blocks being put together or published, by id.
 pub(super) type BlockBuilders = Mutex<HashMap<BlockId, Arc<BlockBuilder>>>;
 
 impl BlockBuilder {
-    /// An empty one, with the slot its record is made in.
-    pub(super) fn new(id: BlockId, request: Request, slot: Slot, geometry: &Geometry) -> Self {
+    /// An empty one, with the slot its record is made in; `alone`: for a side shard and nothing else.
+    pub(super) fn new(
+        id: BlockId,
+        alone: Option<usize>,
+        request: Request,
+        slot: Slot,
+        geometry: &Geometry,
+    ) -> Self {
+        let shards = if alone.is_some() {
+            1
+        } else {
+            geometry.shards() as usize
+        };
         Self {
             id,
+            alone,
             request,
             copying: Mutex::new(()),
             inner: Mutex::new(Inner {
                 slot: Some(slot),
-                have: vec![false; geometry.shards() as usize],
+                have: vec![false; shards],
+                sided: vec![false; shards],
                 layer_crcs: vec![0; geometry.layers() as usize],
                 waiting: Vec::new(),
                 placed: false,
@@ -92,7 +109,8 @@ impl BlockBuilder {
         match inner.slot.take() {
             Some(slot) => {
                 inner.stage = Stage::Publishing;
-                After::Publish(slot, std::mem::take(&mut inner.layer_crcs))
+                let sided = inner.sided.iter().all(|&sided| sided);
+                After::Publish(slot, std::mem::take(&mut inner.layer_crcs), sided)
             }
             None => After::Wait,
         }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, DType, Geometry, Identity, Part};
 use ucm_device::{DeviceSpan, Event, KvLayout};
+use ucm_record::SideSpec;
 
 use crate::health::BreakerConfig;
 
@@ -48,6 +49,8 @@ pub struct EngineConfig {
     pub block_tokens: u32,
     /// Element type, for the header.
     pub dtype: DType,
+    /// Side shards that blocks may have beside their KV; each a whole number of bytes for every shard of a block.
+    pub sides: Vec<SideSpec>,
     /// Bytes of host memory for staging; 0 opens the engine for lookups only.
     pub staging_bytes: u64,
     /// Threads that copy from the device.
@@ -72,6 +75,32 @@ pub struct Row {
     pub pieces: Pieces,
     /// What must be done before they are read or written; the row fails where it is not by the deadline of its task.
     pub ready: Option<Arc<dyn Event>>,
+    /// What a dump brings beside the KV; a load takes no notice of it.
+    pub sides: RowSides,
+}
+
+/// What a row of a dump brings beside its KV.
+#[derive(Debug, Default)]
+pub enum RowSides {
+    /// Nothing. A block has its side shards where every one of its rows brings them.
+    #[default]
+    None,
+    /// Its share of every side shard of the store, in their order, one behind the other: the row of shard *i* of *n*
+    /// brings the
+    /// *i*-th *n*-th of each.
+    Beside(Box<[u8]>),
+    /// The side shard of this index, whole, for a record of its own and of this row's id; there is no KV.
+    Alone(usize, Box<[u8]>),
+}
+
+impl RowSides {
+    /// The side shard that is all of its record.
+    pub(super) fn alone(&self) -> Option<usize> {
+        match self {
+            Self::Alone(index, _) => Some(*index),
+            Self::None | Self::Beside(_) => None,
+        }
+    }
 }
 
 /// Where the pieces of a row lie on the device.
@@ -80,7 +109,7 @@ pub enum Pieces {
     Listed(Vec<DeviceSpan>),
     /// In the block of this number.
     Block(Arc<KvLayout>, u64),
-    /// Nowhere: the whole block is wanted in its slot.
+    /// Nowhere: the whole block is wanted in its slot, or there is no KV to bring.
     Slot,
 }
 

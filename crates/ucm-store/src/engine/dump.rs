@@ -15,7 +15,7 @@ use tracing::{info, warn};
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
 use ucm_infra::{IdSet, MonotonicTime, Notify, Ticket};
-use ucm_record::{RecordMeta, encode_header};
+use ucm_record::{RecordMeta, encode_header, seal_side_alone};
 use ucm_tier::backend::{Flush, WriteOptions, Written};
 
 use super::block_builder::{After, BlockBuilder, BlockBuilders, Stage};
@@ -196,7 +196,9 @@ impl Core {
                         full = true;
                         break;
                     };
-                    let builder = Arc::new(BlockBuilder::new(id, request, slot, &self.records.geometry));
+                    let alone = rows.sides.iter().find_map(|(_, sides)| sides.alone());
+                    let builder = BlockBuilder::new(id, alone, request, slot, &self.records.geometry);
+                    let builder = Arc::new(builder);
                     fresh.push(Arc::clone(&builder));
                     builder
                 }
@@ -227,6 +229,9 @@ impl Core {
     /// Copies rows from the device into the record and checksums them. Nothing but memory is touched here: a copy
     /// that returns late, after its block was given up, changes nothing but its slot's freedom.
     fn gather(&self, builder: &BlockBuilder, rows: &BlockRowList) -> Result<()> {
+        if !rows.are_of(builder.alone) {
+            return Err(Error::invalid("a block has the id of another's side shard").with("id", builder.id));
+        }
         let _alone = builder.copying.lock();
         let (mut slot, wanted) = {
             let mut inner = builder.inner.lock();
@@ -239,7 +244,8 @@ impl Core {
             (inner.slot.take().ok_or_else(lost)?, wanted)
         };
         let pieces = self.pieces(wanted.iter().copied())?;
-        let layers: Vec<u32> = wanted.iter().flat_map(|row| self.layers_of(row.1)).collect();
+        let with_kv = wanted.iter().filter(|_| builder.alone.is_none());
+        let layers: Vec<u32> = with_kv.flat_map(|row| self.layers_of(row.1)).collect();
         let mut crcs = Vec::with_capacity(layers.len());
         // Each layer as soon as its last piece is there: its bytes are in the caches then.
         let mut seal = |record: &mut [u8], landed: usize| {
@@ -253,12 +259,15 @@ impl Core {
                 stream.gather(&pieces, slot.as_mut_slice(), &mut seal)
             })?;
         seal(slot.as_mut_slice(), pieces.len());
-        Stats::add(&self.stats.bytes_staged, wanted.len() as u64 * self.shard_len());
+        let sided = self.place_sides(rows, slot.as_mut_slice());
+        let staged: u64 = pieces.iter().map(|piece| piece.span.len()).sum();
+        Stats::add(&self.stats.bytes_staged, staged);
         let mut inner = builder.inner.lock();
         if matches!(inner.stage, Stage::Filling) {
-            wanted
-                .iter()
-                .for_each(|(_, shard, _)| inner.have[*shard as usize] = true);
+            for (_, shard, _) in wanted {
+                inner.have[*shard as usize] = true;
+                inner.sided[*shard as usize] = sided.contains(shard);
+            }
             crcs.into_iter()
                 .for_each(|(layer, crc)| inner.layer_crcs[layer as usize] = crc);
             inner.slot = Some(slot);
@@ -294,8 +303,8 @@ impl Core {
                 self.finish_rows(task, count);
             }
             After::Wait => {}
-            After::Publish(mut slot, crcs) => match self.seal(builder, &mut slot, &crcs) {
-                Err(error) => self.write_done(builder, false, Err(error)),
+            After::Publish(mut slot, crcs, sided) => match self.seal(builder, &mut slot, crcs, sided) {
+                Err(error) => self.write_done(builder, None, Err(error)),
                 Ok(options) if self.dumps.marked.remove(&builder.id) && !options.replace => {
                     self.write_audited(builder, slot, options);
                 }
@@ -348,15 +357,16 @@ impl Core {
         }
     }
 
-    /// Makes a record of what was gathered, and says how it is to be written.
-    fn seal(&self, builder: &BlockBuilder, slot: &mut Slot, layer_crcs: &[u32]) -> Result<WriteOptions> {
-        let hint = self
-            .dumps
-            .hints
-            .lock()
-            .get(&builder.id)
-            .copied()
-            .unwrap_or_default();
+    /// Makes a record of what was gathered, with its side shards or without, and says how it is to be written.
+    fn seal(
+        &self,
+        builder: &BlockBuilder,
+        slot: &mut Slot,
+        mut crcs: Vec<u32>,
+        sided: bool,
+    ) -> Result<WriteOptions> {
+        let (layout, block) = (&self.records.layout, self.block_of(builder));
+        let hint = self.dumps.hints.lock().get(&block).copied().unwrap_or_default();
         let Hint {
             parent,
             ordinal,
@@ -369,16 +379,28 @@ impl Core {
             namespace: *self.records.identity.digest(),
             part: self.records.part,
             tokens: if tokens == 0 {
-                self.records.layout.block_tokens()
+                layout.block_tokens()
             } else {
                 tokens
             },
             time_ns: self.clock.wall_ns(),
             writer: self.records.writer,
         };
-        encode_header(&self.records.layout, &meta, layer_crcs, slot.as_mut_slice())?;
+        let record = slot.as_mut_slice();
+        let len = if let Some(index) = builder.alone {
+            seal_side_alone(layout, index, &meta, record)?
+        } else {
+            let sides = if sided { 0..layout.sides().len() } else { 0..0 };
+            crcs.extend(sides.map(|index| layout.seal_side(record, index)));
+            encode_header(layout, &meta, &crcs, record)?;
+            if sided {
+                layout.record_len()
+            } else {
+                layout.kv_len()
+            }
+        };
         Ok(WriteOptions {
-            len: self.records.layout.record_len(),
+            len,
             ordinal,
             replace: self.refused.replaces(builder.id),
             read_back: self.paranoid,
@@ -393,27 +415,29 @@ impl Core {
         options: WriteOptions,
         here: Option<&Arc<Ticket>>,
     ) {
-        let (core, done_for, replace) = (Arc::clone(self), Arc::clone(builder), options.replace);
-        let done = Box::new(move |result| core.write_done(&done_for, replace, result));
+        let (core, done_for) = (Arc::clone(self), Arc::clone(builder));
+        let done = Box::new(move |result| core.write_done(&done_for, Some(&options), result));
         let (core, placed_for) = (Arc::clone(self), Arc::clone(builder));
         let write = TierWrite {
             id: builder.id,
             slot,
             options,
+            alone: builder.alone.is_some(),
             request: builder.request,
             placed: Box::new(move || core.placed(&placed_for)),
         };
         self.tiers.write(write, here, done);
     }
 
+    /// The record of a block is published, or will not be; `options`: how it was written, if it was.
     pub(super) fn write_done(
         self: &Arc<Self>,
         builder: &Arc<BlockBuilder>,
-        replaced: bool,
+        options: Option<&WriteOptions>,
         result: Result<Written>,
     ) {
         self.dumps.builders.lock().remove(&builder.id);
-        self.dumps.hints.lock().remove(&builder.id);
+        self.dumps.hints.lock().remove(&self.block_of(builder));
         let result = match result {
             Ok(Written::Unsound(reason)) => Err(self.refuse(builder.id, None, reason)),
             result => result,
@@ -423,16 +447,19 @@ impl Core {
                 if *written == Written::Published && self.dumps.unwritable.swap(false, Ordering::AcqRel) {
                     info!(store = self.records.writer, "blocks are stored again");
                 }
-                if *written == Written::Present {
-                    Stats::add(&self.stats.blocks_present, 1);
-                } else {
-                    Stats::add(&self.stats.blocks_published, 1);
+                let counted = match (*written, builder.alone) {
+                    (Written::Present, None) => &self.stats.blocks_present,
+                    (Written::Present, Some(_)) => &self.stats.sides_present,
+                    (_, None) => &self.stats.blocks_published,
+                    (_, Some(_)) => &self.stats.sides_published,
+                };
+                Stats::add(counted, 1);
+                if *written == Written::Published {
                     self.refused.published(builder.id);
-                    Stats::add(
-                        &self.stats.bytes_published,
-                        self.records.layout.record_len() as u64,
-                    );
+                    let len = options.map_or(0, |options| options.len);
+                    Stats::add(&self.stats.bytes_published, len as u64);
                 }
+                let replaced = options.is_some_and(|options| options.replace);
                 if replaced && *written == Written::Published && self.refused.forgive(builder.id) {
                     Stats::add(&self.stats.records_replaced, 1);
                     let id = builder.id;

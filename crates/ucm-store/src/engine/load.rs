@@ -21,7 +21,7 @@ use super::audit::compare;
 use super::guard::reason_of;
 use super::reads::MAX_PENDING;
 use super::task::{Task, TaskState};
-use super::{Core, Pieces, Row};
+use super::{Core, Pieces, Row, RowSides};
 use crate::stats::Stats;
 use crate::tiers::Request;
 
@@ -60,7 +60,7 @@ pub(super) struct LoadTask {
 }
 
 /// Longest deadline a load may be given: no wait is without one.
-const LONGEST_LOAD: Duration = Duration::from_secs(600);
+pub(super) const LONGEST_LOAD: Duration = Duration::from_secs(600);
 
 /// Why blocks of a load were cancelled, for those that did not fail themselves: each cut lies before the one that came
 /// earlier.
@@ -113,11 +113,24 @@ impl Cuts {
 /// Number of a row, its shard, and its device pieces.
 pub(super) type BlockRow = (usize, u32, Pieces);
 
-/// The rows of one block, and the events that copies of them wait for.
+/// The rows of one block, what some of them bring beside the KV (by shard), and the events that copies of them wait
+/// for.
 #[derive(Default)]
 pub(super) struct BlockRowList {
     rows: Vec<BlockRow>,
+    pub(super) sides: Vec<(u32, RowSides)>,
     pub(super) ready: Vec<Arc<dyn Event>>,
+}
+
+impl BlockRowList {
+    /// Whether all of them bring this side shard and nothing else; `None`: whether all of them bring KV.
+    pub(super) fn are_of(&self, alone: Option<usize>) -> bool {
+        let brought = self.sides.iter().filter_map(|(_, sides)| sides.alone());
+        match alone {
+            Some(index) => brought.filter(|&one| one == index).count() == self.rows.len(),
+            None => brought.count() == 0,
+        }
+    }
 }
 
 impl Deref for BlockRowList {
@@ -140,6 +153,9 @@ pub(super) fn by_block(rows: Vec<Row>) -> Vec<(BlockId, BlockRowList)> {
         let block = &mut blocks[at].1;
         block.rows.push((number, row.shard, row.pieces));
         block.ready.extend(row.ready);
+        if !matches!(row.sides, RowSides::None) {
+            block.sides.push((row.shard, row.sides));
+        }
     }
     blocks
 }
@@ -230,7 +246,7 @@ impl Core {
 
     /// Ends every load that still reads, because the engine is closed.
     pub(super) fn end_loads(self: &Arc<Self>) {
-        let waiters = self.reads.lock().take_waiters();
+        let waiters = self.reads.blocks.lock().take_waiters();
         for (task, _) in waiters {
             self.end_load(&task, Error::new(ErrorKind::Closed, "the store is closed"));
         }

@@ -16,6 +16,8 @@ mod lookup;
 mod reads;
 mod rejected;
 mod report;
+mod side_reads;
+mod sides;
 mod task;
 mod transfer;
 
@@ -33,13 +35,14 @@ use ucm_tier::backend::{Flush, LocallyVisible};
 
 use crate::records::StoredRecords;
 use crate::stats::Stats;
-use crate::tiers::{Priority, TierConfig, Tiers, TiersConfig};
+use crate::tiers::{LevelConfig, Priority, Tiers, TiersConfig};
 
-pub use config::{Deadlines, EngineConfig, Hint, Pieces, Row};
+pub use config::{Deadlines, EngineConfig, Hint, Pieces, Row, RowSides};
 use dump::Dumps;
 use guard::Life;
 pub use lookup::{Asked, Located};
 use rejected::RejectedRecords;
+pub use side_reads::SidesTask;
 pub use task::{Task, Until};
 use transfer::{DeviceSide, Streams};
 
@@ -72,11 +75,18 @@ pub struct Core {
     tiers: Arc<Tiers>,
     device: DeviceSide,
     asks: Arc<WorkerPool>,
-    reads: Mutex<reads::Reads>,
+    reads: ReadQueues,
     dumps: Dumps,
     refused: RejectedRecords,
     life: Life,
     stats: Stats,
+}
+
+/// What waits for a slot to be read into, and what is being read.
+#[derive(Default)]
+struct ReadQueues {
+    blocks: Mutex<reads::Reads>,
+    sides: Mutex<side_reads::SideReads>,
 }
 
 impl Deref for Engine {
@@ -89,14 +99,16 @@ impl Deref for Engine {
 
 impl Engine {
     /// Sets everything up and looks at the tiers once, top first, within the probe deadline. One that does not answer
-    /// is retried later; until one does every lookup is a miss.
+    /// is retried later; until one does every lookup is a miss. `levels`: top first, each a tier or several side by side.
     pub fn open(
         config: EngineConfig,
-        tiers: Vec<TierConfig>,
+        levels: impl IntoIterator<Item = impl Into<LevelConfig>>,
         device: Arc<dyn Device>,
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
         let layout = RecordLayout::new(&config.geometry).describing(config.block_tokens, config.dtype);
+        let layout = layout.with_sides(config.sides)?;
+        sides::check_shares(&layout, &config.geometry)?;
         let slot_len = layout.record_len() as u64;
         let records = Arc::new(StoredRecords {
             geometry: config.geometry,
@@ -115,8 +127,10 @@ impl Engine {
             .with("at_least", LEAST_SLOTS as u64 * slot_len));
         }
         let arena = device.make_arena((slots.max(1) * slot_len) as usize, ArenaOptions::default())?;
-        let lends = tiers
+        let levels: Vec<LevelConfig> = levels.into_iter().map(Into::into).collect();
+        let lends = levels
             .iter()
+            .flat_map(|level| &level.tiers)
             .filter_map(|tier| tier.backend.features().memory?.region());
         let attached = lends.filter_map(|region| device.attach(region)).collect();
         let pages = arena.paging().name();
@@ -129,7 +143,7 @@ impl Engine {
             ),
         };
         let below = TiersConfig {
-            tiers,
+            levels,
             records: Arc::clone(&records),
             breaker: config.breaker,
             probe: config.deadlines.probe,
@@ -183,7 +197,7 @@ impl Engine {
                 _attached: attached,
             },
             asks,
-            reads: Mutex::default(),
+            reads: ReadQueues::default(),
             dumps: Dumps::new(copy_limit, config.copy_threads.max(1), slot_len),
             refused: RejectedRecords::default(),
             life: Life::new(),
@@ -193,6 +207,7 @@ impl Engine {
         core.device.slots.on_release(move || {
             if let Some(core) = weak.upgrade() {
                 core.pump(); // a load may be waiting for this slot
+                core.pump_sides();
             }
         });
         core.tiers.open(core.clock.now().after(core.deadlines.probe));
@@ -245,6 +260,7 @@ impl Engine {
             shard: 0,
             pieces: Pieces::Block(Arc::clone(&layout), number),
             ready: None,
+            sides: RowSides::None,
         };
         Ok(blocks.into_iter().map(row).collect())
     }
@@ -258,6 +274,7 @@ impl Engine {
             shard: 0,
             pieces: Pieces::Slot,
             ready: None,
+            sides: RowSides::None,
         };
         self.load(ids.iter().map(row).collect(), deadline)
     }
@@ -280,6 +297,7 @@ impl Engine {
         self.tiers.shutdown(left());
         self.await_pump();
         self.end_loads();
+        self.end_side_loads();
         self.drop_incomplete(MonotonicTime::NEVER);
     }
 }
@@ -305,18 +323,19 @@ impl Core {
         Ok(())
     }
 
-    /// These blocks, with their ordinals, were used by a request.
+    /// These blocks, with their ordinals, were used by a request; with each its side shards, wherever they lie.
     pub fn touch(&self, ids: &[(BlockId, u32)]) -> Result<()> {
         self.usable()?;
-        self.tiers.touch(ids, self.clock.now().after(self.deadlines.dump));
+        let deadline = self.clock.now().after(self.deadlines.dump);
+        self.tiers.touch(&self.with_sides(ids), deadline);
         Ok(())
     }
 
     /// The same for what this process alone can touch: its memory, and what it knows of the segments that it merges.
     pub fn touch_own(&self, ids: &[(BlockId, u32)]) -> Result<()> {
         self.usable()?;
-        self.tiers
-            .touch_own(ids, self.clock.now().after(self.deadlines.dump));
+        let deadline = self.clock.now().after(self.deadlines.dump);
+        self.tiers.touch_own(&self.with_sides(ids), deadline);
         Ok(())
     }
 
@@ -470,7 +489,7 @@ impl Core {
             let given = match &row.pieces {
                 Pieces::Listed(spans) => spans.len(),
                 Pieces::Block(layout, _) => layout.pieces() / shards as usize,
-                Pieces::Slot if in_slots => pieces,
+                Pieces::Slot if in_slots || row.sides.alone().is_some() => pieces,
                 Pieces::Slot => 0,
             };
             if given != pieces {
@@ -479,6 +498,7 @@ impl Core {
                     .with("given", given)
                     .with("expected", pieces));
             }
+            self.check_sides(number, row)?;
             match &row.pieces {
                 Pieces::Block(layout, block) if *block >= layout.blocks() => {
                     return Err(Error::invalid("there is no device block of that number")

@@ -55,8 +55,8 @@ pub(super) struct Reads {
 /// A block to be read, and how far that is.
 struct Wanted {
     id: BlockId,
-    /// The tier to ask, or the next below it that can be asked.
-    from: usize,
+    /// The tier that was asked last: the next one behind it that can be asked is.
+    after: Option<usize>,
     /// What the tiers above said; the last word if none below has it either.
     so_far: Option<Failed>,
 }
@@ -105,7 +105,7 @@ impl Wanted {
     fn new(id: BlockId) -> Self {
         Self {
             id,
-            from: 0,
+            after: None,
             so_far: None,
         }
     }
@@ -126,7 +126,7 @@ impl Reads {
 impl Core {
     /// Joins reads under way or queues new ones, for the blocks not cancelled yet; false if that would be too many.
     pub(super) fn enqueue(&self, task: &Arc<LoadTask>) -> bool {
-        let mut reads = self.reads.lock();
+        let mut reads = self.reads.blocks.lock();
         if reads.pending.len() + task.blocks.len() > MAX_PENDING {
             return false;
         }
@@ -144,16 +144,18 @@ impl Core {
         true
     }
 
-    /// [`Core::pump`] on another thread: whoever begins a load has a model to compute.
+    /// Starts waiting reads on another thread: whoever begins a load has a model to compute.
     pub(super) fn pump_elsewhere(self: &Arc<Self>) {
         let core = Arc::clone(self);
+        let pump = move || {
+            core.pump();
+            core.pump_sides();
+        };
         // Nothing in it waits, so it has no deadline. What is refused has others before it that have not begun.
-        if let Err(refused) = self
-            .asks
-            .offer(LANE_PUMP, MonotonicTime::NEVER, move || core.pump(), |_| {})
+        if let Err(refused) = self.asks.offer(LANE_PUMP, MonotonicTime::NEVER, pump, |_| {})
             && refused.error.kind() != ErrorKind::Busy
         {
-            self.pump(); // closed meanwhile
+            (refused.work)(); // closed meanwhile
         }
     }
 
@@ -161,7 +163,7 @@ impl Core {
     /// operation that failed at once) or beside has nothing to do, because that thread looks again, under the lock, before it
     /// stops.
     pub(super) fn pump(self: &Arc<Self>) {
-        if std::mem::replace(&mut self.reads.lock().pumping, true) {
+        if std::mem::replace(&mut self.reads.blocks.lock().pumping, true) {
             return;
         }
         loop {
@@ -177,8 +179,8 @@ impl Core {
                 layers,
             } in begun
             {
-                let Wanted { id, from, so_far } = wanted;
-                let Some(tier) = self.tiers.place(id, from, request.number) else {
+                let Wanted { id, after, so_far } = wanted;
+                let Some(tier) = self.tiers.place(id, after, request.number) else {
                     drop(slot);
                     self.read_failed(id, request, self.nowhere(id, so_far));
                     continue;
@@ -193,9 +195,9 @@ impl Core {
                     so_far,
                 };
                 let read = self.tier_read(reading, slot);
-                match batches.last_mut() {
-                    Some((last, batch)) if *last == tier => batch.push(read),
-                    _ => batches.push((tier, vec![read])),
+                match batches.iter_mut().find(|(other, _)| *other == tier) {
+                    Some((_, batch)) => batch.push(read),
+                    None => batches.push((tier, vec![read])),
                 }
             }
             for (tier, batch) in batches {
@@ -208,14 +210,15 @@ impl Core {
     /// after this one has looked.
     pub(super) fn await_pump(&self) {
         let begun = std::time::Instant::now();
-        while self.reads.lock().pumping && begun.elapsed() < MOMENTS {
+        let pumping = || self.reads.blocks.lock().pumping || self.reads.sides.lock().is_pumping();
+        while pumping() && begun.elapsed() < MOMENTS {
             std::thread::yield_now();
         }
     }
 
     /// Reads that can begin now, at most a batch of them; none ends the pumping. What nobody waits for any more is dropped.
     fn take_slots_for_reads(&self) -> Vec<Begun> {
-        let (mut begun, mut reads) = (Vec::new(), self.reads.lock());
+        let (mut begun, mut reads) = (Vec::new(), self.reads.blocks.lock());
         let reads = &mut *reads;
         while begun.len() < TOGETHER
             && let Some(wanted) = reads.pending.pop_front()
@@ -277,6 +280,7 @@ impl Core {
             id: reading.id,
             slot,
             parts: self.parts(&reading),
+            sides: false,
             again: reading.again,
             deadline: reading.request.deadline,
             looked: false,
@@ -321,6 +325,7 @@ impl Core {
             if let Some(core) = core.upgrade().filter(|_| part.range.end < end) {
                 core.part_arrived(io, &early, &part);
             }
+            None
         };
         Some(Parts {
             steps,
@@ -376,7 +381,7 @@ impl Core {
     fn take_ready(&self, io: &IoJob, early: &Early, upto: u32) -> Vec<(Arc<LoadTask>, usize, Vec<usize>)> {
         let per_shard = self.records.geometry.layers_per_shard();
         let ready = |(_, shard, pieces): &BlockRow| !pieces.in_slot() && (shard + 1) * per_shard <= upto;
-        let reads = self.reads.lock();
+        let reads = self.reads.blocks.lock();
         // Whoever ends a read that was written off does it under this lock: nothing of it goes to the device after that.
         let waiters = reads.waiters.get(&early.id).filter(|_| io.is_wanted());
         let covered = waiters.into_iter().flatten().filter(|(task, index)| {
@@ -406,10 +411,16 @@ impl Core {
         };
         let over: Vec<_> = waiters.into_iter().filter(scattered).collect();
         // Where nothing takes it up, whoever learns that its load is over finds the slot free.
-        let kept = (reading.layers.is_none() && self.tiers.is_kept_above(tier)).then_some(read);
+        let len = read.bytes().len();
+        let whole = reading.layers.is_none();
+        let rises_to = whole.then(|| self.tiers.rises_to(tier, id, len)).flatten();
+        let kept = (rises_to.is_some() || whole && self.tiers.is_kept_above(tier)).then_some(read);
         over.iter().for_each(|(task, _)| self.report(task));
         if let Some(read) = kept {
             self.tiers.promote(tier, id, read.bytes(), header.meta.ordinal);
+            if let Some(hotter) = rises_to {
+                self.tiers.rise(hotter, id, read.bytes(), header.meta.ordinal);
+            }
         }
         self.pump(); // one read less is running
     }
@@ -456,21 +467,21 @@ impl Core {
     fn ask_below(self: &Arc<Self>, reading: Reading, failed: Failed, slot: Option<Slot>) {
         let (id, tier) = (reading.id, reading.tier);
         let closed = matches!(&failed, Failed::Unread(error) if error.kind() == ErrorKind::Closed);
-        let below = self.tiers.place(id, tier + 1, reading.request.number);
-        let Some(below) = below.filter(|_| !closed) else {
+        let below = self.tiers.place(id, Some(tier), reading.request.number);
+        if closed || below.is_none() {
             let error = self.no_copy(&reading, failed);
             drop(slot);
             return self.read_failed(id, reading.request, error);
-        };
+        }
         if let Failed::Refused(reason, _) = &failed {
             self.discard(id, tier, *reason);
         }
         self.fail_begun(id, &failed);
-        let mut reads = self.reads.lock();
+        let mut reads = self.reads.blocks.lock();
         reads.running -= 1;
         reads.pending.push_front(Wanted {
             id,
-            from: below,
+            after: Some(tier),
             so_far: Some(tell(reading.so_far, failed)),
         });
         drop(reads);
@@ -480,7 +491,7 @@ impl Core {
 
     /// The layers of one block never come from two tiers: those of whose rows some came from this one have failed with it.
     fn fail_begun(self: &Arc<Self>, id: BlockId, failed: &Failed) {
-        let mut reads = self.reads.lock();
+        let mut reads = self.reads.blocks.lock();
         let waiters = reads
             .waiters
             .get_mut(&id)
@@ -560,7 +571,7 @@ impl Core {
         deadline: Option<MonotonicTime>,
         layers: Option<&Range<u32>>,
     ) -> Vec<(Arc<LoadTask>, usize)> {
-        let mut reads = self.reads.lock();
+        let mut reads = self.reads.blocks.lock();
         reads.running -= 1;
         let waiters = reads.waiters.remove(&id).unwrap_or_default();
         let goes_on = |(task, index): &(Arc<LoadTask>, usize)| {

@@ -22,7 +22,8 @@ impl Core {
             ("slots", self.device.slots.capacity() as u64),
             ("slots_free", self.device.slots.available() as u64),
             ("slot_bytes", self.records.layout.record_len() as u64),
-            ("loads_queued", self.reads.lock().queued() as u64),
+            ("loads_queued", self.reads.blocks.lock().queued() as u64),
+            ("sides_queued", self.reads.sides.lock().queued() as u64),
             ("reads_awaiting_a_look", self.tiers.awaiting_look() as u64),
             ("blocks_in_flight", self.dumps.builders.lock().len() as u64),
             (

@@ -24,7 +24,8 @@ pub(super) struct DeviceSide {
     pub(super) _attached: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
-/// The device, and those of its streams that nobody uses.
+/// The device, and those of its streams that nobody uses: as many as there were transfers at a time, at most as many as
+/// threads that make them. What they take of the device's memory is the device's own, and bounded there.
 pub(super) struct Streams {
     device: Arc<dyn Device>,
     idle: Mutex<Vec<Box<dyn Stream>>>,
@@ -50,8 +51,9 @@ impl Streams {
         deadline: MonotonicTime,
         transfer: impl FnOnce(&mut dyn Stream) -> Result<()>,
     ) -> Result<()> {
-        // Waited for here and not by the stream: what is given to a device cannot be taken back at a deadline.
-        for event in ready.iter().filter(|event| !event.done()) {
+        // Waited for here and not by the stream: what is given to a device cannot be taken back at a deadline. Its caller may
+        // drop an event then: it is asked about by a wait that knows the deadline, and by nothing else.
+        for event in ready {
             event.wait(Some(deadline))?;
         }
         let idle = self.idle.lock().pop();

@@ -153,11 +153,11 @@ impl Tiers {
         if tier.codec.is_none() {
             return tier.backend.read(io, run);
         }
-        let ids: Vec<_> = run.iter().map(|read| read.id).collect();
+        let ids: Vec<_> = run.iter().map(|read| (read.id, read.sides)).collect();
         let read = tier.backend.read(io, run).into_iter().zip(ids);
-        let decoded = read.map(|(outcome, id)| match outcome {
-            Outcome::Came(Ok(read)) => Outcome::Came(self.decode(number, id, read)),
-            outcome => outcome,
+        let decoded = read.map(|(outcome, (id, sides))| match outcome {
+            Outcome::Came(Ok(read)) if !sides => Outcome::Came(self.decode(number, id, read)),
+            outcome => outcome, // side shards are stored as they are
         });
         decoded.collect()
     }
@@ -173,8 +173,9 @@ impl Tiers {
         let Some((codec, header)) = codec.and_then(|codec| Some((codec, form(&read)?))) else {
             return Ok(read);
         };
-        let bytes = read.slot.as_mut_slice();
-        if codec.with_coder(|coder| Ok(coder.decode(&header, bytes)))? {
+        let (bytes, from) = (read.slot.as_mut_slice(), read.read);
+        let (len, whole) = codec.with_coder(|coder| Ok(coder.decode(&header, bytes, from)))?;
+        if whole {
             add(&codec.decoded, 1);
         } else {
             add(&codec.undecodable, 1);
@@ -184,7 +185,7 @@ impl Tiers {
                 "record {id} does not come back from its compressed form, though that is whole; it will be recomputed"
             );
         }
-        read.read = self.records.layout.kv_len();
+        read.read = len;
         read.stored_len = read.read as u64;
         Ok(read)
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tracing::warn;
-use ucm_core::{BlockId, Result};
+use ucm_core::Result;
 use ucm_device::Slot;
 use ucm_infra::{LANE_LOAD, LANE_SPACE, MonotonicTime, Notify};
 use ucm_io::IoJob;
@@ -16,22 +16,22 @@ impl Tiers {
     /// Writes back what this process's memories above tiers written back to still hold, the latest used first, until
     /// `until`.
     pub(super) fn write_back(self: &Arc<Self>, until: MonotonicTime) {
-        for number in 1..self.tiers.len() {
-            if self.tiers[number].policy != WritePolicy::Back {
+        for (above, level) in self.levels.iter().zip(1..).take(self.levels.len() - 1) {
+            if self.levels[level].policy != WritePolicy::Back {
                 continue;
             }
-            let above = &self.tiers[number - 1];
+            let above = &self.tiers[above.members().start];
             let backend = Arc::clone(&above.backend);
             let listed = above.pool.call(LANE_SPACE, until, move |io| backend.list(io));
             let Ok(mut records) = listed else {
                 continue;
             };
             records.sort_unstable_by_key(|record| std::cmp::Reverse(record.used_ns));
-            self.write_back_to(number, &records, until);
+            self.write_back_to(level, &records, until);
         }
     }
 
-    fn write_back_to(self: &Arc<Self>, number: usize, records: &[Listed], until: MonotonicTime) {
+    fn write_back_to(self: &Arc<Self>, level: usize, records: &[Listed], until: MonotonicTime) {
         let under_way = Arc::new(AtomicUsize::new(0));
         let mut begun = 0;
         for record in records {
@@ -41,12 +41,13 @@ impl Tiers {
             };
             begun += 1;
             under_way.fetch_add(1, Ordering::AcqRel);
-            self.write_one_back(number, record.id, slot, until, &under_way);
+            self.write_one_back(level, record, slot, until, &under_way);
         }
         self.await_until(until, || under_way.load(Ordering::Acquire) == 0);
         let left = records.len() - begun + under_way.load(Ordering::Acquire);
         if left > 0 {
-            let (name, all) = (&self.tiers[number].name, records.len());
+            let below = self.levels[level].members().start;
+            let (name, all) = (&self.tiers[below].name, records.len());
             warn!(
                 store = self.records.writer,
                 tier = name,
@@ -59,12 +60,14 @@ impl Tiers {
 
     fn write_one_back(
         self: &Arc<Self>,
-        number: usize,
-        id: BlockId,
+        level: usize,
+        record: &Listed,
         slot: Slot,
         until: MonotonicTime,
         under_way: &Arc<AtomicUsize>,
     ) {
+        let (id, len) = (record.id, usize::try_from(record.len).unwrap_or(usize::MAX));
+        let number = self.taker_of_copy(&self.levels[level], id, len);
         let (tiers, under_way) = (Arc::clone(self), Arc::clone(under_way));
         let request = self.request(until);
         let told = move |result: Result<Vec<Outcome>>| {
@@ -83,7 +86,7 @@ impl Tiers {
                 _ => over(), // it went meanwhile
             }
         };
-        let above = &self.tiers[number - 1];
+        let above = &self.tiers[self.levels[level - 1].members().start];
         let backend = Arc::clone(&above.backend);
         let work = move |io: &IoJob| Ok(backend.read(io, vec![BlockRead::whole(id, slot, until)]));
         above.pool.job(LANE_LOAD, until, work, told);

@@ -6,13 +6,17 @@ use parking_lot::Mutex;
 use ucm_core::{BlockId, limits};
 use ucm_tier::backend::LocallyVisible;
 
+use super::MAX_TIERS;
+
+const _: () = assert!(MAX_TIERS <= u32::BITS as usize);
+
 /// Which tiers (a bit each) say that an id is early, and the changes not told yet.
 #[derive(Default)]
 pub(super) struct Merged(Mutex<Inner>);
 
 #[derive(Default)]
 struct Inner {
-    by_tier: HashMap<BlockId, u8>,
+    by_tier: HashMap<BlockId, u32>,
     /// Gained (true) or lost since the last answer; the latest word on an id.
     untold: HashMap<BlockId, bool>,
 }

@@ -1,7 +1,8 @@
-//! Which records are there and where: the upper tier first, the lower ones only for what is missing above.
+//! Which records are there and where: the upper level first, the lower ones only for what is missing above.
 //!
-//! The tiers share one deadline: each of those that must be waited for gets half of what is left while another comes
-//! below it, and the last a little less than all, so that what the upper ones said still arrives in time.
+//! The levels share one deadline: each that must be waited for gets half of what is left while another comes below it, and the
+//! last a little less than all, so that what the upper ones said still arrives in time. The tiers of one level are waited for
+//! together.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -10,9 +11,10 @@ use std::time::Duration;
 
 use ucm_core::{BlockId, Error, ErrorKind, MissReason};
 use ucm_infra::{LANE_LOOKUP, MonotonicTime};
-use ucm_io::IoJob;
+use ucm_io::{IoJob, Pending};
 use ucm_tier::backend::Presence;
 
+use super::level::Level;
 use super::tier::{Tier, add};
 use super::{Place, Request, Tiers};
 
@@ -48,7 +50,7 @@ impl Tiers {
         request: Request,
     ) -> Vec<Place> {
         let mut found: Vec<Place> = Vec::new();
-        for (number, tier) in self.tiers.iter().enumerate() {
+        for (number, level) in self.levels.iter().enumerate() {
             let (missing, wanted) = match number {
                 0 => (None, Cow::Borrowed(ids)),
                 _ => {
@@ -60,9 +62,14 @@ impl Tiers {
             if wanted.is_empty() {
                 break;
             }
-            let answers = self.ask_tier(number, &wanted, stop_at_missing, request);
-            let hits = answers.iter().filter(|answer| answer.is_ok()).count();
-            add(&tier.counts.hits, hits as u64);
+            let until = self.share(number, request.deadline);
+            let stop = stop_at_missing && number + 1 == self.levels.len();
+            let answers = match level.is_spread() {
+                true => self.ask_beside(level, &wanted, stop, until, request),
+                false => self
+                    .begin_asking(level.members().start, wanted, stop, until, request)
+                    .end(self),
+            };
             match missing {
                 None => found = answers,
                 Some(missing) => missing
@@ -74,30 +81,70 @@ impl Tiers {
         found
     }
 
-    /// Which of these records a tier has, in order, one answer for each.
-    fn ask_tier(
+    /// Which of these records the tiers side by side have: those first that know it, each for what is missing yet, then the
+    /// others together, each for what would lie there.
+    fn ask_beside(
         self: &Arc<Self>,
-        number: usize,
+        level: &Level,
         ids: &[BlockId],
         stop_at_missing: bool,
+        until: MonotonicTime,
         request: Request,
     ) -> Vec<Place> {
-        let (tier, now) = (&self.tiers[number], self.clock.now());
-        if !self.admits_lookup(number, request, now) {
-            return vec![Err(MissReason::Unhealthy); ids.len()];
-        }
-        let last = number + 1 == self.tiers.len();
-        let until = self.share(number, last, now, request.deadline);
-        let (there, failed) = ask(tier, ids, stop_at_missing && last, until);
-        if !tier.knows_by_itself() {
-            self.note(number, request, failed.as_ref());
-        }
-        let place = |(&id, there): (&BlockId, Presence)| match there {
-            Ok(()) if tier.has_refused(id) => Err(MissReason::Refused),
-            Ok(()) => Ok(number as u8),
-            Err(reason) => Err(reason),
+        let mut found: Vec<Place> = vec![Err(MissReason::Absent); ids.len()];
+        let order: Vec<usize> = ids.first().into_iter().flat_map(|&id| level.order(id)).collect();
+        let knows = |&number: &usize| self.tiers[number].backend.features().answers_at_once;
+        let (knowing, asked): (Vec<usize>, Vec<usize>) = order.into_iter().partition(knows);
+        let take = |found: &mut [Place], places: Vec<usize>, answers: Vec<Place>| {
+            for (at, answer) in places.into_iter().zip(answers) {
+                if found[at].is_err() {
+                    merge(&mut found[at], answer);
+                }
+            }
         };
-        ids.iter().zip(there).map(place).collect()
+        let begin = |number, found: &[Place], stop, wants: &dyn Fn(BlockId) -> bool| {
+            let places = (0..ids.len()).filter(|&at| found[at].is_err() && wants(ids[at]));
+            let places: Vec<usize> = places.collect();
+            let wanted = places.iter().map(|&at| ids[at]).collect();
+            let asking = self.begin_asking(number, Cow::Owned(wanted), stop, until, request);
+            (places, asking)
+        };
+        for number in knowing {
+            let (places, asking) = begin(number, &found, false, &|_| true);
+            take(&mut found, places, asking.end(self));
+        }
+        let now = self.clock.now();
+        let may = |number: usize| self.tiers[number].may(request.number, now);
+        // Where each is asked for what would lie there, what is missing there is missing.
+        let stop = stop_at_missing && level.keeps_home();
+        let begun = asked
+            .into_iter()
+            .map(|number| begin(number, &found, stop, &|id| self.expects(number, id, may)));
+        for (places, asking) in begun.collect::<Vec<_>>() {
+            take(&mut found, places, asking.end(self));
+        }
+        found
+    }
+
+    /// Begins to ask a tier for records.
+    fn begin_asking<'a>(
+        self: &Arc<Self>,
+        number: usize,
+        ids: Cow<'a, [BlockId]>,
+        stop_at_missing: bool,
+        until: MonotonicTime,
+        request: Request,
+    ) -> Asking<'a> {
+        let answers = match ids.is_empty() || self.admits_lookup(number, request, self.clock.now()) {
+            true => begin(&self.tiers[number], &ids, stop_at_missing, until),
+            false => Answers::Off,
+        };
+        Asking {
+            number,
+            ids,
+            request,
+            answers,
+        }
     }
 
     /// Whether a lookup may go to a tier now. One that answers by itself is not asked for its health by it: where that is in
@@ -115,13 +162,13 @@ impl Tiers {
         may
     }
 
-    /// Until when a tier may take.
-    fn share(&self, number: usize, last: bool, now: MonotonicTime, deadline: MonotonicTime) -> MonotonicTime {
+    /// Until when a level may take.
+    fn share(&self, number: usize, deadline: MonotonicTime) -> MonotonicTime {
+        let now = self.clock.now();
         let left = deadline.since(now);
-        let alone = self.tiers.len() == 1;
-        if alone || self.tiers[number].memory || left == Duration::ZERO {
+        if self.levels.len() == 1 || self.levels[number].memory || left == Duration::ZERO {
             deadline
-        } else if last {
+        } else if number + 1 == self.levels.len() {
             now.after(left - left / SPARED)
         } else {
             now.after(left / 2)
@@ -129,17 +176,58 @@ impl Tiers {
     }
 }
 
-/// Asks a tier for records, in pieces that its threads share. Where no piece was answered, the error of the first beside
-/// it: one word on the medium for the whole lookup.
-fn ask(tier: &Tier, ids: &[BlockId], stop: bool, until: MonotonicTime) -> (Vec<Presence>, Option<Error>) {
+/// A tier that was asked for records.
+struct Asking<'a> {
+    number: usize,
+    ids: Cow<'a, [BlockId]>,
+    request: Request,
+    answers: Answers,
+}
+
+/// What it says, or will.
+enum Answers {
+    /// It is not asked now.
+    Off,
+    /// All at once, with the error of a lookup that failed.
+    There(Vec<Presence>, Option<Error>),
+    /// In pieces that its threads share: of how many ids each is.
+    Coming(Vec<(usize, Pending<Vec<Presence>>)>),
+}
+
+impl Asking<'_> {
+    /// Which of the records it has, in order, one answer for each.
+    fn end(self, tiers: &Tiers) -> Vec<Place> {
+        let (tier, number) = (&tiers.tiers[self.number], self.number);
+        let (there, failed) = match self.answers {
+            Answers::Off => return vec![Err(MissReason::Unhealthy); self.ids.len()],
+            Answers::There(there, failed) => (there, failed),
+            Answers::Coming(pieces) => gather(pieces),
+        };
+        if !self.ids.is_empty() && !tier.knows_by_itself() {
+            tiers.note(number, self.request, failed.as_ref());
+        }
+        let place = |(&id, there): (&BlockId, Presence)| match there {
+            Ok(()) if tier.has_refused(id) => Err(MissReason::Refused),
+            Ok(()) => Ok(number as u8),
+            Err(reason) => Err(reason),
+        };
+        let places: Vec<Place> = self.ids.iter().zip(there).map(place).collect();
+        let hits = places.iter().filter(|place| place.is_ok()).count();
+        add(&tier.counts.hits, hits as u64);
+        places
+    }
+}
+
+/// Asks a tier for records, in pieces that its threads share.
+fn begin(tier: &Tier, ids: &[BlockId], stop: bool, until: MonotonicTime) -> Answers {
     if tier.backend.features().answers_at_once {
         let io = tier.pool.here(LANE_LOOKUP, until);
         return match tier.backend.lookup(&io, ids, stop) {
             Ok(mut there) => {
                 there.resize(ids.len(), Err(MissReason::Absent));
-                (there, None)
+                Answers::There(there, None)
             }
-            Err(error) => (vec![Err(reason_of(&error)); ids.len()], Some(error)),
+            Err(error) => Answers::There(vec![Err(reason_of(&error)); ids.len()], Some(error)),
         };
     }
     let chunk = ids.len().div_ceil(SPREAD).clamp(CHUNK, CHUNK_MAX);
@@ -148,14 +236,16 @@ fn ask(tier: &Tier, ids: &[BlockId], stop: bool, until: MonotonicTime) -> (Vec<P
         let look = move |io: &IoJob| backend.lookup(io, &ids, stop);
         (asked, tier.pool.begin(LANE_LOOKUP, until, look))
     };
-    let begun: Vec<_> = ids.chunks(chunk).map(begin).collect();
-    let answers = begun
-        .into_iter()
-        .map(|(asked, look)| (asked, look.wait_for(GRACE)));
-    let (mut found, mut answered, mut failed) = (Vec::with_capacity(ids.len()), false, None);
-    for (asked, answer) in answers {
+    Answers::Coming(ids.chunks(chunk).map(begin).collect())
+}
+
+/// Waits for the pieces. Where none was answered, the error of the first beside them: one word on the medium for the whole
+/// lookup.
+fn gather(pieces: Vec<(usize, Pending<Vec<Presence>>)>) -> (Vec<Presence>, Option<Error>) {
+    let (mut found, mut answered, mut failed) = (Vec::new(), false, None);
+    for (asked, look) in pieces {
         let end = found.len() + asked;
-        match answer {
+        match look.wait_for(GRACE) {
             Ok(there) => {
                 answered = true;
                 found.extend(there);

@@ -1,4 +1,5 @@
-//! The tiers below an engine: memory above a file above a remote share, or any part of that; most often one.
+//! The tiers below an engine: memory above a file above a remote share, or any part of that; most often one. A *level* is a
+//! tier, or several side by side over which records are spread ([`level`]).
 //!
 //! *Lookup*: present in any tier; the upper one is asked first, the lower ones for what is missing. *Read*: tier by tier,
 //! as the engine asks for the next one when a copy was absent, damaged or late; a record that came from below and was
@@ -9,13 +10,13 @@
 mod codec;
 mod drain;
 mod early;
+mod level;
 mod lookup;
 mod prefetch;
 mod read;
 mod tier;
 mod write;
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -28,22 +29,22 @@ use ucm_device::{ArenaOptions, Device, SlotPool};
 use ucm_infra::{Clock, Completion, Lane, MonotonicTime, Notify, WorkerPool};
 use ucm_io::IoPool;
 use ucm_quota::evidence::is_damage;
-use ucm_record::{Algorithm, Expect, verify};
+use ucm_record::{Algorithm, Expect, verify_stored};
 use ucm_tier::backend::{Backend, Done, Flush, LocallyVisible, MediumStats, Quarantined, Victim};
 
 use crate::health::{BreakerConfig, Change};
 use crate::records::StoredRecords;
 use early::Merged;
+use level::{Level, names};
 use tier::{Admission, Tier, add};
 
 pub use codec::Compression;
+pub use level::{LevelConfig, MAX_LEVELS, MAX_TIERS};
 pub(crate) use lookup::{LEAST_WINDOW, WINDOW};
 pub use prefetch::{MAX_WAITING as MAX_PREFETCH, Priority};
 pub(crate) use read::TierRead;
 pub(crate) use write::TierWrite;
 
-/// Most tiers of a store.
-pub const MAX_TIERS: usize = 4;
 /// Lane of records that are moved between tiers.
 const LANE_MOVE: usize = 0;
 /// Lane of looks at tiers that are not usable.
@@ -110,12 +111,16 @@ pub type Place = std::result::Result<u8, MissReason>;
 pub struct TierStats {
     /// Its name, unlike those of the others.
     pub name: String,
+    /// Its level, counted from the top; tiers side by side have the same.
+    pub level: usize,
     /// Ids found here by lookups.
     pub hits: u64,
     /// Blocks read here for loads.
     pub blocks_read: u64,
-    /// Bytes read here for loads.
+    /// Bytes read here for loads, of side shards too.
     pub bytes_read: u64,
+    /// Reads of side shards here: a header, and a side shard where the record has it.
+    pub sides_read: u64,
     /// Blocks written here, promoted ones included.
     pub blocks_written: u64,
     /// Bytes written here.
@@ -145,8 +150,8 @@ pub struct TierStats {
 
 /// What the tiers need to know of the engine above them.
 pub(crate) struct TiersConfig {
-    /// Top first; at most [`MAX_TIERS`].
-    pub(crate) tiers: Vec<TierConfig>,
+    /// Top first; at most [`MAX_LEVELS`].
+    pub(crate) levels: Vec<LevelConfig>,
     /// What the records are; copies are judged by it before they are kept.
     pub(crate) records: Arc<StoredRecords>,
     /// When the breaker of a tier opens; `max_stuck` is that of each tier.
@@ -164,6 +169,7 @@ pub(crate) struct TiersConfig {
 /// The tiers of one engine.
 pub(crate) struct Tiers {
     tiers: Vec<Tier>,
+    levels: Vec<Level>,
     clock: Arc<dyn Clock>,
     records: Arc<StoredRecords>,
     moves: Moves,
@@ -211,9 +217,9 @@ struct Tally {
 impl Tiers {
     /// Puts tiers together; nothing is touched before [`Tiers::open`]. `Config` where they make no sense together.
     pub(crate) fn new(config: TiersConfig, device: &dyn Device, clock: Arc<dyn Clock>) -> Result<Arc<Self>> {
-        check(&config.tiers)?;
+        let levels = Level::of(&config.levels)?;
         let slot_len = config.records.layout.record_len();
-        let count = config.tiers.len();
+        let count = config.levels.iter().map(|level| level.tiers.len()).sum();
         let spare = if count == 1 { 1 } else { config.spare_slots.max(1) };
         let spare_len = spare * slot_len.next_multiple_of(4096);
         let arena = device.make_arena(spare_len, ArenaOptions::default())?;
@@ -235,12 +241,19 @@ impl Tiers {
             .max_replacements(REPLACEMENTS)
             .clock(Arc::clone(&clock))
             .build()?;
-        let names = names(&config.tiers);
-        let made = config.tiers.into_iter().zip(names);
+        let mut names = names(config.levels.iter().flat_map(|level| &level.tiers)).into_iter();
+        let made = config.levels.into_iter().zip(0..).flat_map(|(level, number)| {
+            let tiers = level.tiers.into_iter();
+            tiers.map(move |tier| (tier, number))
+        });
+        let made = made.map(|(tier, level)| {
+            let name = names.next().unwrap_or_default();
+            Tier::new(tier, name, level, config.breaker, &config.records.layout)
+        });
+        let tiers = made.collect::<Result<Vec<_>>>()?;
         let tiers = Arc::new(Self {
-            tiers: made
-                .map(|(tier, name)| Tier::new(tier, name, config.breaker, &config.records.layout))
-                .collect::<Result<_>>()?,
+            tiers,
+            levels,
             clock,
             records: config.records,
             moves: Moves {
@@ -266,20 +279,21 @@ impl Tiers {
                 tiers.pump_prefetch();
             }
         });
-        for number in 1..tiers.tiers.len() {
-            if tiers.tiers[number].policy != WritePolicy::Back {
+        for (above, level) in tiers.levels.iter().zip(1..).take(tiers.levels.len() - 1) {
+            if tiers.levels[level].policy != WritePolicy::Back {
                 continue;
             }
             let weak = Arc::downgrade(&tiers);
             let hook = Box::new(move |victim: Box<dyn Victim>| {
                 if let Some(tiers) = weak.upgrade() {
-                    tiers.demote(number, victim);
+                    tiers.demote(level, victim);
                 }
             });
-            let above = tiers.tiers[number - 1].backend.features().memory;
+            let above = tiers.tiers[above.members().start].backend.features().memory;
             if !above.is_some_and(|memory| memory.on_evicted(hook)) {
                 let wrong = "a tier is written back to from a memory directly above it";
-                return Err(Error::new(ErrorKind::Config, wrong).with("tier", &tiers.tiers[number].name));
+                let below = &tiers.tiers[tiers.levels[level].members().start];
+                return Err(Error::new(ErrorKind::Config, wrong).with("tier", &below.name));
             }
         }
         Ok(tiers)
@@ -362,15 +376,20 @@ impl Tiers {
         if !self.is_ready() || self.start.announced.swap(true, Ordering::AcqRel) {
             return;
         }
-        let words = self.tiers.iter().map(|tier| {
+        let words_of = |number: usize| {
+            let tier = &self.tiers[number];
             let (name, policy) = (&tier.name, tier.policy.name());
             match tier.state.ready.load(Ordering::Acquire) {
                 true if self.tiers.len() == 1 => tier.state.words.lock().clone(),
                 true => format!("{name} (written {policy}): {}", tier.state.words.lock()),
                 false => format!("{name} (written {policy}): not usable yet"),
             }
+        };
+        let levels = self.levels.iter().map(|level| {
+            let beside = level.members().map(words_of).collect::<Vec<_>>();
+            beside.join("; beside it ")
         });
-        let words = words.collect::<Vec<_>>().join("; below it ");
+        let words = levels.collect::<Vec<_>>().join("; below it ");
         info!(
             store = self.records.writer,
             "open: {words}; {}", self.start.staging
@@ -479,9 +498,12 @@ impl Tiers {
         }
     }
 
-    /// Judges a record that was read; its ordinal if it is sound.
+    /// Judges a record that was read, with KV or without; its ordinal if it is sound and in the form in which it is
+    /// used.
     fn verify(&self, id: BlockId, bytes: &[u8], stored_len: u64) -> Result<u32, MissReason> {
-        Ok(verify(bytes, stored_len, &self.expect(id))?.meta.ordinal)
+        let header = verify_stored(bytes, stored_len, &self.expect(id))?;
+        let used = header.codec.is_as_is().then_some(header.meta.ordinal);
+        used.ok_or(MissReason::NewerVersion)
     }
 
     /// What a record is judged by.
@@ -575,15 +597,13 @@ impl Tiers {
         self.tiers.iter().for_each(|tier| tier.backend.flush(how));
     }
 
-    /// The tier whose space is that of the whole: the lowest that outlives this process.
-    fn base(&self) -> &Tier {
-        let lasting = self.tiers.iter().rev().find(|tier| !tier.memory);
-        lasting.unwrap_or(&self.tiers[0])
-    }
-
-    /// What the base holds and did.
+    /// What the level holds and did whose space is that of the whole: the lowest that outlives this process.
     pub(crate) fn base_stats(&self) -> MediumStats {
-        self.base().backend.stats()
+        let lasting = self.levels.iter().rev().find(|level| !level.memory);
+        let mut members = lasting.unwrap_or(&self.levels[0]).members();
+        let stats = |number: usize| self.tiers[number].backend.stats();
+        let first = members.next().map(stats).unwrap_or_default();
+        members.map(stats).fold(first, together)
     }
 
     /// Times a breaker opened.
@@ -620,48 +640,25 @@ impl Tiers {
     }
 }
 
-/// Names unlike each other: that of the medium, and its number among those of that name from the second on.
-fn names(tiers: &[TierConfig]) -> Vec<String> {
-    let mut seen: HashMap<&'static str, usize> = HashMap::new();
-    let mut name = |tier: &TierConfig| {
-        let name = tier.backend.features().name;
-        let count = seen.entry(name).or_default();
-        *count += 1;
-        match *count {
-            1 => name.to_owned(),
-            count => format!("{name}{count}"),
+/// What two media side by side hold and did.
+fn together(mut one: MediumStats, other: MediumStats) -> MediumStats {
+    let (sum, of) = (&mut one.usage, other.usage);
+    sum.used += of.used;
+    sum.capacity += of.capacity;
+    sum.records += of.records;
+    sum.counted &= of.counted;
+    sum.collector |= of.collector;
+    sum.paused &= of.paused;
+    one.records_removed += other.records_removed;
+    one.bytes_removed += other.bytes_removed;
+    one.blocks_touched += other.blocks_touched;
+    one.records_moved_here += other.records_moved_here;
+    one.moves_dropped += other.moves_dropped;
+    for (name, count) in other.more {
+        match one.more.iter_mut().find(|(known, _)| *known == name) {
+            Some((_, sum)) => *sum += count,
+            None => one.more.push((name, count)),
         }
-    };
-    tiers.iter().map(&mut name).collect()
-}
-
-fn check(tiers: &[TierConfig]) -> Result<()> {
-    let wrong = |text: &'static str| {
-        let found = tiers
-            .iter()
-            .map(|tier| format!("{} {}", tier.backend.features().name, tier.policy.name()));
-        let found = found.collect::<Vec<_>>().join(", ");
-        Err(Error::new(ErrorKind::Config, text).with("tiers", found))
-    };
-    if !(1..=MAX_TIERS).contains(&tiers.len()) {
-        return wrong("a store has one to four tiers");
     }
-    if tiers
-        .iter()
-        .skip(1)
-        .any(|tier| tier.backend.features().memory.is_some())
-    {
-        return wrong("memory can only be the top tier");
-    }
-    let in_memory = |tier: &TierConfig| tier.codec.is_some() && tier.backend.features().memory.is_some();
-    if tiers.iter().any(in_memory) {
-        return wrong("memory is faster than any codec; give the codec to a tier below it");
-    }
-    if tiers[0].policy == WritePolicy::Back {
-        return wrong("the top tier has none above it to be written back from");
-    }
-    if tiers.iter().all(|tier| tier.policy != WritePolicy::Through) {
-        return wrong("no tier is written through, so no block would ever be stored");
-    }
-    Ok(())
+    one
 }

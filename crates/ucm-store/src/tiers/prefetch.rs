@@ -183,8 +183,8 @@ impl Tiers {
 
     /// Whether there is a tier to bring blocks up to.
     fn has_upper(&self) -> bool {
-        let above = &self.tiers[..self.tiers.len() - 1];
-        above.iter().any(|tier| tier.policy != WritePolicy::Never)
+        let above = &self.levels[..self.levels.len() - 1];
+        above.iter().any(|level| level.policy != WritePolicy::Never)
     }
 
     /// Starts what may be started. One thread at a time: a call from inside has nothing to do, because that thread
@@ -198,7 +198,7 @@ impl Tiers {
             queue.pumping = true;
         }
         while let Some((id, slot)) = self.next_prefetch() {
-            self.fetch(id, slot, 0);
+            self.fetch(id, slot, None);
         }
     }
 
@@ -216,17 +216,18 @@ impl Tiers {
         None
     }
 
-    /// Reads a block in the first tier from number `from` on that has it, unless that is the top one.
-    fn fetch(self: &Arc<Self>, id: BlockId, slot: Slot, from: usize) {
+    /// Reads a block in the first tier behind `after` that has it, unless that is at the top.
+    fn fetch(self: &Arc<Self>, id: BlockId, slot: Slot, after: Option<usize>) {
         let request = self.request(self.clock.now().after(self.moves.deadline));
-        let number = self.place(id, from, request.number);
+        let number = self.place(id, after, request.number);
         let Some(number) = number.filter(|&number| self.admits(number, request.number, self.clock.now()))
         else {
             drop(slot); // it is nowhere, as far as can be known now
             return self.fetched(id);
         };
         let tier = &self.tiers[number];
-        if number == 0 && tier.memory {
+        let at_top = tier.level == 0;
+        if at_top && tier.memory {
             drop(slot); // it is at the top already
             return self.fetched(id);
         }
@@ -237,7 +238,7 @@ impl Tiers {
             match asks.then(|| backend.lookup(io, &[id], false)) {
                 Some(Ok(found)) if found.first() != Some(&Ok(())) => return Ok(Fetched::Below(slot, None)),
                 Some(Err(error)) => return Ok(Fetched::Below(slot, Some(error))),
-                _ if number == 0 => return Ok(Fetched::AtTop),
+                _ if at_top => return Ok(Fetched::AtTop),
                 _ => {}
             }
             let mut read = tiers.read_here(number, io, vec![BlockRead::whole(id, slot, io.deadline())]);
@@ -260,7 +261,7 @@ impl Tiers {
             }
             match result {
                 Ok(Fetched::Here(read)) => tiers.keep_fetched(number, id, read),
-                Ok(Fetched::Below(slot, _)) => tiers.fetch(id, slot, number + 1),
+                Ok(Fetched::Below(slot, _)) => tiers.fetch(id, slot, Some(number)),
                 Ok(Fetched::AtTop) | Err(_) => tiers.fetched(id),
             }
         };

@@ -22,13 +22,23 @@ pub(crate) struct TierRead<R> {
 }
 
 impl Tiers {
-    /// The first tier from number `from` on that a record may be read from for this request. Never waits.
-    pub(crate) fn place(&self, id: BlockId, from: usize, request: u64) -> Option<usize> {
+    /// The next tier behind `after`, or the first, that a record may be read from for this request: one that knows of it, or
+    /// could only be asked, before those that do not know of it. Never waits.
+    pub(crate) fn place(&self, id: BlockId, after: Option<usize>, request: u64) -> Option<usize> {
         let now = self.clock.now();
-        (from..self.tiers.len()).find(|&number| {
+        let may = |number: usize| self.tiers[number].may(request, now);
+        let order = self.order(id);
+        let behind = after.and_then(|after| order.iter().position(|&number| number == after));
+        let rest = &order[behind.map_or(0, |at| at + 1)..];
+        let can = |&number: &usize| {
             let tier = &self.tiers[number];
-            tier.may_have(id) && !tier.has_refused(id) && tier.may(request, now)
-        })
+            tier.may_have(id) && !tier.has_refused(id) && may(number)
+        };
+        let expects = |number: &usize| can(number) && self.expects(*number, id, may);
+        rest.iter()
+            .copied()
+            .find(expects)
+            .or_else(|| rest.iter().copied().find(can))
     }
 
     /// Whether parts of a record can be read by themselves from this tier, and that is of use: not where a tier above would
@@ -45,8 +55,8 @@ impl Tiers {
 
     /// Whether what is read from this tier is brought up to one above it.
     pub(crate) fn is_kept_above(&self, number: usize) -> bool {
-        let above = &self.tiers[..number];
-        above.iter().any(|tier| tier.policy != WritePolicy::Never)
+        let above = &self.levels[..self.tiers[number].level];
+        above.iter().any(|level| level.policy != WritePolicy::Never)
     }
 
     /// Reads records of one tier. `ended` is called once for each, on a thread of the tier, when the record is in its slot;
@@ -157,6 +167,7 @@ impl Tiers {
         let Some(deadline) = run.iter().map(|one| one.read.deadline).max() else {
             return;
         };
+        let sides = run.iter().all(|one| one.read.sides); // reads of one call are all of one kind
         let (reads, whose): (Vec<_>, Vec<_>) = run
             .into_iter()
             .map(|one| (one.read, (one.request, one.whose)))
@@ -172,7 +183,12 @@ impl Tiers {
             for (request, whose) in whose {
                 let outcome = outcomes.next();
                 match outcome.unwrap_or_else(|| Outcome::Came(Err(failed.clone()))) {
-                    Outcome::Came(result) => tiers.tell(number, request, whose, result, &*ended),
+                    Outcome::Came(result) => {
+                        if let Ok(read) = &result {
+                            tiers.count_read(number, sides, read);
+                        }
+                        tiers.tell(number, request, whose, result, &*ended);
+                    }
                     Outcome::Moved(read) => moved.push(TierRead { read, request, whose }),
                 }
             }
@@ -203,21 +219,27 @@ impl Tiers {
         ended: &impl Fn(R, Result<ReadDone>),
     ) {
         self.note(number, request, result.as_ref().err());
-        if let Ok(read) = &result {
-            let counts = &self.tiers[number].counts;
-            add(&counts.blocks_read, 1);
-            add(&counts.bytes_read, read.read as u64);
-        }
         ended(whose, result);
         if self.tally.loading.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.pump_prefetch();
         }
     }
 
+    fn count_read(&self, number: usize, sides: bool, read: &ReadDone) {
+        let counts = &self.tiers[number].counts;
+        let reads = if sides {
+            &counts.sides_read
+        } else {
+            &counts.blocks_read
+        };
+        add(reads, 1);
+        add(&counts.bytes_read, read.read as u64);
+    }
+
     /// How long a read may take here: one that may yet be asked below must leave time for that.
     fn time_for<R>(&self, number: usize, one: &TierRead<R>, now: MonotonicTime) -> MonotonicTime {
         let (id, deadline) = (one.read.id, one.read.deadline);
-        let below = !self.tiers[number].memory && self.place(id, number + 1, one.request.number).is_some();
+        let below = !self.tiers[number].memory && self.place(id, Some(number), one.request.number).is_some();
         if below {
             now.after(deadline.since(now) / 2)
         } else {

@@ -28,6 +28,8 @@ pub(crate) struct Tier {
     pub(super) backend: Arc<dyn Backend>,
     pub(super) pool: Arc<IoPool>,
     pub(super) name: String,
+    /// Its level, counted from the top.
+    pub(super) level: usize,
     pub(super) policy: WritePolicy,
     /// What makes its records shorter, if anything.
     pub(super) codec: Option<TierCodec>,
@@ -70,6 +72,7 @@ pub(super) struct Counts {
     pub(super) hits: AtomicU64,
     pub(super) blocks_read: AtomicU64,
     pub(super) bytes_read: AtomicU64,
+    pub(super) sides_read: AtomicU64,
     pub(super) blocks_written: AtomicU64,
     pub(super) bytes_written: AtomicU64,
     pub(super) failures: AtomicU64,
@@ -98,6 +101,7 @@ impl Tier {
     pub(super) fn new(
         config: TierConfig,
         name: String,
+        level: usize,
         breaker: BreakerConfig,
         layout: &RecordLayout,
     ) -> Result<Self> {
@@ -114,6 +118,7 @@ impl Tier {
             backend: config.backend,
             pool: config.pool,
             name,
+            level,
             policy: config.policy,
             breaker: Breaker::new(breaker),
             state: State::default(),
@@ -240,19 +245,26 @@ impl Tier {
 
     pub(super) fn stats(&self) -> TierStats {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let MediumStats { usage, .. } = self.backend.stats();
+        let MediumStats {
+            usage,
+            records_moved_here,
+            moves_dropped,
+            ..
+        } = self.backend.stats();
         TierStats {
             name: self.name.clone(),
+            level: self.level,
             hits: get(&self.counts.hits),
             blocks_read: get(&self.counts.blocks_read),
             bytes_read: get(&self.counts.bytes_read),
+            sides_read: get(&self.counts.sides_read),
             blocks_written: get(&self.counts.blocks_written),
             bytes_written: get(&self.counts.bytes_written),
             failures: get(&self.counts.failures),
             copies_refused: get(&self.counts.copies_refused),
             promotions: get(&self.counts.promotions),
-            demotions: get(&self.counts.demotions),
-            copies_dropped: get(&self.counts.copies_dropped),
+            demotions: get(&self.counts.demotions) + records_moved_here,
+            copies_dropped: get(&self.counts.copies_dropped) + moves_dropped,
             memory: self.memory,
             used_bytes: usage.used,
             capacity_bytes: usage.capacity,
@@ -287,7 +299,7 @@ mod tests {
             max_stuck: 4,
         };
         let layout = RecordLayout::new(&Geometry::new(vec![64], 1, 1).unwrap());
-        let tier = Tier::new(config, "nothing".into(), breaker, &layout).unwrap();
+        let tier = Tier::new(config, "nothing".into(), 0, breaker, &layout).unwrap();
         tier.state.ready.store(true, Ordering::Release);
         tier
     }

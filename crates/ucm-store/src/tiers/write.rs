@@ -1,19 +1,20 @@
 //! How a record comes into the tiers: from a dump, after a load or a prefetch, and when a tier above gives it up.
 //!
-//! A dump is published by the lowest tier that is written through and outlives this process. The other tiers get
-//! copies: a memory at once, a file in a spare slot, and nobody waits for them. A copy that finds no spare slot, or a
-//! tier that is not well, is dropped and counted.
+//! A dump is published by the lowest level that is written through and outlives this process, in the member that its spread
+//! gives it to. The other levels get copies: a memory at once, a file in a spare slot, and nobody waits for them. A copy that
+//! finds no spare slot, or a tier that is not well, is dropped and counted.
 
 use std::sync::Arc;
 
 use tracing::warn;
 use ucm_core::{BlockId, Error, ErrorKind, Result};
 use ucm_device::Slot;
-use ucm_infra::{LANE_DUMP, Ticket};
+use ucm_infra::{LANE_DUMP, LANE_SPACE, MonotonicTime, Ticket};
 use ucm_io::IoJob;
 use ucm_tier::backend::{Done, Flush, Keep, ReadDone, Victim, WriteOptions, Written, either};
 
-use super::tier::{Tier, add};
+use super::level::Level;
+use super::tier::add;
 use super::{LANE_MOVE, Request, Tiers, WritePolicy};
 
 /// A record that is to be written.
@@ -21,6 +22,9 @@ pub(crate) struct TierWrite {
     pub(crate) id: BlockId,
     pub(crate) slot: Slot,
     pub(crate) options: WriteOptions,
+    /// It is a record of a side shard alone: it goes to the tier that decides and to no other. In a memory above it
+    /// would take the place of a whole block, and it is read soon enough from where it lasts.
+    pub(crate) alone: bool,
     pub(crate) request: Request,
     /// Called when the medium has it, so that a flush from then on is one of this record too; not where that failed.
     pub(crate) placed: Box<dyn FnOnce() + Send>,
@@ -35,6 +39,8 @@ pub(super) enum Copy {
     Promotion,
     /// The tier above gave it up.
     Demotion,
+    /// It is read often in a colder tier beside this one.
+    Rise,
 }
 
 /// A copy on its way to a tier.
@@ -50,30 +56,42 @@ struct Moving {
     enough: bool,
 }
 
+/// Which thread writes.
+enum On<'a> {
+    /// The one that calls, whose pool keeps the time by this.
+    Here(&'a Arc<Ticket>),
+    /// One of the tier's, for this lane.
+    Lane(usize),
+}
+
 impl Tiers {
     /// Writes a record to every tier that is written through: on the thread that calls, whose pool keeps the time by
     /// `here`, or else on one of the tier's. `done` hears from the tier that decides.
     pub(crate) fn write(self: &Arc<Self>, write: TierWrite, here: Option<&Arc<Ticket>>, done: Done<Written>) {
         let (id, options, request) = (write.id, write.options, write.request);
         let now = self.clock.now();
-        let through = |tier: &Tier| tier.policy == WritePolicy::Through;
-        let lasting = |&n: &usize| through(&self.tiers[n]) && !self.tiers[n].memory;
-        let outlives = (0..self.tiers.len()).any(|n| lasting(&n));
+        let through = |level: &&Level| level.policy == WritePolicy::Through;
+        let lasting = |level: &&Level| through(level) && !level.memory;
+        let outlives = self.levels.iter().any(|level| lasting(&level));
+        let takes = |level: &Level| self.taker_of_dump(level, &write, now);
         // The lowest that is well; where nothing outlives this process, the memory is all there is to write to.
         let decides = if outlives {
-            (0..self.tiers.len())
-                .rev()
-                .find(|n| lasting(n) && self.admits(*n, request.number, now))
+            self.levels.iter().rev().filter(lasting).find_map(takes)
         } else {
-            (0..self.tiers.len()).find(|&n| through(&self.tiers[n]) && self.admits(n, request.number, now))
+            self.levels.iter().filter(through).find_map(takes)
         };
         let keep = Keep {
             ordinal: options.ordinal,
             replace: options.replace,
         };
-        for number in (0..self.tiers.len()).filter(|&n| Some(n) != decides && through(&self.tiers[n])) {
+        let deciding = decides.map(|number| self.tiers[number].level);
+        let copied = |level: &&Level| !write.alone && through(level);
+        for (level, at) in self.levels.iter().zip(0..).filter(|(level, _)| copied(level)) {
+            if Some(at) == deciding {
+                continue;
+            }
             let moving = Moving {
-                number,
+                number: self.taker_of_copy(level, id, options.len),
                 id,
                 len: options.len,
                 keep,
@@ -99,17 +117,24 @@ impl Tiers {
             done(result);
         };
         let write = TierWrite { options, ..write };
-        self.write_to(number, write, here, Box::new(written));
+        let on = here.map_or(On::Lane(LANE_DUMP), On::Here);
+        self.write_to(number, write, on, Box::new(written));
     }
 
-    /// Writes a record to one tier, here or on a thread of its own; `done` hears exactly once, by the deadline.
-    fn write_to(
+    /// The member of a level that a dump goes to.
+    fn taker_of_dump(
         self: &Arc<Self>,
-        number: usize,
-        write: TierWrite,
-        here: Option<&Arc<Ticket>>,
-        done: Done<Written>,
-    ) {
+        level: &Level,
+        write: &TierWrite,
+        now: MonotonicTime,
+    ) -> Option<usize> {
+        self.taker(level, write.id, write.options.len, |number| {
+            self.admits(number, write.request.number, now)
+        })
+    }
+
+    /// Writes a record to one tier; `done` hears exactly once, by the deadline.
+    fn write_to(self: &Arc<Self>, number: usize, write: TierWrite, on: On<'_>, done: Done<Written>) {
         let tier = &self.tiers[number];
         let TierWrite {
             id,
@@ -117,6 +142,7 @@ impl Tiers {
             options,
             request,
             placed,
+            ..
         } = write;
         let (done, ended) = either(done);
         let tiers = Arc::clone(self);
@@ -127,9 +153,9 @@ impl Tiers {
             Ok(())
         };
         let (pool, deadline) = (&tier.pool, request.deadline);
-        match here {
-            Some(ticket) => pool.lend(LANE_DUMP, deadline, ticket, |io| io.here(write, ended)),
-            None => pool.job(LANE_DUMP, deadline, write, ended),
+        match on {
+            On::Here(ticket) => pool.lend(LANE_DUMP, deadline, ticket, |io| io.here(write, ended)),
+            On::Lane(lane) => pool.job(lane, deadline, write, ended),
         }
     }
 
@@ -193,7 +219,11 @@ impl Tiers {
             len: moving.len,
             ordinal: moving.keep.ordinal,
             replace: moving.keep.replace || tier.replaces(moving.id),
-            read_back: false,
+            read_back: moving.why == Copy::Rise,
+        };
+        let lane = match moving.why {
+            Copy::Rise => LANE_SPACE, // behind dumps
+            Copy::Dump | Copy::Promotion | Copy::Demotion => LANE_DUMP,
         };
         let (tiers, number, id, request) = (Arc::clone(self), moving.number, moving.id, moving.request);
         let (below, enough) = (Arc::clone(&tier.backend), moving.enough);
@@ -210,28 +240,37 @@ impl Tiers {
             id,
             slot,
             options,
+            alone: false,
             request,
             placed,
         };
-        self.write_to(number, write, None, Box::new(written));
+        self.write_to(number, write, On::Lane(lane), Box::new(written));
     }
 
     fn copied(&self, moving: &Moving, result: &Result<Written>) {
         self.written(moving.number, moving.id, moving.len, moving.request, result);
         let counts = &self.tiers[moving.number].counts;
         match (result, moving.why) {
-            (Ok(Written::Published), Copy::Promotion) => add(&counts.promotions, 1),
+            (Ok(Written::Published), Copy::Promotion | Copy::Rise) => add(&counts.promotions, 1),
             (Ok(Written::Published), Copy::Demotion) => add(&counts.demotions, 1),
-            (Err(_), _) => add(&counts.copies_dropped, 1),
+            (Err(_) | Ok(Written::Unsound(_)), _) => add(&counts.copies_dropped, 1),
             _ => {}
         }
     }
 
     /// A verified record of tier `from` goes to the tiers above that take what is written.
     pub(crate) fn promote(self: &Arc<Self>, from: usize, id: BlockId, record: &[u8], ordinal: u32) {
-        for number in self.takers(from) {
+        for number in self.takers(from, id, record.len()) {
             self.copy(self.promotion(number, id, record.len(), ordinal), record);
         }
+    }
+
+    /// A verified record that is read often goes to a hotter tier beside the one it was read in ([`Tiers::rises_to`]): in the
+    /// background, and it counts there when it was read back.
+    pub(crate) fn rise(self: &Arc<Self>, to: usize, id: BlockId, record: &[u8], ordinal: u32) {
+        let promotion = self.promotion(to, id, record.len(), ordinal);
+        let why = Copy::Rise;
+        self.copy(Moving { why, ..promotion }, record);
     }
 
     /// The same with a record that has a spare slot already: the lowest file above is written from that slot, so that
@@ -244,8 +283,9 @@ impl Tiers {
         ordinal: u32,
         over: impl FnOnce() + Send + 'static,
     ) {
-        let file = self.takers(from).rfind(|&number| !self.tiers[number].memory);
-        for number in self.takers(from).filter(|&number| Some(number) != file) {
+        let takers: Vec<usize> = self.takers(from, id, read.read).collect();
+        let file = takers.iter().copied().rfind(|&number| !self.tiers[number].memory);
+        for number in takers.into_iter().filter(|&number| Some(number) != file) {
             let record = &read.slot.as_slice()[..read.read];
             self.copy(self.promotion(number, id, read.read, ordinal), record);
         }
@@ -258,9 +298,11 @@ impl Tiers {
         }
     }
 
-    /// The tiers above `from` that take what is written.
-    fn takers(&self, from: usize) -> impl DoubleEndedIterator<Item = usize> {
-        (0..from).filter(|&number| self.tiers[number].policy != WritePolicy::Never)
+    /// The tiers above `from` that take what is written, one of each level.
+    fn takers(&self, from: usize, id: BlockId, len: usize) -> impl Iterator<Item = usize> {
+        let above = &self.levels[..self.tiers[from].level];
+        let above = above.iter().filter(|level| level.policy != WritePolicy::Never);
+        above.map(move |level| self.taker_of_copy(level, id, len))
     }
 
     /// A record that is brought up to a tier.
@@ -279,9 +321,10 @@ impl Tiers {
         }
     }
 
-    /// The tier above `number`, which is written back to, gives a record up: judged again, it goes down. It is let go
-    /// above when it is below.
-    pub(super) fn demote(self: &Arc<Self>, number: usize, victim: Box<dyn Victim>) {
+    /// The memory above a level, which is written back to, gives a record up: judged again, it goes down. It is let go above
+    /// when it is below.
+    pub(super) fn demote(self: &Arc<Self>, level: usize, victim: Box<dyn Victim>) {
+        let number = self.taker_of_copy(&self.levels[level], victim.id(), victim.record().len());
         let counts = &self.tiers[number].counts;
         let request = self.request(self.clock.now().after(self.moves.deadline));
         let well = self.tiers[number].may(request.number, self.clock.now());

@@ -12,7 +12,7 @@ use ucm_device::{
     KvLayout, KvPiece, Landed, Piece, Stream, Transfer,
 };
 use ucm_infra::{Clock, MonotonicTime};
-use ucm_store::engine::{Pieces, Row};
+use ucm_store::engine::{Pieces, Row, RowSides};
 
 use super::{Setup, id};
 
@@ -62,12 +62,12 @@ impl SoftCuda {
         Self::of_this_run().unwrap()
     }
 
-    /// How many ranges of host memory are registered, but for those of streams: two streams have one.
+    /// How many ranges of host memory are registered, but for those of streams: two streams have one, up to four.
     pub(crate) fn registrations(&self) -> u64 {
         let live: unsafe extern "C" fn(c_int) -> u64 = self.function(c"softcuda_live");
         // SAFETY: numbers.
         let (all, streams) = unsafe { (live(1), live(2)) };
-        all.saturating_sub(streams / 2)
+        all.saturating_sub((streams / 2).min(4))
     }
 
     /// No stream begins anything more, or all do again.
@@ -213,7 +213,22 @@ impl Device {
             shard,
             pieces,
             ready: None,
+            sides: self.sides(id, shard),
         }
+    }
+
+    /// What a row brings beside its KV.
+    fn sides(&self, id: BlockId, shard: u32) -> RowSides {
+        if self.setup.sides.is_empty() {
+            return RowSides::None;
+        }
+        let shards = (self.setup.layers / self.setup.layers_per_shard) as usize;
+        let share = |(number, (_, len)): (usize, &(&str, u64))| {
+            let side = side_content(id, number, *len);
+            let share = side.len() / shards;
+            side[shard as usize * share..][..share].to_vec()
+        };
+        RowSides::Beside(self.setup.sides.iter().enumerate().flat_map(share).collect())
     }
 
     /// Whether the block holds what its id stands for.
@@ -245,6 +260,14 @@ impl Drop for Device {
             self.blocks.values().for_each(|block| driver.forget(block));
         }
     }
+}
+
+/// The bytes of the side shard of that number of a block.
+pub(crate) fn side_content(id: BlockId, number: usize, len: u64) -> Vec<u8> {
+    let first = usize::from(id.0[0]) * 31 + number * 101;
+    (first..first + len as usize)
+        .map(|at| ((at * 7) >> 3) as u8)
+        .collect()
 }
 
 /// The bytes an id stands for.

@@ -13,7 +13,7 @@ use ucm_record::RecordLayout;
 use ucm_tier::backend::Backend;
 use ucm_tier::directory::DirectoryBackend;
 use ucm_tier::memory::{MemoryConfig, Policy};
-use ucm_tier::posix::{PosixBackend, PosixConfig};
+use ucm_tier::posix::{Place, PosixBackend, PosixConfig};
 use ucm_tier::registry::{self, BuildContext, TierKind};
 use ucm_tier::segment::{SegmentBackend, SegmentConfig};
 
@@ -99,7 +99,7 @@ pub(super) fn of_kind(
             .iter()
             .map(|(key, value)| ((*key).to_owned(), value.clone())),
     );
-    let built = kind.build(&context, options)?;
+    let built = kind.build(&context, options)?.tiers.remove(0);
     Ok((built.backend, built.pool))
 }
 
@@ -115,6 +115,7 @@ pub(crate) fn on(medium: Medium) -> Setup {
 pub(crate) fn shape(setup: &Setup) -> (Geometry, RecordLayout) {
     let geometry = Geometry::new(setup.tensors.clone(), setup.layers, setup.layers_per_shard).unwrap();
     let record = RecordLayout::new(&geometry).describing(16, DType::F32);
+    let record = record.with_sides(setup.side_specs()).unwrap();
     (geometry, record)
 }
 
@@ -126,17 +127,10 @@ pub(crate) fn memory_config(setup: &Setup, records: Option<u64>) -> MemoryConfig
     MemoryConfig::new(identity(setup.weights), setup.part, record, capacity)
 }
 
-/// A backend over files.
-pub(super) fn posix(
-    root: &Path,
-    setup: &Setup,
-    identity: &Identity,
-    writer: u64,
-    faults: &Arc<FaultyEngine>,
-    clock: &Arc<dyn Clock>,
-) -> ucm_core::Result<(Arc<dyn Backend>, Arc<IoPool>)> {
+/// What a test's root goes by.
+pub(super) fn posix_config(root: &Path, setup: &Setup, identity: &Identity, writer: u64) -> PosixConfig {
     let (geometry, record) = shape(setup);
-    let posix = PosixConfig {
+    PosixConfig {
         root: root.to_owned(),
         identity: identity.clone(),
         labels: BTreeMap::new(),
@@ -154,7 +148,20 @@ pub(super) fn posix(
         writer,
         modes: setup.modes,
         quarantine: setup.quarantine,
-    };
+        place: Place::default(),
+    }
+}
+
+/// A backend over files.
+pub(super) fn posix(
+    root: &Path,
+    setup: &Setup,
+    identity: &Identity,
+    writer: u64,
+    faults: &Arc<FaultyEngine>,
+    clock: &Arc<dyn Clock>,
+) -> ucm_core::Result<(Arc<dyn Backend>, Arc<IoPool>)> {
+    let posix = posix_config(root, setup, identity, writer);
     let (engine, clock) = (Arc::clone(faults) as Arc<dyn IoEngine>, Arc::clone(clock));
     let options = IoOptions {
         clock: Arc::clone(&clock),

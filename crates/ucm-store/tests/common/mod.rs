@@ -4,6 +4,7 @@
 #![allow(dead_code, reason = "each test file uses its part of this")]
 
 pub(crate) mod bench;
+pub(crate) mod beside;
 pub(crate) mod device;
 pub(crate) mod harm;
 pub(crate) mod map;
@@ -17,6 +18,7 @@ pub(crate) mod segments;
 pub(crate) mod servers;
 pub(crate) mod setup;
 pub(crate) mod shared;
+pub(crate) mod sides;
 pub(crate) mod stored;
 pub(crate) mod tiers;
 
@@ -225,6 +227,7 @@ impl Store {
             part: setup.part,
             block_tokens: 16,
             dtype: DType::F32,
+            sides: setup.side_specs(),
             staging_bytes: if setup.lookup_only {
                 0
             } else {

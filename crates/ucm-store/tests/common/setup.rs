@@ -10,7 +10,7 @@ use ucm_io::{OpKind, Process};
 use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
-use ucm_record::Algorithm;
+use ucm_record::{Algorithm, SideSpec};
 use ucm_store::engine::Deadlines;
 use ucm_store::health::BreakerConfig;
 use ucm_store::tiers::WritePolicy;
@@ -78,6 +78,8 @@ pub(crate) struct Setup {
     pub(crate) unnamed: bool,
     /// Options of a [`Medium::Kind`] beside those that it has for tests.
     pub(crate) options: Vec<(&'static str, Value)>,
+    /// What blocks have beside their KV, by name and bytes; dumps bring it ([`super::side_content`]).
+    pub(crate) sides: Vec<(&'static str, u64)>,
     /// What makes them shorter, which needs segments and records of more than a page; [`Setup::compressed`].
     pub(crate) codec: Option<Algorithm>,
 }
@@ -148,6 +150,16 @@ impl Setup {
         }
     }
 
+    /// What blocks have beside their KV, as a store is told.
+    pub(crate) fn side_specs(&self) -> Vec<SideSpec> {
+        let spec = |&(name, len): &(&str, u64)| SideSpec {
+            name: name.to_owned(),
+            version: 1,
+            len,
+        };
+        self.sides.iter().map(spec).collect()
+    }
+
     /// Larger records, compressed by zstd unless this run names another, in segments.
     pub(crate) fn compressed(self) -> Self {
         let algorithm = self.codec.unwrap_or(Algorithm::Zstd);
@@ -210,6 +222,7 @@ impl Default for Setup {
             device: None,
             transfer: Transfer::Auto,
             layout: Layout::of_this_run(),
+            sides: Vec::new(),
             unnamed: std::env::var("UCM_TEST_LAYOUT").is_ok_and(|layout| layout.starts_with("unnamed")),
             options: Vec::new(),
             codec: codec_of_this_run(),

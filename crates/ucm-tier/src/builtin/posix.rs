@@ -1,5 +1,7 @@
-//! The kind `posix`: records below a directory, one per file or many per segment, on anything that mounts.
+//! The kind `posix`: records below a directory, one per file or many per segment, on anything that mounts; or below several
+//! directories side by side, each a tier with trust, space and a breaker of its own ([`crate::spread`]).
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,26 +14,40 @@ use ucm_quota::evidence::QuarantineConfig;
 use ucm_quota::layout::Modes;
 use ucm_quota::{Capacity, Rules};
 
-use crate::backend::Backend;
-use crate::directory::DirectoryBackend;
 use crate::kind::{
-    Age, Amount, BuildContext, BuiltTier, CodecName, Directories, Mode, Size, StoreName, TierKind, seconds,
+    Age, Amount, BuildContext, BuiltLevel, BuiltTier, CodecName, Directories, Heats, Mode, Size, StoreName,
+    TierKind, seconds,
 };
 use crate::layout_kind::LayoutKind;
-use crate::posix::{PosixBackend, PosixConfig};
-use crate::segment::{Merging, SegmentBackend, SegmentConfig};
+use crate::segment::{Merging, SegmentConfig};
+use crate::shared::{Place, PosixConfig};
+use crate::side_by_side::{self, RootSetup};
+use crate::spread::{Heat, MAX_ROOTS, Promotion, RootFacts, Spread, StoragePolicy};
 
 /// The options.
 #[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 #[schemars(extend("required" = ["storage_backends"]))]
 struct PosixOptions {
-    /// the directory blocks are kept in. More than one: not built yet
+    /// the directory blocks are kept in, or several, `a:b:c` or a list: see [stores.md](stores.md#several-roots)
     #[schemars(extend(
         "aliases" = ["storage_path", "path"], "env" = ["UCM_STORAGE_PATH"], "unset" = "none given", "unit" = "path"
     ))]
     storage_backends: Directories,
-    /// limit of the root, at least 8 blocks; oldest use goes first. 0 is refused its old meaning (no limit): the default
+    /// which of several directories a block goes to: by a stable hash of its id, any, or the hottest with room
+    storage_policy: StoragePolicy,
+    /// `tiered`: how fast which of the directories is (`{/mnt/ssd: hot, /mnt/nfs: cold}`), before what was measured
+    #[schemars(extend("unit" = "path to hot, warm or cold", "unset" = "what was measured when a root was first used"))]
+    tiers: Heats,
+    /// `tiered`: a block that is loaded so often from a colder directory within `promote_window` is brought up. 0: never
+    #[schemars(range(max = 1_000_000), extend("unit" = "loads"))]
+    promote_hits: u32,
+    /// see `promote_hits`
+    promote_window: Age,
+    /// `tiered`: how much is moved between directories in a second at most, behind everything else. 0: nothing is moved
+    #[schemars(range(max = 17_179_869_184_u64))]
+    move_rate: Size,
+    /// limit of the root, of each where there are several, at least 8 blocks; oldest use goes first. 0 is refused its old meaning (no limit): the default
     /// holds, with a warning
     #[schemars(extend(
         "aliases_gib" = ["posix_capacity_gb"],
@@ -111,6 +127,11 @@ impl Default for PosixOptions {
         let (modes, segments) = (Modes::default(), SegmentConfig::default());
         Self {
             storage_backends: Directories::default(),
+            storage_policy: StoragePolicy::RoundRobin,
+            tiers: Heats::default(),
+            promote_hits: 2,
+            promote_window: Age(600),
+            move_rate: Size(64 << 20),
             storage_capacity: None,
             free_space_floor: Amount::Percent(5.0),
             namespace_quota: None,
@@ -153,31 +174,102 @@ pub(super) fn kind() -> TierKind {
         .tested_with(|scratch| json!({"storage_backends": [scratch], "storage_capacity": 1 << 26, "free_space_floor": 0}))
 }
 
-fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltTier> {
-    let [root] = <[_; 1]>::try_from(options.storage_backends.0).map_err(|several| {
-        let wrong = Error::new(ErrorKind::Config, "storage_backends names one directory");
-        wrong.with("given", several.len())
-    })?;
+fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltLevel> {
+    let directories = &options.storage_backends.0;
+    if directories.is_empty() || directories.len() > MAX_ROOTS {
+        let wrong = Error::new(
+            ErrorKind::Config,
+            "storage_backends names one directory, or several",
+        );
+        return Err(wrong.with("given", directories.len()).with("most", MAX_ROOTS));
+    }
     let codec = options.codec.algorithm();
     if let Some(algorithm) = codec.filter(|_| options.layout == Some(LayoutKind::File)) {
         let wrong = "compressed records live in segments only, as the lengths of block files are fixed; write layout: \
                      segment, or codec: off";
         let error = Error::new(ErrorKind::Config, wrong).with("codec", algorithm.name());
-        return Err(error.with("root", root.display()));
+        return Err(error.with("root", directories[0].display()));
     }
     let threads = if context.lookup_only {
         options.posix_lookup_concurrency
     } else {
         options.posix_data_trans_concurrency
     } as usize;
-    let quarantine = options.quarantine;
+    let facts: Vec<Arc<RootFacts>> = directories.iter().map(|_| Arc::default()).collect();
+    let spread = Arc::new(spread(&options, &facts)?);
+    let (mut roots, mut pools) = (Vec::new(), Vec::new());
+    for (number, directory) in directories.iter().enumerate() {
+        let place = Place {
+            number: u16::try_from(number).unwrap_or(u16::MAX),
+            measured: spread.wants_room() && directories.len() > 1 && options.heat(directory).is_none(),
+            facts: Arc::clone(&facts[number]),
+        };
+        let io = context.pool("ucm-io", threads, options.io_direct)?;
+        pools.push(Arc::clone(&io));
+        roots.push(RootSetup {
+            config: config(context, &options, directory.clone(), place)?,
+            // Compressed records live in segments only.
+            layout: options.layout.or(codec.map(|_| LayoutKind::Segment)),
+            segments: segments(&options)?,
+            io,
+        });
+    }
+    let media = side_by_side::media(roots, &spread, &context.clock)?;
+    let tiers = media.into_iter().zip(pools).map(|(backend, pool)| BuiltTier {
+        backend,
+        pool,
+        codec,
+        // As many as are replaced: from there on workers are missing.
+        max_stuck: threads.max(2),
+    });
+    Ok(BuiltLevel {
+        tiers: tiers.collect(),
+        spread,
+    })
+}
+
+impl PosixOptions {
+    /// What is said of how fast a directory is.
+    fn heat(&self, directory: &Path) -> Option<Heat> {
+        let said = self.tiers.0.iter().find(|(path, _)| path == directory);
+        said.map(|(_, heat)| *heat)
+    }
+}
+
+/// How records are spread over the directories.
+fn spread(options: &PosixOptions, facts: &[Arc<RootFacts>]) -> Result<Spread> {
+    let directories = &options.storage_backends.0;
+    let strange = |(path, _): &&(PathBuf, Heat)| !directories.contains(path);
+    if let Some((stranger, _)) = options.tiers.0.iter().find(strange) {
+        let wrong = "tiers names a directory that is none of storage_backends";
+        return Err(Error::new(ErrorKind::Config, wrong).with("directory", stranger.display()));
+    }
+    let heats = directories
+        .iter()
+        .map(|directory| options.heat(directory).unwrap_or(Heat::Warm));
+    let spread = Spread::of(options.storage_policy, heats.zip(facts.iter().cloned()).collect());
+    let promotion = Promotion {
+        hits: options.promote_hits,
+        window: Duration::from_secs(options.promote_window.0),
+    };
+    Ok(spread.moving(promotion, options.move_rate.0))
+}
+
+/// What holds of one of the directories, whatever its layout.
+fn config(
+    context: &BuildContext<'_>,
+    options: &PosixOptions,
+    root: PathBuf,
+    place: Place,
+) -> Result<PosixConfig> {
+    let quarantine = &options.quarantine;
     let rules = Rules {
         // No bytes: no floor, while nothing at all is the default.
         free_floor: options.free_space_floor.limit().or(Some(Capacity::Percent(0.0))),
         namespace_quota: options.namespace_quota.and_then(Amount::limit),
         expire_after: options.expire_after.map(|age| Duration::from_secs(age.0)),
     };
-    let posix = PosixConfig {
+    Ok(PosixConfig {
         root,
         identity: context.identity.clone(),
         labels: context.labels.clone(),
@@ -201,31 +293,20 @@ fn make(context: &BuildContext<'_>, options: PosixOptions) -> Result<BuiltTier> 
             max_bytes: quarantine.max_bytes.0,
             keep: seconds("quarantine.keep_s", quarantine.keep_s)?,
         },
-    };
-    let pool = context.pool("ucm-io", threads, options.io_direct)?;
-    let io = Arc::clone(&pool);
-    let clock = Arc::clone(&context.clock);
-    let segments = SegmentConfig {
+        place,
+    })
+}
+
+/// What holds where records lie in segments.
+fn segments(options: &PosixOptions) -> Result<SegmentConfig> {
+    Ok(SegmentConfig {
         size: options.segment_size.0,
         age: seconds("segment_age", options.segment_age)?,
         merging: Merging {
             rate: options.segment_merge_rate.0,
             ..Merging::default()
         },
-        shorter: codec.is_some(),
+        shorter: options.codec.algorithm().is_some(),
         ..SegmentConfig::default()
-    };
-    let backend: Arc<dyn Backend> = match options.layout {
-        // Compressed records live in segments only.
-        None if codec.is_none() => Arc::new(DirectoryBackend::new(posix, segments, io, clock)?),
-        Some(LayoutKind::File) => Arc::new(PosixBackend::new(posix, io, clock)?),
-        _ => Arc::new(SegmentBackend::new(posix, segments, io, clock)?),
-    };
-    Ok(BuiltTier {
-        backend,
-        pool,
-        codec,
-        // As many as are replaced: from there on workers are missing.
-        max_stuck: threads.max(2),
     })
 }

@@ -20,8 +20,9 @@ use ucm_record::{Algorithm, RecordLayout};
 
 use crate::backend::Backend;
 use crate::place::Place;
+use crate::spread::Spread;
 
-pub use options::{Addresses, Age, Amount, CodecName, Directories, Mode, Size};
+pub use options::{Addresses, Age, Amount, CodecName, Directories, Heats, Mode, Size};
 
 /// The options of a kind: a struct with `#[serde(default, deny_unknown_fields)]` whose fields are the keys of the
 /// configuration. Keys that must be given stand in `"required"` of its schema.
@@ -84,6 +85,23 @@ pub struct BuiltTier {
     pub max_stuck: usize,
 }
 
+/// Media side by side, over which records are spread; most often one.
+pub struct BuiltLevel {
+    /// The media, at least one.
+    pub tiers: Vec<BuiltTier>,
+    /// How records are spread over them.
+    pub spread: Arc<Spread>,
+}
+
+impl From<BuiltTier> for BuiltLevel {
+    fn from(tier: BuiltTier) -> Self {
+        Self {
+            tiers: vec![tier],
+            spread: Arc::new(Spread::alone()),
+        }
+    }
+}
+
 /// A name under which a kind is configured.
 #[derive(Debug, Clone, Serialize)]
 pub struct StoreName {
@@ -117,7 +135,7 @@ impl StoreName {
     }
 }
 
-type MakeMedium = dyn Fn(&BuildContext<'_>, Map<String, Value>) -> Result<BuiltTier> + Send + Sync;
+type MakeMedium = dyn Fn(&BuildContext<'_>, Map<String, Value>) -> Result<BuiltLevel> + Send + Sync;
 
 type Sample = fn(&Path) -> Value;
 
@@ -166,13 +184,13 @@ pub(crate) struct Described<'a> {
 }
 
 impl TierKind {
-    /// A kind that keeps records.
-    pub fn medium<O: TierOptions>(
+    /// A kind that keeps records: on one medium, or on several side by side ([`BuiltLevel`]).
+    pub fn medium<O: TierOptions, T: Into<BuiltLevel> + 'static>(
         name: StoreName,
-        make: fn(&BuildContext<'_>, O) -> Result<BuiltTier>,
+        make: fn(&BuildContext<'_>, O) -> Result<T>,
     ) -> Self {
         let word = name.word;
-        let make = move |context: &BuildContext<'_>, given| make(context, read(word, given)?);
+        let make = move |context: &BuildContext<'_>, given| Ok(make(context, read(word, given)?)?.into());
         Self::new::<O>(name, Build::Medium(Box::new(make)))
     }
 
@@ -263,7 +281,7 @@ impl TierKind {
 
     /// Makes the medium. `Config` for an option that does not exist or is wrong, `Unsupported` for a kind that the core
     /// has no medium of.
-    pub fn build(&self, context: &BuildContext<'_>, options: Map<String, Value>) -> Result<BuiltTier> {
+    pub fn build(&self, context: &BuildContext<'_>, options: Map<String, Value>) -> Result<BuiltLevel> {
         match &self.build {
             Build::Medium(make) => make(context, options),
             Build::Layer => {

@@ -23,6 +23,9 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use ucm_quota::Capacity;
 use ucm_record::Algorithm;
 
+use crate::layout_kind::LayoutKind;
+use crate::spread::{Heat, StoragePolicy};
+
 /// Directories, as absolute paths.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -32,6 +35,10 @@ pub struct Directories(pub Vec<PathBuf>);
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Addresses(pub Vec<String>);
+/// Which directory is how fast, as far as anything is said.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Heats(pub Vec<(PathBuf, Heat)>);
 
 /// A number of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -141,7 +148,10 @@ macro_rules! described {
 described! {
     Directories: { "type": "array", "items": { "type": "string" }, "format": "directories" },
     Addresses: { "type": "array", "items": { "type": "string" }, "format": "addresses" },
+    Heats: { "type": "array", "items": { "enum": ["hot", "warm", "cold"] }, "format": "heats" },
     CodecName: { "type": "string", "enum": ["off", "lz4", "zstd"] },
+    LayoutKind: { "type": "string", "enum": ["file", "segment"] },
+    StoragePolicy: { "type": "string", "enum": ["tiered", "round_robin", "random"] },
     Size: { "type": "integer", "minimum": 0, "format": "size" },
     Age: { "type": "integer", "minimum": 0, "format": "age" },
     Mode: { "type": "integer", "minimum": 0, "maximum": 511, "format": "mode" },

@@ -12,6 +12,9 @@
 //! * A process that dies leaves a file whose lock is free, which the next look of another one removes; its memory goes
 //!   with the last process that maps it.
 //!
+//! A record of side shards alone has a slot like any other, so whoever has a medium that lasts keeps it there and not
+//! here.
+//!
 //! What a cached block costs beside its record, rounded up to pages: 48 to 64 bytes in the region, and in its writer 12
 //! for slots and times and what its policy needs (some 30 with LRU, 90 with S3-FIFO).
 //!
@@ -29,7 +32,9 @@ mod peer_regions;
 mod tier;
 mod victim;
 
+use std::collections::VecDeque;
 use std::num::NonZeroU64;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,8 +47,8 @@ use ucm_quota::Capacity;
 use ucm_record::RecordLayout;
 
 use crate::backend::{
-    Backend, BlockRead, Done, Evicted, Features, Keep, Listed, Local, LocallyVisible, MediumStats, Memory,
-    Outcome, Presence, ReadDone, WriteOptions, Written,
+    self, Backend, BlockRead, Done, Evicted, Features, Keep, Listed, Local, LocallyVisible, MediumStats,
+    Memory, Outcome, Parts, Presence, ReadDone, WriteOptions, Written,
 };
 
 pub use eviction::Policy;
@@ -197,9 +202,9 @@ impl MemoryBackend {
     /// Copies a record to the start of `out` and tells its length; `None` if it is not there, went meanwhile, or is
     /// longer. The bytes are a hint until their checksums were looked at.
     pub fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
-        self.tier
-            .copy_out(id, out)
-            .or_else(|| self.neighbours.copy_out(id, out))
+        let whole = 0..out.len();
+        let len = self.copy_parts(id, &[whole], out)?;
+        (len <= out.len()).then_some(len)
     }
 
     /// Holds a record of the own region where it is, to be read in place; what is removed meanwhile stays readable
@@ -248,6 +253,45 @@ impl MemoryBackend {
 const QUEUE: usize = 1 << 16;
 
 impl MemoryBackend {
+    /// Lends a record of the own region, or copies one into its slot: all of it, or the few pages that a side shard
+    /// takes.
+    fn copy(&self, io: &IoJob, read: BlockRead) -> Result<ReadDone> {
+        let (id, mut slot) = (read.id, read.slot);
+        let lent = read.in_place.then(|| self.tier.lend(id)).flatten();
+        let (mut brought, mut stored_len) = (0, lent.as_ref().map(|record| record.len()));
+        let whole = 0..slot.len();
+        let Parts { steps, mut arrived } = read.parts.filter(|_| read.sides).unwrap_or_else(|| Parts {
+            steps: vec![vec![whole]],
+            arrived: Box::new(|_, _| None),
+        });
+        let mut steps = VecDeque::from(steps);
+        while let Some(step) = steps.pop_front() {
+            if lent.is_none() {
+                stored_len = self.copy_parts(id, &step, slot.as_mut_slice());
+            }
+            let absent = || Error::new(ErrorKind::NotFound, "the record is not in memory any more");
+            let len = stored_len.ok_or_else(|| absent().with("block", id))?;
+            brought += step
+                .iter()
+                .map(|part| part.end.min(len).saturating_sub(part.start))
+                .sum::<usize>();
+            let record = lent.as_deref().unwrap_or(slot.as_slice());
+            steps.extend(arrived(io, backend::Part::of(&step, record, len as u64)));
+        }
+        Ok(ReadDone {
+            slot,
+            read: brought,
+            stored_len: stored_len.unwrap_or(0) as u64,
+            lent,
+        })
+    }
+
+    /// Copies parts of a record from wherever it is, each to its place; the length of the record.
+    fn copy_parts(&self, id: BlockId, parts: &[Range<usize>], out: &mut [u8]) -> Option<usize> {
+        let own = self.tier.copy_parts(id, parts, out);
+        own.or_else(|| self.neighbours.copy_parts(id, parts, out))
+    }
+
     fn put(&self, id: BlockId, slot: Slot, options: &WriteOptions) -> Result<Written> {
         let tier = &self.tier;
         if !options.replace && self.neighbours.contains(id) && !tier.holds(id) {
@@ -298,30 +342,10 @@ impl Backend for MemoryBackend {
         Ok(answers)
     }
 
-    fn read(&self, _io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
-        let copy = |read: BlockRead| {
-            let (id, mut slot) = (read.id, read.slot);
-            if read.in_place
-                && let Some(record) = self.tier.lend(id)
-            {
-                return Ok(ReadDone {
-                    slot,
-                    read: record.len(),
-                    stored_len: record.len() as u64,
-                    lent: Some(record),
-                });
-            }
-            let absent =
-                || Error::new(ErrorKind::NotFound, "the record is not in memory any more").with("block", id);
-            let read = self.copy_out(id, slot.as_mut_slice()).ok_or_else(absent)?;
-            Ok(ReadDone {
-                slot,
-                read,
-                stored_len: read as u64,
-                lent: None,
-            })
-        };
-        run.into_iter().map(|read| Outcome::Came(copy(read))).collect()
+    fn read(&self, io: &IoJob, run: Vec<BlockRead>) -> Vec<Outcome> {
+        run.into_iter()
+            .map(|read| Outcome::Came(self.copy(io, read)))
+            .collect()
     }
 
     fn write(&self, io: &IoJob, id: BlockId, slot: Slot, options: WriteOptions, done: Done<Written>) {

@@ -4,13 +4,14 @@
 //! a second, on the clock it was given. It is the only one here that touches a file system: if that hangs, what is mapped
 //! stays mapped and nobody waits.
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
-use ucm_core::{BlockId, Error, Result};
+use ucm_core::{BlockId, Error, Result, limits};
 use ucm_device::{RegionView, Registry, Wanted};
 use ucm_infra::{Clock, Completion, MonotonicTime, Notify, begin_thread};
 
@@ -87,9 +88,10 @@ impl PeerRegions {
         *self.dir.lock() = dir;
         let announced = tier.region().map_or(Ok(()), |region| region.announce(registry));
         tier.set_visible(announced.is_ok());
+        let kv_len = tier.config().record.kv_len();
         let wanted = Wanted {
             namespace: *tier.config().identity.digest(),
-            record_len: tier.config().record.record_len(),
+            record_len: (kv_len, kv_len + limits::MAX_SIDES_BYTES as usize), // whatever they keep beside the KV
             own: tier.region().map(|region| region.nonce()),
         };
         let known = self.views();
@@ -116,8 +118,10 @@ impl PeerRegions {
         self.views().iter().any(|view| view.contains(id))
     }
 
-    pub(super) fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
-        self.views().iter().find_map(|view| view.copy_out(id, out))
+    pub(super) fn copy_parts(&self, id: BlockId, parts: &[Range<usize>], out: &mut [u8]) -> Option<usize> {
+        self.views()
+            .iter()
+            .find_map(|view| view.copy_parts(id, parts, out))
     }
 
     pub(super) fn count(&self) -> usize {

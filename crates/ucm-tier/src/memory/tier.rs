@@ -5,6 +5,7 @@
 //! so policy and region always agree about which slots hold records.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -13,7 +14,7 @@ use ucm_core::{BlockId, Error, ErrorKind, MissReason, Result, limits};
 use ucm_device::{Pinned, RegionOptions, SharedRegion, WriteLease};
 use ucm_infra::Clock;
 use ucm_quota::Usage;
-use ucm_record::{Expect, verify};
+use ucm_record::{Expect, verify_stored};
 
 use super::early::Changes;
 use super::eviction::Eviction;
@@ -129,7 +130,8 @@ impl Tier {
             )
         })?;
         let layout = &self.config.record;
-        if !(layout.kv_len()..=layout.record_len()).contains(&record.len()) {
+        let whole = || layout.record_lengths().contains(&(record.len() as u64));
+        if !(layout.kv_len()..=layout.record_len()).contains(&record.len()) && !whole() {
             return Err(Error::invalid("these are not as many bytes as a record has")
                 .with("len", record.len())
                 .with("record_len", layout.record_len()));
@@ -250,10 +252,16 @@ impl Tier {
         }
     }
 
-    /// Copies a record of the own region, which counts as a use.
-    pub(super) fn copy_out(&self, id: BlockId, out: &mut [u8]) -> Option<usize> {
+    /// Copies parts of a record of the own region, as far as it goes, each to where it lies in the whole: the record's
+    /// length. That counts as a use.
+    pub(super) fn copy_parts(&self, id: BlockId, parts: &[Range<usize>], out: &mut [u8]) -> Option<usize> {
         let record = self.pin(id)?;
-        out.get_mut(..record.len())?.copy_from_slice(&record);
+        for part in parts {
+            let part = part.start..part.end.min(record.len());
+            if !part.is_empty() {
+                out.get_mut(part.clone())?.copy_from_slice(&record[part]);
+            }
+        }
         self.used(&record);
         Some(record.len())
     }
@@ -271,7 +279,7 @@ impl Tier {
         self.state.lock().uses(record.slot(), record.ordinal(), now);
     }
 
-    /// Judges a record.
+    /// Judges a record, with KV or without.
     pub(super) fn verify(&self, id: BlockId, record: &[u8]) -> Result<(), MissReason> {
         let expect = Expect {
             id,
@@ -279,7 +287,7 @@ impl Tier {
             part: self.config.part,
             layout: &self.config.record,
         };
-        verify(record, record.len() as u64, &expect)?;
+        verify_stored(record, record.len() as u64, &expect)?;
         Ok(())
     }
 

@@ -37,6 +37,7 @@ use crate::backend::{
     Presence, Quarantined, WriteOptions, Written,
 };
 use crate::damage_rate::DamageRate;
+use crate::lengths::Lengths;
 use crate::segment::early::EarlyNews;
 use crate::segment::index::{Hit, Index};
 use crate::segment::runs::runs;
@@ -110,6 +111,7 @@ struct Objects {
     bucket: Arc<Bucket>,
     names: Names,
     index: Index,
+    lengths: Lengths,
     early: EarlyNews,
     writer: Writer,
     discovery: Discovery,
@@ -128,6 +130,7 @@ impl ObjectBackend {
             bucket: Arc::new(Bucket::new(&config.place)?),
             names: Names::new(&prefix, config.identity.namespace()),
             index: Index::new(MOST_BLOCKS),
+            lengths: Lengths::of(&config.record),
             early: EarlyNews::default(),
             writer: Writer::default(),
             discovery: Discovery::default(),
@@ -170,6 +173,7 @@ impl Objects {
             created: self.now_ns() / 1_000_000_000,
             storage_capacity: self.config.capacity.unwrap_or(space::DEFAULT_CAPACITY),
             layout: None,
+            read_ns: None,
         };
         let (writes, conditional) = (!self.config.lookup_only, self.has_conditions());
         let found = self.call(deadline, async move {
@@ -189,25 +193,42 @@ impl Objects {
         found.map(|bytes| Marker::parse(&bytes)).transpose()
     }
 
-    /// Writes this part's manifest.
+    /// Adds what this writer has to its part's manifest.
     fn describe(&self, deadline: MonotonicTime) -> Result<()> {
-        let config = &self.config;
-        let mut manifest = Manifest::new(&config.identity, config.labels.clone());
-        manifest.add(config.part, &config.record, &config.geometry);
-        let (bucket, path) = (Arc::clone(&self.bucket), self.names.manifest(config.part));
+        let (config, path) = (&self.config, self.names.manifest(self.config.part));
+        let (bucket, from) = (Arc::clone(&self.bucket), path.clone());
+        let stored = self.call(deadline, async move { bucket.get(&from, DOCUMENT).await })?;
+        let mut manifest = stored
+            .and_then(|(bytes, _)| serde_json::from_slice::<Manifest>(&bytes).ok())
+            .unwrap_or_else(|| Manifest::new(&config.identity, config.labels.clone()));
+        let changed = manifest.add(config.part, &config.record, &config.geometry);
+        self.lengths.learn(manifest.lengths(config.part));
+        if !changed {
+            return Ok(());
+        }
+        let bucket = Arc::clone(&self.bucket);
         self.call(deadline, async move {
             bucket.put(&path, manifest.to_bytes().into()).await
         })
     }
 
-    /// Whether a record of this place is one of ours whole, by its length.
+    /// Whether a record of this place is one of ours whole and with KV, by its length.
     fn presence(&self, hit: Option<Hit>) -> Presence {
-        let whole = self.config.record.record_len() as u64;
         match hit {
-            Some(hit) if hit.len == whole || (hit.len < whole && self.config.shorter) => Ok(()),
+            Some(hit) if self.is_shorter(hit.len) || self.lengths.has_kv(hit.len) => Ok(()),
             Some(_) => Err(MissReason::WrongLength),
             None => Err(MissReason::Absent),
         }
+    }
+
+    /// Whether a record of so many bytes can be one of ours whole, with KV or without.
+    fn is_ours(&self, len: u64) -> bool {
+        self.is_shorter(len) || self.lengths.is_record(len)
+    }
+
+    /// Whether a record of so many bytes can be one of ours in another form.
+    fn is_shorter(&self, len: u64) -> bool {
+        self.config.shorter && len < self.lengths.longest()
     }
 
     fn words(&self) -> String {
@@ -363,7 +384,11 @@ impl Indexed for ObjectBackend {
 
     fn is_published(&self, id: BlockId) -> bool {
         let there = self.objects.index.find(id);
-        there.is_some_and(|hit| !hit.private) && self.objects.presence(there).is_ok()
+        there.is_some_and(|hit| !hit.private && self.objects.is_ours(hit.len))
+    }
+
+    fn knows(&self, id: BlockId) -> bool {
+        self.objects.index.find(id).is_some()
     }
 }
 

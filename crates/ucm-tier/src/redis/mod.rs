@@ -32,6 +32,7 @@ use crate::backend::{
     ReadDone, WriteOptions, Written,
 };
 use crate::damage_rate::DamageRate;
+use crate::lengths::Lengths;
 use crate::recency::Recency;
 use address::Address;
 pub use address::{Login, TlsFiles};
@@ -100,6 +101,7 @@ struct Shared {
     keys: Keys,
     connections: Connections,
     known: Known,
+    lengths: Lengths,
     recency: Recency,
     pause: Mutex<Pause>,
     damage: Mutex<DamageRate>,
@@ -132,13 +134,14 @@ impl RedisBackend {
         let shared = Shared {
             keys: Keys::new(&config.prefix, &config.identity.namespace())?,
             connections: Connections::new(addresses, tls, connections, Arc::clone(&clock))?,
-            config,
-            clock,
             known: Known::default(),
+            lengths: Lengths::of(&config.record),
             recency: Recency::default(),
             pause: Mutex::default(),
             damage: Mutex::default(),
             server: Mutex::default(),
+            config,
+            clock,
         };
         Ok(Self {
             shared: Arc::new(shared),
@@ -277,6 +280,10 @@ impl Indexed for RedisBackend {
     fn is_published(&self, _id: BlockId) -> bool {
         false // what is known may have gone since, and a dump that is not made must not be a hit
     }
+
+    fn knows(&self, id: BlockId) -> bool {
+        self.shared.known.is(id, self.shared.clock.now())
+    }
 }
 
 impl Shared {
@@ -310,19 +317,21 @@ impl Shared {
         words
     }
 
-    /// Writes this part's manifest.
+    /// Adds what this writer has to its part's manifest.
     fn describe(&self, io: &IoJob) -> Result<()> {
-        let config = &self.config;
-        let mut manifest = Manifest::new(&config.identity, config.labels.clone());
+        let (config, key) = (&self.config, self.keys.manifest(self.config.part));
+        let stored = match self.connections.ask_one(io, Traffic::Record, question("GET", &key)) {
+            Ok(Value::BulkString(stored)) => serde_json::from_slice(&stored).ok(),
+            Ok(_) => None,
+            Err(error) if error.kind() == ErrorKind::Foreign => None, // a value of another type makes way
+            Err(error) => return Err(error),
+        };
+        let mut manifest: Manifest =
+            stored.unwrap_or_else(|| Manifest::new(&config.identity, config.labels.clone()));
         manifest.add(config.part, &config.record, &config.geometry);
+        self.lengths.learn(manifest.lengths(config.part));
         let expire = config.expire_after.max(2 * DESCRIBE_AGAIN);
-        match self.put(
-            io,
-            &self.keys.manifest(config.part),
-            &manifest.to_bytes(),
-            expire,
-            true,
-        ) {
+        match self.put(io, &key, &manifest.to_bytes(), expire, true) {
             // A full server can be read all the same, and may have room again.
             Err(error) if error.kind() != ErrorKind::NoSpace => return Err(error),
             _ => {}
@@ -358,14 +367,23 @@ impl Shared {
         answers.into_iter().map(number).collect()
     }
 
-    /// Whether a value of so many bytes is one of our records whole.
+    /// Whether a value of so many bytes is one of our records whole and with KV.
     fn presence(&self, len: i64) -> Presence {
-        let whole = self.config.record.record_len() as u64;
         match u64::try_from(len) {
             Ok(0) => Err(MissReason::Absent),
-            Ok(len) if len == whole || (self.config.shorter && len < whole) => Ok(()),
+            Ok(len) if self.is_shorter(len) || self.lengths.has_kv(len) => Ok(()),
             _ => Err(MissReason::WrongLength),
         }
+    }
+
+    /// Whether a value of so many bytes can be one of our records whole, with KV or without.
+    fn is_ours(&self, len: i64) -> bool {
+        u64::try_from(len).is_ok_and(|len| len > 0 && (self.is_shorter(len) || self.lengths.is_record(len)))
+    }
+
+    /// Whether a value of so many bytes can be one of our records in another form.
+    fn is_shorter(&self, len: u64) -> bool {
+        self.config.shorter && len < self.lengths.longest()
     }
 
     fn lookup(&self, io: &IoJob, ids: &[BlockId]) -> Result<Vec<Presence>> {
@@ -441,7 +459,7 @@ impl Shared {
         let (key, expire) = (self.keys.record(id), self.config.expire_after);
         if !options.replace && (record.len() >= ASK_FIRST || self.known.is(id, self.clock.now())) {
             let there = self.ask_each(io, &[id], |key| question("STRLEN", &key))?;
-            if there.into_iter().any(|len| self.presence(len).is_ok()) {
+            if there.into_iter().any(|len| self.is_ours(len)) {
                 return Ok(Written::Present);
             }
         }
@@ -477,7 +495,7 @@ impl Shared {
                     Ok(header) => !header.codec.is_as_is() && !self.config.shorter,
                     Err(refusal) => refusal.reason == MissReason::NewerVersion,
                 };
-                Ok(newer || (!refused && self.presence(len).is_ok()))
+                Ok(newer || (!refused && self.is_ours(len)))
             }
             Ok([Err(error), _] | [_, Err(error)]) if error.kind() != ErrorKind::Foreign => Err(error),
             _ => Ok(false),

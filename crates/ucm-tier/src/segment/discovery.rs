@@ -6,6 +6,7 @@
 //! there, and every half minute whatever its time says (a network file system may show an old one).
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -41,7 +42,7 @@ pub(super) const TAIL: u64 = 32 << 10;
 const LONGEST_FOOTER: u64 = 64 << 20;
 /// How often a segment whose footer cannot be used is looked at: it may not be seen whole yet.
 const TRIES: u8 = 3;
-/// Time between two messages that the index is full.
+/// Time between two messages that the index is full, or that segments cannot be read.
 const TELL_AGAIN: Duration = Duration::from_secs(600);
 
 /// What a segment's footer says.
@@ -59,6 +60,8 @@ pub(crate) struct SegmentDiscovery {
     waiting: Mutex<Waiting>,
     /// When the log was last told that the index is full, and how many records had found no room by then.
     told_full: Mutex<Option<(MonotonicTime, u64)>>,
+    /// When the log was last told that the end of a segment cannot be read.
+    told_unreadable: Mutex<Option<MonotonicTime>>,
     /// When segments that nobody reads were last closed.
     closed: Mutex<Option<MonotonicTime>>,
     /// Which footers were last read again.
@@ -160,6 +163,7 @@ impl Segments {
         // What fails is looked at again with the next turn; until then everything is as it was.
         let listed = self.list_if_changed(&mut state, asked, deadline);
         self.read_footers(&mut state, deadline);
+        self.learn_lengths(deadline);
         let more = !state.queue.is_empty();
         let waited = std::mem::take(&mut self.discovery.waiting.lock().now);
         drop(state);
@@ -169,6 +173,18 @@ impl Segments {
         self.index.sweep_if_due();
         self.tell_if_full();
         more
+    }
+
+    /// Asks the manifest about records whose lengths are not known: those of writers that keep other side shards.
+    fn learn_lengths(&self, deadline: MonotonicTime) {
+        if self.shared.has_lengths_to_learn() {
+            let shared = Arc::clone(&self.shared);
+            let learn = move |io: &IoJob| {
+                shared.learn_lengths(io);
+                Ok(())
+            };
+            let _ = self.shared.call(deadline, learn); // late: with the next record that is met
+        }
     }
 
     /// Says in the log, once in a while, that the index is full.
@@ -189,6 +205,26 @@ impl Segments {
             no_room,
             "the index of {root} is full: it has room for {most} blocks, {no_room} more that are stored there are misses for \
              this process; lower storage_capacity, or store larger blocks"
+        );
+    }
+
+    /// Says in the log, once in a while, that what a segment holds is a miss because its end cannot be read.
+    fn tell_unreadable(&self, name: SegmentName, error: &Error) {
+        if error.kind() != ErrorKind::Io {
+            return;
+        }
+        let now = self.shared.clock.now();
+        let mut told = self.discovery.told_unreadable.lock();
+        if told.is_some_and(|at| now.since(at) < TELL_AGAIN) {
+            return;
+        }
+        *told = Some(now);
+        let path = self.shared.layout.segment(name);
+        warn!(
+            store = self.shared.config.writer,
+            path = %path.display(),
+            error = %error,
+            "a segment cannot be read, so its blocks are misses here: {error}"
         );
     }
 
@@ -284,11 +320,14 @@ impl Segments {
                         };
                         if let Some(number) = self.index.begin(known) {
                             self.index.add(number, &footer.entries);
+                            footer.entries.iter().for_each(|entry| {
+                                self.is_ours(entry.len); // or the manifest is asked about it
+                            });
                         }
                     }
                     // It was removed meanwhile, belongs to another listing, or the medium does not answer now, which says
                     // nothing of the segment: it is looked at again after the next listing.
-                    Err(_) => {}
+                    Err(error) => self.tell_unreadable(name, &error),
                     Ok(Err(MissReason::NewerVersion)) => {
                         state.odd.insert(name, (meta, TRIES));
                     }

@@ -199,19 +199,24 @@ impl Segments {
         )
     }
 
-    /// Whether a record of this place is one of ours whole, by its length.
+    /// Whether a record of this place is one of ours whole and with KV, by its length.
     fn presence(&self, hit: Option<Hit>) -> Presence {
+        let lengths = &self.shared.lengths;
         match hit {
-            Some(hit) if self.is_ours(hit.len) => Ok(()),
+            Some(hit) if self.is_shorter(hit.len) || lengths.has_kv(hit.len) => Ok(()),
             Some(_) => Err(MissReason::WrongLength),
             None => Err(MissReason::Absent),
         }
     }
 
-    /// Whether a record of so many bytes can be one of ours whole.
+    /// Whether a record of so many bytes can be one of ours whole, with KV or without.
     fn is_ours(&self, len: u64) -> bool {
-        let whole = self.shared.config.record.record_len() as u64;
-        len == whole || (len < whole && self.config.shorter)
+        self.is_shorter(len) || self.shared.lengths.is_record(len)
+    }
+
+    /// Whether a record of so many bytes can be one of ours in another form.
+    fn is_shorter(&self, len: u64) -> bool {
+        self.config.shorter && len < self.shared.lengths.longest()
     }
 
     fn now_ns(&self) -> i64 {
@@ -238,6 +243,7 @@ impl Backend for SegmentBackend {
             memory: None,
             index: Some(self),
             local: Some(self),
+            bounded: Some(&*self.segments.shared),
         }
     }
 
@@ -360,8 +366,12 @@ impl Indexed for SegmentBackend {
     }
 
     fn is_published(&self, id: BlockId) -> bool {
-        let there = self.segments.index.find(id);
-        there.is_some_and(|hit| !hit.private) && self.segments.presence(there).is_ok()
+        let there = self.segments.index.find(id).filter(|hit| !hit.private);
+        there.is_some_and(|hit| self.segments.is_ours(hit.len))
+    }
+
+    fn knows(&self, id: BlockId) -> bool {
+        self.segments.index.find(id).is_some()
     }
 }
 

@@ -5,6 +5,7 @@
 //! and the open, or published so lately that nobody here has seen it: another look at the directory tells, once. What
 //! goes wrong with several at once is asked again for each by itself, so that each has an outcome of its own.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::path::PathBuf;
 
@@ -65,7 +66,9 @@ impl Segments {
     /// One record, from wherever the index knows it to be.
     fn read_alone(&self, io: &IoJob, mut read: BlockRead) -> Outcome {
         while let Some(hit) = self.index.find(read.id) {
-            let parts = read.parts.take_if(|_| !read.again && self.is_as_is(&hit));
+            let parts = read
+                .parts
+                .take_if(|_| !read.again && (read.sides || self.is_as_is(&hit)));
             let got = match parts {
                 Some(parts) => self.read_parts(io, Placed { hit, read }, parts),
                 None => self.read_one(io, Placed { hit, read }),
@@ -83,20 +86,21 @@ impl Segments {
         Outcome::Came(Err(Error::new(ErrorKind::NotFound, text).with("block", read.id)))
     }
 
-    /// Whether a record is stored in the form in which it is used.
+    /// Whether a record is stored in the form in which it is used, by its length.
     fn is_as_is(&self, hit: &Hit) -> bool {
-        hit.len == self.shared.config.record.record_len() as u64
+        self.shared.lengths.is_record(hit.len)
     }
 
     /// Parts of a record, to their places. Whatever goes wrong with them, the whole is read.
     fn read_parts(&self, io: &IoJob, mut one: Placed, parts: Parts) -> Outcome {
         let Parts { steps, mut arrived } = parts;
-        let (path, mut brought) = (self.path(&one.hit), 0);
-        for step in &steps {
+        let (path, mut brought, mut steps) = (self.path(&one.hit), 0, VecDeque::from(steps));
+        while let Some(mut step) = steps.pop_front() {
+            step.retain(|part| part.end as u64 <= one.hit.len); // a record may be without side shards
             let want = step.iter().map(Range::len).sum::<usize>();
             let slot = one.read.slot.as_mut_slice();
-            match io.read_parts(&path, one.hit.offset, step, slot, !one.hit.private) {
-                Ok(read) if read == want => arrived(io, Part::of(step, slot, one.hit.len)),
+            match io.read_parts(&path, one.hit.offset, &step, slot, !one.hit.private) {
+                Ok(read) if read == want => steps.extend(arrived(io, Part::of(&step, slot, one.hit.len))),
                 _ => {
                     arrived(io, Part::of(&[], slot, one.hit.len)); // what was read before is read again
                     return self.read_one(io, one);

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ucm_core::{Error, ErrorKind, PAGE, Result, round_up};
+use ucm_core::{Error, ErrorKind, PAGE, Result, limits, round_up};
 use ucm_infra::MonotonicTime;
 use ucm_io::{FileMeta, IoJob, ReadMode};
 use ucm_quota::layout::SegmentName;
@@ -192,6 +192,10 @@ impl Recovery<'_> {
         let Ok(header) = RecordHeader::decode(&bytes) else {
             return Ok(None);
         };
+        if (len + 1..=len + limits::MAX_SIDES_BYTES).contains(&header.record_len) {
+            let whole = self.read(path.to_owned(), offset, header.record_len)?;
+            bytes = whole.ok_or_else(gone)?; // with side shards that this writer has not
+        }
         bytes.truncate(usize::try_from(header.record_len).unwrap_or(usize::MAX));
         let judged = shared.judge(header.meta.id, &bytes, header.record_len);
         let entry = Entry {

@@ -12,16 +12,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ucm._core import Asked, Store
+from ucm._core import Sides as CoreSides
 from ucm._core import Task as CoreTask
 from ucm.config.stores import DEFAULT_STORE
 from ucm.errors import ClosedError, DeadlineError, InvalidInputError, TaskError, UcmError
 from ucm.store.kv_layout import KVLayout, block_numbers
 from ucm.store.posix.settings import EngineSettings, read_settings, settings_of
-from ucm.store.ucmstore_v1 import Priority, Task, UcmKVStoreBaseV1, Until
+from ucm.store.ucmstore_v1 import Priority, Sides, SidesTask, Task, UcmKVStoreBaseV1, Until
 
 logger = logging.getLogger("ucm.store.posix")
 
-#: Part of the top tier that prefetches may fill ahead of need (one in so many), and most blocks of them.
+#: Part of the top level that prefetches may fill ahead of need (one in so many), and most blocks of them.
 PREFETCH_SHARE, MAX_PREFETCH = 8, 1024
 
 
@@ -47,6 +48,23 @@ class PosixTask(Task):
         return self.handle.wait_shard(row, timeout)
 
 
+class PosixSidesTask(PosixTask, SidesTask):
+    """Side shards being read by the core."""
+
+    def __init__(self, reading: CoreSides) -> None:
+        super().__init__(reading.task, "read of side shards")
+        self._reading = reading
+
+    def result(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
+        if not self.completed:
+            raise InvalidInputError("the side shards are not there yet: wait for the task first")
+        return self._reading.result()
+
+    def missing(self) -> dict[int, UcmError]:
+        """Why side shards are not there, by the index of their ids: most of them because there is none."""
+        return self.handle.failures()
+
+
 class UcmPosixStore(UcmKVStoreBaseV1):
     """Records below a directory: host memory for staging, checksums on every read, bounded space.
 
@@ -64,6 +82,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         self.settings = self._read(config)
         self._last_warning = ""
         self._core = Store(self.settings.setup())
+        self.side_sizes = {name: size for name, _, size in self._core.sides()}
         self._tiers = self._told_tiers()
         if len(self._tiers) > 1:
             self.tier_names = tuple(tier["name"] for tier in self._tiers)
@@ -128,8 +147,39 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         shard_index: Sequence[int],
         addrs: npt.NDArray[np.uint64],
         prerequisite_handle: int = 0,
+        *,
+        sides: Sides | None = None,
     ) -> PosixTask:
-        return PosixTask(self._open().dump(block_ids, shard_index, _matrix(addrs), prerequisite_handle), "dump")
+        """As in the base class; ``sides`` as of :meth:`dump`."""
+        beside = self._beside(sides, len(block_ids))
+        return PosixTask(self._open().dump(block_ids, shard_index, _matrix(addrs), prerequisite_handle, beside), "dump")
+
+    def load_sides(self, block_ids: Sequence[bytes], name: str, timeout: float | None = None) -> PosixSidesTask:
+        return PosixSidesTask(self._open().load_sides(block_ids, name, timeout))
+
+    def dump_sides(self, block_ids: Sequence[bytes], sides: Sides) -> PosixTask:
+        """As in the base class. Row *i* of the task is block *i* with the first name, then come those of the next."""
+        unknown = [name for name in sides if name not in self.side_sizes]
+        if unknown:
+            raise self._other_sides(sides)
+        rows = [(name, _bytes(name, side, len(block_ids), self.side_sizes[name])) for name, side in sides.items()]
+        return PosixTask(self._open().dump_sides(block_ids, rows), "dump")
+
+    def _beside(self, sides: Sides | None, rows: int) -> npt.NDArray[np.uint8] | None:
+        """What each row brings of every side shard, one behind the other in their order."""
+        if not sides:
+            return None
+        if sides.keys() != self.side_sizes.keys():
+            raise self._other_sides(sides)
+        shards = self.settings.block_size // self.settings.shard_size
+        shares = [_bytes(name, sides[name], rows, size // shards) for name, size in self.side_sizes.items()]
+        return np.ascontiguousarray(np.concatenate(shares, axis=1))
+
+    def _other_sides(self, sides: Sides) -> InvalidInputError:
+        return InvalidInputError(
+            "a dump brings the side shards that the key `sides` of the store names, all of them",
+            context={"given": sorted(sides), "declared": sorted(self.side_sizes)},
+        )
 
     def register_kv(self, layout: KVLayout) -> None:
         if self._by_number:
@@ -152,11 +202,17 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return PosixTask(self._open().load_blocks(block_ids, block_numbers(blocks), timeout), "load")
 
     def dump_blocks(
-        self, block_ids: Sequence[bytes], blocks: Sequence[int] | npt.NDArray[np.int64], prerequisite_handle: int = 0
+        self,
+        block_ids: Sequence[bytes],
+        blocks: Sequence[int] | npt.NDArray[np.int64],
+        prerequisite_handle: int = 0,
+        *,
+        sides: Sides | None = None,
     ) -> Task:
         if not self._by_number:
-            return super().dump_blocks(block_ids, blocks, prerequisite_handle)
-        return PosixTask(self._open().dump_blocks(block_ids, block_numbers(blocks), prerequisite_handle), "dump")
+            return super().dump_blocks(block_ids, blocks, prerequisite_handle, sides=sides)
+        numbers, beside = block_numbers(blocks), self._beside(sides, len(block_ids))
+        return PosixTask(self._open().dump_blocks(block_ids, numbers, prerequisite_handle, beside), "dump")
 
     def wait(self, task: Any, timeout: float | None = None, until: Until = "published") -> None:
         if isinstance(task, list | tuple):
@@ -167,8 +223,8 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         self._hand_over_log()
         if not finished:
             raise DeadlineError(f"the {task.kind} is not {until} yet", context={"timeout": timeout})
-        task.completed = task.completed or until == "published" or task.kind == "load"
-        failures = handle.failures()
+        task.completed = task.completed or until == "published" or task.kind != "dump"
+        failures = {} if isinstance(task, PosixSidesTask) else handle.failures()
         if failures:
             first = min(failures)
             task.error = TaskError(
@@ -192,7 +248,7 @@ class UcmPosixStore(UcmKVStoreBaseV1):
 
     def check(self, task: Any, until: Until = "published") -> bool:
         finished = _handle(task).check(until)
-        if finished and (until == "published" or task.kind == "load"):
+        if finished and (until == "published" or task.kind != "dump"):
             task.completed = True
         return finished
 
@@ -230,10 +286,11 @@ class UcmPosixStore(UcmKVStoreBaseV1):
         return _handle(task).served()[: len(self._tiers)]
 
     def prefetch_room(self) -> int:
-        """A part of the top tier, so that what is brought up does not push out what is in use there."""
-        if len(self._tiers) < 2:
+        """A part of the top level, so that what is brought up does not push out what is in use there."""
+        tiers = self._told_tiers()
+        if tiers[-1]["level"] == 0:
             return 0
-        top = int(self._told_tiers()[0]["capacity_bytes"]) // self.record_len
+        top = sum(int(tier["capacity_bytes"]) for tier in tiers if tier["level"] == 0) // self.record_len
         return min(top // PREFETCH_SHARE, MAX_PREFETCH)
 
     def prefetch(self, block_ids: Sequence[bytes], priority: Priority = "normal") -> int:
@@ -299,6 +356,18 @@ def _handle(task: Any) -> CoreTask:
             "this is no task of a UcmPosixStore", context={"type": type(task).__name__, "expected": "PosixTask"}
         )
     return task.handle
+
+
+def _bytes(name: str, side: Any, rows: int, size: int) -> npt.NDArray[np.uint8]:
+    """The bytes of a side shard: ``size`` for each of so many rows, whatever the type of the array."""
+    array = np.asarray(side)
+    given = array.nbytes // len(array) if array.ndim and len(array) else size
+    if not array.ndim or len(array) != rows or given != size:
+        raise InvalidInputError(
+            "a side shard is an array with as many bytes in each row as the store was told",
+            context={"name": name, "shape": array.shape, "bytes": given, "expected": (rows, size)},
+        )
+    return np.ascontiguousarray(array).view(np.uint8).reshape(rows, size)
 
 
 def _matrix(addrs: Any) -> npt.NDArray[np.uint64]:

@@ -7,13 +7,13 @@ from collections.abc import Container, Mapping
 from functools import cache, partial
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from ucm.config import warn_once
-from ucm.config.fields import section_of
+from ucm.config.fields import Section, section_of
 from ucm.config.layer import gibibytes
 from ucm.config.model import BreakerConfig, Deadlines, StoreSettings
-from ucm.config.pipelines import place_problems
+from ucm.config.pipelines import place_problems, root_problems
 from ucm.config.sizes import without_login
 from ucm.config.stores import DEFAULT_STORE, STORES, own_keys
 from ucm.config.words import ALIASES, GIBIBYTES, MEANINGLESS, PLATFORMS, UNUSED, nearest, without_effect
@@ -44,6 +44,19 @@ _Bytes = Annotated[int, Field(ge=1)]
 T = TypeVar("T", bound="EngineSettings")
 
 
+def _of_bytes(side: Any) -> Any:
+    """The bytes alone are as good as a section."""
+    return side if isinstance(side, Mapping | Section) else {"bytes": side}
+
+
+class SideConfig(Section):
+    """A side shard. Its content has a version: one of another version is another side shard."""
+
+    #: Bytes of a whole block.
+    bytes: _Bytes
+    version: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+
 class EngineSettings(StoreSettings):
     """Keys of every store of the core; sizes in bytes."""
 
@@ -62,6 +75,9 @@ class EngineSettings(StoreSettings):
     identity: str = ""
     #: KV group, pipeline rank, tensor rank.
     part: tuple[int, int, int] = (0, 0, 0)
+    #: Side shards that blocks may have beside their KV, by name (1 to 16 of a-z, 0-9, _, -, .): the bytes of each for a
+    #: whole block, or those and the version of its content. At most 8, and 16 MiB together.
+    sides: dict[str, Annotated[SideConfig, BeforeValidator(_of_bytes)]] = Field(default_factory=dict)
     #: Tokens in a block, for the record's header.
     block_tokens: Annotated[int, Field(ge=0)] = 0
     #: Element type, for the record's header.
@@ -100,9 +116,9 @@ class EngineSettings(StoreSettings):
     @property
     def label(self) -> str:
         """What stands before its messages in the log."""
-        kind = STORES[self.store_name].kind
-        placed = (kind.needs_directory or kind.schemes) and self.storage_backends
-        return without_login(self.storage_backends[0]) if placed else STORES[self.store_name].word
+        found = STORES[self.store_name]
+        placed = (found.kind.needs_directory or found.kind.schemes) and self.storage_backends
+        return ":".join(map(without_login, self.storage_backends)) if placed else found.word
 
     @property
     def device(self) -> str:
@@ -113,6 +129,10 @@ class EngineSettings(StoreSettings):
     def stages(self) -> list[dict[str, Any]]:
         """What the core is told of each stage, top first."""
         return [STORES[self.store_name].told(partial(getattr, self))]
+
+    def side_specs(self) -> list[tuple[str, int, int]]:
+        """Name, version and bytes of every side shard, in order."""
+        return [(name, side.version, side.bytes) for name, side in self.sides.items()]
 
     def setup(self) -> str:
         """The description that the core takes, as JSON; times in seconds."""
@@ -128,6 +148,7 @@ class EngineSettings(StoreSettings):
                 "block_size": self.block_size,
                 "block_tokens": self.block_tokens,
                 "dtype": self.dtype,
+                "sides": self.side_specs(),
                 "labels": self.labels,
                 "processes": self.processes,
                 "scheduler_elsewhere": self.scheduler_elsewhere,
@@ -156,11 +177,13 @@ class TierSettings(EngineSettings):
         return self
 
     @model_validator(mode="after")
-    def _one_root(self) -> Self:
-        if STORES[self.store_name].kind.needs_directory and len(self.storage_backends) != 1:
-            raise ValueError(
-                f"storage_backends names {len(self.storage_backends)} directories; this version uses exactly one"
-            )
+    def _has_roots(self) -> Self:
+        if not STORES[self.store_name].kind.needs_directory:
+            return self
+        if not self.storage_backends:
+            raise ConfigError("storage_backends names no directory; give one, or several")
+        for problem in root_problems(self, self.storage_backends):
+            raise ConfigError(problem)
         return self
 
 
@@ -206,7 +229,10 @@ def read_settings(config: Mapping[str, Any], kind: type[T], store: str) -> T:
         given = {key: value for key, value in config.items() if key != "storage_backends" or value}
         return kind.model_validate(given)  # no directory is as good as none given
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
+        first = error.errors(include_url=False)[0]
+        said = first.get("ctx", {}).get("error")
+        if isinstance(said, ConfigError):
+            raise ConfigError(said.message, context={"store": store}) from None
         where = ".".join(str(part) for part in first["loc"])
         cause = ConfigError if where.partition(".")[0] in StoreSettings.model_fields else InvalidInputError
         raise cause(f"{where + ': ' if where else ''}{first['msg']}", context={"store": store}) from None

@@ -15,7 +15,7 @@ fn only_what_was_asked_for_is_mapped() {
     );
     let wanted = Wanted {
         namespace: NAMESPACE,
-        record_len: LEN,
+        record_len: (LEN, LEN),
         own: Some(region.nonce()),
     };
     assert!(

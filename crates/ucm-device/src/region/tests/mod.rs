@@ -73,7 +73,7 @@ impl Place {
     fn look_for(&mut self, namespace: [u8; 32], record_len: usize) -> Scan {
         let wanted = Wanted {
             namespace,
-            record_len,
+            record_len: (record_len, record_len),
             own: None,
         };
         let scan = self.registry.scan(&wanted, &self.known).unwrap();
@@ -134,6 +134,25 @@ fn a_record_is_found_copied_replaced_and_removed() {
     assert_eq!((&removed[..], region.free()), (&content(1, 1)[..], 3));
     drop(removed);
     assert_eq!(region.free(), 4);
+}
+
+#[test]
+fn parts_of_a_record_come_alone_and_to_their_places() {
+    let (mut place, region) = (Place::new(), region(4));
+    let view = place.view(&region);
+    put(&region, 1, 0);
+    let mut out = vec![0xee; LEN + 8];
+    let parts = [0..8, 16..LEN + 8];
+    assert_eq!(view.copy_parts(id(1), &parts, &mut out), Some(LEN));
+    assert_eq!(out[..8], content(1, 0)[..8]);
+    assert_eq!(out[8..16], [0xee; 8], "not asked for");
+    assert_eq!(out[16..LEN], content(1, 0)[16..]);
+    assert_eq!(out[LEN..], [0xee; 8], "behind its end");
+    assert!(view.copy_parts(id(2), &parts, &mut out).is_none(), "not there");
+    assert!(
+        view.copy_parts(id(1), &parts, &mut out[..LEN - 1]).is_none(),
+        "no room for it"
+    );
 }
 
 #[test]

@@ -15,7 +15,7 @@ use ucm_infra::{LANE_SPACE, MonotonicTime};
 use ucm_io::{FileMeta, Finish, IoJob, ReadMode};
 use ucm_quota::evidence::is_damage;
 use ucm_quota::layout::SegmentName;
-use ucm_record::{RecordHeader, RecordMeta};
+use ucm_record::RecordMeta;
 
 use crate::segment::Segments;
 use crate::segment::format::{Entry, HEAD_LEN, Owner, encode_footer, encode_head, footer_len};
@@ -211,9 +211,9 @@ impl Reinsertion<'_> {
         Ok(None)
     }
 
+    /// What a record says of itself, if it is sound. Its side shards go with it as they are.
     fn judged(&self, id: BlockId, bytes: &[u8], len: u64) -> std::result::Result<RecordMeta, MissReason> {
-        self.segments.shared.judge(id, bytes, len)?;
-        Ok(RecordHeader::decode(bytes)?.meta)
+        Ok(self.segments.shared.judge(id, bytes, len)?.meta)
     }
 
     /// Until when the next step may take.

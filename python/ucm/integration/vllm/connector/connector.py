@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -20,13 +21,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from ucm.config import load, parse
+from ucm.config import UcmConfig, load, parse
 from ucm.errors import ConfigError
+from ucm.integration.vllm.attention.configured import refuse_unsupported
 from ucm.integration.vllm.connector.factory import make_scheduler, make_worker, why_off
 from ucm.integration.vllm.connector.guard import harmless, logger
-from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata
+from ucm.integration.vllm.connector.metadata import UCMConnectorMetadata, UCMConnectorWorkerMetadata
 from ucm.integration.vllm.connector.metrics import UcmPromMetrics, UcmStats
 from ucm.integration.vllm.connector.miss_stats import MissStats
+from ucm.integration.vllm.connector.scheduler.readiness import OFF, OPEN
 from ucm.integration.vllm.connector.scheduler.scheduler import NOTHING, UCMConnectorScheduler
 from ucm.integration.vllm.connector.worker.worker import UCMConnectorWorker
 from ucm.logger import init_logger
@@ -50,6 +53,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from ucm.integration.vllm.connector.scheduler.sparse import SparseScheduler
+    from ucm.integration.vllm.connector.worker.sparse import SparseWorker
+
 
 class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     """Prefix caching through a store, for one engine. See ``docs/configuration.md`` for its keys."""
@@ -66,6 +72,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         self._exports_metrics = config.metrics.enabled
         self._scheduler: UCMConnectorScheduler | None = None
         self._worker: UCMConnectorWorker | None = None
+        self._sparse_scheduler: SparseScheduler | None = None
+        self._sparse_worker: SparseWorker | None = None
+        if config.enabled and config.sparse.enabled:
+            self._make_sparse(config, vllm_config, role, kv_cache_config)
         self._off: MissReason | None = None
         self._miss_stats: MissStats | None = None
         if off := why_off(config, vllm_config, kv_cache_config):
@@ -74,13 +84,27 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
                 self._miss_stats = MissStats(vllm_config.cache_config.block_size, time.monotonic())
                 logger.warning("the cache is off: %s", why)
         elif role == KVConnectorRole.WORKER:
-            self._worker = make_worker(config, vllm_config, kv_cache_config)
+            self._worker = make_worker(config, vllm_config, kv_cache_config, self._sparse_worker)
         else:
             self._recompute_failed_loads()
-            self._scheduler = make_scheduler(config, vllm_config, kv_cache_config)
+            self._scheduler = make_scheduler(config, vllm_config, kv_cache_config, self._sparse_scheduler)
             self._miss_stats = self._scheduler.miss_stats
             for line in config.describe():
                 logger.debug("configuration: %s", line)
+
+    def _make_sparse(
+        self, config: UcmConfig, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """The half of sparse attention for this role; it needs torch and a model, so it is imported here."""
+        refuse_unsupported(vllm_config, kv_cache_config)
+        if role == KVConnectorRole.WORKER:
+            from ucm.integration.vllm.connector.worker.sparse import SparseWorker
+
+            self._sparse_worker = SparseWorker(config, vllm_config, kv_cache_config)
+        else:
+            from ucm.integration.vllm.connector.scheduler.sparse import make_sparse_scheduler
+
+            self._sparse_scheduler = make_sparse_scheduler(config, vllm_config, kv_cache_config)
 
     @classmethod
     def create(
@@ -115,6 +139,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """vLLM's block tables and pool."""
         super().bind_kv_cache_manager(kv_cache_manager)
+        if self._sparse_scheduler is not None:
+            self._sparse_scheduler.bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
             self._scheduler.bind_kv_cache_manager(kv_cache_manager)
 
@@ -132,6 +158,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless(None)
     def on_new_request(self, request: Request) -> None:
         """A request arrived: its lookup begins."""
+        if self._sparse_scheduler is not None:
+            self._sparse_scheduler.on_new_request(request)
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
         elif self._miss_stats is not None and self._off is not None:
@@ -146,17 +174,26 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were allocated. Not guarded: a load that vLLM expects must not get lost."""
+        if self._sparse_scheduler is not None:
+            self._sparse_scheduler.update_state_after_alloc(request, blocks)
         if self._scheduler is not None:
             self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
     @harmless(NOTHING)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the workers do in this step."""
-        return NOTHING if self._scheduler is None else self._scheduler.build_connector_meta(scheduler_output)
+        plan = NOTHING if self._scheduler is None else self._scheduler.build_connector_meta(scheduler_output)
+        if self._sparse_scheduler is None:
+            return plan
+        settled = self._scheduler is None or self._scheduler.readiness.phase in (OPEN, OFF)
+        return replace(plan, sparse=self._sparse_scheduler.plan(scheduler_output, settled))
 
     @harmless(None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers did."""
+        news = connector_output.kv_connector_worker_meta
+        if self._sparse_scheduler is not None and isinstance(news, UCMConnectorWorkerMetadata):
+            self._sparse_scheduler.measured(news.break_even)
         if self._scheduler is not None:
             self._scheduler.update_connector_output(connector_output)
 
@@ -165,6 +202,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
         """The request ended; its blocks may be freed, what is still to be read of them is read in time."""
         if self._scheduler is not None:
             self._scheduler.request_finished(request)
+        if self._sparse_scheduler is not None:
+            self._sparse_scheduler.request_finished(request)
         return False, None
 
     def request_finished_all_groups(
@@ -177,6 +216,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless(False)
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine should go on stepping."""
+        if self._sparse_scheduler is not None and self._sparse_scheduler.measuring:
+            return True
         return self._scheduler is not None and self._scheduler.has_pending_push_work
 
     @harmless(None)
@@ -190,6 +231,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Where the KV lies."""
+        if self._sparse_worker is not None:
+            self._sparse_worker.register_kv_caches(kv_caches)
         if self._worker is not None:
             self._worker.register_kv_caches(kv_caches)
 
@@ -203,6 +246,10 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless(None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin the step's loads; before or after the forward pass, vLLM decides."""
+        if self._sparse_worker is not None and self.has_connector_metadata():
+            plan = self._get_connector_metadata()
+            if isinstance(plan, UCMConnectorMetadata) and plan.sparse is not None:
+                self._sparse_worker.begin_step(plan.sparse, forward_context)
         if self._worker is not None:
             self._worker.start_load_kv()
 
@@ -217,6 +264,8 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless(None)
     def wait_for_save(self) -> None:
         """Begin the step's dumps; their sources stay as they are for now, so there is nothing to wait for."""
+        if self._sparse_worker is not None:
+            self._sparse_worker.end_step()
         if self._worker is not None:
             self._worker.start_dumps()
 
@@ -231,7 +280,12 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless(None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """News for the scheduler half."""
-        return None if self._worker is None else self._worker.build_connector_worker_meta()
+        news = None if self._worker is None else self._worker.build_connector_worker_meta()
+        measured = None if self._sparse_worker is None else self._sparse_worker.take_measured()
+        if measured is not None:
+            news = news or UCMConnectorWorkerMetadata()
+            news.break_even = [measured]
+        return news
 
     # Both ---------------------------------------------------------------------------------------------------
 
@@ -280,6 +334,9 @@ class UCMConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless(None)
     def shutdown(self) -> None:
         """Let dumps end, within the shutdown deadline, and close the stores."""
+        for sparse in (self._sparse_worker, self._sparse_scheduler):
+            if sparse is not None:
+                sparse.close()
         if self._worker is not None:
             self._worker.shutdown()
         if self._scheduler is not None:

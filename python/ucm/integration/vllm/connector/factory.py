@@ -28,7 +28,7 @@ from ucm.integration.vllm.connector.identity.items import Items
 from ucm.integration.vllm.connector.identity.keys import KeyMaker
 from ucm.integration.vllm.connector.identity.live_identity import LiveIdentity
 from ucm.integration.vllm.connector.identity.model_memory import ModelMemory
-from ucm.integration.vllm.connector.identity.packing import layer_specs
+from ucm.integration.vllm.connector.identity.packing import layer_specs, spec_kind
 from ucm.integration.vllm.connector.identity.weight_files import weight_source
 from ucm.integration.vllm.connector.platforms import Platform, platform_of
 from ucm.integration.vllm.connector.root_file import state_directory
@@ -42,6 +42,9 @@ from ucm.reasons import MissReason
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from ucm.integration.vllm.connector.scheduler.sparse import SparseScheduler
+    from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 
 #: KV specs whose blocks all hold lasting state, so that a prefix of blocks is all there is to a prefix.
 _WHOLE_PREFIX = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
@@ -85,7 +88,7 @@ def _unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         return f"a model with {len(groups)} KV cache groups {nothing}"
-    other = {type(spec).__name__ for spec in layer_specs(groups[0].kv_cache_spec)} - _WHOLE_PREFIX
+    other = {spec_kind(spec) for spec in layer_specs(groups[0].kv_cache_spec)} - _WHOLE_PREFIX
     if other:
         return f"KV of kind {', '.join(sorted(other))} {nothing}"
     if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
@@ -145,7 +148,12 @@ def _warn_of_few_cores(vllm_config: VllmConfig) -> None:
         logger.warning("%s", text)
 
 
-def make_scheduler(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> UCMConnectorScheduler:
+def make_scheduler(
+    config: UcmConfig,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    sparse: SparseScheduler | None = None,
+) -> UCMConnectorScheduler:
     """The scheduler half of a supported engine; waits a few seconds at most for the weights' digest."""
     _warn_of_few_cores(vllm_config)
     tokens = block_tokens(vllm_config, kv_cache_config)
@@ -157,7 +165,7 @@ def make_scheduler(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
     items = Items(lambda job: background.submit(job, IDLE))
     extra = ExtraKeys.for_engine(vllm_config, tokens, adapters, items)
     admission = _admission(config, vllm_config)
-    rates = RateMemory(root, admission, background)
+    rates = RateMemory(root, admission, background, beside=None if sparse is None else sparse.break_even)
     parallel = vllm_config.parallel_config
     world = parallel.world_size
     platform = _served_platform(config)
@@ -187,6 +195,8 @@ def make_scheduler(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: 
         may_load=_may_load(vllm_config),
         audit_one_in=config.audit_one_in,
         items_used=extra.used,
+        exact_tokens=None if sparse is None else sparse.exact_tokens,
+        offload=None if sparse is None else sparse.offload,
         closers=(rates.close, identity.close, adapters.close, background.close),
     )
 
@@ -211,7 +221,12 @@ def _leave_the_bound_core() -> None:
         logger.debug("the threads of the store stay where vLLM bound this rank: %r", error)
 
 
-def make_worker(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> UCMConnectorWorker:
+def make_worker(
+    config: UcmConfig,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    sparse: SparseWorker | None = None,
+) -> UCMConnectorWorker:
     """The worker half of this rank. Raises :class:`~ucm.errors.ConfigError` for what this engine's KV rules out."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -233,5 +248,6 @@ def make_worker(config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVC
         stores=engine_stores(config, vllm_config.parallel_config, platform.word),
         memory=ModelMemory(lambda: _layers(vllm_config, kv_cache_config), lambda: weight_source(vllm_config)),
         only_stores=_only_stores(vllm_config),
+        sparse=sparse,
         shutdown_allowance=config.deadlines.shutdown_s,
     )

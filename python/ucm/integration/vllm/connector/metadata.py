@@ -20,11 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from ucm.integration.vllm.attention.rows import SparsePlan
 from ucm.integration.vllm.connector.identity.weights_report import WeightsReport
 from ucm.store.ucmstore_v1 import Priority
 
 #: Changes with every change of meaning; the halves of one engine always agree, and a mismatch switches ucm off.
-VERSION = 7
+VERSION = 8
 
 #: Length of a block key in bytes.
 KEY = 16
@@ -101,6 +102,7 @@ class UCMConnectorMetadata(KVConnectorMetadata):
         default_factory=list
     )  # dumps whose blocks others got: read before this step writes
     check_weights: int | None = None  # compare the weights in memory with those known, for this generation
+    sparse: SparsePlan | None = None  # where sparse attention is configured
 
 
 @dataclass(slots=True)
@@ -175,9 +177,11 @@ class UCMConnectorWorkerMetadata(KVConnectorWorkerMetadata):
 
     version: int = VERSION
     ranks: list[RankReport] = field(default_factory=list)
+    break_even: list[int] = field(default_factory=list)  # tokens from which on sparse attention pays, of each rank
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> UCMConnectorWorkerMetadata:
         """Both sets of reports; vLLM merges the workers' answers with this."""
         if not isinstance(other, UCMConnectorWorkerMetadata):
             return self
-        return UCMConnectorWorkerMetadata(self.version, self.ranks + other.ranks)
+        measured = self.break_even + other.break_even
+        return UCMConnectorWorkerMetadata(self.version, self.ranks + other.ranks, measured)

@@ -1,4 +1,5 @@
-"""Entry point ``vllm.general_plugins``: makes our connectors known to vLLM by name, in every process of an engine."""
+"""Entry point ``vllm.general_plugins``: makes our connectors known to vLLM by name, in every process of an engine, and
+stands behind the names of vLLM's attention backends, for engines with sparse attention."""
 
 from __future__ import annotations
 
@@ -20,3 +21,9 @@ def register() -> None:
                 KVConnectorFactory.register_connector(name, _MODULE, name)
     except Exception as error:
         logging.getLogger("ucm.vllm").warning("the connectors are not registered with vLLM: %r", error)
+    try:
+        from ucm.integration.vllm.attention.registering import register as register_backends
+
+        register_backends()
+    except Exception as error:
+        logging.getLogger("ucm.vllm").warning("sparse attention is not registered with vLLM: %r", error)

@@ -13,7 +13,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ucm.integration.vllm.connector.admission.admission import TIERS, Admission
 from ucm.integration.vllm.connector.admission.compute_rate import ComputeSpeed
@@ -63,6 +63,16 @@ def _processor() -> list[str]:
     return [said[name] for name in _PROCESSOR if said.get(name)]
 
 
+class Remembered(Protocol):
+    """Something else that is measured once on a machine, and kept in the same entry under names of its own."""
+
+    def known(self) -> dict[str, Any]:
+        """As JSON; nothing while it is not known."""
+
+    def recall(self, entry: Mapping[str, Any]) -> None:
+        """Start with what an entry says of it."""
+
+
 class RateMemory:
     """What one engine's admission knows, carried from process to process."""
 
@@ -73,8 +83,11 @@ class RateMemory:
         background: Background,
         machine: Callable[[], str] = machine_name,
         clock: Callable[[], float] = time.monotonic,
+        beside: Remembered | None = None,
     ) -> None:
-        """``root``: the store's own directory or the state directory, None for nowhere."""
+        """``root``: the store's own directory or the state directory, None for nowhere; ``beside``: what else was
+        measured."""
+        self._beside = beside
         self._file = None if root is None else RootFile(root, NAME, "rates", LIMIT)
         self._admission, self._background, self._machine, self._clock = admission, background, machine, clock
         self._found: Mapping[str, Mapping[str, Any]] = {}
@@ -143,7 +156,7 @@ class RateMemory:
         entry: dict[str, Any] = {} if computing is None else {"computing": _spelled(computing)}
         if loading:
             entry |= {"store": self._store, "loading": {str(tier): _spelled(known) for tier, known in loading.items()}}
-        return entry
+        return entry if self._beside is None else entry | self._beside.known()
 
     def _recall(self, entry: Mapping[str, Any]) -> None:
         """Each part is checked by itself; one that makes no sense counts as missing."""
@@ -153,6 +166,8 @@ class RateMemory:
         read = {tier: _read_as(LoadSpeed, tiers.get(str(tier))) for tier in range(TIERS)}
         loading = {tier: known for tier, known in read.items() if known is not None}
         self._admission.recall(computing, loading)
+        if self._beside is not None:
+            self._beside.recall(entry)
         if computing is not None or loading:
             logger.info("speeds remembered of this engine on this machine: %s", self._admission.rates())
 

@@ -3,6 +3,11 @@
 Both halves of the connector compute these from the configuration alone, because the scheduler half has no layers when
 the ranks are processes of their own. Where layers are in reach, their own backend is asked; a worker whose layers
 differ from what the scheduler half expected shows up as a difference in the handshake.
+
+An attention backend or a KV cache spec from outside vLLM counts as another one, for nobody knows how it packs. A class
+that stores the very bytes of the one it is derived from says so in its own body, ``ucm_packs_like = <that class>``, and
+is described as that class; what it computes beside the KV is no part of a page and of no identity. The claim is not
+inherited: a class derived from it has to make it again.
 """
 
 from __future__ import annotations
@@ -13,10 +18,14 @@ import platform
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ucm.errors import InvalidInputError
 from ucm.integration.vllm.connector.identity.canonical import plain
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+#: Attribute by which a class claims the packing of one that it is derived from.
+CLAIM = "ucm_packs_like"
 
 #: Features of a processor by which packing may differ within one instruction set's name (not on x86).
 _FEATURES = ("bf16", "i8mm", "sve", "sve2", "v", "zvl128b", "zvl256b")
@@ -31,6 +40,26 @@ def layer_specs(spec: Any) -> list[Any]:
     """The specs a group's spec stands for: one per layer where vLLM keeps them apart, else the spec itself."""
     inner = getattr(spec, "kv_cache_specs", None)
     return list(inner.values()) if isinstance(inner, dict) else [spec]
+
+
+def packed_as(kind: type) -> type:
+    """The class whose bytes this backend or spec stores: itself, unless it claims those of one it is derived from.
+
+    Raises :class:`~ucm.errors.InvalidInputError` for a claim to pack like something else.
+    """
+    while (base := vars(kind).get(CLAIM)) is not None:
+        if not (isinstance(base, type) and base is not kind and issubclass(kind, base)):
+            raise InvalidInputError(
+                f"{CLAIM} names a class that this one is derived from",
+                context={"class": f"{kind.__module__}.{kind.__qualname__}", CLAIM: repr(base)},
+            )
+        kind = base
+    return kind
+
+
+def spec_kind(spec: Any) -> str:
+    """Name of a spec's kind: that of the class whose pages it has."""
+    return packed_as(type(spec)).__name__
 
 
 def _spec(group: Any) -> Any:
@@ -99,6 +128,7 @@ def _expected(vllm_config: Any, group: Any) -> str:
 
 def _backend_name(backend: Any) -> str:
     # A backend from outside vLLM may keep the name of the one it replaces, and still pack differently.
+    backend = packed_as(backend)
     name = str(backend.get_name())
     return name if backend.__module__.startswith("vllm.") else f"{name} ({backend.__module__}.{backend.__qualname__})"
 
@@ -194,7 +224,7 @@ def kv_groups(vllm_config: VllmConfig, kv_cache_config: Any, groups: Sequence[An
         entry: dict[str, Any] = {
             "block_tokens": spec.block_size,
             "draft": bool(getattr(group, "is_eagle_group", False)),
-            "kind": type(spec).__name__,
+            "kind": spec_kind(spec),
             "spec": plain({name: value for name, value in _fields(spec).items() if name != "block_size"}),
         }
         if one_rank:
@@ -205,7 +235,7 @@ def kv_groups(vllm_config: VllmConfig, kv_cache_config: Any, groups: Sequence[An
 
 
 def _fields(spec: Any) -> dict[str, Any]:
-    names = getattr(spec, "__dataclass_fields__", None)
+    names = getattr(packed_as(type(spec)), "__dataclass_fields__", None)
     return {name: getattr(spec, name) for name in names} if names else dict(vars(spec))
 
 

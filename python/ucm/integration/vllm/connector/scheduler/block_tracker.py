@@ -38,6 +38,10 @@ class BlockTracker:
             key not in self._present or key in self._refused or key in self._unpublished
         )
 
+    def is_stored(self, key: bytes) -> bool:
+        """Whether every rank has this block in the store, as far as is known, and none refused it."""
+        return key in self._present and key not in self._refused and key not in self._newer
+
     def is_writing(self, key: bytes) -> bool:
         """Whether a job is writing this block."""
         return key in self._writing

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ucm.integration.vllm.connector.admission.admission import Verdict
@@ -43,9 +44,12 @@ class RequestTracker:
         "local",
         "lookup",
         "preemptions",
+        "private_at",
+        "private_salt",
         "ran_from",
         "reason",
         "request",
+        "stored",
         "tally",
         "touched_at",
         "unanswered",
@@ -60,6 +64,9 @@ class RequestTracker:
         self.keyable = True  # False: it has no keys and never will
         self.lookup: Lookup | None = None
         self.cursor = 0  # blocks before it were offered, or are in the store
+        self.stored = 0  # blocks before it are in the store, on every rank
+        self.private_at: int | None = None  # ordinal of the first key that no other request can have
+        self.private_salt = os.urandom(16)
         #: So many blocks were computed before that time, and wait for a look at the adapter that begins after it.
         self.confirming: tuple[int, float] | None = None
         self.audit_decided = False  # whether this hit is audited was decided
@@ -96,7 +103,10 @@ class RequestTracker:
         self.lookup = self.waits_since = None
         self.asked, self.reason = False, MissReason.NOT_TAKEN
         self.decided_hit = range(0)
-        self.cursor = 0
+        self.cursor = self.stored = 0
+        if self.private_at is not None:
+            del self.keys[self.private_at :]
+            self.private_at = None
         self.confirming = None
         self.touched_at = NEVER
 
@@ -105,6 +115,7 @@ class RequestTracker:
         self.keys, self.keyable, self.lookup, self.waits_since = [], True, None, None
         self.audit_decided, self.audit, self.decided_hit = False, range(0), range(0)
         self.cursor, self.banned_from, self.confirming = 0, FAR, None
+        self.stored, self.private_at = 0, None
         self.touched_at = NEVER
 
     def invalidate(self) -> None:
@@ -127,18 +138,39 @@ class RequestTracker:
                 return True
         return False
 
-    def grow(self, upto: int, maker: KeyMaker, block_tracker: BlockTracker) -> int:
-        """Make sure of keys for ``upto`` blocks; how many of those are known (fewer while a thread hashes them)."""
+    def grow(self, upto: int, maker: KeyMaker, block_tracker: BlockTracker, private_from: int | None = None) -> int:
+        """Make sure of keys for ``upto`` blocks; how many of those are known (fewer while a thread hashes them).
+
+        ``private_from``: from this block on, keys that no other request can have, because the KV is not that of the
+        tokens alone.
+        """
         self.adopt(block_tracker)
         if len(self.keys) < upto:
             if self.lookup is not None and self.lookup.hashing:
                 return len(self.keys)
             try:
-                self.keys.extend(maker.more(self.request, self.keys))
+                self.keys.extend(maker.more(self.request, self._parents(private_from)))
+                if private_from is not None and self.private_at is None and len(self.keys) > private_from:
+                    del self.keys[private_from:]
+                    return self.grow(upto, maker, block_tracker, private_from)
             except UnkeyableError as error:
                 self.keyable = error.pending
                 return len(self.keys)
         return min(upto, len(self.keys))
+
+    def _parents(self, private_from: int | None) -> list[bytes]:
+        """The keys that further ones are chained to; where these begin to be private, to one that is nobody's."""
+        if private_from is None or len(self.keys) != private_from or not self.keys:
+            return self.keys
+        self.private_at = private_from
+        salted = bytes(a ^ b for a, b in zip(self.keys[-1], self.private_salt, strict=True))
+        return [*self.keys[:-1], salted]
+
+    def stored_keys(self, block_tracker: BlockTracker) -> Sequence[bytes]:
+        """Keys of its first blocks that every rank has stored."""
+        while self.stored < len(self.keys) and block_tracker.is_stored(self.keys[self.stored]):
+            self.stored += 1
+        return self.keys[: self.stored]
 
     def confirmed(self, upto: int, settled: int, maker: KeyMaker, now: float) -> int:
         """How many of the first ``upto`` blocks may be offered; ``settled`` of them were computed in steps that ended.

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
+
 #: Sent in every step with nothing to do.
 NOTHING = UCMConnectorMetadata()
 
@@ -79,6 +81,8 @@ class UCMConnectorScheduler:
         may_load: bool = True,
         audit_one_in: int = 0,
         items_used: Callable[[Any, int], None] | None = None,
+        exact_tokens: Callable[[Request], int] | None = None,
+        offload: OffloadPlanner | None = None,
         closers: Sequence[Callable[[], None]] = (),
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
@@ -86,7 +90,9 @@ class UCMConnectorScheduler:
         """``block_tokens``: tokens of one device block; ``lookup_allowance``: seconds from vLLM's first question;
         ``rates``: where the measured speeds are kept; ``may_load``: whether vLLM hands out only blocks that no step
         under way still writes; ``audit_one_in``: one hit in so many is computed and compared, 0 for none;
-        ``items_used``: told which requests a step begins with, and how many tokens of each were computed before."""
+        ``items_used``: told which requests a step begins with, and how many tokens of each were computed before;
+        ``exact_tokens``: how many of a request's first tokens have exact KV, all where it is None; ``offload``: which
+        blocks leave the device, once they are stored."""
         self.readiness = readiness
         self._make_keys = make_keys
         self._make_lookups = make_lookups
@@ -98,6 +104,10 @@ class UCMConnectorScheduler:
         self._rates = rates
         self._may_load = may_load
         self._items_used = items_used
+        self._exact_tokens = exact_tokens
+        self._offload = offload
+        if offload is not None:
+            offload.stored = self._stored_keys
         self._hit_policy = HitPolicy(
             admission, audit_one_in, block_tokens, lambda: readiness.block_bytes, min_hit_tokens
         )
@@ -274,7 +284,7 @@ class UCMConnectorScheduler:
         try:
             if not tracker.loading and self._open() and self.readiness.weights_confirmed:
                 computed = self._others.computed(tracker)
-                self._late_dumps += self._offer(tracker, computed, computed, self.dumps.room())
+                self._late_dumps += self._offer(tracker, computed, computed, self.dumps.room(), lives=False)
                 self._defer(tracker, computed)
         finally:
             self.miss_stats.log_request(request, tracker.tally)
@@ -379,15 +389,31 @@ class UCMConnectorScheduler:
             dumps += plans
 
     def _limit(self, request: Request) -> int:
-        """Tokens of which blocks may be offered; only final ones count."""
+        """Tokens of which blocks may be offered to others: final ones, with exact KV."""
         limit: int = request.num_tokens if self._dump_output else request.num_prompt_tokens
-        return limit
+        return limit if self._exact_tokens is None else min(limit, self._exact_tokens(request))
 
-    def _offer(self, tracker: RequestTracker, computed: int, settled: int, room: int) -> list[Dump]:
+    def _private_from(self, request: Request) -> int | None:
+        """Ordinal of the first block that is stored for its own request alone, None where none is: blocks with KV that
+        was computed under a selection may leave the device too, under keys that no other request can have."""
+        if self._offload is None or self._exact_tokens is None:
+            return None
+        exact = self._exact_tokens(request) // self._block_tokens
+        return exact or None
+
+    def _stored_keys(self, request: Request) -> Sequence[bytes]:
+        """Keys of the first blocks of a request that every rank has stored."""
+        tracker = self._live.get(request.request_id)
+        return () if tracker is None else tracker.stored_keys(self._block_tracker)
+
+    def _offer(
+        self, tracker: RequestTracker, computed: int, settled: int, room: int, *, lives: bool = True
+    ) -> list[Dump]:
         """Offer the full blocks of the first ``computed`` tokens, at most ``room``; steps that have ended computed
-        ``settled`` of them."""
+        ``settled`` of them. ``lives``: it goes on, so what is stored for it alone is of use."""
         request, size = tracker.request, self._block_tokens
-        limit = self._limit(request)
+        private_from = self._private_from(request) if lives else None
+        limit = self._limit(request) if private_from is None else request.num_tokens
         upto = min(min(computed, limit) // size, tracker.wrong_from)
         if self._manager is None or self._keys is None:
             return []
@@ -397,13 +423,13 @@ class UCMConnectorScheduler:
             if not tracker.keyable:
                 self._due.pop(request.request_id, None)
                 return []
-            upto = tracker.grow(upto, self._keys, self._block_tracker)
+            upto = tracker.grow(upto, self._keys, self._block_tracker, private_from)
             blocks: Any = self._manager.get_blocks(request.request_id).blocks[0]
             plans = self.dumps.plan(tracker, upto, blocks, room)
             self.miss_stats.offered(tracker.tally, sum(len(plan.blocks) for plan in plans))
             self._touch(tracker, tracker.cursor)
         if request.request_id in self._due:
-            ended = not self._dump_output and tracker.cursor >= limit // size
+            ended = private_from is None and not self._dump_output and tracker.cursor >= limit // size
             ended = ended or tracker.cursor >= tracker.wrong_from
             self._due[request.request_id] = FAR if ended else (tracker.cursor + 1) * size
         return plans

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ucm.errors import BusyError, TaskError, UcmError
 from ucm.integration.vllm.connector.guard import throttle
@@ -27,6 +27,9 @@ from ucm.integration.vllm.connector.miss_stats import TIMES
 from ucm.reasons import MissReason, reason_of
 from ucm.store import record_ids
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+
+if TYPE_CHECKING:
+    from ucm.integration.vllm.attention.representations import Representations
 
 #: Kinds of failure that say nothing about the record. After any other it is not trusted until it was written again.
 _TRANSIENT = frozenset({"timeout", "busy", "unhealthy", "closed", "no_space"})
@@ -116,13 +119,18 @@ class Loads:
         self._failures: list[LoadFailure] = []
         self._served: list[LoadServed] = []
         self.blocks = 0  # brought so far
+        #: Where blocks are selected from: makes what a loaded block needs for that, before its load is told to be over.
+        self.representations: Representations | None = None
 
     def start(self, load: Load, store: UcmKVStoreBaseV1 | None, mask: bytes) -> None:
         """Begin; if that is impossible the load has failed already."""
         if store is None:
             return self._fail_all(load, MissReason.UNHEALTHY)
+        ids = record_ids(load.keys, mask)
+        if self.representations is not None:
+            self.representations.begin_load(load.request, ids, load.blocks, store, load.timeout)
         try:
-            task = store.load_blocks(record_ids(load.keys, mask), load.blocks, load.timeout)
+            task = store.load_blocks(ids, load.blocks, load.timeout)
         except Exception as error:
             throttle.warning("load", "a load was refused: %s", error)
             return self._fail_all(load, reason_of(error))
@@ -154,10 +162,17 @@ class Loads:
                 why = [reason_of(failures[row]) if row in failures else MissReason.LOAD_FAILED for row in behind]
                 self._fail(load, first, bad, why, [keys[row] for row in newer])
             else:
-                self._ended.add(load.request)
+                self._arrived(load)
                 if tiers := served_tiers(store, running.task):
                     self._served.append(LoadServed(load.request, tiers))
         self._running = still
+        if self.representations is not None:
+            self._ended.update(self.representations.work())
+
+    def _arrived(self, load: Load) -> None:
+        """All blocks of a load are there."""
+        if self.representations is None or self.representations.arrived(load.request, load.blocks):
+            self._ended.add(load.request)
 
     def _fail_all(self, load: Load, reason: MissReason) -> None:
         self._fail(load, 0, [], [reason] * len(load.blocks))
@@ -170,6 +185,8 @@ class Loads:
         why: Sequence[MissReason],
         newer: Sequence[bytes] = (),
     ) -> None:
+        if self.representations is not None:
+            self.representations.failed(load.request)
         self._bad_blocks.update(load.blocks[row:].tolist())
         reasons = tuple(str(reason) for reason in why)
         failure = LoadFailure(load.request, load.first + row, join_keys(bad), reasons, join_keys(newer))
@@ -229,8 +246,10 @@ class Dumps:
         mask: bytes,
         event: tuple[int, Any],
         block_tokens: int,
+        representations: Representations | None = None,
     ) -> None:
-        """Begin; a refused one ends the rest of its request's chain for this step. ``event``: handle and its owner."""
+        """Begin; a refused one ends the rest of its request's chain for this step. ``event``: handle and its owner;
+        ``representations``: what is stored beside the KV."""
         refused: set[str] = set()
         for dump in dumps:
             self.last_job = max(self.last_job, dump.job)
@@ -250,7 +269,9 @@ class Dumps:
                     store.audit(ids)
                 if dump.refused:
                     store.distrust([ids[row] for row in dump.refused])
-                task = store.dump_blocks(ids, dump.blocks, event[0])
+                sides = None if representations is None else representations.beside(dump.blocks, store)
+                with_sides = {} if sides is None else {"sides": sides}
+                task = store.dump_blocks(ids, dump.blocks, event[0], **with_sides)
             except BusyError:
                 refused.add(dump.request)
                 self._refuse(dump, busy=True)

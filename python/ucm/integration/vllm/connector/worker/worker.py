@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,7 @@ from ucm.integration.vllm.connector.metadata import (
 from ucm.integration.vllm.connector.metrics import DUMP_SECONDS, LOAD_SECONDS, LOADED_BYTES, PUBLISHED_BYTES
 from ucm.integration.vllm.connector.platforms import Platform
 from ucm.integration.vllm.connector.tier_counts import TierCounts
+from ucm.integration.vllm.connector.worker.layered_store import LayeredStore, layer_bytes
 from ucm.integration.vllm.connector.worker.store_health import StoreHealth
 from ucm.integration.vllm.connector.worker.store_hints import (
     pass_hints,
@@ -41,6 +42,9 @@ from ucm.store import part_mask
 from ucm.store.factory_v1 import why_unavailable
 from ucm.store.kv_layout import KVLayout
 from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+
+if TYPE_CHECKING:
+    from ucm.integration.vllm.connector.worker.sparse import SparseWorker
 
 #: Of the shutdown allowance, the seconds kept for closing the store.
 CLOSE_S = 0.5
@@ -65,13 +69,14 @@ class UCMConnectorWorker:
         stores: Sequence[ConfiguredStore],
         memory: ModelMemory | None = None,
         only_stores: str = "",
+        sparse: SparseWorker | None = None,
         shutdown_allowance: float = 3.0,
         health: StoreHealth | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``wanted_block_size``: what the user wrote, tokens or bytes; ``identity`` gives this rank's identity without
         weights; ``memory``: the weights in memory, None where they cannot be reached; ``only_stores`` says why nothing
-        may be loaded, if so; ``shutdown_allowance`` is in seconds."""
+        may be loaded, if so; ``sparse``: sparse attention on this rank; ``shutdown_allowance`` is in seconds."""
         self.rank = rank
         self._memory = memory
         self._weights: WeightsReport | None = None  # to be told
@@ -102,6 +107,9 @@ class UCMConnectorWorker:
         self._prefetch_room = 0
         self._plan: UCMConnectorMetadata | None = None
         self._closed = False
+        self._sparse = sparse
+        if sparse is not None:
+            sparse.bind_store(lambda: self._store, self._mask)
         self.loads = Loads(clock)
         self.dumps = Dumps(clock)
         self.health = health or StoreHealth()
@@ -162,6 +170,12 @@ class UCMConnectorWorker:
         device = layout.device
         config = setup.config | self.handshake().shapes | {"identity": setup.identity, "part": self._part}
         config["device_id"] = getattr(device, "index", None) or 0
+        if self._sparse is not None and self._sparse.representations is not None:
+            self.loads.representations = self._sparse.representations
+            config["sides"] = self._sparse.representations.sides
+        by_layer = self._sparse is not None and self._sparse.offload is not None
+        if by_layer:
+            config["shard_size"] = layer_bytes(layout)
         attempt, make = setup.attempt, self._stores[setup.choice].make
         # Another store was tried before this one, perhaps opened since the last step, or served until the weights were
         # replaced: what is under way on that one ends with it.
@@ -189,7 +203,8 @@ class UCMConnectorWorker:
                 self._unavailable = (attempt, why)
                 store.close()
                 return
-            self._opened = (attempt, store)
+            # It does all that a store does, as far as this half asks for it.
+            self._opened = (attempt, LayeredStore(store, layout) if by_layer else store)  # type: ignore[assignment]
             if self._closed or attempt != self._attempt:
                 store.close()
 
@@ -259,7 +274,8 @@ class UCMConnectorWorker:
             except Exception as error:  # nobody knows when the blocks are written: none is stored
                 throttle.warning("event", "no event was recorded, so nothing is stored: %r", error)
                 store = None
-        self.dumps.start(dumps, store, self._mask, event, self._block_tokens)
+        representations = None if self._sparse is None else self._sparse.representations
+        self.dumps.start(dumps, store, self._mask, event, self._block_tokens, representations)
 
     def take_ended_loads(self) -> set[str]:
         """Requests whose load ended, each named once, failed ones too."""
@@ -343,7 +359,8 @@ class UCMConnectorWorker:
     def stats(self) -> dict[str, Any]:
         """Counters of this rank's store."""
         store = {} if self._store is None else self._store.stats()
-        return store | {"rank": self.rank}
+        sparse = {} if self._sparse is None else {"sparse": self._sparse.stats()}
+        return store | {"rank": self.rank} | sparse
 
     def _slots(self) -> tuple[bool, int | None]:
         store, told = self._store, self._told_slots

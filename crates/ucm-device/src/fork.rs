@@ -1,9 +1,12 @@
-//! What a fork does to regions: the child has none.
+//! What a fork does: the child has no region, no arena and no device of its parent's.
 //!
-//! A child would inherit the descriptor that holds the lock of a registry file, and keep the lock after its parent was
-//! killed. So a fork handler closes, in the child, the descriptors registered here, and raises a number by which every
-//! region sees that it belongs to another process (its memory is not even mapped there). Files that are kept open are
-//! closed in the same way: a child that lives on would hold their space when they are removed.
+//! Their memory is not mapped in a child, where something else may lie at its addresses, a lock of theirs may be held by a
+//! thread that the child does not have, and a vendor's library does not work there. So a fork handler raises a number by
+//! which whatever keeps an [`Origin`] sees that it belongs to another process.
+//!
+//! A child would also inherit the descriptor that holds the lock of a registry file, and keep the lock after its parent
+//! was killed. So the handler closes the descriptors registered here. Files that are kept open are closed in the same
+//! way: a child that lives on would hold their space when they are removed.
 //!
 //! Between the making of a descriptor or a mapping and the moment at which the handler knows of it, or the kernel that no
 //! child is to have it, a fork would slip through. So forks of this process wait while something is made or closed
@@ -29,7 +32,7 @@ const FREE: i32 = -1;
 
 /// Descriptors that a child must not keep.
 static CLOSED_IN_CHILDREN: [AtomicI32; MOST] = [const { AtomicI32::new(FREE) }; MOST];
-/// How many forks lie between this process and the first that used regions.
+/// How many forks lie between this process and the first that asked for an [`Origin`].
 static FORKS: AtomicU64 = AtomicU64::new(0);
 /// Whether the handlers are installed, or the error number that says why not.
 static HANDLER: OnceLock<i32> = OnceLock::new();
@@ -131,7 +134,7 @@ impl Origin {
             0 => Ok(Self(FORKS.load(Ordering::Relaxed))),
             code => Err(Error::from_io(
                 std::io::Error::from_raw_os_error(code),
-                "the system refuses a fork handler, without which memory cannot be shared",
+                "the system refuses a fork handler, without which a child could harm its parent's memory",
             )),
         }
     }
@@ -139,6 +142,14 @@ impl Origin {
     /// Whether this is still the process it was made in.
     pub(crate) fn here(self) -> bool {
         FORKS.load(Ordering::Relaxed) == self.0
+    }
+
+    /// `Forked`, with this sentence, where it is not.
+    pub(crate) fn check(self, text: &'static str) -> Result<()> {
+        if self.here() {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Forked, text))
     }
 }
 
@@ -203,5 +214,42 @@ impl Drop for OwnFd {
             // SAFETY: dropped here, once, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.fd) };
         }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// Runs this in a forked child; 0 where it was true, otherwise what waitpid(2) says. It may use memory, and no thread.
+    pub(crate) fn in_child(test: impl FnOnce() -> bool) -> i32 {
+        // SAFETY: the child runs the test, and ends without what a process does at its end.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: as above; a test that hangs ends by the alarm.
+            unsafe {
+                libc::alarm(60);
+                libc::_exit(i32::from(!test()));
+            }
+        }
+        let mut status = -1;
+        // SAFETY: the child is ours; writes one number.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        status
+    }
+
+    #[test]
+    fn a_child_is_another_process_and_its_own() {
+        let here = Origin::this().unwrap();
+        assert!(here.here() && here.check("of another process").is_ok());
+        let in_child = in_child(|| {
+            let text = "of another process";
+            let told = here
+                .check(text)
+                .is_err_and(|error| error.kind() == ErrorKind::Forked);
+            told && !here.here() && Origin::this().is_ok_and(Origin::here)
+        });
+        assert_eq!(in_child, 0);
+        assert!(here.here());
     }
 }

@@ -1,0 +1,331 @@
+//! Sparse retrieval on a CPU: every kernel on every instruction set of this machine, beside plain Rust and beside one
+//! copy of the same bytes by `memcpy`, all on one thread.
+//!
+//! The shape is that of a model with 8 KV heads of size 128 and blocks of 128 tokens, which lie anywhere. A round reads
+//! one layer again and again, which stays in the caches as far as it fits there and shows the kernel; or the layers of a
+//! small model in turn, so that what is read comes from where it would come in a decode step, which shows the memory.
+//! Goals: products at least 10 times as fast as plain Rust, and hash codes read at half of memcpy's bandwidth or more
+//! with 32 K tokens.
+#![allow(clippy::print_stdout, reason = "a bench prints its table")]
+
+use std::hint::black_box;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use ucm_benches::{asked_for, in_turns_of};
+use ucm_core::Result;
+use ucm_retrieval::*;
+
+const HEADS: usize = 8;
+const DIM: usize = 128;
+const BLOCK: usize = 128;
+const CODE: usize = 16;
+const LAYERS: usize = 8;
+
+/// What is measured beside one copy of the bytes that it reads.
+struct Case<'a> {
+    name: &'static str,
+    tokens: usize,
+    /// The bytes it reads of each layer.
+    layers: &'a [Vec<u8>],
+    goal: &'static str,
+}
+
+fn main() -> ExitCode {
+    if !asked_for("retrieval") {
+        return ExitCode::SUCCESS;
+    }
+    match bench() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            println!("failed: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn bench() -> Result<()> {
+    let sets: Vec<Isa> = Isa::ALL.into_iter().filter(|isa| isa.supported()).collect();
+    println!(
+        "one layer, {HEADS} KV heads of {DIM}, blocks of {BLOCK} tokens, one thread; fastest of the rounds"
+    );
+    println!("kernel           tokens  layers  set      us/layer   GB/s  x scalar  x memcpy");
+    for tokens in [4 << 10, 32 << 10, 128 << 10] {
+        let blocks = tokens / BLOCK;
+        let (of_blocks, of_tokens) = ([blocks as i32], [tokens as i32]);
+        let table: Vec<i32> = scattered(blocks);
+        for (name, count, element, quest) in [
+            ("mean bf16", 1, Element::Bf16, false),
+            ("mean f16", 1, Element::F16, false),
+            ("mean int8", 1, Element::I8, false),
+            ("mean bf16 heads", 1, Element::Bf16, false),
+            ("quest bf16", 2, Element::Bf16, true),
+        ] {
+            let len = count * HEADS * DIM * element.size();
+            let layers: Vec<Vec<u8>> = (0..LAYERS)
+                .map(|layer| numbers(blocks * len, layer, element))
+                .collect();
+            let scales = vec![0x3c_u8; blocks * count * HEADS * 4];
+            let queries: Vec<f32> = (0..HEADS * DIM).map(|i| (i as f32).sin()).collect();
+            let queries = if quest {
+                quest_queries(&queries, HEADS * DIM)
+            } else {
+                queries
+            };
+            let apart = name.ends_with("heads");
+            let mut out = vec![0.0; blocks * if apart { HEADS } else { 1 }];
+            let case = Case {
+                name,
+                tokens,
+                layers: &layers,
+                goal: if name == "mean bf16" { "10 x scalar" } else { "" },
+            };
+            case.measure(&sets, |layer, isa| {
+                let spec = DotScores {
+                    rows: Rows::new(Ints::I32(&table), blocks, Ints::I32(&of_blocks), 1)?,
+                    reps: Representations {
+                        blocks: Blocks::new(layer, len)?,
+                        element,
+                        count,
+                        heads: HEADS,
+                        dim: DIM,
+                        stride: HEADS * DIM,
+                        head_stride: DIM,
+                        scales: match element {
+                            Element::I8 => Some(Blocks::new(&scales, count * HEADS * 4)?),
+                            _ => None,
+                        },
+                    },
+                    queries: &queries,
+                    own_queries: quest,
+                    metric: Metric::Dot,
+                    over_reps: Reps::Sum,
+                    over_heads: if apart { Heads::Apart } else { Heads::Sum },
+                    windows: Windows::default(),
+                };
+                dot_scores(&spec, &mut out, blocks, isa, Team::ONE)
+            })?;
+        }
+        let layers: Vec<Vec<u8>> = (0..LAYERS)
+            .map(|layer| bytes(tokens * HEADS * CODE, layer))
+            .collect();
+        let query = bytes(HEADS * CODE, 99);
+        let mut out = vec![0; blocks * HEADS];
+        for heads_apart in [false, true] {
+            let case = Case {
+                name: if heads_apart { "hamming heads" } else { "hamming" },
+                tokens,
+                layers: &layers,
+                goal: if heads_apart { "" } else { ".5 x memcpy at 32 K" },
+            };
+            let out = &mut out[..if heads_apart { blocks * HEADS } else { blocks }];
+            case.measure(&sets, |layer, isa| {
+                let spec = HammingScores {
+                    rows: Rows::new(Ints::I32(&table), blocks, Ints::I32(&of_tokens), BLOCK)?,
+                    codes: Blocks::new(layer, BLOCK * HEADS * CODE)?,
+                    heads: HEADS,
+                    code_len: CODE,
+                    queries: &query,
+                    queries_per_head: 1,
+                    heads_apart,
+                    windows: Windows::default(),
+                };
+                hamming_scores(&spec, out, blocks, isa, Team::ONE)
+            })?;
+        }
+        choose(tokens, &table)?;
+    }
+    latent(&sets)?;
+    codes(&sets)
+}
+
+impl Case<'_> {
+    /// Runs a kernel over one layer again and again, and over all in turn.
+    fn measure(&self, sets: &[Isa], mut run: impl FnMut(&[u8], Isa) -> Result<()>) -> Result<()> {
+        for layers in [&self.layers[..1], self.layers] {
+            Case { layers, ..*self }.measure_layers(sets, &mut run)?;
+        }
+        Ok(())
+    }
+
+    /// Runs a kernel on every set, in turns with a copy.
+    fn measure_layers(&self, sets: &[Isa], mut run: impl FnMut(&[u8], Isa) -> Result<()>) -> Result<()> {
+        let read: usize = self.layers.iter().map(Vec::len).sum();
+        let rounds = ((64 << 20) / read).clamp(6, 60);
+        let mut to = vec![1; self.layers[0].len()];
+        let mut copy = || {
+            for layer in self.layers {
+                to.copy_from_slice(black_box(layer));
+                black_box(&to);
+            }
+        };
+        let mut failed = Ok(());
+        let mut times = Vec::new();
+        for &isa in sets {
+            let mut kernel = || {
+                for layer in self.layers {
+                    if let Err(error) = run(layer, isa) {
+                        failed = Err(error);
+                    }
+                }
+            };
+            times.push((isa, in_turns_of(rounds, [&mut kernel, &mut copy])));
+        }
+        failed?;
+        let scalar = times[0].1[0];
+        for (isa, [ours, copied]) in times {
+            println!(
+                "{:<15} {:>7} {:>7}  {:<7} {:>9.1} {:>6.1} {:>9.1} {:>9.2}  {}",
+                self.name,
+                self.tokens,
+                self.layers.len(),
+                isa.name(),
+                micros(ours) / self.layers.len() as f64,
+                read as f64 / ours.as_secs_f64() / 1e9,
+                scalar.as_secs_f64() / ours.as_secs_f64(),
+                copied.as_secs_f64() / ours.as_secs_f64(),
+                self.goal
+            );
+        }
+        Ok(())
+    }
+}
+
+/// The choice alone.
+fn choose(tokens: usize, table: &[i32]) -> Result<()> {
+    let blocks = table.len();
+    let scores: Vec<f32> = (0..blocks).map(|i| (i as f32 * 0.7).sin()).collect();
+    let lengths = [tokens as i32];
+    let rows = Rows::new(Ints::I32(table), blocks, Ints::I32(&lengths), BLOCK)?;
+    let width = 32.min(blocks);
+    let (mut ids, mut places, mut count, mut kept) = (vec![0; width], vec![0; width], [0], [0]);
+    let mut failed = Ok(());
+    let mut run = || {
+        let to = Selected {
+            table: &mut ids,
+            logical: &mut places,
+            counts: &mut count,
+            tokens: &mut kept,
+            width,
+        };
+        let windows = Windows { init: 1, local: 2 };
+        let done = select(
+            Scores::F32(&scores),
+            blocks,
+            1,
+            &rows,
+            &[width - 3],
+            windows,
+            to,
+            Team::ONE,
+        );
+        if done.is_err() {
+            failed = done;
+        }
+    };
+    let [time] = in_turns_of(200, [&mut run]);
+    failed?;
+    println!(
+        "top {width} of {blocks:<6} {tokens:>7}           {:>9.1}",
+        micros(time)
+    );
+    Ok(())
+}
+
+/// Latent attention: 64 reduced query heads against codes of 576 bits.
+fn latent(sets: &[Isa]) -> Result<()> {
+    let (tokens, len, queries) = (32 << 10, 72, 64);
+    let (table, of_tokens) = (scattered(tokens / BLOCK), [tokens as i32]);
+    let layers: Vec<Vec<u8>> = (0..LAYERS).map(|layer| bytes(tokens * len, layer)).collect();
+    let query = bytes(queries * len, 98);
+    let mut out = vec![0; table.len()];
+    let case = Case {
+        name: "latent, 64 sums",
+        tokens,
+        layers: &layers,
+        goal: "",
+    };
+    case.measure(sets, |layer, isa| {
+        let spec = HammingScores {
+            rows: Rows::new(Ints::I32(&table), table.len(), Ints::I32(&of_tokens), BLOCK)?,
+            codes: Blocks::new(layer, BLOCK * len)?,
+            heads: 1,
+            code_len: len,
+            queries: &query,
+            queries_per_head: queries,
+            heads_apart: false,
+            windows: Windows::default(),
+        };
+        hamming_scores(&spec, &mut out, table.len(), isa, Team::ONE)
+    })
+}
+
+/// Hash codes of keys: of a chunk of a prompt, and of one token.
+fn codes(sets: &[Isa]) -> Result<()> {
+    let weights: Vec<f32> = (0..DIM * CODE * 8).map(|i| (i as f32 * 0.37).sin()).collect();
+    let encoder = Encoder::new(&weights, 1, DIM, CODE * 8)?;
+    println!(
+        "\nhash codes of {} bits       tokens  set      ns/token  x scalar",
+        CODE * 8
+    );
+    for tokens in [1, 512] {
+        let keys = numbers(tokens * HEADS * DIM * 2, 3, Element::Bf16);
+        let mut to = vec![0_u8; tokens * HEADS * CODE];
+        let mut scalar = None;
+        for &isa in sets {
+            let mut failed = Ok(());
+            let vectors = Vectors::new(&keys, Element::Bf16, [tokens, HEADS, DIM])?;
+            let mut codes = Codes::new(&mut to, HEADS * CODE)?;
+            let mut run = || {
+                let done = encode(&encoder, &vectors, &mut codes, isa, Team::ONE);
+                if done.is_err() {
+                    failed = done;
+                }
+            };
+            let [time] = in_turns_of(10, [&mut run]);
+            failed?;
+            let scalar = *scalar.get_or_insert(time);
+            println!(
+                "{tokens:>35}  {:<7} {:>9.0} {:>9.1}",
+                isa.name(),
+                time.as_nanos() as f64 / tokens as f64,
+                scalar.as_secs_f64() / time.as_secs_f64()
+            );
+        }
+    }
+    Ok(())
+}
+
+fn micros(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
+}
+
+/// Every number below `count`, in an order that looks like none.
+fn scattered(count: usize) -> Vec<i32> {
+    (0..count as u64)
+        .map(|i| (i * 0x9e37_79b1 % count.next_power_of_two() as u64) as i32 % count as i32)
+        .collect()
+}
+
+fn bytes(count: usize, seed: usize) -> Vec<u8> {
+    let mut state = seed as u64 + 1;
+    let next = || {
+        state = state
+            .wrapping_mul(0x5851_f42d_4c95_7f2d)
+            .wrapping_add(0x1405_7b7e_f767_814f);
+        (state >> 56) as u8
+    };
+    std::iter::repeat_with(next).take(count).collect()
+}
+
+/// Elements that are numbers.
+fn numbers(count: usize, seed: usize, element: Element) -> Vec<u8> {
+    let mut bytes = bytes(count, seed);
+    if element != Element::I8 {
+        // Small positive and negative ones: the exponent is that of a number near 1.
+        for pair in bytes.chunks_exact_mut(2) {
+            pair[1] = pair[1] & 0x80 | 0x3c;
+        }
+    }
+    bytes
+}

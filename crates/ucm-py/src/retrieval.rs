@@ -1,0 +1,647 @@
+//! Sparse retrieval on tensors of the host for Python. The face that users see is `ucm.sparse.retrieval`.
+//!
+//! A tensor is a tuple `(address, dtype, shape, strides, owner)` with strides in elements, as torch has them; the owner
+//! is whatever keeps its memory, and lives as long as the call's arguments. What its sizes say may be read (or written,
+//! for an output) while a call runs; everything else about it is checked. The GIL is released
+//! while anything is computed.
+#![allow(unsafe_code, reason = "addresses come from Python as numbers")]
+
+use std::ptr::with_exposed_provenance_mut;
+
+use pyo3::prelude::*;
+use ucm_core::{DType, Error, Result};
+use ucm_retrieval::{
+    Blocks, Codes, DotScores, Element, Encoder, HammingScores, Heads, Ints, Isa, Metric, Output, Pages,
+    Representations, Reps, Rows, Scores, Selected, Team, Vectors, Windows,
+};
+
+use crate::convert::to_py;
+
+/// A tensor of the host.
+pub(crate) struct Tensor {
+    address: usize,
+    dtype: String,
+    shape: Vec<usize>,
+    strides: Vec<usize>,
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Tensor {
+    type Error = PyErr;
+
+    fn extract(tuple: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let (address, dtype, shape, strides, _): (_, _, _, _, Bound<'py, PyAny>) = tuple.extract()?;
+        Ok(Self {
+            address,
+            dtype,
+            shape,
+            strides,
+        })
+    }
+}
+
+/// How a call is run: blocks at the ends that need no score, threads, instruction set.
+pub(crate) struct Run {
+    init: usize,
+    local: usize,
+    threads: usize,
+    isa: String,
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Run {
+    type Error = PyErr;
+
+    fn extract(tuple: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let (init, local, threads, isa) = tuple.extract()?;
+        Ok(Self {
+            init,
+            local,
+            threads,
+            isa,
+        })
+    }
+}
+
+impl Run {
+    fn windows(&self) -> Windows {
+        Windows {
+            init: self.init,
+            local: self.local,
+        }
+    }
+
+    fn how(&self) -> Result<(Isa, Team)> {
+        Ok((Isa::from_name(&self.isa)?, Team::new(self.threads)?))
+    }
+}
+
+impl Tensor {
+    fn wrong(&self, name: &'static str, what: &'static str) -> Error {
+        let error = Error::invalid(what)
+            .with("argument", name)
+            .with("dtype", &self.dtype);
+        error
+            .with("shape", format!("{:?}", self.shape))
+            .with("strides", format!("{:?}", self.strides))
+    }
+
+    /// Its sizes, of which there are `N`.
+    fn sizes<const N: usize>(&self, name: &'static str) -> Result<[usize; N]> {
+        let sizes = self
+            .shape
+            .as_slice()
+            .try_into()
+            .ok()
+            .filter(|_| self.strides.len() == N);
+        sizes.ok_or_else(|| {
+            self.wrong(name, "a tensor has another number of dimensions")
+                .with("expected", N)
+        })
+    }
+
+    /// Whether the dimensions from `first` on lie without gaps.
+    fn packed_from(&self, first: usize) -> bool {
+        let mut expected = 1;
+        for (&size, &stride) in self.shape.iter().zip(&self.strides).skip(first).rev() {
+            if size > 1 && stride != expected {
+                return false;
+            }
+            expected *= size;
+        }
+        true
+    }
+
+    fn packed(&self, name: &'static str, first: usize) -> Result<()> {
+        match self.packed_from(first) {
+            true => Ok(()),
+            false => Err(self
+                .wrong(name, "the last dimensions of a tensor have gaps")
+                .with("from", first)),
+        }
+    }
+
+    fn is(&self, name: &'static str, dtype: &'static str) -> Result<()> {
+        match self.dtype == dtype {
+            true => Ok(()),
+            false => Err(self
+                .wrong(name, "a tensor has another dtype")
+                .with("expected", dtype)),
+        }
+    }
+
+    fn element(&self, name: &'static str) -> Result<Element> {
+        let element = Element::from_dtype(DType::from_name(&self.dtype));
+        element.map_err(|error| error.with("argument", name))
+    }
+
+    fn at<T>(&self, name: &'static str) -> Result<*mut T> {
+        let base = with_exposed_provenance_mut::<T>(self.address);
+        if self.address == 0 && !self.shape.contains(&0) || !base.is_aligned() {
+            return Err(self.wrong(name, "the address of a tensor is null or not aligned"));
+        }
+        Ok(base)
+    }
+
+    fn numbers(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Its elements, which lie without gaps.
+    ///
+    /// # Safety
+    /// They can be read and are not written for `'a`, and the dtype is that of `T`.
+    unsafe fn slice<'a, T>(&self, name: &'static str) -> Result<&'a [T]> {
+        self.packed(name, 0)?;
+        let base = self.at::<T>(name)?;
+        if self.numbers() == 0 {
+            return Ok(&[]);
+        }
+        // SAFETY: not null, aligned, without gaps; the caller vouches for the rest.
+        Ok(unsafe { std::slice::from_raw_parts(base, self.numbers()) })
+    }
+
+    /// Its elements, to be written.
+    ///
+    /// # Safety
+    /// They can be written, nobody else reads or writes them for `'a`, and the dtype is that of `T`.
+    unsafe fn slice_mut<'a, T>(&self, name: &'static str) -> Result<&'a mut [T]> {
+        self.packed(name, 0)?;
+        let base = self.at::<T>(name)?;
+        if self.numbers() == 0 {
+            return Ok(&mut []);
+        }
+        // SAFETY: as above.
+        Ok(unsafe { std::slice::from_raw_parts_mut(base, self.numbers()) })
+    }
+
+    /// Integers; a matrix may have gaps between its rows. With them, their row stride.
+    ///
+    /// # Safety
+    /// They can be read and are not written for `'a`.
+    unsafe fn ints<'a>(&self, name: &'static str) -> Result<(Ints<'a>, usize)> {
+        let (count, stride) = match (self.shape.as_slice(), self.strides.as_slice()) {
+            ([len], [_]) => (*len, *len),
+            ([0, columns], [_, _]) => (0, *columns),
+            ([rows, columns], [stride, _]) if *rows == 1 || *stride >= *columns => {
+                ((rows - 1) * stride + columns, *stride.max(columns))
+            }
+            _ => return Err(self.wrong(name, "integers are a vector or a matrix here")),
+        };
+        self.packed(name, self.shape.len() - 1)?;
+        let ints = match self.dtype.as_str() {
+            // SAFETY: as the caller of this function vouches; null only where there are none.
+            "torch.int32" => Ints::I32(unsafe { few(self.at(name)?, count) }),
+            // SAFETY: as above.
+            "torch.int64" => Ints::I64(unsafe { few(self.at(name)?, count) }),
+            _ => {
+                return Err(self
+                    .wrong(name, "a tensor has another dtype")
+                    .with("expected", "int32 or int64"));
+            }
+        };
+        Ok((ints, stride))
+    }
+
+    /// Vectors `[token, head, dim]`.
+    ///
+    /// # Safety
+    /// They can be read and are not written for `'a`.
+    unsafe fn vectors<'a>(&self, name: &'static str) -> Result<Vectors<'a>> {
+        let shape = self.sizes(name)?;
+        self.packed(name, 2)?;
+        let strides = [self.strides[0], self.strides[1]];
+        // SAFETY: as the caller of this function vouches.
+        Ok(unsafe { Vectors::from_raw(self.at(name)?, self.element(name)?, shape, strides) })
+    }
+
+    /// What is kept of each block, `[block, ...]`; the dimensions from `first` on lie without gaps, and `span` elements
+    /// are read of each.
+    ///
+    /// # Safety
+    /// They can be read for `'a`, and nobody writes to those of the blocks that the call is given.
+    unsafe fn blocks<'a>(
+        &self,
+        name: &'static str,
+        size: usize,
+        first: usize,
+        span: usize,
+    ) -> Result<Blocks<'a>> {
+        self.packed(name, first)?;
+        let count = self.shape.first().copied().unwrap_or(0);
+        let stride = self.strides.first().copied().unwrap_or(0);
+        let base = self.at::<u8>(name)?;
+        // SAFETY: as the caller of this function vouches.
+        Ok(unsafe { Blocks::from_raw(base, count, stride * size, span * size) })
+    }
+}
+
+/// # Safety
+/// `count` items can be read at `base` for `'a`, which may be null when there are none.
+unsafe fn few<'a, T>(base: *mut T, count: usize) -> &'a [T] {
+    match count {
+        0 => &[],
+        // SAFETY: as the caller vouches.
+        _ => unsafe { std::slice::from_raw_parts(base, count) },
+    }
+}
+
+/// Rows of a batch.
+///
+/// # Safety
+/// As for [`Tensor::ints`].
+unsafe fn rows<'a>(table: &Tensor, tokens: &Tensor, block_size: usize) -> Result<Rows<'a>> {
+    // SAFETY: as the caller vouches.
+    let ((ids, stride), (tokens, _)) = unsafe { (table.ints("table")?, tokens.ints("tokens")?) };
+    let [count, _] = table.sizes("table")?;
+    if count != tokens.len() {
+        let error = Error::invalid("the block table has another number of rows than there are lengths");
+        return Err(error.with("table", count).with("lengths", tokens.len()));
+    }
+    Rows::new(ids, stride, tokens, block_size)
+}
+
+/// Instruction sets of this processor, the poorest first.
+#[pyfunction]
+pub(crate) fn retrieval_isas() -> Vec<&'static str> {
+    Isa::ALL
+        .into_iter()
+        .filter(|isa| isa.supported())
+        .map(Isa::name)
+        .collect()
+}
+
+/// Whether calls of several threads run on the threads of an OpenMP runtime of this process.
+#[pyfunction]
+pub(crate) fn retrieval_openmp() -> bool {
+    ucm_retrieval::has_openmp()
+}
+
+/// Scores of blocks from products of queries and representations; see `ucm.sparse.retrieval.dot_scores`.
+#[pyfunction]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "each is a tensor or a word of the caller"
+)]
+pub(crate) fn dot_scores(
+    py: Python<'_>,
+    query: Tensor,
+    reps: Tensor,
+    scales: Option<Tensor>,
+    table: Tensor,
+    blocks: Tensor,
+    out: Tensor,
+    words: (String, String, String),
+    run: Run,
+) -> PyResult<()> {
+    let work = || -> Result<()> {
+        let (isa, team) = run.how()?;
+        let element = reps.element("reps")?;
+        let [_, count, heads, dim] = reps.sizes("reps")?;
+        let quest = words.1 == "quest";
+        let [_, rep_stride, head_stride, _] = reps.strides[..] else {
+            return Err(reps.wrong("reps", "a tensor has another number of dimensions"));
+        };
+        let span = |count: usize, stride: usize| count.saturating_sub(1).saturating_mul(stride);
+        let span = span(count, rep_stride).saturating_add(span(heads, head_stride)) + dim;
+        // SAFETY: Python says that these tensors may be read, and that `out` is its own to write.
+        let (rows, blocks_of, out_rows, queries) = unsafe {
+            let rows = rows(&table, &blocks, 1)?;
+            let blocks_of = reps.blocks("reps", element.size(), 3, span)?;
+            out.is("out", "torch.float32")?;
+            (
+                rows,
+                blocks_of,
+                out.slice_mut::<f32>("out")?,
+                mean_queries(&query, rows.len(), heads, dim)?,
+            )
+        };
+        let scales = match &scales {
+            None => None,
+            Some(scales) => {
+                scales.is("scales", "torch.float32")?;
+                let [scaled, scaled_reps, scaled_heads] = scales.sizes("scales")?;
+                if (scaled, scaled_reps, scaled_heads) != (reps.shape[0], count, heads) {
+                    return Err(
+                        scales.wrong("scales", "there is one scale for each representation of a head")
+                    );
+                }
+                // SAFETY: as above.
+                Some(unsafe { scales.blocks("scales", size_of::<f32>(), 1, count * heads)? })
+            }
+        };
+        let queries = if quest {
+            ucm_retrieval::quest_queries(&queries, heads * dim)
+        } else {
+            queries
+        };
+        if quest && count != 2 {
+            return Err(reps.wrong(
+                "reps",
+                "bounds are two for each block, the least key and the largest",
+            ));
+        }
+        let spec = DotScores {
+            rows,
+            reps: Representations {
+                blocks: blocks_of,
+                element,
+                count,
+                heads,
+                dim,
+                stride: rep_stride,
+                head_stride,
+                scales,
+            },
+            queries: &queries,
+            own_queries: quest,
+            metric: metric(&words.0)?,
+            over_reps: over_reps(&words.1)?,
+            over_heads: over_heads(&words.2)?,
+            windows: run.windows(),
+        };
+        let [_, _, stride] = out.sizes("out")?;
+        ucm_retrieval::dot_scores(&spec, out_rows, stride, isa, team)
+    };
+    let done = py.detach(work);
+    to_py(py, done)
+}
+
+/// Queries `[row, heads * group, dim]` as means of the groups.
+///
+/// # Safety
+/// As for [`Tensor::vectors`].
+unsafe fn mean_queries(query: &Tensor, rows: usize, heads: usize, dim: usize) -> Result<Vec<f32>> {
+    // SAFETY: as the caller vouches.
+    let queries = unsafe { query.vectors("query")? };
+    if queries.tokens() != rows || queries.dim() != dim {
+        let error = query.wrong("query", "the queries do not fit the rows or the representations");
+        return Err(error.with("rows", rows).with("dim", dim));
+    }
+    ucm_retrieval::group_mean(&queries, heads)
+}
+
+fn metric(word: &str) -> Result<Metric> {
+    match word {
+        "dot" => Ok(Metric::Dot),
+        "l2" => Ok(Metric::L2),
+        _ => Err(Error::invalid("metric is dot or l2").with("metric", word)),
+    }
+}
+
+fn over_reps(word: &str) -> Result<Reps> {
+    match word {
+        "max" => Ok(Reps::Max),
+        "mean" => Ok(Reps::Mean),
+        "sum" | "quest" => Ok(Reps::Sum),
+        _ => Err(Error::invalid("over_reps is max, mean or sum").with("over_reps", word)),
+    }
+}
+
+fn over_heads(word: &str) -> Result<Heads> {
+    match word {
+        "sum" => Ok(Heads::Sum),
+        "mean" => Ok(Heads::Mean),
+        "max" => Ok(Heads::Max),
+        "apart" => Ok(Heads::Apart),
+        _ => Err(Error::invalid("over_heads is sum, mean, max or apart").with("over_heads", word)),
+    }
+}
+
+/// Hash codes of vectors, into pages by slot or one behind the other; see `ucm.sparse.retrieval.hash_encode`.
+#[pyfunction]
+pub(crate) fn hash_encode(
+    py: Python<'_>,
+    vectors: Tensor,
+    weights: Tensor,
+    codes: Tensor,
+    slots: Option<Tensor>,
+    run: Run,
+) -> PyResult<()> {
+    let work = || -> Result<()> {
+        let (isa, team) = run.how()?;
+        let encoder = encoder(&weights)?;
+        // SAFETY: Python says that these tensors may be read.
+        let vectors = unsafe { vectors.vectors("vectors")? };
+        // SAFETY: Python says that these tensors may be read.
+        let slots = slots
+            .as_ref()
+            .map(|slots| unsafe { slots.ints("slots") })
+            .transpose()?;
+        let [blocks, block_size, code_heads, code_len] = codes.sizes("codes")?;
+        codes.is("codes", "torch.uint8")?;
+        codes.packed("codes", 2)?;
+        if (code_heads, code_len) != (vectors.heads(), encoder.code_len()) {
+            return Err(codes.wrong("codes", "the places for codes have another shape than the codes"));
+        }
+        let (base, strides) = (codes.at("codes")?, [codes.strides[0], codes.strides[1]]);
+        let slots = slots.map(|(slots, _)| slots);
+        // SAFETY: Python says that the codes are its own to write, and names no slot twice.
+        let mut codes = unsafe { Codes::from_raw(base, [blocks, block_size], strides, slots) };
+        ucm_retrieval::encode(&encoder, &vectors, &mut codes, isa, team)
+    };
+    let done = py.detach(work);
+    to_py(py, done)
+}
+
+/// Directions `[dim, bits]` or `[heads, dim, bits]`.
+fn encoder<'a>(weights: &Tensor) -> Result<Encoder<'a>> {
+    weights.is("weights", "torch.float32")?;
+    let (heads, dim, bits) = match weights.shape[..] {
+        [dim, bits] => (1, dim, bits),
+        [heads, dim, bits] => (heads, dim, bits),
+        _ => return Err(weights.wrong("weights", "hash weights have two or three dimensions")),
+    };
+    // SAFETY: Python says that these tensors may be read.
+    Encoder::new(unsafe { weights.slice("weights")? }, heads, dim, bits)
+}
+
+/// Hash codes `[row, heads, bytes]` of queries, one for each KV head; see `ucm.sparse.retrieval.hash_encode_query`.
+#[pyfunction]
+pub(crate) fn hash_encode_query(
+    py: Python<'_>,
+    query: Tensor,
+    weights: Tensor,
+    codes: Tensor,
+    run: Run,
+) -> PyResult<()> {
+    let work = || -> Result<()> {
+        let (isa, team) = run.how()?;
+        let encoder = encoder(&weights)?;
+        let [rows, heads, code_len] = codes.sizes("codes")?;
+        codes.is("codes", "torch.uint8")?;
+        codes.packed("codes", 0)?;
+        let dim = weights.shape[weights.shape.len() - 2];
+        if code_len != encoder.code_len() {
+            return Err(codes.wrong("codes", "the places for codes have another shape than the codes"));
+        }
+        // SAFETY: Python says that these tensors may be read.
+        let means = unsafe { mean_queries(&query, rows, heads, dim)? };
+        // SAFETY: Python says that the codes are its own to write; the means are here.
+        let (vectors, mut codes) = unsafe {
+            let shape = [rows, heads, dim];
+            let vectors = Vectors::from_raw(means.as_ptr().cast(), Element::F32, shape, [heads * dim, dim]);
+            (vectors, Codes::new(codes.slice_mut("codes")?, heads * code_len)?)
+        };
+        ucm_retrieval::encode(&encoder, &vectors, &mut codes, isa, team)
+    };
+    let done = py.detach(work);
+    to_py(py, done)
+}
+
+/// Scores of blocks from hash codes; see `ucm.sparse.retrieval.hamming_scores`.
+#[pyfunction]
+#[allow(clippy::too_many_arguments, reason = "each is a tensor of the caller")]
+pub(crate) fn hamming_scores(
+    py: Python<'_>,
+    queries: Tensor,
+    codes: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    out: Tensor,
+    heads_apart: bool,
+    run: Run,
+) -> PyResult<()> {
+    let work = || -> Result<()> {
+        let (isa, team) = run.how()?;
+        let [_, block_size, heads, code_len] = codes.sizes("codes")?;
+        codes.is("codes", "torch.uint8")?;
+        queries.is("queries", "torch.uint8")?;
+        out.is("out", "torch.int32")?;
+        let [count, query_heads, queries_per_head, query_len] = queries.sizes("queries")?;
+        let [_, _, stride] = out.sizes("out")?;
+        // SAFETY: Python says that these tensors may be read, and that `out` is its own to write.
+        let (rows, codes_of, queries_of, out_rows) = unsafe {
+            let rows = rows(&table, &tokens, block_size)?;
+            let codes_of = codes.blocks("codes", 1, 1, block_size * heads * code_len)?;
+            (
+                rows,
+                codes_of,
+                queries.slice::<u8>("queries")?,
+                out.slice_mut::<i32>("out")?,
+            )
+        };
+        if (count, query_heads, query_len) != (rows.len(), heads, code_len) {
+            return Err(queries.wrong(
+                "queries",
+                "the codes of queries do not fit the rows or the codes of keys",
+            ));
+        }
+        let spec = HammingScores {
+            rows,
+            codes: codes_of,
+            heads,
+            code_len,
+            queries: queries_of,
+            queries_per_head,
+            heads_apart,
+            windows: run.windows(),
+        };
+        ucm_retrieval::hamming_scores(&spec, out_rows, stride, isa, team)
+    };
+    let done = py.detach(work);
+    to_py(py, done)
+}
+
+/// The best blocks of every row; see `ucm.sparse.retrieval.select_blocks`.
+#[pyfunction]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "each is a tensor or one number of the caller"
+)]
+pub(crate) fn select_blocks(
+    py: Python<'_>,
+    scores: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    block_size: usize,
+    budgets: Vec<usize>,
+    kept: (Tensor, Tensor, Tensor, Tensor),
+    run: Run,
+) -> PyResult<()> {
+    let work = || -> Result<()> {
+        let (_, team) = run.how()?;
+        let [_, heads, stride] = scores.sizes("scores")?;
+        let (kept_table, logical, counts, kept_tokens) = &kept;
+        for (name, tensor) in [
+            ("table", kept_table),
+            ("logical", logical),
+            ("counts", counts),
+            ("tokens", kept_tokens),
+        ] {
+            tensor.is(name, "torch.int32")?;
+        }
+        let [_, _, width] = kept_table.sizes("table")?;
+        // SAFETY: Python says that the first three may be read, and that the places for what is kept are its own.
+        unsafe {
+            let rows = rows(&table, &tokens, block_size)?;
+            let read = match scores.dtype.as_str() {
+                "torch.float32" => Scores::F32(scores.slice("scores")?),
+                "torch.int32" => Scores::I32(scores.slice("scores")?),
+                _ => return Err(scores.wrong("scores", "scores are float32 or int32")),
+            };
+            let kept = Selected {
+                table: kept_table.slice_mut("table")?,
+                logical: logical.slice_mut("logical")?,
+                counts: counts.slice_mut("counts")?,
+                tokens: kept_tokens.slice_mut("tokens")?,
+                width,
+            };
+            ucm_retrieval::select(read, stride, heads, &rows, &budgets, run.windows(), kept, team)
+        }
+    };
+    let done = py.detach(work);
+    to_py(py, done)
+}
+
+/// Decode attention over a block table; see `ucm.sparse.retrieval.paged_attention`.
+#[pyfunction]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "each is a tensor or one number of the caller"
+)]
+pub(crate) fn paged_attention(
+    py: Python<'_>,
+    query: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    out: Tensor,
+    scale: f32,
+    run: Run,
+) -> PyResult<()> {
+    let work = || -> Result<()> {
+        let (isa, team) = run.how()?;
+        let [_, heads, block_size, both] = pages.sizes("pages")?;
+        if both % 2 != 0 {
+            return Err(pages.wrong("pages", "a page holds keys and values of the same size"));
+        }
+        let element = pages.element("pages")?;
+        let [_, out_heads, out_dim] = out.sizes("out")?;
+        out.packed("out", 2)?;
+        let (out_base, out_element) = (out.at("out")?, out.element("out")?);
+        // SAFETY: Python says that these tensors may be read, and that `out` is its own to write.
+        let (queries, blocks, rows, mut target) = unsafe {
+            let queries = query.vectors("query")?;
+            let blocks = pages.blocks("pages", element.size(), 1, heads * block_size * both)?;
+            let rows = rows(&table, &tokens, block_size)?;
+            let strides = [out.strides[0], out.strides[1]];
+            (
+                queries,
+                blocks,
+                rows,
+                Output::from_raw(out_base, out_element, out.shape[0], strides),
+            )
+        };
+        if (out_heads, out_dim) != (queries.heads(), queries.dim()) {
+            return Err(out.wrong("out", "the result has the shape of the queries"));
+        }
+        let pages = Pages {
+            blocks,
+            element,
+            heads,
+            dim: both / 2,
+        };
+        ucm_retrieval::attention(&queries, &pages, &rows, scale, &mut target, isa, team)
+    };
+    let done = py.detach(work);
+    to_py(py, done)
+}

@@ -1,0 +1,231 @@
+//! Scores from hash codes: in how few bits the code of some key of a block differs from the query's.
+//!
+//! ```text
+//! dist[t, h] = Σ over the queries of head h ( popcount( code(query) xor code(key[t, h]) ) )
+//! score[b]   = - min over tokens t of the block, and over heads h ( dist[t, h] )
+//! ```
+//!
+//! With grouped heads there is one query for each KV head, the group's mean. With latent attention there is one head of
+//! keys, and the distances of several queries to it add up. Everything is an integer, and exact.
+#![allow(unsafe_code, reason = "kernels that read blocks by address")]
+
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod words;
+
+use std::ops::Range;
+
+use ucm_core::{Error, Result};
+
+use crate::isa::Isa;
+use crate::rows::{Blocks, Rows, ScoreRows, Windows};
+use crate::team::Team;
+
+/// Arguments of [`hamming_scores`].
+#[derive(Debug, Clone, Copy)]
+pub struct HammingScores<'a> {
+    /// The rows that are scored; their ids are places in `codes`. Of a last block only the slots of its tokens count.
+    pub rows: Rows<'a>,
+    /// Codes of keys, `[block, slot, heads, code_len]` without gaps within a block.
+    pub codes: Blocks<'a>,
+    /// KV heads.
+    pub heads: usize,
+    /// Bytes of a code.
+    pub code_len: usize,
+    /// Codes of queries, `[row, heads, queries, code_len]`.
+    pub queries: &'a [u8],
+    /// Queries of each head, whose distances add up.
+    pub queries_per_head: usize,
+    /// Whether each head has scores of its own, instead of the least distance of any.
+    pub heads_apart: bool,
+    /// Blocks that need no score.
+    pub windows: Windows,
+}
+
+/// Blocks that one thread scores at a time.
+const CHUNK: usize = 32;
+
+/// Scores of every block of every row, into `out [row, 1, stride]`, or `[row, heads, stride]` where heads stay apart.
+///
+/// Blocks of the windows get [`i32::MAX`], those that are not there (a negative id) and places behind a row's end
+/// [`i32::MIN`].
+///
+/// ```
+/// use ucm_retrieval::*;
+///
+/// // Two blocks of two tokens, one head, codes of one byte.
+/// let codes = [0b1111_0000, 0b0000_0001, 0b0000_0111, 0b1111_1111];
+/// let spec = HammingScores {
+///     rows: Rows::new(Ints::I32(&[0, 1]), 2, Ints::I32(&[4]), 2).unwrap(),
+///     codes: Blocks::new(&codes, 2).unwrap(),
+///     heads: 1,
+///     code_len: 1,
+///     queries: &[0],
+///     queries_per_head: 1,
+///     heads_apart: false,
+///     windows: Windows::default(),
+/// };
+/// let mut scores = [0; 2];
+/// hamming_scores(&spec, &mut scores, 2, Isa::best(), Team::ONE).unwrap();
+/// assert_eq!(scores, [-1, -3]);
+/// ```
+///
+/// # Errors
+///
+/// `InvalidInput` for sizes that do not fit each other or an id beyond the last block, `Unsupported` for instructions
+/// that this processor lacks.
+pub fn hamming_scores(
+    spec: &HammingScores<'_>,
+    out: &mut [i32],
+    stride: usize,
+    isa: Isa,
+    team: Team,
+) -> Result<()> {
+    let kernel = kernel(isa.checked()?);
+    check(spec)?;
+    let per_row = if spec.heads_apart { spec.heads } else { 1 };
+    let out = ScoreRows::new(out, &spec.rows, per_row, stride)?;
+    let chunks = spec.rows.most_blocks().div_ceil(CHUNK).max(1);
+    team.run(spec.rows.len() * chunks, |item| {
+        let (row, chunk) = (item / chunks, item % chunks);
+        let blocks = spec.rows.blocks(row);
+        let middle = spec.windows.middle(blocks);
+        if chunk == 0 {
+            out.frame(row, blocks, &middle, i32::MAX, i32::MIN);
+        }
+        let part = middle.start.max(chunk * CHUNK)..middle.end.min((chunk + 1) * CHUNK);
+        if !part.is_empty() {
+            // SAFETY: `check` has compared the sizes and the ids, `checked` the processor; this thread alone writes to
+            // these places.
+            unsafe { kernel(spec, &out, row, part) };
+        }
+    })
+}
+
+fn check(spec: &HammingScores<'_>) -> Result<()> {
+    let wrong = |message: &'static str| {
+        let error = Error::invalid(message)
+            .with("heads", spec.heads)
+            .with("code_len", spec.code_len);
+        error.with("queries_per_head", spec.queries_per_head)
+    };
+    if spec.heads == 0 || spec.code_len == 0 || spec.queries_per_head == 0 {
+        return Err(wrong("a code has at least one byte, and a head one query"));
+    }
+    let token = spec.heads.checked_mul(spec.code_len);
+    let block = token.and_then(|token| token.checked_mul(spec.rows.block_size()));
+    if block != Some(spec.codes.len()) {
+        let error = wrong("a block has other bytes than its codes need").with("bytes", spec.codes.len());
+        return Err(error.with("block_size", spec.rows.block_size()));
+    }
+    let queries = token.and_then(|token| token.checked_mul(spec.queries_per_head * spec.rows.len()));
+    if queries != Some(spec.queries.len()) {
+        return Err(wrong("there are not as many codes of queries as rows").with("bytes", spec.queries.len()));
+    }
+    // Larger sums would not fit the score, nor the weights of a vector kernel.
+    if spec.queries_per_head > MAX_QUERIES || spec.code_len > MAX_CODE_LEN {
+        return Err(wrong("a code is too long, or a head has too many queries").with("limit", MAX_QUERIES));
+    }
+    spec.rows.check_ids(spec.codes.count())
+}
+
+/// Most queries of a head.
+const MAX_QUERIES: usize = 127;
+/// Most bytes of a code.
+const MAX_CODE_LEN: usize = 4096;
+
+/// Scores a range of blocks of a row.
+///
+/// # Safety
+///
+/// The specification was checked, the processor has the instructions, and nobody else writes to these places.
+type Kernel = unsafe fn(&HammingScores<'_>, &ScoreRows<i32>, usize, Range<usize>);
+
+fn kernel(isa: Isa) -> Kernel {
+    match isa {
+        Isa::Scalar => scalar,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => words::score,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => avx512::score,
+        #[cfg(not(target_arch = "x86_64"))]
+        Isa::Avx2 | Isa::Avx512 => scalar,
+    }
+}
+
+/// See [`Kernel`]; byte by byte.
+unsafe fn scalar(spec: &HammingScores<'_>, out: &ScoreRows<i32>, row: usize, blocks: Range<usize>) {
+    let (heads, len, per_head) = (spec.heads, spec.code_len, spec.queries_per_head);
+    let queries = queries(spec, row);
+    each_block(spec, out, row, blocks, |codes, slots, least| {
+        for (head, (queries, least)) in queries.chunks_exact(per_head * len).zip(least).enumerate() {
+            for slot in 0..slots {
+                // SAFETY: the slot and the head are within the block.
+                let code = unsafe { codes.add((slot * heads + head) * len) };
+                let mut distance = 0;
+                for query in queries.chunks_exact(len) {
+                    for (at, query) in query.iter().enumerate() {
+                        // SAFETY: as above.
+                        distance += (query ^ unsafe { *code.add(at) }).count_ones();
+                    }
+                }
+                *least = distance.min(*least);
+            }
+        }
+    });
+}
+
+/// Codes of a row's queries, `[heads, queries, code_len]`.
+fn queries<'a>(spec: &HammingScores<'a>, row: usize) -> &'a [u8] {
+    let len = spec.heads * spec.queries_per_head * spec.code_len;
+    &spec.queries[row * len..(row + 1) * len]
+}
+
+/// Stands for the least distance where there is none.
+const NONE: u32 = u32::MAX;
+
+/// Scores the blocks of a range: `find` lowers the least distance of each head, from the codes of the block and the
+/// number of its slots that count.
+#[inline(always)]
+fn each_block(
+    spec: &HammingScores<'_>,
+    out: &ScoreRows<i32>,
+    row: usize,
+    blocks: Range<usize>,
+    mut find: impl FnMut(*const u8, usize, &mut [u32]),
+) {
+    let mut least = vec![NONE; spec.heads];
+    for block in blocks {
+        least.fill(NONE);
+        if let Some((codes, slots)) = slots(spec, row, block) {
+            find(codes, slots, &mut least);
+        }
+        let scores = least
+            .iter()
+            .map(|&least| if least == NONE { i32::MIN } else { -(least as i32) });
+        let to = out.at(row, block);
+        if spec.heads_apart {
+            for (head, score) in scores.enumerate() {
+                // SAFETY: each head has its place, and this thread alone writes to this block's.
+                unsafe { to.add(head * out.stride()).write(score) };
+            }
+        } else {
+            // SAFETY: as above.
+            unsafe { to.write(scores.max().unwrap_or(i32::MIN)) };
+        }
+    }
+}
+
+/// The codes of a block and how many of its slots count; none where the block is not there.
+#[inline(always)]
+fn slots(spec: &HammingScores<'_>, row: usize, block: usize) -> Option<(*const u8, usize)> {
+    let id = usize::try_from(spec.rows.id(row, block)).ok()?;
+    let slots = if block + 1 == spec.rows.blocks(row) {
+        spec.rows.last_len(row)
+    } else {
+        spec.rows.block_size()
+    };
+    // SAFETY: `check` has compared the ids with the number of blocks.
+    Some((unsafe { spec.codes.at(id) }, slots))
+}

@@ -1,0 +1,107 @@
+//! Which instructions the kernels may use, found at run time.
+
+use std::fmt;
+use std::sync::OnceLock;
+
+use ucm_core::{Error, ErrorKind, Result};
+
+/// A set of instructions that every kernel of this crate is written for, the poorest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Isa {
+    /// Plain Rust on one number at a time: runs anywhere, and is what the others are tested against.
+    Scalar,
+    /// x86-64 with AVX2, FMA, F16C and POPCNT.
+    Avx2,
+    /// x86-64 with AVX-512 F, BW, DQ, VL and VPOPCNTDQ, besides what [`Isa::Avx2`] needs.
+    Avx512,
+}
+
+impl Isa {
+    /// Every set, the poorest first.
+    pub const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
+
+    /// The richest that this processor has.
+    pub fn best() -> Self {
+        static BEST: OnceLock<Isa> = OnceLock::new();
+        *BEST.get_or_init(|| {
+            let found = Self::ALL.into_iter().rev().find(|isa| isa.supported());
+            found.unwrap_or(Self::Scalar)
+        })
+    }
+
+    /// Whether this processor has it.
+    pub fn supported(self) -> bool {
+        match self {
+            Self::Scalar => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+                    && is_x86_feature_detected!("popcnt")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                Self::Avx2.supported()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+                    && is_x86_feature_detected!("avx512vpopcntdq")
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Avx2 | Self::Avx512 => false,
+        }
+    }
+
+    /// Its name in messages and parameters.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Scalar => "scalar",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+        }
+    }
+
+    /// The set of a name, or of `auto` the best.
+    ///
+    /// # Errors
+    ///
+    /// `InvalidInput` for another word, `Unsupported` where this processor lacks it.
+    ///
+    /// ```
+    /// use ucm_retrieval::Isa;
+    ///
+    /// assert_eq!(Isa::from_name("auto").unwrap(), Isa::best());
+    /// assert_eq!(Isa::from_name("scalar").unwrap(), Isa::Scalar);
+    /// assert!(Isa::from_name("sse9").is_err());
+    /// ```
+    pub fn from_name(name: &str) -> Result<Self> {
+        if name == "auto" {
+            return Ok(Self::best());
+        }
+        let known = Self::ALL.into_iter().find(|isa| isa.name() == name);
+        let isa = known.ok_or_else(|| {
+            Error::invalid("an instruction set is auto, scalar, avx2 or avx512").with("isa", name)
+        })?;
+        isa.checked()
+    }
+
+    /// Itself, where this processor has it.
+    pub(crate) fn checked(self) -> Result<Self> {
+        if self.supported() {
+            return Ok(self);
+        }
+        let error = Error::new(
+            ErrorKind::Unsupported,
+            "this processor lacks the instruction set; use auto",
+        );
+        Err(error.with("isa", self.name()))
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

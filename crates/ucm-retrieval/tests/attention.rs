@@ -1,0 +1,239 @@
+//! Attention over a block table against softmax in double precision, token by token.
+
+mod common;
+
+use common::{as_bytes, numbers, ways};
+use proptest::prelude::*;
+use ucm_retrieval::*;
+
+const POOL: usize = 90;
+
+/// The value of an element of a result.
+fn value(bytes: &[u8], element: Element) -> f32 {
+    match element {
+        Element::F32 => f32::from_ne_bytes(bytes.try_into().unwrap()),
+        Element::Bf16 => f32::from_bits(u32::from(u16::from_ne_bytes(bytes.try_into().unwrap())) << 16),
+        _ => {
+            let bits = u16::from_ne_bytes(bytes.try_into().unwrap());
+            assert_ne!(bits & 0x7c00, 0x7c00);
+            let magnitude = match bits >> 10 & 0x1f {
+                0 => f32::from(bits & 0x3ff) * 2f32.powi(-24),
+                power => f32::from(bits & 0x3ff | 0x400) * 2f32.powi(i32::from(power) - 25),
+            };
+            if bits >> 15 == 1 { -magnitude } else { magnitude }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn results_are_those_of_softmax(
+        element in prop_oneof![Just(Element::Bf16), Just(Element::F16), Just(Element::F32)],
+        (heads, group) in (1..3_usize, prop_oneof![Just(4), Just(8), 1..12_usize]),
+        sixteens in prop_oneof![Just(8), 1..6_usize],
+        block_size in prop_oneof![Just(16), Just(32), Just(128), Just(48)],
+        lengths in prop::collection::vec(prop_oneof![0..70_usize, 900..1100_usize, 2040..2060_usize], 0..3),
+        heads_apart: bool,
+        seed: u64,
+    ) {
+        let dim = 16 * sixteens;
+        let (lengths, queries) = match heads_apart {
+            // Every KV head has a table of its own, of another length.
+            true => {
+                let all = lengths.iter().flat_map(|&len| (0..heads).map(move |head| len.saturating_sub(5 * head)));
+                (all.collect::<Vec<_>>(), lengths.len())
+            }
+            false => (lengths.clone(), lengths.len()),
+        };
+        let most = lengths.iter().map(|len| len.div_ceil(block_size)).max().unwrap_or(0);
+        let pool = POOL.min(most * 2 + 2);
+        let (ids, stride) = common::table(&lengths, block_size, pool, false, seed);
+        let tokens: Vec<i32> = lengths.iter().map(|&len| len as i32).collect();
+        let rows = Rows::new(Ints::I32(&ids), stride, Ints::I32(&tokens), block_size).unwrap();
+        let page = 2 * block_size * dim;
+        let kv = numbers(pool * heads * page, seed ^ 1);
+        let kv_bytes = as_bytes(&kv, element);
+        let pages = Pages {
+            blocks: Blocks::new(&kv_bytes, heads * page * element.size()).unwrap(),
+            element,
+            heads,
+            dim,
+        };
+        let asked = numbers(queries * heads * group * dim, seed ^ 2);
+        let asked_bytes = as_bytes(&asked, element);
+        let shape = [queries, heads * group, dim];
+        let vectors = Vectors::new(&asked_bytes, element, shape).unwrap();
+        let scale = 1.0 / (dim as f32).sqrt();
+        let right: Vec<f64> = (0..queries * heads * group).flat_map(|place| {
+            let (query, head) = (place / (heads * group), place / group % heads);
+            let row = if heads_apart { query * heads + head } else { query };
+            let asked = &asked[place * dim..(place + 1) * dim];
+            let at = |token: usize| {
+                let block = ids[row * stride + token / block_size] as usize;
+                (&kv[(block * heads + head) * page..][..page], token % block_size)
+            };
+            let weight = |token: usize| {
+                let (page, slot) = at(token);
+                let product: f64 = (0..dim).map(|i| f64::from(asked[i]) * f64::from(page[i * block_size + slot])).sum();
+                (product * f64::from(scale)).exp()
+            };
+            let weights: Vec<f64> = (0..lengths[row]).map(weight).collect();
+            let total: f64 = weights.iter().sum();
+            (0..dim).map(move |i| {
+                let sum: f64 = weights.iter().enumerate().map(|(token, weight)| {
+                    let (page, slot) = at(token);
+                    weight * f64::from(page[(block_size + slot) * dim + i])
+                }).sum();
+                if weights.is_empty() { 0.0 } else { sum / total }
+            }).collect::<Vec<_>>()
+        }).collect();
+        let near = match element {
+            Element::F32 => 2e-6,
+            Element::F16 => 2e-3,
+            _ => 1e-2,
+        };
+        let mut first: Option<Vec<u8>> = None;
+        for (isa, team) in ways() {
+            let mut out = vec![0xff; right.len() * element.size()];
+            let mut target = Output::new(&mut out, element, shape).unwrap();
+            attention(&vectors, &pages, &rows, scale, &mut target, isa, team).unwrap();
+            for (found, right) in out.chunks(element.size()).zip(&right) {
+                let found = f64::from(value(found, element));
+                prop_assert!((found - right).abs() <= near, "{} instead of {} on {}", found, right, isa);
+            }
+            if isa > Isa::Scalar {
+                prop_assert_eq!(first.get_or_insert_with(|| out.clone()), &out, "on {}", isa);
+            }
+        }
+    }
+}
+
+/// Parts are whole blocks, which need not divide them: every token is seen once, however many parts there are.
+#[test]
+fn every_token_of_a_long_row_is_seen() {
+    let (dim, block_size, element) = (16, 48, Element::F32);
+    let tokens = 70_000;
+    // Keys are zero, so all weights are equal; the values of the two blocks are 0 and 1.
+    let mut kv = vec![0.0; 2 * 2 * block_size * dim];
+    kv[3 * block_size * dim..].fill(1.0);
+    let bytes = as_bytes(&kv, element);
+    let blocks = Blocks::new(&bytes, 2 * block_size * dim * 4).unwrap();
+    let pages = Pages {
+        blocks,
+        element,
+        heads: 1,
+        dim,
+    };
+    let stride = usize::div_ceil(tokens, block_size);
+    for ones in [0, stride / 2, stride - 1] {
+        // All blocks but one hold zeros.
+        let table: Vec<i32> = (0..stride).map(|block| i32::from(block == ones)).collect();
+        let rows = Rows::new(Ints::I32(&table), stride, Ints::I64(&[70_000]), block_size).unwrap();
+        let asked = as_bytes(&vec![1.0; dim], element);
+        let vectors = Vectors::new(&asked, element, [1, 1, dim]).unwrap();
+        let len = if ones == stride - 1 {
+            tokens % block_size
+        } else {
+            block_size
+        };
+        for (isa, team) in ways() {
+            let mut out = vec![0; dim * 4];
+            let mut target = Output::new(&mut out, element, [1, 1, dim]).unwrap();
+            attention(&vectors, &pages, &rows, 1.0, &mut target, isa, team).unwrap();
+            let right = len as f32 / tokens as f32;
+            assert!(
+                (value(&out[..4], element) / right - 1.0).abs() < 1e-3,
+                "{ones} on {isa}"
+            );
+        }
+    }
+}
+
+/// Slots behind the last token may hold anything, and a request is the same alone and in a batch.
+#[test]
+fn what_lies_behind_the_last_token_is_not_seen() {
+    let (heads, dim, block_size, element) = (2, 32, 16, Element::F32);
+    let page = 2 * block_size * dim;
+    let mut kv = numbers(3 * heads * page, 1);
+    let tokens = 21; // five slots of the second block
+    for head in 0..heads {
+        let of_head = &mut kv[(heads + head) * page..][..page];
+        for at in 0..dim {
+            of_head[at * block_size + 5..(at + 1) * block_size].fill(f32::NAN);
+        }
+        of_head[(block_size + 5) * dim..].fill(f32::NAN);
+    }
+    let bytes = as_bytes(&kv, element);
+    let asked = as_bytes(&numbers(2 * heads * dim, 2), element);
+    let run = |queries: usize, table: &[i32], lengths: &[i32], isa: Isa| {
+        let mut out = vec![0; queries * heads * dim * 4];
+        let shape = [queries, heads, dim];
+        let vectors = Vectors::new(&asked[..out.len()], element, shape).unwrap();
+        let blocks = Blocks::new(&bytes, heads * page * 4).unwrap();
+        let pages = Pages {
+            blocks,
+            element,
+            heads,
+            dim,
+        };
+        let rows = Rows::new(Ints::I32(table), 2, Ints::I32(lengths), block_size).unwrap();
+        let mut target = Output::new(&mut out, element, shape).unwrap();
+        attention(&vectors, &pages, &rows, 0.2, &mut target, isa, Team::ONE).unwrap();
+        out
+    };
+    for (isa, _) in ways() {
+        let alone = run(1, &[0, 1], &[tokens], isa);
+        assert!(alone.chunks(4).all(|found| value(found, element).is_finite()));
+        let together = run(2, &[0, 1, 2, 0], &[tokens, 32], isa);
+        assert_eq!(together[..alone.len()], alone);
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    static BYTES: [u8; 4096] = [0; 4096];
+    let element = Element::F32;
+    let pages = Pages {
+        blocks: Blocks::new(&BYTES, 2048).unwrap(),
+        element,
+        heads: 1,
+        dim: 16,
+    };
+    let refused = |pages: Pages<'_>, shape: [usize; 3], table: &[i32], tokens: &[i32], block_size: usize| {
+        let len = shape.iter().product::<usize>() * 4;
+        let vectors = Vectors::new(&BYTES[..len], element, shape).unwrap();
+        let rows = Rows::new(Ints::I32(table), 2, Ints::I32(tokens), block_size).unwrap();
+        let mut out = vec![0; len];
+        let mut target = Output::new(&mut out, element, shape).unwrap();
+        attention(&vectors, &pages, &rows, 1.0, &mut target, Isa::Scalar, Team::ONE).is_err()
+    };
+    assert!(!refused(pages, [1, 2, 16], &[0, 1], &[32], 16));
+    assert!(refused(pages, [1, 2, 16], &[0, 2], &[32], 16), "no such block");
+    assert!(
+        refused(pages, [1, 2, 16], &[0, -1], &[32], 16),
+        "a block that is not there"
+    );
+    assert!(refused(pages, [1, 2, 16], &[0, 1], &[32], 32), "larger blocks");
+    assert!(refused(pages, [1, 2, 16], &[0, 1], &[10], 8), "no whole sixteens");
+    assert!(refused(pages, [1, 2, 32], &[0, 1], &[32], 16), "longer queries");
+    assert!(
+        refused(pages, [3, 2, 16], &[0, 1, 0, 1], &[16, 16], 16),
+        "two tables for three queries"
+    );
+    assert!(
+        refused(Pages { heads: 2, ..pages }, [1, 2, 16], &[0, 1], &[32], 16),
+        "pages of one head"
+    );
+    assert!(refused(
+        Pages {
+            element: Element::I8,
+            ..pages
+        },
+        [1, 2, 16],
+        &[0, 1],
+        &[32],
+        16
+    ));
+}

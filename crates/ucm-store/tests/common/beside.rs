@@ -1,0 +1,239 @@
+//! A store over several roots side by side, each with faults of its own.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use ucm_core::{BlockId, DType, Error};
+use ucm_infra::{Clock, SystemClock, log};
+use ucm_io::{FaultyEngine, IoEngine, IoOptions, IoPool, PsyncEngine};
+use ucm_store::engine::{Engine, EngineConfig, Until};
+use ucm_store::tiers::{LevelConfig, TierConfig, WritePolicy};
+use ucm_tier::layout_kind::LayoutKind;
+use ucm_tier::memory::{MemoryBackend, Policy};
+use ucm_tier::posix::Place;
+use ucm_tier::segment::SegmentConfig;
+use ucm_tier::side_by_side::{self, RootSetup};
+use ucm_tier::spread::{Heat, Promotion, RootFacts, Spread, StoragePolicy};
+
+use super::media::{posix_config, shape};
+use super::{Device, Layout, Setup, eventually, identity};
+
+/// How a test wants several roots.
+#[derive(Clone)]
+pub(crate) struct Several {
+    /// Capacity, layout and everything else that each root has.
+    pub(crate) setup: Setup,
+    pub(crate) policy: StoragePolicy,
+    /// What is said of each root.
+    pub(crate) heats: Vec<Option<Heat>>,
+    /// The limit of each, where it is not that of the setup.
+    pub(crate) capacities: Vec<u64>,
+    pub(crate) promotion: Promotion,
+    /// Bytes moved in a second.
+    pub(crate) rate: u64,
+    /// Records in a memory above them, and how they are written then.
+    pub(crate) memory: Option<(u64, WritePolicy)>,
+}
+
+impl Several {
+    /// So many roots.
+    pub(crate) fn new(policy: StoragePolicy, roots: usize) -> Self {
+        Self {
+            setup: Setup::default(),
+            policy,
+            heats: vec![None; roots],
+            capacities: Vec::new(),
+            promotion: Promotion {
+                hits: 2,
+                window: Duration::from_secs(600),
+            },
+            rate: 1 << 40,
+            memory: None,
+        }
+    }
+
+    /// Hot above cold, with room for so many records of a test each.
+    pub(crate) fn tiered(capacities: &[u64]) -> Self {
+        let heats = [Heat::Hot, Heat::Warm, Heat::Cold];
+        Self {
+            heats: heats[..capacities.len()].iter().copied().map(Some).collect(),
+            capacities: capacities
+                .iter()
+                .map(|records| records * super::shared::RECORD)
+                .collect(),
+            ..Self::new(StoragePolicy::Tiered, capacities.len())
+        }
+    }
+}
+
+/// See the module.
+pub(crate) struct Beside {
+    pub(crate) engine: Engine,
+    pub(crate) faults: Vec<Arc<FaultyEngine>>,
+    pub(crate) roots: Vec<PathBuf>,
+    pub(crate) setup: Setup,
+}
+
+/// The roots below a directory.
+pub(crate) fn roots(base: &Path, count: usize) -> Vec<PathBuf> {
+    (0..count)
+        .map(|number| base.join(format!("root{number}")))
+        .collect()
+}
+
+impl Beside {
+    /// A store over the roots `root0`, `root1`, ... below `base`.
+    pub(crate) fn open(base: &Path, several: &Several) -> Self {
+        Self::over(roots(base, several.heats.len()), several, SystemClock::shared())
+    }
+
+    /// A store over these.
+    pub(crate) fn over(roots: Vec<PathBuf>, several: &Several, clock: Arc<dyn Clock>) -> Self {
+        log::keep();
+        let setup = several.setup.clone();
+        let writer = ucm_infra::random_u64();
+        let (geometry, record) = shape(&setup);
+        let identity = identity(setup.weights);
+        let facts: Vec<Arc<RootFacts>> = roots.iter().map(|_| Arc::default()).collect();
+        let members = several.heats.iter().zip(&facts);
+        let members = members.map(|(heat, facts)| (heat.unwrap_or(Heat::Warm), Arc::clone(facts)));
+        let spread = Spread::of(several.policy, members.collect());
+        let spread = Arc::new(spread.moving(several.promotion, several.rate));
+        let (mut faults, mut setups, mut pools) = (Vec::new(), Vec::new(), Vec::new());
+        for (number, root) in roots.iter().enumerate() {
+            let mut config = posix_config(root, &setup, &identity, writer);
+            config.place = Place {
+                number: number as u16,
+                measured: several.policy == StoragePolicy::Tiered && several.heats[number].is_none(),
+                facts: Arc::clone(&facts[number]),
+            };
+            if let Some(bytes) = several.capacities.get(number) {
+                config.capacity = std::num::NonZeroU64::new(*bytes).map(ucm_quota::Capacity::Bytes);
+            }
+            let engine = FaultyEngine::new(PsyncEngine::new(false), 1);
+            let options = IoOptions {
+                clock: Arc::clone(&clock),
+                ..IoOptions::with_workers(setup.workers)
+            };
+            let io = IoPool::new(Arc::clone(&engine) as Arc<dyn IoEngine>, &options).unwrap();
+            faults.push(engine);
+            pools.push(Arc::clone(&io));
+            let (layout, segments) = match setup.layout {
+                Layout::File => (LayoutKind::File, SegmentConfig::default()),
+                Layout::Segment(config) => (LayoutKind::Segment, config),
+            };
+            setups.push(RootSetup {
+                config,
+                layout: Some(layout),
+                segments,
+                io,
+            });
+        }
+        let media = side_by_side::media(setups, &spread, &clock).unwrap();
+        let policy = several.memory.map_or(WritePolicy::Through, |(_, policy)| policy);
+        let tier = |backend, pool, policy| TierConfig {
+            backend,
+            pool,
+            policy,
+            codec: None,
+            max_stuck: setup.breaker.max_stuck,
+        };
+        let tiers = media.into_iter().zip(pools);
+        let mut levels = vec![LevelConfig {
+            tiers: tiers.map(|(backend, pool)| tier(backend, pool, policy)).collect(),
+            spread,
+        }];
+        if let Some((records, _)) = several.memory {
+            let config = super::media::memory_config(&setup, Some(records));
+            let config = ucm_tier::memory::MemoryConfig {
+                policy: Policy::default(),
+                registry: Some(roots[0].with_file_name("regions")),
+                ..config
+            };
+            let memory = Arc::new(MemoryBackend::new(config, Arc::clone(&clock)).unwrap());
+            let pool = Arc::clone(memory.pool());
+            levels.insert(0, tier(memory, pool, WritePolicy::Through).into());
+        }
+        let config = EngineConfig {
+            geometry,
+            identity,
+            part: setup.part,
+            block_tokens: 16,
+            dtype: DType::F32,
+            staging_bytes: setup.slots * record.record_len() as u64,
+            copy_threads: setup.copy_threads,
+            deadlines: setup.deadlines,
+            breaker: setup.breaker,
+            writer,
+            sides: Vec::new(),
+            paranoid: setup.paranoid,
+        };
+        let device = super::device::of_this_run(setup.transfer, &clock).unwrap();
+        let engine = Engine::open(config, levels, device, clock).unwrap();
+        let store = Self {
+            engine,
+            faults,
+            roots,
+            setup,
+        };
+        if store.stat("healthy") == 1 {
+            eventually("the roots were counted", || store.stat("storage_counted") == 1);
+        }
+        store
+    }
+
+    /// Dumps these blocks, each by itself, and waits; those that failed.
+    pub(crate) fn dump(&self, blocks: &[BlockId]) -> Vec<(BlockId, Error)> {
+        let mut failed = Vec::new();
+        for &block in blocks {
+            let device = Device::filled(&self.setup, &[block]);
+            let task = self.engine.dump(device.rows(&[block])).unwrap();
+            assert!(task.wait(self.engine.clock(), Until::Published, None));
+            failed.extend(task.failures().into_iter().map(|(_, error)| (block, error)));
+        }
+        failed
+    }
+
+    /// Loads these blocks; which failed. What did not is right.
+    pub(crate) fn load(&self, blocks: &[BlockId]) -> Vec<(BlockId, Error)> {
+        let mut failed = Vec::new();
+        for &block in blocks {
+            let device = Device::blank(&self.setup, &[block]);
+            let task = self.engine.load(device.rows(&[block]), None).unwrap();
+            assert!(task.wait(self.engine.clock(), Until::Published, None));
+            match task.failures().pop() {
+                Some((_, error)) => failed.push((block, error)),
+                None => assert!(device.is_right(block), "wrong bytes of {block}"),
+            }
+        }
+        failed
+    }
+
+    /// Which of these are hits.
+    pub(crate) fn hits(&self, blocks: &[BlockId]) -> Vec<bool> {
+        self.engine.lookup(blocks).unwrap()
+    }
+
+    /// Waits until all of these are hits, and loads them.
+    pub(crate) fn await_all(&self, blocks: &[BlockId]) {
+        eventually("all are hits", || self.hits(blocks).iter().all(|&hit| hit));
+        let failed = self.load(blocks);
+        assert!(failed.is_empty(), "{failed:?}");
+    }
+
+    /// The tier that has each block.
+    pub(crate) fn places(&self, blocks: &[BlockId]) -> Vec<u8> {
+        self.engine.locate_on_prefix(blocks).unwrap().0
+    }
+
+    pub(crate) fn stat(&self, name: &str) -> u64 {
+        self.engine.stats()[name].as_u64().unwrap()
+    }
+
+    /// What a tier counted.
+    pub(crate) fn tier(&self, number: usize, name: &str) -> u64 {
+        let value = self.engine.stats()["tiers"][number][name].clone();
+        value.as_u64().or(value.as_bool().map(u64::from)).unwrap()
+    }
+}

@@ -1,0 +1,154 @@
+//! Stores whose blocks have side shards, and what a test knows of these.
+
+use ucm_core::{BlockId, IdMask};
+use ucm_record::Algorithm;
+use ucm_store::engine::{SidesTask, Until};
+use ucm_store::tiers::WritePolicy;
+
+use super::device::side_content;
+use super::segments::quick;
+use super::{Above, Device, Layout, Setup, Store};
+
+pub(crate) const MEAN: &str = "mean-k";
+pub(crate) const CODES: &str = "codes";
+
+/// With two side shards, one of which is longer than a page. The layout is named.
+pub(crate) fn sided(setup: Setup) -> Setup {
+    Setup {
+        sides: vec![(MEAN, 96), (CODES, 6000)],
+        unnamed: false,
+        ..setup
+    }
+}
+
+pub(crate) fn plain(setup: Setup) -> Setup {
+    Setup {
+        sides: Vec::new(),
+        ..setup
+    }
+}
+
+pub(crate) fn default() -> Setup {
+    sided(Setup::default())
+}
+
+/// The id under which a side shard of a block lies alone.
+pub(crate) fn alone(block: BlockId, name: &str) -> BlockId {
+    block.xor(IdMask::of_side(name, 1))
+}
+
+pub(crate) fn begin(store: &Store, blocks: &[BlockId], name: &str) -> SidesTask {
+    store.engine.load_sides(blocks.to_vec(), name, None).unwrap()
+}
+
+/// Waits for side shards: those that are there.
+pub(crate) fn come(store: &Store, task: &SidesTask, count: usize) -> Vec<Option<Vec<u8>>> {
+    assert!(task.task.wait(store.engine.clock(), Until::Published, None));
+    let bytes = task.bytes();
+    let each = bytes.chunks_exact(bytes.len() / count).enumerate();
+    each.map(|(row, side)| match task.task.shard_done(row) {
+        true => Some(side.to_vec()),
+        false => {
+            assert!(side.iter().all(|&byte| byte == 0), "what is not there is zeros");
+            None
+        }
+    })
+    .collect()
+}
+
+/// Which of these side shards are there; those that are must be right.
+pub(crate) fn sides(store: &Store, blocks: &[BlockId], name: &str) -> Vec<bool> {
+    let found = come(store, &begin(store, blocks, name), blocks.len());
+    let declared = default().sides;
+    let number = declared.iter().position(|(side, _)| *side == name).unwrap();
+    let right = |(&block, side): (&BlockId, Option<Vec<u8>>)| {
+        if let Some(side) = &side {
+            assert_eq!(
+                *side,
+                side_content(block, number, declared[number].1),
+                "a wrong hit"
+            );
+        }
+        side.is_some()
+    };
+    blocks.iter().zip(found).map(right).collect()
+}
+
+/// Whether all side shards of these blocks are there.
+pub(crate) fn has_all(store: &Store, blocks: &[BlockId]) -> bool {
+    [MEAN, CODES]
+        .iter()
+        .all(|name| sides(store, blocks, name).iter().all(|&found| found))
+}
+
+pub(crate) fn dump(store: &Store, blocks: &[BlockId]) {
+    store.dump(&Device::filled(&store.setup, blocks), blocks).unwrap();
+}
+
+pub(crate) fn loads(store: &Store, blocks: &[BlockId]) -> bool {
+    let device = Device::blank(&store.setup, blocks);
+    let loaded = store.load(&device, blocks).is_ok();
+    assert!(!loaded || blocks.iter().all(|&block| device.is_right(block)));
+    loaded
+}
+
+/// Side shards of blocks made again, and stored alone.
+pub(crate) fn dump_alone(store: &Store, blocks: &[BlockId], names: &[&'static str]) {
+    let declared = &store.setup.sides;
+    let bytes = |name: &&'static str| {
+        let number = declared.iter().position(|(side, _)| side == name).unwrap();
+        let of = |&block: &BlockId| side_content(block, number, declared[number].1);
+        blocks.iter().flat_map(of).collect::<Vec<u8>>()
+    };
+    let bytes: Vec<_> = names.iter().map(bytes).collect();
+    let sides: Vec<_> = names
+        .iter()
+        .zip(&bytes)
+        .map(|(name, bytes)| (*name, &bytes[..]))
+        .collect();
+    let task = store.engine.dump_sides(blocks, &sides).unwrap();
+    store.outcome(&task).unwrap();
+}
+
+pub(crate) fn each_way(setup: &Setup) -> [Setup; 2] {
+    let layerwise = Setup {
+        layers_per_shard: 1,
+        ..setup.clone()
+    };
+    [setup.clone(), layerwise]
+}
+
+/// Layouts, codecs and what stands above.
+pub(crate) fn columns() -> Vec<Setup> {
+    let below = [
+        Setup::default(),
+        Setup {
+            layout: Layout::File,
+            codec: None,
+            ..Setup::default()
+        },
+        quick(),
+        Setup::default().compressed_by(Algorithm::Zstd),
+        Setup::default().compressed_by(Algorithm::Lz4),
+    ];
+    let above = [
+        Above::Nothing,
+        Above::Memory(64, WritePolicy::Through),
+        Above::Map(64, WritePolicy::Through),
+        Above::File,
+    ];
+    let on = |setup: Setup| {
+        above.map(|above| {
+            sided(Setup {
+                above,
+                ..setup.clone()
+            })
+        })
+    };
+    below.into_iter().flat_map(on).collect()
+}
+
+/// Those in which all that lasts is in one root.
+pub(crate) fn of_one_root() -> impl Iterator<Item = Setup> {
+    columns().into_iter().filter(|setup| setup.above != Above::File)
+}

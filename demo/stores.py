@@ -1,0 +1,71 @@
+"""What ``make demo STORE=...`` runs over: what an engine is told of the store, and what has to be started for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from process import DemoError
+
+#: The names of the runs, each an engine of its own.
+RUNS = ("cold", "warm", "damaged")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A store that is ready to be used."""
+
+    #: One line about it.
+    words: str
+    #: Run -> the keys of the configuration.
+    config: Mapping[str, Mapping[str, Any]]
+    #: Where its block files lie.
+    files: pathlib.Path
+
+
+@contextlib.contextmanager
+def directory(out: pathlib.Path) -> Iterator[Place]:
+    """A directory of this machine."""
+    root = (out / "store").resolve()
+    # A file for each block, so that there is something to look at; left out, the quicker layout is found out.
+    config = {"storage_backend": "posix", "storage_path": str(root), "layout": "file"}
+    yield Place(f"block files in {root}", dict.fromkeys(RUNS, config), root)
+
+
+@contextlib.contextmanager
+def share(out: pathlib.Path) -> Iterator[Place]:
+    """An export that two hosts mount, over the file system of the tests that does what an NFS client does.
+
+    The engine that computes runs on one host, those that load on the other.
+    """
+    sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "trust"))
+    if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
+        raise DemoError("STORE=nfs mounts a file system of the tests, which needs root and /dev/fuse")
+    from nfs import NfsClient  # type: ignore[import-not-found, unused-ignore]
+
+    export = (out / "store").resolve()
+    with contextlib.ExitStack() as stack:
+        for host in ("left", "right"):
+            stack.enter_context(contextlib.closing(NfsClient(export, (out / host).resolve())))
+
+        def config(host: str) -> Mapping[str, Any]:
+            root = str((out / host).resolve() / "root")
+            # This file system is written in Python; a share answers sooner.
+            patient = {"lookup_ms": 5000, "load_unknown_s": 60, "dump_s": 60, "shutdown_s": 60}
+            return {"storage_backend": "nfs", "storage_path": root, "layout": "file", "deadlines": patient}
+
+        hosts = dict(zip(RUNS, ("left", "right", "right"), strict=True))
+        where = f"an export in {export}, mounted by two hosts"
+        yield Place(where, {run: config(host) for run, host in hosts.items()}, export / "root")
+
+
+#: Word of ``STORE`` -> what makes it ready, below a directory for what it leaves.
+STORES: Mapping[str, Callable[[pathlib.Path], contextlib.AbstractContextManager[Place]]] = {
+    "posix": directory,
+    "nfs": share,
+}

@@ -1,0 +1,43 @@
+"""Which tokens of a request have exact KV: the KV that dense attention would have computed.
+
+What is computed under a selection is approximate, and so is all that is computed from it later. It must not be stored
+under the dense identity, nor stay in vLLM's prefix cache: a later prompt would go on from it densely, and its blocks
+would be taken for exact ones. One number per request says where that begins; the dump planner and the
+manager of vLLM's prefix cache both stop there (:class:`ExactTokens`).
+
+The number is known before a step runs: tokens computed before the first decode step are dense, and from then on the
+method says up to which length it selects nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from ucm.sparse.base import UcmSparseBase
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class ExactTokens:
+    """The scheduler's side of one engine."""
+
+    def __init__(self, method: UcmSparseBase) -> None:
+        self._method = method
+        #: Tokens that each request had when it was admitted last, and how often it had been preempted then.
+        self._admitted: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
+
+    def prefill_tokens(self, request: Request) -> int:
+        """Tokens of a request that are computed densely before its first decode step: the prompt, and after a
+        preemption also the output that is computed again."""
+        preemptions, tokens = self._admitted.get(request, (-1, 0))
+        if preemptions != request.num_preemptions:
+            # Asked for by both sides while the request is admitted, before anything is appended to it.
+            tokens = request.num_tokens
+            self._admitted[request] = request.num_preemptions, tokens
+        return tokens
+
+    def __call__(self, request: Request) -> int:
+        """How many of its first tokens have exact KV, now or once they are computed."""
+        return self._method.exact_tokens(self.prefill_tokens(request))

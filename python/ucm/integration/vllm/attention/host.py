@@ -1,0 +1,307 @@
+"""The method of sparse attention inside a worker: who calls its hooks, and with what.
+
+The connector's worker half makes one host per process, tells it of every step before the model runs
+(:meth:`SparseHost.begin_step`) and after it (:meth:`SparseHost.end_step`); the implementations of :mod:`.impls` call it
+in each layer. Between the two the method may change what attention reads: the query, keys, values, where the output
+goes, and its copy of the metadata. A hook that raises changes nothing, and is logged: the layer is computed as without
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ucm.integration.vllm.attention.offload import Offload
+from ucm.integration.vllm.attention.per_head import HeadRows, metadata_of
+from ucm.integration.vllm.attention.rewriting import Rewriter, copy_of, cpu_plan
+from ucm.integration.vllm.attention.rows import SparsePlan, in_order
+from ucm.integration.vllm.connector.guard import throttle
+from ucm.sparse.base import UcmSparseBase
+from ucm.sparse.batch import SparseBatch, SparseRow
+from ucm.sparse.method import BlockSparse
+from ucm.sparse.selection import compact_rows
+
+T = TypeVar("T")
+
+_active: SparseHost | None = None
+
+
+def active_host() -> SparseHost | None:
+    """The host of this process; None where nothing is selected."""
+    return _active
+
+
+def set_active_host(host: SparseHost | None) -> None:
+    """Make ``host`` the one that attention asks."""
+    global _active
+    _active = host
+
+
+class _Context:
+    """vLLM's forward context with the copy of one layer's metadata in it."""
+
+    def __init__(self, real: Any, layer_name: str, metadata: Any) -> None:
+        self._real = real
+        self.attn_metadata = {layer_name: metadata}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+@dataclass(slots=True)
+class LayerCall:
+    """One computation of a layer."""
+
+    name: str
+    layer: Any
+    phase: str | None
+    original: Any
+    made: Any  # the copy of the metadata
+    context: _Context
+    keys: tuple[Tensor, Tensor] | None = None  # latent keys of the step
+
+
+class SparseHost:
+    """Calls the hooks of one method."""
+
+    def __init__(self, method: UcmSparseBase, layers: Mapping[str, Any]) -> None:
+        """``layers``: vLLM's attention layers whose KV is in the one group that is served, by name."""
+        self.method = method
+        self.layers = self._layers = dict(layers)
+        self._names = {id(layer.impl): name for name, layer in self._layers.items()}
+        self._rewriter = Rewriter()
+        #: Where blocks may be elsewhere than vLLM put them.
+        self.offload: Offload | None = None
+        self._rows: Sequence[SparseRow] = ()
+        self._context: Any = None
+        self._phase: str | None = None
+        self._latent: dict[str, tuple[Tensor, Tensor]] = {}
+        self.blocks = method if isinstance(method, BlockSparse) else None
+        #: Ours, unchanged: it only replaces block tables and lengths in the metadata, and writes into none.
+        self.selects_only = self.blocks is not None and not _own(method, "attention_begin")
+        #: Whether keys and values that the method was handed are written to the cache again, for it may have changed
+        #: them.
+        self.rewrites_kv = _own(method, "attention_begin")
+        self._observes = _own(method, "attention_finished")
+        self._begins = self.rewrites_kv or self.blocks is not None
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, plan: SparsePlan, context: Any) -> None:
+        """The model is about to run, with vLLM's forward context of the step; an empty step has no metadata in it."""
+        self._rewriter.begin_step()
+        self._latent = {}
+        if self.offload is not None:
+            self.offload.begin_step(plan.offloaded, [*plan.given_back, *plan.finished])
+        for request_id in plan.finished:
+            self._call("request_finished_in_worker", None, request_id)
+        batch = self._batch(plan, context)
+        self._rows = batch.rows if isinstance(batch, SparseBatch) else ()
+        if self.blocks is not None:
+            self.blocks.break_even_tokens = plan.break_even
+        self._call("bind_sparse_metadata", None, batch)
+        self._call("execute_begin", None, _summary(plan))
+        metadata = getattr(context, "attn_metadata", None)
+        self._context = context if isinstance(metadata, Mapping) else None
+        decodes = [row.decodes for row in plan.rows]
+        self._phase = "decode" if all(decodes) else None if any(decodes) else "prefill"
+
+    def end_step(self) -> None:
+        """The model has run."""
+        if self._call("execute_finished", None, None) is not None:
+            throttle.warning(
+                "execute_finished",
+                "execute_finished returned logits indices: vLLM offers no way to change them there, so they are not "
+                "used",
+            )
+        self._call("clear_sparse_metadata", None)
+        self._context, self._latent = None, {}
+
+    def _batch(self, plan: SparsePlan, context: Any) -> Any:
+        """What the method is told of the step: its own metadata, or the rows in the order of the batch."""
+        batch = plan.metadata if plan.metadata is not None else SparseBatch()
+        if isinstance(batch, SparseBatch):
+            batch.finished = plan.finished
+            batch.rows = []
+            metadata = getattr(context, "attn_metadata", None)
+            first = next((metadata[name] for name in self._layers if name in metadata), None) if metadata else None
+            if first is not None and plan.rows:
+                rows = in_order(plan, first)
+                if rows is None:
+                    throttle.warning("rows", "the rows of a step could not be told apart: it is dense")
+                batch.rows = rows or []
+        return batch
+
+    # Layers ----------------------------------------------------------------------------------------------------------
+
+    def name_of(self, impl: Any) -> str | None:
+        """Name of the layer of an implementation that is not told it."""
+        return self._names.get(id(impl))
+
+    def keys_written(self, name: str, key: Tensor, slot_mapping: Tensor) -> None:
+        """Keys ``[t, h, d]`` went into the cache of a layer."""
+        if self.blocks is not None and self._context is not None and name in self._layers:
+            self._call("write_keys", None, name, key[: slot_mapping.shape[0]], slot_mapping)
+
+    def latent_keys_written(self, name: str, latent: Tensor, rope: Tensor, slot_mapping: Tensor) -> None:
+        """The same with latent attention, whose key is ``latent [t, rank]`` and ``rope [t, (1,) size]``."""
+        if self._context is None:
+            return
+        self._latent[name] = (latent, rope)
+        if self.blocks is not None:
+            tokens = slot_mapping.shape[0]
+            key = torch.cat([latent[:tokens], rope[:tokens].reshape(tokens, -1)], dim=-1)
+            self._call("write_keys", None, name, key[:, None], slot_mapping)
+
+    def begin_layer(self, impl: Any, name: str, metadata: Any, phase: str | None = None) -> LayerCall | None:
+        """What the hooks of a layer are called with; None: the layer is computed by vLLM alone."""
+        del impl
+        if self._context is None or metadata is None or name not in self._layers:
+            return None
+        if not (self._begins or self._observes) or (self.blocks is not None and not self._may_select(name)):
+            return None
+        phase = phase or self._phase
+        made = copy_of(metadata, phase, deep=not self.selects_only)
+        context = _Context(self._context, name, made)
+        return LayerCall(name, self._layers[name], phase, metadata, made, context, self._latent.get(name))
+
+    def _may_select(self, name: str) -> bool:
+        assert self.blocks is not None
+        return not self.selects_only or self._observes or self.blocks.selects(name)
+
+    def attention_begin(
+        self, call: LayerCall, query: Tensor, key: Any, value: Any, output: Tensor
+    ) -> tuple[Tensor, Any, Any, Tensor]:
+        """The hook before attention: what it returns is used."""
+        given = (query, key, value, output)
+        if self.offload is not None and self.offload.has_any(self._rows):
+            self._choose(call, query, call.made)
+            return given
+        arguments = (query, key, value, call.name, call.context, output, call.phase)
+        found = self._call("attention_begin", None, *arguments)
+        return given if found is None else found
+
+    def _choose(self, call: LayerCall, query: Tensor, part: Any) -> None:
+        """As the method does by itself, with blocks that have left where they are now. Nothing here may fail into a
+        dense layer: what has left is not where vLLM's table says."""
+        assert self.blocks is not None
+        assert self.offload is not None
+        table, lens = part.block_table, part.seq_lens
+        selection = None
+        try:
+            selection = self.blocks.select_rows(call.name, query, table)
+        except Exception as error:
+            throttle.warning("choose", "blocks could not be chosen; what is there is attended to: %r", error)
+        if selection is None:
+            part.block_table, part.seq_lens = table.clone(), lens.clone()
+        else:
+            size = self.blocks.selector.geometry.block_size
+            part.block_table, part.seq_lens = compact_rows(selection, table, lens, size)
+        layer = self.blocks.layer_number(call.name)
+        self.offload.place(layer, self._rows, selection, table, part.block_table, part.seq_lens)
+
+    def latent_attention_begin(self, call: LayerCall, query: Any) -> Any:
+        """The same for rows of one token with latent attention; the query is that over the latent, in two parts or
+        joined."""
+        parts = query if isinstance(query, tuple) else None
+        rank = getattr(call.layer, "kv_lora_rank", 0)
+        latent, rope = parts if parts is not None else (query[..., :rank], query[..., rank:])
+        tokens = latent.shape[0]
+        if self.offload is not None and self.offload.has_any(self._rows):
+            self._choose(call, torch.cat([latent, rope], dim=-1), call.made.decode)
+            return query
+        keys = call.keys or (None, None)
+        key, value = (None if each is None else each[:tokens] for each in keys)
+        joined = query if self.selects_only else torch.cat([latent, rope], dim=-1)
+        found = self._call(
+            "attention_begin",
+            None,
+            joined,
+            key,
+            value,
+            call.name,
+            call.context,
+            None,
+            call.phase,
+            decode_ql_nope=latent,
+            decode_q_pe=rope,
+            k_hash=None,
+        )
+        return query if found is None or (found[0] is joined and self.selects_only) else found[0]
+
+    def compute(self, impl: Any, call: LayerCall, run: Callable[[Any], T]) -> T:
+        """Attention over what the hook left in its copy of the metadata."""
+        metadata = call.original
+        try:
+            metadata = self._rewriter.complete(
+                impl, call.layer, call.made, call.original, call.phase, deep=not self.selects_only
+            )
+        except Exception as error:
+            throttle.warning("metadata", "changed metadata could not be used, a layer is dense: %r", error)
+        return run(metadata)
+
+    def metadata_of_heads(self, impl: Any, call: LayerCall, rows: HeadRows) -> Any:
+        """The metadata of rows that are split by KV head."""
+        group = impl.num_heads // rows.heads
+        return metadata_of(call.made, rows, lambda made: cpu_plan(impl, call.layer, made, made.seq_lens, group, 1))
+
+    def attention_finished(self, call: LayerCall, query: Any, key: Any, value: Any, output: Any) -> None:
+        """The hook after attention."""
+        if self._observes:
+            arguments = (query, key, value, output, call.name, call.context, call.phase)
+            self._call("attention_finished", None, *arguments)
+
+    # Hooks -----------------------------------------------------------------------------------------------------------
+
+    def _call(self, hook: str, default: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return getattr(self.method, hook)(*args, **kwargs)
+        except Exception as error:
+            throttle.warning(f"hook {hook}", "%s of %s failed: %r", hook, type(self.method).__name__, error)
+            return default
+
+    def close(self) -> None:
+        """The engine ends."""
+        if active_host() is self:
+            set_active_host(None)
+        self._call("close", None)
+
+
+def _own(method: UcmSparseBase, hook: str) -> bool:
+    """Whether a hook is a user's, not one of ours."""
+    return method.overrides(hook) and not getattr(type(method), hook).__module__.startswith("ucm.sparse.")
+
+
+def _summary(plan: SparsePlan) -> Any:
+    """What ``execute_begin`` is told: the part of vLLM's SchedulerOutput that a worker needs, on both model runners."""
+    scheduled = {row.request_id: row.queries for row in plan.rows}
+    return SimpleNamespace(
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        finished_req_ids=set(plan.finished),
+    )
+
+
+def served_layers(vllm_config: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Of the layers of a KV cache group, those in which blocks can be left out: decoder layers that see all of their
+    context and weigh a key by what it is, not by where it stands in the table."""
+    found = {}
+    for name in names:
+        layer = vllm_config.compilation_config.static_forward_context.get(name)
+        impl = getattr(layer, "impl", None)
+        if layer is None or impl is None or getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+            continue
+        window = getattr(layer, "sliding_window", None)
+        if window is None and getattr(impl, "alibi_slopes", None) is None and _attends_backwards(impl):
+            found[name] = layer
+    return found
+
+
+def _attends_backwards(impl: Any) -> bool:
+    return str(getattr(impl, "attn_type", "decoder")).rsplit(".", 1)[-1].lower() == "decoder"

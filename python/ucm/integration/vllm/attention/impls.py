@@ -1,0 +1,130 @@
+"""Implementations of attention that ask the host of this process before and after they compute a layer.
+
+One class over each of vLLM's own, whose kernels do all the computing. Without a host, in a profiling run, in a layer
+that the host does not serve, they are vLLM's own code and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ucm.integration.vllm.attention.host import LayerCall, active_host
+from ucm.integration.vllm.attention.per_head import HeadRows
+
+
+def derive_impl(base: type, *, latent: bool) -> type:
+    """The implementation over ``base``, of a backend with latent attention or of another one."""
+    return type(
+        f"Sparse{base.__name__}",
+        (_Latent if latent else _Grouped, base),
+        {"__module__": __name__, "__doc__": f"{base.__name__} over selected blocks."},
+    )
+
+
+class _Grouped:
+    """Multi-head and grouped-query attention: one call computes all rows of a layer."""
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        """Write keys and values to the cache, and show them to the host: a CPU packs its pages, so this is where keys
+        can be read."""
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping, *args, **kwargs)  # type: ignore[misc]
+        if (host := active_host()) is not None:
+            host.keys_written(layer.layer_name, key, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attention of a layer, over the blocks that the method kept."""
+        compute = super().forward  # type: ignore[misc]
+        host = active_host()
+        call = None if host is None else host.begin_layer(self, layer.layer_name, attn_metadata)
+        if host is None or call is None:
+            result: Tensor = compute(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+            return result
+        q, k, v, out = host.attention_begin(call, query, key, value, output)
+        if host.rewrites_kv and k is not None and v is not None:
+            slots = attn_metadata.slot_mapping[: k.shape[0]]
+            super().do_kv_cache_update(layer, k[: len(slots)], v[: len(slots)], kv_cache, slots)  # type: ignore[misc]
+        if call.made.block_table.dim() == 3:
+            rows = HeadRows.of(attn_metadata.query_start_loc, *call.made.block_table.shape[:2])
+            metadata = host.metadata_of_heads(self, call, rows)
+            parts, pages = torch.empty_like(rows.split(q)), kv_cache.flatten(0, 1)[:, None]
+            compute(layer, rows.split(q), k, v, pages, metadata, parts, *args, **kwargs)
+            rows.join(parts, out)
+        else:
+            host.compute(self, call, lambda metadata: compute(layer, q, k, v, kv_cache, metadata, out, *args, **kwargs))
+        host.attention_finished(call, q, k, v, out)
+        if out is not output:
+            output.copy_(out)
+        return output
+
+
+class _Latent:
+    """Multi-head latent attention: prompts and single tokens are computed by two calls, over one latent key."""
+
+    def do_kv_cache_update(
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        """Write latent keys to the cache, and show them to the host."""
+        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs)  # type: ignore[misc]
+        host = active_host()
+        if host is not None and (name := host.name_of(self)) is not None:
+            host.latent_keys_written(name, kv_c_normed, k_pe, slot_mapping)
+
+    def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any) -> Any:
+        """Rows of one token, over the blocks that the method kept."""
+        compute = super().forward_mqa  # type: ignore[misc]
+        host = active_host()
+        call = None if host is None else host.begin_layer(self, layer.layer_name, attn_metadata, phase="decode")
+        if host is None or call is None:
+            return compute(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        asked = host.latent_attention_begin(call, q)
+        result = host.compute(self, call, lambda metadata: compute(asked, kv_c_and_k_pe_cache, metadata, layer))
+        host.attention_finished(call, asked, None, None, result[0])
+        return result
+
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Any,
+        k_scale: Tensor,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Rows of a prompt."""
+        compute = super().forward_mha  # type: ignore[misc]
+        host = active_host()
+        name = None if host is None else host.name_of(self)
+        call: LayerCall | None = None
+        if host is not None and name is not None and not host.selects_only:
+            call = host.begin_layer(self, name, attn_metadata, phase="prefill")
+        if host is None or call is None:
+            compute(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, *args, **kwargs)
+            return
+        asked, key, value, out = host.attention_begin(call, q, kv_c_normed, k_pe, output)
+        host.compute(
+            self,
+            call,
+            lambda metadata: compute(asked, key, value, kv_c_and_k_pe_cache, metadata, k_scale, out, *args, **kwargs),
+        )
+        host.attention_finished(call, asked, key, value, out)
+        if out is not output:
+            output.copy_(out)

@@ -1,0 +1,248 @@
+"""Representations of blocks that a worker did not compute, and those that it hands to the store beside the KV.
+
+A block that is computed here is encoded when its keys are written; one that vLLM finds in its prefix cache still has
+what it had. A loaded one gets its representation before the load is reported, so before vLLM lets the request run: from
+the store, where it lies beside the KV as a side shard, else from the keys that were loaded, and then it is stored once.
+That work is done in pieces between steps. What comes to nothing leaves a block without one, and its requests are dense.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ucm.integration.vllm.attention.pages import ReadKeys
+from ucm.integration.vllm.connector.guard import throttle
+from ucm.sparse.method import BlockSparse
+from ucm.sparse.selector import rep_bytes
+from ucm.store.ucmstore_v1 import UcmKVStoreBaseV1
+
+Ids = npt.NDArray[np.int64]
+
+#: Blocks of one layer that are encoded in one go.
+PIECE = 64
+#: How long a step works on this at most, in seconds; a piece that has begun is finished.
+STEP_S = 0.05
+#: A store keeps side shards of so many bytes at most.
+LARGEST = 16 << 20
+#: Side shards that are being stored: beyond so many, further ones are made again another time.
+MOST_WRITING = 64
+
+
+@dataclass(slots=True)
+class _Load:
+    """Blocks that are being filled, and their side shards on the way."""
+
+    ids: Sequence[bytes]
+    blocks: Ids
+    store: UcmKVStoreBaseV1
+    task: Any = None
+
+
+@dataclass(slots=True)
+class _Job:
+    """Blocks that are there, and have no representation yet."""
+
+    request: str
+    blocks: Ids
+    load: _Load | None
+    store_them: npt.NDArray[np.bool_] | None = None  # which are to be stored once they are made
+    asked: bool = False  # the store was asked for them, and has answered
+    missing: Ids | None = None  # of the blocks
+    layer: int = 0  # place of the next layer
+    first: int = 0  # and of the next block in it
+
+
+class Representations:
+    """Those of one worker's method."""
+
+    def __init__(
+        self,
+        method: BlockSparse,
+        caches: Mapping[int, Tensor],
+        read: ReadKeys | None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        writer: bool = True,
+    ) -> None:
+        """``caches``: the KV cache of each layer that has representations, by its number; ``read`` reads keys from
+        them, None where that is not possible; ``writer``: whether this rank stores its part."""
+        self._method = method
+        self._caches = dict(caches)
+        self._layers = list(method.store.layers)
+        self._read = read
+        self._clock = clock
+        self._writer = writer
+        self._loads: dict[str, _Load] = {}
+        self._jobs: deque[_Job] = deque()
+        self._writing: deque[tuple[UcmKVStoreBaseV1, Any]] = deque()
+        self.name = _name(method)
+        self.size = rep_bytes(method.selector) * len(self._layers)
+        self.rebuilt = self.loaded = 0  # blocks
+
+    @property
+    def sides(self) -> dict[str, int]:
+        """What a store is to keep beside the KV of a block, by name: bytes."""
+        return {self.name: self.size} if 0 < self.size <= LARGEST else {}
+
+    # Dumps ------------------------------------------------------------------------------------------------------
+
+    def beside(self, blocks: Ids, store: UcmKVStoreBaseV1) -> dict[str, npt.NDArray[np.uint8]] | None:
+        """What is stored beside the KV of these blocks; None where the store keeps nothing, or one has none."""
+        if self.name not in store.side_sizes or not self._method.store.ready(blocks):
+            return None
+        return {self.name: self._bytes(blocks)}
+
+    # Loads ------------------------------------------------------------------------------------------------------
+
+    def begin_load(
+        self, request: str, ids: Sequence[bytes], blocks: Ids, store: UcmKVStoreBaseV1, timeout: float | None = None
+    ) -> None:
+        """These blocks are about to be filled with the records of these ids."""
+        self._method.store.invalidate(blocks)
+        load = self._loads[request] = _Load(ids, blocks, store)
+        if self.name in store.side_sizes:
+            try:
+                load.task = store.load_sides(ids, self.name, timeout)
+            except Exception as error:
+                throttle.warning("load sides", "representations are made anew, the store gave none: %r", error)
+
+    def failed(self, request: str) -> None:
+        """The load did not bring all: what it brought is computed over, or is not selected from."""
+        self._loads.pop(request, None)
+
+    def arrived(self, request: str, blocks: Ids) -> bool:
+        """The KV of these blocks is there. False: their representations are still to be made, see :meth:`work`."""
+        load = self._loads.pop(request, None)
+        without = self._read is None and (load is None or load.task is None)
+        if without or not self._layers or not len(blocks):
+            return True
+        self._jobs.append(_Job(request, blocks, load))
+        return False
+
+    def work(self) -> list[str]:
+        """Go on with what is to be made; the requests whose loads are over with it."""
+        deadline = self._clock() + STEP_S
+        done: list[str] = []
+        while self._writing and _finished(*self._writing[0]):
+            self._writing.popleft()
+        for _ in range(len(self._jobs)):
+            job = self._jobs.popleft()
+            try:
+                over = self._go_on(job, deadline)
+            except Exception as error:
+                throttle.warning("representations", "loaded blocks could not be encoded, and are dense: %r", error)
+                over = True
+            if over:
+                done.append(job.request)
+            else:
+                self._jobs.append(job)
+            if self._clock() >= deadline:
+                break
+        return done
+
+    def __len__(self) -> int:
+        """Loads whose representations are being made."""
+        return len(self._jobs)
+
+    def _go_on(self, job: _Job, deadline: float) -> bool:
+        """Do what can be done of a job now; whether it is over."""
+        if not job.asked and not self._take(job):
+            return False
+        assert job.missing is not None
+        while len(job.missing) and not self._piece(job, job.missing):
+            if self._clock() >= deadline:
+                return False
+        if self._read is not None:
+            self._method.store.mark_ready(job.blocks)
+            self.rebuilt += len(job.missing)
+            self._store_made(job)
+        return True
+
+    def _take(self, job: _Job) -> bool:
+        """Take what the store has; False: it has not answered yet."""
+        load, found = job.load, np.zeros(len(job.blocks), dtype=np.bool_)
+        if load is not None and load.task is not None:
+            if not _finished(load.store, load.task):
+                return False
+            data, found = load.task.result()
+            self._put(job.blocks[found], data[found])
+            self.loaded += int(found.sum())
+            job.store_them = ~found
+        job.asked, job.missing = True, job.blocks[~found]
+        if self._read is None:
+            self._method.store.mark_ready(job.blocks[found])
+            job.missing = job.missing[:0]
+        return True
+
+    def _piece(self, job: _Job, missing: Ids) -> bool:
+        """Encode the next blocks from their keys; whether those were the last."""
+        layer, store = self._layers[job.layer], self._method.store
+        ids = torch.from_numpy(missing[job.first : job.first + PIECE])
+        assert self._read is not None
+        cache = self._caches[layer]
+        store.update(layer, self._read(cache, ids.to(cache.device)), ids)
+        job.first += PIECE
+        if job.first >= len(missing):
+            job.layer, job.first = job.layer + 1, 0
+        return job.layer == len(self._layers)
+
+    def _store_made(self, job: _Job) -> None:
+        """Keep what was made from keys, beside the blocks that are stored without."""
+        load, wanted = job.load, job.store_them
+        if load is None or wanted is None or not wanted.any() or not self._writer or len(self._writing) >= MOST_WRITING:
+            return
+        ids = [load.ids[row] for row in np.flatnonzero(wanted)]
+        try:
+            task = load.store.dump_sides(ids, {self.name: self._bytes(job.blocks[wanted])})
+        except Exception as error:  # no room, or a store that is being closed: they are made again the next time
+            throttle.warning("dump sides", "representations could not be stored: %s", error)
+            return
+        self._writing.append((load.store, task))
+
+    # Bytes ------------------------------------------------------------------------------------------------------
+
+    def _bytes(self, blocks: Ids) -> npt.NDArray[np.uint8]:
+        """Representations of these blocks, of one layer behind the other: ``[blocks, size]``."""
+        rows = len(blocks)
+        layers = [self._method.store.get(layer, blocks).cpu().contiguous() for layer in self._layers]
+        joined: npt.NDArray[np.uint8] = torch.cat([reps.view(rows, -1).view(torch.uint8) for reps in layers], 1).numpy()
+        return joined
+
+    def _put(self, blocks: Ids, data: npt.NDArray[np.uint8]) -> None:
+        """The opposite."""
+        if not len(blocks):
+            return
+        shape, dtype = self._method.selector.rep_shape()
+        parts = np.split(np.ascontiguousarray(data), len(self._layers), axis=1)
+        for layer, part in zip(self._layers, parts, strict=True):
+            reps = torch.from_numpy(part.copy()).view(dtype).view(len(blocks), *shape)
+            self._method.store.put(layer, blocks, reps)
+
+
+def _finished(store: UcmKVStoreBaseV1, task: Any) -> bool:
+    """Whether a task has ended, however."""
+    try:
+        return bool(store.check(task))
+    except Exception:
+        return True
+
+
+def _name(method: BlockSparse) -> str:
+    """Name of the side shard: another one for everything that shapes the bytes."""
+    said = f"{method.selector.signature()} layers {method.store.layers}"
+    return f"rep-{hashlib.sha256(said.encode()).hexdigest()[:12]}"
+
+
+def caches_by_layer(method: BlockSparse, layers: Sequence[str], caches: Mapping[str, Any]) -> dict[int, Tensor]:
+    """The KV cache of each layer that has representations."""
+    return {method.layer_number(name): caches[name] for name in layers if method.writes(name)}

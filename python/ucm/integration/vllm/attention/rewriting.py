@@ -1,0 +1,156 @@
+"""Copies of attention metadata that may be changed for one layer, and what has to follow from a change.
+
+vLLM makes one metadata object for a step, which all layers of a group share; nothing in it is ever written to here.
+A method gets a copy and gives other block tables and lengths to it; what a backend computed ahead from the old ones is
+made anew (:class:`Rewriter`). A copy that was not changed is thrown away: the layer computes with vLLM's own object.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: What a method may change, where the rows of one call are.
+CHANGED = ("block_table", "seq_lens")
+
+
+def rows_of(metadata: Any, phase: str | None) -> Any:
+    """The part of the metadata that has block table and lengths: of the rows of one token, where latent attention
+    computes these apart."""
+    decode = getattr(metadata, "decode", None)
+    return decode if decode is not None and phase == "decode" else metadata
+
+
+def copy_of(metadata: Any, phase: str | None, *, deep: bool) -> Any:
+    """A copy for one layer; ``deep`` where somebody may write into its block table and lengths."""
+    made = copy.copy(metadata)
+    part = rows_of(made, phase)
+    if part is not made:
+        part = made.decode = copy.copy(part)
+    if deep:
+        for name in CHANGED:
+            if (tensor := getattr(part, name, None)) is not None:
+                setattr(part, name, tensor.clone())
+    return made
+
+
+def is_changed(made: Any, original: Any, *, deep: bool) -> bool:
+    """Whether a copy differs from the original in anything. Only a deep copy has to be compared by its content."""
+    if type(made) is not type(original):
+        return True
+    for name, value in vars(made).items():
+        before = vars(original).get(name)
+        if value is before:
+            continue
+        if deep and isinstance(value, Tensor) and isinstance(before, Tensor):
+            if value.shape != before.shape or not torch.equal(value, before):
+                return True
+        elif name == "decode" and dataclasses.is_dataclass(value):
+            if is_changed(value, before, deep=deep):
+                return True
+        elif not isinstance(value, Tensor) and type(value) is type(before) and value == before:
+            continue
+        else:
+            return True
+    return False
+
+
+class Rewriter:
+    """Makes a changed copy whole: what the kernels of a backend take besides block table and lengths.
+
+    What is made from lengths is kept for the step, because most layers keep as many blocks as the one before.
+    """
+
+    def __init__(self) -> None:
+        self._plans: list[tuple[tuple[Any, ...], Tensor, Any]] = []
+
+    def begin_step(self) -> None:
+        """What was made belongs to the step before."""
+        self._plans = []
+
+    def complete(self, impl: Any, layer: Any, made: Any, original: Any, phase: str | None, *, deep: bool) -> Any:
+        """The copy with everything that follows from its block table and lengths; the original where nothing was
+        changed."""
+        if not is_changed(made, original, deep=deep):
+            return original
+        part = rows_of(made, phase)
+        _drop_notes(part)
+        name = _family(part)
+        if name == "cpu":
+            part.scheduler_metadata = self._planned(
+                ("cpu", impl.num_heads, impl.num_kv_heads, impl.head_size, impl.sliding_window),
+                part.seq_lens,
+                lambda lens: cpu_plan(impl, layer, part, lens, impl.num_heads, impl.num_kv_heads),
+            )
+        elif name == "flashmla":
+            heads = impl.num_heads * max(1, made.num_decode_tokens // max(1, made.num_decodes))
+            part.scheduler_metadata = self._planned(
+                ("flashmla", heads), part.seq_lens, lambda lens: _flashmla_plan(heads, lens)
+            )
+        elif hasattr(part, "scheduler_metadata"):
+            part.scheduler_metadata = None  # the kernel plans by itself
+        for place in {id(each): each for each in (made, part)}.values():
+            if hasattr(place, "max_seq_len") and part.seq_lens.numel():
+                place.max_seq_len = _longest(made, part)
+        return made
+
+    def _planned(self, kind: tuple[Any, ...], lens: Tensor, make: Callable[[Tensor], Any]) -> Any:
+        for known, before, plan in self._plans:
+            if known == kind and before.shape == lens.shape and torch.equal(before, lens):
+                return plan
+        plan = make(lens)
+        self._plans.append((kind, lens, plan))
+        return plan
+
+
+def _family(part: Any) -> str:
+    name = type(part).__name__
+    if name == "CPUAttentionMetadata":
+        return "cpu"
+    return "flashmla" if name == "FlashMLADecodeMetadata" else ""
+
+
+def _longest(made: Any, part: Any) -> int:
+    """The longest row; where prompts are computed apart from single tokens, their lengths count as well."""
+    longest = int(part.seq_lens.max())
+    return max(longest, int(made.max_seq_len)) if part is not made and made.num_prefills else longest
+
+
+def _drop_notes(part: Any) -> None:
+    """Forget what an implementation noted down on the object besides its fields: it was made from other lengths."""
+    fields = {field.name for field in dataclasses.fields(part)}
+    for name in [name for name in vars(part) if name not in fields]:
+        delattr(part, name)
+
+
+def cpu_plan(impl: Any, layer: Any, part: Any, lens: Tensor, heads: int, kv_heads: int) -> Any:
+    """What vLLM's CPU kernel computes ahead from the lengths of its rows."""
+    from vllm import _custom_ops as ops
+    from vllm import envs
+
+    return ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=lens.shape[0],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=impl.head_size,
+        seq_lens=lens,
+        dtype=layer.dtype,
+        query_start_loc=part.query_start_loc,
+        causal=part.causal,
+        sliding_window_size=impl.sliding_window,
+        isa=layer.isa,
+        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        dynamic_causal=part.dynamic_causal,
+        kv_cache_dtype=impl.kv_cache_dtype,
+    )
+
+
+def _flashmla_plan(heads: int, lens: Tensor) -> Any:
+    from vllm.v1.attention.ops.flashmla import get_mla_metadata
+
+    return get_mla_metadata(lens, heads, 1, is_fp8_kvcache=False)[0]

@@ -1,0 +1,66 @@
+"""What the scheduler half tells the workers of a step, and which row of the batch is which request.
+
+The scheduler half knows the requests of a step, a worker the rows; vLLM's model runners order them as they like, and
+tell nobody how. But no two requests write to one device block, so the block that the last token of a row goes to names
+the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ucm.sparse.base import UcmSparseMetadata
+from ucm.sparse.batch import SparseRow
+
+
+@dataclass(slots=True)
+class OffloadChange:
+    """Blocks of a request that leave the device, and hot blocks that it was given for those that have left."""
+
+    request: str
+    begin: int  # logical: the first of its blocks that may leave
+    blocks: npt.NDArray[np.int64]  # the device blocks that leave now, which follow those that left before
+    keys: bytes  # and their keys in the store
+    hot: list[int] = field(default_factory=list)  # device blocks, further ones
+
+
+@dataclass(slots=True)
+class SparsePlan:
+    """One step, for every rank."""
+
+    #: Tokens of a block.
+    block_tokens: int
+    #: Requests with fewer tokens are dense.
+    break_even: int
+    #: The workers are to measure it: see :mod:`.break_even`.
+    measure: bool = False
+    #: The requests of the step, in any order, and the device block of the last token of each.
+    rows: list[SparseRow] = field(default_factory=list)
+    last_blocks: list[int] = field(default_factory=list)
+    #: Requests that have ended since the step before.
+    finished: list[str] = field(default_factory=list)
+    #: Blocks that leave the device, and requests all of whose blocks have been given back.
+    offloaded: list[OffloadChange] = field(default_factory=list)
+    given_back: list[str] = field(default_factory=list)
+    #: What the method's scheduler side has to say, None where it says nothing.
+    metadata: UcmSparseMetadata | None = None
+
+
+def in_order(plan: SparsePlan, metadata: Any) -> list[SparseRow] | None:
+    """The rows of a step in the order of its attention metadata; None where a row has no request of the plan."""
+    known = dict(zip(plan.last_blocks, plan.rows, strict=True))
+    rows = [known.get(block) for block in last_blocks(metadata, plan.block_tokens, len(plan.rows))]
+    found = [row for row in rows if row is not None]
+    return found if len(found) == len(plan.rows) == len(known) else None
+
+
+def last_blocks(metadata: Any, block_tokens: int, rows: int) -> Sequence[int]:
+    """The device block that the last token of each of the first ``rows`` rows is written to."""
+    ends = metadata.query_start_loc[1 : rows + 1].long() - 1
+    slots = metadata.slot_mapping.index_select(0, ends.to(metadata.slot_mapping.device))
+    return [int(slot) // block_tokens for slot in slots.tolist()]

@@ -1,0 +1,150 @@
+"""A KV cache spec with vLLM's own pages, whose manager keeps approximate KV out of vLLM's prefix cache.
+
+The bytes of representations lie beside the KV, so they are no part of the page; they count in
+``max_memory_usage_bytes``, by which vLLM decides whether the longest request fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from ucm.integration.vllm.attention.configured import sparse_config
+from ucm.integration.vllm.attention.making import bytes_beside
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+    from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
+
+#: More tokens than a request can have.
+ALL = 1 << 62
+
+
+class _Beside:
+    """What both specs add to vLLM's."""
+
+    beside_bytes: int
+    block_size: int
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """The KV of the longest request and what lies beside it, of one layer."""
+        pages: int = super().max_memory_usage_bytes(vllm_config)  # type: ignore[misc]
+        blocks = -(-vllm_config.model_config.max_model_len // self.block_size)
+        return pages + int(blocks) * self.beside_bytes
+
+    @classmethod
+    def merge(cls, specs: Sequence[Self]) -> Self:
+        """One spec for layers that have the same."""
+        merged: Self = super().merge(specs)  # type: ignore[misc]
+        beside = {spec.beside_bytes for spec in specs}
+        assert len(beside) == 1, "All attention layers in the same KV cache group must keep the same beside their KV."
+        return replace(merged, beside_bytes=beside.pop())  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseFullAttentionSpec(_Beside, FullAttentionSpec):
+    """Full attention, some of whose rows select."""
+
+    ucm_packs_like: ClassVar[type] = FullAttentionSpec
+    #: Bytes of one block's representation in one layer.
+    beside_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseMLAAttentionSpec(_Beside, MLAAttentionSpec):
+    """Latent attention, some of whose rows select."""
+
+    ucm_packs_like: ClassVar[type] = MLAAttentionSpec
+    #: Bytes of one block's representation in one layer.
+    beside_bytes: int = 0
+
+
+_SPARSE: dict[type, type] = {
+    FullAttentionSpec: SparseFullAttentionSpec,
+    MLAAttentionSpec: SparseMLAAttentionSpec,
+}
+
+
+def customize_spec(spec: KVCacheSpec, vllm_config: VllmConfig) -> KVCacheSpec:
+    """The spec that a layer of an engine with sparse attention has; one that is not selected from stays as it is."""
+    kind, config = _SPARSE.get(type(spec)), sparse_config(vllm_config)
+    if kind is None or config is None:
+        return spec
+    given = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
+    made: KVCacheSpec = kind(**given, beside_bytes=bytes_beside(config, spec, vllm_config))
+    return made
+
+
+class SparseManager(FullAttentionManager):
+    """vLLM's manager of full attention, which puts only blocks with exact KV into the prefix cache."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        #: Tokens of a request with exact KV. The connector gives it when vLLM hands it this manager, before there are
+        #: requests; without one nothing is selected, and all are exact.
+        self.exact_tokens: Callable[[Request], int] = lambda _request: ALL
+        #: Which blocks leave the device; None: none does.
+        self.offload: OffloadPlanner | None = None
+        self._hot: dict[str, list[KVCacheBlock]] = {}
+
+    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """Blocks of the first ``num_tokens`` tokens are full: cache those that are exact."""
+        super().cache_blocks(request, min(num_tokens, self.exact_tokens(request)), *args, **kwargs)
+
+    # Offload: a request that decodes holds its windows, and hot blocks for what is chosen between them ---------------
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Give back the blocks that are in the store and not in a window."""
+        super().remove_skipped_blocks(request_id, processed_computed_tokens, num_prompt_tokens)
+        blocks = self.req_to_blocks.get(request_id)
+        if self.offload is None or not blocks:
+            return
+        leaving = self.offload.leaving(request_id, processed_computed_tokens, len(blocks))
+        if not leaving:
+            return
+        gone = blocks[leaving.start : leaving.stop]
+        self.offload.left(request_id, leaving, [block.block_id for block in gone])
+        blocks[leaving.start : leaving.stop] = [self._null_block] * len(leaving)
+        self.block_pool.free_blocks(reversed(gone))
+
+    def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
+        """Blocks for new tokens, and hot ones that are still to be given."""
+        needed: int = super().get_num_blocks_to_allocate(request_id, *args, **kwargs)
+        return needed + self._hot_missing(request_id)
+
+    def allocate_new_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
+        """Blocks for new tokens; hot ones are not among them, for the workers' block tables do not have them."""
+        new: list[KVCacheBlock] = super().allocate_new_blocks(request_id, *args, **kwargs)
+        missing = self._hot_missing(request_id)
+        if missing > 0 and self.offload is not None:
+            hot = self.block_pool.get_new_blocks(missing)
+            self._hot.setdefault(request_id, []).extend(hot)
+            self.offload.given(request_id, [block.block_id for block in hot])
+        return new
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """All that a request holds."""
+        blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
+        if self.offload is not None:
+            self.offload.gave_back(request_id)
+        return [*self._hot.pop(request_id, ()), *blocks]
+
+    def _hot_missing(self, request_id: str) -> int:
+        if self.offload is None:
+            return 0
+        return max(0, self.offload.hot(request_id) - len(self._hot.get(request_id, ())))
+
+
+KVCacheSpecRegistry._ensure_registered()  # it registers vLLM's own only where nothing is registered yet
+KVCacheSpecRegistry.register(SparseFullAttentionSpec, SparseManager, uniform_type_base_spec=FullAttentionSpec)
+KVCacheSpecRegistry.register(SparseMLAAttentionSpec, SparseManager, uniform_type_base_spec=FullAttentionSpec)

@@ -1,0 +1,138 @@
+"""Which blocks of a request leave the device while it decodes, and how many hot blocks it gets for them.
+
+vLLM asks its manager to give back what is not needed before it allocates for a step, and the manager asks here. A block
+may leave once every rank has stored it, and once it lies between the windows of what is chosen. The method says how
+much a request is to hold (:meth:`~ucm.sparse.base.UcmSparseBase.estimate_num_slots_sparsed`). What has left, and which
+blocks were given instead, goes to the workers with the next plan, whether the request is in it or not: its blocks may
+be written to by others in that very step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucm.integration.vllm.attention.exactness import ExactTokens
+from ucm.integration.vllm.attention.rows import OffloadChange
+from ucm.integration.vllm.connector.metadata import join_keys
+from ucm.sparse.base import INVALID_SLOT
+from ucm.sparse.method import BlockSparse
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+#: Keys of a request's first blocks that are in the store on every rank, in their order.
+StoredKeys = Callable[["Request"], Sequence[bytes]]
+
+
+@dataclass(slots=True)
+class _State:
+    """One request, some of whose blocks have left."""
+
+    end: int  # logical: the first behind those that have
+    hot: int = 0  # blocks that it is to have for them
+
+
+class OffloadPlanner:
+    """For one engine."""
+
+    def __init__(
+        self,
+        method: BlockSparse,
+        requests: Mapping[str, Request],
+        exact: ExactTokens,
+        block_tokens: int,
+        spare: int,
+    ) -> None:
+        """``requests``: those that are alive, by id; ``spare``: most blocks that may have left at a time, for which the
+        workers keep representations."""
+        self._method = method
+        self._requests = requests
+        self._exact = exact
+        self._block_tokens = block_tokens
+        self._free = spare
+        policy = method.policy_of_blocks(block_tokens)
+        self._init, self._local, self._budget = policy.init, policy.local, policy.budget
+        self._states: dict[str, _State] = {}
+        self._changes: dict[str, OffloadChange] = {}
+        self._given_back: list[str] = []
+        #: The connector's: which blocks every rank has stored. None until there is a store.
+        self.stored: StoredKeys | None = None
+
+    # What the manager asks -------------------------------------------------------------------------------------------
+
+    def leaving(self, request_id: str, processed: int, held: int) -> range:
+        """Logical blocks that leave now, of a request with ``processed`` tokens whose steps have ended."""
+        request, size = self._requests.get(request_id), self._block_tokens
+        nothing = range(0)
+        if request is None or self.stored is None:
+            return nothing
+        state = self._states.get(request_id)
+        dense_until = self._method.exact_tokens(0)
+        if processed < max(self._exact.prefill_tokens(request), dense_until):
+            return nothing
+        slots = self._method.estimate_num_slots_sparsed(request)
+        if slots == INVALID_SLOT:
+            return nothing
+        begin = self._init if state is None else state.end
+        blocks = -(-(processed + 1) // size)
+        upto = min(blocks - self._local, held - self._local)
+        if upto <= begin:
+            return nothing
+        keys = self.stored(request)
+        leaving = range(begin, min(upto, len(keys), begin + self._free))
+        hot = -(-slots // size) - self._init - self._local
+        if state is None and leaving.stop - self._init <= hot:
+            return nothing  # it would hold more than before
+        return leaving
+
+    def left(self, request_id: str, leaving: range, blocks: Sequence[int]) -> None:
+        """They leave."""
+        assert self.stored is not None
+        request = self._requests[request_id]
+        state = self._states.setdefault(request_id, _State(leaving.start))
+        state.end = leaving.stop
+        self._free -= len(leaving)
+        change = self._change(request_id)
+        change.blocks = np.concatenate([change.blocks, np.array(blocks, dtype=np.int64)])
+        change.keys += join_keys(self.stored(request)[leaving.start : leaving.stop])
+
+    def hot(self, request_id: str) -> int:
+        """How many hot blocks a request is to have by now."""
+        state = self._states.get(request_id)
+        if state is None:
+            return 0
+        request = self._requests.get(request_id)
+        if request is not None:
+            wanted = self._budget(-(-request.num_tokens // self._block_tokens))
+            state.hot = max(state.hot, min(wanted, state.end - self._init))
+        return state.hot
+
+    def given(self, request_id: str, blocks: Sequence[int]) -> None:
+        """It was given further hot blocks."""
+        self._change(request_id).hot += blocks
+
+    def gave_back(self, request_id: str) -> None:
+        """It holds nothing any more: it has ended, or was preempted."""
+        self._changes.pop(request_id, None)
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            self._free += state.end - self._init
+            self._given_back.append(request_id)
+
+    # What the workers are told ---------------------------------------------------------------------------------------
+
+    def take(self) -> tuple[list[OffloadChange], list[str]]:
+        """What has changed since the last call, and which requests hold nothing any more."""
+        changes, given_back = list(self._changes.values()), self._given_back
+        self._changes, self._given_back = {}, []
+        return changes, given_back
+
+    def _change(self, request_id: str) -> OffloadChange:
+        if request_id not in self._changes:
+            nothing = np.empty(0, dtype=np.int64)
+            self._changes[request_id] = OffloadChange(request_id, self._init, nothing, b"")
+        return self._changes[request_id]

@@ -1,0 +1,200 @@
+"""Sparse attention in the scheduler half: the hooks of the method's scheduler side, which tokens are exact, and what
+the workers are told of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ucm.config import UcmConfig
+from ucm.integration.vllm.attention.break_even import NEVER, length_text
+from ucm.integration.vllm.attention.exactness import ExactTokens
+from ucm.integration.vllm.attention.making import make_method
+from ucm.integration.vllm.attention.offload import spare_rows
+from ucm.integration.vllm.attention.rows import SparsePlan
+from ucm.integration.vllm.attention.spec import SparseManager
+from ucm.integration.vllm.connector.guard import logger, throttle
+from ucm.integration.vllm.connector.identity.engine_identity import block_tokens
+from ucm.integration.vllm.connector.scheduler.offload import OffloadPlanner
+from ucm.sparse.base import UcmSparseBase, UcmSparseRole
+from ucm.sparse.batch import SparseRow
+from ucm.sparse.method import BlockSparse
+from ucm.sparse.state import get_ucm_sparse, has_ucm_sparse, set_ucm_sparse
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+class BreakEven:
+    """From which length on choosing blocks pays in this engine: what its slowest rank measured, remembered with the
+    speeds of this machine. Until it is known every request is dense, and where ``min_tokens`` is configured that is the
+    answer."""
+
+    def __init__(self, method: UcmSparseBase, world: int) -> None:
+        self._method = method if isinstance(method, BlockSparse) else None
+        self._world = world
+        self._measured: list[int] = []
+        self.asked = False
+        self._known = self._method is None or self._method.settings.min_tokens is not None
+        self._set(0 if self._known else NEVER)
+
+    @property
+    def tokens(self) -> int:
+        """Requests with fewer tokens are dense."""
+        return 0 if self._method is None else self._method.break_even_tokens
+
+    def ask(self) -> bool:
+        """Whether the ranks are to measure now; they are asked once."""
+        if self._known or self.asked:
+            return False
+        self.asked = True
+        return True
+
+    def report(self, tokens: list[int]) -> None:
+        """Ranks have measured. Until all have, nothing is chosen: they would not agree."""
+        self._measured += tokens
+        if len(self._measured) >= self._world:
+            self.asked, self._known = False, True
+            self._set(max(self._measured))
+
+    def known(self) -> dict[str, Any]:
+        """What is to be remembered."""
+        if self._method is None or not self._measured or not self._known:
+            return {}
+        return {"sparse": {"method": self._named(), "tokens": self.tokens}}
+
+    def recall(self, entry: Mapping[str, Any]) -> None:
+        """What an earlier process had measured; anything that makes no sense counts as missing."""
+        stored = entry.get("sparse")
+        if self._known or not isinstance(stored, dict) or stored.get("method") != self._named():
+            return
+        tokens = stored.get("tokens")
+        if isinstance(tokens, int) and 0 <= tokens <= NEVER:
+            self._known, self.asked = True, False
+            self._set(tokens)
+            logger.info("sparse attention pays from %s tokens on: remembered of this machine", length_text(tokens))
+
+    def _named(self) -> str:
+        assert self._method is not None
+        return f"{type(self._method).__qualname__} {self._method.settings!r}"
+
+    def _set(self, tokens: int) -> None:
+        if self._method is not None:
+            self._method.break_even_tokens = tokens
+
+
+class SparseScheduler:
+    """One engine's method, on the scheduler's side."""
+
+    def __init__(self, method: UcmSparseBase, block_tokens: int, world: int = 1, num_blocks: int = 0) -> None:
+        """``world`` is the number of ranks, ``num_blocks`` of device blocks."""
+        self.method = method
+        self.break_even = BreakEven(method, world)
+        self._block_tokens = block_tokens
+        self._requests: dict[str, Request] = {}
+        self._finished: list[str] = []
+        self._manager: KVCacheManager | None = None
+        #: Tokens of a request whose KV is exact: the dump planner and vLLM's prefix cache stop there.
+        self.exact_tokens = ExactTokens(method)
+        #: Which blocks leave the device; None where all stay.
+        self.offload: OffloadPlanner | None = None
+        if isinstance(method, BlockSparse) and method.settings.offload:
+            spare = spare_rows(num_blocks)
+            self.offload = OffloadPlanner(method, self._requests, self.exact_tokens, block_tokens, spare)
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """The block tables, and the managers that fill vLLM's prefix cache."""
+        self._manager = manager
+        for each in manager.coordinator.single_type_managers:
+            if isinstance(each, SparseManager):
+                each.exact_tokens = self.exact_tokens
+                each.offload = self.offload
+
+    def on_new_request(self, request: Request) -> None:
+        """A request arrived."""
+        self._requests[request.request_id] = request
+        self._hook("request_begin", request.request_id, request.prompt_token_ids or [])
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks) -> None:
+        """It was given blocks."""
+        self.exact_tokens.prefill_tokens(request)
+        self._hook("update_state_after_alloc", request, len(blocks.blocks[0]))
+
+    def request_finished(self, request: Request) -> None:
+        """It ended, or was aborted."""
+        if self._requests.pop(request.request_id, None) is not None:
+            self._finished.append(request.request_id)
+        self._hook("request_finished_in_scheduler", request.request_id)
+
+    @property
+    def measuring(self) -> bool:
+        """Whether the workers were asked to measure, and have not answered."""
+        return self.break_even.asked
+
+    def measured(self, tokens: list[int]) -> None:
+        """What ranks have measured."""
+        if tokens:
+            self.break_even.report(tokens)
+
+    def plan(self, output: SchedulerOutput, settled: bool) -> SparsePlan:
+        """What the workers are told of a step. They ask the method before the model runs, so the connector is called
+        then, as if it had something to load in the step. ``settled``: what is remembered of other runs is known."""
+        output.has_sync_kv_loads = True
+        plan = SparsePlan(block_tokens=self._block_tokens, break_even=self.break_even.tokens)
+        plan.measure = settled and self.break_even.ask()
+        plan.finished, self._finished = self._finished, []
+        if self.offload is not None:
+            plan.offloaded, plan.given_back = self.offload.take()
+        plan.metadata = self._hook("build_sparse_meta", output, self._requests)
+        cached = output.scheduled_cached_reqs
+        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            self._add(plan, name, computed, output.num_scheduled_tokens[name])
+        for new in output.scheduled_new_reqs:
+            self._add(plan, new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id])
+        return plan
+
+    def _add(self, plan: SparsePlan, name: str, computed: int, scheduled: int) -> None:
+        request = self._requests.get(name)
+        if request is None or self._manager is None:
+            return
+        tokens = computed + scheduled
+        table = self._manager.get_blocks(name).blocks[0]
+        plan.last_blocks.append(table[(tokens - 1) // self._block_tokens].block_id)
+        plan.rows.append(
+            SparseRow(
+                request_id=name,
+                tokens=tokens,
+                prefill_tokens=self.exact_tokens.prefill_tokens(request),
+                prompt_tokens=request.num_prompt_tokens,
+                queries=scheduled,
+            )
+        )
+
+    def _hook(self, name: str, *args: Any) -> Any:
+        try:
+            return getattr(self.method, name)(*args)
+        except Exception as error:
+            throttle.warning(f"hook {name}", "%s of %s failed: %r", name, type(self.method).__name__, error)
+            return None
+
+    def close(self) -> None:
+        """The engine ends."""
+        if has_ucm_sparse() and get_ucm_sparse() is self.method:
+            set_ucm_sparse(None)
+        self._hook("close")
+
+
+def make_sparse_scheduler(
+    config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> SparseScheduler:
+    """The scheduler's side of an engine's method. Raises :class:`~ucm.errors.ConfigError`."""
+    method = make_method(config, vllm_config, UcmSparseRole.SCHEDULER)
+    if not has_ucm_sparse():  # a worker in the same process is the one that others want
+        set_ucm_sparse(method)
+    tokens = block_tokens(vllm_config, kv_cache_config)
+    world = vllm_config.parallel_config.world_size
+    return SparseScheduler(method, tokens, world, int(kv_cache_config.num_blocks))

@@ -1,0 +1,239 @@
+"""Sparse attention in the worker half: makes the method of this rank, its host, and the representations of what is
+loaded, and passes the step's plan on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ucm.config import UcmConfig
+from ucm.errors import ConfigError, UnsupportedError
+from ucm.integration.vllm.attention.break_even import NEVER, length_text, measure
+from ucm.integration.vllm.attention.eager_hooks import EagerHooks
+from ucm.integration.vllm.attention.host import SparseHost, served_layers, set_active_host
+from ucm.integration.vllm.attention.making import make_method, set_up
+from ucm.integration.vllm.attention.offload import Offload, spare_rows
+from ucm.integration.vllm.attention.pages import key_reader
+from ucm.integration.vllm.attention.registering import OVERRIDDEN
+from ucm.integration.vllm.attention.representations import Representations, caches_by_layer
+from ucm.integration.vllm.attention.rows import SparsePlan
+from ucm.integration.vllm.connector.guard import logger
+from ucm.integration.vllm.connector.identity.packing import layer_specs
+from ucm.integration.vllm.connector.worker.layered_store import layer_bytes
+from ucm.sparse.base import UcmSparseRole
+from ucm.sparse.method import BlockSparse
+from ucm.sparse.state import set_ucm_sparse
+from ucm.store import record_ids
+from ucm.store.kv_layout import KVLayout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+#: Backends whose pages can be read with a block table for each KV head: a page is one head after the other.
+_PER_HEAD = ("CPU_ATTN",)
+
+
+class SparseWorker:
+    """One rank's method and what it needs."""
+
+    def __init__(self, config: UcmConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        """Makes the method; raises :class:`~ucm.errors.ConfigError` for what is wrong in its configuration."""
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self.method = make_method(config, vllm_config, UcmSparseRole.WORKER)
+        self.host: SparseHost | None = None
+        self.representations: Representations | None = None
+        self.offload: Offload | None = None
+        self._store: Callable[[], Any] = lambda: None
+        self._mask = b""
+        self._writer = _writes(kv_cache_config)
+        self._eager: EagerHooks | None = None
+        self._measured: int | None = None
+        self._num_blocks = 0
+
+    def bind_store(self, store: Callable[[], Any], mask: bytes) -> None:
+        """Where the store is once it is open, and the mask of this rank's part."""
+        self._store, self._mask = store, mask
+
+    def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
+        """Where the KV lies: get ready. Raises :class:`~ucm.errors.ConfigError` where this engine cannot be served."""
+        group = self._kv_cache_config.kv_cache_groups[0]
+        layers = served_layers(self._vllm_config, group.layer_names)
+        if not layers:
+            raise ConfigError(
+                "sparse attention: no layer of this model attends to all of its context by a block table alone; set "
+                "ENABLE_SPARSE=false"
+            )
+        backend = _backend_of(layers)
+        spec = layer_specs(group.kv_cache_spec)[0]
+        cache = caches[next(iter(layers))]
+        self._num_blocks = int(cache.shape[0])
+        _check_kernel_blocks(next(iter(layers.values())), spec)
+        if isinstance(self.method, BlockSparse):
+            set_up(
+                self.method,
+                layers,
+                spec,
+                self._vllm_config,
+                self._num_blocks,
+                device=cache.device,
+                per_head=backend in _PER_HEAD and all(layer.impl.sinks is None for layer in layers.values()),
+                reduce=_reduce_over_ranks(),
+                spare_blocks=spare_rows(self._num_blocks) if self.method.settings.offload else 0,
+            )
+            self._prepare_representations(self.method, layers, backend, caches, int(spec.block_size))
+            if self.method.settings.offload:
+                self.offload = self._make_offload(self.method, group.layer_names, caches)
+        self.method.register_kv_caches(caches)
+        self.host = SparseHost(self.method, layers)
+        self.host.offload = self.offload
+        self._eager = EagerHooks(self.method, eager=bool(self._vllm_config.model_config.enforce_eager))
+        set_ucm_sparse(self.method)
+        set_active_host(self.host)
+        self._say(layers, backend, cache, len(caches))
+
+    def _prepare_representations(
+        self, method: BlockSparse, layers: dict[str, Any], backend: str, caches: Mapping[str, Any], tokens: int
+    ) -> None:
+        first = next(iter(layers))
+        try:
+            read = key_reader(layers[first], backend, caches[first], tokens)
+        except UnsupportedError as error:
+            read = None
+            logger.warning("sparse attention: prompts that are loaded from the store stay dense: %s", error)
+        self.representations = Representations(
+            method, caches_by_layer(method, list(layers), caches), read, writer=self._writer
+        )
+
+    def _make_offload(self, method: BlockSparse, names: Sequence[str], caches: Mapping[str, torch.Tensor]) -> Offload:
+        """Raises :class:`~ucm.errors.ConfigError` where a layer could want a block that has left."""
+        dense = [name for name in names if not method.selects(name)]
+        if dense:
+            raise ConfigError(
+                f"offload: {len(dense)} layers attend to all blocks ({dense[0]}, ...), so none can leave the device; "
+                "write `dense_layers: []`, or leave `offload` out"
+            )
+        if method.policy.heads == "kv" or method.policy.min_concurrency > 1:
+            raise ConfigError("offload needs `heads: shared` and `min_concurrency: 1`")
+        layout = KVLayout(caches, names)
+        layer_bytes(layout)
+        places = {method.layer_number(name): place for place, name in enumerate(layout.names)}
+        return Offload(method, places, lambda: self._store(), lambda keys: record_ids(keys, self._mask))
+
+    def _say(self, layers: dict[str, Any], backend: str, cache: torch.Tensor, count: int) -> None:
+        method = self.method
+        if not isinstance(method, BlockSparse):
+            logger.info("sparse attention: %s over %s, %d layers", type(method).__name__, backend, len(layers))
+            return
+        kv = cache.numel() * cache.element_size() * count
+        logger.info(
+            "sparse attention: %s over %s; %d of %d layers choose blocks; their representations take %.1f MiB beside "
+            "%.1f MiB of KV (%.1f %%)",
+            method.settings.algorithm,
+            backend,
+            len(method.store.layers),
+            len(layers),
+            method.store.nbytes / 2**20,
+            kv / 2**20,
+            100 * method.store.share(kv),
+        )
+
+    # Steps --------------------------------------------------------------------------------------------------
+
+    def begin_step(self, plan: SparsePlan, context: Any) -> None:
+        """Before the model runs."""
+        if self.host is None:
+            return
+        if plan.measure:
+            self._measured = self._measure(self.host)
+        self.host.begin_step(plan, context)
+
+    def _measure(self, host: SparseHost) -> int:
+        """From which length on choosing pays; where that cannot be measured, nothing is chosen."""
+        spec = layer_specs(self._kv_cache_config.kv_cache_groups[0].kv_cache_spec)[0]
+        began = time.perf_counter()
+        try:
+            found = measure(host, host.layers, spec, self._vllm_config, self._num_blocks)
+        except Exception as error:
+            logger.warning("sparse attention: what it gains could not be measured, so requests stay dense: %r", error)
+            return NEVER
+        took = time.perf_counter() - began
+        logger.info("sparse attention pays from %s tokens on (measured in %.1f s)", length_text(found), took)
+        return found
+
+    def take_measured(self) -> int | None:
+        """What was measured since the last call."""
+        measured, self._measured = self._measured, None
+        return measured
+
+    def end_step(self) -> None:
+        """After it."""
+        if self.host is not None:
+            self.host.end_step()
+
+    def stats(self) -> dict[str, float]:
+        """What the method counted."""
+        return self.method.stats.snapshot() if isinstance(self.method, BlockSparse) else {}
+
+    def close(self) -> None:
+        """The engine ends."""
+        if self._eager is not None:
+            self._eager.remove()
+        if self.host is not None:
+            self.host.close()
+            set_ucm_sparse(None)
+
+
+def _writes(kv_cache_config: Any) -> bool:
+    """Whether this rank is the one that stores its part: of ranks that hold the same KV, the first."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return bool(get_tp_group().rank_in_group % max(1, getattr(kv_cache_config, "kv_tp_replicas", 1)) == 0)
+
+
+def _backend_of(layers: Mapping[str, Any]) -> str:
+    """Name of the attention backend of these layers, which is one of ours; :class:`~ucm.errors.ConfigError` where it is
+    not."""
+    for layer in layers.values():
+        backend = layer.get_attn_backend()
+        if vars(backend).get("ucm_packs_like") is None:
+            raise ConfigError(
+                f"sparse attention: this engine runs the attention backend {backend.get_name()} "
+                f"({backend.__module__}.{backend.__qualname__}), which ucm does not select for. Choose one of "
+                f"{', '.join(OVERRIDDEN)} (--attention-backend), and let vLLM load the plug-in ucm (VLLM_PLUGINS), or "
+                "set ENABLE_SPARSE=false"
+            )
+    return str(next(iter(layers.values())).get_attn_backend().get_name())
+
+
+def _check_kernel_blocks(layer: Any, spec: Any) -> None:
+    """A kernel that splits vLLM's blocks has a block table of the pieces."""
+    from vllm.v1.worker.utils import select_common_block_size
+
+    size = select_common_block_size(spec.block_size, [layer.get_attn_backend()], [spec])
+    if size != spec.block_size:
+        raise ConfigError(
+            f"sparse attention: this backend computes with blocks of {size} tokens and vLLM keeps blocks of "
+            f"{spec.block_size}; write --block-size {size}"
+        )
+
+
+def _reduce_over_ranks() -> Callable[..., torch.Tensor] | None:
+    """Adds scores up over the tensor ranks, or takes the greatest; None where there is one rank."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return None
+
+    def reduce(scores: torch.Tensor, combine: str) -> torch.Tensor:
+        operation = torch.distributed.ReduceOp.MAX if combine == "max" else torch.distributed.ReduceOp.SUM
+        scores = scores.contiguous()
+        torch.distributed.all_reduce(scores, operation, group=group.device_group)
+        return scores
+
+    return reduce

@@ -1,0 +1,1 @@
+"""ESA, by the names of the original and of the book."""

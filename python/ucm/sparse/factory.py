@@ -1,0 +1,91 @@
+"""Methods of sparse attention by name: ours, and those that users register."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from ucm.config import UcmConfig, load
+from ucm.config.layer import algorithm_of
+from ucm.config.sparse import AlgorithmConfig
+from ucm.config.words import hint
+from ucm.errors import ConfigError, UnknownConnectorError
+from ucm.sparse.base import UcmSparseBase, UcmSparseRole
+
+#: Name -> module and class of the method.
+_METHODS: dict[str, tuple[str, str]] = {
+    "ESA": ("ucm.sparse.esa.esa", "ESA"),
+    "GSA": ("ucm.sparse.gsa.gsa", "GSA"),
+    "GSAOnDevice": ("ucm.sparse.gsa_on_device.gsa_on_device", "GSAOnDevice"),
+    "KVStarMultiStep": ("ucm.sparse.kvstar.multistep", "KVStarMultiStep"),
+    "Quest": ("ucm.sparse.methods", "Quest"),
+    "InfLLM": ("ucm.sparse.methods", "InfLLM"),
+    "Periodic": ("ucm.sparse.methods", "Periodic"),
+    "Random": ("ucm.sparse.methods", "Random"),
+    "Windows": ("ucm.sparse.methods", "Windows"),
+    "Oracle": ("ucm.sparse.methods", "Oracle"),
+    "Auto": ("ucm.sparse.methods", "Auto"),
+}
+
+
+class UcmSparseFactory:
+    """Makes methods. A user's own one is registered, and then named like ours."""
+
+    @classmethod
+    def register_sparse_method(cls, name: str, module_path: str, class_name: str) -> None:
+        """Make a subclass of :class:`~ucm.sparse.base.UcmSparseBase` known: ``class_name`` in the module
+        ``module_path``, imported when it is first made. Raises :class:`~ucm.errors.ConfigError` for a name that is
+        taken.
+        """
+        if name in _METHODS and _METHODS[name] != (module_path, class_name):
+            raise ConfigError(f'a sparse method "{name}" is registered already: {".".join(_METHODS[name])}')
+        _METHODS[name] = (module_path, class_name)
+
+    @classmethod
+    def method_class(cls, name: str) -> type[UcmSparseBase]:
+        """The class of that name, however it is spelled. Raises :class:`~ucm.errors.UnknownConnectorError`."""
+        known = name if name in _METHODS else algorithm_of(name)
+        if known not in _METHODS:
+            raise UnknownConnectorError(
+                f'no sparse method is named "{name}"{hint(name, _METHODS)} (known: {", ".join(_METHODS)})'
+            )
+        module, wanted = _METHODS[known]
+        found = getattr(importlib.import_module(module), wanted, None)
+        if not (isinstance(found, type) and issubclass(found, UcmSparseBase)):
+            raise ConfigError(f"{module}.{wanted} is no subclass of ucm.sparse.base.UcmSparseBase")
+        return found
+
+    @classmethod
+    def create_sparse_method(
+        cls,
+        name: Any,
+        role: UcmSparseRole = UcmSparseRole.WORKER,
+        config: Mapping[str, Any] | AlgorithmConfig | Any = None,
+    ) -> UcmSparseBase:
+        """A method by its name: ``create_sparse_method("GSA", role, {"sparse_ratio": 0.3})``.
+
+        ``config`` holds the keys of the algorithm, or is vLLM's ``VllmConfig``. The original's form, with vLLM's
+        configuration first, is understood as well. Raises :class:`~ucm.errors.ConfigError`.
+        """
+        if not isinstance(name, str):
+            found = cls.create_configured(name, role)
+            if found is None:
+                raise ConfigError("this configuration names no sparse method: write `ucm_sparse_config`")
+            return found
+        made: UcmSparseBase = cls.method_class(name)(config, role)
+        return made
+
+    @classmethod
+    def create_configured(cls, vllm_config: Any, role: UcmSparseRole) -> UcmSparseBase | None:
+        """The method that vLLM's configuration asks for; None where it asks for none."""
+        config = config_of(vllm_config)
+        if not config.enabled or not config.sparse.enabled or config.sparse.type is None:
+            return None
+        return cls.method_class(config.sparse.type)(vllm_config, role)
+
+
+def config_of(vllm_config: Any) -> UcmConfig:
+    """ucm's configuration inside vLLM's."""
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    return load(getattr(transfer, "kv_connector_extra_config", None) or {})

@@ -1,0 +1,1 @@
+"""The prefetch engine, by the names of the book and of document 002."""

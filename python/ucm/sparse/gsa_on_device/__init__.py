@@ -1,0 +1,1 @@
+"""GSA On-Device, by the names of the original and of the book."""

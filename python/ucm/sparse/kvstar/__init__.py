@@ -1,0 +1,1 @@
+"""KVStar MultiStep, by the names of the original and of the book."""

@@ -1,0 +1,394 @@
+"""The host of the selectors: a method of sparse attention that chooses blocks for each decode row of each layer.
+
+An engine's side calls, for each step: :meth:`BlockSparse.bind_sparse_metadata` with a
+:class:`~ucm.sparse.batch.SparseBatch`; for each layer :meth:`BlockSparse.write_keys` when keys are written to the
+cache, then :meth:`BlockSparse.attention_begin`, which replaces block table and lengths in the layer's copy of the
+metadata (or :meth:`BlockSparse.select_rows`, where attention reads the kept blocks in a way of its own); and at the end
+:meth:`BlockSparse.clear_sparse_metadata`. Rows that compute a prompt, and requests that the policy calls dense, are
+left alone; where all are, nothing is changed at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ucm.config.sparse import AlgorithmConfig
+from ucm.errors import ConfigError, InvalidInputError
+from ucm.sparse.base import CHANGING_HOOKS, INVALID_SLOT, UcmSparseBase, UcmSparseMetadata, UcmSparseRole
+from ucm.sparse.batch import SparseBatch
+from ucm.sparse.chooser import Chooser, Reduce
+from ucm.sparse.config import Method, method_of, policy_of, resolve_auto, settings_of
+from ucm.sparse.factory import config_of
+from ucm.sparse.open_blocks import WritePlan
+from ucm.sparse.policy import Policy
+from ucm.sparse.recall import RecallProbe
+from ucm.sparse.rep_store import RepStore
+from ucm.sparse.retriever import Retriever, Rows, make_retriever
+from ucm.sparse.selection import Selection, compact_rows, with_windows
+from ucm.sparse.selector import Geometry
+from ucm.sparse.stats import SparseStats
+from ucm.sparse.step import SAMPLE_EVERY, Step
+
+_log = logging.getLogger("ucm.sparse")
+
+
+class BlockSparse(UcmSparseBase):
+    """A method that chooses blocks. Subclasses name their algorithm; the rest is configuration."""
+
+    algorithm: ClassVar[str] = "Auto"
+
+    def __init__(
+        self, vllm_config: Any, role: Any, settings: AlgorithmConfig | Mapping[str, Any] | None = None
+    ) -> None:
+        """``vllm_config`` is vLLM's, or the keys of the algorithm; ``settings`` are the keys where they are given
+        beside it. The order of document 002, ``GSA(role, config)``, is understood as well."""
+        if isinstance(vllm_config, UcmSparseRole):
+            vllm_config, role = role, vllm_config
+        super().__init__(vllm_config, role)
+        if settings is None and (vllm_config is None or isinstance(vllm_config, Mapping | AlgorithmConfig)):
+            settings = vllm_config
+        if settings is None and vllm_config is not None:
+            settings = getattr(config_of(vllm_config).sparse.config, self.algorithm)
+        self.model = str(getattr(getattr(vllm_config, "model_config", None), "model", "") or "")
+        self.settings = resolve_auto(settings_of(self.algorithm, settings), self.model)
+        self.stats = SparseStats()
+        #: Requests shorter than this are dense where ``min_tokens`` is not configured: what was measured to pay.
+        self.break_even_tokens = 0
+        self._method: Method | None = None
+        self._scheduler_policy: Policy | None = None
+        self._dense_until: tuple[int, int] | None = None  # for these break-even tokens
+
+    # Scheduler's side ------------------------------------------------------------------------------------------------
+
+    def estimate_num_slots_sparsed(self, request: Any) -> int:
+        """Slots of the blocks that a decoding request keeps on the device when the others are kept elsewhere."""
+        if not self.settings.offload or request.num_output_tokens < 1:
+            return INVALID_SLOT
+        size = int(self._vllm_config.cache_config.block_size)
+        tokens = int(request.num_tokens)
+        blocks = -(-tokens // size)
+        kept = self.policy_of_blocks(size).kept(blocks, tokens)
+        return INVALID_SLOT if kept >= blocks else (kept - 1) * size + (tokens - 1) % size + 1
+
+    def policy_of_blocks(self, block_size: int) -> Policy:
+        """The policy, on a side that has no layers."""
+        if self._scheduler_policy is None:
+            self._scheduler_policy = policy_of(self.settings, block_size, self.model)
+        return self._scheduler_policy
+
+    def exact_tokens(self, prefill_tokens: int) -> int:
+        """Prompts are dense, and so are the tokens decoded before a request is long enough to be chosen from. None is
+        exact where a subclass has hooks of its own that may change more, unless it says otherwise here."""
+        if any(not getattr(type(self), hook).__module__.startswith("ucm.sparse.") for hook in CHANGING_HOOKS):
+            return 0
+        config = self._vllm_config
+        size, most = int(config.cache_config.block_size), int(config.model_config.max_model_len)
+        gate = self._break_even
+        if self._dense_until is None or self._dense_until[0] != gate:
+            self._dense_until = gate, self.policy_of_blocks(size).dense_until(size, most, gate)
+        return max(prefill_tokens, self._dense_until[1])
+
+    @property
+    def _break_even(self) -> int:
+        """Requests with fewer tokens are dense, by measurement."""
+        return self.break_even_tokens if self.settings.min_tokens is None else 0
+
+    # Set-up in a worker ----------------------------------------------------------------------------------------------
+
+    def setup(
+        self,
+        geometry: Geometry,
+        layer_names: Sequence[str],
+        num_blocks: int,
+        *,
+        device: str | torch.device = "cpu",
+        max_sequences: int = 256,
+        key_dtype: torch.dtype = torch.float32,
+        spare_blocks: int = 0,
+        per_head: bool = False,
+        reduce: Reduce | None = None,
+    ) -> None:
+        """Get ready for keys of this shape, in these layers (in the order of the model) and so many physical blocks.
+
+        ``max_sequences`` bounds how many run at once; ``spare_blocks`` are rows for the representations of offloaded
+        blocks; ``per_head``: the attention that reads the selection can read another one for each KV head; ``reduce``
+        is needed for ``shared_selection`` where there are several tensor ranks. Raises :class:`~ucm.errors.ConfigError`
+        where the settings do not fit.
+        """
+        self._layers = {name: layer_index(name, place) for place, name in enumerate(layer_names)}
+        count = max(self._layers.values(), default=-1) + 1
+        method = method_of(self.settings, geometry, self.model, count)
+        policy = method.policy
+        if policy.heads == "kv" and not per_head:
+            raise ConfigError("heads: kv needs attention that reads a block table for each head; write heads: shared")
+        if policy.heads == "kv" and policy.shared_ranks:
+            raise ConfigError("heads: kv and shared_selection exclude each other: ranks have different heads")
+        selecting = [layer for layer in policy.selecting_layers(count) if layer in set(self._layers.values())]
+        self._method, self.policy, self.selector, self._reduce = method, policy, method.selector, reduce
+        self.store = RepStore(
+            method.selector,
+            selecting,
+            num_blocks,
+            device=device,
+            spare=spare_blocks,
+            open_blocks=2 * max_sequences,
+            key_dtype=key_dtype,
+        )
+        self.chooser = Chooser(policy, method.selector, self.store, reduce)
+        self.retriever: Retriever = make_retriever(
+            policy,
+            self.chooser.find,
+            self.stats,
+            threads=self.settings.retrieval_threads,
+            bound_s=self.settings.retrieval_ms / 1000,
+        )
+        recall = self.settings.measure_recall
+        self._probe = RecallProbe(geometry, selecting, num_blocks, device, key_dtype) if recall else None
+        self._queries: dict[str, dict[int, Tensor]] = {}
+        self._sampled: dict[tuple[str, int], set[int]] = {}
+        self._rep_rows: dict[str, Tensor] = {}
+        self._chosen: dict[int, Selection | None] = {}
+        self._steps: dict[tuple[int, ...], Step] = {}
+        self._plans: list[tuple[Tensor, WritePlan]] = []
+
+    def layer_number(self, layer_name: str) -> int:
+        """The number of a layer of :meth:`setup`, by which :attr:`store` knows it."""
+        return self._layers[layer_name]
+
+    def writes(self, layer_name: str) -> bool:
+        """Whether :meth:`write_keys` is wanted for a layer."""
+        return self._layers.get(layer_name) in self.store.layers
+
+    def selects(self, layer_name: str) -> bool:
+        """Whether rows of a layer may keep fewer blocks than all: it chooses, or takes the choice of another one."""
+        layer = self._layers.get(layer_name)
+        return layer is not None and layer not in self.policy.dense_layers
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def bind_sparse_metadata(self, metadata: UcmSparseMetadata | None) -> None:
+        """A step begins, with these rows; None, or a batch without rows, is a step in which nothing is chosen."""
+        super().bind_sparse_metadata(metadata)
+        self._forget_step()
+        if isinstance(metadata, SparseBatch):
+            for request_id in metadata.finished:
+                self.request_finished_in_worker(request_id)
+            for row in metadata.rows:
+                if not row.decodes:
+                    self.retriever.forget(row.request_id)
+            self.retriever.begin_step()
+
+    def clear_sparse_metadata(self) -> None:
+        """The step is over."""
+        super().clear_sparse_metadata()
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._chosen, self._steps, self._plans = {}, {}, []
+
+    def write_keys(self, layer_name: str, key: Tensor, slot_mapping: Any) -> None:
+        """Keys ``[t, h, d]`` of a layer are written to the slots ``slot_mapping [t]`` of the cache (negative:
+        padding)."""
+        if not self.writes(layer_name):
+            return
+        layer, plan = self._layers[layer_name], self._write_plan(torch.as_tensor(slot_mapping))
+        self.store.write(layer, key, plan)
+        if self._probe is not None:
+            self._probe.write(layer, key, plan)
+
+    def _write_plan(self, slots: Tensor) -> WritePlan:
+        """The plan of these slots: made once a step, for the first layer, and the same for all others."""
+        for known, plan in self._plans:
+            if known is slots or (known.shape == slots.shape and torch.equal(known, slots)):
+                return plan
+        self._plans.append((slots, self.store.plan_write(slots.cpu())))
+        return self._plans[-1][1]
+
+    def attention_begin(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        layer_name: str,
+        forward_context: Any,
+        output: Any = None,
+        phase: str | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any, Any, Any]:
+        """Replace block table and lengths in the layer's copy of the metadata by those of the kept blocks.
+
+        With latent attention the query is ``decode_ql_nope`` and ``decode_q_pe`` of ``kwargs``, and the metadata that
+        of ``metadata.decode``.
+        """
+        del phase
+        metadata = forward_context.attn_metadata
+        metadata = metadata[layer_name] if isinstance(metadata, Mapping) else metadata
+        latent = kwargs.get("decode_ql_nope")
+        asked = query if latent is None else torch.cat([latent, kwargs["decode_q_pe"]], dim=-1)
+        place = metadata if latent is None else metadata.decode
+        selection = self.select_rows(layer_name, asked, place.block_table)
+        if selection is not None:
+            place.block_table, place.seq_lens = compact_rows(
+                selection, place.block_table, place.seq_lens, self.selector.geometry.block_size
+            )
+        return query, key, value, output
+
+    def select_rows(self, layer_name: str, query: Tensor, block_table: Tensor) -> Selection | None:
+        """The blocks that each row of the step keeps in a layer; None: every row keeps all.
+
+        ``query [tokens, heads, d]`` are the queries of the step's rows one after the other, ``block_table [rows, N]``
+        their physical blocks. With latent attention both hold the decode rows alone.
+        """
+        batch = self._sparse_metadata
+        layer = self._layers.get(layer_name)
+        if not isinstance(batch, SparseBatch) or not batch.rows or layer is None or layer in self.policy.dense_layers:
+            return None
+        source = self.policy.reuse_from.get(layer)
+        if source is not None:
+            return self._chosen.get(source)
+        step = self._step(block_table)
+        if step.ends[-1] > query.shape[0]:
+            raise InvalidInputError(
+                "fewer queries than the rows of the step have tokens",
+                context={"queries": query.shape[0], "tokens": step.ends[-1], "layer": layer_name},
+            )
+        self._chosen[layer] = self._select(layer, step, query, block_table)
+        return self._chosen[layer]
+
+    def request_finished_in_worker(self, request_id: str) -> None:
+        """Forget a request."""
+        self.retriever.forget(request_id)
+        self._queries.pop(request_id, None)
+        for layer in self.store.layers:
+            self._sampled.pop((request_id, layer), None)
+        rows = self._rep_rows.pop(request_id, None)
+        if rows is not None:
+            self.store.release([int(row) for row in rows if row >= self.store.num_blocks])
+
+    def set_rep_rows(self, request_id: str, rows: Sequence[int]) -> None:
+        """The rows of :attr:`store` that hold a request's representations, by logical block, from now on: of a request
+        some of whose blocks are not on the device (:meth:`~ucm.sparse.rep_store.RepStore.adopt`). Blocks beyond them
+        are found by the block table."""
+        self._rep_rows[request_id] = torch.tensor(list(rows), dtype=torch.int64)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        if self._method is not None:
+            self.retriever.close()
+
+    # Choosing --------------------------------------------------------------------------------------------------------
+
+    def _step(self, block_table: Tensor) -> Step:
+        """What holds for every layer of the step that reads this table."""
+        assert isinstance(self._sparse_metadata, SparseBatch)
+        key = (block_table.data_ptr(), *block_table.shape)
+        if key not in self._steps:
+            self._steps[key] = Step(
+                self._sparse_metadata,
+                block_table,
+                self.policy,
+                self.store,
+                self._rep_rows,
+                self._break_even,
+                self._agree if self.policy.shared_ranks and self._reduce is not None else None,
+            )
+            self.stats.add(rows_unready=self._steps[key].unready)
+        return self._steps[key]
+
+    def _agree(self, ready: list[bool]) -> list[bool]:
+        """Which rows have their representations on every rank: ranks that add up scores choose for the same rows."""
+        assert self._reduce is not None
+        missing = self._reduce(torch.tensor([not each for each in ready], dtype=torch.int64), "max")
+        return [not each for each in missing.tolist()]
+
+    def _select(self, layer: int, step: Step, query: Tensor, block_table: Tensor) -> Selection | None:
+        if self.selector.queries > 1:
+            self._keep_queries(layer, step, query)
+        if not step.sparse:
+            return None
+        selection = None
+        if self.policy.stride == 1 and self.policy.lag == 0:
+            selection = self.chooser.now(layer, step, self._last_queries(step, query))
+        if selection is not None:
+            self._sample_turnover(layer, step, selection)
+            kept, dense = step.kept, step.kept == step.seen
+        else:
+            selection = self._retrieve(layer, step, query)
+            kept, dense = float(selection.counts.sum()) / selection.counts.shape[1], selection.dense
+        self.stats.add(blocks_kept=kept, blocks_seen=step.seen, rows_sparse=len(step.sparse))
+        if self._probe is not None:
+            self._measure_recall(self._probe, layer, step, query, block_table, selection)
+        return None if dense else selection
+
+    def _retrieve(self, layer: int, step: Step, query: Tensor) -> Selection:
+        """By the retriever: choices that are used for several steps, or later than they were asked for."""
+        choices = self.retriever.step(layer, self._rows(layer, step, query))
+        heads = self.selector.geometry.kv_heads if self.policy.heads == "kv" else 1
+        kept = []
+        for blocks, choice in zip(step.blocks, choices, strict=True):
+            if choice is None:
+                kept.append([torch.arange(blocks)] * heads)
+            else:
+                kept.append([with_windows(self.policy, ids, choice.blocks, blocks) for ids in choice.middle])
+        return Selection.of(kept, step.blocks, step.places)
+
+    def _last_queries(self, step: Step, query: Tensor) -> Tensor:
+        return query if len(step.sparse) == query.shape[0] else query.index_select(0, step.last)
+
+    def _rows(self, layer: int, step: Step, query: Tensor) -> Rows:
+        """The rows that choose, with their latest queries."""
+        rows, wanted = [step.rows[i] for i in step.sparse], self.selector.queries
+        if wanted == 1:
+            asked, counts = self._last_queries(step, query)[:, None], [1] * len(rows)
+        else:
+            kept = [self._queries[row.request_id][layer] for row in rows]
+            asked = torch.stack([torch.nn.functional.pad(q, (0, 0, 0, 0, wanted - len(q), 0)) for q in kept])
+            counts = [len(q) for q in kept]
+        names, steps = [row.request_id for row in rows], [row.step for row in rows]
+        return Rows(names, steps, step.blocks, asked, counts, step.reps)
+
+    def _keep_queries(self, layer: int, step: Step, query: Tensor) -> None:
+        """Keep the latest queries of each row, for an algorithm that scores with several."""
+        wanted = self.selector.queries
+        for row, end in zip(step.rows, step.ends, strict=True):
+            kept = self._queries.setdefault(row.request_id, {})
+            new = query[end - min(row.queries, wanted) : end]
+            kept[layer] = torch.cat([kept.get(layer, new[:0]), new])[-wanted:]
+
+    # Measuring -------------------------------------------------------------------------------------------------------
+
+    def _sample_turnover(self, layer: int, step: Step, selection: Selection) -> None:
+        """How much of a choice is new, for two steps in every :data:`~ucm.sparse.step.SAMPLE_EVERY`; where choices go
+        through the retriever, it counts all of them."""
+        for number in step.sampled:
+            row = step.rows[step.sparse[number]]
+            key = (row.request_id, layer)
+            chosen = set(selection.kept(number).tolist()[self.policy.init : -self.policy.local])
+            before = self._sampled.pop(key, None)
+            if row.step % SAMPLE_EVERY == 0:
+                self._sampled[key] = chosen
+            elif before is not None:
+                self.stats.add(blocks_new=len(chosen - before), blocks_chosen=len(chosen))
+
+    def _measure_recall(
+        self, probe: RecallProbe, layer: int, step: Step, query: Tensor, block_table: Tensor, selection: Selection
+    ) -> None:
+        for number, i in enumerate(step.sparse):
+            seen = probe.mass(
+                layer, query[step.ends[i] - 1], block_table[i, : step.blocks[number]], step.rows[i].tokens
+            )
+            heads = selection.ids.shape[1]
+            held = [seen[h if heads > 1 else slice(None)][..., selection.kept(number, h)].sum() for h in range(heads)]
+            self.stats.add(mass_seen=float(seen.sum()), mass_kept=float(sum(held)))
+
+
+def layer_index(name: str, place: int) -> int:
+    """The number of a layer by its name (``model.layers.12.self_attn.attn``), else its place."""
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return int(found[1]) if found else place

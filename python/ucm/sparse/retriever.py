@@ -1,0 +1,201 @@
+"""When blocks are chosen, and from which step on a choice is used: at once, or a stated number of steps later.
+
+A request chooses in steps 1, 1+stride, 1+2·stride, ... A choice made from the query of step ``s`` is used from step
+``s + lag`` on, and until the next one. The first choice of a request is always waited for, so there is never a step
+without one. With a lag the choice is computed beside the model by threads; when its step has come it is waited for.
+Nothing is taken from the clock but the bound of that wait, so ranks, batches and runs agree on every step that is not
+late; a late one is dense, which is exact, and is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ucm.sparse.policy import Policy
+from ucm.sparse.stats import SparseStats
+
+_log = logging.getLogger("ucm.sparse")
+
+#: Blocks chosen between the windows, one ascending tensor for each head (one where the heads share a choice).
+Middle = list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Decode rows of a layer in one step."""
+
+    request_ids: Sequence[str]
+    #: Number of each row's decode step, from 1.
+    steps: Sequence[int]
+    #: How many blocks each request has.
+    blocks: Sequence[int]
+    #: Latest queries, ``[r, w, heads, d]``, the newest last; the first ones of a row that has had fewer are zero.
+    query: Tensor
+    #: How many of them each row has had.
+    queries: Sequence[int]
+    #: Rows of the representations, ``[r, most]``, of which each row's first ``blocks`` count.
+    table: Tensor
+
+    def pick(self, places: list[int]) -> Rows:
+        """Some of these rows, in copies that stay as they are."""
+        at = torch.tensor(places, device=self.query.device)
+        return Rows(
+            [self.request_ids[i] for i in places],
+            [self.steps[i] for i in places],
+            [self.blocks[i] for i in places],
+            self.query.index_select(0, at),
+            [self.queries[i] for i in places],
+            self.table.index_select(0, at.to(self.table.device)),
+        )
+
+
+#: Computes the choices of some rows of a layer.
+Find = Callable[[int, Rows], list[Middle]]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen, and from what."""
+
+    middle: Middle
+    #: How many blocks there were.
+    blocks: int
+    #: The step of the query.
+    step: int
+
+
+class Slot:
+    """A place for one result: written once by one thread, read by another without a lock."""
+
+    __slots__ = ("_written", "value")
+
+    def __init__(self) -> None:
+        self.value: list[Middle] | None = None
+        self._written = threading.Event()
+
+    def write(self, value: list[Middle] | None) -> None:
+        """Leave the result; None: there is none, it failed."""
+        self.value = value  # one reference, which the interpreter replaces in one piece
+        self._written.set()
+
+    def written(self, seconds: float) -> bool:
+        """Whether the result is there, waiting for it at most so long."""
+        return self._written.is_set() or self._written.wait(max(0.0, seconds))
+
+
+@dataclass(slots=True)
+class _Track:
+    """Choices of one request in one layer."""
+
+    active: Choice | None = None
+    #: (step of the query, number of blocks then, the slot of its batch, its place in that batch), the oldest first.
+    pending: deque[tuple[int, int, Slot, int]] = field(default_factory=deque)
+
+
+class Retriever:
+    """Keeps each request's choices, by layer, and makes new ones when they are due. Used by one thread."""
+
+    def __init__(
+        self, policy: Policy, find: Find, stats: SparseStats, *, executor: Executor | None = None, bound_s: float = 0.2
+    ) -> None:
+        """``executor`` runs ``find`` where the policy has a lag; ``bound_s`` is how long the waits of one step may take
+        together."""
+        self._policy = policy
+        self._find = find
+        self._stats = stats
+        self._executor = executor
+        self._bound_s = bound_s
+        self._deadline = time.monotonic() + bound_s
+        self._tracks: dict[str, dict[int, _Track]] = {}
+        self._told = False
+
+    def begin_step(self) -> None:
+        """A step begins: its waits share one bound."""
+        self._deadline = time.monotonic() + self._bound_s
+
+    def step(self, layer: int, rows: Rows) -> list[Choice | None]:
+        """The choice that each row uses in this step; None: none is there in time, so the row is dense."""
+        tracks = [self._tracks.setdefault(name, {}).setdefault(layer, _Track()) for name in rows.request_ids]
+        due = [
+            i
+            for i, track in enumerate(tracks)
+            if (track.active is None and not track.pending) or (rows.steps[i] - 1) % self._policy.stride == 0
+        ]
+        if due:
+            self._retrieve(layer, rows, tracks, due)
+        return [self._current(track, step) for track, step in zip(tracks, rows.steps, strict=True)]
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended, or computes its prompt again."""
+        self._tracks.pop(request_id, None)
+
+    def close(self) -> None:
+        """Stop the threads, without waiting for what they are at. Rows are dense from here on, where they had no
+        choice."""
+        if isinstance(self._executor, ThreadPoolExecutor):
+            self._executor.shutdown(wait=False, cancel_futures=True)
+        self._tracks.clear()
+
+    def _retrieve(self, layer: int, rows: Rows, tracks: list[_Track], due: list[int]) -> None:
+        slot, picked = Slot(), rows.pick(due)
+        for place, i in enumerate(due):
+            tracks[i].pending.append((rows.steps[i], rows.blocks[i], slot, place))
+        if self._executor is None:
+            self._run(slot, layer, picked)
+        else:
+            self._executor.submit(self._run, slot, layer, picked)
+
+    def _run(self, slot: Slot, layer: int, rows: Rows) -> None:
+        found = None
+        try:
+            found = self._find(layer, rows)
+        except Exception:
+            self._stats.add(failed=1)
+            if not self._told:
+                self._told = True
+                _log.exception("choosing blocks failed in layer %d; such steps are dense", layer)
+        finally:
+            slot.write(found)
+
+    def _current(self, track: _Track, step: int) -> Choice | None:
+        while track.pending:
+            asked, blocks, slot, place = track.pending[0]
+            if track.active is not None and asked + self._policy.lag > step:
+                break
+            if not slot.written(self._deadline - time.monotonic()):
+                self._stats.add(late=1)
+                return None
+            track.pending.popleft()
+            if slot.value is None:
+                track.active = None
+                continue
+            self._activate(track, Choice(slot.value[place], blocks, asked))
+        if track.active is not None:
+            self._stats.add(steps_waited=step - track.active.step, choices_used=1)
+        return track.active
+
+    def _activate(self, track: _Track, choice: Choice) -> None:
+        before = track.active
+        chosen = sum(map(len, choice.middle))
+        same = 0
+        if before is not None:
+            same = sum(int(torch.isin(new, old).sum()) for new, old in zip(choice.middle, before.middle, strict=True))
+            self._stats.add(blocks_new=chosen - same, blocks_chosen=chosen)
+        track.active = choice
+
+
+def make_retriever(
+    policy: Policy, find: Find, stats: SparseStats, *, threads: int = 2, bound_s: float = 0.2
+) -> Retriever:
+    """Synchronous for a policy without lag, else beside the model on ``threads`` threads."""
+    executor = ThreadPoolExecutor(threads, thread_name_prefix="ucm-retrieve") if policy.lag else None
+    return Retriever(policy, find, stats, executor=executor, bound_s=bound_s)

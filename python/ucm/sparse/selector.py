@@ -1,0 +1,186 @@
+"""What an algorithm of block selection provides: what is kept of a block's keys, and how a query scores it.
+
+A selector is pure: it holds settings and constants, never a request's state, and gives the same answer for the same
+tensors on every rank, in every batch and after every restart. Windows, budgets and steps are
+:mod:`ucm.sparse.policy`'s, memory is :mod:`ucm.sparse.rep_store`'s. Keys are what the cache holds, so they carry their
+rotary position already.
+
+Notation of the shapes: ``m`` blocks to encode, ``n`` blocks of one request, ``b`` tokens of a block, ``h`` KV heads of
+this rank, ``g`` query heads for each of them, ``d`` head size, ``w`` queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ucm.errors import ConfigError
+
+#: How the scores of several heads, or of several ranks, become one.
+Combine = Literal["sum", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Shape of the keys of one rank. With latent attention there is one KV head, of latent and rotary part together."""
+
+    block_size: int
+    kv_heads: int
+    head_dim: int
+    #: Size of the rotary part at the end of a latent key; 0: no latent attention.
+    rope_dim: int = 0
+    #: What attention multiplies q·k by; None: 1/sqrt(head_dim).
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("block_size", self.block_size), ("kv_heads", self.kv_heads), ("head_dim", self.head_dim)):
+            if value < 1:
+                raise ConfigError(f"{name} of sparse attention must be at least 1, got {value}")
+        if not 0 <= self.rope_dim < self.head_dim:
+            raise ConfigError(f"rope_dim must lie within the {self.head_dim} of a latent key, got {self.rope_dim}")
+        if self.rope_dim and self.kv_heads != 1:
+            raise ConfigError(f"latent attention has one KV head, got {self.kv_heads}")
+
+    @property
+    def softmax_scale(self) -> float:
+        """What attention multiplies q·k by."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@runtime_checkable
+class Selector(Protocol):
+    """What an algorithm provides. :class:`BlockSelector` has defaults for all but the last three."""
+
+    #: Its name in logs and statistics.
+    name: str
+    geometry: Geometry
+    #: How many of a request's latest queries it scores with.
+    queries: int
+    #: How the scores of heads, and of ranks, become one.
+    combine: Combine
+    #: Whether scores are integers, which add up the same in any order.
+    exact: bool
+    #: Whether :meth:`encode` treats each token alone, so that a block's representation grows token by token.
+    token_wise: bool
+
+    def signature(self) -> str:
+        """Everything that shapes the bytes of a representation, as text: representations with another one are
+        foreign."""
+        ...
+
+    def rep_shape(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and type of one block's representation; begins with ``b`` where :attr:`token_wise`."""
+        ...
+
+    def encode(self, layer: int, keys: Tensor) -> Tensor:
+        """Representations ``[m, *rep]`` of whole blocks ``keys [m, b, h, d]``. A block's does not depend on the
+        others."""
+        ...
+
+    def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
+        """How much each block of one request matters, ``[h, n]`` (float32, or int32 where exact): higher is better.
+
+        ``query [w, h*g, d]`` are its latest queries, the newest last, fewer than :attr:`queries` at its beginning;
+        ``reps [n, *rep]`` the representations of its candidates, which lie between the windows, in logical order. One
+        request at a time, so that a score cannot depend on the batch.
+        """
+        ...
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """Estimates of attention mass, float64, not negative, in the shape of ``scores [..., n]``; they need not add up
+        to 1. Used by budgets given as a share of the mass."""
+        ...
+
+    def fused_scores(
+        self,
+        layer: int,
+        query: Tensor,
+        reps: Tensor,
+        table: Tensor,
+        blocks: Tensor,
+        *,
+        init: int,
+        local: int,
+        apart: bool,
+    ) -> Tensor | None:
+        """:meth:`score` of several requests by a kernel, with the heads joined unless they are to be kept ``apart``:
+        ``[r, h or 1, N]``. None: there is no kernel for these tensors, use :meth:`score`.
+
+        ``query [r, h*g, d]`` are the latest queries, ``reps`` all representations of the layer, ``table [r, N]`` the
+        rows of them that are each request's, of which ``blocks [r]`` count. The first ``init`` and the last ``local``
+        are windows: their representations are not read, and their scores, like those beyond, mean nothing.
+        """
+        ...
+
+
+class BlockSelector:
+    """Defaults of a selector. A subclass sets :attr:`name` and defines ``rep_shape``, ``encode`` and ``score``."""
+
+    name: str = ""
+    queries: int = 1
+    combine: Combine = "sum"
+    exact: bool = False
+    token_wise: bool = False
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
+    def signature(self) -> str:
+        """Name, shape of the keys, and what a subclass puts into :meth:`settings`."""
+        g = self.geometry
+        parts = [self.name, f"b{g.block_size}h{g.kv_heads}d{g.head_dim}r{g.rope_dim}"]
+        return ":".join([*parts, *(f"{key}={value}" for key, value in sorted(self.settings().items()))])
+
+    def settings(self) -> dict[str, Any]:
+        """Settings that shape the bytes of a representation."""
+        return {}
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """Softmax over the blocks: scores are taken for logits."""
+        return torch.softmax(scores.double(), dim=-1)
+
+    def fused_scores(
+        self,
+        layer: int,
+        query: Tensor,
+        reps: Tensor,
+        table: Tensor,
+        blocks: Tensor,
+        *,
+        init: int,
+        local: int,
+        apart: bool,
+    ) -> Tensor | None:
+        """No kernel."""
+        del layer, query, reps, table, blocks, init, local, apart
+        return None
+
+    def grouped(self, query: Tensor) -> Tensor:
+        """``query [w, h*g, d]`` as ``[w, h, g, d]`` in float32."""
+        w, heads, dim = query.shape
+        kv = self.geometry.kv_heads
+        if heads % kv or dim != self.geometry.head_dim:
+            raise ConfigError(
+                f"a query of {heads} heads of size {dim} does not fit {kv} KV heads of size {self.geometry.head_dim}"
+            )
+        return query.float().view(w, kv, heads // kv, dim)
+
+
+def on_cpu(*tensors: Tensor) -> bool:
+    """Whether kernels of the CPU read these tensors: they lie in the host's memory, in a type that kernels know."""
+    return all(tensor.is_cpu and tensor.dtype in _KERNEL_TYPES for tensor in tensors)
+
+
+_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8)
+
+
+def rep_bytes(selector: Selector) -> int:
+    """Bytes of one block's representation in one layer."""
+    shape, dtype = selector.rep_shape()
+    size = int(torch.empty((), dtype=dtype).element_size())
+    for length in shape:
+        size *= length
+    return size

@@ -1,0 +1,147 @@
+"""GSA On-Device: each key is a code of sign bits, and a block scores by its key nearest to the query in Hamming
+distance.
+
+``code(x) = pack(x·W > 0)``, bit ``j`` of byte ``i`` being direction ``8i + j``; ``dist[t] = min_h popcount(code(q̄_h)
+xor code(K[t,h]))``; ``s_b = -min_{t in b} dist[t]``. Two vectors at angle ``a`` differ in ``a/pi`` of their bits on
+average. With latent attention there are two codes, of the latent and of the rotary part, and the distances of all query
+heads (or of means of ``reduction_heads`` of them) are added up: one latent head serves all of them.
+
+Distances are integers and stay so: they are the same in any order of adding, on every rank.
+
+Source: the original's GSA On-Device; book 10; HATA (ACL 2025) for the idea. The bits do not depend on the head size
+here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ucm.errors import ConfigError
+from ucm.sparse import retrieval
+from ucm.sparse.selector import BlockSelector, Combine, Geometry, on_cpu
+from ucm.sparse.selectors.codes import distance, made_code
+from ucm.sparse.selectors.haar import directions, load_directions
+
+#: Version of how directions are drawn and bits packed; codes of another one are foreign.
+VERSION = 1
+
+
+class Hash(BlockSelector):
+    """Sign codes of single keys."""
+
+    name = "hash"
+    combine: Combine = "max"
+    exact = True
+    token_wise = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        bits: int | None = None,
+        seed: int = 0,
+        weights_file: str | None = None,
+        reduction_heads: int = 1,
+    ) -> None:
+        """``bits`` of a code, a multiple of 8; None: 128, and with latent attention as many as the latent has channels.
+        ``weights_file``: learned directions, an ``.npz`` with ``layer.N`` of shape ``[d, bits]`` for each layer N that
+        selects. ``reduction_heads``: how many query heads become one before they are encoded (latent attention)."""
+        super().__init__(geometry)
+        latent = geometry.head_dim - geometry.rope_dim
+        self.bits = bits if bits is not None else latent if geometry.rope_dim else 128
+        #: Channels and bits of each part of a key.
+        self.parts = [(latent, self.bits)] + ([(geometry.rope_dim, geometry.rope_dim)] if geometry.rope_dim else [])
+        if any(width % 8 for _, width in self.parts):
+            raise ConfigError(f"hash_bits must be a multiple of 8 in every part of a key, got {self.parts}")
+        self.seed, self.reduction = seed, reduction_heads
+        self._learned: dict[str, Any] | None = None
+        self._digest = ""
+        if weights_file:
+            self._learned, self._digest = load_directions(weights_file)
+        self._weights: dict[tuple[int, torch.device], list[Tensor]] = {}
+
+    def settings(self) -> dict[str, Any]:
+        """Bits, and where the directions come from."""
+        source = self._digest or f"haar{VERSION}.{self.seed}"
+        return {"bits": "+".join(str(bits) for _, bits in self.parts), "directions": source}
+
+    def rep_shape(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """``[b, h, bytes]``."""
+        g = self.geometry
+        return (g.block_size, g.kv_heads, sum(bits for _, bits in self.parts) // 8), torch.uint8
+
+    def weights_of(self, layer: int, device: torch.device) -> list[Tensor]:
+        """The directions ``[d, bits]`` of each part of a key, float32."""
+        key = (layer, device)
+        if key not in self._weights:
+            self._weights[key] = [
+                torch.from_numpy(self._made(layer, part, size, bits).astype(np.float32)).to(device)
+                for part, (size, bits) in enumerate(self.parts)
+            ]
+        return self._weights[key]
+
+    def _made(self, layer: int, part: int, size: int, bits: int) -> Any:
+        if self._learned is None or part:
+            return directions(size, bits, seed=self.seed, layer=layer, part=part)
+        found = self._learned.get(f"layer.{layer}")
+        if found is None or found.shape != (size, bits):
+            shape = None if found is None else found.shape
+            raise ConfigError(f"hash_weights_file: layer.{layer} must have shape ({size}, {bits}), got {shape}")
+        return found
+
+    def encode(self, layer: int, keys: Tensor) -> Tensor:
+        """Codes ``[m, b, h, bytes]``."""
+        parts = keys.split([size for size, _ in self.parts], dim=-1)
+        weights = self.weights_of(layer, keys.device)
+        found = [made_code(x, w) for x, w in zip(parts, weights, strict=True)]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+
+    def score(self, layer: int, query: Tensor, reps: Tensor) -> Tensor:
+        """Minus the least distance in each block."""
+        codes = self._query_codes(layer, query[-1:])[0]
+        if not self.geometry.rope_dim:
+            return -distance(codes, reps).amin(dim=1).T.contiguous()
+        dist = sum(distance(one, reps[:, :, 0]) for one in codes[0])  # [n, b]
+        assert isinstance(dist, Tensor)
+        return -dist.amin(dim=1)[None]
+
+    def fused_scores(
+        self,
+        layer: int,
+        query: Tensor,
+        reps: Tensor,
+        table: Tensor,
+        blocks: Tensor,
+        *,
+        init: int,
+        local: int,
+        apart: bool,
+    ) -> Tensor | None:
+        """The CPU's kernel."""
+        if not on_cpu(query, reps):
+            return None
+        codes = self._query_codes(layer, query)
+        tokens = blocks * self.geometry.block_size
+        return retrieval.hamming_scores(codes, reps, table, tokens, heads_apart=apart, init=init, local=local)
+
+    def _query_codes(self, layer: int, query: Tensor) -> Tensor:
+        """Codes of queries ``[r, h*g, d]``: ``[r, h, bytes]``, with latent attention ``[r, 1, heads, bytes]``."""
+        if not self.geometry.rope_dim:
+            return self.encode(layer, self.grouped(query).mean(dim=2))
+        heads = query.float()
+        if self.reduction > 1:
+            if heads.shape[1] % self.reduction:
+                raise ConfigError(f"reduction_heads: {heads.shape[1]} heads are no multiple of {self.reduction}")
+            heads = heads.view(len(heads), self.reduction, -1, heads.shape[-1]).mean(dim=1)
+        return self.encode(layer, heads)[:, None]
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """A key at angle ``a`` to a query of the same length weighs ``exp(2 sqrt(d) cos a)``: how far apart codes are
+        is all that is known of a key, so this says an order of magnitude."""
+        bits = sum(bits for _, bits in self.parts)
+        angle = torch.pi * (-scores.double()).clamp(0, bits) / bits
+        return torch.softmax(2 * self.geometry.head_dim**0.5 * torch.cos(angle), dim=-1)

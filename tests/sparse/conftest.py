@@ -1,0 +1,27 @@
+"""Tests of sparse attention: they need torch, and neither vLLM nor an accelerator."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+try:
+    import torch
+except ImportError:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    # Sums must not depend on what other tests of the process set.
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_method_is_left() -> object:
+    """A test that made a method the one of the process takes it back."""
+    yield
+    from ucm.sparse.state import set_ucm_sparse
+
+    set_ucm_sparse(None)

@@ -1,0 +1,198 @@
+"""Keys of the sparse algorithms: every spelling means one thing, and what is wrong is named where it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_cases import fails
+
+from ucm.config import load, parse
+from ucm.config.sparse import (
+    ALGORITHMS,
+    AlgorithmConfig,
+    BlendConfig,
+    EsaConfig,
+    GsaConfig,
+    GsaOnDeviceConfig,
+    KVStarConfig,
+)
+from ucm.config.sparse_keys import ALIASES, MEANINGLESS, NEEDS
+from ucm.config.words import SPARSE_ALGORITHMS
+
+pytest.importorskip("ucm._core")
+
+
+def chosen(extra: dict[str, Any], environ: dict[str, str] | None = None) -> AlgorithmConfig:
+    config = load({"storage_path": "/d", **extra}, environ or {})
+    assert isinstance(config.sparse.settings, AlgorithmConfig)
+    return config.sparse.settings
+
+
+@pytest.mark.parametrize(
+    ("extra", "environ"),
+    [
+        ({"ucm_sparse_config": {"GSA": {"topk_ratio": 0.2}}}, {}),
+        ({"ucm_sparse_config": {"sparse_type": "gsa", "GSA": {"sparse_ratio": 0.2}, "ESA": {}}}, {}),
+        ({"ucm_sparse_config": {"ESA": {}, "GSA": {"ratio": 0.2}}, "ucm_sparse_method": "GSA"}, {}),
+        ({"sparse": {"enabled": True, "type": "GSA", "config": {"topk_ratio": 0.2}}}, {}),
+        ({"sparse": {"type": "GSA"}, "GSA": {"topk_ratio": 0.2}}, {}),
+        ({"sparse": {"config": {"topk_ratio": 0.2}}}, {"UCM_SPARSE_TYPE": "GSA"}),
+        ({"GSA": {"topk_ratio": 0.2}}, {"ENABLE_SPARSE": "true"}),
+        ({"sparse_type": "GSA", "gsa": {"topk_ratio": 0.2}}, {}),
+        ({"sparse.type": "GSA", "GSA": {"topk_ratio": 0.2}}, {}),
+    ],
+)
+def test_every_place_an_algorithm_may_stand(extra: dict[str, Any], environ: dict[str, str]) -> None:
+    settings = chosen(extra, environ)
+    assert isinstance(settings, GsaConfig)
+    assert settings.budget == ("ratio", 0.2)
+
+
+@pytest.mark.parametrize("spelled", ["GSAOnDevice", "gsa_on_device", "gsa-on-device", "GsaOnDevice"])
+def test_algorithms_are_found_however_they_are_spelled(spelled: str) -> None:
+    assert isinstance(chosen({"sparse_type": spelled}), GsaOnDeviceConfig)
+    assert set(SPARSE_ALGORITHMS.values()) == set(ALGORITHMS)
+
+
+@pytest.mark.parametrize("alias", sorted(ALIASES))
+def test_another_spelling_is_the_same_key(alias: str) -> None:
+    key = ALIASES[alias]
+    values = {"dense_layers": [0, 3], "reuse_from": [False, True], "ratio": 0.25, "prune_ratio": 0.25}
+    value = values.get(key, 8)
+    found = 0
+    for name, section in ALGORITHMS.items():
+        if key not in section.model_fields or not issubclass(section, AlgorithmConfig):
+            continue
+        written, meant = chosen({name: {alias: value}}), chosen({name: {key: value}})
+        assert getattr(written, key) == getattr(meant, key)
+        assert key in written.model_fields_set
+        found += 1
+    assert found or key == "min_hit_blocks"  # Blend's
+
+
+def test_defaults_of_the_seeds() -> None:
+    esa, gsa, kvstar, hashed = (chosen({name: {}}) for name in ("ESA", "GSA", "KVStar", "GSAOnDevice"))
+    assert isinstance(esa, EsaConfig) and (esa.init_blocks, esa.budget, esa.stride) == (1, ("ratio", 0.3), 16)
+    assert (gsa.init_blocks, gsa.local_blocks, gsa.min_blocks, gsa.budget) == (4, 8, 4, ("ratio", 0.3))
+    assert isinstance(kvstar, KVStarConfig)
+    assert (kvstar.init_blocks, kvstar.local_blocks, kvstar.stride, kvstar.prune_ratio, kvstar.merge) == (
+        2,
+        4,
+        8,
+        0.5,
+        4,
+    )
+    assert isinstance(hashed, GsaOnDeviceConfig) and hashed.budget == ("topk_tokens", 4096)
+    assert (hashed.window("init", 16), hashed.window("local", 16)) == (4, 32)
+    assert {one.lag for one in (esa, gsa, kvstar, hashed)} == {0}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "blocks"), [(64, 16, 4), (65, 16, 5), (1, 128, 1), (0, 128, 0), (512, 128, 4), (513, 128, 5)]
+)
+def test_windows_in_tokens_are_rounded_up_to_blocks(tokens: int, size: int, blocks: int) -> None:
+    assert chosen({"GSAOnDevice": {"sink_token": tokens}}).window("init", size) == blocks
+
+
+def test_a_window_in_blocks_takes_the_place_of_a_default_in_tokens() -> None:
+    settings = chosen({"GSAOnDevice": {"init_window_sz": 3, "local_window_sz": 7}})
+    assert (settings.window("init", 16), settings.window("local", 16)) == (3, 7)
+
+
+@pytest.mark.parametrize(
+    ("written", "layers"),
+    [([0, 1, 61], (0, 1, 61)), ("0-2, 61", (0, 1, 2, 61)), ("", ()), ([], ()), (3, (3,)), (["0-1", 5], (0, 1, 5))],
+)
+def test_layers_may_be_ranges(written: Any, layers: tuple[int, ...]) -> None:
+    assert chosen({"Quest": {"dense_layers": written}}).dense_layers == layers
+
+
+def test_layers_that_take_a_choice_over_are_a_mapping_or_the_originals_flags() -> None:
+    assert chosen({"Quest": {"reuse_from": {"3": 2}}}).reuse_from == {3: 2}
+    flags = [False, True, True, False, True]
+    assert chosen({"GSAOnDevice": {"vllm_hash_attention_skip_layers": flags}}).reuse_from == {1: 0, 2: 0, 4: 3}
+
+
+@pytest.mark.parametrize(
+    ("section", "sentence"),
+    [
+        ({"topk_rati": 0.3}, 'unknown key "GSA.topk_rati" in kv_connector_extra_config; did you mean "topk_ratio"?'),
+        ({"ratio": 0}, '"GSA.ratio" in kv_connector_extra_config'),
+        ({"ratio": "much"}, '"GSA.ratio"'),
+        ({"ratio": 0.2, "sparse_ratio": 0.3}, '"GSA.ratio" and "GSA.sparse_ratio"'),
+        ({"ratio": 0.2, "topk_tokens": 64}, "ratio and topk_tokens are budgets, of which one is written"),
+        ({"init_blocks": 1, "sink_token": 64}, "init_blocks and init_tokens are one window"),
+        ({"local_blocks": 0}, '"GSA.local_blocks"'),
+        ({"stride": 0}, '"GSA.stride"'),
+        ({"lag": -1}, '"GSA.lag"'),
+        ({"k_min": 5, "k_max": 4}, "k_max (4) lies below k_min (5)"),
+        ({"dense_layers": "first"}, '"first" is neither'),
+        ({"dense_layers": "9-2"}, '"9-2" is no range'),
+        ({"dense_layers": [0.5]}, '"0.5" is neither'),
+        ({"reuse_from": {"a": 1}}, "it maps layers to earlier layers"),
+        ({"reuse_from": [True]}, "layer 0 comes before every layer that chooses"),
+        ({"reuse_from": {2: 3}}, "layer 2 takes the choice of an earlier layer"),
+        ({"reuse_from": {3: 2}, "dense_layers": [2]}, "layer 3 takes the choice of an earlier layer"),
+        ({"eviction": "fifo"}, '"GSA.eviction"'),
+        ({"pool": "median"}, '"GSA.pool"'),
+        ({"hash_bits": 128}, 'unknown key "GSA.hash_bits"'),
+    ],
+)
+def test_what_is_wrong_is_named_where_it_stands(section: dict[str, Any], sentence: str) -> None:
+    assert sentence in fails({"storage_path": "/d", "GSA": section})
+
+
+def test_a_wrong_key_below_a_type_is_named_as_it_was_written() -> None:
+    text = fails({"storage_path": "/d", "sparse": {"type": "GSA", "config": {"topk_rati": 0.3}}})
+    assert '"sparse.config.topk_rati"' in text and '"topk_ratio"' in text
+
+
+def test_a_section_that_is_not_chosen_is_checked_as_well() -> None:
+    assert '"ESA.strid"' in fails({"storage_path": "/d", "sparse_type": "GSA", "ESA": {"strid": 3}})
+
+
+def test_keys_of_the_original_without_meaning_are_said_once() -> None:
+    config = load({"storage_path": "/d", "GSAOnDevice": dict.fromkeys(MEANINGLESS, 1)}, {})
+    for key, instead in MEANINGLESS.items():
+        assert sum(f'"GSAOnDevice.{key}"' in warning for warning in config.warnings) == 1
+        assert any(instead.removeprefix("nothing: ") in warning for warning in config.warnings)
+
+
+@pytest.mark.parametrize("key", sorted(NEEDS))
+def test_a_key_that_does_nothing_without_another_one_says_so(key: str) -> None:
+    value = "lru" if key == "eviction" else True if key == "prefetch_enabled" else 3
+    (warning,) = load({"storage_path": "/d", "GSA": {key: value}}, {}).warnings
+    assert f'"GSA.{key}"' in warning and f"`{NEEDS[key]}" in warning
+    needed: Any = {"offload": True} if NEEDS[key] == "offload" else {"lag": 2}
+    assert load({"storage_path": "/d", "GSA": {key: value, **needed}}, {}).warnings == ()
+
+
+def test_later_sources_win_key_by_key(tmp_path: Path) -> None:
+    file = tmp_path / "ucm.yaml"
+    file.write_text("storage_path: /d\nGSA: {topk_ratio: 0.2, stride: 3}\nESA: {stride: 9}\n")
+    config = load({"ucm_config_path": str(file), "GSA": {"retrieval_stride": 5}}, {})
+    settings = config.sparse.settings
+    assert isinstance(settings, GsaConfig) and (settings.ratio, settings.stride) == (0.2, 5)
+    assert config.origin("sparse.config.GSA.stride") == "kv_connector_extra_config"
+    assert config.origin("sparse.config.GSA.ratio") == f"file {file}"
+    lines = config.describe()
+    assert f"sparse.config.GSA.ratio = 0.2  (file {file})" in lines
+    assert "sparse.config.GSA.lag = 0  (default)" in lines
+    assert not any(".Quest." in line for line in lines)
+
+
+def test_blend_has_typed_keys_and_is_not_built() -> None:
+    meta = {"model.layers.1.self_attn.attn": {"ratio": 0.2}}
+    config = parse({"storage_path": "/d", "Blend": {"compute_meta": meta, "chunk_end_token_id": 7}}, {})
+    assert isinstance(config.sparse.settings, BlendConfig)
+    assert config.sparse.settings.compute_meta["model.layers.1.self_attn.attn"].ratio == 0.2
+    assert "Blend" in config.problems[0]
+    assert '"Blend.compute_meta"' in fails({"storage_path": "/d", "Blend": {"compute_meta": {"layer": {"rate": 1}}}})
+
+
+def test_the_switch_of_the_environment_keeps_the_keys_of_a_file_and_switches_off() -> None:
+    config = load({"storage_path": "/d", "GSA": {"ratio": 0.2}}, {"ENABLE_SPARSE": "0"})
+    assert config.sparse.settings is None
+    assert config.sparse.config.GSA is not None

@@ -1,0 +1,88 @@
+"""Engines of two hosts on several roots over an NFS client's semantics: right tokens cold, on the other host, and while
+and after its server goes and comes back. The file system is that of ``tests/trust/nfs.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cases import STORED
+from checks import ask_until_reused, assert_reused, assert_same
+from harness import EngineHost, wait_until
+from lives import over_device
+from specs import EngineSpec, Result, StoreSpec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "trust"))  # at the end: both directories have a conftest
+
+from nfs import NfsClient
+
+ASKED = ("short", "middle", "shared_a")
+#: Directories side by side, each with blocks in another layout.
+ROOTS = ("one", "two")
+
+
+class Export:
+    """One export, as two hosts see it."""
+
+    def __init__(self, work: Path) -> None:
+        self.directory = work / "nfs-export"
+        self.seen = [work / "nfs-left", work / "nfs-right"]
+        self.clients = [NfsClient(self.directory, place) for place in self.seen]
+
+    def spec(self, model: Path, runner: str, host: int) -> EngineSpec:
+        """An engine on a host. Its breaker tries again at once, so that a root is soon taken back."""
+        roots = ":".join(str(self.seen[host] / root) for root in ROOTS)
+        options = {"segment_age": 0, **over_device()}
+        store = StoreSpec(Path(roots), "UcmNfsStore", options=options)
+        deadlines = {"lookup_ms": 5000, "load_min_ms": 3000, "load_max_s": 3.0, "load_unknown_s": 3.0, "dump_s": 20.0}
+        extra = {"deadlines": deadlines, "breaker": {"cool_down_s": 0.5}}
+        return EngineSpec(model, runner, store, extra_config=extra, label=f"nfs-{host}")
+
+    def close(self) -> None:
+        """Takes the mounts away."""
+        for client in self.clients:
+            client.close()
+
+
+@pytest.fixture
+def export(work: Path) -> Iterator[Export]:
+    """A new export with two mounts."""
+    made = Export(work)
+    yield made
+    made.close()
+
+
+@pytest.mark.skipif("os.environ.get('UCM_TEST_STORE', 'posix') != 'posix'", reason="UcmNfsStore is of our own stores")
+@pytest.mark.parametrize("runner", ["v1"], indirect=True)
+def test_two_hosts_and_a_server_that_comes_back(
+    runner: str, host: EngineHost, model: Path, reference: dict[str, Result], export: Export
+) -> None:
+    host.stop()
+    engine = host.get(export.spec(model, runner, 0))
+    for name in ASKED:
+        answer = engine.generate(STORED[name].ask())[0]
+        assert_same(answer, reference[name])
+    engine.wait_idle()
+    host.stop()
+    used = [len(list((export.directory / root).glob("*/segments/*.seg"))) for root in ROOTS]
+    assert all(used), f"blocks are in every root: {used}"
+
+    engine = host.get(export.spec(model, runner, 1))
+    for name in ASKED:
+        answer = engine.generate(STORED[name].ask())[0]
+        assert_same(answer, reference[name])
+        assert_reused(answer, STORED[name])
+
+    export.clients[1].close()  # in the middle of everything
+    for name in ASKED:
+        engine.wait_idle()
+        engine.reset()
+        assert_same(engine.generate(STORED[name].ask())[0], reference[name])
+    export.clients[1] = NfsClient(export.directory, export.seen[1])
+    for name in ASKED:
+        ask_until_reused(engine, STORED[name], reference[name])
+    wait_until(engine.alive, "the engine goes on")
+    host.stop()

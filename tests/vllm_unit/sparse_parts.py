@@ -1,0 +1,122 @@
+"""Attention layers without a model, filled caches, and attention by plain torch to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK, HEADS, KV_HEADS, SIZE = 32, 4, 2, 32
+
+
+@dataclass
+class Rows:
+    """Sequences with keys and values of their own, and the queries of a step: the last ``queries`` tokens of each."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    queries: list[Tensor]
+    table: Tensor  # [rows, blocks], physical
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], queries: Sequence[int], seed: int = 0) -> Rows:
+        """Random ones, in blocks that lie in no order; block 0 is vLLM's own."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        blocks = [-(-length // BLOCK) for length in lengths]
+        ids = (1 + torch.randperm(sum(blocks), generator=generator)).int().split(blocks)
+        return cls(
+            [random(length, KV_HEADS, SIZE) for length in lengths],
+            [random(length, KV_HEADS, SIZE) for length in lengths],
+            [random(count, HEADS, SIZE) for count in queries],
+            torch.stack([torch.nn.functional.pad(row, (0, max(blocks) - len(row))) for row in ids]),
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [len(keys) for keys in self.keys]
+
+    @property
+    def counts(self) -> list[int]:
+        """Queries of each sequence."""
+        return [len(queries) for queries in self.queries]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that a cache for them has."""
+        return int(self.table.max()) + 1
+
+    def slots(self, row: int, begin: int = 0) -> Tensor:
+        """Where the tokens of a row are, from one on."""
+        places = torch.arange(begin, self.lengths[row])
+        return self.table[row].long()[places // BLOCK] * BLOCK + places % BLOCK
+
+    def step(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the step's tokens, and the slots that these are written to."""
+        new = [slice(length - count, length) for length, count in zip(self.lengths, self.counts, strict=True)]
+        return (
+            torch.cat(self.queries),
+            torch.cat([keys[s] for keys, s in zip(self.keys, new, strict=True)]),
+            torch.cat([values[s] for values, s in zip(self.values, new, strict=True)]),
+            torch.cat([self.slots(row, s.start) for row, s in enumerate(new)]),
+        )
+
+    def starts(self) -> Tensor:
+        """Where the queries of each row begin."""
+        return torch.tensor([0, *torch.tensor(self.counts).cumsum(0).tolist()], dtype=torch.int32)
+
+    def attended(self, kept: Sequence[Sequence[int] | None], heads: slice = slice(None)) -> Tensor:
+        """Attention of every query to the blocks that its row keeps (None: all), for these KV heads."""
+        outputs = []
+        for keys, values, queries, blocks in zip(self.keys, self.values, self.queries, kept, strict=True):
+            seen = torch.ones(len(keys), dtype=torch.bool)
+            if blocks is not None:
+                seen = torch.isin(torch.arange(len(keys)) // BLOCK, torch.tensor(list(blocks)))
+            outputs.append(attention(queries, keys, values, seen))
+        return torch.cat(outputs).view(-1, KV_HEADS, HEADS // KV_HEADS, SIZE)[:, heads].flatten(1, 2)
+
+
+def attention(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float = SIZE**-0.5) -> Tensor:
+    """Causal attention of the last tokens ``query [t, heads, d]`` to ``keys [n, kv heads, d]``, where ``seen [n]``."""
+    group = query.shape[1] // keys.shape[1]
+    places = torch.arange(len(keys) - len(query), len(keys))
+    mask = (torch.arange(len(keys))[None] <= places[:, None]) & seen
+    scores = torch.einsum("thd,shd->hts", query, keys.repeat_interleave(group, 1)) * scale
+    weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1)
+    return torch.einsum("hts,shd->thd", weights, values.repeat_interleave(group, 1))
+
+
+def paged(query: Tensor, pages: Tensor, starts: Tensor, table: Tensor, lens: Tensor, size: int, scale: float) -> Tensor:
+    """What a paged kernel computes: ``pages [blocks, b, heads, k and v]``, whose keys are the first ``size``."""
+    outputs = []
+    for row, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+        held = pages[table[row].long()].flatten(0, 1)[: int(lens[row])]
+        seen = torch.ones(len(held), dtype=torch.bool)
+        outputs.append(attention(query[begin:end], held[..., :size], held[..., size:], seen, scale))
+    return torch.cat(outputs)
+
+
+class Layer:
+    """As much of vLLM's attention layer as an implementation asks for."""
+
+    _k_scale_float = _v_scale_float = 1.0
+    sliding_window = kv_sharing_target_layer_name = None
+    num_kv_heads, head_size, num_heads = KV_HEADS, SIZE, HEADS
+
+    def __init__(self, name: str, impl: Any, cache: Tensor, isa: str = "vec") -> None:
+        self.layer_name, self.impl, self.kv_cache, self.isa = name, impl, cache, isa
+        self.dtype = cache.dtype
+        self._q_scale = self._k_scale = self._v_scale = torch.ones(())
+
+
+def context_of(layers: dict[str, Layer], metadata: Any) -> Any:
+    """A forward context in which every layer has the same metadata."""
+    return SimpleNamespace(attn_metadata=dict.fromkeys(layers, metadata), no_compile_layers=layers)

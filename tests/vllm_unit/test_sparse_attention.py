@@ -1,0 +1,545 @@
+"""Layers of attention under a method, over vLLM's own CPU kernel: what is kept is attended to, and nothing of vLLM's is
+changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sparse_parts import BLOCK, HEADS, KV_HEADS, SIZE, Layer, Rows, context_of
+from torch import Tensor
+
+from ucm.config.sparse import QuestConfig, WindowsConfig
+from ucm.integration.vllm.attention.eager_hooks import EagerHooks
+from ucm.integration.vllm.attention.host import SparseHost, active_host, set_active_host
+from ucm.integration.vllm.attention.impls import derive_impl
+from ucm.integration.vllm.attention.pages import key_reader
+from ucm.integration.vllm.attention.representations import Representations
+from ucm.integration.vllm.attention.rows import SparsePlan, in_order
+from ucm.sparse.base import UcmSparseBase, UcmSparseRole
+from ucm.sparse.batch import SparseRow
+from ucm.sparse.method import BlockSparse
+from ucm.sparse.methods import Quest, Windows
+from ucm.sparse.selector import Geometry
+from ucm.store.ucmstore_v1 import SidesTask, Task, UcmKVStoreBaseV1
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class PlainBase(UcmKVStoreBaseV1):
+    """A store that is asked for side shards alone."""
+
+    def lookup(self, block_ids: Sequence[bytes]) -> list[bool]:
+        return [False] * len(block_ids)
+
+    def load_data(self, block_ids: Sequence[bytes], shard_index: Sequence[int], addrs: Any) -> Task:
+        raise AssertionError
+
+    def dump_data(self, block_ids: Any, shard_index: Any, addrs: Any, prerequisite_handle: int = 0) -> Task:
+        raise AssertionError
+
+    def wait(self, task: Any, timeout: float | None = None, until: Any = "published") -> None:
+        pass
+
+    def check(self, task: Any, until: Any = "published") -> bool:
+        return True
+
+
+NAMES = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
+
+
+class Rig:
+    """Two layers over one set of sequences, and the step that computes their last tokens."""
+
+    def __init__(self, config: Any, method: UcmSparseBase | None, rows: Rows) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+        self.rows = rows
+        kind = derive_impl(CPUAttentionBackendImpl, latent=False)
+        self.layers: dict[str, Layer] = {}
+        for name in NAMES:
+            with set_current_vllm_config(config):
+                impl = kind(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto")
+            self.layers[name] = Layer(name, impl, torch.zeros(rows.blocks, KV_HEADS, BLOCK, 2 * SIZE))
+        if isinstance(method, BlockSparse):
+            geometry = Geometry(BLOCK, KV_HEADS, SIZE)
+            method.setup(geometry, list(self.layers), rows.blocks, per_head=True)
+        self.host = None if method is None else SparseHost(method, self.layers)
+        self.metadata = self._metadata()
+        self._fill()
+
+    def _metadata(self) -> Any:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+
+        rows = self.rows
+        lens = torch.tensor(rows.lengths, dtype=torch.int32)
+        made = CPUAttentionMetadata(
+            num_actual_tokens=sum(rows.counts),
+            max_query_len=max(rows.counts),
+            query_start_loc=rows.starts(),
+            max_seq_len=max(rows.lengths),
+            seq_lens=lens,
+            block_table=rows.table.clone(),
+            slot_mapping=rows.step()[3],
+            scheduler_metadata=None,
+            causal=True,
+        )
+        made.scheduler_metadata = plan_of(made)
+        return made
+
+    def _fill(self) -> None:
+        """Everything before the step: written as a step of a prompt, which is where keys are encoded."""
+        set_active_host(self.host)
+        rows = self.rows
+        slots = torch.cat([rows.slots(row) for row in range(len(rows.lengths))])
+        keys, values = torch.cat(rows.keys), torch.cat(rows.values)
+        if self.host is not None:
+            self.host.begin_step(SparsePlan(BLOCK, 0), context_of(self.layers, self.metadata))
+        for layer in self.layers.values():
+            layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+        if self.host is not None:
+            self.host.end_step()
+
+    def plan(self, prefilled: Sequence[int] | None = None) -> SparsePlan:
+        """The step as the scheduler half tells it, its requests in another order than the rows."""
+        plan = SparsePlan(BLOCK, 0)
+        for row in reversed(range(len(self.rows.lengths))):
+            tokens, count = self.rows.lengths[row], self.rows.counts[row]
+            before = tokens - 1 if count == 1 else tokens
+            prefill = before if prefilled is None else prefilled[row]
+            plan.rows.append(SparseRow(f"r{row}", tokens, prefill, prefill, count))
+            plan.last_blocks.append(int(self.rows.table[row, (tokens - 1) // BLOCK]))
+        return plan
+
+    def attend(self, plan: SparsePlan | None = None, name: str = NAMES[0]) -> Tensor:
+        """A layer of the step."""
+        query, keys, values, slots = self.rows.step()
+        layer = self.layers[name]
+        output = torch.zeros_like(query)
+        if self.host is not None:
+            self.host.begin_step(plan or self.plan(), context_of(self.layers, self.metadata))
+        layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+        layer.impl.forward(layer, query, keys, values, layer.kv_cache, self.metadata, output)
+        if self.host is not None:
+            self.host.end_step()
+        return output
+
+
+def plan_of(metadata: Any) -> Tensor:
+    """What vLLM's kernel computes ahead."""
+    from vllm import _custom_ops as ops
+
+    return ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(metadata.seq_lens),
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=SIZE,
+        seq_lens=metadata.seq_lens,
+        dtype=torch.float32,
+        query_start_loc=metadata.query_start_loc,
+        causal=True,
+        sliding_window_size=-1,
+        isa="vec",
+        enable_kv_split=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def config(engines: Any, tiny: Path) -> Any:
+    """vLLM's configuration, which an implementation wants while it is made."""
+    return engines.engine_config(tiny)
+
+
+@pytest.fixture(autouse=True)
+def _no_host() -> Iterator[None]:
+    yield
+    set_active_host(None)
+
+
+def windows(**keys: Any) -> Windows:
+    """The first block and the last two."""
+    return Windows(None, UcmSparseRole.WORKER, WindowsConfig(min_tokens=0, **keys))
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, atol=1e-5)
+
+
+def test_without_a_selection_vllms_bytes_come_out(config: Any) -> None:
+    """No host, a row that is short, a ratio of 1, a prompt: the same bits."""
+    rows = Rows.of([300, 40, 200], [1, 1, 7])
+    dense = Rig(config, None, rows).attend()
+    assert close(dense, rows.attended([None] * 3))
+    for settings in (QuestConfig(ratio=1.0, min_tokens=0), QuestConfig(ratio=0.2, min_tokens=301)):
+        rig = Rig(config, Quest(None, UcmSparseRole.WORKER, settings), rows)
+        assert torch.equal(rig.attend(), dense)
+    rig = Rig(config, windows(), rows)
+    assert torch.equal(rig.attend(rig.plan(prefilled=[400, 400, 400])), dense)
+    assert torch.equal(rig.attend(SparsePlan(BLOCK, 0)), dense)
+
+
+def test_rows_that_decode_keep_their_blocks_beside_others(config: Any) -> None:
+    """Sparse, short, and a chunk of a prompt in one call; the plan names them in another order."""
+    rows = Rows.of([300, 40, 200, 161], [1, 1, 7, 1])
+    rig = Rig(config, windows(), rows)
+    found = rig.attend()
+    assert close(found, rows.attended([[0, 8, 9], None, None, [0, 4, 5]]))
+    assert torch.equal(found, rig.attend(name=NAMES[1]))
+
+
+def test_nothing_of_vllms_metadata_is_written_to(config: Any) -> None:
+    rig = Rig(config, windows(), Rows.of([300, 161], [1, 1]))
+    before = {name: value.clone() for name, value in vars(rig.metadata).items() if isinstance(value, Tensor)}
+    objects = dict(vars(rig.metadata))
+    rig.attend()
+    for name, value in vars(rig.metadata).items():
+        assert value is objects[name]
+        assert not isinstance(value, Tensor) or torch.equal(value, before[name])
+
+
+def test_layers_that_keep_as_many_blocks_share_what_is_planned(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import _custom_ops as ops
+
+    planned: list[Any] = []
+    real = ops.cpu_attn_get_scheduler_metadata
+    rig = Rig(config, windows(), Rows.of([300, 161], [1, 1]))
+    monkeypatch.setattr(ops, "cpu_attn_get_scheduler_metadata", lambda **kw: planned.append(kw) or real(**kw))
+    query, keys, values, _ = rig.rows.step()
+    assert rig.host is not None
+    for _ in range(2):
+        rig.host.begin_step(rig.plan(), context_of(rig.layers, rig.metadata))
+        for layer in rig.layers.values():
+            layer.impl.forward(layer, query, keys, values, layer.kv_cache, rig.metadata, torch.zeros_like(query))
+        rig.host.end_step()
+    assert len(planned) == 2
+
+
+def test_a_choice_for_each_kv_head(config: Any) -> None:
+    """Each KV head attends to blocks of its own, beside a prompt and a short row."""
+    rows = Rows.of([300, 40, 200, 260], [1, 1, 7, 1], seed=3)
+    settings = QuestConfig(ratio=0.3, min_tokens=0, heads="kv")
+    rig = Rig(config, Quest(None, UcmSparseRole.WORKER, settings), rows)
+    chosen: list[Any] = []
+    method = rig.host.method  # type: ignore[union-attr]
+    real = method.select_rows  # type: ignore[attr-defined]
+    method.select_rows = lambda *args: chosen.append(real(*args)) or chosen[-1]  # type: ignore[attr-defined]
+    found = rig.attend().view(-1, KV_HEADS, HEADS // KV_HEADS, SIZE)
+    kept = chosen[0].mask()
+    assert not torch.equal(kept[0, 0], kept[0, 1])
+    for head in range(KV_HEADS):
+        blocks = [kept[row, head].nonzero().flatten().tolist() for row in range(4)]
+        expected = rows.attended(blocks, slice(head, head + 1))
+        assert close(found[:, head], expected)
+
+
+def test_rows_are_told_apart_by_the_block_they_write_to(config: Any) -> None:
+    rig = Rig(config, windows(), Rows.of([300, 40, 200], [1, 1, 7]))
+    rows = in_order(rig.plan(), rig.metadata)
+    assert rows is not None
+    assert [row.request_id for row in rows] == ["r0", "r1", "r2"]
+    plan = rig.plan()
+    plan.last_blocks[1] = 10_000
+    assert in_order(plan, rig.metadata) is None
+    dense = Rig(config, None, rig.rows).attend()
+    set_active_host(rig.host)
+    assert torch.equal(rig.attend(plan), dense), "rows that nobody knows are dense"
+
+
+class Blocked(UcmSparseBase):
+    """A user's method: writes into what it is handed, of which all is its own copy."""
+
+    def __init__(self) -> None:
+        super().__init__(None, UcmSparseRole.WORKER)
+        self.phases: list[Any] = []
+        self.finished: list[Any] = []
+
+    def attention_begin(
+        self, query: Any, key: Any, value: Any, layer_name: Any, forward_context: Any, output: Any = None,
+        phase: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        self.phases.append(phase)
+        metadata = forward_context.attn_metadata[layer_name]
+        metadata.block_table[0, :2] = metadata.block_table[0, 8:10].clone()
+        metadata.seq_lens[0] -= 8 * BLOCK
+        return query, key, value, output
+
+    def attention_finished(
+        self, query: Any, key: Any, value: Any, attn_output: Any, layer_name: Any, forward_context: Any,
+        phase: Any = None,
+    ) -> None:  # fmt: skip
+        self.finished.append((layer_name, attn_output.clone()))
+
+
+def test_a_users_changes_of_its_copy_take_effect(config: Any) -> None:
+    rows = Rows.of([300, 40], [1, 1])
+    method = Blocked()
+    rig = Rig(config, method, rows)
+    table = rig.metadata.block_table.clone()
+    found = rig.attend()
+    assert close(found, rows.attended([[8, 9], None]))
+    assert torch.equal(rig.metadata.block_table, table)
+    assert method.phases == ["decode"]
+    assert method.finished[0][0] == NAMES[0]
+    assert torch.equal(method.finished[0][1], found)
+    mixed = Rig(config, method, Rows.of([300, 40], [1, 3]))
+    mixed.attend()
+    mixed = Rig(config, method, Rows.of([300, 40], [2, 3]))
+    mixed.attend()
+    assert method.phases[1:] == [None, "prefill"]
+
+
+class Scaled(UcmSparseBase):
+    """Changes the query, the value in place, and where the output goes."""
+
+    def attention_begin(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        self.out = torch.full_like(query, torch.nan)
+        value *= 3
+        return 2 * query, key, value, self.out
+
+
+def test_changed_query_value_and_output_take_effect(config: Any) -> None:
+    rows = Rows.of([70, 40], [1, 4])
+    rig = Rig(config, Scaled(None, UcmSparseRole.WORKER), rows)
+    found = rig.attend()
+    changed = Rows(
+        rows.keys,
+        [torch.cat([v[:-n], 3 * v[-n:]]) for v, n in zip(rows.values, rows.counts, strict=True)],
+        [2 * query for query in rows.queries],
+        rows.table,
+    )
+    assert close(found, changed.attended([None, None]))
+
+
+class Broken(UcmSparseBase):
+    """Raises in every hook."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("attention_begin", "attention_finished", "bind_sparse_metadata", "execute_begin"):
+            raise RuntimeError(f"{name} is broken")
+        return super().__getattribute__(name)
+
+    def attention_begin(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError
+
+    def execute_finished(self, logits_indices: Any = None) -> Any:
+        return [1, 2]
+
+
+def test_hooks_that_raise_leave_a_layer_dense(config: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rows = Rows.of([300, 40], [1, 1])
+    dense = Rig(config, None, rows).attend()
+    logging.getLogger("ucm").propagate = True
+    with caplog.at_level(logging.WARNING):
+        found = Rig(config, Broken(None, UcmSparseRole.WORKER), rows).attend()
+    assert torch.equal(found, dense)
+    assert "attention_begin of Broken failed" in caplog.text
+    assert "no way to change them there" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_keys_are_read_back_from_packed_pages(config: Any, dtype: torch.dtype) -> None:
+    rows = Rows.of([300, 64], [1, 1])
+    rig = Rig(config, None, rows)
+    layer = rig.layers[NAMES[0]]
+    layer.kv_cache = torch.zeros_like(layer.kv_cache, dtype=dtype)
+    keys, values = torch.cat(rows.keys).to(dtype), torch.cat(rows.values).to(dtype)
+    slots = torch.cat([rows.slots(row) for row in range(2)])
+    layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+    read = key_reader(layer, "CPU_ATTN", layer.kv_cache, BLOCK)
+    found = read(layer.kv_cache, rows.table[0, :9].long())
+    assert torch.equal(found.flatten(0, 1), rows.keys[0][: 9 * BLOCK].to(dtype))
+
+
+def test_loaded_blocks_get_what_computed_ones_have(config: Any) -> None:
+    """In pieces, between steps; until all layers are done the blocks are not selected from."""
+    rows = Rows.of([300, 40], [1, 1])
+    method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
+    rig = Rig(config, method, rows)
+    computed = rig.attend()
+    blocks = rows.table[0, :9].long().numpy()
+    before = {layer: method.store.get(layer, blocks) for layer in method.store.layers}
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    caches = {method.layer_number(name): layer.kv_cache for name, layer in rig.layers.items()}
+    read = key_reader(rig.layers[NAMES[0]], "CPU_ATTN", rig.layers[NAMES[0]].kv_cache, BLOCK)
+    work = Representations(method, caches, read, clock)
+    store = Beside(work.sides)
+    work.begin_load("r0", IDS[:9], blocks, store)
+    for layer in method.store.layers:
+        method.store.put(layer, blocks, torch.zeros_like(before[layer]))
+    assert torch.equal(rig.attend(), Rig(config, None, rows).attend()), "blocks without representation are dense"
+    set_active_host(rig.host)
+    assert not work.arrived("r0", blocks)
+    done: list[str] = []
+    rounds = 0
+    while not done:
+        assert not method.store.ready(blocks)
+        done, rounds = work.work(), rounds + 1
+    assert done == ["r0"]
+    assert rounds > 1
+    assert all(torch.equal(method.store.get(layer, blocks), before[layer]) for layer in before)
+    assert torch.equal(rig.attend(), computed)
+    assert [sorted(ids) for ids, _ in store.stored] == [sorted(IDS[:9])], "what was made from keys is stored once"
+    # Another process, or the same one later: they come from the store, of the blocks that it has them of.
+    for layer in method.store.layers:
+        method.store.put(layer, blocks, torch.zeros_like(before[layer]))
+    store.kept.pop(IDS[4])
+    work = Representations(method, caches, read)
+    work.begin_load("r1", IDS[:9], blocks, store)
+    assert not work.arrived("r1", blocks)
+    assert work.work() == ["r1"]
+    assert (work.loaded, work.rebuilt) == (8, 1)
+    assert all(torch.equal(method.store.get(layer, blocks), before[layer]) for layer in before)
+    assert [ids for ids, _ in store.stored][1:] == [[IDS[4]]]
+    assert list(work.beside(blocks, store) or {}) == [work.name]
+    assert work.beside(blocks, Beside({})) is None
+
+
+IDS = [bytes([number]) * 16 for number in range(16)]
+
+
+class Beside(PlainBase):
+    """A store that keeps side shards in a dictionary."""
+
+    def __init__(self, sides: dict[str, int]) -> None:
+        super().__init__({})
+        self.side_sizes = sides
+        self.kept: dict[bytes, Any] = {}
+        self.stored: list[Any] = []
+
+    def load_sides(self, block_ids: Sequence[bytes], name: str, timeout: float | None = None) -> SidesTask:
+        found = np.array([block in self.kept for block in block_ids])
+        data = np.zeros((len(block_ids), self.side_sizes[name]), dtype=np.uint8)
+        for row, block in enumerate(block_ids):
+            if found[row]:
+                data[row] = self.kept[block]
+        return SidesTask(None, None, (data, found))
+
+    def dump_sides(self, block_ids: Sequence[bytes], sides: Any) -> Task:
+        ((_, rows),) = sides.items()
+        self.stored.append((list(block_ids), rows))
+        self.kept.update(zip(block_ids, rows, strict=True))
+        return Task()
+
+
+def test_blocks_that_cannot_be_encoded_are_reported_all_the_same(config: Any) -> None:
+    method = Quest(None, UcmSparseRole.WORKER, QuestConfig(ratio=0.2, min_tokens=0))
+    rig = Rig(config, method, Rows.of([300], [1]))
+
+    def unreadable(_pages: Tensor, _ids: Tensor) -> Tensor:
+        raise RuntimeError("no such pages")
+
+    work = Representations(method, {0: torch.zeros(1), 1: torch.zeros(1)}, unreadable)
+    blocks = rig.rows.table[0, :9].long().numpy()
+    work.begin_load("r0", IDS[:9], blocks, Beside({}))
+    assert not work.arrived("r0", blocks)
+    assert work.work() == ["r0"]
+    assert not method.store.ready(blocks)
+    assert Representations(method, {}, None).arrived("r1", blocks)
+
+
+# Layers and feed-forward parts ---------------------------------------------------------------------------------------
+
+
+class Decoder(torch.nn.Module):
+    """A layer of the usual form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.post_attention_layernorm = _Norm()
+        self.mlp = torch.nn.Identity()
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Adds up, as a layer does."""
+        residual = hidden_states if residual is None else residual + hidden_states
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states) + positions, residual
+
+
+class _Norm(torch.nn.Module):
+    def forward(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden, residual
+
+
+class Model(torch.nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Decoder(), Decoder()])
+
+    def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
+        """What comes out at the end."""
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        return hidden
+
+
+class Layered(UcmSparseBase):
+    """Counts, and changes what it can."""
+
+    def __init__(self) -> None:
+        super().__init__(None, UcmSparseRole.WORKER)
+        self.calls: list[str] = []
+
+    def layer_begin(self, positions: Any, hidden_states: Any, residual: Any) -> Any:
+        self.calls.append("layer_begin")
+        return positions, hidden_states + 1, residual
+
+    def layer_finished(self, positions: Any, hidden_states: Any, residual: Any) -> Any:
+        self.calls.append("layer_finished")
+        return positions, hidden_states * 10, residual
+
+    def ffn_begin(self, hidden_states: Any, residual: Any) -> Any:
+        self.calls.append("ffn_begin")
+        return hidden_states + 100, residual
+
+    def ffn_finished(self, hidden_states: Any, residual: Any) -> Any:
+        self.calls.append("ffn_finished")
+        return hidden_states + 1000, residual
+
+
+def test_layer_and_feed_forward_hooks(caplog: pytest.LogCaptureFixture) -> None:
+    model, method = Model(), Layered()
+    positions, hidden = torch.tensor([5.0]), torch.tensor([2.0])
+    plain = float(model(positions, hidden))
+    logging.getLogger("ucm").propagate = True
+    with caplog.at_level(logging.INFO):
+        hooks = EagerHooks(method, eager=True)
+    assert "layer_begin, layer_finished, ffn_begin, ffn_finished of Layered are called" in caplog.text
+    once = (2 + 1 + 100 + 5 + 1000) * 10
+    assert float(model(positions, hidden)) == (once + 1 + 100 + 5 + 1000) * 10
+    assert method.calls == 2 * ["layer_begin", "ffn_begin", "ffn_finished", "layer_finished"]
+    hooks.remove()
+    assert float(model(positions, hidden)) == plain
+    with caplog.at_level(logging.WARNING):
+        EagerHooks(method, eager=False)
+    assert "in eager mode only" in caplog.text
+    assert float(model(positions, hidden)) == plain
+
+
+def test_a_method_without_these_hooks_hangs_none() -> None:
+    before = len(torch.nn.modules.module._global_forward_pre_hooks)
+    EagerHooks(Blocked(), eager=True)
+    assert len(torch.nn.modules.module._global_forward_pre_hooks) == before
+
+
+def test_the_active_host_is_the_last_one_and_gone_when_it_is_closed(config: Any) -> None:
+    rig = Rig(config, Blocked(), Rows.of([70], [1]))
+    assert active_host() is rig.host
+    assert rig.host is not None
+    rig.host.close()
+    assert active_host() is None
+    assert rig.host.name_of(SimpleNamespace()) is None

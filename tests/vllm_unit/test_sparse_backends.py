@@ -1,0 +1,508 @@
+"""The backends behind vLLM's names: which there are and what they say of themselves, and what they hand to kernels.
+
+FlashAttention, Triton and FlashMLA do not run on a CPU: vLLM's implementations of them run here with kernels of torch
+in the place of theirs, so what is proven is the metadata that a kernel is given. The latent attention of vLLM's CPU
+backend runs with its own kernel.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sparse_parts import BLOCK, HEADS, KV_HEADS, SIZE, Layer, Rows, context_of, paged
+from torch import Tensor
+
+from ucm.config.sparse import WindowsConfig
+from ucm.errors import ConfigError
+from ucm.integration.vllm.attention import backends, registering
+from ucm.integration.vllm.attention.configured import refuse_unsupported, sparse_config
+from ucm.integration.vllm.attention.host import SparseHost, served_layers, set_active_host
+from ucm.integration.vllm.attention.impls import derive_impl
+from ucm.integration.vllm.attention.pages import key_reader
+from ucm.integration.vllm.attention.rows import SparsePlan
+from ucm.integration.vllm.connector.identity.engine_identity import engine_identity, identity_text
+from ucm.sparse.base import UcmSparseRole
+from ucm.sparse.batch import SparseRow
+from ucm.sparse.methods import Windows
+from ucm.sparse.selector import Geometry
+
+pytestmark = pytest.mark.timeout(300)
+
+NAME = "model.layers.0.self_attn.attn"
+QUEST = {"sparse_type": "Quest", "ucm_sparse_config": {"Quest": {"ratio": 0.2}}}
+
+
+@pytest.fixture(autouse=True)
+def _no_host() -> Iterator[None]:
+    yield
+    set_active_host(None)
+
+
+def sparse_engine(engines: Any, tiny: Path, tmp_path: Path, **extra: Any) -> Any:
+    """vLLM's configuration with our connector in it."""
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(
+        kv_connector="UCMConnector",
+        kv_role="kv_both",
+        kv_connector_module_path="ucm.integration.vllm.connector",
+        kv_connector_extra_config={"storage_path": str(tmp_path), **extra},
+    )
+    return engines.engine_config(tiny, kv_transfer_config=transfer)
+
+
+# Which backend an engine gets ----------------------------------------------------------------------------------------
+
+
+def test_a_name_leads_to_vllms_class_unless_sparse_attention_is_configured(
+    engines: Any, tiny: Path, tmp_path: Path
+) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    registering.register()
+    registering.register()
+    assert AttentionBackendEnum.CPU_ATTN.get_class() is CPUAttentionBackend
+    with set_current_vllm_config(sparse_engine(engines, tiny, tmp_path)):
+        assert AttentionBackendEnum.CPU_ATTN.get_class() is CPUAttentionBackend
+    config = sparse_engine(engines, tiny, tmp_path, **QUEST)
+    with set_current_vllm_config(config):
+        found = AttentionBackendEnum.CPU_ATTN.get_class()
+    assert found is not CPUAttentionBackend
+    assert issubclass(found, CPUAttentionBackend)
+    assert found.get_name() == "CPU_ATTN"
+    assert issubclass(found.get_impl_cls(), CPUAttentionBackend.get_impl_cls())
+    assert found.get_builder_cls().get_cudagraph_support(config, None) == AttentionCGSupport.NEVER
+    with pytest.raises(AttributeError):
+        backends.FLASHINFER  # noqa: B018
+
+
+def test_another_plugins_override_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends import registry
+
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {registry.AttentionBackendEnum.CPU_ATTN: "theirs.Backend"})
+    registering.register()
+    overrides = registry._ATTN_OVERRIDES
+    assert overrides[registry.AttentionBackendEnum.CPU_ATTN] == "theirs.Backend"
+    assert {backend.name for backend in overrides} == set(registering.OVERRIDDEN)
+
+
+def test_one_identity_with_and_without_selection(engines: Any, tiny: Path, tmp_path: Path) -> None:
+    """Backends, specs and what lies beside the KV: none of it is in the bytes of a page."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config = sparse_engine(engines, tiny, tmp_path, **QUEST)
+    texts = []
+    for sparse in (False, True):
+        specs = engines.layer_specs(config)
+        with set_current_vllm_config(config):
+            backend = backends.CPU_ATTN if sparse else CPUAttentionBackend
+        specs = {name: backend.customize_spec(spec) for name, spec in specs.items()}
+        layer = SimpleNamespace(get_attn_backend=lambda backend=backend: backend)
+        config.compilation_config.static_forward_context = dict.fromkeys(specs, layer)
+        scheduler, _ = engines.kv_configs(config, [specs])
+        texts.append(identity_text(engine_identity(config, scheduler, "w")))
+        if sparse:
+            spec = next(iter(specs.values()))
+            dense = next(iter(engines.layer_specs(config).values()))
+            assert spec.page_size_bytes == dense.page_size_bytes
+            beside = spec.max_memory_usage_bytes(config) - dense.max_memory_usage_bytes(config)
+            assert beside == 1024 // spec.block_size * spec.beside_bytes > 0
+    assert texts[0] == texts[1]
+
+
+def test_the_manager_caches_exact_blocks_alone(engines: Any, tiny: Path, tmp_path: Path) -> None:
+    """A request of 100 tokens of prompt whose first decode step selects: its output is no prefix for anybody."""
+    from vllm.config import set_current_vllm_config
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    from ucm.integration.vllm.attention.exactness import ExactTokens
+    from ucm.integration.vllm.attention.spec import SparseManager
+
+    try:
+        from vllm.utils.hashing import sha256
+    except ImportError:
+        from vllm.utils import sha256  # type: ignore[no-redef]
+
+    config = sparse_engine(engines, tiny, tmp_path, **QUEST)
+    with set_current_vllm_config(config):
+        backend = backends.CPU_ATTN
+    specs = {name: backend.customize_spec(spec) for name, spec in engines.layer_specs(config).items()}
+    scheduler, _ = engines.kv_configs(config, [specs])
+    manager = KVCacheManager(
+        scheduler, max_model_len=1024, scheduler_block_size=BLOCK, hash_block_size=BLOCK, max_in_flight_tokens=2048
+    )
+    (single,) = manager.coordinator.single_type_managers
+    assert isinstance(single, SparseManager)
+    init_none_hash(sha256)
+
+    def request(tokens: list[int], name: str) -> Any:
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        return Request(name, tokens, SamplingParams(max_tokens=100), None, block_hasher=hasher)
+
+    class Method(Windows):
+        def exact_tokens(self, prefill_tokens: int) -> int:
+            return max(prefill_tokens, 40)
+
+    exact = ExactTokens(Method(None, UcmSparseRole.SCHEDULER, WindowsConfig(min_tokens=0)))
+    single.exact_tokens = exact
+    prompt = list(range(3, 103))
+    first = request(prompt, "a")
+    assert manager.allocate_slots(first, 100) is not None
+    first.num_computed_tokens = 100
+    for token in range(60):
+        first.append_output_token_ids(token)
+        assert manager.allocate_slots(first, 1) is not None
+        first.num_computed_tokens += 1
+    again = request(list(first.all_token_ids), "b")
+    assert manager.get_computed_blocks(again)[1] == 96
+    # Preempted and computed again: what was output before is a prompt now.
+    manager.free(first)
+    first.num_preemptions += 1
+    first.num_computed_tokens = 0
+    blocks, found, _ = manager.get_computed_blocks(first)
+    assert manager.allocate_slots(first, 160 - found, found, blocks) is not None
+    assert exact.prefill_tokens(first) == 160
+    assert manager.get_computed_blocks(again)[1] == 128
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda c, k: setattr(c, "speculative_config", object()), "speculative decoding"),
+        (lambda c, k: setattr(c.parallel_config, "decode_context_parallel_size", 2), "decode context parallelism"),
+        (lambda c, k: setattr(c.parallel_config, "prefill_context_parallel_size", 2), "prefill context parallelism"),
+        (lambda c, k: k.kv_cache_groups.append(k.kv_cache_groups[0]), "2 KV cache groups"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_with_a_sentence(
+    engines: Any, tiny: Path, tmp_path: Path, change: Any, said: str
+) -> None:
+    config = sparse_engine(engines, tiny, tmp_path, **QUEST)
+    kv, _ = engines.kv_configs(config)
+    refuse_unsupported(config, kv)
+    change(config, kv)
+    with pytest.raises(ConfigError, match=said):
+        refuse_unsupported(config, kv)
+
+
+def test_the_configuration_is_found_inside_a_connector_of_several(engines: Any, tiny: Path, tmp_path: Path) -> None:
+    inner = sparse_engine(engines, tiny, tmp_path, **QUEST).kv_transfer_config
+    transfer = SimpleNamespace(
+        kv_connector="MultiConnector",
+        kv_connector_extra_config={
+            "connectors": [
+                {"kv_connector": "Other"},
+                {"kv_connector": "UCMConnector", "kv_connector_extra_config": inner.kv_connector_extra_config},
+            ]
+        },
+    )
+    found = sparse_config(SimpleNamespace(kv_transfer_config=transfer))
+    assert found is not None
+    assert found.sparse.type == "Quest"
+    assert sparse_config(SimpleNamespace(kv_transfer_config=None)) is None
+
+
+def test_layers_that_weigh_keys_by_their_place_are_left_alone() -> None:
+    def layer(**changed: Any) -> Any:
+        impl = SimpleNamespace(alibi_slopes=changed.pop("alibi_slopes", None), attn_type=changed.pop("kind", "decoder"))
+        return SimpleNamespace(
+            **({"sliding_window": None, "kv_sharing_target_layer_name": None, "impl": impl} | changed)
+        )
+
+    layers = {
+        "a": layer(),
+        "windowed": layer(sliding_window=64),
+        "alibi": layer(alibi_slopes=[1.0]),
+        "shared": layer(kv_sharing_target_layer_name="a"),
+        "encoder": layer(kind="encoder_only"),
+    }
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    assert list(served_layers(config, [*layers, "unknown"])) == ["a"]
+
+
+# What kernels are handed ---------------------------------------------------------------------------------------------
+
+
+def windows(geometry: Geometry, blocks: int) -> Windows:
+    """The first block and the last two."""
+    method = Windows(None, UcmSparseRole.WORKER, WindowsConfig(min_tokens=0))
+    method.setup(geometry, [NAME], blocks)
+    return method
+
+
+def plan_of(rows: Rows, block: int = BLOCK) -> SparsePlan:
+    """The step of these rows; those of several queries compute a prompt."""
+    plan = SparsePlan(block, 0)
+    for row, (tokens, count) in enumerate(zip(rows.lengths, rows.counts, strict=True)):
+        prefill = tokens - 1 if count == 1 else tokens
+        plan.rows.append(SparseRow(f"r{row}", tokens, prefill, prefill, count))
+        plan.last_blocks.append(int(rows.table[row, (tokens - 1) // block]))
+    return plan
+
+
+def write(rows: Rows) -> Tensor:
+    """Pages ``[blocks, heads, b, keys and values]`` with all of these sequences."""
+    pages = torch.zeros(rows.blocks, BLOCK, KV_HEADS, 2 * SIZE)
+    for row in range(len(rows.lengths)):
+        slots = rows.slots(row)
+        pages.view(-1, KV_HEADS, 2 * SIZE)[slots] = torch.cat([rows.keys[row], rows.values[row]], dim=-1)
+    return pages.transpose(1, 2)
+
+
+class Kernel:
+    """Stands for a kernel: computes by torch what it is told to, and notes that down."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, Any] = {}
+
+    def __call__(self, **given: Any) -> None:
+        self.given = given
+        pages = torch.cat([given["k"], given["v"]], dim=-1)
+        lens, starts, table = given["seqused_k"], given["cu_seqlens_q"], given["block_table"]
+        assert int(lens.max()) <= given["max_seqlen_k"]
+        given["out"].copy_(paged(given["q"], pages, starts, table, lens, SIZE, given["softmax_scale"]))
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "TRITON_ATTN"])
+def test_grouped_kernels_are_given_the_kept_blocks(
+    engines: Any, tiny: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backends import flash_attn, triton_attn
+
+    rows = Rows.of([300, 40, 200, 161], [1, 1, 7, 1])
+    kernel = Kernel()
+    with set_current_vllm_config(engines.engine_config(tiny)):
+        base = flash_attn.FlashAttentionImpl if name == "FLASH_ATTN" else triton_attn.TritonAttentionImpl
+        arguments = (HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto")
+        impl = derive_impl(base, latent=False)(*arguments)
+    if name == "FLASH_ATTN":
+        impl.vllm_flash_attn_version = 3
+        monkeypatch.setattr(flash_attn, "_FA4_DENSE_ATTENTION_KERNEL", kernel)
+        kind, extra = flash_attn.FlashAttentionMetadata, {"scheduler_metadata": torch.zeros(8)}
+    else:
+        monkeypatch.setattr(triton_attn, "unified_attention", kernel)
+        kind, empty = triton_attn.TritonAttentionMetadata, torch.empty(0)
+        extra = {
+            "seq_threshold_3D": 0,
+            "num_par_softmax_segments": 16,
+            "softmax_segm_output": empty,
+            "softmax_segm_max": empty,
+            "softmax_segm_expsum": empty,
+            "causal": True,
+        }
+    query, keys, values, slots = rows.step()
+    metadata = kind(
+        num_actual_tokens=len(query),
+        max_query_len=7,
+        query_start_loc=rows.starts(),
+        max_seq_len=300,
+        seq_lens=torch.tensor(rows.lengths, dtype=torch.int32),
+        block_table=rows.table,
+        slot_mapping=slots,
+        **extra,
+    )
+    layer = Layer(NAME, impl, write(rows))
+    host = SparseHost(windows(Geometry(BLOCK, KV_HEADS, SIZE), rows.blocks), {NAME: layer})
+    host.blocks.store.mark_ready(range(rows.blocks))  # type: ignore[union-attr]
+    output = torch.zeros_like(query)
+    impl.forward(layer, query, keys, values, layer.kv_cache, metadata, output)
+    assert torch.allclose(output, rows.attended([None] * 4), atol=1e-5)
+    before = dict(vars(metadata))
+    set_active_host(host)
+    host.begin_step(plan_of(rows), context_of({NAME: layer}, metadata))
+    impl.forward(layer, query, keys, values, layer.kv_cache, metadata, output)
+    host.end_step()
+    assert torch.allclose(output, rows.attended([[0, 8, 9], None, None, [0, 4, 5]]), atol=1e-5)
+    assert kernel.given["max_seqlen_k"] == 200, "the longest row is a prompt"
+    if name == "FLASH_ATTN":
+        assert kernel.given["scheduler_metadata"] is None, "it was computed ahead from other lengths"
+    assert all(value is before[field] for field, value in vars(metadata).items())
+
+
+RANK, ROPE = 512, 64
+LATENT_BLOCK = 16
+
+
+class LatentRows:
+    """Sequences of latent keys; the last token of each is computed."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.lengths = lengths
+        self.keys = [torch.randn(length, RANK + ROPE, generator=generator) / 4 for length in lengths]
+        self.query = torch.randn(len(lengths), HEADS, RANK + ROPE, generator=generator)
+        blocks = [-(-length // LATENT_BLOCK) for length in lengths]
+        ids = (1 + torch.randperm(sum(blocks), generator=generator)).int().split(blocks)
+        self.table = torch.stack([torch.nn.functional.pad(row, (0, max(blocks) - len(row))) for row in ids])
+        self.blocks = sum(blocks) + 1
+
+    def slots(self, row: int) -> Tensor:
+        """Where the tokens of a row are."""
+        places = torch.arange(self.lengths[row])
+        return self.table[row].long()[places // LATENT_BLOCK] * LATENT_BLOCK + places % LATENT_BLOCK
+
+    def attended(self, kept: list[list[int] | None], scale: float) -> Tensor:
+        """What the queries get from the blocks that their rows keep."""
+        outputs = []
+        for keys, query, blocks in zip(self.keys, self.query, kept, strict=True):
+            if blocks is not None:
+                keys = keys[torch.isin(torch.arange(len(keys)) // LATENT_BLOCK, torch.tensor(blocks))]
+            outputs.append(torch.softmax(query @ keys.T * scale, dim=-1) @ keys[:, :RANK])
+        return torch.stack(outputs)
+
+
+def latent_kernel(query: Tensor, pages: Tensor, table: Tensor, lens: Tensor, scale: float) -> Tensor:
+    """Latent attention of one token a row, by torch; ``pages [blocks, b, rank and rope]``."""
+    outputs = []
+    for row, length in enumerate(lens.tolist()):
+        keys = pages[table[row].long()].flatten(0, 1)[:length]
+        outputs.append(torch.softmax(query[row] @ keys.T * scale, dim=-1) @ keys[:, :RANK])
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("name", ["CPU_MLA", "TRITON_MLA", "FLASHMLA"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_latent_kernels_are_given_the_kept_blocks(name: str, mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the rows of one token, which come first and have metadata of their own; ``mixed`` with a prompt behind."""
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonDecodeMetadata, MLACommonMetadata
+    from vllm.v1.attention.backends.mla import cpu_mla, flashmla, triton_mla
+    from vllm.v1.attention.ops import flashmla as flashmla_ops
+
+    rows = LatentRows([150, 20, 90])
+    scale = (RANK + ROPE) ** -0.5
+    base = {
+        "CPU_MLA": cpu_mla.CPUMLAImpl,
+        "TRITON_MLA": triton_mla.TritonMLAImpl,
+        "FLASHMLA": flashmla.FlashMLAImpl,
+    }[name]
+    kind = derive_impl(base, latent=True)
+    impl = kind.__new__(kind)
+    planned: list[Tensor] = []
+    vars(impl).update(
+        num_heads=HEADS, kv_lora_rank=RANK, scale=scale, kv_cache_dtype="auto", dcp_world_size=1, _sm_count=1
+    )
+    fields: dict[str, Any] = {}
+    decode_kind: type = MLACommonDecodeMetadata
+    if name == "TRITON_MLA":
+
+        def decode(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: Tensor, lens: Tensor, *rest: Any,
+                   **named: Any) -> None:  # fmt: skip
+            out.copy_(latent_kernel(q, k[:, :, 0], table, lens, scale))
+
+        monkeypatch.setattr(triton_mla, "decode_attention_fwd", decode)
+        monkeypatch.setattr(triton_mla, "_compute_num_kv_splits", lambda *_: 1)
+    if name == "FLASHMLA":
+
+        def plan(lens: Tensor, heads: int, kv_heads: int, *, is_fp8_kvcache: bool) -> Any:
+            planned.append(lens)
+            return SimpleNamespace(lens=lens, heads=heads), None
+
+        def flash(q: Tensor, k_cache: Tensor, block_table: Tensor, cache_seqlens: Tensor,
+                  tile_scheduler_metadata: Any, **rest: Any) -> Any:  # fmt: skip
+            assert tile_scheduler_metadata.lens is cache_seqlens
+            assert tile_scheduler_metadata.heads == HEADS
+            return latent_kernel(q[:, 0], k_cache[:, :, 0], block_table, cache_seqlens, scale)[:, None], None
+
+        monkeypatch.setattr(flashmla_ops, "get_mla_metadata", plan, raising=False)
+        monkeypatch.setattr(flashmla, "flash_mla_with_kvcache", flash, raising=False)
+        decode_kind = flashmla.FlashMLADecodeMetadata
+    lens = torch.tensor(rows.lengths, dtype=torch.int32)
+    if name == "FLASHMLA":
+        fields = {"scheduler_metadata": SimpleNamespace(lens=lens, heads=HEADS)}
+    decode_part = decode_kind(block_table=rows.table, seq_lens=lens, dcp_tot_seq_lens=None, **fields)
+    decode_part.noted = "what an implementation noted down of these lengths"  # type: ignore[attr-defined]
+    slots = torch.stack([rows.slots(row)[-1] for row in range(3)])
+    prompt = torch.arange(5) if mixed else torch.arange(0)  # a prompt in block 0, which nobody else has
+    starts = [0, 1, 2, 3, *([8] if mixed else [])]
+    metadata = MLACommonMetadata(
+        num_reqs=len(starts) - 1,
+        max_query_len=5 if mixed else 1,
+        max_seq_len=150,
+        num_actual_tokens=starts[-1],
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        slot_mapping=torch.cat([slots, prompt]),
+        num_decodes=3,
+        num_decode_tokens=3,
+        num_prefills=int(mixed),
+        decode=decode_part,
+    )
+    cache = torch.zeros(rows.blocks, LATENT_BLOCK, RANK + ROPE)
+    layer = SimpleNamespace(layer_name=NAME, impl=impl, _k_scale=torch.ones(()), kv_lora_rank=RANK)
+    layer.dtype = torch.float32
+    host = SparseHost(windows(Geometry(LATENT_BLOCK, 1, RANK + ROPE, ROPE), rows.blocks), {NAME: layer})
+    set_active_host(host)
+    plan_made = SparsePlan(LATENT_BLOCK, 0)
+    for row, tokens in enumerate(rows.lengths):
+        plan_made.rows.append(SparseRow(f"r{row}", tokens, tokens - 1, tokens - 1))
+        plan_made.last_blocks.append(int(rows.table[row, (tokens - 1) // LATENT_BLOCK]))
+    if mixed:
+        plan_made.rows.append(SparseRow("p", 5, 5, 5, 5))
+        plan_made.last_blocks.append(0)
+    all_slots, all_keys = torch.cat([rows.slots(row) for row in range(3)]), torch.cat(rows.keys)
+    context = context_of({NAME: layer}, metadata)  # type: ignore[dict-item]
+    host.begin_step(SparsePlan(LATENT_BLOCK, 0), context)
+    if name != "CPU_MLA":
+        monkeypatch.setattr(base, "do_kv_cache_update", cpu_mla.CPUMLAImpl.do_kv_cache_update)
+    impl.do_kv_cache_update(all_keys[:, :RANK], all_keys[:, RANK:], cache, all_slots, "auto", layer._k_scale)
+    host.end_step()
+    assert host.blocks.store.ready(rows.table[0, :9])  # type: ignore[union-attr]
+    read = key_reader(layer, name, cache, LATENT_BLOCK)
+    assert torch.equal(read(cache, rows.table[0, :9].long()).flatten(0, 2), rows.keys[0][: 9 * LATENT_BLOCK])
+    asked = (rows.query[..., :RANK], rows.query[..., RANK:])
+    dense = impl.forward_mqa(asked, cache, metadata, layer)[0].view(3, HEADS, RANK)
+    assert torch.allclose(dense, rows.attended([None] * 3, scale), atol=1e-4)
+    host.begin_step(plan_made, context)
+    found = impl.forward_mqa(asked, cache, metadata, layer)[0].view(3, HEADS, RANK)
+    host.end_step()
+    assert torch.allclose(found, rows.attended([[0, 8, 9], None, [0, 4, 5]], scale), atol=1e-4)
+    assert metadata.decode is decode_part
+    assert decode_part.seq_lens is lens
+    assert decode_part.block_table is rows.table
+    assert len(planned) == (name == "FLASHMLA")
+
+
+def test_prompts_of_latent_attention_are_left_to_vllm_unless_a_method_asks() -> None:
+    """The hook of a user's method sees prompts, too; ours has nothing to choose there."""
+    seen: list[Any] = []
+
+    class Base:
+        def forward_mha(self, q: Tensor, latent: Tensor, rope: Tensor, cache: Tensor, metadata: Any, scale: Tensor,
+                        output: Tensor) -> None:  # fmt: skip
+            output.copy_(q * 2)
+
+    class Method(Windows):
+        def attention_begin(self, query: Any, key: Any, value: Any, layer_name: Any, forward_context: Any,
+                            output: Any = None, phase: Any = None, **kwargs: Any) -> Any:  # fmt: skip
+            seen.append((layer_name, phase, forward_context.attn_metadata[layer_name] is not metadata))
+            return query + 1, key, value, output
+
+    impl = derive_impl(Base, latent=True)()
+    layer: Any = SimpleNamespace(layer_name=NAME, impl=impl)
+    metadata = types.SimpleNamespace(decode=None, query_start_loc=torch.tensor([0, 1]), slot_mapping=torch.zeros(1))
+    query, cache = torch.ones(1, HEADS, SIZE), torch.zeros(1)
+    outputs = []
+    for kind in (Windows, Method):
+        method = kind(None, UcmSparseRole.WORKER, WindowsConfig(min_tokens=0))
+        method.setup(Geometry(LATENT_BLOCK, 1, RANK + ROPE, ROPE), [NAME], 4)
+        host = SparseHost(method, {NAME: layer})
+        set_active_host(host)
+        host.begin_step(SparsePlan(LATENT_BLOCK, 0), context_of({NAME: layer}, metadata))
+        output = torch.zeros_like(query)
+        impl.forward_mha(query, cache, cache, cache, metadata, cache, output)
+        outputs.append(float(output[0, 0, 0]))
+    assert outputs == [2.0, 4.0]
+    assert seen == [(NAME, "prefill", True)]
