@@ -148,11 +148,8 @@ fn what_waits_is_put_when_a_store_closes_and_when_it_is_old() {
     let device = Device::filled(&store.setup, &[id(7)]);
     let task = begin(&store, &device, &[id(7)]);
     assert!(!is_over(&store, &task));
-    eventually("it is old enough", || {
-        clock.advance(Duration::from_secs(1));
-        is_over(&store, &task)
-    });
-    assert!(clock.now() <= MonotonicTime::default().after(Duration::from_secs(70)));
+    clock.advance(setup.deadlines.dump / 2); // sooner than its age, or nobody would wait for it any more
+    eventually("it is old enough", || is_over(&store, &task));
     store.outcome(&task).unwrap();
 }
 
@@ -227,6 +224,9 @@ fn a_server_that_is_silent_costs_a_deadline_and_no_slot() {
         let late = |(_, error): &(usize, ucm_core::Error)| error.kind() == ErrorKind::Timeout;
         assert!(failures.iter().any(late), "{failures:?}");
         assert!(ids(4).iter().all(|&id| device.is_blank(id)), "nothing came late");
+        eventually("every slot comes back", || {
+            store.stat("slots_free") == store.stat("slots")
+        });
     }
     let device = Device::filled(&setup, &[id(8)]);
     let dump: Task = store.engine.dump(device.rows(&[id(8)])).unwrap();

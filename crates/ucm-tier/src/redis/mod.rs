@@ -320,7 +320,10 @@ impl Shared {
     /// Adds what this writer has to its part's manifest.
     fn describe(&self, io: &IoJob) -> Result<()> {
         let (config, key) = (&self.config, self.keys.manifest(self.config.part));
-        let stored = match self.connections.ask_one(io, Traffic::Record, question("GET", &key)) {
+        let stored = match self
+            .connections
+            .ask_one(io, Traffic::Record, question("GET", &key))
+        {
             Ok(Value::BulkString(stored)) => serde_json::from_slice(&stored).ok(),
             Ok(_) => None,
             Err(error) if error.kind() == ErrorKind::Foreign => None, // a value of another type makes way
