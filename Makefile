@@ -15,7 +15,7 @@ WHEEL ?=
 
 # Where the KV of the demo lies: the host's memory, or a device behind the software driver of the tests.
 DEVICE ?= host
-# What its blocks are kept in: posix, a directory, or nfs, a share that two hosts mount.
+# What its blocks are kept in: posix, a directory, nfs, a share that two hosts mount, redis, a Redis server, or s3, a bucket.
 STORE ?= posix
 
 # For the one peer of bench-peers that has no wheel for another version.
@@ -65,7 +65,7 @@ help: ## list the targets
 	@echo "  demo and test-py take WHEEL=<file> and then run from that wheel instead of the source tree"
 
 .PHONY: demo
-demo: $(RUN_ENV) ## one prompt, three engines: cold, warm, and with a damaged block (DEVICE=softcuda, STORE=nfs)
+demo: $(RUN_ENV) $(if $(filter redis,$(STORE)),servers) $(if $(filter s3,$(STORE)),servers-long) ## one prompt, three engines: cold, warm, and with a damaged block (DEVICE=softcuda, STORE=nfs, redis, s3)
 ifeq ($(DEVICE),softcuda)
 	@$(STAGE) "build the software driver" cargo build --locked --quiet --release -p softcuda
 endif
@@ -147,7 +147,7 @@ test-kinds: $(VENV)/.stamp-dev ## a new kind of tier from Python, with a core bu
 		$(STAGE) "pytest kinds" $(BIN)/python -m pytest --quiet tests/kinds
 
 .PHONY: test-long
-test-long: $(RUN_ENV) ## the trust matrix, long (its table goes to build/trust.md), and the store over all columns
+test-long: $(RUN_ENV) servers-long ## the trust matrix, long (its table goes to build/trust.md), and the store over all columns
 	@mkdir -p build && rm -f $(SKIPPED)
 	@$(foreach column,$(COLUMNS) $(MORE_COLUMNS),$(call over,$(column));) $(skipped)
 	@$(call over_device,cuda,segment$(comma)none); $(call over_device,cuda,file$(comma)memory)
@@ -156,6 +156,9 @@ test-long: $(RUN_ENV) ## the trust matrix, long (its table goes to build/trust.m
 		--test policy --test properties
 	@UCM_TEST_LONG=1 $(STAGE) "trust matrix" $(RUN_BIN)/python -m pytest --timeout 3600 tests/trust \
 		--trust-table build/trust.md
+	@UCM_TEST_LONG=1 $(STAGE) "the store over objects" cargo test --locked --quiet -p ucm-store \
+		--test object --test rules --test model
+	@UCM_TEST_LONG=1 $(STAGE) "stores of the network" $(RUN_BIN)/python -m pytest --timeout 1800 tests/remote
 	@UCM_TEST_DEVICE=cuda UCM_TEST_DRIVER=$(SOFTCUDA) $(STAGE) "trust matrix and engines on cuda" \
 		$(RUN_BIN)/python -m pytest --timeout 1800 tests/trust tests/vllm
 
@@ -251,10 +254,12 @@ $(VENV)/.stamp-core: $(VENV)/.stamp-dev $(RUST_SOURCES) pyproject.toml
 # --- servers -------------------------------------------------------------------------------------------------------
 
 # What stores of the network are tested on and shown with. redis-server and openssl are packages of Debian, installed
-# where that is allowed; s3s-fs is built once, apart from everything of ours.
+# where that is allowed; moto is among what testing needs in Python. s3s-fs, which keeps what it has over a restart, is built
+# once, apart from everything of ours; that takes minutes, so that only make test-long and make demo STORE=s3 do it.
 S3S_FS := .tools/bin/s3s-fs
-.PHONY: servers
-servers: $(S3S_FS) ## the servers that stores of the network are tested on
+.PHONY: servers servers-long
+servers-long: servers $(S3S_FS) ## those, and the S3 server that make test-long needs besides
+servers: ## the servers that stores of the network are tested on
 	@for program in redis-server openssl; do command -v $$program > /dev/null || missing="$${missing:-} $$program"; done; \
 	if [ -z "$${missing:-}" ]; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \

@@ -2,7 +2,7 @@
 port of its own of this machine, ended with the process that started it.
 
 ``redis-server`` is a package of the system (``make servers`` installs it where it may), ``s3s-fs`` an S3 server that
-keeps objects in files and is built by ``make servers`` too, ``moto`` one in Python that forgets them when it ends.
+keeps objects in files and is built by ``make servers-long``, ``moto`` one in Python that forgets them when it ends.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def s3_server(directory: pathlib.Path) -> Server:
     """An S3 server over a directory, with one bucket. Raises :class:`MissingError`."""
     program = TOOLS / "s3s-fs"
     if not program.exists():
-        raise MissingError("s3s-fs is not built; `make servers` builds it")
+        raise MissingError("s3s-fs is not built; `make servers-long` builds it")
     (directory / BUCKET).mkdir(parents=True, exist_ok=True)
     keys = ["--access-key", KEYS["AWS_ACCESS_KEY_ID"], "--secret-key", KEYS["AWS_SECRET_ACCESS_KEY"]]
     return Server(

@@ -79,7 +79,8 @@ REDIS_AOF = Column(
 )
 S3S_FS = Column("s3s-fs", "UcmObjectStore", s3_server, _on_s3, keeps=True, http=True)
 MOTO = Column("moto", "UcmObjectStore", _Moto(), _on_s3, keeps=False, http=True)
-COLUMNS = (REDIS, REDIS_AOF, S3S_FS, MOTO)
+#: Those of `make test`, and all.
+COLUMNS = (REDIS, REDIS_AOF, S3S_FS, MOTO) if os.environ.get("UCM_TEST_LONG") else (REDIS, MOTO)
 
 
 def started(column: Column, directory: Path) -> Server:

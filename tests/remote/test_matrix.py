@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -219,6 +220,22 @@ def test_full(column: Column, server: Server, proxy: Proxy, source: Memory) -> N
         if not column.http:
             _redis(server, "CONFIG", "SET", "maxmemory", "0")
         soon("there is room again", lambda: is_well(store, source, 16, 4))
+
+
+def test_below_memory(column: Column, server: Server, source: Memory) -> None:
+    """below memory (and a directory): brought up once, and then nobody asks the server"""
+    word = column.store.removeprefix("Ucm").removesuffix("Store").lower()
+    keys = dict(column.keys(server.at))
+    stages = [{"type": "cache"}, {"type": word, "path": keys.pop("storage_backends"), **keys}]
+    told = {**keys, "storage_backends": [], "store_pipeline": stages, "cache_size": "8MiB"}
+    with opened(column, server.at) as store:
+        assert dumped(store, source, 0, 8)
+    with opened(replace(column, store="UcmPipelineStore"), server.at, **told) as store:
+        assert dumped(store, source, 8, 8)
+        soon("what lies below is found", lambda: store.lookup(ids(16)) == [True] * 16)
+        assert loaded(store, source, 0, 8)
+        server.kill()
+        assert loaded(store, source, 0, 16)
 
 
 def test_no_secret_in_the_log(

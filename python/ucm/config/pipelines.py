@@ -223,9 +223,7 @@ def _roots(stages: Sequence[Stage], settings: StoreSettings) -> Iterator[str]:
         if _is_file(stage):
             yield from root_problems(settings, stage.storage_backends, stage)
     # Several addresses are nodes of one cluster, of which the first tells it from others.
-    roots = [
-        root for stage in placed for root in stage.storage_backends[: None if _is_file(stage) else 1]
-    ]
+    roots = [root for stage in placed for root in stage.storage_backends[: None if _is_file(stage) else 1]]
     for root in roots:
         real = _real(root) if len(roots) > 1 and not scheme_of(root) else root
         if real in seen:

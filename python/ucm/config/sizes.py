@@ -137,7 +137,9 @@ def parse_paths(value: Any) -> tuple[str, ...]:
         for piece, following in itertools.pairwise(pieces):
             check_local(f"{piece}:{following}")
             if scheme_of(f"{piece}:{following}"):
-                raise ValueError(f"{text!r} has an address among directories; write a list, [/some/directory, s3://...]")
+                raise ValueError(
+                    f"{text!r} has an address among directories; write a list, [/some/directory, s3://...]"
+                )
     elif isinstance(value, list | tuple):
         pieces = value
     else:

@@ -149,7 +149,8 @@ pub(crate) fn s3(dir: &Path) -> Option<S3> {
 /// The same on this port, with what one had there that ended.
 pub(crate) fn s3_at(port: u16, dir: &Path) -> Option<S3> {
     let program = concat!(env!("CARGO_MANIFEST_DIR"), "/../../.tools/bin/s3s-fs");
-    has_program(program).then(|| {
+    // Only `make test-long` builds it.
+    has(program, "make servers-long", "UCM_TEST_LONG").then(|| {
         let dir = dir.to_owned();
         std::fs::create_dir_all(dir.join(BUCKET)).unwrap();
         let [id, secret] = KEYS;
@@ -175,14 +176,19 @@ pub(crate) fn shared_s3() -> Option<&'static S3> {
 /// Whether the machine has this program. A test that needs it is skipped where not, and says so; it fails where
 /// `UCM_REQUIRE_ROOT_TESTS` is set, as it is for whoever could have installed it.
 pub(crate) fn has_program(name: &str) -> bool {
+    has(name, "make servers", "UCM_REQUIRE_ROOT_TESTS")
+}
+
+/// The same of a program that comes by this command, and is required where this variable is set.
+fn has(name: &str, made_by: &str, required_by: &str) -> bool {
     let found = Command::new("sh")
         .args(["-c", &format!("command -v {name}")])
         .output()
         .unwrap();
     if !found.status.success() {
-        let required = std::env::var_os("UCM_REQUIRE_ROOT_TESTS").is_some();
-        assert!(!required, "{name} is not there (make servers)");
-        eprintln!("skipped: {name} is not there (make servers)");
+        let required = std::env::var_os(required_by).is_some();
+        assert!(!required, "{name} is not there ({made_by})");
+        eprintln!("skipped: {name} is not there ({made_by})");
     }
     found.status.success()
 }
