@@ -1,7 +1,8 @@
 """Engines of vLLM over servers: what one stored another one finds, through a pipeline too; a server that is killed
 costs time and never a token; and what it kept is found again.
 
-``make test`` starts one engine for each kind of store, ``make test-long`` (``UCM_TEST_LONG``) those of the other tests too.
+``make test`` starts one engine for each kind of store, ``make test-long`` (``UCM_TEST_LONG``) those of the other tests
+too.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def test_cold_warm_and_after_a_restart_of_the_server(
         ask_until_reused(engine, STORED[name], computed[name])
     engine.wait_idle()
     engine.reset()
-    stored = engine.metrics()["ucm_stored_blocks_total"]
+    stored = engine.metrics()["ucm_published_blocks_total"]
     server.restart()
     for name in ASKED:
         answer = engine.generate(STORED[name].ask())[0]
@@ -151,7 +152,7 @@ def test_cold_warm_and_after_a_restart_of_the_server(
     for name in ASKED:
         ask_until_reused(engine, STORED[name], computed[name])
     # What a server forgot is stored again, what it kept is not.
-    again = engine.metrics()["ucm_stored_blocks_total"] - stored
+    again = engine.metrics()["ucm_published_blocks_total"] - stored
     assert (again == 0) == over.column.keeps, again
     assert KEYS["AWS_SECRET_ACCESS_KEY"] not in engine.log_text()
     host.stop()
