@@ -96,8 +96,8 @@ class Proxy:
                 await self._answer(reader, writer)
                 return
             await self._pass_on(reader, writer)
-        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError):
+            pass  # cancelled: by _end_connections, which waits for nothing more
         finally:
             self._connections.discard(task)
             with contextlib.suppress(OSError, RuntimeError):

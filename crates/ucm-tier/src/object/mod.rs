@@ -27,7 +27,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use ucm_core::{BlockId, Error, ErrorKind, Geometry, Identity, MissReason, Part, Result};
 use ucm_device::Slot;
-use ucm_infra::{Clock, MonotonicTime, Runtime};
+use ucm_infra::{Clock, MonotonicTime};
 use ucm_io::{IoJob, IoPool};
 use ucm_quota::layout::{FORMAT, Manifest, Marker};
 use ucm_record::RecordLayout;
@@ -107,7 +107,6 @@ pub struct ObjectBackend {
 struct Objects {
     config: ObjectConfig,
     clock: Arc<dyn Clock>,
-    runtime: Arc<Runtime>,
     bucket: Arc<Bucket>,
     names: Names,
     index: Index,
@@ -126,7 +125,6 @@ impl ObjectBackend {
     pub fn new(config: ObjectConfig, io: Arc<IoPool>, clock: Arc<dyn Clock>) -> Result<Self> {
         let prefix = Url::parse(&config.place.url)?.prefix.to_owned();
         let objects = Objects {
-            runtime: Runtime::of_this_process()?,
             bucket: Arc::new(Bucket::new(&config.place)?),
             names: Names::new(&prefix, config.identity.namespace()),
             index: Index::new(MOST_BLOCKS),
@@ -157,7 +155,7 @@ impl Objects {
         deadline: MonotonicTime,
         work: impl Future<Output = Result<T>> + Send + 'static,
     ) -> Result<T> {
-        self.runtime.wait(&*self.clock, deadline, work)
+        self.upkeep.runtime.wait(&*self.clock, deadline, work)
     }
 
     fn now_ns(&self) -> u64 {

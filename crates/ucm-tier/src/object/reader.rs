@@ -87,7 +87,7 @@ impl Objects {
         let range = first.hit.offset..last.hit.offset + last.want() as u64;
         let (bucket, path) = (Arc::clone(&self.bucket), self.names.segment(segment));
         // The slots belong to the request until it has really ended.
-        let asked = io.wait(&self.runtime, async move {
+        let asked = io.wait(&self.upkeep.runtime, async move {
             Ok(fill(&bucket, &path, range, placed).await)
         });
         let (placed, mut filled, failed) = match asked {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use ucm_core::Result;
-use ucm_infra::{Clock, Lane, MonotonicTime, Notify, WorkerPool};
+use ucm_infra::{Clock, Lane, MonotonicTime, Notify, Runtime, WorkerPool};
 
 use super::discovery::TURN;
 use super::{Objects, UPLOADS};
@@ -21,6 +21,8 @@ type Next = (Notify, u64, Option<MonotonicTime>);
 
 /// See the module.
 pub(super) struct Upkeep {
+    /// Where the client works.
+    pub(super) runtime: Arc<Runtime>,
     pub(super) pool: Arc<WorkerPool>,
     /// Rung when a segment may have to be put, or a wait has ended.
     pub(super) timer: Notify,
@@ -47,6 +49,7 @@ impl Upkeep {
             .clock(Arc::clone(clock))
             .build()?;
         Ok(Self {
+            runtime: Runtime::of_this_process()?,
             pool,
             timer: Notify::new(),
             started: AtomicBool::new(false),

@@ -194,12 +194,11 @@ impl Connections {
         traffic: Traffic,
         questions: Vec<Cmd>,
     ) -> Result<Vec<Result<Value>>> {
-        let asked = questions.len();
-        let answers = self.with_link(
-            io,
-            traffic,
-            move |mut link| async move { link.ask(&questions).await },
-        )?;
+        let (asked, questions) = (questions.len(), Arc::new(questions));
+        let answers = self.with_link(io, traffic, move |mut link| {
+            let questions = Arc::clone(&questions);
+            async move { link.ask(&questions).await }
+        })?;
         if answers.len() != asked {
             return Err(Error::internal("the server did not answer every question"));
         }
@@ -216,8 +215,9 @@ impl Connections {
 
     /// Every key of this pattern, on all nodes.
     pub(super) fn scan(&self, io: &IoJob, pattern: String) -> Result<Vec<Vec<u8>>> {
-        self.with_link(io, Traffic::Short, move |mut link| async move {
-            link.scan(&pattern).await
+        self.with_link(io, Traffic::Short, move |mut link| {
+            let pattern = pattern.clone();
+            async move { link.scan(&pattern).await }
         })
     }
 
@@ -227,11 +227,13 @@ impl Connections {
         Ok(ServerInfo::parse(&info))
     }
 
+    /// Asks over a connection, and once more over a new one where it turns out that the server had ended it: it may end what
+    /// was idle, and what is asked here may be asked twice.
     fn with_link<T: Send + 'static, F>(
         &self,
         io: &IoJob,
         traffic: Traffic,
-        ask: impl FnOnce(Link) -> F + Send + 'static,
+        ask: impl Fn(Link) -> F + Send + 'static,
     ) -> Result<T>
     where
         F: Future<Output = Result<T, RedisError>> + Send,
@@ -241,6 +243,15 @@ impl Connections {
         let line = Arc::clone(self.line(traffic));
         let (began, asked) = (self.clock.now(), Arc::clone(&line));
         let answered = io.wait(&self.runtime, async move {
+            let (number, link) = asked.link(server.clone()).await?;
+            let error = match ask(link).await {
+                Ok(answer) => return Ok(answer),
+                Err(error) => error,
+            };
+            asked.given_up.fetch_max(number, Ordering::AcqRel);
+            if !error.is_connection_dropped() {
+                return Err(no_answer(error));
+            }
             let (number, link) = asked.link(server).await?;
             ask(link).await.map_err(|error| {
                 asked.given_up.fetch_max(number, Ordering::AcqRel);
